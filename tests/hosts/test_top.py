@@ -79,7 +79,7 @@ def test_nvidia_smi_and_its_faults(hosts, operator, terminal):
             ("na", r"node-2 +OK +(—! +){8}— +— .* temperature.gpu cannot be read"),
             (
                 "hot",
-                r"▲ DEGRADED +node-2: gpu 3: slowed by hardware thermal slowdown; power 55% where the median is 96%",
+                r"▲ DEGRADED +node-2: gpu 3: slowed by hardware thermal slowdown; power 55% \(median 96%\)",
             ),
             ("lost", r"GPU 31/32(.|\n)*node-2 +OK.*1 of 8 GPUs are lost"),
             ("old", r"node-2.*gpu 5: slowed by hardware slowdown"),

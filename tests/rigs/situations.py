@@ -6,7 +6,7 @@ Eight hosts with eight GPUs train at 6 s a step. A situation begins at 126 s; ``
 import copy
 import dataclasses
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from llama405b_tools.top.state import simulate
@@ -50,23 +50,31 @@ class Situation:
     guard: GuardShown = GuardShown.NONE
 
 
-def play(situation: Situation) -> list[tuple[float, Picture]]:
-    """Return a picture after each round of frames, with the seconds since the situation began."""
+def watch(
+    situation: Situation, read: Callable[[Frame], object] = lambda _: None
+) -> Iterator[tuple[float, ClusterState]]:
+    """Yield the cluster after each round of frames, with the seconds since the situation began; ``read``: takes log lines."""
     names = simulate.names(N_HOSTS)
-    cluster, pictures = ClusterState(names, INTERVAL_S), []
+    cluster = ClusterState(names, INTERVAL_S)
     for event in simulate.incident(N_HOSTS, INTERVAL_S, BEGIN_S + situation.lasts_s, situation.script):
         t = event["t"] - simulate.BEGIN - BEGIN_S
-        if "frame" in event:
-            frame = copy.deepcopy(event["frame"])
-            if t >= 0:
-                cluster.guard = situation.guard
-                situation.edit(event["host"], frame, t)
-            if not frame.get("lost"):
-                cluster.take(event["host"], frame, event["t"])
-            if event["host"] == names[-1]:
-                cluster.advance(event["t"])
-                pictures.append((t, cluster.picture()))
-    return pictures
+        if "frame" not in event:
+            read(event)
+            continue
+        frame = copy.deepcopy(event["frame"])
+        if t >= 0:
+            cluster.guard = situation.guard
+            situation.edit(event["host"], frame, t)
+        if not frame.get("lost"):
+            cluster.take(event["host"], frame, event["t"])
+        if event["host"] == names[-1]:
+            cluster.advance(event["t"])
+            yield t, cluster
+
+
+def play(situation: Situation) -> list[tuple[float, Picture]]:
+    """Return a picture after each round of frames, with the seconds since the situation began."""
+    return [(t, cluster.picture()) for t, cluster in watch(situation)]
 
 
 def said(situation: Situation, pictures: list[tuple[float, Picture]]) -> list[float | None]:

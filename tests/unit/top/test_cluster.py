@@ -13,10 +13,12 @@ from conftest import ROOT
 from llama405b_tools.remote import sampler
 from llama405b_tools.text.clean import CONTROLS
 from llama405b_tools.top.draw import panels
+from llama405b_tools.top.draw.ui import VIEWS, Ui
 from llama405b_tools.top.event_sources import Live
 from llama405b_tools.top.state import picture, simulate
 from llama405b_tools.top.state.cluster import ClusterState
 from llama405b_tools.top.state.picture import GuardShown, HostState
+from llama405b_tools.top.state.trends import Trends
 
 T0, NAN, INF = simulate.BEGIN, float("nan"), float("inf")
 
@@ -130,7 +132,8 @@ def test_the_simulation_speaks_as_the_sampler_does():
 
 def test_a_healthy_run():
     _, pic = play(seconds=50)
-    assert (pic.verdict, pic.exit_code, pic.why) == ("HEALTHY", 0, "")
+    assert (pic.verdict, pic.exit_code) == ("HEALTHY", 0)
+    assert pic.why == "a step takes 6.00 s, as expected (5.80 s)"
     assert (pic.fresh, pic.gpus_seen, pic.gpus_expected) == (4, 32, 32)
     run = pic.training
     assert (run.phase, run.step, run.steps, run.step_s, run.world, run.network) == (
@@ -438,8 +441,12 @@ def test_no_frame_however_broken_ends_it():
             cluster = ClusterState(["gpu-1"], 2.0)
             cluster.take("gpu-1", broken(full, path, value), T0)
             first = look(cluster, T0)
-            mode = ("cluster", "host")[(number + place) % 2]  # each field in both
-            lines = panels.screen(first, panels.Ui(mode=mode), [], 120, 40) + panels.listed(first, panels.Ui(), 120)
+            opened = ["all", (*VIEWS[1:], "host", "rank")[(number + place) % 7]]
+            trends = Trends()
+            trends.take(first, cluster.steps())
+            lines = panels.screen(first, trends, Ui(path=opened[: 1 + place % 2]), [], 120, 40) + panels.listed(
+                first, Ui(), 120
+            )
             assert not any(CONTROLS.search(line.plain) or "\n" in line.plain for line in lines)
             json.dumps(dataclasses.asdict(first), allow_nan=False)
             cluster.take("gpu-1", after, T0 + 2)
@@ -584,7 +591,7 @@ def test_the_rank_that_keeps_the_others_waiting_is_named():
         return event
 
     _, pic = play(seconds=50, change=slow)
-    assert row(pic, "gpu-3").notes == ("rank 19: clipping and update took 2.40 s where the median is 0.60 s",)
+    assert row(pic, "gpu-3").notes == ("rank 19: clipping and update took 2.40 s (median 0.60)",)
     assert [host.name for host in pic.hosts if host.notes] == ["gpu-3"]
 
     def unknown(event):

@@ -1,29 +1,42 @@
-"""What cluster-top looks like: text snapshots at several sizes and fleets, and the README's screenshot.
+"""What cluster-top looks like: text snapshots in each state at three sizes, and the README's screenshot.
 
-``LLAMA405B_UPDATE_SCREENS=1`` rewrites them: check the diff before you commit it.
+``LLAMA405B_UPDATE_SCREENS=1`` rewrites them: look at each as a picture before you commit it.
 """
 
 import dataclasses
-import functools
 import io
 import os
 import re
 
 import pytest
 from rich.console import Console, Group
+from shown import HOT, HUNG, LOADING, blank_share, in_situation, played, text_of
 
 from conftest import ROOT
-from llama405b_tools.top.draw import panels
+from llama405b_tools.top.draw import hosts
 from llama405b_tools.top.draw.lines import event_line
-from llama405b_tools.top.logpane import LogPane
+from llama405b_tools.top.draw.panels import listed, scene
+from llama405b_tools.top.draw.theme import PLAIN, THEMES, background, segments, theme
+from llama405b_tools.top.draw.ui import HELP, VIEWS, Ui
 from llama405b_tools.top.state import simulate
-from llama405b_tools.top.state.cluster import ClusterState
 from llama405b_tools.top.state.picture import HostState, Level
 
 SCREENS = ROOT / "tests/data/screens"
 UPDATE = bool(os.environ.get("LLAMA405B_UPDATE_SCREENS"))
 SLOW = pytest.mark.slow
-HOT, HUNG = 84.0, simulate.HUNG + 80
+SIZES = [(80, 24), (120, 40), (200, 60)]
+STATES = {
+    "loading": lambda: played(8, LOADING),
+    "healthy": lambda: played(8, 90.0, simulate.CALM),
+    "slow": lambda: in_situation("steps take twice as long"),
+    "hung": lambda: played(8, HUNG),
+    "dead-host": lambda: in_situation("a host is not heard, and the others wait"),
+    "straggler": lambda: in_situation("a rank is 0.9 s behind"),
+    "failed": lambda: in_situation("a rank is killed"),
+    "stopped": lambda: in_situation("a stop whose last save fails"),
+    "64x8": lambda: played(64, HUNG),
+}
+HOST_LINE = r"[▶ ][✖! ]gpu-\d "
 
 
 @pytest.fixture(autouse=True)
@@ -37,223 +50,254 @@ def utc(monkeypatch):
     time.tzset()
 
 
-@functools.cache
-def played(n_hosts, seconds):
-    names = simulate.names(n_hosts)
-    cluster, logs = ClusterState(names, 2.0, badge="SIMULATED"), LogPane()
-    judged = 0.0
-    for event in simulate.incident(n_hosts, seconds=seconds):
-        if "frame" in event:
-            cluster.take(event["host"], event["frame"], event["t"])
-        else:
-            logs.take(event["host"], event["entries"], cluster.first_rank(event["host"]))
-        if event["host"] == names[-1] and event["t"] - judged > 9:
-            judged = event["t"]
-            cluster.advance(judged)
-    logs.settle(event["t"])
-    cluster.advance(event["t"])
-    return cluster.picture(), list(logs.lines)
-
-
-def text_of(lines, width):
-    out = io.StringIO()
-    console = Console(file=out, width=width, color_system=None, legacy_windows=False)
-    for line in lines:
-        console.print(line, no_wrap=True, crop=True)
-    return "".join(f"{line.rstrip()}\n" for line in out.getvalue().splitlines())
-
-
 def same(path, found):
     if UPDATE:
         path.write_text(found)
     assert path.read_text() == found, f"{path.name} looks different; see this module's docstring"
 
 
-@pytest.mark.parametrize(
-    ("n_hosts", "seconds"), [(8, HOT), pytest.param(64, HUNG, marks=SLOW), pytest.param(256, HUNG, marks=SLOW)]
-)
-@pytest.mark.parametrize(("width", "height"), [(120, 40), (80, 24), (200, 60)])
-def test_a_screen(n_hosts, seconds, width, height):
-    pic, logs = played(n_hosts, seconds)
-    lines = panels.screen(pic, panels.Ui(), logs, width, height)
-    assert len(lines) == height
-    assert all(line.cell_len == width for line in lines)
-    text = text_of(lines, width)
-    same(SCREENS / f"{n_hosts}-{width}x{height}.txt", text)
-    if n_hosts <= 64 and width >= 120:  # the promise: all of them on one screen
-        assert all(name in text for name in simulate.names(n_hosts))
-
-
-@pytest.mark.parametrize("mode", ["host", "logs", "text"])
-@pytest.mark.parametrize(("width", "height"), [(120, 40), (80, 24)])
-def test_other_views(mode, width, height):
-    pic, logs = played(8, HUNG)
-    ui = panels.Ui(mode=mode, selected="gpu-3", title="HELP", lines=panels.HELP.split("\n"))
-    lines = panels.screen(pic, ui, logs, width, height)
+@pytest.mark.parametrize("state", [pytest.param(each, marks=SLOW if each == "64x8" else ()) for each in STATES])
+@pytest.mark.parametrize(("width", "height"), SIZES)
+def test_a_screen(state, width, height):
+    lines = STATES[state]().screen(width, height)
     assert [line.cell_len for line in lines] == [width] * height
-    same(SCREENS / f"{mode}-{width}x{height}.txt", text_of(lines, width))
-
-
-@pytest.mark.parametrize("size", [(20, 5), (1, 1), (40, 8), (300, 100)])
-@pytest.mark.parametrize("mode", ["cluster", "host", "logs", "text"])
-def test_any_size_is_drawn(size, mode):
-    pic, logs = played(8, 70.0)
-    lines = panels.screen(pic, panels.Ui(mode=mode), logs, *size)
-    assert len(lines) == size[1]
-    assert all(line.cell_len == size[0] for line in lines)
+    text = text_of(lines)
+    same(SCREENS / f"{state}-{width}x{height}.txt", text)
+    if state == "64x8" and width >= 120:  # the promise: all of them on one screen
+        assert all(name in text for name in simulate.names(64))
 
 
 @pytest.mark.slow
-def test_sorting_filtering_and_pages():
-    pic, _ = played(8, HOT)
-    names = lambda **more: [row.name for row in panels.ordered(pic, panels.Ui(**more))]  # noqa: E731
+@pytest.mark.parametrize("n_hosts", [8, 64])
+@pytest.mark.parametrize(("width", "height"), SIZES[1:])
+def test_at_most_a_quarter_is_blank_after_a_minute_of_training(n_hosts, width, height):
+    lines = played(n_hosts, simulate.LOADED + 60, simulate.CALM).screen(width, height)
+    assert blank_share(lines) <= 0.25
+
+
+@pytest.mark.parametrize("view", [*VIEWS[1:], "host", "rank", "text"])
+@pytest.mark.parametrize(("width", "height"), SIZES[:2])
+def test_other_views(view, width, height):
+    ui = Ui(path=["all", view], selected="gpu-3", title="HELP", lines=HELP.split("\n"))
+    lines = played(8, HUNG).screen(width, height, ui)
+    assert [line.cell_len for line in lines] == [width] * height
+    same(SCREENS / f"{view}-{width}x{height}.txt", text_of(lines))
+
+
+@pytest.mark.parametrize("size", [(20, 5), (1, 1), (40, 8), (300, 100), (100, 12), (160, 14), (200, 20)])
+@pytest.mark.parametrize("view", [*VIEWS, "host", "rank", "text"])
+def test_any_size_is_drawn(size, view):
+    for n_hosts in (1, 8):
+        lines = played(n_hosts, 70.0).screen(*size, Ui(path=["all", view]))
+        assert [line.cell_len for line in lines] == [size[0]] * size[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("width", "height"), SIZES)
+def test_every_host_of_many_is_on_a_page(width, height):
+    shown = played(256, 4.0)
+    names = simulate.names(256)
+    seen = set()
+    for name in names[::7] + names[-1:]:
+        text = text_of(shown.screen(width, height, Ui(sort="name", selected=name)))
+        assert re.search(rf"▶.{name}", text)
+        seen |= {each for each in names if each in text}
+    assert seen == set(names)
+
+
+@pytest.mark.slow
+def test_sorting_and_filtering():
+    pic = played(8, HOT).pic
+    names = lambda **more: [row.name for row in hosts.ordered(pic, Ui(**more))]  # noqa: E731
     assert names()[0] == names(sort="power")[0] == names(sort="temperature")[0] == "gpu-3"
     assert names(sort="name") == simulate.names(8)
     assert names(odd_only=True) == ["gpu-3"]
     assert names(filter="THERMAL") == ["gpu-3"]
     assert names(filter="gpu-5") == ["gpu-5"]
     assert names(filter="nobody") == []
-    many, logs = played(256, 4.0)
-    ui = panels.Ui(sort="name")
-    pages = panels.n_pages(many, ui, 120, 40)
-    shown = []
-    for ui.page in range(pages):
-        text = text_of(panels.screen(many, ui, logs, 120, 40), 120)
-        shown += [name for name in simulate.names(256) if name in text]
-    assert shown == simulate.names(256)  # each once
+    assert "no host matches 'nobody'; Esc shows all" in text_of(played(8, HOT).screen(120, 40, Ui(filter="nobody")))
 
 
 def test_colour_is_never_the_only_sign():
-    pic, logs = played(8, HOT)
-    text = text_of(panels.screen(pic, panels.Ui(), logs, 120, 40), 120)
-    assert "▲ DEGRADED" in text
+    text = text_of(played(8, HOT).screen(120, 40))
+    assert text.startswith(" ▲ DEGRADED")
     assert "! slowed by" in text
-    assert "!" in text.split("▶ gpu-3")[1].split("\n")[0]
+    assert "▶!gpu-3 " in text
+    assert "56!" in text.split("▶!gpu-3")[1].split("\n")[0]
 
 
-@pytest.mark.parametrize("mode", ["cluster", "host", "logs", "events"])
-def test_a_style_is_of_a_piece_or_of_a_line_in_one_style(mode):
-    pic, logs = played(8, HUNG)
-    lines = panels.screen(pic, panels.Ui(mode=mode, selected="gpu-3"), logs, 120, 40)
+@pytest.mark.parametrize("view", ["all", "host", "log", "events"])
+def test_a_style_is_of_a_piece_or_of_a_line_in_one_style(view):
+    shown = played(8, HUNG)
+    lines = shown.screen(120, 40, Ui(path=["all", view], selected="gpu-3"))
     assert [line.plain for line in lines if line.style and line.spans] == []
-    bad = next(event_line(event) for event in pic.events if event.level is Level.BAD)
-    assert {str(span.style): bad.plain[span.start : span.end] for span in bad.spans}["dim"] == bad.plain[:9]
+    bad = next(event_line(event) for event in shown.pic.events if event.level is Level.BAD)
+    assert {str(span.style): bad.plain[span.start : span.end] for span in bad.spans}["old"] == bad.plain[:9]
 
 
-def pieces(pic, name, width=120, **more):
-    """The pieces of a host's line that have a style, and their style."""
-    lines = panels.screen(pic, panels.Ui(sort="name", **more), [], width, 40)
-    line = next(line for line in lines if re.match(rf"[▶ ][✖ ]{name} ", line.plain))
-    found = [(line.plain[span.start : span.end].strip(), str(span.style).strip()) for span in line.spans]
-    return [(text, style) for text, style in found if text not in ("", "▶", "✖")]
+@pytest.mark.parametrize("name", THEMES)
+@pytest.mark.parametrize("n_colors", [0, 16, 256])
+def test_every_style_is_in_every_theme(name, n_colors):
+    known = {*theme(name, n_colors).styles}
+    assert known == {*PLAIN, *known} - {""} | ({""} & known)
+    for state in STATES.values() if n_colors == 256 else [STATES["hung"]]:
+        for size in SIZES:
+            for line in state().screen(*size):
+                assert {str(span.style) for span in line.spans} | {str(line.style)} <= known | {""}
+
+
+def test_without_colors_nothing_is_colored():
+    look = Console(file=io.StringIO(), theme=theme("dark", 0), color_system="256", legacy_windows=False)
+    styles = [part.style for line in played(8, HUNG).screen(120, 40) for part in segments(line, look)]
+    assert not any(style and (style.color or style.bgcolor) for style in styles)
+    assert any(style and style.reverse and style.bold for style in styles)
+
+
+def test_the_background_that_a_terminal_tells():
+    assert (background("15;0"), background("0;15"), background("0;default;7")) == ("dark", "light", "light")
+    assert background("") == background("x") == "dark"
 
 
 def without_gpus(pic):
-    hosts = [dataclasses.replace(row, gpus=(), has_gpu=False) for row in pic.hosts]
-    return dataclasses.replace(pic, hosts=tuple(hosts))
+    rows = [dataclasses.replace(row, gpus=(), has_gpu=False) for row in pic.hosts]
+    return dataclasses.replace(pic, hosts=tuple(rows))
+
+
+def marked(line):
+    return {
+        line.plain[span.start : span.end].strip()
+        for span in line.spans
+        if str(span.style) in ("bad", "odd", "heat.bad")
+    }
 
 
 def test_the_culprit_is_marked_with_its_gpu_and_its_numbers():
-    pic, _ = played(8, HUNG)
-    state, numbers = ("HUNG", "bold red"), [("1200", "bold red"), ("78s", "bold red")]
-    assert pieces(pic, "gpu-3")[:-1] == [("gpu-3", "bold red"), state, ("18!", "bold red"), *numbers]
-    assert pieces(without_gpus(pic), "gpu-3")[:-1] == [("gpu-3", "bold red"), state, *numbers]
-    assert pieces(pic, "gpu-3", 80) == [
-        ("gpu-3", "bold red"),
-        ("▂", "bold red"),
-        ("H", "bold red"),
-        ("1200", "bold red"),
-    ]
-    assert pieces(pic, "gpu-4") == pieces(pic, "gpu-4", 80) == []
-    hot, _ = played(8, HOT)
-    assert pieces(hot, "gpu-3")[:3] == [("gpu-3", "bold yellow"), ("56!", "bold yellow"), ("86", "bold yellow")]
-    detail = panels.screen(hot, panels.Ui(mode="host", selected="gpu-3"), [], 120, 40)
-    gpu = next(line for line in detail if line.plain.startswith("  gpu 3"))
-    marked = {gpu.plain[span.start : span.end].strip() for span in gpu.spans if str(span.style) == "bold yellow"}
-    assert {text.split()[-1] for text in marked} >= {"W", "°C", "MHz"}
+    shown = played(8, HUNG)
+    lines = shown.screen(120, 40, Ui(sort="name"))
+    line = next(line for line in lines if line.plain.startswith(" ✖gpu-3"))
+    assert {"✖", "gpu-3", "HUNG", "1200", "78s"} <= marked(line)
+    assert any(re.fullmatch(r"\d+!", text) for text in marked(line))
+    other = next(line for line in lines if line.plain.startswith("  gpu-4"))
+    assert marked(other) <= {""}
+    compact = next(line for line in shown.screen(80, 24) if "✖gpu-3" in line.plain)
+    assert {"✖", "gpu-3", "!", "H"} <= marked(compact)
+    hot = played(8, HOT).screen(120, 40, Ui(path=["all", "host"], selected="gpu-3"))
+    gpu = next(line for line in hot if line.plain.startswith("  gpu 3"))
+    assert {text.split()[-1] for text in marked(gpu)} >= {"W", "°C", "MHz"}
 
 
 def test_where_a_run_failed_is_first_and_marked_and_the_others_are_dim():
-    pic, _ = played(8, HOT)
+    shown = played(8, HOT)
     failed = [
-        dataclasses.replace(row, state=HostState.FAILED, why="why", is_culprit=row.name == "gpu-6") for row in pic.hosts
+        dataclasses.replace(row, state=HostState.FAILED, why="why", is_culprit=row.name == "gpu-6", notes=())
+        for row in shown.pic.hosts
     ]
-    pic = dataclasses.replace(pic, hosts=tuple(failed))
     for width in (120, 80):
-        lines = [line.plain for line in panels.screen(pic, panels.Ui(), [], width, 40)]
-        hosts = [line for line in lines if re.match(r"[▶ ][✖ ]gpu-\d ", line)]
-        assert hosts[0].startswith("▶✖gpu-6 ")
-        assert "✖" not in "".join(hosts[1:])
-    assert "bold red" in {style for _, style in pieces(pic, "gpu-6")}
-    assert {style for _, style in pieces(pic, "gpu-2")} == {"dim"}
-
-
-def test_the_selected_host_is_on_the_page():
-    many, logs = played(64, 4.0)
-    ui = panels.Ui(sort="name", selected="gpu-50")
-    ui.page = panels.page_of(many, ui, 80, 24)
-    assert any(
-        line.plain.startswith("▶ gpu-50") or "  ▶ gpu-50" in line.plain
-        for line in panels.screen(many, ui, logs, 80, 24)
-    )
+        lines = shown.screen(width, 40, hosts=tuple(failed))
+        at = [line for line in lines if re.match(HOST_LINE, line.plain)]
+        assert at[0].plain.startswith("▶✖gpu-6 ")
+        assert "✖" not in "".join(line.plain for line in at[1:])
+        assert "gpu-6" in marked(at[0])
+        victim = next(line for line in at if "gpu-2 " in line.plain)
+        name = next(span for span in victim.spans if victim.plain[span.start : span.end].strip() == "gpu-2")
+        assert str(name.style) == "old"
 
 
 @pytest.mark.parametrize("state", [HostState.STALE, HostState.TIMEOUT, HostState.CONNECTING])
 @pytest.mark.parametrize("edit", [lambda pic: pic, without_gpus])
 def test_what_is_no_longer_heard_is_dim(state, edit):
-    pic = edit(played(8, HOT)[0])
-    rows = [dataclasses.replace(row, state=state) if row.name == "gpu-3" else row for row in pic.hosts]
-    pic = dataclasses.replace(pic, hosts=tuple(rows))
+    shown = played(8, HOT)
+    rows = [dataclasses.replace(row, state=state) if row.name == "gpu-3" else row for row in edit(shown.pic).hosts]
     for width in (120, 80):
-        bright = [text for text, style in pieces(pic, "gpu-3", width) if style != "dim"]
-        assert all(state in text or text in rows[2].notes[0] or text.endswith("…") for text in bright), bright
-        assert ("gpu-3", "dim") in pieces(pic, "gpu-3", width)
-    lines = panels.screen(pic, panels.Ui(mode="host", selected="gpu-3"), [], 120, 60)
-    values = [line for line in lines if re.match(r" +(gpu|rank|last frame|\d)", line.plain)]
+        lines = shown.screen(width, 40, Ui(sort="name"), hosts=tuple(rows))
+        line = next(line for line in lines if re.match(r"[▶ ][✖! ]gpu-3 ", line.plain))
+        styles = {line.plain[span.start : span.end].strip(): str(span.style) for span in line.spans}
+        assert styles["gpu-3"] == "old"
+        assert not {"odd", "heat.odd"} & {style for text, style in styles.items() if text}
+    ui = Ui(path=["all", "host"], selected="gpu-3")
+    lines = shown.screen(120, 60, ui, hosts=tuple(rows))
+    values = [line for line in lines if re.match(r"[ ▶]+(gpu|rank|last frame|\d)", line.plain)]
     assert len(values) >= 17 - len(rows[2].gpus)
-    assert {str(span.style) for line in values for span in line.spans} == {"dim"}
+    assert {str(span.style) for line in values for span in line.spans} <= {"old", "focus"}
 
 
 def test_the_numbers_of_the_training_that_stand_out_are_marked():
-    pic, logs = played(8, HOT)
-    training = dataclasses.replace(pic.training, odd_in=("loss", "step_s"))
-    line = panels.screen(dataclasses.replace(pic, training=training), panels.Ui(), logs, 120, 40)[1]
-    marked = [line.plain[span.start : span.end] for span in line.spans if str(span.style) == "bold yellow"]
-    assert marked == [f"loss {training.loss:.4f}", "6.00 s/step"]
+    shown = played(8, HOT)
+    training = dataclasses.replace(shown.pic.training, odd_in=("loss", "step_s"))
+    line = next(line for line in shown.screen(160, 40, training=training) if line.plain.startswith(" step "))
+    found = [line.plain[span.start : span.end] for span in line.spans if str(span.style) == "odd"]
+    assert found == [f"loss {training.loss:.4f}", "6.00 s/step"]
+
+
+def progress(shown, width=240, **new):
+    training = dataclasses.replace(shown.pic.training, **new)
+    return next(line.plain for line in shown.screen(width, 40, training=training) if line.plain.startswith(" step "))
 
 
 def test_updates_on_the_cpu_show_their_speed_and_what_crosses():
-    pic, logs = played(8, HOT)
-    moved = {"update_bytes": 177.6e9, "down_bytes": 25.4e9, "up_bytes": 12.7e9}
-    training = dataclasses.replace(pic.training, update_s=3.8, exposed_s=0.52, **moved)
-    line = panels.screen(dataclasses.replace(pic, training=training), panels.Ui(), logs, 240, 40)[1].plain
+    moved = {"update_bytes": 177.6e9, "down_bytes": 25.4e9, "up_bytes": 12.7e9, "update_s": 3.8, "exposed_s": 0.52}
+    line = progress(played(8, HOT), **moved)
     assert "update 3.80 of which waited 0.52" in line
     assert line.rstrip().endswith("host memory 46.7GB/s  25.4GB down 12.7GB up")
-    narrow = panels.screen(dataclasses.replace(pic, training=training), panels.Ui(), logs, 120, 40)[1].plain
-    assert "GB down" not in narrow
+    assert "GB down" not in progress(played(8, HOT), 120, **moved)
 
 
 def test_what_was_predicted_is_beside_what_is_measured():
-    pic, logs = played(8, HOT)
-    predicted = dataclasses.replace(pic, training=dataclasses.replace(pic.training, expected_step_s=5.52))
-    assert " 6.00 s/step  (plan 5.5)  " in panels.screen(predicted, panels.Ui(), logs, 240, 40)[1].plain
-    unknown = dataclasses.replace(pic, training=dataclasses.replace(pic.training, expected_step_s=None))
-    assert "plan" not in panels.screen(unknown, panels.Ui(), logs, 240, 40)[1].plain
+    shown = played(8, HOT)
+    assert " 6.00 s/step (plan 5.5)  " in progress(shown, expected_step_s=5.52)
+    assert "plan" not in progress(shown, expected_step_s=None)
+
+
+def test_the_graphs_have_axes_marks_and_the_plan():
+    shown = played(8, 150.0, simulate.CALM)
+    text = text_of(shown.screen(200, 60))
+    assert "── tokens/s 9,024 " in text
+    assert re.search(r"plan 9,335 ┄ +MFU 35%|plan 9,335 ┄", text)
+    assert re.search(r"└-10m─+-5m─+s?─*s", text)  # two saves
+    rates = shown.trends.steps["tokens_per_s"].columns(0, shown.pic.time - 60, shown.pic.time, 30)
+    assert {round(bucket.mean) for bucket in rates if bucket} == {9024}
+    hour = text_of(shown.screen(200, 60, Ui(window=1)))
+    assert re.search(r"└-1[0-9]m─", hour)  # no further than is known
+    assert "1 hour" in hour.splitlines()[-1]
+
+
+def test_a_sick_gpu_is_a_line_and_a_fall_of_all_a_block():
+    shown = played(8, HUNG)
+    of = scene(shown.pic, shown.trends, Ui(), shown.logs)
+    lines = [line.plain for line in of.heat_map(100, 66)]  # a line for each GPU
+    sick = next(line for line in lines if "gpu-3 3 " in line)
+    well = next(line for line in lines if "gpu-3 4 " in line)
+    assert re.search(r"█+[▄▅]+█+▂+$", sick.rstrip())
+    assert re.search(r"█+▂+$", well.rstrip())
+    assert not re.search(r"[▄▅]", well.split("█", 1)[1])
+
+
+def test_what_to_do_next_is_one_line():
+    lines = {
+        state: [line.plain for line in STATES[state]().screen(200, 60)]
+        for state in ("healthy", "hung", "failed", "stopped")
+    }
+    said = {state: [line.strip() for line in each if line.startswith(" → ")] for state, each in lines.items()}
+    assert said["healthy"] == []
+    assert said["hung"] == [
+        "→ its guard ends it, and starts it again from the newest checkpoint; Enter shows the rank that hangs"
+    ] or ("stop" in said["hung"][0])
+    assert "e shows the first error" in said["failed"][0]
+    assert said["stopped"][0].startswith("→ make room where the checkpoints go; launch it again with `--resume auto`")
+
+
+def test_as_text_every_host_is_listed():
+    text = "".join(f"{line.plain}\n" for line in listed(played(8, HOT).pic, Ui(), 120))
+    assert all(re.search(rf"[ !]{name} ", text) for name in simulate.names(8))
+    assert "! gpu-3: gpu 3: slowed by" in text
+    assert text.splitlines()[0].startswith(" ▲ DEGRADED  gpu-3: gpu 3: slowed by")
 
 
 def test_the_screenshot_of_the_readme():
-    pic, logs = played(8, HUNG)
     console = Console(
-        file=io.StringIO(), width=120, record=True, force_terminal=True, color_system="truecolor", legacy_windows=False
-    )
-    console.print(Group(*panels.screen(pic, panels.Ui(), logs, 120, 34)), no_wrap=True)
+        file=io.StringIO(), width=120, record=True, force_terminal=True, color_system="truecolor", legacy_windows=False,
+        theme=theme("dark", 256),
+    )  # fmt: skip
+    console.print(Group(*played(8, HUNG).screen(120, 40)), no_wrap=True)
     same(ROOT / "docs/cluster-top.svg", console.export_svg(title="cluster-top --replay demo", unique_id="cluster-top"))
     assert "docs/cluster-top.svg" in (ROOT / "README.md").read_text()
-
-
-@pytest.mark.parametrize(
-    ("value", "words"),
-    [(None, "—"), (0.84, "0.8s"), (9.96, "10s"), (119, "119s"), (120, "2m"), (18_120, "5h02m"), (111_600, "1d7h")],
-)
-def test_spans(value, words):
-    assert panels.span(value) == words

@@ -384,4 +384,4 @@ def test_what_ranks_of_another_attempt_computed_does_not_count():
 def test_several_ranks_of_a_host_that_lost_contact_are_one_host():
     cause = {"kind": "lost peer", "rank": 0, "exit_code": 1}
     pic = play(50, lambda _, frame: beats(frame, phase="failed", cause=cause, time=frame["now"]))[0].picture()
-    assert pic.verdict == Verdict.FAILED and "4 hosts" in pic.why
+    assert (pic.verdict, "4 hosts" in pic.why) == (Verdict.FAILED, True)

@@ -42,9 +42,14 @@ def read_hosts(path: Path) -> tuple[Host, ...]:
     return tuple(_use_of(host, uses).on(host) for host in parse_hosts(text, str(path)))
 
 
+def state_directory() -> Path:
+    """Return where this machine keeps what outlives a command."""
+    return Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "llama405b"
+
+
 def setup_path() -> Path:
     """Return where ``setup`` records what it made on each host, whichever hosts file named it."""
-    return Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "llama405b" / "setup.json"
+    return state_directory() / "setup.json"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

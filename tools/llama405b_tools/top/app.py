@@ -6,68 +6,106 @@ import functools
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import ClassVar
 
-from rich.console import Group
+from rich.console import Console
+from rich.text import Text
 from textual.app import App, ComposeResult
 from textual.binding import BindingType
 from textual.events import Key, Resize
-from textual.geometry import Size
-from textual.widgets import Static
+from textual.geometry import Region, Size
+from textual.strip import Strip
+from textual.widget import Widget
 
 from llama405b_tools.logs import first_error
 from llama405b_tools.run.query import ask_hosts
+from llama405b_tools.top import remembered
 from llama405b_tools.top.draw import panels
-from llama405b_tools.top.draw.detail import detail
-from llama405b_tools.top.leaving import leave_soon, on_signals, terminal_keeper
+from llama405b_tools.top.draw.lines import LogLine
+from llama405b_tools.top.draw.theme import THEMES, background, segments, theme
+from llama405b_tools.top.keys import press
+from llama405b_tools.top.leaving import READ_AGAIN, leave_soon, on_signals, terminal_keeper
 from llama405b_tools.top.session import Session
-from llama405b_tools.top.state.picture import HostRow, Picture, Verdict
+from llama405b_tools.top.state.picture import Picture, Verdict
 
 TICK_S, DRAW_EVERY_S = 0.25, 1.0
-FAR = 1 << 20  # lines: to the very end
-HELP, FIRST_ERROR = "HELP", "FIRST ERROR"
-VIEWS = {  # key -> the view it opens: mode, and title of a text
-    "enter": ("host", ""),
-    "l": ("logs", ""),
-    "v": ("events", ""),
-    "e": ("text", FIRST_ERROR),
-    "?": ("text", HELP),
-    "h": ("text", HELP),
-}
+COLORS = {None: 0, "standard": 16, "windows": 16, "256": 256, "truecolor": 256}
+FIRST_ERROR = "FIRST ERROR"
 NOT_DRAWN = Picture(0.0, 0.0, "", Verdict.CONNECTING, "", 0, (), None, (), 0, 0, 0)
-MOVES = {"up": -1, "k": -1, "down": 1, "j": 1}
 
 
-def run_app(session: Session) -> int:
-    """Show the screen until the user quits; return the exit code of the last picture, or 128 + the signal."""
+def run_app(session: Session, files: Sequence[Path] = ()) -> int:
+    """Show the screen until the user quits.
+
+    Returns the exit code of the last picture, 128 + the signal, or ``READ_AGAIN`` if one of the hosts ``files`` has changed and the
+    user wants it to be read.
+    """
     for name in ("COLUMNS", "LINES"):  # the terminal itself reports its size, and any change of it
         os.environ.pop(name, None)
-    app = TopApp(session, terminal_keeper())
+    app = TopApp(session, terminal_keeper(), files)
     code = app.run(mouse=False)
     if code is None:
         code = app.pic.exit_code
-    leave_soon(code)  # even if a thread still waits for a host
+    if code != READ_AGAIN:
+        leave_soon(code)  # even if a thread still waits for a host
     return code
+
+
+class Canvas(Widget):
+    """Lines of text over the whole screen; only those that change are written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[Text] = []
+        self.look = Console()
+
+    def put(self, lines: list[Text], look: Console) -> None:
+        """Show these lines, in a console's styles."""
+        before, self.lines = self.lines, lines
+        changed = [y for y, line in enumerate(lines) if y >= len(before) or line != before[y]]
+        if look is not self.look or len(lines) != len(before):
+            self.look = look
+            self.refresh()
+        elif changed:
+            self.refresh(*(Region(0, y, self.size.width, 1) for y in changed))
+
+    def render_line(self, y: int) -> Strip:
+        """See ``Widget.render_line``."""
+        if y >= len(self.lines):
+            return Strip.blank(self.size.width)
+        line = self.lines[y]
+        return Strip(segments(line, self.look), line.cell_len)
 
 
 class TopApp(App[int]):
     """The screen and its keys."""
 
-    CSS = "Screen { overflow: hidden; } Static { width: 100%; height: 100%; }"
+    CSS = "Screen, Canvas { overflow: hidden; background: ansi_default; color: ansi_default; } Canvas { width: 100%; height: 100%; }"
     ENABLE_COMMAND_PALETTE = False
     BINDINGS: ClassVar[list[BindingType]] = [("ctrl+c", "leave", "quit"), ("ctrl+z", "suspend_process", "suspend")]
 
-    def __init__(self, session: Session, restore: Callable[[], None]) -> None:
-        super().__init__()
+    def __init__(self, session: Session, restore: Callable[[], None], files: Sequence[Path] = ()) -> None:
+        self.n_colors = 0 if "NO_COLOR" in os.environ else COLORS[Console().color_system]
+        super().__init__(ansi_color=True)
         self.restore = restore
         self.session, self.ui = session, session.ui
-        self.pic = NOT_DRAWN
+        self.pic, self.logs = NOT_DRAWN, list[LogLine]()
         self.drawn_at = 0.0
+        self.files = {file: _stamp(file) for file in files}
+        self.kept = remembered.of(self.ui)
+        self._choose_colors()
+
+    def _choose_colors(self) -> None:
+        name = self.ui.theme or background(os.environ.get("COLORFGBG", ""))
+        self.look = Console(
+            theme=theme(name, self.n_colors), force_terminal=True, color_system="256", legacy_windows=False
+        )
 
     def compose(self) -> ComposeResult:
         """One widget that fills the screen."""
-        yield Static(id="all", markup=False)
+        yield Canvas()
 
     def on_mount(self) -> None:
         """Start sampling and drawing."""
@@ -84,15 +122,29 @@ class TopApp(App[int]):
         """Take what arrived, and draw if it is time."""
         self.session.advance(self.session.source.now())
         if time.monotonic() - self.drawn_at >= DRAW_EVERY_S:
+            self.look_at_files()
+            self.look_again()
             self.draw()
 
+    def look_at_files(self) -> None:
+        """Notice that a hosts file has changed."""
+        for file, stamp in self.files.items():
+            if (now := _stamp(file)) != stamp:
+                self.files[file] = now
+                self.session.cluster.note(f"{file} has changed: r reads it again", self.session.source.now())
+
+    def look_again(self) -> None:
+        """Take a new picture, unless the screen is to stand still."""
+        pic = self.session.picture(logs=True)
+        if not self.ui.paused or self.pic is NOT_DRAWN:
+            self.pic, self.logs = pic, self.session.logs.shown()
+
     def draw(self, size: Size | None = None) -> None:
-        """Draw the current picture."""
+        """Draw the picture."""
         self.drawn_at = time.monotonic()
-        self.pic = self.session.picture(logs=True)
         size = size or self.size
-        lines = panels.screen(self.pic, self.ui, self.session.logs.shown(), size.width, size.height)
-        self.query_one("#all", Static).update(Group(*lines))
+        lines = panels.screen(self.pic, self.session.trends, self.ui, self.logs, size.width, size.height)
+        self.query_one(Canvas).put(lines, self.look)
 
     def on_resize(self, event: Resize) -> None:
         """Draw for the new size."""
@@ -106,99 +158,38 @@ class TopApp(App[int]):
     def on_key(self, event: Key) -> None:
         """Handle a key. Escape followed quickly by a key arrives as alt plus that key; treat it as the two keys."""
         event.stop()
+        event.prevent_default()
         key = event.key.removeprefix("alt+")
-        for name in [key] if key == event.key else ["escape", key]:
-            if self.ui.typing:
-                self._type(name, event.character)
-            elif name in ("q", "Q") and self.ui.mode == "cluster":
+        char = event.character if event.character and event.character.isprintable() else None
+        for name in [char or key] if key == event.key else ["escape", char or key]:
+            if name in ("q", "Q") and self.ui.path == ["all"] and not self.ui.typing:
                 self.action_leave()
                 return
-            else:
-                self._press(event.character if name != "escape" and event.character in ("/", "?") else name)
+            self.act(name)
+        if (chosen := remembered.of(self.ui)) != self.kept:
+            self.kept = chosen
+            remembered.remember(chosen)
         self.draw()
 
-    def _type(self, key: str, character: str | None) -> None:
+    def act(self, name: str) -> None:
+        """Do what a key asks for: what changes the view is pure, the rest is done here."""
         ui = self.ui
-        if key == "enter":
-            ui.typing = False
-        elif key == "escape":
-            ui.typing, ui.filter = False, ""
-        elif key == "backspace":
-            ui.filter = ui.filter[:-1]
-        elif character and character.isprintable():
-            ui.filter += character
-
-    def _press(self, key: str) -> None:
-        ui = self.ui
-        rows = panels.ordered(self.pic, ui)
-        if key in ("escape", "q", "Q"):
-            if ui.mode == "cluster":
-                ui.filter, ui.odd_only = "", False
-            ui.mode, ui.back = "cluster", 0
-        elif key in MOVES:
-            self._move(rows, MOVES[key])
-        elif key in ("pageup", "pagedown", "home", "end"):
-            self._page(key)
-        elif key in VIEWS:
-            self._view(key, rows)
-        elif key == "/":
-            ui.typing, ui.mode = True, "cluster"
-        elif key == "s":
-            ui.sort = panels.SORTS[(panels.SORTS.index(ui.sort) + 1) % len(panels.SORTS)]
-        elif key == "o":
-            ui.odd_only = not ui.odd_only
-
-    def _view(self, key: str, rows: list[HostRow]) -> None:
-        """Open the key's view, or go back if it is open."""
-        ui, (mode, title) = self.ui, VIEWS[key]
-        if ui.mode == mode and title in ("", ui.title):
-            ui.mode, ui.back = "cluster", 0
-        elif title == FIRST_ERROR:
+        of = panels.scene(self.pic, self.session.trends, ui, self.logs)
+        wanted = press(ui, name, of, self.size.width, self.size.height)
+        if wanted == "error":
             self._first_error()
-        elif title == HELP:
-            self._text(HELP, panels.HELP.split("\n"))
-        elif mode != "host" or rows:
-            if row := panels.selected_row(rows, ui):
-                ui.selected = row.name
-            ui.mode, ui.back = mode, 0
-
-    def _move(self, rows: list[HostRow], by: int) -> None:
-        if self.ui.mode in ("logs", "events", "text"):
-            self._scroll(by)
-        elif row := panels.selected_row(rows, self.ui):
-            at = min(len(rows) - 1, max(0, rows.index(row) + by))
-            self.ui.selected = rows[at].name
-            self.ui.page = panels.page_of(self.pic, self.ui, self.size.width, self.size.height)
-            if self.ui.mode == "host":
-                self.ui.back = 0
-
-    def _page(self, key: str) -> None:
-        if self.ui.mode == "cluster":
-            last = panels.n_pages(self.pic, self.ui, self.size.width, self.size.height) - 1
-            page = {"pageup": self.ui.page - 1, "pagedown": self.ui.page + 1, "home": 0, "end": last}[key]
-            self.ui.page = min(last, max(0, page))
-        else:
-            page = max(1, self.size.height - 6)
-            self._scroll({"pageup": -page, "pagedown": page, "home": -FAR, "end": FAR}[key])
-
-    def _scroll(self, down: int) -> None:
-        """Scroll by lines: a text or host counts from its beginning, logs and events from the newest."""
-        logs, up = self.session.logs.shown(), -down
-        most = len(logs)
-        if self.ui.mode == "host":
-            row = panels.selected_row(panels.ordered(self.pic, self.ui), self.ui)
-            most = len(detail(row, logs, self.size.width, self.size.height - 6)) if row else 0
-        elif self.ui.mode != "logs":
-            most = len(panels.whole_text(self.pic, self.ui, self.size.width))
-        if self.ui.mode in ("text", "host"):
-            up = down
-        self.ui.back = min(max(0, most - 3), max(0, self.ui.back + up))
+        elif wanted == "copy":
+            chosen = panels.shown_logs(of, self.size.height)
+            self.copy_to_clipboard("".join(f"{line.text}\n" for line in chosen))
+            ui.hint = f"copied {len(chosen)} lines"
+        elif wanted == "theme":
+            ui.theme = THEMES[1 - THEMES.index(ui.theme or background(os.environ.get("COLORFGBG", "")))]
+            self._choose_colors()
+        elif wanted == "read" and self.files:
+            self.exit(READ_AGAIN)
 
     def _text(self, title: str, lines: list[str]) -> None:
-        self.ui.mode = "text"
-        self.ui.title = title
-        self.ui.lines = lines
-        self.ui.back = 0
+        self.ui.show_text(title, lines)
 
     def _first_error(self) -> None:
         """Show the first error: from the hosts if they are live, else from the recording's lines."""
@@ -208,7 +199,7 @@ class TopApp(App[int]):
             if found is None:
                 self._text(FIRST_ERROR, ["no error in the lines so far"])
             else:
-                self.ui.mode, self.ui.back = "logs", max(0, found - 3)
+                self.ui.path, self.ui.log.at = ["all", "log"], found + 3
             return
         self._text(FIRST_ERROR, ["asking every host …"])
 
@@ -218,6 +209,18 @@ class TopApp(App[int]):
             except Exception as error:  # noqa: BLE001 - shown on screen, which continues
                 lines = [str(error)]
             with contextlib.suppress(RuntimeError):  # the screen was left meanwhile
-                self.call_from_thread(self._text, FIRST_ERROR, lines)
+                self.call_from_thread(self._answer, lines)
 
         threading.Thread(target=look, daemon=True).start()
+
+    def _answer(self, lines: list[str]) -> None:
+        """Show the answer, if it is still waited for."""
+        if self.ui.mode == "text" and self.ui.title == FIRST_ERROR:
+            self._text(FIRST_ERROR, lines)
+
+
+def _stamp(file: Path) -> float:
+    try:
+        return file.stat().st_mtime
+    except OSError:
+        return 0.0

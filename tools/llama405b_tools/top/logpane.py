@@ -29,6 +29,7 @@ class LogPane:
         self.command = "llama405b logs"  # what to type for all lines
         self.fold = Fold()
         self.lines: list[LogLine] = []
+        self.count = 0  # lines so far
         self.dropped: dict[str, int] = {}  # by host, lines that are missing from what came last
         self.dropped_at = 0.0
 
@@ -49,6 +50,7 @@ class LogPane:
             self._add(group)
         if now > self.dropped_at + self.fold.window_s:
             self.lines.extend(self._missing())
+            self.count += bool(self.dropped)
             self.dropped.clear()
         if len(self.lines) > KEPT:
             self._forget()
@@ -61,7 +63,7 @@ class LogPane:
         if self.dropped:
             hosts, lines = sorted(self.dropped), sum(self.dropped.values())
             words = f"{lines:,} lines came too fast to be shown; `{self.command}` has them"
-            yield LogLine(self.dropped_at, fold_names(hosts), words, hosts=frozenset(hosts))
+            yield LogLine(self.dropped_at, fold_names(hosts), words, hosts=frozenset(hosts), number=self.count + 1)
 
     def _forget(self) -> None:
         """Forget the oldest lines, but not all those of a quiet host because another one talks."""
@@ -75,14 +77,15 @@ class LogPane:
 
     def _add(self, group: Sequence[Entry]) -> None:
         text = clean(group_text(group) if len(group) > 1 else group[0].text)
+        hosts, ranks = frozenset(entry.host for entry in group), frozenset(entry.rank for entry in group)
+        where, error = where_of(group), is_error(group[0])
         for line in text.split("\n"):
-            hosts = frozenset(entry.host for entry in group)
-            self.lines.append(LogLine(group[0].time, where_of(group), line[:LINE_CHARS], is_error(group[0]), hosts))
+            self.count += 1
+            self.lines.append(LogLine(group[0].time, where, line[:LINE_CHARS], error, hosts, ranks, self.count))
 
     def first_error(self) -> int | None:
-        """Return how many lines up from the newest the first error is."""
-        ups = (up for up, line in enumerate(reversed(self.shown())) if line.is_error)
-        return max(ups, default=None)
+        """Return the number of the first line that is an error."""
+        return next((line.number for line in self.lines if line.is_error), None)
 
 
 class LogStream:

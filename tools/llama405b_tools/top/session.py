@@ -5,13 +5,14 @@ import time
 
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.run import guard_record
-from llama405b_tools.top.draw import panels
+from llama405b_tools.top.draw.ui import Ui
 from llama405b_tools.top.event_sources import EventSource, Live, Recorder, Replay
 from llama405b_tools.top.intake import SourceEvent
 from llama405b_tools.top.logpane import LogPane, LogStream
 from llama405b_tools.top.state import thresholds
 from llama405b_tools.top.state.cluster import ClusterState
 from llama405b_tools.top.state.picture import GuardShown, Picture
+from llama405b_tools.top.state.trends import Trends
 
 FIRST_S = 14.0  # for every host to answer or fail; then --once prints what it has
 PLAIN_WIDTH = 120
@@ -30,7 +31,8 @@ class Session:
         self.recorder = recorder
         self.cluster = ClusterState(source.hosts, source.interval_s, hang_after_s=hang_after_s, badge=source.badge)
         self.logs = LogPane()
-        self.ui = panels.Ui()
+        self.trends = Trends()
+        self.ui = Ui()
         self.log_of: tuple[str, int] | None = None  # run and attempt
         self.log_since = 0.0
         self.log_streams: list[LogStream] = []
@@ -93,7 +95,9 @@ class Session:
             self.cluster.guard = guard_heard(self.cluster.guards_heard(moment))
         if isinstance(self.source, Live):
             self.source.stay(self.cluster.stay)
-        return self.cluster.picture()
+        pic = self.cluster.picture()
+        self.trends.take(pic, self.cluster.steps())
+        return pic
 
     def _follow_logs(self, fleet: Fleet) -> None:
         """Read the logs of every host that reports the run; those present at the start are merged in order of time."""

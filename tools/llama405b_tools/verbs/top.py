@@ -24,13 +24,16 @@ from llama405b.contract.plan import check_run_name
 from llama405b.contract.units import seconds
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.inventory import Host
+from llama405b_tools.hosts.printed_commands import file_of, hosts_argument
 from llama405b_tools.run import screen
 from llama405b_tools.run.backends import Backend, OnHosts, backend_of
 from llama405b_tools.run.query import no_such_run
-from llama405b_tools.top import event_sources
+from llama405b_tools.top import event_sources, remembered
 from llama405b_tools.top.draw import panels
+from llama405b_tools.top.draw.theme import THEMES, background, theme
+from llama405b_tools.top.draw.ui import SORTS
 from llama405b_tools.top.event_sources import EventSource, Live, Recorder, Replay
-from llama405b_tools.top.leaving import on_signals
+from llama405b_tools.top.leaving import READ_AGAIN, on_signals
 from llama405b_tools.top.session import FIRST_S, PLAIN_WIDTH, Session
 from llama405b_tools.top.state.picture import HostState, Picture
 from llama405b_tools.verbs.arguments import HERE, hosts_of
@@ -49,7 +52,10 @@ def main(argv: Sequence[str]) -> int:
     hosts = backend.hosts() if backend.elsewhere else named_hosts(args.hosts)
     with Fleet(hosts) as fleet:
         live = Live(fleet, backend.run, args.interval, elsewhere=backend.elsewhere)
-        return _show(args, live, fleet, hang_after_s)
+        code = _show(args, live, fleet, hang_after_s)
+    if code == READ_AGAIN:
+        os.execv(sys.executable, sys.orig_argv)  # as it was called
+    return code
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -87,9 +93,14 @@ def _parser() -> OneLineParser:
         metavar="TIME",
         help="show a rank that is silent this long, and for 5 steps, as hung; ends nothing, unlike launch's [60s]",
     )
-    add("--sort", choices=panels.SORTS, default=panels.SORTS[0], help="order of the hosts [worst]")
+    add("--sort", choices=SORTS, help="order of the hosts [as the last time, else worst]")
     add("--filter", default="", metavar="TEXT", help="show only hosts whose name, state or notes contain TEXT")
     add("--odd", action="store_true", help="show only hosts that stand out")
+    add(
+        "--theme",
+        choices=THEMES,
+        help="colors for a dark or a light background [as the last time, else as COLORFGBG says]",
+    )
     add("--once", action="store_true", help="print once and exit")
     add("--json", action="store_true", help="print JSON once (docs/cluster-top-json.md has the schema)")
     add("--watch", type=float, metavar="S", help="print every S seconds")
@@ -120,7 +131,11 @@ def _show(args: argparse.Namespace, source: EventSource, fleet: Fleet | None, ha
             leaving.callback(recorder.close)  # first of all: closing the rest may take a while
         on_signals(sys.exit)
         session.cluster.wanted = args.run or ""
-        session.ui.sort = args.sort
+        if fleet:
+            session.cluster.hosts_argument = "".join(hosts_argument(file) for file in files_of(fleet))
+        remembered.recall().put(session.ui)
+        session.ui.sort = args.sort or session.ui.sort
+        session.ui.theme = args.theme or session.ui.theme
         session.ui.filter = args.filter
         session.ui.odd_only = args.odd
         streams = (sys.stdin, sys.stdout, sys.stderr)  # textual reads the first, and draws on the last
@@ -130,7 +145,12 @@ def _show(args: argparse.Namespace, source: EventSource, fleet: Fleet | None, ha
             return _print(args, session)
         from llama405b_tools.top.app import run_app
 
-        return run_app(session)
+        return run_app(session, files_of(fleet) if fleet else ())
+
+
+def files_of(fleet: Fleet) -> list[Path]:
+    """Return the hosts files that name a fleet's hosts."""
+    return sorted({file for host in fleet.hosts.values() if (file := file_of(host))})
 
 
 def _print(args: argparse.Namespace, session: Session) -> int:
@@ -201,9 +221,19 @@ def _put(args: argparse.Namespace, session: Session, pic: Picture) -> bool:
     tty = sys.stdout.isatty()
     width = shutil.get_terminal_size((PLAIN_WIDTH, 24)).columns
     color: Literal["auto"] | None = "auto" if tty and not args.plain else None
+    n_colors = (
+        {None: 0, "standard": 16}.get(Console().color_system, 256) if color and "NO_COLOR" not in os.environ else 0
+    )
+    look = theme(session.ui.theme or background(os.environ.get("COLORFGBG", "")), n_colors)
     text = io.StringIO()  # not straight to the terminal: rich would exit in its own way if nobody reads
     console = Console(
-        file=text, width=width, color_system=color, force_terminal=tty, highlight=False, legacy_windows=False
+        file=text,
+        width=width,
+        color_system=color,
+        force_terminal=tty,
+        highlight=False,
+        legacy_windows=False,
+        theme=look,
     )
     for line in panels.listed(pic, session.ui, width):
         console.print(line, no_wrap=True, crop=tty, overflow="ellipsis" if tty else "ignore", soft_wrap=not tty)

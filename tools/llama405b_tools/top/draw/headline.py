@@ -1,37 +1,53 @@
-"""The first lines of cluster-top: what runs where, how it goes, and the verdict. Pure.
+"""The first lines of cluster-top: the verdict, what runs where, how far it is, and what to do next. Pure.
 
 If a line is too long, its least important parts are omitted.
 """
 
+import datetime
 import textwrap
 from collections.abc import Iterator, Sequence
 
 from rich.text import Text
 
-from llama405b.contract.phrases import counted
-from llama405b_tools.text.figures import DASH, WIDE, amount, number, span, sparkline
+from llama405b.contract.phrases import counted, given
+from llama405b_tools.text.figures import DASH, WIDE, amount, number, span
+from llama405b_tools.top.draw.blocks import gauge
 from llama405b_tools.top.draw.marks import ODD, OLD
 from llama405b_tools.top.state.picture import OVER, GuardShown, Picture, RunPhase, TrainingStatus, Verdict, known
 
 Part = tuple[int, Text]  # the highest number is omitted first
 VERDICTS = {
-    Verdict.HEALTHY: ("●", "green"),
-    **dict.fromkeys((Verdict.DEGRADED, Verdict.RESTARTING), ("▲", "yellow")),
-    Verdict.CONNECTING: ("…", "yellow"),
-    **dict.fromkeys((Verdict.TRAINING, Verdict.RUNNING), ("●", "")),
-    **dict.fromkeys((Verdict.STARTING, Verdict.LOADING, Verdict.SAVING, Verdict.EVALUATING), ("◐", "blue")),
-    **dict.fromkeys((Verdict.DONE, Verdict.STOPPED, Verdict.NO_RUN), ("■", "")),
+    Verdict.HEALTHY: ("●", "ok"),
+    **dict.fromkeys((Verdict.DEGRADED, Verdict.RESTARTING), ("▲", "warn")),
+    Verdict.CONNECTING: ("…", "warn"),
+    **dict.fromkeys((Verdict.TRAINING, Verdict.RUNNING), ("●", "busy")),
+    **dict.fromkeys((Verdict.STARTING, Verdict.LOADING, Verdict.SAVING, Verdict.EVALUATING), ("◐", "busy")),
+    **dict.fromkeys((Verdict.DONE, Verdict.STOPPED, Verdict.NO_RUN), ("■", "over")),
 }
-PHASE_STYLES = {
-    RunPhase.HUNG: "bold red",
-    RunPhase.FAILED: "bold red",
-    RunPhase.TRAINING: "bold green",
-    RunPhase.RUNNING: "bold green",
-}
+PHASE_STYLES = {RunPhase.HUNG: "bad", RunPhase.FAILED: "bad"}
+BAR = 10  # the least columns of the bar of progress
 
 
 def headline(pic: Picture, width: int, max_lines: int | None = None) -> list[Text]:
-    """Return what runs where, how it goes, and the verdict, which may take ``max_lines``."""
+    """Return the verdict, which may take ``max_lines`` of the screen's width, what runs where, its progress, and what to do."""
+    sign, name = VERDICTS.get(pic.verdict, ("✖", "bad"))
+    words = f" {sign} {pic.verdict}  {pic.why}".rstrip()
+    wrapped = textwrap.wrap(
+        words, max(width, 8), subsequent_indent="   ", max_lines=max_lines, placeholder=" …", drop_whitespace=False
+    )
+    if max_lines:  # over the whole width
+        wrapped = [line.ljust(width) for line in wrapped]
+    lines = [Text(line, f"bar.{name}") for line in wrapped]
+    lines += [
+        _runs_where(pic, width, clock=max_lines is not None),
+        _progress(pic.training, width) if pic.training else _no_run(pic),
+    ]
+    if pic.advice:
+        lines.append(Text(f" → {pic.advice}", "strong"))
+    return lines
+
+
+def _runs_where(pic: Picture, width: int, *, clock: bool) -> Text:
     run = pic.training
     ages = known(row.age_s for row in pic.hosts)
     first = Text()
@@ -39,23 +55,20 @@ def headline(pic: Picture, width: int, max_lines: int | None = None) -> list[Tex
         (0, _alarm(f"hosts {pic.fresh}/{len(pic.hosts)}", when=pic.fresh < len(pic.hosts))),
         (0, _alarm(_gpus(pic), when=pic.gpus_seen < pic.gpus_expected)),
     ]
+    first.append(" ")
     if pic.badge:
-        first.append(f" {pic.badge} ", "black on yellow")
-        first.append(" ")
+        first.append(f" {pic.badge} ", "bar.warn").append(" ")
     if run:
-        first.append(f"{run.run} ", "bold")
-        first.append(run.phase, PHASE_STYLES.get(run.phase, "bold"))
+        first.append(f"{run.run} ", "strong")
+        first.append(run.phase, PHASE_STYLES.get(run.phase, "strong"))
         first.append(f" {span(run.phase_s)}")
         parts += _parts(run, pic, width)
-        second = _progress(run, width)
     else:
-        first.append("no run" if pic.fresh else f"run {DASH}", "bold")
-        second = _no_run(pic)
+        first.append("no run" if pic.fresh else f"run {DASH}", "strong")
     parts.append((4, Text(f"sampled {span(max(ages, default=None))}")))
-    sign, style = VERDICTS.get(pic.verdict, ("✖", "bold red"))
-    verdict = f"{sign} {pic.verdict}  {pic.why}".rstrip()
-    wrapped = textwrap.wrap(verdict, max(width, 8), subsequent_indent="  ", max_lines=max_lines, placeholder=" …")
-    return [_joined(first, parts, width), second, *(Text(line, style) for line in wrapped)]
+    now = f" {datetime.datetime.fromtimestamp(pic.time).astimezone():%H:%M:%S}" if clock and width > WIDE else ""
+    line = _joined(first, parts, width - len(now))
+    return line.append(" " * (width - len(now) - line.cell_len)).append(now, OLD) if now else line
 
 
 def _gpus(pic: Picture) -> str:
@@ -67,20 +80,22 @@ def _gpus(pic: Picture) -> str:
 
 
 def _parts(run: TrainingStatus, pic: Picture, width: int) -> Iterator[Part]:
-    """Yield the parts of the first line that follow the run's phase."""
+    """Yield the parts of the second line that follow the run's phase."""
     yield 2, _alarm(f"net {run.network or DASH}", when=run.network == "SOCKET")
     yield 1, _marked(_risk(run, pic, short=width < WIDE), run, "checkpoint_step")
     if run.attempt > 1:
-        yield 3, Text(f"restarts {run.attempt - 1}", "yellow")
+        yield 3, Text(counted(run.attempt - 1, "restart"), "warn")
+    if run.age_s is not None:
+        yield 3, Text(f"since {span(run.age_s)}")
     if run.others:
-        yield 1, Text(f"{len(run.others)} more live: {', '.join(run.others)}", "yellow")
+        yield 1, Text(f"{len(run.others)} more live: {', '.join(run.others)}", "warn")
     if run.guard:
         yield 2, _alarm(f"guard {run.guard}", when=run.guard is GuardShown.GONE)
 
 
 def _alarm(words: str, *, when: bool) -> Text:
     """Return the words, red if something is wrong."""
-    return Text(words, "bold red" if when else "")
+    return Text(words, "bad" if when else "")
 
 
 def _risk(run: TrainingStatus, pic: Picture, *, short: bool) -> str:
@@ -100,42 +115,47 @@ def _risk(run: TrainingStatus, pic: Picture, *, short: bool) -> str:
 
 def _no_run(pic: Picture) -> Text:
     if not pic.fresh:
-        return Text("no host has reported: it is unknown whether a run is live", "dim")
+        return Text(" no host has reported: it is unknown whether a run is live", OLD)
     where = pic.workdirs[0] if len(pic.workdirs) == 1 else "their working directories"
-    return Text(f"no run in {where} on these hosts; `llama405b launch` starts one", "dim")
+    return Text(f" no run in {where} on these hosts; `llama405b launch` starts one", OLD)
 
 
 def _progress(run: TrainingStatus, width: int) -> Text:
+    """Draw how far the run is, as a bar that takes the room that is left, and how fast."""
     if run.phase is RunPhase.LOADING and run.total_bytes:
         done_bytes, total = run.done_bytes or 0, run.total_bytes
-        share = f"{done_bytes / 1e9:,.1f} of {total / 1e9:,.1f} GB  {100 * done_bytes / total:.0f}%"
-        return Text(f"loading {share}  ETA {span(run.eta_s)}")
+        words = f" loading {done_bytes / 1e9:,.1f} of {total / 1e9:,.1f} GB "
+        return _with_bar(Text(words), done_bytes / total, [(0, Text(f"ETA {span(run.eta_s)}"))], width)
     if run.step is None:
-        return Text("no step yet", "dim")
-    done = str(run.step)
-    if run.steps:
-        done += f"/{run.steps} {100 * run.step / run.steps:.0f}%"
-    first = _marked(f"step {done}", run, "step")
-    first.append("  ").append_text(_marked(f"loss {number(run.loss, '.4f')}", run, "loss"))
-    first.append(f" {sparkline(run.losses, 16 if width >= WIDE else 8)}")
-    times = (("data", run.data_s), ("fwd", run.forward_s), ("bwd", run.backward_s), ("opt", run.optimizer_s))
-    split = " ".join(f"{name} {number(value, '.2f')}" for name, value in times)
-    if run.update_s is not None:
-        split += f" update {number(run.update_s, '.2f')} of which waited {number(run.exposed_s, '.2f')}"
+        return Text(" no step yet", OLD)
+    first = _marked(f" step {run.step}{given('/{} ', run.steps)}", run, "step")
+    first.append_text(Text("" if run.steps else "  "))
+    plan = f" (plan {run.expected_step_s:.1f})" if run.expected_step_s else ""
     parts = [
-        (0, _marked(f"{number(run.step_s, '.2f')} s/step", run, "step_s")),
-        (2, Text(f"(plan {run.expected_step_s:.1f})" if run.expected_step_s else "")),
-        (3, Text(f"({split})")),
-        (1, Text(f"{amount(run.tokens_per_s)} tok/s")),
+        (1, _marked(f"loss {number(run.loss, '.4f')}", run, "loss")),
+        (0, _marked(f"{number(run.step_s, '.2f')} s/step", run, "step_s").append(plan if width >= WIDE else "")),
+        (0, Text(f"{amount(run.tokens_per_s)} tok/s")),
         (2, Text(f"MFU {number(run.mfu_pct and run.mfu_pct / 100, '.0%')}")),
         (0, Text(f"ETA {span(run.eta_s)}")),
-        (2, Text(_evaluated(run))),
+        (3, Text(_evaluated(run))),
         (4, Text(_moved(run))),
     ]
-    line = _joined(first, [part for part in parts if part[1].plain], width, "  ")
+    line = _with_bar(first, run.step / run.steps if run.steps else None, [p for p in parts if p[1].plain], width)
     if run.is_stale:
         line.stylize_before(OLD)
     return line
+
+
+def _with_bar(first: Text, share: float | None, parts: Sequence[Part], width: int) -> Text:
+    """Join parts, with a bar of the room that is left after the first."""
+    if share is None:
+        return _joined(first, parts, width, "  ")
+    percent = f" {100 * share:.0f}%"
+    line = _joined(Text(), parts, width - first.cell_len - len(percent) - BAR - 1, "  ")
+    room = width - first.cell_len - len(percent) - line.cell_len - 1
+    if room < BAR:
+        return first.append(percent.strip()).append_text(line)
+    return first.append(gauge(share, room), "chart").append(percent).append_text(line)
 
 
 def _evaluated(run: TrainingStatus) -> str:
@@ -145,11 +165,14 @@ def _evaluated(run: TrainingStatus) -> str:
 
 
 def _moved(run: TrainingStatus) -> str:
-    """Say how fast rank 0 updates in CPU memory, and what crosses between that and its device in a step."""
-    if not run.update_s or run.update_bytes is None:
+    """Say how long updates on the CPU take, how fast rank 0's are, and what crosses between its memory and its device."""
+    if run.update_s is None:
         return ""
+    words = f"update {number(run.update_s, '.2f')} of which waited {number(run.exposed_s, '.2f')}"
+    if not run.update_s or run.update_bytes is None:
+        return words
     crossed = f"{amount(run.down_bytes)}B down {amount(run.up_bytes)}B up"
-    return f"host memory {amount(run.update_bytes / run.update_s)}B/s  {crossed}"
+    return f"{words}  host memory {amount(run.update_bytes / run.update_s)}B/s  {crossed}"
 
 
 def _marked(words: str, run: TrainingStatus, field: str) -> Text:
@@ -164,6 +187,6 @@ def _joined(first: Text, parts: Sequence[Part], width: int, between: str = " │
         kept.remove(max(kept, key=lambda entry: entry[0]))
     line = first.copy()
     for _, part in kept:
-        line.append(between, "dim")
+        line.append(between, OLD)
         line.append_text(part)
     return line

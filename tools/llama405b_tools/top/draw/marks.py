@@ -6,8 +6,8 @@ from rich.text import Text
 
 from llama405b_tools.top.state.picture import HostRow, HostState
 
-STYLES = {0: "", 1: "yellow", 2: "bold red"}  # by severity
-ODD, OLD = "bold yellow", "dim"
+STYLES = {0: "", 1: "warn", 2: "bad"}  # by severity
+ODD, OLD = "odd", "old"
 
 
 def is_victim(row: HostRow) -> bool:

@@ -1,122 +1,139 @@
 """The screen of cluster-top: a picture in, lines of rich text out. Pure; used by the app, ``--once`` and the tests.
 
-One row per host, worst first. High power is good and is not colored; deviations are colored, and also have a sign.
+High power is good and is not colored as a deviation; deviations are, and also have a sign.
 """
 
-import dataclasses
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from rich.text import Text
 
 from llama405b.contract.phrases import given
 from llama405b_tools.text.clean import printable
-from llama405b_tools.text.figures import DASH, WIDE, bar, first_known, gbit, middle, number, share, span, sparkline
-from llama405b_tools.top.draw.detail import detail, gpu_lines
+from llama405b_tools.top.draw import heat, hosts
+from llama405b_tools.top.draw.blocks import GAP, beside, fitted, rule, tall
+from llama405b_tools.top.draw.chart import Axis
+from llama405b_tools.top.draw.detail import detail, gpu_lines, rank_page, rank_table, selected_rank
+from llama405b_tools.top.draw.graphs import LEAST, Graphs, axes_of, window_words
 from llama405b_tools.top.draw.headline import headline
-from llama405b_tools.top.draw.lines import LogLine, event_line, log_pane, rule, wrapped
-from llama405b_tools.top.draw.marks import ODD, OLD, pieced, row_style, style_of
-from llama405b_tools.top.state.picture import LINK_STATES, HostRow, HostState, Picture, known
+from llama405b_tools.top.draw.hosts import WIDE, Grid, none_shown, ordered, selected_row
+from llama405b_tools.top.draw.lines import LogLine, chosen_lines, event_line, events_pane, log_pane, wrapped
+from llama405b_tools.top.draw.ui import BACK_KEYS, KEYS, LOG_KEYS, SHORT_KEYS, SORTS, VIEWS, Ui
+from llama405b_tools.top.state.picture import HostRow, Picture
+from llama405b_tools.top.state.quantities import NETWORK, available
+from llama405b_tools.top.state.trends import Trends
 
-SORT_KEYS: dict[str, Callable[[HostRow], tuple[float, ...]]] = {  # unknown values come last
-    "worst": lambda row: (not row.is_culprit, -row.severity, -len(row.notes)),
-    "name": lambda _: (),
-    "power": lambda row: (row.power_pct is None, row.power_pct or 0.0),
-    "step": lambda row: (row.step is None, row.step or 0, -(row.step_age_s or 0.0)),
-    "temperature": lambda row: (row.temperature_c is None, -(row.temperature_c or 0)),
-}
-SORTS = tuple(SORT_KEYS)
 VERDICT_LINES = 2  # on a screen
-MAX_CELLS = 8  # GPUs shown as numbers; more are shown as bars
-WITHOUT_GPUS = {False: "no GPU", True: "unknown", None: "— GPU"}  # by whether the host has any
-KEYS = "↑↓ host  ⏎ detail  / filter  s sort  o odd ones  l logs  v events  e first error  ? help  q quit"
-SHORT_KEYS, BACK_KEYS = "↑↓ ⏎ / s o l v e ? q", "Esc q back  ↑↓ PgUp PgDn"
-HELP = """cluster-top: every host, every GPU, every rank, the training and its logs
-
-  ↑ ↓ j k      choose a host          PgUp PgDn  a page of hosts (of logs, in the log view)
-  Enter        the host in detail: GPUs, ranks, processes, network, its log lines
-  /            show only hosts whose name, state or notes contain a text; Esc ends it
-  s            sort: worst first, name, power, step, temperature
-  o            only hosts that stand out
-  l            the logs on the whole screen; again: back
-  v            all events on the whole screen; again: back
-  e            the first error across all hosts, with its traceback; again: back
-  ? h          this page              q Ctrl-C  back, or quit (Ctrl-C: quit); nothing is left on any host
-
-Cells are power in percent of the limit (u: utilization, where power is not told). — is unknown, never 0.
-Gb/s: InfiniBand and RoCE, all ports, both ways; without them the busiest interface. STEP and AGE: of the slowest rank.
-Where the run failed or hangs: ✖ before the name; hosts that only lost contact are dim.
-Many hosts share a line: a bar a GPU, the least power, the hottest GPU, ! where something stands out (H hung, F failed), STEP.
-  !  the GPU deviates from the median of all GPUs, has an error or a throttle reason, or its rank delays the others
-Bold yellow or red: what stands out, and where it shows. Dim: the last values of a host that is not heard.
-States: OK, STALE (no frame for 3 intervals), AUTH, REFUSED, TIMEOUT, DOWN (no connection, and why),
-  NO-DRIVER, SMI-HUNG (nvidia-smi does not answer), HUNG (its rank is the one the others wait for), FAILED.
-"at risk": the steps since the newest checkpoint, and their hours summed over all ranks, lost if the run died now."""
+BROAD = 160  # columns from which on the graphs stand beside the rest
+LEFT = 0.6  # of the columns, for the hosts
 
 
-@dataclasses.dataclass(slots=True)
-class Ui:
-    """The user's choices."""
+class Scene(NamedTuple):
+    """What is drawn, and how it is looked at."""
 
-    mode: str = "cluster"  # cluster | host | logs | events | text
-    selected: str = ""
-    sort: str = SORTS[0]
-    odd_only: bool = False
-    filter: str = ""
-    typing: bool = False
-    page: int = 0
-    back: int = 0  # lines scrolled: up from the newest in the logs and events, else down from the beginning
-    title: str = ""
-    lines: Sequence[str] = ()  # in mode "text"
+    pic: Picture
+    trends: Trends
+    ui: Ui
+    logs: Sequence[LogLine]
+    axes: tuple[Axis, Axis]  # of the steps, and of all else
+    rows: Sequence[HostRow]  # the hosts to show, in order
+    selected: HostRow | None
+
+    @property
+    def graphs(self) -> Graphs:
+        """The graphs."""
+        return Graphs(self.pic, self.trends, self.ui.window, *self.axes)
+
+    @property
+    def grid(self) -> Grid:
+        """What the hosts are drawn with."""
+        focused = self.ui.mode != "all" or self.ui.pane == "hosts"
+        return Grid(self.pic, self.ui, self.trends, self.axes[1], quantity_of(self.pic, self.ui), focused)
+
+    def heat_map(self, width: int, height: int, quantity: int | None = None) -> list[Text]:
+        """Draw a quantity (the chosen one) of every GPU over time."""
+        which = quantity_of(self.pic, self.ui) if quantity is None else quantity
+        return heat.heat_map(self.pic.hosts, self.trends, which, self.ui.window, self.axes[1], width, height)
+
+    @property
+    def chosen_logs(self) -> list[LogLine]:
+        """The log lines that the user wants to see."""
+        row = self.selected
+        rank = selected_rank(row, self.ui) if row else None
+        return chosen_lines(self.logs, self.ui.log, row.name if row else "", rank.rank if rank else None)
+
+    def events(self, room: int, width: int, *, wraps: bool = False) -> list[Text]:
+        """Draw the newest events."""
+        return events_pane(self.pic.events, self.ui.events_at, room, width, wraps=wraps, focused=self.ui.reads_events)
+
+    def log(self, room: int, width: int) -> list[Text]:
+        """Draw the newest log lines."""
+        return log_pane(self.chosen_logs, self.ui.log, room, width, focused=self.ui.reads_log)
 
 
-def screen(pic: Picture, ui: Ui, logs: Sequence[LogLine], width: int, height: int) -> list[Text]:
+def quantity_of(pic: Picture, ui: Ui) -> int:
+    """Return the chosen quantity; the first that is known, if nothing is known of it."""
+    there = available(pic.hosts)
+    return ui.quantity if ui.quantity in there or not there else there[0]
+
+
+def scene(pic: Picture, trends: Trends, ui: Ui, logs: Sequence[LogLine]) -> Scene:
+    """Return what is drawn."""
+    rows = ordered(pic, ui)
+    return Scene(pic, trends, ui, logs, axes_of(trends, ui.window, pic.time), rows, selected_row(rows, ui))
+
+
+def screen(pic: Picture, trends: Trends, ui: Ui, logs: Sequence[LogLine], width: int, height: int) -> list[Text]:
     """Draw exactly ``height`` lines of ``width`` columns."""
     top = headline(pic, width, VERDICT_LINES)
     room = height - len(top) - 1
-    if ui.mode in ("text", "events"):
-        body = _words(pic, ui, width, room)
-    elif ui.mode == "logs":
-        body = log_pane(logs, room, width, ui.back)
-    elif ui.mode == "host":
-        row = selected_row(ordered(pic, ui), ui)
-        body = detail(row, logs, width, room)[ui.back :] if row else [Text("no host", "dim")]
-    else:
-        body = _cluster(pic, ui, logs, width, room)
-    shown = [*top, *body[:room]]
+    body = tall(_body(scene(pic, trends, ui, logs), width, room), max(0, room))
+    shown = [*top, *body][: height - 1] if height > 1 else []
     shown += [Text() for _ in range(height - 1 - len(shown))]
     shown.append(_footer(ui, width))
     for line in shown:
         line.plain = printable(line.plain)
-        line.truncate(width, overflow="ellipsis", pad=True)
-    return shown[:height]
+        fitted(line, width)
+    return shown
 
 
-def whole_text(pic: Picture, ui: Ui, width: int) -> list[str]:
-    """Return all lines of mode "text" or "events", wrapped to this width."""
-    lines = ui.lines
-    if ui.mode != "text":
-        lines = [event_line(event).plain for event in pic.events]
-    return [part for line in lines for part in wrapped(line, width)]
+def _body(of: Scene, width: int, room: int) -> list[Text]:
+    ui = of.ui
+    if ui.mode == "text":
+        return [rule(ui.title, width), *map(Text, whole_text(ui, width)[ui.down : ui.down + room - 1])]
+    if ui.mode in ("host", "rank"):
+        return opened(of, width, room)[ui.down :]
+    return VIEW[ui.mode](of, width, room)
 
 
-def _words(pic: Picture, ui: Ui, width: int, room: int) -> list[Text]:
-    """Draw a text from its beginning, or the events up to the newest."""
-    lines = whole_text(pic, ui, width)
-    title = ui.title
-    begin = ui.back
-    end = ui.back + room - 1
-    if ui.mode == "events":
-        end = max(0, len(lines) - ui.back)
-        title, begin = "EVENTS", max(0, end - room + 1)
-    return [rule(title, width), *map(Text, lines[begin:end])]
+def opened(of: Scene, width: int, room: int) -> list[Text]:
+    """Draw the opened host or rank."""
+    if of.selected is None:
+        return [Text("no host", "old")]
+    rank = selected_rank(of.selected, of.ui)
+    if of.ui.mode == "rank" and rank:
+        return rank_page(of.selected, rank, of.chosen_logs, of.trends, of.axes[1], of.ui, width, room)
+    return detail(of.selected, of.ui, of.chosen_logs, width, room)
+
+
+def shown_logs(of: Scene, height: int) -> list[LogLine]:
+    """Return the log lines that a screen of this height may show."""
+    chosen = [line for line in of.chosen_logs if of.ui.log.at is None or line.number <= of.ui.log.at]
+    return chosen[-height:]
+
+
+def whole_text(ui: Ui, width: int) -> list[str]:
+    """Return all lines of a text, wrapped to this width."""
+    return [part for line in ui.lines for part in wrapped(line, width)]
 
 
 def listed(pic: Picture, ui: Ui, width: int) -> list[Text]:
     """Draw everything, without a screen's limit: every host, what stands out, and the events."""
     rows = ordered(pic, ui)
     if not rows:
-        return [*headline(pic, width), Text(_none(ui))]
-    lines = [*headline(pic, width), *_grid(pic, ui, rows, None, width, len(rows))]
+        return [*headline(pic, width), Text(none_shown(ui))]
+    grid = Grid(pic, ui, Trends(), Axis(pic.time - 1, pic.time), quantity_of(pic, ui))
+    lines = [*headline(pic, width), *hosts.grid(grid, rows, width, len(rows) + 1)]
     for row in rows:
         if row.why:
             lines.append(Text(f"! {row.name}: {row.state} {row.why}"))
@@ -128,220 +145,116 @@ def listed(pic: Picture, ui: Ui, width: int) -> list[Text]:
     return lines
 
 
-def ordered(pic: Picture, ui: Ui) -> list[HostRow]:
-    """Return the hosts to show, in order."""
-    words = ui.filter.lower()
-    rows = [row for row in pic.hosts if words in f"{row.name} {row.state} {row.why} {' '.join(row.notes)}".lower()]
-    if ui.odd_only:
-        rows = [row for row in rows if row.notes or row.severity]
-    return sorted(rows, key=SORT_KEYS[ui.sort])
+def _hosts(of: Scene, width: int, room: int) -> list[Text]:
+    if not of.rows:
+        return [Text(f"{none_shown(of.ui)}; Esc shows all", "old")]
+    return hosts.grid(of.grid, of.rows, width, room)
 
 
-def _cluster(pic: Picture, ui: Ui, logs: Sequence[LogLine], width: int, room: int) -> list[Text]:
-    rows = ordered(pic, ui)
-    selected = selected_row(rows, ui)
-    for_hosts, n_events = _rooms(pic, room)
-    lines = _grid(pic, ui, rows, selected, width, for_hosts)
-    if not rows:
-        lines = [Text(f"{_none(ui)}; Esc shows all", "dim")]
-    rest = room - len(lines) - 1 - n_events
-    if selected and width >= WIDE and selected.gpus and rest - len(selected.gpus) - 1 >= 8:
-        lines += gpu_lines(selected, width)
-        rest -= len(selected.gpus) + 1
-    lines.append(rule("EVENTS", width))
-    lines += [event_line(event) for event in pic.events[len(pic.events) - n_events :]]
-    return lines + log_pane(logs, rest, width, 0)
+def _all(of: Scene, width: int, room: int) -> list[Text]:
+    """Draw everything that the size has room for."""
+    if width >= BROAD:
+        left = int(LEFT * width)
+        return beside([(_main(of, left, room), left), (of.graphs.column(width - left - GAP, room), width - left - GAP)])
+    if width >= WIDE:
+        return _medium(of, width, room)
+    return _small(of, width, room)
 
 
-def _none(ui: Ui) -> str:
-    return f"no host{given(' that stands out', ui.odd_only)}{given(' matches {!r}', ui.filter)}"
+def _main(of: Scene, width: int, room: int) -> list[Text]:
+    """Draw hosts, the selected one, every GPU over time, events and log, one above the other."""
+    n_log = min(len(of.chosen_logs) + 1, max(4, room // 4))
+    n_events = min(len(of.pic.events) + 1, max(3, room // 6))
+    lines = _hosts(of, width, room - n_events - n_log - 1)
+    tail = [*of.events(n_events, width), *of.log(n_log, width)]
+    rest = room - len(lines) - len(tail)
+    if of.selected and (gpus := gpu_lines(of.selected, width)) and rest >= len(gpus):
+        lines += gpus
+        rest -= len(gpus)
+    n_units = sum(n for _, n in of.trends.layout)
+    if n_units and rest >= 5:
+        lines += (drawn := of.heat_map(width, min(rest, n_units + 2)))
+        rest -= len(drawn)
+    if rest > 0:
+        tail = [*of.events(n_events + rest // 3, width), *of.log(n_log + rest, width)]
+    return [*lines, *tall(tail, room - len(lines))]
 
 
-def selected_row(rows: Sequence[HostRow], ui: Ui) -> HostRow | None:
-    """Return the selected host; the first if none is selected."""
-    return next((row for row in rows if row.name == ui.selected), next(iter(rows), None))
+def _medium(of: Scene, width: int, room: int) -> list[Text]:
+    """Draw three graphs side by side, hosts, the selected one, then events beside the log."""
+    halves = (width - GAP) // 2
+    n_tail = min(max(len(of.pic.events), len(of.chosen_logs)) + 1, max(3, room // 4))
+    n_graph = 7 if room >= 24 and of.graphs.known() else 0
+    lines = _hosts(of, width, max(4, room - n_graph - n_tail))
+    rest = room - len(lines) - n_graph - n_tail
+    if of.selected and (gpus := gpu_lines(of.selected, width)) and rest >= len(gpus):
+        lines += gpus
+        rest -= len(gpus)
+    n_units = sum(n for _, n in of.trends.layout)
+    if n_units and rest >= 6:
+        lines += (drawn := of.heat_map(width, min(rest, n_units + 2)))
+        rest -= len(drawn)
+    if n_graph and rest > 0:
+        more = min(rest, 3)
+        n_graph, rest = n_graph + more, rest - more
+    n_tail += max(0, rest)
+    tail = beside([(of.events(n_tail, halves), halves), (of.log(n_tail, width - halves - GAP), width - halves - GAP)])
+    return [*(of.graphs.row(of.graphs.known()[:3], width, n_graph) if n_graph else ()), *lines, *tail]
 
 
-def _wide(rows: Sequence[HostRow], selected: HostRow | None) -> list[Text]:
-    """Draw one line per host."""
-    numbers, area, what = _gpu_columns(rows)
-    name_width = _name_width(rows, 22)
-    columns = f"{'MEM%':>4} {'TEMP':>4} {'Gb/s':>6} {'CPU%':>4} {'RAM%':>4} {'STEP':>6} {'AGE':>5}"
-    lines = [Text(f"  {'HOST':{name_width}} {'STATE':11}{numbers:{area}} {columns}  {what}", "bold")]
-    for row in rows:
-        line = _named(row, name_width, is_selected=row is selected)
-        line.append(f"{row.state:11}", row_style(row))
-        before = line.cell_len
-        line.append_text(_cells(row, area))
-        line.append(" " * (before + area - line.cell_len))
-        line.append_text(_figures(row)).append("  ")
-        line.append(row.why or next(iter(row.notes), ""), row_style(row) or "yellow")
-        lines.append(line)
-    return lines
+def _small(of: Scene, width: int, room: int) -> list[Text]:
+    """Draw one graph if there is room, the hosts, the newest events, and the log if there still is room."""
+    n_events = min(len(of.pic.events), 2) + 1
+    lines = _hosts(of, width, max(3, room - n_events - 1))
+    rest = room - len(lines) - n_events
+    graph = of.graphs.rate(width, min(rest, 7)) if rest >= 5 else []
+    rest -= len(graph)
+    more = min(max(0, rest), len(of.pic.events) + 1 - n_events)
+    return [*graph, *lines, *of.events(n_events + more, width), *of.log(max(0, rest - more), width)]
 
 
-def _gpu_columns(rows: Sequence[HostRow]) -> tuple[str, int, str]:
-    """Return the heading and width of the wide grid's GPU columns, and what their numbers mean."""
-    n_gpus = _most_gpus(rows)
-    numbers = "CPU"
-    what = ""
-    area = max(8, n_gpus)
-    if n_gpus:
-        numbers, what = "GPU", "util %"
-    if any(gpu.power_pct is not None for row in rows for gpu in row.gpus):
-        what = "power %"
-    if 0 < n_gpus <= MAX_CELLS:
-        numbers, area = "".join(f"{i:>3} " for i in range(n_gpus)), max(8, 4 * n_gpus)
-    return numbers, area, what
+def _gpus(of: Scene, width: int, room: int) -> list[Text]:
+    """Draw every GPU now, and over time."""
+    lines = _hosts(of, width, max(4, room // 2))
+    lines += of.heat_map(width, max(5, room - len(lines)))
+    rest = room - len(lines)
+    return [*lines, *(of.graphs.row(of.graphs.hardware()[:3], width, rest) if rest >= LEAST else ())]
 
 
-def _most_gpus(rows: Sequence[HostRow]) -> int:
-    return max((len(row.gpus) for row in rows), default=0)
+def _ranks(of: Scene, width: int, room: int) -> list[Text]:
+    return rank_table(of.pic, of.rows, of.ui, width, room)
 
 
-def _name_width(rows: Sequence[HostRow], most: int) -> int:
-    return min(max([4, *(len(row.name) for row in rows)]), most)
+def _network(of: Scene, width: int, room: int) -> list[Text]:
+    """Draw what every host sends and receives, now and over time, and what stands out about its ports."""
+    lines = of.graphs.network(width, max(6, room // 4))
+    lines += of.heat_map(width, min(room // 2, len(of.trends.layout) + 2), NETWORK)
+    lines.append(rule("HOSTS: RDMA and the busiest interface, both directions, in Gb/s", width))
+    return [*lines, *(hosts.network_line(row, is_selected=row is of.selected) for row in of.rows)]
 
 
-def _named(row: HostRow, name_width: int, *, is_selected: bool) -> Text:
-    """Begin a host's line, up to its name."""
-    style = style_of(row, odd=bool(row.severity or row.notes))
-    line = Text().append("▶" if is_selected else " ", "bold cyan")
-    line.append("✖" if row.is_culprit else " ", "bold red")
-    line.append(f"{middle(row.name, name_width):{name_width}}", style or ("bold" if is_selected else ""))
-    return line.append(" ")
-
-
-def _figures(row: HostRow) -> Text:
-    memory = known(share(gpu.used_mib, gpu.memory_mib) for gpu in row.gpus)
-    figures = (
-        (number(max(memory, default=None), ".0f"), 4, ""),
-        (number(row.temperature_c, "d"), 4, "temperature_c"),
-        (gbit(first_known(row.ib_bytes_per_s, row.net_bytes_per_s)), 6, "ib_bytes_per_s"),
-        (number(row.cpu_pct, ".0f"), 4, ""),
-        (number(share(row.ram_used_bytes, row.ram_bytes), ".0f"), 4, "ram_used_bytes"),
-        (number(row.step, "d"), 6, "step"),
-        (span(row.step_age_s), 5, "step_age_s"),
-    )
-    return pieced(row, ((f" {text:>{columns}}", field) for text, columns, field in figures), row.odd_in)
-
-
-def _cells(row: HostRow, area: int) -> Text:
-    """Draw a number per GPU; bars if there are many; the CPU's history if there is none."""
-    if row.state in (HostState.CONNECTING, *LINK_STATES):
-        return Text(DASH, OLD)
-    if not row.gpus:
-        history = sparkline(row.history, max(0, area - 8), 100.0)
-        return Text(f"{WITHOUT_GPUS[row.has_gpu]:7} {history}", style_of(row, odd=False))
-    if 4 * len(row.gpus) > area:
-        return _bars(row)
-    line = Text()
-    for gpu in row.gpus:
-        value = f"  {DASH}"
-        if gpu.power_pct is not None:
-            value = f"{gpu.power_pct:3.0f}"
-        elif gpu.utilization is not None:
-            value = f"{gpu.utilization:2d}u"
-        line.append(f"{value}{'!' if gpu.odd else ' '}", style_of(row, odd=bool(gpu.odd)))
-    return line
-
-
-def _bars(row: HostRow) -> Text:
-    line = Text()
-    for gpu in row.gpus:
-        line.append(bar(first_known(gpu.power_pct, gpu.utilization)), style_of(row, odd=bool(gpu.odd)))
-    return line
-
-
-def _columns(rows: Sequence[HostRow], width: int) -> tuple[int, int, int, int]:
-    """Lay out the compact grid: GPUs shown, width of a name, width of a host, hosts per line."""
-    n_gpus, name_width = _most_gpus(rows), _name_width(rows, 16)
-    cell = 2 + name_width + 1 + max(n_gpus, 7) + 1 + 18
-    return n_gpus, name_width, cell, max(1, (width + 2) // (cell + 2))
-
-
-def page_of(pic: Picture, ui: Ui, width: int, height: int) -> int:
-    """Return the page on which the selected host is."""
-    rows, (room, _) = ordered(pic, ui), _rooms(pic, height - len(headline(pic, width, VERDICT_LINES)) - 1)
-    row = selected_row(rows, ui)
-    return rows.index(row) // (_columns(rows, width)[3] * room) if row else 0
-
-
-def n_pages(pic: Picture, ui: Ui, width: int, height: int) -> int:
-    """Return how many pages the hosts take."""
-    rows, (room, _) = ordered(pic, ui), _rooms(pic, height - len(headline(pic, width, VERDICT_LINES)) - 1)
-    if width >= WIDE and len(rows) <= room:
-        return 1
-    return max(1, -(-len(rows) // (_columns(rows, width)[3] * room)))
-
-
-def _rooms(pic: Picture, room: int) -> tuple[int, int]:
-    """Return the lines for hosts, below their heading, and for events."""
-    most = next((lines for least, lines in ((45, 8), (24, 4)) if room > least), 2)
-    n_events = min(len(pic.events), most)
-    return max(4, room - 1 - n_events - 4 - 1), n_events
-
-
-def _grid(pic: Picture, ui: Ui, rows: Sequence[HostRow], selected: HostRow | None, width: int, room: int) -> list[Text]:
-    """Draw a page of hosts: one per line if there is room, else several per line, in columns."""
-    if width >= WIDE and len(rows) <= room:
-        return _wide(rows, selected)
-    n_gpus, name_width, cell, columns = _columns(rows, width)
-    per_page = columns * room
-    pages = max(1, -(-len(rows) // per_page))
-    page = min(ui.page, pages - 1)
-    shown = rows[page * per_page : (page + 1) * per_page]
-    height = min(room, -(-len(shown) // columns))
-    lines = [Text() for _ in range(height)]
-    for i, row in enumerate(shown):
-        line = lines[i % height]
-        line.append(" " * ((i // height) * (cell + 2) - line.cell_len))
-        line.append_text(_short(row, name_width, max(n_gpus, 7), is_selected=row is selected))
-    order = {"worst": "worst first"}.get(ui.sort, f"by {ui.sort}")
-    title = f"HOSTS {len(rows)} of {len(pic.hosts)}, {order}"
-    if pages > 1:
-        title += f"  page {page + 1} of {pages}, PgDn: more"
-    return [rule(title, width), *lines]
-
-
-def _short(row: HostRow, name_width: int, n_gpus: int, *, is_selected: bool) -> Text:
-    """``gpu-03 ▇▇▇▂▇▇▇▇ min 12% 84C ! 1204``."""
-    line, style = _named(row, name_width, is_selected=is_selected), row_style(row)
-    if row.state is HostState.STALE:
-        line.append(f"{row.state} {span(row.age_s)}", style)
-        return line
-    if row.state not in (HostState.OK, HostState.HUNG, HostState.FAILED):
-        line.append(f"{row.state} ", style)
-        return line
-    if row.gpus:
-        bars = _bars(row)
-        line.append_text(bars)
-        line.append(" " * (n_gpus - bars.cell_len))
-        least, hottest = f" {number(row.power_pct, '3.0f'):>3}%", f" {number(row.temperature_c, 'd'):>2}C"
-        line.append_text(pieced(row, ((least, "power_w"), (hottest, "temperature_c")), row.odd_in))
-    else:
-        line.append(f"{WITHOUT_GPUS[row.has_gpu][:n_gpus]:{n_gpus}} cpu {number(row.cpu_pct, '3.0f'):>3}%")
-    sign = " "
-    if row.state is not HostState.OK:
-        sign = row.state[0]
-    elif row.notes:
-        sign = "!"
-    line.append(f" {sign}", style or ODD)
-    line.append(f" {number(row.step, 'd'):>6}", style_of(row, odd="step" in row.odd_in))
-    return line
+VIEW: dict[str, Callable[[Scene, int, int], list[Text]]] = {
+    "all": _all,
+    "gpus": _gpus,
+    "ranks": _ranks,
+    "network": _network,
+    "log": lambda of, width, room: of.log(room, width),
+    "events": lambda of, width, room: of.events(room, width, wraps=True),
+}
 
 
 def _footer(ui: Ui, width: int) -> Text:
     if ui.typing:
-        return Text(f"/{ui.filter}█  Enter keeps it, Esc shows all", "bold")
-    keys = KEYS
-    if ui.mode != "cluster":
+        typed = ui.filter if ui.typing == "filter" else ui.log.search
+        return Text(f"/{typed}█  Enter keeps it, Esc ends it", "strong")
+    keys = KEYS if width >= len(KEYS) else SHORT_KEYS
+    if ui.reads_log:
+        keys = LOG_KEYS
+    elif ui.mode not in VIEWS[:1]:
         keys = BACK_KEYS
-    elif width < len(KEYS):
-        keys = SHORT_KEYS
     extra = {
-        f"filter {ui.filter!r}": bool(ui.filter), "odd ones only": ui.odd_only, f"by {ui.sort}": ui.sort != SORTS[0]
+        f"{ui.hint}": bool(ui.hint), "PAUSED: Space goes on": ui.paused, f"filter {ui.filter!r}": bool(ui.filter),
+        "odd ones only": ui.odd_only, f"by {ui.sort}": ui.sort != SORTS[0], window_words(ui.window): ui.window > 0,
     }  # fmt: skip
-    if any(extra.values()):
-        keys += f"  [{','.join(words for words, on in extra.items() if on)}]"
-    return Text(keys, "reverse")
+    marks = given("[{}] ", ", ".join(words for words, on in extra.items() if on))
+    return Text(f" {marks}{keys}".ljust(width), "keys")

@@ -6,7 +6,7 @@
 import collections
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from llama405b.contract import reader
@@ -17,6 +17,7 @@ from llama405b_tools.run import judge
 from llama405b_tools.text.clean import clean
 from llama405b_tools.text.fold import fold_names
 from llama405b_tools.top.state import overall, thresholds
+from llama405b_tools.top.state.advice import advice
 from llama405b_tools.top.state.frames import Frame, RunFrame, StepMetrics
 from llama405b_tools.top.state.hostview import HostView
 from llama405b_tools.top.state.moment import NOT_AWAY, Away, Moment, nodes_of
@@ -75,6 +76,7 @@ class ClusterState:
         self.stay = ""  # the run that hosts keep reporting; "" to show the newest live run
         self.guard = GuardShown.NONE
         self.wanted = ""  # the run requested by --run
+        self.hosts_argument = ""  # that names the hosts file in a command
         self.away = NOT_AWAY
         self.past = Past()  # of the run that is shown
         self.found = self._look(0.0)  # at the moment last advanced to
@@ -168,6 +170,7 @@ class ClusterState:
             fresh=len(found.fresh),
             gpus_seen=_in_all(found.fresh, lambda host: len(host.gpus)),
             gpus_expected=_in_all(self.hosts.values(), lambda host: host.expected_gpus),
+            advice=advice(found, self.notes, rows, shown, verdict, self.hosts_argument),
             workdirs=tuple(sorted({host.frame.cwd for host in found.fresh} - {""})),
         )
 
@@ -183,6 +186,16 @@ class ClusterState:
             self.away,
             self.past,
         )
+
+    def steps(self) -> Iterator[tuple[float, StepMetrics]]:
+        """Yield the shown run's steps, newest first, each with its time by the clock of the pictures."""
+        head = self.found.head
+        if head is None:
+            return
+        ahead_s = head.clock(self.found.now) - self.found.now
+        for each in reversed(self.found.metrics):
+            if each.time is not None:
+                yield each.time - ahead_s, each
 
     def first_rank(self, host: str) -> int:
         """Return a host's first rank; 0 if unknown."""

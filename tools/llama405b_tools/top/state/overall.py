@@ -77,7 +77,9 @@ def _phase(found: Moment, run: TrainingStatus | None) -> tuple[Verdict, str]:
     if run is None:
         return Verdict.NO_RUN, ""
     if run.phase is RunPhase.TRAINING:
-        return (Verdict.HEALTHY, "") if found.paces.pace else (Verdict.TRAINING, "too few steps to judge the pace")
+        if not (pace := found.paces.pace):
+            return Verdict.TRAINING, "too few steps to judge the pace"
+        return Verdict.HEALTHY, f"a step takes {pace.recent_s:.2f} s, as expected ({pace.expected_s:.2f} s)"
     if run.phase not in PHASES:
         return Verdict.CONNECTING, "not all hosts of the run report"
     return PHASES[run.phase], found.stay.words if found.stay else ""

@@ -254,6 +254,7 @@ class TrainingStatus:
     network: str = ""  # "IB 8x400", "SOCKET", "gloo"; "" if unknown
     guard: GuardShown = GuardShown.NONE
     others: tuple[str, ...] = ()  # other live runs on these hosts
+    age_s: float | None = None  # since its first attempt began
     is_stale: bool = False  # no step for long, or rank 0's host is not heard: what it says of steps is no longer so
     odd_in: tuple[str, ...] = ()  # the fields above that stand out
 
@@ -297,4 +298,5 @@ class Picture:
     fresh: int  # hosts whose last frame is not stale
     gpus_seen: int
     gpus_expected: int  # as far as the hosts have reported
+    advice: str = ""  # what to do next; "" if there is nothing to do
     workdirs: tuple[str, ...] = ()  # directories on the hosts in which runs were looked for

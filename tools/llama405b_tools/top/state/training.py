@@ -52,6 +52,7 @@ def training(found: Moment, notes: Sequence[Note], guard: GuardShown, load: Load
         expected_step_s=found.planned_s,
         guard=guard,
         others=tuple(found.others),
+        age_s=max(known(map(_age_s, found.ours)), default=None),
         is_stale=_is_stale(found),
         odd_in=tuple(field for note in notes for field in note.fields),
     )
@@ -131,6 +132,12 @@ def _mfu_pct(found: Moment, tokens_per_s: float | None, flops_per_token: float |
         return None
     share = tokens_per_s * flops_per_token / (peak * world)
     return 100 * share if share <= 1 else None
+
+
+def _age_s(host: HostView) -> float | None:
+    """Return how long ago a host first ran the run, by the host's clock."""
+    run = host.frame.run
+    return max(0.0, host.frame.now - run.run_created) if run and run.run_created is not None else None
 
 
 def _plans(found: Moment) -> Iterator[RunFrame]:

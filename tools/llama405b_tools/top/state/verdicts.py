@@ -91,7 +91,7 @@ def _oddities(gpu: GpuReport, usual: Usual) -> Iterator[Note]:
         yield from _below(gpu, usual)
     hot = gpu.temperature_c
     if hot is not None and hot >= thresholds.HOT_C and hot > usual.heat + thresholds.HOTTER_C:
-        yield Note("heat", f"{hot} °C where the median is {usual.heat:.0f}", ("temperature_c",))
+        yield Note("heat", f"{hot} °C (median {usual.heat:.0f})", ("temperature_c",))
     elif hot is not None and hot >= thresholds.TOO_HOT_C:
         yield Note("heat", f"{hot} °C", ("temperature_c",))
 
@@ -100,9 +100,9 @@ def _below(gpu: GpuReport, usual: Usual) -> Iterator[Note]:
     """Yield power and clock below those of the others, which are busy."""
     share = _share(gpu)
     if share is not None and share < thresholds.LOW_POWER * usual.power:
-        yield Note("power", f"power {100 * share:.0f}% where the median is {100 * usual.power:.0f}%", ("power_w",))
+        yield Note("power", f"power {100 * share:.0f}% (median {100 * usual.power:.0f}%)", ("power_w",))
     if gpu.clock_mhz is not None and gpu.clock_mhz < thresholds.LOW_CLOCK * usual.clock:
-        yield Note("clock", f"clock {gpu.clock_mhz} MHz where the median is {usual.clock:.0f}", ("clock_mhz",))
+        yield Note("clock", f"clock {gpu.clock_mhz} MHz (median {usual.clock:.0f})", ("clock_mhz",))
 
 
 def slow_ranks(everyone: Sequence[tuple[str, Beat]], step_s: float | None) -> Iterator[tuple[str, int, Note]]:
@@ -121,7 +121,7 @@ def slow_ranks(everyone: Sequence[tuple[str, Beat]], step_s: float | None) -> It
                 and took_s > thresholds.SLOW_RANK * median
                 and took_s - median > thresholds.SLOW_PART * step_s
             ):
-                words = f"{what} took {took_s:.2f} s where the median is {median:.2f} s"
+                words = f"{what} took {took_s:.2f} s (median {median:.2f})"
                 yield host, rank, Note(what, words, (key,))
 
 

@@ -1,0 +1,230 @@
+"""Each key: what it does to what is shown, and that nothing else moves."""
+
+import dataclasses
+
+import pytest
+from shown import HOT, HUNG, played, text_of
+
+from llama405b_tools.top import remembered
+from llama405b_tools.top.draw.lines import LogLine
+from llama405b_tools.top.draw.panels import scene, shown_logs
+from llama405b_tools.top.draw.ui import COLUMNS, Ui
+from llama405b_tools.top.keys import press
+from llama405b_tools.top.state.picture import Change, Level
+
+SIZE = (120, 40)
+
+
+class Screen:
+    """A screen on which keys are pressed."""
+
+    def __init__(self, seconds=HUNG, n_hosts=8, logs=None, events=None):
+        self.shown = played(n_hosts, seconds)
+        if logs is not None:
+            self.shown = dataclasses.replace(self.shown, logs=logs)
+        if events is not None:
+            self.shown = dataclasses.replace(self.shown, pic=dataclasses.replace(self.shown.pic, events=events))
+        self.ui = Ui()
+
+    def press(self, *keys, size=SIZE):
+        said = ""
+        for key in keys:
+            of = scene(self.shown.pic, self.shown.trends, self.ui, self.shown.logs)
+            said = press(self.ui, key, of, *size)
+        return said
+
+    def text(self, size=SIZE):
+        return text_of(self.shown.screen(*size, self.ui))
+
+
+def lines(n, begin=1):
+    return [
+        LogLine(
+            1e9 + i,
+            f"gpu-{1 + i % 2} r{i % 16}",
+            f"line {i} {'x' * 200}end",
+            i % 10 == 0,
+            frozenset({f"gpu-{1 + i % 2}"}),
+            frozenset({i % 16}),
+            i,
+        )  # noqa: E501
+        for i in range(begin, begin + n)
+    ]
+
+
+def test_enter_goes_from_host_to_rank_and_q_back_level_by_level():
+    screen = Screen()
+    screen.press("enter")
+    assert (screen.ui.path, screen.ui.selected) == (["all", "host"], "gpu-3")  # the culprit is first
+    assert "▶ rank   21" in screen.text()  # and its rank chosen
+    screen.press("down", "enter")
+    assert "── rank 22 on gpu-3 " in screen.text()
+    assert "power" in screen.text().split("over time")[1]
+    screen.press("q")
+    assert screen.ui.path == ["all", "host"]
+    screen.press("?")
+    assert "cluster-top: every host" in screen.text()
+    screen.press("q", "escape")
+    assert screen.ui.path == ["all"]
+
+
+@pytest.mark.parametrize(
+    ("key", "shows"),
+    [
+        ("1", "── EVENTS"), ("2", "every GPU over time"), ("3", "RANKS 64 of 64"), ("4", "HOSTS: RDMA"),
+        ("5", "── LOG: without step lines"), ("6", "── EVENTS"),
+    ],
+)  # fmt: skip
+def test_a_view_per_number(key, shows):
+    screen = Screen()
+    screen.press("5", key)
+    assert shows in screen.text()
+    assert len(screen.ui.path) == 1 + (key != "1")
+
+
+def test_the_list_of_ranks_has_the_one_that_hangs_first_and_opens_it():
+    screen = Screen()
+    screen.press("3")
+    assert "▶ rank   21  gpu-3" in screen.text().splitlines()[6]
+    screen.press("down", "down", "enter")
+    assert "── rank 1 on gpu-1 " in screen.text()
+    screen.press("q", "end")
+    assert "▶ rank   63  gpu-8" in screen.text()
+
+
+def test_the_selection_stays_on_the_screen():
+    screen = Screen(seconds=4.0, n_hosts=64)
+    screen.ui.sort = "name"
+    for key, name in (("end", "gpu-64"), ("pageup", "gpu-46"), ("home", "gpu-01"), ("pagedown", "gpu-19")):
+        screen.press(key, size=(80, 24))
+        assert f"▶ {name} " in screen.text((80, 24))
+
+
+def test_tab_chooses_what_the_arrows_move_in():
+    screen = Screen(logs=lines(40), events=tuple(Change(1e9 + i, "", Level.NOTE, f"event {i}") for i in range(40)))
+    screen.press("tab", "up", "up")
+    assert screen.ui.events_at == screen.shown.pic.events[37]
+    assert "2 newer, End" in screen.text((200, 60))
+    screen.press("tab", "up")
+    assert screen.ui.log.at == 39
+    screen.press("shift+tab", "end")
+    assert screen.ui.events_at is None
+    assert screen.ui.log.at == 39
+    screen.press("escape", "j")
+    assert screen.ui.selected == "gpu-1"
+
+
+def test_the_log_stands_still_while_it_is_read():
+    screen = Screen(logs=lines(100))
+    screen.press("5", "pageup")
+    before = screen.text().splitlines()[6:-1]
+    screen.shown = dataclasses.replace(
+        screen.shown, logs=[*lines(100)[7:], *lines(30, begin=101)]
+    )  # the oldest are forgotten
+    assert screen.text().splitlines()[6:-1] == before
+    screen.press("end")
+    assert "line 130 " in screen.text()
+
+
+def test_the_log_is_searched_filtered_wrapped_and_moved():
+    screen = Screen(logs=[*lines(60), dataclasses.replace(lines(1)[0], text="step 7/9  loss 2.1  grad 1", number=61)])
+    screen.press("5")
+    assert "step 7/9" not in screen.text()
+    screen.press("f")
+    assert "step 7/9" in screen.text()
+    screen.press("/", *"LINE", "space", *"12", "enter")
+    assert screen.ui.log.at == 12
+    screen.press("N")
+    assert screen.ui.hint == "no later line has 'LINE 12'"
+    screen.press("end", "/", *"line 2", "enter", "n")
+    assert screen.ui.log.at == 28  # the one before 29
+    styles = {str(span.style) for line in screen.shown.screen(*SIZE, screen.ui) for span in line.spans}
+    assert "found" in styles
+    screen.press("end", "L")
+    assert {
+        line.number
+        for line in shown_logs(scene(screen.shown.pic, screen.shown.trends, screen.ui, screen.shown.logs), 40)
+    } == {10, 20, 30, 40, 50, 60}  # noqa: E501
+    screen.press("L", "F")
+    screen.ui.selected = "gpu-2"
+    assert "gpu-1 r" not in screen.text()
+    screen.press("F")
+    screen.ui.selected, screen.ui.rank = "gpu-1", 4
+    assert "gpu-1 r2 " not in screen.text()
+    screen.press("F", "f", "right")
+    assert " line " not in screen.text()
+    screen.press("left", "w")
+    assert "xend" in screen.text()
+    assert screen.press("y") == "copy"
+
+
+def test_windows_and_quantities():
+    screen = Screen(HOT)
+    screen.press("+", "+", "+", "+")
+    assert "the whole run" in screen.text().splitlines()[-1]
+    screen.press("-", "-", "-", "-")
+    assert "10 minutes" not in screen.text()
+    names = []
+    for _ in range(7):
+        names.append(screen.text().split("worst first · ")[1].split(",")[0])
+        screen.press("m")
+    assert names == ["power", "utilization", "memory", "temperature", "clock", "net", "busy"]
+    assert "worst first · power" in screen.text()
+    assert screen.press("T") == "theme"
+
+
+def test_columns_are_left_out_one_by_one():
+    screen = Screen(HOT)
+    assert " CPU% RAM% " in screen.text()
+    screen.press("C")
+    assert " CPU% " not in screen.text()
+    screen.press(*["C"] * (len(COLUMNS) - 1))
+    assert " AGE" not in screen.text().split("HOSTS")[1]
+    screen.press("C")
+    assert " CPU% RAM% " in screen.text()
+
+
+def test_filtering_and_its_end():
+    screen = Screen(HOT)
+    screen.press("/", *"gpu-5")
+    assert screen.text().splitlines()[-1].startswith("/gpu-5█")
+    screen.press("backspace", "6", "enter")
+    assert "▶ gpu-6 " in screen.text()
+    assert "gpu-5 " not in screen.text().split("HOSTS")[1].split("every GPU")[0]
+    screen.press("escape")
+    assert screen.ui.filter == ""
+    screen.press("/", "o", "escape")
+    assert (screen.ui.filter, screen.ui.odd_only, screen.ui.typing) == ("", False, "")
+    screen.press("o", "s")
+    assert (screen.ui.odd_only, screen.ui.sort) == (True, "name")
+
+
+def test_a_key_that_means_nothing_says_what_the_keys_are():
+    screen = Screen()
+    before = dataclasses.replace(screen.ui)
+    screen.press("z")
+    assert "[no such key: z; ? shows the keys]" in screen.text().splitlines()[-1]
+    screen.press("space")
+    assert "PAUSED: Space goes on" in screen.text().splitlines()[-1]
+    screen.press("space")
+    assert dataclasses.replace(screen.ui) == before
+
+
+def test_choices_are_remembered_and_a_file_of_another_version_is_not_believed(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    ui = Ui()
+    remembered.recall().put(ui)
+    assert ui == Ui()
+    ui.sort, ui.window, ui.quantity, ui.hidden, ui.theme = "power", 2, 3, 1, "light"
+    remembered.remember(remembered.of(ui))
+    again = Ui()
+    remembered.recall().put(again)
+    assert again == ui
+    for text in ("", "{", '{"sort": "size"}', '{"window": 9}', '{"quantity": -1}', '{"theme": "pink"}', "[]"):
+        (tmp_path / "llama405b/top.json").write_text(text)
+        assert remembered.recall() == remembered.Remembered(), text
+    (tmp_path / "llama405b/top.json").unlink()
+    (tmp_path / "llama405b").rmdir()
+    (tmp_path / "llama405b").write_text("a file where the directory should be")
+    remembered.remember(remembered.of(ui))
+    assert remembered.recall() == remembered.Remembered()

@@ -1,0 +1,133 @@
+"""Graphs over time, with axes and units. Pure."""
+
+import datetime
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from rich.text import Text
+
+from llama405b_tools.text.figures import BARS, span
+from llama405b_tools.top.draw.blocks import rule, runs
+from llama405b_tools.top.state.series import Bucket
+
+LABEL = 7  # columns of the axis of values
+PLANNED = {" ": "plan", BARS[-1]: "plan.on"}  # where the dotted line is drawn, and how
+LEAST_LINES = 3  # of a graph, with its title and the axis of time
+
+
+class Axis(NamedTuple):
+    """The time that all graphs show."""
+
+    begin: float
+    end: float
+    marks: Sequence[tuple[float, str]] = ()  # moments, and the letter of what happened
+
+    def column(self, time: float, n: int) -> int:
+        """Return the column of a moment; outside of ``range(n)`` if it is not shown."""
+        return math.floor((time - self.begin) / (self.end - self.begin) * n)
+
+
+class Scale(NamedTuple):
+    """The axis of values."""
+
+    low: float
+    high: float
+    words: Callable[[float], str]
+
+    def level(self, value: float, n: int) -> int:
+        """Return how many eighths of ``n`` lines a value takes; at least one, if it is above the lowest."""
+        share = (value - self.low) / (self.high - self.low)
+        eighths = round(8 * n * min(1.0, max(0.0, share)))
+        return max(eighths, int(value > self.low))
+
+
+def from_zero(values: Iterable[float], words: Callable[[float], str]) -> Scale:
+    """Return a scale from 0 to a round number that is not below any value."""
+    most = max(values, default=0.0)
+    if most <= 0:
+        return Scale(0.0, 1.0, words)
+    unit = 10.0 ** math.floor(math.log10(most))
+    steps = (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10)
+    return Scale(0.0, next(step * unit for step in steps if step * unit >= 0.999 * most), words)
+
+
+def around(values: Sequence[float], words: Callable[[float], str]) -> Scale:
+    """Return a scale that the values fill, with some room below."""
+    if not values:
+        return Scale(0.0, 1.0, words)
+    low, high = min(values), max(values)
+    room = (high - low) or abs(high) or 1.0
+    return Scale(low - 0.25 * room, high, words)
+
+
+def chart(
+    title: str,
+    right: str,
+    columns: Sequence[Bucket | None],
+    scale: Scale,
+    axis: Axis,
+    height: int,
+    *,
+    plan: float | None = None,
+) -> list[Text]:
+    """Draw a graph of ``height`` lines: its title, the values as a filled area, and the axis of time.
+
+    ``columns``: a bucket per column; where nothing is known, nothing is drawn. ``plan``: a dotted line.
+    """
+    n, width = height - 2, len(columns) + LABEL
+    levels = [None if bucket is None else scale.level(bucket.mean, n) for bucket in columns]
+    at_plan = None if plan is None or not scale.low <= plan <= scale.high else (scale.level(plan, n) - 1) // 8
+    lines = [rule(title, width, right=right)]
+    for i in reversed(range(n)):
+        line = Text().append(_label(scale, i, n), "title")
+        area = [(_cell(level, i), "chart") for level in levels]
+        if i == at_plan:
+            area = [("┄", PLANNED[char]) if char in PLANNED else (char, style) for char, style in area]
+        lines.append(line.append_text(runs(area)))
+    return [*lines, time_axis(axis, len(columns))]
+
+
+def _label(scale: Scale, i: int, n: int) -> str:
+    """Name the highest value, the one in the middle and the lowest, each on its line."""
+    named = {n - 1: scale.high, 0: scale.low}
+    if n >= 5:
+        named[n // 2] = (scale.low + scale.high) / 2
+    words = scale.words(named[i]) if i in named and n > 1 else ""
+    return f"{words[: LABEL - 2]:>{LABEL - 2}} {'┤' if words else '│'}"
+
+
+def _cell(level: int | None, i: int) -> str:
+    """Return what a column shows in line ``i`` from below."""
+    part = 0 if level is None else level - 8 * i
+    if part <= 0:
+        return " "
+    return BARS[min(8, part) - 1]
+
+
+def time_axis(axis: Axis, width: int) -> Text:
+    """Draw the axis of time below a graph: how long ago, and what happened."""
+    cells = ["─"] * width
+    length_s = axis.end - axis.begin
+    words = [(0, f"-{span(length_s)}"), (width // 2, f"-{span(length_s / 2)}"), (width, "now")]
+    if length_s > 12 * 3600:
+        words = [(width * i // 2, _clock(axis.begin + length_s * i / 2)) for i in range(3)]
+    for at, text in words if width >= 24 else [words[0], words[2]]:
+        begin = min(max(0, at - len(text) // 2), width - len(text))
+        cells[begin : begin + len(text)] = text
+    for time, letter in axis.marks:
+        at = axis.column(time, width)
+        while 0 <= at < width and cells[at] not in ("─", letter):  # not over a word or another mark
+            at -= 1
+        if 0 <= at < width:
+            cells[at] = letter
+    return Text().append(" " * (LABEL - 1) + "└" + "".join(cells[:width]), "title")
+
+
+def _clock(moment: float) -> str:
+    return datetime.datetime.fromtimestamp(moment).astimezone().strftime("%a %H:%M")
+
+
+def means(columns: Iterable[Bucket | None]) -> Iterator[float]:
+    """Yield the known values of columns."""
+    return (bucket.mean for bucket in columns if bucket)

@@ -1,0 +1,309 @@
+"""The hosts: one per line with all its numbers, or in columns with a cell of heat per GPU. Pure."""
+
+import statistics
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from rich.text import Text
+
+from llama405b.contract.phrases import counted, given
+from llama405b_tools.text.figures import DASH, first_known, gbit, middle, number, share, span, sparkline
+from llama405b_tools.top.draw import heat
+from llama405b_tools.top.draw.blocks import rule, runs
+from llama405b_tools.top.draw.chart import Axis
+from llama405b_tools.top.draw.heat import Scaled
+from llama405b_tools.top.draw.marks import ODD, OLD, pieced, row_style, style_of
+from llama405b_tools.top.draw.ui import COLUMNS, Ui
+from llama405b_tools.top.state.picture import LINK_STATES, HostRow, HostState, Picture, known
+from llama405b_tools.top.state.quantities import NETWORK, QUANTITIES, n_units, network
+from llama405b_tools.top.state.trends import Trends
+
+SORT_KEYS: dict[str, Callable[[HostRow], tuple[float, ...]]] = {  # unknown values come last
+    "worst": lambda row: (not row.is_culprit, -row.severity, -len(row.notes)),
+    "name": lambda _: (),
+    "power": lambda row: (row.power_pct is None, row.power_pct or 0.0),
+    "step": lambda row: (row.step is None, row.step or 0, -(row.step_age_s or 0.0)),
+    "temperature": lambda row: (row.temperature_c is None, -(row.temperature_c or 0)),
+}
+WIDE = 100  # columns needed for a host per line
+MAX_CELLS = 8  # GPUs shown as numbers; more are shown as cells
+WITHOUT_GPUS = {False: "no GPU", True: "unknown", None: "— GPU"}  # by whether the host has any
+FIGURES, STEP = 16, 7  # columns for a host's power, temperature and step; for the step alone
+SPARK = 10  # columns of a host's history
+ROOM = 30  # the least columns for what stands out on a host
+
+
+class Grid(NamedTuple):
+    """What the hosts are drawn with."""
+
+    pic: Picture
+    ui: Ui
+    trends: Trends
+    axis: Axis
+    quantity: int  # that the cells show
+    focused: bool = True
+
+
+def ordered(pic: Picture, ui: Ui) -> list[HostRow]:
+    """Return the hosts to show, in order."""
+    words = ui.filter.lower()
+    rows = [row for row in pic.hosts if words in f"{row.name} {row.state} {row.why} {' '.join(row.notes)}".lower()]
+    if ui.odd_only:
+        rows = [row for row in rows if row.notes or row.severity]
+    return sorted(rows, key=SORT_KEYS[ui.sort])
+
+
+def selected_row(rows: Sequence[HostRow], ui: Ui) -> HostRow | None:
+    """Return the selected host; the first if none is selected."""
+    return next((row for row in rows if row.name == ui.selected), next(iter(rows), None))
+
+
+def none_shown(ui: Ui) -> str:
+    """Say that no host is shown, and why."""
+    return f"no host{given(' that stands out', ui.odd_only)}{given(' matches {!r}', ui.filter)}"
+
+
+def grid(of: Grid, rows: Sequence[HostRow], width: int, room: int) -> list[Text]:
+    """Draw a page of hosts in at most ``room`` lines below the heading: one per line if they fit, else in columns."""
+    if width >= WIDE and len(rows) + 1 <= room:
+        return _wide(of, rows, width)
+    return _in_columns(of, rows, width, room)
+
+
+def _title(of: Grid, rows: Sequence[HostRow], pages: int, page: int) -> str:
+    order = {"worst": "worst first"}.get(of.ui.sort, f"by {of.ui.sort}")
+    quantity = QUANTITIES[of.quantity]
+    what = f" · {quantity.name}, {quantity.unit}" if any(row.gpus for row in rows) else ""
+    more = f" · page {page + 1} of {pages}, PgDn: more" if pages > 1 else ""
+    return f"HOSTS {len(rows)} of {len(of.pic.hosts)}, {order}{what}{more}"
+
+
+def _wide(of: Grid, rows: Sequence[HostRow], width: int) -> list[Text]:
+    """Draw one line per host, and one for all."""
+    by = heat.scaled(of.quantity, of.pic.hosts)
+    n_gpus, names = max((len(row.gpus) for row in rows), default=0), _name_width(rows, 22)
+    area = 8 if not n_gpus else 4 * n_gpus if n_gpus <= MAX_CELLS else n_gpus
+    states = max((len(row.state) for row in rows if row.state is not HostState.OK), default=-1) + 1
+    columns = COLUMNS[of.ui.hidden :]
+    figures = _figures_width(columns)
+    rest = width - (2 + names + 1 + states + area + 1 + figures + 1)
+    histories = [of.quantity if n_gpus else -1, NETWORK]
+    says = any(row.why or row.notes for row in rows) and rest >= ROOM + 2 * SPARK
+    spark = min(30, max(0, (rest - (ROOM if says else 0)) // 2 - 1))
+    shown = [_sparks(of, by, index, spark) for index in histories]
+    numbers = "".join(f"{i:>3} " for i in range(n_gpus)) if 0 < n_gpus <= MAX_CELLS else "GPU"
+    heading = Text().append(
+        f"  {'HOST':{names}} {'STATE':{states}}"[: 3 + names + states] + f"{numbers:{area}} ", "strong"
+    )
+    ago = span(of.axis.end - of.axis.begin)
+    for index in histories:
+        name = QUANTITIES[index].name if index >= 0 else "cpu"
+        heading.append(f"{f'{name} {ago}'[:spark]:{spark}} ", "strong")
+    heading.append(_heading(columns), "strong")
+    lines = [rule(_title(of, rows, 1, 0), width, focused=of.focused), heading]
+    for row in rows:
+        line = _named(row, names, is_selected=row is selected_row(rows, of.ui))
+        if states:
+            line.append(f"{'' if row.state is HostState.OK else row.state:{states}}", row_style(row))
+        before = line.cell_len
+        line.append_text(_area(row, by, area))
+        line.append(" " * (before + area + 1 - line.cell_len))
+        for history in shown:
+            line.append_text(history.get(row.name, Text(" " * spark))).append(" ")
+        line.append_text(_figures(row, columns)).append(" ")
+        if says:
+            line.append(row.why or next(iter(row.notes), ""), row_style(row) or "warn")
+        lines.append(line)
+    return [*lines, _summary(rows, by, 2 + names + 1 + states, area)]
+
+
+def _sparks(of: Grid, by: Scaled, index: int, width: int) -> dict[str, Text]:
+    """Draw each host's history of a quantity (-1: of its CPU), on the scale of all."""
+    if width < 1:
+        return {}
+    if index < 0:
+        return {row.name: _cpu_history(row, width) for row in of.pic.hosts}
+    if QUANTITIES[index] is not by.quantity:
+        values = [value for row in of.pic.hosts if (value := network(row)) is not None]
+        by = Scaled(QUANTITIES[index], *QUANTITIES[index].scale(values))
+    found = of.trends.host_heat(index, of.ui.window, of.axis.begin, of.axis.end, width)
+    return {
+        name: runs((char, style if style == OLD else "chart") for char, style in map(by.cell, values))
+        for name, values in found
+    }
+
+
+def _cpu_history(row: HostRow, width: int) -> Text:
+    return Text(f"{sparkline(row.history, width, 100.0):{width}}", "chart")
+
+
+HEADINGS = {"cpu_pct": "CPU%", "ram_pct": "RAM%", "disk": "DISK", "step": "STEP", "busy": "BUSY", "age": "AGE"}
+WIDTHS = {"cpu_pct": 5, "ram_pct": 5, "disk": 6, "step": 7, "busy": 6, "age": 6}
+
+
+def _figures_width(columns: Sequence[str]) -> int:
+    return 4 + 5 + 7 + sum(WIDTHS[name] for name in columns)
+
+
+def _heading(columns: Sequence[str]) -> str:
+    return "MEM% TEMP   Gb/s" + "".join(f"{HEADINGS[name]:>{WIDTHS[name]}}" for name in columns)
+
+
+def _figures(row: HostRow, columns: Sequence[str]) -> Text:
+    memory = known(share(gpu.used_mib, gpu.memory_mib) for gpu in row.gpus)
+    busy = max(known(rank.busy_s for rank in row.ranks), default=None)
+    disk = DASH if row.disk_free_bytes is None else f"{row.disk_free_bytes / 1e12:.1f}T"
+    figures = {
+        "cpu_pct": (number(row.cpu_pct, ".0f"), ""),
+        "ram_pct": (number(share(row.ram_used_bytes, row.ram_bytes), ".0f"), "ram_used_bytes"),
+        "disk": (disk, "disk_free_bytes"),
+        "step": (number(row.step, "d"), "step"),
+        "busy": (span(busy), "busy_s"),
+        "age": (span(row.step_age_s), "step_age_s"),
+    }
+    first = (
+        (f"{number(max(memory, default=None), '.0f'):>4}", ""),
+        (f" {number(row.temperature_c, 'd'):>4}", "temperature_c"),
+        (f" {gbit(first_known(row.ib_bytes_per_s, row.net_bytes_per_s)):>6}", "ib_bytes_per_s"),
+    )
+    rest = ((f"{figures[name][0]:>{WIDTHS[name]}}", figures[name][1]) for name in columns)
+    return pieced(row, (*first, *rest), {*row.odd_in, *(field for rank in row.ranks for field in rank.odd_in)})
+
+
+def _area(row: HostRow, by: Scaled, width: int) -> Text:
+    """Draw the GPUs of a host: numbers, cells if there are many, words if there are none."""
+    if row.state in (HostState.CONNECTING, *LINK_STATES):
+        return Text(DASH, OLD)
+    if not row.gpus:
+        return Text(WITHOUT_GPUS[row.has_gpu], style_of(row, odd=False) or "title")
+    return heat.cells(row, by) if 4 * len(row.gpus) > width else heat.numbers(row, by)
+
+
+def _summary(rows: Sequence[HostRow], by: Scaled, indent: int, area: int) -> Text:
+    """Draw a line for all hosts: medians, sums, and how far the ranks are apart."""
+    heard = [row for row in rows if row.is_heard]
+    line = Text().append(f"  {'median':{indent - 2}}", "title")
+    medians = ""
+    for i in range(max((len(row.gpus) for row in heard), default=0)):
+        values = known(by.quantity.of(row, i) for row in heard)
+        medians += f"{heat.three(statistics.median(values) if values else None)} "
+    line.append(f"{medians if len(medians) <= area else '':{area}} ", "title")
+    powers = known(gpu.power_w for row in heard for gpu in row.gpus)
+    flows = known(map(network, heard))
+    steps = known(row.step for row in heard)
+    busy = known(rank.busy_s for row in heard for rank in row.ranks)
+    parts = [f"{counted(len(powers), 'GPU')}: {sum(powers) / 1e3:.1f} kW"] if powers else []
+    if flows:
+        parts.append(f"all hosts: {gbits(sum(flows))}")
+    if steps:
+        parts.append(
+            f"steps {min(steps):,} to {max(steps):,}" if min(steps) < max(steps) else f"all at step {min(steps):,}"
+        )
+    if busy and statistics.median(busy):
+        spread = (max(busy) - statistics.median(busy)) / statistics.median(busy)
+        parts.append(f"slowest rank {spread:+.1%}")
+    return line.append(" · ".join(parts), "title")
+
+
+def gbits(value: float) -> str:
+    """Write a rate in Gb/s with its unit."""
+    return f"{value / 1e3:.1f} Tb/s" if value >= 1000 else f"{value:.2f} Gb/s" if value < 10 else f"{value:.0f} Gb/s"
+
+
+def _name_width(rows: Sequence[HostRow], most: int) -> int:
+    return min(max([4, *(len(row.name) for row in rows)]), most)
+
+
+def _named(row: HostRow, name_width: int, *, is_selected: bool) -> Text:
+    """Begin a host's line, up to its name."""
+    style = style_of(row, odd=bool(row.severity or row.notes))
+    line = Text().append("▶" if is_selected else " ", "focus")
+    line.append("✖" if row.is_culprit else "!" if row.notes or row.severity else " ", style or "bad")
+    line.append(f"{middle(row.name, name_width):{name_width}}", style or ("strong" if is_selected else ""))
+    return line.append(" ")
+
+
+def network_line(row: HostRow, *, is_selected: bool) -> Text:
+    """Draw what a host sends and receives, and what stands out on it."""
+    line = _named(row, 22, is_selected=is_selected)
+    rates = f"RDMA {gbit(row.ib_bytes_per_s):>8}  interface {gbit(row.net_bytes_per_s):>8}  "
+    line.append_text(pieced(row, [(rates, "ib_bytes_per_s")], row.odd_in))
+    return line.append(row.why or next(iter(row.notes), ""), row_style(row) or "warn")
+
+
+class _Columns(NamedTuple):
+    """How hosts share lines."""
+
+    name: int  # columns of a name
+    cells: int  # of a host's GPUs
+    of_cell: int  # of each
+    history: int  # of what the cells show, over time
+    figures: int  # for power and temperature, and the step if hosts differ in it
+    width: int  # of a host
+    per_line: int
+
+
+def _columns(rows: Sequence[HostRow], width: int, room: int) -> _Columns:
+    """Lay hosts out in columns, with their figures if all then fit in ``room`` lines."""
+    cells, name = max([7, *map(n_units, rows)]), _name_width(rows, 16)
+    least = 2 + name + 1 + cells + 1 + 1  # a sign, and a gap
+    with_figures = max(1, width // (least + FIGURES))
+    figures = 0
+    if -(-len(rows) // with_figures) <= room and width >= least + FIGURES:
+        figures = FIGURES if len({row.step for row in rows}) > 1 else FIGURES - STEP
+    per_line = min(len(rows), with_figures if figures else max(1, width // least))
+    room = width // per_line - least - figures
+    of_cell = min(2, 1 + room // cells)
+    history = min(20, room - cells * (of_cell - 1) - 1)
+    return _Columns(
+        name, cells * of_cell, of_cell, history if history >= 3 else 0, figures, width // per_line, per_line
+    )
+
+
+def _in_columns(of: Grid, rows: Sequence[HostRow], width: int, room: int) -> list[Text]:
+    """Draw hosts in columns, in at most ``room`` lines below the heading."""
+    by, columns = heat.scaled(of.quantity, of.pic.hosts), _columns(rows, width, room)
+    per_page = columns.per_line * max(1, room)
+    pages = max(1, -(-len(rows) // per_page))
+    selected = selected_row(rows, of.ui)
+    page = rows.index(selected) // per_page if selected else 0  # the selected host is always on the screen
+    shown = rows[page * per_page : (page + 1) * per_page]
+    height = max(1, min(room, -(-len(shown) // columns.per_line)))
+    lines = [Text() for _ in range(height)]
+    histories = _sparks(of, by, of.quantity, columns.history)
+    for i, row in enumerate(shown):
+        line = lines[i % height]
+        line.append(" " * ((i // height) * columns.width - line.cell_len))
+        line.append_text(_short(row, by, columns, histories.get(row.name), is_selected=row is selected))
+    return [rule(_title(of, rows, pages, page), width, focused=of.focused), *lines]
+
+
+def _short(row: HostRow, by: Scaled, columns: _Columns, history: Text | None, *, is_selected: bool) -> Text:
+    """Draw a host in its column: its name, a cell per GPU, a sign; power, temperature and step if there is room."""
+    line, style = _named(row, columns.name, is_selected=is_selected), row_style(row)
+    if row.state not in (HostState.OK, HostState.HUNG, HostState.FAILED):
+        words = f"{row.state}{given(' {}', span(row.age_s) if row.state is HostState.STALE else '')}"
+        line.append(words, style)
+        line.truncate(columns.width - 1)
+        return line
+    before = line.cell_len
+    if row.gpus:
+        line.append_text(heat.cells(row, by, columns.of_cell))
+    else:
+        line.append(f"cpu{number(row.cpu_pct, '3.0f'):>3}%"[: columns.cells])
+    line.append(" " * (before + columns.cells - line.cell_len))
+    if history:
+        line.append(" ").append_text(history)
+    sign = " "
+    if row.state is not HostState.OK:
+        sign = row.state[0]
+    elif row.notes:
+        sign = "!"
+    line.append(sign, style or ODD)
+    if columns.figures:
+        least, hottest = f"{number(row.power_pct, '3.0f'):>3}%", f" {number(row.temperature_c, 'd'):>2}°"
+        figures = ((least, "power_w"), (hottest, "temperature_c")) if row.gpus else ()
+        line.append_text(pieced(row, figures, row.odd_in))
+        if columns.figures == FIGURES:
+            line.append(f" {number(row.step, 'd'):>6}", style_of(row, odd="step" in row.odd_in))
+    return line

@@ -1,0 +1,100 @@
+"""The user's choices, and what the keys are. Pure."""
+
+import dataclasses
+from collections.abc import Sequence
+
+from llama405b_tools.top.state.picture import Change
+from llama405b_tools.top.state.quantities import POWER
+
+VIEWS = ("all", "gpus", "ranks", "network", "log", "events")  # keys 1 to 6
+PANES = ("hosts", "events", "log")  # of view "all"
+SORTS = ("worst", "name", "power", "step", "temperature")
+COLUMNS = ("cpu_pct", "ram_pct", "disk", "step", "busy", "age")  # of a host, that can be left out
+KEYS = "1-6 views  ↑↓ ⏎ open  Tab pane  / find  s sort  m heat  +- time  Space pause  e error  ? keys  q quit"
+SHORT_KEYS = "1-6 ↑↓ ⏎ Tab / s m + - Space e ? q"
+LOG_KEYS = "↑↓ PgUp End  / n N find  f all  L errors  F host/rank  w wrap  ←→  y copy  Esc q back  ? keys"
+BACK_KEYS = "↑↓ PgUp PgDn  ⏎ open  m heat  +- time  Esc q back  ? keys"
+HELP = """cluster-top: every host, every GPU, every rank, the training and its logs
+
+  1 … 6        everything; GPUs; ranks; the network; the log; the events
+  ↑ ↓ j k      choose a host or rank; scroll          PgUp PgDn Home End   a page; to the end
+  Enter        open the chosen host, then its chosen rank          Esc q   one level back; q at the top: quit
+  Tab          in view 1, what ↑ ↓ move in: hosts, events, log
+  + -          how far back the graphs go: 10 minutes, 1 hour, 8 hours, the whole run
+  m            what the cells of heat show: power, utilization, memory, temperature, clock, network, busy seconds
+  Space        stop the screen, and let it go on (it misses nothing meanwhile)
+  /            show only hosts whose name, state or notes contain a text; in the log, find a text (n N: further back, forward)
+  s o C        sort: worst first, name, power, step, temperature; only hosts that stand out; fewer columns
+  e            the first error across all hosts, with its traceback
+  T            colors for a dark or a light background
+  ? h          this page          Ctrl-C   quit; nothing is left on any host
+
+In the log: f also what each step printed (the graphs have it); L only errors; F only the chosen host, then its chosen rank;
+  w wraps lines; ← → move sideways; y copies the lines that are shown, without times and names. It stands still while it is read.
+
+Graphs: s a save, e an evaluation, r a restart; ┄ what was planned. ▁ to █ and its color: how much. — is unknown, never 0.
+Cells: a bar or number per GPU; ! a GPU that deviates from the median, has an error, a throttle reason, or whose rank delays the others.
+Gb/s: InfiniBand and RoCE, all ports, both ways; without them the busiest interface. STEP and AGE: of the slowest rank.
+✖ before a name: the run failed or hangs, and it began there; hosts that only lost contact are dim, as is what is no longer heard.
+States: OK, STALE (no frame for 3 intervals), AUTH, REFUSED, TIMEOUT, DOWN (no connection, and why),
+  NO-DRIVER, SMI-HUNG (nvidia-smi does not answer), HUNG (its rank is the one the others wait for), FAILED.
+"at risk": the steps since the newest checkpoint, and their hours summed over all ranks, lost if the run died now."""
+
+
+@dataclasses.dataclass(slots=True)
+class LogView:
+    """What is shown of the log."""
+
+    at: int | None = None  # number of the last line that is shown; None: the newest, whatever comes
+    all_lines: bool = False  # also those that each step prints
+    errors_only: bool = False
+    only: str = ""  # "host" or "rank": the chosen one
+    wraps: bool = False
+    left: int = 0  # columns moved sideways
+    search: str = ""
+
+
+@dataclasses.dataclass(slots=True)
+class Ui:
+    """The user's choices."""
+
+    path: list[str] = dataclasses.field(default_factory=lambda: ["all"])  # a view, what was opened in it, a text
+    pane: str = PANES[0]
+    selected: str = ""  # host
+    rank: int | None = None  # selected on that host; None: the one that stands out, else the first
+    sort: str = SORTS[0]
+    odd_only: bool = False
+    filter: str = ""
+    typing: str = ""  # "filter" or "search", while it is typed
+    window: int = 0  # of ``WINDOWS_S``
+    quantity: int = POWER
+    hidden: int = 0  # columns of a host that are left out, from the first
+    theme: str = ""  # of ``THEMES``; "": by what the terminal says of its background
+    paused: bool = False
+    events_at: Change | None = None  # the last event that is shown; None: the newest
+    down: int = 0  # lines that a text or a host is scrolled down
+    log: LogView = dataclasses.field(default_factory=LogView)
+    title: str = ""
+    lines: Sequence[str] = ()  # of a text
+    hint: str = ""  # about the last key
+
+    @property
+    def mode(self) -> str:
+        """What is shown: a view, ``host``, ``rank`` or ``text``."""
+        return self.path[-1]
+
+    def show_text(self, title: str, lines: Sequence[str]) -> None:
+        """Show a text, above what is shown; a text that is shown is replaced."""
+        if self.mode != "text":
+            self.path.append("text")
+        self.title, self.lines, self.down = title, lines, 0
+
+    @property
+    def reads_log(self) -> bool:
+        """Whether keys move in the log."""
+        return self.mode == "log" or (self.mode == "all" and self.pane == "log")
+
+    @property
+    def reads_events(self) -> bool:
+        """Whether keys move in the events."""
+        return self.mode == "events" or (self.mode == "all" and self.pane == "events")

@@ -1,0 +1,199 @@
+"""What a key does to the choices of the user. Pure."""
+
+from collections.abc import Callable, Sequence
+
+from llama405b_tools.top.draw import panels
+from llama405b_tools.top.draw.detail import ranks_in_order, selected_rank
+from llama405b_tools.top.draw.lines import found_at
+from llama405b_tools.top.draw.panels import Scene
+from llama405b_tools.top.draw.ui import COLUMNS, HELP, PANES, SORTS, VIEWS, Ui
+from llama405b_tools.top.state.picture import Change
+from llama405b_tools.top.state.quantities import available
+from llama405b_tools.top.state.series import WINDOWS_S
+
+FAR, LEAST_ROOM = 1 << 20, 12  # lines: to the very end; for an opened host at least
+MOVES = {"up": -1, "k": -1, "down": 1, "j": 1}
+ASKED = {"e": "error", "y": "copy", "T": "theme", "r": "read"}  # for which more is needed than the choices
+SIDEWAYS = {"left": -20, "right": 20}
+TABS = {"tab": 1, "shift+tab": -1}
+VIEW_KEYS = {str(number): view for number, view in enumerate(VIEWS, 1)}
+PAGES: dict[str, Callable[[int], int]] = {  # lines to move on a screen of so many
+    "pageup": lambda height: min(-1, 6 - height),
+    "pagedown": lambda height: max(1, height - 6),
+    "home": lambda _: -FAR,
+    "end": lambda _: FAR,
+}
+
+
+def press(ui: Ui, key: str, of: Scene, width: int, height: int) -> str:
+    """Do what a key asks for, and return what is left to be done by the program: a value of ``ASKED``, or ""."""
+    ui.hint = ""
+    if ui.typing:
+        _type(ui, key, of)
+    elif key in ASKED:
+        return ASKED[key]
+    elif key in MOVES:
+        _move(ui, MOVES[key], of, width)
+    elif key in PAGES:
+        _move(ui, PAGES[key](height), of, width, is_page=True)
+    elif not _go(ui, key, of) and not (ui.reads_log and _press_in_log(ui, key, of)):
+        _choose(ui, key, of)
+    return ""
+
+
+def _go(ui: Ui, key: str, of: Scene) -> bool:
+    """Go to another view or pane, or open something; returns whether the key means that."""
+    if key in ("escape", "q", "Q"):
+        _back(ui)
+    elif key == "enter":
+        _open(ui, of)
+    elif key in VIEW_KEYS:
+        ui.path, ui.down = ["all", VIEW_KEYS[key]][: 1 + (key != "1")], 0
+        if ui.mode == "ranks" and of.selected and (rank := selected_rank(of.selected, ui)):
+            ui.selected, ui.rank = of.selected.name, rank.rank
+    elif key in ("?", "h"):
+        ui.show_text("HELP", HELP.split("\n"))
+    elif key in TABS and ui.mode == "all":
+        ui.pane = PANES[(PANES.index(ui.pane) + TABS[key]) % len(PANES)]
+    else:
+        return False
+    return True
+
+
+def _type(ui: Ui, key: str, of: Scene) -> None:
+    """Add to what is typed, or end it."""
+    what = ui.filter if ui.typing == "filter" else ui.log.search
+    if key == "escape":
+        what = ""
+    elif key == "backspace":
+        what = what[:-1]
+    elif len(key) == 1:
+        what += key
+    elif key == "space":
+        what += " "
+    if ui.typing == "filter":
+        ui.filter = what
+    else:
+        ui.log.search = what
+    if key == "enter" and ui.typing == "search" and what:
+        _find(ui, of, back=True)
+    if key in ("enter", "escape"):
+        ui.typing = ""
+
+
+def _back(ui: Ui) -> None:
+    """Leave one level; at the top, end what narrows the hosts."""
+    if len(ui.path) > 1:
+        ui.path.pop()
+    else:
+        ui.filter, ui.odd_only, ui.pane = "", False, PANES[0]
+    ui.down = 0
+
+
+def _open(ui: Ui, of: Scene) -> None:
+    """Open the selected host; in the host or the list of ranks, the selected rank."""
+    if of.selected is None or ui.mode in ("text", "rank", "log", "events"):
+        return
+    ui.selected, ui.down = of.selected.name, 0
+    if ui.mode in ("host", "ranks"):
+        rank = selected_rank(of.selected, ui)
+        if rank:
+            ui.rank = rank.rank
+            ui.path.append("rank")
+    else:
+        ui.path.append("host")
+
+
+def _move(ui: Ui, by: int, of: Scene, width: int, *, is_page: bool = False) -> None:
+    """Move what is selected, or scroll."""
+    if ui.reads_log:
+        ui.log.at = _scrolled([line.number for line in of.chosen_logs], ui.log.at, by)
+    elif ui.reads_events:
+        ui.events_at = _scrolled_events(of.pic.events, ui.events_at, by)
+    elif ui.mode == "text":
+        ui.down = min(max(0, len(panels.whole_text(ui, width)) - 3), max(0, ui.down + by))
+    elif ui.mode == "rank" or (ui.mode == "host" and is_page):
+        lines = panels.opened(of, width, LEAST_ROOM)
+        ui.down = min(max(0, len(lines) - 3), max(0, ui.down + by))
+    elif ui.mode == "host" and of.selected:
+        ranks = [rank.rank for rank in of.selected.ranks]
+        if ranks and (chosen := selected_rank(of.selected, ui)):
+            ui.rank = ranks[min(len(ranks) - 1, max(0, ranks.index(chosen.rank) + by))]
+    elif ui.mode == "ranks":
+        order = ranks_in_order(of.rows)
+        at = next((i for i, each in enumerate(order) if each == (ui.selected, ui.rank)), 0)
+        if order:
+            ui.selected, ui.rank = order[min(len(order) - 1, max(0, at + by))]
+    elif of.selected:
+        at = min(len(of.rows) - 1, max(0, of.rows.index(of.selected) + by))
+        ui.selected, ui.rank = of.rows[at].name, None
+
+
+def _scrolled(numbers: Sequence[int], at: int | None, by: int) -> int | None:
+    """Return the number of the last line that is shown after scrolling; None at the newest, which goes on."""
+    if not numbers:
+        return None
+    index = len(numbers) - 1 if at is None else sum(number <= at for number in numbers) - 1
+    index = max(0, index + by)
+    return None if index >= len(numbers) - 1 else numbers[index]
+
+
+def _scrolled_events(events: Sequence[Change], at: Change | None, by: int) -> Change | None:
+    if not events:
+        return None
+    index = max(0, (events.index(at) if at in events else len(events) - 1) + by)
+    return None if index >= len(events) - 1 else events[index]
+
+
+def _find(ui: Ui, of: Scene, *, back: bool) -> None:
+    """Move to the next line of the log that has what is searched for."""
+    found = found_at(of.chosen_logs, ui.log, back=back)
+    if found is None:
+        ui.hint = f"no {'earlier' if back else 'later'} line has {ui.log.search!r}"
+    else:
+        ui.log.at = found
+
+
+def _press_in_log(ui: Ui, key: str, of: Scene) -> bool:
+    """Do what a key means in the log; returns whether it means something there."""
+    view = ui.log
+    if key == "/":
+        ui.typing, view.search = "search", ""
+    elif key in ("n", "N") and view.search:
+        _find(ui, of, back=key == "n")
+    elif key == "f":
+        view.all_lines = not view.all_lines
+    elif key == "L":
+        view.errors_only = not view.errors_only
+    elif key == "F":
+        view.only = {"": "host", "host": "rank", "rank": ""}[view.only]
+    elif key == "w":
+        view.wraps, view.left = not view.wraps, 0
+    elif key in SIDEWAYS:
+        view.left = max(0, view.left + SIDEWAYS[key])
+    else:
+        return False
+    return True
+
+
+def _choose(ui: Ui, key: str, of: Scene) -> None:
+    """Change how the hosts and graphs are shown."""
+    if key == "/":
+        ui.typing, ui.filter = "filter", ""
+        ui.path, ui.pane = ["all"], PANES[0]
+    elif key == "s":
+        ui.sort = SORTS[(SORTS.index(ui.sort) + 1) % len(SORTS)]
+    elif key == "o":
+        ui.odd_only = not ui.odd_only
+    elif key == "C":
+        ui.hidden = (ui.hidden + 1) % (len(COLUMNS) + 1)
+    elif key == "m" and (there := available(of.pic.hosts)):
+        later = [index for index in there if index > panels.quantity_of(of.pic, ui)]
+        ui.quantity = (later or there)[0]
+    elif key in ("+", "=", "-"):
+        step = -1 if key == "-" else 1
+        ui.window = min(len(WINDOWS_S) - 1, max(0, ui.window + step))
+    elif key in (" ", "space"):
+        ui.paused = not ui.paused
+    else:
+        ui.hint = f"no such key: {key}; ? shows the keys"

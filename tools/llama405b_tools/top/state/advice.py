@@ -1,0 +1,97 @@
+"""What to do next, in one line, for whoever has read the verdict. Pure."""
+
+from collections.abc import Sequence
+
+from llama405b.contract.phrases import given
+from llama405b_tools.top.state.moment import Moment
+from llama405b_tools.top.state.picture import (
+    LINK_STATES,
+    GuardShown,
+    HostRow,
+    HostState,
+    RunPhase,
+    TrainingStatus,
+    Verdict,
+)
+from llama405b_tools.top.state.run_notes import UNSAVED
+from llama405b_tools.top.state.verdicts import BEHIND, Note
+
+GUARDED = (GuardShown.WATCHING, GuardShown.RECOVERING)
+ABOUT_HOSTS = {
+    HostState.AUTH: "check its user and key with `ssh {host}`; cluster-top tries again every few seconds",
+    HostState.REFUSED: "start sshd on {host}, or correct its port in the hosts file; cluster-top tries again by itself",
+    HostState.TIMEOUT: "see whether {host} is up, in your provider's console; cluster-top tries again by itself",
+    HostState.DOWN: "`{doctor}` says what is wrong with {host}; cluster-top tries again by itself",
+    HostState.STALE: "see whether {host} answers `ssh {host}`; a frozen host may need a restart from your provider's console",
+    HostState.SMI_HUNG: "a GPU or the driver of {host} hangs: `dmesg` there says which; only a restart of the host helps",
+    HostState.NO_DRIVER: "`{doctor}` says what is wrong with the driver of {host}",
+}
+ABOUT_NOTES = {  # by the beginning of a note's key
+    UNSAVED: "make room where the checkpoints go: the next save tries again, and until then the steps are at risk",
+    "loss": "if it does not come down again, stop, and resume from a checkpoint before it with a lower learning rate",
+    "stall": "wait: it is a hang if it lasts; 3 shows the ranks, and which one is behind",
+    "step_s": "3 shows the ranks and 2 the GPUs: who computes longest delays all others",
+    "retries": "a smaller batch or sequence, or more offload, makes room: `{plan}` says what fits",
+    "power fell": "wait for a step: if none comes, a rank waits for something; 3 shows which is behind",
+    "rdma fell": "wait for a step: if none comes, a rank waits for something; 4 shows the network",
+    "metrics": "the log of rank 0 (5) may say why it writes no metrics",
+    "long": "wait, or look at the disks: what it reads or writes is slow; 5 shows the log",
+}
+
+
+def advice(
+    found: Moment,
+    notes: Sequence[Note],
+    rows: Sequence[HostRow],
+    run: TrainingStatus | None,
+    verdict: Verdict,
+    hosts: str,
+) -> str:
+    """Return what to do; "" if there is nothing. ``hosts``: the argument that names the hosts file in a command."""
+    commands = {verb: f"llama405b {verb}{hosts}" for verb in ("doctor", "plan", "stop", "status")}
+    of_run = given(" --run {}", run.run if run else "")
+    again = f"launch it again with `--resume auto`{given(', from step {:,}', run.checkpoint_step if run else None)}"
+    guarded = run is not None and run.guard in GUARDED
+    if verdict is Verdict.HUNG:
+        if guarded:
+            return "its guard ends it, and starts it again from the newest checkpoint; Enter shows the rank that hangs"
+        return f"`{commands['stop']}{of_run}` ends it, then {again}; Enter shows the rank that hangs"
+    if verdict is Verdict.FAILED:
+        return "e shows the first error; " + ("its guard starts it again" if guarded else again)
+    if verdict is Verdict.RESTARTING:
+        return "nothing: its guard starts the next attempt; e shows the first error"
+    if verdict is Verdict.LOST:
+        return f"make room where the checkpoints go; {again}"
+    if verdict is Verdict.STOPPED and run and run.phase is RunPhase.STOPPED:
+        return again
+    if verdict not in (Verdict.DOWN, Verdict.DEGRADED):
+        return ""
+    return _about(found, notes, rows, run).format(**commands, host=_worst(rows))
+
+
+def _about(found: Moment, notes: Sequence[Note], rows: Sequence[HostRow], run: TrainingStatus | None) -> str:
+    """Return what to do about the first reason that the verdict gives."""
+    worst = next((row for row in rows if row.name == _worst(rows)), None)
+    if worst and worst.state in LINK_STATES:
+        return ABOUT_HOSTS[worst.state]
+    if notes and notes[0].key == UNSAVED:
+        return ABOUT_NOTES[UNSAVED]
+    if run and run.network == "SOCKET":
+        return "`{doctor}` says why the training does not use RDMA"
+    if any(note.key == BEHIND for _, _, note in found.slow_ranks):
+        return "look at the GPU of that rank (3, Enter): a slow one costs every step; replace its host if it stays so"
+    for note in notes:
+        for key, words in ABOUT_NOTES.items():
+            if note.key.startswith(key):
+                return words
+    if run and run.is_unguarded:
+        return "`{status}" + given(" --run {}", run.run) + "` prints the command that guards it again"
+    if worst and worst.state in ABOUT_HOSTS:
+        return ABOUT_HOSTS[worst.state]
+    return "Enter shows the host with everything that stands out; `{doctor}` tests it" if worst else ""
+
+
+def _worst(rows: Sequence[HostRow]) -> str:
+    """Name the host that is worst off; "" if all are well."""
+    bad = [row for row in rows if row.severity or row.notes]
+    return max(bad, key=lambda row: (row.severity, len(row.notes))).name if bad else ""

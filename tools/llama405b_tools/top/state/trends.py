@@ -1,0 +1,169 @@
+"""How things went, as far back as is known: what the graphs draw. Pure.
+
+``take`` is called with every picture; what is drawn of it ends at the moment of a picture, so a screen that stands still can
+be drawn again.
+"""
+
+import array
+import collections
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from llama405b_tools.text.figures import share
+from llama405b_tools.top.state.frames import StepMetrics
+from llama405b_tools.top.state.picture import HostRow, Picture, TrainingStatus, known
+from llama405b_tools.top.state.quantities import QUANTITIES, Quantity, network
+from llama405b_tools.top.state.series import UNKNOWN, WINDOWS_S, Grid, Series
+
+LEAST_S = 20.0  # shown at first
+KEPT_MARKS = 500
+Layout = tuple[tuple[str, int], ...]  # hosts in order, and how many GPUs (else ranks) each has
+
+
+class Mark(NamedTuple):
+    """Something that happened at a moment."""
+
+    time: float
+    kind: str  # a key of ``MARKS``
+
+
+MARKS = {"s": "save", "e": "evaluation", "r": "restart"}
+
+
+@dataclasses.dataclass(slots=True)
+class Trends:
+    """What was seen since cluster-top was started, and of the run's steps also what its head told of before."""
+
+    run: str = ""
+    steps: dict[str, Series] = dataclasses.field(default_factory=lambda: collections.defaultdict(Series))
+    sums: dict[str, Series] = dataclasses.field(default_factory=lambda: collections.defaultdict(Series))
+    grids: tuple[Grid, ...] = dataclasses.field(default_factory=lambda: tuple(Grid() for _ in QUANTITIES))
+    layout: Layout = ()
+    marks: "collections.deque[Mark]" = dataclasses.field(default_factory=lambda: collections.deque(maxlen=KEPT_MARKS))
+    sampled: float = -math.inf
+    saved: int | None = None  # the newest checkpoint's step
+    attempt: int = 0
+
+    def take(self, pic: Picture, steps: Iterable[tuple[float, StepMetrics]]) -> None:
+        """Take a picture, and the steps of its run, newest first, by the operator's clock."""
+        run = pic.training
+        if run and run.run != self.run:
+            self.run, self.saved, self.attempt = run.run, run.checkpoint_step, 0
+            self.steps.clear()
+            self.marks.clear()
+        if run:
+            self._take_steps(steps)
+            self._mark_save(run, pic.time)
+        if pic.time - self.sampled >= 0.9 * pic.interval_s:
+            self.sampled = pic.time
+            self._sample(pic)
+
+    def _take_steps(self, steps: Iterable[tuple[float, StepMetrics]]) -> None:
+        last = self.steps["steps"].last
+        for time, each in reversed([*itertools.takewhile(lambda entry: entry[0] > last, steps)]):
+            self.steps["steps"].add(time, each.step)
+            if each.attempt > self.attempt > 0:
+                self.marks.append(Mark(time, "r"))
+            self.attempt = max(self.attempt, each.attempt)
+            if each.evaluation_loss is not None:
+                self.marks.append(Mark(time, "e"))
+            for field in ("loss", "tokens_per_s", "step_s", "data_s", "forward_s", "backward_s", "optimizer_s"):
+                self.steps[field].add(time, getattr(each, field))
+
+    def _mark_save(self, run: TrainingStatus, now: float) -> None:
+        if run.checkpoint_step is not None and run.checkpoint_step > (self.saved or 0):
+            if self.saved is not None or run.checkpoint_step == run.step:
+                self.marks.append(Mark(now, "s"))
+            self.saved = run.checkpoint_step
+
+    def _sample(self, pic: Picture) -> None:
+        heard = [row for row in pic.hosts if row.is_heard]
+        gpus = [gpu for row in heard for gpu in row.gpus]
+        powers, flows = known(gpu.power_w for gpu in gpus), known(map(network, heard))
+        memory = known(share(gpu.used_mib, gpu.memory_mib) for gpu in gpus)
+        sums = {
+            "power_kw": sum(powers) / 1e3 if powers else None,
+            "network_gbit": sum(flows) if flows else None,
+            "memory_pct": max(memory, default=None),
+            "ram_pct": max(known(share(row.ram_used_bytes, row.ram_bytes) for row in heard), default=None),
+            "cpu_pct": _mean_of(known(row.cpu_pct for row in heard)),
+        }
+        for name, value in sums.items():
+            self.sums[name].add(pic.time, value)
+        self._lay_out(pic.hosts)
+        for quantity, grid in zip(QUANTITIES, self.grids, strict=True):
+            grid.add(pic.time, self._values(quantity, pic.hosts))
+
+    def _values(self, quantity: Quantity, rows: Sequence[HostRow]) -> "array.array[float]":
+        values = array.array("f")
+        for row, (_, n) in zip(rows, self.layout, strict=True):
+            found = [quantity.of(row, i) if row.is_heard else None for i in range(n)]
+            values.extend(UNKNOWN if value is None else value for value in found)
+        return values
+
+    def _lay_out(self, rows: Sequence[HostRow]) -> None:
+        """Keep the order of the hosts; a host that has more GPUs than before moves those behind it."""
+        before = dict(self.layout)
+        layout = tuple((row.name, max(before.get(row.name, 0), len(row.gpus) or len(row.ranks))) for row in rows)
+        if layout == self.layout:
+            return
+        begins = dict(zip(before, itertools.accumulate(before.values(), initial=0), strict=False))
+
+        def remap(values: "array.array[float]") -> "array.array[float]":
+            new = array.array("f")
+            for name, n in layout:
+                kept = values[begins[name] : begins[name] + before[name]] if name in before else array.array("f")
+                new.extend(kept)
+                new.extend([UNKNOWN] * (n - len(kept)))
+            return new
+
+        self.layout = layout
+        for grid in self.grids:
+            grid.change(remap)
+
+    def begins(self, window: int, now: float) -> tuple[float, float]:
+        """Return where a window begins, for the steps and for all else: its length before now, or where something is known."""
+        steps, sums = (
+            min((series.begins(window) for series in found.values()), default=now) for found in (self.steps, self.sums)
+        )
+        return _begin(steps, window, now), _begin(sums, window, now)
+
+    def heat(self, quantity: int, window: int, begin: float, end: float, n: int) -> list["array.array[float] | None"]:
+        """Return ``n`` columns of a quantity, from ``begin`` to ``end``: a value per GPU (else rank); None: unknown."""
+        grid, width_s = self.grids[quantity], (end - begin) / n
+        ring, column_s = grid.columns[window], grid.column_s(window)
+        found = []
+        held_at = -math.inf
+        held: array.array[float] | None = None
+        for i in range(n):
+            at = int((begin + (i + 0.5) * width_s) // column_s)
+            if at in ring:
+                held, held_at = ring[at], at
+            found.append(held if at - held_at <= 1 else None)
+        return found
+
+    def host_heat(
+        self, quantity: int, window: int, begin: float, end: float, n: int
+    ) -> Iterator[tuple[str, list[float]]]:
+        """Yield each host, and ``n`` means over its GPUs, ``UNKNOWN`` where nothing is known."""
+        columns = self.heat(quantity, window, begin, end, n)
+        offset = 0
+        for name, size in self.layout:
+            yield name, [_known_mean(column[offset : offset + size]) if column else UNKNOWN for column in columns]
+            offset += size
+
+
+def _begin(first: float, window: int, now: float) -> float:
+    return min(max(first, now - WINDOWS_S[window]), now - LEAST_S)
+
+
+def _mean_of(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _known_mean(values: "array.array[float]") -> float:
+    found = [value for value in values if value >= 0]
+    return sum(found) / len(found) if found else UNKNOWN
