@@ -3,9 +3,11 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -49,7 +51,8 @@ def test_a_character_set_without_our_symbols(terminal):
     top = terminal("--replay", "demo", "--speed", "20", env=ENV | ASCII)
     shown = top.shows(r"TRAINING \S+ \| hosts 8/8 \|", 30)
     assert "\\u" not in shown
-    assert "-- EVENTS ---" in shown
+    assert "-- EVENTS" in shown
+    assert shown.isascii()
 
 
 def test_symbols_are_replaced_wherever_we_print(tmp_path):
@@ -69,21 +72,21 @@ def test_the_mouse_stays_with_the_terminal(terminal):
 
 def test_q_leaves_one_level_and_the_selection_stays_on_the_screen(terminal, tmp_path):
     recording = tmp_path / "many.jsonl"
-    names = simulate.names(64)
-    frames = [event for event in simulate.incident(64, seconds=3.0) if "frame" in event]
+    names = simulate.names(128)
+    frames = [event for event in simulate.incident(128, seconds=3.0) if "frame" in event]
     header = {"llama405b_recording": 1, "hosts": names, "interval_s": 2.0}
     recording.write_text("".join(json.dumps(line) + "\n" for line in (header, *frames)))
     top = terminal("--replay", str(recording), "--sort", "name", size=(80, 24))
     top.shows(r"page 1 of", 30)
     top.keys(*["j"] * 50)
-    top.shows(r"▶ gpu-51", 10)
+    top.shows(r"▶ gpu-051", 10)
     top.keys("Enter")
-    top.shows(r"── gpu-51 ", 10)
+    top.shows(r"── gpu-051 ", 10)
     assert "PROCESSES" not in top.screen()
     top.keys("NPage")
     top.shows(r"── PROCESSES", 10)  # which 24 lines have no room for
     top.keys("q")
-    top.shows(r"▶ gpu-51", 10)
+    top.shows(r"▶ gpu-051", 10)
     top.keys("q")
     top.shows(r"^rc=0$", 10)
 
@@ -119,3 +122,82 @@ def test_a_recording_is_whole_after_a_signal(tmp_path):
     *lines, last = (tmp_path / "r.jsonl").read_text().splitlines()
     assert json.loads(last) == {"end": True}
     assert len(lines) > len(pictures)
+
+
+def colors_of(top):
+    """The numbers of the colors that the screen uses: of 256, and of 16."""
+    shown = top.run("capture-pane", "-p", "-e", "-t", "t")
+    return {*re.findall(r"[34]8;5;(\d+)", shown)}, {*re.findall(r"\x1b\[(?:\d+;)*([349][0-7]|10[0-7])(?=[;m])", shown)}
+
+
+def test_colors_of_any_terminal_and_its_own_background(terminal, tmp_path):
+    play, env = ("--replay", "demo", "--speed", "20"), ENV | {"XDG_STATE_HOME": str(tmp_path / "state")}
+    full = terminal(*play, env=env, before=["env", "TERM=screen-256color"])
+    dark, _ = full.shows(r"hosts 8/8", 30) and colors_of(full)
+    assert {"108", "73"} <= dark  # the verdict's bar, and a GPU at work
+    assert "\x1b[48;2" not in full.run("capture-pane", "-p", "-e", "-t", "t")
+    full.keys("T")
+    wait_for(lambda: "28" in colors_of(full)[0], 10)  # for a light background
+    few = terminal(*play, env=env, before=["env", "TERM=xterm"])
+    few.shows(r"hosts 8/8", 30)
+    assert colors_of(few)[0] == set()
+    assert {"41", "42", "43", "46"} & colors_of(few)[1]  # the verdict's bar
+    none = terminal(*play, env=env, before=["env", "TERM=screen-256color", "NO_COLOR=1"])
+    none.shows(r"hosts 8/8", 30)
+    assert colors_of(none) == (set(), set())
+
+
+def test_the_screen_stands_still_and_goes_on(terminal):
+    top = terminal("--replay", "demo", "--speed", "4")
+    top.shows(r"step 118\d/", 30)
+    top.keys("Space")
+    before = top.shows(r"PAUSED: Space goes on", 10)
+    time.sleep(3)
+    assert top.screen() == before
+    top.keys("Space")
+    wait_for(lambda: "PAUSED" not in top.screen() and top.screen() != before, 10)
+
+
+def test_choices_last_until_the_next_time(terminal, tmp_path):
+    own = ENV | {"XDG_STATE_HOME": str(tmp_path / "state")}
+    top = terminal("--replay", "demo", "--speed", "20", env=own)
+    top.shows(r"worst first · power", 30)
+    top.keys("s", "m", "x")
+    top.shows(r"no such key: x; \? shows the keys", 10)
+    top.keys("q")
+    top.shows(r"^rc=0$", 10)
+    again = terminal("--replay", "demo", "--speed", "20", env=own)
+    again.shows(r"by name · utilization", 30)
+    other = terminal("--replay", "demo", "--speed", "20", "--sort", "worst", env=own)
+    other.shows(r"worst first · utilization", 30)
+
+
+def test_a_hosts_file_that_changes_is_noticed_and_read_again(terminal, tmp_path):
+    top = terminal("hosts", size=(160, 45))
+    top.shows(r"hosts 1/1", 30)
+    (tmp_path / "hosts").write_text("node-a address=localhost\nnode-b address=localhost\n")
+    top.shows(r"▲ hosts has changed: r reads it again", 10)
+    top.keys("r")
+    top.shows(r"hosts 2/2", 30)
+    top.keys("q")
+    top.shows(r"^rc=0$", 10)
+    left = subprocess.run(["pgrep", "-f", f"{tmp_path}.*sampler"], capture_output=True, text=True, check=False)
+    assert left.stdout == ""
+
+
+def test_the_log_is_read_and_copied_while_lines_come(terminal, tmp_path):
+    top = terminal("--replay", "demo", "--speed", "8", size=(120, 40))
+    top.run("set", "-s", "set-clipboard", "on")
+    top.shows(r"saved /shared", 60)
+    top.keys("5", "f")
+    top.shows(r"LOG: all lines", 10)
+    wait_for(lambda: top.screen().count(" r0 step ") > 20, 30)
+    top.keys("Up")
+    head = top.shows(r"newer, End", 10).splitlines()[15:39]
+    time.sleep(4)
+    assert top.screen().splitlines()[15:39] == head
+    top.keys("y")
+    top.shows(r"copied \d+ lines", 10)
+    copied = wait_for(lambda: top.run("show-buffer"), 10)
+    assert re.search(r"^step \d+/5000  loss ", copied, re.MULTILINE)
+    assert "│" not in copied

@@ -20,6 +20,7 @@ from llama405b_tools.top.draw.theme import PLAIN, THEMES, background, segments, 
 from llama405b_tools.top.draw.ui import HELP, VIEWS, Ui
 from llama405b_tools.top.state import simulate
 from llama405b_tools.top.state.picture import HostState, Level
+from llama405b_tools.top.state.quantities import NETWORK
 
 SCREENS = ROOT / "tests/data/screens"
 UPDATE = bool(os.environ.get("LLAMA405B_UPDATE_SCREENS"))
@@ -270,6 +271,15 @@ def test_a_sick_gpu_is_a_line_and_a_fall_of_all_a_block():
     assert re.search(r"█+[▄▅]+█+▂+$", sick.rstrip())
     assert re.search(r"█+▂+$", well.rstrip())
     assert not re.search(r"[▄▅]", well.split("█", 1)[1])
+    links = [line.plain for line in of.heat_map(100, 10, NETWORK)]
+    assert re.search(r"█+▁+$", links[1].rstrip())  # by what they carried before, not by the nothing of now
+    assert [line[:7] for line in links if line[0] == "✖"] == ["✖gpu-3 "]
+
+
+def test_only_the_line_of_the_gpu_that_stands_out_is_marked():
+    shown = played(8, HOT)
+    of = scene(shown.pic, shown.trends, Ui(), shown.logs)
+    assert [line.plain[:9] for line in of.heat_map(100, 26) if line.plain[0] != " "] == ["── every ", "!gpu-3 3-"]
 
 
 def test_what_to_do_next_is_one_line():

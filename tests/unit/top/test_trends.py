@@ -55,7 +55,7 @@ def test_a_grid_keeps_means_of_what_is_known():
     grid = Grid()
     for t, values in ((0, [1, UNKNOWN]), (1, [3, 4]), (2, [UNKNOWN, UNKNOWN]), (400, [9, 9])):
         grid.add(1e9 + t, array.array("f", values))
-    assert [*grid.columns[0].values()][0].tolist() == [2.0, 4.0]
+    assert next(iter(grid.columns[0].values())).tolist() == [2.0, 4.0]
     for t in range(2, 4 * N_COLUMNS):
         grid.add(1e9 + 600 * t, array.array("f", [1, 1]))
     assert len(grid.columns[0]) <= N_COLUMNS
@@ -102,12 +102,12 @@ def test_marks_of_saves_evaluations_and_restarts():
 
 
 @pytest.mark.parametrize(
-    ("n_lines", "n_rows", "name"), [(64, 64, "gpu-1 0"), (32, 32, "gpu-1 0-1"), (24, 24, "gpu-1 0-2"), (8, 8, "gpu-1"), (3, 3, "gpu-1…gpu-3")]
-)  # fmt: skip
-def test_rows_of_the_map(n_lines, n_rows, name):
+    ("n_lines", "name"), [(64, "gpu-1 0"), (32, "gpu-1 0-1"), (24, "gpu-1 0-2"), (8, "gpu-1"), (3, "gpu-1…gpu-3")]
+)
+def test_rows_of_the_map(n_lines, name):
     layout = tuple((f"gpu-{i}", 8) for i in range(1, 9))
     rows = rows_of(layout, n_lines)
-    assert (len(rows), rows[0].name) == (n_rows, name)
+    assert (len(rows), rows[0].name) == (n_lines, name)
     assert [rows[0].begin, *(row.end for row in rows)] == sorted({0, *(row.begin for row in rows), 64})
     assert rows_of((), 5) == []
 

@@ -95,6 +95,7 @@ class Row(NamedTuple):
     hosts: Sequence[str]
     begin: int  # of all GPUs in the order of the layout
     end: int
+    first: int = 0  # of the host's, if there is one host
 
 
 def rows_of(layout: Layout, n_lines: int) -> list[Row]:
@@ -117,7 +118,7 @@ def _parts(layout: Layout, begins: Sequence[int], per_line: int) -> Iterator[Row
         for i in range(0, n, per_line):
             end = min(n, i + per_line)
             words = f"{name} {i}" if end == i + 1 else f"{name} {i}-{end - 1}"
-            yield Row(name if n <= per_line else words, [name], begin + i, begin + end)
+            yield Row(name if n <= per_line else words, [name], begin + i, begin + end, i)
 
 
 def heat_map(
@@ -128,8 +129,7 @@ def heat_map(
     groups = rows_of(trends.layout, height - 2)
     n = width - NAME - 2
     columns = trends.heat(index, window, axis.begin, axis.end, n)
-    known = [value for column in columns[-1:] if column for value in column if value != UNKNOWN]
-    by = Scaled(quantity, *quantity.scale(known))
+    by = Scaled(quantity, *quantity.scale(_scaled_by(quantity, columns)))
     most = max((group.end - group.begin for group in groups), default=1)
     each = f", {quantity.worst_name} of {most}" if most > 1 else ""
     title = (
@@ -145,17 +145,36 @@ def heat_map(
     return [*lines, Text(" " * (NAME + 2)).append_text(axis_line[LABEL:])]
 
 
+def _shows(row: HostRow, group: Row) -> bool:
+    """Whether what stands out on a host is in this line: its GPUs that do so, if there are any."""
+    indices = [i for i, gpu in enumerate(row.gpus) if gpu.odd]
+    return (
+        not indices
+        or len(group.hosts) > 1
+        or any(group.first <= i < group.first + group.end - group.begin for i in indices)
+    )
+
+
 def _worst(quantity: Quantity, values: Sequence[float]) -> float | None:
     if min(values, default=UNKNOWN) == UNKNOWN:
         values = [value for value in values if value != UNKNOWN]
     return quantity.worst(values) if values else None
 
 
+def _scaled_by(quantity: Quantity, columns: Sequence[Sequence[float] | None]) -> list[float]:
+    """Return the values that the scale of a map is made of: the highest ever, or all that are known now."""
+    known = [column for column in columns if column]
+    if quantity.around:
+        return [value for column in known[-1:] for value in column if value != UNKNOWN]
+    return [most for column in known if (most := max(column)) != UNKNOWN]
+
+
 def _name(group: Row, hosts: Sequence[HostRow]) -> Text:
-    """Begin a line of the map with its sign and name."""
+    """Begin a line of the map with its sign and name: that of the host, or of its GPUs that stand out."""
     sign, style = " ", ""
-    if any(row.is_culprit for row in hosts):
+    odd = [row for row in hosts if (row.notes or row.severity or row.is_culprit) and _shows(row, group)]
+    if any(row.is_culprit for row in odd):
         sign, style = "✖", "bad"
-    elif any(row.notes or row.severity for row in hosts):
+    elif odd:
         sign, style = "!", "warn"
     return Text().append(sign, style).append(f"{middle(group.name, NAME):{NAME}} ", style or "title")

@@ -16,6 +16,7 @@ from llama405b_tools.top.draw.marks import ODD, OLD, pieced, row_style, style_of
 from llama405b_tools.top.draw.ui import COLUMNS, Ui
 from llama405b_tools.top.state.picture import LINK_STATES, HostRow, HostState, Picture, known
 from llama405b_tools.top.state.quantities import NETWORK, QUANTITIES, n_units, network
+from llama405b_tools.top.state.series import UNKNOWN
 from llama405b_tools.top.state.trends import Trends
 
 SORT_KEYS: dict[str, Callable[[HostRow], tuple[float, ...]]] = {  # unknown values come last
@@ -90,7 +91,7 @@ def _wide(of: Grid, rows: Sequence[HostRow], width: int) -> list[Text]:
     histories = [of.quantity if n_gpus else -1, NETWORK]
     says = any(row.why or row.notes for row in rows) and rest >= ROOM + 2 * SPARK
     spark = min(30, max(0, (rest - (ROOM if says else 0)) // 2 - 1))
-    shown = [_sparks(of, by, index, spark) for index in histories]
+    shown = [_sparks(of, index, spark) for index in histories]
     numbers = "".join(f"{i:>3} " for i in range(n_gpus)) if 0 < n_gpus <= MAX_CELLS else "GPU"
     heading = Text().append(
         f"  {'HOST':{names}} {'STATE':{states}}"[: 3 + names + states] + f"{numbers:{area}} ", "strong"
@@ -117,19 +118,18 @@ def _wide(of: Grid, rows: Sequence[HostRow], width: int) -> list[Text]:
     return [*lines, _summary(rows, by, 2 + names + 1 + states, area)]
 
 
-def _sparks(of: Grid, by: Scaled, index: int, width: int) -> dict[str, Text]:
+def _sparks(of: Grid, index: int, width: int) -> dict[str, Text]:
     """Draw each host's history of a quantity (-1: of its CPU), on the scale of all."""
     if width < 1:
         return {}
     if index < 0:
         return {row.name: _cpu_history(row, width) for row in of.pic.hosts}
-    if QUANTITIES[index] is not by.quantity:
-        values = [value for row in of.pic.hosts if (value := network(row)) is not None]
-        by = Scaled(QUANTITIES[index], *QUANTITIES[index].scale(values))
-    found = of.trends.host_heat(index, of.ui.window, of.axis.begin, of.axis.end, width)
+    found = dict(of.trends.host_heat(index, of.ui.window, of.axis.begin, of.axis.end, width))
+    known = [value for values in found.values() for value in values if value != UNKNOWN]
+    by = Scaled(QUANTITIES[index], *QUANTITIES[index].scale(known))
+    drawn = {name: map(by.cell, values) for name, values in found.items()}
     return {
-        name: runs((char, style if style == OLD else "chart") for char, style in map(by.cell, values))
-        for name, values in found
+        name: runs((char, OLD if style == OLD else "chart") for char, style in each) for name, each in drawn.items()
     }
 
 
@@ -270,7 +270,7 @@ def _in_columns(of: Grid, rows: Sequence[HostRow], width: int, room: int) -> lis
     shown = rows[page * per_page : (page + 1) * per_page]
     height = max(1, min(room, -(-len(shown) // columns.per_line)))
     lines = [Text() for _ in range(height)]
-    histories = _sparks(of, by, of.quantity, columns.history)
+    histories = _sparks(of, of.quantity, columns.history)
     for i, row in enumerate(shown):
         line = lines[i % height]
         line.append(" " * ((i // height) * columns.width - line.cell_len))

@@ -233,13 +233,18 @@ def _network(of: Scene, width: int, room: int) -> list[Text]:
     return [*lines, *(hosts.network_line(row, is_selected=row is of.selected) for row in of.rows)]
 
 
+def _to_the_bottom(pane: Sequence[Text], room: int) -> list[Text]:
+    """Move the lines below a heading to the bottom: they stay where they are if the verdict takes another line."""
+    return [*pane[:1], *(Text() for _ in range(room - len(pane))), *pane[1:]]
+
+
 VIEW: dict[str, Callable[[Scene, int, int], list[Text]]] = {
     "all": _all,
     "gpus": _gpus,
     "ranks": _ranks,
     "network": _network,
-    "log": lambda of, width, room: of.log(room, width),
-    "events": lambda of, width, room: of.events(room, width, wraps=True),
+    "log": lambda of, width, room: _to_the_bottom(of.log(room, width), room),
+    "events": lambda of, width, room: _to_the_bottom(of.events(room, width, wraps=True), room),
 }
 
 
