@@ -31,7 +31,8 @@ from llama405b_tools.top import event_sources
 from llama405b_tools.top.state.frames import Frame
 
 INTERVAL_S = 2.0
-COLUMNS, LINES = 120, 40
+COLUMNS, LINES = 200, 60
+UNKNOWN_KEYS = "abcdgiuvxz"  # each is answered with a line of its own
 RUN_HOSTS = 64  # in a launch that one machine, which plays all of them, can take
 WARM_S, PER_HOST_S = 12.0, 0.15  # until every host has been sending frames for some time
 CHANGES, FIRST_STEP, DELAY_MOST_S = 9, 400_001, 30.0
@@ -50,7 +51,7 @@ class Top:
         env = {**os.environ, "TERM": "xterm-256color"}
         self.child = subprocess.Popen(argv, stdin=theirs, stdout=theirs, stderr=theirs, env=env, start_new_session=True)
         os.close(theirs)
-        self.seen = b""
+        self.terminal, self.seen = mine, b""
         threading.Thread(target=self._drain, args=(mine,), daemon=True).start()
 
     def _drain(self, terminal: int) -> None:
@@ -74,6 +75,20 @@ class Top:
         cpu_s, megabytes = self.spent()
         return (cpu_s - before) / (time.monotonic() - begin), megabytes
 
+    def press(self, key: str) -> None:
+        """Press a key."""
+        os.write(self.terminal, key.encode())
+
+    def answered_s(self, key: str) -> float:
+        """Seconds from pressing an unknown key to the answer on the screen."""
+        begin = time.monotonic()
+        self.press(key)
+        while f"no such key: {key}".encode() not in self.seen:
+            if time.monotonic() > begin + DELAY_MOST_S:
+                raise UserError(f"key {key} was not answered within {DELAY_MOST_S:g} s")
+            time.sleep(0.001)
+        return time.monotonic() - begin
+
     def close(self) -> None:
         """End the process."""
         self.child.send_signal(signal.SIGTERM)
@@ -91,7 +106,9 @@ def top(hosts: Sequence[Host], path: Path, seconds: float, repeat: int) -> int:
         with contextlib.closing(Top(path)) as shown:
             time.sleep(WARM_S + PER_HOST_S * len(hosts))
             rows.append(("cluster-top, its screen", *shown.over(seconds)))
+            shown.press("3")  # the ranks, whose steps are shown however many hosts there are
             delays = [_delay(fleet, shown, FIRST_STEP + i) for i in range(CHANGES)]
+            answers = [_answer(shown, key) for key in UNKNOWN_KEYS]
         with contextlib.closing(Top(path, "--json", "--watch", f"{INTERVAL_S:g}")) as printed:
             time.sleep(WARM_S + PER_HOST_S * len(hosts))
             rows.append(("cluster-top --json --watch 2", *printed.over(seconds)))
@@ -116,7 +133,17 @@ def top(hosts: Sequence[Host], path: Path, seconds: float, repeat: int) -> int:
         f"from a change on a host to the screen: median {statistics.median(delays):.1f} s, at most {max(delays):.1f} s "
         f"of {CHANGES}"
     )
+    print(
+        f"from a key to its answer on the screen: median {1000 * statistics.median(answers):.0f} ms, "
+        f"at most {1000 * max(answers):.0f} ms of {len(answers)}"
+    )
     return 0
+
+
+def _answer(shown: Top, key: str) -> float:
+    """Return how long a key waits, at a moment that has nothing to do with the samples."""
+    time.sleep(0.37)
+    return shown.answered_s(key)
 
 
 def _fresh(hosts: Sequence[Host]) -> None:

@@ -47,17 +47,17 @@ def resident_mb(pid):
 @pytest.mark.parametrize("end", ["q", "TERM", "INT", "HUP", "QUIT"])
 def test_a_flood_of_lines_does_not_freeze_the_screen(top, work, end):
     top.shows(r"hosts 2/2", 60)
-    top.shows(r"r0(-1)? │ ready", 60)
+    top.shows(r"r0(-1)? ready", 60)
     (work / "go").touch()
-    top.shows(r"node-a │ [\d,]+ lines came too fast to be shown", 60)
+    top.shows(r"node-a [\d,]+ lines came too fast to be shown", 60)
     pid = top.pid()
     assert resident_mb(pid) < 200
     if end == "q":
-        top.keys("l")
-        top.shows(r"── LOGS.*\n(.*\n)+.*NCCL TRACE", 20)
-        top.keys("l", "G", "j", "Enter")
+        top.keys("5")
+        top.shows(r"── LOG.*\n(.*\n)+.*NCCL TRACE", 20)
+        top.keys("1", "j", "Enter")
         # one line for both ranks where they printed it within the window in which equals are folded
-        shown = top.shows(r"── PROCESSES(.|\n)*node-b r(0-)?1 │ quiet", 20)
+        shown = top.shows(r"── PROCESSES(.|\n)*node-b r(0-)?1 quiet", 20)
         assert "NCCL" not in shown
         top.keys("q", "q")  # back, then out
     else:

@@ -56,7 +56,12 @@ def in_situation(name):
     """Return what is shown at the end of a situation."""
     situation: Situation = next(each for each in SITUATIONS if each.name == name)
     logs, trends = LogPane(), Trends()
-    for _, cluster in watch(situation, lambda event: logs.take(event["host"], event["entries"], 0)):
+    spoken = []  # until the situation begins; what is printed then is not simulated
+    for t, cluster in watch(situation, spoken.append):
+        if t < 0:
+            for event in spoken:
+                logs.take(event["host"], event["entries"], cluster.first_rank(event["host"]))
+        spoken.clear()
         trends.take(cluster.picture(), cluster.steps())
     logs.settle(cluster.found.now + 10)
     return Shown(cluster.picture(), trends, list(logs.lines))

@@ -128,7 +128,7 @@ def gpus(frame: Frame, change: Mapping[int, str | Callable[[str], str]], only: i
     frame["smi"]["text"] = "".join(f"{line}\n" for line in lines)
 
 
-HEAT, POWER, CLOCK, ECC = 7, 8, 10, 11
+UTILIZATION, HEAT, POWER, CLOCK, ECC = 4, 7, 8, 10, 11
 
 
 def stands(frame: Frame, t: float) -> None:
@@ -136,7 +136,7 @@ def stands(frame: Frame, t: float) -> None:
     beats(frame, time=simulate.BEGIN + BEGIN_S, step=STEP)
     beats(frame, RANK, step=STEP - 1)
     frame["run"].pop("metrics", None)
-    frame["run"]["log_age_s"] = t
+    frame["run"].update(log_age_s=t, checkpoint_step=1190)
     for port in frame["ib"]:
         port["counters"].update(port_rcv_data=10**9, port_xmit_data=10**9)
 
@@ -165,6 +165,14 @@ def writes(frame: Frame, t: float) -> None:
 
 def ended(frame: Frame, **status: Any) -> None:
     frame["run"].update(alive=False, beats=[], status=NODE | status)
+    rests(frame)
+
+
+def rests(frame: Frame) -> None:
+    """Its GPUs and links have nothing to do."""
+    gpus(frame, {UTILIZATION: "0", HEAT: "38", POWER: "119.00", CLOCK: "345"})
+    for port in frame["ib"]:
+        port["counters"].update(port_rcv_data=10**9, port_xmit_data=10**9)
 
 
 def metrics(frame: Frame, **new: Any) -> None:
@@ -191,6 +199,7 @@ def stopped_and_lost(host: str, frame: Frame, t: float) -> None:
 def killed(host: str, frame: Frame, t: float) -> None:
     """Rank 21 is killed; the others notice at once, and its own host says so four seconds later."""
     frame["run"].pop("metrics", None)
+    frame["run"]["checkpoint_step"] = 1190
     if host != SICK:
         ended(
             frame,

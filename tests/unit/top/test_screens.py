@@ -300,7 +300,7 @@ def test_as_text_every_host_is_listed():
     text = "".join(f"{line.plain}\n" for line in listed(played(8, HOT).pic, Ui(), 120))
     assert all(re.search(rf"[ !]{name} ", text) for name in simulate.names(8))
     assert "! gpu-3: gpu 3: slowed by" in text
-    assert text.splitlines()[0].startswith(" ▲ DEGRADED  gpu-3: gpu 3: slowed by")
+    assert text.splitlines()[0].startswith("▲ DEGRADED  gpu-3: gpu 3: slowed by")
 
 
 def test_the_screenshot_of_the_readme():

@@ -30,7 +30,8 @@ from llama405b_tools.top.leaving import READ_AGAIN, leave_soon, on_signals, term
 from llama405b_tools.top.session import Session
 from llama405b_tools.top.state.picture import Picture, Verdict
 
-TICK_S, DRAW_EVERY_S = 0.25, 1.0
+TICK_S, DRAW_EVERY_S, DRAW_LEAST_S = 0.25, 1.0, 2.0
+DRAW_SHARE = 1 / 30  # of the time, for drawing
 COLORS = {None: 0, "standard": 16, "windows": 16, "256": 256, "truecolor": 256}
 FIRST_ERROR = "FIRST ERROR"
 NOT_DRAWN = Picture(0.0, 0.0, "", Verdict.CONNECTING, "", 0, (), None, (), 0, 0, 0)
@@ -92,7 +93,7 @@ class TopApp(App[int]):
         self.restore = restore
         self.session, self.ui = session, session.ui
         self.pic, self.logs = NOT_DRAWN, list[LogLine]()
-        self.drawn_at = 0.0
+        self.draw_at = 0.0  # when to draw again
         self.files = {file: _stamp(file) for file in files}
         self.kept = remembered.of(self.ui)
         self._choose_colors()
@@ -119,12 +120,16 @@ class TopApp(App[int]):
             loop.call_soon_threadsafe(self.exit, code)
 
     def tick(self) -> None:
-        """Take what arrived, and draw if it is time."""
+        """Take what arrived, and draw if it is time: every second, of many hosts every two."""
         self.session.advance(self.session.source.now())
-        if time.monotonic() - self.drawn_at >= DRAW_EVERY_S:
-            self.look_at_files()
-            self.look_again()
-            self.draw()
+        begin = time.monotonic()
+        if begin < self.draw_at:
+            return
+        self.look_at_files()
+        self.look_again()
+        self.draw()
+        took_s = time.monotonic() - begin
+        self.draw_at = begin + min(DRAW_LEAST_S, max(DRAW_EVERY_S, took_s / DRAW_SHARE))
 
     def look_at_files(self) -> None:
         """Notice that a hosts file has changed."""
@@ -141,7 +146,6 @@ class TopApp(App[int]):
 
     def draw(self, size: Size | None = None) -> None:
         """Draw the picture."""
-        self.drawn_at = time.monotonic()
         size = size or self.size
         lines = panels.screen(self.pic, self.session.trends, self.ui, self.logs, size.width, size.height)
         self.query_one(Canvas).put(lines, self.look)

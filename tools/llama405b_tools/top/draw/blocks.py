@@ -11,12 +11,13 @@ GAP = 1  # columns between what stands side by side
 
 def rule(title: str, width: int, *, right: str = "", focused: bool = False) -> Text:
     """Return a heading as wide as its pane; what stands at the right is omitted if there is no room."""
-    line = Text(f"── {title} ", "focus" if focused else "title")
+    style = "focus" if focused else "title"
+    line = Text().append(f"── {title} ", style)
     room = width - line.cell_len - len(right) - 2
     if right and room < 0:
         right, room = "", width - line.cell_len
-    line.append("─" * max(0, room if right else width - line.cell_len))
-    return line.append(f" {right} " if right else "")
+    line.append("─" * max(0, room if right else width - line.cell_len), style)
+    return line.append(f" {right} " if right else "", style)
 
 
 def fitted(line: Text, width: int) -> Text:
@@ -59,7 +60,10 @@ def gauge(share: float | None, width: int) -> str:
 
 def runs(cells: Iterable[tuple[str, str]]) -> Text:
     """Join characters, each with its style; equal styles that follow each other become one piece."""
-    line = Text()
-    for style, group in itertools.groupby(cells, key=lambda cell: cell[1]):
-        line.append("".join(char for char, _ in group), style)
-    return line
+    pieces: list[tuple[str, str]] = []
+    for char, style in cells:
+        if pieces and pieces[-1][1] == style:
+            pieces[-1] = (pieces[-1][0] + char, style)
+        else:
+            pieces.append((char, style))
+    return Text.assemble(*pieces)

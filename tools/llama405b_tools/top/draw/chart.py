@@ -70,10 +70,11 @@ def chart(
     height: int,
     *,
     plan: float | None = None,
+    style: str = "chart",
 ) -> list[Text]:
     """Draw a graph of ``height`` lines: its title, the values as a filled area, and the axis of time.
 
-    ``columns``: a bucket per column; where nothing is known, nothing is drawn. ``plan``: a dotted line.
+    ``columns``: a bucket per column; where nothing is known, nothing is drawn. ``plan``: a dotted line. ``style``: of the area.
     """
     n, width = height - 2, len(columns) + LABEL
     levels = [None if bucket is None else scale.level(bucket.mean, n) for bucket in columns]
@@ -81,7 +82,7 @@ def chart(
     lines = [rule(title, width, right=right)]
     for i in reversed(range(n)):
         line = Text().append(_label(scale, i, n), "title")
-        area = [(_cell(level, i), "chart") for level in levels]
+        area = [(_cell(level, i), style) for level in levels]
         if i == at_plan:
             area = [("┄", PLANNED[char]) if char in PLANNED else (char, style) for char, style in area]
         lines.append(line.append_text(runs(area)))
@@ -117,7 +118,7 @@ def time_axis(axis: Axis, width: int) -> Text:
         cells[begin : begin + len(text)] = text
     for time, letter in axis.marks:
         at = axis.column(time, width)
-        while 0 <= at < width and cells[at] not in ("─", letter):  # not over a word or another mark
+        while 0 <= at < width and not (cells[at] == letter or cells[at : at + 2] == ["─", "─"]):  # apart from words
             at -= 1
         if 0 <= at < width:
             cells[at] = letter

@@ -13,11 +13,14 @@ from llama405b_tools.top.draw import chart
 from llama405b_tools.top.draw.blocks import beside, divided, gauge, rule, tall
 from llama405b_tools.top.draw.chart import LABEL, Axis, around, from_zero, means
 from llama405b_tools.top.draw.hosts import gbits
-from llama405b_tools.top.state.picture import Picture, TrainingStatus, known
+from llama405b_tools.top.draw.marks import OLD
+from llama405b_tools.top.state.picture import Picture, RunPhase, TrainingStatus, known
 from llama405b_tools.top.state.series import WINDOWS_S, Bucket, Series
 from llama405b_tools.top.state.trends import Trends
 
 LEAST = 7  # lines of a graph
+OTHER = 0.05  # of a step: what is told if its parts do not explain it
+STEPPING = (RunPhase.TRAINING, RunPhase.SAVING, RunPhase.EVALUATING)
 PARTS = (("data", "data_s"), ("fwd", "forward_s"), ("bwd", "backward_s"), ("opt", "optimizer_s"))
 PERCENTS = {"memory_pct": "GPU memory, the fullest", "ram_pct": "RAM, the fullest host", "cpu_pct": "CPU, all hosts"}
 Drawn = Callable[[int, int], list[Text]]  # width and height
@@ -96,7 +99,9 @@ class Graphs:
                 "" if run.evaluated_step is None else f"eval {number(run.evaluation_loss, '.4f')} @{run.evaluated_step}"
             )
             title = f"loss {number(run.loss, '.4f')}{change}"
-            return chart.chart(title, evaluated, columns, around(found, "{:.2f}".format), self.steps, height)
+            return chart.chart(
+                title, evaluated, columns, around(found, "{:.2f}".format), self.steps, height, style=_style(run)
+            )
 
         return draw
 
@@ -110,7 +115,7 @@ class Graphs:
                 now += f", was {found[-1]:,.0f}"
             right = "  ".join(filter(None, (given("plan {:,.0f} ┄", planned), given("MFU {:.0f}%", run.mfu_pct))))
             scale = from_zero([*found, planned or 0.0], amount)
-            return chart.chart(now, right, columns, scale, self.steps, height, plan=planned)
+            return chart.chart(now, right, columns, scale, self.steps, height, plan=planned, style=_style(run))
 
         return draw
 
@@ -141,6 +146,11 @@ class Graphs:
         parts = [(name, getattr(run, field), f"part.{i}") for i, (name, field) in enumerate(PARTS)]
         if run.update_s is not None and run.exposed_s is not None:
             parts.append(("wait", run.exposed_s, "part.3"))
+        other_s = whole - sum(known(value for _, value, _ in parts[: len(PARTS)]))
+        if other_s > OTHER * whole:
+            parts.append(("else", other_s, "warn"))
+        if _style(run) == OLD:
+            parts = [(name, value, OLD) for name, value, _ in parts]
         for name, value, style in parts:
             bar = gauge(None if value is None else value / whole, max(4, width - 16))
             yield (
@@ -192,6 +202,11 @@ class Graphs:
             )
 
         return draw
+
+
+def _style(run: TrainingStatus) -> str:
+    """Return the style of what the steps told: dim, if there are no steps now."""
+    return OLD if run.is_stale or run.phase not in STEPPING else "chart"
 
 
 def axes_of(trends: Trends, window: int, now: float) -> tuple[Axis, Axis]:

@@ -29,21 +29,30 @@ BAR = 10  # the least columns of the bar of progress
 
 
 def headline(pic: Picture, width: int, max_lines: int | None = None) -> list[Text]:
-    """Return the verdict, which may take ``max_lines`` of the screen's width, what runs where, its progress, and what to do."""
+    """Return the verdict, what runs where, its progress, and what to do.
+
+    ``max_lines``: of the verdict, as bars as wide as the screen; None: it is text to be printed.
+    """
     sign, name = VERDICTS.get(pic.verdict, ("✖", "bad"))
-    words = f" {sign} {pic.verdict}  {pic.why}".rstrip()
+    indent = "" if max_lines is None else " "
+    words = f"{indent}{sign} {pic.verdict}  {pic.why}".rstrip()
     wrapped = textwrap.wrap(
-        words, max(width, 8), subsequent_indent="   ", max_lines=max_lines, placeholder=" …", drop_whitespace=False
+        words,
+        max(width, 8),
+        subsequent_indent=f"{indent}  ",
+        max_lines=max_lines,
+        placeholder=" …",
+        drop_whitespace=False,
     )
-    if max_lines:  # over the whole width
-        wrapped = [line.ljust(width) for line in wrapped]
-    lines = [Text(line, f"bar.{name}") for line in wrapped]
-    lines += [
-        _runs_where(pic, width, clock=max_lines is not None),
-        _progress(pic.training, width) if pic.training else _no_run(pic),
-    ]
+    where, run = _runs_where(pic, width - len(indent), clock=bool(indent)), pic.training
+    progress = _progress(run, width - len(indent), bars=bool(indent)) if run else _no_run(pic)
+    lines = [Text(line.ljust(width if indent else 0), f"bar.{name}") for line in wrapped]
+    lines += [Text(indent).append_text(line) for line in (where, progress)]
     if pic.advice:
-        lines.append(Text(f" → {pic.advice}", "strong"))
+        advice = textwrap.wrap(
+            f"{indent}→ {pic.advice}", max(width, 8), subsequent_indent=f"{indent}  ", drop_whitespace=False
+        )
+        lines += [Text(line, "strong") for line in advice[:max_lines]]
     return lines
 
 
@@ -55,7 +64,6 @@ def _runs_where(pic: Picture, width: int, *, clock: bool) -> Text:
         (0, _alarm(f"hosts {pic.fresh}/{len(pic.hosts)}", when=pic.fresh < len(pic.hosts))),
         (0, _alarm(_gpus(pic), when=pic.gpus_seen < pic.gpus_expected)),
     ]
-    first.append(" ")
     if pic.badge:
         first.append(f" {pic.badge} ", "bar.warn").append(" ")
     if run:
@@ -115,20 +123,20 @@ def _risk(run: TrainingStatus, pic: Picture, *, short: bool) -> str:
 
 def _no_run(pic: Picture) -> Text:
     if not pic.fresh:
-        return Text(" no host has reported: it is unknown whether a run is live", OLD)
+        return Text("no host has reported: it is unknown whether a run is live", OLD)
     where = pic.workdirs[0] if len(pic.workdirs) == 1 else "their working directories"
-    return Text(f" no run in {where} on these hosts; `llama405b launch` starts one", OLD)
+    return Text(f"no run in {where} on these hosts; `llama405b launch` starts one", OLD)
 
 
-def _progress(run: TrainingStatus, width: int) -> Text:
+def _progress(run: TrainingStatus, width: int, *, bars: bool) -> Text:
     """Draw how far the run is, as a bar that takes the room that is left, and how fast."""
     if run.phase is RunPhase.LOADING and run.total_bytes:
         done_bytes, total = run.done_bytes or 0, run.total_bytes
-        words = f" loading {done_bytes / 1e9:,.1f} of {total / 1e9:,.1f} GB "
-        return _with_bar(Text(words), done_bytes / total, [(0, Text(f"ETA {span(run.eta_s)}"))], width)
+        words = f"loading {done_bytes / 1e9:,.1f} of {total / 1e9:,.1f} GB "
+        return _with_bar(Text(words), done_bytes / total, [(0, Text(f"ETA {span(run.eta_s)}"))], width, bars=bars)
     if run.step is None:
-        return Text(" no step yet", OLD)
-    first = _marked(f" step {run.step}{given('/{} ', run.steps)}", run, "step")
+        return Text("no step yet", OLD)
+    first = _marked(f"step {run.step}{given('/{} ', run.steps)}", run, "step")
     first.append_text(Text("" if run.steps else "  "))
     plan = f" (plan {run.expected_step_s:.1f})" if run.expected_step_s else ""
     parts = [
@@ -140,20 +148,22 @@ def _progress(run: TrainingStatus, width: int) -> Text:
         (3, Text(_evaluated(run))),
         (4, Text(_moved(run))),
     ]
-    line = _with_bar(first, run.step / run.steps if run.steps else None, [p for p in parts if p[1].plain], width)
+    line = _with_bar(
+        first, run.step / run.steps if run.steps else None, [p for p in parts if p[1].plain], width, bars=bars
+    )
     if run.is_stale:
         line.stylize_before(OLD)
     return line
 
 
-def _with_bar(first: Text, share: float | None, parts: Sequence[Part], width: int) -> Text:
+def _with_bar(first: Text, share: float | None, parts: Sequence[Part], width: int, *, bars: bool) -> Text:
     """Join parts, with a bar of the room that is left after the first."""
     if share is None:
         return _joined(first, parts, width, "  ")
     percent = f" {100 * share:.0f}%"
     line = _joined(Text(), parts, width - first.cell_len - len(percent) - BAR - 1, "  ")
     room = width - first.cell_len - len(percent) - line.cell_len - 1
-    if room < BAR:
+    if room < BAR or not bars:
         return first.append(percent.strip()).append_text(line)
     return first.append(gauge(share, room), "chart").append(percent).append_text(line)
 

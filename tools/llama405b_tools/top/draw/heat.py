@@ -21,6 +21,8 @@ from llama405b_tools.top.state.trends import Layout, Trends
 NO_VALUE = ("·", OLD)
 NAME = 14  # columns of a row's name
 Cell = tuple[str, str]  # character, style
+CELLS: list[Cell] = [(char, f"heat.{level}") for level, char in enumerate(BARS)]
+LEVELS = len(BARS) - 1  # the hottest
 
 
 class Scaled(NamedTuple):
@@ -34,13 +36,14 @@ class Scaled(NamedTuple):
         """Return 0 (cold) to 7 (hot)."""
         if value is None or value == UNKNOWN:
             return None
-        share = (value - self.low) / (self.high - self.low) if self.high > self.low else 0.0
-        return min(len(BARS) - 1, max(0, int(share * len(BARS))))
+        if self.high <= self.low or value <= self.low:
+            return 0
+        return LEVELS if value >= self.high else int(len(BARS) * (value - self.low) / (self.high - self.low))
 
     def cell(self, value: float | None) -> Cell:
         """Return the cell of a value."""
         level = self.level(value)
-        return NO_VALUE if level is None else (BARS[level], f"heat.{level}")
+        return NO_VALUE if level is None else CELLS[level]
 
 
 def scaled(index: int, rows: Sequence[HostRow]) -> Scaled:
@@ -135,7 +138,8 @@ def heat_map(
     title = (
         f"every {'GPU' if any(row.gpus for row in hosts) else 'rank'} over time: {quantity.name}, {quantity.unit}{each}"
     )
-    lines = [rule(title, width, right="m: other quantity")]
+    legend = _legend(by)
+    lines = [rule(title, width - legend.cell_len).append_text(legend)]
     shown = {row.name: row for row in hosts}
     for group in groups:
         line = _name(group, [shown[name] for name in group.hosts if name in shown])
@@ -156,9 +160,15 @@ def _shows(row: HostRow, group: Row) -> bool:
 
 
 def _worst(quantity: Quantity, values: Sequence[float]) -> float | None:
-    if min(values, default=UNKNOWN) == UNKNOWN:
+    if UNKNOWN in values:
         values = [value for value in values if value != UNKNOWN]
     return quantity.worst(values) if values else None
+
+
+def _legend(by: Scaled) -> Text:
+    """Draw what the colors mean, from the coldest to the hottest value."""
+    words = [f"{value:,.0f}" if value >= 10 or value == 0 else f"{value:.2g}" for value in (by.low, by.high)]
+    return Text().append(f" {words[0]} ", "title").append_text(runs(CELLS)).append(f" {words[1]}  m: other ", "title")
 
 
 def _scaled_by(quantity: Quantity, columns: Sequence[Sequence[float] | None]) -> list[float]:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from rich.text import Text
 
 from llama405b.contract.phrases import counted, given
+from llama405b.contract.records import Phase
 from llama405b_tools.text.figures import DASH, first_known, gbit, middle, number, share, span, sparkline
 from llama405b_tools.top.draw import heat
 from llama405b_tools.top.draw.blocks import rule, runs
@@ -43,6 +44,7 @@ class Grid(NamedTuple):
     axis: Axis
     quantity: int  # that the cells show
     focused: bool = True
+    is_text: bool = False  # to be printed: every host's state is told, also OK
 
 
 def ordered(pic: Picture, ui: Ui) -> list[HostRow]:
@@ -84,7 +86,8 @@ def _wide(of: Grid, rows: Sequence[HostRow], width: int) -> list[Text]:
     by = heat.scaled(of.quantity, of.pic.hosts)
     n_gpus, names = max((len(row.gpus) for row in rows), default=0), _name_width(rows, 22)
     area = 8 if not n_gpus else 4 * n_gpus if n_gpus <= MAX_CELLS else n_gpus
-    states = max((len(row.state) for row in rows if row.state is not HostState.OK), default=-1) + 1
+    told = [row.state for row in rows if of.is_text or row.state is not HostState.OK]
+    states = max(map(len, told), default=-1) + 1
     columns = COLUMNS[of.ui.hidden :]
     figures = _figures_width(columns)
     rest = width - (2 + names + 1 + states + area + 1 + figures + 1)
@@ -105,7 +108,7 @@ def _wide(of: Grid, rows: Sequence[HostRow], width: int) -> list[Text]:
     for row in rows:
         line = _named(row, names, is_selected=row is selected_row(rows, of.ui))
         if states:
-            line.append(f"{'' if row.state is HostState.OK else row.state:{states}}", row_style(row))
+            line.append(f"{row.state if row.state in told else '':{states}}", row_style(row))
         before = line.cell_len
         line.append_text(_area(row, by, area))
         line.append(" " * (before + area + 1 - line.cell_len))
@@ -137,6 +140,7 @@ def _cpu_history(row: HostRow, width: int) -> Text:
     return Text(f"{sparkline(row.history, width, 100.0):{width}}", "chart")
 
 
+BEFORE = (Phase.START, Phase.DATA, Phase.LOAD, Phase.PIN, Phase.RESUME)  # of a rank that takes no step yet
 HEADINGS = {"cpu_pct": "CPU%", "ram_pct": "RAM%", "disk": "DISK", "step": "STEP", "busy": "BUSY", "age": "AGE"}
 WIDTHS = {"cpu_pct": 5, "ram_pct": 5, "disk": 6, "step": 7, "busy": 6, "age": 6}
 
@@ -151,7 +155,7 @@ def _heading(columns: Sequence[str]) -> str:
 
 def _figures(row: HostRow, columns: Sequence[str]) -> Text:
     memory = known(share(gpu.used_mib, gpu.memory_mib) for gpu in row.gpus)
-    busy = max(known(rank.busy_s for rank in row.ranks), default=None)
+    busy = max(known(rank.busy_s for rank in row.ranks if rank.phase not in BEFORE), default=None)
     disk = DASH if row.disk_free_bytes is None else f"{row.disk_free_bytes / 1e12:.1f}T"
     figures = {
         "cpu_pct": (number(row.cpu_pct, ".0f"), ""),
@@ -191,17 +195,15 @@ def _summary(rows: Sequence[HostRow], by: Scaled, indent: int, area: int) -> Tex
     powers = known(gpu.power_w for row in heard for gpu in row.gpus)
     flows = known(map(network, heard))
     steps = known(row.step for row in heard)
-    busy = known(rank.busy_s for row in heard for rank in row.ranks)
-    parts = [f"{counted(len(powers), 'GPU')}: {sum(powers) / 1e3:.1f} kW"] if powers else []
-    if flows:
-        parts.append(f"all hosts: {gbits(sum(flows))}")
-    if steps:
-        parts.append(
-            f"steps {min(steps):,} to {max(steps):,}" if min(steps) < max(steps) else f"all at step {min(steps):,}"
-        )
+    busy = known(rank.busy_s for row in heard for rank in row.ranks if rank.phase not in BEFORE)
+    parts = [f"{counted(len(powers), 'GPU')} {sum(powers) / 1e3:.1f} kW"] if powers else []
     if busy and statistics.median(busy):
         spread = (max(busy) - statistics.median(busy)) / statistics.median(busy)
         parts.append(f"slowest rank {spread:+.1%}")
+    if flows:
+        parts.append(gbits(sum(flows)))
+    if steps:
+        parts.append(f"steps {min(steps):,}-{max(steps):,}" if min(steps) < max(steps) else f"step {min(steps):,}")
     return line.append(" · ".join(parts), "title")
 
 

@@ -132,7 +132,7 @@ def listed(pic: Picture, ui: Ui, width: int) -> list[Text]:
     rows = ordered(pic, ui)
     if not rows:
         return [*headline(pic, width), Text(none_shown(ui))]
-    grid = Grid(pic, ui, Trends(), Axis(pic.time - 1, pic.time), quantity_of(pic, ui))
+    grid = Grid(pic, ui, Trends(), Axis(pic.time - 1, pic.time), quantity_of(pic, ui), is_text=True)
     lines = [*headline(pic, width), *hosts.grid(grid, rows, width, len(rows) + 1)]
     for row in rows:
         if row.why:
@@ -154,7 +154,7 @@ def _hosts(of: Scene, width: int, room: int) -> list[Text]:
 def _all(of: Scene, width: int, room: int) -> list[Text]:
     """Draw everything that the size has room for."""
     if width >= BROAD:
-        left = int(LEFT * width)
+        left = max(WIDE, int(LEFT * width))
         return beside([(_main(of, left, room), left), (of.graphs.column(width - left - GAP, room), width - left - GAP)])
     if width >= WIDE:
         return _medium(of, width, room)
@@ -183,7 +183,7 @@ def _main(of: Scene, width: int, room: int) -> list[Text]:
 def _medium(of: Scene, width: int, room: int) -> list[Text]:
     """Draw three graphs side by side, hosts, the selected one, then events beside the log."""
     halves = (width - GAP) // 2
-    n_tail = min(max(len(of.pic.events), len(of.chosen_logs)) + 1, max(3, room // 4))
+    n_tail = min(max(len(of.pic.events), len(of.chosen_logs)) + 1, max(3, room // 5))
     n_graph = 7 if room >= 24 and of.graphs.known() else 0
     lines = _hosts(of, width, max(4, room - n_graph - n_tail))
     rest = room - len(lines) - n_graph - n_tail

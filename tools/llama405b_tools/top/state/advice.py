@@ -30,7 +30,7 @@ ABOUT_NOTES = {  # by the beginning of a note's key
     UNSAVED: "make room where the checkpoints go: the next save tries again, and until then the steps are at risk",
     "loss": "if it does not come down again, stop, and resume from a checkpoint before it with a lower learning rate",
     "stall": "wait: it is a hang if it lasts; 3 shows the ranks, and which one is behind",
-    "step_s": "3 shows the ranks and 2 the GPUs: who computes longest delays all others",
+    "step_s": "2, 3 and 4 show GPUs, ranks and network: one that is slower delays all; a step's parts tell what takes longer",
     "retries": "a smaller batch or sequence, or more offload, makes room: `{plan}` says what fits",
     "power fell": "wait for a step: if none comes, a rank waits for something; 3 shows which is behind",
     "rdma fell": "wait for a step: if none comes, a rank waits for something; 4 shows the network",
@@ -51,13 +51,14 @@ def advice(
     commands = {verb: f"llama405b {verb}{hosts}" for verb in ("doctor", "plan", "stop", "status")}
     of_run = given(" --run {}", run.run if run else "")
     again = f"launch it again with `--resume auto`{given(', from step {:,}', run.checkpoint_step if run else None)}"
+    checked = f"check {found.culprit} (`{commands['doctor']}`), then {again}" if found.culprit else again
     guarded = run is not None and run.guard in GUARDED
     if verdict is Verdict.HUNG:
         if guarded:
-            return "its guard ends it, and starts it again from the newest checkpoint; Enter shows the rank that hangs"
-        return f"`{commands['stop']}{of_run}` ends it, then {again}; Enter shows the rank that hangs"
+            return "its guard ends it, and starts it again from the newest checkpoint; Enter shows what hangs"
+        return f"`{commands['stop']}{of_run}` ends it; {checked}"
     if verdict is Verdict.FAILED:
-        return "e shows the first error; " + ("its guard starts it again" if guarded else again)
+        return "e shows the first error; " + ("its guard starts it again" if guarded else checked)
     if verdict is Verdict.RESTARTING:
         return "nothing: its guard starts the next attempt; e shows the first error"
     if verdict is Verdict.LOST:

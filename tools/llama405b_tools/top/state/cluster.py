@@ -129,6 +129,11 @@ class ClusterState:
         self.notes = run_notes(found)
         if not found.hang and not found.failures:
             self._tell_of_run(self.notes, now)
+        if found.hang and found.states[found.hang.host][0] is not HostState.HUNG:  # which says so itself
+            words = f"HUNG: {found.hang.host}: {found.hang.words}"
+            self._say("", "hang", Level.BAD, "hang", words, now, of_run=True)
+        elif not found.hang:
+            self._over("", "hang", now)
         self._tell_if("others", given("also live on these hosts: {}", ", ".join(found.others)), now)
         gone = self.guard is GuardShown.GONE and found.phase[0] not in ENDED
         self._tell_if("guard", "the run's guard is gone" if gone else "", now)

@@ -298,7 +298,7 @@ class Moment:
             return None
         words = verdicts.hang_words(found.beat, found.age_s, gpus, log_ages)
         for name, why in self._absent():  # the rank may only be waiting for them
-            return Hang(name, found.age_s, f"{why}; {found.host} waits: {words}", beat)
+            return Hang(name, found.age_s, f"{why}; the others wait for it, as {found.host} does: {words}", beat)
         return Hang(found.host, found.age_s, words, beat)
 
     def _absent(self) -> Iterator[tuple[str, str]]:

@@ -79,7 +79,7 @@ def _phase(found: Moment, run: TrainingStatus | None) -> tuple[Verdict, str]:
     if run.phase is RunPhase.TRAINING:
         if not (pace := found.paces.pace):
             return Verdict.TRAINING, "too few steps to judge the pace"
-        return Verdict.HEALTHY, f"a step takes {pace.recent_s:.2f} s, as expected ({pace.expected_s:.2f} s)"
+        return Verdict.HEALTHY, pace.words
     if run.phase not in PHASES:
         return Verdict.CONNECTING, "not all hosts of the run report"
     return PHASES[run.phase], found.stay.words if found.stay else ""

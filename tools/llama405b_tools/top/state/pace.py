@@ -23,6 +23,16 @@ class Pace(NamedTuple):
         """Whether the last steps are slower than they should be."""
         return self.expected_s < thresholds.PACE * self.recent_s
 
+    @property
+    def words(self) -> str:
+        """How long a step takes, and how much that differs from what is expected: ``a step takes 6.00 s, 3% above the plan``."""
+        percent = round(100 * (self.recent_s / self.expected_s - 1))
+        planned = "the plan" if self.is_planned else "the usual time"
+        differs = f"{abs(percent)}% {'above' if percent > 0 else 'below'} {planned}"
+        if not percent:
+            differs = "as planned" if self.is_planned else "as usual"
+        return f"a step takes {self.recent_s:.2f} s, {differs}"
+
 
 @dataclasses.dataclass(slots=True)
 class Paces:
