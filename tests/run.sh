@@ -10,9 +10,10 @@ set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 2
 # shellcheck source=../tools/setup.sh
 source tools/setup.sh
+export RUNLEVEL=1 # services that apt installs for the tests are not started
 need_linux || exit 2
 needed=(tmux:tmux sshd:openssh-server ip:iproute2)
-[ "${1:-}" != --all ] || needed+=(slurmctld:slurm-wlm munged:munge tcsh:tcsh g++:g++ readelf:binutils)
+[ "${1:-}" != --all ] || needed+=(slurmctld:slurm-wlm munged:munge tcsh:tcsh g++:g++ readelf:binutils prometheus:prometheus)
 [ "${1:-}" != --standin ] || needed=(g++:g++ readelf:binutils)
 need_programs "${needed[@]}" || exit 2
 if [ "${1:-}" = --newest ]; then # beyond the bounds in pyproject.toml and the versions in constraints.txt

@@ -41,7 +41,7 @@ apt_install() {  # apt_install PACKAGE …  install them, after whatever else us
         sleep 1
     done
     in_one_line apt-get update -qq &&
-        DEBIAN_FRONTEND=noninteractive in_one_line apt-get -o DPkg::Lock::Timeout=600 install -y -qq "$@"
+        DEBIAN_FRONTEND=noninteractive in_one_line apt-get -o DPkg::Lock::Timeout=600 install -y -qq --no-install-recommends "$@"
 }
 
 in_one_line() {  # in_one_line COMMAND …  run it; a terminal shows its last line alone, and all of its output if it fails

@@ -177,9 +177,9 @@ def disk_words(hosts: Mapping[str, NoteReply]) -> str:
     return given("{}; make room there", "; ".join(f"{fold_names(names)}: {left}" for left, names in full.items()))
 
 
-def run_command(command: str, event: Notice, run: str, message: str) -> str:
+def run_command(command: str, event: str, run: str, message: str) -> str:
     """Run the user's command; returns why that failed, or ''."""
-    env = os.environ | {"LLAMA405B_EVENT": str(event), "LLAMA405B_RUN": run, "LLAMA405B_MESSAGE": message}
+    env = os.environ | {"LLAMA405B_EVENT": event, "LLAMA405B_RUN": run, "LLAMA405B_MESSAGE": message}
     try:
         done = subprocess.run(
             ["/bin/sh", "-c", command],

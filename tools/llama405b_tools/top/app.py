@@ -22,9 +22,11 @@ from textual.widget import Widget
 from llama405b_tools.logs import first_error
 from llama405b_tools.run.query import ask_hosts
 from llama405b_tools.top import remembered
+from llama405b_tools.top.changes import POP_TITLE, PUSH_TITLE, Changes
 from llama405b_tools.top.draw import panels
 from llama405b_tools.top.draw.lines import LogLine
 from llama405b_tools.top.draw.theme import THEMES, background, segments, theme
+from llama405b_tools.top.exporter import Exporter
 from llama405b_tools.top.keys import press
 from llama405b_tools.top.leaving import READ_AGAIN, leave_soon, on_signals, terminal_keeper
 from llama405b_tools.top.session import Session
@@ -37,7 +39,7 @@ FIRST_ERROR = "FIRST ERROR"
 NOT_DRAWN = Picture(0.0, 0.0, "", Verdict.CONNECTING, "", 0, (), None, (), 0, 0, 0)
 
 
-def run_app(session: Session, files: Sequence[Path] = ()) -> int:
+def run_app(session: Session, files: Sequence[Path] = (), on_change: str = "", exporter: Exporter | None = None) -> int:
     """Show the screen until the user quits.
 
     Returns the exit code of the last picture, 128 + the signal, or ``READ_AGAIN`` if one of the hosts ``files`` has changed and the
@@ -46,6 +48,7 @@ def run_app(session: Session, files: Sequence[Path] = ()) -> int:
     for name in ("COLUMNS", "LINES"):  # the terminal itself reports its size, and any change of it
         os.environ.pop(name, None)
     app = TopApp(session, terminal_keeper(), files)
+    app.changes.command, app.exporter = on_change, exporter
     code = app.run(mouse=False)
     if code is None:
         code = app.pic.exit_code
@@ -96,6 +99,8 @@ class TopApp(App[int]):
         self.draw_at = 0.0  # when to draw again
         self.files = {file: _stamp(file) for file in files}
         self.kept = remembered.of(self.ui)
+        self.changes = Changes(write=self.write)
+        self.exporter: Exporter | None = None
         self._choose_colors()
 
     def _choose_colors(self) -> None:
@@ -104,6 +109,11 @@ class TopApp(App[int]):
             theme=theme(name, self.n_colors), force_terminal=True, color_system="256", legacy_windows=False
         )
 
+    def write(self, text: str) -> None:
+        """Write control sequences to the terminal, which show nothing."""
+        if self._driver is not None:
+            self._driver.write(text)
+
     def compose(self) -> ComposeResult:
         """One widget that fills the screen."""
         yield Canvas()
@@ -111,6 +121,7 @@ class TopApp(App[int]):
     def on_mount(self) -> None:
         """Start sampling and drawing."""
         on_signals(functools.partial(self.end, asyncio.get_running_loop()), self.restore)
+        self.write(PUSH_TITLE)
         self.set_interval(TICK_S, self.tick)
         self.tick()
 
@@ -141,6 +152,12 @@ class TopApp(App[int]):
     def look_again(self) -> None:
         """Take a new picture, unless the screen is to stand still."""
         pic = self.session.picture(logs=True)
+        self.changes.see(pic)
+        if self.changes.fault:
+            self.session.cluster.note(f"--on-change failed ({self.changes.fault})", pic.time)
+            self.changes.fault = ""
+        if self.exporter:
+            self.exporter.pic = pic
         if not self.ui.paused or self.pic is NOT_DRAWN:
             self.pic, self.logs = pic, self.session.logs.shown()
 
@@ -154,6 +171,10 @@ class TopApp(App[int]):
         """Draw for the new size."""
         if self.pic is not NOT_DRAWN:
             self.draw(event.size)
+
+    def on_unmount(self) -> None:
+        """Give the window its title back."""
+        self.write(POP_TITLE)
 
     def action_leave(self) -> None:
         """Quit."""

@@ -12,9 +12,7 @@ from types import FrameType
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 READ_AGAIN = -1  # instead of an exit code: the hosts file has changed, and is to be read
 LEAVE_WITHIN_S = 1.5  # then the process exits without cleanup; samplers end with their standard input
-LEAVE_SCREEN = (
-    b"\x1b[<u\x1b[?2004l\x1b[?1004l\x1b[?1049l\x1b[?25h"  # undoes what textual sets (xterm's control sequences)
-)
+LEAVE_SCREEN = b"\x1b[23;2t\x1b[<u\x1b[?2004l\x1b[?1004l\x1b[?1049l\x1b[?25h"  # undoes what textual sets (xterm's control sequences)
 
 
 def leave_soon(code: int, restore: Callable[[], None] = lambda: None) -> None:

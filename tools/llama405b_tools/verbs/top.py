@@ -29,10 +29,12 @@ from llama405b_tools.run import screen
 from llama405b_tools.run.backends import Backend, OnHosts, backend_of
 from llama405b_tools.run.query import no_such_run
 from llama405b_tools.top import event_sources, remembered
+from llama405b_tools.top.changes import Changes
 from llama405b_tools.top.draw import panels
 from llama405b_tools.top.draw.theme import THEMES, background, theme
 from llama405b_tools.top.draw.ui import SORTS
 from llama405b_tools.top.event_sources import EventSource, Live, Recorder, Replay
+from llama405b_tools.top.exporter import Exporter
 from llama405b_tools.top.leaving import READ_AGAIN, on_signals
 from llama405b_tools.top.session import FIRST_S, PLAIN_WIDTH, Session
 from llama405b_tools.top.state.picture import HostState, Picture
@@ -66,6 +68,14 @@ def _check(args: argparse.Namespace) -> None:
         (not 0 < args.speed < 1e6, f"--speed: {args.speed:g}; use a positive number"),
         (args.watch is not None and not args.watch > 0, f"--watch: {args.watch} s; use a positive number"),
         (args.replay and own, "--replay: a recording has its own hosts and run; remove HOSTS, --run and --record"),
+        (
+            args.metrics and (args.json or args.once) and not args.watch,
+            "--metrics answers as long as it runs; remove --once or --json, or add --watch",
+        ),
+        (
+            args.on_change and (args.json or args.once) and not args.watch,
+            "--on-change needs more than one look; remove --once or --json, or add --watch",
+        ),
         (args.speed != 1.0 and not args.replay, "--speed works only with --replay; remove it"),
     )
     for refused, why in refusals:
@@ -105,6 +115,13 @@ def _parser() -> OneLineParser:
     add("--json", action="store_true", help="print JSON once (docs/cluster-top-json.md has the schema)")
     add("--watch", type=float, metavar="S", help="print every S seconds")
     add("--plain", action="store_true", help="print plain text (once, unless --watch is given)")
+    add(
+        "--on-change",
+        default="",
+        metavar="CMD",
+        help="run CMD with /bin/sh when the verdict changes, as launch's --notify does (LLAMA405B_EVENT, _RUN, _MESSAGE)",
+    )
+    add("--metrics", metavar="[ADDR:]PORT", help="answer Prometheus there; without ADDR only on this machine")
     add("--record", type=Path, metavar="FILE", help="record everything that arrives to FILE (.gz compresses)")
     add("--replay", metavar="FILE", help="play back a recording; demo is a simulated incident on 64 GPUs")
     add("--speed", type=float, default=1.0, metavar="X", help="playback speed of --replay [1]")
@@ -140,12 +157,13 @@ def _show(args: argparse.Namespace, source: EventSource, fleet: Fleet | None, ha
         session.ui.odd_only = args.odd
         streams = (sys.stdin, sys.stdout, sys.stderr)  # textual reads the first, and draws on the last
         at_terminal = all(each.isatty() for each in streams) and os.environ.get("TERM", "") not in ("", "dumb")
+        exporter = leaving.enter_context(contextlib.closing(Exporter(args.metrics))) if args.metrics else None
         _await_run(session)
         if args.json or args.once or args.plain or args.watch or not at_terminal:
-            return _print(args, session)
+            return _print(args, session, exporter)
         from llama405b_tools.top.app import run_app
 
-        return run_app(session, files_of(fleet) if fleet else ())
+        return run_app(session, files_of(fleet) if fleet else (), args.on_change, exporter)
 
 
 def files_of(fleet: Fleet) -> list[Path]:
@@ -153,14 +171,21 @@ def files_of(fleet: Fleet) -> list[Path]:
     return sorted({file for host in fleet.hosts.values() if (file := file_of(host))})
 
 
-def _print(args: argparse.Namespace, session: Session) -> int:
-    """Print once, or every ``--watch`` seconds as long as somebody may read it."""
-    _await_all(session, watches=bool(args.watch))
+def _print(args: argparse.Namespace, session: Session, exporter: Exporter | None) -> int:
+    """Print once, or every ``--watch`` seconds as long as somebody may read it; with ``--metrics`` alone only answer that."""
+    goes_on = bool(args.watch or args.metrics)
+    prints = bool(args.watch or not args.metrics or args.json or args.once or args.plain)
+    _await_all(session, watches=goes_on)
+    changes = Changes(args.on_change)
     while True:
         pic = session.picture(logs=False)
-        if not _put(args, session, pic) or not args.watch or session.source.done():
+        changes.see(pic)
+        if exporter:
+            exporter.pic = pic
+        is_read = _put(args, session, pic) if prints else True
+        if not is_read or not goes_on or session.source.done():
             return pic.exit_code
-        _pass(session, args.watch)
+        _pass(session, args.watch or session.source.interval_s)
 
 
 def _await_run(session: Session) -> None:

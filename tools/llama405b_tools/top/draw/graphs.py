@@ -136,7 +136,8 @@ class Graphs:
                 return tall(lines, height)
             columns = self._columns(self.trends.steps.get("step_s"), self.steps, width)
             scale = from_zero([*means(columns), run.expected_step_s or 0.0], "{:.3g}s".format)
-            drawn = chart.chart("", "", columns, scale, self.steps, height - len(lines) + 1, plan=run.expected_step_s)
+            rest, planned = height - len(lines) + 1, run.expected_step_s
+            drawn = chart.chart("", "", columns, scale, self.steps, rest, plan=planned, style=_style(run))
             return [*lines, *drawn[1:]]
 
         return draw
