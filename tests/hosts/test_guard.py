@@ -56,6 +56,17 @@ def test_a_guarded_run_comes_back_to_the_same_losses(work, cli, demo, corpus):
     state = cli(work, "status", "--run", "g")
     assert state.returncode == 0
     assert "guard: ended, 2 restarts" in state.stdout
+    told = re.search(r"^goodput (\d+\.\d)% of \S+: .* trained, .* lost to 2 failures", state.stdout, re.MULTILINE)
+    assert 0 < float(told[1]) < 100
+    lines = re.findall(
+        r"^  \d{4}-\S+ \S+  attempt (\d): .*rank \d was killed by SIGKILL; next step after \S+, ", state.stdout, re.M
+    )
+    assert lines == ["1", "2"]
+    account = json.loads(cli(work, "status", "--run", "g", "--json").stdout)["account"]
+    assert [incident["attempt"] for incident in account["incidents"]] == [1, 2]
+    kept = sum(each["step_s"] for each in metrics(work, "g").values())
+    assert account["seconds"]["training"] == pytest.approx(kept)
+    assert sum(account["seconds"].values()) <= account["until"] - account["began"] + 0.1
 
 
 def test_a_hung_run_is_ended_and_resumed_and_a_stop_ends_the_guard(work, cli, demo, corpus):

@@ -48,7 +48,7 @@ def test_fresh_clone_trains_the_demo(tmp_path):
     top = [clone / program, "top", "--run", name, "--once"]
     shown = subprocess.run(top, cwd=clone, capture_output=True, text=True, timeout=60, check=False)
     assert shown.returncode == 0, shown.stdout + shown.stderr
-    assert re.search(rf"^{name} DONE .*\nstep 40/40 100%", shown.stdout)
+    assert re.search(rf"(?m)^{name} DONE .*\nstep 40/40 100%", shown.stdout)
 
     again = subprocess.run(
         ["bash", str(clone / "launch.sh"), "my-hosts", "--preset", "demo", "--dry-run"],

@@ -571,7 +571,7 @@ def test_a_program_of_the_users_own_is_shown_as_it_is(work, cli):
     assert started.returncode == 0, started.stderr
     assert "# end it on every host" in started.stdout
     shown = cli(work, "top", "--run", "mine", "--once")
-    assert re.search(r"^mine RUNNING ", shown.stdout), shown.stdout
+    assert re.search(r"(?m)^mine RUNNING ", shown.stdout), shown.stdout
     assert "checkpoint" not in cli(work, "status", "--run", "mine").stdout
     cli(work, "stop", "--grace", "0", "--run", "mine")
     (work / "go").touch()

@@ -1,17 +1,20 @@
 """Operators' requests to a training run: all ranks carry them out between two steps, and an event answers them."""
 
 import json
+import os
 import re
+import sys
 
 import pytest
 
+from conftest import ROOT
 from llama405b.contract import reader
 from llama405b.contract.events import EventKind, RunEvent
 from llama405b.contract.records import RequestKind
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.hosts_file import read_hosts
 from llama405b_tools.remote.messages.ask_request import AskReply, AskRequest
-from ops_rig import heartbeat, settings, wait_for
+from ops_rig import Terminal, heartbeat, settings, wait_for
 
 
 @pytest.fixture
@@ -60,6 +63,16 @@ def test_save_profile_memory_and_stacks(work, cli, demo, corpus, ask):
 
     stacks = (work / ask("asked", RequestKind.STACKS).path).read_text()
     assert "take_steps" in stacks
+
+    env = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tools'}", "PATH": os.environ["PATH"]}
+    top = Terminal([sys.executable, "-m", "llama405b_tools.cli", "top"], work, env)
+    try:
+        top.shows(r"asked (TRAINING|SAVING)", 60)
+        top.keys("c", "y")
+        shown = top.shows(r"saved step \d+: \S+ on node-a(.|\n)*exit code 0", 60)
+    finally:
+        top.close()
+    assert (work / re.search(r"saved step \d+: (\S+) on", shown)[1] / "manifest.json").exists()
 
     assert cli(work, "stop", "--run", "asked").returncode == 0
     kinds = [event.kind for event in ask.events("asked")]

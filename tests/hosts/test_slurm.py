@@ -127,9 +127,9 @@ def test_status_logs_and_a_stop_that_saves(type_in):
     assert state.stdout.count("running") == 2
     top = type_in("top --once")
     assert top.returncode == 0, top.stdout + top.stderr
-    assert re.search(r"^s TRAINING .* hosts 2/2 ", top.stdout)
+    assert re.search(r"(?m)^s TRAINING .* hosts 2/2 ", top.stdout)
     assert re.search(r"^step \d+/100000 .* loss \d", top.stdout, re.MULTILINE)
-    assert len(re.findall(r"^  node-\d +OK +— GPU +(— +){5}\d+ +\d", top.stdout, re.MULTILINE)) == 2, top.stdout
+    assert len(re.findall(r"^  node-\d +OK +— GPU +(— +){5}\S+ +\d+ +— +\d", top.stdout, re.MULTILINE)) == 2, top.stdout
     stopped = type_in("stop --run s")
     assert stopped.returncode == 0, stopped.stdout + stopped.stderr
     assert stopped.stdout.count("no process left") == 2

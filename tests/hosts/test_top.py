@@ -5,6 +5,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 import sys
 
 import pytest
@@ -199,6 +200,43 @@ def test_faults_of_hosts_ranks_and_links_are_named(hosts, trains, terminal):
     top.shows(r"^rc=3$", 10)
     assert top.run("display", "-p", "-t", "t", "#{alternate_on} #{cursor_flag} #{mouse_any_flag}").strip() == "0 1 0"
     wait_for(lambda: samplers(hosts) == [], 5)
+
+
+def test_hosts_and_runs_are_acted_on_from_the_screen(hosts, trains, terminal):
+    top = terminal("--interval", INTERVAL_S, size=(160, 45))
+    top.shows(rf"{trains} TRAINING", 50)
+    top.keys("c")
+    top.shows(rf"save a checkpoint of {trains} now\? y yes, any other key no", 5)
+    top.keys("n")
+    top.shows(r"\[nothing was done\]", 5)
+    top.keys("c", "y")
+    top.shows(rf"llama405b ask {trains} save hosts", 10)
+    top.shows(rf"asked; run {trains} answers after the step that it is in", 30)  # which this trainer does not
+    asking = wait_for(lambda: children(top.pid()), 10)
+    top.keys("q", "j", "!")
+    top.shows(r"open a shell on node-2\?", 5)
+    top.keys("y")
+    wait_for(lambda: "hosts 4/4" not in top.screen(), 20)
+    top.keys("echo in:$PWD:", "Enter")
+    top.shows(rf"^in:{hosts.workdir(2)}:", 20)
+    top.keys("exit", "Enter")
+    top.shows(r"hosts 4/4", 20)
+    top.keys("y")
+    top.shows(rf"── COPIED(.|\n)*run {trains}, attempt 1, TRAINING; step \d+ of 100000", 10)
+    top.keys("q", "S")
+    top.shows(rf"stop {trains} on every host; it saves first\?", 5)
+    top.keys("y")
+    top.shows(r"node-4 +running +no process left(.|\n)*exit code 0", 90)
+    top.keys("q")
+    top.shows(r"■ STOPPED", 20)
+    top.keys("q")
+    top.shows(r"^rc=0$", 10)
+    wait_for(lambda: not any(processes.start_time(pid) for pid in asking), 10)
+
+
+def children(pid):
+    found = subprocess.run(["pgrep", "-P", str(pid), "-f", " ask "], capture_output=True, text=True, check=False)
+    return [int(each) for each in found.stdout.split()]
 
 
 def test_it_connects_again_to_what_froze_and_after_it_was_suspended(hosts, operator, terminal):

@@ -133,8 +133,8 @@ def colors_of(top):
 def test_colors_of_any_terminal_and_its_own_background(terminal, tmp_path):
     play, env = ("--replay", "demo", "--speed", "20"), ENV | {"XDG_STATE_HOME": str(tmp_path / "state")}
     full = terminal(*play, env=env, before=["env", "TERM=screen-256color"])
-    dark, _ = full.shows(r"hosts 8/8", 30) and colors_of(full)
-    assert {"108", "73"} <= dark  # the verdict's bar, and a GPU at work
+    full.shows(r"hosts 8/8", 30)
+    wait_for(lambda: {"108", "73"} <= colors_of(full)[0], 30)  # the bar of HEALTHY, and a GPU at work
     assert "\x1b[48;2" not in full.run("capture-pane", "-p", "-e", "-t", "t")
     full.keys("T")
     wait_for(lambda: "28" in colors_of(full)[0], 10)  # for a light background
@@ -212,3 +212,14 @@ def test_the_window_has_the_verdict_and_gets_its_title_back(terminal, tmp_path):
     wait_for(lambda: "HUNG" not in top.run("display", "-p", "-t", "t", "#{pane_title}"), 30)
     top.keys("q")
     top.shows(r"^rc=", 10)
+
+
+@pytest.mark.parametrize(
+    ("args", "why"),
+    [((), "a recording cannot be acted on"), (("--read-only",), "cluster-top was started with --read-only")],
+)
+def test_what_cannot_be_acted_on_says_so(terminal, args, why):
+    top = terminal("--replay", "demo", "--speed", "20", *args)
+    top.shows(r"hosts 8/8", 30)
+    top.keys("S")
+    top.shows(re.escape(f"[{why}]"), 10)

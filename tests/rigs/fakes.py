@@ -10,6 +10,7 @@ from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.hosts.transport import HostError, Result
 from llama405b_tools.machine.network import Rdma
 from llama405b_tools.remote import agent
+from llama405b_tools.remote.messages.account_request import AccountReply
 from llama405b_tools.remote.messages.guard_notes import NoteReply
 from llama405b_tools.remote.messages.host_run import HostRun, StatusReply
 from llama405b_tools.remote.messages.probe import LaunchFacts, Reach, RunPlace
@@ -53,6 +54,9 @@ class FakeHost:
 
     def planned(self, request):
         yield self.plan
+
+    def account_of(self, request):
+        yield AccountReply(None)
 
     def note(self, request):
         self.noted = request.state

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 from shown import HOT, HUNG, played, text_of
 
-from llama405b_tools.top import remembered
+from llama405b_tools.top import actions, remembered
 from llama405b_tools.top.draw.lines import LogLine
 from llama405b_tools.top.draw.panels import scene, shown_logs
 from llama405b_tools.top.draw.ui import COLUMNS, Ui
@@ -208,6 +208,53 @@ def test_a_key_that_means_nothing_says_what_the_keys_are():
     assert "PAUSED: Space goes on" in screen.text().splitlines()[-1]
     screen.press("space")
     assert dataclasses.replace(screen.ui) == before
+
+
+def test_nothing_is_done_before_the_user_agrees():
+    screen = Screen()
+    for key, question in (
+        ("c", "save a checkpoint of llama-405b now"),
+        ("S", "stop llama-405b on every host; it saves first"),
+        ("!", "open a shell on gpu-3"),
+    ):
+        assert screen.press(key) == ""
+        assert screen.text().splitlines()[-1].startswith(f" {question}? y yes, any other key no")
+        assert screen.press("enter") == ""
+        assert screen.ui.hint == "nothing was done"
+        assert screen.press(key, "y") == f"do {key}"
+    assert screen.ui.path == ["all"]
+    assert screen.press("y") == "copy"  # asked nothing, it means something else
+
+
+def test_what_cannot_be_done_says_why():
+    live, file = {"is_live": True, "read_only": False}, {"has_file": True, "in_job": False}
+    assert actions.refusals(**live, **file) == {}
+    assert {*actions.refusals(is_live=True, read_only=True, **file)} == {*actions.ACTIONS}
+    assert actions.refusals(is_live=False, read_only=False, **file)["c"] == "a recording cannot be acted on"
+    assert {*actions.refusals(**live, has_file=False, in_job=True)} == {"!"}
+    assert {*actions.refusals(**live, has_file=False, in_job=False)} == {*actions.ACTIONS} - {"!"}
+    screen = Screen()
+    screen.ui.refusals = {"S": "not here"}
+    screen.press("S")
+    assert (screen.ui.pending, screen.ui.hint) == ("", "not here")
+    screen.shown = dataclasses.replace(screen.shown, pic=dataclasses.replace(screen.shown.pic, training=None))
+    screen.press("c")
+    assert screen.ui.hint == "there is no run on these hosts"
+
+
+def test_actions_are_commands_that_can_be_typed():
+    assert actions.words_of("c", "r", "my-hosts") == ["ask", "r", "save", "my-hosts"]
+    assert actions.words_of("S", "r", "") == ["stop", "--run", "r"]
+
+
+def test_the_diagnosis_is_whole_without_the_screen():
+    shown = played(8, HUNG)
+    text = "\n".join(actions.diagnosis(scene(shown.pic, shown.trends, Ui(), shown.logs), ["llama405b status"]))
+    assert text.startswith("HUNG: gpu-3: rank 21 is silent for 78 s at step 1200")
+    assert "\ngpu-3: rank 21 at step 1200, heard 78 s ago: the others wait for it\n" in text
+    assert "next: " in text
+    assert "Watchdog: collective _ALLGATHER_BASE has run for 40 s" in text.split("log of gpu-3:")[1]
+    assert text.endswith("more:\nllama405b status")
 
 
 def test_choices_are_remembered_and_a_file_of_another_version_is_not_believed(tmp_path, monkeypatch):

@@ -30,6 +30,7 @@ ACTIONS = {  # action: the module of the function of that name, imported on dema
     "note": "remote.guarding",
     "ask": "remote.asking",
     "answer": "remote.asking",
+    "account_of": "remote.accounts",
     "stream": "remote.streaming",
     "probe": "remote.launch_facts",
     "planned": "remote.describe",

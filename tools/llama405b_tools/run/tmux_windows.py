@@ -24,13 +24,17 @@ def window_command(host: Host, socket: str, *, writable: bool) -> str:
     inner = ["tmux", "-u", "-L", socket, "attach", "-t", f"={tmux_session(host.name)}"]
     if not writable:
         inner.append("-r")
+    return f"unset TMUX; exec {shlex.join(at_terminal(host, shlex.join(inner)))}"
+
+
+def at_terminal(host: Host, line: str) -> list[str]:
+    """Return the command that runs a shell line on a host, with this terminal."""
     if is_local(host):
-        return "unset TMUX; exec " + shlex.join(inner)
+        return ["sh", "-c", line]
     options = {"-F": os.environ.get("LLAMA405B_SSH_CONFIG", ""), "-p": given("{}", host.port)}
     words = [word for option, value in options.items() if value for word in (option, value)]
     target = given("{}@", host.user) + host.name
-    ssh = ["ssh", "-t", "-o", "BatchMode=yes", *words, "--", target, in_sh(shlex.join(inner))]
-    return f"unset TMUX; exec {shlex.join(ssh)}"
+    return ["ssh", "-t", "-o", "BatchMode=yes", *words, "--", target, in_sh(line)]
 
 
 def build_session(sockets: Mapping[Host, str], run: str) -> str:

@@ -4,6 +4,8 @@ import asyncio
 import contextlib
 import functools
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -19,15 +21,21 @@ from textual.geometry import Region, Size
 from textual.strip import Strip
 from textual.widget import Widget
 
+from llama405b.contract.phrases import counted, given
+from llama405b_tools.hosts.login_shell import shell_path
+from llama405b_tools.hosts.printed_commands import program_name
 from llama405b_tools.logs import first_error
 from llama405b_tools.run.query import ask_hosts
-from llama405b_tools.top import remembered
+from llama405b_tools.run.tmux_windows import at_terminal
+from llama405b_tools.text.clean import clean
+from llama405b_tools.top import actions, remembered
 from llama405b_tools.top.changes import POP_TITLE, PUSH_TITLE, Changes
 from llama405b_tools.top.draw import panels
 from llama405b_tools.top.draw.lines import LogLine
+from llama405b_tools.top.draw.panels import Scene
 from llama405b_tools.top.draw.theme import THEMES, background, segments, theme
 from llama405b_tools.top.exporter import Exporter
-from llama405b_tools.top.keys import press
+from llama405b_tools.top.keys import DO, press
 from llama405b_tools.top.leaving import READ_AGAIN, leave_soon, on_signals, terminal_keeper
 from llama405b_tools.top.session import Session
 from llama405b_tools.top.state.picture import Picture, Verdict
@@ -98,7 +106,9 @@ class TopApp(App[int]):
         self.pic, self.logs = NOT_DRAWN, list[LogLine]()
         self.draw_at = 0.0  # when to draw again
         self.files = {file: _stamp(file) for file in files}
+        self.hosts_file = next(iter(files), "")
         self.kept = remembered.of(self.ui)
+        self.children_of_ours: list[subprocess.Popen[str]] = []
         self.changes = Changes(write=self.write)
         self.exporter: Exporter | None = None
         self._choose_colors()
@@ -173,8 +183,10 @@ class TopApp(App[int]):
             self.draw(event.size)
 
     def on_unmount(self) -> None:
-        """Give the window its title back."""
+        """Give the window its title back, and end our commands that still run."""
         self.write(POP_TITLE)
+        for child in self.children_of_ours:
+            child.terminate()
 
     def action_leave(self) -> None:
         """Quit."""
@@ -204,14 +216,63 @@ class TopApp(App[int]):
         if wanted == "error":
             self._first_error()
         elif wanted == "copy":
-            chosen = panels.shown_logs(of, self.size.height)
-            self.copy_to_clipboard("".join(f"{line.text}\n" for line in chosen))
-            ui.hint = f"copied {len(chosen)} lines"
+            self._copy(of)
+        elif wanted.startswith(DO):
+            self._do(wanted.removeprefix(DO))
         elif wanted == "theme":
             ui.theme = THEMES[1 - THEMES.index(ui.theme or background(os.environ.get("COLORFGBG", "")))]
             self._choose_colors()
         elif wanted == "read" and self.files:
             self.exit(READ_AGAIN)
+
+    def _copy(self, of: Scene) -> None:
+        """Copy the log that is shown, else what is known; that is also shown."""
+        if self.ui.reads_log:
+            lines = [line.text for line in panels.shown_logs(of, self.size.height)]
+            self.ui.hint = f"copied {counted(len(lines), 'line')}"
+        else:
+            verbs = ("status", "logs --first-error", "doctor")
+            lines = actions.diagnosis(of, [self._typed(verb) for verb in verbs] if self.session.fleet else ())
+            self._text("COPIED", lines)
+        self.copy_to_clipboard("".join(f"{line}\n" for line in lines))
+
+    def _typed(self, verb: str) -> str:
+        run = self.session.cluster.run if verb != "doctor" else ""
+        return f"{program_name()} {verb}{self.session.cluster.hosts_argument}{given(' --run {}', run)}"
+
+    def _do(self, key: str) -> None:
+        """Do what the user agreed to: open a shell, or run one of our own commands and show what it prints."""
+        fleet = self.session.fleet
+        if fleet is None:
+            return
+        if key == actions.SHELL:
+            host = fleet.hosts[self.ui.selected]
+            line = f'cd {shell_path(fleet.workdir(host.name))}; exec "${{SHELL:-sh}}"'
+            with self.suspend():
+                subprocess.run(at_terminal(host, line), check=False)
+            self.refresh()
+            return
+        words = actions.words_of(key, self.session.cluster.run, str(self.hosts_file))
+        title = f"{program_name()} {' '.join(words)}"
+        self._text(title, ["…"])
+        threading.Thread(target=self._run, args=(title, words), daemon=True).start()
+
+    def _run(self, title: str, words: list[str]) -> None:
+        """Run one of our commands, and show each of its lines as it comes."""
+        argv, lines = [sys.executable, "-m", "llama405b_tools.cli", *words], list[str]()
+        with subprocess.Popen(
+            argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        ) as child:
+            self.children_of_ours.append(child)
+            for line in child.stdout or ():
+                lines.append(clean(line.rstrip("\n")))
+                self._tell(title, lines)
+        self.children_of_ours.remove(child)
+        self._tell(title, [*lines, "", f"exit code {child.returncode}"])
+
+    def _tell(self, title: str, lines: list[str]) -> None:
+        with contextlib.suppress(RuntimeError):  # the screen was left meanwhile
+            self.call_from_thread(self._answer, title, list(lines))
 
     def _text(self, title: str, lines: list[str]) -> None:
         self.ui.show_text(title, lines)
@@ -233,15 +294,15 @@ class TopApp(App[int]):
                 lines = first_error.find(fleet, *ask_hosts(fleet, run or None))[1]
             except Exception as error:  # noqa: BLE001 - shown on screen, which continues
                 lines = [str(error)]
-            with contextlib.suppress(RuntimeError):  # the screen was left meanwhile
-                self.call_from_thread(self._answer, lines)
+            self._tell(FIRST_ERROR, lines)
 
         threading.Thread(target=look, daemon=True).start()
 
-    def _answer(self, lines: list[str]) -> None:
-        """Show the answer, if it is still waited for."""
-        if self.ui.mode == "text" and self.ui.title == FIRST_ERROR:
-            self._text(FIRST_ERROR, lines)
+    def _answer(self, title: str, lines: list[str]) -> None:
+        """Show an answer, if it is still waited for."""
+        if self.ui.mode == "text" and self.ui.title == title:
+            self._text(title, lines)
+            self.draw()
 
 
 def _stamp(file: Path) -> float:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
+from llama405b_tools.top import actions
 from llama405b_tools.top.draw import panels
 from llama405b_tools.top.draw.detail import ranks_in_order, selected_rank
 from llama405b_tools.top.draw.lines import found_at
@@ -14,6 +15,7 @@ from llama405b_tools.top.state.series import WINDOWS_S
 FAR, LEAST_ROOM = 1 << 20, 12  # lines: to the very end; for an opened host at least
 MOVES = {"up": -1, "k": -1, "down": 1, "j": 1}
 ASKED = {"e": "error", "y": "copy", "T": "theme", "r": "read"}  # for which more is needed than the choices
+DO = "do "  # and the key of an action
 SIDEWAYS = {"left": -20, "right": 20}
 TABS = {"tab": 1, "shift+tab": -1}
 VIEW_KEYS = {str(number): view for number, view in enumerate(VIEWS, 1)}
@@ -26,9 +28,14 @@ PAGES: dict[str, Callable[[int], int]] = {  # lines to move on a screen of so ma
 
 
 def press(ui: Ui, key: str, of: Scene, width: int, height: int) -> str:
-    """Do what a key asks for, and return what is left to be done by the program: a value of ``ASKED``, or ""."""
+    """Do what a key asks for, and return what is left to be done by the program: a value of ``ASKED``, ``DO``…, or ""."""
     ui.hint = ""
-    if ui.typing:
+    if ui.pending:
+        pending, ui.pending = ui.pending, ""
+        if key in ("y", "Y"):
+            return f"{DO}{pending}"
+        ui.hint = "nothing was done"
+    elif ui.typing:
         _type(ui, key, of)
     elif key in ASKED:
         return ASKED[key]
@@ -36,6 +43,8 @@ def press(ui: Ui, key: str, of: Scene, width: int, height: int) -> str:
         _move(ui, MOVES[key], of, width)
     elif key in PAGES:
         _move(ui, PAGES[key](height), of, width, is_page=True)
+    elif key in actions.ACTIONS:
+        actions.asked(ui, key, of)
     elif not _go(ui, key, of) and not (ui.reads_log and _press_in_log(ui, key, of)):
         _choose(ui, key, of)
     return ""

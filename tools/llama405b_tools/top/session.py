@@ -1,10 +1,12 @@
 """cluster-top's state: a source of events, and the picture made from them."""
 
 import re
+import threading
 import time
 
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.run import guard_record
+from llama405b_tools.run.accounts import account_of_head
 from llama405b_tools.top.draw.ui import Ui
 from llama405b_tools.top.event_sources import EventSource, Live, Recorder, Replay
 from llama405b_tools.top.intake import SourceEvent
@@ -16,7 +18,7 @@ from llama405b_tools.top.state.trends import Trends
 
 FIRST_S = 14.0  # for every host to answer or fail; then --once prints what it has
 PLAIN_WIDTH = 120
-GUARD_EVERY_S = 3.0
+GUARD_EVERY_S, ACCOUNT_EVERY_S = 3.0, 60.0
 LOGS_WAIT_S = 4.0  # for all hosts to report the run
 
 
@@ -37,7 +39,7 @@ class Session:
         self.log_since = 0.0
         self.log_streams: list[LogStream] = []
         self.log_hosts: set[str] = set()  # hosts they read
-        self.guard_at = 0.0
+        self.guard_at = self.account_at = 0.0
         self.moment = self.awake_at = source.now()  # up to which events were taken; and when it last was awake
 
     def advance(self, until: float) -> None:
@@ -93,11 +95,20 @@ class Session:
             self.cluster.guard = guard_shown(self.cluster.run, self.cluster.guards_heard(moment))
         elif isinstance(self.source, Replay):
             self.cluster.guard = guard_heard(self.cluster.guards_heard(moment))
+        if self.fleet and self.cluster.run and time.monotonic() > self.account_at:
+            self.account_at = time.monotonic() + ACCOUNT_EVERY_S
+            threading.Thread(target=self._ask_account, args=(self.fleet, self.cluster.run), daemon=True).start()
         if isinstance(self.source, Live):
             self.source.stay(self.cluster.stay)
         pic = self.cluster.picture()
         self.trends.take(pic, self.cluster.steps())
         return pic
+
+    def _ask_account(self, fleet: Fleet, run: str) -> None:
+        """Ask what the run's time went into; the screen does not wait for it."""
+        head = next((node for node, first, _ in self.cluster.found.nodes if first == 0), "")
+        if head in fleet.hosts:
+            self.cluster.account = run, account_of_head(fleet, run, head)
 
     def _follow_logs(self, fleet: Fleet) -> None:
         """Read the logs of every host that reports the run; those present at the start are merged in order of time."""

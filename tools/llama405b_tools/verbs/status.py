@@ -5,6 +5,7 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 
+from llama405b.contract.accounting import Account
 from llama405b.contract.errors import UserError, code_for
 from llama405b.contract.reader import Json
 from llama405b.contract.records import EvaluationMetrics
@@ -13,6 +14,7 @@ from llama405b_tools.hosts.outcomes import replies, unanswered
 from llama405b_tools.hosts.transport import HostError
 from llama405b_tools.remote.messages.host_run import HostRun
 from llama405b_tools.run import judge, query
+from llama405b_tools.run.accounts import account_line, account_of_run, incident_line
 from llama405b_tools.run.backends import backend_of
 from llama405b_tools.run.guard_record import GuardStatus, guard_line, heard_by, of_hosts
 from llama405b_tools.run.judge import Failure, State, failure_words, state_words
@@ -40,17 +42,18 @@ def main(argv: Sequence[str]) -> int:
         run, seen = ask_hosts(fleet, backend.run)
         if not backend.elsewhere:
             seen = ask_members(fleet, run, seen)
-    return print_run(run, seen, as_json=args.json)
+        account = account_of_run(fleet, run, seen)
+    return print_run(run, seen, account, as_json=args.json)
 
 
-def print_run(run: str, seen: Seen, *, as_json: bool) -> int:
+def print_run(run: str, seen: Seen, account: Account | None, *, as_json: bool) -> int:
     """Print what the hosts say of a run; returns the exit code."""
     known = {name: reply for name, reply in replies(seen).items() if reply}
     failures, told = failures_of(seen), list(known.values())
     guard = guard_of(run, told, is_needed=bool(failures))
     faults = bool(failures) or any(reply.unsaved for reply in told) or (guard is not None and guard.gone)
     if as_json:
-        print(json.dumps(_record(run, seen, failures, guard, is_good=not faults)))
+        print(json.dumps(_record(run, seen, failures, guard, account, is_good=not faults)))
         return code_for(faults)
     print(f"run {run}")
     headings = ("host", "state", "ranks", "phase", "step", "heard")
@@ -60,6 +63,10 @@ def print_run(run: str, seen: Seen, *, as_json: bool) -> int:
         print(guard_line(guard))
     print_progress(told)
     print_copies(known)
+    if account:
+        print(account_line(account, "rank-h"))
+        for incident in account.incidents:
+            print(f"  {incident_line(account, incident, 'rank-h')}")
     if failures:
         worst = judge.first_failure(failures)
         print(f"{worst.host}: {failure_words(worst)}")
@@ -75,7 +82,13 @@ def guard_of(run: str, told: Sequence[HostRun], *, is_needed: bool) -> GuardStat
 
 
 def _record(
-    run: str, seen: Seen, failures: Sequence[Failure], guard: GuardStatus | None, *, is_good: bool
+    run: str,
+    seen: Seen,
+    failures: Sequence[Failure],
+    guard: GuardStatus | None,
+    account: Account | None,
+    *,
+    is_good: bool,
 ) -> dict[str, Json]:
     """The status as JSON, for scripts."""
     hosts: dict[str, Json] = {}
@@ -88,7 +101,8 @@ def _record(
     guarded: Json = None
     if guard:
         guarded = {"state": guard.state.state, "gone": guard.gone, "words": guard_line(guard)}
-    return {"run": run, "ok": is_good, "failures": said, "guard": guarded, "hosts": hosts}
+    counted: Json = dataclasses.asdict(account) | {"goodput": account.goodput} if account else None
+    return {"run": run, "ok": is_good, "failures": said, "guard": guarded, "account": counted, "hosts": hosts}
 
 
 def print_runs(fleet: Fleet, *, as_json: bool) -> int:

@@ -28,7 +28,7 @@ from llama405b_tools.hosts.printed_commands import file_of, hosts_argument
 from llama405b_tools.run import screen
 from llama405b_tools.run.backends import Backend, OnHosts, backend_of
 from llama405b_tools.run.query import no_such_run
-from llama405b_tools.top import event_sources, remembered
+from llama405b_tools.top import actions, event_sources, remembered
 from llama405b_tools.top.changes import Changes
 from llama405b_tools.top.draw import panels
 from llama405b_tools.top.draw.theme import THEMES, background, theme
@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
     hosts = backend.hosts() if backend.elsewhere else named_hosts(args.hosts)
     with Fleet(hosts) as fleet:
         live = Live(fleet, backend.run, args.interval, elsewhere=backend.elsewhere)
-        code = _show(args, live, fleet, hang_after_s)
+        code = _show(args, live, fleet, hang_after_s, in_job=backend.elsewhere)
     if code == READ_AGAIN:
         os.execv(sys.executable, sys.orig_argv)  # as it was called
     return code
@@ -121,6 +121,7 @@ def _parser() -> OneLineParser:
         metavar="CMD",
         help="run CMD with /bin/sh when the verdict changes, as launch's --notify does (LLAMA405B_EVENT, _RUN, _MESSAGE)",
     )
+    add("--read-only", action="store_true", help="take away the keys that act on hosts and runs")
     add("--metrics", metavar="[ADDR:]PORT", help="answer Prometheus there; without ADDR only on this machine")
     add("--record", type=Path, metavar="FILE", help="record everything that arrives to FILE (.gz compresses)")
     add("--replay", metavar="FILE", help="play back a recording; demo is a simulated incident on 64 GPUs")
@@ -139,7 +140,9 @@ def named_hosts(words: Sequence[str]) -> tuple[Host, ...]:
     return hosts_of(words or HERE)
 
 
-def _show(args: argparse.Namespace, source: EventSource, fleet: Fleet | None, hang_after_s: float) -> int:
+def _show(
+    args: argparse.Namespace, source: EventSource, fleet: Fleet | None, hang_after_s: float, *, in_job: bool = False
+) -> int:
     with contextlib.ExitStack() as leaving:
         leaving.callback(source.close)
         recorder = Recorder(args.record, source) if args.record else None
@@ -147,9 +150,9 @@ def _show(args: argparse.Namespace, source: EventSource, fleet: Fleet | None, ha
         if recorder:
             leaving.callback(recorder.close)  # first of all: closing the rest may take a while
         on_signals(sys.exit)
+        files = files_of(fleet) if fleet else []
         session.cluster.wanted = args.run or ""
-        if fleet:
-            session.cluster.hosts_argument = "".join(hosts_argument(file) for file in files_of(fleet))
+        session.cluster.hosts_argument = "".join(map(hosts_argument, files))
         remembered.recall().put(session.ui)
         session.ui.sort = args.sort or session.ui.sort
         session.ui.theme = args.theme or session.ui.theme
@@ -158,17 +161,20 @@ def _show(args: argparse.Namespace, source: EventSource, fleet: Fleet | None, ha
         streams = (sys.stdin, sys.stdout, sys.stderr)  # textual reads the first, and draws on the last
         at_terminal = all(each.isatty() for each in streams) and os.environ.get("TERM", "") not in ("", "dumb")
         exporter = leaving.enter_context(contextlib.closing(Exporter(args.metrics))) if args.metrics else None
+        session.ui.refusals = actions.refusals(
+            is_live=bool(fleet), read_only=args.read_only, has_file=bool(files), in_job=in_job
+        )
         _await_run(session)
         if args.json or args.once or args.plain or args.watch or not at_terminal:
             return _print(args, session, exporter)
         from llama405b_tools.top.app import run_app
 
-        return run_app(session, files_of(fleet) if fleet else (), args.on_change, exporter)
+        return run_app(session, files, args.on_change, exporter)
 
 
 def files_of(fleet: Fleet) -> list[Path]:
-    """Return the hosts files that name a fleet's hosts."""
-    return sorted({file for host in fleet.hosts.values() if (file := file_of(host))})
+    """Return the hosts file that names a fleet's hosts; none for host names, and in a Slurm job."""
+    return sorted({file for host in fleet.hosts.values() if (file := file_of(host)) and file.is_file()})
 
 
 def _print(args: argparse.Namespace, session: Session, exporter: Exporter | None) -> int:

@@ -95,6 +95,8 @@ def _parts(run: TrainingStatus, pic: Picture, width: int) -> Iterator[Part]:
         yield 3, Text(counted(run.attempt - 1, "restart"), "warn")
     if run.age_s is not None:
         yield 3, Text(f"since {span(run.age_s)}")
+    if run.goodput_pct is not None:
+        yield 3, Text(f"goodput {run.goodput_pct:.1f}%")
     if run.others:
         yield 1, Text(f"{len(run.others)} more live: {', '.join(run.others)}", "warn")
     if run.guard:

@@ -87,12 +87,12 @@ def _wide(of: Grid, rows: Sequence[HostRow], width: int) -> list[Text]:
     n_gpus, names = max((len(row.gpus) for row in rows), default=0), _name_width(rows, 22)
     area = 8 if not n_gpus else 4 * n_gpus if n_gpus <= MAX_CELLS else n_gpus
     told = [row.state for row in rows if of.is_text or row.state is not HostState.OK]
-    states = max(map(len, told), default=-1) + 1
+    states = max(map(len, [*told, "STATE"])) + 1 if told else 0
     columns = COLUMNS[of.ui.hidden :]
     figures = _figures_width(columns)
     rest = width - (2 + names + 1 + states + area + 1 + figures + 1)
-    histories = [of.quantity if n_gpus else -1, NETWORK]
-    says = any(row.why or row.notes for row in rows) and rest >= ROOM + 2 * SPARK
+    histories = [] if of.is_text else [of.quantity if n_gpus else -1, NETWORK]
+    says = any(row.why or row.notes for row in rows) and rest >= ROOM + len(histories) * SPARK
     spark = min(30, max(0, (rest - (ROOM if says else 0)) // 2 - 1))
     shown = [_sparks(of, index, spark) for index in histories]
     numbers = "".join(f"{i:>3} " for i in range(n_gpus)) if 0 < n_gpus <= MAX_CELLS else "GPU"
@@ -106,7 +106,7 @@ def _wide(of: Grid, rows: Sequence[HostRow], width: int) -> list[Text]:
     heading.append(_heading(columns), "strong")
     lines = [rule(_title(of, rows, 1, 0), width, focused=of.focused), heading]
     for row in rows:
-        line = _named(row, names, is_selected=row is selected_row(rows, of.ui))
+        line = _named(row, names, is_selected=not of.is_text and row is selected_row(rows, of.ui))
         if states:
             line.append(f"{row.state if row.state in told else '':{states}}", row_style(row))
         before = line.cell_len

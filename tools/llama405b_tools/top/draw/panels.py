@@ -249,6 +249,8 @@ VIEW: dict[str, Callable[[Scene, int, int], list[Text]]] = {
 
 
 def _footer(ui: Ui, width: int) -> Text:
+    if ui.pending:
+        return Text(f" {ui.question}? y yes, any other key no".ljust(width), "bar.warn")
     if ui.typing:
         typed = ui.filter if ui.typing == "filter" else ui.log.search
         return Text(f"/{typed}█  Enter keeps it, Esc ends it", "strong")

@@ -1,7 +1,7 @@
 """The user's choices, and what the keys are. Pure."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from llama405b_tools.top.state.picture import Change
 from llama405b_tools.top.state.quantities import POWER
@@ -27,6 +27,8 @@ HELP = """cluster-top: every host, every GPU, every rank, the training and its l
   s o C        sort: worst first, name, power, step, temperature; only hosts that stand out; fewer columns
   e            the first error across all hosts, with its traceback
   T            colors for a dark or a light background
+  c p M S      have the run save now, trace its next step, tell what memory holds; stop it (it saves first)
+  ! y          a shell on the chosen host; what is known as text, which is also copied     Each but y asks first.
   ? h          this page          Ctrl-C   quit; nothing is left on any host
 
 In the log: f also what each step printed (the graphs have it); L only errors; F only the chosen host, then its chosen rank;
@@ -77,6 +79,9 @@ class Ui:
     title: str = ""
     lines: Sequence[str] = ()  # of a text
     hint: str = ""  # about the last key
+    refusals: Mapping[str, str] = dataclasses.field(default_factory=dict)  # by key, why something cannot be done
+    pending: str = ""  # the key of what is to be done, if the user agrees
+    question: str = ""  # whether he does
 
     @property
     def mode(self) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from llama405b.contract import reader
+from llama405b.contract.accounting import Account
 from llama405b.contract.phrases import given
 from llama405b.contract.reader import Json
 from llama405b.contract.records import GuardState
@@ -75,6 +76,7 @@ class ClusterState:
         self.alive_at = 0.0  # when the run that is shown was last seen alive
         self.stay = ""  # the run that hosts keep reporting; "" to show the newest live run
         self.guard = GuardShown.NONE
+        self.account: tuple[str, Account | None] = ("", None)  # of which run, and what its time went into
         self.wanted = ""  # the run requested by --run
         self.hosts_argument = ""  # that names the hosts file in a command
         self.away = NOT_AWAY
@@ -158,7 +160,8 @@ class ClusterState:
         """Return the picture at the moment last passed to ``advance``."""
         found = self.found
         rows = [host.row(self.run, found.judged(name), found.now) for name, host in self.hosts.items()]
-        shown = training(found, self.notes, self.guard, self.load)
+        account = self.account[1] if self.account[0] == self.run else None
+        shown = training(found, self.notes, self.guard, self.load, account)
         verdict, why = overall.verdict(found, self.notes, rows, shown)
         if self.wanted and not shown and verdict in (Verdict.NO_RUN, Verdict.DEGRADED):
             verdict, why = Verdict.DOWN, f"no host knows a run {self.wanted!r}"

@@ -25,6 +25,7 @@ METRICS = {  # name without ``llama405b_`` -> labels, meaning
     "mfu_ratio": ("run", "Model FLOPs over the dense BF16 peak of the GPUs"),
     "eta_seconds": ("run", "Until the last step"),
     "checkpoint_step": ("run", "Step of the newest checkpoint"),
+    "goodput_ratio": ("run", "Of the time since its first launch: steps that count"),
     "steps_at_risk": ("run", "Steps since the newest checkpoint"),
     "host_up": ("host", "1 if the host is heard, else 0"),
     "host_state": ("host state", "1 for the state that the host is in"),
@@ -88,6 +89,7 @@ def _of_run(run: TrainingStatus) -> Iterator[Found]:
         "mfu_ratio": None if run.mfu_pct is None else run.mfu_pct / 100,
         "eta_seconds": run.eta_s,
         "checkpoint_step": run.checkpoint_step,
+        "goodput_ratio": None if run.goodput_pct is None else run.goodput_pct / 100,
         "steps_at_risk": run.lost_steps,
     }
     for name, value in values.items():

@@ -255,6 +255,7 @@ class TrainingStatus:
     guard: GuardShown = GuardShown.NONE
     others: tuple[str, ...] = ()  # other live runs on these hosts
     age_s: float | None = None  # since its first attempt began
+    goodput_pct: float | None = None  # of the time since then that went into steps that count; None: not known yet
     is_stale: bool = False  # no step for long, or rank 0's host is not heard: what it says of steps is no longer so
     odd_in: tuple[str, ...] = ()  # the fields above that stand out
 

@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from llama405b.contract.accounting import Account
 from llama405b_tools.machine import gpus
 from llama405b_tools.top.state import steps
 from llama405b_tools.top.state.frames import RunFrame, StepMetrics
@@ -32,7 +33,9 @@ class LoadBegan(NamedTuple):
 NOT_LOADING = LoadBegan(0.0, math.inf, 0)
 
 
-def training(found: Moment, notes: Sequence[Note], guard: GuardShown, load: LoadBegan) -> TrainingStatus | None:
+def training(
+    found: Moment, notes: Sequence[Note], guard: GuardShown, load: LoadBegan, account: Account | None
+) -> TrainingStatus | None:
     """Describe the shown run, of which ``notes`` stand out; None if no host knows it."""
     runs = found.told.values()
     if not runs:
@@ -52,6 +55,7 @@ def training(found: Moment, notes: Sequence[Note], guard: GuardShown, load: Load
         expected_step_s=found.planned_s,
         guard=guard,
         others=tuple(found.others),
+        goodput_pct=None if account is None or account.goodput is None else 100 * account.goodput,
         age_s=max(known(map(_age_s, found.ours)), default=None),
         is_stale=_is_stale(found),
         odd_in=tuple(field for note in notes for field in note.fields),

@@ -1,0 +1,154 @@
+"""What a run's time went into: steps that count, starts, saves, and what failures cost. Pure.
+
+Goodput is the share of the time in which steps were taken that still count. Time is counted on every rank, whether it
+computes or waits: GPU-hours are seconds times ranks.
+"""
+
+import dataclasses
+import enum
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+
+from llama405b.contract.causes import Cause, CauseKind
+
+LATE = 2.0  # steps' usual times since the last one: from then on the run is not stepping
+
+
+class Use(enum.StrEnum):
+    """What time went into."""
+
+    TRAINING = "training"  # steps that count, and the one that is being taken
+    STARTING = "starting"  # from a launch to its first step: reading data, loading weights
+    SAVING = "saving"  # what steps waited for saves, and saving at a stop
+    PAUSES = "pauses"  # between steps, for other reasons: evaluations, profiles
+    FAILURES = (
+        "failures"  # from the last step that counts to the first one after it: repeated steps, hang, restart, loading
+    )
+    WAITING = "waiting"  # since the last step of a live run, if that is long ago
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepTaken:
+    """A step that counts: none that a resume took back."""
+
+    attempt: int
+    time: float  # its end
+    step_s: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Attempt:
+    """One launch of the run."""
+
+    number: int
+    ended: float | None = None  # None: it lives, or nobody recorded it
+    cause: Cause | None = None  # why it failed; None: it did not
+    saves_s: float = 0.0  # for which its steps waited
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Incident:
+    """A failure, and what it cost."""
+
+    attempt: int  # that failed
+    began: float  # at the last step that counts
+    failed: float  # when the attempt was ended
+    resumed: float | None  # at the beginning of the first step after it; None: not yet
+    cause: Cause
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Account:
+    """What a run's time went into; times by the clock of its head."""
+
+    began: float
+    until: float
+    world: int
+    seconds: Mapping[Use, float]
+    incidents: Sequence[Incident]
+
+    @property
+    def goodput(self) -> float | None:
+        """Share of the time that went into steps that count; None: there is no time yet."""
+        total = sum(self.seconds.values())
+        return self.seconds.get(Use.TRAINING, 0.0) / total if total else None
+
+    def rank_hours(self, seconds: float) -> float:
+        """Return what seconds are on all ranks, in hours of one."""
+        return seconds * self.world / 3600
+
+
+def account(began: float, attempts: Sequence[Attempt], steps: Sequence[StepTaken], world: int, now: float) -> Account:
+    """Divide the time since a run began.
+
+    Between a stop that was asked for and the first step of the next attempt nothing is counted: nobody wanted it to run.
+
+    Args:
+        began: When its first attempt was launched.
+        attempts: Its launches, in order; the last one may live.
+        steps: Those that count, in order of time.
+        world: How many ranks it has.
+        now: The moment up to which a live run is counted.
+    """
+    seconds = dict.fromkeys(Use, 0.0)
+    incidents: list[Incident] = []
+    of = _by_attempt(steps)
+    at: float | None = began  # None: it was stopped on request
+    failed: Incident | None = None
+    for attempt in attempts:
+        mine = of.get(attempt.number, [])
+        if mine:
+            first = mine[0].time - mine[0].step_s
+            if failed:
+                incidents.append(dataclasses.replace(failed, resumed=first))
+                seconds[Use.FAILURES] += max(0.0, first - failed.began)
+            elif at is not None:
+                seconds[Use.STARTING] += max(0.0, first - at)
+            failed, at = None, mine[-1].time
+            _count(seconds, mine, attempt.saves_s)
+        if attempt.ended is None:
+            continue
+        if attempt.cause and at is not None:
+            failed = failed or Incident(attempt.number, at, attempt.ended, None, attempt.cause)
+        elif not failed:
+            if at is not None:
+                seconds[Use.SAVING if mine else Use.STARTING] += max(0.0, attempt.ended - at)
+            at = None
+    last = attempts[-1] if attempts else Attempt(0, ended=began)
+    if failed:
+        incidents.append(failed)
+        until = now if last.ended is None else failed.failed  # nobody restarts it: no more is lost
+        seconds[Use.FAILURES] += max(0.0, until - failed.began)
+    elif last.ended is None and at is not None:
+        _count_rest(seconds, of.get(last.number, []), now - at)
+    return Account(began, now, world, seconds, incidents)
+
+
+def _by_attempt(steps: Iterable[StepTaken]) -> dict[int, list[StepTaken]]:
+    found: dict[int, list[StepTaken]] = {}
+    for step in steps:
+        found.setdefault(step.attempt, []).append(step)
+    return found
+
+
+def _count(seconds: dict[Use, float], steps: Sequence[StepTaken], saves_s: float) -> None:
+    """Count the steps of an attempt, and what lies between them."""
+    took_s = sum(step.step_s for step in steps)
+    between_s = max(0.0, steps[-1].time - (steps[0].time - steps[0].step_s) - took_s)
+    seconds[Use.TRAINING] += took_s
+    seconds[Use.SAVING] += min(between_s, saves_s)
+    seconds[Use.PAUSES] += between_s - min(between_s, saves_s)
+
+
+def _count_rest(seconds: dict[Use, float], steps: Sequence[StepTaken], rest_s: float) -> None:
+    """Count the time since the last step of a live run, or since it was launched."""
+    if not steps:
+        seconds[Use.STARTING] += max(0.0, rest_s)
+        return
+    usual_s = statistics.median(step.step_s for step in steps[-50:])
+    seconds[Use.TRAINING if rest_s <= LATE * usual_s else Use.WAITING] += max(0.0, rest_s)
+
+
+def is_failure(cause: Cause | None) -> bool:
+    """Whether an attempt that ended so has failed: not if it was asked to stop, or was done."""
+    return cause is not None and cause.kind is not CauseKind.STOPPED

@@ -1,0 +1,97 @@
+"""What a run's time went into: every second once, and each failure with what it cost."""
+
+import random
+
+import pytest
+
+from llama405b.contract.accounting import Attempt, StepTaken, Use, account
+from llama405b.contract.causes import Cause, CauseKind
+
+HUNG = Cause(CauseKind.HUNG, host="gpu-3", rank=21)
+
+
+def steps(attempt, begin, n, step_s=10.0, every=()):
+    """``n`` steps one after the other; ``every``: seconds of a pause after each of some steps."""
+    found, at = [], begin
+    for i in range(n):
+        at += step_s
+        found.append(StepTaken(attempt, at, step_s))
+        at += every[i] if i < len(every) else 0.0
+    return found
+
+
+def spent(found):
+    return {use: round(seconds, 6) for use, seconds in found.seconds.items() if seconds}
+
+
+def test_a_run_that_goes_well():
+    found = account(0.0, [Attempt(1, saves_s=3.0)], steps(1, 60.0, 10, every=[0, 3, 0, 5]), 64, 178.0)
+    assert spent(found) == {Use.STARTING: 60, Use.TRAINING: 110, Use.SAVING: 3, Use.PAUSES: 5}
+    assert found.goodput == pytest.approx(110 / 178)
+    assert found.rank_hours(3600) == 64
+    assert found.incidents == []
+
+
+def test_a_hang_costs_from_the_last_step_that_counts_to_the_next_first_one():
+    taken = [*steps(1, 60.0, 5), *steps(2, 500.0, 3)]
+    found = account(0.0, [Attempt(1, 400.0, HUNG), Attempt(2)], taken, 8, 530.0)
+    assert spent(found) == {Use.STARTING: 60, Use.TRAINING: 80, Use.FAILURES: 390}
+    [incident] = found.incidents
+    assert (incident.attempt, incident.began, incident.failed, incident.resumed, incident.cause) == (
+        1,
+        110,
+        400,
+        500,
+        HUNG,
+    )
+
+
+def test_attempts_that_fail_before_their_first_step_are_the_same_incident():
+    taken = [*steps(1, 60.0, 5), *steps(4, 900.0, 1)]
+    attempts = [Attempt(1, 200.0, HUNG), Attempt(2, 300.0, HUNG), Attempt(3, 400.0, HUNG), Attempt(4)]
+    found = account(0.0, attempts, taken, 8, 910.0)
+    assert len(found.incidents) == 1
+    assert spent(found)[Use.FAILURES] == 790
+
+
+def test_a_stop_that_was_asked_for_is_no_time():
+    taken = [*steps(1, 60.0, 5), *steps(2, 90_000.0, 5)]
+    found = account(0.0, [Attempt(1, 130.0), Attempt(2, 90_055.0)], taken, 8, 99_999.0)
+    assert spent(found) == {Use.STARTING: 60, Use.TRAINING: 100, Use.SAVING: 25}
+
+
+def test_a_failure_that_nobody_restarts_costs_until_it_was_ended():
+    found = account(0.0, [Attempt(1, 400.0, HUNG)], steps(1, 60.0, 5), 8, 10_000.0)
+    assert spent(found)[Use.FAILURES] == 290
+    assert found.incidents[0].resumed is None
+    loading = account(0.0, [Attempt(1, 400.0, HUNG), Attempt(2)], steps(1, 60.0, 5), 8, 1_000.0)
+    assert spent(loading)[Use.FAILURES] == 890  # it goes on
+
+
+@pytest.mark.parametrize(("later_s", "use"), [(15.0, Use.TRAINING), (300.0, Use.WAITING)])
+def test_since_the_last_step(later_s, use):
+    found = account(0.0, [Attempt(1)], steps(1, 0.0, 5), 8, 50.0 + later_s)
+    assert found.seconds[use] - (50 if use is Use.TRAINING else 0) == later_s
+
+
+def test_a_launch_without_steps_and_no_launch():
+    assert spent(account(0.0, [Attempt(1)], [], 8, 60.0)) == {Use.STARTING: 60}
+    assert spent(account(0.0, [Attempt(1, 60.0)], [], 8, 90.0)) == {Use.STARTING: 60}
+    assert account(0.0, [], [], 8, 60.0).goodput is None
+
+
+def test_every_second_is_counted_once():
+    draw = random.Random(7)
+    for _ in range(200):
+        at, attempts, taken = draw.uniform(0, 100), [], []
+        for number in range(1, draw.randint(2, 6)):
+            n = draw.choice([0, 1, 5, 20])
+            new = steps(number, at, n, draw.uniform(1, 9), [draw.choice([0, 0, 4]) for _ in range(n)])
+            at = (new[-1].time if new else at) + draw.uniform(0, 50)
+            attempts.append(Attempt(number, at, HUNG, draw.uniform(0, 20)))
+            taken += new
+            at += draw.uniform(0, 60)
+        attempts[-1] = Attempt(attempts[-1].number, None, None, 1.0)
+        found = account(0.0, attempts, taken, 8, at)
+        assert sum(found.seconds.values()) == pytest.approx(at)
+        assert min(found.seconds.values()) >= 0

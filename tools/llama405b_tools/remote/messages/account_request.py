@@ -1,0 +1,20 @@
+"""Asking the head of a run what its time went into. Pure."""
+
+import dataclasses
+
+from llama405b.contract.accounting import Account
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AccountRequest:
+    """Ask the host that has rank 0."""
+
+    run: str
+    host: str  # its name
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AccountReply:
+    """The account; None if this host has no metrics of the run."""
+
+    account: Account | None

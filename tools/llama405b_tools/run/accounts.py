@@ -1,0 +1,60 @@
+"""What a run's time went into: asked of its head, and in words."""
+
+import datetime
+
+from llama405b.contract.accounting import Account, Incident, Use
+from llama405b.contract.phrases import counted
+from llama405b_tools.hosts.fleet import Fleet
+from llama405b_tools.hosts.outcomes import replies
+from llama405b_tools.hosts.transport import HostError
+from llama405b_tools.remote.messages.account_request import AccountReply, AccountRequest
+from llama405b_tools.run.judge import Failure, failure_words
+from llama405b_tools.run.query import STATUS_TIMEOUT_S, Seen
+from llama405b_tools.text.clean import clean
+from llama405b_tools.text.figures import span
+
+LEAST = 0.0005  # of the time: what is told
+
+
+def account_of_run(fleet: Fleet, run: str, seen: Seen) -> Account | None:
+    """Ask the host of rank 0, if it is among those that answered."""
+    head = next((name for name, found in replies(seen).items() if found and found.first_rank == 0), "")
+    return account_of_head(fleet, run, head) if head in fleet.hosts else None
+
+
+def account_of_head(fleet: Fleet, run: str, head: str) -> Account | None:
+    """Ask the host of rank 0; None if it cannot be asked, or knows nothing yet."""
+    try:
+        return fleet.ask(head, "account_of", AccountRequest(run, head), AccountReply, STATUS_TIMEOUT_S).account
+    except HostError:  # the table of hosts says what is wrong with it
+        return None
+
+
+def account_line(found: Account, unit: str) -> str:
+    """Write the goodput, and where the rest of the time went: ``goodput 97.1% of 7h51m: …``. ``unit``: GPU-h or rank-h."""
+    total_s = sum(found.seconds.values())
+    spent = found.seconds
+    parts = [f"{found.rank_hours(spent[Use.TRAINING]):,.1f} {unit} trained"]
+    failures = counted(len(found.incidents), "failure")
+    what = {
+        Use.FAILURES: f"lost to {failures}",
+        Use.STARTING: "starting",
+        Use.SAVING: "saving",
+        Use.PAUSES: "other pauses",
+        Use.WAITING: "since the last step",
+    }
+    parts += [
+        f"{found.rank_hours(spent[use]):,.1f} {said}" for use, said in what.items() if spent[use] > LEAST * total_s
+    ]
+    return f"goodput {100 * (found.goodput or 0.0):.1f}% of {span(total_s)}: {', '.join(parts)}"
+
+
+def incident_line(found: Account, incident: Incident, unit: str) -> str:
+    """Write a failure in one line: when, what, how long until the next step, and what that cost."""
+    began = datetime.datetime.fromtimestamp(incident.began).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+    until = incident.failed if incident.resumed is None else incident.resumed
+    cost = found.rank_hours(until - incident.began)
+    then = "not restarted" if incident.resumed is None else f"next step after {span(until - incident.began)}"
+    said = clean(failure_words(Failure(incident.cause.host, incident.cause)))
+    where = f"{incident.cause.host}: " if incident.cause.host else ""
+    return f"{began}  attempt {incident.attempt}: {where}{said}; {then}, {cost:,.1f} {unit}"

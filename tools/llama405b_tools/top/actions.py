@@ -1,0 +1,95 @@
+"""What can be done to the selected host and run: each is a command that could be typed, and is asked before it is run. Pure."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from llama405b_tools.top.draw.lines import event_line
+from llama405b_tools.top.draw.panels import Scene
+from llama405b_tools.top.draw.ui import Ui
+from llama405b_tools.top.state.picture import HostRow
+
+SHELL = "!"
+NOT_LIVE = "a recording cannot be acted on"
+READ_ONLY = "cluster-top was started with --read-only"
+NO_FILE = "for that, start cluster-top with a hosts file instead of host names"
+IN_JOB = "the nodes of a Slurm job are not reached over SSH; srun --overlap --pty opens a shell there"
+
+
+class Action(NamedTuple):
+    """Something to do, with ``{run}`` in its words."""
+
+    question: str
+    words: tuple[str, ...]  # of our command, without the hosts file; () opens a shell
+
+
+ACTIONS = {
+    "c": Action("save a checkpoint of {run} now", ("ask", "{run}", "save")),
+    "p": Action("trace the next step of every rank of {run}", ("ask", "{run}", "profile")),
+    "M": Action("tell what the memory of every rank of {run} holds", ("ask", "{run}", "memory")),
+    "S": Action("stop {run} on every host; it saves first", ("stop", "--run", "{run}")),
+    SHELL: Action("open a shell on {host}", ()),
+}
+LINES = 20  # of the log and of the events in a diagnosis
+
+
+def refusals(*, is_live: bool, read_only: bool, has_file: bool, in_job: bool) -> dict[str, str]:
+    """Return, by key, why something cannot be done from this screen, whatever is selected."""
+    if read_only or not is_live:
+        return dict.fromkeys(ACTIONS, READ_ONLY if read_only else NOT_LIVE)
+    if in_job:
+        return {SHELL: IN_JOB}
+    return {} if has_file else {key: NO_FILE for key in ACTIONS if key != SHELL}
+
+
+def asked(ui: Ui, key: str, of: Scene) -> None:
+    """Ask whether to do it, or say why it cannot be done."""
+    row, run, refusal = of.selected, of.pic.training, ui.refusals.get(key, "")
+    if not refusal and key == SHELL and row is None:
+        refusal = "no host is selected"
+    elif not refusal and key != SHELL and run is None:
+        refusal = "there is no run on these hosts"
+    if refusal:
+        ui.hint = refusal
+        return
+    if row:
+        ui.selected = row.name
+    ui.pending = key
+    ui.question = ACTIONS[key].question.format(run=run.run if run else "", host=row.name if row else "")
+
+
+def words_of(key: str, run: str, hosts_file: str) -> list[str]:
+    """Return an action as the words of our command. ``hosts_file``: '' in a Slurm job, which has none."""
+    words = [word.format(run=run) for word in ACTIONS[key].words]
+    return [*words, *([hosts_file] if hosts_file else ())]
+
+
+def diagnosis(of: Scene, commands: Sequence[str]) -> list[str]:
+    """Return what is known, as text to paste into a message. ``commands``: that show more."""
+    pic, run = of.pic, of.pic.training
+    lines = [f"{pic.verdict}: {pic.why}".removesuffix(": ")]
+    if pic.advice:
+        lines.append(f"next: {pic.advice}")
+    if run:
+        lines.append(
+            f"run {run.run}, attempt {run.attempt}, {run.phase}; step {run.step} of {run.steps}; loss {run.loss}; "
+            f"{run.step_s} s a step (planned {run.expected_step_s}); newest checkpoint {run.checkpoint_step}; "
+            f"network {run.network or 'unknown'}"
+        )
+    lines.append(f"hosts heard {pic.fresh} of {len(pic.hosts)}; GPUs {pic.gpus_seen} of {pic.gpus_expected}")
+    for row in of.rows:
+        lines += [f"{row.name}: {words}" for words in _odd(row)]
+    lines += ["", "events:", *(event_line(event).plain for event in pic.events[-LINES:])]
+    if of.selected:
+        mine = [line for line in of.chosen_logs if of.selected.name in line.hosts][-LINES:]
+        lines += ["", f"log of {of.selected.name}:", *(f"{line.where} {line.text}" for line in mine)]
+    return [*lines, "", "more:", *commands]
+
+
+def _odd(row: HostRow) -> list[str]:
+    state = [f"{row.state} {row.why}"] if row.severity else []
+    ranks = [
+        f"rank {rank.rank} at step {rank.step}, heard {rank.age_s:.0f} s ago: {rank.odd}"
+        for rank in row.ranks
+        if rank.odd
+    ]
+    return [*state, *row.notes, *ranks]
