@@ -103,6 +103,7 @@ class TopApp(App[int]):
         super().__init__(ansi_color=True)
         self.restore = restore
         self.session, self.ui = session, session.ui
+        session.goes_on = True
         self.pic, self.logs = NOT_DRAWN, list[LogLine]()
         self.draw_at = 0.0  # when to draw again
         self.files = {file: _stamp(file) for file in files}
@@ -148,7 +149,8 @@ class TopApp(App[int]):
             return
         self.look_at_files()
         self.look_again()
-        self.draw()
+        if not self.ui.paused:
+            self.draw()
         took_s = time.monotonic() - begin
         self.draw_at = begin + min(DRAW_LEAST_S, max(DRAW_EVERY_S, took_s / DRAW_SHARE))
 

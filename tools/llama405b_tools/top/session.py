@@ -1,5 +1,6 @@
 """cluster-top's state: a source of events, and the picture made from them."""
 
+import contextlib
 import re
 import threading
 import time
@@ -40,6 +41,7 @@ class Session:
         self.log_streams: list[LogStream] = []
         self.log_hosts: set[str] = set()  # hosts they read
         self.guard_at = self.account_at = 0.0
+        self.goes_on = False  # more than one picture is looked at
         self.moment = self.awake_at = source.now()  # up to which events were taken; and when it last was awake
 
     def advance(self, until: float) -> None:
@@ -95,7 +97,7 @@ class Session:
             self.cluster.guard = guard_shown(self.cluster.run, self.cluster.guards_heard(moment))
         elif isinstance(self.source, Replay):
             self.cluster.guard = guard_heard(self.cluster.guards_heard(moment))
-        if self.fleet and self.cluster.run and time.monotonic() > self.account_at:
+        if self.fleet and self.goes_on and self.cluster.run and time.monotonic() > self.account_at:
             self.account_at = time.monotonic() + ACCOUNT_EVERY_S
             threading.Thread(target=self._ask_account, args=(self.fleet, self.cluster.run), daemon=True).start()
         if isinstance(self.source, Live):
@@ -108,7 +110,8 @@ class Session:
         """Ask what the run's time went into; the screen does not wait for it."""
         head = next((node for node, first, _ in self.cluster.found.nodes if first == 0), "")
         if head in fleet.hosts:
-            self.cluster.account = run, account_of_head(fleet, run, head)
+            with contextlib.suppress(Exception):  # the screen was left meanwhile, and its connections closed
+                self.cluster.account = run, account_of_head(fleet, run, head)
 
     def _follow_logs(self, fleet: Fleet) -> None:
         """Read the logs of every host that reports the run; those present at the start are merged in order of time."""

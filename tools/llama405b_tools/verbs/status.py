@@ -61,12 +61,12 @@ def print_run(run: str, seen: Seen, account: Account | None, *, as_json: bool) -
     print(format_table(headings, [_row(name, reply, states.get(name)) for name, reply in seen.items()]), flush=True)
     if guard:
         print(guard_line(guard))
-    print_progress(told)
-    print_copies(known)
     if account:
         print(account_line(account, "rank-h"))
         for incident in account.incidents:
             print(f"  {incident_line(account, incident, 'rank-h')}")
+    print_progress(told)
+    print_copies(known)
     if failures:
         worst = judge.first_failure(failures)
         print(f"{worst.host}: {failure_words(worst)}")
