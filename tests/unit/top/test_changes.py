@@ -56,9 +56,10 @@ def test_the_command_is_told_what_and_why(tmp_path):
     see(Changes(command), Verdict.HEALTHY, Verdict.FAILED)
     wait_for((tmp_path / "told.done").exists, 10)
     assert (tmp_path / "told.done").read_text() == "llama-405b: FAILED: why\nFAILED llama-405b why\n"
-    failing = Changes("exit 3")
-    see(failing, Verdict.HEALTHY, Verdict.FAILED)
-    assert wait_for(lambda: failing.fault, 10) == "exit code 3"
+    complaints = []
+    see(Changes("exit 3", complain=complaints.append), Verdict.HEALTHY, Verdict.FAILED)
+    wait_for(lambda: complaints, 10)
+    assert complaints == ["--on-change failed (exit code 3)"]
 
 
 def test_what_the_terminal_is_told_has_no_other_control_sequence():

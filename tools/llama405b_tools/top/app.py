@@ -23,17 +23,16 @@ from textual.widget import Widget
 
 from llama405b.contract.phrases import counted, given
 from llama405b_tools.hosts.login_shell import shell_path
-from llama405b_tools.hosts.printed_commands import program_name
 from llama405b_tools.logs import first_error
 from llama405b_tools.run.query import ask_hosts
 from llama405b_tools.run.tmux_windows import at_terminal
 from llama405b_tools.text.clean import clean
-from llama405b_tools.top import actions, remembered
+from llama405b_tools.top import actions, colors, remembered
 from llama405b_tools.top.changes import POP_TITLE, PUSH_TITLE, Changes
 from llama405b_tools.top.draw import panels
 from llama405b_tools.top.draw.lines import LogLine
 from llama405b_tools.top.draw.panels import Scene
-from llama405b_tools.top.draw.theme import THEMES, background, segments, theme
+from llama405b_tools.top.draw.theme import THEMES, segments, theme
 from llama405b_tools.top.exporter import Exporter
 from llama405b_tools.top.keys import DO, press
 from llama405b_tools.top.leaving import READ_AGAIN, leave_soon, on_signals, terminal_keeper
@@ -42,7 +41,6 @@ from llama405b_tools.top.state.picture import Picture, Verdict
 
 TICK_S, DRAW_EVERY_S, DRAW_LEAST_S = 0.25, 1.0, 2.0
 DRAW_SHARE = 1 / 30  # of the time, for drawing
-COLORS = {None: 0, "standard": 16, "windows": 16, "256": 256, "truecolor": 256}
 FIRST_ERROR = "FIRST ERROR"
 NOT_DRAWN = Picture(0.0, 0.0, "", Verdict.CONNECTING, "", 0, (), None, (), 0, 0, 0)
 
@@ -55,8 +53,7 @@ def run_app(session: Session, files: Sequence[Path] = (), on_change: str = "", e
     """
     for name in ("COLUMNS", "LINES"):  # the terminal itself reports its size, and any change of it
         os.environ.pop(name, None)
-    app = TopApp(session, terminal_keeper(), files)
-    app.changes.command, app.exporter = on_change, exporter
+    app = TopApp(session, terminal_keeper(), files, on_change, exporter)
     code = app.run(mouse=False)
     if code is None:
         code = app.pic.exit_code
@@ -98,8 +95,15 @@ class TopApp(App[int]):
     ENABLE_COMMAND_PALETTE = False
     BINDINGS: ClassVar[list[BindingType]] = [("ctrl+c", "leave", "quit"), ("ctrl+z", "suspend_process", "suspend")]
 
-    def __init__(self, session: Session, restore: Callable[[], None], files: Sequence[Path] = ()) -> None:
-        self.n_colors = 0 if "NO_COLOR" in os.environ else COLORS[Console().color_system]
+    def __init__(
+        self,
+        session: Session,
+        restore: Callable[[], None],
+        files: Sequence[Path] = (),
+        on_change: str = "",
+        exporter: Exporter | None = None,
+    ) -> None:
+        self.n_colors = colors.count()  # before textual, which takes NO_COLOR away
         super().__init__(ansi_color=True)
         self.restore = restore
         self.session, self.ui = session, session.ui
@@ -109,16 +113,17 @@ class TopApp(App[int]):
         self.files = {file: _stamp(file) for file in files}
         self.hosts_file = next(iter(files), "")
         self.kept = remembered.of(self.ui)
-        self.children_of_ours: list[subprocess.Popen[str]] = []
-        self.changes = Changes(write=self.write)
-        self.exporter: Exporter | None = None
+        self.commands: dict[str, subprocess.Popen[str]] = {}  # of ours that run now, as they were typed
+        self.changes = Changes(on_change, self.write, self._complain)
+        self.exporter = exporter
         self._choose_colors()
 
     def _choose_colors(self) -> None:
-        name = self.ui.theme or background(os.environ.get("COLORFGBG", ""))
-        self.look = Console(
-            theme=theme(name, self.n_colors), force_terminal=True, color_system="256", legacy_windows=False
-        )
+        look = theme(colors.theme_for(self.ui.theme), self.n_colors)
+        self.look = Console(theme=look, force_terminal=True, color_system="256", legacy_windows=False)
+
+    def _complain(self, words: str) -> None:
+        self.session.cluster.note(words, self.session.source.now())
 
     def write(self, text: str) -> None:
         """Write control sequences to the terminal, which show nothing."""
@@ -165,9 +170,6 @@ class TopApp(App[int]):
         """Take a new picture, unless the screen is to stand still."""
         pic = self.session.picture(logs=True)
         self.changes.see(pic)
-        if self.changes.fault:
-            self.session.cluster.note(f"--on-change failed ({self.changes.fault})", pic.time)
-            self.changes.fault = ""
         if self.exporter:
             self.exporter.pic = pic
         if not self.ui.paused or self.pic is NOT_DRAWN:
@@ -187,7 +189,7 @@ class TopApp(App[int]):
     def on_unmount(self) -> None:
         """Give the window its title back, and end our commands that still run."""
         self.write(POP_TITLE)
-        for child in self.children_of_ours:
+        for child in self.commands.values():
             child.terminate()
 
     def action_leave(self) -> None:
@@ -201,7 +203,10 @@ class TopApp(App[int]):
         key = event.key.removeprefix("alt+")
         char = event.character if event.character and event.character.isprintable() else None
         for name in [char or key] if key == event.key else ["escape", char or key]:
-            if name in ("q", "Q") and self.ui.path == ["all"] and not self.ui.typing:
+            if name in ("q", "Q") and self.ui.path == ["all"] and not (self.ui.typing or self.ui.pending):
+                if stops := next((title for title in self.commands if " stop " in title), ""):
+                    self.ui.hint = f"`{stops}` has not ended; Ctrl-C leaves it"
+                    continue
                 self.action_leave()
                 return
             self.act(name)
@@ -222,9 +227,18 @@ class TopApp(App[int]):
         elif wanted.startswith(DO):
             self._do(wanted.removeprefix(DO))
         elif wanted == "theme":
-            ui.theme = THEMES[1 - THEMES.index(ui.theme or background(os.environ.get("COLORFGBG", "")))]
+            ui.theme = THEMES[1 - THEMES.index(colors.theme_for(ui.theme))]
             self._choose_colors()
-        elif wanted == "read" and self.files:
+        elif wanted == "read":
+            self._read_again()
+
+    def _read_again(self) -> None:
+        """Start anew with what the hosts file says now, if there is one and nothing is lost by that."""
+        if not self.files:
+            self.ui.hint = "there is no hosts file to read"
+        elif self.session.recorder:
+            self.ui.hint = "not while --record writes: a recording has the hosts of its beginning"
+        else:
             self.exit(READ_AGAIN)
 
     def _copy(self, of: Scene) -> None:
@@ -240,7 +254,7 @@ class TopApp(App[int]):
 
     def _typed(self, verb: str) -> str:
         run = self.session.cluster.run if verb != "doctor" else ""
-        return f"{program_name()} {verb}{self.session.cluster.hosts_argument}{given(' --run {}', run)}"
+        return f"{self.session.cluster.program} {verb}{self.session.cluster.hosts_argument}{given(' --run {}', run)}"
 
     def _do(self, key: str) -> None:
         """Do what the user agreed to: open a shell, or run one of our own commands and show what it prints."""
@@ -255,7 +269,7 @@ class TopApp(App[int]):
             self.refresh()
             return
         words = actions.words_of(key, self.session.cluster.run, str(self.hosts_file))
-        title = f"{program_name()} {' '.join(words)}"
+        title = f"{self.session.cluster.program} {' '.join(words)}"
         self._text(title, ["…"])
         threading.Thread(target=self._run, args=(title, words), daemon=True).start()
 
@@ -265,11 +279,11 @@ class TopApp(App[int]):
         with subprocess.Popen(
             argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         ) as child:
-            self.children_of_ours.append(child)
+            self.commands[title] = child
             for line in child.stdout or ():
                 lines.append(clean(line.rstrip("\n")))
                 self._tell(title, lines)
-        self.children_of_ours.remove(child)
+        self.commands.pop(title, None)
         self._tell(title, [*lines, "", f"exit code {child.returncode}"])
 
     def _tell(self, title: str, lines: list[str]) -> None:

@@ -19,13 +19,17 @@ PUSH_TITLE, POP_TITLE = "\x1b[22;2t", "\x1b[23;2t"  # xterm's control sequences
 class Changes:
     """Sees every picture, and tells what is new; phases of a run that goes well are not."""
 
-    def __init__(self, command: str = "", write: Callable[[str], object] = lambda _: None) -> None:
-        """``command``: for ``/bin/sh``; '': none. ``write``: to the terminal."""
-        self.command, self.write = command, write
+    def __init__(
+        self,
+        command: str = "",
+        write: Callable[[str], object] = lambda _: None,
+        complain: Callable[[str], object] = lambda _: None,
+    ) -> None:
+        """``command``: for ``/bin/sh``; '': none. ``write``: to the terminal. ``complain``: if the command fails."""
+        self.command, self.write, self.complain = command, write, complain
         self.told: Verdict | None = None  # the last one
         self.since: tuple[Verdict, float] | None = None  # what is given now
         self.title = ""
-        self.fault = ""  # why the command failed the last time
 
     def see(self, pic: Picture) -> Verdict | None:
         """Take a picture; returns the verdict that was told because of it."""
@@ -54,7 +58,8 @@ class Changes:
             threading.Thread(target=self._run, args=(str(pic.verdict), run, pic.why), daemon=True).start()
 
     def _run(self, verdict: str, run: str, why: str) -> None:
-        self.fault = run_command(self.command, verdict, run, why)
+        if fault := run_command(self.command, verdict, run, why):
+            self.complain(f"--on-change failed ({fault})")
 
     def _entitle(self, pic: Picture) -> None:
         """Give the terminal's window a title: the verdict, the run and its step."""

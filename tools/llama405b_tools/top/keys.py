@@ -129,7 +129,7 @@ def _move(ui: Ui, by: int, of: Scene, width: int, *, is_page: bool = False) -> N
         if ranks and (chosen := selected_rank(of.selected, ui)):
             ui.rank = ranks[min(len(ranks) - 1, max(0, ranks.index(chosen.rank) + by))]
     elif ui.mode == "ranks":
-        order = ranks_in_order(of.rows)
+        order = [(row.name, rank.rank) for row, rank in ranks_in_order(of.rows)]
         at = next((i for i, each in enumerate(order) if each == (ui.selected, ui.rank)), 0)
         if order:
             ui.selected, ui.rank = order[min(len(order) - 1, max(0, at + by))]

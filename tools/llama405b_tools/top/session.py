@@ -1,6 +1,7 @@
 """cluster-top's state: a source of events, and the picture made from them."""
 
 import contextlib
+import math
 import re
 import threading
 import time
@@ -20,6 +21,7 @@ from llama405b_tools.top.state.trends import Trends
 FIRST_S = 14.0  # for every host to answer or fail; then --once prints what it has
 PLAIN_WIDTH = 120
 GUARD_EVERY_S, ACCOUNT_EVERY_S = 3.0, 60.0
+ACCOUNT_SHARE = 0.01  # of the head's time, at most, for accounts
 LOGS_WAIT_S = 4.0  # for all hosts to report the run
 
 
@@ -98,7 +100,7 @@ class Session:
         elif isinstance(self.source, Replay):
             self.cluster.guard = guard_heard(self.cluster.guards_heard(moment))
         if self.fleet and self.goes_on and self.cluster.run and time.monotonic() > self.account_at:
-            self.account_at = time.monotonic() + ACCOUNT_EVERY_S
+            self.account_at = math.inf  # until this one is answered
             threading.Thread(target=self._ask_account, args=(self.fleet, self.cluster.run), daemon=True).start()
         if isinstance(self.source, Live):
             self.source.stay(self.cluster.stay)
@@ -108,10 +110,13 @@ class Session:
 
     def _ask_account(self, fleet: Fleet, run: str) -> None:
         """Ask what the run's time went into; the screen does not wait for it."""
+        began = time.monotonic()
         head = next((node for node, first, _ in self.cluster.found.nodes if first == 0), "")
         if head in fleet.hosts:
             with contextlib.suppress(Exception):  # the screen was left meanwhile, and its connections closed
                 self.cluster.account = run, account_of_head(fleet, run, head)
+        took_s = time.monotonic() - began  # the head reads all that its steps wrote
+        self.account_at = time.monotonic() + max(ACCOUNT_EVERY_S, took_s / ACCOUNT_SHARE)
 
     def _follow_logs(self, fleet: Fleet) -> None:
         """Read the logs of every host that reports the run; those present at the start are merged in order of time."""

@@ -7,6 +7,7 @@ and ends with the connection. Exit code (on quitting, and with --once, --json an
 
 import argparse
 import contextlib
+import functools
 import io
 import os
 import shutil
@@ -24,14 +25,14 @@ from llama405b.contract.plan import check_run_name
 from llama405b.contract.units import seconds
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.inventory import Host
-from llama405b_tools.hosts.printed_commands import file_of, hosts_argument
+from llama405b_tools.hosts.printed_commands import file_of, hosts_argument, program_name
 from llama405b_tools.run import screen
 from llama405b_tools.run.backends import Backend, OnHosts, backend_of
 from llama405b_tools.run.query import no_such_run
-from llama405b_tools.top import actions, event_sources, remembered
+from llama405b_tools.top import actions, colors, event_sources, remembered
 from llama405b_tools.top.changes import Changes
 from llama405b_tools.top.draw import panels
-from llama405b_tools.top.draw.theme import THEMES, background, theme
+from llama405b_tools.top.draw.theme import THEMES, theme
 from llama405b_tools.top.draw.ui import SORTS
 from llama405b_tools.top.event_sources import EventSource, Live, Recorder, Replay
 from llama405b_tools.top.exporter import Exporter
@@ -152,7 +153,7 @@ def _show(
         on_signals(sys.exit)
         files = files_of(fleet) if fleet else []
         session.cluster.wanted = args.run or ""
-        session.cluster.hosts_argument = "".join(map(hosts_argument, files))
+        session.cluster.program, session.cluster.hosts_argument = program_name(), "".join(map(hosts_argument, files))
         remembered.recall().put(session.ui)
         session.ui.sort = args.sort or session.ui.sort
         session.ui.theme = args.theme or session.ui.theme
@@ -182,7 +183,7 @@ def _print(args: argparse.Namespace, session: Session, exporter: Exporter | None
     goes_on = session.goes_on = bool(args.watch or args.metrics)
     prints = bool(args.watch or not args.metrics or args.json or args.once or args.plain)
     _await_all(session, watches=goes_on)
-    changes = Changes(args.on_change)
+    changes = Changes(args.on_change, complain=functools.partial(screen.show, error=True))
     while True:
         pic = session.picture(logs=False)
         changes.see(pic)
@@ -252,10 +253,7 @@ def _put(args: argparse.Namespace, session: Session, pic: Picture) -> bool:
     tty = sys.stdout.isatty()
     width = shutil.get_terminal_size((PLAIN_WIDTH, 24)).columns
     color: Literal["auto"] | None = "auto" if tty and not args.plain else None
-    n_colors = (
-        {None: 0, "standard": 16}.get(Console().color_system, 256) if color and "NO_COLOR" not in os.environ else 0
-    )
-    look = theme(session.ui.theme or background(os.environ.get("COLORFGBG", "")), n_colors)
+    look = theme(colors.theme_for(session.ui.theme), colors.count() if color else 0)
     text = io.StringIO()  # not straight to the terminal: rich would exit in its own way if nobody reads
     console = Console(
         file=text,

@@ -1,5 +1,6 @@
 """One host in detail, one of its ranks, and all ranks. Pure."""
 
+import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 
@@ -13,14 +14,11 @@ from llama405b_tools.top.draw.blocks import gauge, rule, runs
 from llama405b_tools.top.draw.chart import LABEL, Axis, time_axis
 from llama405b_tools.top.draw.lines import LogLine, log_pane
 from llama405b_tools.top.draw.marks import pieced, style_of
-from llama405b_tools.top.draw.ui import LogView, Ui
+from llama405b_tools.top.draw.ui import Ui
 from llama405b_tools.top.state.picture import GpuCell, HostRow, Picture, ProcessRow, RankRow
 from llama405b_tools.top.state.quantities import QUANTITIES, n_units, rank_at
 from llama405b_tools.top.state.series import UNKNOWN
 from llama405b_tools.top.state.trends import Trends
-
-GPU_WIDE = 150  # columns for all that is known of a GPU in one line
-NEWEST = LogView()
 
 
 def selected_rank(row: HostRow, ui: Ui) -> RankRow | None:
@@ -51,7 +49,7 @@ def detail(row: HostRow, ui: Ui, logs: Sequence[LogLine], width: int, room: int)
     lines += [rule("RANKS", width), *(_rank_line(row, rank, is_selected=rank is chosen) for rank in row.ranks)]
     lines += [rule("PROCESSES", width), *(_process_line(row, process) for process in row.processes)]
     mine = [line for line in logs if row.name in line.hosts]
-    return lines + log_pane(mine, NEWEST, max(3, room - len(lines)), width)
+    return lines + _newest(mine, ui, max(3, room - len(lines)), width)
 
 
 def rank_page(
@@ -66,7 +64,11 @@ def rank_page(
     if at is not None:
         lines += _histories(row, at, trends, axis, ui, width)
     mine = [line for line in logs if rank.rank in line.ranks or (row.name in line.hosts and -1 in line.ranks)]
-    return lines + log_pane(mine, NEWEST, max(3, room - len(lines)), width)
+    return lines + _newest(mine, ui, max(3, room - len(lines)), width)
+
+
+def _newest(lines: Sequence[LogLine], ui: Ui, room: int, width: int) -> list[Text]:
+    return log_pane(lines, dataclasses.replace(ui.log, at=None), room, width)
 
 
 def _histories(row: HostRow, at: int, trends: Trends, axis: Axis, ui: Ui, width: int) -> list[Text]:
@@ -82,14 +84,13 @@ def _histories(row: HostRow, at: int, trends: Trends, axis: Axis, ui: Ui, width:
         if known:
             by = heat.Scaled(quantity, *quantity.scale(known))
             name = f"  {quantity.name} {known[-1]:,.4g} {quantity.unit}"
-            lines.append(Text(f"{name:30}"[:30], "title").append_text(runs(map(by.cell, values))))
+            lines.append(Text().append(f"{name:30}"[:30], "title").append_text(runs(map(by.cell, values))))
     return [*lines, Text(" " * 30).append_text(time_axis(axis, n)[LABEL:])]
 
 
 def rank_table(pic: Picture, rows: Sequence[HostRow], ui: Ui, width: int, room: int) -> list[Text]:
     """Draw the ranks of all hosts, the worst first, around the selected one."""
-    ranks = [(row, rank) for row in rows for rank in row.ranks]
-    ranks.sort(key=lambda entry: (not entry[1].odd, entry[1].rank))
+    ranks = ranks_in_order(rows)
     at = next((i for i, (row, rank) in enumerate(ranks) if row.name == ui.selected and rank.rank == ui.rank), 0)
     begin = max(0, min(at - (room - 2) // 2, len(ranks) - room + 1))
     world = f" of {pic.training.world}" if pic.training and pic.training.world else ""
@@ -100,10 +101,10 @@ def rank_table(pic: Picture, rows: Sequence[HostRow], ui: Ui, width: int, room: 
     return lines if ranks else [*lines, Text("  no rank reports", "old")]
 
 
-def ranks_in_order(rows: Sequence[HostRow]) -> list[tuple[str, int]]:
-    """Return host and number of the ranks in the order of ``rank_table``."""
-    ranks = sorted((not rank.odd, rank.rank, row.name) for row in rows for rank in row.ranks)
-    return [(name, rank) for _, rank, name in ranks]
+def ranks_in_order(rows: Sequence[HostRow]) -> list[tuple[HostRow, RankRow]]:
+    """Return the ranks of all hosts, what stands out first."""
+    ranks = [(row, rank) for row in rows for rank in row.ranks]
+    return sorted(ranks, key=lambda entry: (not entry[1].odd, entry[1].rank))
 
 
 def _rank_line(row: HostRow, rank: RankRow, *, is_selected: bool = False, names: int = 0) -> Text:
@@ -140,12 +141,16 @@ def gpu_lines(row: HostRow, width: int) -> list[Text]:
     ]
 
 
+def _gauge(percent: float | None, width: int) -> str:
+    return gauge(None if percent is None else percent / 100, width)
+
+
 def _gpu(row: HostRow, gpu: GpuCell, width: int) -> Iterator[Text]:
     """Yield a GPU's line, and a second one for why it stands out if the first has no room for it."""
     rank = next((rank for rank in row.ranks if rank.rank == gpu.rank), None)
     bars = max(0, min(24, (width - 88) // 2)) if width >= 100 else 0
     memory = share(gpu.used_mib, gpu.memory_mib)
-    power = gauge(None if gpu.power_pct is None else gpu.power_pct / 100, bars) if bars else bar(gpu.power_pct)
+    power = _gauge(gpu.power_pct, bars) if bars else bar(gpu.power_pct)
     line = pieced(row, [(f"  gpu {gpu.index} rank {number(gpu.rank, 'd'):>4}  ", "")], ())
     line.append(power, style_of(row, odd="power_w" in gpu.odd_in) or "chart")
     readings = (
@@ -155,7 +160,7 @@ def _gpu(row: HostRow, gpu: GpuCell, width: int) -> Iterator[Text]:
         (f" {number(gpu.clock_mhz, 'd'):>4} MHz ", "clock_mhz"),
     )
     line.append_text(pieced(row, readings, gpu.odd_in))
-    line.append(gauge(None if memory is None else memory / 100, bars), style_of(row, odd=False) or "chart")
+    line.append(_gauge(memory, bars), style_of(row, odd=False) or "chart")
     busy = f" busy {rank.busy_s:.2f} s" if rank and rank.busy_s is not None else ""
     used = f" {number(gpu.used_mib, ',d'):>6}/{number(gpu.memory_mib, ',d')} MiB{busy}"
     line.append_text(pieced(row, [(used, "")], ()))

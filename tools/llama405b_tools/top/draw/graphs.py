@@ -15,7 +15,7 @@ from llama405b_tools.top.draw.chart import LABEL, Axis, around, from_zero, means
 from llama405b_tools.top.draw.hosts import gbits
 from llama405b_tools.top.draw.marks import OLD
 from llama405b_tools.top.state.picture import Picture, RunPhase, TrainingStatus, known
-from llama405b_tools.top.state.series import WINDOWS_S, Bucket, Series
+from llama405b_tools.top.state.series import Bucket, Series
 from llama405b_tools.top.state.trends import Trends
 
 LEAST = 7  # lines of a graph
@@ -94,11 +94,12 @@ class Graphs:
         def draw(width: int, height: int) -> list[Text]:
             columns = self._columns(self.trends.steps.get("loss"), self.steps, width)
             found = [*means(columns)]
-            change = f" {'▼' if found[-1] < found[0] else '▲'}{abs(found[-1] - found[0]):.3f}" if len(found) > 1 else ""
+            change = found[-1] - found[0] if len(found) > 1 else 0.0
+            changed = f" {'▼' if change < 0 else '▲'}{abs(change):.3f}" if change else ""
             evaluated = (
                 "" if run.evaluated_step is None else f"eval {number(run.evaluation_loss, '.4f')} @{run.evaluated_step}"
             )
-            title = f"loss {number(run.loss, '.4f')}{change}"
+            title = f"loss {number(run.loss, '.4f')}{changed}"
             return chart.chart(
                 title, evaluated, columns, around(found, "{:.2f}".format), self.steps, height, style=_style(run)
             )
@@ -212,11 +213,6 @@ def _style(run: TrainingStatus) -> str:
 
 def axes_of(trends: Trends, window: int, now: float) -> tuple[Axis, Axis]:
     """Return the time that graphs show, up to the moment of the picture: of the steps, and of what was seen by cluster-top."""
-    marks = [(mark.time, mark.kind) for mark in trends.marks if mark.time <= now]
+    marks = [mark for mark in trends.marks if mark.time <= now]
     steps, seen = trends.begins(window, now)
     return Axis(steps, now, marks), Axis(seen, now, marks)
-
-
-def window_words(window: int) -> str:
-    """Name how far back the graphs go."""
-    return ("10 minutes", "1 hour", "8 hours", "the whole run")[window] if window < len(WINDOWS_S) else ""

@@ -8,7 +8,7 @@ from rich.text import Text
 
 from llama405b.contract.phrases import counted, given
 from llama405b.contract.records import Phase
-from llama405b_tools.text.figures import DASH, first_known, gbit, middle, number, share, span, sparkline
+from llama405b_tools.text.figures import DASH, WIDE, first_known, gbit, middle, number, share, span, sparkline
 from llama405b_tools.top.draw import heat
 from llama405b_tools.top.draw.blocks import rule, runs
 from llama405b_tools.top.draw.chart import Axis
@@ -27,7 +27,6 @@ SORT_KEYS: dict[str, Callable[[HostRow], tuple[float, ...]]] = {  # unknown valu
     "step": lambda row: (row.step is None, row.step or 0, -(row.step_age_s or 0.0)),
     "temperature": lambda row: (row.temperature_c is None, -(row.temperature_c or 0)),
 }
-WIDE = 100  # columns needed for a host per line
 MAX_CELLS = 8  # GPUs shown as numbers; more are shown as cells
 WITHOUT_GPUS = {False: "no GPU", True: "unknown", None: "— GPU"}  # by whether the host has any
 FIGURES, STEP = 16, 7  # columns for a host's power, temperature and step; for the step alone
@@ -85,13 +84,13 @@ def _wide(of: Grid, rows: Sequence[HostRow], width: int) -> list[Text]:
     """Draw one line per host, and one for all."""
     by = heat.scaled(of.quantity, of.pic.hosts)
     n_gpus, names = max((len(row.gpus) for row in rows), default=0), _name_width(rows, 22)
-    area = 8 if not n_gpus else 4 * n_gpus if n_gpus <= MAX_CELLS else n_gpus
+    area = (4 * n_gpus if n_gpus <= MAX_CELLS else n_gpus) or 8
     told = [row.state for row in rows if of.is_text or row.state is not HostState.OK]
     states = max(map(len, [*told, "STATE"])) + 1 if told else 0
     columns = COLUMNS[of.ui.hidden :]
     figures = _figures_width(columns)
     rest = width - (2 + names + 1 + states + area + 1 + figures + 1)
-    histories = [] if of.is_text else [of.quantity if n_gpus else -1, NETWORK]
+    histories = [of.quantity if n_gpus else -1, NETWORK] if not of.is_text else []
     says = any(row.why or row.notes for row in rows) and rest >= ROOM + len(histories) * SPARK
     spark = min(30, max(0, (rest - (ROOM if says else 0)) // 2 - 1))
     shown = [_sparks(of, index, spark) for index in histories]
@@ -209,7 +208,9 @@ def _summary(rows: Sequence[HostRow], by: Scaled, indent: int, area: int) -> Tex
 
 def gbits(value: float) -> str:
     """Write a rate in Gb/s with its unit."""
-    return f"{value / 1e3:.1f} Tb/s" if value >= 1000 else f"{value:.2f} Gb/s" if value < 10 else f"{value:.0f} Gb/s"
+    if value >= 1000:
+        return f"{value / 1e3:.1f} Tb/s"
+    return f"{value:.{2 if value < 10 else 0}f} Gb/s"
 
 
 def _name_width(rows: Sequence[HostRow], most: int) -> int:
@@ -220,7 +221,8 @@ def _named(row: HostRow, name_width: int, *, is_selected: bool) -> Text:
     """Begin a host's line, up to its name."""
     style = style_of(row, odd=bool(row.severity or row.notes))
     line = Text().append("▶" if is_selected else " ", "focus")
-    line.append("✖" if row.is_culprit else "!" if row.notes or row.severity else " ", style or "bad")
+    odd = "!" if row.notes or row.severity else " "
+    line.append("✖" if row.is_culprit else odd, style or "bad")
     line.append(f"{middle(row.name, name_width):{name_width}}", style or ("strong" if is_selected else ""))
     return line.append(" ")
 

@@ -85,7 +85,8 @@ def log_lines(entry: LogLine, view: LogView, width: int) -> list[Text]:
 
 def found_at(chosen: Sequence[LogLine], view: LogView, *, back: bool) -> int | None:
     """Return the number of the next line (``back``: the one before) that contains what is searched for."""
-    at = view.at if view.at is not None else (chosen[-1].number + 1 if chosen else 0)
+    newest = chosen[-1].number if chosen else 0
+    at = newest + 1 if view.at is None else view.at
     hits = [line.number for line in chosen if view.search.lower() in line.text.lower()]
     if back:
         return max((number for number in hits if number < at), default=None)

@@ -10,21 +10,24 @@ from rich.text import Text
 
 from llama405b.contract.phrases import given
 from llama405b_tools.text.clean import printable
+from llama405b_tools.text.figures import WIDE
 from llama405b_tools.top.draw import heat, hosts
 from llama405b_tools.top.draw.blocks import GAP, beside, fitted, rule, tall
 from llama405b_tools.top.draw.chart import Axis
 from llama405b_tools.top.draw.detail import detail, gpu_lines, rank_page, rank_table, selected_rank
-from llama405b_tools.top.draw.graphs import LEAST, Graphs, axes_of, window_words
+from llama405b_tools.top.draw.graphs import LEAST, Graphs, axes_of
 from llama405b_tools.top.draw.headline import headline
-from llama405b_tools.top.draw.hosts import WIDE, Grid, none_shown, ordered, selected_row
+from llama405b_tools.top.draw.hosts import Grid, none_shown, ordered, selected_row
 from llama405b_tools.top.draw.lines import LogLine, chosen_lines, event_line, events_pane, log_pane, wrapped
 from llama405b_tools.top.draw.ui import BACK_KEYS, KEYS, LOG_KEYS, SHORT_KEYS, SORTS, VIEWS, Ui
 from llama405b_tools.top.state.picture import HostRow, Picture
 from llama405b_tools.top.state.quantities import NETWORK, available
+from llama405b_tools.top.state.series import WINDOW_WORDS
 from llama405b_tools.top.state.trends import Trends
 
 VERDICT_LINES = 2  # on a screen
 BROAD = 160  # columns from which on the graphs stand beside the rest
+LEAST_MAP = 6  # lines of a map of heat, with its heading and axis
 LEFT = 0.6  # of the columns, for the hosts
 
 
@@ -168,16 +171,22 @@ def _main(of: Scene, width: int, room: int) -> list[Text]:
     lines = _hosts(of, width, room - n_events - n_log - 1)
     tail = [*of.events(n_events, width), *of.log(n_log, width)]
     rest = room - len(lines) - len(tail)
-    if of.selected and (gpus := gpu_lines(of.selected, width)) and rest >= len(gpus):
-        lines += gpus
-        rest -= len(gpus)
-    n_units = sum(n for _, n in of.trends.layout)
-    if n_units and rest >= 5:
-        lines += (drawn := of.heat_map(width, min(rest, n_units + 2)))
-        rest -= len(drawn)
+    lines += (more := _more(of, width, rest))
+    rest -= len(more)
     if rest > 0:
         tail = [*of.events(n_events + rest // 3, width), *of.log(n_log + rest, width)]
     return [*lines, *tall(tail, room - len(lines))]
+
+
+def _more(of: Scene, width: int, room: int) -> list[Text]:
+    """Draw the GPUs of the selected host, and every GPU over time, as far as there is room."""
+    lines = gpu_lines(of.selected, width) if of.selected else []
+    if len(lines) > room:
+        lines = []
+    n_units, rest = sum(n for _, n in of.trends.layout), room - len(lines)
+    if n_units and rest >= LEAST_MAP:
+        lines += of.heat_map(width, min(rest, n_units + 2))
+    return lines
 
 
 def _medium(of: Scene, width: int, room: int) -> list[Text]:
@@ -187,16 +196,11 @@ def _medium(of: Scene, width: int, room: int) -> list[Text]:
     n_graph = 7 if room >= 24 and of.graphs.known() else 0
     lines = _hosts(of, width, max(4, room - n_graph - n_tail))
     rest = room - len(lines) - n_graph - n_tail
-    if of.selected and (gpus := gpu_lines(of.selected, width)) and rest >= len(gpus):
-        lines += gpus
-        rest -= len(gpus)
-    n_units = sum(n for _, n in of.trends.layout)
-    if n_units and rest >= 6:
-        lines += (drawn := of.heat_map(width, min(rest, n_units + 2)))
-        rest -= len(drawn)
+    lines += (more := _more(of, width, rest))
+    rest -= len(more)
     if n_graph and rest > 0:
-        more = min(rest, 3)
-        n_graph, rest = n_graph + more, rest - more
+        taller = min(rest, 3)
+        n_graph, rest = n_graph + taller, rest - taller
     n_tail += max(0, rest)
     tail = beside([(of.events(n_tail, halves), halves), (of.log(n_tail, width - halves - GAP), width - halves - GAP)])
     return [*(of.graphs.row(of.graphs.known()[:3], width, n_graph) if n_graph else ()), *lines, *tail]
@@ -261,7 +265,7 @@ def _footer(ui: Ui, width: int) -> Text:
         keys = BACK_KEYS
     extra = {
         f"{ui.hint}": bool(ui.hint), "PAUSED: Space goes on": ui.paused, f"filter {ui.filter!r}": bool(ui.filter),
-        "odd ones only": ui.odd_only, f"by {ui.sort}": ui.sort != SORTS[0], window_words(ui.window): ui.window > 0,
+        "odd ones only": ui.odd_only, f"by {ui.sort}": ui.sort != SORTS[0], WINDOW_WORDS[ui.window]: ui.window > 0,
     }  # fmt: skip
     marks = given("[{}] ", ", ".join(words for words, on in extra.items() if on))
     return Text(f" {marks}{keys}".ljust(width), "keys")

@@ -15,10 +15,8 @@ N_HEAT = 8  # of heat, from cold to hot: as many as there are bars
 THEMES = ("dark", "light")
 PLAIN = {  # without colors; 16 colors have no ramp
     "": "none",
-    "ok": "bold",
     "warn": "bold",
     "bad": "bold",
-    "busy": "bold",
     "old": "dim",
     "odd": "bold underline",
     "strong": "bold",
@@ -37,10 +35,8 @@ PLAIN = {  # without colors; 16 colors have no ramp
     "heat.bad": "bold reverse",
 }
 SIXTEEN = PLAIN | {
-    "ok": "green",
     "warn": "yellow",
     "bad": "bold red",
-    "busy": "cyan",
     "odd": "bold yellow",
     "focus": "bold cyan",
     "where": "cyan",
@@ -62,7 +58,7 @@ RAMPS = {  # color numbers of the 256 (xterm), cold to hot; and the ink that is 
 }
 COLORS = {
     "dark": {
-        "ok": "color(114)", "warn": "color(221)", "bad": "bold color(203)", "busy": "color(117)", "odd": "bold color(221)",
+        "warn": "color(221)", "bad": "bold color(203)", "odd": "bold color(221)",
         "old": "color(243)", "title": "color(245)", "focus": "bold color(117)", "where": "color(109)", "chart": "color(67)",
         "plan": "color(221)", "plan.on": "color(221) on color(67)",
         "bar.ok": "color(16) on color(108)", "bar.warn": "color(16) on color(221)",
@@ -72,7 +68,7 @@ COLORS = {
         "part.0": "color(139)", "part.1": "color(73)", "part.2": "color(67)", "part.3": "color(108)",
     },
     "light": {
-        "ok": "color(28)", "warn": "color(130)", "bad": "bold color(160)", "busy": "color(25)", "odd": "bold color(130)",
+        "warn": "color(130)", "bad": "bold color(160)", "odd": "bold color(130)",
         "old": "color(247)", "title": "color(242)", "focus": "bold color(25)", "where": "color(24)", "chart": "color(67)",
         "plan": "color(130)", "plan.on": "color(255) on color(67)",
         "bar.ok": "color(231) on color(28)", "bar.warn": "color(16) on color(214)",

@@ -29,6 +29,7 @@ HELP = """cluster-top: every host, every GPU, every rank, the training and its l
   T            colors for a dark or a light background
   c p M S      have the run save now, trace its next step, tell what memory holds; stop it (it saves first)
   ! y          a shell on the chosen host; what is known as text, which is also copied     Each but y asks first.
+  r            read the hosts file again, after it has changed
   ? h          this page          Ctrl-C   quit; nothing is left on any host
 
 In the log: f also what each step printed (the graphs have it); L only errors; F only the chosen host, then its chosen rank;

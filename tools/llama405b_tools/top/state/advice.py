@@ -45,10 +45,10 @@ def advice(
     rows: Sequence[HostRow],
     run: TrainingStatus | None,
     verdict: Verdict,
-    hosts: str,
+    form: str,
 ) -> str:
-    """Return what to do; "" if there is nothing. ``hosts``: the argument that names the hosts file in a command."""
-    commands = {verb: f"llama405b {verb}{hosts}" for verb in ("doctor", "plan", "stop", "status")}
+    """Return what to do; "" if there is nothing. ``form``: of a command, with ``{}`` for the verb."""
+    commands = {verb: form.format(verb) for verb in ("doctor", "plan", "stop", "status")}
     of_run = given(" --run {}", run.run if run else "")
     again = f"launch it again with `--resume auto`{given(', from step {:,}', run.checkpoint_step if run else None)}"
     checked = f"check {found.culprit} (`{commands['doctor']}`), then {again}" if found.culprit else again

@@ -78,7 +78,10 @@ class ClusterState:
         self.guard = GuardShown.NONE
         self.account: tuple[str, Account | None] = ("", None)  # of which run, and what its time went into
         self.wanted = ""  # the run requested by --run
-        self.hosts_argument = ""  # that names the hosts file in a command
+        self.program, self.hosts_argument = (
+            "llama405b",
+            "",
+        )  # of a command to type: its name, and what names the hosts file
         self.away = NOT_AWAY
         self.past = Past()  # of the run that is shown
         self.found = self._look(0.0)  # at the moment last advanced to
@@ -178,7 +181,7 @@ class ClusterState:
             fresh=len(found.fresh),
             gpus_seen=_in_all(found.fresh, lambda host: len(host.gpus)),
             gpus_expected=_in_all(self.hosts.values(), lambda host: host.expected_gpus),
-            advice=advice(found, self.notes, rows, shown, verdict, self.hosts_argument),
+            advice=advice(found, self.notes, rows, shown, verdict, f"{self.program} {{}}{self.hosts_argument}"),
             workdirs=tuple(sorted({host.frame.cwd for host in found.fresh} - {""})),
         )
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 WINDOWS_S = (600.0, 3600.0, 8 * 3600.0, math.inf)  # the last is the whole run
+WINDOW_WORDS = ("10 minutes", "1 hour", "8 hours", "the whole run")
 N_BUCKETS, N_COLUMNS = 240, 120  # per window: of one quantity; of one of every GPU
 UNKNOWN = -1.0  # in an array
 
@@ -143,7 +144,10 @@ def _mean(
     """Return the mean of what was known, and of how many values each is."""
     means, ns = array.array("f"), array.array("f")
     for mean, n, value in zip(before, counts, new, strict=True):
-        m = n if value < 0 else n + 1
-        means.append(mean if value < 0 else value if n == 0 else mean + (value - mean) / m)
-        ns.append(m)
+        if value < 0:
+            means.append(mean)
+            ns.append(n)
+        else:
+            means.append((n * mean + value) / (n + 1))  # the mean of nothing has no weight
+            ns.append(n + 1)
     return means, ns

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from llama405b_tools.text.figures import share
 from llama405b_tools.top.state.frames import StepMetrics
 from llama405b_tools.top.state.picture import HostRow, Picture, TrainingStatus, known
-from llama405b_tools.top.state.quantities import QUANTITIES, Quantity, network
+from llama405b_tools.top.state.quantities import QUANTITIES, Quantity, n_units, network
 from llama405b_tools.top.state.series import UNKNOWN, WINDOWS_S, Grid, Series
 
 LEAST_S = 20.0  # shown at first
@@ -27,10 +27,7 @@ class Mark(NamedTuple):
     """Something that happened at a moment."""
 
     time: float
-    kind: str  # a key of ``MARKS``
-
-
-MARKS = {"s": "save", "e": "evaluation", "r": "restart"}
+    kind: str  # s: save, e: evaluation, r: restart
 
 
 @dataclasses.dataclass(slots=True)
@@ -92,7 +89,8 @@ class Trends:
             "cpu_pct": _mean_of(known(row.cpu_pct for row in heard)),
         }
         for name, value in sums.items():
-            self.sums[name].add(pic.time, value)
+            if value is not None:  # or there would be a graph of nothing
+                self.sums[name].add(pic.time, value)
         self._lay_out(pic.hosts)
         for quantity, grid in zip(QUANTITIES, self.grids, strict=True):
             grid.add(pic.time, self._values(quantity, pic.hosts))
@@ -107,7 +105,7 @@ class Trends:
     def _lay_out(self, rows: Sequence[HostRow]) -> None:
         """Keep the order of the hosts; a host that has more GPUs than before moves those behind it."""
         before = dict(self.layout)
-        layout = tuple((row.name, max(before.get(row.name, 0), len(row.gpus) or len(row.ranks))) for row in rows)
+        layout = tuple((row.name, max(before.get(row.name, 0), n_units(row))) for row in rows)
         if layout == self.layout:
             return
         begins = dict(zip(before, itertools.accumulate(before.values(), initial=0), strict=False))
