@@ -44,6 +44,18 @@ def test_sweep_ends_orphans_and_the_stubborn_and_no_one_else(tmp_path):
         other.wait()
 
 
+def test_sweep_waits_for_those_that_tell_no_environment(monkeypatch):
+    """In the middle of an exec, and late in its end, a process is not among the marked."""
+    looks = iter([[], [7], [], [], [], []])
+    alive = iter([11, 11, 11, None, None])  # its start time, until it is a zombie
+    monkeypatch.setattr(processes, "marked", lambda value: next(looks))
+    monkeypatch.setattr(processes, "start_time", lambda pid: next(alive))
+    killed = []
+    monkeypatch.setattr(processes.os, "kill", lambda pid, number: killed.append(pid))
+    assert processes.sweep("run:host") == (1, [])
+    assert killed == [7, 7, 7]  # seen once more after it had told no environment, and until it was gone
+
+
 def test_a_pid_alone_proves_nothing():
     began = processes.start_time(os.getpid())
     assert processes.same_process(os.getpid(), began)

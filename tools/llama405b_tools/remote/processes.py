@@ -124,19 +124,24 @@ def _children() -> dict[int, list[int]]:
 
 
 def sweep(value: str, *, below: int = 0, spare: tuple[int, ...] = (), seconds: float = 20.0) -> tuple[int, list[int]]:
-    """SIGKILL every process of ``<run directory>:<host>`` until none is left.
+    """SIGKILL every process of ``<run directory>:<host>`` until two looks find none.
 
+    In the middle of an exec, and late in its end, a process tells no environment.
     Returns how many were ended, and which could not be ended within ``seconds`` (for example in state D).
     """
-    ended: set[int] = set()
+    ended: dict[int, int | None] = {}
     deadline = time.monotonic() + seconds
+    clean_looks = 0
     while True:
         left = set(marked(value)) | (set(descendants(below)) if below else set())
+        left |= {pid for pid, began in ended.items() if began is not None and same_process(pid, began)}
         left -= {os.getpid(), *spare}
-        if not left or time.monotonic() > deadline:
-            return len(ended - left), sorted(left)
+        clean_looks = 0 if left else clean_looks + 1
+        if clean_looks == 2 or time.monotonic() > deadline:
+            return len(ended.keys() - left), sorted(left)
         for pid in left:
-            ended.add(pid)
+            if pid not in ended:
+                ended[pid] = start_time(pid)
             try:
                 os.kill(pid, signal.SIGKILL)
             except (ProcessLookupError, PermissionError):
