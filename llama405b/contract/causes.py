@@ -54,6 +54,7 @@ class Cause:
     process_state: str = ""  # as the kernel writes it: R, S, D, T, …
     by: str = ""  # user@machine
     detail: str = ""  # a program's own message, for people; never parsed
+    finding: str = ""  # what an autopsy found, for people
 
 
 STUCK = {
@@ -89,7 +90,8 @@ WORDS = {
 def words(cause: Cause) -> str:
     """Say in a clause what happened; '' if the kind says it all."""
     if cause.kind in WORDS:
-        return _filled(WORDS[cause.kind], cause) + given("; {}", STUCK.get(cause.process_state))
+        found = given("; autopsy: {}", cause.finding) or given("; {}", STUCK.get(cause.process_state))
+        return _filled(WORDS[cause.kind], cause) + found
     if cause.rank is None:
         return cause.detail
     return f"rank {cause.rank} exited with {cause.exit_code}{given(': {}', said_by_rank(cause))}"

@@ -29,6 +29,7 @@ Every file has one writer. ``HOST`` is a name from the hosts file, ``N`` a rank:
     events/WRITER.jsonl              that writer   one ``RunEvent`` per line: rank-0, copies-HOST, and guard (on its machine)
     requests/ID.json                 agent         a ``RunRequest``, on the head
     diagnosis/WHAT-rank-N-step-S.*   rank N        profiles, memory and stacks, on request
+    autopsy/TIME/                    autopsy, guard  ``report.txt``, ``stacks.txt`` and what each HOST saw (on the machine that asked)
     guard.json, guard.log            guard         ``GuardState``, and what it did, for people (on the machine that it runs on)
 
 A run that is a Slurm job also has these::
@@ -96,6 +97,7 @@ class RunDir:
     logs = _BelowEach("logs/{}")
     agent_log = _BelowEach("logs/{}/torchrun.log")
     times = _BelowEach("logs/{}/times")
+    autopsies = _Below("autopsy")
     guard = _Below("guard.json")
     guard_log = _Below("guard.log")
     guard_order = _BelowEach("status/.{}.guard-order")

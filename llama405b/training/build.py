@@ -23,6 +23,7 @@ from llama405b.optim.build_updater import build_updater
 from llama405b.optim.offload_all import pin_for_gradients
 from llama405b.optim.updater import Updater
 from llama405b.parallel.busy import BusyMeter
+from llama405b.parallel.units import UnitTracker
 from llama405b.training.bad_steps import BadSteps
 from llama405b.training.build_data import open_data
 from llama405b.training.build_model import build_model
@@ -33,6 +34,7 @@ from llama405b.training.loop import Trainer
 from llama405b.training.loss_spikes import SpikeDetector
 from llama405b.training.model_files import bring_model_files
 from llama405b.training.open_checkpoints import log_changes, open_checkpoints, resume_run
+from llama405b.training.rank_memory import RankMemory, unit_label
 from llama405b.training.requests import Requests, StopSignal
 
 
@@ -68,6 +70,7 @@ def build_trainer(config: Config, resume: str, context: RankContext, stop: StopS
     context.journal.resumed_at(done, start.steps, anew=chosen.wanted == "no")
     reader = build_reader(config.training, config.data.workers, batches, start, context)
     detector = build_spike_detector(config.training, start, context)
+    show_units(module, context.heartbeat.memory)
     return Trainer(
         config=config,
         context=context,
@@ -92,6 +95,11 @@ def bind_to_numa_node(parallel: Parallel, context: RankContext) -> None:
     """Have this rank's threads run near its GPU, unless the settings forbid it."""
     if parallel.numa == "auto" and (bound := bind(context.me)):
         context.log(bound)
+
+
+def show_units(module: nn.Module, memory: RankMemory) -> None:
+    """Have this rank's memory show which unit it is in."""
+    UnitTracker(lambda name, way: functools.partial(memory.unit, unit_label(name, way))).attach(module)
 
 
 def build_busy_meter(parallel: Parallel, module: nn.Module, context: RankContext) -> BusyMeter | None:

@@ -1,4 +1,4 @@
-"""Where this rank is, written to disk at most once per second. Knows the clock and the contract; nothing of training.
+"""Where this rank is, written to disk at most once per second, and shown in memory. Knows the clock and the contract; nothing of training.
 
 Only the training thread writes: a rank that hangs falls silent, and the silence is the signal.
 """
@@ -13,6 +13,7 @@ from llama405b.contract.causes import Cause
 from llama405b.contract.files import write_json
 from llama405b.contract.paths import RunDir
 from llama405b.contract.records import Heartbeat, Phase
+from llama405b.training.rank_memory import RankMemory
 
 if TYPE_CHECKING:
     from llama405b.distributed.ranks import Rank  # needs torch
@@ -25,6 +26,7 @@ class HeartbeatWriter:
 
     def __init__(self, run: RunDir, me: "Rank") -> None:
         self.run, self.me = run, me
+        self.memory = RankMemory()
         now = time.time()
         self.record = Heartbeat(me.rank, me.host, os.getpid(), now, 0, Phase.START, now)
         self.before = self.record  # a long wait

@@ -21,6 +21,7 @@ from llama405b.training.bad_steps import BadSteps
 from llama405b.training.checkpointer import Checkpointer
 from llama405b.training.context import RankContext
 from llama405b.training.evaluate import Evaluator
+from llama405b.training.rank_memory import NO_UNIT
 from llama405b.training.requests import Requests
 
 
@@ -98,7 +99,9 @@ class Trainer:
         me, timer = self.context.me, StepTimer(self.context.me.device)
         lr = lr_at(step, self.steps.stop - 1, self.config.optimizer)
         set_lr(self.updater.optimizer, lr)
+        self.context.heartbeat.memory.step(step)
         result = self.learn(step, timer)
+        self.context.heartbeat.memory.unit(NO_UNIT)
         if result is None:
             return None
         self.bad_steps.check_spike(step, result)

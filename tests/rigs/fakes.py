@@ -11,6 +11,7 @@ from llama405b_tools.hosts.transport import HostError, Result
 from llama405b_tools.machine.network import Rdma
 from llama405b_tools.remote import agent
 from llama405b_tools.remote.messages.account_request import AccountReply
+from llama405b_tools.remote.messages.autopsy import HostEvidence
 from llama405b_tools.remote.messages.guard_notes import NoteReply
 from llama405b_tools.remote.messages.host_run import HostRun, StatusReply
 from llama405b_tools.remote.messages.probe import LaunchFacts, Reach, RunPlace
@@ -27,6 +28,7 @@ class FakeHost:
         self.checkpoint, self.faults, self.heard, self.blames = None, {}, [], ()
         self.members, self.ends, self.now, self.noted = (), (), 0.0, None
         self.machine, self.stopped_at, self.unsaved = name, 0.0, ""
+        self.seen = None  # what an autopsy sees here
         self.lives = []  # how each launch of it goes: a list of StreamMessage, then it is over
         self.receipt = NoteReply()  # for a guard's note
         self.gpus = [0]  # as each probe finds them; the last number stays
@@ -57,6 +59,9 @@ class FakeHost:
 
     def account_of(self, request):
         yield AccountReply(None)
+
+    def evidence(self, request):
+        yield self.seen or HostEvidence(self.name, self.now)
 
     def note(self, request):
         self.noted = request.state

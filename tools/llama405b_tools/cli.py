@@ -33,6 +33,7 @@ VERBS = {  # verb: (module with main(argv) -> exit code, what it does)
     "top": ("llama405b_tools.verbs.top", "cluster-top: hosts, GPUs, ranks, training and logs on one screen"),
     "logs": ("llama405b_tools.verbs.logs", "show the logs of every rank on every host"),
     "ask": ("llama405b_tools.verbs.ask", "have a live run save, or show a profile, memory or stacks"),
+    "autopsy": ("llama405b_tools.verbs.autopsy", "say what every rank is doing, and who holds up the run"),
     "attach": ("llama405b_tools.verbs.attach", "open a tmux session with one window per host"),
     "stop": ("llama405b_tools.verbs.stop", "end a run on every host, and verify that it ended"),
     "train": ("llama405b.train", "run the training program (launch runs it under torchrun)"),
@@ -45,7 +46,20 @@ VERBS = {  # verb: (module with main(argv) -> exit code, what it does)
 MOST = 20_000  # characters of an error, which may name every host
 NO_GPU = ("download", "data", "export", "demo")
 GROUPS = {
-    "at your terminal": ("plan", "setup", "doctor", "push", "launch", "status", "top", "logs", "ask", "attach", "stop"),
+    "at your terminal": (
+        "plan",
+        "setup",
+        "doctor",
+        "push",
+        "launch",
+        "status",
+        "top",
+        "logs",
+        "ask",
+        "autopsy",
+        "attach",
+        "stop",
+    ),
     "where the model or the data is (no GPU needed)": NO_GPU,
     "on a GPU host": ("train", "bench"),
 }

@@ -22,6 +22,7 @@ from llama405b_tools.hosts.transport import HostError
 from llama405b_tools.remote.messages.stop_request import StopReply
 from llama405b_tools.remote.messages.stream import NodeUpdate, StreamMessage, StreamRequest
 from llama405b_tools.run import judge
+from llama405b_tools.run.autopsy import examined
 from llama405b_tools.run.judge import Failure, HostHeartbeats, failure_words, not_stopped
 from llama405b_tools.run.screen import NobodyReadsError, PlainPrinter, Printer, printer, show
 from llama405b_tools.run.start_everywhere import stop_launch
@@ -219,6 +220,11 @@ class RunMonitor:
         found = [*lost, *self.failures] if self.hangs else [*self.failures, *lost]  # a hung rank waits for a lost one
         return judge.first_failure(found)
 
+    def found(self, failure: Failure, examined: Failure) -> Failure:
+        """Put what an autopsy found in a failure's place; returns it."""
+        self.failures = [examined if each is failure else each for each in self.failures]
+        return examined
+
     def _end(self, host: str, node: NodeUpdate) -> None:
         self.stopped_by = self.stopped_by or node.stopped_by
         state = judge.state_of(node.status, alive=False) if node.status else judge.FILES_GONE  # it had started
@@ -293,6 +299,8 @@ def watch_run(
     if monitor.failures:
         monitor.count_lost(time.monotonic())
     if (worst := monitor.worst()) and not (plan.slurm_job and monitor.is_over):  # such a job ends by itself
+        if limits and not plan.slurm_job:
+            worst = monitor.found(worst, examined(fleet, plan, worst))
         monitor.stopped = stop_launch(plan, fleet, Blame(plan.attempt, worst.host, worst.cause))
     return monitor
 

@@ -23,6 +23,7 @@ class Action(NamedTuple):
 
 
 ACTIONS = {
+    "a": Action("look at what every rank of {run} is doing, and who holds it up", ("autopsy", "--run", "{run}")),
     "c": Action("save a checkpoint of {run} now", ("ask", "{run}", "save")),
     "p": Action("trace the next step of every rank of {run}", ("ask", "{run}", "profile")),
     "M": Action("tell what the memory of every rank of {run} holds", ("ask", "{run}", "memory")),

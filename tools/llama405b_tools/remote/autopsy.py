@@ -1,0 +1,264 @@
+"""What a run's ranks are doing on this host, and what stands around them. Standard library; Linux."""
+
+import concurrent.futures
+import contextlib
+import itertools
+import os
+import re
+import socket
+import statistics
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from llama405b.contract.events import EventKind, RunEvent
+from llama405b.contract.files import read_records
+from llama405b.contract.paths import RunDir
+from llama405b.contract.plan import Node, Plan, read_plan
+from llama405b.contract.reader import MalformedError, loads
+from llama405b.contract.records import METRICS_LINE, Metrics
+from llama405b_tools.remote import processes
+from llama405b_tools.remote.describe import beats_of, checkpoints_of, lives
+from llama405b_tools.remote.locks import run_of
+from llama405b_tools.remote.messages.autopsy import (
+    DiskEvidence,
+    Doing,
+    EvidenceRequest,
+    HostEvidence,
+    Progress,
+    RankEvidence,
+    Surroundings,
+)
+from llama405b_tools.remote.rank_evidence import (
+    Counts,
+    Looked,
+    RankMemoryReader,
+    kernel_wait,
+    look_with_py_spy,
+    rank_processes,
+    swapped_bytes,
+    unsent,
+    waits_in,
+    with_code,
+)
+from llama405b_tools.remote.sampler import KernelLog
+
+SILENT_S = 15.0  # a rank that is silent for longer may be halted for an instant
+DISK_S = 1.0
+KERNEL_S = 900.0
+KERNEL_WORDS = re.compile(
+    rb"NVRM: Xid|Out of memory: Killed|oom-kill|blocked for more than|I/O error|not responding|Link is Down|"
+    rb"Remounting filesystem read-only|Hardware Error|mlx5_core.*(error|fatal)"
+)
+LAST_STEPS = 50
+LAST_LINES, LAST_BYTES = 8, 1 << 14  # of each rank's output
+RAS_PORT, RAS_S, RAS_BYTES = 28028, 3.0, 1 << 18  # of NCCL's RAS, which a process of each host serves
+
+
+def evidence(request: EvidenceRequest) -> HostEvidence:
+    """Look at every rank of this host, over a short window."""
+    run, host = run_of(request.run), request.host
+    plan = read_plan(run)
+    node = plan.find(host)
+    if node is None:
+        return HostEvidence(host, time.time())
+    with concurrent.futures.ThreadPoolExecutor(16) as pool:
+        around = pool.submit(_around, run, plan, node)
+        ranks, window_s, disk_bytes = _ranks(run, plan, node, request.window_s, pool)
+        return HostEvidence(
+            host,
+            time.time(),
+            plan.attempt,
+            alive=lives(run, plan, host),
+            address=node.address,
+            interface=node.interface,
+            window_s=window_s,
+            ranks=ranks,
+            disk_bytes=disk_bytes,
+            progress=_progress(run, plan) if node == plan.nodes[0] else Progress(),
+            around=around.result(),
+        )
+
+
+def _ranks(
+    run: RunDir, plan: Plan, node: Node, least_s: float, pool: concurrent.futures.Executor
+) -> tuple[tuple[RankEvidence, ...], float, int]:
+    """Return what each rank does, the length of the window in seconds, and what the disks wrote in it."""
+    pids = rank_processes(f"{run.path}:{node.name}")
+    beats = {beat.rank: beat for beat in beats_of(run, node)}
+    memories = {rank: memory for rank, pid in pids.items() if (memory := RankMemoryReader.of(pid))}
+    began, disk_before = time.monotonic(), _disk_bytes()
+    before = {rank: Counts.of(pid) for rank, pid in pids.items()}
+    for memory in memories.values():
+        memory.ask()
+    own = {rank: memory.stacks() for rank, memory in memories.items()}
+    time.sleep(max(0.0, began + least_s - time.monotonic()))
+    window_s, disk_bytes = time.monotonic() - began, _disk_bytes() - disk_before
+    did = {rank: before[rank].until(Counts.of(pid)) for rank, pid in pids.items()}
+    waits = {rank: (waits_in(pid), kernel_wait(pid)) for rank, pid in pids.items()}
+    now = time.time()
+    silent = {rank for rank in pids if rank in beats and now - beats[rank].time > SILENT_S}
+    looks = {
+        rank: pool.submit(look_with_py_spy, pid, native=rank in silent)
+        for rank, pid in pids.items()
+        if rank in silent or not own.get(rank)
+    }
+    logs = _last_lines(run, node.name, plan.attempt)
+    found = []
+    for rank in range(node.first_rank, node.first_rank + node.slots):
+        pid, memory = pids.get(rank, 0), memories.get(rank)
+        looked = looks[rank].result() if rank in looks else Looked()
+        threads = looked.threads or own.get(rank, ())
+        waits_for, kernel = waits.get(rank, ("", ""))
+        found.append(
+            RankEvidence(
+                rank,
+                pid=pid,
+                state=processes.state(pid) if pid else "",
+                waits_in=waits_for,
+                kernel_wait=kernel,
+                doing=did.get(rank, Doing()),
+                swapped_bytes=swapped_bytes(pid) if pid else 0,
+                threads=with_code(threads),
+                source="py-spy" if looked.threads else "signal" if threads else "",
+                no_stacks="" if threads else looked.why_not,
+                place=memory.place() if memory else None,
+                beat=beats.get(rank),
+                unsent=unsent(pid) if pid else (),
+                log=logs.get(rank - node.first_rank, ()),
+            )
+        )
+    return tuple(found), window_s, disk_bytes
+
+
+def _around(run: RunDir, plan: Plan, node: Node) -> Surroundings:
+    """Return what stands around the ranks."""
+    memory = dict(re.findall(r"^(\w+):\s+(\d+) kB", Path("/proc/meminfo").read_text(encoding="ascii"), re.MULTILINE))
+    return Surroundings(
+        link_up=_link_up(node.interface),
+        load=os.getloadavg()[0],
+        cores=os.cpu_count() or 0,
+        available_bytes=int(memory.get("MemAvailable", 0)) * 1024,
+        swap_used_bytes=(int(memory.get("SwapTotal", 0)) - int(memory.get("SwapFree", 0))) * 1024,
+        disks=_disks([run.path, checkpoints_of(run, plan)]),
+        kernel=_kernel(time.time()),
+        nccl=_nccl_ras(),
+        flight_records=_flight_records(plan.created),
+    )
+
+
+def _progress(run: RunDir, plan: Plan) -> Progress:
+    """Return the last step of this attempt, and how long steps and saves take."""
+    taken = []
+    with contextlib.suppress(OSError), run.metrics.open("rb") as file:
+        file.seek(max(0, run.metrics.stat().st_size - LAST_STEPS * 1024))
+        for line in file.read().splitlines():
+            with contextlib.suppress(MalformedError):
+                each = loads(METRICS_LINE, line, "metrics")
+                if isinstance(each, Metrics) and each.attempt == plan.attempt:
+                    taken.append(each)
+    saves = [
+        event.took_s for event in read_records(RunEvent, run.events("rank-0"), 50) if event.kind is EventKind.SAVED
+    ]
+    usual_save_s = statistics.median(saves) if saves else None
+    if not taken:
+        return Progress(usual_save_s=usual_save_s)
+    between = [later.time - earlier.time for earlier, later in itertools.pairwise(taken)]
+    usual_step_s = statistics.median([taken[-1].step_s, *between])
+    return Progress(taken[-1].step, time.time() - taken[-1].time, usual_step_s, usual_save_s)
+
+
+def _last_lines(run: RunDir, host: str, attempt: int) -> dict[int, tuple[str, ...]]:
+    """Return the last lines of each rank's output in an attempt, by local rank, of the file that was written last."""
+    newest: dict[int, tuple[float, tuple[str, ...]]] = {}
+    for path in run.logs(host).glob(f"*-{attempt}-*/attempt_*/*/std*.log"):
+        with contextlib.suppress(OSError, ValueError), path.open("rb") as file:
+            info = os.fstat(file.fileno())
+            file.seek(max(0, info.st_size - LAST_BYTES))
+            lines = file.read().decode("utf-8", "replace").split("\n")
+            said = tuple(line[:300] for line in lines if line.strip())[-LAST_LINES:]
+            if said:
+                newest[int(path.parent.name)] = max(newest.get(int(path.parent.name), (0.0, ())), (info.st_mtime, said))
+    return {local_rank: said for local_rank, (_, said) in newest.items()}
+
+
+def _disks(paths: Sequence[Path]) -> tuple[DiskEvidence, ...]:
+    """Ask each filesystem for its free space; in processes of their own, since who asks one that hangs cannot be ended."""
+    asked = {
+        str(path): subprocess.Popen(
+            ["stat", "-f", "-c", "%a %S", str(path)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        for path in dict.fromkeys(paths)
+        if path.parent.exists()
+    }
+    found, until = [], time.monotonic() + DISK_S
+    for path, child in asked.items():
+        try:
+            free = child.communicate(timeout=max(0.0, until - time.monotonic()))[0].split()
+            found.append(DiskEvidence(path, answers=True, free_bytes=int(free[0]) * int(free[1]) if free else 0))
+        except subprocess.TimeoutExpired:
+            child.kill()
+            found.append(DiskEvidence(path, answers=False))
+    return tuple(found)
+
+
+class LastKernelLines(KernelLog):
+    """What the kernel logged about what may hold up a rank."""
+
+    WORDS = KERNEL_WORDS
+
+
+def _kernel(now: float) -> tuple[str, ...] | None:
+    """Return what the kernel said lately; None if this user may not read it."""
+    lines = LastKernelLines().new()  # type: ignore[no-untyped-call]
+    if lines is None:
+        return None
+    return tuple(f"{now - at:.0f} s ago: {text}" for at, text in lines if now - at < KERNEL_S)
+
+
+def _link_up(interface: str) -> bool | None:
+    try:
+        return Path(f"/sys/class/net/{interface}/operstate").read_text(encoding="ascii").strip() not in (
+            "down",
+            "lowerlayerdown",
+        )
+    except OSError:
+        return None
+
+
+def _disk_bytes() -> int:
+    """Return what this host's disks have written."""
+    total = 0
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/diskstats").read_text(encoding="ascii").splitlines():
+            total += int(line.split()[9]) * 512
+    return total
+
+
+def _nccl_ras() -> str:
+    """Return what NCCL's RAS says of all ranks, if it answers here; see NCCL's guide, "RAS"."""
+    said = b""
+    with contextlib.suppress(OSError), socket.create_connection(("localhost", RAS_PORT), 0.3) as ras:
+        ras.settimeout(RAS_S)
+        ras.sendall(b"client protocol 2\ntimeout 2\nverbose status\n")
+        while len(said) < RAS_BYTES and (piece := ras.recv(1 << 16)):
+            said += piece
+    return said.decode("utf-8", "replace")
+
+
+def _flight_records(since: float) -> tuple[str, ...]:
+    """Return the files that NCCL's flight recorder has written here since a time, where torch puts them unless it is told otherwise."""
+    form = os.environ.get(
+        "TORCH_FR_DUMP_TEMP_FILE", os.environ.get("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "/tmp/nccl_trace_rank_")
+    )
+    found = []
+    for path in Path(form).parent.glob(f"{Path(form).name}*"):
+        with contextlib.suppress(OSError):
+            if path.stat().st_mtime >= since:
+                found.append(str(path))
+    return tuple(sorted(found))

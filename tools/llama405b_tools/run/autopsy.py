@@ -1,0 +1,134 @@
+"""Ask all hosts of a run at once what its ranks are doing, say who holds it up, and keep what was seen."""
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from llama405b.contract import reader
+from llama405b.contract.causes import CauseKind
+from llama405b.contract.files import write_atomic
+from llama405b.contract.paths import RunDir
+from llama405b.contract.phrases import counted, given, short
+from llama405b.contract.plan import Plan
+from llama405b_tools.hosts.fleet import Fleet
+from llama405b_tools.hosts.outcomes import replies, unanswered
+from llama405b_tools.remote.messages.autopsy import EvidenceRequest, HostEvidence
+from llama405b_tools.run.diagnose import Diagnosis, diagnose, frame_words, group_words
+from llama405b_tools.run.judge import Failure
+from llama405b_tools.run.screen import show
+from llama405b_tools.text.clean import clean
+from llama405b_tools.text.figures import amount, span
+from llama405b_tools.text.fold import fold_ranks
+
+ANSWER_S = 9.0  # a host that has not answered by then is told as such
+SHOWN_GROUPS = 12
+FINDING = 240  # characters in an incident
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Autopsy:
+    """What the hosts saw, and what it means."""
+
+    run: str
+    attempt: int
+    hosts: dict[str, HostEvidence]
+    lost: dict[str, str]  # hosts that did not answer, and why
+    diagnosis: Diagnosis
+    took_s: float
+
+    @property
+    def line(self) -> str:
+        """The finding in one line."""
+        return clean(f"{self.diagnosis.verdict.upper()}  {self.diagnosis.words}")
+
+    def report(self) -> list[str]:
+        """What a person reads."""
+        found, ranks = self.diagnosis, [rank for host in self.hosts.values() for rank in host.ranks]
+        lines = [
+            f"run {self.run}, attempt {self.attempt}: {counted(len(ranks), 'rank')} on {counted(len(self.hosts), 'host')}, "
+            f"seen in {self.took_s:.1f} s",
+            self.line,
+        ]
+        lines += [f"  {line}" for line in (found.culprit.evidence if found.culprit else ())]
+        lines += ["where the ranks are"]
+        lines += [f"  {fold_ranks(group.ranks)}: {group_words(group)}" for group in found.groups[:SHOWN_GROUPS]]
+        if len(found.groups) > SHOWN_GROUPS:
+            lines.append(f"  and {counted(len(found.groups) - SHOWN_GROUPS, 'more place', 'more places')}")
+        lines += [f"{name} did not answer: {why}" for name, why in self.lost.items()]
+        lines += [
+            f"{name}: NCCL's flight recorder wrote {path}"
+            for name, host in self.hosts.items()
+            for path in host.around.flight_records
+        ]
+        return [clean(line) for line in lines]
+
+
+def take_autopsy(fleet: Fleet, plan: Plan) -> Autopsy:
+    """Look at every rank of a run; hosts that do not answer are named."""
+    began = time.monotonic()
+    requests = {node.name: EvidenceRequest(plan.run, node.name) for node in plan.nodes if node.name in fleet.hosts}
+    outcomes = fleet.ask_all("evidence", requests, HostEvidence, ANSWER_S)
+    hosts, lost = replies(outcomes), unanswered(outcomes)
+    return Autopsy(plan.run, plan.attempt, hosts, lost, diagnose(hosts, lost), time.monotonic() - began)
+
+
+def keep_autopsy(autopsy: Autopsy) -> Path | None:
+    """Write all that was seen below the run's directory here; returns where, or None if it cannot be written."""
+    place = RunDir.here(autopsy.run).autopsies / time.strftime("%Y%m%d-%H%M%S")
+    with contextlib.suppress(OSError):
+        place.mkdir(parents=True, exist_ok=True)
+        write_atomic(place / "report.txt", "\n".join([*autopsy.report(), ""]))
+        write_atomic(place / "stacks.txt", "\n".join([*_stacks(autopsy), ""]))
+        for name, host in autopsy.hosts.items():
+            write_atomic(place / f"{name}.json", reader.dumps(host) + "\n")
+            if host.around.nccl:
+                write_atomic(place / f"{name}.nccl-ras.txt", host.around.nccl)
+        return place
+    return None
+
+
+def examined(fleet: Fleet, plan: Plan, failure: Failure) -> Failure:
+    """Take and keep an autopsy of an attempt that is about to be ended; returns its failure, of a hang with the culprit that was found.
+
+    Whatever goes wrong with it, the failure is what it was: a run waits to be brought back.
+    """
+    try:
+        autopsy = take_autopsy(fleet, plan)
+        place = keep_autopsy(autopsy)
+    except Exception as error:  # noqa: BLE001
+        show(f"autopsy: none, {type(error).__name__}: {error}")
+        return failure
+    show(f"autopsy: {autopsy.line}{given('; all of it in {}', str(place or ''))}")
+    culprit = autopsy.diagnosis.culprit
+    if failure.cause.kind is not CauseKind.HUNG or culprit is None or not culprit.hosts:
+        return failure
+    host, rank = culprit.hosts[0], next(iter(culprit.ranks), failure.cause.rank)
+    finding = short(culprit.words, FINDING)
+    return dataclasses.replace(
+        failure, host=host, cause=dataclasses.replace(failure.cause, host=host, rank=rank, finding=finding)
+    )
+
+
+def _stacks(autopsy: Autopsy) -> Iterator[str]:
+    for host in autopsy.hosts.values():
+        for rank in host.ranks:
+            doing = rank.doing
+            yield (
+                f"rank {rank.rank} on {host.host}: process {rank.pid}, state {rank.state or 'none'}, in {rank.waits_in or 'no system call'}"
+                f" ({rank.kernel_wait or 'not in the kernel'}); in {span(host.window_s)}: {doing.cpu_s:.2f} s of CPU, "
+                f"{doing.waited_s:.2f} s waiting for one, {amount(doing.moved_bytes)}B moved, {doing.major_faults} page faults"
+            )
+            yield (
+                f"  stacks by {rank.source}" if rank.source else f"  no stacks: {rank.no_stacks or 'it has no process'}"
+            )
+            for thread in rank.threads:
+                yield f"  thread {thread.name}{' (main)' if thread.is_main else ''}{', holds the GIL' if thread.has_gil else ''}"
+                for frame in thread.frames:
+                    yield (
+                        f"    {frame_words(frame)}"
+                        if frame.is_python
+                        else f"    {Path(frame.file).name}: {frame.function}"
+                    )
+            yield from (f"  wrote: {line}" for line in rank.log)

@@ -1,0 +1,69 @@
+"""Say what every rank of a run is doing right now, and who holds it up; the run is not disturbed.
+
+Each host tells its ranks' stacks, what they wait in, and what its kernel, disks and links say. What was seen is kept in
+runs/RUN/autopsy here. Exits with 0 if the run moves, 3 if it hangs, 1 if that cannot be told.
+"""
+
+import json
+from collections.abc import Sequence
+
+from llama405b.contract.errors import FAILED, GOOD, UNFIT, UserError
+from llama405b.contract.plan import Plan
+from llama405b.contract.reader import dumps
+from llama405b_tools.hosts.fleet import Fleet
+from llama405b_tools.hosts.outcomes import replies
+from llama405b_tools.remote.messages.host_run import PlanRequest
+from llama405b_tools.run.autopsy import Autopsy, keep_autopsy, take_autopsy
+from llama405b_tools.run.backends import backend_of
+from llama405b_tools.run.diagnose import Verdict
+from llama405b_tools.run.query import STATUS_TIMEOUT_S, ask_hosts, ask_members
+from llama405b_tools.verbs.arguments import verb_parser
+
+EXIT_CODES: dict[Verdict, int] = {
+    Verdict.MOVES: GOOD,
+    Verdict.HANGS: UNFIT,
+    Verdict.UNCLEAR: FAILED,
+    Verdict.OVER: FAILED,
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the verb."""
+    parser = verb_parser("autopsy", __doc__)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    args = parser.parse(argv)
+    backend = backend_of(args.run, args.hosts)
+    if backend.elsewhere:
+        raise UserError(
+            f"run {backend.run} is a Slurm job, whose nodes are not reached over SSH; where they can be, name a hosts file with them"
+        )
+    with Fleet(backend.hosts()) as fleet:
+        run, seen = ask_hosts(fleet, backend.run)
+        seen = ask_members(fleet, run, seen)
+        known = {name: found for name, found in replies(seen).items() if found}
+        if not any(found.alive or found.leftovers for found in known.values()):
+            raise UserError(f"run {run} is not running; `{fleet.command_to_type('status', run)}` says how it ended")
+        plan = fleet.ask(next(iter(known)), "planned", PlanRequest(run), Plan, STATUS_TIMEOUT_S)
+        autopsy = take_autopsy(fleet, plan)
+    place = keep_autopsy(autopsy)
+    if args.json:
+        print(json.dumps(_record(autopsy, str(place or ""))))
+    else:
+        print("\n".join(autopsy.report()))
+        print(f"all of it: {place}" if place else "it could not be kept: the run's directory here cannot be written")
+    return EXIT_CODES[autopsy.diagnosis.verdict]
+
+
+def _record(autopsy: Autopsy, place: str) -> dict[str, object]:
+    """The finding as JSON, for scripts."""
+    culprit = autopsy.diagnosis.culprit
+    return {
+        "run": autopsy.run,
+        "attempt": autopsy.attempt,
+        "verdict": autopsy.diagnosis.verdict,
+        "words": autopsy.diagnosis.words,
+        "culprit": json.loads(dumps(culprit)) if culprit else None,
+        "lost": autopsy.lost,
+        "took_s": autopsy.took_s,
+        "kept": place,
+    }
