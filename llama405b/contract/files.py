@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-def write_atomic(path: Path, text: str) -> None:
-    """Replace ``path`` with ``text`` so that a reader sees either the old file or the new one.
+def write_atomic(path: Path, content: str | bytes) -> None:
+    """Replace ``path`` with a text, or bytes, so that a reader sees either the old file or the new one.
 
     Raises:
         OSError: The directory cannot be created or written.
@@ -26,7 +26,7 @@ def write_atomic(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        partial.write_text(text, encoding="utf-8")
+        partial.write_bytes(content.encode() if isinstance(content, str) else content)
         partial.replace(path)
     except OSError:
         partial.unlink(missing_ok=True)

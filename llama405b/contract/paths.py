@@ -30,6 +30,7 @@ Every file has one writer. ``HOST`` is a name from the hosts file, ``N`` a rank:
     requests/ID.json                 agent         a ``RunRequest``, on the head
     diagnosis/WHAT-rank-N-step-S.*   rank N        profiles, memory and stacks, on request
     autopsy/TIME/                    autopsy, guard  ``report.txt``, ``stacks.txt`` and what each HOST saw (on the machine that asked)
+    black-box/TIME-VERDICT.gz        cluster-top    the ten minutes around an incident, for --replay (on the machine that it ran on)
     guard.json, guard.log            guard         ``GuardState``, and what it did, for people (on the machine that it runs on)
 
 A run that is a Slurm job also has these::
@@ -98,6 +99,7 @@ class RunDir:
     agent_log = _BelowEach("logs/{}/torchrun.log")
     times = _BelowEach("logs/{}/times")
     autopsies = _Below("autopsy")
+    black_box = _Below("black-box")
     guard = _Below("guard.json")
     guard_log = _Below("guard.log")
     guard_order = _BelowEach("status/.{}.guard-order")

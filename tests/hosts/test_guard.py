@@ -77,6 +77,12 @@ def test_a_hung_run_is_ended_and_resumed_and_a_stop_ends_the_guard(work, cli, de
     words = "node-b: hung: rank 1 is silent for"
     wait_for(lambda: words in guard_log(work, "h"))
     assert "it is stopped by a signal" in guard_log(work, "h")
+    assert re.search(
+        r"autopsy: HANGS  node-b: rank 1 cannot go on: it is stopped by a signal; .* all of it in runs/h/autopsy/\S+",
+        guard_log(work, "h"),
+    )
+    [report] = work.glob("runs/h/autopsy/*/report.txt")
+    assert "rank 1" in report.read_text()
     wait_for(lambda: "watching: running again" in guard_log(work, "h"))
     wait_for(lambda: heartbeat(work, "h", 1)["step"] > 5)
     first = cli(work, "logs", "--run", "h", "--first-error").stdout  # whichever host's part ended first

@@ -223,3 +223,24 @@ def test_what_cannot_be_acted_on_says_so(terminal, args, why):
     top.shows(r"hosts 8/8", 30)
     top.keys("S")
     top.shows(re.escape(f"[{why}]"), 10)
+
+
+def test_the_whole_screen_goes_back_in_time_and_to_now(terminal):
+    top = terminal("--replay", "demo", "--speed", "8", size=(140, 40))
+    top.shows(r"step 1,19\d", 60)
+    top.keys("Space")
+    top.shows("PAUSED", 5)
+    newest = int(re.search(r"step ([\d,]+)", top.screen())[1].replace(",", ""))
+    top.keys("[")
+    past = top.shows(r"\d\d:\d\d:\d\d, \S+ ago: → goes on, End now", 5)
+    assert newest > int(re.search(r"step ([\d,]+)|STARTING|LOADING", past)[1] or 0)
+    top.keys("Right")
+    top.shows(r"ago: → goes on", 5)
+    top.keys("End")
+    now = wait_for(lambda: "ago: →" not in (screen := top.screen()) and screen, 5)
+    assert "PAUSED" in now
+    assert f"step {newest}" in now.replace(",", "")
+    top.keys(">")
+    top.shows(r"speed 16", 5)
+    top.keys("Space", "Right")
+    wait_for(lambda: "PAUSED" not in top.screen(), 5)

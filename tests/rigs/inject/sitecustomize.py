@@ -54,11 +54,6 @@ class Causes:
         while True:
             pass
 
-    def endless_regex(self):
-        import re
-
-        re.match(r"(a+)+$", "a" * 64 + "b")
-
     def blocked_read(self):
         with Path(_fifo(self.place)).open() as file:
             file.read()
@@ -111,14 +106,42 @@ class Causes:
 
         dist.barrier()
 
+    def swallowed(self):
+        raise SwallowedError
+
+    # These were written after the rules had been fixed.
+
+    def endless_regex(self):
+        import re
+
+        re.match(r"(a+)+$", "a" * 64 + "b")
+
     def message_that_never_comes(self):
         import torch
         import torch.distributed as dist
 
         dist.recv(torch.zeros(1), (dist.get_rank() + 1) % dist.get_world_size())
 
-    def swallowed(self):
-        raise SwallowedError
+    def group_of_its_own(self):
+        import torch.distributed as dist
+
+        dist.new_group(list(range(dist.get_world_size())))
+
+    def lock_of_a_thread(self):
+        import logging
+        import threading
+        import time
+
+        handler = logging.StreamHandler()
+        logging.getLogger().addHandler(handler)
+
+        def hold():
+            handler.acquire()
+            time.sleep(9999)
+
+        threading.Thread(target=hold, daemon=True).start()
+        time.sleep(0.2)
+        logging.getLogger().warning("this is never written")
 
     def slow(self):
         import time

@@ -302,7 +302,7 @@ def test_what_to_do_next_is_one_line():
     }
     said = {state: [line.strip() for line in each if line.startswith(" → ")] for state, each in lines.items()}
     assert said["healthy"] == []
-    stop = "`llama405b stop --run llama-405b` ends it"
+    stop = "a says why; `llama405b stop --run llama-405b` ends it"
     again = "launch it again with `--resume auto`, from step 1,200"
     assert said["hung"] == [f"→ {stop}; check gpu-3 (`llama405b doctor`), then {again}"]
     assert "e shows the first error" in said["failed"][0]

@@ -324,6 +324,23 @@ def test_a_guard_that_is_gone_is_not_healthy():
         assert cluster.picture().verdict is verdict
 
 
+def test_a_hang_says_when_its_guard_ends_it():
+    told = {"run": "llama-405b", "pid": 7, "pid_start": 1, "machine": "far x y", "limit": 3, "hang_after_s": 300.0}
+
+    def guarded(seconds):
+        cluster, _ = play(simulate.HUNG + seconds, lambda host, frame: frame["run"] and run_of(frame, guard=told))
+        cluster.guard = GuardShown.WATCHING
+        return cluster.found.guard_acts_in_s, cluster.picture()
+
+    (before_s, _), (left_s, pic) = guarded(70), guarded(80)
+    assert 200 < left_s < 300 - 70
+    assert before_s - left_s == pytest.approx(10.0, abs=2.1)
+    minutes, seconds = divmod(int(left_s), 60)
+    assert f"{minutes}:{seconds:02d}" in pic.advice
+    unguarded, _ = play(simulate.HUNG + 80)
+    assert unguarded.found.guard_acts_in_s is None
+
+
 @pytest.mark.parametrize("state", [HostState.AUTH, HostState.REFUSED, HostState.TIMEOUT, HostState.DOWN])
 def test_a_host_without_a_connection(state):
     cluster, now = play(50)

@@ -6,6 +6,8 @@ import types
 
 import pytest
 
+from llama405b.contract.accounting import Account, Incident
+from llama405b.contract.causes import Cause, CauseKind
 from llama405b_tools.top import event_sources
 from llama405b_tools.top.event_sources import Live, SourceEvent
 from llama405b_tools.top.session import Session, guard_shown
@@ -137,3 +139,31 @@ def test_a_guard_on_another_machine_is_known_by_what_it_told_the_hosts(session, 
     session.cluster.advance(T0)
     assert guard_shown(session.cluster.run, session.cluster.guards_heard(T0)) is shown
     assert guard_shown(session.cluster.run, []) is GuardShown.NONE
+
+
+def test_an_incident_is_one_line_once_its_run_goes_on(session):
+    def account(*resumed):
+        each = [
+            Incident(
+                n,
+                T0 + 1000 * n,
+                T0 + 1000 * n + 60,
+                at,
+                Cause(CauseKind.HUNG, "a", 3, age_s=60.0, phase="train", step=7),
+            )
+            for n, at in enumerate(resumed, 1)
+        ]
+        return Account(T0, T0 + 9000, 8, {}, each)
+
+    def told(*resumed, run="r"):
+        session.cluster.account = run, account(*resumed)
+        session._tell_incidents(T0 + 9000)
+        return [event.text for event in session.cluster.events if "next step after" in event.text]
+
+    assert told(T0 + 1300, None) == []  # over before anybody looked; and one that is not over
+    [line] = told(T0 + 1300, T0 + 2240)
+    assert "attempt 2" in line
+    assert "next step after 4m" in line
+    assert "0.5 rank-h" in line
+    assert told(T0 + 1300, T0 + 2240) == [line]
+    assert told(T0 + 1, run="another") == [line]

@@ -115,7 +115,7 @@ def test_a_long_unit_keeps_its_end():
 
 
 def test_what_a_process_did_and_an_address():
-    assert Counts(1.0, 2.0, 3, 4).until(Counts(1.5, 2.0, 10, 4)).moved_bytes == 7
+    assert Counts(1.0, 2.0, 0.0, 3, 4).until(Counts(1.5, 2.0, 0.0, 10, 4)).moved_bytes == 7
     assert Counts.of(2**22 + 1) == Counts()
     assert address_of("0100007F") == "127.0.0.1"
     assert address_of("0000000000000000FFFF00000100007F") == "127.0.0.1"

@@ -30,7 +30,8 @@ SETTLED_S = 0.08  # without more of it, a dump is whole
 PY_SPY_S = 6.0
 CODE_FRAMES = 8  # of each thread, whose lines are read
 MOST_FRAMES = 60
-RETRIES = 3  # of one segment: more than a second without an answer
+RETRIES = 3  # of one segment, or of asking for room: more than a second without an answer
+PROBES = "04"  # the timer that runs in /proc/net/tcp: the peer had no room
 STOPPED, GONE = ("T", "t"), ("", "Z", "X")
 SOCKET = re.compile(r"socket:\[(\d+)\]")
 
@@ -152,6 +153,7 @@ class Counts:
 
     cpu_s: float = 0.0
     waited_s: float = 0.0
+    throttled_s: float = 0.0
     moved_bytes: int = 0
     major_faults: int = 0
 
@@ -166,6 +168,7 @@ class Counts:
         return cls(
             (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"),
             sum(int(each[1]) for each in waits if len(each) == 3) / 1e9,
+            throttled_s(pid),
             int(io.get("rchar", 0))
             + int(io.get("wchar", 0))
             + int(io.get("read_bytes", 0))
@@ -178,9 +181,30 @@ class Counts:
         return Doing(
             max(0.0, later.cpu_s - self.cpu_s),
             max(0.0, later.waited_s - self.waited_s),
+            max(0.0, later.throttled_s - self.throttled_s),
             max(0, later.moved_bytes - self.moved_bytes),
             max(0, later.major_faults - self.major_faults),
         )
+
+
+def throttled_s(pid: int) -> float:
+    """Return how long the process's control group, or one above it, has been without its share of the cores so far."""
+    found = 0.0
+    for line in _read(f"/proc/{pid}/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        roots = (
+            ("/sys/fs/cgroup/cpu", "/sys/fs/cgroup/cpu,cpuacct")
+            if controllers
+            else ("/sys/fs/cgroup", "/sys/fs/cgroup/unified")
+        )
+        for group in (Path(path), *Path(path).parents):
+            for root in roots:
+                stat = dict(each.split() for each in _read(f"{root}{group}/cpu.stat").splitlines() if " " in each)
+                seconds = (int(stat.get("throttled_time", 0)) / 1e9, int(stat.get("throttled_usec", 0)) / 1e6)
+                found = max(found, *seconds)
+    return found
 
 
 def waits_in(pid: int) -> str:
@@ -218,7 +242,8 @@ def unsent(pid: int) -> tuple[Unsent, ...]:
     for table in ("tcp", "tcp6"):
         for line in _read(f"/proc/{pid}/net/{table}").splitlines()[1:]:
             words = line.split()
-            queued, retries = int(words[4].split(":")[0], 16), int(words[6], 16)
+            queued, timer = int(words[4].split(":")[0], 16), words[5].split(":")[0]
+            retries = int(words[8]) if timer == PROBES else int(words[6], 16)
             if words[9] in own and queued and retries >= RETRIES:
                 found.append(Unsent(address_of(words[2].split(":")[0]), queued, retries))
     return tuple(found)

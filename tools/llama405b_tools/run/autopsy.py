@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +25,7 @@ from llama405b_tools.text.fold import fold_ranks
 
 ANSWER_S = 9.0  # a host that has not answered by then is told as such
 SHOWN_GROUPS = 12
+OF_RANK = re.compile(r"rank (\d+) on ")  # begins what stacks.txt has of a rank
 FINDING = 240  # characters in an incident
 
 
@@ -109,6 +111,19 @@ def examined(fleet: Fleet, plan: Plan, failure: Failure) -> Failure:
     return dataclasses.replace(
         failure, host=host, cause=dataclasses.replace(failure.cause, host=host, rank=rank, finding=finding)
     )
+
+
+def last_stacks(run: str) -> tuple[str, dict[int, list[str]]]:
+    """Return when the last autopsy was taken that is kept here, and the lines about each rank; "" and none if there is none."""
+    kept = sorted(RunDir.here(run).autopsies.glob("*/stacks.txt"))
+    found: dict[int, list[str]] = {}
+    lines: list[str] = []
+    with contextlib.suppress(OSError):
+        for line in kept[-1].read_text(encoding="utf-8").splitlines() if kept else ():
+            if match := OF_RANK.match(line):
+                lines = found.setdefault(int(match[1]), [])
+            lines.append(clean(line))
+    return (kept[-1].parent.name if found else ""), found
 
 
 def _stacks(autopsy: Autopsy) -> Iterator[str]:

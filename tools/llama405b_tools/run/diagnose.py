@@ -23,7 +23,7 @@ LEAST_S, FIRST_STEP_S, SLOW_PHASE_S = 20.0, 60.0, 60.0  # of silence, before a r
 STEPS, SAVES = 5.0, 3.0  # and so many of the usual ones
 EXCUSED = 10.0  # so many times longer, while bytes move or a core is busy where that is progress
 MOVES_BYTES, BUSY = 64 << 10, 0.5  # in the window; of a core
-STARVED = 0.5  # of the window that it waited for a core
+STARVED, RUNS = 0.5, 0.1  # of the window: that it waited for a core, and had one
 FAULTS_PER_S = 200.0  # page faults that wait for a disk
 SILENT_END = Cause(CauseKind.UNKNOWN)
 READS = (
@@ -113,7 +113,7 @@ def diagnose(hosts: Mapping[str, HostEvidence], lost: Mapping[str, str]) -> Diag
         return Diagnosis(verdict, f"{why}{lacking}", groups)
     culprit = _elsewhere(every, hosts)
     if verdict is Verdict.HANGS:
-        culprit = _lost(lost) or culprit or _link(every, hosts) or _mismatch(every)
+        culprit = _lost(lost) or culprit or _throttled(every, hosts) or _link(every, hosts) or _mismatch(every)
     if culprit:
         return _blamed(verdict, culprit, hosts, groups)
     alike = f"; all {counted(len(every), 'rank')} {group_words(groups[0])}" if len(groups) == 1 else ""
@@ -240,7 +240,7 @@ def _doing_words(position: Position, host: HostEvidence) -> tuple[Fault, str]:
     if _is_blocked(position):
         call = seen.waits_in or seen.kernel_wait or "the kernel"
         return Fault.BLOCKED, f"waits in {call}{given(', state {}', 'D' if seen.state == 'D' else '')}{at}"
-    if seen.doing.waited_s > STARVED * window_s and seen.doing.cpu_s < STARVED * window_s:
+    if seen.doing.waited_s > STARVED * window_s and seen.doing.cpu_s < RUNS * window_s:
         return Fault.STARVED, f"waits for a core: it got {seen.doing.cpu_s:.2f} s of one in {window_s:.1f} s{at}"
     if position.stand is Stand.UNKNOWN:
         return (
@@ -248,6 +248,24 @@ def _doing_words(position: Position, host: HostEvidence) -> tuple[Fault, str]:
             f"cannot be looked into ({seen.no_stacks or 'no stacks'}), and does not wait as the others do",
         )
     return Fault.ELSEWHERE, f"is{at}" if at else "does something else"
+
+
+def _throttled(every: Sequence[Position], hosts: Mapping[str, HostEvidence]) -> Culprit | None:
+    """Ranks that wait as the others do, and whose control group keeps them, and the threads that carry their messages, from running."""
+    shares = {
+        position.rank: position.evidence.doing.throttled_s / max(hosts[position.host].window_s, 0.1)
+        for position in every
+    }
+    found = [position for position in every if shares[position.rank] > STARVED]
+    if not found:
+        return None
+    how = f"get no core: their control group was out of its share {min(1.0, shares[found[0].rank]):.0%} of the time"
+    said = (
+        f"{_ranks(found)} {how}"
+        if len(found) > 1
+        else f"{_ranks(found)} {how.replace('get ', 'gets ', 1).replace('their', 'its')}"
+    )
+    return Culprit(Fault.STARVED, *_places(found), f"{said}{_others(every)}", _stack(found[0]))
 
 
 def _link(every: Sequence[Position], hosts: Mapping[str, HostEvidence]) -> Culprit | None:

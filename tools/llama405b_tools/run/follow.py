@@ -192,7 +192,7 @@ class RunMonitor:
     def look_for_hang(self, limits: Limits) -> None:
         """Count a rank that has been silent for too long as a failure, unless steps are taken meanwhile, which needs it."""
         longest_step_s = max((metrics.step_s for metrics in self.metrics), default=0.0)
-        step_limit_s = max(limits.step_s, 5 * longest_step_s)
+        step_limit_s = max(limits.step_s, judge.SILENT_STEPS * longest_step_s)
         hung = judge.hung(self.heard, time.monotonic(), step_limit_s, limits.slow_s)
         if hung and not self.failures and self._step_age_s() > step_limit_s:
             self.hangs = True

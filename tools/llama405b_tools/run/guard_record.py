@@ -74,6 +74,7 @@ def asked_for(request: LaunchRequest) -> GuardState:
         request.restart,
         command=request.again,
         directory=request.typed_in,
+        hang_after_s=request.hang_after_s,
     )
 
 

@@ -20,6 +20,7 @@ from llama405b_tools.text.clean import clean
 HEARD_WITHIN_S = (
     3 * BEATS_EVERY_S
 )  # of a host that is silent for longer, nothing is known; its connection notices far later
+SILENT_STEPS = 5  # of the longest so far: a rank may be silent for so long
 ONGOING = (NodeState.STARTING, NodeState.RUNNING)
 SLOW_PHASES = (Phase.START, Phase.DATA, Phase.LOAD, Phase.PIN, Phase.RESUME, Phase.CHECKPOINT)
 

@@ -24,6 +24,7 @@ from textual.widget import Widget
 from llama405b.contract.phrases import counted, given
 from llama405b_tools.hosts.login_shell import shell_path
 from llama405b_tools.logs import first_error
+from llama405b_tools.run.autopsy import last_stacks
 from llama405b_tools.run.query import ask_hosts
 from llama405b_tools.run.tmux_windows import at_terminal
 from llama405b_tools.text.clean import clean
@@ -33,12 +34,14 @@ from llama405b_tools.top.draw import panels
 from llama405b_tools.top.draw.lines import LogLine
 from llama405b_tools.top.draw.panels import Scene
 from llama405b_tools.top.draw.theme import THEMES, segments, theme
+from llama405b_tools.top.event_sources import Replay
 from llama405b_tools.top.exporter import Exporter
 from llama405b_tools.top.keys import DO, press
 from llama405b_tools.top.leaving import READ_AGAIN, leave_soon, on_signals, terminal_keeper
 from llama405b_tools.top.session import Session
 from llama405b_tools.top.state.picture import Picture, Verdict
 
+SKIP_S, MOST_SPEED = 10.0, 64.0  # of a recording
 TICK_S, DRAW_EVERY_S, DRAW_LEAST_S = 0.25, 1.0, 2.0
 DRAW_SHARE = 1 / 30  # of the time, for drawing
 FIRST_ERROR = "FIRST ERROR"
@@ -107,7 +110,7 @@ class TopApp(App[int]):
         super().__init__(ansi_color=True)
         self.restore = restore
         self.session, self.ui = session, session.ui
-        session.goes_on = True
+        session.keep()
         self.pic, self.logs = NOT_DRAWN, list[LogLine]()
         self.draw_at = 0.0  # when to draw again
         self.files = {file: _stamp(file) for file in files}
@@ -116,6 +119,7 @@ class TopApp(App[int]):
         self.commands: dict[str, subprocess.Popen[str]] = {}  # of ours that run now, as they were typed
         self.changes = Changes(on_change, self.write, self._complain)
         self.exporter = exporter
+        self.speed = session.source.speed if isinstance(session.source, Replay) else 1.0
         self._choose_colors()
 
     def _choose_colors(self) -> None:
@@ -178,8 +182,18 @@ class TopApp(App[int]):
     def draw(self, size: Size | None = None) -> None:
         """Draw the picture."""
         size = size or self.size
-        lines = panels.screen(self.pic, self.session.trends, self.ui, self.logs, size.width, size.height)
+        pic, logs = self.shown()
+        lines = panels.screen(pic, self.session.trends, self.ui, logs, size.width, size.height)
         self.query_one(Canvas).put(lines, self.look)
+
+    def shown(self) -> tuple[Picture, list[LogLine]]:
+        """Return the picture and the log of the moment that is looked at."""
+        ui, box = self.ui, self.session.box
+        if box:
+            ui.kept = box.span
+        if ui.at is None or not box or (past := box.at(ui.at)) is None:
+            return self.pic, self.logs
+        return past, [line for line in self.logs if line.time <= ui.at]
 
     def on_resize(self, event: Resize) -> None:
         """Draw for the new size."""
@@ -218,8 +232,13 @@ class TopApp(App[int]):
     def act(self, name: str) -> None:
         """Do what a key asks for: what changes the view is pure, the rest is done here."""
         ui = self.ui
-        of = panels.scene(self.pic, self.session.trends, ui, self.logs)
+        pic, logs = self.shown()
+        of = panels.scene(pic, self.session.trends, ui, logs)
         wanted = press(ui, name, of, self.size.width, self.size.height)
+        if isinstance(self.session.source, Replay):
+            self._play(self.session.source, wanted)
+        elif wanted in ("slower", "faster"):
+            ui.hint = "only a recording has a speed"
         if wanted == "error":
             self._first_error()
         elif wanted == "copy":
@@ -231,6 +250,17 @@ class TopApp(App[int]):
             self._choose_colors()
         elif wanted == "read":
             self._read_again()
+
+    def _play(self, source: Replay, wanted: str) -> None:
+        """Have a recording go on as the keys say."""
+        if wanted == "skip":
+            source.skip(SKIP_S)
+        elif wanted in ("slower", "faster"):
+            self.speed = min(MOST_SPEED, max(1 / MOST_SPEED, self.speed * (2.0 if wanted == "faster" else 0.5)))
+            self.ui.hint = f"speed {self.speed:g}"
+        speed = 0.0 if self.ui.paused else self.speed
+        if speed != source.speed:
+            source.play(speed)
 
     def _read_again(self) -> None:
         """Start anew with what the hosts file says now, if there is one and nothing is lost by that."""
@@ -284,6 +314,8 @@ class TopApp(App[int]):
                 lines.append(clean(line.rstrip("\n")))
                 self._tell(title, lines)
         self.commands.pop(title, None)
+        if words[0] == "autopsy":
+            self.ui.stacks_of, self.ui.stacks = last_stacks(self.session.cluster.run)
         self._tell(title, [*lines, "", f"exit code {child.returncode}"])
 
     def _tell(self, title: str, lines: list[str]) -> None:

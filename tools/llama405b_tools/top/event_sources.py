@@ -222,7 +222,15 @@ class Replay:
     def events(self, until: float) -> Iterator[SourceEvent]:
         """Yield what happened up to a moment of this source's clock; wait until then."""
         yield from self._up_to(until)
-        time.sleep(max(0.0, (until - self.now()) / self.speed))
+        time.sleep(max(0.0, (until - self.now()) / self.speed) if self.speed else 0.0)
+
+    def skip(self, seconds: float) -> None:
+        """Go on that much later."""
+        self.begin += seconds
+
+    def play(self, speed: float) -> None:
+        """Go on at another speed, in seconds of the recording per second; 0 stands still."""
+        self.begin, self.began, self.speed = self.now(), time.monotonic(), speed
 
     def to_the_end(self) -> Iterator[SourceEvent]:
         """Yield all that is left without waiting; the clock then stands at the last event."""

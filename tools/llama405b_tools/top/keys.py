@@ -17,6 +17,8 @@ MOVES = {"up": -1, "k": -1, "down": 1, "j": 1}
 ASKED = {"e": "error", "y": "copy", "T": "theme", "r": "read"}  # for which more is needed than the choices
 DO = "do "  # and the key of an action
 SIDEWAYS = {"left": -20, "right": 20}
+BACK_S = {"left": -10.0, "right": 10.0, "[": -60.0, "]": 60.0}
+SPEEDS = {"<": "slower", ">": "faster"}
 TABS = {"tab": 1, "shift+tab": -1}
 VIEW_KEYS = {str(number): view for number, view in enumerate(VIEWS, 1)}
 PAGES: dict[str, Callable[[int], int]] = {  # lines to move on a screen of so many
@@ -41,12 +43,31 @@ def press(ui: Ui, key: str, of: Scene, width: int, height: int) -> str:
         return ASKED[key]
     elif key in MOVES:
         _move(ui, MOVES[key], of, width)
+    elif key == "end" and ui.at is not None:
+        ui.at = None
     elif key in PAGES:
         _move(ui, PAGES[key](height), of, width, is_page=True)
     elif key in actions.ACTIONS:
         actions.asked(ui, key, of)
+    elif key in SPEEDS:
+        return SPEEDS[key]
+    elif key in BACK_S and not (ui.reads_log and key in SIDEWAYS):
+        return _travel(ui, BACK_S[key])
     elif not _go(ui, key, of) and not (ui.reads_log and _press_in_log(ui, key, of)):
         _choose(ui, key, of)
+    return ""
+
+
+def _travel(ui: Ui, by_s: float) -> str:
+    """Look at another moment; returns "skip" if that is later than now."""
+    first, last = ui.kept
+    if ui.at is None and by_s > 0:
+        return "skip"
+    ui.at = max(first, (last if ui.at is None else ui.at) + by_s)
+    if ui.at >= last:
+        ui.at = None
+    elif ui.at == first:
+        ui.hint = "no earlier moment is kept"
     return ""
 
 

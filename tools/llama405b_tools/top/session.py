@@ -8,7 +8,8 @@ import time
 
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.run import guard_record
-from llama405b_tools.run.accounts import account_of_head
+from llama405b_tools.run.accounts import account_of_head, incident_line
+from llama405b_tools.top.blackbox import BlackBox
 from llama405b_tools.top.draw.ui import Ui
 from llama405b_tools.top.event_sources import EventSource, Live, Recorder, Replay
 from llama405b_tools.top.intake import SourceEvent
@@ -43,7 +44,11 @@ class Session:
         self.log_streams: list[LogStream] = []
         self.log_hosts: set[str] = set()  # hosts they read
         self.guard_at = self.account_at = 0.0
-        self.goes_on = False  # more than one picture is looked at
+        self.incidents: tuple[str, frozenset[float]] = (
+            "",
+            frozenset(),
+        )  # of which run, and when those began that are over
+        self.box: BlackBox | None = None  # if more than one picture is looked at
         self.moment = self.awake_at = source.now()  # up to which events were taken; and when it last was awake
 
     def advance(self, until: float) -> None:
@@ -64,6 +69,8 @@ class Session:
 
     def take(self, event: SourceEvent) -> None:
         """Take one event."""
+        if self.box and self.fleet:  # a recording is a file already
+            self.box.take(event)
         if self.recorder:
             try:
                 self.recorder.write(event)
@@ -99,14 +106,40 @@ class Session:
             self.cluster.guard = guard_shown(self.cluster.run, self.cluster.guards_heard(moment))
         elif isinstance(self.source, Replay):
             self.cluster.guard = guard_heard(self.cluster.guards_heard(moment))
-        if self.fleet and self.goes_on and self.cluster.run and time.monotonic() > self.account_at:
+        if self.fleet and self.box and self.cluster.run and time.monotonic() > self.account_at:
             self.account_at = math.inf  # until this one is answered
             threading.Thread(target=self._ask_account, args=(self.fleet, self.cluster.run), daemon=True).start()
+        self._tell_incidents(moment)
         if isinstance(self.source, Live):
             self.source.stay(self.cluster.stay)
         pic = self.cluster.picture()
         self.trends.take(pic, self.cluster.steps())
+        if self.box:
+            self._keep(self.box, pic)
         return pic
+
+    def keep(self) -> None:
+        """Keep the last ten minutes from now on."""
+        self.box = BlackBox(self.source)
+
+    def _keep(self, box: BlackBox, pic: Picture) -> None:
+        box.see(pic)
+        if self.fleet and (written := box.incident(pic)):
+            self.cluster.note(
+                f"the last ten minutes are in {written}: {self.cluster.program} top --replay shows them", pic.time
+            )
+
+    def _tell_incidents(self, now: float) -> None:
+        """Note each incident once its run goes on, in one line: what, how long until the next step, and what that cost."""
+        run, account = self.cluster.account
+        if account is None:
+            return
+        over = {incident.began: incident for incident in account.incidents if incident.resumed is not None}
+        known, self.incidents = self.incidents, (run, frozenset(over))
+        if known[0] == run:  # else all of them were over before it was looked at
+            unit = "GPU-h" if any(host.gpus for host in self.cluster.hosts.values()) else "rank-h"
+            for began in sorted(over.keys() - known[1]):
+                self.cluster.note(f"incident: {incident_line(account, over[began], unit)}", now)
 
     def _ask_account(self, fleet: Fleet, run: str) -> None:
         """Ask what the run's time went into; the screen does not wait for it."""

@@ -180,7 +180,9 @@ def files_of(fleet: Fleet) -> list[Path]:
 
 def _print(args: argparse.Namespace, session: Session, exporter: Exporter | None) -> int:
     """Print once, or every ``--watch`` seconds as long as somebody may read it; with ``--metrics`` alone only answer that."""
-    goes_on = session.goes_on = bool(args.watch or args.metrics)
+    goes_on = bool(args.watch or args.metrics)
+    if goes_on:
+        session.keep()
     prints = bool(args.watch or not args.metrics or args.json or args.once or args.plain)
     _await_all(session, watches=goes_on)
     changes = Changes(args.on_change, complain=functools.partial(screen.show, error=True))

@@ -31,6 +31,7 @@ class Doing:
 
     cpu_s: float = 0.0  # of all its threads
     waited_s: float = 0.0  # for a core, of all its threads
+    throttled_s: float = 0.0  # that its control group had used up its share of the cores
     moved_bytes: int = 0  # read and written, of files and pipes and connections
     major_faults: int = 0  # pages that it had to wait for: from swap, or a file
 

@@ -63,6 +63,10 @@ def rank_page(
     lines += [_process_line(row, process) for process in row.processes if process.rank == rank.rank]
     if at is not None:
         lines += _histories(row, at, trends, axis, ui, width)
+    if stack := ui.stacks.get(rank.rank):
+        lines += [rule(f"as the autopsy of {ui.stacks_of} saw it", width), *(Text(f"  {line}") for line in stack)]
+    else:
+        lines.append(Text("  a takes an autopsy, which shows its stack here", "old"))
     mine = [line for line in logs if rank.rank in line.ranks or (row.name in line.hosts and -1 in line.ranks)]
     return lines + _newest(mine, ui, max(3, room - len(lines)), width)
 

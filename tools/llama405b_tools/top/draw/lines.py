@@ -68,7 +68,7 @@ def log_title(view: LogView) -> str:
 
 def log_lines(entry: LogLine, view: LogView, width: int) -> list[Text]:
     """Draw one line of the log: as one line, or wrapped as several."""
-    head = _clock(entry.time).append(f"{entry.where} ", "where")
+    head = clock(entry.time).append(f"{entry.where} ", "where")
     text = entry.text if view.wraps else entry.text[view.left :]
     body = Text(text, "bad" if entry.is_error else "")
     if view.search:
@@ -123,7 +123,7 @@ def _wrapped_text(line: Text, width: int) -> list[Text]:
 def event_line(event: Change) -> Text:
     """Draw one event."""
     sign, style = SIGNS[event.level]
-    line = _clock(event.time)
+    line = clock(event.time)
     line.append(f"{sign} {given('{} ', event.host)}{event.text}", style)
     return line
 
@@ -134,7 +134,7 @@ def wrapped(line: str, width: int) -> list[str]:
     return textwrap.wrap(line, max(width, 8), subsequent_indent=indent, drop_whitespace=False) or [""]
 
 
-def _clock(moment: float) -> Text:
+def clock(moment: float) -> Text:
     """Begin a line with a time of day, which alone is dim: a style of the whole ``Text`` would be of all that follows."""
     clock = datetime.datetime.fromtimestamp(moment).astimezone().strftime("%H:%M:%S ")
     return Text().append(clock, "old")

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from llama405b.contract.phrases import given
 from llama405b_tools.text.clean import printable
-from llama405b_tools.text.figures import WIDE
+from llama405b_tools.text.figures import WIDE, span
 from llama405b_tools.top.draw import heat, hosts
 from llama405b_tools.top.draw.blocks import GAP, beside, fitted, rule, tall
 from llama405b_tools.top.draw.chart import Axis
@@ -18,7 +18,7 @@ from llama405b_tools.top.draw.detail import detail, gpu_lines, rank_page, rank_t
 from llama405b_tools.top.draw.graphs import LEAST, Graphs, axes_of
 from llama405b_tools.top.draw.headline import headline
 from llama405b_tools.top.draw.hosts import Grid, none_shown, ordered, selected_row
-from llama405b_tools.top.draw.lines import LogLine, chosen_lines, event_line, events_pane, log_pane, wrapped
+from llama405b_tools.top.draw.lines import LogLine, chosen_lines, clock, event_line, events_pane, log_pane, wrapped
 from llama405b_tools.top.draw.ui import BACK_KEYS, KEYS, LOG_KEYS, SHORT_KEYS, SORTS, VIEWS, Ui
 from llama405b_tools.top.state.picture import HostRow, Picture
 from llama405b_tools.top.state.quantities import NETWORK, available
@@ -252,6 +252,13 @@ VIEW: dict[str, Callable[[Scene, int, int], list[Text]]] = {
 }
 
 
+def _past(ui: Ui) -> str:
+    """Say which moment is looked at, if it is not now."""
+    if ui.at is None:
+        return ""
+    return f"{clock(ui.at).plain.strip()}, {span(ui.kept[1] - ui.at)} ago: → goes on, End now"
+
+
 def _footer(ui: Ui, width: int) -> Text:
     if ui.pending:
         return Text(f" {ui.question}? y yes, any other key no".ljust(width), "bar.warn")
@@ -264,8 +271,9 @@ def _footer(ui: Ui, width: int) -> Text:
     elif ui.mode not in VIEWS[:1]:
         keys = BACK_KEYS
     extra = {
-        f"{ui.hint}": bool(ui.hint), "PAUSED: Space goes on": ui.paused, f"filter {ui.filter!r}": bool(ui.filter),
+        f"{ui.hint}": bool(ui.hint), _past(ui): ui.at is not None,
+        "PAUSED: Space goes on": ui.paused, f"filter {ui.filter!r}": bool(ui.filter),
         "odd ones only": ui.odd_only, f"by {ui.sort}": ui.sort != SORTS[0], WINDOW_WORDS[ui.window]: ui.window > 0,
     }  # fmt: skip
     marks = given("[{}] ", ", ".join(words for words, on in extra.items() if on))
-    return Text(f" {marks}{keys}".ljust(width), "keys")
+    return Text(f" {marks}{keys}".ljust(width), "keys" if ui.at is None else "bar.warn")

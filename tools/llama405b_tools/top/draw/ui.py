@@ -10,8 +10,8 @@ VIEWS = ("all", "gpus", "ranks", "network", "log", "events")  # keys 1 to 6
 PANES = ("hosts", "events", "log")  # of view "all"
 SORTS = ("worst", "name", "power", "step", "temperature")
 COLUMNS = ("cpu_pct", "ram_pct", "disk", "step", "busy", "age")  # of a host, that can be left out
-KEYS = "1-6 views  ↑↓ ⏎ open  Tab pane  / find  s sort  m heat  +- time  Space pause  e error  ? keys  q quit"
-SHORT_KEYS = "1-6 ↑↓ ⏎ Tab / s m + - Space e ? q"
+KEYS = "1-6 views  ↑↓ ⏎ open  Tab pane  ← → back in time  / find  m heat  +- time  Space pause  a why  ? keys  q quit"
+SHORT_KEYS = "1-6 ↑↓ ⏎ Tab ← → / s m + - Space a e ? q"
 LOG_KEYS = "↑↓ PgUp End  / n N find  f all  L errors  F host/rank  w wrap  ←→  y copy  Esc q back  ? keys"
 BACK_KEYS = "↑↓ PgUp PgDn  ⏎ open  m heat  +- time  Esc q back  ? keys"
 HELP = """cluster-top: every host, every GPU, every rank, the training and its logs
@@ -22,7 +22,9 @@ HELP = """cluster-top: every host, every GPU, every rank, the training and its l
   Tab          in view 1, what ↑ ↓ move in: hosts, events, log
   + -          how far back the graphs go: 10 minutes, 1 hour, 8 hours, the whole run
   m            what the cells of heat show: power, utilization, memory, temperature, clock, network, busy seconds
-  Space        stop the screen, and let it go on (it misses nothing meanwhile)
+  Space        stop the screen, and let it go on (it misses nothing meanwhile); a recording stands still
+  ← → [ ]      go back ten seconds in the last ten minutes, and forward; a minute; End: to now. The whole screen goes.
+  < >          a recording: half, twice as fast; → at its newest moment skips ten seconds
   /            show only hosts whose name, state or notes contain a text; in the log, find a text (n N: further back, forward)
   s o C        sort: worst first, name, power, step, temperature; only hosts that stand out; fewer columns
   e            the first error across all hosts, with its traceback
@@ -75,9 +77,13 @@ class Ui:
     hidden: int = 0  # columns of a host that are left out, from the first
     theme: str = ""  # of ``THEMES``; "": by what the terminal says of its background
     paused: bool = False
+    at: float | None = None  # the moment that is looked at; None: now
+    kept: tuple[float, float] = (0.0, 0.0)  # from when until when one can go back
     events_at: Change | None = None  # the last event that is shown; None: the newest
     down: int = 0  # lines that a text or a host is scrolled down
     log: LogView = dataclasses.field(default_factory=LogView)
+    stacks: Mapping[int, Sequence[str]] = dataclasses.field(default_factory=dict)  # by rank, of the last autopsy
+    stacks_of: str = ""  # when that was
     title: str = ""
     lines: Sequence[str] = ()  # of a text
     hint: str = ""  # about the last key

@@ -55,8 +55,12 @@ def advice(
     guarded = run is not None and run.guard in GUARDED
     if verdict is Verdict.HUNG:
         if guarded:
-            return "its guard ends it, and starts it again from the newest checkpoint; Enter shows what hangs"
-        return f"`{commands['stop']}{of_run}` ends it; {checked}"
+            soon = found.guard_acts_in_s
+            when = "" if soon is None else f" in {int(soon) // 60}:{int(soon) % 60:02d}"
+            return (
+                f"its guard ends it{when}, and starts it again from the newest checkpoint; a says what hangs, and why"
+            )
+        return f"a says why; `{commands['stop']}{of_run}` ends it; {checked}"
     if verdict is Verdict.FAILED:
         return "e shows the first error; " + ("its guard starts it again" if guarded else checked)
     if verdict is Verdict.RESTARTING:

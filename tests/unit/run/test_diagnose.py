@@ -1,0 +1,193 @@
+"""Who holds up a run, from what its hosts saw: values in, values out."""
+
+import dataclasses
+
+import pytest
+
+from llama405b.contract.causes import Cause, CauseKind
+from llama405b.contract.rank_memory import Place
+from llama405b.contract.records import Phase
+from llama405b_tools.machine.stacks import Frame, Thread
+from llama405b_tools.remote.messages.autopsy import (
+    DiskEvidence,
+    Doing,
+    HostEvidence,
+    Progress,
+    RankEvidence,
+    Surroundings,
+    Unsent,
+)
+from llama405b_tools.remote.messages.host_run import Beat
+from llama405b_tools.run.diagnose import Fault, Verdict, diagnose
+from llama405b_tools.run.positions import Stand, positions
+
+NOW = 10_000.0
+C10D = "/v/site-packages/torch/distributed/distributed_c10d.py"
+FSDP = "/v/site-packages/torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py"
+STEP = Frame("/w/llama405b/optim/step.py", 70, "train_step", "loss.backward()")
+GATHER = (Frame(C10D, 4394, "all_gather_single", "work.wait()"), Frame(FSDP, 119, "__call__"), STEP)
+REDUCE = (Frame(C10D, 3100, "all_reduce", "work.wait()"), STEP)
+READS = (Frame("/w/llama405b/data/tables.py", 88, "rows", "rows = file.read(n)"), STEP)
+SLEEPS = (Frame("/home/ann/hooks.py", 7, "wait", "time.sleep(60)"), STEP)
+WAITS = (Frame("/usr/lib/python3.11/threading.py", 331, "wait"), STEP)
+IDLE = Thread("pool", (Frame("/usr/lib/python3.11/concurrent/futures/thread.py", 81, "_worker"),))
+
+
+def rank(
+    n, frames=GATHER, *, age_s=60.0, step=71, unit="layers.3 forward", phase=Phase.TRAIN, threads=(), cause=None, **more
+):
+    beat = Beat(n, "", 100 + n, NOW - age_s, step - 1, phase, NOW - 500, cause=cause)
+    main = (Thread("main", frames, is_main=True), *threads, IDLE) if frames else ()
+    values = {"pid": 100 + n, "state": "S", "threads": main, "place": Place(step, unit), "beat": beat}
+    return RankEvidence(n, **values | more)
+
+
+def cluster(odd=None, n_hosts=4, step_s=2.0, lost=(), **more):
+    """Hosts of two ranks each, all of which wait in one gather, but for the odd ones: by rank, what to call ``rank`` with."""
+    hosts = {}
+    for h in range(n_hosts):
+        ranks = tuple(rank(n, **{**more, **(odd or {}).get(n, {})}) for n in (2 * h, 2 * h + 1))
+        progress = Progress(70, 60.0, step_s, 10.0) if h == 0 else Progress()
+        hosts[f"gpu-{h}"] = HostEvidence(
+            f"gpu-{h}",
+            NOW,
+            1,
+            alive=True,
+            address=f"10.0.0.{h}",
+            interface="eth0",
+            window_s=1.5,
+            ranks=ranks,
+            progress=progress,
+        )
+    return {name: host for name, host in hosts.items() if name not in lost}
+
+
+def of(hosts, lost=None):
+    return diagnose(hosts, lost or {})
+
+
+@pytest.mark.parametrize(
+    ("fault", "odd"),
+    [
+        (Fault.ELSEWHERE, {"frames": SLEEPS}),
+        (Fault.BLOCKED, {"frames": READS, "waits_in": "read of /data/a", "state": "D"}),
+        (Fault.BLOCKED, {"state": "D", "kernel_wait": "io_schedule"}),  # although its stack is that of the others
+        (Fault.STOPPED, {"state": "T"}),
+        (Fault.STOPPED, {"state": "Z"}),
+        (Fault.RANK_GONE, {"pid": 0, "frames": ()}),
+        (Fault.MISMATCH, {"frames": REDUCE}),
+        (Fault.MISMATCH, {"unit": "layers.2 forward"}),
+        (Fault.MISMATCH, {"step": 70}),
+        (Fault.STARVED, {"frames": SLEEPS, "doing": Doing(waited_s=1.4)}),
+        (Fault.STARVED, {"frames": SLEEPS, "doing": Doing(major_faults=9000), "swapped_bytes": 3 << 30}),
+        (Fault.STARVED, {"doing": Doing(throttled_s=1.3)}),  # although its stack is that of the others
+        (Fault.ELSEWHERE, {"threads": (Thread("holder", SLEEPS, has_gil=True),)}),
+        (Fault.ELSEWHERE, {"frames": WAITS, "threads": (Thread("writer", SLEEPS),)}),
+        (Fault.ELSEWHERE, {"frames": (), "no_stacks": "py-spy: Permission denied"}),
+    ],
+)
+def test_one_rank_that_does_something_else_is_named(fault, odd):
+    found = of(cluster({5: odd}))
+    assert found.verdict is Verdict.HANGS
+    assert (found.culprit.fault, found.culprit.hosts, found.culprit.ranks) == (fault, ("gpu-2",), (5,))
+
+
+def test_a_rank_that_waits_for_its_own_thread_which_waits_in_a_collective_waits_with_the_others():
+    others = {n: {"frames": WAITS, "threads": (Thread("autograd", GATHER),)} for n in range(8)}
+    hosts = cluster(others | {3: {"frames": SLEEPS}})
+    assert [position.stand for position in positions(hosts)].count(Stand.COLLECTIVE) == 7
+    assert of(hosts).culprit.ranks == (3,)
+
+
+def test_ranks_that_wait_for_their_gpu_wait_for_the_one_that_does_not():
+    sync = (Frame("/w/llama405b/optim/step.py", 75, "train_step", "loss = float(all_reduce_sum(nll)) / n"),)
+    native = (Frame("/usr/lib/libcuda.so.1", 0, "cuEventSynchronize"), STEP)
+    hosts = cluster({2: {"frames": native}, 6: {"frames": READS}}, frames=sync)
+    assert of(hosts).culprit.ranks == (6,)
+
+
+def test_of_several_the_one_that_is_furthest_behind_is_named():
+    found = of(cluster({1: {"frames": SLEEPS, "step": 72}, 6: {"frames": READS, "step": 70}}))
+    assert found.culprit.ranks == (6,)
+
+
+def test_those_at_the_same_place_are_named_together():
+    found = of(cluster({n: {"frames": READS, "state": "D"} for n in (4, 5)}))
+    assert (found.culprit.hosts, found.culprit.ranks) == (("gpu-2",), (4, 5))
+
+
+def test_nobody_is_blamed_where_all_wait_alike_or_the_run_moves():
+    alike = of(cluster())
+    assert alike.verdict is Verdict.HANGS
+    assert alike.culprit is None
+    assert [len(group.positions) for group in alike.groups] == [8]
+    moves = of(cluster({5: {"frames": SLEEPS}}, age_s=3.0))
+    assert moves.verdict is Verdict.MOVES
+    assert moves.culprit is None
+
+
+@pytest.mark.parametrize(("age_s", "step_s", "verdict"), [
+    (19, 1.0, Verdict.MOVES), (21, 1.0, Verdict.HANGS), (90, 20.0, Verdict.MOVES), (110, 20.0, Verdict.HANGS),
+    (59, None, Verdict.MOVES), (61, None, Verdict.HANGS),
+])  # fmt: skip
+def test_how_long_nothing_may_move(age_s, step_s, verdict):
+    assert of(cluster({5: {"frames": SLEEPS}}, age_s=age_s, step_s=step_s)).verdict is verdict
+
+
+@pytest.mark.parametrize(("phase", "frames", "doing", "age_s", "verdict"), [
+    (Phase.TRAIN, READS, Doing(moved_bytes=1 << 20), 60, Verdict.MOVES),
+    (Phase.TRAIN, SLEEPS, Doing(moved_bytes=1 << 20), 60, Verdict.HANGS),  # it writes its log
+    (Phase.TRAIN, SLEEPS, Doing(cpu_s=1.5), 60, Verdict.HANGS),  # an endless loop
+    (Phase.LOAD, READS, Doing(moved_bytes=1 << 20), 90, Verdict.MOVES),
+    (Phase.LOAD, READS, Doing(), 90, Verdict.HANGS),
+    (Phase.DATA, SLEEPS, Doing(cpu_s=1.5), 90, Verdict.MOVES),  # it tokenizes
+    (Phase.DATA, SLEEPS, Doing(cpu_s=1.5), 900, Verdict.HANGS),  # for ever
+])  # fmt: skip
+def test_what_takes_its_time_is_told_from_what_hangs(phase, frames, doing, age_s, verdict):
+    odd = {"frames": frames, "phase": phase, "doing": doing}
+    assert of(cluster({5: odd}, age_s=age_s, phase=phase)).verdict is verdict
+
+
+def test_a_host_that_does_not_answer_is_named_if_the_run_hangs():
+    found = of(cluster(lost=("gpu-3",)), {"gpu-3": "timed out"})
+    assert (found.culprit.fault, found.culprit.hosts) == (Fault.HOST_LOST, ("gpu-3",))
+    assert of(cluster(lost=("gpu-3",), age_s=1.0), {"gpu-3": "timed out"}).verdict is Verdict.MOVES
+
+
+def test_a_link_that_passes_nothing_or_is_down():
+    cut = {n: {"unsent": (Unsent("10.0.0.2", 5000, 7),)} for n in (2, 6)}
+    found = of(cluster(cut | {4: {"unsent": (Unsent("10.0.0.1", 5000, 7),)}}))
+    assert (found.culprit.fault, found.culprit.hosts) == (Fault.LINK, ("gpu-2",))
+    hosts = cluster()
+    hosts["gpu-1"] = dataclasses.replace(hosts["gpu-1"], around=Surroundings(link_up=False))
+    assert of(hosts).culprit.hosts == ("gpu-1",)
+    one_pair = of(cluster({0: {"unsent": (Unsent("10.0.0.2", 5000, 7),)}}))
+    assert one_pair.culprit.hosts == ("gpu-0", "gpu-2")
+
+
+def test_of_ranks_that_are_gone_the_one_that_said_why_is_named():
+    lost_peer = Cause(CauseKind.LOST_PEER, rank=0, phase="train")
+    own = Cause(CauseKind.RANK_EXIT, rank=5, detail="ValueError: no such column")
+    gone = {n: {"pid": 0, "frames": (), "phase": Phase.FAILED, "cause": lost_peer} for n in range(8)}
+    found = of(cluster(gone | {5: gone[5] | {"cause": own}}))
+    assert found.verdict is Verdict.OVER
+    assert found.culprit.ranks == (5,)
+    killed = of(cluster(gone | {5: {"pid": 0, "frames": ()}}))
+    assert killed.culprit.ranks == (5,)
+    assert of(cluster({n: {"pid": 0, "frames": (), "phase": Phase.DONE} for n in range(8)})).culprit is None
+
+
+def test_whether_a_foreign_program_hangs_is_not_claimed():
+    found = of(cluster({5: {"frames": SLEEPS, "beat": None, "place": None}}, beat=None, place=None, unit=""))
+    assert found.verdict is Verdict.UNCLEAR
+    assert found.culprit.ranks == (5,)
+
+
+def test_a_hanging_disk_and_the_kernel_are_evidence():
+    hosts = cluster({5: {"frames": READS, "state": "D"}})
+    around = Surroundings(
+        disks=(DiskEvidence("/data", answers=False),), kernel=("3 s ago: nfs: server x not responding",)
+    )
+    hosts["gpu-2"] = dataclasses.replace(hosts["gpu-2"], around=around)
+    plain = len(of(cluster({5: {"frames": READS, "state": "D"}})).culprit.evidence)
+    assert len(of(hosts).culprit.evidence) == plain + 2

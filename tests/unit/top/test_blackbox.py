@@ -1,0 +1,160 @@
+"""The last ten minutes: bounded, written after an incident, and played back to the same picture."""
+
+import dataclasses
+
+import pytest
+from shown import HUNG, played
+
+from llama405b.contract import reader
+from llama405b_tools.top import blackbox, event_sources
+from llama405b_tools.top.blackbox import KEPT_S, MOST_FILES, PICTURE_EVERY_S, BlackBox
+from llama405b_tools.top.draw.ui import Ui
+from llama405b_tools.top.intake import SourceEvent
+from llama405b_tools.top.keys import press
+from llama405b_tools.top.session import Session
+from llama405b_tools.top.state import simulate
+from llama405b_tools.top.state.picture import Verdict
+
+N_HOSTS = 2
+
+
+def source_of(events, names):
+    return event_sources.Replay(event_sources.Header(1, tuple(names), 2.0), iter(events), "SIMULATED", 1.0)
+
+
+@pytest.fixture(scope="module")
+def filled():
+    """A box after twenty minutes of a run that hangs at the end, and the last picture."""
+    names = simulate.names(N_HOSTS)
+    events = [reader.read(SourceEvent, each, "event") for each in simulate.incident(N_HOSTS, seconds=HUNG)]
+    begin = events[0].t
+    young = [event for event in events if event.t < begin + 100]
+    first = [dataclasses.replace(event, t=event.t - s) for s in range(900, 0, -100) for event in young]
+    session = Session(source_of([], names), None, 60.0)
+    box, pic = BlackBox(session.source), None
+    for event in [*first, *events]:
+        box.take(event)
+        session.take(event)
+        if event.host == names[-1]:
+            session.cluster.advance(event.t)
+            pic = session.cluster.picture()
+            box.see(pic)
+    return box, pic
+
+
+def test_what_is_older_than_ten_minutes_is_forgotten(filled):
+    box, pic = filled
+    first, last = box.span
+    assert last == pic.time
+    assert KEPT_S - 2 * PICTURE_EVERY_S <= last - first <= KEPT_S
+    assert box.n_bytes == sum(len(part) for _, part in box.parts)
+    assert box.parts[0][0] >= pic.time - KEPT_S - blackbox.PART_S
+
+
+def test_a_moment_is_seen_again(filled):
+    box, pic = filled
+    assert box.at(pic.time) == pic
+    earlier = box.at(pic.time - 70.5)
+    assert 70.5 <= pic.time - earlier.time < 70.5 + 2 * PICTURE_EVERY_S
+    assert pic.verdict is Verdict.HUNG
+    assert earlier.verdict is not Verdict.HUNG
+    assert box.at(0.0).time == box.span[0]
+
+
+def test_there_is_room_for_so_many_bytes_and_no_more(filled, monkeypatch):
+    monkeypatch.setattr(blackbox, "MOST_BYTES", 30_000)
+    names = simulate.names(N_HOSTS)
+    box, pic = BlackBox(source_of([], names)), filled[1]
+    for event in simulate.incident(N_HOSTS, seconds=200):
+        box.take(reader.read(SourceEvent, event, "event"))
+    for n in range(100):
+        box.see(dataclasses.replace(pic, time=1000.0 + 2 * n))
+    assert 10_000 < box.n_bytes <= 30_000
+    assert 10_000 < box.n_picture_bytes <= 30_000
+
+
+def test_what_was_written_is_played_back_to_the_same_verdict(filled, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    box, pic = filled
+    path = tmp_path / "box.gz"
+    path.write_bytes(box.recording())
+    replay = event_sources.replay(str(path), 1.0)
+    session = Session(replay, None, 60.0)
+    for event in replay.to_the_end():
+        session.take(event)
+        session.look(event)
+    again = session.picture(logs=False)
+    assert "cut short" not in str(again.events[-1])
+    assert (again.verdict, again.why) == (pic.verdict, pic.why)
+    assert again.training.run == pic.training.run  # the plan was sent long before
+    assert KEPT_S - 20 < replay.last - replay.begin < KEPT_S + 20
+
+
+def test_an_incident_is_written_once_and_a_while_after_it(filled, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.chdir(tmp_path)
+    box, bad = filled
+    good = dataclasses.replace(bad, verdict=Verdict.HEALTHY)
+    written = []
+
+    def see(pic, *seconds):
+        written.extend(box.incident(dataclasses.replace(pic, time=bad.time + second)) for second in seconds)
+
+    see(good, 0)
+    see(bad, 2, 10)
+    assert not any(written)
+    see(bad, 23, 30)
+    assert len(list(filter(None, written))) == 1
+    assert written[3].parent == tmp_path / f"state/llama405b/black-box/{bad.training.run}"
+    (tmp_path / "runs" / bad.training.run).mkdir(parents=True)
+    for n in range(MOST_FILES + 2):
+        see(good, 100 * n + 100)
+        see(bad, 100 * n + 110, 100 * n + 140)
+    assert len(list((tmp_path / "runs" / bad.training.run / "black-box").glob("*-hung.gz"))) == MOST_FILES
+
+
+def test_keys_go_back_and_forward_and_to_now():
+    ui, shown = Ui(kept=(1000.0, 1090.0)), played(8, HUNG)
+    from llama405b_tools.top.draw.panels import scene
+
+    def key(name):
+        return press(ui, name, scene(shown.pic, shown.trends, ui, shown.logs), 120, 40)
+
+    assert key("right") == "skip"
+    key("left")
+    assert ui.at == 1080.0
+    key("[")
+    assert ui.at == 1020.0
+    key("[")
+    assert ui.at == 1000.0
+    assert ui.hint
+    assert key("right") == ""
+    assert ui.at == 1010.0
+    key("]")
+    key("]")
+    assert ui.at is None
+    key("left")
+    key("end")
+    assert ui.at is None
+    key("5")
+    key("left")  # the log moves sideways there
+    assert ui.at is None
+    assert (key("<"), key(">")) == ("slower", "faster")
+
+
+def test_a_recording_stands_still_skips_and_changes_its_speed(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(event_sources.time, "monotonic", lambda: clock[0])
+    events = [SourceEvent(100.0 + n, "a", note="x") for n in range(1000)]
+    replay = source_of(events, ["a"])
+    clock[0] = 5.0
+    assert replay.now() == 105.0
+    replay.play(0.0)
+    clock[0] = 50.0
+    assert replay.now() == 105.0
+    assert list(replay.events(105.0))[-1].t == 105.0  # and does not wait
+    replay.play(4.0)
+    clock[0] = 51.0
+    assert replay.now() == 109.0
+    replay.skip(10.0)
+    assert replay.now() == 119.0
