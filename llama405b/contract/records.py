@@ -202,7 +202,7 @@ class GuardState:
     command: str = ""  # what follows ``llama405b launch`` to guard the run again, whether it is running or not
     directory: str = ""  # where to type it
     died: bool = False  # its process is gone, as its own machine finds; the guard itself never writes that
-    hang_after_s: float = 0.0  # of silence between steps, and at least five steps, after which it ends an attempt; 0: unknown
+    hang_after_s: float = 0.0  # of silence between steps, after which it ends an attempt; 0: unknown
 
 
 class RequestKind(enum.StrEnum):

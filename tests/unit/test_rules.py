@@ -131,6 +131,7 @@ def test_what_setup_makes_is_no_code():
 DOORS = {  # modules that are a heavy third-party package to the others: imported when they are needed
     ("tools/llama405b_tools/hosts/fleet.py", "llama405b_tools.hosts.ssh"),
     ("tools/llama405b_tools/verbs/top.py", "llama405b_tools.top.app"),
+    ("tools/llama405b_tools/verbs/top.py", "llama405b_tools.top.serve"),
 }
 
 

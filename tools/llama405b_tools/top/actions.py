@@ -12,6 +12,7 @@ SHELL = "!"
 NOT_LIVE = "a recording cannot be acted on"
 READ_ONLY = "cluster-top was started with --read-only"
 NO_FILE = "for that, start cluster-top with a hosts file instead of host names"
+IN_BROWSER = "a browser is no terminal; type `ssh {host}` in one"
 IN_JOB = "the nodes of a Slurm job are not reached over SSH; srun --overlap --pty opens a shell there"
 
 
@@ -33,13 +34,16 @@ ACTIONS = {
 LINES = 20  # of the log and of the events in a diagnosis
 
 
-def refusals(*, is_live: bool, read_only: bool, has_file: bool, in_job: bool) -> dict[str, str]:
+def refusals(
+    *, is_live: bool, read_only: bool, has_file: bool, in_job: bool, in_browser: bool = False
+) -> dict[str, str]:
     """Return, by key, why something cannot be done from this screen, whatever is selected."""
     if read_only or not is_live:
         return dict.fromkeys(ACTIONS, READ_ONLY if read_only else NOT_LIVE)
     if in_job:
         return {SHELL: IN_JOB}
-    return {} if has_file else {key: NO_FILE for key in ACTIONS if key != SHELL}
+    found = {} if has_file else {key: NO_FILE for key in ACTIONS if key != SHELL}
+    return found | ({SHELL: IN_BROWSER} if in_browser else {})
 
 
 def asked(ui: Ui, key: str, of: Scene) -> None:

@@ -37,7 +37,7 @@ from llama405b_tools.top.draw.theme import THEMES, segments, theme
 from llama405b_tools.top.event_sources import Replay
 from llama405b_tools.top.exporter import Exporter
 from llama405b_tools.top.keys import DO, press
-from llama405b_tools.top.leaving import READ_AGAIN, leave_soon, on_signals, terminal_keeper
+from llama405b_tools.top.leaving import READ_AGAIN, in_browser, leave_soon, on_signals, terminal_keeper
 from llama405b_tools.top.session import Session
 from llama405b_tools.top.state.picture import Picture, Verdict
 
@@ -54,7 +54,9 @@ def run_app(session: Session, files: Sequence[Path] = (), on_change: str = "", e
     Returns the exit code of the last picture, 128 + the signal, or ``READ_AGAIN`` if one of the hosts ``files`` has changed and the
     user wants it to be read.
     """
-    for name in ("COLUMNS", "LINES"):  # the terminal itself reports its size, and any change of it
+    for name in (
+        ("COLUMNS", "LINES") if not in_browser() else ()
+    ):  # the terminal itself reports its size, and any change of it
         os.environ.pop(name, None)
     app = TopApp(session, terminal_keeper(), files, on_change, exporter)
     code = app.run(mouse=False)

@@ -28,7 +28,7 @@ class Exporter(Collector):
             UserError: It is no address, or cannot be listened on.
         """
         self.pic: Picture | None = None
-        address, port = split(where)
+        address, port = split("--metrics", where)
         registry = CollectorRegistry()
         registry.register(self)
         try:
@@ -55,7 +55,7 @@ class Exporter(Collector):
             self.server.server_close()
 
 
-def split(where: str) -> tuple[str, int]:
+def split(flag: str, where: str) -> tuple[str, int]:
     """Return address and port of ``[ADDR:]PORT``; an IPv6 address stands in brackets.
 
     Raises:
@@ -64,6 +64,6 @@ def split(where: str) -> tuple[str, int]:
     found = re.fullmatch(r"(?:(?:\[([0-9A-Fa-f:.]+)\]|([\w.-]+)):)?(\d{1,5})", where)
     if not found or not 0 < int(found[3]) < 1 << 16:
         raise UserError(
-            f"--metrics: {where!r} is no [ADDR:]PORT; use a port, such as 9405, or 0.0.0.0:9405 for all who reach this machine"
+            f"{flag}: {where!r} is no [ADDR:]PORT; use a port, such as 9405, or 0.0.0.0:9405 for all who reach this machine"
         )
     return found[1] or found[2] or LOOPBACK, int(found[3])

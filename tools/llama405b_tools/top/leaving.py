@@ -40,8 +40,15 @@ def on_signals(end: Callable[[int], None], restore: Callable[[], None] = lambda:
             signal.signal(number, handle)
 
 
+def in_browser() -> bool:
+    """Whether the screen is shown by textual-serve."""
+    return "WebDriver" in os.environ.get("TEXTUAL_DRIVER", "")
+
+
 def terminal_keeper() -> Callable[[], None]:
-    """Return a function that gives the terminal back as it is now, without waiting for it."""
+    """Return a function that gives the terminal back as it is now, without waiting for it; in a browser there is none."""
+    if in_browser():
+        return lambda: None
     before = termios.tcgetattr(sys.stdin)
 
     def restore() -> None:

@@ -20,7 +20,7 @@ from rich.console import Console
 
 from llama405b.contract import reader
 from llama405b.contract.command import OneLineParser
-from llama405b.contract.errors import UserError
+from llama405b.contract.errors import GOOD, UserError
 from llama405b.contract.plan import check_run_name
 from llama405b.contract.units import seconds
 from llama405b_tools.hosts.fleet import Fleet
@@ -35,8 +35,8 @@ from llama405b_tools.top.draw import panels
 from llama405b_tools.top.draw.theme import THEMES, theme
 from llama405b_tools.top.draw.ui import SORTS
 from llama405b_tools.top.event_sources import EventSource, Live, Recorder, Replay
-from llama405b_tools.top.exporter import Exporter
-from llama405b_tools.top.leaving import READ_AGAIN, on_signals
+from llama405b_tools.top.exporter import Exporter, split
+from llama405b_tools.top.leaving import READ_AGAIN, in_browser, on_signals
 from llama405b_tools.top.session import FIRST_S, PLAIN_WIDTH, Session
 from llama405b_tools.top.state.picture import HostState, Picture
 from llama405b_tools.verbs.arguments import HERE, hosts_of
@@ -47,6 +47,8 @@ def main(argv: Sequence[str]) -> int:
     args = _parser().parse(argv)
     _check(args)
     hang_after_s = seconds(args.hang_after, "--hang-after")
+    if args.serve:
+        return _serve(args.serve, argv)
     if args.replay:
         return _show(args, event_sources.replay(args.replay, args.speed), None, hang_after_s)
     backend: Backend = OnHosts(args.run, Path("hosts"))
@@ -76,6 +78,10 @@ def _check(args: argparse.Namespace) -> None:
         (
             args.on_change and (args.json or args.once) and not args.watch,
             "--on-change needs more than one look; remove --once or --json, or add --watch",
+        ),
+        (
+            args.serve and (args.json or args.once or args.watch or args.plain or args.record or args.metrics),
+            "--serve shows the screen; remove --once, --json, --watch, --plain, --record and --metrics",
         ),
         (args.speed != 1.0 and not args.replay, "--speed works only with --replay; remove it"),
     )
@@ -122,12 +128,35 @@ def _parser() -> OneLineParser:
         metavar="CMD",
         help="run CMD with /bin/sh when the verdict changes, as launch's --notify does (LLAMA405B_EVENT, _RUN, _MESSAGE)",
     )
-    add("--read-only", action="store_true", help="take away the keys that act on hosts and runs")
+    add(
+        "--read-only",
+        action=argparse.BooleanOptionalAction,
+        help="take away the keys that act on hosts and runs [with --serve, unless --no-read-only]",
+    )
+    add("--serve", metavar="[ADDR:]PORT", help="show the screen in browsers; without ADDR only on this machine")
     add("--metrics", metavar="[ADDR:]PORT", help="answer Prometheus there; without ADDR only on this machine")
     add("--record", type=Path, metavar="FILE", help="record everything that arrives to FILE (.gz compresses)")
     add("--replay", metavar="FILE", help="play back a recording; demo is a simulated incident on 64 GPUs")
     add("--speed", type=float, default=1.0, metavar="X", help="playback speed of --replay [1]")
     return parser
+
+
+def _serve(where: str, argv: Sequence[str]) -> int:
+    """Serve the screen with the same arguments; nothing may be acted on unless that is said."""
+    address, port = split("--serve", where)
+    try:
+        from llama405b_tools.top.serve import serve
+    except ModuleNotFoundError as missing:
+        raise UserError(
+            f"--serve needs {missing.name}, which is not installed; `pip install '.[web]'` installs it"
+        ) from None
+    words = [
+        word
+        for n, word in enumerate(argv)
+        if word != "--serve" and argv[n - 1 : n] != ["--serve"] and not word.startswith("--serve=")
+    ]
+    serve(address, port, ["--read-only", *words], screen.show)  # a later --no-read-only counts
+    return GOOD
 
 
 def named_hosts(words: Sequence[str]) -> tuple[Host, ...]:
@@ -161,9 +190,10 @@ def _show(
         session.ui.odd_only = args.odd
         streams = (sys.stdin, sys.stdout, sys.stderr)  # textual reads the first, and draws on the last
         at_terminal = all(each.isatty() for each in streams) and os.environ.get("TERM", "") not in ("", "dumb")
+        at_terminal = at_terminal or in_browser()
         exporter = leaving.enter_context(contextlib.closing(Exporter(args.metrics))) if args.metrics else None
         session.ui.refusals = actions.refusals(
-            is_live=bool(fleet), read_only=args.read_only, has_file=bool(files), in_job=in_job
+            is_live=bool(fleet), read_only=args.read_only, has_file=bool(files), in_job=in_job, in_browser=in_browser()
         )
         _await_run(session)
         if args.json or args.once or args.plain or args.watch or not at_terminal:

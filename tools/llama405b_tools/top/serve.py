@@ -1,0 +1,82 @@
+"""Serve cluster-top's screen to browsers: each that opens it gets a cluster-top of its own, by textual-serve.
+
+Only who knows the token in the address gets anything. There is no encryption: from another machine, use an SSH tunnel.
+"""
+
+import secrets
+import shlex
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from aiohttp import web
+from textual_serve.server import Server
+
+from llama405b.contract.errors import UserError
+from llama405b.contract.phrases import reason_of
+
+MOST_BROWSERS = 8  # at a time: each asks the hosts by itself
+TOKEN_BYTES = 16
+
+
+class TopServer(Server):
+    """textual-serve's server, below a secret path, under whatever name it is reached."""
+
+    def __init__(self, command: str, address: str, port: int, show: Callable[[str], object]) -> None:
+        super().__init__(command, address, port, "cluster-top", templates_path=str(Path(__file__).parent / "page"))
+        self.token = secrets.token_urlsafe(TOKEN_BYTES)
+        self.show = show
+        self.n_browsers = 0
+
+    @property
+    def url(self) -> str:
+        """Where the screen is."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{self.port}/{self.token}/"
+
+    async def _make_app(self) -> web.Application:
+        app = web.Application()
+        app.add_subapp(f"/{self.token}", await super()._make_app())
+        return app
+
+    async def on_startup(self, app: web.Application) -> None:  # noqa: ARG002
+        """Say where the screen is."""
+        self.show(f"open {self.url} in a browser; Ctrl-C ends it")
+
+    async def handle_index(self, request: web.Request) -> web.StreamResponse:
+        """Return the page, with the address under which the browser reached this server, perhaps through a tunnel."""
+        self.public_url = f"{request.scheme}://{request.host}"
+        page: web.StreamResponse = await super().handle_index(request)
+        return page
+
+    async def handle_websocket(self, request: web.Request) -> web.WebSocketResponse:
+        """Run a cluster-top for a browser, unless too many look already."""
+        if self.n_browsers >= MOST_BROWSERS:
+            raise web.HTTPServiceUnavailable(text=f"{MOST_BROWSERS} browsers look at it already")
+        self.n_browsers += 1
+        try:
+            return await super().handle_websocket(request)
+        finally:
+            self.n_browsers -= 1
+
+    def initialize_logging(self) -> None:
+        """Log nothing: the addresses have the token."""
+
+
+def serve(address: str, port: int, words: Sequence[str], show: Callable[[str], object]) -> None:
+    """Serve ``cluster-top WORDS`` until Ctrl-C.
+
+    Raises:
+        UserError: The address cannot be listened on.
+    """
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        with socket.create_server((address, port), family=family):
+            pass
+    except OSError as error:
+        raise UserError(
+            f"--serve: {address}:{port} cannot be listened on ({reason_of(error)}); use another port"
+        ) from None
+    command = shlex.join([sys.executable, "-m", "llama405b_tools.cli", "top", *words])
+    TopServer(f"exec {command}", address, port, show).serve()
