@@ -199,7 +199,7 @@ class CauseRun:
         done = self.cli("stop", "--run", "r", "--grace", "0")
         self.undo.close()
         assert done.returncode == 0, done.stdout + done.stderr
-        shutil.rmtree(self.directory / "runs", ignore_errors=True)
+        shutil.rmtree(self.directory / "runs/r/checkpoints", ignore_errors=True)
 
 
 def wake(pid):
@@ -258,9 +258,9 @@ def stays_quiet(directory, demo, corpus, case, seconds, every_s=15.0):
     """Watch a run that is healthy, or merely slow; returns what was said of it each time."""
     said = []
     with CauseRun(directory, demo, corpus, case) as run:
-        until = time.monotonic() + seconds
         if case.cause != "starting":
             run.strike()
+        until = time.monotonic() + seconds
         while time.monotonic() < until:
             if case.cause == "short_pause":
                 os.kill(run.pid(), signal.SIGSTOP)

@@ -183,6 +183,13 @@ def test_whether_a_foreign_program_hangs_is_not_claimed():
     assert found.culprit.ranks == (5,)
 
 
+def test_of_a_program_that_may_be_well_nobody_is_blamed_where_all_do_the_same():
+    foreign = {"beat": None, "place": None, "unit": "", "frames": SLEEPS}
+    assert of(cluster(**foreign)).culprit is None
+    hangs = of(cluster(frames=READS, waits_in="read of /data/a"))
+    assert hangs.culprit.ranks == tuple(range(8))
+
+
 def test_a_hanging_disk_and_the_kernel_are_evidence():
     hosts = cluster({5: {"frames": READS, "state": "D"}})
     around = Surroundings(

@@ -22,6 +22,7 @@ from llama405b_tools.text.fold import fold_names, fold_ranks
 LEAST_S, FIRST_STEP_S, SLOW_PHASE_S = 20.0, 60.0, 60.0  # of silence, before a run counts as hung
 STEPS, SAVES = 5.0, 3.0  # and so many of the usual ones
 EXCUSED = 10.0  # so many times longer, while bytes move or a core is busy where that is progress
+PLURAL = {"is": "are", "waits": "wait", "cannot": "cannot", "does": "do"}
 MOVES_BYTES, BUSY = 64 << 10, 0.5  # in the window; of a core
 STARVED, RUNS = 0.5, 0.1  # of the window: that it waited for a core, and had one
 FAULTS_PER_S = 200.0  # page faults that wait for a disk
@@ -111,7 +112,7 @@ def diagnose(hosts: Mapping[str, HostEvidence], lost: Mapping[str, str]) -> Diag
     if verdict is Verdict.MOVES:
         lacking = given("; {} did not answer", fold_names(lost))
         return Diagnosis(verdict, f"{why}{lacking}", groups)
-    culprit = _elsewhere(every, hosts)
+    culprit = _elsewhere(every, hosts, hangs=verdict is Verdict.HANGS)
     if verdict is Verdict.HANGS:
         culprit = _lost(lost) or culprit or _throttled(every, hosts) or _link(every, hosts) or _mismatch(every)
     if culprit:
@@ -205,10 +206,11 @@ def _lost(lost: Mapping[str, str]) -> Culprit | None:
     return Culprit(Fault.HOST_LOST, tuple(lost), (), f"{fold_names(lost)} did not answer: {name}: {why}")
 
 
-def _elsewhere(every: Sequence[Position], hosts: Mapping[str, HostEvidence]) -> Culprit | None:
-    """Ranks that do something else while others wait; of several, those that are furthest behind."""
+def _elsewhere(every: Sequence[Position], hosts: Mapping[str, HostEvidence], *, hangs: bool) -> Culprit | None:
+    """Ranks that do something else while others wait; of several, those that are furthest behind. Or all, if they hang in one place."""
     others = [position for position in every if position.stand in (Stand.ELSEWHERE, Stand.UNKNOWN)]
-    if not others or (len(others) == len(every) and len({position.key for position in others}) > 1):
+    alone = len(others) < len(every) or len(every) == 1
+    if not others or not (alone or (hangs and len({position.key for position in others}) == 1)):
         return None
     known = [position for position in others if position.stand is Stand.ELSEWHERE] or others
     behind = min(position.step for position in known)
@@ -216,6 +218,8 @@ def _elsewhere(every: Sequence[Position], hosts: Mapping[str, HostEvidence]) -> 
     first = next((position for position in last if _is_blocked(position)), last[0])
     same = [position for position in last if position.key == first.key]
     fault, doing = _doing_words(first, hosts[first.host])
+    if len(same) > 1:
+        doing = PLURAL.get(doing.partition(" ")[0], "") + doing[doing.index(" ") :]
     return Culprit(
         fault, *_places(same), f"{_ranks(same)} {doing}{_others(every)}", (*_stack(first), *_last_lines(first))
     )
@@ -245,7 +249,7 @@ def _doing_words(position: Position, host: HostEvidence) -> tuple[Fault, str]:
     if position.stand is Stand.UNKNOWN:
         return (
             Fault.ELSEWHERE,
-            f"cannot be looked into ({seen.no_stacks or 'no stacks'}), and does not wait as the others do",
+            f"cannot be looked into ({seen.no_stacks or 'no stacks'}), while the others wait",
         )
     return Fault.ELSEWHERE, f"is{at}" if at else "does something else"
 
