@@ -94,6 +94,30 @@ def test_a_hung_run_is_ended_and_resumed_and_a_stop_ends_the_guard(work, cli, de
     assert "guard: stopped" in cli(work, "status", "--run", "h").stdout
 
 
+def test_a_restart_saves_and_is_its_guards(work, cli, demo, corpus):
+    flags = [*fake_trainer(demo, corpus, steps=100_000), "--checkpoint.every", 90_000]
+    assert cli(work, "launch", "--run", "alone", *flags).returncode == 0
+    wait_for(lambda: heartbeat(work, "alone", 0)["step"] > 2)
+    refused = cli(work, "ask", "alone", "restart")
+    assert refused.returncode == 2, refused.stdout
+    assert len(refused.stderr.splitlines()) == 1
+    assert cli(work, "stop", "--run", "alone", "--grace", 0).returncode == 0
+
+    flags = [*settings(demo, corpus, steps=100_000), "--checkpoint.every", 90_000]
+    assert cli(work, "launch", "--run", "again", "--restart", 3, *flags).returncode == 0
+    wait_for(lambda: heartbeat(work, "again", 0)["step"] > 2)
+    done = cli(work, "ask", "again", "restart")
+    assert done.returncode == 0, done.stderr
+    step = int(re.match(r"saved step (\d+): ", done.stdout)[1])
+    assert "attempt 1 is ended" in done.stdout
+    wait_for(lambda: status(work, "again", "node-b")["attempt"] == 2)
+    wait_for(lambda: heartbeat(work, "again", 1)["step"] > step)
+    assert min(each for each, m in metrics(work, "again").items() if m["attempt"] == 2) == step + 1
+    record = json.loads((work / "runs/again/guard.json").read_text())
+    assert (record["state"], record["restarts"]) == ("watching", 1)
+    assert f"step-{step:08d}" in record["checkpoint"]
+
+
 def test_a_guard_gives_up_on_what_never_gets_further(work, cli):
     (work / "bad.py").write_text("print('here we go'); raise SystemExit(3)\n")
     done = cli(work, "launch", "--run", "v", "--restart", 2, "--follow", "--", "bad.py", timeout=200)

@@ -98,7 +98,7 @@ def test_nvidia_smi_and_its_faults(hosts, operator, terminal):
         top.keys("Escape", "o")
         top.shows(r"odd ones only", 5)
         top.run("resize-window", "-t", "t", "-x", "80", "-y", "24")
-        top.shows(r"^ \[odd ones only\] 1-6 ↑↓ ⏎ Tab / s m \+ - Space e \? q", 5)
+        top.shows(r"^ \[odd ones only\] 1-6 ↑↓ ⏎ Tab ← → / s m \+ - Space a e \? q", 5)
         top.run("resize-window", "-t", "t", "-x", "200", "-y", "50")
         top.shows(r"^ \[odd ones only\] 1-6 views .*  q quit$", 5)
         top.keys("q")

@@ -180,7 +180,8 @@ def _takes_steps(me, directory, kind, evaluates):
     steps = [batch(step, me, 2) for step in range(3)]
     nothing = types.SimpleNamespace
     journal = nothing(log=logged.append, evaluation=lambda *found: logged.append(found), metrics=taken.append, steps=3)
-    heartbeat = nothing(phase=phases.append, alive=lambda: None, finished_step=lambda *_, **__: None)
+    memory = nothing(step=lambda _: None, unit=lambda _: None)
+    heartbeat = nothing(phase=phases.append, alive=lambda: None, finished_step=lambda *_, **__: None, memory=memory)
     context = RankContext(me, RunDir(Path()), journal, heartbeat)
     compared = []  # with the best loss that was saved
     saver = nothing(

@@ -32,7 +32,7 @@ VERBS = {  # verb: (module with main(argv) -> exit code, what it does)
     "status": ("llama405b_tools.verbs.status", "show a run's state on every host, and its progress"),
     "top": ("llama405b_tools.verbs.top", "cluster-top: hosts, GPUs, ranks, training and logs on one screen"),
     "logs": ("llama405b_tools.verbs.logs", "show the logs of every rank on every host"),
-    "ask": ("llama405b_tools.verbs.ask", "have a live run save, or show a profile, memory or stacks"),
+    "ask": ("llama405b_tools.verbs.ask", "have a live run save or restart, or show a profile, memory or stacks"),
     "autopsy": ("llama405b_tools.verbs.autopsy", "say what every rank is doing, and who holds up the run"),
     "attach": ("llama405b_tools.verbs.attach", "open a tmux session with one window per host"),
     "stop": ("llama405b_tools.verbs.stop", "end a run on every host, and verify that it ended"),

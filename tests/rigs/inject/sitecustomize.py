@@ -167,7 +167,7 @@ class Injection:
 
     def __init__(self, words):
         cause, rank, step, self.phase, place = words.split()
-        self.mine = int(rank) == int(os.environ["RANK"])
+        self.mine = int(rank) == int(os.environ["LLAMA405B_FIRST_RANK"]) + int(os.environ["LOCAL_RANK"])
         self.step, self.act, self.again = int(step), getattr(Causes(place), cause), cause.startswith("slow")
         self.done = False
 

@@ -65,10 +65,10 @@ def test_the_documentation_and_the_dashboard_know_the_same_metrics():
     [("9405", ("127.0.0.1", 9405)), ("0.0.0.0:1", ("0.0.0.0", 1)), ("[::1]:65535", ("::1", 65535)), ("ops.lan:80", ("ops.lan", 80))],
 )  # fmt: skip
 def test_addresses(where, found):
-    assert split(where) == found
+    assert split("--metrics", where) == found
 
 
 @pytest.mark.parametrize("where", ["", "0", "65536", "a:b", "::1:80", "1.2.3.4", "x y:9"])
 def test_what_is_no_address_is_refused(where):
     with pytest.raises(UserError, match=r"--metrics: .* is no \[ADDR:\]PORT; use a port, such as 9405"):
-        split(where)
+        split("--metrics", where)

@@ -49,7 +49,7 @@ def process(tmp_path):
 
 def test_a_rank_that_holds_the_interpreters_lock_shows_where_it_is(process, tmp_path):
     child = process(RANK, PYTHONPATH=":".join(sys.path))
-    assert rank_processes(f"{tmp_path}:host") == {21: child.pid}
+    assert rank_processes(f"{tmp_path}:host") == {5: child.pid}
     memory = RankMemoryReader.of(child.pid)
     assert memory.place() == Place(4711, "layers.71 backward")
 
@@ -90,7 +90,7 @@ def test_of_a_rank_and_its_own_children_the_rank_is_taken(process, tmp_path):
         "import subprocess, sys, time; subprocess.Popen(['sleep', '60']); print('ready', flush=True); time.sleep(60)"
     )
     wait_for(lambda: len(rank_evidence.processes.marked(f"{tmp_path}:host")) == 2)
-    assert rank_processes(f"{tmp_path}:host") == {21: parent.pid}
+    assert rank_processes(f"{tmp_path}:host") == {5: parent.pid}
     for pid in rank_evidence.processes.marked(f"{tmp_path}:host"):
         if pid != parent.pid:
             os.kill(pid, signal.SIGKILL)

@@ -85,8 +85,10 @@ def _ranks(
     run: RunDir, plan: Plan, node: Node, least_s: float, pool: concurrent.futures.Executor
 ) -> tuple[tuple[RankEvidence, ...], float, int]:
     """Return what each rank does, the length of the window in seconds, and what the disks wrote in it."""
-    pids = rank_processes(f"{run.path}:{node.name}")
-    beats = {beat.rank: beat for beat in beats_of(run, node)}
+    local = rank_processes(f"{run.path}:{node.name}")
+    pids = {node.first_rank + number: pid for number, pid in local.items()}
+    launched = run.plan.stat().st_mtime  # by this host's clock, as heartbeats are: older ones are of an earlier attempt
+    beats = {beat.rank: beat for beat in beats_of(run, node) if beat.time >= launched}
     memories = {rank: memory for rank, pid in pids.items() if (memory := RankMemoryReader.of(pid))}
     began, disk_before = time.monotonic(), _disk_bytes()
     before = {rank: Counts.of(pid) for rank, pid in pids.items()}

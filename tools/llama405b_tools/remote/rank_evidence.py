@@ -37,13 +37,13 @@ SOCKET = re.compile(r"socket:\[(\d+)\]")
 
 
 def rank_processes(value: str) -> dict[int, int]:
-    """Return the process of each rank of ``<run directory>:<host>``, not those that it started itself."""
-    ranks = {}
-    for pid in processes.marked(value):
-        env = _environment(pid)
-        if "LOCAL_RANK" in env and env.get("RANK", "").isdigit():
-            ranks[pid] = int(env["RANK"])
-    return {rank: pid for pid, rank in ranks.items() if _parent(pid) not in ranks}
+    """Return the process of each local rank of ``<run directory>:<host>``, not those that it started itself.
+
+    torchrun counts hosts in an order of its own: what it calls ``RANK`` is not ours.
+    """
+    local = {pid: _environment(pid).get("LOCAL_RANK", "") for pid in processes.marked(value)}
+    ranks = {pid: int(number) for pid, number in local.items() if number.isdigit()}
+    return {number: pid for pid, number in ranks.items() if _parent(pid) not in ranks}
 
 
 class RankMemoryReader:

@@ -28,6 +28,7 @@ ACTIONS = {
     "c": Action("save a checkpoint of {run} now", ("ask", "{run}", "save")),
     "p": Action("trace the next step of every rank of {run}", ("ask", "{run}", "profile")),
     "M": Action("tell what the memory of every rank of {run} holds", ("ask", "{run}", "memory")),
+    "R": Action("save, end this attempt of {run}, and have its guard start the next", ("ask", "{run}", "restart")),
     "S": Action("stop {run} on every host; it saves first", ("stop", "--run", "{run}")),
     SHELL: Action("open a shell on {host}", ()),
 }

@@ -1,43 +1,50 @@
 """Ask a live run for something, between two of its steps, and wait for it; the run goes on.
 
 save: a checkpoint now. profile: a trace of the next steps of each rank, for Perfetto. memory: what each rank's memory holds.
-stacks: the stack of every thread of each rank. A run that hangs takes no step, and does not answer.
+stacks: the stack of every thread of each rank. A run that hangs takes no step, and does not answer: autopsy tells of it.
+restart: save, then end this attempt, for the run's guard to start the next one; --wait 0s does not wait for the save.
 Exits with 1 if the run ended, did not answer in time, or could not do it.
 """
 
 import time
 from collections.abc import Sequence
 
+from llama405b.contract.causes import Cause, CauseKind
 from llama405b.contract.command import OneLineParser
 from llama405b.contract.errors import GOOD, RunError, UserError
 from llama405b.contract.events import RunEvent
 from llama405b.contract.phrases import counted
 from llama405b.contract.plan import Plan, check_run_name
-from llama405b.contract.records import MOST_PROFILED_STEPS, RequestKind
+from llama405b.contract.records import MOST_PROFILED_STEPS, Blame, RequestKind
 from llama405b.contract.units import seconds
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.outcomes import replies
 from llama405b_tools.remote.messages.ask_request import AnswerReply, AnswerRequest, AskReply, AskRequest
 from llama405b_tools.remote.messages.host_run import PlanRequest
 from llama405b_tools.run import screen
-from llama405b_tools.run.backends import backend_of
+from llama405b_tools.run.backends import Backend, backend_of
+from llama405b_tools.run.guard_record import heard_by, of_hosts
+from llama405b_tools.run.judge import not_stopped
 from llama405b_tools.run.query import STATUS_TIMEOUT_S, ask_hosts, operator
 from llama405b_tools.text.figures import span
 from llama405b_tools.verbs.arguments import add_hosts
 
 LOOK_EVERY_S = 1.0
+RESTART = "restart"  # which no run is asked for: it is ended, and its guard does the rest
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the verb."""
     parser = OneLineParser(prog="llama405b ask", description=__doc__)
     parser.add_argument("run", metavar="RUN", help="name of the run")
-    parser.add_argument("kind", metavar="WHAT", choices=[*RequestKind], help="save, profile, memory or stacks")
+    kinds = [*RequestKind, RESTART]
+    parser.add_argument("kind", metavar="WHAT", choices=kinds, help="save, profile, memory, stacks or restart")
     add_hosts(parser)
     parser.add_argument("--steps", type=int, default=1, metavar="N", help="steps to profile, 100 at most [1]")
     parser.add_argument("--wait", default="10m", metavar="TIME", help="for the answer; a step comes first [10m]")
     args = parser.parse(argv)
-    kind, wait_s = RequestKind(args.kind), seconds(args.wait, "--wait")
+    wait_s = seconds(args.wait, "--wait")
+    kind = RequestKind.SAVE if args.kind == RESTART else RequestKind(args.kind)
     if not 1 <= args.steps <= MOST_PROFILED_STEPS:
         raise UserError(f"--steps: {args.steps}; use 1 to {MOST_PROFILED_STEPS}")
     if args.steps != 1 and kind is not RequestKind.PROFILE:
@@ -45,8 +52,37 @@ def main(argv: Sequence[str]) -> int:
     backend = backend_of(check_run_name(args.run), args.hosts)
     with Fleet(backend.hosts()) as fleet:
         head, plan = find_head(fleet, args.run)
+        if args.kind == RESTART:
+            return restart(fleet, backend, head, plan, wait_s)
         answer = request(fleet, head, AskRequest(args.run, kind, operator(), args.steps), wait_s)
     print(words_of(kind, answer, head, plan.world, args.steps))
+    return GOOD
+
+
+def restart(fleet: Fleet, backend: Backend, head: str, plan: Plan, wait_s: float) -> int:
+    """Have a run save, and end its attempt, so that its guard starts the next one; returns the exit code.
+
+    Raises:
+        UserError: It has no guard.
+    """
+    _, seen = ask_hosts(fleet, plan.run)
+    guard = of_hosts(plan.run, heard_by(run for run in replies(seen).values() if run), time.time())
+    if guard is None or not guard.guards:
+        raise UserError(
+            f"run {plan.run} has no guard, which would start it again; `{fleet.command_to_type('stop', plan.run)}`, then repeat the "
+            "launch with --resume auto"
+        )
+    if wait_s:
+        try:
+            answer = request(fleet, head, AskRequest(plan.run, RequestKind.SAVE, operator()), wait_s)
+        except RunError as error:
+            raise RunError(f"{error}. Nothing was ended; --wait 0s ends it without a save") from None
+        print(words_of(RequestKind.SAVE, answer, head, plan.world, 1), flush=True)
+    asked = Cause(CauseKind.STOPPED, head, by=operator())
+    left = not_stopped(backend.stop_launch(fleet, plan, Blame(plan.attempt, head, asked)))
+    for name, why in left.items():
+        screen.show(f"{name}: {why}; its guard tries again", error=True)
+    print(f"attempt {plan.attempt} is ended; its guard starts the next one from the newest checkpoint")
     return GOOD
 
 

@@ -30,7 +30,7 @@ HELP = """cluster-top: every host, every GPU, every rank, the training and its l
   e            the first error across all hosts, with its traceback
   T            colors for a dark or a light background
   a            say what every rank is doing right now, and who holds up the run
-  c p M S      have the run save now, trace its next step, tell what memory holds; stop it (it saves first)
+  c p M R S    have the run save now, trace its next step, tell what memory holds; restart it (by its guard); stop it (both save first)
   ! y          a shell on the chosen host; what is known as text, which is also copied     Each but y asks first.
   r            read the hosts file again, after it has changed
   ? h          this page          Ctrl-C   quit; nothing is left on any host
