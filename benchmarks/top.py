@@ -32,7 +32,7 @@ from llama405b_tools.top.state.frames import Frame
 
 INTERVAL_S = 2.0
 COLUMNS, LINES = 200, 60
-UNKNOWN_KEYS = "abcdgiuvxz"  # each is answered with a line of its own
+UNKNOWN_KEYS = "bdgiltuvxz"  # each is answered with a line of its own
 RUN_HOSTS = 64  # in a launch that one machine, which plays all of them, can take
 WARM_S, PER_HOST_S = 12.0, 0.15  # until every host has been sending frames for some time
 CHANGES, FIRST_STEP, DELAY_MOST_S = 9, 400_001, 30.0

@@ -18,7 +18,7 @@ FOREIGN = (  # tables of what other programs write, and the recording that the d
 )  # fmt: skip
 JUDGING = (  # they assert values alone
     "tests/unit/run/test_judge.py", "tests/unit/run/test_follow.py", "tests/unit/run/test_watchman.py",
-    "tests/unit/top/test_situations.py", "tests/unit/run/test_status_values.py",
+    "tests/unit/top/test_situations.py", "tests/unit/run/test_status_values.py", "tests/unit/run/test_diagnose.py",
 )  # fmt: skip
 
 

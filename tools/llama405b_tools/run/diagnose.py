@@ -9,7 +9,7 @@ import dataclasses
 import enum
 from collections.abc import Iterable, Mapping, Sequence
 
-from llama405b.contract.causes import STUCK, Cause, CauseKind, words
+from llama405b.contract.causes import STUCK, Cause, CauseKind, said_by_rank
 from llama405b.contract.phrases import counted, given
 from llama405b.contract.records import Phase
 from llama405b_tools.machine.stacks import Frame
@@ -178,7 +178,8 @@ def _gone(every: Sequence[Position]) -> Culprit | None:
     told = {position.rank: position.evidence.beat.cause for position in gone if position.evidence.beat}
     first = max(gone, key=lambda position: origin_of(told[position.rank] or SILENT_END))
     if cause := told[first.rank]:
-        return Culprit(Fault.RANK_GONE, *_places([first]), words(cause), _last_lines(first))
+        said = f"rank {first.rank} ended: {said_by_rank(cause)}"
+        return Culprit(Fault.RANK_GONE, *_places([first]), said, _last_lines(first))
     same = [position for position in gone if position.host == first.host and told[position.rank] is None]
     verb = "has" if len(same) == 1 else "have"
     return Culprit(

@@ -18,15 +18,17 @@ from llama405b.contract.errors import FAILED, GOOD, RunError
 from llama405b.contract.phrases import given
 from llama405b.contract.plan import REHEARSAL, Plan
 from llama405b.contract.probes import LINKS, line_of
+from llama405b.contract.records import Metrics
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.inventory import Host
+from llama405b_tools.hosts.outcomes import replies
 from llama405b_tools.hosts.transport import HostError, Stream
 from llama405b_tools.remote.messages.stop_request import CUT, StopRequest
 from llama405b_tools.run.follow import SLACK_S, Limits, RunMonitor, watch_run
 from llama405b_tools.run.judge import Failure, failure_words
 from llama405b_tools.run.launch import launch
 from llama405b_tools.run.probes import run_probes, stop_everywhere
-from llama405b_tools.run.query import newest_checkpoint
+from llama405b_tools.run.query import ask_hosts, newest_checkpoint, progress
 from llama405b_tools.run.request import LaunchRequest
 from llama405b_tools.run.screen import show
 
@@ -59,6 +61,9 @@ def rehearse(request: LaunchRequest, hosts: Sequence[Host], fleet: Fleet) -> int
         stop_everywhere(plan, fleet, hard=True)
         print(f"rehearsal: {STEPS} steps{', saved' if saves else ''}, killed", flush=True)
         if saves:
+            losses |= last_loss(
+                fleet, plan
+            )  # the save after that step may have removed what a step before it began from
             step = step_to_repeat(newest_checkpoint(fleet, plan.run), losses)
             plan = launch(dataclasses.replace(trial, resume=str(step - 1)), hosts, fleet)
             again, before = losses_at(step, fleet, plan, load_s)[step], losses[step]
@@ -115,6 +120,12 @@ def losses_at(step: int, fleet: Fleet, plan: Plan, load_s: float) -> dict[int, f
     if worst is None:
         raise RunError(f"it ended before step {step}")
     raise RunError(f"{worst.host}: {failure_words(worst)} ({_where(worst, watch)})")
+
+
+def last_loss(fleet: Fleet, plan: Plan) -> dict[int, float]:
+    """Return the loss of the last step that was taken, by its number; {} if no host knows one."""
+    _, last = progress(run for run in replies(ask_hosts(fleet, plan.run)[1]).values() if run)
+    return {last.step: last.loss} if isinstance(last, Metrics) and last.attempt == plan.attempt else {}
 
 
 def step_to_repeat(newest: Path | None, losses: Mapping[int, float]) -> int:
