@@ -359,7 +359,8 @@ def _others(every: Sequence[Position]) -> str:
 def group_words(group: Group) -> str:
     """Say where a group stands: ``wait in all_gather_single of layers.71 backward, step 4711``."""
     first, verb = group.first, "waits" if len(group.positions) == 1 else "wait"
-    at = given(" of {}", first.unit) + given(", step {}", first.step)
+    step = given(", step {}", first.step)
+    at, within = given(" of {}", first.unit) + step, given(", in {}", first.unit) + step
     if first.stand is Stand.COLLECTIVE:
         return f"{verb} in {first.what}{at}"
     if first.stand is Stand.DEVICE:
@@ -367,10 +368,10 @@ def group_words(group: Group) -> str:
     if first.stand is Stand.GONE:
         return "has no process" if verb == "waits" else "have no process"
     if first.stand is Stand.STOPPED:
-        return f"stopped (state {first.evidence.state}){at}"
+        return f"stopped (state {first.evidence.state}){within}"
     if first.frame is None:
         return f"cannot be looked into ({first.evidence.no_stacks or 'no stacks'})"
-    return f"in {frame_words(first.frame)}{at}"
+    return f"in {frame_words(first.frame)}{within}"
 
 
 def frame_words(frame: Frame) -> str:
