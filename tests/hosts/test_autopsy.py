@@ -1,7 +1,6 @@
 """The autopsy, in real runs: three causes and three runs that are merely slow (docs/measurements/autopsy.md has all of them)."""
 
 import json
-import os
 import re
 import time
 
@@ -13,11 +12,9 @@ from ops_rig import FAKE_TRAINER, wait_for
 
 
 @pytest.mark.parametrize("case", [
-    Case("gil_held", 2, 5, "backward"), Case("frozen_disk", 1, 6, "save"), Case("swallowed", 3, 4, "forward"),
+    Case("gil_held", 2, 5, "backward"), Case("locked_file", 1, 6, "save"), Case("swallowed", 3, 4, "forward"),
 ], ids=lambda case: case.name)  # fmt: skip
 def test_the_culprit_is_named(tmp_path, demo, corpus, case):
-    if case.cause == "frozen_disk" and os.getuid():
-        pytest.skip("NOT RUN: freezing a disk needs root")
     found = strikes(tmp_path, demo, corpus, case)
     assert is_right(case, found), found
     assert found["took_s"] < 10
