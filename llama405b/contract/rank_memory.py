@@ -10,7 +10,8 @@ import struct
 
 SIGNAL = 39  # a real-time signal: Python, torch, CUDA and NCCL use none
 NAME = "llama405b-rank"
-PLACE = struct.Struct("<q64s")
+UNIT_BYTES = 64
+PLACE = struct.Struct(f"<q{UNIT_BYTES}s")
 PLACE_BYTES = PLACE.size
 
 

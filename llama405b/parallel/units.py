@@ -29,11 +29,8 @@ class UnitTracker:
             module.register_forward_pre_hook(
                 functools.partial(self._forward, forward, backward, module is model), prepend=True
             )
-            group = (
-                getattr(fully_shard.state(module), "_fsdp_param_group", None)
-                if isinstance(module, FSDPModule)
-                else None
-            )
+            state = fully_shard.state(module) if isinstance(module, FSDPModule) else None
+            group = getattr(state, "_fsdp_param_group", None)
             if group and not isinstance(group.pre_backward, functools.partial):  # one of several modules with one group
                 group.pre_backward = functools.partial(self._backward, backward, group.pre_backward)
 

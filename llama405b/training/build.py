@@ -34,7 +34,7 @@ from llama405b.training.loop import Trainer
 from llama405b.training.loss_spikes import SpikeDetector
 from llama405b.training.model_files import bring_model_files
 from llama405b.training.open_checkpoints import log_changes, open_checkpoints, resume_run
-from llama405b.training.rank_memory import RankMemory, unit_label
+from llama405b.training.rank_memory import unit_label
 from llama405b.training.requests import Requests, StopSignal
 
 
@@ -70,7 +70,6 @@ def build_trainer(config: Config, resume: str, context: RankContext, stop: StopS
     context.journal.resumed_at(done, start.steps, anew=chosen.wanted == "no")
     reader = build_reader(config.training, config.data.workers, batches, start, context)
     detector = build_spike_detector(config.training, start, context)
-    show_units(module, context.heartbeat.memory)
     return Trainer(
         config=config,
         context=context,
@@ -85,7 +84,7 @@ def build_trainer(config: Config, resume: str, context: RankContext, stop: StopS
         ),
         requests=Requests(context, stop),
         evaluator=build_evaluator(config.evaluation, config.training, module, held_out, context),
-        busy=build_busy_meter(config.parallel, module, context),
+        busy=watch_units(config.parallel, module, context),
         evaluates_first=chosen.found is None and not collectives.broadcast_object(context.journal.began_evaluated),
         tokens=context.journal.tokens,
     )
@@ -97,9 +96,11 @@ def bind_to_numa_node(parallel: Parallel, context: RankContext) -> None:
         context.log(bound)
 
 
-def show_units(module: nn.Module, memory: RankMemory) -> None:
-    """Have this rank's memory show which unit it is in."""
-    UnitTracker(lambda name, way: functools.partial(memory.unit, unit_label(name, way))).attach(module)
+def watch_units(parallel: Parallel, module: nn.Module, context: RankContext) -> BusyMeter | None:
+    """Have this rank's memory show which unit it is in, and measure its own computing (``build_busy_meter``)."""
+    show = context.heartbeat.memory.unit
+    UnitTracker(lambda name, way: functools.partial(show, unit_label(name, way))).attach(module)
+    return build_busy_meter(parallel, module, context)
 
 
 def build_busy_meter(parallel: Parallel, module: nn.Module, context: RankContext) -> BusyMeter | None:

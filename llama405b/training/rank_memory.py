@@ -5,13 +5,9 @@ import faulthandler
 import fcntl
 import mmap
 import os
-import struct
 import sys
 
-from llama405b.contract.rank_memory import NAME, PLACE_BYTES, SIGNAL
-
-UNIT_AT = struct.calcsize("<q")
-UNIT_BYTES = PLACE_BYTES - UNIT_AT
+from llama405b.contract.rank_memory import NAME, PLACE, PLACE_BYTES, SIGNAL, UNIT_BYTES
 
 
 class RankMemory:
@@ -34,12 +30,11 @@ class RankMemory:
 
     def step(self, step: int) -> None:
         """Show which step is under way, and that it is in no unit yet."""
-        self.place[:UNIT_AT] = struct.pack("<q", step)
-        self.unit(NO_UNIT)
+        PLACE.pack_into(self.place, 0, step, NO_UNIT)
 
     def unit(self, label: bytes) -> None:
         """Show which unit is computed, by its ``unit_label``: one copy of 64 bytes."""
-        self.place[UNIT_AT:] = label
+        self.place[-UNIT_BYTES:] = label
 
 
 def unit_label(name: str, way: str) -> bytes:

@@ -98,6 +98,14 @@ class CauseRun:
         )
 
     def __enter__(self):
+        try:
+            self._launch()
+        except BaseException:
+            self.undo.close()
+            raise
+        return self
+
+    def _launch(self):
         case = self.case
         if case.cause == "frozen_disk":
             self._freeze_disk()
@@ -119,7 +127,6 @@ class CauseRun:
             flags += ["--env", f"PYTHONPATH={INJECT}", "--env", f"INJECT={inject}"]
         done = self.cli("launch", "--run", "r", *flags)
         assert done.returncode == 0, done.stdout + done.stderr
-        return self
 
     def _freeze_disk(self):
         image, disk = self.place / "image", self.place / "frozen"

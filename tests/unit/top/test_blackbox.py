@@ -106,11 +106,28 @@ def test_an_incident_is_written_once_and_a_while_after_it(filled, tmp_path, monk
     see(bad, 23, 30)
     assert len(list(filter(None, written))) == 1
     assert written[3].parent == tmp_path / f"state/llama405b/black-box/{bad.training.run}"
+    assert written[3].parent.stat().st_mode & 0o777 == 0o700
     (tmp_path / "runs" / bad.training.run).mkdir(parents=True)
     for n in range(MOST_FILES + 2):
         see(good, 100 * n + 100)
         see(bad, 100 * n + 110, 100 * n + 140)
     assert len(list((tmp_path / "runs" / bad.training.run / "black-box").glob("*-hung.gz"))) == MOST_FILES
+
+
+def test_an_incident_that_cannot_be_written_is_told(filled, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    box, bad = filled
+    box.bad_at = None
+    (tmp_path / "runs" / bad.training.run).mkdir(parents=True)
+    (tmp_path / "runs" / bad.training.run / "black-box").write_text("")
+    session = Session(source_of([], simulate.names(N_HOSTS)), "a fleet", 60.0)
+    for second in (0, 30, 40):
+        session._keep(box, dataclasses.replace(bad, time=bad.time + 1000 + second))
+    [told] = session.cluster.events
+    assert "black-box" in told.text
+    outside = dataclasses.replace(bad, training=dataclasses.replace(bad.training, run=".."))
+    box.bad_at = None
+    assert [box.incident(dataclasses.replace(outside, time=bad.time + second)) for second in (0, 30)] == [None, None]
 
 
 def test_keys_go_back_and_forward_and_to_now():

@@ -6,6 +6,7 @@ import pytest
 
 from llama405b_tools.top.draw.headline import headline
 from llama405b_tools.top.state import simulate
+from llama405b_tools.top.state.advice import guard_acts_in_s
 from llama405b_tools.top.state.cluster import ClusterState
 from llama405b_tools.top.state.picture import GuardShown, HostState, Level, RunPhase, Verdict
 
@@ -330,7 +331,7 @@ def test_a_hang_says_when_its_guard_ends_it():
     def guarded(seconds):
         cluster, _ = play(simulate.HUNG + seconds, lambda host, frame: frame["run"] and run_of(frame, guard=told))
         cluster.guard = GuardShown.WATCHING
-        return cluster.found.guard_acts_in_s, cluster.picture()
+        return guard_acts_in_s(cluster.found), cluster.picture()
 
     (before_s, _), (left_s, pic) = guarded(70), guarded(80)
     assert 200 < left_s < 300 - 70
@@ -338,7 +339,7 @@ def test_a_hang_says_when_its_guard_ends_it():
     minutes, seconds = divmod(int(left_s), 60)
     assert f"{minutes}:{seconds:02d}" in pic.advice
     unguarded, _ = play(simulate.HUNG + 80)
-    assert unguarded.found.guard_acts_in_s is None
+    assert guard_acts_in_s(unguarded.found) is None
 
 
 @pytest.mark.parametrize("state", [HostState.AUTH, HostState.REFUSED, HostState.TIMEOUT, HostState.DOWN])

@@ -48,7 +48,7 @@ def read_faulthandler(text: str) -> tuple[Thread, ...]:
         elif threads and (match := FRAME.fullmatch(line)):
             threads[-1][1].append(Frame(match[1], int(match[2]) if match[2].isdigit() else 0, match[3]))
     mains = [name for name, frames in threads if frames and frames[-1].function in OUTERMOST]
-    main = mains[-1] if mains else (threads[-1][0] if threads else "")
+    main = ["", *(name for name, _ in threads), *mains][-1]  # faulthandler writes the oldest thread last
     found = [Thread(name, tuple(frames), is_main=name == main) for name, frames in threads]
     return tuple(sorted(found, key=lambda thread: not thread.is_main))
 

@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import contextlib
+import dataclasses
 import itertools
 import os
 import re
@@ -18,6 +19,7 @@ from llama405b.contract.paths import RunDir
 from llama405b.contract.plan import Node, Plan, read_plan
 from llama405b.contract.reader import MalformedError, loads
 from llama405b.contract.records import METRICS_LINE, Metrics
+from llama405b_tools.machine.stacks import Thread
 from llama405b_tools.remote import processes
 from llama405b_tools.remote.describe import beats_of, checkpoints_of, lives
 from llama405b_tools.remote.locks import run_of
@@ -65,7 +67,7 @@ def evidence(request: EvidenceRequest) -> HostEvidence:
         return HostEvidence(host, time.time())
     with concurrent.futures.ThreadPoolExecutor(16) as pool:
         around = pool.submit(_around, run, plan, node)
-        ranks, window_s, disk_bytes = _ranks(run, plan, node, request.window_s, pool)
+        ranks, window_s = _ranks(run, plan, node, request.window_s, pool)
         return HostEvidence(
             host,
             time.time(),
@@ -75,7 +77,6 @@ def evidence(request: EvidenceRequest) -> HostEvidence:
             interface=node.interface,
             window_s=window_s,
             ranks=ranks,
-            disk_bytes=disk_bytes,
             progress=_progress(run, plan) if node == plan.nodes[0] else Progress(),
             around=around.result(),
         )
@@ -83,55 +84,70 @@ def evidence(request: EvidenceRequest) -> HostEvidence:
 
 def _ranks(
     run: RunDir, plan: Plan, node: Node, least_s: float, pool: concurrent.futures.Executor
-) -> tuple[tuple[RankEvidence, ...], float, int]:
-    """Return what each rank does, the length of the window in seconds, and what the disks wrote in it."""
-    local = rank_processes(f"{run.path}:{node.name}")
-    pids = {node.first_rank + number: pid for number, pid in local.items()}
+) -> tuple[tuple[RankEvidence, ...], float]:
+    """Return what each rank does, and the length of the window in seconds."""
     launched = run.plan.stat().st_mtime  # by this host's clock, as heartbeats are: older ones are of an earlier attempt
     beats = {beat.rank: beat for beat in beats_of(run, node) if beat.time >= launched}
-    memories = {rank: memory for rank, pid in pids.items() if (memory := RankMemoryReader.of(pid))}
-    began, disk_before = time.monotonic(), _disk_bytes()
-    before = {rank: Counts.of(pid) for rank, pid in pids.items()}
-    for memory in memories.values():
-        memory.ask()
-    own = {rank: memory.stacks() for rank, memory in memories.items()}
+    began = time.monotonic()
+    local = rank_processes(f"{run.path}:{node.name}")
+    looks = {node.first_rank + number: RankLook(pid) for number, pid in local.items()}
+    for look in looks.values():
+        look.read_stacks()
     time.sleep(max(0.0, began + least_s - time.monotonic()))
-    window_s, disk_bytes = time.monotonic() - began, _disk_bytes() - disk_before
-    did = {rank: before[rank].until(Counts.of(pid)) for rank, pid in pids.items()}
-    waits = {rank: (waits_in(pid), kernel_wait(pid)) for rank, pid in pids.items()}
-    now = time.time()
-    silent = {rank for rank in pids if rank in beats and now - beats[rank].time > SILENT_S}
-    looks = {
-        rank: pool.submit(look_with_py_spy, pid, native=rank in silent)
-        for rank, pid in pids.items()
-        if rank in silent or not own.get(rank)
-    }
+    window_s, now = time.monotonic() - began, time.time()
+    for rank, look in looks.items():
+        look.end(pool, is_silent=rank in beats and now - beats[rank].time > SILENT_S)
     logs = _last_lines(run, node.name, plan.attempt)
     found = []
     for rank in range(node.first_rank, node.first_rank + node.slots):
-        pid, memory = pids.get(rank, 0), memories.get(rank)
-        looked = looks[rank].result() if rank in looks else Looked()
-        threads = looked.threads or own.get(rank, ())
-        waits_for, kernel = waits.get(rank, ("", ""))
-        found.append(
-            RankEvidence(
-                rank,
-                pid=pid,
-                state=processes.state(pid) if pid else "",
-                waits_in=waits_for,
-                kernel_wait=kernel,
-                doing=did.get(rank, Doing()),
-                swapped_bytes=swapped_bytes(pid) if pid else 0,
-                threads=with_code(threads),
-                source="py-spy" if looked.threads else "signal" if threads else "",
-                no_stacks="" if threads else looked.why_not,
-                place=memory.place() if memory else None,
-                beat=beats.get(rank),
-                unsent=unsent(pid) if pid else (),
-                log=logs.get(rank - node.first_rank, ()),
-            )
+        seen = looks[rank].evidence(rank) if rank in looks else RankEvidence(rank)
+        log = logs.get(rank - node.first_rank, ())
+        found.append(dataclasses.replace(seen, beat=beats.get(rank), log=log))
+    return tuple(found), window_s
+
+
+class RankLook:
+    """One rank's process, looked at twice; the rank is asked for its stacks at once."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid, self.memory = pid, RankMemoryReader.of(pid)
+        self.before, self.doing = Counts.of(pid), Doing()
+        self.waits: tuple[str, str] = "", ""  # in which system call, and where in the kernel
+        self.own: tuple[Thread, ...] = ()  # stacks, as the rank itself wrote them
+        self.look: concurrent.futures.Future[Looked] | None = None
+        if self.memory:
+            self.memory.ask()
+
+    def read_stacks(self) -> None:
+        """Wait for the stacks that the rank was asked for."""
+        self.own = self.memory.stacks() if self.memory else ()
+
+    def end(self, pool: concurrent.futures.Executor, *, is_silent: bool) -> None:
+        """End the window; py-spy looks where there are no stacks, and into what is silent."""
+        self.doing = self.before.until(Counts.of(self.pid))
+        self.waits = waits_in(self.pid), kernel_wait(self.pid)
+        if is_silent or not self.own:
+            self.look = pool.submit(look_with_py_spy, self.pid, native=is_silent)
+
+    def evidence(self, rank: int) -> RankEvidence:
+        """Return what was seen."""
+        looked = self.look.result() if self.look else Looked()
+        source = "py-spy" if looked.threads else "signal"
+        threads = looked.threads or self.own
+        return RankEvidence(
+            rank,
+            pid=self.pid,
+            state=processes.state(self.pid),
+            waits_in=self.waits[0],
+            kernel_wait=self.waits[1],
+            doing=self.doing,
+            swapped_bytes=swapped_bytes(self.pid),
+            threads=with_code(threads),
+            source=source if threads else "",
+            no_stacks="" if threads else looked.why_not,
+            place=self.memory.place() if self.memory else None,
+            unsent=unsent(self.pid),
         )
-    return tuple(found), window_s, disk_bytes
 
 
 def _around(run: RunDir, plan: Plan, node: Node) -> Surroundings:
@@ -231,15 +247,6 @@ def _link_up(interface: str) -> bool | None:
         )
     except OSError:
         return None
-
-
-def _disk_bytes() -> int:
-    """Return what this host's disks have written."""
-    total = 0
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/diskstats").read_text(encoding="ascii").splitlines():
-            total += int(line.split()[9]) * 512
-    return total
 
 
 def _nccl_ras() -> str:

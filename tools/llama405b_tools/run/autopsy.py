@@ -2,20 +2,19 @@
 
 import contextlib
 import dataclasses
-import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from llama405b.contract import reader
 from llama405b.contract.causes import CauseKind
-from llama405b.contract.files import write_atomic
+from llama405b.contract.files import read_record, write_atomic
 from llama405b.contract.paths import RunDir
 from llama405b.contract.phrases import counted, given, short
 from llama405b.contract.plan import Plan
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.outcomes import replies, unanswered
-from llama405b_tools.remote.messages.autopsy import EvidenceRequest, HostEvidence
+from llama405b_tools.remote.messages.autopsy import EvidenceRequest, HostEvidence, RankEvidence
 from llama405b_tools.run.diagnose import Diagnosis, diagnose, frame_words, group_words
 from llama405b_tools.run.judge import Failure
 from llama405b_tools.run.screen import show
@@ -25,7 +24,7 @@ from llama405b_tools.text.fold import fold_ranks
 
 ANSWER_S = 9.0  # a host that has not answered by then is told as such
 SHOWN_GROUPS = 12
-OF_RANK = re.compile(r"rank (\d+) on ")  # begins what stacks.txt has of a rank
+REPORT = "report.txt"  # written last
 FINDING = 240  # characters in an incident
 
 
@@ -80,13 +79,14 @@ def keep_autopsy(autopsy: Autopsy) -> Path | None:
     """Write all that was seen below the run's directory here; returns where, or None if it cannot be written."""
     place = RunDir.here(autopsy.run).autopsies / time.strftime("%Y%m%d-%H%M%S")
     with contextlib.suppress(OSError):
-        place.mkdir(parents=True, exist_ok=True)
-        write_atomic(place / "report.txt", "\n".join([*autopsy.report(), ""]))
-        write_atomic(place / "stacks.txt", "\n".join([*_stacks(autopsy), ""]))
+        place.mkdir(parents=True, exist_ok=True, mode=0o700)  # it has lines of logs
+        lines = [line for host in autopsy.hosts.values() for rank in host.ranks for line in _rank_lines(host, rank)]
+        write_atomic(place / "stacks.txt", "\n".join([*lines, ""]))
         for name, host in autopsy.hosts.items():
             write_atomic(place / f"{name}.json", reader.dumps(host) + "\n")
             if host.around.nccl:
                 write_atomic(place / f"{name}.nccl-ras.txt", host.around.nccl)
+        write_atomic(place / REPORT, "\n".join([*autopsy.report(), ""]))
         return place
     return None
 
@@ -115,35 +115,27 @@ def examined(fleet: Fleet, plan: Plan, failure: Failure) -> Failure:
 
 def last_stacks(run: str) -> tuple[str, dict[int, list[str]]]:
     """Return when the last autopsy was taken that is kept here, and the lines about each rank; "" and none if there is none."""
-    kept = sorted(RunDir.here(run).autopsies.glob("*/stacks.txt"))
-    found: dict[int, list[str]] = {}
-    lines: list[str] = []
-    with contextlib.suppress(OSError):
-        for line in kept[-1].read_text(encoding="utf-8").splitlines() if kept else ():
-            if match := OF_RANK.match(line):
-                lines = found.setdefault(int(match[1]), [])
-            lines.append(clean(line))
-    return (kept[-1].parent.name if found else ""), found
+    kept = [path for path in sorted(RunDir.here(run).autopsies.glob("*")) if (path / REPORT).exists()]
+    if not kept:
+        return "", {}
+    hosts = [host for path in kept[-1].glob("*.json") if (host := read_record(HostEvidence, path))]
+    found = {rank.rank: [clean(line) for line in _rank_lines(host, rank)] for host in hosts for rank in host.ranks}
+    return kept[-1].name, found
 
 
-def _stacks(autopsy: Autopsy) -> Iterator[str]:
-    for host in autopsy.hosts.values():
-        for rank in host.ranks:
-            doing = rank.doing
-            yield (
-                f"rank {rank.rank} on {host.host}: process {rank.pid}, state {rank.state or 'none'}, in {rank.waits_in or 'no system call'}"
-                f" ({rank.kernel_wait or 'not in the kernel'}); in {span(host.window_s)}: {doing.cpu_s:.2f} s of CPU, "
-                f"{doing.waited_s:.2f} s waiting for one, {amount(doing.moved_bytes)}B moved, {doing.major_faults} page faults"
-            )
-            yield (
-                f"  stacks by {rank.source}" if rank.source else f"  no stacks: {rank.no_stacks or 'it has no process'}"
-            )
-            for thread in rank.threads:
-                yield f"  thread {thread.name}{' (main)' if thread.is_main else ''}{', holds the GIL' if thread.has_gil else ''}"
-                for frame in thread.frames:
-                    yield (
-                        f"    {frame_words(frame)}"
-                        if frame.is_python
-                        else f"    {Path(frame.file).name}: {frame.function}"
-                    )
-            yield from (f"  wrote: {line}" for line in rank.log)
+def _rank_lines(host: HostEvidence, rank: RankEvidence) -> Iterator[str]:
+    """Yield all that was seen of a rank."""
+    doing, calls = rank.doing, rank.waits_in or "no system call"
+    yield (
+        f"rank {rank.rank} on {host.host}: process {rank.pid}, state {rank.state or 'none'}, in {calls}"
+        f" ({rank.kernel_wait or 'not in the kernel'}); in {span(host.window_s)}: {doing.cpu_s:.2f} s of CPU, "
+        f"{doing.waited_s:.2f} s waiting for one, {amount(doing.moved_bytes)}B moved, {doing.major_faults} page faults"
+    )
+    yield f"  stacks by {rank.source}" if rank.source else f"  no stacks: {rank.no_stacks or 'it has no process'}"
+    for thread in rank.threads:
+        marks = (" (main)" if thread.is_main else "") + (", holds the GIL" if thread.has_gil else "")
+        yield f"  thread {thread.name}{marks}"
+        for frame in thread.frames:
+            native = f"{Path(frame.file).name}: {frame.function}"
+            yield f"    {frame_words(frame) if frame.is_python else native}"
+    yield from (f"  wrote: {line}" for line in rank.log)

@@ -22,7 +22,6 @@ from llama405b_tools.text.fold import fold_names, fold_ranks
 LEAST_S, FIRST_STEP_S, SLOW_PHASE_S = 20.0, 60.0, 60.0  # of silence, before a run counts as hung
 STEPS, SAVES = 5.0, 3.0  # and so many of the usual ones
 EXCUSED = 10.0  # so many times longer, while bytes move or a core is busy where that is progress
-PLURAL = {"is": "are", "waits": "wait", "cannot": "cannot", "does": "do"}
 MOVES_BYTES, BUSY = 64 << 10, 0.5  # in the window; of a core
 STARVED, RUNS = 0.5, 0.1  # of the window: that it waited for a core, and had one
 FAULTS_PER_S = 200.0  # page faults that wait for a disk
@@ -58,7 +57,6 @@ class Fault(enum.StrEnum):
     ELSEWHERE = "elsewhere"  # the rank does something else than the others
     MISMATCH = "mismatch"  # it waits in another collective than the others
     LINK = "link"
-    NONE = "none"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -218,9 +216,7 @@ def _elsewhere(every: Sequence[Position], hosts: Mapping[str, HostEvidence], *, 
     last = [position for position in known if position.step == behind]
     first = next((position for position in last if _is_blocked(position)), last[0])
     same = [position for position in last if position.key == first.key]
-    fault, doing = _doing_words(first, hosts[first.host])
-    if len(same) > 1:
-        doing = PLURAL.get(doing.partition(" ")[0], "") + doing[doing.index(" ") :]
+    fault, doing = _doing_words(first, hosts[first.host], several=len(same) > 1)
     return Culprit(
         fault, *_places(same), f"{_ranks(same)} {doing}{_others(every)}", (*_stack(first), *_last_lines(first))
     )
@@ -230,8 +226,9 @@ def _is_blocked(position: Position) -> bool:
     return position.evidence.state == "D" or position.evidence.waits_in.partition(" ")[0] in FILE_CALLS
 
 
-def _doing_words(position: Position, host: HostEvidence) -> tuple[Fault, str]:
-    """Say what a rank does instead of waiting with the others."""
+def _doing_words(position: Position, host: HostEvidence, *, several: bool) -> tuple[Fault, str]:
+    """Say what a rank does instead of waiting with the others; ``several``: it is one of those that do."""
+    waits = "wait" if several else "waits"
     seen, window_s = position.evidence, max(host.window_s, 0.1)
     at = f" in {frame_words(position.frame)}" if position.frame else ""
     if position.thread:
@@ -240,19 +237,20 @@ def _doing_words(position: Position, host: HostEvidence) -> tuple[Fault, str]:
         swap = given(", {} of it is in swap", _bytes(seen.swapped_bytes) if seen.swapped_bytes else "")
         return (
             Fault.STARVED,
-            f"waits for memory: {seen.doing.major_faults / window_s:,.0f} page faults a second{swap}{at}",
+            f"{waits} for memory: {seen.doing.major_faults / window_s:,.0f} page faults a second{swap}{at}",
         )
     if _is_blocked(position):
         call = seen.waits_in or seen.kernel_wait or "the kernel"
-        return Fault.BLOCKED, f"waits in {call}{given(', state {}', 'D' if seen.state == 'D' else '')}{at}"
+        return Fault.BLOCKED, f"{waits} in {call}{given(', state {}', 'D' if seen.state == 'D' else '')}{at}"
     if seen.doing.waited_s > STARVED * window_s and seen.doing.cpu_s < RUNS * window_s:
-        return Fault.STARVED, f"waits for a core: it got {seen.doing.cpu_s:.2f} s of one in {window_s:.1f} s{at}"
+        return Fault.STARVED, f"{waits} for a core: it got {seen.doing.cpu_s:.2f} s of one in {window_s:.1f} s{at}"
     if position.stand is Stand.UNKNOWN:
         return (
             Fault.ELSEWHERE,
             f"cannot be looked into ({seen.no_stacks or 'no stacks'}), while the others wait",
         )
-    return Fault.ELSEWHERE, f"is{at}" if at else "does something else"
+    is_, does = ("are", "do") if several else ("is", "does")
+    return Fault.ELSEWHERE, f"{is_}{at}" if at else f"{does} something else"
 
 
 def _throttled(every: Sequence[Position], hosts: Mapping[str, HostEvidence]) -> Culprit | None:
@@ -264,12 +262,9 @@ def _throttled(every: Sequence[Position], hosts: Mapping[str, HostEvidence]) -> 
     found = [position for position in every if shares[position.rank] > STARVED]
     if not found:
         return None
-    how = f"get no core: their control group was out of its share {min(1.0, shares[found[0].rank]):.0%} of the time"
-    said = (
-        f"{_ranks(found)} {how}"
-        if len(found) > 1
-        else f"{_ranks(found)} {how.replace('get ', 'gets ', 1).replace('their', 'its')}"
-    )
+    gets, whose = ("gets", "its") if len(found) == 1 else ("get", "their")
+    share = min(1.0, shares[found[0].rank])
+    said = f"{_ranks(found)} {gets} no core: {whose} control group was out of its share {share:.0%} of the time"
     return Culprit(Fault.STARVED, *_places(found), f"{said}{_others(every)}", _stack(found[0]))
 
 

@@ -126,13 +126,8 @@ def _collective(thread: Thread) -> str:
     if not frames:
         return ""
     inner = frames[0]
-    if COLLECTIVES.search(inner.file):
-        return inner.function
-    if FSDP.search(inner.file) and WAITS.search(inner.code):
-        return inner.function
-    if HELPERS.search(inner.file) and WAITS.search(inner.code):
-        return inner.function
-    return ""
+    waits = WAITS.search(inner.code) and (FSDP.search(inner.file) or HELPERS.search(inner.file))
+    return inner.function if waits or COLLECTIVES.search(inner.file) else ""
 
 
 def _waits_for_device(thread: Thread) -> bool:
@@ -144,4 +139,5 @@ def _waits_for_device(thread: Thread) -> bool:
 def _own_frame(frames: tuple[Frame, ...]) -> Frame | None:
     """Return the innermost call of the program's own: not of a library, and not where we only watch or wait."""
     own = [frame for frame in frames if OURS.search(frame.file) or not LIBRARY.search(frame.file)]
-    return next((frame for frame in own if not HELPERS.search(frame.file)), next(iter(own), next(iter(frames), None)))
+    apart = [frame for frame in own if not HELPERS.search(frame.file)]
+    return next(iter([*apart, *own, *frames]), None)

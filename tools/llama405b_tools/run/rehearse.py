@@ -61,9 +61,8 @@ def rehearse(request: LaunchRequest, hosts: Sequence[Host], fleet: Fleet) -> int
         stop_everywhere(plan, fleet, hard=True)
         print(f"rehearsal: {STEPS} steps{', saved' if saves else ''}, killed", flush=True)
         if saves:
-            losses |= last_loss(
-                fleet, plan
-            )  # the save after that step may have removed what a step before it began from
+            # The save after that step may have removed the checkpoint that an earlier one began from.
+            losses |= last_loss(fleet, plan)
             step = step_to_repeat(newest_checkpoint(fleet, plan.run), losses)
             plan = launch(dataclasses.replace(trial, resume=str(step - 1)), hosts, fleet)
             again, before = losses_at(step, fleet, plan, load_s)[step], losses[step]

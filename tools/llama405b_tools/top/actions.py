@@ -12,7 +12,7 @@ SHELL = "!"
 NOT_LIVE = "a recording cannot be acted on"
 READ_ONLY = "cluster-top was started with --read-only"
 NO_FILE = "for that, start cluster-top with a hosts file instead of host names"
-IN_BROWSER = "a browser is no terminal; type `ssh {host}` in one"
+IN_BROWSER = "a shell needs a terminal; use ssh in one"
 IN_JOB = "the nodes of a Slurm job are not reached over SSH; srun --overlap --pty opens a shell there"
 
 

@@ -2,9 +2,9 @@
 
 import bisect
 import collections
-import contextlib
 import dataclasses
 import gzip
+import math
 import pickle
 import time
 import zlib
@@ -13,6 +13,7 @@ from pathlib import Path
 from llama405b.contract import reader
 from llama405b.contract.files import write_atomic
 from llama405b.contract.paths import RunDir
+from llama405b.contract.plan import RUN_NAME
 from llama405b_tools.hosts.hosts_file import state_directory
 from llama405b_tools.top.event_sources import LAST_LINE, EventSource, Header
 from llama405b_tools.top.intake import SourceEvent
@@ -79,24 +80,26 @@ class BlackBox:
         return found
 
     def incident(self, pic: Picture) -> Path | None:
-        """Write what is kept to a file a while after a run went wrong, once for each time; returns the file."""
-        if pic.verdict.exit_code < 3 or pic.training is None:
+        """Write what is kept to a file a while after a run went wrong, once for each time; returns the file.
+
+        Raises:
+            OSError: It cannot be written.
+        """
+        if pic.verdict.exit_code < 3 or pic.training is None or not RUN_NAME.fullmatch(pic.training.run):
             self.bad_at = None
             return None
         if self.bad_at is None:
             self.bad_at = pic.time
         if not self.bad_at <= pic.time - AFTER_S:
             return None
-        self.bad_at = float("inf")
+        self.bad_at = math.inf  # it is written only once
         place = _place(pic.training.run)
         path = place / f"{time.strftime('%Y%m%d-%H%M%S', time.localtime(pic.time))}-{pic.verdict.lower()}.gz"
-        with contextlib.suppress(OSError):
-            place.mkdir(parents=True, exist_ok=True)
-            write_atomic(path, self.recording())
-            for old in sorted(place.glob("*.gz"))[:-MOST_FILES]:
-                old.unlink()
-            return path
-        return None
+        place.mkdir(parents=True, exist_ok=True, mode=0o700)  # it has lines of logs
+        write_atomic(path, self.recording())
+        for old in sorted(place.glob("*.gz"))[:-MOST_FILES]:
+            old.unlink()
+        return path
 
     def recording(self) -> bytes:
         """Return what is kept as a recording; each part of it is compressed by itself, as gzip allows."""

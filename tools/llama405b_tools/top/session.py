@@ -6,6 +6,7 @@ import re
 import threading
 import time
 
+from llama405b.contract.phrases import given, reason_of, remedy_of
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.run import guard_record
 from llama405b_tools.run.accounts import account_of_head, incident_line
@@ -124,10 +125,17 @@ class Session:
 
     def _keep(self, box: BlackBox, pic: Picture) -> None:
         box.see(pic)
-        if self.fleet and (written := box.incident(pic)):
-            self.cluster.note(
-                f"the last ten minutes are in {written}: {self.cluster.program} top --replay shows them", pic.time
-            )
+        if not self.fleet:
+            return
+        try:
+            written = box.incident(pic)
+        except OSError as error:
+            why = f"{given('{}: ', error.filename)}{reason_of(error)}{remedy_of(error)}"
+            self.cluster.note(f"the last ten minutes could not be written ({why})", pic.time)
+            return
+        if written:
+            words = f"the last ten minutes are in {written}: {self.cluster.program} top --replay shows them"
+            self.cluster.note(words, pic.time)
 
     def _tell_incidents(self, now: float) -> None:
         """Note each incident once its run goes on, in one line: what, how long until the next step, and what that cost."""

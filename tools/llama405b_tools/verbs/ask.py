@@ -7,7 +7,7 @@ Exits with 1 if the run ended, did not answer in time, or could not do it.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from llama405b.contract.causes import Cause, CauseKind
 from llama405b.contract.command import OneLineParser
@@ -20,7 +20,7 @@ from llama405b.contract.units import seconds
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.outcomes import replies
 from llama405b_tools.remote.messages.ask_request import AnswerReply, AnswerRequest, AskReply, AskRequest
-from llama405b_tools.remote.messages.host_run import PlanRequest
+from llama405b_tools.remote.messages.host_run import HostRun, PlanRequest
 from llama405b_tools.run import screen
 from llama405b_tools.run.backends import Backend, backend_of
 from llama405b_tools.run.guard_record import heard_by, of_hosts
@@ -51,27 +51,35 @@ def main(argv: Sequence[str]) -> int:
         raise UserError(f"--steps: only a profile has steps; remove it, or ask for {RequestKind.PROFILE}")
     backend = backend_of(check_run_name(args.run), args.hosts)
     with Fleet(backend.hosts()) as fleet:
-        head, plan = find_head(fleet, args.run)
+        head, plan, told = find_head(fleet, args.run)
         if args.kind == RESTART:
+            check_guarded(fleet, plan.run, told)
             return restart(fleet, backend, head, plan, wait_s)
         answer = request(fleet, head, AskRequest(args.run, kind, operator(), args.steps), wait_s)
     print(words_of(kind, answer, head, plan.world, args.steps))
     return GOOD
 
 
-def restart(fleet: Fleet, backend: Backend, head: str, plan: Plan, wait_s: float) -> int:
-    """Have a run save, and end its attempt, so that its guard starts the next one; returns the exit code.
+def check_guarded(fleet: Fleet, run: str, told: Iterable[HostRun]) -> None:
+    """Check that a run has a guard, by what its hosts tell.
 
     Raises:
-        UserError: It has no guard.
+        UserError: It has none that lives.
     """
-    _, seen = ask_hosts(fleet, plan.run)
-    guard = of_hosts(plan.run, heard_by(run for run in replies(seen).values() if run), time.time())
+    guard = of_hosts(run, heard_by(told), time.time())
     if guard is None or not guard.guards:
         raise UserError(
-            f"run {plan.run} has no guard, which would start it again; `{fleet.command_to_type('stop', plan.run)}`, then repeat the "
+            f"run {run} has no guard, which would start it again; `{fleet.command_to_type('stop', run)}`, then repeat the "
             "launch with --resume auto"
         )
+
+
+def restart(fleet: Fleet, backend: Backend, head: str, plan: Plan, wait_s: float) -> int:
+    """Have a guarded run save, and end its attempt, so that its guard starts the next one; returns the exit code.
+
+    Raises:
+        RunError: It did not save; nothing was ended.
+    """
     if wait_s:
         try:
             answer = request(fleet, head, AskRequest(plan.run, RequestKind.SAVE, operator()), wait_s)
@@ -86,8 +94,8 @@ def restart(fleet: Fleet, backend: Backend, head: str, plan: Plan, wait_s: float
     return GOOD
 
 
-def find_head(fleet: Fleet, run: str) -> tuple[str, Plan]:
-    """Return the host of a live run's rank 0, and the run's plan.
+def find_head(fleet: Fleet, run: str) -> tuple[str, Plan, Sequence[HostRun]]:
+    """Return the host of a live run's rank 0, the run's plan, and what its hosts tell of it.
 
     Raises:
         UserError: The run is not live, takes no requests, or its first host is not among these.
@@ -105,7 +113,7 @@ def find_head(fleet: Fleet, run: str) -> tuple[str, Plan]:
         raise UserError(
             f"run {run} begins on {plan.nodes[0].name}, which is not among these hosts; name a hosts file with it"
         )
-    return head, plan
+    return head, plan, [*told.values()]
 
 
 def request(fleet: Fleet, head: str, wanted: AskRequest, wait_s: float) -> RunEvent:

@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
     args = _parser().parse(argv)
     _check(args)
     hang_after_s = seconds(args.hang_after, "--hang-after")
-    if args.serve:
+    if args.serve and not in_browser():
         return _serve(args.serve, argv)
     if args.replay:
         return _show(args, event_sources.replay(args.replay, args.speed), None, hang_after_s)
@@ -150,12 +150,7 @@ def _serve(where: str, argv: Sequence[str]) -> int:
         raise UserError(
             f"--serve needs {missing.name}, which is not installed; `pip install '.[web]'` installs it"
         ) from None
-    words = [
-        word
-        for n, word in enumerate(argv)
-        if word != "--serve" and argv[n - 1 : n] != ["--serve"] and not word.startswith("--serve=")
-    ]
-    serve(address, port, ["--read-only", *words], screen.show)  # a later --no-read-only counts
+    serve(address, port, ["--read-only", *argv], screen.show)  # a later --no-read-only counts
     return GOOD
 
 

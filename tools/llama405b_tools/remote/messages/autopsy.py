@@ -106,6 +106,5 @@ class HostEvidence:
     interface: str = ""
     window_s: float = 0.0
     ranks: tuple[RankEvidence, ...] = ()
-    disk_bytes: int = 0  # that its disks wrote within the window
     progress: Progress = dataclasses.field(default_factory=Progress)
     around: Surroundings = dataclasses.field(default_factory=Surroundings)

@@ -95,7 +95,7 @@ class Graphs:
             columns = self._columns(self.trends.steps.get("loss"), self.steps, width)
             found = [*means(columns)]
             change = found[-1] - found[0] if len(found) > 1 else 0.0
-            changed = f" {'▼' if change < 0 else '▲'}{abs(change):.3f}" if change else ""
+            changed = given(f" {'▼' if change < 0 else '▲'}{{:.3f}}", abs(change))
             evaluated = (
                 "" if run.evaluated_step is None else f"eval {number(run.evaluation_loss, '.4f')} @{run.evaluated_step}"
             )

@@ -90,7 +90,8 @@ def _wide(of: Grid, rows: Sequence[HostRow], width: int) -> list[Text]:
     columns = COLUMNS[of.ui.hidden :]
     figures = _figures_width(columns)
     rest = width - (2 + names + 1 + states + area + 1 + figures + 1)
-    histories = [of.quantity if n_gpus else -1, NETWORK] if not of.is_text else []
+    own = of.quantity if n_gpus else -1
+    histories = [] if of.is_text else [own, NETWORK]
     says = any(row.why or row.notes for row in rows) and rest >= ROOM + len(histories) * SPARK
     spark = min(30, max(0, (rest - (ROOM if says else 0)) // 2 - 1))
     shown = [_sparks(of, index, spark) for index in histories]

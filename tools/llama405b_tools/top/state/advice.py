@@ -1,8 +1,11 @@
 """What to do next, in one line, for whoever has read the verdict. Pure."""
 
+import math
 from collections.abc import Sequence
 
 from llama405b.contract.phrases import given
+from llama405b.contract.records import Phase
+from llama405b_tools.run import judge
 from llama405b_tools.top.state.moment import Moment
 from llama405b_tools.top.state.picture import (
     LINK_STATES,
@@ -55,7 +58,7 @@ def advice(
     guarded = run is not None and run.guard in GUARDED
     if verdict is Verdict.HUNG:
         if guarded:
-            soon = found.guard_acts_in_s
+            soon = guard_acts_in_s(found)
             when = "" if soon is None else f" in {int(soon) // 60}:{int(soon) % 60:02d}"
             return (
                 f"its guard ends it{when}, and starts it again from the newest checkpoint; a says what hangs, and why"
@@ -72,6 +75,16 @@ def advice(
     if verdict not in (Verdict.DOWN, Verdict.DEGRADED):
         return ""
     return _about(found, notes, rows, run).format(**commands, host=_worst(rows))
+
+
+def guard_acts_in_s(found: Moment) -> float | None:
+    """In how long the run's guard ends what hangs between steps, by what it told the hosts; None: unknown, or in another phase."""
+    limits = [run.guard.hang_after_s for run in found.told.values() if run.guard and run.guard.hang_after_s]
+    silent = judge.silent_rank(found.telling, 0.0, math.inf)
+    if not (limits and silent) or silent.beat.phase is not Phase.TRAIN:
+        return None
+    longest_s = max((each.step_s for each in found.metrics if each.step_s), default=0.0)
+    return max(0.0, max(*limits, judge.SILENT_STEPS * longest_s) - silent.age_s)
 
 
 def _about(found: Moment, notes: Sequence[Note], rows: Sequence[HostRow], run: TrainingStatus | None) -> str:

@@ -301,16 +301,6 @@ class Moment:
             return Hang(name, found.age_s, f"{why}; the others wait for it, as {found.host} does: {words}", beat)
         return Hang(found.host, found.age_s, words, beat)
 
-    @functools.cached_property
-    def guard_acts_in_s(self) -> float | None:
-        """In how long the run's guard ends what hangs between steps, by what it told the hosts; None: unknown, or in another phase."""
-        limits = [run.guard.hang_after_s for run in self.told.values() if run.guard and run.guard.hang_after_s]
-        silent = judge.silent_rank(self.telling, 0.0, math.inf)
-        if not (limits and silent) or silent.beat.phase is not Phase.TRAIN:
-            return None
-        longest_s = max((each.step_s for each in self.metrics if each.step_s), default=0.0)
-        return max(0.0, max(*limits, judge.SILENT_STEPS * longest_s) - silent.age_s)
-
     def _absent(self) -> Iterator[tuple[str, str]]:
         """Yield the hosts that are not heard, and those of which ranks have no heartbeat, each with why."""
         for host in self.unheard:
