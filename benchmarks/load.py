@@ -31,8 +31,8 @@ from transformers import LlamaForCausalLM
 
 from llama405b.contract import weights
 from llama405b.contract.errors import RunError
-from llama405b.contract.parts import rows_of
 from llama405b.contract.schema import Numerics, Parallel
+from llama405b.contract.shards import chunk
 from llama405b.contract.tensors import INDEX, read_tensors
 from llama405b.distributed import ranks
 from llama405b.model import llama as model
@@ -220,10 +220,11 @@ def _read_plainly(directory: Path, me: ranks.Rank) -> int:
     """Read this rank's rows of every tensor into fresh memory; returns how many bytes that were."""
     pieces = []
     for info in read_tensors(directory).values():
-        start, stop = rows_of(info.shape[0], me.rank, me.world)
-        pieces.append(np.empty((stop - start) * info.row_bytes, dtype=np.uint8))
+        row_bytes = info.n_bytes // info.shape[0]
+        start, stop = chunk(info.shape[0], me.rank, me.world)
+        pieces.append(np.empty((stop - start) * row_bytes, dtype=np.uint8))
         with info.file.open("rb", buffering=0) as file:
-            file.seek(info.offset + start * info.row_bytes)
+            file.seek(info.offset + start * row_bytes)
             view = pieces[-1].data
             while view:
                 view = view[file.readinto(view) :]

@@ -12,6 +12,7 @@ from llama405b.capacity.outlook import Outlook
 from llama405b.capacity.run_shape import RunShape
 from llama405b.contract.config import on_ranks
 from llama405b.contract.errors import GOOD, RunError
+from llama405b.contract.mesh import Axes
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.run import request as asked
@@ -62,7 +63,7 @@ def _uncalibrated(request: LaunchRequest, world: int) -> Outlook:
     if (llama := known_shape(request.config, "demo")) is None:
         raise RunError("the demo's model is not on this machine; run this where the first host runs")
     cluster = Cluster(Gpu.of_cpu(0.0)) if request.on_cpu else Cluster()
-    return Outlook.of(RunShape.of(llama, on_ranks(request.config, world), world), cluster)
+    return Outlook.of(RunShape.of(llama, on_ranks(request.config, Axes(dp_shard=world)), world), cluster)
 
 
 def _tell(what: str, needs: Estimate, whole: Point) -> None:

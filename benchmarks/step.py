@@ -23,6 +23,7 @@ from llama405b.optim.adamw import build_optimizer
 from llama405b.optim.build_updater import build_updater
 from llama405b.optim.step import train_step
 from llama405b.parallel import fsdp2, load_weights
+from llama405b.parallel.passes import OneByOne
 
 SHAPE = {
     "hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8, "num_key_value_heads": 8,
@@ -57,7 +58,7 @@ def _ours(me: Rank) -> Callable[[], object]:
     module = _model(me)
     updater = build_updater(module, Optimizer(), Parallel(numerics="fp32"), me.device)
     x = torch.randint(0, SHAPE["vocab_size"], (1, SEQ))
-    return lambda: train_step(module, updater, [Batch(x, x.roll(-1))], max_norm=1.0, dp_size=1)
+    return lambda: train_step(OneByOne(module, 1), updater, [Batch(x, x.roll(-1))], max_norm=1.0)
 
 
 def _by_hand(me: Rank) -> Callable[[], object]:

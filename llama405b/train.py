@@ -43,6 +43,7 @@ def main(argv: Sequence[str]) -> int:
             refuse_trained(run)
         heartbeat = HeartbeatWriter(run, ranks.place())
         me = ranks.join(asked.config.parallel.device, asked.config.timeouts.load)
+        me = ranks.on_mesh(me, asked.config.parallel)
         context = RankContext.of(me, heartbeat)
         if asked.evaluates:
             evaluate_only(asked.config, asked.resume, context)

@@ -236,10 +236,11 @@ def take_step(setting, module, update, me):
 
     from llama405b.model.batch import Batch
     from llama405b.optim.step import train_step
+    from llama405b.parallel.passes import OneByOne
 
     ids = torch.zeros(setting.micro_batch * setting.micro_batches, setting.seq_len, dtype=torch.int64)
     batches = [batch.to(me.device) for batch in Batch(ids, ids).split(setting.micro_batch)]
-    train_step(module, update, batches, max_norm=1.0, dp_size=setting.world)
+    train_step(OneByOne(module, setting.world), update, batches, max_norm=1.0)
 
 
 if __name__ == "__main__":

@@ -165,7 +165,7 @@ class Calibration:
 
     def _passes(self, point: Point) -> float:
         """Forwards of a layer in a step."""
-        return point.layers * max(1, point.global_batch // (point.micro_batch * self.load.world))
+        return point.layers * self._load_of(point).rounds
 
     def _paced(self, cluster: Cluster) -> Cluster:
         """The cluster with the rates that were measured alone."""

@@ -128,7 +128,7 @@ def setting_of(run: RunShape, cluster: Cluster) -> Setting:
     weights = run.weight_bytes if run.offload == "all" else 0
     return Setting(
         Shape.of(run.llama), cluster.pace or cluster.gpu, run.world, run.ranks_per_host, cluster.nic_bytes_per_s, run.seq_len,
-        run.micro_batch, max(1, run.global_batch // (run.micro_batch * run.world)), gradient,
+        run.micro_batch, run.rounds, gradient,
         units=1 + run.halves,
         update_bytes=run.update_bytes_per_parameter,
         updates_on_host=run.offload != "none",

@@ -21,7 +21,8 @@ from llama405b.capacity.goodput import Goodput, goodput
 from llama405b.capacity.run_shape import RunShape
 from llama405b.capacity.setting import Shape
 from llama405b.contract.cadence import Cadence
-from llama405b.contract.schema import Moments, Offload
+from llama405b.contract.mesh import Axes
+from llama405b.contract.schema import Moments, Offload, Parallel
 
 MEMORY_SPREAD = 0.10
 NEAR = 0.033
@@ -203,6 +204,11 @@ class Outlook:
 def predicts_units(wrap: Iterable[str]) -> bool:
     """Whether the memory of such FSDP units is predicted."""
     return {*wrap} - {"Embedding"} in UNITS
+
+
+def is_predicted(parallel: Parallel, axes: Axes) -> bool:
+    """Whether memory and time of such a mesh are predicted: all ranks shard, and weights are gathered anew."""
+    return axes.world == axes.dp_shard and not parallel.by_fsdp1 and not parallel.of_strategy.keeps_weights
 
 
 def variants(outlook: Outlook, moments: Sequence[Moments] = ("fp32",)) -> Iterator[Outlook]:

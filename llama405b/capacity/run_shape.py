@@ -108,7 +108,7 @@ class RunShape:
             config.training.micro_batch_size,
             config.training.global_batch_size,
             config.checkpoint.keep,
-            config.parallel.overlap and config.parallel.fsdp == "fsdp2",
+            config.parallel.overlap and not config.parallel.by_fsdp1,
             config.parallel.moments,
             config.parallel.wrap,
             mtbf_s=config.checkpoint.mtbf * 3600,
@@ -139,9 +139,14 @@ class RunShape:
         return "Embedding" in self.wrap
 
     @property
+    def rounds(self) -> int:
+        """Forwards of each rank in a step."""
+        return max(1, -(-self.global_batch // (self.micro_batch * self.world)))
+
+    @property
     def accumulates(self) -> bool:
         """Whether a step has several micro-batches: then gradients of earlier ones are there from the start."""
-        return self.global_batch > self.micro_batch * self.world
+        return self.rounds > 1
 
     @property
     def lends_gradients(self) -> bool:

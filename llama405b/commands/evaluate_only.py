@@ -16,6 +16,7 @@ from llama405b.contract.schema import Config
 from llama405b.distributed import collectives
 from llama405b.optim.adamw import build_optimizer
 from llama405b.optim.sequential import Sequential
+from llama405b.parallel.build_passes import build_passes
 from llama405b.training.build import bind_to_numa_node
 from llama405b.training.build_data import open_held_out
 from llama405b.training.build_model import build_model
@@ -33,7 +34,7 @@ def evaluate_only(config: Config, resume: str, context: RankContext) -> None:
         UserError: The model, the data or the checkpoint cannot be used.
     """
     bind_to_numa_node(config.parallel, context)
-    whole = config.parallel.fsdp == "fsdp1"
+    whole = config.parallel.by_fsdp1
     files = bring_model_files(config.model, config.data, context, whole=whole)
     chosen = choose_checkpoint(config, resume, files, context)
     context.phase(Phase.DATA)
@@ -48,10 +49,11 @@ def evaluate_only(config: Config, resume: str, context: RankContext) -> None:
         module, master, build_optimizer(master, config.optimizer)
     )  # without an update it makes no moments
     updater.sync_weights()
+    passes = build_passes(config.parallel, module, context.me)
     if chosen:
         done, path = load_checkpoint(chosen, lambda _: None, module, updater, context)
         what = str(path)
-    evaluator = Evaluator(config.evaluation, config.training.micro_batch_size, module, held_out, context)
+    evaluator = Evaluator(config.evaluation, config.training.micro_batch_size, passes, held_out, context)
     loss, words = evaluator.evaluate()
     context.log(f"evaluation of {what}: {words}")
     context.journal.resumed_at(done, done, anew=True)

@@ -13,10 +13,10 @@ from transformers import LlamaConfig
 from llama405b.capacity import estimate, run_shape
 from llama405b.contract import config as configuration
 from llama405b.contract import weights
+from llama405b.contract.mesh import Axes
 from llama405b.contract.phrases import counted
 from llama405b.contract.schema import COMPUTE_BYTES, Config
 from llama405b.contract.tensors import read_hf_json
-from llama405b.distributed.mesh import Axes
 from llama405b.model import llama
 from llama405b.parallel import fsdp2
 
@@ -32,12 +32,13 @@ def describe_shape(config: Config, preset: str, world: int) -> str:
     from torch.testing._internal.distributed.fake_pg import FakeStore  # heavy, and only needed here
 
     hf_config = _shape(config, preset)
-    config = configuration.on_ranks(config, world)
-    accumulate = configuration.check_world(config, world)
+    axes = Axes.of(config.parallel, world, min(world, run_shape.RANKS_PER_HOST))
+    config = configuration.on_ranks(config, axes)
+    rounds = configuration.check_ranks(config, axes).rounds
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
     try:
         module = llama.build_on_meta(hf_config, "sdpa", fsdp2.shard_dtype(config.parallel))
-        mesh = fsdp2.device_mesh(Axes(dp_shard=world), "cpu")
+        mesh = fsdp2.device_mesh(axes, "cpu")
         fsdp2.shard(module, config.parallel, torch.device("cpu"), mesh)
         sizes = {name: sum(p.numel() for p in parameters.values()) for name, parameters in fsdp2.units(module)}
         mine = sum(p.data.to_local().numel() for p in module.parameters())
@@ -61,7 +62,7 @@ def describe_shape(config: Config, preset: str, world: int) -> str:
             f"state        {numerics}: {sum(config.parallel.state_bytes)} bytes per parameter, {state} per rank",
             f"gathered     at most {gathered:,.2f} GiB at a time ({largest}), twice that while the next unit is prefetched",
             f"step         {counted(config.training.global_batch_size, 'sequence')} of {config.data.seq_len} tokens: "
-            f"{counted(accumulate, 'micro-batch', 'micro-batches')} of {config.training.micro_batch_size} on each rank",
+            f"{counted(rounds, 'micro-batch', 'micro-batches')} of {config.training.micro_batch_size} on each rank",
             *_estimate(config, hf_config, world),
         ]
     )

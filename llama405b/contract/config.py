@@ -17,10 +17,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from llama405b.contract.cadence import Cadence
+from llama405b.contract.dealing import Dealing
 from llama405b.contract.errors import UserError
-from llama405b.contract.phrases import counted, did_you_mean, last_of, reason_of
+from llama405b.contract.mesh import DP, Axes
+from llama405b.contract.phrases import did_you_mean, last_of, reason_of
 from llama405b.contract.reader import Json
-from llama405b.contract.schema import TYPES, Config, Training
+from llama405b.contract.schema import TYPES, Config
 from llama405b.contract.setting_rules import faults_of
 from llama405b.contract.suggestions import RENAMED, instead_of, suggestion
 from llama405b.contract.trust import refuse_others_writing
@@ -206,53 +208,28 @@ def refuse_unknown(words: Sequence[str], options: Sequence[str] = ()) -> None:
         raise UserError(f"{flag}: unknown option{near}")
 
 
-def accumulation(training: Training, world: int) -> int:
-    """Compute the forward passes per rank and step: global batch / (micro batch x ranks).
+def check_ranks(config: Config, axes: Axes) -> Dealing:
+    """Check a configuration against the ranks and their mesh; returns how a step's micro-batches are dealt to them.
 
     Raises:
-        UserError: It does not divide evenly; names the nearest sizes that do.
+        UserError: The batch is not a number of whole micro-batches, or accumulation would give wrong gradients.
     """
-    unit = training.micro_batch_size * world
-    if not training.global_batch_size:
-        return 1
-    if training.global_batch_size % unit:
-        nearest = " or ".join(str(size) for size in nearest_batches(training, world))
-        raise UserError(
-            f"--training.global_batch_size: {counted(training.global_batch_size, 'sequence')} cannot be divided into micro-batches of "
-            f"{training.micro_batch_size} on {counted(world, 'rank')}; use --training.global_batch_size {nearest}"
-        )
-    return training.global_batch_size // unit
-
-
-def nearest_batches(training: Training, world: int) -> list[int]:
-    """Return the global batches around the configured one that divide among the ranks."""
-    unit = training.micro_batch_size * world
-    below = training.global_batch_size // unit * unit
-    return [size for size in (below, below + unit) if size]
-
-
-def check_world(config: Config, world: int) -> int:
-    """Check a configuration against the number of ranks; returns the forward passes per rank and step.
-
-    Raises:
-        UserError: The batch does not divide evenly, or accumulation would give wrong gradients.
-    """
-    forwards = accumulation(config.training, world)
-    if config.parallel.reuses_gradients and forwards > 1:
+    dealing = Dealing.of(config.training, axes.size(DP))
+    if config.parallel.reuses_gradients and dealing.rounds > 1:
         raise UserError(  # torch's FSDP1 would then use the newest gradient instead of the sum
-            f"--parallel.fsdp: fsdp1 with offload cannot accumulate {forwards} micro-batches; use fsdp2, or "
-            f"--training.global_batch_size {config.training.micro_batch_size * world}"
+            f"--parallel.strategy: fsdp1 with offload cannot accumulate {dealing.rounds} micro-batches; use fsdp2, or "
+            f"--training.global_batch_size {config.training.micro_batch_size * dealing.n_ranks}"
         )
-    return forwards
+    return dealing
 
 
-def on_ranks(config: Config, world: int) -> Config:
+def on_ranks(config: Config, axes: Axes) -> Config:
     """Return the configuration with its global batch filled in, if that follows the number of ranks.
 
     Raises:
-        UserError: See ``check_world``.
+        UserError: See ``check_ranks``.
     """
-    batch = check_world(config, world) * config.training.micro_batch_size * world
+    batch = check_ranks(config, axes).n_micro * config.training.micro_batch_size
     return dataclasses.replace(config, training=dataclasses.replace(config.training, global_batch_size=batch))
 
 

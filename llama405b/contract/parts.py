@@ -1,21 +1,21 @@
-"""A part of a checkpoint: of every tensor the rows that the ranks of one host own. Pure.
+"""A part of a checkpoint: of every tensor what the ranks of one host own. Pure.
 
 It lies in a directory of its own below the checkpoint's, ``ranks-0-7-of-64``, as safetensors files that any reader can
-open; each says in its header's metadata which rows of which checkpoint it has.
+open; each says in its header's metadata which pieces of which checkpoint it has.
 """
 
 import dataclasses
 import re
+from collections.abc import Mapping, Sequence
+
+from llama405b.contract.mesh import Axes
+from llama405b.contract.shards import Box, Holdings, merged
 
 PART_NAME = re.compile(r"ranks-(\d{1,6})-(\d{1,6})-of-(\d{1,6})")
-ROWS = "llama405b.rows"  # in a header's metadata: by tensor, its first row in the file and its number of rows in all
+PIECES = (
+    "llama405b.pieces"  # in a header's metadata: by entry, its tensor's name and shape, and which box of that it is
+)
 WHOLE = "llama405b.whole"  # in a header's metadata: the fingerprint of the checkpoint
-
-
-def rows_of(n_rows: int, rank: int, world: int) -> tuple[int, int]:
-    """Return the rows ``[start, stop)`` of a rank: torch.chunk's split, which DTensor's Shard(0) uses."""
-    each = -(-n_rows // world)
-    return min(rank * each, n_rows), min((rank + 1) * each, n_rows)
 
 
 def is_for(name: str, rank: int, world: int) -> bool:
@@ -26,17 +26,23 @@ def is_for(name: str, rank: int, world: int) -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Part:
-    """What the ranks from ``first`` to ``last`` of ``world`` own."""
+    """What the ranks from ``first`` to ``last`` of a mesh own."""
 
     first: int
     last: int
-    world: int
+    axes: Axes
+    chunks: int = 1  # pipeline stages of each rank
 
     @property
     def name(self) -> str:
         """Name of its directory."""
-        return f"ranks-{self.first}-{self.last}-of-{self.world}"
+        return f"ranks-{self.first}-{self.last}-of-{self.axes.world}"
 
-    def rows(self, n_rows: int) -> tuple[int, int]:
-        """Return its rows ``[start, stop)`` of a tensor with so many."""
-        return rows_of(n_rows, self.first, self.world)[0], rows_of(n_rows, self.last, self.world)[1]
+    def boxes(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, list[Box]]:
+        """Return what it has of each tensor of a model, in as few pieces as neighbors make; those of other stages are left out."""
+        holdings, ranks = Holdings.of(shapes, self.axes, self.chunks), range(self.first, self.last + 1)
+        return {
+            name: merged(holdings.box(name, shape, rank) for rank in ranks)
+            for name, shape in shapes.items()
+            if any(holdings.has(name, rank) for rank in ranks)
+        }

@@ -6,7 +6,9 @@ from collections.abc import Mapping
 
 from llama405b.contract.errors import UserError
 from llama405b.contract.files import read_record
+from llama405b.contract.mesh import Axes
 from llama405b.contract.paths import RunDir
+from llama405b.contract.schema import Parallel
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 OWN_THREADS = "LLAMA405B_OWN_THREADS"  # in the ranks' environment, if OMP_NUM_THREADS there is the user's
@@ -58,6 +60,14 @@ class Plan:
     def world(self) -> int:
         """Number of ranks over all hosts."""
         return sum(node.slots for node in self.nodes)
+
+    def axes(self, parallel: Parallel) -> Axes:
+        """Return the mesh that settings make of its ranks.
+
+        Raises:
+            UserError: They cannot be divided so.
+        """
+        return Axes.of(parallel, self.world, max((node.slots for node in self.nodes), default=1))
 
     def node(self, name: str) -> Node:
         """Return the part of one of its hosts."""

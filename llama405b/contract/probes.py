@@ -68,7 +68,7 @@ ADVICE = {  # where a test fails
     Probe.RESUME: "use --parallel.offload optimizer until this is understood, and report it",
     Probe.PACKED: "use --model.attention sdpa until this is understood, and report it",
     Probe.RANK0: "use --model.load local until this is understood, and report it",
-    Probe.FSDP1: "use --parallel.fsdp fsdp2, and report it",
+    Probe.FSDP1: "use --parallel.strategy fsdp2, and report it",
     Probe.EVALUATION: "use --evaluation.every 0 until this is understood, and report it",
 }
 PROVES = {  # features of docs/proof.md

@@ -14,7 +14,7 @@ def rounding_note(parallel: Parallel, optimizer: Optimizer) -> str:
     share = changed_share(optimizer.lr, optimizer.betas[0])
     if parallel.numerics != "pure-bf16" or share > ENOUGH:
         return ""
-    norms = " and none of the norms'" * (parallel.fsdp == "fsdp1")  # which have no FP32 masters there
+    norms = " and none of the norms'" * parallel.by_fsdp1  # which have no FP32 masters there
     return (
         f"with numerics pure-bf16 a step at learning rate {optimizer.lr:g} changes about {100 * share:.2g}% of the weights{norms}; "
         "BF16 rounds the other updates away: use fp32-master, or a higher --optimizer.lr"

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 from llama405b.contract.cadence import Cadence
+from llama405b.contract.strategies import STRATEGIES, Name, Strategy
 from llama405b.contract.units import staging_bytes
 
 Numerics = Literal["fp32-master", "pure-bf16", "fp32"]
@@ -133,17 +134,29 @@ class Optimizer:
 class Parallel:
     """How the model is split over the ranks."""
 
-    fsdp: Literal["fsdp2", "fsdp1"] = option("fsdp2", "fsdp2: fully_shard; fsdp1: FullyShardedDataParallel")
+    strategy: Name = option(
+        "fsdp2",
+        "fsdp2: fully_shard; zero3: the same; zero2 and zero1: weights stay gathered during a step, with zero1 gradients, too, until its "
+        "last micro-batch; ddp: a copy of the model on each rank; hsdp: one on each host; fsdp1: FullyShardedDataParallel",
+    )
+    dp_replicate: int = option(0, "copies of the model, each sharded over its part of the ranks; 0: as strategy says")
+    tp: int = option(1, "ranks that split each matrix (tensor parallelism), neighbors on one host")
+    tp_across_hosts: bool = option(False, "allow tp to reach over hosts, whose links are slower")
+    cp: int = option(1, "ranks that split each sequence (context parallelism)")
+    pp: int = option(1, "ranks that split the layers (pipeline parallelism)")
+    pp_schedule: Literal["1f1b", "interleaved", "gpipe"] = option(
+        "1f1b",
+        "1f1b: each micro-batch's backward as early as possible; interleaved: also two stages on each rank, for shorter waits; gpipe: all "
+        "forwards first",
+    )
     wrap: tuple[str, ...] = option(("LlamaDecoderLayer", "Embedding"), "module classes that become FSDP units")
     offload: Offload = option(
         "none",
         "what is kept in CPU memory: optimizer: FP32 weights, moments and the gradient sum, with BF16 weights on the GPU; "
         "all: weights, gradients and moments",
     )
-    overlap: bool = option(True, "with offload and fsdp2: update the weights while the next forward runs")
-    moments: Moments = option(
-        "fp32", "with offload and fsdp2; bf16: 4 bytes per parameter less of CPU memory, and rounded"
-    )
+    overlap: bool = option(True, "with offload: update the weights while the next forward runs")
+    moments: Moments = option("fp32", "with offload; bf16: 4 bytes per parameter less of CPU memory, and rounded")
     numerics: Numerics = option(
         "fp32-master", "FP32 weights with BF16 compute (16 bytes/parameter); all BF16 (8); all FP32 (16)"
     )
@@ -161,9 +174,24 @@ class Parallel:
         return {"none": (whole, 0), "optimizer": (2, whole), "all": (0, whole)}[self.offload]
 
     @property
+    def chunks(self) -> int:
+        """Pipeline stages of each rank."""
+        return 2 if self.pp_schedule == "interleaved" else 1
+
+    @property
+    def of_strategy(self) -> Strategy:
+        """What the strategy's name sets."""
+        return STRATEGIES[self.strategy]
+
+    @property
+    def by_fsdp1(self) -> bool:
+        """Whether FullyShardedDataParallel is the engine; all else is FSDP2's."""
+        return self.strategy == "fsdp1"
+
+    @property
     def updates_on_cpu(self) -> bool:
         """Whether the CPU updates the weights, unit by unit."""
-        return self.offload != "none" and self.fsdp == "fsdp2"
+        return self.offload != "none" and not self.by_fsdp1
 
     @property
     def updates_by_unit(self) -> bool:
@@ -178,7 +206,7 @@ class Parallel:
     @property
     def reuses_gradients(self) -> bool:
         """Whether gradients keep their memory between steps: FSDP1 wants it with offload, FSDP2 would then block on copies."""
-        return self.offload == "all" and self.fsdp == "fsdp1"
+        return self.offload == "all" and self.by_fsdp1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -117,22 +117,40 @@ def _of_evaluation(config: Config) -> Iterator[Fault]:
 
 
 def _of_parallel(parallel: Parallel) -> Iterator[Fault]:
-    if parallel.fsdp == "fsdp1" and parallel.device == "cpu":
-        yield "parallel.fsdp", "torch does not support fsdp1 on CPU; use fsdp2"
-    if parallel.offload == "optimizer" and parallel.fsdp == "fsdp1":
+    if parallel.by_fsdp1 and parallel.device == "cpu":
+        yield "parallel.strategy", "torch does not support fsdp1 on CPU; use fsdp2"
+    if parallel.offload == "optimizer" and parallel.by_fsdp1:
         yield "parallel.offload", "optimizer needs fsdp2; use it, or all"
     if parallel.offload == "optimizer" and parallel.numerics != "fp32-master":
         yield (
             "parallel.offload",
             "optimizer keeps FP32 weights in CPU memory and BF16 ones on the GPU; use all, or numerics fp32-master",
         )
-    if parallel.fsdp == "fsdp2":
+    yield from _of_axes(parallel)
+    if not parallel.by_fsdp1:
         if parallel.forward_prefetch:
-            stale = "with fsdp2 it could gather weights before their update; leave it off, or use fsdp1"
+            stale = "with FSDP2 it could gather weights before their update; leave it off, or use fsdp1"
             yield "parallel.forward_prefetch", stale
         for name, default in OF_FSDP1:
             if getattr(parallel, name) != default:
-                yield f"parallel.{name}", "with fsdp2 it would have no effect; leave it out, or use fsdp1"
+                yield f"parallel.{name}", "with FSDP2 it would have no effect; leave it out, or use fsdp1"
+
+
+def _of_axes(parallel: Parallel) -> Iterator[Fault]:
+    sizes = {name: getattr(parallel, name) for name in ("tp", "cp", "pp")}
+    if parallel.pp == 1 and parallel.pp_schedule != Parallel().pp_schedule:
+        yield "parallel.pp_schedule", "with pp 1 it would have no effect; leave it out, or use more stages"
+    for name, size in sizes.items():
+        if size < 1:
+            yield f"parallel.{name}", f"parallel.{name} is {size}; it must be at least 1"
+    if parallel.by_fsdp1 and (several := [name for name in ("dp_replicate", *sizes) if getattr(parallel, name) > 1]):
+        yield f"parallel.{several[0]}", "with fsdp1 it would have no effect; leave it out, or use fsdp2"
+    if parallel.offload != "none" and (parallel.dp_replicate > 1 or parallel.of_strategy.copies != "one"):
+        yield (
+            "parallel.offload",
+            "with copies of the model torch may corrupt gradients that are offloaded (known bugs); use none, or strategy fsdp2 without "
+            "dp_replicate",
+        )
 
 
 def _of_moments(parallel: Parallel, optimizer: Optimizer) -> Iterator[Fault]:
@@ -140,7 +158,7 @@ def _of_moments(parallel: Parallel, optimizer: Optimizer) -> Iterator[Fault]:
         return
     key, beta2 = "parallel.moments", optimizer.betas[1]
     if not parallel.updates_on_cpu:
-        yield key, "bf16 moments need offload optimizer or all, and fsdp2; set them, or use fp32"
+        yield key, "bf16 moments need offload optimizer or all, and FSDP2; set them, or use fp32"
     if parallel.numerics == "pure-bf16":
         yield key, "with numerics pure-bf16 the moments are BF16 already; leave it at fp32, or use numerics fp32-master"
     if beta2 > MAX_BETA_BF16:

@@ -33,17 +33,23 @@ SETTINGS = {
     "eval_steps": "evaluation.every", "eval_strategy": "evaluation.every", "evaluation_strategy": "evaluation.every",
     "eval_interval": "evaluation.every", "eval_dataset": "evaluation.paths", "validation_file": "evaluation.paths",
     "per_device_eval_batch_size": "evaluation.micro_batch_size",
+    "tp_size": "parallel.tp", "tensor_parallel": "parallel.tp", "tensor_parallel_size": "parallel.tp",
+    "tensor_model_parallel_size": "parallel.tp", "pp_size": "parallel.pp", "pipeline_parallel_size": "parallel.pp",
+    "pipeline_model_parallel_size": "parallel.pp", "cp_size": "parallel.cp", "context_parallel_size": "parallel.cp",
+    "data_parallel_replicate_degree": "parallel.dp_replicate", "pipeline_parallel_schedule": "parallel.pp_schedule",
+    "sharding": "parallel.strategy", "fsdp_version": "parallel.strategy", "zero_stage": "parallel.strategy",
 }  # fmt: skip
 # What settings, and their values, were called until 0.2.0.
 RENAMED = {
     "data.learn": "data.train_on", "training.on_spike": "training.on_loss_spike", "training.spike": "training.loss_spike_factor",
     "checkpoint.place": "checkpoint.storage", "checkpoint.storage node": "local",
-    "parallel.offload states": "optimizer", "parallel.offload full": "all",
+    "parallel.fsdp": "parallel.strategy", "parallel.offload states": "optimizer", "parallel.offload full": "all",
 }  # fmt: skip
 HOSTS_FILE = "the hosts file, HOSTS, says it: one host per line, rank 0 on the first"
 SLOTS = "slots= in the hosts file says how many ranks a host has; by default one per GPU"
 MEETING = "launch finds where the hosts meet; address= in the hosts file overrides it, and --port the port"
 ACCUMULATION = f"gradient accumulation follows from --{BATCH}, --{MICRO_BATCH} and the number of ranks"
+ZERO = "write --parallel.strategy zero1, zero2 or zero3, without DeepSpeed"
 BF16 = "BF16 compute with FP32 master weights is the default; --parallel.numerics changes it"
 # What has no setting of its own: what to do instead.
 ADVICE = {
@@ -62,6 +68,8 @@ ADVICE = {
     "tokenizer": "the tokenizer is read from the directory of --model.path",
     "tokenizer_name": "the tokenizer is read from the directory of --model.path",
     "optim": "the optimizer is AdamW; its settings begin with --optimizer.",
+    "sequence_parallel": "it is part of --parallel.tp", "ddp": "write --parallel.strategy ddp", "zero": ZERO, "deepspeed": ZERO,
+    "deepspeed_config": ZERO,
     "hf_token": "export HF_TOKEN, and write --secret HF_TOKEN", "token": "export HF_TOKEN, and write --secret HF_TOKEN",
     "push_to_hub": "`llama405b export RUN OUT --push-to-hub REPO` does that after training",
     "hub_model_id": "`llama405b export RUN OUT --push-to-hub REPO` does that after training",
@@ -72,11 +80,6 @@ NOT_OFFERED = {
     "QLoRA": ("qlora", "load_in_4bit", "load_in_8bit", "quantization", "bnb_4bit_compute_dtype"),
     "FP8": ("fp8",),
     "FP16": ("fp16", "half"),
-    "tensor parallelism": ("tp", "tp_size", "tensor_parallel", "tensor_parallel_size", "tensor_model_parallel_size"),
-    "pipeline parallelism": ("pp", "pp_size", "pipeline_parallel_size", "pipeline_model_parallel_size"),
-    "context parallelism": ("cp", "cp_size", "context_parallel_size", "sequence_parallel"),
-    "DDP": ("ddp", "ddp_backend", "ddp_find_unused_parameters"),
-    "DeepSpeed": ("deepspeed", "deepspeed_config", "zero_stage", "zero"),
     "sending metrics to a tracker": ("report_to", "wandb", "wandb_project", "wandb_entity", "use_wandb", "tensorboard", "mlflow"),
     "torch.compile": ("torch_compile", "compile"),
     "preference training": ("dpo", "rlhf", "ppo", "reward_model"),

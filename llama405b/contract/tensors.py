@@ -9,13 +9,14 @@ import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from llama405b.contract.errors import UserError
-from llama405b.contract.parts import PART_NAME, ROWS, WHOLE, Part
+from llama405b.contract.parts import PART_NAME, PIECES, WHOLE
 from llama405b.contract.phrases import and_more
+from llama405b.contract.shards import Box, contains, elements, runs, whole_box
 
 DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 INDEX = "model.safetensors.index.json"
@@ -26,15 +27,23 @@ MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Piece:
+    """A box of a tensor, in one piece of a file."""
+
+    box: Box
+    offset: int  # in the file, of its first byte
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """Where one tensor is stored, or some rows of it: a row is one index of the first dimension."""
+    """Where one tensor is stored, or pieces of it."""
 
     file: Path
     dtype: str  # a key of DTYPE_BYTES
     shape: tuple[int, ...]  # of the whole tensor
-    offset: int = 0  # in the file, of the first byte of what it holds
-    rows: tuple[int, int] | None = None  # [start, stop) that the file holds; None: all
-    whole: str = ""  # fingerprint of the checkpoint that the rows are of
+    offset: int = 0  # in the file, of the first byte of a whole tensor
+    pieces: tuple[Piece, ...] = ()  # that the file has of it; none: it has all of it
+    whole: str = ""  # fingerprint of the checkpoint that the pieces are of
 
     @property
     def n_bytes(self) -> int:
@@ -42,22 +51,22 @@ class TensorInfo:
         return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
     @property
-    def row_bytes(self) -> int:
-        """Size of one row."""
-        return math.prod(self.shape[1:]) * DTYPE_BYTES[self.dtype]
+    def stored(self) -> tuple[Piece, ...]:
+        """The pieces; a whole tensor is one."""
+        return self.pieces or (Piece(whole_box(self.shape), self.offset),)
 
     @property
     def held_bytes(self) -> int:
         """Size of what the file holds."""
-        return self.n_bytes if self.rows is None else (self.rows[1] - self.rows[0]) * self.row_bytes
+        return sum(self.bytes_of(piece.box) for piece in self.stored)
 
-    def holds(self, start: int, stop: int) -> bool:
-        """Return whether the file holds the rows ``[start, stop)``."""
-        return start == stop or self.rows is None or self.rows[0] <= start <= stop <= self.rows[1]
+    def bytes_of(self, box: Box) -> int:
+        """Return the size of a box."""
+        return elements(box) * DTYPE_BYTES[self.dtype]
 
-    def offset_of(self, row: int) -> int:
-        """Return where in the file a row begins that it holds."""
-        return self.offset + (row - (self.rows[0] if self.rows else 0)) * self.row_bytes
+    def piece_with(self, box: Box) -> Piece | None:
+        """Return the piece that has all of a box; None if no piece does."""
+        return next((piece for piece in self.stored if contains(piece.box, box)), None)
 
 
 Layout = dict[str, TensorInfo]  # by name
@@ -152,9 +161,12 @@ def _tensors_of(header: Mapping[str, Any], path: Path, begin: int) -> tuple[Layo
         ValueError: Tensors overlap, leave a gap, or their size does not match shape and dtype.
         UserError: A dtype cannot be trained.
     """
-    infos, end = {}, 0
+    infos: Layout = {}
+    end = 0
     about = header.get("__metadata__", {})
-    rows, whole = json.loads(about.get(ROWS, "{}")), str(about.get(WHOLE, ""))
+    cut, whole = json.loads(about.get(PIECES, "{}")), str(about.get(WHOLE, ""))
+    if whole and not cut:
+        raise UserError(f"{path}: an older version pushed it; push it again with --shards")
     entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
     for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
         start, stop = entry["data_offsets"]
@@ -165,41 +177,47 @@ def _tensors_of(header: Mapping[str, Any], path: Path, begin: int) -> tuple[Layo
         held = TensorInfo(path, entry["dtype"], tuple(entry["shape"]), begin + start)
         if start != end or stop - start != held.n_bytes:
             raise ValueError
-        infos[name] = dataclasses.replace(held, whole=whole)
-        if name in rows:
-            infos[name] = _of_whole(infos[name], rows[name])
+        if name in cut:
+            name, held = _piece_of(held, cut[name], whole)
+            held = dataclasses.replace(held, pieces=(*(infos[name].pieces if name in infos else ()), *held.pieces))
+        infos[name] = held
         end = stop
     return infos, end
 
 
-def _of_whole(held: TensorInfo, where: tuple[int, int]) -> TensorInfo:
-    """Say of which tensor these are rows; ``where``: the first of them, and the number of rows in all."""
-    first, n_rows = where
-    last = first + held.shape[0]
-    if not 0 <= first <= last <= n_rows:
+def _piece_of(held: TensorInfo, of: Sequence[Any], whole: str) -> tuple[str, TensorInfo]:
+    """Return the name of the tensor of which an entry is a piece, and the piece; ``of``: that name, its shape, the box.
+
+    Raises:
+        ValueError: They do not fit.
+    """
+    name, shape, ranges = of
+    box = tuple((start, stop) for start, stop in ranges)
+    fits = all(0 <= start <= stop <= size for (start, stop), size in zip(box, shape, strict=True))
+    if not fits or held.shape != tuple(stop - start for start, stop in box):
         raise ValueError
-    return dataclasses.replace(held, shape=(n_rows, *held.shape[1:]), rows=(first, last))
+    return name, dataclasses.replace(held, shape=tuple(shape), pieces=(Piece(box, held.offset),), whole=whole)
 
 
-def part_file(header: Layout, part: Part, whole: str) -> tuple[bytes, list[tuple[int, int]]]:
-    """Cut a part out of a safetensors file: what comes before the tensors, and the pieces of the file (offset, bytes).
+def part_file(header: Layout, boxes: Mapping[str, Sequence[Box]], whole: str) -> tuple[bytes, list[tuple[int, int]]]:
+    """Cut a part out of a safetensors file: what comes before the tensors, and the ranges of the file (offset, bytes).
 
-    ``whole``: the fingerprint of the checkpoint.
+    ``boxes``: what the part has of each tensor, see ``Part.boxes``. ``whole``: the fingerprint of the checkpoint.
     """
     entries: dict[str, object] = {}
-    rows: dict[str, tuple[int, int]] = {}
-    pieces: list[tuple[int, int]] = []
+    pieces: dict[str, tuple[str, tuple[int, ...], Box]] = {}
+    ranges: list[tuple[int, int]] = []
     begin = 0
     for name, info in sorted(header.items(), key=lambda item: item[1].offset):
-        start, stop = part.rows(info.shape[0]) if info.shape else (0, 1)
-        if info.shape:
-            rows[name] = (start, info.shape[0])
-        size = (stop - start) * info.row_bytes
-        shape = (stop - start, *info.shape[1:])[: len(info.shape)]
-        entries[name] = {"dtype": info.dtype, "shape": shape, "data_offsets": (begin, begin + size)}
-        pieces.append((info.offset_of(start), size))
-        begin += size
-    return header_bytes(entries, {ROWS: json.dumps(rows), WHOLE: whole}), pieces
+        for number, box in enumerate(boxes.get(name, ())):
+            entry = f"{name}#{number}" if number else name
+            size, each = info.bytes_of(box), DTYPE_BYTES[info.dtype]
+            shape = tuple(stop - start for start, stop in box)
+            entries[entry] = {"dtype": info.dtype, "shape": shape, "data_offsets": (begin, begin + size)}
+            pieces[entry] = name, info.shape, box
+            ranges += [(info.offset + at * each, length * each) for at, length in runs(info.shape, box)]
+            begin += size
+    return header_bytes(entries, {PIECES: json.dumps(pieces), WHOLE: whole}), ranges
 
 
 def header_bytes(entries: Mapping[str, object], about: Mapping[str, str] | None = None) -> bytes:

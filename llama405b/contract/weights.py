@@ -236,12 +236,16 @@ def check_checkpoint(
     if random:
         return llama
     tensors = read_tensors(directory)
-    if whole and any(info.rows for info in tensors.values()):
+    is_part = any(info.pieces for info in tensors.values())
+    if whole and is_part:
         raise UserError(
-            f"--parallel.fsdp: fsdp1 needs all weights, but {directory} has only a part; use fsdp2, or push all"
+            f"--parallel.strategy: fsdp1 needs all weights, but {directory} has only a part; use fsdp2, or push all"
         )
     for name, shape in llama.tensors().items():
-        if not (info := tensors.get(name)):
+        info = tensors.get(name)
+        if not info and is_part:  # another stage's
+            continue
+        if not info:
             raise UserError(f"{directory}: no file contains {name}, which config.json needs; download the weights")
         if info.shape != shape:
             raise UserError(
@@ -256,8 +260,8 @@ def check_checkpoint(
 
 def _refuse_unused(llama: Llama, tensors: Mapping[str, TensorInfo]) -> None:
     """Refuse tensors that the whole model would not be given, unless nothing is lost with them."""
-    head, embedding = tensors.get(HEAD), tensors[EMBEDDING]
-    if llama.tied and head and not _is_same(head, embedding):  # transformers would train both
+    head, embedding = tensors.get(HEAD), tensors.get(EMBEDDING)
+    if llama.tied and head and embedding and not _is_same(head, embedding):  # transformers would train both
         raise UserError(
             f"{head.file}: {HEAD} differs from {EMBEDDING}, but config.json ties them; set tie_word_embeddings to false "
             "there to train both, or delete the tensor"
@@ -273,14 +277,18 @@ def _refuse_unused(llama: Llama, tensors: Mapping[str, TensorInfo]) -> None:
 
 def _is_same(one: TensorInfo, other: TensorInfo) -> bool:
     """Whether two tensors are equal in every byte that is here."""
-    if (one.dtype, one.shape, one.rows) != (other.dtype, other.shape, other.rows):
+    boxes = [[piece.box for piece in each.stored] for each in (one, other)]
+    if (one.dtype, one.shape, boxes[0]) != (other.dtype, other.shape, boxes[1]):
         return False
     with one.file.open("rb") as first, other.file.open("rb") as second:
-        first.seek(one.offset)
-        second.seek(other.offset)
-        pieces = range(0, one.held_bytes, COMPARED_BYTES)
-        sizes = [min(COMPARED_BYTES, one.held_bytes - begin) for begin in pieces]
-        return all(first.read(size) == second.read(size) for size in sizes)
+        for piece, its in zip(one.stored, other.stored, strict=True):
+            first.seek(piece.offset)
+            second.seek(its.offset)
+            left = one.bytes_of(piece.box)
+            sizes = [min(COMPARED_BYTES, left - begin) for begin in range(0, left, COMPARED_BYTES)]
+            if not all(first.read(size) == second.read(size) for size in sizes):
+                return False
+    return True
 
 
 def small_files(directory: Path, chat_template: str = "") -> dict[str, Path]:

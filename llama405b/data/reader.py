@@ -16,11 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset
 
+from llama405b.contract.dealing import Dealing
 from llama405b.contract.errors import RunError
 from llama405b.data.batches import Batches
 from llama405b.data.parent_watch import end_with
 from llama405b.distributed.ranks import Rank
-from llama405b.model.batch import Batch
+from llama405b.model.batch import IGNORE_INDEX, Batch
 
 Windows = NDArray[np.uint32]  # (B, S + 1)
 
@@ -29,17 +30,21 @@ class Reader:
     """An endless iterator of steps: the micro-batches of this rank, on its device."""
 
     def __init__(
-        self, batches: Batches, me: Rank, global_batch: int, micro: int, position: int = 0, workers: int = 0
+        self, batches: Batches, me: Rank, dealing: Dealing, micro: int, position: int = 0, workers: int = 0
     ) -> None:
-        """``position``: sequences that were read before, over all ranks; ``workers``: processes that read ahead; 0: a thread."""
+        """``position``: sequences that were read before, over all ranks; ``workers``: processes that read ahead; 0: a thread.
+
+        ``dealing``: of the step's micro-batches, of ``micro`` sequences each, to the ranks that split the batch.
+        """
         self.batches = batches
         self.me = me
-        self.global_batch = global_batch
+        self.global_batch = dealing.n_micro * micro
         self.micro = micro
         self.position = position
-        each = global_batch // me.dp.size
-        rows = _Rows(batches, each)
-        begins = itertools.count(position + me.dp.rank * each, global_batch)
+        first, n_own = dealing.place(me.dp.rank)
+        self.idle = dealing.rounds - n_own  # micro-batches: those of the rank before, of which nothing is learnt
+        rows = _Rows(batches, dealing.rounds * micro)
+        begins = itertools.count(position + (first - self.idle) * micro, self.global_batch)
         self.windows = _by_workers(rows, begins, workers) if workers else _by_thread(rows, begins)
 
     def __iter__(self) -> Iterator[list[Batch]]:
@@ -53,7 +58,9 @@ class Reader:
         """
         windows = next(self.windows)
         self.position += self.global_batch
-        return [part.to(self.me.device) for part in self.batches.batch(windows).split(self.micro)]
+        batch = self.batches.batch(windows)
+        batch.targets_BS[: self.idle * self.micro] = IGNORE_INDEX
+        return [part.to(self.me.device) for part in batch.split(self.micro)]
 
     def close(self) -> None:
         """End what reads ahead."""

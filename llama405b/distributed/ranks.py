@@ -14,7 +14,9 @@ import torch
 import torch.distributed as dist
 
 from llama405b.contract.errors import UserError
-from llama405b.distributed.mesh import DP, SHARD, Axes, Place
+from llama405b.contract.mesh import DP, SHARD, Axes, Place
+from llama405b.contract.schema import Parallel
+from llama405b.distributed import collectives
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -27,11 +29,12 @@ class Rank:
     host: str  # the name in the hosts file
     device: torch.device
     attempt: int = 1  # launches of this run so far
+    mesh: Axes | None = None  # of all ranks; None: each is a shard
 
     @property
     def axes(self) -> Axes:
-        """The mesh of all ranks; for now each rank is a shard."""
-        return Axes(dp_shard=self.world)
+        """The mesh of all ranks."""
+        return self.mesh or Axes(dp_shard=self.world)
 
     @property
     def dp(self) -> Place:
@@ -65,6 +68,21 @@ OLDER = {  # names that users may have set, and of which torch warns
     "PYTORCH_ALLOC_CONF": "PYTORCH_CUDA_ALLOC_CONF",
     "TORCH_FR_BUFFER_SIZE": "TORCH_NCCL_TRACE_BUFFER_SIZE",
 }
+
+
+def on_mesh(me: Rank, parallel: Parallel) -> Rank:
+    """Give a rank the mesh that settings make of all ranks.
+
+    Raises:
+        UserError: They cannot be divided so.
+    """
+    return dataclasses.replace(me, mesh=Axes.of(parallel, me.world, ranks_per_host()))
+
+
+def ranks_per_host() -> int:
+    """Return how many ranks a host has, as torchrun says; the most of any host. All ranks call it."""
+    [most] = collectives.all_reduce_max([int(os.environ.get("LOCAL_WORLD_SIZE", 1))])
+    return most
 
 
 def join(device: str, timeout_s: int) -> Rank:

@@ -30,14 +30,23 @@ def squares(tensors: Iterable[Tensor]) -> list[float]:
 
 
 def _row_norms(flat: Tensor) -> Iterator[Tensor]:
-    """Yield the norms of rows, and of what is left, in FP32."""
+    """Yield the norms of rows, and of what is left, in FP32, or more if the elements are."""
+    wide = torch.promote_types(flat.dtype, torch.float32)
     whole = flat.numel() // ROW * ROW
     if whole:
         rows = flat[:whole].view(-1, ROW)
         parts = rows.split(ROWS if flat.device.type == "cpu" else len(rows))  # converting BF16 copies on a CPU
-        yield torch.cat([torch.linalg.vector_norm(part, dim=1, dtype=torch.float32) for part in parts])
+        yield torch.cat([torch.linalg.vector_norm(part, dim=1, dtype=wide) for part in parts])
     if flat.numel() > whole:
-        yield torch.linalg.vector_norm(flat[whole:], dtype=torch.float32).view(1)
+        yield torch.linalg.vector_norm(flat[whole:], dtype=wide).view(1)
+
+
+def is_counted(tensor: Tensor) -> bool:
+    """Return whether this rank counts its part of a tensor: of those that have the same part, the first one does."""
+    if not isinstance(tensor, DTensor):
+        return True
+    place = tensor.device_mesh.get_coordinate() or ()
+    return not any(at for at, placement in zip(place, tensor.placements, strict=True) if placement.is_replicate())
 
 
 def norm_over_ranks(squares: Iterable[float], device: torch.device) -> float:

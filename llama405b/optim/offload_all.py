@@ -26,7 +26,7 @@ from llama405b.distributed.host_memory import Progress, refused
 from llama405b.distributed.transfer import Arrived, nothing
 from llama405b.optim.adamw import Settings, group_settings, nothing_to_keep, start_moments, state_tensors, update_adamw
 from llama405b.optim.fp32_masters import master_pairs
-from llama405b.optim.norm import clip_factor, local, norm_over_ranks, scale, squares
+from llama405b.optim.norm import clip_factor, is_counted, local, norm_over_ranks, scale, squares
 from llama405b.optim.updater import BeforeUpdate, Unit, UpdateWork
 from llama405b.parallel.fsdp2 import WRAPPER, fsdp_units
 
@@ -156,9 +156,13 @@ class OffloadedAll:
         def gather() -> list[float]:
             arrived()
             add()
-            return squares(gradient for group in sums for gradient in group) if last else []
+            return squares(itertools.chain(*counted)) if last else []
 
         last, sums = self.last, part.sums
+        counted = [
+            [gradient for gradient, parameter in zip(group, parameters, strict=True) if is_counted(parameter)]
+            for group, (_, parameters) in zip(sums, part.groups, strict=True)
+        ]
         part.adding = self.worker.submit(gather)
 
     def _finish_adding(self, part: UnitState) -> list[float]:

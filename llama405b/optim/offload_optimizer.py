@@ -16,7 +16,6 @@ from concurrent.futures import Future
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from llama405b.contract.schema import Moments
 from llama405b.distributed.host_memory import Progress, allocate
@@ -173,12 +172,9 @@ def _lay_out(
 ) -> tuple[list[Member], int]:
     """Return a unit's parameters, and the length of its flat gradient: each begins at a multiple of the largest shard."""
     members, begin = [], 0
-    for name in (each.replace(WRAPPER, "") for each in unit.parameters):
-        master = masters[name]
-        assert isinstance(master, DTensor)
-        members.append(Member(weights[name], master, begin))
-        rows = -(-master.shape[0] // master.device_mesh.size())
-        begin += rows * master.shape[1:].numel()
+    for name, size in zip((each.replace(WRAPPER, "") for each in unit.parameters), unit.padded_sizes, strict=True):
+        members.append(Member(weights[name], masters[name], begin))
+        begin += size
     return members, begin
 
 

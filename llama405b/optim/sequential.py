@@ -6,7 +6,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from llama405b.optim.adamw import nothing_to_keep, start_moments, state_tensors
 from llama405b.optim.fp32_masters import master_pairs
-from llama405b.optim.norm import clip_factor, local, norm_over_ranks, scale, squares
+from llama405b.optim.norm import clip_factor, is_counted, local, norm_over_ranks, scale, squares
 from llama405b.optim.updater import BeforeUpdate, Unit, UpdateWork
 
 
@@ -37,7 +37,8 @@ class Sequential:
         if isinstance(self.model, FullyShardedDataParallel):  # its gradients are pieces of flat ones
             return float(self.model.clip_grad_norm_(max_norm or torch.inf))
         gradients = [local(p.grad) for p in self.model.parameters() if p.grad is not None]
-        norm = norm_over_ranks(squares(gradients), gradients[0].device)
+        counted = [local(p.grad) for p in self.model.parameters() if p.grad is not None and is_counted(p)]
+        norm = norm_over_ranks(squares(counted), gradients[0].device)
         scale(gradients, clip_factor(norm, max_norm))
         return norm
 

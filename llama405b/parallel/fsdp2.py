@@ -23,8 +23,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from llama405b.contract.errors import UserError
+from llama405b.contract.mesh import SHARD, Axes
 from llama405b.contract.schema import Parallel
-from llama405b.distributed.mesh import Axes
+from llama405b.contract.strategies import Strategy
 
 WRAPPER = "_checkpoint_wrapped_module."  # what activation checkpointing adds to parameter names
 
@@ -53,31 +54,37 @@ def check_units(model: nn.Module, wrap: tuple[str, ...]) -> None:
         for inner in unit.modules():
             if inner is not unit and type(inner).__name__ in wrap:
                 names = f"{type(inner).__name__!r} is within {type(unit).__name__!r}"
-                raise UserError(f"--parallel.wrap: {names}, and fsdp2 takes one of them; leave out the other")
+                raise UserError(f"--parallel.wrap: {names}, and FSDP2 takes one of them; leave out the other")
 
 
 def device_mesh(axes: Axes, device_type: str) -> DeviceMesh:
-    """Make the mesh over which parameters are sharded; ``device_type``: torch's default would use any GPU.
+    """Make the mesh of all ranks, as DTensors have it; ``device_type``: torch's default would use any GPU.
 
-    Axes of one rank get no group: each would cost every rank a communicator.
-
-    Raises:
-        NotImplementedError: An axis other than ``dp_shard`` has more than one rank.
+    Its axes: ``pp``, ``dp_replicate``, ``shard`` (``dp_shard`` and ``cp`` together), ``tp``. Those of one rank, but for ``shard``, are
+    left out: each would cost every rank a communicator.
     """
-    if axes.world != axes.dp_shard:
-        raise NotImplementedError(f"only dp_shard is implemented; {axes} needs more")
-    return dist.init_device_mesh(device_type, (axes.dp_shard,), mesh_dim_names=("dp_shard",))
+    sizes = {"pp": axes.pp, "dp_replicate": axes.dp_replicate, "shard": axes.size(SHARD), "tp": axes.tp}
+    names = tuple(name for name, size in sizes.items() if size > 1 or name == "shard")
+    return dist.init_device_mesh(device_type, tuple(sizes[name] for name in names), mesh_dim_names=names)
+
+
+def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the part of a mesh that FSDP shards over, and before it that over which it keeps copies, if there are some."""
+    names = tuple(name for name in mesh.mesh_dim_names or () if name in ("dp_replicate", "shard"))
+    return mesh[names] if names != mesh.mesh_dim_names else mesh
 
 
 def shard(model: nn.Module, parallel: Parallel, device: torch.device, mesh: DeviceMesh | None = None) -> None:
-    """Turn every parameter into a DTensor, Shard(0) over the ranks; the model stays on its (meta) device.
+    """Turn every parameter into a DTensor, sharded over the ranks; the model stays on its (meta) device.
+
+    ``mesh``: of all ranks, see ``device_mesh``; None: each rank is a shard.
 
     Raises:
-        UserError: ``parallel.wrap`` names a class that the model does not have, or units that share parameters.
+        UserError: ``parallel.wrap`` names units that share parameters.
     """
-    check_wrap(model, parallel.wrap)
     check_units(model, parallel.wrap)
-    mesh = mesh or device_mesh(Axes(dp_shard=dist.get_world_size()), device.type)
+    mesh = data_mesh(mesh or device_mesh(Axes(dp_shard=dist.get_world_size()), device.type))
+    reshards = not parallel.of_strategy.keeps_weights
     offload: OffloadPolicy = OffloadPolicy()
     if parallel.offload == "all":
         offload = CPUOffloadPolicy(pin_memory=device.type == "cuda")
@@ -85,13 +92,42 @@ def shard(model: nn.Module, parallel: Parallel, device: torch.device, mesh: Devi
     tied, embedding = model.config.tie_word_embeddings, model.model.embed_tokens
     for module in list(model.modules()):
         if type(module).__name__ in parallel.wrap and module is not embedding:
-            unit(module, reshard_after_forward=True)
+            unit(module, reshard_after_forward=reshards)
         elif module is embedding and not tied and "Embedding" in parallel.wrap:
-            unit(module, reshard_after_forward=True)
+            unit(module, reshard_after_forward=reshards)
             module.set_unshard_in_backward(False)
-    if not tied:
+    if not tied and model.lm_head is not None:  # with pipeline stages, the last one's
         unit([model.model.norm, model.lm_head], reshard_after_forward=False)
     unit(model, reshard_after_forward=False)
+
+
+class GradientSync:
+    """What FSDP2 leaves out after each micro-batch of a step but the last one, as the strategy says."""
+
+    def __init__(self, model: nn.Module, strategy: Strategy, copies: int) -> None:
+        """``copies``: of the model, whose gradients are added up."""
+        self.modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        self.strategy, self.copies = strategy, copies
+        self.last = True
+
+    def expect(self, *, last: bool) -> None:
+        """Tell, before a forward, whether its micro-batch is the last of the step."""
+        if last == self.last:
+            return
+        self.last = last
+        for module in self.modules:
+            if self.strategy.keeps_weights:
+                module.set_reshard_after_backward(last, recurse=False)
+            if not self.strategy.reduces_each:
+                module.set_requires_gradient_sync(last, recurse=False)
+            elif self.copies > 1:  # the sums over shards are small, and are added up over copies at the end
+                module.set_requires_all_reduce(last, recurse=False)
+
+
+def set_last_backward(model: nn.Module, last: bool) -> None:
+    """Tell a sharded model whether a backward is the last of a step: only then does FSDP wait for all gradients."""
+    assert isinstance(model, FSDPModule)
+    model.set_is_last_backward(last)
 
 
 def lend_gradients(model: nn.Module) -> None:
@@ -134,6 +170,7 @@ class FsdpUnit:
     modules: tuple[nn.Module, ...]  # each gathers it before its forward
     parameters: tuple[str, ...]  # names in the model
     gathers: int  # for each forward and backward
+    padded_sizes: tuple[int, ...]  # elements of each parameter in the flat gradient of a rank's shards
 
 
 def fsdp_units(model: nn.Module) -> list[FsdpUnit]:
@@ -147,15 +184,17 @@ def fsdp_units(model: nn.Module) -> list[FsdpUnit]:
     for name, module in wrapped.items():
         modules.setdefault(id(fully_shard.state(module)), {})[name] = module
     return [
-        FsdpUnit(next(iter(found)), tuple(found.values()), tuple(owned[state]), _gathers(next(iter(found.values()))))
+        FsdpUnit(next(iter(found)), tuple(found.values()), tuple(owned[state]), *_of_group(next(iter(found.values()))))
         for state, found in modules.items()
         if state in owned
     ]
 
 
-def _gathers(module: nn.Module) -> int:
+def _of_group(module: nn.Module) -> tuple[int, tuple[int, ...]]:
+    """How often a unit is gathered for each forward and backward, and the sizes of its parameters in a flat gradient."""
     group = fully_shard.state(module)._fsdp_param_group
-    return 1 + (group.post_forward_mesh_info is not None and group.unshard_in_backward)
+    gathers = 1 + (group.post_forward_mesh_info is not None and group.unshard_in_backward)
+    return gathers, tuple(parameter.padded_sharded_param_size.numel() for parameter in group.fsdp_params)
 
 
 def forget_forward(model: nn.Module) -> None:
@@ -183,9 +222,13 @@ def units(model: nn.Module) -> Iterator[tuple[str, dict[str, nn.Parameter]]]:
     found: dict[str, dict[str, nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         name = name.replace(WRAPPER, "")
-        unit = ".".join(name.split(".")[:3]) if name.startswith("model.layers.") else name.rpartition(".")[0]
-        found.setdefault(unit, {})[name] = parameter
+        found.setdefault(unit_of(name), {})[name] = parameter
     yield from found.items()
+
+
+def unit_of(name: str) -> str:
+    """Return the unit of a parameter, by its name in the checkpoint."""
+    return ".".join(name.split(".")[:3]) if name.startswith("model.layers.") else name.rpartition(".")[0]
 
 
 def _precision(numerics: str) -> MixedPrecisionPolicy:

@@ -1,7 +1,7 @@
 """Stream a checkpoint's weights into the shards, one FSDP unit at a time.
 
-``rank0``: rank 0 reads a unit from the memory-mapped files and sends each rank its rows; it never holds more than
-one unit. ``local``: each rank reads its own rows and nothing crosses the network. Knows safetensors and point-to-
+``rank0``: rank 0 reads a unit from the memory-mapped files and sends each rank its part; it never holds more than
+one unit. ``local``: each rank reads its own part and nothing crosses the network. Knows safetensors and point-to-
 point sends; not the optimizer or the data. Weights are sent in the files' dtype and converted on arrival. Random
 weights, for a rehearsal, take the same paths: only the source differs; ``auto`` has each rank make its own.
 """
@@ -12,7 +12,7 @@ import math
 import mmap
 import warnings
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -23,23 +23,23 @@ from torch.distributed.tensor import DTensor
 
 from llama405b.contract import weights
 from llama405b.contract.errors import UserError
-from llama405b.contract.parts import is_for, rows_of
+from llama405b.contract.parts import is_for
 from llama405b.contract.phrases import given, reason_of
+from llama405b.contract.shards import Box, Holdings, elements, within
 from llama405b.contract.tensors import DTYPE_BYTES, Layout, TensorInfo, fingerprint_of, read_layouts
 from llama405b.distributed import collectives
 from llama405b.distributed.host_memory import Progress, allocate
-from llama405b.distributed.mesh import SHARD, Place
 from llama405b.distributed.ranks import Rank
 from llama405b.distributed.transfer import Stage
 from llama405b.model.llama import restore_buffers, tie_head
-from llama405b.parallel.fsdp2 import WRAPPER, units
+from llama405b.parallel.fsdp2 import WRAPPER, unit_of
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 BLOCK = 1 << 15  # elements of random weights that one generator makes; so few that torch uses no other thread
-Unit = dict[str, nn.Parameter]  # by name
+Unit = list[str]  # names of parameters
 Spans = dict[
-    str, tuple[tuple[int, int], int, int]
-]  # of a rank, by name: its rows, and where they begin and how long they are
+    str, tuple[Box, int, int]
+]  # of a rank, by name: what it holds, where that begins in its piece, and its size in bytes
 
 
 def load(
@@ -51,29 +51,46 @@ def load(
     *,
     offload: bool = False,
     random: weights.Llama | None = None,
+    holdings: Holdings | None = None,
 ) -> str:
     """Fill the sharded meta model; returns what was done, for the log. ``random``: the shape to generate weights for.
+
+    ``holdings``: of all ranks; None: those of a model without pipeline stages.
 
     Raises:
         UserError: The checkpoint is not complete, or ``local`` was requested and a rank cannot read it.
     """
     files: _Files
+    holdings = holdings or Holdings(me.axes)
     if random:
         how, files = "rank0" if how == "rank0" else "local", _Random(random)
     else:
-        how, files = _choose(directory, how, me)
+        how, files = _choose(directory, how, me, holdings)
     materialise(model, me, offload=offload)
-    filler = _Filler(files, me)
+    filler = _Filler(files, me, holdings, dict(_named(model)))
     fill = filler.read_own
     if how == "rank0":
         fill = filler.send if me.is_rank0 else filler.receive
-    parts = [unit for _, unit in units(model)]
+    parts = _units_of(holdings.names if holdings.names and how == "rank0" else filler.own)
     sizes = [sum(files.layout[name].n_bytes for name in unit) for unit in parts]
     for _, done in zip(fill(parts), itertools.accumulate(sizes), strict=True):
         progress(done, sum(sizes))
     if how == "local":
         return f"each rank {files.own}"
-    return f"rank 0 {files.came} and sent each rank its rows"
+    return f"rank 0 {files.came} and sent each rank its part"
+
+
+def _named(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    for name, parameter in model.named_parameters():
+        yield name.replace(WRAPPER, ""), parameter
+
+
+def _units_of(names: Iterable[str]) -> list[Unit]:
+    """Group parameters, which are in the order of use, by unit."""
+    found: dict[str, Unit] = {}
+    for name in names:
+        found.setdefault(unit_of(name), []).append(name)
+    return list(found.values())
 
 
 def materialise(model: nn.Module, me: Rank, *, offload: bool = False, pinning: Progress | None = None) -> None:
@@ -122,31 +139,36 @@ def refuse_not_finite(model: nn.Module, where: Path) -> None:
 
 
 class _Files:
-    """The checkpoint's files, each mapped once: rows are views of the page cache and cost us no memory."""
+    """The checkpoint's files, each mapped once: whole rows are views of the page cache and cost us no memory."""
 
-    came, own = "read the weights", "read its own rows"
+    came, own = "read the weights", "read its own part"
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
         self.mapped: dict[Path, mmap.mmap] = {}
 
-    def rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Return rows ``[start, stop)`` of a tensor in the file's dtype, read-only."""
+    def read(self, name: str, box: Box) -> Tensor:
+        """Return a box of a tensor in the file's dtype, read-only."""
         info = self.layout[name]
+        piece = info.piece_with(box)
+        assert piece
         if info.file not in self.mapped:
             with info.file.open("rb") as file:
                 self.mapped[info.file] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        if start == stop:
-            return torch.empty((0, *info.shape[1:]), dtype=DTYPES[info.dtype])
+        if not elements(box):
+            return torch.empty([stop - start for start, stop in box], dtype=DTYPES[info.dtype])
+        (start, stop), *others = within(piece.box, box)
+        _, *widths = [last - first for first, last in piece.box]
+        row = math.prod(widths)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that the buffer cannot be written to
             flat = torch.frombuffer(
                 self.mapped[info.file],
                 dtype=DTYPES[info.dtype],
-                count=(stop - start) * info.row_bytes // DTYPES[info.dtype].itemsize,
-                offset=info.offset_of(start),
+                count=(stop - start) * row,
+                offset=piece.offset + start * row * DTYPES[info.dtype].itemsize,
             )
-        return flat.view(stop - start, *info.shape[1:])
+        return flat.view(stop - start, *widths)[(slice(None), *(slice(*each) for each in others))].contiguous()
 
 
 class _Random(_Files):
@@ -162,8 +184,9 @@ class _Random(_Files):
         self.std = llama.initializer_range
         self.threads = ThreadPoolExecutor(torch.get_num_threads(), "random")
 
-    def rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Return rows ``[start, stop)`` of a tensor."""
+    def read(self, name: str, box: Box) -> Tensor:
+        """Return a box of a tensor."""
+        (start, stop), *others = box
         shape, dtype = self.layout[name].shape, DTYPES[self.layout[name].dtype]
         if len(shape) == 1:
             return torch.full((stop - start,), 0.0 if name.endswith(".bias") else 1.0, dtype=dtype)
@@ -180,7 +203,7 @@ class _Random(_Files):
             found[low - begin : high - begin] = whole[low - first : high - first]
 
         list(self.threads.map(make, range(begin // BLOCK, -(-end // BLOCK))))
-        return found.view(stop - start, *shape[1:])
+        return found.view(stop - start, *shape[1:])[(slice(None), *(slice(*each) for each in others))]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -192,9 +215,9 @@ class _Seen:
     whole: bool
 
 
-def _choose(directory: Path, how: str, me: Rank) -> tuple[str, _Files]:
+def _choose(directory: Path, how: str, me: Rank, holdings: Holdings) -> tuple[str, _Files]:
     """Agree on how to load, and on what the files hold: as this rank sees it if it reads them, else as rank 0 does."""
-    own, seen = _read(directory, me)
+    own, seen = _read(directory, me, holdings)
     how = _way(directory, how, collectives.all_gather_objects(seen))
     known = {name: TensorInfo(Path(), info.dtype, info.shape) for name, info in own.items() if me.is_rank0}
     sent = collectives.broadcast_object(known, Layout)
@@ -216,7 +239,7 @@ def _way(directory: Path, how: str, everyone: Sequence[_Seen]) -> str:
             f"{given(' ({})', everyone[lacking[0]].error)}; copy them there, or use rank0"
         )
     if how == "rank0" and not everyone[0].whole:
-        who = given("rank {} does not have its rows of the same model there, and ", next(iter(lacking), None))
+        who = given("rank {} does not have its part of the same model there, and ", next(iter(lacking), None))
         raise UserError(
             f"{directory}: {who}rank 0 cannot send them, because it has only a part of the weights; push them again with "
             "--shards, or push all of them"
@@ -224,19 +247,18 @@ def _way(directory: Path, how: str, everyone: Sequence[_Seen]) -> str:
     return how
 
 
-def _read(directory: Path, me: Rank) -> tuple[Layout, _Seen]:
-    """Return what the files hold, of parts the newest with this rank's rows; if they cannot be read, nothing and why."""
-    rank, world = me.shard.rank, me.shard.size
+def _read(directory: Path, me: Rank, holdings: Holdings) -> tuple[Layout, _Seen]:
+    """Return what the files hold, of parts the newest with this rank's; if they cannot be read, nothing and why."""
     try:
-        for layout in read_layouts(directory, lambda name: is_for(name, rank, world)):
-            parts = [info for info in layout.values() if info.rows]
-            if all(info.holds(*rows_of(info.shape[0], rank, world)) for info in parts):
+        for layout in read_layouts(directory, lambda name: is_for(name, me.rank, me.world)):
+            parts = {name: info for name, info in layout.items() if info.pieces}
+            if all(info.piece_with(holdings.box(name, info.shape, me.rank)) for name, info in parts.items()):
                 return layout, _Seen("", fingerprint_of(layout), not parts)
     except UserError as error:
         return {}, _Seen(str(error), "", whole=True)
     except OSError as error:
         return {}, _Seen(f"{directory}: {reason_of(error)}", "", whole=True)
-    why = f"{directory}: has only the rows of other ranks; push them again with --shards, for {me.world} ranks"
+    why = f"{directory}: has only the parts of other ranks; push them again with --shards, for {me.axes}"
     return {}, _Seen(why, "", whole=True)
 
 
@@ -254,52 +276,55 @@ def _local(parameter: nn.Parameter) -> Tensor:
 class _Filler:
     """Fills a rank's shards, unit by unit; two units are under way, so that one is sent while another is read."""
 
-    def __init__(self, files: _Files, me: Rank) -> None:
+    def __init__(self, files: _Files, me: Rank, holdings: Holdings, own: Mapping[str, nn.Parameter]) -> None:
+        """``own``: this rank's parameters."""
         self.files = files
         self.me = me
+        self.holdings = holdings
+        self.own = own
         self.stage = Stage(me.device)
         # Two buffers for all sends or receives, in turns: malloc would leave a hole for each unit.
         self.buffers = [torch.empty(0, dtype=torch.uint8, device=me.device) for _ in range(2)]
 
     def read_own(self, parts: Sequence[Unit]) -> Iterator[None]:
-        """Each rank reads its own rows."""
+        """Each rank reads its own part."""
         for unit in parts:
             self._read(unit)
             yield
 
     @torch.no_grad()
     def _read(self, unit: Unit) -> None:
-        for name, parameter in unit.items():
-            rows, shard = self.files.rows(name, *self._rows(name, self.me.shard)), _local(parameter)
+        for name, parameter in self._mine(unit).items():
+            own, shard = self.files.read(name, self._box(name, self.me.rank)), _local(parameter)
             if shard.is_cuda:
-                came = torch.empty(rows.nbytes, dtype=torch.uint8, device=shard.device)
-                self.stage.bring(came, [(0, rows)])
-                rows = came.view(rows.dtype).view(rows.shape)
-            shard.copy_(rows)
+                came = torch.empty(own.nbytes, dtype=torch.uint8, device=shard.device)
+                self.stage.bring(came, [(0, own)])
+                own = came.view(own.dtype).view(own.shape)
+            shard.copy_(own)
 
     def receive(self, parts: Sequence[Unit]) -> Iterator[None]:
-        """Copy the rows of each unit, which come from rank 0 in one piece, into the shards, while the next unit's come."""
+        """Copy what this rank holds of each unit, which comes from rank 0 in one piece, while the next unit's comes."""
         coming: list[tuple[Spans, Tensor, dist.Work | None]] = []
         for number in range(len(parts) + 1):
             if number < len(parts):
-                spans, n_bytes = self._spans(parts[number], self.me.shard)
+                spans, n_bytes = self._spans(parts[number], self.me.rank)
                 piece = self._buffer(number, n_bytes)
                 coming.append((spans, piece, dist.irecv(piece, 0) if n_bytes else None))
             if number:
-                self._unpack(parts[number - 1], *coming.pop(0))
+                self._unpack(*coming.pop(0))
                 yield
 
     @torch.no_grad()
-    def _unpack(self, unit: Unit, spans: Spans, piece: Tensor, came: dist.Work | None) -> None:
+    def _unpack(self, spans: Spans, piece: Tensor, came: dist.Work | None) -> None:
         if came:
             came.wait()
         for name, (_, begin, size) in spans.items():
             if size:
-                shard = _local(unit[name])
+                shard = _local(self.own[name])
                 shard.copy_(piece[begin : begin + size].view(DTYPES[self.files.layout[name].dtype]).view(shard.shape))
 
     def send(self, parts: Sequence[Unit]) -> Iterator[None]:
-        """Send every other rank its rows of each unit in one piece, and read rank 0's own meanwhile."""
+        """Send every other rank its part of each unit in one piece, and read rank 0's own meanwhile."""
         sending: list[list[dist.Work]] = [[], []]
         for number, unit in enumerate(parts):
             for work in sending[number % 2]:  # frees the buffer
@@ -314,14 +339,14 @@ class _Filler:
             work.wait()  # gloo's would be lost with their buffers; with NCCL torch keeps those
 
     def _pack(self, number: int, unit: Unit) -> Sequence[Tensor]:
-        """Bring every other rank's rows of a unit into a buffer; returns each rank's piece of it."""
-        packed = [self._spans(unit, self.me.axes.place(rank, SHARD)) for rank in range(1, self.me.world)]
+        """Bring every other rank's part of a unit into a buffer; returns each rank's piece of it."""
+        packed = [self._spans(unit, rank) for rank in range(1, self.me.world)]
         everything = self._buffer(number, sum(n_bytes for _, n_bytes in packed))
         begins = itertools.accumulate((n_bytes for _, n_bytes in packed), initial=0)
         sources = [
-            (begin + offset, self.files.rows(name, start, stop))
+            (begin + offset, self.files.read(name, box))
             for begin, (spans, _) in zip(begins, packed, strict=False)
-            for name, ((start, stop), offset, _) in spans.items()
+            for name, (box, offset, _) in spans.items()
         ]
         self.stage.bring(everything, sources)
         return everything.split([n_bytes for _, n_bytes in packed])
@@ -332,11 +357,14 @@ class _Filler:
             self.buffers[slot] = torch.empty(n_bytes, dtype=torch.uint8, device=self.me.device)
         return self.buffers[slot][:n_bytes]
 
-    def _rows(self, name: str, shard: Place) -> tuple[int, int]:
-        return rows_of(self.files.layout[name].shape[0], shard.rank, shard.size)
+    def _box(self, name: str, rank: int) -> Box:
+        return self.holdings.box(name, self.files.layout[name].shape, rank)
 
-    def _spans(self, unit: Unit, shard: Place) -> tuple[Spans, int]:
-        """A rank's rows of each tensor and their place in its piece (begin, size); and the piece's size, in bytes.
+    def _mine(self, unit: Unit) -> dict[str, nn.Parameter]:
+        return {name: self.own[name] for name in unit if name in self.own}
+
+    def _spans(self, unit: Unit, rank: int) -> tuple[Spans, int]:
+        """What a rank holds of each tensor and its place in its piece (begin, size); and the piece's size, in bytes.
 
         Wider dtypes come first, so that each tensor is aligned to its element size; pieces are aligned to 16.
         """
@@ -344,8 +372,8 @@ class _Filler:
         spans = {}
         layout = self.files.layout
         for name in sorted(unit, key=lambda name: -DTYPE_BYTES[layout[name].dtype]):
-            start, stop = self._rows(name, shard)
-            size = (stop - start) * layout[name].row_bytes
-            spans[name] = ((start, stop), begin, size)
+            box = self._box(name, rank)
+            size = layout[name].bytes_of(box)
+            spans[name] = box, begin, size
             begin += size
         return spans, -(-begin // 16) * 16

@@ -10,8 +10,10 @@ from llama405b.capacity.run_shape import RunShape
 from llama405b.checkpoint.compatibility import Beginning, beginning
 from llama405b.checkpoint.saving import Saving
 from llama405b.contract import weights
-from llama405b.contract.config import accumulation, on_ranks, to_toml
+from llama405b.contract.config import on_ranks, to_toml
+from llama405b.contract.dealing import Dealing, waste_note
 from llama405b.contract.files import write_atomic
+from llama405b.contract.mesh_rules import check_mesh
 from llama405b.contract.phrases import counted
 from llama405b.contract.records import Phase
 from llama405b.contract.schema import Checkpoint, Config, Evaluation, Parallel, Training
@@ -19,10 +21,13 @@ from llama405b.data.batches import Batches, describe_reading
 from llama405b.data.reader import Reader
 from llama405b.distributed import collectives
 from llama405b.distributed.numa import bind
+from llama405b.distributed.ranks import ranks_per_host
 from llama405b.optim.build_updater import build_updater
 from llama405b.optim.offload_all import pin_for_gradients
 from llama405b.optim.updater import Updater
+from llama405b.parallel.build_passes import build_passes
 from llama405b.parallel.busy import BusyMeter
+from llama405b.parallel.passes import Passes
 from llama405b.parallel.units import UnitTracker
 from llama405b.training.bad_steps import BadSteps
 from llama405b.training.build_data import open_data
@@ -45,12 +50,13 @@ def build_trainer(config: Config, resume: str, context: RankContext, stop: StopS
         UserError: The model, the data or a checkpoint cannot be used.
     """
     began = time.monotonic()
-    config = on_ranks(config, context.me.dp.size)
+    config = on_ranks(config, context.me.axes)
     bind_to_numa_node(config.parallel, context)
-    files = bring_model_files(config.model, config.data, context, whole=config.parallel.fsdp == "fsdp1")
+    files = bring_model_files(config.model, config.data, context, whole=config.parallel.by_fsdp1)
     context.phase(Phase.DATA)
     batches, held_out = open_data(config.data, config.evaluation, files, context)
     llama = weights.read_llama(files, config.model.layers)
+    check_mesh(context.me.axes, config.parallel, llama, config.data.seq_len, ranks_per_host())
     begin = functools.partial(beginning, config=config, files=files, batches=batches)
     check = functools.partial(log_changes, begin=begin, allowed=config.checkpoint.allow_changes, context=context)
     n_bytes = RunShape.of(llama, config, context.me.world).checkpoint_bytes
@@ -60,6 +66,7 @@ def build_trainer(config: Config, resume: str, context: RankContext, stop: StopS
     context.phase(Phase.LOAD)
     module, master = build_model(config, files, context, from_checkpoint=chosen.found is not None)
     updater = build_update(config, module, master, context)
+    passes = build_passes(config.parallel, module, context.me)
     torch.manual_seed(config.training.seed + context.me.rank)
     done = resume_run(chosen, check, module, updater, context)
     allocate_staging(config.checkpoint, saving, updater, context)
@@ -73,7 +80,7 @@ def build_trainer(config: Config, resume: str, context: RankContext, stop: StopS
     return Trainer(
         config=config,
         context=context,
-        module=module,
+        passes=passes,
         updater=updater,
         reader=reader,
         steps=range(done + 1, start.steps + 1),
@@ -83,7 +90,7 @@ def build_trainer(config: Config, resume: str, context: RankContext, stop: StopS
             saving, updater, start.identity, config.checkpoint, context, restart_s=time.monotonic() - began
         ),
         requests=Requests(context, stop),
-        evaluator=build_evaluator(config.evaluation, config.training, module, held_out, context),
+        evaluator=build_evaluator(config.evaluation, config.training, passes, held_out, context),
         busy=watch_units(config.parallel, module, context),
         evaluates_first=chosen.found is None and not collectives.broadcast_object(context.journal.began_evaluated),
         tokens=context.journal.tokens,
@@ -104,8 +111,12 @@ def watch_units(parallel: Parallel, module: nn.Module, context: RankContext) -> 
 
 
 def build_busy_meter(parallel: Parallel, module: nn.Module, context: RankContext) -> BusyMeter | None:
-    """Measure this rank's own computing, where torch has the parts of FSDP2 that are to be left out; FSDP1 has none."""
-    if parallel.fsdp != "fsdp2":
+    """Measure this rank's own computing, where torch has the parts of FSDP2 that are to be left out; FSDP1 has none.
+
+    Not where ranks wait for each other within a forward, or between those of pipeline stages.
+    """
+    axes = context.me.axes
+    if parallel.by_fsdp1 or axes.tp * axes.cp * axes.pp > 1:
         return None
     meter = BusyMeter(context.me.device)
     try:
@@ -128,7 +139,7 @@ def build_update(config: Config, module: nn.Module, master: nn.Module, context: 
     if context.me.on_gpu and parallel.updates_on_cpu:
         context.phase(Phase.PIN)
         if parallel.offload == "all":
-            accumulates = accumulation(config.training, context.me.dp.size) > 1
+            accumulates = Dealing.of(config.training, context.me.dp.size).rounds > 1
             pin_for_gradients(module, 1 + (accumulates and parallel.updates_by_unit), heartbeat.progress)
     return build_updater(
         module, config.optimizer, parallel, device, heartbeat.waits_for_update, master, heartbeat.progress
@@ -151,7 +162,7 @@ def build_reader(training: Training, workers: int, batches: Batches, start: Begi
     return Reader(
         batches,
         context.me,
-        training.global_batch_size,
+        Dealing.of(training, context.me.dp.size),
         training.micro_batch_size,
         start.position,
         workers,
@@ -167,12 +178,16 @@ def build_spike_detector(training: Training, start: Beginning, context: RankCont
 
 
 def build_evaluator(
-    evaluation: Evaluation, training: Training, module: nn.Module, held_out: Batches | None, context: RankContext
+    evaluation: Evaluation,
+    training: Training,
+    passes: Passes,
+    held_out: Batches | None,
+    context: RankContext,
 ) -> Evaluator | None:
     """Build what evaluates on what is held out; None if nothing is."""
     if held_out is None:
         return None
-    return Evaluator(evaluation, training.micro_batch_size, module, held_out, context)
+    return Evaluator(evaluation, training.micro_batch_size, passes, held_out, context)
 
 
 def log_reading(config: Config, batches: Batches, start: Beginning, context: RankContext) -> None:
@@ -180,8 +195,11 @@ def log_reading(config: Config, batches: Batches, start: Beginning, context: Ran
     for line in describe_reading(config.data, batches):
         context.log(line)
     shape = f"{config.training.global_batch_size} x {config.data.seq_len} tokens"
-    n_micro = counted(accumulation(config.training, context.me.dp.size), "micro-batch", "micro-batches")
-    micro = f"{n_micro} on each of {counted(context.me.world, 'rank')}"
+    dp = context.me.dp.size
+    n_micro = counted(Dealing.of(config.training, dp).rounds, "micro-batch", "micro-batches")
+    micro = f"{n_micro} on each of {counted(dp, 'rank')}"
     context.log(
         f"{counted(start.steps, 'step')} of {shape} ({micro}), {counted(batches.n_sequences, 'sequence')} in an epoch"
     )
+    if note := waste_note(config.training, dp):
+        context.log(note)

@@ -8,7 +8,7 @@ from torch import nn
 from transformers import LlamaConfig
 
 from llama405b.contract import weights
-from llama405b.contract.config import accumulation
+from llama405b.contract.dealing import Dealing
 from llama405b.contract.errors import UserError
 from llama405b.contract.records import Phase
 from llama405b.contract.rounding import rounding_note
@@ -17,6 +17,7 @@ from llama405b.model import llama
 from llama405b.model.attention import Attention, choose_attention
 from llama405b.optim.fp32_masters import master_model
 from llama405b.parallel import fsdp1, fsdp2, load_weights
+from llama405b.parallel.split import holdings_of, split
 from llama405b.training.context import RankContext
 
 
@@ -39,7 +40,7 @@ def build_model(
     hf_config = llama.read_hf_config(files, config.model.layers)
     attention = choose_attention(config, hf_config, context.me)
     began = time.monotonic()
-    if config.parallel.fsdp == "fsdp1":
+    if config.parallel.by_fsdp1:
         built = _by_fsdp1(config, hf_config, attention, context)
     else:
         built = _by_fsdp2(config, files, hf_config, attention, context, from_checkpoint=from_checkpoint)
@@ -56,7 +57,7 @@ def build_model(
 
 def _by_fsdp1(config: Config, hf_config: LlamaConfig, attention: Attention, context: RankContext) -> _Built:
     if not context.me.on_gpu:
-        raise UserError("--parallel.fsdp: torch does not support fsdp1 on CPU; use fsdp2")
+        raise UserError("--parallel.strategy: torch does not support fsdp1 on CPU; use fsdp2")
     directory = None if config.model.weights == "random" else Path(config.model.path)
     module = fsdp1.load_wrapped(directory, hf_config, attention.name, config.parallel, context.me)
     return _Built(module, module, "rank 0 broadcast the weights")
@@ -72,9 +73,9 @@ def _by_fsdp2(
     from_checkpoint: bool,
 ) -> _Built:
     parallel, me = config.parallel, context.me
-    module = llama.build_on_meta(hf_config, attention.name, fsdp2.shard_dtype(parallel))
-    fsdp2.shard(module, parallel, me.device, fsdp2.device_mesh(me.axes, me.device.type))
-    if me.on_gpu and parallel.offload == "none" and accumulation(config.training, me.dp.size) == 1:
+    whole = llama.build_on_meta(hf_config, attention.name, fsdp2.shard_dtype(parallel))
+    holdings, module = holdings_of(whole, parallel, me), split(whole, parallel, me)
+    if me.on_gpu and parallel.offload == "none" and Dealing.of(config.training, me.dp.size).rounds == 1:
         fsdp2.lend_gradients(module)
     master, offload = master_model(module, parallel), parallel.offload != "none"
     if parallel.offload == "all":
@@ -96,6 +97,7 @@ def _by_fsdp2(
         context.heartbeat.progress,
         offload=offload,
         random=random,
+        holdings=holdings,
     )
     return _Built(module, master, origin)
 
@@ -110,7 +112,7 @@ def _described(
     recompute = f"activation checkpointing: {config.model.activation_checkpointing}"
     note = rounding_note(parallel, config.optimizer) if trains else ""
     return [
-        f"{parallel.fsdp} on {me.world} x {me.device.type}: {parameters:,} parameters, {parallel.numerics}{size}; {took}",
+        f"{parallel.strategy} on {me.world} x {me.device.type} ({me.axes}): {parameters:,} parameters, {parallel.numerics}{size}; {took}",
         f"attention: {attention.name} ({attention.why}); {recompute}; cpu offload: {parallel.offload}{updates}",
         *attention.checked,
         *filter(None, [note]),
@@ -123,4 +125,4 @@ def _update_words(parallel: Parallel) -> str:
         return ""
     if parallel.hides_update:
         return ", updated under the next forward"
-    return ", updated between the steps" + " (fsdp1 cannot hide that)" * (parallel.fsdp == "fsdp1")
+    return ", updated between the steps" + " (fsdp1 cannot hide that)" * parallel.by_fsdp1

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import nn
 
 from llama405b.contract.phrases import counted
 from llama405b.contract.records import Phase
@@ -15,8 +14,7 @@ from llama405b.data.batches import Batches
 from llama405b.distributed.collectives import all_reduce_sum
 from llama405b.distributed.ranks import Rank
 from llama405b.model.batch import IGNORE_INDEX, Batch
-from llama405b.optim.step import nll_of
-from llama405b.parallel.fsdp2 import forget_forward
+from llama405b.parallel.passes import Passes
 from llama405b.training.context import RankContext
 
 
@@ -26,7 +24,7 @@ class Evaluator:
 
     settings: Evaluation
     micro_batch_size: int  # of training, where evaluation has none of its own
-    module: nn.Module
+    passes: Passes
     held_out: Batches
     context: RankContext
 
@@ -39,7 +37,7 @@ class Evaluator:
         heartbeat, settings = self.context.heartbeat, self.settings
         heartbeat.phase(Phase.EVAL)
         began, micro = time.monotonic(), settings.micro_batch_size or self.micro_batch_size
-        result = evaluate(self.module, self.held_out, self.context.me, micro, settings.max_sequences, heartbeat.alive)
+        result = evaluate(self.passes, self.held_out, self.context.me, micro, settings.max_sequences, heartbeat.alive)
         loss = result.loss if math.isfinite(result.loss) else None
         return loss, f"{result}, {time.monotonic() - began:.1f} s"
 
@@ -69,7 +67,12 @@ class Evaluated:
 
 @torch.no_grad()
 def evaluate(
-    model: nn.Module, held_out: Batches, me: Rank, micro: int, most: int = 0, alive: Callable[[], None] = lambda: None
+    passes: Passes,
+    held_out: Batches,
+    me: Rank,
+    micro: int,
+    most: int = 0,
+    alive: Callable[[], None] = lambda: None,
 ) -> Evaluated:
     """Evaluate at most ``most`` sequences (0: all), at equal distances, ``micro`` at a time on each rank.
 
@@ -79,14 +82,13 @@ def evaluate(
     n_sequences = min(most or held_out.n_sequences, held_out.n_sequences)
     every = [i * held_out.n_sequences // n_sequences for i in range(n_sequences)]
     sums = torch.zeros(2, dtype=torch.float64, device=me.device)  # nats, targets
-    model.eval()  # without dropout, whose random numbers the next step is to find as they are
+    passes.model.eval()  # without dropout, whose random numbers the next step is to find as they are
     for begin in range(me.dp.rank * micro, me.dp.rank * micro + n_sequences, me.dp.size * micro):
         batch = _batch(held_out, every, range(begin, begin + micro)).to(me.device)
         alive()
-        sums[0] += nll_of(model, batch)
-        sums[1] += (batch.targets_BS != IGNORE_INDEX).sum()
-        forget_forward(model)
-    model.train()
+        sums[0] += passes.evaluate(batch)
+        sums[1] += passes.n_targets(batch)
+    passes.model.train()
     nats, n_targets = all_reduce_sum(sums).tolist()
     return Evaluated(nats / n_targets if n_targets else math.nan, int(n_targets), n_sequences)
 

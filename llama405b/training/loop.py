@@ -3,8 +3,6 @@
 import dataclasses
 import time
 
-from torch import nn
-
 from llama405b.contract.checkpoints import Reached
 from llama405b.contract.events import EventKind
 from llama405b.contract.records import Metrics, Phase
@@ -17,6 +15,7 @@ from llama405b.optim.adamw import lr_at, set_lr
 from llama405b.optim.step import NonFiniteError, SpikeError, StepResult, train_step
 from llama405b.optim.updater import Updater
 from llama405b.parallel.busy import BusyMeter
+from llama405b.parallel.passes import Passes
 from llama405b.training.bad_steps import BadSteps
 from llama405b.training.checkpointer import Checkpointer
 from llama405b.training.context import RankContext
@@ -31,7 +30,7 @@ class Trainer:
 
     config: Config
     context: RankContext
-    module: nn.Module
+    passes: Passes
     updater: Updater
     reader: Reader
     steps: range  # still to do
@@ -138,11 +137,10 @@ class Trainer:
         timer.mark("data")
         try:
             result = train_step(
-                self.module,
+                self.passes,
                 self.updater,
                 microbatches,
                 max_norm=self.config.optimizer.max_norm,
-                dp_size=self.context.me.dp.size,
                 refuses=self.bad_steps.refuses,
                 lap=timer.mark,
             )

@@ -43,18 +43,20 @@ def _data(file):
 
 
 def _train(me, model, file, cache):
+    from llama405b.contract.dealing import Dealing
     from llama405b.data.batches import open_batches
     from llama405b.data.reader import Reader
     from llama405b.optim.adamw import set_lr
     from llama405b.optim.step import train_step
+    from llama405b.parallel.passes import OneByOne
     from update_rig import build
 
     batches = open_batches(_data(file), model, cache, me, lambda *_: None, lambda _: None)
     module, updater = build(me, model, overlap=True)
     set_lr(updater.optimizer, LR)
     losses = [
-        train_step(module, updater, micro, max_norm=0.0, dp_size=me.dp.size).loss
-        for micro in itertools.islice(Reader(batches, me, GLOBAL, 2), STEPS)
+        train_step(OneByOne(module, me.dp.size), updater, micro, max_norm=0.0).loss
+        for micro in itertools.islice(Reader(batches, me, Dealing(GLOBAL // 2, me.dp.size), 2), STEPS)
     ]
     updater.wait()
     return losses

@@ -39,12 +39,13 @@ def _trainer(me, directory, load_weights=True):
 def _step(me, module, updater, number):
     from llama405b.model.batch import Batch
     from llama405b.optim.step import train_step
+    from llama405b.parallel.passes import OneByOne
 
     generator = torch.Generator().manual_seed(number)
     ids = torch.randint(0, 131, (6, 17), generator=generator)
     each = 6 // me.world
     x, y = ids[me.rank * each :][:each, :-1], ids[me.rank * each :][:each, 1:]
-    return train_step(module, updater, [Batch(x, y)], max_norm=1.0, dp_size=me.dp.size).loss
+    return train_step(OneByOne(module, me.dp.size), updater, [Batch(x, y)], max_norm=1.0).loss
 
 
 IDENTITY = ("a model", "some data", 16, 6, "fp32", 0, 0)

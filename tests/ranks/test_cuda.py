@@ -19,10 +19,11 @@ def _losses(directory, kind, offload, numerics="fp32", overlap=True, seen=lambda
     from llama405b.optim.offload_all import pin_for_gradients
     from llama405b.optim.step import train_step
     from llama405b.parallel import fsdp1, fsdp2, load_weights
+    from llama405b.parallel.passes import OneByOne
 
     me = ranks.join("cuda", 60)
     try:
-        parallel = Parallel(fsdp=kind, offload=offload, numerics=numerics, overlap=overlap)
+        parallel = Parallel(strategy=kind, offload=offload, numerics=numerics, overlap=overlap)
         config = llama.read_hf_config(directory)
         if kind == "fsdp1":
             master = module = fsdp1.load_wrapped(directory, config, "sdpa", parallel, me)
@@ -43,7 +44,7 @@ def _losses(directory, kind, offload, numerics="fp32", overlap=True, seen=lambda
         for step in range(10):
             seen(step)
             ids = ((torch.arange(17) + step) % 131).repeat(6, 1).to(me.device)
-            result = train_step(module, updater, [Batch(ids[:, :-1], ids[:, 1:])], max_norm=1.0, dp_size=1)
+            result = train_step(OneByOne(module, 1), updater, [Batch(ids[:, :-1], ids[:, 1:])], max_norm=1.0)
             losses.append(result.loss)
         updater.wait()
         return losses

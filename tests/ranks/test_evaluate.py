@@ -16,6 +16,7 @@ from llama405b.data.batches import Batches
 from llama405b.data.encode import FIRST, NOT_LEARNT
 from llama405b.data.sources import Mixture, Source
 from llama405b.distributed.ranks import Rank
+from llama405b.parallel.passes import OneByOne
 from llama405b.training.journal import Journal, read_metrics
 from ranks_rig import run_program, run_ranks
 
@@ -36,10 +37,10 @@ def _evaluate(me, directory):
     from update_rig import build, take
 
     module, updater = build(me, directory, overlap=True)
-    found = [evaluate(module, _batches(), me, micro, most) for micro, most in CASES]
+    found = [evaluate(OneByOne(module, me.dp.size), _batches(), me, micro, most) for micro, most in CASES]
     for step in range(2):  # the next one waits for an update that is hidden under its forward
         take(me, module, updater, step)
-        found.append(evaluate(module, _batches(), me, 2))
+        found.append(evaluate(OneByOne(module, me.dp.size), _batches(), me, 2))
     loss = take(me, module, updater, 2)[0]
     updater.wait()
     return [(each.loss, each.n_targets, each.n_sequences) for each in found], loss
@@ -79,7 +80,7 @@ def _gathered_in_a_step(me, directory, evaluates):
     module, updater = build(me, directory, overlap=True)
     take(me, module, updater, 0)
     if evaluates:
-        evaluate(module, _batches(), me, 2)
+        evaluate(OneByOne(module, me.dp.size), _batches(), me, 2)
     gather, found = of_torch.foreach_all_gather, []
 
     def note(parameters, *args):
@@ -189,9 +190,11 @@ def _takes_steps(me, directory, kind, evaluates):
         after_step=lambda *_, **__: None,
     )  # fmt: skip
     bad_steps = BadSteps(Config().training, SpikeDetector(3.0), None, journal, 1)
+    passes = OneByOne(module, me.dp.size)
+    evaluator = Evaluator(Evaluation(every=2, micro_batch_size=2), 1, passes, _batches(), context)
     trainer = Trainer(
-        Config(), context, module, updater, Reads(steps), range(1, 4), 0, bad_steps, saver,
-        Requests(context, nothing(received=False)), Evaluator(Evaluation(every=2, micro_batch_size=2), 1, module, _batches(), context),
+        Config(), context, passes, updater, Reads(steps), range(1, 4), 0, bad_steps, saver,
+        Requests(context, nothing(received=False)), evaluator,
         evaluates_first=evaluates,
     )  # fmt: skip
     trainer.take_steps()
@@ -207,7 +210,7 @@ def _fsdp1(me, directory):
     from llama405b.parallel import fsdp1, fsdp2
 
     init_utils._check_module_states_for_sync_module_states = lambda _states: None  # torch's refusal on CPU
-    parallel = Parallel(numerics="fp32", fsdp="fsdp1")
+    parallel = Parallel(numerics="fp32", strategy="fsdp1")
     module = fsdp1.load_wrapped(directory, llama.read_hf_config(directory), "sdpa", parallel, me)
     fsdp2.checkpoint_activations(module)
     return module, build_updater(module, Optimizer(lr=3e-3), parallel, me.device)
@@ -315,13 +318,18 @@ def _evaluated_from(me, directory, root):
             take(me, module, updater, step)
         path = Path(root) / name / "step-00000002"
         updater.wait()
-        trained = evaluate(module, _batches(), me, 2).loss
+        trained = evaluate(OneByOne(module, me.dp.size), _batches(), me, 2).loss
         dcp_save(updater, me, path)
         fresh, other = make()
         alone = Sequential(fresh, other.master, other.optimizer)
         alone.optimizer.state.clear()
         done = restore_weights(path, fresh, alone, me)
-        found[name] = (trained, evaluate(fresh, _batches(), me, 2).loss, done, len(alone.optimizer.state))
+        found[name] = (
+            trained,
+            evaluate(OneByOne(fresh, me.dp.size), _batches(), me, 2).loss,
+            done,
+            len(alone.optimizer.state),
+        )
     return found
 
 

@@ -9,6 +9,7 @@ import torch
 from safetensors import safe_open
 from transformers import LlamaForCausalLM
 
+from llama405b.contract.shards import chunk
 from llama405b.contract.tensors import fingerprint_of, read_tensors
 from ranks_rig import run_program, run_ranks
 from tiny_models import write_llama
@@ -43,7 +44,7 @@ def _load_and_compare(me, directory, numerics, checkpointing):
         seen = set()
         for _, parameters in fsdp2.units(module):
             for name, parameter in parameters.items():
-                start, stop = load_weights.rows_of(whole[name].shape[0], me.rank, me.world)
+                start, stop = chunk(whole[name].shape[0], me.rank, me.world)
                 local = parameter.to_local()
                 expected = whole[name][start:stop].to(local.dtype)
                 if not torch.equal(local, expected):
@@ -88,7 +89,7 @@ def _load_where_only_rank0_reads(me, directory, how):
 
 def test_auto_falls_back_to_rank0_and_local_is_refused(tiny):
     auto = run_ranks(2, _load_where_only_rank0_reads, tiny, "auto")
-    assert auto == ["rank 0 read the weights and sent each rank its rows"] * 2
+    assert auto == ["rank 0 read the weights and sent each rank its part"] * 2
     local = run_ranks(2, _load_where_only_rank0_reads, tiny, "local")
     assert all("rank 1 cannot read the same files" in words for words in local)
 
@@ -127,12 +128,13 @@ def test_random_weights_of_a_model_cut_short_are_the_same_for_any_number_of_rank
             assert all(torch.equal(found[name], alone[name]) for name in alone)
 
 
-def _part(model, to, first, last, world):
+def _part(model, to, first, last, world, chunks=1):
     """What push --shards would send to a host."""
+    from llama405b.contract.mesh import Axes
     from llama405b.contract.parts import Part
     from llama405b_tools.remote.file_sources import open_files
 
-    source = open_files(model, Part(first, last, world))
+    source = open_files(model, Part(first, last, world if isinstance(world, Axes) else Axes(world), chunks))
     for name, _ in source.files:
         (to / name).parent.mkdir(parents=True, exist_ok=True)
         (to / name).write_bytes(b"".join(source.read(name, 0)))
@@ -141,7 +143,6 @@ def _part(model, to, first, last, world):
 
 def _load_parts(me, model, cases):
     from llama405b.contract.errors import UserError
-    from llama405b.contract.parts import rows_of
     from llama405b.contract.schema import Parallel
     from llama405b.model import llama
     from llama405b.parallel import fsdp2, load_weights
@@ -156,13 +157,13 @@ def _load_parts(me, model, cases):
             found.append(str(error))
             continue
         for name, parameter in module.named_parameters():
-            start, stop = rows_of(whole[name].shape[0], me.rank, me.world)
+            start, stop = chunk(whole[name].shape[0], me.rank, me.world)
             assert torch.equal(parameter.to_local(), whole[name][start:stop])
     return found
 
 
 def test_each_rank_reads_the_part_that_its_host_has(tiny, tiny_tied, tmp_path):
-    own, sent = "each rank read its own rows", "rank 0 read the weights and sent each rank its rows"
+    own, sent = "each rank read its own part", "rank 0 read the weights and sent each rank its part"
     for number, model in enumerate((tiny, tiny_tied)):
         there = tmp_path / str(number)
         one, two = _part(model, there / "a", 0, 1, 3), _part(model, there / "b", 2, 2, 3)
@@ -175,12 +176,12 @@ def test_a_part_that_is_not_enough_is_refused_on_all_ranks(tiny, tmp_path):
     one, two = _part(tiny, tmp_path / "a", 0, 0, 2), _part(tiny, tmp_path / "b", 1, 1, 2)
     (two / "ranks-1-1-of-2/model.safetensors.index.json").unlink()  # it was not pushed to its end
     lacking = (
-        "rank 1 does not have its rows of the same model there, and rank 0 cannot send them, because it has only a part"
+        "rank 1 does not have its part of the same model there, and rank 0 cannot send them, because it has only a part"
     )
     cases = {
         "auto": lacking,
         "rank0": lacking,
-        "local": f"--model.load: rank 1 cannot read the same files in {one} ({one}: has only the rows of other ranks",
+        "local": f"--model.load: rank 1 cannot read the same files in {one} ({one}: has only the parts of other ranks",
     }
     more = [([one, two], "auto"), ([one, tiny], "rank0")]
     for said in run_ranks(2, _load_parts, tiny, [*(([one, one], how) for how in cases), *more]):
@@ -213,15 +214,15 @@ def test_rows_of_two_models_are_never_mixed(tiny, tmp_path):
     both = _part(other, tmp_path / "d", 0, 1, 2)  # an older push, when the host had more slots
     _part(tiny, both, 1, 1, 2)
     sent, lacking = (
-        "rank 0 read the weights and sent each rank its rows",
-        "rank 1 does not have its rows of the same model",
+        "rank 0 read the weights and sent each rank its part",
+        "rank 1 does not have its part of the same model",
     )
     mixed = f"({torn}/ranks-1-1-of-2: has files of more than one model; push them again with --shards)"
     cases = [([one, old], "auto"), ([one, torn], "local"), ([tiny, old], "auto"), ([tiny, other], "auto")]
     for said in run_ranks(2, _load_parts, tiny, [*cases, ([one, both], "auto")]):
         assert lacking in said[0]
         assert mixed in said[1]
-        assert said[2:] == [sent, sent, "each rank read its own rows"]
+        assert said[2:] == [sent, sent, "each rank read its own part"]
 
 
 def _refusal(me, directory):

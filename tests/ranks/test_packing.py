@@ -89,6 +89,7 @@ def test_flash_attention_is_told_where_documents_end():
 
 def _train(me, directory):
     from llama405b.optim.step import train_step
+    from llama405b.parallel.passes import OneByOne
     from update_rig import build
 
     module, updater = build(me, directory, overlap=True)
@@ -96,7 +97,7 @@ def _train(me, directory):
     losses = []
     for step in range(STEPS):
         micro = _packed(_documents(step)[me.rank * each :][:each]).split(1 + step % 2)
-        losses.append(train_step(module, updater, micro, max_norm=0.0, dp_size=me.dp.size).loss)
+        losses.append(train_step(OneByOne(module, me.dp.size), updater, micro, max_norm=0.0).loss)
     updater.wait()
     return losses
 

@@ -12,6 +12,7 @@ import torch
 
 from llama405b.contract.schema import Config
 from llama405b.optim.step import NonFiniteError
+from llama405b.parallel.passes import OneByOne
 from llama405b.training.loop import Trainer
 from ranks_rig import run_ranks
 from update_rig import IDENTITY, batch, bits, build, same, slow, take
@@ -297,7 +298,7 @@ def _after_a_masked_step(me, directory, root):
 
     def save_first(module, updater):
         masked = [Batch(each.ids_BS, torch.full_like(each.targets_BS, IGNORE_INDEX)) for each in batch(0, me, 1)]
-        assert train_step(module, updater, masked, max_norm=0.5, dp_size=me.dp.size) is None
+        assert train_step(OneByOne(module, me.dp.size), updater, masked, max_norm=0.5) is None
         store, saving = _saving(me, root)
         saving.begin(1, updater, _identity(), Reached(12))
         assert saving.finish().path.name == "step-00000001"

@@ -46,6 +46,7 @@ def _losses(me, directory, micro=None, offload=False, tied_fsdp1=False, kind="fs
     from llama405b.contract.schema import Optimizer, Parallel
     from llama405b.optim.build_updater import build_updater
     from llama405b.optim.step import train_step
+    from llama405b.parallel.passes import OneByOne
 
     if kind == "fsdp1":
         import torch.distributed.fsdp._init_utils as init_utils
@@ -56,12 +57,12 @@ def _losses(me, directory, micro=None, offload=False, tied_fsdp1=False, kind="fs
 
         init_utils._check_module_states_for_sync_module_states = lambda _states: None  # torch's refusal on CPU
         module = fsdp1.load_wrapped(
-            directory, llama.read_hf_config(directory), "sdpa", Parallel(numerics="fp32", fsdp="fsdp1"), me
+            directory, llama.read_hf_config(directory), "sdpa", Parallel(numerics="fp32", strategy="fsdp1"), me
         )
         shard.checkpoint_activations(module)
     else:
         module = _sharded(me, directory, offload=offload, numerics=numerics)
-    parallel = Parallel(fsdp=kind, offload="all" if offload else "none", overlap=overlap)
+    parallel = Parallel(strategy=kind, offload="all" if offload else "none", overlap=overlap)
     updater = build_updater(module, Optimizer(lr=3e-3), parallel, me.device)
     each = GLOBAL_BATCH // me.world
     losses, norms = [], []
@@ -69,7 +70,7 @@ def _losses(me, directory, micro=None, offload=False, tied_fsdp1=False, kind="fs
         x, y = x[me.rank * each :][:each], y[me.rank * each :][:each]
         size = micro or each
         parts = Batch(x, y).split(size)
-        result = train_step(module, updater, parts, max_norm=1.0, dp_size=me.dp.size)
+        result = train_step(OneByOne(module, me.dp.size), updater, parts, max_norm=1.0)
         losses.append(result.loss)
         norms.append(result.grad_norm)
     return losses, norms
@@ -144,6 +145,7 @@ def _count(me, directory):
     from llama405b.contract.schema import Optimizer, Parallel
     from llama405b.optim.build_updater import build_updater
     from llama405b.optim.step import train_step
+    from llama405b.parallel.passes import OneByOne
 
     module = _sharded(me, directory)
     updater = build_updater(module, Optimizer(), Parallel(), me.device)
@@ -151,7 +153,7 @@ def _count(me, directory):
     counts = []
     for _ in range(2):
         with CommDebugMode() as comm:
-            train_step(module, updater, [Batch(x[:3], y[:3])], max_norm=1.0, dp_size=me.dp.size)
+            train_step(OneByOne(module, me.dp.size), updater, [Batch(x[:3], y[:3])], max_norm=1.0)
         by_name = {str(op): n for op, n in comm.get_comm_counts().items()}
         counts.append(
             (
@@ -173,6 +175,7 @@ def _poison(me, directory):
     from llama405b.contract.schema import Optimizer, Parallel
     from llama405b.optim.build_updater import build_updater
     from llama405b.optim.step import NonFiniteError, train_step
+    from llama405b.parallel.passes import OneByOne
 
     module = _sharded(me, directory)
     updater = build_updater(module, Optimizer(), Parallel(), me.device)
@@ -181,7 +184,7 @@ def _poison(me, directory):
         module.model.norm.register_forward_hook(lambda *args: args[2] * float("nan"))
     x, y = _batches()[0]
     try:
-        train_step(module, updater, [Batch(x[:3], y[:3])], max_norm=1.0, dp_size=me.dp.size)
+        train_step(OneByOne(module, me.dp.size), updater, [Batch(x[:3], y[:3])], max_norm=1.0)
     except NonFiniteError as error:
         same = all(torch.equal(b, p.to_local()) for b, p in zip(before, module.parameters(), strict=True))
         return ("stopped", same, "nan" in str(error))
@@ -196,15 +199,16 @@ def _masked(me, directory):
     from llama405b.contract.schema import Optimizer, Parallel
     from llama405b.optim.build_updater import build_updater
     from llama405b.optim.step import train_step
+    from llama405b.parallel.passes import OneByOne
 
     module = _sharded(me, directory)
     updater = build_updater(module, Optimizer(), Parallel(), me.device)
     before = [p.to_local().clone() for p in module.parameters()]
     x, y = (each[:3] for each in _batches()[0])
-    nothing = train_step(module, updater, [Batch(x, torch.full_like(y, -100))], max_norm=1.0, dp_size=me.dp.size)
+    nothing = train_step(OneByOne(module, me.dp.size), updater, [Batch(x, torch.full_like(y, -100))], max_norm=1.0)
     same = all(torch.equal(b, p.to_local()) for b, p in zip(before, module.parameters(), strict=True))
     mine = y if me.rank == 1 else torch.full_like(y, -100)
-    one_rank = train_step(module, updater, [Batch(x, mine)], max_norm=1.0, dp_size=me.dp.size)
+    one_rank = train_step(OneByOne(module, me.dp.size), updater, [Batch(x, mine)], max_norm=1.0)
     return nothing, same, one_rank.n_targets
 
 
@@ -271,7 +275,7 @@ def _rotary_dtypes(me, directory):
     from llama405b.parallel import fsdp1
 
     init_utils._check_module_states_for_sync_module_states = lambda _states: None  # torch's refusal on CPU
-    parallel = Parallel(numerics="pure-bf16", fsdp="fsdp1")
+    parallel = Parallel(numerics="pure-bf16", strategy="fsdp1")
     module = fsdp1.load_wrapped(directory, llama.read_hf_config(directory), "sdpa", parallel, me)
     weights = {parameter.dtype for parameter in module.parameters()}
     return weights, {buffer.dtype for name, buffer in module.named_buffers() if "inv_freq" in name}

@@ -17,8 +17,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import llama405b.model.kernels  # noqa: F401  # registers varlen
+from llama405b.contract.mesh import Axes
 from llama405b.contract.schema import Optimizer, Parallel
-from llama405b.distributed.mesh import Axes
 from llama405b.model.batch import Batch
 from llama405b.model.llama import build_on_meta
 from llama405b.optim.adamw import build_optimizer, start_moments

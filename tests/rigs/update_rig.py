@@ -53,10 +53,11 @@ def build(
 def take(me, module, updater, step, accumulation=1, max_norm=0.5, **more):
     from llama405b.optim.adamw import set_lr
     from llama405b.optim.step import train_step
+    from llama405b.parallel.passes import OneByOne
 
     set_lr(updater.optimizer, 3e-3 / (1 + step / 50))  # each step another, as a schedule has it
     micro = batch(step, me, accumulation)
-    result = train_step(module, updater, micro, max_norm=max_norm, dp_size=me.dp.size, **more)
+    result = train_step(OneByOne(module, me.dp.size), updater, micro, max_norm=max_norm, **more)
     return result.loss, result.grad_norm
 
 

@@ -17,7 +17,7 @@ FSDP1 = {  # numerics, place -> relative distance from FSDP2's losses: FSDP1 sum
 @pytest.mark.parametrize(("numerics", "place"), FSDP1)
 def test_fsdp1_is_near_fsdp2(standin, numerics, place):
     """torch has no FSDP1 for the CPU, so this is the first time that it runs as it is."""
-    flags = ("--parallel.fsdp", "fsdp1", "--parallel.numerics", numerics, "--parallel.offload", place)
+    flags = ("--parallel.strategy", "fsdp1", "--parallel.numerics", numerics, "--parallel.offload", place)
     trained = standin.train(*flags, "--checkpoint.every", 0, world=2)
     expected = standin.losses_of_cpu(numerics, 1, 2)
     assert _flat(trained.losses) == pytest.approx(_flat(expected), rel=FSDP1[numerics, place])

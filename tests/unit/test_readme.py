@@ -9,6 +9,7 @@ from conftest import ROOT
 from llama405b.capacity.estimate import table_row
 from llama405b.capacity.run_shape import RunShape
 from llama405b.contract import command, config
+from llama405b.contract.mesh import Axes
 from llama405b.contract.records import Metrics
 from llama405b.contract.weights import parse_llama
 from llama405b_tools.hosts.inventory import parse_hosts
@@ -26,7 +27,7 @@ def settings(text, path):
     [toml] = re.findall(r"```toml\n(.*?)```", text, re.DOTALL)
     path.write_text(toml)
     found = command.parse(["--config", str(path)]).config
-    config.check_world(found, 64)
+    config.check_ranks(found, Axes(dp_shard=64))
     return found
 
 

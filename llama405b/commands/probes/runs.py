@@ -142,7 +142,7 @@ def rank0(runs: Runs) -> list[Figure]:
 
 def fsdp1(runs: Runs) -> list[Figure]:
     """FSDP1 beside FSDP2."""
-    return _agree({fsdp: runs.train(fsdp, parallel__fsdp=fsdp) for fsdp in ("fsdp2", "fsdp1")}, BF16_TOLERANCE)
+    return _agree({fsdp: runs.train(fsdp, parallel__strategy=fsdp) for fsdp in ("fsdp2", "fsdp1")}, BF16_TOLERANCE)
 
 
 def evaluation(runs: Runs) -> list[Figure]:

@@ -29,6 +29,7 @@ from llama405b.optim.fp32_masters import master_model
 from llama405b.optim.step import train_step
 from llama405b.optim.updater import Updater, UpdateWork
 from llama405b.parallel import fsdp2, load_weights
+from llama405b.parallel.passes import OneByOne
 
 VOCAB = 8192  # small, so that the layers dominate
 STEPS = 3  # that are timed, after one that is not
@@ -112,7 +113,7 @@ def _steps(what: Workload, parallel: Parallel, me: Rank, count: int) -> tuple[li
         timer = StepTimer(me.device)
         x = what.tokens(me, step)
         result = train_step(
-            module, updater, [Batch(x, x.roll(-1, 1))], max_norm=1.0, dp_size=me.dp.size, lap=timer.mark
+            OneByOne(module, me.dp.size), updater, [Batch(x, x.roll(-1, 1))], max_norm=1.0, lap=timer.mark
         )
         assert result, "every token is a target"
         laps_of.append(timer.seconds())

@@ -214,11 +214,14 @@ def test_hardware_that_cannot_be(tmp_path, number):
         ([*LARGE, "--nodes", "0"], "--nodes: 0 is out of range; use 1 to 99999"),
         ([*LARGE, "--tokens", "-1"], "--tokens: -1.0 is out of range"),
         ([*LARGE, "--write", "a.toml"], "--write: writes what --search finds; add --search"),
-        ([*LARGE, "--nodes", "3"], "global_batch_size"),
+        ([*LARGE, "--training.micro_batch_size", "3"], "global_batch_size: 64 sequences cannot be divided"),
         ([*LARGE, "--what-if", "hosts=3"], "--what-if: 'hosts=3' is none of nodes=N, "),
         ([*LARGE, "--what-if", "nodes=0"], "--what-if: 'nodes=0' is none of nodes=N, "),
         (["--preset", "llama3.1-70b", "--serach"], "--serach"),
-        (["--preset", "llama3.1-8b", "--parallel.fsdp", "fsdp1"], "--parallel.fsdp: plan predicts fsdp2; use that"),
+        (
+            ["--preset", "llama3.1-8b", "--parallel.strategy", "fsdp1"],
+            "--parallel.strategy: plan predicts fsdp2 and zero3, without copies, tp, cp or pp; use those",
+        ),
         ([*LARGE, "--calibrate"], "--calibrate: measures on hosts; name a hosts file"),
         (
             ["--preset", "llama3.1-8b", "--parallel.device", "cpu"],
@@ -237,7 +240,6 @@ def test_hardware_that_cannot_be(tmp_path, number):
         ([*LARGE, "--search", "--write", f"{__file__}/a.toml"], "--write: .*/a.toml cannot be written"),
         ([*LARGE, "--search", "--write", "a" * 300], "--write: a+ cannot be written"),
         ([*LARGE, "--what-if", "gpu=a100"], "--gpu: 'a100' is one of several; use a100-80 or a100-40"),
-        ([*LARGE, "--nodes", "12"], "on 96 ranks; use --training.global_batch_size 96"),
         (
             [*LARGE, "--parallel.wrap", "Foo"],
             "--parallel.wrap: plan does not predict FSDP units of Foo; use LlamaDecoderLayer or ",

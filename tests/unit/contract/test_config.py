@@ -2,6 +2,7 @@ import pytest
 
 from llama405b.contract import command, config, schema
 from llama405b.contract.errors import UserError
+from llama405b.contract.mesh import Axes
 
 GIVEN = ["--model.path", "m", "--data.paths", "d"]
 
@@ -78,8 +79,8 @@ def test_a_bad_file_is_named_by_line(tmp_path, text, words):
             "--training.micro_batch_size: training.micro_batch_size is 0; it must be above 0",
         ),
         (
-            ["--parallel.fsdp", "fsdp1", "--parallel.device", "cpu"],
-            "--parallel.fsdp: torch does not support fsdp1 on CPU; use fsdp2",
+            ["--parallel.strategy", "fsdp1", "--parallel.device", "cpu"],
+            "--parallel.strategy: torch does not support fsdp1 on CPU; use fsdp2",
         ),
         (["--preset", "demmo"], "--preset: 'demmo' is not a preset (did you mean 'demo'?)"),
         (["stray"], "stray: not expected here"),
@@ -95,14 +96,17 @@ def test_a_bad_file_is_named_by_line(tmp_path, text, words):
             ["--parallel.numerics", "fp32", "--model.attention", "flash_attention_2"],
             "flash_attention_2 computes in BF16 only",
         ),
-        (["--parallel.offload", "optimizer", "--parallel.fsdp", "fsdp1"], "--parallel.offload: optimizer needs fsdp2"),
+        (
+            ["--parallel.offload", "optimizer", "--parallel.strategy", "fsdp1"],
+            "--parallel.offload: optimizer needs fsdp2",
+        ),
         (
             ["--parallel.offload", "optimizer", "--parallel.numerics", "fp32"],
             "--parallel.offload: optimizer keeps FP32 weights",
         ),
         (["--parallel.moments", "bf16"], "--parallel.moments: bf16 moments need offload"),
         (
-            ["--parallel.moments", "bf16", "--parallel.offload", "all", "--parallel.fsdp", "fsdp1"],
+            ["--parallel.moments", "bf16", "--parallel.offload", "all", "--parallel.strategy", "fsdp1"],
             "need offload optimizer or",
         ),
         (
@@ -115,7 +119,7 @@ def test_a_bad_file_is_named_by_line(tmp_path, text, words):
         ),
         (
             ["--parallel.forward_prefetch", "on"],
-            "--parallel.forward_prefetch: with fsdp2 it could gather weights before",
+            "--parallel.forward_prefetch: with FSDP2 it could gather weights before",
         ),
     ],
 )
@@ -127,6 +131,7 @@ def test_a_bad_flag_is_named(flags, words):
     ("key", "value", "words"),
     [
         ("data.learn", "user", "data.learn is called data.train_on now; write that"),
+        ("parallel.fsdp", "fsdp2", "parallel.fsdp is called parallel.strategy now; write that"),
         ("training.on_spike", "skip", "training.on_spike is called training.on_loss_spike now; write that"),
         ("training.spike", "4", "training.spike is called training.loss_spike_factor now; write that"),
         ("checkpoint.place", "node", "checkpoint.place is called checkpoint.storage now; write that"),
@@ -142,27 +147,22 @@ def test_what_had_another_name_is_refused_with_the_name_of_now(key, value, words
     assert refusal(config.read_toml, tmp_path / "c.toml") == f"{tmp_path / 'c.toml'}:2: {words}"
 
 
-def test_accumulation_divides_or_names_what_does():
-    training = schema.Training(global_batch_size=48, micro_batch_size=2)
-    assert config.accumulation(training, 8) == 3
-    assert "use --training.global_batch_size 42 or 56" in refusal(config.accumulation, training, 7)
-    assert "use --training.global_batch_size 64" in refusal(config.accumulation, training, 32)
-
-
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 7, 128])
 def test_the_demo_fits_any_number_of_ranks(world):
     demo = command.parse(["--preset", "demo"]).config
-    assert config.check_world(demo, world) == 1
-    assert config.on_ranks(demo, world).training.global_batch_size == 4 * world
-    fixed = command.parse([*GIVEN, "--training.global_batch_size", str(8 * world)]).config
-    assert config.on_ranks(fixed, world) == fixed
+    axes = Axes(dp_shard=world)
+    assert config.check_ranks(demo, axes).rounds == 1
+    assert config.on_ranks(demo, axes).training.global_batch_size == 4 * world
+    fixed = command.parse([*GIVEN, "--training.global_batch_size", "8"]).config
+    assert config.on_ranks(fixed, axes) == fixed
 
 
 def test_fsdp1_with_offload_does_not_accumulate():
-    flags = [*GIVEN, "--parallel.fsdp", "fsdp1", "--parallel.offload", "all", "--training.global_batch_size", "64"]
+    flags = [*GIVEN, "--parallel.strategy", "fsdp1", "--parallel.offload", "all", "--training.global_batch_size", "64"]
     chosen = command.parse(flags).config
-    assert config.check_world(chosen, 64) == 1
-    assert "fsdp1 with offload cannot accumulate 2 micro-batches" in refusal(config.check_world, chosen, 32)
+    assert config.check_ranks(chosen, Axes(dp_shard=64)).rounds == 1
+    refused = refusal(config.check_ranks, chosen, Axes(dp_shard=32))
+    assert "fsdp1 with offload cannot accumulate 2 micro-batches" in refused
 
 
 def test_help_names_every_setting(capsys):
@@ -207,8 +207,8 @@ def test_what_cannot_be_mixed_or_judged_is_refused(flags, words):
 def test_what_only_fsdp1_takes_is_not_ignored(name, value):
     flag = f"--parallel.{name}"
     said = refusal(command.parse, [*GIVEN, flag, value])
-    assert said == f"{flag}: with fsdp2 it would have no effect; leave it out, or use fsdp1"
-    assert command.parse([*GIVEN, flag, value, "--parallel.fsdp", "fsdp1"])
+    assert said == f"{flag}: with FSDP2 it would have no effect; leave it out, or use fsdp1"
+    assert command.parse([*GIVEN, flag, value, "--parallel.strategy", "fsdp1"])
 
 
 def test_fields_are_named_in_a_table_or_in_a_flag(tmp_path):

@@ -6,7 +6,7 @@ import os
 import numpy as np
 import pytest
 
-from llama405b.contract.config import accumulation
+from llama405b.contract.dealing import Dealing
 from llama405b.contract.errors import FAILED, GOOD, UserError, code_for
 from llama405b.contract.phrases import and_more, counted, given, last_of, reason_of
 from llama405b.contract.schema import Data, Training
@@ -51,4 +51,4 @@ def test_one_sequence_is_singular_wherever_it_is_told():
     one = Batches(Mixture.of([Source(np.arange(17, dtype=np.uint32), 16)], 0))
     assert describe_reading(Data(), one)[0].startswith("data: 1 sequence of 16 tokens")
     with pytest.raises(UserError, match="global_batch_size: 1 sequence cannot be divided into"):
-        accumulation(Training(global_batch_size=1), 2)
+        Dealing.of(Training(global_batch_size=1, micro_batch_size=2), 2)

@@ -37,7 +37,7 @@ def refusal(*words):
         ("--resume_from_checkpoint", "write --resume auto"),
         ("--report_to", "sending metrics to a tracker is not offered; see docs/faq.md"),
         ("--load_in_4bit", "QLoRA is not offered; see docs/faq.md"),
-        ("--parallel.tp", "tensor parallelism is not offered; see docs/faq.md"),
+        ("--deepspeed", "write --parallel.strategy zero1, zero2 or zero3, without DeepSpeed"),
     ],
 )
 def test_what_other_programs_call_it_is_told_in_our_words(typed, said):

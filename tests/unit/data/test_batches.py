@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from llama405b.contract.dealing import Dealing
 from llama405b.contract.errors import UserError
 from llama405b.data.batches import Batches
 from llama405b.data.encode import FIRST, NOT_LEARNT
@@ -28,7 +29,7 @@ def test_every_world_size_sees_the_same_global_batch(cases):
     assert batches.n_sequences == 99
     whole = torch.cat([batches.read(range(begin, begin + 6)).ids_BS for begin in (114, 120)])
     for world, workers in cases:
-        readers = [Reader(batches, rank(r, world), 6, 1, 114, workers) for r in range(world)]
+        readers = [Reader(batches, rank(r, world), Dealing(6, world), 1, 114, workers) for r in range(world)]
         found = [each.ids_BS for _ in range(2) for reader in readers for each in next(reader)]
         assert torch.equal(torch.cat(found), whole)
         assert {reader.position for reader in readers} == {126}

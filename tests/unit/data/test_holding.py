@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from llama405b.contract.dealing import Dealing
 from llama405b.contract.errors import UserError
 from llama405b.contract.schema import Data
 from llama405b.data.batches import Batches
@@ -85,7 +86,7 @@ def test_every_number_of_ranks_trains_on_the_same_and_so_do_other_processes(tmp_
     expected = kept.read(range(6)).ids_BS
     for world in (1, 2, 3):
         ranks = [Rank(number, world, number, "h", torch.device("cpu")) for number in range(world)]
-        readers = [Reader(kept, each, 6, 1) for each in ranks]
+        readers = [Reader(kept, each, Dealing(6, len(ranks)), 1) for each in ranks]
         assert torch.equal(torch.cat([each.ids_BS for reader in readers for each in next(reader)]), expected)
         for reader in readers:
             reader.close()

@@ -31,5 +31,5 @@ def test_only_bf16_at_a_small_learning_rate_is_warned_of():
     small = Optimizer(lr=1e-5)
     note = rounding_note(PURE, small)
     assert note.startswith("with numerics pure-bf16 a step at learning rate 1e-05 changes about 2.7% of the weights; ")
-    assert "weights and none of the norms'" in rounding_note(dataclasses.replace(PURE, fsdp="fsdp1"), small)
+    assert "weights and none of the norms'" in rounding_note(dataclasses.replace(PURE, strategy="fsdp1"), small)
     assert rounding_note(PURE, Optimizer(lr=3e-3)) == rounding_note(Parallel(), small) == ""

@@ -13,7 +13,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from llama405b.contract.hashes import BLOCK_BYTES, BlockHasher, Hashes
-from llama405b.contract.parts import Part, rows_of
+from llama405b.contract.mesh import Axes
+from llama405b.contract.parts import Part
+from llama405b.contract.shards import Holdings, elements
 from llama405b.contract.tensors import read_layouts, read_tensors
 from llama405b_tools.remote import chain_protocol
 from llama405b_tools.remote.file_sources import DirectorySource, list_files, open_files
@@ -135,30 +137,41 @@ def test_a_host_passes_on_what_the_next_one_lacks(big, tmp_path, first, second):
     assert all((tmp_path / name / "big").read_bytes() == content for name in ("one", "two"))
 
 
-@pytest.mark.parametrize(("world", "each"), [(1, 1), (4, 2), (6, 3), (5, 1), (64, 8)])
-def test_the_parts_of_all_hosts_are_the_whole(tmp_path, world, each):
-    model = write_llama(tmp_path / "m", dtype=torch.bfloat16)
+@pytest.mark.parametrize(
+    ("axes", "each", "chunks"),
+    [
+        (Axes(1), 1, 1), (Axes(4), 2, 1), (Axes(6), 3, 1), (Axes(5), 1, 1), (Axes(64), 8, 1), (Axes(2, dp_replicate=2), 1, 1),
+        (Axes(3, tp=2), 2, 1), (Axes(3, tp=2), 3, 1), (Axes(2, pp=2), 2, 1), (Axes(1, pp=2, tp=2), 1, 2), (Axes(2, cp=2), 2, 1),
+    ],
+)  # fmt: skip
+def test_the_parts_of_all_hosts_are_the_whole(tmp_path, axes, each, chunks):
+    world, model = axes.world, write_llama(tmp_path / "m", dtype=torch.bfloat16)
     whole = read_tensors(model)
     bits = {}
     for file in model.glob("*.safetensors"):
         with safe_open(file, framework="pt") as tensors:
             bits |= {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
-    seen = dict.fromkeys(whole, 0)
+    seen = {name: torch.zeros(info.shape, dtype=torch.int32) for name, info in whole.items()}
+    holdings = Holdings.of({name: info.shape for name, info in whole.items()}, axes, chunks)
     for first in range(0, world, each):
-        part = Part(first, first + each - 1, world)
+        part = Part(first, first + each - 1, axes, chunks)
         assert _send(open_files(model, part), tmp_path / part.name)[0] == []
         [layout] = read_layouts(tmp_path / part.name)
-        assert {name: (info.shape, info.dtype) for name, info in layout.items()} == {
-            name: (info.shape, info.dtype) for name, info in whole.items()
-        }
+        ranks = range(first, first + each)
+        assert layout.keys() == {name for name in whole if any(holdings.has(name, rank) for rank in ranks)}
         for name, info in layout.items():
-            with safe_open(info.file, framework="pt") as tensors:
-                assert torch.equal(tensors.get_tensor(name), bits[name][slice(*info.rows)])
-            assert info.rows == (seen[name], seen[name] + info.held_bytes // info.row_bytes)
-            assert all(info.holds(*rows_of(info.shape[0], rank, world)) for rank in range(first, first + each))
-            seen[name] = info.rows[1]
+            assert (info.shape, info.dtype) == (whole[name].shape, whole[name].dtype)
+            content = info.file.read_bytes()
+            for piece in info.pieces:
+                inside = tuple(slice(*each) for each in piece.box)
+                expected = bits[name][inside].contiguous().view(torch.uint8).numpy().tobytes()
+                assert content[piece.offset :][: info.bytes_of(piece.box)] == expected
+                seen[name][inside] += 1
+            boxes = [holdings.box(name, info.shape, rank) for rank in ranks if holdings.has(name, rank)]
+            assert all(info.piece_with(box) for box in boxes)
+            assert info.held_bytes <= 2 * sum(map(elements, boxes)), "no more than its ranks need"
         assert (tmp_path / part.name / "config.json").is_file()
-    assert seen == {name: info.shape[0] for name, info in whole.items()}
+    assert all((count > 0).all() for count in seen.values())
 
 
 @pytest.mark.slow
@@ -173,9 +186,9 @@ def test_a_part_is_verified_by_the_blocks_of_the_whole(tmp_path):
         file.seek(2 * BLOCK_BYTES + 100)  # of the last rank alone
         file.write(b"x")
     os.utime(model / "model.safetensors", ns=(info.st_atime_ns, info.st_mtime_ns))
-    assert _send(open_files(model, Part(0, 0, 3)), tmp_path / "to")[0] == []
+    assert _send(open_files(model, Part(0, 0, Axes(3))), tmp_path / "to")[0] == []
     with pytest.raises(OSError, match=r"model.safetensors is damaged \(SHA-256 of block 2\); delete it"):
-        _send(open_files(model, Part(2, 2, 3)), tmp_path / "other")
+        _send(open_files(model, Part(2, 2, Axes(3))), tmp_path / "other")
     assert not list(Path(tmp_path / "other").rglob("*.safetensors"))
 
 

@@ -372,7 +372,7 @@ def test_what_cannot_fit_is_known_before_a_launch():
     ).endswith("allocate about 66.7 at the backward of a layer's norm")
     assert outlook("--parallel.device", "cpu") is None
     assert outlook("--model.activation_checkpointing", "false") is None
-    assert outlook("--parallel.fsdp", "fsdp1") is None
+    assert outlook("--parallel.strategy", "fsdp1") is None
     assert outlook(gpu="NVIDIA Q9000") is None
     assert outlook(llama=None) is None
     request, plan, said = planned((), [{"llama": LARGE, "gpu": name, "gpu_bytes": 1 << 36} for name in "abc"])

@@ -64,7 +64,7 @@ def take(tmp_path, monkeypatch):
         context = RankContext(me, RunDir(tmp_path), more.pop("journal", journal), heartbeat)
         parts |= {"config": Config(), "context": context, "reader": Script(script), "steps": range(1, 1 + len(script))}
         if settings := more.pop("evaluation", None):
-            more["evaluator"] = Evaluator(settings, 1, types.SimpleNamespace(), None, context)
+            more["evaluator"] = Evaluator(settings, 1, None, None, context)
         trainer = Scripted(**parts | more)
         trainer.take_steps()
         return timeouts, heartbeat.record

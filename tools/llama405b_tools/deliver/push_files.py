@@ -7,8 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from llama405b.contract.errors import RunError, UserError, code_for
+from llama405b.contract.mesh import Axes
 from llama405b.contract.parts import Part
 from llama405b.contract.phrases import counted, given
+from llama405b.contract.schema import Parallel
 from llama405b.contract.tensors import INDEX, SINGLE
 from llama405b_tools.deliver import sourcetree
 from llama405b_tools.deliver.chain import READY_S, Chain, Origin
@@ -111,13 +113,13 @@ def push_files(fleet: Fleet, origin: Origin, targets: Mapping[str, str]) -> int:
     return _report(targets, ends, result, size, time.monotonic() - began)
 
 
-def push_parts(fleet: Fleet, origin: Origin, targets: Mapping[str, str]) -> int:
-    """Send each host the rows that its ranks own, all at once; prints each host's result.
+def push_parts(fleet: Fleet, origin: Origin, targets: Mapping[str, str], parallel: Parallel) -> int:
+    """Send each host what its ranks own, all at once; prints each host's result. ``parallel``: how the run will split the model.
 
     Raises:
         UserError: Two hosts share a directory: they would need all weights in it.
     """
-    parts, began = owned_parts(fleet), time.monotonic()
+    parts, began = owned_parts(fleet, parallel), time.monotonic()
     ends = {name: f"{parts[name].name}: every file verified" for name in targets}
     has_whole = fleet.each(lambda name: _has_whole(fleet, name, targets[name]), targets)
     ends |= {name: "all weights are there" for name, answer in has_whole.items() if answer is True}
@@ -161,18 +163,20 @@ def _has_whole(fleet: Fleet, name: str, to: str) -> bool:
     return fleet.connection(name).run(f"test -e {files[0]} || test -e {files[1]}", "", READY_S).code == 0
 
 
-def owned_parts(fleet: Fleet) -> dict[str, Part]:
+def owned_parts(fleet: Fleet, parallel: Parallel) -> dict[str, Part]:
     """Return which ranks a run on all of these hosts has on each.
 
     Raises:
         RunError: A host without ``slots=`` cannot be asked for its GPUs.
+        UserError: The ranks cannot be divided as ``parallel`` says.
     """
     unknown = [name for name, host in fleet.hosts.items() if not host.slots]
     asked = fleet.each(lambda name: fleet.connection(name).run(COUNT_GPUS, "", READY_S).out, unknown)
     if faults := unanswered(asked):
         raise RunError(fault_list(faults, len(fleet.hosts), ", and its line has no slots=. Nothing was sent"))
     slots = [host.slots or int(str(asked[name]).strip() or 0) or 1 for name, host in fleet.hosts.items()]
-    parts = [Part(first, first + n - 1, sum(slots)) for first, n in zip(first_ranks(slots), slots, strict=True)]
+    axes, chunks = Axes.of(parallel, sum(slots), max(slots)), parallel.chunks
+    parts = [Part(first, first + n - 1, axes, chunks) for first, n in zip(first_ranks(slots), slots, strict=True)]
     return dict(zip(fleet.hosts, parts, strict=True))
 
 

@@ -95,7 +95,7 @@ class PartSource:
             UserError: The directory does not have a whole checkpoint.
         """
         tensors = read_tensors(root)
-        if any(info.rows for info in tensors.values()):
+        if any(info.pieces for info in tensors.values()):
             raise UserError(f"{root}: has only a part of the weights; push parts from where all of them are")
         small = [name for name in SMALL_FILES if (root / name).is_file()]
         self.small = DirectorySource(root, [(name, (root / name).stat().st_size) for name in small])
@@ -103,11 +103,13 @@ class PartSource:
         by_file: dict[Path, Layout] = {}
         for name, info in tensors.items():
             by_file.setdefault(info.file, {})[name] = info
-        whole = fingerprint_of(tensors)
+        whole, boxes = fingerprint_of(tensors), part.boxes({name: info.shape for name, info in tensors.items()})
         self.cuts = {
-            f"{part.name}/{path.name}": _Cut(*part_file(held, part, whole), path) for path, held in by_file.items()
+            f"{part.name}/{path.name}": _Cut(*part_file(held, boxes, whole), path)
+            for path, held in by_file.items()
+            if held.keys() & boxes.keys()
         }
-        listed = {name: info.file.name for name, info in tensors.items()}
+        listed = {name: info.file.name for name, info in tensors.items() if name in boxes}
         self.cuts[f"{part.name}/{INDEX}"] = _Cut(json.dumps({"metadata": {}, "weight_map": listed}).encode())
         self.files = [*self.small.files, *((name, cut.size) for name, cut in self.cuts.items())]
 

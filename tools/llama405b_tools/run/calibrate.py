@@ -81,7 +81,7 @@ def point(
         raise RunError(
             f"with {layers or 'all'} layers, {why}; `{fleet.command_to_type('logs', plan.run)}` shows every rank"
         )
-    training = on_ranks(trial.config, plan.world).training
+    training = on_ranks(trial.config, plan.axes(trial.config.parallel)).training
     steps = [each for each in watch.metrics if each.step > WARM]
     return _median(layers, training.micro_batch_size, training.global_batch_size, steps)
 

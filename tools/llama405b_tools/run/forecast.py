@@ -8,7 +8,7 @@ from llama405b.capacity.calibration import Calibration
 from llama405b.capacity.disk import NoRoomError, check_room
 from llama405b.capacity.estimate import Cluster
 from llama405b.capacity.hardware import GIB, Gpu, gpu_like, read_gpus
-from llama405b.capacity.outlook import Fit, Outlook, predicts_units
+from llama405b.capacity.outlook import Fit, Outlook, is_predicted, predicts_units
 from llama405b.capacity.run_shape import RunShape, checkpoint_bytes_per_parameter
 from llama405b.contract import reader
 from llama405b.contract.config import on_ranks
@@ -59,23 +59,24 @@ def expected(
     an evaluation without training, and of other programs.
     """
     config, llama = request.config, answers[plan.nodes[0].name].llama
-    if config is None or llama is None or request.evaluates or not _is_predicted(config):
+    if config is None or llama is None or request.evaluates or not _is_predicted(config, plan):
         return None
     slots = max(node.slots for node in plan.nodes)
     ram_bytes = min(facts.memory_bytes for facts in answers.values())
     gpu = Gpu.of_cpu(ram_bytes / slots) if request.on_cpu else _gpu_of(answers)
     if gpu is None:
         return None
-    load = dataclasses.replace(RunShape.of(llama, on_ranks(config, plan.world), plan.world), ranks_per_host=slots)
+    axes = plan.axes(config.parallel)
+    load = dataclasses.replace(RunShape.of(llama, on_ranks(config, axes), plan.world), ranks_per_host=slots)
     cluster = Cluster(gpu, min(_link(answers[node.name], node.interface) for node in plan.nodes))
     outlook = Outlook.of(load, cluster, ram_bytes)
     outlook = outlook.calibrated(measured) if measured else outlook
     return None if gpu.is_cpu and not outlook.calibration else outlook
 
 
-def _is_predicted(config: Config) -> bool:
+def _is_predicted(config: Config, plan: Plan) -> bool:
     """Whether the memory of such a run is predicted."""
-    if config.parallel.fsdp == "fsdp1" or not config.model.activation_checkpointing:
+    if not is_predicted(config.parallel, plan.axes(config.parallel)) or not config.model.activation_checkpointing:
         return False
     return predicts_units(config.parallel.wrap)
 
@@ -154,7 +155,7 @@ def loading_note(request: LaunchRequest, plan: Plan, answers: Mapping[str, Launc
     how, parallel = request.settings.model.load, request.settings.parallel
     whole = answers[head.name].weights_bytes
     sent = whole * (plan.world - head.slots) // plan.world
-    if request.resume != "no" or sent < WORTH_BYTES or how == "local" or parallel.fsdp == "fsdp1":
+    if request.resume != "no" or sent < WORTH_BYTES or how == "local" or parallel.by_fsdp1:
         return ""
     least = given(", at least {:.0f} s", _seconds(sent, answers[head.name], head.interface))
     lacking = [node.name for node in others if not answers[node.name].weights_bytes]

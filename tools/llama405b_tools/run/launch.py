@@ -5,11 +5,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from llama405b.capacity.outlook import Outlook
+from llama405b.contract.dealing import waste_note
 from llama405b.contract.errors import RunError, UserError
 from llama405b.contract.known_bugs import known_bugs
+from llama405b.contract.mesh import DP
 from llama405b.contract.phrases import counted
 from llama405b.contract.plan import Plan
 from llama405b.contract.rounding import rounding_note
+from llama405b.contract.schema import Config
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.hosts.outcomes import one_machine
@@ -117,12 +120,23 @@ def sharing_notes(hosts: Sequence[Host], answers: Facts) -> Iterator[str]:
         yield f"note: run {name} is also alive on {where}; both share its GPUs and memory"
 
 
+def mesh_notes(config: Config, plan: Plan) -> Iterator[str]:
+    """Yield how the model and the batch are split over the ranks, where that is not over shards alone, and evenly."""
+    axes = plan.axes(config.parallel)
+    if axes.world != axes.dp_shard:
+        yield f"mesh: {axes}, neighbors along the last are on one host; docs/parallel.md tells what of it no GPU has run"
+    if note := waste_note(config.training, axes.size(DP)):
+        yield f"note: {note}"
+
+
 def training_notes(request: LaunchRequest, plan: Plan, answers: Facts) -> Iterator[str]:
     """Say what the settings of a training run entail on these hosts."""
     if request.config is None:
         return
     for what, bug in known_bugs(request.config, next(iter(answers.values())).versions).items():
         yield f"note: {what}; {bug.cure}"
+    if request.config and not request.evaluates:
+        yield from mesh_notes(request.config, plan)
     if note := loading_note(request, plan, answers):
         yield note
     if not request.evaluates and (note := rounding_note(request.config.parallel, request.config.optimizer)):

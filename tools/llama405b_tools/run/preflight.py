@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from llama405b.contract import command, config
 from llama405b.contract.errors import RunError, UserError
 from llama405b.contract.known_bugs import known_bugs
+from llama405b.contract.mesh_rules import check_mesh
 from llama405b.contract.plan import Plan
 from llama405b_tools.hosts.dialogue import Dialogue
 from llama405b_tools.hosts.fleet import Fleet, ssh_address
@@ -102,7 +103,7 @@ def _inputs(request: LaunchRequest) -> InputCheck | None:
         model.weights == "random",
         request.data_paths,
         request.new_checkpoints,
-        whole=request.config.parallel.fsdp == "fsdp1",
+        whole=request.config.parallel.by_fsdp1,
         template=data.chat_template,
         resume=request.resume,
         checkpoints=request.checkpoints,
@@ -210,8 +211,13 @@ def check_training(request: LaunchRequest, plan: Plan, answers: Facts) -> None:
         parsed = command.parse(plan.program[2:])
         if parsed.config != request.config:
             raise UserError("the planned command does not match the request; please report this as a bug")
-        settings = parsed.config if request.evaluates else config.on_ranks(parsed.config, plan.world)
+        settings = (
+            parsed.config if request.evaluates else config.on_ranks(parsed.config, plan.axes(parsed.config.parallel))
+        )
         request.refuse_changes(next((each.resumable for each in answers.values() if each.resumable), None), settings)
+        if llama := answers[plan.nodes[0].name].llama:
+            parallel, slots = settings.parallel, max(node.slots for node in plan.nodes)
+            check_mesh(plan.axes(parallel), parallel, llama, settings.data.seq_len, slots)
         for what, bug in known_bugs(settings, next(iter(answers.values())).versions).items():
             if bug.level == "refuse":
                 raise UserError(f"{what}; {bug.cure}. Nothing was started")

@@ -10,7 +10,9 @@ from llama405b.capacity.machines import Machines
 from llama405b.capacity.outlook import MEMORY_SPREAD, NEAR, Fit, Outlook, is_near, largest_micro_batch, remedies
 from llama405b.capacity.run_shape import RunShape
 from llama405b.capacity.step_time import StepTime
+from llama405b.contract.dealing import waste_note
 from llama405b.contract.phrases import counted
+from llama405b.contract.schema import Training
 from llama405b.contract.units import SPARE
 
 FITS = {
@@ -71,6 +73,10 @@ def prediction(outlook: Outlook, asked: ReportOptions) -> list[str]:
         spread = _spread(outlook.host_bytes / GIB, MEMORY_SPREAD)  # which no calibration measures
         lines.append(f"host memory  {spread}{has}, per host: {_parts(outlook.host_held_bytes)}")
     lines += [*_time(outlook, asked), *_files(outlook)]
+    load = outlook.load
+    batch = Training(global_batch_size=load.global_batch, micro_batch_size=load.micro_batch)
+    if note := waste_note(batch, load.world):
+        lines.append(f"waste        {note}")
     if outlook.calibration:
         lines += _measured(outlook.load, outlook.calibration)
     return [*lines, *_remedies(outlook)]

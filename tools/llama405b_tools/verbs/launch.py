@@ -132,7 +132,7 @@ def print_dry_run(request: LaunchRequest, hosts: Sequence[Host]) -> None:
         env = "".join(f"{name}={shlex.quote(value)} " for name, value in sorted(node.env.items()))
         print(f"  {env}{shown.replace('--nproc-per-node=0', '--nproc-per-node=<GPUs>')}")
     if request.config and known and not request.evaluates:
-        config.check_world(request.config, plan.world)
+        config.check_ranks(request.config, plan.axes(request.config.parallel))
     print_where_the_model_is(request)
     print("nothing was started and no connection was opened")
 

@@ -19,12 +19,14 @@ from llama405b.capacity.estimate import Cluster
 from llama405b.capacity.hardware import Gpu, read_gpus
 from llama405b.capacity.known import known_shape
 from llama405b.capacity.machines import UNSEEN, Machines, assumptions, described
-from llama405b.capacity.outlook import HALVES, WHOLE, Fit, Outlook, best, predicts_units
+from llama405b.capacity.outlook import HALVES, WHOLE, Fit, Outlook, best, is_predicted, predicts_units
 from llama405b.capacity.run_shape import RunShape
 from llama405b.contract import command, config, setting_rules, weights
+from llama405b.contract.dealing import Dealing
 from llama405b.contract.errors import FAILED, GOOD, UNFIT, RunError, UserError
 from llama405b.contract.files import write_atomic
 from llama405b.contract.known_bugs import known_bugs
+from llama405b.contract.mesh import DP, Axes
 from llama405b.contract.phrases import given, reason_of
 from llama405b.contract.schema import Config, Moments
 from llama405b_tools.doctor.host_facts import machines_of
@@ -167,10 +169,10 @@ def _config(asked: Config, machines: Machines) -> Config:
     Raises:
         UserError: It cannot run on so many ranks, or is not predicted.
     """
-    asked = config.on_ranks(asked, machines.world)
-    config.check_world(asked, machines.world)
-    if asked.parallel.fsdp == "fsdp1":
-        raise UserError("--parallel.fsdp: plan predicts fsdp2; use that")
+    axes = Axes.of(asked.parallel, machines.world, machines.slots)
+    asked = config.on_ranks(asked, axes)
+    if not is_predicted(asked.parallel, axes):
+        raise UserError("--parallel.strategy: plan predicts fsdp2 and zero3, without copies, tp, cp or pp; use those")
     if not asked.model.activation_checkpointing:
         raise UserError("--model.activation_checkpointing: plan predicts runs that recompute; use true")
     if not predicts_units(asked.parallel.wrap):
@@ -183,13 +185,15 @@ def _config(asked: Config, machines: Machines) -> Config:
 
 
 def _elsewhere(asked: Config, machines: Machines) -> Config:
-    """The configuration on other machines: with the nearest global batch that divides among their ranks.
+    """The configuration on other machines: with the nearest global batch of which no rank is left without a part.
 
     Raises:
         UserError: It cannot run there, or is not predicted.
     """
     batch = asked.training.global_batch_size
-    nearest = min(config.nearest_batches(asked.training, machines.world), key=lambda size: abs(size - batch))
+    even = Dealing.of(asked.training, Axes.of(asked.parallel, machines.world, machines.slots).size(DP)).even
+    sizes = [n_micro * asked.training.micro_batch_size for n_micro in even]
+    nearest = min(sizes, key=lambda size: abs(size - batch))
     return _config(
         dataclasses.replace(asked, training=dataclasses.replace(asked.training, global_batch_size=nearest)), machines
     )

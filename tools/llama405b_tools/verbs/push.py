@@ -4,15 +4,18 @@ Files in a git work tree that git does not ignore are pushed as code. Everything
 data on as it receives it, so many hosts take about as long as one. An interrupted push resumes at the byte where it
 stopped; every file is verified by its SHA-256. PATH may be HOST:PATH if a host already has the files.
 
-With --shards each host gets only the rows of the weights that its ranks own, if a run has all hosts of the hosts file, in its
-order: of a model for 8 hosts an eighth each. The trainer then loads them without sending anything.
+With --shards each host gets only the part of the weights that its ranks own, if a run has all hosts of the hosts file, in its
+order: of a model for 8 hosts an eighth each. The trainer then loads it without sending anything. Give the settings
+of the run that say how it splits the model, like --parallel.tp 8.
 """
 
 from collections.abc import Sequence
 from pathlib import Path
 
+from llama405b.contract import config
 from llama405b.contract.command import OneLineParser
 from llama405b.contract.errors import UserError
+from llama405b.contract.schema import Parallel
 from llama405b_tools.deliver import sourcetree
 from llama405b_tools.deliver.push_files import check_there, parse_origin, push_code, push_files, push_parts, same_place
 from llama405b_tools.hosts.fleet import Fleet
@@ -25,8 +28,10 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("path", metavar="PATH", help="local file or directory, or HOST:PATH")
     add_hosts(parser)
     parser.add_argument("--to", default="", metavar="DIR", help="destination [the same path; for code, workdir=]")
-    parser.add_argument("--shards", action="store_true", help="send each host only the rows of its ranks")
-    args = parser.parse(argv)
+    parser.add_argument("--shards", action="store_true", help="send each host only what its ranks own")
+    flags, others = config.split_flags(argv)
+    args = parser.parse(others)
+    parallel = splitting(flags, shards=args.shards)
     hosts = hosts_of(args.hosts)
     origin = parse_origin(args.path, hosts)
     if args.to and not args.to.startswith(("/", "~/")):
@@ -39,4 +44,19 @@ def main(argv: Sequence[str]) -> int:
         if origin.host:
             check_there(fleet, origin)
         targets = {name: args.to or same_place(origin, fleet, name) for name in fleet.hosts if name != origin.host}
-        return (push_parts if args.shards else push_files)(fleet, origin, targets)
+        if args.shards:
+            return push_parts(fleet, origin, targets, parallel)
+        return push_files(fleet, origin, targets)
+
+
+def splitting(flags: Sequence[str], *, shards: bool) -> Parallel:
+    """Return the settings that say how a run splits the model.
+
+    Raises:
+        UserError: A flag is another setting, or an unknown one; or nothing is to be split.
+    """
+    settings = config.read_flags(flags)
+    for key, (_, where) in settings.items():
+        if not shards or not key.startswith("parallel."):
+            raise UserError(f"{where}: not expected here; with --shards push takes settings like --parallel.tp 8")
+    return Parallel(**{key.partition(".")[2]: value for key, (value, _) in settings.items()})  # type: ignore[arg-type]

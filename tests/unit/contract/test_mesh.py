@@ -3,7 +3,7 @@ import itertools
 import pytest
 import torch
 
-from llama405b.distributed.mesh import DP, NAMES, SHARD, Axes, Place
+from llama405b.contract.mesh import DP, NAMES, SHARD, Axes, Place
 from llama405b.distributed.ranks import Rank
 
 

@@ -1,0 +1,23 @@
+"""How a rank takes its part in forwards and backwards, as the settings have it."""
+
+from torch import nn
+
+from llama405b.contract.schema import Parallel
+from llama405b.distributed.ranks import Rank
+from llama405b.parallel.context import attention_of
+from llama405b.parallel.fsdp2 import GradientSync
+from llama405b.parallel.passes import Cut, OneByOne, Passes
+from llama405b.parallel.pipeline import Pipeline
+from llama405b.parallel.stage import Stage
+
+
+def build_passes(parallel: Parallel, model: nn.Module, me: Rank) -> Passes:
+    """Return that of a model that is split over the ranks."""
+    averaged = me.dp.size * me.axes.cp
+    if parallel.by_fsdp1:
+        return OneByOne(model, averaged)
+    cut = Cut(me.axes, me.rank, attention_of(model.config._attn_implementation))
+    sync = GradientSync(model, parallel.of_strategy, me.axes.dp_replicate)
+    if isinstance(model, Stage):
+        return Pipeline(model, me.axes, me.rank, parallel.pp_schedule, averaged, sync, cut)
+    return OneByOne(model, averaged, sync, cut)

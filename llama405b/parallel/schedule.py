@@ -1,0 +1,45 @@
+"""In which order a rank of a pipeline takes the forwards and backwards of its micro-batches. Pure.
+
+gpipe: arXiv 1811.06965. 1f1b: arXiv 2006.09503. interleaved: arXiv 2104.04473, with two stages on each rank, and with a last group of
+micro-batches that may be smaller than the others.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Pass:
+    """A forward, or a backward, of one micro-batch through one of a rank's stages."""
+
+    backward: bool
+    chunk: int
+    micro: int
+
+
+def order_of(schedule: str, n_ranks: int, n_chunks: int, rank: int, n_micro: int) -> list[Pass]:
+    """Return what a rank does, one after the other.
+
+    ``n_ranks``: of the pipeline; ``n_chunks``: stages on each; stage k is chunk k // n_ranks of rank k % n_ranks.
+    """
+    groups = [range(begin, min(begin + n_ranks, n_micro)) for begin in range(0, n_micro, n_ranks)]
+    if n_chunks == 1:
+        groups = [range(n_micro)]
+    forwards = [Pass(False, chunk, micro) for group in groups for chunk in range(n_chunks) for micro in group]
+    backwards = [Pass(True, chunk, micro) for group in groups for chunk in reversed(range(n_chunks)) for micro in group]
+    return _alternating(forwards, backwards, _ahead(schedule, n_ranks, n_chunks, rank, len(forwards)))
+
+
+def _ahead(schedule: str, n_ranks: int, n_chunks: int, rank: int, n_forwards: int) -> int:
+    """How many forwards come before the first pair of a forward and a backward."""
+    if schedule == "gpipe":
+        return n_forwards
+    if n_chunks == 1:
+        return min(n_forwards, n_ranks - rank - 1)
+    return min(n_forwards, 2 * (n_ranks - rank - 1) + (n_chunks - 1) * n_ranks)
+
+
+def _alternating(forwards: Sequence[Pass], backwards: Sequence[Pass], ahead: int) -> list[Pass]:
+    pairs = zip(forwards[ahead:], backwards, strict=False)
+    return [*forwards[:ahead], *itertools.chain(*pairs), *backwards[len(forwards) - ahead :]]

@@ -1,0 +1,42 @@
+"""Split a model over the mesh: its layers over ``pp``, matrices over ``tp``, sequences over ``cp``, and what is left over the shards."""
+
+from torch import nn
+from transformers import LlamaForCausalLM
+
+from llama405b.contract.schema import Parallel
+from llama405b.contract.shards import Holdings
+from llama405b.distributed.ranks import Rank
+from llama405b.parallel.context import context_groups, split_sequences
+from llama405b.parallel.fsdp2 import check_wrap, device_mesh, shard
+from llama405b.parallel.stage import Stage
+from llama405b.parallel.tensor import split_matrices
+
+
+def split(model: LlamaForCausalLM, parallel: Parallel, me: Rank) -> nn.Module:
+    """Split a model that is on the meta device; returns what this rank computes with.
+
+    Raises:
+        UserError: ``parallel.wrap`` names a class that the model does not have, or units that share parameters.
+    """
+    check_wrap(model, parallel.wrap)
+    mesh, axes = device_mesh(me.axes, me.device.type), me.axes
+    own: nn.Module = model
+    if axes.cp > 1 and (group := context_groups(axes)):
+        split_sequences(model, group)
+    if axes.pp > 1:
+        own = _stage_of(model, parallel, me)
+    if axes.tp > 1:
+        split_matrices(own, mesh["tp"])
+    shard(own, parallel, me.device, mesh)
+    return own
+
+
+def holdings_of(model: LlamaForCausalLM, parallel: Parallel, me: Rank) -> Holdings:
+    """Return what all ranks hold of a model that is still whole."""
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    return Holdings.of(shapes, me.axes, parallel.chunks)
+
+
+def _stage_of(model: LlamaForCausalLM, parallel: Parallel, me: Rank) -> Stage:
+    stages, place = holdings_of(model, parallel, me).stages, me.axes.place(me.rank, ("pp",))
+    return Stage(model, stages[place.rank :: place.size], first=place.rank == 0, last=place.rank == place.size - 1)

@@ -1,0 +1,62 @@
+"""On any mesh each rank gets what it holds, in each way of loading: sent by rank 0, read from whole files, and from a pushed part."""
+
+import mesh_rig
+import pytest
+import torch
+from test_load import _part, _read
+
+from ranks_rig import run_ranks
+from tiny_models import write_llama
+
+MESHES = [
+    {"tp": 2},
+    {"pp": 2},
+    {"pp": 3, "pp_schedule": "interleaved"},
+    {"tp": 2, "dp_replicate": 3},
+    {"cp": 3, "pp": 2},
+]
+WORLD, PER_HOST = 6, 2
+
+
+def _load(me, directory, place):
+    from llama405b.contract.schema import Parallel
+    from llama405b.distributed.ranks import on_mesh
+    from llama405b.model import llama
+    from llama405b.parallel import fsdp2, load_weights
+    from llama405b.parallel.split import holdings_of, split
+
+    whole, faults = _read(directory), []
+    for number, settings in enumerate(MESHES):
+        parallel = Parallel(numerics="fp32", **settings)
+        here = on_mesh(me, parallel)
+        part = place / f"{number}-host-{me.rank // PER_HOST}"
+        for how, source in (("rank0", directory), ("local", directory), ("local", part)):
+            model = llama.build_on_meta(llama.read_hf_config(directory), "sdpa", torch.float32)
+            holdings, model = holdings_of(model, parallel, here), split(model, parallel, here)
+            said = load_weights.load(model, source, how, here, lambda *_: None, holdings=holdings)
+            assert said == {"rank0": "rank 0 read the weights and sent each rank its part"}.get(
+                how, "each rank read its own part"
+            )
+            for name, parameter in model.named_parameters():
+                box = tuple(slice(*each) for each in holdings.box(name, whole[name].shape, here.rank))
+                if not torch.equal(parameter.to_local(), whole[name][box]):
+                    faults.append(f"{name} by {how} of {settings}")
+            mine = {name.replace(fsdp2.WRAPPER, "") for name, _ in model.named_parameters()}
+            assert mine == {name for name in whole if holdings.has(name, here.rank)}
+    return faults
+
+
+@pytest.mark.parametrize("biases", [False, True])
+def test_each_rank_gets_what_it_holds(tmp_path, biases):
+    from llama405b.contract.mesh import Axes
+    from llama405b.contract.schema import Parallel
+
+    shape = mesh_rig.SHAPE | {"attention_bias": biases, "mlp_bias": biases}
+    model = write_llama(tmp_path / "model", layers=7, dtype=torch.bfloat16, **shape)
+    for number, settings in enumerate(MESHES):
+        parallel = Parallel(**settings)
+        axes = Axes.of(parallel, WORLD, PER_HOST)
+        for host in range(WORLD // PER_HOST):
+            first = host * PER_HOST
+            _part(model, tmp_path / f"{number}-host-{host}", first, first + PER_HOST - 1, axes, parallel.chunks)
+    assert run_ranks(WORLD, _load, model, tmp_path) == [[]] * WORLD

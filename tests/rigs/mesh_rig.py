@@ -1,0 +1,150 @@
+"""A small Llama in FP64 on any mesh of real ranks, and steps that can be compared with those of a single process."""
+
+import contextlib
+
+import torch
+
+from llama405b.model.batch import Batch
+
+BATCH, SEQ, VOCABULARY, STEPS = 12, 16, 136, 5
+SHAPE = {
+    "hidden_size": 32, "intermediate_size": 56, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 4, "vocab": VOCABULARY,
+}  # fmt: skip
+MAX_NORM = 0.8
+
+
+@contextlib.contextmanager
+def in_dtype():
+    """Have transformers' RMSNorm compute in the dtype it is given: in FP32 it would round what differs by 1e-16 to what differs by 1e-8."""
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+    def forward(self, x):
+        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon))
+
+    before, LlamaRMSNorm.forward = LlamaRMSNorm.forward, forward
+    try:
+        yield
+    finally:
+        LlamaRMSNorm.forward = before
+
+
+def write_model(directory, *, tied=False, layers=4):
+    from tiny_models import write_llama
+
+    return write_llama(directory, tied=tied, layers=layers, **SHAPE)
+
+
+def packed(step):
+    """A batch: documents that share sequences, whose cut moves, and targets that do not count."""
+    generator = torch.Generator().manual_seed(step)
+    ids_BS = torch.randint(0, VOCABULARY, (BATCH, SEQ + 1), generator=generator)
+    targets_BS = ids_BS[:, 1:].clone()
+    positions_BS = torch.arange(SEQ).repeat(BATCH, 1)
+    for row in range(BATCH):
+        cut = 1 + (3 * row + step) % (SEQ - 1)
+        positions_BS[row, cut:] -= cut
+        targets_BS[row, cut - 1] = -100
+    targets_BS[::2, : SEQ // 2] = -100
+    return Batch(ids_BS[:, :-1], targets_BS, positions_BS)
+
+
+def micro_batches(step, me, micro):
+    """This rank's, as its reader deals them."""
+    from llama405b.contract.dealing import Dealing
+
+    dealing, batch = Dealing(BATCH // micro, me.dp.size), packed(step)
+    first, n_own = dealing.place(me.dp.rank)
+    idle = dealing.rounds - n_own
+    rows = slice((first - idle) * micro, (first + n_own) * micro)
+    own = Batch(batch.ids_BS[rows], batch.targets_BS[rows].clone(), batch.positions_BS[rows])
+    own.targets_BS[: idle * micro] = -100
+    return [part.to(me.device) for part in own.split(micro)]
+
+
+def train(me, directory, *, micro=1, steps=STEPS, dtype=torch.float64, settings=None, checkpointing=True, before=None):
+    """Train; returns each step's loss and norm, and the whole weights afterwards."""
+    from llama405b.contract.schema import Optimizer, Parallel
+    from llama405b.distributed.ranks import on_mesh
+    from llama405b.optim.step import train_step
+
+    parallel = Parallel(numerics="fp32", **(settings or {}))
+    me = on_mesh(me, parallel)
+    model, passes, updater = build(me, directory, parallel, Optimizer(lr=1e-2), dtype, checkpointing=checkpointing)
+    if before:
+        before(model, passes)
+    results = []
+    with in_dtype():
+        for step in range(steps):
+            result = train_step(passes, updater, micro_batches(step, me, micro), max_norm=MAX_NORM)
+            results.append((result.loss, result.grad_norm))
+        updater.wait()
+    return results, whole_weights(updater.master)
+
+
+def build(me, directory, parallel, optimizer, dtype, *, checkpointing=True, how="rank0"):
+    from llama405b.model import llama
+    from llama405b.optim.build_updater import build_updater
+    from llama405b.parallel import fsdp2, load_weights
+    from llama405b.parallel.build_passes import build_passes
+    from llama405b.parallel.split import holdings_of, split
+
+    config = llama.read_hf_config(directory)
+    whole = llama.build_on_meta(config, "sdpa", dtype)
+    holdings, model = holdings_of(whole, parallel, me), split(whole, parallel, me)
+    load_weights.load(model, directory, how, me, lambda *_: None, offload=parallel.offload != "none", holdings=holdings)
+    if checkpointing:
+        fsdp2.checkpoint_activations(model)
+    updater = build_updater(model, optimizer, parallel, me.device)
+    return model, build_passes(parallel, model, me), updater
+
+
+def whole_weights(model):
+    """Every weight in one piece, by its name in the file."""
+    from torch.distributed.tensor import DTensor
+
+    from llama405b.parallel.fsdp2 import WRAPPER
+
+    return {
+        name.replace(WRAPPER, ""): (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
+        for name, p in model.named_parameters()
+    }
+
+
+@in_dtype()
+def single(directory, *, micro=1, steps=STEPS, dtype=torch.float64):
+    """The same steps in this process alone, by plain PyTorch."""
+    import torch.nn.functional as F
+    from transformers import LlamaForCausalLM
+
+    model = LlamaForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation="sdpa")
+    named = dict(model.named_parameters())
+    vectors = [p for name, p in named.items() if "norm" in name or name.endswith(".bias")]
+    matrices = [p for name, p in named.items() if "norm" not in name and not name.endswith(".bias")]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), eps=1e-8)
+    results = []
+    for step in range(steps):
+        batch = packed(step)
+        n_targets, loss = int((batch.targets_BS != -100).sum()), 0.0
+        for part in batch.split(micro):
+            logits = model(input_ids=part.ids_BS, position_ids=part.positions_BS, use_cache=False).logits
+            nll = F.cross_entropy(logits.flatten(0, 1), part.targets_BS.flatten(), reduction="sum")
+            (nll / n_targets).backward()
+            loss += float(nll) / n_targets
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        results.append((loss, float(norm)))
+    return results, {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def difference(found, right):
+    """The largest relative difference of losses and norms, and of weights."""
+    (results, weights), (expected, whole) = found, right
+    assert weights.keys() == whole.keys()
+    of_steps = max(
+        abs(a - b) / abs(b)
+        for one, other in zip(results, expected, strict=True)
+        for a, b in zip(one, other, strict=True)
+    )
+    return of_steps, max(float((weights[name] - whole[name]).norm() / whole[name].norm()) for name in whole)
