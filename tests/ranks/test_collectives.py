@@ -1,0 +1,82 @@
+"""The collectives of a step are those that docs/parallel.md says."""
+
+import collections
+import functools
+import re
+
+import mesh_rig
+import pytest
+import torch
+
+from conftest import ROOT
+from ranks_rig import run_ranks
+
+LAYERS, MICRO = 4, 3
+GATHER, SCATTER, REDUCE, EXCHANGE = "all-gathers", "reduce-scatters", "all-reduces", "all-to-alls"
+NAMES = {
+    "_allgather_base_": GATHER, "all_gather_into_tensor": GATHER, "_reduce_scatter_base_": SCATTER, "reduce_scatter_tensor": SCATTER,
+    "allreduce_": REDUCE, "all_reduce": REDUCE, "alltoall_base_": EXCHANGE, "send": "sends",
+}  # fmt: skip
+CASES = {
+    "fsdp2": (2, {}), "zero2": (2, {"strategy": "zero2"}), "zero1": (2, {"strategy": "zero1"}), "ddp": (2, {"strategy": "ddp"}),
+    "hsdp": (4, {"dp_replicate": 2}), "tp": (2, {"tp": 2}), "cp": (2, {"cp": 2}), "pp": (2, {"pp": 2}),
+}  # fmt: skip
+
+
+def _count(me, directory, settings):
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from llama405b.contract.schema import Optimizer, Parallel
+    from llama405b.distributed.ranks import on_mesh
+    from llama405b.optim.step import train_step
+
+    found = collections.Counter()
+
+    class Counting(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            name = NAMES.get(func._schema.name.rpartition("::")[2])
+            if func.namespace in ("c10d", "_c10d_functional") and name:
+                found[name] += 1
+            return func(*args, **(kwargs or {}))
+
+    parallel = Parallel(numerics="fp32", **settings)
+    me = on_mesh(me, parallel)
+    _, passes, updater = mesh_rig.build(me, directory, parallel, Optimizer(), torch.float32)
+    each = mesh_rig.BATCH // (MICRO * me.dp.size)
+    for step in range(2):  # the first one sets up
+        found.clear()
+        micro = mesh_rig.micro_batches(step, me, each)
+        assert len(micro) == MICRO
+        with Counting():
+            train_step(passes, updater, micro, max_norm=1.0)
+    return dict(found)
+
+
+def said(axis):
+    """What the page's table says of an axis, with that of ``always``."""
+    page = (ROOT / "docs/parallel.md").read_text().partition("## Collectives of a step")[2]
+    table = dict(re.findall(r"^\| `?(\w+)`? \| (.+) \|$", page, re.MULTILINE))
+    counts = collections.Counter()
+    rows = [table["always"], table[axis]] + [table["fsdp2"]] * (axis in ("hsdp", "cp"))
+    for row in rows:
+        for number, what in re.findall(
+            r"(\d+|\d* ?M? ?(?:\([^)]+\)|U|L|M L)) (all-gathers|reduce-scatters|all-reduces|all-to-alls)", row
+        ):
+            terms = re.findall(r"\d+L|\([^)]*\)|\d+|[MUL]", number)
+            product = 1
+            for term in terms:
+                value = (
+                    term.strip("()").replace("L", f"*{LAYERS}").replace("M", str(MICRO)).replace("U", str(LAYERS + 2))
+                )
+                product *= sum(eval(part.strip().lstrip("*"), {}) for part in value.split("+"))
+            counts[what] += product
+        counts["sends"] += MICRO * bool(re.search("sends", row))
+    return {what: n for what, n in counts.items() if n}
+
+
+@pytest.mark.parametrize("axis", CASES)
+def test_a_step_has_the_collectives_that_the_page_says(axis, tmp_path):
+    world, settings = CASES[axis]
+    model = mesh_rig.write_model(tmp_path / "model", layers=LAYERS)
+    for found in run_ranks(world, functools.partial(_count, settings=settings), model):
+        assert found == said(axis)
