@@ -7,7 +7,9 @@ import dataclasses
 import math
 from collections.abc import Iterable
 
+from llama405b.contract.mesh import SHARD, Axes
 from llama405b.contract.schema import COMPUTE_BYTES, Checkpoint, Config, Data, Moments, Numerics, Offload, Parallel
+from llama405b.contract.shards import Holdings, tp_dimension
 from llama405b.contract.units import SPARE
 from llama405b.contract.weights import EMBEDDING, HEAD, Llama
 
@@ -72,6 +74,20 @@ def shard_elements(llama: Llama, world: int) -> int:
     shapes = dataclasses.replace(llama, layers=1).tensors()
     layer = [name for name in shapes if name.startswith("model.layers.")]
     return of(shapes.keys() - set(layer)) + llama.layers * of(layer)
+
+
+def held_elements(llama: Llama, axes: Axes, rank: int, chunks: int = 1) -> int:
+    """Return how many elements a rank keeps of all parameters on any mesh, with the rows that FSDP2 pads; ``chunks``: see ``Holdings``."""
+    shapes = llama.tensors()
+    holdings, shards = Holdings.of(shapes, axes, chunks), axes.size(SHARD)
+
+    def padded(name: str) -> int:
+        rows, *others = shapes[name]
+        split = tp_dimension(name)
+        sizes = [rows // axes.tp if split == 0 else rows, *(size // axes.tp if split == 1 else size for size in others)]
+        return math.ceil(sizes[0] / shards) * math.prod(sizes[1:])
+
+    return sum(padded(name) for name in shapes if holdings.has(name, rank))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -11,14 +11,18 @@ import torch.distributed as dist
 from transformers import LlamaConfig
 
 from llama405b.capacity import estimate, run_shape
+from llama405b.capacity.outlook import is_predicted
 from llama405b.contract import config as configuration
 from llama405b.contract import weights
 from llama405b.contract.mesh import Axes
+from llama405b.contract.mesh_rules import check_mesh
 from llama405b.contract.phrases import counted
 from llama405b.contract.schema import COMPUTE_BYTES, Config
 from llama405b.contract.tensors import read_hf_json
+from llama405b.distributed.ranks import Rank
 from llama405b.model import llama
 from llama405b.parallel import fsdp2
+from llama405b.parallel.split import split
 
 GIB = 1 << 30
 
@@ -32,16 +36,18 @@ def describe_shape(config: Config, preset: str, world: int) -> str:
     from torch.testing._internal.distributed.fake_pg import FakeStore  # heavy, and only needed here
 
     hf_config = _shape(config, preset)
-    axes = Axes.of(config.parallel, world, min(world, run_shape.RANKS_PER_HOST))
+    per_host = min(world, run_shape.RANKS_PER_HOST)
+    axes = Axes.of(config.parallel, world, per_host)
+    known = weights.parse_llama(hf_config.to_dict() | {"architectures": None}, "the model's configuration")
+    check_mesh(axes, config.parallel, known, config.data.seq_len, per_host)
     config = configuration.on_ranks(config, axes)
     rounds = configuration.check_ranks(config, axes).rounds
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
     try:
-        module = llama.build_on_meta(hf_config, "sdpa", fsdp2.shard_dtype(config.parallel))
-        mesh = fsdp2.device_mesh(axes, "cpu")
-        fsdp2.shard(module, config.parallel, torch.device("cpu"), mesh)
-        sizes = {name: sum(p.numel() for p in parameters.values()) for name, parameters in fsdp2.units(module)}
-        mine = sum(p.data.to_local().numel() for p in module.parameters())
+        whole = llama.build_on_meta(hf_config, "sdpa", fsdp2.shard_dtype(config.parallel))
+        sizes = {name: sum(p.numel() for p in parameters.values()) for name, parameters in fsdp2.units(whole)}
+        own = split(whole, config.parallel, Rank(0, world, 0, "", torch.device("cpu"), mesh=axes))
+        mine = sum(p.data.to_local().numel() for p in own.parameters())
     finally:
         dist.destroy_process_group()
     layers = [size for name, size in sizes.items() if name.startswith("model.layers.")]
@@ -53,27 +59,26 @@ def describe_shape(config: Config, preset: str, world: int) -> str:
         for each, place in zip(config.parallel.state_bytes, places, strict=True)
         if each
     )
-    gathered = sizes[largest] * COMPUTE_BYTES[numerics] / GIB
+    gathered = sizes[largest] / axes.tp * COMPUTE_BYTES[numerics] / GIB
     return "\n".join(
         [
             f"model        {preset or config.model.path}: {sum(sizes.values()):,} parameters",
             f"units        {len(layers)} decoder layers of {layers[0]:,}; {', '.join(others)}",
-            f"ranks        {world}: {mine:,} parameters on rank 0, which holds the most",
+            f"ranks        {world} ({axes}): {mine:,} parameters on rank 0{', which holds the most' * (axes.pp == 1)}",
             f"state        {numerics}: {sum(config.parallel.state_bytes)} bytes per parameter, {state} per rank",
             f"gathered     at most {gathered:,.2f} GiB at a time ({largest}), twice that while the next unit is prefetched",
             f"step         {counted(config.training.global_batch_size, 'sequence')} of {config.data.seq_len} tokens: "
             f"{counted(rounds, 'micro-batch', 'micro-batches')} of {config.training.micro_batch_size} on each rank",
-            *_estimate(config, hf_config, world),
+            *(_estimate(config, known, world) if is_predicted(config.parallel, axes) else []),
         ]
     )
 
 
-def _estimate(config: Config, hf_config: LlamaConfig, world: int) -> list[str]:
+def _estimate(config: Config, llama: weights.Llama, world: int) -> list[str]:
     """What it takes on GPUs; nothing if it is for the CPU, or recomputes nothing."""
     if config.parallel.device == "cpu" or not config.model.activation_checkpointing:
         return []
-    known = weights.parse_llama(hf_config.to_dict() | {"architectures": None}, "the model's configuration")
-    return estimate.describe_needs(run_shape.RunShape.of(known, config, world))
+    return estimate.describe_needs(run_shape.RunShape.of(llama, config, world))
 
 
 def _shape(config: Config, preset: str) -> LlamaConfig:

@@ -25,8 +25,8 @@ from llama405b.optim.adamw import build_optimizer, start_moments
 from llama405b.optim.fp32_masters import master_model
 from llama405b.optim.norm import local
 from llama405b.optim.offload_optimizer import OffloadedOptimizer
-from llama405b.optim.step import nll_of
 from llama405b.parallel.fsdp2 import checkpoint_activations, device_mesh, shard, shard_dtype
+from llama405b.parallel.passes import OneByOne
 
 ON_HOST = ("Sharded Param", "Sharded Grad")  # with offload = all
 NEITHER = ("Inputs", "Buffer")
@@ -101,7 +101,7 @@ def track(config: dict, parallel: Parallel, world: int, seq_len: int, micro_batc
             tracker.track_inputs((ids_BS,))
             with tracker:
                 before = tracker.now()
-                nll_of(model, Batch(ids_BS, ids_BS)).backward()
+                OneByOne(model, 1)._nll(Batch(ids_BS, ids_BS)).backward()
             return Tracked(before, tracker.now(), tracker.peak_there)
     finally:
         torch.set_default_dtype(torch.float32)

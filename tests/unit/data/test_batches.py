@@ -37,6 +37,19 @@ def test_every_world_size_sees_the_same_global_batch(cases):
             reader.close()
 
 
+@pytest.mark.parametrize("world", [4, 5, 9])
+def test_where_micro_batches_do_not_go_evenly_each_is_learnt_once(world):
+    batches = packed(np.arange(1000, dtype=np.uint32), 10, seed=3)
+    readers = [Reader(batches, rank(r, world), Dealing(6, world), 2, 108) for r in range(world)]
+    for begin in (108, 120):
+        found = [next(reader) for reader in readers]
+        assert {len(each) for each in found} == {-(-6 // world)}, "all take part in each round"
+        learnt = [micro.targets_BS for each in found for micro in each if (micro.targets_BS != -100).any()]
+        assert torch.equal(torch.cat(learnt), batches.read(range(begin, begin + 12)).targets_BS)
+    for reader in readers:
+        reader.close()
+
+
 def test_an_epoch_has_every_target_once_and_the_next_is_shuffled_anew():
     batches = packed(np.arange(101, dtype=np.uint32), 10, seed=0)
     epochs = []

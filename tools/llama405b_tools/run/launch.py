@@ -124,7 +124,8 @@ def mesh_notes(config: Config, plan: Plan) -> Iterator[str]:
     """Yield how the model and the batch are split over the ranks, where that is not over shards alone, and evenly."""
     axes = plan.axes(config.parallel)
     if axes.world != axes.dp_shard:
-        yield f"mesh: {axes}, neighbors along the last are on one host; docs/parallel.md tells what of it no GPU has run"
+        yield f"mesh: {axes}, neighbors along the last are on one host; no GPU has run that yet (docs/parallel.md)"
+        yield "note: memory and time of such a mesh are not predicted; --rehearse tries whether it fits"
     if note := waste_note(config.training, axes.size(DP)):
         yield f"note: {note}"
 
