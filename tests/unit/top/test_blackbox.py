@@ -3,12 +3,14 @@
 import dataclasses
 
 import pytest
-from shown import HUNG, played
+from shown import HUNG, played, text_of
 
 from llama405b.contract import reader
-from llama405b_tools.top import blackbox, event_sources
+from llama405b_tools.top import actions, blackbox, event_sources
 from llama405b_tools.top.blackbox import KEPT_S, MOST_FILES, PICTURE_EVERY_S, BlackBox
-from llama405b_tools.top.draw.ui import Ui
+from llama405b_tools.top.draw.panels import scene
+from llama405b_tools.top.draw.theme import theme
+from llama405b_tools.top.draw.ui import VIEWS, Ui
 from llama405b_tools.top.intake import SourceEvent
 from llama405b_tools.top.keys import press
 from llama405b_tools.top.session import Session
@@ -132,7 +134,6 @@ def test_an_incident_that_cannot_be_written_is_told(filled, tmp_path, monkeypatc
 
 def test_keys_go_back_and_forward_and_to_now():
     ui, shown = Ui(kept=(1000.0, 1090.0)), played(8, HUNG)
-    from llama405b_tools.top.draw.panels import scene
 
     def key(name):
         return press(ui, name, scene(shown.pic, shown.trends, ui, shown.logs), 120, 40)
@@ -157,6 +158,36 @@ def test_keys_go_back_and_forward_and_to_now():
     key("left")  # the log moves sideways there
     assert ui.at is None
     assert (key("<"), key(">")) == ("slower", "faster")
+
+
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (120, 40), (200, 60)])
+@pytest.mark.parametrize("view", VIEWS)
+def test_nobody_takes_the_past_for_the_present(view, width, height):
+    shown = played(8, 90.0, simulate.CALM)
+    now, then = Ui(path=["all", view]), Ui(path=["all", view], at=shown.pic.time, kept=(0.0, shown.pic.time + 200))
+    lines = shown.screen(width, height, then)
+    assert [line.cell_len for line in lines] == [width] * height
+    assert lines[0].plain.startswith("│ ◀ THE PAST: 3:20 ago, at ")
+    assert lines[1].plain.startswith("│ ● was HEALTHY ")
+    assert {line.plain[0] for line in lines[:-1]} == {"│"}  # an edge along the whole screen
+    assert {str(line.spans[0].style) for line in lines[:-1]} == {"bar.past"}
+    styles = {str(span.style) for line in lines for span in line.spans} | {str(line.style) for line in lines}
+    assert not {"bar.ok", "keys"} & styles
+    assert "─now" not in text_of(lines)  # nor do graphs end there
+    assert "THE PAST" not in text_of(shown.screen(width, height, now))
+    for n_colors in (0, 16, 256):
+        look = theme("dark", n_colors).styles["bar.past"]
+        assert look.reverse or look.bgcolor
+    of = scene(shown.pic, shown.trends, then, shown.logs)
+    assert actions.diagnosis(of, ())[:2] == ["THE PAST: 3:20 ago", f"HEALTHY: {shown.pic.why}"]
+
+
+def test_what_to_do_then_is_not_what_to_do_now():
+    shown = played(8, HUNG)
+    lines = shown.screen(200, 60, Ui(at=shown.pic.time, kept=(0.0, shown.pic.time + 8)))
+    assert lines[0].plain.startswith("│ ◀ THE PAST: 0:08 ago")
+    [advice] = [line for line in lines if "→ then: a says why" in line.plain]
+    assert "strong" not in {str(span.style) for span in advice.spans}
 
 
 def test_a_recording_stands_still_skips_and_changes_its_speed(monkeypatch):

@@ -44,6 +44,11 @@ def sparkline(values: Sequence[float], width: int, top: float | None = None) -> 
     return "".join(bar(100 * (value - low) / (high - low) if high > low else 0) for value in means)
 
 
+def stopwatch(seconds: float) -> str:
+    """Format a duration of minutes to the second: ``0:08``, ``3:20``."""
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
+
+
 def span(seconds: float | None) -> str:
     """Format a duration: ``0.8s``, ``12s``, ``3m``, ``5h02m``, ``1d7h``."""
     if seconds is None:

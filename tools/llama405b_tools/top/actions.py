@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from llama405b_tools.text.figures import stopwatch
 from llama405b_tools.top.draw.lines import event_line
 from llama405b_tools.top.draw.panels import Scene
 from llama405b_tools.top.draw.ui import Ui
@@ -72,7 +73,8 @@ def words_of(key: str, run: str, hosts_file: str) -> list[str]:
 def diagnosis(of: Scene, commands: Sequence[str]) -> list[str]:
     """Return what is known, as text to paste into a message. ``commands``: that show more."""
     pic, run = of.pic, of.pic.training
-    lines = [f"{pic.verdict}: {pic.why}".removesuffix(": ")]
+    lines = [f"THE PAST: {stopwatch(of.ui.kept[1] - pic.time)} ago"] if of.ui.is_past else []
+    lines.append(f"{pic.verdict}: {pic.why}".removesuffix(": "))
     if pic.advice:
         lines.append(f"next: {pic.advice}")
     if run:

@@ -92,6 +92,11 @@ class Ui:
     question: str = ""  # whether he does
 
     @property
+    def is_past(self) -> bool:
+        """Whether another moment than now is looked at."""
+        return self.at is not None
+
+    @property
     def mode(self) -> str:
         """What is shown: a view, ``host``, ``rank`` or ``text``."""
         return self.path[-1]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from llama405b.contract.phrases import given
 from llama405b.contract.records import Phase
 from llama405b_tools.run import judge
+from llama405b_tools.text.figures import stopwatch
 from llama405b_tools.top.state.moment import Moment
 from llama405b_tools.top.state.picture import (
     LINK_STATES,
@@ -59,7 +60,7 @@ def advice(
     if verdict is Verdict.HUNG:
         if guarded:
             soon = guard_acts_in_s(found)
-            when = "" if soon is None else f" in {int(soon) // 60}:{int(soon) % 60:02d}"
+            when = "" if soon is None else f" in {stopwatch(soon)}"
             return (
                 f"its guard ends it{when}, and starts it again from the newest checkpoint; a says what hangs, and why"
             )
