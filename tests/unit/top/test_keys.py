@@ -226,6 +226,21 @@ def test_nothing_is_done_before_the_user_agrees():
     assert screen.press("y") == "copy"  # asked nothing, it means something else
 
 
+def test_every_command_has_a_limit_and_x_ends_it_while_it_is_shown():
+    assert all(bool(action.limit_s) == bool(action.words) for action in actions.ACTIONS.values())
+    screen = Screen()
+    screen.ui.running = {"llama405b autopsy"}
+    assert screen.press("x") == ""
+    assert "no such key" in screen.ui.hint
+    screen.ui.show_text("llama405b autopsy", ["…"])
+    assert "x ends it  Esc q leaves it" in screen.text().splitlines()[-1]
+    assert screen.press("x") == "end"
+    screen.press("escape")
+    assert screen.ui.path == ["all"]
+    screen.ui.show_text("HELP", ["…"])
+    assert screen.press("x") == ""
+
+
 def test_what_cannot_be_done_says_why():
     live, file = {"is_live": True, "read_only": False}, {"has_file": True, "in_job": False}
     assert actions.refusals(**live, **file) == {}

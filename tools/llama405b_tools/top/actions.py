@@ -22,15 +22,23 @@ class Action(NamedTuple):
 
     question: str
     words: tuple[str, ...]  # of our command, without the hosts file; () opens a shell
+    limit_s: float = 0.0  # after which the command is ended
 
 
+LOOK_S = 60.0  # hosts answer an autopsy within seconds
+ASK_S = 900.0  # `ask` waits ten minutes by itself, then says what it waited for
+END_S = 3600.0  # a run has time to save, as long as its last save took, and as often again
 ACTIONS = {
-    "a": Action("look at what every rank of {run} is doing, and who holds it up", ("autopsy", "--run", "{run}")),
-    "c": Action("save a checkpoint of {run} now", ("ask", "{run}", "save")),
-    "p": Action("trace the next step of every rank of {run}", ("ask", "{run}", "profile")),
-    "M": Action("tell what the memory of every rank of {run} holds", ("ask", "{run}", "memory")),
-    "R": Action("save, end this attempt of {run}, and have its guard start the next", ("ask", "{run}", "restart")),
-    "S": Action("stop {run} on every host; it saves first", ("stop", "--run", "{run}")),
+    "a": Action(
+        "look at what every rank of {run} is doing, and who holds it up", ("autopsy", "--run", "{run}"), LOOK_S
+    ),
+    "c": Action("save a checkpoint of {run} now", ("ask", "{run}", "save"), ASK_S),
+    "p": Action("trace the next step of every rank of {run}", ("ask", "{run}", "profile"), ASK_S),
+    "M": Action("tell what the memory of every rank of {run} holds", ("ask", "{run}", "memory"), ASK_S),
+    "R": Action(
+        "save, end this attempt of {run}, and have its guard start the next", ("ask", "{run}", "restart"), END_S
+    ),
+    "S": Action("stop {run} on every host; it saves first", ("stop", "--run", "{run}"), END_S),
     SHELL: Action("open a shell on {host}", ()),
 }
 LINES = 20  # of the log and of the events in a diagnosis

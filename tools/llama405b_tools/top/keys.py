@@ -39,8 +39,8 @@ def press(ui: Ui, key: str, of: Scene, width: int, height: int) -> str:
         ui.hint = "nothing was done"
     elif ui.typing:
         _type(ui, key, of)
-    elif key in ASKED:
-        return ASKED[key]
+    elif wanted := "end" if key == "x" and ui.is_running else ASKED.get(key, ""):
+        return wanted
     elif key in MOVES:
         _move(ui, MOVES[key], of, width)
     elif key == "end" and ui.at is not None:

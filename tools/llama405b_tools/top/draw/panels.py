@@ -19,7 +19,7 @@ from llama405b_tools.top.draw.graphs import LEAST, Graphs, axes_of
 from llama405b_tools.top.draw.headline import headline
 from llama405b_tools.top.draw.hosts import Grid, none_shown, ordered, selected_row
 from llama405b_tools.top.draw.lines import LogLine, chosen_lines, event_line, events_pane, log_pane, wrapped
-from llama405b_tools.top.draw.ui import BACK_KEYS, KEYS, LOG_KEYS, SHORT_KEYS, SORTS, VIEWS, Ui
+from llama405b_tools.top.draw.ui import BACK_KEYS, COMMAND_KEYS, KEYS, LOG_KEYS, SHORT_KEYS, SORTS, VIEWS, Ui
 from llama405b_tools.top.state.picture import HostRow, Picture
 from llama405b_tools.top.state.quantities import NETWORK, available
 from llama405b_tools.top.state.series import WINDOW_WORDS
@@ -269,6 +269,8 @@ def _footer(ui: Ui, width: int) -> Text:
     keys = KEYS if width >= len(KEYS) else SHORT_KEYS
     if ui.reads_log:
         keys = LOG_KEYS
+    elif ui.is_running:
+        keys = COMMAND_KEYS
     elif ui.mode not in VIEWS[:1]:
         keys = BACK_KEYS
     extra = {

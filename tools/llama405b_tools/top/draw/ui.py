@@ -13,6 +13,7 @@ COLUMNS = ("cpu_pct", "ram_pct", "disk", "step", "busy", "age")  # of a host, th
 KEYS = "1-6 views  ↑↓ ⏎ open  Tab pane  ← → back in time  / find  m heat  +- time  Space pause  a why  ? keys  q quit"
 SHORT_KEYS = "1-6 ↑↓ ⏎ Tab ← → / s m + - Space a e ? q"
 LOG_KEYS = "↑↓ PgUp End  / n N find  f all  L errors  F host/rank  w wrap  ←→  y copy  Esc q back  ? keys"
+COMMAND_KEYS = "x ends it  Esc q leaves it, and it goes on  ↑↓ PgUp PgDn"
 BACK_KEYS = "↑↓ PgUp PgDn  ⏎ open  m heat  +- time  Esc q back  ? keys"
 HELP = """cluster-top: every host, every GPU, every rank, the training and its logs
 
@@ -32,6 +33,7 @@ HELP = """cluster-top: every host, every GPU, every rank, the training and its l
   a            say what every rank is doing right now, and who holds up the run
   c p M R S    have the run save now, trace its next step, tell what memory holds; restart it (by its guard); stop it (both save first)
   ! y          a shell on the chosen host; what is known as text, which is also copied     Each but y asks first.
+  x            end the command that is shown; Esc leaves it, and it goes on: an event says how it ended
   r            read the hosts file again, after it has changed
   ? h          this page          Ctrl-C   quit; nothing is left on any host
 
@@ -86,6 +88,7 @@ class Ui:
     stacks_of: str = ""  # when that was
     title: str = ""
     lines: Sequence[str] = ()  # of a text
+    running: set[str] = dataclasses.field(default_factory=set)  # titles of our commands that have not ended
     hint: str = ""  # about the last key
     refusals: Mapping[str, str] = dataclasses.field(default_factory=dict)  # by key, why something cannot be done
     pending: str = ""  # the key of what is to be done, if the user agrees
@@ -106,6 +109,11 @@ class Ui:
         if self.mode != "text":
             self.path.append("text")
         self.title, self.lines, self.down = title, lines, 0
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the text that is shown is of a command that has not ended."""
+        return self.mode == "text" and self.title in self.running
 
     @property
     def reads_log(self) -> bool:
