@@ -208,6 +208,16 @@ class ClusterState:
             if each.time is not None:
                 yield each.time - ahead_s, each
 
+    def xids_between(self, began: float, until: float) -> list[str]:
+        """Return the Xids that the run's hosts reported in some time by the clock of its head, in order, each once."""
+        if self.found.head is None:
+            return []
+        now, found = self.found.now, []
+        for host in (self.hosts[name] for name, _, _ in self.found.nodes if name in self.hosts):
+            ahead_s = self.found.head.clock(now) - host.clock(now)
+            found += [(xid.time + ahead_s, f"{host.name}: {xid.words}") for xid in host.xids]
+        return list(dict.fromkeys(words for moment, words in sorted(found) if began <= moment <= until))
+
     def first_rank(self, host: str) -> int:
         """Return a host's first rank; 0 if unknown."""
         return next((first for name, first, _ in nodes_of(self.hosts, self.run) if name == host), 0)
