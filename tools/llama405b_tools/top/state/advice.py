@@ -1,12 +1,15 @@
 """What to do next, in one line, for whoever has read the verdict. Pure."""
 
 import math
+import shlex
 from collections.abc import Sequence
 
 from llama405b.contract.phrases import given
 from llama405b.contract.records import Phase
+from llama405b_tools.machine.gpus import THERMAL
 from llama405b_tools.run import judge
 from llama405b_tools.text.figures import stopwatch
+from llama405b_tools.top.state.hostview import NOT_ODD, HostView
 from llama405b_tools.top.state.moment import Moment
 from llama405b_tools.top.state.picture import (
     LINK_STATES,
@@ -16,10 +19,12 @@ from llama405b_tools.top.state.picture import (
     RunPhase,
     TrainingStatus,
     Verdict,
+    known,
 )
 from llama405b_tools.top.state.run_notes import UNSAVED
-from llama405b_tools.top.state.verdicts import BEHIND, Note
+from llama405b_tools.top.state.verdicts import BEHIND, FREE, HEAT, Note, full_disks
 
+LESS_POWER = 0.8  # of its limit, for a GPU that is too hot
 GUARDED = (GuardShown.WATCHING, GuardShown.RECOVERING)
 ABOUT_HOSTS = {
     HostState.AUTH: "check its user and key with `ssh {host}`; cluster-top tries again every few seconds",
@@ -94,7 +99,8 @@ def _about(found: Moment, notes: Sequence[Note], rows: Sequence[HostRow], run: T
     if worst and worst.state in LINK_STATES:
         return ABOUT_HOSTS[worst.state]
     if notes and notes[0].key == UNSAVED:
-        return ABOUT_NOTES[UNSAVED]
+        full = next((host for host in found.ours if full_disks(host.frame)), None)
+        return ABOUT_NOTES[UNSAVED] + (f"; {_verbatim(_what_fills(full))}" if full else "")
     if run and run.network == "SOCKET":
         return "`{doctor}` says why the training does not use RDMA"
     if any(note.key == BEHIND for _, _, note in found.slow_ranks):
@@ -107,7 +113,37 @@ def _about(found: Moment, notes: Sequence[Note], rows: Sequence[HostRow], run: T
         return "`{status}" + given(" --run {}", run.run) + "` prints the command that guards it again"
     if worst and worst.state in ABOUT_HOSTS:
         return ABOUT_HOSTS[worst.state]
+    if worst and (words := _about_note(found, worst)):
+        return _verbatim(words)
     return "Enter shows the host with everything that stands out; `{doctor}` tests it" if worst else ""
+
+
+def _verbatim(words: str) -> str:
+    """Return words without anything for ``format`` to fill in: a path may have braces."""
+    return words.replace("{", "{{").replace("}", "}}")
+
+
+def _about_note(found: Moment, row: HostRow) -> str:
+    """Return what to do about the first thing that stands out on a host, if it is a hot GPU or a full disk."""
+    host, note = found.hosts[row.name], next(iter(found.notes[row.name]), NOT_ODD)
+    if FREE in note.fields:
+        return f"{_what_fills(host)}; delete what is not needed, such as checkpoints of earlier runs"
+    odd = [(gpu, found.odd[row.name, gpu.index]) for gpu in host.gpus if (row.name, gpu.index) in found.odd]
+    hot = [gpu for gpu, why in odd if HEAT in why.fields or {*gpu.slowed} & {*THERMAL}]
+    if not hot or odd[0][0] is not hot[0]:
+        return ""
+    words = f"check the fans and the inlet air of {row.name}"
+    if limits_w := known(gpu.power_limit_w for gpu in hot):
+        which = "" if len(hot) == len(host.gpus) else f" -i {','.join(str(gpu.index) for gpu in hot)}"
+        command = f"sudo nvidia-smi{which} -pl {LESS_POWER * min(limits_w):.0f}"
+        words += f"; until then, `{command}` there makes less heat (the limit is {min(limits_w):.0f} W)"
+    return words
+
+
+def _what_fills(host: HostView) -> str:
+    """Name the command that shows what fills a host's disk."""
+    path, _ = full_disks(host.frame)[0]
+    return f"`du -xhd2 {shlex.quote(path)} | sort -h | tail` on {host.name} shows what fills it"
 
 
 def _worst(rows: Sequence[HostRow]) -> str:

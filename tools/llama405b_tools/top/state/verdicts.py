@@ -29,6 +29,7 @@ IB_ERRORS = {
     "packet_seq_err": "sequence errors",
 }
 BEHIND = "behind"  # the key of the note on the rank that computes longest
+FREE, HEAT = "disk_free_bytes", "temperature_c"  # the same, of a full disk; and of a hot GPU's cell
 STEP_AND_AGE = ("step", "step_age_s")  # fields of a host's row
 BeatId = tuple[str, int, float]  # identifies a silent rank's last heartbeat: host, rank, time
 
@@ -91,9 +92,9 @@ def _oddities(gpu: GpuReport, usual: Usual) -> Iterator[Note]:
         yield from _below(gpu, usual)
     hot = gpu.temperature_c
     if hot is not None and hot >= thresholds.HOT_C and hot > usual.heat + thresholds.HOTTER_C:
-        yield Note("heat", f"{hot} °C (median {usual.heat:.0f})", ("temperature_c",))
+        yield Note("heat", f"{hot} °C (median {usual.heat:.0f})", (HEAT,))
     elif hot is not None and hot >= thresholds.TOO_HOT_C:
-        yield Note("heat", f"{hot} °C", ("temperature_c",))
+        yield Note("heat", f"{hot} °C", (HEAT,))
 
 
 def _below(gpu: GpuReport, usual: Usual) -> Iterator[Note]:
@@ -165,11 +166,15 @@ def _memory_notes(memory: Ram, before: Ram) -> Iterator[Note]:
         yield Note("ram", f"RAM is full: {memory.available / (1 << 30):.1f} GiB left", ("ram_used_bytes",))
 
 
+def full_disks(frame: Frame) -> list[tuple[str, int]]:
+    """Return the paths that a run writes to whose disk is nearly full, each with the bytes left."""
+    return [(path, free) for path, free, total in frame.disks if nearly_full(free, total)]
+
+
 def _disk_notes(frame: Frame) -> Iterator[Note]:
-    for path, free, total in frame.disks:
-        if nearly_full(free, total):
-            words = f"disk is nearly full: {free / (1 << 30):.1f} GiB left at {path}"
-            yield Note(f"disk {path}", words, ("disk_free_bytes",))
+    for path, free in full_disks(frame):
+        words = f"disk is nearly full: {free / (1 << 30):.1f} GiB left at {path}"
+        yield Note(f"disk {path}", words, (FREE,))
 
 
 def _port_notes(frame: Frame, before: Frame, best: Mapping[str, float]) -> Iterator[Note]:
