@@ -52,6 +52,7 @@ def test_a_character_set_without_our_symbols(terminal):
     shown = top.shows(r"TRAINING \S+ \| hosts 8/8 \|", 30)
     assert "\\u" not in shown
     assert "-- EVENTS" in shown
+    top.shows(r"[a-z]~(\s|$)", 30)  # where a line is cut
     assert shown.isascii()
 
 
@@ -61,7 +62,7 @@ def test_symbols_are_replaced_wherever_we_print(tmp_path):
     assert "* HEALTHY" in done.stdout
     assert "?" not in done.stdout
     usage = subprocess.run(TOP[:-1], env=ENV | ASCII, capture_output=True, text=True, timeout=60, check=False)
-    assert "usage: llama405b VERB .  " in usage.stdout
+    assert "usage: llama405b VERB ~  " in usage.stdout
 
 
 def test_the_mouse_stays_with_the_terminal(terminal):

@@ -158,6 +158,30 @@ def test_the_log_is_searched_filtered_wrapped_and_moved():
     assert screen.press("y") == "copy"
 
 
+def test_what_is_cut_says_so_and_is_read_whole():
+    events = tuple(Change(1e9 + i, "", Level.NOTE, f"event {i} {'word ' * 14}end") for i in range(9))
+    screen = Screen(logs=lines(40), events=events)
+    cut = screen.text().split("── EVENTS")[1].splitlines()[1:-1]
+    assert all(row[:59].endswith("…") and row.endswith("…") for row in cut)  # events at the left, the log at the right
+    screen.press("tab")
+    assert "w wrap" in screen.text().splitlines()[-1]
+    screen.press("w")
+    rows = [row[:59].strip() for row in screen.text().split("── EVENTS")[1].splitlines()[1:-1]]
+    assert rows[-1].endswith("end")
+    assert not any("…" in row for row in rows)
+    screen.press("w", "6")
+    assert "…" not in screen.text().split("── EVENTS")[1].split("\n", 1)[1].rsplit("\n", 2)[0]
+
+
+def test_advice_that_is_cut_says_so():
+    screen = Screen()
+    pic = dataclasses.replace(screen.shown.pic, advice="word " * 60)
+    screen.shown = dataclasses.replace(screen.shown, pic=pic)
+    [first, second] = [row for row in screen.text((80, 24)).splitlines() if "word word" in row]
+    assert first.startswith(" → word")
+    assert second.endswith(" …")
+
+
 def test_windows_and_quantities():
     screen = Screen(HOT)
     screen.press("+", "+", "+", "+")

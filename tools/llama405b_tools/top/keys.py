@@ -53,7 +53,7 @@ def press(ui: Ui, key: str, of: Scene, width: int, height: int) -> str:
         return SPEEDS[key]
     elif key in BACK_S and not (ui.reads_log and key in SIDEWAYS):
         return _travel(ui, BACK_S[key])
-    elif not _go(ui, key, of) and not (ui.reads_log and _press_in_log(ui, key, of)):
+    elif not (_go(ui, key, of) or _press_in_pane(ui, key, of)):
         _choose(ui, key, of)
     return ""
 
@@ -182,6 +182,14 @@ def _find(ui: Ui, of: Scene, *, back: bool) -> None:
         ui.hint = f"no {'earlier' if back else 'later'} line has {ui.log.search!r}"
     else:
         ui.log.at = found
+
+
+def _press_in_pane(ui: Ui, key: str, of: Scene) -> bool:
+    """Do what a key means where the arrows move; returns whether it means something there."""
+    if ui.reads_events and key == "w":
+        ui.wraps_events = not ui.wraps_events
+        return True
+    return ui.reads_log and _press_in_log(ui, key, of)
 
 
 def _press_in_log(ui: Ui, key: str, of: Scene) -> bool:

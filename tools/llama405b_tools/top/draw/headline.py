@@ -37,14 +37,7 @@ def headline(pic: Picture, width: int, max_lines: int | None = None, *, ago_s: f
     sign, name = VERDICTS.get(pic.verdict, ("✖", "bad"))
     indent = "" if max_lines is None else " "
     words = f"{indent}{sign} {'' if ago_s is None else 'was '}{pic.verdict}  {pic.why}".rstrip()
-    wrapped = textwrap.wrap(
-        words,
-        max(width, 8),
-        subsequent_indent=f"{indent}  ",
-        max_lines=max_lines,
-        placeholder=" …",
-        drop_whitespace=False,
-    )
+    wrapped = _wrapped(words, width, indent, max_lines)
     where, run = _runs_where(pic, width - len(indent), clock=bool(indent)), pic.training
     progress = _progress(run, width - len(indent), bars=bool(indent)) if run else _no_run(pic)
     style = f"bar.{name}" if ago_s is None else OLD
@@ -55,14 +48,20 @@ def headline(pic: Picture, width: int, max_lines: int | None = None, *, ago_s: f
         )
     lines += [Text(indent).append_text(line) for line in (where, progress)]
     if pic.advice:
-        advice = textwrap.wrap(
-            f"{indent}→ {'' if ago_s is None else 'then: '}{pic.advice}",
-            max(width, 8),
-            subsequent_indent=f"{indent}  ",
-            drop_whitespace=False,
-        )
-        lines += [Text(line, "strong" if ago_s is None else OLD) for line in advice[:max_lines]]
+        advice = _wrapped(f"{indent}→ {'' if ago_s is None else 'then: '}{pic.advice}", width, indent, max_lines)
+        lines += [Text(line, "strong" if ago_s is None else OLD) for line in advice]
     return lines
+
+
+def _wrapped(words: str, width: int, indent: str, max_lines: int | None) -> list[str]:
+    return textwrap.wrap(
+        words,
+        max(width, 8),
+        subsequent_indent=f"{indent}  ",
+        max_lines=max_lines,
+        placeholder=" …",
+        drop_whitespace=False,
+    )
 
 
 def _clock(moment: float) -> str:

@@ -19,7 +19,17 @@ from llama405b_tools.top.draw.graphs import LEAST, Graphs, axes_of
 from llama405b_tools.top.draw.headline import headline
 from llama405b_tools.top.draw.hosts import Grid, none_shown, ordered, selected_row
 from llama405b_tools.top.draw.lines import LogLine, chosen_lines, event_line, events_pane, log_pane, wrapped
-from llama405b_tools.top.draw.ui import BACK_KEYS, COMMAND_KEYS, KEYS, LOG_KEYS, SHORT_KEYS, SORTS, VIEWS, Ui
+from llama405b_tools.top.draw.ui import (
+    BACK_KEYS,
+    COMMAND_KEYS,
+    EVENT_KEYS,
+    KEYS,
+    LOG_KEYS,
+    SHORT_KEYS,
+    SORTS,
+    VIEWS,
+    Ui,
+)
 from llama405b_tools.top.state.picture import HostRow, Picture
 from llama405b_tools.top.state.quantities import NETWORK, available
 from llama405b_tools.top.state.series import WINDOW_WORDS
@@ -67,6 +77,7 @@ class Scene(NamedTuple):
 
     def events(self, room: int, width: int, *, wraps: bool = False) -> list[Text]:
         """Draw the newest events."""
+        wraps |= self.ui.wraps_events
         return events_pane(self.pic.events, self.ui.events_at, room, width, wraps=wraps, focused=self.ui.reads_events)
 
     def log(self, room: int, width: int) -> list[Text]:
@@ -269,6 +280,8 @@ def _footer(ui: Ui, width: int) -> Text:
     keys = KEYS if width >= len(KEYS) else SHORT_KEYS
     if ui.reads_log:
         keys = LOG_KEYS
+    elif ui.reads_events and ui.mode == "all":
+        keys = EVENT_KEYS
     elif ui.is_running:
         keys = COMMAND_KEYS
     elif ui.mode not in VIEWS[:1]:

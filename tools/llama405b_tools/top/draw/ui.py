@@ -13,6 +13,7 @@ COLUMNS = ("cpu_pct", "ram_pct", "disk", "step", "busy", "age")  # of a host, th
 KEYS = "1-6 views  ↑↓ ⏎ open  Tab pane  ← → back in time  / find  m heat  +- time  Space pause  a why  ? keys  q quit"
 SHORT_KEYS = "1-6 ↑↓ ⏎ Tab ← → / s m + - Space a e ? q"
 LOG_KEYS = "↑↓ PgUp End  / n N find  f all  L errors  F host/rank  w wrap  ←→  y copy  Esc q back  ? keys"
+EVENT_KEYS = "↑↓ PgUp PgDn End  w wrap  Tab pane  6 all of them, whole  Esc q back  ? keys"
 COMMAND_KEYS = "x ends it  Esc q leaves it, and it goes on  ↑↓ PgUp PgDn"
 BACK_KEYS = "↑↓ PgUp PgDn  ⏎ open  m heat  +- time  Esc q back  ? keys"
 HELP = """cluster-top: every host, every GPU, every rank, the training and its logs
@@ -38,7 +39,8 @@ HELP = """cluster-top: every host, every GPU, every rank, the training and its l
   ? h          this page          Ctrl-C   quit; nothing is left on any host
 
 In the log: f also what each step printed (the graphs have it); L only errors; F only the chosen host, then its chosen rank;
-  w wraps lines; ← → move sideways; y copies the lines that are shown, without times and names. It stands still while it is read.
+  ← → move sideways; y copies the lines that are shown, without times and names. It stands still while it is read.
+In the log and the events: w wraps lines that end with … because they are cut; in 6 all events are whole.
 
 Graphs: s a save, e an evaluation, r a restart; ┄ what was planned. ▁ to █ and its color: how much. — is unknown, never 0.
 Cells: a bar or number per GPU; ! a GPU that deviates from the median, has an error, a throttle reason, or whose rank delays the others.
@@ -82,6 +84,7 @@ class Ui:
     at: float | None = None  # the moment that is looked at; None: now
     kept: tuple[float, float] = (0.0, 0.0)  # from when until when one can go back
     events_at: Change | None = None  # the last event that is shown; None: the newest
+    wraps_events: bool = False  # beside other things; alone they always are
     down: int = 0  # lines that a text or a host is scrolled down
     log: LogView = dataclasses.field(default_factory=LogView)
     stacks: Mapping[int, Sequence[str]] = dataclasses.field(default_factory=dict)  # by rank, of the last autopsy
