@@ -259,7 +259,10 @@ SITUATIONS = (
     Situation(
         "a rank is stopped by a signal",
         both(on_all(stands), on_all(idle), on(SICK, lambda frame, t: beats(frame, RANK, state="T"))),
-        (("DEGRADED", "", 2), ("HUNG", HUNG_21 + ".*stopped by a signal", 64)),
+        (
+            ("DEGRADED", f"^{SICK}: rank {RANK}: it is stopped by a signal", 2),
+            ("HUNG", HUNG_21 + ".*stopped by a signal", 64),
+        ),
         "right: DEGRADED 2 s, HUNG 60 s",
         70,
         culprit=SICK,
@@ -292,7 +295,18 @@ SITUATIONS = (
     Situation(
         "a rank's process is a zombie",
         both(on_all(stands), on_all(idle), on("gpu-6", lambda frame, t: beats(frame, 44, state="Z"))),
-        (("HUNG", "gpu-6: rank 44 is silent.*has ended", 64),),
+        (
+            ("DEGRADED", "^gpu-6: rank 44: its process has ended", 2),
+            ("HUNG", "gpu-6: rank 44 is silent.*has ended", 64),
+        ),
+        "blamed rank 0",
+        70,
+        culprit="gpu-6",
+    ),
+    Situation(
+        "a rank's process is gone",
+        both(on_all(stands), on_all(idle), on("gpu-6", lambda frame, t: beats(frame, 44, state=""))),
+        (("DEGRADED", "^gpu-6: rank 44: its process is gone", 2), ("HUNG", "gpu-6: rank 44 is silent", 64)),
         "blamed rank 0",
         70,
         culprit="gpu-6",
@@ -304,7 +318,7 @@ SITUATIONS = (
             on_all(idle),
             on("gpu-6", lambda frame, t: frame["run"].update(beats=frame["run"]["beats"][1:])),
         ),
-        (("HUNG", "gpu-6: no heartbeat from rank 40", 64),),
+        (("DEGRADED", "^gpu-6: no heartbeat from rank 40", 34), ("HUNG", "gpu-6: no heartbeat from rank 40", 64)),
         "blamed rank 21",
         70,
         culprit="gpu-6",

@@ -111,13 +111,22 @@ class Moment:
         return found
 
     @functools.cached_property
+    def halted(self) -> Sequence[tuple[str, Beat, Note]]:
+        """The ranks of the live run that cannot go on, by host and heartbeat, and why."""
+        beats = [(name, beat) for name, run in self.heard.items() if run.alive for beat in run.beats]
+        return list(verdicts.halted_ranks(beats))
+
+    @functools.cached_property
     def slow_ranks(self) -> Sequence[tuple[str, int, Note]]:
-        """The ranks that delay the others, by host and number, and why."""
+        """The ranks that delay the others, by host and number, and why; those that cannot go on first."""
         beats = [(name, beat) for name, run in self.heard.items() for beat in run.beats]
         step_s = self.median("step_s")
-        found = list(verdicts.slow_ranks(beats, step_s))
+        found = [(name, beat.rank, note) for name, beat, note in self.halted]
+        if not step_s:
+            return found
+        found += verdicts.slow_ranks(beats, step_s)
         busy = [(took_s, name, beat.rank) for name, beat in beats if (took_s := self.hosts[name].busy_s(beat.rank))]
-        return [*found, *verdicts.behind(busy, step_s)] if step_s else found
+        return [*found, *verdicts.behind(busy, step_s)]
 
     @functools.cached_property
     def odd_ranks(self) -> Odd:

@@ -10,7 +10,7 @@ from llama405b_tools.top.state import verdicts
 from llama405b_tools.top.state.moment import Moment
 from llama405b_tools.top.state.picture import ENDED, GuardShown, HostRow, HostState, RunPhase, TrainingStatus, Verdict
 from llama405b_tools.top.state.run_notes import UNSAVED
-from llama405b_tools.top.state.verdicts import BEHIND, Note
+from llama405b_tools.top.state.verdicts import BEHIND, MISSING, Note
 
 PHASES = {
     RunPhase.RUNNING: Verdict.RUNNING,
@@ -92,8 +92,12 @@ def _first(reasons: Sequence[str]) -> str:
 def _reasons(
     found: Moment, notes: Sequence[Note], rows: Sequence[HostRow], training: TrainingStatus | None
 ) -> list[str]:
-    """Return what slows the run, or may slow it, worst first; the cause of slow steps comes before them."""
-    reasons = [note.words for note in notes if note.key == UNSAVED]
+    """Return what slows the run, or may slow it, worst first; a cause comes before its symptom: a step that is slow."""
+    reasons = [f"{name}: rank {beat.rank}: {note.words}" for name, beat, note in found.halted]
+    reasons += [
+        f"{name}: {note.words}" for name, each in found.notes.items() for note in each if note.key.startswith(MISSING)
+    ]
+    reasons += [note.words for note in notes if note.key == UNSAVED]
     if training and training.network == "SOCKET":
         reasons.append("training runs over TCP sockets")
     reasons += [f"{name}: rank {rank}: {note.words}" for name, rank, note in found.slow_ranks if note.key == BEHIND]

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from llama405b.capacity.disk import nearly_full
 from llama405b.contract.causes import STUCK, said_by_rank
 from llama405b.contract.phrases import given
+from llama405b.contract.records import Phase
 from llama405b_tools.machine.gpus import GpuReport
 from llama405b_tools.remote.messages.host_run import Beat
 from llama405b_tools.run.judge import Failure, failure_words
@@ -30,6 +31,7 @@ IB_ERRORS = {
 }
 BEHIND = "behind"  # the key of the note on the rank that computes longest
 FREE, HEAT = "disk_free_bytes", "temperature_c"  # the same, of a full disk; and of a hot GPU's cell
+MISSING = "no heartbeat"  # how the key of the note on ranks without one begins
 STEP_AND_AGE = ("step", "step_age_s")  # fields of a host's row
 BeatId = tuple[str, int, float]  # identifies a silent rank's last heartbeat: host, rank, time
 
@@ -40,6 +42,13 @@ class Note(NamedTuple):
     key: str  # words without the numbers that change
     words: str
     fields: tuple[str, ...] = ()  # of the row or cell that is drawn: those that show it
+
+
+HALTED = {
+    "T": Note("stopped", STUCK["T"], ("state",)),
+    "Z": Note("ended", STUCK["Z"], ("state",)),
+    "": Note("gone", "its process is gone", ("state",)),
+}  # by the state of a rank's process: the others wait for it, whatever else stands out
 
 
 class Hang(NamedTuple):
@@ -106,13 +115,19 @@ def _below(gpu: GpuReport, usual: Usual) -> Iterator[Note]:
         yield Note("clock", f"clock {gpu.clock_mhz} MHz (median {usual.clock:.0f})", ("clock_mhz",))
 
 
-def slow_ranks(everyone: Sequence[tuple[str, Beat]], step_s: float | None) -> Iterator[tuple[str, int, Note]]:
-    """Yield host and number of the ranks that delay the others: stopped, or slow in what each does alone (batch, update)."""
+def halted_ranks(everyone: Sequence[tuple[str, Beat]]) -> Iterator[tuple[str, Beat, Note]]:
+    """Yield host and heartbeat of the ranks that cannot go on: their process is stopped, has ended or is gone.
+
+    A host on which no rank's process is found does not see them (they are in a container).
+    """
+    seen = {host for host, beat in everyone if beat.state}
     for host, beat in everyone:
-        if beat.state == "T":
-            yield host, beat.rank, Note("stopped", STUCK["T"], ("state",))
-    if step_s is None:
-        return
+        if beat.state in HALTED and host in seen and beat.phase not in (Phase.DONE, Phase.FAILED):
+            yield host, beat, HALTED[beat.state]
+
+
+def slow_ranks(everyone: Sequence[tuple[str, Beat]], step_s: float) -> Iterator[tuple[str, int, Note]]:
+    """Yield host and number of the ranks that delay the others: slow in what each does alone (batch, update)."""
     for key, what in ALONE.items():
         took = [(host, beat.rank, getattr(beat, key)) for host, beat in everyone]
         median = _median((took_s for _, _, took_s in took), math.inf)
