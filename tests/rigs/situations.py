@@ -219,6 +219,15 @@ def ended_by_guard(host: str, frame: Frame, t: float) -> None:
     ended(frame, state="stopped", exit_code=None, cause={"kind": "stopped", "by": "the guard"})
 
 
+def ended_for_a_restart(host: str, frame: Frame, t: float) -> None:
+    """Somebody asked for a restart: the run saves, and 6 s later its hosts end one after the other."""
+    asked = {"kind": "stopped", "host": HEAD, "by": "ann@desk"}
+    frame["run"]["blame"] = {"attempt": 1, "host": HEAD, "cause": asked}
+    if t >= 6 + int(host[-1]) % 3:
+        frame["run"].pop("metrics", None)
+        ended(frame, state="killed", exit_code=None, signal=15, cause={"kind": "signal", "host": host, "signal": 15})
+
+
 def slow_rank(frame: Frame, t: float) -> None:
     gpus(frame, {POWER: "434.00"})
     beats(frame, RANK, busy_s=10.6)
@@ -561,6 +570,15 @@ SITUATIONS = (
         (("RESTARTING", "attempt 1 was ended .gpu-3: hung: rank 21", 2),),
         "STOPPED ● HEALTHY",
         guard=GuardShown.RECOVERING,
+    ),
+    Situation(
+        "a restart that somebody asked for",
+        ended_for_a_restart,
+        (("RESTARTING", "^asked for by ann@desk", 2),),
+        "FAILED, and blamed hosts in turn",
+        30,
+        guard=GuardShown.WATCHING,
+        check=lambda pic: pic.training.phase == "STOPPED" and not any(row.notes or row.why for row in pic.hosts),
     ),
     Situation(
         "an attempt was ended, and nobody restarts it",

@@ -6,8 +6,10 @@ import pytest
 
 from llama405b.contract.accounting import Attempt, StepTaken, Use, account
 from llama405b.contract.causes import Cause, CauseKind
+from llama405b_tools.run.accounts import account_line
 
 HUNG = Cause(CauseKind.HUNG, host="gpu-3", rank=21)
+ASKED = Cause(CauseKind.STOPPED, by="ann@desk")
 
 
 def steps(attempt, begin, n, step_s=10.0, every=()):
@@ -58,6 +60,24 @@ def test_a_stop_that_was_asked_for_is_no_time():
     taken = [*steps(1, 60.0, 5), *steps(2, 90_000.0, 5)]
     found = account(0.0, [Attempt(1, 130.0), Attempt(2, 90_055.0)], taken, 8, 99_999.0)
     assert spent(found) == {Use.STARTING: 60, Use.TRAINING: 100, Use.SAVING: 25}
+
+
+def test_a_restart_that_was_asked_for_is_no_failure():
+    taken = [*steps(1, 60.0, 5), *steps(2, 150.0, 3)]
+    found = account(0.0, [Attempt(1, 120.0, ASKED), Attempt(2)], taken, 8, 180.0)
+    assert spent(found) == {Use.STARTING: 60, Use.TRAINING: 80, Use.RESTARTS: 40}
+    assert found.incidents == []
+    assert "lost to a restart asked for" in account_line(found, "rank-h")
+    assert "failure" not in account_line(found, "rank-h")
+    waits = account(0.0, [Attempt(1, 120.0, ASKED)], steps(1, 60.0, 5), 8, 180.0)
+    assert spent(waits)[Use.RESTARTS] == 10
+
+
+def test_a_failure_after_a_restart_that_was_asked_for_is_one():
+    taken = [*steps(1, 60.0, 5), *steps(3, 500.0, 3)]
+    found = account(0.0, [Attempt(1, 120.0, ASKED), Attempt(2, 300.0, HUNG), Attempt(3)], taken, 8, 530.0)
+    [incident] = found.incidents
+    assert (incident.attempt, incident.cause, spent(found)[Use.FAILURES]) == (2, HUNG, 390)
 
 
 def test_a_failure_that_nobody_restarts_costs_until_it_was_ended():

@@ -12,8 +12,8 @@ from llama405b_tools.text.figures import stopwatch
 from llama405b_tools.top.state.hostview import NOT_ODD, HostView
 from llama405b_tools.top.state.moment import Moment
 from llama405b_tools.top.state.picture import (
+    GUARDED,
     LINK_STATES,
-    GuardShown,
     HostRow,
     HostState,
     RunPhase,
@@ -25,7 +25,6 @@ from llama405b_tools.top.state.run_notes import UNSAVED
 from llama405b_tools.top.state.verdicts import BEHIND, FREE, HEAT, Note, full_disks
 
 LESS_POWER = 0.8  # of its limit, for a GPU that is too hot
-GUARDED = (GuardShown.WATCHING, GuardShown.RECOVERING)
 ABOUT_HOSTS = {
     HostState.AUTH: "check its user and key with `ssh {host}`; cluster-top tries again every few seconds",
     HostState.REFUSED: "start sshd on {host}, or correct its port in the hosts file; cluster-top tries again by itself",
@@ -72,6 +71,8 @@ def advice(
         return f"a says why; `{commands['stop']}{of_run}` ends it; {checked}"
     if verdict is Verdict.FAILED:
         return "e shows the first error; " + ("its guard starts it again" if guarded else checked)
+    if verdict is Verdict.RESTARTING and found.restart_by:
+        return "nothing: its guard starts the next attempt from the newest checkpoint"
     if verdict is Verdict.RESTARTING:
         return "nothing: its guard starts the next attempt; e shows the first error"
     if verdict is Verdict.LOST:

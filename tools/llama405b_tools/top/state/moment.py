@@ -135,7 +135,7 @@ class Moment:
             (name, beat.rank): Note("failed", "it has failed", ("phase",))
             for name, run in self.heard.items()
             for beat in run.beats
-            if beat.phase is Phase.FAILED
+            if beat.phase is Phase.FAILED and not self.restart_by
         }
         found = {(name, rank): note for name, rank, note in self.slow_ranks} | failed
         if self.hang and self.hang.host == self.hang.beat[0]:
@@ -176,6 +176,11 @@ class Moment:
         """Why this attempt was ended, if whoever ended it has recorded that."""
         recorded = [run.blame for run in self.heard.values() if run.blame]
         return judge.blame_of(max((run.attempt for run in self.heard.values()), default=0), recorded)
+
+    @functools.cached_property
+    def restart_by(self) -> str:
+        """Who asked for this attempt to end, and for the run's guard to start the next one; "": nobody did."""
+        return judge.restart_by(self.blamed)
 
     def _beatless(self) -> Iterator[tuple[str, Note]]:
         """Yield the hosts whose ranks have no heartbeat, or one that stands, while the run trains."""
@@ -391,7 +396,7 @@ class Moment:
         statuses = [run.status for run in self.heard.values() if run.status]
         if not statuses:
             return RunPhase.STARTING
-        if any(status.state is NodeState.STOPPED for status in statuses):
+        if self.restart_by or any(status.state is NodeState.STOPPED for status in statuses):
             return RunPhase.STOPPED
         return RunPhase.DONE
 

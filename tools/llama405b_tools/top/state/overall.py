@@ -8,7 +8,7 @@ from llama405b_tools.run.judge import Failure, first_failure
 from llama405b_tools.text.clean import clean
 from llama405b_tools.top.state import verdicts
 from llama405b_tools.top.state.moment import Moment
-from llama405b_tools.top.state.picture import ENDED, GuardShown, HostRow, HostState, RunPhase, TrainingStatus, Verdict
+from llama405b_tools.top.state.picture import ENDED, GUARDED, HostRow, HostState, RunPhase, TrainingStatus, Verdict
 from llama405b_tools.top.state.run_notes import UNSAVED
 from llama405b_tools.top.state.verdicts import BEHIND, MISSING, Note
 
@@ -37,6 +37,8 @@ def verdict(
         return Verdict.DOWN, _first(lost)
     if found.awaited:
         return Verdict.CONNECTING, str(found.away)
+    if found.restart_by and training and training.guard in GUARDED:
+        return Verdict.RESTARTING, f"asked for by {found.restart_by}; its guard starts attempt {training.attempt + 1}"
     if training and training.phase in ENDED:
         return _end(found, training)
     if reasons := _reasons(found, notes, rows, training):
@@ -57,9 +59,11 @@ def _failure(found: Moment) -> str:
 
 def _end(found: Moment, run: TrainingStatus) -> tuple[Verdict, str]:
     """Return the verdict on a run that has ended, and what it lost."""
+    if found.restart_by:
+        return Verdict.STOPPED, f"for a restart that {found.restart_by} asked for, and no guard starts the next attempt"
     if found.blamed and run.phase is RunPhase.STOPPED:
         words = f"{found.blamed.host}: {clean(judge.failure_words(Failure(found.blamed.host, found.blamed.cause)))}"
-        if run.guard in (GuardShown.WATCHING, GuardShown.RECOVERING):
+        if run.guard in GUARDED:
             return Verdict.RESTARTING, f"attempt {run.attempt} was ended ({words}); its guard starts the next"
         return Verdict.FAILED, words
     by = next((status.cause.by for run in found.heard.values() if (status := run.status) and status.cause), "")

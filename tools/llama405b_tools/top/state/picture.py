@@ -78,7 +78,7 @@ class Verdict(enum.StrEnum):
     NO_RUN = "NO RUN"
     CONNECTING = "CONNECTING"
     DEGRADED = "DEGRADED"
-    RESTARTING = "RESTARTING"  # its guard has ended a failed attempt, and starts the next
+    RESTARTING = "RESTARTING"  # an attempt failed, or somebody asked for it to be ended, and its guard starts the next
     LOST = "STOPPED, STEPS LOST"  # its last save failed
     HUNG = "HUNG"
     FAILED = "FAILED"
@@ -102,6 +102,9 @@ class GuardShown(enum.StrEnum):
     STOPPED = "stopped"
     GAVE_UP = "gave up"
     GONE = "GONE"  # it died while the run needed it
+
+
+GUARDED = (GuardShown.WATCHING, GuardShown.RECOVERING)  # it may bring the run back
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
