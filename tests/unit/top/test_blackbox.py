@@ -7,6 +7,7 @@ from shown import HUNG, played, text_of
 
 from llama405b.contract import reader
 from llama405b_tools.top import actions, blackbox, event_sources
+from llama405b_tools.top.app import TopApp
 from llama405b_tools.top.blackbox import KEPT_S, MOST_FILES, PICTURE_EVERY_S, BlackBox
 from llama405b_tools.top.draw.panels import scene
 from llama405b_tools.top.draw.theme import theme
@@ -158,6 +159,61 @@ def test_keys_go_back_and_forward_and_to_now():
     key("left")  # the log moves sideways there
     assert ui.at is None
     assert (key("<"), key(">")) == ("slower", "faster")
+
+
+def test_from_a_screen_that_stands_still_one_goes_back_from_what_it_shows():
+    shown = played(8, HUNG)
+    ui = Ui(paused=True, kept=(shown.pic.time - 500, shown.pic.time + 90))
+    press(ui, "left", scene(shown.pic, shown.trends, ui, shown.logs), 120, 40)
+    assert ui.at == shown.pic.time - 10
+
+
+@pytest.mark.parametrize("back", ["end", "escape", "]"])
+def test_end_after_the_past_moves_nothing_else(back):
+    shown = played(8, HUNG)
+    ui = Ui(at=1060.0, kept=(1000.0, 1090.0))
+
+    def key(name):
+        press(ui, name, scene(shown.pic, shown.trends, ui, shown.logs), 120, 40)
+
+    key(back)
+    assert ui.at is None
+    key("end")
+    assert ui.selected == ""
+    assert ui.hint
+    key("end")
+    assert ui.selected == scene(shown.pic, shown.trends, ui, shown.logs).rows[-1].name
+
+
+def test_esc_leaves_what_was_opened_in_the_past_before_the_past():
+    shown = played(8, HUNG)
+    ui = Ui(at=1060.0, kept=(1000.0, 1090.0), path=["all", "host"])
+    press(ui, "escape", scene(shown.pic, shown.trends, ui, shown.logs), 120, 40)
+    assert (ui.at, ui.path) == (1060.0, ["all"])
+
+
+@pytest.mark.parametrize("key", actions.ACTIONS)
+def test_nothing_is_asked_of_a_run_by_what_it_was(key):
+    shown = played(8, HUNG)
+    ui = Ui(at=1060.0, kept=(1000.0, 1090.0))
+    assert press(ui, key, scene(shown.pic, shown.trends, ui, shown.logs), 120, 40) == ""
+    assert (ui.pending, ui.hint) == ("", actions.PAST)
+
+
+def test_the_oldest_moment_stands_still_while_it_is_looked_at(filled):
+    pic = filled[1]
+    app = TopApp(Session(source_of([], simulate.names(N_HOSTS)), None, 60.0), lambda: None)
+    box = app.session.box
+    for second in range(0, 600, 2):
+        box.see(dataclasses.replace(pic, time=1000.0 + second))
+    app.pic, app.ui.at = pic, box.span[0]
+    first, _ = app.shown()
+    for second in range(600, 700, 2):
+        box.see(dataclasses.replace(pic, time=1000.0 + second))
+    assert app.shown()[0] is first
+    assert (first.time, app.ui.kept[0]) == (1000.0, 1098.0)
+    app.ui.at = None
+    assert app.shown()[0] is pic
 
 
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (120, 40), (200, 60)])

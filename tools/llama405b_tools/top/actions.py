@@ -11,6 +11,7 @@ from llama405b_tools.top.state.picture import HostRow
 
 SHELL = "!"
 NOT_LIVE = "a recording cannot be acted on"
+PAST = "this is the past: End returns to now"
 READ_ONLY = "cluster-top was started with --read-only"
 NO_FILE = "for that, start cluster-top with a hosts file instead of host names"
 IN_BROWSER = "a shell needs a terminal; use ssh in one"
@@ -58,7 +59,8 @@ def refusals(
 
 def asked(ui: Ui, key: str, of: Scene) -> None:
     """Ask whether to do it, or say why it cannot be done."""
-    row, run, refusal = of.selected, of.pic.training, ui.refusals.get(key, "")
+    row, run = of.selected, of.pic.training
+    refusal = ui.refusals.get(key, "") or (PAST if ui.is_past else "")
     if not refusal and key == SHELL and row is None:
         refusal = "no host is selected"
     elif not refusal and key != SHELL and run is None:

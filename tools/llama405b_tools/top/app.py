@@ -114,6 +114,7 @@ class TopApp(App[int]):
         self.session, self.ui = session, session.ui
         session.keep()
         self.pic, self.logs = NOT_DRAWN, list[LogLine]()
+        self.past: tuple[float, Picture] | None = None  # the moment that is looked at, and its picture
         self.draw_at = 0.0  # when to draw again
         self.files = {file: _stamp(file) for file in files}
         self.hosts_file = next(iter(files), "")
@@ -193,9 +194,18 @@ class TopApp(App[int]):
         ui, box = self.ui, self.session.box
         if box:
             ui.kept = box.span
-        if ui.at is None or not box or (past := box.at(ui.at)) is None:
+        if ui.at is None or not box:
+            self.past = None
             return self.pic, self.logs
-        return past, [line for line in self.logs if line.time <= ui.at]
+        if (self.past is None or self.past[0] != ui.at) and (found := box.at(ui.at)):
+            self.past = (
+                ui.at,
+                found,
+            )  # kept as long as it is looked at: its end of the ten minutes is forgotten meanwhile
+        if self.past is None:
+            return self.pic, self.logs
+        at, pic = self.past
+        return pic, [line for line in self.logs if line.time <= at]
 
     def on_resize(self, event: Resize) -> None:
         """Draw for the new size."""

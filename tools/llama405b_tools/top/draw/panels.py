@@ -287,7 +287,7 @@ def _footer(ui: Ui, width: int) -> Text:
     elif ui.mode not in VIEWS[:1]:
         keys = BACK_KEYS
     extra = {
-        f"{ui.hint}": bool(ui.hint), "the past: → goes on, End now": ui.is_past,
+        f"{ui.hint}": bool(ui.hint), "the past: → goes on, Esc or End now": ui.is_past,
         "PAUSED: Space goes on": ui.paused, f"filter {ui.filter!r}": bool(ui.filter),
         "odd ones only": ui.odd_only, f"by {ui.sort}": ui.sort != SORTS[0], WINDOW_WORDS[ui.window]: ui.window > 0,
     }  # fmt: skip

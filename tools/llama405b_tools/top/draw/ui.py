@@ -25,7 +25,7 @@ HELP = """cluster-top: every host, every GPU, every rank, the training and its l
   + -          how far back the graphs go: 10 minutes, 1 hour, 8 hours, the whole run
   m            what the cells of heat show: power, utilization, memory, temperature, clock, network, busy seconds
   Space        stop the screen, and let it go on (it misses nothing meanwhile); a recording stands still
-  ← → [ ]      go back ten seconds in the last ten minutes, and forward; a minute; End: to now. The whole screen goes.
+  ← → [ ]      go back ten seconds in the last ten minutes, and forward; a minute; End, Esc: to now. All of it goes.
   < >          a recording: half, twice as fast; → at its newest moment skips ten seconds
   /            show only hosts whose name, state or notes contain a text; in the log, find a text (n N: further back, forward)
   s o C        sort: worst first, name, power, step, temperature; only hosts that stand out; fewer columns
@@ -82,6 +82,7 @@ class Ui:
     theme: str = ""  # of ``THEMES``; "": by what the terminal says of its background
     paused: bool = False
     at: float | None = None  # the moment that is looked at; None: now
+    came_back: bool = False  # by the last key, from the past to now
     kept: tuple[float, float] = (0.0, 0.0)  # from when until when one can go back
     events_at: Change | None = None  # the last event that is shown; None: the newest
     wraps_events: bool = False  # beside other things; alone they always are
