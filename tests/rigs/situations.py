@@ -275,6 +275,7 @@ SITUATIONS = (
         "right: DEGRADED 2 s, HUNG 60 s",
         70,
         culprit=SICK,
+        check=lambda pic: f" on {SICK} lets rank {RANK} go on; a says why" in pic.advice,
     ),
     Situation(
         "a hang, GPUs idle",

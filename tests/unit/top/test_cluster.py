@@ -89,6 +89,8 @@ def test_a_stopped_rank_is_named_at_once_and_a_failed_one_is_never_healthy():
 
     _, stopped = play(2, 60.0, change=lambda event: change(event, state="T"))
     assert (stopped.verdict, row(stopped, "gpu-2").notes) == ("DEGRADED", ("rank 11: it is stopped by a signal",))
+    [pid] = [rank.pid for rank in row(stopped, "gpu-2").ranks if rank.rank == 11]
+    assert (stopped.about, stopped.advice) == ("gpu-2", f"`kill -CONT {pid}` on gpu-2 lets rank 11 go on")
     _, failed = play(2, 60.0, change=lambda event: change(event, phase="failed", cause=OUT_OF_MEMORY))
     assert (failed.verdict, failed.exit_code, failed.training.phase) == ("FAILED", 3, "FAILED")
     assert failed.why == "gpu-2: rank 11 failed: CUDA out of memory"

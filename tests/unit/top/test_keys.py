@@ -68,6 +68,16 @@ def test_enter_goes_from_host_to_rank_and_q_back_level_by_level():
     assert screen.ui.path == ["all"]
 
 
+def test_enter_opens_the_host_that_the_verdict_is_about_until_another_is_chosen():
+    screen = Screen()
+    assert screen.shown.pic.about == "gpu-3"
+    screen.ui.sort = "name"
+    screen.press("enter")
+    assert screen.ui.selected == "gpu-3"
+    screen.press("escape", "home", "enter")
+    assert screen.ui.selected == "gpu-1"
+
+
 @pytest.mark.parametrize(
     ("key", "shows"),
     [

@@ -176,7 +176,7 @@ def marked(line):
 def test_the_culprit_is_marked_with_its_gpu_and_its_numbers():
     shown = played(8, HUNG)
     lines = shown.screen(120, 40, Ui(sort="name"))
-    line = next(line for line in lines if line.plain.startswith(" ✖gpu-3"))
+    line = next(line for line in lines if line.plain.startswith("▶✖gpu-3"))
     assert {"✖", "gpu-3", "HUNG", "1200", "78s"} <= marked(line)
     assert any(re.fullmatch(r"\d+!", text) for text in marked(line))
     other = next(line for line in lines if line.plain.startswith("  gpu-4"))
@@ -195,7 +195,7 @@ def test_where_a_run_failed_is_first_and_marked_and_the_others_are_dim():
         for row in shown.pic.hosts
     ]
     for width in (120, 80):
-        lines = shown.screen(width, 40, hosts=tuple(failed))
+        lines = shown.screen(width, 40, hosts=tuple(failed), about="gpu-6")
         at = [line for line in lines if re.match(HOST_LINE, line.plain)]
         assert at[0].plain.startswith("▶✖gpu-6 ")
         assert "✖" not in "".join(line.plain for line in at[1:])

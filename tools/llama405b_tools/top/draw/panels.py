@@ -97,7 +97,7 @@ def scene(pic: Picture, trends: Trends, ui: Ui, logs: Sequence[LogLine]) -> Scen
     steps, seen = axes_of(trends, ui.window, pic.time)
     if ui.is_past:
         steps, seen = steps._replace(end_name="then"), seen._replace(end_name="then")
-    return Scene(pic, trends, ui, logs, (steps, seen), rows, selected_row(rows, ui))
+    return Scene(pic, trends, ui, logs, (steps, seen), rows, selected_row(rows, ui, pic.about))
 
 
 def screen(pic: Picture, trends: Trends, ui: Ui, logs: Sequence[LogLine], width: int, height: int) -> list[Text]:

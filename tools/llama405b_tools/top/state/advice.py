@@ -22,7 +22,7 @@ from llama405b_tools.top.state.picture import (
     known,
 )
 from llama405b_tools.top.state.run_notes import UNSAVED
-from llama405b_tools.top.state.verdicts import BEHIND, FREE, HEAT, Note, full_disks
+from llama405b_tools.top.state.verdicts import BEHIND, FREE, HALTED, HEAT, Note, full_disks
 
 LESS_POWER = 0.8  # of its limit, for a GPU that is too hot
 ABOUT_HOSTS = {
@@ -53,22 +53,27 @@ def advice(
     rows: Sequence[HostRow],
     run: TrainingStatus | None,
     verdict: Verdict,
+    about: str,
     form: str,
 ) -> str:
-    """Return what to do; "" if there is nothing. ``form``: of a command, with ``{}`` for the verb."""
+    """Return what to do; "" if there is nothing.
+
+    ``about``: the host that the verdict is about. ``form``: of a command, with ``{}`` for the verb.
+    """
     commands = {verb: form.format(verb) for verb in ("doctor", "plan", "stop", "status")}
     of_run = given(" --run {}", run.run if run else "")
     again = f"launch it again with `--resume auto`{given(', from step {:,}', run.checkpoint_step if run else None)}"
     checked = f"check {found.culprit} (`{commands['doctor']}`), then {again}" if found.culprit else again
     guarded = run is not None and run.guard in GUARDED
     if verdict is Verdict.HUNG:
+        woken = given("{}; ", _wake(found))
         if guarded:
             soon = guard_acts_in_s(found)
             when = "" if soon is None else f" in {stopwatch(soon)}"
-            return (
+            return woken + (
                 f"its guard ends it{when}, and starts it again from the newest checkpoint; a says what hangs, and why"
             )
-        return f"a says why; `{commands['stop']}{of_run}` ends it; {checked}"
+        return f"{woken}a says why; `{commands['stop']}{of_run}` ends it; {checked}"
     if verdict is Verdict.FAILED:
         return "e shows the first error; " + ("its guard starts it again" if guarded else checked)
     if verdict is Verdict.RESTARTING and found.restart_by:
@@ -81,7 +86,8 @@ def advice(
         return again
     if verdict not in (Verdict.DOWN, Verdict.DEGRADED):
         return ""
-    return _about(found, notes, rows, run).format(**commands, host=_worst(rows))
+    worst = next((row for row in rows if row.name == (about or _worst(rows))), None)
+    return _about(found, notes, worst, run).format(**commands, host=worst.name if worst else "")
 
 
 def guard_acts_in_s(found: Moment) -> float | None:
@@ -94,9 +100,19 @@ def guard_acts_in_s(found: Moment) -> float | None:
     return max(0.0, max(*limits, judge.SILENT_STEPS * longest_s) - silent.age_s)
 
 
-def _about(found: Moment, notes: Sequence[Note], rows: Sequence[HostRow], run: TrainingStatus | None) -> str:
-    """Return what to do about the first reason that the verdict gives."""
-    worst = next((row for row in rows if row.name == _worst(rows)), None)
+def _wake(found: Moment) -> str:
+    """Return what lets the first rank that is stopped by a signal go on; "" if none is."""
+    for name, beat, note in found.halted[:1]:
+        if note is HALTED["T"]:
+            return f"`kill -CONT {beat.pid}` on {name} lets rank {beat.rank} go on"
+    return ""
+
+
+def _about(found: Moment, notes: Sequence[Note], worst: HostRow | None, run: TrainingStatus | None) -> str:
+    """Return what to do about the first reason that the verdict gives; ``worst``: the host that it is about."""
+    if found.halted:
+        of_run = given(" --run {}", run.run if run else "")
+        return _wake(found) or f"a says what the other ranks wait for; `{{stop}}{of_run}` ends it"
     if worst and worst.state in LINK_STATES:
         return ABOUT_HOSTS[worst.state]
     if notes and notes[0].key == UNSAVED:

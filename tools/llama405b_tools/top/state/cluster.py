@@ -165,15 +165,16 @@ class ClusterState:
         rows = [host.row(self.run, found.judged(name), found.now) for name, host in self.hosts.items()]
         account = self.account[1] if self.account[0] == self.run else None
         shown = training(found, self.notes, self.guard, self.load, account)
-        verdict, why = overall.verdict(found, self.notes, rows, shown)
+        verdict, why, about = overall.verdict(found, self.notes, rows, shown)
         if self.wanted and not shown and verdict in (Verdict.NO_RUN, Verdict.DEGRADED):
-            verdict, why = Verdict.DOWN, f"no host knows a run {self.wanted!r}"
+            verdict, why, about = Verdict.DOWN, f"no host knows a run {self.wanted!r}", ""
         return Picture(
             time=found.now,
             interval_s=self.interval_s,
             badge=self.badge,
             verdict=verdict,
             why=why,
+            about=about,
             exit_code=verdict.exit_code,
             hosts=tuple(rows),
             training=shown,
@@ -181,7 +182,7 @@ class ClusterState:
             fresh=len(found.fresh),
             gpus_seen=_in_all(found.fresh, lambda host: len(host.gpus)),
             gpus_expected=_in_all(self.hosts.values(), lambda host: host.expected_gpus),
-            advice=advice(found, self.notes, rows, shown, verdict, f"{self.program} {{}}{self.hosts_argument}"),
+            advice=advice(found, self.notes, rows, shown, verdict, about, f"{self.program} {{}}{self.hosts_argument}"),
             workdirs=tuple(sorted({host.frame.cwd for host in found.fresh} - {""})),
         )
 

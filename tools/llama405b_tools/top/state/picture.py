@@ -304,3 +304,4 @@ class Picture:
     gpus_expected: int  # as far as the hosts have reported
     advice: str = ""  # what to do next; "" if there is nothing to do
     workdirs: tuple[str, ...] = ()  # directories on the hosts in which runs were looked for
+    about: str = ""  # the host that the verdict is about; "" if it is about none, or all
