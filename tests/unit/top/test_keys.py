@@ -10,7 +10,7 @@ from llama405b_tools.top.draw.lines import LogLine
 from llama405b_tools.top.draw.panels import scene, shown_logs
 from llama405b_tools.top.draw.ui import COLUMNS, Ui
 from llama405b_tools.top.keys import press
-from llama405b_tools.top.state.picture import Change, Level
+from llama405b_tools.top.state.picture import Change, GuardShown, Level, RunPhase
 
 SIZE = (120, 40)
 
@@ -289,6 +289,29 @@ def test_what_cannot_be_done_says_why():
     screen.shown = dataclasses.replace(screen.shown, pic=dataclasses.replace(screen.shown.pic, training=None))
     screen.press("c")
     assert screen.ui.hint == "there is no run on these hosts"
+
+
+@pytest.mark.parametrize(
+    ("key", "change", "hint"),
+    [
+        ("R", {"guard": GuardShown.NONE}, "run llama-405b has no guard"),
+        ("R", {"guard": GuardShown.GONE}, "run llama-405b has no guard"),
+        ("R", {"guard": GuardShown.WATCHING, "phase": RunPhase.STOPPED}, "run llama-405b is not running: STOPPED"),
+        ("c", {"phase": RunPhase.STOPPED}, "run llama-405b is not running: STOPPED"),
+        ("p", {"phase": RunPhase.DONE}, "run llama-405b is not running: DONE"),
+        ("M", {"phase": RunPhase.FAILED}, "run llama-405b is not running: FAILED"),
+        ("R", {"guard": GuardShown.WATCHING}, ""),
+        ("S", {"phase": RunPhase.FAILED}, ""),  # something may be left of it
+        ("a", {"phase": RunPhase.FAILED}, ""),
+    ],
+)
+def test_what_the_run_would_not_do_is_not_asked(key, change, hint):
+    screen = Screen()
+    run = dataclasses.replace(screen.shown.pic.training, **change)
+    screen.shown = dataclasses.replace(screen.shown, pic=dataclasses.replace(screen.shown.pic, training=run))
+    screen.press(key)
+    assert screen.ui.hint.startswith(hint)
+    assert bool(screen.ui.pending) is not bool(hint)
 
 
 def test_actions_are_commands_that_can_be_typed():

@@ -7,7 +7,7 @@ from llama405b_tools.text.figures import stopwatch
 from llama405b_tools.top.draw.lines import event_line
 from llama405b_tools.top.draw.panels import Scene
 from llama405b_tools.top.draw.ui import Ui
-from llama405b_tools.top.state.picture import HostRow
+from llama405b_tools.top.state.picture import GUARDED, OVER, HostRow, TrainingStatus
 
 SHELL = "!"
 NOT_LIVE = "a recording cannot be acted on"
@@ -42,6 +42,7 @@ ACTIONS = {
     "S": Action("stop {run} on every host; it saves first", ("stop", "--run", "{run}"), END_S),
     SHELL: Action("open a shell on {host}", ()),
 }
+OF_LIVE = ("c", "p", "M", "R")  # what only a run that runs can do
 LINES = 20  # of the log and of the events in a diagnosis
 
 
@@ -63,8 +64,8 @@ def asked(ui: Ui, key: str, of: Scene) -> None:
     refusal = ui.refusals.get(key, "") or (PAST if ui.is_past else "")
     if not refusal and key == SHELL and row is None:
         refusal = "no host is selected"
-    elif not refusal and key != SHELL and run is None:
-        refusal = "there is no run on these hosts"
+    elif not refusal and key != SHELL:
+        refusal = _refused_of_run(key, run)
     if refusal:
         ui.hint = refusal
         return
@@ -72,6 +73,17 @@ def asked(ui: Ui, key: str, of: Scene) -> None:
         ui.selected = row.name
     ui.pending = key
     ui.question = ACTIONS[key].question.format(run=run.run if run else "", host=row.name if row else "")
+
+
+def _refused_of_run(key: str, run: TrainingStatus | None) -> str:
+    """Return why the run would not do it, as far as that is known now; "" if nothing is."""
+    if run is None:
+        return "there is no run on these hosts"
+    if key in OF_LIVE and run.phase in OVER:
+        return f"run {run.run} is not running: {run.phase}"
+    if key == "R" and run.guard not in GUARDED:
+        return f"run {run.run} has no guard, which would start it again: stop it (S), and launch it with --resume auto"
+    return ""
 
 
 def words_of(key: str, run: str, hosts_file: str) -> list[str]:
