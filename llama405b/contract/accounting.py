@@ -12,13 +12,15 @@ from typing import TypeGuard
 
 from llama405b.contract.causes import Cause, CauseKind
 
+SLOW_STEPS, SLOW_S = 3.0, 10.0  # usual times that a step takes, and at least this long: the rest was no training
 LATE = 2.0  # steps' usual times since the last one: from then on the run is not stepping
 
 
 class Use(enum.StrEnum):
     """What time went into."""
 
-    TRAINING = "training"  # steps that count, and the one that is being taken
+    TRAINING = "training"  # steps that count, as long as they usually take, and the one that is being taken
+    SLOW = "slow"  # what steps took beyond that which were far slower: they hung for a while, or nearly
     STARTING = "starting"  # from a launch to its first step: reading data, loading weights
     SAVING = "saving"  # what steps waited for saves, and saving at a stop
     PAUSES = "pauses"  # between steps, for other reasons: evaluations, profiles
@@ -94,7 +96,7 @@ def account(began: float, attempts: Sequence[Attempt], steps: Sequence[StepTaken
     """
     seconds = dict.fromkeys(Use, 0.0)
     incidents: list[Incident] = []
-    of = _by_attempt(steps)
+    of, usual_s = _by_attempt(steps), statistics.median([step.step_s for step in steps] or [0.0])
     at: float | None = began  # None: it was stopped on request
     failed: Incident | None = None
     for attempt in attempts:
@@ -106,7 +108,7 @@ def account(began: float, attempts: Sequence[Attempt], steps: Sequence[StepTaken
             elif at is not None:
                 seconds[Use.STARTING] += max(0.0, first - at)
             failed, at = None, mine[-1].time
-            _count(seconds, mine, attempt.saves_s)
+            _count(seconds, mine, attempt.saves_s, usual_s)
         if attempt.ended is None:
             continue
         if failed and is_failure(attempt.cause) and not is_failure(failed.cause):  # what was asked for went wrong
@@ -143,11 +145,13 @@ def _by_attempt(steps: Iterable[StepTaken]) -> dict[int, list[StepTaken]]:
     return found
 
 
-def _count(seconds: dict[Use, float], steps: Sequence[StepTaken], saves_s: float) -> None:
+def _count(seconds: dict[Use, float], steps: Sequence[StepTaken], saves_s: float, usual_s: float) -> None:
     """Count the steps of an attempt, and what lies between them."""
     took_s = sum(step.step_s for step in steps)
     between_s = max(0.0, steps[-1].time - (steps[0].time - steps[0].step_s) - took_s)
-    seconds[Use.TRAINING] += took_s
+    slow_s = sum(step.step_s - usual_s for step in steps if step.step_s > max(SLOW_S, SLOW_STEPS * usual_s))
+    seconds[Use.TRAINING] += took_s - slow_s
+    seconds[Use.SLOW] += slow_s
     seconds[Use.SAVING] += min(between_s, saves_s)
     seconds[Use.PAUSES] += between_s - min(between_s, saves_s)
 

@@ -88,6 +88,19 @@ def test_a_failure_that_nobody_restarts_costs_until_it_was_ended():
     assert spent(loading)[Use.FAILURES] == 890  # it goes on
 
 
+def test_a_hang_that_ended_is_no_training():
+    taken = [*steps(1, 0.0, 20, step_s=0.3), *steps(1, 6.0, 1, step_s=85.0), *steps(1, 91.0, 20, step_s=0.3)]
+    found = account(0.0, [Attempt(1)], taken, 8, 97.0)
+    assert spent(found) == {Use.TRAINING: 12.3, Use.SLOW: 84.7}
+    assert "lost to slow or hung steps" in account_line(found, "rank-h")
+
+
+@pytest.mark.parametrize(("step_s", "slow_s"), [(9.0, 0), (11.0, 10), (29.0, 28)])
+def test_a_step_is_slow_from_ten_seconds_on(step_s, slow_s):
+    taken = [*steps(1, 0.0, 5, step_s=1.0), *steps(1, 5.0, 1, step_s=step_s)]
+    assert account(0.0, [Attempt(1)], taken, 8, 5.0 + step_s).seconds[Use.SLOW] == slow_s
+
+
 @pytest.mark.parametrize(("later_s", "use"), [(15.0, Use.TRAINING), (300.0, Use.WAITING)])
 def test_since_the_last_step(later_s, use):
     found = account(0.0, [Attempt(1)], steps(1, 0.0, 5), 8, 50.0 + later_s)

@@ -40,6 +40,7 @@ def account_line(found: Account, unit: str) -> str:
     failures = counted(len(found.incidents), "failure")
     what = {
         Use.FAILURES: f"lost to {failures}",
+        Use.SLOW: "lost to slow or hung steps",
         Use.RESTARTS: "lost to a restart asked for",
         Use.STARTING: "starting",
         Use.SAVING: "saving",
