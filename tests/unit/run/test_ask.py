@@ -31,6 +31,12 @@ def test_bad_input_is_refused(argv, words):
         ask.main(argv)
 
 
+def test_the_words_that_it_takes_are_named_as_they_are_typed():
+    with pytest.raises(UserError, match=r"save.*profile.*memory.*stacks.*restart") as refused:
+        ask.main(["r", "dance"])
+    assert "RequestKind" not in str(refused.value)
+
+
 def test_a_program_of_the_users_own_takes_no_requests(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with running_fleet(("a", "b"), plan("-m", "mine", attempt=1, created=1.0)) as fleet:

@@ -1,10 +1,12 @@
 """Each key: what it does to what is shown, and that nothing else moves."""
 
 import dataclasses
+import re
 
 import pytest
 from shown import HOT, HUNG, played, text_of
 
+from llama405b_tools.text.figures import reading
 from llama405b_tools.top import actions, remembered
 from llama405b_tools.top.draw.lines import LogLine
 from llama405b_tools.top.draw.panels import scene, shown_logs
@@ -327,6 +329,28 @@ def test_the_diagnosis_is_whole_without_the_screen():
     assert "next: " in text
     assert "Watchdog: collective _ALLGATHER_BASE has run for 40 s" in text.split("log of gpu-3:")[1]
     assert text.endswith("more:\nllama405b status")
+
+
+def test_the_diagnosis_is_of_what_is_known_in_figures_for_people():
+    shown = played(8, HUNG)
+    text = "\n".join(actions.diagnosis(scene(shown.pic, shown.trends, Ui(), shown.logs), ()))
+    assert not re.search(r"\d\.\d{5,}|None|more:", text)
+    run = dataclasses.replace(shown.pic.training, loss=4.337370872497559, step_s=0.29056881, expected_step_s=None)
+    bare = dataclasses.replace(shown.pic, training=run, events=())
+    text = "\n".join(actions.diagnosis(scene(bare, shown.trends, Ui(), []), ()))
+    assert "loss 4.3374; 0.29 s a step; newest" in text
+    assert "events:" not in text
+    assert "log of" not in text
+
+
+def test_a_rate_of_next_to_nothing_has_no_exponent():
+    assert [reading(value) for value in (1.473e-06, 0.0, 0.0123, 96.4321, 3071.6)] == [
+        "0.00",
+        "0",
+        "0.0123",
+        "96.43",
+        "3,072",
+    ]
 
 
 def test_choices_are_remembered_and_a_file_of_another_version_is_not_believed(tmp_path, monkeypatch):

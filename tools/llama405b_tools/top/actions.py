@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from llama405b.contract.phrases import given
 from llama405b_tools.text.figures import stopwatch
 from llama405b_tools.top.draw.lines import event_line
 from llama405b_tools.top.draw.panels import Scene
@@ -100,19 +101,25 @@ def diagnosis(of: Scene, commands: Sequence[str]) -> list[str]:
     if pic.advice:
         lines.append(f"next: {pic.advice}")
     if run:
-        lines.append(
-            f"run {run.run}, attempt {run.attempt}, {run.phase}; step {run.step} of {run.steps}; loss {run.loss}; "
-            f"{run.step_s} s a step (planned {run.expected_step_s}); newest checkpoint {run.checkpoint_step}; "
-            f"network {run.network or 'unknown'}"
-        )
+        lines.append(_run_words(run))
     lines.append(f"hosts heard {pic.fresh} of {len(pic.hosts)}; GPUs {pic.gpus_seen} of {pic.gpus_expected}")
     for row in of.rows:
         lines += [f"{row.name}: {words}" for words in _odd(row)]
-    lines += ["", "events:", *(event_line(event).plain for event in pic.events[-LINES:])]
-    if of.selected:
-        mine = [line for line in of.chosen_logs if of.selected.name in line.hosts][-LINES:]
+    if pic.events:
+        lines += ["", "events:", *(event_line(event).plain for event in pic.events[-LINES:])]
+    mine = [line for line in of.chosen_logs if of.selected and of.selected.name in line.hosts][-LINES:]
+    if of.selected and mine:
         lines += ["", f"log of {of.selected.name}:", *(f"{line.where} {line.text}" for line in mine)]
-    return [*lines, "", "more:", *commands]
+    return [*lines, *(("", "more:") if commands else ()), *commands]
+
+
+def _run_words(run: TrainingStatus) -> str:
+    """Say what is known of a run, with what is not left out."""
+    step = given("step {:,}", run.step) + given(" of {:,}", run.steps if run.step is not None else None)
+    pace = given("{:.2f} s a step", run.step_s) + given(" (planned {:.2f})", run.expected_step_s)
+    saved = given("newest checkpoint step {:,}", run.checkpoint_step) or "no checkpoint yet"
+    parts = [str(run.phase), step, given("loss {:.4f}", run.loss), pace, saved, given("network {}", run.network)]
+    return f"run {run.run}, attempt {run.attempt}: {'; '.join(filter(None, parts))}"
 
 
 def _odd(row: HostRow) -> list[str]:

@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the verb."""
     parser = OneLineParser(prog="llama405b ask", description=__doc__)
     parser.add_argument("run", metavar="RUN", help="name of the run")
-    kinds = [*RequestKind, RESTART]
+    kinds = [*(kind.value for kind in RequestKind), RESTART]
     parser.add_argument("kind", metavar="WHAT", choices=kinds, help="save, profile, memory, stacks or restart")
     add_hosts(parser)
     parser.add_argument("--steps", type=int, default=1, metavar="N", help="steps to profile, 100 at most [1]")
