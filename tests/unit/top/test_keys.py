@@ -1,7 +1,9 @@
 """Each key: what it does to what is shown, and that nothing else moves."""
 
 import dataclasses
+import os
 import re
+import subprocess
 
 import pytest
 from shown import HOT, HUNG, played, text_of
@@ -319,6 +321,14 @@ def test_what_the_run_would_not_do_is_not_asked(key, change, hint):
 def test_actions_are_commands_that_can_be_typed():
     assert actions.words_of("c", "r", "my-hosts") == ["ask", "r", "save", "my-hosts"]
     assert actions.words_of("S", "r", "") == ["stop", "--run", "r"]
+
+
+def test_a_shell_says_where_it_is_and_how_to_come_back(tmp_path):
+    line = actions.shell_line("gpu-3", str(tmp_path))
+    done = subprocess.run(
+        ["sh", "-c", line], input="pwd\n", env=os.environ | {"SHELL": "sh"}, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines() == ["shell on gpu-3; exit returns to cluster-top", str(tmp_path)]
 
 
 def test_the_diagnosis_is_whole_without_the_screen():

@@ -3,12 +3,15 @@
 import copy
 import json
 import queue
+import re
+import sys
 import types
 
 import pytest
 
 from llama405b.contract.accounting import Account, Incident
 from llama405b.contract.causes import Cause, CauseKind
+from llama405b.contract.errors import UserError
 from llama405b_tools.top import event_sources
 from llama405b_tools.top import session as sessions
 from llama405b_tools.top.event_sources import Live, SourceEvent
@@ -251,3 +254,10 @@ def test_the_account_is_asked_for_again_when_an_attempt_begins_steps_or_ends(ses
     assert looks(attempt=2) == 1
     assert looks(attempt=2, metrics=[step | {"step": 1, "attempt": 2}]) == 1
     assert looks(attempt=2, metrics=[step | {"step": 2, "attempt": 2}]) == 0
+
+
+def test_what_serving_needs_is_installed_by_the_pip_of_the_python_that_runs(monkeypatch):
+    monkeypatch.setitem(sys.modules, "aiohttp", None)
+    monkeypatch.delitem(sys.modules, "llama405b_tools.top.serve", raising=False)
+    with pytest.raises(UserError, match=re.escape(f"{sys.executable} -m pip install textual-serve")):
+        top._serve("8405", ["hosts"])

@@ -1,5 +1,6 @@
 """What can be done to the selected host and run: each is a command that could be typed, and is asked before it is run. Pure."""
 
+import shlex
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -91,6 +92,12 @@ def words_of(key: str, run: str, hosts_file: str) -> list[str]:
     """Return an action as the words of our command. ``hosts_file``: '' in a Slurm job, which has none."""
     words = [word.format(run=run) for word in ACTIONS[key].words]
     return [*words, *([hosts_file] if hosts_file else ())]
+
+
+def shell_line(host: str, workdir: str) -> str:
+    """Return what opens a shell on a host and says so. ``workdir``: as a shell reads it."""
+    said = shlex.quote(f"shell on {host}; exit returns to cluster-top")
+    return f'echo {said}; cd {workdir}; exec "${{SHELL:-sh}}"'
 
 
 def diagnosis(of: Scene, commands: Sequence[str]) -> list[str]:

@@ -315,7 +315,7 @@ class TopApp(App[int]):
             return
         if key == actions.SHELL:
             host = fleet.hosts[self.ui.selected]
-            line = f'cd {shell_path(fleet.workdir(host.name))}; exec "${{SHELL:-sh}}"'
+            line = actions.shell_line(host.name, shell_path(fleet.workdir(host.name)))
             with self.suspend():
                 subprocess.run(at_terminal(host, line), check=False)
             self.refresh()
