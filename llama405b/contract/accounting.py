@@ -8,22 +8,26 @@ import dataclasses
 import enum
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeGuard
 
 from llama405b.contract.causes import Cause, CauseKind
 
+SLOW_STEPS, SLOW_S = 3.0, 10.0  # usual times that a step takes, and at least this long: the rest was no training
 LATE = 2.0  # steps' usual times since the last one: from then on the run is not stepping
 
 
 class Use(enum.StrEnum):
     """What time went into."""
 
-    TRAINING = "training"  # steps that count, and the one that is being taken
+    TRAINING = "training"  # steps that count, as long as they usually take, and the one that is being taken
+    SLOW = "slow"  # what steps took beyond that which were far slower: they hung for a while, or nearly
     STARTING = "starting"  # from a launch to its first step: reading data, loading weights
     SAVING = "saving"  # what steps waited for saves, and saving at a stop
     PAUSES = "pauses"  # between steps, for other reasons: evaluations, profiles
     FAILURES = (
         "failures"  # from the last step that counts to the first one after it: repeated steps, hang, restart, loading
     )
+    RESTARTS = "restarts"  # the same, where somebody asked for the restart
     WAITING = "waiting"  # since the last step of a live run, if that is long ago
 
 
@@ -42,7 +46,7 @@ class Attempt:
 
     number: int
     ended: float | None = None  # None: it lives, or nobody recorded it
-    cause: Cause | None = None  # why it failed; None: it did not
+    cause: Cause | None = None  # why it failed, or was ended for a restart; None: neither
     saves_s: float = 0.0  # for which its steps waited
 
 
@@ -92,7 +96,7 @@ def account(began: float, attempts: Sequence[Attempt], steps: Sequence[StepTaken
     """
     seconds = dict.fromkeys(Use, 0.0)
     incidents: list[Incident] = []
-    of = _by_attempt(steps)
+    of, usual_s = _by_attempt(steps), statistics.median([step.step_s for step in steps] or [0.0])
     at: float | None = began  # None: it was stopped on request
     failed: Incident | None = None
     for attempt in attempts:
@@ -100,15 +104,16 @@ def account(began: float, attempts: Sequence[Attempt], steps: Sequence[StepTaken
         if mine:
             first = mine[0].time - mine[0].step_s
             if failed:
-                incidents.append(dataclasses.replace(failed, resumed=first))
-                seconds[Use.FAILURES] += max(0.0, first - failed.began)
+                _count_failed(seconds, incidents, dataclasses.replace(failed, resumed=first), first)
             elif at is not None:
                 seconds[Use.STARTING] += max(0.0, first - at)
             failed, at = None, mine[-1].time
-            _count(seconds, mine, attempt.saves_s)
+            _count(seconds, mine, attempt.saves_s, usual_s)
         if attempt.ended is None:
             continue
-        if attempt.cause and at is not None:
+        if failed and is_failure(attempt.cause) and not is_failure(failed.cause):  # what was asked for went wrong
+            failed = dataclasses.replace(failed, attempt=attempt.number, failed=attempt.ended, cause=attempt.cause)
+        elif attempt.cause and at is not None:
             failed = failed or Incident(attempt.number, at, attempt.ended, None, attempt.cause)
         elif not failed:
             if at is not None:
@@ -116,12 +121,21 @@ def account(began: float, attempts: Sequence[Attempt], steps: Sequence[StepTaken
             at = None
     last = attempts[-1] if attempts else Attempt(0, ended=began)
     if failed:
-        incidents.append(failed)
         until = now if last.ended is None else failed.failed  # nobody restarts it: no more is lost
-        seconds[Use.FAILURES] += max(0.0, until - failed.began)
+        _count_failed(seconds, incidents, failed, until)
     elif last.ended is None and at is not None:
         _count_rest(seconds, of.get(last.number, []), now - at)
     return Account(began, now, world, seconds, incidents)
+
+
+def _count_failed(seconds: dict[Use, float], incidents: list[Incident], failed: Incident, until: float) -> None:
+    """Count what a failure cost until a moment; or a restart that somebody asked for, which is no incident."""
+    lost_s = max(0.0, until - failed.began)
+    if is_failure(failed.cause):
+        incidents.append(failed)
+        seconds[Use.FAILURES] += lost_s
+    else:
+        seconds[Use.RESTARTS] += lost_s
 
 
 def _by_attempt(steps: Iterable[StepTaken]) -> dict[int, list[StepTaken]]:
@@ -131,11 +145,13 @@ def _by_attempt(steps: Iterable[StepTaken]) -> dict[int, list[StepTaken]]:
     return found
 
 
-def _count(seconds: dict[Use, float], steps: Sequence[StepTaken], saves_s: float) -> None:
+def _count(seconds: dict[Use, float], steps: Sequence[StepTaken], saves_s: float, usual_s: float) -> None:
     """Count the steps of an attempt, and what lies between them."""
     took_s = sum(step.step_s for step in steps)
     between_s = max(0.0, steps[-1].time - (steps[0].time - steps[0].step_s) - took_s)
-    seconds[Use.TRAINING] += took_s
+    slow_s = sum(step.step_s - usual_s for step in steps if step.step_s > max(SLOW_S, SLOW_STEPS * usual_s))
+    seconds[Use.TRAINING] += took_s - slow_s
+    seconds[Use.SLOW] += slow_s
     seconds[Use.SAVING] += min(between_s, saves_s)
     seconds[Use.PAUSES] += between_s - min(between_s, saves_s)
 
@@ -149,6 +165,6 @@ def _count_rest(seconds: dict[Use, float], steps: Sequence[StepTaken], rest_s: f
     seconds[Use.TRAINING if rest_s <= LATE * usual_s else Use.WAITING] += max(0.0, rest_s)
 
 
-def is_failure(cause: Cause | None) -> bool:
+def is_failure(cause: Cause | None) -> TypeGuard[Cause]:
     """Whether an attempt that ended so has failed: not if it was asked to stop, or was done."""
     return cause is not None and cause.kind is not CauseKind.STOPPED

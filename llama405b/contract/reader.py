@@ -8,6 +8,7 @@ take their defaults.
 import contextlib
 import dataclasses
 import json
+import threading
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePath
@@ -21,6 +22,8 @@ MOST = 1e18  # largest number accepted
 MAX_DEPTH = 12
 MAX_ITEMS = 100_000  # of one list or object
 MAX_TEXT = 1 << 26  # characters of one message
+BUILDING = threading.Lock()  # held while msgspec learns a type; see _learn
+LEARNED: dict[Any, msgspec.json.Decoder[Any]] = {}  # one per type; kept, so that what it learned is kept
 
 
 class MalformedError(ValueError):
@@ -130,7 +133,20 @@ def _convert(kind: Any, value: Any) -> Any:
         return _first(typing.get_args(kind), value)
     if origin is SoundOnly:
         return _sound(typing.get_args(kind)[0], value)
+    if kind not in LEARNED:
+        _learn(kind)
     return msgspec.convert(value, kind, dec_hook=_convert)
+
+
+def _learn(kind: Any) -> None:
+    """Have msgspec learn a type, and all within it, while no other thread does.
+
+    It does so at the first use of a class and shows other threads what is half done: with 0.22, they crash the interpreter.
+    One lock for all types, because different ones may have the same class within them.
+    """
+    with BUILDING:
+        if kind not in LEARNED:
+            LEARNED[kind] = msgspec.json.Decoder(kind, dec_hook=_convert)
 
 
 def _first(kinds: tuple[Any, ...], value: Any) -> Any:

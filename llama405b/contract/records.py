@@ -163,9 +163,9 @@ METRICS_LINE: Any = MetricsLine
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StopMark:
-    """Who asked a run to stop on a host; while the mark exists, the run is not restarted."""
+    """Who asked a run to stop on a host: while the mark names them, the run is not restarted."""
 
-    by: str
+    by: str  # "": the attempt is to end, and the run's guard starts the next one
     grace_s: float = 0.0  # for the trainer to save first
     time: float = 0.0
 

@@ -79,7 +79,7 @@ def test_the_json_says_what_the_report_says(work, cli, demo, corpus):
     wait_for(lambda: heartbeat(work, "j", 1)["step"] > 2)
     plain = cli(work, "autopsy", "--run", "j")
     assert plain.returncode == 0, plain.stdout
-    assert re.search(r"^MOVES  ", plain.stdout, re.MULTILINE)
+    assert re.search(r"^MOVES  .*every rank moved while it was looked at$", plain.stdout, re.MULTILINE), plain.stdout
     record = json.loads(cli(work, "autopsy", "--run", "j", "--json").stdout)
     assert (record["verdict"], record["culprit"], record["lost"]) == ("moves", None, {})
     assert heartbeat(work, "j", 1)["step"] > 2

@@ -108,13 +108,16 @@ def test_a_restart_saves_and_is_its_guards(work, cli, demo, corpus):
     wait_for(lambda: heartbeat(work, "again", 0)["step"] > 2)
     done = cli(work, "ask", "again", "restart")
     assert done.returncode == 0, done.stderr
-    step = int(re.match(r"saved step (\d+): ", done.stdout)[1])
-    assert "attempt 1 is ended" in done.stdout
+    step = int(re.match(r"attempt 1 is ended after step (\d+), which is saved: ", done.stdout)[1])
     wait_for(lambda: status(work, "again", "node-b")["attempt"] == 2)
     wait_for(lambda: heartbeat(work, "again", 1)["step"] > step)
-    assert min(each for each, m in metrics(work, "again").items() if m["attempt"] == 2) == step + 1
+    of = metrics(work, "again")
+    assert min(each for each, m in of.items() if m["attempt"] == 2) == step + 1
+    assert max(each for each, m in of.items() if m["attempt"] == 1) == step  # none was lost
+    told = cli(work, "status", "--run", "again").stdout
+    assert "failure" not in told, told
     record = json.loads((work / "runs/again/guard.json").read_text())
-    assert (record["state"], record["restarts"]) == ("watching", 1)
+    assert (record["state"], record["restarts"], record["in_vain"]) == ("watching", 1, 0)
     assert f"step-{step:08d}" in record["checkpoint"]
 
 

@@ -219,6 +219,15 @@ def ended_by_guard(host: str, frame: Frame, t: float) -> None:
     ended(frame, state="stopped", exit_code=None, cause={"kind": "stopped", "by": "the guard"})
 
 
+def ended_for_a_restart(host: str, frame: Frame, t: float) -> None:
+    """Somebody asked for a restart: the run saves, and 6 s later its hosts end one after the other."""
+    asked = {"kind": "stopped", "host": HEAD, "by": "ann@desk"}
+    frame["run"]["blame"] = {"attempt": 1, "host": HEAD, "cause": asked}
+    if t >= 6 + int(host[-1]) % 3:
+        frame["run"].pop("metrics", None)
+        ended(frame, state="killed", exit_code=None, signal=15, cause={"kind": "signal", "host": host, "signal": 15})
+
+
 def slow_rank(frame: Frame, t: float) -> None:
     gpus(frame, {POWER: "434.00"})
     beats(frame, RANK, busy_s=10.6)
@@ -259,10 +268,14 @@ SITUATIONS = (
     Situation(
         "a rank is stopped by a signal",
         both(on_all(stands), on_all(idle), on(SICK, lambda frame, t: beats(frame, RANK, state="T"))),
-        (("DEGRADED", "", 2), ("HUNG", HUNG_21 + ".*stopped by a signal", 64)),
+        (
+            ("DEGRADED", f"^{SICK}: rank {RANK}: it is stopped by a signal", 2),
+            ("HUNG", HUNG_21 + ".*stopped by a signal", 64),
+        ),
         "right: DEGRADED 2 s, HUNG 60 s",
         70,
         culprit=SICK,
+        check=lambda pic: f" on {SICK} lets rank {RANK} go on; a says why" in pic.advice,
     ),
     Situation(
         "a hang, GPUs idle",
@@ -292,7 +305,18 @@ SITUATIONS = (
     Situation(
         "a rank's process is a zombie",
         both(on_all(stands), on_all(idle), on("gpu-6", lambda frame, t: beats(frame, 44, state="Z"))),
-        (("HUNG", "gpu-6: rank 44 is silent.*has ended", 64),),
+        (
+            ("DEGRADED", "^gpu-6: rank 44: its process has ended", 2),
+            ("HUNG", "gpu-6: rank 44 is silent.*has ended", 64),
+        ),
+        "blamed rank 0",
+        70,
+        culprit="gpu-6",
+    ),
+    Situation(
+        "a rank's process is gone",
+        both(on_all(stands), on_all(idle), on("gpu-6", lambda frame, t: beats(frame, 44, state=""))),
+        (("DEGRADED", "^gpu-6: rank 44: its process is gone", 2), ("HUNG", "gpu-6: rank 44 is silent", 64)),
         "blamed rank 0",
         70,
         culprit="gpu-6",
@@ -304,7 +328,7 @@ SITUATIONS = (
             on_all(idle),
             on("gpu-6", lambda frame, t: frame["run"].update(beats=frame["run"]["beats"][1:])),
         ),
-        (("HUNG", "gpu-6: no heartbeat from rank 40", 64),),
+        (("DEGRADED", "^gpu-6: no heartbeat from rank 40", 34), ("HUNG", "gpu-6: no heartbeat from rank 40", 64)),
         "blamed rank 21",
         70,
         culprit="gpu-6",
@@ -547,6 +571,15 @@ SITUATIONS = (
         (("RESTARTING", "attempt 1 was ended .gpu-3: hung: rank 21", 2),),
         "STOPPED ● HEALTHY",
         guard=GuardShown.RECOVERING,
+    ),
+    Situation(
+        "a restart that somebody asked for",
+        ended_for_a_restart,
+        (("RESTARTING", "^asked for by ann@desk", 2),),
+        "FAILED, and blamed hosts in turn",
+        30,
+        guard=GuardShown.WATCHING,
+        check=lambda pic: pic.training.phase == "STOPPED" and not any(row.notes or row.why for row in pic.hosts),
     ),
     Situation(
         "an attempt was ended, and nobody restarts it",

@@ -6,8 +6,10 @@ import pytest
 
 from llama405b.contract.accounting import Attempt, StepTaken, Use, account
 from llama405b.contract.causes import Cause, CauseKind
+from llama405b_tools.run.accounts import account_line
 
 HUNG = Cause(CauseKind.HUNG, host="gpu-3", rank=21)
+ASKED = Cause(CauseKind.STOPPED, by="ann@desk")
 
 
 def steps(attempt, begin, n, step_s=10.0, every=()):
@@ -60,12 +62,43 @@ def test_a_stop_that_was_asked_for_is_no_time():
     assert spent(found) == {Use.STARTING: 60, Use.TRAINING: 100, Use.SAVING: 25}
 
 
+def test_a_restart_that_was_asked_for_is_no_failure():
+    taken = [*steps(1, 60.0, 5), *steps(2, 150.0, 3)]
+    found = account(0.0, [Attempt(1, 120.0, ASKED), Attempt(2)], taken, 8, 180.0)
+    assert spent(found) == {Use.STARTING: 60, Use.TRAINING: 80, Use.RESTARTS: 40}
+    assert found.incidents == []
+    assert "lost to a restart asked for" in account_line(found, "rank-h")
+    assert "failure" not in account_line(found, "rank-h")
+    waits = account(0.0, [Attempt(1, 120.0, ASKED)], steps(1, 60.0, 5), 8, 180.0)
+    assert spent(waits)[Use.RESTARTS] == 10
+
+
+def test_a_failure_after_a_restart_that_was_asked_for_is_one():
+    taken = [*steps(1, 60.0, 5), *steps(3, 500.0, 3)]
+    found = account(0.0, [Attempt(1, 120.0, ASKED), Attempt(2, 300.0, HUNG), Attempt(3)], taken, 8, 530.0)
+    [incident] = found.incidents
+    assert (incident.attempt, incident.cause, spent(found)[Use.FAILURES]) == (2, HUNG, 390)
+
+
 def test_a_failure_that_nobody_restarts_costs_until_it_was_ended():
     found = account(0.0, [Attempt(1, 400.0, HUNG)], steps(1, 60.0, 5), 8, 10_000.0)
     assert spent(found)[Use.FAILURES] == 290
     assert found.incidents[0].resumed is None
     loading = account(0.0, [Attempt(1, 400.0, HUNG), Attempt(2)], steps(1, 60.0, 5), 8, 1_000.0)
     assert spent(loading)[Use.FAILURES] == 890  # it goes on
+
+
+def test_a_hang_that_ended_is_no_training():
+    taken = [*steps(1, 0.0, 20, step_s=0.3), *steps(1, 6.0, 1, step_s=85.0), *steps(1, 91.0, 20, step_s=0.3)]
+    found = account(0.0, [Attempt(1)], taken, 8, 97.0)
+    assert spent(found) == {Use.TRAINING: 12.3, Use.SLOW: 84.7}
+    assert "lost to slow or hung steps" in account_line(found, "rank-h")
+
+
+@pytest.mark.parametrize(("step_s", "slow_s"), [(9.0, 0), (11.0, 10), (29.0, 28)])
+def test_a_step_is_slow_from_ten_seconds_on(step_s, slow_s):
+    taken = [*steps(1, 0.0, 5, step_s=1.0), *steps(1, 5.0, 1, step_s=step_s)]
+    assert account(0.0, [Attempt(1)], taken, 8, 5.0 + step_s).seconds[Use.SLOW] == slow_s
 
 
 @pytest.mark.parametrize(("later_s", "use"), [(15.0, Use.TRAINING), (300.0, Use.WAITING)])

@@ -1,10 +1,12 @@
 """The reader: what it accepts, what it refuses and with which message, and that no input crashes it."""
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import enum
 import json
 import random
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -174,3 +176,38 @@ def test_a_record_for_other_programs_is_written_with_all_its_members():
     assert json.loads(reader.dumps_whole(lamp)) == dataclasses.asdict(lamp) | {
         "parts": [dataclasses.asdict(part) | {"parts": []} for part in lamp.parts]
     }
+
+
+def test_one_thread_at_a_time_has_msgspec_learn_a_type_and_each_type_once(monkeypatch):
+    """msgspec 0.22 crashes the interpreter when two threads use a class for the first time at once."""
+    at_once, built, real = [], [], reader.msgspec.json.Decoder
+
+    def decoder(kind, **options):
+        at_once.append(1)
+        assert len(at_once) == 1
+        assert reader.BUILDING.locked()
+        time.sleep(0.01)  # others would come in meanwhile
+        built.append(kind)
+        made = real(kind, **options)
+        at_once.clear()
+        return made
+
+    monkeypatch.setattr(reader.msgspec.json, "Decoder", decoder)
+    within = dataclasses.make_dataclass("Within", [("x", int)], frozen=True)
+    kinds = [dataclasses.make_dataclass(f"Of{i}", [("y", within)], frozen=True) for i in range(3)]
+    with concurrent.futures.ThreadPoolExecutor(6) as pool:
+        jobs = [pool.submit(reader.loads, kind, '{"y": {"x": 1}}', "it") for kind in kinds * 2]
+        values = [job.result().y.x for job in jobs]
+    assert values == [1] * 6
+    assert sorted(built, key=str) == kinds
+
+
+def test_what_is_within_sound_parts_is_learned_under_the_lock_too():
+    @dataclasses.dataclass(frozen=True)
+    class Part:
+        x: int
+
+    whole = dataclasses.make_dataclass("Whole", [("parts", SoundOnly[tuple[Part, ...]])])
+    reader.loads(whole, '{"parts": [{"x": 1}]}', "it")
+    assert whole in reader.LEARNED
+    assert tuple[Part, ...] in reader.LEARNED

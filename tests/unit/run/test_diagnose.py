@@ -18,7 +18,7 @@ from llama405b_tools.remote.messages.autopsy import (
     Unsent,
 )
 from llama405b_tools.remote.messages.host_run import Beat
-from llama405b_tools.run.diagnose import Fault, Verdict, diagnose
+from llama405b_tools.run.diagnose import Fault, Verdict, diagnose, frame_words
 from llama405b_tools.run.positions import Stand, positions
 
 NOW = 10_000.0
@@ -124,6 +124,21 @@ def test_nobody_is_blamed_where_all_wait_alike_or_the_run_moves():
     moves = of(cluster({5: {"frames": SLEEPS}}, age_s=3.0))
     assert moves.verdict is Verdict.MOVES
     assert moves.culprit is None
+
+
+def test_that_every_rank_moved_during_the_look_is_said_and_not_how_long_ago():
+    steady = of(cluster(age_s=2.7, step_s=0.3, moved=True))
+    assert (steady.verdict, steady.words) == (
+        Verdict.MOVES,
+        "it goes on: phase train, every rank moved while it was looked at",
+    )
+    one = of(cluster({5: {"moved": False}}, age_s=2.7, step_s=0.3, moved=True))
+    assert (one.verdict, "a rank last moved 2.7s ago" in one.words) == (Verdict.MOVES, True)
+
+
+def test_a_line_of_a_stack_is_without_its_comment_and_says_where_it_is_cut():
+    assert frame_words(Frame("/w/a/b.py", 7, "f", "x = y[1]  # as long as it is")) == "a/b.py:7 (f): x = y[1]"
+    assert frame_words(Frame("/w/a/b.py", 7, "f", "x" * 200)).endswith("xx…")
 
 
 @pytest.mark.parametrize(("age_s", "step_s", "verdict"), [

@@ -129,5 +129,5 @@ def test_a_refusal_is_known_by_its_kind(kind, refused):
 
 
 def test_exit_codes():
-    codes = {EndKind.WELL: 0, EndKind.FAILED: 1, EndKind.STOPPED: 1, EndKind.LEFT: 130}
+    codes = {EndKind.WELL: 0, EndKind.FAILED: 1, EndKind.STOPPED: 1, EndKind.RESTART: 1, EndKind.LEFT: 130}
     assert {kind: Ending(kind).code for kind in EndKind} == codes

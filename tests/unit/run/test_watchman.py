@@ -16,7 +16,7 @@ from llama405b.contract.events import EventKind, RunEvent
 from llama405b.contract.files import write_json
 from llama405b.contract.paths import RunDir
 from llama405b.contract.plan import Plan
-from llama405b.contract.records import GuardStage, GuardState
+from llama405b.contract.records import Blame, GuardStage, GuardState
 from llama405b_tools.hosts.transport import HostError
 from llama405b_tools.remote import guarding
 from llama405b_tools.remote.messages.guard_notes import GuardNote
@@ -69,6 +69,7 @@ def events():
     return [reader.loads(RunEvent, line, "event") for line in path.read_text().splitlines()] if path.exists() else []
 
 
+ASKED = Blame(1, "a", Cause(CauseKind.STOPPED, "a", by="ann@desk"))
 FAILS = {"a": over("a", LOST), "b": over("b", KILLED)}
 WELL = {"a": over("a"), "b": over("b")}
 
@@ -80,6 +81,23 @@ def test_a_failed_run_is_brought_back_and_ends_well(fleet):
     assert fleet.fakes["a"].plan.attempt == 2
     starts = [asked for action, asked in fleet.fakes["b"].heard if action == "start"]
     assert [start.again for start in starts] == [False, True]
+
+
+def restarted(host):
+    """The news that a host's part has ended for a restart that somebody asked for."""
+    cause = Cause(CauseKind.SIGNAL, host, signal=15)
+    return StreamMessage(node=dataclasses.replace(over(host, cause).node, blame=ASKED))
+
+
+def test_a_restart_that_was_asked_for_is_neither_failure_nor_try(fleet, monkeypatch):
+    told = []
+    monkeypatch.setattr(guard, "run_command", lambda command, event, run, message: told.append(event) or "")
+    asked = {"a": restarted("a"), "b": over("b", LOST)}
+    code, record = guarded(fleet, asked, WELL, more=("--notify", "cat"))
+    assert (code, record.state, record.restarts, record.in_vain) == (0, GuardStage.ENDED, 1, 0)
+    assert [event.kind for event in events()] == [EventKind.RESTARTED]
+    assert "incident" not in told
+    assert fleet.fakes["a"].plan.attempt == 2
 
 
 def test_restarts_without_progress_come_to_an_end(fleet):

@@ -1,5 +1,7 @@
 """What cluster-top says of each situation, and how soon; scripts/situations.py prints the table of it."""
 
+import re
+
 import pytest
 from situations import BEGIN_S, SITUATIONS, play, said
 
@@ -13,6 +15,9 @@ def test_a_situation_is_told_right_and_in_time(situation):
     for (verdict, pattern, within_s), found_s in zip(situation.says, times, strict=True):
         assert found_s is not None, (verdict, pattern, shown)
         assert found_s <= within_s + 1, (verdict, shown)
+    if situation.says[0][1].startswith("^"):  # a cause, which no symptom of it may hide
+        reasons = [pic.why for t, pic in pictures if t >= times[0] and pic.verdict == situation.says[0][0]]
+        assert [why for why in reasons if not re.search(situation.says[0][1], why)] == []
     assert situation.check(pictures[-1][1]), pictures[-1][1]
     if not {"HUNG", "FAILED"} & {
         verdict for verdict, _, _ in situation.says

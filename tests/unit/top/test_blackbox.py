@@ -3,12 +3,15 @@
 import dataclasses
 
 import pytest
-from shown import HUNG, played
+from shown import HUNG, played, text_of
 
 from llama405b.contract import reader
-from llama405b_tools.top import blackbox, event_sources
+from llama405b_tools.top import actions, blackbox, event_sources
+from llama405b_tools.top.app import TopApp
 from llama405b_tools.top.blackbox import KEPT_S, MOST_FILES, PICTURE_EVERY_S, BlackBox
-from llama405b_tools.top.draw.ui import Ui
+from llama405b_tools.top.draw.panels import scene
+from llama405b_tools.top.draw.theme import theme
+from llama405b_tools.top.draw.ui import VIEWS, Ui
 from llama405b_tools.top.intake import SourceEvent
 from llama405b_tools.top.keys import press
 from llama405b_tools.top.session import Session
@@ -132,7 +135,6 @@ def test_an_incident_that_cannot_be_written_is_told(filled, tmp_path, monkeypatc
 
 def test_keys_go_back_and_forward_and_to_now():
     ui, shown = Ui(kept=(1000.0, 1090.0)), played(8, HUNG)
-    from llama405b_tools.top.draw.panels import scene
 
     def key(name):
         return press(ui, name, scene(shown.pic, shown.trends, ui, shown.logs), 120, 40)
@@ -157,6 +159,91 @@ def test_keys_go_back_and_forward_and_to_now():
     key("left")  # the log moves sideways there
     assert ui.at is None
     assert (key("<"), key(">")) == ("slower", "faster")
+
+
+def test_from_a_screen_that_stands_still_one_goes_back_from_what_it_shows():
+    shown = played(8, HUNG)
+    ui = Ui(paused=True, kept=(shown.pic.time - 500, shown.pic.time + 90))
+    press(ui, "left", scene(shown.pic, shown.trends, ui, shown.logs), 120, 40)
+    assert ui.at == shown.pic.time - 10
+
+
+@pytest.mark.parametrize("back", ["end", "escape", "]"])
+def test_end_after_the_past_moves_nothing_else(back):
+    shown = played(8, HUNG)
+    ui = Ui(at=1060.0, kept=(1000.0, 1090.0))
+
+    def key(name):
+        press(ui, name, scene(shown.pic, shown.trends, ui, shown.logs), 120, 40)
+
+    key(back)
+    assert ui.at is None
+    key("end")
+    assert ui.selected == ""
+    assert ui.hint
+    key("end")
+    assert ui.selected == scene(shown.pic, shown.trends, ui, shown.logs).rows[-1].name
+
+
+def test_esc_leaves_what_was_opened_in_the_past_before_the_past():
+    shown = played(8, HUNG)
+    ui = Ui(at=1060.0, kept=(1000.0, 1090.0), path=["all", "host"])
+    press(ui, "escape", scene(shown.pic, shown.trends, ui, shown.logs), 120, 40)
+    assert (ui.at, ui.path) == (1060.0, ["all"])
+
+
+@pytest.mark.parametrize("key", actions.ACTIONS)
+def test_nothing_is_asked_of_a_run_by_what_it_was(key):
+    shown = played(8, HUNG)
+    ui = Ui(at=1060.0, kept=(1000.0, 1090.0))
+    assert press(ui, key, scene(shown.pic, shown.trends, ui, shown.logs), 120, 40) == ""
+    assert (ui.pending, ui.hint) == ("", actions.PAST)
+
+
+def test_the_oldest_moment_stands_still_while_it_is_looked_at(filled):
+    pic = filled[1]
+    app = TopApp(Session(source_of([], simulate.names(N_HOSTS)), None, 60.0), lambda: None)
+    box = app.session.box
+    for second in range(0, 600, 2):
+        box.see(dataclasses.replace(pic, time=1000.0 + second))
+    app.pic, app.ui.at = pic, box.span[0]
+    first, _ = app.shown()
+    for second in range(600, 700, 2):
+        box.see(dataclasses.replace(pic, time=1000.0 + second))
+    assert app.shown()[0] is first
+    assert (first.time, app.ui.kept[0]) == (1000.0, 1098.0)
+    app.ui.at = None
+    assert app.shown()[0] is pic
+
+
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (120, 40), (200, 60)])
+@pytest.mark.parametrize("view", VIEWS)
+def test_nobody_takes_the_past_for_the_present(view, width, height):
+    shown = played(8, 90.0, simulate.CALM)
+    now, then = Ui(path=["all", view]), Ui(path=["all", view], at=shown.pic.time, kept=(0.0, shown.pic.time + 200))
+    lines = shown.screen(width, height, then)
+    assert [line.cell_len for line in lines] == [width] * height
+    assert lines[0].plain.startswith("│ ◀ THE PAST: 3:20 ago, at ")
+    assert lines[1].plain.startswith("│ ● was HEALTHY ")
+    assert {line.plain[0] for line in lines[:-1]} == {"│"}  # an edge along the whole screen
+    assert {str(line.spans[0].style) for line in lines[:-1]} == {"bar.past"}
+    styles = {str(span.style) for line in lines for span in line.spans} | {str(line.style) for line in lines}
+    assert not {"bar.ok", "keys"} & styles
+    assert "─now" not in text_of(lines)  # nor do graphs end there
+    assert "THE PAST" not in text_of(shown.screen(width, height, now))
+    for n_colors in (0, 16, 256):
+        look = theme("dark", n_colors).styles["bar.past"]
+        assert look.reverse or look.bgcolor
+    of = scene(shown.pic, shown.trends, then, shown.logs)
+    assert actions.diagnosis(of, ())[:2] == ["THE PAST: 3:20 ago", f"HEALTHY: {shown.pic.why}"]
+
+
+def test_what_to_do_then_is_not_what_to_do_now():
+    shown = played(8, HUNG)
+    lines = shown.screen(200, 60, Ui(at=shown.pic.time, kept=(0.0, shown.pic.time + 8)))
+    assert lines[0].plain.startswith("│ ◀ THE PAST: 0:08 ago")
+    [advice] = [line for line in lines if "→ then: a says why" in line.plain]
+    assert "strong" not in {str(span.style) for span in advice.spans}
 
 
 def test_a_recording_stands_still_skips_and_changes_its_speed(monkeypatch):

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import queue
 import re
+import shlex
 
 import pytest
 from fakes import FakeFleet
@@ -88,6 +89,8 @@ def test_a_stopped_rank_is_named_at_once_and_a_failed_one_is_never_healthy():
 
     _, stopped = play(2, 60.0, change=lambda event: change(event, state="T"))
     assert (stopped.verdict, row(stopped, "gpu-2").notes) == ("DEGRADED", ("rank 11: it is stopped by a signal",))
+    [pid] = [rank.pid for rank in row(stopped, "gpu-2").ranks if rank.rank == 11]
+    assert (stopped.about, stopped.advice) == ("gpu-2", f"`kill -CONT {pid}` on gpu-2 lets rank 11 go on")
     _, failed = play(2, 60.0, change=lambda event: change(event, phase="failed", cause=OUT_OF_MEMORY))
     assert (failed.verdict, failed.exit_code, failed.training.phase) == ("FAILED", 3, "FAILED")
     assert failed.why == "gpu-2: rank 11 failed: CUDA out of memory"
@@ -320,6 +323,34 @@ def test_what_stands_out_beside_gpus():
         assert part in words
     assert "mlx5_0/1 is down" in words
     assert "mlx5_1/1: 17 symbol errors" in words
+
+
+@pytest.mark.parametrize("path", ["/w", "/data/my {runs}"])
+def test_what_to_do_about_a_full_disk_is_a_command_that_shows_what_fills_it(path):
+    def full(frame):
+        frame["disks"] = [["/other", 1 << 40, 7 << 40], [path, 1 << 30, 7 << 40]]
+
+    pic = play(seconds=50, change=edit_smi("gpu-4", full))[1]
+    assert pic.why == f"gpu-4: disk is nearly full: 1.0 GiB left at {path}"
+    command = f"`du -xhd2 {shlex.quote(path)} | sort -h | tail` on gpu-4 shows what fills it"
+    assert pic.advice == f"{command}; delete what is not needed, such as checkpoints of earlier runs"
+
+
+def test_a_save_that_failed_on_a_full_disk_says_what_fills_it():
+    def full(frame):
+        frame["disks"] = [["/w", 1 << 30, 7 << 40]]
+        frame["run"]["unsaved"] = "step 7: No space left on device"
+
+    advice = play(seconds=80, change=edit_smi("gpu-1", full))[1].advice
+    assert advice.startswith("make room where the checkpoints go: ")
+    assert advice.endswith("; `du -xhd2 /w | sort -h | tail` on gpu-1 shows what fills it")
+
+
+def test_what_to_do_about_a_hot_gpu_is_to_cool_it():
+    advice = play(seconds=84)[1].advice
+    assert advice.startswith(
+        "check the fans and the inlet air of gpu-3; until then, `sudo nvidia-smi -i 3 -pl 560` there"
+    )
 
 
 NODE = {"host": "h", "state": "exited", "attempt": 1, "pid": 1, "pid_start": 1, "exit_code": 1}

@@ -1,16 +1,20 @@
 """Each key: what it does to what is shown, and that nothing else moves."""
 
 import dataclasses
+import os
+import re
+import subprocess
 
 import pytest
 from shown import HOT, HUNG, played, text_of
 
+from llama405b_tools.text.figures import reading
 from llama405b_tools.top import actions, remembered
 from llama405b_tools.top.draw.lines import LogLine
 from llama405b_tools.top.draw.panels import scene, shown_logs
 from llama405b_tools.top.draw.ui import COLUMNS, Ui
 from llama405b_tools.top.keys import press
-from llama405b_tools.top.state.picture import Change, Level
+from llama405b_tools.top.state.picture import Change, GuardShown, Level, RunPhase
 
 SIZE = (120, 40)
 
@@ -66,6 +70,16 @@ def test_enter_goes_from_host_to_rank_and_q_back_level_by_level():
     assert "cluster-top: every host" in screen.text()
     screen.press("q", "escape")
     assert screen.ui.path == ["all"]
+
+
+def test_enter_opens_the_host_that_the_verdict_is_about_until_another_is_chosen():
+    screen = Screen()
+    assert screen.shown.pic.about == "gpu-3"
+    screen.ui.sort = "name"
+    screen.press("enter")
+    assert screen.ui.selected == "gpu-3"
+    screen.press("escape", "home", "enter")
+    assert screen.ui.selected == "gpu-1"
 
 
 @pytest.mark.parametrize(
@@ -158,6 +172,30 @@ def test_the_log_is_searched_filtered_wrapped_and_moved():
     assert screen.press("y") == "copy"
 
 
+def test_what_is_cut_says_so_and_is_read_whole():
+    events = tuple(Change(1e9 + i, "", Level.NOTE, f"event {i} {'word ' * 14}end") for i in range(9))
+    screen = Screen(logs=lines(40), events=events)
+    cut = screen.text().split("── EVENTS")[1].splitlines()[1:-1]
+    assert all(row[:59].endswith("…") and row.endswith("…") for row in cut)  # events at the left, the log at the right
+    screen.press("tab")
+    assert "w wrap" in screen.text().splitlines()[-1]
+    screen.press("w")
+    rows = [row[:59].strip() for row in screen.text().split("── EVENTS")[1].splitlines()[1:-1]]
+    assert rows[-1].endswith("end")
+    assert not any("…" in row for row in rows)
+    screen.press("w", "6")
+    assert "…" not in screen.text().split("── EVENTS")[1].split("\n", 1)[1].rsplit("\n", 2)[0]
+
+
+def test_advice_that_is_cut_says_so():
+    screen = Screen()
+    pic = dataclasses.replace(screen.shown.pic, advice="word " * 60)
+    screen.shown = dataclasses.replace(screen.shown, pic=pic)
+    [first, second] = [row for row in screen.text((80, 24)).splitlines() if "word word" in row]
+    assert first.startswith(" → word")
+    assert second.endswith(" …")
+
+
 def test_windows_and_quantities():
     screen = Screen(HOT)
     screen.press("+", "+", "+", "+")
@@ -226,6 +264,21 @@ def test_nothing_is_done_before_the_user_agrees():
     assert screen.press("y") == "copy"  # asked nothing, it means something else
 
 
+def test_every_command_has_a_limit_and_x_ends_it_while_it_is_shown():
+    assert all(bool(action.limit_s) == bool(action.words) for action in actions.ACTIONS.values())
+    screen = Screen()
+    screen.ui.running = {"llama405b autopsy"}
+    assert screen.press("x") == ""
+    assert "no such key" in screen.ui.hint
+    screen.ui.show_text("llama405b autopsy", ["…"])
+    assert "x ends it  Esc q leaves it" in screen.text().splitlines()[-1]
+    assert screen.press("x") == "end"
+    screen.press("escape")
+    assert screen.ui.path == ["all"]
+    screen.ui.show_text("HELP", ["…"])
+    assert screen.press("x") == ""
+
+
 def test_what_cannot_be_done_says_why():
     live, file = {"is_live": True, "read_only": False}, {"has_file": True, "in_job": False}
     assert actions.refusals(**live, **file) == {}
@@ -242,9 +295,40 @@ def test_what_cannot_be_done_says_why():
     assert screen.ui.hint == "there is no run on these hosts"
 
 
+@pytest.mark.parametrize(
+    ("key", "change", "hint"),
+    [
+        ("R", {"guard": GuardShown.NONE}, "run llama-405b has no guard"),
+        ("R", {"guard": GuardShown.GONE}, "run llama-405b has no guard"),
+        ("R", {"guard": GuardShown.WATCHING, "phase": RunPhase.STOPPED}, "run llama-405b is not running: STOPPED"),
+        ("c", {"phase": RunPhase.STOPPED}, "run llama-405b is not running: STOPPED"),
+        ("p", {"phase": RunPhase.DONE}, "run llama-405b is not running: DONE"),
+        ("M", {"phase": RunPhase.FAILED}, "run llama-405b is not running: FAILED"),
+        ("R", {"guard": GuardShown.WATCHING}, ""),
+        ("S", {"phase": RunPhase.FAILED}, ""),  # something may be left of it
+        ("a", {"phase": RunPhase.FAILED}, ""),
+    ],
+)
+def test_what_the_run_would_not_do_is_not_asked(key, change, hint):
+    screen = Screen()
+    run = dataclasses.replace(screen.shown.pic.training, **change)
+    screen.shown = dataclasses.replace(screen.shown, pic=dataclasses.replace(screen.shown.pic, training=run))
+    screen.press(key)
+    assert screen.ui.hint.startswith(hint)
+    assert bool(screen.ui.pending) is not bool(hint)
+
+
 def test_actions_are_commands_that_can_be_typed():
     assert actions.words_of("c", "r", "my-hosts") == ["ask", "r", "save", "my-hosts"]
     assert actions.words_of("S", "r", "") == ["stop", "--run", "r"]
+
+
+def test_a_shell_says_where_it_is_and_how_to_come_back(tmp_path):
+    line = actions.shell_line("gpu-3", str(tmp_path))
+    done = subprocess.run(
+        ["sh", "-c", line], input="pwd\n", env=os.environ | {"SHELL": "sh"}, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines() == ["shell on gpu-3; exit returns to cluster-top", str(tmp_path)]
 
 
 def test_the_diagnosis_is_whole_without_the_screen():
@@ -255,6 +339,28 @@ def test_the_diagnosis_is_whole_without_the_screen():
     assert "next: " in text
     assert "Watchdog: collective _ALLGATHER_BASE has run for 40 s" in text.split("log of gpu-3:")[1]
     assert text.endswith("more:\nllama405b status")
+
+
+def test_the_diagnosis_is_of_what_is_known_in_figures_for_people():
+    shown = played(8, HUNG)
+    text = "\n".join(actions.diagnosis(scene(shown.pic, shown.trends, Ui(), shown.logs), ()))
+    assert not re.search(r"\d\.\d{5,}|None|more:", text)
+    run = dataclasses.replace(shown.pic.training, loss=4.337370872497559, step_s=0.29056881, expected_step_s=None)
+    bare = dataclasses.replace(shown.pic, training=run, events=())
+    text = "\n".join(actions.diagnosis(scene(bare, shown.trends, Ui(), []), ()))
+    assert "loss 4.3374; 0.29 s a step; newest" in text
+    assert "events:" not in text
+    assert "log of" not in text
+
+
+def test_a_rate_of_next_to_nothing_has_no_exponent():
+    assert [reading(value) for value in (1.473e-06, 0.0, 0.0123, 96.4321, 3071.6)] == [
+        "0.00",
+        "0",
+        "0.0123",
+        "96.43",
+        "3,072",
+    ]
 
 
 def test_choices_are_remembered_and_a_file_of_another_version_is_not_believed(tmp_path, monkeypatch):

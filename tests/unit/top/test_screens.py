@@ -14,13 +14,14 @@ from shown import HOT, HUNG, LOADING, blank_share, in_situation, played, text_of
 
 from conftest import ROOT
 from llama405b_tools.top.draw import hosts
+from llama405b_tools.top.draw.heat import scaled
 from llama405b_tools.top.draw.lines import event_line
 from llama405b_tools.top.draw.panels import listed, scene
 from llama405b_tools.top.draw.theme import PLAIN, THEMES, background, segments, theme
 from llama405b_tools.top.draw.ui import HELP, VIEWS, Ui
 from llama405b_tools.top.state import simulate
 from llama405b_tools.top.state.picture import HostState, Level
-from llama405b_tools.top.state.quantities import NETWORK
+from llama405b_tools.top.state.quantities import LEAST_GBIT, NETWORK, QUANTITIES
 from llama405b_tools.top.state.trends import Trends
 
 SCREENS = ROOT / "tests/data/screens"
@@ -176,7 +177,7 @@ def marked(line):
 def test_the_culprit_is_marked_with_its_gpu_and_its_numbers():
     shown = played(8, HUNG)
     lines = shown.screen(120, 40, Ui(sort="name"))
-    line = next(line for line in lines if line.plain.startswith(" ✖gpu-3"))
+    line = next(line for line in lines if line.plain.startswith("▶✖gpu-3"))
     assert {"✖", "gpu-3", "HUNG", "1200", "78s"} <= marked(line)
     assert any(re.fullmatch(r"\d+!", text) for text in marked(line))
     other = next(line for line in lines if line.plain.startswith("  gpu-4"))
@@ -195,7 +196,7 @@ def test_where_a_run_failed_is_first_and_marked_and_the_others_are_dim():
         for row in shown.pic.hosts
     ]
     for width in (120, 80):
-        lines = shown.screen(width, 40, hosts=tuple(failed))
+        lines = shown.screen(width, 40, hosts=tuple(failed), about="gpu-6")
         at = [line for line in lines if re.match(HOST_LINE, line.plain)]
         assert at[0].plain.startswith("▶✖gpu-6 ")
         assert "✖" not in "".join(line.plain for line in at[1:])
@@ -324,3 +325,13 @@ def test_the_screenshot_of_the_readme():
     console.print(Group(*played(8, HUNG).screen(120, 40)), no_wrap=True)
     same(ROOT / "docs/cluster-top.svg", console.export_svg(title="cluster-top --replay demo", unique_id="cluster-top"))
     assert "docs/cluster-top.svg" in (ROOT / "README.md").read_text()
+
+
+def test_next_to_nothing_is_low_and_not_hot():
+    shown = played(8, HOT)
+    idle = tuple(
+        dataclasses.replace(row, net_bytes_per_s=12.5 * i, ib_bytes_per_s=None) for i, row in enumerate(shown.pic.hosts)
+    )
+    by = scaled(NETWORK, idle)
+    assert (by.low, by.high, {by.level(by.quantity.of(row, 0)) for row in idle}) == (0.0, LEAST_GBIT, {0})
+    assert QUANTITIES[NETWORK].scale([0.0, 2.0]) == (0.0, 2.0)

@@ -1,19 +1,26 @@
 """What cluster-top makes of time that passed without it."""
 
+import copy
 import json
 import queue
+import re
+import sys
 import types
 
 import pytest
 
 from llama405b.contract.accounting import Account, Incident
 from llama405b.contract.causes import Cause, CauseKind
+from llama405b.contract.errors import UserError
 from llama405b_tools.top import event_sources
+from llama405b_tools.top import session as sessions
 from llama405b_tools.top.event_sources import Live, SourceEvent
 from llama405b_tools.top.session import Session, guard_shown
 from llama405b_tools.top.state import simulate, thresholds
+from llama405b_tools.top.state.cluster import ClusterState
 from llama405b_tools.top.state.picture import GuardShown, HostState, Level, Verdict
 from llama405b_tools.verbs import top
+from ops_rig import wait_for
 
 FRAME = json.dumps(next(simulate.incident(1))["frame"])
 T0 = 1_800_000_000.0
@@ -167,3 +174,90 @@ def test_an_incident_is_one_line_once_its_run_goes_on(session):
     assert "0.5 rank-h" in line
     assert told(T0 + 1300, T0 + 2240) == [line]
     assert told(T0 + 1, run="another") == [line]
+
+
+def incident(began, failed, resumed):
+    return Incident(1, began, failed, resumed, Cause(CauseKind.HUNG, "gpu-3", 21, age_s=60.0, phase="train", step=7))
+
+
+def test_an_incident_names_the_xid_that_it_began_with(session):
+    """By the clocks of its hosts, which differ: that of gpu-3 is two minutes ahead."""
+    names, ahead_s = simulate.names(4), 120.0
+    session.cluster = ClusterState(names, 2.0)
+    lines = {12.0: 31, 20.0: 79, 22.0: 79, 40.0: 48}  # seconds after the beginning, and the number
+    for event in simulate.incident(4, seconds=60):
+        if "frame" not in event:
+            continue
+        frame, since = copy.deepcopy(event["frame"]), event["t"] - simulate.BEGIN
+        if event["host"] == "gpu-3":
+            frame["now"] += ahead_s
+            new = [at for at in lines if since - 2 < at <= since]
+            frame["kernel"] = [f"NVRM: Xid (PCI:0000:20:00): {lines[at]}, pid=1, x" for at in new]
+            frame["kernel_times"] = [simulate.BEGIN + ahead_s + at for at in new]
+        session.cluster.take(event["host"], frame, event["t"])
+        session.cluster.advance(event["t"])
+    head = session.cluster.found.head
+    begin = simulate.BEGIN + head.clock(event["t"]) - event["t"]
+    run = session.cluster.run
+
+    def told(*incidents):
+        session.cluster.account = run, Account(begin, begin + 60, 8, {}, incidents)
+        session._tell_incidents(event["t"])
+        return [each.text for each in session.cluster.events if each.text.startswith("incident")]
+
+    assert told(incident(begin + 15, begin + 30, None)) == []
+    [line] = told(incident(begin + 15, begin + 30, begin + 58))
+    said = "attempt 1: gpu-3: Xid 79: the GPU has fallen off the bus → gpu-3: hung: rank 21 is silent for 60 s"
+    assert said in line
+    assert "; next step after 43s, 0.1 GPU-h" in line
+    assert line.count("Xid") == 1
+    [_, plain] = told(incident(begin + 15, begin + 30, begin + 58), incident(begin + 23, begin + 24, begin + 59))
+    assert "Xid" not in plain
+
+
+def test_the_account_is_asked_for_again_when_an_attempt_begins_steps_or_ends(session, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names, asked = simulate.names(2), []
+    session.cluster = ClusterState(names, 2.0)
+    session.fleet = types.SimpleNamespace(hosts=dict.fromkeys(names))
+    session.source.hosts = names
+    session.keep()
+    monkeypatch.setattr(sessions, "account_of_head", lambda *_: asked.append(1))
+    monkeypatch.setattr(sessions, "ACCOUNT_SOON_S", 0.0)
+    frames, nodes = {}, None
+    for each in simulate.incident(2, seconds=80):
+        if "frame" in each:
+            frames[each["host"]] = each["frame"]
+            nodes = nodes or (each["frame"]["run"] or {}).get("nodes")
+    moment = [frames[names[0]]["now"]]
+
+    def looks(**new):
+        """How often it was asked for in three looks, after such news of the run."""
+        asked.clear()
+        for _ in range(3):
+            moment[0] += 2
+            session.source.clock = moment[0]
+            for name in names:
+                run = frames[name]["run"] | {"nodes": nodes, "metrics": []} | new
+                session.take(SourceEvent(moment[0], name, frame=frames[name] | {"now": moment[0], "run": run}))
+            session.picture(logs=False)
+            wait_for(lambda: session.account_at < float("inf"), 10)
+        return len(asked)
+
+    step = {"loss": 2.0, "step_s": 6.0, "time": moment[0]}
+    node = {"host": "h", "state": "exited", "attempt": 1, "pid": 1, "pid_start": 1, "exit_code": 1}
+    killed = node | {"cause": {"kind": "rank killed", "rank": 9, "signal": 9}}
+    assert looks(attempt=1) == 1
+    assert looks(attempt=1) == 0
+    assert looks(attempt=1, metrics=[step | {"step": 1, "attempt": 1}]) == 1
+    assert looks(attempt=1, alive=False, status=killed) == 1
+    assert looks(attempt=2) == 1
+    assert looks(attempt=2, metrics=[step | {"step": 1, "attempt": 2}]) == 1
+    assert looks(attempt=2, metrics=[step | {"step": 2, "attempt": 2}]) == 0
+
+
+def test_what_serving_needs_is_installed_by_the_pip_of_the_python_that_runs(monkeypatch):
+    monkeypatch.setitem(sys.modules, "aiohttp", None)
+    monkeypatch.delitem(sys.modules, "llama405b_tools.top.serve", raising=False)
+    with pytest.raises(UserError, match=re.escape(f"{sys.executable} -m pip install textual-serve")):
+        top._serve("8405", ["hosts"])

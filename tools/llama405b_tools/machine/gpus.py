@@ -23,6 +23,7 @@ SLOWED = {  # bits of clocks_event_reasons.active (nvml.h) that mean something i
     0x40: "hardware thermal slowdown",
     0x80: "hardware power brake",
 }
+THERMAL = (SLOWED[0x20], SLOWED[0x40])
 XID = re.compile(r"NVRM: Xid \(([^)]*)\): (\d{1,4})\b,? ?(.*)", re.ASCII)
 ADDRESS = re.compile(r"([0-9a-f]{4,8}):([0-9a-f]{2}):([0-9a-f]{2})\b", re.IGNORECASE)
 XIDS = {  # from NVIDIA's list of Xid errors: those that end a training run

@@ -97,12 +97,14 @@ def _ranks(
     window_s, now = time.monotonic() - began, time.time()
     for rank, look in looks.items():
         look.end(pool, is_silent=rank in beats and now - beats[rank].time > SILENT_S)
+    last = {beat.rank: beat.time for beat in beats_of(run, node)}
+    moved = {rank for rank, beat in beats.items() if last.get(rank, beat.time) > beat.time}
     logs = _last_lines(run, node.name, plan.attempt)
     found = []
     for rank in range(node.first_rank, node.first_rank + node.slots):
         seen = looks[rank].evidence(rank) if rank in looks else RankEvidence(rank)
         log = logs.get(rank - node.first_rank, ())
-        found.append(dataclasses.replace(seen, beat=beats.get(rank), log=log))
+        found.append(dataclasses.replace(seen, beat=beats.get(rank), log=log, moved=rank in moved))
     return tuple(found), window_s
 
 

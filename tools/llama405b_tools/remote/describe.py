@@ -102,6 +102,9 @@ def beats_of(run: RunDir, node: Node | None) -> tuple[Beat, ...]:
     return tuple(beat.with_state(processes.state(beat.pid)) for beat in beats if beat)
 
 
+NO_STOP = StopMark("")
+
+
 def stopped_by(run: RunDir, host: str) -> str:
     """Who stopped the run here; "" if nobody did."""
     return stop_mark(run, host).by
@@ -109,7 +112,7 @@ def stopped_by(run: RunDir, host: str) -> str:
 
 def stop_mark(run: RunDir, host: str) -> StopMark:
     """Who stopped the run here, and with how much time to save."""
-    return read_record(StopMark, run.stop(host)) or StopMark("")
+    return read_record(StopMark, run.stop(host)) or NO_STOP
 
 
 def checkpoints_of(run: RunDir, plan: Plan) -> Path:

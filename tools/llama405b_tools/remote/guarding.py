@@ -12,7 +12,7 @@ from pathlib import Path
 from llama405b.contract.files import read_record, write_json
 from llama405b.contract.paths import RunDir
 from llama405b.contract.plan import read_plan
-from llama405b.contract.records import GuardState
+from llama405b.contract.records import GuardState, StopMark
 from llama405b_tools.remote import processes
 from llama405b_tools.remote.locks import run_of
 from llama405b_tools.remote.messages.guard_notes import Disk, GuardNote, MachineName, MachineRequest, NoteReply
@@ -26,7 +26,8 @@ def note(request: GuardNote) -> NoteReply:
     """Write the guard's note, unless the run is not the guard's any more, or somebody has stopped both."""
     run = run_of(request.run)
     plan = read_plan(run)
-    if plan.rdzv_id == request.only and not run.stop(request.host).exists():
+    stopped = read_record(StopMark, run.stop(request.host))
+    if plan.rdzv_id == request.only and not (stopped and stopped.by):
         with contextlib.suppress(OSError):  # a full disk: the answer says so
             note_guard(run, request.host, request.state)
     return NoteReply(disks_of(run.path, Path(plan.checkpoint_dir or run.path)))

@@ -28,7 +28,7 @@ from llama405b.contract.records import Heartbeat, NodeState, NodeStatus
 from llama405b_tools.machine import network
 from llama405b_tools.machine.program_output import ended_by, root_cause
 from llama405b_tools.remote import processes
-from llama405b_tools.remote.describe import stop_mark, stopped_by
+from llama405b_tools.remote.describe import NO_STOP, stop_mark, stopped_by
 from llama405b_tools.remote.locks import take_lock
 from llama405b_tools.remote.messages.stop_request import KILL_AFTER_S
 from llama405b_tools.remote.replicate import LAST
@@ -282,7 +282,7 @@ class NodeRunner:
             self.keep_copying()
             time.sleep(POLL_S)
         mark, grace_s = stop_mark(self.run, self.host), self.plan.grace_s
-        if mark.by:
+        if mark != NO_STOP:
             grace_s = mark.grace_s
         ways = [(child.terminate, KILL_AFTER_S if self.plan.trains else max(KILL_AFTER_S, grace_s)), (child.kill, None)]
         if grace_s and self.plan.trains and (code := self.let_save(child, grace_s)) is not None:

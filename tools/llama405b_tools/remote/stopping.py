@@ -64,6 +64,8 @@ def _record_why(run: RunDir, request: StopRequest) -> tuple[int, ...]:
         write_json(run.stop(request.host), StopMark(request.by, request.grace_s, time.time()))
         note_guard(run, request.host, None)
         left = dismiss(run)
+    elif request.grace_s:  # for a restart, which its guard does
+        write_json(run.stop(request.host), StopMark("", request.grace_s, time.time()))
     if request.blame:
         record_blame(run, request.host, request.blame)
     return left

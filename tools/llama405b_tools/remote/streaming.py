@@ -9,10 +9,10 @@ from typing import TypeVar
 
 from llama405b.contract import reader
 from llama405b.contract.events import RunEvent
-from llama405b.contract.files import read_record
+from llama405b.contract.files import read_record, read_records
 from llama405b.contract.paths import RunDir
 from llama405b.contract.plan import Plan, read_plan
-from llama405b.contract.records import METRICS_LINE, NodeStatus
+from llama405b.contract.records import METRICS_LINE, Blame, NodeStatus
 from llama405b_tools.remote import processes
 from llama405b_tools.remote.describe import beats_of, lives, stopped_by
 from llama405b_tools.remote.hostlogs import HostLogs
@@ -62,7 +62,10 @@ class _State:
     def new(self, plan: Plan, *, alive: bool, final: bool) -> Iterator[StreamMessage]:
         """Yield what is to be reported now."""
         host = self.request.host
-        state = NodeUpdate(alive, read_record(NodeStatus, self.run.status(host)), stopped_by(self.run, host))
+        blames = read_records(Blame, self.run.blames(host), 1)
+        state = NodeUpdate(
+            alive, read_record(NodeStatus, self.run.status(host)), stopped_by(self.run, host), next(iter(blames), None)
+        )
         if state != self.last:
             self.last = state
             yield StreamMessage(node=state)

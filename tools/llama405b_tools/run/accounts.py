@@ -1,9 +1,10 @@
 """What a run's time went into: asked of its head, and in words."""
 
 import datetime
+from collections.abc import Sequence
 
 from llama405b.contract.accounting import Account, Incident, Use
-from llama405b.contract.phrases import counted
+from llama405b.contract.phrases import counted, given
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.outcomes import replies
 from llama405b_tools.hosts.transport import HostError
@@ -14,6 +15,7 @@ from llama405b_tools.text.clean import clean
 from llama405b_tools.text.figures import span
 
 LEAST = 0.0005  # of the time: what is told
+MOST_XIDS = 3  # in the line of an incident
 
 
 def account_of_run(fleet: Fleet, run: str, seen: Seen) -> Account | None:
@@ -38,6 +40,8 @@ def account_line(found: Account, unit: str) -> str:
     failures = counted(len(found.incidents), "failure")
     what = {
         Use.FAILURES: f"lost to {failures}",
+        Use.SLOW: "lost to slow or hung steps",
+        Use.RESTARTS: "lost to a restart asked for",
         Use.STARTING: "starting",
         Use.SAVING: "saving",
         Use.PAUSES: "other pauses",
@@ -49,12 +53,16 @@ def account_line(found: Account, unit: str) -> str:
     return f"goodput {100 * (found.goodput or 0.0):.1f}% of {span(total_s)}: {', '.join(parts)}"
 
 
-def incident_line(found: Account, incident: Incident, unit: str) -> str:
-    """Write a failure in one line: when, what, how long until the next step, and what that cost."""
+def incident_line(found: Account, incident: Incident, unit: str, xids: Sequence[str] = ()) -> str:
+    """Write a failure in one line: when, what, how long until the next step, and what that cost.
+
+    ``xids``: errors of GPUs that hosts reported meanwhile, in words: they came first.
+    """
     began = datetime.datetime.fromtimestamp(incident.began).astimezone().strftime("%Y-%m-%d %H:%M:%S")
     until = incident.failed if incident.resumed is None else incident.resumed
     cost = found.rank_hours(until - incident.began)
     then = "not restarted" if incident.resumed is None else f"next step after {span(until - incident.began)}"
     said = clean(failure_words(Failure(incident.cause.host, incident.cause)))
     where = f"{incident.cause.host}: " if incident.cause.host else ""
-    return f"{began}  attempt {incident.attempt}: {where}{said}; {then}, {cost:,.1f} {unit}"
+    first = "".join(f"{xid} → " for xid in xids[:MOST_XIDS]) + given("and {} more → ", max(0, len(xids) - MOST_XIDS))
+    return f"{began}  attempt {incident.attempt}: {first}{where}{said}; {then}, {cost:,.1f} {unit}"

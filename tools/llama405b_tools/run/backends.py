@@ -51,8 +51,11 @@ class Backend(Protocol):
     def stop(self, fleet: Fleet, run: str, by: str, grace_s: float) -> Ends:
         """End a run for good, after a grace period for the trainer to save."""
 
-    def stop_launch(self, fleet: Fleet, plan: Plan, blame: Blame | None) -> Ends:
-        """End the processes of one launch, and record why if it failed; another launch of the same name is not touched."""
+    def stop_launch(self, fleet: Fleet, plan: Plan, blame: Blame | None, grace_s: float = 0.0) -> Ends:
+        """End the processes of one launch, and record why; another launch of the same name is not touched.
+
+        ``grace_s``: for the trainer to save first.
+        """
 
     def cancel(self) -> bool:
         """End a waiting run; returns whether it is gone."""
@@ -83,11 +86,13 @@ class OnHosts:
         requests = {name: StopRequest(run, name, by=by, grace_s=grace_s) for name in fleet.hosts}
         return fleet.ask_all("stop", requests, StopReply, ANSWER_S + grace_s)
 
-    def stop_launch(self, fleet: Fleet, plan: Plan, blame: Blame | None) -> Ends:
+    def stop_launch(self, fleet: Fleet, plan: Plan, blame: Blame | None, grace_s: float = 0.0) -> Ends:
         """See ``Backend``."""
         names = [node.name for node in plan.nodes]
-        requests = {name: StopRequest(plan.run, name, only=plan.rdzv_id, blame=blame) for name in names}
-        return fleet.ask_all("stop", requests, StopReply, ANSWER_S)
+        requests = {
+            name: StopRequest(plan.run, name, only=plan.rdzv_id, grace_s=grace_s, blame=blame) for name in names
+        }
+        return fleet.ask_all("stop", requests, StopReply, ANSWER_S + grace_s)
 
     def cancel(self) -> bool:
         """Runs on hosts never wait."""
@@ -124,12 +129,12 @@ class InJob:
         told = replies(ask_hosts(fleet, run)[1])
         return {name: StopReply(True, True, job_left=not gone, node=told.get(name)) for name in fleet.hosts}
 
-    def stop_launch(self, fleet: Fleet, plan: Plan, blame: Blame | None) -> Ends:
+    def stop_launch(self, fleet: Fleet, plan: Plan, blame: Blame | None, grace_s: float = 0.0) -> Ends:
         """See ``Backend``."""
         if blame:
             for node in plan.nodes:
                 record_blame(self.directory, node.name, blame)
-        gone = jobs.stop_job(self.directory, plan.slurm_job, fleet.hosts, "", 0.0)
+        gone = jobs.stop_job(self.directory, plan.slurm_job, fleet.hosts, "", grace_s)
         return {name: StopReply(known=True, was_alive=True, job_left=not gone) for name in fleet.hosts}
 
     def cancel(self) -> bool:

@@ -10,7 +10,7 @@ import enum
 from collections.abc import Iterable, Mapping, Sequence
 
 from llama405b.contract.causes import STUCK, Cause, CauseKind, said_by_rank
-from llama405b.contract.phrases import counted, given
+from llama405b.contract.phrases import counted, given, short
 from llama405b.contract.records import Phase
 from llama405b_tools.machine.stacks import Frame
 from llama405b_tools.remote.messages.autopsy import HostEvidence, Progress
@@ -25,6 +25,7 @@ EXCUSED = 10.0  # so many times longer, while bytes move or a core is busy where
 MOVES_BYTES, BUSY = 64 << 10, 0.5  # in the window; of a core
 STARVED, RUNS = 0.5, 0.1  # of the window: that it waited for a core, and had one
 FAULTS_PER_S = 200.0  # page faults that wait for a disk
+MOST_CODE = 100  # characters of a line of a stack
 SILENT_END = Cause(CauseKind.UNKNOWN)
 READS = (
     "/llama405b/data/",
@@ -143,6 +144,8 @@ def pace_of(every: Sequence[Position], hosts: Mapping[str, HostEvidence]) -> tup
         limit_s = max(LEAST_S, STEPS * progress.usual_step_s)
     usual = given(", usually {}", span(progress.usual_step_s)) if progress.usual_step_s and phase is Phase.TRAIN else ""
     silent = f"no rank has moved for {span(newest_s)} (phase {phase}{usual})"
+    if newest_s <= limit_s and all(position.evidence.moved for position, _ in told):
+        return Verdict.MOVES, f"it goes on: phase {phase}, every rank moved while it was looked at"
     if newest_s <= limit_s:
         return Verdict.MOVES, f"it goes on: phase {phase}, a rank last moved {span(newest_s)} ago{usual}"
     if newest_s <= EXCUSED * limit_s and (going := next((p for p, _ in told if _goes_on(p, hosts[p.host])), None)):
@@ -371,8 +374,9 @@ def group_words(group: Group) -> str:
 
 def frame_words(frame: Frame) -> str:
     """Write a call as ``data/tables.py:88 (rows): the line``."""
-    short = "/".join(frame.file.rsplit("/", 2)[-2:])
-    return f"{short}:{frame.line} ({frame.function}){given(': {}', frame.code[:100])}"
+    place = "/".join(frame.file.rsplit("/", 2)[-2:])
+    code = frame.code.partition("  #")[0].rstrip()  # without a comment behind it
+    return f"{place}:{frame.line} ({frame.function}){given(': {}', short(code, MOST_CODE))}"
 
 
 def _stack(position: Position) -> tuple[str, ...]:

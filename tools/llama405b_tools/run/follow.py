@@ -62,10 +62,15 @@ class EndKind(enum.StrEnum):
     WELL = "well"
     FAILED = "failed"
     STOPPED = "stopped"  # somebody asked for it
+    RESTART = "restart"  # somebody asked for the attempt to end, and for the guard to start the next one
     LEFT = "left"  # Ctrl-C: the run continues
 
 
-EXIT_CODES = {EndKind.WELL: GOOD, EndKind.FAILED: FAILED, EndKind.STOPPED: FAILED, EndKind.LEFT: STOPPED_FOLLOWING}
+EXIT_CODES = {
+    EndKind.WELL: GOOD,
+    **dict.fromkeys((EndKind.FAILED, EndKind.STOPPED, EndKind.RESTART), FAILED),
+    EndKind.LEFT: STOPPED_FOLLOWING,
+}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -92,6 +97,8 @@ class Ending:
         """The ending as one clause."""
         if self.failure:
             return f"{self.failure.host}: {failure_words(self.failure)}"
+        if self.kind is EndKind.RESTART:
+            return f"a restart that {self.stopped_by} asked for"
         return given("stopped by {}", self.stopped_by) or "the run finished successfully"
 
 
@@ -113,6 +120,7 @@ class RunMonitor:
         self.hangs = False
         self.give_up_at = math.inf  # when the other hosts are ended
         self.stopped_by = ""  # who stopped the run, if anyone did
+        self.restart_by = ""  # who asked for a restart, if anyone did
         self.heard: dict[str, HostHeartbeats] = {}  # each host's heartbeats
 
     @property
@@ -185,7 +193,7 @@ class RunMonitor:
         """Whether the other hosts had long enough to notice a failure: they may still run, but cannot continue."""
         if limits and self.plan.trains:
             self.look_for_hang(limits)
-        if self.failures and self.give_up_at == math.inf:
+        if (self.failures or self.restart_by) and self.give_up_at == math.inf:
             self.give_up_at = time.monotonic() + (0 if self.hangs else PEER_GRACE_S)
         return time.monotonic() > self.give_up_at
 
@@ -213,8 +221,8 @@ class RunMonitor:
                 self.unreachable.setdefault(host, f"nothing was heard from it for {silent_s:.0f} s")
 
     def worst(self) -> Failure | None:
-        """The failure to name; None if no host reported one."""
-        if not self.failures:
+        """The failure to name; None if no host reported one, or the attempt was to end."""
+        if not self.failures or self.restart_by:
             return None
         lost = [Failure(host, Cause(CauseKind.UNREACHABLE, host, detail=why)) for host, why in self.unreachable.items()]
         found = [*lost, *self.failures] if self.hangs else [*self.failures, *lost]  # a hung rank waits for a lost one
@@ -227,6 +235,8 @@ class RunMonitor:
 
     def _end(self, host: str, node: NodeUpdate) -> None:
         self.stopped_by = self.stopped_by or node.stopped_by
+        if node.blame and node.blame.attempt == self.plan.attempt:
+            self.restart_by = self.restart_by or judge.restart_by(node.blame)
         state = judge.state_of(node.status, alive=False) if node.status else judge.FILES_GONE  # it had started
         failure = judge.failure_of(host, state)
         self.ended.add(host)
@@ -351,6 +361,10 @@ def summarise(watch: RunMonitor, plan: Plan, hosts: str = "", *, guarded: bool =
         show(f"FAILED  {worst.host}: {failure_words(worst)}", error=True)
         show("next: " + "; ".join([logs] if guarded else [logs, *again]), error=True)
         return Ending(EndKind.FAILED, worst)
+    if watch.restart_by and not watch.stopped_by:
+        ending = Ending(EndKind.RESTART, stopped_by=watch.restart_by)
+        show(f"attempt {plan.attempt} was ended for {ending.words}")
+        return ending
     if watch.stopped_by:
         show("; ".join([f"stopped by {watch.stopped_by}", *again]))
         return Ending(EndKind.STOPPED, stopped_by=watch.stopped_by)

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from llama405b.contract import reader
+from llama405b.contract.causes import Cause, CauseKind
 from llama405b.contract.checkpoints import step_of
 from llama405b.contract.errors import FAILED, RunError, UserError
 from llama405b.contract.events import EventKind, RunEvent
@@ -213,7 +214,7 @@ class Guard:
             ending = follow(
                 self.fleet, self.plan, hosts_argument(self.request.hosts_file), self.limits, self.note_progress
             )
-            if ending.failure is None:
+            if ending.failure is None and ending.kind is not EndKind.RESTART:
                 stage, notice = ENDS.get(ending.kind, (GuardStage.ENDED, Notice.END))
                 self.say(stage, ending.words)
                 self.notify(notice, ending.words)
@@ -226,18 +227,24 @@ class Guard:
                 self.say(GuardStage.STOPPED, f"stopped by {error}")
                 return FAILED
 
-    def recover(self, ending: Ending, failure: Failure) -> None:
-        """Restart the run after a failure, and report both.
+    def recover(self, ending: Ending, failure: Failure | None) -> None:
+        """Restart the run after a failure, and report both; None: somebody asked for that, which is no incident.
 
         Raises:
             HopelessError: No restart would help.
             StoppedError: Somebody stopped the run.
         """
-        self.record = dataclasses.replace(self.record, cause=failure.cause)
-        self.event(EventKind.FAILED)
-        self.count_try(ending)
+        if failure is None:
+            asked = Cause(CauseKind.STOPPED, by=ending.stopped_by)
+            self.record = dataclasses.replace(self.record, cause=asked)
+            self.note_checkpoint()
+        else:
+            self.record = dataclasses.replace(self.record, cause=failure.cause)
+            self.event(EventKind.FAILED)
+            self.count_try(ending)
         self.say(GuardStage.RECOVERING, ending.words)
-        self.notify(Notice.INCIDENT, ending.words)
+        if failure:
+            self.notify(Notice.INCIDENT, ending.words)
         self.restart()
         self.restarted(ending)
 
@@ -258,14 +265,18 @@ class Guard:
         """
         if ending.refused and not self.record.restarts:  # after a restart a host changed, and may change back
             raise HopelessError("the trainer refused its input and would refuse it again")
-        newest = newest_checkpoint(self.fleet, self.plan.run)
+        self.note_checkpoint()
         known, in_vain = self.record.checkpoint, self.record.in_vain
-        if newest and (not known or step_of(newest) > step_of(Path(known))):
-            known, in_vain = str(newest), 0
         if in_vain >= self.request.restart:
             since = given("since {}", known) or "and no checkpoint yet"
             raise HopelessError(f"that was after {counted(in_vain, 'restart')} without a newer checkpoint ({since})")
-        self.record = dataclasses.replace(self.record, checkpoint=known, in_vain=in_vain + 1)
+        self.record = dataclasses.replace(self.record, in_vain=in_vain + 1)
+
+    def note_checkpoint(self) -> None:
+        """Note the newest checkpoint; if it is newer than the one known, the restarts until now were not in vain."""
+        newest, known = newest_checkpoint(self.fleet, self.plan.run), self.record.checkpoint
+        if newest and (not known or step_of(newest) > step_of(Path(known))):
+            self.record = dataclasses.replace(self.record, checkpoint=str(newest), in_vain=0)
 
     def restart(self) -> None:
         """End what is left on every host and start again, retrying until that works.

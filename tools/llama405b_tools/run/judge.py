@@ -165,6 +165,11 @@ def blame_of(attempt: int, recorded: Iterable[Blame]) -> Blame | None:
     return next((blame for blame in known if blame.attempt == attempt), None)
 
 
+def restart_by(blame: Blame | None) -> str:
+    """Return who asked for an attempt to be ended, and for the run's guard to start the next one; "": nobody did."""
+    return blame.cause.by if blame and blame.cause.kind is CauseKind.STOPPED else ""
+
+
 def was_up(runs: Iterable[HostRun]) -> bool:
     """Whether all hosts had started a run's last attempt, as far as they know."""
     return not any(
@@ -173,9 +178,14 @@ def was_up(runs: Iterable[HostRun]) -> bool:
 
 
 def with_blame(failures: Sequence[Failure], blame: Blame | None) -> list[Failure]:
-    """Return the failures of an attempt, of which the one that was decided on is then the first failure."""
+    """Return the failures of an attempt, of which the one that was decided on is then the first failure.
+
+    How the parts of an attempt end for a restart that was asked for is no failure.
+    """
     if blame is None:
         return list(failures)
+    if restart_by(blame):
+        return [failure for failure in failures if failure.cause.kind is CauseKind.UNREACHABLE]
     same = [failure for failure in failures if (failure.host, failure.cause) == (blame.host, blame.cause)]
     found = [*same, Failure(blame.host, blame.cause)][0]
     return [*[other for other in failures if other is not found], dataclasses.replace(found, decided=True)]

@@ -16,7 +16,7 @@ NAMED = re.compile(
     r"(\b[A-Z0-9_]{0,40}(?:TOKEN|SECRET|PASSWORD|API_?KEY|ACCESS_?KEY)[\"']?\s{0,3}[=:]\s{0,3}[\"']?|\bBearer\s)([^\s\"',;]{8,})",
     re.IGNORECASE,
 )
-PLAIN = str.maketrans("│─└┤┄▶●◐■▲▼✖·…—–→←↑↓⏎°×░▏▎▍▌▋▊▉▁▂▃▄▅▆▇█", "|-`+~>*o#^vx..--><^v<ox....::::.:-=+*#@")
+PLAIN = str.maketrans("│─└┤┄▶◀●◐■▲▼✖·…—–→←↑↓⏎°×░▏▎▍▌▋▊▉▁▂▃▄▅▆▇█", "|-`+~><*o#^vx.~--><^v<ox....::::.:-=+*#@")
 
 
 def clean(text: str) -> str:

@@ -14,6 +14,13 @@ def number(value: float | None, form: str) -> str:
     return DASH if value is None else format(value, form)
 
 
+def reading(value: float) -> str:
+    """Format a number with four digits, and never with an exponent: next to nothing is ``0.00``."""
+    if abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.4g}" if abs(value) >= 0.01 or not value else f"{value:.2f}"
+
+
 def share(part: float | None, whole: float | None) -> float | None:
     """Return ``part`` of ``whole`` in percent; None if either is unknown."""
     return 100 * part / whole if part is not None and whole else None
@@ -42,6 +49,11 @@ def sparkline(values: Sequence[float], width: int, top: float | None = None) -> 
         means.append(sum(part) / len(part))
     low, high = (0.0, top) if top is not None else (min(means), max(means))
     return "".join(bar(100 * (value - low) / (high - low) if high > low else 0) for value in means)
+
+
+def stopwatch(seconds: float) -> str:
+    """Format a duration of minutes to the second: ``0:08``, ``3:20``."""
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
 
 
 def span(seconds: float | None) -> str:

@@ -21,15 +21,15 @@ from textual.geometry import Region, Size
 from textual.strip import Strip
 from textual.widget import Widget
 
-from llama405b.contract.phrases import counted, given
+from llama405b.contract.phrases import counted, given, reason_of
 from llama405b_tools.hosts.login_shell import shell_path
 from llama405b_tools.logs import first_error
 from llama405b_tools.run.autopsy import last_stacks
 from llama405b_tools.run.query import ask_hosts
 from llama405b_tools.run.tmux_windows import at_terminal
-from llama405b_tools.text.clean import clean
 from llama405b_tools.top import actions, colors, remembered
 from llama405b_tools.top.changes import POP_TITLE, PUSH_TITLE, Changes
+from llama405b_tools.top.commands import UNDONE, Command
 from llama405b_tools.top.draw import panels
 from llama405b_tools.top.draw.lines import LogLine
 from llama405b_tools.top.draw.panels import Scene
@@ -114,11 +114,12 @@ class TopApp(App[int]):
         self.session, self.ui = session, session.ui
         session.keep()
         self.pic, self.logs = NOT_DRAWN, list[LogLine]()
+        self.past: tuple[float, Picture] | None = None  # the moment that is looked at, and its picture
         self.draw_at = 0.0  # when to draw again
         self.files = {file: _stamp(file) for file in files}
         self.hosts_file = next(iter(files), "")
         self.kept = remembered.of(self.ui)
-        self.commands: dict[str, subprocess.Popen[str]] = {}  # of ours that run now, as they were typed
+        self.commands: dict[str, Command] = {}  # of ours that run now, as they were typed
         self.changes = Changes(on_change, self.write, self._complain)
         self.exporter = exporter
         self.speed = session.source.speed if isinstance(session.source, Replay) else 1.0
@@ -193,9 +194,18 @@ class TopApp(App[int]):
         ui, box = self.ui, self.session.box
         if box:
             ui.kept = box.span
-        if ui.at is None or not box or (past := box.at(ui.at)) is None:
+        if ui.at is None or not box:
+            self.past = None
             return self.pic, self.logs
-        return past, [line for line in self.logs if line.time <= ui.at]
+        if (self.past is None or self.past[0] != ui.at) and (found := box.at(ui.at)):
+            self.past = (
+                ui.at,
+                found,
+            )  # kept as long as it is looked at: its end of the ten minutes is forgotten meanwhile
+        if self.past is None:
+            return self.pic, self.logs
+        at, pic = self.past
+        return pic, [line for line in self.logs if line.time <= at]
 
     def on_resize(self, event: Resize) -> None:
         """Draw for the new size."""
@@ -205,8 +215,8 @@ class TopApp(App[int]):
     def on_unmount(self) -> None:
         """Give the window its title back, and end our commands that still run."""
         self.write(POP_TITLE)
-        for child in self.commands.values():
-            child.terminate()
+        for command in list(self.commands.values()):
+            command.end_now()
 
     def action_leave(self) -> None:
         """Quit."""
@@ -220,8 +230,7 @@ class TopApp(App[int]):
         char = event.character if event.character and event.character.isprintable() else None
         for name in [char or key] if key == event.key else ["escape", char or key]:
             if name in ("q", "Q") and self.ui.path == ["all"] and not (self.ui.typing or self.ui.pending):
-                if stops := next((title for title in self.commands if " stop " in title), ""):
-                    self.ui.hint = f"`{stops}` has not ended; Ctrl-C leaves it"
+                if self._warns_of_a_stop():
                     continue
                 self.action_leave()
                 return
@@ -230,6 +239,15 @@ class TopApp(App[int]):
             self.kept = chosen
             remembered.remember(chosen)
         self.draw()
+
+    def _warns_of_a_stop(self) -> bool:
+        """Say once that leaving would end a command that stops the run; returns whether that was said only now."""
+        stops = next((title for title in self.commands if " stop " in title), "")
+        hint = f"`{stops}` has not ended; q again leaves, and ends it"
+        if not stops or self.ui.hint == hint:
+            return False
+        self.ui.hint = hint
+        return True
 
     def act(self, name: str) -> None:
         """Do what a key asks for: what changes the view is pure, the rest is done here."""
@@ -243,6 +261,8 @@ class TopApp(App[int]):
             ui.hint = "only a recording has a speed"
         if wanted == "error":
             self._first_error()
+        elif wanted == "end":
+            self.commands[ui.title].end(f"you ended it; {UNDONE}")
         elif wanted == "copy":
             self._copy(of)
         elif wanted.startswith(DO):
@@ -295,34 +315,52 @@ class TopApp(App[int]):
             return
         if key == actions.SHELL:
             host = fleet.hosts[self.ui.selected]
-            line = f'cd {shell_path(fleet.workdir(host.name))}; exec "${{SHELL:-sh}}"'
+            line = actions.shell_line(host.name, shell_path(fleet.workdir(host.name)))
             with self.suspend():
                 subprocess.run(at_terminal(host, line), check=False)
             self.refresh()
             return
         words = actions.words_of(key, self.session.cluster.run, str(self.hosts_file))
         title = f"{self.session.cluster.program} {' '.join(words)}"
-        self._text(title, ["…"])
-        threading.Thread(target=self._run, args=(title, words), daemon=True).start()
+        known = self.commands.get(title)
+        self._text(title, list(known.lines) if known else ["…"])
+        if known is None:
+            self._start(title, words, actions.ACTIONS[key].limit_s)
 
-    def _run(self, title: str, words: list[str]) -> None:
+    def _start(self, title: str, words: Sequence[str], limit_s: float) -> None:
         """Run one of our commands, and show each of its lines as it comes."""
-        argv, lines = [sys.executable, "-m", "llama405b_tools.cli", *words], list[str]()
-        with subprocess.Popen(
-            argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        ) as child:
-            self.commands[title] = child
-            for line in child.stdout or ():
-                lines.append(clean(line.rstrip("\n")))
-                self._tell(title, lines)
-        self.commands.pop(title, None)
-        if words[0] == "autopsy":
-            self.ui.stacks_of, self.ui.stacks = last_stacks(self.session.cluster.run)
-        self._tell(title, [*lines, "", f"exit code {child.returncode}"])
+        try:
+            command = Command([sys.executable, "-m", "llama405b_tools.cli", *words], limit_s)
+        except OSError as error:
+            self._text(title, [f"it could not be started ({reason_of(error)})"])
+            return
+        self.commands[title] = command
+        self.ui.running.add(title)
 
-    def _tell(self, title: str, lines: list[str]) -> None:
-        with contextlib.suppress(RuntimeError):  # the screen was left meanwhile
-            self.call_from_thread(self._answer, title, list(lines))
+        def follow() -> None:
+            ended = command.follow(lambda lines: self._tell(title, lines))
+            if words[0] == "autopsy":
+                self.ui.stacks_of, self.ui.stacks = last_stacks(self.session.cluster.run)
+            self._on_screen(self._ended, title, ended)
+
+        threading.Thread(target=follow, daemon=True).start()
+
+    def _ended(self, title: str, ended: str) -> None:
+        """Show how a command ended; if it was left, as an event."""
+        lines = self.commands.pop(title).lines
+        self.ui.running.discard(title)
+        if self.ui.mode != "text" or self.ui.title != title:
+            self._complain(f"`{title}`: {ended}")
+        self._answer(title, [*lines, "", ended])
+
+    def _tell(self, title: str, lines: Sequence[str]) -> None:
+        self._on_screen(self._answer, title, list(lines))
+
+    def _on_screen(self, act: Callable[..., None], *args: object) -> None:
+        """Have the thread of the screen do something, if that has not been left meanwhile."""
+        if self.is_running:
+            with contextlib.suppress(RuntimeError):
+                self.call_from_thread(act, *args)
 
     def _text(self, title: str, lines: list[str]) -> None:
         self.ui.show_text(title, lines)

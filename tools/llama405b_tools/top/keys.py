@@ -32,6 +32,7 @@ PAGES: dict[str, Callable[[int], int]] = {  # lines to move on a screen of so ma
 def press(ui: Ui, key: str, of: Scene, width: int, height: int) -> str:
     """Do what a key asks for, and return what is left to be done by the program: a value of ``ASKED``, ``DO``…, or ""."""
     ui.hint = ""
+    came_back, ui.came_back = ui.came_back, False
     if ui.pending:
         pending, ui.pending = ui.pending, ""
         if key in ("y", "Y"):
@@ -39,12 +40,12 @@ def press(ui: Ui, key: str, of: Scene, width: int, height: int) -> str:
         ui.hint = "nothing was done"
     elif ui.typing:
         _type(ui, key, of)
-    elif key in ASKED:
-        return ASKED[key]
+    elif wanted := "end" if key == "x" and ui.is_running else ASKED.get(key, ""):
+        return wanted
     elif key in MOVES:
         _move(ui, MOVES[key], of, width)
-    elif key == "end" and ui.at is not None:
-        ui.at = None
+    elif _comes_back(ui, key, came_back):
+        pass
     elif key in PAGES:
         _move(ui, PAGES[key](height), of, width, is_page=True)
     elif key in actions.ACTIONS:
@@ -52,20 +53,31 @@ def press(ui: Ui, key: str, of: Scene, width: int, height: int) -> str:
     elif key in SPEEDS:
         return SPEEDS[key]
     elif key in BACK_S and not (ui.reads_log and key in SIDEWAYS):
-        return _travel(ui, BACK_S[key])
-    elif not _go(ui, key, of) and not (ui.reads_log and _press_in_log(ui, key, of)):
+        return _travel(ui, BACK_S[key], of.pic.time if ui.paused else ui.kept[1])
+    elif not (_go(ui, key, of) or _press_in_pane(ui, key, of)):
         _choose(ui, key, of)
     return ""
 
 
-def _travel(ui: Ui, by_s: float) -> str:
-    """Look at another moment; returns "skip" if that is later than now."""
+def _comes_back(ui: Ui, key: str, came_back: bool) -> bool:
+    """Return from the past to now, if the key means that; returns whether it does. A second End is taken for the first."""
+    if ui.is_past and (key == "end" or (key == "escape" and len(ui.path) == 1)):
+        ui.at, ui.came_back = None, True
+        return True
+    if key == "end" and came_back:
+        ui.hint = "this is now; End again goes to the end"
+        return True
+    return False
+
+
+def _travel(ui: Ui, by_s: float, shown: float) -> str:
+    """Look at another moment; returns "skip" if that is later than now. ``shown``: the moment that is, unless it is the past."""
     first, last = ui.kept
     if ui.at is None and by_s > 0:
         return "skip"
-    ui.at = max(first, (last if ui.at is None else ui.at) + by_s)
+    ui.at = max(first, (shown if ui.at is None else ui.at) + by_s)
     if ui.at >= last:
-        ui.at = None
+        ui.at, ui.came_back = None, True
     elif ui.at == first:
         ui.hint = "no earlier moment is kept"
     return ""
@@ -182,6 +194,14 @@ def _find(ui: Ui, of: Scene, *, back: bool) -> None:
         ui.hint = f"no {'earlier' if back else 'later'} line has {ui.log.search!r}"
     else:
         ui.log.at = found
+
+
+def _press_in_pane(ui: Ui, key: str, of: Scene) -> bool:
+    """Do what a key means where the arrows move; returns whether it means something there."""
+    if ui.reads_events and key == "w":
+        ui.wraps_events = not ui.wraps_events
+        return True
+    return ui.reads_log and _press_in_log(ui, key, of)
 
 
 def _press_in_log(ui: Ui, key: str, of: Scene) -> bool:

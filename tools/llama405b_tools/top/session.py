@@ -5,6 +5,7 @@ import math
 import re
 import threading
 import time
+from typing import NamedTuple
 
 from llama405b.contract.phrases import given, reason_of, remedy_of
 from llama405b_tools.hosts.fleet import Fleet
@@ -17,14 +18,24 @@ from llama405b_tools.top.intake import SourceEvent
 from llama405b_tools.top.logpane import LogPane, LogStream
 from llama405b_tools.top.state import thresholds
 from llama405b_tools.top.state.cluster import ClusterState
-from llama405b_tools.top.state.picture import GuardShown, Picture
+from llama405b_tools.top.state.picture import OVER, GuardShown, Picture
 from llama405b_tools.top.state.trends import Trends
 
 FIRST_S = 14.0  # for every host to answer or fail; then --once prints what it has
 PLAIN_WIDTH = 120
 GUARD_EVERY_S, ACCOUNT_EVERY_S = 3.0, 60.0
+ACCOUNT_SOON_S = 2.0  # between two, when something has happened that changes it
 ACCOUNT_SHARE = 0.01  # of the head's time, at most, for accounts
 LOGS_WAIT_S = 4.0  # for all hosts to report the run
+
+
+class Turn(NamedTuple):
+    """What a run has come to: another one changes what its time went into."""
+
+    run: str
+    attempt: int
+    steps: bool  # whether this attempt has taken a step
+    is_over: bool
 
 
 class Session:
@@ -44,7 +55,8 @@ class Session:
         self.log_since = 0.0
         self.log_streams: list[LogStream] = []
         self.log_hosts: set[str] = set()  # hosts they read
-        self.guard_at = self.account_at = 0.0
+        self.guard_at = self.account_at = self.account_soon_at = 0.0
+        self.turn: Turn | None = None  # of which there is an account
         self.incidents: tuple[str, frozenset[float]] = (
             "",
             frozenset(),
@@ -107,8 +119,8 @@ class Session:
             self.cluster.guard = guard_shown(self.cluster.run, self.cluster.guards_heard(moment))
         elif isinstance(self.source, Replay):
             self.cluster.guard = guard_heard(self.cluster.guards_heard(moment))
-        if self.fleet and self.box and self.cluster.run and time.monotonic() > self.account_at:
-            self.account_at = math.inf  # until this one is answered
+        if self.fleet and self.box and self.cluster.run and self._wants_account():
+            self.account_at = self.account_soon_at = math.inf  # until this one is answered
             threading.Thread(target=self._ask_account, args=(self.fleet, self.cluster.run), daemon=True).start()
         self._tell_incidents(moment)
         if isinstance(self.source, Live):
@@ -147,7 +159,22 @@ class Session:
         if known[0] == run:  # else all of them were over before it was looked at
             unit = "GPU-h" if any(host.gpus for host in self.cluster.hosts.values()) else "rank-h"
             for began in sorted(over.keys() - known[1]):
-                self.cluster.note(f"incident: {incident_line(account, over[began], unit)}", now)
+                xids = self.cluster.xids_between(began, over[began].failed)
+                self.cluster.note(f"incident: {incident_line(account, over[began], unit, xids)}", now)
+
+    def _wants_account(self) -> bool:
+        """Whether it is time to ask what the run's time went into: every minute, and when an attempt begins, steps or ends."""
+        now, turn = time.monotonic(), self._turn()
+        if now > self.account_at or (turn != self.turn and now > self.account_soon_at):
+            self.turn = turn
+            return True
+        return False
+
+    def _turn(self) -> Turn:
+        found = self.cluster.found
+        attempt = max((run.attempt for run in found.told.values()), default=0)
+        steps = bool(found.metrics) and found.metrics[-1].attempt == attempt
+        return Turn(self.cluster.run, attempt, steps, found.phase[0] in OVER)
 
     def _ask_account(self, fleet: Fleet, run: str) -> None:
         """Ask what the run's time went into; the screen does not wait for it."""
@@ -157,6 +184,7 @@ class Session:
             with contextlib.suppress(Exception):  # the screen was left meanwhile, and its connections closed
                 self.cluster.account = run, account_of_head(fleet, run, head)
         took_s = time.monotonic() - began  # the head reads all that its steps wrote
+        self.account_soon_at = time.monotonic() + ACCOUNT_SOON_S
         self.account_at = time.monotonic() + max(ACCOUNT_EVERY_S, took_s / ACCOUNT_SHARE)
 
     def _follow_logs(self, fleet: Fleet) -> None:

@@ -2,14 +2,16 @@
 
 save: a checkpoint now. profile: a trace of the next steps of each rank, for Perfetto. memory: what each rank's memory holds.
 stacks: the stack of every thread of each rank. A run that hangs takes no step, and does not answer: autopsy tells of it.
-restart: save, then end this attempt, for the run's guard to start the next one; --wait 0s does not wait for the save.
+restart: have it save after the step that it is in, and end there, for the run's guard to start the next attempt; --wait 0s: without a save.
 Exits with 1 if the run ended, did not answer in time, or could not do it.
 """
 
 import time
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from llama405b.contract.causes import Cause, CauseKind
+from llama405b.contract.checkpoints import step_of
 from llama405b.contract.command import OneLineParser
 from llama405b.contract.errors import GOOD, RunError, UserError
 from llama405b.contract.events import RunEvent
@@ -25,7 +27,7 @@ from llama405b_tools.run import screen
 from llama405b_tools.run.backends import Backend, backend_of
 from llama405b_tools.run.guard_record import heard_by, of_hosts
 from llama405b_tools.run.judge import not_stopped
-from llama405b_tools.run.query import STATUS_TIMEOUT_S, ask_hosts, operator
+from llama405b_tools.run.query import STATUS_TIMEOUT_S, ask_hosts, operator, progress
 from llama405b_tools.text.figures import span
 from llama405b_tools.verbs.arguments import add_hosts
 
@@ -37,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the verb."""
     parser = OneLineParser(prog="llama405b ask", description=__doc__)
     parser.add_argument("run", metavar="RUN", help="name of the run")
-    kinds = [*RequestKind, RESTART]
+    kinds = [*(kind.value for kind in RequestKind), RESTART]
     parser.add_argument("kind", metavar="WHAT", choices=kinds, help="save, profile, memory, stacks or restart")
     add_hosts(parser)
     parser.add_argument("--steps", type=int, default=1, metavar="N", help="steps to profile, 100 at most [1]")
@@ -54,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
         head, plan, told = find_head(fleet, args.run)
         if args.kind == RESTART:
             check_guarded(fleet, plan.run, told)
-            return restart(fleet, backend, head, plan, wait_s)
+            return restart(fleet, backend, head, plan, told, wait_s)
         answer = request(fleet, head, AskRequest(args.run, kind, operator(), args.steps), wait_s)
     print(words_of(kind, answer, head, plan.world, args.steps))
     return GOOD
@@ -74,24 +76,42 @@ def check_guarded(fleet: Fleet, run: str, told: Iterable[HostRun]) -> None:
         )
 
 
-def restart(fleet: Fleet, backend: Backend, head: str, plan: Plan, wait_s: float) -> int:
-    """Have a guarded run save, and end its attempt, so that its guard starts the next one; returns the exit code.
+def restart(fleet: Fleet, backend: Backend, head: str, plan: Plan, told: Iterable[HostRun], wait_s: float) -> int:
+    """Have a guarded run save and end its attempt, so that its guard starts the next one; returns the exit code.
+
+    ``wait_s``: for the save; 0: it ends at once.
 
     Raises:
-        RunError: It did not save; nothing was ended.
+        RunError: It cannot save; nothing was ended.
     """
-    if wait_s:
+    known, no_save = list(told), "Nothing was ended; --wait 0s ends it without a save"
+    if wait_s and (why := next((run.unsaved for run in known if run.unsaved), "")):
+        raise RunError(f"run {plan.run}: its last save failed ({why}). {no_save}")
+    if wait_s and not any(run.checkpoint for run in known):  # whether it can save at all is not known yet
         try:
-            answer = request(fleet, head, AskRequest(plan.run, RequestKind.SAVE, operator()), wait_s)
+            request(fleet, head, AskRequest(plan.run, RequestKind.SAVE, operator()), wait_s)
         except RunError as error:
-            raise RunError(f"{error}. Nothing was ended; --wait 0s ends it without a save") from None
-        print(words_of(RequestKind.SAVE, answer, head, plan.world, 1), flush=True)
+            raise RunError(f"{error}. {no_save}") from None
+    if wait_s:
+        screen.show(f"run {plan.run} saves after the step that it is in, and ends: {span(wait_s)} at most", error=True)
     asked = Cause(CauseKind.STOPPED, head, by=operator())
-    left = not_stopped(backend.stop_launch(fleet, plan, Blame(plan.attempt, head, asked)))
-    for name, why in left.items():
+    ends = backend.stop_launch(fleet, plan, Blame(plan.attempt, head, asked), wait_s)
+    for name, why in not_stopped(ends).items():
         screen.show(f"{name}: {why}; its guard tries again", error=True)
-    print(f"attempt {plan.attempt} is ended; its guard starts the next one from the newest checkpoint")
+    print(f"attempt {plan.attempt} is ended{_where([end.node for end in replies(ends).values() if end.node])}")
+    print("its guard starts the next one from the newest checkpoint")
     return GOOD
+
+
+def _where(nodes: Sequence[HostRun]) -> str:
+    """Say after which step an attempt ended, and what of it is saved."""
+    saved, last = progress(nodes)
+    if last is None:
+        return ""
+    lost = last.step - step_of(Path(saved)) if saved else last.step
+    if lost <= 0:
+        return f" after step {last.step}, which is saved: {saved}"
+    return f" after step {last.step}; {counted(lost, 'step')} since {saved or 'its beginning'} will be repeated"
 
 
 def find_head(fleet: Fleet, run: str) -> tuple[str, Plan, Sequence[HostRun]]:

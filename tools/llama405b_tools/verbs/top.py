@@ -10,6 +10,7 @@ import contextlib
 import functools
 import io
 import os
+import shlex
 import shutil
 import sys
 from collections.abc import Callable, Sequence
@@ -148,7 +149,8 @@ def _serve(where: str, argv: Sequence[str]) -> int:
         from llama405b_tools.top.serve import serve
     except ModuleNotFoundError as missing:
         raise UserError(
-            f"--serve needs {missing.name}, which is not installed; `pip install '.[web]'` installs it"
+            f"--serve needs {missing.name}, which is not installed; `{shlex.quote(sys.executable)} -m pip install "
+            "textual-serve` installs it"
         ) from None
     serve(address, port, ["--read-only", *argv], screen.show)  # a later --no-read-only counts
     return GOOD

@@ -56,6 +56,7 @@ class RankEvidence:
     beat: Beat | None = None
     unsent: tuple[Unsent, ...] = ()
     log: tuple[str, ...] = ()  # the last lines that it wrote
+    moved: bool = False  # while it was looked at: its heartbeat is a newer one then
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ class StopRequest:
     run: str
     host: str
     only: str | None = None  # the rendezvous id of one launch; another launch is not touched
-    by: str = ""  # who stopped it; then no restart follows
+    by: str = ""  # who stopped it for good; then no restart follows
     grace_s: float = 0.0  # for the trainer to save first
     blame: Blame | None = None  # why the attempt is ended, if it failed; the first one is kept
     hard: bool = False  # as a crash would

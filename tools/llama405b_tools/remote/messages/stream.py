@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from llama405b.contract.events import RunEvent
-from llama405b.contract.records import MetricsLine, NodeStatus
+from llama405b.contract.records import Blame, MetricsLine, NodeStatus
 from llama405b_tools.remote.messages.host_run import Beat
 
 BEATS_EVERY_S = 2.0  # how often a host sends its ranks' heartbeats, if they are asked for
@@ -37,6 +37,7 @@ class NodeUpdate:
     alive: bool
     status: NodeStatus | None
     stopped_by: str
+    blame: Blame | None = None  # for the newest attempt that was ended, and why
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ class Axis(NamedTuple):
     begin: float
     end: float
     marks: Sequence[tuple[float, str]] = ()  # moments, and the letter of what happened
+    end_name: str = "now"
 
     def column(self, time: float, n: int) -> int:
         """Return the column of a moment; outside of ``range(n)`` if it is not shown."""
@@ -110,7 +111,7 @@ def time_axis(axis: Axis, width: int) -> Text:
     """Draw the axis of time below a graph: how long ago, and what happened."""
     cells = ["─"] * width
     length_s = axis.end - axis.begin
-    words = [(0, f"-{span(length_s)}"), (width // 2, f"-{span(length_s / 2)}"), (width, "now")]
+    words = [(0, f"-{span(length_s)}"), (width // 2, f"-{span(length_s / 2)}"), (width, axis.end_name)]
     if length_s > 12 * 3600:
         words = [(width * i // 2, _clock(axis.begin + length_s * i / 2)) for i in range(3)]
     for at, text in words if width >= 24 else [words[0], words[2]]:

@@ -8,7 +8,7 @@ from rich.text import Text
 
 from llama405b.contract.phrases import given
 from llama405b.contract.records import Phase
-from llama405b_tools.text.figures import bar, gbit, gib, number, share, span
+from llama405b_tools.text.figures import bar, gbit, gib, number, reading, share, span
 from llama405b_tools.top.draw import heat
 from llama405b_tools.top.draw.blocks import gauge, rule, runs
 from llama405b_tools.top.draw.chart import LABEL, Axis, time_axis
@@ -87,7 +87,7 @@ def _histories(row: HostRow, at: int, trends: Trends, axis: Axis, ui: Ui, width:
         known = [value for value in values if value != UNKNOWN]
         if known:
             by = heat.Scaled(quantity, *quantity.scale(known))
-            name = f"  {quantity.name} {known[-1]:,.4g} {quantity.unit}"
+            name = f"  {quantity.name} {reading(known[-1])} {quantity.unit}"
             lines.append(Text().append(f"{name:30}"[:30], "title").append_text(runs(map(by.cell, values))))
     return [*lines, Text(" " * 30).append_text(time_axis(axis, n)[LABEL:])]
 

@@ -15,10 +15,12 @@ from llama405b_tools.top.draw.chart import LABEL, Axis, around, from_zero, means
 from llama405b_tools.top.draw.hosts import gbits
 from llama405b_tools.top.draw.marks import OLD
 from llama405b_tools.top.state.picture import Picture, RunPhase, TrainingStatus, known
+from llama405b_tools.top.state.quantities import LEAST_GBIT
 from llama405b_tools.top.state.series import Bucket, Series
 from llama405b_tools.top.state.trends import Trends
 
 LEAST = 7  # lines of a graph
+LEAST_KW = 0.001  # that a graph of power goes up to
 OTHER = 0.05  # of a step: what is told if its parts do not explain it
 STEPPING = (RunPhase.TRAINING, RunPhase.SAVING, RunPhase.EVALUATING)
 PARTS = (("data", "data_s"), ("fwd", "forward_s"), ("bwd", "backward_s"), ("opt", "optimizer_s"))
@@ -177,7 +179,7 @@ class Graphs:
         columns = self._columns(self.trends.sums["power_kw"], self.seen, width)
         right = f"min {shares[0]:.0f}  median {statistics.median(shares):.0f}  max {shares[-1]:.0f}%" if shares else ""
         total = sum(known(gpu.power_w for gpu in gpus)) / 1e3 if shares else None
-        scale = from_zero([*means(columns)], "{:.3g}k".format)
+        scale = from_zero([*means(columns), LEAST_KW], "{:.3g}k".format)
         if limit:
             scale = scale._replace(high=max(limit, *means(columns), 0.1))
         return chart.chart(
@@ -191,7 +193,9 @@ class Graphs:
         run = self.pic.training
         by = "RDMA" if any(row.ib_bytes_per_s is not None for row in self.pic.hosts) else "network"
         title = f"{by}, all hosts {gbits(found[-1]) if found else DASH}"
-        scale = from_zero(found, lambda value: f"{value / 1e3:.3g}T" if value >= 1000 else f"{value:.3g}G")
+        scale = from_zero(
+            [*found, LEAST_GBIT], lambda value: f"{value / 1e3:.3g}T" if value >= 1000 else f"{value:.3g}G"
+        )
         return chart.chart(title, run.network if run else "", columns, scale, self.seen, height)
 
     def _percent(self, name: str, title: str) -> Drawn:

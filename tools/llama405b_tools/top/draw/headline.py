@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from rich.text import Text
 
 from llama405b.contract.phrases import counted, given
-from llama405b_tools.text.figures import DASH, WIDE, amount, number, span
+from llama405b_tools.text.figures import DASH, WIDE, amount, number, span, stopwatch
 from llama405b_tools.top.draw.blocks import gauge
 from llama405b_tools.top.draw.marks import ODD, OLD
 from llama405b_tools.top.state.picture import OVER, GuardShown, Picture, RunPhase, TrainingStatus, Verdict, known
@@ -28,15 +28,33 @@ PHASE_STYLES = {RunPhase.HUNG: "bad", RunPhase.FAILED: "bad"}
 BAR = 10  # the least columns of the bar of progress
 
 
-def headline(pic: Picture, width: int, max_lines: int | None = None) -> list[Text]:
+def headline(pic: Picture, width: int, max_lines: int | None = None, *, ago_s: float | None = None) -> list[Text]:
     """Return the verdict, what runs where, its progress, and what to do.
 
-    ``max_lines``: of the verdict, as bars as wide as the screen; None: it is text to be printed.
+    ``max_lines``: of the verdict, as bars as wide as the screen; None: it is text to be printed. ``ago_s``: of a picture of
+    the past, how old it is; it has a bar that says so, and its verdict is none.
     """
     sign, name = VERDICTS.get(pic.verdict, ("✖", "bad"))
     indent = "" if max_lines is None else " "
-    words = f"{indent}{sign} {pic.verdict}  {pic.why}".rstrip()
-    wrapped = textwrap.wrap(
+    words = f"{indent}{sign} {'' if ago_s is None else 'was '}{pic.verdict}  {pic.why}".rstrip()
+    wrapped = _wrapped(words, width, indent, max_lines)
+    where, run = _runs_where(pic, width - len(indent), clock=bool(indent)), pic.training
+    progress = _progress(run, width - len(indent), bars=bool(indent)) if run else _no_run(pic)
+    style = f"bar.{name}" if ago_s is None else OLD
+    lines = [Text(line.ljust(width if indent else 0), style) for line in wrapped]
+    if ago_s is not None:
+        lines.insert(
+            0, Text(f"{indent}◀ THE PAST: {stopwatch(ago_s)} ago, at {_clock(pic.time)}".ljust(width), "bar.past")
+        )
+    lines += [Text(indent).append_text(line) for line in (where, progress)]
+    if pic.advice:
+        advice = _wrapped(f"{indent}→ {'' if ago_s is None else 'then: '}{pic.advice}", width, indent, max_lines)
+        lines += [Text(line, "strong" if ago_s is None else OLD) for line in advice]
+    return lines
+
+
+def _wrapped(words: str, width: int, indent: str, max_lines: int | None) -> list[str]:
+    return textwrap.wrap(
         words,
         max(width, 8),
         subsequent_indent=f"{indent}  ",
@@ -44,16 +62,10 @@ def headline(pic: Picture, width: int, max_lines: int | None = None) -> list[Tex
         placeholder=" …",
         drop_whitespace=False,
     )
-    where, run = _runs_where(pic, width - len(indent), clock=bool(indent)), pic.training
-    progress = _progress(run, width - len(indent), bars=bool(indent)) if run else _no_run(pic)
-    lines = [Text(line.ljust(width if indent else 0), f"bar.{name}") for line in wrapped]
-    lines += [Text(indent).append_text(line) for line in (where, progress)]
-    if pic.advice:
-        advice = textwrap.wrap(
-            f"{indent}→ {pic.advice}", max(width, 8), subsequent_indent=f"{indent}  ", drop_whitespace=False
-        )
-        lines += [Text(line, "strong") for line in advice[:max_lines]]
-    return lines
+
+
+def _clock(moment: float) -> str:
+    return f"{datetime.datetime.fromtimestamp(moment).astimezone():%H:%M:%S}"
 
 
 def _runs_where(pic: Picture, width: int, *, clock: bool) -> Text:
@@ -74,7 +86,7 @@ def _runs_where(pic: Picture, width: int, *, clock: bool) -> Text:
     else:
         first.append("no run" if pic.fresh else f"run {DASH}", "strong")
     parts.append((4, Text(f"sampled {span(max(ages, default=None))}")))
-    now = f" {datetime.datetime.fromtimestamp(pic.time).astimezone():%H:%M:%S}" if clock and width > WIDE else ""
+    now = f" {_clock(pic.time)}" if clock and width > WIDE else ""
     line = _joined(first, parts, width - len(now))
     return line.append(" " * (width - len(now) - line.cell_len)).append(now, OLD) if now else line
 

@@ -55,9 +55,10 @@ def ordered(pic: Picture, ui: Ui) -> list[HostRow]:
     return sorted(rows, key=SORT_KEYS[ui.sort])
 
 
-def selected_row(rows: Sequence[HostRow], ui: Ui) -> HostRow | None:
-    """Return the selected host; the first if none is selected."""
-    return next((row for row in rows if row.name == ui.selected), next(iter(rows), None))
+def selected_row(rows: Sequence[HostRow], ui: Ui, about: str) -> HostRow | None:
+    """Return the selected host; until the user selects one, the one that the verdict is about, else the first."""
+    wanted = ui.selected or about
+    return next((row for row in rows if row.name == wanted), next(iter(rows), None))
 
 
 def none_shown(ui: Ui) -> str:
@@ -106,7 +107,7 @@ def _wide(of: Grid, rows: Sequence[HostRow], width: int) -> list[Text]:
     heading.append(_heading(columns), "strong")
     lines = [rule(_title(of, rows, 1, 0), width, focused=of.focused), heading]
     for row in rows:
-        line = _named(row, names, is_selected=not of.is_text and row is selected_row(rows, of.ui))
+        line = _named(row, names, is_selected=not of.is_text and row is selected_row(rows, of.ui, of.pic.about))
         if states:
             line.append(f"{row.state if row.state in told else '':{states}}", row_style(row))
         before = line.cell_len
@@ -270,7 +271,7 @@ def _in_columns(of: Grid, rows: Sequence[HostRow], width: int, room: int) -> lis
     by, columns = heat.scaled(of.quantity, of.pic.hosts), _columns(rows, width, room)
     per_page = columns.per_line * max(1, room)
     pages = max(1, -(-len(rows) // per_page))
-    selected = selected_row(rows, of.ui)
+    selected = selected_row(rows, of.ui, of.pic.about)
     page = rows.index(selected) // per_page if selected else 0  # the selected host is always on the screen
     shown = rows[page * per_page : (page + 1) * per_page]
     height = max(1, min(room, -(-len(shown) // columns.per_line)))

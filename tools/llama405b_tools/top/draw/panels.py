@@ -10,7 +10,7 @@ from rich.text import Text
 
 from llama405b.contract.phrases import given
 from llama405b_tools.text.clean import printable
-from llama405b_tools.text.figures import WIDE, span
+from llama405b_tools.text.figures import WIDE
 from llama405b_tools.top.draw import heat, hosts
 from llama405b_tools.top.draw.blocks import GAP, beside, fitted, rule, tall
 from llama405b_tools.top.draw.chart import Axis
@@ -18,8 +18,18 @@ from llama405b_tools.top.draw.detail import detail, gpu_lines, rank_page, rank_t
 from llama405b_tools.top.draw.graphs import LEAST, Graphs, axes_of
 from llama405b_tools.top.draw.headline import headline
 from llama405b_tools.top.draw.hosts import Grid, none_shown, ordered, selected_row
-from llama405b_tools.top.draw.lines import LogLine, chosen_lines, clock, event_line, events_pane, log_pane, wrapped
-from llama405b_tools.top.draw.ui import BACK_KEYS, KEYS, LOG_KEYS, SHORT_KEYS, SORTS, VIEWS, Ui
+from llama405b_tools.top.draw.lines import LogLine, chosen_lines, event_line, events_pane, log_pane, wrapped
+from llama405b_tools.top.draw.ui import (
+    BACK_KEYS,
+    COMMAND_KEYS,
+    EVENT_KEYS,
+    KEYS,
+    LOG_KEYS,
+    SHORT_KEYS,
+    SORTS,
+    VIEWS,
+    Ui,
+)
 from llama405b_tools.top.state.picture import HostRow, Picture
 from llama405b_tools.top.state.quantities import NETWORK, available
 from llama405b_tools.top.state.series import WINDOW_WORDS
@@ -67,6 +77,7 @@ class Scene(NamedTuple):
 
     def events(self, room: int, width: int, *, wraps: bool = False) -> list[Text]:
         """Draw the newest events."""
+        wraps |= self.ui.wraps_events
         return events_pane(self.pic.events, self.ui.events_at, room, width, wraps=wraps, focused=self.ui.reads_events)
 
     def log(self, room: int, width: int) -> list[Text]:
@@ -83,16 +94,24 @@ def quantity_of(pic: Picture, ui: Ui) -> int:
 def scene(pic: Picture, trends: Trends, ui: Ui, logs: Sequence[LogLine]) -> Scene:
     """Return what is drawn."""
     rows = ordered(pic, ui)
-    return Scene(pic, trends, ui, logs, axes_of(trends, ui.window, pic.time), rows, selected_row(rows, ui))
+    steps, seen = axes_of(trends, ui.window, pic.time)
+    if ui.is_past:
+        steps, seen = steps._replace(end_name="then"), seen._replace(end_name="then")
+    return Scene(pic, trends, ui, logs, (steps, seen), rows, selected_row(rows, ui, pic.about))
 
 
 def screen(pic: Picture, trends: Trends, ui: Ui, logs: Sequence[LogLine], width: int, height: int) -> list[Text]:
-    """Draw exactly ``height`` lines of ``width`` columns."""
-    top = headline(pic, width, VERDICT_LINES)
+    """Draw exactly ``height`` lines of ``width`` columns; the past has an edge at its left."""
+    ago_s = max(0.0, ui.kept[1] - pic.time) if ui.is_past else None
+    edge = Text("│", "bar.past") if ui.is_past else Text()
+    inner = max(1, width - edge.cell_len)
+    top = headline(pic, inner, VERDICT_LINES, ago_s=ago_s)
     room = height - len(top) - 1
-    body = tall(_body(scene(pic, trends, ui, logs), width, room), max(0, room))
+    body = tall(_body(scene(pic, trends, ui, logs), inner, room), max(0, room))
     shown = [*top, *body][: height - 1] if height > 1 else []
     shown += [Text() for _ in range(height - 1 - len(shown))]
+    if ui.is_past:
+        shown = [Text().append_text(edge).append_text(line) for line in shown]
     shown.append(_footer(ui, width))
     for line in shown:
         line.plain = printable(line.plain)
@@ -252,13 +271,6 @@ VIEW: dict[str, Callable[[Scene, int, int], list[Text]]] = {
 }
 
 
-def _past(ui: Ui) -> str:
-    """Say which moment is looked at, if it is not now."""
-    if ui.at is None:
-        return ""
-    return f"{clock(ui.at).plain.strip()}, {span(ui.kept[1] - ui.at)} ago: → goes on, End now"
-
-
 def _footer(ui: Ui, width: int) -> Text:
     if ui.pending:
         return Text(f" {ui.question}? y yes, any other key no".ljust(width), "bar.warn")
@@ -268,12 +280,16 @@ def _footer(ui: Ui, width: int) -> Text:
     keys = KEYS if width >= len(KEYS) else SHORT_KEYS
     if ui.reads_log:
         keys = LOG_KEYS
+    elif ui.reads_events and ui.mode == "all":
+        keys = EVENT_KEYS
+    elif ui.is_running:
+        keys = COMMAND_KEYS
     elif ui.mode not in VIEWS[:1]:
         keys = BACK_KEYS
     extra = {
-        f"{ui.hint}": bool(ui.hint), _past(ui): ui.at is not None,
+        f"{ui.hint}": bool(ui.hint), "the past: → goes on, Esc or End now": ui.is_past,
         "PAUSED: Space goes on": ui.paused, f"filter {ui.filter!r}": bool(ui.filter),
         "odd ones only": ui.odd_only, f"by {ui.sort}": ui.sort != SORTS[0], WINDOW_WORDS[ui.window]: ui.window > 0,
     }  # fmt: skip
     marks = given("[{}] ", ", ".join(words for words, on in extra.items() if on))
-    return Text(f" {marks}{keys}".ljust(width), "keys" if ui.at is None else "bar.warn")
+    return Text(f" {marks}{keys}".ljust(width), "bar.past" if ui.is_past else "keys")

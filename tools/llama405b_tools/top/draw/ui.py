@@ -13,6 +13,8 @@ COLUMNS = ("cpu_pct", "ram_pct", "disk", "step", "busy", "age")  # of a host, th
 KEYS = "1-6 views  ↑↓ ⏎ open  Tab pane  ← → back in time  / find  m heat  +- time  Space pause  a why  ? keys  q quit"
 SHORT_KEYS = "1-6 ↑↓ ⏎ Tab ← → / s m + - Space a e ? q"
 LOG_KEYS = "↑↓ PgUp End  / n N find  f all  L errors  F host/rank  w wrap  ←→  y copy  Esc q back  ? keys"
+EVENT_KEYS = "↑↓ PgUp PgDn End  w wrap  Tab pane  6 all of them, whole  Esc q back  ? keys"
+COMMAND_KEYS = "x ends it  Esc q leaves it, and it goes on  ↑↓ PgUp PgDn"
 BACK_KEYS = "↑↓ PgUp PgDn  ⏎ open  m heat  +- time  Esc q back  ? keys"
 HELP = """cluster-top: every host, every GPU, every rank, the training and its logs
 
@@ -23,7 +25,7 @@ HELP = """cluster-top: every host, every GPU, every rank, the training and its l
   + -          how far back the graphs go: 10 minutes, 1 hour, 8 hours, the whole run
   m            what the cells of heat show: power, utilization, memory, temperature, clock, network, busy seconds
   Space        stop the screen, and let it go on (it misses nothing meanwhile); a recording stands still
-  ← → [ ]      go back ten seconds in the last ten minutes, and forward; a minute; End: to now. The whole screen goes.
+  ← → [ ]      go back ten seconds in the last ten minutes, and forward; a minute; End, Esc: to now. All of it goes.
   < >          a recording: half, twice as fast; → at its newest moment skips ten seconds
   /            show only hosts whose name, state or notes contain a text; in the log, find a text (n N: further back, forward)
   s o C        sort: worst first, name, power, step, temperature; only hosts that stand out; fewer columns
@@ -32,11 +34,13 @@ HELP = """cluster-top: every host, every GPU, every rank, the training and its l
   a            say what every rank is doing right now, and who holds up the run
   c p M R S    have the run save now, trace its next step, tell what memory holds; restart it (by its guard); stop it (both save first)
   ! y          a shell on the chosen host; what is known as text, which is also copied     Each but y asks first.
+  x            end the command that is shown; Esc leaves it, and it goes on: an event says how it ended
   r            read the hosts file again, after it has changed
   ? h          this page          Ctrl-C   quit; nothing is left on any host
 
 In the log: f also what each step printed (the graphs have it); L only errors; F only the chosen host, then its chosen rank;
-  w wraps lines; ← → move sideways; y copies the lines that are shown, without times and names. It stands still while it is read.
+  ← → move sideways; y copies the lines that are shown, without times and names. It stands still while it is read.
+In the log and the events: w wraps lines that end with … because they are cut; in 6 all events are whole.
 
 Graphs: s a save, e an evaluation, r a restart; ┄ what was planned. ▁ to █ and its color: how much. — is unknown, never 0.
 Cells: a bar or number per GPU; ! a GPU that deviates from the median, has an error, a throttle reason, or whose rank delays the others.
@@ -78,18 +82,26 @@ class Ui:
     theme: str = ""  # of ``THEMES``; "": by what the terminal says of its background
     paused: bool = False
     at: float | None = None  # the moment that is looked at; None: now
+    came_back: bool = False  # by the last key, from the past to now
     kept: tuple[float, float] = (0.0, 0.0)  # from when until when one can go back
     events_at: Change | None = None  # the last event that is shown; None: the newest
+    wraps_events: bool = False  # beside other things; alone they always are
     down: int = 0  # lines that a text or a host is scrolled down
     log: LogView = dataclasses.field(default_factory=LogView)
     stacks: Mapping[int, Sequence[str]] = dataclasses.field(default_factory=dict)  # by rank, of the last autopsy
     stacks_of: str = ""  # when that was
     title: str = ""
     lines: Sequence[str] = ()  # of a text
+    running: set[str] = dataclasses.field(default_factory=set)  # titles of our commands that have not ended
     hint: str = ""  # about the last key
     refusals: Mapping[str, str] = dataclasses.field(default_factory=dict)  # by key, why something cannot be done
     pending: str = ""  # the key of what is to be done, if the user agrees
     question: str = ""  # whether he does
+
+    @property
+    def is_past(self) -> bool:
+        """Whether another moment than now is looked at."""
+        return self.at is not None
 
     @property
     def mode(self) -> str:
@@ -101,6 +113,11 @@ class Ui:
         if self.mode != "text":
             self.path.append("text")
         self.title, self.lines, self.down = title, lines, 0
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the text that is shown is of a command that has not ended."""
+        return self.mode == "text" and self.title in self.running
 
     @property
     def reads_log(self) -> bool:

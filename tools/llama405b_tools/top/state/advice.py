@@ -1,25 +1,30 @@
 """What to do next, in one line, for whoever has read the verdict. Pure."""
 
 import math
+import shlex
 from collections.abc import Sequence
 
 from llama405b.contract.phrases import given
 from llama405b.contract.records import Phase
+from llama405b_tools.machine.gpus import THERMAL
 from llama405b_tools.run import judge
+from llama405b_tools.text.figures import stopwatch
+from llama405b_tools.top.state.hostview import NOT_ODD, HostView
 from llama405b_tools.top.state.moment import Moment
 from llama405b_tools.top.state.picture import (
+    GUARDED,
     LINK_STATES,
-    GuardShown,
     HostRow,
     HostState,
     RunPhase,
     TrainingStatus,
     Verdict,
+    known,
 )
 from llama405b_tools.top.state.run_notes import UNSAVED
-from llama405b_tools.top.state.verdicts import BEHIND, Note
+from llama405b_tools.top.state.verdicts import BEHIND, FREE, HALTED, HEAT, Note, full_disks
 
-GUARDED = (GuardShown.WATCHING, GuardShown.RECOVERING)
+LESS_POWER = 0.8  # of its limit, for a GPU that is too hot
 ABOUT_HOSTS = {
     HostState.AUTH: "check its user and key with `ssh {host}`; cluster-top tries again every few seconds",
     HostState.REFUSED: "start sshd on {host}, or correct its port in the hosts file; cluster-top tries again by itself",
@@ -48,24 +53,31 @@ def advice(
     rows: Sequence[HostRow],
     run: TrainingStatus | None,
     verdict: Verdict,
+    about: str,
     form: str,
 ) -> str:
-    """Return what to do; "" if there is nothing. ``form``: of a command, with ``{}`` for the verb."""
+    """Return what to do; "" if there is nothing.
+
+    ``about``: the host that the verdict is about. ``form``: of a command, with ``{}`` for the verb.
+    """
     commands = {verb: form.format(verb) for verb in ("doctor", "plan", "stop", "status")}
     of_run = given(" --run {}", run.run if run else "")
     again = f"launch it again with `--resume auto`{given(', from step {:,}', run.checkpoint_step if run else None)}"
     checked = f"check {found.culprit} (`{commands['doctor']}`), then {again}" if found.culprit else again
     guarded = run is not None and run.guard in GUARDED
     if verdict is Verdict.HUNG:
+        woken = given("{}; ", _wake(found))
         if guarded:
             soon = guard_acts_in_s(found)
-            when = "" if soon is None else f" in {int(soon) // 60}:{int(soon) % 60:02d}"
-            return (
+            when = "" if soon is None else f" in {stopwatch(soon)}"
+            return woken + (
                 f"its guard ends it{when}, and starts it again from the newest checkpoint; a says what hangs, and why"
             )
-        return f"a says why; `{commands['stop']}{of_run}` ends it; {checked}"
+        return f"{woken}a says why; `{commands['stop']}{of_run}` ends it; {checked}"
     if verdict is Verdict.FAILED:
         return "e shows the first error; " + ("its guard starts it again" if guarded else checked)
+    if verdict is Verdict.RESTARTING and found.restart_by:
+        return "nothing: its guard starts the next attempt from the newest checkpoint"
     if verdict is Verdict.RESTARTING:
         return "nothing: its guard starts the next attempt; e shows the first error"
     if verdict is Verdict.LOST:
@@ -74,7 +86,8 @@ def advice(
         return again
     if verdict not in (Verdict.DOWN, Verdict.DEGRADED):
         return ""
-    return _about(found, notes, rows, run).format(**commands, host=_worst(rows))
+    worst = next((row for row in rows if row.name == (about or _worst(rows))), None)
+    return _about(found, notes, worst, run).format(**commands, host=worst.name if worst else "")
 
 
 def guard_acts_in_s(found: Moment) -> float | None:
@@ -87,13 +100,24 @@ def guard_acts_in_s(found: Moment) -> float | None:
     return max(0.0, max(*limits, judge.SILENT_STEPS * longest_s) - silent.age_s)
 
 
-def _about(found: Moment, notes: Sequence[Note], rows: Sequence[HostRow], run: TrainingStatus | None) -> str:
-    """Return what to do about the first reason that the verdict gives."""
-    worst = next((row for row in rows if row.name == _worst(rows)), None)
+def _wake(found: Moment) -> str:
+    """Return what lets the first rank that is stopped by a signal go on; "" if none is."""
+    for name, beat, note in found.halted[:1]:
+        if note is HALTED["T"]:
+            return f"`kill -CONT {beat.pid}` on {name} lets rank {beat.rank} go on"
+    return ""
+
+
+def _about(found: Moment, notes: Sequence[Note], worst: HostRow | None, run: TrainingStatus | None) -> str:
+    """Return what to do about the first reason that the verdict gives; ``worst``: the host that it is about."""
+    if found.halted:
+        of_run = given(" --run {}", run.run if run else "")
+        return _wake(found) or f"a says what the other ranks wait for; `{{stop}}{of_run}` ends it"
     if worst and worst.state in LINK_STATES:
         return ABOUT_HOSTS[worst.state]
     if notes and notes[0].key == UNSAVED:
-        return ABOUT_NOTES[UNSAVED]
+        full = next((host for host in found.ours if full_disks(host.frame)), None)
+        return ABOUT_NOTES[UNSAVED] + (f"; {_verbatim(_what_fills(full))}" if full else "")
     if run and run.network == "SOCKET":
         return "`{doctor}` says why the training does not use RDMA"
     if any(note.key == BEHIND for _, _, note in found.slow_ranks):
@@ -106,7 +130,37 @@ def _about(found: Moment, notes: Sequence[Note], rows: Sequence[HostRow], run: T
         return "`{status}" + given(" --run {}", run.run) + "` prints the command that guards it again"
     if worst and worst.state in ABOUT_HOSTS:
         return ABOUT_HOSTS[worst.state]
+    if worst and (words := _about_note(found, worst)):
+        return _verbatim(words)
     return "Enter shows the host with everything that stands out; `{doctor}` tests it" if worst else ""
+
+
+def _verbatim(words: str) -> str:
+    """Return words without anything for ``format`` to fill in: a path may have braces."""
+    return words.replace("{", "{{").replace("}", "}}")
+
+
+def _about_note(found: Moment, row: HostRow) -> str:
+    """Return what to do about the first thing that stands out on a host, if it is a hot GPU or a full disk."""
+    host, note = found.hosts[row.name], next(iter(found.notes[row.name]), NOT_ODD)
+    if FREE in note.fields:
+        return f"{_what_fills(host)}; delete what is not needed, such as checkpoints of earlier runs"
+    odd = [(gpu, found.odd[row.name, gpu.index]) for gpu in host.gpus if (row.name, gpu.index) in found.odd]
+    hot = [gpu for gpu, why in odd if HEAT in why.fields or {*gpu.slowed} & {*THERMAL}]
+    if not hot or odd[0][0] is not hot[0]:
+        return ""
+    words = f"check the fans and the inlet air of {row.name}"
+    if limits_w := known(gpu.power_limit_w for gpu in hot):
+        which = "" if len(hot) == len(host.gpus) else f" -i {','.join(str(gpu.index) for gpu in hot)}"
+        command = f"sudo nvidia-smi{which} -pl {LESS_POWER * min(limits_w):.0f}"
+        words += f"; until then, `{command}` there makes less heat (the limit is {min(limits_w):.0f} W)"
+    return words
+
+
+def _what_fills(host: HostView) -> str:
+    """Name the command that shows what fills a host's disk."""
+    path, _ = full_disks(host.frame)[0]
+    return f"`du -xhd2 {shlex.quote(path)} | sort -h | tail` on {host.name} shows what fills it"
 
 
 def _worst(rows: Sequence[HostRow]) -> str:

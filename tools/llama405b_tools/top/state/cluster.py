@@ -165,15 +165,16 @@ class ClusterState:
         rows = [host.row(self.run, found.judged(name), found.now) for name, host in self.hosts.items()]
         account = self.account[1] if self.account[0] == self.run else None
         shown = training(found, self.notes, self.guard, self.load, account)
-        verdict, why = overall.verdict(found, self.notes, rows, shown)
+        verdict, why, about = overall.verdict(found, self.notes, rows, shown)
         if self.wanted and not shown and verdict in (Verdict.NO_RUN, Verdict.DEGRADED):
-            verdict, why = Verdict.DOWN, f"no host knows a run {self.wanted!r}"
+            verdict, why, about = Verdict.DOWN, f"no host knows a run {self.wanted!r}", ""
         return Picture(
             time=found.now,
             interval_s=self.interval_s,
             badge=self.badge,
             verdict=verdict,
             why=why,
+            about=about,
             exit_code=verdict.exit_code,
             hosts=tuple(rows),
             training=shown,
@@ -181,7 +182,7 @@ class ClusterState:
             fresh=len(found.fresh),
             gpus_seen=_in_all(found.fresh, lambda host: len(host.gpus)),
             gpus_expected=_in_all(self.hosts.values(), lambda host: host.expected_gpus),
-            advice=advice(found, self.notes, rows, shown, verdict, f"{self.program} {{}}{self.hosts_argument}"),
+            advice=advice(found, self.notes, rows, shown, verdict, about, f"{self.program} {{}}{self.hosts_argument}"),
             workdirs=tuple(sorted({host.frame.cwd for host in found.fresh} - {""})),
         )
 
@@ -207,6 +208,16 @@ class ClusterState:
         for each in reversed(self.found.metrics):
             if each.time is not None:
                 yield each.time - ahead_s, each
+
+    def xids_between(self, began: float, until: float) -> list[str]:
+        """Return the Xids that the run's hosts reported in some time by the clock of its head, in order, each once."""
+        if self.found.head is None:
+            return []
+        now, found = self.found.now, []
+        for host in (self.hosts[name] for name, _, _ in self.found.nodes if name in self.hosts):
+            ahead_s = self.found.head.clock(now) - host.clock(now)
+            found += [(xid.time + ahead_s, f"{host.name}: {xid.words}") for xid in host.xids]
+        return list(dict.fromkeys(words for moment, words in sorted(found) if began <= moment <= until))
 
     def first_rank(self, host: str) -> int:
         """Return a host's first rank; 0 if unknown."""

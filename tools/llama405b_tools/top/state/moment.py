@@ -111,13 +111,22 @@ class Moment:
         return found
 
     @functools.cached_property
+    def halted(self) -> Sequence[tuple[str, Beat, Note]]:
+        """The ranks of the live run that cannot go on, by host and heartbeat, and why."""
+        beats = [(name, beat) for name, run in self.heard.items() if run.alive for beat in run.beats]
+        return list(verdicts.halted_ranks(beats))
+
+    @functools.cached_property
     def slow_ranks(self) -> Sequence[tuple[str, int, Note]]:
-        """The ranks that delay the others, by host and number, and why."""
+        """The ranks that delay the others, by host and number, and why; those that cannot go on first."""
         beats = [(name, beat) for name, run in self.heard.items() for beat in run.beats]
         step_s = self.median("step_s")
-        found = list(verdicts.slow_ranks(beats, step_s))
+        found = [(name, beat.rank, note) for name, beat, note in self.halted]
+        if not step_s:
+            return found
+        found += verdicts.slow_ranks(beats, step_s)
         busy = [(took_s, name, beat.rank) for name, beat in beats if (took_s := self.hosts[name].busy_s(beat.rank))]
-        return [*found, *verdicts.behind(busy, step_s)] if step_s else found
+        return [*found, *verdicts.behind(busy, step_s)]
 
     @functools.cached_property
     def odd_ranks(self) -> Odd:
@@ -126,7 +135,7 @@ class Moment:
             (name, beat.rank): Note("failed", "it has failed", ("phase",))
             for name, run in self.heard.items()
             for beat in run.beats
-            if beat.phase is Phase.FAILED
+            if beat.phase is Phase.FAILED and not self.restart_by
         }
         found = {(name, rank): note for name, rank, note in self.slow_ranks} | failed
         if self.hang and self.hang.host == self.hang.beat[0]:
@@ -167,6 +176,11 @@ class Moment:
         """Why this attempt was ended, if whoever ended it has recorded that."""
         recorded = [run.blame for run in self.heard.values() if run.blame]
         return judge.blame_of(max((run.attempt for run in self.heard.values()), default=0), recorded)
+
+    @functools.cached_property
+    def restart_by(self) -> str:
+        """Who asked for this attempt to end, and for the run's guard to start the next one; "": nobody did."""
+        return judge.restart_by(self.blamed)
 
     def _beatless(self) -> Iterator[tuple[str, Note]]:
         """Yield the hosts whose ranks have no heartbeat, or one that stands, while the run trains."""
@@ -382,7 +396,7 @@ class Moment:
         statuses = [run.status for run in self.heard.values() if run.status]
         if not statuses:
             return RunPhase.STARTING
-        if any(status.state is NodeState.STOPPED for status in statuses):
+        if self.restart_by or any(status.state is NodeState.STOPPED for status in statuses):
             return RunPhase.STOPPED
         return RunPhase.DONE
 

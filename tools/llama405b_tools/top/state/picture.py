@@ -78,7 +78,7 @@ class Verdict(enum.StrEnum):
     NO_RUN = "NO RUN"
     CONNECTING = "CONNECTING"
     DEGRADED = "DEGRADED"
-    RESTARTING = "RESTARTING"  # its guard has ended a failed attempt, and starts the next
+    RESTARTING = "RESTARTING"  # an attempt failed, or somebody asked for it to be ended, and its guard starts the next
     LOST = "STOPPED, STEPS LOST"  # its last save failed
     HUNG = "HUNG"
     FAILED = "FAILED"
@@ -102,6 +102,9 @@ class GuardShown(enum.StrEnum):
     STOPPED = "stopped"
     GAVE_UP = "gave up"
     GONE = "GONE"  # it died while the run needed it
+
+
+GUARDED = (GuardShown.WATCHING, GuardShown.RECOVERING)  # it may bring the run back
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -301,3 +304,4 @@ class Picture:
     gpus_expected: int  # as far as the hosts have reported
     advice: str = ""  # what to do next; "" if there is nothing to do
     workdirs: tuple[str, ...] = ()  # directories on the hosts in which runs were looked for
+    about: str = ""  # the host that the verdict is about; "" if it is about none, or all

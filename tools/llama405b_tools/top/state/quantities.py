@@ -18,6 +18,7 @@ class Quantity(NamedTuple):
     worst_name: str
     between: tuple[float, float] | None  # the coldest and the hottest value; None: 0 and the highest there is
     around: bool = False  # whether the median is in the middle of the scale
+    least: float = 0.0  # the hottest value is at least this: noise is no heat
 
     def scale(self, values: Sequence[float]) -> tuple[float, float]:
         """Return the coldest and the hottest value, given all values."""
@@ -26,7 +27,7 @@ class Quantity(NamedTuple):
         if self.around:
             median = statistics.median(values)
             return 0.45 * median, 1.45 * median
-        return 0.0, max(values)
+        return 0.0, max(self.least, *values)
 
 
 def rank_at(row: HostRow, i: int) -> RankRow | None:
@@ -60,6 +61,7 @@ def _busy(row: HostRow, i: int) -> float | None:
     return rank.busy_s if rank else None
 
 
+LEAST_GBIT = 0.01  # what an idle host's own services send and receive is less
 LOWEST, HIGHEST = (min, "lowest"), (max, "highest")
 QUANTITIES = (
     Quantity("power", "% of limit", _gpu("power_pct"), *LOWEST, (0.0, 100.0)),
@@ -67,7 +69,7 @@ QUANTITIES = (
     Quantity("memory", "%", _memory, *HIGHEST, (0.0, 100.0)),
     Quantity("temperature", "°C", _gpu("temperature_c"), *HIGHEST, (25.0, 95.0)),
     Quantity("clock", "MHz", _gpu("clock_mhz"), *LOWEST, None),
-    Quantity("net", "Gb/s of its host", lambda row, _: network(row), *LOWEST, None),
+    Quantity("net", "Gb/s of its host", lambda row, _: network(row), *LOWEST, None, least=LEAST_GBIT),
     Quantity("busy", "s in a step", _busy, *HIGHEST, None, around=True),
 )
 POWER, UTILIZATION, MEMORY, TEMPERATURE, CLOCK, NETWORK, BUSY = range(len(QUANTITIES))

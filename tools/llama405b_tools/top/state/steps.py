@@ -13,7 +13,7 @@ from llama405b_tools.text.fold import fold_ranks
 from llama405b_tools.top.state import thresholds
 from llama405b_tools.top.state.frames import StepMetrics
 from llama405b_tools.top.state.picture import known
-from llama405b_tools.top.state.verdicts import STEP_AND_AGE, Note
+from llama405b_tools.top.state.verdicts import MISSING, STEP_AND_AGE, Note
 
 
 class Measured(NamedTuple):
@@ -90,7 +90,7 @@ def without_heartbeat(ranks: range, beats: Sequence[Beat], late: Sequence[Beat])
     """Yield which of a host's ranks have no heartbeat, or one that is ``late``, while the metrics go on."""
     if missing := sorted({*ranks} - {beat.rank for beat in beats}):
         yield Note(
-            f"no heartbeat {missing}", f"no heartbeat from {fold_ranks(missing)}, although the run trains", STEP_AND_AGE
+            f"{MISSING} {missing}", f"no heartbeat from {fold_ranks(missing)}, although the run trains", STEP_AND_AGE
         )
     if late:
         names, step = fold_ranks([beat.rank for beat in late]), min(beat.step for beat in late)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from llama405b.capacity.disk import nearly_full
 from llama405b.contract.causes import STUCK, said_by_rank
 from llama405b.contract.phrases import given
+from llama405b.contract.records import Phase
 from llama405b_tools.machine.gpus import GpuReport
 from llama405b_tools.remote.messages.host_run import Beat
 from llama405b_tools.run.judge import Failure, failure_words
@@ -29,6 +30,8 @@ IB_ERRORS = {
     "packet_seq_err": "sequence errors",
 }
 BEHIND = "behind"  # the key of the note on the rank that computes longest
+FREE, HEAT = "disk_free_bytes", "temperature_c"  # the same, of a full disk; and of a hot GPU's cell
+MISSING = "no heartbeat"  # how the key of the note on ranks without one begins
 STEP_AND_AGE = ("step", "step_age_s")  # fields of a host's row
 BeatId = tuple[str, int, float]  # identifies a silent rank's last heartbeat: host, rank, time
 
@@ -39,6 +42,13 @@ class Note(NamedTuple):
     key: str  # words without the numbers that change
     words: str
     fields: tuple[str, ...] = ()  # of the row or cell that is drawn: those that show it
+
+
+HALTED = {
+    "T": Note("stopped", STUCK["T"], ("state",)),
+    "Z": Note("ended", STUCK["Z"], ("state",)),
+    "": Note("gone", "its process is gone", ("state",)),
+}  # by the state of a rank's process: the others wait for it, whatever else stands out
 
 
 class Hang(NamedTuple):
@@ -91,9 +101,9 @@ def _oddities(gpu: GpuReport, usual: Usual) -> Iterator[Note]:
         yield from _below(gpu, usual)
     hot = gpu.temperature_c
     if hot is not None and hot >= thresholds.HOT_C and hot > usual.heat + thresholds.HOTTER_C:
-        yield Note("heat", f"{hot} °C (median {usual.heat:.0f})", ("temperature_c",))
+        yield Note("heat", f"{hot} °C (median {usual.heat:.0f})", (HEAT,))
     elif hot is not None and hot >= thresholds.TOO_HOT_C:
-        yield Note("heat", f"{hot} °C", ("temperature_c",))
+        yield Note("heat", f"{hot} °C", (HEAT,))
 
 
 def _below(gpu: GpuReport, usual: Usual) -> Iterator[Note]:
@@ -105,13 +115,19 @@ def _below(gpu: GpuReport, usual: Usual) -> Iterator[Note]:
         yield Note("clock", f"clock {gpu.clock_mhz} MHz (median {usual.clock:.0f})", ("clock_mhz",))
 
 
-def slow_ranks(everyone: Sequence[tuple[str, Beat]], step_s: float | None) -> Iterator[tuple[str, int, Note]]:
-    """Yield host and number of the ranks that delay the others: stopped, or slow in what each does alone (batch, update)."""
+def halted_ranks(everyone: Sequence[tuple[str, Beat]]) -> Iterator[tuple[str, Beat, Note]]:
+    """Yield host and heartbeat of the ranks that cannot go on: their process is stopped, has ended or is gone.
+
+    A host on which no rank's process is found does not see them (they are in a container).
+    """
+    seen = {host for host, beat in everyone if beat.state}
     for host, beat in everyone:
-        if beat.state == "T":
-            yield host, beat.rank, Note("stopped", STUCK["T"], ("state",))
-    if step_s is None:
-        return
+        if beat.state in HALTED and host in seen and beat.phase not in (Phase.DONE, Phase.FAILED):
+            yield host, beat, HALTED[beat.state]
+
+
+def slow_ranks(everyone: Sequence[tuple[str, Beat]], step_s: float) -> Iterator[tuple[str, int, Note]]:
+    """Yield host and number of the ranks that delay the others: slow in what each does alone (batch, update)."""
     for key, what in ALONE.items():
         took = [(host, beat.rank, getattr(beat, key)) for host, beat in everyone]
         median = _median((took_s for _, _, took_s in took), math.inf)
@@ -165,11 +181,15 @@ def _memory_notes(memory: Ram, before: Ram) -> Iterator[Note]:
         yield Note("ram", f"RAM is full: {memory.available / (1 << 30):.1f} GiB left", ("ram_used_bytes",))
 
 
+def full_disks(frame: Frame) -> list[tuple[str, int]]:
+    """Return the paths that a run writes to whose disk is nearly full, each with the bytes left."""
+    return [(path, free) for path, free, total in frame.disks if nearly_full(free, total)]
+
+
 def _disk_notes(frame: Frame) -> Iterator[Note]:
-    for path, free, total in frame.disks:
-        if nearly_full(free, total):
-            words = f"disk is nearly full: {free / (1 << 30):.1f} GiB left at {path}"
-            yield Note(f"disk {path}", words, ("disk_free_bytes",))
+    for path, free in full_disks(frame):
+        words = f"disk is nearly full: {free / (1 << 30):.1f} GiB left at {path}"
+        yield Note(f"disk {path}", words, (FREE,))
 
 
 def _port_notes(frame: Frame, before: Frame, best: Mapping[str, float]) -> Iterator[Note]:

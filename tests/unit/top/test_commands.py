@@ -1,0 +1,158 @@
+"""Our own commands beside the screen: they end by themselves, by the user, or by their limit, and nothing holds the screen up."""
+
+import asyncio
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from llama405b_tools.top import app, commands, event_sources
+from llama405b_tools.top.commands import Command
+from llama405b_tools.top.session import Session
+from ops_rig import wait_for
+
+STUBBORN = (
+    "import signal, subprocess, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+    "child = subprocess.Popen(['sleep', '600']); print(child.pid, flush=True); time.sleep(600)"
+)
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch):
+    monkeypatch.setattr(commands, "KILL_AFTER_S", 0.3)
+
+
+def is_gone(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def test_a_command_that_ends_by_itself_tells_its_lines_as_they_come():
+    told = []
+    command = Command([sys.executable, "-c", "print('a', flush=True); print('b'); exit(3)"], 60.0)
+    assert command.follow(told.append) == "exit code 3"
+    assert told[-1] == command.lines == ["a", "b"]
+    assert told[0] == ["a"]
+
+
+def test_after_its_limit_all_of_it_is_ended_and_it_says_so():
+    command = Command([sys.executable, "-c", STUBBORN], 1.5)
+    assert command.follow(lambda lines: None) == (
+        "it took longer than 1.5s and was ended; what it asked for may still be done"
+    )
+    assert command.child.returncode == -9
+    wait_for(lambda: is_gone(int(command.lines[0])), 10)
+
+
+def test_the_user_ends_it_and_nobody_waits_for_that():
+    command, said = Command([sys.executable, "-c", STUBBORN], 600.0), []
+    follower = threading.Thread(target=lambda: said.append(command.follow(lambda lines: None)))
+    follower.start()
+    wait_for(lambda: command.lines, 20)
+    began = time.monotonic()
+    command.end("you ended it")
+    command.end("and again")
+    assert time.monotonic() - began < 0.2
+    follower.join(20)
+    assert said == ["you ended it"]
+    wait_for(lambda: is_gone(int(command.lines[0])), 10)
+
+
+def test_a_process_outside_that_keeps_the_pipe_open_holds_nothing_up():
+    away = "import subprocess; print(subprocess.Popen(['sh', '-c', 'sleep 3; echo late; exec sleep 60'], start_new_session=True).pid)"
+    command, told = Command([sys.executable, "-c", away], 60.0), []
+    began = time.monotonic()
+    assert command.follow(told.append) == "exit code 0"
+    assert time.monotonic() - began < 30
+    wait_for(lambda: command.child.stdout.closed, 20)  # at its next line, which nobody is told of
+    assert len(told) == len(command.lines) == 1
+    os.kill(int(command.lines[0]), 9)
+
+
+def test_the_end_of_the_screen_ends_it_at_once():
+    command = Command([sys.executable, "-c", STUBBORN], 600.0)
+    threading.Thread(target=command.follow, args=(lambda lines: None,), daemon=True).start()
+    wait_for(lambda: command.lines, 20)
+    command.end_now()
+    wait_for(lambda: is_gone(command.child.pid) and is_gone(int(command.lines[0])), 10)
+
+
+class Screen:
+    """cluster-top on a simulated incident, without a terminal, whose commands are programs of this test."""
+
+    def __init__(self, monkeypatch, program):
+        monkeypatch.setattr(app, "Command", lambda argv, limit_s: Command([sys.executable, "-c", program], limit_s))
+        monkeypatch.setattr(app, "on_signals", lambda *_: None)
+        monkeypatch.setattr(app.remembered, "remember", lambda _: None)
+        self.top = app.TopApp(Session(event_sources.replay("demo", 1.0), None, 60.0), lambda: None)
+
+    def run(self, acts):
+        async def within():
+            async with self.top.run_test(size=(120, 40)) as pilot:
+                await acts(self, pilot)
+
+        asyncio.run(within())
+
+    async def until(self, condition, pilot):
+        until = time.monotonic() + 20
+        while not condition():
+            assert time.monotonic() < until
+            await pilot.pause(0.05)
+
+    @property
+    def text(self):
+        return list(self.top.ui.lines)
+
+    @property
+    def said(self):
+        return [event.text for event in self.top.session.cluster.events]
+
+
+def test_on_the_screen_a_command_is_ended_by_its_limit_by_x_or_left(monkeypatch):
+    async def acts(screen, pilot):
+        top = screen.top
+        top._start("llama405b autopsy", ["autopsy"], 1.0)
+        top._text("llama405b autopsy", ["…"])
+        await screen.until(lambda: "it took longer than 1.0s" in screen.text[-1], pilot)
+        top._start("llama405b ask r save", ["ask", "r", "save"], 600.0)
+        top._text("llama405b ask r save", ["…"])
+        await pilot.press("x")
+        await screen.until(lambda: "you ended it" in screen.text[-1], pilot)
+        assert not any("you ended it" in text for text in screen.said)
+        top._start("llama405b ask r memory", ["ask", "r", "memory"], 2.0)
+        top._text("llama405b ask r memory", ["…"])
+        await pilot.press("escape")
+        assert top.ui.path == ["all"]
+        await screen.until(
+            lambda: any(text.startswith("`llama405b ask r memory`: it took") for text in screen.said), pilot
+        )
+        assert not top.commands
+        assert not top.ui.running
+
+    Screen(monkeypatch, STUBBORN).run(acts)
+
+
+def test_q_never_hangs_on_a_command(monkeypatch):
+    screen = Screen(monkeypatch, STUBBORN)
+
+    async def acts(screen, pilot):
+        screen.top._start("llama405b stop --run r", ["stop", "--run", "r"], 600.0)
+        await screen.until(lambda: screen.top.commands["llama405b stop --run r"].lines, pilot)
+        screen.command = screen.top.commands["llama405b stop --run r"]
+        await pilot.press("q")
+        assert "q again leaves" in screen.top.ui.hint
+        assert screen.top._exit is False
+        await pilot.press("j", "q")
+        assert screen.top._exit is False  # another key came between
+        await pilot.press("q")
+
+    began = time.monotonic()
+    screen.run(acts)
+    assert screen.top._exit is True
+    assert time.monotonic() - began < 60
+    wait_for(lambda: is_gone(screen.command.child.pid), 10)
