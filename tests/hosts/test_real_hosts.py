@@ -32,7 +32,7 @@ def test_three_users_train_together(hosts, operator, losses):
     done = operator("launch", "--run", "t", *DEMO, "--training.max_steps", 5, "--checkpoint.every", 0, "--follow")
     assert done.returncode == 0, done.stderr
     losses += losses_of(done)
-    assert "rank 0 read the weights and sent each rank its rows" in done.stdout
+    assert "rank 0 read the weights and sent each rank its part" in done.stdout
     assert "3 ranks of 3 hosts" in done.stdout
     for i in (1, 2, 3):
         status = json.loads(hosts.exec(i, "cat", f"{hosts.workdir(i)}/runs/t/status/node-{i}.json").stdout)
@@ -65,7 +65,7 @@ def test_each_host_is_pushed_its_own_rows_and_loads_them(hosts, operator, losses
         assert 0.32 < sizes[i - 1] / sizes[0] < 0.35
     own = operator("launch", "--run", "own", *flags)
     assert own.returncode == 0, own.stderr
-    assert "each rank read its own rows" in own.stdout
+    assert "each rank read its own part" in own.stdout
     assert losses_of(own) == losses != []
     assert operator("push", f"node-1:{DEMO_MODEL}", "--to", "/var/tmp/whole").returncode == 0
     needless = operator("push", "--shards", f"node-1:{DEMO_MODEL}", "--to", "/var/tmp/whole")
@@ -75,7 +75,10 @@ def test_each_host_is_pushed_its_own_rows_and_loads_them(hosts, operator, losses
     moved = operator("launch", "--run", "moved", *flags)
     hosts.hosts_file(operator.path / "hosts")
     assert moved.returncode == 1
-    assert f"{DEMO_MODEL}: has only the rows of other ranks; push them again with --shards, for 3 ranks" in moved.stderr
+    assert (
+        f"{DEMO_MODEL}: has only the parts of other ranks; push them again with --shards, for dp_shard 3"
+        in moved.stderr
+    )
     for i in (2, 3):
         hosts.exec(i, "rm", "-r", f"{hosts.workdir(i)}/{DEMO_MODEL}")
 

@@ -114,6 +114,10 @@ class FakeConnection:
         self.host = host
 
     def run(self, command, stdin, timeout_s):
+        if command == "true":
+            if isinstance(fault := self.host.faults.get("true"), Exception):
+                raise fault
+            return Result(0, "", "")
         action, request = _asked(command, stdin)
         answer = self.host.answer(action, request) if action != "status" else self._status(request)
         return Result(0, "\n".join(answer) + "\n", "")

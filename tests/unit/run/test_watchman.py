@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import shlex
+import time
 import types
 
 import pytest
@@ -21,7 +22,7 @@ from llama405b_tools.hosts.transport import HostError
 from llama405b_tools.remote import guarding
 from llama405b_tools.remote.messages.guard_notes import GuardNote
 from llama405b_tools.remote.messages.stream import StreamMessage
-from llama405b_tools.run import follow, guard, guard_record
+from llama405b_tools.run import follow, guard, guard_hosts, guard_record
 from llama405b_tools.run.guard import Guard, GuardInput
 from llama405b_tools.run.launch import launch
 from llama405b_tools.run.request import parse_launch
@@ -98,6 +99,43 @@ def test_a_restart_that_was_asked_for_is_neither_failure_nor_try(fleet, monkeypa
     assert [event.kind for event in events()] == [EventKind.RESTARTED]
     assert "incident" not in told
     assert fleet.fakes["a"].plan.attempt == 2
+
+
+LOST_HOST = HostError("b: no route to host")
+
+
+def test_a_run_goes_on_without_a_host_that_stays_lost_and_takes_it_back(fleet, monkeypatch, capsys):
+    monkeypatch.setattr(guard, "LOOK_S", 0.01)
+    a, b = (fleet.fakes[name] for name in ("a", "b"))
+    real, runs_on, grown = Guard.relaunch, [], []
+
+    def relaunch(watchman):
+        real(watchman)
+        runs_on.append([node.name for node in watchman.plan.nodes])
+        if len(runs_on) == 1:
+            b.faults.clear()  # it comes back while a trains alone
+
+    def alone():
+        deadline = time.monotonic() + 20
+        while not grown and time.monotonic() < deadline:
+            time.sleep(0.01)
+        yield dataclasses.replace(restarted("a"), node=dataclasses.replace(restarted("a").node, blame=grown[0][2]))
+
+    def end_to_grow(fleet, plan, back):
+        cause = Cause(CauseKind.STOPPED, "a", by=f"its guard, as {back} is back")
+        grown.append(([*fleet.hosts], back, Blame(plan.attempt, "a", cause)))
+
+    monkeypatch.setattr(Guard, "relaunch", relaunch)
+    monkeypatch.setattr(guard, "end_to_grow", end_to_grow)
+    a.lives, b.lives = [[over("a", LOST)], alone(), [WELL["a"]]], [[over("b", KILLED)], [WELL["b"]]]
+    asked, hosts = dataclasses.replace(request("--shrink"), shrink_after_s=0.05), list(fleet.hosts.values())
+    watchman = Guard(asked, hosts, launch(asked, hosts, fleet), fleet)
+    b.faults = dict.fromkeys(("stop", "probe", "true", "note"), LOST_HOST)
+    assert watchman.main() == 0
+    assert runs_on == [["a"], ["a", "b"]]
+    assert grown[0][:2] == (["a"], "b")
+    assert (watchman.record.restarts, watchman.record.in_vain) == (2, 1)
+    assert "running again without b after b: exited 1" in capsys.readouterr().out
 
 
 def test_restarts_without_progress_come_to_an_end(fleet):
@@ -193,8 +231,8 @@ def test_a_guard_that_died_is_known_to_be_gone_and_its_run_can_be_guarded_again(
         found = guard_record.of_hosts("r", guard_record.heard_by([fleet.fakes["a"].run()]), 800.0)
         assert (found.state, found.gone, found.heard_at) == (said, True, 900.0)
         assert not guard_record.is_guarded("r")
-        assert guard.adopt(request(), fleet) == plan
-    assert guard.adopt(parse_launch(["--run", "r", "--restart", "2", "--", "-m", "other"], 0.0), fleet) is None
+        assert guard_hosts.adopt(request(), fleet) == plan
+    assert guard_hosts.adopt(parse_launch(["--run", "r", "--restart", "2", "--", "-m", "other"], 0.0), fleet) is None
 
 
 def test_a_guard_elsewhere_is_known_by_what_it_tells_the_hosts(fleet):
@@ -203,24 +241,24 @@ def test_a_guard_elsewhere_is_known_by_what_it_tells_the_hosts(fleet):
     assert (asked.pid, asked.limit, asked.command) == (0, 2, "--restart 2 --run r --resume auto -- -m mine")
     other = GuardState("r", 1, 1, "elsewhere x y", 2)
     write_json(RunDir.here("r").guard, other)
-    guard.tell_hosts(fleet, plan, other)
+    guard_hosts.tell_hosts(fleet, plan, other)
     told = guard_record.heard_by(host.run() for host in fleet.fakes.values())
     assert guard_record.of_hosts("r", told, 1000.0).guards
     with pytest.raises(UserError):
-        guard.adopt(request(), fleet)
+        guard_hosts.adopt(request(), fleet)
     for host in fleet.fakes.values():
         host.now += 2 * guard_record.SILENT_AFTER_S
     told = guard_record.heard_by(host.run() for host in fleet.fakes.values())
     found = guard_record.of_hosts("r", told, 1000.0)
     assert (found.gone, found.heard_at) == (True, 1000.0 - 2 * guard_record.SILENT_AFTER_S)
-    assert guard.adopt(request(), fleet) == plan
+    assert guard_hosts.adopt(request(), fleet) == plan
     assert fleet.fakes["b"].noted.machine == guarding.machine_id()  # it is asked for here, now
 
 
 def test_a_guard_that_ended_here_says_nothing_of_one_elsewhere(fleet):
     plan = launch(request(), list(fleet.hosts.values()), fleet)
     write_json(RunDir.here("r").guard, GuardState("r", 5, 1, guarding.machine_id(), 2, GuardStage.ENDED))
-    guard.tell_hosts(fleet, plan, GuardState("r", 1, 1, "elsewhere x y", 2))
+    guard_hosts.tell_hosts(fleet, plan, GuardState("r", 1, 1, "elsewhere x y", 2))
     found = guard_record.of_hosts("r", guard_record.heard_by([fleet.fakes["a"].run()]), 1000.0)
     assert (found.guards, found.state.machine) == (True, "elsewhere x y")
 
@@ -275,13 +313,13 @@ def test_what_it_says_to_type_guards_the_same_run_again(fleet, resume):
     ]
     asked = parse_launch(argv, 0.0)
     plan = launch(asked, list(fleet.hosts.values()), fleet)
-    assert guard.adopt(parse_launch(shlex.split(asked.again), 0.0), fleet) == plan
+    assert guard_hosts.adopt(parse_launch(shlex.split(asked.again), 0.0), fleet) == plan
 
 
 def test_a_run_that_is_being_stopped_is_not_guarded_again(fleet):
     launch(request(), list(fleet.hosts.values()), fleet)
     fleet.fakes["b"].stopped_by = "you@there"
-    assert guard.adopt(request(), fleet) is None
+    assert guard_hosts.adopt(request(), fleet) is None
     with pytest.raises(UserError, match="you@there"):
         launch(request(), list(fleet.hosts.values()), fleet)
 

@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import contextlib
+import copy
 import dataclasses
 import functools
 import getpass
@@ -10,7 +11,7 @@ import re
 import shlex
 import socket
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, TypeVar
 
 from llama405b.contract import reader
@@ -70,6 +71,12 @@ class Fleet:
         for name, found in self.each(self.connection, added).items():
             if isinstance(found, HostError) and added[name].address:
                 self.hosts[name] = dataclasses.replace(added[name], name=added[name].address)
+
+    def among(self, names: Collection[str]) -> "Fleet":
+        """Return the same fleet with some of its hosts alone; it shares the connections, and is not to be closed."""
+        part = copy.copy(self)
+        part.hosts = {name: host for name, host in self.hosts.items() if name in names}
+        return part
 
     def each(self, act: Callable[[str], T], names: Iterable[str] | None = None) -> dict[str, T | HostError]:
         """Call ``act`` for all hosts in parallel; a host that fails does not hold back the others' results."""

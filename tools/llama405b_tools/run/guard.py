@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from llama405b.contract import reader
@@ -26,36 +26,36 @@ from llama405b.contract.files import append_line, write_json
 from llama405b.contract.paths import UMASK, RunDir
 from llama405b.contract.phrases import counted, given
 from llama405b.contract.plan import Plan
-from llama405b.contract.records import GuardStage, GuardState
+from llama405b.contract.records import GuardStage
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.inventory import Host
-from llama405b_tools.hosts.outcomes import replies
-from llama405b_tools.hosts.printed_commands import hosts_argument, program_name
+from llama405b_tools.hosts.outcomes import replies, unanswered
+from llama405b_tools.hosts.printed_commands import hosts_argument
 from llama405b_tools.remote import processes
 from llama405b_tools.remote.guarding import end_own_session, machine_id
-from llama405b_tools.remote.messages.guard_notes import GuardNote, NoteReply
-from llama405b_tools.remote.messages.host_run import HostRun, PlanRequest
+from llama405b_tools.remote.messages.guard_notes import NoteReply
 from llama405b_tools.run.follow import SLACK_S, Ending, EndKind, Limits, RunMonitor, follow
+from llama405b_tools.run.guard_hosts import tell_hosts
 from llama405b_tools.run.guard_record import (
     BEAT_S,
     Notice,
     asked_for,
     disk_words,
-    heard_by,
-    of_hosts,
     run_command,
     unsaved_words,
 )
 from llama405b_tools.run.judge import Failure, not_stopped
 from llama405b_tools.run.launch import launch, resumed
-from llama405b_tools.run.query import STATUS_TIMEOUT_S, ask_hosts, newest_checkpoint
+from llama405b_tools.run.query import newest_checkpoint
+from llama405b_tools.run.regrow import LOOK_S, end_to_grow, found_again
 from llama405b_tools.run.request import LaunchRequest
+from llama405b_tools.run.roster import Roster
 from llama405b_tools.run.screen import show
 from llama405b_tools.run.start_everywhere import StartError, stop_launch
+from llama405b_tools.text.fold import fold_names
 
 RETRY_S = (5.0, 10.0, 20.0, 30.0, 60.0)  # between tries to restart; the last one repeats for as long as it takes
 WAITING_AFTER_S = 120.0  # without a run: then the user is told that it does not come back
-NOTE_TIMEOUT_S = 60.0
 STUCK_S = 900.0  # longer than any one try to bring a run back
 ENDS = {EndKind.STOPPED: (GuardStage.STOPPED, Notice.STOPPED)}
 
@@ -67,61 +67,6 @@ class GuardInput:
     request: LaunchRequest
     hosts: tuple[Host, ...]
     plan: Plan
-
-
-def adopt(request: LaunchRequest, fleet: Fleet) -> Plan | None:
-    """Return the plan of the requested run if it is still running but its guard died, with the machine or the terminal.
-
-    Only if it is the same run, by its hosts, program, settings and the names of its secrets. Its hosts are told then that
-    a guard was asked for.
-
-    Raises:
-        UserError: Its guard lives.
-        HostError: A host of it was lost meanwhile.
-    """
-    try:
-        _, seen = ask_hosts(fleet, request.run)
-    except UserError:
-        return None  # it is new, or launch reports what is wrong
-    known = {name: run for name, run in replies(seen).items() if run}
-    _refuse_guarded(request, known.values())
-    alive = {name: run for name, run in known.items() if run.alive}
-    if not alive or any(run.stopped_by for run in known.values()):
-        return None  # which launch reports
-    plan = fleet.ask(next(iter(alive)), "planned", PlanRequest(request.run), Plan, STATUS_TIMEOUT_S)
-    if not _is_same(request, fleet, plan) or {run.created for run in alive.values()} != {plan.created}:
-        return None
-    tell_hosts(fleet, plan, asked_for(request))
-    return plan
-
-
-def _refuse_guarded(request: LaunchRequest, runs: Iterable[HostRun]) -> None:
-    """Refuse a second guard.
-
-    Raises:
-        UserError: The run has one that lives.
-    """
-    status = of_hosts(request.run, heard_by(runs), time.time())
-    if status and status.guards:
-        who = f"process {status.state.pid} on {status.state.machine.partition(' ')[0]}"
-        stop = f"{program_name()} stop{hosts_argument(request.hosts_file)} --run {request.run}"
-        raise UserError(
-            f"--run: {request.run!r} already has a guard ({who}); `{stop}` ends both, or leave them running"
-        )
-
-
-def _is_same(request: LaunchRequest, fleet: Fleet, plan: Plan) -> bool:
-    """Whether a plan is of this request, whatever either resumes."""
-    resumed = dict(zip(plan.program, plan.program[1:], strict=False)).get("--resume", "")
-    same = dataclasses.replace(request, resume=resumed).training_program() == plan.program
-    names = [node.name for node in plan.nodes]
-    return same and names == list(fleet.hosts) and set(plan.secrets) == set(request.secrets)
-
-
-def tell_hosts(fleet: Fleet, plan: Plan, state: GuardState) -> dict[str, NoteReply]:
-    """Tell every host of a run what its guard does; one that cannot be reached hears it the next time. Returns the answers."""
-    notes = {node.name: GuardNote(plan.run, node.name, plan.rdzv_id, state) for node in plan.nodes}
-    return replies(fleet.ask_all("note", notes, NoteReply, NOTE_TIMEOUT_S))
 
 
 class HopelessError(Exception):
@@ -137,9 +82,12 @@ class Guard:
 
     def __init__(self, request: LaunchRequest, hosts: Sequence[Host], plan: Plan, fleet: Fleet) -> None:
         self.request = request
-        self.hosts = hosts
+        self.first = plan  # of which each host's ranks are known
         self.plan = plan
-        self.fleet = fleet
+        self.everywhere = fleet
+        self.fleet = fleet.among([node.name for node in plan.nodes])
+        self.roster = Roster(hosts, request.shrink, request.shrink_after_s)
+        self.roster.started([host for host in hosts if plan.find(host.name)])
         began = processes.start_time(os.getpid()) or 0
         self.record = dataclasses.replace(asked_for(request), machine=machine_id(), pid=os.getpid(), pid_start=began)
         self.telling = threading.Lock()
@@ -155,6 +103,8 @@ class Guard:
         """Guard the run to its end, and tell its hosts all the while; returns the exit code."""
         self.say(GuardStage.WATCHING, "")
         threading.Thread(target=self.keep_beating, daemon=True).start()
+        if self.request.shrink:
+            threading.Thread(target=self.keep_looking, daemon=True).start()
         try:
             return self.watch()
         finally:
@@ -166,6 +116,17 @@ class Guard:
             self.beat()
             self.has_news.wait(min(BEAT_S, self.request.notify_every_s or BEAT_S))
             self.has_news.clear()
+
+    def keep_looking(self) -> None:
+        """Look for hosts that the run does without, until the guard ends; once one is back, have the attempt save and end."""
+        while not self.is_over.wait(min(LOOK_S, self.request.shrink_after_s / 3)):
+            if (
+                self.roster.left_out
+                and self.down_at == math.inf
+                and (back := found_again(self.everywhere, self.roster))
+            ):
+                log(f"{back}: back; the attempt saves and ends, to go on there as well")
+                end_to_grow(self.fleet, self.plan, back)
 
     def beat(self) -> None:
         """Let the hosts know that the guard lives, and the user if it is time; a guard that hangs is to be missed."""
@@ -252,8 +213,8 @@ class Guard:
         """Count a restart, and report it."""
         self.record, self.down_at = dataclasses.replace(self.record, restarts=self.record.restarts + 1), math.inf
         self.event(EventKind.RESTARTED, self.record.checkpoint)
-        source = self.record.checkpoint or "the weights"
-        said = f"running again after {ending.words} (restart {self.record.restarts}, from {source})"
+        source, without = self.record.checkpoint or "the weights", fold_names(sorted(self.roster.left_out))
+        said = f"running again{given(' without {}', without)} after {ending.words} (restart {self.record.restarts}, from {source})"
         self.say(GuardStage.WATCHING, said)
         self.notify(Notice.RECOVERY, said)
 
@@ -310,7 +271,10 @@ class Guard:
         for end in replies(ends).values():
             if end.stopped_by:
                 raise StoppedError(end.stopped_by)
-        if remains := not_stopped(ends):
+        now_s = time.monotonic()
+        self.roster.note_lost(unanswered(ends), now_s)
+        wanted = {host.name for host in self.roster.chosen(now_s)}
+        if remains := {name: why for name, why in not_stopped(ends).items() if name in wanted}:
             raise RunError("; ".join(f"{name}: {why}" for name, why in remains.items()))
 
     def relaunch(self) -> None:
@@ -320,16 +284,24 @@ class Guard:
             RunError: That is not possible now.
             HopelessError: It never will be.
         """
-        request, hosts = resumed(self.request, self.hosts, self.plan)
+        roster = self.roster
+        request, hosts = resumed(self.request, roster.chosen(time.monotonic()), self.first)
+        fleet, fewer = self.everywhere.among([host.name for host in hosts]), len(hosts) < len(roster.hosts)
         try:
-            self.plan = launch(request, hosts, self.fleet, again=True)
+            self.plan = launch(request, hosts, fleet, again=True, fewer=fewer)
         except StartError as error:
-            self.plan = error.plan  # something of this attempt may be left, to be ended next
+            self.plan, self.fleet = error.plan, fleet  # something of this attempt may be left, to be ended next
+            roster.not_started(hosts)
             raise
         except RunError:
+            roster.not_started(hosts)
             raise
         except UserError as error:
+            if fewer:  # the others may come back
+                raise RunError(str(error)) from None
             raise HopelessError(f"it cannot be resumed: {error}") from None
+        self.fleet = fleet
+        roster.started(hosts)
 
     def event(self, kind: EventKind, path: str = "") -> None:
         """Write an event of the guard's own."""

@@ -47,18 +47,20 @@ def launch(
     fleet: Fleet,
     *,
     again: bool = False,
+    fewer: bool = False,
     say: Callable[[str], object] = show,
 ) -> Plan:
     """Check, plan and start; ``say`` gets the lines that tell what is running now.
 
-    ``again``: a restart, when whatever is wrong is a host's fault and may pass.
+    ``again``: a restart, when whatever is wrong is a host's fault and may pass. ``fewer``: on fewer hosts than before, on which it may
+    not fit.
 
     Raises:
         UserError: The request is wrong; nothing was started.
         RunError: A host is not fit, or did not start; nothing is left running, or the message says where something may be.
     """
     began = time.monotonic()
-    checked = check_and_plan(request, hosts, fleet, again=again)
+    checked = check_and_plan(request, hosts, fleet, again=again, fewer=fewer)
     guard = asked_for(request) if request.restart and not again else None
     stops = {name: facts.stopped_at for name, facts in checked.answers.items()}
     where = hosts_argument(request.hosts_file)
@@ -68,7 +70,9 @@ def launch(
     return checked.plan
 
 
-def check_and_plan(request: LaunchRequest, hosts: Sequence[Host], fleet: Fleet, *, again: bool) -> CheckedLaunch:
+def check_and_plan(
+    request: LaunchRequest, hosts: Sequence[Host], fleet: Fleet, *, again: bool, fewer: bool = False
+) -> CheckedLaunch:
     """Ask every host, refuse what cannot work, and plan the rest.
 
     Raises:
@@ -89,7 +93,7 @@ def check_and_plan(request: LaunchRequest, hosts: Sequence[Host], fleet: Fleet, 
     outlook = expected(request, plan, answers, read_calibration(request.hosts_file, hosts))
     if outlook:
         plan = dataclasses.replace(plan, expected_step_s=outlook.needs.step_s or 0.0)
-        if not (request.allow_misfit or again):
+        if not request.allow_misfit and (fewer or not again):
             refuse_misfit(outlook)
     return CheckedLaunch(answers, parts, plan, outlook)
 
@@ -145,6 +149,7 @@ def training_notes(request: LaunchRequest, plan: Plan, answers: Facts) -> Iterat
 
 
 def resumed(request: LaunchRequest, hosts: Sequence[Host], plan: Plan) -> tuple[LaunchRequest, list[Host]]:
-    """Return the same launch with the same ranks, resuming from the newest checkpoint that verifies."""
-    same = [dataclasses.replace(host, slots=plan.node(host.name).slots) for host in hosts]
+    """Return the same launch with the same ranks on each host, resuming from the newest checkpoint that verifies."""
+    known = {node.name: node.slots for node in plan.nodes}
+    same = [dataclasses.replace(host, slots=known.get(host.name, host.slots)) for host in hosts]
     return dataclasses.replace(request, resume="auto"), same

@@ -49,6 +49,8 @@ class LaunchRequest:
     plain: bool
     restart: int  # how often without progress; 0: never
     hang_after_s: float
+    shrink: int  # hosts on which it goes on while others stay lost; 0: it waits for all
+    shrink_after_s: float
     guard_on: str  # a host; "": this machine
     notify: str
     notify_every_s: float  # 0: only if something happens
@@ -171,6 +173,10 @@ def _add_guard(group: argparse._ArgumentGroup) -> None:
         metavar="TIME",
         help="with --restart: end and resume the run when a rank is silent this long; cluster-top shows a hang earlier [5m]",
     )
+    fewer = "with --restart: when hosts stay lost, go on with those that are left, MIN or more, and take them back when they are back [1]"
+    add("--shrink", type=int, nargs="?", const=1, default=0, metavar="MIN", help=fewer)
+    long = "with --shrink: how long a host is lost, or back, before that [5m]"
+    add("--shrink-after", default="5m", metavar="TIME", help=long)
     where = "run the guard on this host of the run, so that this machine may be switched off [this machine]"
     add("--guard-on", default="", metavar="HOST", help=where)
     add("--notify", default="", metavar="CMD", help="run CMD on incident, recovery, trouble and end")
@@ -249,6 +255,8 @@ def _request(known: argparse.Namespace, now: float) -> LaunchRequest:
         plain=known.plain,
         restart=known.restart,
         hang_after_s=seconds(known.hang_after, "--hang-after"),
+        shrink=known.shrink,
+        shrink_after_s=seconds(known.shrink_after, "--shrink-after"),
         guard_on=known.guard_on,
         notify=known.notify,
         notify_every_s=seconds(known.notify_every, "--notify-every"),
@@ -330,7 +338,9 @@ def _check_flags(known: argparse.Namespace) -> None:
 
 def _check_guard(known: argparse.Namespace) -> None:
     """Refuse what only a guard can do, where there is none."""
-    for flag, value in (("--guard-on", known.guard_on), ("--notify", known.notify)):
+    if known.shrink < 0:
+        raise UserError(f"--shrink: {known.shrink} hosts; use 1 or more")
+    for flag, value in (("--guard-on", known.guard_on), ("--notify", known.notify), ("--shrink", known.shrink)):
         if value and not known.restart:
             raise UserError(f"{flag} needs --restart N, which guards the run; add it")
     if known.guard_on and known.follow:

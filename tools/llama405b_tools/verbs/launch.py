@@ -17,7 +17,7 @@ from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.hosts.printed_commands import hosts_argument, program_name
 from llama405b_tools.remote.guarding import dismiss
 from llama405b_tools.remote.torchrun import setup_argv, torchrun_argv
-from llama405b_tools.run import guard, guard_here, jobs
+from llama405b_tools.run import guard_here, guard_hosts, jobs
 from llama405b_tools.run.follow import follow
 from llama405b_tools.run.guard_on import begin_on, check_reach
 from llama405b_tools.run.launch import launch
@@ -66,7 +66,7 @@ def main(argv: Sequence[str]) -> int:
 def launch_or_adopt(request: LaunchRequest, hosts: Sequence[Host], fleet: Fleet) -> tuple[Plan, list[str]]:
     """Launch the run, and return what there is to print; with ``--restart``, adopt a live run that has lost its guard."""
     lines: list[str] = []
-    if request.restart and (plan := guard.adopt(request, fleet)):
+    if request.restart and (plan := guard_hosts.adopt(request, fleet)):
         lines.append(f"{plan.run}: already running, without a guard; guarding it from now on")
     else:
         plan = launch(request, hosts, fleet, say=lines.append)
