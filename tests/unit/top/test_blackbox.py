@@ -190,6 +190,8 @@ def test_esc_leaves_what_was_opened_in_the_past_before_the_past():
     ui = Ui(at=1060.0, kept=(1000.0, 1090.0), path=["all", "host"])
     press(ui, "escape", scene(shown.pic, shown.trends, ui, shown.logs), 120, 40)
     assert (ui.at, ui.path) == (1060.0, ["all"])
+    press(ui, "escape", scene(shown.pic, shown.trends, ui, shown.logs), 120, 40)
+    assert ui.at is None
 
 
 @pytest.mark.parametrize("key", actions.ACTIONS)
