@@ -66,6 +66,12 @@ class Axes:
         sizes = {name: getattr(self, name) for name in NAMES}
         return " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "dp_shard 1"
 
+    def where(self, rank: int) -> str:
+        """Say where a rank is along the axes that have several: ``pp 1, dp 2, tp 5``."""
+        places = {"pp": self.place(rank, ("pp",)), "dp": self.place(rank, DP)}
+        places |= {name: self.place(rank, (name,)) for name in ("cp", "tp")}
+        return ", ".join(f"{name} {place.rank}" for name, place in places.items() if place.size > 1)
+
     @property
     def world(self) -> int:
         """Total number of ranks."""

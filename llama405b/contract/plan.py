@@ -50,6 +50,7 @@ class Plan:
     replicates: bool = False  # checkpoints are copied from host to host
     spread: bool = False  # each host has a part of them
     expected_step_s: float = 0.0  # as predicted; 0: nothing is
+    mesh: Axes | None = None  # of its ranks; None: of another program
 
     @property
     def trains(self) -> bool:

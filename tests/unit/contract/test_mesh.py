@@ -15,6 +15,12 @@ def test_each_place_is_taken_once_and_the_innermost_axis_has_neighbours():
     assert [axes.place(rank, ("tp",)).rank for rank in range(8)] == [0, 1, 2, 3] * 2
 
 
+def test_a_rank_is_told_by_its_place_on_each_axis():
+    axes = Axes(dp_shard=3, pp=2, tp=4)
+    assert [axes.where(rank) for rank in (0, 21)] == ["pp 0, dp 0, tp 0", "pp 1, dp 2, tp 1"]
+    assert (Axes(8).where(5), Axes(1).where(0)) == ("dp 5", "")
+
+
 def test_the_batch_goes_over_copies_and_shards():
     axes = Axes(dp_shard=3, dp_replicate=2, tp=2)
     assert [axes.place(rank, DP) for rank in (0, 1, 2, 11)] == [Place(0, 6), Place(0, 6), Place(1, 6), Place(5, 6)]

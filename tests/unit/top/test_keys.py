@@ -62,7 +62,7 @@ def test_enter_goes_from_host_to_rank_and_q_back_level_by_level():
     assert (screen.ui.path, screen.ui.selected) == (["all", "host"], "gpu-3")  # the culprit is first
     assert "▶ rank   21" in screen.text()  # and its rank chosen
     screen.press("down", "enter")
-    assert "── rank 22 on gpu-3 " in screen.text()
+    assert "── rank 22 on gpu-3: dp 22 " in screen.text()
     assert "power" in screen.text().split("over time")[1]
     screen.press("q")
     assert screen.ui.path == ["all", "host"]
@@ -101,7 +101,7 @@ def test_the_list_of_ranks_has_the_one_that_hangs_first_and_opens_it():
     screen.press("3")
     assert screen.text().split("stands out first")[1].splitlines()[1].startswith("▶ rank   21  gpu-3")
     screen.press("down", "down", "enter")
-    assert "── rank 1 on gpu-1 " in screen.text()
+    assert "── rank 1 on gpu-1: dp 1 " in screen.text()
     screen.press("q", "end")
     assert "▶ rank   63  gpu-8" in screen.text()
 

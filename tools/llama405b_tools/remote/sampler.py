@@ -305,6 +305,7 @@ class Run:
             found["nodes"] = [[node["name"], node["first_rank"], node["slots"]] for node in self.plan["nodes"]]
             found["trains"] = self.plan.get("program", TRAINER)[:2] == TRAINER
             found["expected_step_s"] = self.plan.get("expected_step_s", 0.0)
+            found["mesh"] = self.plan.get("mesh")
             found["nccl"] = {k: v for k, v in self.node["env"].items() if k.startswith("NCCL_")}
         if self.node["first_rank"] == 0:
             found.update(self._of_head())

@@ -87,6 +87,8 @@ def check_and_plan(
         if again:
             raise RunError(str(error)) from None
         raise
+    if request.config:
+        plan = dataclasses.replace(plan, mesh=plan.axes(request.config.parallel))
     check_training(request, plan, answers)
     if faults := room_faults(request, plan, answers):
         raise RunError(fault_list(faults, len(hosts)))

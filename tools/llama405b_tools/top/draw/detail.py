@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from rich.text import Text
 
+from llama405b.contract.mesh import Axes
 from llama405b.contract.phrases import given
 from llama405b.contract.records import Phase
 from llama405b_tools.text.figures import bar, gbit, gib, number, reading, share, span
@@ -53,10 +54,19 @@ def detail(row: HostRow, ui: Ui, logs: Sequence[LogLine], width: int, room: int)
 
 
 def rank_page(
-    row: HostRow, rank: RankRow, logs: Sequence[LogLine], trends: Trends, axis: Axis, ui: Ui, width: int, room: int
+    row: HostRow,
+    rank: RankRow,
+    mesh: Axes | None,
+    logs: Sequence[LogLine],
+    trends: Trends,
+    axis: Axis,
+    ui: Ui,
+    width: int,
+    room: int,
 ) -> list[Text]:
     """Draw one rank: its process and GPU, how each quantity went, and its log lines."""
-    lines = [rule(f"rank {rank.rank} on {row.name}", width), _rank_line(row, rank)]
+    place = given(": {}", mesh.where(rank.rank) if mesh else "")
+    lines = [rule(f"rank {rank.rank} on {row.name}{place}", width), _rank_line(row, rank)]
     at = next((i for i in range(n_units(row)) if rank_at(row, i) is rank), None)
     if at is not None and at < len(row.gpus):
         lines += _gpu(row, row.gpus[at], width)

@@ -134,7 +134,8 @@ def opened(of: Scene, width: int, room: int) -> list[Text]:
         return [Text("no host", "old")]
     rank = selected_rank(of.selected, of.ui)
     if of.ui.mode == "rank" and rank:
-        return rank_page(of.selected, rank, of.chosen_logs, of.trends, of.axes[1], of.ui, width, room)
+        mesh = of.pic.training.mesh if of.pic.training else None
+        return rank_page(of.selected, rank, mesh, of.chosen_logs, of.trends, of.axes[1], of.ui, width, room)
     return detail(of.selected, of.ui, of.chosen_logs, width, room)
 
 

@@ -8,6 +8,7 @@ import dataclasses
 import re
 from collections.abc import Mapping
 
+from llama405b.contract.mesh import Axes
 from llama405b.contract.reader import SoundOnly
 from llama405b.contract.records import Blame, GuardState, NodeStatus
 from llama405b_tools.remote.messages.host_run import Beat
@@ -145,6 +146,7 @@ class RunFrame:
     trains: bool = True  # with ``nodes``: whether it runs our trainer, which writes heartbeats
     nccl: Mapping[str, str] = dataclasses.field(default_factory=dict)  # with ``nodes``: NCCL's settings on this host
     expected_step_s: float = 0.0  # with ``nodes``: as predicted; 0: nothing is
+    mesh: SoundOnly[Axes | None] = None  # with ``nodes``: of the ranks
     metrics: SoundOnly[tuple[StepMetrics, ...]] = ()  # only from the head
     max_steps: int | None = None  # only from the head
     unsaved: str = ""  # only from the head: why the newest save failed

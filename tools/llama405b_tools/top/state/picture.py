@@ -8,6 +8,7 @@ import enum
 from collections.abc import Iterable
 from typing import TypeVar
 
+from llama405b.contract.mesh import Axes
 from llama405b_tools.text.figures import share
 
 T = TypeVar("T")
@@ -236,6 +237,7 @@ class TrainingStatus:
     evaluated_step: int | None = None  # after which it was that; 0: before the first
     step_s: float | None = None  # median of the last steps
     expected_step_s: float | None = None  # as predicted
+    mesh: Axes | None = None  # of its ranks
     data_s: float | None = None
     forward_s: float | None = None
     backward_s: float | None = None

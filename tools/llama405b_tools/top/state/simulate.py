@@ -211,6 +211,7 @@ class _Host:
             self.sent_plan = attempt
             run["nodes"] = [[name, i * GPUS, GPUS] for i, name in enumerate(self.hosts)]
             run["expected_step_s"] = PLANNED_S
+            run["mesh"] = {"dp_shard": len(self.hosts) * GPUS}
             run["nccl"] = {"NCCL_IB_HCA": ",".join(f"mlx5_{port}" for port in range(8))}
         if self.i == 0:
             new = range(self.sent_metrics + 1, step + 1)

@@ -53,6 +53,7 @@ def training(
         copied_step=min(known(run.copied_step for run in found.heard.values() or runs), default=None),
         network=_network(found),
         expected_step_s=found.planned_s,
+        mesh=next((plan.mesh for host in found.hosts.values() if (plan := host.plans.get(found.run))), None),
         guard=guard,
         others=tuple(found.others),
         goodput_pct=None if account is None or account.goodput is None else 100 * account.goodput,
