@@ -9,8 +9,8 @@ from llama405b.contract.schema import Parallel
 from llama405b.contract.weights import Llama
 
 
-def check_mesh(axes: Axes, parallel: Parallel, llama: Llama, seq_len: int, ranks_per_host: int) -> None:
-    """Refuse a mesh that does not suit.
+def check_mesh(axes: Axes, parallel: Parallel, llama: Llama | None, seq_len: int, ranks_per_host: int) -> None:
+    """Refuse a mesh that does not suit. ``llama``: None if it is not known yet; then only the hosts are looked at.
 
     Raises:
         UserError: Names the setting, why, and what to use.
@@ -20,12 +20,13 @@ def check_mesh(axes: Axes, parallel: Parallel, llama: Llama, seq_len: int, ranks
 
 
 def faults_of_mesh(
-    axes: Axes, parallel: Parallel, llama: Llama, seq_len: int, ranks_per_host: int
+    axes: Axes, parallel: Parallel, llama: Llama | None, seq_len: int, ranks_per_host: int
 ) -> Iterator[tuple[str, str]]:
     """Yield what is wrong with a mesh: the setting, and a message that follows its name."""
-    yield from _of_matrices(axes, llama, seq_len)
-    yield from _of_sequences(axes, llama, seq_len)
-    yield from _of_layers(axes, parallel, llama)
+    if llama:
+        yield from _of_matrices(axes, llama, seq_len)
+        yield from _of_sequences(axes, llama, seq_len)
+        yield from _of_layers(axes, parallel, llama)
     if not parallel.tp_across_hosts and (axes.tp > ranks_per_host or ranks_per_host % axes.tp):
         fits = _nearest(ranks_per_host, axes.tp)
         yield (

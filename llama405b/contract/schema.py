@@ -28,7 +28,7 @@ class Model:
 
     path: str = option("", "checkpoint directory in Hugging Face format (config.json, *.safetensors)")
     load: Literal["auto", "rank0", "local"] = option(
-        "auto", "rank0: rank 0 reads the files and sends; local: each rank reads its own rows; auto: local if all can"
+        "auto", "rank0: rank 0 reads the files and sends; local: each rank reads its own part; auto: local if all can"
     )
     attention: Literal[
         "auto", "flash_attention_4", "flash_attention_3", "flash_attention_2", "varlen", "sdpa", "eager"

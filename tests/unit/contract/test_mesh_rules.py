@@ -64,6 +64,11 @@ def test_what_else_does_not_suit_is_told_with_what_would(settings, more, words):
     assert words in refused(settings, **more)
 
 
+def test_hosts_are_looked_at_before_the_model_is_known():
+    assert "would reach over hosts of 2 ranks" in refused({"tp": 4}, llama=None, per_host=2)
+    assert refused({"tp": 3}, llama=None, world=6, per_host=3) == ""
+
+
 def test_a_host_is_no_limit_where_that_is_said():
     assert refused({"tp": 4, "tp_across_hosts": True}, per_host=2) == ""
 

@@ -104,7 +104,7 @@ def test_a_restart_that_was_asked_for_is_neither_failure_nor_try(fleet, monkeypa
 LOST_HOST = HostError("b: no route to host")
 
 
-def test_a_run_goes_on_without_a_host_that_stays_lost_and_takes_it_back(fleet, monkeypatch, capsys):
+def test_a_run_goes_on_without_a_host_that_stays_lost_and_takes_it_back(fleet, monkeypatch):
     monkeypatch.setattr(guard, "LOOK_S", 0.01)
     a, b = (fleet.fakes[name] for name in ("a", "b"))
     real, runs_on, grown = Guard.relaunch, [], []
@@ -135,7 +135,6 @@ def test_a_run_goes_on_without_a_host_that_stays_lost_and_takes_it_back(fleet, m
     assert runs_on == [["a"], ["a", "b"]]
     assert grown[0][:2] == (["a"], "b")
     assert (watchman.record.restarts, watchman.record.in_vain) == (2, 1)
-    assert "running again without b after b: exited 1" in capsys.readouterr().out
 
 
 def test_restarts_without_progress_come_to_an_end(fleet):

@@ -215,9 +215,8 @@ def check_training(request: LaunchRequest, plan: Plan, answers: Facts) -> None:
             parsed.config if request.evaluates else config.on_ranks(parsed.config, plan.axes(parsed.config.parallel))
         )
         request.refuse_changes(next((each.resumable for each in answers.values() if each.resumable), None), settings)
-        if llama := answers[plan.nodes[0].name].llama:
-            parallel, slots = settings.parallel, max(node.slots for node in plan.nodes)
-            check_mesh(plan.axes(parallel), parallel, llama, settings.data.seq_len, slots)
+        llama, parallel = answers[plan.nodes[0].name].llama, settings.parallel
+        check_mesh(plan.axes(parallel), parallel, llama, settings.data.seq_len, max(node.slots for node in plan.nodes))
         for what, bug in known_bugs(settings, next(iter(answers.values())).versions).items():
             if bug.level == "refuse":
                 raise UserError(f"{what}; {bug.cure}. Nothing was started")
