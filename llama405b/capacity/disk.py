@@ -22,7 +22,7 @@ class LoadingCost:
     """Before the first step."""
 
     rank0_s: float  # the first host reads and sends everything
-    local_s: float  # every host reads its own rows
+    local_s: float  # every host reads its own part
     host_bytes: float  # of memory on the first host while it sends, beside the shards
 
 

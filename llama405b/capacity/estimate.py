@@ -136,6 +136,10 @@ def setting_of(run: RunShape, cluster: Cluster) -> Setting:
         copied_up=weights,
         copied_down=gradient * (run.offload != "none"),
         compute_bytes=run.compute_bytes,
+        sharded_over=run.shards,
+        reshard=not run.keeps_weights,
+        gathers_once=run.keeps_weights,
+        reduces_once=not run.reduces_each,
     )  # fmt: skip
 
 

@@ -40,15 +40,19 @@ class _Step:
     def __init__(self, run: RunShape) -> None:
         self.run = run
         self.sizes = UnitSizes.of(run.llama)
-        shards = shard_elements(run.llama, run.world)
+        shards = shard_elements(run.llama, run.shards)
         self.held: dict[str, float] = collections.defaultdict(float)
         self.held |= {name: shards * size for name, size in run.shard_bytes.items() if name != "gradients"}
-        self.held[NORMS] = run.norm_bytes * norm_elements(run.llama, run.world)
+        self.held[NORMS] = run.norm_bytes * norm_elements(run.llama, run.shards)
         self.gradient_bytes = run.shard_bytes["gradients"]
-        if run.accumulates:
+        self.sums_shards = run.accumulates and run.reduces_each
+        if self.sums_shards:
             self.held["gradients"] += shards * self.gradient_bytes
+        elif run.accumulates:
+            self.held["whole gradients"] = self.run.gradient_bytes * run.llama.parameters
+        self.keeps = run.keeps_weights
         self.saved, self.moments = _saved(run), _moments(run)
-        self.several = run.world > 1  # one rank gathers nothing
+        self.several = run.shards > 1  # one rank gathers nothing
         self.worst = Peak("", {})
         self.waiting = 0.0  # of the forward: the buffer of the last all-gather
 
@@ -63,16 +67,20 @@ class _Step:
             self._gather("the embedding's forward", root)
         else:
             self._gather("the embedding's forward", sizes.embedding)
-            self.held["gathered units"] = 0
+            self.held["gathered units"] *= self.keeps
+        before = self.held["gathered units"]
         for layer in _ends(range(layers)):
             self.held["layer inputs"] = (layer + 1) * hidden
+            self.held["gathered units"] = before + self.keeps * run.compute_bytes * layer * sizes.layer
             for unit in (sizes.attention, sizes.mlp) if run.halves else (sizes.layer,):
                 self._gather("a layer's forward", unit)
-                self.held["gathered units"] -= run.compute_bytes * unit
+                self.held["gathered units"] -= run.compute_bytes * unit * (not self.keeps)
         last = sizes.mlp if run.halves else sizes.layer
         self._head(hidden, last)
         for layer in _ends(range(layers)[::-1]):
             self.held["layer inputs"] = (layer + 1) * hidden
+            if self.keeps and not run.accumulates:  # else all stay until the last micro-batch
+                self.held["gathered units"] = before + run.compute_bytes * (layer + 1) * sizes.layer
             self.held["gradients"] = self._reduced(layers - 1 - layer)
             self._layer(layer, hidden)
         self.held["layer inputs"] = 0
@@ -80,7 +88,7 @@ class _Step:
         weight = run.compute_bytes * sizes.embedding
         self._see("the embedding's backward", weight_gradients=weight * (1 + run.llama.tied))
         self.held["weight gradients"] = self.held["activations"] = 0
-        self.held["gathered units"] += 0 if root else weight  # it is not gathered in the backward
+        self.held["gathered units"] += 0 if root or self.keeps else weight  # it is not gathered in the backward
         self._reduce("the embedding's gradient", sizes.embedding, sizes.embedding)
         return self.worst
 
@@ -94,7 +102,7 @@ class _Step:
         self._see("the head's forward", logits=logits)
         self.held["all-gather buffers"] = self.waiting = 0
         self._see("the loss", logits=3 * loss)
-        self.held["all-gather buffers"] = run.compute_bytes * last * self.several
+        self.held["all-gather buffers"] = run.compute_bytes * last * self.several * (not self.keeps)
         weight = run.compute_bytes * (sizes.head or sizes.embedding)
         self._see("the head's backward", logits=logits, activations=hidden, weight_gradients=weight)
         self.held["activations"] = hidden  # the gradient that flows
@@ -122,7 +130,7 @@ class _Step:
                 self._reduce("an MLP's gradient", sizes.mlp, run.llama.hidden * run.llama.intermediate)
                 self.held["activations"] = hidden
             elif part == "attention":
-                self.held["all-gather buffers"] = following * sizes.mlp * self.several
+                self.held["all-gather buffers"] = following * sizes.mlp * self.several * (not self.keeps)
             there = 0 if part == "MLP" else run.compute_bytes * 3 * run.llama.hidden * run.llama.intermediate
             self._see(f"the backward of a layer's {part}", weight_gradients=weights - there, activations=more)
         self._reduce(
@@ -139,6 +147,8 @@ class _Step:
 
     def _regather(self, unit: int, following: float) -> None:
         """The same in the backward, where it was prefetched; then the following unit's begins, of so many bytes."""
+        if self.keeps:
+            return
         self.held["gathered units"] += self.run.compute_bytes * unit
         self._see("an all-gather of the backward")
         self.held["all-gather buffers"] = following * self.several
@@ -149,20 +159,20 @@ class _Step:
         Its buffer stays until the next one.
         """
         run = self.run
-        self.held["gathered units"] -= run.compute_bytes * unit
+        self.held["gathered units"] -= run.compute_bytes * unit * (not (self.keeps and run.accumulates))
         self.held["reduce-scatter buffers"] = run.gradient_bytes * unit
         self._see(moment, weight_gradients=run.compute_bytes * unit)
         # FSDP casts the sum to the weights' dtype, which the trainer drops.
         cast = run.compute_bytes * (run.offload == "optimizer")
-        reduced = (run.gradient_bytes + cast) * unit / run.world
+        reduced = (run.gradient_bytes + cast) * unit / run.shards
         self._see(moment, weight_gradients=run.compute_bytes * last, gradients=reduced)
 
     def _reduced(self, layers: int) -> float:
         """Bytes of the shards of gradients, once so many layers have theirs."""
         run, sizes = self.run, self.sizes
-        if run.accumulates:
+        if self.sums_shards:
             return self.held["gradients"]
-        return self.gradient_bytes * (sizes.head + layers * sizes.layer) / run.world
+        return self.gradient_bytes * (sizes.head + layers * sizes.layer) / run.shards
 
     def _see(self, moment: str, **more: float) -> None:
         """Remember this moment, with what is there only now, if it is the worst."""

@@ -21,7 +21,7 @@ from llama405b.capacity.goodput import Goodput, goodput
 from llama405b.capacity.run_shape import RunShape
 from llama405b.capacity.setting import Shape
 from llama405b.contract.cadence import Cadence
-from llama405b.contract.mesh import Axes
+from llama405b.contract.mesh import DP, Axes
 from llama405b.contract.schema import Moments, Offload, Parallel
 
 MEMORY_SPREAD = 0.10
@@ -207,8 +207,8 @@ def predicts_units(wrap: Iterable[str]) -> bool:
 
 
 def is_predicted(parallel: Parallel, axes: Axes) -> bool:
-    """Whether memory and time of such a mesh are predicted: all ranks shard, and weights are gathered anew."""
-    return axes.world == axes.dp_shard and not parallel.by_fsdp1 and not parallel.of_strategy.keeps_weights
+    """Whether memory and time of such a mesh are predicted: of copies and shards alone."""
+    return axes.world == axes.size(DP) and not parallel.by_fsdp1
 
 
 def variants(outlook: Outlook, moments: Sequence[Moments] = ("fp32",)) -> Iterator[Outlook]:
@@ -317,6 +317,8 @@ def _twice(load: RunShape) -> str:
 def _runs(load: RunShape, cluster: Cluster) -> bool:
     """Whether the trainer takes these settings, and their time is known on what was measured, if that was."""
     if cluster.gpu.is_cpu and load.offload != "none":
+        return False
+    if load.offload != "none" and load.shards != load.world:
         return False
     if load.offload == "optimizer" and load.numerics != "fp32-master":
         return False

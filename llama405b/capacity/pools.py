@@ -29,7 +29,7 @@ STEPS = 2  # until pools grow no more: in the first there are no moments yet
 
 def reserved(run: RunShape) -> Mapping[str, int]:
     """Return the bytes that are reserved, by what is allocated from each pool; empty: not known."""
-    if run.compute_bytes != 2:
+    if run.compute_bytes != 2 or run.keeps_weights or run.shards != run.world:
         return {}
     batch = run.micro_batch * run.world * (1 + run.accumulates)  # more micro-batches need no more than two
     return _reserved(

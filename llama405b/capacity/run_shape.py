@@ -111,10 +111,13 @@ class RunShape:
     packing: str = Data().packing
     every: str = Checkpoint().every
     staging_bytes: int | None = None  # of a host, for copies of what is saved; None: as much as is free
+    sharded_over: int = 0  # ranks that share one copy of the model; 0: all
+    keeps_weights: bool = False  # see ``Strategy``
+    reduces_each: bool = True
 
     @classmethod
-    def of(cls, llama: Llama, config: Config, world: int) -> "RunShape":
-        """Return what a configuration trains, on ``world`` ranks."""
+    def of(cls, llama: Llama, config: Config, world: int, axes: Axes | None = None) -> "RunShape":
+        """Return what a configuration trains, on ``world`` ranks; ``axes``: None: each is a shard."""
         return cls(
             llama,
             config.parallel.numerics,
@@ -132,7 +135,15 @@ class RunShape:
             packing=config.data.packing,
             every=config.checkpoint.every,
             staging_bytes=config.checkpoint.staging_bytes,
+            sharded_over=axes.dp_shard if axes and axes.dp_replicate > 1 else 0,
+            keeps_weights=config.parallel.of_strategy.keeps_weights,
+            reduces_each=config.parallel.of_strategy.reduces_each,
         )
+
+    @property
+    def shards(self) -> int:
+        """Ranks that share one copy of the model."""
+        return self.sharded_over or self.world
 
     @property
     def tokens(self) -> int:

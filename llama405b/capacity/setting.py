@@ -88,6 +88,8 @@ class Setting:
     sharded_over: int = 0  # GPUs that share one copy of the weights, neighbors; 0: all; fewer: HSDP; 1: DDP
     prefetches: bool = True  # a unit is gathered while the one before computes, and reduced while the next does
     compute_bytes: int = 2  # of a gathered weight: BF16
+    gathers_once: bool = False  # in a step, not in each of its micro-batches
+    reduces_once: bool = False
 
     @property
     def tokens(self) -> int:

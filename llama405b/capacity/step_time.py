@@ -45,6 +45,8 @@ def step_time(setting: Setting, rates: Rates) -> StepTime:
     unit = unit_parameters(setting)
     gather = setting.units * ring_s(setting, rates, setting.compute_bytes * unit / setting.units, setting.shards)
     scatter = setting.units * reduce_s(setting, rates, setting.reduce_bytes * unit / setting.units)
+    gather /= setting.accumulate if setting.gathers_once else 1
+    scatter /= setting.accumulate if setting.reduces_once else 1
     reduce = scatter + gather * setting.reshard
     up, both = host_copies_s(setting, rates, 0.0), host_copies_s(setting, rates, setting.copied_down)
     beside = hidden_s if setting.prefetches else in_turn_s

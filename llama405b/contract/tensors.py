@@ -22,6 +22,7 @@ DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"  # of older models
+BY_LAYER = "model.layers.0.pt"  # of models with a file for each module
 SAMPLE_BYTES = 4096  # of each end of each tensor: training changes every tensor, or some rows, as those of added tokens
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 
@@ -98,7 +99,8 @@ def read_layouts(directory: Path, suits: Callable[[str], bool] = lambda _: True)
     parts = [index for index in parts if index.is_file()]  # else it was not pushed to its end
     parts.sort(key=lambda index: index.parent.stat().st_mtime, reverse=True)  # renaming what arrived changes that
     if not parts and is_pickled(directory):
-        raise UserError(f"{directory}: has .bin files; convert them with `llama405b export {directory} OUT`")
+        kind = ".pt" if (directory / BY_LAYER).is_file() else ".bin"
+        raise UserError(f"{directory}: has {kind} files; convert them with `llama405b export {directory} OUT`")
     if not parts:
         raise UserError(f"{directory}: has neither {INDEX} nor {SINGLE}; download the weights in safetensors format")
     for index in parts:
@@ -107,9 +109,9 @@ def read_layouts(directory: Path, suits: Callable[[str], bool] = lambda _: True)
 
 
 def is_pickled(directory: Path) -> bool:
-    """Return whether a directory has the weights of an older model, in ``.bin`` files alone."""
-    has = [(directory / name).is_file() for name in (PICKLED, PICKLED_INDEX, SINGLE, INDEX)]
-    return any(has[:2]) and not any(has[2:])
+    """Return whether a directory has weights in pickles alone: an older model's, or a file for each layer."""
+    has = [(directory / name).is_file() for name in (PICKLED, PICKLED_INDEX, BY_LAYER, SINGLE, INDEX)]
+    return any(has[:3]) and not any(has[3:])
 
 
 def _read_listed(index: Path) -> Layout:

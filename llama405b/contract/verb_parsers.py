@@ -92,7 +92,7 @@ def export_parser() -> OneLineParser:
     """Return the parser of ``export``."""
     parser = _parser("export", EXPORT)
     add = parser.add_argument
-    add("source", metavar="SOURCE", help="name of a run, or directory of a checkpoint or of .bin files")
+    add("source", metavar="SOURCE", help="name of a run, or directory of a checkpoint, or of .bin or .pt files")
     add("out", metavar="OUT", help="directory to write the model into")
     add(
         "hosts",
@@ -102,7 +102,7 @@ def export_parser() -> OneLineParser:
         help="hosts file: bring a run's weights together on its first host, and export there",
     )
     add("--step", type=int, help="which of the run's checkpoints [the newest]")
-    add("--dtype", choices=("bf16", "fp32"), help="dtype of the weights [bf16; of .bin files their own]")
+    add("--dtype", choices=("bf16", "fp32"), help="dtype of the weights [bf16; of .bin and .pt files their own]")
     add("--one-file", action="store_true", help="write one model.safetensors instead of files of 5 GB")
     add("--model", type=Path, help="directory with config.json and tokenizer, if the checkpoint has none")
     add("--try", dest="try_", metavar="PROMPT", default="", help="generate a few tokens with the exported model")

@@ -14,17 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from llama405b.contract.mesh import Axes
-
 NAME = "context_parallel_"  # what precedes that of the attention function
-
-
-def context_groups(axes: Axes) -> dist.ProcessGroup | None:
-    """Make the groups of ranks that share sequences, on all ranks; returns this rank's."""
-    firsts = [rank for rank in range(axes.world) if axes.place(rank, ("cp",)).rank == 0]
-    members = [[first + part * axes.tp for part in range(axes.cp)] for first in firsts]
-    own, _ = dist.new_subgroups_by_enumeration(members)
-    return own
 
 
 def split_sequences(model: nn.Module, group: dist.ProcessGroup) -> None:

@@ -1,6 +1,7 @@
 """Pipeline parallelism: each rank has some of the layers, and passes on hidden states and their gradients.
 
-Each link between two stages has groups of its own for either direction: what is sent one way never waits for what goes the other way.
+Either direction has a group of its own, and so has what goes around from the last rank to the first: with NCCL the sends and receives of
+a group are in one order, and what goes one way never waits for what goes another.
 
 Shape suffixes: B sequences of a micro-batch, S positions of a rank's part, h hidden size, V vocabulary.
 """
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from llama405b.contract.mesh import Axes
 from llama405b.model.batch import Batch
 from llama405b.parallel.fsdp2 import GradientSync, forget_forward, set_last_backward
+from llama405b.parallel.groups import group_along
 from llama405b.parallel.passes import Accumulator, Cut, Lap, nll_of_logits, no_loss, own_value
 from llama405b.parallel.schedule import Pass, order_of
 from llama405b.parallel.stage import Stage
@@ -32,22 +34,19 @@ class Link:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Links:
-    """A rank's neighbors in its pipeline, which is a ring: only with several stages on a rank do the ends talk to each other."""
+    """A rank's neighbors in its pipeline."""
 
     before: Link
     after: Link
 
 
-def links_of(axes: Axes, rank: int) -> Links:
-    """Make the groups of all pipelines, on all ranks; returns this rank's."""
-    stride = axes.world // axes.pp
-    made: dict[int, tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
-    for first in range(axes.world):  # of each link, from this rank to the one with the next stage
-        ends = sorted((first, (first + stride) % axes.world))
-        forward, backward = dist.new_group(ends), dist.new_group(ends)
-        made[first] = forward, backward
+def links_of(axes: Axes, rank: int, *, is_ring: bool) -> Links:
+    """Make the groups of all pipelines, on all ranks; returns this rank's. ``is_ring``: the ends talk to each other."""
+    ways = group_along(axes, "pp"), group_along(axes, "pp")
+    around = (group_along(axes, "pp"), group_along(axes, "pp")) if is_ring else ways
+    stride, place = axes.world // axes.pp, axes.place(rank, ("pp",)).rank
     before, after = (rank - stride) % axes.world, (rank + stride) % axes.world
-    return Links(Link(before, *made[before]), Link(after, *made[rank]))
+    return Links(Link(before, *(ways if place else around)), Link(after, *(ways if place < axes.pp - 1 else around)))
 
 
 class Pipeline:
@@ -67,7 +66,7 @@ class Pipeline:
             cut,
         )
         self.place = axes.place(rank, ("pp",)).rank
-        self.links = links_of(axes, rank)
+        self.links = links_of(axes, rank, is_ring=len(model.chunks) > 1)
         self.sending: list[tuple[dist.Work | None, Tensor]] = []
 
     def n_targets(self, batch: Batch) -> Tensor:

@@ -6,8 +6,9 @@ from transformers import LlamaForCausalLM
 from llama405b.contract.schema import Parallel
 from llama405b.contract.shards import Holdings
 from llama405b.distributed.ranks import Rank
-from llama405b.parallel.context import context_groups, split_sequences
+from llama405b.parallel.context import split_sequences
 from llama405b.parallel.fsdp2 import check_wrap, device_mesh, shard
+from llama405b.parallel.groups import group_along
 from llama405b.parallel.stage import Stage
 from llama405b.parallel.tensor import split_matrices
 
@@ -21,8 +22,8 @@ def split(model: LlamaForCausalLM, parallel: Parallel, me: Rank) -> nn.Module:
     check_wrap(model, parallel.wrap)
     mesh, axes = device_mesh(me.axes, me.device.type), me.axes
     own: nn.Module = model
-    if axes.cp > 1 and (group := context_groups(axes)):
-        split_sequences(model, group)
+    if axes.cp > 1:
+        split_sequences(model, group_along(axes, "cp"))
     if axes.pp > 1:
         own = _stage_of(model, parallel, me)
     if axes.tp > 1:

@@ -360,7 +360,7 @@ def test_a_secret_reaches_the_ranks_and_nothing_else(work, cli):
         (["--preset", "demo", "--model.path", "nowhere"], "nowhere: no such directory"),
         (
             ["--preset", "demo", "--training.global_batch_size", "7"],
-            "7 sequences cannot be divided into micro-batches of 4 on 2 ranks; use --training.global_batch_size 8",
+            "7 sequences cannot be divided into micro-batches of 4; use --training.global_batch_size 4 or 8",
         ),
         (["--preset", "demo", "--secret", "LLAMA405B_NODE"], "--secret: LLAMA405B_NODE is set by the run itself"),
         (["--preset", "demo", "--resume", "x"], "--resume: 'x' is not a checkpoint"),

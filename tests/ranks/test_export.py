@@ -347,6 +347,30 @@ def test_an_older_models_files_are_converted_bit_for_bit(tiny, tmp_path, legacy,
     assert all(torch.equal(found[name], state[name]) and found[name].dtype == dtype for name in state)
 
 
+@pytest.mark.parametrize("full", [False, True])
+def test_a_file_for_each_layer_is_converted_bit_for_bit(tiny, tmp_path, full):
+    root, state = tmp_path / "layers", LlamaForCausalLM.from_pretrained(tiny).state_dict()
+    shutil.copytree(tiny, root, ignore=shutil.ignore_patterns("*.safetensors*"))
+    modules = {}
+    for name, tensor in state.items():
+        module = ".".join(name.split(".")[:3]) if ".layers." in name else name.rpartition(".")[0]
+        modules.setdefault(module, {})[name if full else name.removeprefix(f"{module}.")] = tensor
+    for module, content in modules.items():
+        torch.save(content, root / f"{module}.pt")
+    with pytest.raises(UserError, match=r"has \.pt files; convert them with `llama405b export .*layers OUT`"):
+        read_tensors(root)
+    assert export.main([str(root), str(tmp_path / "new"), "--dtype", "fp32"]) == 0
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "new", dtype="auto").state_dict()
+    assert found.keys() == state.keys()
+    assert all(torch.equal(found[name], state[name]) for name in state)
+    torch.save({"model.norm.weight": torch.ones(24)}, root / "lm_head.pt")
+    with pytest.raises(UserError, match=r"has model\.norm\.weight, as lm_head\.pt does; delete one of them"):
+        export.main([str(root), str(tmp_path / "twice")])
+    (root / "lm_head.pt").unlink()
+    with pytest.raises(UserError, match="lm_head"):
+        export.main([str(root), str(tmp_path / "lacking")])
+
+
 class _Evil:
     def __reduce__(self):
         return Path.touch, (Path("was-run"),)

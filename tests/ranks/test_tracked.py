@@ -13,6 +13,7 @@ from llama405b.capacity.outlook import HALVES, WHOLE
 from llama405b.capacity.run_shape import NORMS, RunShape, shard_elements
 from llama405b.contract.config import PRESET_DIR
 from llama405b.contract.errors import UserError
+from llama405b.contract.mesh import Axes
 from llama405b.contract.schema import Parallel
 from llama405b.contract.weights import parse_llama
 from llama405b_tools.verbs import predict
@@ -54,6 +55,28 @@ def _compare(model, numerics, offload, wrap, batch):
 @pytest.mark.parametrize(("model", "numerics", "offload", "wrap", "batch"), SOME)
 def test_a_step_takes_what_torch_tracks(model, numerics, offload, wrap, batch):
     _compare(model, numerics, offload, wrap, batch)
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "ddp", "hsdp"])
+@pytest.mark.parametrize("model", MODELS[:3])
+def test_each_strategy_takes_what_torch_tracks(model, strategy):
+    (name, layers, world), batch = model, 2048
+    world = 4 if world == 3 else world
+    config, parallel = (
+        PRESETS[name] | {"num_hidden_layers": layers},
+        Parallel(numerics="fp32-master", strategy=strategy),
+    )
+    axes = Axes.of(parallel, world, 2)
+    tracked = track(config, parallel, world, batch, 1, axes)
+    llama = parse_llama(config, name)
+    load = RunShape(
+        llama, "fp32-master", "none", world, batch, 1, world, sharded_over=axes.dp_shard, keeps_weights=strategy != "hsdp",
+    )  # fmt: skip
+    shards = load.weight_bytes * shard_elements(llama, axes.dp_shard)
+    assert (tracked.before, tracked.after) == (shards, 2 * shards)
+    found = estimate(load)
+    assert found.peak.total - found.peak.held["moments"] == pytest.approx(tracked.peak, rel=0.03)
+    assert found.gpu_reserved_bytes is None
 
 
 @pytest.mark.parametrize("numerics", NUMERICS)
@@ -110,7 +133,7 @@ def _refusal(*words):
 @pytest.mark.parametrize(
     ("wrap", "message"),
     [
-        (("LlamaDecoderLayer", "LlamaMLP"), "'LlamaMLP' is within 'LlamaDecoderLayer', and fsdp2 takes one of them"),
+        (("LlamaDecoderLayer", "LlamaMLP"), "'LlamaMLP' is within 'LlamaDecoderLayer', and FSDP2 takes one of them"),
         (("LlamaModel", "Embedding"), "'Embedding' is within 'LlamaModel'"),
         (("LlamaRMSNorm",), "'LlamaRMSNorm' is in the unit of the head and its norm; leave it out"),
         (("Linear", "Embedding"), "'Linear' is in the unit of the head and its norm; leave it out"),

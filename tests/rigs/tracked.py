@@ -82,11 +82,13 @@ class Tracker(FSDPMemTracker):
         )
 
 
-def track(config: dict, parallel: Parallel, world: int, seq_len: int, micro_batch: int) -> Tracked:
+def track(
+    config: dict, parallel: Parallel, world: int, seq_len: int, micro_batch: int, axes: Axes | None = None
+) -> Tracked:
     """Track a forward and a backward of a model, in the form of config.json."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
     try:
-        mesh = device_mesh(Axes(dp_shard=world), "cpu")
+        mesh = device_mesh(axes or Axes(dp_shard=world), "cpu")
         with FakeTensorMode(allow_non_fake_inputs=True):
             torch.set_default_dtype(shard_dtype(parallel))
             model = LlamaForCausalLM(LlamaConfig(**config, attn_implementation="varlen")).train()

@@ -186,15 +186,16 @@ class Injection:
             self.due("data", step)
             return step_of(trainer, step)
 
-        def train_step(model, updater, batches, **more):
+        def train_step(passes, updater, batches, **more):
             try:
+                layers = passes.model.model.layers
                 hooks = [
-                    model.model.layers[1].register_forward_pre_hook(lambda *_: self.due("forward", now["step"])),
-                    model.model.layers[0].register_full_backward_pre_hook(lambda *_: self.due("backward", now["step"])),
+                    layers[1].register_forward_pre_hook(lambda *_: self.due("forward", now["step"])),
+                    layers[0].register_full_backward_pre_hook(lambda *_: self.due("backward", now["step"])),
                 ]
                 lap = more["lap"]
                 more["lap"] = lambda part: (lap(part), part == "backward" and self.due("optimizer", now["step"]))
-                found = learn(model, updater, batches, **more)
+                found = learn(passes, updater, batches, **more)
                 for hook in hooks:
                     hook.remove()
                 return found

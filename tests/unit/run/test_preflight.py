@@ -403,7 +403,7 @@ def test_launch_says_how_loading_would_be_faster():
         "note: all hosts have the weights; --model.load auto would spare sending 541 GB from rank 0, at least 173 s"
     )
     sends = "note: c without the weights: rank 0 sends 541 GB"
-    push = "; `llama405b push --shards a:/m h` gives each host its own rows once"
+    push = "; `llama405b push --shards a:/m h` gives each host its own part once"
     assert note(has=(812, 101, 0)) == f"{sends}, at least 173 s{push}"
     assert note(has=(812, 101, 0), mbit="-1") == f"{sends}{push}"
     for silent in ("--model.load", "local"), ("--resume", "auto"):

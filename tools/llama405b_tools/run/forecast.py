@@ -67,7 +67,7 @@ def expected(
     if gpu is None:
         return None
     axes = plan.axes(config.parallel)
-    load = dataclasses.replace(RunShape.of(llama, on_ranks(config, axes), plan.world), ranks_per_host=slots)
+    load = dataclasses.replace(RunShape.of(llama, on_ranks(config, axes), plan.world, axes), ranks_per_host=slots)
     cluster = Cluster(gpu, min(_link(answers[node.name], node.interface) for node in plan.nodes))
     outlook = Outlook.of(load, cluster, ram_bytes)
     outlook = outlook.calibrated(measured) if measured else outlook
@@ -148,7 +148,7 @@ def room_faults(request: LaunchRequest, plan: Plan, answers: Mapping[str, Launch
 def loading_note(request: LaunchRequest, plan: Plan, answers: Mapping[str, LaunchFacts]) -> str:
     """Say how loading would be faster; '' if it would not, or hardly.
 
-    Where all hosts have the weights, each rank reads its own rows. Otherwise rank 0 sends every other host its rows, which takes
+    Where all hosts have the weights, each rank reads its own part. Otherwise rank 0 sends every other host its rows, which takes
     at least their bytes over the speed of rank 0's link. With fsdp1 it always does.
     """
     head, *others = plan.nodes
@@ -163,7 +163,7 @@ def loading_note(request: LaunchRequest, plan: Plan, answers: Mapping[str, Launc
         path = request.settings.model.path
         return (
             f"note: {fold_names(lacking)} without the weights: rank 0 sends {sent / 1e9:,.0f} GB{least}; "
-            f"`llama405b push --shards {head.name}:{path}{hosts_argument(request.hosts_file)}` gives each host its own rows once"
+            f"`llama405b push --shards {head.name}:{path}{hosts_argument(request.hosts_file)}` gives each host its own part once"
         )
     if how == "rank0":
         return f"note: all hosts have the weights; --model.load auto would spare sending {sent / 1e9:,.0f} GB from rank 0{least}"

@@ -87,8 +87,9 @@ def trial_of(request: LaunchRequest) -> LaunchRequest:
     """Return the launch, cut down to a rehearsal."""
     assert request.config
     config, run = request.config, f"{request.run}{REHEARSAL}"
+    layers = max(LAYERS, config.parallel.pp * config.parallel.chunks)
     settings = {
-        "model.layers": min(LAYERS, config.model.layers or LAYERS),
+        "model.layers": min(layers, config.model.layers or layers),
         "model.weights": "random",
         "training.max_steps": MOST_STEPS,
         "checkpoint.every": SAVE_AT if config.checkpoint.cadence.saves else 0,

@@ -156,7 +156,7 @@ def _files(outlook: Outlook) -> list[str]:
     reading = f"{_took(loads.rank0_s)} if the first host reads and sends them"
     if load.hosts > 1:
         more = f" (with {loads.host_bytes / GIB:,.0f} GiB more of its memory)"
-        reading += f"{more}, {_took(loads.local_s)} if each host reads its own rows"
+        reading += f"{more}, {_took(loads.local_s)} if each host reads its own part"
     writing = f"{_took(saves.write_s)} beside training, which waits {_took(saves.waits_s)}{_copies(outlook)}"
     if needs.pinned_bytes:
         reading += f"; pinning {needs.pinned_bytes / GIB:,.0f} GiB of each host's memory: {_took(needs.pinning_s)}"

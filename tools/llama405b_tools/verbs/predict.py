@@ -172,7 +172,7 @@ def _config(asked: Config, machines: Machines) -> Config:
     axes = Axes.of(asked.parallel, machines.world, machines.slots)
     asked = config.on_ranks(asked, axes)
     if not is_predicted(asked.parallel, axes):
-        raise UserError("--parallel.strategy: plan predicts fsdp2 and zero3, without copies, tp, cp or pp; use those")
+        raise UserError("--parallel.strategy: plan predicts no fsdp1, tp, cp or pp; leave them out")
     if not asked.model.activation_checkpointing:
         raise UserError("--model.activation_checkpointing: plan predicts runs that recompute; use true")
     if not predicts_units(asked.parallel.wrap):
@@ -211,7 +211,8 @@ def _outlook(asked: Config, preset: str, measured: Calibration | None, machines:
             "--preset of its shape"
         )
     weights.check_seq_len(llama, asked.data.seq_len)
-    load = dataclasses.replace(RunShape.of(llama, asked, machines.world), ranks_per_host=machines.slots)
+    axes = Axes.of(asked.parallel, machines.world, machines.slots)
+    load = dataclasses.replace(RunShape.of(llama, asked, machines.world, axes), ranks_per_host=machines.slots)
     assert machines.gpu, "a kind of GPU was chosen"
     cluster = Cluster(machines.gpu, machines.nic_bytes_per_s, machines.disk_bytes_per_s)
     outlook = Outlook.of(load, cluster, machines.ram_bytes)
