@@ -222,7 +222,7 @@ def test_hosts_and_runs_are_acted_on_from_the_screen(hosts, trains, terminal):
     top.keys("exit", "Enter")
     top.shows(r"hosts 4/4", 20)
     top.keys("y")
-    top.shows(rf"── COPIED(.|\n)*run {trains}, attempt 1, TRAINING; step \d+ of 100000", 10)
+    top.shows(rf"── COPIED(.|\n)*run {trains}, attempt 1: TRAINING; step \d+ of 100,000", 10)
     top.keys("q", "S")
     top.shows(rf"stop {trains} on every host; it saves first\?", 5)
     top.keys("y")

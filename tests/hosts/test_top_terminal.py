@@ -236,7 +236,7 @@ def test_the_whole_screen_goes_back_in_time_and_to_now(terminal):
     past = top.shows(r"THE PAST: \d+:\d\d ago, at \d\d:\d\d:\d\d", 5)
     assert newest > int(re.search(r"step ([\d,]+)|STARTING|LOADING", past)[1] or 0)
     top.keys("Right")
-    top.shows(r"the past: → goes on, End now", 5)
+    top.shows(r"the past: → goes on, Esc or End now", 5)
     top.keys("End")
     now = wait_for(lambda: "THE PAST" not in (screen := top.screen()) and screen, 5)
     assert "PAUSED" in now
