@@ -57,14 +57,8 @@ class Pipeline:
     ) -> None:
         """``averaged``: ranks over which FSDP averages gradients."""
         self.model: nn.Module = model
-        self.stage, self.axes, self.schedule, self.averaged, self.sync, self.cut = (
-            model,
-            axes,
-            schedule,
-            averaged,
-            sync,
-            cut,
-        )
+        self.stage, self.cut, self.axes = model, cut, axes
+        self.schedule, self.averaged, self.sync = schedule, averaged, sync
         self.place = axes.place(rank, ("pp",)).rank
         self.links = links_of(axes, rank, is_ring=len(model.chunks) > 1)
         self.sending: list[tuple[dist.Work | None, Tensor]] = []

@@ -8,7 +8,9 @@ from collections.abc import Mapping, Sequence
 
 from llama405b.capacity import estimate, run_shape
 from llama405b.capacity.known import known_shape
+from llama405b.capacity.outlook import is_predicted
 from llama405b.contract import config
+from llama405b.contract.mesh import Axes
 from llama405b.contract.schema import Checkpoint, Config
 from llama405b_tools.doctor.host_facts import HostFacts, PeersReply
 from llama405b_tools.doctor.rules.findings import Finding, Peers
@@ -51,13 +53,15 @@ def needs_of(asked: Config | None, preset: str, hosts: Sequence[Host]) -> Needs:
         return needs
     slots = [host.slots or 8 for host in hosts]
     most, world = max(slots), sum(slots)
-    on_device, on_host = (each * llama.parameters // world for each in asked.parallel.state_bytes)
+    axes = Axes.of(asked.parallel, world, most)
+    held = run_shape.held_elements(llama, axes, 0, asked.parallel.chunks)
+    on_device, on_host = (each * held for each in asked.parallel.state_bytes)
     if not needs.cuda:
         return dataclasses.replace(needs, ram_bytes=(on_device + on_host) * most)
     needs = dataclasses.replace(needs, gpu_bytes=on_device, ram_bytes=on_host * most)
-    if not asked.model.activation_checkpointing:
+    if not asked.model.activation_checkpointing or not is_predicted(asked.parallel, axes):
         return needs
-    load = run_shape.RunShape.of(llama, asked, world)
+    load = run_shape.RunShape.of(llama, asked, world, axes)
     predicted = estimate.estimate(load)
     at_peak = predicted.host_bytes * load.hosts / world * most  # the estimate's hosts have eight ranks each
     return dataclasses.replace(
