@@ -10,7 +10,7 @@ BATCH, SEQ, VOCABULARY, STEPS = 12, 16, 136, 5
 SHAPE = {
     "hidden_size": 32, "intermediate_size": 56, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 4, "vocab": VOCABULARY,
 }  # fmt: skip
-MAX_NORM = 0.8
+MAX_NORM, LR = 0.8, 1e-2
 
 
 @contextlib.contextmanager
@@ -61,7 +61,9 @@ def micro_batches(step, me, micro):
     return [part.to(me.device) for part in own.split(micro)]
 
 
-def train(me, directory, *, micro=1, steps=STEPS, dtype=torch.float64, settings=None, checkpointing=True, before=None):
+def train(
+    me, directory, *, micro=1, steps=STEPS, dtype=torch.float64, settings=None, checkpointing=True, before=None, lr=LR
+):
     """Train; returns each step's loss and norm, and the whole weights afterwards."""
     from llama405b.contract.schema import Optimizer, Parallel
     from llama405b.distributed.ranks import on_mesh
@@ -69,7 +71,7 @@ def train(me, directory, *, micro=1, steps=STEPS, dtype=torch.float64, settings=
 
     parallel = Parallel(numerics="fp32", **(settings or {}))
     me = on_mesh(me, parallel)
-    model, passes, updater = build(me, directory, parallel, Optimizer(lr=1e-2), dtype, checkpointing=checkpointing)
+    model, passes, updater = build(me, directory, parallel, Optimizer(lr=lr), dtype, checkpointing=checkpointing)
     if before:
         before(model, passes)
     results = []
@@ -111,7 +113,7 @@ def whole_weights(model):
 
 
 @in_dtype()
-def single(directory, *, micro=1, steps=STEPS, dtype=torch.float64):
+def single(directory, *, micro=1, steps=STEPS, dtype=torch.float64, lr=LR):
     """The same steps in this process alone, by plain PyTorch."""
     import torch.nn.functional as F
     from transformers import LlamaForCausalLM
@@ -121,7 +123,7 @@ def single(directory, *, micro=1, steps=STEPS, dtype=torch.float64):
     vectors = [p for name, p in named.items() if "norm" in name or name.endswith(".bias")]
     matrices = [p for name, p in named.items() if "norm" not in name and not name.endswith(".bias")]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), eps=1e-8)
+    optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), eps=1e-8)
     results = []
     for step in range(steps):
         batch = packed(step)
