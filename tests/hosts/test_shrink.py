@@ -23,7 +23,7 @@ def losses(hosts, run):
 def test_it_shrinks_and_grows_again(hosts, operator):
     checkpoints = hosts.shared / "c"
     hosts.hosts_file(operator.path / "one", indices=[1])
-    alone = operator("launch", "one", "--run", "whole", *SETTINGS, "--checkpoint.every", 0, "--follow", timeout=200)
+    alone = operator("launch", "one", "--run", "whole", *SETTINGS, "--checkpoint.every", 0, "--follow", timeout=500)
     assert alone.returncode == 0, alone.stdout + alone.stderr
     flags = ["--restart", "3", "--shrink", "2", "--shrink-after", "3s", "--timeouts.step", "20"]
     assert (
