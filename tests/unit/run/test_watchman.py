@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import shlex
+import threading
 import time
 import types
 
@@ -18,6 +19,7 @@ from llama405b.contract.files import write_json
 from llama405b.contract.paths import RunDir
 from llama405b.contract.plan import Plan
 from llama405b.contract.records import Blame, GuardStage, GuardState
+from llama405b.contract.schema import Checkpoint, Config
 from llama405b_tools.hosts.transport import HostError
 from llama405b_tools.remote import guarding
 from llama405b_tools.remote.messages.guard_notes import GuardNote
@@ -135,6 +137,27 @@ def test_a_run_goes_on_without_a_host_that_stays_lost_and_takes_it_back(fleet, m
     assert runs_on == [["a"], ["a", "b"]]
     assert grown[0][:2] == (["a"], "b")
     assert (watchman.record.restarts, watchman.record.in_vain) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("every", "unsaved", "grows"),
+    [("10", "", True), (None, "", True), ("0", "", False), ("10", "the disk is full", False)],
+)
+def test_a_host_that_is_back_waits_while_ending_would_lose_steps(fleet, monkeypatch, every, unsaved, grows):
+    grown = []
+    monkeypatch.setattr(guard, "LOOK_S", 0.01)
+    monkeypatch.setattr(guard, "found_again", lambda everywhere, roster: "b")
+    monkeypatch.setattr(guard, "end_to_grow", lambda fleet, plan, back: (grown.append(back), watchman.is_over.set()))
+    asked, hosts = request("--shrink"), list(fleet.hosts.values())
+    watchman = Guard(asked, hosts, launch(asked, hosts, fleet), fleet)
+    config = None if every is None else Config(checkpoint=Checkpoint(every=every))
+    watchman.request, watchman.unsaved = dataclasses.replace(asked, config=config), unsaved
+    watchman.roster = types.SimpleNamespace(left_out=["b"])
+    end = threading.Timer(20 if grows else 0.3, watchman.is_over.set)
+    end.start()
+    watchman.keep_looking()
+    end.cancel()
+    assert grown == (["b"] if grows else [])
 
 
 def test_restarts_without_progress_come_to_an_end(fleet):

@@ -123,10 +123,16 @@ class Guard:
             if (
                 self.roster.left_out
                 and self.down_at == math.inf
+                and self.ending_saves
                 and (back := found_again(self.everywhere, self.roster))
             ):
                 log(f"{back}: back; the attempt saves and ends, to go on there as well")
                 end_to_grow(self.fleet, self.plan, back)
+
+    @property
+    def ending_saves(self) -> bool:
+        """Whether an attempt that is ended saves first, so that no step is lost; of a program of the user's own we take it so."""
+        return (self.request.saves or self.request.config is None) and not self.unsaved
 
     def beat(self) -> None:
         """Let the hosts know that the guard lives, and the user if it is time; a guard that hangs is to be missed."""
