@@ -15,7 +15,8 @@ from pathlib import Path
 from llama405b.contract import config
 from llama405b.contract.command import OneLineParser
 from llama405b.contract.errors import UserError
-from llama405b.contract.schema import Parallel
+from llama405b.contract.schema import Config, Parallel
+from llama405b.contract.setting_rules import faults_of
 from llama405b_tools.deliver import sourcetree
 from llama405b_tools.deliver.push_files import check_there, parse_origin, push_code, push_files, push_parts, same_place
 from llama405b_tools.hosts.fleet import Fleet
@@ -53,10 +54,14 @@ def splitting(flags: Sequence[str], *, shards: bool) -> Parallel:
     """Return the settings that say how a run splits the model.
 
     Raises:
-        UserError: A flag is another setting, or an unknown one; or nothing is to be split.
+        UserError: A flag is another setting, an unknown one, or one that no run could have; or nothing is to be split.
     """
     settings = config.read_flags(flags)
     for key, (_, where) in settings.items():
         if not shards or not key.startswith("parallel."):
             raise UserError(f"{where}: not expected here; with --shards push takes settings like --parallel.tp 8")
-    return Parallel(**{key.partition(".")[2]: value for key, (value, _) in settings.items()})  # type: ignore[arg-type]
+    parallel = Parallel(**{key.partition(".")[2]: value for key, (value, _) in settings.items()})  # type: ignore[arg-type]
+    for key, fault in faults_of(Config(parallel=parallel)):
+        if key in settings:
+            raise UserError(f"--{key}: {fault}")
+    return parallel
