@@ -22,7 +22,7 @@ from llama405b.contract.errors import UserError
 from llama405b.contract.mesh import DP, Axes
 from llama405b.contract.phrases import did_you_mean, last_of, reason_of
 from llama405b.contract.reader import Json
-from llama405b.contract.schema import TYPES, Config
+from llama405b.contract.schema import TYPES, Config, Parallel
 from llama405b.contract.setting_rules import faults_of
 from llama405b.contract.suggestions import RENAMED, instead_of, suggestion
 from llama405b.contract.trust import refuse_others_writing
@@ -43,6 +43,7 @@ NAMES = {  # of types, for people: one, and several
     str: ("text", "texts"),
 }
 SWITCHES = {"true": True, "on": True, "yes": True, "1": True, "false": False, "off": False, "no": False, "0": False}
+MESH_SETTINGS = ("strategy", "dp_replicate", "tp", "cp", "pp", "pp_schedule")
 Setting = tuple[Json, str]  # a value, and where it was set: "my.toml:7", "--optimizer.lr" or "preset demo"
 
 
@@ -186,6 +187,18 @@ def to_flags(settings: Mapping[str, Setting]) -> list[str]:
         text = json.dumps(value) if isinstance(value, tuple | bool) else str(value)
         flags.append(f"--{key}={text}")
     return flags
+
+
+def mesh_flags(parallel: Parallel) -> list[str]:
+    """Return the flags of those settings that say which part of the weights a rank owns, where they are not the default."""
+    usual = Parallel()
+    return to_flags(
+        {
+            f"parallel.{name}": (getattr(parallel, name), "")
+            for name in MESH_SETTINGS
+            if getattr(parallel, name) != getattr(usual, name)
+        }
+    )
 
 
 def to_toml(config: Config) -> str:

@@ -405,6 +405,8 @@ def test_launch_says_how_loading_would_be_faster():
     sends = "note: c without the weights: rank 0 sends 541 GB"
     push = "; `llama405b push --shards a:/m h` gives each host its own part once"
     assert note(has=(812, 101, 0)) == f"{sends}, at least 173 s{push}"
+    mesh = note("--parallel.tp", "4", "--parallel.strategy", "hsdp", has=(812, 101, 0))
+    assert "`llama405b push --shards a:/m h --parallel.strategy=hsdp --parallel.tp=4`" in mesh
     assert note(has=(812, 101, 0), mbit="-1") == f"{sends}{push}"
     for silent in ("--model.load", "local"), ("--resume", "auto"):
         assert note(*silent, has=(812, 101, 0)) == ""

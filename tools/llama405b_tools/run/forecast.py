@@ -11,7 +11,7 @@ from llama405b.capacity.hardware import GIB, Gpu, gpu_like, read_gpus
 from llama405b.capacity.outlook import Fit, Outlook, is_predicted, predicts_units
 from llama405b.capacity.run_shape import RunShape, checkpoint_bytes_per_parameter
 from llama405b.contract import reader
-from llama405b.contract.config import on_ranks
+from llama405b.contract.config import mesh_flags, on_ranks
 from llama405b.contract.errors import UserError
 from llama405b.contract.files import write_atomic
 from llama405b.contract.phrases import given
@@ -148,7 +148,7 @@ def room_faults(request: LaunchRequest, plan: Plan, answers: Mapping[str, Launch
 def loading_note(request: LaunchRequest, plan: Plan, answers: Mapping[str, LaunchFacts]) -> str:
     """Say how loading would be faster; '' if it would not, or hardly.
 
-    Where all hosts have the weights, each rank reads its own part. Otherwise rank 0 sends every other host its rows, which takes
+    Where all hosts have the weights, each rank reads its own part. Otherwise rank 0 sends every other host its part, which takes
     at least their bytes over the speed of rank 0's link. With fsdp1 it always does.
     """
     head, *others = plan.nodes
@@ -160,10 +160,10 @@ def loading_note(request: LaunchRequest, plan: Plan, answers: Mapping[str, Launc
     least = given(", at least {:.0f} s", _seconds(sent, answers[head.name], head.interface))
     lacking = [node.name for node in others if not answers[node.name].weights_bytes]
     if lacking:
-        path = request.settings.model.path
+        path, mesh = request.settings.model.path, "".join(f" {flag}" for flag in mesh_flags(parallel))
         return (
             f"note: {fold_names(lacking)} without the weights: rank 0 sends {sent / 1e9:,.0f} GB{least}; "
-            f"`llama405b push --shards {head.name}:{path}{hosts_argument(request.hosts_file)}` gives each host its own part once"
+            f"`llama405b push --shards {head.name}:{path}{hosts_argument(request.hosts_file)}{mesh}` gives each host its own part once"
         )
     if how == "rank0":
         return f"note: all hosts have the weights; --model.load auto would spare sending {sent / 1e9:,.0f} GB from rank 0{least}"
