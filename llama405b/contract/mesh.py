@@ -100,5 +100,9 @@ def _nearest(world: int, others: int, size: int, name: str) -> str:
     """Say which size of an axis would work, beside what the other axes take."""
     if world % others:
         return "sizes whose product divides the number of ranks"
-    fits = [each for each in range(1, world // others + 1) if (world // others) % each == 0]
-    return f"{name} {min(fits, key=lambda each: abs(each - size))}"
+    return f"{name} {nearest_divisor(world // others, size)}"
+
+
+def nearest_divisor(size: int, wanted: int) -> int:
+    """Return the divisor of a size that is nearest to what is wanted."""
+    return min((each for each in range(1, size + 1) if size % each == 0), key=lambda each: abs(each - wanted))

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from llama405b.contract.errors import UserError
-from llama405b.contract.mesh import Axes
+from llama405b.contract.mesh import Axes, nearest_divisor
 from llama405b.contract.phrases import counted
 from llama405b.contract.schema import Parallel
 from llama405b.contract.weights import Llama
@@ -28,7 +28,7 @@ def faults_of_mesh(
         yield from _of_sequences(axes, llama, seq_len)
         yield from _of_layers(axes, parallel, llama)
     if not parallel.tp_across_hosts and (axes.tp > ranks_per_host or ranks_per_host % axes.tp):
-        fits = _nearest(ranks_per_host, axes.tp)
+        fits = nearest_divisor(ranks_per_host, axes.tp)
         yield (
             "parallel.tp",
             f"tp {axes.tp} would reach over hosts of {counted(ranks_per_host, 'rank')}, and every layer would wait for the network; "
@@ -74,8 +74,3 @@ def _of_layers(axes: Axes, parallel: Parallel, llama: Llama) -> Iterator[tuple[s
             "parallel.pp",
             f"{counted(llama.layers, 'layer')} cannot be divided into {stages} stages; use pp {max(1, llama.layers // parallel.chunks)}",
         )
-
-
-def _nearest(size: int, wanted: int) -> int:
-    """The divisor of a size that is nearest to what is wanted."""
-    return min((n for n in range(1, size + 1) if size % n == 0), key=lambda n: abs(n - wanted))

@@ -156,13 +156,16 @@ class OffloadedAll:
         def gather() -> list[float]:
             arrived()
             add()
-            return squares(itertools.chain(*counted)) if last else []
+            if not last:
+                return []
+            return squares(
+                gradient
+                for group, (_, parameters) in zip(sums, groups, strict=True)
+                for gradient, parameter in zip(group, parameters, strict=True)
+                if is_counted(parameter)
+            )
 
-        last, sums = self.last, part.sums
-        counted = [
-            [gradient for gradient, parameter in zip(group, parameters, strict=True) if is_counted(parameter)]
-            for group, (_, parameters) in zip(sums, part.groups, strict=True)
-        ]
+        last, sums, groups = self.last, part.sums, part.groups
         part.adding = self.worker.submit(gather)
 
     def _finish_adding(self, part: UnitState) -> list[float]:

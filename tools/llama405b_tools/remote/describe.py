@@ -31,6 +31,7 @@ from llama405b_tools.remote.tmux import tmux_socket
 NEWEST_RUNS = 20
 NEWEST_EVENTS = 50
 LAST_BYTES = 4096  # of the metrics file, enough for its last line
+NO_STOP = StopMark("")
 
 
 def status(request: StatusRequest) -> StatusReply:
@@ -100,9 +101,6 @@ def beats_of(run: RunDir, node: Node | None) -> tuple[Beat, ...]:
         return ()
     beats = [read_record(Beat, run.heartbeat(rank)) for rank in range(node.first_rank, node.first_rank + node.slots)]
     return tuple(beat.with_state(processes.state(beat.pid)) for beat in beats if beat)
-
-
-NO_STOP = StopMark("")
 
 
 def stopped_by(run: RunDir, host: str) -> str:

@@ -143,7 +143,7 @@ def training_notes(request: LaunchRequest, plan: Plan, answers: Facts) -> Iterat
         return
     for what, bug in known_bugs(request.config, next(iter(answers.values())).versions).items():
         yield f"note: {what}; {bug.cure}"
-    if request.config and not request.evaluates:
+    if not request.evaluates:
         yield from mesh_notes(request.config, plan)
     if note := loading_note(request, plan, answers):
         yield note
