@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from llama405b.distributed.host_memory import ALIGNED, Progress, aligned, allocate, grouped
-from llama405b.distributed.transfer import Arrived, copy, nothing
+from llama405b.distributed.transfer import Arrived, copy, nothing, on_stream
 from llama405b.optim.updater import Unit
 
 BACKGROUND = 15  # niceness, of 19
@@ -177,7 +177,7 @@ class CopyOnUpdate:
                 if piece.updated:
                     piece.updated.result()
                 piece.arrived()
-                with torch.cuda.stream(self.stream):
+                with on_stream(self.stream):
                     content = _content(piece).detach().cpu()
                 yield from ((number, content) for number in piece.entries)
             finally:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import torch
@@ -14,12 +15,17 @@ Arrived = Callable[[], None]  # waits until copies have been made
 
 def copy(pairs: Iterable[tuple[Tensor, Tensor]], stream: torch.cuda.Stream | None) -> Arrived:
     """Copy to the first tensor of each pair from the second; without a stream at once. Returns what waits for it."""
-    with torch.cuda.stream(stream):
+    with on_stream(stream):
         for to, of in pairs:
             to.copy_(of, non_blocking=True)
             if stream and of.is_cuda:
                 of.record_stream(stream)  # or its memory would be reused before it has been read
     return stream.record_event().synchronize if stream else nothing
+
+
+def on_stream(stream: torch.cuda.Stream | None) -> AbstractContextManager[None]:
+    """Run what is inside on a stream, if there is one; without one this does not start CUDA, as torch's context would."""
+    return torch.cuda.stream(stream) if stream else nullcontext()
 
 
 def nothing() -> None:

@@ -35,6 +35,7 @@ class Trained:
     counts: list[dict]  # of each rank: calls and bytes by counter, at its end
     steps: list[list[dict]]  # of each rank: the same, of each step alone
     output: str
+    on_device: list[bool]  # of each rank: whether it started CUDA
 
     @property
     def found(self):
@@ -66,7 +67,7 @@ class Standin:
         rows = [row for row in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()) if "loss" in row]
         losses = [(row["loss"], row["grad_norm"], row.get("evaluation_loss")) for row in rows]
         counts, steps = ([note[key] for note in notes] for key in ("counts", "steps"))
-        return Trained(run, losses, counts, steps, done.stdout + done.stderr)
+        return Trained(run, losses, counts, steps, done.stdout + done.stderr, [note["on_device"] for note in notes])
 
     def losses_of_cpu(self, numerics, accumulation, world):
         """What the same steps give on the CPU, whatever is offloaded; computed once."""
@@ -95,6 +96,8 @@ def _write_documents(directory):
 
 def trainer():
     """Be the trainer on one rank, and note what was counted."""
+    import torch
+
     from llama405b import train as program
     from llama405b.training.loop import Trainer
 
@@ -110,7 +113,7 @@ def trainer():
     try:
         return program.main(sys.argv[1:])
     finally:
-        _note({"counts": counts(), "steps": steps})
+        _note({"counts": counts(), "steps": steps, "on_device": torch.cuda.is_initialized()})
 
 
 def _note(what):
