@@ -56,6 +56,26 @@ def test_sweep_waits_for_those_that_tell_no_environment(monkeypatch):
     assert killed == [7, 7, 7]  # seen once more after it had told no environment, and until it was gone
 
 
+def test_sweep_waits_for_an_exec(monkeypatch):
+    looks, execs = iter([[], [], [], [7], [], []]), iter([[7], [7], [7], [], []])
+    killed = []
+    monkeypatch.setattr(processes, "marked", lambda value: next(looks))
+    monkeypatch.setattr(processes, "in_exec", lambda: next(execs))
+    monkeypatch.setattr(processes, "start_time", lambda pid: None if killed else 11)
+    monkeypatch.setattr(processes.os, "kill", lambda pid, number: killed.append(pid))
+    assert processes.sweep("run:host") == (1, [])
+    assert killed == [7]
+
+
+def test_zombies_and_threads_of_the_kernel_are_in_no_exec():
+    child = subprocess.Popen(["true"])
+    deadline = time.monotonic() + 10
+    while processes.state(child.pid) != "Z" and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not {child.pid, 2} & set(processes.in_exec())  # both tell no environment and no arguments
+    child.wait()
+
+
 def test_a_pid_alone_proves_nothing():
     began = processes.start_time(os.getpid())
     assert processes.same_process(os.getpid(), began)

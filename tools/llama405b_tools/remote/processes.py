@@ -17,6 +17,8 @@ from llama405b_tools.machine import program_output
 from llama405b_tools.remote.torchrun import MARKER
 
 PR_SET_CHILD_SUBREAPER = 36
+PF_KTHREAD = 0x00200000  # among a process's flags: it is a thread of the kernel
+EXEC_WITHIN_S = 5.0  # how long, on a busy machine, an exec may take
 
 
 def become_subreaper() -> None:
@@ -110,6 +112,21 @@ def descendants(root: int) -> list[int]:
     return found
 
 
+def in_exec() -> list[int]:
+    """Processes in the middle of an exec: they tell neither environment nor arguments, so nobody knows whose they are."""
+    found = []
+    for entry in os.listdir("/proc"):  # noqa: PTH208
+        if entry.isdigit():
+            try:
+                fields = Path(f"/proc/{entry}/stat").read_text(encoding="latin-1").rpartition(") ")[2].split()
+                told = Path(f"/proc/{entry}/environ").read_bytes() or Path(f"/proc/{entry}/cmdline").read_bytes()
+            except OSError:
+                continue
+            if not told and fields[0] not in "ZX" and not int(fields[6]) & PF_KTHREAD:
+                found.append(int(entry))
+    return found
+
+
 def _children() -> dict[int, list[int]]:
     parents: dict[int, list[int]] = {}
     for entry in os.listdir("/proc"):  # noqa: PTH208
@@ -126,18 +143,19 @@ def _children() -> dict[int, list[int]]:
 def sweep(value: str, *, below: int = 0, spare: tuple[int, ...] = (), seconds: float = 20.0) -> tuple[int, list[int]]:
     """SIGKILL every process of ``<run directory>:<host>`` until two looks find none.
 
-    In the middle of an exec, and late in its end, a process tells no environment.
+    Late in its end, and in the middle of an exec, a process tells no environment: an exec is given some seconds.
     Returns how many were ended, and which could not be ended within ``seconds`` (for example in state D).
     """
     ended: dict[int, int | None] = {}
-    deadline = time.monotonic() + seconds
+    began = time.monotonic()
     clean_looks = 0
     while True:
         left = set(marked(value)) | (set(descendants(below)) if below else set())
-        left |= {pid for pid, began in ended.items() if began is not None and same_process(pid, began)}
+        left |= {pid for pid, born in ended.items() if born is not None and same_process(pid, born)}
         left -= {os.getpid(), *spare}
-        clean_looks = 0 if left else clean_looks + 1
-        if clean_looks == 2 or time.monotonic() > deadline:
+        passed_s = time.monotonic() - began
+        clean_looks = 0 if left or (passed_s < EXEC_WITHIN_S and in_exec()) else clean_looks + 1
+        if clean_looks == 2 or passed_s > seconds:
             return len(ended.keys() - left), sorted(left)
         for pid in left:
             if pid not in ended:
