@@ -197,15 +197,26 @@ def _of_group(module: nn.Module) -> tuple[int, tuple[int, ...]]:
     return gathers, tuple(parameter.padded_sharded_param_size.numel() for parameter in group.fsdp_params)
 
 
-def forget_forward(model: nn.Module) -> None:
-    """Have FSDP forget the order of forwards that no backward follows: it is read backwards from there to gather ahead.
+def take_forward(model: nn.Module) -> list[Any]:
+    """Have FSDP forget in which order the last forward went through its units; returns that.
 
-    Otherwise the next backward would end by gathering the last unit of these forwards, for nobody.
+    A backward gathers ahead along it, the other way round. So where no backward follows, it would gather a unit for nobody, and
+    where other forwards come between, their units: ``give_forward`` gives it back then.
     """
+    order: list[Any] = []  # of FSDP's own groups of parameters
     for module in model.modules():
         if isinstance(module, FSDPModule) and (group := fully_shard.state(module)._fsdp_param_group):
+            order = order or list(group.comm_ctx.post_forward_order)
             group.comm_ctx.post_forward_order.clear()
             group._post_forward_indices.clear()
+    return order
+
+
+def give_forward(model: nn.Module, order: Sequence[Any]) -> None:
+    """Have FSDP take this as the order of the last forward, whose backward follows."""
+    take_forward(model)
+    for group in order:
+        group._record_post_forward()
 
 
 def checkpoint_activations(model: nn.Module) -> None:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from llama405b.contract.mesh import Axes
 from llama405b.model.batch import IGNORE_INDEX, Batch
 from llama405b.model.inputs import model_inputs
-from llama405b.parallel.fsdp2 import GradientSync, forget_forward
+from llama405b.parallel.fsdp2 import GradientSync, take_forward
 from llama405b.parallel.tensor import loss_of_parts
 
 Lap = Callable[[str], None]  # called with the name of each part as it ends: forward, backward
@@ -124,7 +124,7 @@ class OneByOne:
         """See ``Passes``."""
         with loss_of_parts(self._cut.axes.tp):
             nll = self._nll(batch)
-        forget_forward(self.model)
+        take_forward(self.model)
         return self._cut.counted(own_value(nll))
 
     @property

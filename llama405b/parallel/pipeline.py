@@ -8,17 +8,18 @@ Shape suffixes: B sequences of a micro-batch, S positions of a rank's part, h hi
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from llama405b.contract.mesh import Axes
+from llama405b.contract.schedule import Pass, order_of
 from llama405b.model.batch import Batch
-from llama405b.parallel.fsdp2 import GradientSync, forget_forward, set_last_backward
+from llama405b.parallel.fsdp2 import GradientSync, give_forward, set_last_backward, take_forward
 from llama405b.parallel.groups import group_along
 from llama405b.parallel.passes import Accumulator, Cut, Lap, nll_of_logits, no_loss, own_value
-from llama405b.parallel.schedule import Pass, order_of
 from llama405b.parallel.stage import Stage
 from llama405b.parallel.tensor import loss_of_parts
 
@@ -74,19 +75,20 @@ class Pipeline:
         last = order[-1].micro
         nll = no_loss(microbatches[0])
         held: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        forwards: dict[tuple[int, int], list[Any]] = {}
         gradients.expect(last=True)
         with loss_of_parts(self.axes.tp):
             for each in order:
                 at = each.chunk, each.micro
                 if not each.backward:
                     held[at] = self._forward(each, microbatches[each.micro])
+                    forwards[at] = take_forward(self.stage)
                     continue
                 self.sync.expect(last=each.micro == last)
                 set_last_backward(self.stage, each == order[-1])
-                x, output = held.pop(at)
-                self._backward(each, x, output, n_targets)
-                if self._is_last(each.chunk):
-                    nll = nll + own_value(output)
+                give_forward(self.stage, forwards.pop(at))
+                nll = nll + self._backward(each, *held.pop(at), n_targets)
+                take_forward(self.stage)
         self._finish_sending()
         gradients.accumulate()
         lap("backward")
@@ -98,7 +100,7 @@ class Pipeline:
             for chunk in range(len(self.stage.chunks)):
                 _, output = self._forward(Pass(False, chunk, 0), batch)
         self._finish_sending()
-        forget_forward(self.stage)
+        take_forward(self.stage)
         nll = own_value(output) if self._is_last(chunk) else no_loss(batch)
         return self.cut.counted(nll)
 
@@ -115,8 +117,8 @@ class Pipeline:
         self._send(output.detach(), self.links.after.peer, self.links.after.forward)
         return x, output
 
-    def _backward(self, each: Pass, x: Tensor, output: Tensor, n_targets: int) -> None:
-        """Pass on the gradient of a chunk's input."""
+    def _backward(self, each: Pass, x: Tensor, output: Tensor, n_targets: int) -> float | Tensor:
+        """Pass on the gradient of a chunk's input; returns the loss, if this is the last stage."""
         if self._is_last(each.chunk):
             (output * (self.averaged / n_targets)).backward()
         else:
@@ -125,6 +127,7 @@ class Pipeline:
         if not self._is_first(each.chunk):
             assert x.grad is not None
             self._send(x.grad, self.links.before.peer, self.links.before.backward)
+        return own_value(output) if self._is_last(each.chunk) else 0.0
 
     def _hidden(self, part: Batch) -> Tensor:
         """Return memory for the hidden states of a micro-batch."""

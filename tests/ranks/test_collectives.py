@@ -80,3 +80,12 @@ def test_a_step_has_the_collectives_that_the_page_says(axis, tmp_path):
     model = mesh_rig.write_model(tmp_path / "model", layers=LAYERS)
     for found in run_ranks(world, functools.partial(_count, settings=settings), model):
         assert found == said(axis)
+
+
+def test_a_pipeline_gathers_no_unit_for_nobody(tmp_path):
+    """Both stages together gather what one rank with all layers would."""
+    model = mesh_rig.write_model(tmp_path / "model", layers=LAYERS)
+    found = run_ranks(4, functools.partial(_count, settings={"pp": 2}), model)
+    for first, last in (found[0::2], found[1::2]):
+        assert first[GATHER] + last[GATHER] == said("fsdp2")[GATHER]
+        assert first[SCATTER] + last[SCATTER] == said("fsdp2")[SCATTER]

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from llama405b.parallel.schedule import Pass, order_of
+from llama405b.contract.schedule import InFlight, Pass, in_flight, order_of
 
 CASES = [
     (schedule, n_ranks, 2 if schedule == "interleaved" else 1, n_micro)
@@ -71,3 +71,12 @@ def test_1f1b_holds_as_many_as_the_stages_that_follow_and_gpipe_all():
     assert [held(order_of("1f1b", 4, 1, rank, 16)) for rank in range(4)] == [4, 3, 2, 1]
     assert [held(order_of("gpipe", 4, 1, rank, 16)) for rank in range(4)] == [16] * 4
     assert order_of("1f1b", 2, 1, 1, 2) == [Pass(False, 0, 0), Pass(True, 0, 0), Pass(False, 0, 1), Pass(True, 0, 1)]
+
+
+def test_what_waits_while_a_backward_is_computed():
+    assert in_flight("1f1b", 4, 1, 3, 6) == {InFlight(0, (0,), (False,)), InFlight(0, (0,), (True,))}
+    first = in_flight("1f1b", 4, 1, 0, 6)
+    assert max(each.others for each in first if each.forward) == (3,)  # in the first stage as many as ranks follow
+    assert {each.others[0] for each in first if not each.forward} == {0, 1, 2}  # at the end no forward comes between
+    assert {each.others for each in in_flight("gpipe", 2, 1, 1, 3)} == {(2,), (1,), (0,)}
+    assert {each.chunk for each in in_flight("interleaved", 2, 2, 0, 4)} == {0, 1}

@@ -5,6 +5,7 @@ micro-batches that may be smaller than the others.
 """
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Sequence
 
@@ -16,6 +17,33 @@ class Pass:
     backward: bool
     chunk: int
     micro: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class InFlight:
+    """What waits for its backward while a rank computes another one."""
+
+    chunk: int  # of the backward
+    others: tuple[int, ...]  # micro-batches that wait, by chunk
+    done: tuple[bool, ...]  # whether a chunk had a backward before, by chunk
+    forward: bool = True  # whether a forward comes between it and the backward before
+
+
+@functools.lru_cache(1024)
+def in_flight(schedule: str, n_ranks: int, n_chunks: int, rank: int, n_micro: int) -> frozenset[InFlight]:
+    """Return all that occurs in a step; see ``order_of``."""
+    waiting, done = [0] * n_chunks, [False] * n_chunks
+    found = set()
+    forward = False
+    for each in order_of(schedule, n_ranks, n_chunks, rank, n_micro):
+        if each.backward:
+            waiting[each.chunk] -= 1
+            found.add(InFlight(each.chunk, tuple(waiting), tuple(done), forward))
+            done[each.chunk] = True
+        else:
+            waiting[each.chunk] += 1
+        forward = not each.backward
+    return frozenset(found)
 
 
 def order_of(schedule: str, n_ranks: int, n_chunks: int, rank: int, n_micro: int) -> list[Pass]:
@@ -32,7 +60,7 @@ def order_of(schedule: str, n_ranks: int, n_chunks: int, rank: int, n_micro: int
 
 
 def _ahead(schedule: str, n_ranks: int, n_chunks: int, rank: int, n_forwards: int) -> int:
-    """How many forwards come before the first pair of a forward and a backward."""
+    """How many forwards a rank of a pipeline takes before the first pair of a forward and a backward."""
     if schedule == "gpipe":
         return n_forwards
     if n_chunks == 1:
