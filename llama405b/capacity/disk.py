@@ -6,7 +6,7 @@ Pure.
 import dataclasses
 import math
 
-from llama405b.capacity.run_shape import UnitSizes
+from llama405b.capacity.part import Part, UnitSizes
 from llama405b.contract.cadence import best_interval
 from llama405b.contract.checkpoints import LEAST_KEPT
 from llama405b.contract.units import size_words
@@ -40,7 +40,7 @@ class SavingCost:
 
 def loading(llama: Llama, hosts: int, disk: float, nic: float) -> LoadingCost:
     """Predict it; ``disk``, ``nic``: bytes/s of a host. Two units are in memory at a time: one is read while the other is sent."""
-    n_bytes, pieces = BYTES * llama.parameters, UnitSizes.of(llama)
+    n_bytes, pieces = BYTES * llama.parameters, UnitSizes.of(Part(llama))
     slowest = min(disk, nic) if hosts > 1 else disk
     return LoadingCost(
         n_bytes / slowest, n_bytes / hosts / disk, 2 * BYTES * max(pieces.layer, pieces.embedding, pieces.head)

@@ -4,6 +4,9 @@ A step is walked through, unit by unit, as FSDP2 and autograd allocate and free;
 from torch's FSDPMemTracker on the trainer's own modules (tests/unit/capacity/test_tracked.py compares the two). Attention is a kernel
 that needs no mask. Neither CUDA's and NCCL's own memory nor what fragments is in it.
 
+With ``tp`` ranks have parts of a sequence between matrices, and gather it whole before each. In a pipeline other micro-batches wait for
+their backward meanwhile; the worst moment is that of the rank, and the stage, that has most.
+
 T: tokens of a micro-batch; h: hidden size; f: intermediate size; V: vocabulary.
 """
 
@@ -11,7 +14,9 @@ import collections
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from llama405b.capacity.run_shape import NORMS, RunShape, UnitSizes, norm_elements, shard_elements
+from llama405b.capacity.part import Part, UnitSizes, norm_elements, shard_elements
+from llama405b.capacity.run_shape import NORMS, RunShape
+from llama405b.contract.schedule import InFlight
 
 LOSS_BYTES = 4  # of a logit in FP32: its copy, its log-softmax and each of two gradients
 
@@ -30,42 +35,60 @@ class Peak:
 
 
 def peak(run: RunShape) -> Peak:
-    """Return the worst moment of a step."""
-    return _Step(run).walk()
+    """Return the worst moment of a step, of the rank that has the worst one."""
+    return max((peak_of(run, stage) for stage in range(run.pp)), key=lambda each: each.total)
+
+
+def peak_of(run: RunShape, stage: int) -> Peak:
+    """Return the worst moment of a rank's step, by its place along ``pp``."""
+    steps = [_Step(run, stage, waiting) for waiting in run.in_flight(stage)]
+    return max((step.walk() for step in steps), key=lambda each: each.total)
 
 
 class _Step:
-    """A step, as far as it was walked, and its worst moment so far."""
+    """A micro-batch's way through one part of a rank's model, as far as it was walked, and its worst moment so far."""
 
-    def __init__(self, run: RunShape) -> None:
-        self.run = run
-        self.sizes = UnitSizes.of(run.llama)
-        shards = shard_elements(run.llama, run.shards)
+    def __init__(self, run: RunShape, stage: int, in_flight: InFlight) -> None:
+        """``in_flight``: what else the rank has begun."""
+        kept = run.parts(stage)
+        part = kept[in_flight.chunk]
+        self.run, self.part, self.llama = run, part, part.llama
+        self.sizes = UnitSizes.of(part)
+        self.in_flight = in_flight
+        of_chunks = [shard_elements(each, run.shards) for each in kept]
+        shards = sum(of_chunks)
         self.held: dict[str, float] = collections.defaultdict(float)
         self.held |= {name: shards * size for name, size in run.shard_bytes.items() if name != "gradients"}
-        self.held[NORMS] = run.norm_bytes * norm_elements(run.llama, run.shards)
+        self.held[NORMS] = run.norm_bytes * sum(norm_elements(each, run.shards) for each in kept)
+        self.flow = run.compute_bytes * run.tokens // run.tp * part.llama.hidden  # hidden states between matrices
+        waiting = zip(in_flight.others, kept, strict=True)
+        self.held["micro-batches in flight"] = sum(count * _waiting(run, each) for count, each in waiting)
         self.gradient_bytes = run.shard_bytes["gradients"]
-        self.sums_shards = run.accumulates and run.reduces_each
-        if self.sums_shards:
-            self.held["gradients"] += shards * self.gradient_bytes
-        elif run.accumulates:
-            self.held["whole gradients"] = self.run.gradient_bytes * run.llama.parameters
+        later = in_flight.done[in_flight.chunk]  # gradients of earlier micro-batches are there
+        self.sums_shards = later and run.reduces_each
+        self.sums_whole = later and not run.reduces_each
+        if run.reduces_each:
+            there = sum(size for size, done in zip(of_chunks, in_flight.done, strict=True) if done)
+            self.held["gradients"] += there * self.gradient_bytes
+        if self.sums_whole:
+            self.held["whole gradients"] = sum(self._whole(UnitSizes.of(each), each.llama.layers) for each in kept)
         self.keeps = run.keeps_weights
-        self.saved, self.moments = _saved(run), _moments(run)
+        self.saved, self.moments = _saved(run, part), _moments(run, part)
         self.several = run.shards > 1  # one rank gathers nothing
+        if run.pp > 1 and any(in_flight.done):  # only after a step's last backward does FSDP free the last buffer
+            last = self.sizes.embedding or (self.sizes.attention if run.halves else self.sizes.layer)
+            self.held["reduce-scatter buffers"] = run.gradient_bytes * last
         self.worst = Peak("", {})
         self.waiting = 0.0  # of the forward: the buffer of the last all-gather
 
     def walk(self) -> Peak:
         """Walk through it; layers between the second and the second but last change nothing that these do not show."""
-        run = self.run
-        sizes = self.sizes
-        layers = self.run.llama.layers
-        hidden = run.compute_bytes * run.tokens * run.llama.hidden
-        root = sizes.embedding if run.llama.tied or not run.embedding_apart else 0
+        run, part, sizes, hidden = self.run, self.part, self.sizes, self.flow
+        layers = self.llama.layers
+        root = sizes.embedding if part.llama.tied or not run.embedding_apart else 0
         if root:
             self._gather("the embedding's forward", root)
-        else:
+        elif part.embedding:
             self._gather("the embedding's forward", sizes.embedding)
             self.held["gathered units"] *= self.keeps
         before = self.held["gathered units"]
@@ -75,33 +98,50 @@ class _Step:
             for unit in (sizes.attention, sizes.mlp) if run.halves else (sizes.layer,):
                 self._gather("a layer's forward", unit)
                 self.held["gathered units"] -= run.compute_bytes * unit * (not self.keeps)
+        if not self.in_flight.forward:
+            self.worst = Peak("", {})
         last = sizes.mlp if run.halves else sizes.layer
-        self._head(hidden, last)
+        if part.head:
+            self._head(hidden, last)
+        else:
+            self.held["all-gather buffers"] = self.waiting = 0
+            self.held["stage's output"] = 2 * hidden  # and its gradient
+            self.held["activations"] = hidden  # the gradient that flows
         for layer in _ends(range(layers)[::-1]):
             self.held["layer inputs"] = (layer + 1) * hidden
             if self.keeps and not run.accumulates:  # else all stay until the last micro-batch
                 self.held["gathered units"] = before + run.compute_bytes * (layer + 1) * sizes.layer
+            if self.sums_whole:  # as in the last micro-batch, whose units are reduced one after the other
+                self.held["whole gradients"] = self._whole(sizes, layer + 1, head=False)
             self.held["gradients"] = self._reduced(layers - 1 - layer)
             self._layer(layer, hidden)
         self.held["layer inputs"] = 0
+        self.held["whole gradients"] = self.sums_whole * self._whole(sizes, 0, head=False)
         self.held["gradients"] = self._reduced(layers)
+        if part.embedding:
+            self._embedding_backward(root)
+        return self.worst
+
+    def _embedding_backward(self, root: int) -> None:
+        run, sizes = self.run, self.sizes
         weight = run.compute_bytes * sizes.embedding
-        self._see("the embedding's backward", weight_gradients=weight * (1 + run.llama.tied))
+        self._see("the embedding's backward", weight_gradients=weight * (1 + self.llama.tied))
         self.held["weight gradients"] = self.held["activations"] = 0
+        if run.tp > 1:  # DTensor makes the gradient of the whole vocabulary, before it keeps a part
+            self.held["whole embedding's gradient"] = (run.tp + self.llama.tied) * weight
         self.held["gathered units"] += 0 if root or self.keeps else weight  # it is not gathered in the backward
         self._reduce("the embedding's gradient", sizes.embedding, sizes.embedding)
-        return self.worst
 
     def _head(self, hidden: float, last: int) -> None:
         """The head and the loss; the units of the last layer are gathered meanwhile."""
         run, sizes = self.run, self.sizes
-        logits, loss = (size * run.tokens * run.llama.vocab for size in (run.compute_bytes, LOSS_BYTES))
+        logits, loss = (size * run.tokens * self.llama.vocab for size in (run.compute_bytes, LOSS_BYTES))
         if sizes.head:
             self._gather("the head's forward", sizes.head)
         self.held["activations"] = hidden * (4 if run.compute_bytes == 2 else 3)
         self._see("the head's forward", logits=logits)
         self.held["all-gather buffers"] = self.waiting = 0
-        self._see("the loss", logits=3 * loss)
+        self._see("the loss", logits=(3 if run.tp == 1 else 4) * loss)  # torch's loss_parallel makes one more
         self.held["all-gather buffers"] = run.compute_bytes * last * self.several * (not self.keeps)
         weight = run.compute_bytes * (sizes.head or sizes.embedding)
         self._see("the head's backward", logits=logits, activations=hidden, weight_gradients=weight)
@@ -127,14 +167,14 @@ class _Step:
         for part, weights, more in self.moments:
             if part == "norm":
                 self.held["activations"] = hidden + self.saved
-                self._reduce("an MLP's gradient", sizes.mlp, run.llama.hidden * run.llama.intermediate)
+                self._reduce("an MLP's gradient", sizes.mlp, self.llama.hidden * self.llama.intermediate)
                 self.held["activations"] = hidden
             elif part == "attention":
                 self.held["all-gather buffers"] = following * sizes.mlp * self.several * (not self.keeps)
-            there = 0 if part == "MLP" else run.compute_bytes * 3 * run.llama.hidden * run.llama.intermediate
+            there = 0 if part == "MLP" else run.compute_bytes * 3 * self.llama.hidden * self.llama.intermediate
             self._see(f"the backward of a layer's {part}", weight_gradients=weights - there, activations=more)
         self._reduce(
-            "an attention's gradient", sizes.attention, run.llama.hidden * run.llama.heads * run.llama.head_dim
+            "an attention's gradient", sizes.attention, self.llama.hidden * self.llama.heads * self.llama.head_dim
         )
 
     def _gather(self, moment: str, unit: int) -> None:
@@ -160,12 +200,18 @@ class _Step:
         """
         run = self.run
         self.held["gathered units"] -= run.compute_bytes * unit * (not (self.keeps and run.accumulates))
+        if self.sums_whole:
+            self.held["whole gradients"] = max(0.0, self.held["whole gradients"] - run.gradient_bytes * unit)
         self.held["reduce-scatter buffers"] = run.gradient_bytes * unit
         self._see(moment, weight_gradients=run.compute_bytes * unit)
         # FSDP casts the sum to the weights' dtype, which the trainer drops.
         cast = run.compute_bytes * (run.offload == "optimizer")
         reduced = (run.gradient_bytes + cast) * unit / run.shards
         self._see(moment, weight_gradients=run.compute_bytes * last, gradients=reduced)
+
+    def _whole(self, sizes: UnitSizes, layers: int, *, head: bool = True) -> float:
+        """Bytes of gradients that are not reduced yet; with ``tp`` the embedding's is of the whole vocabulary."""
+        return self.run.gradient_bytes * (self.run.tp * sizes.embedding + layers * sizes.layer + head * sizes.head)
 
     def _reduced(self, layers: int) -> float:
         """Bytes of the shards of gradients, once so many layers have theirs."""
@@ -183,21 +229,33 @@ class _Step:
             self.worst = Peak(moment, {name: size for name, size in held.items() if size})
 
 
-def _saved(run: RunShape) -> float:
+def _waiting(run: RunShape, part: Part) -> float:
+    """Bytes of a micro-batch between its forward and its backward: inputs of the layers, and the output, or what the loss keeps."""
+    flow = run.compute_bytes * run.tokens // run.tp * part.llama.hidden
+    inputs = (part.llama.layers + 1) * flow
+    return inputs + (LOSS_BYTES * run.tokens * part.llama.vocab + _norm_saved(run, part)) * part.head
+
+
+def _saved(run: RunShape, part: Part) -> float:
     """Bytes that a layer's recomputation leaves for its backward, beside the MLP's: it ends before the last product (early stop)."""
-    llama, size = run.llama, run.compute_bytes * run.tokens
-    norms = (
-        8 if run.compute_bytes == 2 else 5
-    )  # each keeps its input, in FP32, what it makes of it, and that times its weight
-    return size * (norms * llama.hidden + 2 * (llama.heads + llama.kv_heads) * llama.head_dim)
+    llama, size = part.llama, run.compute_bytes * run.tokens
+    return 2 * _norm_saved(run, part) + size * 2 * (llama.heads + llama.kv_heads) * llama.head_dim
 
 
-def _moments(run: RunShape) -> list[tuple[str, float, float]]:
+def _norm_saved(run: RunShape, part: Part) -> float:
+    """Bytes that a norm keeps: its input, in FP32, what it makes of it, and that times its weight, which ``tp`` gathers."""
+    whole = run.compute_bytes * run.tokens * part.llama.hidden
+    return whole + (3 if run.compute_bytes == 2 else 1.5) * whole / run.tp
+
+
+def _moments(run: RunShape, part: Part) -> list[tuple[str, float, float]]:
     """A layer's backward, product by product: bytes of its weights' gradients so far, and of what else it holds."""
-    llama = run.llama
+    llama = part.llama
     size = run.compute_bytes * run.tokens
-    saved = _saved(run)
-    u = size * llama.hidden
+    saved = _saved(run, part)
+    w = size * llama.hidden
+    u = w / run.tp
+    gathered = w * (run.tp > 1)
     g = size * llama.intermediate
     q = size * llama.heads * llama.head_dim
     k = size * llama.kv_heads * llama.head_dim
@@ -205,12 +263,12 @@ def _moments(run: RunShape) -> list[tuple[str, float, float]]:
     wide = run.compute_bytes == 2
     rest = saved - (4 if wide else 3) * u
     return [
-        ("MLP", weight, saved + 6 * g),
-        ("MLP", 2 * weight, saved + u + 3 * g),
-        ("MLP", 3 * weight, saved + 2 * u + g),
+        ("MLP", weight, saved + gathered + 6 * g),
+        ("MLP", 2 * weight, saved + w + 3 * g),
+        ("MLP", 3 * weight, saved + 2 * w + g),
         ("norm", 3 * weight, saved + (8 if wide else 2) * u),
-        ("attention", 3 * weight + out, rest + u + q + 2 * k),
-        ("attention", run.compute_bytes * UnitSizes.of(llama).layer, (12 if wide else 5) * u),
+        ("attention", 3 * weight + out, rest + w + q + 2 * k),
+        ("attention", run.compute_bytes * UnitSizes.of(part).layer, (12 if wide else 5) * u),
     ]
 
 

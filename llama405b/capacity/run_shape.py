@@ -5,13 +5,13 @@ Pinned memory: torch rounds blocks up to powers of two, 19 % for 405B's shards o
 
 import dataclasses
 import math
-from collections.abc import Iterable
 
-from llama405b.contract.mesh import SHARD, Axes
+from llama405b.capacity.part import Part, UnitSizes, norm_elements, parts_of, shard_elements
+from llama405b.contract.mesh import DP, SHARD, Axes
+from llama405b.contract.schedule import InFlight, in_flight
 from llama405b.contract.schema import COMPUTE_BYTES, Checkpoint, Config, Data, Moments, Numerics, Offload, Parallel
-from llama405b.contract.shards import Holdings, tp_dimension
 from llama405b.contract.units import SPARE
-from llama405b.contract.weights import EMBEDDING, HEAD, Llama
+from llama405b.contract.weights import Llama
 
 RANKS_PER_HOST = 8
 PINNED = 1.19  # gradients, which torch pins in blocks of powers of two; all else is pinned as large as it is
@@ -28,66 +28,6 @@ def checkpoint_bytes_per_parameter(numerics: Numerics, moments: Moments) -> int:
     """Return what a checkpoint holds of a parameter: its weight and two moments, in bytes."""
     weight = GRADIENT[numerics]
     return weight + (4 if moments == "bf16" else 2 * weight)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class UnitSizes:
-    """Parameters by what FSDP gathers in one piece; numbers of elements."""
-
-    attention: int
-    mlp: int
-    norms: int  # of a layer
-    embedding: int
-    head: int  # with the last norm; 0: the embedding is the head
-
-    @classmethod
-    def of(cls, llama: Llama) -> "UnitSizes":
-        """Count a Llama's."""
-        sizes = {name: math.prod(shape) for name, shape in llama.tensors().items()}
-        layer = {name: size for name, size in sizes.items() if name.startswith("model.layers.0.")}
-        norm = sizes["model.norm.weight"]
-        return cls(
-            attention=sum(size for name, size in layer.items() if ".self_attn." in name),
-            mlp=sum(size for name, size in layer.items() if ".mlp." in name),
-            norms=sum(size for name, size in layer.items() if "norm" in name),
-            embedding=sizes[EMBEDDING] + llama.tied * norm,
-            head=0 if llama.tied else sizes[HEAD] + norm,
-        )
-
-    @property
-    def layer(self) -> int:
-        """Of a decoder layer."""
-        return self.attention + self.mlp + self.norms
-
-
-def norm_elements(llama: Llama, world: int) -> int:
-    """Return how many elements a rank keeps of all norms."""
-    return (2 * llama.layers + 1) * math.ceil(llama.hidden / world)
-
-
-def shard_elements(llama: Llama, world: int) -> int:
-    """Return how many elements a rank keeps of all parameters: FSDP2 shards the first dimension, and pads it."""
-
-    def of(names: Iterable[str]) -> int:
-        return sum(math.ceil(shapes[name][0] / world) * math.prod(shapes[name][1:]) for name in names)
-
-    shapes = dataclasses.replace(llama, layers=1).tensors()
-    layer = [name for name in shapes if name.startswith("model.layers.")]
-    return of(shapes.keys() - set(layer)) + llama.layers * of(layer)
-
-
-def held_elements(llama: Llama, axes: Axes, rank: int, chunks: int = 1) -> int:
-    """Return how many elements a rank keeps of all parameters on any mesh, with the rows that FSDP2 pads; ``chunks``: see ``Holdings``."""
-    shapes = llama.tensors()
-    holdings, shards = Holdings.of(shapes, axes, chunks), axes.size(SHARD)
-
-    def padded(name: str) -> int:
-        rows, *others = shapes[name]
-        split = tp_dimension(name)
-        sizes = [rows // axes.tp if split == 0 else rows, *(size // axes.tp if split == 1 else size for size in others)]
-        return math.ceil(sizes[0] / shards) * math.prod(sizes[1:])
-
-    return sum(padded(name) for name in shapes if holdings.has(name, rank))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -111,7 +51,11 @@ class RunShape:
     packing: str = Data().packing
     every: str = Checkpoint().every
     staging_bytes: int | None = None  # of a host, for copies of what is saved; None: as much as is free
-    sharded_over: int = 0  # ranks that share one copy of the model; 0: all
+    dp_shard: int = 0  # 0: all ranks that the other axes leave, so one copy of the model; fewer: several
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+    pp_schedule: str = Parallel().pp_schedule
     keeps_weights: bool = False  # see ``Strategy``
     reduces_each: bool = True
 
@@ -135,20 +79,55 @@ class RunShape:
             packing=config.data.packing,
             every=config.checkpoint.every,
             staging_bytes=config.checkpoint.staging_bytes,
-            sharded_over=axes.dp_shard if axes and axes.dp_replicate > 1 else 0,
+            dp_shard=axes.dp_shard if axes and axes.dp_replicate > 1 else 0,
+            tp=config.parallel.tp,
+            cp=config.parallel.cp,
+            pp=config.parallel.pp,
+            pp_schedule=config.parallel.pp_schedule,
             keeps_weights=config.parallel.of_strategy.keeps_weights,
             reduces_each=config.parallel.of_strategy.reduces_each,
         )
 
     @property
+    def axes(self) -> Axes:
+        """The mesh of all ranks."""
+        data = max(1, self.world // (self.pp * self.cp * self.tp))
+        shards = self.dp_shard or data
+        return Axes(shards, self.pp, data // shards, self.cp, self.tp)
+
+    @property
     def shards(self) -> int:
-        """Ranks that share one copy of the model."""
-        return self.sharded_over or self.world
+        """Ranks among which FSDP shards what they all compute."""
+        return self.axes.size(SHARD)
+
+    @property
+    def dp(self) -> int:
+        """Ranks that split the batch."""
+        return self.axes.size(DP)
+
+    @property
+    def chunks(self) -> int:
+        """Pipeline stages of each rank."""
+        return 2 if self.pp_schedule == "interleaved" else 1
 
     @property
     def tokens(self) -> int:
-        """Of a micro-batch, on a GPU."""
-        return self.micro_batch * self.seq_len
+        """Of a micro-batch, that a rank's matrices see: with ``cp`` its part of the sequences."""
+        return self.micro_batch * self.seq_len // self.cp
+
+    def parts(self, stage: int) -> tuple[Part, ...]:
+        """Return what a rank of this place along ``pp`` computes."""
+        return parts_of(self.llama, self.axes, stage, self.chunks)
+
+    def in_flight(self, stage: int) -> frozenset[InFlight]:
+        """Return which micro-batches wait for their backward there while another one is computed."""
+        if self.pp > 1:
+            return in_flight(self.pp_schedule, self.pp, self.chunks, stage, self.rounds)
+        return frozenset({InFlight(0, (0,), (self.accumulates,))})
+
+    def elements(self, stage: int) -> int:
+        """Return how many elements a rank there keeps of all parameters."""
+        return sum(shard_elements(part, self.shards) for part in self.parts(stage))
 
     @property
     def hosts(self) -> int:
@@ -168,7 +147,7 @@ class RunShape:
     @property
     def rounds(self) -> int:
         """Forwards of each rank in a step."""
-        return max(1, -(-self.global_batch // (self.micro_batch * self.world)))
+        return max(1, -(-self.global_batch // (self.micro_batch * self.dp)))
 
     @property
     def accumulates(self) -> bool:
@@ -224,7 +203,7 @@ class RunShape:
     @property
     def checkpoint_bytes(self) -> int:
         """Bytes of one checkpoint on disk, over all ranks."""
-        norms = NORM_SAVED[self.numerics] * norm_elements(self.llama, 1)
+        norms = NORM_SAVED[self.numerics] * norm_elements(Part(self.llama), 1)
         return checkpoint_bytes_per_parameter(self.numerics, self.moments) * self.llama.parameters + norms
 
     @property
@@ -236,11 +215,18 @@ class RunShape:
             "optimizer": (weight, gradient, self.moment_bytes),
             "all": (weight, gradient * (1 + self.sums_apart) * PINNED, self.moment_bytes),
         }[self.offload]
-        share = self.ranks_per_host / max(self.world, self.ranks_per_host)
-        found = {name: size * self.llama.parameters * share for name, size in zip(KINDS, parts, strict=True) if size}
-        norms = NORM[self.numerics] * norm_elements(self.llama, 1) * share
+        found = {name: size * self.host_elements for name, size in zip(KINDS, parts, strict=True) if size}
+        norms = NORM[self.numerics] * norm_elements(Part(self.llama), 1) / self.hosts
         more = {NORMS: norms * bool(found), PASSING: self.passing_bytes}
         return found | {name: size for name, size in more.items() if size}
+
+    @property
+    def host_elements(self) -> float:
+        """Parameters that the ranks of a host keep: of a pipeline, on the host that has most of them."""
+        ranks = min(self.world, self.ranks_per_host)
+        if self.pp > 1:
+            return ranks * max(self.elements(stage) for stage in range(self.pp))
+        return self.llama.parameters * ranks / self.world
 
     @property
     def passing_bytes(self) -> float:
@@ -250,9 +236,10 @@ class RunShape:
         """
         if self.offload != "optimizer":
             return 0.0
-        sizes = UnitSizes.of(self.llama)
-        layer = max(sizes.attention, sizes.mlp) if self.halves else sizes.layer
-        largest = math.ceil(max(layer, sizes.embedding, sizes.head) / self.world)
+        found = [UnitSizes.of(part) for stage in range(self.pp) for part in self.parts(stage)]
+        units = [max(each.attention, each.mlp) if self.halves else each.layer for each in found]
+        ends = [size for each in found for size in (each.embedding, each.head)]
+        largest = math.ceil(max(*units, *ends) / self.shards)
         return (self.gradient_bytes + self.compute_bytes) * largest * min(self.world, self.ranks_per_host)
 
     def room(self, ram_bytes: float) -> float:

@@ -4,6 +4,7 @@ Knows which tensors a Llama must have, and what else belongs to one. Knows nothi
 """
 
 import dataclasses
+import functools
 import math
 import textwrap
 from collections.abc import Mapping
@@ -88,7 +89,7 @@ class Llama:
     @property
     def parameters(self) -> int:
         """Number of parameters; a tied head counts once."""
-        return sum(math.prod(shape) for shape in self.tensors().values())
+        return _parameters(self)
 
     def flops_per_token(self, seq_len: int) -> int:
         """Count the model FLOPs of training on one token: six per weight of a matrix product, and causal attention.
@@ -99,6 +100,11 @@ class Llama:
         matrices = sum(math.prod(shape) for name, shape in self.tensors().items() if name.endswith("_proj.weight"))
         attention = self.layers * self.heads * self.head_dim * seq_len
         return 6 * (matrices + self.vocab * self.hidden + attention)
+
+
+@functools.lru_cache(64)
+def _parameters(llama: Llama) -> int:
+    return sum(math.prod(shape) for shape in llama.tensors().values())
 
 
 def read_llama(directory: Path, layers: int = 0) -> Llama:

@@ -9,8 +9,10 @@ import json
 import pytest
 
 from llama405b.capacity.estimate import estimate
+from llama405b.capacity.memory import peak_of
 from llama405b.capacity.outlook import HALVES, WHOLE
-from llama405b.capacity.run_shape import NORMS, RunShape, shard_elements
+from llama405b.capacity.part import Part, held_elements, shard_elements
+from llama405b.capacity.run_shape import NORMS, RunShape
 from llama405b.contract.config import PRESET_DIR
 from llama405b.contract.errors import UserError
 from llama405b.contract.mesh import Axes
@@ -40,15 +42,15 @@ def _compare(model, numerics, offload, wrap, batch):
     tracked = track(config, Parallel(numerics=numerics, offload=offload, wrap=wrap), world, seq_len, micro_batch)
     llama = parse_llama(config, name)
     load = RunShape(llama, numerics, offload, world, seq_len, micro_batch, world * micro_batch, wrap=wrap)
-    shards = load.weight_bytes * shard_elements(llama, world)
+    shards = load.weight_bytes * shard_elements(Part(llama), world)
     if offload == "optimizer":
-        shards = load.shard_bytes["parameters"] * shard_elements(llama, world)
+        shards = load.shard_bytes["parameters"] * shard_elements(Part(llama), world)
         assert (tracked.before, tracked.after) == (shards, shards)  # gradients are in host memory
     else:
         assert (tracked.before, tracked.after) == (shards, 2 * shards)
     found = estimate(load)
     moments = found.peak.held.get("moments", 0)  # the tracker sees no optimizer
-    assert moments == (load.moment_bytes * shard_elements(llama, world) if offload == "none" else 0)
+    assert moments == (load.moment_bytes * shard_elements(Part(llama), world) if offload == "none" else 0)
     assert found.peak.total - moments == pytest.approx(tracked.peak, rel=0.01)
 
 
@@ -70,13 +72,51 @@ def test_each_strategy_takes_what_torch_tracks(model, strategy):
     tracked = track(config, parallel, world, batch, 1, axes)
     llama = parse_llama(config, name)
     load = RunShape(
-        llama, "fp32-master", "none", world, batch, 1, world, sharded_over=axes.dp_shard, keeps_weights=strategy != "hsdp",
+        llama, "fp32-master", "none", world, batch, 1, world, dp_shard=axes.dp_shard, keeps_weights=strategy != "hsdp",
     )  # fmt: skip
-    shards = load.weight_bytes * shard_elements(llama, axes.dp_shard)
+    shards = load.weight_bytes * shard_elements(Part(llama), axes.dp_shard)
     assert (tracked.before, tracked.after) == (shards, 2 * shards)
     found = estimate(load)
     assert found.peak.total - found.peak.held["moments"] == pytest.approx(tracked.peak, rel=0.03)
     assert found.gpu_reserved_bytes is None
+
+
+MESHES = {  # axes, place along pp, micro-batches, more settings
+    "tp": (Axes(4, tp=2), 0, 1, {}),
+    "tp 8": (Axes(2, tp=8), 0, 1, {}),
+    "cp": (Axes(2, cp=4), 0, 1, {}),
+    "tp, zero1": (Axes(4, tp=2), 0, 3, {"strategy": "zero1"}),
+    "zero1": (Axes(4), 0, 3, {"strategy": "zero1"}),
+    "tp, hsdp": (Axes(2, dp_replicate=2, tp=2), 0, 1, {"strategy": "hsdp"}),
+    "first stage": (Axes(4, pp=2), 0, 4, {}),
+    "a stage between": (Axes(2, pp=3), 1, 2, {}),
+    "last stage": (Axes(4, pp=2), 1, 2, {}),
+    "gpipe": (Axes(4, pp=2), 1, 3, {"pp_schedule": "gpipe"}),
+    "zero2, pp": (Axes(4, pp=2), 0, 3, {"strategy": "zero2"}),
+    "interleaved": (Axes(2, pp=2, tp=2, cp=2), 0, 3, {"pp_schedule": "interleaved"}),
+    "offload": (Axes(2, pp=2, tp=2, cp=2), 0, 3, {"offload": "all", "numerics": "pure-bf16"}),
+}
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("seq_len", [512, 8192])
+def test_each_axis_takes_what_torch_tracks(seq_len, mesh):
+    axes, stage, n_micro, more = MESHES[mesh]
+    config = PRESETS["llama3.1-8b"] | {"num_hidden_layers": 8}
+    sizes = {name: getattr(axes, name) for name in ("tp", "cp", "pp")}
+    parallel = Parallel(**({"numerics": "fp32-master"} | sizes | more), dp_replicate=axes.dp_replicate)
+    rank = stage * axes.world // axes.pp
+    tracked = track(config, parallel, axes.world, seq_len, 1, axes, rank, n_micro)
+    llama = parse_llama(config, "8b")
+    load = RunShape(
+        llama, parallel.numerics, parallel.offload, axes.world, seq_len, 1, n_micro * axes.dp_shard * axes.dp_replicate,
+        dp_shard=axes.dp_shard if axes.dp_replicate > 1 else 0, **sizes, pp_schedule=parallel.pp_schedule,
+        keeps_weights=parallel.of_strategy.keeps_weights, reduces_each=parallel.of_strategy.reduces_each,
+    )  # fmt: skip
+    assert load.axes == axes
+    assert tracked.before == load.weight_bytes * held_elements(llama, axes, rank, parallel.chunks)
+    found = peak_of(load, stage)
+    assert found.total - found.held.get("moments", 0) == pytest.approx(tracked.peak, rel=0.03)
 
 
 @pytest.mark.parametrize("numerics", NUMERICS)
@@ -90,7 +130,7 @@ def test_the_optimizer_takes_what_it_keeps(model, numerics):
     kept, _ = optimizer_bytes(config, parallel, world)
     assert held["moments"] + held.get(NORMS, 0) == kept
     assert load.checkpoint_bytes == optimizer_bytes(config, parallel, 1)[1]
-    assert (numerics == "pure-bf16") == (kept != load.moment_bytes * shard_elements(llama, world))
+    assert (numerics == "pure-bf16") == (kept != load.moment_bytes * shard_elements(Part(llama), world))
 
 
 @pytest.mark.parametrize("moments", ["fp32", "bf16"])

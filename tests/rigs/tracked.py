@@ -3,6 +3,7 @@
 Streams are not simulated, so nothing is said of what they keep alive; NCCL's and CUDA's own memory is not in it.
 """
 
+import contextlib
 import dataclasses
 import functools
 from concurrent.futures import Future
@@ -13,20 +14,26 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor._redistribute import clear_redistribute_planner_cache
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import LlamaConfig, LlamaForCausalLM
+from torch.utils._python_dispatch import _disable_current_modes
+from transformers import LlamaConfig
 
 import llama405b.model.kernels  # noqa: F401  # registers varlen
 from llama405b.contract.mesh import Axes
 from llama405b.contract.schema import Optimizer, Parallel
+from llama405b.distributed.ranks import Rank
 from llama405b.model.batch import Batch
-from llama405b.model.llama import build_on_meta
+from llama405b.model.llama import build_on_meta, tie_head
 from llama405b.optim.adamw import build_optimizer, start_moments
 from llama405b.optim.fp32_masters import master_model
 from llama405b.optim.norm import local
 from llama405b.optim.offload_optimizer import OffloadedOptimizer
+from llama405b.parallel.build_passes import build_passes
 from llama405b.parallel.fsdp2 import checkpoint_activations, device_mesh, shard, shard_dtype
-from llama405b.parallel.passes import OneByOne
+from llama405b.parallel.split import split
 
 ON_HOST = ("Sharded Param", "Sharded Grad")  # with offload = all
 NEITHER = ("Inputs", "Buffer")
@@ -83,17 +90,26 @@ class Tracker(FSDPMemTracker):
 
 
 def track(
-    config: dict, parallel: Parallel, world: int, seq_len: int, micro_batch: int, axes: Axes | None = None
+    config: dict,
+    parallel: Parallel,
+    world: int,
+    seq_len: int,
+    micro_batch: int,
+    axes: Axes | None = None,
+    rank: int = 0,
+    n_micro: int = 1,
 ) -> Tracked:
-    """Track a forward and a backward of a model, in the form of config.json."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+    """Track the forwards and backwards of a step, of a model in the form of config.json."""
+    _clear_sharding_prop_cache()  # DTensor's plans name groups of an earlier call
+    clear_redistribute_planner_cache()
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+    me = Rank(rank, world, 0, "host", torch.device("cpu"), mesh=axes)
     try:
-        mesh = device_mesh(axes or Axes(dp_shard=world), "cpu")
+        model = split(build_on_meta(LlamaConfig(**config), "varlen", shard_dtype(parallel)), parallel, me).train()
+        passes = build_passes(parallel, model, me)
         with FakeTensorMode(allow_non_fake_inputs=True):
-            torch.set_default_dtype(shard_dtype(parallel))
-            model = LlamaForCausalLM(LlamaConfig(**config, attn_implementation="varlen")).train()
-            torch.set_default_dtype(torch.float32)
-            shard(model, parallel, torch.device("cpu"), mesh)
+            model.to_empty(device="cpu")
+            tie_head(model)
             master = master_model(model, parallel)
             checkpoint_activations(model)
             if parallel.offload == "optimizer":
@@ -101,13 +117,40 @@ def track(
             tracker = Tracker(model, ON_HOST if parallel.offload == "all" else ())
             ids_BS = torch.zeros(micro_batch, seq_len, dtype=torch.long)
             tracker.track_inputs((ids_BS,))
-            with tracker:
+            with _only_what_ranks_have(), tracker:
                 before = tracker.now()
-                OneByOne(model, 1)._nll(Batch(ids_BS, ids_BS)).backward()
+                passes.train([Batch(ids_BS, ids_BS)] * n_micro, 1, Unheard(), _hear)
             return Tracked(before, tracker.now(), tracker.peak_there)
     finally:
         torch.set_default_dtype(torch.float32)
         dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _only_what_ranks_have():
+    """Leave out what torch makes only to learn shapes of whole tensors, and what a fake group never sends."""
+    meta, isend = ShardingPropagator._propagate_tensor_meta_non_cached, dist.isend
+
+    def apart(self, op_schema):
+        with _disable_current_modes():
+            return meta(self, op_schema)
+
+    ShardingPropagator._propagate_tensor_meta_non_cached = apart
+    dist.isend = _hear
+    try:
+        yield
+    finally:
+        ShardingPropagator._propagate_tensor_meta_non_cached, dist.isend = meta, isend
+
+
+class Unheard:
+    """Takes no gradients: they stay where FSDP leaves them."""
+
+    def expect(self, *, last: bool) -> None:
+        """See ``Accumulator``."""
+
+    def accumulate(self) -> None:
+        """See ``Accumulator``."""
 
 
 def _offload(model: nn.Module, master: nn.Module, parallel: Parallel) -> OffloadedOptimizer:

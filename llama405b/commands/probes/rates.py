@@ -8,7 +8,8 @@ import torch
 from torch import nn
 from transformers import LlamaConfig
 
-from llama405b.capacity.run_shape import RunShape, UnitSizes
+from llama405b.capacity.part import Part, UnitSizes
+from llama405b.capacity.run_shape import RunShape
 from llama405b.commands.probes import host, links
 from llama405b.commands.probes.timing import best_s
 from llama405b.contract.probes import Figure
@@ -100,7 +101,7 @@ def unit_collectives(load: RunShape, me: Rank) -> list[Figure]:
     gather = scatter = hop_s = 0.0
     if me.world > 1:
         dtype = DTYPES[COMPUTE_BYTES[load.numerics]]
-        n = UnitSizes.of(load.llama).layer // (1 + load.halves) // me.world
+        n = UnitSizes.of(Part(load.llama)).layer // (1 + load.halves) // me.world
         whole, part = (torch.zeros(size, device=me.device, dtype=dtype) for size in (n * me.world, n))
         few, many = torch.zeros(1, device=me.device), torch.zeros(me.world, device=me.device)
         small_s = links.gather_seconds(me, many, few)

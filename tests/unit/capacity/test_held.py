@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from llama405b.capacity.run_shape import held_elements, shard_elements
+from llama405b.capacity.part import Part, held_elements, shard_elements
 from llama405b.contract.config import PRESET_DIR
 from llama405b.contract.mesh import Axes
 from llama405b.contract.schema import Parallel
@@ -52,4 +52,4 @@ def test_all_ranks_of_a_copy_have_the_model_and_the_norms_of_each_tp_rank():
     axes = Axes(2, pp=4, tp=8)
     norms = (2 * LARGE.layers + 1) * LARGE.hidden
     assert sum(held_elements(LARGE, axes, rank) for rank in range(64)) == LARGE.parameters + (axes.tp - 1) * norms
-    assert held_elements(LARGE, Axes(64), 0) == shard_elements(LARGE, 64)
+    assert held_elements(LARGE, Axes(64), 0) == shard_elements(Part(LARGE), 64)

@@ -6,7 +6,7 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 
-from llama405b.capacity import estimate, run_shape
+from llama405b.capacity import estimate, part, run_shape
 from llama405b.capacity.known import known_shape
 from llama405b.capacity.outlook import is_predicted
 from llama405b.contract import config
@@ -54,7 +54,7 @@ def needs_of(asked: Config | None, preset: str, hosts: Sequence[Host]) -> Needs:
     slots = [host.slots or 8 for host in hosts]
     most, world = max(slots), sum(slots)
     axes = Axes.of(asked.parallel, world, most)
-    held = run_shape.held_elements(llama, axes, 0, asked.parallel.chunks)
+    held = part.held_elements(llama, axes, 0, asked.parallel.chunks)
     on_device, on_host = (each * held for each in asked.parallel.state_bytes)
     if not needs.cuda:
         return dataclasses.replace(needs, ram_bytes=(on_device + on_host) * most)
