@@ -1,6 +1,7 @@
 """Write the plan's coefficients and ranges, and the tables of docs/plan-accuracy.md and docs/measurements/plan-unseen.md.
 
-Coefficients are of the rows of tests/data/published.csv that are marked train; ranges of all rows, there and in unseen.csv, that are not.
+Coefficients are of the rows of tests/data/published.csv that are marked train; ranges of all that are not, there, in unseen.csv and
+in meshes.csv.
 Nothing else writes them. In a checkout, with the project installed:
 
     PYTHONPATH=tests/rigs python scripts/fit_plan.py
@@ -16,11 +17,12 @@ import plan_ranges
 
 from llama405b.capacity.coefficients import COEFFICIENTS, Rates
 from llama405b.capacity.evidence import RANGES
-from published import BYTES, UNSEEN, read_rows
+from published import BYTES, MESHES, UNSEEN, read_rows
 
 DOCS = Path(__file__).parent.parent / "docs"
 DOCUMENT, UNSEEN_DOCUMENT = DOCS / "plan-accuracy.md", DOCS / "measurements/plan-unseen.md"
 BEGIN, END = "<!-- the table: written by scripts/fit_plan.py -->", "<!-- end of the table -->"
+MESHES_BEGIN, MESHES_END = "<!-- meshes: written by scripts/fit_plan.py -->", "<!-- end of meshes -->"
 RANGES_BEGIN, RANGES_END = "<!-- the ranges: written by scripts/fit_plan.py -->", "<!-- end of the ranges -->"
 PRIORS = {"h100-80": 0.40, "h100-96-500w": 0.40, "a100-80": 0.55, "a100-40": 0.55}  # attention, of a GPU's FLOPs
 FIRST = {"interference": 0.2, "network": 0.9, "hop": 5.0, "triton": 0.7}
@@ -82,6 +84,7 @@ def rows_table(rows, rates):
         c, use = row.cells, "fitted" if row.train else ""
         more = " compiled" * (c["compile"] == "1")
         batch, cluster = f"{c['micro_batch']} × {c['grad_accum']}", f"{c['gpus']} × {c['gpu']}"
+        cluster += "".join(f", {name} {c[name]}" for name in ("tp", "cp", "pp") if c.get(name, "1") != "1")
         shape = f"{row.source} | {row.model} | {cluster} | {c['seq_len']} | {batch} | {c['checkpointing']}{more} | {row.metric}"
         if row.not_modelled:
             lines.append(f"| {shape} | {row.value:,g} | not modelled | | {row.not_modelled} |")
@@ -140,12 +143,13 @@ def write(document, begin, end, new):
 
 
 if __name__ == "__main__":
-    all_rows, unseen = read_rows(), read_rows(UNSEEN)
+    all_rows, unseen, meshes = read_rows(), read_rows(UNSEEN), read_rows(MESHES)
     fitted = fit(all_rows)
     COEFFICIENTS.write_text(written(fitted))
-    evidence = plan_ranges.points([*all_rows, *unseen], fitted)
+    evidence = plan_ranges.points([*all_rows, *unseen, *meshes], fitted)
     RANGES.write_text(plan_ranges.written(evidence))
     write(DOCUMENT, BEGIN, END, table(all_rows, fitted))
+    write(DOCUMENT, MESHES_BEGIN, MESHES_END, "\n".join(rows_table(meshes, fitted)))
     write(UNSEEN_DOCUMENT, RANGES_BEGIN, RANGES_END, plan_ranges.table(evidence))
     write(UNSEEN_DOCUMENT, BEGIN, END, "\n".join(rows_table(unseen, fitted)))
     print(DOCUMENT.read_text()[-900:])

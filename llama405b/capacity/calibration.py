@@ -109,7 +109,9 @@ class Calibration:
         return dataclasses.replace(load, **saves) == self.load
 
     def knows(self, load: RunShape, gpu: Gpu) -> bool:
-        """Whether its rates hold for such a run: GPUs, model, sequence, numerics, attention and packing are the same."""
+        """Whether its rates hold for such a run: GPUs, model, sequence, numerics, attention and packing are the same; no tp, cp or pp."""
+        if load.is_split:
+            return False
         same = ("llama", "seq_len", "numerics", "attention", "packing")
         return gpu.name == self.gpu and all(getattr(load, name) == getattr(self.load, name) for name in same)
 

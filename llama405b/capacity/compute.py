@@ -91,21 +91,21 @@ def fsdp_copies_s(setting: Setting, rates: Rates, unit: float) -> float:
     return unit * (gathered + reduced) / (setting.gpu.memory_bytes_per_s * rates.copies)
 
 
-def parts_s(setting: Setting, rates: Rates, unit: float) -> Mapping[str, float]:
+def parts_s(setting: Setting, rates: Rates, unit: float, layers: int, has_head: bool) -> Mapping[str, float]:
     """Return what a micro-batch's forward and backward compute, by what it is; ``unit``: parameters that FSDP moves for a layer.
 
     Nothing is counted twice: the share of its FLOPs that a GPU attains was fitted to whole steps, so FSDP's copies are in the
     time of the products, and are taken out of that.
     """
-    layers, work = setting.shape.layers, layer_work(setting, rates)
+    work = layer_work(setting, rates)
     once = work.forward + work.backward
-    products = layers * once.products_s + 3 * products_s(setting, rates, setting.shape.head)
+    products = layers * once.products_s + 3 * products_s(setting, rates, setting.shape.head) * has_head
     copies = min(layers * fsdp_copies_s(setting, rates, unit), products)
     return {
         "matrix products": products - copies,
         "attention": layers * once.attention_s,
         "norms and activations": layers * once.elementwise_s,
-        "loss": 3 * logits_s(setting, rates),
+        "loss": 3 * logits_s(setting, rates) * has_head,
         "FSDP's copies": copies,
         "recomputation": layers * work.again.total_s,
     }

@@ -26,6 +26,7 @@ class Evidence(enum.StrEnum):
     RATES = "rates"  # the rates of its hosts
     LARGE = "large"  # other programs, on such GPUs
     SMALL = "small"  # the same, of small models or of one GPU
+    MESH = "mesh"  # the same, that split more than the parameters: tp, cp or pp
     OFFLOAD = "offload"  # fewer than three programs
     NOTHING = "nothing"  # no one has timed this GPU
 
@@ -36,7 +37,7 @@ class Evidence(enum.StrEnum):
             return cls.NOTHING
         if setting.updates_on_host:
             return cls.OFFLOAD
-        return _by_size(setting)
+        return _alike(setting)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -61,7 +62,7 @@ def range_of(setting: Setting) -> Range | None:
     known = Evidence.of(setting)
     if known is Evidence.NOTHING:
         return None
-    alike = _ranges()[_by_size(setting)]
+    alike = _ranges()[_alike(setting)]
     if known is not Evidence.OFFLOAD:
         return alike
     more = _ranges()[known]
@@ -74,6 +75,9 @@ def _ranges() -> dict[str, Range]:
     return {name: Range(**found) for name, found in json.loads(RANGES.read_text()).items()}
 
 
-def _by_size(setting: Setting) -> Evidence:
+def _alike(setting: Setting) -> Evidence:
+    """Return of which programs the runs were like it, but for where the states are."""
+    if setting.tp * setting.cp * setting.pp > 1:
+        return Evidence.MESH
     is_small = setting.gpus == 1 or setting.shape.parameters < SMALL
     return Evidence.SMALL if is_small else Evidence.LARGE

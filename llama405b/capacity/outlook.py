@@ -21,8 +21,7 @@ from llama405b.capacity.goodput import Goodput, goodput
 from llama405b.capacity.run_shape import RunShape
 from llama405b.capacity.setting import Shape
 from llama405b.contract.cadence import Cadence
-from llama405b.contract.mesh import DP, Axes
-from llama405b.contract.schema import Moments, Offload, Parallel
+from llama405b.contract.schema import Config, Moments, Offload
 
 MEMORY_SPREAD = 0.10
 NEAR = 0.033
@@ -150,7 +149,7 @@ class Outlook:
     @property
     def batch(self) -> int:
         """Sequences of a step: whole micro-batches of every GPU, at least one."""
-        together = self.load.micro_batch * self.load.world
+        together = self.load.micro_batch * self.load.dp
         return max(1, self.load.global_batch // together) * together
 
     @property
@@ -206,16 +205,17 @@ def predicts_units(wrap: Iterable[str]) -> bool:
     return {*wrap} - {"Embedding"} in UNITS
 
 
-def is_predicted(parallel: Parallel, axes: Axes) -> bool:
-    """Whether memory and time of such a mesh are predicted: of copies and shards alone."""
-    return axes.world == axes.size(DP) and not parallel.by_fsdp1
+def is_predicted(config: Config) -> bool:
+    """Whether memory and time of such a run are predicted."""
+    of_units = predicts_units(config.parallel.wrap) and not config.parallel.by_fsdp1
+    return of_units and config.model.activation_checkpointing
 
 
 def variants(outlook: Outlook, moments: Sequence[Moments] = ("fp32",)) -> Iterator[Outlook]:
     """Yield the settings that the trainer takes for the same steps: places of the states, moments, units, micro-batches."""
     load = outlook.load
     dtypes = dict.fromkeys((load.moments, *moments))
-    sizes = sorted({load.micro_batch, *divisors(max(1, load.global_batch // load.world))})
+    sizes = sorted({load.micro_batch, *divisors(max(1, load.global_batch // load.dp))})
     for offload, dtype, wrap, size in itertools.product(OFFLOADS, dtypes, (WHOLE, HALVES), sizes):
         other = dataclasses.replace(load, offload=offload, moments=dtype, wrap=wrap, micro_batch=size)
         if _runs(other, outlook.cluster) or other == load:
@@ -300,13 +300,13 @@ def _changes(load: RunShape) -> list[tuple[str, RunShape]]:
         ("--parallel.moments bf16 (with optimizer.betas of at most 0.99)", change(moments="bf16")),
         ("--parallel.numerics pure-bf16 (loses small updates)", change(numerics="pure-bf16", moments="fp32")),
         (f"--training.micro_batch_size {2 * load.micro_batch}", change(micro_batch=2 * load.micro_batch)),
-        (_twice(load), change(world=2 * load.world, global_batch=max(load.global_batch, 2 * load.world))),
+        (_twice(load), change(world=2 * load.world, global_batch=max(load.global_batch, 2 * load.dp))),
     ]
 
 
 def _twice(load: RunShape) -> str:
     """Name twice the hosts, and what that makes of the batch."""
-    batch = 2 * load.world
+    batch = 2 * load.dp
     return (
         f"twice the hosts (with --training.global_batch_size {batch})"
         if batch > load.global_batch
@@ -318,10 +318,10 @@ def _runs(load: RunShape, cluster: Cluster) -> bool:
     """Whether the trainer takes these settings, and their time is known on what was measured, if that was."""
     if cluster.gpu.is_cpu and load.offload != "none":
         return False
-    if load.offload != "none" and load.shards != load.world:
+    if load.offload != "none" and load.axes.dp_replicate > 1:
         return False
     if load.offload == "optimizer" and load.numerics != "fp32-master":
         return False
     if load.moments == "bf16" and (load.offload == "none" or load.numerics == "pure-bf16"):
         return False
-    return load.global_batch % (load.micro_batch * load.world) == 0
+    return load.global_batch % (load.micro_batch * load.dp) == 0

@@ -37,7 +37,7 @@ def parts_of(llama: Llama, axes: Axes, stage: int, chunks: int = 1) -> tuple[Par
     )
     if axes.pp == 1:
         return (Part(own),)
-    layers = _layers_of(llama, axes.pp * chunks)
+    layers = layers_of_stages(llama, axes.pp * chunks)
     return tuple(
         Part(dataclasses.replace(own, layers=layers[each]), each == 0, each == len(layers) - 1)
         for each in range(stage, len(layers), axes.pp)
@@ -45,7 +45,7 @@ def parts_of(llama: Llama, axes: Axes, stage: int, chunks: int = 1) -> tuple[Par
 
 
 @functools.lru_cache(64)
-def _layers_of(llama: Llama, n_stages: int) -> tuple[int, ...]:
+def layers_of_stages(llama: Llama, n_stages: int) -> tuple[int, ...]:
     """Return how many layers each stage has."""
     return tuple(len(stage) for stage in stages_of(llama.tensors(), n_stages))
 

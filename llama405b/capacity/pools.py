@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from llama405b.capacity.allocator import Block, Pool
 from llama405b.capacity.run_shape import RunShape
+from llama405b.contract.mesh import Axes
 
 TABLE = Path(__file__).with_name("blocks.toml")
 WORKSPACE = 32 << 20  # of cuBLAS on Hopper (ATen/cuda/CublasHandlePool.cpp); elsewhere 8 MiB
@@ -29,7 +30,7 @@ STEPS = 2  # until pools grow no more: in the first there are no moments yet
 
 def reserved(run: RunShape) -> Mapping[str, int]:
     """Return the bytes that are reserved, by what is allocated from each pool; empty: not known."""
-    if run.compute_bytes != 2 or run.keeps_weights or run.shards != run.world:
+    if run.compute_bytes != 2 or run.keeps_weights or run.axes != Axes(run.world):
         return {}
     batch = run.micro_batch * run.world * (1 + run.accumulates)  # more micro-batches need no more than two
     return _reserved(

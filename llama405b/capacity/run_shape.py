@@ -6,7 +6,7 @@ Pinned memory: torch rounds blocks up to powers of two, 19 % for 405B's shards o
 import dataclasses
 import math
 
-from llama405b.capacity.part import Part, UnitSizes, norm_elements, parts_of, shard_elements
+from llama405b.capacity.part import Part, UnitSizes, layers_of_stages, norm_elements, parts_of, shard_elements
 from llama405b.contract.mesh import DP, SHARD, Axes
 from llama405b.contract.schedule import InFlight, in_flight
 from llama405b.contract.schema import COMPUTE_BYTES, Checkpoint, Config, Data, Moments, Numerics, Offload, Parallel
@@ -106,6 +106,11 @@ class RunShape:
         return self.axes.size(DP)
 
     @property
+    def is_split(self) -> bool:
+        """Whether ranks split more than the batch and the parameters."""
+        return self.world != self.dp
+
+    @property
     def chunks(self) -> int:
         """Pipeline stages of each rank."""
         return 2 if self.pp_schedule == "interleaved" else 1
@@ -118,6 +123,11 @@ class RunShape:
     def parts(self, stage: int) -> tuple[Part, ...]:
         """Return what a rank of this place along ``pp`` computes."""
         return parts_of(self.llama, self.axes, stage, self.chunks)
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """Layers of each pipeline stage; (): there is no pipeline."""
+        return layers_of_stages(self.llama, self.pp * self.chunks) if self.pp > 1 else ()
 
     def in_flight(self, stage: int) -> frozenset[InFlight]:
         """Return which micro-batches wait for their backward there while another one is computed."""

@@ -85,16 +85,32 @@ class Setting:
     copied_up: float = 0.0  # bytes per parameter from host memory, in each forward and backward
     copied_down: float = 0.0  # the same, to host memory, in each backward
     units: int = 1  # of FSDP in a layer
-    sharded_over: int = 0  # GPUs that share one copy of the weights, neighbors; 0: all; fewer: HSDP; 1: DDP
+    sharded_over: int = (
+        0  # GPUs among which FSDP shards what they all compute; 0: all that the axes leave; fewer: HSDP; 1: DDP
+    )
+    tp: int = 1  # GPUs that split each matrix, neighbors
+    cp: int = 1  # GPUs that split each sequence; FSDP shards over them, too
+    stages: tuple[int, ...] = ()  # layers of each pipeline stage, the last of which has the head; (): no pipeline
+    chunks: int = 1  # of those stages, on each GPU of a pipeline
     prefetches: bool = True  # a unit is gathered while the one before computes, and reduced while the next does
     compute_bytes: int = 2  # of a gathered weight: BF16
     gathers_once: bool = False  # in a step, not in each of its micro-batches
     reduces_once: bool = False
 
     @property
-    def tokens(self) -> int:
-        """Of a micro-batch, on a GPU."""
-        return self.micro_batch * self.seq_len
+    def tokens(self) -> float:
+        """Of a micro-batch, as many as a GPU computes alone: those of a sequence, and of each matrix, are split."""
+        return self.micro_batch * self.seq_len / (self.cp * self.tp)
+
+    @property
+    def step_tokens(self) -> float:
+        """Of a step, for each GPU."""
+        return self.tokens * self.accumulate / self.pp
+
+    @property
+    def pp(self) -> int:
+        """GPUs of a pipeline."""
+        return max(1, len(self.stages) // self.chunks)
 
     @property
     def hosts(self) -> int:
@@ -108,5 +124,5 @@ class Setting:
 
     @property
     def shards(self) -> int:
-        """GPUs that share one copy of the weights."""
-        return self.sharded_over or self.gpus
+        """GPUs among which FSDP shards what they all compute."""
+        return self.sharded_over or self.gpus // (self.tp * self.pp)

@@ -21,6 +21,7 @@ class StepTime:
     data_s: float = 0.0  # waiting for data
     compute_s: float | None = None  # of forward and backward; None: measured as a whole, as is what follows
     communication_s: float = 0.0  # of both; what is not hidden is in the first two
+    bubble_s: float = 0.0  # a pipeline's GPUs wait for each other
     copies_s: float = 0.0  # between GPU and host memory; the same
     compute_parts_s: Mapping[str, float] = dataclasses.field(default_factory=dict)  # of ``compute_s``, by what it is
 
@@ -34,41 +35,94 @@ class StepTime:
     @property
     def step_s(self) -> float:
         """All of it."""
-        return self.data_s + self.forward_s + self.backward_s + self.optimizer_s
+        return self.data_s + self.forward_s + self.backward_s + self.bubble_s + self.optimizer_s
 
 
 def step_time(setting: Setting, rates: Rates) -> StepTime:
-    """Predict a step: every layer beside the communication of its units, then the head and the loss."""
-    shape, layers = setting.shape, setting.shape.layers
+    """Predict a step: every layer beside the communication of its units, then the head and the loss; of a pipeline, the slowest GPU's.
+
+    The GPUs of a pipeline wait (pp - 1) / chunks of the time that a micro-batch takes them (arXiv 2104.04473, section 2.2).
+    """
+    found = max((_of_gpu(setting, rates, place) for place in range(setting.pp)), key=lambda each: each.step_s)
+    bubble = (setting.pp - 1) / setting.chunks / setting.accumulate
+    return dataclasses.replace(found, bubble_s=bubble * (found.forward_s + found.backward_s))
+
+
+def _of_gpu(setting: Setting, rates: Rates, place: int) -> StepTime:
+    """Predict what a GPU does in a step, by its place along the pipeline, without waiting for others of it."""
+    layers, has_head = _layers_of(setting, place)
+    shape = setting.shape
     work = layer_work(setting, rates)
-    last = products_s(setting, rates, shape.head) + logits_s(setting, rates)
+    last = (products_s(setting, rates, shape.head) + logits_s(setting, rates)) * has_head
     unit = unit_parameters(setting)
-    gather = setting.units * ring_s(setting, rates, setting.compute_bytes * unit / setting.units, setting.shards)
+    gather = setting.units * gather_s(setting, rates, setting.compute_bytes * unit / setting.units)
     scatter = setting.units * reduce_s(setting, rates, setting.reduce_bytes * unit / setting.units)
     gather /= setting.accumulate if setting.gathers_once else 1
     scatter /= setting.accumulate if setting.reduces_once else 1
     reduce = scatter + gather * setting.reshard
     up, both = host_copies_s(setting, rates, 0.0), host_copies_s(setting, rates, setting.copied_down)
     beside = hidden_s if setting.prefetches else in_turn_s
-    one_forward = layers * max(beside(work.forward.total_s, gather, rates), up) + last
-    one_backward = layers * max(beside(work.backward_s, reduce, rates), both) + 2 * last
+    forward, backward = (within_layer_s(setting, rates, times) for times in (FORWARD, BACKWARD))
+    one_forward = layers * max(beside(work.forward.total_s + forward, gather, rates), up) + last
+    one_backward = layers * max(beside(work.backward_s + backward, reduce, rates), both) + 2 * last
     one_forward = rates.whole * one_forward + layers * rates.delay_s / 3
     one_backward = rates.whole * one_backward + layers * rates.delay_s * 2 / 3
-    parts = {name: setting.accumulate * seconds for name, seconds in parts_s(setting, rates, unit).items()}
+    handed = between_stages_s(setting, rates)
+    parts = {name: setting.accumulate * s for name, s in parts_s(setting, rates, unit, layers, has_head).items()}
     return StepTime(
-        forward_s=setting.accumulate * one_forward,
-        backward_s=setting.accumulate * one_backward,
+        forward_s=setting.accumulate * (one_forward + handed),
+        backward_s=setting.accumulate * (one_backward + handed),
         compute_s=sum(parts.values()),
-        communication_s=setting.accumulate * layers * (gather + reduce),
+        communication_s=setting.accumulate * (layers * (gather + reduce + forward + backward) + 2 * handed),
         copies_s=setting.accumulate * layers * (up + both),
         optimizer_s=_optimizer_s(setting, rates, one_forward),
         compute_parts_s=parts,
     )
 
 
+def _layers_of(setting: Setting, place: int) -> tuple[int, bool]:
+    """Return how many layers a GPU has, and whether it has the head."""
+    if not setting.stages:
+        return setting.shape.layers, True
+    return sum(setting.stages[place :: setting.pp]), place == setting.pp - 1
+
+
 def unit_parameters(setting: Setting) -> float:
-    """Return the parameters that are moved for a layer: its own, and a share of embedding and head."""
-    return setting.shape.parameters / setting.shape.layers
+    """Return the parameters that are moved for a layer: its own, and a share of embedding and head; of those, what ``tp`` leaves."""
+    return setting.shape.parameters / setting.shape.layers / setting.tp
+
+
+# Within a layer: all-gathers and reduce-scatters of hidden states over ``tp``, and exchanges of heads over ``cp``. A backward has those
+# of the recomputation, which ends before a layer's last reduce-scatter (docs/parallel.md has the counts).
+FORWARD, BACKWARD = (2, 2, 1), (4, 3, 2)
+
+
+def within_layer_s(setting: Setting, rates: Rates, times: tuple[int, int, int]) -> float:
+    """Return the time of what a layer communicates in between: nothing hides it."""
+    gathers, scatters, exchanges = times
+    tokens = setting.micro_batch * setting.seq_len / setting.cp
+    hidden = setting.compute_bytes * tokens * setting.shape.hidden
+    whole = ring_s(setting, rates, hidden, setting.tp)
+    heads = setting.compute_bytes * tokens * 2 * (setting.shape.width + setting.shape.kv_width) / setting.tp
+    return (gathers + scatters / rates.scatter) * whole + exchanges * exchange_s(setting, rates, heads)
+
+
+def exchange_s(setting: Setting, rates: Rates, n_bytes: float) -> float:
+    """Return the time in which each GPU of ``cp`` sends so many bytes, in equal parts, to all of them."""
+    within = setting.gpu.peers_bytes_per_s * rates.peers
+    if setting.cp * setting.tp > setting.gpus_per_host:
+        within = min(within, setting.nic_bytes_per_s * rates.network / setting.gpus_on_host)
+    return n_bytes * (setting.cp - 1) / setting.cp / within
+
+
+def between_stages_s(setting: Setting, rates: Rates) -> float:
+    """Return the time in which hidden states of a micro-batch reach the next stage, on another host if there are several."""
+    if setting.pp == 1:
+        return 0.0
+    link = setting.gpu.peers_bytes_per_s * rates.peers
+    if setting.hosts > 1:
+        link = min(link, setting.nic_bytes_per_s * rates.network / setting.gpus_on_host)
+    return setting.chunks * setting.compute_bytes * setting.tokens * setting.shape.hidden / link
 
 
 def host_copies_s(setting: Setting, rates: Rates, down: float) -> float:
@@ -106,11 +160,17 @@ def ring_s(setting: Setting, rates: Rates, n_bytes: float, n: int, stride: int =
     return n_bytes * (n - 1) / n / min(within, link) + (n - 1) * rates.hop_s
 
 
+def gather_s(setting: Setting, rates: Rates, n_bytes: float) -> float:
+    """Return the time to gather so many bytes of weights from the GPUs that shard them."""
+    return ring_s(setting, rates, n_bytes, setting.shards, setting.tp)
+
+
 def reduce_s(setting: Setting, rates: Rates, n_bytes: float) -> float:
     """Return the time to sum so many bytes of gradients: a reduce-scatter over the shards, and with HSDP an all-reduce over the copies."""
-    copies = setting.gpus // setting.shards
-    between = ring_s(setting, rates, n_bytes / setting.shards, copies, setting.shards)
-    return ring_s(setting, rates, n_bytes, setting.shards) / rates.scatter + 2 * between
+    of_a_copy = setting.shards * setting.tp
+    copies = setting.gpus // (of_a_copy * setting.pp)
+    between = ring_s(setting, rates, n_bytes / setting.shards, copies, of_a_copy)
+    return gather_s(setting, rates, n_bytes) / rates.scatter + 2 * between
 
 
 def _optimizer_s(setting: Setting, rates: Rates, next_forward_s: float) -> float:
@@ -119,7 +179,7 @@ def _optimizer_s(setting: Setting, rates: Rates, next_forward_s: float) -> float
     In a host, the copies of that forward and the update share its memory.
     """
     if not setting.updates_on_host:
-        per_gpu = setting.update_bytes * setting.shape.parameters / setting.shards
+        per_gpu = setting.update_bytes * setting.shape.parameters / (setting.shards * setting.tp * setting.pp)
         return per_gpu / (setting.gpu.memory_bytes_per_s * rates.memory)
     held, ram = setting.shape.parameters / setting.hosts, setting.gpu.ram_bytes_per_s
     update, norm = (n_bytes * held / (ram * rates.update) for n_bytes in (setting.update_bytes, setting.norm_bytes))

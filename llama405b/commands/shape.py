@@ -69,14 +69,14 @@ def describe_shape(config: Config, preset: str, world: int) -> str:
             f"gathered     at most {gathered:,.2f} GiB at a time ({largest}), twice that while the next unit is prefetched",
             f"step         {counted(config.training.global_batch_size, 'sequence')} of {config.data.seq_len} tokens: "
             f"{counted(rounds, 'micro-batch', 'micro-batches')} of {config.training.micro_batch_size} on each rank",
-            *(_estimate(config, known, world, axes) if is_predicted(config.parallel, axes) else []),
+            *_estimate(config, known, world, axes),
         ]
     )
 
 
 def _estimate(config: Config, llama: weights.Llama, world: int, axes: Axes) -> list[str]:
-    """What it takes on GPUs; nothing if it is for the CPU, or recomputes nothing."""
-    if config.parallel.device == "cpu" or not config.model.activation_checkpointing:
+    """What it takes on GPUs; nothing if it is for the CPU, or not predicted."""
+    if config.parallel.device == "cpu" or not is_predicted(config):
         return []
     return estimate.describe_needs(run_shape.RunShape.of(llama, config, world, axes))
 

@@ -1,7 +1,7 @@
 """Published measurements, as settings of the plan's model, and how wrong it is about them.
 
 tests/data/published.csv: those that were fitted, and others that were looked at then. tests/data/unseen.csv: those that were found
-when all was fitted.
+when all was fitted. tests/data/meshes.csv: those with tensor, pipeline or context parallelism, none of which was fitted.
 """
 
 import csv
@@ -12,13 +12,14 @@ from pathlib import Path
 
 from llama405b.capacity.coefficients import Rates
 from llama405b.capacity.hardware import GIB, read_gpus
+from llama405b.capacity.part import layers_of_stages
 from llama405b.capacity.setting import Setting, Shape
 from llama405b.capacity.step_time import step_time
 from llama405b.contract.config import PRESET_DIR
 from llama405b.contract.weights import parse_llama
 
 DATA = Path(__file__).parent.parent / "data"
-ROWS, UNSEEN = DATA / "published.csv", DATA / "unseen.csv"
+ROWS, UNSEEN, MESHES = DATA / "published.csv", DATA / "unseen.csv", DATA / "meshes.csv"
 OTHER_GPUS = DATA / "unseen_gpus.toml"
 PROGRAMS = {  # by how a source begins
     "MosaicML": "llm-foundry", "torchtitan": "torchtitan", "Trainy": "torchtitan", "Lambda": "Lambda", "ATorch": "ATorch",
@@ -70,7 +71,7 @@ class Row:
             shards = 1 / self.anchor.setting.gpus - 1 / setting.gpus
             return self.anchor.value - self.state_bytes * setting.shape.parameters * shards / BYTES[self.metric]
         time, shape = step_time(setting, rates), setting.shape
-        tokens = setting.tokens * setting.accumulate
+        tokens = setting.step_tokens
         if self.metric == "hardware_tflops":  # four thirds of the model's, with all of the attention matrix
             flops = 8 * (shape.layers * (shape.matrices + 2 * shape.width * setting.seq_len) + shape.head)
             return flops * tokens / time.step_s / 1e12
@@ -142,7 +143,20 @@ def _setting(cells, gpus):
 
 
 def _told(setting, cells):
-    """What only rows of unseen.csv tell: copies of the weights (HSDP), and the update of BF16 states, on the GPU or in host memory."""
+    """What only rows of other files tell: axes of a mesh; copies of the weights, and the update of BF16 states, and where it is."""
+    if cells.get("tp"):
+        pp, chunks, once = int(cells["pp"]), int(cells["chunks"]), cells["once"] == "1"
+        llama = parse_llama(LLAMA3[cells["model"]], cells["model"])
+        stages = layers_of_stages(llama, pp * chunks) if pp > 1 else ()
+        return dataclasses.replace(
+            setting,
+            tp=int(cells["tp"]),
+            cp=int(cells["cp"]),
+            stages=stages,
+            chunks=chunks,
+            gathers_once=once,
+            reduces_once=once,
+        )
     setting = dataclasses.replace(setting, sharded_over=int(cells.get("sharded_over") or 0))
     if not cells.get("update_bytes"):
         return setting

@@ -1,5 +1,6 @@
 """What is known of a time: by GPU, size and place of the states; and how the plan tells it."""
 
+import dataclasses
 import json
 
 import pytest
@@ -39,6 +40,12 @@ def test_what_is_known_of_a_setting(model, world, offload, gpu, known):
     assert ("; never measured on this GPU" in expectation(outlook)) == (known is Evidence.NOTHING)
 
 
+def test_splitting_more_than_parameters_is_other_evidence():
+    split = dataclasses.replace(load("llama3.1-405b", 64, "none"), tp=8)
+    outlook = Outlook.of(split, Cluster())
+    assert (outlook.evidence, outlook.time_range.programs) == (Evidence.MESH, 3)
+
+
 def test_offload_is_wide_and_lopsided():
     with_it, without = (range_of(setting_of(load("llama3.1-405b", 64, place), Cluster())) for place in ("all", "none"))
     assert with_it.low == without.low
@@ -62,6 +69,10 @@ def line(out, begins):
         (
             ("--preset", "llama3.1-70b", "--nodes", "4", "--parallel.offload", "none"),
             "holds nine of ten times of 6 other programs, with models of 10 B parameters or more",
+        ),
+        (
+            ("--preset", "llama3.1-70b", "--nodes", "4", "--parallel.offload", "none", "--parallel.tp", "8"),
+            "holds nine of ten times of 3 other programs, with tp, cp or pp",
         ),
         (
             ("--preset", "llama3.1-405b", "--nodes", "8"),

@@ -220,7 +220,7 @@ def test_hardware_that_cannot_be(tmp_path, number):
         (["--preset", "llama3.1-70b", "--serach"], "--serach"),
         (
             ["--preset", "llama3.1-8b", "--parallel.strategy", "fsdp1"],
-            "--parallel.strategy: plan predicts no fsdp1, tp, cp or pp; leave them out",
+            "--parallel.strategy: plan does not predict fsdp1; use fsdp2",
         ),
         ([*LARGE, "--calibrate"], "--calibrate: measures on hosts; name a hosts file"),
         (

@@ -14,6 +14,8 @@ from fit_plan import (
     BEGIN,
     DOCUMENT,
     END,
+    MESHES_BEGIN,
+    MESHES_END,
     RANGES_BEGIN,
     RANGES_END,
     UNSEEN_DOCUMENT,
@@ -26,7 +28,7 @@ from fit_plan import (
 )
 from llama405b.capacity.coefficients import COEFFICIENTS, Rates
 from llama405b.capacity.evidence import FEWEST, MEASURED, RANGES, Evidence, range_of
-from published import ROWS, UNSEEN, read_rows
+from published import MESHES, ROWS, UNSEEN, read_rows
 
 FROZEN = {  # since 0.3.0: what a later change gains is shown against these, so nobody fits them again to make it true
     "matmul": {"a100-40": 0.7462, "a100-80": 0.7699, "h100-80": 0.5938, "h100-96-500w": 0.4634},
@@ -48,8 +50,13 @@ def unseen():
 
 
 @pytest.fixture(scope="module")
-def evidence(rows, unseen):
-    return plan_ranges.points([*rows, *unseen], Rates.read())
+def meshes():
+    return read_rows(MESHES)
+
+
+@pytest.fixture(scope="module")
+def evidence(rows, unseen, meshes):
+    return plan_ranges.points([*rows, *unseen, *meshes], Rates.read())
 
 
 def test_the_fitted_coefficients_are_frozen():
@@ -91,6 +98,13 @@ def test_the_document_has_the_table(rows):
     assert rest.partition(END)[0].strip() == table(rows, Rates.read())
 
 
+def test_the_document_has_the_meshes(meshes):
+    _, _, rest = DOCUMENT.read_text().partition(MESHES_BEGIN)
+    assert rest.partition(MESHES_END)[0].strip() == "\n".join(rows_table(meshes, Rates.read()))
+    of_eager = [abs(row.error(Rates.read())) for row in meshes if row.program != "Megatron-Bridge"]
+    assert max(of_eager) < 0.08  # of programs of plain PyTorch
+
+
 def test_the_document_has_the_ranges_and_the_unseen_rows(evidence, unseen):
     _, _, rest = UNSEEN_DOCUMENT.read_text().partition(RANGES_BEGIN)
     assert rest.partition(RANGES_END)[0].strip() == plan_ranges.table(evidence)
@@ -102,14 +116,14 @@ def test_the_ranges_are_what_the_other_rows_give(evidence):
     assert RANGES.read_text() == plan_ranges.written(evidence)
 
 
-def test_a_range_holds_nine_of_ten_points_of_its_programs_or_says_that_they_are_few(rows, unseen):
+def test_a_range_holds_nine_of_ten_points_of_its_programs_or_says_that_they_are_few(rows, unseen, meshes):
     rates, inside = Rates.read(), {}
-    for row in [*rows, *unseen]:
+    for row in [*rows, *unseen, *meshes]:
         if row.is_evidence and (within := range_of(row.setting)):
             held = within.low <= math.exp(row.slowness(rates)) <= within.high
             found = inside.setdefault((Evidence.of(row.setting), within.programs), {})
             found.setdefault(row.program, []).append(held)
-    assert {kind for kind, _ in inside} == {Evidence.LARGE, Evidence.SMALL, Evidence.OFFLOAD}
+    assert {kind for kind, _ in inside} == {Evidence.LARGE, Evidence.SMALL, Evidence.MESH, Evidence.OFFLOAD}
     for (kind, said), programs in inside.items():
         assert said == len(programs)
         assert (kind is Evidence.OFFLOAD) == (said < FEWEST)

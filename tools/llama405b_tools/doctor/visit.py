@@ -59,7 +59,7 @@ def needs_of(asked: Config | None, preset: str, hosts: Sequence[Host]) -> Needs:
     if not needs.cuda:
         return dataclasses.replace(needs, ram_bytes=(on_device + on_host) * most)
     needs = dataclasses.replace(needs, gpu_bytes=on_device, ram_bytes=on_host * most)
-    if not asked.model.activation_checkpointing or not is_predicted(asked.parallel, axes):
+    if not is_predicted(asked):
         return needs
     load = run_shape.RunShape.of(llama, asked, world, axes)
     predicted = estimate.estimate(load)

@@ -8,7 +8,7 @@ from llama405b.capacity.calibration import Calibration
 from llama405b.capacity.disk import NoRoomError, check_room
 from llama405b.capacity.estimate import Cluster
 from llama405b.capacity.hardware import GIB, Gpu, gpu_like, read_gpus
-from llama405b.capacity.outlook import Fit, Outlook, is_predicted, predicts_units
+from llama405b.capacity.outlook import Fit, Outlook, is_predicted
 from llama405b.capacity.run_shape import RunShape, checkpoint_bytes_per_parameter
 from llama405b.contract import reader
 from llama405b.contract.config import mesh_flags, on_ranks
@@ -16,7 +16,6 @@ from llama405b.contract.errors import UserError
 from llama405b.contract.files import write_atomic
 from llama405b.contract.phrases import given
 from llama405b.contract.plan import Plan
-from llama405b.contract.schema import Config
 from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.hosts.printed_commands import hosts_argument
 from llama405b_tools.machine.network import training_ports
@@ -59,7 +58,7 @@ def expected(
     an evaluation without training, and of other programs.
     """
     config, llama = request.config, answers[plan.nodes[0].name].llama
-    if config is None or llama is None or request.evaluates or not _is_predicted(config, plan):
+    if config is None or llama is None or request.evaluates or not is_predicted(config):
         return None
     slots = max(node.slots for node in plan.nodes)
     ram_bytes = min(facts.memory_bytes for facts in answers.values())
@@ -72,13 +71,6 @@ def expected(
     outlook = Outlook.of(load, cluster, ram_bytes)
     outlook = outlook.calibrated(measured) if measured else outlook
     return None if gpu.is_cpu and not outlook.calibration else outlook
-
-
-def _is_predicted(config: Config, plan: Plan) -> bool:
-    """Whether the memory of such a run is predicted."""
-    if not is_predicted(config.parallel, plan.axes(config.parallel)) or not config.model.activation_checkpointing:
-        return False
-    return predicts_units(config.parallel.wrap)
 
 
 def _gpu_of(answers: Mapping[str, LaunchFacts]) -> Gpu | None:

@@ -4,7 +4,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from llama405b.capacity.outlook import Outlook, is_predicted
+from llama405b.capacity.outlook import Outlook
 from llama405b.contract.dealing import waste_note
 from llama405b.contract.errors import RunError, UserError
 from llama405b.contract.known_bugs import known_bugs
@@ -131,8 +131,6 @@ def mesh_notes(config: Config, plan: Plan) -> Iterator[str]:
     axes = plan.axes(config.parallel)
     if axes.world != axes.dp_shard:
         yield f"mesh: {axes}, neighbors along the last are on one host; no GPU has run that yet (docs/parallel.md)"
-        if not is_predicted(config.parallel, axes):
-            yield "note: memory and time of such a mesh are not predicted; --rehearse tries whether it fits"
     if note := waste_note(config.training, axes.size(DP)):
         yield f"note: {note}"
 

@@ -30,6 +30,11 @@ OWN = {  # of what was measured on the hosts
     Evidence.STEPS: "of steps that were measured on these hosts",
     Evidence.RATES: "of rates that were measured on these hosts",
 }
+ALIKE = {  # what was measured of other programs
+    Evidence.SMALL: "with models below 10 B parameters or one GPU",
+    Evidence.LARGE: "with models of 10 B parameters or more",
+    Evidence.MESH: "with tp, cp or pp",
+}
 SCHEMA = 2  # of the record: raised when a field is renamed, removed, or means something else
 UNITS = {  # of fields, by their name or how it ends
     "_bytes": "bytes",
@@ -39,6 +44,7 @@ UNITS = {  # of fields, by their name or how it ends
     "_spread": "share of the value that it may be too high or too low",
     "time_range": "least and most that a time may be, as shares of it, after so many programs; null: this GPU was never measured",
     "share": "share of the time",
+    "mesh": "ranks along each axis",
     "mfu": "share",
     "hfu": "share",
     "seq_len": "tokens",
@@ -75,7 +81,7 @@ def prediction(outlook: Outlook, asked: ReportOptions) -> list[str]:
     lines += [*_time(outlook, asked), *_files(outlook)]
     load = outlook.load
     batch = Training(global_batch_size=load.global_batch, micro_batch_size=load.micro_batch)
-    if note := waste_note(batch, load.world):
+    if note := waste_note(batch, load.dp):
         lines.append(f"waste        {note}")
     if outlook.calibration:
         lines += _measured(outlook.load, outlook.calibration)
@@ -88,8 +94,9 @@ def _what(outlook: Outlook) -> str:
     n = outlook.load.llama.parameters
     size = f"{n / 1e9:,.1f} B" if n >= 1e9 else f"{n / 1e6:,.1f} M"
     network = f", {cluster.nic_bytes_per_s * 8 / 1e9:,.0f} Gbit/s a host" if not cluster.gpu.is_cpu else ""
+    mesh = f", as {load.axes}" if load.axes.dp_shard != load.world else ""
     return (
-        f"{size} parameters on {load.hosts} x {load.ranks_per_host} {cluster.gpu.name}{network}; "
+        f"{size} parameters on {load.hosts} x {load.ranks_per_host} {cluster.gpu.name}{network}{mesh}; "
         f"{load.numerics}, offload {load.offload}, micro-batch {load.micro_batch} of {load.seq_len:,} tokens, "
         f"{outlook.step_tokens:,} tokens a step"
     )
@@ -285,7 +292,8 @@ def _split(time: StepTime) -> str:
     if time.copies_s:
         moved += f" and copies to and from the host {time.copies_s:.1f}"
     hidden = f"of which {time.exposed_s:.1f} is not hidden"
-    return f"compute {time.compute_s:.1f}; {moved}, {hidden}; update {time.optimizer_s:.1f}"
+    bubble = f"; {time.bubble_s:.1f} of waiting in the pipeline" if time.bubble_s else ""
+    return f"compute {time.compute_s:.1f}; {moved}, {hidden}{bubble}; update {time.optimizer_s:.1f}"
 
 
 def _compute(time: StepTime) -> list[str]:
@@ -304,12 +312,7 @@ def _basis(outlook: Outlook) -> str:
     if within.programs < FEWEST:
         programs = counted(within.programs, "other program")
         return f"an assumption: {programs} with offload published a time, and a range takes {FEWEST}"
-    alike = (
-        "with models below 10 B parameters or one GPU"
-        if known is Evidence.SMALL
-        else "with models of 10 B parameters or more"
-    )
-    return f"holds nine of ten times of {within.programs} other programs, {alike}"
+    return f"holds nine of ten times of {within.programs} other programs, {ALIKE[known]}"
 
 
 def ranking(found: Sequence[Outlook]) -> list[str]:
@@ -369,7 +372,7 @@ def _changed_batch(name: str, outlook: Outlook, planned: Outlook) -> str:
     """What the batch became; '' if it is the planned one."""
     if outlook.batch == planned.batch:
         return ""
-    each = f"micro-batches of {outlook.load.micro_batch} on its {outlook.load.world:,} ranks"
+    each = f"micro-batches of {outlook.load.micro_batch} on its {outlook.load.dp:,} ranks"
     return f"  {name}: --training.global_batch_size {outlook.batch}, as {planned.batch} sequences do not divide into {each}"
 
 
@@ -430,6 +433,7 @@ def record(outlook: Outlook, machines: Machines, asked: ReportOptions) -> dict[s
         "hours": hours, "gpu_hours": gpu_hours, "cost": gpu_hours * asked.price if gpu_hours and asked.price else None,
         "cost_per_day": 24 * load.world * asked.price if asked.price else None, "checkpoint_bytes": load.checkpoint_bytes,
         "settings": {"offload": load.offload, "moments": load.moments, "wrap": load.wrap, "micro_batch_size": load.micro_batch},
+        "mesh": dataclasses.asdict(load.axes),
     }  # fmt: skip
 
 

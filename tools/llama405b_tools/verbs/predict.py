@@ -19,7 +19,7 @@ from llama405b.capacity.estimate import Cluster
 from llama405b.capacity.hardware import Gpu, read_gpus
 from llama405b.capacity.known import known_shape
 from llama405b.capacity.machines import UNSEEN, Machines, assumptions, described
-from llama405b.capacity.outlook import HALVES, WHOLE, Fit, Outlook, best, is_predicted, predicts_units
+from llama405b.capacity.outlook import HALVES, WHOLE, Fit, Outlook, best, predicts_units
 from llama405b.capacity.run_shape import RunShape
 from llama405b.contract import command, config, setting_rules, weights
 from llama405b.contract.dealing import Dealing
@@ -27,6 +27,7 @@ from llama405b.contract.errors import FAILED, GOOD, UNFIT, RunError, UserError
 from llama405b.contract.files import write_atomic
 from llama405b.contract.known_bugs import known_bugs
 from llama405b.contract.mesh import DP, Axes
+from llama405b.contract.mesh_rules import check_mesh
 from llama405b.contract.phrases import given, reason_of
 from llama405b.contract.schema import Config, Moments
 from llama405b_tools.doctor.host_facts import machines_of
@@ -159,7 +160,7 @@ def _kept(args: argparse.Namespace, hosts: Sequence[Host], plan: Outlook) -> tup
     if described := described_otherwise(args):
         return None, f"{described} describes others"
     if not found.knows(plan.load, plan.cluster.gpu):
-        return None, "it is of another model, sequence, numerics, attention, packing or GPU"
+        return None, "it is of another model, sequence, numerics, attention, packing or GPU, or has no tp, cp or pp"
     return found, ""
 
 
@@ -171,8 +172,8 @@ def _config(asked: Config, machines: Machines) -> Config:
     """
     axes = Axes.of(asked.parallel, machines.world, machines.slots)
     asked = config.on_ranks(asked, axes)
-    if not is_predicted(asked.parallel, axes):
-        raise UserError("--parallel.strategy: plan predicts no fsdp1, tp, cp or pp; leave them out")
+    if asked.parallel.by_fsdp1:
+        raise UserError("--parallel.strategy: plan does not predict fsdp1; use fsdp2")
     if not asked.model.activation_checkpointing:
         raise UserError("--model.activation_checkpointing: plan predicts runs that recompute; use true")
     if not predicts_units(asked.parallel.wrap):
@@ -203,7 +204,7 @@ def _outlook(asked: Config, preset: str, measured: Calibration | None, machines:
     """Predict the planned run, with what was measured of it or of others there.
 
     Raises:
-        UserError: The model's shape is not known, or the sequences are too long for it.
+        UserError: The model's shape is not known, the sequences are too long for it, or the mesh does not suit it.
     """
     if (llama := known_shape(asked, preset)) is None:
         raise UserError(
@@ -212,6 +213,7 @@ def _outlook(asked: Config, preset: str, measured: Calibration | None, machines:
         )
     weights.check_seq_len(llama, asked.data.seq_len)
     axes = Axes.of(asked.parallel, machines.world, machines.slots)
+    check_mesh(axes, asked.parallel, llama, asked.data.seq_len, machines.slots)
     load = dataclasses.replace(RunShape.of(llama, asked, machines.world, axes), ranks_per_host=machines.slots)
     assert machines.gpu, "a kind of GPU was chosen"
     cluster = Cluster(machines.gpu, machines.nic_bytes_per_s, machines.disk_bytes_per_s)
@@ -226,6 +228,8 @@ def _calibrate(args: argparse.Namespace, settings: Sequence[str], plan: Outlook,
         UserError: It cannot be launched there as it is, or is not measured.
         RunError: It fails there, or what is found cannot be kept.
     """
+    if plan.load.is_split:
+        raise UserError("--calibrate: it measures runs without tp, cp and pp; leave them out")
     words = [str(args.hosts), "--run", f"calibrate-{time.strftime('%Y%m%d-%H%M%S')}", *source_flags(args), *settings]
     request = asked_launch.parse_launch([*words, *no_data(args, settings)], time.time())
     if request.on_cpu and plan.load.offload != "none":
