@@ -1,6 +1,7 @@
 """Which rates a step attains: fitted, by ``scripts/fit_plan.py`` alone, from published measurements; or assumed, as priors. Pure."""
 
 import dataclasses
+import functools
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -41,6 +42,7 @@ class Rates:
     )
 
     @classmethod
+    @functools.cache
     def read(cls) -> "Rates":
         """Read the coefficients."""
         return cls(**json.loads(COEFFICIENTS.read_text()))

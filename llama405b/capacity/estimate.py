@@ -4,6 +4,7 @@ Sources. Memory of a GPU: allocated ``memory``, reserved ``pools``. Time: ``step
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping
 
 from llama405b.capacity.coefficients import Rates
@@ -113,6 +114,12 @@ def estimate(run: RunShape, cluster: Cluster | None = None, ram_bytes: float = 0
         runtime_bytes=cluster.runtime_bytes,
         on_cpu=cluster.gpu.is_cpu,
     )
+
+
+def seconds_per_step(run: RunShape, cluster: Cluster) -> float:
+    """Return the time of a step, alone; infinite for numerics that nobody timed."""
+    time = _time(run, cluster)
+    return time.step_s if time else math.inf
 
 
 def _time(run: RunShape, cluster: Cluster) -> StepTime | None:

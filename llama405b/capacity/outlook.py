@@ -1,7 +1,6 @@
 """What to expect of a run on a cluster: whether it fits, how fast it goes, and which settings would be better. Pure.
 
-How far off a time may be: ``evidence``. Of one program, once fitted, nine of ten step times are within ``NEAR`` of what is predicted
-(docs/plan-accuracy.md), so settings closer than that are not told apart. The spread of memory is for a host's, and for a GPU's where
+How far off a time may be: ``evidence``. The spread of memory is for a host's, and for a GPU's where
 only what is allocated is known. Where both are known no spread decides: beyond what is allocated there is only more or less time.
 """
 
@@ -9,9 +8,7 @@ import bisect
 import dataclasses
 import enum
 import functools
-import itertools
-import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 
 from llama405b.capacity import calibration, evidence
 from llama405b.capacity.calibration import Calibration
@@ -21,10 +18,9 @@ from llama405b.capacity.goodput import Goodput, goodput
 from llama405b.capacity.run_shape import RunShape
 from llama405b.capacity.setting import Shape
 from llama405b.contract.cadence import Cadence
-from llama405b.contract.schema import Config, Moments, Offload
+from llama405b.contract.schema import Config, Offload
 
 MEMORY_SPREAD = 0.10
-NEAR = 0.033
 LEAST_GAIN = 0.01
 OFFLOADS: tuple[Offload, ...] = ("none", "optimizer", "all")
 WHOLE, HALVES = ("LlamaDecoderLayer", "Embedding"), ("LlamaAttention", "LlamaMLP", "Embedding")
@@ -147,15 +143,9 @@ class Outlook:
         return min(self.gpu, self.ram)
 
     @property
-    def batch(self) -> int:
-        """Sequences of a step: whole micro-batches of every GPU, at least one."""
-        together = self.load.micro_batch * self.load.dp
-        return max(1, self.load.global_batch // together) * together
-
-    @property
     def step_tokens(self) -> int:
         """Tokens of a step."""
-        return self.batch * self.load.seq_len
+        return self.load.global_batch * self.load.seq_len
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -211,52 +201,6 @@ def is_predicted(config: Config) -> bool:
     return of_units and config.model.activation_checkpointing
 
 
-def variants(outlook: Outlook, moments: Sequence[Moments] = ("fp32",)) -> Iterator[Outlook]:
-    """Yield the settings that the trainer takes for the same steps: places of the states, moments, units, micro-batches."""
-    load = outlook.load
-    dtypes = dict.fromkeys((load.moments, *moments))
-    sizes = sorted({load.micro_batch, *divisors(max(1, load.global_batch // load.dp))})
-    for offload, dtype, wrap, size in itertools.product(OFFLOADS, dtypes, (WHOLE, HALVES), sizes):
-        other = dataclasses.replace(load, offload=offload, moments=dtype, wrap=wrap, micro_batch=size)
-        if _runs(other, outlook.cluster) or other == load:
-            yield outlook.of_load(other)
-
-
-def divisors(n: int) -> list[int]:
-    """Return what divides a number, in order."""
-    small = [each for each in range(1, math.isqrt(n) + 1) if n % each == 0]
-    return sorted({*small, *(n // each for each in small)})
-
-
-def best(outlook: Outlook, moments: Sequence[Moments] = ("fp32",)) -> list[Outlook]:
-    """Return the variants: those that fit first, the fastest first; of those ``near`` it, the one with most room.
-
-    Moments in BF16 that were not asked for come after the others near the fastest, as they are rounded, and so do states in
-    memory of hosts that is not known to be enough.
-    """
-
-    def order(each: Outlook) -> tuple[float, ...]:
-        if not is_near(each, fastest[each.fit]):
-            return (-each.fit, 1, -(each.tokens_per_s or 0.0), each.needs.gpu_bytes)
-        unseen = each.load.offload != "none" and not each.ram_bytes
-        return (
-            -each.fit,
-            0,
-            each.load.moments != outlook.load.moments and each.load.moments == "bf16",
-            unseen,
-            -each.room,
-        )
-
-    found = list(variants(outlook, moments))
-    fastest = {fit: max((each.tokens_per_s or 0.0 for each in found if each.fit is fit), default=0.0) for fit in Fit}
-    return sorted(found, key=order)
-
-
-def is_near(outlook: Outlook, fastest: float) -> bool:
-    """Whether it is as fast as another, in tokens/s, as far as a prediction can tell."""
-    return outlook.tokens_per_s is not None and outlook.tokens_per_s >= fastest * (1 - NEAR)
-
-
 def largest_micro_batch(outlook: Outlook) -> int:
     """Return the largest micro-batch that fits with these settings; 0: none."""
 
@@ -273,7 +217,7 @@ def remedies(outlook: Outlook) -> list[tuple[str, Outlook]]:
     While it does not surely fit, those that fit better help; then those that make it faster by more than 1 %.
     """
     load, cluster = outlook.load, outlook.cluster
-    changed = [(words, other) for words, other in _changes(load) if other != load and _runs(other, cluster)]
+    changed = [(words, other) for words, other in _changes(load) if other != load and can_run(other, cluster)]
     if cluster.rates:  # measured with these numerics
         changed = [(words, other) for words, other in changed if other.numerics == load.numerics]
     found = [(words, outlook.of_load(other)) for words, other in changed]
@@ -314,7 +258,7 @@ def _twice(load: RunShape) -> str:
     )
 
 
-def _runs(load: RunShape, cluster: Cluster) -> bool:
+def can_run(load: RunShape, cluster: Cluster) -> bool:
     """Whether the trainer takes these settings, and their time is known on what was measured, if that was."""
     if cluster.gpu.is_cpu and load.offload != "none":
         return False

@@ -9,7 +9,17 @@ import math
 from llama405b.capacity.part import Part, UnitSizes, layers_of_stages, norm_elements, parts_of, shard_elements
 from llama405b.contract.mesh import DP, SHARD, Axes
 from llama405b.contract.schedule import InFlight, in_flight
-from llama405b.contract.schema import COMPUTE_BYTES, Checkpoint, Config, Data, Moments, Numerics, Offload, Parallel
+from llama405b.contract.schema import (
+    COMPUTE_BYTES,
+    Checkpoint,
+    Config,
+    Data,
+    Moments,
+    Numerics,
+    Offload,
+    Parallel,
+    PipelineSchedule,
+)
 from llama405b.contract.units import SPARE
 from llama405b.contract.weights import Llama
 
@@ -55,7 +65,7 @@ class RunShape:
     tp: int = 1
     cp: int = 1
     pp: int = 1
-    pp_schedule: str = Parallel().pp_schedule
+    pp_schedule: PipelineSchedule = Parallel().pp_schedule
     keeps_weights: bool = False  # see ``Strategy``
     reduces_each: bool = True
 
@@ -94,6 +104,25 @@ class RunShape:
         data = max(1, self.world // (self.pp * self.cp * self.tp))
         shards = self.dp_shard or data
         return Axes(shards, self.pp, data // shards, self.cp, self.tp)
+
+    def parallel(self, asked: Parallel) -> Parallel:
+        """Return settings of a run with this split, and these places of its states."""
+        strategy = asked.strategy
+        if (self.keeps_weights, self.reduces_each) != (asked.of_strategy.keeps_weights, asked.of_strategy.reduces_each):
+            strategy = ("zero2" if self.reduces_each else "zero1") if self.keeps_weights else "fsdp2"
+        copies = self.axes.dp_replicate if strategy != "ddp" else 0
+        return dataclasses.replace(
+            asked,
+            strategy=strategy,
+            dp_replicate=copies if copies > 1 else 0,
+            tp=self.tp,
+            cp=self.cp,
+            pp=self.pp,
+            pp_schedule=self.pp_schedule,
+            offload=self.offload,
+            wrap=self.wrap,
+            moments=self.moments,
+        )
 
     @property
     def shards(self) -> int:

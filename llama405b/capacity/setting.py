@@ -1,6 +1,7 @@
 """What is trained, on what, and how: all that a prediction takes. Pure; standard library and msgspec alone."""
 
 import dataclasses
+import functools
 import math
 from typing import Literal
 
@@ -27,6 +28,7 @@ class Shape:
     layer_parameters: int
 
     @classmethod
+    @functools.lru_cache(64)
     def of(cls, llama: Llama) -> "Shape":
         """Return a Llama's."""
         layer = sum(math.prod(shape) for name, shape in llama.tensors().items() if ".layers.0." in name)

@@ -43,14 +43,14 @@ def step_time(setting: Setting, rates: Rates) -> StepTime:
 
     The GPUs of a pipeline wait (pp - 1) / chunks of the time that a micro-batch takes them (arXiv 2104.04473, section 2.2).
     """
-    found = max((_of_gpu(setting, rates, place) for place in range(setting.pp)), key=lambda each: each.step_s)
+    kinds = {_layers_of(setting, place) for place in range(setting.pp)}
+    found = max((_of_gpu(setting, rates, *kind) for kind in kinds), key=lambda each: each.step_s)
     bubble = (setting.pp - 1) / setting.chunks / setting.accumulate
     return dataclasses.replace(found, bubble_s=bubble * (found.forward_s + found.backward_s))
 
 
-def _of_gpu(setting: Setting, rates: Rates, place: int) -> StepTime:
-    """Predict what a GPU does in a step, by its place along the pipeline, without waiting for others of it."""
-    layers, has_head = _layers_of(setting, place)
+def _of_gpu(setting: Setting, rates: Rates, layers: int, has_head: bool) -> StepTime:
+    """Predict what a GPU with so many layers does in a step, without waiting for others of its pipeline."""
     shape = setting.shape
     work = layer_work(setting, rates)
     last = (products_s(setting, rates, shape.head) + logits_s(setting, rates)) * has_head

@@ -51,9 +51,11 @@ def _of_matrices(
         "tokens of the vocabulary": llama.vocab,
         "tokens of a sequence": seq_len,
     }
-    fits = _smaller(axes, parallel, "tp", lambda n: within_host(n) and not any(each % n for each in divided.values()))
     for what, size in divided.items():
         if size % axes.tp:
+            fits = _smaller(
+                axes, parallel, "tp", lambda n: within_host(n) and not any(each % n for each in divided.values())
+            )
             yield "parallel.tp", f"{size} {what} cannot be divided by {axes.tp}; use {fits}"
 
 

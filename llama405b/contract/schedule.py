@@ -28,10 +28,15 @@ class InFlight:
     done: tuple[bool, ...]  # whether a chunk had a backward before, by chunk
     forward: bool = True  # whether a forward comes between it and the backward before
 
+    def is_less(self, other: "InFlight") -> bool:
+        """Whether something else needs more memory in any case: at least as much waits and is done."""
+        mine, others = (*self.others, *self.done, self.forward), (*other.others, *other.done, other.forward)
+        return self.chunk == other.chunk and mine != others and all(a <= b for a, b in zip(mine, others, strict=True))
+
 
 @functools.lru_cache(1024)
 def in_flight(schedule: str, n_ranks: int, n_chunks: int, rank: int, n_micro: int) -> frozenset[InFlight]:
-    """Return all that occurs in a step; see ``order_of``."""
+    """Return what occurs in a step, but for what is less than something else that does; see ``order_of``."""
     waiting, done = [0] * n_chunks, [False] * n_chunks
     found = set()
     forward = False
@@ -43,7 +48,7 @@ def in_flight(schedule: str, n_ranks: int, n_chunks: int, rank: int, n_micro: in
         else:
             waiting[each.chunk] += 1
         forward = not each.backward
-    return frozenset(found)
+    return frozenset(each for each in found if not any(each.is_less(other) for other in found))
 
 
 def order_of(schedule: str, n_ranks: int, n_chunks: int, rank: int, n_micro: int) -> list[Pass]:

@@ -10,6 +10,7 @@ from llama405b.contract.strategies import STRATEGIES, Name, Strategy
 from llama405b.contract.units import staging_bytes
 
 Numerics = Literal["fp32-master", "pure-bf16", "fp32"]
+PipelineSchedule = Literal["1f1b", "interleaved", "gpipe"]
 Offload = Literal["none", "optimizer", "all"]
 Moments = Literal["fp32", "bf16"]
 # Cost of each choice of numerics, in bytes per parameter: weight + gradient + two moments.
@@ -144,7 +145,7 @@ class Parallel:
     tp_across_hosts: bool = option(False, "allow tp to reach over hosts, whose links are slower")
     cp: int = option(1, "ranks that split each sequence (context parallelism)")
     pp: int = option(1, "ranks that split the layers (pipeline parallelism)")
-    pp_schedule: Literal["1f1b", "interleaved", "gpipe"] = option(
+    pp_schedule: PipelineSchedule = option(
         "1f1b",
         "1f1b: each micro-batch's backward as early as possible; interleaved: also two stages on each rank, for shorter waits; gpipe: all "
         "forwards first",

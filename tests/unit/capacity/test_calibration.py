@@ -10,8 +10,9 @@ from llama405b.capacity.coefficients import Rates
 from llama405b.capacity.estimate import RUNTIME_BYTES, Cluster, estimate
 from llama405b.capacity.evidence import Evidence, Range
 from llama405b.capacity.hardware import Gpu, read_gpus
-from llama405b.capacity.outlook import Fit, Outlook, best, remedies
+from llama405b.capacity.outlook import Fit, Outlook, remedies
 from llama405b.capacity.run_shape import RunShape
+from llama405b.capacity.search import best
 from llama405b.contract import reader
 from llama405b.contract.weights import Llama
 from llama405b_tools.hosts.inventory import Host
@@ -277,7 +278,7 @@ def test_hosts_that_differ_and_batches_that_do_not_divide():
     uneven = dataclasses.replace(BIG, world=12, ranks_per_host=8, global_batch=12)
     assert uneven.host_bytes["moments"] == pytest.approx(8 * BIG.llama.parameters * 8 / 12)
     rest = dataclasses.replace(BIG, world=24, global_batch=64)
-    assert Outlook.of(rest, Cluster()).step_tokens == 48 * 4096
+    assert Outlook.of(rest, Cluster()).step_tokens == 64 * 4096
 
 
 def test_a_step_of_all_layers_is_measured_too():

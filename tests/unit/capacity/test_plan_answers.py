@@ -105,10 +105,14 @@ def test_a_search_tries_moments_that_the_trainer_takes(capsys, beta, moments):
     }
 
 
+def has_mesh(found):
+    return found["mesh"]["dp_shard"] < 64 or found["settings"]["strategy"] != "fsdp2"
+
+
 def test_of_settings_as_fast_the_one_with_most_room_is_first(capsys):
     words = [*LARGE, "--ram", "2000GiB", "--search"]
     ranked = record(capsys, *words)["search"]
-    fits = [each for each in ranked if each["fits"] == "yes"]
+    fits = [each for each in ranked if each["fits"] == "yes" and not has_mesh(each)]
     fastest = max(each["tokens_per_s"] for each in fits)
     near = [each for each in fits if each["tokens_per_s"] >= 0.967 * fastest]
     assert fits[: len(near)] == near
@@ -123,7 +127,7 @@ def test_of_settings_as_fast_the_one_with_most_room_is_first(capsys):
     assert fits[0]["tokens_per_s"] < fastest
     unseen = record(capsys, "--preset", "llama3.1-8b", "--search")["search"]
     assert unseen[0]["settings"]["offload"] == "none"  # nobody knows whether a host has room
-    note = asked(capsys, *words)[1].splitlines()[-1]
+    note = asked(capsys, *words)[1].splitlines()[-2]
     assert note.startswith(
         f"  the first {len(near)} are within 3.3% of the fastest, which a prediction does not tell apart"
     )

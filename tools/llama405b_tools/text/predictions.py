@@ -1,18 +1,20 @@
 """A prediction of the plan, as lines for people and as JSON for programs. Pure."""
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 
 from llama405b.capacity.calibration import Calibration
 from llama405b.capacity.evidence import FEWEST, Evidence, Range
 from llama405b.capacity.hardware import GIB
 from llama405b.capacity.machines import Machines
-from llama405b.capacity.outlook import MEMORY_SPREAD, NEAR, Fit, Outlook, is_near, largest_micro_batch, remedies
+from llama405b.capacity.outlook import MEMORY_SPREAD, Fit, Outlook, largest_micro_batch, remedies
 from llama405b.capacity.run_shape import RunShape
+from llama405b.capacity.search import NEAR, is_near, needs_mesh, split_of
 from llama405b.capacity.step_time import StepTime
 from llama405b.contract.dealing import waste_note
 from llama405b.contract.phrases import counted
-from llama405b.contract.schema import Training
+from llama405b.contract.schema import Parallel, Training
 from llama405b.contract.units import SPARE
 
 FITS = {
@@ -318,14 +320,32 @@ def _basis(outlook: Outlook) -> str:
 def ranking(found: Sequence[Outlook]) -> list[str]:
     """Tell the first of a search."""
     lines = ["", "  offload    moments  units   micro-batch    GPU GiB  RAM GiB   step s  tokens/s"]
-    for each in found[:SHOWN]:
+    without = [each for each in found if not needs_mesh(each)]
+    split = [each for each in found if needs_mesh(each)]
+    for each in [*without[:SHOWN], *split]:
         units = "halves" if each.load.halves else "layers"
         time = f"{each.needs.step_s:8.1f} {each.tokens_per_s:9,.0f}" if each.needs.step_s else "        -         -"
         lines.append(
             f"  {each.load.offload:9}  {_moments(each.load):7}  {units:6}  {each.load.micro_batch:11}  "
             f"{_short_sizes(each):>9}  {each.host_bytes / GIB:7,.0f} {time}  {FITS[each.fit]}"
+            + (f", with {split_of(each.load)}" if needs_mesh(each) else "")
         )
-    return [*lines, *_ties(found)]
+    return [*lines, *_ties(without), *_fastest(found[0], split)]
+
+
+def _fastest(first: Outlook, split: Sequence[Outlook]) -> list[str]:
+    """Say whether a mesh is faster than what is first."""
+    if not split:
+        return []
+    if needs_mesh(first):
+        return [f"  only with a mesh it fits: {split_of(first.load)}; no GPU has run one (docs/parallel.md)"]
+    fastest = max(split, key=lambda each: each.tokens_per_s or 0.0)
+    gain = (fastest.tokens_per_s or 0.0) / (first.tokens_per_s or math.inf) - 1
+    if gain <= NEAR:
+        return ["  no mesh is faster, as far as a prediction can tell"]
+    return [
+        f"  fastest is {split_of(fastest.load)}, by {100 * gain:.0f}%; no GPU has run such a mesh (docs/parallel.md), so it is not first"
+    ]
 
 
 def _moments(load: RunShape) -> str:
@@ -365,15 +385,15 @@ def comparison(outlooks: Mapping[str, Outlook], asked: ReportOptions) -> list[st
 
 
 def _compared(name: str, outlook: Outlook, first: float | None) -> tuple[str, ...]:
-    return (name, f"{outlook.batch:,}", _short_sizes(outlook), _ram(outlook), *_pace(outlook, first))
+    return (name, f"{outlook.load.global_batch:,}", _short_sizes(outlook), _ram(outlook), *_pace(outlook, first))
 
 
 def _changed_batch(name: str, outlook: Outlook, planned: Outlook) -> str:
     """What the batch became; '' if it is the planned one."""
-    if outlook.batch == planned.batch:
+    if outlook.load.global_batch == planned.load.global_batch:
         return ""
     each = f"micro-batches of {outlook.load.micro_batch} on its {outlook.load.dp:,} ranks"
-    return f"  {name}: --training.global_batch_size {outlook.batch}, as {planned.batch} sequences do not divide into {each}"
+    return f"  {name}: --training.global_batch_size {outlook.load.global_batch}, as {planned.load.global_batch} sequences do not divide into {each}"
 
 
 def _ram(outlook: Outlook) -> str:
@@ -432,7 +452,7 @@ def record(outlook: Outlook, machines: Machines, asked: ReportOptions) -> dict[s
         "goodput": dataclasses.asdict(goodput) if goodput else None,
         "hours": hours, "gpu_hours": gpu_hours, "cost": gpu_hours * asked.price if gpu_hours and asked.price else None,
         "cost_per_day": 24 * load.world * asked.price if asked.price else None, "checkpoint_bytes": load.checkpoint_bytes,
-        "settings": {"offload": load.offload, "moments": load.moments, "wrap": load.wrap, "micro_batch_size": load.micro_batch},
+        "settings": {"offload": load.offload, "moments": load.moments, "wrap": load.wrap, "micro_batch_size": load.micro_batch, "strategy": load.parallel(Parallel()).strategy},
         "mesh": dataclasses.asdict(load.axes),
     }  # fmt: skip
 
@@ -445,7 +465,7 @@ def _inputs(outlook: Outlook, machines: Machines, asked: ReportOptions) -> Mappi
         "gpu_memory_bytes": outlook.cluster.gpu.memory_bytes, "ram_bytes": machines.ram_bytes or None,
         "nic_bytes_per_s": machines.nic_bytes_per_s, "disk_bytes_per_s": machines.disk_bytes_per_s,
         "parameters": load.llama.parameters, "layers": load.llama.layers, "numerics": load.numerics, "overlap": load.overlap,
-        "seq_len": load.seq_len, "global_batch_size": outlook.batch, "attention": load.attention, "packing": load.packing,
+        "seq_len": load.seq_len, "global_batch_size": outlook.load.global_batch, "attention": load.attention, "packing": load.packing,
         "keep": load.keep, "every": load.every, "mtbf_s": load.mtbf_s, "staging_bytes": load.staging_bytes,
         "tokens": asked.tokens or None, "price": asked.price or None, "measured_s": asked.measured or None,
     }  # fmt: skip

@@ -60,7 +60,7 @@ def _add_answers(add: Callable[..., object]) -> None:
     add(
         "--search",
         action="store_true",
-        help="try offload, moments, FSDP units and micro-batches; of the fastest that fit, the one with most room first",
+        help="try offload, moments, FSDP units, micro-batches and meshes; of the fastest that fit, the one with most room first",
     )
     add(
         "--write",

@@ -19,8 +19,9 @@ from llama405b.capacity.estimate import Cluster
 from llama405b.capacity.hardware import Gpu, read_gpus
 from llama405b.capacity.known import known_shape
 from llama405b.capacity.machines import UNSEEN, Machines, assumptions, described
-from llama405b.capacity.outlook import HALVES, WHOLE, Fit, Outlook, best, predicts_units
+from llama405b.capacity.outlook import HALVES, WHOLE, Fit, Outlook, predicts_units
 from llama405b.capacity.run_shape import RunShape
+from llama405b.capacity.search import best
 from llama405b.contract import command, config, setting_rules, weights
 from llama405b.contract.dealing import Dealing
 from llama405b.contract.errors import FAILED, GOOD, UNFIT, RunError, UserError
@@ -52,6 +53,7 @@ from llama405b_tools.verbs.plan_options import (
     said_of_machines,
 )
 
+SPLIT = ("strategy", "dp_replicate", "tp", "cp", "pp", "pp_schedule")  # written if they differ from the defaults
 CHOSEN = ("parallel.offload", "parallel.wrap", "parallel.moments", "training.micro_batch_size")
 CODES = {Fit.NO: UNFIT, Fit.RETRIES: FAILED}
 PACKAGES = ("torch", "transformers")
@@ -282,10 +284,11 @@ def _installed() -> dict[str, str]:
 def _write(args: argparse.Namespace, settings: Sequence[str], asked: Config, chosen: Outlook) -> None:
     """Write what the command line and its file set, with what the search chose."""
     load = chosen.load
-    parallel = dataclasses.replace(asked.parallel, offload=load.offload, wrap=load.wrap, moments=load.moments)
+    parallel = load.parallel(asked.parallel)
     training = dataclasses.replace(asked.training, micro_batch_size=load.micro_batch)
     values = dataclasses.asdict(dataclasses.replace(asked, parallel=parallel, training=training))
     names = {*config.read_toml(args.config), *config.read_flags(config.split_flags(settings)[0]), *CHOSEN}
+    names |= {f"parallel.{name}" for name in SPLIT if getattr(parallel, name) != getattr(asked.parallel, name)}
     lines = list[str]()
     for section, keys in itertools.groupby(sorted(name.split(".") for name in names), lambda name: name[0]):
         lines += [f"[{section}]", *(f"{key} = {json.dumps(values[section][key])}" for _, key in keys), ""]

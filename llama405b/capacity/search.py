@@ -1,0 +1,144 @@
+"""Which settings train the same steps fastest: places of the states, moments, units, micro-batches, and meshes. Pure."""
+
+import dataclasses
+import heapq
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+
+from llama405b.capacity.estimate import seconds_per_step
+from llama405b.capacity.outlook import HALVES, OFFLOADS, WHOLE, Fit, Outlook, can_run
+from llama405b.capacity.part import held_elements
+from llama405b.capacity.run_shape import RunShape
+from llama405b.contract.errors import UserError
+from llama405b.contract.mesh import Axes
+from llama405b.contract.mesh_rules import check_mesh
+from llama405b.contract.schema import Moments, Parallel, PipelineSchedule
+from llama405b.contract.strategies import Name
+
+NEAR = 0.033  # of one program, once fitted, nine of ten step times are within this of what is predicted (docs/plan-accuracy.md)
+MESHES = 3  # the fastest that fit
+WALKED = 40  # the fastest meshes whose memory is looked at
+LONG = 8192  # tokens of a sequence from which on it may be worth while to split it
+LARGEST = 16  # ranks of a pipeline
+OF_MESHES: tuple[Name, ...] = ("fsdp2", "zero2", "hsdp")
+
+
+def best(outlook: Outlook, moments: Sequence[Moments] = ("fp32",)) -> list[Outlook]:
+    """Return the variants, and the fastest meshes: those that fit first, those without a mesh first.
+
+    Of those that are near the fastest, the one with most room. Moments in BF16 that were not asked for come after the others near
+    the fastest, as they are rounded, and so do states in memory of hosts that is not known to be enough. Meshes come by speed.
+    """
+
+    def order(each: Outlook) -> tuple[float, ...]:
+        is_mesh = needs_mesh(each)
+        if is_mesh or not is_near(each, fastest[each.fit]):
+            return (-each.fit, is_mesh, 1, -(each.tokens_per_s or 0.0), each.needs.gpu_bytes)
+        unseen = each.load.offload != "none" and not each.ram_bytes
+        rounds = each.load.moments != outlook.load.moments and each.load.moments == "bf16"
+        return (-each.fit, is_mesh, 0, rounds, unseen, -each.room)
+
+    found = list(variants(outlook, moments))
+    fastest = {fit: max((each.tokens_per_s or 0.0 for each in found if each.fit is fit), default=0.0) for fit in Fit}
+    return sorted([*found, *meshes(outlook)], key=order)
+
+
+def variants(outlook: Outlook, moments: Sequence[Moments] = ("fp32",)) -> Iterator[Outlook]:
+    """Yield the settings that the trainer takes for the same steps: places of the states, moments, units, micro-batches."""
+    load = outlook.load
+    dtypes = dict.fromkeys((load.moments, *moments))
+    sizes = sorted({load.micro_batch, *divisors(max(1, load.global_batch // load.dp))})
+    for offload, dtype, wrap, size in itertools.product(OFFLOADS, dtypes, (WHOLE, HALVES), sizes):
+        other = dataclasses.replace(load, offload=offload, moments=dtype, wrap=wrap, micro_batch=size)
+        if can_run(other, outlook.cluster) or other == load:
+            yield outlook.of_load(other)
+
+
+def meshes(outlook: Outlook) -> list[Outlook]:
+    """Return the fastest other ways to split the model, sequences and batch, of those that fit, the fastest first."""
+    cluster = outlook.cluster
+    if outlook.calibration or cluster.gpu.is_cpu or not outlook.tokens_per_s:  # of meshes nothing is measured
+        return []
+    found: dict[str, Outlook] = {}  # by how the ranks are split: where the states are makes no other mesh
+    for load in heapq.nsmallest(WALKED, _loads(outlook), key=lambda each: seconds_per_step(each, cluster)):
+        each = outlook.of_load(load)
+        if each.fit is Fit.YES:
+            found.setdefault(split_of(load), each)
+        if len(found) == MESHES:
+            break
+    return list(found.values())
+
+
+def split_of(load: RunShape) -> str:
+    """Say how a run's ranks are split, in the words of settings."""
+    words = [str(load.axes)]
+    if load.pp > 1 and load.pp_schedule != "1f1b":
+        words.append(load.pp_schedule)
+    if load.keeps_weights:
+        words.append("zero2" if load.reduces_each else "zero1")
+    return ", ".join(words)
+
+
+def needs_mesh(outlook: Outlook) -> bool:
+    """Whether it needs more than FSDP over all ranks, which no GPU has run."""
+    return outlook.load.axes.dp_shard != outlook.load.world or outlook.load.keeps_weights
+
+
+def is_near(outlook: Outlook, fastest: float) -> bool:
+    """Whether it is as fast as another, in tokens/s, as far as a prediction can tell."""
+    return outlook.tokens_per_s is not None and outlook.tokens_per_s >= fastest * (1 - NEAR)
+
+
+def divisors(n: int) -> list[int]:
+    """Return what divides a number, in order."""
+    small = [each for each in range(1, math.isqrt(n) + 1) if n % each == 0]
+    return sorted({*small, *(n // each for each in small)})
+
+
+def _splits(load: RunShape) -> Iterator[Parallel]:
+    """Yield the ways to split a run that are tried, whether they suit it or not."""
+    near = divisors(load.ranks_per_host)
+    of_sequences = near if load.seq_len >= LONG else [1]
+    of_layers = [size for size in divisors(load.world) if size <= LARGEST]
+    schedules: tuple[PipelineSchedule, ...] = ("1f1b", "interleaved")
+    for tp, cp, pp, strategy, schedule in itertools.product(near, of_sequences, of_layers, OF_MESHES, schedules):
+        if (schedule == "1f1b" or pp > 1) and (tp * cp * pp > 1 or strategy != "fsdp2"):
+            yield Parallel(strategy=strategy, tp=tp, cp=cp, pp=pp, pp_schedule=schedule)
+
+
+def _axes_of(parallel: Parallel, load: RunShape) -> Axes | None:
+    """Return the mesh that settings make of a run's ranks; None: they cannot be divided so, or it does not suit the model."""
+    try:
+        axes = Axes.of(parallel, load.world, load.ranks_per_host)
+        check_mesh(axes, parallel, load.llama, load.seq_len, load.ranks_per_host)
+    except UserError:
+        return None
+    return axes
+
+
+def _loads(outlook: Outlook) -> Iterator[RunShape]:
+    """Yield what else the trainer takes, and whose states alone do not fill a GPU."""
+    load, memory = outlook.load, outlook.cluster.gpu.memory_bytes
+    for parallel in _splits(load):
+        axes = _axes_of(parallel, load)
+        if axes is None or (axes.dp_shard == load.world and not parallel.of_strategy.keeps_weights):
+            continue
+        split = dataclasses.replace(
+            load,
+            tp=axes.tp,
+            cp=axes.cp,
+            pp=axes.pp,
+            pp_schedule=parallel.pp_schedule,
+            dp_shard=axes.dp_shard if axes.dp_replicate > 1 else 0,
+            keeps_weights=parallel.of_strategy.keeps_weights,
+            reduces_each=parallel.of_strategy.reduces_each,
+            wrap=WHOLE,
+        )
+        if split.dp > load.global_batch:
+            continue
+        held = held_elements(load.llama, axes, 0, parallel.chunks)
+        for offload, size in itertools.product(OFFLOADS, divisors(max(1, load.global_batch // split.dp))):
+            other = dataclasses.replace(split, offload=offload, micro_batch=size)
+            if can_run(other, outlook.cluster) and held * sum(other.shard_bytes.values()) < memory:
+                yield other

@@ -1,0 +1,97 @@
+"""What a search offers: meshes that suit and fit, the setting without one first, and settings that a run can be started with."""
+
+import json
+import time
+import tomllib
+
+import pytest
+
+from llama405b.capacity.estimate import Cluster
+from llama405b.capacity.hardware import read_gpus
+from llama405b.capacity.outlook import Fit, Outlook
+from llama405b.capacity.run_shape import RunShape
+from llama405b.capacity.search import best, meshes, needs_mesh, split_of
+from llama405b.contract.config import PRESET_DIR
+from llama405b.contract.mesh import Axes
+from llama405b.contract.mesh_rules import check_mesh
+from llama405b.contract.schema import Parallel
+from llama405b.contract.weights import parse_llama
+from llama405b_tools.verbs import predict
+
+SHAPES = json.loads((PRESET_DIR / "architectures.json").read_text())
+LARGE, SMALL = (parse_llama(SHAPES[name], name) for name in ("llama3.1-405b", "llama3.1-8b"))
+LONG = [
+    "--preset",
+    "llama3.1-405b",
+    "--nodes",
+    "16",
+    "--ram",
+    "2000GiB",
+    "--data.seq_len",
+    "32768",
+    "--training.global_batch_size",
+    "32",
+]
+
+
+def outlook(llama, world, seq_len, batch, offload="none", gpu="h100-80"):
+    return Outlook.of(
+        RunShape(llama, "fp32-master", offload, world, seq_len, 1, batch), Cluster(read_gpus()[gpu]), 2e12
+    )
+
+
+@pytest.mark.parametrize(
+    "asked", [outlook(LARGE, 64, 4096, 64, "all"), outlook(LARGE, 128, 32768, 32), outlook(SMALL, 8, 4096, 64)]
+)
+def test_meshes_suit_the_run_and_fit(asked):
+    found = meshes(asked)
+    assert 0 < len(found) == len({split_of(each.load) for each in found})
+    for each in found:
+        assert each.fit is Fit.YES
+        assert needs_mesh(each)
+        assert each.step_tokens == asked.step_tokens
+        parallel = each.load.parallel(Parallel())
+        axes = Axes.of(parallel, each.load.world, 8)
+        assert axes == each.load.axes
+        check_mesh(axes, parallel, each.load.llama, each.load.seq_len, 8)
+    assert [each.needs.step_s for each in found] == sorted(each.needs.step_s for each in found)
+
+
+def test_what_needs_no_mesh_comes_first_where_it_fits():
+    first = best(outlook(SMALL, 8, 4096, 64))[0]
+    assert (first.fit, needs_mesh(first)) == (Fit.YES, False)
+    first = best(outlook(LARGE, 128, 32768, 32))[0]
+    assert (first.fit, first.load.cp > 1) == (Fit.YES, True)  # sequences are too long for one GPU
+
+
+def test_a_slow_network_makes_tensor_parallelism_the_fastest():
+    slow = Cluster(read_gpus()["h100-80"], nic_bytes_per_s=25e9)
+    asked = Outlook.of(RunShape(LARGE, "pure-bf16", "none", 64, 4096, 1, 64), slow)
+    found = meshes(asked)
+    assert found[0].load.tp * found[0].load.pp > 1
+    assert found[0].tokens_per_s > 1.3 * max(each.tokens_per_s for each in best(asked) if not needs_mesh(each))
+
+
+def test_a_search_of_405b_takes_no_longer_than_one_waits():
+    began = time.process_time()
+    best(outlook(LARGE, 64, 4096, 64, "all"), ("fp32", "bf16"))
+    assert time.process_time() - began < 20  # 2 on an idle core
+
+
+def test_settings_that_are_written_are_those_that_were_predicted(tmp_path, capsys):
+    words = [*LONG, "--search", "--write", str(tmp_path / "best.toml"), "--json"]
+    assert predict.main(words) == 0
+    first = json.loads(capsys.readouterr().out)["search"][0]
+    written = tomllib.loads((tmp_path / "best.toml").read_text())
+    assert written["parallel"]["cp"] == first["mesh"]["cp"] > 1
+    predict.main([*LONG[:6], "--config", str(tmp_path / "best.toml"), "--json"])
+    assert json.loads(capsys.readouterr().out)["time"] == first["time"]
+
+
+def test_a_plan_says_whether_a_mesh_is_faster(capsys):
+    predict.main([*LONG, "--search"])
+    assert "  only with a mesh it fits: " in capsys.readouterr().out
+    predict.main(["--preset", "llama3.1-405b", "--nodes", "8", "--search"])
+    assert "  no mesh is faster, as far as a prediction can tell\n" in capsys.readouterr().out
+    predict.main(["--preset", "llama3.1-405b", "--nodes", "8", "--search", "--nic", "200Gb/s"])
+    assert "%; no GPU has run such a mesh (docs/parallel.md), so it is not first\n" in capsys.readouterr().out
