@@ -2,7 +2,7 @@
 
 ``torch.empty(pin_memory=True)`` rounds each block up to a power of two; memory that is allocated first and then registered
 with CUDA has the size that was asked for. Registering 100 GB takes a minute, and a registration within a backward can
-deadlock with NCCL's kernels: so everything is pinned at once, and never in a step. No GPU has run this yet.
+deadlock with NCCL's kernels: so everything is pinned at once, and never in a step.
 """
 
 import contextlib

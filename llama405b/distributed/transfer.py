@@ -1,4 +1,4 @@
-"""Copies between CPU memory and a GPU that nobody waits for. On a CPU they are plain. No GPU has run this yet."""
+"""Copies between CPU memory and a GPU that nobody waits for. On a CPU they are plain."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
