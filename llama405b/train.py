@@ -21,6 +21,7 @@ from llama405b.distributed import ranks
 from llama405b.distributed.peer_errors import FollowedError, is_lost_peer
 from llama405b.optim.step import NonFiniteError, SpikeError
 from llama405b.training.build import build_trainer
+from llama405b.training.choose_mesh import choose_mesh
 from llama405b.training.context import RankContext
 from llama405b.training.heartbeat import HeartbeatWriter
 from llama405b.training.journal import Journal
@@ -43,12 +44,12 @@ def main(argv: Sequence[str]) -> int:
             refuse_trained(run)
         heartbeat = HeartbeatWriter(run, ranks.place())
         me = ranks.join(asked.config.parallel.device, asked.config.timeouts.load)
-        me = ranks.on_mesh(me, asked.config.parallel)
-        context = RankContext.of(me, heartbeat)
+        config = choose_mesh(asked.config, asked.preset, me)
+        context = RankContext.of(ranks.on_mesh(me, config.parallel), heartbeat)
         if asked.evaluates:
-            evaluate_only(asked.config, asked.resume, context)
+            evaluate_only(config, asked.resume, context)
         else:
-            with contextlib.closing(build_trainer(asked.config, asked.resume, context, stop)) as trainer:
+            with contextlib.closing(build_trainer(config, asked.resume, context, stop)) as trainer:
                 trainer.take_steps()
         heartbeat.phase(Phase.DONE)
         ranks.leave()

@@ -1,7 +1,6 @@
 """Which settings train the same steps fastest: places of the states, moments, units, micro-batches, and meshes. Pure."""
 
 import dataclasses
-import heapq
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -13,7 +12,7 @@ from llama405b.capacity.run_shape import RunShape
 from llama405b.contract.errors import UserError
 from llama405b.contract.mesh import Axes
 from llama405b.contract.mesh_rules import check_mesh
-from llama405b.contract.schema import Moments, Parallel, PipelineSchedule
+from llama405b.contract.schema import Moments, Offload, Parallel, PipelineSchedule
 from llama405b.contract.strategies import Name
 
 NEAR = 0.033  # of one program, once fitted, nine of ten step times are within this of what is predicted (docs/plan-accuracy.md)
@@ -61,13 +60,18 @@ def meshes(outlook: Outlook) -> list[Outlook]:
     if outlook.calibration or cluster.gpu.is_cpu or not outlook.tokens_per_s:  # of meshes nothing is measured
         return []
     found: dict[str, Outlook] = {}  # by how the ranks are split: where the states are makes no other mesh
-    for load in heapq.nsmallest(WALKED, _loads(outlook), key=lambda each: seconds_per_step(each, cluster)):
+    for load in fastest_first(outlook, OFFLOADS)[:WALKED]:
         each = outlook.of_load(load)
         if each.fit is Fit.YES:
             found.setdefault(split_of(load), each)
         if len(found) == MESHES:
             break
     return list(found.values())
+
+
+def fastest_first(outlook: Outlook, offloads: Sequence[Offload]) -> list[RunShape]:
+    """Return the meshes that suit a run, with states in these places, the fastest first; whether they fit is not known yet."""
+    return sorted(_loads(outlook, offloads), key=lambda each: seconds_per_step(each, outlook.cluster))
 
 
 def split_of(load: RunShape) -> str:
@@ -117,7 +121,7 @@ def _axes_of(parallel: Parallel, load: RunShape) -> Axes | None:
     return axes
 
 
-def _loads(outlook: Outlook) -> Iterator[RunShape]:
+def _loads(outlook: Outlook, offloads: Sequence[Offload]) -> Iterator[RunShape]:
     """Yield what else the trainer takes, and whose states alone do not fill a GPU."""
     load, memory = outlook.load, outlook.cluster.gpu.memory_bytes
     for parallel in _splits(load):
@@ -138,7 +142,7 @@ def _loads(outlook: Outlook) -> Iterator[RunShape]:
         if split.dp > load.global_batch:
             continue
         held = held_elements(load.llama, axes, 0, parallel.chunks)
-        for offload, size in itertools.product(OFFLOADS, divisors(max(1, load.global_batch // split.dp))):
+        for offload, size in itertools.product(offloads, divisors(max(1, load.global_batch // split.dp))):
             other = dataclasses.replace(split, offload=offload, micro_batch=size)
             if can_run(other, outlook.cluster) and held * sum(other.shard_bytes.values()) < memory:
                 yield other

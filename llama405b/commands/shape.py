@@ -11,6 +11,7 @@ import torch.distributed as dist
 from transformers import LlamaConfig
 
 from llama405b.capacity import estimate, run_shape
+from llama405b.capacity.choice import chosen
 from llama405b.capacity.outlook import is_predicted
 from llama405b.contract import config as configuration
 from llama405b.contract import weights
@@ -37,8 +38,9 @@ def describe_shape(config: Config, preset: str, world: int) -> str:
 
     hf_config = _shape(config, preset)
     per_host = min(world, run_shape.RANKS_PER_HOST)
-    axes = Axes.of(config.parallel, world, per_host)
     known = weights.parse_llama(hf_config.to_dict() | {"architectures": None}, "the model's configuration")
+    config = chosen(config, known, world, per_host)
+    axes = Axes.of(config.parallel, world, per_host)
     check_mesh(axes, config.parallel, known, config.data.seq_len, per_host)
     config = configuration.on_ranks(config, axes)
     rounds = configuration.check_ranks(config, axes).rounds

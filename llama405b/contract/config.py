@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import operator
 import re
 import tomllib
 import typing
@@ -199,6 +200,13 @@ def mesh_flags(parallel: Parallel) -> list[str]:
             if getattr(parallel, name) != getattr(usual, name)
         }
     )
+
+
+def split_flags_of(config: Config) -> list[str]:
+    """Return flags for how a configuration splits the model, the batch and a step, the defaults too."""
+    names = [f"parallel.{name}" for name in MESH_SETTINGS]
+    names += ["training.micro_batch_size", "training.global_batch_size"]
+    return [f"--{name}={operator.attrgetter(name)(config)}" for name in names]
 
 
 def to_toml(config: Config) -> str:

@@ -138,7 +138,8 @@ class Parallel:
     strategy: Name = option(
         "fsdp2",
         "fsdp2: fully_shard; zero3: the same; zero2 and zero1: weights stay gathered during a step, with zero1 gradients, too, until its "
-        "last micro-batch; ddp: a copy of the model on each rank; hsdp: one on each host; fsdp1: FullyShardedDataParallel",
+        "last micro-batch; ddp: a copy of the model on each rank; hsdp: one on each host; 3d: tp, pp and shards, as they are fastest; "
+        "auto: fsdp2 if that fits, else the fastest mesh that does; fsdp1: FullyShardedDataParallel",
     )
     dp_replicate: int = option(0, "copies of the model, each sharded over its part of the ranks; 0: as strategy says")
     tp: int = option(1, "ranks that split each matrix (tensor parallelism), neighbors on one host")

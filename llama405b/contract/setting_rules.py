@@ -138,6 +138,13 @@ def _of_parallel(parallel: Parallel) -> Iterator[Fault]:
 
 def _of_axes(parallel: Parallel) -> Iterator[Fault]:
     sizes = {name: getattr(parallel, name) for name in ("tp", "cp", "pp")}
+    if parallel.of_strategy.chosen:
+        for name in ("dp_replicate", *sizes):
+            if getattr(parallel, name) != getattr(Parallel(), name):
+                yield (
+                    f"parallel.{name}",
+                    f"strategy {parallel.strategy} chooses it; leave it out, or use strategy fsdp2",
+                )
     if parallel.pp == 1 and parallel.pp_schedule != Parallel().pp_schedule:
         yield "parallel.pp_schedule", "with pp 1 it would have no effect; leave it out, or use more stages"
     for name, size in sizes.items():

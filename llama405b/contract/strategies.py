@@ -6,7 +6,7 @@ A step has several micro-batches where the global batch is larger than what all 
 import dataclasses
 from typing import Literal
 
-Name = Literal["fsdp2", "fsdp1", "zero3", "zero2", "zero1", "ddp", "hsdp"]
+Name = Literal["fsdp2", "fsdp1", "zero3", "zero2", "zero1", "ddp", "hsdp", "3d", "auto"]
 Copies = Literal["one", "hosts", "ranks"]  # of the model, where dp_replicate does not say how many
 
 
@@ -15,10 +15,9 @@ class Strategy:
     """What a name sets."""
 
     copies: Copies = "one"
-    keeps_weights: bool = (
-        False  # gathered from a step's first forward to its last backward; else anew for each forward and backward
-    )
+    keeps_weights: bool = False  # gathered from a step's first forward to its last backward; else anew for each
     reduces_each: bool = True  # gradients are reduced and sharded in each micro-batch; else whole until the last one
+    chosen: bool = False  # the mesh is chosen by what the plan predicts (``capacity.choice``)
 
 
 STRATEGIES: dict[Name, Strategy] = {
@@ -29,4 +28,6 @@ STRATEGIES: dict[Name, Strategy] = {
     "zero1": Strategy(keeps_weights=True, reduces_each=False),
     "ddp": Strategy(copies="ranks", keeps_weights=True, reduces_each=False),
     "hsdp": Strategy(copies="hosts"),
+    "3d": Strategy(chosen=True),
+    "auto": Strategy(chosen=True),
 }

@@ -257,6 +257,19 @@ def test_a_guard_that_died_is_known_to_be_gone_and_its_run_can_be_guarded_again(
     assert guard_hosts.adopt(parse_launch(["--run", "r", "--restart", "2", "--", "-m", "other"], 0.0), fleet) is None
 
 
+def test_a_guard_adopts_a_run_whose_mesh_was_chosen(fleet):
+    def asked(strategy):
+        return parse_launch(["--run", "r", "--restart", "2", "--preset", "demo", "--parallel.strategy", strategy], 0.0)
+
+    plan = launch(request(), list(fleet.hosts.values()), fleet)
+    program = dataclasses.replace(asked("3d"), resume="no").training_program()
+    chosen = dataclasses.replace(plan, program=(*program, "--parallel.tp=2", "--parallel.pp=2"))
+    for host in fleet.fakes.values():
+        host.plan = chosen
+    assert guard_hosts.adopt(asked("3d"), fleet) == chosen
+    assert guard_hosts.adopt(asked("auto"), fleet) is None
+
+
 def test_a_guard_elsewhere_is_known_by_what_it_tells_the_hosts(fleet):
     plan = launch(request(), list(fleet.hosts.values()), fleet)
     asked = fleet.fakes["a"].noted

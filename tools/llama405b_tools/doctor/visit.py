@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from llama405b.capacity import estimate, part, run_shape
+from llama405b.capacity.choice import chosen
 from llama405b.capacity.known import known_shape
 from llama405b.capacity.outlook import is_predicted
 from llama405b.contract import config
@@ -53,6 +54,7 @@ def needs_of(asked: Config | None, preset: str, hosts: Sequence[Host]) -> Needs:
         return needs
     slots = [host.slots or 8 for host in hosts]
     most, world = max(slots), sum(slots)
+    asked = chosen(asked, llama, world, most)
     axes = Axes.of(asked.parallel, world, most)
     held = part.held_elements(llama, axes, 0, asked.parallel.chunks)
     on_device, on_host = (each * held for each in asked.parallel.state_bytes)

@@ -5,13 +5,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from llama405b.capacity.calibration import Calibration
+from llama405b.capacity.choice import chosen
 from llama405b.capacity.disk import NoRoomError, check_room
 from llama405b.capacity.estimate import Cluster
 from llama405b.capacity.hardware import GIB, Gpu, gpu_like, read_gpus
 from llama405b.capacity.outlook import Fit, Outlook, is_predicted
 from llama405b.capacity.run_shape import RunShape, checkpoint_bytes_per_parameter
 from llama405b.contract import reader
-from llama405b.contract.config import mesh_flags, on_ranks
+from llama405b.contract.config import mesh_flags, on_ranks, split_flags_of
 from llama405b.contract.errors import UserError
 from llama405b.contract.files import write_atomic
 from llama405b.contract.phrases import given
@@ -47,6 +48,31 @@ def has_calibration(hosts_file: Path) -> bool:
 
 def _file_of(hosts_file: Path) -> Path:
     return hosts_file.with_name(f"{hosts_file.name}.calibration.json")
+
+
+def with_split(
+    request: LaunchRequest, hosts: Sequence[Host], answers: Mapping[str, LaunchFacts], interfaces: Mapping[str, str]
+) -> LaunchRequest:
+    """Return a request with a mesh in place of a strategy that leaves it to the plan; others as they are.
+
+    Raises:
+        UserError: The model cannot be split so over these ranks, or its shape is not known.
+    """
+    config, llama = request.config, answers[hosts[0].name].llama
+    if config is None or not config.parallel.of_strategy.chosen:
+        return request
+    if llama is None:
+        raise UserError(
+            f"--parallel.strategy: {config.parallel.strategy} needs the model's config.json on the hosts; use fsdp2"
+        )
+    slots = [host.slots or max(1, answers[host.name].gpus) for host in hosts]
+    gpu = None if request.on_cpu else _gpu_of(answers)
+    cluster = (
+        Cluster(gpu, min(_link(answers[host.name], interfaces[host.name]) for host in hosts)) if gpu else Cluster()
+    )
+    ram_bytes = min(facts.memory_bytes for facts in answers.values()) if gpu else 0.0
+    config = chosen(config, llama, sum(slots), max(slots), cluster, ram_bytes)
+    return dataclasses.replace(request, config=config, flags=(*request.flags, *split_flags_of(config)))
 
 
 def expected(

@@ -63,7 +63,9 @@ def _refuse_guarded(request: LaunchRequest, runs: Iterable[HostRun]) -> None:
 def _is_same(request: LaunchRequest, fleet: Fleet, plan: Plan) -> bool:
     """Whether a plan is of this request, whatever either resumes."""
     resumed = dict(zip(plan.program, plan.program[1:], strict=False)).get("--resume", "")
-    same = dataclasses.replace(request, resume=resumed).training_program() == plan.program
+    program = dataclasses.replace(request, resume=resumed).training_program()
+    chooses = request.settings.parallel.of_strategy.chosen  # then what was chosen follows
+    same = program == (plan.program[: len(program)] if chooses else plan.program)
     names = [node.name for node in plan.nodes]
     on_its_hosts = names == list(fleet.hosts) or (request.shrink and set(names) < set(fleet.hosts))
     return bool(same and on_its_hosts and set(plan.secrets) == set(request.secrets))

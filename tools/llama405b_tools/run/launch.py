@@ -17,7 +17,14 @@ from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.hosts.outcomes import one_machine
 from llama405b_tools.hosts.printed_commands import hosts_argument
-from llama405b_tools.run.forecast import expected, loading_note, read_calibration, refuse_misfit, room_faults
+from llama405b_tools.run.forecast import (
+    expected,
+    loading_note,
+    read_calibration,
+    refuse_misfit,
+    room_faults,
+    with_split,
+)
 from llama405b_tools.run.guard_record import asked_for
 from llama405b_tools.run.host_checks import Facts, fault_list
 from llama405b_tools.run.plan import HostSpec
@@ -28,13 +35,14 @@ from llama405b_tools.run.start_everywhere import start_run
 from llama405b_tools.text.fold import fold_names
 from llama405b_tools.text.predictions import expectation
 
-UNPROVED = "note: CUDA and NCCL are marked 'never run' in docs/proof.md; --rehearse tries them on these hosts first"
+UNPROVED = "note: NCCL between GPUs is marked 'never run' in docs/proof.md; --rehearse tries it on these hosts first"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CheckedLaunch:
     """A launch whose hosts are fit for it."""
 
+    request: LaunchRequest  # with the mesh, if that was left to the plan
     answers: Facts
     parts: Sequence[HostSpec]
     plan: Plan
@@ -65,7 +73,7 @@ def launch(
     stops = {name: facts.stopped_at for name, facts in checked.answers.items()}
     where = hosts_argument(request.hosts_file)
     start_run(checked.plan, request.secrets, fleet, stops, again=again, guard=guard, hosts=where)
-    for line in launched_lines(request, hosts, checked, time.monotonic() - began):
+    for line in launched_lines(checked.request, hosts, checked, time.monotonic() - began):
         say(line)
     return checked.plan
 
@@ -81,6 +89,7 @@ def check_and_plan(
     """
     try:
         answers, meeting = probe_hosts(request, hosts, fleet)
+        request = with_split(request, hosts, answers, meeting.interface)
         parts = [host_spec(host, answers[host.name], meeting) for host in hosts]
         plan = plan_of(request, parts, answers, meeting, time.time())
     except UserError as error:
@@ -97,7 +106,7 @@ def check_and_plan(
         plan = dataclasses.replace(plan, expected_step_s=outlook.needs.step_s or 0.0)
         if not request.allow_misfit and (fewer or not again):
             refuse_misfit(outlook)
-    return CheckedLaunch(answers, parts, plan, outlook)
+    return CheckedLaunch(request, answers, parts, plan, outlook)
 
 
 def launched_lines(

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from llama405b.contract import command
 from llama405b.contract.checkpoints import step_of
-from llama405b.contract.errors import FAILED, GOOD, RunError
+from llama405b.contract.errors import FAILED, GOOD, RunError, UserError
 from llama405b.contract.phrases import given
 from llama405b.contract.plan import REHEARSAL, Plan
 from llama405b.contract.probes import LINKS, line_of
@@ -87,6 +87,11 @@ def trial_of(request: LaunchRequest) -> LaunchRequest:
     """Return the launch, cut down to a rehearsal."""
     assert request.config
     config, run = request.config, f"{request.run}{REHEARSAL}"
+    if config.parallel.of_strategy.chosen:
+        raise UserError(
+            f"--rehearse: with its few layers --parallel.strategy {config.parallel.strategy} would choose another mesh; name a mesh, "
+            "which `plan HOSTS --search` finds"
+        )
     layers = max(LAYERS, config.parallel.pp * config.parallel.chunks)
     settings = {
         "model.layers": min(layers, config.model.layers or layers),

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from llama405b.capacity.calibration import Calibration
+from llama405b.capacity.choice import chosen
 from llama405b.capacity.estimate import Cluster
 from llama405b.capacity.hardware import Gpu, read_gpus
 from llama405b.capacity.known import known_shape
@@ -42,7 +43,8 @@ from llama405b_tools.run import request as asked_launch
 from llama405b_tools.run.calibrate import calibrate
 from llama405b_tools.run.forecast import has_calibration, read_calibration, save_calibration
 from llama405b_tools.run.request import source_flags
-from llama405b_tools.text.predictions import SCHEMA, UNITS, ReportOptions, comparison, prediction, ranking, record
+from llama405b_tools.text.prediction_record import SCHEMA, UNITS, record
+from llama405b_tools.text.predictions import ReportOptions, comparison, prediction, ranking
 from llama405b_tools.verbs.arguments import hosts_of
 from llama405b_tools.verbs.plan_options import (
     alternatives,
@@ -104,6 +106,7 @@ def main(argv: Sequence[str]) -> int:
     hosts, gpus = hosts_of(args.hosts), read_gpus(args.hardware)
     found = _found(args, hosts, gpus, on_cpu=asked.parallel.device == "cpu")
     machines = described(found, said_of_machines(args), gpus)
+    asked = _split(asked, args.preset, machines)
     planned = _config(asked, machines)
     elsewhere = {
         word: described(found, said_of_machines(other), gpus) for word, other in alternatives(args, gpus).items()
@@ -164,6 +167,15 @@ def _kept(args: argparse.Namespace, hosts: Sequence[Host], plan: Outlook) -> tup
     if not found.knows(plan.load, plan.cluster.gpu):
         return None, "it is of another model, sequence, numerics, attention, packing or GPU, or has no tp, cp or pp"
     return found, ""
+
+
+def _split(asked: Config, preset: str, machines: Machines) -> Config:
+    """The configuration with a mesh, if its strategy leaves that to the plan; without one if the model's shape is not known."""
+    llama = known_shape(asked, preset)
+    if llama is None or machines.gpu is None:
+        return asked
+    cluster = Cluster(machines.gpu, machines.nic_bytes_per_s, machines.disk_bytes_per_s)
+    return chosen(asked, llama, machines.world, machines.slots, cluster, machines.ram_bytes)
 
 
 def _config(asked: Config, machines: Machines) -> Config:
