@@ -44,7 +44,7 @@ def test_a_killed_run_resumes_from_the_hosts_own_disks_in_another_order(hosts, o
     ]
     assert [{name[2] for name in re.findall(r"__\d_\d", found)} for found in kept] == [{"0"}, {"1"}, {"2"}]
 
-    assert operator("launch", "--run", "r", *DEMO, *SAVING).returncode == 0
+    assert operator("launch", "--run", "r", *DEMO, *SAVING, "--parallel.pp", 3).returncode == 0  # resumed on another mesh
     wait_for(lambda: _there(hosts, 3, "runs/r/checkpoints/step-00000004"))
     hosts.exec(2, "pkill", "-9", "-f", "llama405b.train", check=False)
     wait_for(lambda: operator("status", "--run", "r").returncode == 1)
@@ -53,7 +53,7 @@ def test_a_killed_run_resumes_from_the_hosts_own_disks_in_another_order(hosts, o
     again = operator("launch", "--run", "r", "--resume", "auto", *flags)
     assert again.returncode == 0, again.stderr
     assert "resumed from runs/r/checkpoints/step-0000000" in again.stdout
-    assert _losses(again.stdout) == losses
+    assert [float(loss) for loss in _losses(again.stdout)] == pytest.approx([float(loss) for loss in losses], abs=2e-4)
     assert "tmp" not in hosts.exec(1, "ls", f"{hosts.workdir(1)}/runs/r/checkpoints").stdout
 
 

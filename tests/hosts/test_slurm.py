@@ -96,11 +96,12 @@ def type_in(cluster):
 def test_a_job_trains_on_four_nodes(type_in):
     places = "--cache '$HOME/hf' --scratch '/tmp/job-$SLURM_JOB_ID'"
     done = type_in(
-        f"launch --run j --slurm '-N 4' {places} --follow {DEMO} --training.max_steps 4 --checkpoint.every 2"
+        f"launch --run j --slurm '-N 4' {places} --follow {DEMO} --training.max_steps 4 --checkpoint.every 2 --parallel.pp 2"
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"^j: job \d+$", done.stdout, re.MULTILINE)
     assert "4 ranks of 4 hosts" in done.stdout
+    assert "(pp 2 x dp_shard 2)" in done.stdout
     plan = json.loads((type_in.place / "runs/j/plan.json").read_text())
     assert [node["name"] for node in plan["nodes"]] == [f"node-{i}" for i in range(1, 5)]
     for node in plan["nodes"]:  # each expanded what was given, and made it
