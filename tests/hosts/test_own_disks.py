@@ -44,7 +44,9 @@ def test_a_killed_run_resumes_from_the_hosts_own_disks_in_another_order(hosts, o
     ]
     assert [{name[2] for name in re.findall(r"__\d_\d", found)} for found in kept] == [{"0"}, {"1"}, {"2"}]
 
-    assert operator("launch", "--run", "r", *DEMO, *SAVING, "--parallel.pp", 3).returncode == 0  # resumed on another mesh
+    assert (
+        operator("launch", "--run", "r", *DEMO, *SAVING, "--parallel.pp", 3).returncode == 0
+    )  # resumed on another mesh
     wait_for(lambda: _there(hosts, 3, "runs/r/checkpoints/step-00000004"))
     hosts.exec(2, "pkill", "-9", "-f", "llama405b.train", check=False)
     wait_for(lambda: operator("status", "--run", "r").returncode == 1)

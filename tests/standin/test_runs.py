@@ -54,3 +54,15 @@ def test_a_profile_is_taken_on_request(standin):
         names = {event.get("name") for event in json.loads(path.read_text())["traceEvents"]}
         assert "c10d::_allgather_base_" in names
     assert trained.found == NOTHING, trained.output
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [("fsdp1", ("--parallel.tp", 2)), ("fsdp1", ("--parallel.pp", 2)), ("fsdp2", ("--parallel.strategy", "fsdp1"))],
+)
+def test_a_checkpoint_goes_between_fsdp1_and_meshes(standin, one, other):
+    whole = standin.train("--parallel.strategy", one, *MASTER, world=2)
+    checkpoint = whole.run / "checkpoints/step-00000002"
+    resumed = standin.train("--resume", checkpoint, *other, *MASTER, world=2)
+    assert _flat(resumed.losses) == pytest.approx(_flat(whole.losses[2:]), rel=1e-3)  # in BF16, with other parts
+    assert resumed.found == NOTHING, resumed.output
