@@ -238,6 +238,7 @@ def test_what_a_run_would_need_at_its_peak_is_an_estimate_and_a_warning():
     resident = needs_of(command.parse([*flags, "--parallel.offload", "none"]).config, "llama3.1-405b", hosts)
     assert resident.gpu_bytes < 48 << 30  # which fits, but its peak does not fit 40
     assert 75 << 30 < resident.gpu_peak_bytes < 80 << 30
+    assert resident.mesh == ""
     found = diagnose({"a": good()}, resident)
     assert (found[0].level, "80 GiB, but PyTorch reserves about 98" in found[0].what) == (WARN, True)
     assert "slower, with allocator retries" in found[0].remedy
@@ -251,6 +252,17 @@ def test_what_a_run_would_need_at_its_peak_is_an_estimate_and_a_warning():
     assert offloaded.ram_bytes < offloaded.ram_peak_bytes < 1.1 * offloaded.ram_bytes  # pinned blocks are rounded up
     found = diagnose({"a": good()}, dataclasses.replace(offloaded, ram_peak_bytes=3 << 40))
     assert "takes about 3072 with pinning" in found[0].what
+
+
+@pytest.mark.parametrize("split", [("tp", "8", "pp", "2"), ("strategy", "3d")])
+def test_the_mesh_that_the_ranks_make_is_said(split):
+    hosts = parse_hosts("node[01-08] slots=8", "hosts")
+    words = [word for name, size in zip(split[::2], split[1::2], strict=True) for word in (f"--parallel.{name}", size)]
+    needs = needs_of(
+        command.parse(["--preset", "llama3.1-405b", "--data.paths", "x", *words]).config, "llama3.1-405b", hosts
+    )
+    assert " x tp " in needs.mesh
+    assert needs.mesh.startswith("pp ")
 
 
 def test_versions_that_are_known_to_go_wrong_are_told_with_the_planned_settings():

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from llama405b.contract.phrases import counted
+from llama405b.contract.phrases import counted, given
 from llama405b_tools.doctor.host_facts import HostFacts
 from llama405b_tools.doctor.rules.findings import Finding
 from llama405b_tools.doctor.rules.of_host import BAD, GIB, WARN
@@ -14,8 +14,8 @@ from llama405b_tools.text.fold import fold_names
 HEADINGS = ("host", "fit", "address", "ssh", "clock", "GPUs", "RDMA", "RAM", "workdir free", "write", "python", "torch")
 
 
-def print_report(visit: Visit, found: Sequence[Finding], names: Sequence[str], *, deep: bool) -> None:
-    """Print problems first, then all hosts side by side."""
+def print_report(visit: Visit, found: Sequence[Finding], names: Sequence[str], *, deep: bool, mesh: str = "") -> None:
+    """Print problems first, then all hosts side by side, and the mesh that their ranks would make."""
     for finding in found:
         where = "all hosts" if len(finding.hosts) == len(names) > 1 else fold_names(finding.hosts)
         print(clean(f"{finding.level.replace(BAD, BAD.upper())}  {where}: {finding.what}"))
@@ -24,7 +24,8 @@ def print_report(visit: Visit, found: Sequence[Finding], names: Sequence[str], *
         print()
     print(format_table(HEADINGS, [_row(name, visit, found) for name in names]), flush=True)
     never = "" if deep else "; links and GPUs were not tested under load: add --deep"
-    print(f"\n{counted(len(names), 'host')}: {_verdict([finding.level for finding in found])}{never}")
+    split = given("; ranks as {}", mesh)
+    print(f"\n{counted(len(names), 'host')}: {_verdict([finding.level for finding in found])}{split}{never}")
 
 
 def _verdict(levels: Sequence[str]) -> str:

@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
         record = dataclasses.asdict(visit) | {"findings": [dataclasses.asdict(f) for f in found], "exit_code": code}
         print(json.dumps(record))
     else:
-        print_report(visit, found, [host.name for host in hosts], deep=args.deep)
+        print_report(visit, found, [host.name for host in hosts], deep=args.deep, mesh=needs.mesh)
     return code
 
 

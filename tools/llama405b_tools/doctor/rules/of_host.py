@@ -48,6 +48,7 @@ class Needs:
     )
     hash_weights: bool = False  # compare their content with the SHA-256 that download and push recorded
     settings: Config | None = None  # None: unknown
+    mesh: str = ""  # of all ranks, if it has more than shards
     program: str = "llama405b"  # as it is typed here
     hosts: str = ""  # the argument that names these hosts
 
