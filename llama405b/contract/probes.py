@@ -29,6 +29,10 @@ class Probe(enum.StrEnum):
     LAYER_ALL = "layer-all"
     HIDING = "hiding"
     EXACT = "exact"
+    TP = "tp"
+    CP = "cp"
+    PP = "pp"
+    HSDP = "hsdp"
     ACCUMULATION = "accumulation"
     RESUME = "resume"
     PACKED = "packed"
@@ -45,13 +49,15 @@ TESTS = tuple(probe for probe in Probe if probe not in (Probe.PRODUCTS, Probe.HO
 WHOLE_RUNS = (Probe.ACCUMULATION, Probe.RESUME, Probe.PACKED, Probe.RANK0, Probe.FSDP1, Probe.EVALUATION)
 ONE_RANK_ONLY = (Probe.UPDATE, Probe.LAYER_NONE, Probe.LAYER_OPTIMIZER, Probe.LAYER_ALL, *WHOLE_RUNS)
 GPU_ONLY = (Probe.FSDP1,)  # torch has none for the CPU
-MANY_RANKS_ONLY = (Probe.COLLECTIVES, Probe.HOST_LINKS)
+MESHES = (Probe.TP, Probe.CP, Probe.PP, Probe.HSDP)
+MANY_RANKS_ONLY = (Probe.COLLECTIVES, *MESHES, Probe.HOST_LINKS)
 # What a rehearsal tests; if one fails, nothing after it makes sense.
 LINKS = (Probe.START, Probe.COLLECTIVES, Probe.COPIES)
-ABOUT_S = {  # on a GPU; a probe is not started if less time is left. Those of one rank: 500 s in all; estimates
-    Probe.START: 15, Probe.COLLECTIVES: 20, Probe.COPIES: 20, Probe.UPDATE: 40, Probe.LAYER_NONE: 25, Probe.LAYER_OPTIMIZER: 50,
-    Probe.LAYER_ALL: 60, Probe.HIDING: 70, Probe.EXACT: 50, Probe.ACCUMULATION: 35, Probe.RESUME: 25, Probe.PACKED: 35,
-    Probe.RANK0: 25, Probe.FSDP1: 25, Probe.EVALUATION: 25, Probe.PRODUCTS: 25, Probe.HOST_LINKS: 60, Probe.RATES: 60,
+ABOUT_S = {  # on a GPU, its process's start with it; a probe is not started if less time is left. Those of one rank: as an H200 took
+    Probe.START: 15, Probe.COLLECTIVES: 20, Probe.COPIES: 20, Probe.UPDATE: 35, Probe.LAYER_NONE: 20, Probe.LAYER_OPTIMIZER: 60,
+    Probe.LAYER_ALL: 35, Probe.HIDING: 95, Probe.EXACT: 55, Probe.TP: 40, Probe.CP: 40, Probe.PP: 40, Probe.HSDP: 40,
+    Probe.ACCUMULATION: 30, Probe.RESUME: 25, Probe.PACKED: 35, Probe.RANK0: 25, Probe.FSDP1: 25, Probe.EVALUATION: 25,
+    Probe.PRODUCTS: 25, Probe.HOST_LINKS: 60, Probe.RATES: 60,
 }  # fmt: skip
 ONE_HOLDS_ALL = "here one rank holds all states of a layer; in a run each has a part, so that this alone stops nothing"
 ADVICE = {  # where a test fails
@@ -64,6 +70,7 @@ ADVICE = {  # where a test fails
     Probe.LAYER_ALL: ONE_HOLDS_ALL,
     Probe.HIDING: "use --parallel.overlap false until this is understood, and report it",
     Probe.EXACT: "use --parallel.overlap false until this is understood, and report it",
+    **{probe: f"leave {probe} out until this is understood, and report it" for probe in MESHES},
     Probe.ACCUMULATION: "set --training.micro_batch_size so that a step has one micro-batch, and report it",
     Probe.RESUME: "use --parallel.offload optimizer until this is understood, and report it",
     Probe.PACKED: "use --model.attention sdpa until this is understood, and report it",
@@ -81,6 +88,10 @@ PROVES = {  # features of docs/proof.md
     Probe.LAYER_ALL: "a layer of the 405B shape, offload all",
     Probe.HIDING: "the update hidden under the next forward",
     Probe.EXACT: "hidden equals sequential, bit for bit",
+    Probe.TP: "two ranks that split matrices (`tp`)",
+    Probe.CP: "two ranks that split sequences (`cp`)",
+    Probe.PP: "two pipeline stages (`pp`)",
+    Probe.HSDP: "two copies of the weights (`hsdp`)",
     Probe.ACCUMULATION: "two micro-batches with offload none, optimizer and all",
     Probe.RESUME: "a save beside training from pinned copies, and a resume",
     Probe.PACKED: "packed documents by every kernel of attention",
@@ -141,6 +152,13 @@ class ProbeResult:
     def why(self) -> str:
         """Why it did not pass, and where."""
         return given("{}: ", self.failed_on) + (self.fault or "not enough time left")
+
+
+def suits(probe: Probe, world: int) -> bool:
+    """Return whether a probe can run on so many ranks."""
+    if world == 1:
+        return probe not in MANY_RANKS_ONLY
+    return probe not in ONE_RANK_ONLY and (probe not in MESHES or world % 2 == 0)
 
 
 def encode(result: ProbeResult) -> Iterator[str]:

@@ -17,7 +17,7 @@ from benchmarks import load as bench_load
 from benchmarks.pairs import ratio_of
 from conftest import ROOT
 from llama405b.commands.probes.runs import _agree
-from llama405b.contract.probes import ABOUT_S, MANY_RANKS_ONLY, TESTS, WHOLE_RUNS, Probe
+from llama405b.contract.probes import ABOUT_S, MANY_RANKS_ONLY, MESHES, TESTS, WHOLE_RUNS, Probe
 from ops_rig import benchmark, wait_for
 from ranks_rig import run_ranks
 
@@ -72,11 +72,31 @@ def _measured(me, probes):
 
 def test_one_rank_passes_every_other_test(tmp_path):
     [results] = run_ranks(
-        1, _measured, [test for test in TESTS if test not in (*BY_PROCESS, *WHOLE_RUNS, Probe.COLLECTIVES)]
+        1, _measured, [test for test in TESTS if test not in (*BY_PROCESS, *WHOLE_RUNS, *MANY_RANKS_ONLY)]
     )
     assert [(result.probe, result.fault) for result in results if result.fault] == []
     named = {figure.name for result in results for figure in result.figures}
     assert {"runs that agree", "hidden / bound", "forward", "down"} <= named
+
+
+def test_two_ranks_learn_the_same_on_each_axis():
+    for results in run_ranks(2, _measured, MESHES):
+        assert [(result.probe, result.fault) for result in results if result.fault] == []
+        assert {figure.name for result in results for figure in result.figures} == {
+            "losses apart by",
+            "step",
+            "step by FSDP",
+        }
+
+
+def test_a_mesh_that_learns_something_else_is_told(monkeypatch):
+    from llama405b.commands.probes import meshes
+
+    losses = iter([([2.0, 1.0], 0.1), ([2.0, 1.1], 0.1), ([2.0, 1.0], 0.1), ([2.0, float("nan")], 0.1)])
+    monkeypatch.setattr(meshes, "_steps", lambda *_: next(losses))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"the losses are \[2.0, "):
+            meshes.tp(None)
 
 
 def test_whole_runs_agree_with_those_that_do_without(tmp_path, warm_cli):

@@ -162,7 +162,7 @@ def climber():
     steps.EXACT_STEPS = 4
     config, tokens, copied = steps.Workload.config, steps.Workload.tokens, host.copied_bytes
     steps.Workload.config = lambda what, me: config(what, on_cpu(me))
-    steps.Workload.tokens = lambda what, me, step: tokens(what, on_cpu(me), step).to(me.device)
+    steps.Workload.tokens = lambda what, me, step, number: tokens(what, on_cpu(me), step, number).to(me.device)
     host.copied_bytes = lambda me: copied(on_cpu(me))
     program.PROBES[Probe.COLLECTIVES] = functools.partial(links.checked_collectives, sizes=(1 << 16, 1 << 20))
     options = program.Options("cuda")

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from llama405b.capacity.run_shape import RunShape
-from llama405b.commands.probes import host, links, steps
+from llama405b.commands.probes import host, links, meshes, steps
 from llama405b.commands.probes.rates import rates
 from llama405b.commands.probes.runs import RUNS
 from llama405b.commands.probes.software import allocator_stats, software
@@ -27,11 +27,10 @@ from llama405b.contract.probes import (
     ABOUT_S,
     GPU_ONLY,
     LINKS,
-    MANY_RANKS_ONLY,
-    ONE_RANK_ONLY,
     Figure,
     Probe,
     ProbeResult,
+    suits,
 )
 from llama405b.distributed import collectives, numa, ranks
 from llama405b.distributed.ranks import Rank
@@ -50,6 +49,10 @@ PROBES: dict[Probe, Callable[[Rank], list[Figure]]] = {
     Probe.LAYER_ALL: steps.layer_all,
     Probe.HIDING: steps.hiding,
     Probe.EXACT: steps.exact,
+    Probe.TP: meshes.tp,
+    Probe.CP: meshes.cp,
+    Probe.PP: meshes.pp,
+    Probe.HSDP: meshes.hsdp,
     Probe.PRODUCTS: host.products,
     Probe.HOST_LINKS: links.host_links,
 }
@@ -89,7 +92,7 @@ def run_here(probes: Sequence[Probe], within_s: float, say: Say, options: Option
         code = GOOD
         on_gpu = options.device != "cpu" and torch.cuda.is_available()
         for probe in probes:
-            if probe in MANY_RANKS_ONLY or (probe in GPU_ONLY and not on_gpu):
+            if not suits(probe, 1) or (probe in GPU_ONLY and not on_gpu):
                 continue
             result = _alone(probe, deadline, options)
             say(result)
@@ -101,7 +104,7 @@ def run_here(probes: Sequence[Probe], within_s: float, say: Say, options: Option
     me = options.join()
     n_hosts = len(set(collectives.all_gather_objects(me.host)))
     for probe in probes:
-        if probe in ONE_RANK_ONLY:
+        if not suits(probe, me.world):
             continue
         [late] = collectives.all_reduce_max([int(deadline - time.monotonic() < _least_s(probe, me.on_gpu))])
         result = ProbeResult(probe, me.world, n_hosts, skipped=True) if late else _measured(probe, me, n_hosts, options)

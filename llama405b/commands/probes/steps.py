@@ -53,9 +53,9 @@ class Workload:
         small = {} if me.on_gpu else TINY
         return LlamaConfig(**known | {"num_hidden_layers": self.layers, "vocab_size": VOCAB} | small)
 
-    def tokens(self, me: Rank, step: int) -> torch.Tensor:
-        """Return ``tokens_BS`` of a step, of which each rank has its own."""
-        generator = torch.Generator().manual_seed(1000 * step + me.rank)
+    def tokens(self, me: Rank, step: int, number: int) -> torch.Tensor:
+        """Return ``tokens_BS`` of a step; others for each number."""
+        generator = torch.Generator().manual_seed(1000 * step + number)
         shape = (self.batch, self.seq_len) if me.on_gpu else (min(self.batch, 2), 64)
         return torch.randint(0, VOCAB, shape, generator=generator).to(me.device)
 
@@ -111,7 +111,7 @@ def _steps(what: Workload, parallel: Parallel, me: Rank, count: int) -> tuple[li
     works = []
     for step in range(count):
         timer = StepTimer(me.device)
-        x = what.tokens(me, step)
+        x = what.tokens(me, step, me.rank)
         result = train_step(
             OneByOne(module, me.dp.size), updater, [Batch(x, x.roll(-1, 1))], max_norm=1.0, lap=timer.mark
         )

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from llama405b.contract.errors import RunError
 from llama405b.contract.plan import Plan
-from llama405b.contract.probes import MANY_RANKS_ONLY, ONE_RANK_ONLY, Probe, ProbeResult, decode
+from llama405b.contract.probes import Probe, ProbeResult, decode, suits
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.remote.messages.stop_request import ANSWER_S, StopReply, StopRequest
@@ -46,7 +46,7 @@ def run_probes(
     began, screen = time.monotonic(), sys.stdout
     trial = dataclasses.replace(request, config=None, flags=(), program=program, hides_gpus=request.on_cpu, restart=0)
     plan = launch(trial, hosts, fleet, say=lambda _: None)
-    expected = [probe for probe in probes if probe not in (MANY_RANKS_ONLY if plan.world == 1 else ONE_RANK_ONLY)]
+    expected = [probe for probe in probes if suits(probe, plan.world)]
     results: list[ProbeResult] = []
 
     def tell(watch: RunMonitor) -> bool:
