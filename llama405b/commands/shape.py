@@ -13,9 +13,10 @@ from transformers import LlamaConfig
 from llama405b.capacity import estimate, run_shape
 from llama405b.capacity.choice import chosen
 from llama405b.capacity.outlook import is_predicted
-from llama405b.contract import config as configuration
 from llama405b.contract import weights
-from llama405b.contract.mesh import Axes
+from llama405b.contract.config import PRESET_DIR, on_ranks
+from llama405b.contract.dealing import Dealing
+from llama405b.contract.mesh import DP, Axes
 from llama405b.contract.mesh_rules import check_mesh
 from llama405b.contract.phrases import counted
 from llama405b.contract.schema import COMPUTE_BYTES, Config
@@ -42,8 +43,8 @@ def describe_shape(config: Config, preset: str, world: int) -> str:
     config = chosen(config, known, world, per_host)
     axes = Axes.of(config.parallel, world, per_host)
     check_mesh(axes, config.parallel, known, config.data.seq_len, per_host)
-    config = configuration.on_ranks(config, axes)
-    rounds = configuration.check_ranks(config, axes).rounds
+    config = on_ranks(config, axes)
+    rounds = Dealing.of(config.training, axes.size(DP)).rounds
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
     try:
         whole = llama.build_on_meta(hf_config, "sdpa", fsdp2.shard_dtype(config.parallel))
@@ -86,7 +87,7 @@ def _estimate(config: Config, llama: weights.Llama, world: int, axes: Axes) -> l
 def _shape(config: Config, preset: str) -> LlamaConfig:
     """The shape from the model's directory if it exists, else the preset's known shape."""
     directory = Path(config.model.path)
-    known = json.loads((configuration.PRESET_DIR / "architectures.json").read_text())
+    known = json.loads((PRESET_DIR / "architectures.json").read_text())
     record = read_hf_json(directory / "config.json") if directory.is_dir() else known.get(preset)
     if record is None:
         weights.read_llama(directory)  # raises; its message says what is missing

@@ -36,10 +36,10 @@ class Sequential:
         """See ``Updater``."""
         if isinstance(self.model, FullyShardedDataParallel):  # its gradients are pieces of flat ones
             return float(self.model.clip_grad_norm_(max_norm or torch.inf))
-        gradients = [local(p.grad) for p in self.model.parameters() if p.grad is not None]
-        counted = [local(p.grad) for p in self.model.parameters() if p.grad is not None and is_counted(p)]
-        norm = norm_over_ranks(squares(counted), gradients[0].device)
-        scale(gradients, clip_factor(norm, max_norm))
+        gradients = [(p, local(p.grad)) for p in self.model.parameters() if p.grad is not None]
+        counted = squares(gradient for p, gradient in gradients if is_counted(p))
+        norm = norm_over_ranks(counted, gradients[0][1].device)
+        scale([gradient for _, gradient in gradients], clip_factor(norm, max_norm))
         return norm
 
     def update(self) -> None:

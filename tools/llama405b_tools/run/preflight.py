@@ -211,12 +211,11 @@ def check_training(request: LaunchRequest, plan: Plan, answers: Facts) -> None:
         parsed = command.parse(plan.program[2:])
         if parsed.config != request.config:
             raise UserError("the planned command does not match the request; please report this as a bug")
-        settings = (
-            parsed.config if request.evaluates else config.on_ranks(parsed.config, plan.axes(parsed.config.parallel))
-        )
+        axes = plan.axes(parsed.config.parallel)
+        settings = parsed.config if request.evaluates else config.on_ranks(parsed.config, axes)
         request.refuse_changes(next((each.resumable for each in answers.values() if each.resumable), None), settings)
         llama, parallel = answers[plan.nodes[0].name].llama, settings.parallel
-        check_mesh(plan.axes(parallel), parallel, llama, settings.data.seq_len, max(node.slots for node in plan.nodes))
+        check_mesh(axes, parallel, llama, settings.data.seq_len, max(node.slots for node in plan.nodes))
         for what, bug in known_bugs(settings, next(iter(answers.values())).versions).items():
             if bug.level == "refuse":
                 raise UserError(f"{what}; {bug.cure}. Nothing was started")
