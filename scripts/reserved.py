@@ -45,6 +45,7 @@ class Setting:
     seq_len: int = 4096
     micro_batch: int = 1
     micro_batches: int = 1
+    loss: str = "logits"
 
     @property
     def run(self):
@@ -52,7 +53,7 @@ class Setting:
         llama = parse_llama(ARCHITECTURES[self.model], self.model)
         batch = self.micro_batches * self.micro_batch * self.world
         shape = RunShape(llama, self.numerics, self.offload, self.world, self.seq_len, self.micro_batch, batch)
-        return dataclasses.replace(shape, wrap=tuple(self.wrap.split(",")))
+        return dataclasses.replace(shape, wrap=tuple(self.wrap.split(",")), loss=self.loss)
 
 
 L405, L70, L8, L1 = "llama3.1-405b", "llama3.1-70b", "llama3.1-8b", "llama3.2-1b"
@@ -89,6 +90,10 @@ SETTINGS = [
     Setting(L1, 1, "none"),
     Setting(L1, 1, "all", micro_batches=2),
     Setting(L1, 2, "all", wrap=f"{HALVES},Embedding"),
+    Setting(L405, 64, "optimizer", loss="parts"),
+    Setting(L8, 8, "none", micro_batch=4, loss="parts"),
+    Setting(L1, 4, "none", micro_batch=4, micro_batches=2, loss="parts"),
+    Setting(L8, 8, "all", seq_len=8192, wrap=f"{HALVES},Embedding", loss="parts"),
 ]
 
 
@@ -130,16 +135,17 @@ def one(setting, config, history):
 
     me = join_alone()
     module, update = build(setting, config, me)
+    passes = passes_of(setting, module)
     torch.cuda.reset_peak_memory_stats()
     for _ in range(STEPS):
-        take_step(setting, module, update, me)
+        take_step(setting, passes, update, me)
     stats = torch.cuda.memory_stats()
     pools = {}
     for segment in torch.cuda.memory_snapshot():
         pools[segment["stream"]] = pools.get(segment["stream"], 0) + segment["total_size"]
     if history:
         torch.cuda.memory._record_memory_history(stacks="python", max_entries=1 << 20)
-        take_step(setting, module, update, me)
+        take_step(setting, passes, update, me)
         Path(history).write_bytes(pickle.dumps(torch.cuda.memory._snapshot()["device_traces"][0]))
     sizes = {"allocated": stats["allocated_bytes.all.peak"], "reserved": stats["reserved_bytes.all.peak"]}
     print(json.dumps(sizes | {"pools": " ".join(map(str, sorted(pools.values(), reverse=True)))}), flush=True)
@@ -179,7 +185,8 @@ def build(setting, config, me):
     from llama405b.parallel import fsdp2, load_weights
 
     leave_out(on_host=setting.offload != "none")
-    parallel = Parallel(offload=setting.offload, numerics=setting.numerics, wrap=tuple(setting.wrap.split(",")))
+    wrap = tuple(setting.wrap.split(","))
+    parallel = Parallel(offload=setting.offload, numerics=setting.numerics, wrap=wrap, loss=setting.loss)
     module = llama.build_on_meta(LlamaConfig(**config), "sdpa", fsdp2.shard_dtype(parallel))
     fsdp2.shard(module, parallel, me.device)
     if setting.run.lends_gradients:
@@ -230,17 +237,24 @@ def leave_out(*, on_host):
     offload_optimizer._add = nothing
 
 
-def take_step(setting, module, update, me):
+def passes_of(setting, module):
+    """Return the trainer's own forwards and backwards."""
+    from llama405b.model.head import loss_of
+    from llama405b.parallel.passes import OneByOne
+
+    return OneByOne(module, setting.world, loss=loss_of(setting.loss, module.lm_head))
+
+
+def take_step(setting, passes, update, me):
     """Take one step of the trainer's own."""
     import torch
 
     from llama405b.model.batch import Batch
     from llama405b.optim.step import train_step
-    from llama405b.parallel.passes import OneByOne
 
     ids = torch.zeros(setting.micro_batch * setting.micro_batches, setting.seq_len, dtype=torch.int64)
     batches = [batch.to(me.device) for batch in Batch(ids, ids).split(setting.micro_batch)]
-    train_step(OneByOne(module, setting.world), update, batches, max_norm=1.0)
+    train_step(passes, update, batches, max_norm=1.0)
 
 
 if __name__ == "__main__":

@@ -73,9 +73,17 @@ def products_s(setting: Setting, rates: Rates, weights: float) -> float:
     return 2 * weights * setting.tokens / (setting.gpu.flops * rates.matmul_of(setting.gpu.name))
 
 
-def logits_s(setting: Setting, rates: Rates) -> float:
-    """Return the time of the loss: BF16 logits, an FP32 copy, softmax; 12 bytes a logit, forward."""
-    return 12 * setting.shape.vocab * setting.tokens / (setting.gpu.memory_bytes_per_s * rates.memory)
+def head_s(setting: Setting, rates: Rates) -> tuple[GpuWork, GpuWork]:
+    """Return what the head and the loss compute of a micro-batch, forward and backward.
+
+    Of all logits 12 bytes each in the forward, and twice that in the backward: in BF16, a copy in FP32, softmax. Of parts, operator by
+    operator, 28 and 38 (``model.head``), and the product once more.
+    """
+    product = products_s(setting, rates, setting.shape.head)
+    logit = setting.shape.vocab * setting.tokens / (setting.gpu.memory_bytes_per_s * rates.memory)
+    if setting.loss_of_parts:
+        return GpuWork(product, 0.0, 28 * logit), GpuWork(3 * product, 0.0, 38 * logit)
+    return GpuWork(product, 0.0, 12 * logit), GpuWork(2 * product, 0.0, 24 * logit)
 
 
 def fsdp_copies_s(setting: Setting, rates: Rates, unit: float) -> float:
@@ -99,13 +107,15 @@ def parts_s(setting: Setting, rates: Rates, unit: float, layers: int, has_head: 
     """
     work = layer_work(setting, rates)
     once = work.forward + work.backward
-    products = layers * once.products_s + 3 * products_s(setting, rates, setting.shape.head) * has_head
+    forward, backward = head_s(setting, rates)
+    head = (forward + backward).times(has_head, has_head, has_head)
+    products = layers * once.products_s + head.products_s
     copies = min(layers * fsdp_copies_s(setting, rates, unit), products)
     return {
         "matrix products": products - copies,
         "attention": layers * once.attention_s,
         "norms and activations": layers * once.elementwise_s,
-        "loss": 3 * logits_s(setting, rates) * has_head,
+        "loss": head.elementwise_s,
         "FSDP's copies": copies,
         "recomputation": layers * work.again.total_s,
     }

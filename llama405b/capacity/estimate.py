@@ -150,6 +150,7 @@ def setting_of(run: RunShape, cluster: Cluster) -> Setting:
         chunks=run.chunks if run.pp > 1 else 1,
         reshard=not run.keeps_weights,
         gathers_once=run.keeps_weights,
+        loss_of_parts=run.loss == "parts",
         reduces_once=not run.reduces_each,
     )  # fmt: skip
 

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from llama405b.capacity.part import Part, UnitSizes, norm_elements, shard_elements
 from llama405b.capacity.run_shape import NORMS, RunShape
 from llama405b.contract.schedule import InFlight
+from llama405b.contract.schema import LOSS_PART
 
 LOSS_BYTES = 4  # of a logit in FP32: its copy, its log-softmax and each of two gradients
 
@@ -136,15 +137,26 @@ class _Step:
         """The head and the loss; the units of the last layer are gathered meanwhile."""
         run, sizes = self.run, self.sizes
         logits, loss = (size * run.tokens * self.llama.vocab for size in (run.compute_bytes, LOSS_BYTES))
+        weight = run.compute_bytes * (sizes.head or sizes.embedding)
         if sizes.head:
             self._gather("the head's forward", sizes.head)
         self.held["activations"] = hidden * (4 if run.compute_bytes == 2 else 3)
-        self._see("the head's forward", logits=logits)
-        self.held["all-gather buffers"] = self.waiting = 0
-        self._see("the loss", logits=(3 if run.tp == 1 else 4) * loss)  # torch's loss_parallel makes one more
-        self.held["all-gather buffers"] = run.compute_bytes * last * self.several * (not self.keeps)
-        weight = run.compute_bytes * (sizes.head or sizes.embedding)
-        self._see("the head's backward", logits=logits, activations=hidden, weight_gradients=weight)
+        if run.loss == "parts":
+            logits = _logits_of_a_part(run, self.llama.vocab)
+            of_hidden = (
+                (LOSS_BYTES + run.compute_bytes) * run.tokens * self.llama.hidden
+            )  # the sum over parts, and a part's
+            whole = run.compute_bytes * run.tokens * self.llama.hidden * (run.tp > 1)
+            self._see("the head's forward", logits=logits, activations=whole)
+            self.held["all-gather buffers"] = self.waiting = 0
+            self.held["all-gather buffers"] = run.compute_bytes * last * self.several * (not self.keeps)
+            self._see("the head's backward", logits=logits, activations=whole + of_hidden, weight_gradients=weight)
+        else:
+            self._see("the head's forward", logits=logits)
+            self.held["all-gather buffers"] = self.waiting = 0
+            self._see("the loss", logits=(3 if run.tp == 1 else 4) * loss)  # torch's loss_parallel makes one more
+            self.held["all-gather buffers"] = run.compute_bytes * last * self.several * (not self.keeps)
+            self._see("the head's backward", logits=logits, activations=hidden, weight_gradients=weight)
         self.held["activations"] = hidden  # the gradient that flows
         if sizes.head:
             self._reduce("the head's gradient", sizes.head, sizes.head)
@@ -233,7 +245,14 @@ def _waiting(run: RunShape, part: Part) -> float:
     """Bytes of a micro-batch between its forward and its backward: inputs of the layers, and the output, or what the loss keeps."""
     flow = run.compute_bytes * run.tokens // run.tp * part.llama.hidden
     inputs = (part.llama.layers + 1) * flow
-    return inputs + (LOSS_BYTES * run.tokens * part.llama.vocab + _norm_saved(run, part)) * part.head
+    logits = LOSS_BYTES * run.tokens * part.llama.vocab * (run.loss == "logits")
+    return inputs + (logits + _norm_saved(run, part)) * part.head
+
+
+def _logits_of_a_part(run: RunShape, vocab: int) -> int:
+    """Bytes of some words' logits, or of their gradients, as they are computed and in FP32."""
+    widened = LOSS_BYTES if run.compute_bytes < LOSS_BYTES else 0
+    return (run.compute_bytes + widened) * run.tokens * min(vocab, LOSS_PART)
 
 
 def _saved(run: RunShape, part: Part) -> float:

@@ -241,6 +241,7 @@ def _changes(load: RunShape) -> list[tuple[str, RunShape]]:
         ("--parallel.offload none", change(offload="none", moments="fp32")),
         ("--parallel.offload optimizer", change(offload="optimizer")),
         ("--parallel.offload all", change(offload="all")),
+        ("--parallel.loss parts", change(loss="parts")),
         ("--parallel.moments bf16 (with optimizer.betas of at most 0.99)", change(moments="bf16")),
         ("--parallel.numerics pure-bf16 (loses small updates)", change(numerics="pure-bf16", moments="fp32")),
         (f"--training.micro_batch_size {2 * load.micro_batch}", change(micro_batch=2 * load.micro_batch)),

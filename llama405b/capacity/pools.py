@@ -13,6 +13,7 @@ many tokens. NCCL's and CUDA's own memory is not in it, nor what loading weights
 import dataclasses
 import functools
 import math
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ from typing import NamedTuple
 from llama405b.capacity.allocator import Block, Pool
 from llama405b.capacity.run_shape import RunShape
 from llama405b.contract.mesh import Axes
+from llama405b.contract.schema import LOSS_PART
 
 TABLE = Path(__file__).with_name("blocks.toml")
 WORKSPACE = 32 << 20  # of cuBLAS on Hopper (ATen/cuda/CublasHandlePool.cpp); elsewhere 8 MiB
@@ -34,7 +36,17 @@ def reserved(run: RunShape) -> Mapping[str, int]:
         return {}
     batch = run.micro_batch * run.world * (1 + run.accumulates)  # more micro-batches need no more than two
     return _reserved(
-        RunShape(run.llama, run.numerics, run.offload, run.world, run.seq_len, run.micro_batch, batch, wrap=run.wrap)
+        RunShape(
+            run.llama,
+            run.numerics,
+            run.offload,
+            run.world,
+            run.seq_len,
+            run.micro_batch,
+            batch,
+            wrap=run.wrap,
+            loss=run.loss,
+        )
     )
 
 
@@ -224,7 +236,41 @@ def _sections(run: RunShape) -> dict[str, list[Op]]:
         found |= table["tied"]
     elif not run.embedding_apart:
         found |= table["root"]
-    return {name: [_op(word, run) for word in text.split()] for name, text in found.items()}
+    words = {name: text.split() for name, text in found.items()}
+    if run.loss == "parts":
+        words["head"] = _head_of_parts(words["head"], run.llama.vocab)
+    return {name: [_op(word, run) for word in section] for name, section in words.items()}
+
+
+def _head_of_parts(words: Sequence[str], vocab: int) -> list[str]:
+    """Return what the head does if it computes the loss of some words at a time (``model.head``), in place of all logits."""
+    sizes = [min(LOSS_PART, vocab - start) for start in range(0, vocab, LOSS_PART)]
+    before = list(words[: words.index("2TV")])
+    made = count = sum(not word.startswith("-") and ":" not in word for word in before)
+    found = list(before)
+    for size in sizes:  # logits, and in FP32
+        found += [f"{2 * size}T", f"{4 * size}T", f"-{count + 1}", f"-{count + 2}"]
+        count += 2
+    of_hidden, of_weight = count + 1, count + 2
+    found += ["4Th", "2hV"]
+    count += 2
+    for size in sizes:  # the same, their gradient, and that of the hidden states
+        found += [f"{2 * size}T", f"{4 * size}T", f"-{count + 1}", f"{2 * size}T", f"-{count + 2}"]
+        found += ["2Th", f"-{count + 4}", f"-{count + 3}"]
+        count += 4
+    found += ["2Th", f"-{of_hidden}"]
+    weight, hidden = made + 7, made + 8  # of all logits, by the numbers that the rest has
+    numbers = {weight: of_weight, hidden: count + 1}
+    return found + [_renumbered(word, numbers, hidden, count + 1) for word in words[words.index(f"-{made}") :]]
+
+
+def _renumbered(word: str, numbers: Mapping[int, int], last: int, now: int) -> str:
+    """Return a word with the new number of the block that it names, of those that come after ``last``, which is ``now``."""
+    named = re.fullmatch(r"(-|\w+:)(\d+)", word)
+    if not named:
+        return word
+    old = int(named[2])
+    return f"{named[1]}{numbers.get(old, old + (now - last) * (old > last))}"
 
 
 def _op(word: str, run: RunShape) -> Op:

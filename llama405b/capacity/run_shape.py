@@ -14,6 +14,7 @@ from llama405b.contract.schema import (
     Checkpoint,
     Config,
     Data,
+    LossOf,
     Moments,
     Numerics,
     Offload,
@@ -68,6 +69,7 @@ class RunShape:
     pp_schedule: PipelineSchedule = Parallel().pp_schedule
     keeps_weights: bool = False  # see ``Strategy``
     reduces_each: bool = True
+    loss: LossOf = "logits"
 
     @classmethod
     def of(cls, llama: Llama, config: Config, world: int, axes: Axes | None = None) -> "RunShape":
@@ -96,6 +98,7 @@ class RunShape:
             pp_schedule=config.parallel.pp_schedule,
             keeps_weights=config.parallel.of_strategy.keeps_weights,
             reduces_each=config.parallel.of_strategy.reduces_each,
+            loss=config.parallel.loss,
         )
 
     @property
@@ -122,6 +125,7 @@ class RunShape:
             offload=self.offload,
             wrap=self.wrap,
             moments=self.moments,
+            loss=self.loss,
         )
 
     @property

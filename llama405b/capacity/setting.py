@@ -98,6 +98,7 @@ class Setting:
     compute_bytes: int = 2  # of a gathered weight: BF16
     gathers_once: bool = False  # in a step, not in each of its micro-batches
     reduces_once: bool = False
+    loss_of_parts: bool = False  # of some words' logits at a time, which the backward computes again
 
     @property
     def tokens(self) -> float:

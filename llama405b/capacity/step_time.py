@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from llama405b.capacity.coefficients import Rates
-from llama405b.capacity.compute import layer_work, logits_s, parts_s, products_s
+from llama405b.capacity.compute import head_s, layer_work, parts_s
 from llama405b.capacity.setting import Setting
 
 
@@ -51,9 +51,8 @@ def step_time(setting: Setting, rates: Rates) -> StepTime:
 
 def _of_gpu(setting: Setting, rates: Rates, layers: int, has_head: bool) -> StepTime:
     """Predict what a GPU with so many layers does in a step, without waiting for others of its pipeline."""
-    shape = setting.shape
     work = layer_work(setting, rates)
-    last = (products_s(setting, rates, shape.head) + logits_s(setting, rates)) * has_head
+    head_forward, head_backward = (each.total_s * has_head for each in head_s(setting, rates))
     unit = unit_parameters(setting)
     gather = setting.units * gather_s(setting, rates, setting.compute_bytes * unit / setting.units)
     scatter = setting.units * reduce_s(setting, rates, setting.reduce_bytes * unit / setting.units)
@@ -63,8 +62,8 @@ def _of_gpu(setting: Setting, rates: Rates, layers: int, has_head: bool) -> Step
     up, both = host_copies_s(setting, rates, 0.0), host_copies_s(setting, rates, setting.copied_down)
     beside = hidden_s if setting.prefetches else in_turn_s
     forward, backward = (within_layer_s(setting, rates, times) for times in (FORWARD, BACKWARD))
-    one_forward = layers * max(beside(work.forward.total_s + forward, gather, rates), up) + last
-    one_backward = layers * max(beside(work.backward_s + backward, reduce, rates), both) + 2 * last
+    one_forward = layers * max(beside(work.forward.total_s + forward, gather, rates), up) + head_forward
+    one_backward = layers * max(beside(work.backward_s + backward, reduce, rates), both) + head_backward
     one_forward = rates.whole * one_forward + layers * rates.delay_s / 3
     one_backward = rates.whole * one_backward + layers * rates.delay_s * 2 / 3
     handed = between_stages_s(setting, rates)

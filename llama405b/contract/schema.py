@@ -13,6 +13,8 @@ Numerics = Literal["fp32-master", "pure-bf16", "fp32"]
 PipelineSchedule = Literal["1f1b", "interleaved", "gpipe"]
 Offload = Literal["none", "optimizer", "all"]
 Moments = Literal["fp32", "bf16"]
+LossOf = Literal["logits", "parts"]
+LOSS_PART = 16_384  # words of a part; at least the hidden size, so that their logits take no less than the gradient of hidden states
 # Cost of each choice of numerics, in bytes per parameter: weight + gradient + two moments.
 BYTES_PER_PARAMETER = {"fp32-master": 4 + 4 + 8, "pure-bf16": 2 + 2 + 4, "fp32": 4 + 4 + 8}
 COMPUTE_BYTES = {"fp32-master": 2, "pure-bf16": 2, "fp32": 4}  # of a gathered parameter
@@ -158,6 +160,10 @@ class Parallel:
         "all: weights, gradients and moments",
     )
     overlap: bool = option(True, "with offload: update the weights while the next forward runs")
+    loss: LossOf = option(
+        "logits",
+        "logits: of all words' logits at once; parts: of some words' at a time, which takes less memory, and their product once more",
+    )
     moments: Moments = option("fp32", "with offload; bf16: 4 bytes per parameter less of CPU memory, and rounded")
     numerics: Numerics = option(
         "fp32-master", "FP32 weights with BF16 compute (16 bytes/parameter); all BF16 (8); all FP32 (16)"

@@ -4,6 +4,7 @@ from torch import nn
 
 from llama405b.contract.schema import Parallel
 from llama405b.distributed.ranks import Rank
+from llama405b.model.head import loss_of
 from llama405b.parallel.context import attention_of
 from llama405b.parallel.fsdp2 import GradientSync
 from llama405b.parallel.passes import Cut, OneByOne, Passes
@@ -13,11 +14,11 @@ from llama405b.parallel.stage import Stage
 
 def build_passes(parallel: Parallel, model: nn.Module, me: Rank) -> Passes:
     """Return that of a model that is split over the ranks."""
-    averaged = me.dp.size * me.axes.cp
+    averaged, loss = me.dp.size * me.axes.cp, loss_of(parallel.loss, model.lm_head)
     if parallel.by_fsdp1:
-        return OneByOne(model, averaged)
+        return OneByOne(model, averaged, loss=loss)
     cut = Cut(me.axes, me.rank, attention_of(model.config._attn_implementation))
     sync = GradientSync(model, parallel.of_strategy, me.axes.dp_replicate)
     if isinstance(model, Stage):
-        return Pipeline(model, me.axes, me.rank, parallel.pp_schedule, averaged, sync, cut)
-    return OneByOne(model, averaged, sync, cut)
+        return Pipeline(model, me.axes, me.rank, parallel.pp_schedule, averaged, sync, cut, loss)
+    return OneByOne(model, averaged, sync, cut, loss)

@@ -1,6 +1,6 @@
 """The forwards and backwards of a step's micro-batches, between its batch and the clipping. Knows modules; not the update.
 
-Shape suffixes: B sequences of a micro-batch, S positions, V vocabulary.
+Shape suffixes: B sequences of a micro-batch, S positions.
 """
 
 import dataclasses
@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from llama405b.contract.mesh import Axes
 from llama405b.model.batch import IGNORE_INDEX, Batch
+from llama405b.model.head import HeadLoss, OfLogits
 from llama405b.model.inputs import model_inputs
 from llama405b.parallel.fsdp2 import GradientSync, take_forward
 from llama405b.parallel.tensor import loss_of_parts
@@ -98,6 +98,7 @@ class OneByOne:
     averaged: int  # ranks over which FSDP averages gradients
     sync: GradientSync | None = None  # None: all that FSDP does is done for each micro-batch
     cut: Cut | None = None  # None: the rank computes all that it reads
+    loss: HeadLoss = OfLogits()
 
     def n_targets(self, batch: Batch) -> Tensor:
         """See ``Passes``."""
@@ -133,14 +134,7 @@ class OneByOne:
 
     def _nll(self, batch: Batch) -> Tensor:
         part, inputs = self._cut.inputs(batch)
-        return nll_of_logits(self.model(**inputs, use_cache=False).logits, part.targets_BS)
-
-
-def nll_of_logits(logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
-    """Return the negative log-likelihood of targets, summed, in nats; computed in FP32, or more if the logits are."""
-    logits = logits_BSV.flatten(0, 1)
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return F.cross_entropy(wide, targets_BS.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
+        return self.loss.nll(lambda: self.model(**inputs, use_cache=False).logits, part.targets_BS)
 
 
 def own_value(nll: Tensor) -> Tensor:

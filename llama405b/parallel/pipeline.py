@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from llama405b.contract.mesh import Axes
 from llama405b.contract.schedule import Pass, order_of
 from llama405b.model.batch import Batch
+from llama405b.model.head import HeadLoss
 from llama405b.parallel.fsdp2 import GradientSync, give_forward, set_last_backward, take_forward
 from llama405b.parallel.groups import group_along
-from llama405b.parallel.passes import Accumulator, Cut, Lap, nll_of_logits, no_loss, own_value
+from llama405b.parallel.passes import Accumulator, Cut, Lap, no_loss, own_value
 from llama405b.parallel.stage import Stage
 from llama405b.parallel.tensor import loss_of_parts
 
@@ -54,11 +55,19 @@ class Pipeline:
     """A rank's stages; see ``Passes``."""
 
     def __init__(
-        self, model: Stage, axes: Axes, rank: int, schedule: str, averaged: int, sync: GradientSync, cut: Cut
+        self,
+        model: Stage,
+        axes: Axes,
+        rank: int,
+        schedule: str,
+        averaged: int,
+        sync: GradientSync,
+        cut: Cut,
+        loss: HeadLoss,
     ) -> None:
         """``averaged``: ranks over which FSDP averages gradients."""
         self.model: nn.Module = model
-        self.stage, self.cut, self.axes = model, cut, axes
+        self.stage, self.cut, self.axes, self.loss = model, cut, axes, loss
         self.schedule, self.averaged, self.sync = schedule, averaged, sync
         self.place = axes.place(rank, ("pp",)).rank
         self.links = links_of(axes, rank, is_ring=len(model.chunks) > 1)
@@ -111,9 +120,13 @@ class Pipeline:
         if not self._is_first(each.chunk):
             x = self._receive(self.links.before.peer, self.links.before.forward, self._hidden(part))
             x.requires_grad_(torch.is_grad_enabled())
-        output: Tensor = self.stage(x, each.chunk, **more)
+
+        def run() -> Tensor:
+            return self.stage(x, each.chunk, **more)
+
         if self._is_last(each.chunk):
-            return x, nll_of_logits(output, part.targets_BS)
+            return x, self.loss.nll(run, part.targets_BS)
+        output = run()
         self._send(output.detach(), self.links.after.peer, self.links.after.forward)
         return x, output
 

@@ -27,7 +27,7 @@ def split(model: LlamaForCausalLM, parallel: Parallel, me: Rank) -> nn.Module:
     if axes.pp > 1:
         own = _stage_of(model, parallel, me)
     if axes.tp > 1:
-        split_matrices(own, mesh["tp"])
+        split_matrices(own, mesh["tp"], parallel.loss)
     shard(own, parallel, me.device, mesh)
     return own
 

@@ -21,27 +21,31 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from llama405b.contract.schema import LossOf
 from llama405b.model.llama import tie_head
 
 WHOLE, PART = Replicate(), Shard(1)  # of the sequence
 OF_MODEL: dict[str, ParallelStyle] = {
     "model.embed_tokens": RowwiseParallel(input_layouts=WHOLE, output_layouts=PART),
     "model.norm": SequenceParallel(),
-    "lm_head": ColwiseParallel(input_layouts=PART, output_layouts=Shard(-1), use_local_output=False),
+}
+HEADS: dict[LossOf, ParallelStyle] = {  # of logits each rank has some; the loss of parts is the same on all
+    "logits": ColwiseParallel(input_layouts=PART, output_layouts=Shard(-1), use_local_output=False),
+    "parts": ColwiseParallel(input_layouts=PART, output_layouts=WHOLE),
 }
 
 
-def split_matrices(model: nn.Module, mesh: DeviceMesh) -> None:
+def split_matrices(model: nn.Module, mesh: DeviceMesh, loss: LossOf = "logits") -> None:
     """Split the matrices of a model on the meta device over the ranks of ``mesh``, which has one axis. Call it before FSDP."""
     layers = model.model.layers
     for layer in layers.values() if isinstance(layers, nn.ModuleDict) else layers:
         parallelize_module(layer, mesh, _of_layer(), src_data_rank=None)
     present = dict(model.named_modules())
-    ends = {name: style for name, style in OF_MODEL.items() if name in present}
+    ends = {name: style for name, style in (OF_MODEL | {"lm_head": HEADS[loss]}).items() if name in present}
     parallelize_module(model, mesh, ends, src_data_rank=None)
     tie_head(model)
-    # FSDP warns of changes in place to the embedding's output, which is a view: transformers makes none.
-    warnings.filterwarnings("ignore", r"FSDP2-wrapped module \(FSDPEmbedding\) returned a view tensor")
+    # FSDP warns of changes in place to what the embedding and the head return, which are views: nobody makes any.
+    warnings.filterwarnings("ignore", r"FSDP2-wrapped module \(.*\) returned a view tensor")
 
 
 def _of_layer() -> dict[str, ParallelStyle]:

@@ -94,6 +94,9 @@ MESHES = {  # axes, place along pp, micro-batches, more settings
     "gpipe": (Axes(4, pp=2), 1, 3, {"pp_schedule": "gpipe"}),
     "zero2, pp": (Axes(4, pp=2), 0, 3, {"strategy": "zero2"}),
     "interleaved": (Axes(2, pp=2, tp=2, cp=2), 0, 3, {"pp_schedule": "interleaved"}),
+    "parts": (Axes(8), 0, 1, {"loss": "parts"}),
+    "tp, parts": (Axes(4, tp=2), 0, 1, {"loss": "parts"}),
+    "last stage, parts": (Axes(4, pp=2), 1, 2, {"loss": "parts"}),
     "offload": (Axes(2, pp=2, tp=2, cp=2), 0, 3, {"offload": "all", "numerics": "pure-bf16"}),
 }
 
@@ -111,7 +114,7 @@ def test_each_axis_takes_what_torch_tracks(seq_len, mesh):
     load = RunShape(
         llama, parallel.numerics, parallel.offload, axes.world, seq_len, 1, n_micro * axes.dp_shard * axes.dp_replicate,
         dp_shard=axes.dp_shard if axes.dp_replicate > 1 else 0, **sizes, pp_schedule=parallel.pp_schedule,
-        keeps_weights=parallel.of_strategy.keeps_weights, reduces_each=parallel.of_strategy.reduces_each,
+        keeps_weights=parallel.of_strategy.keeps_weights, reduces_each=parallel.of_strategy.reduces_each, loss=parallel.loss,
     )  # fmt: skip
     assert load.axes == axes
     assert tracked.before == load.weight_bytes * held_elements(llama, axes, rank, parallel.chunks)

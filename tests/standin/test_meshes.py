@@ -8,6 +8,8 @@ CASES = {
     "tp": (2, ("--parallel.tp", 2)),
     "cp": (2, ("--parallel.cp", 2)),
     "pp": (2, ("--parallel.pp", 2)),
+    "parts": (2, ("--parallel.loss", "parts")),
+    "tp-parts": (2, ("--parallel.tp", 2, "--parallel.loss", "parts")),
     "zero1": (2, ("--parallel.strategy", "zero1")),
     "ddp": (2, ("--parallel.strategy", "ddp")),
     "hsdp": (4, ("--parallel.dp_replicate", 2)),

@@ -1,0 +1,148 @@
+"""The head and the loss: of the logits of all words at once, or of some words at a time.
+
+All logits take 14 bytes of each token and word: they are rounded, widened, and have a gradient of either kind. In parts (``PART`` words)
+none of that is ever there for all words: the forward keeps a sum of exponentials for each token, and the backward computes the parts
+again. The gradient of a part of the weight is one product of all tokens, as it is of the whole.
+
+Shape suffixes: B sequences, S positions, T tokens (B S), h hidden size, V vocabulary, or a rank's part of it, W words of a part.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Replicate
+
+from llama405b.contract.schema import LOSS_PART, LossOf
+from llama405b.model.batch import IGNORE_INDEX
+
+PART = LOSS_PART
+
+
+class HeadLoss(Protocol):
+    """How a model's last product becomes a loss."""
+
+    def nll(self, run: Callable[[], Tensor], targets_BS: Tensor) -> Tensor:
+        """Return the negative log-likelihood of targets, summed, in nats; ``run`` computes the model, and returns what its head does."""
+
+
+class OfLogits:
+    """Of all logits."""
+
+    def nll(self, run: Callable[[], Tensor], targets_BS: Tensor) -> Tensor:
+        """See ``HeadLoss``; computed in FP32, or more if the logits are."""
+        logits = run().flatten(0, 1)
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return F.cross_entropy(wide, targets_BS.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
+
+
+class OfParts:
+    """Of some words' logits at a time. The model's head then returns the loss: it is in the head that FSDP has the weight."""
+
+    def __init__(self, head: nn.Linear) -> None:
+        """Have a head compute the loss while there are targets; else it returns logits, as ever."""
+        self.head, self.targets_BS = head, None
+        self.logits, head.forward = head.forward, self._forward
+
+    def nll(self, run: Callable[[], Tensor], targets_BS: Tensor) -> Tensor:
+        """See ``HeadLoss``."""
+        self.targets_BS = targets_BS
+        try:
+            return run()
+        finally:
+            self.targets_BS = None
+
+    def _forward(self, hidden_BSh: Tensor) -> Tensor:
+        if self.targets_BS is None:
+            return self.logits(hidden_BSh)
+        weight_Vh, targets_T = self.head.weight, self.targets_BS.flatten()
+        if not isinstance(weight_Vh, DTensor):
+            return nll_of_parts(hidden_BSh.flatten(0, 1), weight_Vh, targets_T)
+        mesh = weight_Vh.device_mesh  # of tensor parallelism: each rank has some of the words
+        assert isinstance(hidden_BSh, DTensor)
+        hidden_Th = hidden_BSh.to_local(grad_placements=[Partial()]).flatten(0, 1)
+        first = mesh.get_local_rank() * weight_Vh.to_local().shape[0]
+        nll = nll_of_parts(hidden_Th, weight_Vh.to_local(), targets_T, first, mesh.get_group())
+        return DTensor.from_local(nll, mesh, [Replicate()])
+
+
+def loss_of(kind: LossOf, head: nn.Linear | None) -> HeadLoss:
+    """Return how a head's loss is computed; without a head, as in the first stage of a pipeline, there is none to compute."""
+    return OfParts(head) if kind == "parts" and head is not None else OfLogits()
+
+
+def nll_of_parts(
+    hidden_Th: Tensor, weight_Vh: Tensor, targets_T: Tensor, first: int = 0, group: dist.ProcessGroup | None = None
+) -> Tensor:
+    """Return the negative log-likelihood of targets, summed, in nats; in FP32, or more if the hidden states are.
+
+    ``group``: of the ranks that have other words; ``first``: the number of this rank's first one.
+    """
+    found: Tensor = _Nll.apply(hidden_Th, weight_Vh, targets_T - first, targets_T != IGNORE_INDEX, group)
+    return found
+
+
+class _Nll(torch.autograd.Function):
+    """See ``nll_of_parts``; targets are by this rank's own numbers of words."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_Th: Tensor,
+        weight_Vh: Tensor,
+        targets_T: Tensor,
+        counts_T: Tensor,
+        group: dist.ProcessGroup | None,
+    ) -> Tensor:
+        """See the class."""
+        wide = torch.promote_types(hidden_Th.dtype, torch.float32)
+        most_T = torch.full(targets_T.shape, -torch.inf, dtype=wide, device=hidden_Th.device)
+        total_T, right_T = torch.zeros_like(most_T), torch.zeros_like(most_T)
+        for start, part_Wh in _parts(weight_Vh):
+            logits_TW = (hidden_Th @ part_Wh.T).to(wide)
+            word_T1, here_T = _targets_in(targets_T, start, part_Wh.shape[0])
+            right_T = torch.where(here_T, logits_TW.gather(1, word_T1)[:, 0], right_T)
+            before_T, most_T = most_T, torch.maximum(most_T, logits_TW.amax(1))
+            total_T = total_T * (before_T - most_T).exp() + logits_TW.sub_(most_T[:, None]).exp_().sum(1)
+            del logits_TW  # before there are those of the next part
+        if group:
+            before_T = most_T.clone()
+            dist.all_reduce(most_T, dist.ReduceOp.MAX, group)
+            sums_2T = torch.stack([total_T * (before_T - most_T).exp(), right_T])
+            dist.all_reduce(sums_2T, group=group)
+            total_T, right_T = sums_2T
+        log_sum_T = most_T + total_T.log()
+        ctx.save_for_backward(hidden_Th, weight_Vh, targets_T, counts_T, log_sum_T)
+        return ((log_sum_T - right_T) * counts_T).sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        """See the class."""
+        hidden_Th, weight_Vh, targets_T, counts_T, log_sum_T = ctx.saved_tensors
+        scale_T1 = (gradient * counts_T).to(log_sum_T.dtype)[:, None]
+        of_hidden_Th = torch.zeros(hidden_Th.shape, dtype=log_sum_T.dtype, device=hidden_Th.device)
+        of_weight_Vh = torch.empty_like(weight_Vh)
+        for start, part_Wh in _parts(weight_Vh):
+            of_logits_TW = (hidden_Th @ part_Wh.T).to(log_sum_T.dtype).sub_(log_sum_T[:, None]).exp_()
+            word_T1, here_T = _targets_in(targets_T, start, part_Wh.shape[0])
+            of_logits_TW.scatter_add_(1, word_T1, -here_T[:, None].to(of_logits_TW.dtype))
+            of_logits_TW = of_logits_TW.mul_(scale_T1).to(hidden_Th.dtype)
+            torch.mm(of_logits_TW.T, hidden_Th, out=of_weight_Vh[start : start + part_Wh.shape[0]])
+            of_hidden_Th += of_logits_TW @ part_Wh
+            del of_logits_TW
+        return of_hidden_Th.to(hidden_Th.dtype), of_weight_Vh, None, None, None
+
+
+def _parts(weight_Vh: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """Yield parts of a weight, and the number of the first word of each."""
+    for start in range(0, weight_Vh.shape[0], PART):
+        yield start, weight_Vh[start : start + PART]
+
+
+def _targets_in(targets_T: Tensor, start: int, size: int) -> tuple[Tensor, Tensor]:
+    """Return each token's target by its number among some words, and whether it is one of them; else the number is any."""
+    word_T = targets_T - start
+    return word_T.clamp(0, size - 1)[:, None], (word_T >= 0) & (word_T < size)  # without waiting for the device
