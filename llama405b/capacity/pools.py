@@ -27,7 +27,7 @@ from llama405b.contract.schema import LOSS_PART
 TABLE = Path(__file__).with_name("blocks.toml")
 WORKSPACE = 32 << 20  # of cuBLAS on Hopper (ATen/cuda/CublasHandlePool.cpp); elsewhere 8 MiB
 SM_BLOCKS = 132 * 16  # of 128 threads, that an H100 runs at a time
-STEPS = 2  # until pools grow no more: in the first there are no moments yet
+STEPS = 2  # until pools grow no more
 
 
 def reserved(run: RunShape) -> Mapping[str, int]:
@@ -83,8 +83,9 @@ class _Steps:
         self.gathered: list[Block] = []  # what the forward's last unit was gathered into
         self.reduced: list[Block] = []  # what the last unit was reduced from
         self.gradients: list[Block] = []
-        self.adds = self.has_moments = self.has_workspace = False
+        self.adds = self.has_workspace = False
         self._make("parameters", 1)
+        self._make("moments", 2)
 
     def micro_batch(self) -> None:
         """Walk through a forward and a backward."""
@@ -95,11 +96,9 @@ class _Steps:
         self.adds = True
 
     def update(self) -> None:
-        """Walk through AdamW: its first update makes the moments, while the gradients are there."""
-        if not self.has_moments:
-            self._make("moments", 2)
+        """Walk through AdamW, after which the gradients are gone."""
         _free(self.computing if self.run.lends_gradients else self.reducing, self.gradients)
-        self.adds, self.has_moments = False, True
+        self.adds = False
 
     def _make(self, kind: str, count: int) -> None:
         """Allocate what stays of each parameter, in so many blocks."""

@@ -15,8 +15,6 @@ with (ROOT / "tests/data/reserved.csv").open(encoding="ascii") as file:
     ROWS = list(csv.DictReader(file))
 FIELDS = [field.name for field in dataclasses.fields(Setting)]
 WITHIN = 0.02
-# Freed gradients that are lent to the next forward: of the loss of parts, the walk finds no room for some that torch does.
-TOO_MUCH = {"llama3.1-8b 8 none fp32-master LlamaDecoderLayer,Embedding 4096 4 1 parts": 0.10}
 
 
 def setting_of(row):
@@ -28,10 +26,7 @@ def setting_of(row):
 def test_both_are_what_the_allocator_had(row):
     run = setting_of(row).run
     assert peak(run).total == pytest.approx(int(row["allocated"]), rel=WITHIN)
-    found, words = reserved(run), " ".join(row[name] for name in FIELDS)
-    if words in TOO_MUCH:
-        assert 1 <= sum(found.values()) / int(row["reserved"]) <= 1 + TOO_MUCH[words]
-        return
+    found = reserved(run)
     assert sum(found.values()) == pytest.approx(int(row["reserved"]), rel=WITHIN)
     pools = sorted((int(n_bytes) for n_bytes in row["pools"].split()), reverse=True)
     expected = sorted((n_bytes for n_bytes in found.values() if n_bytes), reverse=True)
@@ -40,7 +35,7 @@ def test_both_are_what_the_allocator_had(row):
 
 @pytest.mark.parametrize(
     ("place", "allocated", "kept"),
-    [("none", 68_244_158_464, 83_072_385_024), ("optimizer", 38_957_190_656, 54_089_744_384), ("all", 25_669_471_744, 40_772_829_184)],
+    [("none", 68_244_158_464, 69_946_310_656), ("optimizer", 38_957_190_656, 54_089_744_384), ("all", 25_669_471_744, 40_772_829_184)],
 )  # fmt: skip
 def test_a_layer_of_405b_on_one_rank_takes_what_the_allocator_had(place, allocated, kept):
     """As `llama405b bench` trains one, measured like the table: there a unit's own gradients, and what is made of them, are large."""
