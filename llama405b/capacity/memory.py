@@ -148,7 +148,7 @@ class _Step:
             )  # the sum over parts, and a part's
             whole = run.compute_bytes * run.tokens * self.llama.hidden * (run.tp > 1)
             self._see("the head's forward", logits=logits, activations=whole)
-            self.held["all-gather buffers"] = self.waiting = 0
+            self.waiting = 0
             self.held["all-gather buffers"] = run.compute_bytes * last * self.several * (not self.keeps)
             self._see("the head's backward", logits=logits, activations=whole + of_hidden, weight_gradients=weight)
         else:

@@ -112,7 +112,9 @@ class RunShape:
         """Return settings of a run with this split, and these places of its states."""
         strategy = asked.strategy
         if (self.keeps_weights, self.reduces_each) != (asked.of_strategy.keeps_weights, asked.of_strategy.reduces_each):
-            strategy = ("zero2" if self.reduces_each else "zero1") if self.keeps_weights else "fsdp2"
+            strategy = "zero2" if self.reduces_each else "zero1"
+            if not self.keeps_weights:
+                strategy = "fsdp2"
         copies = self.axes.dp_replicate if strategy != "ddp" else 0
         return dataclasses.replace(
             asked,

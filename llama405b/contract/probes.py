@@ -53,7 +53,9 @@ MESHES = (Probe.TP, Probe.CP, Probe.PP, Probe.HSDP)
 MANY_RANKS_ONLY = (Probe.COLLECTIVES, *MESHES, Probe.HOST_LINKS)
 # What a rehearsal tests; if one fails, nothing after it makes sense.
 LINKS = (Probe.START, Probe.COLLECTIVES, Probe.COPIES)
-ABOUT_S = {  # on a GPU, its process's start with it; a probe is not started if less time is left. Those of one rank: as an H200 took
+# On a GPU, its process's start with it; a probe is not started if less time is left. Those of one rank are as an H200 took, but for fsdp1
+# and evaluation.
+ABOUT_S = {
     Probe.START: 15, Probe.COLLECTIVES: 20, Probe.COPIES: 20, Probe.UPDATE: 35, Probe.LAYER_NONE: 20, Probe.LAYER_OPTIMIZER: 60,
     Probe.LAYER_ALL: 35, Probe.HIDING: 95, Probe.EXACT: 55, Probe.TP: 40, Probe.CP: 40, Probe.PP: 40, Probe.HSDP: 40,
     Probe.ACCUMULATION: 30, Probe.RESUME: 25, Probe.PACKED: 35, Probe.RANK0: 25, Probe.FSDP1: 25, Probe.EVALUATION: 25,

@@ -162,7 +162,7 @@ class Parallel:
     overlap: bool = option(True, "with offload: update the weights while the next forward runs")
     loss: LossOf = option(
         "logits",
-        "logits: of all words' logits at once; parts: of some words' at a time, which takes less memory, and their product once more",
+        "logits: of all words' logits at once; parts: of 16,384 words' at a time, which takes less memory and computes their product twice",
     )
     moments: Moments = option("fp32", "with offload; bf16: 4 bytes per parameter less of CPU memory, and rounded")
     numerics: Numerics = option(
