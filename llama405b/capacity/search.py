@@ -86,7 +86,7 @@ def split_of(load: RunShape) -> str:
 
 def needs_mesh(outlook: Outlook) -> bool:
     """Whether it needs more than FSDP over all ranks, which no GPU has run."""
-    return outlook.load.axes.dp_shard != outlook.load.world or outlook.load.keeps_weights
+    return bool(outlook.load.axes.told) or outlook.load.keeps_weights
 
 
 def is_near(outlook: Outlook, fastest: float) -> bool:
@@ -126,7 +126,7 @@ def _loads(outlook: Outlook, offloads: Sequence[Offload]) -> Iterator[RunShape]:
     load, memory = outlook.load, outlook.cluster.gpu.memory_bytes
     for parallel in _splits(load):
         axes = _axes_of(parallel, load)
-        if axes is None or (axes.dp_shard == load.world and not parallel.of_strategy.keeps_weights):
+        if axes is None or (not axes.told and not parallel.of_strategy.keeps_weights):
             continue
         split = dataclasses.replace(
             load,

@@ -73,6 +73,11 @@ class Axes:
         return ", ".join(f"{name} {place.rank}" for name, place in places.items() if place.size > 1)
 
     @property
+    def told(self) -> str:
+        """The axes; '' if there is nothing to tell, as every rank has a shard of one copy."""
+        return str(self) if self.dp_shard != self.world else ""
+
+    @property
     def world(self) -> int:
         """Total number of ranks."""
         return self.size(NAMES)

@@ -58,6 +58,7 @@ def test_a_guarded_run_comes_back_to_the_same_losses(work, cli, demo, corpus):
     state = cli(work, "status", "--run", "g")
     assert state.returncode == 0
     assert "guard: ended, 2 restarts" in state.stdout
+    assert state.stdout.startswith("run g, ranks as tp 2\n")
     told = re.search(r"^goodput (\d+\.\d)% of \S+: .* trained, .* lost to 2 failures", state.stdout, re.MULTILINE)
     assert 0 < float(told[1]) < 100
     lines = re.findall(

@@ -206,7 +206,7 @@ def test_the_log_is_read_and_copied_while_lines_come(terminal, tmp_path):
 
 def test_the_window_has_the_verdict_and_gets_its_title_back(terminal, tmp_path):
     log = tmp_path / "told"
-    top = terminal("--replay", "demo", "--speed", "30", "--on-change", f'echo "$LLAMA405B_EVENT" >>{log}')
+    top = terminal("--replay", "demo", "--speed", "12", "--on-change", f'echo "$LLAMA405B_EVENT" >>{log}')
     wait_for(lambda: re.search(r"HEALTHY llama-405b 1\d{3}", top.run("display", "-p", "-t", "t", "#{pane_title}")), 30)
     wait_for(lambda: log.exists() and "HUNG" in log.read_text(), 30)
     assert "DEGRADED" in log.read_text().split("HUNG")[0]

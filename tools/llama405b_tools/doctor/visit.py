@@ -56,7 +56,7 @@ def needs_of(asked: Config | None, preset: str, hosts: Sequence[Host]) -> Needs:
     most, world = max(slots), sum(slots)
     asked = chosen(asked, llama, world, most)
     axes = Axes.of(asked.parallel, world, most)
-    needs = dataclasses.replace(needs, mesh=str(axes) if axes.dp_shard < world else "")
+    needs = dataclasses.replace(needs, mesh=axes.told)
     held = part.held_elements(llama, axes, 0, asked.parallel.chunks)
     on_device, on_host = (each * held for each in asked.parallel.state_bytes)
     if not needs.cuda:

@@ -82,6 +82,7 @@ def describe(run: RunDir, plan: Plan, host: str) -> HostRun:
         unsaved=unsaved,
         copied=(read_record(Copied, run.copied(host)) or Copied()) if run.ring(host).exists() else None,
         tmux=tmux_socket(run),
+        mesh=plan.mesh,
     )
 
 

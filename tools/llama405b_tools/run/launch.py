@@ -138,7 +138,7 @@ def sharing_notes(hosts: Sequence[Host], answers: Facts) -> Iterator[str]:
 def mesh_notes(config: Config, plan: Plan) -> Iterator[str]:
     """Yield how the model and the batch are split over the ranks, where that is not over shards alone, and evenly."""
     axes = plan.axes(config.parallel)
-    if axes.world != axes.dp_shard:
+    if axes.told:
         yield f"mesh: {axes}, neighbors along the last are on one host; no GPU has run that yet (docs/parallel.md)"
     if note := waste_note(config.training, axes.size(DP)):
         yield f"note: {note}"

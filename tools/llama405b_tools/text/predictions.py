@@ -1,18 +1,16 @@
 """A prediction of the plan, as lines for people and as JSON for programs. Pure."""
 
 import dataclasses
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from llama405b.capacity.calibration import Calibration
 from llama405b.capacity.evidence import FEWEST, Evidence, Range
 from llama405b.capacity.hardware import GIB
 from llama405b.capacity.outlook import MEMORY_SPREAD, Fit, Outlook, largest_micro_batch, remedies
 from llama405b.capacity.run_shape import RunShape
-from llama405b.capacity.search import NEAR, is_near, needs_mesh, split_of
 from llama405b.capacity.step_time import StepTime
 from llama405b.contract.dealing import waste_note
-from llama405b.contract.phrases import counted
+from llama405b.contract.phrases import counted, given
 from llama405b.contract.schema import Training
 from llama405b.contract.units import SPARE
 
@@ -23,7 +21,6 @@ FITS = {
     Fit.NO: "DOES NOT FIT",
 }
 RETRIES = "more is reserved than the GPU has: then PyTorch waits for the GPU, gives back what is free, and asks again, in each step"
-SHOWN = 8  # of a search
 HELPS = 3  # changes
 SMALL, SHORT_S = 0.05 * GIB, 0.05
 UNMEASURED = "never measured on this GPU"
@@ -56,8 +53,8 @@ def prediction(outlook: Outlook, asked: ReportOptions) -> list[str]:
             if outlook.ram_bytes
             else " GiB (say --ram to compare)"
         )
-        spread = _spread(outlook.host_bytes / GIB, MEMORY_SPREAD)  # which no calibration measures
-        lines.append(f"host memory  {spread}{has}, per host: {_parts(outlook.host_held_bytes)}")
+        held = spread(outlook.host_bytes / GIB, MEMORY_SPREAD)  # which no calibration measures
+        lines.append(f"host memory  {held}{has}, per host: {_parts(outlook.host_held_bytes)}")
     lines += [*_time(outlook, asked), *_files(outlook)]
     load = outlook.load
     batch = Training(global_batch_size=load.global_batch, micro_batch_size=load.micro_batch)
@@ -74,9 +71,8 @@ def _what(outlook: Outlook) -> str:
     n = outlook.load.llama.parameters
     size = f"{n / 1e9:,.1f} B" if n >= 1e9 else f"{n / 1e6:,.1f} M"
     network = f", {cluster.nic_bytes_per_s * 8 / 1e9:,.0f} Gbit/s a host" if not cluster.gpu.is_cpu else ""
-    mesh = f", as {load.axes}" if load.axes.dp_shard != load.world else ""
     return (
-        f"{size} parameters on {load.hosts} x {load.ranks_per_host} {cluster.gpu.name}{network}{mesh}; "
+        f"{size} parameters on {load.hosts} x {load.ranks_per_host} {cluster.gpu.name}{network}{given(', as {}', load.axes.told)}; "
         f"{load.numerics}, offload {load.offload}, micro-batch {load.micro_batch} of {load.seq_len:,} tokens, "
         f"{outlook.step_tokens:,} tokens a step"
     )
@@ -104,12 +100,12 @@ def _sizes(outlook: Outlook) -> str:
     needs = outlook.needs
     kept = needs.gpu_reserved_bytes
     if kept is None:
-        held = _spread(needs.gpu_bytes / GIB, outlook.memory_spread)
+        held = spread(needs.gpu_bytes / GIB, outlook.memory_spread)
         return held if outlook.cluster.gpu.is_cpu else f"{held} allocated"
     return f"{needs.gpu_bytes / GIB:,.1f} GiB allocated / {kept / GIB:,.1f} reserved"
 
 
-def _short_sizes(outlook: Outlook) -> str:
+def short_sizes(outlook: Outlook) -> str:
     """The same, for a table."""
     needs = outlook.needs
     kept = needs.gpu_reserved_bytes
@@ -178,7 +174,7 @@ def _remedies(outlook: Outlook) -> list[str]:
             else ""
         )
         ram = f" and {other.needs.host_bytes / GIB:,.0f} of each host" if other.needs.host_bytes else ""
-        lines.append(f"{words}: {gain}{_short_sizes(other)} GiB of each GPU{ram}, {FITS[other.fit]}")
+        lines.append(f"{words}: {gain}{short_sizes(other)} GiB of each GPU{ram}, {FITS[other.fit]}")
     return [f"{'would help' if i == 0 else '':12} {line}" for i, line in enumerate(lines)]
 
 
@@ -197,7 +193,7 @@ def _took(seconds: float) -> str:
 def expectation(outlook: Outlook) -> str:
     """Tell in a line what a run that begins is expected to take."""
     needs = outlook.needs
-    step = f"a step in {_between(needs.step_s, outlook.time_range)} s, " if needs.step_s else ""
+    step = f"a step in {between(needs.step_s, outlook.time_range)} s, " if needs.step_s else ""
     of = "rank" if outlook.cluster.gpu.is_cpu else "GPU"
     found = outlook.calibration
     how = f"from measurements of {found.made}" if found else "no GPU has confirmed these predictions yet"
@@ -220,7 +216,7 @@ def _time(outlook: Outlook, asked: ReportOptions) -> list[str]:
     rate = outlook.tokens_per_s
     used = f", MFU {100 * outlook.mfu:.0f}%, HFU {100 * outlook.hfu:.0f}%" if outlook.mfu and outlook.hfu else ""
     lines += [
-        f"step         {_between(time.step_s, outlook.time_range)} s: {_split(time)}; never below {outlook.floor_s:.1f}",
+        f"step         {between(time.step_s, outlook.time_range)} s: {_split(time)}; never below {outlook.floor_s:.1f}",
         *_compute(time),
         f"range        {_basis(outlook)}",
         f"rate         {rate:,.0f} tokens/s, {rate / outlook.load.world:,.0f} per GPU{used}",
@@ -230,7 +226,7 @@ def _time(outlook: Outlook, asked: ReportOptions) -> list[str]:
         lines.append(f"{asked.tokens:,.0f} tokens: {_whole(outlook, asked)}")
     elif asked.price:
         hourly = asked.price * outlook.load.world
-        step = _between(hourly * time.step_s / 3600, outlook.time_range)
+        step = between(hourly * time.step_s / 3600, outlook.time_range)
         lines.append(f"cost         {hourly * 24:,.0f} a day, {step} a step, at {asked.price:g} a GPU-hour")
     return lines
 
@@ -255,8 +251,8 @@ def _whole(outlook: Outlook, asked: ReportOptions) -> str:
     if not hours:
         return "never, as failures undo the steps as fast as they are made"
     gpu_hours = hours * outlook.load.world
-    cost = f", {_between(asked.price * gpu_hours, within)} at {asked.price:g} a GPU-hour" if asked.price else ""
-    return f"{_between(hours / 24, within)} days, {gpu_hours:,.0f} GPU-hours{cost}, with saves and failures"
+    cost = f", {between(asked.price * gpu_hours, within)} at {asked.price:g} a GPU-hour" if asked.price else ""
+    return f"{between(hours / 24, within)} days, {gpu_hours:,.0f} GPU-hours{cost}, with saves and failures"
 
 
 def _split(time: StepTime) -> str:
@@ -295,113 +291,12 @@ def _basis(outlook: Outlook) -> str:
     return f"holds nine of ten times of {within.programs} other programs, {ALIKE[known]}"
 
 
-def ranking(found: Sequence[Outlook]) -> list[str]:
-    """Tell the first of a search."""
-    lines = ["", "  offload    moments  units   micro-batch    GPU GiB  RAM GiB   step s  tokens/s"]
-    without = [each for each in found if not needs_mesh(each)]
-    split = [each for each in found if needs_mesh(each)]
-    for each in [*without[:SHOWN], *split]:
-        units = "halves" if each.load.halves else "layers"
-        time = f"{each.needs.step_s:8.1f} {each.tokens_per_s:9,.0f}" if each.needs.step_s else "        -         -"
-        lines.append(
-            f"  {each.load.offload:9}  {_moments(each.load):7}  {units:6}  {each.load.micro_batch:11}  "
-            f"{_short_sizes(each):>9}  {each.host_bytes / GIB:7,.0f} {time}  {FITS[each.fit]}"
-            + (f", with {split_of(each.load)}" if needs_mesh(each) else "")
-        )
-    return [*lines, *_ties(without), *_fastest(found[0], split)]
+def spread(value: float, share: float) -> str:
+    """Tell a number that is known to such a share of it."""
+    return between(value, Range(1 - share, 1 + share))
 
 
-def _fastest(first: Outlook, split: Sequence[Outlook]) -> list[str]:
-    """Say whether a mesh is faster than what is first."""
-    if not split:
-        return []
-    if needs_mesh(first):
-        return [f"  only with a mesh it fits: {split_of(first.load)}; no GPU has run one (docs/parallel.md)"]
-    fastest = max(split, key=lambda each: each.tokens_per_s or 0.0)
-    gain = (fastest.tokens_per_s or 0.0) / (first.tokens_per_s or math.inf) - 1
-    if gain <= NEAR:
-        return ["  no mesh is faster, as far as a prediction can tell"]
-    return [
-        f"  fastest is {split_of(fastest.load)}, by {100 * gain:.0f}%; no GPU has run such a mesh (docs/parallel.md), so it is not first"
-    ]
-
-
-def _moments(load: RunShape) -> str:
-    """Their dtype."""
-    return "bf16" if load.numerics == "pure-bf16" else load.moments
-
-
-def _ties(found: Sequence[Outlook]) -> list[str]:
-    """Why the first of a search is the first, if others are as fast as far as a prediction can tell."""
-    like = [each for each in found if each.fit is found[0].fit]
-    fastest = max((each.tokens_per_s or 0.0 for each in like), default=0.0)
-    ties = sum(is_near(each, fastest) for each in like)
-    if ties < 2:
-        return []
-    return [
-        f"  the first {ties} are within {100 * NEAR:.1f}% of the fastest, which a prediction does not tell apart: most memory to spare "
-        f"is first ({100 * found[0].room:.0f}%), moments in FP32 before BF16"
-    ]
-
-
-def comparison(outlooks: Mapping[str, Outlook], asked: ReportOptions) -> list[str]:
-    """Tell predictions beside the first one, for so many tokens or a billion."""
-    tokens = asked.tokens or 1e9
-    titles = ("what if", "batch", "GPU GiB", "RAM GiB", "step s", "tokens/s", "", "days", "GPU-hours", "cost")
-    first = next((each.tokens_per_s for each in outlooks.values() if each.tokens_per_s), None)
-    rows = [titles[: 9 + bool(asked.price)]]
-    rows += [_compared(name, each, first) + _bill(each, tokens, asked.price) for name, each in outlooks.items()]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    cells = ["  " + "  ".join(map(str.ljust, row, widths)) for row in rows]
-    verdicts = ["", *(FITS[each.fit] for each in outlooks.values())]
-    lines = [f"{line}  {verdict}".rstrip() for line, verdict in zip(cells, verdicts, strict=True)]
-    planned = next(iter(outlooks.values()))
-    batches = filter(None, (_changed_batch(name, each, planned) for name, each in outlooks.items()))
-    unmeasured = [f"  {name}: {UNMEASURED}" for name, each in outlooks.items() if not each.time_range]
-    what = "days, GPU-hours and cost" if asked.price else "days and GPU-hours"
-    return ["", *lines, *batches, *unmeasured, f"  {what} are of {tokens:,.0f} tokens, with saves and failures"]
-
-
-def _compared(name: str, outlook: Outlook, first: float | None) -> tuple[str, ...]:
-    return (name, f"{outlook.load.global_batch:,}", _short_sizes(outlook), _ram(outlook), *_pace(outlook, first))
-
-
-def _changed_batch(name: str, outlook: Outlook, planned: Outlook) -> str:
-    """What the batch became; '' if it is the planned one."""
-    if outlook.load.global_batch == planned.load.global_batch:
-        return ""
-    each = f"micro-batches of {outlook.load.micro_batch} on its {outlook.load.dp:,} ranks"
-    batch = f"--training.global_batch_size {outlook.load.global_batch}"
-    return f"  {name}: {batch}, as {planned.load.global_batch} sequences do not divide into {each}"
-
-
-def _ram(outlook: Outlook) -> str:
-    return _spread(outlook.host_bytes / GIB, MEMORY_SPREAD) if outlook.host_bytes else "-"
-
-
-def _pace(outlook: Outlook, first: float | None) -> tuple[str, str, str]:
-    """Time of a step, tokens/s, and how much more that is."""
-    if not (outlook.needs.step_s and outlook.tokens_per_s):
-        return "-", "-", ""
-    more = f"{100 * (outlook.tokens_per_s / first - 1):+.0f}%" if first else ""
-    return _between(outlook.needs.step_s, outlook.time_range), f"{outlook.tokens_per_s:,.0f}", more
-
-
-def _bill(outlook: Outlook, tokens: float, price: float) -> tuple[str, ...]:
-    """Days, GPU-hours, and cost if there is a price."""
-    hours, within = outlook.hours(tokens), outlook.time_range
-    if not hours:
-        return ("-",) * (2 + bool(price))
-    gpu_hours = hours * outlook.load.world
-    bill = (_between(hours / 24, within), f"{gpu_hours:,.0f}")
-    return (*bill, _between(price * gpu_hours, within)) if price else bill
-
-
-def _spread(value: float, share: float) -> str:
-    return _between(value, Range(1 - share, 1 + share))
-
-
-def _between(value: float, within: Range | None) -> str:
+def between(value: float, within: Range | None) -> str:
     """Tell a number, and where it lies if that is known."""
     digits = 3
     if value >= 1:

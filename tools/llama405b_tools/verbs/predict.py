@@ -44,7 +44,8 @@ from llama405b_tools.run.calibrate import calibrate
 from llama405b_tools.run.forecast import has_calibration, read_calibration, save_calibration
 from llama405b_tools.run.request import source_flags
 from llama405b_tools.text.prediction_record import SCHEMA, UNITS, record
-from llama405b_tools.text.predictions import ReportOptions, comparison, prediction, ranking
+from llama405b_tools.text.predictions import ReportOptions, prediction
+from llama405b_tools.text.rankings import comparison, ranking
 from llama405b_tools.verbs.arguments import hosts_of
 from llama405b_tools.verbs.plan_options import (
     alternatives,

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from llama405b.contract.accounting import Account
 from llama405b.contract.errors import UserError, code_for
+from llama405b.contract.phrases import given
 from llama405b.contract.reader import Json
 from llama405b.contract.records import EvaluationMetrics
 from llama405b_tools.hosts.fleet import Fleet
@@ -55,7 +56,8 @@ def print_run(run: str, seen: Seen, account: Account | None, *, as_json: bool) -
     if as_json:
         print(json.dumps(_record(run, seen, failures, guard, account, is_good=not faults)))
         return code_for(faults)
-    print(f"run {run}")
+    mesh = next((reply.mesh.told for reply in told if reply.mesh), "")
+    print(f"run {run}{given(', ranks as {}', mesh)}")
     headings = ("host", "state", "ranks", "phase", "step", "heard")
     states = states_of(seen)
     print(format_table(headings, [_row(name, reply, states.get(name)) for name, reply in seen.items()]), flush=True)

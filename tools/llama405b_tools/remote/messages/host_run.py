@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from llama405b.contract.mesh import Axes
 from llama405b.contract.records import Blame, GuardState, Heartbeat, MetricsLine, NodeStatus
 from llama405b.contract.replicas import Copied
 
@@ -58,6 +59,7 @@ class HostRun:
     unsaved: str = ""  # the newest step that could not be saved since, and why
     copied: Copied | None = None  # what the next host has of this one's checkpoints; None: nothing is copied
     tmux: str = ""  # the name of its tmux server there
+    mesh: Axes | None = None  # of its ranks; None: of another program
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
