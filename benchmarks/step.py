@@ -19,6 +19,7 @@ from llama405b.distributed import ranks
 from llama405b.distributed.ranks import Rank
 from llama405b.model import llama
 from llama405b.model.batch import Batch
+from llama405b.model.checkpointing import checkpoint_activations
 from llama405b.optim.adamw import build_optimizer
 from llama405b.optim.build_updater import build_updater
 from llama405b.optim.step import train_step
@@ -50,7 +51,7 @@ def _model(me: Rank) -> nn.Module:
     fsdp2.shard(module, Parallel(numerics="fp32"), me.device)
     shape = weights.parse_llama(config.to_dict() | {"architectures": None}, "the benchmark's model")
     load_weights.load(module, Path(), "local", me, lambda *_: None, random=shape)
-    fsdp2.checkpoint_activations(module)
+    checkpoint_activations(module)
     return module
 
 

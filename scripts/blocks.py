@@ -45,12 +45,13 @@ ABOUT = """\
 # torch 2.13 and transformers 5.17 (scripts/blocks.py writes this file). A section is a list of
 #   2Th            a block of 2 * T * h bytes. T: tokens of a micro-batch; S: of a sequence; h: hidden size; f: intermediate size;
 #                  a: heads; d: the size of one; q: of all; k: of all key-value heads; V: vocabulary. sum: room for a sum over tokens
-#   -3 -input      free the section's third block; or the last one that was kept as input
+#   -3 -f3 -input  free the section's third block; that of the same layer's forward; or the last one that was kept as input
 #   input:33       keep the section's 33rd block, as the input of the next layer; flow: as the gradient, in the backward;
 #                  shared: as the head's gradient, to which the embedding adds its own; rotary: as cosines and sines
 #   workspace:own  cuBLAS's own memory, once
 #   gather:layer   FSDP2's: gather a unit (regather: in the backward), drop its weights, reduce its gradients from
 #                  a buffer, which scatter makes the rank's own of; table: the embedding's
+# _operators, _none: of layers that compute less again (model.activation_checkpointing).
 # [whole]: decoder layers are units. The others say what differs. [halves]: attention and MLP are units; [root]: the embedding is none;
 # [tied]: the embedding is the head.
 """
@@ -71,9 +72,12 @@ def main():
     halves = sections(f"{HALVES},Embedding", last="mlp")
     root, tied = sections(WHOLE), sections(f"{WHOLE},Embedding", tied=True)
     assert (halves["embedding"], halves["head"], halves["end"]) == (apart["embedding"], apart["head"], apart["end"])
+    for kind in ("operators", "none"):
+        apart |= of_kind(kind, apart, f"{WHOLE},Embedding")
+        halves |= of_kind(kind, apart, f"{HALVES},Embedding", last="mlp")
     tables = {
         "whole": apart,
-        "halves": {name: halves[name] for name in ("forward", "backward")},
+        "halves": {name: words for name, words in halves.items() if "ward" in name},
         "root": {name: root[name] for name in ("embedding", "end")},
         "tied": {name: tied[name] for name in ("embedding", "head", "end")},
     }
@@ -87,15 +91,25 @@ def main():
     return 0
 
 
-def sections(wrap, *, last="layer", tied=False):
+def of_kind(kind, usual, wrap, **more):
+    """Return what layers do that compute less again; all else must be as ``usual``, but for inputs, which pools.py frees."""
+    found = sections(wrap, kind=kind, **more)
+    for name in ("embedding", "head", "end"):
+        here, there = ([word for word in words if word != "-input"] for words in (found[name], usual[name]))
+        assert here == there, f"{name} of {kind} is another"
+    return {f"{name}_{kind}": found[name] for name in ("forward", "backward")}
+
+
+def sections(wrap, *, last="layer", tied=False, kind="full"):
     """Run a step, and return its sections; ``last``: the unit that ends a layer's forward."""
-    setting = Setting("llama3.1-8b", WORLD, "all", wrap=wrap, seq_len=T)
+    setting = Setting("llama3.1-8b", WORLD, "all", wrap=wrap, seq_len=T, recompute=kind)
     config = ARCHITECTURES[setting.model] | SHAPE | {"tie_word_embeddings": tied}
     with tempfile.TemporaryDirectory() as scratch:
         history = Path(scratch) / "history"
         measure(setting, config, history)
         events = list(computing(pickle.loads(history.read_bytes())))
-    return worded(cut(list(with_units(events)), last), tied=tied)
+    after = 3 + (kind != "none") if last == "mlp" else 0  # its output follows, and what is freed
+    return worded(cut(list(with_units(events)), last, after), tied=tied)
 
 
 def computing(history):
@@ -165,20 +179,18 @@ def runs(events):
     yield run[0].kind == "weight", run
 
 
-def cut(events, last):
+def cut(events, last, after):
     """Cut a step into sections: the embedding, each layer's forward, the head, each layer's backward, and the end."""
-    begin = ends_of_forward(events, last)
+    begin = ends_of_forward(events, last, after)
     backward = [i for i, event in enumerate(events) if event == f"gather:{last}" and i >= begin[-1]]
     length = backward[-1] - backward[-2]
     edges = [0, *begin, *backward, backward[-1] + length, len(events)]
     return [events[a:b] for a, b in itertools.pairwise(edges)]
 
 
-def ends_of_forward(events, last):
-    """Return where each layer's forward begins, and where the last one ends."""
-    drops = [i + 1 for i, event in enumerate(events) if event == f"drop:{last}"][:LAYERS]
-    if last == "mlp":  # the rest of a layer follows: its output, and three blocks that are freed
-        drops = [i + 4 for i in drops]
+def ends_of_forward(events, last, after):
+    """Return where each layer's forward begins, and where the last one ends, so many events after its unit."""
+    drops = [i + 1 + after for i, event in enumerate(events) if event == f"drop:{last}"][:LAYERS]
     length = drops[1] - drops[0]
     return [drops[0] - length, *drops]
 
@@ -189,6 +201,7 @@ def worded(parts, *, tied):
     places, found = {}, {}
     for part, (name, events) in enumerate(zip(names, parts, strict=True)):
         words = [word for event in events for word in word_of(event, name, part, places)]
+        words = words[words[0] == "-input" :]  # the last layer's, if that does not keep it
         kept = {"forward": "input:", "head": "flow:"}.get(name)
         if kept:
             words.append(f"{kept}{alive(words)[-1]}")
@@ -216,6 +229,8 @@ def word_of(event, name, part, places):
     where, number = places[event.number]
     if where == part:
         return [f"-{number}"]
+    if where == 2 * LAYERS + 2 - part:  # of the same layer's forward
+        return [f"-f{number}"]
     if where <= LAYERS:
         return ["-input"]
     return ["-shared" if event.name == "2hV" else "-flow"]

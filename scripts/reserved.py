@@ -21,6 +21,7 @@ from llama405b.capacity.memory import peak
 from llama405b.capacity.pools import reserved
 from llama405b.capacity.run_shape import RunShape
 from llama405b.contract.config import PRESET_DIR
+from llama405b.contract.recompute import Recompute
 from llama405b.contract.weights import parse_llama
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -46,6 +47,7 @@ class Setting:
     micro_batch: int = 1
     micro_batches: int = 1
     loss: str = "logits"
+    recompute: str = "full"
 
     @property
     def run(self):
@@ -53,7 +55,9 @@ class Setting:
         llama = parse_llama(ARCHITECTURES[self.model], self.model)
         batch = self.micro_batches * self.micro_batch * self.world
         shape = RunShape(llama, self.numerics, self.offload, self.world, self.seq_len, self.micro_batch, batch)
-        return dataclasses.replace(shape, wrap=tuple(self.wrap.split(",")), loss=self.loss)
+        return dataclasses.replace(
+            shape, wrap=tuple(self.wrap.split(",")), loss=self.loss, recompute=Recompute.read(self.recompute)
+        )
 
 
 L405, L70, L8, L1 = "llama3.1-405b", "llama3.1-70b", "llama3.1-8b", "llama3.2-1b"
@@ -94,6 +98,13 @@ SETTINGS = [
     Setting(L8, 8, "none", micro_batch=4, loss="parts"),
     Setting(L1, 4, "none", micro_batch=4, micro_batches=2, loss="parts"),
     Setting(L8, 8, "all", seq_len=8192, wrap=f"{HALVES},Embedding", loss="parts"),
+    Setting(L405, 64, "optimizer", recompute="operators:16"),
+    Setting(L405, 64, "all", wrap=f"{HALVES},Embedding", recompute="every:64"),
+    Setting(L70, 32, "none", recompute="operators:40"),
+    Setting(L8, 8, "none", recompute="none"),
+    Setting(L8, 8, "none", "pure-bf16", micro_batch=2, micro_batches=2, recompute="operators"),
+    Setting(L8, 8, "all", seq_len=8192, wrap=f"{HALVES},Embedding", recompute="none"),
+    Setting(L1, 1, "none", recompute="every:2"),
 ]
 
 
@@ -181,6 +192,7 @@ def build(setting, config, me):
 
     from llama405b.contract.schema import Optimizer, Parallel
     from llama405b.model import llama
+    from llama405b.model.checkpointing import checkpoint_activations
     from llama405b.optim import build_updater, fp32_masters
     from llama405b.parallel import fsdp2, load_weights
 
@@ -197,7 +209,7 @@ def build(setting, config, me):
     )
     if master is not module:
         load_weights.materialise(master, me, offload=parallel.offload != "none")
-    fsdp2.checkpoint_activations(module)
+    checkpoint_activations(module, Recompute.read(setting.recompute))
     update = build_updater.build_updater(module, Optimizer(), parallel, me.device, master=master)
     for landing in getattr(update, "landings", {}).values():
         landing.unchecked = 0  # there is no gradient to compare

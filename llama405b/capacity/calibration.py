@@ -192,7 +192,7 @@ class Calibration:
             gpu = dataclasses.replace(cluster.gpu, flops=flops, memory_bytes_per_s=memory)
             setting = setting_of(self.load, dataclasses.replace(cluster, pace=gpu))
             work = layer_work(setting, _all_of(gpu))
-            return work.forward.total_s + work.backward_s
+            return work.forward.total_s + work.backward_s("full")
 
         whole = self.alone.layer_s
         return layer(1.0, math.inf) / max(whole / 2, whole - layer(math.inf, self.alone.device_update))

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 from llama405b.capacity.coefficients import Rates
 from llama405b.capacity.setting import Setting
+from llama405b.contract.recompute import Kind
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -42,12 +43,11 @@ class LayerWork:
 
     forward: GpuWork
     backward: GpuWork
-    again: GpuWork  # what checkpointing computes once more, in the backward
+    again: Mapping[Kind, GpuWork]  # what checkpointing computes once more, in the backward
 
-    @property
-    def backward_s(self) -> float:
+    def backward_s(self, kind: Kind) -> float:
         """With what is computed again."""
-        return self.backward.total_s + self.again.total_s
+        return self.backward.total_s + self.again[kind].total_s
 
 
 def layer_work(setting: Setting, rates: Rates) -> LayerWork:
@@ -59,12 +59,11 @@ def layer_work(setting: Setting, rates: Rates) -> LayerWork:
     products = products_s(setting, rates, setting.shape.matrices)
     forward = GpuWork(products, _attention_s(setting, rates), _elementwise_s(setting, rates))
     last = GpuWork(products_s(setting, rates, setting.shape.narrow))
-    again = {
+    again: dict[Kind, GpuWork] = {
         "none": GpuWork(),
-        "op": forward.times(0.5, 0, 1),
-        "layer": (forward + last.times(-1, 0, 0)).times(0.5, 0.5, 0.5),
+        "operators": forward.times(1 - setting.products_kept, 0, 1),
         "full": forward + last.times(-1, 0, 0),
-    }[setting.checkpointing]
+    }
     return LayerWork(forward, forward.times(2, 2.5, 2), again)
 
 
@@ -99,14 +98,16 @@ def fsdp_copies_s(setting: Setting, rates: Rates, unit: float) -> float:
     return unit * (gathered + reduced) / (setting.gpu.memory_bytes_per_s * rates.copies)
 
 
-def parts_s(setting: Setting, rates: Rates, unit: float, layers: int, has_head: bool) -> Mapping[str, float]:
+def parts_s(
+    setting: Setting, rates: Rates, unit: float, kinds: Mapping[Kind, int], has_head: bool
+) -> Mapping[str, float]:
     """Return what a micro-batch's forward and backward compute, by what it is; ``unit``: parameters that FSDP moves for a layer.
 
     Nothing is counted twice: the share of its FLOPs that a GPU attains was fitted to whole steps, so FSDP's copies are in the
     time of the products, and are taken out of that.
     """
     work = layer_work(setting, rates)
-    once = work.forward + work.backward
+    once, layers = work.forward + work.backward, sum(kinds.values())
     forward, backward = head_s(setting, rates)
     head = (forward + backward).times(has_head, has_head, has_head)
     products = layers * once.products_s + head.products_s
@@ -117,7 +118,7 @@ def parts_s(setting: Setting, rates: Rates, unit: float, layers: int, has_head: 
         "norms and activations": layers * once.elementwise_s,
         "loss": head.elementwise_s,
         "FSDP's copies": copies,
-        "recomputation": layers * work.again.total_s,
+        "recomputation": sum(count * work.again[kind].total_s for kind, count in kinds.items()),
     }
 
 

@@ -36,7 +36,7 @@ class Cluster:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Estimate:
-    """What it takes, with activation checkpointing."""
+    """What it takes."""
 
     run: RunShape
     peak: Peak  # of a GPU: what is allocated then
@@ -151,6 +151,7 @@ def setting_of(run: RunShape, cluster: Cluster) -> Setting:
         reshard=not run.keeps_weights,
         gathers_once=run.keeps_weights,
         loss_of_parts=run.loss == "parts",
+        recompute=run.recompute,
         reduces_once=not run.reduces_each,
     )  # fmt: skip
 

@@ -12,10 +12,12 @@ T: tokens of a micro-batch; h: hidden size; f: intermediate size; V: vocabulary.
 
 import collections
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 
 from llama405b.capacity.part import Part, UnitSizes, norm_elements, shard_elements
 from llama405b.capacity.run_shape import NORMS, RunShape
+from llama405b.contract.recompute import Kind
 from llama405b.contract.schedule import InFlight
 from llama405b.contract.schema import LOSS_PART
 
@@ -75,6 +77,8 @@ class _Step:
             self.held["whole gradients"] = sum(self._whole(UnitSizes.of(each), each.llama.layers) for each in kept)
         self.keeps = run.keeps_weights
         self.saved, self.moments = _saved(run, part), _moments(run, part)
+        self.kinds = run.recompute.of(part.llama.layers)
+        self.kept = [0.0, *itertools.accumulate(_kept(run, part, kind) for kind in self.kinds)]  # by so many layers
         self.several = run.shards > 1  # one rank gathers nothing
         if run.pp > 1 and any(in_flight.done):  # only after a step's last backward does FSDP free the last buffer
             last = self.sizes.embedding or (self.sizes.attention if run.halves else self.sizes.layer)
@@ -83,9 +87,9 @@ class _Step:
         self.waiting = 0.0  # of the forward: the buffer of the last all-gather
 
     def walk(self) -> Peak:
-        """Walk through it; layers between the second and the second but last change nothing that these do not show."""
+        """Walk through it; of layers that are alike, those between the second and the second but last show nothing more."""
         run, part, sizes, hidden = self.run, self.part, self.sizes, self.flow
-        layers = self.llama.layers
+        layers, telling = self.llama.layers, _telling(self.kinds)
         root = sizes.embedding if part.llama.tied or not run.embedding_apart else 0
         if root:
             self._gather("the embedding's forward", root)
@@ -93,14 +97,15 @@ class _Step:
             self._gather("the embedding's forward", sizes.embedding)
             self.held["gathered units"] *= self.keeps
         before = self.held["gathered units"]
-        for layer in _ends(range(layers)):
-            self.held["layer inputs"] = (layer + 1) * hidden
+        for layer in telling:
+            self._keep(layer, 1)
             self.held["gathered units"] = before + self.keeps * run.compute_bytes * layer * sizes.layer
             for unit in (sizes.attention, sizes.mlp) if run.halves else (sizes.layer,):
                 self._gather("a layer's forward", unit)
                 self.held["gathered units"] -= run.compute_bytes * unit * (not self.keeps)
         if not self.in_flight.forward:
             self.worst = Peak("", {})
+        self._keep(layers)
         last = sizes.mlp if run.halves else sizes.layer
         if part.head:
             self._head(hidden, last)
@@ -108,15 +113,15 @@ class _Step:
             self.held["all-gather buffers"] = self.waiting = 0
             self.held["stage's output"] = 2 * hidden  # and its gradient
             self.held["activations"] = hidden  # the gradient that flows
-        for layer in _ends(range(layers)[::-1]):
-            self.held["layer inputs"] = (layer + 1) * hidden
+        for layer in reversed(telling):
+            self._keep(layer + 1)
             if self.keeps and not run.accumulates:  # else all stay until the last micro-batch
                 self.held["gathered units"] = before + run.compute_bytes * (layer + 1) * sizes.layer
             if self.sums_whole:  # as in the last micro-batch, whose units are reduced one after the other
                 self.held["whole gradients"] = self._whole(sizes, layer + 1, head=False)
             self.held["gradients"] = self._reduced(layers - 1 - layer)
             self._layer(layer, hidden)
-        self.held["layer inputs"] = 0
+        self._keep(0)
         self.held["whole gradients"] = self.sums_whole * self._whole(sizes, 0, head=False)
         self.held["gradients"] = self._reduced(layers)
         if part.embedding:
@@ -170,12 +175,14 @@ class _Step:
         following = self.run.compute_bytes * bool(layer)
         if not run.halves:
             self._regather(sizes.layer, following * sizes.layer)
+            self.held["kept activations"] = self.kept[layer]
             for part, weights, more in self.moments:
                 self._see(f"the backward of a layer's {part}", weight_gradients=weights, activations=more)
             self._reduce("a layer's gradient", sizes.layer, 0)
             return
         self._regather(sizes.mlp, run.compute_bytes * sizes.attention)
         self._regather(sizes.attention, 0)
+        self.held["kept activations"] = self.kept[layer]
         for part, weights, more in self.moments:
             if part == "norm":
                 self.held["activations"] = hidden + self.saved
@@ -188,6 +195,11 @@ class _Step:
         self._reduce(
             "an attention's gradient", sizes.attention, self.llama.hidden * self.llama.heads * self.llama.head_dim
         )
+
+    def _keep(self, layers: int, more: int = 0) -> None:
+        """Set what so many layers keep; ``more``: hidden states on their way."""
+        inputs = _inputs(self.run, self.kinds[:layers]) + more
+        self.held |= {"layer inputs": inputs * self.flow, "kept activations": self.kept[layers]}
 
     def _gather(self, moment: str, unit: int) -> None:
         """A unit's all-gather in the forward: the buffer of the one before goes when this one was copied out."""
@@ -244,9 +256,28 @@ class _Step:
 def _waiting(run: RunShape, part: Part) -> float:
     """Bytes of a micro-batch between its forward and its backward: inputs of the layers, and the output, or what the loss keeps."""
     flow = run.compute_bytes * run.tokens // run.tp * part.llama.hidden
-    inputs = (part.llama.layers + 1) * flow
+    kinds = run.recompute.of(part.llama.layers)
+    inputs = (_inputs(run, kinds) + 1) * flow + sum(_kept(run, part, kind) for kind in kinds)
     logits = LOSS_BYTES * run.tokens * part.llama.vocab * (run.loss == "logits")
     return inputs + (logits + _norm_saved(run, part)) * part.head
+
+
+def _inputs(run: RunShape, kinds: Sequence[Kind]) -> int:
+    """How many of these layers keep their input: without checkpointing a norm has it in FP32, and in FP32 that is no copy."""
+    return sum(kind != "none" or run.compute_bytes == LOSS_BYTES for kind in kinds)
+
+
+def _kept(run: RunShape, part: Part, kind: Kind) -> float:
+    """Bytes that a layer keeps for its backward beside its input."""
+    llama, size = part.llama, run.compute_bytes * run.tokens
+    queries, keys = (heads * llama.head_dim for heads in (llama.heads, llama.kv_heads))
+    if kind == "full":
+        return 0.0
+    if kind == "none":
+        exchanged = queries * (run.cp > 1)  # of attention, between heads and sequence
+        return _saved(run, part) + size * (4 * llama.intermediate + exchanged)
+    sums = LOSS_BYTES * run.tokens * llama.heads  # of attention, in FP32
+    return size * (2 * queries + 2 * keys + llama.hidden + 2 * llama.intermediate) + sums
 
 
 def _logits_of_a_part(run: RunShape, vocab: int) -> int:
@@ -291,5 +322,8 @@ def _moments(run: RunShape, part: Part) -> list[tuple[str, float, float]]:
     ]
 
 
-def _ends(layers: Sequence[int]) -> list[int]:
-    return sorted({*layers[:2], *layers[-2:]}, key=layers.index)
+def _telling(kinds: Sequence[Kind]) -> list[int]:
+    """Return the first two and the last two layers, and those beside one of another kind."""
+    layers = range(len(kinds))
+    changes = [layer for layer in layers[1:] if kinds[layer] != kinds[layer - 1]]
+    return sorted({*layers[:2], *layers[-2:], *changes, *(layer - 1 for layer in changes)})

@@ -186,7 +186,8 @@ class Outlook:
     def hfu(self) -> float | None:
         """Hardware FLOPs utilization: with what is computed again."""
         shape, seq_len = Shape.of(self.load.llama), self.load.seq_len
-        again = shape.recomputed_flops(seq_len) / shape.model_flops(seq_len)
+        full = self.load.recompute.counts(self.load.stages or (shape.layers,)).get("full", 0)
+        again = shape.recomputed_flops(seq_len, full) / shape.model_flops(seq_len)
         return self.mfu * (1 + again) if self.mfu else None
 
 
@@ -197,8 +198,7 @@ def predicts_units(wrap: Iterable[str]) -> bool:
 
 def is_predicted(config: Config) -> bool:
     """Whether memory and time of such a run are predicted."""
-    of_units = predicts_units(config.parallel.wrap) and not config.parallel.by_fsdp1
-    return of_units and config.model.activation_checkpointing
+    return predicts_units(config.parallel.wrap) and not config.parallel.by_fsdp1
 
 
 def largest_micro_batch(outlook: Outlook) -> int:

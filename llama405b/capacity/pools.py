@@ -4,7 +4,7 @@ A block that was freed serves the stream that it was allocated on, and no other:
 FSDP2 gathers on a stream of its own (two units, and the embedding), and reduces gradients on another, from where offloaded ones go to
 the host. All else is on the stream that computes, with one micro-batch gradients that stay as well (``parallel.fsdp2``), and there free
 blocks do not always suit the next. So steps are walked through block by block, in the order that torch's own history of them has
-(blocks.toml). tests/data/reserved.csv has what torch reserved in 32 settings.
+(blocks.toml). tests/data/reserved.csv has what torch reserved in 43 settings.
 
 Only where weights are computed with in BF16: in FP32 attention is another kernel. A micro-batch of many sequences counts as one of as
 many tokens. NCCL's and CUDA's own memory is not in it, nor what loading weights, an evaluation or a save leave behind.
@@ -46,6 +46,7 @@ def reserved(run: RunShape) -> Mapping[str, int]:
             batch,
             wrap=run.wrap,
             loss=run.loss,
+            recompute=run.recompute,
         )
     )
 
@@ -89,9 +90,19 @@ class _Steps:
 
     def micro_batch(self) -> None:
         """Walk through a forward and a backward."""
-        layers = self.run.llama.layers
-        for name in ("embedding", *["forward"] * layers, "head", *["backward"] * layers, "end"):
-            self._section(self.sections[name])
+        kinds = ["" if kind == "full" else f"_{kind}" for kind in self.run.recompute.of(self.run.llama.layers)]
+        self._section("embedding")
+        forwards = list[list[Block]]()
+        for kind in kinds:
+            forwards.append(self._section(f"forward{kind}"))
+            if (
+                kind == "_none" and len(forwards) > 1
+            ):  # its input goes; transformers keeps the embedding's output until the head
+                self.computing.free(self.kept["input"].pop(-2))
+        self._section("head")
+        for kind, blocks in zip(reversed(kinds), reversed(forwards), strict=True):
+            self._section(f"backward{kind}", blocks)
+        self._section("end")
         _free(self.computing, self.reduced)
         self.adds = True
 
@@ -107,17 +118,21 @@ class _Steps:
             for _ in range(count):
                 self.computing.allocate(size * _shard(shape, self.run.world))
 
-    def _section(self, ops: Sequence[Op]) -> None:
+    def _section(self, section: str, of_forward: Sequence[Block] = ()) -> list[Block]:
+        """Walk through a section; returns its blocks. ``of_forward``: those of the same layer's forward."""
         blocks: list[Block] = []
-        for verb, name, value in ops:
+        for verb, name, value in self.sections[section]:
             if verb == "allocate":
                 blocks.append(self.computing.allocate(value))
             elif verb == "free":
                 self.computing.free(blocks[value])
+            elif verb == "end":
+                self.computing.free(of_forward[value])
             elif verb == "keep":
                 self.kept[name].append(blocks[value])
             else:
                 getattr(self, f"_{verb}")(name)
+        return blocks
 
     def _release(self, name: str) -> None:
         """Free what was kept last."""
@@ -236,6 +251,9 @@ def _sections(run: RunShape) -> dict[str, list[Op]]:
     elif not run.embedding_apart:
         found |= table["root"]
     words = {name: text.split() for name, text in found.items()}
+    if run.recompute.of(run.llama.layers)[0] == "none":
+        at = words["head"].index("-input")
+        words["head"].insert(at, "-input")
     if run.loss == "parts":
         words["head"] = _head_of_parts(words["head"], run.llama.vocab)
     return {name: [_op(word, run) for word in section] for name, section in words.items()}
@@ -279,6 +297,8 @@ def _op(word: str, run: RunShape) -> Op:
         return Op("keep", verb, int(name) - 1)
     if name:
         return Op(verb, name)
+    if word.startswith("-f") and word[2:].isdecimal():
+        return Op("end", value=int(word[2:]) - 1)
     if word.startswith("-"):
         return Op("free", value=int(word[1:]) - 1) if word[1:].isdecimal() else Op("release", word[1:])
     return Op("allocate", value=_bytes(word, run))

@@ -8,6 +8,7 @@ import math
 
 from llama405b.capacity.part import Part, UnitSizes, layers_of_stages, norm_elements, parts_of, shard_elements
 from llama405b.contract.mesh import DP, SHARD, Axes
+from llama405b.contract.recompute import FULL, Recompute
 from llama405b.contract.schedule import InFlight, in_flight
 from llama405b.contract.schema import (
     COMPUTE_BYTES,
@@ -70,6 +71,7 @@ class RunShape:
     keeps_weights: bool = False  # see ``Strategy``
     reduces_each: bool = True
     loss: LossOf = "logits"
+    recompute: Recompute = FULL
 
     @classmethod
     def of(cls, llama: Llama, config: Config, world: int, axes: Axes | None = None) -> "RunShape":
@@ -99,6 +101,7 @@ class RunShape:
             keeps_weights=config.parallel.of_strategy.keeps_weights,
             reduces_each=config.parallel.of_strategy.reduces_each,
             loss=config.parallel.loss,
+            recompute=Recompute.read(config.model.activation_checkpointing),
         )
 
     @property

@@ -3,14 +3,11 @@
 import dataclasses
 import functools
 import math
-from typing import Literal
+from collections.abc import Mapping
 
 from llama405b.capacity.hardware import Gpu
+from llama405b.contract.recompute import FULL, Kind, Recompute
 from llama405b.contract.weights import Llama
-
-Checkpointing = Literal[
-    "none", "op", "layer", "full"
-]  # op: every second matrix product is kept; layer: every second layer
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -57,9 +54,9 @@ class Shape:
         """Return the FLOPs of training on one token: six per weight of a product, and causal attention (``Llama.flops_per_token``)."""
         return 6.0 * (self.layers * (self.matrices + self.width * seq_len) + self.head)
 
-    def recomputed_flops(self, seq_len: int) -> float:
-        """Return what checkpointing computes again for a token: the forward of each layer, up to its last product (early stop)."""
-        return 2.0 * self.layers * (self.matrices - self.narrow + self.width * seq_len)
+    def recomputed_flops(self, seq_len: int, layers: int) -> float:
+        """Return what checkpointing computes again for a token: the forward of so many layers, up to the last product (early stop)."""
+        return 2.0 * layers * (self.matrices - self.narrow + self.width * seq_len)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -75,7 +72,8 @@ class Setting:
     micro_batch: int = 1
     accumulate: int = 1
     reduce_bytes: int = 4  # per gradient
-    checkpointing: Checkpointing = "full"
+    recompute: Recompute = FULL
+    products_kept: float = 1.0  # where that is of operators: as a share; torchtitan keeps every second
     reshard: bool = True  # parameters are gathered again in the backward
     compiled: bool = False
     triton: bool = False  # attention by the kernel of MPT's time
@@ -114,6 +112,10 @@ class Setting:
     def pp(self) -> int:
         """GPUs of a pipeline."""
         return max(1, len(self.stages) // self.chunks)
+
+    def kinds(self, place: int) -> Mapping[Kind, int]:
+        """How many layers a GPU of this place in the pipeline has, by what they compute again."""
+        return self.recompute.counts(self.stages[place :: self.pp] or (self.shape.layers,))
 
     @property
     def hosts(self) -> int:

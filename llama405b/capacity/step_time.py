@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from llama405b.capacity.coefficients import Rates
 from llama405b.capacity.compute import head_s, layer_work, parts_s
 from llama405b.capacity.setting import Setting
+from llama405b.contract.recompute import Kind
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -43,15 +44,16 @@ def step_time(setting: Setting, rates: Rates) -> StepTime:
 
     The GPUs of a pipeline wait (pp - 1) / chunks of the time that a micro-batch takes them (arXiv 2104.04473, section 2.2).
     """
-    kinds = {_layers_of(setting, place) for place in range(setting.pp)}
-    found = max((_of_gpu(setting, rates, *kind) for kind in kinds), key=lambda each: each.step_s)
+    parts = {(*sorted(setting.kinds(place).items()), place == setting.pp - 1): place for place in range(setting.pp)}
+    found = max((_of_gpu(setting, rates, place) for place in parts.values()), key=lambda each: each.step_s)
     bubble = (setting.pp - 1) / setting.chunks / setting.accumulate
     return dataclasses.replace(found, bubble_s=bubble * (found.forward_s + found.backward_s))
 
 
-def _of_gpu(setting: Setting, rates: Rates, layers: int, has_head: bool) -> StepTime:
-    """Predict what a GPU with so many layers does in a step, without waiting for others of its pipeline."""
-    work = layer_work(setting, rates)
+def _of_gpu(setting: Setting, rates: Rates, place: int) -> StepTime:
+    """Predict what a GPU does in a step, without waiting for others of its pipeline; ``place``: in that."""
+    work, kinds, has_head = layer_work(setting, rates), setting.kinds(place), place == setting.pp - 1
+    layers = sum(kinds.values())
     head_forward, head_backward = (each.total_s * has_head for each in head_s(setting, rates))
     unit = unit_parameters(setting)
     gather = setting.units * gather_s(setting, rates, setting.compute_bytes * unit / setting.units)
@@ -61,29 +63,26 @@ def _of_gpu(setting: Setting, rates: Rates, layers: int, has_head: bool) -> Step
     reduce = scatter + gather * setting.reshard
     up, both = host_copies_s(setting, rates, 0.0), host_copies_s(setting, rates, setting.copied_down)
     beside = hidden_s if setting.prefetches else in_turn_s
-    forward, backward = (within_layer_s(setting, rates, times) for times in (FORWARD, BACKWARD))
+    forward = within_layer_s(setting, rates, FORWARD)
+    within = {kind: within_layer_s(setting, rates, times) for kind, times in BACKWARD.items()}
+    backward = sum(count * within[kind] for kind, count in kinds.items())
     one_forward = layers * max(beside(work.forward.total_s + forward, gather, rates), up) + head_forward
-    one_backward = layers * max(beside(work.backward_s + backward, reduce, rates), both) + head_backward
+    one_backward = head_backward + sum(
+        count * max(beside(work.backward_s(kind) + within[kind], reduce, rates), both) for kind, count in kinds.items()
+    )
     one_forward = rates.whole * one_forward + layers * rates.delay_s / 3
     one_backward = rates.whole * one_backward + layers * rates.delay_s * 2 / 3
     handed = between_stages_s(setting, rates)
-    parts = {name: setting.accumulate * s for name, s in parts_s(setting, rates, unit, layers, has_head).items()}
+    parts = {name: setting.accumulate * s for name, s in parts_s(setting, rates, unit, kinds, has_head).items()}
     return StepTime(
         forward_s=setting.accumulate * (one_forward + handed),
         backward_s=setting.accumulate * (one_backward + handed),
         compute_s=sum(parts.values()),
-        communication_s=setting.accumulate * (layers * (gather + reduce + forward + backward) + 2 * handed),
+        communication_s=setting.accumulate * (layers * (gather + reduce + forward) + backward + 2 * handed),
         copies_s=setting.accumulate * layers * (up + both),
         optimizer_s=_optimizer_s(setting, rates, one_forward),
         compute_parts_s=parts,
     )
-
-
-def _layers_of(setting: Setting, place: int) -> tuple[int, bool]:
-    """Return how many layers a GPU has, and whether it has the head."""
-    if not setting.stages:
-        return setting.shape.layers, True
-    return sum(setting.stages[place :: setting.pp]), place == setting.pp - 1
 
 
 def unit_parameters(setting: Setting) -> float:
@@ -93,7 +92,8 @@ def unit_parameters(setting: Setting) -> float:
 
 # Within a layer: all-gathers and reduce-scatters of hidden states over ``tp``, and exchanges of heads over ``cp``. A backward has those
 # of the recomputation, which ends before a layer's last reduce-scatter (docs/parallel.md has the counts).
-FORWARD, BACKWARD = (2, 2, 1), (4, 3, 2)
+FORWARD = (2, 2, 1)
+BACKWARD: Mapping[Kind, tuple[int, int, int]] = {"none": FORWARD, "operators": (4, 3, 2), "full": (4, 3, 2)}
 
 
 def within_layer_s(setting: Setting, rates: Rates, times: tuple[int, int, int]) -> float:

@@ -23,6 +23,7 @@ from llama405b.contract.errors import UserError
 from llama405b.contract.mesh import DP, Axes
 from llama405b.contract.phrases import did_you_mean, last_of, reason_of
 from llama405b.contract.reader import Json
+from llama405b.contract.recompute import Recompute
 from llama405b.contract.schema import TYPES, Config, Parallel
 from llama405b.contract.setting_rules import faults_of
 from llama405b.contract.suggestions import RENAMED, instead_of, suggestion
@@ -36,6 +37,7 @@ PRESET_DIR = Path(__file__).parent / "presets"
 READERS: dict[str, Callable[[str], object]] = {
     "checkpoint.every": Cadence.read,
     "checkpoint.staging": staging_bytes,
+    "model.activation_checkpointing": Recompute.read,
 }
 NAMES = {  # of types, for people: one, and several
     int: ("a whole number", "whole numbers"),

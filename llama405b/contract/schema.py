@@ -40,7 +40,11 @@ class Model:
         "auto: the first of these that runs on the GPU and computes what sdpa does (flash_attention_*: if installed; varlen: "
         "PyTorch's own)",
     )
-    activation_checkpointing: bool = option(True, "recompute each decoder layer in the backward pass")
+    activation_checkpointing: str = option(
+        "full",
+        "what a decoder layer computes again in the backward pass. full: all; operators: all but matrix products and attention; "
+        "operators:K: so in the last K layers of each pipeline stage, full in the others; every:N: all in every Nth layer; none",
+    )
     layers: int = option(0, "keep only the first N decoder layers, for quick experiments; 0: all")
     weights: Literal["files", "random"] = option("files", "random: generate them on rank 0 instead of reading files")
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from llama405b.contract.schema import Parallel
-from llama405b.parallel.fsdp2 import WRAPPER
+from llama405b.model.checkpointing import unwrapped
 
 
 def master_model(model: nn.Module, parallel: Parallel) -> nn.Module:
@@ -20,7 +20,7 @@ def master_model(model: nn.Module, parallel: Parallel) -> nn.Module:
     master = nn.Module()
     master.config = model.config
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        *path, last = name.replace(WRAPPER, "").split(".")
+        *path, last = unwrapped(name).split(".")
         owner = master
         for step in path:
             if not hasattr(owner, step):
@@ -39,7 +39,7 @@ def is_norm(name: str) -> bool:
 
 def master_pairs(model: nn.Module, master: nn.Module) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
     """Yield each weight of the model that has a master, with it."""
-    of = {name.replace(WRAPPER, ""): master for name, master in master.named_parameters()}
+    of = {unwrapped(name): master for name, master in master.named_parameters()}
     for name, weight in model.named_parameters():
-        if (master := of[name.replace(WRAPPER, "")]) is not weight:
+        if (master := of[unwrapped(name)]) is not weight:
             yield weight, master

@@ -24,11 +24,12 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from llama405b.contract.schema import Moments
 from llama405b.distributed.host_memory import Progress, refused
 from llama405b.distributed.transfer import Arrived, nothing
+from llama405b.model.checkpointing import unwrapped
 from llama405b.optim.adamw import Settings, group_settings, nothing_to_keep, start_moments, state_tensors, update_adamw
 from llama405b.optim.fp32_masters import master_pairs
 from llama405b.optim.norm import clip_factor, is_counted, local, norm_over_ranks, scale, squares
 from llama405b.optim.updater import BeforeUpdate, Unit, UpdateWork
-from llama405b.parallel.fsdp2 import WRAPPER, fsdp_units
+from llama405b.parallel.fsdp2 import fsdp_units
 
 LONG_WAIT_S = 5.0
 OnLongWait = Callable[[bool], None]  # told when a wait has become long, and when it is over
@@ -87,13 +88,13 @@ class OffloadedAll:
         self.last = True  # the gradients that come are the last of the step
         self.coming: UnitState | None = None  # whose gradient FSDP copies to the host
         group_of = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
-        named = {name.replace(WRAPPER, ""): p for name, p in master.named_parameters()}
+        named = {unwrapped(name): p for name, p in master.named_parameters()}
         self.weights = {id(p): p for p in named.values()} | {id(p): weight for weight, p in master_pairs(model, master)}
         self.parts, self.hooks = [], []
         for unit in fsdp_units(model):
             groups: dict[int, list[nn.Parameter]] = {}
             for name in unit.parameters:
-                parameter = named[name.replace(WRAPPER, "")]
+                parameter = named[unwrapped(name)]
                 groups.setdefault(group_of[id(parameter)], []).append(parameter)
             self.parts.append(part := UnitState(unit.name, sorted(groups.items()), unit.gathers))
             before = functools.partial(self._before_forward, part)

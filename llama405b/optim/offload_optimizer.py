@@ -20,9 +20,10 @@ from torch import Tensor, nn
 from llama405b.contract.schema import Moments
 from llama405b.distributed.host_memory import Progress, allocate
 from llama405b.distributed.transfer import Arrived, copy, nothing
+from llama405b.model.checkpointing import unwrapped
 from llama405b.optim.norm import local
 from llama405b.optim.offload_all import OffloadedAll, OnLongWait, UnitState
-from llama405b.parallel.fsdp2 import WRAPPER, FsdpUnit, fsdp_units
+from llama405b.parallel.fsdp2 import FsdpUnit, fsdp_units
 
 
 @dataclasses.dataclass(slots=True)
@@ -77,9 +78,7 @@ class OffloadedOptimizer(OffloadedAll):
         self.landings: dict[str, Landing] = {}
         self.adding: Future[list[float]] | None = None
         self.device, self.uploads = device, torch.cuda.Stream(device) if device.type == "cuda" else None
-        weights, masters = (
-            {name.replace(WRAPPER, ""): p for name, p in module.named_parameters()} for module in (model, master)
-        )
+        weights, masters = ({unwrapped(name): p for name, p in module.named_parameters()} for module in (model, master))
         units = fsdp_units(model)
         laid_out = [_lay_out(unit, weights, masters) for unit in units]
         sizes = [numel for _, numel in laid_out]
@@ -172,7 +171,7 @@ def _lay_out(
 ) -> tuple[list[Member], int]:
     """Return a unit's parameters, and the length of its flat gradient: each begins at a multiple of the largest shard."""
     members, begin = [], 0
-    for name, size in zip((each.replace(WRAPPER, "") for each in unit.parameters), unit.padded_sizes, strict=True):
+    for name, size in zip((unwrapped(each) for each in unit.parameters), unit.padded_sizes, strict=True):
         members.append(Member(weights[name], masters[name], begin))
         begin += size
     return members, begin

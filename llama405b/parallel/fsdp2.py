@@ -1,4 +1,4 @@
-"""Shard the model over the ranks with FSDP2, then apply activation checkpointing.
+"""Shard the model over the ranks with FSDP2.
 
 Units: every decoder layer; the embedding, whose backward pass does not need its weight; the head with its norm,
 kept gathered between forward and backward. With tied embeddings the embedding, norm and head are one unit.
@@ -13,21 +13,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-    CheckpointImpl,
-    apply_activation_checkpointing,
-    checkpoint_wrapper,
-)
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from llama405b.contract.errors import UserError
 from llama405b.contract.mesh import SHARD, Axes
 from llama405b.contract.schema import Parallel
 from llama405b.contract.strategies import Strategy
-
-WRAPPER = "_checkpoint_wrapped_module."  # what activation checkpointing adds to parameter names
+from llama405b.model.checkpointing import unwrapped
 
 
 def shard_dtype(parallel: Parallel) -> torch.dtype:
@@ -219,20 +212,11 @@ def give_forward(model: nn.Module, order: Sequence[Any]) -> None:
         group._record_post_forward()
 
 
-def checkpoint_activations(model: nn.Module) -> None:
-    """Recompute each decoder layer's activations in the backward pass. Call AFTER sharding, or the units double."""
-    apply_activation_checkpointing(
-        model,
-        checkpoint_wrapper_fn=lambda module: checkpoint_wrapper(module, checkpoint_impl=CheckpointImpl.NO_REENTRANT),
-        check_fn=lambda module: isinstance(module, LlamaDecoderLayer),
-    )
-
-
 def units(model: nn.Module) -> Iterator[tuple[str, dict[str, nn.Parameter]]]:
     """Yield parameters by unit, ``(unit, {name in the checkpoint: parameter})``, in the order of use."""
     found: dict[str, dict[str, nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
-        name = name.replace(WRAPPER, "")
+        name = unwrapped(name)
         found.setdefault(unit_of(name), {})[name] = parameter
     yield from found.items()
 

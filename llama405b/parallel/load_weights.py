@@ -31,8 +31,9 @@ from llama405b.distributed import collectives
 from llama405b.distributed.host_memory import Progress, allocate
 from llama405b.distributed.ranks import Rank
 from llama405b.distributed.transfer import Stage
+from llama405b.model.checkpointing import unwrapped
 from llama405b.model.llama import restore_buffers, tie_head
-from llama405b.parallel.fsdp2 import WRAPPER, unit_of
+from llama405b.parallel.fsdp2 import unit_of
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 BLOCK = 1 << 15  # elements of random weights that one generator makes; so few that torch uses no other thread
@@ -82,7 +83,7 @@ def load(
 
 def _named(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     for name, parameter in model.named_parameters():
-        yield name.replace(WRAPPER, ""), parameter
+        yield unwrapped(name), parameter
 
 
 def _units_of(names: Iterable[str]) -> list[Unit]:
@@ -132,7 +133,7 @@ def refuse_not_finite(model: nn.Module, where: Path) -> None:
     first_bad = [*torch.stack(finite).tolist(), False].index(False)
     [left] = collectives.all_reduce_max([len(names) - first_bad])
     if left:
-        name = names[-left].replace(WRAPPER, "")
+        name = unwrapped(names[-left])
         raise UserError(
             f"{where}: {name} has weights that are NaN or infinite; check its source, or use another checkpoint"
         )

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 
-from llama405b.parallel.fsdp2 import WRAPPER
+from llama405b.model.checkpointing import unwrapped
 
 Show = Callable[[str, str], Callable[[], None]]  # a unit's name and way -> what shows it
 
@@ -23,7 +23,7 @@ class UnitTracker:
         for name, module in model.named_modules():
             if not isinstance(module, FSDPModule | FullyShardedDataParallel):
                 continue
-            path = f"{name}.".replace(WRAPPER, "").replace("_fsdp_wrapped_module.", "").removeprefix("model.")
+            path = unwrapped(f"{name}.").replace("_fsdp_wrapped_module.", "").removeprefix("model.")
             short = path.rstrip(".") or "the model"
             forward, backward = self.show(short, "forward"), self.show(short, "backward")
             module.register_forward_pre_hook(

@@ -10,11 +10,13 @@ from transformers import LlamaConfig
 from llama405b.contract import weights
 from llama405b.contract.dealing import Dealing
 from llama405b.contract.errors import UserError
+from llama405b.contract.recompute import Recompute
 from llama405b.contract.records import Phase
 from llama405b.contract.rounding import rounding_note
 from llama405b.contract.schema import Config, Parallel
 from llama405b.model import llama
 from llama405b.model.attention import Attention, choose_attention
+from llama405b.model.checkpointing import checkpoint_activations
 from llama405b.optim.fp32_masters import master_model
 from llama405b.parallel import fsdp1, fsdp2, load_weights
 from llama405b.parallel.split import holdings_of, split
@@ -46,8 +48,7 @@ def build_model(
         built = _by_fsdp2(config, files, hf_config, attention, context, from_checkpoint=from_checkpoint)
     if not from_checkpoint:
         load_weights.refuse_not_finite(built.master, Path(config.model.path))
-    if config.model.activation_checkpointing:
-        fsdp2.checkpoint_activations(built.module)
+    checkpoint_activations(built.module, Recompute.read(config.model.activation_checkpointing))
     parameters = weights.read_llama(files, config.model.layers).parameters
     took = f"{built.origin}, {time.monotonic() - began:.1f} s"
     for line in _described(config, attention, context, parameters, took, trains=trains):

@@ -23,6 +23,7 @@ from update_rig import data_file, flip, save
 def _trainer(me, directory, load_weights=True):
     from llama405b.contract.schema import Optimizer, Parallel
     from llama405b.model import llama
+    from llama405b.model.checkpointing import checkpoint_activations
     from llama405b.optim.build_updater import build_updater
     from llama405b.parallel import fsdp2, load_weights
 
@@ -32,7 +33,7 @@ def _trainer(me, directory, load_weights=True):
         load_weights.load(module, directory, "auto", me, lambda *_: None)
     else:
         load_weights.materialise(module, me)
-    fsdp2.checkpoint_activations(module)
+    checkpoint_activations(module)
     return module, build_updater(module, Optimizer(lr=1e-2), Parallel(), me.device)
 
 

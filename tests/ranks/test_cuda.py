@@ -14,6 +14,7 @@ def _losses(directory, kind, offload, numerics="fp32", overlap=True, seen=lambda
     from llama405b.distributed import ranks
     from llama405b.model import llama
     from llama405b.model.batch import Batch
+    from llama405b.model.checkpointing import checkpoint_activations
     from llama405b.optim.build_updater import build_updater
     from llama405b.optim.fp32_masters import master_model
     from llama405b.optim.offload_all import pin_for_gradients
@@ -36,7 +37,7 @@ def _losses(directory, kind, offload, numerics="fp32", overlap=True, seen=lambda
             elif master is not module:
                 load_weights.materialise(module, me)
             load_weights.load(master, directory, "rank0", me, lambda *_: None, offload=offload != "none")
-        fsdp2.checkpoint_activations(module)
+        checkpoint_activations(module)
         if offload == "all":
             pin_for_gradients(module, 1, lambda *_: None)
         updater = build_updater(module, Optimizer(lr=3e-3), parallel, me.device, master=master)

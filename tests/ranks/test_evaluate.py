@@ -206,13 +206,14 @@ def _fsdp1(me, directory):
 
     from llama405b.contract.schema import Optimizer, Parallel
     from llama405b.model import llama
+    from llama405b.model.checkpointing import checkpoint_activations
     from llama405b.optim.build_updater import build_updater
-    from llama405b.parallel import fsdp1, fsdp2
+    from llama405b.parallel import fsdp1
 
     init_utils._check_module_states_for_sync_module_states = lambda _states: None  # torch's refusal on CPU
     parallel = Parallel(numerics="fp32", strategy="fsdp1")
     module = fsdp1.load_wrapped(directory, llama.read_hf_config(directory), "sdpa", parallel, me)
-    fsdp2.checkpoint_activations(module)
+    checkpoint_activations(module)
     return module, build_updater(module, Optimizer(lr=3e-3), parallel, me.device)
 
 

@@ -26,6 +26,7 @@ def _read(directory):
 def _load_and_compare(me, directory, numerics, checkpointing):
     from llama405b.contract.schema import Parallel
     from llama405b.model import llama
+    from llama405b.model.checkpointing import checkpoint_activations
     from llama405b.parallel import fsdp2, load_weights
 
     whole, faults = _read(directory), []
@@ -35,7 +36,7 @@ def _load_and_compare(me, directory, numerics, checkpointing):
         module = llama.build_on_meta(config, "sdpa", fsdp2.shard_dtype(parallel))
         fsdp2.shard(module, parallel, me.device)
         if checkpointing:
-            fsdp2.checkpoint_activations(module)
+            checkpoint_activations(module)
         calls = []
         load_weights.load(
             module, Path(directory), how, me, lambda done, total, calls=calls: calls.append((done, total))

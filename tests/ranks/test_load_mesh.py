@@ -22,7 +22,8 @@ def _load(me, directory, place):
     from llama405b.contract.schema import Parallel
     from llama405b.distributed.ranks import on_mesh
     from llama405b.model import llama
-    from llama405b.parallel import fsdp2, load_weights
+    from llama405b.model.checkpointing import unwrapped
+    from llama405b.parallel import load_weights
     from llama405b.parallel.split import holdings_of, split
 
     whole, faults = _read(directory), []
@@ -41,7 +42,7 @@ def _load(me, directory, place):
                 box = tuple(slice(*each) for each in holdings.box(name, whole[name].shape, here.rank))
                 if not torch.equal(parameter.to_local(), whole[name][box]):
                     faults.append(f"{name} by {how} of {settings}")
-            mine = {name.replace(fsdp2.WRAPPER, "") for name, _ in model.named_parameters()}
+            mine = {unwrapped(name) for name, _ in model.named_parameters()}
             assert mine == {name for name in whole if holdings.has(name, here.rank)}
     return faults
 

@@ -30,6 +30,7 @@ def _batches():
 def _sharded(me, directory, *, offload=False, checkpointing=True, numerics="fp32"):
     from llama405b.contract.schema import Parallel
     from llama405b.model import llama
+    from llama405b.model.checkpointing import checkpoint_activations
     from llama405b.parallel import fsdp2 as shard
     from llama405b.parallel import load_weights
 
@@ -38,7 +39,7 @@ def _sharded(me, directory, *, offload=False, checkpointing=True, numerics="fp32
     shard.shard(module, parallel, me.device)
     load_weights.load(module, directory, "rank0", me, lambda *_: None, offload=offload)
     if checkpointing:
-        shard.checkpoint_activations(module)
+        checkpoint_activations(module)
     return module
 
 
@@ -52,14 +53,14 @@ def _losses(me, directory, micro=None, offload=False, tied_fsdp1=False, kind="fs
         import torch.distributed.fsdp._init_utils as init_utils
 
         from llama405b.model import llama
+        from llama405b.model.checkpointing import checkpoint_activations
         from llama405b.parallel import fsdp1
-        from llama405b.parallel import fsdp2 as shard
 
         init_utils._check_module_states_for_sync_module_states = lambda _states: None  # torch's refusal on CPU
         module = fsdp1.load_wrapped(
             directory, llama.read_hf_config(directory), "sdpa", Parallel(numerics="fp32", strategy="fsdp1"), me
         )
-        shard.checkpoint_activations(module)
+        checkpoint_activations(module)
     else:
         module = _sharded(me, directory, offload=offload, numerics=numerics)
     parallel = Parallel(strategy=kind, offload="all" if offload else "none", overlap=overlap)

@@ -16,6 +16,7 @@ from llama405b.capacity.run_shape import NORMS, RunShape
 from llama405b.contract.config import PRESET_DIR
 from llama405b.contract.errors import UserError
 from llama405b.contract.mesh import Axes
+from llama405b.contract.recompute import Recompute
 from llama405b.contract.schema import Parallel
 from llama405b.contract.weights import parse_llama
 from llama405b_tools.verbs import predict
@@ -97,6 +98,9 @@ MESHES = {  # axes, place along pp, micro-batches, more settings
     "parts": (Axes(8), 0, 1, {"loss": "parts"}),
     "tp, parts": (Axes(4, tp=2), 0, 1, {"loss": "parts"}),
     "last stage, parts": (Axes(4, pp=2), 1, 2, {"loss": "parts"}),
+    "nothing again": (Axes(2, tp=2, cp=2), 0, 1, {"recompute": "none"}),
+    "operators kept": (Axes(4, pp=2), 0, 3, {"recompute": "operators:2"}),
+    "every second layer": (Axes(8), 0, 2, {"recompute": "every:2", "numerics": "fp32"}),
     "offload": (Axes(2, pp=2, tp=2, cp=2), 0, 3, {"offload": "all", "numerics": "pure-bf16"}),
 }
 
@@ -107,14 +111,17 @@ def test_each_axis_takes_what_torch_tracks(seq_len, mesh):
     axes, stage, n_micro, more = MESHES[mesh]
     config = PRESETS["llama3.1-8b"] | {"num_hidden_layers": 8}
     sizes = {name: getattr(axes, name) for name in ("tp", "cp", "pp")}
+    recompute = Recompute.read(more.get("recompute", "full"))
+    more = {name: value for name, value in more.items() if name != "recompute"}
     parallel = Parallel(**({"numerics": "fp32-master"} | sizes | more), dp_replicate=axes.dp_replicate)
     rank = stage * axes.world // axes.pp
-    tracked = track(config, parallel, axes.world, seq_len, 1, axes, rank, n_micro)
+    tracked = track(config, parallel, axes.world, seq_len, 1, axes, rank, n_micro, recompute)
     llama = parse_llama(config, "8b")
     load = RunShape(
         llama, parallel.numerics, parallel.offload, axes.world, seq_len, 1, n_micro * axes.dp_shard * axes.dp_replicate,
         dp_shard=axes.dp_shard if axes.dp_replicate > 1 else 0, **sizes, pp_schedule=parallel.pp_schedule,
         keeps_weights=parallel.of_strategy.keeps_weights, reduces_each=parallel.of_strategy.reduces_each, loss=parallel.loss,
+        recompute=recompute,
     )  # fmt: skip
     assert load.axes == axes
     assert tracked.before == load.weight_bytes * held_elements(llama, axes, rank, parallel.chunks)

@@ -63,7 +63,7 @@ def micro_batches(step, me, micro):
 
 
 def train(
-    me, directory, *, micro=1, steps=STEPS, dtype=torch.float64, settings=None, checkpointing=True, before=None, lr=LR
+    me, directory, *, micro=1, steps=STEPS, dtype=torch.float64, settings=None, recompute="full", before=None, lr=LR
 ):
     """Train; returns each step's loss and norm, and the whole weights afterwards."""
     from llama405b.contract.schema import Optimizer, Parallel
@@ -74,7 +74,7 @@ def train(
     head.PART = WORDS
     parallel = Parallel(numerics="fp32", **(settings or {}))
     me = on_mesh(me, parallel)
-    model, passes, updater = build(me, directory, parallel, Optimizer(lr=lr), dtype, checkpointing=checkpointing)
+    model, passes, updater = build(me, directory, parallel, Optimizer(lr=lr), dtype, recompute=recompute)
     if before:
         before(model, passes)
     results = []
@@ -86,10 +86,12 @@ def train(
     return results, whole_weights(updater.master)
 
 
-def build(me, directory, parallel, optimizer, dtype, *, checkpointing=True, how="rank0"):
+def build(me, directory, parallel, optimizer, dtype, *, recompute="full", how="rank0"):
+    from llama405b.contract.recompute import Recompute
     from llama405b.model import llama
+    from llama405b.model.checkpointing import checkpoint_activations
     from llama405b.optim.build_updater import build_updater
-    from llama405b.parallel import fsdp2, load_weights
+    from llama405b.parallel import load_weights
     from llama405b.parallel.build_passes import build_passes
     from llama405b.parallel.split import holdings_of, split
 
@@ -97,8 +99,7 @@ def build(me, directory, parallel, optimizer, dtype, *, checkpointing=True, how=
     whole = llama.build_on_meta(config, "sdpa", dtype)
     holdings, model = holdings_of(whole, parallel, me), split(whole, parallel, me)
     load_weights.load(model, directory, how, me, lambda *_: None, offload=parallel.offload != "none", holdings=holdings)
-    if checkpointing:
-        fsdp2.checkpoint_activations(model)
+    checkpoint_activations(model, Recompute.read(recompute))
     updater = build_updater(model, optimizer, parallel, me.device)
     return model, build_passes(parallel, model, me), updater
 
@@ -107,10 +108,10 @@ def whole_weights(model):
     """Every weight in one piece, by its name in the file."""
     from torch.distributed.tensor import DTensor
 
-    from llama405b.parallel.fsdp2 import WRAPPER
+    from llama405b.model.checkpointing import unwrapped
 
     return {
-        name.replace(WRAPPER, ""): (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
+        unwrapped(name): (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
         for name, p in model.named_parameters()
     }
 

@@ -16,6 +16,7 @@ from llama405b.capacity.part import layers_of_stages
 from llama405b.capacity.setting import Setting, Shape
 from llama405b.capacity.step_time import step_time
 from llama405b.contract.config import PRESET_DIR
+from llama405b.contract.recompute import Recompute
 from llama405b.contract.weights import parse_llama
 
 DATA = Path(__file__).parent.parent / "data"
@@ -25,6 +26,9 @@ PROGRAMS = {  # by how a source begins
     "MosaicML": "llm-foundry", "torchtitan": "torchtitan", "Trainy": "torchtitan", "Lambda": "Lambda", "ATorch": "ATorch",
     "IBM fms-fsdp": "fms-fsdp", "IBM and Meta": "IBM and Meta", "torchtune": "torchtune", "prime-rl": "prime-rl",
     "KempnerForge": "KempnerForge", "NeMo": "NeMo Automodel", "NVIDIA NeMo": "NeMo Automodel", "NVIDIA Megatron": "Megatron-Bridge",
+}  # fmt: skip
+RECOMPUTED = {  # and which share of products is kept; op: every second, layer: all in every second layer
+    "full": (Recompute(), 1.0), "layer": (Recompute(every=2), 1.0), "op": (Recompute("operators"), 0.5), "none": (Recompute("none"), 1.0),
 }  # fmt: skip
 PRESETS = json.loads((PRESET_DIR / "architectures.json").read_text())
 LLAMA3 = {f"llama3-{size}": PRESETS[f"llama3.1-{size}"] for size in ("8b", "70b", "405b")}
@@ -136,7 +140,7 @@ def _setting(cells, gpus):
     setting = Setting(
         shape_of(cells["model"]), gpus[cells["gpu"]], int(cells["gpus"]), int(cells["gpus_per_node"]),
         float(cells["nic_gbit_per_node"]) * 1e9 / 8, int(cells["seq_len"]), int(cells["micro_batch"]), int(cells["grad_accum"]),
-        int(cells["reduce_bytes"]), cells["checkpointing"], cells["reshard"] == "1", cells["compile"] == "1",
+        int(cells["reduce_bytes"]), *RECOMPUTED[cells["checkpointing"]], cells["reshard"] == "1", cells["compile"] == "1",
         cells["model"] in MPT,
     )  # fmt: skip
     return _told(setting, cells)

@@ -23,16 +23,18 @@ from transformers import LlamaConfig
 
 import llama405b.model.kernels  # noqa: F401  # registers varlen
 from llama405b.contract.mesh import Axes
+from llama405b.contract.recompute import FULL, Recompute
 from llama405b.contract.schema import Optimizer, Parallel
 from llama405b.distributed.ranks import Rank
 from llama405b.model.batch import Batch
+from llama405b.model.checkpointing import checkpoint_activations
 from llama405b.model.llama import build_on_meta, tie_head
 from llama405b.optim.adamw import build_optimizer, start_moments
 from llama405b.optim.fp32_masters import master_model
 from llama405b.optim.norm import local
 from llama405b.optim.offload_optimizer import OffloadedOptimizer
 from llama405b.parallel.build_passes import build_passes
-from llama405b.parallel.fsdp2 import checkpoint_activations, device_mesh, shard, shard_dtype
+from llama405b.parallel.fsdp2 import device_mesh, shard, shard_dtype
 from llama405b.parallel.split import split
 
 ON_HOST = ("Sharded Param", "Sharded Grad")  # with offload = all
@@ -98,6 +100,7 @@ def track(
     axes: Axes | None = None,
     rank: int = 0,
     n_micro: int = 1,
+    recompute: Recompute = FULL,
 ) -> Tracked:
     """Track the forwards and backwards of a step, of a model in the form of config.json."""
     _clear_sharding_prop_cache()  # DTensor's plans name groups of an earlier call
@@ -111,7 +114,7 @@ def track(
             model.to_empty(device="cpu")
             tie_head(model)
             master = master_model(model, parallel)
-            checkpoint_activations(model)
+            checkpoint_activations(model, recompute)
             if parallel.offload == "optimizer":
                 _offload(model, master, parallel)
             tracker = Tracker(model, ON_HOST if parallel.offload == "all" else ())

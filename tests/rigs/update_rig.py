@@ -33,6 +33,7 @@ def build(
 ):
     from llama405b.contract.schema import Optimizer, Parallel
     from llama405b.model import llama
+    from llama405b.model.checkpointing import checkpoint_activations
     from llama405b.optim.build_updater import build_updater
     from llama405b.optim.fp32_masters import master_model
     from llama405b.parallel import fsdp2, load_weights
@@ -46,7 +47,7 @@ def build(
         load_weights.materialise(module, me, offload=True, pinning=lambda *_: None)
     load_weights.load(master, directory, "rank0", me, lambda *_: None, offload=True)
     load_weights.materialise(module, me)
-    fsdp2.checkpoint_activations(module)
+    checkpoint_activations(module)
     return module, build_updater(module, Optimizer(lr=3e-3), parallel, me.device, master=master)
 
 
@@ -63,14 +64,14 @@ def take(me, module, updater, step, accumulation=1, max_norm=0.5, **more):
 
 def bits(module, updater):
     """Weights as they are kept and as the model has them, and moments, of this rank."""
+    from llama405b.model.checkpointing import unwrapped
     from llama405b.optim.norm import local
-    from llama405b.parallel.fsdp2 import WRAPPER
 
     updater.wait()
     found = {}
-    computed = {name.replace(WRAPPER, ""): p for name, p in module.named_parameters()}
+    computed = {unwrapped(name): p for name, p in module.named_parameters()}
     for name, parameter in updater.master.named_parameters():
-        name = name.replace(WRAPPER, "")
+        name = unwrapped(name)
         state = updater.optimizer.state[parameter]
         rounded = local(computed[name]).to(torch.bfloat16)
         found[name] = [rounded, local(parameter), *(local(state[key]) for key in ("exp_avg", "exp_avg_sq", "step"))]

@@ -13,6 +13,7 @@ from llama405b.distributed.ranks import Rank, on_mesh
 from llama405b.distributed.step_timer import StepTimer
 from llama405b.model import llama
 from llama405b.model.batch import Batch
+from llama405b.model.checkpointing import checkpoint_activations
 from llama405b.optim.build_updater import build_updater
 from llama405b.optim.fp32_masters import master_model
 from llama405b.optim.step import train_step
@@ -59,7 +60,7 @@ def _steps(parallel: Parallel, me: Rank) -> tuple[list[float], float]:
     if master is not model:
         load_weights.materialise(model, me)
     load_weights.load(master, Path(), "local", me, lambda *_: None, random=shape, holdings=holdings)
-    fsdp2.checkpoint_activations(model)
+    checkpoint_activations(model)
     passes, updater = (
         build_passes(parallel, model, me),
         build_updater(model, Optimizer(), parallel, me.device, master=master),

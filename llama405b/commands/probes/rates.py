@@ -17,10 +17,10 @@ from llama405b.contract.schema import COMPUTE_BYTES, Optimizer
 from llama405b.distributed.ranks import Rank
 from llama405b.model import llama
 from llama405b.model.batch import Batch
+from llama405b.model.checkpointing import checkpoint_activations
 from llama405b.model.inputs import model_inputs
 from llama405b.model.kernels import candidates, lack
 from llama405b.optim.adamw import build_optimizer
-from llama405b.parallel.fsdp2 import checkpoint_activations
 
 DTYPES = {2: torch.bfloat16, 4: torch.float32}
 

@@ -23,6 +23,7 @@ from llama405b.distributed.ranks import Rank
 from llama405b.distributed.step_timer import StepTimer
 from llama405b.model import llama
 from llama405b.model.batch import Batch
+from llama405b.model.checkpointing import checkpoint_activations
 from llama405b.model.kernels import candidates, lack
 from llama405b.optim.build_updater import build_updater
 from llama405b.optim.fp32_masters import master_model
@@ -99,7 +100,7 @@ def _build(what: Workload, parallel: Parallel, me: Rank) -> tuple[nn.Module, Upd
             own.fill_(1)
         else:
             own.copy_(0.02 * torch.randn(own.shape, device=me.device, generator=generator))
-    fsdp2.checkpoint_activations(module)
+    checkpoint_activations(module)
     return module, build_updater(module, Optimizer(), parallel, me.device, master=master)
 
 

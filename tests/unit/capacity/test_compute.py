@@ -13,6 +13,7 @@ from llama405b.capacity.run_shape import RunShape
 from llama405b.capacity.setting import Setting
 from llama405b.capacity.step_time import host_copies_s, step_time
 from llama405b.contract.config import PRESET_DIR
+from llama405b.contract.recompute import Recompute
 from llama405b.contract.weights import parse_llama
 
 SHAPES = json.loads((PRESET_DIR / "architectures.json").read_text())
@@ -25,16 +26,16 @@ def setting(model="llama3.1-405b", world=64, offload="all", **change) -> Setting
 
 
 @pytest.mark.parametrize(("model", "world"), [("llama3.1-405b", 64), ("llama3.1-8b", 8), ("llama3.2-1b", 1)])
-@pytest.mark.parametrize("checkpointing", ["none", "op", "layer", "full"])
-def test_parts_are_all_of_the_compute_and_none_twice(model, world, checkpointing):
-    found = step_time(setting(model, world, checkpointing=checkpointing, accumulate=3), RATES)
+@pytest.mark.parametrize("recompute", ["none", "operators", "operators:5", "every:2", "full"])
+def test_parts_are_all_of_the_compute_and_none_twice(model, world, recompute):
+    found = step_time(setting(model, world, recompute=Recompute.read(recompute), accumulate=3), RATES)
     without = step_time(
-        setting(model, world, checkpointing=checkpointing, accumulate=3), dataclasses.replace(RATES, copies=0.0)
+        setting(model, world, recompute=Recompute.read(recompute), accumulate=3), dataclasses.replace(RATES, copies=0.0)
     )
     assert sum(found.compute_parts_s.values()) == pytest.approx(found.compute_s)
     assert found.compute_s == pytest.approx(without.compute_s)  # FSDP's copies are in what was fitted
     assert found.step_s == without.step_s
-    assert (found.compute_parts_s["recomputation"] == 0) == (checkpointing == "none")
+    assert (found.compute_parts_s["recomputation"] == 0) == (recompute == "none")
     assert min(found.compute_parts_s.values()) >= 0
 
 
@@ -50,7 +51,7 @@ def test_parts_of_405b_are_those_that_were_counted():
     assert 1.1 < 3 * once < 4 * once < 1.55  # the fourth is in what is computed again
     flops = 6 * 4096 * (126 * shape.matrices + shape.head)
     assert parts["matrix products"] + parts["FSDP's copies"] == pytest.approx(flops / (0.5938 * 989e12))
-    kept = step_time(dataclasses.replace(large, checkpointing="none"), RATES).compute_parts_s
+    kept = step_time(dataclasses.replace(large, recompute=Recompute("none")), RATES).compute_parts_s
     assert {**parts, "recomputation": 0} == kept
 
 

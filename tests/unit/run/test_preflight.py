@@ -371,7 +371,7 @@ def test_what_cannot_fit_is_known_before_a_launch():
         outlook("--parallel.offload", "all", "--data.seq_len", "8192", gpu="NVIDIA L40S", mib=46068, ram_gib=9000)
     ).endswith("allocate about 66.7 at the backward of a layer's norm")
     assert outlook("--parallel.device", "cpu") is None
-    assert outlook("--model.activation_checkpointing", "false") is None
+    assert outlook("--model.activation_checkpointing", "none").needs.gpu_bytes > outlook().needs.gpu_bytes
     assert outlook("--parallel.strategy", "fsdp1") is None
     assert outlook(gpu="NVIDIA Q9000") is None
     assert outlook(llama=None) is None
