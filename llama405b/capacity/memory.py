@@ -12,8 +12,9 @@ T: tokens of a micro-batch; h: hidden size; f: intermediate size; V: vocabulary.
 
 import collections
 import dataclasses
+import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from llama405b.capacity.part import Part, UnitSizes, norm_elements, shard_elements
 from llama405b.capacity.run_shape import NORMS, RunShape
@@ -78,7 +79,9 @@ class _Step:
         self.keeps = run.keeps_weights
         self.saved, self.moments = _saved(run, part), _moments(run, part)
         self.kinds = run.recompute.of(part.llama.layers)
-        self.kept = [0.0, *itertools.accumulate(_kept(run, part, kind) for kind in self.kinds)]  # by so many layers
+        self.inputs = [0, *itertools.accumulate(_keeps_input(run, kind) for kind in self.kinds)]
+        of_kind = {kind: _kept(run, part, kind) for kind in {*self.kinds}}
+        self.kept = [0.0, *itertools.accumulate(map(of_kind.__getitem__, self.kinds))]  # by so many layers
         self.several = run.shards > 1  # one rank gathers nothing
         if run.pp > 1 and any(in_flight.done):  # only after a step's last backward does FSDP free the last buffer
             last = self.sizes.embedding or (self.sizes.attention if run.halves else self.sizes.layer)
@@ -198,8 +201,7 @@ class _Step:
 
     def _keep(self, layers: int, more: int = 0) -> None:
         """Set what so many layers keep; ``more``: hidden states on their way."""
-        inputs = _inputs(self.run, self.kinds[:layers]) + more
-        self.held |= {"layer inputs": inputs * self.flow, "kept activations": self.kept[layers]}
+        self.held |= {"layer inputs": (self.inputs[layers] + more) * self.flow, "kept activations": self.kept[layers]}
 
     def _gather(self, moment: str, unit: int) -> None:
         """A unit's all-gather in the forward: the buffer of the one before goes when this one was copied out."""
@@ -256,15 +258,17 @@ class _Step:
 def _waiting(run: RunShape, part: Part) -> float:
     """Bytes of a micro-batch between its forward and its backward: inputs of the layers, and the output, or what the loss keeps."""
     flow = run.compute_bytes * run.tokens // run.tp * part.llama.hidden
-    kinds = run.recompute.of(part.llama.layers)
-    inputs = (_inputs(run, kinds) + 1) * flow + sum(_kept(run, part, kind) for kind in kinds)
+    kinds = run.recompute.counts((part.llama.layers,))
+    inputs = flow + sum(
+        count * (_kept(run, part, kind) + flow * _keeps_input(run, kind)) for kind, count in kinds.items()
+    )
     logits = LOSS_BYTES * run.tokens * part.llama.vocab * (run.loss == "logits")
     return inputs + (logits + _norm_saved(run, part)) * part.head
 
 
-def _inputs(run: RunShape, kinds: Sequence[Kind]) -> int:
-    """How many of these layers keep their input: without checkpointing a norm has it in FP32, and in FP32 that is no copy."""
-    return sum(kind != "none" or run.compute_bytes == LOSS_BYTES for kind in kinds)
+def _keeps_input(run: RunShape, kind: Kind) -> bool:
+    """Whether a layer keeps its input: without checkpointing a norm has it in FP32, and in FP32 that is no copy."""
+    return kind != "none" or run.compute_bytes == LOSS_BYTES
 
 
 def _kept(run: RunShape, part: Part, kind: Kind) -> float:
@@ -322,7 +326,8 @@ def _moments(run: RunShape, part: Part) -> list[tuple[str, float, float]]:
     ]
 
 
-def _telling(kinds: Sequence[Kind]) -> list[int]:
+@functools.lru_cache(256)
+def _telling(kinds: tuple[Kind, ...]) -> list[int]:
     """Return the first two and the last two layers, and those beside one of another kind."""
     layers = range(len(kinds))
     changes = [layer for layer in layers[1:] if kinds[layer] != kinds[layer - 1]]

@@ -1,13 +1,11 @@
-"""What to expect of a run on a cluster: whether it fits, how fast it goes, and which settings would be better. Pure.
+"""What to expect of a run on a cluster: whether it fits, and how fast it goes. Pure.
 
 How far off a time may be: ``evidence``. The spread of memory is for a host's, and for a GPU's where
 only what is allocated is known. Where both are known no spread decides: beyond what is allocated there is only more or less time.
 """
 
-import bisect
 import dataclasses
 import enum
-import functools
 from collections.abc import Callable, Iterable
 
 from llama405b.capacity import calibration, evidence
@@ -18,11 +16,9 @@ from llama405b.capacity.goodput import Goodput, goodput
 from llama405b.capacity.run_shape import RunShape
 from llama405b.capacity.setting import Shape
 from llama405b.contract.cadence import Cadence
-from llama405b.contract.schema import Config, Offload
+from llama405b.contract.schema import Config
 
 MEMORY_SPREAD = 0.10
-LEAST_GAIN = 0.01
-OFFLOADS: tuple[Offload, ...] = ("none", "optimizer", "all")
 WHOLE, HALVES = ("LlamaDecoderLayer", "Embedding"), ("LlamaAttention", "LlamaMLP", "Embedding")
 UNITS = tuple(
     frozenset(units) - {"Embedding"} for units in (WHOLE, HALVES)
@@ -199,74 +195,3 @@ def predicts_units(wrap: Iterable[str]) -> bool:
 def is_predicted(config: Config) -> bool:
     """Whether memory and time of such a run are predicted."""
     return predicts_units(config.parallel.wrap) and not config.parallel.by_fsdp1
-
-
-def largest_micro_batch(outlook: Outlook) -> int:
-    """Return the largest micro-batch that fits with these settings; 0: none."""
-
-    def fits(micro: int) -> bool:
-        load = dataclasses.replace(outlook.load, micro_batch=micro)
-        return outlook.of_load(load).gpu is Fit.YES
-
-    return bisect.bisect_left(range(1, 1025), x=True, key=lambda micro: not fits(micro))
-
-
-def remedies(outlook: Outlook) -> list[tuple[str, Outlook]]:
-    """Return single changes that help, the most helpful first: what they are, and what follows.
-
-    While it does not surely fit, those that fit better help; then those that make it faster by more than 1 %.
-    """
-    load, cluster = outlook.load, outlook.cluster
-    changed = [(words, other) for words, other in _changes(load) if other != load and can_run(other, cluster)]
-    if cluster.rates:  # measured with these numerics
-        changed = [(words, other) for words, other in changed if other.numerics == load.numerics]
-    found = [(words, outlook.of_load(other)) for words, other in changed]
-    faster = dataclasses.replace(cluster, nic_bytes_per_s=2 * cluster.nic_bytes_per_s)
-    if load.hosts > 1:
-        found.append(("twice the network", Outlook.of(load, faster, outlook.ram_bytes)))
-    helps = [
-        (words, other)
-        for words, other in found
-        if other.fit > outlook.fit or (other.fit == outlook.fit == Fit.YES and other.gain(outlook) > LEAST_GAIN)
-    ]
-    return sorted(helps, key=lambda each: (-each[1].fit, -each[1].gain(outlook)))
-
-
-def _changes(load: RunShape) -> list[tuple[str, RunShape]]:
-    """Return what can be changed alone, in words, and what is then run."""
-    change = functools.partial(dataclasses.replace, load)
-    return [
-        (f"smaller units (--parallel.wrap {','.join(HALVES)})", change(wrap=HALVES)),
-        (f"larger units (--parallel.wrap {','.join(WHOLE)})", change(wrap=WHOLE)),
-        ("--parallel.offload none", change(offload="none", moments="fp32")),
-        ("--parallel.offload optimizer", change(offload="optimizer")),
-        ("--parallel.offload all", change(offload="all")),
-        ("--parallel.loss parts", change(loss="parts")),
-        ("--parallel.moments bf16 (with optimizer.betas of at most 0.99)", change(moments="bf16")),
-        ("--parallel.numerics pure-bf16 (loses small updates)", change(numerics="pure-bf16", moments="fp32")),
-        (f"--training.micro_batch_size {2 * load.micro_batch}", change(micro_batch=2 * load.micro_batch)),
-        (_twice(load), change(world=2 * load.world, global_batch=max(load.global_batch, 2 * load.dp))),
-    ]
-
-
-def _twice(load: RunShape) -> str:
-    """Name twice the hosts, and what that makes of the batch."""
-    batch = 2 * load.dp
-    return (
-        f"twice the hosts (with --training.global_batch_size {batch})"
-        if batch > load.global_batch
-        else "twice the hosts"
-    )
-
-
-def can_run(load: RunShape, cluster: Cluster) -> bool:
-    """Whether the trainer takes these settings, and their time is known on what was measured, if that was."""
-    if cluster.gpu.is_cpu and load.offload != "none":
-        return False
-    if load.offload != "none" and load.axes.dp_replicate > 1:
-        return False
-    if load.offload == "optimizer" and load.numerics != "fp32-master":
-        return False
-    if load.moments == "bf16" and (load.offload == "none" or load.numerics == "pure-bf16"):
-        return False
-    return load.global_batch % (load.micro_batch * load.dp) == 0

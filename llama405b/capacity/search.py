@@ -1,17 +1,19 @@
-"""Which settings train the same steps fastest: places of the states, moments, units, micro-batches, and meshes. Pure."""
+"""Which settings train the same steps fastest: places of the states, moments, units, micro-batches, activations, meshes. Pure."""
 
 import dataclasses
 import itertools
 import math
 from collections.abc import Iterator, Sequence
 
+from llama405b.capacity.changes import OFFLOADS, can_run, keeping_most
 from llama405b.capacity.estimate import seconds_per_step
-from llama405b.capacity.outlook import HALVES, OFFLOADS, WHOLE, Fit, Outlook, can_run
+from llama405b.capacity.outlook import HALVES, WHOLE, Fit, Outlook
 from llama405b.capacity.part import held_elements
 from llama405b.capacity.run_shape import RunShape
 from llama405b.contract.errors import UserError
 from llama405b.contract.mesh import Axes
 from llama405b.contract.mesh_rules import check_mesh
+from llama405b.contract.recompute import FULL
 from llama405b.contract.schema import Moments, Offload, Parallel, PipelineSchedule
 from llama405b.contract.strategies import Name
 
@@ -24,23 +26,25 @@ OF_MESHES: tuple[Name, ...] = ("fsdp2", "zero2", "hsdp")
 
 
 def best(outlook: Outlook, moments: Sequence[Moments] = ("fp32",)) -> list[Outlook]:
-    """Return the variants, and the fastest meshes: those that fit first, those without a mesh first.
+    """Return the variants, and what is faster of what no GPU has run: those that fit first, of them those that need nothing of that.
 
     Of those that are near the fastest, the one with most room. Moments in BF16 that were not asked for come after the others near
     the fastest, as they are rounded, and so do states in memory of hosts that is not known to be enough. Meshes come by speed.
     """
 
     def order(each: Outlook) -> tuple[float, ...]:
-        is_mesh = needs_mesh(each)
-        if is_mesh or not is_near(each, fastest[each.fit]):
-            return (-each.fit, is_mesh, 1, -(each.tokens_per_s or 0.0), each.needs.gpu_bytes)
+        untried = bool(untried_of(each.load))
+        if untried or not is_near(each, fastest[each.fit]):
+            return (-each.fit, untried, 1, -(each.tokens_per_s or 0.0), each.needs.gpu_bytes)
         unseen = each.load.offload != "none" and not each.ram_bytes
         rounds = each.load.moments != outlook.load.moments and each.load.moments == "bf16"
-        return (-each.fit, is_mesh, 0, rounds, unseen, -each.room)
+        return (-each.fit, untried, 0, rounds, unseen, -each.room)
 
     found = list(variants(outlook, moments))
     fastest = {fit: max((each.tokens_per_s or 0.0 for each in found if each.fit is fit), default=0.0) for fit in Fit}
-    return sorted([*found, *meshes(outlook)], key=order)
+    ranked = sorted(found, key=order)
+    more = [keeping_most(each) for each in ranked[:1] if each.fit is Fit.YES and not untried_of(each.load)]
+    return sorted([*ranked, *meshes(outlook), *(each for each in more if untried_of(each.load))], key=order)
 
 
 def variants(outlook: Outlook, moments: Sequence[Moments] = ("fp32",)) -> Iterator[Outlook]:
@@ -84,9 +88,12 @@ def split_of(load: RunShape) -> str:
     return ", ".join(words)
 
 
-def needs_mesh(outlook: Outlook) -> bool:
-    """Whether it needs more than FSDP over all ranks, which no GPU has run."""
-    return bool(outlook.load.axes.told) or outlook.load.keeps_weights
+def untried_of(load: RunShape) -> str:
+    """Say what a run needs that no GPU has run: more than FSDP over all ranks, or other activation checkpointing; '': nothing."""
+    words = [split_of(load)] if load.axes.told or load.keeps_weights else []
+    if load.recompute != FULL:
+        words.append(f"--model.activation_checkpointing {load.recompute}")
+    return ", ".join(words)
 
 
 def is_near(outlook: Outlook, fastest: float) -> bool:

@@ -205,9 +205,9 @@ def mesh_flags(parallel: Parallel) -> list[str]:
 
 
 def split_flags_of(config: Config) -> list[str]:
-    """Return flags for how a configuration splits the model, the batch and a step, the defaults too."""
+    """Return flags for how a configuration splits the model, the batch and a step, and what it computes again; the defaults too."""
     names = [f"parallel.{name}" for name in MESH_SETTINGS]
-    names += ["training.micro_batch_size", "training.global_batch_size"]
+    names += ["training.micro_batch_size", "training.global_batch_size", "model.activation_checkpointing"]
     return [f"--{name}={operator.attrgetter(name)(config)}" for name in names]
 
 

@@ -9,7 +9,7 @@ from llama405b.contract.errors import UserError
 
 Kind = Literal["full", "operators", "none"]
 OLD = {"true": "full", "false": "none"}  # until there were more
-WAYS = "write full, operators, operators:K (in the last K layers), every:N (in every Nth layer), or none"
+WAYS = "write full, operators, operators:K (in the last K layers), every:N (in every Nth layer), none, or auto"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Recompute:
 
     @classmethod
     def read(cls, text: str) -> "Recompute":
-        """Read ``full``, ``operators``, ``operators:24``, ``every:2`` or ``none``.
+        """Read ``full``, ``operators``, ``operators:24``, ``every:2`` or ``none``; ``auto``, until it is chosen, is ``full``.
 
         Raises:
             UserError: It is none of them.
@@ -35,6 +35,8 @@ class Recompute:
         match name, bool(colon):
             case "full" | "operators" | "none" as kind, False:
                 return cls(kind)
+            case "auto", False:
+                return FULL
             case "operators", True if count:
                 return cls("operators", last=count)
             case "every", True if count:
@@ -43,9 +45,7 @@ class Recompute:
 
     def of(self, layers: int) -> tuple[Kind, ...]:
         """Return what is done in each of so many layers of a pipeline stage."""
-        if self.last is not None:
-            return tuple("full" if layer < layers - self.last else self.kind for layer in range(layers))
-        return tuple("none" if layer % self.every else self.kind for layer in range(layers))
+        return _of(self, layers)
 
     def counts(self, stages: tuple[int, ...]) -> Mapping[Kind, int]:
         """Return in how many layers what is done, of pipeline stages of so many."""
@@ -56,6 +56,13 @@ class Recompute:
         if self.last is not None:
             return f"{self.kind}:{self.last}"
         return f"every:{self.every}" if self.every > 1 else self.kind
+
+
+@functools.lru_cache(1024)
+def _of(recompute: Recompute, layers: int) -> tuple[Kind, ...]:
+    if recompute.last is not None:
+        return tuple("full" if layer < layers - recompute.last else recompute.kind for layer in range(layers))
+    return tuple("none" if layer % recompute.every else recompute.kind for layer in range(layers))
 
 
 @functools.lru_cache(1024)

@@ -43,10 +43,16 @@ class Model:
     activation_checkpointing: str = option(
         "full",
         "what a decoder layer computes again in the backward pass. full: all; operators: all but matrix products and attention; "
-        "operators:K: so in the last K layers of each pipeline stage, full in the others; every:N: all in every Nth layer; none",
+        "operators:K: so in the last K layers of each pipeline stage, full in the others; every:N: all in every Nth layer; none; auto: "
+        "what the plan finds fastest that fits",
     )
     layers: int = option(0, "keep only the first N decoder layers, for quick experiments; 0: all")
     weights: Literal["files", "random"] = option("files", "random: generate them on rank 0 instead of reading files")
+
+    @property
+    def chooses_recompute(self) -> bool:
+        """Whether the plan chooses what is computed again."""
+        return self.activation_checkpointing == "auto"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -303,6 +309,13 @@ class Config:
     checkpoint: Checkpoint = Checkpoint()
     timeouts: Timeouts = Timeouts()
     evaluation: Evaluation = Evaluation()
+
+    @property
+    def left_to_plan(self) -> str:
+        """The setting that the plan chooses, with its name; '': none."""
+        if self.parallel.of_strategy.chosen:
+            return f"--parallel.strategy {self.parallel.strategy}"
+        return "--model.activation_checkpointing auto" if self.model.chooses_recompute else ""
 
 
 def fields() -> Iterator[tuple[str, Any, Any, str]]:

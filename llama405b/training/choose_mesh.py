@@ -1,4 +1,4 @@
-"""The mesh that ``parallel.strategy`` leaves to the plan, where no launch has chosen it: under Slurm, and with plain torchrun."""
+"""What is left to the plan, where no launch has chosen it: under Slurm, and with plain torchrun."""
 
 import torch
 
@@ -13,13 +13,13 @@ from llama405b.distributed.ranks import Rank, ranks_per_host
 
 
 def choose_mesh(config: Config, preset: str, me: Rank) -> Config:
-    """Return the configuration with a mesh for these ranks; rank 0, which has the model's files, chooses it. All ranks call it.
+    """Return the configuration with what the plan chooses for these ranks; rank 0, which has the model's files, does. All ranks call it.
 
     Raises:
         UserError: The model's shape is not known, or it cannot be split so.
         FollowedError: So it is on rank 0.
     """
-    if not config.parallel.of_strategy.chosen:
+    if not config.left_to_plan:
         return config
     per_host = ranks_per_host()
     with collectives.raise_on_all_ranks():
@@ -32,8 +32,8 @@ def _chosen(config: Config, preset: str, me: Rank, per_host: int) -> Config:
     llama = known_shape(config, preset)
     if llama is None:
         raise UserError(
-            f"--parallel.strategy: {config.parallel.strategy} needs the model's shape, and {config.model.path} has no config.json; "
-            "download it first, add --preset, or use fsdp2"
+            f"{config.left_to_plan}: it needs the model's shape, and {config.model.path} has no config.json; download it first, add "
+            "--preset, or choose another"
         )
     gpu = None
     if me.on_gpu:

@@ -6,11 +6,12 @@ import json
 import pytest
 
 from llama405b.capacity.calibration import Alone, Calibration, Point, measured_layers
+from llama405b.capacity.changes import remedies
 from llama405b.capacity.coefficients import Rates
 from llama405b.capacity.estimate import RUNTIME_BYTES, Cluster, estimate
 from llama405b.capacity.evidence import Evidence, Range
 from llama405b.capacity.hardware import Gpu, read_gpus
-from llama405b.capacity.outlook import Fit, Outlook, remedies
+from llama405b.capacity.outlook import Fit, Outlook
 from llama405b.capacity.run_shape import RunShape
 from llama405b.capacity.search import best
 from llama405b.contract import reader

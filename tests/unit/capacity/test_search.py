@@ -1,19 +1,23 @@
 """What a search offers: meshes that suit and fit, the setting without one first, and settings that a run can be started with."""
 
+import dataclasses
 import json
+import re
 import time
 import tomllib
 
 import pytest
 
+from llama405b.capacity.changes import keeping_most
 from llama405b.capacity.estimate import Cluster
 from llama405b.capacity.hardware import read_gpus
 from llama405b.capacity.outlook import Fit, Outlook
 from llama405b.capacity.run_shape import RunShape
-from llama405b.capacity.search import best, meshes, needs_mesh, split_of
+from llama405b.capacity.search import best, meshes, split_of, untried_of
 from llama405b.contract.config import PRESET_DIR
 from llama405b.contract.mesh import Axes
 from llama405b.contract.mesh_rules import check_mesh
+from llama405b.contract.recompute import FULL, Recompute
 from llama405b.contract.schema import Parallel
 from llama405b.contract.weights import parse_llama
 from llama405b_tools.verbs import predict
@@ -48,7 +52,7 @@ def test_meshes_suit_the_run_and_fit(asked):
     assert 0 < len(found) == len({split_of(each.load) for each in found})
     for each in found:
         assert each.fit is Fit.YES
-        assert needs_mesh(each)
+        assert untried_of(each.load)
         assert each.step_tokens == asked.step_tokens
         parallel = each.load.parallel(Parallel())
         axes = Axes.of(parallel, each.load.world, 8)
@@ -59,7 +63,7 @@ def test_meshes_suit_the_run_and_fit(asked):
 
 def test_what_needs_no_mesh_comes_first_where_it_fits():
     first = best(outlook(SMALL, 8, 4096, 64))[0]
-    assert (first.fit, needs_mesh(first)) == (Fit.YES, False)
+    assert (first.fit, untried_of(first.load)) == (Fit.YES, "")
     first = best(outlook(LARGE, 128, 32768, 32))[0]
     assert (first.fit, first.load.cp > 1) == (Fit.YES, True)  # sequences are too long for one GPU
 
@@ -69,7 +73,7 @@ def test_a_slow_network_makes_tensor_parallelism_the_fastest():
     asked = Outlook.of(RunShape(LARGE, "pure-bf16", "none", 64, 4096, 1, 64), slow)
     found = meshes(asked)
     assert found[0].load.tp * found[0].load.pp > 1
-    assert found[0].tokens_per_s > 1.3 * max(each.tokens_per_s for each in best(asked) if not needs_mesh(each))
+    assert found[0].tokens_per_s > 1.3 * max(each.tokens_per_s for each in best(asked) if not untried_of(each.load))
 
 
 def test_a_search_of_405b_takes_no_longer_than_one_waits():
@@ -88,10 +92,34 @@ def test_settings_that_are_written_are_those_that_were_predicted(tmp_path, capsy
     assert json.loads(capsys.readouterr().out)["time"] == first["time"]
 
 
-def test_a_plan_says_whether_a_mesh_is_faster(capsys):
+def test_a_plan_says_whether_what_no_gpu_has_run_is_faster(capsys):
     predict.main([*LONG, "--search"])
-    assert "  only with a mesh it fits: " in capsys.readouterr().out
+    assert re.search(r"\n  the first needs .*cp \d.*, which no GPU has run", capsys.readouterr().out)
     predict.main(["--preset", "llama3.1-405b", "--nodes", "8", "--search"])
-    assert "  no mesh is faster, as far as a prediction can tell\n" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "  nothing that no GPU has run yet is faster, as far as a prediction can tell\n" in out
+    assert re.search(r"fits, with --model.activation_checkpointing operators:\d+\n", out)
     predict.main(["--preset", "llama3.1-405b", "--nodes", "8", "--search", "--nic", "200Gb/s"])
-    assert "%; no GPU has run such a mesh (docs/parallel.md), so it is not first\n" in capsys.readouterr().out
+    assert re.search(
+        r"fastest is .*tp \d.*; no GPU has run that \(docs/proof.md\), so it is not first\n", capsys.readouterr().out
+    )
+
+
+@pytest.mark.parametrize(
+    "asked", [outlook(LARGE, 64, 4096, 64, "all"), outlook(SMALL, 8, 4096, 64), outlook(LARGE, 128, 32768, 32)]
+)
+def test_as_many_layers_keep_their_activations_as_fit(asked):
+    most = keeping_most(asked)
+    if most.load.recompute.last:
+        more = dataclasses.replace(most.load.recompute, last=most.load.recompute.last + 1)
+        assert (most.gpu, most.of_load(dataclasses.replace(most.load, recompute=more)).gpu is Fit.YES) == (
+            Fit.YES,
+            False,
+        )
+        assert most.needs.step_s < asked.needs.step_s
+    elif most.load.recompute == FULL:
+        assert (
+            asked.of_load(dataclasses.replace(asked.load, recompute=Recompute("operators", last=1))).gpu is not Fit.YES
+        )
+    else:
+        assert (most.load.recompute.kind, most.gpu) == ("none", Fit.YES)

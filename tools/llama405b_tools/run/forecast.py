@@ -53,18 +53,16 @@ def _file_of(hosts_file: Path) -> Path:
 def with_split(
     request: LaunchRequest, hosts: Sequence[Host], answers: Mapping[str, LaunchFacts], interfaces: Mapping[str, str]
 ) -> LaunchRequest:
-    """Return a request with a mesh in place of a strategy that leaves it to the plan; others as they are.
+    """Return a request with what the plan chooses in place of what is left to it; others as they are.
 
     Raises:
         UserError: The model cannot be split so over these ranks, or its shape is not known.
     """
     config, llama = request.config, answers[hosts[0].name].llama
-    if config is None or not config.parallel.of_strategy.chosen:
+    if config is None or not config.left_to_plan:
         return request
     if llama is None:
-        raise UserError(
-            f"--parallel.strategy: {config.parallel.strategy} needs the model's config.json on the hosts; use fsdp2"
-        )
+        raise UserError(f"{config.left_to_plan}: it needs the model's config.json on the hosts; choose another")
     slots = [host.slots or max(1, answers[host.name].gpus) for host in hosts]
     gpu = None if request.on_cpu else _gpu_of(answers)
     cluster = (

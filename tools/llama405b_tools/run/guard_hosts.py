@@ -64,7 +64,7 @@ def _is_same(request: LaunchRequest, fleet: Fleet, plan: Plan) -> bool:
     """Whether a plan is of this request, whatever either resumes."""
     resumed = dict(zip(plan.program, plan.program[1:], strict=False)).get("--resume", "")
     program = dataclasses.replace(request, resume=resumed).training_program()
-    chooses = request.settings.parallel.of_strategy.chosen  # then what was chosen follows
+    chooses = bool(request.settings.left_to_plan)  # then what was chosen follows
     same = program == (plan.program[: len(program)] if chooses else plan.program)
     names = [node.name for node in plan.nodes]
     on_its_hosts = names == list(fleet.hosts) or (request.shrink and set(names) < set(fleet.hosts))

@@ -11,6 +11,7 @@ from llama405b.contract.known_bugs import known_bugs
 from llama405b.contract.mesh import DP
 from llama405b.contract.phrases import counted
 from llama405b.contract.plan import Plan
+from llama405b.contract.recompute import FULL, Recompute
 from llama405b.contract.rounding import rounding_note
 from llama405b.contract.schema import Config
 from llama405b_tools.hosts.fleet import Fleet
@@ -136,10 +137,12 @@ def sharing_notes(hosts: Sequence[Host], answers: Facts) -> Iterator[str]:
 
 
 def mesh_notes(config: Config, plan: Plan) -> Iterator[str]:
-    """Yield how the model and the batch are split over the ranks, where that is not over shards alone, and evenly."""
+    """Yield what no GPU has run yet of how the model is split and activations are kept, and where the batch is not split evenly."""
     axes = plan.axes(config.parallel)
     if axes.told:
         yield f"mesh: {axes}, neighbors along the last are on one host; no GPU has run that yet (docs/parallel.md)"
+    if (recompute := Recompute.read(config.model.activation_checkpointing)) != FULL:
+        yield f"activation checkpointing: {recompute}; no GPU has run that yet (docs/training.md)"
     if note := waste_note(config.training, axes.size(DP)):
         yield f"note: {note}"
 

@@ -4,9 +4,10 @@ import dataclasses
 from collections.abc import Mapping
 
 from llama405b.capacity.calibration import Calibration
+from llama405b.capacity.changes import largest_micro_batch, remedies
 from llama405b.capacity.evidence import FEWEST, Evidence, Range
 from llama405b.capacity.hardware import GIB
-from llama405b.capacity.outlook import MEMORY_SPREAD, Fit, Outlook, largest_micro_batch, remedies
+from llama405b.capacity.outlook import MEMORY_SPREAD, Fit, Outlook
 from llama405b.capacity.run_shape import RunShape
 from llama405b.capacity.step_time import StepTime
 from llama405b.contract.dealing import waste_note

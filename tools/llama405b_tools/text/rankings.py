@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from llama405b.capacity.hardware import GIB
 from llama405b.capacity.outlook import MEMORY_SPREAD, Outlook
 from llama405b.capacity.run_shape import RunShape
-from llama405b.capacity.search import NEAR, is_near, needs_mesh, split_of
+from llama405b.capacity.search import NEAR, is_near, untried_of
+from llama405b.contract.phrases import given
 from llama405b_tools.text.predictions import FITS, UNMEASURED, ReportOptions, between, short_sizes, spread
 
 SHOWN = 8  # of a search
@@ -15,31 +16,31 @@ SHOWN = 8  # of a search
 def ranking(found: Sequence[Outlook]) -> list[str]:
     """Tell the first of a search."""
     lines = ["", "  offload    moments  units   micro-batch    GPU GiB  RAM GiB   step s  tokens/s"]
-    without = [each for each in found if not needs_mesh(each)]
-    split = [each for each in found if needs_mesh(each)]
-    for each in [*without[:SHOWN], *split]:
+    without = [each for each in found if not untried_of(each.load)]
+    untried = [each for each in found if untried_of(each.load)]
+    for each in [*without[:SHOWN], *untried]:
         units = "halves" if each.load.halves else "layers"
         time = f"{each.needs.step_s:8.1f} {each.tokens_per_s:9,.0f}" if each.needs.step_s else "        -         -"
         lines.append(
             f"  {each.load.offload:9}  {_moments(each.load):7}  {units:6}  {each.load.micro_batch:11}  "
             f"{short_sizes(each):>9}  {each.host_bytes / GIB:7,.0f} {time}  {FITS[each.fit]}"
-            + (f", with {split_of(each.load)}" if needs_mesh(each) else "")
+            + given(", with {}", untried_of(each.load))
         )
-    return [*lines, *_ties(without), *_fastest(found[0], split)]
+    return [*lines, *_ties(without), *_fastest(found[0], untried)]
 
 
-def _fastest(first: Outlook, split: Sequence[Outlook]) -> list[str]:
-    """Say whether a mesh is faster than what is first."""
-    if not split:
+def _fastest(first: Outlook, untried: Sequence[Outlook]) -> list[str]:
+    """Say whether something that no GPU has run is faster than what is first."""
+    if not untried:
         return []
-    if needs_mesh(first):
-        return [f"  only with a mesh it fits: {split_of(first.load)}; no GPU has run one (docs/parallel.md)"]
-    fastest = max(split, key=lambda each: each.tokens_per_s or 0.0)
+    if only := untried_of(first.load):
+        return [f"  the first needs {only}, which no GPU has run (docs/proof.md)"]
+    fastest = max(untried, key=lambda each: each.tokens_per_s or 0.0)
     gain = (fastest.tokens_per_s or 0.0) / (first.tokens_per_s or math.inf) - 1
     if gain <= NEAR:
-        return ["  no mesh is faster, as far as a prediction can tell"]
+        return ["  nothing that no GPU has run yet is faster, as far as a prediction can tell"]
     return [
-        f"  fastest is {split_of(fastest.load)}, by {100 * gain:.0f}%; no GPU has run such a mesh (docs/parallel.md), so it is not first"
+        f"  fastest is {untried_of(fastest.load)}, by {100 * gain:.0f}%; no GPU has run that (docs/proof.md), so it is not first"
     ]
 
 

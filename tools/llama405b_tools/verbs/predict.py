@@ -171,7 +171,7 @@ def _kept(args: argparse.Namespace, hosts: Sequence[Host], plan: Outlook) -> tup
 
 
 def _split(asked: Config, preset: str, machines: Machines) -> Config:
-    """The configuration with a mesh, if its strategy leaves that to the plan; without one if the model's shape is not known."""
+    """The configuration with what is left to the plan; as it is if the model's shape is not known."""
     llama = known_shape(asked, preset)
     if llama is None or machines.gpu is None:
         return asked
@@ -189,8 +189,6 @@ def _config(asked: Config, machines: Machines) -> Config:
     asked = config.on_ranks(asked, axes)
     if asked.parallel.by_fsdp1:
         raise UserError("--parallel.strategy: plan does not predict fsdp1; use fsdp2")
-    if not asked.model.activation_checkpointing:
-        raise UserError("--model.activation_checkpointing: plan predicts runs that recompute; use true")
     if not predicts_units(asked.parallel.wrap):
         units = ",".join(asked.parallel.wrap) or "nothing"
         known = " or ".join(",".join(name for name in each if name != "Embedding") for each in (WHOLE, HALVES))
