@@ -136,7 +136,10 @@ class Optimizer:
     lr: float = option(1e-5, "peak learning rate")
     min_lr: float = option(0.0, "learning rate at the end of the decay")
     warmup: int = option(0, "steps of linear warmup")
-    decay: Literal["cosine", "linear", "constant"] = option("cosine", "schedule from lr to min_lr after the warmup")
+    decay: Literal["cosine", "linear", "constant", "wsd"] = option(
+        "cosine", "schedule from lr to min_lr after the warmup; wsd: lr stays, and falls in the last decay_steps"
+    )
+    decay_steps: int = option(0, "with wsd; 0: a tenth of the run's steps")
     betas: tuple[float, float] = option((0.9, 0.95), "AdamW betas")
     eps: float = option(1e-8, "AdamW epsilon")
     weight_decay: float = option(0.1, "applied to matrices, not to vectors (norms)")

@@ -78,6 +78,10 @@ def _of_training(training: Training, optimizer: Optimizer) -> Iterator[Fault]:
         yield "training.epochs", "max_steps and epochs are both 0; set one of them"
     if optimizer.min_lr > optimizer.lr:
         yield "optimizer.min_lr", f"min_lr {optimizer.min_lr} is above lr {optimizer.lr}; lower it"
+    if optimizer.decay_steps and optimizer.decay != "wsd":
+        yield "optimizer.decay_steps", f"with decay {optimizer.decay} it would have no effect; leave it out, or use wsd"
+    if 0 < training.max_steps < optimizer.decay_steps:
+        yield "optimizer.decay_steps", f"{optimizer.decay_steps} is more than max_steps, {training.max_steps}; lower it"
     if not all(0 <= beta < 1 for beta in betas):
         yield "optimizer.betas", f"betas are {betas}; each must be at least 0 and below 1"
 

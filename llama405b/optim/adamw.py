@@ -37,12 +37,21 @@ def lr_at(step: int, total_steps: int, config: Optimizer) -> float:
     """Return the learning rate of a step, counted from 1.
 
     Warmup is linear from 0; then ``min_lr + (lr - min_lr) * f``, where f falls from 1 to 0 at ``total_steps`` as the
-    half cosine of Loshchilov & Hutter (arXiv 1608.03983) or a line, or stays 1.
+    half cosine of Loshchilov & Hutter (arXiv 1608.03983) or a line, or stays 1; or, with wsd, stays 1 until the last steps, in which
+    it is 1 minus the root of the share of them that is over (arXiv 2405.18392).
     """
     if step <= config.warmup:
         return config.lr * step / config.warmup
-    done = min(1.0, (step - config.warmup) / max(1, total_steps - config.warmup))
-    factor = {"cosine": 0.5 * (1 + math.cos(math.pi * done)), "linear": 1 - done, "constant": 1.0}[config.decay]
+    falls = total_steps - config.warmup
+    if config.decay == "wsd":
+        falls = min(falls, config.decay_steps or math.ceil(total_steps / 10))
+    done = min(1.0, max(0.0, (step - (total_steps - falls)) / max(1, falls)))
+    factor = {
+        "cosine": 0.5 * (1 + math.cos(math.pi * done)),
+        "linear": 1 - done,
+        "constant": 1.0,
+        "wsd": 1 - math.sqrt(done),
+    }[config.decay]
     return config.min_lr + (config.lr - config.min_lr) * factor
 
 

@@ -261,14 +261,14 @@ def is_right(case, autopsy):
     return autopsy["verdict"] == verdict and culprit.get("ranks") == [case.rank] and culprit.get("hosts") == [host]
 
 
-def stays_quiet(directory, demo, corpus, case, seconds, every_s=15.0):
-    """Watch a run that is healthy, or merely slow; returns what was said of it each time."""
+def stays_quiet(directory, demo, corpus, case, seconds, every_s=15.0, least=1):
+    """Watch a run that is healthy, or merely slow, so many times at least; returns what was said of it each time."""
     said = []
     with CauseRun(directory, demo, corpus, case) as run:
         if case.cause != "starting":
             run.strike()
         until = time.monotonic() + seconds
-        while time.monotonic() < until:
+        while time.monotonic() < until or len(said) < least:
             if case.cause == "short_pause":
                 os.kill(run.pid(), signal.SIGSTOP)
                 time.sleep(4)

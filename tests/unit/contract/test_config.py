@@ -75,6 +75,10 @@ def test_a_bad_file_is_named_by_line(tmp_path, text, words):
         (["--checkpoint.keep", "1"], "--checkpoint.keep: checkpoint.keep is 1; keep at least 2"),
         (["--optimizer.min_lr", "1"], "--optimizer.min_lr: min_lr 1.0 is above lr 1e-05"),
         (
+            ["--optimizer.decay_steps", "5"],
+            "--optimizer.decay_steps: with decay cosine it would have no effect; leave it out, or use wsd",
+        ),
+        (
             ["--training.micro_batch_size", "0"],
             "--training.micro_batch_size: training.micro_batch_size is 0; it must be above 0",
         ),

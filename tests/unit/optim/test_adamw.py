@@ -16,6 +16,12 @@ def test_schedule():
 
 
 def test_linear_and_constant():
+    wsd = Optimizer(lr=1.0, min_lr=0.1, warmup=10, decay="wsd", decay_steps=40)
+    assert [lr_at(step, 110, wsd) for step in (5, 10, 70)] == pytest.approx([0.5, 1.0, 1.0])
+    assert [lr_at(step, 110, wsd) for step in (80, 110, 120)] == pytest.approx([0.55, 0.1, 0.1])
+    assert [lr_at(step, 100, Optimizer(lr=1.0, decay="wsd")) for step in (90, 91, 100)] == pytest.approx(
+        [1.0, 1 - 0.1**0.5, 0.0]
+    )
     assert lr_at(50, 100, Optimizer(lr=1.0, decay="linear")) == pytest.approx(0.5)
     assert lr_at(99, 100, Optimizer(lr=1.0, decay="constant")) == 1.0
 
