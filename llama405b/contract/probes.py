@@ -42,10 +42,11 @@ class Probe(enum.StrEnum):
     PRODUCTS = "products"
     HOST_LINKS = "host-links"
     RATES = "rates"
+    KNOBS = "knobs"
 
 
 DEEP = (Probe.PRODUCTS, Probe.HOST_LINKS, Probe.COLLECTIVES)  # those of doctor --deep
-TESTS = tuple(probe for probe in Probe if probe not in (Probe.PRODUCTS, Probe.HOST_LINKS, Probe.RATES))
+TESTS = tuple(probe for probe in Probe if probe not in (Probe.PRODUCTS, Probe.HOST_LINKS, Probe.RATES, Probe.KNOBS))
 WHOLE_RUNS = (Probe.ACCUMULATION, Probe.RESUME, Probe.PACKED, Probe.RANK0, Probe.FSDP1, Probe.EVALUATION)
 ONE_RANK_ONLY = (Probe.UPDATE, Probe.LAYER_NONE, Probe.LAYER_OPTIMIZER, Probe.LAYER_ALL, *WHOLE_RUNS)
 GPU_ONLY = (Probe.FSDP1,)  # torch has none for the CPU
@@ -59,7 +60,7 @@ ABOUT_S = {
     Probe.START: 15, Probe.COLLECTIVES: 20, Probe.COPIES: 20, Probe.UPDATE: 35, Probe.LAYER_NONE: 20, Probe.LAYER_OPTIMIZER: 60,
     Probe.LAYER_ALL: 35, Probe.HIDING: 95, Probe.EXACT: 55, Probe.TP: 40, Probe.CP: 40, Probe.PP: 40, Probe.HSDP: 40,
     Probe.ACCUMULATION: 30, Probe.RESUME: 25, Probe.PACKED: 35, Probe.RANK0: 25, Probe.FSDP1: 25, Probe.EVALUATION: 25,
-    Probe.PRODUCTS: 25, Probe.HOST_LINKS: 60, Probe.RATES: 60,
+    Probe.PRODUCTS: 25, Probe.HOST_LINKS: 60, Probe.RATES: 60, Probe.KNOBS: 180,
 }  # fmt: skip
 ONE_HOLDS_ALL = "here one rank holds all states of a layer; in a run each has a part, so that this alone stops nothing"
 ADVICE = {  # where a test fails
@@ -79,6 +80,7 @@ ADVICE = {  # where a test fails
     Probe.RANK0: "use --model.load local until this is understood, and report it",
     Probe.FSDP1: "use --parallel.strategy fsdp2, and report it",
     Probe.EVALUATION: "use --evaluation.every 0 until this is understood, and report it",
+    Probe.KNOBS: "report it, and which setting was the last",
 }
 PROVES = {  # features of docs/proof.md
     Probe.START: "the first step over NCCL",
@@ -100,6 +102,7 @@ PROVES = {  # features of docs/proof.md
     Probe.RANK0: "weights that rank 0 reads and sends",
     Probe.FSDP1: "FSDP1 beside FSDP2",
     Probe.EVALUATION: "an evaluation between steps",
+    Probe.KNOBS: "the recipe's knobs, alone and together",
 }
 
 
@@ -193,8 +196,21 @@ def line_of(result: ProbeResult) -> str:
         return f"{result.probe:13} skipped: {result.why}; run it alone with --tests {result.probe}"
     if result.fault:
         return f"{result.probe:13} FAILED after {result.seconds:.0f} s: {result.why}; {ADVICE[result.probe]}"
+    if result.probe is Probe.KNOBS:
+        return f"{result.probe:13} passed, {result.seconds:.0f} s\n\n" + "\n".join(table_of(result.figures)) + "\n"
     figures = ", ".join(f"{each.name} {each.value:.3g} {each.unit}".rstrip() for each in result.figures)
     return f"{result.probe:13} passed, {result.seconds:.0f} s: {figures}"
+
+
+def table_of(figures: Iterable[Figure]) -> list[str]:
+    """Return figures as a table in Markdown: a row for each setting, a column for each thing that was measured of any."""
+    cells: dict[str, dict[str, str]] = {}
+    for each in figures:
+        setting, _, what = each.name.partition(": ")
+        cells.setdefault(setting, {})[f"{what}, {each.unit}"] = f"{each.value:.3g}"
+    columns = list(dict.fromkeys(column for row in cells.values() for column in row))
+    rows = [[setting, *(row.get(column, "—") for column in columns)] for setting, row in cells.items()]
+    return [f"| {' | '.join(row)} |" for row in (["setting", *columns], ["---"] * (1 + len(columns)), *rows)]
 
 
 def proof_rows(results: Iterable[ProbeResult], date: str) -> list[str]:
@@ -276,7 +292,7 @@ class Log:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``bench``."""
     parser.add_argument(
-        "--tests", default=",".join(TESTS), help=f"which to run, in this order: {', '.join(TESTS)} [all]"
+        "--tests", default=",".join(TESTS), help=f"which to run, in this order: {', '.join(TESTS)} [all]; or knobs"
     )
     parser.add_argument("--out", type=Path, default=Path("bench"), help="directory of the results [bench]")
     parser.add_argument(
@@ -302,8 +318,8 @@ def chosen(text: str) -> list[Probe]:
     """
     names = [name for name in text.split(",") if name]
     for name in names:
-        if name not in TESTS:
+        if name not in (*TESTS, Probe.KNOBS):
             raise UserError(f"--tests: {name!r} is not a test{did_you_mean(name, TESTS)}; use {', '.join(TESTS)}")
     if not names:
         raise UserError(f"--tests: none is named; use {', '.join(TESTS)}")
-    return [probe for probe in TESTS if probe in names]
+    return [probe for probe in (*TESTS, Probe.KNOBS) if probe in names]

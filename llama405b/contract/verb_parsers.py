@@ -35,7 +35,8 @@ SOURCE may also be a directory with an older model's pytorch_model*.bin: it is c
 BENCH = """Test the machines that will train, from a first collective to whole steps of the 405B shape.
 
 On one GPU of the first host, one host, two hosts, and all; without HOSTS, on this machine's first GPU. Each test is a line, with
-the cause and what to do if it fails."""
+the cause and what to do if it fails. `bench knobs [HOSTS]` measures what the recipe leaves open, each alone and all together: the
+embedding as a unit, forward prefetch, all-gathers without a limit, offload; a table of seconds and memory, beside the plan's."""
 
 
 def _parser(verb: str, description: str) -> OneLineParser:

@@ -72,11 +72,13 @@ def _measured(me, probes):
 
 def test_one_rank_passes_every_other_test(tmp_path):
     [results] = run_ranks(
-        1, _measured, [test for test in TESTS if test not in (*BY_PROCESS, *WHOLE_RUNS, *MANY_RANKS_ONLY)]
+        1,
+        _measured,
+        [*(test for test in TESTS if test not in (*BY_PROCESS, *WHOLE_RUNS, *MANY_RANKS_ONLY)), Probe.KNOBS],
     )
     assert [(result.probe, result.fault) for result in results if result.fault] == []
     named = {figure.name for result in results for figure in result.figures}
-    assert {"runs that agree", "hidden / bound", "forward", "down"} <= named
+    assert {"runs that agree", "hidden / bound", "forward", "down", "fsdp2, all of them: step"} <= named
 
 
 def test_two_ranks_learn_the_same_on_each_axis():

@@ -19,6 +19,7 @@ import torch
 
 from llama405b.capacity.run_shape import RunShape
 from llama405b.commands.probes import host, links, meshes, steps
+from llama405b.commands.probes.knobs import knobs
 from llama405b.commands.probes.rates import rates
 from llama405b.commands.probes.runs import RUNS
 from llama405b.commands.probes.software import allocator_stats, software
@@ -55,6 +56,7 @@ PROBES: dict[Probe, Callable[[Rank], list[Figure]]] = {
     Probe.HSDP: meshes.hsdp,
     Probe.PRODUCTS: host.products,
     Probe.HOST_LINKS: links.host_links,
+    Probe.KNOBS: knobs,
 }
 
 

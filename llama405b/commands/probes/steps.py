@@ -29,13 +29,19 @@ from llama405b.optim.build_updater import build_updater
 from llama405b.optim.fp32_masters import master_model
 from llama405b.optim.step import train_step
 from llama405b.optim.updater import Updater, UpdateWork
-from llama405b.parallel import fsdp2, load_weights
+from llama405b.parallel import fsdp1, fsdp2, load_weights
 from llama405b.parallel.passes import OneByOne
 
 VOCAB = 8192  # small, so that the layers dominate
 STEPS = 3  # that are timed, after one that is not
 EXACT_STEPS = 10
-TINY = {"hidden_size": 64, "intermediate_size": 160, "num_attention_heads": 4, "num_key_value_heads": 2}
+TINY = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -47,12 +53,13 @@ class Workload:
     batch: int  # sequences of a micro-batch
     seq_len: int
     attention: str = "auto"
+    vocab: int = VOCAB
 
     def config(self, me: Rank) -> LlamaConfig:
         """Return its shape; on a CPU a tiny one, which only shows that the test works."""
         known = json.loads((PRESET_DIR / "architectures.json").read_text(encoding="utf-8"))[self.shape]
         small = {} if me.on_gpu else TINY
-        return LlamaConfig(**known | {"num_hidden_layers": self.layers, "vocab_size": VOCAB} | small)
+        return LlamaConfig(**known | {"num_hidden_layers": self.layers, "vocab_size": self.vocab} | small)
 
     def tokens(self, me: Rank, step: int, number: int) -> torch.Tensor:
         """Return ``tokens_BS`` of a step; others for each number."""
@@ -83,6 +90,10 @@ def _build(what: Workload, parallel: Parallel, me: Rank) -> tuple[nn.Module, Upd
     """Build a sharded model with random weights, which are the same each time."""
     config = what.config(me)
     attention = next(name for name in candidates(what.attention) if not lack(name, me.device, torch.bfloat16))
+    if parallel.by_fsdp1:
+        module = fsdp1.load_wrapped(None, config, attention, parallel, me)
+        checkpoint_activations(module)
+        return module, build_updater(module, Optimizer(), parallel, me.device)
     module = llama.build_on_meta(config, attention, fsdp2.shard_dtype(parallel))
     fsdp2.shard(module, parallel, me.device)
     if me.on_gpu and parallel.offload == "none":
@@ -104,7 +115,7 @@ def _build(what: Workload, parallel: Parallel, me: Rank) -> tuple[nn.Module, Upd
     return module, build_updater(module, Optimizer(), parallel, me.device, master=master)
 
 
-def _steps(what: Workload, parallel: Parallel, me: Rank, count: int) -> tuple[list[float], Timed]:
+def take_steps(what: Workload, parallel: Parallel, me: Rank, count: int) -> tuple[list[float], Timed]:
     """Take steps; returns their losses, and what the last ``STEPS`` took."""
     module, updater = _build(what, parallel, me)
     losses = []
@@ -132,7 +143,7 @@ def layer(place: Offload, me: Rank) -> list[Figure]:
     parallel = Parallel(offload=place)
     if me.on_gpu:
         torch.cuda.reset_peak_memory_stats()
-    losses, timed = _steps(LAYER, parallel, me, 1 + STEPS)
+    losses, timed = take_steps(LAYER, parallel, me, 1 + STEPS)
     if not all(map(math.isfinite, losses)):
         raise RuntimeError(f"the losses are {losses}")
     figures = [Figure(part, seconds, "s") for part, seconds in timed.seconds.items()]
@@ -171,7 +182,7 @@ def hiding(me: Rank) -> list[Figure]:
     figures = []
     for place in ("optimizer", "all"):
         hidden, between = (
-            _steps(HIDING, Parallel(offload=place, overlap=overlap), me, 1 + STEPS)[1] for overlap in (True, False)
+            take_steps(HIDING, Parallel(offload=place, overlap=overlap), me, 1 + STEPS)[1] for overlap in (True, False)
         )
         assert hidden.work
         bound = hidden.seconds["backward"] + max(hidden.seconds["forward"], hidden.work.update_s)
@@ -201,7 +212,7 @@ def exact(me: Rank) -> list[Figure]:
         "optimizer, hidden": Parallel(offload="optimizer"),
     }
     try:
-        losses = {name: _steps(EXACT, parallel, me, EXACT_STEPS)[0] for name, parallel in runs.items()}
+        losses = {name: take_steps(EXACT, parallel, me, EXACT_STEPS)[0] for name, parallel in runs.items()}
     finally:
         torch.use_deterministic_algorithms(False)
     [first, control, *others] = losses

@@ -99,3 +99,18 @@ def test_a_result_of_many_figures_is_whole_only_with_its_last_line():
     assert len(lines) == 5
     assert list(probes.decode(lines)) == [many, ON_GPU]
     assert list(probes.decode(lines[:2])) == []
+
+
+def test_knobs_are_a_table_to_paste():
+    assert probes.chosen("knobs") == [Probe.KNOBS]
+    figures = (
+        Figure("fsdp2, offload: step", 1.25, "s"),
+        Figure("fsdp2, offload: peak", 9.0, "GB"),
+        Figure("fsdp1, offload: step", 2.0, "s"),
+    )
+    assert probes.table_of(figures) == [
+        "| setting | step, s | peak, GB |",
+        "| --- | --- | --- |",
+        "| fsdp2, offload | 1.25 | 9 |",
+        "| fsdp1, offload | 2 | — |",
+    ]
