@@ -20,7 +20,7 @@ def test_tests_run_in_their_order():
 
 def test_every_probe_is_described():
     assert set(probes.ABOUT_S) == set(Probe)
-    assert set(probes.ADVICE) == set(probes.PROVES) == set(probes.TESTS)
+    assert set(probes.ADVICE) == set(probes.PROVES) == {*probes.TESTS, Probe.KNOBS}
 
 
 def test_a_result_is_one_line_with_cause_and_advice():
