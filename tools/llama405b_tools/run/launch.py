@@ -8,7 +8,7 @@ from llama405b.capacity.outlook import Outlook
 from llama405b.contract.dealing import waste_note
 from llama405b.contract.errors import RunError, UserError
 from llama405b.contract.known_bugs import known_bugs
-from llama405b.contract.mesh import DP
+from llama405b.contract.mesh import DP, NAMES
 from llama405b.contract.phrases import counted
 from llama405b.contract.plan import Plan
 from llama405b.contract.recompute import FULL, Recompute
@@ -140,7 +140,10 @@ def mesh_notes(config: Config, plan: Plan) -> Iterator[str]:
     """Yield what no GPU has run yet of how the model is split and activations are kept, and where the batch is not split evenly."""
     axes = plan.axes(config.parallel)
     if axes.told:
-        yield f"mesh: {axes}, neighbors along the last are on one host; no GPU has run that yet (docs/parallel.md)"
+        inner = next(name for name in reversed(NAMES) if axes.size([name]) > 1)
+        shares = all(node.slots % axes.size([inner]) == 0 for node in plan.nodes)
+        where = "on one host" if shares else "on several hosts"
+        yield f"mesh: {axes}, ranks along {inner} are {where}; no GPU has run that yet (docs/parallel.md)"
     if (recompute := Recompute.read(config.model.activation_checkpointing)) != FULL:
         yield f"activation checkpointing: {recompute}; no GPU has run that yet (docs/training.md)"
     if note := waste_note(config.training, axes.size(DP)):
