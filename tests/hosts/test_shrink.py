@@ -20,6 +20,7 @@ def losses(hosts, run):
     return {row["step"]: (row["loss"], row["attempt"]) for row in map(json.loads, text.splitlines()) if "loss" in row}
 
 
+@pytest.mark.timeout(900)
 def test_it_shrinks_and_grows_again(hosts, operator):
     checkpoints = hosts.shared / "c"
     hosts.hosts_file(operator.path / "one", indices=[1])
