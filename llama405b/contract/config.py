@@ -26,7 +26,7 @@ from llama405b.contract.reader import Json
 from llama405b.contract.recompute import Recompute
 from llama405b.contract.schema import TYPES, Config, Parallel
 from llama405b.contract.setting_rules import faults_of
-from llama405b.contract.suggestions import RENAMED, instead_of, suggestion
+from llama405b.contract.suggestions import OF_VALUES, RENAMED, instead_of, suggestion
 from llama405b.contract.trust import refuse_others_writing
 from llama405b.contract.units import staging_bytes
 
@@ -282,7 +282,8 @@ def convert(key: str, value: Json, where: str) -> Any:
             return value
         if now := RENAMED.get(f"{key} {value}"):
             raise UserError(f"{where}: {key} is {value!r}, which is called {now} now; write that")
-        raise UserError(f"{where}: {key} is {value!r}; use one of {', '.join(words)}")
+        advice = OF_VALUES.get(f"{key} {value}", f"use one of {', '.join(words)}")
+        raise UserError(f"{where}: {key} is {value!r}; {advice}")
     if key in READERS:
         return _read_by(READERS[key], value, where)
     if _is(value, type_):

@@ -74,6 +74,15 @@ ADVICE = {
     "push_to_hub": "`llama405b export RUN OUT --push-to-hub REPO` does that after training",
     "hub_model_id": "`llama405b export RUN OUT --push-to-hub REPO` does that after training",
 }  # fmt: skip
+NO_FP16 = "FP16 loses small gradients unless the loss is scaled, which is not done here; use fp32-master, which computes in BF16"
+# What is said of a setting's value that is none.
+OF_VALUES = {
+    **{f"parallel.numerics {name}": NO_FP16 for name in ("fp16", "float16", "half")},
+    **{
+        f"parallel.numerics {name}": "use fp32-master (BF16 with FP32 weights) or pure-bf16"
+        for name in ("bf16", "bfloat16")
+    },
+}
 # What there is not: its name.
 NOT_OFFERED = {
     "LoRA": ("lora", "use_lora", "use_peft", "peft", "lora_r", "lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules"),

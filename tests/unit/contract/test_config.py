@@ -43,8 +43,8 @@ def test_flags_win_over_the_file_over_the_preset(tmp_path):
         ("[training]\nmax_steps = 1.5\n", ":2: training.max_steps is 1.5; use a whole number"),
         ("[parallel]\noverlap = 1\n", ":2: parallel.overlap is 1; use true or false"),
         (
-            '[parallel]\nnumerics = "bf16"\n',
-            ":2: parallel.numerics is 'bf16'; use one of fp32-master, pure-bf16, fp32",
+            '[parallel]\nnumerics = "int8"\n',
+            ":2: parallel.numerics is 'int8'; use one of fp32-master, pure-bf16, fp32",
         ),
         ("[optimizer]\nbetas = [0.9]\n", ":2: optimizer.betas is [0.9]; use 2 numbers"),
         ("lr = 1\n", ":1: 'lr' is outside a section"),
@@ -74,6 +74,10 @@ def test_a_bad_file_is_named_by_line(tmp_path, text, words):
         (["--parallel.overlap", "perhaps"], "--parallel.overlap: parallel.overlap is 'perhaps'"),
         (["--checkpoint.keep", "1"], "--checkpoint.keep: checkpoint.keep is 1; keep at least 2"),
         (["--optimizer.min_lr", "1"], "--optimizer.min_lr: min_lr 1.0 is above lr 1e-05"),
+        (
+            ["--parallel.numerics", "fp16"],
+            "--parallel.numerics: parallel.numerics is 'fp16'; FP16 loses small gradients unless",
+        ),
         (
             ["--optimizer.decay_steps", "5"],
             "--optimizer.decay_steps: with decay cosine it would have no effect; leave it out, or use wsd",
