@@ -41,6 +41,9 @@ def best(outlook: Outlook, moments: Sequence[Moments] = ("fp32",)) -> list[Outlo
         return (-each.fit, untried, 0, rounds, unseen, -each.room)
 
     found = list(variants(outlook, moments))
+    if not any(each.fit is Fit.YES for each in found):
+        of_parts = outlook.of_load(dataclasses.replace(outlook.load, loss="parts"))
+        found += [each for each in variants(of_parts, moments) if each.fit is Fit.YES]
     fastest = {fit: max((each.tokens_per_s or 0.0 for each in found if each.fit is fit), default=0.0) for fit in Fit}
     ranked = sorted(found, key=order)
     more = [keeping_most(each) for each in ranked[:1] if each.fit is Fit.YES and not untried_of(each.load)]
@@ -89,8 +92,10 @@ def split_of(load: RunShape) -> str:
 
 
 def untried_of(load: RunShape) -> str:
-    """Say what a run needs that no GPU has run: more than FSDP over all ranks, or other activation checkpointing; '': nothing."""
+    """Say what a run needs that no GPU has run: more than FSDP over all ranks, a loss of parts, other recomputation; '': nothing."""
     words = [split_of(load)] if load.axes.told or load.keeps_weights else []
+    if load.loss == "parts":
+        words.append("--parallel.loss parts")
     if load.recompute != FULL:
         words.append(f"--model.activation_checkpointing {load.recompute}")
     return ", ".join(words)

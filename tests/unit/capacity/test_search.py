@@ -68,6 +68,12 @@ def test_what_needs_no_mesh_comes_first_where_it_fits():
     assert (first.fit, first.load.cp > 1) == (Fit.YES, True)  # sequences are too long for one GPU
 
 
+def test_where_logits_do_not_fit_their_loss_is_computed_in_parts():
+    first = best(outlook(SMALL, 4, 65536, 4))[0]
+    assert (first.fit, first.load.loss, untried_of(first.load)) == (Fit.YES, "parts", "--parallel.loss parts")
+    assert first.of_load(dataclasses.replace(first.load, loss="logits")).fit is not Fit.YES
+
+
 def test_a_slow_network_makes_tensor_parallelism_the_fastest():
     slow = Cluster(read_gpus()["h100-80"], nic_bytes_per_s=25e9)
     asked = Outlook.of(RunShape(LARGE, "pure-bf16", "none", 64, 4096, 1, 64), slow)
