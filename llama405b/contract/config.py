@@ -20,6 +20,7 @@ from typing import Any, Literal
 from llama405b.contract.cadence import Cadence
 from llama405b.contract.dealing import Dealing
 from llama405b.contract.errors import UserError
+from llama405b.contract.groups import group_text
 from llama405b.contract.mesh import DP, Axes
 from llama405b.contract.phrases import did_you_mean, last_of, reason_of
 from llama405b.contract.reader import Json
@@ -102,7 +103,9 @@ def read_toml(path: Path | None) -> dict[str, Setting]:
 
 
 def _spelt_out(section: str, table: Mapping[str, Json], where: str) -> Iterator[tuple[str, Json]]:
-    """Yield a section's settings; ``[[data.sources]]`` is another way to write data.paths and data.weights, a table one for data.fields.
+    """Yield a section's settings, whose tables are another way to write them.
+
+    ``[[data.sources]]`` is data.paths and data.weights; data.fields and optimizer.groups may be tables, too.
 
     Raises:
         UserError: One of the sources is not a path and a weight.
@@ -110,6 +113,9 @@ def _spelt_out(section: str, table: Mapping[str, Json], where: str) -> Iterator[
     for key, value in table.items():
         if (section, key) == ("data", "fields") and isinstance(value, dict):
             yield key, [f"{ours}={theirs}" for ours, theirs in value.items()]
+            continue
+        if (section, key) == ("optimizer", "groups") and isinstance(value, list):
+            yield key, [group_text(each) if isinstance(each, dict) else each for each in value]
             continue
         if (section, key) != ("data", "sources"):
             yield key, value

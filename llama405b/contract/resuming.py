@@ -19,7 +19,7 @@ def settings_of(optimizer: Optimizer, steps: int) -> Mapping[str, Any]:
     ``steps``: 0 if unknown.
     """
     found = {f"optimizer.{name}": value for name, value in dataclasses.asdict(optimizer).items()}
-    found["optimizer.betas"] = list(optimizer.betas)  # as JSON has it
+    found |= {f"optimizer.{name}": list(getattr(optimizer, name)) for name in ("betas", "groups")}  # as JSON has them
     if optimizer.decay != "constant" and optimizer.min_lr != optimizer.lr and steps > optimizer.warmup:
         found[STEPS] = steps
     return found

@@ -143,6 +143,11 @@ class Optimizer:
     betas: tuple[float, float] = option((0.9, 0.95), "AdamW betas")
     eps: float = option(1e-8, "AdamW epsilon")
     weight_decay: float = option(0.1, "applied to matrices, not to vectors (norms)")
+    groups: tuple[str, ...] = option(
+        (),
+        "parameters with a learning rate or decay of their own, by a pattern of their names in the files, the first that matches: "
+        "'model.embed_tokens.* lr_factor=0.1 weight_decay=0'; in TOML also [[optimizer.groups]] with names, lr_factor, weight_decay",
+    )
     max_norm: float = option(1.0, "clip the global gradient norm to this; 0: no clipping")
 
 

@@ -4,6 +4,8 @@ import operator
 from collections.abc import Iterator, Sequence
 
 from llama405b.contract.checkpoints import LEAST_KEPT
+from llama405b.contract.errors import UserError
+from llama405b.contract.groups import Group
 from llama405b.contract.phrases import counted, last_of
 from llama405b.contract.resuming import ALL, CHANGES
 from llama405b.contract.schema import Config, Data, Model, Optimizer, Parallel, Training, fields
@@ -82,6 +84,11 @@ def _of_training(training: Training, optimizer: Optimizer) -> Iterator[Fault]:
         yield "optimizer.decay_steps", f"with decay {optimizer.decay} it would have no effect; leave it out, or use wsd"
     if 0 < training.max_steps < optimizer.decay_steps:
         yield "optimizer.decay_steps", f"{optimizer.decay_steps} is more than max_steps, {training.max_steps}; lower it"
+    for text in optimizer.groups:
+        try:
+            Group.read(text)
+        except UserError as fault:
+            yield "optimizer.groups", str(fault)
     if not all(0 <= beta < 1 for beta in betas):
         yield "optimizer.betas", f"betas are {betas}; each must be at least 0 and below 1"
 

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
+from llama405b.contract.groups import Group, group_of
 from llama405b.contract.schema import Optimizer
+from llama405b.model.checkpointing import unwrapped
 from llama405b.optim.fp32_masters import is_norm
 from llama405b.optim.norm import local
 
@@ -22,13 +24,24 @@ State = dict[str, Tensor]  # of one parameter: step, exp_avg, exp_avg_sq
 
 
 def build_optimizer(model: nn.Module, config: Optimizer) -> torch.optim.AdamW:
-    """Build fused AdamW over the shards, on the CPU if they are offloaded. Matrices decay, vectors (norms) do not."""
-    named = dict(model.named_parameters())
-    vectors = {name: p for name, p in named.items() if is_norm(name) or name.endswith(".bias")}
-    matrices = [p for name, p in named.items() if name not in vectors]
+    """Build fused AdamW over the shards, on the CPU if they are offloaded. Matrices decay, vectors do not, unless a group says so."""
+    apart = [Group.read(text) for text in config.groups]
+    matrices, vectors = Group("", weight_decay=config.weight_decay), Group("", weight_decay=0.0)
+    members: dict[tuple[Group, bool], list[nn.Parameter]] = {(matrices, False): [], (vectors, True): []}
+    for name, parameter in model.named_parameters():
+        is_vector = is_norm(name) or name.endswith(".bias")
+        found = group_of(apart, unwrapped(name).replace("_fsdp_wrapped_module.", "")) or (
+            vectors if is_vector else matrices
+        )
+        members.setdefault((found, is_vector), []).append(parameter)
     groups = [
-        {"params": matrices, "weight_decay": config.weight_decay},
-        {"params": list(vectors.values()), "weight_decay": 0.0},
+        {
+            "params": parameters,
+            "weight_decay": config.weight_decay * (not is_vector) if of.weight_decay is None else of.weight_decay,
+            "lr": config.lr * of.lr_factor,
+            "lr_factor": of.lr_factor,
+        }
+        for (of, is_vector), parameters in members.items()
     ]
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
 
@@ -56,9 +69,9 @@ def lr_at(step: int, total_steps: int, config: Optimizer) -> float:
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Set the learning rate of every group, from the next update on."""
+    """Set the learning rate from the next update on, of each group times its factor."""
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr * group.get("lr_factor", 1.0)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

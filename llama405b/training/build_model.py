@@ -10,6 +10,7 @@ from transformers import LlamaConfig
 from llama405b.contract import weights
 from llama405b.contract.dealing import Dealing
 from llama405b.contract.errors import UserError
+from llama405b.contract.groups import check_groups
 from llama405b.contract.recompute import Recompute
 from llama405b.contract.records import Phase
 from llama405b.contract.rounding import rounding_note
@@ -49,9 +50,10 @@ def build_model(
     if not from_checkpoint:
         load_weights.refuse_not_finite(built.master, Path(config.model.path))
     checkpoint_activations(built.module, Recompute.read(config.model.activation_checkpointing))
-    parameters = weights.read_llama(files, config.model.layers).parameters
+    shape = weights.read_llama(files, config.model.layers)
+    check_groups(config.optimizer.groups, shape.tensors())
     took = f"{built.origin}, {time.monotonic() - began:.1f} s"
-    for line in _described(config, attention, context, parameters, took, trains=trains):
+    for line in _described(config, attention, context, shape.parameters, took, trains=trains):
         context.log(line)
     return built.module, built.master
 

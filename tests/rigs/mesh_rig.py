@@ -63,7 +63,17 @@ def micro_batches(step, me, micro):
 
 
 def train(
-    me, directory, *, micro=1, steps=STEPS, dtype=torch.float64, settings=None, recompute="full", before=None, lr=LR
+    me,
+    directory,
+    *,
+    micro=1,
+    steps=STEPS,
+    dtype=torch.float64,
+    settings=None,
+    recompute="full",
+    before=None,
+    lr=LR,
+    groups=(),
 ):
     """Train; returns each step's loss and norm, and the whole weights afterwards."""
     from llama405b.contract.schema import Optimizer, Parallel
@@ -74,7 +84,7 @@ def train(
     head.PART = WORDS
     parallel = Parallel(numerics="fp32", **(settings or {}))
     me = on_mesh(me, parallel)
-    model, passes, updater = build(me, directory, parallel, Optimizer(lr=lr), dtype, recompute=recompute)
+    model, passes, updater = build(me, directory, parallel, Optimizer(lr=lr, groups=groups), dtype, recompute=recompute)
     if before:
         before(model, passes)
     results = []

@@ -83,6 +83,14 @@ def test_a_bad_file_is_named_by_line(tmp_path, text, words):
             "--optimizer.decay_steps: with decay cosine it would have no effect; leave it out, or use wsd",
         ),
         (
+            ["--optimizer.groups", "lm_head.* lr=0.1"],
+            "--optimizer.groups: optimizer.groups has 'lm_head.* lr=0.1'; write ",
+        ),
+        (
+            ["--optimizer.groups", "lm_head.* lr_factor=-1"],
+            "--optimizer.groups: optimizer.groups has 'lm_head.* lr_factor=-1'",
+        ),
+        (
             ["--training.micro_batch_size", "0"],
             "--training.micro_batch_size: training.micro_batch_size is 0; it must be above 0",
         ),

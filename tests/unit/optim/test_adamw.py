@@ -1,9 +1,10 @@
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from llama405b.contract.schema import Optimizer
 from llama405b.optim import adamw
-from llama405b.optim.adamw import lr_at
+from llama405b.optim.adamw import build_optimizer, lr_at, set_lr
 
 
 def test_schedule():
@@ -48,3 +49,33 @@ def test_rounded_moments_are_updated_chunk_by_chunk_as_in_fp32(monkeypatch):
             assert torch.equal(state[name].float(), exact)
         assert torch.equal(ours, by_torch)
         assert state["step"] == step
+
+
+def test_groups_have_a_rate_and_decay_of_their_own():
+    model = LlamaForCausalLM(
+        LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2)
+    )
+    groups = (
+        "model.embed_tokens.* lr_factor=0.5 weight_decay=0",
+        "*layers.1.* lr_factor=0",
+        "*layernorm* weight_decay=0.3",
+    )
+    optimizer = build_optimizer(model, Optimizer(lr=1.0, weight_decay=0.1, groups=groups))
+    set_lr(optimizer, 2.0)
+    named = {id(p): name for name, p in model.named_parameters()}
+    of = {
+        named[id(p)]: (group["lr"], group["weight_decay"]) for group in optimizer.param_groups for p in group["params"]
+    }
+    assert set(of) == set(named.values())
+    assert of["model.embed_tokens.weight"] == (1.0, 0.0)
+    assert (of["model.layers.0.mlp.up_proj.weight"], of["model.norm.weight"]) == ((2.0, 0.1), (2.0, 0.0))
+    assert (of["model.layers.1.mlp.up_proj.weight"], of["model.layers.1.input_layernorm.weight"]) == (
+        (0.0, 0.1),
+        (0.0, 0.0),
+    )
+    assert of["model.layers.0.input_layernorm.weight"] == (2.0, 0.3)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    sum(p.square().sum() for p in model.parameters()).backward()
+    optimizer.step()
+    still = {name for name, p in model.named_parameters() if torch.equal(p, before[name])}
+    assert still == {name for name in before if "layers.1." in name}
