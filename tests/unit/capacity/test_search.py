@@ -98,6 +98,26 @@ def test_settings_that_are_written_are_those_that_were_predicted(tmp_path, capsy
     assert json.loads(capsys.readouterr().out)["time"] == first["time"]
 
 
+def test_a_loss_of_parts_is_written_too(tmp_path, capsys):
+    words = [
+        "--preset",
+        "llama3.1-8b",
+        "--nodes",
+        "1",
+        "--slots",
+        "4",
+        "--data.seq_len",
+        "65536",
+        "--training.global_batch_size",
+        "4",
+    ]
+    predict.main([*words, "--search", "--write", str(tmp_path / "best.toml"), "--json"])
+    first = json.loads(capsys.readouterr().out)["search"][0]
+    assert tomllib.loads((tmp_path / "best.toml").read_text())["parallel"]["loss"] == "parts"
+    predict.main([*words[:6], "--config", str(tmp_path / "best.toml"), "--json"])
+    assert json.loads(capsys.readouterr().out)["time"] == first["time"]
+
+
 def test_a_plan_says_whether_what_no_gpu_has_run_is_faster(capsys):
     predict.main([*LONG, "--search"])
     assert re.search(r"\n  the first needs .*cp \d.*, which no GPU has run", capsys.readouterr().out)

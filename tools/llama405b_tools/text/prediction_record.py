@@ -51,7 +51,8 @@ def record(outlook: Outlook, machines: Machines, asked: ReportOptions) -> dict[s
         "hours": hours, "gpu_hours": gpu_hours, "cost": gpu_hours * asked.price if gpu_hours and asked.price else None,
         "cost_per_day": 24 * load.world * asked.price if asked.price else None, "checkpoint_bytes": load.checkpoint_bytes,
         "settings": {"offload": load.offload, "moments": load.moments, "wrap": load.wrap, "micro_batch_size": load.micro_batch,
-                     "strategy": load.parallel(Parallel()).strategy},
+                     "strategy": load.parallel(Parallel()).strategy, "loss": load.loss,
+                     "activation_checkpointing": str(load.recompute)},
         "mesh": dataclasses.asdict(load.axes),
     }  # fmt: skip
 

@@ -56,7 +56,15 @@ from llama405b_tools.verbs.plan_options import (
     said_of_machines,
 )
 
-SPLIT = ("strategy", "dp_replicate", "tp", "cp", "pp", "pp_schedule")  # written if they differ from the defaults
+SPLIT = (
+    "strategy",
+    "dp_replicate",
+    "tp",
+    "cp",
+    "pp",
+    "pp_schedule",
+    "loss",
+)  # written if they differ from the defaults
 CHOSEN = ("parallel.offload", "parallel.wrap", "parallel.moments", "training.micro_batch_size")
 CODES = {Fit.NO: UNFIT, Fit.RETRIES: FAILED}
 PACKAGES = ("torch", "transformers")
