@@ -105,14 +105,19 @@ def test_a_search_tries_moments_that_the_trainer_takes(capsys, beta, moments):
     }
 
 
-def has_mesh(found):
-    return found["mesh"]["dp_shard"] < 64 or found["settings"]["strategy"] != "fsdp2"
+def is_untried(found):
+    settings = found["settings"]
+    return (
+        found["mesh"]["dp_shard"] < 64
+        or settings["strategy"] != "fsdp2"
+        or settings["activation_checkpointing"] != "full"
+    )
 
 
 def test_of_settings_as_fast_the_one_with_most_room_is_first(capsys):
     words = [*LARGE, "--ram", "2000GiB", "--search"]
     ranked = record(capsys, *words)["search"]
-    fits = [each for each in ranked if each["fits"] == "yes" and not has_mesh(each)]
+    fits = [each for each in ranked if each["fits"] == "yes" and not is_untried(each)]
     fastest = max(each["tokens_per_s"] for each in fits)
     near = [each for each in fits if each["tokens_per_s"] >= 0.967 * fastest]
     assert fits[: len(near)] == near
