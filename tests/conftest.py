@@ -91,7 +91,7 @@ def ssh_server(tmp_path, monkeypatch):
 def cli():
     """Run ``llama405b`` in a directory; returns the completed process."""
 
-    def run(cwd, *args, timeout=120, env=None, **more):
+    def run(cwd, *args, timeout=240, env=None, **more):
         command = [sys.executable, "-m", "llama405b_tools.cli", *map(str, args)]
         path = f"{ROOT}:{ROOT / 'tools'}"
         return subprocess.run(
@@ -113,7 +113,7 @@ def warm_cli():
     """``cli`` for verbs that need torch: it is imported already."""
     from ranks_rig import run_program
 
-    def run(cwd, *args, timeout=120, env=None):
+    def run(cwd, *args, timeout=240, env=None):
         return run_program("llama405b_tools.cli:main", *args, cwd=cwd, env=env, timeout_s=timeout)
 
     return run
@@ -160,7 +160,7 @@ def operator(hosts, tmp_path, cli):
     hosts.hosts_file(tmp_path / "hosts")
     names = []
 
-    def call(*args, env=None, timeout=120):
+    def call(*args, env=None, timeout=240):
         names.extend(str(args[i + 1]) for i, arg in enumerate(args) if arg == "--run")
         return cli(tmp_path, *args, env=hosts.env() | (env or {}), timeout=timeout)
 

@@ -244,7 +244,7 @@ def test_a_step_and_the_optimizer_are_measured_beside_their_baselines(tmp_path, 
 
 
 def test_what_saves_cost_is_measured_beside_training_and_in_turn(tmp_path):
-    done = benchmark(tmp_path, "checkpoint", "--gb", "0.02", "--saves", "1", "--dir", tmp_path, "--json", timeout=120)
+    done = benchmark(tmp_path, "checkpoint", "--gb", "0.02", "--saves", "1", "--dir", tmp_path, "--json", timeout=300)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
     assert [case["share"] for case in report["cases"]] == [0.5, 4.0]

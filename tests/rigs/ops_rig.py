@@ -95,7 +95,7 @@ class Terminal:
         (Path(os.environ.get("TMUX_TMPDIR") or "/tmp") / f"tmux-{os.getuid()}" / self.tmux[2]).unlink(missing_ok=True)
 
 
-def benchmark(cwd, *args, env=None, timeout=120):
+def benchmark(cwd, *args, env=None, timeout=300):
     """Run one of ``benchmarks/`` in a directory; returns the completed process."""
     return subprocess.run(
         [sys.executable, ROOT / "benchmarks/run.py", *map(str, args)],

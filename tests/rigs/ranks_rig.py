@@ -18,7 +18,7 @@ from pathlib import Path
 import torch.multiprocessing as mp
 
 
-def run_ranks(world, target, *args, timeout_s=150, may_fail=False):
+def run_ranks(world, target, *args, timeout_s=300, may_fail=False):
     """Return ``[target(me, *args) for each rank]``; raises the first rank's exception text."""
     port, context = free_port(), fork_server()
     with tempfile.TemporaryDirectory() as scratch:
@@ -52,7 +52,7 @@ def run_ranks(world, target, *args, timeout_s=150, may_fail=False):
         return [value for _, value in results]
 
 
-def run_program(program, *argv, cwd, env=None, world=1, timeout_s=150):
+def run_program(program, *argv, cwd, env=None, world=1, timeout_s=300):
     """Run ``module:function`` as a program on each rank, as torchrun would; returns the completed process.
 
     Its exit code is that of the first rank with one; its output is that of all.
