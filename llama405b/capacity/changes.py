@@ -26,14 +26,12 @@ def keeping_most(outlook: Outlook) -> Outlook:
     for whole in (Recompute("none"), Recompute("operators")):
         if (found := kept(whole)).gpu is Fit.YES:
             return found
-    best, spare = outlook, _beyond(outlook)
-    limit, layers = outlook.cluster.gpu.memory_bytes, max(outlook.load.stages, default=outlook.load.llama.layers)
+    spare, layers = _beyond(outlook), max(outlook.load.stages, default=outlook.load.llama.layers)
     while True:  # by what is allocated, as what is reserved beside it takes long to find
-        room = limit - spare
+        room = outlook.cluster.gpu.memory_bytes - spare
         fits = bisect.bisect_right(range(1, layers), room, key=lambda count: operators(count).needs.gpu_bytes)
-        if not fits:
-            return best
-        if (found := operators(fits)).gpu is Fit.YES:
+        found = operators(fits) if fits else outlook
+        if not fits or found.gpu is Fit.YES:
             return found
         spare, layers = max(spare, _beyond(found)), fits
 

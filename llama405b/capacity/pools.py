@@ -97,7 +97,7 @@ class _Steps:
             forwards.append(self._section(f"forward{kind}"))
             if (
                 kind == "_none" and len(forwards) > 1
-            ):  # its input goes; transformers keeps the embedding's output until the head
+            ):  # the first one's goes in the head, as transformers keeps it until then
                 self.computing.free(self.kept["input"].pop(-2))
         self._section("head")
         for kind, blocks in zip(reversed(kinds), reversed(forwards), strict=True):
@@ -126,7 +126,7 @@ class _Steps:
                 blocks.append(self.computing.allocate(value))
             elif verb == "free":
                 self.computing.free(blocks[value])
-            elif verb == "end":
+            elif verb == "free_of_forward":
                 self.computing.free(of_forward[value])
             elif verb == "keep":
                 self.kept[name].append(blocks[value])
@@ -252,8 +252,7 @@ def _sections(run: RunShape) -> dict[str, list[Op]]:
         found |= table["root"]
     words = {name: text.split() for name, text in found.items()}
     if run.recompute.of(run.llama.layers)[0] == "none":
-        at = words["head"].index("-input")
-        words["head"].insert(at, "-input")
+        words["head"].insert(words["head"].index("-input"), "-input")  # the first layer's, beside the last one's output
     if run.loss == "parts":
         words["head"] = _head_of_parts(words["head"], run.llama.vocab)
     return {name: [_op(word, run) for word in section] for name, section in words.items()}
@@ -298,7 +297,7 @@ def _op(word: str, run: RunShape) -> Op:
     if name:
         return Op(verb, name)
     if word.startswith("-f") and word[2:].isdecimal():
-        return Op("end", value=int(word[2:]) - 1)
+        return Op("free_of_forward", value=int(word[2:]) - 1)
     if word.startswith("-"):
         return Op("free", value=int(word[1:]) - 1) if word[1:].isdecimal() else Op("release", word[1:])
     return Op("allocate", value=_bytes(word, run))

@@ -14,7 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from llama405b.contract.recompute import FULL, Kind, Recompute
 
-PREFIX = "_checkpoint_wrapped_module."  # of parameter names
+PREFIXES = ("_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")  # of parameter names: this wrapper's, and FSDP1's
 PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 
 
@@ -43,8 +43,10 @@ def _contexts(n_products: int) -> Any:
 
 
 def unwrapped(name: str) -> str:
-    """Return a parameter's name without what this adds to it."""
-    return name.replace(PREFIX, "")
+    """Return a parameter's name without what wrappers add to it."""
+    for prefix in PREFIXES:
+        name = name.replace(prefix, "")
+    return name
 
 
 class _Keeps:

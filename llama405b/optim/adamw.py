@@ -20,28 +20,25 @@ from llama405b.optim.norm import local
 CHUNK = (
     1 << 20
 )  # elements of rounded moments that pass through FP32 at a time; a multiple of 16, or the last bits differ
+REST = Group("")  # what is in none that was written
 State = dict[str, Tensor]  # of one parameter: step, exp_avg, exp_avg_sq
 
 
 def build_optimizer(model: nn.Module, config: Optimizer) -> torch.optim.AdamW:
     """Build fused AdamW over the shards, on the CPU if they are offloaded. Matrices decay, vectors do not, unless a group says so."""
     apart = [Group.read(text) for text in config.groups]
-    matrices, vectors = Group("", weight_decay=config.weight_decay), Group("", weight_decay=0.0)
-    members: dict[tuple[Group, bool], list[nn.Parameter]] = {(matrices, False): [], (vectors, True): []}
+    members: dict[tuple[float, float, bool], list[nn.Parameter]] = {
+        (config.weight_decay, 1.0, False): [],
+        (0.0, 1.0, True): [],
+    }
     for name, parameter in model.named_parameters():
         is_vector = is_norm(name) or name.endswith(".bias")
-        found = group_of(apart, unwrapped(name).replace("_fsdp_wrapped_module.", "")) or (
-            vectors if is_vector else matrices
-        )
-        members.setdefault((found, is_vector), []).append(parameter)
+        group = group_of(apart, unwrapped(name)) or REST
+        decay = config.weight_decay * (not is_vector) if group.weight_decay is None else group.weight_decay
+        members.setdefault((decay, group.lr_factor, is_vector), []).append(parameter)
     groups = [
-        {
-            "params": parameters,
-            "weight_decay": config.weight_decay * (not is_vector) if of.weight_decay is None else of.weight_decay,
-            "lr": config.lr * of.lr_factor,
-            "lr_factor": of.lr_factor,
-        }
-        for (of, is_vector), parameters in members.items()
+        {"params": parameters, "weight_decay": decay, "lr": config.lr * factor, "lr_factor": factor}
+        for (decay, factor, _), parameters in members.items()
     ]
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
 

@@ -23,7 +23,7 @@ class UnitTracker:
         for name, module in model.named_modules():
             if not isinstance(module, FSDPModule | FullyShardedDataParallel):
                 continue
-            path = unwrapped(f"{name}.").replace("_fsdp_wrapped_module.", "").removeprefix("model.")
+            path = unwrapped(f"{name}.").removeprefix("model.")
             short = path.rstrip(".") or "the model"
             forward, backward = self.show(short, "forward"), self.show(short, "backward")
             module.register_forward_pre_hook(

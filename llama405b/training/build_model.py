@@ -41,6 +41,8 @@ def build_model(
         UserError: The configuration does not fit the model or the device.
     """
     hf_config = llama.read_hf_config(files, config.model.layers)
+    shape = weights.read_llama(files, config.model.layers)
+    check_groups(config.optimizer.groups, shape.tensors())
     attention = choose_attention(config, hf_config, context.me)
     began = time.monotonic()
     if config.parallel.by_fsdp1:
@@ -50,8 +52,6 @@ def build_model(
     if not from_checkpoint:
         load_weights.refuse_not_finite(built.master, Path(config.model.path))
     checkpoint_activations(built.module, Recompute.read(config.model.activation_checkpointing))
-    shape = weights.read_llama(files, config.model.layers)
-    check_groups(config.optimizer.groups, shape.tensors())
     took = f"{built.origin}, {time.monotonic() - began:.1f} s"
     for line in _described(config, attention, context, shape.parameters, took, trains=trains):
         context.log(line)

@@ -33,7 +33,7 @@ def _chosen(config: Config, preset: str, me: Rank, per_host: int) -> Config:
     if llama is None:
         raise UserError(
             f"{config.left_to_plan}: it needs the model's shape, and {config.model.path} has no config.json; download it first, add "
-            "--preset, or choose another"
+            "--preset, or write another value"
         )
     gpu = None
     if me.on_gpu:

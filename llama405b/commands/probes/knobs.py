@@ -1,7 +1,7 @@
 """The knobs that the recipe leaves to whoever runs it, each alone and all together: what a step takes, beside what the plan says.
 
-Of FSDP1: the embedding as a unit of its own, forward prefetch, all-gathers that are not limited, and offload. FSDP2 has no use for the
-second and third: it gathers ahead by itself, and its memory is not the caching allocator's to bound.
+Of FSDP1: the embedding as a unit of its own, forward prefetch, all-gathers that are not limited, and offload. FSDP2 has no
+second and third: it gathers the next unit by itself, and never more than that.
 """
 
 import dataclasses
@@ -24,9 +24,8 @@ from llama405b.contract.schema import Parallel
 from llama405b.contract.strategies import Name
 from llama405b.distributed.ranks import Rank
 
-MODEL = Workload(
-    "llama3.1-8b", layers=2, batch=2, seq_len=4096, attention="sdpa", vocab=128_256
-)  # an embedding of true size
+# With an embedding of true size.
+MODEL = Workload("llama3.1-8b", layers=2, batch=2, seq_len=4096, attention="sdpa", vocab=128_256)
 LAYERS_ALONE = WHOLE[:1]
 FSDP2: dict[str, dict[str, Any]] = {"embedding": {"wrap": WHOLE}, "offload": {"offload": "all"}}
 FSDP1 = FSDP2 | {

@@ -62,7 +62,7 @@ def with_split(
     if config is None or not config.left_to_plan:
         return request
     if llama is None:
-        raise UserError(f"{config.left_to_plan}: it needs the model's config.json on the hosts; choose another")
+        raise UserError(f"{config.left_to_plan}: it needs the model's config.json on the hosts; write another value")
     slots = [host.slots or max(1, answers[host.name].gpus) for host in hosts]
     gpu = None if request.on_cpu else _gpu_of(answers)
     cluster = (

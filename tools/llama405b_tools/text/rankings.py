@@ -10,7 +10,7 @@ from llama405b.capacity.search import NEAR, is_near, untried_of
 from llama405b.contract.phrases import given
 from llama405b_tools.text.predictions import FITS, UNMEASURED, ReportOptions, between, short_sizes, spread
 
-SHOWN = 8  # of a search
+SHOWN = 8  # of a search, and as many of what no GPU has run
 
 
 def ranking(found: Sequence[Outlook]) -> list[str]:
@@ -18,7 +18,7 @@ def ranking(found: Sequence[Outlook]) -> list[str]:
     lines = ["", "  offload    moments  units   micro-batch    GPU GiB  RAM GiB   step s  tokens/s"]
     without = [each for each in found if not untried_of(each.load)]
     untried = [each for each in found if untried_of(each.load)]
-    for each in [*without[:SHOWN], *untried]:
+    for each in [*without[:SHOWN], *untried[:SHOWN]]:
         units = "halves" if each.load.halves else "layers"
         time = f"{each.needs.step_s:8.1f} {each.tokens_per_s:9,.0f}" if each.needs.step_s else "        -         -"
         lines.append(

@@ -56,15 +56,8 @@ from llama405b_tools.verbs.plan_options import (
     said_of_machines,
 )
 
-SPLIT = (
-    "strategy",
-    "dp_replicate",
-    "tp",
-    "cp",
-    "pp",
-    "pp_schedule",
-    "loss",
-)  # written if they differ from the defaults
+# Written if they differ from the defaults.
+SPLIT = ("strategy", "dp_replicate", "tp", "cp", "pp", "pp_schedule", "loss")
 CHOSEN = ("parallel.offload", "parallel.wrap", "parallel.moments", "training.micro_batch_size")
 CODES = {Fit.NO: UNFIT, Fit.RETRIES: FAILED}
 PACKAGES = ("torch", "transformers")
@@ -251,8 +244,16 @@ def _calibrate(args: argparse.Namespace, settings: Sequence[str], plan: Outlook,
     """
     if plan.load.is_split:
         raise UserError("--calibrate: it measures runs without tp, cp and pp; leave them out")
+    if len(plan.load.recompute.counts((plan.load.llama.layers,))) > 1:
+        raise UserError(
+            "--calibrate: it measures layers that are alike; use --model.activation_checkpointing full, operators or none"
+        )
     words = [str(args.hosts), "--run", f"calibrate-{time.strftime('%Y%m%d-%H%M%S')}", *source_flags(args), *settings]
     request = asked_launch.parse_launch([*words, *no_data(args, settings)], time.time())
+    if left := request.settings.left_to_plan:
+        raise UserError(
+            f"--calibrate: its runs have few layers, for which {left} would choose something else; write what it stands for"
+        )
     if request.on_cpu and plan.load.offload != "none":
         raise UserError("--calibrate: on CPUs it measures --parallel.offload none alone; use that")
     with Fleet(hosts) as fleet:
