@@ -48,6 +48,9 @@ class Setting:
     micro_batches: int = 1
     loss: str = "logits"
     recompute: str = "full"
+    activations: str = "device"
+    prefetch: int = 0
+    reshard_after_forward: int = 0
 
     @property
     def run(self):
@@ -56,7 +59,13 @@ class Setting:
         batch = self.micro_batches * self.micro_batch * self.world
         shape = RunShape(llama, self.numerics, self.offload, self.world, self.seq_len, self.micro_batch, batch)
         return dataclasses.replace(
-            shape, wrap=tuple(self.wrap.split(",")), loss=self.loss, recompute=Recompute.read(self.recompute)
+            shape,
+            wrap=tuple(self.wrap.split(",")),
+            loss=self.loss,
+            recompute=Recompute.read(self.recompute),
+            activations=self.activations,
+            prefetch=self.prefetch,
+            kept_by=self.reshard_after_forward,
         )
 
 
@@ -105,6 +114,16 @@ SETTINGS = [
     Setting(L8, 8, "none", "pure-bf16", micro_batch=2, micro_batches=2, recompute="operators"),
     Setting(L8, 8, "all", seq_len=8192, wrap=f"{HALVES},Embedding", recompute="none"),
     Setting(L1, 1, "none", recompute="every:2"),
+    Setting(L405, 64, "optimizer", activations="host"),
+    Setting(L405, 16, "all", wrap=f"{HALVES},Embedding", activations="host"),
+    Setting(L8, 8, "none", micro_batch=4, recompute="operators", activations="host"),
+    Setting(L1, 4, "none", micro_batch=4, micro_batches=2, recompute="every:2", activations="host"),
+    Setting(L405, 64, "optimizer", prefetch=2),
+    Setting(L70, 16, "all", micro_batches=2, prefetch=3),
+    Setting(L1, 4, "none", micro_batches=2, prefetch=1),
+    Setting(L70, 64, "none", reshard_after_forward=8),
+    Setting(L8, 8, "all", micro_batches=2, prefetch=2, reshard_after_forward=4),
+    Setting(L8, 8, "none", wrap=f"{HALVES},Embedding", reshard_after_forward=2),
 ]
 
 
@@ -180,6 +199,9 @@ def join_alone():
     join = dist.init_process_group
 
     def joined(backend, **more):
+        more = {
+            name: value for name, value in more.items() if name != "device_id"
+        }  # whose groups are split, as no fake can be
         join(backend.replace("gloo", "fake"), **(more | {"store": dist.HashStore()}))
 
     dist.init_process_group = joined
@@ -188,17 +210,26 @@ def join_alone():
 
 def build(setting, config, me):
     """Build the sharded model and what updates it, as the trainer does; what is in CPU memory is not touched: there is not so much."""
+    import torch
     from transformers import LlamaConfig
 
     from llama405b.contract.schema import Optimizer, Parallel
     from llama405b.model import llama
     from llama405b.model.checkpointing import checkpoint_activations
+    from llama405b.model.host_inputs import keep_on_host
     from llama405b.optim import build_updater, fp32_masters
     from llama405b.parallel import fsdp2, load_weights
 
     leave_out(on_host=setting.offload != "none")
     wrap = tuple(setting.wrap.split(","))
-    parallel = Parallel(offload=setting.offload, numerics=setting.numerics, wrap=wrap, loss=setting.loss)
+    parallel = Parallel(
+        offload=setting.offload,
+        numerics=setting.numerics,
+        wrap=wrap,
+        loss=setting.loss,
+        prefetch=setting.prefetch,
+        reshard_after_forward=setting.reshard_after_forward,
+    )
     module = llama.build_on_meta(LlamaConfig(**config), "sdpa", fsdp2.shard_dtype(parallel))
     fsdp2.shard(module, parallel, me.device)
     if setting.run.lends_gradients:
@@ -213,6 +244,8 @@ def build(setting, config, me):
     update = build_updater.build_updater(module, Optimizer(), parallel, me.device, master=master)
     for landing in getattr(update, "landings", {}).values():
         landing.unchecked = 0  # there is no gradient to compare
+    if setting.activations == "host":
+        keep_on_host(module, setting.run, 0, torch.bfloat16, me.device, nothing)
     return module, update
 
 
@@ -220,6 +253,7 @@ def leave_out(*, on_host):
     """Leave out what needs values, and with states in CPU memory all work on them."""
     import torch
 
+    from llama405b.model import host_inputs
     from llama405b.optim import offload_all, offload_optimizer, sequential, step
     from llama405b.parallel import load_weights
 
@@ -236,6 +270,7 @@ def leave_out(*, on_host):
             norm_over_ranks(squares, device)
         return 1.0
 
+    host_inputs.allocate = untouched
     step.all_reduce_sum = lambda _: torch.ones(())
     sequential.norm_over_ranks = any_norm
     if not on_host:

@@ -85,6 +85,8 @@ def _changes(load: RunShape) -> list[tuple[str, RunShape]]:
         ("--parallel.offload optimizer", change(offload="optimizer")),
         ("--parallel.offload all", change(offload="all")),
         ("--parallel.loss parts", change(loss="parts")),
+        ("--model.activations host", change(activations="host")),
+        (f"--parallel.reshard_after_forward {load.ranks_per_host}", change(kept_by=load.ranks_per_host)),
         ("--parallel.moments bf16 (with optimizer.betas of at most 0.99)", change(moments="bf16")),
         ("--parallel.numerics pure-bf16 (loses small updates)", change(numerics="pure-bf16", moments="fp32")),
         (f"--training.micro_batch_size {2 * load.micro_batch}", change(micro_batch=2 * load.micro_batch)),
@@ -107,6 +109,12 @@ def can_run(load: RunShape, cluster: Cluster) -> bool:
     if cluster.gpu.is_cpu and load.offload != "none":
         return False
     if load.offload != "none" and load.axes.dp_replicate > 1:
+        return False
+    if load.kept_by and (
+        load.keeps_weights or load.tp * load.pp > 1 or load.kept_by >= load.shards or load.shards % load.kept_by
+    ):
+        return False
+    if load.activations == "host" and (cluster.gpu.is_cpu or load.recompute == Recompute("none")):
         return False
     if load.offload == "optimizer" and load.numerics != "fp32-master":
         return False

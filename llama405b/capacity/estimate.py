@@ -12,7 +12,7 @@ from llama405b.capacity.disk import BYTES, LoadingCost, SavingCost, loading, sav
 from llama405b.capacity.hardware import GIB, USUAL, Gpu, read_gpus
 from llama405b.capacity.memory import Peak, peak
 from llama405b.capacity.pools import reserved
-from llama405b.capacity.run_shape import PINNED_KINDS, RunShape
+from llama405b.capacity.run_shape import INPUTS, PINNED_KINDS, RunShape
 from llama405b.capacity.setting import Setting, Shape
 from llama405b.capacity.step_time import StepTime, step_time
 from llama405b.contract.cadence import Cadence
@@ -72,12 +72,13 @@ class Estimate:
 
     @property
     def pinned_bytes(self) -> float:
-        """Of a host's memory, what is pinned before the first step: what crosses to GPUs, or copies of what is saved."""
+        """Of a host's memory, what is pinned before the first step: what crosses to GPUs, and copies of what is saved."""
         if self.on_cpu:
             return 0.0
+        inputs = self.held_by_host.get(INPUTS, 0.0)
         if self.run.offload == "none":
-            return self.saving.staged_bytes * Cadence.read(self.run.every).saves
-        return sum(self.held_by_host.get(name, 0.0) for name in PINNED_KINDS[self.run.offload])
+            return inputs + self.saving.staged_bytes * Cadence.read(self.run.every).saves
+        return inputs + sum(self.held_by_host.get(name, 0.0) for name in PINNED_KINDS[self.run.offload])
 
     @property
     def pinning_s(self) -> float:
@@ -151,6 +152,8 @@ def setting_of(run: RunShape, cluster: Cluster) -> Setting:
         reshard=not run.keeps_weights,
         gathers_once=run.keeps_weights,
         loss_of_parts=run.loss == "parts",
+        kept_by=run.kept_by,
+        inputs_copied=run.activations == "host",
         recompute=run.recompute,
         reduces_once=not run.reduces_each,
     )  # fmt: skip

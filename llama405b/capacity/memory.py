@@ -22,6 +22,7 @@ from llama405b.contract.recompute import Kind
 from llama405b.contract.schedule import InFlight
 from llama405b.contract.schema import LOSS_PART
 
+BUFFERS = 2  # on the device, for layers' inputs that come back from CPU memory (model.host_inputs)
 LOSS_BYTES = 4  # of a logit in FP32: its copy, its log-softmax and each of two gradients
 
 
@@ -64,7 +65,7 @@ class _Step:
         self.held: dict[str, float] = collections.defaultdict(float)
         self.held |= {name: shards * size for name, size in run.shard_bytes.items() if name != "gradients"}
         self.held[NORMS] = run.norm_bytes * sum(norm_elements(each, run.shards) for each in kept)
-        self.flow = run.compute_bytes * run.tokens // run.tp * part.llama.hidden  # hidden states between matrices
+        self.flow = run.flow_bytes
         waiting = zip(in_flight.others, kept, strict=True)
         self.held["micro-batches in flight"] = sum(count * _waiting(run, each) for count, each in waiting)
         self.gradient_bytes = run.shard_bytes["gradients"]
@@ -83,6 +84,11 @@ class _Step:
         of_kind = {kind: _kept(run, part, kind) for kind in {*self.kinds}}
         self.kept = [0.0, *itertools.accumulate(map(of_kind.__getitem__, self.kinds))]  # by so many layers
         self.several = run.shards > 1  # one rank gathers nothing
+        self.units = (self.sizes.attention, self.sizes.mlp) if run.halves else (self.sizes.layer,)
+        self.order = [
+            *self.units * part.llama.layers,
+            self.sizes.head,
+        ]  # in which a forward gathers them, after the embedding
         if run.pp > 1 and any(in_flight.done):  # only after a step's last backward does FSDP free the last buffer
             last = self.sizes.embedding or (self.sizes.attention if run.halves else self.sizes.layer)
             self.held["reduce-scatter buffers"] = run.gradient_bytes * last
@@ -95,20 +101,22 @@ class _Step:
         layers, telling = self.llama.layers, _telling(self.kinds)
         root = sizes.embedding if part.llama.tied or not run.embedding_apart else 0
         if root:
-            self._gather("the embedding's forward", root)
+            self._gather("the embedding's forward", root, 0)
         elif part.embedding:
-            self._gather("the embedding's forward", sizes.embedding)
+            self._gather("the embedding's forward", sizes.embedding, 0)
             self.held["gathered units"] *= self.keeps
         before = self.held["gathered units"]
         for layer in telling:
             self._keep(layer, 1)
+            self._keep_gathered(layer)
             self.held["gathered units"] = before + self.keeps * run.compute_bytes * layer * sizes.layer
-            for unit in (sizes.attention, sizes.mlp) if run.halves else (sizes.layer,):
-                self._gather("a layer's forward", unit)
+            for place, unit in enumerate(self.units, 1 + layer * len(self.units)):
+                self._gather("a layer's forward", unit, place)
                 self.held["gathered units"] -= run.compute_bytes * unit * (not self.keeps)
         if not self.in_flight.forward:
             self.worst = Peak("", {})
-        self._keep(layers)
+        self._keep_gathered(layers)
+        self._keep(layers, more=run.activations == "host")  # the last one's, until a layer's backward begins
         last = sizes.mlp if run.halves else sizes.layer
         if part.head:
             self._head(hidden, last)
@@ -147,7 +155,7 @@ class _Step:
         logits, loss = (size * run.tokens * self.llama.vocab for size in (run.compute_bytes, LOSS_BYTES))
         weight = run.compute_bytes * (sizes.head or sizes.embedding)
         if sizes.head:
-            self._gather("the head's forward", sizes.head)
+            self._gather("the head's forward", sizes.head, len(self.order))
         self.held["activations"] = hidden * (4 if run.compute_bytes == 2 else 3)
         if run.loss == "parts":
             logits = _logits_of_a_part(run, self.llama.vocab)
@@ -157,13 +165,13 @@ class _Step:
             whole = run.compute_bytes * run.tokens * self.llama.hidden * (run.tp > 1)
             self._see("the head's forward", logits=logits, activations=whole)
             self.waiting = 0
-            self.held["all-gather buffers"] = run.compute_bytes * last * self.several * (not self.keeps)
+            self.held["all-gather buffers"] = self._coming(len(self.order), last)
             self._see("the head's backward", logits=logits, activations=whole + of_hidden, weight_gradients=weight)
         else:
             self._see("the head's forward", logits=logits)
             self.held["all-gather buffers"] = self.waiting = 0
             self._see("the loss", logits=(3 if run.tp == 1 else 4) * loss)  # torch's loss_parallel makes one more
-            self.held["all-gather buffers"] = run.compute_bytes * last * self.several * (not self.keeps)
+            self.held["all-gather buffers"] = self._coming(len(self.order), last)
             self._see("the head's backward", logits=logits, activations=hidden, weight_gradients=weight)
         self.held["activations"] = hidden  # the gradient that flows
         if sizes.head:
@@ -175,16 +183,18 @@ class _Step:
         """A layer's backward. With halves, attention is gathered during the MLP's, whose unit is reduced before attention's."""
         run = self.run
         sizes = self.sizes
-        following = self.run.compute_bytes * bool(layer)
+        self._keep_gathered(layer + 1)
         if not run.halves:
-            self._regather(sizes.layer, following * sizes.layer)
+            self._regather(sizes.layer, self._coming(1 + layer, bool(layer) * sizes.layer))
+            self._keep_gathered(layer)
             self.held["kept activations"] = self.kept[layer]
             for part, weights, more in self.moments:
                 self._see(f"the backward of a layer's {part}", weight_gradients=weights, activations=more)
             self._reduce("a layer's gradient", sizes.layer, 0)
             return
-        self._regather(sizes.mlp, run.compute_bytes * sizes.attention)
+        self._regather(sizes.mlp, self.run.compute_bytes * sizes.attention * self.several)
         self._regather(sizes.attention, 0)
+        self._keep_gathered(layer)
         self.held["kept activations"] = self.kept[layer]
         for part, weights, more in self.moments:
             if part == "norm":
@@ -192,7 +202,7 @@ class _Step:
                 self._reduce("an MLP's gradient", sizes.mlp, self.llama.hidden * self.llama.intermediate)
                 self.held["activations"] = hidden
             elif part == "attention":
-                self.held["all-gather buffers"] = following * sizes.mlp * self.several * (not self.keeps)
+                self.held["all-gather buffers"] = self._coming(2 * layer, bool(layer) * sizes.mlp)
             there = 0 if part == "MLP" else run.compute_bytes * 3 * self.llama.hidden * self.llama.intermediate
             self._see(f"the backward of a layer's {part}", weight_gradients=weights - there, activations=more)
         self._reduce(
@@ -201,23 +211,40 @@ class _Step:
 
     def _keep(self, layers: int, more: int = 0) -> None:
         """Set what so many layers keep; ``more``: hidden states on their way."""
-        self.held |= {"layer inputs": (self.inputs[layers] + more) * self.flow, "kept activations": self.kept[layers]}
+        n_inputs = self.inputs[layers] + more + BUFFERS * (self.run.activations == "host")
+        self.held |= {"layer inputs": n_inputs * self.flow, "kept activations": self.kept[layers]}
 
-    def _gather(self, moment: str, unit: int) -> None:
-        """A unit's all-gather in the forward: the buffer of the one before goes when this one was copied out."""
+    def _keep_gathered(self, layers: int) -> None:
+        """Set what some ranks keep gathered of so many layers, each a part."""
+        if self.run.kept_by:
+            self.held["weights kept gathered"] = self.run.compute_bytes * layers * self.sizes.layer / self.run.kept_by
+
+    def _gather(self, moment: str, unit: int, place: int) -> None:
+        """A unit's all-gather in the forward: the buffer of the one before goes when this one was copied out.
+
+        ``place``: of the unit in the forward, after the embedding's.
+        """
         size = self.run.compute_bytes * unit
         self.held["gathered units"] += size
-        self.held["all-gather buffers"] = self.waiting + size * self.several
+        ahead = self.run.compute_bytes * sum(self.order[place : place + self.run.prefetch])
+        self.held["all-gather buffers"] = (size + (ahead if self.run.prefetch else self.waiting)) * self.several
         self._see(moment)
-        self.held["all-gather buffers"] = self.waiting = size * self.several
+        self.waiting = size * self.several
+        self.held["all-gather buffers"] = self.waiting + ahead * self.several
 
-    def _regather(self, unit: int, following: float) -> None:
-        """The same in the backward, where it was prefetched; then the following unit's begins, of so many bytes."""
+    def _coming(self, place: int, usual: int) -> float:
+        """Bytes of the buffers of units that are gathered while the one of a place goes backward; ``usual``: elements without prefetch."""
+        ahead = sum(self.order[max(0, place - 1 - self.run.prefetch) : place - 1])
+        elements = ahead if self.run.prefetch else usual
+        return self.run.compute_bytes * elements * self.several * (not self.keeps)
+
+    def _regather(self, unit: int, coming: float) -> None:
+        """The same in the backward, where it was prefetched; then the buffers of those that come take so many bytes."""
         if self.keeps:
             return
         self.held["gathered units"] += self.run.compute_bytes * unit
         self._see("an all-gather of the backward")
-        self.held["all-gather buffers"] = following * self.several
+        self.held["all-gather buffers"] = coming
 
     def _reduce(self, moment: str, unit: int, last: int) -> None:
         """A unit's reduce-scatter, after its weights were freed; only the gradient of ``last`` elements outlives the copy.
@@ -257,7 +284,7 @@ class _Step:
 
 def _waiting(run: RunShape, part: Part) -> float:
     """Bytes of a micro-batch between its forward and its backward: inputs of the layers, and the output, or what the loss keeps."""
-    flow = run.compute_bytes * run.tokens // run.tp * part.llama.hidden
+    flow = run.flow_bytes
     kinds = run.recompute.counts((part.llama.layers,))
     inputs = flow + sum(
         count * (_kept(run, part, kind) + flow * _keeps_input(run, kind)) for kind, count in kinds.items()
@@ -267,8 +294,10 @@ def _waiting(run: RunShape, part: Part) -> float:
 
 
 def _keeps_input(run: RunShape, kind: Kind) -> bool:
-    """Whether a layer keeps its input: without checkpointing a norm has it in FP32, and in FP32 that is no copy."""
-    return kind != "none" or run.compute_bytes == LOSS_BYTES
+    """Whether a layer keeps its input on the device: without checkpointing a norm has it in FP32, and in FP32 that is no copy."""
+    if kind == "none":
+        return run.compute_bytes == LOSS_BYTES
+    return run.activations == "device"
 
 
 def _kept(run: RunShape, part: Part, kind: Kind) -> float:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from llama405b.capacity.allocator import Block, Pool
+from llama405b.capacity.memory import BUFFERS
 from llama405b.capacity.run_shape import RunShape
 from llama405b.contract.mesh import Axes
 from llama405b.contract.schema import LOSS_PART
@@ -47,6 +48,9 @@ def reserved(run: RunShape) -> Mapping[str, int]:
             wrap=run.wrap,
             loss=run.loss,
             recompute=run.recompute,
+            activations=run.activations,
+            prefetch=run.prefetch,
+            kept_by=run.kept_by,
         )
     )
 
@@ -82,29 +86,54 @@ class _Steps:
         self.weights: dict[str, list[list[Block]]] = {name: [] for name in self.units}  # of gathered units
         self.kept: dict[str, list[Block]] = {"input": [], "flow": [], "shared": [], "rotary": []}
         self.gathered: list[Block] = []  # what the forward's last unit was gathered into
+        self.ahead: list[list[Block]] = []  # what units that come next were gathered into
+        self.parts: dict[str, list[list[Block]]] = {
+            name: [] for name in self.units
+        }  # that this rank keeps of units, of each forward
+        layer = ["attention", "mlp"] if run.halves else ["layer"]
+        self.order = ["table", *layer * run.llama.layers, *["head"] * (not run.llama.tied)]
+        self.place = 0  # in that order, of the unit that comes next; in the backward, of the one that came last
+        self.forward = True
         self.reduced: list[Block] = []  # what the last unit was reduced from
         self.gradients: list[Block] = []
         self.adds = self.has_workspace = False
         self._make("parameters", 1)
         self._make("moments", 2)
+        self.on_host = run.activations == "host"
+        self.leaving: Block | None = None  # the input that is copied to CPU memory
+        for _ in range(BUFFERS * self.on_host):
+            self.computing.allocate(run.flow_bytes)
 
     def micro_batch(self) -> None:
         """Walk through a forward and a backward."""
         kinds = ["" if kind == "full" else f"_{kind}" for kind in self.run.recompute.of(self.run.llama.layers)]
+        self.place, self.forward = 0, True
         self._section("embedding")
         forwards = list[list[Block]]()
         for kind in kinds:
+            if self.on_host and kind != "_none":
+                self._let_go()
+                self.leaving = self.kept["input"].pop() if forwards else None  # the first one's: see below
             forwards.append(self._section(f"forward{kind}"))
             if (
                 kind == "_none" and len(forwards) > 1
             ):  # the first one's goes in the head, as transformers keeps it until then
                 self.computing.free(self.kept["input"].pop(-2))
         self._section("head")
+        self._turn()
         for kind, blocks in zip(reversed(kinds), reversed(forwards), strict=True):
+            if kind != "_none":
+                self._let_go()
             self._section(f"backward{kind}", blocks)
         self._section("end")
         _free(self.computing, self.reduced)
         self.adds = True
+
+    def _let_go(self) -> None:
+        """Free the input that went to CPU memory last."""
+        if self.leaving:
+            self.computing.free(self.leaving)
+        self.leaving = None
 
     def update(self) -> None:
         """Walk through AdamW, after which the gradients are gone."""
@@ -146,23 +175,45 @@ class _Steps:
 
     def _gather(self, unit: str) -> None:
         """Gather a unit in the forward: what the one before was gathered into is freed once this one's weights were copied out."""
-        waiting, self.gathered = self.gathered, self._all_gather(unit)
+        waiting, self.gathered = self.gathered, self.ahead.pop(0) if self.ahead else self._all_gather(unit)
         self._copy_out(unit)
         _free(self.gathering, waiting)
+        self.place += 1
+        last = self.place + self.run.prefetch
+        self.ahead += [self._all_gather(each) for each in self.order[self.place + len(self.ahead) : last]]
 
     def _regather(self, unit: str) -> None:
         """Gather it in the backward, where nothing waits."""
-        _free(self.gathering, self.gathered)
-        gathered = self._all_gather(unit)
+        self.place -= 1
+        gathered = self.ahead.pop(0) if self.ahead else self._all_gather(unit)
         self._copy_out(unit)
         _free(self.gathering, gathered)
+        if self.run.kept_by:
+            _free(self.computing, self.parts[unit].pop())
+        self._gather_before()
+
+    def _turn(self) -> None:
+        """Go from the forward to the backward, in which the head's unit, which stays gathered, has others gathered ahead."""
+        _free(self.gathering, self.gathered)
+        self.forward = False
+        self.place = len(self.order) - (not self.run.llama.tied)
+        if not self.run.llama.tied:
+            self._gather_before()
+
+    def _gather_before(self) -> None:
+        """Gather ahead in the backward; the embedding's weight is not needed there."""
+        last = max(1, self.place - self.run.prefetch)
+        self.ahead += [
+            self._all_gather(self.order[each]) for each in range(self.place - len(self.ahead) - 1, last - 1, -1)
+        ]
 
     def _all_gather(self, unit: str) -> list[Block]:
         """Return what a unit is gathered into; shards that are elsewhere, or of another dtype, are copied before."""
         run, shards = self.run, self.units[unit]
         if run.world == 1:
             return []
-        copies = [block for elements in shards for block in self._copies(elements, self.gathering)]
+        is_kept = run.kept_by and not self.forward
+        copies = [] if is_kept else [block for elements in shards for block in self._copies(elements, self.gathering)]
         gathered = [self.gathering.allocate(run.compute_bytes * run.world * sum(shards))]
         _free(self.gathering, copies)
         return gathered
@@ -191,7 +242,16 @@ class _Steps:
         self.weights[unit].append(weights)
 
     def _drop(self, unit: str) -> None:
-        _free(self.computing, self.weights[unit].pop())
+        """Free a unit's weights; after a forward this rank may keep a part of each."""
+        weights, run = self.weights[unit].pop(), self.run
+        if not (run.kept_by and self.forward) or unit in ("table", "head"):
+            _free(self.computing, weights)
+            return
+        parts = list[Block]()
+        for elements, block in zip(self.units[unit], weights, strict=True):
+            parts.append(self.computing.allocate(run.compute_bytes * run.world * elements // run.kept_by))
+            self.computing.free(block)
+        self.parts[unit].append(parts)
 
     def _reduce(self, unit: str) -> None:
         """Gather a unit's gradients in a buffer, which lives until the next one's."""
@@ -251,7 +311,10 @@ def _sections(run: RunShape) -> dict[str, list[Op]]:
     elif not run.embedding_apart:
         found |= table["root"]
     words = {name: text.split() for name, text in found.items()}
-    if run.recompute.of(run.llama.layers)[0] == "none":
+    on_host = run.activations == "host"
+    for name in [each for each in words if on_host and each.startswith("backward")]:
+        words[name] = [word for word in words[name] if word != "-input"]
+    if on_host or run.recompute.of(run.llama.layers)[0] == "none":
         words["head"].insert(words["head"].index("-input"), "-input")  # the first layer's, beside the last one's output
     if run.loss == "parts":
         words["head"] = _head_of_parts(words["head"], run.llama.vocab)

@@ -12,6 +12,7 @@ from llama405b.contract.recompute import FULL, Recompute
 from llama405b.contract.schedule import InFlight, in_flight
 from llama405b.contract.schema import (
     COMPUTE_BYTES,
+    Activations,
     Checkpoint,
     Config,
     Data,
@@ -32,6 +33,7 @@ GRADIENT = {"fp32-master": 4, "pure-bf16": 2, "fp32": 4}  # bytes per parameter,
 NORM = {"pure-bf16": 4 + 4, "fp32-master": 0, "fp32": 0}  # more bytes per parameter of a norm: its master, and moments
 NORM_SAVED = {"pure-bf16": 2 + 4, "fp32-master": 0, "fp32": 0}  # of those in a checkpoint: it has the master alone
 PASSING = "on their way"  # of a unit at a time, gradients and weights
+INPUTS = "layer inputs"
 PINNED_KINDS = {"optimizer": ("gradients", PASSING), "all": ("parameters", "gradients")}  # what crosses to GPUs
 NORMS = "norms in FP32"  # their masters, and what their moments take more
 
@@ -72,6 +74,9 @@ class RunShape:
     reduces_each: bool = True
     loss: LossOf = "logits"
     recompute: Recompute = FULL
+    activations: Activations = "device"
+    prefetch: int = 0  # FSDP units that are gathered ahead; 0: one, in the backward
+    kept_by: int = 0  # ranks that keep a unit gathered between forward and backward; 0: none do
 
     @classmethod
     def of(cls, llama: Llama, config: Config, world: int, axes: Axes | None = None) -> "RunShape":
@@ -102,6 +107,9 @@ class RunShape:
             reduces_each=config.parallel.of_strategy.reduces_each,
             loss=config.parallel.loss,
             recompute=Recompute.read(config.model.activation_checkpointing),
+            activations=config.model.activations,
+            prefetch=config.parallel.prefetch,
+            kept_by=config.parallel.reshard_after_forward,
         )
 
     @property
@@ -131,6 +139,8 @@ class RunShape:
             wrap=self.wrap,
             moments=self.moments,
             loss=self.loss,
+            prefetch=self.prefetch,
+            reshard_after_forward=self.kept_by,
         )
 
     @property
@@ -157,6 +167,22 @@ class RunShape:
     def tokens(self) -> int:
         """Of a micro-batch, that a rank's matrices see: with ``cp`` its part of the sequences."""
         return self.micro_batch * self.seq_len // self.cp
+
+    @property
+    def flow_bytes(self) -> int:
+        """Bytes of a micro-batch's hidden states between layers, as a rank has them."""
+        return self.compute_bytes * self.tokens // self.tp * self.llama.hidden
+
+    def inputs_on_host(self, stage: int) -> int:
+        """Return how many inputs of layers wait in CPU memory at most, of a rank of this place along ``pp``."""
+        if self.activations == "device":
+            return 0
+        kinds = [self.recompute.of(part.llama.layers) for part in self.parts(stage)]
+        kept = [sum(kind != "none" for kind in of_part) for of_part in kinds]
+        return max(
+            sum(count * n for count, n in zip(each.others, kept, strict=True)) + kept[each.chunk]
+            for each in self.in_flight(stage)
+        )
 
     def parts(self, stage: int) -> tuple[Part, ...]:
         """Return what a rank of this place along ``pp`` computes."""
@@ -265,7 +291,9 @@ class RunShape:
         }[self.offload]
         found = {name: size * self.host_elements for name, size in zip(KINDS, parts, strict=True) if size}
         norms = NORM[self.numerics] * norm_elements(Part(self.llama), 1) / self.hosts
-        more = {NORMS: norms * bool(found), PASSING: self.passing_bytes}
+        inputs = self.flow_bytes * max(self.inputs_on_host(stage) for stage in range(self.pp))
+        ranks = min(self.world, self.ranks_per_host)
+        more = {NORMS: norms * bool(found), PASSING: self.passing_bytes, INPUTS: inputs * ranks}
         return found | {name: size for name, size in more.items() if size}
 
     @property

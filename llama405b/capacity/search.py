@@ -41,9 +41,10 @@ def best(outlook: Outlook, moments: Sequence[Moments] = ("fp32",)) -> list[Outlo
         return (-each.fit, untried, 0, rounds, unseen, -each.room)
 
     found = list(variants(outlook, moments))
-    if not any(each.fit is Fit.YES for each in found):
-        of_parts = outlook.of_load(dataclasses.replace(outlook.load, loss="parts"))
-        found += [each for each in variants(of_parts, moments) if each.fit is Fit.YES]
+    of_parts = dataclasses.replace(outlook.load, loss="parts")
+    for load in (of_parts, dataclasses.replace(of_parts, activations="host")):
+        if not any(each.fit is Fit.YES for each in found):
+            found += [each for each in variants(outlook.of_load(load), moments) if each.fit is Fit.YES]
     fastest = {fit: max((each.tokens_per_s or 0.0 for each in found if each.fit is fit), default=0.0) for fit in Fit}
     ranked = sorted(found, key=order)
     more = [keeping_most(each) for each in ranked[:1] if each.fit is Fit.YES and not untried_of(each.load)]
@@ -92,10 +93,16 @@ def split_of(load: RunShape) -> str:
 
 
 def untried_of(load: RunShape) -> str:
-    """Say what a run needs that no GPU has run: more than FSDP over all ranks, a loss of parts, other recomputation; '': nothing."""
+    """Say what a run needs that no GPU has run, in the words of settings; '': nothing."""
     words = [split_of(load)] if load.axes.told or load.keeps_weights else []
     if load.loss == "parts":
         words.append("--parallel.loss parts")
+    if load.activations == "host":
+        words.append("--model.activations host")
+    if load.prefetch:
+        words.append(f"--parallel.prefetch {load.prefetch}")
+    if load.kept_by:
+        words.append(f"--parallel.reshard_after_forward {load.kept_by}")
     if load.recompute != FULL:
         words.append(f"--model.activation_checkpointing {load.recompute}")
     return ", ".join(words)
@@ -150,6 +157,8 @@ def _loads(outlook: Outlook, offloads: Sequence[Offload]) -> Iterator[RunShape]:
             keeps_weights=parallel.of_strategy.keeps_weights,
             reduces_each=parallel.of_strategy.reduces_each,
             wrap=WHOLE,
+            prefetch=0,
+            kept_by=0,
         )
         if split.dp > load.global_batch:
             continue

@@ -84,6 +84,7 @@ class Setting:
     )
     copied_up: float = 0.0  # bytes per parameter from host memory, in each forward and backward
     copied_down: float = 0.0  # the same, to host memory, in each backward
+    inputs_copied: bool = False  # each layer's input goes to host memory in the forward, and comes back in the backward
     units: int = 1  # of FSDP in a layer
     sharded_over: int = (
         0  # GPUs among which FSDP shards what they all compute; 0: all that the axes leave; fewer: HSDP; 1: DDP
@@ -96,6 +97,7 @@ class Setting:
     compute_bytes: int = 2  # of a gathered weight: BF16
     gathers_once: bool = False  # in a step, not in each of its micro-batches
     reduces_once: bool = False
+    kept_by: int = 0  # GPUs that keep a unit gathered between forward and backward; 0: all gather it again
     loss_of_parts: bool = False  # of some words' logits at a time, which the backward computes again
 
     @property

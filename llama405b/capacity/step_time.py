@@ -56,12 +56,14 @@ def _of_gpu(setting: Setting, rates: Rates, place: int) -> StepTime:
     layers = sum(kinds.values())
     head_forward, head_backward = (each.total_s * has_head for each in head_s(setting, rates))
     unit = unit_parameters(setting)
-    gather = setting.units * gather_s(setting, rates, setting.compute_bytes * unit / setting.units)
+    of_unit = setting.compute_bytes * unit / setting.units
+    gather = setting.units * gather_s(setting, rates, of_unit)
+    again = setting.units * ring_s(setting, rates, of_unit, setting.kept_by) if setting.kept_by else gather
     scatter = setting.units * reduce_s(setting, rates, setting.reduce_bytes * unit / setting.units)
     gather /= setting.accumulate if setting.gathers_once else 1
     scatter /= setting.accumulate if setting.reduces_once else 1
-    reduce = scatter + gather * setting.reshard
-    up, both = host_copies_s(setting, rates, 0.0), host_copies_s(setting, rates, setting.copied_down)
+    reduce = scatter + again * setting.reshard
+    up, both = (host_copies_s(setting, rates, backward=each) for each in (False, True))
     beside = hidden_s if setting.prefetches else in_turn_s
     forward = within_layer_s(setting, rates, FORWARD)
     within = {kind: within_layer_s(setting, rates, times) for kind, times in BACKWARD.items()}
@@ -124,15 +126,17 @@ def between_stages_s(setting: Setting, rates: Rates) -> float:
     return setting.chunks * setting.compute_bytes * setting.tokens * setting.shape.hidden / link
 
 
-def host_copies_s(setting: Setting, rates: Rates, down: float) -> float:
-    """Return how long the copies of a layer take beside each other: weights up, and ``down`` bytes per parameter of gradients.
+def host_copies_s(setting: Setting, rates: Rates, *, backward: bool) -> float:
+    """Return how long the copies of a layer take beside each other: weights up, in the backward gradients down, and its input.
 
     Both ways at once are slower than each alone, and all GPUs of a host share its memory.
     """
     share = unit_parameters(setting) / setting.shards
+    entry = setting.inputs_copied * setting.compute_bytes * setting.tokens * setting.shape.hidden
     link, ram = setting.gpu.host_bytes_per_s, setting.gpu.ram_bytes_per_s * rates.ram / setting.gpus_on_host
-    up, both = setting.copied_up, setting.copied_up + down
-    return share * max(up / link, down / link, both / (rates.both_ways * link), both / ram)
+    up = share * setting.copied_up + entry * backward
+    down = share * setting.copied_down if backward else entry
+    return max(up / link, down / link, (up + down) / (rates.both_ways * link), (up + down) / ram)
 
 
 def hidden_s(compute: float, communication: float, rates: Rates) -> float:

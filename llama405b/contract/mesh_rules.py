@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 
 from llama405b.contract.errors import UserError
-from llama405b.contract.mesh import DP, Axes
+from llama405b.contract.mesh import DP, SHARD, Axes
 from llama405b.contract.phrases import counted
 from llama405b.contract.schema import Parallel
 from llama405b.contract.strategies import STRATEGIES
@@ -32,6 +32,14 @@ def faults_of_mesh(
         yield from _of_matrices(axes, parallel, llama, seq_len, within_host)
         yield from _of_sequences(axes, parallel, llama, seq_len)
         yield from _of_layers(axes, parallel, llama)
+    kept, shards = parallel.reshard_after_forward, axes.size(SHARD)
+    if kept and (shards % kept or kept >= shards):
+        divisors = [n for n in range(2, min(kept, shards)) if shards % n == 0]
+        instead = f"use {divisors[-1]}" if divisors else "leave it out"
+        yield (
+            "parallel.reshard_after_forward",
+            f"{counted(shards, 'shard')} cannot be kept by groups of {kept} ranks; {instead}",
+        )
     if not within_host(axes.tp):
         fits = _smaller(axes, parallel, "tp", within_host)
         yield (

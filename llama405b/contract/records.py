@@ -115,6 +115,8 @@ class Metrics:
     update_bytes: int | None = None  # that rank 0's updates read from and wrote to CPU memory
     down_bytes: int | None = None  # of rank 0's gradients to CPU memory; on a GPU, over PCIe
     up_bytes: int | None = None  # of rank 0's weights from there
+    input_bytes: int | None = None  # of its layers' inputs, to CPU memory and back; None: they stay on the device
+    input_wait_s: float | None = None  # that rank 0's GPU waited for them
     evaluation_loss: float | None = (
         None  # nats per target token of the data held out, after this step; None: not evaluated
     )

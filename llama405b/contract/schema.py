@@ -14,6 +14,7 @@ PipelineSchedule = Literal["1f1b", "interleaved", "gpipe"]
 Offload = Literal["none", "optimizer", "all"]
 Moments = Literal["fp32", "bf16"]
 LossOf = Literal["logits", "parts"]
+Activations = Literal["device", "host"]
 LOSS_PART = 16_384  # words of a part; at least the hidden size, so that their logits take no less than the gradient of hidden states
 # Cost of each choice of numerics, in bytes per parameter: weight + gradient + two moments.
 BYTES_PER_PARAMETER = {"fp32-master": 4 + 4 + 8, "pure-bf16": 2 + 2 + 4, "fp32": 4 + 4 + 8}
@@ -45,6 +46,11 @@ class Model:
         "what a decoder layer computes again in the backward pass. full: all; operators: all but matrix products and attention; "
         "operators:K: so in the last K layers of each pipeline stage, full in the others; every:N: all in every Nth layer; none; auto: "
         "what the plan finds fastest that fits",
+    )
+    activations: Activations = option(
+        "device",
+        "host: the inputs of checkpointed layers wait in CPU memory for the backward pass, and a GPU holds four of them, not one for each "
+        "layer",
     )
     layers: int = option(0, "keep only the first N decoder layers, for quick experiments; 0: all")
     weights: Literal["files", "random"] = option("files", "random: generate them on rank 0 instead of reading files")
@@ -178,6 +184,15 @@ class Parallel:
         "all: weights, gradients and moments",
     )
     overlap: bool = option(True, "with offload: update the weights while the next forward runs")
+    prefetch: int = option(
+        0,
+        "FSDP units that are gathered ahead of the one that computes, forward and backward; 0: as FSDP2 does, one at a time",
+    )
+    reshard_after_forward: int = option(
+        0,
+        "with N, weights stay gathered over N neighboring ranks, such as those of a host, between forward and backward, which then gathers "
+        "from those alone; 0: they are gathered from all ranks again",
+    )
     loss: LossOf = option(
         "logits",
         "logits: of all words' logits at once; parts: of 16,384 words' at a time, which takes less memory and computes their product twice",

@@ -49,6 +49,8 @@ def _of_model(model: Model, parallel: Parallel) -> Iterator[Fault]:
         yield "model.path", "no model given; name a checkpoint directory or a preset"
     if model.attention not in ("auto", "sdpa", "eager") and parallel.numerics == "fp32":
         yield "model.attention", f"{model.attention} computes in BF16 only; use sdpa, or numerics other than fp32"
+    if model.activations == "host" and model.activation_checkpointing == "none":
+        yield "model.activations", "without activation checkpointing it would have no effect; leave it out, or use full"
 
 
 def _of_data(data: Data) -> Iterator[Fault]:
@@ -138,13 +140,42 @@ def _of_parallel(parallel: Parallel) -> Iterator[Fault]:
             "optimizer keeps FP32 weights in CPU memory and BF16 ones on the GPU; use all, or numerics fp32-master",
         )
     yield from _of_axes(parallel)
+    yield from _of_units(parallel)
     if not parallel.by_fsdp1:
         if parallel.forward_prefetch:
-            stale = "with FSDP2 it could gather weights before their update; leave it off, or use fsdp1"
-            yield "parallel.forward_prefetch", stale
+            yield "parallel.forward_prefetch", "with FSDP2 it would have no effect; use --parallel.prefetch 1, or fsdp1"
         for name, default in OF_FSDP1:
             if getattr(parallel, name) != default:
                 yield f"parallel.{name}", "with FSDP2 it would have no effect; leave it out, or use fsdp1"
+
+
+def _of_units(parallel: Parallel) -> Iterator[Fault]:
+    """Of when FSDP gathers its units, and over which ranks it keeps them gathered."""
+    for name in ("prefetch", "reshard_after_forward"):
+        if getattr(parallel, name) and (parallel.by_fsdp1 or parallel.of_strategy.keeps_weights):
+            yield (
+                f"parallel.{name}",
+                f"with strategy {parallel.strategy} it would have no effect; leave it out, or use fsdp2",
+            )
+    if (
+        parallel.prefetch and "LlamaDecoderLayer" not in parallel.wrap
+    ):  # torch gathers ahead in the recomputation, too, and never frees that
+        yield (
+            "parallel.prefetch",
+            "units within a layer would stay gathered; leave it out, or use wrap LlamaDecoderLayer,Embedding",
+        )
+    if parallel.prefetch and parallel.chunks > 1 and parallel.pp > 1:
+        yield (
+            "parallel.prefetch",
+            "with the interleaved schedule the next unit is not the next to be used; leave it out, or use 1f1b",
+        )
+    if parallel.reshard_after_forward == 1:
+        yield "parallel.reshard_after_forward", "one rank would keep all weights; use zero2, or at least 2"
+    if parallel.reshard_after_forward and (split := [name for name in ("tp", "pp") if getattr(parallel, name) > 1]):
+        yield (
+            "parallel.reshard_after_forward",
+            f"torch cannot reshard a model that {split[0]} splits; leave it out, or use {split[0]} 1",
+        )
 
 
 def _of_axes(parallel: Parallel) -> Iterator[Fault]:

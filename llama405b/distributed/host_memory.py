@@ -21,7 +21,11 @@ GIB = 1 << 30
 PIECE_BYTES = 4 * GIB  # registered at a time, so that progress can be shown; blocks are not split
 ALIGNED = 256
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
-INSTEAD = {"parallel.offload": "use more hosts", "checkpoint.staging": "set a smaller size, such as 10GB"}
+INSTEAD = {
+    "parallel.offload": "use more hosts",
+    "checkpoint.staging": "set a smaller size, such as 10GB",
+    "model.activations": "leave it out",
+}
 _registered: list[Tensor] = []  # until the process ends: unmapped, it would still be registered
 
 CGROUP = Path("/sys/fs/cgroup")

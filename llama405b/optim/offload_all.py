@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import fully_shard
 
 from llama405b.contract.schema import Moments
 from llama405b.distributed.host_memory import Progress, refused
@@ -75,8 +75,6 @@ class OffloadedAll:
 
         ``overlap``: return from a step while updates are pending. ``moments`` = fp32: in the dtype of the weights.
 
-        Raises:
-            ValueError: A unit is gathered before its pre-forward hook.
         """
         self.master = master
         self.optimizer = optimizer
@@ -91,18 +89,19 @@ class OffloadedAll:
         named = {unwrapped(name): p for name, p in master.named_parameters()}
         self.weights = {id(p): p for p in named.values()} | {id(p): weight for weight, p in master_pairs(model, master)}
         self.parts, self.hooks = [], []
-        for unit in fsdp_units(model):
+        units, by_state = fsdp_units(model), dict[object, UnitState]()
+        for unit in units:
             groups: dict[int, list[nn.Parameter]] = {}
             for name in unit.parameters:
                 parameter = named[unwrapped(name)]
                 groups.setdefault(group_of[id(parameter)], []).append(parameter)
             self.parts.append(part := UnitState(unit.name, sorted(groups.items()), unit.gathers))
-            before = functools.partial(self._before_forward, part)
-            self.hooks += [module.register_forward_pre_hook(before, prepend=True) for module in unit.modules]
             unit.modules[0].set_all_reduce_hook(functools.partial(self._reduced, part))
-        for module in model.modules():
-            if isinstance(module, FSDPModule) and fully_shard.state(module)._states_to_forward_prefetch:
-                raise ValueError("forward prefetch gathers weights before their update; remove it")
+            by_state[fully_shard.state(unit.modules[0])] = part
+        for unit, part in zip(units, self.parts, strict=True):
+            ahead = fully_shard.state(unit.modules[0])._states_to_forward_prefetch
+            before = functools.partial(self._before_forward, [part, *(by_state[state] for state in ahead)])
+            self.hooks += [module.register_forward_pre_hook(before, prepend=True) for module in unit.modules]
         for parameter in named.values():
             dtype = torch.bfloat16 if moments == "bf16" else parameter.dtype
             start_moments(optimizer, parameter, dtype)
@@ -195,8 +194,9 @@ class OffloadedAll:
         for part in self.parts:
             part.sums = []
 
-    def _before_forward(self, part: UnitState, *_: object) -> None:
-        self.wait_unit(part)
+    def _before_forward(self, gathered: Sequence[UnitState], *_: object) -> None:
+        for part in gathered:
+            self.wait_unit(part)
 
     def wait_unit(self, part: UnitState) -> None:
         """Wait for what is pending for one unit.

@@ -5,16 +5,20 @@ kept gathered between forward and backward. With tied embeddings the embedding, 
 Knows modules and meshes; not weights, files or the optimizer.
 """
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard import _fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 
 from llama405b.contract.errors import UserError
 from llama405b.contract.mesh import SHARD, Axes
@@ -77,21 +81,49 @@ def shard(model: nn.Module, parallel: Parallel, device: torch.device, mesh: Devi
     """
     check_units(model, parallel.wrap)
     mesh = data_mesh(mesh or device_mesh(Axes(dp_shard=dist.get_world_size()), device.type))
-    reshards = not parallel.of_strategy.keeps_weights
+    reshards: bool | int = parallel.reshard_after_forward or not parallel.of_strategy.keeps_weights
     offload: OffloadPolicy = OffloadPolicy()
     if parallel.offload == "all":
         offload = CPUOffloadPolicy(pin_memory=device.type == "cuda")
     unit = functools.partial(fully_shard, mesh=mesh, mp_policy=_precision(parallel.numerics), offload_policy=offload)
     tied, embedding = model.config.tie_word_embeddings, model.model.embed_tokens
-    for module in list(model.modules()):
-        if type(module).__name__ in parallel.wrap and module is not embedding:
-            unit(module, reshard_after_forward=reshards)
-        elif module is embedding and not tied and "Embedding" in parallel.wrap:
-            unit(module, reshard_after_forward=reshards)
-            module.set_unshard_in_backward(False)
+    with _one_smaller_mesh():
+        for module in list(model.modules()):
+            if type(module).__name__ in parallel.wrap and module is not embedding:
+                unit(module, reshard_after_forward=reshards)
+    if embedding is not None and not tied and "Embedding" in parallel.wrap:
+        unit(embedding, reshard_after_forward=bool(reshards))
+        embedding.set_unshard_in_backward(False)
     if not tied and model.lm_head is not None:  # with pipeline stages, the last one's
         unit([model.model.norm, model.lm_head], reshard_after_forward=False)
     unit(model, reshard_after_forward=False)
+    if parallel.prefetch:
+        _prefetch(model, parallel.prefetch)
+
+
+@contextlib.contextmanager
+def _one_smaller_mesh() -> Iterator[None]:
+    """Have all units that are resharded to fewer ranks share one mesh: torch makes one, with its communicators, for each."""
+    made: dict[tuple[bool | int, int], FSDPMeshInfo | None] = {}
+    make = _fully_shard._get_post_forward_mesh_info
+
+    def once(reshard_after_forward: bool | int, of: FSDPMeshInfo) -> FSDPMeshInfo | None:
+        key = reshard_after_forward, id(of.mesh)
+        if reshard_after_forward is True or key not in made:
+            made[key] = make(reshard_after_forward, of)
+        return made[key]
+
+    with mock.patch.object(_fully_shard, "_get_post_forward_mesh_info", once):
+        yield
+
+
+def _prefetch(model: nn.Module, ahead: int) -> None:
+    """Have each unit gather so many others before it computes: in the forward those that follow, in the backward those before."""
+    units = [unit.modules[0] for unit in fsdp_units(model)]
+    for place, module in enumerate(units):
+        assert isinstance(module, FSDPModule)
+        module.set_modules_to_forward_prefetch(units[place + 1 : place + 1 + ahead])
+        module.set_modules_to_backward_prefetch(units[max(0, place - ahead) : place][::-1])
 
 
 class GradientSync:
@@ -162,7 +194,7 @@ class FsdpUnit:
     name: str
     modules: tuple[nn.Module, ...]  # each gathers it before its forward
     parameters: tuple[str, ...]  # names in the model
-    gathers: int  # for each forward and backward
+    gathers: int  # of its shards, for each forward and backward
     padded_sizes: tuple[int, ...]  # elements of each parameter in the flat gradient of a rank's shards
 
 
@@ -184,9 +216,9 @@ def fsdp_units(model: nn.Module) -> list[FsdpUnit]:
 
 
 def _of_group(module: nn.Module) -> tuple[int, tuple[int, ...]]:
-    """How often a unit is gathered for each forward and backward, and the sizes of its parameters in a flat gradient."""
+    """How often a unit's shards are gathered for each forward and backward, and the sizes of its parameters in a flat gradient."""
     group = fully_shard.state(module)._fsdp_param_group
-    gathers = 1 + (group.post_forward_mesh_info is not None and group.unshard_in_backward)
+    gathers = 1 + (group.post_forward_mesh_info is group.mesh_info and group.unshard_in_backward)
     return gathers, tuple(parameter.padded_sharded_param_size.numel() for parameter in group.fsdp_params)
 
 

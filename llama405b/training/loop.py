@@ -11,6 +11,7 @@ from llama405b.data.reader import Reader
 from llama405b.distributed import collectives, ranks
 from llama405b.distributed.host_memory import memory_held
 from llama405b.distributed.step_timer import StepTimer
+from llama405b.model.host_inputs import HostInputs
 from llama405b.optim.adamw import lr_at, set_lr
 from llama405b.optim.step import NonFiniteError, SpikeError, StepResult, train_step
 from llama405b.optim.updater import Updater
@@ -40,6 +41,7 @@ class Trainer:
     requests: Requests
     evaluator: Evaluator | None  # None: nothing is held out
     busy: BusyMeter | None = None  # None: not measured
+    host_inputs: HostInputs | None = None  # None: layers' inputs stay on the device
     evaluates_first: bool = False  # the weights that the run begins with
     tokens: int = 0  # target tokens so far, over all ranks
 
@@ -105,6 +107,7 @@ class Trainer:
             return None
         self.bad_steps.check_spike(step, result)
         seconds, work = timer.seconds(), self.updater.work()
+        inputs = self.host_inputs.work() if self.host_inputs else None
         step_s = sum(seconds.values())
         self.tokens += result.n_targets
         return Metrics(
@@ -125,6 +128,7 @@ class Trainer:
             attempt=me.attempt,
             **dataclasses.asdict(memory_held(on_gpu=me.on_gpu)),
             **(dataclasses.asdict(work) if work else {}),
+            **(dataclasses.asdict(inputs) if inputs else {}),
         )
 
     def learn(self, step: int, timer: StepTimer) -> StepResult | None:

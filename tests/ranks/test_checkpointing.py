@@ -8,25 +8,33 @@ import pytest
 from ranks_rig import run_ranks
 
 KINDS = ("full", "operators", "operators:1", "every:2", "none")
-ALONE, TP, PP = {}, {"tp": 2}, {"pp": 2}
+EVERYWHERE = [(kind, "device") for kind in KINDS] + [("full", "host"), ("every:2", "host")]
+SOME = [("none", "device"), ("full", "host")]
+ALONE, TP, PP, CHUNKS = {}, {"tp": 2}, {"pp": 2}, {"pp": 2, "pp_schedule": "interleaved"}
 
 
-@pytest.mark.parametrize(("world", "settings"), [(3, ALONE), (2, TP), (2, PP)], ids=["three", "tp", "pp"])
-def test_all_kinds_train_to_the_same_bits(world, settings, tmp_path):
+@pytest.mark.parametrize(
+    ("world", "settings", "kinds"),
+    [(3, ALONE, EVERYWHERE), (2, TP, EVERYWHERE), (2, PP, EVERYWHERE), (2, CHUNKS, SOME)],
+    ids=["three", "tp", "pp", "chunks"],
+)
+def test_all_kinds_train_to_the_same_bits(world, settings, kinds, tmp_path):
     directory = mesh_rig.write_model(tmp_path / "model")
-    for found in run_ranks(world, _trained, directory, settings):
-        assert [kind for kind in KINDS if found[kind] != found["none"]] == []
+    for found in run_ranks(world, _trained, directory, settings, kinds):
+        assert len(found) == len(kinds)
+        assert [kind for kind in found if found[kind] != found["none"]] == []
 
 
-def _trained(me, directory, settings):
+def _trained(me, directory, settings, kinds):
     import torch
 
     found = {}
-    for kind in KINDS:
+    for kind, place in kinds:
         results, weights = mesh_rig.train(
-            me, directory, steps=3, dtype=torch.float32, settings=settings, recompute=kind
+            me, directory, steps=3, dtype=torch.float32, settings=settings, recompute=kind, activations=place
         )
-        found[kind] = results, {name: weight.double().sum().item() for name, weight in weights.items()}
+        name = kind if place == "device" else f"{kind}, {place}"
+        found[name] = results, {name: weight.double().sum().item() for name, weight in weights.items()}
     return found
 
 

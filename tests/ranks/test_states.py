@@ -163,24 +163,6 @@ def test_gradients_that_fsdp_lays_out_otherwise_are_refused(tiny):
         assert run_ranks(1, _other_layout, tiny, change) != [""]
 
 
-def _prefetch(me, directory):
-    from llama405b.contract.schema import Optimizer, Parallel
-    from llama405b.optim.build_updater import build_updater
-
-    module, _ = build(me, directory, overlap=False, offload="all")
-    layers = [layer._checkpoint_wrapped_module for layer in module.model.layers]
-    layers[0].set_modules_to_forward_prefetch([layers[1]])
-    try:
-        build_updater(module, Optimizer(), Parallel(offload="all"), me.device)
-    except ValueError:
-        return True
-    return False
-
-
-def test_forward_prefetch_is_refused(tiny):
-    assert run_ranks(1, _prefetch, tiny) == [True]
-
-
 def _waits(me, directory, offload):
     """What is counted where gradients are added, slowly, and nothing is updated."""
     module, updater = build(me, directory, overlap=True, offload=offload)

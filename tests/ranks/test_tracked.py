@@ -101,6 +101,10 @@ MESHES = {  # axes, place along pp, micro-batches, more settings
     "nothing again": (Axes(2, tp=2, cp=2), 0, 1, {"recompute": "none"}),
     "operators kept": (Axes(4, pp=2), 0, 3, {"recompute": "operators:2"}),
     "every second layer": (Axes(8), 0, 2, {"recompute": "every:2", "numerics": "fp32"}),
+    "gathered ahead": (Axes(8), 0, 2, {"prefetch": 3}),
+    "kept by four": (Axes(8), 0, 1, {"reshard_after_forward": 4}),
+    "inputs on the host": (Axes(8), 0, 1, {"activations": "host"}),
+    "inputs on the host, pp": (Axes(4, pp=2), 0, 3, {"activations": "host", "recompute": "every:2"}),
     "offload": (Axes(2, pp=2, tp=2, cp=2), 0, 3, {"offload": "all", "numerics": "pure-bf16"}),
 }
 
@@ -112,17 +116,19 @@ def test_each_axis_takes_what_torch_tracks(seq_len, mesh):
     config = PRESETS["llama3.1-8b"] | {"num_hidden_layers": 8}
     sizes = {name: getattr(axes, name) for name in ("tp", "cp", "pp")}
     recompute = Recompute.read(more.get("recompute", "full"))
-    more = {name: value for name, value in more.items() if name != "recompute"}
+    activations = more.get("activations", "device")
+    more = {name: value for name, value in more.items() if name not in ("recompute", "activations")}
     parallel = Parallel(**({"numerics": "fp32-master"} | sizes | more), dp_replicate=axes.dp_replicate)
     rank = stage * axes.world // axes.pp
-    tracked = track(config, parallel, axes.world, seq_len, 1, axes, rank, n_micro, recompute)
     llama = parse_llama(config, "8b")
     load = RunShape(
         llama, parallel.numerics, parallel.offload, axes.world, seq_len, 1, n_micro * axes.dp_shard * axes.dp_replicate,
         dp_shard=axes.dp_shard if axes.dp_replicate > 1 else 0, **sizes, pp_schedule=parallel.pp_schedule,
         keeps_weights=parallel.of_strategy.keeps_weights, reduces_each=parallel.of_strategy.reduces_each, loss=parallel.loss,
-        recompute=recompute,
+        recompute=recompute, activations=activations, prefetch=parallel.prefetch, kept_by=parallel.reshard_after_forward,
     )  # fmt: skip
+    on_host = load if activations == "host" else None
+    tracked = track(config, parallel, axes.world, seq_len, 1, axes, rank, n_micro, recompute, on_host)
     assert load.axes == axes
     assert tracked.before == load.weight_bytes * held_elements(llama, axes, rank, parallel.chunks)
     found = peak_of(load, stage)

@@ -71,6 +71,7 @@ def train(
     dtype=torch.float64,
     settings=None,
     recompute="full",
+    activations="device",
     before=None,
     lr=LR,
     groups=(),
@@ -85,8 +86,10 @@ def train(
     parallel = Parallel(numerics="fp32", **(settings or {}))
     me = on_mesh(me, parallel)
     model, passes, updater = build(me, directory, parallel, Optimizer(lr=lr, groups=groups), dtype, recompute=recompute)
+    if activations == "host":
+        keep_on_host(me, directory, model, parallel, recompute, micro, dtype)
     if before:
-        before(model, passes)
+        before(model, passes, updater)
     results = []
     with in_dtype():
         for step in range(steps):
@@ -94,6 +97,23 @@ def train(
             results.append((result.loss, result.grad_norm))
         updater.wait()
     return results, whole_weights(updater.master)
+
+
+def keep_on_host(me, directory, model, parallel, recompute, micro, dtype):
+    from llama405b.capacity.run_shape import RunShape
+    from llama405b.contract.schema import Config, Data, Model, Training
+    from llama405b.contract.weights import read_llama
+    from llama405b.model import host_inputs
+
+    config = Config(
+        Model(activation_checkpointing=recompute, activations="host"),
+        Data(seq_len=SEQ),
+        Training(global_batch_size=BATCH, micro_batch_size=micro),
+        parallel=parallel,
+    )
+    run = RunShape.of(read_llama(directory), config, me.world, me.axes)
+    stage = me.axes.place(me.rank, ("pp",)).rank
+    return host_inputs.keep_on_host(model, run, stage, dtype, me.device, lambda *_: None)
 
 
 def build(me, directory, parallel, optimizer, dtype, *, recompute="full", how="rank0"):

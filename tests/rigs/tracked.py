@@ -22,12 +22,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 from transformers import LlamaConfig
 
 import llama405b.model.kernels  # noqa: F401  # registers varlen
+from llama405b.capacity.run_shape import RunShape
 from llama405b.contract.mesh import Axes
 from llama405b.contract.recompute import FULL, Recompute
 from llama405b.contract.schema import Optimizer, Parallel
 from llama405b.distributed.ranks import Rank
 from llama405b.model.batch import Batch
 from llama405b.model.checkpointing import checkpoint_activations
+from llama405b.model.host_inputs import keep_on_host
 from llama405b.model.llama import build_on_meta, tie_head
 from llama405b.optim.adamw import build_optimizer, start_moments
 from llama405b.optim.fp32_masters import master_model
@@ -101,8 +103,12 @@ def track(
     rank: int = 0,
     n_micro: int = 1,
     recompute: Recompute = FULL,
+    on_host: RunShape | None = None,
 ) -> Tracked:
-    """Track the forwards and backwards of a step, of a model in the form of config.json."""
+    """Track the forwards and backwards of a step, of a model in the form of config.json.
+
+    ``on_host``: what is run, if layers' inputs are in host memory.
+    """
     _clear_sharding_prop_cache()  # DTensor's plans name groups of an earlier call
     clear_redistribute_planner_cache()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
@@ -117,6 +123,8 @@ def track(
             checkpoint_activations(model, recompute)
             if parallel.offload == "optimizer":
                 _offload(model, master, parallel)
+            if on_host:
+                _inputs_on_host(model, on_host, me)
             tracker = Tracker(model, ON_HOST if parallel.offload == "all" else ())
             ids_BS = torch.zeros(micro_batch, seq_len, dtype=torch.long)
             tracker.track_inputs((ids_BS,))
@@ -169,6 +177,14 @@ def _offload(model: nn.Module, master: nn.Module, parallel: Parallel) -> Offload
         landing.unchecked = 0  # values, which fakes have not
         landing.total = landing.total.to(HOST)
     return updater
+
+
+def _inputs_on_host(model: nn.Module, run: RunShape, me: Rank) -> None:
+    """Let the trainer's own hooks take the inputs of layers to host memory."""
+    dtype = torch.bfloat16 if run.compute_bytes == 2 else torch.float32
+    inputs = keep_on_host(model, run, me.axes.place(me.rank, ("pp",)).rank, dtype, torch.device("cpu"), _hear)
+    inputs.free = [slot.to(HOST) for slot in inputs.free]
+    model.input_buffers = inputs.buffers  # for the tracker, which counts what a model has
 
 
 class Idle:

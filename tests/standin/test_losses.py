@@ -14,11 +14,13 @@ NUMERICS = {  # by place and micro-batches of a step
     ("all", 1): "fp32",
     ("all", 2): "fp32-master",
 }
-AGAIN = {  # what is computed again, which changes no bit
-    ("none", 1): "operators",
-    ("none", 2): "every:2",
-    ("optimizer", 2): "operators:1",
-    ("all", 2): "none",
+KEPT = {  # what is computed again, and where layers' inputs wait: neither changes a bit
+    ("none", 1): ("operators", "device"),
+    ("none", 2): ("every:2", "host"),
+    ("optimizer", 1): ("full", "host"),
+    ("optimizer", 2): ("operators:1", "device"),
+    ("all", 1): ("operators:1", "host"),
+    ("all", 2): ("none", "device"),
 }
 
 
@@ -26,8 +28,11 @@ AGAIN = {  # what is computed again, which changes no bit
 @pytest.mark.parametrize(("place", "accumulation"), NUMERICS)
 def test_losses_are_the_cpus(standin, place, accumulation, world):
     numerics = NUMERICS[place, accumulation]
-    again = AGAIN.get((place, accumulation), "full")
-    flags = ("--parallel.offload", place, "--parallel.numerics", numerics, "--model.activation_checkpointing", again)
+    again, inputs = KEPT[place, accumulation]
+    flags = (
+        *("--parallel.offload", place, "--parallel.numerics", numerics),
+        *("--model.activation_checkpointing", again, "--model.activations", inputs),
+    )
     trained = standin.train(*flags, accumulation=accumulation, world=world)
     assert trained.losses == standin.losses_of_cpu(numerics, accumulation, world)
     assert trained.found == NOTHING, trained.output

@@ -14,6 +14,9 @@ CASES = {
     "ddp": (2, ("--parallel.strategy", "ddp")),
     "hsdp": (4, ("--parallel.dp_replicate", 2)),
     "tp-pp": (4, ("--parallel.tp", 2, "--parallel.pp", 2)),
+    "ahead-offload": (2, ("--parallel.prefetch", 2, "--parallel.offload", "all", "--model.activations", "host")),
+    "kept": (4, ("--parallel.reshard_after_forward", 2, "--parallel.prefetch", 1)),
+    "pp-host": (2, ("--parallel.pp", 2, "--model.activations", "host")),
     "tp-offload": (2, ("--parallel.tp", 2, "--parallel.offload", "all")),
     "pp-offload": (2, ("--parallel.pp", 2, "--parallel.offload", "optimizer")),
 }

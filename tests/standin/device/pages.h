@@ -43,6 +43,10 @@ static void heard(const Clock& clock) {
   guards.erase(left, guards.end());
   for (auto& g : over) allow(g.begin, g.end);
 }
+static bool arrives(const void* p, size_t n) {  // whether a copy down to there may be pending, or was not waited for
+  size_t begin = (size_t)p, end = begin + n;
+  return std::any_of(guards.begin(), guards.end(), [&](Guard& g) { return g.allowed == PROT_NONE && max(begin, g.begin) < min(end, g.end); });
+}
 template <class Act> static void past_guards(const void* p, size_t n, Act act) {  // what the device itself does
   size_t begin = (size_t)p & ~(PAGE - 1), end = ((size_t)p + n + PAGE - 1) & ~(PAGE - 1);
   bool guarded = std::any_of(guards.begin(), guards.end(), [&](Guard& g) { return max(begin, g.begin) < min(end, g.end); });

@@ -67,13 +67,31 @@ def test_fsdp_copies_what_it_gathers_and_reduces():
 def test_copies_of_both_ways_share_a_link_and_all_of_a_host_its_memory():
     unit = setting().shape.parameters / setting().shape.layers / 64
     wide = dataclasses.replace(read_gpus()["h100-80"], ram_bytes_per_s=1e15)
-    up, both = (host_copies_s(setting(gpu=wide), RATES, down) / unit for down in (0.0, 4.0))
+    up, both = (host_copies_s(setting(gpu=wide), RATES, backward=each) / unit for each in (False, True))
     assert (up, both) == pytest.approx((4 / 55e9, 8 / (1.4 * 55e9)))
-    down = host_copies_s(setting(gpu=wide, copied_up=0.0), RATES, 4.0) / unit
+    down = host_copies_s(setting(gpu=wide, copied_up=0.0), RATES, backward=True) / unit
     assert down == pytest.approx(4 / 55e9)
-    assert host_copies_s(setting(), RATES, 4.0) / unit == pytest.approx(8 / (0.75 * 614.4e9 / 8))
+    assert host_copies_s(setting(), RATES, backward=True) / unit == pytest.approx(8 / (0.75 * 614.4e9 / 8))
     alone = setting(gpus_per_host=1)  # a host's memory for one GPU
-    assert host_copies_s(alone, RATES, 4.0) / unit == pytest.approx(8 / (1.4 * 55e9))
+    assert host_copies_s(alone, RATES, backward=True) / unit == pytest.approx(8 / (1.4 * 55e9))
+
+
+def test_an_input_leaves_in_the_forward_and_comes_back_in_the_backward():
+    entry = 2 * 4096 * setting().shape.hidden
+    kept = setting(copied_up=0.0, copied_down=0.0, inputs_copied=True)
+    for each in (False, True):
+        assert host_copies_s(kept, RATES, backward=each) == pytest.approx(
+            max(entry / 55e9, 8 * entry / (0.75 * 614.4e9))
+        )
+
+
+def test_what_a_host_keeps_gathered_needs_no_network_in_the_backward():
+    slow = setting(nic_bytes_per_s=10e9)
+    one, two = (step_time(each, RATES) for each in (slow, dataclasses.replace(slow, kept_by=8)))
+    gathered = slow.shape.parameters * 2
+    saved = gathered * 63 / 64 / (10e9 * RATES.network) - gathered * 7 / 8 / (slow.gpu.peers_bytes_per_s * RATES.peers)
+    assert one.forward_s == two.forward_s
+    assert one.backward_s - two.backward_s == pytest.approx(saved, rel=0.05)
 
 
 def test_the_copies_of_a_forward_delay_the_update_under_it():

@@ -135,7 +135,19 @@ def test_a_bad_file_is_named_by_line(tmp_path, text, words):
         ),
         (
             ["--parallel.forward_prefetch", "on"],
-            "--parallel.forward_prefetch: with FSDP2 it could gather weights before",
+            "--parallel.forward_prefetch: with FSDP2 it would have no effect; use --parallel.prefetch 1",
+        ),
+        (
+            ["--model.activations", "host", "--model.activation_checkpointing", "none"],
+            "--model.activations: without activation checkpointing it would have no effect",
+        ),
+        (
+            ["--parallel.prefetch", "1", "--parallel.pp", "2", "--parallel.pp_schedule", "interleaved"],
+            "--parallel.prefetch: with the interleaved schedule the next unit is not the next to be used",
+        ),
+        (
+            ["--parallel.reshard_after_forward", "1"],
+            "--parallel.reshard_after_forward: one rank would keep all weights",
         ),
     ],
 )

@@ -146,6 +146,11 @@ def mesh_notes(config: Config, plan: Plan) -> Iterator[str]:
         yield f"mesh: {axes}, ranks along {inner} are {where}; no GPU has run that yet (docs/parallel.md)"
     if (recompute := Recompute.read(config.model.activation_checkpointing)) != FULL:
         yield f"activation checkpointing: {recompute}; no GPU has run that yet (docs/training.md)"
+    if config.model.activations == "host":
+        yield "layers' inputs wait in CPU memory; no GPU has run that yet (docs/training.md)"
+    for name in ("prefetch", "reshard_after_forward"):
+        if value := getattr(config.parallel, name):
+            yield f"{name} {value}: no GPU has run that yet (docs/parallel.md)"
     if note := waste_note(config.training, axes.size(DP)):
         yield f"note: {note}"
 

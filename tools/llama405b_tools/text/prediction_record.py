@@ -52,7 +52,7 @@ def record(outlook: Outlook, machines: Machines, asked: ReportOptions) -> dict[s
         "cost_per_day": 24 * load.world * asked.price if asked.price else None, "checkpoint_bytes": load.checkpoint_bytes,
         "settings": {"offload": load.offload, "moments": load.moments, "wrap": load.wrap, "micro_batch_size": load.micro_batch,
                      "strategy": load.parallel(Parallel()).strategy, "loss": load.loss,
-                     "activation_checkpointing": str(load.recompute)},
+                     "activation_checkpointing": str(load.recompute), "activations": load.activations},
         "mesh": dataclasses.asdict(load.axes),
     }  # fmt: skip
 

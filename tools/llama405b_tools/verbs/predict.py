@@ -12,6 +12,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from operator import attrgetter
 from pathlib import Path
 
 from llama405b.capacity.calibration import Calibration
@@ -57,7 +58,24 @@ from llama405b_tools.verbs.plan_options import (
 )
 
 # Written if they differ from the defaults.
-SPLIT = ("strategy", "dp_replicate", "tp", "cp", "pp", "pp_schedule", "loss")
+IF_CHANGED = (
+    *(
+        f"parallel.{name}"
+        for name in (
+            "strategy",
+            "dp_replicate",
+            "tp",
+            "cp",
+            "pp",
+            "pp_schedule",
+            "loss",
+            "prefetch",
+            "reshard_after_forward",
+        )
+    ),
+    "model.activation_checkpointing",
+    "model.activations",
+)
 CHOSEN = ("parallel.offload", "parallel.wrap", "parallel.moments", "training.micro_batch_size")
 CODES = {Fit.NO: UNFIT, Fit.RETRIES: FAILED}
 PACKAGES = ("torch", "transformers")
@@ -304,11 +322,12 @@ def _installed() -> dict[str, str]:
 def _write(args: argparse.Namespace, settings: Sequence[str], asked: Config, chosen: Outlook) -> None:
     """Write what the command line and its file set, with what the search chose."""
     load = chosen.load
-    parallel = load.parallel(asked.parallel)
+    model = dataclasses.replace(asked.model, activation_checkpointing=str(load.recompute), activations=load.activations)
     training = dataclasses.replace(asked.training, micro_batch_size=load.micro_batch)
-    values = dataclasses.asdict(dataclasses.replace(asked, parallel=parallel, training=training))
+    written = dataclasses.replace(asked, model=model, parallel=load.parallel(asked.parallel), training=training)
+    values = dataclasses.asdict(written)
     names = {*config.read_toml(args.config), *config.read_flags(config.split_flags(settings)[0]), *CHOSEN}
-    names |= {f"parallel.{name}" for name in SPLIT if getattr(parallel, name) != getattr(asked.parallel, name)}
+    names |= {name for name in IF_CHANGED if attrgetter(name)(written) != attrgetter(name)(asked)}
     lines = list[str]()
     for section, keys in itertools.groupby(sorted(name.split(".") for name in names), lambda name: name[0]):
         lines += [f"[{section}]", *(f"{key} = {json.dumps(values[section][key])}" for _, key in keys), ""]
