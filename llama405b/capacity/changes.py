@@ -61,7 +61,7 @@ def remedies(outlook: Outlook) -> list[tuple[str, Outlook]]:
     if cluster.rates:  # measured with these numerics
         changed = [(words, other) for words, other in changed if other.numerics == load.numerics]
     found = [(words, outlook.of_load(other)) for words, other in changed]
-    if outlook.fit is Fit.YES and load.recompute == FULL:
+    if outlook.fit is Fit.YES and load.recompute == FULL and not load.compiled:
         most = keeping_most(outlook)
         found.append((f"--model.activation_checkpointing {most.load.recompute}", most))
     faster = dataclasses.replace(cluster, nic_bytes_per_s=2 * cluster.nic_bytes_per_s)
@@ -85,6 +85,7 @@ def _changes(load: RunShape) -> list[tuple[str, RunShape]]:
         ("--parallel.offload optimizer", change(offload="optimizer")),
         ("--parallel.offload all", change(offload="all")),
         ("--parallel.loss parts", change(loss="parts")),
+        ("--model.compile true (rounds otherwise)", change(compiled=True)),
         ("--model.activations host", change(activations="host")),
         (f"--parallel.reshard_after_forward {load.ranks_per_host}", change(kept_by=load.ranks_per_host)),
         ("--parallel.moments bf16 (with optimizer.betas of at most 0.99)", change(moments="bf16")),
@@ -109,6 +110,10 @@ def can_run(load: RunShape, cluster: Cluster) -> bool:
     if cluster.gpu.is_cpu and load.offload != "none":
         return False
     if load.offload != "none" and load.axes.dp_replicate > 1:
+        return False
+    if load.compiled and (
+        load.tp * load.cp > 1 or load.halves or "operators" in str(load.recompute) or cluster.gpu.is_cpu
+    ):
         return False
     if load.kept_by and (
         load.keeps_weights or load.tp * load.pp > 1 or load.kept_by >= load.shards or load.shards % load.kept_by

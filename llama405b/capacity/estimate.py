@@ -153,6 +153,7 @@ def setting_of(run: RunShape, cluster: Cluster) -> Setting:
         gathers_once=run.keeps_weights,
         loss_of_parts=run.loss == "parts",
         kept_by=run.kept_by,
+        compiled=run.compiled,
         inputs_copied=run.activations == "host",
         recompute=run.recompute,
         reduces_once=not run.reduces_each,

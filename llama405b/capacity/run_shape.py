@@ -75,6 +75,7 @@ class RunShape:
     loss: LossOf = "logits"
     recompute: Recompute = FULL
     activations: Activations = "device"
+    compiled: bool = False  # memory is taken as that without, which is more
     prefetch: int = 0  # FSDP units that are gathered ahead; 0: one, in the backward
     kept_by: int = 0  # ranks that keep a unit gathered between forward and backward; 0: none do
 
@@ -108,6 +109,7 @@ class RunShape:
             loss=config.parallel.loss,
             recompute=Recompute.read(config.model.activation_checkpointing),
             activations=config.model.activations,
+            compiled=config.model.compile,
             prefetch=config.parallel.prefetch,
             kept_by=config.parallel.reshard_after_forward,
         )

@@ -99,6 +99,8 @@ def untried_of(load: RunShape) -> str:
         words.append("--parallel.loss parts")
     if load.activations == "host":
         words.append("--model.activations host")
+    if load.compiled:
+        words.append("--model.compile true")
     if load.prefetch:
         words.append(f"--parallel.prefetch {load.prefetch}")
     if load.kept_by:

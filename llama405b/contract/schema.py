@@ -52,6 +52,10 @@ class Model:
         "host: the inputs of checkpointed layers wait in CPU memory for the backward pass, and a GPU holds four of them, not one for each "
         "layer",
     )
+    compile: bool = option(
+        False,
+        "torch.compile decoder layers, one graph for all: norms, rotary embedding and activations become few kernels; rounds otherwise",
+    )
     layers: int = option(0, "keep only the first N decoder layers, for quick experiments; 0: all")
     weights: Literal["files", "random"] = option("files", "random: generate them on rank 0 instead of reading files")
 

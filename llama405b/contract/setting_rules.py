@@ -27,6 +27,7 @@ def faults_of(config: Config) -> Iterator[Fault]:
     """Yield what is wrong with a configuration, before any rank is started."""
     yield from _out_of_range(config)
     yield from _of_model(config.model, config.parallel)
+    yield from _of_compiling(config.model, config.parallel)
     yield from _of_data(config.data)
     yield from _of_training(config.training, config.optimizer)
     yield from _of_saving(config)
@@ -51,6 +52,23 @@ def _of_model(model: Model, parallel: Parallel) -> Iterator[Fault]:
         yield "model.attention", f"{model.attention} computes in BF16 only; use sdpa, or numerics other than fp32"
     if model.activations == "host" and model.activation_checkpointing == "none":
         yield "model.activations", "without activation checkpointing it would have no effect; leave it out, or use full"
+
+
+def _of_compiling(model: Model, parallel: Parallel) -> Iterator[Fault]:
+    if not model.compile:
+        return
+    if model.activation_checkpointing == "auto" or model.activation_checkpointing.startswith("operators"):
+        yield (
+            "model.compile",
+            "in a compiled layer torch cannot tell operators apart; use activation_checkpointing full, every:N or none",
+        )
+    if parallel.by_fsdp1 or "LlamaDecoderLayer" not in parallel.wrap:
+        yield (
+            "model.compile",
+            "FSDP's units must be whole layers; use fsdp2 and wrap LlamaDecoderLayer,Embedding, or leave it out",
+        )
+    if split := [name for name in ("tp", "cp") if getattr(parallel, name) > 1]:
+        yield "model.compile", f"layers that {split[0]} splits are not compiled; leave it out, or use {split[0]} 1"
 
 
 def _of_data(data: Data) -> Iterator[Fault]:

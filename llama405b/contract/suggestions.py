@@ -11,6 +11,7 @@ BATCH, MICRO_BATCH = "training.global_batch_size", "training.micro_batch_size"
 SETTINGS = {
     "model": "model.path", "model_name": "model.path", "model_name_or_path": "model.path", "base_model": "model.path",
     "attn_implementation": "model.attention", "flash_attn": "model.attention", "use_flash_attention": "model.attention",
+    "torch_compile": "model.compile",
     "gradient_checkpointing": "model.activation_checkpointing", "activation_checkpoint": "model.activation_checkpointing",
     "data": "data.paths", "dataset": "data.paths", "datasets": "data.paths", "dataset_name": "data.paths",
     "dataset_path": "data.paths", "train_file": "data.paths", "data_path": "data.paths", "train_data": "data.paths",
@@ -90,7 +91,6 @@ NOT_OFFERED = {
     "FP8": ("fp8",),
     "FP16": ("fp16", "half"),
     "sending metrics to a tracker": ("report_to", "wandb", "wandb_project", "wandb_entity", "use_wandb", "tensorboard", "mlflow"),
-    "torch.compile": ("torch_compile", "compile"),
     "preference training": ("dpo", "rlhf", "ppo", "reward_model"),
 }  # fmt: skip
 ABSENT = {name: what for what, names in NOT_OFFERED.items() for name in names}

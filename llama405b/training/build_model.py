@@ -15,7 +15,8 @@ from llama405b.contract.recompute import Recompute
 from llama405b.contract.records import Phase
 from llama405b.contract.rounding import rounding_note
 from llama405b.contract.schema import Config, Parallel
-from llama405b.model import llama
+from llama405b.distributed import collectives
+from llama405b.model import compiling, llama
 from llama405b.model.attention import Attention, choose_attention
 from llama405b.model.checkpointing import checkpoint_activations
 from llama405b.optim.fp32_masters import master_model
@@ -51,6 +52,11 @@ def build_model(
         built = _by_fsdp2(config, files, hf_config, attention, context, from_checkpoint=from_checkpoint)
     if not from_checkpoint:
         load_weights.refuse_not_finite(built.master, Path(config.model.path))
+    if config.model.compile:
+        with collectives.raise_on_all_ranks():
+            if why := compiling.lack():
+                raise UserError(f"--model.compile: {why}; install one, or leave it out")
+        compiling.compile_layers(built.module)
     checkpoint_activations(built.module, Recompute.read(config.model.activation_checkpointing))
     took = f"{built.origin}, {time.monotonic() - began:.1f} s"
     for line in _described(config, attention, context, shape.parameters, took, trains=trains):
@@ -113,6 +119,7 @@ def _described(
     size = f" at {sum(parallel.state_bytes)} bytes per parameter" if trains else ""
     updates = _update_words(parallel) if trains else ""
     recompute = f"activation checkpointing: {config.model.activation_checkpointing}"
+    recompute += ", layers compiled" * config.model.compile
     note = rounding_note(parallel, config.optimizer) if trains else ""
     return [
         f"{parallel.strategy} on {me.world} x {me.device.type} ({me.axes}): {parameters:,} parameters, {parallel.numerics}{size}; {took}",

@@ -116,10 +116,11 @@ def keep_on_host(me, directory, model, parallel, recompute, micro, dtype):
     return host_inputs.keep_on_host(model, run, stage, dtype, me.device, lambda *_: None)
 
 
-def build(me, directory, parallel, optimizer, dtype, *, recompute="full", how="rank0"):
+def build(me, directory, parallel, optimizer, dtype, *, recompute="full", how="rank0", compiles=False):
     from llama405b.contract.recompute import Recompute
     from llama405b.model import llama
     from llama405b.model.checkpointing import checkpoint_activations
+    from llama405b.model.compiling import compile_layers
     from llama405b.optim.build_updater import build_updater
     from llama405b.parallel import load_weights
     from llama405b.parallel.build_passes import build_passes
@@ -129,6 +130,8 @@ def build(me, directory, parallel, optimizer, dtype, *, recompute="full", how="r
     whole = llama.build_on_meta(config, "sdpa", dtype)
     holdings, model = holdings_of(whole, parallel, me), split(whole, parallel, me)
     load_weights.load(model, directory, how, me, lambda *_: None, offload=parallel.offload != "none", holdings=holdings)
+    if compiles:
+        compile_layers(model)
     checkpoint_activations(model, Recompute.read(recompute))
     updater = build_updater(model, optimizer, parallel, me.device)
     return model, build_passes(parallel, model, me), updater

@@ -1,0 +1,31 @@
+"""torch.compile of decoder layers: one graph for all of them. Knows modules and what a machine has; nothing of sharding."""
+
+import functools
+import os
+import shutil
+
+import torch
+from torch import nn
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+COMPILERS = ("cc", "gcc", "clang")  # of C, one of which torch and Triton call
+
+
+def lack() -> str:
+    """Say what this machine lacks for it; "": nothing."""
+    names = [os.environ["CC"]] if os.environ.get("CC") else COMPILERS
+    if any(map(shutil.which, names)):
+        return ""
+    return f"torch.compile needs a C compiler, and there is no {' or '.join(names)} here"
+
+
+def compile_layers(model: nn.Module) -> None:
+    """Compile the layers' computation. Call it after sharding, and before activation checkpointing.
+
+    FSDP's hooks and checkpointing stay outside of the graph, which has neither a layer's name nor its number: so one serves all layers,
+    and parameters keep their names.
+    """
+    compiled = torch.compile(LlamaDecoderLayer.forward, fullgraph=True)
+    for module in model.modules():
+        if isinstance(module, LlamaDecoderLayer):
+            module.forward = functools.partial(compiled, module)
