@@ -21,7 +21,7 @@ from llama405b.distributed import ranks
 from llama405b.distributed.peer_errors import FollowedError, is_lost_peer
 from llama405b.optim.step import NonFiniteError, SpikeError
 from llama405b.training.build import build_trainer
-from llama405b.training.choose_mesh import choose_mesh
+from llama405b.training.choose import choose_for_ranks
 from llama405b.training.context import RankContext
 from llama405b.training.heartbeat import HeartbeatWriter
 from llama405b.training.journal import Journal
@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
             refuse_trained(run)
         heartbeat = HeartbeatWriter(run, ranks.place())
         me = ranks.join(asked.config.parallel.device, asked.config.timeouts.load)
-        config = choose_mesh(asked.config, asked.preset, me)
+        config = choose_for_ranks(asked.config, asked.preset, me)
         context = RankContext.of(ranks.on_mesh(me, config.parallel), heartbeat)
         if asked.evaluates:
             evaluate_only(config, asked.resume, context)

@@ -8,7 +8,7 @@ from llama405b.capacity.estimate import Cluster
 from llama405b.capacity.outlook import HALVES, WHOLE, Fit, Outlook
 from llama405b.capacity.run_shape import RunShape
 from llama405b.contract.recompute import FULL, Recompute
-from llama405b.contract.schema import Offload
+from llama405b.contract.schema import IN_BF16, Offload
 
 LEAST_GAIN = 0.01
 OFFLOADS: tuple[Offload, ...] = ("none", "optimizer", "all")
@@ -123,6 +123,6 @@ def can_run(load: RunShape, cluster: Cluster) -> bool:
         return False
     if load.offload == "optimizer" and load.numerics != "fp32-master":
         return False
-    if load.moments == "bf16" and (load.offload == "none" or load.numerics == "pure-bf16"):
+    if load.moments == "bf16" and (load.offload == "none" or load.numerics in IN_BF16):
         return False
     return load.global_batch % (load.micro_batch * load.dp) == 0

@@ -157,6 +157,8 @@ def _of_parallel(parallel: Parallel) -> Iterator[Fault]:
             "parallel.offload",
             "optimizer keeps FP32 weights in CPU memory and BF16 ones on the GPU; use all, or numerics fp32-master",
         )
+    if parallel.by_fsdp1 and parallel.numerics == "bf16-stochastic":
+        yield "parallel.numerics", "with fsdp1 weights have no elements to number; use fsdp2, or pure-bf16"
     yield from _of_axes(parallel)
     yield from _of_units(parallel)
     if not parallel.by_fsdp1:
@@ -226,8 +228,11 @@ def _of_moments(parallel: Parallel, optimizer: Optimizer) -> Iterator[Fault]:
     key, beta2 = "parallel.moments", optimizer.betas[1]
     if not parallel.updates_on_cpu:
         yield key, "bf16 moments need offload optimizer or all, and FSDP2; set them, or use fp32"
-    if parallel.numerics == "pure-bf16":
-        yield key, "with numerics pure-bf16 the moments are BF16 already; leave it at fp32, or use numerics fp32-master"
+    if parallel.in_bf16:
+        yield (
+            key,
+            f"with numerics {parallel.numerics} the moments are BF16 already; leave it at fp32, or use numerics fp32-master",
+        )
     if beta2 > MAX_BETA_BF16:
         what = f"a step changes second moments by less than BF16 resolves where beta2 is {beta2:g}"
         yield key, f"{what}; use fp32, or at most {MAX_BETA_BF16}"

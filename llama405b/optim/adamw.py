@@ -5,17 +5,18 @@ Shape suffix: C elements of a chunk.
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from llama405b.contract.groups import Group, group_of
-from llama405b.contract.schema import Optimizer
+from llama405b.contract.schema import Numerics, Optimizer
 from llama405b.model.checkpointing import unwrapped
 from llama405b.optim.fp32_masters import is_norm
 from llama405b.optim.norm import local
+from llama405b.optim.stochastic import Dice, Elements
 
 CHUNK = (
     1 << 20
@@ -107,13 +108,25 @@ def start_moments(optimizer: torch.optim.AdamW, parameter: nn.Parameter, dtype: 
 
 
 def update_adamw(
-    parameters: Sequence[nn.Parameter], states: Sequence[State], gradients: Sequence[Tensor], settings: Settings
+    parameters: Sequence[nn.Parameter],
+    states: Sequence[State],
+    gradients: Sequence[Tensor],
+    settings: Settings,
+    numbered: Mapping[int, Elements] | None = None,
 ) -> None:
     """Update this rank's parts of parameters with torch's fused AdamW, and without DTensor's dispatch.
 
     Gradients may have another dtype than the weights.
     It takes one dtype: where moments have another than the weights they pass through FP32, chunk by chunk.
+    ``numbered``: the elements of parameters, by their ids, that are rounded stochastically; these pass through FP32, too.
     """
+    if numbered:
+        for parameter, state, gradient in zip(parameters, states, gradients, strict=True):
+            if elements := numbered.get(id(parameter)):
+                _update_rounding(local(parameter), state, gradient, settings, elements)
+            else:
+                update_adamw([parameter], [state], [gradient], settings)
+        return
     weights = [local(parameter) for parameter in parameters]
     gradients = [gradient.to(weight.dtype) for gradient, weight in zip(gradients, weights, strict=True)]
     first, second = ([local(state[name]) for state in states] for name in ("exp_avg", "exp_avg_sq"))
@@ -129,6 +142,28 @@ def update_adamw(
             m_C.copy_(m32_C)
             v_C.copy_(v32_C)
         step += 1
+
+
+def _update_rounding(weight: Tensor, state: State, gradient: Tensor, settings: Settings, elements: Elements) -> None:
+    """Update one parameter in FP32, chunk by chunk, and round weight and moments stochastically."""
+    tensors = [weight, local(state["exp_avg"]), local(state["exp_avg_sq"])]
+    step, begin = int(state["step"]), 0
+    for g_C, *chunk in zip(*(each.reshape(-1).split(CHUNK) for each in (gradient, *tensors)), strict=True):
+        w32_C, m32_C, v32_C = (each.float() for each in chunk)
+        _fused([w32_C], [g_C.float()], [m32_C], [v32_C], [state["step"].clone()], settings)
+        dice = Dice(elements, begin, begin + len(g_C), step, weight.device)
+        for to_C, wide_C in zip(chunk, (w32_C, m32_C, v32_C), strict=True):
+            dice.round_(to_C, wide_C)
+        begin += len(g_C)
+    state["step"] += 1
+
+
+def numbered(master: nn.Module, numerics: Numerics) -> dict[int, Elements]:
+    """Return the elements of parameters, by their ids, that are rounded stochastically: those in BF16, if the settings say so."""
+    if numerics != "bf16-stochastic":
+        return {}
+    named = ((unwrapped(name), parameter) for name, parameter in master.named_parameters())
+    return {id(p): Elements.of(name, p) for name, p in named if p.dtype == torch.bfloat16}
 
 
 def _fused(

@@ -31,15 +31,17 @@ def build_updater(
     """
     master = master or model
     optimizer = build_optimizer(master, config)
-    overlap, moments = parallel.overlap, parallel.moments
+    overlap, moments, numerics = parallel.overlap, parallel.moments, parallel.numerics
     updater: Updater
     if parallel.offload == "optimizer":
         updater = OffloadedOptimizer(
             model, master, optimizer, device, on_long_wait, pinning=pinning, overlap=overlap, moments=moments
         )
     elif parallel.updates_by_unit:
-        updater = OffloadedAll(model, master, optimizer, device, on_long_wait, overlap=overlap, moments=moments)
+        updater = OffloadedAll(
+            model, master, optimizer, device, on_long_wait, overlap=overlap, moments=moments, numerics=numerics
+        )
     else:
-        updater = Sequential(model, master, optimizer, reuses_gradients=parallel.reuses_gradients)
+        updater = Sequential(model, master, optimizer, reuses_gradients=parallel.reuses_gradients, numerics=numerics)
     updater.sync_weights()
     return updater

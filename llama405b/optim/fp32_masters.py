@@ -15,7 +15,7 @@ def master_model(model: nn.Module, parallel: Parallel) -> nn.Module:
     In pure BF16 only norms have masters, beside the model's other parameters: their weights are about 1, where BF16 would lose
     every update at usual learning rates. ``model``: sharded by FSDP2, and not yet wrapped for activation checkpointing.
     """
-    if parallel.offload != "optimizer" and parallel.numerics != "pure-bf16":
+    if parallel.offload != "optimizer" and not parallel.in_bf16:
         return model
     master = nn.Module()
     master.config = model.config

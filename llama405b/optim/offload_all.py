@@ -21,11 +21,19 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
-from llama405b.contract.schema import Moments
+from llama405b.contract.schema import Moments, Numerics
 from llama405b.distributed.host_memory import Progress, refused
 from llama405b.distributed.transfer import Arrived, nothing
 from llama405b.model.checkpointing import unwrapped
-from llama405b.optim.adamw import Settings, group_settings, nothing_to_keep, start_moments, state_tensors, update_adamw
+from llama405b.optim.adamw import (
+    Settings,
+    group_settings,
+    nothing_to_keep,
+    numbered,
+    start_moments,
+    state_tensors,
+    update_adamw,
+)
 from llama405b.optim.fp32_masters import master_pairs
 from llama405b.optim.norm import clip_factor, is_counted, local, norm_over_ranks, scale, squares
 from llama405b.optim.updater import BeforeUpdate, Unit, UpdateWork
@@ -70,6 +78,7 @@ class OffloadedAll:
         *,
         overlap: bool = True,
         moments: Moments = "fp32",
+        numerics: Numerics = "fp32-master",
     ) -> None:
         """Set up the moments, and put a hook before each unit of a model that FSDP2 has sharded.
 
@@ -80,6 +89,7 @@ class OffloadedAll:
         self.optimizer = optimizer
         self.on_long_wait = on_long_wait
         self.overlap = overlap
+        self.numbered = numbered(master, numerics)
         self.factor = 1.0
         self.done, self.told = UpdateWork(), UpdateWork()
         self.before_update: BeforeUpdate = nothing_to_keep
@@ -255,7 +265,13 @@ class OffloadedAll:
             scale(gradients, step.factor)
             changed = state_tensors(self.optimizer, parameters)
             step.before_update(changed)
-            update_adamw(parameters, [self.optimizer.state[p] for p in parameters], gradients, step.settings[group])
+            update_adamw(
+                parameters,
+                [self.optimizer.state[p] for p in parameters],
+                gradients,
+                step.settings[group],
+                self.numbered,
+            )
             written, scaled = [tensor for tensor in changed if tensor.dim()], step.factor != 1.0
             self.done.update_bytes += 2 * _bytes([written]) + (1 + 2 * scaled) * _bytes([gradients])
         self.done.update_s += time.perf_counter() - began

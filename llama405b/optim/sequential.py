@@ -4,7 +4,15 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from llama405b.optim.adamw import nothing_to_keep, start_moments, state_tensors
+from llama405b.contract.schema import Numerics
+from llama405b.optim.adamw import (
+    group_settings,
+    nothing_to_keep,
+    numbered,
+    start_moments,
+    state_tensors,
+    update_adamw,
+)
 from llama405b.optim.fp32_masters import master_pairs
 from llama405b.optim.norm import clip_factor, is_counted, local, norm_over_ranks, scale, squares
 from llama405b.optim.updater import BeforeUpdate, Unit, UpdateWork
@@ -14,7 +22,13 @@ class Sequential:
     """``torch.optim.AdamW`` between the backward and the next forward."""
 
     def __init__(
-        self, model: nn.Module, master: nn.Module, optimizer: torch.optim.AdamW, *, reuses_gradients: bool = False
+        self,
+        model: nn.Module,
+        master: nn.Module,
+        optimizer: torch.optim.AdamW,
+        *,
+        reuses_gradients: bool = False,
+        numerics: Numerics = "fp32-master",
     ) -> None:
         """``master``: see ``master_model``."""
         self.model = model
@@ -23,6 +37,7 @@ class Sequential:
         self.reuses_gradients = reuses_gradients
         self.before_update: BeforeUpdate = nothing_to_keep
         self.masters = list(master_pairs(model, master))
+        self.numbered = numbered(master, numerics)
         for parameter in master.parameters():
             start_moments(optimizer, parameter, parameter.dtype)
 
@@ -49,9 +64,20 @@ class Sequential:
         for weight, master in self.masters:
             assert weight.grad is not None
             master.grad = weight.grad.to(master.dtype)
-        self.optimizer.step()
+        if self.numbered:
+            self._update_rounding()
+        else:
+            self.optimizer.step()
         self.sync_weights()
         self.zero_grad()
+
+    @torch.no_grad()
+    def _update_rounding(self) -> None:
+        """Update as ``torch.optim.AdamW`` does, but for how BF16 is rounded to."""
+        for group, settings in zip(self.optimizer.param_groups, group_settings(self.optimizer), strict=True):
+            gradients = [local(parameter.grad) for parameter in group["params"]]
+            states = [self.optimizer.state[parameter] for parameter in group["params"]]
+            update_adamw(group["params"], states, gradients, settings, self.numbered)
 
     def zero_grad(self) -> None:
         """See ``Updater``."""

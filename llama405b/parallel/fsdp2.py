@@ -29,7 +29,7 @@ from llama405b.model.checkpointing import unwrapped
 
 def shard_dtype(parallel: Parallel) -> torch.dtype:
     """Return the dtype of the shards that FSDP gathers from."""
-    return torch.bfloat16 if parallel.numerics == "pure-bf16" or parallel.offload == "optimizer" else torch.float32
+    return torch.bfloat16 if parallel.in_bf16 or parallel.offload == "optimizer" else torch.float32
 
 
 def check_wrap(model: nn.Module, wrap: tuple[str, ...]) -> None:

@@ -109,8 +109,14 @@ MESHES = {  # axes, place along pp, micro-batches, more settings
 }
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("seq_len", [512, 8192])
+@pytest.mark.parametrize(
+    ("mesh", "seq_len"),
+    [
+        pytest.param(mesh, seq_len, marks=pytest.mark.soak if (place + long) % 2 else ())
+        for place, mesh in enumerate(MESHES)
+        for long, seq_len in enumerate((512, 8192))
+    ],
+)
 def test_each_axis_takes_what_torch_tracks(seq_len, mesh):
     axes, stage, n_micro, more = MESHES[mesh]
     config = PRESETS["llama3.1-8b"] | {"num_hidden_layers": 8}

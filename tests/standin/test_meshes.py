@@ -16,9 +16,8 @@ CASES = {
     "tp-pp": (4, ("--parallel.tp", 2, "--parallel.pp", 2)),
     "ahead-offload": (2, ("--parallel.prefetch", 2, "--parallel.offload", "all", "--model.activations", "host")),
     "kept": (4, ("--parallel.reshard_after_forward", 2, "--parallel.prefetch", 1)),
-    "pp-host": (2, ("--parallel.pp", 2, "--model.activations", "host")),
     "tp-offload": (2, ("--parallel.tp", 2, "--parallel.offload", "all")),
-    "pp-offload": (2, ("--parallel.pp", 2, "--parallel.offload", "optimizer")),
+    "pp-offload": (2, ("--parallel.pp", 2, "--parallel.offload", "optimizer", "--model.activations", "host")),
 }
 
 

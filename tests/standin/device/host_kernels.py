@@ -64,6 +64,7 @@ class Kernel:
         arguments = op._schema.arguments
         self.written = [a.alias_info is not None and a.alias_info.is_write for a in arguments]
         self.written_names = [a.name for a, written in zip(arguments, self.written, strict=True) if written]
+        self.of_tensors = [str(a.type) == "Tensor" for a in arguments]  # where torch hands over numbers, too
         returns = op._schema.returns
         self.gives_back = bool(returns) and returns[0].alias_info is not None  # what it was given
         self.one = len(returns) == 1
@@ -75,6 +76,9 @@ class Kernel:
             kwargs = {**kwargs, "device": "cpu", "pin_memory": False}
         stream = self._begin(device, args, kwargs) if CHECK and device is not None else None
         host_args, host_kwargs = [on_host(a) for a in args], {key: on_host(value) for key, value in kwargs.items()}
+        for place, (value, is_tensor) in enumerate(zip(host_args, self.of_tensors, strict=False)):
+            if is_tensor and type(value) is int:  # bitwise operators take no number; others would take one of any type
+                host_args[place] = torch.tensor(value)
         made = self.function(*host_args, **host_kwargs)
         given = [pair for *pair, written in zip(args, host_args, self.written, strict=False) if written]
         given += [(kwargs[name], host_kwargs[name]) for name in self.written_names if name in kwargs]

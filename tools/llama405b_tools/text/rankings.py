@@ -8,6 +8,7 @@ from llama405b.capacity.outlook import MEMORY_SPREAD, Outlook
 from llama405b.capacity.run_shape import RunShape
 from llama405b.capacity.search import NEAR, is_near, untried_of
 from llama405b.contract.phrases import given
+from llama405b.contract.schema import IN_BF16
 from llama405b_tools.text.predictions import FITS, UNMEASURED, ReportOptions, between, short_sizes, spread
 
 SHOWN = 8  # of a search, and as many of what no GPU has run
@@ -46,7 +47,7 @@ def _fastest(first: Outlook, untried: Sequence[Outlook]) -> list[str]:
 
 def _moments(load: RunShape) -> str:
     """Their dtype."""
-    return "bf16" if load.numerics == "pure-bf16" else load.moments
+    return "bf16" if load.numerics in IN_BF16 else load.moments
 
 
 def _ties(found: Sequence[Outlook]) -> list[str]:

@@ -12,7 +12,7 @@ from llama405b.distributed import collectives
 from llama405b.distributed.ranks import Rank, ranks_per_host
 
 
-def choose_mesh(config: Config, preset: str, me: Rank) -> Config:
+def choose_for_ranks(config: Config, preset: str, me: Rank) -> Config:
     """Return the configuration with what the plan chooses for these ranks; rank 0, which has the model's files, does. All ranks call it.
 
     Raises:
