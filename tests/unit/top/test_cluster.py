@@ -136,7 +136,7 @@ def test_the_simulation_speaks_as_the_sampler_does():
 def test_a_healthy_run():
     _, pic = play(seconds=50)
     assert (pic.verdict, pic.exit_code) == ("HEALTHY", 0)
-    assert pic.why == "a step takes 6.00 s, 3% above the plan"
+    assert pic.why == "a step takes 6.00 s, 3% more than planned"
     assert (pic.fresh, pic.gpus_seen, pic.gpus_expected) == (4, 32, 32)
     run = pic.training
     assert (run.phase, run.step, run.steps, run.step_s, run.world, run.network) == (

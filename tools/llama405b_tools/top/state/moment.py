@@ -353,11 +353,11 @@ class Moment:
         if self.hang:
             return RunPhase.HUNG, self.hang.age_s
         if self.failures:
-            return RunPhase.FAILED, None
+            return RunPhase.FAILED, max(self._ended_s(), default=None)
         if not self.heard:
             return RunPhase.UNKNOWN, None
         if not any(run.alive for run in self.heard.values()):
-            return self._over(), None
+            return self._over(), min(self._ended_s(), default=None)
         if not all(plan.trains for host in self.hosts.values() if (plan := host.plans.get(self.run))):
             return RunPhase.RUNNING, None
         since_s = min(
@@ -372,6 +372,11 @@ class Moment:
         ):
             return RunPhase.RUNNING, None
         return phases.shown(beat.phase for run in self.heard.values() for beat in run.beats), since_s
+
+    def _ended_s(self) -> list[float]:
+        """Return how many seconds ago each node runner ended, by its host's clock, as far as that is told."""
+        ended = {name: run.status.time for name, run in self.heard.items() if run.status and not run.alive}
+        return [max(0.0, self.hosts[name].clock(self.now) - at) for name, at in ended.items() if at]
 
     @functools.cached_property
     def loaded(self) -> tuple[int, int]:

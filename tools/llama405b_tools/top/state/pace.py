@@ -25,12 +25,10 @@ class Pace(NamedTuple):
 
     @property
     def words(self) -> str:
-        """How long a step takes, and how much that differs from what is expected: ``a step takes 6.00 s, 3% above the plan``."""
+        """How long a step takes, and how much that differs from what is expected: ``a step takes 6.00 s, 3% more than planned``."""
         percent = round(100 * (self.recent_s / self.expected_s - 1))
-        planned = "the plan" if self.is_planned else "the usual time"
-        differs = f"{abs(percent)}% {'above' if percent > 0 else 'below'} {planned}"
-        if not percent:
-            differs = "as planned" if self.is_planned else "as usual"
+        measure = "planned" if self.is_planned else "usual"
+        differs = f"{abs(percent)}% {'more' if percent > 0 else 'less'} than {measure}" if percent else f"as {measure}"
         return f"a step takes {self.recent_s:.2f} s, {differs}"
 
 
