@@ -27,7 +27,7 @@ A = Host("a", "hosts:1")
     ids=["yes", "slow", "exec sh", "exec bash", "read"],
 )
 def test_start_up_files_that_let_no_command_run_are_told_in_time(ssh_server, monkeypatch, shell, words):
-    for name, value in {"SHELL_TIMEOUT_S": 1.2, "SLOW_S": 0.5, "MOST_BYTES": 1 << 14}.items():
+    for name, value in {"SHELL_TIMEOUT_S": 1.2, "SLOW_S": 0.5, "MOST_BYTES": 1 << 11}.items():
         monkeypatch.setattr(login_shell, name, value)
     monkeypatch.setattr(ssh, "ANSWER_WITHIN_S", 0.5)
     ssh_server("a", shell=shell)
