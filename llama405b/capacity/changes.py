@@ -115,6 +115,8 @@ def can_run(load: RunShape, cluster: Cluster) -> bool:
         load.tp * load.cp > 1 or load.halves or "operators" in str(load.recompute) or cluster.gpu.is_cpu
     ):
         return False
+    if load.prefetch and load.halves:
+        return False
     if load.kept_by and (
         load.keeps_weights or load.tp * load.pp > 1 or load.kept_by >= load.shards or load.shards % load.kept_by
     ):

@@ -88,7 +88,7 @@ class _Step:
         self.order = [
             *self.units * part.llama.layers,
             self.sizes.head,
-        ]  # in which a forward gathers them, after the embedding
+        ]  # as a forward gathers them, after the embedding
         if run.pp > 1 and any(in_flight.done):  # only after a step's last backward does FSDP free the last buffer
             last = self.sizes.embedding or (self.sizes.attention if run.halves else self.sizes.layer)
             self.held["reduce-scatter buffers"] = run.gradient_bytes * last

@@ -88,9 +88,8 @@ class _Steps:
         self.kept: dict[str, list[Block]] = {"input": [], "flow": [], "shared": [], "rotary": []}
         self.gathered: list[Block] = []  # what the forward's last unit was gathered into
         self.ahead: list[list[Block]] = []  # what units that come next were gathered into
-        self.parts: dict[str, list[list[Block]]] = {
-            name: [] for name in self.units
-        }  # that this rank keeps of units, of each forward
+        # What this rank keeps gathered of units, until their backward.
+        self.parts: dict[str, list[list[Block]]] = {name: [] for name in self.units}
         layer = ["attention", "mlp"] if run.halves else ["layer"]
         self.order = ["table", *layer * run.llama.layers, *["head"] * (not run.llama.tied)]
         self.place = 0  # in that order, of the unit that comes next; in the backward, of the one that came last

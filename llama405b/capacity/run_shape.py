@@ -31,16 +31,9 @@ RANKS_PER_HOST = 8
 PINNED = 1.19  # gradients, which torch pins in blocks of powers of two; all else is pinned as large as it is
 KINDS = ("parameters", "gradients", "moments")
 GRADIENT = {"fp32-master": 4, **dict.fromkeys(IN_BF16, 2), "fp32": 4}  # bytes per parameter, kept and reduced
-NORM = {
-    **dict.fromkeys(IN_BF16, 4 + 4),
-    "fp32-master": 0,
-    "fp32": 0,
-}  # more bytes per parameter of a norm: its master, and moments
-NORM_SAVED = {
-    **dict.fromkeys(IN_BF16, 2 + 4),
-    "fp32-master": 0,
-    "fp32": 0,
-}  # of those in a checkpoint: it has the master alone
+# More bytes per parameter of a norm: its master, and moments; and of those in a checkpoint, which has the master alone.
+NORM = {**dict.fromkeys(IN_BF16, 4 + 4), "fp32-master": 0, "fp32": 0}
+NORM_SAVED = {**dict.fromkeys(IN_BF16, 2 + 4), "fp32-master": 0, "fp32": 0}
 PASSING = "on their way"  # of a unit at a time, gradients and weights
 INPUTS = "layer inputs"
 PINNED_KINDS = {"optimizer": ("gradients", PASSING), "all": ("parameters", "gradients")}  # what crosses to GPUs
@@ -84,7 +77,7 @@ class RunShape:
     loss: LossOf = "logits"
     recompute: Recompute = FULL
     activations: Activations = "device"
-    compiled: bool = False  # memory is taken as that without, which is more
+    compiled: bool = False  # memory is taken as that without
     prefetch: int = 0  # FSDP units that are gathered ahead; 0: one, in the backward
     kept_by: int = 0  # ranks that keep a unit gathered between forward and backward; 0: none do
 

@@ -32,14 +32,7 @@ def faults_of_mesh(
         yield from _of_matrices(axes, parallel, llama, seq_len, within_host)
         yield from _of_sequences(axes, parallel, llama, seq_len)
         yield from _of_layers(axes, parallel, llama)
-    kept, shards = parallel.reshard_after_forward, axes.size(SHARD)
-    if kept and (shards % kept or kept >= shards):
-        divisors = [n for n in range(2, min(kept, shards)) if shards % n == 0]
-        instead = f"use {divisors[-1]}" if divisors else "leave it out"
-        yield (
-            "parallel.reshard_after_forward",
-            f"{counted(shards, 'shard')} cannot be kept by groups of {kept} ranks; {instead}",
-        )
+    yield from _of_shards(axes.size(SHARD), parallel.reshard_after_forward)
     if not within_host(axes.tp):
         fits = _smaller(axes, parallel, "tp", within_host)
         yield (
@@ -90,6 +83,17 @@ def _of_layers(axes: Axes, parallel: Parallel, llama: Llama) -> Iterator[tuple[s
     if stages > llama.layers:
         fits = _smaller(axes, parallel, "pp", lambda n: n * parallel.chunks <= llama.layers)
         yield "parallel.pp", f"{counted(llama.layers, 'layer')} cannot be divided into {stages} stages; use {fits}"
+
+
+def _of_shards(shards: int, kept_by: int) -> Iterator[tuple[str, str]]:
+    if not kept_by or (shards % kept_by == 0 and kept_by < shards):
+        return
+    divisors = [n for n in range(2, min(kept_by, shards)) if shards % n == 0]
+    instead = f"use {divisors[-1]}" if divisors else "leave it out"
+    yield (
+        "parallel.reshard_after_forward",
+        f"{counted(shards, 'shard')} cannot be kept by groups of {kept_by} ranks; {instead}",
+    )
 
 
 def _smaller(axes: Axes, parallel: Parallel, name: str, fits: Callable[[int], bool]) -> str:

@@ -177,9 +177,8 @@ def _of_units(parallel: Parallel) -> Iterator[Fault]:
                 f"parallel.{name}",
                 f"with strategy {parallel.strategy} it would have no effect; leave it out, or use fsdp2",
             )
-    if (
-        parallel.prefetch and "LlamaDecoderLayer" not in parallel.wrap
-    ):  # torch gathers ahead in the recomputation, too, and never frees that
+    # Of units within a layer torch gathers ahead in the recomputation, too, and never frees that.
+    if parallel.prefetch and "LlamaDecoderLayer" not in parallel.wrap:
         yield (
             "parallel.prefetch",
             "units within a layer would stay gathered; leave it out, or use wrap LlamaDecoderLayer,Embedding",

@@ -15,12 +15,13 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from llama405b.contract.errors import UserError
-from llama405b.contract.schema import COMPUTE_BYTES, Config
+from llama405b.contract.schema import Config
 from llama405b.distributed import collectives
 from llama405b.distributed.ranks import Rank
 from llama405b.model.batch import Batch
 from llama405b.model.inputs import mask_bytes, model_inputs
 from llama405b.model.kernels import candidates, lack
+from llama405b.model.llama import compute_dtype
 
 LARGE_MASK_GIB = 1.0
 LENGTHS = (48, 16, 64)  # of the documents
@@ -49,7 +50,7 @@ def choose_attention(config: Config, hf_config: LlamaConfig, me: Rank) -> Attent
     Raises:
         UserError: On every rank, if the configured one lacks something, or computes something else, on any.
     """
-    dtype = {4: torch.float32, 2: torch.bfloat16}[COMPUTE_BYTES[config.parallel.numerics]]
+    dtype = compute_dtype(config.parallel.numerics)
     isolated = config.data.packing == "isolated"
 
     def tried(name: str) -> tuple[float, str]:

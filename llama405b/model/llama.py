@@ -12,6 +12,12 @@ from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from llama405b.contract.errors import UserError
+from llama405b.contract.schema import COMPUTE_BYTES, Numerics
+
+
+def compute_dtype(numerics: Numerics) -> torch.dtype:
+    """Return the dtype of gathered weights and of hidden states."""
+    return {2: torch.bfloat16, 4: torch.float32}[COMPUTE_BYTES[numerics]]
 
 
 def read_hf_config(directory: Path, layers: int = 0) -> LlamaConfig:

@@ -147,11 +147,11 @@ def update_adamw(
 def _update_rounding(weight: Tensor, state: State, gradient: Tensor, settings: Settings, elements: Elements) -> None:
     """Update one parameter in FP32, chunk by chunk, and round weight and moments stochastically."""
     tensors = [weight, local(state["exp_avg"]), local(state["exp_avg_sq"])]
-    step, begin = int(state["step"]), 0
+    begin = 0
     for g_C, *chunk in zip(*(each.reshape(-1).split(CHUNK) for each in (gradient, *tensors)), strict=True):
         w32_C, m32_C, v32_C = (each.float() for each in chunk)
         _fused([w32_C], [g_C.float()], [m32_C], [v32_C], [state["step"].clone()], settings)
-        dice = Dice(elements, begin, begin + len(g_C), step, weight.device)
+        dice = Dice(elements, begin, begin + len(g_C), state["step"])
         for to_C, wide_C in zip(chunk, (w32_C, m32_C, v32_C), strict=True):
             dice.round_(to_C, wide_C)
         begin += len(g_C)

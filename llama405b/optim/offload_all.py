@@ -83,7 +83,6 @@ class OffloadedAll:
         """Set up the moments, and put a hook before each unit of a model that FSDP2 has sharded.
 
         ``overlap``: return from a step while updates are pending. ``moments`` = fp32: in the dtype of the weights.
-
         """
         self.master = master
         self.optimizer = optimizer

@@ -36,9 +36,8 @@ class Elements:
         local = shape
         if isinstance(parameter, DTensor):
             local, begin = compute_local_shape_and_global_offset(shape, parameter.device_mesh, parameter.placements)
-        key = zlib.crc32(name.encode())
-        row, *rest = (*begin, 0)[:2] if len(shape) > 1 else (begin[0], 0)
-        return cls(key, row, rest[0], math.prod(local[1:]), math.prod(shape[1:]))
+        column = begin[1] if len(shape) > 1 else 0
+        return cls(zlib.crc32(name.encode()), begin[0], column, math.prod(local[1:]), math.prod(shape[1:]))
 
     def numbers(self, first: int, last: int, device: torch.device) -> Tensor:
         """Return the numbers, in the whole tensor, of elements by their place here; int32, which may wrap."""
@@ -52,9 +51,10 @@ class Elements:
 class Dice:
     """The odds of a chunk of elements in one step: 16 bits for each of three tensors, weights and two moments."""
 
-    def __init__(self, elements: Elements, first: int, last: int, step: int, device: torch.device) -> None:
-        mixed_C = _hashed(elements.numbers(first, last, device) ^ _int32(elements.key))
-        self.bits_C = _hashed(mixed_C ^ _hashed_int(step))
+    def __init__(self, elements: Elements, first: int, last: int, step: Tensor) -> None:
+        """``step``: a number on the device of the elements, which nobody waits for."""
+        mixed_C = _hashed(elements.numbers(first, last, step.device) ^ _int32(elements.key))
+        self.bits_C = _hashed(mixed_C ^ _hashed(step.to(torch.int32)))
 
     def round_(self, to_C: Tensor, wide_C: Tensor) -> None:
         """Write FP32 values as BF16, rounded; each call uses other bits."""
@@ -70,10 +70,6 @@ def _hashed(x_C: Tensor) -> Tensor:
     x_C = x_C ^ ((x_C >> 15) & 0x1FFFF)
     x_C = x_C * _int32(0x846CA68B)
     return x_C ^ ((x_C >> 16) & 0xFFFF)
-
-
-def _hashed_int(number: int) -> int:
-    return int(_hashed(torch.tensor([_int32(number)], dtype=torch.int32)))
 
 
 def _int32(number: int) -> int:

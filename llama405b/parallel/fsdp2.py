@@ -10,7 +10,6 @@ import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -87,7 +86,7 @@ def shard(model: nn.Module, parallel: Parallel, device: torch.device, mesh: Devi
         offload = CPUOffloadPolicy(pin_memory=device.type == "cuda")
     unit = functools.partial(fully_shard, mesh=mesh, mp_policy=_precision(parallel.numerics), offload_policy=offload)
     tied, embedding = model.config.tie_word_embeddings, model.model.embed_tokens
-    with _one_smaller_mesh():
+    with _one_smaller_mesh() if parallel.reshard_after_forward else contextlib.nullcontext():
         for module in list(model.modules()):
             if type(module).__name__ in parallel.wrap and module is not embedding:
                 unit(module, reshard_after_forward=reshards)
@@ -104,17 +103,18 @@ def shard(model: nn.Module, parallel: Parallel, device: torch.device, mesh: Devi
 @contextlib.contextmanager
 def _one_smaller_mesh() -> Iterator[None]:
     """Have all units that are resharded to fewer ranks share one mesh: torch makes one, with its communicators, for each."""
-    made: dict[tuple[bool | int, int], FSDPMeshInfo | None] = {}
-    make = _fully_shard._get_post_forward_mesh_info
+    make, made = _fully_shard._get_post_forward_mesh_info, list[FSDPMeshInfo | None]()
 
     def once(reshard_after_forward: bool | int, of: FSDPMeshInfo) -> FSDPMeshInfo | None:
-        key = reshard_after_forward, id(of.mesh)
-        if reshard_after_forward is True or key not in made:
-            made[key] = make(reshard_after_forward, of)
-        return made[key]
+        if not made:
+            made.append(make(reshard_after_forward, of))
+        return made[0]
 
-    with mock.patch.object(_fully_shard, "_get_post_forward_mesh_info", once):
+    _fully_shard._get_post_forward_mesh_info = once
+    try:
         yield
+    finally:
+        _fully_shard._get_post_forward_mesh_info = make
 
 
 def _prefetch(model: nn.Module, ahead: int) -> None:

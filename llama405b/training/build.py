@@ -16,13 +16,14 @@ from llama405b.contract.files import write_atomic
 from llama405b.contract.mesh_rules import check_mesh
 from llama405b.contract.phrases import counted
 from llama405b.contract.records import Phase
-from llama405b.contract.schema import COMPUTE_BYTES, Checkpoint, Config, Evaluation, Parallel, Training
+from llama405b.contract.schema import Checkpoint, Config, Evaluation, Parallel, Training
 from llama405b.data.batches import Batches, describe_reading
 from llama405b.data.reader import Reader
 from llama405b.distributed import collectives
 from llama405b.distributed.numa import bind
 from llama405b.distributed.ranks import ranks_per_host
 from llama405b.model.host_inputs import HostInputs, keep_on_host
+from llama405b.model.llama import compute_dtype
 from llama405b.optim.build_updater import build_updater
 from llama405b.optim.offload_all import pin_for_gradients
 from llama405b.optim.updater import Updater
@@ -66,7 +67,6 @@ def build_trainer(config: Config, resume: str, context: RankContext, stop: StopS
         write_atomic(context.run.config, to_toml(config))
     context.phase(Phase.LOAD)
     module, master = build_model(config, files, context, from_checkpoint=chosen.found is not None)
-    host_inputs = build_host_inputs(config, module, llama, context)
     updater = build_update(config, module, master, context)
     passes = build_passes(config.parallel, module, context.me)
     torch.manual_seed(config.training.seed + context.me.rank)
@@ -94,7 +94,7 @@ def build_trainer(config: Config, resume: str, context: RankContext, stop: StopS
         requests=Requests(context, stop),
         evaluator=build_evaluator(config.evaluation, config.training, passes, held_out, context),
         busy=watch_units(config.parallel, module, context),
-        host_inputs=host_inputs,
+        host_inputs=build_host_inputs(config, module, llama, context),
         evaluates_first=chosen.found is None and not collectives.broadcast_object(context.journal.began_evaluated),
         tokens=context.journal.tokens,
     )
@@ -143,7 +143,7 @@ def build_host_inputs(
     me = context.me
     if me.on_gpu:
         context.phase(Phase.PIN)
-    dtype = {2: torch.bfloat16, 4: torch.float32}[COMPUTE_BYTES[config.parallel.numerics]]
+    dtype = compute_dtype(config.parallel.numerics)
     stage = me.axes.place(me.rank, ("pp",)).rank
     run = RunShape.of(llama, config, me.world, me.axes)
     return keep_on_host(module, run, stage, dtype, me.device, context.heartbeat.progress)

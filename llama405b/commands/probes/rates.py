@@ -13,16 +13,15 @@ from llama405b.capacity.run_shape import RunShape
 from llama405b.commands.probes import host, links
 from llama405b.commands.probes.timing import best_s
 from llama405b.contract.probes import Figure
-from llama405b.contract.schema import COMPUTE_BYTES, Optimizer
+from llama405b.contract.schema import Optimizer
 from llama405b.distributed.ranks import Rank
 from llama405b.model import llama
 from llama405b.model.batch import Batch
 from llama405b.model.checkpointing import checkpoint_activations
 from llama405b.model.inputs import model_inputs
 from llama405b.model.kernels import candidates, lack
+from llama405b.model.llama import compute_dtype
 from llama405b.optim.adamw import build_optimizer
-
-DTYPES = {2: torch.bfloat16, 4: torch.float32}
 
 
 def rates(me: Rank, load: RunShape, directory: Path) -> list[Figure]:
@@ -46,7 +45,7 @@ def layer_pass(load: RunShape, me: Rank) -> Callable[[], None]:
     Raises:
         Exception: The last that is there does not run; its own.
     """
-    dtype = DTYPES[COMPUTE_BYTES[load.numerics]]
+    dtype = compute_dtype(load.numerics)
     *others, last = [name for name in candidates(load.attention) if not lack(name, me.device, dtype)]
     for kernel in others:
         act = layer_with(kernel, load, me)
@@ -60,7 +59,7 @@ def layer_pass(load: RunShape, me: Rank) -> Callable[[], None]:
 
 def layer_with(kernel: str, load: RunShape, me: Rank) -> Callable[[], None]:
     """Build one decoder layer of the run, unsharded; returns what takes it forward and back, recomputed, over a micro-batch."""
-    shape, dtype = load.llama, DTYPES[COMPUTE_BYTES[load.numerics]]
+    shape, dtype = load.llama, compute_dtype(load.numerics)
     config = LlamaConfig(
         hidden_size=shape.hidden, intermediate_size=shape.intermediate, num_attention_heads=shape.heads,
         num_key_value_heads=shape.kv_heads, head_dim=shape.head_dim, num_hidden_layers=1, vocab_size=8,
@@ -100,7 +99,7 @@ def unit_collectives(load: RunShape, me: Rank) -> list[Figure]:
     """Measure an all-gather and a reduce-scatter of a unit, and a small all-gather; all are 0 with one rank."""
     gather = scatter = hop_s = 0.0
     if me.world > 1:
-        dtype = DTYPES[COMPUTE_BYTES[load.numerics]]
+        dtype = compute_dtype(load.numerics)
         n = UnitSizes.of(Part(load.llama)).layer // (1 + load.halves) // me.world
         whole, part = (torch.zeros(size, device=me.device, dtype=dtype) for size in (n * me.world, n))
         few, many = torch.zeros(1, device=me.device), torch.zeros(me.world, device=me.device)

@@ -13,7 +13,7 @@ from llama405b.capacity.estimate import Cluster
 from llama405b.capacity.hardware import read_gpus
 from llama405b.capacity.outlook import Fit, Outlook
 from llama405b.capacity.run_shape import RunShape
-from llama405b.capacity.search import best, meshes, split_of, untried_of
+from llama405b.capacity.search import best, meshes, split_of, untried_of, variants
 from llama405b.contract.config import PRESET_DIR
 from llama405b.contract.mesh import Axes
 from llama405b.contract.mesh_rules import check_mesh
@@ -72,6 +72,13 @@ def test_where_logits_do_not_fit_their_loss_is_computed_in_parts():
     first = best(outlook(SMALL, 4, 65536, 4))[0]
     assert (first.fit, first.load.loss, untried_of(first.load)) == (Fit.YES, "parts", "--parallel.loss parts")
     assert first.of_load(dataclasses.replace(first.load, loss="logits")).fit is not Fit.YES
+
+
+def test_a_search_offers_no_units_that_the_trainer_does_not_gather_ahead():
+    asked = outlook(SMALL, 8, 4096, 64)
+    ahead = asked.of_load(dataclasses.replace(asked.load, prefetch=1))
+    assert {each.load.halves for each in variants(asked)} == {True, False}
+    assert {each.load.halves for each in variants(ahead)} == {False}
 
 
 def test_a_slow_network_makes_tensor_parallelism_the_fastest():

@@ -5,13 +5,11 @@ import torch
 
 from llama405b.optim.stochastic import Dice, Elements
 
-CPU = torch.device("cpu")
-
 
 def rounded(wide_C, elements=None, step=3, first=0):
     elements = elements or Elements(77, whole=len(wide_C), width=len(wide_C))
     to_C = torch.empty(len(wide_C), dtype=torch.bfloat16)
-    Dice(elements, first, first + len(wide_C), step, CPU).round_(to_C, wide_C)
+    Dice(elements, first, first + len(wide_C), torch.tensor(float(step))).round_(to_C, wide_C)
     return to_C
 
 
@@ -40,7 +38,7 @@ def test_neighbors_steps_and_tensors_are_rounded_apart():
 
 
 def test_each_call_uses_other_bits():
-    wide_C, dice = torch.full((1 << 16,), 1.001), Dice(Elements(1), 0, 1 << 16, 1, CPU)
+    wide_C, dice = torch.full((1 << 16,), 1.001), Dice(Elements(1), 0, 1 << 16, torch.tensor(1.0))
     found = [torch.empty(1 << 16, dtype=torch.bfloat16) for _ in range(3)]
     for each in found:
         dice.round_(each, wide_C)

@@ -137,7 +137,7 @@ def sharing_notes(hosts: Sequence[Host], answers: Facts) -> Iterator[str]:
 
 
 def mesh_notes(config: Config, plan: Plan) -> Iterator[str]:
-    """Yield what no GPU has run yet of how the model is split and activations are kept, and where the batch is not split evenly."""
+    """Yield what no GPU has run yet of these settings, and where the batch is not split evenly."""
     axes = plan.axes(config.parallel)
     if axes.told:
         inner = next(name for name in reversed(NAMES) if axes.size([name]) > 1)

@@ -57,25 +57,9 @@ from llama405b_tools.verbs.plan_options import (
     said_of_machines,
 )
 
-# Written if they differ from the defaults.
-IF_CHANGED = (
-    *(
-        f"parallel.{name}"
-        for name in (
-            "strategy",
-            "dp_replicate",
-            "tp",
-            "cp",
-            "pp",
-            "pp_schedule",
-            "loss",
-            "prefetch",
-            "reshard_after_forward",
-        )
-    ),
-    "model.activation_checkpointing",
-    "model.activations",
-)
+# Written if they differ from what was asked for.
+OF_PARALLEL = ["strategy", "dp_replicate", "tp", "cp", "pp", "pp_schedule", "loss", "prefetch", "reshard_after_forward"]
+IF_CHANGED = [f"parallel.{name}" for name in OF_PARALLEL] + ["model.activation_checkpointing", "model.activations"]
 CHOSEN = ("parallel.offload", "parallel.wrap", "parallel.moments", "training.micro_batch_size")
 CODES = {Fit.NO: UNFIT, Fit.RETRIES: FAILED}
 PACKAGES = ("torch", "transformers")

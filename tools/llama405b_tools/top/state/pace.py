@@ -28,8 +28,10 @@ class Pace(NamedTuple):
         """How long a step takes, and how much that differs from what is expected: ``a step takes 6.00 s, 3% more than planned``."""
         percent = round(100 * (self.recent_s / self.expected_s - 1))
         measure = "planned" if self.is_planned else "usual"
-        differs = f"{abs(percent)}% {'more' if percent > 0 else 'less'} than {measure}" if percent else f"as {measure}"
-        return f"a step takes {self.recent_s:.2f} s, {differs}"
+        if not percent:
+            return f"a step takes {self.recent_s:.2f} s, as {measure}"
+        more = "more" if percent > 0 else "less"
+        return f"a step takes {self.recent_s:.2f} s, {abs(percent)}% {more} than {measure}"
 
 
 @dataclasses.dataclass(slots=True)
