@@ -102,7 +102,7 @@ PROVES = {  # features of docs/proof.md
     Probe.RANK0: "weights that rank 0 reads and sends",
     Probe.FSDP1: "FSDP1 beside FSDP2",
     Probe.EVALUATION: "an evaluation between steps",
-    Probe.KNOBS: "the recipe's knobs, alone and together",
+    Probe.KNOBS: "settings alone and together",
 }
 
 

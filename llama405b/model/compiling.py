@@ -3,6 +3,7 @@
 import functools
 import os
 import shutil
+from importlib.util import find_spec
 
 import torch
 from torch import nn
@@ -11,8 +12,10 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 COMPILERS = ("cc", "gcc", "clang")  # of C, one of which torch and Triton call
 
 
-def lack() -> str:
-    """Say what this machine lacks for it; "": nothing."""
+def lack(device: torch.device) -> str:
+    """Say what this machine lacks to compile for a device; "": nothing."""
+    if device.type == "cuda" and not find_spec("triton"):
+        return "torch.compile needs the package triton for GPUs, and it is not installed here"
     names = [os.environ["CC"]] if os.environ.get("CC") else COMPILERS
     if any(map(shutil.which, names)):
         return ""

@@ -175,9 +175,12 @@ class ReduceScatter:
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return memory for the stream that this is called on: for a unit's whole gradients, or a rank's own."""
-        with torch.cuda.stream(torch.cuda.default_stream(device)):
+        used_on, made_on = torch.cuda.current_stream(device), torch.cuda.default_stream(device)
+        with torch.cuda.stream(made_on):
             made = torch.empty(*size, dtype=dtype, device=device)
-        made.record_stream(torch.cuda.current_stream(device))  # with one micro-batch, what reads it waits for it anyway
+        if torch.are_deterministic_algorithms_enabled():
+            used_on.wait_stream(made_on)  # torch then fills new memory with NaN
+        made.record_stream(used_on)  # with one micro-batch, what reads it waits for it anyway
         return made
 
     def __call__(

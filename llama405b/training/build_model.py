@@ -54,8 +54,8 @@ def build_model(
         load_weights.refuse_not_finite(built.master, Path(config.model.path))
     if config.model.compile:
         with collectives.raise_on_all_ranks():
-            if why := compiling.lack():
-                raise UserError(f"--model.compile: {why}; install one, or leave it out")
+            if why := compiling.lack(context.me.device):
+                raise UserError(f"--model.compile: {why}; install it, or leave the setting out")
         compiling.compile_layers(built.module)
     checkpoint_activations(built.module, Recompute.read(config.model.activation_checkpointing))
     took = f"{built.origin}, {time.monotonic() - began:.1f} s"

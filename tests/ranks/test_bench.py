@@ -112,11 +112,15 @@ def test_whole_runs_agree_with_those_that_do_without(tmp_path, warm_cli):
     ]
 
 
-def test_a_whole_run_ends_with_its_probe(tmp_path):
+@pytest.mark.parametrize(
+    "forks", [True, False]
+)  # an import may have initialized CUDA, which then is of no use in a fork
+def test_a_whole_run_ends_with_its_probe(tmp_path, forks):
     """Which is killed when its time is over."""
     (tmp_path / "sleeper.py").write_text("import os, time; print(os.getpid(), flush=True); time.sleep(600)\n")
-    program = "from pathlib import Path; from llama405b.commands.probes import runs; runs.TRAINER = 'sleeper'"
-    program += "; runs._forked(['sleeper'], Path('log'))"
+    program = "from pathlib import Path; from llama405b.commands.probes import runs"
+    program += "" if forks else "; runs.torch.cuda.is_initialized = lambda: True"
+    program += "; runs._run(['sleeper'], Path('log'))"
     env = os.environ | {"PYTHONPATH": f"{ROOT}:{tmp_path}"}
     probe = subprocess.Popen([sys.executable, "-c", program], cwd=tmp_path, env=env)
     log = tmp_path / "log"

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from llama405b.contract.schema import Model, Parallel
 from llama405b.model.kernels import KERNELS, lack
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="NOT RUN: no GPU")]
@@ -106,3 +107,45 @@ def test_attention_keeps_packed_documents_apart(attention):
         config = LlamaConfig(hidden_size=heads["num_attention_heads"] * 128, **heads)
         for isolated in (True, False):
             check_attention(config, attention, cuda, torch.bfloat16, isolated=isolated)
+
+
+SAME_BITS = ("operators", "operators:2", "every:2", "none")
+ROUNDED_OTHERWISE = {  # losses apart by at most
+    "loss in parts": (Parallel(loss="parts"), Model(), 1e-3),
+    "compiled": (Parallel(), Model(compile=True), 1e-2),
+    "stochastic": (Parallel(numerics="bf16-stochastic"), Model(), 1e-1),
+}
+
+
+@pytest.fixture(scope="module")
+def eight_steps():
+    from llama405b.commands.probes.steps import EXACT, take_steps
+    from llama405b.distributed import ranks
+
+    me = ranks.join("cuda", 60)
+    torch.use_deterministic_algorithms(True)
+    yield lambda parallel, model: take_steps(EXACT, parallel, me, 8, model)[0]
+    torch.use_deterministic_algorithms(False)
+    ranks.leave()
+
+
+@pytest.fixture(scope="module")
+def usual(eight_steps):
+    losses = eight_steps(Parallel(), Model())
+    assert losses[-1] < losses[0]
+    assert eight_steps(Parallel(), Model()) == losses  # the control
+    return losses
+
+
+@pytest.mark.parametrize("activations", ["device", "host"])
+@pytest.mark.parametrize("kind", SAME_BITS)
+def test_what_is_computed_again_changes_no_bit(eight_steps, usual, kind, activations):
+    if (kind, activations) == ("none", "host"):
+        kind = "full"
+    assert eight_steps(Parallel(), Model(activation_checkpointing=kind, activations=activations)) == usual
+
+
+@pytest.mark.parametrize("name", ROUNDED_OTHERWISE)
+def test_what_rounds_otherwise_learns_the_same(eight_steps, usual, name):
+    parallel, model, apart = ROUNDED_OTHERWISE[name]
+    assert eight_steps(parallel, model) == pytest.approx(usual, abs=apart)

@@ -129,6 +129,14 @@ def trainer_with_small_stages():
     return trainer()
 
 
+def deterministic_trainer():
+    """The trainer, with torch's deterministic algorithms, which also fill with NaN whatever memory is allocated."""
+    import torch
+
+    torch.use_deterministic_algorithms(True)
+    return trainer()
+
+
 def profiled_trainer():
     """The trainer, of whose third step a profile is requested in the second."""
     from llama405b.contract.files import write_json

@@ -38,6 +38,12 @@ def test_losses_are_the_cpus(standin, place, accumulation, world):
     assert trained.found == NOTHING, trained.output
 
 
+def test_memory_that_torch_fills_with_nan_is_not_read(standin):
+    trained = standin.train("--parallel.numerics", "fp32", program="standin_rig:deterministic_trainer", world=2)
+    assert trained.losses == standin.losses_of_cpu("fp32", 1, 2)
+    assert trained.found == NOTHING, trained.output
+
+
 @pytest.mark.parametrize("place", ["none", "optimizer", "all"])
 def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(standin, place):
     numerics = {"none": "bf16-stochastic"}.get(place, "fp32-master")  # whose rounding goes on alike, too

@@ -1,7 +1,8 @@
-"""The knobs that the recipe leaves to whoever runs it, each alone and all together: what a step takes, beside what the plan says.
+"""What a step takes with each setting alone and together, beside what the plan says of it.
 
-Of FSDP1: the embedding as a unit of its own, forward prefetch, all-gathers that are not limited, and offload. FSDP2 has no
-second and third: it gathers the next unit by itself, and never more than that.
+First the knobs that the recipe leaves to whoever runs it: the embedding as a unit of its own, and offload; of FSDP1 also forward
+prefetch, and all-gathers that are not limited: FSDP2 gathers the next unit by itself, and never more than that. Then, for FSDP2, the
+settings that trade memory for speed.
 """
 
 import dataclasses
@@ -15,34 +16,51 @@ import torch
 from llama405b.capacity.estimate import RUNTIME_BYTES, Cluster
 from llama405b.capacity.hardware import gpu_like, read_gpus
 from llama405b.capacity.outlook import WHOLE, Outlook
-from llama405b.capacity.run_shape import RunShape
-from llama405b.commands.probes.steps import STEPS, Workload, take_steps
+from llama405b.commands.probes.steps import PLAIN, STEPS, Workload, take_steps
 from llama405b.commands.probes.timing import GB
-from llama405b.contract import weights
 from llama405b.contract.probes import Figure
-from llama405b.contract.schema import Parallel
+from llama405b.contract.schema import Model, Parallel
 from llama405b.contract.strategies import Name
 from llama405b.distributed.ranks import Rank
+from llama405b.model import compiling
 
-# With an embedding of true size.
-MODEL = Workload("llama3.1-8b", layers=2, batch=2, seq_len=4096, attention="sdpa", vocab=128_256)
-LAYERS_ALONE = WHOLE[:1]
-FSDP2: dict[str, dict[str, Any]] = {"embedding": {"wrap": WHOLE}, "offload": {"offload": "all"}}
+# With an embedding of true size, and layers enough for inputs to come back one layer ahead.
+MODEL = Workload("llama3.1-8b", layers=4, batch=2, seq_len=4096, attention="sdpa", vocab=128_256)
+
+
+BASE = Parallel(wrap=WHOLE[:1])  # a layer is a unit
+Knobs = dict[str, dict[str, Any]]  # settings of [parallel] and [model], by a name
+FSDP2: Knobs = {"embedding": {"wrap": WHOLE}, "offload": {"offload": "all"}}
 FSDP1 = FSDP2 | {
     "forward prefetch": {"forward_prefetch": True},
     "all-gathers not limited": {"limit_all_gathers": False},
 }
+COMPILED: Knobs = {"compiled": {"compile": True}}
+FASTEST: Knobs = {"loss in parts": {"loss": "parts"}, "operators": {"activation_checkpointing": "operators"}}
+MORE = FASTEST | {
+    "no checkpointing": {"activation_checkpointing": "none"},
+    "layer inputs on the host": {"activations": "host"},
+    "pure-bf16": {"numerics": "pure-bf16"},
+    "bf16-stochastic": {"numerics": "bf16-stochastic"},
+}
 
 
-def settings_of(strategy: Name) -> Iterator[tuple[str, Parallel]]:
-    """Yield the settings of a strategy, by their names: with none of its knobs, with each alone, and with all."""
-    base = Parallel(strategy=strategy, wrap=LAYERS_ALONE)
-    knobs = FSDP1 if base.by_fsdp1 else FSDP2
-    yield f"{strategy}, none of them", base
-    for name, values in knobs.items():
-        yield f"{strategy}, {name}", dataclasses.replace(base, **values)
-    everything = functools.reduce(operator.or_, knobs.values())
-    yield f"{strategy}, all of them", dataclasses.replace(base, **everything)
+def settings_of(strategy: Name, *, compiles: bool) -> Iterator[tuple[str, Parallel, Model]]:
+    """Yield the settings of a strategy, by their names: none of its knobs, each alone, and all; of FSDP2 also the other settings."""
+    knobs, compiled = FSDP1 if strategy == "fsdp1" else FSDP2, COMPILED if compiles else {}
+    named: dict[str, Knobs] = {
+        "none of them": {},
+        **{name: {name: knobs[name]} for name in knobs},
+        "all of them": knobs,
+    }
+    if strategy == "fsdp2":
+        alone, fastest = MORE | compiled, {"embedding": FSDP2["embedding"]} | FASTEST | compiled
+        named |= {name: {name: alone[name]} for name in alone} | {" + ".join(fastest): fastest}
+    for name, together in named.items():
+        values: dict[str, Any] = functools.reduce(operator.or_, together.values(), {"strategy": strategy})
+        of_model = {key: value for key, value in values.items() if hasattr(PLAIN, key)}
+        parallel = dataclasses.replace(BASE, **{key: values[key] for key in values.keys() - of_model.keys()})
+        yield f"{strategy}, {name}", parallel, dataclasses.replace(PLAIN, **of_model)
 
 
 def knobs(me: Rank) -> list[Figure]:
@@ -50,38 +68,31 @@ def knobs(me: Rank) -> list[Figure]:
     figures = []
     strategies: tuple[Name, ...] = ("fsdp2", "fsdp1") if me.on_gpu else ("fsdp2",)
     for strategy in strategies:
-        for name, parallel in settings_of(strategy):
-            figures += _measured(name, parallel, me)
+        for name, parallel, model in settings_of(strategy, compiles=not compiling.lack(me.device)):
+            figures += _measured(name, parallel, model, me)
     return figures
 
 
-def _measured(name: str, parallel: Parallel, me: Rank) -> list[Figure]:
+def _measured(name: str, parallel: Parallel, model: Model, me: Rank) -> list[Figure]:
     if me.on_gpu:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    _, timed = take_steps(MODEL, parallel, me, 1 + STEPS)
-    found = [Figure(f"{name}: step", timed.whole_s, "s")]
+    _, timed = take_steps(MODEL, parallel, me, 1 + STEPS, model)
+    found = [Figure(f"{name}: {part}", timed.seconds[part], "s") for part in ("forward", "backward")]
+    found.append(Figure(f"{name}: step", timed.whole_s, "s"))
     if not me.on_gpu:
         return found
     found.append(Figure(f"{name}: peak", torch.cuda.max_memory_allocated() / GB, "GB"))
-    return found if parallel.by_fsdp1 else found + _planned(name, parallel, me)
+    found.append(Figure(f"{name}: reserved", torch.cuda.max_memory_reserved() / GB, "GB"))
+    return found if parallel.by_fsdp1 else found + _planned(name, parallel, model, me)
 
 
-def _planned(name: str, parallel: Parallel, me: Rank) -> list[Figure]:
+def _planned(name: str, parallel: Parallel, model: Model, me: Rank) -> list[Figure]:
     """What the plan says of it, if it knows the GPU; FSDP1 is not predicted."""
     of = torch.cuda.get_device_properties(me.device)
     gpu = gpu_like(of.name, of.total_memory, read_gpus())
-    llama = weights.parse_llama(MODEL.config(me).to_dict() | {"architectures": None}, "the model")
-    load = RunShape(
-        llama,
-        parallel.numerics,
-        parallel.offload,
-        me.world,
-        MODEL.seq_len,
-        MODEL.batch,
-        MODEL.batch * me.world,
-        wrap=parallel.wrap,
-    )
-    needs = Outlook.of(load, Cluster(gpu) if gpu else Cluster()).needs
+    run = MODEL.run_shape(parallel, me, model)
+    needs = Outlook.of(run, Cluster(gpu) if gpu else Cluster()).needs
     found = [Figure(f"{name}: planned peak", (needs.gpu_bytes - RUNTIME_BYTES) / GB, "GB")]
+    found.append(Figure(f"{name}: planned reserved", sum(needs.reserved.values()) / GB, "GB"))
     return [*found, Figure(f"{name}: planned step", needs.step_s, "s")] if gpu and needs.step_s else found

@@ -1,6 +1,6 @@
 """Runs of the training program itself, on the demo's model: what a run uses, compared with a run that does without it.
 
-Each is a fork of this process, which has imported torch and must not have touched a GPU. One rank: sharding is not shown.
+Each is a fork of this process, which has imported torch; where that has touched a GPU, a fresh one. One rank: sharding is not shown.
 """
 
 import functools
@@ -12,6 +12,9 @@ import tempfile
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import NoReturn
+
+import torch
 
 from llama405b.contract import reader
 from llama405b.contract.paths import RunDir
@@ -57,7 +60,7 @@ class Runs:
         paths = {"model.path": self.directory / "model"}
         flags = [f"--{key}={value}" for key, value in (BASE | paths | {"parallel.device": self.device} | own).items()]
         log = self.directory / f"{name}.log"
-        code = _forked([TRAINER, "--run-dir", str(run), "--resume", resume, *flags], log)
+        code = _run([TRAINER, "--run-dir", str(run), "--resume", resume, *flags], log)
         if code:
             last = (log.read_text(errors="replace").strip().splitlines() or ["no output"])[-1]
             raise RuntimeError(f"the run with {' '.join(map(str, own.items()))} ended with exit code {code}: {last}")
@@ -66,18 +69,26 @@ class Runs:
         return {each.step: each.loss for each in metrics if isinstance(each, Metrics)}
 
 
-def _forked(argv: Sequence[str], log: Path) -> int:
-    """Run a module as the main program in a fork; returns its exit code."""
-    parent, pid = os.getpid(), os.fork()
-    if pid:
-        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+def _run(argv: Sequence[str], log: Path) -> int:
+    """Run a module, the first of ``argv``, as the main program, in a fork if CUDA lets it; returns its exit code."""
+    parent = os.getpid()
+    if torch.cuda.is_initialized():  # by an import, such as torchao's
+        return os.spawnv(os.P_WAIT, sys.executable, [sys.executable, "-m", __name__, str(parent), str(log), *argv])
+    pid = os.fork()
+    if not pid:
+        _be(argv, log, parent)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def _be(argv: Sequence[str], log: Path, parent: int) -> NoReturn:
+    """Be that program."""
     try:
         end_with(parent)  # which is killed when the probe's time is over
         with log.open("ab") as file:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
         sys.argv = list(argv)
-        runpy.run_module(TRAINER, run_name="__main__", alter_sys=True)  # it leaves by itself
+        runpy.run_module(argv[0], run_name="__main__", alter_sys=True)  # it leaves by itself
     except BaseException:  # noqa: BLE001 - this is a fork: nothing of it may go on
         traceback.print_exc()
     os._exit(1)
@@ -166,3 +177,7 @@ RUNS: dict[Probe, Callable[[str], list[Figure]]] = {
         (Probe.EVALUATION, evaluation),
     )
 }
+
+if __name__ == "__main__":
+    [_parent, _log, *_argv] = sys.argv[1:]
+    _be(_argv, Path(_log), int(_parent))

@@ -13,26 +13,31 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig
 
-from llama405b.capacity import estimate, run_shape
+from llama405b.capacity import estimate
+from llama405b.capacity.run_shape import RunShape
 from llama405b.commands.probes.timing import GB
 from llama405b.contract import weights
 from llama405b.contract.config import PRESET_DIR
 from llama405b.contract.probes import Figure
-from llama405b.contract.schema import Offload, Optimizer, Parallel
+from llama405b.contract.recompute import Recompute
+from llama405b.contract.schema import Config, Data, Model, Offload, Optimizer, Parallel, Training
 from llama405b.distributed.ranks import Rank
 from llama405b.distributed.step_timer import StepTimer
-from llama405b.model import llama
+from llama405b.model import compiling, llama
 from llama405b.model.batch import Batch
 from llama405b.model.checkpointing import checkpoint_activations
+from llama405b.model.host_inputs import keep_on_host
 from llama405b.model.kernels import candidates, lack
 from llama405b.optim.build_updater import build_updater
 from llama405b.optim.fp32_masters import master_model
 from llama405b.optim.step import train_step
 from llama405b.optim.updater import Updater, UpdateWork
 from llama405b.parallel import fsdp1, fsdp2, load_weights
-from llama405b.parallel.passes import OneByOne
+from llama405b.parallel.build_passes import build_passes
 
 VOCAB = 8192  # small, so that the layers dominate
+PLAIN = Model()
+ROWS = 4096  # of random weights that are made at a time
 STEPS = 3  # that are timed, after one that is not
 EXACT_STEPS = 10
 TINY = {
@@ -64,8 +69,19 @@ class Workload:
     def tokens(self, me: Rank, step: int, number: int) -> torch.Tensor:
         """Return ``tokens_BS`` of a step; others for each number."""
         generator = torch.Generator().manual_seed(1000 * step + number)
-        shape = (self.batch, self.seq_len) if me.on_gpu else (min(self.batch, 2), 64)
-        return torch.randint(0, VOCAB, shape, generator=generator).to(me.device)
+        return torch.randint(0, VOCAB, self.batch_shape(me), generator=generator).to(me.device)
+
+    def batch_shape(self, me: Rank) -> tuple[int, int]:
+        """Return ``(B, S)`` of a rank's micro-batch."""
+        return (self.batch, self.seq_len) if me.on_gpu else (min(self.batch, 2), 64)
+
+    def run_shape(self, parallel: Parallel, me: Rank, model: Model = PLAIN) -> RunShape:
+        """Return what the plan is told of it."""
+        n_sequences, seq_len = self.batch_shape(me)
+        training = Training(micro_batch_size=n_sequences, global_batch_size=n_sequences * me.world)
+        config = Config(model, Data(seq_len=seq_len), training, parallel=parallel)
+        shape = weights.parse_llama(self.config(me).to_dict() | {"architectures": None}, "the model")
+        return RunShape.of(shape, config, me.world)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -86,7 +102,7 @@ HIDING = Workload("llama3.1-8b", layers=8, batch=16, seq_len=4096)  # its forwar
 EXACT = Workload("llama3.1-8b", layers=4, batch=1, seq_len=1024, attention="sdpa")  # flash-attn is not deterministic
 
 
-def _build(what: Workload, parallel: Parallel, me: Rank) -> tuple[nn.Module, Updater]:
+def _build(what: Workload, parallel: Parallel, me: Rank, settings: Model) -> tuple[nn.Module, Updater]:
     """Build a sharded model with random weights, which are the same each time."""
     config = what.config(me)
     attention = next(name for name in candidates(what.attention) if not lack(name, me.device, torch.bfloat16))
@@ -109,30 +125,37 @@ def _build(what: Workload, parallel: Parallel, me: Rank) -> tuple[nn.Module, Upd
         own = parameter.data.to_local()
         if own.ndim == 1:
             own.fill_(1)
-        else:
-            own.copy_(0.02 * torch.randn(own.shape, device=me.device, generator=generator))
-    checkpoint_activations(module)
+            continue
+        for rows in own.split(ROWS):
+            rows.copy_(0.02 * torch.randn(rows.shape, device=me.device, generator=generator))
+    if settings.compile:
+        compiling.compile_layers(module)
+    checkpoint_activations(module, Recompute.read(settings.activation_checkpointing))
+    if settings.activations == "host":
+        run, dtype = what.run_shape(parallel, me, settings), llama.compute_dtype(parallel.numerics)
+        keep_on_host(module, run, 0, dtype, me.device, lambda *_: None)
     return module, build_updater(module, Optimizer(), parallel, me.device, master=master)
 
 
-def take_steps(what: Workload, parallel: Parallel, me: Rank, count: int) -> tuple[list[float], Timed]:
+def take_steps(
+    what: Workload, parallel: Parallel, me: Rank, count: int, settings: Model = PLAIN
+) -> tuple[list[float], Timed]:
     """Take steps; returns their losses, and what the last ``STEPS`` took."""
-    module, updater = _build(what, parallel, me)
+    module, updater = _build(what, parallel, me, settings)
+    passes = build_passes(parallel, module, me)
     losses = []
     laps_of = []
     works = []
     for step in range(count):
         timer = StepTimer(me.device)
         x = what.tokens(me, step, me.rank)
-        result = train_step(
-            OneByOne(module, me.dp.size), updater, [Batch(x, x.roll(-1, 1))], max_norm=1.0, lap=timer.mark
-        )
+        result = train_step(passes, updater, [Batch(x, x.roll(-1, 1))], max_norm=1.0, lap=timer.mark)
         assert result, "every token is a target"
         laps_of.append(timer.seconds())
         works.append(updater.work())
         losses.append(result.loss)
     updater.wait()
-    del module, updater
+    del module, passes, updater
     gc.collect()  # or its memory would be there beside the next model's
     median = {part: statistics.median(timer[part] for timer in laps_of[-STEPS:]) for part in laps_of[0]}
     return losses, Timed(median, works[-1])
@@ -149,10 +172,7 @@ def layer(place: Offload, me: Rank) -> list[Figure]:
     figures = [Figure(part, seconds, "s") for part, seconds in timed.seconds.items()]
     if timed.work:
         figures += _work_figures(timed.work)
-    shape = weights.parse_llama(LAYER.config(me).to_dict() | {"architectures": None}, "the layer")
-    counted = estimate.estimate(
-        run_shape.RunShape(shape, parallel.numerics, place, me.world, LAYER.seq_len, global_batch=1)
-    )
+    counted = estimate.estimate(LAYER.run_shape(parallel, me))
     if me.on_gpu:
         peak = torch.cuda.max_memory_allocated()
         figures.append(Figure("peak", peak / GB, "GB"))

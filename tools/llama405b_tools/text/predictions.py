@@ -197,7 +197,11 @@ def expectation(outlook: Outlook) -> str:
     step = f"a step in {between(needs.step_s, outlook.time_range)} s, " if needs.step_s else ""
     of = "rank" if outlook.cluster.gpu.is_cpu else "GPU"
     found = outlook.calibration
-    how = f"from measurements of {found.made}" if found else "no GPU has confirmed these predictions yet"
+    how = (
+        f"from measurements of {found.made}"
+        if found
+        else "confirmed for layers on one H200 alone, not yet for GPUs together"
+    )
     if not outlook.time_range:
         how = UNMEASURED
     has = outlook.cluster.gpu.memory_bytes / GIB
