@@ -86,6 +86,7 @@ def _changes(load: RunShape) -> list[tuple[str, RunShape]]:
         ("--parallel.offload all", change(offload="all")),
         ("--parallel.loss parts", change(loss="parts")),
         ("--model.compile true (rounds otherwise)", change(compiled=True)),
+        ("--model.fused true (rounds otherwise)", change(fused=True)),
         ("--model.activations host", change(activations="host")),
         (f"--parallel.reshard_after_forward {load.ranks_per_host}", change(kept_by=load.ranks_per_host)),
         ("--parallel.moments bf16 (with optimizer.betas of at most 0.99)", change(moments="bf16")),
@@ -114,6 +115,8 @@ def can_run(load: RunShape, cluster: Cluster) -> bool:
     if load.compiled and (
         load.tp * load.cp > 1 or load.halves or "operators" in str(load.recompute) or cluster.gpu.is_cpu
     ):
+        return False
+    if load.fused and (load.compiled or load.tp > 1):
         return False
     if load.prefetch and load.halves:
         return False

@@ -128,10 +128,12 @@ def _attention_s(setting: Setting, rates: Rates) -> float:
 
 
 def _elementwise_s(setting: Setting, rates: Rates) -> float:
-    """Norms, rotary embedding, activation, residuals: bytes of a token and layer, counted op by op; fused if compiled."""
+    """Norms, rotary embedding, activation, residuals: bytes of a token and layer, counted op by op, or fused."""
     h, f = setting.shape.hidden, setting.shape.intermediate
     if setting.compiled:
         per_token = 20 * h + 6 * f
+    elif setting.fused:  # norms are, 8 h, between residuals; SiLU and its product are two kernels
+        per_token = 20 * h + 10 * f
     elif setting.shape.gated:  # Hugging Face's and torchtitan's Llama: RMSNorm in FP32, rotary embedding, SiLU times up
         per_token = 80 * h + 10 * f
     else:  # MPT: LayerNorm in BF16, GELU

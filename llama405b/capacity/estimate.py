@@ -154,6 +154,7 @@ def setting_of(run: RunShape, cluster: Cluster) -> Setting:
         loss_of_parts=run.loss == "parts",
         kept_by=run.kept_by,
         compiled=run.compiled,
+        fused=run.fused,
         inputs_copied=run.activations == "host",
         recompute=run.recompute,
         reduces_once=not run.reduces_each,

@@ -78,6 +78,7 @@ class RunShape:
     recompute: Recompute = FULL
     activations: Activations = "device"
     compiled: bool = False  # memory is taken as that without
+    fused: bool = False  # likewise
     prefetch: int = 0  # FSDP units that are gathered ahead; 0: one, in the backward
     kept_by: int = 0  # ranks that keep a unit gathered between forward and backward; 0: none do
 
@@ -112,6 +113,7 @@ class RunShape:
             recompute=Recompute.read(config.model.activation_checkpointing),
             activations=config.model.activations,
             compiled=config.model.compile,
+            fused=config.model.fused,
             prefetch=config.parallel.prefetch,
             kept_by=config.parallel.reshard_after_forward,
         )

@@ -101,6 +101,8 @@ def untried_of(load: RunShape) -> str:
         words.append("--model.activations host")
     if load.compiled:
         words.append("--model.compile true")
+    if load.fused:
+        words.append("--model.fused true")
     if load.prefetch:
         words.append(f"--parallel.prefetch {load.prefetch}")
     if load.kept_by:

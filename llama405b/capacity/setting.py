@@ -76,6 +76,7 @@ class Setting:
     products_kept: float = 1.0  # where that is of operators: as a share; torchtitan keeps every second
     reshard: bool = True  # parameters are gathered again in the backward
     compiled: bool = False
+    fused: bool = False  # norms
     triton: bool = False  # attention by the kernel of MPT's time
     update_bytes: float = 28.0  # read and written per parameter: AdamW on weight, gradient and two moments in FP32
     updates_on_host: bool = False

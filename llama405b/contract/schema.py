@@ -57,6 +57,11 @@ class Model:
         False,
         "torch.compile decoder layers, one graph for all: norms, rotary embedding and activations become few kernels; rounds otherwise",
     )
+    fused: bool = option(
+        False,
+        "compute RMSNorm in one kernel, and SwiGLU so that two tensors are kept instead of four, each if a check on every rank finds it "
+        "right; rounds otherwise",
+    )
     layers: int = option(0, "keep only the first N decoder layers, for quick experiments; 0: all")
     weights: Literal["files", "random"] = option("files", "random: generate them on rank 0 instead of reading files")
 

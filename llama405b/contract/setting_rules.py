@@ -27,7 +27,7 @@ def faults_of(config: Config) -> Iterator[Fault]:
     """Yield what is wrong with a configuration, before any rank is started."""
     yield from _out_of_range(config)
     yield from _of_model(config.model, config.parallel)
-    yield from _of_compiling(config.model, config.parallel)
+    yield from _of_kernels(config.model, config.parallel)
     yield from _of_data(config.data)
     yield from _of_training(config.training, config.optimizer)
     yield from _of_saving(config)
@@ -54,9 +54,13 @@ def _of_model(model: Model, parallel: Parallel) -> Iterator[Fault]:
         yield "model.activations", "without activation checkpointing it would have no effect; leave it out, or use full"
 
 
-def _of_compiling(model: Model, parallel: Parallel) -> Iterator[Fault]:
+def _of_kernels(model: Model, parallel: Parallel) -> Iterator[Fault]:
+    if model.fused and parallel.tp > 1:
+        yield "model.fused", "modules that tp splits stay as they are; leave it out, or use tp 1"
     if not model.compile:
         return
+    if model.fused:
+        yield "model.compile", "a compiled layer is fused as a whole; leave out fused or compile"
     if model.activation_checkpointing == "auto" or model.activation_checkpointing.startswith("operators"):
         yield (
             "model.compile",

@@ -16,7 +16,7 @@ from llama405b.contract.records import Phase
 from llama405b.contract.rounding import rounding_note
 from llama405b.contract.schema import Config, Parallel
 from llama405b.distributed import collectives
-from llama405b.model import compiling, llama
+from llama405b.model import compiling, fused, llama
 from llama405b.model.attention import Attention, choose_attention
 from llama405b.model.checkpointing import checkpoint_activations
 from llama405b.optim.fp32_masters import master_model
@@ -57,11 +57,24 @@ def build_model(
             if why := compiling.lack(context.me.device):
                 raise UserError(f"--model.compile: {why}; install it, or leave the setting out")
         compiling.compile_layers(built.module)
+    kernels = _fuse(built.module, config, hf_config, context) if config.model.fused else []
     checkpoint_activations(built.module, Recompute.read(config.model.activation_checkpointing))
     took = f"{built.origin}, {time.monotonic() - began:.1f} s"
-    for line in _described(config, attention, context, shape.parameters, took, trains=trains):
+    for line in [*_described(config, attention, context, shape.parameters, took, trains=trains), *kernels]:
         context.log(line)
     return built.module, built.master
+
+
+def _fuse(module: nn.Module, config: Config, hf_config: LlamaConfig, context: RankContext) -> list[str]:
+    """Have modules compute in fewer kernels where every rank finds that right; returns what to say of it."""
+    said = []
+    for name in fused.FORWARDS:
+        why = fused.lack(name, hf_config, context.me.device, llama.compute_dtype(config.parallel.numerics))
+        lacks = list(filter(None, collectives.all_gather_objects(why)))
+        if not lacks:
+            fused.fuse(module, name)
+        said.append(f"{name}: " + (f"transformers' own ({lacks[0]})" if lacks else "fused; verified on this device"))
+    return said
 
 
 def _by_fsdp1(config: Config, hf_config: LlamaConfig, attention: Attention, context: RankContext) -> _Built:

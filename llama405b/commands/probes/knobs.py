@@ -39,6 +39,7 @@ COMPILED: Knobs = {"compiled": {"compile": True}}
 FASTEST: Knobs = {"loss in parts": {"loss": "parts"}, "operators": {"activation_checkpointing": "operators"}}
 MORE = FASTEST | {
     "no checkpointing": {"activation_checkpointing": "none"},
+    "fused": {"fused": True},
     "layer inputs on the host": {"activations": "host"},
     "pure-bf16": {"numerics": "pure-bf16"},
     "bf16-stochastic": {"numerics": "bf16-stochastic"},

@@ -150,6 +150,8 @@ def mesh_notes(config: Config, plan: Plan) -> Iterator[str]:
         yield "layers' inputs wait in CPU memory; no GPU has run that yet (docs/training.md)"
     if config.model.compile:
         yield "compiled layers: no GPU has run that yet (docs/training.md)"
+    if config.model.fused:
+        yield "fused kernels: no GPU has trained with them yet (docs/training.md)"
     if config.parallel.numerics == "bf16-stochastic":
         yield "numerics bf16-stochastic: no GPU has run that yet (docs/training.md)"
     for name in ("prefetch", "reshard_after_forward"):

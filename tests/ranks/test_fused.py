@@ -1,0 +1,90 @@
+"""Fused norms and MLPs: the losses and gradients of transformers' own on two ranks, and fewer tensors that are kept."""
+
+import functools
+
+import mesh_rig
+import pytest
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaMLP
+
+from llama405b.model import fused
+from ranks_rig import run_ranks
+
+CONFIG = LlamaConfig(hidden_size=96, intermediate_size=160, num_attention_heads=4, num_key_value_heads=2)
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("recompute", ["full", "operators", "none"])
+def test_two_ranks_learn_as_with_transformers_own(tmp_path, recompute):
+    directory = mesh_rig.write_model(tmp_path / "model")
+    for usual, found in run_ranks(2, _trained, directory, recompute):
+        assert found["losses"] == pytest.approx(usual["losses"], rel=1e-5)
+        assert (usual["fused"], found["fused"] % 3) == (0, 1)  # two norms and an MLP in each layer, and the last norm
+        assert found["fused"] > 1
+        assert found["products"] == usual["products"]
+
+
+def _trained(me, directory, recompute):
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from llama405b.contract.schema import Optimizer, Parallel
+    from llama405b.distributed.ranks import on_mesh
+    from llama405b.optim.step import train_step
+
+    found = []
+    for fuses in (False, True):
+        parallel = Parallel(numerics="fp32")
+        me = on_mesh(me, parallel)
+        model, passes, updater = mesh_rig.build(
+            me, directory, parallel, Optimizer(lr=1e-3), torch.float32, recompute=recompute
+        )
+        for name in fused.FORWARDS if fuses else ():
+            fused.fuse(model, name)
+        with FlopCounterMode(display=False) as counter:
+            losses = [
+                train_step(passes, updater, mesh_rig.micro_batches(step, me, 3), max_norm=1.0).loss for step in range(3)
+            ]
+        is_fused = [isinstance(module.forward, functools.partial) for module in model.modules()]
+        found.append({"losses": losses, "products": counter.get_total_flops(), "fused": sum(is_fused)})
+    return found
+
+
+def test_an_mlp_keeps_what_its_projections_return_and_nothing_else():
+    assert [_kept(forward) for forward in (LlamaMLP.forward, fused.mlp)] == [4, 2]
+
+
+def _kept(forward):
+    """How many tensors of the MLP's inner width its forward keeps."""
+    kept = []
+    x, module = torch.randn(8, CONFIG.hidden_size, requires_grad=True), LlamaMLP(CONFIG)
+    with saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        forward(module, x)
+    return len({each.data_ptr() for each in kept if each.shape == (8, CONFIG.intermediate_size)})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", fused.FORWARDS)
+def test_what_computes_as_well_is_used(name, dtype):
+    assert fused.lack(name, CONFIG, CPU, dtype) == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "why"),
+    [
+        ("RMSNorm", lambda module, x: fused.norm(module, x) * 1.02, "rounds by"),
+        ("RMSNorm", lambda module, x: fused.norm(module, x.detach() + 0 * x), "rounds by"),
+        ("SwiGLU", lambda module, x: fused.mlp(module, x) * float("nan"), "rounds by nan"),
+        ("SwiGLU", lambda module, x: module.nothing(x), "it fails on cpu"),
+    ],
+)
+def test_what_computes_something_else_is_not(monkeypatch, name, wrong, why):
+    kind, _ = fused.FORWARDS[name]
+    monkeypatch.setitem(fused.FORWARDS, name, (kind, wrong))
+    assert why in fused.lack(name, CONFIG, CPU, torch.bfloat16)
+
+
+def test_another_mlp_stays_as_it_is():
+    gelu = LlamaConfig(hidden_size=96, intermediate_size=160, hidden_act="gelu")
+    assert fused.lack("SwiGLU", gelu, CPU, torch.float32) == "this model's MLP is another"
