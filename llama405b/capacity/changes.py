@@ -8,7 +8,7 @@ from llama405b.capacity.estimate import Cluster
 from llama405b.capacity.outlook import HALVES, WHOLE, Fit, Outlook
 from llama405b.capacity.run_shape import RunShape
 from llama405b.contract.recompute import FULL, Recompute
-from llama405b.contract.schema import IN_BF16, Offload
+from llama405b.contract.schema import FP32_MASTERS, IN_BF16, Offload
 
 LEAST_GAIN = 0.01
 OFFLOADS: tuple[Offload, ...] = ("none", "optimizer", "all")
@@ -116,6 +116,8 @@ def can_run(load: RunShape, cluster: Cluster) -> bool:
         load.tp * load.cp > 1 or load.halves or "operators" in str(load.recompute) or cluster.gpu.is_cpu
     ):
         return False
+    if load.numerics == "fp8" and (load.fused or load.tp > 1 or not cluster.gpu.fp8_flops):
+        return False
     if load.fused and (load.compiled or load.tp > 1):
         return False
     if load.prefetch and load.halves:
@@ -126,7 +128,7 @@ def can_run(load: RunShape, cluster: Cluster) -> bool:
         return False
     if load.activations == "host" and (cluster.gpu.is_cpu or load.recompute == Recompute("none")):
         return False
-    if load.offload == "optimizer" and load.numerics != "fp32-master":
+    if load.offload == "optimizer" and load.numerics not in FP32_MASTERS:
         return False
     if load.moments == "bf16" and (load.offload == "none" or load.numerics in IN_BF16):
         return False

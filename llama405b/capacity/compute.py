@@ -10,6 +10,10 @@ from llama405b.capacity.coefficients import Rates
 from llama405b.capacity.setting import Setting
 from llama405b.contract.recompute import Kind
 
+# Of what FP8 is faster than BF16 by the data sheet, with the casts and scales that torchao compiles into kernels: one H200, 16384 x 53248
+# by 8192 tokens, forward and backward, 63.7 ms in BF16 and 36.2 in FP8; not compiled 80.3 (docs/measurements/gpu-bench.md).
+FP8_SHARE, NOT_COMPILED = 0.88, 0.79
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GpuWork:
@@ -56,9 +60,10 @@ def layer_work(setting: Setting, rates: Rates) -> LayerWork:
     A backward has twice the products, and 2.5 times flash attention (arXiv:2307.08691). Non-reentrant checkpointing stops before a
     layer's last product, so that full recomputation is not a plain third.
     """
-    products = products_s(setting, rates, setting.shape.matrices)
+    layer = fp8_products_s if setting.fp8 else products_s
+    products = layer(setting, rates, setting.shape.matrices)
     forward = GpuWork(products, _attention_s(setting, rates), _elementwise_s(setting, rates))
-    last = GpuWork(products_s(setting, rates, setting.shape.narrow))
+    last = GpuWork(layer(setting, rates, setting.shape.narrow))
     again: dict[Kind, GpuWork] = {
         "none": GpuWork(),
         "operators": forward.times(1 - setting.products_kept, 0, 1),
@@ -70,6 +75,13 @@ def layer_work(setting: Setting, rates: Rates) -> LayerWork:
 def products_s(setting: Setting, rates: Rates, weights: float) -> float:
     """Return the time of products with so many weights, forward."""
     return 2 * weights * setting.tokens / (setting.gpu.flops * rates.matmul_of(setting.gpu.name))
+
+
+def fp8_products_s(setting: Setting, rates: Rates, weights: float) -> float:
+    """Return the same in FP8; in BF16 where the GPU has none."""
+    gpu = setting.gpu
+    faster = FP8_SHARE * gpu.fp8_flops / gpu.flops if setting.compiled else NOT_COMPILED
+    return products_s(setting, rates, weights) / (faster if gpu.fp8_flops else 1)
 
 
 def head_s(setting: Setting, rates: Rates) -> tuple[GpuWork, GpuWork]:

@@ -155,6 +155,7 @@ def setting_of(run: RunShape, cluster: Cluster) -> Setting:
         kept_by=run.kept_by,
         compiled=run.compiled,
         fused=run.fused,
+        fp8=run.numerics == "fp8",
         inputs_copied=run.activations == "host",
         recompute=run.recompute,
         reduces_once=not run.reduces_each,

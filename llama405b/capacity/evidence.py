@@ -28,6 +28,7 @@ class Evidence(enum.StrEnum):
     SMALL = "small"  # the same, of small models or of one GPU
     MESH = "mesh"  # the same, that split more than the parameters: tp, cp or pp
     OFFLOAD = "offload"  # fewer than three programs
+    FP8 = "fp8"  # likewise
     NOTHING = "nothing"  # no one has timed this GPU
 
     @classmethod
@@ -35,6 +36,8 @@ class Evidence(enum.StrEnum):
         """Return what is known of a setting that nobody measured on its own hosts."""
         if setting.gpu.name not in MEASURED:
             return cls.NOTHING
+        if setting.fp8:
+            return cls.FP8
         if setting.updates_on_host:
             return cls.OFFLOAD
         return _alike(setting)
@@ -54,6 +57,7 @@ class Range:
 
 
 STEPS = Range(0.90, 1.10)  # of docs/measurements/plan.md, on CPUs; no GPU was calibrated yet
+FP8 = Range(0.85, 1.13, 2)  # a factor of the others: five published rows, of two programs (docs/plan-accuracy.md)
 RATES = Range(0.85, 1.15)  # the same, of settings that were not measured themselves
 
 
@@ -63,10 +67,10 @@ def range_of(setting: Setting) -> Range | None:
     if known is Evidence.NOTHING:
         return None
     alike = _ranges()[_alike(setting)]
-    if known is not Evidence.OFFLOAD:
-        return alike
-    more = _ranges()[known]
-    return Range(alike.low * more.low, alike.high * more.high, more.programs)
+    for applies, more in ((setting.updates_on_host, _ranges()[Evidence.OFFLOAD]), (setting.fp8, FP8)):
+        if applies:
+            alike = Range(alike.low * more.low, alike.high * more.high, more.programs)
+    return alike
 
 
 @functools.cache

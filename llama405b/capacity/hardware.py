@@ -30,6 +30,7 @@ class Gpu:
     ram_bytes_per_s: float  # of its host's memory, all sockets
     product: str = ""  # what nvidia-smi's name of it contains
     per_host: int = 8
+    fp8_flops: float = 0.0  # dense; 0: it has none
 
     @classmethod
     def of_cpu(cls, memory_bytes: float) -> "Gpu":
@@ -92,6 +93,7 @@ def _parsed(file: Path) -> dict[str, Gpu]:
                 _number(gpu, "nvlink_gb_s") * 1e9, _number(gpu, "pcie_gb_s") * 1e9,
                 _number({"ram_gb_s": USUAL_RAM} | gpu, "ram_gb_s") * 1e9, str(gpu.get("product", "")),
                 max(1, round(_number({"gpus_per_host": 8} | gpu, "gpus_per_host"))),
+                _number(gpu, "fp8_tflops") * 1e12 if "fp8_tflops" in gpu else 0.0,
             )
             for name, gpu in table["gpu"].items()
         }  # fmt: skip

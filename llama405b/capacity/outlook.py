@@ -16,6 +16,7 @@ from llama405b.capacity.goodput import Goodput, goodput
 from llama405b.capacity.run_shape import RunShape
 from llama405b.capacity.setting import Shape
 from llama405b.contract.cadence import Cadence
+from llama405b.contract.errors import UserError
 from llama405b.contract.schema import Config
 
 MEMORY_SPREAD = 0.10
@@ -63,7 +64,16 @@ class Outlook:
 
     @classmethod
     def of(cls, load: RunShape, cluster: Cluster, ram_bytes: float = 0.0) -> "Outlook":
-        """Predict it."""
+        """Predict it.
+
+        Raises:
+            UserError: The GPU has no FP8, and the run computes in it.
+        """
+        gpu = cluster.gpu
+        if load.numerics == "fp8" and not (gpu.is_cpu or gpu.fp8_flops):
+            raise UserError(
+                f"--parallel.numerics: {gpu.name} has no FP8; use fp32-master, or GPUs that have it, such as h100-80"
+            )
         return cls(load, cluster, ram_bytes, estimate(load, cluster, ram_bytes))
 
     def of_load(self, load: RunShape) -> "Outlook":

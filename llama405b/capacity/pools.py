@@ -6,9 +6,9 @@ the host. All else is on the stream that computes, with one micro-batch gradient
 blocks do not always suit the next. So steps are walked through block by block, in the order that torch's own history of them has
 (blocks.toml). tests/data/reserved.csv has what torch reserved in 53 settings.
 
-Only where weights are computed with in BF16, as in FP32 attention is another kernel, and layers are neither compiled nor fused. A micro-batch of many
-sequences counts as one of as many tokens. NCCL's and CUDA's own memory is not in it, nor what loading weights, an evaluation or a save
-leave behind.
+Only where weights are computed with in BF16, as in FP32 attention is another kernel, and layers are neither compiled nor fused, nor
+in FP8. A micro-batch of many sequences counts as one of as many tokens. NCCL's and CUDA's own memory is not in it, nor what loading
+weights, an evaluation or a save leave behind.
 """
 
 import dataclasses
@@ -34,7 +34,8 @@ STEPS = 2  # until pools grow no more
 
 def reserved(run: RunShape) -> Mapping[str, int]:
     """Return the bytes that are reserved, by what is allocated from each pool; empty: not known."""
-    if run.compute_bytes != 2 or run.keeps_weights or run.compiled or run.fused or run.axes != Axes(run.world):
+    others = run.compiled or run.fused or run.numerics == "fp8"
+    if run.compute_bytes != 2 or run.keeps_weights or others or run.axes != Axes(run.world):
         return {}
     batch = run.micro_batch * run.world * (1 + run.accumulates)  # more micro-batches need no more than two
     return _reserved(

@@ -12,6 +12,7 @@ from llama405b.contract.recompute import FULL, Recompute
 from llama405b.contract.schedule import InFlight, in_flight
 from llama405b.contract.schema import (
     COMPUTE_BYTES,
+    FP32_MASTERS,
     IN_BF16,
     Activations,
     Checkpoint,
@@ -30,10 +31,14 @@ from llama405b.contract.weights import Llama
 RANKS_PER_HOST = 8
 PINNED = 1.19  # gradients, which torch pins in blocks of powers of two; all else is pinned as large as it is
 KINDS = ("parameters", "gradients", "moments")
-GRADIENT = {"fp32-master": 4, **dict.fromkeys(IN_BF16, 2), "fp32": 4}  # bytes per parameter, kept and reduced
+GRADIENT = {
+    **dict.fromkeys(FP32_MASTERS, 4),
+    **dict.fromkeys(IN_BF16, 2),
+    "fp32": 4,
+}  # bytes per parameter, kept and reduced
 # More bytes per parameter of a norm: its master, and moments; and of those in a checkpoint, which has the master alone.
-NORM = {**dict.fromkeys(IN_BF16, 4 + 4), "fp32-master": 0, "fp32": 0}
-NORM_SAVED = {**dict.fromkeys(IN_BF16, 2 + 4), "fp32-master": 0, "fp32": 0}
+NORM = {**dict.fromkeys(IN_BF16, 4 + 4), **dict.fromkeys(FP32_MASTERS, 0), "fp32": 0}
+NORM_SAVED = {**dict.fromkeys(IN_BF16, 2 + 4), **dict.fromkeys(FP32_MASTERS, 0), "fp32": 0}
 PASSING = "on their way"  # of a unit at a time, gradients and weights
 INPUTS = "layer inputs"
 PINNED_KINDS = {"optimizer": ("gradients", PASSING), "all": ("parameters", "gradients")}  # what crosses to GPUs

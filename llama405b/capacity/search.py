@@ -101,6 +101,8 @@ def untried_of(load: RunShape) -> str:
         words.append("--model.activations host")
     if load.compiled:
         words.append("--model.compile true")
+    if load.numerics in ("fp8", "bf16-stochastic"):
+        words.append(f"--parallel.numerics {load.numerics}")
     if load.fused:
         words.append("--model.fused true")
     if load.prefetch:

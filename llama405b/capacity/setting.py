@@ -76,7 +76,6 @@ class Setting:
     products_kept: float = 1.0  # where that is of operators: as a share; torchtitan keeps every second
     reshard: bool = True  # parameters are gathered again in the backward
     compiled: bool = False
-    fused: bool = False  # norms
     triton: bool = False  # attention by the kernel of MPT's time
     update_bytes: float = 28.0  # read and written per parameter: AdamW on weight, gradient and two moments in FP32
     updates_on_host: bool = False
@@ -99,6 +98,8 @@ class Setting:
     gathers_once: bool = False  # in a step, not in each of its micro-batches
     reduces_once: bool = False
     kept_by: int = 0  # GPUs that keep a unit gathered between forward and backward; 0: all gather it again
+    fused: bool = False  # norms
+    fp8: bool = False  # the layers' products
     loss_of_parts: bool = False  # of some words' logits at a time, which the backward computes again
 
     @property

@@ -9,7 +9,8 @@ from llama405b.contract.cadence import Cadence
 from llama405b.contract.strategies import STRATEGIES, Name, Strategy
 from llama405b.contract.units import staging_bytes
 
-Numerics = Literal["fp32-master", "pure-bf16", "bf16-stochastic", "fp32"]
+Numerics = Literal["fp32-master", "fp8", "pure-bf16", "bf16-stochastic", "fp32"]
+FP32_MASTERS = ("fp32-master", "fp8")  # FP32 weights, gradients and moments; gathered in BF16
 IN_BF16 = ("pure-bf16", "bf16-stochastic")  # weights, gradients and moments; both take the same memory
 PipelineSchedule = Literal["1f1b", "interleaved", "gpipe"]
 Offload = Literal["none", "optimizer", "all"]
@@ -18,8 +19,8 @@ LossOf = Literal["logits", "parts"]
 Activations = Literal["device", "host"]
 LOSS_PART = 16_384  # words of a part; at least the hidden size, so that their logits take no less than the gradient of hidden states
 # Cost of each choice of numerics, in bytes per parameter: weight + gradient + two moments.
-BYTES_PER_PARAMETER = {"fp32-master": 4 + 4 + 8, **dict.fromkeys(IN_BF16, 2 + 2 + 4), "fp32": 4 + 4 + 8}
-COMPUTE_BYTES = {"fp32-master": 2, **dict.fromkeys(IN_BF16, 2), "fp32": 4}  # of a gathered parameter
+BYTES_PER_PARAMETER = {**dict.fromkeys(FP32_MASTERS, 4 + 4 + 8), **dict.fromkeys(IN_BF16, 2 + 2 + 4), "fp32": 4 + 4 + 8}
+COMPUTE_BYTES = {**dict.fromkeys(FP32_MASTERS, 2), **dict.fromkeys(IN_BF16, 2), "fp32": 4}  # of a gathered parameter
 
 
 def option(default: Any, text: str) -> Any:
@@ -210,8 +211,8 @@ class Parallel:
     moments: Moments = option("fp32", "with offload; bf16: 4 bytes per parameter less of CPU memory, and rounded")
     numerics: Numerics = option(
         "fp32-master",
-        "FP32 weights with BF16 compute (16 bytes/parameter); all BF16 (8), rounded to the nearest or, with bf16-stochastic, up or down so "
-        "that the mean is right; all FP32 (16)",
+        "FP32 weights with BF16 compute (16 bytes/parameter); fp8: likewise, with the layers' matrix products in FP8, by torchao; all BF16 "
+        "(8), rounded to the nearest or, with bf16-stochastic, up or down so that the mean is right; all FP32 (16)",
     )
     device: Literal["auto", "cpu", "cuda"] = option("auto", "auto: CUDA if there is a GPU")
     numa: Literal["auto", "off"] = option("auto", "auto: each rank on its own cores, of its GPU's NUMA node")

@@ -8,7 +8,7 @@ from llama405b.contract.errors import UserError
 from llama405b.contract.groups import Group
 from llama405b.contract.phrases import counted, last_of
 from llama405b.contract.resuming import ALL, CHANGES
-from llama405b.contract.schema import Config, Data, Model, Optimizer, Parallel, Training, fields
+from llama405b.contract.schema import FP32_MASTERS, Config, Data, Model, Optimizer, Parallel, Training, fields
 from llama405b.contract.suggestions import suggestion
 
 MAX_BETA_BF16 = 0.99  # 1 - beta2 must be above half of BF16's step of 2^-7; at 0.999 the demo's loss was 2 % higher
@@ -55,6 +55,10 @@ def _of_model(model: Model, parallel: Parallel) -> Iterator[Fault]:
 
 
 def _of_kernels(model: Model, parallel: Parallel) -> Iterator[Fault]:
+    if parallel.numerics == "fp8" and (parallel.by_fsdp1 or parallel.tp > 1):
+        yield "parallel.numerics", "fp8 is for layers that FSDP2 alone shards; use fp32-master, or fsdp2 and tp 1"
+    if parallel.numerics == "fp8" and model.fused:
+        yield "model.fused", "it would compute the MLP in BF16; leave it out: with fp8, compile fuses the layers"
     if model.fused and parallel.tp > 1:
         yield "model.fused", "modules that tp splits stay as they are; leave it out, or use tp 1"
     if not model.compile:
@@ -156,7 +160,7 @@ def _of_parallel(parallel: Parallel) -> Iterator[Fault]:
         yield "parallel.strategy", "torch does not support fsdp1 on CPU; use fsdp2"
     if parallel.offload == "optimizer" and parallel.by_fsdp1:
         yield "parallel.offload", "optimizer needs fsdp2; use it, or all"
-    if parallel.offload == "optimizer" and parallel.numerics != "fp32-master":
+    if parallel.offload == "optimizer" and parallel.numerics not in FP32_MASTERS:
         yield (
             "parallel.offload",
             "optimizer keeps FP32 weights in CPU memory and BF16 ones on the GPU; use all, or numerics fp32-master",

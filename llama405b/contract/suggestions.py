@@ -63,7 +63,8 @@ ADVICE = {
     "resume_from_checkpoint": "write --resume auto, for the newest checkpoint that verifies, or --resume STEP",
     "do_eval": "write --evaluate-only, to evaluate without training", "eval_only": "write --evaluate-only",
     "eval_on_start": "with --evaluation.every a new run is evaluated before its first step, too",
-    "bf16": BF16, "run_name": "write --run NAME", "job_name": "write --run NAME", "name": "write --run NAME",
+    "fp8": "write --parallel.numerics fp8 --model.compile true", "bf16": BF16,
+    "run_name": "write --run NAME", "job_name": "write --run NAME", "name": "write --run NAME",
     "logging_steps": "every step is logged", "log_interval": "every step is logged",
     "warmup_ratio": "the warmup is a number of steps, --optimizer.warmup",
     "tokenizer": "the tokenizer is read from the directory of --model.path",
@@ -88,7 +89,6 @@ OF_VALUES = {
 NOT_OFFERED = {
     "LoRA": ("lora", "use_lora", "use_peft", "peft", "lora_r", "lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules"),
     "QLoRA": ("qlora", "load_in_4bit", "load_in_8bit", "quantization", "bnb_4bit_compute_dtype"),
-    "FP8": ("fp8",),
     "FP16": ("fp16", "half"),
     "sending metrics to a tracker": ("report_to", "wandb", "wandb_project", "wandb_entity", "use_wandb", "tensorboard", "mlflow"),
     "preference training": ("dpo", "rlhf", "ppo", "reward_model"),

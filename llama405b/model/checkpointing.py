@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from llama405b.contract.recompute import FULL, Kind, Recompute
 
 PREFIXES = ("_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")  # of parameter names: this wrapper's, and FSDP1's
-PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten._scaled_mm.default)
 
 
 def checkpoint_activations(model: nn.Module, recompute: Recompute = FULL) -> None:

@@ -97,9 +97,9 @@ def lack(name: str, config: LlamaConfig, device: torch.device, dtype: torch.dtyp
     except Exception as error:  # noqa: BLE001 - a kernel raises what it likes
         return f"it fails on {device.type} ({' '.join(str(error).split())[:200]})"
     for mine, theirs, right in zip(found, usual, exact, strict=True):
-        error, allowed = (float((each.double() - right).norm() / right.norm()) for each in (mine, theirs))
-        if not error <= max(WORSE * allowed, ROUNDING[dtype]):
-            return f"it rounds by {error:.1g} on {device.type}, and transformers' own by {allowed:.1g}"
+        own, allowed = (float((each.double() - right).norm() / right.norm()) for each in (mine, theirs))
+        if not own <= max(WORSE * allowed, ROUNDING[dtype]):
+            return f"it rounds by {own:.1g} on {device.type}, and transformers' own by {allowed:.1g}"
     return ""
 
 

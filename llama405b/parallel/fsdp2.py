@@ -21,7 +21,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 
 from llama405b.contract.errors import UserError
 from llama405b.contract.mesh import SHARD, Axes
-from llama405b.contract.schema import Parallel
+from llama405b.contract.schema import FP32_MASTERS, Parallel
 from llama405b.contract.strategies import Strategy
 from llama405b.model.checkpointing import unwrapped
 
@@ -262,6 +262,6 @@ def unit_of(name: str) -> str:
 
 
 def _precision(numerics: str) -> MixedPrecisionPolicy:
-    if numerics == "fp32-master":
+    if numerics in FP32_MASTERS:
         return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     return MixedPrecisionPolicy()

@@ -16,7 +16,7 @@ from llama405b.contract.records import Phase
 from llama405b.contract.rounding import rounding_note
 from llama405b.contract.schema import Config, Parallel
 from llama405b.distributed import collectives
-from llama405b.model import compiling, fused, llama
+from llama405b.model import compiling, fp8, fused, llama
 from llama405b.model.attention import Attention, choose_attention
 from llama405b.model.checkpointing import checkpoint_activations
 from llama405b.optim.fp32_masters import master_model
@@ -96,6 +96,11 @@ def _by_fsdp2(
 ) -> _Built:
     parallel, me = config.parallel, context.me
     whole = llama.build_on_meta(hf_config, attention.name, fsdp2.shard_dtype(parallel))
+    if parallel.numerics == "fp8":
+        with collectives.raise_on_all_ranks():
+            if why := fp8.lack(me.device):
+                raise UserError(f"--parallel.numerics fp8: {why}; install it, or use fp32-master")
+        context.log(_fp8_words(fp8.convert(whole, me.device), config))
     holdings, module = holdings_of(whole, parallel, me), split(whole, parallel, me)
     if me.on_gpu and parallel.offload == "none" and Dealing.of(config.training, me.dp.size).rounds == 1:
         fsdp2.lend_gradients(module)
@@ -140,6 +145,12 @@ def _described(
         *attention.checked,
         *filter(None, [note]),
     ]
+
+
+def _fp8_words(n_products: int, config: Config) -> str:
+    """Say what is computed in FP8, and where that is slower than BF16."""
+    slower = "" if config.model.compile else "; slower than BF16 unless layers are compiled (--model.compile true)"
+    return f"{n_products} linear layers compute in FP8{slower}"
 
 
 def _update_words(parallel: Parallel) -> str:

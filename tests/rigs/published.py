@@ -89,8 +89,8 @@ class Row:
 
     @property
     def is_evidence(self) -> bool:
-        """Whether it tells how far off a time may be: it is of time, can be predicted, and was not fitted."""
-        return not (self.not_modelled or self.train or self.metric in BYTES)
+        """Whether it tells how far off a time may be: it is of time in BF16, can be predicted, and was not fitted."""
+        return not (self.not_modelled or self.train or self.metric in BYTES or self.setting.fp8)
 
     def slowness(self, rates: Rates) -> float:
         """How long it took, of the time that is predicted, as a logarithm."""
@@ -161,7 +161,9 @@ def _told(setting, cells):
             gathers_once=once,
             reduces_once=once,
         )
-    setting = dataclasses.replace(setting, sharded_over=int(cells.get("sharded_over") or 0))
+    setting = dataclasses.replace(
+        setting, sharded_over=int(cells.get("sharded_over") or 0), fp8=cells.get("fp8") == "1"
+    )
     if not cells.get("update_bytes"):
         return setting
     setting = dataclasses.replace(setting, update_bytes=float(cells["update_bytes"]))

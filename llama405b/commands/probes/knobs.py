@@ -22,7 +22,7 @@ from llama405b.contract.probes import Figure
 from llama405b.contract.schema import Model, Parallel
 from llama405b.contract.strategies import Name
 from llama405b.distributed.ranks import Rank
-from llama405b.model import compiling
+from llama405b.model import compiling, fp8
 
 # With an embedding of true size, and layers enough for inputs to come back one layer ahead.
 MODEL = Workload("llama3.1-8b", layers=4, batch=2, seq_len=4096, attention="sdpa", vocab=128_256)
@@ -35,28 +35,32 @@ FSDP1 = FSDP2 | {
     "forward prefetch": {"forward_prefetch": True},
     "all-gathers not limited": {"limit_all_gathers": False},
 }
-COMPILED: Knobs = {"compiled": {"compile": True}}
-FASTEST: Knobs = {"loss in parts": {"loss": "parts"}, "operators": {"activation_checkpointing": "operators"}}
-MORE = FASTEST | {
+MORE: Knobs = {
+    "loss in parts": {"loss": "parts"},
+    "operators": {"activation_checkpointing": "operators"},
     "no checkpointing": {"activation_checkpointing": "none"},
     "fused": {"fused": True},
     "layer inputs on the host": {"activations": "host"},
     "pure-bf16": {"numerics": "pure-bf16"},
     "bf16-stochastic": {"numerics": "bf16-stochastic"},
 }
+COMPILED: Knobs = {"compiled": {"compile": True}}
+FP8: Knobs = COMPILED | {"fp8": {"numerics": "fp8"}}
+TOGETHER = ("loss in parts", "no checkpointing", "compiled")
 
 
-def settings_of(strategy: Name, *, compiles: bool) -> Iterator[tuple[str, Parallel, Model]]:
-    """Yield the settings of a strategy, by their names: none of its knobs, each alone, and all; of FSDP2 also the other settings."""
-    knobs, compiled = FSDP1 if strategy == "fsdp1" else FSDP2, COMPILED if compiles else {}
-    named: dict[str, Knobs] = {
-        "none of them": {},
-        **{name: {name: knobs[name]} for name in knobs},
-        "all of them": knobs,
-    }
+def settings_of(strategy: Name, device: torch.device) -> Iterator[tuple[str, Parallel, Model]]:
+    """Yield the settings of a strategy, by their names: none of its knobs, each alone, and all; of FSDP2 also the others that run here."""
+    knobs = FSDP1 if strategy == "fsdp1" else FSDP2
+    named: dict[str, Knobs] = (
+        {"none of them": {}} | {name: {name: knobs[name]} for name in knobs} | {"all of them": knobs}
+    )
     if strategy == "fsdp2":
-        alone, fastest = MORE | compiled, {"embedding": FSDP2["embedding"]} | FASTEST | compiled
-        named |= {name: {name: alone[name]} for name in alone} | {" + ".join(fastest): fastest}
+        alone = MORE if compiling.lack(device) else MORE | COMPILED
+        named |= {name: {name: alone[name]} for name in alone}
+        sets: list[Knobs] = [{name: alone[name] for name in TOGETHER if name in alone}]
+        sets += [FP8] if "compiled" in alone and not fp8.lack(device) else []
+        named |= {" + ".join(each): each for each in sets}
     for name, together in named.items():
         values: dict[str, Any] = functools.reduce(operator.or_, together.values(), {"strategy": strategy})
         of_model = {key: value for key, value in values.items() if hasattr(PLAIN, key)}
@@ -69,7 +73,7 @@ def knobs(me: Rank) -> list[Figure]:
     figures = []
     strategies: tuple[Name, ...] = ("fsdp2", "fsdp1") if me.on_gpu else ("fsdp2",)
     for strategy in strategies:
-        for name, parallel, model in settings_of(strategy, compiles=not compiling.lack(me.device)):
+        for name, parallel, model in settings_of(strategy, me.device):
             figures += _measured(name, parallel, model, me)
     return figures
 

@@ -23,7 +23,7 @@ from llama405b.contract.recompute import Recompute
 from llama405b.contract.schema import Config, Data, Model, Offload, Optimizer, Parallel, Training
 from llama405b.distributed.ranks import Rank
 from llama405b.distributed.step_timer import StepTimer
-from llama405b.model import compiling, fused, llama
+from llama405b.model import compiling, fp8, fused, llama
 from llama405b.model.batch import Batch
 from llama405b.model.checkpointing import checkpoint_activations
 from llama405b.model.host_inputs import keep_on_host
@@ -111,6 +111,8 @@ def _build(what: Workload, parallel: Parallel, me: Rank, settings: Model) -> tup
         checkpoint_activations(module)
         return module, build_updater(module, Optimizer(), parallel, me.device)
     module = llama.build_on_meta(config, attention, fsdp2.shard_dtype(parallel))
+    if parallel.numerics == "fp8":
+        fp8.convert(module, me.device)
     fsdp2.shard(module, parallel, me.device)
     if me.on_gpu and parallel.offload == "none":
         fsdp2.lend_gradients(module)
@@ -129,9 +131,8 @@ def _build(what: Workload, parallel: Parallel, me: Rank, settings: Model) -> tup
         for rows in own.split(ROWS):
             rows.copy_(0.02 * torch.randn(rows.shape, device=me.device, generator=generator))
     for name in fused.FORWARDS if settings.fused else ():
-        if why := fused.lack(name, config, me.device, llama.compute_dtype(parallel.numerics)):
-            raise RuntimeError(f"{name}: {why}")
-        fused.fuse(module, name)
+        if not fused.lack(name, config, me.device, llama.compute_dtype(parallel.numerics)):
+            fused.fuse(module, name)
     if settings.compile:
         compiling.compile_layers(module)
     checkpoint_activations(module, Recompute.read(settings.activation_checkpointing))

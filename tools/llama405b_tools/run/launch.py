@@ -152,8 +152,8 @@ def mesh_notes(config: Config, plan: Plan) -> Iterator[str]:
         yield "compiled layers: no GPU has run that yet (docs/training.md)"
     if config.model.fused:
         yield "fused kernels: no GPU has trained with them yet (docs/training.md)"
-    if config.parallel.numerics == "bf16-stochastic":
-        yield "numerics bf16-stochastic: no GPU has run that yet (docs/training.md)"
+    if config.parallel.numerics in ("bf16-stochastic", "fp8"):
+        yield f"numerics {config.parallel.numerics}: no GPU has run that yet (docs/training.md)"
     for name in ("prefetch", "reshard_after_forward"):
         if value := getattr(config.parallel, name):
             yield f"{name} {value}: no GPU has run that yet (docs/parallel.md)"

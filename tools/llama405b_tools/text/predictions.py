@@ -292,7 +292,8 @@ def _basis(outlook: Outlook) -> str:
         return OWN[known]
     if within.programs < FEWEST:
         programs = counted(within.programs, "other program")
-        return f"an assumption: {programs} with offload published a time, and a range takes {FEWEST}"
+        what = "in FP8" if known is Evidence.FP8 else "with offload"
+        return f"an assumption: {programs} {what} published a time, and a range takes {FEWEST}"
     return f"holds nine of ten times of {within.programs} other programs, {ALIKE[known]}"
 
 
