@@ -26,7 +26,7 @@ OF_MESHES: tuple[Name, ...] = ("fsdp2", "zero2", "hsdp")
 
 
 def best(outlook: Outlook, moments: Sequence[Moments] = ("fp32",)) -> list[Outlook]:
-    """Return the variants, and what is faster of what no GPU has run: those that fit first, of them those that need nothing of that.
+    """Return the variants, and what is faster of what has run on one GPU at most: those that fit first, of them those that need nothing of that.
 
     Of those that are near the fastest, the one with most room. Moments in BF16 that were not asked for come after the others near
     the fastest, as they are rounded, and so do states in memory of hosts that is not known to be enough. Meshes come by speed.
@@ -93,7 +93,7 @@ def split_of(load: RunShape) -> str:
 
 
 def untried_of(load: RunShape) -> str:
-    """Say what a run needs that no GPU has run, in the words of settings; '': nothing."""
+    """Say what a run needs, beside FSDP, that has run on one GPU at most, in the words of settings; '': nothing."""
     words = [split_of(load)] if load.axes.told or load.keeps_weights else []
     if load.loss == "parts":
         words.append("--parallel.loss parts")

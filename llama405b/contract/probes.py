@@ -60,7 +60,7 @@ ABOUT_S = {
     Probe.START: 15, Probe.COLLECTIVES: 20, Probe.COPIES: 20, Probe.UPDATE: 35, Probe.LAYER_NONE: 20, Probe.LAYER_OPTIMIZER: 60,
     Probe.LAYER_ALL: 35, Probe.HIDING: 95, Probe.EXACT: 55, Probe.TP: 40, Probe.CP: 40, Probe.PP: 40, Probe.HSDP: 40,
     Probe.ACCUMULATION: 30, Probe.RESUME: 25, Probe.PACKED: 35, Probe.RANK0: 25, Probe.FSDP1: 25, Probe.EVALUATION: 25,
-    Probe.PRODUCTS: 25, Probe.HOST_LINKS: 60, Probe.RATES: 60, Probe.KNOBS: 180,
+    Probe.PRODUCTS: 25, Probe.HOST_LINKS: 60, Probe.RATES: 60, Probe.KNOBS: 300,
 }  # fmt: skip
 ONE_HOLDS_ALL = "here one rank holds all states of a layer; in a run each has a part, so that this alone stops nothing"
 ADVICE = {  # where a test fails

@@ -114,7 +114,7 @@ def test_attention_keeps_packed_documents_apart(attention):
 
 SAME_BITS = ("operators", "operators:2", "every:2", "none")
 ROUNDED_OTHERWISE = {  # losses apart by at most
-    "loss in parts": (Parallel(loss="parts"), Model(), 1e-3),
+    "loss in parts": (Parallel(loss="parts"), Model(), 1e-2),
     "compiled": (Parallel(), Model(compile=True), 1e-2),
     "fused": (Parallel(), Model(fused=True), 1e-2),
     "stochastic": (Parallel(numerics="bf16-stochastic"), Model(), 1e-1),

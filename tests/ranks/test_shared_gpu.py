@@ -16,11 +16,8 @@ FLAGS = (
     "--optimizer.warmup", 0, "--evaluation.every", 0, "--checkpoint.every", 0, "--parallel.device", "cuda",
     "--parallel.numa", "off", "--parallel.numerics", "fp32-master",
 )  # fmt: skip
-MESHES = {
-    "dp": (),
-    "tp": ("--parallel.tp", 2),
-    "cp": ("--parallel.cp", 2),
-}  # a pipeline sends, and gloo sends no CUDA tensor
+# A pipeline sends, and gloo sends no CUDA tensor; of tensor parallelism's collectives one on CUDA tensors ends the process (SIGSEGV).
+MESHES = {"dp": (), "cp": ("--parallel.cp", 2)}
 
 pytestmark = [
     pytest.mark.gpu,

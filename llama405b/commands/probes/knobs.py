@@ -8,6 +8,7 @@ settings that trade memory for speed.
 import dataclasses
 import functools
 import operator
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -74,7 +75,14 @@ def knobs(me: Rank) -> list[Figure]:
     strategies: tuple[Name, ...] = ("fsdp2", "fsdp1") if me.on_gpu else ("fsdp2",)
     for strategy in strategies:
         for name, parallel, model in settings_of(strategy, me.device):
-            figures += _measured(name, parallel, model, me)
+            figures += (found := _measured(name, parallel, model, me))
+            if me.is_rank0:  # all comes at the end, if it comes to an end
+                print(
+                    *(f"{each.name} {each.value:.3g} {each.unit}" for each in found),
+                    sep="; ",
+                    file=sys.stderr,
+                    flush=True,
+                )
     return figures
 
 

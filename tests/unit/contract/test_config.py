@@ -44,7 +44,7 @@ def test_flags_win_over_the_file_over_the_preset(tmp_path):
         ("[parallel]\noverlap = 1\n", ":2: parallel.overlap is 1; use true or false"),
         (
             '[parallel]\nnumerics = "int8"\n',
-            ":2: parallel.numerics is 'int8'; use one of fp32-master, pure-bf16, bf16-stochastic, fp32",
+            ":2: parallel.numerics is 'int8'; use one of fp32-master, fp8, pure-bf16, bf16-stochastic, fp32",
         ),
         ("[optimizer]\nbetas = [0.9]\n", ":2: optimizer.betas is [0.9]; use 2 numbers"),
         ("lr = 1\n", ":1: 'lr' is outside a section"),

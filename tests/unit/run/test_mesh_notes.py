@@ -15,7 +15,7 @@ UNEVEN = ["--training.global_batch_size", "3", "--training.micro_batch_size", "1
     (2, [], []),
     (2, ["--parallel.tp", "2"], ["mesh: dp_shard 2 x tp 2, ranks along tp are on one host; no GPU"]),
     (1, ["--parallel.pp", "2"], ["mesh: pp 2, ranks along pp are on several hosts; no GPU"]),
-    (2, ["--model.activation_checkpointing", "every:2", *UNEVEN], ["activation checkpointing: every:2; no GPU", "note: "]),
+    (2, ["--parallel.prefetch", "2", *UNEVEN], ["prefetch 2: no GPU", "note: "]),
 ], ids=str)  # fmt: skip
 def test_what_no_gpu_has_run_is_said(slots, flags, told):
     asked = command.parse(["--preset", "demo", "--data.paths", "stdlib", *flags]).config

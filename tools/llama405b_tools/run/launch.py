@@ -11,7 +11,6 @@ from llama405b.contract.known_bugs import known_bugs
 from llama405b.contract.mesh import DP, NAMES
 from llama405b.contract.phrases import counted
 from llama405b.contract.plan import Plan
-from llama405b.contract.recompute import FULL, Recompute
 from llama405b.contract.rounding import rounding_note
 from llama405b.contract.schema import Config
 from llama405b_tools.hosts.fleet import Fleet
@@ -144,16 +143,6 @@ def mesh_notes(config: Config, plan: Plan) -> Iterator[str]:
         shares = all(node.slots % axes.size([inner]) == 0 for node in plan.nodes)
         where = "on one host" if shares else "on several hosts"
         yield f"mesh: {axes}, ranks along {inner} are {where}; no GPU has run that yet (docs/parallel.md)"
-    if (recompute := Recompute.read(config.model.activation_checkpointing)) != FULL:
-        yield f"activation checkpointing: {recompute}; no GPU has run that yet (docs/training.md)"
-    if config.model.activations == "host":
-        yield "layers' inputs wait in CPU memory; no GPU has run that yet (docs/training.md)"
-    if config.model.compile:
-        yield "compiled layers: no GPU has run that yet (docs/training.md)"
-    if config.model.fused:
-        yield "fused kernels: no GPU has trained with them yet (docs/training.md)"
-    if config.parallel.numerics in ("bf16-stochastic", "fp8"):
-        yield f"numerics {config.parallel.numerics}: no GPU has run that yet (docs/training.md)"
     for name in ("prefetch", "reshard_after_forward"):
         if value := getattr(config.parallel, name):
             yield f"{name} {value}: no GPU has run that yet (docs/parallel.md)"

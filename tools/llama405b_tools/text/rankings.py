@@ -11,7 +11,7 @@ from llama405b.contract.phrases import given
 from llama405b.contract.schema import IN_BF16
 from llama405b_tools.text.predictions import FITS, UNMEASURED, ReportOptions, between, short_sizes, spread
 
-SHOWN = 8  # of a search, and as many of what no GPU has run
+SHOWN = 8  # of a search, and as many of what has run on one GPU at most
 
 
 def ranking(found: Sequence[Outlook]) -> list[str]:
@@ -31,17 +31,17 @@ def ranking(found: Sequence[Outlook]) -> list[str]:
 
 
 def _fastest(first: Outlook, untried: Sequence[Outlook]) -> list[str]:
-    """Say whether something that no GPU has run is faster than what is first."""
+    """Say whether something that has run on one GPU at most is faster than what is first."""
     if not untried:
         return []
     if only := untried_of(first.load):
-        return [f"  the first needs {only}, which no GPU has run (docs/proof.md)"]
+        return [f"  the first needs {only}, which has run on one GPU at most (docs/proof.md)"]
     fastest = max(untried, key=lambda each: each.tokens_per_s or 0.0)
     gain = (fastest.tokens_per_s or 0.0) / (first.tokens_per_s or math.inf) - 1
     if gain <= NEAR:
-        return ["  nothing that no GPU has run yet is faster, as far as a prediction can tell"]
+        return ["  nothing that has run on one GPU at most is faster, as far as a prediction can tell"]
     return [
-        f"  fastest is {untried_of(fastest.load)}, by {100 * gain:.0f}%; no GPU has run that (docs/proof.md), so it is not first"
+        f"  fastest is {untried_of(fastest.load)}, by {100 * gain:.0f}%; that has run on one GPU at most (docs/proof.md), so it is not first"
     ]
 
 
