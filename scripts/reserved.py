@@ -211,7 +211,6 @@ def join_alone():
 def build(setting, config, me):
     """Build the sharded model and what updates it, as the trainer does; what is in CPU memory is not touched: there is not so much."""
     import torch
-    from transformers import LlamaConfig
 
     from llama405b.contract.schema import Optimizer, Parallel
     from llama405b.model import llama
@@ -230,7 +229,7 @@ def build(setting, config, me):
         prefetch=setting.prefetch,
         reshard_after_forward=setting.reshard_after_forward,
     )
-    module = llama.build_on_meta(LlamaConfig(**config), "sdpa", fsdp2.shard_dtype(parallel))
+    module = llama.build_on_meta(llama.config_of(config), "sdpa", fsdp2.shard_dtype(parallel))
     fsdp2.shard(module, parallel, me.device)
     if setting.run.lends_gradients:
         fsdp2.lend_gradients(module)

@@ -322,7 +322,9 @@ def _logits_of_a_part(run: RunShape, vocab: int) -> int:
 def _saved(run: RunShape, part: Part) -> float:
     """Bytes that a layer's recomputation leaves for its backward, beside the MLP's: it ends before the last product (early stop)."""
     llama, size = part.llama, run.compute_bytes * run.tokens
-    return 2 * _norm_saved(run, part) + size * 2 * (llama.heads + llama.kv_heads) * llama.head_dim
+    projected = (llama.heads + llama.kv_heads) * llama.head_dim
+    normed = (LOSS_BYTES * run.tokens + size) * projected if llama.family.query_norms else 0
+    return 2 * _norm_saved(run, part) + size * 2 * projected + normed
 
 
 def _norm_saved(run: RunShape, part: Part) -> float:

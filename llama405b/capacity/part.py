@@ -69,7 +69,7 @@ class UnitSizes:
         return cls(
             attention=sum(size for name, size in layer.items() if ".self_attn." in name),
             mlp=sum(size for name, size in layer.items() if ".mlp." in name),
-            norms=sum(size for name, size in layer.items() if "norm" in name),
+            norms=sum(size for name, size in layer.items() if "layernorm" in name),
             embedding=sum(others.values()) if tied else others.pop(EMBEDDING, 0),
             head=0 if tied else sum(others.values()),
         )
@@ -107,7 +107,8 @@ def shard_elements(part: Part, shards: int) -> int:
 
 def norm_elements(part: Part, shards: int) -> int:
     """Return how many elements a rank keeps of all norms."""
-    return (2 * part.llama.layers + part.head) * math.ceil(part.llama.hidden / shards)
+    of_layer = sum(math.ceil(size / shards) for name, (size, *_) in layer_shapes(part.llama).items() if "norm" in name)
+    return part.llama.layers * of_layer + part.head * math.ceil(part.llama.hidden / shards)
 
 
 def held_elements(llama: Llama, axes: Axes, rank: int, chunks: int = 1) -> int:

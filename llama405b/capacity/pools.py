@@ -23,6 +23,7 @@ from typing import NamedTuple
 from llama405b.capacity.allocator import Block, Pool
 from llama405b.capacity.memory import BUFFERS
 from llama405b.capacity.run_shape import RunShape
+from llama405b.contract.families import LLAMA
 from llama405b.contract.mesh import Axes
 from llama405b.contract.schema import LOSS_PART
 
@@ -35,12 +36,13 @@ STEPS = 2  # until pools grow no more
 def reserved(run: RunShape) -> Mapping[str, int]:
     """Return the bytes that are reserved, by what is allocated from each pool; empty: not known."""
     others = run.compiled or run.fused or run.numerics == "fp8"
+    others |= bool(run.llama.family.query_norms) and "none" in run.recompute.of(run.llama.layers)
     if run.compute_bytes != 2 or run.keeps_weights or others or run.axes != Axes(run.world):
         return {}
     batch = run.micro_batch * run.world * (1 + run.accumulates)  # more micro-batches need no more than two
     return _reserved(
         RunShape(
-            run.llama,
+            dataclasses.replace(run.llama, family=LLAMA, attention_bias=False, mlp_bias=False),  # vectors are small
             run.numerics,
             run.offload,
             run.world,

@@ -26,7 +26,7 @@ OF_MESHES: tuple[Name, ...] = ("fsdp2", "zero2", "hsdp")
 
 
 def best(outlook: Outlook, moments: Sequence[Moments] = ("fp32",)) -> list[Outlook]:
-    """Return the variants, and what is faster of what has run on one GPU at most: those that fit first, of them those that need nothing of that.
+    """Return the variants, and what is faster but has run on one GPU at most: those that fit first, then those that need nothing of it.
 
     Of those that are near the fastest, the one with most room. Moments in BF16 that were not asked for come after the others near
     the fastest, as they are rounded, and so do states in memory of hosts that is not known to be enough. Meshes come by speed.

@@ -24,6 +24,7 @@ from llama405b.commands.try_model import try_model
 from llama405b.contract import config, reader, weights
 from llama405b.contract.checkpoints import MODEL_FILES, committed, step_of
 from llama405b.contract.errors import RunError, UserError
+from llama405b.contract.families import FAMILIES
 from llama405b.contract.files import write_json
 from llama405b.contract.paths import RunDir
 from llama405b.contract.phrases import and_more, counted, reason_of
@@ -283,7 +284,8 @@ def finish(export: Export, small: Path, out: Path, layers: int) -> None:
     dtype = str(DTYPES[export.dtype]).removeprefix("torch.")
     described |= {key: dtype for key in ("dtype", "torch_dtype") if key == "dtype" or key in described}
     described["num_hidden_layers"] = layers
-    described["architectures"] = ["LlamaForCausalLM"]
+    described |= {key: described[key][:layers] for key in ("layer_types",) if described.get(key)}
+    described["architectures"] = [FAMILIES[described["model_type"]].architecture]
     index = {
         "metadata": {"total_size": export.n_bytes},
         "weight_map": {name: file for file, shapes in export.files.items() for name in shapes},

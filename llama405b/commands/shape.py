@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from transformers import LlamaConfig
+from transformers import PreTrainedConfig
 
 from llama405b.capacity import estimate, run_shape
 from llama405b.capacity.choice import chosen
@@ -84,7 +84,7 @@ def _estimate(config: Config, llama: weights.Llama, world: int, axes: Axes) -> l
     return estimate.describe_needs(run_shape.RunShape.of(llama, config, world, axes))
 
 
-def _shape(config: Config, preset: str) -> LlamaConfig:
+def _shape(config: Config, preset: str) -> PreTrainedConfig:
     """The shape from the model's directory if it exists, else the preset's known shape."""
     directory = Path(config.model.path)
     known = json.loads((PRESET_DIR / "architectures.json").read_text())
@@ -92,4 +92,4 @@ def _shape(config: Config, preset: str) -> LlamaConfig:
     if record is None:
         weights.read_llama(directory)  # raises; its message says what is missing
     weights.check_seq_len(weights.parse_llama(record, str(directory)), config.data.seq_len)
-    return LlamaConfig(**record | {"num_hidden_layers": config.model.layers or record["num_hidden_layers"]})
+    return llama.with_layers(llama.config_of(record), config.model.layers or record["num_hidden_layers"])

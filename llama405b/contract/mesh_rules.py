@@ -52,6 +52,11 @@ def _of_matrices(
         "tokens of the vocabulary": llama.vocab,
         "tokens of a sequence": seq_len,
     }
+    if axes.tp > 1 and llama.family.query_norms:
+        yield (
+            "parallel.tp",
+            f"the norms of queries and keys that a {llama.family.architecture} has are not split; use tp 1",
+        )
     for what, size in divided.items():
         if size % axes.tp:
             fits = _smaller(

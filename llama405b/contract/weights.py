@@ -1,6 +1,6 @@
 """What a Hugging Face checkpoint directory holds, read with the standard library only.
 
-Knows which tensors a Llama must have, and what else belongs to one. Knows nothing of torch or ranks.
+Knows which tensors a Llama, or a model of another family like it, must have, and what else belongs to one. Knows nothing of torch or ranks.
 """
 
 import dataclasses
@@ -13,6 +13,7 @@ from typing import Any
 
 from llama405b.contract.corpus import OWNER_NAME, check_template
 from llama405b.contract.errors import UserError
+from llama405b.contract.families import FAMILIES, LLAMA, Family
 from llama405b.contract.phrases import and_more
 from llama405b.contract.tensors import TensorInfo, read_hf_json, read_tensors
 
@@ -48,7 +49,7 @@ MAX_LAYERS = 10_000
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Llama:
-    """The shape of a Llama, from its config.json."""
+    """The shape of a Llama, or of a model of another family like it, from its config.json."""
 
     layers: int
     hidden: int
@@ -62,6 +63,8 @@ class Llama:
     mlp_bias: bool
     max_positions: int
     initializer_range: float = 0.02
+    family: Family = LLAMA
+    window: int = 0  # tokens that attention sees, in some or all layers; 0: all before
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """Return every parameter's name in a checkpoint, and its shape (out features first)."""
@@ -71,16 +74,22 @@ class Llama:
         attention = {"q_proj": (q, hidden), "k_proj": (kv, hidden), "v_proj": (kv, hidden), "o_proj": (hidden, q)}
         wide, narrow = (self.intermediate, hidden), (hidden, self.intermediate)
         mlp = {"gate_proj": wide, "up_proj": wide, "down_proj": narrow}
+        asked = tuple(attention) if self.attention_bias else ()
+        biased = {*{"asked": asked, "qkv": ("q_proj", "k_proj", "v_proj"), "none": ()}[self.family.biases]}
+        biased |= {*mlp} if self.mlp_bias else set()
+        normed = {"head": (self.head_dim, self.head_dim), "all": (q, kv)}.get(self.family.query_norms, ())
         shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (self.vocab, hidden)}
         for i in range(self.layers):
             layer = f"model.layers.{i}."
-            for block, matrices, bias in (("self_attn", attention, self.attention_bias), ("mlp", mlp, self.mlp_bias)):
+            for block, matrices in (("self_attn", attention), ("mlp", mlp)):
                 for name, shape in matrices.items():
                     shapes[f"{layer}{block}.{name}.weight"] = shape
-                    if bias:
+                    if name in biased:
                         shapes[f"{layer}{block}.{name}.bias"] = shape[:1]
-            shapes[f"{layer}input_layernorm.weight"] = (hidden,)
-            shapes[f"{layer}post_attention_layernorm.weight"] = (hidden,)
+            for name, size in zip(("q_norm", "k_norm"), normed, strict=False):
+                shapes[f"{layer}self_attn.{name}.weight"] = (size,)
+            for name in self.family.norms:
+                shapes[f"{layer}{name}.weight"] = (hidden,)
         shapes["model.norm.weight"] = (hidden,)
         if not self.tied:
             shapes[HEAD] = (self.vocab, hidden)
@@ -145,15 +154,15 @@ def parse_llama(config: Mapping[str, Any], where: str) -> Llama:
     """Read the model's shape from a parsed ``config.json``.
 
     Raises:
-        UserError: It does not describe a LlamaForCausalLM that can be trained.
+        UserError: It does not describe a model of ``FAMILIES`` that can be trained.
     """
-    architectures = config.get("architectures") or ["LlamaForCausalLM"]
-    if config.get("model_type") != "llama" or "LlamaForCausalLM" not in architectures:
+    family, architectures = FAMILIES.get(str(config.get("model_type"))), config.get("architectures")
+    if not family or family.architecture not in (architectures or [family.architecture]):
+        *others, last = (each.architecture for each in FAMILIES.values())
         raise UserError(
-            f"{where}: model_type {config.get('model_type')!r}, architectures {architectures}; "
-            "only a LlamaForCausalLM of model_type 'llama' can be trained"
+            f"{where}: model_type {config.get('model_type')!r}, architectures {architectures}; only {', '.join(others)} and {last} can "
+            "be trained, all of whose layers are dense"
         )
-
     if quantization := config.get("quantization_config"):
         shown = textwrap.shorten(str(quantization), 60, placeholder=" …")
         raise UserError(
@@ -186,10 +195,20 @@ def parse_llama(config: Mapping[str, Any], where: str) -> Llama:
         vocab=number("vocab_size"),
         tied=bool(config.get("tie_word_embeddings", False)),
         attention_bias=bool(config.get("attention_bias", False)),
-        mlp_bias=bool(config.get("mlp_bias", False)),
+        mlp_bias=family is LLAMA and bool(config.get("mlp_bias", False)),
         max_positions=number("max_position_embeddings", 2048),
         initializer_range=_initializer_range(config, where),
+        family=family,
+        window=_window(config, family),
     )
+
+
+def _window(config: Mapping[str, Any], family: Family) -> int:
+    """How many tokens attention sees, where that is not all."""
+    if family.window_asked and not config.get("use_sliding_window"):
+        return 0
+    found = config.get("sliding_window", family.window) if family.window or family.window_asked else None
+    return found if isinstance(found, int) else 0
 
 
 def _initializer_range(config: Mapping[str, Any], where: str) -> float:
@@ -322,6 +341,10 @@ def check_seq_len(llama: Llama, seq_len: int) -> None:
     if seq_len > llama.max_positions:
         raise UserError(
             f"--data.seq_len: {seq_len} exceeds the model's limit of {llama.max_positions} positions; lower it"
+        )
+    if llama.window and seq_len > llama.window:
+        raise UserError(
+            f"--data.seq_len: {seq_len} exceeds the model's sliding window of {llama.window} tokens, which is not computed; lower it"
         )
 
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from llama405b.contract.errors import UserError
 from llama405b.contract.schema import Config
@@ -21,7 +21,7 @@ from llama405b.distributed.ranks import Rank
 from llama405b.model.batch import Batch
 from llama405b.model.inputs import mask_bytes, model_inputs
 from llama405b.model.kernels import candidates, lack
-from llama405b.model.llama import compute_dtype
+from llama405b.model.llama import compute_dtype, with_layers
 
 LARGE_MASK_GIB = 1.0
 LENGTHS = (48, 16, 64)  # of the documents
@@ -30,7 +30,6 @@ KEY_HEADS, MOST_SHARING = 2, 8  # heads that share each
 MOST = {torch.float32: 1e-4, torch.bfloat16: 5e-2}  # difference of logits, whose standard deviation is about 1
 TINY = {
     "vocab_size": VOCABULARY,
-    "num_hidden_layers": 1,
     "intermediate_size": 64,
     "tie_word_embeddings": False,
 } | dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
@@ -44,7 +43,7 @@ class Attention(NamedTuple):
     checked: list[str]
 
 
-def choose_attention(config: Config, hf_config: LlamaConfig, me: Rank) -> Attention:
+def choose_attention(config: Config, hf_config: PreTrainedConfig, me: Rank) -> Attention:
     """Choose the first implementation that runs, and computes what sdpa does, on every rank.
 
     Raises:
@@ -92,7 +91,7 @@ class BrokenError(Exception):
 
 
 def check_attention(
-    config: LlamaConfig, attention: str, device: torch.device, dtype: torch.dtype, *, isolated: bool
+    config: PreTrainedConfig, attention: str, device: torch.device, dtype: torch.dtype, *, isolated: bool
 ) -> float:
     """Compare packed documents through one small layer with heads of the model's size, with the same documents alone through sdpa.
 
@@ -110,7 +109,7 @@ def check_attention(
     positions_BS = torch.cat([torch.arange(length) for length in LENGTHS])[None].to(device)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.enable_grad():
         torch.manual_seed(0)
-        model = LlamaForCausalLM(_small(config)).to(device, dtype).eval()
+        model = AutoModelForCausalLM.from_config(_small(config)).to(device, dtype).eval()
         torch.nn.init.normal_(model.lm_head.weight, std=model.config.hidden_size**-0.5)
         parts = ids_BS.split(LENGTHS, 1) if isolated else [ids_BS]
         alone_BSV, right = _computed(model, [Batch(part, part) for part in parts])
@@ -131,16 +130,16 @@ def check_attention(
     raise BrokenError(f"with {attention} on {device.type} {fault} ({found_out})")
 
 
-def _small(config: LlamaConfig) -> LlamaConfig:
+def _small(config: PreTrainedConfig) -> PreTrainedConfig:
     """A model of one layer, with heads of the size of this one's."""
     small, each = copy.deepcopy(config), min(MOST_SHARING, config.num_attention_heads // config.num_key_value_heads)
     heads = {"num_key_value_heads": KEY_HEADS, "num_attention_heads": KEY_HEADS * each}
     small.update(TINY | heads | {"hidden_size": config.head_dim * KEY_HEADS * each})
-    small._attn_implementation = "sdpa"
+    with_layers(small, 1)._attn_implementation = "sdpa"
     return small
 
 
-def _computed(model: LlamaForCausalLM, batches: Sequence[Batch]) -> tuple[Tensor, Tensor]:
+def _computed(model: PreTrainedModel, batches: Sequence[Batch]) -> tuple[Tensor, Tensor]:
     """The logits of batches, one after the other, and the gradients of attention's weights, flat."""
     logits_BSV: Tensor = torch.cat([
         model(**model_inputs(batch, model.config._attn_implementation), use_cache=False).logits.float() for batch in batches

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext, create_selective_checkpoint_contexts
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from llama405b.contract.recompute import FULL, Kind, Recompute
+from llama405b.model.llama import is_decoder_layer
 
 PREFIXES = ("_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")  # of parameter names: this wrapper's, and FSDP1's
 PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten._scaled_mm.default)
@@ -21,7 +21,7 @@ PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.a
 def checkpoint_activations(model: nn.Module, recompute: Recompute = FULL) -> None:
     """Have decoder layers compute activations again in the backward. Call AFTER sharding, or FSDP's units double."""
     for parent in list(model.modules()):
-        layers = [(name, each) for name, each in parent.named_children() if isinstance(each, LlamaDecoderLayer)]
+        layers = [(name, each) for name, each in parent.named_children() if is_decoder_layer(each)]
         for (name, layer), kind in zip(layers, recompute.of(len(layers)), strict=True):
             setattr(parent, name, wrapped(layer, kind))
 

@@ -7,7 +7,8 @@ from importlib.util import find_spec
 
 import torch
 from torch import nn
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+from llama405b.model.llama import is_decoder_layer
 
 COMPILERS = ("cc", "gcc", "clang")  # of C, one of which torch and Triton call
 
@@ -28,7 +29,7 @@ def compile_layers(model: nn.Module) -> None:
     FSDP's hooks and checkpointing stay outside of the graph, which has neither a layer's name nor its number: so one serves all layers,
     and parameters keep their names.
     """
-    compiled = torch.compile(LlamaDecoderLayer.forward, fullgraph=True)
+    compiled = functools.cache(functools.partial(torch.compile, fullgraph=True))
     for module in model.modules():
-        if isinstance(module, LlamaDecoderLayer):
-            module.forward = functools.partial(compiled, module)
+        if is_decoder_layer(module):
+            module.forward = functools.partial(compiled(type(module).forward), module)

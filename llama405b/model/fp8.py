@@ -8,7 +8,8 @@ import importlib.util
 
 import torch
 from torch import nn
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+from llama405b.model.llama import is_decoder_layer
 
 LEAST = (8, 9)  # compute capability: Ada, Hopper, Blackwell
 MULTIPLE = 16  # of which rows and columns must be
@@ -37,6 +38,6 @@ def convert(model: nn.Module, device: torch.device) -> int:
         return suits
 
     for layer in model.modules():
-        if isinstance(layer, LlamaDecoderLayer):
+        if is_decoder_layer(layer):
             convert_to_float8_training(layer, module_filter_fn=chosen, config=config)
     return len(converted)

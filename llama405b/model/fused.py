@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import LlamaConfig
+from transformers import LlamaConfig, PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+
+from llama405b.model.llama import llama_name
 
 TOKENS, MOST_WIDE = 64, 2048  # of what is checked: tokens, and features of the MLP
 WORSE = 1.5  # times the rounding errors of transformers' own
@@ -73,7 +75,7 @@ class _Down(torch.autograd.Function):
 FORWARDS: dict[str, tuple[type[nn.Module], Forward]] = {"RMSNorm": (LlamaRMSNorm, norm), "SwiGLU": (LlamaMLP, mlp)}
 
 
-def lack(name: str, config: LlamaConfig, device: torch.device, dtype: torch.dtype) -> str:
+def lack(name: str, config: PreTrainedConfig, device: torch.device, dtype: torch.dtype) -> str:
     """Say why one of ``FORWARDS`` is not used for a model on this device; "": it is.
 
     On random input, its result and gradients must be as near to those in FP64 as transformers' own are, but for ``WORSE``.
@@ -115,5 +117,5 @@ def fuse(model: nn.Module, name: str) -> None:
     """Have a model's modules compute so. Call it after sharding."""
     kind, fused = FORWARDS[name]
     for module in model.modules():
-        if isinstance(module, kind):
+        if llama_name(module, model.config) == kind.__name__:
             module.forward = functools.partial(fused, module)

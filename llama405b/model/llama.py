@@ -1,15 +1,16 @@
-"""The Hugging Face Llama, built on the meta device: shapes without memory.
+"""The Hugging Face Llama, or a model of another family like it, built on the meta device: shapes without memory.
 
 Knows transformers' modules; not ranks, files of weights or the optimizer. Parallelism leaves the model untouched.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.activations import ACT2FN
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from llama405b.contract.errors import UserError
 from llama405b.contract.schema import COMPUTE_BYTES, Numerics
@@ -20,14 +21,32 @@ def compute_dtype(numerics: Numerics) -> torch.dtype:
     return {2: torch.bfloat16, 4: torch.float32}[COMPUTE_BYTES[numerics]]
 
 
-def read_hf_config(directory: Path, layers: int = 0) -> LlamaConfig:
+def llama_name(module: nn.Module, config: PreTrainedConfig) -> str:
+    """Return what a module's class is called in a Llama: ``LlamaMLP`` of ``Qwen3MLP``, and of what FSDP makes of that."""
+    name, own = type(module).__name__.removeprefix("FSDP"), type(config).__name__.removesuffix("Config")
+    return f"Llama{name.removeprefix(own)}" if name.startswith(own) else name
+
+
+def is_decoder_layer(module: nn.Module) -> bool:
+    """Whether a module is a decoder layer, of any family."""
+    return type(module).__name__.endswith("DecoderLayer")
+
+
+def config_of(described: Mapping[str, Any]) -> PreTrainedConfig:
+    """Return transformers' configuration of a model that is described as in ``config.json``."""
+    return AutoConfig.for_model(**described)
+
+
+def read_hf_config(directory: Path, layers: int = 0) -> PreTrainedConfig:
     """Read ``config.json``; ``layers``: cut the model down to that many decoder layers (0: all).
+
+    Sequences are no longer than a sliding window, so that all layers see all before, and need no mask for it.
 
     Raises:
         UserError: transformers does not accept it, or does not know its activation.
     """
     try:
-        config = LlamaConfig.from_pretrained(directory)
+        config = AutoConfig.from_pretrained(directory)
     except Exception as error:  # noqa: BLE001
         why = " ".join(str(error).split())
         raise UserError(f"{directory / 'config.json'}: transformers rejects it ({why}); download it again") from None
@@ -35,25 +54,37 @@ def read_hf_config(directory: Path, layers: int = 0) -> LlamaConfig:
         raise UserError(
             f"{directory / 'config.json'}: transformers has no activation {config.hidden_act!r} (hidden_act); download it again"
         )
-    config.num_hidden_layers = layers or config.num_hidden_layers
+    return with_layers(config, layers or config.num_hidden_layers)
+
+
+def with_layers(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
+    """Set the number of layers, and that none has a sliding window."""
+    config.num_hidden_layers = layers
+    for name, value in (
+        ("sliding_window", None),
+        ("use_sliding_window", False),
+        ("layer_types", ["full_attention"] * layers),
+    ):
+        if getattr(config, name, None) is not None:
+            setattr(config, name, value)
     return config
 
 
-def build_on_meta(config: LlamaConfig, attention: str, dtype: torch.dtype) -> LlamaForCausalLM:
+def build_on_meta(config: PreTrainedConfig, attention: str, dtype: torch.dtype) -> PreTrainedModel:
     """Build the model without allocating a byte of weights."""
     config._attn_implementation = attention
     config.use_cache = False
     with torch.device("meta"):
-        model = LlamaForCausalLM(config).to(dtype)
+        model = AutoModelForCausalLM.from_config(config).to(dtype)
     model.train()
     return model
 
 
-def restore_buffers(model: nn.Module, config: LlamaConfig, device: torch.device) -> None:
+def restore_buffers(model: nn.Module, config: PreTrainedConfig, device: torch.device) -> None:
     """Recompute the rotary frequencies, which are in no state dict, on ``device``."""
     for name, module in list(model.named_modules()):
-        if isinstance(module, LlamaRotaryEmbedding):
-            model.get_submodule(name.rpartition(".")[0]).rotary_emb = LlamaRotaryEmbedding(config).to(device)
+        if type(module).__name__.endswith("RotaryEmbedding"):
+            model.get_submodule(name.rpartition(".")[0]).rotary_emb = type(module)(config).to(device)
 
 
 def tie_head(model: nn.Module) -> None:

@@ -17,16 +17,16 @@ from torch.distributed.fsdp import (
     ShardingStrategy,
 )
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from llama405b.contract.schema import Parallel
 from llama405b.distributed.ranks import Rank
-from llama405b.model.llama import build_on_meta, restore_buffers, tie_head
+from llama405b.model.llama import build_on_meta, llama_name, restore_buffers, tie_head
 from llama405b.parallel.fsdp2 import check_wrap, shard_dtype
 
 
 def load_wrapped(
-    directory: Path | None, config: LlamaConfig, attention: str, parallel: Parallel, me: Rank
+    directory: Path | None, config: PreTrainedConfig, attention: str, parallel: Parallel, me: Rank
 ) -> nn.Module:
     """Load on rank 0 (None: random weights), wrap, synchronize; returns the FSDP module with its weights.
 
@@ -37,7 +37,9 @@ def load_wrapped(
     check_wrap(model, parallel.wrap)
     tied = config.tie_word_embeddings  # a weight that two modules share must stay in one unit: the root
     classes = {
-        type(m) for m in model.modules() if type(m).__name__ in parallel.wrap and not (tied and type(m) is nn.Embedding)
+        type(m)
+        for m in model.modules()
+        if llama_name(m, config) in parallel.wrap and not (tied and type(m) is nn.Embedding)
     }
 
     def materialise(module: nn.Module) -> None:
@@ -64,8 +66,8 @@ def load_wrapped(
 
 
 def _unwrapped(
-    directory: Path | None, config: LlamaConfig, attention: str, dtype: torch.dtype, me: Rank
-) -> LlamaForCausalLM:
+    directory: Path | None, config: PreTrainedConfig, attention: str, dtype: torch.dtype, me: Rank
+) -> PreTrainedModel:
     """Build the model, on rank 0 with its weights; the rotary frequencies are FP32 on all ranks, or they could not be sent."""
     if not me.is_rank0:
         meta = build_on_meta(config, attention, dtype)
@@ -73,9 +75,11 @@ def _unwrapped(
         return meta
     config.use_cache = False
     if directory:
-        model = LlamaForCausalLM.from_pretrained(directory, config=config, dtype=dtype, attn_implementation=attention)
+        model = AutoModelForCausalLM.from_pretrained(
+            directory, config=config, dtype=dtype, attn_implementation=attention
+        )
     else:
         config._attn_implementation = attention
-        model = LlamaForCausalLM(config).to(dtype)
+        model = AutoModelForCausalLM.from_config(config).to(dtype)
     restore_buffers(model, config, torch.device("cpu"))
     return model.train()

@@ -24,6 +24,7 @@ from llama405b.contract.mesh import SHARD, Axes
 from llama405b.contract.schema import FP32_MASTERS, Parallel
 from llama405b.contract.strategies import Strategy
 from llama405b.model.checkpointing import unwrapped
+from llama405b.model.llama import llama_name
 
 
 def shard_dtype(parallel: Parallel) -> torch.dtype:
@@ -32,8 +33,8 @@ def shard_dtype(parallel: Parallel) -> torch.dtype:
 
 
 def check_wrap(model: nn.Module, wrap: tuple[str, ...]) -> None:
-    """Refuse class names in ``wrap`` that the model does not have; lists those that it has."""
-    present = {type(module).__name__ for module in model.modules()}
+    """Refuse class names in ``wrap``, which are a Llama's, that the model does not have; lists those that it has."""
+    present = {llama_name(module, model.config) for module in model.modules()}
     for name in wrap:
         if name not in present:
             raise UserError(f"--parallel.wrap: the model has no {name!r}; choose from {', '.join(sorted(present))}")
@@ -41,14 +42,14 @@ def check_wrap(model: nn.Module, wrap: tuple[str, ...]) -> None:
 
 def check_units(model: nn.Module, wrap: tuple[str, ...]) -> None:
     """Refuse units in ``wrap`` that share parameters: one within another, or within that of the head and its norm."""
-    units = [module for module in model.modules() if type(module).__name__ in wrap]
+    units = [module for module in model.modules() if llama_name(module, model.config) in wrap]
     for unit in units:
         if unit in (model.model.norm, model.lm_head):
             raise UserError(
                 f"--parallel.wrap: {type(unit).__name__!r} is in the unit of the head and its norm; leave it out"
             )
         for inner in unit.modules():
-            if inner is not unit and type(inner).__name__ in wrap:
+            if inner is not unit and llama_name(inner, model.config) in wrap:
                 names = f"{type(inner).__name__!r} is within {type(unit).__name__!r}"
                 raise UserError(f"--parallel.wrap: {names}, and FSDP2 takes one of them; leave out the other")
 
@@ -88,7 +89,7 @@ def shard(model: nn.Module, parallel: Parallel, device: torch.device, mesh: Devi
     tied, embedding = model.config.tie_word_embeddings, model.model.embed_tokens
     with _one_smaller_mesh() if parallel.reshard_after_forward else contextlib.nullcontext():
         for module in list(model.modules()):
-            if type(module).__name__ in parallel.wrap and module is not embedding:
+            if llama_name(module, model.config) in parallel.wrap and module is not embedding:
                 unit(module, reshard_after_forward=reshards)
     if embedding is not None and not tied and "Embedding" in parallel.wrap:
         unit(embedding, reshard_after_forward=bool(reshards))

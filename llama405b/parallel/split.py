@@ -1,7 +1,7 @@
 """Split a model over the mesh: its layers over ``pp``, matrices over ``tp``, sequences over ``cp``, and what is left over the shards."""
 
 from torch import nn
-from transformers import LlamaForCausalLM
+from transformers import PreTrainedModel
 
 from llama405b.contract.schema import Parallel
 from llama405b.contract.shards import Holdings
@@ -13,7 +13,7 @@ from llama405b.parallel.stage import Stage
 from llama405b.parallel.tensor import split_matrices
 
 
-def split(model: LlamaForCausalLM, parallel: Parallel, me: Rank) -> nn.Module:
+def split(model: PreTrainedModel, parallel: Parallel, me: Rank) -> nn.Module:
     """Split a model that is on the meta device; returns what this rank computes with.
 
     Raises:
@@ -32,12 +32,12 @@ def split(model: LlamaForCausalLM, parallel: Parallel, me: Rank) -> nn.Module:
     return own
 
 
-def holdings_of(model: LlamaForCausalLM, parallel: Parallel, me: Rank) -> Holdings:
+def holdings_of(model: PreTrainedModel, parallel: Parallel, me: Rank) -> Holdings:
     """Return what all ranks hold of a model that is still whole."""
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     return Holdings.of(shapes, me.axes, parallel.chunks)
 
 
-def _stage_of(model: LlamaForCausalLM, parallel: Parallel, me: Rank) -> Stage:
+def _stage_of(model: PreTrainedModel, parallel: Parallel, me: Rank) -> Stage:
     stages, place = holdings_of(model, parallel, me).stages, me.axes.place(me.rank, ("pp",))
     return Stage(model, stages[place.rank :: place.size], first=place.rank == 0, last=place.rank == place.size - 1)

@@ -6,13 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from transformers import LlamaForCausalLM
+from transformers import PreTrainedModel
 
 
 class Stage(nn.Module):
     """The stages of one rank: with the interleaved schedule several, each a chunk of its layers."""
 
-    def __init__(self, whole: LlamaForCausalLM, chunks: Sequence[Sequence[int]], *, first: bool, last: bool) -> None:
+    def __init__(self, whole: PreTrainedModel, chunks: Sequence[Sequence[int]], *, first: bool, last: bool) -> None:
         """Take what is this rank's of a whole model, which is on the meta device. ``chunks``: the layers of each stage.
 
         ``first``, ``last``: whether the first chunk begins with the embedding, and the last one ends with the head.

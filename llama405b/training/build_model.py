@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from torch import nn
-from transformers import LlamaConfig
+from transformers import PreTrainedConfig
 
 from llama405b.contract import weights
 from llama405b.contract.dealing import Dealing
@@ -65,7 +65,7 @@ def build_model(
     return built.module, built.master
 
 
-def _fuse(module: nn.Module, config: Config, hf_config: LlamaConfig, context: RankContext) -> list[str]:
+def _fuse(module: nn.Module, config: Config, hf_config: PreTrainedConfig, context: RankContext) -> list[str]:
     """Have modules compute in fewer kernels where every rank finds that right; returns what to say of it."""
     said = []
     for name in fused.FORWARDS:
@@ -77,7 +77,7 @@ def _fuse(module: nn.Module, config: Config, hf_config: LlamaConfig, context: Ra
     return said
 
 
-def _by_fsdp1(config: Config, hf_config: LlamaConfig, attention: Attention, context: RankContext) -> _Built:
+def _by_fsdp1(config: Config, hf_config: PreTrainedConfig, attention: Attention, context: RankContext) -> _Built:
     if not context.me.on_gpu:
         raise UserError("--parallel.strategy: torch does not support fsdp1 on CPU; use fsdp2")
     directory = None if config.model.weights == "random" else Path(config.model.path)
@@ -88,7 +88,7 @@ def _by_fsdp1(config: Config, hf_config: LlamaConfig, attention: Attention, cont
 def _by_fsdp2(
     config: Config,
     files: Path,
-    hf_config: LlamaConfig,
+    hf_config: PreTrainedConfig,
     attention: Attention,
     context: RankContext,
     *,

@@ -1,9 +1,12 @@
-"""Directories of the Llama family: the loss of a step is transformers' own, whatever their configuration says."""
+"""Directories of Llamas, and of the families like it: the loss of a step is transformers' own, whatever their configuration says."""
 
+import functools
+
+import mesh_rig
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 from ranks_rig import run_ranks
 from tiny_models import write_llama
@@ -18,13 +21,20 @@ FAMILY = {
     "longrope": {
         "rope_parameters": ROPE
         | {
-            "rope_type": "longrope", "factor": 4.0, "original_max_position_embeddings": 16,
-            "short_factor": [1.0, 1.1], "long_factor": [1.5, 2.0],
+            "rope_type": "longrope",
+            "factor": 4.0,
+            "original_max_position_embeddings": 16,
+            "short_factor": [1.0, 1.1],
+            "long_factor": [1.5, 2.0],
         }
     },
     "Llama 3.1": {
         "rope_parameters": {
-            "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "rope_type": "llama3",
+            "rope_theta": 5e5,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
             "original_max_position_embeddings": 16,
         }
     },
@@ -33,7 +43,22 @@ FAMILY = {
     "biases": {"attention_bias": True, "mlp_bias": True},
     "another activation": {"hidden_act": "gelu", "rms_norm_eps": 1e-3},
     "tied": {"tied": True},
-}  # fmt: skip
+    "Mistral": {"family": "mistral", "sliding_window": 32},
+    "Mistral, tied": {"family": "mistral", "sliding_window": None, "tied": True},
+    "Qwen 2": {"family": "qwen2"},
+    "Qwen 2, tied": {
+        "family": "qwen2",
+        "tied": True,
+        "use_sliding_window": True,
+        "sliding_window": 32,
+        "max_window_layers": 1,
+    },
+    "Qwen 3": {"family": "qwen3", "head_dim": 8},
+    "Qwen 3, tied": {"family": "qwen3", "tied": True, "attention_bias": True},
+    "OLMo 2": {"family": "olmo2"},
+    "OLMo 2, tied": {"family": "olmo2", "tied": True, "attention_bias": True},
+}
+BIASED = {"biases", "Qwen 2", "Qwen 2, tied", "Qwen 3, tied", "OLMo 2, tied"}  # fmt: skip
 
 
 def _losses(me, directories):
@@ -49,7 +74,7 @@ def _losses(me, directories):
 
 
 def _of_transformers(directory):
-    model, losses = LlamaForCausalLM.from_pretrained(directory, attn_implementation="sdpa"), []
+    model, losses = AutoModelForCausalLM.from_pretrained(directory, attn_implementation="sdpa"), []
     groups = [{"params": [p], "weight_decay": 0.1 * (p.ndim > 1)} for p in model.parameters()]
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8)
     for step in (1, 2):
@@ -67,13 +92,41 @@ def _of_transformers(directory):
 
 def test_the_losses_of_two_steps_are_those_of_transformers(tmp_path):
     directories = [write_llama(tmp_path / str(i), layers=2, **more) for i, more in enumerate(FAMILY.values())]
-    for directory in directories:  # biases are 0 where nothing trained them, which would hide one that is not loaded
-        model = LlamaForCausalLM.from_pretrained(directory)
+    for (
+        directory
+    ) in directories:  # biases are 0 and norms 1 where nothing trained them, which would hide one that is not loaded
+        model = AutoModelForCausalLM.from_pretrained(directory)
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):
                 torch.nn.init.normal_(parameter, std=0.1)
+            if "norm" in name:
+                torch.nn.init.normal_(parameter, mean=1, std=0.1)
         model.save_pretrained(directory, max_shard_size="20KB")
     for found in run_ranks(2, _losses, directories):
         for (name, directory), (losses, n_biases) in zip(zip(FAMILY, directories, strict=True), found, strict=True):
             assert losses == pytest.approx(_of_transformers(directory), rel=1e-5), name
-            assert bool(n_biases) == (name == "biases")
+            assert bool(n_biases) == (name in BIASED)
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("mistral", {"tp": 2}),
+        ("qwen2", {"tp": 2}),
+        ("qwen2", {"pp": 2}),
+        ("qwen3", {"cp": 2}),
+        ("qwen3", {"pp": 2, "pp_schedule": "interleaved"}),
+        ("olmo2", {"pp": 2}),
+        ("olmo2", {"cp": 2, "loss": "parts"}),
+    ],
+    ids=str,
+)
+def test_meshes_train_other_families_as_one_process_does(tmp_path, family, settings):
+    """Within what norms in FP32 make of FP64."""
+    directory = mesh_rig.write_model(tmp_path / "model", family=family)
+    right = mesh_rig.single(directory, micro=2)
+    found = run_ranks(2, functools.partial(mesh_rig.train, micro=2, settings=settings), directory)
+    weights = {name: tensor for _, own in found for name, tensor in own.items()}
+    for results, _ in found:
+        steps, _ = mesh_rig.difference((results, weights), right)
+        assert steps < 1e-5

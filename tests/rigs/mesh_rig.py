@@ -29,10 +29,10 @@ def in_dtype():
         LlamaRMSNorm.forward = before
 
 
-def write_model(directory, *, tied=False, layers=4):
+def write_model(directory, *, tied=False, layers=4, **more):
     from tiny_models import write_llama
 
-    return write_llama(directory, tied=tied, layers=layers, **SHAPE)
+    return write_llama(directory, tied=tied, layers=layers, **SHAPE, **more)
 
 
 def packed(step):
@@ -153,9 +153,9 @@ def whole_weights(model):
 def single(directory, *, micro=1, steps=STEPS, dtype=torch.float64, lr=LR):
     """The same steps in this process alone, by plain PyTorch."""
     import torch.nn.functional as F
-    from transformers import LlamaForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    model = LlamaForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation="sdpa")
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation="sdpa")
     named = dict(model.named_parameters())
     vectors = [p for name, p in named.items() if "norm" in name or name.endswith(".bias")]
     matrices = [p for name, p in named.items() if "norm" not in name and not name.endswith(".bias")]

@@ -16,12 +16,11 @@ S = 256
 @pytest.mark.parametrize("name", PRESETS)
 def test_parameters_are_those_of_the_modules(name):
     import torch
-    from transformers import LlamaConfig
 
-    from llama405b.model.llama import build_on_meta
+    from llama405b.model.llama import build_on_meta, config_of
 
     shape = Shape.of(parse_llama(PRESETS[name], name))
-    module = build_on_meta(LlamaConfig(**PRESETS[name]), "sdpa", torch.bfloat16)
+    module = build_on_meta(config_of(PRESETS[name]), "sdpa", torch.bfloat16)
     if module.config.tie_word_embeddings:
         module.lm_head.weight = module.model.embed_tokens.weight
     assert shape.parameters == sum(p.numel() for p in module.parameters())
@@ -35,12 +34,11 @@ def test_parameters_are_those_of_the_modules(name):
 def test_flops_are_those_that_torch_counts(name, again):
     import torch
     from torch.utils.flop_counter import FlopCounterMode
-    from transformers import LlamaConfig
 
     from llama405b.model.checkpointing import checkpoint_activations
-    from llama405b.model.llama import build_on_meta
+    from llama405b.model.llama import build_on_meta, config_of, with_layers
 
-    config = LlamaConfig(**PRESETS[name] | {"num_hidden_layers": 2})
+    config = with_layers(config_of(PRESETS[name]), 2)
     shape = Shape.of(parse_llama(PRESETS[name] | {"num_hidden_layers": 2}, name))
     module = build_on_meta(config, "eager", torch.bfloat16)
     if again:

@@ -104,7 +104,7 @@ def test_what_a_billion_tokens_cost(capsys):
     assert cost == pytest.approx(2 * found["gpu_hours"], rel=0.01)
 
 
-@pytest.mark.parametrize("name", ["llama3.1-405b", "llama3.1-70b", "llama3.1-8b", "llama3.2-1b"])
+@pytest.mark.parametrize("name", sorted({*config.preset_names()} - {"demo"}))
 def test_the_comments_of_presets_are_predictions(capsys, name):
     comment = (config.PRESET_DIR / f"{name}.toml").read_text().splitlines()[1]
     words = re.match(r"# `llama405b plan (--preset \S+ --nodes (\d+))`: ", comment)

@@ -134,7 +134,8 @@ def test_a_plan_says_whether_what_no_gpu_has_run_is_faster(capsys):
     assert re.search(r"fits, with --model.activation_checkpointing operators:\d+\n", out)
     predict.main(["--preset", "llama3.1-405b", "--nodes", "8", "--search", "--nic", "200Gb/s"])
     assert re.search(
-        r"fastest is .*tp \d.*; that has run on one GPU at most \(docs/proof.md\), so it is not first\n", capsys.readouterr().out
+        r"fastest is .*tp \d.*; it has run on one GPU at most \(docs/proof.md\), and so is not first\n",
+        capsys.readouterr().out,
     )
 
 

@@ -1,11 +1,13 @@
 """Every row of docs/parallel.md's table of combinations is allowed, or refused with the words that it says."""
 
+import dataclasses
 import re
 
 import pytest
 
 from conftest import ROOT
 from llama405b.contract.errors import UserError
+from llama405b.contract.families import FAMILIES
 from llama405b.contract.mesh import Axes
 from llama405b.contract.mesh_rules import check_mesh
 from llama405b.contract.schema import Config, Data, Model, Parallel
@@ -82,3 +84,10 @@ def test_a_host_is_no_limit_where_that_is_said():
 )
 def test_a_name_says_how_many_copies(strategy, axes):
     assert Axes.of(Parallel(strategy=strategy), 16, 8) == axes
+
+
+def test_norms_of_queries_and_keys_are_not_split():
+    qwen = dataclasses.replace(SMALL, family=FAMILIES["qwen3"])
+    assert "norms of queries and keys that a Qwen3ForCausalLM has are not split; use tp 1" in refused({"tp": 2}, qwen)
+    assert refused({"tp": 2}, dataclasses.replace(SMALL, family=FAMILIES["qwen2"])) == ""
+    assert refused({"pp": 2, "cp": 2}, qwen) == ""

@@ -8,14 +8,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from llama405b.contract import config, weights
 from llama405b.contract.errors import UserError
+from llama405b.contract.families import FAMILIES
 from llama405b.contract.tensors import INDEX, SINGLE, read_tensors
 from llama405b.model import llama
+from tiny_models import write_llama
 
 
 @pytest.fixture
@@ -48,6 +50,25 @@ def test_headers_tell_what_transformers_wrote(demo, tiny_tied):
         llama = weights.read_llama(directory)
         assert llama.tensors() == {name: info.shape for name, info in tensors.items()}
         assert llama.parameters == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_family_has_the_tensors_that_transformers_gives_it(tmp_path, family):
+    for number, more in enumerate(({"attention_bias": True}, {"tied": True})):
+        directory = write_llama(tmp_path / str(number), family=family, **more)
+        model = AutoModelForCausalLM.from_pretrained(directory)
+        tensors = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        assert weights.read_llama(directory).tensors() == tensors
+
+
+def test_sequences_are_no_longer_than_a_sliding_window(copy):
+    edit(copy / "config.json", model_type="mistral", architectures=["MistralForCausalLM"], sliding_window=48)
+    assert "--data.seq_len: 64 exceeds the model's sliding window of 48 tokens" in refusal(copy)
+    assert weights.check_checkpoint(copy, 48).window == 48
+    edit(copy / "config.json", model_type="qwen2", architectures=["Qwen2ForCausalLM"], attention_bias=None)
+    assert weights.read_llama(copy).window == 0  # use_sliding_window says whether
+    edit(copy / "config.json", use_sliding_window=True)
+    assert weights.read_llama(copy).window == 48
 
 
 @pytest.mark.slow
@@ -100,8 +121,8 @@ def test_not_a_safetensors_file(copy):
 
 
 def test_not_a_llama(copy):
-    edit(copy / "config.json", model_type="mistral", architectures=["MistralForCausalLM"])
-    assert "architectures ['MistralForCausalLM']; only a LlamaForCausalLM" in refusal(copy)
+    edit(copy / "config.json", model_type="mixtral", architectures=["MixtralForCausalLM"])
+    assert "architectures ['MixtralForCausalLM']; only LlamaForCausalLM, MistralForCausalLM, Qwen2" in refusal(copy)
 
 
 def test_config_of_another_model(copy):

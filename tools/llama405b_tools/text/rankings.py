@@ -41,7 +41,7 @@ def _fastest(first: Outlook, untried: Sequence[Outlook]) -> list[str]:
     if gain <= NEAR:
         return ["  nothing that has run on one GPU at most is faster, as far as a prediction can tell"]
     return [
-        f"  fastest is {untried_of(fastest.load)}, by {100 * gain:.0f}%; that has run on one GPU at most (docs/proof.md), so it is not first"
+        f"  fastest is {untried_of(fastest.load)}, by {100 * gain:.0f}%; it has run on one GPU at most (docs/proof.md), and so is not first"
     ]
 
 
