@@ -23,6 +23,7 @@ class Shape:
     vocab: int
     parameters: int  # all, a tied head once
     layer_parameters: int
+    ends_with_norm: bool = False  # a layer, and so its last product is computed again, too
 
     @classmethod
     @functools.lru_cache(64)
@@ -31,13 +32,14 @@ class Shape:
         layer = sum(math.prod(shape) for name, shape in llama.tensors().items() if ".layers.0." in name)
         width, kv_width = llama.heads * llama.head_dim, llama.kv_heads * llama.head_dim
         return cls(
-            llama.layers, llama.hidden, width, kv_width, llama.intermediate, True, llama.vocab, llama.parameters, layer
-        )
+            llama.layers, llama.hidden, width, kv_width, llama.intermediate, True, llama.vocab, llama.parameters, layer,
+            llama.family.ends_with_norm,
+        )  # fmt: skip
 
     @property
     def narrow(self) -> int:
-        """Weights of the last product of a layer, which checkpointing does not compute again."""
-        return self.hidden * self.intermediate
+        """Weights of the last product of a layer, if checkpointing does not compute it again."""
+        return 0 if self.ends_with_norm else self.hidden * self.intermediate
 
     @property
     def matrices(self) -> int:

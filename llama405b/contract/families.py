@@ -17,6 +17,7 @@ class Family:
     )
     query_norms: Literal["", "head", "all"] = ""  # of queries and keys: of each head, or of all heads together
     norms: tuple[str, str] = ("input_layernorm", "post_attention_layernorm")
+    ends_with_norm: bool = False  # a layer: norms follow attention and the MLP, instead of being before them
     window: int | None = None  # of attention, where config.json does not say
     window_asked: bool = False  # only if use_sliding_window is true
 
@@ -31,6 +32,11 @@ FAMILIES = {  # by model_type
     "mistral": Family("Mistral", biases="none", window=4096),
     "qwen2": Family("Qwen2", biases="qkv", window_asked=True),
     "qwen3": Family("Qwen3", query_norms="head", window_asked=True),
-    "olmo2": Family("Olmo2", query_norms="all", norms=("post_attention_layernorm", "post_feedforward_layernorm")),
+    "olmo2": Family(
+        "Olmo2",
+        query_norms="all",
+        norms=("post_attention_layernorm", "post_feedforward_layernorm"),
+        ends_with_norm=True,
+    ),
 }
 LLAMA = FAMILIES["llama"]

@@ -26,7 +26,8 @@ def test_parameters_are_those_of_the_modules(name):
     assert shape.parameters == sum(p.numel() for p in module.parameters())
     assert shape.layer_parameters == sum(p.numel() for p in module.model.layers[0].parameters())
     linear = [m.weight.numel() for m in module.model.layers[0].modules() if isinstance(m, torch.nn.Linear)]
-    assert (shape.matrices, shape.narrow) == (sum(linear), module.model.layers[0].mlp.down_proj.weight.numel())
+    last = 0 if name == "olmo2-7b" else module.model.layers[0].mlp.down_proj.weight.numel()
+    assert (shape.matrices, shape.narrow) == (sum(linear), last)
 
 
 @pytest.mark.parametrize("again", [False, True])
