@@ -1,14 +1,21 @@
-"""Parameters with a learning rate or weight decay of their own: ``optimizer.groups``. Pure."""
+"""Parameters with a learning rate or weight decay of their own, or that are not trained: ``optimizer.groups``. Pure."""
 
 import dataclasses
 import fnmatch
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from llama405b.contract.errors import UserError
+from llama405b.contract.schema import Parallel
 
-WAY = 'write "model.embed_tokens.* lr_factor=0.1 weight_decay=0": a pattern of names, and one of these or both'
+WAY = (
+    'write "model.embed_tokens.* lr_factor=0.1 weight_decay=0", a pattern of names and one of these or both, or '
+    '"model.embed_tokens.* frozen=true"'
+)
 KEYS = ("lr_factor", "weight_decay")
+FROZEN = "frozen"
+YES = ("true", "1")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -18,16 +25,19 @@ class Group:
     pattern: str
     lr_factor: float = 1.0  # times the learning rate of the step
     weight_decay: float | None = None  # None: as all others, so none of vectors
+    frozen: bool = False  # it takes no gradient and no moments
 
     @classmethod
     def read(cls, text: str) -> "Group":
-        """Read ``PATTERN lr_factor=X weight_decay=Y``.
+        """Read ``PATTERN lr_factor=X weight_decay=Y``, or ``PATTERN frozen=true``.
 
         Raises:
             UserError: It is something else.
         """
         pattern, *pairs = text.split() or [""]
-        values: dict[str, float] = {}
+        values: dict[str, Any] = {}
+        if pattern and [pair.lower() for pair in pairs] in [[f"{FROZEN}={yes}"] for yes in YES]:
+            return cls(pattern, frozen=True)
         for pair in pairs:
             name, _, number = pair.partition("=")
             values[name] = _number(number)
@@ -47,13 +57,30 @@ def group_of(groups: Iterable[Group], name: str) -> Group | None:
     return next((group for group in groups if group.has(name)), None)
 
 
-def check_groups(texts: Sequence[str], names: Iterable[str]) -> None:
-    """Refuse a group that has none of the model's parameters.
+def is_frozen(texts: Sequence[str], name: str) -> bool:
+    """Whether the groups that are written so freeze a parameter."""
+    return bool(texts) and (group_of(map(Group.read, texts), name) or Group(name)).frozen
+
+
+def check_groups(texts: Sequence[str], names: Iterable[str], parallel: Parallel) -> None:
+    """Refuse groups that do not suit the model, or cannot be frozen as it is split.
+
+    With ``tp`` DTensor's gradients of what is below a frozen norm are wrong (torch 2.13; seen on two ranks).
 
     Raises:
-        UserError: One has none.
+        UserError: One has none of its parameters, all are frozen, or FSDP1 or ``tp`` is to freeze what it cannot.
     """
     known = list(names)
+    frozen = [name for name in known if is_frozen(texts, name)]
+    why = ""
+    if len(frozen) == len(known):
+        why = "every parameter is frozen, and nothing would be trained; leave out a pattern"
+    elif frozen and parallel.by_fsdp1:
+        why = "fsdp1 keeps a unit's parameters in one piece, of which none is frozen alone; use fsdp2"
+    elif parallel.tp > 1 and (norms := [name for name in frozen if "norm" in name]):
+        why = f"with tp the gradients below a frozen norm ({norms[0]}) are wrong; write lr_factor=0 instead of frozen, or use tp 1"
+    if why:
+        raise UserError(f"--optimizer.groups: {why}")
     for group in map(Group.read, texts):
         if not any(map(group.has, known)):
             raise UserError(

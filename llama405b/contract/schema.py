@@ -162,8 +162,9 @@ class Optimizer:
     weight_decay: float = option(0.1, "applied to matrices, not to vectors (norms)")
     groups: tuple[str, ...] = option(
         (),
-        "parameters with a learning rate or decay of their own, by a pattern of their names in the files, the first that matches: "
-        "'model.embed_tokens.* lr_factor=0.1 weight_decay=0'; in TOML also [[optimizer.groups]] with names, lr_factor, weight_decay",
+        "parameters with a learning rate or decay of their own, or that are not trained, by a pattern of their names in the files, the "
+        "first that matches: 'model.embed_tokens.* lr_factor=0.1 weight_decay=0' or 'model.embed_tokens.* frozen=true'; in TOML also "
+        "[[optimizer.groups]] with names, lr_factor, weight_decay, frozen",
     )
     max_norm: float = option(1.0, "clip the global gradient norm to this; 0: no clipping")
 

@@ -3,7 +3,7 @@
 Knows transformers' modules; not ranks, files of weights or the optimizer. Parallelism leaves the model untouched.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.activations import ACT2FN
 
 from llama405b.contract.errors import UserError
+from llama405b.contract.groups import is_frozen
 from llama405b.contract.schema import COMPUTE_BYTES, Numerics
 
 
@@ -78,6 +79,12 @@ def build_on_meta(config: PreTrainedConfig, attention: str, dtype: torch.dtype) 
         model = AutoModelForCausalLM.from_config(config).to(dtype)
     model.train()
     return model
+
+
+def freeze(model: nn.Module, groups: Sequence[str]) -> None:
+    """Have the parameters that ``optimizer.groups`` freezes take no gradient. Call it before sharding."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not is_frozen(groups, name))
 
 
 def restore_buffers(model: nn.Module, config: PreTrainedConfig, device: torch.device) -> None:

@@ -32,7 +32,7 @@ def build_optimizer(model: nn.Module, config: Optimizer) -> torch.optim.AdamW:
         (config.weight_decay, 1.0, False): [],
         (0.0, 1.0, True): [],
     }
-    for name, parameter in model.named_parameters():
+    for name, parameter in trained(model).items():
         is_vector = is_norm(name) or name.endswith(".bias")
         group = group_of(apart, unwrapped(name)) or REST
         decay = config.weight_decay * (not is_vector) if group.weight_decay is None else group.weight_decay
@@ -42,6 +42,11 @@ def build_optimizer(model: nn.Module, config: Optimizer) -> torch.optim.AdamW:
         for (decay, factor, _), parameters in members.items()
     ]
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+
+
+def trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters that are not frozen, by name."""
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def lr_at(step: int, total_steps: int, config: Optimizer) -> float:

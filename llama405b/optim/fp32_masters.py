@@ -27,7 +27,7 @@ def master_model(model: nn.Module, parallel: Parallel) -> nn.Module:
                 owner.add_module(step, nn.Module())
             owner = owner.get_submodule(step)
         if parallel.offload == "optimizer" or is_norm(name):
-            parameter = nn.Parameter(torch.empty_like(parameter, dtype=torch.float32))
+            parameter = nn.Parameter(torch.empty_like(parameter, dtype=torch.float32), parameter.requires_grad)
         owner.register_parameter(last, parameter)
     return master
 

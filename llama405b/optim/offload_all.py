@@ -32,6 +32,7 @@ from llama405b.optim.adamw import (
     numbered,
     start_moments,
     state_tensors,
+    trained,
     update_adamw,
 )
 from llama405b.optim.fp32_masters import master_pairs
@@ -50,10 +51,21 @@ class UnitState:
 
     name: str
     groups: list[tuple[int, list[nn.Parameter]]]  # parameter group of the optimizer -> parameters
+    frozen: list[nn.Parameter]
     gathers: int  # of it, for each micro-batch
     sums: list[list[Tensor]] = dataclasses.field(default_factory=list)  # by group, of the micro-batches so far
     adding: "Future[list[float]] | None" = None  # of a gradient to them; returns the squares of the last one's sums
     pending: "Future[None] | None" = None
+
+    @property
+    def trained(self) -> list[list[nn.Parameter]]:
+        """The parameters that are updated, by group."""
+        return [parameters for _, parameters in self.groups]
+
+    @property
+    def all(self) -> list[list[nn.Parameter]]:
+        """The same, and those that are not."""
+        return [*self.trained, self.frozen]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -101,17 +113,19 @@ class OffloadedAll:
         units, by_state = fsdp_units(model), dict[object, UnitState]()
         for unit in units:
             groups: dict[int, list[nn.Parameter]] = {}
-            for name in unit.parameters:
-                parameter = named[unwrapped(name)]
-                groups.setdefault(group_of[id(parameter)], []).append(parameter)
-            self.parts.append(part := UnitState(unit.name, sorted(groups.items()), unit.gathers))
+            members = [named[unwrapped(name)] for name in unit.parameters]
+            frozen = [parameter for parameter in members if not parameter.requires_grad]
+            for parameter in members:
+                if parameter.requires_grad:
+                    groups.setdefault(group_of[id(parameter)], []).append(parameter)
+            self.parts.append(part := UnitState(unit.name, sorted(groups.items()), frozen, unit.gathers))
             unit.modules[0].set_all_reduce_hook(functools.partial(self._reduced, part))
             by_state[fully_shard.state(unit.modules[0])] = part
         for unit, part in zip(units, self.parts, strict=True):
             ahead = fully_shard.state(unit.modules[0])._states_to_forward_prefetch
             before = functools.partial(self._before_forward, [part, *(by_state[state] for state in ahead)])
             self.hooks += [module.register_forward_pre_hook(before, prepend=True) for module in unit.modules]
-        for parameter in named.values():
+        for parameter in trained(master).values():
             dtype = torch.bfloat16 if moments == "bf16" else parameter.dtype
             start_moments(optimizer, parameter, dtype)
         self.worker = ThreadPoolExecutor(1, "update", _begin, (device, torch.get_num_threads()))
@@ -185,7 +199,7 @@ class OffloadedAll:
     def clip(self, max_norm: float) -> float:
         """See ``Updater``; the worker scales each unit before it updates it."""
         gathered = [self._finish_adding(part) for part in self.parts]
-        norm = norm_over_ranks(itertools.chain(*gathered), self.parts[0].sums[0][0].device)
+        norm = norm_over_ranks(itertools.chain(*gathered), torch.device("cpu"))
         self.factor = clip_factor(norm, max_norm)
         return norm
 
@@ -230,7 +244,10 @@ class OffloadedAll:
     def units(self) -> list[Unit]:
         """See ``Updater``."""
         return [
-            Unit([t for _, members in part.groups for t in state_tensors(self.optimizer, members)], part.pending)
+            Unit(
+                [t for members in part.all for t in state_tensors(self.optimizer, members)],
+                part.pending,
+            )
             for part in self.parts
         ]
 
@@ -242,15 +259,14 @@ class OffloadedAll:
     def sync_weights(self) -> None:
         """See ``Updater``."""
         for part in self.parts:
-            self._sync_unit(part)
+            self._sync_unit(part, part.all)
 
     @torch.no_grad()
-    def _sync_unit(self, part: UnitState) -> None:
-        """Give the model the weights of a unit; FSDP gathers from those that are kept, but for what has masters."""
-        for _, parameters in part.groups:
-            for parameter in parameters:
-                if (weight := self.weights[id(parameter)]) is not parameter:
-                    local(weight).copy_(local(parameter))
+    def _sync_unit(self, _: UnitState, changed: Iterable[Sequence[nn.Parameter]]) -> None:
+        """Give the model some weights of a unit; FSDP gathers from those that are kept, but for what has masters."""
+        for parameter in itertools.chain(*changed):
+            if (weight := self.weights[id(parameter)]) is not parameter:
+                local(weight).copy_(local(parameter))
 
     def work(self) -> UpdateWork:
         """See ``Updater``."""
@@ -274,7 +290,7 @@ class OffloadedAll:
             written, scaled = [tensor for tensor in changed if tensor.dim()], step.factor != 1.0
             self.done.update_bytes += 2 * _bytes([written]) + (1 + 2 * scaled) * _bytes([gradients])
         self.done.update_s += time.perf_counter() - began
-        self._sync_unit(part)
+        self._sync_unit(part, part.trained)
 
 
 def pin_for_gradients(model: nn.Module, sets: int, progress: Progress) -> None:
@@ -285,7 +301,7 @@ def pin_for_gradients(model: nn.Module, sets: int, progress: Progress) -> None:
     Raises:
         UserError: CUDA cannot pin that much.
     """
-    weights = [local(parameter) for parameter in model.parameters()]
+    weights = [local(parameter) for parameter in trained(model).values()]
     done, total = 0, sum(weight.nbytes for weight in weights) * sets
     blocks = []
     for weight in weights:

@@ -10,8 +10,9 @@ The CUDA half of this (streams, events, pinned memory) has been read, and never 
 
 import dataclasses
 import functools
+import itertools
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 
 import torch
@@ -44,10 +45,10 @@ class Member:
 class Landing:
     """Where a unit's gradients come down, and its weights go up."""
 
-    members: list[Member]
+    members: dict[int, Member]  # by the master's identity
     total: Tensor  # of the flat gradients of the micro-batches so far, in FP32 and with FSDP's padding
     sums: list[list[Tensor]]  # parts of it, by parameter group
-    unchecked: int  # members whose place in the flat gradient has not been compared with FSDP's
+    unchecked: int  # of those that are trained, whose place in the flat gradient has not been compared with FSDP's
     came: Arrived
     uploaded: Arrived
 
@@ -81,18 +82,18 @@ class OffloadedOptimizer(OffloadedAll):
         weights, masters = ({unwrapped(name): p for name, p in module.named_parameters()} for module in (model, master))
         units = fsdp_units(model)
         laid_out = [_lay_out(unit, weights, masters) for unit in units]
-        sizes = [numel for _, numel in laid_out]
-        *totals, slot, stage = allocate([4 * n for n in (*sizes, max(sizes))] + [2 * max(sizes)], device, pinning)
+        sizes, most = [numel for _, numel, _ in laid_out], max(whole for *_, whole in laid_out)
+        *totals, slot, stage = allocate([4 * n for n in (*sizes, max(sizes))] + [2 * most], device, pinning)
         self.slot, self.stage = slot.view(torch.float32), stage.view(torch.bfloat16)
         self.staged: Arrived = nothing
         self.landed: tuple[Arrived, Arrived] = (nothing, nothing)  # of the last two units
-        for part, unit, (members, _), total in zip(self.parts, units, laid_out, totals, strict=True):
+        for part, unit, (members, *_), total in zip(self.parts, units, laid_out, totals, strict=True):
             flat = total.view(torch.float32)
-            of = {id(member.master): member.of(flat) for member in members}
-            sums = [[of[id(master)] for master in group] for _, group in part.groups]
-            self.landings[part.name] = Landing(members, flat, sums, len(members), nothing, nothing)
+            sums = [[members[id(master)].of(flat) for master in group] for group in part.trained]
+            of_trained = [members[id(master)] for group in part.trained for master in group]
+            self.landings[part.name] = Landing(members, flat, sums, len(of_trained), nothing, nothing)
             unit.modules[0].set_all_reduce_hook(functools.partial(self._land, part))
-            for member in members:
+            for member in of_trained:
                 member.weight.register_post_accumulate_grad_hook(functools.partial(self._drop, part, member))
 
     def accumulate(self) -> None:
@@ -153,12 +154,12 @@ class OffloadedOptimizer(OffloadedAll):
         self.told = dataclasses.replace(self.done)  # no step's work
 
     @torch.no_grad()
-    def _sync_unit(self, part: UnitState) -> None:
-        """Round a unit's masters to BF16, and begin to copy them to the device."""
+    def _sync_unit(self, part: UnitState, changed: Iterable[Sequence[nn.Parameter]]) -> None:
+        """Round some of a unit's masters to BF16, and begin to copy them to the device."""
         self.staged()  # the unit before
         landing = self.landings[part.name]
         pairs = []
-        for member in landing.members:
+        for member in (landing.members[id(master)] for master in itertools.chain(*changed)):
             staged = member.of(self.stage)
             staged.copy_(local(member.master))
             pairs.append((local(member.weight), staged))
@@ -168,13 +169,18 @@ class OffloadedOptimizer(OffloadedAll):
 
 def _lay_out(
     unit: FsdpUnit, weights: Mapping[str, nn.Parameter], masters: Mapping[str, nn.Parameter]
-) -> tuple[list[Member], int]:
-    """Return a unit's parameters, and the length of its flat gradient: each begins at a multiple of the largest shard."""
-    members, begin = [], 0
-    for name, size in zip((unwrapped(each) for each in unit.parameters), unit.padded_sizes, strict=True):
-        members.append(Member(weights[name], masters[name], begin))
+) -> tuple[dict[int, Member], int, int]:
+    """Return a unit's parameters, the length of its flat gradient, in which each begins at a multiple of the largest shard, and of all.
+
+    Those that are frozen follow: they have no gradient.
+    """
+    sized = zip((unwrapped(each) for each in unit.parameters), unit.padded_sizes, strict=True)
+    members, begin, of_gradient = {}, 0, 0
+    for name, size in sorted(sized, key=lambda each: not masters[each[0]].requires_grad):
+        members[id(masters[name])] = Member(weights[name], masters[name], begin)
         begin += size
-    return members, begin
+        of_gradient += size * masters[name].requires_grad
+    return members, of_gradient, begin
 
 
 def _add(total: Tensor, slot: Tensor) -> None:

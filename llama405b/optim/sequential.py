@@ -11,6 +11,7 @@ from llama405b.optim.adamw import (
     numbered,
     start_moments,
     state_tensors,
+    trained,
     update_adamw,
 )
 from llama405b.optim.fp32_masters import master_pairs
@@ -38,7 +39,7 @@ class Sequential:
         self.before_update: BeforeUpdate = nothing_to_keep
         self.masters = list(master_pairs(model, master))
         self.numbered = numbered(master, numerics)
-        for parameter in master.parameters():
+        for parameter in trained(master).values():
             start_moments(optimizer, parameter, parameter.dtype)
 
     def expect(self, *, last: bool) -> None:
@@ -53,7 +54,7 @@ class Sequential:
             return float(self.model.clip_grad_norm_(max_norm or torch.inf))
         gradients = [(p, local(p.grad)) for p in self.model.parameters() if p.grad is not None]
         counted = squares(gradient for p, gradient in gradients if is_counted(p))
-        norm = norm_over_ranks(counted, gradients[0][1].device)
+        norm = norm_over_ranks(counted, local(next(self.model.parameters())).device)
         scale([gradient for _, gradient in gradients], clip_factor(norm, max_norm))
         return norm
 
@@ -62,8 +63,9 @@ class Sequential:
         for unit in self.units():
             self.before_update(unit.tensors)
         for weight, master in self.masters:
-            assert weight.grad is not None
-            master.grad = weight.grad.to(master.dtype)
+            if weight.requires_grad:
+                assert weight.grad is not None
+                master.grad = weight.grad.to(master.dtype)
         if self.numbered:
             self._update_rounding()
         else:

@@ -136,7 +136,9 @@ class Pipeline:
             (output * (self.averaged / n_targets)).backward()
         else:
             empty = torch.empty(output.shape, dtype=output.dtype, device=output.device)
-            torch.autograd.backward(output, self._receive(self.links.after.peer, self.links.after.backward, empty))
+            gradient = self._receive(self.links.after.peer, self.links.after.backward, empty)
+            if output.requires_grad:  # else the first stage is frozen
+                torch.autograd.backward(output, gradient)
         if not self._is_first(each.chunk):
             assert x.grad is not None
             self._send(x.grad, self.links.before.peer, self.links.before.backward)

@@ -43,7 +43,7 @@ def build_model(
     """
     hf_config = llama.read_hf_config(files, config.model.layers)
     shape = weights.read_llama(files, config.model.layers)
-    check_groups(config.optimizer.groups, shape.tensors())
+    check_groups(config.optimizer.groups, shape.tensors(), config.parallel)
     attention = choose_attention(config, hf_config, context.me)
     began = time.monotonic()
     if config.parallel.by_fsdp1:
@@ -96,6 +96,7 @@ def _by_fsdp2(
 ) -> _Built:
     parallel, me = config.parallel, context.me
     whole = llama.build_on_meta(hf_config, attention.name, fsdp2.shard_dtype(parallel))
+    llama.freeze(whole, config.optimizer.groups)
     if parallel.numerics == "fp8":
         with collectives.raise_on_all_ranks():
             if why := fp8.lack(me.device):

@@ -128,6 +128,7 @@ def build(me, directory, parallel, optimizer, dtype, *, recompute="full", how="r
 
     config = llama.read_hf_config(directory)
     whole = llama.build_on_meta(config, "sdpa", dtype)
+    llama.freeze(whole, optimizer.groups)
     holdings, model = holdings_of(whole, parallel, me), split(whole, parallel, me)
     load_weights.load(model, directory, how, me, lambda *_: None, offload=parallel.offload != "none", holdings=holdings)
     if compiles:
@@ -150,13 +151,15 @@ def whole_weights(model):
 
 
 @in_dtype()
-def single(directory, *, micro=1, steps=STEPS, dtype=torch.float64, lr=LR):
+def single(directory, *, micro=1, steps=STEPS, dtype=torch.float64, lr=LR, frozen=lambda _: False):
     """The same steps in this process alone, by plain PyTorch."""
     import torch.nn.functional as F
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation="sdpa")
     named = dict(model.named_parameters())
+    for name, parameter in named.items():
+        parameter.requires_grad_(not frozen(name))
     vectors = [p for name, p in named.items() if "norm" in name or name.endswith(".bias")]
     matrices = [p for name, p in named.items() if "norm" not in name and not name.endswith(".bias")]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]

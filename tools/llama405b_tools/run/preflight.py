@@ -217,7 +217,7 @@ def check_training(request: LaunchRequest, plan: Plan, answers: Facts) -> None:
         request.refuse_changes(next((each.resumable for each in answers.values() if each.resumable), None), settings)
         llama, parallel = answers[plan.nodes[0].name].llama, settings.parallel
         if llama:
-            check_groups(settings.optimizer.groups, llama.tensors())
+            check_groups(settings.optimizer.groups, llama.tensors(), parallel)
         check_mesh(axes, parallel, llama, settings.data.seq_len, max(node.slots for node in plan.nodes))
         for what, bug in known_bugs(settings, next(iter(answers.values())).versions).items():
             if bug.level == "refuse":
