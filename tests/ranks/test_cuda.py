@@ -1,14 +1,8 @@
 """Tests that need a GPU; run them with ``.venv/bin/python -m pytest -m gpu``."""
 
-import dataclasses
-import os
-
 import pytest
 import torch
-from transformers import LlamaConfig
 
-from llama405b.contract.schema import Model, Parallel
-from llama405b.model import compiling
 from llama405b.model.kernels import KERNELS, lack
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="NOT RUN: no GPU")]
@@ -101,6 +95,8 @@ def _allocations():
 
 @pytest.mark.parametrize("attention", [*KERNELS, "sdpa", "eager"])
 def test_attention_keeps_packed_documents_apart(attention):
+    from transformers import LlamaConfig
+
     from llama405b.model.attention import check_attention
 
     cuda = torch.device("cuda")
@@ -110,54 +106,3 @@ def test_attention_keeps_packed_documents_apart(attention):
         config = LlamaConfig(hidden_size=heads["num_attention_heads"] * 128, **heads)
         for isolated in (True, False):
             check_attention(config, attention, cuda, torch.bfloat16, isolated=isolated)
-
-
-SAME_BITS = ("operators", "operators:2", "every:2", "none")
-ROUNDED_OTHERWISE = {  # losses apart by at most
-    "loss in parts": (Parallel(loss="parts"), Model(), 1e-2),
-    "compiled": (Parallel(), Model(compile=True), 1e-2),
-    "fused": (Parallel(), Model(fused=True), 1e-2),
-    "stochastic": (Parallel(numerics="bf16-stochastic"), Model(), 1e-1),
-}
-
-
-@pytest.fixture(scope="module")
-def eight_steps():
-    monkeypatch = pytest.MonkeyPatch()
-    from llama405b.commands.probes import steps
-    from llama405b.distributed import ranks
-
-    me = ranks.join("cuda", 60)
-    what = steps.EXACT
-    if "STANDIN_CHECK" in os.environ:  # kernels of the CPU
-        what = dataclasses.replace(what, seq_len=128)
-        monkeypatch.setattr(steps.Workload, "config", lambda *_: LlamaConfig(num_hidden_layers=4, **steps.TINY))
-    torch.use_deterministic_algorithms(True)
-    yield lambda parallel, model: steps.take_steps(what, parallel, me, 8, model)[0]
-    torch.use_deterministic_algorithms(False)
-    monkeypatch.undo()
-    ranks.leave()
-
-
-@pytest.fixture(scope="module")
-def usual(eight_steps):
-    losses = eight_steps(Parallel(), Model())
-    assert len(set(losses)) == len(losses)
-    assert eight_steps(Parallel(), Model()) == losses  # the control
-    return losses
-
-
-@pytest.mark.parametrize("activations", ["device", "host"])
-@pytest.mark.parametrize("kind", SAME_BITS)
-def test_what_is_computed_again_changes_no_bit(eight_steps, usual, kind, activations):
-    if (kind, activations) == ("none", "host"):
-        kind = "full"
-    assert eight_steps(Parallel(), Model(activation_checkpointing=kind, activations=activations)) == usual
-
-
-@pytest.mark.parametrize("name", ROUNDED_OTHERWISE)
-def test_what_rounds_otherwise_learns_the_same(eight_steps, usual, name):
-    parallel, model, apart = ROUNDED_OTHERWISE[name]
-    if model.compile and (why := compiling.lack(torch.device("cuda"))):
-        pytest.skip(f"NOT RUN: {why}")
-    assert eight_steps(parallel, model) == pytest.approx(usual, abs=apart)
