@@ -237,3 +237,24 @@ def test_json_says_what_it_is_of_and_in_which_units(capsys):
     ]
     assert found["what_if"]["nodes=4"]["inputs"]["nodes"] == 4
     assert all(each["inputs"] for each in found["search"])
+
+
+def test_the_step_of_405b_is_as_the_page_says(capsys):
+    text = (ROOT / "docs/training.md").read_text().partition("## The step of 405B")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (.+?) \| ([\d.]+) s \| (\d+) GiB \| (\d+) GiB \|$", text, re.MULTILINE)
+    assert len(rows) == 6
+    settings = {}
+    for added, step, allocated, host in rows:
+        words = re.findall(r"--(\S+) ([^\s`]+)", added)
+        settings = dict(words) if "alone" in added else settings | dict(words)
+        found = record(
+            capsys,
+            "--preset",
+            "llama3.1-405b",
+            "--nodes",
+            "8",
+            *(f"--{name}={value}" for name, value in settings.items()),
+        )
+        gib = 1 << 30
+        told = f"{found['time']['step_s']:.1f}", f"{found['gpu_bytes'] / gib:.0f}", f"{found['host_bytes'] / gib:.0f}"
+        assert told == (step, allocated, host), added
