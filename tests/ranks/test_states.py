@@ -151,7 +151,8 @@ def _other_layout(me, directory, change):
 
 
 def _swap(landing):
-    landing.members[0].begin, landing.members[1].begin = landing.members[1].begin, landing.members[0].begin
+    one, other, *_ = landing.members.values()
+    one.begin, other.begin = other.begin, one.begin
 
 
 def _shorten(landing):

@@ -107,5 +107,6 @@ def _planned(name: str, parallel: Parallel, model: Model, me: Rank) -> list[Figu
     run = MODEL.run_shape(parallel, me, model)
     needs = Outlook.of(run, Cluster(gpu) if gpu else Cluster()).needs
     found = [Figure(f"{name}: planned peak", (needs.gpu_bytes - RUNTIME_BYTES) / GB, "GB")]
-    found.append(Figure(f"{name}: planned reserved", sum(needs.reserved.values()) / GB, "GB"))
+    if needs.reserved:
+        found.append(Figure(f"{name}: planned reserved", sum(needs.reserved.values()) / GB, "GB"))
     return [*found, Figure(f"{name}: planned step", needs.step_s, "s")] if gpu and needs.step_s else found
