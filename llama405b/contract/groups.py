@@ -14,8 +14,6 @@ WAY = (
     '"model.embed_tokens.* frozen=true"'
 )
 KEYS = ("lr_factor", "weight_decay")
-FROZEN = "frozen"
-YES = ("true", "1")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -36,7 +34,7 @@ class Group:
         """
         pattern, *pairs = text.split() or [""]
         values: dict[str, Any] = {}
-        if pattern and [pair.lower() for pair in pairs] in [[f"{FROZEN}={yes}"] for yes in YES]:
+        if pattern and [pair.lower() for pair in pairs] in (["frozen=true"], ["frozen=1"]):
             return cls(pattern, frozen=True)
         for pair in pairs:
             name, _, number = pair.partition("=")

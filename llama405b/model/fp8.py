@@ -18,10 +18,12 @@ MULTIPLE = 16  # of which rows and columns must be
 def lack(device: torch.device) -> str:
     """Say what FP8 lacks on a device; "": nothing. A CPU emulates it."""
     if not importlib.util.find_spec("torchao"):
-        return "the package torchao is not installed (pip install torchao)"
+        return "the package torchao is not installed; run `pip install torchao` on the hosts"
     if device.type == "cuda" and (found := torch.cuda.get_device_capability(device)) < LEAST:
         least, own = (".".join(map(str, each)) for each in (LEAST, found))
-        return f"FP8 needs a compute capability of {least}, and {torch.cuda.get_device_name(device)} has {own}"
+        return (
+            f"it needs a compute capability of {least}, and {torch.cuda.get_device_name(device)} has {own}; use others"
+        )
     return ""
 
 

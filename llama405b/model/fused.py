@@ -17,7 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from llama405b.model.llama import llama_name
 
-TOKENS, MOST_WIDE = 64, 2048  # of what is checked: tokens, and features of the MLP
+TOKENS, MOST_WIDE = 64, 512  # of what is checked: tokens, and features of the MLP
 WORSE = 1.5  # times the rounding errors of transformers' own
 ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 1e-3}  # an error that is no fault, relative
 

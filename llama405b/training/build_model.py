@@ -100,7 +100,7 @@ def _by_fsdp2(
     if parallel.numerics == "fp8":
         with collectives.raise_on_all_ranks():
             if why := fp8.lack(me.device):
-                raise UserError(f"--parallel.numerics fp8: {why}; install it, or use fp32-master")
+                raise UserError(f"--parallel.numerics fp8: {why}, or use fp32-master")
         context.log(_fp8_words(fp8.convert(whole, me.device), config))
     holdings, module = holdings_of(whole, parallel, me), split(whole, parallel, me)
     if me.on_gpu and parallel.offload == "none" and Dealing.of(config.training, me.dp.size).rounds == 1:

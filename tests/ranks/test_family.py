@@ -111,11 +111,11 @@ def test_the_losses_of_two_steps_are_those_of_transformers(tmp_path):
 @pytest.mark.parametrize(
     ("family", "settings"),
     [
-        ("mistral", {"tp": 2}),
+        pytest.param("mistral", {"tp": 2}, marks=pytest.mark.soak),
         ("qwen2", {"tp": 2}),
-        ("qwen2", {"pp": 2}),
+        pytest.param("qwen2", {"pp": 2}, marks=pytest.mark.soak),
         ("qwen3", {"cp": 2}),
-        ("qwen3", {"pp": 2, "pp_schedule": "interleaved"}),
+        pytest.param("qwen3", {"pp": 2, "pp_schedule": "interleaved"}, marks=pytest.mark.soak),
         ("olmo2", {"pp": 2}),
         ("olmo2", {"cp": 2, "loss": "parts"}),
     ],

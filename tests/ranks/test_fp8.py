@@ -78,7 +78,7 @@ def test_it_learns_as_bf16_does_and_saves_the_same(demo, tmp_path):
 def test_without_torchao_it_is_refused(demo, tmp_path):
     done = _train(demo, tmp_path / "run", "fp8", program="test_fp8:plain_trainer")
     assert done.returncode == 2
-    said = "--parallel.numerics fp8: the package torchao is not installed (pip install torchao); install it, or use fp32-master"
+    said = "--parallel.numerics fp8: the package torchao is not installed; run `pip install torchao` on the hosts, or use fp32-master"
     assert said in done.stdout + done.stderr
 
 
@@ -86,7 +86,7 @@ def test_a_gpu_that_has_none_is_refused(monkeypatch):
     monkeypatch.setattr(fp8.importlib.util, "find_spec", lambda _: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA A100-SXM4-80GB")
     for capability, why in (
-        ((8, 0), "FP8 needs a compute capability of 8.9, and NVIDIA A100-SXM4-80GB has 8.0"),
+        ((8, 0), "it needs a compute capability of 8.9, and NVIDIA A100-SXM4-80GB has 8.0; use others"),
         ((9, 0), ""),
     ):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=capability: found)

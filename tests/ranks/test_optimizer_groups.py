@@ -70,6 +70,7 @@ PLACES = {
     "pp": (2, {"pp": 2}),
     "interleaved": (2, {"pp": 2, "pp_schedule": "interleaved"}),
 }
+LONG = {"alone", "in turn", "interleaved"}
 
 
 def test_with_tp_matrices_are_frozen(model):
@@ -95,7 +96,9 @@ def _freeze(me, directory, settings):
     return results, weights, kept
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    "place", [pytest.param(place, marks=pytest.mark.soak if place in LONG else ()) for place in PLACES]
+)
 def test_what_is_frozen_takes_no_gradient_and_no_moments(place, model):
     from safetensors.torch import load_file
 

@@ -63,7 +63,9 @@ def _through(me, directory, root, meshes):
     return found, changed
 
 
-@pytest.mark.parametrize(("world", "meshes"), [(4, ON_4), (6, ON_6)])
+@pytest.mark.parametrize(
+    ("world", "meshes"), [(4, ON_4[::2]), (6, ON_6), pytest.param(4, ON_4, marks=pytest.mark.soak)]
+)
 def test_losses_go_on_from_mesh_to_mesh(world, meshes, tmp_path):
     model = mesh_rig.write_model(tmp_path / "model")
     right, _ = mesh_rig.single(model, micro=2, steps=len(meshes))
