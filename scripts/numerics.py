@@ -1,9 +1,10 @@
 """Train one small model on with each kind of numerics: losses, and the share of weights that a step changes.
 
-    .venv/bin/python scripts/numerics.py [STEPS]
+    .venv/bin/python scripts/numerics.py [STEPS] [NUMERICS …]
 
 Bytes of the standard library's source. The model is trained in FP32 first, so that what follows is fine-tuning, by the trainer's own
-step and updates, on one rank and a CPU; docs/measurements/numerics.md has what it printed.
+step and updates, on one rank and a CPU, which emulates FP8 if torchao is installed (`PYTHONPATH=.venv/torchao`);
+docs/measurements/numerics.md has what it printed.
 """
 
 import copy
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from llama405b.contract.schema import Optimizer, Parallel
+from llama405b.model import fp8
 from llama405b.model.batch import Batch
 from llama405b.model.checkpointing import unwrapped
 from llama405b.optim.build_updater import build_updater
@@ -28,7 +30,7 @@ from llama405b.parallel.passes import OneByOne
 
 BEFORE, STEPS, BATCH, LENGTH, LAST = 3000, 500, 8, 64, 100
 RATES, SEEDS = (1e-5, 1e-4), (1, 2)
-NUMERICS = ("fp32-master", "bf16-stochastic", "pure-bf16")
+NUMERICS = ("fp32-master", "fp8", "bf16-stochastic", "pure-bf16")
 SHAPE = {
     "vocab_size": 256, "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "tie_word_embeddings": False,
@@ -37,6 +39,7 @@ SHAPE = {
 
 def main():
     steps = int(sys.argv[1]) if sys.argv[1:] else STEPS
+    kinds = sys.argv[2:] or [each for each in NUMERICS if each != "fp8" or not fp8.lack(torch.device("cpu"))]
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     text = b"".join(file.read_bytes() for file in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")))
     ids = torch.frombuffer(bytearray(text), dtype=torch.uint8)
@@ -46,7 +49,7 @@ def main():
     print(f"{BEFORE} steps in FP32 at 1e-3: loss {statistics.mean(losses[-LAST:]):.4f}", flush=True)
     start = {name: weight.bfloat16() for name, weight in start.items()}  # as models are published
     for rate in RATES:
-        for numerics in NUMERICS:
+        for numerics in kinds:
             for seed in SEEDS:
                 _, losses, share = trained(start, numerics, rate, ids, steps, seed=seed)
                 means = [statistics.mean(losses[at : at + LAST]) for at in (0, steps // 2 - LAST // 2, steps - LAST)]
@@ -63,6 +66,8 @@ def trained(start, numerics, rate, ids, steps, seed):
     parallel = Parallel(numerics=numerics, wrap=("LlamaDecoderLayer",), device="cpu")
     model = LlamaForCausalLM(LlamaConfig(**SHAPE)).to(shard_dtype(parallel))
     model.load_state_dict(start)
+    if numerics == "fp8":
+        fp8.convert(model, torch.device("cpu"))
     shard(model, parallel, torch.device("cpu"))
     master = master_model(model, parallel)
     with torch.no_grad():

@@ -172,7 +172,7 @@ def describe_needs(run: RunShape) -> list[str]:
     if needs.step_s:
         time = f", about {needs.step_s:.1f} s per step on H100s"
     return [
-        f"estimate     GPU memory per rank: {_both(needs)}; {ram}{time}; confirmed on one GPU alone",
+        f"estimate     GPU memory per rank: {_both(needs)}; {ram}{time}; compared with one GPU, not yet with several",
         f"disk         {_gib(needs.weights_bytes)} of weights, {_gib(needs.checkpoints_bytes)} for {run.keep + 1} checkpoints",
         _saving(needs.saving),
     ]
