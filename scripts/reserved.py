@@ -124,6 +124,10 @@ SETTINGS = [
     Setting(L70, 64, "none", reshard_after_forward=8),
     Setting(L8, 8, "all", micro_batches=2, prefetch=2, reshard_after_forward=4),
     Setting(L8, 8, "none", wrap=f"{HALVES},Embedding", reshard_after_forward=2),
+    Setting("qwen3-8b", 8, "none"),
+    Setting("qwen2.5-7b", 8, "all", micro_batch=2),
+    Setting("mistral-7b", 8, "none", wrap=f"{HALVES},Embedding"),
+    Setting("olmo2-7b", 8, "none", recompute="operators"),
 ]
 
 

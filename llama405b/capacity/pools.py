@@ -4,11 +4,9 @@ A block that was freed serves the stream that it was allocated on, and no other:
 FSDP2 gathers on a stream of its own (two units, and the embedding), and reduces gradients on another, from where offloaded ones go to
 the host. All else is on the stream that computes, with one micro-batch gradients that stay as well (``parallel.fsdp2``), and there free
 blocks do not always suit the next. So steps are walked through block by block, in the order that torch's own history of them has
-(blocks.toml). tests/data/reserved.csv has what torch reserved in 53 settings.
-
-Only where weights are computed with in BF16, as in FP32 attention is another kernel, and layers are neither compiled nor fused, nor
-in FP8. A micro-batch of many sequences counts as one of as many tokens. NCCL's and CUDA's own memory is not in it, nor what loading
-weights, an evaluation or a save leave behind.
+(blocks.toml); tests/data/reserved.csv has what torch reserved in 57 settings.
+Only where BF16 computes, as in FP32 attention is another kernel, and layers are neither compiled, fused nor in FP8. Sequences of a
+micro-batch count as one of as many tokens. NCCL's and CUDA's own memory is not in it, nor what loading, evaluations and saves leave.
 """
 
 import dataclasses
@@ -35,9 +33,9 @@ STEPS = 2  # until pools grow no more
 
 def reserved(run: RunShape) -> Mapping[str, int]:
     """Return the bytes that are reserved, by what is allocated from each pool; empty: not known."""
-    others = run.compiled or run.fused or run.numerics == "fp8"
-    others |= bool(run.llama.family.query_norms) and "none" in run.recompute.of(run.llama.layers)
-    if run.compute_bytes != 2 or run.keeps_weights or others or run.axes != Axes(run.world):
+    others = run.compiled, run.fused, run.numerics == "fp8", run.keeps_weights, run.axes != Axes(run.world)
+    keeps_normed = run.llama.family.query_norms and "none" in run.recompute.of(run.llama.layers)
+    if run.compute_bytes != 2 or any(others) or keeps_normed:
         return {}
     batch = run.micro_batch * run.world * (1 + run.accumulates)  # more micro-batches need no more than two
     return _reserved(

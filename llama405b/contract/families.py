@@ -12,9 +12,7 @@ class Family:
     """A family of models, by what its layers have."""
 
     prefix: str  # of transformers' classes, such as LlamaForCausalLM
-    biases: Literal["asked", "qkv", "none"] = (
-        "asked"  # of attention's projections: of all if config.json has attention_bias
-    )
+    biases: Literal["asked", "qkv", "none"] = "asked"  # of attention; asked: of all projections if config.json says so
     query_norms: Literal["", "head", "all"] = ""  # of queries and keys: of each head, or of all heads together
     norms: tuple[str, str] = ("input_layernorm", "post_attention_layernorm")
     ends_with_norm: bool = False  # a layer: norms follow attention and the MLP, instead of being before them

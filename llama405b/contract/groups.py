@@ -4,7 +4,6 @@ import dataclasses
 import fnmatch
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 from llama405b.contract.errors import UserError
 from llama405b.contract.schema import Parallel
@@ -33,7 +32,7 @@ class Group:
             UserError: It is something else.
         """
         pattern, *pairs = text.split() or [""]
-        values: dict[str, Any] = {}
+        values: dict[str, float] = {}
         if pattern and [pair.lower() for pair in pairs] in (["frozen=true"], ["frozen=1"]):
             return cls(pattern, frozen=True)
         for pair in pairs:
@@ -43,7 +42,7 @@ class Group:
             pattern and values.keys() <= {*KEYS} and values and all(0 <= each < math.inf for each in values.values())
         ):
             raise UserError(f"optimizer.groups has {text!r}; {WAY}")
-        return cls(pattern, **values)
+        return cls(pattern, values.get("lr_factor", 1.0), values.get("weight_decay"))
 
     def has(self, name: str) -> bool:
         """Whether a parameter is in it."""

@@ -156,13 +156,7 @@ def parse_llama(config: Mapping[str, Any], where: str) -> Llama:
     Raises:
         UserError: It does not describe a model of ``FAMILIES`` that can be trained.
     """
-    family, architectures = FAMILIES.get(str(config.get("model_type"))), config.get("architectures")
-    if not family or family.architecture not in (architectures or [family.architecture]):
-        *others, last = (each.architecture for each in FAMILIES.values())
-        raise UserError(
-            f"{where}: model_type {config.get('model_type')!r}, architectures {architectures}; only {', '.join(others)} and {last} can "
-            "be trained, all of whose layers are dense"
-        )
+    family = _family(config, where)
     if quantization := config.get("quantization_config"):
         shown = textwrap.shorten(str(quantization), 60, placeholder=" …")
         raise UserError(
@@ -200,6 +194,18 @@ def parse_llama(config: Mapping[str, Any], where: str) -> Llama:
         initializer_range=_initializer_range(config, where),
         family=family,
         window=_window(config, family),
+    )
+
+
+def _family(config: Mapping[str, Any], where: str) -> Family:
+    """The family of a model."""
+    family, architectures = FAMILIES.get(str(config.get("model_type"))), config.get("architectures")
+    if family and family.architecture in (architectures or [family.architecture]):
+        return family
+    *others, last = (each.architecture for each in FAMILIES.values())
+    raise UserError(
+        f"{where}: model_type {config.get('model_type')!r}, architectures {architectures}; only {', '.join(others)} and {last} can "
+        "be trained, all of whose layers are dense"
     )
 
 

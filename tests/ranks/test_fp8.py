@@ -22,15 +22,10 @@ FLAGS = (
 
 def trainer():
     """Be the trainer on one of the ranks, with torchao."""
+    from llama405b.train import run_and_leave
+
     sys.path.append(str(TORCHAO))
-    return plain_trainer()
-
-
-def plain_trainer():
-    """Be the trainer on one of the ranks."""
-    from llama405b import train
-
-    return train.main(sys.argv[1:])
+    run_and_leave()
 
 
 def _train(model, run, numerics, *flags, program="test_fp8:trainer"):
@@ -76,7 +71,7 @@ def test_it_learns_as_bf16_does_and_saves_the_same(demo, tmp_path):
 
 
 def test_without_torchao_it_is_refused(demo, tmp_path):
-    done = _train(demo, tmp_path / "run", "fp8", program="test_fp8:plain_trainer")
+    done = _train(demo, tmp_path / "run", "fp8", program="llama405b.train:run_and_leave")
     assert done.returncode == 2
     said = "--parallel.numerics fp8: the package torchao is not installed; run `pip install torchao` on the hosts, or use fp32-master"
     assert said in done.stdout + done.stderr

@@ -4,7 +4,6 @@ import contextlib
 import functools
 import json
 import shutil
-import sys
 
 import mesh_rig
 import pytest
@@ -73,12 +72,18 @@ PLACES = {
 LONG = {"alone", "in turn", "interleaved"}
 
 
-def test_with_tp_matrices_are_frozen(model):
+@pytest.mark.parametrize(
+    ("settings", "groups"),
+    [
+        ({"tp": 2}, ("model.embed_tokens.* frozen=true", "*.q_proj.weight frozen=true")),
+        ({"pp": 2}, ("model.embed_tokens.* frozen=true", "model.layers.[01].* frozen=true")),  # the whole first stage
+    ],
+)
+def test_matrices_are_frozen_with_tp_and_whole_stages_with_pp(model, settings, groups):
     from llama405b.contract.groups import is_frozen
 
-    groups = ("model.embed_tokens.* frozen=true", "*.q_proj.weight frozen=true")
     right = mesh_rig.single(model, steps=4, frozen=lambda name: is_frozen(groups, name))
-    found = run_ranks(2, functools.partial(mesh_rig.train, steps=4, settings={"tp": 2}, groups=groups), model)
+    found = run_ranks(2, functools.partial(mesh_rig.train, steps=4, settings=settings, groups=groups), model)
     weights = {name: tensor for _, own in found for name, tensor in own.items()}
     assert max(mesh_rig.difference((found[0][0], weights), right)) < 1e-9
 
@@ -138,29 +143,12 @@ def test_what_cannot_be_frozen_is_refused(groups, settings, why):
         check_groups(groups, names, Parallel(**settings))
 
 
-def test_a_frozen_pipeline_stage_lets_the_others_learn(model):
-    from llama405b.contract.groups import is_frozen
-
-    groups = ("model.embed_tokens.* frozen=true", "model.layers.[01].* frozen=true")
-    right = mesh_rig.single(model, steps=3, frozen=lambda name: is_frozen(groups, name))
-    found = run_ranks(2, functools.partial(mesh_rig.train, steps=3, settings={"pp": 2}, groups=groups), model)
-    weights = {name: tensor for _, own in found for name, tensor in own.items()}
-    assert max(mesh_rig.difference((found[0][0], weights), right)) < 1e-9
-
-
 FLAGS = (
     "--preset", "demo", "--training.max_steps", 4, "--training.micro_batch_size", 2, "--training.global_batch_size", 8,
     "--data.seq_len", 64, "--data.max_bytes", 300_000, "--optimizer.lr", "3e-3", "--optimizer.warmup", 0, "--evaluation.every", 0,
     "--checkpoint.every", 2, "--parallel.device", "cpu", "--optimizer.groups",
     "model.layers.1.* frozen=true,*.k_proj.weight frozen=true,*layernorm* frozen=true",
 )  # fmt: skip
-
-
-def trainer():
-    """Be the trainer on one of the ranks."""
-    from llama405b import train
-
-    return train.main(sys.argv[1:])
 
 
 @pytest.mark.parametrize("numerics", ["fp32-master", "pure-bf16"])
@@ -171,18 +159,9 @@ def test_places_agree_and_a_resumed_run_goes_on(demo, tmp_path, numerics):
         for resumed in (False, True):
             saved = ("--checkpoint.dir", run / "checkpoints", "--resume", "auto") if resumed else ()
             where = run / "resumed" if resumed else run
-            argv = [
-                *FLAGS,
-                "--model.path",
-                demo,
-                "--run-dir",
-                where,
-                "--parallel.offload",
-                offload,
-                "--parallel.numerics",
-                numerics,
-            ]
-            done = run_program("test_optimizer_groups:trainer", *argv, *saved, cwd=tmp_path, world=2, timeout_s=200)
+            place = ("--run-dir", where, "--parallel.offload", offload, "--parallel.numerics", numerics)
+            argv = [*FLAGS, "--model.path", demo, *place]
+            done = run_program("llama405b.train:run_and_leave", *argv, *saved, cwd=tmp_path, world=2, timeout_s=200)
             assert done.returncode == 0, done.stdout + done.stderr
             rows = [json.loads(row) for row in (where / "metrics.jsonl").read_text().splitlines()]
             losses[offload, resumed] = [(row["loss"], row["grad_norm"]) for row in rows if "loss" in row]
