@@ -48,8 +48,12 @@ export OMP_NUM_THREADS=1 # threads of torch that wait for a core would keep the 
 marks=(-m "(unit or ranks) and not gpu and not soak" "${two[@]}") more=true
 if [ "${1:-}" = --all ]; then
     shift
-    # For the tests of FP8 alone: transformers imports it wherever it is installed.
-    [ -d .venv/torchao ] || .venv/bin/python -m pip install -q --no-deps --no-compile --target .venv/torchao -c constraints.txt torchao || exit 2
+    # For the tests of FP8 and adapters alone: transformers imports them wherever they are installed.
+    for packages in torchao "peft accelerate psutil"; do
+        apart=.venv/${packages%% *}
+        # shellcheck disable=SC2086 # several words
+        [ -d "$apart" ] || .venv/bin/python -m pip install -q --no-deps --no-compile --target "$apart" -c constraints.txt $packages || exit 2
+    done
     marks=(-m "not gpu and not soak and not standin" --durations=25 "${two[@]}")
     export LLAMA405B_NOTHING_SKIPPED=1 # a test that cannot run is a failure
     more=on_standin

@@ -7,15 +7,18 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import torch.distributed as dist
 
 from llama405b.checkpoint.store import CheckpointView
+from llama405b.contract.adapters import describe
 from llama405b.contract.checkpoints import RunIdentity
 from llama405b.contract.resuming import accept_changes, same_data, settings_of
 from llama405b.contract.schema import Config
-from llama405b.contract.tensors import read_hf_json
+from llama405b.contract.tensors import fingerprint_of, read_hf_json, read_tensors
 from llama405b.data.batches import Batches
 from llama405b.data.encode import FIRST
 from llama405b.data.tokens import RULES
+from llama405b.distributed import collectives
 
 SAMPLES = 1024  # of the tokens, evenly spaced
 SAMPLE_TOKENS = 1024
@@ -42,15 +45,33 @@ def identity_of(config: Config, files: Path, batches: Batches) -> RunIdentity:
         data_seed=config.data.seed,
         training_seed=config.training.seed,
         packing="isolated" if batches.isolated else "concatenated",
+        adapter=describe(config.adapter),
     )
 
 
 def model_of(config: Config, files: Path) -> str:
-    """Return the fingerprint of the model's shape, by its configuration; ``files``: see ``identity_of``."""
+    """Return the fingerprint of the model's shape, by its configuration, and with adapters of the weights beside which they are.
+
+    ``files``: see ``identity_of``. All ranks call it; rank 0 has the weights.
+
+    Raises:
+        UserError: It cannot read them.
+    """
     hf_config = read_hf_json(files / "config.json")
     described = {key: value for key, value in hf_config.items() if key not in NOT_OF_THE_MODEL}
     model = json.dumps([described, config.model.layers], sort_keys=True).encode()
-    return f"config {hashlib.sha256(model).hexdigest()[:12]}"
+    return f"config {hashlib.sha256(model).hexdigest()[:12]}{_weights_of(config)}"
+
+
+def _weights_of(config: Config) -> str:
+    """The fingerprint of frozen weights, which no checkpoint has."""
+    if not config.adapter.trains or config.model.weights == "random":
+        return ""
+    found = ""
+    with collectives.raise_on_all_ranks():
+        if dist.get_rank() == 0:
+            found = fingerprint_of(read_tensors(Path(config.model.path)))[:12]
+    return f", weights {collectives.broadcast_object(found)}"
 
 
 def _tokens(batches: Batches) -> str:

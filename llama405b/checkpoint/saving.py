@@ -75,7 +75,8 @@ class Saving:
         collectives.all_reduce_max([0])  # all have looked before one takes
         tensors = [tensor for unit in updater.units() for tensor in unit.tensors]
         limit = of_host // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        self.staging = Staging((tensor.nbytes for tensor in tensors), limit, tensors[0].device, progress)
+        device = next((tensor.device for tensor in tensors), self.me.device)
+        self.staging = Staging((tensor.nbytes for tensor in tensors), limit, device, progress)
 
     def begin(
         self, step: int, updater: Updater, identity: RunIdentity, reached: Reached, next_update_s: float | None = None

@@ -1,5 +1,7 @@
 """What a checkpoint holds: the model, the optimizer (in the dtype kept, FP32 or BF16), and every rank's random state.
 
+Of a model with adapters it holds these alone: the weights are where they were loaded from.
+
 The step number determines the schedule and the position in the data. Knows DCP's state dicts; not directories or manifests.
 """
 
@@ -18,6 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from llama405b.checkpoint.unpickling import TensorPlanner, TensorReader
+from llama405b.contract.adapters import is_factor
 from llama405b.contract.checkpoints import step_of
 from llama405b.distributed.ranks import Rank
 from llama405b.optim.updater import Updater
@@ -64,7 +67,7 @@ def restore_weights(
 ) -> int:
     """Load the weights alone, without making moments; all else: see ``restore``."""
     master = updater.master
-    state: dict[str, Any] = {"model": get_model_state_dict(master)}
+    state: dict[str, Any] = {"model": _kept(get_model_state_dict(master))}
     dcp.load(state, storage_reader=files or TensorReader(path), planner=TensorPlanner())
     if isinstance(model, FullyShardedDataParallel):
         set_model_state_dict(master, state["model"])
@@ -83,7 +86,13 @@ def _state_of(updater: Updater) -> tuple[dict[str, Any], Any]:
         get_state_dict(master, optimizer)
         for state in optimizer.state.values():
             state["step"].zero_()
-    return get_state_dict(master, optimizer)
+    weights, moments = get_state_dict(master, optimizer)
+    return _kept(weights), moments
+
+
+def _kept(weights: dict[str, Any]) -> dict[str, Any]:
+    """Return the adapters, or without any all weights."""
+    return {name: weight for name, weight in weights.items() if is_factor(name)} or weights
 
 
 def _rng_state(me: Rank) -> dict[str, torch.Tensor]:

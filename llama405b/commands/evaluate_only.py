@@ -6,6 +6,7 @@ from pathlib import Path
 from llama405b.checkpoint.compatibility import model_of
 from llama405b.checkpoint.resume import Resume
 from llama405b.checkpoint.store import Store
+from llama405b.contract.adapters import describe
 from llama405b.contract.config import to_toml
 from llama405b.contract.errors import UserError
 from llama405b.contract.files import write_atomic
@@ -103,6 +104,6 @@ def refuse_another_model(chosen: Resume, config: Config, files: Path, context: R
     assert chosen.found
     manifest, path = chosen.found.manifest, str(chosen.found.path)
     if manifest.identity:
-        now = dataclasses.replace(manifest.identity, model=model_of(config, files))
+        now = dataclasses.replace(manifest.identity, model=model_of(config, files), adapter=describe(config.adapter))
         if changed := accept_changes(path, manifest.identity, now, config.checkpoint.allow_changes):
             context.log(changed)

@@ -3,6 +3,7 @@
 Knows safetensors, manifests and DCP's metadata; not hosts.
 """
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -17,11 +18,13 @@ import torch
 from huggingface_hub import HfApi
 from torch import Tensor
 
+from llama405b.checkpoint.merged import MergedWeights, PeftWeights, has_adapter, settings_of
 from llama405b.checkpoint.pickled import PickledWeights
 from llama405b.checkpoint.safetensors_file import partial_of, write_tensors
 from llama405b.checkpoint.weights_of import SavedWeights
 from llama405b.commands.try_model import try_model
 from llama405b.contract import config, reader, weights
+from llama405b.contract.adapters import PEFT_CONFIG, PEFT_WEIGHTS, peft_config
 from llama405b.contract.checkpoints import MODEL_FILES, committed, step_of
 from llama405b.contract.errors import RunError, UserError
 from llama405b.contract.families import FAMILIES
@@ -29,6 +32,7 @@ from llama405b.contract.files import write_json
 from llama405b.contract.paths import RunDir
 from llama405b.contract.phrases import and_more, counted, reason_of
 from llama405b.contract.reader import MalformedError
+from llama405b.contract.schema import Config
 from llama405b.contract.tensors import INDEX, SINGLE, is_pickled, read_hf_json
 from llama405b.contract.units import size_words
 from llama405b.contract.verb_parsers import export_parser
@@ -94,6 +98,16 @@ def main(argv: Sequence[str]) -> int:
     if args.push_to_hub:
         create(args.push_to_hub)
     found, dtype = open_weights(args.source, args.step)
+    if isinstance(found, SavedWeights) and has_adapter(found):
+        settings = settings_of(found)
+        if args.adapter and args.try_:
+            raise UserError("--try: an adapter alone generates nothing; leave out --adapter")
+        if args.adapter:
+            return export_adapter(found, settings, args.out, args.dtype or "fp32", args.push_to_hub)
+        args.model = args.model or Path(settings.model.path)
+        found = MergedWeights(found, args.model, settings)
+    elif args.adapter:
+        raise UserError(f"--adapter: {found.path} holds no adapter, but whole weights; leave it out")
     small = args.model or find_model_files(found.path, args.source)
     llama = shape_of(found, small)
     dtype = args.dtype or dtype
@@ -106,6 +120,24 @@ def main(argv: Sequence[str]) -> int:
     if args.push_to_hub:
         upload(args.out, args.push_to_hub)
     return try_model(args.out, args.try_, export.n_bytes) if args.try_ else 0
+
+
+def export_adapter(found: SavedWeights, settings: Config, out: Path, dtype: str, repo: str) -> int:
+    """Write an adapter as peft does; returns the exit code."""
+    weights_of = PeftWeights(found)
+    export = Export(weights_of.digest, dtype, {PEFT_WEIGHTS: weights_of.shapes})
+    write(export, weights_of, out)
+    with writing(out):
+        described = json.dumps(peft_config(settings.adapter, settings.model.path), indent=2)
+        (out / PEFT_CONFIG).write_text(f"{described}\n", encoding="utf-8")
+    print(f"exported the adapter of {found.path} to {out}: {export.n_bytes / 1e6:.1f} MB in {dtype}")
+    print(
+        f"serve it, for example: vllm serve {settings.model.path} --enable-lora --lora-modules adapter={out}",
+        flush=True,
+    )
+    if repo:
+        upload(out, repo)
+    return 0
 
 
 def open_weights(source: str, step: int | None) -> tuple[Weights, str]:
@@ -290,13 +322,24 @@ def finish(export: Export, small: Path, out: Path, layers: int) -> None:
         "metadata": {"total_size": export.n_bytes},
         "weight_map": {name: file for file, shapes in export.files.items() for name in shapes},
     }
-    try:
+    with writing(out):
         for name in weights.SMALL_FILES[1:]:
             if (small / name).is_file():
                 shutil.copyfile(small / name, out / name)
         (out / "config.json").write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
         if len(export.files) > 1:
             (out / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+@contextlib.contextmanager
+def writing(out: Path) -> Iterator[None]:
+    """Say how to resume where a file cannot be written.
+
+    Raises:
+        RunError: One cannot be.
+    """
+    try:
+        yield
     except OSError as error:
         raise RunError(f"{out}: cannot be written ({reason_of(error)}); run the same command to resume") from None
 

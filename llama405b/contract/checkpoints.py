@@ -49,6 +49,7 @@ class RunIdentity:
     data_seed: int
     training_seed: int
     packing: str = "concatenated"  # as before documents were kept apart
+    adapter: str = "none"  # what alone is trained, and saved
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # others; those of both are compared
 
     def changes(self, now: "RunIdentity") -> dict[str, str]:
@@ -67,6 +68,7 @@ NAMES = {  # by field of RunIdentity: what a user calls it
     "data_seed": "data.seed",
     "training_seed": "training.seed",
     "packing": "data.packing",
+    "adapter": "adapter",
 }
 
 

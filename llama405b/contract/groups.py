@@ -62,10 +62,8 @@ def is_frozen(texts: Sequence[str], name: str) -> bool:
 def check_groups(texts: Sequence[str], names: Iterable[str], parallel: Parallel) -> None:
     """Refuse groups that do not suit the model, or cannot be frozen as it is split.
 
-    With ``tp`` DTensor's gradients of what is below a frozen norm are wrong (torch 2.13; seen on two ranks).
-
     Raises:
-        UserError: One has none of its parameters, all are frozen, or FSDP1 or ``tp`` is to freeze what it cannot.
+        UserError: One has none of its parameters, all are frozen, or FSDP1 is to freeze some.
     """
     known = list(names)
     frozen = [name for name in known if is_frozen(texts, name)]
@@ -74,8 +72,6 @@ def check_groups(texts: Sequence[str], names: Iterable[str], parallel: Parallel)
         why = "every parameter is frozen, and nothing would be trained; leave out a pattern"
     elif frozen and parallel.by_fsdp1:
         why = "fsdp1 keeps a unit's parameters in one piece, of which none is frozen alone; use fsdp2"
-    elif parallel.tp > 1 and (norms := [name for name in frozen if "norm" in name]):
-        why = f"with tp the gradients below a frozen norm ({norms[0]}) are wrong; write lr_factor=0 instead of frozen, or use tp 1"
     if why:
         raise UserError(f"--optimizer.groups: {why}")
     for group in map(Group.read, texts):

@@ -4,13 +4,18 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from llama405b.contract.adapters import describe
 from llama405b.contract.checkpoints import NAMES, RunIdentity
 from llama405b.contract.errors import UserError
 from llama405b.contract.schema import Config, Optimizer
 
 ALL = "all"  # changes are allowed
 STEPS = "training.max_steps"
-CHANGES = (*NAMES.values(), *(f"optimizer.{field.name}" for field in dataclasses.fields(Optimizer)), STEPS)
+CHANGES = (
+    *(name for name in NAMES.values() if name != "adapter"),
+    *(f"optimizer.{field.name}" for field in dataclasses.fields(Optimizer)),
+    STEPS,
+)
 
 
 def settings_of(optimizer: Optimizer, steps: int) -> Mapping[str, Any]:
@@ -37,6 +42,7 @@ def as_configured(before: RunIdentity, config: Config) -> RunIdentity:
         numerics=config.parallel.numerics,
         data_seed=config.data.seed,
         training_seed=config.training.seed,
+        adapter=describe(config.adapter),
         settings=settings_of(config.optimizer, config.training.max_steps),
     )
 
@@ -57,6 +63,10 @@ def accept_changes(path: str, before: RunIdentity, now: RunIdentity, allowed: Se
     if not changes:
         return ""
     anew = "" if same_data(before, now) else ", so the data is read from its beginning"
+    if before.adapter != now.adapter:  # then it holds other tensors
+        raise UserError(
+            f"--resume: {path} was saved with adapter {changes['adapter']}; set it back, or begin another run with another --checkpoint.dir"
+        )
     said = f"{path} was saved with other settings ({', '.join(map(' '.join, changes.items()))}){anew}"
     if ALL not in allowed and not changes.keys() <= {*allowed}:
         names = ",".join([*allowed, *(name for name in changes if name not in allowed)])

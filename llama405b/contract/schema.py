@@ -16,6 +16,7 @@ PipelineSchedule = Literal["1f1b", "interleaved", "gpipe"]
 Offload = Literal["none", "optimizer", "all"]
 Moments = Literal["fp32", "bf16"]
 LossOf = Literal["logits", "parts"]
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")  # what an adapter can be beside
 Activations = Literal["device", "host"]
 LOSS_PART = 16_384  # words of a part; at least the hidden size, so that their logits take no less than the gradient of hidden states
 # Cost of each choice of numerics, in bytes per parameter: weight + gradient + two moments.
@@ -70,6 +71,27 @@ class Model:
     def chooses_recompute(self) -> bool:
         """Whether the plan chooses what is computed again."""
         return self.activation_checkpointing == "auto"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Adapter:
+    """What is trained beside the model's weights, which then stay as they are."""
+
+    kind: Literal["none", "lora"] = option(
+        "none", "lora: beside each target train a product of two narrow matrices (arXiv 2106.09685), and nothing else"
+    )
+    rank: int = option(16, "columns of the one and rows of the other")
+    alpha: float = option(32.0, "the product counts alpha / rank times")
+    targets: tuple[str, ...] = option(TARGETS, "matrices of each decoder layer that have one")
+    path: str = option(
+        "",
+        "an adapter in peft's format to begin with, which has this rank, alpha and targets; default: random, with a product of 0",
+    )
+
+    @property
+    def trains(self) -> bool:
+        """Whether there is one, so that the model's own weights are frozen."""
+        return self.kind != "none"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -348,6 +370,7 @@ class Config:
     training: Training = Training()
     optimizer: Optimizer = Optimizer()
     parallel: Parallel = Parallel()
+    adapter: Adapter = Adapter()
     checkpoint: Checkpoint = Checkpoint()
     timeouts: Timeouts = Timeouts()
     evaluation: Evaluation = Evaluation()

@@ -1,5 +1,6 @@
 """Which values of settings are possible, and possible together: each rule yields the setting that is wrong, and what to do. Pure."""
 
+import dataclasses
 import operator
 from collections.abc import Iterator, Sequence
 
@@ -8,11 +9,23 @@ from llama405b.contract.errors import UserError
 from llama405b.contract.groups import Group
 from llama405b.contract.phrases import counted, last_of
 from llama405b.contract.resuming import ALL, CHANGES
-from llama405b.contract.schema import FP32_MASTERS, Config, Data, Model, Optimizer, Parallel, Training, fields
+from llama405b.contract.schema import (
+    FP32_MASTERS,
+    TARGETS,
+    Adapter,
+    Config,
+    Data,
+    Model,
+    Optimizer,
+    Parallel,
+    Training,
+    fields,
+)
 from llama405b.contract.suggestions import suggestion
 
 MAX_BETA_BF16 = 0.99  # 1 - beta2 must be above half of BF16's step of 2^-7; at 0.999 the demo's loss was 2 % higher
 ABOVE_ZERO = (  # other numbers may be 0
+    "adapter.rank", "adapter.alpha",
     "data.seq_len", "training.micro_batch_size", "optimizer.lr", "optimizer.eps", "timeouts.load", "timeouts.step",
     "checkpoint.mtbf",
 )  # fmt: skip
@@ -27,6 +40,7 @@ def faults_of(config: Config) -> Iterator[Fault]:
     """Yield what is wrong with a configuration, before any rank is started."""
     yield from _out_of_range(config)
     yield from _of_model(config.model, config.parallel)
+    yield from _of_adapter(config.adapter, config.parallel)
     yield from _of_kernels(config.model, config.parallel)
     yield from _of_data(config.data)
     yield from _of_training(config.training, config.optimizer)
@@ -77,6 +91,34 @@ def _of_kernels(model: Model, parallel: Parallel) -> Iterator[Fault]:
         )
     if split := [name for name in ("tp", "cp") if getattr(parallel, name) > 1]:
         yield "model.compile", f"layers that {split[0]} splits are not compiled; leave it out, or use {split[0]} 1"
+
+
+def _of_adapter(adapter: Adapter, parallel: Parallel) -> Iterator[Fault]:
+    if not adapter.trains:
+        for name, default in dataclasses.asdict(Adapter()).items():
+            if getattr(adapter, name) != default:
+                yield (
+                    f"adapter.{name}",
+                    "without an adapter it would have no effect; add --adapter.kind lora, or leave it out",
+                )
+        return
+    if unknown := [name for name in adapter.targets if name not in TARGETS]:
+        near = suggestion(unknown[0], TARGETS)
+        yield (
+            "adapter.targets",
+            f"{unknown[0]!r} is no matrix of a decoder layer{near}; choose from {', '.join(TARGETS)}",
+        )
+    if not adapter.targets or len({*adapter.targets}) < len(adapter.targets):
+        yield "adapter.targets", "there are none, or one is named twice; name each matrix once"
+    if parallel.by_fsdp1:
+        yield "adapter.kind", "fsdp1 keeps a unit's parameters in one piece, of which none is frozen alone; use fsdp2"
+    if parallel.numerics == "fp8":
+        yield "adapter.kind", "what FP8 computes has no adapters; use numerics fp32-master"
+    if parallel.offload == "optimizer":
+        yield (
+            "parallel.offload",
+            "of adapters there is little to keep in CPU memory; use none, or all, which keeps the frozen weights there, too",
+        )
 
 
 def _of_data(data: Data) -> Iterator[Fault]:

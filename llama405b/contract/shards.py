@@ -22,10 +22,11 @@ INPUTS = ("o_proj", "down_proj")
 def tp_dimension(name: str) -> int | None:
     """Return the dimension of a tensor that tensor parallelism splits; None: each of its ranks has all of it."""
     module, _, kind = name.rpartition(".")
+    module, _, factor = module.partition(".lora_")  # an adapter's A has the inputs of its matrix, and its B the outputs
     last = module.rpartition(".")[2]
     if last in OUTPUTS:
-        return 0
-    return 1 if last in INPUTS and kind == "weight" else None
+        return 0 if factor != "A" else None
+    return 1 if last in INPUTS and kind == "weight" and factor != "B" else None
 
 
 def chunk(size: int, rank: int, n_ranks: int) -> Range:

@@ -38,6 +38,8 @@ SETTINGS = {
     "tensor_model_parallel_size": "parallel.tp", "pp_size": "parallel.pp", "pipeline_parallel_size": "parallel.pp",
     "pipeline_model_parallel_size": "parallel.pp", "cp_size": "parallel.cp", "context_parallel_size": "parallel.cp",
     "data_parallel_replicate_degree": "parallel.dp_replicate", "pipeline_parallel_schedule": "parallel.pp_schedule",
+    "lora_r": "adapter.rank", "lora_rank": "adapter.rank", "lora_alpha": "adapter.alpha", "lora_target_modules": "adapter.targets",
+    "target_modules": "adapter.targets", "peft_path": "adapter.path", "adapter_name_or_path": "adapter.path",
     "sharding": "parallel.strategy", "fsdp_version": "parallel.strategy", "zero_stage": "parallel.strategy",
 }  # fmt: skip
 # What settings, and their values, were called until 0.2.0.
@@ -51,6 +53,7 @@ SLOTS = "slots= in the hosts file says how many ranks a host has; by default one
 MEETING = "launch finds where the hosts meet; address= in the hosts file overrides it, and --port the port"
 ACCUMULATION = f"gradient accumulation follows from --{BATCH}, --{MICRO_BATCH} and the number of ranks"
 ZERO = "write --parallel.strategy zero1, zero2 or zero3, without DeepSpeed"
+LORA = "write --adapter.kind lora"
 BF16 = "BF16 compute with FP32 master weights is the default; --parallel.numerics changes it"
 # What has no setting of its own: what to do instead.
 ADVICE = {
@@ -63,6 +66,7 @@ ADVICE = {
     "resume_from_checkpoint": "write --resume auto, for the newest checkpoint that verifies, or --resume STEP",
     "do_eval": "write --evaluate-only, to evaluate without training", "eval_only": "write --evaluate-only",
     "eval_on_start": "with --evaluation.every a new run is evaluated before its first step, too",
+    "lora": LORA, "use_lora": LORA, "peft": LORA, "use_peft": LORA, "lora_dropout": "adapters have no dropout; leave it out",
     "fp8": "write --parallel.numerics fp8 --model.compile true", "bf16": BF16,
     "run_name": "write --run NAME", "job_name": "write --run NAME", "name": "write --run NAME",
     "logging_steps": "every step is logged", "log_interval": "every step is logged",
@@ -77,8 +81,13 @@ ADVICE = {
     "hub_model_id": "`llama405b export RUN OUT --push-to-hub REPO` does that after training",
 }  # fmt: skip
 NO_FP16 = "FP16 loses small gradients unless the loss is scaled, which is not done here; use fp32-master, which computes in BF16"
+NO_QLORA = (
+    "FSDP shards matrices by rows, which packed 4-bit blocks are not, and what is trained beside rounded weights is merged into others; "
+    "use lora, with --parallel.offload all where the BF16 weights do not fit"
+)
 # What is said of a setting's value that is none.
 OF_VALUES = {
+    **{f"adapter.kind {name}": NO_QLORA for name in ("qlora", "4bit", "nf4")},
     **{f"parallel.numerics {name}": NO_FP16 for name in ("fp16", "float16", "half")},
     **{
         f"parallel.numerics {name}": "use fp32-master (BF16 with FP32 weights) or pure-bf16"
@@ -87,7 +96,6 @@ OF_VALUES = {
 }
 # What there is not: its name.
 NOT_OFFERED = {
-    "LoRA": ("lora", "use_lora", "use_peft", "peft", "lora_r", "lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules"),
     "QLoRA": ("qlora", "load_in_4bit", "load_in_8bit", "quantization", "bnb_4bit_compute_dtype"),
     "FP16": ("fp16", "half"),
     "sending metrics to a tracker": ("report_to", "wandb", "wandb_project", "wandb_entity", "use_wandb", "tensorboard", "mlflow"),

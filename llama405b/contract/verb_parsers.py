@@ -107,7 +107,16 @@ def export_parser() -> OneLineParser:
     add("--step", type=int, help="which of the run's checkpoints [the newest]")
     add("--dtype", choices=("bf16", "fp32"), help="dtype of the weights [bf16; of .bin and .pt files their own]")
     add("--one-file", action="store_true", help="write one model.safetensors instead of files of 5 GB")
-    add("--model", type=Path, help="directory with config.json and tokenizer, if the checkpoint has none")
+    add(
+        "--model",
+        type=Path,
+        help="directory with config.json and tokenizer, if the checkpoint has none; of an adapter, the model's",
+    )
+    add(
+        "--adapter",
+        action="store_true",
+        help="write a run's adapter alone, in peft's format, instead of merging it into the weights",
+    )
     add("--try", dest="try_", metavar="PROMPT", default="", help="generate a few tokens with the exported model")
     add(
         "--push-to-hub",

@@ -81,10 +81,10 @@ def build_on_meta(config: PreTrainedConfig, attention: str, dtype: torch.dtype) 
     return model
 
 
-def freeze(model: nn.Module, groups: Sequence[str]) -> None:
-    """Have the parameters that ``optimizer.groups`` freezes take no gradient. Call it before sharding."""
+def freeze(model: nn.Module, groups: Sequence[str], *, whole: bool = False) -> None:
+    """Have the parameters that ``optimizer.groups`` freezes take no gradient, or none at all. Call it before sharding."""
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(not is_frozen(groups, name))
+        parameter.requires_grad_(not whole and not is_frozen(groups, name))
 
 
 def restore_buffers(model: nn.Module, config: PreTrainedConfig, device: torch.device) -> None:

@@ -26,7 +26,7 @@ def master_model(model: nn.Module, parallel: Parallel) -> nn.Module:
             if not hasattr(owner, step):
                 owner.add_module(step, nn.Module())
             owner = owner.get_submodule(step)
-        if parallel.offload == "optimizer" or is_norm(name):
+        if parallel.offload == "optimizer" or (is_norm(name) and parameter.requires_grad):
             parameter = nn.Parameter(torch.empty_like(parameter, dtype=torch.float32), parameter.requires_grad)
         owner.register_parameter(last, parameter)
     return master

@@ -244,7 +244,7 @@ class OffloadedAll:
     def units(self) -> list[Unit]:
         """See ``Updater``."""
         return [
-            Unit([t for members in part.all for t in state_tensors(self.optimizer, members)], part.pending)
+            Unit([t for members in part.trained for t in state_tensors(self.optimizer, members)], part.pending)
             for part in self.parts
         ]
 

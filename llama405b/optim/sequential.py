@@ -89,7 +89,7 @@ class Sequential:
 
     def units(self) -> list[Unit]:
         """See ``Updater``."""
-        return [Unit(state_tensors(self.optimizer, [parameter])) for parameter in self.master.parameters()]
+        return [Unit(state_tensors(self.optimizer, [parameter])) for parameter in trained(self.master).values()]
 
     def wait(self) -> None:
         """Nothing is ever pending."""

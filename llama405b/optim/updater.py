@@ -50,7 +50,7 @@ class Updater(Protocol):
     )
 
     def units(self) -> list[Unit]:
-        """Return the state, in the order in which it is updated."""
+        """Return the state that changes, in the order in which it is updated."""
 
     def expect(self, *, last: bool) -> None:
         """Tell, before a forward, whether the gradients of its micro-batch are the last of the step."""

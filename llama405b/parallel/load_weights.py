@@ -22,9 +22,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from llama405b.contract import weights
+from llama405b.contract.adapters import UP, factors, is_factor, read_peft
 from llama405b.contract.errors import UserError
 from llama405b.contract.parts import is_for
 from llama405b.contract.phrases import given, reason_of
+from llama405b.contract.schema import Adapter
 from llama405b.contract.shards import Box, Holdings, elements, within
 from llama405b.contract.tensors import DTYPE_BYTES, Layout, TensorInfo, fingerprint_of, read_layouts
 from llama405b.distributed import collectives
@@ -64,21 +66,50 @@ def load(
     files: _Files
     holdings = holdings or Holdings(me.axes)
     if random:
-        how, files = "rank0" if how == "rank0" else "local", _Random(random)
+        how = "rank0" if how == "rank0" else "local"
+        files = _Random(random.tensors(), "BF16", random.initializer_range)
     else:
         how, files = _choose(directory, how, me, holdings)
     materialise(model, me, offload=offload)
-    filler = _Filler(files, me, holdings, dict(_named(model)))
-    fill = filler.read_own
-    if how == "rank0":
-        fill = filler.send if me.is_rank0 else filler.receive
-    parts = _units_of(holdings.names if holdings.names and how == "rank0" else filler.own)
-    sizes = [sum(files.layout[name].n_bytes for name in unit) for unit in parts]
-    for _, done in zip(fill(parts), itertools.accumulate(sizes), strict=True):
-        progress(done, sum(sizes))
+    own = {name: parameter for name, parameter in _named(model) if not is_factor(name)}
+    names = holdings.names if how == "rank0" else ()
+    _fill(_Filler(files, me, holdings, own), names or own, how, progress)
     if how == "local":
         return f"each rank {files.own}"
     return f"rank 0 {files.came} and sent each rank its part"
+
+
+def load_adapter(
+    model: nn.Module,
+    llama: weights.Llama,
+    adapter: Adapter,
+    seed: int,
+    me: Rank,
+    holdings: Holdings,
+    progress: Progress,
+) -> str:
+    """Fill the adapters of a model that has memory, from peft's files on rank 0 or by chance; returns what was done, for the log."""
+    own = {name: parameter for name, parameter in _named(model) if is_factor(name)}
+    shapes = factors(llama, adapter)
+    if not adapter.path:
+        _fill(_Filler(_RandomFactors(shapes, seed), me, holdings, own), own, "local", progress)
+        return "random"
+    layout = read_peft(Path(adapter.path), llama, adapter) if me.is_rank0 else {}
+    known = collectives.broadcast_object({name: info.dtype for name, info in layout.items()}, dict[str, str])
+    layout = layout or {name: TensorInfo(Path(), dtype, shapes[name]) for name, dtype in known.items()}
+    _fill(_Filler(_Files(layout), me, holdings, own), shapes, "rank0", progress)
+    return f"from {adapter.path}"
+
+
+def _fill(filler: "_Filler", names: Iterable[str], how: str, progress: Progress) -> None:
+    """Fill these parameters, unit by unit; ``rank0``: the same names on all ranks, else this rank's own."""
+    fill = filler.read_own
+    if how == "rank0":
+        fill = filler.send if filler.me.is_rank0 else filler.receive
+    parts, layout = _units_of(names), filler.files.layout
+    sizes = [sum(layout[name].n_bytes for name in unit) for unit in parts]
+    for _, done in zip(fill(parts), itertools.accumulate(sizes), strict=True):
+        progress(done, sum(sizes))
 
 
 def _named(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -180,17 +211,27 @@ class _Random(_Files):
 
     came, own = "made random weights", "made its own random weights"
 
-    def __init__(self, llama: weights.Llama) -> None:
-        super().__init__({name: TensorInfo(Path(), "BF16", shape) for name, shape in llama.tensors().items()})
-        self.std = llama.initializer_range
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], dtype: str, std: float, seed: str = "") -> None:
+        super().__init__({name: TensorInfo(Path(), dtype, shape) for name, shape in shapes.items()})
+        self.std, self.seed = std, seed
         self.threads = ThreadPoolExecutor(torch.get_num_threads(), "random")
+
+    def constant(self, name: str) -> float | None:
+        """Return what all elements of a tensor are; None: they are random."""
+        if len(self.layout[name].shape) > 1:
+            return None
+        return 0.0 if name.endswith(".bias") else 1.0
+
+    def fill_(self, values: Tensor, _: str, generator: torch.Generator) -> Tensor:
+        """Fill a block of a tensor by chance."""
+        return values.normal_(0, self.std, generator=generator)
 
     def read(self, name: str, box: Box) -> Tensor:
         """Return a box of a tensor."""
         (start, stop), *others = box
         shape, dtype = self.layout[name].shape, DTYPES[self.layout[name].dtype]
-        if len(shape) == 1:
-            return torch.full((stop - start,), 0.0 if name.endswith(".bias") else 1.0, dtype=dtype)
+        if (constant := self.constant(name)) is not None:
+            return torch.full([last - first for first, last in box], constant, dtype=dtype)
         each = math.prod(shape[1:])
         begin, end = start * each, stop * each
         found = torch.empty(end - begin, dtype=dtype)
@@ -198,13 +239,29 @@ class _Random(_Files):
         def make(block: int) -> None:
             first = block * BLOCK
             last = min(first + BLOCK, shape[0] * each)
-            generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {block}".encode()))
-            whole = torch.empty(last - first).normal_(0, self.std, generator=generator)
+            generator = torch.Generator().manual_seed(zlib.crc32(f"{self.seed}{name} {block}".encode()))
+            whole = self.fill_(torch.empty(last - first), name, generator)
             low, high = max(begin, first), min(end, last)
             found[low - begin : high - begin] = whole[low - first : high - first]
 
         list(self.threads.map(make, range(begin // BLOCK, -(-end // BLOCK))))
         return found.view(stop - start, *shape[1:])[(slice(None), *(slice(*each) for each in others))]
+
+
+class _RandomFactors(_Random):
+    """New adapters: A is random as peft initializes it, uniform up to the inverse root of its inputs; B is 0, so they add nothing yet."""
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], seed: int) -> None:
+        super().__init__(shapes, "F32", 0.0, f"{seed} ")
+
+    def constant(self, name: str) -> float | None:
+        """Return 0 for B."""
+        return 0.0 if name.endswith(UP) else None
+
+    def fill_(self, values: Tensor, name: str, generator: torch.Generator) -> Tensor:
+        """Fill a block of A: Kaiming's uniform with a slope of the root of 5."""
+        bound = self.layout[name].shape[1] ** -0.5
+        return values.uniform_(-bound, bound, generator=generator)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

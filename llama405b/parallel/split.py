@@ -1,5 +1,7 @@
 """Split a model over the mesh: its layers over ``pp``, matrices over ``tp``, sequences over ``cp``, and what is left over the shards."""
 
+from collections.abc import Callable
+
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -13,8 +15,12 @@ from llama405b.parallel.stage import Stage
 from llama405b.parallel.tensor import split_matrices
 
 
-def split(model: PreTrainedModel, parallel: Parallel, me: Rank) -> nn.Module:
+def split(
+    model: PreTrainedModel, parallel: Parallel, me: Rank, before_shards: Callable[[nn.Module], None] = lambda _: None
+) -> nn.Module:
     """Split a model that is on the meta device; returns what this rank computes with.
+
+    ``before_shards``: changes that, once its matrices are split.
 
     Raises:
         UserError: ``parallel.wrap`` names a class that the model does not have, or units that share parameters.
@@ -28,6 +34,7 @@ def split(model: PreTrainedModel, parallel: Parallel, me: Rank) -> nn.Module:
         own = _stage_of(model, parallel, me)
     if axes.tp > 1:
         split_matrices(own, mesh["tp"], parallel.loss)
+    before_shards(own)
     shard(own, parallel, me.device, mesh)
     return own
 

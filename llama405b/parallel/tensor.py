@@ -37,6 +37,7 @@ HEADS: dict[LossOf, ParallelStyle] = {  # of logits each rank has some; the loss
 
 def split_matrices(model: nn.Module, mesh: DeviceMesh, loss: LossOf = "logits") -> None:
     """Split the matrices of a model on the meta device over the ranks of ``mesh``, which has one axis. Call it before FSDP."""
+    frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
     layers = model.model.layers
     for layer in layers.values() if isinstance(layers, nn.ModuleDict) else layers:
         parallelize_module(layer, mesh, _of_layer(), src_data_rank=None)
@@ -44,6 +45,8 @@ def split_matrices(model: nn.Module, mesh: DeviceMesh, loss: LossOf = "logits") 
     ends = {name: style for name, style in (OF_MODEL | {"lm_head": HEADS[loss]}).items() if name in present}
     parallelize_module(model, mesh, ends, src_data_rank=None)
     tie_head(model)
+    for name in frozen:  # torch's styles make some parameters anew, and those of norms then take gradients
+        model.get_parameter(name).requires_grad_(False)
     # FSDP warns of changes in place to what the embedding and the head return, which are views: nobody makes any.
     warnings.filterwarnings("ignore", r"FSDP2-wrapped module \(.*\) returned a view tensor")
 

@@ -10,6 +10,7 @@ from llama405b.capacity.run_shape import RunShape
 from llama405b.checkpoint.compatibility import Beginning, beginning
 from llama405b.checkpoint.saving import Saving
 from llama405b.contract import weights
+from llama405b.contract.adapters import flops_per_token
 from llama405b.contract.config import on_ranks, to_toml
 from llama405b.contract.dealing import Dealing, waste_note
 from llama405b.contract.files import write_atomic
@@ -86,7 +87,7 @@ def build_trainer(config: Config, resume: str, context: RankContext, stop: StopS
         updater=updater,
         reader=reader,
         steps=range(done + 1, start.steps + 1),
-        flops_per_token=llama.flops_per_token(config.data.seq_len),
+        flops_per_token=flops_per_token(llama, config.adapter, config.data.seq_len),
         bad_steps=BadSteps(config.training, detector, reader, context.journal, done + 1),
         checkpointer=Checkpointer(
             saving, updater, start.identity, config.checkpoint, context, restart_s=time.monotonic() - began
@@ -174,7 +175,7 @@ def allocate_staging(settings: Checkpoint, saving: Saving, updater: Updater, con
     Raises:
         UserError: CUDA cannot pin that much.
     """
-    if settings.cadence.saves and updater.units()[0].tensors[0].is_cuda:
+    if settings.cadence.saves and any(tensor.is_cuda for unit in updater.units() for tensor in unit.tensors):
         context.phase(Phase.PIN)
         saving.allocate_staging(updater, context.heartbeat.progress)
 

@@ -1,5 +1,6 @@
 """The sharded model, with weights or with memory for those of a checkpoint, and what is said of it."""
 
+import functools
 import time
 from pathlib import Path
 from typing import NamedTuple
@@ -8,6 +9,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from llama405b.contract import weights
+from llama405b.contract.adapters import describe, factors, n_parameters, read_peft
 from llama405b.contract.dealing import Dealing
 from llama405b.contract.errors import UserError
 from llama405b.contract.groups import check_groups
@@ -17,6 +19,7 @@ from llama405b.contract.rounding import rounding_note
 from llama405b.contract.schema import Config, Parallel
 from llama405b.distributed import collectives
 from llama405b.model import compiling, fp8, fused, llama
+from llama405b.model.adapters import add_adapters
 from llama405b.model.attention import Attention, choose_attention
 from llama405b.model.checkpointing import checkpoint_activations
 from llama405b.optim.fp32_masters import master_model
@@ -43,7 +46,11 @@ def build_model(
     """
     hf_config = llama.read_hf_config(files, config.model.layers)
     shape = weights.read_llama(files, config.model.layers)
-    check_groups(config.optimizer.groups, shape.tensors(), config.parallel)
+    check_groups(config.optimizer.groups, factors(shape, config.adapter) or shape.tensors(), config.parallel)
+    if config.adapter.path:
+        with collectives.raise_on_all_ranks():  # before minutes of loading
+            if context.me.is_rank0:
+                read_peft(Path(config.adapter.path), shape, config.adapter)
     attention = choose_attention(config, hf_config, context.me)
     began = time.monotonic()
     if config.parallel.by_fsdp1:
@@ -60,7 +67,7 @@ def build_model(
     kernels = _fuse(built.module, config, hf_config, context) if config.model.fused else []
     checkpoint_activations(built.module, Recompute.read(config.model.activation_checkpointing))
     took = f"{built.origin}, {time.monotonic() - began:.1f} s"
-    for line in [*_described(config, attention, context, shape.parameters, took, trains=trains), *kernels]:
+    for line in [*_described(config, attention, context, shape, took, trains=trains), *kernels]:
         context.log(line)
     return built.module, built.master
 
@@ -95,14 +102,18 @@ def _by_fsdp2(
     from_checkpoint: bool,
 ) -> _Built:
     parallel, me = config.parallel, context.me
-    whole = llama.build_on_meta(hf_config, attention.name, fsdp2.shard_dtype(parallel))
-    llama.freeze(whole, config.optimizer.groups)
+    adapter, kept = config.adapter, fsdp2.shard_dtype(parallel)
+    frozen = llama.compute_dtype(parallel.numerics)  # which needs no more
+    whole = llama.build_on_meta(hf_config, attention.name, frozen if adapter.trains else kept)
+    llama.freeze(whole, config.optimizer.groups, whole=adapter.trains)
     if parallel.numerics == "fp8":
         with collectives.raise_on_all_ranks():
             if why := fp8.lack(me.device):
                 raise UserError(f"--parallel.numerics fp8: {why}, or use fp32-master")
         context.log(_fp8_words(fp8.convert(whole, me.device), config))
-    holdings, module = holdings_of(whole, parallel, me), split(whole, parallel, me)
+    holdings = holdings_of(whole, parallel, me)
+    adapt = functools.partial(add_adapters, adapter=adapter, dtype=kept, groups=config.optimizer.groups)
+    module = split(whole, parallel, me, *[adapt] * adapter.trains)
     if me.on_gpu and parallel.offload == "none" and Dealing.of(config.training, me.dp.size).rounds == 1:
         fsdp2.lend_gradients(module)
     master, offload = master_model(module, parallel), parallel.offload != "none"
@@ -113,35 +124,44 @@ def _by_fsdp2(
         context.phase(Phase.LOAD)
     elif master is not module:
         load_weights.materialise(module, me)
-    if from_checkpoint:
+    if from_checkpoint and not adapter.trains:
         load_weights.materialise(master, me, offload=offload)
         return _Built(module, master, "weights come from the checkpoint")
-    random = weights.read_llama(files, config.model.layers) if config.model.weights == "random" else None
+    shape, progress = weights.read_llama(files, config.model.layers), context.heartbeat.progress
     origin = load_weights.load(
         master,
         Path(config.model.path),
         config.model.load,
         me,
-        context.heartbeat.progress,
+        progress,
         offload=offload,
-        random=random,
+        random=shape if config.model.weights == "random" else None,
         holdings=holdings,
     )
+    if adapter.trains:
+        origin += "; adapters "
+        if from_checkpoint:
+            origin += "come from the checkpoint"
+        else:
+            origin += load_weights.load_adapter(master, shape, adapter, config.training.seed, me, holdings, progress)
     return _Built(module, master, origin)
 
 
 def _described(
-    config: Config, attention: Attention, context: RankContext, parameters: int, took: str, *, trains: bool
+    config: Config, attention: Attention, context: RankContext, shape: weights.Llama, took: str, *, trains: bool
 ) -> list[str]:
     """Say what was built, and if it is trained how many bytes that takes, when weights are updated, and what rounding costs."""
     parallel, me = config.parallel, context.me
     size = f" at {sum(parallel.state_bytes)} bytes per parameter" if trains else ""
+    what = f"{shape.parameters:,} parameters"
+    if config.adapter.trains:
+        what += f", frozen, and {n_parameters(shape, config.adapter):,} of {describe(config.adapter)}"
     updates = _update_words(parallel) if trains else ""
     recompute = f"activation checkpointing: {config.model.activation_checkpointing}"
     recompute += ", layers compiled" * config.model.compile
     note = rounding_note(parallel, config.optimizer) if trains else ""
     return [
-        f"{parallel.strategy} on {me.world} x {me.device.type} ({me.axes}): {parameters:,} parameters, {parallel.numerics}{size}; {took}",
+        f"{parallel.strategy} on {me.world} x {me.device.type} ({me.axes}): {what}, {parallel.numerics}{size}; {took}",
         f"attention: {attention.name} ({attention.why}); {recompute}; cpu offload: {parallel.offload}{updates}",
         *attention.checked,
         *filter(None, [note]),

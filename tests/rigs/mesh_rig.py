@@ -1,6 +1,7 @@
 """A small Llama in FP64 on any mesh of real ranks, and steps that can be compared with those of a single process."""
 
 import contextlib
+import functools
 
 import torch
 
@@ -75,6 +76,7 @@ def train(
     before=None,
     lr=LR,
     groups=(),
+    adapter=None,
 ):
     """Train; returns each step's loss and norm, and the whole weights afterwards."""
     from llama405b.contract.schema import Optimizer, Parallel
@@ -85,7 +87,8 @@ def train(
     head.PART = WORDS
     parallel = Parallel(numerics="fp32", **(settings or {}))
     me = on_mesh(me, parallel)
-    model, passes, updater = build(me, directory, parallel, Optimizer(lr=lr, groups=groups), dtype, recompute=recompute)
+    optimizer = Optimizer(lr=lr, groups=groups)
+    model, passes, updater = build(me, directory, parallel, optimizer, dtype, recompute=recompute, adapter=adapter)
     if activations == "host":
         keep_on_host(me, directory, model, parallel, recompute, micro, dtype)
     if before:
@@ -116,9 +119,11 @@ def keep_on_host(me, directory, model, parallel, recompute, micro, dtype):
     return host_inputs.keep_on_host(model, run, stage, dtype, me.device, lambda *_: None)
 
 
-def build(me, directory, parallel, optimizer, dtype, *, recompute="full", how="rank0", compiles=False):
+def build(me, directory, parallel, optimizer, dtype, *, recompute="full", how="rank0", compiles=False, adapter=None):
     from llama405b.contract.recompute import Recompute
+    from llama405b.contract.weights import read_llama
     from llama405b.model import llama
+    from llama405b.model.adapters import add_adapters
     from llama405b.model.checkpointing import checkpoint_activations
     from llama405b.model.compiling import compile_layers
     from llama405b.optim.build_updater import build_updater
@@ -128,9 +133,13 @@ def build(me, directory, parallel, optimizer, dtype, *, recompute="full", how="r
 
     config = llama.read_hf_config(directory)
     whole = llama.build_on_meta(config, "sdpa", dtype)
-    llama.freeze(whole, optimizer.groups)
-    holdings, model = holdings_of(whole, parallel, me), split(whole, parallel, me)
+    llama.freeze(whole, optimizer.groups, whole=bool(adapter))
+    holdings = holdings_of(whole, parallel, me)
+    adapt = functools.partial(add_adapters, adapter=adapter, dtype=dtype, groups=optimizer.groups)
+    model = split(whole, parallel, me, *[adapt] * bool(adapter))
     load_weights.load(model, directory, how, me, lambda *_: None, offload=parallel.offload != "none", holdings=holdings)
+    if adapter:
+        load_weights.load_adapter(model, read_llama(directory), adapter, 0, me, holdings, lambda *_: None)
     if compiles:
         compile_layers(model)
     checkpoint_activations(model, Recompute.read(recompute))
@@ -151,15 +160,17 @@ def whole_weights(model):
 
 
 @in_dtype()
-def single(directory, *, micro=1, steps=STEPS, dtype=torch.float64, lr=LR, frozen=lambda _: False):
-    """The same steps in this process alone, by plain PyTorch."""
+def single(
+    directory, *, micro=1, steps=STEPS, dtype=torch.float64, lr=LR, frozen=lambda _: False, adapted=lambda model: model
+):
+    """The same steps in this process alone, by plain PyTorch. ``adapted``: returns the model to train instead."""
     import torch.nn.functional as F
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation="sdpa")
+    model = adapted(AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation="sdpa"))
     named = dict(model.named_parameters())
     for name, parameter in named.items():
-        parameter.requires_grad_(not frozen(name))
+        parameter.requires_grad_(parameter.requires_grad and not frozen(name))
     vectors = [p for name, p in named.items() if "norm" in name or name.endswith(".bias")]
     matrices = [p for name, p in named.items() if "norm" not in name and not name.endswith(".bias")]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]

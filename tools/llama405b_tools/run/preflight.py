@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from llama405b.contract import command, config
+from llama405b.contract.adapters import factors
 from llama405b.contract.errors import RunError, UserError
 from llama405b.contract.groups import check_groups
 from llama405b.contract.known_bugs import known_bugs
@@ -217,7 +218,7 @@ def check_training(request: LaunchRequest, plan: Plan, answers: Facts) -> None:
         request.refuse_changes(next((each.resumable for each in answers.values() if each.resumable), None), settings)
         llama, parallel = answers[plan.nodes[0].name].llama, settings.parallel
         if llama:
-            check_groups(settings.optimizer.groups, llama.tensors(), parallel)
+            check_groups(settings.optimizer.groups, factors(llama, settings.adapter) or llama.tensors(), parallel)
         check_mesh(axes, parallel, llama, settings.data.seq_len, max(node.slots for node in plan.nodes))
         for what, bug in known_bugs(settings, next(iter(answers.values())).versions).items():
             if bug.level == "refuse":

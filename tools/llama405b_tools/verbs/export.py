@@ -32,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
         ("--push-to-hub", args.push_to_hub),
     ):
         options += [flag, str(value)] if value else []
-    options += ["--one-file"] * args.one_file
+    options += ["--one-file"] * args.one_file + ["--adapter"] * args.adapter
     with Fleet(hosts) as fleet:
         collected = collect(fleet, args.source, args.step)
         return _export(fleet, collected, args.out, options)
