@@ -30,6 +30,7 @@ SHAPE = {
     "vocab_size": DIMENSIONS["V"],
     "num_hidden_layers": LAYERS,
 }
+RANK = 2  # of adapters, whose blocks are not large then: pools.py counts the rest
 LARGE = 1 << 20  # bytes; up to this, blocks are in another pool
 ROUND = 512
 # Cosines and sines of positions, as the same history has them where they are large; freed in the first layer's backward.
@@ -53,7 +54,7 @@ ABOUT = """\
 #                  a buffer, which scatter makes the rank's own of; table: the embedding's
 # _operators, _none: of layers that compute less again (model.activation_checkpointing).
 # [whole]: decoder layers are units. The others say what differs. [halves]: attention and MLP are units; [root]: the embedding is none;
-# [tied]: the embedding is the head.
+# [tied]: the embedding is the head; [lora]: all matrices are frozen, and have adapters; [lora_tied]: both.
 """
 
 
@@ -75,11 +76,16 @@ def main():
     for kind in ("operators", "none"):
         apart |= of_kind(kind, apart, f"{WHOLE},Embedding")
         halves |= of_kind(kind, apart, f"{HALVES},Embedding", last="mlp")
+    lora, lora_tied = (sections(f"{WHOLE},Embedding", tied=tied, lora=RANK) for tied in (False, True))
+    for kind in ("operators", "none"):
+        lora |= of_kind(kind, lora, f"{WHOLE},Embedding", lora=RANK)
     tables = {
         "whole": apart,
         "halves": {name: words for name, words in halves.items() if "ward" in name},
         "root": {name: root[name] for name in ("embedding", "end")},
         "tied": {name: tied[name] for name in ("embedding", "head", "end")},
+        "lora": lora,
+        "lora_tied": {name: lora_tied[name] for name in ("embedding", "head", "end")},
     }
     parts = [ABOUT]
     for table, found in tables.items():
@@ -100,16 +106,16 @@ def of_kind(kind, usual, wrap, **more):
     return {f"{name}_{kind}": found[name] for name in ("forward", "backward")}
 
 
-def sections(wrap, *, last="layer", tied=False, kind="full"):
+def sections(wrap, *, last="layer", tied=False, kind="full", lora=0):
     """Run a step, and return its sections; ``last``: the unit that ends a layer's forward."""
-    setting = Setting("llama3.1-8b", WORLD, "all", wrap=wrap, seq_len=T, recompute=kind)
+    setting = Setting("llama3.1-8b", WORLD, "all", wrap=wrap, seq_len=T, recompute=kind, lora=lora)
     config = ARCHITECTURES[setting.model] | SHAPE | {"tie_word_embeddings": tied}
     with tempfile.TemporaryDirectory() as scratch:
         history = Path(scratch) / "history"
         measure(setting, config, history)
         events = list(computing(pickle.loads(history.read_bytes())))
     after = 3 + (kind != "none") if last == "mlp" else 0  # its output follows, and what is freed
-    return worded(cut(list(with_units(events)), last, after), tied=tied)
+    return worded(cut(list(with_units(events)), last, after), tied=tied, adapted=bool(lora))
 
 
 def computing(history):
@@ -144,7 +150,8 @@ def size_name(size, kind):
     """
     if kind == "reduced":  # in FP32, with norms
         rows = {name: sum(DIMENSIONS[letters[1]] for letters in weights.split()) for weights, name in UNITS.items()}
-        return next(name for name, n in rows.items() if 0 <= size - 4 * DIMENSIONS["h"] * n <= 8 * DIMENSIONS["h"])
+        of_units = (name for name, n in rows.items() if 0 <= size - 4 * DIMENSIONS["h"] * n <= 8 * DIMENSIONS["h"])
+        return next(of_units, "layer")  # of adapters alone
     for factor in (1, 2, 4):
         for letter, n in DIMENSIONS.items():
             for name, product in ((f"T{letter}", T * n), (f"h{letter}", DIMENSIONS["h"] * n)):
@@ -191,24 +198,28 @@ def cut(events, last, after):
 def ends_of_forward(events, last, after):
     """Return where each layer's forward begins, and where the last one ends, so many events after its unit."""
     drops = [i + 1 + after for i, event in enumerate(events) if event == f"drop:{last}"][:LAYERS]
-    length = drops[1] - drops[0]
-    return [drops[0] - length, *drops]
+    first = drops[0] - (drops[1] - drops[0]) if last == "mlp" else events.index(f"gather:{last}")
+    return [first, *drops]
 
 
-def worded(parts, *, tied):
+def worded(parts, *, tied, adapted):
     """Return the sections in words; of layers, which must be alike, one of the middle."""
     names = ["embedding", *["forward"] * LAYERS, "head", *["backward"] * LAYERS, "end"]
     places, found = {}, {}
-    for part, (name, events) in enumerate(zip(names, parts, strict=True)):
+    if adapted:  # the first layer's input needs no gradient, and the embedding has none: they are left out
+        names, found["end"] = ["embedding", "first", *names[2:-2]], ["-flow", *["drop:table"] * tied]
+    for part, (name, events) in enumerate(zip(names, parts, strict=not adapted)):
         words = [word for event in events for word in word_of(event, name, part, places)]
         words = words[words[0] == "-input" :]  # the last layer's, if that does not keep it
         kept = {"forward": "input:", "head": "flow:"}.get(name)
         if kept:
             words.append(f"{kept}{alive(words)[-1]}")
         assert found.setdefault(name, words) == words, f"{name}: layers are not alike"
+    found.pop("first", None)
+    found["backward"] += ["scatter:layer"] * adapted  # which is not large
     found["embedding"] += ROTARY.split()
     found["end"] = ["-rotary", "-rotary", *found["end"]]
-    if tied:
+    if tied and not adapted:
         found["head"].append(f"shared:{alive(found['head'])[0]}")
     first = next(i for i, word in enumerate(found["forward"]) if word == "2Tq")
     found["forward"].insert(first + 1, "workspace:own")

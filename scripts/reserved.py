@@ -22,6 +22,7 @@ from llama405b.capacity.pools import reserved
 from llama405b.capacity.run_shape import RunShape
 from llama405b.contract.config import PRESET_DIR
 from llama405b.contract.recompute import Recompute
+from llama405b.contract.schema import Adapter
 from llama405b.contract.weights import parse_llama
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -51,6 +52,12 @@ class Setting:
     activations: str = "device"
     prefetch: int = 0
     reshard_after_forward: int = 0
+    lora: int = 0  # rank of adapters beside all matrices; 0: there are none
+
+    @property
+    def adapter(self):
+        """As settings have it."""
+        return Adapter("lora", rank=self.lora) if self.lora else Adapter()
 
     @property
     def run(self):
@@ -66,6 +73,7 @@ class Setting:
             activations=self.activations,
             prefetch=self.prefetch,
             kept_by=self.reshard_after_forward,
+            adapter=self.adapter,
         )
 
 
@@ -128,6 +136,16 @@ SETTINGS = [
     Setting("qwen2.5-7b", 8, "all", micro_batch=2),
     Setting("mistral-7b", 8, "none", wrap=f"{HALVES},Embedding"),
     Setting("olmo2-7b", 8, "none", recompute="operators"),
+    Setting(L8, 8, "none", lora=16),
+    Setting(L8, 8, "none", micro_batch=4, loss="parts", lora=16),
+    Setting(L405, 16, "none", loss="parts", activations="host", lora=16),
+    Setting(L405, 8, "all", loss="parts", lora=16),
+    Setting(L405, 32, "none", lora=16),
+    Setting(L1, 4, "all", micro_batch=4, micro_batches=2, lora=16),
+    Setting(L70, 8, "none", micro_batches=2, recompute="operators:20", lora=64),
+    Setting(L8, 8, "none", "pure-bf16", micro_batch=2, recompute="none", lora=16),
+    Setting(L70, 8, "none", recompute="every:2", lora=16),
+    Setting(L8, 1, "none", lora=16),
 ]
 
 
@@ -218,6 +236,7 @@ def build(setting, config, me):
 
     from llama405b.contract.schema import Optimizer, Parallel
     from llama405b.model import llama
+    from llama405b.model.adapters import add_adapters
     from llama405b.model.checkpointing import checkpoint_activations
     from llama405b.model.host_inputs import keep_on_host
     from llama405b.optim import build_updater, fp32_masters
@@ -233,7 +252,12 @@ def build(setting, config, me):
         prefetch=setting.prefetch,
         reshard_after_forward=setting.reshard_after_forward,
     )
-    module = llama.build_on_meta(llama.config_of(config), "sdpa", fsdp2.shard_dtype(parallel))
+    kept = fsdp2.shard_dtype(parallel)
+    frozen = llama.compute_dtype(parallel.numerics) if setting.lora else kept
+    module = llama.build_on_meta(llama.config_of(config), "sdpa", frozen)
+    llama.freeze(module, (), whole=bool(setting.lora))
+    if setting.lora:
+        add_adapters(module, setting.adapter, kept)
     fsdp2.shard(module, parallel, me.device)
     if setting.run.lends_gradients:
         fsdp2.lend_gradients(module)

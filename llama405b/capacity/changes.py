@@ -116,6 +116,8 @@ def can_run(load: RunShape, cluster: Cluster) -> bool:
         load.tp * load.cp > 1 or load.halves or "operators" in str(load.recompute) or cluster.gpu.is_cpu
     ):
         return False
+    if load.adapter.trains and (load.offload == "optimizer" or load.numerics == "fp8"):
+        return False
     if load.numerics == "fp8" and (load.fused or load.tp > 1 or not cluster.gpu.fp8_flops):
         return False
     if load.fused and (load.compiled or load.tp > 1):

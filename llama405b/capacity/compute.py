@@ -57,19 +57,32 @@ class LayerWork:
 def layer_work(setting: Setting, rates: Rates) -> LayerWork:
     """Return what a layer computes of a micro-batch.
 
-    A backward has twice the products, and 2.5 times flash attention (arXiv:2307.08691). Non-reentrant checkpointing stops before a
-    layer's last product, so that full recomputation is not a plain third.
+    A backward has twice the products, or as many where they are frozen, and 2.5 times flash attention (arXiv:2307.08691). Non-reentrant
+    checkpointing stops before a layer's last product, so that full recomputation is not a plain third.
     """
     layer = fp8_products_s if setting.fp8 else products_s
     products = layer(setting, rates, setting.shape.matrices)
-    forward = GpuWork(products, _attention_s(setting, rates), _elementwise_s(setting, rates))
+    usual = GpuWork(products, _attention_s(setting, rates), _elementwise_s(setting, rates))
+    forward = usual + adapters_s(setting, rates, 2, 8)
+    backward = usual.times(2 - setting.frozen, 2.5, 2) + adapters_s(setting, rates, 10, 4)
     last = GpuWork(layer(setting, rates, setting.shape.narrow))
     again: dict[Kind, GpuWork] = {
         "none": GpuWork(),
         "operators": forward.times(1 - setting.products_kept, 0, 1),
         "full": forward + last.times(-1, 0, 0),
     }
-    return LayerWork(forward, forward.times(2, 2.5, 2), again)
+    return LayerWork(forward, backward, again)
+
+
+def adapters_s(setting: Setting, rates: Rates, of_input: int, of_output: int) -> GpuWork:
+    """Return what a layer's adapters take, so many bytes of each feature that their matrices read, and make: memory bounds them.
+
+    Forward, an input is read (2), and an output written, read and added to another (8). Backward, gradients of A and B read input (2)
+    and output (2), and that of the input reads an output (2), is written and added to another (8).
+    """
+    inputs, outputs = setting.adapted
+    traffic = (of_input * inputs + of_output * outputs) * setting.tokens
+    return GpuWork(elementwise_s=traffic / (setting.gpu.memory_bytes_per_s * rates.memory))
 
 
 def products_s(setting: Setting, rates: Rates, weights: float) -> float:
@@ -91,10 +104,11 @@ def head_s(setting: Setting, rates: Rates) -> tuple[GpuWork, GpuWork]:
     operator, 28 and 38 (``model.head``), and the product once more.
     """
     product = products_s(setting, rates, setting.shape.head)
+    trains = not setting.frozen
     logit = setting.shape.vocab * setting.tokens / (setting.gpu.memory_bytes_per_s * rates.memory)
     if setting.loss_of_parts:
-        return GpuWork(product, 0.0, 28 * logit), GpuWork(3 * product, 0.0, 38 * logit)
-    return GpuWork(product, 0.0, 12 * logit), GpuWork(2 * product, 0.0, 24 * logit)
+        return GpuWork(product, 0.0, 28 * logit), GpuWork((2 + trains) * product, 0.0, 38 * logit)
+    return GpuWork(product, 0.0, 12 * logit), GpuWork((1 + trains) * product, 0.0, 24 * logit)
 
 
 def fsdp_copies_s(setting: Setting, rates: Rates, unit: float) -> float:
@@ -106,7 +120,7 @@ def fsdp_copies_s(setting: Setting, rates: Rates, unit: float) -> float:
     if setting.shards == 1 or not rates.copies:
         return 0.0
     gathered = 2 * setting.compute_bytes * (1 + setting.reshard)
-    reduced = setting.compute_bytes + setting.reduce_bytes
+    reduced = (setting.compute_bytes + setting.reduce_bytes) * setting.trained
     return unit * (gathered + reduced) / (setting.gpu.memory_bytes_per_s * rates.copies)
 
 

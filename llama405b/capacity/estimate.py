@@ -15,6 +15,7 @@ from llama405b.capacity.pools import reserved
 from llama405b.capacity.run_shape import INPUTS, PINNED_KINDS, RunShape
 from llama405b.capacity.setting import Setting, Shape
 from llama405b.capacity.step_time import StepTime, step_time
+from llama405b.contract.adapters import adapted
 from llama405b.contract.cadence import Cadence
 
 RUNTIME_BYTES = 2 * GIB  # CUDA's context and NCCL's buffers
@@ -134,6 +135,8 @@ def setting_of(run: RunShape, cluster: Cluster) -> Setting:
     """Return what is trained on what, as the model of a step's time takes it."""
     gradient = run.gradient_bytes
     weights = run.weight_bytes if run.offload == "all" else 0
+    if run.adapter.trains:
+        weights = run.compute_bytes * (run.offload == "all")
     return Setting(
         Shape.of(run.llama), cluster.pace or cluster.gpu, run.world, run.ranks_per_host, cluster.nic_bytes_per_s, run.seq_len,
         run.micro_batch, run.rounds, gradient,
@@ -159,6 +162,8 @@ def setting_of(run: RunShape, cluster: Cluster) -> Setting:
         inputs_copied=run.activations == "host",
         recompute=run.recompute,
         reduces_once=not run.reduces_each,
+        trained=run.trained / run.llama.parameters,
+        adapted=adapted(run.llama, run.adapter),
     )  # fmt: skip
 
 

@@ -29,6 +29,7 @@ class Evidence(enum.StrEnum):
     MESH = "mesh"  # the same, that split more than the parameters: tp, cp or pp
     OFFLOAD = "offload"  # fewer than three programs
     FP8 = "fp8"  # likewise
+    ADAPTERS = "adapters"  # no program
     NOTHING = "nothing"  # no one has timed this GPU
 
     @classmethod
@@ -36,6 +37,8 @@ class Evidence(enum.StrEnum):
         """Return what is known of a setting that nobody measured on its own hosts."""
         if setting.gpu.name not in MEASURED:
             return cls.NOTHING
+        if setting.frozen:
+            return cls.ADAPTERS
         if setting.fp8:
             return cls.FP8
         if setting.updates_on_host:
@@ -58,6 +61,7 @@ class Range:
 
 STEPS = Range(0.90, 1.10)  # of docs/measurements/plan.md, on CPUs; no GPU was calibrated yet
 FP8 = Range(0.85, 1.13, 2)  # a factor of the others: five published rows, of two programs (docs/plan-accuracy.md)
+ADAPTERS = Range(0.85, 1.18)  # a factor of the others, by assumption: no program's times with LoRA have been compared
 RATES = Range(0.85, 1.15)  # the same, of settings that were not measured themselves
 
 
@@ -67,7 +71,8 @@ def range_of(setting: Setting) -> Range | None:
     if known is Evidence.NOTHING:
         return None
     alike = _ranges()[_alike(setting)]
-    for applies, more in ((setting.updates_on_host, _ranges()[Evidence.OFFLOAD]), (setting.fp8, FP8)):
+    offload = setting.updates_on_host, _ranges()[Evidence.OFFLOAD]
+    for applies, more in (offload, (setting.fp8, FP8), (setting.frozen, ADAPTERS)):
         if applies:
             alike = Range(alike.low * more.low, alike.high * more.high, more.programs)
     return alike

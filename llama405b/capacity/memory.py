@@ -16,13 +16,14 @@ import functools
 import itertools
 from collections.abc import Mapping
 
-from llama405b.capacity.part import Part, UnitSizes, norm_elements, shard_elements
+from llama405b.capacity.part import Part, UnitSizes, adapter_shapes, norm_elements, trained_elements
 from llama405b.capacity.run_shape import NORMS, RunShape
 from llama405b.contract.recompute import Kind
 from llama405b.contract.schedule import InFlight
 from llama405b.contract.schema import LOSS_PART
 
 BUFFERS = 2  # on the device, for layers' inputs that come back from CPU memory (model.host_inputs)
+OF_ATTENTION, OF_MLP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")  # what reads the norm before each
 LOSS_BYTES = 4  # of a logit in FP32: its copy, its log-softmax and each of two gradients
 
 
@@ -58,12 +59,13 @@ class _Step:
         kept = run.parts(stage)
         part = kept[in_flight.chunk]
         self.run, self.part, self.llama = run, part, part.llama
-        self.sizes = UnitSizes.of(part)
+        self.sizes, self.trained = UnitSizes.of(part, run.adapter), UnitSizes.trained(part, run.adapter)
         self.in_flight = in_flight
-        of_chunks = [shard_elements(each, run.shards) for each in kept]
-        shards = sum(of_chunks)
+        of_chunks = [trained_elements(each, run.shards, run.adapter) for each in kept]
+        trained = sum(of_chunks)
         self.held: dict[str, float] = collections.defaultdict(float)
-        self.held |= {name: shards * size for name, size in run.shard_bytes.items() if name != "gradients"}
+        self.held |= {name: trained * size for name, size in run.shard_bytes.items() if name != "gradients"}
+        self.held["parameters"] += run.frozen_bytes * run.elements(stage)
         self.held[NORMS] = run.norm_bytes * sum(norm_elements(each, run.shards) for each in kept)
         self.flow = run.flow_bytes
         waiting = zip(in_flight.others, kept, strict=True)
@@ -76,7 +78,9 @@ class _Step:
             there = sum(size for size, done in zip(of_chunks, in_flight.done, strict=True) if done)
             self.held["gradients"] += there * self.gradient_bytes
         if self.sums_whole:
-            self.held["whole gradients"] = sum(self._whole(UnitSizes.of(each), each.llama.layers) for each in kept)
+            self.held["whole gradients"] = sum(
+                self._whole(UnitSizes.trained(each, run.adapter), each.llama.layers) for each in kept
+            )
         self.keeps = run.keeps_weights
         self.saved, self.moments = _saved(run, part), _moments(run, part)
         self.kinds = run.recompute.of(part.llama.layers)
@@ -129,13 +133,13 @@ class _Step:
             if self.keeps and not run.accumulates:  # else all stay until the last micro-batch
                 self.held["gathered units"] = before + run.compute_bytes * (layer + 1) * sizes.layer
             if self.sums_whole:  # as in the last micro-batch, whose units are reduced one after the other
-                self.held["whole gradients"] = self._whole(sizes, layer + 1, head=False)
+                self.held["whole gradients"] = self._whole(self.trained, layer + 1, head=False)
             self.held["gradients"] = self._reduced(layers - 1 - layer)
             self._layer(layer, hidden)
         self._keep(0)
-        self.held["whole gradients"] = self.sums_whole * self._whole(sizes, 0, head=False)
+        self.held["whole gradients"] = self.sums_whole * self._whole(self.trained, 0, head=False)
         self.held["gradients"] = self._reduced(layers)
-        if part.embedding:
+        if part.embedding and self.trained.embedding:
             self._embedding_backward(root)
         return self.worst
 
@@ -147,21 +151,19 @@ class _Step:
         if run.tp > 1:  # DTensor makes the gradient of the whole vocabulary, before it keeps a part
             self.held["whole embedding's gradient"] = (run.tp + self.llama.tied) * weight
         self.held["gathered units"] += 0 if root or self.keeps else weight  # it is not gathered in the backward
-        self._reduce("the embedding's gradient", sizes.embedding, sizes.embedding)
+        self._reduce("the embedding's gradient", sizes.embedding, sizes.embedding, sizes.embedding)
 
     def _head(self, hidden: float, last: int) -> None:
         """The head and the loss; the units of the last layer are gathered meanwhile."""
         run, sizes = self.run, self.sizes
         logits, loss = (size * run.tokens * self.llama.vocab for size in (run.compute_bytes, LOSS_BYTES))
-        weight = run.compute_bytes * (sizes.head or sizes.embedding)
+        weight = run.compute_bytes * (self.trained.head or self.trained.embedding)
         if sizes.head:
             self._gather("the head's forward", sizes.head, len(self.order))
-        self.held["activations"] = hidden * (4 if run.compute_bytes == 2 else 3)
+        self.held["activations"] = hidden * (4 if run.compute_bytes == 2 else 3) - hidden * run.adapter.trains
         if run.loss == "parts":
             logits = _logits_of_a_part(run, self.llama.vocab)
-            of_hidden = (
-                (LOSS_BYTES + run.compute_bytes) * run.tokens * self.llama.hidden
-            )  # the sum over parts, and a part's
+            of_hidden = LOSS_BYTES * run.tokens * self.llama.hidden  # the sum over parts
             whole = run.compute_bytes * run.tokens * self.llama.hidden * (run.tp > 1)
             self._see("the head's forward", logits=logits, activations=whole)
             self.waiting = 0
@@ -175,7 +177,7 @@ class _Step:
             self._see("the head's backward", logits=logits, activations=hidden, weight_gradients=weight)
         self.held["activations"] = hidden  # the gradient that flows
         if sizes.head:
-            self._reduce("the head's gradient", sizes.head, sizes.head)
+            self._reduce("the head's gradient", sizes.head, self.trained.head, self.trained.head)
         else:
             self.held["weight gradients"] += weight
 
@@ -190,8 +192,9 @@ class _Step:
             self.held["kept activations"] = self.kept[layer]
             for part, weights, more in self.moments:
                 self._see(f"the backward of a layer's {part}", weight_gradients=weights, activations=more)
-            self._reduce("a layer's gradient", sizes.layer, 0)
+            self._reduce("a layer's gradient", sizes.layer, self.trained.layer, 0)
             return
+        whole = not run.adapter.trains
         self._regather(sizes.mlp, self.run.compute_bytes * sizes.attention * self.several)
         self._regather(sizes.attention, 0)
         self._keep_gathered(layer)
@@ -199,15 +202,16 @@ class _Step:
         for part, weights, more in self.moments:
             if part == "norm":
                 self.held["activations"] = hidden + self.saved
-                self._reduce("an MLP's gradient", sizes.mlp, self.llama.hidden * self.llama.intermediate)
+                last = self.llama.hidden * self.llama.intermediate
+                self._reduce("an MLP's gradient", sizes.mlp, self.trained.mlp, last * whole)
                 self.held["activations"] = hidden
             elif part == "attention":
                 self.held["all-gather buffers"] = self._coming(2 * layer, bool(layer) * sizes.mlp)
-            there = 0 if part == "MLP" else run.compute_bytes * 3 * self.llama.hidden * self.llama.intermediate
+            of_mlp = run.compute_bytes * 3 * self.llama.hidden * self.llama.intermediate
+            there = 0 if part == "MLP" else of_mlp * whole
             self._see(f"the backward of a layer's {part}", weight_gradients=weights - there, activations=more)
-        self._reduce(
-            "an attention's gradient", sizes.attention, self.llama.hidden * self.llama.heads * self.llama.head_dim
-        )
+        last = self.llama.hidden * self.llama.heads * self.llama.head_dim
+        self._reduce("an attention's gradient", sizes.attention, self.trained.attention, last * whole)
 
     def _keep(self, layers: int, more: int = 0) -> None:
         """Set what so many layers keep; ``more``: hidden states on their way."""
@@ -246,20 +250,20 @@ class _Step:
         self._see("an all-gather of the backward")
         self.held["all-gather buffers"] = coming
 
-    def _reduce(self, moment: str, unit: int, last: int) -> None:
+    def _reduce(self, moment: str, unit: int, trained: int, last: int) -> None:
         """A unit's reduce-scatter, after its weights were freed; only the gradient of ``last`` elements outlives the copy.
 
-        Its buffer stays until the next one.
+        Its buffer stays until the next one. ``trained``: elements of the unit that have gradients.
         """
         run = self.run
         self.held["gathered units"] -= run.compute_bytes * unit * (not (self.keeps and run.accumulates))
         if self.sums_whole:
-            self.held["whole gradients"] = max(0.0, self.held["whole gradients"] - run.gradient_bytes * unit)
-        self.held["reduce-scatter buffers"] = run.gradient_bytes * unit
-        self._see(moment, weight_gradients=run.compute_bytes * unit)
+            self.held["whole gradients"] = max(0.0, self.held["whole gradients"] - run.gradient_bytes * trained)
+        self.held["reduce-scatter buffers"] = run.gradient_bytes * trained
+        self._see(moment, weight_gradients=run.compute_bytes * trained)
         # FSDP casts the sum to the weights' dtype, which the trainer drops.
         cast = run.compute_bytes * (run.offload == "optimizer")
-        reduced = (run.gradient_bytes + cast) * unit / run.shards
+        reduced = (run.gradient_bytes + cast) * trained / run.shards
         self._see(moment, weight_gradients=run.compute_bytes * last, gradients=reduced)
 
     def _whole(self, sizes: UnitSizes, layers: int, *, head: bool = True) -> float:
@@ -268,7 +272,7 @@ class _Step:
 
     def _reduced(self, layers: int) -> float:
         """Bytes of the shards of gradients, once so many layers have theirs."""
-        run, sizes = self.run, self.sizes
+        run, sizes = self.run, self.trained
         if self.sums_shards:
             return self.held["gradients"]
         return self.gradient_bytes * (sizes.head + layers * sizes.layer) / run.shards
@@ -290,7 +294,7 @@ def _waiting(run: RunShape, part: Part) -> float:
         count * (_kept(run, part, kind) + flow * _keeps_input(run, kind)) for kind, count in kinds.items()
     )
     logits = LOSS_BYTES * run.tokens * part.llama.vocab * (run.loss == "logits")
-    return inputs + (logits + _norm_saved(run, part)) * part.head
+    return inputs + (logits + _norm_saved(run, part, ())) * part.head
 
 
 def _keeps_input(run: RunShape, kind: Kind) -> bool:
@@ -308,9 +312,11 @@ def _kept(run: RunShape, part: Part, kind: Kind) -> float:
         return 0.0
     if kind == "none":
         exchanged = queries * (run.cp > 1)  # of attention, between heads and sequence
-        return _saved(run, part) + size * (4 * llama.intermediate + exchanged)
+        product = not run.adapter.trains or "down_proj" in run.adapter.targets  # which no frozen matrix keeps
+        return _saved(run, part) + size * ((3 + product) * llama.intermediate + exchanged)
     sums = LOSS_BYTES * run.tokens * llama.heads  # of attention, in FP32
-    return size * (2 * queries + 2 * keys + llama.hidden + 2 * llama.intermediate) + sums
+    added = sum(shape[0] for shape in adapter_shapes(part, run.adapter).values())  # what both factors make
+    return size * (2 * queries + 2 * keys + llama.hidden + 2 * llama.intermediate + added) + sums
 
 
 def _logits_of_a_part(run: RunShape, vocab: int) -> int:
@@ -324,13 +330,21 @@ def _saved(run: RunShape, part: Part) -> float:
     llama, size = part.llama, run.compute_bytes * run.tokens
     projected = (llama.heads + llama.kv_heads) * llama.head_dim
     normed = (LOSS_BYTES * run.tokens + size) * projected if llama.family.query_norms else 0
-    return 2 * _norm_saved(run, part) + size * 2 * projected + normed
+    norms = _norm_saved(run, part, OF_ATTENTION) + _norm_saved(run, part, OF_MLP)
+    narrow = size * run.adapter.rank * len(run.adapter.targets) * run.adapter.trains
+    return norms + size * 2 * projected + normed + narrow
 
 
-def _norm_saved(run: RunShape, part: Part) -> float:
-    """Bytes that a norm keeps: its input, in FP32, what it makes of it, and that times its weight, which ``tp`` gathers."""
+def _norm_saved(run: RunShape, part: Part, readers: tuple[str, ...]) -> float:
+    """Bytes that a norm keeps: its input, in FP32, what it makes of it, and that times its weight, which ``tp`` gathers.
+
+    One that is frozen keeps its input alone, and frozen matrices (``readers``) theirs only where there are adapters beside.
+    """
     whole = run.compute_bytes * run.tokens * part.llama.hidden
-    return whole + (3 if run.compute_bytes == 2 else 1.5) * whole / run.tp
+    if not run.adapter.trains:
+        return whole + (3 if run.compute_bytes == 2 else 1.5) * whole / run.tp
+    read = not {*readers}.isdisjoint(run.adapter.targets)
+    return whole * read + (2 if run.compute_bytes == 2 else 0.5) * whole / run.tp
 
 
 def _moments(run: RunShape, part: Part) -> list[tuple[str, float, float]]:
@@ -347,13 +361,17 @@ def _moments(run: RunShape, part: Part) -> list[tuple[str, float, float]]:
     weight, out = (run.compute_bytes * llama.hidden * n for n in (llama.intermediate, llama.heads * llama.head_dim))
     wide = run.compute_bytes == 2
     rest = saved - (4 if wide else 3) * u
+    if run.adapter.trains:
+        rest = saved - _norm_saved(run, part, OF_MLP)
+        weight = out = 0
+    of_layer = UnitSizes.trained(part, run.adapter).layer
     return [
         ("MLP", weight, saved + gathered + 6 * g),
         ("MLP", 2 * weight, saved + w + 3 * g),
         ("MLP", 3 * weight, saved + 2 * w + g),
         ("norm", 3 * weight, saved + (8 if wide else 2) * u),
         ("attention", 3 * weight + out, rest + w + q + 2 * k),
-        ("attention", run.compute_bytes * UnitSizes.of(part).layer, (12 if wide else 5) * u),
+        ("attention", run.compute_bytes * of_layer, (12 if wide else 5) * u),
     ]
 
 

@@ -15,6 +15,7 @@ from llama405b.capacity.evidence import Evidence, Range
 from llama405b.capacity.goodput import Goodput, goodput
 from llama405b.capacity.run_shape import RunShape
 from llama405b.capacity.setting import Shape
+from llama405b.contract.adapters import flops_per_token
 from llama405b.contract.cadence import Cadence
 from llama405b.contract.errors import UserError
 from llama405b.contract.schema import Config
@@ -180,7 +181,7 @@ class Outlook:
     @property
     def floor_s(self) -> float:
         """What the model's FLOPs alone take at the GPUs' peak: no step is faster."""
-        flops = Shape.of(self.load.llama).model_flops(self.load.seq_len) * self.step_tokens
+        flops = flops_per_token(self.load.llama, self.load.adapter, self.load.seq_len) * self.step_tokens
         return flops / self.load.world / self.cluster.gpu.flops
 
     @property
@@ -193,7 +194,7 @@ class Outlook:
         """Hardware FLOPs utilization: with what is computed again."""
         shape, seq_len = Shape.of(self.load.llama), self.load.seq_len
         full = self.load.recompute.counts(self.load.stages or (shape.layers,)).get("full", 0)
-        again = shape.recomputed_flops(seq_len, full) / shape.model_flops(seq_len)
+        again = shape.recomputed_flops(seq_len, full) / flops_per_token(self.load.llama, self.load.adapter, seq_len)
         return self.mfu * (1 + again) if self.mfu else None
 
 

@@ -5,10 +5,13 @@ import functools
 import math
 from collections.abc import Iterable
 
+from llama405b.contract.adapters import factors
 from llama405b.contract.mesh import SHARD, Axes
+from llama405b.contract.schema import Adapter
 from llama405b.contract.stages import stages_of
 from llama405b.contract.weights import EMBEDDING, HEAD, Llama
 
+WITHOUT = Adapter()
 FINAL_NORM = "model.norm.weight"
 
 
@@ -61,18 +64,33 @@ class UnitSizes:
     head: int  # with the last norm; 0: the embedding is the head
 
     @classmethod
-    def of(cls, part: Part) -> "UnitSizes":
-        """Count those of a part."""
+    def of(cls, part: Part, adapter: Adapter = WITHOUT) -> "UnitSizes":
+        """Count those of a part, with its adapters."""
         layer = {name: math.prod(shape) for name, shape in layer_shapes(part.llama).items()}
         others = {name: math.prod(shape) for name, shape in other_shapes(part).items()}
         tied = part.llama.tied
+        added = cls.of_adapter(part, adapter)
         return cls(
-            attention=sum(size for name, size in layer.items() if ".self_attn." in name),
-            mlp=sum(size for name, size in layer.items() if ".mlp." in name),
+            attention=added.attention + sum(size for name, size in layer.items() if ".self_attn." in name),
+            mlp=added.mlp + sum(size for name, size in layer.items() if ".mlp." in name),
             norms=sum(size for name, size in layer.items() if "layernorm" in name),
             embedding=sum(others.values()) if tied else others.pop(EMBEDDING, 0),
             head=0 if tied else sum(others.values()),
         )
+
+    @classmethod
+    def of_adapter(cls, part: Part, adapter: Adapter) -> "UnitSizes":
+        """Count those of adapters alone."""
+        layer = {name: math.prod(shape) for name, shape in adapter_shapes(part, adapter).items()}
+        of = {
+            block: sum(size for name, size in layer.items() if f".{block}." in name) for block in ("self_attn", "mlp")
+        }
+        return cls(attention=of["self_attn"], mlp=of["mlp"], norms=0, embedding=0, head=0)
+
+    @classmethod
+    def trained(cls, part: Part, adapter: Adapter) -> "UnitSizes":
+        """Count those that take gradients."""
+        return cls.of_adapter(part, adapter) if adapter.trains else cls.of(part)
 
     @property
     def layer(self) -> int:
@@ -96,13 +114,27 @@ def other_shapes(part: Part) -> dict[str, tuple[int, ...]]:
     return {name: _shapes(part.llama)[name] for name in part.names}
 
 
+def adapter_shapes(part: Part, adapter: Adapter) -> dict[str, tuple[int, int]]:
+    """Return those of a layer's adapters."""
+    return factors(dataclasses.replace(part.llama, layers=1), adapter)
+
+
 def shard_elements(part: Part, shards: int) -> int:
-    """Return how many elements a rank keeps of all parameters: FSDP2 shards the first dimension, and pads it."""
+    """Return how many elements a rank keeps of all parameters but adapters: FSDP2 shards the first dimension, and pads it."""
+    return _sharded(other_shapes(part).values(), shards) + part.llama.layers * _sharded(
+        layer_shapes(part.llama).values(), shards
+    )
 
-    def of(shapes: Iterable[tuple[int, ...]]) -> int:
-        return sum(math.ceil(shape[0] / shards) * math.prod(shape[1:]) for shape in shapes)
 
-    return of(other_shapes(part).values()) + part.llama.layers * of(layer_shapes(part.llama).values())
+def trained_elements(part: Part, shards: int, adapter: Adapter) -> int:
+    """Return how many it keeps of those that take gradients."""
+    if not adapter.trains:
+        return shard_elements(part, shards)
+    return part.llama.layers * _sharded(adapter_shapes(part, adapter).values(), shards)
+
+
+def _sharded(shapes: Iterable[tuple[int, ...]], shards: int) -> int:
+    return sum(math.ceil(shape[0] / shards) * math.prod(shape[1:]) for shape in shapes)
 
 
 def norm_elements(part: Part, shards: int) -> int:

@@ -4,7 +4,7 @@ A block that was freed serves the stream that it was allocated on, and no other:
 FSDP2 gathers on a stream of its own (two units, and the embedding), and reduces gradients on another, from where offloaded ones go to
 the host. All else is on the stream that computes, with one micro-batch gradients that stay as well (``parallel.fsdp2``), and there free
 blocks do not always suit the next. So steps are walked through block by block, in the order that torch's own history of them has
-(blocks.toml); tests/data/reserved.csv has what torch reserved in 57 settings.
+(blocks.toml); tests/data/reserved.csv has what torch reserved in 67 settings.
 Only where BF16 computes, as in FP32 attention is another kernel, and layers are neither compiled, fused nor in FP8. Sequences of a
 micro-batch count as one of as many tokens. NCCL's and CUDA's own memory is not in it, nor what loading, evaluations and saves leave.
 """
@@ -20,10 +20,12 @@ from typing import NamedTuple
 
 from llama405b.capacity.allocator import Block, Pool
 from llama405b.capacity.memory import BUFFERS
+from llama405b.capacity.part import Part, adapter_shapes
 from llama405b.capacity.run_shape import RunShape
+from llama405b.contract.adapters import factors
 from llama405b.contract.families import LLAMA
 from llama405b.contract.mesh import Axes
-from llama405b.contract.schema import LOSS_PART
+from llama405b.contract.schema import LOSS_PART, TARGETS
 
 TABLE = Path(__file__).with_name("blocks.toml")
 WORKSPACE = 32 << 20  # of cuBLAS on Hopper (ATen/cuda/CublasHandlePool.cpp); elsewhere 8 MiB
@@ -33,9 +35,18 @@ STEPS = 2  # until pools grow no more
 
 def reserved(run: RunShape) -> Mapping[str, int]:
     """Return the bytes that are reserved, by what is allocated from each pool; empty: not known."""
-    others = run.compiled, run.fused, run.numerics == "fp8", run.keeps_weights, run.axes != Axes(run.world)
+    others = (
+        run.compiled,
+        run.fused,
+        run.numerics == "fp8",
+        run.keeps_weights,
+        run.axes != Axes(run.world),
+    )
     keeps_normed = run.llama.family.query_norms and "none" in run.recompute.of(run.llama.layers)
-    if run.compute_bytes != 2 or any(others) or keeps_normed:
+    others_adapted = run.adapter.trains and (
+        {*run.adapter.targets} != {*TARGETS} or run.halves or not run.embedding_apart
+    )
+    if run.compute_bytes != 2 or any(others) or keeps_normed or others_adapted:
         return {}
     batch = run.micro_batch * run.world * (1 + run.accumulates)  # more micro-batches need no more than two
     return _reserved(
@@ -53,6 +64,7 @@ def reserved(run: RunShape) -> Mapping[str, int]:
             activations=run.activations,
             prefetch=run.prefetch,
             kept_by=run.kept_by,
+            adapter=dataclasses.replace(run.adapter, path=""),
         )
     )
 
@@ -85,6 +97,7 @@ class _Steps:
         self.computing, self.gathering, self.reducing, self.rounding = Pool(), Pool(), Pool(), Pool()
         self.sections = _sections(run)
         self.units = _units(run)
+        self.trained = {"layer": _added(run)} if run.adapter.trains else self.units
         self.weights: dict[str, list[list[Block]]] = {name: [] for name in self.units}  # of gathered units
         self.kept: dict[str, list[Block]] = {"input": [], "flow": [], "shared": [], "rotary": []}
         self.gathered: list[Block] = []  # what the forward's last unit was gathered into
@@ -143,10 +156,14 @@ class _Steps:
 
     def _make(self, kind: str, count: int) -> None:
         """Allocate what stays of each parameter, in so many blocks."""
-        size = self.run.shard_bytes[kind] / count
-        for shape in self.run.llama.tensors().values() if size else ():
+        run, size = self.run, self.run.shard_bytes[kind] / count
+        weights, added = run.llama.tensors(), factors(run.llama, run.adapter)
+        if kind == "parameters" and run.frozen_bytes:
+            for shape in weights.values():
+                self.computing.allocate(run.frozen_bytes * _shard(shape, run.world))
+        for shape in (added or weights).values() if size else ():
             for _ in range(count):
-                self.computing.allocate(size * _shard(shape, self.run.world))
+                self.computing.allocate(size * _shard(shape, run.world))
 
     def _section(self, section: str, of_forward: Sequence[Block] = ()) -> list[Block]:
         """Walk through a section; returns its blocks. ``of_forward``: those of the same layer's forward."""
@@ -222,7 +239,7 @@ class _Steps:
     def _copies(self, elements: int, pool: Pool) -> list[Block]:
         """Return what a shard is copied into before it is gathered, if it is in host memory or has another dtype."""
         run = self.run
-        kept = run.compute_bytes if run.offload == "optimizer" else run.weight_bytes
+        kept = run.compute_bytes if run.offload == "optimizer" or run.adapter.trains else run.weight_bytes
         uploaded = [pool.allocate(kept * elements)] if run.offload == "all" else []
         if kept == run.compute_bytes:
             return uploaded
@@ -257,11 +274,11 @@ class _Steps:
     def _reduce(self, unit: str) -> None:
         """Gather a unit's gradients in a buffer, which lives until the next one's."""
         _free(self.computing, self.reduced)
-        self.reduced = [self.computing.allocate(self.run.gradient_bytes * self.run.world * sum(self.units[unit]))]
+        self.reduced = [self.computing.allocate(self.run.gradient_bytes * self.run.world * sum(self.trained[unit]))]
 
     def _scatter(self, unit: str) -> None:
         """Make the rank's own gradients of it; with offload they then leave the GPU."""
-        run, elements = self.run, sum(self.units[unit])
+        run, elements = self.run, sum(self.trained[unit])
         pool = self.computing if run.lends_gradients else self.reducing
         gradient = pool.allocate(run.gradient_bytes * elements)
         if run.offload == "optimizer":
@@ -295,10 +312,15 @@ def _units(run: RunShape) -> dict[str, list[int]]:
     return {
         "attention": attention,
         "mlp": mlp,
-        "layer": [*attention, *mlp, *norms],
+        "layer": [*attention, *mlp, *norms, *_added(run)],
         "table": [of["embed_tokens"], *[of["norm"]] * llama.tied],
         "head": [of["embed_tokens"], of["norm"]],
     }
+
+
+def _added(run: RunShape) -> list[int]:
+    """Return the elements that a rank has of each of a layer's adapters."""
+    return [_shard(shape, run.world) for shape in adapter_shapes(Part(run.llama), run.adapter).values()]
 
 
 def _sections(run: RunShape) -> dict[str, list[Op]]:
@@ -311,6 +333,8 @@ def _sections(run: RunShape) -> dict[str, list[Op]]:
         found |= table["tied"]
     elif not run.embedding_apart:
         found |= table["root"]
+    if run.adapter.trains:
+        found = table["lora"] | (table["lora_tied"] if run.llama.tied else {})
     words = {name: text.split() for name, text in found.items()}
     on_host = run.activations == "host"
     for name in [each for each in words if on_host and each.startswith("backward")]:
@@ -331,17 +355,21 @@ def _head_of_parts(words: Sequence[str], vocab: int) -> list[str]:
     for size in sizes:  # logits, and in FP32
         found += [f"{2 * size}T", f"{4 * size}T", f"-{count + 1}", f"-{count + 2}"]
         count += 2
+    trains = "2hV" in words
     of_hidden, of_weight = count + 1, count + 2
-    found += ["4Th", "2hV"]
-    count += 2
+    found += ["4Th", *["2hV"] * trains]
+    count += 1 + trains
     for size in sizes:  # the same, their gradient, and that of the hidden states
         found += [f"{2 * size}T", f"{4 * size}T", f"-{count + 1}", f"{2 * size}T", f"-{count + 2}"]
         found += ["2Th", f"-{count + 4}", f"-{count + 3}"]
         count += 4
     found += ["2Th", f"-{of_hidden}"]
-    weight, hidden = made + 7, made + 8  # of all logits, by the numbers that the rest has
-    numbers = {weight: of_weight, hidden: count + 1}
-    return found + [_renumbered(word, numbers, hidden, count + 1) for word in words[words.index(f"-{made}") :]]
+    hidden = made + 7 + trains  # of all logits, by the numbers that the rest has, after its gradient is freed
+    numbers = {made + 7: of_weight, hidden: count + 1}
+    rest = words[words.index(f"-{made + 6}") + 1 :]
+    if not trains:
+        rest = [f"-{made}", *rest]  # what the head reads, which no gradient of a frozen weight keeps
+    return found + [_renumbered(word, numbers, hidden, count + 1) for word in rest]
 
 
 def _renumbered(word: str, numbers: Mapping[int, int], last: int, now: int) -> str:

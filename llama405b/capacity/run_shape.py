@@ -6,7 +6,8 @@ Pinned memory: torch rounds blocks up to powers of two, 19 % for 405B's shards o
 import dataclasses
 import math
 
-from llama405b.capacity.part import Part, UnitSizes, layers_of_stages, norm_elements, parts_of, shard_elements
+from llama405b.capacity.part import WITHOUT, Part, UnitSizes, layers_of_stages, norm_elements, parts_of, shard_elements
+from llama405b.contract.adapters import n_trained
 from llama405b.contract.mesh import DP, SHARD, Axes
 from llama405b.contract.recompute import FULL, Recompute
 from llama405b.contract.schedule import InFlight, in_flight
@@ -15,6 +16,7 @@ from llama405b.contract.schema import (
     FP32_MASTERS,
     IN_BF16,
     Activations,
+    Adapter,
     Checkpoint,
     Config,
     Data,
@@ -86,6 +88,7 @@ class RunShape:
     fused: bool = False  # likewise
     prefetch: int = 0  # FSDP units that are gathered ahead; 0: one, in the backward
     kept_by: int = 0  # ranks that keep a unit gathered between forward and backward; 0: none do
+    adapter: Adapter = WITHOUT  # what alone is trained
 
     @classmethod
     def of(cls, llama: Llama, config: Config, world: int, axes: Axes | None = None) -> "RunShape":
@@ -121,6 +124,7 @@ class RunShape:
             fused=config.model.fused,
             prefetch=config.parallel.prefetch,
             kept_by=config.parallel.reshard_after_forward,
+            adapter=config.adapter,
         )
 
     @property
@@ -211,8 +215,23 @@ class RunShape:
         return frozenset({InFlight(0, (0,), (self.accumulates,))})
 
     def elements(self, stage: int) -> int:
-        """Return how many elements a rank there keeps of all parameters."""
+        """Return how many elements a rank there keeps of all parameters but adapters."""
         return sum(shard_elements(part, self.shards) for part in self.parts(stage))
+
+    @property
+    def trained(self) -> int:
+        """Parameters that take gradients."""
+        return n_trained(self.llama, self.adapter)
+
+    @property
+    def states_bytes(self) -> float:
+        """Bytes of a GPU, per parameter of the model, of what stays there between steps."""
+        return self.frozen_bytes + sum(self.shard_bytes.values()) * self.trained / self.llama.parameters
+
+    @property
+    def frozen_bytes(self) -> int:
+        """Bytes of a GPU that a frozen parameter takes, of which there are those beside adapters."""
+        return self.compute_bytes if self.adapter.trains and self.offload != "all" else 0
 
     @property
     def hosts(self) -> int:
@@ -263,7 +282,7 @@ class RunShape:
     @property
     def norm_bytes(self) -> int:
         """Bytes of a GPU that a norm's parameter takes beyond the others'."""
-        return NORM[self.numerics] * (self.offload == "none")
+        return NORM[self.numerics] * (self.offload == "none") * (not self.adapter.trains)
 
     @property
     def shard_bytes(self) -> dict[str, float]:
@@ -288,8 +307,8 @@ class RunShape:
     @property
     def checkpoint_bytes(self) -> int:
         """Bytes of one checkpoint on disk, over all ranks."""
-        norms = NORM_SAVED[self.numerics] * norm_elements(Part(self.llama), 1)
-        return checkpoint_bytes_per_parameter(self.numerics, self.moments) * self.llama.parameters + norms
+        norms = NORM_SAVED[self.numerics] * norm_elements(Part(self.llama), 1) * (not self.adapter.trains)
+        return checkpoint_bytes_per_parameter(self.numerics, self.moments) * self.trained + norms
 
     @property
     def host_bytes(self) -> dict[str, float]:
@@ -300,8 +319,11 @@ class RunShape:
             "optimizer": (weight, gradient, self.moment_bytes),
             "all": (weight, gradient * (1 + self.sums_apart) * PINNED, self.moment_bytes),
         }[self.offload]
-        found = {name: size * self.host_elements for name, size in zip(KINDS, parts, strict=True) if size}
-        norms = NORM[self.numerics] * norm_elements(Part(self.llama), 1) / self.hosts
+        share = self.trained / self.llama.parameters
+        found = {name: size * share * self.host_elements for name, size in zip(KINDS, parts, strict=True) if size}
+        if self.adapter.trains and self.offload == "all":
+            found["parameters"] += self.compute_bytes * self.host_elements
+        norms = NORM[self.numerics] * norm_elements(Part(self.llama), 1) / self.hosts * (not self.adapter.trains)
         inputs = self.flow_bytes * max(self.inputs_on_host(stage) for stage in range(self.pp))
         ranks = min(self.world, self.ranks_per_host)
         more = {NORMS: norms * bool(found), PASSING: self.passing_bytes, INPUTS: inputs * ranks}
@@ -309,7 +331,7 @@ class RunShape:
 
     @property
     def host_elements(self) -> float:
-        """Parameters that the ranks of a host keep: of a pipeline, on the host that has most of them."""
+        """Parameters, but for adapters, that the ranks of a host keep: of a pipeline, on the host that has most of them."""
         ranks = min(self.world, self.ranks_per_host)
         if self.pp > 1:
             return ranks * max(self.elements(stage) for stage in range(self.pp))

@@ -171,5 +171,5 @@ def _loads(outlook: Outlook, offloads: Sequence[Offload]) -> Iterator[RunShape]:
         held = held_elements(load.llama, axes, 0, parallel.chunks)
         for offload, size in itertools.product(offloads, divisors(max(1, load.global_batch // split.dp))):
             other = dataclasses.replace(split, offload=offload, micro_batch=size)
-            if can_run(other, outlook.cluster) and held * sum(other.shard_bytes.values()) < memory:
+            if can_run(other, outlook.cluster) and held * other.states_bytes < memory:
                 yield other

@@ -103,6 +103,15 @@ class Setting:
     fused: bool = False  # norms
     fp8: bool = False  # the layers' products
     loss_of_parts: bool = False  # of some words' logits at a time, which the backward computes again
+    trained: float = (
+        1.0  # share of the parameters that take gradients; below 1 those are adapters, and matrices take none
+    )
+    adapted: tuple[int, int] = (0, 0)  # inputs and outputs of a layer's matrices that have adapters, each summed
+
+    @property
+    def frozen(self) -> bool:
+        """Whether matrices take no gradients, but adapters beside them."""
+        return self.trained < 1
 
     @property
     def tokens(self) -> float:

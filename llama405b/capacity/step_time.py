@@ -59,7 +59,7 @@ def _of_gpu(setting: Setting, rates: Rates, place: int) -> StepTime:
     of_unit = setting.compute_bytes * unit / setting.units
     gather = setting.units * gather_s(setting, rates, of_unit)
     again = setting.units * ring_s(setting, rates, of_unit, setting.kept_by) if setting.kept_by else gather
-    scatter = setting.units * reduce_s(setting, rates, setting.reduce_bytes * unit / setting.units)
+    scatter = setting.units * reduce_s(setting, rates, setting.reduce_bytes * setting.trained * unit / setting.units)
     gather /= setting.accumulate if setting.gathers_once else 1
     scatter /= setting.accumulate if setting.reduces_once else 1
     reduce = scatter + again * setting.reshard
@@ -135,7 +135,7 @@ def host_copies_s(setting: Setting, rates: Rates, *, backward: bool) -> float:
     entry = setting.inputs_copied * setting.compute_bytes * setting.tokens * setting.shape.hidden
     link, ram = setting.gpu.host_bytes_per_s, setting.gpu.ram_bytes_per_s * rates.ram / setting.gpus_on_host
     up = share * setting.copied_up + entry * backward
-    down = share * setting.copied_down if backward else entry
+    down = share * setting.copied_down * setting.trained if backward else entry
     return max(up / link, down / link, (up + down) / (rates.both_ways * link), (up + down) / ram)
 
 
@@ -182,9 +182,17 @@ def _optimizer_s(setting: Setting, rates: Rates, next_forward_s: float) -> float
     In a host, the copies of that forward and the update share its memory.
     """
     if not setting.updates_on_host:
-        per_gpu = setting.update_bytes * setting.shape.parameters / (setting.shards * setting.tp * setting.pp)
+        per_gpu = (
+            setting.update_bytes
+            * setting.trained
+            * setting.shape.parameters
+            / (setting.shards * setting.tp * setting.pp)
+        )
         return per_gpu / (setting.gpu.memory_bytes_per_s * rates.memory)
     held, ram = setting.shape.parameters / setting.hosts, setting.gpu.ram_bytes_per_s
-    update, norm = (n_bytes * held / (ram * rates.update) for n_bytes in (setting.update_bytes, setting.norm_bytes))
+    update, norm = (
+        n_bytes * setting.trained * held / (ram * rates.update)
+        for n_bytes in (setting.update_bytes, setting.norm_bytes)
+    )
     copied = setting.copied_up * held / (ram * rates.ram)
     return norm + max(0.0, update + copied - norm - next_forward_s) if norm else update

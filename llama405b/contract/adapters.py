@@ -3,6 +3,7 @@
 Knows names and shapes; of files, headers alone.
 """
 
+import dataclasses
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -42,6 +43,18 @@ def factors(llama: Llama, adapter: Adapter) -> dict[str, tuple[int, int]]:
 def n_parameters(llama: Llama, adapter: Adapter) -> int:
     """Count an adapter's parameters."""
     return sum(map(math.prod, factors(llama, adapter).values()))
+
+
+def n_trained(llama: Llama, adapter: Adapter) -> int:
+    """Count the parameters that take gradients, and that a checkpoint holds."""
+    return n_parameters(llama, adapter) if adapter.trains else llama.parameters
+
+
+def adapted(llama: Llama, adapter: Adapter) -> tuple[int, int]:
+    """Return the inputs, and the outputs, of a layer's matrices that have adapters, each summed."""
+    shapes = factors(dataclasses.replace(llama, layers=1), adapter)
+    inputs = sum(shape[1] for name, shape in shapes.items() if name.endswith(DOWN))
+    return inputs, sum(shape[0] for name, shape in shapes.items() if name.endswith(UP))
 
 
 def describe(adapter: Adapter) -> str:

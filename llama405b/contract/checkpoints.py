@@ -49,8 +49,8 @@ class RunIdentity:
     data_seed: int
     training_seed: int
     packing: str = "concatenated"  # as before documents were kept apart
-    adapter: str = "none"  # what alone is trained, and saved
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # others; those of both are compared
+    adapter: str = "none"  # what alone is trained, and saved
 
     def changes(self, now: "RunIdentity") -> dict[str, str]:
         """Say what differs now, by name: ``64 -> 32`` of ``training.global_batch_size``."""

@@ -22,8 +22,12 @@ class LoraLinear(nn.Linear):
     scaling: float
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return W x + b + scaling B A x."""
-        return super().forward(x) + self.lora_B(self.lora_A(x)) * self.scaling
+        """Return W x + b + B scaling A x, scaled where it is narrow.
+
+        W's product is the last one, which checkpointing then does not compute again (early stop).
+        """
+        added = self.lora_B(self.lora_A(x) * self.scaling)
+        return super().forward(x) + added
 
 
 def add_adapters(model: nn.Module, adapter: Adapter, dtype: torch.dtype, groups: Sequence[str] = ()) -> None:

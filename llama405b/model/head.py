@@ -124,13 +124,14 @@ class _Nll(torch.autograd.Function):
         hidden_Th, weight_Vh, targets_T, counts_T, log_sum_T = ctx.saved_tensors
         scale_T1 = (gradient * counts_T).to(log_sum_T.dtype)[:, None]
         of_hidden_Th = torch.zeros(hidden_Th.shape, dtype=log_sum_T.dtype, device=hidden_Th.device)
-        of_weight_Vh = torch.empty_like(weight_Vh)
+        of_weight_Vh = torch.empty_like(weight_Vh) if ctx.needs_input_grad[1] else None  # frozen
         for start, part_Wh in _parts(weight_Vh):
             of_logits_TW = (hidden_Th @ part_Wh.T).to(log_sum_T.dtype).sub_(log_sum_T[:, None]).exp_()
             word_T1, here_T = _targets_in(targets_T, start, part_Wh.shape[0])
             of_logits_TW.scatter_add_(1, word_T1, -here_T[:, None].to(of_logits_TW.dtype))
             of_logits_TW = of_logits_TW.mul_(scale_T1).to(hidden_Th.dtype)
-            torch.mm(of_logits_TW.T, hidden_Th, out=of_weight_Vh[start : start + part_Wh.shape[0]])
+            if of_weight_Vh is not None:
+                torch.mm(of_logits_TW.T, hidden_Th, out=of_weight_Vh[start : start + part_Wh.shape[0]])
             of_hidden_Th += of_logits_TW @ part_Wh
             del of_logits_TW
         return of_hidden_Th.to(hidden_Th.dtype), of_weight_Vh, None, None, None

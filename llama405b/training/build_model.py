@@ -76,7 +76,8 @@ def _fuse(module: nn.Module, config: Config, hf_config: PreTrainedConfig, contex
     """Have modules compute in fewer kernels where every rank finds that right; returns what to say of it."""
     said = []
     for name in fused.FORWARDS:
-        why = fused.lack(name, hf_config, context.me.device, llama.compute_dtype(config.parallel.numerics))
+        why = "its products have adapters" if name == "SwiGLU" and config.adapter.trains else ""
+        why = why or fused.lack(name, hf_config, context.me.device, llama.compute_dtype(config.parallel.numerics))
         lacks = list(filter(None, collectives.all_gather_objects(why)))
         if not lacks:
             fused.fuse(module, name)

@@ -25,12 +25,13 @@ import llama405b.model.kernels  # noqa: F401  # registers varlen
 from llama405b.capacity.run_shape import RunShape
 from llama405b.contract.mesh import Axes
 from llama405b.contract.recompute import FULL, Recompute
-from llama405b.contract.schema import Optimizer, Parallel
+from llama405b.contract.schema import Adapter, Optimizer, Parallel
 from llama405b.distributed.ranks import Rank
+from llama405b.model.adapters import add_adapters
 from llama405b.model.batch import Batch
 from llama405b.model.checkpointing import checkpoint_activations
 from llama405b.model.host_inputs import keep_on_host
-from llama405b.model.llama import build_on_meta, tie_head
+from llama405b.model.llama import build_on_meta, compute_dtype, freeze, tie_head
 from llama405b.optim.adamw import build_optimizer, start_moments
 from llama405b.optim.fp32_masters import master_model
 from llama405b.optim.norm import local
@@ -104,6 +105,7 @@ def track(
     n_micro: int = 1,
     recompute: Recompute = FULL,
     on_host: RunShape | None = None,
+    adapter: Adapter | None = None,
 ) -> Tracked:
     """Track the forwards and backwards of a step, of a model in the form of config.json.
 
@@ -114,7 +116,7 @@ def track(
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     me = Rank(rank, world, 0, "host", torch.device("cpu"), mesh=axes)
     try:
-        model = split(build_on_meta(LlamaConfig(**config), "varlen", shard_dtype(parallel)), parallel, me).train()
+        model = _split(config, parallel, me, adapter).train()
         passes = build_passes(parallel, model, me)
         with FakeTensorMode(allow_non_fake_inputs=True):
             model.to_empty(device="cpu")
@@ -135,6 +137,15 @@ def track(
     finally:
         torch.set_default_dtype(torch.float32)
         dist.destroy_process_group()
+
+
+def _split(config: dict, parallel: Parallel, me: Rank, adapter: Adapter | None) -> nn.Module:
+    """Build a rank's part of a model, as the trainer does."""
+    kept = shard_dtype(parallel)
+    frozen = compute_dtype(parallel.numerics) if adapter else kept
+    whole = build_on_meta(LlamaConfig(**config), "varlen", frozen)
+    freeze(whole, (), whole=bool(adapter))
+    return split(whole, parallel, me, *[functools.partial(add_adapters, adapter=adapter, dtype=kept)] * bool(adapter))
 
 
 @contextlib.contextmanager

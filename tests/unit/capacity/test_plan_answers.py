@@ -258,3 +258,20 @@ def test_the_step_of_405b_is_as_the_page_says(capsys):
         gib = 1 << 30
         told = f"{found['time']['step_s']:.1f}", f"{found['gpu_bytes'] / gib:.0f}", f"{found['host_bytes'] / gib:.0f}"
         assert told == (step, allocated, host), added
+
+
+def test_what_adapters_take_is_as_the_page_says(capsys):
+    text = (ROOT / "docs/training.md").read_text().partition("## Adapters")[2].partition("\n## ")[0]
+    rows = re.findall(
+        r"^\| (\S+) \| (\d+) \| `(.+?)` \| (\d+) / (\d+) GiB(.*?) \| (\d+|-).*? \| ([\d.]+) s \|$", text, re.MULTILINE
+    )
+    assert len(rows) == 6
+    gib = 1 << 30
+    for model, gpus, words, allocated, kept, misfit, host, step in rows:
+        slots = min(8, int(gpus))
+        split = ("--nodes", str(int(gpus) // slots), "--slots", str(slots), "--adapter.kind", "lora")
+        found = record(capsys, "--preset", model, *split, *words.split())
+        told = (f"{found[name] / gib:.0f}" for name in ("gpu_bytes", "gpu_reserved_bytes", "host_bytes"))
+        assert (*told, f"{found['time']['step_s']:.1f}") == (allocated, kept, host.replace("-", "0"), step), words
+        assert (found["fits"] == "yes") == (not misfit)
+        assert found["inputs"]["adapter"].startswith("lora of rank 16")

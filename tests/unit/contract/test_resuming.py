@@ -51,6 +51,15 @@ def test_a_change_is_refused_and_accepted_by_its_name(change, words):
         under(**change, checkpoint__allow_changes="model,data")
 
 
+def test_another_adapter_cannot_be_accepted():
+    for allowed in ((), ("all",)):
+        now = dataclasses.replace(before(), adapter="lora of rank 8")
+        with pytest.raises(UserError, match="was saved with adapter none -> lora of rank 8; set it back"):
+            accept_changes(PATH, before(), now, allowed)
+    with pytest.raises(UserError, match="adapter none -> lora of rank 4, alpha 32, beside q_proj,v_proj; set it back"):
+        under(adapter__kind="lora", adapter__rank=4, adapter__targets="v_proj,q_proj")
+
+
 def test_nothing_is_said_of_what_stays():
     assert under() == under(checkpoint__allow_changes="all") == ""
 

@@ -36,6 +36,8 @@ def refusal(*words):
         ("--bf16", "BF16 compute with FP32 master weights is the default"),
         ("--resume_from_checkpoint", "write --resume auto"),
         ("--report_to", "sending metrics to a tracker is not offered; see docs/faq.md"),
+        ("--use_lora", "write --adapter.kind lora"),
+        ("--lora_r", "did you mean 'adapter.rank'?"),
         ("--load_in_4bit", "QLoRA is not offered; see docs/faq.md"),
         ("--deepspeed", "write --parallel.strategy zero1, zero2 or zero3, without DeepSpeed"),
     ],

@@ -12,6 +12,7 @@ from llama405b.capacity.hardware import GIB, Gpu, gpu_like, read_gpus
 from llama405b.capacity.outlook import Fit, Outlook, is_predicted
 from llama405b.capacity.run_shape import RunShape, checkpoint_bytes_per_parameter
 from llama405b.contract import reader
+from llama405b.contract.adapters import n_trained
 from llama405b.contract.config import mesh_flags, on_ranks, split_flags_of
 from llama405b.contract.errors import UserError
 from llama405b.contract.files import write_atomic
@@ -141,9 +142,8 @@ def room_faults(request: LaunchRequest, plan: Plan, answers: Mapping[str, Launch
         return {}
     llama = answers[head.name].llama
     checkpoint, parallel = request.settings.checkpoint, request.settings.parallel
-    each_bytes = checkpoint_bytes_per_parameter(parallel.numerics, parallel.moments) * (
-        llama.parameters if llama else 0
-    )
+    n_saved = n_trained(llama, request.settings.adapter) if llama else 0
+    each_bytes = checkpoint_bytes_per_parameter(parallel.numerics, parallel.moments) * n_saved
     if checkpoint.storage == "shared":
         takes = {head.name: each_bytes}
     else:

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from llama405b.capacity.outlook import Outlook
+from llama405b.contract.adapters import describe
 from llama405b.contract.dealing import waste_note
 from llama405b.contract.errors import RunError, UserError
 from llama405b.contract.known_bugs import known_bugs
@@ -146,6 +147,8 @@ def mesh_notes(config: Config, plan: Plan) -> Iterator[str]:
     for name in ("prefetch", "reshard_after_forward"):
         if value := getattr(config.parallel, name):
             yield f"{name} {value}: no GPU has run that yet (docs/parallel.md)"
+    if config.adapter.trains:
+        yield f"adapter: {describe(config.adapter)}; no GPU has run that yet (docs/training.md)"
     if note := waste_note(config.training, axes.size(DP)):
         yield f"note: {note}"
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 from llama405b.capacity.machines import Machines
 from llama405b.capacity.outlook import Outlook
+from llama405b.contract.adapters import describe
 from llama405b.contract.schema import Parallel
 from llama405b_tools.text.predictions import ReportOptions
 
@@ -65,6 +66,7 @@ def _inputs(outlook: Outlook, machines: Machines, asked: ReportOptions) -> Mappi
         "gpu_memory_bytes": outlook.cluster.gpu.memory_bytes, "ram_bytes": machines.ram_bytes or None,
         "nic_bytes_per_s": machines.nic_bytes_per_s, "disk_bytes_per_s": machines.disk_bytes_per_s,
         "parameters": load.llama.parameters, "layers": load.llama.layers, "numerics": load.numerics, "overlap": load.overlap,
+        "adapter": describe(load.adapter),
         "seq_len": load.seq_len, "global_batch_size": outlook.load.global_batch, "attention": load.attention, "packing": load.packing,
         "keep": load.keep, "every": load.every, "mtbf_s": load.mtbf_s, "staging_bytes": load.staging_bytes,
         "tokens": asked.tokens or None, "price": asked.price or None, "measured_s": asked.measured or None,

@@ -10,6 +10,7 @@ from llama405b.capacity.hardware import GIB
 from llama405b.capacity.outlook import MEMORY_SPREAD, Fit, Outlook
 from llama405b.capacity.run_shape import RunShape
 from llama405b.capacity.step_time import StepTime
+from llama405b.contract.adapters import describe
 from llama405b.contract.dealing import waste_note
 from llama405b.contract.phrases import counted, given
 from llama405b.contract.schema import Training
@@ -71,9 +72,11 @@ def _what(outlook: Outlook) -> str:
     cluster = outlook.cluster
     n = outlook.load.llama.parameters
     size = f"{n / 1e9:,.1f} B" if n >= 1e9 else f"{n / 1e6:,.1f} M"
+    adapter = f", frozen, with {describe(load.adapter)}," if load.adapter.trains else ""
     network = f", {cluster.nic_bytes_per_s * 8 / 1e9:,.0f} Gbit/s a host" if not cluster.gpu.is_cpu else ""
     return (
-        f"{size} parameters on {load.hosts} x {load.ranks_per_host} {cluster.gpu.name}{network}{given(', as {}', load.axes.told)}; "
+        f"{size} parameters{adapter} on {load.hosts} x {load.ranks_per_host} {cluster.gpu.name}{network}"
+        f"{given(', as {}', load.axes.told)}; "
         f"{load.numerics}, offload {load.offload}, micro-batch {load.micro_batch} of {load.seq_len:,} tokens, "
         f"{outlook.step_tokens:,} tokens a step"
     )
@@ -290,6 +293,8 @@ def _basis(outlook: Outlook) -> str:
         return f"{UNMEASURED} ({outlook.cluster.gpu.name}); `plan HOSTS --calibrate` measures it on its hosts"
     if known in OWN:
         return OWN[known]
+    if known is Evidence.ADAPTERS:
+        return "an assumption: no times of other programs with adapters have been compared"
     if within.programs < FEWEST:
         programs = counted(within.programs, "other program")
         what = "in FP8" if known is Evidence.FP8 else "with offload"

@@ -1,0 +1,44 @@
+"""The plan's memory of runs with adapters against what torch's memory tracker counts of the trainer's own modules: peaks within 2 %."""
+
+import json
+
+import pytest
+
+from llama405b.capacity.memory import peak_of
+from llama405b.capacity.outlook import HALVES
+from llama405b.capacity.run_shape import RunShape
+from llama405b.contract.config import PRESET_DIR
+from llama405b.contract.mesh import Axes
+from llama405b.contract.recompute import Recompute
+from llama405b.contract.schema import Adapter, Parallel
+from llama405b.contract.weights import parse_llama
+from tracked import track
+
+PRESETS = json.loads((PRESET_DIR / "architectures.json").read_text())
+ALL, FEW = Adapter("lora"), Adapter("lora", 64, 16.0, ("q_proj", "v_proj"))
+CASES = {  # preset, layers, ranks, tokens, adapter, settings, recomputation
+    "405B": ("llama3.1-405b", 3, 64, 4096, ALL, {}, "full"),
+    "tied": ("llama3.2-1b", 4, 3, 8192, FEW, {}, "full"),
+    "offload": ("llama3.1-405b", 3, 16, 8192, FEW, {"offload": "all", "loss": "parts"}, "full"),
+    "halves": ("llama3.1-8b", 4, 8, 4096, FEW, {"wrap": HALVES, "numerics": "pure-bf16"}, "full"),
+    "fp32": ("llama3.1-8b", 4, 8, 4096, ALL, {"numerics": "fp32", "loss": "parts"}, "full"),
+    "none": ("llama3.1-8b", 4, 8, 8192, FEW, {"loss": "parts"}, "none"),
+    "operators": ("llama3.1-8b", 4, 8, 8192, ALL, {"loss": "parts"}, "operators"),
+    "tp": ("llama3.1-70b", 4, 8, 8192, ALL, {"loss": "parts", "tp": 4}, "full"),
+    "cp": ("llama3.1-8b", 4, 8, 8192, ALL, {"loss": "parts", "cp": 2}, "full"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_step_takes_what_torch_tracks(case):
+    name, layers, world, seq_len, adapter, settings, kind = CASES[case]
+    config, recompute = PRESETS[name] | {"num_hidden_layers": layers}, Recompute.read(kind)
+    parallel = Parallel(**{"numerics": "fp32-master"} | settings)
+    axes = Axes.of(parallel, world, 8)
+    tracked = track(config, parallel, world, seq_len, 1, axes, recompute=recompute, adapter=adapter)
+    run = RunShape(
+        parse_llama(config, name), parallel.numerics, parallel.offload, world, seq_len, 1, axes.size(("dp_shard",)),
+        wrap=parallel.wrap, loss=parallel.loss, recompute=recompute, adapter=adapter, tp=axes.tp, cp=axes.cp,
+    )  # fmt: skip
+    found = peak_of(run, 0)
+    assert found.total - found.held.get("moments", 0) == pytest.approx(tracked.peak, rel=0.02)
