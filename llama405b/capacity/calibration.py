@@ -12,6 +12,7 @@ from llama405b.capacity.coefficients import Rates
 from llama405b.capacity.compute import layer_work
 from llama405b.capacity.estimate import RUNTIME_BYTES, Cluster, Estimate, estimate, setting_of
 from llama405b.capacity.hardware import Gpu
+from llama405b.capacity.part import WITHOUT
 from llama405b.capacity.run_shape import RunShape
 from llama405b.capacity.step_time import StepTime
 
@@ -109,10 +110,10 @@ class Calibration:
         return dataclasses.replace(load, **saves) == self.load
 
     def knows(self, load: RunShape, gpu: Gpu) -> bool:
-        """Whether its rates hold for such a run: GPUs, model, sequence, numerics, attention and packing are the same; no tp, cp or pp."""
+        """Whether its rates hold for such a run: the same GPUs, model, adapter, sequence, numerics, attention, packing; no tp, cp, pp."""
         if load.is_split:
             return False
-        same = ("llama", "seq_len", "numerics", "attention", "packing")
+        same = ("llama", "seq_len", "numerics", "attention", "packing", "adapter")
         return gpu.name == self.gpu and all(getattr(load, name) == getattr(self.load, name) for name in same)
 
     def applied(self, needs: Estimate) -> Estimate:
@@ -190,12 +191,13 @@ class Calibration:
 
         def layer(flops: float, memory: float) -> float:
             gpu = dataclasses.replace(cluster.gpu, flops=flops, memory_bytes_per_s=memory)
-            setting = setting_of(self.load, dataclasses.replace(cluster, pace=gpu))
+            whole = dataclasses.replace(self.load, adapter=WITHOUT)  # as the probe trains it
+            setting = setting_of(whole, dataclasses.replace(cluster, pace=gpu))
             work = layer_work(setting, _all_of(gpu))
             return work.forward.total_s + work.backward_s("full")
 
-        whole = self.alone.layer_s
-        return layer(1.0, math.inf) / max(whole / 2, whole - layer(math.inf, self.alone.device_update))
+        took = self.alone.layer_s
+        return layer(1.0, math.inf) / max(took / 2, took - layer(math.inf, self.alone.device_update))
 
     def _at_all(self, of: Callable[[Point], float]) -> float:
         """The line through both, which does not fall, at all the run's layers."""

@@ -82,8 +82,10 @@ def read_peft(directory: Path, llama: Llama, adapter: Adapter) -> Layout:
     Raises:
         UserError: It is no LoRA, or not of this model, rank, alpha and targets.
     """
-    described, file = read_hf_json(directory / PEFT_CONFIG), directory / PEFT_WEIGHTS
-    where = directory / PEFT_CONFIG
+    where, file = directory / PEFT_CONFIG, directory / PEFT_WEIGHTS
+    if not where.is_file():
+        raise UserError(f"--adapter.path: {where} is no file; name a directory that peft, or export --adapter, wrote")
+    described = read_hf_json(where)
     if described.get("peft_type") != "LORA":
         raise UserError(f"{where}: peft_type is {described.get('peft_type')!r}; only LORA can be trained")
     others = [key for key in OTHERS if described.get(key)]

@@ -47,7 +47,7 @@ def build_model(
     hf_config = llama.read_hf_config(files, config.model.layers)
     shape = weights.read_llama(files, config.model.layers)
     check_groups(config.optimizer.groups, factors(shape, config.adapter) or shape.tensors(), config.parallel)
-    if config.adapter.path:
+    if config.adapter.path and not from_checkpoint:
         with collectives.raise_on_all_ranks():  # before minutes of loading
             if context.me.is_rank0:
                 read_peft(Path(config.adapter.path), shape, config.adapter)

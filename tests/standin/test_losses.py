@@ -55,3 +55,26 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(standin, place):
     assert len(resumed.losses) == 2
     assert resumed.losses == whole.losses[2:]
     assert resumed.found == NOTHING, resumed.output
+
+
+@pytest.mark.parametrize(("place", "inputs", "accumulation"), [("none", "host", 1), ("all", "device", 2)])
+def test_adapters_learn_as_on_the_cpu_and_resume(standin, place, inputs, accumulation):
+    lora = (
+        "--adapter.kind",
+        "lora",
+        "--adapter.rank",
+        "3",
+        "--optimizer.lr",
+        "1e-2",
+        "--parallel.numerics",
+        "fp32-master",
+    )
+    flags = (*lora, "--parallel.offload", place, "--model.activations", inputs)
+    whole = standin.train(*flags, accumulation=accumulation, world=2)
+    assert whole.losses == standin.train(*lora, device="cpu", accumulation=accumulation, world=2).losses
+    assert whole.found == NOTHING, whole.output
+    saved = whole.run / "checkpoints"
+    shutil.rmtree(saved / "step-00000004")
+    resumed = standin.train(*flags, "--checkpoint.dir", saved, "--resume", "auto", accumulation=accumulation, world=2)
+    assert resumed.losses == whole.losses[2:]
+    assert resumed.found == NOTHING, resumed.output

@@ -12,6 +12,7 @@ from llama405b.contract.config import PRESET_DIR
 from llama405b.contract.errors import UserError
 from llama405b.contract.plan import Node, Plan
 from llama405b.contract.resuming import settings_of
+from llama405b.contract.schema import Adapter
 from llama405b.contract.weights import parse_llama
 from llama405b_tools.hosts.inventory import Host, parse_hosts
 from llama405b_tools.machine.network import Address, Rdma
@@ -181,6 +182,11 @@ def test_a_directory_that_holds_checkpoints_is_refused_on_the_head(monkeypatch, 
     assert seen[0][0].startswith("--checkpoint.dir: c holds checkpoints up to step-00000040; use another directory")
     assert seen[1:] == [("", LARGE), ("", LARGE)]
     without, _ = launch_facts._look_at(InputCheck("m", 64, 0, False, (), template="none.jinja"))
+    lacking, _ = launch_facts._look_at(InputCheck("m", 64, 0, False, (), adapter=Adapter("lora", path="none")))
+    assert (
+        lacking
+        == "--adapter.path: none/adapter_config.json is no file; name a directory that peft, or export --adapter, wrote"
+    )
     assert without.startswith("--data.chat_template: none.jinja: cannot be read (No such file")
 
 

@@ -20,6 +20,7 @@ from typing import BinaryIO
 
 import llama405b
 from llama405b.contract import corpus, reader, weights
+from llama405b.contract.adapters import read_peft
 from llama405b.contract.checkpoints import (
     MANIFEST,
     committed,
@@ -255,6 +256,8 @@ def _look_at(check: InputCheck | None) -> tuple[str, weights.Llama | None]:
             llama = weights.check_checkpoint(
                 Path(check.model), check.seq_len, check.layers, random=check.random, whole=check.whole
             )
+        if check.adapter and llama:
+            read_peft(Path(check.adapter.path), llama, check.adapter)
         if check.template:
             corpus.check_template(Path(check.template))
         has_template = bool(check.template) or weights.has_chat_template(Path(check.model))

@@ -111,6 +111,7 @@ def _inputs(request: LaunchRequest) -> InputCheck | None:
         checkpoints=request.checkpoints,
         fields=data.fields,
         skips=data.bad_records == "skip",
+        adapter=request.config.adapter if request.config.adapter.path and request.resume == "no" else None,
     )
 
 

@@ -5,6 +5,7 @@ import enum
 from collections.abc import Mapping
 
 from llama405b.contract.checkpoints import RunIdentity
+from llama405b.contract.schema import Adapter
 from llama405b.contract.weights import Llama
 from llama405b_tools.machine.network import Address, Rdma
 
@@ -25,6 +26,7 @@ class InputCheck:
     checkpoints: str = ""  # where auto and steps are
     fields: tuple[str, ...] = ()  # as data.fields says it
     skips: bool = False  # records that cannot be used
+    adapter: Adapter | None = None  # that one at its path must be
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
