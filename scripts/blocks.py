@@ -54,7 +54,7 @@ ABOUT = """\
 #                  a buffer, which scatter makes the rank's own of; table: the embedding's
 # _operators, _none: of layers that compute less again (model.activation_checkpointing).
 # [whole]: decoder layers are units. The others say what differs. [halves]: attention and MLP are units; [root]: the embedding is none;
-# [tied]: the embedding is the head; [lora]: all matrices are frozen, and have adapters; [lora_tied]: both.
+# [tied]: the embedding is the head; [fused]: model.fused; [lora]: all matrices are frozen, and have adapters; [lora_tied]: both.
 """
 
 
@@ -77,13 +77,21 @@ def main():
         apart |= of_kind(kind, apart, f"{WHOLE},Embedding")
         halves |= of_kind(kind, apart, f"{HALVES},Embedding", last="mlp")
     lora, lora_tied = (sections(f"{WHOLE},Embedding", tied=tied, lora=RANK) for tied in (False, True))
+    fused, fused_tied = (sections(f"{WHOLE},Embedding", tied=tied, fused=True) for tied in (False, True))
+    fused_halves = sections(f"{HALVES},Embedding", last="mlp", fused=True)
     for kind in ("operators", "none"):
+        fused |= of_kind(kind, fused, f"{WHOLE},Embedding", fused=True)
+        fused_halves |= of_kind(kind, fused, f"{HALVES},Embedding", last="mlp", fused=True)
         lora |= of_kind(kind, lora, f"{WHOLE},Embedding", lora=RANK)
+    assert (fused["embedding"], fused["end"], fused_tied["end"]) == (apart["embedding"], apart["end"], tied["end"])
     tables = {
         "whole": apart,
         "halves": {name: words for name, words in halves.items() if "ward" in name},
         "root": {name: root[name] for name in ("embedding", "end")},
         "tied": {name: tied[name] for name in ("embedding", "head", "end")},
+        "fused": {name: words for name, words in fused.items() if "ward" in name or name == "head"},
+        "fused_halves": {name: words for name, words in fused_halves.items() if "ward" in name},
+        "fused_tied": {"head": fused_tied["head"]},
         "lora": lora,
         "lora_tied": {name: lora_tied[name] for name in ("embedding", "head", "end")},
     }
@@ -106,15 +114,15 @@ def of_kind(kind, usual, wrap, **more):
     return {f"{name}_{kind}": found[name] for name in ("forward", "backward")}
 
 
-def sections(wrap, *, last="layer", tied=False, kind="full", lora=0):
+def sections(wrap, *, last="layer", tied=False, kind="full", lora=0, fused=False):
     """Run a step, and return its sections; ``last``: the unit that ends a layer's forward."""
-    setting = Setting("llama3.1-8b", WORLD, "all", wrap=wrap, seq_len=T, recompute=kind, lora=lora)
+    setting = Setting("llama3.1-8b", WORLD, "all", wrap=wrap, seq_len=T, recompute=kind, lora=lora, fused=fused)
     config = ARCHITECTURES[setting.model] | SHAPE | {"tie_word_embeddings": tied}
     with tempfile.TemporaryDirectory() as scratch:
         history = Path(scratch) / "history"
         measure(setting, config, history)
         events = list(computing(pickle.loads(history.read_bytes())))
-    after = 3 + (kind != "none") if last == "mlp" else 0  # its output follows, and what is freed
+    after = {"none": 3 - fused}.get(kind, 4) if last == "mlp" else 0  # its output follows, and what is freed
     return worded(cut(list(with_units(events)), last, after), tied=tied, adapted=bool(lora))
 
 

@@ -53,6 +53,7 @@ class Setting:
     prefetch: int = 0
     reshard_after_forward: int = 0
     lora: int = 0  # rank of adapters beside all matrices; 0: there are none
+    fused: bool = False
 
     @property
     def adapter(self):
@@ -74,6 +75,7 @@ class Setting:
             prefetch=self.prefetch,
             kept_by=self.reshard_after_forward,
             adapter=self.adapter,
+            fused=self.fused,
         )
 
 
@@ -146,6 +148,13 @@ SETTINGS = [
     Setting(L8, 8, "none", "pure-bf16", micro_batch=2, recompute="none", lora=16),
     Setting(L70, 8, "none", recompute="every:2", lora=16),
     Setting(L8, 1, "none", lora=16),
+    Setting(L405, 64, "optimizer", fused=True),
+    Setting(L405, 64, "all", activations="host", recompute="operators:24", fused=True),
+    Setting(L405, 64, "all", loss="parts", micro_batches=2, fused=True),
+    Setting(L8, 8, "none", wrap=f"{HALVES},Embedding", fused=True),
+    Setting(L8, 8, "none", "pure-bf16", micro_batch=2, recompute="none", fused=True),
+    Setting(L1, 4, "none", micro_batch=4, recompute="every:2", fused=True),
+    Setting(L8, 8, "all", wrap=f"{HALVES},Embedding", recompute="none", fused=True),
 ]
 
 
@@ -235,7 +244,7 @@ def build(setting, config, me):
     import torch
 
     from llama405b.contract.schema import Optimizer, Parallel
-    from llama405b.model import llama
+    from llama405b.model import fused, llama
     from llama405b.model.adapters import add_adapters
     from llama405b.model.checkpointing import checkpoint_activations
     from llama405b.model.host_inputs import keep_on_host
@@ -267,6 +276,8 @@ def build(setting, config, me):
     )
     if master is not module:
         load_weights.materialise(master, me, offload=parallel.offload != "none")
+    for name in fused.FORWARDS if setting.fused else ():
+        fused.fuse(module, name)
     checkpoint_activations(module, Recompute.read(setting.recompute))
     update = build_updater.build_updater(module, Optimizer(), parallel, me.device, master=master)
     for landing in getattr(update, "landings", {}).values():

@@ -300,7 +300,7 @@ def _waiting(run: RunShape, part: Part) -> float:
 def _keeps_input(run: RunShape, kind: Kind) -> bool:
     """Whether a layer keeps its input on the device: without checkpointing a norm has it in FP32, and in FP32 that is no copy."""
     if kind == "none":
-        return run.compute_bytes == LOSS_BYTES
+        return run.fused or run.compute_bytes == LOSS_BYTES
     return run.activations == "device"
 
 
@@ -313,7 +313,8 @@ def _kept(run: RunShape, part: Part, kind: Kind) -> float:
     if kind == "none":
         exchanged = queries * (run.cp > 1)  # of attention, between heads and sequence
         product = not run.adapter.trains or "down_proj" in run.adapter.targets  # which no frozen matrix keeps
-        return _saved(run, part) + size * ((3 + product) * llama.intermediate + exchanged)
+        wide = 2 if run.fused and not run.adapter.trains else 3 + product
+        return _saved(run, part) + size * (wide * llama.intermediate + exchanged)
     sums = LOSS_BYTES * run.tokens * llama.heads  # of attention, in FP32
     added = sum(shape[0] for shape in adapter_shapes(part, run.adapter).values())  # what both factors make
     return size * (2 * queries + 2 * keys + llama.hidden + 2 * llama.intermediate + added) + sums
@@ -336,15 +337,20 @@ def _saved(run: RunShape, part: Part) -> float:
 
 
 def _norm_saved(run: RunShape, part: Part, readers: tuple[str, ...]) -> float:
-    """Bytes that a norm keeps: its input, in FP32, what it makes of it, and that times its weight, which ``tp`` gathers.
+    """Bytes that a norm keeps, and what reads it: its input, in FP32, what it makes of it, and that times its weight, which ``tp`` gathers.
 
-    One that is frozen keeps its input alone, and frozen matrices (``readers``) theirs only where there are adapters beside.
+    One that is frozen or fused keeps its input alone, which for a layer's first is the layer's, if it is no copy. Frozen matrices
+    (``readers``) keep what they read only where there are adapters beside.
     """
     whole = run.compute_bytes * run.tokens * part.llama.hidden
-    if not run.adapter.trains:
-        return whole + (3 if run.compute_bytes == 2 else 1.5) * whole / run.tp
-    read = not {*readers}.isdisjoint(run.adapter.targets)
-    return whole * read + (2 if run.compute_bytes == 2 else 0.5) * whole / run.tp
+    own = (2 if _widens(run) else 0.5) + (not run.fused and not run.adapter.trains)
+    read = not run.adapter.trains or not {*readers}.isdisjoint(run.adapter.targets)
+    return whole * read + own * whole / run.tp
+
+
+def _widens(run: RunShape) -> bool:
+    """Whether norms compute in FP32, with copies."""
+    return run.compute_bytes == 2 and not run.fused
 
 
 def _moments(run: RunShape, part: Part) -> list[tuple[str, float, float]]:
@@ -359,8 +365,8 @@ def _moments(run: RunShape, part: Part) -> list[tuple[str, float, float]]:
     q = size * llama.heads * llama.head_dim
     k = size * llama.kv_heads * llama.head_dim
     weight, out = (run.compute_bytes * llama.hidden * n for n in (llama.intermediate, llama.heads * llama.head_dim))
-    wide = run.compute_bytes == 2
-    rest = saved - (4 if wide else 3) * u
+    wide = _widens(run)
+    rest = saved - (4 if wide else 3 - run.fused) * u
     if run.adapter.trains:
         rest = saved - _norm_saved(run, part, OF_MLP)
         weight = out = 0

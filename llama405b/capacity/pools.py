@@ -4,8 +4,8 @@ A block that was freed serves the stream that it was allocated on, and no other:
 FSDP2 gathers on a stream of its own (two units, and the embedding), and reduces gradients on another, from where offloaded ones go to
 the host. All else is on the stream that computes, with one micro-batch gradients that stay as well (``parallel.fsdp2``), and there free
 blocks do not always suit the next. So steps are walked through block by block, in the order that torch's own history of them has
-(blocks.toml); tests/data/reserved.csv has what torch reserved in 67 settings.
-Only where BF16 computes, as in FP32 attention is another kernel, and layers are neither compiled, fused nor in FP8. Sequences of a
+(blocks.toml); tests/data/reserved.csv has what torch reserved in 74 settings.
+Only where BF16 computes, as in FP32 attention is another kernel, and layers are neither compiled nor in FP8. Sequences of a
 micro-batch count as one of as many tokens. NCCL's and CUDA's own memory is not in it, nor what loading, evaluations and saves leave.
 """
 
@@ -37,7 +37,7 @@ def reserved(run: RunShape) -> Mapping[str, int]:
     """Return the bytes that are reserved, by what is allocated from each pool; empty: not known."""
     others = (
         run.compiled,
-        run.fused,
+        run.fused and run.adapter.trains,
         run.numerics == "fp8",
         run.keeps_weights,
         run.axes != Axes(run.world),
@@ -64,6 +64,7 @@ def reserved(run: RunShape) -> Mapping[str, int]:
             activations=run.activations,
             prefetch=run.prefetch,
             kept_by=run.kept_by,
+            fused=run.fused,
             adapter=dataclasses.replace(run.adapter, path=""),
         )
     )
@@ -129,9 +130,8 @@ class _Steps:
                 self._let_go()
                 self.leaving = self.kept["input"].pop() if forwards else None  # the first one's: see below
             forwards.append(self._section(f"forward{kind}"))
-            if (
-                kind == "_none" and len(forwards) > 1
-            ):  # the first one's goes in the head, as transformers keeps it until then
+            if kind == "_none" and len(forwards) > 1 and not self.run.fused:
+                # The first one's goes in the head, as transformers keeps it until then; a fused norm keeps its input.
                 self.computing.free(self.kept["input"].pop(-2))
         self._section("head")
         self._turn()
@@ -333,13 +333,19 @@ def _sections(run: RunShape) -> dict[str, list[Op]]:
         found |= table["tied"]
     elif not run.embedding_apart:
         found |= table["root"]
+    if run.fused:
+        found |= (
+            table["fused"]
+            | (table["fused_halves"] if run.halves else {})
+            | (table["fused_tied"] if run.llama.tied else {})
+        )
     if run.adapter.trains:
         found = table["lora"] | (table["lora_tied"] if run.llama.tied else {})
     words = {name: text.split() for name, text in found.items()}
     on_host = run.activations == "host"
-    for name in [each for each in words if on_host and each.startswith("backward")]:
+    for name in [each for each in words if on_host and each in ("backward", "backward_operators")]:
         words[name] = [word for word in words[name] if word != "-input"]
-    if on_host or run.recompute.of(run.llama.layers)[0] == "none":
+    if on_host or (run.recompute.of(run.llama.layers)[0] == "none" and not run.fused):
         words["head"].insert(words["head"].index("-input"), "-input")  # the first layer's, beside the last one's output
     if run.loss == "parts":
         words["head"] = _head_of_parts(words["head"], run.llama.vocab)

@@ -241,10 +241,10 @@ def test_json_says_what_it_is_of_and_in_which_units(capsys):
 
 def test_the_step_of_405b_is_as_the_page_says(capsys):
     text = (ROOT / "docs/training.md").read_text().partition("## The step of 405B")[2].partition("\n## ")[0]
-    rows = re.findall(r"^\| (.+?) \| ([\d.]+) s \| (\d+) GiB \| (\d+) GiB \|$", text, re.MULTILINE)
+    rows = re.findall(r"^\| (.+?) \| ([\d.]+) s \| (\d+) / (\S+) GiB \| (\d+) GiB \|$", text, re.MULTILINE)
     assert len(rows) == 6
     settings = {}
-    for added, step, allocated, host in rows:
+    for added, step, allocated, kept, host in rows:
         words = re.findall(r"--(\S+) ([^\s`]+)", added)
         settings = dict(words) if "alone" in added else settings | dict(words)
         found = record(
@@ -258,6 +258,7 @@ def test_the_step_of_405b_is_as_the_page_says(capsys):
         gib = 1 << 30
         told = f"{found['time']['step_s']:.1f}", f"{found['gpu_bytes'] / gib:.0f}", f"{found['host_bytes'] / gib:.0f}"
         assert told == (step, allocated, host), added
+        assert kept == (f"{found['gpu_reserved_bytes'] / gib:.0f}" if found["gpu_reserved_bytes"] else "?"), added
 
 
 def test_what_adapters_take_is_as_the_page_says(capsys):

@@ -19,7 +19,8 @@ WITHIN = 0.02
 
 def setting_of(row):
     kinds = {field.name: field.type for field in dataclasses.fields(Setting)}
-    return Setting(**{name: int(row[name]) if kinds[name] is int else row[name] for name in FIELDS})
+    read = {int: int, str: str, bool: "True".__eq__}
+    return Setting(**{name: read[kinds[name]](row[name]) for name in FIELDS})
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: " ".join(row[name] for name in FIELDS))
