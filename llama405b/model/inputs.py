@@ -22,7 +22,7 @@ def model_inputs(batch: Batch, attention: str, *, is_split: bool = False) -> dic
     """
     inputs: dict[str, Any] = {"input_ids": batch.ids_BS}
     positions_BS = batch.positions_BS
-    if positions_BS is None and is_split:
+    if positions_BS is None and (is_split or attention in KERNELS):  # of one shape: compiled layers then have one graph
         positions_BS = torch.arange(batch.ids_BS.shape[1], device=batch.ids_BS.device).expand_as(batch.ids_BS)
     if positions_BS is not None:
         inputs["position_ids"] = positions_BS

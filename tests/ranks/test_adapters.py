@@ -27,7 +27,7 @@ PLACES = {
     "zero1": (2, {"strategy": "zero1"}),
     "tp and shards": (4, {"tp": 2}),
 }
-LONG = {"alone", "cp", "tp and shards"}
+LONG = {"cp", "tp and shards"}
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +90,23 @@ def test_they_train_as_pefts_do(place, model, pefts):
         assert max(mesh_rig.difference((results, weights), right)) < 1e-9
     for name, weight in before.items():
         assert torch.equal(weights[name], weight.to(torch.float64)), name
+
+
+def _kept(me, model, recompute, activations, loss):
+    settings = {"loss": loss}
+    return mesh_rig.train(
+        me, model, steps=3, settings=settings, recompute=recompute, activations=activations, adapter=_adapter()
+    )
+
+
+def test_what_is_kept_and_where_changes_no_bit(model):
+    (right, whole), _ = run_ranks(2, _kept, model, "full", "device", "logits")
+    for recompute, activations in (("operators", "device"), ("none", "device"), ("every:2", "host"), ("full", "host")):
+        (results, weights), _ = run_ranks(2, _kept, model, recompute, activations, "logits")
+        assert results == right, (recompute, activations)
+        assert all(torch.equal(weight, whole[name]) for name, weight in weights.items())
+    for found in run_ranks(2, _kept, model, "full", "device", "parts"):
+        assert max(mesh_rig.difference((found[0], whole), (right, whole))) < 1e-9
 
 
 def _new(me, model, _):
