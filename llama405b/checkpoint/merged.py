@@ -49,9 +49,21 @@ class MergedWeights:
         """
         self.found, self.path, self.base, adapter = found, found.path, base, settings.adapter
         self.scaling = adapter.alpha / adapter.rank
-        self.llama = weights.read_llama(base, settings.model.layers)
-        self.shapes = self.llama.tensors()
+        if not base.is_dir():
+            raise UserError(
+                f"{base}: no such directory; name that of the model beside which {found.path} was trained with --model"
+            )
+        if settings.model.weights == "random":
+            raise UserError(
+                f"{found.path}: was trained beside random weights, so there are none to merge it into; use --adapter"
+            )
+        self.shapes = weights.read_llama(base, settings.model.layers).tensors()
         self.layout = read_tensors(base)
+        for name, shape in self.shapes.items():
+            if name not in self.layout or self.layout[name].shape != shape or self.layout[name].pieces:
+                raise UserError(
+                    f"{base}: has not the whole of {name}; name a directory with all weights of the model with --model"
+                )
         fingerprint = fingerprint_of(self.layout)
         trained = re.search(r", weights (\w+)", found.manifest.identity.model if found.manifest.identity else "")
         if trained and not fingerprint.startswith(trained[1]):

@@ -40,6 +40,7 @@ from llama405b.data.hub import said_clearly
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
 FILE_BYTES = 5 * 10**9  # of each output file, at most, unless one tensor is larger
+VLLM_RANK = 16  # of adapters that vLLM takes unasked
 RECORD = ".llama405b-export.json"
 Shapes = dict[str, tuple[int, ...]]
 
@@ -104,11 +105,12 @@ def main(argv: Sequence[str]) -> int:
             raise UserError("--try: an adapter alone generates nothing; leave out --adapter")
         if args.adapter:
             return export_adapter(found, settings, args.out, args.dtype or "fp32", args.push_to_hub)
-        args.model = args.model or Path(settings.model.path)
-        found = MergedWeights(found, args.model, settings)
+        small = find_model_files(found.path, args.source)
+        found = MergedWeights(found, args.model or Path(settings.model.path), settings)
     elif args.adapter:
         raise UserError(f"--adapter: {found.path} holds no adapter, but whole weights; leave it out")
-    small = args.model or find_model_files(found.path, args.source)
+    else:
+        small = args.model or find_model_files(found.path, args.source)
     llama = shape_of(found, small)
     dtype = args.dtype or dtype
     export = Export(found.digest, dtype, dict(plan_files(llama.tensors(), dtype, one_file=args.one_file)))
@@ -131,10 +133,9 @@ def export_adapter(found: SavedWeights, settings: Config, out: Path, dtype: str,
         described = json.dumps(peft_config(settings.adapter, settings.model.path), indent=2)
         (out / PEFT_CONFIG).write_text(f"{described}\n", encoding="utf-8")
     print(f"exported the adapter of {found.path} to {out}: {export.n_bytes / 1e6:.1f} MB in {dtype}")
-    print(
-        f"serve it, for example: vllm serve {settings.model.path} --enable-lora --lora-modules adapter={out}",
-        flush=True,
-    )
+    more = f" --max-lora-rank {settings.adapter.rank}" if settings.adapter.rank > VLLM_RANK else ""
+    served = f"{settings.model.path} --enable-lora{more} --lora-modules adapter={out}"
+    print(f"serve it, for example: vllm serve {served}", flush=True)
     if repo:
         upload(out, repo)
     return 0

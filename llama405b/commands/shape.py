@@ -14,6 +14,7 @@ from llama405b.capacity import estimate, run_shape
 from llama405b.capacity.choice import chosen
 from llama405b.capacity.outlook import is_predicted
 from llama405b.contract import weights
+from llama405b.contract.adapters import describe, held_bytes
 from llama405b.contract.config import PRESET_DIR, on_ranks
 from llama405b.contract.dealing import Dealing
 from llama405b.contract.mesh import DP, Axes
@@ -56,19 +57,19 @@ def describe_shape(config: Config, preset: str, world: int) -> str:
     layers = [size for name, size in sizes.items() if name.startswith("model.layers.")]
     others = [f"{name} {size:,}" for name, size in sizes.items() if not name.startswith("model.layers.")]
     largest = max(sizes, key=lambda name: sizes[name])
+    held = held_bytes(known, config.adapter, config.parallel)
+    adapter = f", frozen, with {describe(config.adapter)}" if config.adapter.trains else ""
     numerics, places = config.parallel.numerics, ("device memory", "CPU memory")
     state = " and ".join(
-        f"{mine * each / GIB:,.1f} GiB of {place}"
-        for each, place in zip(config.parallel.state_bytes, places, strict=True)
-        if each
+        f"{mine * each / GIB:,.1f} GiB of {place}" for each, place in zip(held, places, strict=True) if each
     )
     gathered = sizes[largest] / axes.tp * COMPUTE_BYTES[numerics] / GIB
     return "\n".join(
         [
-            f"model        {preset or config.model.path}: {sum(sizes.values()):,} parameters",
+            f"model        {preset or config.model.path}: {sum(sizes.values()):,} parameters{adapter}",
             f"units        {len(layers)} decoder layers of {layers[0]:,}; {', '.join(others)}",
             f"ranks        {world} ({axes}): {mine:,} parameters on rank 0{', which holds the most' * (axes.pp == 1)}",
-            f"state        {numerics}: {sum(config.parallel.state_bytes)} bytes per parameter, {state} per rank",
+            f"state        {numerics}: {sum(held):.3g} bytes per parameter, {state} per rank",
             f"gathered     at most {gathered:,.2f} GiB at a time ({largest}), twice that while the next unit is prefetched",
             f"step         {counted(config.training.global_batch_size, 'sequence')} of {config.data.seq_len} tokens: "
             f"{counted(rounds, 'micro-batch', 'micro-batches')} of {config.training.micro_batch_size} on each rank",

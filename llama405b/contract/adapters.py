@@ -5,13 +5,13 @@ Knows names and shapes; of files, headers alone.
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from llama405b.contract.errors import UserError
 from llama405b.contract.phrases import and_more
-from llama405b.contract.schema import TARGETS, Adapter
+from llama405b.contract.schema import COMPUTE_BYTES, TARGETS, Adapter, Parallel
 from llama405b.contract.tensors import Layout, read_header, read_hf_json
 from llama405b.contract.weights import Llama
 
@@ -20,9 +20,17 @@ PEFT = "base_model.model."  # what the names in its files begin with
 PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # What peft's other kinds of LoRA set, and this one does not.
 OTHERS = (
-    "use_dora", "use_rslora", "use_qalora", "fan_in_fan_out", "rank_pattern", "alpha_pattern", "layers_to_transform", "layer_replication",
-    "modules_to_save", "trainable_token_indices", "target_parameters", "lora_bias",
+    "use_dora", "use_rslora", "use_qalora", "use_bdlora", "fan_in_fan_out", "rank_pattern", "alpha_pattern", "layers_to_transform",
+    "layer_replication", "modules_to_save", "trainable_token_indices", "target_parameters", "lora_bias", "alora_invocation_tokens",
+    "kasa_config", "arrow_config", "monteclora_config",
 )  # fmt: skip
+BESIDE_OTHERS = (
+    "pissa",
+    "olora",
+    "corda",
+    "loftq",
+    "lora_ga",
+)  # beginnings that take themselves out of the weights beside which they are
 
 
 def is_factor(name: str) -> bool:
@@ -48,6 +56,15 @@ def n_parameters(llama: Llama, adapter: Adapter) -> int:
 def n_trained(llama: Llama, adapter: Adapter) -> int:
     """Count the parameters that take gradients, and that a checkpoint holds."""
     return n_parameters(llama, adapter) if adapter.trains else llama.parameters
+
+
+def held_bytes(llama: Llama, adapter: Adapter, parallel: Parallel) -> tuple[float, float]:
+    """Return the bytes per parameter of the model that its states take: on the device, and in CPU memory."""
+    if not adapter.trains:
+        return parallel.state_bytes
+    share, frozen = n_parameters(llama, adapter) / llama.parameters, COMPUTE_BYTES[parallel.numerics]
+    device, host = (share * each for each in parallel.state_bytes)
+    return (device, host + frozen) if parallel.offload == "all" else (device + frozen, host)
 
 
 def adapted(llama: Llama, adapter: Adapter) -> tuple[int, int]:
@@ -91,6 +108,8 @@ def read_peft(directory: Path, llama: Llama, adapter: Adapter) -> Layout:
     others = [key for key in OTHERS if described.get(key)]
     if described.get("bias", "none") != "none":
         others.append("bias")
+    if str(described.get("init_lora_weights")).lower().startswith(BESIDE_OTHERS):
+        others.append("init_lora_weights")
     if others:
         raise UserError(
             f"{where}: {others[0]} is {described[others[0]]!r}, which is not done here; train an adapter without it"
@@ -98,7 +117,12 @@ def read_peft(directory: Path, llama: Llama, adapter: Adapter) -> Layout:
     if not file.is_file():
         raise UserError(f"{file}: no such file; save the adapter as safetensors, as peft does")
     found = {name.removeprefix(PEFT): info for name, info in read_header(file).items()}
-    _check_settings(where, described, found, adapter)
+    there = {name.removesuffix(UP).rpartition(".")[2] for name in found if name.endswith(UP)}
+    if odd := sorted(there - {*TARGETS}):
+        raise UserError(
+            f"{file}: {odd[0]} has an adapter, which is not done here; use one of {', '.join(TARGETS)} alone"
+        )
+    _check_settings(where, described, there, adapter)
     expected = factors(llama, adapter)
     if unknown := sorted(found.keys() - expected.keys()):
         raise UserError(
@@ -106,21 +130,22 @@ def read_peft(directory: Path, llama: Llama, adapter: Adapter) -> Layout:
         )
     for name, shape in expected.items():
         if name not in found or found[name].shape != shape:
-            there = list(found[name].shape) if name in found else "not there"
-            raise UserError(
-                f"{file}: {name} is {there}, but the model needs {list(shape)}; use an adapter of this model"
-            )
+            its = list(found[name].shape) if name in found else "not there"
+            raise UserError(f"{file}: {name} is {its}, but the model needs {list(shape)}; use an adapter of this model")
         if found[name].dtype not in ("F32", "F16", "BF16"):
             raise UserError(f"{file}: {name} is {found[name].dtype}; only F32, F16 and BF16 can be trained")
     return found
 
 
-def _check_settings(where: Path, described: Mapping[str, Any], found: Iterable[str], adapter: Adapter) -> None:
-    """Refuse settings that are not those of an adapter that is to be gone on with."""
-    there = {name.removesuffix(UP).rpartition(".")[2] for name in found if name.endswith(UP)}
+def _check_settings(where: Path, described: Mapping[str, Any], there: Collection[str], adapter: Adapter) -> None:
+    """Refuse settings that are not those of an adapter that is to be gone on with; ``there``: its targets."""
     targets = ",".join(name for name in TARGETS if name in there)
     rank, alpha = described.get("r"), described.get("lora_alpha")
-    if (rank, alpha, there) != (adapter.rank, adapter.alpha, {*adapter.targets}):
+    if not isinstance(rank, int) or not isinstance(alpha, int | float):
+        raise UserError(
+            f"{where}: r is {rank!r} and lora_alpha {alpha!r}, which are no numbers; save the adapter again"
+        )
+    if (rank, alpha, {*there}) != (adapter.rank, adapter.alpha, {*adapter.targets}):
         right = f"--adapter.rank {rank} --adapter.alpha {alpha} --adapter.targets {targets}"
         raise UserError(f"--adapter.path: {where.parent} has other settings; write {right}")
 

@@ -65,7 +65,8 @@ def accept_changes(path: str, before: RunIdentity, now: RunIdentity, allowed: Se
     anew = "" if same_data(before, now) else ", so the data is read from its beginning"
     if before.adapter != now.adapter:  # then it holds other tensors
         raise UserError(
-            f"--resume: {path} was saved with adapter {changes['adapter']}; set it back, or begin another run with another --checkpoint.dir"
+            f"--resume: {path} was saved with adapter {changes['adapter']}; set --adapter.kind, .rank, .alpha and .targets back, or "
+            "begin another run with another --checkpoint.dir"
         )
     said = f"{path} was saved with other settings ({', '.join(map(' '.join, changes.items()))}){anew}"
     if ALL not in allowed and not changes.keys() <= {*allowed}:

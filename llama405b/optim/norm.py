@@ -61,6 +61,6 @@ def clip_factor(norm: float, max_norm: float) -> float:
 
 
 def scale(gradients: Sequence[Tensor], factor: float) -> None:
-    """Multiply in place, unless that would change nothing."""
-    if factor != 1.0:
+    """Multiply in place, unless that would change nothing, as where all parameters of a stage are frozen."""
+    if factor != 1.0 and gradients:
         torch._foreach_mul_(list(gradients), factor)

@@ -164,7 +164,7 @@ class OffloadedAll:
         weights = [[self.weights[id(p)] for p in parameters] for _, parameters in part.groups]
         gradients = [[_taken(weight) for weight in group] for group in weights]
         self.done.down_bytes += _bytes(gradients)
-        self.done.up_bytes += part.gathers * _bytes([map(local, group) for group in weights])
+        self.done.up_bytes += part.gathers * _bytes([map(local, group) for group in [*weights, part.frozen]])
         if part.sums:
             self._gather(part, arrived, lambda: _add(part.sums, gradients))
         else:

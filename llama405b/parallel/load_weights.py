@@ -154,8 +154,8 @@ def materialise(model: nn.Module, me: Rank, *, offload: bool = False, pinning: P
 
 
 @torch.no_grad()
-def refuse_not_finite(model: nn.Module, where: Path) -> None:
-    """Refuse weights that are NaN or infinite on any rank; ``where`` they come from. No copy of them is made.
+def refuse_not_finite(model: nn.Module, where: Path, adapters: Path | None = None) -> None:
+    """Refuse weights that are NaN or infinite on any rank; ``where`` they, and adapters, come from. No copy of them is made.
 
     Raises:
         UserError: On every rank; names the first tensor that has some.
@@ -165,6 +165,7 @@ def refuse_not_finite(model: nn.Module, where: Path) -> None:
     [left] = collectives.all_reduce_max([len(names) - first_bad])
     if left:
         name = unwrapped(names[-left])
+        where = adapters if adapters and is_factor(name) else where
         raise UserError(
             f"{where}: {name} has weights that are NaN or infinite; check its source, or use another checkpoint"
         )

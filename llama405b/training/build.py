@@ -17,7 +17,7 @@ from llama405b.contract.files import write_atomic
 from llama405b.contract.mesh_rules import check_mesh
 from llama405b.contract.phrases import counted
 from llama405b.contract.records import Phase
-from llama405b.contract.schema import Checkpoint, Config, Evaluation, Parallel, Training
+from llama405b.contract.schema import Config, Evaluation, Parallel, Training
 from llama405b.data.batches import Batches, describe_reading
 from llama405b.data.reader import Reader
 from llama405b.distributed import collectives
@@ -72,7 +72,7 @@ def build_trainer(config: Config, resume: str, context: RankContext, stop: StopS
     passes = build_passes(config.parallel, module, context.me)
     torch.manual_seed(config.training.seed + context.me.rank)
     done = resume_run(chosen, check, module, updater, context)
-    allocate_staging(config.checkpoint, saving, updater, context)
+    allocate_staging(config, saving, updater, context)
     if saving.replication:
         saving.replication.begin(done)
     start = begin(chosen.found)
@@ -169,13 +169,15 @@ def build_update(config: Config, module: nn.Module, master: nn.Module, context: 
     )
 
 
-def allocate_staging(settings: Checkpoint, saving: Saving, updater: Updater, context: RankContext) -> None:
+def allocate_staging(config: Config, saving: Saving, updater: Updater, context: RankContext) -> None:
     """Pin the memory for copies of what is saved, if that is on a GPU; else there is time for it at the first save.
 
     Raises:
         UserError: CUDA cannot pin that much.
     """
-    if settings.cadence.saves and any(tensor.is_cuda for unit in updater.units() for tensor in unit.tensors):
+    if (
+        config.checkpoint.cadence.saves and context.me.on_gpu and config.parallel.offload == "none"
+    ):  # alike on all ranks
         context.phase(Phase.PIN)
         saving.allocate_staging(updater, context.heartbeat.progress)
 

@@ -9,7 +9,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from llama405b.contract import weights
-from llama405b.contract.adapters import describe, factors, n_parameters, read_peft
+from llama405b.contract.adapters import describe, factors, held_bytes, n_parameters, read_peft
 from llama405b.contract.dealing import Dealing
 from llama405b.contract.errors import UserError
 from llama405b.contract.groups import check_groups
@@ -58,7 +58,7 @@ def build_model(
     else:
         built = _by_fsdp2(config, files, hf_config, attention, context, from_checkpoint=from_checkpoint)
     if not from_checkpoint:
-        load_weights.refuse_not_finite(built.master, Path(config.model.path))
+        load_weights.refuse_not_finite(built.master, Path(config.model.path), Path(config.adapter.path))
     if config.model.compile:
         with collectives.raise_on_all_ranks():
             if why := compiling.lack(context.me.device):
@@ -153,10 +153,10 @@ def _described(
 ) -> list[str]:
     """Say what was built, and if it is trained how many bytes that takes, when weights are updated, and what rounding costs."""
     parallel, me = config.parallel, context.me
-    size = f" at {sum(parallel.state_bytes)} bytes per parameter" if trains else ""
+    size = f" at {sum(held_bytes(shape, config.adapter, parallel)):.3g} bytes per parameter" if trains else ""
     what = f"{shape.parameters:,} parameters"
     if config.adapter.trains:
-        what += f", frozen, and {n_parameters(shape, config.adapter):,} of {describe(config.adapter)}"
+        what += f", frozen, beside {n_parameters(shape, config.adapter):,} of {describe(config.adapter)}"
     updates = _update_words(parallel) if trains else ""
     recompute = f"activation checkpointing: {config.model.activation_checkpointing}"
     recompute += ", layers compiled" * config.model.compile

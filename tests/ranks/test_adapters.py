@@ -200,16 +200,29 @@ def test_peft_loads_what_is_exported_and_merging_computes_the_same(demo, tmp_pat
     assert wrong.returncode == 2
     assert "--adapter.path: " in wrong.stderr
     assert "write --adapter.rank 3 --adapter.alpha 32.0 --adapter.targets q_proj,k_proj,v_proj" in wrong.stderr
-    monkeypatch.chdir("/")
-    with pytest.raises(UserError, match="no such directory"):
-        export.main([str(run), str(tmp_path / "more"), "--model", str(tmp_path / "nowhere")])
 
 
-def test_what_is_merged_into_other_weights_is_refused(demo, tmp_path):
-    assert _run(demo, tmp_path / "run", world=1).returncode == 0
+def test_what_is_merged_into_other_weights_is_refused_and_its_own_files_are_kept(demo, tmp_path):
+    run, template = tmp_path / "run", tmp_path / "own.jinja"
+    template.write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
+    assert _run(demo, run, "--data.chat_template", template, world=1).returncode == 0
     other = _changed(demo, tmp_path / "model")
-    with pytest.raises(UserError, match=r"has not the weights beside which .*step-00000004 was trained"):
-        export.main([str(tmp_path / "run"), str(tmp_path / "out"), "--model", str(other)])
+    refused = {
+        str(other): r"has not the weights beside which .*step-00000004 was trained",
+        str(tmp_path / "nowhere"): "nowhere: no such directory; name that of the model .* with --model",
+    }
+    for model, why in refused.items():
+        with pytest.raises(UserError, match=why):
+            export.main([str(run), str(tmp_path / "out"), "--model", model])
+    shutil.copytree(demo, tmp_path / "less")
+    index = json.loads((tmp_path / "less/model.safetensors.index.json").read_text())
+    _, file = index["weight_map"].popitem()
+    index["weight_map"] = {each: where for each, where in index["weight_map"].items() if where != file}
+    (tmp_path / "less/model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(UserError, match="less: has not the whole of "):
+        export.main([str(run), str(tmp_path / "out"), "--model", str(tmp_path / "less")])
+    assert export.main([str(run), str(tmp_path / "merged")]) == 0
+    assert (tmp_path / "merged/chat_template.jinja").read_text() == template.read_text()
 
 
 def _changed(model, to):
@@ -227,7 +240,10 @@ def test_a_resume_beside_other_weights_or_with_another_adapter_is_refused(demo, 
     more = ("--checkpoint.dir", run / "checkpoints", "--resume", "auto")
     done = _run(demo, tmp_path / "other", *more, "--adapter.alpha", 8, world=1)
     assert done.returncode == 2
-    assert "alpha 32, beside all matrices -> lora of rank 3, alpha 8, beside all matrices; set it back" in done.stderr
+    assert (
+        "alpha 32, beside all matrices -> lora of rank 3, alpha 8, beside all matrices; set --adapter.kind, .rank, .alpha and .targets back"
+        in done.stderr
+    )
     done = _run(_changed(demo, tmp_path / "model"), tmp_path / "third", *more, world=1)
     assert done.returncode == 2
     assert "(model config" in done.stderr

@@ -78,3 +78,12 @@ def test_adapters_learn_as_on_the_cpu_and_resume(standin, place, inputs, accumul
     resumed = standin.train(*flags, "--checkpoint.dir", saved, "--resume", "auto", accumulation=accumulation, world=2)
     assert resumed.losses == whole.losses[2:]
     assert resumed.found == NOTHING, resumed.output
+
+
+def test_a_pipeline_stage_that_is_frozen_saves_as_the_others_do(standin):
+    """Its ranks have nothing that is copied before a save, and pin as the others do."""
+    frozen = "model.embed_tokens.* frozen=true,model.layers.0.* frozen=true"
+    flags = ("--parallel.pp", "2", "--optimizer.groups", frozen, "--parallel.numerics", "fp32-master")
+    trained = standin.train(*flags, world=2)
+    assert trained.losses == standin.train(*flags, device="cpu", world=2).losses
+    assert trained.found == NOTHING, trained.output

@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from llama405b.contract import adapters
 from llama405b.contract.adapters import PEFT, factors, read_peft
@@ -108,6 +108,9 @@ def test_pefts_files_are_read(tmp_path, llama):
     [
         ({"peft_type": "IA3"}, LORA, "peft_type is 'IA3'; only LORA"),
         ({"use_dora": True}, LORA, "use_dora is True, which is not done here"),
+        ({"init_lora_weights": "pissa_niter_4"}, LORA, "init_lora_weights is 'pissa_niter_4', which is not done here"),
+        ({"alora_invocation_tokens": [1]}, LORA, "alora_invocation_tokens is"),
+        ({"r": "2"}, LORA, "r is '2' and lora_alpha 4, which are no numbers"),
         ({"bias": "all"}, LORA, "bias is 'all', which is not done here"),
         ({"rank_pattern": {"q_proj": 4}}, LORA, "rank_pattern is"),
         ({}, dataclasses.replace(LORA, rank=3), "write --adapter.rank 2 --adapter.alpha 4 --adapter.targets q_proj,down_proj"),
@@ -120,6 +123,25 @@ def test_pefts_files_are_read(tmp_path, llama):
 def test_what_is_another_adapter_is_refused(tmp_path, llama, more, adapter, why):
     with pytest.raises(UserError, match=why):
         read_peft(written(tmp_path / "a", llama, **more), llama, adapter)
+
+
+def test_a_target_that_is_none_here_is_named(tmp_path, llama):
+    directory = written(tmp_path / "a", llama, init_lora_weights="gaussian")
+    assert read_peft(directory, llama, LORA)
+    tensors = load_file(directory / "adapter_model.safetensors") | {f"{PEFT}lm_head.lora_B.weight": torch.zeros(4, 2)}
+    save_file(tensors, directory / "adapter_model.safetensors")
+    with pytest.raises(UserError, match="lm_head has an adapter, which is not done here"):
+        read_peft(directory, llama, LORA)
+
+
+@pytest.mark.parametrize(("offload", "expected"), [("none", (2, 0)), ("all", (0, 2))])
+def test_states_are_frozen_weights_and_what_adapters_take(llama, offload, expected):
+    share = adapters.n_parameters(llama, LORA) / llama.parameters
+    found = adapters.held_bytes(llama, LORA, Parallel(offload=offload))
+    assert found == pytest.approx([base + share * 16 * bool(base) for base in expected])
+    assert adapters.held_bytes(llama, Adapter(), Parallel(offload=offload)) == (
+        (16, 0) if offload == "none" else (0, 16)
+    )
 
 
 def test_one_of_another_model_is_refused(tmp_path, llama):

@@ -54,9 +54,11 @@ def test_a_change_is_refused_and_accepted_by_its_name(change, words):
 def test_another_adapter_cannot_be_accepted():
     for allowed in ((), ("all",)):
         now = dataclasses.replace(before(), adapter="lora of rank 8")
-        with pytest.raises(UserError, match="was saved with adapter none -> lora of rank 8; set it back"):
+        with pytest.raises(UserError, match=r"was saved with adapter none -> lora of rank 8; set --adapter\.kind"):
             accept_changes(PATH, before(), now, allowed)
-    with pytest.raises(UserError, match="adapter none -> lora of rank 4, alpha 32, beside q_proj,v_proj; set it back"):
+    with pytest.raises(
+        UserError, match=r"adapter none -> lora of rank 4, alpha 32, beside q_proj,v_proj; set --adapter\.kind"
+    ):
         under(adapter__kind="lora", adapter__rank=4, adapter__targets="v_proj,q_proj")
 
 

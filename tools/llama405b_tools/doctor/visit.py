@@ -11,6 +11,7 @@ from llama405b.capacity.choice import chosen
 from llama405b.capacity.known import known_shape
 from llama405b.capacity.outlook import is_predicted
 from llama405b.contract import config
+from llama405b.contract.adapters import held_bytes
 from llama405b.contract.mesh import Axes
 from llama405b.contract.schema import Checkpoint, Config
 from llama405b_tools.doctor.host_facts import HostFacts, PeersReply
@@ -58,7 +59,7 @@ def needs_of(asked: Config | None, preset: str, hosts: Sequence[Host]) -> Needs:
     axes = Axes.of(asked.parallel, world, most)
     needs = dataclasses.replace(needs, mesh=axes.told)
     held = part.held_elements(llama, axes, 0, asked.parallel.chunks)
-    on_device, on_host = (each * held for each in asked.parallel.state_bytes)
+    on_device, on_host = (int(each * held) for each in held_bytes(llama, asked.adapter, asked.parallel))
     if not needs.cuda:
         return dataclasses.replace(needs, ram_bytes=(on_device + on_host) * most)
     needs = dataclasses.replace(needs, gpu_bytes=on_device, ram_bytes=on_host * most)

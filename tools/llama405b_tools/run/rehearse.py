@@ -96,6 +96,7 @@ def trial_of(request: LaunchRequest) -> LaunchRequest:
     settings = {
         "model.layers": min(layers, config.model.layers or layers),
         "model.weights": "random",
+        "adapter.path": "",  # which is of all layers
         "training.max_steps": MOST_STEPS,
         "checkpoint.every": SAVE_AT if config.checkpoint.cadence.saves else 0,
         "checkpoint.keep": KEEP,
