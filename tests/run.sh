@@ -48,12 +48,13 @@ export OMP_NUM_THREADS=1 # threads of torch that wait for a core would keep the 
 marks=(-m "(unit or ranks) and not gpu and not soak" "${two[@]}") more=true
 if [ "${1:-}" = --all ]; then
     shift
-    # For the tests of FP8 and adapters alone: transformers imports them wherever they are installed.
+    # For the tests of FP8, adapters and trackers alone: transformers imports some of them wherever they are installed.
     for packages in torchao "peft accelerate psutil"; do
         apart=.venv/${packages%% *}
         # shellcheck disable=SC2086 # several words
         [ -d "$apart" ] || .venv/bin/python -m pip install -q --no-deps --no-compile --target "$apart" -c constraints.txt $packages || exit 2
     done
+    [ -d .venv/trackers ] || .venv/bin/python -m pip install -q --no-compile --target .venv/trackers -c constraints.txt wandb tensorboard || exit 2
     marks=(-m "not gpu and not soak and not standin" --durations=25 "${two[@]}")
     export LLAMA405B_NOTHING_SKIPPED=1 # a test that cannot run is a failure
     more=on_standin

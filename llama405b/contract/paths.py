@@ -31,6 +31,8 @@ Every file has one writer. ``HOST`` is a name from the hosts file, ``N`` a rank:
     diagnosis/WHAT-rank-N-step-S.*   rank N        profiles, memory and stacks, on request
     autopsy/TIME/                    autopsy, guard  ``report.txt``, ``stacks.txt`` and what each HOST saw (on the machine that asked)
     black-box/TIME-VERDICT.gz        cluster-top    the ten minutes around an incident, for --replay (on the machine that it ran on)
+    tracking/NAME.json               tracker       what it was sent (``tracking.feed.Sent``); beside it its own files
+    tracking/lock                    tracker       held (flock) while it sends
     guard.json, guard.log            guard         ``GuardState``, and what it did, for people (on the machine that it runs on)
 
 A run that is a Slurm job also has these::
@@ -98,6 +100,9 @@ class RunDir:
     logs = _BelowEach("logs/{}")
     agent_log = _BelowEach("logs/{}/torchrun.log")
     times = _BelowEach("logs/{}/times")
+    tracking = _Below("tracking")
+    tracking_lock = _Below("tracking/lock")
+    sent = _BelowEach("tracking/{}.json")
     autopsies = _Below("autopsy")
     black_box = _Below("black-box")
     guard = _Below("guard.json")

@@ -362,6 +362,19 @@ class Evaluation:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Tracking:
+    """Trackers that the numbers of metrics.jsonl are sent to, beside training."""
+
+    to: tuple[str, ...] = option((), "wandb, tensorboard, or both")
+    project: str = option("llama405b", "of W&B")
+    entity: str = option("", "user or team of W&B; default: that of the key")
+    display_name: str = option("", "of the run there; default: its name here")
+    group: str = option("", "of W&B")
+    tags: tuple[str, ...] = option((), "of W&B")
+    offline: bool = option(False, "write W&B's files below the run, for `wandb sync`, and send nothing")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Config:
     """All settings of a training run."""
 
@@ -374,6 +387,7 @@ class Config:
     checkpoint: Checkpoint = Checkpoint()
     timeouts: Timeouts = Timeouts()
     evaluation: Evaluation = Evaluation()
+    tracking: Tracking = Tracking()
 
     @property
     def left_to_plan(self) -> str:

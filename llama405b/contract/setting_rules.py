@@ -18,6 +18,7 @@ from llama405b.contract.schema import (
     Model,
     Optimizer,
     Parallel,
+    Tracking,
     Training,
     fields,
 )
@@ -33,6 +34,7 @@ ABOVE_ZERO = (  # other numbers may be 0
 OF_FSDP1 = [
     (name, getattr(Parallel(), name)) for name in ("sharding_strategy", "backward_prefetch", "limit_all_gathers")
 ]
+TRACKERS = ("wandb", "tensorboard")
 Fault = tuple[str, str]  # the setting, and a message that follows its name
 
 
@@ -46,6 +48,7 @@ def faults_of(config: Config) -> Iterator[Fault]:
     yield from _of_training(config.training, config.optimizer)
     yield from _of_saving(config)
     yield from _of_evaluation(config)
+    yield from _of_tracking(config.tracking)
     yield from _of_parallel(config.parallel)
     yield from _of_moments(config.parallel, config.optimizer)
 
@@ -195,6 +198,17 @@ def _of_evaluation(config: Config) -> Iterator[Fault]:
         )
     if evaluation.fraction > 0.5:
         yield "evaluation.fraction", f"fraction is {evaluation.fraction:g}; use at most 0.5"
+
+
+def _of_tracking(tracking: Tracking) -> Iterator[Fault]:
+    if unknown := [name for name in tracking.to if name not in TRACKERS]:
+        yield (
+            "tracking.to",
+            f"{unknown[0]!r} is no tracker that is known{suggestion(unknown[0], TRACKERS)}; use {', '.join(TRACKERS)}",
+        )
+    for name, default in dataclasses.asdict(Tracking()).items():
+        if name != "to" and "wandb" not in tracking.to and getattr(tracking, name) != default:
+            yield f"tracking.{name}", "without W&B it would have no effect; add --tracking.to wandb, or leave it out"
 
 
 def _of_parallel(parallel: Parallel) -> Iterator[Fault]:

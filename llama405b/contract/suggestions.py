@@ -40,6 +40,8 @@ SETTINGS = {
     "data_parallel_replicate_degree": "parallel.dp_replicate", "pipeline_parallel_schedule": "parallel.pp_schedule",
     "lora_r": "adapter.rank", "lora_rank": "adapter.rank", "lora_alpha": "adapter.alpha", "lora_target_modules": "adapter.targets",
     "target_modules": "adapter.targets", "peft_path": "adapter.path", "adapter_name_or_path": "adapter.path",
+    "wandb_project": "tracking.project", "wandb_entity": "tracking.entity", "wandb_run_name": "tracking.display_name",
+    "wandb_group": "tracking.group", "wandb_tags": "tracking.tags", "report_to": "tracking.to", "loggers": "tracking.to",
     "sharding": "parallel.strategy", "fsdp_version": "parallel.strategy", "zero_stage": "parallel.strategy",
 }  # fmt: skip
 # What settings, and their values, were called until 0.2.0.
@@ -66,6 +68,7 @@ ADVICE = {
     "resume_from_checkpoint": "write --resume auto, for the newest checkpoint that verifies, or --resume STEP",
     "do_eval": "write --evaluate-only, to evaluate without training", "eval_only": "write --evaluate-only",
     "eval_on_start": "with --evaluation.every a new run is evaluated before its first step, too",
+    "wandb": "write --tracking.to wandb", "use_wandb": "write --tracking.to wandb", "tensorboard": "write --tracking.to tensorboard",
     "lora": LORA, "use_lora": LORA, "peft": LORA, "use_peft": LORA, "lora_dropout": "adapters have no dropout; leave it out",
     "fp8": "write --parallel.numerics fp8 --model.compile true", "bf16": BF16,
     "run_name": "write --run NAME", "job_name": "write --run NAME", "name": "write --run NAME",
@@ -98,7 +101,7 @@ OF_VALUES = {
 NOT_OFFERED = {
     "QLoRA": ("qlora", "load_in_4bit", "load_in_8bit", "quantization", "bnb_4bit_compute_dtype"),
     "FP16": ("fp16", "half"),
-    "sending metrics to a tracker": ("report_to", "wandb", "wandb_project", "wandb_entity", "use_wandb", "tensorboard", "mlflow"),
+    "MLflow": ("mlflow", "mlflow_tracking_uri"),
     "preference training": ("dpo", "rlhf", "ppo", "reward_model"),
 }  # fmt: skip
 ABSENT = {name: what for what, names in NOT_OFFERED.items() for name in names}

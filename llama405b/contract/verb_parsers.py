@@ -32,6 +32,9 @@ With HOSTS, for checkpoints on the hosts' own disks: the weights of the run are 
 if a host is lost), and the model is written there, into OUT.
 
 SOURCE may also be a directory with an older model's pytorch_model*.bin: it is converted, in its own dtype."""
+TRACK = """Send what a run's trackers have not been sent, on the host of its rank 0; a run that trains does so by itself.
+
+Steps that were taken again after a resume keep their first values there."""
 BENCH = """Test the machines that will train, from a first collective to whole steps of the 405B shape.
 
 On one GPU of the first host, one host, two hosts, and all; without HOSTS, on this machine's first GPU. Each test is a line, with
@@ -127,10 +130,19 @@ def export_parser() -> OneLineParser:
     return parser
 
 
+def track_parser() -> OneLineParser:
+    """Return the parser of ``track``."""
+    parser = _parser("track", TRACK)
+    parser.add_argument("run", metavar="RUN", help="name of a run in this directory")
+    parser.add_argument("--until-closed", type=int, metavar="FD", help="send what comes, until this pipe closes")
+    return parser
+
+
 PARSERS: dict[str, Callable[[], OneLineParser]] = {
     "data": data_parser,
     "download": download_parser,
     "demo": demo_parser,
     "bench": bench_parser,
     "export": export_parser,
+    "track": track_parser,
 }

@@ -32,6 +32,7 @@ from llama405b.parallel.build_passes import build_passes
 from llama405b.parallel.busy import BusyMeter
 from llama405b.parallel.passes import Passes
 from llama405b.parallel.units import UnitTracker
+from llama405b.tracking.start import Tracker, check_packages
 from llama405b.training.bad_steps import BadSteps
 from llama405b.training.build_data import open_data
 from llama405b.training.build_model import build_model
@@ -56,6 +57,9 @@ def build_trainer(config: Config, resume: str, context: RankContext, stop: StopS
     config = on_ranks(config, context.me.axes)
     bind_to_numa_node(config.parallel, context)
     files = bring_model_files(config.model, config.data, context, whole=config.parallel.by_fsdp1)
+    with collectives.raise_on_all_ranks():
+        if context.me.is_rank0:
+            check_packages(config.tracking)
     context.phase(Phase.DATA)
     batches, held_out = open_data(config.data, config.evaluation, files, context)
     llama = weights.read_llama(files, config.model.layers)
@@ -98,6 +102,7 @@ def build_trainer(config: Config, resume: str, context: RankContext, stop: StopS
         host_inputs=build_host_inputs(config, module, llama, context),
         evaluates_first=chosen.found is None and not collectives.broadcast_object(context.journal.began_evaluated),
         tokens=context.journal.tokens,
+        tracker=Tracker(context.run, context.log) if config.tracking.to and context.me.is_rank0 else None,
     )
 
 

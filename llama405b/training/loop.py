@@ -1,5 +1,6 @@
 """The step loop: a step, and what follows it. Knows its parts; builds none."""
 
+import contextlib
 import dataclasses
 import time
 
@@ -17,6 +18,7 @@ from llama405b.optim.step import NonFiniteError, SpikeError, StepResult, train_s
 from llama405b.optim.updater import Updater
 from llama405b.parallel.busy import BusyMeter
 from llama405b.parallel.passes import Passes
+from llama405b.tracking.start import Tracker
 from llama405b.training.bad_steps import BadSteps
 from llama405b.training.checkpointer import Checkpointer
 from llama405b.training.context import RankContext
@@ -44,6 +46,7 @@ class Trainer:
     host_inputs: HostInputs | None = None  # None: layers' inputs stay on the device
     evaluates_first: bool = False  # the weights that the run begins with
     tokens: int = 0  # target tokens so far, over all ranks
+    tracker: Tracker | None = None  # None: numbers are sent to none, or by rank 0
 
     def take_steps(self) -> None:
         """Run the steps, writing metrics, heartbeats and checkpoints; a stop request saves first.
@@ -84,11 +87,12 @@ class Trainer:
         self.updater.wait()
 
     def close(self) -> None:
-        """End what reads ahead, and let the next run write into the directory of checkpoints."""
-        try:
-            self.reader.close()
-        finally:
-            self.checkpointer.close()
+        """End what reads ahead, let the next run write into the directory of checkpoints, and trackers have what is left."""
+        with contextlib.ExitStack() as ending:
+            if self.tracker:
+                ending.callback(self.tracker.close)
+            ending.callback(self.checkpointer.close)
+            ending.callback(self.reader.close)
 
     def one_step(self, step: int) -> Metrics | None:
         """Fetch a batch, update the weights, and measure; None if the step was left out.

@@ -40,11 +40,12 @@ VERBS = {  # verb: (module with main(argv) -> exit code, what it does)
     "download": ("llama405b.commands.download", "download and verify a model from the Hugging Face Hub"),
     "data": ("llama405b.commands.data", "show what a training run would learn of its data, or tokenize it once"),
     "export": ("llama405b_tools.verbs.export", "write a checkpoint as a model that transformers and vLLM load"),
+    "track": ("llama405b.commands.track", "send a run's numbers to W&B or TensorBoard, if they were not"),
     "demo": ("llama405b.commands.demo", "write a small Llama checkpoint for trying things out"),
     "bench": ("llama405b_tools.verbs.bench", "test GPUs, links and memory, up to whole steps"),
 }
 MOST = 20_000  # characters of an error, which may name every host
-NO_GPU = ("download", "data", "export", "demo")
+NO_GPU = ("download", "data", "export", "track", "demo")
 GROUPS = {
     "at your terminal": (
         "plan",
@@ -73,9 +74,7 @@ def usage() -> str:
     ]
     for title, verbs in GROUPS.items():
         lines += [f"{title}:"] + [f"  {verb:8} {VERBS[verb][1]}" for verb in verbs]
-    return "\n".join(
-        [*lines, "", "example: llama405b launch hosts --preset llama3.1-405b --data.paths corpus --follow"]
-    )
+    return "\n".join([*lines, "example: llama405b launch hosts --preset llama3.1-405b --data.paths corpus --follow"])
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,0 +1,72 @@
+"""Send a run's numbers to its trackers: all that they have not been sent; or, as rank 0 starts it, what comes until training ends."""
+
+import fcntl
+import math
+import os
+import select
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TextIO
+
+from llama405b.contract.errors import FAILED, GOOD, UserError
+from llama405b.contract.paths import UMASK, RunDir
+from llama405b.contract.verb_parsers import track_parser
+from llama405b.tracking.feed import POLL_S, Feed
+from llama405b.tracking.start import END_S
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the verb."""
+    args = track_parser().parse(argv)
+    os.umask(UMASK)
+    run = RunDir(Path(args.run)) if (Path(args.run) / "config.toml").is_file() else RunDir.here(args.run)
+    if not run.config.is_file():
+        raise UserError(f"{args.run}: no run in this directory; name one (runs are in ./runs)")
+    run.tracking.mkdir(parents=True, exist_ok=True)
+    with run.tracking_lock.open("w") as lock:
+        while not _locked(lock):  # the process of the attempt before may be at its end
+            if args.until_closed is None or _is_closed(args.until_closed):
+                raise UserError(f"{run.name}: its numbers are being sent already; wait until the run has ended")
+        return send(run, args.until_closed)
+
+
+def send(run: RunDir, pipe: int | None) -> int:
+    """Send until the other end of a pipe is closed, and soon end then; without one, what there is now. Returns the exit code."""
+    feeds = [Feed(name, run, say) for name in Feed.wanted(run)]
+    if not feeds:
+        raise UserError(
+            f"{run.name}: its settings name no tracker; write --tracking.to at a launch, or add it to {run.config}"
+        )
+    if pipe is not None:
+        while not _is_closed(pipe):
+            for feed in feeds:
+                feed.send()
+        signal.alarm(math.ceil(END_S))  # ends this process, if nobody else is there who would
+    for feed in feeds:
+        feed.end()
+    return FAILED if any(feed.waiting for feed in feeds) else GOOD
+
+
+def _locked(lock: TextIO) -> bool:
+    """Take a lock, if nobody has it."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _is_closed(pipe: int) -> bool:
+    """Wait a moment; returns whether the other end of a pipe is closed."""
+    return bool(select.select([pipe], [], [], POLL_S)[0])
+
+
+def say(line: str) -> None:
+    """Print a line."""
+    print(line, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
