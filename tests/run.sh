@@ -32,7 +32,7 @@ on_standin() { # on_standin [PYTEST ARGS]
     bash $device/build.sh .venv/bin/python || return 1
     # A copy is late unless something waits for it, however long that takes.
     OMP_NUM_THREADS=1 STANDIN_CHECK=1 STANDIN_AGE_MS=5000 $device/run.sh \
-        .venv/bin/python -m pytest -q -m "standin or gpu" -n 2 --dist loadfile tests/standin tests/ranks/test_cuda.py "$@"
+        .venv/bin/python -m pytest -q -m "(standin or gpu) and not soak" -n 2 --dist loadfile tests/standin tests/ranks/test_cuda.py "$@"
 }
 if [ "${1:-}" = --standin ]; then
     shift

@@ -120,6 +120,6 @@ def _plainly(model, file):
 def test_the_losses_are_those_of_a_plain_loop(chats):
     expected = _plainly(*chats[:2])
     assert expected[-1] < expected[0] - 1
-    for world in (1, 2, 3):
+    for world in (1, 3):
         for losses in run_ranks(world, _train, *chats):
             assert losses == pytest.approx(expected, abs=1e-5)

@@ -58,7 +58,7 @@ def _compare(me, directory, root, accumulation):
 
 @pytest.mark.parametrize(
     ("world", "accumulation"),
-    [(1, 1), (2, 3), (3, 1), *(pytest.param(*case, marks=pytest.mark.soak) for case in [(1, 3), (2, 1), (3, 3)])],
+    [(2, 3), (3, 1), *(pytest.param(*case, marks=pytest.mark.soak) for case in [(1, 1), (1, 3), (2, 1), (3, 3)])],
 )
 def test_hidden_equals_sequential_bit_for_bit(tiny, tmp_path, world, accumulation):
     for equal, clipped, seen in run_ranks(world, _compare, tiny, tmp_path, accumulation):

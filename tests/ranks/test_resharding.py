@@ -64,7 +64,8 @@ def _through(me, directory, root, meshes):
 
 
 @pytest.mark.parametrize(
-    ("world", "meshes"), [(4, ON_4[::2]), (6, ON_6), pytest.param(4, ON_4, marks=pytest.mark.soak)]
+    ("world", "meshes"),
+    [(4, ON_4[::2]), *(pytest.param(*case, marks=pytest.mark.soak) for case in [(6, ON_6), (4, ON_4)])],
 )
 def test_losses_go_on_from_mesh_to_mesh(world, meshes, tmp_path):
     model = mesh_rig.write_model(tmp_path / "model")

@@ -57,7 +57,9 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(standin, place):
     assert resumed.found == NOTHING, resumed.output
 
 
-@pytest.mark.parametrize(("place", "inputs", "accumulation"), [("none", "host", 1), ("all", "device", 2)])
+@pytest.mark.parametrize(
+    ("place", "inputs", "accumulation"), [("none", "host", 1), pytest.param("all", "device", 2, marks=pytest.mark.soak)]
+)
 def test_adapters_learn_as_on_the_cpu_and_resume(standin, place, inputs, accumulation):
     lora = (
         "--adapter.kind",
