@@ -24,29 +24,31 @@ def main(argv: Sequence[str]) -> int:
     run = RunDir(Path(args.run)) if (Path(args.run) / "config.toml").is_file() else RunDir.here(args.run)
     if not run.config.is_file():
         raise UserError(f"{args.run}: no run in this directory; name one (runs are in ./runs)")
-    run.tracking.mkdir(parents=True, exist_ok=True)
-    with run.tracking_lock.open("w") as lock:
-        while not _locked(lock):  # the process of the attempt before may be at its end
-            if args.until_closed is None or _is_closed(args.until_closed):
-                raise UserError(f"{run.name}: its numbers are being sent already; wait until the run has ended")
-        return send(run, args.until_closed)
-
-
-def send(run: RunDir, pipe: int | None) -> int:
-    """Send until the other end of a pipe is closed, and soon end then; without one, what there is now. Returns the exit code."""
-    feeds = [Feed(name, run, say) for name in Feed.wanted(run)]
-    if not feeds:
+    names = [name for name in Feed.wanted(run) if args.only in (None, name)]
+    if not names:
         raise UserError(
             f"{run.name}: its settings name no tracker; write --tracking.to at a launch, or add it to {run.config}"
         )
-    if pipe is not None:
-        while not _is_closed(pipe):
-            for feed in feeds:
+    run.tracking.mkdir(parents=True, exist_ok=True)
+    codes = [send(run, name, args.until_closed) for name in names]
+    return max(codes)
+
+
+def send(run: RunDir, name: str, pipe: int | None) -> int:
+    """Send until the other end of a pipe is closed, and soon end then; without one, what there is now. Returns the exit code."""
+    with run.tracking_lock(name).open("w") as lock:
+        while not _locked(lock):  # the process of the attempt before may be at its end
+            if pipe is None or _is_closed(pipe):
+                raise UserError(
+                    f"{run.name}: its numbers are being sent to {name} already; wait until the run has ended"
+                )
+        feed = Feed(name, run, say)
+        if pipe is not None:
+            while not _is_closed(pipe):
                 feed.send()
-        signal.alarm(math.ceil(END_S))  # ends this process, if nobody else is there who would
-    for feed in feeds:
+            signal.alarm(math.ceil(END_S))  # ends this process, if nobody else is there who would
         feed.end()
-    return FAILED if any(feed.waiting for feed in feeds) else GOOD
+    return FAILED if feed.waiting else GOOD
 
 
 def _locked(lock: TextIO) -> bool:

@@ -32,7 +32,7 @@ Every file has one writer. ``HOST`` is a name from the hosts file, ``N`` a rank:
     autopsy/TIME/                    autopsy, guard  ``report.txt``, ``stacks.txt`` and what each HOST saw (on the machine that asked)
     black-box/TIME-VERDICT.gz        cluster-top    the ten minutes around an incident, for --replay (on the machine that it ran on)
     tracking/NAME.json               tracker       what it was sent (``tracking.feed.Sent``); beside it its own files
-    tracking/lock                    tracker       held (flock) while it sends
+    tracking/NAME.lock               tracker       held (flock) while it sends
     guard.json, guard.log            guard         ``GuardState``, and what it did, for people (on the machine that it runs on)
 
 A run that is a Slurm job also has these::
@@ -101,7 +101,7 @@ class RunDir:
     agent_log = _BelowEach("logs/{}/torchrun.log")
     times = _BelowEach("logs/{}/times")
     tracking = _Below("tracking")
-    tracking_lock = _Below("tracking/lock")
+    tracking_lock = _BelowEach("tracking/{}.lock")
     sent = _BelowEach("tracking/{}.json")
     autopsies = _Below("autopsy")
     black_box = _Below("black-box")

@@ -18,6 +18,7 @@ Moments = Literal["fp32", "bf16"]
 LossOf = Literal["logits", "parts"]
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")  # what an adapter can be beside
 Activations = Literal["device", "host"]
+TRACKERS = ("wandb", "tensorboard")
 LOSS_PART = 16_384  # words of a part; at least the hidden size, so that their logits take no less than the gradient of hidden states
 # Cost of each choice of numerics, in bytes per parameter: weight + gradient + two moments.
 BYTES_PER_PARAMETER = {**dict.fromkeys(FP32_MASTERS, 4 + 4 + 8), **dict.fromkeys(IN_BF16, 2 + 2 + 4), "fp32": 4 + 4 + 8}

@@ -12,6 +12,7 @@ from llama405b.contract.resuming import ALL, CHANGES
 from llama405b.contract.schema import (
     FP32_MASTERS,
     TARGETS,
+    TRACKERS,
     Adapter,
     Config,
     Data,
@@ -34,7 +35,6 @@ ABOVE_ZERO = (  # other numbers may be 0
 OF_FSDP1 = [
     (name, getattr(Parallel(), name)) for name in ("sharding_strategy", "backward_prefetch", "limit_all_gathers")
 ]
-TRACKERS = ("wandb", "tensorboard")
 Fault = tuple[str, str]  # the setting, and a message that follows its name
 
 

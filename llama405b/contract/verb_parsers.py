@@ -6,6 +6,7 @@ from pathlib import Path
 
 from llama405b.contract import probes
 from llama405b.contract.command import OneLineParser
+from llama405b.contract.schema import TRACKERS
 
 CORES = os.cpu_count() or 1
 SETTINGS = """
@@ -134,6 +135,7 @@ def track_parser() -> OneLineParser:
     """Return the parser of ``track``."""
     parser = _parser("track", TRACK)
     parser.add_argument("run", metavar="RUN", help="name of a run in this directory")
+    parser.add_argument("--only", choices=TRACKERS, help="send to this one of them")
     parser.add_argument("--until-closed", type=int, metavar="FD", help="send what comes, until this pipe closes")
     return parser
 

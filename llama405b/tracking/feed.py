@@ -70,6 +70,7 @@ class Feed:
         self.config = resolve(read_toml(run.config))
         self.sink: Sink | None = None
         self.again = 0.0  # when to try, after a failure
+        self.why = ""  # it failed last
         self.lines: Tail[Metrics | EvaluationMetrics] = Tail(run.metrics, METRICS_LINE)
         self.events: Tail[RunEvent] = Tail(run.events("rank-0"), RunEvent)
         self.waiting: list[Metrics | EvaluationMetrics] = []
@@ -108,8 +109,11 @@ class Feed:
     def end(self) -> None:
         """Send what is left, and close the tracker."""
         self.send(now=True)
-        if self.sink:
-            self.sink.end()
+        try:
+            if self.sink:
+                self.sink.end()
+        except Exception as error:  # noqa: BLE001 - see above
+            self._failed(error)
         if self.waiting:
             lines = counted(len(self.waiting), "step was", "steps were")
             self.say(f"tracking {self.name}: {lines} not sent; `llama405b track {self.run.name}` sends them")
@@ -129,5 +133,6 @@ class Feed:
 
     def _failed(self, error: Exception) -> None:
         why = " ".join(str(error).split())[:200] or type(error).__name__
-        self.say(f"tracking {self.name}: {why}; training goes on, and it is tried again")
-        self.sink, self.again = None, time.monotonic() + AGAIN_S
+        if why != self.why:  # else it was said
+            self.say(f"tracking {self.name}: {why}; training goes on, and it is tried again each minute")
+        self.why, self.sink, self.again = why, None, time.monotonic() + AGAIN_S

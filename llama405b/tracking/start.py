@@ -5,7 +5,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from llama405b.contract.errors import UserError
 from llama405b.contract.paths import RunDir
@@ -28,26 +28,32 @@ def check_packages(tracking: Tracking) -> None:
             )
 
 
-class Tracker:
-    """The process that feeds a run's trackers. It ends when the pipe that it is given closes: with this process, however that ends."""
+class Trackers:
+    """A process for each of a run's trackers. They end when their pipe closes: with this process, however that ends."""
 
-    def __init__(self, run: RunDir, say: Callable[[str], None]) -> None:
+    def __init__(self, names: Sequence[str], run: RunDir, say: Callable[[str], None]) -> None:
         self.run, self.say = run, say
         read, self.write = os.pipe()
         os.set_inheritable(read, True)
-        words = [sys.executable, "-m", PROGRAM, str(run.path), "--until-closed", str(read)]
         places = os.pathsep.join(filter(None, sys.path))
-        self.pid = os.spawnve(os.P_NOWAIT, sys.executable, words, os.environ | {"PYTHONPATH": places})
+        self.pids = {}
+        for name in names:
+            words = [sys.executable, "-m", PROGRAM, str(run.path), "--only", name, "--until-closed", str(read)]
+            pid = os.spawnve(os.P_NOWAIT, sys.executable, words, os.environ | {"PYTHONPATH": places})
+            self.pids[pid] = name
         os.close(read)
 
     def close(self) -> None:
-        """Have it send what is left, and end it if that takes too long."""
+        """Have them send what is left, and end those that take too long."""
         os.close(self.write)
         deadline = time.monotonic() + END_S
-        while time.monotonic() < deadline:
-            if os.waitpid(self.pid, os.WNOHANG)[0]:
-                return
+        while self.pids and time.monotonic() < deadline:
+            for pid in [pid for pid in self.pids if os.waitpid(pid, os.WNOHANG)[0]]:
+                del self.pids[pid]
             time.sleep(0.05)
-        self.say(f"tracking: not all was sent within {END_S:.0f} s; `llama405b track {self.run.name}` sends the rest")
-        os.kill(self.pid, signal.SIGKILL)
-        os.waitpid(self.pid, 0)
+        for pid, name in self.pids.items():
+            self.say(
+                f"tracking {name}: not all was sent within {END_S:.0f} s; `llama405b track {self.run.name}` sends the rest"
+            )
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)

@@ -32,7 +32,7 @@ from llama405b.parallel.build_passes import build_passes
 from llama405b.parallel.busy import BusyMeter
 from llama405b.parallel.passes import Passes
 from llama405b.parallel.units import UnitTracker
-from llama405b.tracking.start import Tracker, check_packages
+from llama405b.tracking.start import Trackers, check_packages
 from llama405b.training.bad_steps import BadSteps
 from llama405b.training.build_data import open_data
 from llama405b.training.build_model import build_model
@@ -102,7 +102,7 @@ def build_trainer(config: Config, resume: str, context: RankContext, stop: StopS
         host_inputs=build_host_inputs(config, module, llama, context),
         evaluates_first=chosen.found is None and not collectives.broadcast_object(context.journal.began_evaluated),
         tokens=context.journal.tokens,
-        tracker=Tracker(context.run, context.log) if config.tracking.to and context.me.is_rank0 else None,
+        trackers=Trackers(config.tracking.to if context.me.is_rank0 else (), context.run, context.log),
     )
 
 

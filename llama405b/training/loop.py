@@ -18,7 +18,7 @@ from llama405b.optim.step import NonFiniteError, SpikeError, StepResult, train_s
 from llama405b.optim.updater import Updater
 from llama405b.parallel.busy import BusyMeter
 from llama405b.parallel.passes import Passes
-from llama405b.tracking.start import Tracker
+from llama405b.tracking.start import Trackers
 from llama405b.training.bad_steps import BadSteps
 from llama405b.training.checkpointer import Checkpointer
 from llama405b.training.context import RankContext
@@ -41,12 +41,12 @@ class Trainer:
     bad_steps: BadSteps
     checkpointer: Checkpointer
     requests: Requests
+    trackers: Trackers
     evaluator: Evaluator | None  # None: nothing is held out
     busy: BusyMeter | None = None  # None: not measured
     host_inputs: HostInputs | None = None  # None: layers' inputs stay on the device
     evaluates_first: bool = False  # the weights that the run begins with
     tokens: int = 0  # target tokens so far, over all ranks
-    tracker: Tracker | None = None  # None: numbers are sent to none, or by rank 0
 
     def take_steps(self) -> None:
         """Run the steps, writing metrics, heartbeats and checkpoints; a stop request saves first.
@@ -89,8 +89,7 @@ class Trainer:
     def close(self) -> None:
         """End what reads ahead, let the next run write into the directory of checkpoints, and trackers have what is left."""
         with contextlib.ExitStack() as ending:
-            if self.tracker:
-                ending.callback(self.tracker.close)
+            ending.callback(self.trackers.close)
             ending.callback(self.checkpointer.close)
             ending.callback(self.reader.close)
 
