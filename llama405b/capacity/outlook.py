@@ -169,6 +169,8 @@ class Outlook:
             return None
         cadence, mtbf_s = Cadence.read(self.load.every), self.load.mtbf_s / self.load.world
         whole_s, start_s = tokens / self.tokens_per_s, self.needs.pinning_s
+        if self.load.adapter.trains:  # no checkpoint has the weights
+            start_s += self.needs.loading.rank0_s
         return goodput(self.needs.saving, cadence, self.needs.step_s, mtbf_s, whole_s, start_s)
 
     def hours(self, tokens: float) -> float | None:

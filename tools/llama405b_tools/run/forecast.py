@@ -171,7 +171,8 @@ def loading_note(request: LaunchRequest, plan: Plan, answers: Mapping[str, Launc
     how, parallel = request.settings.model.load, request.settings.parallel
     whole = answers[head.name].weights_bytes
     sent = whole * (plan.world - head.slots) // plan.world
-    if request.resume != "no" or sent < WORTH_BYTES or how == "local" or parallel.by_fsdp1:
+    loads = request.resume == "no" or request.settings.adapter.trains  # whose checkpoints have no weights
+    if not loads or sent < WORTH_BYTES or how == "local" or parallel.by_fsdp1:
         return ""
     least = given(", at least {:.0f} s", _seconds(sent, answers[head.name], head.interface))
     lacking = [node.name for node in others if not answers[node.name].weights_bytes]
