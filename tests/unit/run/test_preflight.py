@@ -173,6 +173,35 @@ def test_the_head_is_asked_for_checkpoints_only_if_none_is_resumed(monkeypatch, 
     assert (probes["a"].inputs.new_checkpoints, probes["b"].inputs) == (asked, None)
 
 
+def test_hosts_are_asked_for_the_packages_that_settings_need(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    words = [
+        "--run",
+        "r",
+        "--preset",
+        "demo",
+        "--parallel.numerics",
+        "fp8",
+        "--model.compile",
+        "true",
+        "--tracking.to",
+        "tensorboard",
+    ]
+
+    def asked(*more):
+        with FakeFleet("ab") as fleet:
+            preflight.probe_hosts(parse_launch([*words, *more], 0.0), list(fleet.hosts.values()), fleet)
+            return {name: host.heard[0][1].extras for name, host in fleet.fakes.items()}
+
+    assert asked() == {"a": ("torchao", "tensorboard"), "b": ("torchao",)}
+    assert asked("--env", "PYTHONPATH=/somewhere") == {"a": (), "b": ()}  # which may bring them
+    with pytest.raises(
+        host_checks.UnfitError,
+        match="tensorboard is not installed for its python, and the settings need it; run `pip install",
+    ):
+        host_checks._check_programs(parse_launch(words, 0.0), dataclasses.replace(facts([]), lacks=("tensorboard",)))
+
+
 def test_a_directory_that_holds_checkpoints_is_refused_on_the_head(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(launch_facts.weights, "check_checkpoint", lambda *_, **__: LARGE)

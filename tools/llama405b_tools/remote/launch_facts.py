@@ -83,6 +83,7 @@ def _facts(request: ProbeRequest) -> LaunchFacts:
     gpu, gpu_bytes = first_gpu() if gpus else ("", 0)
     return LaunchFacts(
         versions=_versions(request.packages),
+        lacks=tuple(name for name in request.extras if version_of(name) == "missing"),
         tmux=shutil.which("tmux") is not None,
         tmux_fault=tmux_fault(),
         ip=shutil.which("ip") is not None,

@@ -98,6 +98,11 @@ def _check_programs(request: LaunchRequest, facts: LaunchFacts) -> None:
     if missing := [name for name, version in facts.versions.items() if version == "missing"]:
         setup = command_to_type("setup", request.hosts_file)
         raise UnfitError(f"{', '.join(missing)} is not installed for its python; run `{setup}`, or install it there")
+    if facts.lacks:
+        names = " ".join(facts.lacks)
+        raise UnfitError(
+            f"{names} is not installed for its python, and the settings need it; run `pip install {names}` there"
+        )
     if not facts.has_program:
         raise UnfitError(f"{_named(request.program)} is not in {facts.workdir}; copy it there")
     if not facts.tmux:

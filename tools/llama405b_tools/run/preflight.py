@@ -13,6 +13,7 @@ from llama405b.contract.groups import check_groups
 from llama405b.contract.known_bugs import known_bugs
 from llama405b.contract.mesh_rules import check_mesh
 from llama405b.contract.plan import Plan
+from llama405b.contract.schema import Config
 from llama405b_tools.hosts.dialogue import Dialogue
 from llama405b_tools.hosts.fleet import Fleet, ssh_address
 from llama405b_tools.hosts.inventory import LOCAL, Host
@@ -81,7 +82,8 @@ def _ask_head(
     """Probe the head, which then listens on the rendezvous port; tries several ports unless one is requested."""
     ports = [request.port] if request.port else random.sample(PORTS, PORT_TRIES)
     for port in ports:
-        probe = dataclasses.replace(_probe_request(request, head, port, token), is_head=True, inputs=_inputs(request))
+        probe = _probe_request(request, head, port, token, is_head=True)
+        probe = dataclasses.replace(probe, is_head=True, inputs=_inputs(request))
         try:
             dialogue = fleet.dialogue(head.name, "probe", probe)
             answer = dialogue.answer(LaunchFacts, PROBE_TIMEOUT_S)
@@ -236,7 +238,7 @@ def nccl_lines(request: LaunchRequest, parts: Sequence[HostSpec]) -> list[str]:
     return [f"{fold_names(names)}: {line}" for line, names in lines.items()]
 
 
-def _probe_request(request: LaunchRequest, host: Host, port: int, token: str) -> ProbeRequest:
+def _probe_request(request: LaunchRequest, host: Host, port: int, token: str, *, is_head: bool = False) -> ProbeRequest:
     packages = ("torch", "transformers") if request.config else ("torch",)
     is_known = not request.setup and "PYTHONPATH" not in request.env  # which may bring the program
     program = request.program if is_known else ()
@@ -246,9 +248,25 @@ def _probe_request(request: LaunchRequest, host: Host, port: int, token: str) ->
     model = request.settings.model
     weights = model.path if request.config and model.weights == "files" else ""
     shared = shared_directory(request)
+    extras = _extras(request.config, is_head=is_head) if request.config and is_known else ()
     return ProbeRequest(
-        request.run, host.name, port, token, packages, places, weights=weights, program=program, shared=shared
+        request.run,
+        host.name,
+        port,
+        token,
+        packages,
+        places,
+        weights=weights,
+        program=program,
+        shared=shared,
+        extras=extras,
     )
+
+
+def _extras(settings: Config, *, is_head: bool) -> tuple[str, ...]:
+    """Return packages that settings need on a host: FP8's on all, and trackers' where rank 0 is."""
+    of_all = ("torchao",) if settings.parallel.numerics == "fp8" else ()
+    return (*of_all, *settings.tracking.to) if is_head else of_all
 
 
 def hidden_addresses(meeting: Rendezvous, answers: Facts) -> dict[str, str]:

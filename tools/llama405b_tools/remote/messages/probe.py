@@ -43,6 +43,7 @@ class ProbeRequest:
     candidates: tuple[str, ...] = ()  # addresses that the head may have
     inputs: InputCheck | None = None
     weights: str = ""  # directory of the checkpoint to look for; "": none
+    extras: tuple[str, ...] = ()  # packages that the settings need there, in whatever version
     program: tuple[str, ...] = ()  # of the user's own, to look for; (): none, or it cannot be known before it runs
     shared: str = ""  # the directory of checkpoints, if all hosts must see the same one
 
@@ -121,6 +122,7 @@ class LaunchFacts:
     weights_bytes: int = 0  # of the checkpoint's tensors, or of a part's; 0: it is not here, or was not looked for
     runs: str = ""  # equal on hosts that share the directory of runs
     llama: Llama | None = None  # the model's shape, on the head; None: not known
+    lacks: tuple[str, ...] = ()  # of the extras
     gpu: str = ""  # the first one's name
     gpu_bytes: int = 0  # its memory
     memory_bytes: int = 0  # of the host
