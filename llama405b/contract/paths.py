@@ -5,6 +5,7 @@ Every file has one writer. ``HOST`` is a name from the hosts file, ``N`` a rank:
     plan.json                        launch        what runs where (``plan.Plan``)
     config.toml                      rank 0        the configuration as resolved
     metrics.jsonl                    rank 0        one ``Metrics`` per step, and before them perhaps ``EvaluationMetrics``
+    spent.json                       rank 0        ``SpentHours`` of all attempts
     model/HOST/                      that host's first rank   the model's small files, as rank 0 sent them
     heartbeat/rank-N.json            rank N        ``Heartbeat``
     status/HOST.json                 node runner   ``NodeStatus`` of that host
@@ -100,6 +101,7 @@ class RunDir:
     logs = _BelowEach("logs/{}")
     agent_log = _BelowEach("logs/{}/torchrun.log")
     times = _BelowEach("logs/{}/times")
+    spent = _Below("spent.json")
     tracking = _Below("tracking")
     tracking_lock = _BelowEach("tracking/{}.lock")
     sent = _BelowEach("tracking/{}.json")

@@ -141,6 +141,22 @@ class Metrics:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class SpentHours:
+    """What a run has taken so far: ``spent.json``."""
+
+    gpu_hours: float  # of all its attempts; of CPUs, hours of ranks
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be true.
+
+        Raises:
+            ValueError: It is negative.
+        """
+        if self.gpu_hours < 0:
+            raise ValueError("its hours are negative")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class EvaluationMetrics:
     """The loss on data held out where no step was taken: before the first one, or without training."""
 

@@ -158,6 +158,10 @@ class Training:
     micro_batch_size: int = option(1, "sequences per forward pass on each rank")
     max_steps: int = option(0, "number of steps; 0: as set by epochs")
     epochs: float = option(1.0, "passes over the data, if max_steps is 0")
+    gpu_hours: float = option(
+        0.0,
+        "GPU-hours that the run may take, over all its attempts: it warns at 80 %, and saves and stops before they are spent; 0: any",
+    )
     on_loss_spike: Literal["warn", "skip", "stop"] = option(
         "warn",
         "what to do when the loss spikes; skip: leave the weights as they are in that step; stop: end the run",

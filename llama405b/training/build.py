@@ -34,6 +34,7 @@ from llama405b.parallel.passes import Passes
 from llama405b.parallel.units import UnitTracker
 from llama405b.tracking.start import Trackers, check_packages
 from llama405b.training.bad_steps import BadSteps
+from llama405b.training.budget import Budget
 from llama405b.training.build_data import open_data
 from llama405b.training.build_model import build_model
 from llama405b.training.checkpointer import Checkpointer
@@ -67,6 +68,8 @@ def build_trainer(config: Config, resume: str, context: RankContext, stop: StopS
     begin = functools.partial(beginning, config=config, files=files, batches=batches)
     check = functools.partial(log_changes, begin=begin, allowed=config.checkpoint.allow_changes, context=context)
     n_bytes = RunShape.of(llama, config, context.me.world).checkpoint_bytes
+    with collectives.raise_on_all_ranks():
+        budget = Budget(config.training.gpu_hours, context, began, n_bytes * ranks_per_host() / context.me.world)
     saving, chosen = open_checkpoints(config.checkpoint, config.timeouts.load, resume, n_bytes, context, check)
     if saving.store.is_owner:
         write_atomic(context.run.config, to_toml(config))
@@ -102,6 +105,7 @@ def build_trainer(config: Config, resume: str, context: RankContext, stop: StopS
         host_inputs=build_host_inputs(config, module, llama, context),
         evaluates_first=chosen.found is None and not collectives.broadcast_object(context.journal.began_evaluated),
         tokens=context.journal.tokens,
+        budget=budget,
         trackers=Trackers(config.tracking.to if context.me.is_rank0 else (), context.run, context.log),
     )
 

@@ -40,6 +40,7 @@ class Checkpointer:
         self.cadence = settings.cadence
         self.last_began = time.monotonic()  # the last save; at first, this attempt
         self.cost_s: float | None = None  # what the last save made training wait
+        self.took_s = 0.0  # the last save
         self.step = 0  # of the save that is under way; 0: none is
         self.deferred = False  # a save that was due while another was under way
         self.requests_in_save: list[RunRequest] = []  # answered with the save that is under way
@@ -118,7 +119,7 @@ class Checkpointer:
         journal = self.context.journal
         if isinstance(outcome, Saved):
             self.failed = 0
-            self.cost_s = outcome.blocked_s
+            self.cost_s, self.took_s = outcome.blocked_s, outcome.took_s
             self.best_loss = min(self.best_loss, self.loss)
             journal.log(f"saved {outcome.path} in {outcome.took_s:.1f} s; training waited {outcome.blocked_s:.1f} s")
             journal.event(

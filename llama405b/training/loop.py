@@ -20,6 +20,7 @@ from llama405b.parallel.busy import BusyMeter
 from llama405b.parallel.passes import Passes
 from llama405b.tracking.start import Trackers
 from llama405b.training.bad_steps import BadSteps
+from llama405b.training.budget import Budget
 from llama405b.training.checkpointer import Checkpointer
 from llama405b.training.context import RankContext
 from llama405b.training.evaluate import Evaluator
@@ -41,6 +42,7 @@ class Trainer:
     bad_steps: BadSteps
     checkpointer: Checkpointer
     requests: Requests
+    budget: Budget
     trackers: Trackers
     evaluator: Evaluator | None  # None: nothing is held out
     busy: BusyMeter | None = None  # None: not measured
@@ -81,7 +83,7 @@ class Trainer:
                 if evaluated:
                     journal.log(evaluated)
             if self.after_step(step, metrics):
-                journal.log(f"stopped after step {step}, as requested")
+                journal.log(f"stopped after step {step}, {self.budget.why_stopped}")
                 journal.event(EventKind.STOPPED, step=step)
                 break
         self.updater.wait()
@@ -90,6 +92,7 @@ class Trainer:
         """End what reads ahead, let the next run write into the directory of checkpoints, and trackers have what is left."""
         with contextlib.ExitStack() as ending:
             ending.callback(self.trackers.close)
+            ending.callback(self.budget.keep)
             ending.callback(self.checkpointer.close)
             ending.callback(self.reader.close)
 
@@ -174,6 +177,7 @@ class Trainer:
         wishes = collectives.all_reduce_max_fields(
             dataclasses.replace(
                 mine,
+                stop=max(mine.stop, int(self.budget.after_step(step_s or 0.0, saver.took_s))),
                 save=int(mine.save or saver.is_due(step)),
                 still_saving=int(saver.busy),
                 best=int(saver.is_best(loss)),

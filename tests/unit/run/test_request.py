@@ -179,3 +179,15 @@ def test_an_evaluation_without_training_is_a_run_of_its_own(tmp_path):
     of_training = request.parse_launch([*known, ONLY, "--evaluation.fraction", "0.1", "--data.paths", "d"], 0.0)
     assert of_training.data_paths == ("d",)
     assert of_training.config.evaluation.every
+
+
+def test_a_budget_is_so_many_gpu_hours():
+    words = ["--preset", "demo", "--budget", "500", "--price", "2.5"]
+    asked = request.parse_launch(words, 0.0)
+    assert asked.config.training.gpu_hours == 200
+    assert "--training.gpu_hours=200.0" in asked.flags
+    for wrong in (["--budget", "500"], ["--price", "2"], ["--budget", "-1", "--price", "2"]):
+        with pytest.raises(UserError, match="--budget: it needs --price, of a GPU-hour, and both must be above 0"):
+            request.parse_launch(["--preset", "demo", *wrong], 0.0)
+    with pytest.raises(UserError, match="--budget: settings are for the trainer"):
+        request.parse_launch(["--budget", "500", "--price", "2", "--", "train.py"], 0.0)

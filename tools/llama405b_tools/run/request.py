@@ -182,6 +182,9 @@ def _add_guard(group: argparse._ArgumentGroup) -> None:
     add("--notify", default="", metavar="CMD", help="run CMD on incident, recovery, trouble and end")
     often = "also run it this often while nothing happens, so that silence means that the guard is gone [never]"
     add("--notify-every", default="0", metavar="TIME", help=often)
+    most = "money that the run may cost, with --price: it saves and stops before that (training.gpu_hours) [any]"
+    add("--budget", type=float, default=0.0, metavar="MONEY", help=most)
+    add("--price", type=float, default=0.0, metavar="MONEY", help="of a GPU-hour")
 
 
 def _add_environment(group: argparse._ArgumentGroup) -> None:
@@ -217,6 +220,7 @@ def parse_launch(argv: Sequence[str], now: float) -> LaunchRequest:
     if "--" in argv:
         _check_program(known, program, settings)
     _check_flags(known)
+    settings += _hours(known)
     command.check_resume(known.resume, evaluates=known.evaluate_only)
     request = _request(known, now)
     if program:
@@ -232,11 +236,26 @@ def _check_program(known: argparse.Namespace, program: Sequence[str], settings: 
     if not program:
         raise UserError("--: no program after it; write -- script.py ARG … or -- -m module ARG …")
     for_trainer = [*settings, *source_flags(known)]
-    for_trainer += [command.EVALUATE_ONLY] * known.evaluate_only + ["--rehearse"] * known.rehearse
+    for_trainer += (
+        ["--budget"] * bool(known.budget)
+        + [command.EVALUATE_ONLY] * known.evaluate_only
+        + ["--rehearse"] * known.rehearse
+    )
     if for_trainer:
         raise UserError(
             f"{for_trainer[0]}: settings are for the trainer, but there is a program after --; remove one of them"
         )
+
+
+def _hours(known: argparse.Namespace) -> list[str]:
+    """Return the flag of the GPU-hours that a budget buys; none without one."""
+    if not known.budget and not known.price:
+        return []
+    if not (known.budget > 0 and known.price > 0):
+        raise UserError(
+            "--budget: it needs --price, of a GPU-hour, and both must be above 0; write --budget 500 --price 2.5"
+        )
+    return [f"--training.gpu_hours={known.budget / known.price:g}"]
 
 
 def _request(known: argparse.Namespace, now: float) -> LaunchRequest:

@@ -1,0 +1,72 @@
+"""The GPU-hours that a run may take, over all of its attempts: it warns, and saves and stops before they are spent.
+
+Knows clocks and ``spent.json``, which rank 0 keeps; not when a step or a save happens.
+"""
+
+import time
+
+from llama405b.contract.errors import UserError
+from llama405b.contract.files import read_record, write_json
+from llama405b.contract.records import SpentHours
+from llama405b.training.context import RankContext
+
+WARNS_AT = 0.8  # of them
+KEEP_EVERY_S = 10.0
+STEPS, SAVES, ENDING_S = 2, 1.5, 5.0  # that must fit into what is left: of the time that the last ones took
+GUESSED_BYTES_PER_S = 1e9  # of a host, until it has saved
+
+
+class Budget:
+    """On rank 0; on other ranks it is never spent."""
+
+    def __init__(self, gpu_hours: float, context: RankContext, began: float, host_bytes: float) -> None:
+        """``gpu_hours``: 0: any number; ``began``: when this attempt did, by the monotonic clock; ``host_bytes``: a host saves.
+
+        Raises:
+            UserError: They are spent.
+        """
+        self.most, self.context, self.began = gpu_hours, context, began
+        self.first_save_s = host_bytes / GUESSED_BYTES_PER_S
+        self.counts = context.me.is_rank0
+        self.before = 0.0
+        if self.counts and (kept := read_record(SpentHours, context.run.spent)):
+            self.before = kept.gpu_hours
+        self.kept = 0.0  # when, by the monotonic clock
+        self.warned = False
+        self.is_spent = False
+        if gpu_hours and self.before >= gpu_hours:
+            raise UserError(
+                f"--training.gpu_hours: {self.before:.2f} of {gpu_hours:g} are spent; raise it to go on, or leave it out"
+            )
+
+    @property
+    def spent(self) -> float:
+        """GPU-hours of all attempts so far, from when each began to train or load."""
+        return self.before + (time.monotonic() - self.began) * self.context.me.world / 3600
+
+    def after_step(self, step_s: float, save_s: float) -> bool:
+        """Count; returns whether to stop now, so that it is saved in time. ``step_s``, ``save_s``: what the last ones took."""
+        if not self.counts:
+            return False
+        spent, world = self.spent, self.context.me.world
+        if time.monotonic() - self.kept >= KEEP_EVERY_S:
+            self.keep()
+        if not self.most:
+            return False
+        if spent >= WARNS_AT * self.most and not self.warned:
+            self.warned = True
+            self.context.log(f"{spent:.2f} of {self.most:g} GPU-hours are spent (--training.gpu_hours)")
+        left_s = STEPS * step_s + SAVES * (save_s or self.first_save_s) + ENDING_S
+        self.is_spent = spent + left_s * world / 3600 >= self.most
+        return self.is_spent
+
+    def keep(self) -> None:
+        """Remember what was spent, for the next attempt."""
+        if self.counts:
+            self.kept = time.monotonic()
+            write_json(self.context.run.spent, SpentHours(self.spent))
+
+    @property
+    def why_stopped(self) -> str:
+        """Say why the run was stopped."""
+        return f"as {self.spent:.2f} of {self.most:g} GPU-hours are spent" if self.is_spent else "as requested"
