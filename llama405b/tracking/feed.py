@@ -134,5 +134,5 @@ class Feed:
     def _failed(self, error: Exception) -> None:
         why = " ".join(str(error).split())[:200] or type(error).__name__
         if why != self.why:  # else it was said
-            self.say(f"tracking {self.name}: {why}; training goes on, and it is tried again each minute")
+            self.say(f"tracking {self.name}: {why}; what was not sent is kept")
         self.why, self.sink, self.again = why, None, time.monotonic() + AGAIN_S
