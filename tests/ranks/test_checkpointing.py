@@ -9,7 +9,7 @@ from ranks_rig import run_ranks
 
 KINDS = ("full", "operators", "operators:1", "every:2", "none")
 EVERYWHERE = [(kind, "device") for kind in KINDS] + [("full", "host"), ("every:2", "host")]
-SOME = [("operators:1", "device"), ("every:2", "host")]
+SOME = [("none", "device"), ("operators:1", "device"), ("every:2", "host")]
 ALONE, TP, PP, CHUNKS = {}, {"tp": 2}, {"pp": 2}, {"pp": 2, "pp_schedule": "interleaved"}
 
 

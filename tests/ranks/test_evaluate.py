@@ -186,15 +186,16 @@ def _takes_steps(me, directory, kind, evaluates):
     context = RankContext(me, RunDir(Path()), journal, heartbeat)
     compared = []  # with the best loss that was saved
     saver = nothing(
-        step=0, cadence=nothing(saves=False), busy=False, is_due=lambda _: False, is_best=lambda loss: bool(compared.append(loss)),
+        step=0, took_s=0.0, cadence=nothing(saves=False), busy=False, is_due=lambda _: False, is_best=lambda loss: bool(compared.append(loss)),
         after_step=lambda *_, **__: None,
     )  # fmt: skip
     bad_steps = BadSteps(Config().training, SpikeDetector(3.0), None, journal, 1)
     passes = OneByOne(module, me.dp.size)
+    budget = nothing(after_step=lambda *_: False, keep=lambda: None)
     evaluator = Evaluator(Evaluation(every=2, micro_batch_size=2), 1, passes, _batches(), context)
     trainer = Trainer(
         Config(), context, passes, updater, Reads(steps), range(1, 4), 0, bad_steps, saver,
-        Requests(context, nothing(received=False)), evaluator,
+        Requests(context, nothing(received=False)), budget, nothing(close=lambda: None), evaluator,
         evaluates_first=evaluates,
     )  # fmt: skip
     trainer.take_steps()
