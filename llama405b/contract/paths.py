@@ -32,6 +32,7 @@ Every file has one writer. ``HOST`` is a name from the hosts file, ``N`` a rank:
     diagnosis/WHAT-rank-N-step-S.*   rank N        profiles, memory and stacks, on request
     autopsy/TIME/                    autopsy, guard  ``report.txt``, ``stacks.txt`` and what each HOST saw (on the machine that asked)
     black-box/TIME-VERDICT.gz        cluster-top    the ten minutes around an incident, for --replay (on the machine that it ran on)
+    report.html                      report        what `llama405b report` showed last (on the machine that asked)
     tracking/NAME.json               tracker       what it was sent (``tracking.feed.Sent``); beside it its own files
     tracking/NAME.lock               tracker       held (flock) while it sends
     guard.json, guard.log            guard         ``GuardState``, and what it did, for people (on the machine that it runs on)
@@ -107,6 +108,7 @@ class RunDir:
     sent = _BelowEach("tracking/{}.json")
     autopsies = _Below("autopsy")
     black_box = _Below("black-box")
+    report = _Below("report.html")
     guard = _Below("guard.json")
     guard_log = _Below("guard.log")
     guard_order = _BelowEach("status/.{}.guard-order")

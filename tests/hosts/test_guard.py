@@ -58,6 +58,12 @@ def test_a_guarded_run_comes_back_to_the_same_losses(work, cli, demo, corpus):
     state = cli(work, "status", "--run", "g")
     assert state.returncode == 0
     assert "guard: ended, 2 restarts" in state.stdout
+    report = cli(work, "report", "g", "--price", 2)
+    assert report.returncode == 0, report.stderr
+    assert len(re.findall(r"attempt \d: node-[ab]: .*SIGKILL; next step after", report.stdout)) == 2
+    page = (work / "runs/g/report.html").read_text()
+    assert page.count('class="band bad"') >= 2 * 6  # on each axis of time
+    assert "saved step-" in page
     assert state.stdout.startswith("run g, ranks as tp 2\n")
     told = re.search(r"^goodput (\d+\.\d)% of \S+: .* trained, .* lost to 2 failures", state.stdout, re.MULTILINE)
     assert 0 < float(told[1]) < 100

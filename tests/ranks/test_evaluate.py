@@ -186,7 +186,8 @@ def _takes_steps(me, directory, kind, evaluates):
     context = RankContext(me, RunDir(Path()), journal, heartbeat)
     compared = []  # with the best loss that was saved
     saver = nothing(
-        step=0, took_s=0.0, cadence=nothing(saves=False), busy=False, is_due=lambda _: False, is_best=lambda loss: bool(compared.append(loss)),
+        step=0, took_s=0.0, cadence=nothing(saves=False), busy=False, is_due=lambda _: False,
+        is_best=lambda loss: bool(compared.append(loss)),
         after_step=lambda *_, **__: None,
     )  # fmt: skip
     bad_steps = BadSteps(Config().training, SpikeDetector(3.0), None, journal, 1)

@@ -30,6 +30,7 @@ VERBS = {  # verb: (module with main(argv) -> exit code, what it does)
     "push": ("llama405b_tools.verbs.push", "copy code or a checkpoint to every host"),
     "launch": ("llama405b_tools.verbs.launch", "start a run on every host, or on none"),
     "status": ("llama405b_tools.verbs.status", "show a run's state on every host, and its progress"),
+    "report": ("llama405b_tools.verbs.report", "show a run's loss curve and where its time went, and write a page"),
     "top": ("llama405b_tools.verbs.top", "cluster-top: hosts, GPUs, ranks, training and logs on one screen"),
     "logs": ("llama405b_tools.verbs.logs", "show the logs of every rank on every host"),
     "ask": ("llama405b_tools.verbs.ask", "have a live run save or restart, or show a profile, memory or stacks"),
@@ -54,6 +55,7 @@ GROUPS = {
         "push",
         "launch",
         "status",
+        "report",
         "top",
         "logs",
         "ask",
@@ -69,8 +71,7 @@ GROUPS = {
 def usage() -> str:
     """The help text."""
     lines = [
-        "usage: llama405b VERB …        (llama405b VERB --help for details)",
-        "Fully fine-tune Llama 3.1 405B on machines you reach over SSH.",
+        "usage: llama405b VERB …   Fully fine-tune Llama 3.1 405B over SSH. VERB --help tells more.",
     ]
     for title, verbs in GROUPS.items():
         lines += [f"{title}:"] + [f"  {verb:8} {VERBS[verb][1]}" for verb in verbs]

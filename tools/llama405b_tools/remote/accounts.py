@@ -4,14 +4,14 @@ import contextlib
 import time
 from collections.abc import Sequence
 
-from llama405b.contract.accounting import Attempt, StepTaken, account, is_failure
+from llama405b.contract.accounting import Account, Attempt, StepTaken, account, is_failure
 from llama405b.contract.causes import Cause, CauseKind
 from llama405b.contract.events import EventKind, RunEvent
 from llama405b.contract.files import read_records
 from llama405b.contract.paths import RunDir
 from llama405b.contract.plan import read_plan
 from llama405b.contract.reader import MalformedError, loads
-from llama405b.contract.records import METRICS_LINE, Blame, Metrics, NodeStatus
+from llama405b.contract.records import METRICS_LINE, Blame, EvaluationMetrics, Metrics, NodeStatus
 from llama405b_tools.remote.describe import lives
 from llama405b_tools.remote.locks import run_of
 from llama405b_tools.remote.messages.account_request import AccountReply, AccountRequest
@@ -21,30 +21,37 @@ EVERY = 1 << 30  # of a file's records
 
 def account_of(request: AccountRequest) -> AccountReply:
     """Return what the run's time went into."""
-    run, plan = run_of(request.run), read_plan(run_of(request.run))
-    steps = list(_steps(run))
+    run = run_of(request.run)
+    plan = read_plan(run)
+    steps = [line for line in metrics_of(run) if isinstance(line, Metrics)]
+    attempts = attempts_of(run, request.host, plan.attempt, steps, alive=lives(run, plan, request.host))
+    return AccountReply(account_of_attempts(run, request.host, attempts, steps, plan.world))
+
+
+def account_of_attempts(
+    run: RunDir, host: str, attempts: Sequence[Attempt], steps: Sequence[Metrics], world: int
+) -> Account | None:
+    """Return what the time of a run's attempts went into until now; None if it has taken no step."""
     try:
-        began = run.lock(request.host).stat().st_mtime  # its node runner made it, and nothing is ever written into it
+        began = run.lock(host).stat().st_mtime  # its node runner made it, and nothing is ever written into it
     except OSError:
-        return AccountReply(None)
-    if not steps:
-        return AccountReply(None)
-    attempts = _attempts(run, request.host, plan.attempt, steps, alive=lives(run, plan, request.host))
-    return AccountReply(account(began, attempts, steps, sum(node.slots for node in plan.nodes), time.time()))
+        return None
+    taken = [StepTaken(step.attempt, step.time, step.step_s) for step in steps]
+    return account(began, attempts, taken, world, time.time()) if taken else None
 
 
-def _steps(run: RunDir) -> Sequence[StepTaken]:
+def metrics_of(run: RunDir) -> list[Metrics | EvaluationMetrics]:
+    """Return what can be read of a run's metrics."""
     found = []
     with contextlib.suppress(OSError):
         for line in run.metrics.read_text(encoding="utf-8", errors="replace").splitlines():
             with contextlib.suppress(MalformedError):
-                each = loads(METRICS_LINE, line, "metrics")
-                if isinstance(each, Metrics):
-                    found.append(StepTaken(each.attempt, each.time, each.step_s))
+                found.append(loads(METRICS_LINE, line, "metrics"))
     return found
 
 
-def _attempts(run: RunDir, host: str, newest: int, steps: Sequence[StepTaken], *, alive: bool) -> Sequence[Attempt]:
+def attempts_of(run: RunDir, host: str, newest: int, steps: Sequence[Metrics], *, alive: bool) -> list[Attempt]:
+    """Return a run's launches, as a host knows them."""
     ends = {end.attempt: end for end in read_records(NodeStatus, run.ends(host), EVERY)}
     blames = {blame.attempt: blame.cause for blame in read_records(Blame, run.blames(host), EVERY)}
     last = {step.attempt: step.time for step in steps}

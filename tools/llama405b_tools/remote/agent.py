@@ -31,6 +31,7 @@ ACTIONS = {  # action: the module of the function of that name, imported on dema
     "ask": "remote.asking",
     "answer": "remote.asking",
     "account_of": "remote.accounts",
+    "report_of": "remote.reports",
     "evidence": "remote.autopsy",
     "stream": "remote.streaming",
     "probe": "remote.launch_facts",

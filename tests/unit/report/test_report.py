@@ -1,0 +1,187 @@
+"""The report of a run: its curves, its page and its lines, from what the run's head says."""
+
+import dataclasses
+import html.parser
+import json
+import re
+
+import pytest
+
+from llama405b.contract.accounting import Attempt, StepTaken, account
+from llama405b.contract.causes import Cause, CauseKind
+from llama405b.contract.events import EventKind, RunEvent
+from llama405b.contract.records import EvaluationMetrics, Metrics
+from llama405b_tools.remote.messages.report import MOST_POINTS, ReportReply, evaluations_of, points_of
+from llama405b_tools.report.draw.page import page
+from llama405b_tools.report.draw.summary import Summary
+from llama405b_tools.report.draw.terminal import lines_of
+from llama405b_tools.text.plot import plot
+from llama405b_tools.text.ticks import ticks, time_ticks
+
+KILLED = Cause(CauseKind.RANK_EXIT, "gpu-2", 9, exit_code=-9, detail="<b>gone</b>")
+ALIVE = (Attempt(1),)
+H100 = "NVIDIA H100 80GB HBM3"
+
+
+def steps_of(n, attempt=1, first=1, begin=100.0, step_s=10.0):
+    return [
+        Metrics(
+            first + i, begin + step_s * (i + 1), 8.0 - 0.1 * i, 1.0, 1e-4, 4096 * (first + i), 409.6, step_s, 1.0, 2.0, 5.0, 1.5,
+            step_tokens=4096, flops_per_token=2 * 10**12, attempt=attempt, peak_bytes=70 << 30, peak_allocated_bytes=60 << 30,
+        )
+        for i in range(n)
+    ]  # fmt: skip
+
+
+def reply_of(steps, attempts=ALIVE, now=1000.0, **more):
+    taken = [StepTaken(step.attempt, step.time, step.step_s) for step in steps]
+    found = {
+        "now": now, "created": 0.0, "owner": "ann@desk", "attempt": len(attempts), "hosts": (("gpu-1", 8), ("gpu-2", 8)), "mesh": None,
+        "expected_step_s": 8.0, "alive": attempts[-1].ended is None, "attempts": tuple(attempts),
+        "account": account(50.0, attempts, taken, 16, now), "points": tuple(points_of(steps)), "last": steps[-1],
+        "evaluations": (), "events": (), "settings": "[training]\nmax_steps = 20\n", "gpu": H100, "checkpoint": "", "versions": {},
+    }  # fmt: skip
+    return ReportReply(**(found | more))
+
+
+def failed_and_resumed():
+    steps = [*steps_of(5), *steps_of(5, attempt=2, first=6, begin=400.0)]
+    saved = RunEvent(151.0, "rank-0", EventKind.SAVED, 1, 5, "c/step-00000005", took_s=9.0, blocked_s=1.0)
+    events = (saved, RunEvent(399.0, "rank-0", EventKind.RESUMED, 2, 5, "c/step-00000005"))
+    return reply_of(steps, [Attempt(1, 200.0, KILLED), Attempt(2, 460.0)], events=events)
+
+
+class Well(html.parser.HTMLParser):
+    """Whether every element that is opened is closed, in order."""
+
+    EMPTY = ("meta",)
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.tags, self.words = [], [], []
+        self.feed(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        if tag not in self.EMPTY:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.words.append(data)
+
+
+def test_a_page_is_whole_and_loads_nothing():
+    found = Well(page(Summary("r", failed_and_resumed(), 2.5)))
+    assert not [attrs for _, attrs in found.tags if {"src", "href"} & set(attrs)]
+    said = " ".join(found.words)
+    for words in (
+        "gpu-2: rank 9 exited with -9: <b>gone</b>",
+        "ended after step 10 of 20",
+        "saved step-00000005",
+        "gpu-[1-2]",
+    ):
+        assert words in said, words
+    assert "b" not in [tag for tag, attrs in found.tags if not attrs and tag == "i"]
+
+
+def test_hours_by_cause_sum_to_the_time_of_all_ranks():
+    reply = failed_and_resumed()
+    found = Well(page(Summary("r", reply, 2.5)))
+    cells = [words for words in found.words if re.fullmatch(r"[\d,]+\.\d\d", words)]
+    hours = (sum(reply.account.seconds.values())) * 16 / 3600
+    assert f"{hours:,.2f}" in cells
+    assert f"{2.5 * hours:,.2f}" in cells
+    assert sum(reply.account.seconds.values()) == pytest.approx(410.0)  # from the launch to the end
+
+
+def test_values_at_the_pointer_are_those_of_the_steps():
+    text = page(Summary("r", reply_of(steps_of(5)), 0.0))
+    rows = json.loads(re.search(r'id="rows">(.*?)</script>', text)[1])
+    assert [(row[0], row[1]) for row in rows] == [(60 + 10 * i, 1 + i) for i in range(5)]
+    assert rows[0][2].startswith("step 1  60s  loss 8.0000  grad 1.000")
+
+
+def test_what_was_planned_is_beside_what_is():
+    summary = Summary("r", reply_of(steps_of(12)), 0.0)
+    assert summary.planned_tokens_per_s == 512
+    assert summary.mfu(409.6) == pytest.approx(100 * 409.6 * 2e12 / (989e12 * 16))
+    assert "planned 512" in page(summary)
+    unplanned = Summary("r", reply_of(steps_of(12), expected_step_s=0.0, gpu=""), 0.0)
+    assert (unplanned.planned_tokens_per_s, unplanned.mfu(409.6), unplanned.unit) == (None, None, "rank-h")
+    assert "model FLOPs" not in page(unplanned)
+
+
+def test_a_long_run_keeps_its_range_and_its_pauses():
+    steps = [*steps_of(4000), *steps_of(3000, attempt=2, first=4001, begin=90_000.0)]
+    steps[1700] = dataclasses.replace(steps[1700], loss=900.0)
+    points = list(points_of(steps))
+    assert len(points) <= MOST_POINTS + 1
+    assert sum(point.steps for point in points) == len(steps)
+    assert max(point.loss_high for point in points) == 900.0
+    assert {point.attempt for point in points if point.step <= 4000} == {1}
+    assert sum(point.loss * point.steps for point in points) == pytest.approx(sum(step.loss for step in steps))
+
+
+def test_an_evaluation_alone_is_a_report():
+    lines = [EvaluationMetrics(0, 120.0, 2.5, 1), EvaluationMetrics(5, 130.0, None, 1)]
+    reply = reply_of(steps_of(1), points=(), last=None, account=None, evaluations=tuple(evaluations_of(lines)))
+    assert reply.evaluations == ((0, 120.0, 2.5),)
+    summary = Summary("r", reply, 0.0)
+    Well(page(summary))
+    assert any("evaluation 2.5000 -> 2.5000" in line for line in lines_of(summary, 80, 6, plain=False))
+
+
+def test_the_terminal_has_the_curve_first_then_the_time_and_the_failure():
+    lines = list(lines_of(Summary("r", failed_and_resumed(), 2.0), 80, 8, plain=False))
+    assert lines[0].startswith("run r: ended after step 10 of 20")
+    assert max(map(len, lines[2:11])) <= 80
+    said = "\n".join(lines[11:])
+    for words in (
+        "loss 8.0000 -> 7.8000 (mean of the last 10 steps)",
+        "goodput 24.4% of 6m",
+        "cost 3.64 at 2 a GPU-h",
+        "attempt 1: gpu-2",
+    ):
+        assert words in said, words
+    assert "16 GPUs, they have been idle for 2.4 GPU-h, 4.80" in said
+
+
+def test_a_run_that_goes_on_says_nothing_of_idle_gpus():
+    assert not any(
+        "idle" in line for line in lines_of(Summary("r", reply_of(steps_of(3), now=140.0), 2.0), 80, 8, plain=False)
+    )
+
+
+def test_a_tracker_that_kept_the_first_values_is_named():
+    settings = '[tracking]\nto = ["wandb"]\n'
+    reply = dataclasses.replace(failed_and_resumed(), settings=settings)
+    assert "wandb has the first values" in page(Summary("r", reply, 0.0))
+    assert "first values" not in page(Summary("r", reply_of(steps_of(3), settings=settings), 0.0))
+
+
+def test_a_plot_has_its_ends_where_they_are():
+    lines = plot([(0.0, 0.0), (10.0, 1.0)], [(10.0, 1.0)], 28, 4, "{:.1f}".format)
+    assert [line[:8] for line in lines[:4]] == ["   1.0 ┤", "       │", "   0.5 ┤", "   0.0 ┤"] or "0.0" in lines[3]
+    assert lines[0].endswith("o")
+    assert lines[3][8] != " "
+    assert set("".join(plot([(0, 0), (1, 1)], [], 28, 4, str, plain=True)[:4])) <= set(" *┤│.0123456789")
+
+
+@pytest.mark.parametrize(("low", "high", "n"), [(0, 1, 4), (3.3, 7.7, 4), (0, 1e9, 5), (-2, 2, 4), (1e-6, 3e-6, 3)])
+def test_ticks_are_round_inside_and_about_as_many(low, high, n):
+    found = ticks(low, high, n)
+    assert n / 3 <= len(found) <= 2 * n + 1
+    assert all(low - 1e-9 <= tick <= high + 1e-9 * abs(high) for tick in found)
+
+
+def test_ticks_of_time_are_those_of_a_clock():
+    assert time_ticks(7200, 8) == [0, 900, 1800, 2700, 3600, 4500, 5400, 6300, 7200]
+    assert time_ticks(0.0, 8) == [0]
+    assert len(time_ticks(40 * 86400, 8)) <= 9

@@ -1,0 +1,61 @@
+"""All that a report of a run shows, from the files of its head. Standard library."""
+
+import contextlib
+import time
+from pathlib import Path
+
+from llama405b.contract.checkpoints import MANIFEST, newest_complete, read_manifest
+from llama405b.contract.events import RunEvent
+from llama405b.contract.files import read_records
+from llama405b.contract.plan import read_plan
+from llama405b.contract.reader import MalformedError
+from llama405b.contract.records import Metrics
+from llama405b_tools.remote.accounts import EVERY, account_of_attempts, attempts_of, metrics_of
+from llama405b_tools.remote.describe import checkpoints_of, lives
+from llama405b_tools.remote.launch_facts import first_gpu
+from llama405b_tools.remote.locks import run_of
+from llama405b_tools.remote.messages.report import ReportReply, ReportRequest, evaluations_of, points_of
+
+
+def report_of(request: ReportRequest) -> ReportReply:
+    """Return what the run's files say, its curves as far as a screen can show them."""
+    run = run_of(request.run)
+    plan = read_plan(run)
+    lines, alive = metrics_of(run), lives(run, plan, request.host)
+    steps = [line for line in lines if isinstance(line, Metrics)]
+    attempts = attempts_of(run, request.host, plan.attempt, steps, alive=alive)
+    saved, settings = None, ""
+    with contextlib.suppress(OSError):
+        saved = newest_complete(checkpoints_of(run, plan))
+    with contextlib.suppress(OSError):
+        settings = run.config.read_text(encoding="utf-8")
+    return ReportReply(
+        now=time.time(),
+        created=plan.created,
+        owner=plan.owner,
+        attempt=plan.attempt,
+        hosts=tuple((node.name, node.slots) for node in plan.nodes),
+        mesh=plan.mesh,
+        expected_step_s=plan.expected_step_s,
+        alive=alive,
+        attempts=tuple(attempts),
+        account=account_of_attempts(run, request.host, attempts, steps, plan.world),
+        points=tuple(points_of(steps)),
+        last=steps[-1] if steps else None,
+        evaluations=tuple(evaluations_of(lines)),
+        events=tuple(read_records(RunEvent, run.events("rank-0"), EVERY)),
+        settings=settings,
+        gpu=first_gpu()[0],
+        checkpoint=str(saved or ""),
+        versions=_versions(saved),
+    )
+
+
+def _versions(checkpoint: Path | None) -> dict[str, str]:
+    """Return the versions of the packages that wrote a checkpoint."""
+    if checkpoint is None:
+        return {}
+    try:
+        return dict(read_manifest((checkpoint / MANIFEST).read_bytes())[0].versions)
+    except (OSError, MalformedError):
+        return {}

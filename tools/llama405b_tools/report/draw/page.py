@@ -1,0 +1,296 @@
+"""The page of a report: one HTML file that needs no network. Pure."""
+
+import datetime
+import html
+import json
+from collections.abc import Callable, Iterator, Sequence
+
+from llama405b.contract.accounting import Use
+from llama405b.contract.events import EventKind
+from llama405b.contract.phrases import counted, given
+from llama405b_tools.remote.messages.report import Point
+from llama405b_tools.report.draw.look import SCRIPT, STYLE
+from llama405b_tools.report.draw.summary import (
+    USES,
+    Happened,
+    Summary,
+    by_attempt,
+    happened,
+    idle_words,
+    incident_words,
+    spent,
+    state_words,
+)
+from llama405b_tools.report.draw.svg import Axis, Chart, Curve, Place
+from llama405b_tools.text.figures import amount, number, reading, span
+from llama405b_tools.text.fold import fold_names
+from llama405b_tools.text.ticks import ticks, time_ticks
+
+STYLES = {
+    Use.TRAINING: "a", Use.STARTING: "e", Use.SAVING: "c", Use.PAUSES: "d", Use.SLOW: "warn", Use.FAILURES: "bad",
+    Use.RESTARTS: "b", Use.WAITING: "warn",
+}  # fmt: skip
+PARTS = (
+    ("data", "data_s", "e"),
+    ("forward", "forward_s", "a"),
+    ("backward", "backward_s", "d"),
+    ("optimizer", "optimizer_s", "c"),
+)
+MARKED = {
+    EventKind.SAVED: "good",
+    EventKind.NOT_SAVED: "bad",
+    EventKind.RESUMED: "b",
+    EventKind.SPIKE: "warn",
+    EventKind.NOT_FINITE: "bad",
+    EventKind.STOPPED: "b",
+    "failed": "bad",
+}
+SHOWN_SAVES = 10
+SMOOTH = 40  # a part of a curve's length to each side
+GIB = 1 << 30
+
+
+def page(found: Summary) -> str:
+    """Return the page of a run."""
+    title = html.escape(f"run {found.run}")
+    rows = [[point.time - found.began, point.step, _values(found, point)] for point in found.reply.points]
+    data = json.dumps(rows).replace("<", "\\u003c")
+    body = "\n".join([
+        f"<h1>{title}</h1>",
+        *(f'<p class="soft">{html.escape(line)}</p>' for line in _about(found)),
+        '<div class="tiles">' + "".join(f'<div class="tile"><b>{html.escape(value)}</b><span>{html.escape(name)}</span></div>'
+            for name, value in _tiles(found)) + "</div>",
+        *(f'<p class="note">{html.escape(line)}</p>' for line in notes(found)),
+        '<div id="at" class="soft">Point at a curve to read its values.</div>',
+        *(_charts(found) if found.reply.points or found.reply.evaluations else ["<p>No step was taken yet.</p>"]),
+        *_time(found),
+        *_happened(happened(found), found.began),
+        *_facts(found),
+    ])  # fmt: skip
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
+        f'<meta name="viewport" content="width=device-width"><style>{STYLE}</style></head>\n<body>\n{body}\n'
+        f'<script type="application/json" id="rows">{data}</script><script>{SCRIPT}</script>\n</body></html>\n'
+    )
+
+
+def notes(found: Summary) -> Iterator[str]:
+    """Yield what a reader must know to read it rightly."""
+    if line := idle_words(found):
+        yield line
+    resumed = any(event.kind is EventKind.RESUMED for event in found.reply.events)
+    if found.trackers and resumed:
+        names = " and ".join(found.trackers)
+        yield f"of steps that were taken again after a resume, {names} has the first values; these here are the last"
+
+
+def _about(found: Summary) -> Iterator[str]:
+    reply = found.reply
+    hosts = ", ".join(
+        f"{fold_names(name for name, each in reply.hosts if each == ranks)}, {counted(ranks, 'rank')} each"
+        for ranks in dict.fromkeys(each for _, each in reply.hosts)
+    )
+    mesh = reply.mesh.told if reply.mesh else ""
+    gpus = given(" x {}", reply.gpu)
+    yield f"{state_words(found)}; attempt {reply.attempt}, launched by {reply.owner}; as of {_clock(reply.now)}"
+    yield f"{found.world}{gpus or ' ranks'} on {hosts}{given('; ranks as {}', mesh)}"
+
+
+def _tiles(found: Summary) -> Iterator[tuple[str, str]]:
+    """Yield what stands above all else: what it is, and its value."""
+    reply, account = found.reply, found.reply.account
+    if reply.points:
+        yield (
+            f"loss of the last {counted(found.last_steps, 'step')}, from {reply.points[0].loss:.3f}",
+            f"{found.last('loss'):.4f}",
+        )
+    if reply.evaluations:
+        best = min(loss for *_, loss in reply.evaluations)
+        yield f"evaluation, best {best:.4f}", f"{reply.evaluations[-1][2]:.4f}"
+    if reply.last:
+        rate, planned = found.last("tokens_per_s"), found.planned_tokens_per_s
+        yield f"tokens/s{given(', planned {}', planned and amount(planned))}", amount(rate)
+        if mfu := found.mfu(rate):
+            yield f"MFU{given(', planned {:.1f}%', found.mfu(planned))}", f"{mfu:.1f}%"
+        yield "target tokens", amount(reply.last.tokens)
+    if account:
+        total_s = sum(account.seconds.values())
+        yield f"goodput of {span(total_s)}", f"{100 * (account.goodput or 0.0):.1f}%"
+        yield found.unit, f"{account.rank_hours(total_s):,.2f}"
+        if cost := found.cost(total_s):
+            yield f"cost, at {found.price:g} a {found.unit}", f"{cost:,.2f}"
+
+
+def _charts(found: Summary) -> Iterator[str]:
+    points, began = found.reply.points, found.began
+    pieces = list(by_attempt(points))
+
+    def curve(name: str, style: str, value: Callable[[Point], float]) -> Curve:
+        return Curve(name, style, [[(point.time - began, value(point)) for point in piece] for piece in pieces])
+
+    yield "<h2>Loss by step</h2>"
+    yield _loss(found, pieces)
+    keys = (("saved", "good"), ("resumed or stopped", "b"), ("spike", "warn"), ("failure", "bad"))
+    legend = "".join(f'<span class="key {style}">{name}</span>' for name, style in keys)
+    yield f"<h2>By time since the launch</h2><figcaption>{legend}</figcaption>"
+    axis = _time_axis(found)
+    evaluated = [[(time - began, loss)] for _, time, loss in found.reply.evaluations]
+    losses = [curve("loss", "a", lambda point: point.loss)] if points else []
+    yield Chart(
+        "loss, nats per target token",
+        [*losses, Curve("evaluation", "b", evaluated, dots=True)],
+        reading,
+        from_zero=False,
+    ).svg(axis)
+    if not points:
+        return
+    yield Chart(
+        "gradient norm, before clipping", [curve("highest", "a", lambda point: point.grad_norm_high)], reading
+    ).svg(axis)
+    yield Chart(
+        "target tokens per second",
+        [curve("all ranks", "a", lambda point: point.tokens_per_s)],
+        amount,
+        plan=found.planned_tokens_per_s,
+    ).svg(axis)
+    if found.mfu(points[-1].tokens_per_s):
+        yield Chart(
+            "model FLOPs utilization", [curve("MFU", "a", lambda point: found.mfu(point.tokens_per_s) or 0.0)],
+            lambda value: f"{value:.0f}%", plan=found.mfu(found.planned_tokens_per_s),
+        ).svg(axis)  # fmt: skip
+    parts = [curve(name, style, lambda point, field=field: getattr(point, field)) for name, field, style in PARTS]  # type: ignore[misc]
+    planned = found.reply.expected_step_s or None
+    yield Chart("a step, seconds", parts, reading, stacked=True, plan=planned).svg(axis)
+    on_gpu = any(point.allocated_bytes for point in points)
+    memory = [curve("with what the allocator keeps" if on_gpu else "held", "a", lambda point: point.peak_bytes / GIB)]
+    if on_gpu:
+        memory.append(curve("tensors", "c", lambda point: point.allocated_bytes / GIB))
+    yield Chart("memory of rank 0, the most so far, GiB", memory, reading).svg(axis)
+    yield Chart(
+        "learning rate", [curve("of the first group", "a", lambda point: point.lr)], "{:.1e}".format, height=90
+    ).svg(axis)
+
+
+def _loss(found: Summary, pieces: Sequence[Sequence[Point]]) -> str:
+    """Draw the loss by step, with its range where several steps are one point."""
+    points = found.reply.points
+    each = [[(point.step, point.loss) for point in piece] for piece in pieces]
+    curves = [Curve("loss", "a thin", each), Curve("smoothed", "a", list(map(_smooth, each)))] if points else []
+    evaluated = Curve("evaluation", "b", [[(step, loss)] for step, _, loss in found.reply.evaluations], dots=True)
+    ranges = [
+        [(point.step, point.loss_low, point.loss_high) for point in piece] for piece in pieces if piece[0].steps > 1
+    ]
+    shown = [*(point.step for point in points), *(step for step, *_ in found.reply.evaluations)]
+    begin, end = min(shown), max(shown)
+    marks = [(float(step), f"{step:,.0f}") for step in ticks(begin, end, 8) if step == int(step)]
+    axis = Axis(end, marks, begin=begin, kind="step")
+    return Chart("nats per target token", [*curves, evaluated], reading, 260, from_zero=False, ranges=ranges).svg(axis)
+
+
+def _smooth(piece: Sequence[Place]) -> list[Place]:
+    """Return the mean of each value and those around it."""
+    half = len(piece) // SMOOTH
+    around = [piece[max(0, i - half) : i + half + 1] for i in range(len(piece))]
+    return [(at, sum(value for _, value in near) / len(near)) for (at, _), near in zip(piece, around, strict=True)]
+
+
+def _time_axis(found: Summary) -> Axis:
+    reply, began = found.reply, found.began
+    end = max([reply.now if reply.alive else 0.0, *(point.time for point in reply.points), *(each.time for each in happened(found)),
+        *(time for _, time, _ in reply.evaluations)]) - began  # fmt: skip
+    account = reply.account
+    bands = [
+        (each.began - began, min(end, (each.resumed or each.failed) - began), "bad")
+        for each in (account.incidents if account else ())
+    ]
+    marks = [(each.time - began, MARKED[each.kind], each.words) for each in happened(found) if each.kind in MARKED]
+    return Axis(end, [(at, span(at) if at else "0") for at in time_ticks(end, 8)], bands=bands, marks=marks)
+
+
+def _values(found: Summary, point: Point) -> str:
+    """Say what a point shows, in a line."""
+    first = point.step - point.steps + 1
+    steps = f"step {point.step}" if point.steps == 1 else f"steps {first}-{point.step}"
+    mfu = given("  MFU {:.1f}%", found.mfu(point.tokens_per_s))
+    return (
+        f"{steps}  {span(point.time - found.began)}  loss {point.loss:.4f}  grad {point.grad_norm:.3f}  "
+        f"{amount(point.tokens_per_s)} tokens/s{mfu}  {point.step_s:.2f} s  lr {point.lr:.2e}"
+    )
+
+
+def _time(found: Summary) -> Iterator[str]:
+    account = found.reply.account
+    if not account:
+        return
+    total_s = sum(account.seconds.values())
+    uses = list(spent(account))
+    yield "<h2>What the time went into</h2>"
+    bars = (f'<i class="{STYLES[use]}" style="width:{100 * seconds / total_s:.2f}%"></i>' for use, seconds in uses)
+    yield f'<div class="bar">{"".join(bars)}</div>'
+    rows = [
+        [f'<span class="key {STYLES[use]}">{use}</span>', USES[use], *_figures(found, seconds, total_s)]
+        for use, seconds in uses
+    ]
+    total = "since the first launch, without the time that it was stopped"
+    rows.append(["<span class='key'></span>all", total, *_figures(found, total_s, total_s)])
+    yield _table(["", "", "time", found.unit, "share", *(["cost"] if found.price else [])], rows, numeric=2)
+    if account.incidents:
+        yield "<h2>Failures</h2>"
+        rows = [
+            [_clock(each.failed), str(each.attempt), html.escape(incident_words(each)),
+             span(each.resumed - each.began) if each.resumed else "not restarted",
+             f"{account.rank_hours((each.resumed or each.failed) - each.began):,.2f}"]
+            for each in account.incidents
+        ]  # fmt: skip
+        yield _table(["when", "attempt", "why", "until the next step", found.unit], rows)
+
+
+def _figures(found: Summary, seconds: float, total_s: float) -> list[str]:
+    hours = f"{seconds * found.world / 3600:,.2f}"
+    cost = [number(found.cost(seconds), ",.2f")] if found.price else []
+    return [span(seconds), hours, f"{100 * seconds / total_s:.1f}%", *cost]
+
+
+def _happened(all_of: Sequence[Happened], began: float) -> Iterator[str]:
+    saves = [each for each in all_of if each.kind == EventKind.SAVED]
+    left_out = set(map(id, saves[:-SHOWN_SAVES]))
+    rows = [
+        [_clock(each.time), span(each.time - began), html.escape(each.words)]
+        for each in all_of
+        if id(each) not in left_out
+    ]
+    if not rows:
+        return
+    yield "<h2>What happened</h2>"
+    if left_out:
+        yield f'<p class="soft">Of {len(saves)} saves, the last {SHOWN_SAVES}.</p>'
+    yield _table(["when", "after", ""], rows)
+
+
+def _facts(found: Summary) -> Iterator[str]:
+    reply = found.reply
+    yield "<h2>What ran</h2>"
+    versions = ", ".join(f"{name} {version}" for name, version in sorted(reply.versions.items()))
+    yield f"<p>{html.escape(versions or 'Versions of packages are known once a checkpoint was saved.')}</p>"
+    if reply.checkpoint:
+        yield f"<p>newest checkpoint: {html.escape(reply.checkpoint)}</p>"
+    yield '<p class="soft">Power and energy are not recorded in a run\'s files; cluster-top shows them while it trains.</p>'
+    yield f"<details><summary>settings (config.toml)</summary><pre>{html.escape(reply.settings)}</pre></details>"
+
+
+def _table(headings: Sequence[str], rows: Sequence[Sequence[str]], numeric: int = 99) -> str:
+    """Return a table of cells that are HTML already; those from column ``numeric`` on are numbers."""
+
+    def row(cells: Sequence[str], tag: str) -> str:
+        classes = [' class="n"' if i >= numeric else "" for i in range(len(cells))]
+        return (
+            "<tr>"
+            + "".join(f"<{tag}{kind}>{cell}</{tag}>" for cell, kind in zip(cells, classes, strict=True))
+            + "</tr>"
+        )
+
+    return "<table>" + row(headings, "th") + "".join(row(cells, "td") for cells in rows) + "</table>"
+
+
+def _clock(moment: float) -> str:
+    return datetime.datetime.fromtimestamp(moment).astimezone().strftime("%Y-%m-%d %H:%M:%S")
