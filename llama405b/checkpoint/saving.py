@@ -17,12 +17,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.fsdp import FullyShardedDataParallel
 
+from llama405b.checkpoint.after_save import AfterSave
 from llama405b.checkpoint.copy_on_update import CopyOnUpdate, SnapshotStats, Staging
 from llama405b.checkpoint.replication import Replication
 from llama405b.checkpoint.snapshot import state_to_save
 from llama405b.checkpoint.store import Store
 from llama405b.checkpoint.writer import SealingWriter
-from llama405b.contract.checkpoints import FileDigest, Manifest, Reached, RunIdentity
+from llama405b.contract.checkpoints import FileDigest, Manifest, Reached, RunIdentity, write_manifest
 from llama405b.contract.errors import UserError
 from llama405b.contract.phrases import reason_of, remedy_of
 from llama405b.contract.units import SPARE
@@ -45,8 +46,21 @@ class Saved:
 class Saving:
     """Writes one checkpoint at a time into a store."""
 
-    def __init__(self, store: Store, staging_bytes: int | None = None, replication: Replication | None = None) -> None:
-        """``staging_bytes``: of CPU memory per host for copies; None: what is free at the first save, less some."""
+    def __init__(
+        self,
+        store: Store,
+        staging_bytes: int | None = None,
+        replication: Replication | None = None,
+        after_save: AfterSave | None = None,
+        *,
+        delete_unsent: bool = False,
+    ) -> None:
+        """``staging_bytes``: of CPU memory per host for copies; None: what is free at the first save, less some.
+
+        ``after_save``: of an owner; ``delete_unsent``: also what it has not succeeded for.
+        """
+        self.after_save = after_save
+        self.delete_unsent = delete_unsent
         self.store = store
         self.me = store.me
         self.staging_bytes = staging_bytes
@@ -62,6 +76,13 @@ class Saving:
     def busy(self) -> bool:
         """Whether this rank is still writing, or deleting."""
         return any(future is not None and not future.done() for future in (self.under_way, self.pruning))
+
+    def resumed(self, done: int) -> None:
+        """Begin what goes on beside training: ``done``: steps, after which the run goes on."""
+        if self.replication:
+            self.replication.begin(done)
+        if self.after_save:
+            self.after_save.begin({path: write_manifest(each)[1] for path, each in self.store.directory.own().items()})
 
     def allocate_staging(self, updater: Updater, progress: Progress = lambda *_: None) -> None:
         """Allocate the memory for copies, on all ranks; ``begin`` does, if nobody did before.
@@ -152,10 +173,14 @@ class Saving:
             frozen.abandon()
         if self.replication:
             self.replication.after_save(step, store.group)
+        if self.after_save:
+            self.after_save.landed(final, store.saved[str(final)])
         return Saved(final, store.saved.get(str(final), ""), time.monotonic() - began, frozen.stats)
 
     def _prune(self) -> str:
         store, spared = self.store, self.replication.spared if self.replication else set[int]()
+        if self.after_save and not self.delete_unsent:
+            spared = spared | self.after_save.pending
         try:
             store.on_owners(
                 lambda: store.directory.retire(self.step, store.keep, spared, keep_best=store.keep_best),

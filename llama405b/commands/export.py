@@ -5,6 +5,7 @@ Knows safetensors, manifests and DCP's metadata; not hosts.
 
 import contextlib
 import dataclasses
+import hashlib
 import json
 import math
 import shutil
@@ -104,6 +105,8 @@ def main(argv: Sequence[str]) -> int:
         if args.adapter and args.try_:
             raise UserError("--try: an adapter alone generates nothing; leave out --adapter")
         if args.adapter:
+            if args.verify:
+                raise UserError("--verify: it is for whole models; leave out --adapter")
             return export_adapter(found, settings, args.out, args.dtype or "fp32", args.push_to_hub)
         small = find_model_files(found.path, args.source)
         found = MergedWeights(found, args.model or Path(settings.model.path), settings)
@@ -116,6 +119,8 @@ def main(argv: Sequence[str]) -> int:
     export = Export(found.digest, dtype, dict(plan_files(llama.tensors(), dtype, one_file=args.one_file)))
     write(export, found, args.out)
     finish(export, small, args.out, llama.layers)
+    if args.verify:
+        verify(args.out)
     size = f"{counted(len(export.files), 'file')}, {export.n_bytes / 1e9:.2f} GB in {dtype}"
     print(f"exported {found.path} to {args.out}: {size}")
     print(f"serve it, for example: vllm serve {args.out}", flush=True)
@@ -307,6 +312,27 @@ def _written(path: Path, digest: str) -> Written:
     return Written(found.st_size, found.st_mtime, digest)
 
 
+def verify(out: Path) -> None:
+    """Read back what was written.
+
+    Raises:
+        RunError: A file is not as it was written.
+    """
+    try:
+        record = reader.loads(Record, (out / RECORD).read_text(encoding="utf-8"), str(out / RECORD))
+        damaged = [name for name, seal in record.files.items() if _sha256(out / name) != seal.sha256]
+    except (OSError, MalformedError) as error:
+        raise RunError(f"{out}: cannot be read back ({reason_of(error)}); run the same command again") from None
+    if damaged:
+        raise RunError(f"{out / damaged[0]}: is not as it was written; delete it and run the same command again")
+    print(f"read back {counted(len(record.files), 'file')} of {out}: as written", flush=True)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def finish(export: Export, small: Path, out: Path, layers: int) -> None:
     """Write what stands beside the weights: the index last, since it makes the model whole.
 
@@ -345,10 +371,6 @@ def writing(out: Path) -> Iterator[None]:
         raise RunError(f"{out}: cannot be written ({reason_of(error)}); run the same command to resume") from None
 
 
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
-
-
 def create(repo: str) -> None:
     """Create a repository, private, if it does not exist: so that access is known before hours of work.
 
@@ -375,3 +397,7 @@ def upload(directory: Path, repo: str) -> None:
             repo_id=repo, folder_path=directory, ignore_patterns=[".*"], commit_message="Export by llama405b"
         )
     print(f"uploaded to {repo}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

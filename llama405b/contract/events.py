@@ -17,6 +17,9 @@ class EventKind(enum.StrEnum):
     PASSED_OVER = "passed over"  # the checkpoint ``path``, renamed aside: ``detail`` says why
     SAVED = "saved"  # the checkpoint ``path`` after ``step``, in ``took_s``; ``digest``: of its manifest
     NOT_SAVED = "not saved"  # the state after ``step``: ``detail`` says why; training went on
+    AFTER_SAVE = "after save"  # the user's command succeeded for the checkpoint after ``step``, in ``took_s``
+    AFTER_SAVE_FAILED = "after save failed"  # it did not: ``detail`` says where and why; it is tried again
+    BUDGET = "budget"  # of GPU-hours: ``detail`` says how much is spent
     COPIED = "copied"  # a host's part of the checkpoint ``path`` after ``step``, to the next host
     SPIKE = (
         "spike"  # ``step``, whose loss was far above the last ones'; ``detail``: how far, what was done, its documents

@@ -19,6 +19,7 @@ Every file has one writer. ``HOST`` is a name from the hosts file, ``N`` a rank:
     status/.HOST.guard-order         agent         until the guard that begins on that host has read it
     status/.HOST.spot                replicator    where that host takes copies of checkpoints (``replicas.Endpoint``)
     status/.HOST.ring                that host's first rank   which host is next (``replicas.Ring``)
+    status/HOST.after-save           that directory's owner   for which checkpoints ``checkpoint.after_save`` has succeeded
     status/HOST.copied               replicator    what the next host has (``replicas.Copied``)
     logs/HOST/torchrun.log           node runner   torchrun's own output
     logs/HOST/times                  node runner   when each part of each log arrived
@@ -88,6 +89,7 @@ class RunDir:
     spot = _BelowEach("status/.{}.spot")
     ring = _BelowEach("status/.{}.ring")
     copied = _BelowEach("status/{}.copied")
+    after_save = _BelowEach("status/{}.after-save")
     model = _BelowEach("model/{}")
     heartbeat = _BelowEach("heartbeat/rank-{}.json")
     events = _BelowEach("events/{}.jsonl")

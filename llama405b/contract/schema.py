@@ -324,6 +324,12 @@ class Checkpoint:
     keep_best: bool = option(
         False, "keep the one with the least evaluation loss as well, and save whenever an evaluation is the best so far"
     )
+    after_save: str = option(
+        "",
+        "shell command for each checkpoint that has landed, beside training and in order, such as 'rclone copy $LLAMA405B_CHECKPOINT …'; "
+        "on the first host, or with storage = local on each",
+    )
+    delete_unsent: bool = option(False, "delete old checkpoints even if after_save has not succeeded for them")
     allow_changes: tuple[str, ...] = option(
         (),
         "resume although these differ from the checkpoint's: model, data, optimizer.lr and others that a refusal names; all: anything",

@@ -179,6 +179,10 @@ def _of_saving(config: Config) -> Iterator[Fault]:
             "checkpoint.keep_best",
             "nothing would be evaluated, or nothing saved; set evaluation.every and checkpoint.every",
         )
+    if saving.after_save and not saves:
+        yield "checkpoint.after_save", "checkpoint.every is 0, so nothing is saved; set it, or leave this out"
+    if saving.delete_unsent and not saving.after_save:
+        yield "checkpoint.delete_unsent", "without after_save it would have no effect; leave it out"
     if unknown := [name for name in saving.allow_changes if name not in (*CHANGES, ALL)]:
         near = suggestion(last_of(unknown), CHANGES)
         names = ", ".join((*CHANGES, ALL))

@@ -121,6 +121,7 @@ def export_parser() -> OneLineParser:
         action="store_true",
         help="write a run's adapter alone, in peft's format, instead of merging it into the weights",
     )
+    add("--verify", action="store_true", help="read back what was written, and compare its SHA-256")
     add("--try", dest="try_", metavar="PROMPT", default="", help="generate a few tokens with the exported model")
     add(
         "--push-to-hub",

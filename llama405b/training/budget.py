@@ -6,6 +6,7 @@ Knows clocks and ``spent.json``, which rank 0 keeps; not when a step or a save h
 import time
 
 from llama405b.contract.errors import UserError
+from llama405b.contract.events import EventKind
 from llama405b.contract.files import read_record, write_json
 from llama405b.contract.records import SpentHours
 from llama405b.training.context import RankContext
@@ -55,7 +56,9 @@ class Budget:
             return False
         if spent >= WARNS_AT * self.most and not self.warned:
             self.warned = True
-            self.context.log(f"{spent:.2f} of {self.most:g} GPU-hours are spent (--training.gpu_hours)")
+            words = f"{spent:.2f} of {self.most:g} GPU-hours are spent (--training.gpu_hours)"
+            self.context.log(words)
+            self.context.journal.event(EventKind.BUDGET, detail=words)
         left_s = STEPS * step_s + SAVES * (save_s or self.first_save_s) + ENDING_S
         self.is_spent = spent + left_s * world / 3600 >= self.most
         return self.is_spent

@@ -80,8 +80,7 @@ def build_trainer(config: Config, resume: str, context: RankContext, stop: StopS
     torch.manual_seed(config.training.seed + context.me.rank)
     done = resume_run(chosen, check, module, updater, context)
     allocate_staging(config, saving, updater, context)
-    if saving.replication:
-        saving.replication.begin(done)
+    saving.resumed(done)
     start = begin(chosen.found)
     log_reading(config, batches, start, context)
     context.journal.resumed_at(done, start.steps, anew=chosen.wanted == "no")

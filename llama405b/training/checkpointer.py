@@ -17,6 +17,8 @@ from llama405b.optim.updater import Updater
 from llama405b.training.context import RankContext
 from llama405b.training.requests import AfterStep
 
+HURRY_S = 10.0  # within the least grace of a stop
+
 
 class Checkpointer:
     """Saves beside training, one checkpoint at a time; all ranks call it alike."""
@@ -48,15 +50,53 @@ class Checkpointer:
         self.best_loss = saving.store.best_loss() if settings.keep_best else math.inf  # the least that was saved
         self.loss = math.inf  # the evaluation loss of the save that is under way
         self.failed = 0  # saves in a row
+        self.unsent = 0  # the rank, from 1, whose ``after_save`` failed when that was told last
 
     @property
     def busy(self) -> bool:
         """Whether this rank is still writing, or deleting."""
         return self.saving.busy
 
+    @property
+    def own_unsent(self) -> int:
+        """This rank's number, from 1, if its ``after_save`` fails now; else 0."""
+        after = self.saving.after_save
+        return self.context.me.rank + 1 if after and after.fault else 0
+
     def close(self) -> None:
         """Let the next run write into the directory."""
+        if self.saving.after_save:
+            self.saving.after_save.close()
         self.saving.store.close()
+
+    def tell_after_save(self, unsent: int) -> None:
+        """Report for which checkpoints ``after_save`` has succeeded, and a rank (from 1) for whose it fails."""
+        after = self.saving.after_save
+        succeeded = after.results() if after else []
+        for step, took_s in succeeded:
+            self.context.journal.event(EventKind.AFTER_SAVE, step=step, took_s=took_s)
+        if unsent and (succeeded or not self.unsent):
+            host = self.saving.store.hosts[unsent - 1]
+            why = after.fault if after and after.fault else "its log says why"
+            self.context.journal.event(EventKind.AFTER_SAVE_FAILED, detail=f"{host}: {why}")
+        elif self.unsent and not (unsent or succeeded):
+            self.context.journal.event(EventKind.AFTER_SAVE)
+        self.unsent = unsent
+
+    def wait_for_after_save(self, *, hurries: bool) -> None:
+        """Wait until ``after_save`` has succeeded for all that this rank keeps; not for long if somebody waits for the end.
+
+        Raises:
+            RunError: It fails.
+        """
+        after = self.saving.after_save
+        if after is None:
+            return
+        self.context.phase(Phase.CHECKPOINT)
+        try:
+            after.wait(self.context.heartbeat.alive, HURRY_S if hurries else math.inf)
+        finally:
+            self.tell_after_save(self.own_unsent)
 
     def is_due(self, step: int) -> bool:
         """Return whether to save after this step: rank 0's clock decides for all."""

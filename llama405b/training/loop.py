@@ -25,7 +25,7 @@ from llama405b.training.checkpointer import Checkpointer
 from llama405b.training.context import RankContext
 from llama405b.training.evaluate import Evaluator
 from llama405b.training.rank_memory import NO_UNIT
-from llama405b.training.requests import Requests
+from llama405b.training.requests import Requests, Stop
 
 
 @dataclasses.dataclass(slots=True)
@@ -65,6 +65,7 @@ class Trainer:
             journal.log(f"evaluation before step 1: {words}")
             journal.evaluation(0, loss)
         heartbeat.phase(Phase.TRAIN)
+        stop = Stop.NO
         for step in self.steps:
             try:
                 metrics = self.one_step(step)
@@ -82,11 +83,13 @@ class Trainer:
                 journal.metrics(metrics)
                 if evaluated:
                     journal.log(evaluated)
-            if self.after_step(step, metrics):
+            stop = self.after_step(step, metrics)
+            if stop:
                 journal.log(f"stopped after step {step}, {self.budget.why_stopped}")
                 journal.event(EventKind.STOPPED, step=step)
                 break
         self.updater.wait()
+        self.checkpointer.wait_for_after_save(hurries=stop is Stop.ASKED)
 
     def close(self) -> None:
         """End what reads ahead, let the next run write into the directory of checkpoints, and trackers have what is left."""
@@ -169,7 +172,7 @@ class Trainer:
         self.context.phase(Phase.TRAIN)
         return dataclasses.replace(metrics, evaluation_loss=loss), f"evaluation after step {metrics.step}: {words}"
 
-    def after_step(self, step: int, metrics: Metrics | None) -> bool:
+    def after_step(self, step: int, metrics: Metrics | None) -> Stop:
         """Do what is due, or was requested; returns whether to stop the run."""
         step_s, loss = (metrics.step_s, metrics.evaluation_loss) if metrics else (None, None)
         requests, saver = self.requests.new(), self.checkpointer
@@ -177,15 +180,17 @@ class Trainer:
         wishes = collectives.all_reduce_max_fields(
             dataclasses.replace(
                 mine,
-                stop=max(mine.stop, int(self.budget.after_step(step_s or 0.0, saver.took_s))),
+                stop=Stop.SPENT if self.budget.after_step(step_s or 0.0, saver.took_s) else mine.stop,
                 save=int(mine.save or saver.is_due(step)),
                 still_saving=int(saver.busy),
+                unsent=saver.own_unsent,
                 best=int(saver.is_best(loss)),
             )
         )
+        saver.tell_after_save(wishes.unsent)
         ending = bool(wishes.stop) or step == self.steps.stop - 1
         if ending and saver.cadence.saves:
             ranks.set_timeout(self.config.timeouts.load)  # writing is slow and skewed, as loading is
         saver.after_step(step, wishes, requests, Reached(self.reader.position, loss), ending=ending, step_s=step_s)
         self.requests.after_step(step, wishes, requests, ending=ending)
-        return bool(wishes.stop)
+        return Stop(wishes.stop)

@@ -1,10 +1,12 @@
 """A run's directory of checkpoints at its start: taken, looked through, and loaded from."""
 
+import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from torch import nn
 
+from llama405b.checkpoint.after_save import AfterSave
 from llama405b.checkpoint.compatibility import Beginning, changes_at
 from llama405b.checkpoint.replication import Replication
 from llama405b.checkpoint.resume import Resume
@@ -59,7 +61,11 @@ def open_checkpoints(
     except UserError:
         store.close()
         raise
-    return Saving(store, settings.staging_bytes, replication), chosen
+    after_save = None
+    if settings.after_save and store.is_owner:
+        after_save = AfterSave(settings.after_save, context.run, context.me.host, functools.partial(print, flush=True))
+    saving = Saving(store, settings.staging_bytes, replication, after_save, delete_unsent=settings.delete_unsent)
+    return saving, chosen
 
 
 def log_changes(

@@ -4,6 +4,7 @@ A request is a file of the operator's that rank 0 finds between steps (``contrac
 """
 
 import dataclasses
+import enum
 import functools
 import signal
 import time
@@ -35,13 +36,22 @@ class StopSignal:
         self.received = True
 
 
+class Stop(enum.IntEnum):
+    """Whether to stop after this step; of several reasons the greatest counts."""
+
+    NO = 0
+    ASKED = 1
+    SPENT = 2  # the budget is
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class AfterStep:
     """What one rank wants after a step; the greatest of all ranks' is what all of them do."""
 
-    stop: int = 0
+    stop: int = 0  # ``Stop``
     save: int = 0  # it is due, or requested
     still_saving: int = 0  # the save before
+    unsent: int = 0  # ``checkpoint.after_save`` fails: the rank, from 1
     best: int = 0  # save, since no evaluation loss was lower
     profile: int = 0  # steps
     memory: int = 0

@@ -186,7 +186,7 @@ def test_a_budget_is_so_many_gpu_hours():
     asked = request.parse_launch(words, 0.0)
     assert asked.config.training.gpu_hours == 200
     assert "--training.gpu_hours=200.0" in asked.flags
-    for wrong in (["--budget", "500"], ["--price", "2"], ["--budget", "-1", "--price", "2"]):
+    for wrong in (["--budget", "500"], ["--price", "-2"], ["--budget", "-1", "--price", "2"]):
         with pytest.raises(UserError, match="--budget: it needs --price, of a GPU-hour, and both must be above 0"):
             request.parse_launch(["--preset", "demo", *wrong], 0.0)
     with pytest.raises(UserError, match="--budget: settings are for the trainer"):

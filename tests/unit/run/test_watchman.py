@@ -414,6 +414,17 @@ def test_saves_that_fail_in_a_row_are_paged_once_until_one_succeeds(fleet, tmp_p
     assert again == [*told, told[0].replace(" 1: No space", " 3: No space")]
 
 
+def test_what_happened_once_is_paged_once_even_if_it_has_passed_meanwhile(fleet, tmp_path):
+    found, watch = watchman(fleet), follow.RunMonitor(fleet.fakes["a"].plan)
+    kinds = (EventKind.AFTER_SAVE_FAILED, EventKind.AFTER_SAVE, EventKind.BUDGET)
+    events = tuple(RunEvent(0.0, "rank-0", kind, 1, 8, detail=f"why of {kind}") for kind in kinds)
+    watch.handle(HostMessage("a", StreamMessage(events=events), 0.0))
+    found.note_progress(watch)
+    for _ in range(2):
+        found.beat()
+    assert paged(tmp_path) == ["after save failed: why of after save failed", "budget: why of budget"]
+
+
 def test_a_disk_that_fills_is_paged_once_until_there_is_room(fleet, tmp_path, monkeypatch):
     found = watchman(fleet)
     run = RunDir.here("r")

@@ -21,6 +21,7 @@ from llama405b.training.evaluate import Evaluated, Evaluator
 from llama405b.training.heartbeat import HeartbeatWriter
 from llama405b.training.loop import Trainer
 from llama405b.training.loss_spikes import MAX_SKIPPED, SpikeDetector
+from llama405b.training.requests import Stop
 
 TAKEN = Metrics(0, 0.0, 5.0, 1.0, 1e-5, 8, 8.0, 1.0, 0.1, 0.5, 0.3, 0.1)
 
@@ -42,7 +43,7 @@ class Scripted(Trainer):
         return next(self.reader)
 
     def after_step(self, step, metrics):
-        return False
+        return Stop.NO
 
 
 @pytest.fixture
@@ -58,7 +59,7 @@ def take(tmp_path, monkeypatch):
         )
         heartbeat = HeartbeatWriter(RunDir(tmp_path), me)
         parts = {field.name: None for field in dataclasses.fields(Trainer) if field.default is dataclasses.MISSING}
-        parts["checkpointer"] = types.SimpleNamespace(step=0)
+        parts["checkpointer"] = types.SimpleNamespace(step=0, wait_for_after_save=lambda **_: None)
         parts["updater"] = types.SimpleNamespace(wait=lambda: None)
         parts["evaluator"] = None
         context = RankContext(me, RunDir(tmp_path), more.pop("journal", journal), heartbeat)

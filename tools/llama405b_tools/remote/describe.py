@@ -32,6 +32,7 @@ NEWEST_RUNS = 20
 NEWEST_EVENTS = 50
 LAST_BYTES = 4096  # of the metrics file, enough for its last line
 NO_STOP = StopMark("")
+AFTER_SAVES = (EventKind.AFTER_SAVE, EventKind.AFTER_SAVE_FAILED)
 
 
 def status(request: StatusRequest) -> StatusReply:
@@ -80,6 +81,7 @@ def describe(run: RunDir, plan: Plan, host: str) -> HostRun:
         world=plan.world,
         save_s=save_s,
         unsaved=unsaved,
+        unsent=_unsent(run, plan.attempt),
         copied=(read_record(Copied, run.copied(host)) or Copied()) if run.ring(host).exists() else None,
         tmux=tmux_socket(run),
         mesh=plan.mesh,
@@ -129,6 +131,13 @@ def _saves(run: RunDir, attempt: int) -> tuple[float, str]:
         if event.kind is EventKind.NOT_SAVED and event.attempt == attempt and not unsaved:
             unsaved = f"step {event.step}: {event.detail}"
     return 0.0, unsaved
+
+
+def _unsent(run: RunDir, attempt: int) -> str:
+    """Where the user's command after a save fails in this attempt, and why; "" if it does not."""
+    events = read_records(RunEvent, run.events("rank-0"), NEWEST_EVENTS)
+    told = [event for event in events if event.attempt == attempt and event.kind in AFTER_SAVES]
+    return told[-1].detail if told and told[-1].kind is EventKind.AFTER_SAVE_FAILED else ""
 
 
 def _last_metrics(path: Path) -> Metrics | EvaluationMetrics | None:

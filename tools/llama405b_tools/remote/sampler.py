@@ -45,6 +45,7 @@ SLOW_EVERY_S = 10.0  # for processes and whatever else costs more
 FIRST_METRICS_BYTES = 256 << 10
 LAST_EVENTS_BYTES = 64 << 10
 SAVES = ("saved", "not saved")  # the kinds of events
+AFTER_SAVES = ("after save", "after save failed")
 NCCL_SEARCH_BYTES = 1 << 20
 NETWORKS = (
     (b"NET/IB : Using [", "IB"),
@@ -256,6 +257,7 @@ class Run:
         self.guard = None  # what the run's guard last told this host
         self.saved_step = None  # of the newest checkpoint
         self.unsaved = ""  # why the newest save failed
+        self.unsent = ""  # where the user's command after a save fails, and why
         self.usual_s = {}  # seconds in the median by phase
         self.logs, self.net = [], ""
         self.stay, self.said = (
@@ -318,14 +320,17 @@ class Run:
             "metrics": self._metrics(),
             "max_steps": next(map(int, steps), None),
             "unsaved": self.unsaved,
+            "unsent": self.unsent,
             "usual_s": self.usual_s,
         }
 
     def _look_at_events(self):
         """Find why the newest save failed, and how long saves take; of rank 0's host alone, which tells that."""
         if self.node["first_rank"] == 0:
-            saves = [event for event in self._newest_events() if event.get("kind") in SAVES]
+            events = list(self._newest_events())
+            saves = [event for event in events if event.get("kind") in SAVES]
             self.unsaved, self.usual_s = unsaved(saves, self.plan["attempt"]), usual_s(saves)
+            self.unsent = unsent(events, self.plan["attempt"])
 
     def _newest_events(self):
         try:
@@ -392,6 +397,7 @@ class Run:
                 self.metrics_at = None
             self.path, self.plan, self.plan_mark, self.node = path, plan, mark, node
             self.logs, self.net, self.guard, self.unsaved, self.usual_s = [], "", self._guard(), "", {}
+            self.unsent = ""
             self._look_at_logs()
             self._look_at_events()
             self.saved_step = self._checkpoint_step()
@@ -516,6 +522,12 @@ def unsaved(saves, attempt):
     if not saves or saves[-1]["kind"] == "saved" or saves[-1].get("attempt") != attempt:
         return ""
     return "step %s: %s" % (saves[-1].get("step"), str(saves[-1].get("detail"))[:300])
+
+
+def unsent(events, attempt):
+    """Where the user's command after a save fails in this attempt, and why; "" if it does not."""
+    told = [event for event in events if event.get("kind") in AFTER_SAVES and event.get("attempt") == attempt]
+    return str(told[-1].get("detail"))[:300] if told and told[-1]["kind"] == AFTER_SAVES[1] else ""
 
 
 def usual_s(saves):

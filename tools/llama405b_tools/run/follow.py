@@ -114,6 +114,7 @@ class RunMonitor:
         self.said: collections.deque[str] = collections.deque(maxlen=3000)  # rank 0's last lines
         self.saved = ""
         self.failed_saves: list[RunEvent] = []  # since the last that succeeded
+        self.pages = collections.deque[RunEvent]()  # what the user is to be told at once, until somebody takes it
         self.resumed = False
         self.unreachable: dict[str, str] = {}  # hosts, and why; not a failure unless a host reports one
         self.stopped: dict[str, StopReply | HostError] = {}  # how ending the rest went, if that was needed
@@ -188,6 +189,8 @@ class RunMonitor:
                 self.saved, self.failed_saves = event.path, []
             if event.kind is EventKind.NOT_SAVED:
                 self.failed_saves.append(event)
+            if event.kind in (EventKind.AFTER_SAVE_FAILED, EventKind.BUDGET):
+                self.pages.append(event)
 
     def gives_up(self, limits: Limits | None) -> bool:
         """Whether the other hosts had long enough to notice a failure: they may still run, but cannot continue."""

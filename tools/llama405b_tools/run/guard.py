@@ -5,6 +5,7 @@
 the run, or after N restarts in a row without a newer checkpoint.
 """
 
+import collections
 import contextlib
 import dataclasses
 import itertools
@@ -34,6 +35,7 @@ from llama405b_tools.hosts.printed_commands import hosts_argument
 from llama405b_tools.remote import processes
 from llama405b_tools.remote.guarding import end_own_session, machine_id
 from llama405b_tools.remote.messages.guard_notes import NoteReply
+from llama405b_tools.run.after_end import after_end, cost_words, left_out_words
 from llama405b_tools.run.follow import SLACK_S, Ending, EndKind, Limits, RunMonitor, follow
 from llama405b_tools.run.guard_hosts import tell_hosts
 from llama405b_tools.run.guard_record import (
@@ -57,6 +59,7 @@ from llama405b_tools.text.fold import fold_names
 RETRY_S = (5.0, 10.0, 20.0, 30.0, 60.0)  # between tries to restart; the last one repeats for as long as it takes
 WAITING_AFTER_S = 120.0  # without a run: then the user is told that it does not come back
 STUCK_S = 900.0  # longer than any one try to bring a run back
+PAGES = {EventKind.AFTER_SAVE_FAILED: Notice.AFTER_SAVE, EventKind.BUDGET: Notice.BUDGET}
 ENDS = {EndKind.STOPPED: (GuardStage.STOPPED, Notice.STOPPED)}
 
 
@@ -95,6 +98,7 @@ class Guard:
         self.has_news = threading.Event()
         self.progress_at = self.notified_at = time.monotonic()
         self.unsaved = ""  # why saves fail now
+        self.pages = collections.deque[RunEvent]()  # that the user is to be told
         self.down_at = math.inf  # since when the run has been down
         self.notified = set[Notice]()  # what lasts, and the user was told
         self.limits = Limits(request.hang_after_s, request.settings.timeouts.load + SLACK_S)
@@ -141,6 +145,7 @@ class Guard:
             return
         waits = self.record.message if now > self.down_at + WAITING_AFTER_S else ""
         troubles = {Notice.DISK_FULL: disk_words(self.tell()), Notice.NOT_SAVED: self.unsaved, Notice.WAITING: waits}
+        self.page()
         if any(self.notify_once(notice, why) for notice, why in troubles.items()):
             return  # the command may have taken so long that the hosts are to be told again
         if self.request.notify_every_s and now >= self.notified_at + self.request.notify_every_s:
@@ -162,7 +167,18 @@ class Guard:
         """Note that the guard does not hang, and whether saves fail; always False: it is to follow the run to its end."""
         self.progress_at = time.monotonic()
         self.unsaved = unsaved_words(watch.failed_saves) if watch else ""
+        while watch and watch.pages:
+            self.pages.append(watch.pages.popleft())
+            self.has_news.set()
         return False
+
+    def page(self) -> None:
+        """Tell the user what happened once."""
+        with contextlib.suppress(IndexError):  # there is none left
+            while True:
+                event = self.pages.popleft()
+                log(f"{PAGES[event.kind]}: {event.detail}")
+                self.notify(PAGES[event.kind], event.detail)
 
     def tell(self) -> dict[str, NoteReply]:
         """Tell the hosts what the guard does now; one at a time, so that none hears the older news last."""
@@ -182,10 +198,8 @@ class Guard:
                 self.fleet, self.plan, hosts_argument(self.request.hosts_file), self.limits, self.note_progress
             )
             if ending.failure is None and ending.kind is not EndKind.RESTART:
-                stage, notice = ENDS.get(ending.kind, (GuardStage.ENDED, Notice.END))
-                self.say(stage, ending.words)
-                self.notify(notice, ending.words)
-                return ending.code
+                self.page()
+                return self.finish(ending)
             try:
                 self.recover(ending, ending.failure)
             except HopelessError as error:
@@ -193,6 +207,20 @@ class Guard:
             except StoppedError as error:
                 self.say(GuardStage.STOPPED, f"stopped by {error}")
                 return FAILED
+
+    def finish(self, ending: Ending) -> int:
+        """Do what is to follow the end of the run, and report it; returns the exit code."""
+        stage, notice = ENDS.get(ending.kind, (GuardStage.ENDED, Notice.END))
+        fault, more = "", left_out_words(self.request)
+        if ending.kind is EndKind.WELL:
+            self.progress_at = math.inf  # for as long as it takes
+            fault, more = after_end(self.request, self.plan, self.fleet, log), ""
+        if not (self.request.when_done and ending.kind is EndKind.WELL):
+            more = "; ".join(filter(None, [more, cost_words(self.request, self.plan)]))
+        said = "; ".join(filter(None, [ending.words, fault, more]))
+        self.say(stage, said)
+        self.notify(Notice.WHEN_DONE if fault else notice, said)
+        return FAILED if fault else ending.code
 
     def recover(self, ending: Ending, failure: Failure | None) -> None:
         """Restart the run after a failure, and report both; None: somebody asked for that, which is no incident.
@@ -319,6 +347,7 @@ class Guard:
     def give_up(self, why: str) -> int:
         """End what is left, and report why the guard gives up."""
         stop_launch(self.plan, self.fleet)
+        why = "; ".join(filter(None, [why, left_out_words(self.request), cost_words(self.request, self.plan)]))
         self.say(GuardStage.GAVE_UP, why)
         self.notify(Notice.GAVE_UP, why)
         return FAILED

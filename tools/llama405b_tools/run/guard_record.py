@@ -154,9 +154,12 @@ class Notice(enum.StrEnum):
     WAITING = "waiting"  # the run cannot be started again yet
     RECOVERY = "recovery"
     NOT_SAVED = "not saved"  # several times in a row; training goes on
+    AFTER_SAVE = "after save failed"  # the user's command for a checkpoint; it is tried again
+    BUDGET = "budget"  # most of it is spent
     DISK_FULL = "disk full"
     STOPPED = "stopped"
     END = "end"
+    WHEN_DONE = "when done failed"  # the run ended well, but what was to follow did not succeed
     GAVE_UP = "gave up"
     HEARTBEAT = "heartbeat"  # nothing has happened
 

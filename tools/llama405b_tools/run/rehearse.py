@@ -100,6 +100,8 @@ def trial_of(request: LaunchRequest) -> LaunchRequest:
         "training.max_steps": MOST_STEPS,
         "checkpoint.every": SAVE_AT if config.checkpoint.cadence.saves else 0,
         "checkpoint.keep": KEEP,
+        "checkpoint.after_save": "",
+        "checkpoint.delete_unsent": False,
         "evaluation.max_sequences": 1,
     }
     if config.checkpoint.dir:

@@ -65,6 +65,9 @@ class LaunchRequest:
     program: tuple[str, ...] = ()
     typed: tuple[str, ...] = ()  # the command line, without --run, --resume and the program
     evaluates: bool = False  # without training
+    export: str = ""  # where the first host is to write the model, once the run has ended well
+    when_done: str = ""  # the user's command after that
+    price: float = 0.0  # of a GPU-hour; 0: unknown
     hides_gpus: bool = False  # from a program that is not our trainer
 
     @property
@@ -158,6 +161,8 @@ def _parser() -> OneLineParser:
     add("--allow-misfit", action="store_true", help="start what `llama405b plan` predicts not to fit")
     add("--port", type=int, default=0, help="rendezvous port on the first host [a free one]")
     add("--dry-run", action="store_true", help="print what would run where, without connecting")
+    kept = "run CMD for each checkpoint that has landed, beside training, with its path in $LLAMA405B_CHECKPOINT (checkpoint.after_save)"
+    add("--after-save", default="", metavar="CMD", help=kept)
     _add_guard(parser.add_argument_group("guard the run"))
     _add_environment(parser.add_argument_group("environment of the ranks"))
     _add_slurm(parser.add_argument_group("Slurm"))
@@ -185,6 +190,14 @@ def _add_guard(group: argparse._ArgumentGroup) -> None:
     most = "money that the run may cost, with --price: it saves and stops before that (training.gpu_hours) [any]"
     add("--budget", type=float, default=0.0, metavar="MONEY", help=most)
     add("--price", type=float, default=0.0, metavar="MONEY", help="of a GPU-hour")
+    add(
+        "--export",
+        default="",
+        metavar="OUT",
+        help="when the run has ended well, write its model into OUT on the first host, and verify it",
+    )
+    last = "run CMD here when the run has ended well, after the --export: to give back the machines, say"
+    add("--when-done", default="", metavar="CMD", help=last)
 
 
 def _add_environment(group: argparse._ArgumentGroup) -> None:
@@ -221,11 +234,13 @@ def parse_launch(argv: Sequence[str], now: float) -> LaunchRequest:
         _check_program(known, program, settings)
     _check_flags(known)
     settings += _hours(known)
+    settings += [f"--checkpoint.after_save={known.after_save}"] if known.after_save else []
     command.check_resume(known.resume, evaluates=known.evaluate_only)
     request = _request(known, now)
     if program:
         return dataclasses.replace(request, program=program, typed=_without(argv[:end], "--run", "--resume"))
     resolved, flags = _training(known, settings)
+    _check_export(known, resolved)
     refuse_nothing_to_resume(known, resolved)
     typed = _without(argv[:end], "--run", "--resume")
     return dataclasses.replace(request, config=resolved, flags=flags, typed=typed)
@@ -238,6 +253,8 @@ def _check_program(known: argparse.Namespace, program: Sequence[str], settings: 
     for_trainer = [*settings, *source_flags(known)]
     for_trainer += (
         ["--budget"] * bool(known.budget)
+        + ["--after-save"] * bool(known.after_save)
+        + ["--export"] * bool(known.export)
         + [command.EVALUATE_ONLY] * known.evaluate_only
         + ["--rehearse"] * known.rehearse
     )
@@ -249,12 +266,12 @@ def _check_program(known: argparse.Namespace, program: Sequence[str], settings: 
 
 def _hours(known: argparse.Namespace) -> list[str]:
     """Return the flag of the GPU-hours that a budget buys; none without one."""
-    if not known.budget and not known.price:
-        return []
-    if not (known.budget > 0 and known.price > 0):
+    if known.price < 0 or known.budget < 0 or (known.budget and not known.price):
         raise UserError(
             "--budget: it needs --price, of a GPU-hour, and both must be above 0; write --budget 500 --price 2.5"
         )
+    if not known.budget:
+        return []
     return [f"--training.gpu_hours={known.budget / known.price:g}"]
 
 
@@ -285,6 +302,9 @@ def _request(known: argparse.Namespace, now: float) -> LaunchRequest:
         slurm=known.slurm,
         places={key: path for key, path in (("cache", known.cache), ("scratch", known.scratch)) if path},
         evaluates=known.evaluate_only,
+        export=known.export,
+        when_done=known.when_done,
+        price=known.price,
         typed_in=str(Path.cwd()),
     )
 
@@ -307,6 +327,18 @@ def _training(known: argparse.Namespace, settings: Sequence[str]) -> tuple[Confi
     only = [command.EVALUATE_ONLY] * known.evaluate_only
     flags = (*only, *_flag("--preset", known.preset), *config.to_flags(own))
     return command.parse([*source_flags(known), *only, *settings]).config, flags
+
+
+def _check_export(known: argparse.Namespace, settings: Config) -> None:
+    """Refuse an export of what is not on one host."""
+    if not known.export:
+        return
+    if known.evaluate_only or not settings.checkpoint.cadence.saves:
+        raise UserError("--export: the run saves nothing; remove it, or set --checkpoint.every")
+    if settings.checkpoint.storage == "local":
+        raise UserError(
+            "--export: with --checkpoint.storage local no host has the whole model; remove it, and use `llama405b export RUN OUT HOSTS`"
+        )
 
 
 def refuse_nothing_to_resume(known: argparse.Namespace, settings: Config) -> None:
@@ -348,6 +380,7 @@ def _check_flags(known: argparse.Namespace) -> None:
     if known.port and not 0 < known.port < 65536:
         raise UserError(f"--port: {known.port} is out of range; use 1 to 65535")
     _check_guard(known)
+    _check_end(known)
     _check_slurm(known)
     if known.rehearse and (known.restart or known.resume != "no"):
         raise UserError("--rehearse is a run of its own; remove --restart and --resume")
@@ -368,6 +401,17 @@ def _check_guard(known: argparse.Namespace) -> None:
         )
     if known.notify_every != "0" and not known.notify:
         raise UserError("--notify-every needs --notify CMD; add it")
+
+
+def _check_end(known: argparse.Namespace) -> None:
+    """Refuse what is to follow the end of the run, where nobody waits for it, or the run is none."""
+    for flag, value in (("--export", known.export), ("--when-done", known.when_done)):
+        if value and known.slurm is not None:
+            raise UserError(f"{flag}: a job frees its nodes by itself; remove it, or write `launch … --follow && …`")
+        if value and not (known.follow or known.restart):
+            raise UserError(f"{flag}: nobody would see the end of the run; add --follow or --restart N")
+        if value and known.rehearse:
+            raise UserError(f"{flag}: a rehearsal is followed by nothing; remove one of them")
 
 
 def _check_slurm(known: argparse.Namespace) -> None:

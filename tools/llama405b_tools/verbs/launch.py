@@ -18,7 +18,8 @@ from llama405b_tools.hosts.printed_commands import hosts_argument, program_name
 from llama405b_tools.remote.guarding import dismiss
 from llama405b_tools.remote.torchrun import setup_argv, torchrun_argv
 from llama405b_tools.run import guard_here, guard_hosts, jobs
-from llama405b_tools.run.follow import follow
+from llama405b_tools.run.after_end import after_end, cost_words, left_out_words
+from llama405b_tools.run.follow import EndKind, follow
 from llama405b_tools.run.guard_on import begin_on, check_reach
 from llama405b_tools.run.launch import launch
 from llama405b_tools.run.plan import first_ranks, places_env
@@ -57,10 +58,23 @@ def main(argv: Sequence[str]) -> int:
             for line in lines:
                 show(line)
         if request.follow and not request.restart:
-            return follow(fleet, plan, hosts_argument(request.hosts_file), plain=request.plain).code
+            return follow_to_end(request, fleet, plan)
     if request.follow and guarding:
         return guarding.follow(hosts_argument(request.hosts_file), plain=request.plain)
     return GOOD
+
+
+def follow_to_end(request: LaunchRequest, fleet: Fleet, plan: Plan) -> int:
+    """Follow the run, and do what is to follow a good end; returns the exit code."""
+    ending = follow(fleet, plan, hosts_argument(request.hosts_file), plain=request.plain)
+    if ending.kind is EndKind.WELL and (fault := after_end(request, plan, fleet, show)):
+        raise RunError(fault)
+    if ending.kind is not EndKind.WELL and (words := left_out_words(request)):
+        show(words, error=True)
+    gave_back = request.when_done and ending.kind is EndKind.WELL
+    if not gave_back and ending.kind is not EndKind.LEFT and (words := cost_words(request, plan)):
+        show(words)
+    return ending.code
 
 
 def launch_or_adopt(request: LaunchRequest, hosts: Sequence[Host], fleet: Fleet) -> tuple[Plan, list[str]]:

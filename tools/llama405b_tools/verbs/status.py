@@ -52,7 +52,9 @@ def print_run(run: str, seen: Seen, account: Account | None, *, as_json: bool) -
     known = {name: reply for name, reply in replies(seen).items() if reply}
     failures, told = failures_of(seen), list(known.values())
     guard = guard_of(run, told, is_needed=bool(failures))
-    faults = bool(failures) or any(reply.unsaved for reply in told) or (guard is not None and guard.gone)
+    faults = (
+        bool(failures) or any(reply.unsaved or reply.unsent for reply in told) or (guard is not None and guard.gone)
+    )
     if as_json:
         print(json.dumps(_record(run, seen, failures, guard, account, is_good=not faults)))
         return code_for(faults)
@@ -139,6 +141,8 @@ def print_progress(on_hosts: Sequence[HostRun]) -> None:
         print(f"newest checkpoint: {saved or 'none yet'}")
     for unsaved in {run.unsaved for run in on_hosts} - {""}:
         print(f"NOT SAVED: {unsaved}")
+    for unsent in {run.unsent for run in on_hosts} - {""}:
+        print(f"AFTER SAVE FAILED: {unsent}; it is tried again, and no checkpoint is deleted before it succeeds")
 
 
 def print_copies(found: Mapping[str, HostRun]) -> None:

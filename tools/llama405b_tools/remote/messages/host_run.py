@@ -57,6 +57,7 @@ class HostRun:
     world: int = 0  # ranks on all its hosts
     save_s: float = 0.0  # how long its last save took; 0: unknown
     unsaved: str = ""  # the newest step that could not be saved since, and why
+    unsent: str = ""  # where ``checkpoint.after_save`` fails, and why
     copied: Copied | None = None  # what the next host has of this one's checkpoints; None: nothing is copied
     tmux: str = ""  # the name of its tmux server there
     mesh: Axes | None = None  # of its ranks; None: of another program

@@ -150,6 +150,7 @@ class RunFrame:
     metrics: SoundOnly[tuple[StepMetrics, ...]] = ()  # only from the head
     max_steps: int | None = None  # only from the head
     unsaved: str = ""  # only from the head: why the newest save failed
+    unsent: str = ""  # only from the head: where the command after a save fails, and why
     usual_s: Mapping[str, float] = dataclasses.field(default_factory=dict)  # only from the head
     checkpoint_step: int | None = None  # the newest in the directory of checkpoints; None: there is none
     copied_step: int | None = None  # the newest of which the next host has this one's part; None: nothing is copied

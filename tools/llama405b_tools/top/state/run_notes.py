@@ -5,6 +5,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 
 from llama405b.contract.records import Phase
+from llama405b_tools.text.clean import clean
 from llama405b_tools.top.state import steps, thresholds
 from llama405b_tools.top.state.levels import Fall
 from llama405b_tools.top.state.moment import Moment
@@ -25,6 +26,8 @@ def run_notes(found: Moment) -> Sequence[Note]:
         return notes
     if found.unsaved:  # it loses work, while all else costs time
         notes.append(Note(UNSAVED, f"not saved: {found.unsaved}", ("checkpoint_step",)))
+    if unsent := clean(next((run.unsent for run in found.told.values() if run.unsent), "")):
+        notes.append(Note("unsent", f"after save failed: {unsent}", ("checkpoint_step",)))
     notes += stall(found)
     notes += _falls(found)
     notes += slow_note(found.paces.pace)

@@ -1,0 +1,155 @@
+"""The user's command for each checkpoint that has landed: beside training, once for each, oldest first.
+
+The owner of a directory runs it there, and remembers for which checkpoints it has succeeded: what an attempt did not come to, the
+next one does. A command that fails is tried again, and those that follow wait for it. Knows processes; not how a checkpoint is made.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import math
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from llama405b.contract.checkpoints import step_of
+from llama405b.contract.errors import RunError
+from llama405b.contract.files import read_record, write_json
+from llama405b.contract.paths import RunDir
+from llama405b.contract.phrases import given
+
+RETRY_S = (5.0, 30.0, 120.0, 600.0)  # between tries; the last one repeats
+TRIES_AT_END = 3  # after the last step, of a command that fails
+ENDS_WITHIN_S = 5.0  # of SIGTERM
+POLL_S = 0.2
+
+Say = Callable[[str], None]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Done:
+    """For which checkpoints the command has succeeded: ``status/HOST.after-save``."""
+
+    digests: Mapping[str, str]  # of manifests, by name
+
+
+class AfterSave:
+    """Runs in a thread, from ``begin`` on."""
+
+    def __init__(self, command: str, run: RunDir, host: str, say: Say) -> None:
+        self.command, self.run, self.host, self.say = command, run, host, say
+        record = read_record(Done, run.after_save(host))
+        self.done = dict(record.digests) if record else {}
+        self.waiting = collections.deque[tuple[Path, str]]()  # with the digest of its manifest, oldest first
+        self.succeeded = collections.deque[tuple[int, float]]()  # steps and seconds, until somebody asks
+        self.fault = ""  # why the command failed for the oldest one; "": it did not
+        self.tries, self.failures = 0, 0  # that failed: of the oldest one, and of all
+        self.hurry = False  # at the end nothing else is waited for
+        self.pid = 0  # of the command that runs; 0: none does
+        self.news, self.is_over = threading.Event(), threading.Event()
+        self.thread = threading.Thread(target=self._work, name="after-save", daemon=True)
+
+    @property
+    def pending(self) -> frozenset[int]:
+        """Steps of the checkpoints for which the command has not succeeded yet."""
+        return frozenset(step_of(path) for path, _ in list(self.waiting))
+
+    def begin(self, present: Mapping[Path, str]) -> None:
+        """Begin with what is there already, of which the manifests' digests are known."""
+        self.done = {name: digest for name, digest in self.done.items() if digest in present.values()}
+        self.waiting.extend(entry for entry in present.items() if self.done.get(entry[0].name) != entry[1])
+        self.thread.start()
+
+    def landed(self, path: Path, digest: str) -> None:
+        """Run the command for this checkpoint, too."""
+        self.waiting.append((path, digest))
+        self.news.set()
+
+    def results(self) -> list[tuple[int, float]]:
+        """Return the step, and the seconds it took, of each success since the last call."""
+        return [self.succeeded.popleft() for _ in range(len(self.succeeded))]
+
+    def wait(self, alive: Callable[[], None], limit_s: float) -> None:
+        """Wait until it has succeeded for all of them, or so long; ``alive``: is called all the while.
+
+        Raises:
+            RunError: It has failed too often.
+        """
+        most, self.hurry = self.failures + TRIES_AT_END, True
+        self.news.set()  # try at once what failed before
+        until = time.monotonic() + limit_s
+        while self.waiting and self.failures < most and time.monotonic() < until:
+            alive()
+            time.sleep(POLL_S)
+        if self.waiting and limit_s < math.inf:
+            self.say(f"after-save: not done for {self.waiting[0][0]}; the next attempt does it")
+        elif self.waiting:
+            left, more = self.waiting[0][0], given(" and {} more", len(self.waiting) - 1)
+            raise RunError(
+                f"checkpoint.after_save failed for {left}{more} on {self.host} ({self.fault}); mend it and resume the run, which has "
+                "no step left but runs it again"
+            )
+
+    def close(self) -> None:
+        """End the thread, and the command that runs if it takes long."""
+        self.is_over.set()
+        self.news.set()
+        if not self.thread.ident:
+            return
+        for number in (0, signal.SIGTERM, signal.SIGKILL):
+            if number and (pid := self.pid):
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(pid, number)
+            self.thread.join(ENDS_WITHIN_S)
+            if not self.thread.is_alive():
+                return
+
+    def _work(self) -> None:
+        while not self.is_over.is_set():
+            if not self.waiting:
+                self.news.wait()
+                self.news.clear()
+            elif not self._run(*self.waiting[0]):
+                self.news.wait(RETRY_S[0 if self.hurry else min(self.tries, len(RETRY_S)) - 1])
+                self.news.clear()  # what lands meanwhile is a reason to try again, as the end is
+
+    def _run(self, path: Path, digest: str) -> bool:
+        """Run the command for a checkpoint; returns whether it succeeded, or the checkpoint is gone."""
+        began = time.monotonic()
+        if path.is_dir():
+            env = {
+                "LLAMA405B_CHECKPOINT": str(path.absolute()),
+                "LLAMA405B_STEP": str(step_of(path)),
+                "LLAMA405B_RUN": self.run.name,
+            }
+            fault = self._shell(os.environ | env)
+            if fault:
+                self.fault = fault
+                self.tries, self.failures = self.tries + 1, self.failures + 1
+                if not self.is_over.is_set():
+                    self.say(f"after-save: {path.name} on {self.host}: {fault}; it is tried again")
+                return False
+            self.done[path.name] = digest
+            with contextlib.suppress(OSError):  # then it is done twice, rather than never
+                write_json(self.run.after_save(self.host), Done(self.done))
+            self.succeeded.append((step_of(path), time.monotonic() - began))
+        self.waiting.popleft()
+        self.fault, self.tries = "", 0
+        return True
+
+    def _shell(self, env: Mapping[str, str]) -> str:
+        """Run the command in a process group of its own; returns why it failed."""
+        silent = [(os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0)]
+        try:
+            self.pid = os.posix_spawn("/bin/sh", ["/bin/sh", "-c", self.command], env, file_actions=silent, setpgroup=0)
+        except OSError as error:
+            return str(error)
+        _, status = os.waitpid(self.pid, 0)
+        self.pid = 0
+        code = os.waitstatus_to_exitcode(status)
+        if code < 0:
+            return f"killed by signal {-code}"
+        return given("exit code {}", code)

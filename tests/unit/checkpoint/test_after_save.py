@@ -1,0 +1,135 @@
+"""The user's command for each checkpoint: once, in order, again after a failure and in the next attempt. With real processes."""
+
+import contextlib
+import math
+import time
+from pathlib import Path
+
+import pytest
+
+from llama405b.checkpoint import after_save
+from llama405b.checkpoint.after_save import AfterSave
+from llama405b.contract.errors import RunError
+from llama405b.contract.paths import RunDir
+from ops_rig import wait_for
+
+NOTE = "echo $LLAMA405B_STEP $LLAMA405B_RUN ${LLAMA405B_CHECKPOINT##*/} >>notes"
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(after_save, "RETRY_S", (0.1,))
+    found = RunDir.here("r")
+    (found.path / "status").mkdir(parents=True)
+    return found
+
+
+def checkpoint(run, step):
+    path = run.checkpoints / f"step-{step:08d}"
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def notes(run):
+    path = run.path.parent.parent / "notes"
+    return [int(line.split()[0]) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def started(run, command, *steps, digest="d"):
+    said = []
+    found = AfterSave(command, run, "a", said.append)
+    found.begin({checkpoint(run, step): f"{digest}{step}" for step in steps})
+    return found, said
+
+
+def done(found, limit_s=math.inf):
+    found.wait(lambda: None, limit_s)
+    found.close()
+
+
+def test_once_for_each_oldest_first(run):
+    found, _ = started(run, NOTE, 2, 4)
+    found.landed(checkpoint(run, 6), "d6")
+    done(found)
+    assert notes(run) == [2, 4, 6]
+    assert [step for step, _ in found.results()] == [2, 4, 6]
+    assert found.results() == []
+    assert (run.path.parent.parent / "notes").read_text().splitlines()[0] == "2 r step-00000002"
+
+
+def test_what_fails_holds_up_what_follows_and_nothing_is_lost(run):
+    fails = "test -e $LLAMA405B_STEP-1 && touch $LLAMA405B_STEP-2; touch $LLAMA405B_STEP-1; exit 7"
+    command = f"test -e $LLAMA405B_STEP-2 || {{ {fails}; }}; {NOTE}"
+    found, said = started(run, command, 2)
+    wait_for(lambda: found.fault == "exit code 7")
+    found.landed(checkpoint(run, 4), "d4")
+    assert found.pending == {2, 4}
+    wait_for(lambda: notes(run) == [2, 4])
+    done(found)
+    assert found.pending == frozenset()
+    assert (found.fault, len(said)) == ("", 4)
+    assert said[0] == "after-save: step-00000002 on a: exit code 7; it is tried again"
+
+
+def test_the_next_attempt_does_what_this_one_did_not(run):
+    found, _ = started(run, f"test $LLAMA405B_STEP = 2 && {NOTE}", 2, 4)
+    wait_for(lambda: found.fault)
+    found.close()
+    again, _ = started(run, NOTE, 2, 4)
+    done(again)
+    assert notes(run) == [2, 4]
+
+
+def test_a_step_that_was_saved_anew_is_another_checkpoint(run):
+    done(started(run, NOTE, 2)[0])
+    done(started(run, NOTE, 2)[0])
+    assert notes(run) == [2]
+    done(started(run, NOTE, 2, digest="other")[0])
+    assert notes(run) == [2, 2]
+
+
+def test_what_was_deleted_meanwhile_is_passed_over(run):
+    path = checkpoint(run, 2)
+    found = AfterSave(NOTE, run, "a", print)
+    path.rmdir()
+    found.begin({path: "d2"})
+    found.landed(checkpoint(run, 4), "d4")
+    done(found)
+    assert notes(run) == [4]
+
+
+def test_the_end_waits_for_it_and_fails_if_it_does(run):
+    found, _ = started(run, f"sleep 0.5; {NOTE}", 2)
+    alive = []
+    found.wait(lambda: alive.append(1), math.inf)
+    assert notes(run) == [2]
+    assert alive
+    found.close()
+    failing, _ = started(run, "exit 3", 2, 4)
+    with pytest.raises(RunError, match=r"step-00000004 on a \(exit code 3\); mend it and resume"):
+        failing.wait(lambda: None, math.inf)
+    failing.close()
+
+
+def test_a_stop_does_not_wait_long_and_leaves_no_process(run, monkeypatch):
+    monkeypatch.setattr(after_save, "ENDS_WITHIN_S", 0.3)
+    found, said = started(run, "echo $$ >pid; trap '' TERM; sleep 60; sleep 60", 2)
+    pid_file = run.path.parent.parent / "pid"
+    wait_for(lambda: pid_file.exists() and pid_file.read_text().strip())
+    began = time.monotonic()
+    done(found, 0.2)
+    assert time.monotonic() - began < 30
+    assert "the next attempt does it" in said[0]
+    pid = int(pid_file.read_text())
+    wait_for(lambda: not in_group(pid))
+
+
+def in_group(group):
+    """The processes of a group that are not zombies."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, its_group = path.read_text().rpartition(")")[2].split()[:3]
+            found += [path.parent.name] * (int(its_group) == group and state != "Z")
+    return found

@@ -1,0 +1,42 @@
+"""What follows a run that ended well: the export that was asked for, verified; then the user's command. And what idle machines cost."""
+
+import os
+import subprocess
+from collections.abc import Callable
+
+from llama405b.contract.errors import RunError, UserError
+from llama405b.contract.phrases import given
+from llama405b.contract.plan import Plan
+from llama405b_tools.hosts.fleet import Fleet
+from llama405b_tools.run.export_on import export_on
+from llama405b_tools.run.request import LaunchRequest
+
+
+def after_end(request: LaunchRequest, plan: Plan, fleet: Fleet, say: Callable[[str], object]) -> str:
+    """Export the last checkpoint on the host of rank 0, and verify it; then run the command. Returns why one failed, or ''."""
+    if request.export:
+        say(f"exporting the last checkpoint to {request.export}")
+        try:
+            export_on(fleet, plan.nodes[0].name, plan.run, request.export, ["--verify"], say)
+        except (RunError, UserError) as error:
+            return f"--export failed: {error}{given('; --when-done was not run', request.when_done)}"
+    if request.when_done:
+        say(f"running {request.when_done}")
+        env = os.environ | {"LLAMA405B_RUN": plan.run}
+        done = subprocess.run(["/bin/sh", "-c", request.when_done], env=env, stdin=subprocess.DEVNULL, check=False)
+        if done.returncode:
+            return f"--when-done failed (exit code {done.returncode}){given('; {}', cost_words(request, plan))}"
+    return ""
+
+
+def left_out_words(request: LaunchRequest) -> str:
+    """Say what was not done, as the run did not end well; "" if nothing was asked for."""
+    asked = [flag for flag, value in (("--export", request.export), ("--when-done", request.when_done)) if value]
+    return given("{} did not run, as the run did not end well", " and ".join(asked))
+
+
+def cost_words(request: LaunchRequest, plan: Plan) -> str:
+    """Say what the machines of a run cost that has ended; "" without a price."""
+    if not request.price:
+        return ""
+    return f"its machines cost {request.price * plan.world:,.2f} an hour until they are given back ({plan.world} x {request.price:g})"
