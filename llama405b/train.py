@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Sequence
 from typing import NoReturn
 
+from llama405b import extend
 from llama405b.commands.evaluate_only import evaluate_only, refuse_trained
 from llama405b.commands.shape import describe_shape
 from llama405b.contract import command
@@ -44,6 +45,7 @@ def main(argv: Sequence[str]) -> int:
             refuse_trained(run)
         heartbeat = HeartbeatWriter(run, ranks.place())
         me = ranks.join(asked.config.parallel.device, asked.config.timeouts.load)
+        extend.use(asked.config.training.extend)
         config = choose_for_ranks(asked.config, asked.preset, me)
         context = RankContext.of(ranks.on_mesh(me, config.parallel), heartbeat)
         if asked.evaluates:

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch.distributed as dist
 
+from llama405b import extend
 from llama405b.checkpoint.store import CheckpointView
 from llama405b.contract.adapters import describe
 from llama405b.contract.checkpoints import RunIdentity
@@ -46,6 +47,7 @@ def identity_of(config: Config, files: Path, batches: Batches) -> RunIdentity:
         training_seed=config.training.seed,
         packing="isolated" if batches.isolated else "concatenated",
         adapter=describe(config.adapter),
+        extension=extend.current().declared.described,
     )
 
 

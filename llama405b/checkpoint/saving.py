@@ -17,6 +17,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.fsdp import FullyShardedDataParallel
 
+from llama405b import extend
 from llama405b.checkpoint.after_save import AfterSave
 from llama405b.checkpoint.copy_on_update import CopyOnUpdate, SnapshotStats, Staging
 from llama405b.checkpoint.replication import Replication
@@ -229,8 +230,14 @@ class Saving:
             identity=identity,
             sequences=reached.sequences,
             evaluation_loss=reached.evaluation_loss,
-            versions={name: importlib.metadata.version(name) for name in ("torch", "transformers")},
+            versions={name: importlib.metadata.version(name) for name in ("torch", "transformers")} | _extension(),
         )
+
+
+def _extension() -> dict[str, str]:
+    """Return the hash of the user's module, by its file."""
+    found = extend.current().declared
+    return {found.name: f"sha256:{found.sha256}"} if found.path else {}
 
 
 @contextlib.contextmanager

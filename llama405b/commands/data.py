@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from llama405b import extend
 from llama405b.contract import command, weights
 from llama405b.contract.config import DEMO_MODEL
 from llama405b.contract.errors import UserError
@@ -34,6 +35,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the verb."""
     args, settings = data_parser().parse_known_args(argv)
     config = command.parse(settings).config
+    extend.use(config.training.extend)
     for flag, least in (("sequences", 0), ("workers", 1)):
         if getattr(args, flag, least) < least:
             raise UserError(f"--{flag}: {getattr(args, flag)} is too small; use {least} or more")

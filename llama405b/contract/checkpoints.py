@@ -51,6 +51,7 @@ class RunIdentity:
     packing: str = "concatenated"  # as before documents were kept apart
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # others; those of both are compared
     adapter: str = "none"  # what alone is trained, and saved
+    extension: str = "none"  # the user's module, if it decides what is learnt
 
     def changes(self, now: "RunIdentity") -> dict[str, str]:
         """Say what differs now, by name: ``64 -> 32`` of ``training.global_batch_size``."""
@@ -69,6 +70,7 @@ NAMES = {  # by field of RunIdentity: what a user calls it
     "training_seed": "training.seed",
     "packing": "data.packing",
     "adapter": "adapter",
+    "extension": "extension",
 }
 
 

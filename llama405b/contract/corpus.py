@@ -75,6 +75,7 @@ class Form(enum.Enum):
     ARRAY = "a JSON array: a document per object"
     CSV = "CSV or TSV with a header: a document per row"
     TABLE = "Parquet or Arrow: a document per row"
+    OWN = "what the user's module reads"
 
 
 def expand(paths: Sequence[str]) -> list[Path]:
@@ -107,11 +108,12 @@ def check_paths(
     skip: bool = False,
     has_template: bool = True,
     first_rows: FirstRows = lambda *_: (),
+    passes: Callable[[Path], bool] = lambda _: False,
 ) -> None:
     """Check that the paths name files that can be trained on, by the first record of each.
 
     ``names``, ``skip``: as ``data.fields`` and ``data.bad_records`` say it; ``has_template``: for conversations; ``first_rows``:
-    what reads tables, which the standard library cannot; without it nothing more of them is checked.
+    what reads tables, which the standard library cannot; without it nothing more of them is checked. ``passes``: files that are not.
 
     Raises:
         UserError: A path matches no file, or one of its first files has no form that is known or cannot be used.
@@ -119,7 +121,7 @@ def check_paths(
     for path in paths:
         if path.startswith(HUB) or is_tokenized([path]):  # the first needs the network
             continue
-        for file in itertools.islice(_matches(path), FIRST_FILES):
+        for file in itertools.islice(itertools.filterfalse(passes, _matches(path)), FIRST_FILES):
             form = form_of(file)
             if form is Form.TEXT:
                 continue

@@ -5,6 +5,7 @@ Times are seconds since the epoch by the writer's clock; clocks may differ betwe
 
 import dataclasses
 import enum
+from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 from llama405b.contract.causes import Cause
@@ -129,6 +130,7 @@ class Metrics:
         0  # so far in this attempt: rank 0's GPU was short, so its allocator gave back what was free
     )
     num_ooms: int = 0  # so far in this attempt: and that did not suffice
+    own: Mapping[str, float] = dataclasses.field(default_factory=dict)  # what the user's module adds, by name
 
     def __post_init__(self) -> None:
         """Refuse what cannot be true.

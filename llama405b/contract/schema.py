@@ -162,6 +162,9 @@ class Training:
         0.0,
         "GPU-hours that the run may take, over all its attempts: it warns at 80 %, and saves and stops before they are spent; 0: any",
     )
+    extend: str = option(
+        "", "a Python file, or an installed module, with functions of your own that every host has (docs/extending.md)"
+    )
     on_loss_spike: Literal["warn", "skip", "stop"] = option(
         "warn",
         "what to do when the loss spikes; skip: leave the weights as they are in that step; stop: end the run",

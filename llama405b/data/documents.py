@@ -2,8 +2,10 @@
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
+from llama405b import extend
 from llama405b.contract.corpus import (
     HUB,
     NAME_FIELDS,
@@ -117,6 +119,11 @@ class Documents:
         if form is Form.TABLE:
             yield from self._rows_of(file)
             return
+        if form is Form.OWN:
+            for number, record in enumerate(extend.current().documents(Path(str(file))), 1):
+                if found := self._own(record, DocumentPlace(file, number)):
+                    yield found, 0
+            return
         with reading(file) as raw:
             if form is Form.TEXT:
                 text = text_of(raw)  # which closes the file with itself
@@ -140,6 +147,12 @@ class Documents:
             self.refuse(DocumentPlace(file, bad.line), str(bad), remedy_of_form(bad))
             return None
         return Found(Text("", text), DocumentPlace(file))
+
+    def _own(self, record: Any, place: DocumentPlace) -> Found | None:
+        """A document of the user's module, of which a text is whole."""
+        if isinstance(record, str):
+            return Found(Text("", _sound(record)), place)
+        return self._found(_sound(record), place)
 
     def _found(self, record: Any, place: DocumentPlace) -> Found | None:
         document = document_of(record, self.names)
@@ -166,7 +179,8 @@ def with_forms(parts: Iterable[FilePart]) -> Iterator[tuple[FilePart, Form]]:
     Raises:
         UserError: It cannot be read, or has none that is known.
     """
-    return ((part, form_of(part.file)) for part in parts)
+    own = extend.current().declared
+    return ((part, Form.OWN if own.reads_file(part.file) else form_of(part.file)) for part in parts)
 
 
 def _first_line(raw: BinaryIO, begin: int) -> int:

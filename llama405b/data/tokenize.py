@@ -15,6 +15,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
+from llama405b import extend
 from llama405b.contract.corpus import TOKENIZED, TOKENS, is_splittable
 from llama405b.contract.errors import RunError, UserError
 from llama405b.contract.files import read_record, write_json
@@ -58,9 +59,9 @@ def tokenize(config: Data, tokenizer_dir: Path, out: Path, workers: int, told: T
 
 def _shared_out(files: Iterable[FilePart]) -> Iterator[list[FilePart]]:
     """Share files out in their order; those whose lines are documents in pieces, a job each."""
-    job, size = list[FilePart](), 0
+    job, size, own = list[FilePart](), 0, extend.current().declared
     for each in files:
-        splits = each.size > PART_BYTES and is_splittable(each.file)
+        splits = each.size > PART_BYTES and not own.reads_file(each.file) and is_splittable(each.file)
         if job and (splits or size >= PART_BYTES):
             yield job
             job, size = [], 0
@@ -82,7 +83,9 @@ def _in_processes(
     found: dict[int, TokenFile] = {}
     server = multiprocessing.get_context("forkserver")
     server.set_forkserver_preload([__name__])
-    with ProcessPoolExecutor(workers, server, initializer=_begin, initargs=(os.getpid(),)) as pool:
+    with ProcessPoolExecutor(
+        workers, server, initializer=_begin, initargs=(os.getpid(), extend.current().declared.path)
+    ) as pool:
         waits = {pool.submit(_tokenise, job, config, tokenizer_dir, cache): i for i, job in enumerate(jobs)}
         try:
             for each in as_completed(waits):
@@ -98,7 +101,8 @@ def _in_processes(
     return [found[number] for number in range(len(jobs))]
 
 
-def _begin(pid: int) -> None:
+def _begin(pid: int, module: str) -> None:
+    extend.use(module)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are as many as the cores
     end_with(pid)
 

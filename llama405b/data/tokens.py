@@ -20,6 +20,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from llama405b import extend
 from llama405b.contract.corpus import TOKENIZED, TOKENS, is_tokenized
 from llama405b.contract.errors import RunError, UserError
 from llama405b.contract.files import read_record, write_json
@@ -175,6 +176,7 @@ def rules_of(config: Data, tokenizer: PreTrainedTokenizerBase) -> str:
         config.special_tokens,
         config.fields,
         config.max_bytes,
+        *([own.sha256] if (own := extend.current().declared).reads else []),
     )
     return hashlib.sha256(repr(how).encode()).hexdigest()[:16]
 

@@ -69,8 +69,25 @@ class OfParts:
         return DTensor.from_local(nll, mesh, [Replicate()])
 
 
-def loss_of(kind: LossOf, head: nn.Linear | None) -> HeadLoss:
-    """Return how a head's loss is computed; without a head, as in the first stage of a pipeline, there is none to compute."""
+class OfOwn:
+    """Of all logits, by a function of the user's: (T, V) in FP32 or more, and targets (T), to a sum over tokens."""
+
+    def __init__(self, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+        self.loss = loss
+
+    def nll(self, run: Callable[[], Tensor], targets_BS: Tensor) -> Tensor:
+        """See ``HeadLoss``."""
+        logits_TV = run().flatten(0, 1)
+        return self.loss(logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32)), targets_BS.flatten())
+
+
+def loss_of(kind: LossOf, head: nn.Linear | None, own: Callable[[Tensor, Tensor], Tensor] | None = None) -> HeadLoss:
+    """Return how a head's loss is computed; without a head, as in the first stage of a pipeline, there is none to compute.
+
+    ``own``: by the user's function.
+    """
+    if own:
+        return OfOwn(own)
     return OfParts(head) if kind == "parts" and head is not None else OfLogits()
 
 

@@ -110,4 +110,5 @@ SINKS: dict[str, Callable[[Tracking, Identity], Sink]] = {"wandb": WandB, "tenso
 def values_of(line: Metrics | EvaluationMetrics) -> dict[str, float]:
     """Return the numbers of a line that are known and finite, by the names that they have in metrics.jsonl."""
     found = {name: value for name, value in dataclasses.asdict(line).items() if name not in NOT_VALUES}
+    found |= {f"own/{name}": value for name, value in found.pop("own", {}).items()}
     return {name: value for name, value in found.items() if value is not None and math.isfinite(value)}

@@ -49,6 +49,7 @@ class Checkpointer:
         self.pending_requests: list[RunRequest] = []  # answered with the next one
         self.best_loss = saving.store.best_loss() if settings.keep_best else math.inf  # the least that was saved
         self.loss = math.inf  # the evaluation loss of the save that is under way
+        self.landed: list[Path] = []  # checkpoints, until somebody takes them
         self.failed = 0  # saves in a row
         self.unsent = 0  # the rank, from 1, whose ``after_save`` failed when that was told last
 
@@ -159,6 +160,7 @@ class Checkpointer:
         journal = self.context.journal
         if isinstance(outcome, Saved):
             self.failed = 0
+            self.landed.append(outcome.path)
             self.cost_s, self.took_s = outcome.blocked_s, outcome.took_s
             self.best_loss = min(self.best_loss, self.loss)
             journal.log(f"saved {outcome.path} in {outcome.took_s:.1f} s; training waited {outcome.blocked_s:.1f} s")

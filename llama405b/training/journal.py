@@ -76,9 +76,10 @@ class Journal:
         append_line(self.run.metrics, reader.dumps(metrics))
         more, self.retries = metrics.num_alloc_retries - self.retries, metrics.num_alloc_retries
         retried = f"  {counted(more, 'allocator retry', 'allocator retries')}: GPU memory is short" if more > 0 else ""
+        own = "".join(f"  {name} {value:.4g}" for name, value in metrics.own.items())
         print(
             f"step {metrics.step}/{self.steps}  loss {metrics.loss:.4f}  grad {metrics.grad_norm:.3f}  lr {metrics.lr:.2e}  "
-            f"{metrics.tokens_per_s:,.0f} tokens/s  {metrics.step_s:.2f} s{retried}",
+            f"{metrics.tokens_per_s:,.0f} tokens/s  {metrics.step_s:.2f} s{own}{retried}",
             flush=True,
         )
 

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import time
 
+from llama405b import extend
 from llama405b.contract.checkpoints import Reached
 from llama405b.contract.events import EventKind
 from llama405b.contract.records import Metrics, Phase
@@ -12,6 +13,7 @@ from llama405b.data.reader import Reader
 from llama405b.distributed import collectives, ranks
 from llama405b.distributed.host_memory import memory_held
 from llama405b.distributed.step_timer import StepTimer
+from llama405b.extend import Moment
 from llama405b.model.host_inputs import HostInputs
 from llama405b.optim.adamw import lr_at, set_lr
 from llama405b.optim.step import NonFiniteError, SpikeError, StepResult, train_step
@@ -64,6 +66,7 @@ class Trainer:
             loss, words = self.evaluator.evaluate()
             journal.log(f"evaluation before step 1: {words}")
             journal.evaluation(0, loss)
+            extend.current().evaluated(self.moment(0, None), loss)
         heartbeat.phase(Phase.TRAIN)
         stop = Stop.NO
         for step in self.steps:
@@ -80,16 +83,32 @@ class Trainer:
                 # A slow disk, on one rank, may hold up the update there.
                 ranks.set_timeout(timeouts.load if self.checkpointer.step else timeouts.step)
                 heartbeat.finished_step(step, data_s=metrics.data_s, optimizer_s=metrics.optimizer_s, busy_s=busy_s)
+                own = extend.current().metrics(self.moment(step, metrics))
+                metrics = dataclasses.replace(metrics, own=own) if own else metrics
                 journal.metrics(metrics)
                 if evaluated:
                     journal.log(evaluated)
+                    extend.current().evaluated(self.moment(step, metrics), metrics.evaluation_loss)
+            extend.current().after_step(self.moment(step, metrics))
             stop = self.after_step(step, metrics)
+            self.tell_saved(step, metrics)
             if stop:
                 journal.log(f"stopped after step {step}, {self.budget.why_stopped}")
                 journal.event(EventKind.STOPPED, step=step)
                 break
         self.updater.wait()
         self.checkpointer.wait_for_after_save(hurries=stop is Stop.ASKED)
+
+    def moment(self, step: int, metrics: Metrics | None) -> Moment:
+        """Return what the user's functions are told."""
+        me = self.context.me
+        return Moment(step, self.steps.stop - 1, metrics, self.passes.model, me.rank, me.world, self.context.run.path)
+
+    def tell_saved(self, step: int, metrics: Metrics | None) -> None:
+        """Tell the user's module of what has landed since the last call."""
+        for path in self.checkpointer.landed:
+            extend.current().saved(self.moment(step, metrics), path)
+        self.checkpointer.landed.clear()
 
     def close(self) -> None:
         """End what reads ahead, let the next run write into the directory of checkpoints, and trackers have what is left."""

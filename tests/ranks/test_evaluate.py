@@ -186,7 +186,7 @@ def _takes_steps(me, directory, kind, evaluates):
     context = RankContext(me, RunDir(Path()), journal, heartbeat)
     compared = []  # with the best loss that was saved
     saver = nothing(
-        step=0, took_s=0.0, cadence=nothing(saves=False), busy=False, is_due=lambda _: False,
+        step=0, took_s=0.0, landed=[], cadence=nothing(saves=False), busy=False, is_due=lambda _: False,
         is_best=lambda loss: bool(compared.append(loss)),
         after_step=lambda *_, **__: None, own_unsent=0, tell_after_save=lambda _: None, wait_for_after_save=lambda **_: None,
     )  # fmt: skip

@@ -31,6 +31,7 @@ from llama405b.contract.checkpoints import (
 )
 from llama405b.contract.config import DEMO_MODEL
 from llama405b.contract.errors import UserError
+from llama405b.contract.extension import declared
 from llama405b.contract.paths import RunDir
 from llama405b.contract.phrases import given, last_of
 from llama405b.contract.plan import read_plan
@@ -79,11 +80,13 @@ def _facts(request: ProbeRequest) -> LaunchFacts:
     plan, disk = read_plan(run), os.statvfs("runs" if Path("runs").exists() else ".")
     own, mark = addresses(), stop_mark(run, host)
     fault, llama = _look_at(request.inputs)
+    extension, extension_fault = _extension(request.extension)
     gpus = n_gpus()
     gpu, gpu_bytes = first_gpu() if gpus else ("", 0)
     return LaunchFacts(
-        versions=_versions(request.packages),
+        versions=_versions(request.packages) | extension,
         lacks=tuple(name for name in request.extras if version_of(name) == "missing"),
+        extension_fault=extension_fault,
         tmux=shutil.which("tmux") is not None,
         tmux_fault=tmux_fault(),
         ip=shutil.which("ip") is not None,
@@ -127,6 +130,15 @@ def _versions(packages: Sequence[str]) -> dict[str, str]:
     python = ".".join(platform.python_version_tuple()[:2])  # patch releases are compatible
     others = {name: version_of(name) for name in packages}
     return {"python": python, **others, "llama405b": llama405b.__version__}
+
+
+def _extension(module: str) -> tuple[dict[str, str], str]:
+    """The user's module with its hash, and why it cannot be used."""
+    try:
+        found = declared(module)
+    except UserError as error:
+        return {}, str(error)
+    return {found.name: found.sha256[:12]} if found.path else {}, ""
 
 
 def _others(run: RunDir, host: str) -> tuple[str, ...]:
@@ -263,7 +275,12 @@ def _look_at(check: InputCheck | None) -> tuple[str, weights.Llama | None]:
             corpus.check_template(Path(check.template))
         has_template = bool(check.template) or weights.has_chat_template(Path(check.model))
         corpus.check_paths(
-            check.data, check.fields, skip=check.skips, has_template=has_template, first_rows=_first_rows
+            check.data,
+            check.fields,
+            skip=check.skips,
+            has_template=has_template,
+            first_rows=_first_rows,
+            passes=declared(check.extension).reads_file,
         )
         if directory := check.new_checkpoints:
             with contextlib.suppress(OSError):  # if it cannot be read, the trainer says so

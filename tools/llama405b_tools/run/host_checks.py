@@ -103,6 +103,8 @@ def _check_programs(request: LaunchRequest, facts: LaunchFacts) -> None:
         raise UnfitError(
             f"{names} is not installed for its python, and the settings need it; run `pip install {names}` there"
         )
+    if facts.extension_fault:
+        raise UnfitError(f"{facts.extension_fault} (in {facts.workdir})")
     if not facts.has_program:
         raise UnfitError(f"{_named(request.program)} is not in {facts.workdir}; copy it there")
     if not facts.tmux:

@@ -113,6 +113,7 @@ def _inputs(request: LaunchRequest) -> InputCheck | None:
         checkpoints=request.checkpoints,
         fields=data.fields,
         skips=data.bad_records == "skip",
+        extension=request.config.training.extend,
         adapter=request.config.adapter if request.config.adapter.path and request.resume == "no" else None,
     )
 
@@ -260,6 +261,7 @@ def _probe_request(request: LaunchRequest, host: Host, port: int, token: str, *,
         program=program,
         shared=shared,
         extras=extras,
+        extension=request.settings.training.extend,
     )
 
 

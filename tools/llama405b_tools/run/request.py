@@ -161,6 +161,8 @@ def _parser() -> OneLineParser:
     add("--allow-misfit", action="store_true", help="start what `llama405b plan` predicts not to fit")
     add("--port", type=int, default=0, help="rendezvous port on the first host [a free one]")
     add("--dry-run", action="store_true", help="print what would run where, without connecting")
+    own = "a Python file with functions of your own: metrics, loss, documents, … (training.extend; docs/extending.md)"
+    add("--extend", default="", metavar="FILE", help=own)
     kept = "run CMD for each checkpoint that has landed, beside training, with its path in $LLAMA405B_CHECKPOINT (checkpoint.after_save)"
     add("--after-save", default="", metavar="CMD", help=kept)
     _add_guard(parser.add_argument_group("guard the run"))
@@ -234,6 +236,7 @@ def parse_launch(argv: Sequence[str], now: float) -> LaunchRequest:
         _check_program(known, program, settings)
     _check_flags(known)
     settings += _hours(known)
+    settings += [f"--training.extend={known.extend}"] if known.extend else []
     settings += [f"--checkpoint.after_save={known.after_save}"] if known.after_save else []
     command.check_resume(known.resume, evaluates=known.evaluate_only)
     request = _request(known, now)
@@ -254,6 +257,7 @@ def _check_program(known: argparse.Namespace, program: Sequence[str], settings: 
     for_trainer += (
         ["--budget"] * bool(known.budget)
         + ["--after-save"] * bool(known.after_save)
+        + ["--extend"] * bool(known.extend)
         + ["--export"] * bool(known.export)
         + [command.EVALUATE_ONLY] * known.evaluate_only
         + ["--rehearse"] * known.rehearse

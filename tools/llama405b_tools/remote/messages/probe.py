@@ -27,6 +27,7 @@ class InputCheck:
     fields: tuple[str, ...] = ()  # as data.fields says it
     skips: bool = False  # records that cannot be used
     adapter: Adapter | None = None  # that one at its path must be
+    extension: str = ""  # the user's module, which reads some files itself
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -46,6 +47,7 @@ class ProbeRequest:
     extras: tuple[str, ...] = ()  # packages that the settings need there, in whatever version
     program: tuple[str, ...] = ()  # of the user's own, to look for; (): none, or it cannot be known before it runs
     shared: str = ""  # the directory of checkpoints, if all hosts must see the same one
+    extension: str = ""  # the user's module that the settings name; "": none
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -123,6 +125,7 @@ class LaunchFacts:
     runs: str = ""  # equal on hosts that share the directory of runs
     llama: Llama | None = None  # the model's shape, on the head; None: not known
     lacks: tuple[str, ...] = ()  # of the extras
+    extension_fault: str = ""  # why the user's module cannot be used
     gpu: str = ""  # the first one's name
     gpu_bytes: int = 0  # its memory
     memory_bytes: int = 0  # of the host

@@ -1,6 +1,7 @@
 """Asking the head of a run for all that a report of it shows. Pure."""
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
 from llama405b.contract.accounting import Account, Attempt
@@ -42,6 +43,9 @@ class Point:
     optimizer_s: float
     peak_bytes: float  # the most so far, not a mean
     allocated_bytes: float
+    own: Mapping[str, float] = dataclasses.field(
+        default_factory=dict
+    )  # what the user's module added, of all that have it
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -79,9 +83,19 @@ def points_of(steps: Sequence[Metrics], most: int = MOST_POINTS) -> Iterator[Poi
             begin = end
 
 
+def mean_of(values: Sequence[float]) -> float:
+    """Return their mean."""
+    return float(sum(values)) / len(values)
+
+
+def _own(steps: Sequence[Metrics]) -> dict[str, float]:
+    names = dict.fromkeys(itertools.chain.from_iterable(step.own for step in steps))
+    return {name: mean_of([step.own[name] for step in steps if name in step.own]) for name in names}
+
+
 def _point(steps: Sequence[Metrics]) -> Point:
     def mean(field: str) -> float:
-        return float(sum(getattr(step, field) for step in steps)) / len(steps)
+        return mean_of([getattr(step, field) for step in steps])
 
     last, losses, norms = steps[-1], [step.loss for step in steps], [step.grad_norm for step in steps]
     return Point(
@@ -94,6 +108,7 @@ def _point(steps: Sequence[Metrics]) -> Point:
         grad_norm_high=max(norms),
         peak_bytes=last.peak_bytes,
         allocated_bytes=last.peak_allocated_bytes,
+        own=_own(steps),
         **{field: mean(field) for field in MEANS},
     )
 

@@ -2,6 +2,7 @@
 
 import datetime
 import html
+import itertools
 import json
 from collections.abc import Callable, Iterator, Sequence
 
@@ -46,6 +47,7 @@ MARKED = {
     "failed": "bad",
 }
 SHOWN_SAVES = 10
+MOST_OWN = 12  # curves of the user's module
 SMOOTH = 40  # a part of a curve's length to each side
 GIB = 1 << 30
 
@@ -166,6 +168,9 @@ def _charts(found: Summary) -> Iterator[str]:
     if on_gpu:
         memory.append(curve("tensors", "c", lambda point: point.allocated_bytes / GIB))
     yield Chart("memory of rank 0, the most so far, GiB", memory, reading).svg(axis)
+    for name in list(dict.fromkeys(itertools.chain.from_iterable(point.own for point in points)))[:MOST_OWN]:
+        own = [[(point.time - began, point.own[name]) for point in piece if name in point.own] for piece in pieces]
+        yield Chart(f"own: {name}", [Curve(name, "a", list(filter(None, own)))], reading, from_zero=False).svg(axis)
     yield Chart(
         "learning rate", [curve("of the first group", "a", lambda point: point.lr)], "{:.1e}".format, height=90
     ).svg(axis)

@@ -1,0 +1,121 @@
+"""What a module of the user's own defines, read without running it: ``--extend``. Knows its text; ``llama405b.extend`` runs it."""
+
+import ast
+import dataclasses
+import fnmatch
+import hashlib
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from llama405b.contract.errors import UserError
+from llama405b.contract.phrases import reason_of
+
+FUNCTIONS = ("metrics", "loss", "documents", "every", "saved", "evaluated")
+LEARNS_BY = ("loss", "documents")  # what decides what a run learns
+READS, EVERY = "READS", "EVERY"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Declared:
+    """What a module defines."""
+
+    path: str = ""  # "": there is none
+    sha256: str = ""  # of its text
+    functions: tuple[str, ...] = ()
+    reads: tuple[str, ...] = ()  # patterns of the names of files whose documents it yields
+    every: int = 0  # steps
+
+    @property
+    def name(self) -> str:
+        """The file's name."""
+        return Path(self.path).name
+
+    @property
+    def described(self) -> str:
+        """What a run's identity has of it: nothing if it does not decide what is learnt."""
+        return f"{self.name} {self.sha256[:12]}" if {*LEARNS_BY} & {*self.functions} else "none"
+
+    def reads_file(self, file: object) -> bool:
+        """Whether it yields the documents of a file."""
+        name = str(file).rpartition("/")[2]
+        return any(fnmatch.fnmatch(name, pattern) for pattern in self.reads)
+
+
+def declared(module: str) -> Declared:
+    """Return what a module defines: a file that ends in ``.py``, or a module that Python finds; ``""``: nothing.
+
+    Raises:
+        UserError: It is not there, is no Python, or defines nothing that is called.
+    """
+    if not module:
+        return Declared()
+    path = _place_of(module)
+    try:
+        text = path.read_bytes()
+        tree = ast.parse(text, str(path))
+    except OSError as error:
+        raise UserError(
+            f"--extend: {path}: cannot be read ({reason_of(error)}); name a Python file that every host has"
+        ) from None
+    except (SyntaxError, ValueError) as error:
+        line = f":{error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
+        raise UserError(f"--extend: {path}{line}: is no Python ({getattr(error, 'msg', error)}); correct it") from None
+    functions = tuple(node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.name in FUNCTIONS)
+    values = dict(_values(tree, path))
+    if not functions:
+        raise UserError(f"--extend: {path} defines none of {', '.join(FUNCTIONS)}; see docs/extending.md")
+    found = Declared(
+        str(path), hashlib.sha256(text).hexdigest(), functions, values.get(READS, ()), values.get(EVERY, 0)
+    )
+    for function, value, example in (("documents", READS, '("*.pgn",)'), ("every", EVERY, "100")):
+        if (function in functions) != (value in values):
+            raise UserError(
+                f"--extend: {path}: {function}() and {value} belong together; write {value} = {example}, or remove the other"
+            )
+    return found
+
+
+def _place_of(module: str) -> Path:
+    if module.endswith(".py"):
+        return Path(module)
+    try:
+        spec = importlib.util.find_spec(module)
+    except (ImportError, ValueError):
+        spec = None
+    if spec is None or not spec.origin:
+        raise UserError(
+            f"--extend: Python finds no module {module!r}; name an installed one, or a file that ends in .py"
+        )
+    return Path(spec.origin)
+
+
+def _values(tree: ast.Module, path: Path) -> Iterator[tuple[str, Any]]:
+    """Yield what it says of its functions."""
+    for node in tree.body:
+        target = (
+            node.targets[0]
+            if isinstance(node, ast.Assign)
+            else node.target
+            if isinstance(node, ast.AnnAssign)
+            else None
+        )
+        if not isinstance(target, ast.Name) or target.id not in (READS, EVERY):
+            continue
+        try:
+            value = ast.literal_eval(node.value)  # type: ignore[attr-defined]
+        except ValueError:
+            value = None
+        if target.id == EVERY and isinstance(value, int) and value > 0:
+            yield EVERY, value
+        elif (
+            target.id == READS
+            and isinstance(value, tuple | list)
+            and value
+            and all(isinstance(each, str) for each in value)
+        ):
+            yield READS, tuple(value)
+        else:
+            what = "a number of steps, such as 100" if target.id == EVERY else 'a list of patterns, such as ("*.pgn",)'
+            raise UserError(f"--extend: {path}:{node.lineno}: {target.id} must be {what}, written out")

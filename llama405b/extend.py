@@ -1,0 +1,173 @@
+"""Room for code of the user's own, without a fork: a module whose functions a run calls by name (``--extend my_module.py``).
+
+::
+
+    def metrics(moment) -> Mapping[str, float]       # after each step: beside it in metrics.jsonl, and in trackers
+    def loss(logits_TV, targets_T) -> Tensor         # in place of cross-entropy: summed over the tokens
+    READS = ("*.pgn",)
+    def documents(path) -> Iterator[str | dict]      # of files with such names: texts, or records as in JSON Lines
+    EVERY = 100
+    def every(moment) -> None                        # after each step that EVERY divides
+    def saved(moment, path) -> None                  # a checkpoint that is complete
+    def evaluated(moment, loss) -> None
+
+Each is called on every rank, so that it may use collectives. What it raises ends the run, and names it. One module for each process,
+as Python itself has one: ``use`` it, then ask ``current``.
+
+Shape suffixes: T tokens, V vocabulary.
+"""
+
+import contextlib
+import dataclasses
+import importlib.util
+import math
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from llama405b.contract.errors import RunError, UserError
+from llama405b.contract.extension import Declared, declared
+from llama405b.contract.records import Metrics
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+Loss = Callable[["Tensor", "Tensor"], "Tensor"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Moment:
+    """Where a run is when it calls a function of the module."""
+
+    step: int  # the last one that was taken; 0: none
+    steps: int  # of the whole run
+    metrics: Metrics | None  # of that step; None: it was skipped, or there was none
+    model: "nn.Module"  # sharded: its parameters are DTensors, unless one rank has all of them
+    rank: int
+    world: int
+    run: Path  # its directory
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Extension:
+    """A module of the user's; without one, nothing is called."""
+
+    declared: Declared = Declared()
+    module: ModuleType | None = None
+
+    @property
+    def loss(self) -> Loss | None:
+        """What computes the loss in place of cross-entropy; None: it does."""
+        return self._loss if "loss" in self.declared.functions else None
+
+    def metrics(self, moment: Moment) -> dict[str, float]:
+        """Return what is to stand beside a step's metrics.
+
+        Raises:
+            RunError: They are no numbers, or the function raised.
+        """
+        found = self._call("metrics", moment)
+        if found is None:
+            return {}
+        if not isinstance(found, Mapping) or not all(
+            isinstance(name, str) and _is_number(value) for name, value in found.items()
+        ):
+            raise RunError(
+                f"{self.declared.path}: metrics() returned {str(found)[:80]}; return numbers by name, such as {{'lag': 1.5}}"
+            )
+        return {name: float(value) for name, value in found.items()}
+
+    def after_step(self, moment: Moment) -> None:
+        """Have it do what it does every so many steps."""
+        if self.declared.every and moment.step % self.declared.every == 0:
+            self._call("every", moment)
+
+    def saved(self, moment: Moment, path: Path) -> None:
+        """Tell it of a checkpoint."""
+        self._call("saved", moment, path)
+
+    def evaluated(self, moment: Moment, loss: float | None) -> None:
+        """Tell it of an evaluation; None: its loss is no finite number."""
+        self._call("evaluated", moment, loss)
+
+    def documents(self, path: Path) -> Iterator[Any]:
+        """Yield the documents of a file that it reads."""
+        with self._named("documents"):
+            yield from self.module.documents(path)  # type: ignore[union-attr]
+
+    def _loss(self, logits_TV: "Tensor", targets_T: "Tensor") -> "Tensor":
+        found: Tensor = self._call("loss", logits_TV, targets_T)
+        if getattr(found, "shape", None) != ():
+            raise RunError(
+                f"{self.declared.path}: loss() returned {str(found)[:80]}; return a tensor with one number, the sum over tokens"
+            )
+        return found
+
+    def _call(self, function: str, *args: Any) -> Any:
+        if function not in self.declared.functions:
+            return None
+        with self._named(function):
+            return getattr(self.module, function)(*args)
+
+    @contextlib.contextmanager
+    def _named(self, function: str) -> Iterator[None]:
+        """Say whose fault it is."""
+        try:
+            yield
+        except (UserError, GeneratorExit):
+            raise
+        except Exception as error:
+            raise RunError(
+                f"{_where(error, self.declared.path)}: {function}() raised {type(error).__name__}: {error}"
+            ) from error
+
+
+_current = Extension()
+
+
+def use(module: str) -> Extension:
+    """Load the module of this process; ``""``: none.
+
+    Raises:
+        UserError: It cannot be loaded.
+    """
+    global _current
+    found = declared(module)
+    _current = Extension(found, _loaded(found.path)) if found.path else Extension()
+    return _current
+
+
+def current() -> Extension:
+    """Return the module of this process."""
+    return _current
+
+
+def _loaded(path: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location("llama405b_extension", path)
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    sys.path.insert(0, str(Path(path).absolute().parent))  # for what it imports from beside it
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # noqa: BLE001 - it may raise what it likes
+        raise UserError(f"--extend: {_where(error, path)}: {type(error).__name__}: {error}") from None
+    return module
+
+
+def _where(error: Exception, path: str) -> str:
+    """Return the innermost line of the module that is in a traceback."""
+    lines = [
+        frame.lineno
+        for frame in traceback.extract_tb(error.__traceback__)
+        if Path(frame.filename).resolve() == Path(path).resolve()
+    ]
+    return f"{path}:{lines[-1]}" if lines else path
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

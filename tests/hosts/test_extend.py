@@ -1,0 +1,50 @@
+"""Code of the user's own in a run on two hosts, over a resume: the module that the documents show."""
+
+import json
+import re
+
+from conftest import ROOT
+from ops_rig import metrics, settings
+
+MODULE = re.search(r"```python\n(.*?)```", (ROOT / "docs/extending.md").read_text(), re.DOTALL)[1]
+GAMES = "\n\n".join(f'[Event "{i}"]\n\n1. e4 e5 2. Nf3 Nc6 3. Bb5 a6 4. Ba4 Nf6 {i}. O-O Be7' for i in range(200))
+
+
+def test_a_module_of_ones_own_runs_on_two_hosts_and_over_a_resume(work, cli, demo, corpus):
+    (work / "my_module.py").write_text(MODULE)
+    (work / "games.pgn").write_text(GAMES)
+    flags = [*settings(demo, work / "games.pgn", 8), "--evaluation.every", 4, "--evaluation.fraction", 0.1]
+    first = cli(work, "launch", "--run", "x", "--follow", *flags, "--extend", "my_module.py")
+    assert first.returncode == 0, first.stdout + first.stderr
+    assert re.search(r"data: 200 documents", first.stdout)
+    for words in ("parameters after step 4 of 8", "held out after step 0: ", "held out after step 8: "):
+        assert words in first.stdout, words
+    assert first.stdout.count("parameters after step") == 2
+    assert json.loads((work / "runs/x/saved.json").read_text())["path"].endswith("step-00000008")
+    own = {step: line["own"]["perplexity"] for step, line in metrics(work, "x").items()}
+    assert list(own) == list(range(1, 9))
+    manifest = json.loads((work / "runs/x/checkpoints/step-00000008/manifest.json").read_text().splitlines()[0])
+    assert re.fullmatch("sha256:[0-9a-f]{64}", manifest["versions"]["my_module.py"])
+
+    (work / "my_module.py").write_text(MODULE.replace("label_smoothing=0.1", "label_smoothing=0.2"))
+    again = [*flags, "--training.max_steps", 12, "--resume", "auto", "--extend", "my_module.py"]
+    refused = cli(work, "launch", "--run", "x", "--follow", *again)
+    assert refused.returncode in (1, 2)
+    assert re.search(r"extension my_module.py \w+ -> my_module.py \w+", refused.stdout + refused.stderr)
+    (work / "my_module.py").write_text(MODULE)
+    resumed = cli(work, "launch", "--run", "x", "--follow", *again)
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    assert list(metrics(work, "x")) == list(range(1, 13))
+    page = cli(work, "report", "x")
+    assert page.returncode == 0, page.stderr
+    assert "own: perplexity" in (work / "runs/x/report.html").read_text()
+
+    bad = MODULE.replace('{"perplexity": math.exp(min(20.0, moment.metrics.loss))}', "{}[moment.step]")
+    (work / "my_module.py").write_text(bad)
+    raised = cli(work, "launch", "--run", "y", "--follow", *flags, "--extend", "my_module.py")
+    assert raised.returncode == 1
+    line = 1 + bad[: bad.index("{}[moment.step]")].count("\n")
+    assert f"my_module.py:{line}: metrics() raised KeyError: 1" in raised.stdout + raised.stderr
+    gone = cli(work, "launch", "--run", "z", *flags, "--extend", "other.py")
+    assert gone.returncode == 2
+    assert "--extend: other.py: cannot be read" in gone.stderr

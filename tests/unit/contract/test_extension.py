@@ -1,0 +1,99 @@
+"""A module of the user's own: what is read of it without running it, and what is said of it when it runs."""
+
+import types
+
+import pytest
+
+from llama405b import extend
+from llama405b.contract.errors import RunError, UserError
+from llama405b.contract.extension import declared
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(extend, "_current", extend.Extension())
+
+    def write(text):
+        (tmp_path / "own.py").write_text(text)
+        return "own.py"
+
+    return write
+
+
+def test_it_is_read_and_not_run(module):
+    found = declared(
+        module("raise SystemExit\nREADS: tuple = ['*.pgn', 'a-*']\ndef documents(path): yield ''\ndef other(): ...")
+    )
+    assert (found.functions, found.reads, found.every) == (("documents",), ("*.pgn", "a-*"), 0)
+    assert [found.reads_file(f"x/{name}") for name in ("1.pgn", "a-b", "b")] == [True, True, False]
+    assert found.described == f"own.py {found.sha256[:12]}"
+    assert declared("").path == ""
+
+
+def test_only_what_decides_what_is_learnt_is_part_of_what_a_run_is(module):
+    assert declared(module("def metrics(moment): return {}")).described == "none"
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("def metrics(:", "own.py:1: is no Python (invalid syntax)"),
+        ("def metric(moment): ...", "defines none of metrics, loss"),
+        ("def every(moment): ...", "every() and EVERY belong together"),
+        ("READS = ('a',)\ndef loss(a, b): ...", "documents() and READS belong together"),
+        ("EVERY = 10 * 2\ndef every(moment): ...", "own.py:1: EVERY must be a number of steps"),
+        ("EVERY = 0\ndef every(moment): ...", "EVERY must be a number of steps"),
+        ("READS = 'a'\ndef documents(path): ...", "READS must be a list of patterns"),
+        ("\0", "is no Python"),
+    ],
+)
+def test_what_cannot_be_used_is_refused(module, text, why):
+    with pytest.raises(UserError) as refused:
+        declared(module(text))
+    assert why in str(refused.value)
+
+
+def test_an_installed_module_is_found_by_its_name(monkeypatch, tmp_path):
+    (tmp_path / "theirs.py").write_text("def metrics(moment): return {}")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert declared("theirs").name == "theirs.py"
+    with pytest.raises(UserError, match="Python finds no module 'nobodys'"):
+        declared("nobodys")
+
+
+@pytest.mark.parametrize(
+    ("returns", "why"),
+    [
+        ("3", "metrics() returned 3; return numbers by name"),
+        ("{'a': 'b'}", "returned"),
+        ("{'a': float('nan')}", "returned"),
+        ("1 / 0", "own.py:2: metrics() raised ZeroDivisionError"),
+    ],
+)
+def test_what_it_does_wrong_names_it(module, returns, why):
+    used = extend.use(module(f"def metrics(moment):\n    return {returns}"))
+    with pytest.raises(RunError) as failed:
+        used.metrics(None)
+    assert why in str(failed.value)
+
+
+def test_what_fails_at_its_import_is_refused_with_its_line(module):
+    with pytest.raises(UserError, match=r"own.py:2: ModuleNotFoundError: No module named 'nobodys'"):
+        extend.use(module("def metrics(moment): return {}\nimport nobodys"))
+
+
+def test_a_loss_is_one_number(module):
+    used = extend.use(module("def loss(logits, targets): return logits"))
+    with pytest.raises(RunError, match="return a tensor with one number"):
+        used.loss(types.SimpleNamespace(shape=(2,)), None)
+
+
+def test_it_acts_every_so_many_steps_and_none_without_a_module(module):
+    used = extend.use(module("EVERY = 3\nseen = []\ndef every(moment): seen.append(moment.step)"))
+    for step in range(1, 8):
+        used.after_step(types.SimpleNamespace(step=step))
+    assert used.module.seen == [3, 6]
+    nothing = extend.use("")
+    nothing.after_step(types.SimpleNamespace(step=3))
+    assert (nothing.metrics(None), nothing.loss) == ({}, None)
