@@ -7,13 +7,14 @@ trainer refuse a flag inside a detached tmux session.
 import argparse
 import dataclasses
 import itertools
+import json
 import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, NoReturn
 
-from llama405b.contract import config
+from llama405b.contract import config, settings_schema
 from llama405b.contract.config import Setting
 from llama405b.contract.errors import UserError
 from llama405b.contract.phrases import did_you_mean
@@ -101,6 +102,25 @@ class Command:
     evaluates: bool  # without training
 
 
+class PrintSchema(argparse.Action):
+    """Prints the schema of the settings, and exits."""
+
+    if not TYPE_CHECKING:  # as above
+
+        def __init__(self, *args, **more):
+            super().__init__(*args, nargs=0, **more)
+
+        def __call__(self, *_):
+            """See ``argparse``."""
+            print(json.dumps(settings_schema.schema(), indent=2))
+            raise SystemExit(0)
+
+
+def add_config(add: Callable[..., object], text: str) -> None:
+    """Add ``--config`` to a parser, which may be given several times."""
+    add("--config", type=Path, action="append", default=[], metavar="FILE", help=text)
+
+
 def add_resume(add: Callable[..., object]) -> None:
     """Add ``--resume`` to a parser."""
     text = "no | auto (newest checkpoint that verifies) | STEP | PATH [no]; without a value: auto"
@@ -142,7 +162,8 @@ def parse(argv: Sequence[str]) -> Command:
         epilog=settings_help(),
     )
     parser.add_argument("--preset", default="", help="named settings to start from")
-    parser.add_argument("--config", type=Path, help="TOML file of settings; overrides the preset")
+    add_config(parser.add_argument, "TOML file of settings; overrides the preset. Of several the later ones win")
+    parser.add_argument("--schema", action=PrintSchema, help="print a JSON Schema of that file, for editors")
     parser.add_argument(
         "--run-dir", type=Path, default=Path("runs/local"), help="where the run's files go [runs/local]"
     )
@@ -158,7 +179,7 @@ def parse(argv: Sequence[str]) -> Command:
     if not 1 <= known.world <= MAX_WORLD:
         raise UserError(f"--world: {known.world} is out of range; use 1 to {MAX_WORLD}")
     check_resume(known.resume, evaluates=known.evaluate_only)
-    settings = config.read_preset(known.preset) | config.read_toml(known.config) | config.read_flags(flags)
+    settings = config.read_preset(known.preset) | config.read_files(known.config) | config.read_flags(flags)
     if known.dry_run:  # the shape needs no data
         settings = {"data.paths": (("none",), "--dry-run")} | settings
     if known.evaluate_only:

@@ -70,14 +70,37 @@ def read_preset(name: str) -> dict[str, Setting]:
     return {key: (value, f"preset {name}") for key, (value, _) in read_toml(PRESET_DIR / f"{name}.toml").items()}
 
 
-def read_toml(path: Path | None) -> dict[str, Setting]:
-    """Read ``[section] key = value`` pairs as dotted keys, each with its file and line; none without a file.
+def read_files(paths: Sequence[Path]) -> dict[str, Setting]:
+    """Read files of settings, of which the later ones win.
+
+    Raises:
+        UserError: See ``read_toml``.
+    """
+    return dict(collections.ChainMap(*map(read_toml, reversed(paths))))
+
+
+def overridden(paths: Sequence[Path]) -> list[str]:
+    """Say which settings of a file a later one replaces, and where.
+
+    Raises:
+        UserError: See ``read_toml``.
+    """
+    settings, lines = dict[str, Setting](), list[str]()
+    for path in paths:
+        for key, (value, where) in read_toml(path).items():
+            before, there = settings.get(key, (value, ""))
+            if before != value:
+                lines.append(f"{where}: {key} is {value}; it was {before} in {there}")
+            settings[key] = value, where
+    return lines
+
+
+def read_toml(path: Path) -> dict[str, Setting]:
+    """Read ``[section] key = value`` pairs as dotted keys, each with its file and line.
 
     Raises:
         UserError: The file cannot be read, is not TOML, or holds an unknown key or an invalid value.
     """
-    if path is None:
-        return {}
     try:
         refuse_others_writing(path)
         text = path.read_text(encoding="utf-8")

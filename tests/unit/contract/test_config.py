@@ -1,8 +1,16 @@
+import contextlib
+import io
+import json
+import tomllib
+
+import jsonschema
 import pytest
 
+from conftest import ROOT
 from llama405b.contract import command, config, schema
 from llama405b.contract.errors import UserError
 from llama405b.contract.mesh import Axes
+from llama405b_tools.run import request
 
 GIVEN = ["--model.path", "m", "--data.paths", "d"]
 
@@ -249,3 +257,48 @@ def test_fields_are_named_in_a_table_or_in_a_flag(tmp_path):
             UserError, match=r"--data\.fields: fields name no document; write text=FIELD, or prompt=FIELD,c"
         ):
             config.resolve(settings)
+
+
+def test_of_several_files_the_later_one_wins_and_says_what_it_replaced(tmp_path, capsys):
+    (tmp_path / "a.toml").write_text("[optimizer]\nlr = 1e-3\nwarmup = 3\n")
+    (tmp_path / "b.toml").write_text("[optimizer]\nwarmup = 3\nlr = 2e-3\n")
+    files = [tmp_path / "a.toml", tmp_path / "b.toml"]
+    words = ["--preset", "demo", *(word for file in files for word in ("--config", str(file)))]
+    assert command.parse(words).config.optimizer.lr == 2e-3
+    line = f"{files[1]}:3: optimizer.lr is 0.002; it was 0.001 in {files[0]}:2"
+    assert config.overridden(files) == [line]
+    asked = request.parse_launch([*words, "--run", "r"], 0.0)
+    assert (asked.config.optimizer.lr, asked.overridden) == (2e-3, (line,))
+
+
+def printed_schema():
+    with contextlib.redirect_stdout(io.StringIO()) as out, pytest.raises(SystemExit) as left:
+        command.parse(["--schema"])
+    assert left.value.code == 0
+    return json.loads(out.getvalue())
+
+
+def test_the_schema_knows_every_setting_and_takes_what_is_shipped():
+    found = printed_schema()
+    jsonschema.Draft202012Validator.check_schema(found)
+    known = {f"{section}.{key}" for section, of in found["properties"].items() for key in of["properties"]}
+    assert known == {*schema.TYPES, "data.sources"}
+    files = [*config.PRESET_DIR.glob("*.toml"), *(ROOT / "examples").glob("*.toml")]
+    assert len(files) > 10
+    for file in files:
+        jsonschema.validate(tomllib.loads(file.read_text()), found)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[optimiser]\nlr = 1",
+        "[optimizer]\nrate = 1",
+        "[optimizer]\nlr = 'x'",
+        "[model]\nload = 'all'",
+        "[data]\nsources = [{path = 'a'}]",
+    ],
+)
+def test_the_schema_refuses_what_the_trainer_does(text):
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(tomllib.loads(text), printed_schema())

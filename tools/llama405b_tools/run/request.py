@@ -68,6 +68,7 @@ class LaunchRequest:
     export: str = ""  # where the first host is to write the model, once the run has ended well
     when_done: str = ""  # the user's command after that
     price: float = 0.0  # of a GPU-hour; 0: unknown
+    overridden: tuple[str, ...] = ()  # settings of a file that a later one replaces, in words
     hides_gpus: bool = False  # from a program that is not our trainer
 
     @property
@@ -150,7 +151,7 @@ def _parser() -> OneLineParser:
     add = parser.add_argument
     add("hosts", nargs="?", type=Path, default=Path("hosts"), metavar="HOSTS", help="hosts file [hosts]")
     add("--run", default="", help="name of the run [<preset>-<date>-<time>]")
-    add("--config", type=Path, help="TOML file of settings")
+    command.add_config(add, "TOML file of settings; of several the later ones win")
     add("--preset", default="", help=f"settings to start from: {', '.join(config.preset_names())}")
     command.add_resume(add)
     command.add_evaluate_only(add)
@@ -246,7 +247,8 @@ def parse_launch(argv: Sequence[str], now: float) -> LaunchRequest:
     _check_export(known, resolved)
     refuse_nothing_to_resume(known, resolved)
     typed = _without(argv[:end], "--run", "--resume")
-    return dataclasses.replace(request, config=resolved, flags=flags, typed=typed)
+    replaced = tuple(config.overridden(known.config))
+    return dataclasses.replace(request, config=resolved, flags=flags, typed=typed, overridden=replaced)
 
 
 def _check_program(known: argparse.Namespace, program: Sequence[str], settings: Sequence[str]) -> None:
@@ -327,7 +329,7 @@ def _without(argv: Sequence[str], *flags: str) -> tuple[str, ...]:
 
 def _training(known: argparse.Namespace, settings: Sequence[str]) -> tuple[Config, tuple[str, ...]]:
     """Return the trainer's settings, and equivalent flags for hosts that do not have the file."""
-    own = config.read_toml(known.config) | config.read_flags(settings)
+    own = config.read_files(known.config) | config.read_flags(settings)
     only = [command.EVALUATE_ONLY] * known.evaluate_only
     flags = (*only, *_flag("--preset", known.preset), *config.to_flags(own))
     return command.parse([*source_flags(known), *only, *settings]).config, flags
@@ -364,7 +366,7 @@ def refuse_nothing_to_resume(known: argparse.Namespace, settings: Config) -> Non
 
 def source_flags(known: argparse.Namespace) -> list[str]:
     """Return the flags that say where settings come from, as they were given."""
-    return [*_flag("--preset", known.preset), *_flag("--config", known.config)]
+    return [*_flag("--preset", known.preset), *(word for path in known.config for word in _flag("--config", path))]
 
 
 def _flag(name: str, value: str | Path | None) -> list[str]:
@@ -373,7 +375,7 @@ def _flag(name: str, value: str | Path | None) -> list[str]:
 
 def _new_name(known: argparse.Namespace, now: float) -> str:
     """Make a name for a run that was given none."""
-    of = (known.preset or (known.config or Path("run")).stem) + "-evaluation" * known.evaluate_only
+    of = (known.preset or [Path("run"), *known.config][-1].stem) + "-evaluation" * known.evaluate_only
     return f"{of}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(now))}"
 
 

@@ -8,7 +8,6 @@ import argparse
 import dataclasses
 import json
 from collections.abc import Sequence
-from pathlib import Path
 
 from llama405b.contract import command, config
 from llama405b.contract.command import OneLineParser
@@ -74,7 +73,7 @@ def _parser() -> OneLineParser:
     add("--json", action="store_true", help="print facts and findings as JSON")
     add("--port", type=int, default=0, help=f"rendezvous port to try [{DEFAULT_PORT}]")
     add("--preset", default="", help="preset of the planned run")
-    add("--config", type=Path, help="TOML file with the settings of the planned run")
+    command.add_config(add, "TOML file with the settings of the planned run; may be repeated")
     return parser
 
 

@@ -34,6 +34,8 @@ def main(argv: Sequence[str]) -> int:
     """Run the verb."""
     os.umask(UMASK)
     request = parse_launch(argv, time.time())
+    for line in request.overridden:
+        show(line)
     if request.slurm is not None:
         return in_slurm(request, request.slurm)
     hosts = hosts_of(request.hosts_file)

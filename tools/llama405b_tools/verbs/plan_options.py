@@ -8,7 +8,7 @@ from pathlib import Path
 
 from llama405b.capacity.hardware import USUAL, Gpu, gpu_named, read_gpus
 from llama405b.capacity.machines import Described
-from llama405b.contract import config
+from llama405b.contract import command, config
 from llama405b.contract.command import OneLineParser
 from llama405b.contract.errors import UserError
 
@@ -27,7 +27,7 @@ def plan_parser(description: str | None) -> OneLineParser:
     add = parser.add_argument
     add("hosts", nargs="?", type=Path, metavar="HOSTS", help="hosts file: ask its hosts for what is not said here")
     add("--preset", default="", help="preset of the planned run")
-    add("--config", type=Path, help="TOML file with the settings of the planned run")
+    command.add_config(add, "TOML file with the settings of the planned run; may be repeated")
     add("--nodes", type=int, help="number of hosts [1]")
     add("--slots", type=int, help="GPUs of each [8; gb200: 4]")
     add("--gpu", default="", help=f"kind of GPU [{USUAL}]: {', '.join(read_gpus())}")
@@ -137,7 +137,7 @@ def no_data(args: argparse.Namespace, settings: Sequence[str]) -> list[str]:
 
 def _is_set(key: str, args: argparse.Namespace, settings: Sequence[str]) -> bool:
     """Whether a setting is named."""
-    named = key in (config.read_preset(args.preset) | config.read_toml(args.config))
+    named = key in (config.read_preset(args.preset) | config.read_files(args.config))
     return named or any(word.partition("=")[0] == f"--{key}" for word in settings)
 
 

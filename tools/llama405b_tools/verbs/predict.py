@@ -310,7 +310,7 @@ def _write(args: argparse.Namespace, settings: Sequence[str], asked: Config, cho
     training = dataclasses.replace(asked.training, micro_batch_size=load.micro_batch)
     written = dataclasses.replace(asked, model=model, parallel=load.parallel(asked.parallel), training=training)
     values = dataclasses.asdict(written)
-    names = {*config.read_toml(args.config), *config.read_flags(config.split_flags(settings)[0]), *CHOSEN}
+    names = {*config.read_files(args.config), *config.read_flags(config.split_flags(settings)[0]), *CHOSEN}
     names |= {name for name in IF_CHANGED if attrgetter(name)(written) != attrgetter(name)(asked)}
     lines = list[str]()
     for section, keys in itertools.groupby(sorted(name.split(".") for name in names), lambda name: name[0]):
