@@ -18,11 +18,10 @@ from llama405b.distributed import collectives
 from llama405b.optim.adamw import build_optimizer
 from llama405b.optim.sequential import Sequential
 from llama405b.parallel.build_passes import build_passes
-from llama405b.training.build import bind_to_numa_node
+from llama405b.training.build import bind_to_numa_node, build_evaluator
 from llama405b.training.build_data import open_held_out
 from llama405b.training.build_model import build_model
 from llama405b.training.context import RankContext
-from llama405b.training.evaluate import Evaluator
 from llama405b.training.journal import read_metrics
 from llama405b.training.model_files import bring_model_files
 from llama405b.training.open_checkpoints import load_checkpoint
@@ -54,11 +53,13 @@ def evaluate_only(config: Config, resume: str, context: RankContext) -> None:
     if chosen:
         done, path = load_checkpoint(chosen, lambda _: None, module, updater, context)
         what = str(path)
-    evaluator = Evaluator(config.evaluation, config.training.micro_batch_size, passes, held_out, context)
+    evaluator = build_evaluator(config, passes, held_out, files, context)
+    assert evaluator  # of what is held out
     loss, words = evaluator.evaluate()
     context.log(f"evaluation of {what}: {words}")
     context.journal.resumed_at(done, done, anew=True)
     context.journal.evaluation(done, loss)
+    evaluator.continue_prompts(done)
 
 
 def refuse_trained(run: RunDir) -> None:

@@ -30,7 +30,7 @@ from llama405b.contract.checkpoints import MODEL_FILES, committed, step_of
 from llama405b.contract.errors import RunError, UserError
 from llama405b.contract.families import FAMILIES
 from llama405b.contract.files import write_json
-from llama405b.contract.paths import RunDir
+from llama405b.contract.paths import EXPORT_RECORD, RunDir
 from llama405b.contract.phrases import and_more, counted, reason_of
 from llama405b.contract.reader import MalformedError
 from llama405b.contract.schema import Config
@@ -42,7 +42,6 @@ from llama405b.data.hub import said_clearly
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
 FILE_BYTES = 5 * 10**9  # of each output file, at most, unless one tensor is larger
 VLLM_RANK = 16  # of adapters that vLLM takes unasked
-RECORD = ".llama405b-export.json"
 Shapes = dict[str, tuple[int, ...]]
 
 
@@ -265,10 +264,10 @@ def write(export: Export, found: Weights, out: Path) -> None:
     began, written = time.monotonic(), 0
     for name in lacking:
         try:
-            write_json(out / RECORD, Record(export.source, export.dtype, done))  # before anything is there
+            write_json(out / EXPORT_RECORD, Record(export.source, export.dtype, done))  # before anything is there
             digest = write_tensors(out / name, export.files[name], DTYPES[export.dtype], found.read)
             done[name] = _written(out / name, digest)
-            write_json(out / RECORD, Record(export.source, export.dtype, done))
+            write_json(out / EXPORT_RECORD, Record(export.source, export.dtype, done))
         except OSError as error:
             raise RunError(
                 f"{out / name}: cannot be written ({reason_of(error)}); run the same command to resume"
@@ -289,11 +288,11 @@ def _begin(export: Export, out: Path) -> dict[str, Written]:
         for name in export.files:
             partial_of(out / name).unlink(missing_ok=True)  # of a call that was killed: its room is needed
         present = [path.name for path in out.iterdir()]
-        if RECORD not in present:
+        if EXPORT_RECORD not in present:
             if present:
                 raise UserError(f"{out}: holds {present[0]}, which no export wrote; name another directory")
             return {}
-        record = reader.loads(Record, (out / RECORD).read_text(encoding="utf-8"), str(out / RECORD))
+        record = reader.loads(Record, (out / EXPORT_RECORD).read_text(encoding="utf-8"), str(out / EXPORT_RECORD))
     except (OSError, MalformedError) as error:
         raise UserError(f"{out}: cannot be used ({reason_of(error)}); name another directory") from None
     if (record.source, record.dtype) != (export.source, export.dtype):
@@ -319,7 +318,7 @@ def verify(out: Path) -> None:
         RunError: A file is not as it was written.
     """
     try:
-        record = reader.loads(Record, (out / RECORD).read_text(encoding="utf-8"), str(out / RECORD))
+        record = reader.loads(Record, (out / EXPORT_RECORD).read_text(encoding="utf-8"), str(out / EXPORT_RECORD))
         damaged = [name for name, seal in record.files.items() if _sha256(out / name) != seal.sha256]
     except (OSError, MalformedError) as error:
         raise RunError(f"{out}: cannot be read back ({reason_of(error)}); run the same command again") from None

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TextIO
 
 from llama405b.contract.errors import FAILED, GOOD, UserError
-from llama405b.contract.paths import UMASK, RunDir
+from llama405b.contract.paths import EXPORT_RECORD, UMASK, RunDir
 from llama405b.contract.verb_parsers import track_parser
 from llama405b.tracking.feed import POLL_S, Feed
 from llama405b.tracking.start import END_S
@@ -24,18 +24,24 @@ def main(argv: Sequence[str]) -> int:
     run = RunDir(Path(args.run)) if (Path(args.run) / "config.toml").is_file() else RunDir.here(args.run)
     if not run.config.is_file():
         raise UserError(f"{args.run}: no run in this directory; name one (runs are in ./runs)")
-    names = [name for name in Feed.wanted(run) if args.only in (None, name)]
+    if args.model and not (args.model / EXPORT_RECORD).is_file():
+        raise UserError(f"--model: {args.model} was not written by `llama405b export`; name a directory that was")
+    only = args.only or ("wandb" if args.model else None)
+    names = [name for name in Feed.wanted(run) if only in (None, name)]
     if not names:
         raise UserError(
             f"{run.name}: its settings name no tracker; write --tracking.to at a launch, or add it to {run.config}"
         )
     run.tracking.mkdir(parents=True, exist_ok=True)
-    codes = [send(run, name, args.until_closed) for name in names]
+    codes = [send(run, name, args.until_closed, args.model) for name in names]
     return max(codes)
 
 
-def send(run: RunDir, name: str, pipe: int | None) -> int:
-    """Send until the other end of a pipe is closed, and soon end then; without one, what there is now. Returns the exit code."""
+def send(run: RunDir, name: str, pipe: int | None, model: Path | None = None) -> int:
+    """Send until the other end of a pipe is closed, and soon end then; without one, what there is now. Returns the exit code.
+
+    ``model``: an exported one, to send as well.
+    """
     with run.tracking_lock(name).open("w") as lock:
         while not _locked(lock):  # the process of the attempt before may be at its end
             if pipe is None or _is_closed(pipe):
@@ -47,6 +53,9 @@ def send(run: RunDir, name: str, pipe: int | None) -> int:
             while not _is_closed(pipe):
                 feed.send()
             signal.alarm(math.ceil(END_S))  # ends this process, if nobody else is there who would
+        if model:
+            feed.send(now=True)
+            feed.send_model(model)
         feed.end()
     return FAILED if feed.waiting else GOOD
 

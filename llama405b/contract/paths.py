@@ -5,6 +5,7 @@ Every file has one writer. ``HOST`` is a name from the hosts file, ``N`` a rank:
     plan.json                        launch        what runs where (``plan.Plan``)
     config.toml                      rank 0        the configuration as resolved
     metrics.jsonl                    rank 0        one ``Metrics`` per step, and before them perhaps ``EvaluationMetrics``
+    samples.jsonl                    rank 0        one ``Sample`` per prompt and evaluation
     spent.json                       rank 0        ``SpentHours`` of all attempts
     model/HOST/                      that host's first rank   the model's small files, as rank 0 sent them
     heartbeat/rank-N.json            rank N        ``Heartbeat``
@@ -52,6 +53,7 @@ import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
+EXPORT_RECORD = ".llama405b-export.json"  # in a directory that export has written
 UMASK = 0o077  # only the owner can read a run's files
 
 
@@ -104,6 +106,7 @@ class RunDir:
     logs = _BelowEach("logs/{}")
     agent_log = _BelowEach("logs/{}/torchrun.log")
     times = _BelowEach("logs/{}/times")
+    samples = _Below("samples.jsonl")
     spent = _Below("spent.json")
     tracking = _Below("tracking")
     tracking_lock = _BelowEach("tracking/{}.lock")

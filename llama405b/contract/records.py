@@ -177,6 +177,16 @@ class EvaluationMetrics:
             raise ValueError("its step is negative")
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Sample:
+    """A prompt, as the weights after a step continued it: a line of ``samples.jsonl``."""
+
+    step: int
+    time: float  # rank 0's clock
+    prompt: str
+    text: str
+
+
 MetricsLine: TypeAlias = FirstOf[Metrics, EvaluationMetrics]  # what metrics.jsonl consists of
 METRICS_LINE: Any = MetricsLine
 

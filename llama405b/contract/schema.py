@@ -373,6 +373,10 @@ class Evaluation:
     )
     max_sequences: int = option(0, "evaluate on at most this many sequences, evenly spaced; 0: all")
     micro_batch_size: int = option(0, "sequences per forward pass on each rank; 0: as in training")
+    prompts: tuple[str, ...] = option(
+        (), "texts that are continued at each evaluation, greedily: into the log, the report and trackers"
+    )
+    prompt_tokens: int = option(32, "tokens of each continuation; every one is a forward of the whole model")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -385,6 +389,9 @@ class Tracking:
     display_name: str = option("", "of the run there; default: its name here")
     group: str = option("", "of W&B")
     tags: tuple[str, ...] = option((), "of W&B")
+    log_model: bool = option(
+        False, "send W&B what launch --export has written, as an artifact; checkpoints are never sent"
+    )
     offline: bool = option(False, "write W&B's files below the run, for `wandb sync`, and send nothing")
 
 

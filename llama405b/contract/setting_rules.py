@@ -16,6 +16,7 @@ from llama405b.contract.schema import (
     Adapter,
     Config,
     Data,
+    Evaluation,
     Model,
     Optimizer,
     Parallel,
@@ -200,6 +201,18 @@ def _of_evaluation(config: Config) -> Iterator[Fault]:
             "evaluation.every",
             "evaluation.every is 0, so evaluation.paths would not be used; set it to a number of steps",
         )
+    if evaluation.prompts:
+        if not evaluation.every:
+            yield "evaluation.prompts", "evaluation.every is 0, so they would not be used; set it to a number of steps"
+        if split := [name for name in ("tp", "cp", "pp") if getattr(config.parallel, name) > 1]:
+            yield (
+                "evaluation.prompts",
+                f"they are continued where ranks have whole layers; leave them out, or use {split[0]} 1",
+            )
+        if not all(evaluation.prompts):
+            yield "evaluation.prompts", "one is empty; remove it"
+    elif evaluation.prompt_tokens != Evaluation().prompt_tokens:
+        yield "evaluation.prompt_tokens", "without evaluation.prompts it would have no effect; leave it out"
     if evaluation.fraction > 0.5:
         yield "evaluation.fraction", f"fraction is {evaluation.fraction:g}; use at most 0.5"
 

@@ -1,5 +1,6 @@
 """The command lines of what needs torch or the Hub, parsed before that is imported: their --help needs neither."""
 
+import argparse
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -137,7 +138,10 @@ def track_parser() -> OneLineParser:
     parser = _parser("track", TRACK)
     parser.add_argument("run", metavar="RUN", help="name of a run in this directory")
     parser.add_argument("--only", choices=TRACKERS, help="send to this one of them")
-    parser.add_argument("--until-closed", type=int, metavar="FD", help="send what comes, until this pipe closes")
+    parser.add_argument(
+        "--model", type=Path, metavar="DIR", help="also send W&B what export has written there, as an artifact"
+    )
+    parser.add_argument("--until-closed", type=int, metavar="FD", help=argparse.SUPPRESS)
     return parser
 
 

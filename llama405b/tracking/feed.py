@@ -5,6 +5,7 @@ goes on from there, and steps that are taken again keep their first values. Know
 """
 
 import dataclasses
+import functools
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ from llama405b.contract.files import write_json
 from llama405b.contract.paths import RunDir
 from llama405b.contract.phrases import counted
 from llama405b.contract.reader import MalformedError
-from llama405b.contract.records import METRICS_LINE, EvaluationMetrics, Metrics
+from llama405b.contract.records import METRICS_LINE, EvaluationMetrics, Metrics, Sample
 from llama405b.tracking.sinks import SINKS, Identity, Sink
 
 POLL_S = 1.0
@@ -34,6 +35,7 @@ class Sent:
     step: int = -1  # the last one
     events: int = 0  # of rank 0's, in order
     id: str = ""  # of the run there
+    sampled: int = -1  # the last step whose samples were sent
 
 
 class Tail(Generic[T]):
@@ -73,6 +75,8 @@ class Feed:
         self.why = ""  # it failed last
         self.lines: Tail[Metrics | EvaluationMetrics] = Tail(run.metrics, METRICS_LINE)
         self.events: Tail[RunEvent] = Tail(run.events("rank-0"), RunEvent)
+        self.samples: Tail[Sample] = Tail(run.samples, Sample)
+        self.said: list[Sample] = []
         self.waiting: list[Metrics | EvaluationMetrics] = []
         self.happened: list[RunEvent] = []
         for _ in zip(range(self.sent.events), self.events.new(), strict=False):
@@ -87,24 +91,40 @@ class Feed:
         """Send what is new; ``now``: also if it failed a moment ago."""
         self.waiting += [line for line in self.lines.new() if line.step > self.sent.step]
         self.happened += self.events.new()
-        if not (self.waiting or self.happened) or (time.monotonic() < self.again and not now):
+        self.said += [sample for sample in self.samples.new() if sample.step > self.sent.sampled]
+        if not (self.waiting or self.happened or self.said) or (time.monotonic() < self.again and not now):
             return
         try:
             if self.sink is None:
                 self._open()
             assert self.sink
-            for line in self.waiting:
-                self.sink.metrics(line)
-            for event in self.happened:
-                if event.step is not None:
-                    self.sink.event(event)
+            for take in self._in_order(self.sink):
+                take()
             self.sink.flush()
         except Exception as error:  # noqa: BLE001 - a tracker raises what it likes
             self._failed(error)
             return
         step = max([self.sent.step, *(line.step for line in self.waiting)])
-        self._keep(dataclasses.replace(self.sent, step=step, events=self.sent.events + len(self.happened)))
-        self.waiting, self.happened = [], []
+        events = self.sent.events + len(self.happened)
+        sampled = max([self.sent.sampled, *(sample.step for sample in self.said)])
+        self._keep(dataclasses.replace(self.sent, step=step, events=events, sampled=sampled))
+        self.waiting, self.happened, self.said = [], [], []
+
+    def _in_order(self, sink: Sink) -> list[Callable[[], None]]:
+        """Return what there is to send, by step, as trackers want it: of each its numbers first."""
+        told = [(line.step, functools.partial(sink.metrics, line)) for line in self.waiting]
+        told += [
+            (event.step, functools.partial(sink.event, event)) for event in self.happened if event.step is not None
+        ]
+        told += [(sample.step, functools.partial(sink.sample, sample)) for sample in self.said]
+        return [take for _, take in sorted(told, key=lambda each: each[0])]
+
+    def send_model(self, path: Path) -> None:
+        """Send an exported model; what the tracker raises then is raised."""
+        self._open()
+        assert self.sink
+        self.sink.artifact(path)
+        self.say(f"tracking {self.name}: {path} is sent as an artifact")
 
     def end(self) -> None:
         """Send what is left, and close the tracker."""

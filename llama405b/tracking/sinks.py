@@ -1,13 +1,15 @@
 """Trackers that a run's numbers are sent to, each by its own package: W&B, TensorBoard. Knows records; not a run's files."""
 
 import dataclasses
+import html
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from llama405b.contract.errors import UserError
 from llama405b.contract.events import RunEvent
-from llama405b.contract.records import EvaluationMetrics, Metrics
+from llama405b.contract.records import EvaluationMetrics, Metrics, Sample
 from llama405b.contract.schema import Tracking
 
 NOT_VALUES = {"step", "time", "attempt"}
@@ -21,6 +23,16 @@ class Sink(Protocol):
 
     def event(self, event: RunEvent) -> None:
         """Take what happened at a step."""
+
+    def sample(self, sample: Sample) -> None:
+        """Take how a prompt was continued."""
+
+    def artifact(self, path: Path) -> None:
+        """Take a directory with an exported model.
+
+        Raises:
+            UserError: It takes none.
+        """
 
     def flush(self) -> None:
         """Keep what was taken, so that it survives this process."""
@@ -56,6 +68,16 @@ class TensorBoard:
         """See ``Sink``."""
         self.writer.add_scalar(f"events/{event.kind}", 1, event.step, event.time)
 
+    def sample(self, sample: Sample) -> None:
+        """See ``Sink``."""
+        self.writer.add_text(
+            f"prompts/{sample.prompt[:40]}", f"{sample.prompt} **{sample.text}**", sample.step, sample.time
+        )
+
+    def artifact(self, path: Path) -> None:
+        """See ``Sink``."""
+        raise UserError(f"--model: TensorBoard takes no models, so {path} was not sent; use --only wandb")
+
     def flush(self) -> None:
         """See ``Sink``."""
         self.writer.flush()
@@ -72,7 +94,7 @@ class WandB:
         import wandb
 
         run.directory.mkdir(parents=True, exist_ok=True)
-        self.last = 0
+        self.name, self.last = run.name, 0
         self.run = wandb.init(
             entity=tracking.entity or None,
             project=tracking.project,
@@ -95,6 +117,21 @@ class WandB:
     def event(self, event: RunEvent) -> None:
         """See ``Sink``."""
         self.run.log({f"events/{event.kind}": 1}, step=max(self.last, event.step or 0))
+
+    def sample(self, sample: Sample) -> None:
+        """See ``Sink``."""
+        import wandb
+
+        words = html.escape(f"{sample.prompt} → {sample.text}")
+        self.run.log({f"prompts/{sample.prompt[:40]}": wandb.Html(words)}, step=max(self.last, sample.step))
+
+    def artifact(self, path: Path) -> None:
+        """See ``Sink``."""
+        import wandb
+
+        found = wandb.Artifact(f"{self.name}-model", type="model")
+        found.add_dir(str(path))
+        self.run.log_artifact(found)
 
     def flush(self) -> None:
         """W&B writes each line to its own files, and sends them by itself."""

@@ -2,6 +2,7 @@
 
 import functools
 import time
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -17,7 +18,7 @@ from llama405b.contract.files import write_atomic
 from llama405b.contract.mesh_rules import check_mesh
 from llama405b.contract.phrases import counted
 from llama405b.contract.records import Phase
-from llama405b.contract.schema import Config, Evaluation, Parallel, Training
+from llama405b.contract.schema import Config, Parallel, Training
 from llama405b.data.batches import Batches, describe_reading
 from llama405b.data.reader import Reader
 from llama405b.distributed import collectives
@@ -44,6 +45,7 @@ from llama405b.training.loop import Trainer
 from llama405b.training.loss_spikes import SpikeDetector
 from llama405b.training.model_files import bring_model_files
 from llama405b.training.open_checkpoints import log_changes, open_checkpoints, resume_run
+from llama405b.training.prompts import Prompts
 from llama405b.training.rank_memory import unit_label
 from llama405b.training.requests import Requests, StopSignal
 
@@ -99,7 +101,7 @@ def build_trainer(config: Config, resume: str, context: RankContext, stop: StopS
             saving, updater, start.identity, config.checkpoint, context, restart_s=time.monotonic() - began
         ),
         requests=Requests(context, stop),
-        evaluator=build_evaluator(config.evaluation, config.training, passes, held_out, context),
+        evaluator=build_evaluator(config, passes, held_out, files, context),
         busy=watch_units(config.parallel, module, context),
         host_inputs=build_host_inputs(config, module, llama, context),
         evaluates_first=chosen.found is None and not collectives.broadcast_object(context.journal.began_evaluated),
@@ -211,16 +213,18 @@ def build_spike_detector(training: Training, start: Beginning, context: RankCont
 
 
 def build_evaluator(
-    evaluation: Evaluation,
-    training: Training,
-    passes: Passes,
-    held_out: Batches | None,
-    context: RankContext,
+    config: Config, passes: Passes, held_out: Batches | None, files: Path, context: RankContext
 ) -> Evaluator | None:
-    """Build what evaluates on what is held out; None if nothing is."""
+    """Build what evaluates on what is held out; None if nothing is. ``files``: the directory of the tokenizer.
+
+    Raises:
+        UserError: A prompt cannot be continued.
+    """
     if held_out is None:
         return None
-    return Evaluator(evaluation, training.micro_batch_size, passes, held_out, context)
+    evaluation = config.evaluation
+    prompts = Prompts(evaluation, files, config.data.seq_len, context) if evaluation.prompts else None
+    return Evaluator(evaluation, config.training.micro_batch_size, passes, held_out, context, prompts)
 
 
 def log_reading(config: Config, batches: Batches, start: Beginning, context: RankContext) -> None:

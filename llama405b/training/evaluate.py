@@ -16,6 +16,7 @@ from llama405b.distributed.ranks import Rank
 from llama405b.model.batch import IGNORE_INDEX, Batch
 from llama405b.parallel.passes import Passes
 from llama405b.training.context import RankContext
+from llama405b.training.prompts import Prompts
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -27,6 +28,7 @@ class Evaluator:
     passes: Passes
     held_out: Batches
     context: RankContext
+    prompts: Prompts | None = None
 
     def is_due(self, step: int, last_step: int) -> bool:
         """Whether to evaluate after a step."""
@@ -40,6 +42,11 @@ class Evaluator:
         result = evaluate(self.passes, self.held_out, self.context.me, micro, settings.max_sequences, heartbeat.alive)
         loss = result.loss if math.isfinite(result.loss) else None
         return loss, f"{result}, {time.monotonic() - began:.1f} s"
+
+    def continue_prompts(self, step: int) -> None:
+        """Have the weights after a step continue the prompts, and report that."""
+        for prompt, text in self.prompts.continued(self.passes.model) if self.prompts else ():
+            self.context.journal.sample(step, prompt, text)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

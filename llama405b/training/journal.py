@@ -11,13 +11,16 @@ from typing import TYPE_CHECKING
 from llama405b.contract import reader
 from llama405b.contract.causes import Cause
 from llama405b.contract.events import EventKind, RunEvent
-from llama405b.contract.files import append_line, write_atomic
+from llama405b.contract.files import append_line, read_records, write_atomic
 from llama405b.contract.paths import RunDir
 from llama405b.contract.phrases import counted
-from llama405b.contract.records import METRICS_LINE, EvaluationMetrics, Metrics
+from llama405b.contract.records import METRICS_LINE, EvaluationMetrics, Metrics, Sample
 
 if TYPE_CHECKING:
     from llama405b.distributed.ranks import Rank  # needs torch
+
+
+EVERY = 1 << 30  # of a file's records
 
 
 class Journal:
@@ -59,6 +62,8 @@ class Journal:
             return
         kept = [] if anew else [line for line in read_metrics(self.run.metrics) if line.step <= done]
         write_atomic(self.run.metrics, "".join(reader.dumps(line) + "\n" for line in kept))
+        samples = [] if anew else [each for each in read_records(Sample, self.run.samples, EVERY) if each.step <= done]
+        write_atomic(self.run.samples, "".join(reader.dumps(each) + "\n" for each in samples))
         taken = [line for line in kept if isinstance(line, Metrics)]
         self.tokens = taken[-1].tokens if taken else 0
         self.losses = tuple(metrics.loss for metrics in taken)
@@ -68,6 +73,12 @@ class Journal:
         """Append an evaluation where no step was taken."""
         if self.me.is_rank0:
             append_line(self.run.metrics, reader.dumps(EvaluationMetrics(step, time.time(), loss, self.me.attempt)))
+
+    def sample(self, step: int, prompt: str, text: str) -> None:
+        """Append how a prompt was continued, and print it."""
+        if self.me.is_rank0:
+            append_line(self.run.samples, reader.dumps(Sample(step, time.time(), prompt, text)))
+            print(f"{prompt!r} goes on: {text!r}", flush=True)
 
     def metrics(self, metrics: Metrics) -> None:
         """Append one step, and print it."""

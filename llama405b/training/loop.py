@@ -66,6 +66,7 @@ class Trainer:
             loss, words = self.evaluator.evaluate()
             journal.log(f"evaluation before step 1: {words}")
             journal.evaluation(0, loss)
+            self.evaluator.continue_prompts(0)
             extend.current().evaluated(self.moment(0, None), loss)
         heartbeat.phase(Phase.TRAIN)
         stop = Stop.NO
@@ -188,6 +189,7 @@ class Trainer:
         if not (self.evaluator and self.evaluator.is_due(metrics.step, self.steps.stop - 1)):
             return metrics, ""
         loss, words = self.evaluator.evaluate()
+        self.evaluator.continue_prompts(metrics.step)
         self.context.phase(Phase.TRAIN)
         return dataclasses.replace(metrics, evaluation_loss=loss), f"evaluation after step {metrics.step}: {words}"
 

@@ -14,6 +14,7 @@ def test_a_module_of_ones_own_runs_on_two_hosts_and_over_a_resume(work, cli, dem
     (work / "my_module.py").write_text(MODULE)
     (work / "games.pgn").write_text(GAMES)
     flags = [*settings(demo, work / "games.pgn", 8), "--evaluation.every", 4, "--evaluation.fraction", 0.1]
+    flags += ["--evaluation.prompts", '["1. e4 e5", "[Event \\"1"]', "--evaluation.prompt_tokens", 4]
     first = cli(work, "launch", "--run", "x", "--follow", *flags, "--extend", "my_module.py")
     assert first.returncode == 0, first.stdout + first.stderr
     assert re.search(r"data: 200 documents", first.stdout)
@@ -37,7 +38,14 @@ def test_a_module_of_ones_own_runs_on_two_hosts_and_over_a_resume(work, cli, dem
     assert list(metrics(work, "x")) == list(range(1, 13))
     page = cli(work, "report", "x")
     assert page.returncode == 0, page.stderr
-    assert "own: perplexity" in (work / "runs/x/report.html").read_text()
+    html = (work / "runs/x/report.html").read_text()
+    assert "own: perplexity" in html
+    assert html.count("<td>1. e4 e5</td>") == 1 + 4  # before the first step, after 4, 8 and 12; and the last again
+    samples = [json.loads(line) for line in (work / "runs/x/samples.jsonl").read_text().splitlines()]
+    assert [(each["step"], each["prompt"]) for each in samples] == [
+        (step, prompt) for step in (0, 4, 8, 12) for prompt in ("1. e4 e5", '[Event "1')
+    ]
+    assert "'1. e4 e5' goes on: " in first.stdout
 
     bad = MODULE.replace('{"perplexity": math.exp(min(20.0, moment.metrics.loss))}', "{}[moment.step]")
     (work / "my_module.py").write_text(bad)

@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 
 from conftest import ROOT
-from llama405b.commands import track
-from llama405b.contract.errors import FAILED, GOOD
+from llama405b.commands import export, track
+from llama405b.contract.errors import FAILED, GOOD, UserError
 from ranks_rig import run_program
 
 TRACKERS = ROOT / ".venv/trackers"  # apart, as they bring much
 FLAGS = (
     "--preset", "demo", "--training.micro_batch_size", 2, "--training.global_batch_size", 4, "--data.seq_len", 64, "--data.max_bytes",
     300_000, "--optimizer.warmup", 0, "--evaluation.every", 2, "--checkpoint.every", 2, "--parallel.device", "cpu",
-    "--checkpoint.allow_changes", "all",
+    "--checkpoint.allow_changes", "all", "--evaluation.prompts", '["import os"]', "--evaluation.prompt_tokens", 2,
 )  # fmt: skip
 OFFLINE = ("--tracking.to", "wandb,tensorboard", "--tracking.offline")
 
@@ -28,6 +28,10 @@ def _packages(monkeypatch):
         why = f"NOT RUN: pip install --target {TRACKERS} wandb tensorboard"
         pytest.fail(why) if os.environ.get("LLAMA405B_NOTHING_SKIPPED") else pytest.skip(why)
     monkeypatch.setattr(sys, "path", [*sys.path, str(TRACKERS)])
+    yield
+    if wandb := sys.modules.get("wandb"):
+        wandb.teardown()  # or the next test's processes would join what it leaves running
+        os.environ.pop("WANDB_SERVICE", None)
 
 
 def trainer():
@@ -96,10 +100,14 @@ def _of_tensorboard(run):
 
     found = EventAccumulator(str(run / "tracking/tensorboard"))
     found.Reload()
-    return {name: [(each.step, each.value) for each in found.Scalars(name)] for name in found.Tags()["scalars"]}
+    tags = found.Tags()
+    texts = {
+        name: [each.step for each in found.Tensors(name)] for name in tags["tensors"] if name.startswith("prompts")
+    }
+    return texts | {name: [(each.step, each.value) for each in found.Scalars(name)] for name in tags["scalars"]}
 
 
-def test_a_resume_goes_on_and_what_is_done_again_keeps_its_first_values(demo, tmp_path):
+def test_a_resume_goes_on_and_what_is_done_again_keeps_its_first_values(demo, tmp_path, monkeypatch):
     run = tmp_path / "run"
     _train(demo, run, 4, *OFFLINE)
     before = _losses(run)
@@ -120,6 +128,22 @@ def test_a_resume_goes_on_and_what_is_done_again_keeps_its_first_values(demo, tm
     assert {int(row["_step"]): row["loss"] for row in rows if "loss" in row} == pytest.approx(expected)
     assert sum("loss" in row for row in rows) == 6
     assert any("events/resumed" in row for row in rows)
+    sampled = [int(row["_step"]) for row in rows if any("import os" in key for key in row)]
+    assert sampled == curves["prompts/import os/text_summary"] == [0, 2, 4, 6]
+
+    monkeypatch.chdir(tmp_path)
+    assert export.main(["run", "out"]) == GOOD
+    with pytest.raises(UserError, match="run/model was not written by `llama405b export`"):
+        track.main(["run", "--model", "run/model"])
+    assert track.main(["run", "--model", "out"]) == GOOD
+    logged = [record.artifact for path in run.glob("tracking/wandb/offline-run-*/*.wandb") for record in _records(path)
+        if record.WhichOneof("record_type") == "artifact" and record.artifact.type == "model"]  # fmt: skip
+    assert [each.name for each in logged] == ["run-model"]
+    assert {entry.path for entry in logged[0].manifest.contents} >= {
+        "model.safetensors",
+        "config.json",
+        "tokenizer.json",
+    }
 
 
 def test_a_tracker_that_is_dead_costs_no_step_and_is_sent_all_later(demo, tmp_path, monkeypatch, capfd):

@@ -10,7 +10,7 @@ import pytest
 from llama405b.contract.accounting import Attempt, StepTaken, account
 from llama405b.contract.causes import Cause, CauseKind
 from llama405b.contract.events import EventKind, RunEvent
-from llama405b.contract.records import EvaluationMetrics, Metrics
+from llama405b.contract.records import EvaluationMetrics, Metrics, Sample
 from llama405b_tools.remote.messages.report import MOST_POINTS, ReportReply, evaluations_of, points_of
 from llama405b_tools.report.draw.page import page
 from llama405b_tools.report.draw.summary import Summary
@@ -39,7 +39,8 @@ def reply_of(steps, attempts=ALIVE, now=1000.0, **more):
         "now": now, "created": 0.0, "owner": "ann@desk", "attempt": len(attempts), "hosts": (("gpu-1", 8), ("gpu-2", 8)), "mesh": None,
         "expected_step_s": 8.0, "alive": attempts[-1].ended is None, "attempts": tuple(attempts),
         "account": account(50.0, attempts, taken, 16, now), "points": tuple(points_of(steps)), "last": steps[-1],
-        "evaluations": (), "events": (), "settings": "[training]\nmax_steps = 20\n", "gpu": H100, "checkpoint": "", "versions": {},
+        "evaluations": (), "events": (),
+        "samples": (), "settings": "[training]\nmax_steps = 20\n", "gpu": H100, "checkpoint": "", "versions": {},
     }  # fmt: skip
     return ReportReply(**(found | more))
 
@@ -164,6 +165,13 @@ def test_a_tracker_that_kept_the_first_values_is_named():
     reply = dataclasses.replace(failed_and_resumed(), settings=settings)
     assert "wandb has the first values" in page(Summary("r", reply, 0.0))
     assert "first values" not in page(Summary("r", reply_of(steps_of(3), settings=settings), 0.0))
+
+
+def test_prompts_stand_with_what_the_weights_made_of_them():
+    samples = tuple(Sample(step, 100.0, "Once <b>", f"upon {step}") for step in (0, 4, 8))
+    said = " ".join(Well(page(Summary("r", reply_of(steps_of(8), samples=samples), 0.0))).words)
+    assert said.index("upon 8") < said.index("all 3") < said.index("upon 0")
+    assert "Once <b>" in said
 
 
 def test_a_plot_has_its_ends_where_they_are():

@@ -9,12 +9,12 @@ from llama405b.contract.events import RunEvent
 from llama405b.contract.files import read_records
 from llama405b.contract.plan import read_plan
 from llama405b.contract.reader import MalformedError
-from llama405b.contract.records import Metrics
+from llama405b.contract.records import Metrics, Sample
 from llama405b_tools.remote.accounts import EVERY, account_of_attempts, attempts_of, metrics_of
 from llama405b_tools.remote.describe import checkpoints_of, lives
 from llama405b_tools.remote.launch_facts import first_gpu
 from llama405b_tools.remote.locks import run_of
-from llama405b_tools.remote.messages.report import ReportReply, ReportRequest, evaluations_of, points_of
+from llama405b_tools.remote.messages.report import MOST_SAMPLES, ReportReply, ReportRequest, evaluations_of, points_of
 
 
 def report_of(request: ReportRequest) -> ReportReply:
@@ -44,6 +44,7 @@ def report_of(request: ReportRequest) -> ReportReply:
         last=steps[-1] if steps else None,
         evaluations=tuple(evaluations_of(lines)),
         events=tuple(read_records(RunEvent, run.events("rank-0"), EVERY)),
+        samples=tuple(read_records(Sample, run.samples, MOST_SAMPLES)),
         settings=settings,
         gpu=first_gpu()[0],
         checkpoint=str(saved or ""),

@@ -8,7 +8,7 @@ from llama405b.contract.errors import RunError, UserError
 from llama405b.contract.phrases import given
 from llama405b.contract.plan import Plan
 from llama405b_tools.hosts.fleet import Fleet
-from llama405b_tools.run.export_on import export_on
+from llama405b_tools.run.export_on import call_on, export_on
 from llama405b_tools.run.request import LaunchRequest
 
 
@@ -18,6 +18,8 @@ def after_end(request: LaunchRequest, plan: Plan, fleet: Fleet, say: Callable[[s
         say(f"exporting the last checkpoint to {request.export}")
         try:
             export_on(fleet, plan.nodes[0].name, plan.run, request.export, ["--verify"], say)
+            if request.settings.tracking.log_model:
+                call_on(fleet, plan.nodes[0].name, ["track", plan.run, "--model", request.export], say)
         except (RunError, UserError) as error:
             return f"--export failed: {error}{given('; --when-done was not run', request.when_done)}"
     if request.when_done:

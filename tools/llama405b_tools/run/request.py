@@ -336,7 +336,11 @@ def _training(known: argparse.Namespace, settings: Sequence[str]) -> tuple[Confi
 
 
 def _check_export(known: argparse.Namespace, settings: Config) -> None:
-    """Refuse an export of what is not on one host."""
+    """Refuse an export of what is not on one host, and to send one that is not made."""
+    if settings.tracking.log_model and not known.export:
+        raise UserError(
+            "--tracking.log_model: sends what --export writes; add --export OUT, or use `llama405b track RUN --model OUT`"
+        )
     if not known.export:
         return
     if known.evaluate_only or not settings.checkpoint.cadence.saves:

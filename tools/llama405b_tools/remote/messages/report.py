@@ -7,9 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from llama405b.contract.accounting import Account, Attempt
 from llama405b.contract.events import RunEvent
 from llama405b.contract.mesh import Axes
-from llama405b.contract.records import EvaluationMetrics, Metrics
+from llama405b.contract.records import EvaluationMetrics, Metrics, Sample
 
 MOST_POINTS = 1500  # of a curve: more than a screen has columns
+MOST_SAMPLES = 200
 MEANS = ("loss", "grad_norm", "lr", "tokens_per_s", "step_s", "data_s", "forward_s", "backward_s", "optimizer_s")
 
 
@@ -66,6 +67,7 @@ class ReportReply:
     last: Metrics | None
     evaluations: tuple[tuple[int, float, float], ...]  # step, time, loss
     events: tuple[RunEvent, ...]  # of rank 0
+    samples: tuple[Sample, ...]  # the last ones
     settings: str  # config.toml
     gpu: str  # name of the first one; "": there is none, or nothing is said
     checkpoint: str  # the newest complete one

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from llama405b.contract.accounting import Use
 from llama405b.contract.events import EventKind
 from llama405b.contract.phrases import counted, given
+from llama405b.contract.records import Sample
 from llama405b_tools.remote.messages.report import Point
 from llama405b_tools.report.draw.look import SCRIPT, STYLE
 from llama405b_tools.report.draw.summary import (
@@ -65,6 +66,7 @@ def page(found: Summary) -> str:
         *(f'<p class="note">{html.escape(line)}</p>' for line in notes(found)),
         '<div id="at" class="soft">Point at a curve to read its values.</div>',
         *(_charts(found) if found.reply.points or found.reply.evaluations else ["<p>No step was taken yet.</p>"]),
+        *_samples(found.reply.samples),
         *_time(found),
         *_happened(happened(found), found.began),
         *_facts(found),
@@ -270,6 +272,22 @@ def _happened(all_of: Sequence[Happened], began: float) -> Iterator[str]:
     if left_out:
         yield f'<p class="soft">Of {len(saves)} saves, the last {SHOWN_SAVES}.</p>'
     yield _table(["when", "after", ""], rows)
+
+
+def _samples(samples: Sequence[Sample]) -> Iterator[str]:
+    """How prompts were continued: the last evaluation's, and all of them."""
+    if not samples:
+        return
+
+    def rows(shown: Sequence[Sample]) -> list[list[str]]:
+        return [[f"{each.step}", html.escape(each.prompt), html.escape(each.text)] for each in shown]
+
+    last = [each for each in samples if each.step == samples[-1].step]
+    yield "<h2>Prompts, continued</h2>" + _table(["step", "prompt", "continuation"], rows(last))
+    if len(last) < len(samples):
+        ordered = sorted(samples, key=lambda each: (each.prompt, each.step))
+        table = _table(["step", "prompt", "continuation"], rows(ordered))
+        yield f"<details><summary>all {len(samples)}</summary>{table}</details>"
 
 
 def _facts(found: Summary) -> Iterator[str]:
