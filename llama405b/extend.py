@@ -19,6 +19,7 @@ Shape suffixes: T tokens, V vocabulary.
 
 import contextlib
 import dataclasses
+import importlib
 import importlib.util
 import math
 import sys
@@ -136,13 +137,20 @@ def use(module: str) -> Extension:
     """
     global _current
     found = declared(module)
-    _current = Extension(found, _loaded(found.path)) if found.path else Extension()
+    _current = Extension(found, _imported(found.path, module)) if found.path else Extension()
     return _current
 
 
 def current() -> Extension:
     """Return the module of this process."""
     return _current
+
+
+def _imported(path: str, module: str) -> ModuleType:
+    try:
+        return _loaded(path) if module.endswith(".py") else importlib.import_module(module)
+    except Exception as error:  # noqa: BLE001 - it may raise what it likes
+        raise UserError(f"--extend: {_where(error, path)}: {type(error).__name__}: {error}") from None
 
 
 def _loaded(path: str) -> ModuleType:
@@ -152,10 +160,7 @@ def _loaded(path: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     sys.path.insert(0, str(Path(path).absolute().parent))  # for what it imports from beside it
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:  # noqa: BLE001 - it may raise what it likes
-        raise UserError(f"--extend: {_where(error, path)}: {type(error).__name__}: {error}") from None
+    spec.loader.exec_module(module)
     return module
 
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from llama405b import extend
+from llama405b.commands.blame_step import blame
 from llama405b.commands.evaluate_only import evaluate_only, refuse_trained
 from llama405b.commands.shape import describe_shape
 from llama405b.contract import command
@@ -48,7 +49,9 @@ def main(argv: Sequence[str]) -> int:
         extend.use(asked.config.training.extend)
         config = choose_for_ranks(asked.config, asked.preset, me)
         context = RankContext.of(ranks.on_mesh(me, config.parallel), heartbeat)
-        if asked.evaluates:
+        if asked.blames:
+            blame(config, asked.resume, asked.blames, context)
+        elif asked.evaluates:
             evaluate_only(config, asked.resume, context)
         else:
             with contextlib.closing(build_trainer(config, asked.resume, context, stop)) as trainer:

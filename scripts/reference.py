@@ -89,8 +89,9 @@ def subcommands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentP
 
 
 def _said_elsewhere(action: argparse.Action) -> bool:
-    """Whether every command has it, or its sections follow."""
-    return "--help" in action.option_strings or isinstance(action, argparse._SubParsersAction)
+    """Whether every command has it, its sections follow, or it is for our own programs."""
+    hidden = action.help == argparse.SUPPRESS
+    return hidden or "--help" in action.option_strings or isinstance(action, argparse._SubParsersAction)
 
 
 def _option(action: argparse.Action) -> str:

@@ -16,15 +16,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from llama405b.contract.checkpoints import step_of
-from llama405b.contract.errors import RunError
 from llama405b.contract.files import read_record, write_json
 from llama405b.contract.paths import RunDir
-from llama405b.contract.phrases import given
+from llama405b.contract.phrases import given, reason_of
 
 RETRY_S = (5.0, 30.0, 120.0, 600.0)  # between tries; the last one repeats
 TRIES_AT_END = 3  # after the last step, of a command that fails
 ENDS_WITHIN_S = 5.0  # of SIGTERM
-POLL_S = 0.2
 
 Say = Callable[[str], None]
 
@@ -47,7 +45,7 @@ class AfterSave:
         self.succeeded = collections.deque[tuple[int, float]]()  # steps and seconds, until somebody asks
         self.fault = ""  # why the command failed for the oldest one; "": it did not
         self.tries, self.failures = 0, 0  # that failed: of the oldest one, and of all
-        self.hurry = False  # at the end nothing else is waited for
+        self.hurry, self.most = False, math.inf  # at the end: failures that are enough
         self.pid = 0  # of the command that runs; 0: none does
         self.news, self.is_over = threading.Event(), threading.Event()
         self.thread = threading.Thread(target=self._work, name="after-save", daemon=True)
@@ -72,26 +70,20 @@ class AfterSave:
         """Return the step, and the seconds it took, of each success since the last call."""
         return [self.succeeded.popleft() for _ in range(len(self.succeeded))]
 
-    def wait(self, alive: Callable[[], None], limit_s: float) -> None:
-        """Wait until it has succeeded for all of them, or so long; ``alive``: is called all the while.
+    def hasten(self) -> None:
+        """Try again at once, and soon after each failure: nothing else is waited for."""
+        self.most, self.hurry = self.failures + TRIES_AT_END, True
+        self.news.set()
 
-        Raises:
-            RunError: It has failed too often.
-        """
-        most, self.hurry = self.failures + TRIES_AT_END, True
-        self.news.set()  # try at once what failed before
-        until = time.monotonic() + limit_s
-        while self.waiting and self.failures < most and time.monotonic() < until:
-            alive()
-            time.sleep(POLL_S)
-        if self.waiting and limit_s < math.inf:
-            self.say(f"after-save: not done for {self.waiting[0][0]}; the next attempt does it")
-        elif self.waiting:
-            left, more = self.waiting[0][0], given(" and {} more", len(self.waiting) - 1)
-            raise RunError(
-                f"checkpoint.after_save failed for {left}{more} on {self.host} ({self.fault}); mend it and resume the run, which has "
-                "no step left but runs it again"
-            )
+    @property
+    def goes_on(self) -> bool:
+        """Whether something is left to do, and has not failed too often since ``hasten``."""
+        return bool(self.waiting) and self.failures < self.most and self.thread.is_alive()
+
+    def left_words(self) -> str:
+        """Say what was not done, and why."""
+        more = given(" and {} more", len(self.waiting) - 1)
+        return f"{self.waiting[0][0]}{more} on {self.host}{given(' ({})', self.fault)}"
 
     def close(self) -> None:
         """End the thread, and the command that runs if it takes long."""
@@ -112,14 +104,23 @@ class AfterSave:
             if not self.waiting:
                 self.news.wait()
                 self.news.clear()
-            elif not self._run(*self.waiting[0]):
+            elif not self._tried(*self.waiting[0]):
                 self.news.wait(RETRY_S[0 if self.hurry else min(self.tries, len(RETRY_S)) - 1])
                 self.news.clear()  # what lands meanwhile is a reason to try again, as the end is
+
+    def _tried(self, path: Path, digest: str) -> bool:
+        """Run the command; a filesystem that fails is a failure like others, and does not end the thread."""
+        try:
+            return self._run(path, digest)
+        except OSError as error:
+            self.fault = reason_of(error)
+            self.tries, self.failures = self.tries + 1, self.failures + 1
+            return False
 
     def _run(self, path: Path, digest: str) -> bool:
         """Run the command for a checkpoint; returns whether it succeeded, or the checkpoint is gone."""
         began = time.monotonic()
-        if path.is_dir():
+        if path.exists():
             env = {
                 "LLAMA405B_CHECKPOINT": str(path.absolute()),
                 "LLAMA405B_STEP": str(step_of(path)),
@@ -130,7 +131,8 @@ class AfterSave:
                 self.fault = fault
                 self.tries, self.failures = self.tries + 1, self.failures + 1
                 if not self.is_over.is_set():
-                    self.say(f"after-save: {path.name} on {self.host}: {fault}; it is tried again")
+                    with contextlib.suppress(OSError):  # standard output, perhaps, is full
+                        self.say(f"after-save: {path.name} on {self.host}: {fault}; it is tried again")
                 return False
             self.done[path.name] = digest
             with contextlib.suppress(OSError):  # then it is done twice, rather than never

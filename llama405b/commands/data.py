@@ -1,5 +1,6 @@
 """``llama405b data show | tokenize``: what a training run would learn, and texts made into tokens once for many runs."""
 
+import dataclasses
 import itertools
 import os
 import shutil
@@ -22,6 +23,7 @@ from llama405b.contract.verb_parsers import data_parser
 from llama405b.data.batches import Batches, batches_of, describe_held_out, describe_reading
 from llama405b.data.demo_model import make_demo
 from llama405b.data.encode import FIRST, MARKS, NOT_LEARNT
+from llama405b.data.skip import read_skips, without
 from llama405b.data.tokenize import tokenize
 from llama405b.data.tokens import Report, read_tokenizer, tokenised
 
@@ -89,6 +91,8 @@ def _show(config: Config, tokenizer_dir: Path, n_sequences: int) -> None:
     report = Report(lambda *_: None, lambda: None, print)
     files = [tokenised(part, tokenizer_dir, CACHE, report) for part in config.data.by_source]
     batches = batches_of(config.data, CACHE, files)
+    if config.data.skip:
+        batches = dataclasses.replace(batches, mixture=without(batches.mixture, read_skips(Path(config.data.skip))))
     evaluation = config.evaluation
     held = list[str]()
     if evaluation.every and not evaluation.paths:

@@ -2,6 +2,7 @@
 
 import dataclasses
 from pathlib import Path
+from typing import NamedTuple
 
 from llama405b.checkpoint.compatibility import model_of
 from llama405b.checkpoint.resume import Resume
@@ -17,7 +18,9 @@ from llama405b.contract.schema import Config
 from llama405b.distributed import collectives
 from llama405b.optim.adamw import build_optimizer
 from llama405b.optim.sequential import Sequential
+from llama405b.optim.updater import Updater
 from llama405b.parallel.build_passes import build_passes
+from llama405b.parallel.passes import Passes
 from llama405b.training.build import bind_to_numa_node, build_evaluator
 from llama405b.training.build_data import open_held_out
 from llama405b.training.build_model import build_model
@@ -39,27 +42,48 @@ def evaluate_only(config: Config, resume: str, context: RankContext) -> None:
     chosen = choose_checkpoint(config, resume, files, context)
     context.phase(Phase.DATA)
     held_out = open_held_out(config.data, config.evaluation, files, context)
+    write_settings(config, context)
+    context.phase(Phase.LOAD)
+    weights = look_at_weights(config, chosen, files, context)
+    evaluator = build_evaluator(config, weights.passes, held_out, files, context)
+    assert evaluator  # of what is held out
+    loss, words = evaluator.evaluate()
+    context.log(f"evaluation of {weights.what}: {words}")
+    context.journal.resumed_at(weights.step, weights.step, anew=True)
+    context.journal.evaluation(weights.step, loss)
+    evaluator.continue_prompts(weights.step)
+
+
+class Weights(NamedTuple):
+    """A model on its ranks, to be looked at."""
+
+    passes: Passes
+    updater: Updater  # without an update it makes no moments
+    what: str  # in words
+    step: int  # after which they were saved
+
+
+def look_at_weights(config: Config, chosen: Resume | None, files: Path, context: RankContext) -> Weights:
+    """Build the model with its own weights, or those of a checkpoint.
+
+    Raises:
+        UserError: They cannot be used.
+    """
+    module, master = build_model(config, files, context, from_checkpoint=chosen is not None, trains=False)
+    updater = Sequential(module, master, build_optimizer(master, config.optimizer))
+    updater.sync_weights()
+    passes = build_passes(config.parallel, module, context.me)
+    if chosen is None:
+        return Weights(passes, updater, config.model.path, 0)
+    done, path = load_checkpoint(chosen, lambda _: None, module, updater, context)
+    return Weights(passes, updater, str(path), done)
+
+
+def write_settings(config: Config, context: RankContext) -> None:
+    """Write the settings of a run that takes no step."""
     if context.me.is_rank0:
         training = dataclasses.replace(config.training, max_steps=0)  # which cluster-top would wait for
         write_atomic(context.run.config, to_toml(dataclasses.replace(config, training=training)))
-    context.phase(Phase.LOAD)
-    what, done = config.model.path, 0
-    module, master = build_model(config, files, context, from_checkpoint=chosen is not None, trains=False)
-    updater = Sequential(
-        module, master, build_optimizer(master, config.optimizer)
-    )  # without an update it makes no moments
-    updater.sync_weights()
-    passes = build_passes(config.parallel, module, context.me)
-    if chosen:
-        done, path = load_checkpoint(chosen, lambda _: None, module, updater, context)
-        what = str(path)
-    evaluator = build_evaluator(config, passes, held_out, files, context)
-    assert evaluator  # of what is held out
-    loss, words = evaluator.evaluate()
-    context.log(f"evaluation of {what}: {words}")
-    context.journal.resumed_at(done, done, anew=True)
-    context.journal.evaluation(done, loss)
-    evaluator.continue_prompts(done)
 
 
 def refuse_trained(run: RunDir) -> None:

@@ -100,6 +100,7 @@ class Command:
     dry_run: bool
     world: int
     evaluates: bool  # without training
+    blames: int = 0  # without training, too: the step whose documents are measured; 0: none
 
 
 class PrintSchema(argparse.Action):
@@ -131,6 +132,11 @@ def add_evaluate_only(add: Callable[..., object]) -> None:
     """Add ``--evaluate-only`` to a parser."""
     text = "evaluate on the data of [evaluation] without training: the model, or with --resume PATH a checkpoint of any run"
     add(EVALUATE_ONLY, action="store_true", help=text)
+
+
+def add_blame(add: Callable[..., object]) -> None:
+    """Add ``--blame`` to a parser: `llama405b blame` starts runs with it."""
+    add("--blame", type=int, default=0, metavar="STEP", help=argparse.SUPPRESS)
 
 
 def check_resume(resume: str, *, evaluates: bool = False) -> None:
@@ -169,6 +175,7 @@ def parse(argv: Sequence[str]) -> Command:
     )
     add_resume(parser.add_argument)
     add_evaluate_only(parser.add_argument)
+    add_blame(parser.add_argument)
     parser.add_argument(
         "--dry-run", action="store_true", help="shard the model on the meta device and report what it needs"
     )
@@ -178,7 +185,8 @@ def parse(argv: Sequence[str]) -> Command:
     config.refuse_unknown(rest, parser.options)
     if not 1 <= known.world <= MAX_WORLD:
         raise UserError(f"--world: {known.world} is out of range; use 1 to {MAX_WORLD}")
-    check_resume(known.resume, evaluates=known.evaluate_only)
+    evaluates = known.evaluate_only or bool(known.blame)
+    check_resume(known.resume, evaluates=evaluates)
     settings = config.read_preset(known.preset) | config.read_files(known.config) | config.read_flags(flags)
     if known.dry_run:  # the shape needs no data
         settings = {"data.paths": (("none",), "--dry-run")} | settings
@@ -191,7 +199,8 @@ def parse(argv: Sequence[str]) -> Command:
         known.resume,
         known.dry_run,
         known.world,
-        known.evaluate_only,
+        evaluates,
+        known.blame,
     )
 
 

@@ -244,8 +244,13 @@ def to_toml(config: Config) -> str:
     """Write every field, so that a run's settings can be read back and reused."""
     lines: list[str] = []
     for section, values in dataclasses.asdict(config).items():
-        lines += [f"[{section}]", *(f"{key} = {json.dumps(value)}" for key, value in values.items()), ""]
+        lines += [f"[{section}]", *(f"{key} = {_toml_value(value)}" for key, value in values.items()), ""]
     return "\n".join(lines)
+
+
+def _toml_value(value: Json) -> str:
+    """Write a value as TOML has it: as JSON, but that knows no surrogates, and lets DEL stand."""
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def refuse_unknown(words: Sequence[str], options: Sequence[str] = ()) -> None:

@@ -6,6 +6,7 @@ Every file has one writer. ``HOST`` is a name from the hosts file, ``N`` a rank:
     config.toml                      rank 0        the configuration as resolved
     metrics.jsonl                    rank 0        one ``Metrics`` per step, and before them perhaps ``EvaluationMetrics``
     samples.jsonl                    rank 0        one ``Sample`` per prompt and evaluation
+    blamed.jsonl, skip.jsonl         rank 0        what `blame` measured of each document, and a list of those that it blames
     spent.json                       rank 0        ``SpentHours`` of all attempts
     model/HOST/                      that host's first rank   the model's small files, as rank 0 sent them
     heartbeat/rank-N.json            rank N        ``Heartbeat``
@@ -107,6 +108,8 @@ class RunDir:
     agent_log = _BelowEach("logs/{}/torchrun.log")
     times = _BelowEach("logs/{}/times")
     samples = _Below("samples.jsonl")
+    blamed = _Below("blamed.jsonl")
+    skips = _Below("skip.jsonl")
     spent = _Below("spent.json")
     tracking = _Below("tracking")
     tracking_lock = _BelowEach("tracking/{}.lock")

@@ -137,6 +137,9 @@ class Data:
         "what special tokens are that a text spells; parse: tokens, as those that the chat template writes always are",
     )
     seed: int = option(0, "seed of the shuffle")
+    skip: str = option(
+        "", "a list of documents that are read but not learnt, on the first host; `llama405b blame` writes one"
+    )
     max_bytes: int = option(0, "read at most this many bytes of text (with weights: of each path); 0: all")
     workers: int = option(0, "processes of each rank that read sequences ahead of the step; 0: a thread does")
 

@@ -56,6 +56,14 @@ def documents_in(source: Source, place: int) -> list[Span]:
     return [span for begin, end in parts for span in _documents_between(source.tokens_N, files, begin, end)]
 
 
+def name_of(source: Source, token: int) -> str:
+    """Name the document that a token of the file is in; by its place where the list of files is not there."""
+    name = getattr(source.tokens_N, "filename", None)
+    files = read_offsets(Path(name)) if name else ()
+    spans = _documents_between(source.tokens_N, files, token, token + 1)
+    return str(spans[0]) if spans else f"token {token}"
+
+
 def _documents_between(tokens_N: NDArray[np.uint32], files: tuple[FileOffset, ...], begin: int, end: int) -> list[Span]:
     at = bisect.bisect_right(files, begin, key=lambda entry: entry.token) - 1
     found = list[Span]()

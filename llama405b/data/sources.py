@@ -5,7 +5,7 @@ Shape suffixes: S positions, N tokens or sequences.
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,38 @@ TURNS, HELD = 2**32 - 1, 2**32 - 2  # streams of random numbers of their own, be
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Masked:
+    """Ranges of a token file that are read, but not learnt; in order, and apart."""
+
+    begins_N: NDArray[np.int64]
+    ends_N: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, ranges: Iterable[tuple[int, int]]) -> "Masked | None":
+        """Take ranges as they come; None: there is none."""
+        apart = list[tuple[int, int]]()
+        for begin, end in sorted(ranges):
+            if apart and begin <= apart[-1][1]:
+                begin, end = apart[-1][0], max(apart.pop()[1], end)
+            apart.append((begin, end))
+        if not apart:
+            return None
+        begins_N, ends_N = np.array(apart, dtype=np.int64).T
+        return cls(begins_N, ends_N)
+
+    def marked(self, tokens_N: NDArray[np.uint32], begin: int) -> NDArray[np.uint32]:
+        """Return the tokens that begin there, with those in the ranges marked as not learnt."""
+        end = begin + len(tokens_N)
+        first, last = int(np.searchsorted(self.ends_N, begin, "right")), int(np.searchsorted(self.begins_N, end))
+        if first >= last:
+            return tokens_N
+        found = np.array(tokens_N)
+        for start, stop in zip(self.begins_N[first:last].tolist(), self.ends_N[first:last].tolist(), strict=True):
+            found[max(0, start - begin) : stop - begin] |= NOT_LEARNT
+        return found
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Source:
     """The packed sequences of a token file; each token is a target in exactly one, but an isolated document's first in none."""
 
@@ -30,6 +62,7 @@ class Source:
     spans_N2: NDArray[np.int64] | None = None  # first token and end of each sequence; None: every S tokens
     truncate: bool = False  # documents end with their sequence
     excerpt: Excerpt | None = None  # the tokens that are read, if not all; others count from its first
+    masked: Masked | None = None  # what is not to be learnt
 
     @property
     def n_tokens(self) -> int:
@@ -83,6 +116,9 @@ class Source:
 
     def _tokens(self, begin: int, end: int) -> NDArray[np.uint32]:
         parts = [self.tokens_N[start:stop] for start, stop in self.ranges(begin, end)]
+        if self.masked:
+            starts = [start for start, _ in self.ranges(begin, end)]
+            parts = [self.masked.marked(part, start) for part, start in zip(parts, starts, strict=True)]
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def hold_out(self, fraction: float, draw: np.random.Generator) -> tuple["Source", "Source"]:
@@ -114,7 +150,7 @@ class Source:
     def __reduce__(self) -> tuple[Any, ...]:
         """Another process opens the file itself; a pickled memory map would be a copy of all of it."""
         file = getattr(self.tokens_N, "filename", None)
-        rest = (self.seq_len, self.spans_N2, self.truncate, self.excerpt)
+        rest = (self.seq_len, self.spans_N2, self.truncate, self.excerpt, self.masked)
         return _opened, (self.tokens_N if file is None else Path(file), *rest)
 
 

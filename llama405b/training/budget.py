@@ -45,6 +45,11 @@ class Budget:
         """GPU-hours of all attempts so far, from when each began to train or load."""
         return self.before + (time.monotonic() - self.began) * self.context.me.world / 3600
 
+    @property
+    def left_s(self) -> float:
+        """Seconds until they are spent; 0 where none are counted."""
+        return max(0.0, self.most - self.spent) * 3600 / self.context.me.world if self.counts else 0.0
+
     def after_step(self, step_s: float, save_s: float) -> bool:
         """Count; returns whether to stop now, so that it is saved in time. ``step_s``, ``save_s``: what the last ones took."""
         if not self.counts:

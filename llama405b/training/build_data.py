@@ -6,6 +6,8 @@ from pathlib import Path
 from llama405b.contract.errors import UserError
 from llama405b.contract.schema import Data, Evaluation
 from llama405b.data.batches import Batches, describe_held_out, open_batches
+from llama405b.data.skip import Skipped, read_skips, without, words_of
+from llama405b.distributed import collectives
 from llama405b.model.batch import IGNORE_INDEX
 from llama405b.training.context import RankContext
 
@@ -37,12 +39,21 @@ def open_held_out(data: Data, evaluation: Evaluation, files: Path, context: Rank
 
 def _open(data: Data, files: Path, context: RankContext, option: str = "--data.paths") -> Batches:
     cache = context.run.path.parent / ".cache"
-    return open_batches(data, files, cache, context.me, context.heartbeat.progress, context.log, option)
+    batches = open_batches(data, files, cache, context.me, context.heartbeat.progress, context.log, option)
+    if not data.skip:
+        return batches
+    skips: tuple[Skipped, ...] = ()
+    with collectives.raise_on_all_ranks():
+        if context.me.is_rank0:
+            skips = read_skips(Path(data.skip))
+    skips = collectives.broadcast_object(skips, tuple[Skipped, ...])
+    context.log(words_of(skips))
+    return dataclasses.replace(batches, mixture=without(batches.mixture, skips))
 
 
 def _open_apart(data: Data, evaluation: Evaluation, files: Path, context: RankContext) -> Batches:
     """The data of ``evaluation.paths``."""
-    apart = dataclasses.replace(data, paths=evaluation.paths, weights=(), max_bytes=0)
+    apart = dataclasses.replace(data, paths=evaluation.paths, weights=(), max_bytes=0, skip="")
     return _with_targets(_open(apart, files, context, "--evaluation.paths"))
 
 

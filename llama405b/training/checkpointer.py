@@ -1,8 +1,9 @@
 """When a run saves, and what is reported of it. How a checkpoint is made is ``checkpoint.saving``'s."""
 
+import dataclasses
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from llama405b.checkpoint.saving import Saved, Saving
@@ -13,11 +14,22 @@ from llama405b.contract.events import EventKind
 from llama405b.contract.phrases import counted
 from llama405b.contract.records import Phase, RequestKind, RunRequest
 from llama405b.contract.schema import Checkpoint
+from llama405b.distributed import collectives
 from llama405b.optim.updater import Updater
 from llama405b.training.context import RankContext
 from llama405b.training.requests import AfterStep
 
 HURRY_S = 10.0  # within the least grace of a stop
+POLL_S = 0.5
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AtEnd:
+    """What one rank says while ``after_save`` is waited for; the greatest of all ranks' counts."""
+
+    waits: int
+    unsent: int  # as in ``AfterStep``
+    leaves: int
 
 
 class Checkpointer:
@@ -81,23 +93,37 @@ class Checkpointer:
             why = after.fault if after and after.fault else "its log says why"
             self.context.journal.event(EventKind.AFTER_SAVE_FAILED, detail=f"{host}: {why}")
         elif self.unsent and not (unsent or succeeded):
-            self.context.journal.event(EventKind.AFTER_SAVE)
+            self.context.journal.event(EventKind.AFTER_SAVE, detail="it no longer fails")
         self.unsent = unsent
 
-    def wait_for_after_save(self, *, hurries: bool) -> None:
-        """Wait until ``after_save`` has succeeded for all that this rank keeps; not for long if somebody waits for the end.
+    def wait_for_after_save(self, limit_s: float, stops: Callable[[], bool]) -> None:
+        """Wait on all ranks, since none may leave before the others, until ``after_save`` has succeeded for all that they keep.
+
+        ``limit_s``: how long at most; ``stops``: whether somebody asks to stop.
 
         Raises:
-            RunError: It fails.
+            RunError: This rank's fails.
         """
-        after = self.saving.after_save
-        if after is None:
+        if not (self.settings.after_save and self.cadence.saves):
             return
+        after, until = self.saving.after_save, time.monotonic() + limit_s
+        if after:
+            after.hasten()
         self.context.phase(Phase.CHECKPOINT)
-        try:
-            after.wait(self.context.heartbeat.alive, HURRY_S if hurries else math.inf)
-        finally:
-            self.tell_after_save(self.own_unsent)
+        while True:
+            mine = AtEnd(int(bool(after and after.goes_on)), self.own_unsent, int(stops() or time.monotonic() > until))
+            all_of = collectives.all_reduce_max_fields(mine)
+            self.context.heartbeat.alive()
+            if not all_of.waits or all_of.leaves:
+                break
+            time.sleep(POLL_S)
+        self.tell_after_save(all_of.unsent)
+        if after and after.waiting and all_of.leaves:
+            print(f"after-save: not done for {after.left_words()}; the next attempt does it", flush=True)
+        elif after and after.waiting:
+            raise RunError(
+                f"checkpoint.after_save failed for {after.left_words()}; correct it and resume the run: only this is left to do"
+            )
 
     def is_due(self, step: int) -> bool:
         """Return whether to save after this step: rank 0's clock decides for all."""
@@ -159,7 +185,7 @@ class Checkpointer:
         self.step = 0
         journal = self.context.journal
         if isinstance(outcome, Saved):
-            self.failed = 0
+            self.failed = self.unsent = 0  # what fails is told again, so that it is among the last events
             self.landed.append(outcome.path)
             self.cost_s, self.took_s = outcome.blocked_s, outcome.took_s
             self.best_loss = min(self.best_loss, self.loss)

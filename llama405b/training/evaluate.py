@@ -45,8 +45,8 @@ class Evaluator:
 
     def continue_prompts(self, step: int) -> None:
         """Have the weights after a step continue the prompts, and report that."""
-        for prompt, text in self.prompts.continued(self.passes.model) if self.prompts else ():
-            self.context.journal.sample(step, prompt, text)
+        if self.prompts:
+            self.context.journal.samples(step, self.prompts.continued(self.passes.model))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ The only part of the trainer that prints during training.
 
 import contextlib
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -74,11 +75,13 @@ class Journal:
         if self.me.is_rank0:
             append_line(self.run.metrics, reader.dumps(EvaluationMetrics(step, time.time(), loss, self.me.attempt)))
 
-    def sample(self, step: int, prompt: str, text: str) -> None:
-        """Append how a prompt was continued, and print it."""
-        if self.me.is_rank0:
-            append_line(self.run.samples, reader.dumps(Sample(step, time.time(), prompt, text)))
-            print(f"{prompt!r} goes on: {text!r}", flush=True)
+    def samples(self, step: int, continued: Iterable[tuple[str, str]]) -> None:
+        """Append how prompts were continued, all in one write, so that nobody reads a part of them; and print it."""
+        found = [Sample(step, time.time(), prompt, text) for prompt, text in continued]
+        if self.me.is_rank0 and found:
+            append_line(self.run.samples, "\n".join(map(reader.dumps, found)))
+            for each in found:
+                print(f"{each.prompt!r} goes on: {each.text!r}", flush=True)
 
     def metrics(self, metrics: Metrics) -> None:
         """Append one step, and print it."""

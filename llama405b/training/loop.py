@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import math
 import time
 
 from llama405b import extend
@@ -23,7 +24,7 @@ from llama405b.parallel.passes import Passes
 from llama405b.tracking.start import Trackers
 from llama405b.training.bad_steps import BadSteps
 from llama405b.training.budget import Budget
-from llama405b.training.checkpointer import Checkpointer
+from llama405b.training.checkpointer import HURRY_S, Checkpointer
 from llama405b.training.context import RankContext
 from llama405b.training.evaluate import Evaluator
 from llama405b.training.rank_memory import NO_UNIT
@@ -94,11 +95,20 @@ class Trainer:
             stop = self.after_step(step, metrics)
             self.tell_saved(step, metrics)
             if stop:
-                journal.log(f"stopped after step {step}, {self.budget.why_stopped}")
-                journal.event(EventKind.STOPPED, step=step)
+                why = self.budget.why_stopped
+                journal.log(f"stopped after step {step}, {why}")
+                journal.event(EventKind.STOPPED, step=step, detail=why)
                 break
         self.updater.wait()
-        self.checkpointer.wait_for_after_save(hurries=stop is Stop.ASKED)
+        self.checkpointer.wait_for_after_save(
+            self.patience_s(stop), lambda: stop is not Stop.ASKED and self.requests.stop.received
+        )
+
+    def patience_s(self, stop: Stop) -> float:
+        """Return how long the end may wait for what follows a save."""
+        if stop is Stop.SPENT:
+            return max(HURRY_S, self.budget.left_s)
+        return HURRY_S if stop else math.inf
 
     def moment(self, step: int, metrics: Metrics | None) -> Moment:
         """Return what the user's functions are told."""

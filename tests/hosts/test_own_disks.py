@@ -30,8 +30,14 @@ def losses():
 
 def test_a_killed_run_resumes_from_the_hosts_own_disks_in_another_order(hosts, operator, losses):
     flags = ["--follow", *DEMO, *SAVING]
-    whole = operator("launch", "--run", "whole", *flags)
+    hosts.exec(3, "touch", f"{hosts.workdir(3)}/slow")
+    sends = "test ! -e slow || sleep 5; test -d $LLAMA405B_CHECKPOINT && echo $LLAMA405B_STEP >>sent-$LLAMA405B_RUN"
+    whole = operator("launch", "--run", "whole", *flags, "--after-save", sends)
     assert whole.returncode == 0, whole.stderr
+    for i in (1, 2, 3):  # each its own part, the slow one too
+        steps = [int(step) for step in hosts.exec(i, "cat", f"{hosts.workdir(i)}/sent-whole").stdout.split()]
+        assert steps == sorted(steps)
+        assert (len(steps) >= 5, steps[-1]) == (True, 24)
     losses += _losses(whole.stdout)
     told = operator("status", "--run", "whole").stdout
     assert re.search(r"newest checkpoint: /\S+/runs/whole/checkpoints/step-00000024\n", told)

@@ -25,9 +25,12 @@ def test_a_command_after_each_save_that_fails_twice_loses_nothing(work, cli, dem
     log = (work / "runs/s/guard.log").read_text()
     assert log.index("read back 1 file of out: as written") < log.index("running cp out/config.json")
     assert re.search(r"after save failed node-a: exit code 5", notes), notes
-    assert (work / "order").read_text().split() == ["4", "8", "12", "16"]  # each once, in order
+    events = map(json.loads, (work / "runs/s/events/rank-0.jsonl").read_text().splitlines())
+    saved = [event["step"] for event in events if event["kind"] == "saved"]  # on a busy machine one may be a step late
+    assert [saved[0], saved[-1]] == [4, 16]
+    assert [int(step) for step in (work / "order").read_text().split()] == saved  # each once, in order
     sent = sorted((work / "sent").iterdir())
-    assert [path.name for path in sent] == [f"step-{step:08d}" for step in (4, 8, 12, 16)]
+    assert [path.name for path in sent] == [f"step-{step:08d}" for step in saved]
     for path in sent:  # whole
         manifest = json.loads((path / "manifest.json").read_text().splitlines()[0])
         assert all((path / name).stat().st_size == seal["bytes"] for name, seal in manifest["files"].items())
@@ -43,12 +46,12 @@ def test_nothing_follows_an_export_that_failed_or_a_run_that_did_not_end_well(wo
     done = cli(work, "launch", "--run", "e", "--follow", *fake_trainer(demo, corpus, 8), *wants)
     assert done.returncode == 1, done.stdout
     assert "is not DCP's metadata" in done.stdout  # nor is anything else of the fake trainer's what can be exported
-    assert "--export failed: node-a: export was refused; see above; --when-done was not run" in done.stderr
+    assert "--export failed: node-a: export was refused; see above; --when-done did not run" in done.stderr
     (work / "bad.py").write_text("raise SystemExit(3)")
     failed = cli(work, "launch", "--run", "f", "--follow", *wants[2:], "--", "bad.py")
     assert failed.returncode == 1, failed.stdout
     assert "--when-done did not run, as the run did not end well" in failed.stderr
-    assert "its machines cost 5.00 an hour until they are given back (2 x 2.5)" in failed.stdout
+    assert "its machines cost 5.00 an hour until they are given back (2 x 2.5)" in failed.stderr
     assert not (work / "done").exists()
     jobs = (["--export", "out", "--follow", "--slurm", ""], "a job frees its nodes by itself")
     for flags, words in ((["--export", "out"], "nobody would see the end"), jobs):

@@ -188,7 +188,7 @@ def _takes_steps(me, directory, kind, evaluates):
     saver = nothing(
         step=0, took_s=0.0, landed=[], cadence=nothing(saves=False), busy=False, is_due=lambda _: False,
         is_best=lambda loss: bool(compared.append(loss)),
-        after_step=lambda *_, **__: None, own_unsent=0, tell_after_save=lambda _: None, wait_for_after_save=lambda **_: None,
+        after_step=lambda *_, **__: None, own_unsent=0, tell_after_save=lambda _: None, wait_for_after_save=lambda *_: None,
     )  # fmt: skip
     bad_steps = BadSteps(Config().training, SpikeDetector(3.0), None, journal, 1)
     passes = OneByOne(module, me.dp.size)

@@ -122,7 +122,7 @@ def test_after_a_full_disk_no_hidden_file_takes_the_room_that_is_asked_for_in_wo
     monkeypatch.setattr(export.SavedWeights, "read", full)
     with pytest.raises(RunError, match="No space left on device"):
         export.main(["r", str(out)])
-    assert [path.name for path in out.iterdir()] == [export.RECORD]
+    assert [path.name for path in out.iterdir()] == [export.EXPORT_RECORD]
     monkeypatch.undo()
     monkeypatch.chdir(at)
     killed = out / ".model.safetensors.partial"

@@ -35,6 +35,7 @@ VERBS = {  # verb: (module with main(argv) -> exit code, what it does)
     "logs": ("llama405b_tools.verbs.logs", "show the logs of every rank on every host"),
     "ask": ("llama405b_tools.verbs.ask", "have a live run save or restart, or show a profile, memory or stacks"),
     "autopsy": ("llama405b_tools.verbs.autopsy", "say what every rank is doing, and who holds up the run"),
+    "blame": ("llama405b_tools.verbs.blame", "find the document that a step went wrong with"),
     "attach": ("llama405b_tools.verbs.attach", "open a tmux session with one window per host"),
     "stop": ("llama405b_tools.verbs.stop", "end a run on every host, and verify that it ended"),
     "train": ("llama405b.train", "run the training program (launch runs it under torchrun)"),
@@ -60,11 +61,11 @@ GROUPS = {
         "logs",
         "ask",
         "autopsy",
+        "blame",
         "attach",
         "stop",
     ),
-    "where the model or the data is (no GPU needed)": NO_GPU,
-    "on a GPU host": ("train", "bench"),
+    "on a host (train and bench need its GPUs, the others none)": ("train", "bench", *NO_GPU),
 }
 
 

@@ -302,3 +302,12 @@ def test_the_schema_knows_every_setting_and_takes_what_is_shipped():
 def test_the_schema_refuses_what_the_trainer_does(text):
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate(tomllib.loads(text), printed_schema())
+
+
+def test_settings_are_written_as_toml_reads_them(tmp_path):
+    texts = ["a \N{GRINNING FACE}", 'del \x7f, tab \t, quote " and \\', "é\n"]
+    flags = ["--preset", "demo", "--evaluation.prompts", json.dumps(texts)]
+    resolved = command.parse(flags).config
+    (tmp_path / "c.toml").write_text(config.to_toml(resolved))
+    assert config.resolve(config.read_toml(tmp_path / "c.toml")) == resolved
+    assert resolved.evaluation.prompts == tuple(texts)

@@ -4,13 +4,16 @@ import dataclasses
 import html.parser
 import json
 import re
+import statistics
 
 import pytest
 
 from llama405b.contract.accounting import Attempt, StepTaken, account
 from llama405b.contract.causes import Cause, CauseKind
 from llama405b.contract.events import EventKind, RunEvent
+from llama405b.contract.paths import RunDir
 from llama405b.contract.records import EvaluationMetrics, Metrics, Sample
+from llama405b_tools.remote.accounts import attempts_of
 from llama405b_tools.remote.messages.report import MOST_POINTS, ReportReply, evaluations_of, points_of
 from llama405b_tools.report.draw.page import page
 from llama405b_tools.report.draw.summary import Summary
@@ -40,7 +43,7 @@ def reply_of(steps, attempts=ALIVE, now=1000.0, **more):
         "expected_step_s": 8.0, "alive": attempts[-1].ended is None, "attempts": tuple(attempts),
         "account": account(50.0, attempts, taken, 16, now), "points": tuple(points_of(steps)), "last": steps[-1],
         "evaluations": (), "events": (),
-        "samples": (), "settings": "[training]\nmax_steps = 20\n", "gpu": H100, "checkpoint": "", "versions": {},
+        "samples": (), "settings": "[training]\nmax_steps = 20\n", "gpu": H100, "checkpoint": "", "versions": {}, "learns": None,
     }  # fmt: skip
     return ReportReply(**(found | more))
 
@@ -152,6 +155,22 @@ def test_the_terminal_has_the_curve_first_then_the_time_and_the_failure():
     ):
         assert words in said, words
     assert "16 GPUs, they have been idle for 2.4 GPU-h, 4.80" in said
+
+
+def test_the_end_of_a_long_run_is_so_many_steps_not_points():
+    found = Summary("r", reply_of(steps_of(6000)), 0.0)
+    assert found.last_steps == 12  # of points of four
+    assert found.last("loss") == pytest.approx(statistics.mean(step.loss for step in steps_of(6000)[-12:]))
+    assert Summary("r", reply_of(steps_of(1)), 0.0).last_steps == 1
+
+
+def test_a_host_that_died_before_a_step_ended_when_it_was_heard_last(tmp_path):
+    run = RunDir(tmp_path)
+    (tmp_path / "status").mkdir()
+    run.lock("a").touch()
+    ends = [attempt.ended for attempt in attempts_of(run, "a", 2, steps_of(3), alive=False)]
+    assert ends == [130.0, 130.0]
+    assert [attempt.ended for attempt in attempts_of(run, "a", 1, [], alive=False)] == [run.lock("a").stat().st_mtime]
 
 
 def test_a_run_that_goes_on_says_nothing_of_idle_gpus():

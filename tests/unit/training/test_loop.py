@@ -59,7 +59,7 @@ def take(tmp_path, monkeypatch):
         )
         heartbeat = HeartbeatWriter(RunDir(tmp_path), me)
         parts = {field.name: None for field in dataclasses.fields(Trainer) if field.default is dataclasses.MISSING}
-        parts["checkpointer"] = types.SimpleNamespace(step=0, wait_for_after_save=lambda **_: None, landed=[])
+        parts["checkpointer"] = types.SimpleNamespace(step=0, wait_for_after_save=lambda *_: None, landed=[])
         parts["passes"] = types.SimpleNamespace(model=None)
         parts["updater"] = types.SimpleNamespace(wait=lambda: None)
         parts["evaluator"] = None

@@ -14,12 +14,12 @@ from llama405b.contract.reader import MalformedError, loads
 from llama405b.contract.records import METRICS_LINE, Blame, EvaluationMetrics, Metrics, NodeStatus
 from llama405b_tools.remote.describe import lives
 from llama405b_tools.remote.locks import run_of
-from llama405b_tools.remote.messages.account_request import AccountReply, AccountRequest
+from llama405b_tools.remote.messages.account_request import AccountReply, HeadRequest
 
 EVERY = 1 << 30  # of a file's records
 
 
-def account_of(request: AccountRequest) -> AccountReply:
+def account_of(request: HeadRequest) -> AccountReply:
     """Return what the run's time went into."""
     run = run_of(request.run)
     plan = read_plan(run)
@@ -68,5 +68,6 @@ def attempts_of(run: RunDir, host: str, newest: int, steps: Sequence[Metrics], *
             found.append(Attempt(number, end.time, cause, saves_s))
         else:  # the host died with it
             cause = blames.get(number, Cause(CauseKind.VANISHED, host))
-            found.append(Attempt(number, last.get(number, 0.0), cause, saves_s))
+            at = last.get(number) or (found[-1].ended if found else None) or run.lock(host).stat().st_mtime
+            found.append(Attempt(number, at, cause, saves_s))
     return found

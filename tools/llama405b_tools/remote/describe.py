@@ -135,7 +135,7 @@ def _saves(run: RunDir, attempt: int) -> tuple[float, str]:
 
 def _unsent(run: RunDir, attempt: int) -> str:
     """Where the user's command after a save fails in this attempt, and why; "" if it does not."""
-    events = read_records(RunEvent, run.events("rank-0"), NEWEST_EVENTS)
+    events = read_records(RunEvent, run.events("rank-0"), NEWEST_EVENTS)  # it is told again at each save
     told = [event for event in events if event.attempt == attempt and event.kind in AFTER_SAVES]
     return told[-1].detail if told and told[-1].kind is EventKind.AFTER_SAVE_FAILED else ""
 

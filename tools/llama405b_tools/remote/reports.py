@@ -4,7 +4,7 @@ import contextlib
 import time
 from pathlib import Path
 
-from llama405b.contract.checkpoints import MANIFEST, newest_complete, read_manifest
+from llama405b.contract.checkpoints import MANIFEST, Manifest, newest_complete, read_manifest
 from llama405b.contract.events import RunEvent
 from llama405b.contract.files import read_records
 from llama405b.contract.plan import read_plan
@@ -14,10 +14,11 @@ from llama405b_tools.remote.accounts import EVERY, account_of_attempts, attempts
 from llama405b_tools.remote.describe import checkpoints_of, lives
 from llama405b_tools.remote.launch_facts import first_gpu
 from llama405b_tools.remote.locks import run_of
-from llama405b_tools.remote.messages.report import MOST_SAMPLES, ReportReply, ReportRequest, evaluations_of, points_of
+from llama405b_tools.remote.messages.account_request import HeadRequest
+from llama405b_tools.remote.messages.report import MOST_SAMPLES, ReportReply, evaluations_of, points_of
 
 
-def report_of(request: ReportRequest) -> ReportReply:
+def report_of(request: HeadRequest) -> ReportReply:
     """Return what the run's files say, its curves as far as a screen can show them."""
     run = run_of(request.run)
     plan = read_plan(run)
@@ -27,6 +28,7 @@ def report_of(request: ReportRequest) -> ReportReply:
     saved, settings = None, ""
     with contextlib.suppress(OSError):
         saved = newest_complete(checkpoints_of(run, plan))
+    manifest = _manifest(saved)
     with contextlib.suppress(OSError):
         settings = run.config.read_text(encoding="utf-8")
     return ReportReply(
@@ -46,17 +48,18 @@ def report_of(request: ReportRequest) -> ReportReply:
         events=tuple(read_records(RunEvent, run.events("rank-0"), EVERY)),
         samples=tuple(read_records(Sample, run.samples, MOST_SAMPLES)),
         settings=settings,
-        gpu=first_gpu()[0],
+        gpu="" if plan.slurm_job else first_gpu()[0],  # a job's files are read on another machine
         checkpoint=str(saved or ""),
-        versions=_versions(saved),
+        versions=dict(manifest.versions) if manifest else {},
+        learns=manifest.identity if manifest else None,
     )
 
 
-def _versions(checkpoint: Path | None) -> dict[str, str]:
-    """Return the versions of the packages that wrote a checkpoint."""
+def _manifest(checkpoint: Path | None) -> Manifest | None:
+    """Return a checkpoint's manifest; None if there is none that can be read."""
     if checkpoint is None:
-        return {}
+        return None
     try:
-        return dict(read_manifest((checkpoint / MANIFEST).read_bytes())[0].versions)
+        return read_manifest((checkpoint / MANIFEST).read_bytes())[0]
     except (OSError, MalformedError):
-        return {}
+        return None

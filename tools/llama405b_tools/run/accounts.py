@@ -8,7 +8,7 @@ from llama405b.contract.phrases import counted, given
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.outcomes import replies
 from llama405b_tools.hosts.transport import HostError
-from llama405b_tools.remote.messages.account_request import AccountReply, AccountRequest
+from llama405b_tools.remote.messages.account_request import AccountReply, HeadRequest
 from llama405b_tools.run.judge import Failure, failure_words
 from llama405b_tools.run.query import STATUS_TIMEOUT_S, Seen
 from llama405b_tools.text.clean import clean
@@ -27,7 +27,7 @@ def account_of_run(fleet: Fleet, run: str, seen: Seen) -> Account | None:
 def account_of_head(fleet: Fleet, run: str, head: str) -> Account | None:
     """Ask the host of rank 0; None if it cannot be asked, or knows nothing yet."""
     try:
-        return fleet.ask(head, "account_of", AccountRequest(run, head), AccountReply, STATUS_TIMEOUT_S).account
+        return fleet.ask(head, "account_of", HeadRequest(run, head), AccountReply, STATUS_TIMEOUT_S).account
     except HostError:  # the table of hosts says what is wrong with it
         return None
 

@@ -8,20 +8,26 @@ from llama405b.contract.errors import RunError, UserError
 from llama405b.contract.phrases import given
 from llama405b.contract.plan import Plan
 from llama405b_tools.hosts.fleet import Fleet
-from llama405b_tools.run.export_on import call_on, export_on
+from llama405b_tools.run.call_on import call_on
 from llama405b_tools.run.request import LaunchRequest
 
 
 def after_end(request: LaunchRequest, plan: Plan, fleet: Fleet, say: Callable[[str], object]) -> str:
     """Export the last checkpoint on the host of rank 0, and verify it; then run the command. Returns why one failed, or ''."""
+    head = plan.nodes[0].name
     if request.export:
         say(f"exporting the last checkpoint to {request.export}")
         try:
-            export_on(fleet, plan.nodes[0].name, plan.run, request.export, ["--verify"], say)
-            if request.settings.tracking.log_model:
-                call_on(fleet, plan.nodes[0].name, ["track", plan.run, "--model", request.export], say)
+            call_on(fleet, head, ["export", plan.run, request.export, "--verify"], say, plan.setup)
         except (RunError, UserError) as error:
-            return f"--export failed: {error}{given('; --when-done was not run', request.when_done)}"
+            not_run = "--when-done did not run" if request.when_done else ""
+            return "; ".join(filter(None, [f"--export failed: {error}", not_run, cost_words(request, plan)]))
+        if request.settings.tracking.log_model:
+            try:
+                call_on(fleet, head, ["track", plan.run, "--model", request.export], say, plan.setup)
+            except (RunError, UserError) as error:  # the model is there
+                again = f"llama405b track {plan.run} --model {request.export}"
+                say(f"the model was not sent to W&B ({error}); once {head} has a key, type there: {again}")
     if request.when_done:
         say(f"running {request.when_done}")
         env = os.environ | {"LLAMA405B_RUN": plan.run}
@@ -31,10 +37,10 @@ def after_end(request: LaunchRequest, plan: Plan, fleet: Fleet, say: Callable[[s
     return ""
 
 
-def left_out_words(request: LaunchRequest) -> str:
-    """Say what was not done, as the run did not end well; "" if nothing was asked for."""
+def left_out_words(request: LaunchRequest, why: str) -> str:
+    """Say what was not done, and why; "" if nothing was asked for."""
     asked = [flag for flag, value in (("--export", request.export), ("--when-done", request.when_done)) if value]
-    return given("{} did not run, as the run did not end well", " and ".join(asked))
+    return given("{} did not run, " + why, " and ".join(asked))
 
 
 def cost_words(request: LaunchRequest, plan: Plan) -> str:

@@ -114,6 +114,7 @@ class RunMonitor:
         self.said: collections.deque[str] = collections.deque(maxlen=3000)  # rank 0's last lines
         self.saved = ""
         self.failed_saves: list[RunEvent] = []  # since the last that succeeded
+        self.after_save_fails = False
         self.pages = collections.deque[RunEvent]()  # what the user is to be told at once, until somebody takes it
         self.resumed = False
         self.unreachable: dict[str, str] = {}  # hosts, and why; not a failure unless a host reports one
@@ -189,8 +190,12 @@ class RunMonitor:
                 self.saved, self.failed_saves = event.path, []
             if event.kind is EventKind.NOT_SAVED:
                 self.failed_saves.append(event)
-            if event.kind in (EventKind.AFTER_SAVE_FAILED, EventKind.BUDGET):
+            if event.kind is EventKind.BUDGET or (
+                event.kind is EventKind.AFTER_SAVE_FAILED and not self.after_save_fails
+            ):
                 self.pages.append(event)
+            if event.kind in (EventKind.AFTER_SAVE, EventKind.AFTER_SAVE_FAILED):
+                self.after_save_fails = event.kind is EventKind.AFTER_SAVE_FAILED  # told once until it has passed
 
     def gives_up(self, limits: Limits | None) -> bool:
         """Whether the other hosts had long enough to notice a failure: they may still run, but cannot continue."""

@@ -59,6 +59,7 @@ from llama405b_tools.text.fold import fold_names
 RETRY_S = (5.0, 10.0, 20.0, 30.0, 60.0)  # between tries to restart; the last one repeats for as long as it takes
 WAITING_AFTER_S = 120.0  # without a run: then the user is told that it does not come back
 STUCK_S = 900.0  # longer than any one try to bring a run back
+NOT_WELL = "as the run did not end well"
 PAGES = {EventKind.AFTER_SAVE_FAILED: Notice.AFTER_SAVE, EventKind.BUDGET: Notice.BUDGET}
 ENDS = {EndKind.STOPPED: (GuardStage.STOPPED, Notice.STOPPED)}
 
@@ -98,6 +99,7 @@ class Guard:
         self.has_news = threading.Event()
         self.progress_at = self.notified_at = time.monotonic()
         self.unsaved = ""  # why saves fail now
+        self.has_ended = False  # the run has, and what follows is under way
         self.pages = collections.deque[RunEvent]()  # that the user is to be told
         self.down_at = math.inf  # since when the run has been down
         self.notified = set[Notice]()  # what lasts, and the user was told
@@ -126,6 +128,7 @@ class Guard:
         while not self.is_over.wait(min(LOOK_S, self.request.shrink_after_s / 3)):
             if (
                 self.roster.left_out
+                and not self.has_ended
                 and self.down_at == math.inf
                 and self.ending_saves
                 and (back := found_again(self.everywhere, self.roster))
@@ -210,12 +213,13 @@ class Guard:
 
     def finish(self, ending: Ending) -> int:
         """Do what is to follow the end of the run, and report it; returns the exit code."""
+        self.has_ended = True
         stage, notice = ENDS.get(ending.kind, (GuardStage.ENDED, Notice.END))
-        fault, more = "", left_out_words(self.request)
+        fault, more = "", left_out_words(self.request, NOT_WELL)
         if ending.kind is EndKind.WELL:
             self.progress_at = math.inf  # for as long as it takes
             fault, more = after_end(self.request, self.plan, self.fleet, log), ""
-        if not (self.request.when_done and ending.kind is EndKind.WELL):
+        if not fault and not (self.request.when_done and ending.kind is EndKind.WELL):
             more = "; ".join(filter(None, [more, cost_words(self.request, self.plan)]))
         said = "; ".join(filter(None, [ending.words, fault, more]))
         self.say(stage, said)
@@ -347,7 +351,9 @@ class Guard:
     def give_up(self, why: str) -> int:
         """End what is left, and report why the guard gives up."""
         stop_launch(self.plan, self.fleet)
-        why = "; ".join(filter(None, [why, left_out_words(self.request), cost_words(self.request, self.plan)]))
+        why = "; ".join(
+            filter(None, [why, left_out_words(self.request, NOT_WELL), cost_words(self.request, self.plan)])
+        )
         self.say(GuardStage.GAVE_UP, why)
         self.notify(Notice.GAVE_UP, why)
         return FAILED

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from llama405b.contract import command, config
 from llama405b.contract.checkpoints import newest_complete, step_of
-from llama405b.contract.command import OneLineParser
 from llama405b.contract.errors import UserError
 from llama405b.contract.paths import RunDir
 from llama405b.contract.phrases import given
@@ -20,17 +19,9 @@ from llama405b.contract.schema import Config
 from llama405b.contract.units import seconds
 from llama405b_tools.remote.messages.probe import Resumable
 from llama405b_tools.run.environment import read_env
+from llama405b_tools.run.launch_options import flag, launch_parser, source_flags
+from llama405b_tools.run.launch_rules import check_export, check_flags, check_program
 from llama405b_tools.run.plan import RunSpec
-
-EPILOG = """
-Settings of the training run are flags, too: see `llama405b train --help`. Any other torchrun program goes after --.
-
-  llama405b launch hosts --config my.toml --rehearse
-  llama405b launch hosts --config my.toml --optimizer.lr 2e-5 --restart 5
-  llama405b launch hosts -- my_script.py --its-own args
-
-Exit codes: 0 started (with --follow: finished successfully), 1 a host or the run failed, 2 refused, nothing started.
-"""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -65,6 +56,7 @@ class LaunchRequest:
     program: tuple[str, ...] = ()
     typed: tuple[str, ...] = ()  # the command line, without --run, --resume and the program
     evaluates: bool = False  # without training
+    blames: bool = False  # of those: it measures the documents of a step
     export: str = ""  # where the first host is to write the model, once the run has ended well
     when_done: str = ""  # the user's command after that
     price: float = 0.0  # of a GPU-hour; 0: unknown
@@ -111,7 +103,7 @@ class LaunchRequest:
     def data_paths(self) -> tuple[str, ...]:
         """The data that it reads."""
         data, held_out = self.settings.data.paths, self.settings.evaluation.paths
-        return held_out if self.evaluates and held_out else (*data, *held_out)
+        return held_out if self.evaluates and held_out and not self.blames else (*data, *held_out)
 
     @property
     def new_checkpoints(self) -> str:
@@ -142,85 +134,6 @@ class LaunchRequest:
         return ("-m", "llama405b.train", "--run-dir", f"runs/{self.run}", "--resume", self.resume, *self.flags)
 
 
-def _parser() -> OneLineParser:
-    parser = OneLineParser(
-        prog="llama405b launch",
-        description="Check every host, start torchrun on all of them or on none, and follow or guard the run if asked to.",
-        epilog=EPILOG,
-    )
-    add = parser.add_argument
-    add("hosts", nargs="?", type=Path, default=Path("hosts"), metavar="HOSTS", help="hosts file [hosts]")
-    add("--run", default="", help="name of the run [<preset>-<date>-<time>]")
-    command.add_config(add, "TOML file of settings; of several the later ones win")
-    add("--preset", default="", help=f"settings to start from: {', '.join(config.preset_names())}")
-    command.add_resume(add)
-    command.add_evaluate_only(add)
-    add("--rehearse", action="store_true", help="only rehearse the run, with 2 layers: load, step, save, kill, resume")
-    add("--follow", action="store_true", help="follow the run to its end; Ctrl-C only stops following")
-    add("--plain", action="store_true", help="follow with every step on a line, on a terminal too")
-    add("--allow-sockets", action="store_true", help="let NCCL use TCP even though the hosts have RDMA")
-    add("--allow-misfit", action="store_true", help="start what `llama405b plan` predicts not to fit")
-    add("--port", type=int, default=0, help="rendezvous port on the first host [a free one]")
-    add("--dry-run", action="store_true", help="print what would run where, without connecting")
-    own = "a Python file with functions of your own: metrics, loss, documents, … (training.extend; docs/extending.md)"
-    add("--extend", default="", metavar="FILE", help=own)
-    kept = "run CMD for each checkpoint that has landed, beside training, with its path in $LLAMA405B_CHECKPOINT (checkpoint.after_save)"
-    add("--after-save", default="", metavar="CMD", help=kept)
-    _add_guard(parser.add_argument_group("guard the run"))
-    _add_environment(parser.add_argument_group("environment of the ranks"))
-    _add_slurm(parser.add_argument_group("Slurm"))
-    return parser
-
-
-def _add_guard(group: argparse._ArgumentGroup) -> None:
-    add, again = group.add_argument, "resume it on failure or hang, up to N times without a newer checkpoint [0]"
-    add("--restart", type=int, default=0, metavar="N", help=again)
-    add(
-        "--hang-after",
-        default="5m",
-        metavar="TIME",
-        help="with --restart: end and resume the run when a rank is silent this long; cluster-top shows a hang earlier [5m]",
-    )
-    fewer = "with --restart: when hosts stay lost, go on with those that are left, MIN or more, and take them back when they are back [1]"
-    add("--shrink", type=int, nargs="?", const=1, default=0, metavar="MIN", help=fewer)
-    long = "with --shrink: how long a host is lost, or back, before that [5m]"
-    add("--shrink-after", default="5m", metavar="TIME", help=long)
-    where = "run the guard on this host of the run, so that this machine may be switched off [this machine]"
-    add("--guard-on", default="", metavar="HOST", help=where)
-    add("--notify", default="", metavar="CMD", help="run CMD on incident, recovery, trouble and end")
-    often = "also run it this often while nothing happens, so that silence means that the guard is gone [never]"
-    add("--notify-every", default="0", metavar="TIME", help=often)
-    most = "money that the run may cost, with --price: it saves and stops before that (training.gpu_hours) [any]"
-    add("--budget", type=float, default=0.0, metavar="MONEY", help=most)
-    add("--price", type=float, default=0.0, metavar="MONEY", help="of a GPU-hour")
-    add(
-        "--export",
-        default="",
-        metavar="OUT",
-        help="when the run has ended well, write its model into OUT on the first host, and verify it",
-    )
-    last = "run CMD here when the run has ended well, after the --export: to give back the machines, say"
-    add("--when-done", default="", metavar="CMD", help=last)
-
-
-def _add_environment(group: argparse._ArgumentGroup) -> None:
-    def add_list(flag: str, metavar: str, text: str, type_: type[str] | type[Path] = str) -> None:
-        group.add_argument(flag, action="append", default=[], type=type_, metavar=metavar, help=text)
-
-    add_list("--env", "K=V", "set an environment variable")
-    add_list("--env-file", "FILE", "read K=V lines from FILE; names that look secret go as with --secret", Path)
-    add_list("--secret", "NAME", "pass on this environment variable through SSH's standard input only")
-    before = "shell line to run before torchrun on every host, such as 'module load cuda'"
-    group.add_argument("--setup-line", default="", metavar="LINE", help=before)
-
-
-def _add_slurm(group: argparse._ArgumentGroup) -> None:
-    add, job = group.add_argument, 'submit a job with these sbatch options, such as "-N 4 -p gpu"; needs no hosts file'
-    add("--slurm", metavar="OPTIONS", help=job)
-    add("--cache", default="", metavar="DIR", help="HF_HOME on each node, such as '/nvme/$USER/hf'")
-    add("--scratch", default="", metavar="DIR", help="TMPDIR on each node, such as '/nvme/$SLURM_JOB_ID'")
-
-
 def parse_launch(argv: Sequence[str], now: float) -> LaunchRequest:
     """Parse the command line; a training command goes through the trainer's own parser.
 
@@ -230,44 +143,25 @@ def parse_launch(argv: Sequence[str], now: float) -> LaunchRequest:
     end = [*argv, "--"].index("--")
     program = tuple(argv[end + 1 :])
     settings, others = config.split_flags(argv[:end])
-    parser = _parser()
+    parser = launch_parser()
     known, rest = parser.parse_known_args(others)
     config.refuse_unknown(rest, parser.options)
     if "--" in argv:
-        _check_program(known, program, settings)
-    _check_flags(known)
+        check_program(known, program, settings)
+    check_flags(known)
     settings += _hours(known)
     settings += [f"--training.extend={known.extend}"] if known.extend else []
     settings += [f"--checkpoint.after_save={known.after_save}"] if known.after_save else []
-    command.check_resume(known.resume, evaluates=known.evaluate_only)
+    command.check_resume(known.resume, evaluates=known.evaluate_only or bool(known.blame))
     request = _request(known, now)
     if program:
         return dataclasses.replace(request, program=program, typed=_without(argv[:end], "--run", "--resume"))
     resolved, flags = _training(known, settings)
-    _check_export(known, resolved)
+    check_export(known, resolved)
     refuse_nothing_to_resume(known, resolved)
     typed = _without(argv[:end], "--run", "--resume")
     replaced = tuple(config.overridden(known.config))
     return dataclasses.replace(request, config=resolved, flags=flags, typed=typed, overridden=replaced)
-
-
-def _check_program(known: argparse.Namespace, program: Sequence[str], settings: Sequence[str]) -> None:
-    """Refuse a program of the user's own with what is for the trainer."""
-    if not program:
-        raise UserError("--: no program after it; write -- script.py ARG … or -- -m module ARG …")
-    for_trainer = [*settings, *source_flags(known)]
-    for_trainer += (
-        ["--budget"] * bool(known.budget)
-        + ["--after-save"] * bool(known.after_save)
-        + ["--extend"] * bool(known.extend)
-        + ["--export"] * bool(known.export)
-        + [command.EVALUATE_ONLY] * known.evaluate_only
-        + ["--rehearse"] * known.rehearse
-    )
-    if for_trainer:
-        raise UserError(
-            f"{for_trainer[0]}: settings are for the trainer, but there is a program after --; remove one of them"
-        )
 
 
 def _hours(known: argparse.Namespace) -> list[str]:
@@ -307,7 +201,8 @@ def _request(known: argparse.Namespace, now: float) -> LaunchRequest:
         allow_misfit=known.allow_misfit,
         slurm=known.slurm,
         places={key: path for key, path in (("cache", known.cache), ("scratch", known.scratch)) if path},
-        evaluates=known.evaluate_only,
+        evaluates=known.evaluate_only or bool(known.blame),
+        blames=bool(known.blame),
         export=known.export,
         when_done=known.when_done,
         price=known.price,
@@ -330,25 +225,9 @@ def _without(argv: Sequence[str], *flags: str) -> tuple[str, ...]:
 def _training(known: argparse.Namespace, settings: Sequence[str]) -> tuple[Config, tuple[str, ...]]:
     """Return the trainer's settings, and equivalent flags for hosts that do not have the file."""
     own = config.read_files(known.config) | config.read_flags(settings)
-    only = [command.EVALUATE_ONLY] * known.evaluate_only
-    flags = (*only, *_flag("--preset", known.preset), *config.to_flags(own))
+    only = [command.EVALUATE_ONLY] * known.evaluate_only + [f"--blame={known.blame}"] * bool(known.blame)
+    flags = (*only, *flag("--preset", known.preset), *config.to_flags(own))
     return command.parse([*source_flags(known), *only, *settings]).config, flags
-
-
-def _check_export(known: argparse.Namespace, settings: Config) -> None:
-    """Refuse an export of what is not on one host, and to send one that is not made."""
-    if settings.tracking.log_model and not known.export:
-        raise UserError(
-            "--tracking.log_model: sends what --export writes; add --export OUT, or use `llama405b track RUN --model OUT`"
-        )
-    if not known.export:
-        return
-    if known.evaluate_only or not settings.checkpoint.cadence.saves:
-        raise UserError("--export: the run saves nothing; remove it, or set --checkpoint.every")
-    if settings.checkpoint.storage == "local":
-        raise UserError(
-            "--export: with --checkpoint.storage local no host has the whole model; remove it, and use `llama405b export RUN OUT HOSTS`"
-        )
 
 
 def refuse_nothing_to_resume(known: argparse.Namespace, settings: Config) -> None:
@@ -368,68 +247,7 @@ def refuse_nothing_to_resume(known: argparse.Namespace, settings: Config) -> Non
     raise UserError(f"--resume: nothing to resume; did you mean --run {newest.name}{reached}?")
 
 
-def source_flags(known: argparse.Namespace) -> list[str]:
-    """Return the flags that say where settings come from, as they were given."""
-    return [*_flag("--preset", known.preset), *(word for path in known.config for word in _flag("--config", path))]
-
-
-def _flag(name: str, value: str | Path | None) -> list[str]:
-    return [name, str(value)] if value else []
-
-
 def _new_name(known: argparse.Namespace, now: float) -> str:
     """Make a name for a run that was given none."""
     of = (known.preset or [Path("run"), *known.config][-1].stem) + "-evaluation" * known.evaluate_only
     return f"{of}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(now))}"
-
-
-def _check_flags(known: argparse.Namespace) -> None:
-    """Refuse flags that contradict each other, or are out of range."""
-    if not 0 <= known.restart <= 1000:
-        raise UserError(f"--restart: {known.restart} times; use 0 to 1000")
-    if known.port and not 0 < known.port < 65536:
-        raise UserError(f"--port: {known.port} is out of range; use 1 to 65535")
-    _check_guard(known)
-    _check_end(known)
-    _check_slurm(known)
-    if known.rehearse and (known.restart or known.resume != "no"):
-        raise UserError("--rehearse is a run of its own; remove --restart and --resume")
-    if known.evaluate_only and (known.restart or known.rehearse):
-        raise UserError(f"{command.EVALUATE_ONLY} takes no step; remove --restart and --rehearse")
-
-
-def _check_guard(known: argparse.Namespace) -> None:
-    """Refuse what only a guard can do, where there is none."""
-    if known.shrink < 0:
-        raise UserError(f"--shrink: {known.shrink} hosts; use 1 or more")
-    for flag, value in (("--guard-on", known.guard_on), ("--notify", known.notify), ("--shrink", known.shrink)):
-        if value and not known.restart:
-            raise UserError(f"{flag} needs --restart N, which guards the run; add it")
-    if known.guard_on and known.follow:
-        raise UserError(
-            "--follow cannot follow a guard on another machine; remove it, and use `llama405b logs -f` or `top`"
-        )
-    if known.notify_every != "0" and not known.notify:
-        raise UserError("--notify-every needs --notify CMD; add it")
-
-
-def _check_end(known: argparse.Namespace) -> None:
-    """Refuse what is to follow the end of the run, where nobody waits for it, or the run is none."""
-    for flag, value in (("--export", known.export), ("--when-done", known.when_done)):
-        if value and known.slurm is not None:
-            raise UserError(f"{flag}: a job frees its nodes by itself; remove it, or write `launch … --follow && …`")
-        if value and not (known.follow or known.restart):
-            raise UserError(f"{flag}: nobody would see the end of the run; add --follow or --restart N")
-        if value and known.rehearse:
-            raise UserError(f"{flag}: a rehearsal is followed by nothing; remove one of them")
-
-
-def _check_slurm(known: argparse.Namespace) -> None:
-    """Refuse what is not for a job, and what is only for one."""
-    if known.slurm is not None and (known.restart or known.rehearse or known.port):
-        raise UserError("--slurm: --restart, --rehearse and --port are for SSH hosts; remove them")
-    for flag, path in (("--cache", known.cache), ("--scratch", known.scratch)):
-        if path and known.slurm is None:
-            raise UserError("--cache and --scratch are for --slurm; in a hosts file, use cache= and scratch=")
-        if path and not path.startswith(("/", "~/", "$")):
-            raise UserError(f"{flag}: {path!r} is relative; use a full path")

@@ -20,7 +20,7 @@ from llama405b_tools.doctor.stress import check
 from llama405b_tools.doctor.visit import DEFAULT_PORT, look, needs_of, port_findings
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.printed_commands import hosts_argument, program_name
-from llama405b_tools.run.request import source_flags
+from llama405b_tools.run.launch_options import source_flags
 from llama405b_tools.verbs.arguments import add_hosts, hosts_of
 
 CODES = {WARN: FAILED, BAD: UNFIT}

@@ -11,7 +11,7 @@ from llama405b.contract.plan import check_run_name
 from llama405b.contract.verb_parsers import export_parser
 from llama405b_tools.deliver.collect import collect
 from llama405b_tools.hosts.fleet import Fleet
-from llama405b_tools.run.export_on import export_on
+from llama405b_tools.run.call_on import call_on
 from llama405b_tools.verbs.arguments import hosts_of
 
 TRAINERS_OWN = "llama405b.commands.export"  # what writes the model: it needs torch
@@ -37,7 +37,8 @@ def main(argv: Sequence[str]) -> int:
         collected = collect(fleet, args.source, args.step)
         host = collected.host
         try:
-            export_on(fleet, host, collected.path, args.out, options, functools.partial(print, flush=True))
+            words = ["export", collected.path, args.out, *options]
+            call_on(fleet, host, words, functools.partial(print, flush=True))
         except KeyboardInterrupt:
             print(f"interrupted: the export on {host} ends, too; run the same command to resume", file=sys.stderr)
             raise

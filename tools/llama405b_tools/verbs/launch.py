@@ -69,13 +69,18 @@ def main(argv: Sequence[str]) -> int:
 def follow_to_end(request: LaunchRequest, fleet: Fleet, plan: Plan) -> int:
     """Follow the run, and do what is to follow a good end; returns the exit code."""
     ending = follow(fleet, plan, hosts_argument(request.hosts_file), plain=request.plain)
-    if ending.kind is EndKind.WELL and (fault := after_end(request, plan, fleet, show)):
+    ended_well, left = ending.kind is EndKind.WELL, ending.kind is EndKind.LEFT
+    if ended_well and (fault := after_end(request, plan, fleet, show)):
         raise RunError(fault)
-    if ending.kind is not EndKind.WELL and (words := left_out_words(request)):
-        show(words, error=True)
-    gave_back = request.when_done and ending.kind is EndKind.WELL
-    if not gave_back and ending.kind is not EndKind.LEFT and (words := cost_words(request, plan)):
-        show(words)
+    words = []
+    if not ended_well:
+        words.append(
+            left_out_words(request, "as nobody follows the run now" if left else "as the run did not end well")
+        )
+    if not left and not (ended_well and request.when_done):
+        words.append(cost_words(request, plan))
+    for line in filter(None, words):
+        show(line, error=not ended_well)
     return ending.code
 
 

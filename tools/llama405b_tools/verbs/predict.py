@@ -43,7 +43,7 @@ from llama405b_tools.remote.launch_facts import version_of
 from llama405b_tools.run import request as asked_launch
 from llama405b_tools.run.calibrate import calibrate
 from llama405b_tools.run.forecast import has_calibration, read_calibration, save_calibration
-from llama405b_tools.run.request import source_flags
+from llama405b_tools.run.launch_options import source_flags
 from llama405b_tools.text.prediction_record import SCHEMA, UNITS, record
 from llama405b_tools.text.predictions import ReportOptions, prediction
 from llama405b_tools.text.rankings import comparison, ranking

@@ -142,7 +142,7 @@ def print_progress(on_hosts: Sequence[HostRun]) -> None:
     for unsaved in {run.unsaved for run in on_hosts} - {""}:
         print(f"NOT SAVED: {unsaved}")
     for unsent in {run.unsent for run in on_hosts} - {""}:
-        print(f"AFTER SAVE FAILED: {unsent}; it is tried again, and no checkpoint is deleted before it succeeds")
+        print(f"AFTER SAVE FAILED: {unsent}; no checkpoint is deleted before it succeeds")
 
 
 def print_copies(found: Mapping[str, HostRun]) -> None:

@@ -1,4 +1,4 @@
-"""Asking the head of a run what its time went into. Pure."""
+"""Asking the head of a run for what only it knows: what its time went into. Pure."""
 
 import dataclasses
 
@@ -6,7 +6,7 @@ from llama405b.contract.accounting import Account
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class AccountRequest:
+class HeadRequest:
     """Ask the host that has rank 0."""
 
     run: str

@@ -5,6 +5,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
 from llama405b.contract.accounting import Account, Attempt
+from llama405b.contract.checkpoints import RunIdentity
 from llama405b.contract.events import RunEvent
 from llama405b.contract.mesh import Axes
 from llama405b.contract.records import EvaluationMetrics, Metrics, Sample
@@ -12,14 +13,6 @@ from llama405b.contract.records import EvaluationMetrics, Metrics, Sample
 MOST_POINTS = 1500  # of a curve: more than a screen has columns
 MOST_SAMPLES = 200
 MEANS = ("loss", "grad_norm", "lr", "tokens_per_s", "step_s", "data_s", "forward_s", "backward_s", "optimizer_s")
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class ReportRequest:
-    """Ask the host that has rank 0."""
-
-    run: str
-    host: str  # its name
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -72,6 +65,7 @@ class ReportReply:
     gpu: str  # name of the first one; "": there is none, or nothing is said
     checkpoint: str  # the newest complete one
     versions: Mapping[str, str]  # by package, of what wrote that
+    learns: RunIdentity | None  # the model's and the data's fingerprints there; None: unknown
 
 
 def points_of(steps: Sequence[Metrics], most: int = MOST_POINTS) -> Iterator[Point]:

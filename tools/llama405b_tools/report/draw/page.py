@@ -295,6 +295,8 @@ def _facts(found: Summary) -> Iterator[str]:
     yield "<h2>What ran</h2>"
     versions = ", ".join(f"{name} {version}" for name, version in sorted(reply.versions.items()))
     yield f"<p>{html.escape(versions or 'Versions of packages are known once a checkpoint was saved.')}</p>"
+    if learns := reply.learns:
+        yield f"<p>model: {html.escape(learns.model)}; data: {html.escape(learns.data)}</p>"
     if reply.checkpoint:
         yield f"<p>newest checkpoint: {html.escape(reply.checkpoint)}</p>"
     yield '<p class="soft">Power and energy are not recorded in a run\'s files; cluster-top shows them while it trains.</p>'

@@ -13,7 +13,7 @@ from llama405b_tools.remote.messages.report import Point, ReportReply
 from llama405b_tools.text.clean import clean
 from llama405b_tools.text.figures import span
 
-LAST = 10  # points of a curve whose mean stands for its end
+LAST = 10  # steps whose mean stands for the end of a curve
 LEAST_IDLE_S = 300.0  # after a run's end: from then on it is said
 USES = {
     Use.TRAINING: "steps that count",
@@ -91,13 +91,23 @@ class Summary:
         return last.step_tokens / self.reply.expected_step_s if last and self.reply.expected_step_s else None
 
     @property
+    def ending(self) -> list[Point]:
+        """The last points, of at least so many steps, if there are as many."""
+        found = list[Point]()
+        for point in reversed(self.reply.points):
+            if sum(each.steps for each in found) >= LAST:
+                break
+            found.append(point)
+        return found
+
+    @property
     def last_steps(self) -> int:
-        """Of how many points ``last`` is the mean."""
-        return min(LAST, len(self.reply.points))
+        """Of how many steps ``last`` is the mean."""
+        return sum(point.steps for point in self.ending)
 
     def last(self, field: str) -> float:
-        """Return the mean of what the last points say."""
-        return float(sum(getattr(point, field) for point in self.reply.points[-LAST:])) / self.last_steps
+        """Return the mean of what the last steps say."""
+        return float(sum(point.steps * getattr(point, field) for point in self.ending)) / self.last_steps
 
     def mfu(self, tokens_per_s: float | None) -> float | None:
         """Model FLOPs utilization in percent: the model's FLOPs over the peak of the GPUs; None if these are not known."""
@@ -159,13 +169,13 @@ def event_words(event: RunEvent) -> str:
         EventKind.PASSED_OVER: f"{name} was passed over",
         EventKind.SAVED: f"saved {name} in {span(event.took_s)}, of which training waited {span(event.blocked_s)}",
         EventKind.NOT_SAVED: f"step {step} was not saved",
-        EventKind.AFTER_SAVE: f"checkpoint.after_save succeeded for step {step} in {span(event.took_s)}",
+        EventKind.AFTER_SAVE: f"checkpoint.after_save succeeded{given(' for step {}', step)}",
         EventKind.AFTER_SAVE_FAILED: "checkpoint.after_save failed",
         EventKind.BUDGET: "most of the budget is spent",
         EventKind.SPIKE: f"the loss of step {step} was far above the last ones",
         EventKind.NOT_FINITE: f"the loss or gradient of step {step} was not finite",
         EventKind.SKIPPED: f"step {step} was skipped, as all its targets are masked",
-        EventKind.STOPPED: f"stopped after step {step}, on request",
+        EventKind.STOPPED: f"stopped after step {step}",
         EventKind.ANSWERED: f"a request was carried out after step {step}",
     }.get(event.kind, str(event.kind))
     why = words(event.cause) if event.cause else ""

@@ -1,0 +1,77 @@
+"""Find out which document of a step is to blame for what went wrong, and write a list that leaves it out.
+
+Every document of the step goes through the model by itself, by the weights of the newest checkpoint before, on the run's hosts:
+its loss, the norm of its gradient, and how far these are from the others'. No weight changes. This is a run of its own, which takes
+the time of as many steps as there are documents; the run itself must have ended. With --data.skip LIST a resume masks the documents
+of a list where they are. Other options are those of launch: what the run was given of --env, --setup-line, --secret; or --run NAME.
+"""
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from llama405b.contract.checkpoints import committed, step_of
+from llama405b.contract.command import OneLineParser
+from llama405b.contract.errors import UserError
+from llama405b.contract.paths import RunDir
+from llama405b.contract.plan import check_run_name
+from llama405b_tools.hosts.fleet import Fleet
+from llama405b_tools.hosts.printed_commands import program_name
+from llama405b_tools.remote.messages.transfer import PartsReply, PartsRequest
+from llama405b_tools.report.gather import ask_report
+from llama405b_tools.run.backends import backend_of
+from llama405b_tools.run.query import STATUS_TIMEOUT_S, ask_hosts
+from llama405b_tools.run.screen import show
+from llama405b_tools.verbs import launch
+from llama405b_tools.verbs.arguments import add_hosts
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the verb."""
+    args, options = _parser().parse_known_args(argv)
+    if args.step < 1:
+        raise UserError(f"STEP: {args.step} is no step; use 1 or more")
+    backend = backend_of(check_run_name(args.run), args.hosts)
+    if backend.elsewhere:
+        raise UserError(f"run {args.run} is a Slurm job; this is one, too: `{_as_job(args.run, args.step)}`")
+    with Fleet(backend.hosts()) as fleet:
+        run, seen = ask_hosts(fleet, backend.run)
+        reply = ask_report(fleet, run, seen)
+        if reply.alive:
+            raise UserError(
+                f"run {run} still trains, on the same GPUs; `{fleet.command_to_type('stop', run)}` ends it, and saves"
+            )
+        if not reply.settings:
+            raise UserError(f"run {run}: it has no settings; a program of your own has no steps that are known")
+        taken = max([reply.last.step if reply.last else 0, *(event.step or 0 for event in reply.events)])
+        if args.step > taken + 1:
+            raise UserError(f"STEP: run {run} came to step {taken}; name one up to {taken + 1}")
+        found = fleet.ask(reply.hosts[0][0], "parts", PartsRequest(run), PartsReply, STATUS_TIMEOUT_S)
+    before = [part for part in found.parts if part.step < args.step and "/of-" not in part.path]
+    resume = ["--resume", max(before, key=lambda part: part.step).path] if before else []
+    if not before:
+        show(
+            f"no checkpoint before step {args.step} is left: by the weights that the run began with, to which all documents are new"
+        )
+    with tempfile.TemporaryDirectory(prefix="llama405b-blame-") as place:
+        settings = Path(place) / "config.toml"
+        settings.write_text(reply.settings, encoding="utf-8")
+        name = ["--run", f"{run}-blame-{args.step}"]
+        words = [*name, *options, "--config", str(settings), "--blame", str(args.step), *resume, "--follow"]
+        return launch.main([str(args.hosts), *words])
+
+
+def _as_job(run: str, step: int) -> str:
+    """What to type for a run that is a Slurm job, whose files are on this machine."""
+    here = RunDir.here(run)
+    before = [path for path in committed(here.checkpoints) if step_of(path) < step]
+    resume = f" --resume {before[-1]}" if before else ""
+    return f"{program_name()} launch --slurm OPTIONS --run {run}-blame-{step} --config {here.config} --blame {step}{resume}"
+
+
+def _parser() -> OneLineParser:
+    parser = OneLineParser(prog="llama405b blame", description=__doc__)
+    parser.add_argument("run", metavar="RUN", help="name of the run, which has ended")
+    parser.add_argument("step", metavar="STEP", type=int, help="the step that went wrong")
+    add_hosts(parser)
+    return parser
