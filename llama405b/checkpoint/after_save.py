@@ -109,46 +109,43 @@ class AfterSave:
                 self.news.clear()  # what lands meanwhile is a reason to try again, as the end is
 
     def _tried(self, path: Path, digest: str) -> bool:
-        """Run the command; a filesystem that fails is a failure like others, and does not end the thread."""
+        """Run the command for a checkpoint; returns whether that is done. A filesystem that fails is a failure like others."""
         try:
-            return self._run(path, digest)
+            self.fault = self._run(path, digest)
         except OSError as error:
             self.fault = reason_of(error)
-            self.tries, self.failures = self.tries + 1, self.failures + 1
-            return False
+        if not self.fault:
+            self.waiting.popleft()
+            self.tries = 0
+            return True
+        self.tries, self.failures = self.tries + 1, self.failures + 1
+        if not self.is_over.is_set():
+            with contextlib.suppress(OSError):  # standard output, perhaps, is full
+                self.say(f"after-save: {path.name} on {self.host}: {self.fault}; it is tried again")
+        return False
 
-    def _run(self, path: Path, digest: str) -> bool:
-        """Run the command for a checkpoint; returns whether it succeeded, or the checkpoint is gone."""
-        began = time.monotonic()
-        if path.exists():
-            env = {
-                "LLAMA405B_CHECKPOINT": str(path.absolute()),
-                "LLAMA405B_STEP": str(step_of(path)),
-                "LLAMA405B_RUN": self.run.name,
-            }
-            fault = self._shell(os.environ | env)
-            if fault:
-                self.fault = fault
-                self.tries, self.failures = self.tries + 1, self.failures + 1
-                if not self.is_over.is_set():
-                    with contextlib.suppress(OSError):  # standard output, perhaps, is full
-                        self.say(f"after-save: {path.name} on {self.host}: {fault}; it is tried again")
-                return False
-            self.done[path.name] = digest
-            with contextlib.suppress(OSError):  # then it is done twice, rather than never
-                write_json(self.run.after_save(self.host), Done(self.done))
-            self.succeeded.append((step_of(path), time.monotonic() - began))
-        self.waiting.popleft()
-        self.fault, self.tries = "", 0
-        return True
+    def _run(self, path: Path, digest: str) -> str:
+        """Run the command, unless the checkpoint is gone; returns why it failed."""
+        if not path.exists():
+            return ""
+        began, step = time.monotonic(), step_of(path)
+        env = {
+            "LLAMA405B_CHECKPOINT": str(path.absolute()),
+            "LLAMA405B_STEP": str(step),
+            "LLAMA405B_RUN": self.run.name,
+        }
+        if fault := self._shell(os.environ | env):
+            return fault
+        self.done[path.name] = digest
+        with contextlib.suppress(OSError):  # then it is done twice, rather than never
+            write_json(self.run.after_save(self.host), Done(self.done))
+        self.succeeded.append((step, time.monotonic() - began))
+        return ""
 
     def _shell(self, env: Mapping[str, str]) -> str:
         """Run the command in a process group of its own; returns why it failed."""
         silent = [(os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0)]
-        try:
-            self.pid = os.posix_spawn("/bin/sh", ["/bin/sh", "-c", self.command], env, file_actions=silent, setpgroup=0)
-        except OSError as error:
-            return str(error)
+        self.pid = os.posix_spawn("/bin/sh", ["/bin/sh", "-c", self.command], env, file_actions=silent, setpgroup=0)
         _, status = os.waitpid(self.pid, 0)
         self.pid = 0
         code = os.waitstatus_to_exitcode(status)

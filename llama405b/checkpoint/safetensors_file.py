@@ -52,3 +52,9 @@ def write_tensors(
         raise
     partial.rename(path)
     return digest.hexdigest()
+
+
+def sha256_of(path: Path) -> str:
+    """Return the SHA-256 of a file as it is now, as ``write_tensors`` does of what it wrote."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

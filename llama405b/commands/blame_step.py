@@ -51,7 +51,7 @@ def blame(config: Config, resume: str, step: int, context: RankContext) -> None:
         if one := measure(weights.passes, weights.updater, context.me, batches, piece):
             found.append(one)
     if not found:
-        raise UserError(f"--blame: nothing of step {step} is learnt")
+        raise UserError(f"--blame: step {step} has no target to learn; name another step")
     scores = scored(found)
     if context.me.is_rank0:
         path = context.run.skips

@@ -5,7 +5,6 @@ Knows safetensors, manifests and DCP's metadata; not hosts.
 
 import contextlib
 import dataclasses
-import hashlib
 import json
 import math
 import shutil
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from llama405b.checkpoint.merged import MergedWeights, PeftWeights, has_adapter, settings_of
 from llama405b.checkpoint.pickled import PickledWeights
-from llama405b.checkpoint.safetensors_file import partial_of, write_tensors
+from llama405b.checkpoint.safetensors_file import partial_of, sha256_of, write_tensors
 from llama405b.checkpoint.weights_of import SavedWeights
 from llama405b.commands.try_model import try_model
 from llama405b.contract import config, reader, weights
@@ -292,7 +291,7 @@ def _begin(export: Export, out: Path) -> dict[str, Written]:
             if present:
                 raise UserError(f"{out}: holds {present[0]}, which no export wrote; name another directory")
             return {}
-        record = reader.loads(Record, (out / EXPORT_RECORD).read_text(encoding="utf-8"), str(out / EXPORT_RECORD))
+        record = _record(out)
     except (OSError, MalformedError) as error:
         raise UserError(f"{out}: cannot be used ({reason_of(error)}); name another directory") from None
     if (record.source, record.dtype) != (export.source, export.dtype):
@@ -304,6 +303,10 @@ def _begin(export: Export, out: Path) -> dict[str, Written]:
         for name, seal in record.files.items()
         if (out / name).is_file() and seal == _written(out / name, seal.sha256)
     }
+
+
+def _record(out: Path) -> Record:
+    return reader.loads(Record, (out / EXPORT_RECORD).read_text(encoding="utf-8"), str(out / EXPORT_RECORD))
 
 
 def _written(path: Path, digest: str) -> Written:
@@ -318,18 +321,13 @@ def verify(out: Path) -> None:
         RunError: A file is not as it was written.
     """
     try:
-        record = reader.loads(Record, (out / EXPORT_RECORD).read_text(encoding="utf-8"), str(out / EXPORT_RECORD))
-        damaged = [name for name, seal in record.files.items() if _sha256(out / name) != seal.sha256]
+        record = _record(out)
+        damaged = [name for name, seal in record.files.items() if sha256_of(out / name) != seal.sha256]
     except (OSError, MalformedError) as error:
         raise RunError(f"{out}: cannot be read back ({reason_of(error)}); run the same command again") from None
     if damaged:
         raise RunError(f"{out / damaged[0]}: is not as it was written; delete it and run the same command again")
     print(f"read back {counted(len(record.files), 'file')} of {out}: as written", flush=True)
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def finish(export: Export, small: Path, out: Path, layers: int) -> None:

@@ -26,6 +26,7 @@ class Declared:
     functions: tuple[str, ...] = ()
     reads: tuple[str, ...] = ()  # patterns of the names of files whose documents it yields
     every: int = 0  # steps
+    module: str = ""  # as it was named: its file, or what Python finds it by
 
     @property
     def name(self) -> str:
@@ -61,13 +62,15 @@ def declared(module: str) -> Declared:
         ) from None
     except (SyntaxError, ValueError) as error:
         line = f":{error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
-        raise UserError(f"--extend: {path}{line}: is no Python ({getattr(error, 'msg', error)}); correct it") from None
+        raise UserError(
+            f"--extend: {path}{line}: is not valid Python ({getattr(error, 'msg', error)}); correct it"
+        ) from None
     functions = tuple(node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.name in FUNCTIONS)
     values = dict(_values(tree, path))
     if not functions:
         raise UserError(f"--extend: {path} defines none of {', '.join(FUNCTIONS)}; see docs/extending.md")
     found = Declared(
-        str(path), hashlib.sha256(text).hexdigest(), functions, values.get(READS, ()), values.get(EVERY, 0)
+        str(path), hashlib.sha256(text).hexdigest(), functions, values.get(READS, ()), values.get(EVERY, 0), module
     )
     for function, value, example in (("documents", READS, '("*.pgn",)'), ("every", EVERY, "100")):
         if (function in functions) != (value in values):
@@ -94,17 +97,17 @@ def _place_of(module: str) -> Path:
 def _values(tree: ast.Module, path: Path) -> Iterator[tuple[str, Any]]:
     """Yield what it says of its functions."""
     for node in tree.body:
-        target = (
-            node.targets[0]
-            if isinstance(node, ast.Assign)
-            else node.target
-            if isinstance(node, ast.AnnAssign)
-            else None
-        )
-        if not isinstance(target, ast.Name) or target.id not in (READS, EVERY):
+        match node:
+            case ast.Assign(targets=[ast.Name() as target], value=written):
+                pass
+            case ast.AnnAssign(target=ast.Name() as target, value=ast.expr() as written):
+                pass
+            case _:
+                continue
+        if target.id not in (READS, EVERY):
             continue
         try:
-            value = ast.literal_eval(node.value)  # type: ignore[attr-defined]
+            value = ast.literal_eval(written)
         except ValueError:
             value = None
         if target.id == EVERY and isinstance(value, int) and value > 0:

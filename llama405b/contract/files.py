@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
+EVERY = 1 << 30  # of a file's records, for ``read_records``
+
+
 def write_atomic(path: Path, content: str | bytes) -> None:
     """Replace ``path`` with a text, or bytes, so that a reader sees either the old file or the new one.
 

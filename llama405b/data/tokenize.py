@@ -84,7 +84,7 @@ def _in_processes(
     server = multiprocessing.get_context("forkserver")
     server.set_forkserver_preload([__name__])
     with ProcessPoolExecutor(
-        workers, server, initializer=_begin, initargs=(os.getpid(), extend.current().declared.path)
+        workers, server, initializer=_begin, initargs=(os.getpid(), extend.current().declared.module)
     ) as pool:
         waits = {pool.submit(_tokenise, job, config, tokenizer_dir, cache): i for i, job in enumerate(jobs)}
         try:

@@ -14,6 +14,7 @@ from typing import Any, Generic, TypeVar
 
 from llama405b.contract import reader
 from llama405b.contract.config import read_toml, resolve
+from llama405b.contract.errors import RunError, UserError
 from llama405b.contract.events import RunEvent
 from llama405b.contract.files import write_json
 from llama405b.contract.paths import RunDir
@@ -95,12 +96,10 @@ class Feed:
         if not (self.waiting or self.happened or self.said) or (time.monotonic() < self.again and not now):
             return
         try:
-            if self.sink is None:
-                self._open()
-            assert self.sink
-            for take in self._in_order(self.sink):
+            sink = self._opened()
+            for take in self._in_order(sink):
                 take()
-            self.sink.flush()
+            sink.flush()
         except Exception as error:  # noqa: BLE001 - a tracker raises what it likes
             self._failed(error)
             return
@@ -120,10 +119,20 @@ class Feed:
         return [take for _, take in sorted(told, key=lambda each: each[0])]
 
     def send_model(self, path: Path) -> None:
-        """Send an exported model; what the tracker raises then is raised."""
-        self._open()
-        assert self.sink
-        self.sink.artifact(path)
+        """Send an exported model.
+
+        Raises:
+            UserError: The tracker takes none.
+            RunError: It could not be sent.
+        """
+        try:
+            self._opened().artifact(path)
+        except UserError:
+            raise
+        except Exception as error:  # noqa: BLE001 - as above
+            raise RunError(
+                f"tracking {self.name}: {path} could not be sent ({_reason(error)}); run the same command again"
+            ) from None
         self.say(f"tracking {self.name}: {path} is sent as an artifact")
 
     def end(self) -> None:
@@ -138,13 +147,16 @@ class Feed:
             lines = counted(len(self.waiting), "step was", "steps were")
             self.say(f"tracking {self.name}: {lines} not sent; `llama405b track {self.run.name}` sends them")
 
-    def _open(self) -> None:
+    def _opened(self) -> Sink:
+        if self.sink:
+            return self.sink
         if not self.sent.id:
             self._keep(dataclasses.replace(self.sent, id=uuid.uuid4().hex[:8]))
         settings = dataclasses.asdict(self.config)
         self.sink = SINKS[self.name](
             self.config.tracking, Identity(self.run.name, self.sent.id, self.run.tracking, settings)
         )
+        return self.sink
 
     def _keep(self, sent: Sent) -> None:
         self.state.parent.mkdir(parents=True, exist_ok=True)
@@ -152,7 +164,11 @@ class Feed:
         self.sent = sent
 
     def _failed(self, error: Exception) -> None:
-        why = " ".join(str(error).split())[:200] or type(error).__name__
+        why = _reason(error)
         if why != self.why:  # else it was said
             self.say(f"tracking {self.name}: {why}; what was not sent is kept")
         self.why, self.sink, self.again = why, None, time.monotonic() + AGAIN_S
+
+
+def _reason(error: Exception) -> str:
+    return " ".join(str(error).split())[:200] or type(error).__name__

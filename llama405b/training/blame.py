@@ -131,7 +131,7 @@ def scored(found: Sequence[Measured]) -> list[Scored]:
     gaps = [None if each.read_loss is None else each.loss - each.read_loss for each in found]
     pulls = [math.log(max(each.grad_norm, 1e-30) * math.sqrt(each.n_targets)) for each in found]
     deviations = (_above(losses, sizes, OF_A_TARGET), _above(gaps, sizes, OF_A_TARGET), _above(pulls, sizes, OF_A_PULL))
-    scores = [Scored(each, max(found)) for each, *found in zip(found, *deviations, strict=True)]
+    scores = [Scored(each, max(above)) for each, *above in zip(found, *deviations, strict=True)]
     return sorted(scores, key=lambda each: -each.score)
 
 

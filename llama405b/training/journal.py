@@ -12,16 +12,13 @@ from typing import TYPE_CHECKING
 from llama405b.contract import reader
 from llama405b.contract.causes import Cause
 from llama405b.contract.events import EventKind, RunEvent
-from llama405b.contract.files import append_line, read_records, write_atomic
+from llama405b.contract.files import EVERY, append_line, read_records, write_atomic
 from llama405b.contract.paths import RunDir
 from llama405b.contract.phrases import counted
 from llama405b.contract.records import METRICS_LINE, EvaluationMetrics, Metrics, Sample
 
 if TYPE_CHECKING:
     from llama405b.distributed.ranks import Rank  # needs torch
-
-
-EVERY = 1 << 30  # of a file's records
 
 
 class Journal:
@@ -81,7 +78,7 @@ class Journal:
         if self.me.is_rank0 and found:
             append_line(self.run.samples, "\n".join(map(reader.dumps, found)))
             for each in found:
-                print(f"{each.prompt!r} goes on: {each.text!r}", flush=True)
+                print(f"{each.prompt!r} continues: {each.text!r}", flush=True)
 
     def metrics(self, metrics: Metrics) -> None:
         """Append one step, and print it."""

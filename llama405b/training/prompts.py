@@ -34,7 +34,7 @@ class Prompts:
         self.texts, self.context, self.n_new = settings.prompts, context, settings.prompt_tokens
         if split := [name for name in ("tp", "cp", "pp") if getattr(context.me.axes, name) > 1]:
             raise UserError(
-                f"--evaluation.prompts: are continued where ranks have whole layers; leave it out, or use {split[0]} 1"
+                f"--evaluation.prompts: they are continued where ranks have whole layers; leave them out, or use {split[0]} 1"
             )
         self.tokenizer = read_tokenizer(files)
         self.prompts = [self.tokenizer(text)["input_ids"] for text in self.texts]

@@ -38,14 +38,14 @@ def test_only_what_decides_what_is_learnt_is_part_of_what_a_run_is(module):
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("def metrics(:", "own.py:1: is no Python (invalid syntax)"),
+        ("def metrics(:", "own.py:1: is not valid Python (invalid syntax)"),
         ("def metric(moment): ...", "defines none of metrics, loss"),
         ("def every(moment): ...", "every() and EVERY belong together"),
         ("READS = ('a',)\ndef loss(a, b): ...", "documents() and READS belong together"),
         ("EVERY = 10 * 2\ndef every(moment): ...", "own.py:1: EVERY must be a number of steps"),
         ("EVERY = 0\ndef every(moment): ...", "EVERY must be a number of steps"),
         ("READS = 'a'\ndef documents(path): ...", "READS must be a list of patterns"),
-        ("\0", "is no Python"),
+        ("\0", "is not valid Python"),
     ],
 )
 def test_what_cannot_be_used_is_refused(module, text, why):
@@ -57,7 +57,7 @@ def test_what_cannot_be_used_is_refused(module, text, why):
 def test_an_installed_module_is_found_by_its_name(monkeypatch, tmp_path):
     (tmp_path / "theirs.py").write_text("def metrics(moment): return {}")
     monkeypatch.syspath_prepend(tmp_path)
-    assert declared("theirs").name == "theirs.py"
+    assert (declared("theirs").name, declared("theirs").module) == ("theirs.py", "theirs")
     with pytest.raises(UserError, match="Python finds no module 'nobodys'"):
         declared("nobodys")
 

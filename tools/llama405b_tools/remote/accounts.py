@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from llama405b.contract.accounting import Account, Attempt, StepTaken, account, is_failure
 from llama405b.contract.causes import Cause, CauseKind
 from llama405b.contract.events import EventKind, RunEvent
-from llama405b.contract.files import read_records
+from llama405b.contract.files import EVERY, read_records
 from llama405b.contract.paths import RunDir
 from llama405b.contract.plan import read_plan
 from llama405b.contract.reader import MalformedError, loads
@@ -15,8 +15,6 @@ from llama405b.contract.records import METRICS_LINE, Blame, EvaluationMetrics, M
 from llama405b_tools.remote.describe import lives
 from llama405b_tools.remote.locks import run_of
 from llama405b_tools.remote.messages.account_request import AccountReply, HeadRequest
-
-EVERY = 1 << 30  # of a file's records
 
 
 def account_of(request: HeadRequest) -> AccountReply:
@@ -32,12 +30,16 @@ def account_of_attempts(
     run: RunDir, host: str, attempts: Sequence[Attempt], steps: Sequence[Metrics], world: int
 ) -> Account | None:
     """Return what the time of a run's attempts went into until now; None if it has taken no step."""
-    try:
-        began = run.lock(host).stat().st_mtime  # its node runner made it, and nothing is ever written into it
-    except OSError:
-        return None
+    began = _first_launched(run, host)
     taken = [StepTaken(step.attempt, step.time, step.step_s) for step in steps]
-    return account(began, attempts, taken, world, time.time()) if taken else None
+    return account(began, attempts, taken, world, time.time()) if began and taken else None
+
+
+def _first_launched(run: RunDir, host: str) -> float:
+    """When the first attempt began there; 0 if that is not known."""
+    with contextlib.suppress(OSError):
+        return run.lock(host).stat().st_mtime  # its node runner made it, and nothing is ever written into it
+    return 0.0
 
 
 def metrics_of(run: RunDir) -> list[Metrics | EvaluationMetrics]:
@@ -68,6 +70,6 @@ def attempts_of(run: RunDir, host: str, newest: int, steps: Sequence[Metrics], *
             found.append(Attempt(number, end.time, cause, saves_s))
         else:  # the host died with it
             cause = blames.get(number, Cause(CauseKind.VANISHED, host))
-            at = last.get(number) or (found[-1].ended if found else None) or run.lock(host).stat().st_mtime
-            found.append(Attempt(number, at, cause, saves_s))
+            before = found[-1].ended if found else None
+            found.append(Attempt(number, last.get(number) or before or _first_launched(run, host), cause, saves_s))
     return found

@@ -6,11 +6,11 @@ from pathlib import Path
 
 from llama405b.contract.checkpoints import MANIFEST, Manifest, newest_complete, read_manifest
 from llama405b.contract.events import RunEvent
-from llama405b.contract.files import read_records
+from llama405b.contract.files import EVERY, read_records
 from llama405b.contract.plan import read_plan
 from llama405b.contract.reader import MalformedError
 from llama405b.contract.records import Metrics, Sample
-from llama405b_tools.remote.accounts import EVERY, account_of_attempts, attempts_of, metrics_of
+from llama405b_tools.remote.accounts import account_of_attempts, attempts_of, metrics_of
 from llama405b_tools.remote.describe import checkpoints_of, lives
 from llama405b_tools.remote.launch_facts import first_gpu
 from llama405b_tools.remote.locks import run_of

@@ -53,6 +53,12 @@ def account_line(found: Account, unit: str) -> str:
     return f"goodput {100 * (found.goodput or 0.0):.1f}% of {span(total_s)}: {', '.join(parts)}"
 
 
+def incident_words(incident: Incident) -> str:
+    """Say why an attempt failed, and where."""
+    host = incident.cause.host
+    return given("{}: ", host) + clean(failure_words(Failure(host, incident.cause)))
+
+
 def incident_line(found: Account, incident: Incident, unit: str, xids: Sequence[str] = ()) -> str:
     """Write a failure in one line: when, what, how long until the next step, and what that cost.
 
@@ -62,7 +68,5 @@ def incident_line(found: Account, incident: Incident, unit: str, xids: Sequence[
     until = incident.failed if incident.resumed is None else incident.resumed
     cost = found.rank_hours(until - incident.began)
     then = "not restarted" if incident.resumed is None else f"next step after {span(until - incident.began)}"
-    said = clean(failure_words(Failure(incident.cause.host, incident.cause)))
-    where = f"{incident.cause.host}: " if incident.cause.host else ""
     first = "".join(f"{xid} → " for xid in xids[:MOST_XIDS]) + given("and {} more → ", max(0, len(xids) - MOST_XIDS))
-    return f"{began}  attempt {incident.attempt}: {first}{where}{said}; {then}, {cost:,.1f} {unit}"
+    return f"{began}  attempt {incident.attempt}: {first}{incident_words(incident)}; {then}, {cost:,.1f} {unit}"

@@ -190,12 +190,13 @@ class RunMonitor:
                 self.saved, self.failed_saves = event.path, []
             if event.kind is EventKind.NOT_SAVED:
                 self.failed_saves.append(event)
-            if event.kind is EventKind.BUDGET or (
-                event.kind is EventKind.AFTER_SAVE_FAILED and not self.after_save_fails
-            ):
+            if event.kind is EventKind.AFTER_SAVE:
+                self.after_save_fails = False
+            elif event.kind is EventKind.AFTER_SAVE_FAILED and not self.after_save_fails:  # once until it has passed
+                self.after_save_fails = True
                 self.pages.append(event)
-            if event.kind in (EventKind.AFTER_SAVE, EventKind.AFTER_SAVE_FAILED):
-                self.after_save_fails = event.kind is EventKind.AFTER_SAVE_FAILED  # told once until it has passed
+            elif event.kind is EventKind.BUDGET:
+                self.pages.append(event)
 
     def gives_up(self, limits: Limits | None) -> bool:
         """Whether the other hosts had long enough to notice a failure: they may still run, but cannot continue."""

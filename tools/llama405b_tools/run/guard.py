@@ -35,7 +35,7 @@ from llama405b_tools.hosts.printed_commands import hosts_argument
 from llama405b_tools.remote import processes
 from llama405b_tools.remote.guarding import end_own_session, machine_id
 from llama405b_tools.remote.messages.guard_notes import NoteReply
-from llama405b_tools.run.after_end import after_end, cost_words, left_out_words
+from llama405b_tools.run.after_end import after_end, not_well_words
 from llama405b_tools.run.follow import SLACK_S, Ending, EndKind, Limits, RunMonitor, follow
 from llama405b_tools.run.guard_hosts import tell_hosts
 from llama405b_tools.run.guard_record import (
@@ -59,7 +59,6 @@ from llama405b_tools.text.fold import fold_names
 RETRY_S = (5.0, 10.0, 20.0, 30.0, 60.0)  # between tries to restart; the last one repeats for as long as it takes
 WAITING_AFTER_S = 120.0  # without a run: then the user is told that it does not come back
 STUCK_S = 900.0  # longer than any one try to bring a run back
-NOT_WELL = "as the run did not end well"
 PAGES = {EventKind.AFTER_SAVE_FAILED: Notice.AFTER_SAVE, EventKind.BUDGET: Notice.BUDGET}
 ENDS = {EndKind.STOPPED: (GuardStage.STOPPED, Notice.STOPPED)}
 
@@ -215,12 +214,8 @@ class Guard:
         """Do what is to follow the end of the run, and report it; returns the exit code."""
         self.has_ended = True
         stage, notice = ENDS.get(ending.kind, (GuardStage.ENDED, Notice.END))
-        fault, more = "", left_out_words(self.request, NOT_WELL)
-        if ending.kind is EndKind.WELL:
-            self.progress_at = math.inf  # for as long as it takes
-            fault, more = after_end(self.request, self.plan, self.fleet, log), ""
-        if not fault and not (self.request.when_done and ending.kind is EndKind.WELL):
-            more = "; ".join(filter(None, [more, cost_words(self.request, self.plan)]))
+        self.progress_at = math.inf  # for as long as what follows takes
+        fault, more = after_end(self.request, ending, self.plan, self.fleet, log)
         said = "; ".join(filter(None, [ending.words, fault, more]))
         self.say(stage, said)
         self.notify(Notice.WHEN_DONE if fault else notice, said)
@@ -351,9 +346,7 @@ class Guard:
     def give_up(self, why: str) -> int:
         """End what is left, and report why the guard gives up."""
         stop_launch(self.plan, self.fleet)
-        why = "; ".join(
-            filter(None, [why, left_out_words(self.request, NOT_WELL), cost_words(self.request, self.plan)])
-        )
+        why = "; ".join(filter(None, [why, not_well_words(self.request, self.plan)]))
         self.say(GuardStage.GAVE_UP, why)
         self.notify(Notice.GAVE_UP, why)
         return FAILED

@@ -15,6 +15,7 @@ from llama405b.contract.command import OneLineParser
 from llama405b.contract.errors import UserError
 from llama405b.contract.paths import RunDir
 from llama405b.contract.plan import check_run_name
+from llama405b.contract.replicas import OF
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.printed_commands import program_name
 from llama405b_tools.remote.messages.transfer import PartsReply, PartsRequest
@@ -30,7 +31,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the verb."""
     args, options = _parser().parse_known_args(argv)
     if args.step < 1:
-        raise UserError(f"STEP: {args.step} is no step; use 1 or more")
+        raise UserError(f"STEP: {args.step} is not a step; use 1 or more")
     backend = backend_of(check_run_name(args.run), args.hosts)
     if backend.elsewhere:
         raise UserError(f"run {args.run} is a Slurm job; this is one, too: `{_as_job(args.run, args.step)}`")
@@ -42,12 +43,14 @@ def main(argv: Sequence[str]) -> int:
                 f"run {run} still trains, on the same GPUs; `{fleet.command_to_type('stop', run)}` ends it, and saves"
             )
         if not reply.settings:
-            raise UserError(f"run {run}: it has no settings; a program of your own has no steps that are known")
+            raise UserError(
+                f"run {run}: it has no config.toml; name a run of the trainer, not of a program of your own"
+            )
         taken = max([reply.last.step if reply.last else 0, *(event.step or 0 for event in reply.events)])
         if args.step > taken + 1:
             raise UserError(f"STEP: run {run} came to step {taken}; name one up to {taken + 1}")
         found = fleet.ask(reply.hosts[0][0], "parts", PartsRequest(run), PartsReply, STATUS_TIMEOUT_S)
-    before = [part for part in found.parts if part.step < args.step and "/of-" not in part.path]
+    before = [part for part in found.parts if part.step < args.step and not Path(part.path).parent.name.startswith(OF)]
     resume = ["--resume", max(before, key=lambda part: part.step).path] if before else []
     if not before:
         show(

@@ -18,7 +18,7 @@ from llama405b_tools.hosts.printed_commands import hosts_argument, program_name
 from llama405b_tools.remote.guarding import dismiss
 from llama405b_tools.remote.torchrun import setup_argv, torchrun_argv
 from llama405b_tools.run import guard_here, guard_hosts, jobs
-from llama405b_tools.run.after_end import after_end, cost_words, left_out_words
+from llama405b_tools.run.after_end import after_end
 from llama405b_tools.run.follow import EndKind, follow
 from llama405b_tools.run.guard_on import begin_on, check_reach
 from llama405b_tools.run.launch import launch
@@ -69,18 +69,11 @@ def main(argv: Sequence[str]) -> int:
 def follow_to_end(request: LaunchRequest, fleet: Fleet, plan: Plan) -> int:
     """Follow the run, and do what is to follow a good end; returns the exit code."""
     ending = follow(fleet, plan, hosts_argument(request.hosts_file), plain=request.plain)
-    ended_well, left = ending.kind is EndKind.WELL, ending.kind is EndKind.LEFT
-    if ended_well and (fault := after_end(request, plan, fleet, show)):
+    fault, words = after_end(request, ending, plan, fleet, show)
+    if fault:
         raise RunError(fault)
-    words = []
-    if not ended_well:
-        words.append(
-            left_out_words(request, "as nobody follows the run now" if left else "as the run did not end well")
-        )
-    if not left and not (ended_well and request.when_done):
-        words.append(cost_words(request, plan))
-    for line in filter(None, words):
-        show(line, error=not ended_well)
+    if words:
+        show(words, error=ending.kind is not EndKind.WELL)
     return ending.code
 
 

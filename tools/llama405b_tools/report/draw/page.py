@@ -2,7 +2,6 @@
 
 import datetime
 import html
-import itertools
 import json
 from collections.abc import Callable, Iterator, Sequence
 
@@ -19,11 +18,11 @@ from llama405b_tools.report.draw.summary import (
     by_attempt,
     happened,
     idle_words,
-    incident_words,
     spent,
     state_words,
 )
 from llama405b_tools.report.draw.svg import Axis, Chart, Curve, Place
+from llama405b_tools.run.accounts import incident_words
 from llama405b_tools.text.figures import amount, number, reading, span
 from llama405b_tools.text.fold import fold_names
 from llama405b_tools.text.ticks import ticks, time_ticks
@@ -165,17 +164,28 @@ def _charts(found: Summary) -> Iterator[str]:
     parts = [curve(name, style, lambda point, field=field: getattr(point, field)) for name, field, style in PARTS]  # type: ignore[misc]
     planned = found.reply.expected_step_s or None
     yield Chart("a step, seconds", parts, reading, stacked=True, plan=planned).svg(axis)
-    on_gpu = any(point.allocated_bytes for point in points)
-    memory = [curve("with what the allocator keeps" if on_gpu else "held", "a", lambda point: point.peak_bytes / GIB)]
-    if on_gpu:
-        memory.append(curve("tensors", "c", lambda point: point.allocated_bytes / GIB))
-    yield Chart("memory of rank 0, the most so far, GiB", memory, reading).svg(axis)
-    for name in list(dict.fromkeys(itertools.chain.from_iterable(point.own for point in points)))[:MOST_OWN]:
-        own = [[(point.time - began, point.own[name]) for point in piece if name in point.own] for piece in pieces]
-        yield Chart(f"own: {name}", [Curve(name, "a", list(filter(None, own)))], reading, from_zero=False).svg(axis)
+    yield _memory(points, curve).svg(axis)
+    for chart in _own(pieces, began):
+        yield chart.svg(axis)
     yield Chart(
         "learning rate", [curve("of the first group", "a", lambda point: point.lr)], "{:.1e}".format, height=90
     ).svg(axis)
+
+
+def _memory(points: Sequence[Point], curve: Callable[[str, str, Callable[[Point], float]], Curve]) -> Chart:
+    on_gpu = any(point.allocated_bytes for point in points)
+    curves = [curve("with what the allocator keeps" if on_gpu else "held", "a", lambda point: point.peak_bytes / GIB)]
+    if on_gpu:
+        curves.append(curve("tensors", "c", lambda point: point.allocated_bytes / GIB))
+    return Chart("memory of rank 0, the most so far, GiB", curves, reading)
+
+
+def _own(pieces: Sequence[Sequence[Point]], began: float) -> Iterator[Chart]:
+    """What the user's module adds, as far as steps have it."""
+    names = dict.fromkeys(name for piece in pieces for point in piece for name in point.own)
+    for name in list(names)[:MOST_OWN]:
+        own = [[(point.time - began, point.own[name]) for point in piece if name in point.own] for piece in pieces]
+        yield Chart(f"own: {name}", [Curve(name, "a", list(filter(None, own)))], reading, from_zero=False)
 
 
 def _loss(found: Summary, pieces: Sequence[Sequence[Point]]) -> str:
@@ -260,16 +270,12 @@ def _figures(found: Summary, seconds: float, total_s: float) -> list[str]:
 
 def _happened(all_of: Sequence[Happened], began: float) -> Iterator[str]:
     saves = [each for each in all_of if each.kind == EventKind.SAVED]
-    left_out = set(map(id, saves[:-SHOWN_SAVES]))
-    rows = [
-        [_clock(each.time), span(each.time - began), html.escape(each.words)]
-        for each in all_of
-        if id(each) not in left_out
-    ]
+    shown = [each for each in all_of if each.kind != EventKind.SAVED or each in saves[-SHOWN_SAVES:]]
+    rows = [[_clock(each.time), span(each.time - began), html.escape(each.words)] for each in shown]
     if not rows:
         return
     yield "<h2>What happened</h2>"
-    if left_out:
+    if len(saves) > SHOWN_SAVES:
         yield f'<p class="soft">Of {len(saves)} saves, the last {SHOWN_SAVES}.</p>'
     yield _table(["when", "after", ""], rows)
 

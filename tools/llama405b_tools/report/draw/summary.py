@@ -4,12 +4,13 @@ import dataclasses
 import tomllib
 from collections.abc import Iterator, Sequence
 
-from llama405b.contract.accounting import Account, Incident, Use, is_failure
+from llama405b.contract.accounting import Account, Use, is_failure
 from llama405b.contract.causes import words
 from llama405b.contract.events import EventKind, RunEvent
 from llama405b.contract.phrases import counted, given
 from llama405b_tools.machine.gpus import bf16_flops
 from llama405b_tools.remote.messages.report import Point, ReportReply
+from llama405b_tools.run.accounts import incident_words
 from llama405b_tools.text.clean import clean
 from llama405b_tools.text.figures import span
 
@@ -34,7 +35,6 @@ class Happened:
     time: float
     kind: str
     words: str
-    step: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -146,15 +146,9 @@ def idle_words(found: Summary) -> str:
     )
 
 
-def incident_words(incident: Incident) -> str:
-    """Say why an attempt failed, and where."""
-    where = f"{incident.cause.host}: " if incident.cause.host else ""
-    return f"{where}{clean(words(incident.cause))}"
-
-
 def happened(found: Summary) -> list[Happened]:
     """Return all that happened, by time: what rank 0 told, and each attempt's failure."""
-    told = [Happened(event.time, event.kind, event_words(event), event.step) for event in found.reply.events]
+    told = [Happened(event.time, event.kind, event_words(event)) for event in found.reply.events]
     account = found.reply.account
     failed = [Happened(each.failed, "failed", incident_words(each)) for each in (account.incidents if account else ())]
     return sorted([*told, *failed], key=lambda each: each.time)

@@ -1,0 +1,79 @@
+"""What a tracker is sent, in which order, and what is said if it takes nothing. The packages themselves: tests/ranks."""
+
+import pytest
+
+from llama405b.contract import reader
+from llama405b.contract.command import parse
+from llama405b.contract.config import to_toml
+from llama405b.contract.errors import RunError, UserError
+from llama405b.contract.events import EventKind, RunEvent
+from llama405b.contract.files import append_line
+from llama405b.contract.paths import RunDir
+from llama405b.contract.records import EvaluationMetrics, Sample
+from llama405b.tracking import feed
+
+
+class Fake:
+    """A tracker that remembers; ``opened``: how many there were."""
+
+    opened = 0
+
+    def __init__(self, *_):
+        type(self).opened += 1
+        self.told = []
+
+    def metrics(self, line):
+        self.told.append((line.step, "metrics"))
+
+    def event(self, event):
+        self.told.append((event.step, "event"))
+
+    def sample(self, sample):
+        self.told.append((sample.step, "sample"))
+
+    def artifact(self, path):
+        if path.name == "refused":
+            raise UserError("it takes none")
+        if path.name == "broken":
+            raise OSError("no\nroute")
+
+    def flush(self):
+        pass
+
+    def end(self):
+        pass
+
+
+@pytest.fixture
+def found(tmp_path, monkeypatch):
+    monkeypatch.setitem(feed.SINKS, "wandb", Fake)
+    monkeypatch.setattr(Fake, "opened", 0)
+    run = RunDir(tmp_path)
+    run.config.write_text(to_toml(parse(["--preset", "demo", "--tracking.to", "wandb"]).config))
+    for step in (0, 4, 8):
+        append_line(run.metrics, reader.dumps(EvaluationMetrics(step, 1.0, 2.0, 1)))
+        append_line(run.samples, reader.dumps(Sample(step, 1.0, "a", "b")))
+    append_line(run.events("rank-0"), reader.dumps(RunEvent(1.0, "rank-0", EventKind.SAVED, 1, 4)))
+    return feed.Feed("wandb", run, print)
+
+
+def test_all_is_sent_by_step_and_of_each_the_numbers_first(found):
+    found.send()
+    kinds = {0: ["metrics", "sample"], 4: ["metrics", "event", "sample"], 8: ["metrics", "sample"]}
+    assert found.sink.told == [(step, kind) for step, of in kinds.items() for kind in of]
+
+
+def test_a_model_goes_to_the_run_that_is_open(found, tmp_path, capsys):
+    found.send()
+    found.send_model(tmp_path / "out")
+    assert Fake.opened == 1
+    assert capsys.readouterr().out == f"tracking wandb: {tmp_path}/out is sent as an artifact\n"
+
+
+def test_a_model_that_is_not_taken_is_one_sentence(found, tmp_path):
+    with pytest.raises(UserError, match="it takes none"):
+        found.send_model(tmp_path / "refused")
+    with pytest.raises(
+        RunError, match=r"tracking wandb: \S+/broken could not be sent \(no route\); run the same command again"
+    ):
+        found.send_model(tmp_path / "broken")
