@@ -1,3 +1,4 @@
+import collections
 import os
 import subprocess
 import sys
@@ -6,6 +7,8 @@ from pathlib import Path
 import pytest
 
 HOSTS = "node-a address=localhost slots=1\nnode-b address=localhost slots=1\n"
+ONE_HOST = HOSTS.splitlines()[0]  # for what two ranks would not show better: each takes seconds to import torch
+ONE_THREAD = ("--env", "OMP_NUM_THREADS=1")  # for launch: a host of a test would take all cores for its ranks' own
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
 import hosts_rig  # noqa: E402 - it asks this module for ROOT
@@ -15,6 +18,18 @@ def pytest_collection_modifyitems(items):
     """A test's kind is the folder it is in: unit, ranks, hosts or standin."""
     for item in items:
         item.add_marker(item.path.relative_to(TESTS).parts[0])
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Where the minutes went, if it were some."""
+    seconds = collections.Counter()
+    for report in (each for reports in terminalreporter.stats.values() for each in reports):
+        if isinstance(report, pytest.TestReport):  # of setup, call or teardown
+            seconds[report.nodeid.partition("::")[0]] += report.duration
+    if seconds.total() > 300:
+        lines = [f"{took:6.0f} s  {file}" for file, took in seconds.most_common(40)]
+        terminalreporter.section("slowest files")
+        terminalreporter.write_line("\n".join([*lines, f"{seconds.total():6.0f} s  in all"]))
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -92,7 +107,8 @@ def cli():
     """Run ``llama405b`` in a directory; returns the completed process."""
 
     def run(cwd, *args, timeout=240, env=None, **more):
-        command = [sys.executable, "-m", "llama405b_tools.cli", *map(str, args)]
+        more_args = ONE_THREAD if args[:1] == ("launch",) else ()
+        command = [sys.executable, "-m", "llama405b_tools.cli", *map(str, (*args[:1], *more_args, *args[1:]))]
         path = f"{ROOT}:{ROOT / 'tools'}"
         return subprocess.run(
             command,

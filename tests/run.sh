@@ -11,6 +11,11 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 2
 # shellcheck source=../tools/setup.sh
 source tools/setup.sh
 export RUNLEVEL=1 # services that apt installs for the tests are not started
+unset PYTHONDONTWRITEBYTECODE # thousands of processes import the same modules: each would compile them
+cpu_s() { # cpu_s  seconds of CPU that this machine has used, user + sys
+    awk -v hz="$(getconf CLK_TCK)" '$1 == "cpu" { print int(($2 + $3 + $4) / hz) }' /proc/stat
+}
+began=$SECONDS cpu_before=$(cpu_s)
 need_linux || exit 2
 needed=(tmux:tmux sshd:openssh-server ip:iproute2)
 [ "${1:-}" != --all ] || needed+=(slurmctld:slurm-wlm munged:munge tcsh:tcsh g++:g++ readelf:binutils prometheus:prometheus)
@@ -40,8 +45,7 @@ if [ "${1:-}" = --standin ]; then
     exit
 fi
 bash tests/check.sh || exit 1
-# Thousands of processes import these: each would compile them where PYTHONDONTWRITEBYTECODE is set.
-PYTHONDONTWRITEBYTECODE="" .venv/bin/python -m compileall -q llama405b tools tests || exit 1
+.venv/bin/python -m compileall -q llama405b tools tests || exit 1 # hosts see these files through an overlay each
 # Two files at a time, as they stand: those on hosts, which mostly wait, come first, and the small ones last.
 two=(-n 2 --dist loadfile --no-loadscope-reorder)
 export OMP_NUM_THREADS=1 # threads of torch that wait for a core would keep the others busy
@@ -55,7 +59,7 @@ if [ "${1:-}" = --all ]; then
         [ -d "$apart" ] || .venv/bin/python -m pip install -q --no-deps --no-compile --target "$apart" -c constraints.txt $packages || exit 2
     done
     [ -d .venv/trackers ] || .venv/bin/python -m pip install -q --no-compile --target .venv/trackers -c constraints.txt wandb tensorboard || exit 2
-    marks=(-m "not gpu and not soak and not standin" --durations=25 "${two[@]}")
+    marks=(-m "not gpu and not soak and not standin" --durations=15 "${two[@]}")
     export LLAMA405B_NOTHING_SKIPPED=1 # a test that cannot run is a failure
     more=on_standin
 elif [ "${1:-}" = --soak ]; then
@@ -65,4 +69,5 @@ fi
 code=0
 .venv/bin/python -m pytest "${marks[@]}" "$@" || code=$?
 $more || code=1
+echo "took $((SECONDS - began)) s, and $(($(cpu_s) - cpu_before)) s of this machine's CPU (user + sys)"
 exit $code

@@ -1,4 +1,4 @@
-"""The autopsy, in real runs: three causes and three runs that are merely slow (docs/measurements/autopsy.md has all of them)."""
+"""The autopsy, in real runs: causes, and runs that are merely slow, of which ``--soak`` has more (docs/measurements/autopsy.md has all)."""
 
 import json
 import re
@@ -11,9 +11,15 @@ from llama405b_tools.remote.rank_evidence import rank_processes
 from ops_rig import FAKE_TRAINER, wait_for
 
 
-@pytest.mark.parametrize("case", [
-    Case("gil_held", 2, 5, "backward"), Case("locked_file", 1, 6, "save"), Case("swallowed", 3, 4, "forward"),
-], ids=lambda case: case.name)  # fmt: skip
+def cases(first, *longer):
+    return [first, *(pytest.param(case, marks=pytest.mark.soak) for case in longer)]
+
+
+HANGS = cases(Case("gil_held", 2, 5, "backward"), Case("locked_file", 1, 6, "save"), Case("swallowed", 3, 4, "forward"))
+SLOW = cases(Case("slow_disk", 2, 4, "save"), Case("slow", 1, 4, "forward"), Case("starting", 0, 4, "data"))
+
+
+@pytest.mark.parametrize("case", HANGS, ids=lambda case: case.name)
 def test_the_culprit_is_named(tmp_path, demo, corpus, case):
     found = strikes(tmp_path, demo, corpus, case)
     assert is_right(case, found), found
@@ -22,9 +28,7 @@ def test_the_culprit_is_named(tmp_path, demo, corpus, case):
         assert (tmp_path / case.name / found["kept"] / name).stat().st_size > 200
 
 
-@pytest.mark.parametrize("case", [
-    Case("slow", 1, 4, "forward"), Case("slow_disk", 2, 4, "save"), Case("starting", 0, 4, "data"),
-], ids=lambda case: case.name)  # fmt: skip
+@pytest.mark.parametrize("case", SLOW, ids=lambda case: case.name)
 def test_nobody_is_blamed_for_being_slow(tmp_path, demo, corpus, case):
     said = stays_quiet(tmp_path, demo, corpus, case, 20, every_s=3.0, least=3)
     assert {verdict for verdict, _ in said} <= {"moves", "unclear", "over"}, (

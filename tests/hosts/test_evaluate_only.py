@@ -1,10 +1,13 @@
-"""`launch --evaluate-only`: a model's loss on held-out data, on two nodes, in a run of its own."""
+"""`launch --evaluate-only`: a model's loss on held-out data, in a run of its own."""
 
 import json
 import re
 
+from conftest import ONE_HOST
+
 
 def test_a_model_is_evaluated_without_training(work, cli, demo, corpus):
+    (work / "hosts").write_text(ONE_HOST)
     only = [
         "--evaluate-only",
         "--preset",
@@ -25,7 +28,7 @@ def test_a_model_is_evaluated_without_training(work, cli, demo, corpus):
     assert "steps" not in done.stdout
     assert not (work / "shared").exists()
     status = cli(work, "status").stdout
-    assert status.count("finished") == 2
+    assert status.count("finished") == 1
     assert status.endswith(f"evaluation of step 0: loss {loss}\n")
     shown = json.loads(cli(work, "top", "--once", "--json").stdout)["training"]
     assert (shown["phase"], shown["evaluated_step"], shown["lost_steps"]) == ("DONE", 0, None)

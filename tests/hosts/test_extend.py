@@ -1,16 +1,17 @@
-"""Code of the user's own in a run on two hosts, over a resume: the module that the documents show."""
+"""Code of the user's own in a run, over a resume: the module that the documents show."""
 
 import json
 import re
 
-from conftest import ROOT
+from conftest import ONE_HOST, ROOT
 from ops_rig import metrics, settings
 
 MODULE = re.search(r"```python\n(.*?)```", (ROOT / "docs/extending.md").read_text(), re.DOTALL)[1]
 GAMES = "\n\n".join(f'[Event "{i}"]\n\n1. e4 e5 2. Nf3 Nc6 3. Bb5 a6 4. Ba4 Nf6 {i}. O-O Be7' for i in range(200))
 
 
-def test_a_module_of_ones_own_runs_on_two_hosts_and_over_a_resume(work, cli, demo, corpus):
+def test_a_module_of_ones_own_runs_over_a_resume(work, cli, demo, corpus):
+    (work / "hosts").write_text(ONE_HOST)
     (work / "my_module.py").write_text(MODULE)
     (work / "games.pgn").write_text(GAMES)
     flags = [*settings(demo, work / "games.pgn", 8), "--evaluation.every", 4, "--evaluation.fraction", 0.1]

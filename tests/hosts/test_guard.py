@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from conftest import ROOT
+from conftest import ONE_HOST, ROOT
 from llama405b_tools.remote import processes
 from ops_rig import fake_trainer, heartbeat, metrics, settings, wait_for
 
@@ -112,14 +112,15 @@ def test_a_restart_saves_and_is_its_guards(work, cli, demo, corpus):
     assert len(refused.stderr.splitlines()) == 1
     assert cli(work, "stop", "--run", "alone", "--grace", 0).returncode == 0
 
+    (work / "hosts").write_text(ONE_HOST)
     flags = [*settings(demo, corpus, steps=100_000), "--checkpoint.every", 90_000]
     assert cli(work, "launch", "--run", "again", "--restart", 3, *flags).returncode == 0
     wait_for(lambda: heartbeat(work, "again", 0)["step"] > 2)
     done = cli(work, "ask", "again", "restart")
     assert done.returncode == 0, done.stderr
     step = int(re.match(r"attempt 1 is ended after step (\d+), which is saved: ", done.stdout)[1])
-    wait_for(lambda: status(work, "again", "node-b")["attempt"] == 2)
-    wait_for(lambda: heartbeat(work, "again", 1)["step"] > step)
+    wait_for(lambda: status(work, "again", "node-a")["attempt"] == 2)
+    wait_for(lambda: heartbeat(work, "again", 0)["step"] > step)
     of = metrics(work, "again")
     assert min(each for each, m in of.items() if m["attempt"] == 2) == step + 1
     assert max(each for each, m in of.items() if m["attempt"] == 1) == step  # none was lost
@@ -142,6 +143,7 @@ def test_a_guard_gives_up_on_what_never_gets_further(work, cli):
 
 
 def test_what_the_trainer_refuses_is_not_tried_again(work, cli, demo, corpus):
+    (work / "hosts").write_text(ONE_HOST)
     (work / "bad.jsonl").write_text('{"text": "x"}\n{"txt": "y"}\n')
     flags = [*settings(demo, corpus), "--data.paths", "bad.jsonl"]
     done = cli(work, "launch", "--run", "x", "--restart", 5, "--follow", *flags)
@@ -353,6 +355,7 @@ def test_a_rehearsal_goes_the_whole_way_and_leaves_nothing(work, cli, demo, corp
 
 
 def test_a_rehearsal_names_phase_and_host(work, cli, demo, corpus):
+    (work / "hosts").write_text(ONE_HOST)
     (work / "bad.jsonl").write_text('{"text": "x"}\n{"txt": "y"}\n')
     done = cli(work, "launch", "--rehearse", *settings(demo, corpus), "--data.paths", "bad.jsonl")
     assert done.returncode == 1

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from conftest import ROOT
+from conftest import ONE_HOST, ROOT
 from llama405b.contract import reader
 from llama405b.contract.events import EventKind, RunEvent
 from llama405b.contract.records import RequestKind
@@ -84,6 +84,7 @@ def test_save_profile_memory_and_stacks(work, cli, demo, corpus, ask):
 
 
 def test_what_was_asked_before_an_attempt_is_not_asked_of_it(work, cli, demo, corpus, ask):
+    (work / "hosts").write_text(ONE_HOST)
     flags = [*settings(demo, corpus, steps=100_000), "--checkpoint.every", 0]
     assert cli(work, "launch", "--run", "none", *flags).returncode == 0
     wait_for(lambda: heartbeat(work, "none", 0)["step"] > 1)

@@ -1,4 +1,4 @@
-"""A run on four real hosts loses one for a while: it goes on with three, and takes the fourth back, to the losses of one host alone."""
+"""A run on three real hosts loses one for a while: it goes on with two, and takes the third back, to the losses of one host alone."""
 
 import json
 import re
@@ -7,7 +7,6 @@ import pytest
 
 from ops_rig import wait_for
 
-N_HOSTS = 4
 HOST_USERS = ("root",)
 SETTINGS = [
     "--preset", "demo", "--training.global_batch_size", "12", "--data.max_bytes", "400000", "--data.seq_len", "64",
@@ -35,17 +34,17 @@ def test_it_shrinks_and_grows_again(hosts, operator):
     )
     log = operator.path / "runs/s/guard.log"
     wait_for(lambda: any(checkpoints.glob("step-*/manifest.json")))
-    hosts.crash(4)
+    hosts.crash(3)
     try:
-        wait_for(lambda: "running again without node-4" in log.read_text())
+        wait_for(lambda: "running again without node-3" in log.read_text())
         told = operator("status", "--run", "s", timeout=200)
-        assert "without node-4" in told.stdout
+        assert "without node-3" in told.stdout
     finally:
-        hosts.boot(4)
+        hosts.boot(3)
         hosts._wait()
-    wait_for(lambda: "node-4: back; the attempt saves and ends" in log.read_text())
+    wait_for(lambda: "node-3: back; the attempt saves and ends" in log.read_text())
     wait_for(lambda: "ended: the run finished successfully" in log.read_text())
-    assert re.search(r"running again after a restart that its guard \(node-4 is back\) asked for", log.read_text())
+    assert re.search(r"running again after a restart that its guard \(node-3 is back\) asked for", log.read_text())
     expected, found = losses(hosts, "whole"), losses(hosts, "s")
     assert found.keys() == expected.keys(), "no step is missing, or taken twice"
     assert {attempt for _, attempt in found.values()} == {1, 2, 3}

@@ -3,6 +3,7 @@
 import json
 import re
 
+from conftest import ONE_HOST
 from ops_rig import fake_trainer, metrics, settings, wait_for
 
 FAILS_TWICE = (
@@ -12,6 +13,7 @@ FAILS_TWICE = (
 
 
 def test_a_command_after_each_save_that_fails_twice_loses_nothing(work, cli, demo, corpus):
+    (work / "hosts").write_text(ONE_HOST)
     (work / "tries").touch()
     flags = [*settings(demo, corpus, 16), "--after-save", FAILS_TWICE]
     flags += ["--export", "out", "--when-done", "cp out/config.json done-$LLAMA405B_RUN", "--price", 2.5]

@@ -92,21 +92,31 @@ def test_they_train_as_pefts_do(place, model, pefts):
         assert torch.equal(weights[name], weight.to(torch.float64)), name
 
 
-def _kept(me, model, recompute, activations, loss):
-    settings = {"loss": loss}
-    return mesh_rig.train(
-        me, model, steps=3, settings=settings, recompute=recompute, activations=activations, adapter=_adapter()
-    )
+FORMS = [("full", "device"), ("operators", "device"), ("every:2", "host"), ("none", "device")]
+
+
+def _kept(me, model):
+    return [
+        mesh_rig.train(
+            me,
+            model,
+            steps=3,
+            settings={"loss": loss},
+            recompute=recompute,
+            activations=activations,
+            adapter=_adapter(),
+        )
+        for recompute, activations, loss in [*((*form, "logits") for form in FORMS), (*FORMS[0], "parts")]
+    ]
 
 
 def test_what_is_kept_and_where_changes_no_bit(model):
-    (right, whole), _ = run_ranks(2, _kept, model, "full", "device", "logits")
-    for recompute, activations in (("operators", "device"), ("every:2", "host"), ("none", "device")):
-        (results, weights), _ = run_ranks(2, _kept, model, recompute, activations, "logits")
-        assert results == right, (recompute, activations)
-        assert all(torch.equal(weight, whole[name]) for name, weight in weights.items())
-    for found in run_ranks(2, _kept, model, "full", "device", "parts"):
-        assert max(mesh_rig.difference((found[0], whole), (right, whole))) < 1e-9
+    for found in run_ranks(2, _kept, model):
+        (right, whole), *others, by_parts = found
+        for form, (results, weights) in zip(FORMS[1:], others, strict=True):
+            assert results == right, form
+            assert all(torch.equal(weight, whole[name]) for name, weight in weights.items())
+        assert max(mesh_rig.difference((by_parts[0], whole), (right, whole))) < 1e-9
 
 
 def _new(me, model, _):

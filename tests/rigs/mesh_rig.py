@@ -7,7 +7,7 @@ import torch
 
 from llama405b.model.batch import Batch
 
-BATCH, SEQ, VOCABULARY, STEPS = 12, 16, 136, 5
+BATCH, MICRO, SEQ, VOCABULARY, STEPS = 12, 3, 16, 136, 5
 SHAPE = {
     "hidden_size": 32, "intermediate_size": 56, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 4, "vocab": VOCABULARY,
 }  # fmt: skip
@@ -67,7 +67,7 @@ def train(
     me,
     directory,
     *,
-    micro=1,
+    micro=MICRO,
     steps=STEPS,
     dtype=torch.float64,
     settings=None,
@@ -161,7 +161,14 @@ def whole_weights(model):
 
 @in_dtype()
 def single(
-    directory, *, micro=1, steps=STEPS, dtype=torch.float64, lr=LR, frozen=lambda _: False, adapted=lambda model: model
+    directory,
+    *,
+    micro=MICRO,
+    steps=STEPS,
+    dtype=torch.float64,
+    lr=LR,
+    frozen=lambda _: False,
+    adapted=lambda model: model,
 ):
     """The same steps in this process alone, by plain PyTorch. ``adapted``: returns the model to train instead."""
     import torch.nn.functional as F
