@@ -20,9 +20,8 @@ def doctor(operator, *args, code):
 def test_plan_asks_the_hosts_what_they_are_and_launch_refuses_what_cannot_fit(hosts, operator, demo):
     gpus = [f"{i}, NVIDIA H100 80GB HBM3, 81559, 4, 0, No, No, 1980, 700, 700, 0x1, 16, 16, 31, 570.1" for i in (0, 1)]
     answers = {
+        r"*=index,name,memory.total\ --*": ["0, NVIDIA H100 80GB HBM3, 81559", "1, NVIDIA H100 80GB HBM3, 81559"],
         "*query-gpu=index*": gpus,
-        "*name,memory.total*": ["NVIDIA H100 80GB HBM3, 81559"] * 2,
-        "-L": ["GPU 0: NVIDIA", "GPU 1: "],
     }
     cases = "".join(f'{words}) printf "%s\\n" {shlex.join(lines)} ;;\n' for words, lines in answers.items())
     smi = shlex.quote(f'#!/bin/sh\ncase "$*" in\n{cases}esac\n')

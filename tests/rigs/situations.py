@@ -426,6 +426,13 @@ SITUATIONS = (
         "right: 1 s",
     ),
     Situation(
+        "a GPU is lost, and nvidia-smi says so where its values were",
+        on(SICK, lambda frame, t: gpus(frame, dict.fromkeys(range(1, 14), "[GPU is lost]"), 5)),
+        (("DEGRADED", "gpu-3: gpu 5: GPU is lost", 4),),
+        "HEALTHY, GPU 64/64",
+        check=lambda pic: (pic.gpus_seen, pic.gpus_expected) == (63, 64),
+    ),
+    Situation(
         "a save fails: the disk is full",
         on(HEAD, lambda frame, t: frame["run"].update(unsaved="step 1197: No space left on device")),
         (("DEGRADED", "not saved: step 1197: No space left", 2),),

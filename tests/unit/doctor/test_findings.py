@@ -28,6 +28,9 @@ FIELDS = [
 ]  # fmt: skip
 
 
+INFOROM = "WARNING: infoROM is corrupted at gpu 0000:43:00.0\n"
+
+
 def rdma(name):
     return reader.loads(network.Rdma, (DATA / name).read_text(), name)
 
@@ -163,6 +166,12 @@ def put(*path):
         (put("network", "addresses", [{"interface": "eth0", "address": "8.8.4.4", "mbit": ""}]), WARN, "listen on 8.8.4.4 (eth0), a public address", "iptables -A INPUT -i eth0"),
         (put("gpus", smi("lost.txt")), BAD, "nvidia-smi: Unable to determine the device handle for GPU1", "reboot"),
         (put("gpus", {"smi": "TIMEOUT"}), BAD, "nvidia-smi does not answer", "reboot"),
+        (put("gpus", {"smi": "", "fields": FIELDS}), BAD, "nvidia-smi: nvidia-smi lists no GPU", "reboot"),
+        (put("gpus", {"smi": "Failed to initialize NVML: Driver/library version mismatch\nNVML library version: 570.133\n"}), BAD, "Driver/library version mismatch", "reboot it, to load the driver"),
+        (put("gpus", "smi", smi("good.csv")["smi"] + INFOROM), WARN, "nvidia-smi: WARNING: infoROM is corrupted at gpu 0000:43:00.0", "have the GPU checked"),
+        (put("slots", 8), BAD, "it has 2 GPUs, but slots=8", "check nvidia-smi"),
+        (put("identity", "upgraded_by", "unattended-upgrades"), WARN, "unattended-upgrades upgrades it by itself", "systemctl disable --now unattended-upgrades"),
+        (put("identity", "must_reboot", True), WARN, "it waits for a reboot", "reboot it before the run"),
         (put("gpus", "xid", (DATA / "dmesg.txt").read_text().splitlines()), BAD, "Xid 79 at PCI:0000:43:00: the GPU has fallen off the bus", "reset"),
         (put("gpus", "nvlink", (DATA / "nvlink.txt").read_text()), BAD, "NVLink is down: GPU 3: link 5", "reset the GPUs"),
         (put("gpus", "apps", "4711, 61000, /usr/bin/python3\n"), WARN, "process 4711 (/usr/bin/python3) holds GPU memory", "end it"),
@@ -193,9 +202,30 @@ def test_a_gpu_that_is_ill_in_many_ways():
         "GPU 0: slowed down: hardware slowdown, hardware thermal slowdown",
         "GPU 0: power limit 500 of 700 W",
         "GPU 0: PCIe x8 of x16",
-        "GPU 1: memory.used, ecc.errors.uncorrected.volatile.total, clocks.sm, power.limit, temperature.gpu cannot be read",
+        "GPU 1: ERR! (memory.used and 4 more cannot be read)",
     ):
         assert words in said, said
+
+
+LOST = ", ".join(["1", "[GPU is lost]", *["[GPU is lost]"] * 4, *["[GPU is lost]"] * 11, "570.124.06"])
+
+
+@pytest.mark.parametrize("value", ["GPU is lost", "GPU requires reset", "Unknown Error", "Timeout"])
+def test_a_value_that_no_working_gpu_has_is_a_fault_and_tells_nothing_else(value):
+    facts = good()
+    first = smi("good.csv")["smi"].partition("\n")[0]
+    facts["gpus"]["smi"] = f"{first}\n{LOST.replace('GPU is lost', value)}\n"
+    found = [finding for finding in diagnose({"a": facts}) if "GPU 1" in finding.what]
+    assert [(finding.level, finding.what) for finding in found] == [
+        (BAD, f"GPU 1: {value} (name and 15 more cannot be read)")
+    ]
+    assert [gpu.index for gpu in reader.read(HostFacts, facts, "a").devices] == [0]
+
+
+def test_names_with_commas_are_read():
+    [gpu], fault = gpus.read_smi("0, Tesla V100, SXM2, 32510", ("index", "name", "memory.total"))
+    assert (gpu.name, gpu.memory_mib, fault) == ("Tesla V100, SXM2", 32510, "")
+    assert gpus.foreign("4711, 610, /opt/a, b/python3\n") == [(4711, "/opt/a, b/python3")]
 
 
 def test_unknown_is_unknown():

@@ -8,7 +8,7 @@ import pytest
 from conftest import ROOT
 from llama405b_tools.hosts import fleet as fleets
 from llama405b_tools.hosts.fleet import Fleet
-from llama405b_tools.hosts.inventory import Host
+from llama405b_tools.hosts.inventory import Host, parse_hosts
 from llama405b_tools.hosts.transport import HostError
 from llama405b_tools.remote.messages.host_run import StatusReply, StatusRequest
 
@@ -87,3 +87,11 @@ def test_the_last_words_of_an_agent_that_fails_are_told(tmp_path):
         lines = list(stream)
         assert lines == ["['nonsense']: not an action of the agent\n"]
         assert str(fleet.fault_of("localhost", lines[-1].strip())) == f"the agent failed ({lines[-1].strip()})"
+
+
+@pytest.mark.parametrize(
+    ("lines", "slots"),
+    [("a slots=8\nb", 8), ("localhost slots=8", 8), ("a address=localhost slots=2\nb address=localhost", 0)],
+)
+def test_slots_are_gpus_unless_several_names_share_this_machine(lines, slots):
+    assert Fleet(parse_hosts(lines, "hosts")).slots(lines.partition(" ")[0]) == slots

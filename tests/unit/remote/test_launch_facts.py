@@ -1,6 +1,7 @@
 import io
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -43,6 +44,23 @@ def test_a_program_is_looked_for_and_not_run(tmp_path, monkeypatch, program, fou
     (tmp_path / "folder").mkdir()
     monkeypatch.chdir(tmp_path)
     assert has_program(program) is found
+
+
+@pytest.mark.parametrize(
+    ("lines", "gpus", "fault"),
+    [
+        (["0, H100, 81559", "1, [GPU is lost], [GPU is lost]"], [0], "GPU 1: GPU is lost (name and 1 more cannot be read)"),
+        (["WARNING: infoROM is corrupted at gpu 0", "0, H100, 81559"], [0], ""),
+        (["Failed to initialize NVML: Driver/library version mismatch"], [], "Failed to initialize NVML: Driver/library version mismatch"),
+    ],
+)  # fmt: skip
+def test_gpus_that_do_not_work_are_not_counted(tmp_path, monkeypatch, lines, gpus, fault):
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\nprintf '%s\\n' {shlex.join(lines)}\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    found, said = launch_facts.gpus()
+    assert ([gpu.index for gpu in found], said) == (gpus, fault)
+    assert launch_facts.first_gpu(found) == (("H100", 81559 << 20) if gpus else ("", 0))
 
 
 @pytest.mark.skipif(os.getuid() != 0 or not shutil.which("unshare"), reason="NOT RUN: needs root and unshare")

@@ -286,6 +286,26 @@ def test_what_a_host_lacks_is_found_before_the_start(lacks, said):
     assert bool(why) == bool(said)
 
 
+HUNG = "nvidia-smi does not answer: a GPU or the driver hangs"
+
+
+@pytest.mark.parametrize(
+    ("slots", "gpus", "fault", "said"),
+    [
+        (8, 7, "", "it has 7 GPUs, but slots=8; check nvidia-smi, or set slots=7"),
+        (8, 0, HUNG, f"it has 0 GPUs ({HUNG}), but slots=8; check nvidia-smi, or train on CPUs: --parallel.device cpu"),
+        (0, 7, "GPU 5: lost", "it has 7 GPUs (GPU 5: lost); check nvidia-smi, or set slots=7"),
+        (7, 7, "GPU 5: lost", ""),
+        (2, 0, "", ""),  # it has none
+    ],
+)
+def test_a_host_has_the_gpus_that_its_ranks_need(slots, gpus, fault, said):
+    host, has = dataclasses.replace(A, slots=slots), dataclasses.replace(facts([]), gpus=gpus, gpu_fault=fault)
+    flags = ["--run", "r", "--model.path", "m", "--data.paths", "x"]
+    assert fault_of(parse_launch(flags, 0.0), host, has) == said
+    assert fault_of(parse_launch([*flags, "--parallel.device", "cpu"], 0.0), host, has) == ""
+
+
 def test_a_disk_that_became_read_only_is_the_hosts_fault_and_not_the_names():
     request = parse_launch(["--run", "r", "--resume", "auto", "--", "x.py"], 0.0)
     place = RunPlace("/w/runs/r", PlaceFault("read-only"), "/w/runs/r")

@@ -17,13 +17,13 @@ def many(count, own=LINES):
     return "".join([*own, *(f"{i % 10_000}, GPU-false-{i}, {words}" for i in range(count - len(own)))])
 
 
-def seen(*answers, pci_gpus=(8,), machines=()):
+def seen(*answers, pci_gpus=(8,), machines=(), slots=0):
     """The picture after frames with these answers; of ``pci_gpus`` the last holds on."""
     cluster = ClusterState(["gpu-1"], 2.0)
     for i, text in enumerate(answers):
         machine = machines[i] if machines else "m"
-        smi = FRAME["smi"] | {"text": text}
-        cluster.take("gpu-1", FRAME | {"smi": smi, "pci_gpus": pci_gpus[: i + 1][-1], "machine": machine}, T0 + 2 * i)
+        smi = {"smi": FRAME["smi"] | {"text": text}, "slots": slots}
+        cluster.take("gpu-1", FRAME | smi | {"pci_gpus": pci_gpus[: i + 1][-1], "machine": machine}, T0 + 2 * i)
         cluster.advance(T0 + 2 * i)
     return cluster.picture()
 
@@ -40,6 +40,21 @@ def test_megabytes_of_valid_lines_are_not_believed_and_leave_nothing():
 def test_false_gpus_are_forgotten(count, pci_gpus, answers):
     pic = seen(*["".join(LINES)] * 2, *[many(count)] * answers, "".join(LINES), pci_gpus=pci_gpus)
     assert (pic.gpus_seen, pic.gpus_expected, pic.hosts[0].notes) == (8, 8, ())
+
+
+@pytest.mark.parametrize(
+    ("text", "slots", "pci_gpus", "seen_gpus", "expected", "state"),
+    [
+        ("".join(LINES[:7]), 8, 7, 7, 8, HostState.OK),
+        ("".join(LINES[:7]), 0, 7, 7, 7, HostState.OK),
+        ("", 8, 0, 0, 8, HostState.NO_DRIVER),
+        (None, 8, 0, 0, 0, HostState.OK),  # it trains on CPUs
+    ],
+)
+def test_a_host_should_have_as_many_gpus_as_slots_if_it_has_any(text, slots, pci_gpus, seen_gpus, expected, state):
+    pic = seen(text, text, pci_gpus=(pci_gpus,), slots=slots)
+    assert (pic.gpus_seen, pic.gpus_expected, pic.hosts[0].state) == (seen_gpus, expected, state)
+    assert ("1 of 8 GPUs are lost" in pic.hosts[0].notes) == (seen_gpus < expected and seen_gpus > 0)
 
 
 def test_gpus_are_known_by_their_uuids():

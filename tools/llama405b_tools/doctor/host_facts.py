@@ -27,6 +27,8 @@ class Identity:
     arch: str = ""
     machine: str = ""
     cores: int = 0
+    upgraded_by: str = ""  # a service that installs upgrades by itself, the driver's too
+    must_reboot: bool = False  # for upgrades that are installed
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -130,6 +132,7 @@ class HostFacts:
     leftovers: Mapping[str, tuple[int, ...]] | None = None  # <run directory>:<host> -> processes
     kill_user_processes: bool | None = None
     failed: Mapping[str, str] = dataclasses.field(default_factory=dict)  # part -> why it is unknown
+    slots: int = 0  # in the hosts file; 0: as many as it has GPUs
     port_fault: str = ""
     marked: str = ""  # the directory of checkpoints, if it left a file there for the others to see
     ports: tuple[int, ...] = ()  # it listens on these for the others: the rendezvous port, and any other
@@ -142,9 +145,9 @@ class HostFacts:
 
     @property
     def devices(self) -> Sequence[GpuReport]:
-        """Its GPUs, as far as nvidia-smi reports them."""
+        """Its GPUs that work, as far as nvidia-smi reports them."""
         smi = self.gpus or SmiAnswer()
-        return read_smi(smi.smi, smi.fields)[0]
+        return [gpu for gpu in read_smi(smi.smi, smi.fields)[0] if not gpu.fault]
 
     @property
     def rdma_ports(self) -> Sequence[RdmaPort]:

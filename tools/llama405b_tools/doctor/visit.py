@@ -147,7 +147,8 @@ def look(fleet: Fleet, port: int, needs: Needs) -> Visit:
     """Ask every host for its facts, then how it reaches every other."""
     questions = _Questions(fleet, port, needs)
     outcomes = fleet.each(questions.facts)
-    facts = {name: found for name, found in outcomes.items() if isinstance(found, HostFacts)}
+    answered = {name: found for name, found in outcomes.items() if isinstance(found, HostFacts)}
+    facts = {name: dataclasses.replace(found, slots=fleet.slots(name)) for name, found in answered.items()}
     skew_s = {name: round(found.now - questions.dialogues[name].heard_at, 2) for name, found in facts.items()}
     candidates = {name: _addresses_of(fleet.hosts[name], found) for name, found in facts.items()}
     reached = fleet.each(lambda name: questions.peers(name, facts, candidates), facts)

@@ -78,6 +78,10 @@ class Fleet:
         part.hosts = {name: host for name, host in self.hosts.items() if name in names}
         return part
 
+    def slots(self, name: str) -> int:
+        """How many GPUs a host should have; 0: unknown, as of several names of this machine, which share them."""
+        return 0 if self.hosts[name].loopback and len(self.hosts) > 1 else self.hosts[name].slots
+
     def each(self, act: Callable[[str], T], names: Iterable[str] | None = None) -> dict[str, T | HostError]:
         """Call ``act`` for all hosts in parallel; a host that fails does not hold back the others' results."""
         futures = {name: self.pool.submit(act, name) for name in (self.hosts if names is None else names)}

@@ -5,12 +5,14 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 
-from llama405b.contract.phrases import given
+from llama405b.contract.phrases import and_more, given
 
-UNKNOWN = re.compile(
-    r"\[?(N/A|Not Supported|Unknown Error|Insufficient Permissions|GPU requires reset)\]?|ERR!|", re.IGNORECASE
-)
-BROKEN = re.compile(r"ERR!|Unknown Error|requires reset")
+NOT_TOLD = r"(?:N/A|Not Supported|Not Found|Function Not Found|No Data|Deprecated|Insufficient Permissions)"
+FAILED = r"(?:ERR!|Unknown Error|GPU is lost|GPU requires reset)"
+UNKNOWN = re.compile(rf"\[.*\]|{NOT_TOLD}|{FAILED}|", re.IGNORECASE)
+BROKEN = re.compile(rf"\[(?!{NOT_TOLD}\])|{FAILED}", re.IGNORECASE)  # how such a value begins
+MISMATCH = re.compile("Driver/library version mismatch")  # the driver was upgraded, and the old one is still loaded
+WARNING = re.compile(r"\s*WARNING: .*", re.IGNORECASE)  # a line about a GPU that works, such as of its infoROM
 INDEX, MASK = re.compile(r"\d{1,4}", re.ASCII), re.compile(r"0x[0-9a-fA-F]+")
 MOST_TEXT, MOST_GPUS = 256 << 10, 64  # characters of an answer, and GPUs in it, that are believed
 MOST_MIB, MOST_W, MOST_C, MOST_MHZ = 1 << 24, 10_000, 200, 10_000  # of one GPU: more cannot be true
@@ -115,30 +117,36 @@ def read_smi(text: str | None, fields: Sequence[str]) -> tuple[list[GpuReport], 
         gpu = _gpu(line, fields)
         if gpu:
             found[gpu.uuid or gpu.index] = gpu
-        elif line.strip():
+        elif line.strip() and not WARNING.match(line):
             other.append(line.strip())
     if len(found) > MOST_GPUS:
         return [], f"nvidia-smi lists {len(found)} GPUs; a machine has at most {MOST_GPUS}"
-    return list(found.values()), "; ".join(other[:2])
+    nothing = "" if found else "nvidia-smi lists no GPU"
+    return list(found.values()), "; ".join(other[:2]) or nothing
+
+
+def warnings(text: str | None) -> list[str]:
+    """Return the first warnings in nvidia-smi's answer; they are no fault."""
+    return [line.strip() for line in (text or "")[:MOST_TEXT].splitlines() if WARNING.match(line)][:2]
 
 
 def _gpu(line: str, fields: Sequence[str]) -> GpuReport | None:
     told = [value.strip() for value in line.split(",")]
+    if (more := len(told) - len(fields)) > 0 and "name" in fields:  # commas in its name
+        at = fields.index("name")
+        told[at : at + more + 1] = [", ".join(told[at : at + more + 1])]
     if len(told) != len(fields):
         return None
     values = dict(zip(fields, told, strict=True))
     if not INDEX.fullmatch(values.get("index", "")):
         return None
-    broken: list[str] = []
-    if BROKEN.search(line):
-        broken = [name for name, value in values.items() if BROKEN.search(value)]
     memory_mib, limit_w = _int(values.get("memory.total"), MOST_MIB), _float(values.get("power.limit"), MOST_W)
     return GpuReport(
         index=int(values["index"]),
-        name=values.get("name", ""),
+        name=_known(values.get("name", "")),
         memory_mib=memory_mib,
         used_mib=_int(values.get("memory.used"), memory_mib or MOST_MIB),
-        driver=values.get("driver_version", ""),
+        driver=_known(values.get("driver_version", "")),
         ecc_errors=_int(values.get("ecc.errors.uncorrected.volatile.total")),
         pages_pending=_pages_pending(values),
         power_limit_w=limit_w,
@@ -152,8 +160,14 @@ def _gpu(line: str, fields: Sequence[str]) -> GpuReport | None:
         utilization=_int(values.get("utilization.gpu"), 100),
         power_w=_float(values.get("power.draw"), PEAK * (limit_w or MOST_W)),
         clock_mhz=_int(values.get("clocks.sm"), MOST_MHZ),
-        fault=given("{} cannot be read", ", ".join(broken)),
+        fault=_fault(values) if BROKEN.search(line) else "",
     )
+
+
+def _fault(values: Mapping[str, str]) -> str:
+    broken = {name: value.strip("[]") for name, value in values.items() if BROKEN.match(value)}
+    unread = f"{next(iter(broken), '')}{and_more(broken)} cannot be read"
+    return given(f"{{}} ({unread})", ", ".join(dict.fromkeys(broken.values())))
 
 
 def _pages_pending(values: Mapping[str, str]) -> bool | None:
@@ -192,7 +206,7 @@ def address_of(text: str) -> tuple[int, int, int] | None:
 
 def foreign(apps: str | None) -> list[tuple[int, str]]:
     """Return the processes that hold GPU memory: pid and name."""
-    rows = [[part.strip() for part in line.split(",")] for line in (apps or "").splitlines()]
+    rows = [[part.strip() for part in line.split(",", 2)] for line in (apps or "").splitlines()]
     return [(int(row[0]), row[-1]) for row in rows if len(row) >= 3 and re.fullmatch(r"\d{1,9}", row[0], re.ASCII)]
 
 

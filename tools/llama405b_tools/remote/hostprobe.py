@@ -16,6 +16,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 import select
 import shutil
 import signal
@@ -125,8 +126,21 @@ def identity():
         "user": os.environ.get("USER") or str(os.getuid()),
         "machine": read("/proc/sys/kernel/random/boot_id").strip() + socket.gethostname(),
         "cores": len(os.sched_getaffinity(0)),
+        "upgraded_by": upgraded_by(),
+        "must_reboot": os.path.exists("/run/reboot-required")
+        or "Reboot is required" in (run(["needs-restarting", "-r"], 10) or ""),
         "tools": {name: bool(shutil.which(name)) for name in ("tmux", "ip", "git", "nvidia-smi", "srun")},
     }
+
+
+def upgraded_by():
+    """The service that installs upgrades by itself, of NVIDIA's packages too; '' if there is none."""
+    apt = run(["apt-config", "dump"], 5) or ""
+    spared = re.search(r"^Unattended-Upgrade::Package-Blacklist::.*nvidia", apt, re.M)
+    if re.search(r'^APT::Periodic::Unattended-Upgrade "(?!0?")', apt, re.M) and not spared:
+        return "unattended-upgrades"
+    timers = ("dnf-automatic.timer", "dnf-automatic-install.timer")
+    return next((each for each in timers if (run(["systemctl", "is-enabled", each], 5) or "").strip() == "enabled"), "")
 
 
 def environment(request):

@@ -37,6 +37,7 @@ from llama405b.contract.phrases import given, last_of
 from llama405b.contract.plan import read_plan
 from llama405b.contract.tensors import read_tensors
 from llama405b.contract.trust import user_of
+from llama405b_tools.machine.gpus import GpuReport, read_smi
 from llama405b_tools.machine.network import Address, Rdma
 from llama405b_tools.remote import hostprobe, processes
 from llama405b_tools.remote.describe import stop_mark
@@ -51,6 +52,7 @@ from llama405b_tools.remote.messages.probe import (
     RunPlace,
 )
 
+GPU_FIELDS = ("index", "name", "memory.total")
 READS_TABLES = ("llama405b.data.tables", "first_rows")  # the trainer's, which needs pyarrow
 VERSION_WITHIN_S = 30  # for `tmux -V` on a busy machine
 
@@ -81,8 +83,8 @@ def _facts(request: ProbeRequest) -> LaunchFacts:
     own, mark = addresses(), stop_mark(run, host)
     fault, llama = _look_at(request.inputs)
     extension, extension_fault = _extension(request.extension)
-    gpus = n_gpus()
-    gpu, gpu_bytes = first_gpu() if gpus else ("", 0)
+    found, gpu_fault = gpus()
+    gpu, gpu_bytes = first_gpu(found)
     return LaunchFacts(
         versions=_versions(request.packages) | extension,
         lacks=tuple(name for name in request.extras if version_of(name) == "missing"),
@@ -97,7 +99,8 @@ def _facts(request: ProbeRequest) -> LaunchFacts:
         others=_others(run, host),
         leftovers=() if is_alive(run, host) else tuple(processes.marked(f"{run.path}:{host}")),
         machine=_machine_id(),
-        gpus=gpus,
+        gpus=len(found),
+        gpu_fault=gpu_fault,
         gpu=gpu,
         gpu_bytes=gpu_bytes,
         memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
@@ -235,17 +238,17 @@ def _machine_id() -> str:
     return socket.gethostname()
 
 
-def n_gpus() -> int:
-    """How many GPUs the driver lists; 0 if it hangs or is not installed."""
-    said: str = hostprobe.run(["nvidia-smi", "-L"]) or ""  # type: ignore[no-untyped-call]
-    return sum(line.startswith("GPU ") for line in said.splitlines())
+def gpus() -> tuple[Sequence[GpuReport], str]:
+    """The GPUs that work, and why others may not ('' if nvidia-smi is not installed)."""
+    query = ["nvidia-smi", f"--query-gpu={','.join(GPU_FIELDS)}", "--format=csv,noheader,nounits"]
+    found, fault = read_smi(hostprobe.run(query), GPU_FIELDS)  # type: ignore[no-untyped-call]
+    broken = next((f"GPU {gpu.index}: {gpu.fault}" for gpu in found if gpu.fault), "")
+    return [gpu for gpu in found if not gpu.fault], fault or broken
 
 
-def first_gpu() -> tuple[str, int]:
+def first_gpu(found: Sequence[GpuReport]) -> tuple[str, int]:
     """The first GPU's name and memory in bytes; '' and 0 if nvidia-smi does not say."""
-    said: str = hostprobe.run(["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]) or ""  # type: ignore[no-untyped-call]
-    name, _, size = said.partition("\n")[0].rpartition(", ")
-    return (name, int(size) << 20) if name and size.isdecimal() else ("", 0)
+    return next(((gpu.name, gpu.memory_mib << 20) for gpu in found if gpu.memory_mib), ("", 0))
 
 
 def has_program(program: Sequence[str]) -> bool:

@@ -12,7 +12,7 @@ from llama405b.contract.reader import MalformedError
 from llama405b.contract.records import Metrics, Sample
 from llama405b_tools.remote.accounts import account_of_attempts, attempts_of, metrics_of
 from llama405b_tools.remote.describe import checkpoints_of, lives
-from llama405b_tools.remote.launch_facts import first_gpu
+from llama405b_tools.remote.launch_facts import first_gpu, gpus
 from llama405b_tools.remote.locks import run_of
 from llama405b_tools.remote.messages.account_request import HeadRequest
 from llama405b_tools.remote.messages.report import MOST_SAMPLES, ReportReply, evaluations_of, points_of
@@ -48,7 +48,7 @@ def report_of(request: HeadRequest) -> ReportReply:
         events=tuple(read_records(RunEvent, run.events("rank-0"), EVERY)),
         samples=tuple(read_records(Sample, run.samples, MOST_SAMPLES)),
         settings=settings,
-        gpu="" if plan.slurm_job else first_gpu()[0],  # a job's files are read on another machine
+        gpu="" if plan.slurm_job else first_gpu(gpus()[0])[0],  # a job's files are read on another machine
         checkpoint=str(saved or ""),
         versions=dict(manifest.versions) if manifest else {},
         learns=manifest.identity if manifest else None,

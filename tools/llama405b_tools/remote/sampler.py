@@ -818,6 +818,7 @@ def write_frames(request, smi):
         frame = {
             **machine.frame(),
             "cwd": workdir,
+            "slots": request.get("slots", 0),
             "disks": disks(dict.fromkeys(filter(None, [os.getcwd(), (run.plan or {}).get("checkpoint_dir")]))),
             "run": state,
             "runs": [] if state else run.names(),

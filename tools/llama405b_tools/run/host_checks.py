@@ -85,9 +85,11 @@ def check_host(request: LaunchRequest, host: Host, facts: LaunchFacts) -> None:
     _check_programs(request, facts)
     _check_places(facts)
     _check_disk(facts)
-    if not request.on_cpu and 0 < facts.gpus < host.slots:
-        gpus = counted(facts.gpus, "GPU")
-        raise UnfitError(f"it has {gpus}, but slots={host.slots}; check nvidia-smi, or lower slots=")
+    fault = facts.gpu_fault if request.config else ""  # a program of the user's own may need no GPU
+    if not request.on_cpu and (0 < facts.gpus < host.slots or (fault and not 0 < host.slots <= facts.gpus)):
+        what = f"{counted(facts.gpus, 'GPU')}{given(' ({})', fault)}{given(', but slots={}', host.slots)}"
+        otherwise = f"set slots={facts.gpus}" if facts.gpus else "train on CPUs: --parallel.device cpu"
+        raise UnfitError(f"it has {what}; check nvidia-smi, or {otherwise}")
     if facts.leftovers:
         left = counted(len(facts.leftovers), "process", "processes")
         stop = command_to_type("stop", request.hosts_file, request.run)

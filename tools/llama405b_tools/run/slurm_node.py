@@ -106,7 +106,7 @@ def _where(head: str, this: str, places: Mapping[str, str]) -> NodeWhere:
         mine=mine,
         own=launch_facts.addresses(),
         machine=socket.gethostname(),
-        gpus=len(visible) or launch_facts.n_gpus(),
+        gpus=len(visible) or len(launch_facts.gpus()[0]),
         cores=len(os.sched_getaffinity(0)),
         torch=launch_facts.version_of("torch"),
         rdma=launch_facts.rdma_ports(),

@@ -144,7 +144,8 @@ class Live:
 
     def _listen(self, name: str) -> str:
         """Take frames until they end; return the last line that is not a frame, which says why."""
-        quiet, request = self.quiet[name], {"workdir": self.fleet.workdir(name), "host": name} | self.request
+        quiet, own = self.quiet[name], {"workdir": self.fleet.workdir(name), "slots": self.fleet.slots(name)}
+        request = {"host": name} | own | self.request
         stdin = standalone.standard_input("sampler", request)
         connection = self.fleet.connection(name)
         quiet.opened(time.time())

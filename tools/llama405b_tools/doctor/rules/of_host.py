@@ -96,6 +96,11 @@ def _programs(facts: HostFacts, needs: Needs) -> Remarks:
     if facts.kill_user_processes and who.user != "root":
         what = "logind ends your processes when you log out (KillUserProcesses=yes), and with them the run"
         yield BAD, what, "run there: loginctl enable-linger"
+    if who.upgraded_by and facts.devices and needs.cuda:
+        what = f"{who.upgraded_by} upgrades it by itself, and may replace the driver under a run"
+        yield WARN, what, f"systemctl disable --now {who.upgraded_by}, or exclude NVIDIA's packages from it"
+    if who.must_reboot:
+        yield WARN, "it waits for a reboot, to load what was upgraded", "reboot it before the run"
 
 
 def _packages(facts: HostFacts, needs: Needs) -> Remarks:
@@ -150,7 +155,13 @@ def _gpus(facts: HostFacts, needs: Needs) -> Remarks:
         return
     found, fault = gpus.read_smi(probe.smi, probe.fields)
     if fault:
-        yield BAD, f"nvidia-smi: {fault}", "reboot it, or reset that GPU; if the error returns, replace the GPU"
+        reset = "reboot it, or reset that GPU; if the error returns, replace the GPU"
+        loads = "reboot it, to load the driver that was installed"
+        yield BAD, f"nvidia-smi: {fault}", loads if gpus.MISMATCH.search(fault) else reset
+    elif probe.smi is not None and len(found) < facts.slots:
+        yield BAD, f"it has {counted(len(found), 'GPU')}, but slots={facts.slots}", "check nvidia-smi, or lower slots="
+    for warning in gpus.warnings(probe.smi):
+        yield WARN, f"nvidia-smi: {warning}", "it can train; have the GPU checked"
     for gpu in found:
         yield from _gpu(gpu, needs)
     for pid, name in gpus.foreign(probe.apps):

@@ -126,6 +126,7 @@ class LaunchFacts:
     llama: Llama | None = None  # the model's shape, on the head; None: not known
     lacks: tuple[str, ...] = ()  # of the extras
     extension_fault: str = ""  # why the user's module cannot be used
+    gpu_fault: str = ""  # why it may have more GPUs than it lists
     gpu: str = ""  # the first one's name
     gpu_bytes: int = 0  # its memory
     memory_bytes: int = 0  # of the host

@@ -180,7 +180,7 @@ class ClusterState:
             training=shown,
             events=tuple(self.events),
             fresh=len(found.fresh),
-            gpus_seen=_in_all(found.fresh, lambda host: len(host.gpus)),
+            gpus_seen=_in_all(found.fresh, lambda host: sum(not gpu.fault for gpu in host.gpus)),
             gpus_expected=_in_all(self.hosts.values(), lambda host: host.expected_gpus),
             advice=advice(found, self.notes, rows, shown, verdict, about, f"{self.program} {{}}{self.hosts_argument}"),
             workdirs=tuple(sorted({host.frame.cwd for host in found.fresh} - {""})),

@@ -188,6 +188,7 @@ class Frame:
     kernel_times: tuple[float, ...] = ()
     foreign: tuple[tuple[int, str, str], ...] | None = None
     io: tuple[tuple[int, int], ...] | None = None
+    slots: int = 0  # of it in the hosts file; 0: unknown
 
     def __post_init__(self) -> None:
         """Refuse times without lines.

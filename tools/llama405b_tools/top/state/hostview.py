@@ -129,7 +129,7 @@ class HostView:
         elif smi.text is not None or not smi.hung_s:
             self.gpus, fault = gpus.read_smi(smi.text, smi.fields)
             self.programs.take_apps(smi.apps or "")
-            self.smi_fault = clean(fault)[:200]
+            self.smi_fault = clean("; ".join([*filter(None, [fault]), *gpus.warnings(smi.text)]))[:200]
 
     def _expect(self) -> None:
         """Expect the GPUs that two answers in a row agree on, and miss those lost since the machine was started."""
@@ -141,8 +141,9 @@ class HostView:
 
     @property
     def expected_gpus(self) -> int:
-        """How many GPUs it should have: as many as it had, or as the kernel sees."""
-        return max(len(self.expected), len(self.gpus), self.frame.pci_gpus or 0)
+        """How many GPUs it should have: as many as it had, as the kernel sees, or as its ``slots=`` says if it has any."""
+        found = max(len(self.expected), len(self.gpus), self.frame.pci_gpus or 0)
+        return max(found, self.frame.slots) if found or self.frame.smi.text is not None else 0
 
     def run(self, name: str) -> RunFrame | None:
         """Return what it reports about a run; None if it does not know it."""
