@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -25,8 +26,8 @@ def terminal(tmp_path):
     (tmp_path / "hosts").write_text("node-a address=localhost\n")
     opened = []
 
-    def start(*args, env=ENV, before=(), **more):
-        opened.append(Terminal([*before, *TOP, *args], tmp_path, env, **more))
+    def start(*args, env=ENV, before=(), program=TOP, **more):
+        opened.append(Terminal([*before, *program, *args], tmp_path, env, **more))
         return opened[-1]
 
     yield start
@@ -65,10 +66,36 @@ def test_symbols_are_replaced_wherever_we_print(tmp_path):
     assert "usage: llama405b VERB ~  " in usage.stdout
 
 
-def test_the_mouse_stays_with_the_terminal(terminal):
+def test_the_mouse_stays_with_the_terminal_and_so_do_ctrl_z_and_ctrl_c(terminal):
+    def flags():
+        return top.run("display", "-p", "-t", "t", "#{alternate_on} #{mouse_any_flag}").strip()
+
+    job = shlex.join([*TOP, "--replay", "demo", "--speed", "20"])
+    top = terminal(program=["bash", "--norc", "-i"])
+    top.keys(job, "Enter")
+    top.shows(r"hosts 8/8", 30)
+    assert flags() == "1 0"
+    top.keys("C-z")
+    top.shows(r"Stopped", 10)
+    top.keys("echo typed $((6 * 7))", "Enter")
+    top.shows(r"^typed 42$", 10)
+    assert flags() == "0 0"
+    top.keys("clear; fg", "Enter")
+    top.shows(r"hosts 8/8(.|\n)*── EVENTS", 10)
+    assert flags() == "1 0"
+    top.keys("C-c")
+    wait_for(lambda: flags() == "0 0", 10)
+    top.keys("echo code $?", "Enter")
+    top.shows(r"^code [013]$", 10)
+
+
+def test_where_no_shell_could_continue_it_ctrl_z_does_nothing(terminal):
     top = terminal("--replay", "demo", "--speed", "20")
     top.shows(r"hosts 8/8", 30)
-    assert top.run("display", "-p", "-t", "t", "#{alternate_on} #{mouse_any_flag}").strip() == "1 0"
+    top.keys("C-z", "?")
+    top.shows(r"Ctrl-C +quit", 10)
+    top.keys("C-c")  # from any page
+    top.shows(r"^rc=[013]$", 10)
 
 
 def test_q_leaves_one_level_and_the_selection_stays_on_the_screen(terminal, tmp_path):

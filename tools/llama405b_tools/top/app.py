@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import functools
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -15,7 +16,7 @@ from typing import ClassVar
 from rich.console import Console
 from rich.text import Text
 from textual.app import App, ComposeResult
-from textual.binding import BindingType
+from textual.binding import Binding, BindingType
 from textual.events import Key, Resize
 from textual.geometry import Region, Size
 from textual.strip import Strip
@@ -98,7 +99,10 @@ class TopApp(App[int]):
 
     CSS = "Screen, Canvas { overflow: hidden; background: ansi_default; color: ansi_default; } Canvas { width: 100%; height: 100%; }"
     ENABLE_COMMAND_PALETTE = False
-    BINDINGS: ClassVar[list[BindingType]] = [("ctrl+c", "leave", "quit"), ("ctrl+z", "suspend_process", "suspend")]
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("ctrl+c", "leave", priority=True),  # before on_key, which takes all others
+        Binding("ctrl+z", "suspend_process", priority=True),
+    ]
 
     def __init__(
         self,
@@ -221,6 +225,15 @@ class TopApp(App[int]):
     def action_leave(self) -> None:
         """Quit."""
         self.exit(self.pic.exit_code)
+
+    def action_suspend_process(self) -> None:
+        """Stop the job, as a terminal does: with all processes of its group, and not at all without a shell to go on from."""
+        if in_browser():
+            return
+        with self.suspend():
+            before = signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+            os.killpg(0, signal.SIGTSTP)
+            signal.signal(signal.SIGTSTP, before)
 
     def on_key(self, event: Key) -> None:
         """Handle a key. Escape followed quickly by a key arrives as alt plus that key; treat it as the two keys."""

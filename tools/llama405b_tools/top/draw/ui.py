@@ -36,7 +36,7 @@ HELP = """cluster-top: every host, every GPU, every rank, the training and its l
   ! y          a shell on the chosen host; what is known as text, which is also copied     Each but y asks first.
   x            end the command that is shown; Esc leaves it, and it goes on: an event says how it ended
   r            read the hosts file again, after it has changed
-  ? h          this page          Ctrl-C   quit; nothing is left on any host
+  ? h          this page          Ctrl-C   quit; nothing is left on any host     Ctrl-Z   suspend; `fg` goes on
 
 In the log: f also what each step printed (the graphs have it); L only errors; F only the chosen host, then its chosen rank;
   ← → move sideways; y copies the lines that are shown, without times and names. It stands still while it is read.
