@@ -14,7 +14,9 @@ from llama405b_tools.top.draw.lines import LogLine
 from llama405b_tools.top.draw.panels import scene, shown_logs
 from llama405b_tools.top.draw.ui import COLUMNS, Ui
 from llama405b_tools.top.keys import press
+from llama405b_tools.top.session import Session
 from llama405b_tools.top.state.picture import Change, GuardShown, Level, RunPhase
+from llama405b_tools.verbs import top
 
 SIZE = (120, 40)
 
@@ -361,6 +363,24 @@ def test_a_rate_of_next_to_nothing_has_no_exponent():
         "96.43",
         "3,072",
     ]
+
+
+def test_what_is_printed_or_served_does_not_depend_on_what_a_screen_remembered(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    chosen = remembered.Remembered("name", 1, 1, 1, "light")
+    remembered.remember(chosen)
+    shown = []
+    monkeypatch.setattr(top, "on_signals", lambda _: None)
+    for place in ("llama405b_tools.verbs.top._print", "llama405b_tools.top.app.run_app"):
+        monkeypatch.setattr(place, lambda *args: shown.append(next(each for each in args if isinstance(each, Session))))
+    for words in (["--once"], ["--json"], ["--plain"], ["--watch", "1"]):
+        top.main(["--replay", "demo", *words])
+    monkeypatch.setenv("TEXTUAL_DRIVER", "textual.drivers.web_driver:WebDriver")  # as --serve sets it
+    top.main(["--replay", "demo"])
+    assert [remembered.of(session.ui) for session in shown] == [remembered.Remembered()] * 5
+    remembered.remember(remembered.Remembered())
+    monkeypatch.delenv("TEXTUAL_DRIVER")
+    assert remembered.recall() == chosen
 
 
 def test_choices_are_remembered_and_a_file_of_another_version_is_not_believed(tmp_path, monkeypatch):

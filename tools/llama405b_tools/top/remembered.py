@@ -1,4 +1,4 @@
-"""What cluster-top remembers from one time to the next: how the user likes to see the screen."""
+"""What cluster-top remembers from one time to the next: how the user likes to see the screen. In browsers, nothing."""
 
 import contextlib
 import dataclasses
@@ -10,6 +10,7 @@ from llama405b.contract import reader
 from llama405b_tools.hosts.hosts_file import state_directory
 from llama405b_tools.top.draw.theme import THEMES
 from llama405b_tools.top.draw.ui import COLUMNS, SORTS, Ui
+from llama405b_tools.top.leaving import in_browser
 from llama405b_tools.top.state.quantities import QUANTITIES
 from llama405b_tools.top.state.series import WINDOWS_S
 
@@ -50,12 +51,15 @@ def of(ui: Ui) -> Remembered:
 def recall() -> Remembered:
     """Return what was chosen the last time; without that, or if it cannot be read, the defaults."""
     with contextlib.suppress(OSError, ValueError):
-        return reader.loads(Remembered, _file().read_text(encoding="utf-8"), "choices")
+        text = "{}" if in_browser() else _file().read_text(encoding="utf-8")
+        return reader.loads(Remembered, text, "choices")
     return Remembered()
 
 
 def remember(chosen: Remembered) -> None:
     """Keep the choices for the next time, if they can be written."""
+    if in_browser():
+        return
     file = _file()
     new = file.with_name(f"{file.name}.{os.getpid()}")
     with contextlib.suppress(OSError):

@@ -111,13 +111,13 @@ def _parser() -> OneLineParser:
         metavar="TIME",
         help="show a rank that is silent this long, and for 5 steps, as hung; ends nothing, unlike launch's [60s]",
     )
-    add("--sort", choices=SORTS, help="order of the hosts [as the last time, else worst]")
+    add("--sort", choices=SORTS, help="order of the hosts [on a terminal's screen as the last time, else worst]")
     add("--filter", default="", metavar="TEXT", help="show only hosts whose name, state or notes contain TEXT")
     add("--odd", action="store_true", help="show only hosts that stand out")
     add(
         "--theme",
         choices=THEMES,
-        help="colors for a dark or a light background [as the last time, else as COLORFGBG says]",
+        help="colors for a dark or a light background [on a terminal's screen as the last time, else as COLORFGBG says]",
     )
     add("--once", action="store_true", help="print once and exit")
     add("--json", action="store_true", help="print JSON once (docs/cluster-top-json.md has the schema)")
@@ -180,20 +180,21 @@ def _show(
         files = files_of(fleet) if fleet else []
         session.cluster.wanted = args.run or ""
         session.cluster.program, session.cluster.hosts_argument = program_name(), "".join(map(hosts_argument, files))
-        remembered.recall().put(session.ui)
+        streams = (sys.stdin, sys.stdout, sys.stderr)  # textual reads the first, and draws on the last
+        at_terminal = all(each.isatty() for each in streams) and os.environ.get("TERM", "") not in ("", "dumb")
+        prints = args.json or args.once or args.plain or args.watch or not (at_terminal or in_browser())
+        if not prints:
+            remembered.recall().put(session.ui)
         session.ui.sort = args.sort or session.ui.sort
         session.ui.theme = args.theme or session.ui.theme
         session.ui.filter = args.filter
         session.ui.odd_only = args.odd
-        streams = (sys.stdin, sys.stdout, sys.stderr)  # textual reads the first, and draws on the last
-        at_terminal = all(each.isatty() for each in streams) and os.environ.get("TERM", "") not in ("", "dumb")
-        at_terminal = at_terminal or in_browser()
         exporter = leaving.enter_context(contextlib.closing(Exporter(args.metrics))) if args.metrics else None
         session.ui.refusals = actions.refusals(
             is_live=bool(fleet), read_only=args.read_only, has_file=bool(files), in_job=in_job, in_browser=in_browser()
         )
         _await_run(session)
-        if args.json or args.once or args.plain or args.watch or not at_terminal:
+        if prints:
             return _print(args, session, exporter)
         from llama405b_tools.top.app import run_app
 
