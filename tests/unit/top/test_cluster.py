@@ -9,6 +9,7 @@ import shlex
 
 import pytest
 from fakes import FakeFleet
+from situations import CLOCK, POWER, gpus
 
 from conftest import ROOT
 from llama405b_tools.remote import sampler
@@ -293,6 +294,34 @@ def test_faults_of_the_driver():
     none(frame)
     cluster.take("gpu-1", frame, T0)
     assert (look(cluster, T0).hosts[0].has_gpu, look(cluster, T0).hosts[0].state) == (False, "OK")
+
+
+def another_model(frame):
+    if frame["machine"] in ("gpu-3", "gpu-4"):
+        gpus(frame, {2: "NVIDIA A100-SXM4-80GB", POWER: "200.00", 9: "400.00", CLOCK: "1155"})
+
+
+def without_ranks(frame):
+    run = frame["run"]
+    gpus(frame, {POWER: "119.00", CLOCK: "345"}, 7)
+    run["beats"] = run["beats"][:7]
+    frame["smi"]["apps"] = "".join(frame["smi"]["apps"].splitlines(keepends=True)[:7])
+
+
+def without_a_run(frame):
+    frame["run"] = None
+    if frame["machine"] == "gpu-3":
+        gpus(frame, {POWER: "119.00", CLOCK: "345"})
+
+
+@pytest.mark.parametrize("change", [another_model, without_ranks, without_a_run])
+def test_gpus_are_compared_with_those_of_their_model_that_train(change):
+    def edit(event):
+        if "frame" in event:
+            change(event["frame"])
+        return event
+
+    assert [gpu.odd for row in play(seconds=50, change=edit)[1].hosts for gpu in row.gpus if gpu.odd] == []
 
 
 def test_older_field_names_of_nvidia_smi():

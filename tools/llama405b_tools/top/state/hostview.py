@@ -241,10 +241,10 @@ class HostView:
     def gpus_of(self, run_name: str, beat: Beat) -> list[GpuReport]:
         """Return the GPU of a rank; all of the host's if it is not known which is its."""
         run = self.run(run_name)
-        indices = [i for i, rank in self._rank_of(run).items() if rank == beat.rank] if run else []
+        indices = [i for i, rank in self.rank_of(run).items() if rank == beat.rank] if run else []
         return [gpu for gpu in self.gpus if gpu.index in indices] or self.gpus
 
-    def _rank_of(self, run: RunFrame) -> dict[int, int]:
+    def rank_of(self, run: RunFrame) -> dict[int, int]:
         """Return the rank on each GPU, by the GPU's index: by nvidia-smi's processes, else (in a container) by order."""
         by_pid = self.programs.rank_of(run.beats, self.gpus)
         plan = self.plans.get(run.name)
@@ -277,7 +277,7 @@ class HostView:
 
     def _cells(self, ranks: Sequence[RankRow], odd: Odd) -> tuple[GpuCell, ...]:
         row_of = {rank.rank: rank for rank in ranks}
-        rank_of = self._rank_of(self.frame.run) if ranks and self.frame.run else {}
+        rank_of = self.rank_of(self.frame.run) if ranks and self.frame.run else {}
         return tuple(
             self._cell(gpu, row_of.get(rank_of.get(gpu.index, -1)), odd.get((self.name, gpu.index), NOT_ODD))
             for gpu in self.gpus

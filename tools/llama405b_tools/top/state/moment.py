@@ -90,9 +90,10 @@ class Moment:
     def odd(self) -> Odd:
         """The GPUs with an error, and those that also stood out in the frame before: frames are up to an interval apart."""
         hosts = self.ours or self.fresh
-        now = verdicts.odd_gpus({host.name: host.gpus for host in hosts})
+        compared = {name: self.hosts[name].rank_of(run) for name, run in self.heard.items() if run.alive}
+        now = verdicts.odd_gpus({host.name: host.gpus for host in hosts}, compared)
         if now:
-            before = verdicts.odd_gpus({host.name: host.gpus_before or host.gpus for host in hosts})
+            before = verdicts.odd_gpus({host.name: host.gpus_before or host.gpus for host in hosts}, compared)
             now = {gpu: note for gpu, note in now.items() if gpu in before}
         for host in hosts:
             for xid in host.new_xids(self.run):

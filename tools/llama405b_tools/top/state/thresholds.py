@@ -10,7 +10,7 @@ PING_S = 10.0  # between those
 SLEPT_S = 30.0  # without looking at anything: this machine slept, or cluster-top was suspended
 RECONNECT_S = 30.0  # for connections to be made again after that
 
-# GPUs, against the median of all that report
+# GPUs, against the median of all of their model that have a rank and report
 FEW = 4  # GPUs that must report before one can deviate
 LOW_POWER, LOW_CLOCK = 0.75, 0.9  # of the median
 HOT_C, HOTTER_C = 80, 8  # and this much above the median

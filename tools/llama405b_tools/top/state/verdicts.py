@@ -1,12 +1,12 @@
 """What stands out: the GPU or host that deviates from the others, and whether the run hangs. Pure.
 
-Deviations are judged against the median of all GPUs of the run, because a run is as fast as its slowest rank. Unknown
+Deviations are judged against the median of the run's GPUs of that model, because a run is as fast as its slowest rank. Unknown
 values are never judged.
 """
 
 import math
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from llama405b.capacity.disk import nearly_full
@@ -60,20 +60,28 @@ class Hang(NamedTuple):
     beat: BeatId
 
 
-def odd_gpus(gpus: Mapping[str, Sequence[GpuReport]]) -> dict[tuple[str, int], Note]:
-    """Return the GPUs that stand out, by host and index, each with its reason."""
-    everyone = [gpu for each in gpus.values() for gpu in each]
-    usual = Usual(
-        power=_median(map(_share, everyone), -math.inf),
-        clock=_median((gpu.clock_mhz for gpu in everyone), -math.inf),
-        heat=_median((gpu.temperature_c for gpu in everyone), math.inf),
+def odd_gpus(
+    gpus: Mapping[str, Sequence[GpuReport]], compared: Mapping[str, Collection[int]]
+) -> dict[tuple[str, int], Note]:
+    """Return the GPUs that stand out, by host and index, each with its reason.
+
+    ``compared``: by host, the indices of those that have a rank: they are compared with others of their model.
+    """
+    everyone = {(host, gpu.index): gpu for host, each in gpus.items() for gpu in each}
+    model = {(host, i): gpu.name if i in compared.get(host, ()) else "" for (host, i), gpu in everyone.items()}
+    usual = {
+        name: _usual([everyone[i] for i, its in model.items() if its and its == name]) for name in {*model.values()}
+    }
+    notes = {place: list(_oddities(gpu, usual[model[place]])) for place, gpu in everyone.items()}
+    return {gpu: _joined(found) for gpu, found in notes.items() if found}
+
+
+def _usual(alike: Sequence[GpuReport]) -> "Usual":
+    return Usual(
+        power=_median(map(_share, alike), -math.inf),
+        clock=_median((gpu.clock_mhz for gpu in alike), -math.inf),
+        heat=_median((gpu.temperature_c for gpu in alike), math.inf),
     )
-    found = {}
-    for host, each in gpus.items():
-        for gpu in each:
-            if notes := list(_oddities(gpu, usual)):
-                found[host, gpu.index] = _joined(notes)
-    return found
 
 
 def _joined(notes: Sequence[Note]) -> Note:
@@ -82,7 +90,7 @@ def _joined(notes: Sequence[Note]) -> Note:
 
 
 class Usual(NamedTuple):
-    """Medians over all GPUs of the run; if too few report, values from which no GPU deviates."""
+    """Medians over all GPUs of a model in the run; if too few report, values from which no GPU deviates."""
 
     power: float  # share of the limit
     clock: float  # MHz
