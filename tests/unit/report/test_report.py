@@ -113,6 +113,51 @@ def test_values_at_the_pointer_are_those_of_the_steps():
     assert rows[0][2].startswith("step 1  60s  loss 8.0000  grad 1.000")
 
 
+def lines_in(text, title):
+    """The places of each line of a chart, by its classes; x in seconds or steps."""
+    chart = re.search(rf"<figcaption>{title}.*?</figure>", text)[0]
+    begin, end = (float(re.search(rf'data-{name}="([^"]+)"', chart)[1]) for name in ("begin", "end"))
+    found = {}
+    for style, line in re.findall(r'<path class="line ([^"]+)" d="M([^"]+)"', chart):
+        places = [tuple(map(float, place.split())) for place in line.split("L")]
+        piece = [(begin + (x - 64) / 886 * (end - begin), y) for x, y in places]
+        found.setdefault(style, []).append(piece)
+    return found
+
+
+def test_a_step_that_hung_has_a_row_a_band_and_a_level_as_long_as_it_took():
+    steps = [*steps_of(5), *steps_of(1, first=6, begin=150.0, step_s=300.0), *steps_of(4, first=7, begin=450.0)]
+    steps[5] = dataclasses.replace(steps[5], tokens_per_s=13.7)
+    text = page(Summary("r", reply_of(steps), 0.0))
+    assert "step 6 took 5m, usually 10s" in text.partition("What happened")[2]
+    pieces = lines_in(text, "target tokens per second")["a"]
+    assert [len(piece) for piece in pieces] == [5, 2, 4]
+    (began, low), (ended, level) = pieces[1]
+    assert (began, ended) == (pytest.approx(100.0, abs=2), pytest.approx(400.0, abs=2))
+    assert low == level > pieces[0][-1][1] == pieces[2][0][1]  # y grows downwards
+    assert len(re.findall('class="band warn"', text)) == len(re.findall('data-axis="time"', text))
+    assert "took" not in page(Summary("r", reply_of(steps_of(9)), 0.0))
+
+
+def test_the_smoothed_loss_is_smooth_after_a_resume_and_called_so_only_if_it_is():
+    steps = [*steps_of(80), *steps_of(10, attempt=2, first=81, begin=2000.0)]
+    steps = [dataclasses.replace(step, loss=2.0 + step.step % 2) for step in steps]
+    text = page(Summary("r", reply_of(steps, [Attempt(1, 900.0, KILLED), Attempt(2)], now=2200.0), 0.0))
+    lines = lines_in(text, "nats per target token")
+    spread = {style: max(y for _, y in pieces[1]) - min(y for _, y in pieces[1]) for style, pieces in lines.items()}
+    assert spread["a"] < spread["a thin"] / 2
+    few = page(Summary("r", failed_and_resumed(), 0.0))
+    assert ("smoothed" in text, "smoothed" in few, set(lines_in(few, "nats per target token"))) == (True, False, {"a"})
+
+
+def test_every_chart_can_be_chosen_and_read_by_keyboard():
+    text = page(Summary("r", failed_and_resumed(), 0.0))
+    charts = [attrs for tag, attrs in Well(text).tags if tag == "svg"]
+    assert charts
+    assert {attrs["tabindex"] for attrs in charts} == {"0"}
+    assert all(key in text.partition('"keydown"')[2] for key in ("ArrowLeft", "ArrowRight", "Home", "End"))
+
+
 def test_what_was_planned_is_beside_what_is():
     summary = Summary("r", reply_of(steps_of(12)), 0.0)
     assert summary.planned_tokens_per_s == 512

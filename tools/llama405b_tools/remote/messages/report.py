@@ -41,6 +41,11 @@ class Point:
         default_factory=dict
     )  # what the user's module added, of all that have it
 
+    @property
+    def began(self) -> float:
+        """When its first step began."""
+        return self.time - self.steps * self.step_s
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReportReply:

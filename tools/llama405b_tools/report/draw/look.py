@@ -63,14 +63,16 @@ summary { cursor: pointer; color: var(--soft) }
 """
 
 SCRIPT = """
+let here = -1;  // the row that is shown
 const rows = JSON.parse(document.getElementById("rows").textContent), at = document.getElementById("at"), idle = at.textContent;
 const charts = [...document.querySelectorAll("svg[data-axis]")];
 function nearest(column, value) {
   let best = 0;
   for (let i = 1; i < rows.length; i++) if (Math.abs(rows[i][column] - value) < Math.abs(rows[best][column] - value)) best = i;
-  return rows[best];
+  return best;
 }
-function show(row) {
+function show(i) {
+  const row = rows[here = Math.min(rows.length - 1, Math.max(0, i))];
   for (const chart of charts) {
     const { axis, begin, end, left, inner } = chart.dataset, value = row[axis === "time" ? 0 : 1];
     const cursor = chart.querySelector(".cursor");
@@ -85,9 +87,16 @@ for (const chart of charts) {
     const x = (event.clientX - box.left) / box.width * chart.viewBox.baseVal.width;
     if (rows.length) show(nearest(axis === "time" ? 0 : 1, +begin + (x - left) / inner * (end - begin)));
   });
-  chart.addEventListener("pointerleave", () => {
+  for (const leaving of ["pointerleave", "blur"]) chart.addEventListener(leaving, () => {
     at.textContent = idle;
     charts.forEach(each => each.querySelector(".cursor").style.opacity = 0);
+  });
+  chart.addEventListener("keydown", event => {
+    const to = { ArrowLeft: here - 1, ArrowRight: here + 1, PageUp: here - 50, PageDown: here + 50, Home: 0,
+      End: rows.length }[event.key];
+    if (to === undefined || !rows.length) return;
+    event.preventDefault();
+    show(to);
   });
 }
 """

@@ -2,6 +2,7 @@
 
 import datetime
 import html
+import itertools
 import json
 from collections.abc import Callable, Iterator, Sequence
 
@@ -20,6 +21,7 @@ from llama405b_tools.report.draw.summary import (
     idle_words,
     spent,
     state_words,
+    step_words,
 )
 from llama405b_tools.report.draw.svg import Axis, Chart, Curve, Place
 from llama405b_tools.run.accounts import incident_words
@@ -44,6 +46,7 @@ MARKED = {
     EventKind.SPIKE: "warn",
     EventKind.NOT_FINITE: "bad",
     EventKind.STOPPED: "b",
+    Use.SLOW: "warn",
     "failed": "bad",
 }
 SHOWN_SAVES = 10
@@ -63,7 +66,7 @@ def page(found: Summary) -> str:
         '<div class="tiles">' + "".join(f'<div class="tile"><b>{html.escape(value)}</b><span>{html.escape(name)}</span></div>'
             for name, value in _tiles(found)) + "</div>",
         *(f'<p class="note">{html.escape(line)}</p>' for line in notes(found)),
-        '<div id="at" class="soft">Point at a curve to read its values.</div>',
+        '<div id="at" class="soft" aria-live="polite">Point at a curve to read its values; on one that Tab has chosen, press ← or →.</div>',
         *(_charts(found) if found.reply.points or found.reply.evaluations else ["<p>No step was taken yet.</p>"]),
         *_samples(found.reply.samples),
         *_time(found),
@@ -128,12 +131,14 @@ def _charts(found: Summary) -> Iterator[str]:
     points, began = found.reply.points, found.began
     pieces = list(by_attempt(points))
 
+    timed = [part for piece in pieces for part in _timed(found, piece)]
+
     def curve(name: str, style: str, value: Callable[[Point], float]) -> Curve:
-        return Curve(name, style, [[(point.time - began, value(point)) for point in piece] for piece in pieces])
+        return Curve(name, style, [[(time - began, value(point)) for time, point in part] for part in timed])
 
     yield "<h2>Loss by step</h2>"
     yield _loss(found, pieces)
-    keys = (("saved", "good"), ("resumed or stopped", "b"), ("spike", "warn"), ("failure", "bad"))
+    keys = (("saved", "good"), ("resumed or stopped", "b"), ("spike or slow step", "warn"), ("failure", "bad"))
     legend = "".join(f'<span class="key {style}">{name}</span>' for name, style in keys)
     yield f"<h2>By time since the launch</h2><figcaption>{legend}</figcaption>"
     axis = _time_axis(found)
@@ -172,6 +177,14 @@ def _charts(found: Summary) -> Iterator[str]:
     ).svg(axis)
 
 
+def _timed(found: Summary, piece: Sequence[Point]) -> Iterator[list[tuple[float, Point]]]:
+    """Yield an attempt's points by their time; a step that hung is a piece of its own, as long as it took."""
+    began = {point.time: point.began for point, _ in found.slow}
+    for hung, alike in itertools.groupby(piece, lambda point: began.get(point.time)):
+        places = [(point.time, point) for point in alike]
+        yield places if hung is None else [(hung, places[0][1]), *places]
+
+
 def _memory(points: Sequence[Point], curve: Callable[[str, str, Callable[[Point], float]], Curve]) -> Chart:
     on_gpu = any(point.allocated_bytes for point in points)
     curves = [curve("with what the allocator keeps" if on_gpu else "held", "a", lambda point: point.peak_bytes / GIB)]
@@ -192,7 +205,11 @@ def _loss(found: Summary, pieces: Sequence[Sequence[Point]]) -> str:
     """Draw the loss by step, with its range where several steps are one point."""
     points = found.reply.points
     each = [[(point.step, point.loss) for point in piece] for piece in pieces]
-    curves = [Curve("loss", "a thin", each), Curve("smoothed", "a", list(map(_smooth, each)))] if points else []
+    curves = [Curve("loss", "a", each)] if points else []
+    if half := len(points) // SMOOTH:
+        smooth = iter(_smooth([place for piece in each for place in piece], half))
+        smoothed = [list(itertools.islice(smooth, len(piece))) for piece in each]
+        curves = [Curve("loss", "a thin", each), Curve("smoothed", "a", smoothed)]
     evaluated = Curve("evaluation", "b", [[(step, loss)] for step, _, loss in found.reply.evaluations], dots=True)
     ranges = [
         [(point.step, point.loss_low, point.loss_high) for point in piece] for piece in pieces if piece[0].steps > 1
@@ -204,11 +221,10 @@ def _loss(found: Summary, pieces: Sequence[Sequence[Point]]) -> str:
     return Chart("nats per target token", [*curves, evaluated], reading, 260, from_zero=False, ranges=ranges).svg(axis)
 
 
-def _smooth(piece: Sequence[Place]) -> list[Place]:
+def _smooth(places: Sequence[Place], half: int) -> list[Place]:
     """Return the mean of each value and those around it."""
-    half = len(piece) // SMOOTH
-    around = [piece[max(0, i - half) : i + half + 1] for i in range(len(piece))]
-    return [(at, sum(value for _, value in near) / len(near)) for (at, _), near in zip(piece, around, strict=True)]
+    around = [places[max(0, i - half) : i + half + 1] for i in range(len(places))]
+    return [(at, sum(value for _, value in near) / len(near)) for (at, _), near in zip(places, around, strict=True)]
 
 
 def _time_axis(found: Summary) -> Axis:
@@ -219,18 +235,16 @@ def _time_axis(found: Summary) -> Axis:
     bands = [
         (each.began - began, min(end, (each.resumed or each.failed) - began), "bad")
         for each in (account.incidents if account else ())
-    ]
+    ] + [(point.began - began, point.time - began, "warn") for point, _ in found.slow]
     marks = [(each.time - began, MARKED[each.kind], each.words) for each in happened(found) if each.kind in MARKED]
     return Axis(end, [(at, span(at) if at else "0") for at in time_ticks(end, 8)], bands=bands, marks=marks)
 
 
 def _values(found: Summary, point: Point) -> str:
     """Say what a point shows, in a line."""
-    first = point.step - point.steps + 1
-    steps = f"step {point.step}" if point.steps == 1 else f"steps {first}-{point.step}"
     mfu = given("  MFU {:.1f}%", found.mfu(point.tokens_per_s))
     return (
-        f"{steps}  {span(point.time - found.began)}  loss {point.loss:.4f}  grad {point.grad_norm:.3f}  "
+        f"{step_words(point)}  {span(point.time - found.began)}  loss {point.loss:.4f}  grad {point.grad_norm:.3f}  "
         f"{amount(point.tokens_per_s)} tokens/s{mfu}  {point.step_s:.2f} s  lr {point.lr:.2e}"
     )
 

@@ -1,10 +1,11 @@
 """What a report says of a run, as values: how it stands, its curves against the time, its idle GPUs. Pure."""
 
 import dataclasses
+import statistics
 import tomllib
 from collections.abc import Iterator, Sequence
 
-from llama405b.contract.accounting import Account, Use, is_failure
+from llama405b.contract.accounting import SLOW_S, SLOW_STEPS, Account, Use, is_failure
 from llama405b.contract.causes import words
 from llama405b.contract.events import EventKind, RunEvent
 from llama405b.contract.phrases import counted, given
@@ -91,6 +92,14 @@ class Summary:
         return last.step_tokens / self.reply.expected_step_s if last and self.reply.expected_step_s else None
 
     @property
+    def slow(self) -> list[tuple[Point, float]]:
+        """The points with a step that took far longer than usual, as ``accounting`` counts it, and what they usually take."""
+        usual_s = statistics.median([point.step_s for point in self.reply.points] or [0.0])
+        least_s = max(SLOW_S, SLOW_STEPS * usual_s) - usual_s
+        usual = [(point, point.steps * usual_s) for point in self.reply.points]
+        return [(point, its_s) for point, its_s in usual if point.time - point.began - its_s > least_s]
+
+    @property
     def ending(self) -> list[Point]:
         """The last points, of at least so many steps, if there are as many."""
         found = list[Point]()
@@ -151,7 +160,18 @@ def happened(found: Summary) -> list[Happened]:
     told = [Happened(event.time, event.kind, event_words(event)) for event in found.reply.events]
     account = found.reply.account
     failed = [Happened(each.failed, "failed", incident_words(each)) for each in (account.incidents if account else ())]
-    return sorted([*told, *failed], key=lambda each: each.time)
+    slow = [
+        Happened(
+            each.began, Use.SLOW, f"{step_words(each)} took {span(each.time - each.began)}, usually {span(usual_s)}"
+        )
+        for each, usual_s in found.slow
+    ]
+    return sorted([*told, *failed, *slow], key=lambda each: each.time)
+
+
+def step_words(point: Point) -> str:
+    """Name the steps of a point."""
+    return f"step {point.step}" if point.steps == 1 else f"steps {point.step - point.steps + 1}-{point.step}"
 
 
 def event_words(event: RunEvent) -> str:

@@ -77,8 +77,8 @@ class Chart:
         planned = f'<span class="key plan">plan {html.escape(self.form(self.plan))}</span>' if self.plan else ""
         return (
             f"<figure><figcaption>{html.escape(self.title)} {legend}{planned}</figcaption>"
-            f'<svg viewBox="0 0 {WIDTH} {self.height}" role="img" aria-label="{html.escape(self.title)}" data-axis="{axis.kind}" '
-            f'data-begin="{axis.begin:.9g}" data-end="{axis.end:.9g}" {PLOT}>{"".join(parts)}'
+            f'<svg viewBox="0 0 {WIDTH} {self.height}" role="img" aria-label="{html.escape(self.title)}" tabindex="0" '
+            f'data-axis="{axis.kind}" data-begin="{axis.begin:.9g}" data-end="{axis.end:.9g}" {PLOT}>{"".join(parts)}'
             f'<path class="cursor" d="M0 {TOP}v{inner}"/></svg></figure>\n'
         )
 
