@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 from llama405b.contract.causes import Cause
-from llama405b.contract.reader import FirstOf
+from llama405b.contract.reader import LINES, FirstOf
 
 
 class NodeState(enum.StrEnum):
@@ -183,8 +183,8 @@ class Sample:
 
     step: int
     time: float  # rank 0's clock
-    prompt: str
-    text: str
+    prompt: str = dataclasses.field(metadata=LINES)
+    text: str = dataclasses.field(metadata=LINES)
 
 
 MetricsLine: TypeAlias = FirstOf[Metrics, EvaluationMetrics]  # what metrics.jsonl consists of

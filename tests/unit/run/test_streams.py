@@ -5,11 +5,14 @@ import json
 import pytest
 from fakes import FakeFleet
 
+from llama405b.contract import reader
 from llama405b.contract.files import write_json
 from llama405b.contract.paths import RunDir
-from llama405b.contract.plan import Plan
+from llama405b.contract.plan import Node, Plan
+from llama405b_tools.hosts.transport import read_message
 from llama405b_tools.remote.messages.stream import StreamMessage, StreamRequest
 from llama405b_tools.run.streams import Streams, Unreachable
+from llama405b_tools.top import event_sources
 
 
 @pytest.fixture
@@ -50,3 +53,15 @@ def test_the_values_of_the_runs_secrets_are_hidden(arrives, monkeypatch):
     news = arrives(json.dumps({"entries": [[1.0, "a/0/stdout.log", 'it is zürich "q", is told']]}))
     assert isinstance(news, StreamMessage)
     assert news.entries[0][2] == "it is …REDACTED, is told"
+
+
+def test_what_a_host_sends_is_cleaned_as_it_arrives_and_keeps_the_line_breaks_of_what_has_lines():
+    odd, line, lines = "a\x1b]0;title\x07\n\tb\x9b", "a b�", "a\n\tb�"
+    node = Node(odd, 1, 0, "/w", "/py", "", "", {"A": odd})
+    plan = Plan("r", 1, 0.0, "x", odd, (odd,), (odd,), (node,))
+    tidied = Node(line, 1, 0, "/w", "/py", "", "", {"A": lines})
+    assert read_message(Plan, reader.dumps(plan), "it") == Plan("r", 1, 0.0, "x", line, (lines,), (line,), (tidied,))
+    log = StreamMessage(entries=((0.0, odd, odd),), marks={odd: (1, 2)})  # whoever shows a log cleans it
+    assert read_message(StreamMessage, reader.dumps(log), "it") == StreamMessage(log.entries, {line: (1, 2)})
+    frame = json.dumps({"smi": {"text": odd}, "kernel": [odd, 1, None]})
+    assert event_sources._frame(frame) == {"smi": {"text": lines}, "kernel": [lines, 1, None]}

@@ -31,6 +31,7 @@ from llama405b_tools.run.request import parse_launch
 from llama405b_tools.run.streams import HostMessage
 
 KILLED = Cause(CauseKind.RANK_KILLED, "b", 1, signal=9)
+ODD = "\x1b]0;title\x07\x1b]52;c;ZXZpbA==\x07\x1b[2J\x9b\r"
 LOST = Cause(CauseKind.LOST_PEER, "a", 0, exit_code=1, phase="train")
 
 
@@ -239,6 +240,30 @@ def test_a_malformed_answer_is_a_host_that_is_away(fleet):
     host.answer = answer
     code, record = guarded(fleet, FAILS, WELL)
     assert (code, record.restarts, odd) == (0, 1, [])
+
+
+@pytest.mark.parametrize("said", ["/c/none", "/c/step-1", "/c\n/step-00000020/x"])
+def test_an_odd_checkpoint_is_its_hosts_fault_and_not_the_guards_end(fleet, said):
+    fleet.fakes["a"].checkpoint = "/c/step-00000010"
+    fleet.fakes["b"].status_reply = lambda _: {
+        "runs": [json.loads(reader.dumps(fleet.fakes["b"].run())) | {"checkpoint": said}]
+    }
+    code, record = guarded(fleet, FAILS, WELL)
+    assert (code, record.state, record.checkpoint) == (0, GuardStage.ENDED, "/c/step-00000010")
+
+
+def test_what_hosts_say_reaches_log_and_command_without_their_escapes(fleet, tmp_path, capsys):
+    odd = f"{ODD}\nguard  forged"
+    saved = fleet.fakes["a"].checkpoint = f"/c{odd}/step-00000010"
+    for name, host in fleet.fakes.items():
+        news = StreamMessage(events=(RunEvent(0.0, "rank-0", EventKind.SAVED, 2, 8, saved),))
+        host.lives = [[over(name, dataclasses.replace(LOST, detail=odd))], [news, over(name, stopped_by=f"ann{odd}")]]
+    asked, hosts = request("--notify", "cat >>notes"), list(fleet.hosts.values())
+    assert Guard(asked, hosts, launch(asked, hosts, fleet), fleet).main() == 1
+    for text in (capsys.readouterr().out, (tmp_path / "notes").read_text(), RunDir.here("r").guard.read_text()):
+        assert "forged" in text
+        assert not set(text) & {"\x1b", "\x07", "\x9b", "\r"}
+        assert not any(line.startswith("guard  forged") for line in text.splitlines())
 
 
 def test_a_guard_that_died_is_known_to_be_gone_and_its_run_can_be_guarded_again(fleet):

@@ -7,9 +7,8 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from llama405b.contract import reader
 from llama405b.contract.phrases import given
-from llama405b_tools.hosts.transport import Connection, HostError, Stream
+from llama405b_tools.hosts.transport import Connection, HostError, Stream, read_message
 from llama405b_tools.text.clean import clean
 
 T = TypeVar("T")
@@ -51,10 +50,7 @@ class Dialogue:
         if found is None:
             raise self.fault_of(self.last_words)
         text, self.heard_at = found
-        try:
-            return reader.loads(kind, text, "its answer")
-        except reader.MalformedError as error:
-            raise HostError(f"{error}; do both ends run the same version?") from None
+        return read_message(kind, text, "its answer")
 
     def say(self, text: str) -> None:
         """Write to its standard input.

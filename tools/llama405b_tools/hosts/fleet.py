@@ -21,7 +21,7 @@ from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.hosts.login_shell import shell_path
 from llama405b_tools.hosts.printed_commands import command_to_type, file_of
 from llama405b_tools.hosts.ssh_config import options_of
-from llama405b_tools.hosts.transport import Connection, HostError, Local, Stream
+from llama405b_tools.hosts.transport import Connection, HostError, Local, Stream, read_message
 from llama405b_tools.machine import program_output
 
 if TYPE_CHECKING:
@@ -119,10 +119,7 @@ class Fleet:
         if result.code or not last.startswith("{"):
             said = last_of(result.err.strip().splitlines(), f"exit code {result.code}")
             raise self.fault_of(name, said, cannot_run=result.code in (126, 127))
-        try:
-            return reader.loads(reply, last, "its answer")
-        except reader.MalformedError as error:
-            raise HostError(f"{error}; do both ends run the same version?") from None
+        return read_message(reply, last, "its answer")
 
     def stream(self, name: str, action: str, request: "DataclassInstance") -> Stream:
         """Run an action of the agent that continues until its standard input is closed.

@@ -6,16 +6,18 @@ The verbs only know ``Connection``; ``Local`` is this machine, ``ssh.Ssh`` is an
 import contextlib
 import dataclasses
 import os
+import re
 import signal
 import socket
 import subprocess
 import threading
 from collections.abc import Iterator
-from typing import Protocol
+from typing import Protocol, TypeVar
 
+from llama405b.contract import reader
 from llama405b.contract.errors import RunError
 from llama405b.contract.phrases import short
-from llama405b_tools.text.clean import printable
+from llama405b_tools.text.clean import printable, tidy
 
 MAX_LINE = 1 << 24  # of a stream, in case a host never ends its line
 # All that a run inherits from its launcher's environment; everything else, above all secrets, is passed explicitly.
@@ -24,6 +26,8 @@ ENV = (
 )  # fmt: skip
 
 
+NOT_PLAIN = re.compile(r"\\[bfnrtu]|[^ -~\n]")  # of a line of JSON: there may be control characters in it
+T = TypeVar("T")
 MOST = 1000  # characters of an error
 ENDS_WITHIN_S = 2.0  # once its stream is closed; then a local command is killed
 
@@ -37,6 +41,19 @@ class HostError(RunError):
     def __init__(self, message: str, kind: str = "DOWN") -> None:
         super().__init__(printable(short(message, MOST)))  # parts of it may come from the host
         self.kind = kind
+
+
+def read_message(kind: type[T], line: str, where: str) -> T:
+    """Build a message from a line that a host sent; its text is cleaned here, for all who show it.
+
+    Raises:
+        HostError: It is malformed.
+    """
+    try:
+        message = reader.loads(kind, line, where)
+        return tidy(message) if NOT_PLAIN.search(line) else message
+    except ValueError as error:
+        raise HostError(f"{error}; do both ends run the same version?") from None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -7,11 +7,10 @@ import threading
 import time
 from collections.abc import Sequence
 
-from llama405b.contract import reader
 from llama405b.contract.paths import RunDir
 from llama405b.contract.plan import read_plan
 from llama405b_tools.hosts.fleet import Fleet
-from llama405b_tools.hosts.transport import HostError, Stream
+from llama405b_tools.hosts.transport import HostError, Stream, read_message
 from llama405b_tools.remote.messages.stream import Marks, StreamMessage, StreamRequest
 from llama405b_tools.text.clean import hide_in_json, pieces_of
 
@@ -103,10 +102,7 @@ class Streams:
             if not line.startswith("{"):
                 last = line.strip()[:200] or last
                 continue
-            try:
-                news = reader.loads(StreamMessage, hide_in_json(line, self.secrets), "its news")
-            except reader.MalformedError as error:
-                raise HostError(f"{error}; do both ends run the same version?") from None
+            news = read_message(StreamMessage, hide_in_json(line, self.secrets), "its news")
             if self.room:
                 self.room[host].acquire()
             marks.update(news.marks)

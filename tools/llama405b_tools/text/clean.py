@@ -1,13 +1,16 @@
 """Make text safe for a terminal: no escape sequences, no tokens, no characters that it lacks. Pure."""
 
+import dataclasses
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 LEAST_SECRET, HIDDEN = 6, "…REDACTED"
 ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[PX^_][^\x1b]*\x1b\\|[ -/]*[0-~])")
 CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 LINE_CONTROLS = re.compile(f"[\t\n]|{CONTROLS.pattern}")
+BREAKS = re.compile(r"[\t\n]+")
 TOKENS = re.compile(
     r"\b(hf_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{20,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|AKIA[A-Z0-9]{16}"
     r"|xox[abp]-[A-Za-z0-9-]{10,}|eyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]{5,})"
@@ -33,6 +36,22 @@ def without_controls(text: str) -> str:
 def printable(line: str) -> str:
     """Replace the control characters of a line; its length stays the same."""
     return LINE_CONTROLS.sub("�", line)
+
+
+def tidy(value: Any, *, lines: bool = False) -> Any:
+    """Clean all text within a value that a host sent: no control characters, and line breaks only in fields that may have them."""
+    if type(value) is str:
+        text = without_controls(value)
+        return text if lines else BREAKS.sub(" ", text)
+    if type(value) in (tuple, list):
+        return type(value)(tidy(each, lines=lines) for each in value)
+    if isinstance(value, Mapping):
+        return {tidy(key): tidy(each, lines=lines) for key, each in value.items()}
+    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+        return value
+    fields = [each for each in dataclasses.fields(value) if not each.metadata.get("as_written")]
+    tidied = {each.name: tidy(getattr(value, each.name), lines="lines" in each.metadata) for each in fields}
+    return dataclasses.replace(value, **tidied)
 
 
 def redact(text: str) -> str:

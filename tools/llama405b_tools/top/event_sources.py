@@ -20,9 +20,9 @@ from llama405b.contract import reader
 from llama405b.contract.errors import UserError
 from llama405b.contract.reader import Json
 from llama405b_tools.hosts.fleet import Fleet
-from llama405b_tools.hosts.transport import MAX_LINE, HostError, Stream
+from llama405b_tools.hosts.transport import MAX_LINE, NOT_PLAIN, HostError, Stream
 from llama405b_tools.remote import standalone
-from llama405b_tools.text.clean import CONTROLS, clean
+from llama405b_tools.text.clean import CONTROLS, clean, tidy
 from llama405b_tools.top.intake import Intake, SourceEvent
 from llama405b_tools.top.state import simulate, thresholds
 from llama405b_tools.top.state.picture import HostState
@@ -195,7 +195,7 @@ def _frame(line: str) -> Json:
     if len(line) > MAX_FRAME:
         raise HostError(f"its sampler sends more than {MAX_FRAME >> 20} MiB at once")
     found: Json = json.loads(line)
-    return found
+    return tidy(found, lines=True) if NOT_PLAIN.search(line) else found
 
 
 class Replay:

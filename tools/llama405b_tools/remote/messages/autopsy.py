@@ -3,6 +3,7 @@
 import dataclasses
 
 from llama405b.contract.rank_memory import Place
+from llama405b.contract.reader import LINES
 from llama405b_tools.machine.stacks import Thread
 from llama405b_tools.remote.messages.host_run import Beat
 
@@ -91,7 +92,7 @@ class Surroundings:
     kernel: tuple[str, ...] | None = (
         None  # what it said lately of GPUs, memory, disks, links; None: this user may not read it
     )
-    nccl: str = ""  # what NCCL's RAS says, if it is there
+    nccl: str = dataclasses.field(default="", metadata=LINES)  # what NCCL's RAS says, if it is there
     flight_records: tuple[str, ...] = ()  # files that NCCL's flight recorder wrote in this attempt
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from llama405b.contract.checkpoints import STEP_DIR
 from llama405b.contract.mesh import Axes
 from llama405b.contract.records import Blame, GuardState, Heartbeat, MetricsLine, NodeStatus
 from llama405b.contract.replicas import Copied
@@ -61,6 +62,15 @@ class HostRun:
     copied: Copied | None = None  # what the next host has of this one's checkpoints; None: nothing is copied
     tmux: str = ""  # the name of its tmux server there
     mesh: Axes | None = None  # of its ranks; None: of another program
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be true.
+
+        Raises:
+            ValueError: The checkpoint has another name than checkpoints have.
+        """
+        if self.checkpoint and not STEP_DIR.fullmatch(self.checkpoint.rpartition("/")[2]):
+            raise ValueError("its checkpoint is not step-<8 digits>")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from llama405b.contract.accounting import Account, Attempt
 from llama405b.contract.checkpoints import RunIdentity
 from llama405b.contract.events import RunEvent
 from llama405b.contract.mesh import Axes
+from llama405b.contract.reader import LINES
 from llama405b.contract.records import EvaluationMetrics, Metrics, Sample
 
 MOST_POINTS = 1500  # of a curve: more than a screen has columns
@@ -66,7 +67,7 @@ class ReportReply:
     evaluations: tuple[tuple[int, float, float], ...]  # step, time, loss
     events: tuple[RunEvent, ...]  # of rank 0
     samples: tuple[Sample, ...]  # the last ones
-    settings: str  # config.toml
+    settings: str = dataclasses.field(metadata=LINES)  # config.toml
     gpu: str  # name of the first one; "": there is none, or nothing is said
     checkpoint: str  # the newest complete one
     versions: Mapping[str, str]  # by package, of what wrote that

@@ -8,6 +8,7 @@ from llama405b.contract.records import Blame, MetricsLine, NodeStatus
 from llama405b_tools.remote.messages.host_run import Beat
 
 BEATS_EVERY_S = 2.0  # how often a host sends its ranks' heartbeats, if they are asked for
+AS_WRITTEN = {"as_written": True}  # metadata of a field that is not cleaned as it arrives
 Marks = Mapping[str, tuple[int, int]]  # file below the log directory -> inode, bytes read
 
 
@@ -44,7 +45,8 @@ class NodeUpdate:
 class StreamMessage:
     """One message of a stream; a field that is not set has not changed."""
 
-    entries: tuple[tuple[float, str, str], ...] = ()  # blocks of the logs: time, file, text
+    # blocks of the logs: time, file, text as it was written, which whoever shows it cleans
+    entries: tuple[tuple[float, str, str], ...] = dataclasses.field(default=(), metadata=AS_WRITTEN)
     marks: Marks = dataclasses.field(default_factory=dict)  # after them
     metrics: tuple[MetricsLine, ...] = ()
     events: tuple[RunEvent, ...] = ()
