@@ -9,8 +9,9 @@ import time
 
 import pytest
 
+from llama405b.contract.files import write_json
 from llama405b.contract.paths import RunDir
-from llama405b.contract.plan import Plan
+from llama405b.contract.plan import Node, Plan
 from llama405b_tools.remote import hostprobe, processes, stopping
 from llama405b_tools.remote.locks import take_lock
 from llama405b_tools.remote.messages.stop_request import OrphansRequest
@@ -115,9 +116,12 @@ def _is_left(value):
 
 def test_a_run_in_another_directory_is_no_leftover_while_its_node_runner_lives(tmp_path):
     value = f"{tmp_path}/elsewhere/runs/theirs:h"
+    run = RunDir(tmp_path / "elsewhere/runs/theirs")
     with _process_of(value):
-        lock = take_lock(RunDir(tmp_path / "elsewhere/runs/theirs").lock("h"))
+        lock = take_lock(run.lock("h"))
         assert not _is_left(value)
+        write_json(run.plan, Plan("theirs", 1, 0.0, "x", "other:1", (), (), (Node("other", 1, 0, "", "", "", "", {}),)))
+        assert _is_left(value)  # nobody can see or stop it: the run is another launch's now
         os.close(lock)
         assert _is_left(value)
 

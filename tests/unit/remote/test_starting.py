@@ -15,12 +15,13 @@ import pytest
 from conftest import ROOT
 from llama405b.contract import reader
 from llama405b.contract.causes import CauseKind
+from llama405b.contract.errors import RunError
 from llama405b.contract.files import write_json
 from llama405b.contract.paths import RunDir
 from llama405b.contract.plan import Node, Plan, read_plan
 from llama405b.contract.records import GuardState, NodeState, NodeStatus, StopMark
-from llama405b_tools.remote import describe, guarding, launch_facts, processes, starting, stopping, tmux
-from llama405b_tools.remote.messages.probe import PlaceFault, RunPlace
+from llama405b_tools.remote import describe, guarding, launch_facts, locks, processes, starting, stopping, tmux
+from llama405b_tools.remote.messages.probe import PlaceFault, ProbeRequest, RunPlace
 from llama405b_tools.remote.messages.start import ANSWER_WITHIN_S, KEEP, Started, StartFault, StartRequest
 from llama405b_tools.remote.messages.stop_request import CUT, StopRequest
 from llama405b_tools.remote.tmux import tmux_socket
@@ -65,6 +66,35 @@ def test_a_launch_ends_the_guard_of_an_earlier_one_on_this_machine(work, monkeyp
     write_json(run.guard, GuardState(run.name, guard.pid, began, guarding.machine_id(), 1))
     start_with("exit 3", work, monkeypatch)
     assert guard.wait(10) == -signal.SIGTERM
+
+
+@pytest.mark.parametrize(
+    ("pid", "again", "taken"), [(os.getpid(), False, True), (2**22 + 1, False, False), (os.getpid(), True, False)]
+)
+def test_a_run_is_its_directory_on_a_machine_whatever_its_host_is_called(work, monkeypatch, pid, again, taken):
+    run = RunDir(work / "runs/r")
+    write_json(run.status("gpu-1"), NodeStatus("gpu-1", NodeState.RUNNING, 1, pid, processes.start_time(os.getpid())))
+    nodes = tuple(Node(name, 1, 0, str(work), "/py", "", "", {}) for name in ("gpu-1", "gpu-2"))
+    mine = Plan("r", 1, 0.0, "r-1-x", "a:1", (), (), nodes, owner="ann@desk")
+    write_json(run.plan, mine)
+    monkeypatch.setattr(starting, "start_session", lambda *_: (_ for _ in ()).throw(RunError("no tmux")))
+    held = locks.take_lock(
+        run.lock("gpu-1")
+    )  # and of another machine with the same directory, where its pid is not alive
+    asked = reader.loads(
+        ProbeRequest, '{"run": "r", "host": "10.0.0.1", "port": 0, "token": "", "packages": [], "places": {}}', ""
+    )
+    facts = launch_facts._facts(asked)
+    assert (facts.alive, facts.alive_as) == (False, ("gpu-1",) if pid == os.getpid() else ())
+    assert launch_facts._others(RunDir(work / "runs/other")) == (("r",) if pid == os.getpid() else ())
+    other = Plan("r", 2, 0.0, "r-2-y", "10.0.0.1:1", (), (), (Node("10.0.0.1", 1, 0, str(work), "/py", "", "", {}),))
+    for plan, host, fault in (
+        (mine, "gpu-2", StartFault.TMUX),
+        (other, "10.0.0.1", StartFault.TAKEN if taken else StartFault.TMUX),
+    ):
+        assert starting._start_node_runner(StartRequest(host, plan, {}, (0,), again)).fault is fault
+    assert read_plan(run).rdzv_id == ("r-1-x" if taken else "r-2-y")
+    os.close(held)
 
 
 def test_a_run_of_the_same_name_in_another_directory_is_not_ended(work, monkeypatch):

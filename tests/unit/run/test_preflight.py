@@ -138,7 +138,8 @@ def test_gloo_takes_an_interfaces_first_address():
     ("seen", "words"),
     [
         ({"alive": True, "stopped_by": "you@there"}, "'r' is being stopped by you@there and still runs on a; once it"),
-        ({"alive": True}, "'r' is running on a; "),
+        ({"alive": True, "alive_as": ("b",)}, "'r' is running on a; "),
+        ({"alive_as": ("gpu-1", "gpu-2")}, "'r' is running on a as gpu-[1-2]; "),
         ({"input_fault": "it holds checkpoints"}, "a: it holds checkpoints"),
     ],
 )
@@ -147,6 +148,12 @@ def test_what_is_refused_before_anything_starts(seen, words):
     with pytest.raises(UserError) as refused:
         host_checks.check_request(request, {"a": dataclasses.replace(facts([]), **seen)}, 20_000)
     assert words in str(refused.value)
+
+
+def test_a_restart_on_some_of_its_hosts_is_not_refused_for_what_the_others_have():
+    request = parse_launch(["--run", "r", "--preset", "demo", "--resume", "auto"], 0.0)
+    answers = {"a": dataclasses.replace(facts([]), alive_as=("b",), run_exists=True)}
+    host_checks.check_request(request, answers, 20_000, again=True)
 
 
 def test_an_evaluation_without_training_never_gets_into_the_directory_of_another_run():

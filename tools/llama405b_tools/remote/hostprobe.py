@@ -514,7 +514,7 @@ def leftovers():
 
 
 def has_runner(pid: int, value: str) -> bool:
-    """Whether the node runner of a process of <run directory>:<host> lives: it holds a lock.
+    """Whether the node runner of a process of <run directory>:<host> lives and its run knows of it: it holds a lock.
 
     The path is what the process sees, in a container of its own, perhaps; a lock that cannot be looked at counts as held.
     """
@@ -525,8 +525,16 @@ def has_runner(pid: int, value: str) -> bool:
     except (FileNotFoundError, NotADirectoryError):
         return False
     except OSError:
-        return True
+        return _in_plan("/proc/%d/root%s/plan.json" % (pid, folder), host)
     return False
+
+
+def _in_plan(path: str, host: str) -> bool:
+    try:
+        with open(path) as file:
+            return host in [node["name"] for node in json.load(file)["nodes"]]
+    except (OSError, ValueError, KeyError, TypeError):
+        return True  # as far as is known
 
 
 class Listener:

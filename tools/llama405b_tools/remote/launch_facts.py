@@ -41,7 +41,7 @@ from llama405b_tools.machine.gpus import GpuReport, read_smi
 from llama405b_tools.machine.network import Address, Rdma
 from llama405b_tools.remote import hostprobe, processes
 from llama405b_tools.remote.describe import stop_mark
-from llama405b_tools.remote.locks import is_alive, run_of, runs
+from llama405b_tools.remote.locks import is_alive, live_names, run_of, runs
 from llama405b_tools.remote.messages.probe import (
     InputCheck,
     LaunchFacts,
@@ -96,7 +96,8 @@ def _facts(request: ProbeRequest) -> LaunchFacts:
         attempt=plan.attempt,
         owner=plan.owner,
         alive=runs(run, host),
-        others=_others(run, host),
+        alive_as=tuple(name for name in live_names(run) if name != host),
+        others=_others(run),
         leftovers=() if is_alive(run, host) else tuple(processes.marked(f"{run.path}:{host}")),
         machine=_machine_id(),
         gpus=len(found),
@@ -144,10 +145,10 @@ def _extension(module: str) -> tuple[dict[str, str], str]:
     return {found.name: found.sha256[:12]} if found.path else {}, ""
 
 
-def _others(run: RunDir, host: str) -> tuple[str, ...]:
+def _others(run: RunDir) -> tuple[str, ...]:
     """Names of other runs that are alive here."""
-    names = (path.name for path in run.path.parent.glob("*") if is_alive(RunDir(path), host))
-    return tuple(name for name in names if name != run.name)
+    names = (path.name for path in run.path.parent.glob("*") if path.name != run.name and live_names(RunDir(path)))
+    return tuple(names)
 
 
 def resumable(resume: str, checkpoints: str) -> Resumable | None:

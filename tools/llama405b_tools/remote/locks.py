@@ -9,6 +9,7 @@ from llama405b.contract.files import read_record
 from llama405b.contract.paths import RunDir
 from llama405b.contract.plan import read_plan
 from llama405b.contract.records import NodeState, NodeStatus
+from llama405b_tools.remote.processes import same_process
 
 
 def take_lock(path: Path, tries: int = 10) -> int | None:
@@ -48,6 +49,19 @@ def runs(run: RunDir, host: str) -> bool:
         return lives
     status = read_record(NodeStatus, run.status(host))
     return status is None or status.state in (NodeState.STARTING, NodeState.RUNNING)
+
+
+def live_names(run: RunDir) -> list[str]:
+    """The names of hosts under which a run has not ended on this machine: it is its directory, whatever a launch calls its host."""
+    names = [path.name.removesuffix(".lock") for path in sorted(run.path.glob("status/*.lock"))]
+    names = [name for name in names if not name.endswith(".start")]  # those are of agents that start it
+    return [name for name in names if runs(run, name) and _is_here(run, name)]
+
+
+def _is_here(run: RunDir, host: str) -> bool:
+    """Whether a node runner is one of this machine: another's may hold a lock in a directory that both share."""
+    status = read_record(NodeStatus, run.status(host))
+    return status is None or same_process(status.pid, status.pid_start)
 
 
 def run_of(name: str) -> RunDir:

@@ -16,7 +16,7 @@ from llama405b.contract.records import Blame, NodeState, NodeStatus
 from llama405b_tools.remote import processes, stopping
 from llama405b_tools.remote.describe import stop_mark, stopped_by
 from llama405b_tools.remote.guarding import dismiss, note_guard
-from llama405b_tools.remote.locks import is_alive, run_of, runs, take_lock
+from llama405b_tools.remote.locks import is_alive, live_names, run_of, runs, take_lock
 from llama405b_tools.remote.messages.start import (
     ANSWER_WITHIN_S,
     KEEP,
@@ -63,6 +63,8 @@ def _start_node_runner(request: StartRequest) -> Started:
     if claim and is_alive(run, host) and not runs(run, host):
         stopping.stop_runner(run, host, StopRequest(plan.run, host))  # the new attempt copies what is left
     if claim is None or is_alive(run, host):
+        return Started(StartFault.TAKEN, by=read_plan(run).owner)
+    if not request.again and read_plan(run).rdzv_id != plan.rdzv_id and live_names(run):
         return Started(StartFault.TAKEN, by=read_plan(run).owner)
     if (mark := stop_mark(run, host)).by and (request.again or mark.time != request.known_stop):
         return Started(StartFault.STOPPED, by=mark.by)

@@ -18,8 +18,8 @@ class UnfitError(Exception):
     """A host cannot take part in a run; says why and what to do, as a clause that does not name the host."""
 
 
-def check_request(request: LaunchRequest, answers: Facts, port: int) -> None:
-    """Refuse what is wrong with the request rather than with a host.
+def check_request(request: LaunchRequest, answers: Facts, port: int, *, again: bool = False) -> None:
+    """Refuse what is wrong with the request rather than with a host; ``again``: a restart, on some of its hosts perhaps.
 
     Raises:
         UserError: The run's name or the port is in use, no host has the program, or the input on the head cannot be used.
@@ -30,7 +30,7 @@ def check_request(request: LaunchRequest, answers: Facts, port: int) -> None:
         )
     stopped_by = next((facts.stopped_by for facts in answers.values() if facts.stopped_by), "")
     for name, facts in answers.items():
-        if facts.alive:
+        if facts.alive or (facts.alive_as and not again):
             _refuse_live(request, name, facts, stopped_by)
         if facts.run_exists:
             _check_existing(request, name, facts)
@@ -49,6 +49,8 @@ def _refuse_live(request: LaunchRequest, name: str, facts: LaunchFacts, stopped_
         )
     owner = given(", launched by {}", facts.owner)
     stop = command_to_type("stop", request.hosts_file, request.run)
+    if not facts.alive:
+        owner, stop = f" as {fold_names(facts.alive_as)}{owner}", command_to_type("stop", None, request.run)
     raise UserError(f"--run: {request.run!r} is running on {name}{owner}; `{stop}` ends it, or choose another name")
 
 

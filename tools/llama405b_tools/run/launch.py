@@ -89,7 +89,7 @@ def check_and_plan(
         RunError: A host is not fit.
     """
     try:
-        answers, meeting = probe_hosts(request, hosts, fleet)
+        answers, meeting = probe_hosts(request, hosts, fleet, again=again)
         request = with_split(request, hosts, answers, meeting.interface)
         parts = [host_spec(host, answers[host.name], meeting) for host in hosts]
         plan = plan_of(request, parts, answers, meeting, time.time())

@@ -42,8 +42,10 @@ class Rendezvous:
     interface: Mapping[str, str]  # of that address
 
 
-def probe_hosts(request: LaunchRequest, hosts: Sequence[Host], fleet: Fleet) -> tuple[Facts, Rendezvous]:
-    """Ask every host whether the run can start there, and find out where they meet.
+def probe_hosts(
+    request: LaunchRequest, hosts: Sequence[Host], fleet: Fleet, *, again: bool = False
+) -> tuple[Facts, Rendezvous]:
+    """Ask every host whether the run can start there, ``again`` perhaps, and find out where they meet.
 
     Raises:
         RunError: A host is not fit; names every host that is not.
@@ -64,7 +66,7 @@ def probe_hosts(request: LaunchRequest, hosts: Sequence[Host], fleet: Fleet) -> 
             listening.end_input()
             listening.close()
     answers = replies(outcomes)
-    check_request(request, answers, port)
+    check_request(request, answers, port, again=again)
     faults = unanswered(outcomes) | unfit_hosts(request, hosts, answers)
     meeting = find_rendezvous(head, candidates, answers, port)
     if meeting is None:

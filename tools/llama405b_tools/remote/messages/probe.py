@@ -116,6 +116,7 @@ class LaunchFacts:
     free_bytes: int
     free_files: int | None  # None: the filesystem has no limit
     input_fault: str  # "": checkpoint and data can be used, or were not checked
+    alive_as: tuple[str, ...] = ()  # other names of this host under which the run is alive here
     has_program: bool = True  # or was not asked for it
     stopped_by: str = ""  # who is stopping the run, or has
     stopped_at: float = 0.0  # by the host's clock; 0: nobody has
