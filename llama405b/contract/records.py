@@ -205,12 +205,13 @@ class GuardStage(enum.StrEnum):
 
     WATCHING = "watching"
     RECOVERING = "recovering"
+    FINISHING = "finishing"  # the run ended well, and what follows it is under way
     ENDED = "ended"  # the run ended well
     STOPPED = "stopped"  # somebody stopped the run
     GAVE_UP = "gave up"
 
 
-GUARDING = (GuardStage.WATCHING, GuardStage.RECOVERING)
+GUARDING = (GuardStage.WATCHING, GuardStage.RECOVERING, GuardStage.FINISHING)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

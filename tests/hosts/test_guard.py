@@ -180,7 +180,7 @@ def test_a_dead_guard_is_said_with_a_command_that_guards_the_run_again(work, cli
     (work / "runs/d/guard.json").unlink()  # as on another machine: its own, which is a host, knows that it is gone
     again = type_what_status_says(work, cli, "d")
     assert again.returncode == 0, again.stderr
-    assert "already running, without a guard" in again.stdout
+    assert "its guard is gone; guarding it" in again.stdout
     assert cli(work, "status", "--run", "d").returncode == 0
     wait_for(lambda: "guard: watching" in cli(work, "status", "--run", "d").stdout)
     assert cli(work, "stop", "--run", "d", "--grace", "0").returncode == 0
@@ -204,7 +204,7 @@ def test_a_run_that_lost_its_guard_is_guarded_again(work, cli, demo, corpus):
     assert cli(work, "launch", "--run", "w", *flags).returncode == 0
     first = cli(work, "launch", "--run", "w", "--restart", 1, *flags)  # as if its terminal had died before the guard
     assert first.returncode == 0, first.stderr
-    assert "w: already running, without a guard; guarding it from now on" in first.stdout
+    assert "w: its guard is gone; guarding it from now on" in first.stdout
     guard = work / "runs/w/guard.json"
     wait_for(guard.exists)
     twice = cli(work, "launch", "--run", "w", "--restart", 1, *flags)

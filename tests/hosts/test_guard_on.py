@@ -86,7 +86,7 @@ def test_a_guard_on_a_host_brings_the_run_back_and_a_stop_ends_it(hosts, operato
     assert typed, state.stdout
     done = operator(*shlex.split(typed[1]))
     assert done.returncode == 0, done.stderr
-    assert "already running, without a guard; guarding it from now on" in done.stdout
+    assert "its guard is gone; guarding it from now on" in done.stdout
     assert len(guards(hosts, 1)) == 1
 
     assert operator("stop", "--run", "g", "--grace", "0").returncode == 0

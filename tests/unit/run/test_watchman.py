@@ -29,6 +29,7 @@ from llama405b_tools.run.guard import Guard, GuardInput
 from llama405b_tools.run.launch import launch
 from llama405b_tools.run.request import parse_launch
 from llama405b_tools.run.streams import HostMessage
+from llama405b_tools.verbs import status
 
 KILLED = Cause(CauseKind.RANK_KILLED, "b", 1, signal=9)
 ODD = "\x1b]0;title\x07\x1b]52;c;ZXZpbA==\x07\x1b[2J\x9b\r"
@@ -280,6 +281,28 @@ def test_a_guard_that_died_is_known_to_be_gone_and_its_run_can_be_guarded_again(
         assert not guard_record.is_guarded("r")
         assert guard_hosts.adopt(request(), fleet) == plan
     assert guard_hosts.adopt(parse_launch(["--run", "r", "--restart", "2", "--", "-m", "other"], 0.0), fleet) is None
+
+
+def test_what_follows_the_end_is_a_part_of_the_run_that_another_guard_takes_up(fleet, tmp_path):
+    asked, hosts = request("--when-done", "echo done >>notes; test -e well"), list(fleet.hosts.values())
+    plan = launch(asked, hosts, fleet)
+    for name, host in fleet.fakes.items():
+        host.alive, host.status = False, over(name).node.status
+    dead = GuardState("r", 2**22 + 1, 1, guarding.machine_id(), 2, GuardStage.FINISHING, command=asked.again)
+    write_json(RunDir.here("r").guard, dead)
+    told = [host.run() for host in fleet.fakes.values()]
+    assert status.guard_of("r", told, is_needed=False).gone
+    assert guard_hosts.adopt(asked, fleet) == plan
+    RunDir.here("r").guard.unlink()
+    for name, host in fleet.fakes.items():
+        host.lives = [[over(name)]]
+    (tmp_path / "well").touch()
+    stages, watchman = [], Guard(asked, hosts, plan, fleet)
+    watchman.note = lambda stage, message, real=watchman.note: (stages.append(stage), real(stage, message))
+    assert watchman.main() == 0
+    assert stages == [GuardStage.WATCHING, GuardStage.FINISHING, GuardStage.ENDED]
+    assert paged(tmp_path) == ["done"]
+    assert (fleet.fakes["b"].noted.state, guard_hosts.adopt(asked, fleet)) == (GuardStage.ENDED, None)
 
 
 def test_a_guard_adopts_a_run_whose_mesh_was_chosen(fleet):

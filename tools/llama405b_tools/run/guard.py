@@ -215,6 +215,8 @@ class Guard:
         self.has_ended = True
         stage, notice = ENDS.get(ending.kind, (GuardStage.ENDED, Notice.END))
         self.progress_at = math.inf  # for as long as what follows takes
+        if ending.kind is EndKind.WELL and (self.request.export or self.request.when_done):
+            self.say(GuardStage.FINISHING, ending.words)
         fault, more = after_end(self.request, ending, self.plan, self.fleet, log)
         said = "; ".join(filter(None, [ending.words, fault, more]))
         self.say(stage, said)

@@ -12,7 +12,7 @@ from llama405b_tools.hosts.outcomes import replies
 from llama405b_tools.hosts.printed_commands import hosts_argument, program_name
 from llama405b_tools.remote.messages.guard_notes import GuardNote, NoteReply
 from llama405b_tools.remote.messages.host_run import HostRun, PlanRequest
-from llama405b_tools.run.guard_record import asked_for, heard_by, of_hosts
+from llama405b_tools.run.guard_record import GuardStatus, asked_for, heard_by, of_hosts
 from llama405b_tools.run.query import STATUS_TIMEOUT_S, ask_hosts
 from llama405b_tools.run.request import LaunchRequest
 
@@ -20,7 +20,7 @@ NOTE_TIMEOUT_S = 60.0
 
 
 def adopt(request: LaunchRequest, fleet: Fleet) -> Plan | None:
-    """Return the plan of the requested run if it is still running but its guard died, with the machine or the terminal.
+    """Return the plan of the requested run if its guard died, with the machine or the terminal, and it is still running or finishing.
 
     Only if it is the same run, by its hosts, program, settings and the names of its secrets. Its hosts are told then that
     a guard was asked for.
@@ -34,8 +34,10 @@ def adopt(request: LaunchRequest, fleet: Fleet) -> Plan | None:
     except UserError:
         return None  # it is new, or launch reports what is wrong
     known = {name: run for name, run in replies(seen).items() if run}
-    _refuse_guarded(request, known.values())
-    alive = {name: run for name, run in known.items() if run.alive}
+    status = _refuse_guarded(request, known.values())
+    alive = (
+        known if status and status.finishes and status.gone else {name: run for name, run in known.items() if run.alive}
+    )
     if not alive or any(run.stopped_by for run in known.values()):
         return None  # which launch reports
     plan = fleet.ask(next(iter(alive)), "planned", PlanRequest(request.run), Plan, STATUS_TIMEOUT_S)
@@ -45,8 +47,8 @@ def adopt(request: LaunchRequest, fleet: Fleet) -> Plan | None:
     return plan
 
 
-def _refuse_guarded(request: LaunchRequest, runs: Iterable[HostRun]) -> None:
-    """Refuse a second guard.
+def _refuse_guarded(request: LaunchRequest, runs: Iterable[HostRun]) -> GuardStatus | None:
+    """Refuse a second guard; returns what is known of the first.
 
     Raises:
         UserError: The run has one that lives.
@@ -58,6 +60,7 @@ def _refuse_guarded(request: LaunchRequest, runs: Iterable[HostRun]) -> None:
         raise UserError(
             f"--run: {request.run!r} already has a guard ({who}); `{stop}` ends both, or leave them running"
         )
+    return status
 
 
 def _is_same(request: LaunchRequest, fleet: Fleet, plan: Plan) -> bool:

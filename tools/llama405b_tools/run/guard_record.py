@@ -17,7 +17,7 @@ from llama405b.contract.events import RunEvent
 from llama405b.contract.files import read_record
 from llama405b.contract.paths import RunDir
 from llama405b.contract.phrases import counted, given
-from llama405b.contract.records import GUARDING, GuardState
+from llama405b.contract.records import GUARDING, GuardStage, GuardState
 from llama405b_tools.hosts.printed_commands import program_name
 from llama405b_tools.remote import guarding
 from llama405b_tools.remote.messages.guard_notes import NoteReply
@@ -59,8 +59,13 @@ class GuardStatus:
         return self.state.state in GUARDING and self.life in (Life.DIED, Life.SILENT)
 
     @property
+    def finishes(self) -> bool:
+        """Whether the run has ended well, and what was to follow has not."""
+        return self.state.state is GuardStage.FINISHING
+
+    @property
     def guards(self) -> bool:
-        """Whether it may bring the run back."""
+        """Whether it may bring the run back, or finish what is to follow it."""
         return self.state.state in GUARDING and self.state.pid > 0 and not self.gone
 
 

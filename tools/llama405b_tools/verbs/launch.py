@@ -78,10 +78,10 @@ def follow_to_end(request: LaunchRequest, fleet: Fleet, plan: Plan) -> int:
 
 
 def launch_or_adopt(request: LaunchRequest, hosts: Sequence[Host], fleet: Fleet) -> tuple[Plan, list[str]]:
-    """Launch the run, and return what there is to print; with ``--restart``, adopt a live run that has lost its guard."""
+    """Launch the run, and return what there is to print; with ``--restart``, adopt a run that has lost its guard and needs one."""
     lines: list[str] = []
     if request.restart and (plan := guard_hosts.adopt(request, fleet)):
-        lines.append(f"{plan.run}: already running, without a guard; guarding it from now on")
+        lines.append(f"{plan.run}: its guard is gone; guarding it from now on")
     else:
         plan = launch(request, hosts, fleet, say=lines.append)
         dismiss(RunDir.here(plan.run))  # the guard of an earlier launch of this name

@@ -80,7 +80,7 @@ def print_run(run: str, seen: Seen, account: Account | None, *, as_json: bool) -
 def guard_of(run: str, told: Sequence[HostRun], *, is_needed: bool) -> GuardStatus | None:
     """Return the run's guard; None if there is none, or it is gone and was not needed any more."""
     guard = of_hosts(run, heard_by(told), time.time())
-    if guard and guard.gone and not (is_needed or any(found.alive for found in told)):
+    if guard and guard.gone and not (is_needed or guard.finishes or any(found.alive for found in told)):
         return None
     return guard
 

@@ -99,6 +99,7 @@ class GuardShown(enum.StrEnum):
     NONE = ""  # there is none
     WATCHING = "watching"
     RECOVERING = "recovering"
+    FINISHING = "finishing"
     ENDED = "ended"
     STOPPED = "stopped"
     GAVE_UP = "gave up"
