@@ -18,9 +18,10 @@ from pathlib import Path
 from llama405b.contract.checkpoints import step_of
 from llama405b.contract.files import read_record, write_json
 from llama405b.contract.paths import RunDir
-from llama405b.contract.phrases import given, reason_of
+from llama405b.contract.phrases import counted, given, reason_of
 
 RETRY_S = (5.0, 30.0, 120.0, 600.0)  # between tries; the last one repeats
+MOST_WAITING = 2  # checkpoints, of which it runs for one; more, and it is told that the command does not keep up
 TRIES_AT_END = 3  # after the last step, of a command that fails
 ENDS_WITHIN_S = 5.0  # of SIGTERM
 
@@ -37,16 +38,17 @@ class Done:
 class AfterSave:
     """Runs in a thread, from ``begin`` on."""
 
-    def __init__(self, command: str, run: RunDir, host: str, say: Say) -> None:
-        self.command, self.run, self.host, self.say = command, run, host, say
+    def __init__(self, command: str, run: RunDir, host: str, say: Say, limit_s: float) -> None:
+        """``limit_s``: how long the command may take for one checkpoint."""
+        self.command, self.run, self.host, self.say, self.limit_s = command, run, host, say, limit_s
         record = read_record(Done, run.after_save(host))
         self.done = dict(record.digests) if record else {}
         self.waiting = collections.deque[tuple[Path, str]]()  # with the digest of its manifest, oldest first
         self.succeeded = collections.deque[tuple[int, float]]()  # steps and seconds, until somebody asks
-        self.fault = ""  # why the command failed for the oldest one; "": it did not
+        self.fault = ""  # why the command failed for the oldest one, or that it holds up others; "": neither
         self.tries, self.failures = 0, 0  # that failed: of the oldest one, and of all
         self.hurry, self.most = False, math.inf  # at the end: failures that are enough
-        self.pid = 0  # of the command that runs; 0: none does
+        self.pid, self.began = 0, 0.0  # of the command that runs; 0: none does
         self.news, self.is_over = threading.Event(), threading.Event()
         self.thread = threading.Thread(target=self._work, name="after-save", daemon=True)
 
@@ -64,6 +66,9 @@ class AfterSave:
     def landed(self, path: Path, digest: str) -> None:
         """Run the command for this checkpoint, too."""
         self.waiting.append((path, digest))
+        if self.pid and len(self.waiting) > MOST_WAITING and not self.fault:
+            took_s, behind = time.monotonic() - self.began, len(self.waiting) - 1
+            self.fault = f"still running after {took_s:.0f} s, and {counted(behind, 'checkpoint')} wait for it"
         self.news.set()
 
     def results(self) -> list[tuple[int, float]]:
@@ -145,10 +150,20 @@ class AfterSave:
     def _shell(self, env: Mapping[str, str]) -> str:
         """Run the command in a process group of its own; returns why it failed."""
         silent = [(os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0)]
+        self.began = time.monotonic()
         self.pid = os.posix_spawn("/bin/sh", ["/bin/sh", "-c", self.command], env, file_actions=silent, setpgroup=0)
+        late = threading.Timer(self.limit_s, os.killpg, (self.pid, signal.SIGKILL))
+        late.start()
+        os.waitid(
+            os.P_PID, self.pid, os.WEXITED | os.WNOWAIT
+        )  # its number is not given to another before it is too late to kill it
+        late.cancel()
+        late.join()
         _, status = os.waitpid(self.pid, 0)
         self.pid = 0
         code = os.waitstatus_to_exitcode(status)
+        if code == -signal.SIGKILL and time.monotonic() - self.began >= self.limit_s:
+            return f"ended after {self.limit_s:g} s, as checkpoint.after_save_limit says"
         if code < 0:
             return f"killed by signal {-code}"
         return given("exit code {}", code)

@@ -335,6 +335,9 @@ class Checkpoint:
         "shell command for each checkpoint that has landed, beside training and in order, such as 'rclone copy $LLAMA405B_CHECKPOINT …'; "
         "on the first host, or with storage = local on each",
     )
+    after_save_limit: int = option(
+        21600, "seconds that after_save may take for one checkpoint; then it is ended, and tried again"
+    )
     delete_unsent: bool = option(False, "delete old checkpoints even if after_save has not succeeded for them")
     allow_changes: tuple[str, ...] = option(
         (),

@@ -30,7 +30,7 @@ MAX_BETA_BF16 = 0.99  # 1 - beta2 must be above half of BF16's step of 2^-7; at 
 ABOVE_ZERO = (  # other numbers may be 0
     "adapter.rank", "adapter.alpha",
     "data.seq_len", "training.micro_batch_size", "optimizer.lr", "optimizer.eps", "timeouts.load", "timeouts.step",
-    "checkpoint.mtbf",
+    "checkpoint.mtbf", "checkpoint.after_save_limit",
 )  # fmt: skip
 # What only fsdp1 takes, with what each is by default.
 OF_FSDP1 = [

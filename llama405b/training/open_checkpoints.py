@@ -63,7 +63,8 @@ def open_checkpoints(
         raise
     after_save = None
     if settings.after_save and store.is_owner:
-        after_save = AfterSave(settings.after_save, context.run, context.me.host, functools.partial(print, flush=True))
+        say, limit_s = functools.partial(print, flush=True), settings.after_save_limit
+        after_save = AfterSave(settings.after_save, context.run, context.me.host, say, limit_s)
     saving = Saving(store, settings.staging_bytes, replication, after_save, delete_unsent=settings.delete_unsent)
     return saving, chosen
 

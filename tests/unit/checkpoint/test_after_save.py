@@ -1,6 +1,7 @@
 """The user's command for each checkpoint: once, in order, again after a failure and in the next attempt. With real processes."""
 
 import contextlib
+import re
 import time
 from pathlib import Path
 
@@ -34,9 +35,9 @@ def notes(run):
     return [int(line.split()[0]) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def started(run, command, *steps, digest="d"):
+def started(run, command, *steps, digest="d", limit_s=600):
     said = []
-    found = AfterSave(command, run, "a", said.append)
+    found = AfterSave(command, run, "a", said.append, limit_s)
     found.begin({checkpoint(run, step): f"{digest}{step}" for step in steps})
     return found, said
 
@@ -93,7 +94,7 @@ def test_a_step_that_was_saved_anew_is_another_checkpoint(run):
 
 def test_what_was_deleted_meanwhile_is_passed_over(run):
     path = checkpoint(run, 2)
-    found = AfterSave(NOTE, run, "a", print)
+    found = AfterSave(NOTE, run, "a", print, 600)
     path.rmdir()
     found.begin({path: "d2"})
     found.landed(checkpoint(run, 4), "d4")
@@ -111,8 +112,29 @@ def test_the_end_waits_for_it_and_gives_up_after_three_failures(run):
     assert failing.left_words() == "runs/r/checkpoints/step-00000004 on a (exit code 3)"
 
 
+def test_a_command_that_hangs_is_told_once_others_wait_for_it_and_is_ended_at_its_limit(run, monkeypatch):
+    monkeypatch.setattr(after_save, "ENDS_WITHIN_S", 0.3)
+    found, said = started(run, f"test -e go || sleep 600; {NOTE}", 2)
+    wait_for(lambda: found.pid)
+    told = []
+    for step in (4, 6):
+        found.landed(checkpoint(run, step), f"d{step}")
+        told.append(found.fault)
+    assert re.fullmatch("still running after [0-9]+ s, and 2 checkpoints wait for it", told[1]), told
+    assert told[0] == ""
+    found.close()
+    found, said = started(run, f"test -e go || {{ touch go; sleep 600; }}; {NOTE}", 2, limit_s=1)
+    wait_for(lambda: found.fault)
+    assert found.fault == "ended after 1 s, as checkpoint.after_save_limit says"
+    done(found)
+    assert notes(run) == [2]
+    assert said == [
+        "after-save: step-00000002 on a: ended after 1 s, as checkpoint.after_save_limit says; it is tried again"
+    ]
+
+
 def test_a_filesystem_that_fails_is_a_failure_like_others(run, monkeypatch):
-    found = AfterSave(NOTE, run, "a", print)
+    found = AfterSave(NOTE, run, "a", print, 600)
     path, real, faults = checkpoint(run, 2), Path.exists, [OSError(116, "Stale file handle")] * 2
 
     def exists(self):
