@@ -48,7 +48,11 @@ async def _look(url, server):
         assert len(links) == 2
         assert all(link.startswith(url) for link in links)  # nothing comes from elsewhere
         assert [(await get(link))[0] for link in links] == [200, 200]
-        async with client.ws_connect(re.search(r'websocket-url="([^"]+)"', page)[1] + "?width=120&height=40") as screen:
+        socket_url = re.search(r'websocket-url="([^"]+)"', page)[1]
+        for origin in ("http://elsewhere.example", "null"):
+            with pytest.raises(aiohttp.WSServerHandshakeError, match="403"):
+                await client.ws_connect(socket_url, origin=origin)
+        async with client.ws_connect(socket_url + "?width=120&height=40", origin=root) as screen:
 
             async def shows(pattern, seen=b""):
                 while not re.search(pattern, seen):

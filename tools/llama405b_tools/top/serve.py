@@ -9,6 +9,7 @@ import socket
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from aiohttp import web
 from textual_serve.server import Server
@@ -51,7 +52,9 @@ class TopServer(Server):
         return page
 
     async def handle_websocket(self, request: web.Request) -> web.WebSocketResponse:
-        """Run a cluster-top for a browser, unless too many look already."""
+        """Run a cluster-top for a browser, unless too many look already, or another site's page asks."""
+        if urlsplit(request.headers.get("Origin", f"//{request.host}")).netloc != request.host:
+            raise web.HTTPForbidden(text="the page of another site asks for this")
         if self.n_browsers >= MOST_BROWSERS:
             raise web.HTTPServiceUnavailable(text=f"{MOST_BROWSERS} browsers look at it already")
         self.n_browsers += 1
