@@ -5,9 +5,11 @@ runs/RUN/autopsy here. Exits with 0 if the run moves, 3 if it hangs, 1 if that c
 """
 
 import json
+import os
 from collections.abc import Sequence
 
 from llama405b.contract.errors import FAILED, GOOD, UNFIT, UserError
+from llama405b.contract.paths import UMASK
 from llama405b.contract.plan import Plan
 from llama405b.contract.reader import dumps
 from llama405b_tools.hosts.fleet import Fleet
@@ -29,6 +31,7 @@ EXIT_CODES: dict[Verdict, int] = {
 
 def main(argv: Sequence[str]) -> int:
     """Run the verb."""
+    os.umask(UMASK)
     parser = verb_parser("autopsy", __doc__)
     parser.add_argument("--json", action="store_true", help="print JSON")
     args = parser.parse(argv)

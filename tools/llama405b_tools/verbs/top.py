@@ -22,6 +22,7 @@ from rich.console import Console
 from llama405b.contract import reader
 from llama405b.contract.command import OneLineParser
 from llama405b.contract.errors import GOOD, UserError
+from llama405b.contract.paths import UMASK
 from llama405b.contract.plan import check_run_name
 from llama405b.contract.units import seconds
 from llama405b_tools.hosts.fleet import Fleet
@@ -45,6 +46,7 @@ from llama405b_tools.verbs.arguments import HERE, hosts_of
 
 def main(argv: Sequence[str]) -> int:
     """Run the verb."""
+    os.umask(UMASK)
     args = _parser().parse(argv)
     _check(args)
     hang_after_s = seconds(args.hang_after, "--hang-after")
