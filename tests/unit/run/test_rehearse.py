@@ -4,7 +4,7 @@ import pytest
 from fakes import FakeFleet, over
 
 from llama405b.contract.causes import Cause, CauseKind
-from llama405b.contract.errors import RunError
+from llama405b.contract.errors import RunError, UserError
 from llama405b.contract.probes import Probe, ProbeResult
 from llama405b.contract.records import Metrics
 from llama405b_tools.hosts.transport import HostError
@@ -52,6 +52,13 @@ def ended_everywhere(fleet):
         last = asked(fleet, name, "stop")[-1]
         assert (last.run, last.discard, last.hard, last.only) == ("r-rehearsal", True, False, None)
         assert not fleet.fakes[name].alive
+
+
+def test_settings_that_are_refused_are_refused_before_the_tests(fleet, monkeypatch):
+    monkeypatch.setattr(rehearse, "run_probes", lambda *_, **more: pytest.fail("the tests began"))
+    with pytest.raises(UserError, match=r"divi|rank"):
+        rehearsed(fleet, more=("--parallel.tp", "3"))
+    assert asked(fleet, "a", "start") == []
 
 
 @pytest.mark.usefixtures("ended_everywhere")

@@ -26,7 +26,7 @@ from llama405b_tools.hosts.transport import HostError, Stream
 from llama405b_tools.remote.messages.stop_request import CUT, StopRequest
 from llama405b_tools.run.follow import SLACK_S, Limits, RunMonitor, watch_run
 from llama405b_tools.run.judge import Failure, failure_words
-from llama405b_tools.run.launch import launch
+from llama405b_tools.run.launch import check_and_plan, launch
 from llama405b_tools.run.probes import run_probes, stop_everywhere
 from llama405b_tools.run.query import ask_hosts, newest_checkpoint, progress
 from llama405b_tools.run.request import LaunchRequest
@@ -47,6 +47,7 @@ def rehearse(request: LaunchRequest, hosts: Sequence[Host], fleet: Fleet) -> int
     """
     trial, began = trial_of(request), time.monotonic()
     assert trial.config
+    check_and_plan(trial, hosts, fleet, again=False)  # the tests take a minute, and know nothing of the settings
     tests = dataclasses.replace(trial, run=f"{request.run}-tests{REHEARSAL}")
     results = run_probes(tests, hosts, fleet, LINKS, TESTS_S, lambda result: show(line_of(result)))
     if bad := [result for result in results if result.fault]:
