@@ -59,6 +59,7 @@ class Incident:
     failed: float  # when the attempt was ended
     resumed: float | None  # at the beginning of the first step after it; None: not yet
     cause: Cause
+    restarted: bool = False  # a later attempt lives
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -122,6 +123,7 @@ def account(began: float, attempts: Sequence[Attempt], steps: Sequence[StepTaken
     last = attempts[-1] if attempts else Attempt(0, ended=began)
     if failed:
         until = now if last.ended is None else failed.failed  # nobody restarts it: no more is lost
+        failed = dataclasses.replace(failed, restarted=last.ended is None)
         _count_failed(seconds, incidents, failed, until)
     elif last.ended is None and at is not None:
         _count_rest(seconds, of.get(last.number, []), now - at)

@@ -1,12 +1,13 @@
 """What a run's time went into: every second once, and each failure with what it cost."""
 
 import random
+import time
 
 import pytest
 
 from llama405b.contract.accounting import Attempt, StepTaken, Use, account
 from llama405b.contract.causes import Cause, CauseKind
-from llama405b_tools.run.accounts import account_line
+from llama405b_tools.run.accounts import account_line, incident_line
 
 HUNG = Cause(CauseKind.HUNG, host="gpu-3", rank=21)
 ASKED = Cause(CauseKind.STOPPED, by="ann@desk")
@@ -86,6 +87,22 @@ def test_a_failure_that_nobody_restarts_costs_until_it_was_ended():
     assert found.incidents[0].resumed is None
     loading = account(0.0, [Attempt(1, 400.0, HUNG), Attempt(2)], steps(1, 60.0, 5), 8, 1_000.0)
     assert spent(loading)[Use.FAILURES] == 890  # it goes on
+
+
+@pytest.mark.parametrize(
+    ("more", "resumed", "then"),
+    [
+        ([], [], "not restarted"),
+        ([Attempt(2, 450.0, HUNG)], [], "not restarted"),
+        ([Attempt(2)], [], "restarted, no step yet"),
+        ([Attempt(2)], steps(2, 500.0, 3), "next step after 6m"),
+    ],
+)
+def test_a_failure_has_its_own_time_and_what_came_of_it(more, resumed, then):
+    found = account(0.0, [Attempt(1, 400.0, HUNG), *more], [*steps(1, 60.0, 5), *resumed], 8, 530.0)
+    [line] = [incident_line(found, incident, "GPU-h") for incident in found.incidents]
+    assert line.startswith(time.strftime("%Y-%m-%d %H:%M:%S  attempt 1: gpu-3: ", time.localtime(400)))
+    assert f"; {then}, " in line
 
 
 def test_a_hang_that_ended_is_no_training():

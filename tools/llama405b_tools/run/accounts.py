@@ -59,14 +59,19 @@ def incident_words(incident: Incident) -> str:
     return given("{}: ", host) + clean(failure_words(Failure(host, incident.cause)))
 
 
+def started_words(incident: Incident) -> str:
+    """Say whether a failure has been followed by another attempt, as no step has."""
+    return "restarted, no step yet" if incident.restarted else "not restarted"
+
+
 def incident_line(found: Account, incident: Incident, unit: str, xids: Sequence[str] = ()) -> str:
     """Write a failure in one line: when, what, how long until the next step, and what that cost.
 
     ``xids``: errors of GPUs that hosts reported meanwhile, in words: they came first.
     """
-    began = datetime.datetime.fromtimestamp(incident.began).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+    failed = datetime.datetime.fromtimestamp(incident.failed).astimezone().strftime("%Y-%m-%d %H:%M:%S")
     until = incident.failed if incident.resumed is None else incident.resumed
     cost = found.rank_hours(until - incident.began)
-    then = "not restarted" if incident.resumed is None else f"next step after {span(until - incident.began)}"
+    then = f"next step after {span(until - incident.began)}" if incident.resumed else started_words(incident)
     first = "".join(f"{xid} → " for xid in xids[:MOST_XIDS]) + given("and {} more → ", max(0, len(xids) - MOST_XIDS))
-    return f"{began}  attempt {incident.attempt}: {first}{incident_words(incident)}; {then}, {cost:,.1f} {unit}"
+    return f"{failed}  attempt {incident.attempt}: {first}{incident_words(incident)}; {then}, {cost:,.1f} {unit}"

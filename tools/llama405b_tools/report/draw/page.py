@@ -24,7 +24,7 @@ from llama405b_tools.report.draw.summary import (
     step_words,
 )
 from llama405b_tools.report.draw.svg import Axis, Chart, Curve, Place
-from llama405b_tools.run.accounts import incident_words
+from llama405b_tools.run.accounts import incident_words, started_words
 from llama405b_tools.text.figures import amount, number, reading, span
 from llama405b_tools.text.fold import fold_names
 from llama405b_tools.text.ticks import ticks, time_ticks
@@ -269,7 +269,7 @@ def _time(found: Summary) -> Iterator[str]:
         yield "<h2>Failures</h2>"
         rows = [
             [_clock(each.failed), str(each.attempt), html.escape(incident_words(each)),
-             span(each.resumed - each.began) if each.resumed else "not restarted",
+             span(each.resumed - each.began) if each.resumed else started_words(each),
              f"{account.rank_hours((each.resumed or each.failed) - each.began):,.2f}"]
             for each in account.incidents
         ]  # fmt: skip
