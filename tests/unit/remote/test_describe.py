@@ -71,6 +71,15 @@ def test_a_save_that_failed_before_a_restart_is_not_told_of_the_attempt_since(tm
         assert describe.status(StatusRequest("a")).runs[0].unsaved == unsaved
 
 
+def test_a_launch_that_is_under_way_is_told(tmp_path):
+    run = RunDir(tmp_path / "r")
+    plan = Plan("r", 1, 0.0, "r-1-x", "a:1", (), (), (Node("a", 1, 0, "/w", "/py", "", "", {}),))
+    held = locks.take_lock(run.start_lock("a"))
+    assert describe.describe(run, plan, "a").launching
+    os.close(held)
+    assert not describe.describe(run, plan, "a").launching
+
+
 @pytest.mark.parametrize("copies", [True, False])
 def test_a_node_runner_that_only_copies_counts_as_ended(tmp_path, copies):
     run = RunDir(tmp_path / "r")

@@ -19,7 +19,7 @@ from llama405b_tools.remote.messages.stream import NodeUpdate, StreamMessage
 from llama405b_tools.run import judge
 from llama405b_tools.run.follow import Limits, watch_run
 from llama405b_tools.run.judge import Failure, Standing, failure_words
-from llama405b_tools.run.query import ask_hosts, failures_of, newest_checkpoint, states_of
+from llama405b_tools.run.query import ask_hosts, failures_of, newest_checkpoint, row, states_of
 from llama405b_tools.verbs import status
 
 
@@ -68,6 +68,20 @@ def test_a_host_back_without_its_files_is_not_one_that_was_never_started(fleet):
     _, seen = ask_hosts(fleet, "r")
     assert [failure.cause.kind for failure in failures_of(seen)] == [CauseKind.FILES_GONE]
     assert states_of(seen)["b"].standing is Standing.FILES_GONE
+
+
+@pytest.mark.parametrize(("on_b", "standing"), [(None, Standing.FILES_GONE), ("plan", Standing.NEVER_STARTED)])
+def test_a_host_that_a_launch_has_not_come_to_yet_is_starting(fleet, on_b, standing):
+    a, b = fleet.fakes["a"], fleet.fakes["b"]
+    b.alive, b.plan, real = False, on_b and b.plan, a.run
+    assert states_of(ask_hosts(fleet, "r")[1])["b"].standing is standing
+    a.run = lambda: dataclasses.replace(real(), launching=True)
+    _, seen = ask_hosts(fleet, "r")
+    assert ({name: each.standing for name, each in states_of(seen).items()}["b"], failures_of(seen)) == (
+        Standing.STARTING,
+        [],
+    )
+    assert "never started" not in row("r", {name: run for name, run in seen.items() if run})[3]
 
 
 def hang(fleet):

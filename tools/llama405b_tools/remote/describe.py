@@ -23,7 +23,7 @@ from llama405b.contract.records import (
 from llama405b.contract.replicas import OF, Copied
 from llama405b_tools.remote import processes, slurm
 from llama405b_tools.remote.guarding import heard_guard
-from llama405b_tools.remote.locks import is_alive, run_of, runs
+from llama405b_tools.remote.locks import is_alive, is_held, run_of, runs
 from llama405b_tools.remote.messages.host_run import Beat, HostRun, PlanRequest, StatusReply, StatusRequest
 from llama405b_tools.remote.messages.transfer import CheckpointPart, PartsReply, PartsRequest
 from llama405b_tools.remote.tmux import tmux_socket
@@ -85,6 +85,7 @@ def describe(run: RunDir, plan: Plan, host: str) -> HostRun:
         copied=(read_record(Copied, run.copied(host)) or Copied()) if run.ring(host).exists() else None,
         tmux=tmux_socket(run),
         mesh=plan.mesh,
+        launching=is_held(run.start_lock(host)),
     )
 
 

@@ -29,8 +29,13 @@ def take_lock(path: Path, tries: int = 10) -> int | None:
 
 def is_alive(run: RunDir, host: str) -> bool:
     """Whether a node runner (or its guardian) holds the run's lock on this host."""
+    return is_held(run.lock(host))
+
+
+def is_held(path: Path) -> bool:
+    """Whether a process holds a lock."""
     try:
-        descriptor = os.open(run.lock(host), os.O_RDWR)
+        descriptor = os.open(path, os.O_RDWR)
     except OSError:
         return False
     try:

@@ -86,11 +86,16 @@ def choose_run(answers: Mapping[str, Sequence[HostRun]]) -> str:
     return max(runs, key=lambda run: (run.alive, run.created)).run
 
 
-def state_of_run(run: HostRun | None, *, is_member: bool = False, was_up: bool = True) -> State:
+def state_of_run(
+    run: HostRun | None, *, is_member: bool = False, was_up: bool = True, launching: bool = False
+) -> State:
     """Return the state of a run on a host, as its agent describes it; None: the host does not know the run.
 
     ``is_member``: another host reports that it takes part. ``was_up``: and that all hosts had started.
+    ``launching``: and that it is being launched, the head first.
     """
+    if launching and (is_member if run is None else run.status is None):
+        return State(Standing.STARTING)
     if run is None and is_member:
         return FILES_GONE if was_up else NOT_REACHED
     if run is None:

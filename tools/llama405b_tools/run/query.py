@@ -181,8 +181,12 @@ def progress(runs: Iterable[HostRun]) -> tuple[str, Metrics | EvaluationMetrics 
 def states_of(seen: Seen) -> dict[str, State]:
     """Return the state of the run on every host that answered."""
     told, members = replies(seen), members_of(seen)
-    was_up = judge.was_up(run for run in told.values() if run)
-    return {name: judge.state_of_run(run, is_member=name in members, was_up=was_up) for name, run in told.items()}
+    runs = [run for run in told.values() if run]
+    was_up, launching = judge.was_up(runs), any(run.launching for run in runs)
+    return {
+        name: judge.state_of_run(run, is_member=name in members, was_up=was_up, launching=launching)
+        for name, run in told.items()
+    }
 
 
 def failures_of(seen: Seen) -> list[Failure]:
@@ -210,11 +214,12 @@ def row(name: str, known: Mapping[str, HostRun]) -> tuple[str, ...]:
     """Return a run as a row of a table."""
     states: dict[str, list[str]] = {}
     for host, run in known.items():
-        states.setdefault(state_words(judge.state_of_run(run)), []).append(host)
-    state = "; ".join(f"{words} on {fold_names(hosts)}" for words, hosts in states.items())
+        state = judge.state_of_run(run, launching=any(each.launching for each in known.values()))
+        states.setdefault(state_words(state), []).append(host)
+    where = "; ".join(f"{words} on {fold_names(hosts)}" for words, hosts in states.items())
     if len(states) == 1:
-        state = next(iter(states))
+        where = next(iter(states))
     step = max((run.metrics.step for run in known.values() if run.metrics), default=None)
     created = max(run.created for run in known.values())
     launched = time.strftime("%Y-%m-%d %H:%M", time.localtime(created))
-    return name, launched, fold_names(known), state, "—" if step is None else str(step)
+    return name, launched, fold_names(known), where, "—" if step is None else str(step)

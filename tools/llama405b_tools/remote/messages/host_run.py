@@ -62,6 +62,7 @@ class HostRun:
     copied: Copied | None = None  # what the next host has of this one's checkpoints; None: nothing is copied
     tmux: str = ""  # the name of its tmux server there
     mesh: Axes | None = None  # of its ranks; None: of another program
+    launching: bool = False  # whoever launches it has not been told by all hosts yet that they have started
 
     def __post_init__(self) -> None:
         """Refuse what cannot be true.
