@@ -31,6 +31,11 @@ def test_everything_a_line_can_say():
     assert all(host.slots == 4 for host in hosts[1:])
 
 
+def test_a_directory_may_have_a_space_as_in_a_shell():
+    [host] = parse_hosts("""a workdir='/w x/#1' python=/my\\ env/bin/python cache="~/my models" # 'here""", "hosts")
+    assert (host.workdir, host.python, host.places) == ("/w x/#1", "/my env/bin/python", {"cache": "~/my models"})
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -40,6 +45,7 @@ def test_everything_a_line_can_say():
         ("node[1-3]\nnode2\n", "hosts:2: 'node2' repeats line 1"),
         ("-oProxyCommand=touch${IFS}x\n", "hosts:1: '-oProxyCommand=touch${IFS}x' is not a valid host"),
         ("a b\n", "hosts:1: 'b' is not a valid option"),
+        ("a workdir='/w x\n", "hosts:1: a quote is not closed"),
         ("a slot=8\n", "hosts:1: 'slot=8' is not a valid option; use slots=, address=, workdir=, python="),
         ("a slots=0\n", "hosts:1: slots=0 is not a valid number of ranks"),
         ("a slots=²\n", "hosts:1: slots=² is not a valid number of ranks"),

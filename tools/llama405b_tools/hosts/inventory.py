@@ -6,6 +6,7 @@ One host per line: ``[user@]host[:port] [slots=N] [address=A] [workdir=DIR] [pyt
 
 import dataclasses
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 
 from llama405b.contract.errors import UserError
@@ -65,7 +66,7 @@ def parse_hosts(text: str, source: str) -> tuple[Host, ...]:
     """
     hosts: dict[str, Host] = {}
     for number, line in enumerate(text.splitlines(), 1):
-        words = line.partition("#")[0].split()
+        words = _words(line, f"{source}:{number}")
         if not words:
             continue
         if bad := CONTROLS.search(line):
@@ -82,6 +83,14 @@ def parse_hosts(text: str, source: str) -> tuple[Host, ...]:
     found = tuple(hosts.values())
     _check_loopback(found)
     return tuple(dataclasses.replace(host, address=LOCAL) if host.loopback else host for host in found)
+
+
+def _words(line: str, where: str) -> list[str]:
+    """Split a line as a shell does: quotes keep the spaces of a path."""
+    try:
+        return shlex.split(line, comments=True)
+    except ValueError:
+        raise UserError(f"{where}: a quote is not closed; close it, or delete it") from None
 
 
 def _parse_line(words: Sequence[str], where: str) -> list[Host]:
