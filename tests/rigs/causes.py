@@ -196,7 +196,7 @@ class CauseRun:
         self.undo.callback(leave)
 
     def autopsy(self):
-        done = self.cli("autopsy", "--run", "r", "--json")
+        done = self.cli("autopsy", "--run", "r", "--json", "--hang-after", "20s")
         assert done.stdout.startswith("{"), done.stdout + done.stderr
         return json.loads(done.stdout)
 

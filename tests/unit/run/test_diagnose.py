@@ -18,6 +18,7 @@ from llama405b_tools.remote.messages.autopsy import (
     Unsent,
 )
 from llama405b_tools.remote.messages.host_run import Beat
+from llama405b_tools.run import judge
 from llama405b_tools.run.diagnose import Fault, Verdict, diagnose, frame_words
 from llama405b_tools.run.positions import Stand, positions
 
@@ -34,9 +35,10 @@ IDLE = Thread("pool", (Frame("/usr/lib/python3.11/concurrent/futures/thread.py",
 
 
 def rank(
-    n, frames=GATHER, *, age_s=60.0, step=71, unit="layers.3 forward", phase=Phase.TRAIN, threads=(), cause=None, **more
-):
-    beat = Beat(n, "", 100 + n, NOW - age_s, step - 1, phase, NOW - 500, cause=cause)
+    n, frames=GATHER, *, age_s=70.0, step=71, unit="layers.3 forward", phase=Phase.TRAIN, since_s=700.0, threads=(), cause=None,
+    **more,
+):  # fmt: skip
+    beat = Beat(n, "", 100 + n, NOW - age_s, step - 1, phase, NOW - since_s, cause=cause)
     main = (Thread("main", frames, is_main=True), *threads, IDLE) if frames else ()
     values = {"pid": 100 + n, "state": "S", "threads": main, "place": Place(step, unit), "beat": beat}
     return RankEvidence(n, **values | more)
@@ -137,25 +139,38 @@ def test_a_line_of_a_stack_is_without_its_comment_and_says_where_it_is_cut():
 
 
 @pytest.mark.parametrize(("age_s", "step_s", "verdict"), [
-    (19, 1.0, Verdict.MOVES), (21, 1.0, Verdict.HANGS), (90, 20.0, Verdict.MOVES), (110, 20.0, Verdict.HANGS),
-    (59, None, Verdict.MOVES), (61, None, Verdict.HANGS),
+    (9, 1.0, Verdict.MOVES), (59, 1.0, Verdict.UNCLEAR), (61, 1.0, Verdict.HANGS), (39, 20.0, Verdict.MOVES),
+    (90, 20.0, Verdict.UNCLEAR), (110, 20.0, Verdict.HANGS), (70, None, Verdict.MOVES), (200, None, Verdict.UNCLEAR),
+    (3659, None, Verdict.UNCLEAR), (3661, None, Verdict.HANGS),
 ])  # fmt: skip
-def test_how_long_nothing_may_move(age_s, step_s, verdict):
-    assert of(cluster({5: {"frames": SLEEPS}}, age_s=age_s, step_s=step_s)).verdict is verdict
+def test_how_long_nothing_may_move_is_what_guard_and_cluster_top_go_by(age_s, step_s, verdict):
+    hosts = cluster({5: {"frames": SLEEPS}}, age_s=age_s, step_s=step_s, since_s=age_s if step_s is None else 9000)
+    found = of(hosts)
+    assert found.verdict is verdict
+    assert (found.culprit is None) is (verdict is Verdict.MOVES)
+    beats = {name: [(rank.beat, age_s) for rank in host.ranks] for name, host in hosts.items()}
+    hung = judge.silent_rank(beats, judge.between_steps(step_s).hang_s, judge.FIRST_STEP.hang_s)
+    assert (hung is None) is (verdict is not Verdict.HANGS)
+
+
+def test_a_user_who_does_not_want_to_wait_says_so():
+    assert diagnose(cluster({5: {"frames": SLEEPS}}, age_s=30), {}, 20.0).verdict is Verdict.HANGS
 
 
 @pytest.mark.parametrize(("phase", "frames", "doing", "age_s", "verdict"), [
-    (Phase.TRAIN, READS, Doing(moved_bytes=1 << 20), 60, Verdict.MOVES),
-    (Phase.TRAIN, SLEEPS, Doing(moved_bytes=1 << 20), 60, Verdict.HANGS),  # it writes its log
-    (Phase.TRAIN, SLEEPS, Doing(cpu_s=1.5), 60, Verdict.HANGS),  # an endless loop
+    (Phase.TRAIN, READS, Doing(moved_bytes=1 << 20), 70, Verdict.MOVES),
+    (Phase.TRAIN, SLEEPS, Doing(moved_bytes=1 << 20), 70, Verdict.HANGS),  # it writes its log
+    (Phase.TRAIN, SLEEPS, Doing(cpu_s=1.5), 70, Verdict.HANGS),  # an endless loop
     (Phase.LOAD, READS, Doing(moved_bytes=1 << 20), 90, Verdict.MOVES),
+    (Phase.LOAD, READS, Doing(), 59, Verdict.MOVES),
     (Phase.LOAD, READS, Doing(), 90, Verdict.HANGS),
+    (Phase.CHECKPOINT, READS, Doing(), 90, Verdict.HANGS),  # usually 10 s
     (Phase.DATA, SLEEPS, Doing(cpu_s=1.5), 90, Verdict.MOVES),  # it tokenizes
-    (Phase.DATA, SLEEPS, Doing(cpu_s=1.5), 900, Verdict.HANGS),  # for ever
+    (Phase.DATA, SLEEPS, Doing(cpu_s=1.5), 1900, Verdict.HANGS),  # for ever
 ])  # fmt: skip
 def test_what_takes_its_time_is_told_from_what_hangs(phase, frames, doing, age_s, verdict):
     odd = {"frames": frames, "phase": phase, "doing": doing}
-    assert of(cluster({5: odd}, age_s=age_s, phase=phase)).verdict is verdict
+    assert of(cluster({5: odd}, age_s=age_s, phase=phase, since_s=max(age_s, 700))).verdict is verdict
 
 
 def test_a_host_that_does_not_answer_is_named_if_the_run_hangs():

@@ -16,7 +16,7 @@ from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.outcomes import replies, unanswered
 from llama405b_tools.remote.messages.autopsy import EvidenceRequest, HostEvidence, RankEvidence
 from llama405b_tools.run.diagnose import Diagnosis, diagnose, frame_words, group_words
-from llama405b_tools.run.judge import Failure
+from llama405b_tools.run.judge import HANG_AFTER_S, Failure
 from llama405b_tools.run.screen import show
 from llama405b_tools.text.clean import clean
 from llama405b_tools.text.figures import amount, span
@@ -66,13 +66,13 @@ class Autopsy:
         return [clean(line) for line in lines]
 
 
-def take_autopsy(fleet: Fleet, plan: Plan) -> Autopsy:
+def take_autopsy(fleet: Fleet, plan: Plan, hang_after_s: float = HANG_AFTER_S) -> Autopsy:
     """Look at every rank of a run; hosts that do not answer are named."""
     began = time.monotonic()
     requests = {node.name: EvidenceRequest(plan.run, node.name) for node in plan.nodes if node.name in fleet.hosts}
     outcomes = fleet.ask_all("evidence", requests, HostEvidence, ANSWER_S)
     hosts, lost = replies(outcomes), unanswered(outcomes)
-    return Autopsy(plan.run, plan.attempt, hosts, lost, diagnose(hosts, lost), time.monotonic() - began)
+    return Autopsy(plan.run, plan.attempt, hosts, lost, diagnose(hosts, lost, hang_after_s), time.monotonic() - began)
 
 
 def keep_autopsy(autopsy: Autopsy) -> Path | None:

@@ -18,8 +18,8 @@ from llama405b.contract.probes import Probe
 from llama405b.contract.records import Metrics
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.inventory import Host
-from llama405b_tools.run.follow import SLACK_S, Limits, watch_run
-from llama405b_tools.run.judge import failure_words
+from llama405b_tools.run.follow import Limits, watch_run
+from llama405b_tools.run.judge import SLACK_S, failure_words
 from llama405b_tools.run.launch import launch
 from llama405b_tools.run.probes import run_probes, stop_everywhere
 from llama405b_tools.run.request import LaunchRequest

@@ -14,14 +14,12 @@ from llama405b.contract.phrases import counted, given, short
 from llama405b.contract.records import Phase
 from llama405b_tools.machine.stacks import Frame
 from llama405b_tools.remote.messages.autopsy import HostEvidence, Progress
+from llama405b_tools.run import judge
 from llama405b_tools.run.judge import SLOW_PHASES, origin_of
 from llama405b_tools.run.positions import Position, Stand, positions
 from llama405b_tools.text.figures import amount, span
 from llama405b_tools.text.fold import fold_names, fold_ranks
 
-LEAST_S, FIRST_STEP_S, SLOW_PHASE_S = 20.0, 60.0, 60.0  # of silence, before a run counts as hung
-STEPS, SAVES = 5.0, 3.0  # and so many of the usual ones
-EXCUSED = 10.0  # so many times longer, while bytes move or a core is busy where that is progress
 MOVES_BYTES, BUSY = 64 << 10, 0.5  # in the window; of a core
 STARVED, RUNS = 0.5, 0.1  # of the window: that it waited for a core, and had one
 FAULTS_PER_S = 200.0  # page faults that wait for a disk
@@ -98,14 +96,16 @@ class Diagnosis:
     culprit: Culprit | None = None
 
 
-def diagnose(hosts: Mapping[str, HostEvidence], lost: Mapping[str, str]) -> Diagnosis:
-    """Return who holds up the run. ``lost``: hosts that did not answer, and why."""
+def diagnose(
+    hosts: Mapping[str, HostEvidence], lost: Mapping[str, str], hang_after_s: float = judge.HANG_AFTER_S
+) -> Diagnosis:
+    """Return who holds up the run. ``lost``: hosts that did not answer, and why; ``hang_after_s``: as cluster-top's."""
     every = positions(hosts)
     groups = grouped(every)
     if not lost and not any(position.evidence.pid for position in every):
         over = Diagnosis(Verdict.OVER, "no process of the run is left on any host", groups)
         return _blamed(Verdict.OVER, culprit, hosts, groups) if (culprit := _gone(every)) else over
-    verdict, why = pace_of(every, hosts)
+    verdict, why = pace_of(every, hosts, hang_after_s)
     if culprit := _gone(every) or _stopped(every):
         return _blamed(Verdict.HANGS, culprit, hosts, groups)
     if verdict is Verdict.MOVES:
@@ -115,7 +115,8 @@ def diagnose(hosts: Mapping[str, HostEvidence], lost: Mapping[str, str]) -> Diag
     if verdict is Verdict.HANGS:
         culprit = _lost(lost) or culprit or _throttled(every, hosts) or _link(every, hosts) or _mismatch(every)
     if culprit:
-        return _blamed(verdict, culprit, hosts, groups)
+        blamed = _blamed(verdict, culprit, hosts, groups)
+        return blamed if verdict is Verdict.HANGS else dataclasses.replace(blamed, words=f"{blamed.words}; {why}")
     alike = f"; all {counted(len(every), 'rank')} {group_words(groups[0])}" if len(groups) == 1 else ""
     return Diagnosis(verdict, f"{why}{alike}; nothing tells which rank or link is at fault", groups)
 
@@ -128,7 +129,7 @@ def grouped(every: Iterable[Position]) -> tuple[Group, ...]:
     return tuple(Group(tuple(each)) for each in sorted(found.values(), key=lambda each: (-len(each), each[0].rank)))
 
 
-def pace_of(every: Sequence[Position], hosts: Mapping[str, HostEvidence]) -> tuple[Verdict, str]:
+def pace_of(every: Sequence[Position], hosts: Mapping[str, HostEvidence], hang_after_s: float) -> tuple[Verdict, str]:
     """Return whether the run moves, and why that is thought."""
     told = [(position, position.age_s) for position in every if position.age_s is not None and position.evidence.pid]
     if not told:
@@ -137,23 +138,31 @@ def pace_of(every: Sequence[Position], hosts: Mapping[str, HostEvidence]) -> tup
     newest_s = min(age_s for _, age_s in told)
     phase = next((position.phase for position, _ in told if position.phase in SLOW_PHASES), told[0][0].phase)
     if phase in SLOW_PHASES:
-        limit_s = max(SLOW_PHASE_S, SAVES * (progress.usual_save_s or 0.0))
-    elif progress.usual_step_s is None:
-        limit_s = FIRST_STEP_S
+        usual_s = progress.usual_save_s if phase is Phase.CHECKPOINT else None
+        patience, is_still = judge.in_phase(usual_s), newest_s >= max(hang_after_s, usual_s or 0.0)
+        beats = [(hosts[position.host].now, beat) for position, _ in told if (beat := position.evidence.beat)]
+        stands_s = max(now - beat.phase_since for now, beat in beats if beat.phase is phase) if is_still else 0.0
     else:
-        limit_s = max(LEAST_S, STEPS * progress.usual_step_s)
+        patience = (
+            judge.between_steps(progress.usual_step_s, hang_after_s) if progress.usual_step_s else judge.FIRST_STEP
+        )
+        stands_s = newest_s
     usual = given(", usually {}", span(progress.usual_step_s)) if progress.usual_step_s and phase is Phase.TRAIN else ""
     silent = f"no rank has moved for {span(newest_s)} (phase {phase}{usual})"
-    if newest_s <= limit_s and all(position.evidence.moved for position, _ in told):
+    if stands_s <= patience.odd_s and all(position.evidence.moved for position, _ in told):
         return Verdict.MOVES, f"it goes on: phase {phase}, every rank moved while it was looked at"
-    if newest_s <= limit_s:
+    if stands_s <= patience.odd_s:
         return Verdict.MOVES, f"it goes on: phase {phase}, a rank last moved {span(newest_s)} ago{usual}"
-    if newest_s <= EXCUSED * limit_s and (going := next((p for p, _ in told if _goes_on(p, hosts[p.host])), None)):
+    if stands_s <= judge.LONG_SILENCE * patience.hang_s and (
+        going := next((p for p, _ in told if _goes_on(p, hosts[p.host])), None)
+    ):
         moved = _bytes(going.evidence.doing.moved_bytes)
         return (
             Verdict.MOVES,
             f"{silent}, but rank {going.rank} works: {moved} moved in the last {hosts[going.host].window_s:.1f} s",
         )
+    if stands_s <= patience.hang_s:
+        return Verdict.UNCLEAR, f"{silent}, which is no hang before {span(patience.hang_s)}"
     return Verdict.HANGS, silent
 
 

@@ -33,7 +33,6 @@ from llama405b_tools.text.fold import fold_ranks
 MEAN_OF = 10  # steps, because one step's loss depends on its few sequences
 POLL_S = 0.5
 RANK_0_OUT = re.compile(r"/0/stdout\.log$")
-SLACK_S = 60.0  # beyond the trainer's own timeout, so that it can report what it waits for
 QUIET_S = 3.0  # before the first step: after such a silence, it is said what is going on
 SAME_QUIET_S = 60.0  # and if that is still the same, after this one
 DOING = {
@@ -209,7 +208,7 @@ class RunMonitor:
     def look_for_hang(self, limits: Limits) -> None:
         """Count a rank that has been silent for too long as a failure, unless steps are taken meanwhile, which needs it."""
         longest_step_s = max((metrics.step_s for metrics in self.metrics), default=0.0)
-        step_limit_s = max(limits.step_s, judge.SILENT_STEPS * longest_step_s)
+        step_limit_s = judge.between_steps(longest_step_s, limits.step_s).hang_s
         hung = judge.hung(self.heard, time.monotonic(), step_limit_s, limits.slow_s)
         if hung and not self.failures and self._step_age_s() > step_limit_s:
             self.hangs = True

@@ -36,7 +36,7 @@ from llama405b_tools.remote import processes
 from llama405b_tools.remote.guarding import end_own_session, machine_id
 from llama405b_tools.remote.messages.guard_notes import NoteReply
 from llama405b_tools.run.after_end import after_end, not_well_words
-from llama405b_tools.run.follow import SLACK_S, Ending, EndKind, Limits, RunMonitor, follow
+from llama405b_tools.run.follow import Ending, EndKind, Limits, RunMonitor, follow
 from llama405b_tools.run.guard_hosts import tell_hosts
 from llama405b_tools.run.guard_record import (
     BEAT_S,
@@ -46,7 +46,7 @@ from llama405b_tools.run.guard_record import (
     run_command,
     unsaved_words,
 )
-from llama405b_tools.run.judge import Failure, not_stopped
+from llama405b_tools.run.judge import SLACK_S, Failure, not_stopped
 from llama405b_tools.run.launch import launch, resumed
 from llama405b_tools.run.query import newest_checkpoint
 from llama405b_tools.run.regrow import LOOK_S, end_to_grow, found_again

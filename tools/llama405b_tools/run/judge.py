@@ -7,10 +7,12 @@ import dataclasses
 import enum
 import signal
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from llama405b.contract.causes import STUCK, Cause, CauseKind, words
 from llama405b.contract.errors import UserError
 from llama405b.contract.records import Blame, NodeState, NodeStatus, Phase
+from llama405b.contract.schema import Timeouts
 from llama405b_tools.hosts.outcomes import Outcomes, replies, unanswered
 from llama405b_tools.remote.messages.host_run import Beat, HostRun
 from llama405b_tools.remote.messages.stop_request import StopReply
@@ -20,9 +22,36 @@ from llama405b_tools.text.clean import clean
 HEARD_WITHIN_S = (
     3 * BEATS_EVERY_S
 )  # of a host that is silent for longer, nothing is known; its connection notices far later
-SILENT_STEPS = 5  # of the longest so far: a rank may be silent for so long
 ONGOING = (NodeState.STARTING, NodeState.RUNNING)
 SLOW_PHASES = (Phase.START, Phase.DATA, Phase.LOAD, Phase.PIN, Phase.RESUME, Phase.CHECKPOINT)
+
+HANG_AFTER_S = 60.0  # --hang-after of autopsy and cluster-top, which end nothing
+STALL_S, STALL_STEPS, HANG_STEPS = 10.0, 2, 5
+LONG_SILENCE = 3  # times the silence of a hang: after that, nothing is an excuse
+SHORTEST_S, LONG_PHASE, HUNG_PHASE = 10.0, 3.0, 10.0  # times the usual time of a phase
+UNKNOWN_PHASE_S = 60.0  # taken for usual, if nothing is known
+SLACK_S = 60.0  # beyond the trainer's own timeout, so that it can report what it waits for
+
+
+class Patience(NamedTuple):
+    """For how many seconds nothing of a run may move: what guard, autopsy and cluster-top all judge by."""
+
+    odd_s: float  # from then on it is not healthy
+    hang_s: float  # and from then on it hangs
+
+
+def between_steps(step_s: float | None, least_s: float = HANG_AFTER_S) -> Patience:
+    """Return it for training, whose steps take so long."""
+    return Patience(max(STALL_S, STALL_STEPS * (step_s or 0.0)), max(least_s, HANG_STEPS * (step_s or 0.0)))
+
+
+def in_phase(usual_s: float | None) -> Patience:
+    """Return it for a phase other than training, from the phase's begin on."""
+    odd_s = max(SHORTEST_S, LONG_PHASE * (usual_s or UNKNOWN_PHASE_S))
+    return Patience(odd_s, odd_s * HUNG_PHASE / LONG_PHASE)
+
+
+FIRST_STEP = Patience(in_phase(None).odd_s, Timeouts().load + SLACK_S)  # it compiles and connects
 
 
 class Standing(enum.StrEnum):

@@ -24,8 +24,8 @@ from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.hosts.outcomes import replies
 from llama405b_tools.hosts.transport import HostError, Stream
 from llama405b_tools.remote.messages.stop_request import CUT, StopRequest
-from llama405b_tools.run.follow import SLACK_S, Limits, RunMonitor, watch_run
-from llama405b_tools.run.judge import Failure, failure_words
+from llama405b_tools.run.follow import Limits, RunMonitor, watch_run
+from llama405b_tools.run.judge import SLACK_S, Failure, failure_words
 from llama405b_tools.run.launch import check_and_plan, launch
 from llama405b_tools.run.probes import run_probes, stop_everywhere
 from llama405b_tools.run.query import ask_hosts, newest_checkpoint, progress

@@ -12,6 +12,7 @@ from llama405b.contract.errors import FAILED, GOOD, UNFIT, UserError
 from llama405b.contract.paths import UMASK
 from llama405b.contract.plan import Plan
 from llama405b.contract.reader import dumps
+from llama405b.contract.units import seconds
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.outcomes import replies
 from llama405b_tools.remote.messages.host_run import PlanRequest
@@ -34,7 +35,14 @@ def main(argv: Sequence[str]) -> int:
     os.umask(UMASK)
     parser = verb_parser("autopsy", __doc__)
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument(
+        "--hang-after",
+        default="60s",
+        metavar="TIME",
+        help="call it hung when every rank is silent this long, and for 5 steps, as cluster-top does [60s]",
+    )
     args = parser.parse(argv)
+    hang_after_s = seconds(args.hang_after, "--hang-after")
     backend = backend_of(args.run, args.hosts)
     if backend.elsewhere:
         raise UserError(
@@ -47,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
         if not any(found.alive or found.leftovers for found in known.values()):
             raise UserError(f"run {run} is not running; `{fleet.command_to_type('status', run)}` says how it ended")
         plan = fleet.ask(next(iter(known)), "planned", PlanRequest(run), Plan, STATUS_TIMEOUT_S)
-        autopsy = take_autopsy(fleet, plan)
+        autopsy = take_autopsy(fleet, plan, hang_after_s)
     place = keep_autopsy(autopsy)
     if args.json:
         print(json.dumps(_record(autopsy, str(place or ""))))

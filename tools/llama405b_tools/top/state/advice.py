@@ -97,7 +97,7 @@ def guard_acts_in_s(found: Moment) -> float | None:
     if not (limits and silent) or silent.beat.phase is not Phase.TRAIN:
         return None
     longest_s = max((each.step_s for each in found.metrics if each.step_s), default=0.0)
-    return max(0.0, max(*limits, judge.SILENT_STEPS * longest_s) - silent.age_s)
+    return max(0.0, judge.between_steps(longest_s, max(limits)).hang_s - silent.age_s)
 
 
 def _wake(found: Moment) -> str:

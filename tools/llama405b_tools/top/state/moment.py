@@ -301,12 +301,12 @@ class Moment:
 
     def _silence(self) -> Hang | None:
         """Return the rank that has been silent for too long in training."""
-        limit_s = max(self.hang_after_s, thresholds.HANG_STEPS * (self.median("step_s") or 0.0))
-        found = judge.silent_rank(self.telling, limit_s, math.inf)
+        limit_s = judge.between_steps(self.median("step_s"), self.hang_after_s).hang_s
+        found = judge.silent_rank(self.telling, limit_s, judge.FIRST_STEP.hang_s)
         if found is None:
             return None
         beat = (found.host, found.beat.rank, found.beat.time)
-        long = found.age_s > thresholds.LONG_SILENCE * limit_s
+        long = found.age_s > judge.LONG_SILENCE * limit_s
         log_ages = self._log_ages()
         gpus = self.hosts[found.host].gpus_of(self.run, found.beat)
         if not verdicts.is_hang(found.beat, found.age_s, gpus, log_ages, sure=beat == self.hung, long=long):
@@ -330,7 +330,11 @@ class Moment:
     def _stuck_phase(self) -> Hang | None:
         """Return the rank that stays ten times the usual time in a phase other than training, while nothing moves."""
         stay = self.stay
-        if not stay or stay.lasts_s < stay.hang_s or self.still_s < max(self.hang_after_s, stay.usual_s or 0.0):
+        if (
+            not stay
+            or stay.lasts_s < judge.in_phase(stay.usual_s).hang_s
+            or self.still_s < max(self.hang_after_s, stay.usual_s or 0.0)
+        ):
             return None
         within = [(name, beat) for name, each in self.beats.items() for beat, _ in each if beat.phase is stay.phase]
         if not within:

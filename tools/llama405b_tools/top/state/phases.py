@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 from llama405b.contract.records import Phase
 from llama405b_tools.text.figures import span
-from llama405b_tools.top.state import thresholds
 from llama405b_tools.top.state.picture import RunPhase
 
 KEPT = 9  # times of a phase
@@ -42,16 +41,6 @@ class Stay(NamedTuple):
     phase: Phase
     lasts_s: float
     usual_s: float | None  # None: unknown
-
-    @property
-    def limit_s(self) -> float:
-        """The time from which on it is too long."""
-        return max(thresholds.SHORTEST_S, thresholds.LONG_PHASE * (self.usual_s or thresholds.UNKNOWN_PHASE_S))
-
-    @property
-    def hang_s(self) -> float:
-        """The time from which on it is a hang, if nothing moves."""
-        return self.limit_s * thresholds.HUNG_PHASE / thresholds.LONG_PHASE
 
     @property
     def words(self) -> str:

@@ -5,8 +5,9 @@ import statistics
 from collections.abc import Iterator, Sequence
 
 from llama405b.contract.records import Phase
+from llama405b_tools.run.judge import between_steps, in_phase
 from llama405b_tools.text.clean import clean
-from llama405b_tools.top.state import steps, thresholds
+from llama405b_tools.top.state import steps
 from llama405b_tools.top.state.levels import Fall
 from llama405b_tools.top.state.moment import Moment
 from llama405b_tools.top.state.pace import slow_note
@@ -46,7 +47,7 @@ def stall(found: Moment) -> Iterator[Note]:
     if not step_s or any(beat.phase is not Phase.TRAIN for beat, _ in beats):
         return
     age_s = min((age_s for _, age_s in beats), default=0.0)
-    if age_s >= max(thresholds.STALL_S, thresholds.STALL_STEPS * step_s):
+    if age_s >= between_steps(step_s).odd_s:
         yield Note("stall", f"this step has run for {age_s:.0f} s, usually {step_s:.1f} s", ("step",))
 
 
@@ -64,7 +65,7 @@ def remember(found: Moment) -> None:
 
 def _long_phase(found: Moment) -> Iterator[Note]:
     """Yield that a phase lasts longer than it usually does; or, if that is not known, that nothing moves in it."""
-    if not found.stay or found.stay.lasts_s < found.stay.limit_s:
+    if not found.stay or found.stay.lasts_s < in_phase(found.stay.usual_s).odd_s:
         return
     if found.stay.usual_s is not None or found.still_s >= found.hang_after_s:
         yield Note(f"long {found.stay.phase}", found.stay.words, ("phase",))

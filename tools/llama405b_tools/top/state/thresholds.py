@@ -43,16 +43,9 @@ USUAL_LOSS_STEPS = 20  # before these, of which that median is taken
 SLOW_RANK, SLOW_PART = 2.0, 0.2  # times the median of the ranks, and at least this share of a step more
 BEHIND, BEHIND_S = 0.05, 0.1  # share of a step, and seconds, that the slowest rank computes longer than the median rank
 
-# phases, against the usual time of that phase
-LONG_PHASE, HUNG_PHASE = 3.0, 10.0  # times it: degraded; hung, if nothing moves
-SHORTEST_S = 10.0  # no phase is too long before
-UNKNOWN_PHASE_S = 60.0  # taken for usual, if nothing is known
+# silence: of hangs and stalls, see run/judge.py
 MOVED_BYTES = 1 << 20  # that a process must have read or written between two looks to be at work
 
-# heartbeats
-HANG_STEPS = 5  # times the median step, and at least --hang-after: a hang
-LONG_SILENCE = 3  # times the silence of a hang: after that, neither log lines nor busy GPUs are an excuse
-STALL_STEPS, STALL_S = 2, 10.0  # times the usual step, and at least this long: not healthy, but not a hang yet
 DISAGREE_STEPS, DISAGREE_S = 5, 30.0  # times the median step, and at least this long, between heartbeats and metrics
 
 BLAME_S = 10.0  # after a failure, until a host is blamed where a rank only lost contact with another
