@@ -97,6 +97,8 @@ def ending_of(error: Exception, heartbeat: HeartbeatWriter | None) -> Cause:
 def tell_end(cause: Cause, heartbeat: HeartbeatWriter | None) -> None:
     """Report why this rank ends: on standard error, in its heartbeat, and as an event if all ranks refuse."""
     print(f"llama405b train: {said_by_rank(cause)}", file=sys.stderr, flush=True)
+    if cause.kind is CauseKind.LOST_PEER:  # gloo's or NCCL's own words
+        print(cause.detail, file=sys.stderr, flush=True)
     if heartbeat is None:
         return
     heartbeat.failed(cause)

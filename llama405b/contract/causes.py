@@ -21,7 +21,7 @@ class CauseKind(enum.StrEnum):
     RANK_EXIT = "rank exit"  # ``rank`` with ``exit_code``; ``detail``: what it raised
     REFUSED = "refused"  # the trainer refused its input, on ``rank``: it would refuse it again
     FOLLOWED = "followed"  # ``rank`` stopped because ``peer`` refused its input
-    LOST_PEER = "lost peer"  # ``rank`` lost contact with another, in ``phase``: the failure began elsewhere
+    LOST_PEER = "lost peer"  # ``rank`` lost contact with another, in ``phase``: it began there; ``detail``: for the log
     SPIKE = "loss spike"  # and training.on_loss_spike is stop
     NOT_FINITE = "not finite"  # the loss or the gradient of a step, on every rank
     SOCKETS = "sockets"  # NCCL fell back to TCP although there is RDMA; ``detail``: its log line
@@ -63,7 +63,7 @@ STUCK = {
     "Z": "its process has ended, and torchrun has not noticed",
 }  # by process state
 SAID_BY_RANK = {  # how a rank reports its own end; other kinds: the detail alone
-    CauseKind.LOST_PEER: "lost contact with another rank in phase {phase}: {detail}",
+    CauseKind.LOST_PEER: "lost contact with another rank in phase {phase}",
     CauseKind.FOLLOWED: "rank {peer} failed: {detail}",
 }
 WORDS = {

@@ -1,11 +1,15 @@
 """The output of gloo, torch's store and torchrun: each form as recorded, and all parsed in one place."""
 
+import dataclasses
+
 import pytest
 import torch.distributed as dist
 
 from conftest import ROOT
+from llama405b.contract.causes import words
 from llama405b.distributed.peer_errors import is_lost_peer, says_lost_peer
-from llama405b_tools.machine.program_output import ended_by, root_cause
+from llama405b.train import ending_of, tell_end
+from llama405b_tools.machine.program_output import ended_by, failed_ranks
 
 FOREIGN = ROOT / "tests/data/foreign"
 
@@ -15,15 +19,27 @@ def test_a_lost_peer(path):
     assert says_lost_peer(path.read_text())
 
 
+def test_what_gloo_says_of_a_lost_peer_is_in_the_log_of_the_rank_alone(capsys):
+    cause = ending_of(dist.DistBackendError((FOREIGN / "lost-peer/gloo-peer-died.txt").read_text()), None)
+    assert "pair.cc" in cause.detail
+    assert words(dataclasses.replace(cause, rank=3, exit_code=1, phase="train")) == (
+        "rank 3 exited with 1: lost contact with another rank in phase train"
+    )
+    tell_end(cause, None)
+    assert capsys.readouterr().err.splitlines()[1:] == [cause.detail]
+
+
 def test_what_is_no_lost_peer():
     assert is_lost_peer(dist.DistNetworkError("whatever it says"))
     for error in (ValueError("loss is nan"), RuntimeError("CUDA out of memory"), KeyError("step")):
         assert not is_lost_peer(error)
 
 
-@pytest.mark.parametrize(("name", "found"), [("rank-killed", (0, -9)), ("rank-exited", (0, 1))])
+@pytest.mark.parametrize(("name", "found"), [
+    ("rank-killed", {0: -9}), ("rank-exited", {0: 1}), ("two-failed", {0: 1, 1: -9}),
+])  # fmt: skip
 def test_torchruns_summary(name, found):
-    assert root_cause((FOREIGN / f"torchrun/{name}.log").read_text()) == found
+    assert failed_ranks((FOREIGN / f"torchrun/{name}.log").read_text()) == found
 
 
 @pytest.mark.parametrize(("name", "number"), [("ended", 15), ("rank-killed", None), ("rank-exited", None)])
@@ -32,4 +48,4 @@ def test_the_signal_that_ended_torchrun(name, number):
 
 
 def test_a_log_without_a_summary():
-    assert root_cause("ModuleNotFoundError: No module named 'x'") is None
+    assert failed_ranks("ModuleNotFoundError: No module named 'x'") == {}

@@ -1,5 +1,6 @@
 """The node runner's own log, where each attempt's line comes before what its torchrun writes; and secrets in the others."""
 
+import dataclasses
 import os
 import re
 import signal
@@ -14,7 +15,7 @@ from conftest import ROOT
 from llama405b.contract.causes import Cause, CauseKind
 from llama405b.contract.files import read_record, write_json
 from llama405b.contract.paths import RunDir
-from llama405b.contract.plan import Node, Plan
+from llama405b.contract.plan import Node, Plan, read_plan
 from llama405b.contract.records import Heartbeat, NodeState, NodeStatus, Phase, StopMark
 from llama405b_tools.remote import node as node_runner
 from llama405b_tools.remote.node import NodeRunner
@@ -91,6 +92,47 @@ def test_where_somebody_ended_torchrun_it_began_not_where_its_peers_lost_contact
     assert own == Cause(CauseKind.TORCHRUN_KILLED, "a", signal=15, exit_code=1)
     peers = [Failure(name, Cause(CauseKind.LOST_PEER, name)) for name in ("b", "c")]
     assert judge.first_failure([*peers, Failure("a", own)]).host == "a"
+
+
+@pytest.fixture
+def two_failed(run):
+    """The node runner of a host with two ranks, both of which torchrun saw fail within a second: so it names the first."""
+    write_json(
+        run.plan, dataclasses.replace(plan := read_plan(run), nodes=(dataclasses.replace(plan.nodes[0], slots=2),))
+    )
+    recorded = (ROOT / "tests/data/foreign/torchrun/two-failed.log").read_text()
+    run.agent_log("a").write_text(recorded.replace("attempt 1", "attempt 3"))
+    return NodeRunner(run, "a")
+
+
+@pytest.mark.parametrize("ends", [{}, {0: 70.0, 1: 70.0}, {0: 70.0, 1: 70.9}, {1: 70.0, 0: 70.3}])
+def test_a_word_of_a_lost_peer_is_not_the_cause_where_the_end_of_the_peer_is_known(two_failed, run, ends):
+    lost = Cause(CauseKind.LOST_PEER, "a", 0, phase="train")
+    write_json(run.heartbeat(0), Heartbeat(0, "a", 1, 0.0, 0, Phase.FAILED, 0.0, cause=lost))
+    two_failed.rank_ends = ends
+    assert two_failed.first_failure(1) == Cause(CauseKind.RANK_KILLED, "a", 1, signal=9)
+    write_json(
+        run.heartbeat(0), Heartbeat(0, "a", 1, 0.0, 0, Phase.TRAIN, 0.0)
+    )  # or it leaves no word, as a program of the user's own
+    assert two_failed.first_failure(1).rank == (0 if ends.get(0, 0.0) < ends.get(1, 0.0) else 1)
+    write_json(run.heartbeat(0), Heartbeat(0, "a", 1, 0.0, 0, Phase.FAILED, 0.0, cause=lost))
+    two_failed.rank_ends = {0: 70.0, 1: 100.0}  # torchrun ended it, as it did not go
+    assert two_failed.first_failure(1).kind is CauseKind.LOST_PEER
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_the_rank_that_ended_first_is_named_whichever_torchrun_names(two_failed, monkeypatch, first):
+    ranks = [subprocess.Popen(["sleep", "600"]) for _ in range(2)]
+    monkeypatch.setattr(node_runner, "rank_processes", lambda _: {n: rank.pid for n, rank in enumerate(ranks)})
+    watch = threading.Thread(target=two_failed.watch_ranks)
+    watch.start()
+    for n in (first, 1 - first):
+        ranks[n].kill()
+        assert within(60, lambda n=n: n in two_failed.rank_ends)
+    watch.join(60)
+    assert two_failed.first_failure(1).rank == first
+    for rank in ranks:
+        rank.wait()
 
 
 @pytest.mark.parametrize(("by", "state"), [("me", NodeState.STOPPED), ("", NodeState.EXITED)])

@@ -4,9 +4,7 @@ import calendar
 import datetime
 import re
 
-ROOT_CAUSE = re.compile(
-    r"Root Cause \(first observed failure\):.*?rank\s*: \d+ \(local_rank: (\d+)\).*?exitcode\s*: (-?\d+)", re.DOTALL
-)
+FAILED_RANK = re.compile(r"^  rank\s*: \d+ \(local_rank: (\d+)\)\n  exitcode\s*: (-?\d+)", re.MULTILINE)
 SIGNALED = re.compile(r"SignalException: Process \d+ got signal: (\d+)")
 STARTED = "%a %b %d %H:%M:%S %Y"  # 24 characters, in local time
 NO_DIRECTORY = re.compile(r"\bcd: ")
@@ -16,10 +14,12 @@ NO_PROGRAM = re.compile(
 NO_MODULE = re.compile(r"No module named '?(\w+)")
 
 
-def root_cause(text: str) -> tuple[int, int] | None:
-    """Return the local rank that torchrun saw fail first on its host, and its exit code (negative: signal), or None."""
-    match = ROOT_CAUSE.search(text)
-    return (int(match[1]), int(match[2])) if match else None
+def failed_ranks(text: str) -> dict[int, int]:
+    """Return the local ranks that torchrun saw fail on its host, each with its exit code (negative: signal).
+
+    The first is its "first observed failure": the lowest of those that it saw within a second.
+    """
+    return {int(local_rank): int(exit_code) for local_rank, exit_code in reversed(FAILED_RANK.findall(text))}
 
 
 def ended_by(text: str) -> int | None:

@@ -12,6 +12,7 @@ import json
 import math
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -26,11 +27,12 @@ from llama405b.contract.paths import UMASK, RunDir
 from llama405b.contract.plan import read_plan
 from llama405b.contract.records import Heartbeat, NodeState, NodeStatus
 from llama405b_tools.machine import network
-from llama405b_tools.machine.program_output import ended_by, root_cause
+from llama405b_tools.machine.program_output import ended_by, failed_ranks
 from llama405b_tools.remote import processes
 from llama405b_tools.remote.describe import NO_STOP, stop_mark, stopped_by
 from llama405b_tools.remote.locks import take_lock
 from llama405b_tools.remote.messages.stop_request import KILL_AFTER_S
+from llama405b_tools.remote.rank_evidence import rank_processes
 from llama405b_tools.remote.replicate import LAST
 from llama405b_tools.remote.secrets import LogMask, read_secrets
 from llama405b_tools.remote.tail import Tail
@@ -41,6 +43,7 @@ from llama405b_tools.text.clean import hide, pieces_of
 POLL_S, LOGS_EVERY_S = 0.2, 0.5
 STOP_EVERY_S = 1.0  # on a disk that all nodes share
 AGAIN_S = 5.0  # between two starts of the process that copies
+FOLLOWS_S = 15.0  # after the first rank: whoever ends then was ended by torchrun
 DONE, MOST_WORD = b"done", 4096  # what the guardian receives: that all is well, or a cause
 
 
@@ -56,6 +59,7 @@ class NodeRunner:
         self.hidden: list[str] = []  # of the secrets, in the tmux pane
         self.mask = LogMask(run.logs(host), ())  # and in the logs
         self.ended = threading.Event()  # set once torchrun has ended
+        self.rank_ends: dict[int, float] = {}  # when each local rank was seen to end; none: before it could be watched
         self.replicator: subprocess.Popen[bytes] | None = None
         self.copying_since = -math.inf
         self.plan = read_plan(run)
@@ -88,7 +92,8 @@ class NodeRunner:
             raise
         self.report(NodeState.RUNNING)
         self.keep_copying()
-        threads = self.watch_logs(child)
+        threads = [*self.watch_logs(child), threading.Thread(target=self.watch_ranks, daemon=True)]
+        threads[-1].start()
         code = self.wait(child)
         self.ended.set()
         for thread in threads:
@@ -166,10 +171,20 @@ class NodeRunner:
             return Cause(CauseKind.SETUP_FAILED, self.host, exit_code=int(setup[1]), detail=self.plan.setup)
         if number := ended_by(text):  # by somebody else: this runner's own signals never get here
             return Cause(CauseKind.TORCHRUN_KILLED, self.host, signal=number, exit_code=code)
-        failed = root_cause(text)
-        if failed is None:
+        failed = {each: self.cause_of(each, exit_code) for each, exit_code in failed_ranks(text).items()}
+        if not failed:
             return Cause(CauseKind.TORCHRUN_FAILED, self.host, exit_code=code, detail=str(log))
-        local_rank, exit_code = failed
+        ends = {each: self.rank_ends.get(each, 0.0) for each in failed}
+        late_s = min(ends.values()) + FOLLOWS_S
+
+        def place(each: int) -> tuple[bool, bool, float, bool]:
+            kind = failed[each].kind
+            return ends[each] > late_s, follows(failed[each]), ends[each], kind is not CauseKind.RANK_KILLED
+
+        return failed[min(failed, key=place)]
+
+    def cause_of(self, local_rank: int, exit_code: int) -> Cause:
+        """Why a rank ended, from its exit code (negative: signal) and its heartbeat."""
         rank = self.plan.node(self.host).first_rank + local_rank
         if exit_code < 0:
             return Cause(CauseKind.RANK_KILLED, self.host, rank, signal=-exit_code)
@@ -311,6 +326,22 @@ class NodeRunner:
             time.sleep(POLL_S)
         return code
 
+    def watch_ranks(self) -> None:
+        """Note when each rank ends: torchrun looks now and then, and counts in seconds."""
+        slots, ends = self.plan.node(self.host).slots, select.poll()
+        ranks: dict[int, int] = {}  # by the descriptor of its process
+        while not self.ended.is_set() and len(self.rank_ends) < slots:
+            for local_rank, pid in rank_processes(self.marker).items() if len(ranks) < slots else ():
+                if local_rank not in ranks.values():
+                    with contextlib.suppress(OSError):
+                        process = os.pidfd_open(pid)
+                        ranks[process] = local_rank
+                        ends.register(process, select.POLLIN)
+            ended, now_s = ends.poll(1000 * LOGS_EVERY_S), time.monotonic()
+            for process, _ in ended:
+                self.rank_ends[ranks[process]] = now_s
+                ends.unregister(process)
+
     def watch_logs(self, child: "subprocess.Popen[bytes]") -> list[threading.Thread]:
         """Start what reads this host's logs until torchrun has ended; a slow pane delays nothing but itself."""
         threads = []
@@ -349,6 +380,11 @@ class NodeRunner:
             if ended:
                 return
             self.ended.wait(LOGS_EVERY_S)
+
+
+def follows(cause: Cause) -> bool:
+    """Whether a rank ended because of another: torchrun sends SIGTERM; gloo aborts, in a thread of its own."""
+    return cause.kind in (CauseKind.LOST_PEER, CauseKind.FOLLOWED) or cause.signal in (signal.SIGTERM, signal.SIGABRT)
 
 
 def main() -> int:
