@@ -316,6 +316,54 @@ def test_the_host_where_it_began_has_failed():
     assert {state for state, _ in found.states.values()} == {HostState.FAILED}
 
 
+@pytest.mark.parametrize("before", [True, False])
+def test_a_rank_that_is_known_to_be_gone_is_named_until_its_host_says_more(before):
+    def change(host, frame):
+        if frame["now"] > T0 + 44 and host == "gpu-3":  # torchrun there has not noticed, and then ends the other ranks
+            gone = frame["run"]["beats"] if frame["now"] > T0 + 46 else frame["run"]["beats"][5:6]
+            for beat in gone if before else ():
+                beat["state"] = ""
+        elif frame["now"] > T0 + 46:
+            run_of(frame, alive=False, status=LOST | {"time": frame["now"]})
+
+    cluster, _ = play(50, change)
+    assert (cluster.picture().verdict, cluster.found.culprit) == (Verdict.FAILED, "gpu-3" if before else "")
+    assert [failure.cause.rank for failure in cluster.found.failures if failure.origin] == ([21] if before else [])
+    after, _ = play(
+        56,
+        lambda host, frame: (
+            run_of(frame, alive=False, status=KILLED)
+            if host == "gpu-3" and frame["now"] > T0 + 50
+            else change(host, frame)
+        ),
+    )
+    assert [failure.cause.rank for failure in after.found.failures if failure.origin] == [9]
+
+
+@pytest.mark.parametrize(("link", "culprit"), [(HostState.DOWN, "gpu-3"), (None, "")])
+def test_of_a_host_that_is_lost_no_victim_is_blamed(link, culprit):
+    cluster, now = play(
+        50, lambda host, frame: None if host == "gpu-3" else run_of(frame, alive=False, status=LOST | {"time": T0 + 30})
+    )
+    if link:
+        cluster.link("gpu-3", link, "no answer", now)
+        cluster.advance(now)
+    assert (cluster.picture().verdict, cluster.found.culprit == "gpu-3") == (Verdict.FAILED, bool(culprit))
+    assert cluster.found.states["gpu-3"][0] is (link or HostState.OK)
+
+
+def test_steps_that_only_the_other_hosts_tell_of_are_at_risk_too():
+    cluster = ClusterState(simulate.names(4), 2.0)
+    for event in simulate.incident(4, seconds=56):
+        if "frame" in event and (event["host"] != "gpu-1" or event["t"] < T0 + 44):
+            cluster.take(event["host"], event["frame"], event["t"])
+    cluster.link("gpu-1", HostState.TIMEOUT, "no answer", T0 + 45)
+    cluster.advance(T0 + 55)
+    shown = cluster.picture().training
+    assert (shown.checkpoint_step, shown.step, shown.lost_steps) == (1180, 1185, 5)
+    assert shown.lost_rank_hours == pytest.approx(5 * 6.0 * shown.world / 3600)
+
+
 def test_a_guard_that_is_gone_is_not_healthy():
     cluster, _ = play(50)
     for guard, verdict in (

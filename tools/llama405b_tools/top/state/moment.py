@@ -8,6 +8,7 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from llama405b.contract.causes import Cause, CauseKind
 from llama405b.contract.records import Blame, NodeState, Phase
 from llama405b_tools.remote.messages.host_run import Beat
 from llama405b_tools.run import judge
@@ -253,7 +254,19 @@ class Moment:
             found += [Failure(name, judge.cause_of_rank(beat)) for beat, _ in beats if beat.phase is Phase.FAILED]
         if not found:
             return []
+        if max(failure.origin for failure in found) < 2:  # the others only say what followed
+            found += self._known_before()
         return judge.with_blame(found, self.blamed)
+
+    def _known_before(self) -> Iterator[Failure]:
+        """Yield the rank that was gone before any failed, and the hosts that are not heard, nor were when their part ended."""
+        if gone := self.past.gone.get(max(run.attempt for run in self.heard.values())):
+            yield gone
+        for host in [self.hosts[name] for name, _, _ in self.nodes if name in self.hosts and not self.restart_by]:
+            state, why = host.state(None, self.now, self.interval_s)
+            has_ended = (run := self.told.get(host.name)) and not run.alive
+            if (state is HostState.STALE or state in LINK_STATES) and not has_ended and host not in self.awaited:
+                yield Failure(host.name, Cause(CauseKind.UNREACHABLE, host.name, detail=why or str(state)))
 
     @functools.cached_property
     def beats(self) -> Mapping[str, Sequence[tuple[Beat, float]]]:

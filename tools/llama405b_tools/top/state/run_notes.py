@@ -4,15 +4,16 @@ import itertools
 import statistics
 from collections.abc import Iterator, Sequence
 
+from llama405b.contract.causes import Cause, CauseKind
 from llama405b.contract.records import Phase
-from llama405b_tools.run.judge import between_steps, in_phase
+from llama405b_tools.run.judge import Failure, between_steps, in_phase
 from llama405b_tools.text.clean import clean
 from llama405b_tools.top.state import steps
 from llama405b_tools.top.state.levels import Fall
 from llama405b_tools.top.state.moment import Moment
 from llama405b_tools.top.state.pace import slow_note
 from llama405b_tools.top.state.picture import RunPhase, known
-from llama405b_tools.top.state.verdicts import Note
+from llama405b_tools.top.state.verdicts import HALTED, Note
 
 MOVING = (RunPhase.TRAINING, RunPhase.SAVING, RunPhase.EVALUATING)
 UNSAVED = "unsaved"  # the key of the note on a save that failed
@@ -56,6 +57,10 @@ def remember(found: Moment) -> None:
     if found.head and found.heard[found.head.name].alive:
         for beat in found.heard[found.head.name].beats[:1]:
             found.past.times.see(beat.phase, beat.phase_since)
+    for name, beat, note in found.halted if not found.failures else ():
+        if note is not HALTED["T"]:
+            gone = Failure(name, Cause(CauseKind.RANK_EXIT, name, beat.rank, detail=note.words))
+            found.past.gone.setdefault(found.heard[name].attempt, gone)
     if found.phase[0] is RunPhase.TRAINING:
         powers = known(gpu.power_w for host in found.ours for gpu in host.gpus)
         flows = known(host.ib_rate for host in found.ours)

@@ -34,11 +34,10 @@ def measured(metrics: Sequence[StepMetrics], attempt: int, now: float) -> Measur
     return Measured(metrics[-1].step, now - metrics[-1].time, now - first.time)
 
 
-def seconds_since(metrics: Sequence[StepMetrics], step: int) -> float:
-    """Return how long the steps after this one took: what was measured, and their mean for those of which no metrics are kept."""
-    took = known(each.step_s for each in metrics if each.step > step)
-    n_steps = metrics[-1].step - step
-    return statistics.mean(took) * n_steps if took else 0.0
+def seconds_between(metrics: Sequence[StepMetrics], saved: int, step: int) -> float:
+    """Return how long the steps after one took: what was measured, and their mean for those of which there are no metrics."""
+    took = known(each.step_s for each in metrics if each.step > saved) or known([metrics[-1].step_s])
+    return statistics.mean(took) * max(0, step - saved) if took else 0.0
 
 
 def unusual(metrics: Sequence[StepMetrics]) -> Iterator[Note]:

@@ -117,8 +117,8 @@ def _stepping(shown: TrainingStatus, found: Moment, last: StepMetrics) -> Traini
         tokens_per_s=tokens_per_s,
         mfu_pct=_mfu_pct(found, tokens_per_s, last.flops_per_token, shown.world),
         eta_s=eta_s,
-        lost_steps=max(0, last.step - saved),
-        lost_rank_hours=steps.seconds_since(found.metrics, saved) * shown.world / 3600,
+        lost_steps=max(0, step - saved),
+        lost_rank_hours=steps.seconds_between(found.metrics, saved, step) * shown.world / 3600,
     )
 
 

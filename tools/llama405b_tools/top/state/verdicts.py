@@ -243,6 +243,6 @@ def hang_words(beat: Beat, age_s: float, gpus: Sequence[GpuReport], ages: Sequen
 
 def trouble_words(failure: Failure) -> str:
     """Describe a failure: of a node runner that has ended, or of a rank whose node runner is about to end."""
-    if failure.state or failure.decided:
+    if failure.state or failure.decided or failure.cause.rank is None:
         return failure_words(failure)
     return f"rank {failure.cause.rank} failed{given(': {}', clean(said_by_rank(failure.cause)))}"
