@@ -18,6 +18,7 @@ from llama405b_tools.remote.messages.probe import LaunchFacts, Reach, RunPlace
 from llama405b_tools.remote.messages.start import KEEP, Kept, Started
 from llama405b_tools.remote.messages.stop_request import CUT, StopReply
 from llama405b_tools.remote.messages.stream import NodeUpdate, StreamMessage
+from llama405b_tools.run.autopsy import LOAD
 
 
 class FakeHost:
@@ -29,6 +30,7 @@ class FakeHost:
         self.members, self.ends, self.now, self.noted = (), (), 0.0, None
         self.machine, self.stopped_at, self.unsaved = name, 0.0, ""
         self.seen = None  # what an autopsy sees here
+        self.load, self.waits = "0.50 0.40 0.30 1/99 7\n2\n", {}  # and by action, how long it was waited for
         self.lives = []  # how each launch of it goes: a list of StreamMessage, then it is over
         self.receipt = NoteReply()  # for a guard's note
         self.gpus = [0]  # as each probe finds them; the last number stays
@@ -114,6 +116,9 @@ class FakeConnection:
         self.host = host
 
     def run(self, command, stdin, timeout_s):
+        self.host.waits[command.rpartition(" ")[2]] = timeout_s
+        if command == LOAD:
+            return Result(0, self.host.load, "")
         if command == "true":
             if isinstance(fault := self.host.faults.get("true"), Exception):
                 raise fault

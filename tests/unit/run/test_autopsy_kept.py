@@ -1,8 +1,13 @@
 """What an autopsy saw is kept for its owner alone, and read again."""
 
+import pytest
+from fakes import FakeFleet
+
+from llama405b.contract.plan import Node, Plan
 from llama405b_tools.machine.stacks import Frame, Thread
+from llama405b_tools.remote.autopsy import _disks
 from llama405b_tools.remote.messages.autopsy import HostEvidence, RankEvidence
-from llama405b_tools.run.autopsy import Autopsy, keep_autopsy, last_stacks
+from llama405b_tools.run.autopsy import Autopsy, keep_autopsy, last_stacks, take_autopsy
 from llama405b_tools.run.diagnose import diagnose
 
 MAIN = Thread("main", (Frame("/w/llama405b/data/tables.py", 88, "rows", "file.read(n)"),), is_main=True)
@@ -20,6 +25,24 @@ def test_what_was_seen_of_each_rank_is_read_again(tmp_path, monkeypatch):
     assert {*stacks} == {3, 4}
     assert [line for rank in (3, 4) for line in stacks[rank]] == (place / "stacks.txt").read_text().splitlines()
     assert any("tables.py:88" in line for line in stacks[3])
+
+
+def test_a_host_with_much_to_do_is_waited_for():
+    fleet = FakeFleet(["a", "b", "c"])
+    fleet.fakes["b"].load, fleet.fakes["c"].load = "5.00 9.00 9.00 9/99 7\n2\n", "300.00 9.00 9.00 9/99 7\n2\n"
+    plan = Plan(
+        "r", 1, 5.0, "", "", (), (), tuple(Node(name, 1, n, "/w", "/py", "", "", {}) for n, name in enumerate("abc"))
+    )
+    assert take_autopsy(fleet, plan).lost == {}
+    assert [fleet.fakes[name].waits["evidence"] for name in "abc"] == [9.0, 22.5, 60.0]
+
+
+@pytest.mark.parametrize("name", ["there", "not there"])
+def test_what_is_free_in_a_directory_that_is_not_there_is_unknown(tmp_path, name):
+    (tmp_path / "there").mkdir()
+    (found,) = _disks([tmp_path / name])
+    assert (found.answers, bool(found.free_bytes)) == (True, name == "there")
+    assert found.free_bytes != 0
 
 
 def test_where_nothing_can_be_written_the_finding_still_stands(tmp_path, monkeypatch):

@@ -176,7 +176,23 @@ def test_what_takes_its_time_is_told_from_what_hangs(phase, frames, doing, age_s
 def test_a_host_that_does_not_answer_is_named_if_the_run_hangs():
     found = of(cluster(lost=("gpu-3",)), {"gpu-3": "timed out"})
     assert (found.culprit.fault, found.culprit.hosts) == (Fault.HOST_LOST, ("gpu-3",))
+    assert found.verdict is Verdict.UNCLEAR  # it may have much to do
     assert of(cluster(lost=("gpu-3",), age_s=1.0), {"gpu-3": "timed out"}).verdict is Verdict.MOVES
+
+
+def test_where_no_host_answers_that_is_said_and_nobody_is_blamed():
+    found = of({}, {"gpu-0": "did not answer within 9 s", "gpu-1": "the same"})
+    assert (found.verdict, found.culprit) == (Verdict.UNCLEAR, None)
+    assert found.words == "no host of the run answered; gpu-[0-1] did not answer: gpu-0: did not answer within 9 s"
+
+
+@pytest.mark.parametrize(("free_bytes", "n_more"), [(0, 1), (1 << 30, 0), (None, 0)])
+def test_only_a_disk_that_is_known_to_be_full_is_full(free_bytes, n_more):
+    odd = {5: {"frames": READS, "state": "D"}}
+    hosts = cluster(odd)
+    around = Surroundings(disks=(DiskEvidence("/data", answers=True, free_bytes=free_bytes),))
+    hosts["gpu-2"] = dataclasses.replace(hosts["gpu-2"], around=around)
+    assert len(of(hosts).culprit.evidence) == len(of(cluster(odd)).culprit.evidence) + n_more
 
 
 def test_a_link_that_passes_nothing_or_is_down():

@@ -22,6 +22,12 @@ def failed_ranks(text: str) -> dict[int, int]:
     return {int(local_rank): int(exit_code) for local_rank, exit_code in reversed(FAILED_RANK.findall(text))}
 
 
+def load_per_core(text: str) -> float:
+    """Return how many processes want each core, from ``/proc/loadavg`` and the number of cores; 1 if that is not told."""
+    words = text.split()
+    return float(words[0]) / int(words[-1]) if words[1:] and words[-1] != "0" else 1.0
+
+
 def ended_by(text: str) -> int | None:
     """Return the signal that torchrun itself was ended with, and that it passed on to its ranks; None if there was none."""
     match = SIGNALED.search(text)

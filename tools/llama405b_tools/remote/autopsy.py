@@ -220,7 +220,7 @@ def _disks(paths: Sequence[Path]) -> tuple[DiskEvidence, ...]:
     for path, child in asked.items():
         try:
             free = child.communicate(timeout=max(0.0, until - time.monotonic()))[0].split()
-            found.append(DiskEvidence(path, answers=True, free_bytes=int(free[0]) * int(free[1]) if free else 0))
+            found.append(DiskEvidence(path, answers=True, free_bytes=int(free[0]) * int(free[1]) if free else None))
         except subprocess.TimeoutExpired:
             child.kill()
             found.append(DiskEvidence(path, answers=False))

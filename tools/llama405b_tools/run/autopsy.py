@@ -14,6 +14,7 @@ from llama405b.contract.phrases import counted, given, short
 from llama405b.contract.plan import Plan
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.outcomes import replies, unanswered
+from llama405b_tools.machine.program_output import load_per_core
 from llama405b_tools.remote.messages.autopsy import EvidenceRequest, HostEvidence, RankEvidence
 from llama405b_tools.run.diagnose import Diagnosis, diagnose, frame_words, group_words
 from llama405b_tools.run.judge import HANG_AFTER_S, Failure
@@ -22,7 +23,8 @@ from llama405b_tools.text.clean import clean
 from llama405b_tools.text.figures import amount, span
 from llama405b_tools.text.fold import fold_ranks
 
-ANSWER_S = 9.0  # a host that has not answered by then is told as such
+ANSWER_S, MOST_ANSWER_S = 9.0, 60.0  # for a host to answer, times its load per core
+LOAD = "cat /proc/loadavg; grep -c ^processor /proc/cpuinfo"
 SHOWN_GROUPS = 12
 REPORT = "report.txt"  # written last
 FINDING = 240  # characters in an incident
@@ -70,7 +72,13 @@ def take_autopsy(fleet: Fleet, plan: Plan, hang_after_s: float = HANG_AFTER_S) -
     """Look at every rank of a run; hosts that do not answer are named."""
     began = time.monotonic()
     requests = {node.name: EvidenceRequest(plan.run, node.name) for node in plan.nodes if node.name in fleet.hosts}
-    outcomes = fleet.ask_all("evidence", requests, HostEvidence, ANSWER_S)
+
+    def look(name: str) -> HostEvidence:
+        load = load_per_core(fleet.connection(name).run(LOAD, "", ANSWER_S).out)
+        wait_s = min(MOST_ANSWER_S, ANSWER_S * max(1.0, load))
+        return fleet.ask(name, "evidence", requests[name], HostEvidence, wait_s)
+
+    outcomes = fleet.each(look, requests)
     hosts, lost = replies(outcomes), unanswered(outcomes)
     return Autopsy(plan.run, plan.attempt, hosts, lost, diagnose(hosts, lost, hang_after_s), time.monotonic() - began)
 

@@ -102,6 +102,8 @@ def diagnose(
     """Return who holds up the run. ``lost``: hosts that did not answer, and why; ``hang_after_s``: as cluster-top's."""
     every = positions(hosts)
     groups = grouped(every)
+    if lost and not hosts:
+        return Diagnosis(Verdict.UNCLEAR, f"no host of the run answered; {_not_answered(lost)}")
     if not lost and not any(position.evidence.pid for position in every):
         over = Diagnosis(Verdict.OVER, "no process of the run is left on any host", groups)
         return _blamed(Verdict.OVER, culprit, hosts, groups) if (culprit := _gone(every)) else over
@@ -112,8 +114,10 @@ def diagnose(
         lacking = given("; {} did not answer", fold_names(lost))
         return Diagnosis(verdict, f"{why}{lacking}", groups)
     culprit = _elsewhere(every, hosts, hangs=verdict is Verdict.HANGS)
-    if verdict is Verdict.HANGS:
-        culprit = _lost(lost) or culprit or _throttled(every, hosts) or _link(every, hosts) or _mismatch(every)
+    if verdict is Verdict.HANGS and lost:  # which may have much to do, and be well
+        verdict, culprit = Verdict.UNCLEAR, _lost(lost)
+    elif verdict is Verdict.HANGS:
+        culprit = culprit or _throttled(every, hosts) or _link(every, hosts) or _mismatch(every)
     if culprit:
         blamed = _blamed(verdict, culprit, hosts, groups)
         return blamed if verdict is Verdict.HANGS else dataclasses.replace(blamed, words=f"{blamed.words}; {why}")
@@ -210,11 +214,13 @@ def _stopped(every: Sequence[Position]) -> Culprit | None:
     )
 
 
-def _lost(lost: Mapping[str, str]) -> Culprit | None:
-    if not lost:
-        return None
+def _lost(lost: Mapping[str, str]) -> Culprit:
+    return Culprit(Fault.HOST_LOST, tuple(lost), (), _not_answered(lost))
+
+
+def _not_answered(lost: Mapping[str, str]) -> str:
     name, why = next(iter(lost.items()))
-    return Culprit(Fault.HOST_LOST, tuple(lost), (), f"{fold_names(lost)} did not answer: {name}: {why}")
+    return f"{fold_names(lost)} did not answer: {name}: {why}"
 
 
 def _elsewhere(every: Sequence[Position], hosts: Mapping[str, HostEvidence], *, hangs: bool) -> Culprit | None:
@@ -333,7 +339,7 @@ def _blamed(
             besides += [
                 f"{name}: the disk at {disk.path} is full"
                 for disk in host.around.disks
-                if disk.answers and not disk.free_bytes
+                if disk.answers and disk.free_bytes == 0
             ]
             besides += [f"{name}, kernel, {line}" for line in (host.around.kernel or ())[-4:]]
     whole = dataclasses.replace(culprit, evidence=(*culprit.evidence, *besides))

@@ -66,7 +66,7 @@ class DiskEvidence:
 
     path: str
     answers: bool  # within a second
-    free_bytes: int = 0
+    free_bytes: int | None = None  # None: unknown, as of a directory that is not there
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
