@@ -10,7 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from llama405b_tools.remote import processes, sampler, standalone
+from llama405b.contract import reader
+from llama405b.contract.events import EventKind, RunEvent
+from llama405b.contract.files import append_line
+from llama405b.contract.paths import RunDir
+from llama405b_tools.remote import describe, processes, sampler, standalone
 from llama405b_tools.remote.guarding import machine_id
 from llama405b_tools.remote.locks import take_lock
 
@@ -168,6 +172,24 @@ def test_why_the_newest_save_failed_and_how_long_they_take(runs, tmp_path):
     assert look() == ("step 50: No space left on device", 12.0)
     run.plan = {"attempt": 3}  # which has not saved yet
     assert look() == ("", 12.0)
+
+
+@pytest.mark.parametrize(("now", "step", "said"), [
+    (1179.0, 50, ""), (1182.0, 50, "for 182 s, usually every 60 s"), (1182.0, 40, ""),  # no step since: nothing is late
+])  # fmt: skip
+def test_a_checkpoint_that_is_late_by_two_intervals_is_told_to_screen_status_and_autopsy(
+    tmp_path, now, step, said, monkeypatch
+):
+    run = RunDir(tmp_path / "r")
+    for attempt, time_s, at in ((1, 700.0, 10), (2, 880.0, 20), (2, 940.0, 30), (2, 1000.0, 40)):
+        event = RunEvent(time_s, "rank-0", EventKind.SAVED, attempt, at, took_s=5.0)
+        append_line(run.events("rank-0"), reader.dumps(event))
+    saves = [json.loads(line) for line in run.events("rank-0").read_text().splitlines()]
+    assert sampler.overdue(saves, 2, now, step) == said
+    monkeypatch.setattr(describe.time, "time", lambda: now)
+    assert describe.saves(run, 2, step) == (5.0, said)
+    assert sampler.overdue(saves, 3, now, step) == ""  # which has saved nothing, and may take its time to begin
+    assert sampler.overdue(saves[:1], 1, now, step) == ""
 
 
 @pytest.mark.parametrize("took_s", [0.0, -1.0, float("nan"), float("inf"), 1e300, "12", None])

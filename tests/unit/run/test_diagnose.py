@@ -195,6 +195,17 @@ def test_only_a_disk_that_is_known_to_be_full_is_full(free_bytes, n_more):
     assert len(of(hosts).culprit.evidence) == len(of(cluster(odd)).culprit.evidence) + n_more
 
 
+def test_of_a_run_that_moves_it_is_said_that_its_checkpoint_is_late():
+    hosts = cluster(age_s=3.0)
+    late = dataclasses.replace(hosts["gpu-0"].progress, unsaved="for 282 s, usually every 60 s")
+    hosts["gpu-0"] = dataclasses.replace(hosts["gpu-0"], progress=late)
+    found = of(hosts)
+    assert (found.verdict, found.words.partition("; ")[2]) == (
+        Verdict.MOVES,
+        "not saved: for 282 s, usually every 60 s",
+    )
+
+
 def test_a_link_that_passes_nothing_or_is_down():
     cut = {n: {"unsent": (Unsent("10.0.0.2", 5000, 7),)} for n in (2, 6)}
     found = of(cluster(cut | {4: {"unsent": (Unsent("10.0.0.1", 5000, 7),)}}))

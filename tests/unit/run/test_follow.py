@@ -38,6 +38,16 @@ def test_who_is_lost_is_named_before_who_waits_for_it(watch):
     assert watch.hangs
 
 
+@pytest.mark.parametrize(("now", "late"), [(300.0, ""), (1000.5, "for 780 s, usually every 60 s")])
+def test_a_guard_is_told_of_a_checkpoint_that_is_late(watch, now, late):
+    events = tuple(
+        RunEvent(at, "rank-0", EventKind.SAVED, 2, step) for step, at in ((10, 100.0), (20, 160.0), (30, 220.0))
+    )
+    assert watch.late_save() == ""
+    take(watch, "a", events=events, metrics=(metrics(35, 2.0, 2),), beats=(), now=now)
+    assert watch.late_save() == late
+
+
 @pytest.fixture
 def watched(tmp_path, monkeypatch):
     """Watch a run on a and b that stands at second 4, with a clock of its own; returns what is known in the end."""

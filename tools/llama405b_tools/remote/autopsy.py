@@ -21,7 +21,7 @@ from llama405b.contract.reader import MalformedError, loads
 from llama405b.contract.records import METRICS_LINE, Metrics
 from llama405b_tools.machine.stacks import Thread
 from llama405b_tools.remote import processes
-from llama405b_tools.remote.describe import beats_of, checkpoints_of, lives
+from llama405b_tools.remote.describe import beats_of, checkpoints_of, lives, saves
 from llama405b_tools.remote.locks import run_of
 from llama405b_tools.remote.messages.autopsy import (
     DiskEvidence,
@@ -178,15 +178,16 @@ def _progress(run: RunDir, plan: Plan) -> Progress:
                 each = loads(METRICS_LINE, line, "metrics")
                 if isinstance(each, Metrics) and each.attempt == plan.attempt:
                     taken.append(each)
-    saves = [
+    took_s = [
         event.took_s for event in read_records(RunEvent, run.events("rank-0"), 50) if event.kind is EventKind.SAVED
     ]
-    usual_save_s = statistics.median(saves) if saves else None
+    usual_save_s = statistics.median(took_s) if took_s else None
     if not taken:
         return Progress(usual_save_s=usual_save_s)
     between = [later.time - earlier.time for earlier, later in itertools.pairwise(taken)]
     usual_step_s = statistics.median([taken[-1].step_s, *between])
-    return Progress(taken[-1].step, time.time() - taken[-1].time, usual_step_s, usual_save_s)
+    _, unsaved = saves(run, plan.attempt, taken[-1].step)
+    return Progress(taken[-1].step, time.time() - taken[-1].time, usual_step_s, usual_save_s, unsaved)
 
 
 def _last_lines(run: RunDir, host: str, attempt: int) -> dict[int, tuple[str, ...]]:

@@ -1,6 +1,7 @@
 """What this host knows about its runs, and has of their checkpoints. Standard library."""
 
 import contextlib
+import dataclasses
 import itertools
 import time
 from pathlib import Path
@@ -26,6 +27,7 @@ from llama405b_tools.remote.guarding import heard_guard
 from llama405b_tools.remote.locks import is_alive, is_held, run_of, runs
 from llama405b_tools.remote.messages.host_run import Beat, HostRun, PlanRequest, StatusReply, StatusRequest
 from llama405b_tools.remote.messages.transfer import CheckpointPart, PartsReply, PartsRequest
+from llama405b_tools.remote.sampler import SAVES, overdue, unsaved
 from llama405b_tools.remote.tmux import tmux_socket
 
 NEWEST_RUNS = 20
@@ -57,7 +59,9 @@ def planned(request: PlanRequest) -> Plan:
 def describe(run: RunDir, plan: Plan, host: str) -> HostRun:
     """Describe one run, from its files and processes here."""
     node, alive = plan.find(host), lives(run, plan, host)
-    saved, (save_s, unsaved) = None, _saves(run, plan.attempt)
+    beats = beats_of(run, node)
+    saved = None
+    save_s, why = saves(run, plan.attempt, max((beat.step for beat in beats), default=0) if alive else 0)
     with contextlib.suppress(OSError):  # another user's, perhaps: the host that can read them will say
         saved = newest_complete(checkpoints_of(run, plan))
     return HostRun(
@@ -69,7 +73,7 @@ def describe(run: RunDir, plan: Plan, host: str) -> HostRun:
         alive=alive,
         leftovers=() if is_alive(run, host) or plan.slurm_job else tuple(processes.marked(f"{run.path}:{host}")),
         status=read_record(NodeStatus, run.status(host)),
-        heartbeats=beats_of(run, node),
+        heartbeats=beats,
         ends=tuple(read_records(NodeStatus, run.ends(host), NEWEST_RUNS)),
         stopped_by=stopped_by(run, host),
         metrics=_last_metrics(run.metrics),
@@ -80,7 +84,7 @@ def describe(run: RunDir, plan: Plan, host: str) -> HostRun:
         blames=tuple(read_records(Blame, run.blames(host), NEWEST_RUNS)),
         world=plan.world,
         save_s=save_s,
-        unsaved=unsaved,
+        unsaved=why,
         unsent=_unsent(run, plan.attempt),
         copied=(read_record(Copied, run.copied(host)) or Copied()) if run.ring(host).exists() else None,
         tmux=tmux_socket(run),
@@ -122,16 +126,13 @@ def checkpoints_of(run: RunDir, plan: Plan) -> Path:
     return Path(plan.checkpoint_dir or run.checkpoints)
 
 
-def _saves(run: RunDir, attempt: int) -> tuple[float, str]:
-    """How long the last save took that succeeded, and why a later one of this attempt failed."""
-    events = read_records(RunEvent, run.events("rank-0"), NEWEST_EVENTS)
-    unsaved = ""
-    for event in reversed(events):
-        if event.kind is EventKind.SAVED:
-            return event.took_s, unsaved
-        if event.kind is EventKind.NOT_SAVED and event.attempt == attempt and not unsaved:
-            unsaved = f"step {event.step}: {event.detail}"
-    return 0.0, unsaved
+def saves(run: RunDir, attempt: int, step: int = 0) -> tuple[float, str]:
+    """How long the last save took that succeeded, and why a later one of this attempt failed, or that it is late at a step."""
+    told = [dataclasses.asdict(event) for event in read_records(RunEvent, run.events("rank-0"), NEWEST_EVENTS)]
+    told = [event for event in told if event["kind"] in SAVES]
+    took_s = [event["took_s"] for event in told if event["kind"] is EventKind.SAVED]
+    why = unsaved(told, attempt) or overdue(told, attempt, time.time(), step)  # type: ignore[no-untyped-call]
+    return took_s[-1] if took_s else 0.0, why
 
 
 def _unsent(run: RunDir, attempt: int) -> str:

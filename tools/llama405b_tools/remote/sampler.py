@@ -45,6 +45,7 @@ SLOW_EVERY_S = 10.0  # for processes and whatever else costs more
 FIRST_METRICS_BYTES = 256 << 10
 LAST_EVENTS_BYTES = 64 << 10
 SAVES = ("saved", "not saved")  # the kinds of events
+LEAST_INTERVAL_S = 10.0  # between saves: of those that come faster, none is missed
 AFTER_SAVES = ("after save", "after save failed")
 NCCL_SEARCH_BYTES = 1 << 20
 NETWORKS = (
@@ -329,7 +330,11 @@ class Run:
         if self.node["first_rank"] == 0:
             events = list(self._newest_events())
             saves = [event for event in events if event.get("kind") in SAVES]
-            self.unsaved, self.usual_s = unsaved(saves, self.plan["attempt"]), usual_s(saves)
+            attempt, step = self.plan["attempt"], (self._beat(0) or {}).get("step", 0)
+            self.unsaved = unsaved(saves, attempt) or overdue(
+                saves, attempt, time.time(), step if self._is_alive() else 0
+            )
+            self.usual_s = usual_s(saves)
             self.unsent = unsent(events, self.plan["attempt"])
 
     def _newest_events(self):
@@ -522,6 +527,17 @@ def unsaved(saves, attempt):
     if not saves or saves[-1]["kind"] == "saved" or saves[-1].get("attempt") != attempt:
         return ""
     return "step %s: %s" % (saves[-1].get("step"), str(saves[-1].get("detail"))[:300])
+
+
+def overdue(saves, attempt, now, step):
+    """Say that the checkpoint after the newest is late by two of the usual intervals; "" if not, or if no step was taken since."""
+    saved = [event for event in saves if event["kind"] == "saved" and isinstance(event.get("time"), float)]
+    pairs = [pair for pair in zip(saved, saved[1:]) if pair[0].get("attempt") == pair[1].get("attempt")]  # noqa: RUF007 - Python 3.6
+    between = sorted(later["time"] - earlier["time"] for earlier, later in pairs)
+    if not between or saved[-1].get("attempt") != attempt or saved[-1].get("step", step) >= step:
+        return ""
+    usual, since = max(LEAST_INTERVAL_S, between[len(between) // 2]), now - saved[-1]["time"]
+    return "for %d s, usually every %d s" % (since, usual) if since > 3 * usual else ""
 
 
 def unsent(events, attempt):

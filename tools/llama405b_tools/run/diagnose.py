@@ -112,6 +112,9 @@ def diagnose(
         return _blamed(Verdict.HANGS, culprit, hosts, groups)
     if verdict is Verdict.MOVES:
         lacking = given("; {} did not answer", fold_names(lost))
+        lacking += given(
+            "; not saved: {}", next((host.progress.unsaved for host in hosts.values() if host.progress.unsaved), "")
+        )
         return Diagnosis(verdict, f"{why}{lacking}", groups)
     culprit = _elsewhere(every, hosts, hangs=verdict is Verdict.HANGS)
     if verdict is Verdict.HANGS and lost:  # which may have much to do, and be well

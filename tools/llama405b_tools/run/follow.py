@@ -9,6 +9,7 @@ import queue
 import re
 import time
 from collections.abc import Callable
+from typing import Any
 
 from llama405b.contract.causes import Cause, CauseKind
 from llama405b.contract.errors import FAILED, GOOD, STOPPED_FOLLOWING
@@ -21,6 +22,7 @@ from llama405b_tools.hosts.printed_commands import program_name
 from llama405b_tools.hosts.transport import HostError
 from llama405b_tools.remote.messages.stop_request import StopReply
 from llama405b_tools.remote.messages.stream import NodeUpdate, StreamMessage, StreamRequest
+from llama405b_tools.remote.sampler import overdue
 from llama405b_tools.run import judge
 from llama405b_tools.run.autopsy import examined
 from llama405b_tools.run.judge import Failure, HostHeartbeats, failure_words, not_stopped
@@ -111,7 +113,7 @@ class RunMonitor:
         self.ended: set[str] = set()
         self.failures: list[Failure] = []  # in order of arrival, by the operator's clock, not the hosts'
         self.said: collections.deque[str] = collections.deque(maxlen=3000)  # rank 0's last lines
-        self.saved = ""
+        self.saved, self.saves = "", list[dict[str, Any]]()
         self.failed_saves: list[RunEvent] = []  # since the last that succeeded
         self.after_save_fails = False
         self.pages = collections.deque[RunEvent]()  # what the user is to be told at once, until somebody takes it
@@ -187,6 +189,7 @@ class RunMonitor:
             self.resumed = self.resumed or event.kind is EventKind.RESUMED
             if event.kind is EventKind.SAVED:
                 self.saved, self.failed_saves = event.path, []
+                self.saves.append(dataclasses.asdict(event))
             if event.kind is EventKind.NOT_SAVED:
                 self.failed_saves.append(event)
             if event.kind is EventKind.AFTER_SAVE:
@@ -196,6 +199,13 @@ class RunMonitor:
                 self.pages.append(event)
             elif event.kind is EventKind.BUDGET:
                 self.pages.append(event)
+
+    def late_save(self) -> str:
+        """Say that a checkpoint is late, because its save hangs; '' if it is not, or that is not known."""
+        head = self.heard.get(self.plan.nodes[0].name)
+        now = head.now + time.monotonic() - head.at_s if head else 0.0
+        late: str = overdue(self.saves, self.plan.attempt, now, self.newest_step)  # type: ignore[no-untyped-call]
+        return late
 
     def gives_up(self, limits: Limits | None) -> bool:
         """Whether the other hosts had long enough to notice a failure: they may still run, but cannot continue."""

@@ -168,7 +168,9 @@ class Guard:
     def note_progress(self, watch: RunMonitor | None = None) -> bool:
         """Note that the guard does not hang, and whether saves fail; always False: it is to follow the run to its end."""
         self.progress_at = time.monotonic()
-        self.unsaved = unsaved_words(watch.failed_saves) if watch else ""
+        self.unsaved = (
+            unsaved_words(watch.failed_saves) or given("no checkpoint {}", watch.late_save()) if watch else ""
+        )
         while watch and watch.pages:
             self.pages.append(watch.pages.popleft())
             self.has_news.set()

@@ -77,6 +77,7 @@ class Progress:
     last_step_age_s: float | None = None
     usual_step_s: float | None = None  # in the median of this attempt's last steps
     usual_save_s: float | None = None
+    unsaved: str = ""  # why the newest save failed, or that it is late
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
