@@ -364,6 +364,17 @@ def test_steps_that_only_the_other_hosts_tell_of_are_at_risk_too():
     assert shown.lost_rank_hours == pytest.approx(5 * 6.0 * shown.world / 3600)
 
 
+@pytest.mark.parametrize(("stopped", "verdict"), [(8, Verdict.DEGRADED), (7, Verdict.RUNNING), (0, Verdict.RUNNING)])
+def test_a_program_of_the_users_own_whose_every_process_is_stopped_does_not_run(stopped, verdict):
+    def foreign(host, frame):
+        run_of(frame, trains=False, beats=[], metrics=[])
+        states = ["T"] * stopped + ["S"] * (8 - stopped)
+        frame["procs"] = [[900 + n, state, 5, 1 << 30, str(n), "python own.py"] for n, state in enumerate(states)]
+        frame["procs"].append([899, "S", 5, 1 << 30, "", "torchrun"])
+
+    assert play(50, foreign)[0].picture().verdict is verdict
+
+
 def test_a_guard_that_is_gone_is_not_healthy():
     cluster, _ = play(50)
     for guard, verdict in (

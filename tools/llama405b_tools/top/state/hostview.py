@@ -273,6 +273,9 @@ class HostView:
         unplaced = [f"{xid.words} (at {xid.bus})" for xid in self.new_xids(run_name) if self.gpu_of(xid) is None]
         notes += [Note(words, words) for words in unplaced]
         notes += self.programs.foreign_notes(self.gpus)
+        states = {row.state for row in self.programs.rows if row.rank is not None}
+        if (run := self.run(run_name)) and run.alive and not run.beats and states == {"T"}:  # else each rank is named
+            notes.append(Note("stopped", "every process of the run is stopped by a signal here"))
         return [*notes, *verdicts.host_notes(self.frame, self.earlier[0][1], self.best_rates)]
 
     def _cells(self, ranks: Sequence[RankRow], odd: Odd) -> tuple[GpuCell, ...]:
