@@ -29,7 +29,7 @@ from llama405b.contract.paths import RunDir
 from llama405b.contract.phrases import reason_of, remedy_of
 from llama405b.contract.replicas import replicated_steps
 from llama405b.contract.trust import user_of
-from llama405b.distributed import collectives
+from llama405b.distributed import collectives, ranks
 from llama405b.distributed.ranks import Rank
 
 SEEN_WITHIN_S = 15.0  # network filesystems show a new file late
@@ -95,7 +95,9 @@ class Store:
         self.directory = Directory(root, run, me.host, me.attempt)
         self.holder = self.directory.holder
         # Saving goes on beside training, whose collectives must not mix with its own.
-        self.group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))
+        self.group = dist.new_group(
+            backend="gloo", timeout=datetime.timedelta(seconds=timeout_s), group_desc=ranks.BESIDE
+        )
         self.hosts = tuple(collectives.all_gather_objects(me.host))  # by rank
         self.owner_of = (0,) * me.world  # by rank: who keeps the directory that it sees
         if not shared:

@@ -64,6 +64,7 @@ CUDA_ENV = {
     "TORCH_FR_BUFFER_SIZE": "2000",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
 }
+BESIDE = "beside training"  # the description of a group that keeps the timeout it was made with
 OLDER = {  # names that users may have set, and of which torch warns
     "PYTORCH_ALLOC_CONF": "PYTORCH_CUDA_ALLOC_CONF",
     "TORCH_FR_BUFFER_SIZE": "TORCH_NCCL_TRACE_BUFFER_SIZE",
@@ -125,8 +126,19 @@ def place(*, cuda: bool = False) -> Rank:
 
 
 def set_timeout(timeout_s: int) -> None:
-    """Change the default group's timeout: loading is slow and uneven between ranks, steps are not."""
+    """Change the timeout of all groups that steps use: loading is slow and uneven between ranks, steps are not."""
     dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=timeout_s), dist.group.WORLD)
+    share_timeout()
+
+
+def share_timeout() -> None:
+    """Give the default group's timeout to all others, but those ``BESIDE`` training; a mesh makes its own with torch's."""
+    world = dist.group.WORLD
+    assert world
+    options = world._get_backend(torch.device("cpu")).options  # a fake group has none
+    for group in dist.distributed_c10d._world.pg_map if options else ():
+        if group.group_desc != BESIDE:
+            dist.distributed_c10d._set_pg_timeout(options._timeout, group)
 
 
 def leave() -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from llama405b.contract.mesh import Axes
 from llama405b.contract.schedule import Pass, order_of
+from llama405b.distributed import ranks
 from llama405b.model.batch import Batch
 from llama405b.model.head import HeadLoss
 from llama405b.parallel.fsdp2 import GradientSync, give_forward, set_last_backward, take_forward
@@ -46,6 +47,7 @@ def links_of(axes: Axes, rank: int, *, is_ring: bool) -> Links:
     """Make the groups of all pipelines, on all ranks; returns this rank's. ``is_ring``: the ends talk to each other."""
     ways = group_along(axes, "pp"), group_along(axes, "pp")
     around = (group_along(axes, "pp"), group_along(axes, "pp")) if is_ring else ways
+    ranks.share_timeout()
     stride, place = axes.world // axes.pp, axes.place(rank, ("pp",)).rank
     before, after = (rank - stride) % axes.world, (rank + stride) % axes.world
     return Links(Link(before, *(ways if place else around)), Link(after, *(ways if place < axes.pp - 1 else around)))

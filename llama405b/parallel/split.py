@@ -7,6 +7,7 @@ from transformers import PreTrainedModel
 
 from llama405b.contract.schema import Parallel
 from llama405b.contract.shards import Holdings
+from llama405b.distributed import ranks
 from llama405b.distributed.ranks import Rank
 from llama405b.parallel.context import split_sequences
 from llama405b.parallel.fsdp2 import check_wrap, device_mesh, shard
@@ -36,6 +37,7 @@ def split(
         split_matrices(own, mesh["tp"], parallel.loss)
     before_shards(own)
     shard(own, parallel, me.device, mesh)
+    ranks.share_timeout()
     return own
 
 

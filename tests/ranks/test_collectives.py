@@ -1,6 +1,7 @@
 """The collectives of a step are those that docs/parallel.md says."""
 
 import collections
+import datetime
 import functools
 import re
 
@@ -24,13 +25,20 @@ CASES = {
 
 
 def _count(me, directory, settings):
+    import torch.distributed as dist
     from torch.utils._python_dispatch import TorchDispatchMode
 
     from llama405b.contract.schema import Optimizer, Parallel
+    from llama405b.distributed import ranks
     from llama405b.distributed.ranks import on_mesh
     from llama405b.optim.step import train_step
 
     found = collections.Counter()
+    beside = dist.new_group(timeout=datetime.timedelta(seconds=99), group_desc=ranks.BESIDE)
+
+    def timeouts():
+        groups = [group for group in dist.distributed_c10d._world.pg_map if group is not beside]
+        return {group._get_backend(me.device).options._timeout.total_seconds() for group in groups}
 
     class Counting(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -49,7 +57,10 @@ def _count(me, directory, settings):
         assert len(micro) == MICRO
         with Counting():
             train_step(passes, updater, micro, max_norm=1.0)
-    return dict(found)
+    asked = timeouts()
+    ranks.set_timeout(120)
+    timeouts_s = asked, timeouts(), beside._get_backend(me.device).options._timeout.total_seconds()
+    return dict(found), timeouts_s
 
 
 def said(axis):
@@ -78,14 +89,15 @@ def said(axis):
 def test_a_step_has_the_collectives_that_the_page_says(axis, tmp_path):
     world, settings = CASES[axis]
     model = mesh_rig.write_model(tmp_path / "model", layers=LAYERS)
-    for found in run_ranks(world, functools.partial(_count, settings=settings), model):
+    for found, timeouts_s in run_ranks(world, functools.partial(_count, settings=settings), model):
         assert found == said(axis)
+        assert timeouts_s == ({60.0}, {120.0}, 99.0)  # groups of the mesh have the default group's
 
 
 def test_a_pipeline_gathers_no_unit_for_nobody(tmp_path):
     """Both stages together gather what one rank with all layers would."""
     model = mesh_rig.write_model(tmp_path / "model", layers=LAYERS)
-    found = run_ranks(4, functools.partial(_count, settings={"pp": 2}), model)
+    found = [each for each, _ in run_ranks(4, functools.partial(_count, settings={"pp": 2}), model)]
     for first, last in (found[0::2], found[1::2]):
         assert first[GATHER] + last[GATHER] == said("fsdp2")[GATHER]
         assert first[SCATTER] + last[SCATTER] == said("fsdp2")[SCATTER]
