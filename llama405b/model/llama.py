@@ -72,13 +72,27 @@ def with_layers(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
 
 
 def build_on_meta(config: PreTrainedConfig, attention: str, dtype: torch.dtype) -> PreTrainedModel:
-    """Build the model without allocating a byte of weights."""
+    """Build the model without allocating a byte of weights.
+
+    Raises:
+        UserError: It has buffers that nothing would fill: only ``restore_buffers`` does, and it knows rotary frequencies alone.
+    """
     config._attn_implementation = attention
     config.use_cache = False
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config).to(dtype)
+    rotary = {name for name, module in model.named_modules() if _is_rotary(module)}
+    if unknown := [name for name, _ in model.named_buffers() if name.rpartition(".")[0] not in rotary]:
+        raise UserError(
+            f"--model.path: {type(model).__name__} has buffers that are in no file of weights, and would be undefined "
+            f"({', '.join(unknown)}); such a model cannot be trained"
+        )
     model.train()
     return model
+
+
+def _is_rotary(module: nn.Module) -> bool:
+    return type(module).__name__.endswith("RotaryEmbedding")
 
 
 def freeze(model: nn.Module, groups: Sequence[str], *, whole: bool = False) -> None:
@@ -90,7 +104,7 @@ def freeze(model: nn.Module, groups: Sequence[str], *, whole: bool = False) -> N
 def restore_buffers(model: nn.Module, config: PreTrainedConfig, device: torch.device) -> None:
     """Recompute the rotary frequencies, which are in no state dict, on ``device``."""
     for name, module in list(model.named_modules()):
-        if type(module).__name__.endswith("RotaryEmbedding"):
+        if _is_rotary(module):
             model.get_submodule(name.rpartition(".")[0]).rotary_emb = type(module)(config).to(device)
 
 

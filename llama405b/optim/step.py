@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from llama405b.contract.errors import RunError
+from llama405b.contract.errors import RunError, UserError
+from llama405b.contract.phrases import counted
 from llama405b.distributed.collectives import all_reduce_sum
 from llama405b.model.batch import Batch
 from llama405b.optim.updater import Updater
@@ -19,6 +20,10 @@ class NonFiniteError(RunError):
 
 class SpikeError(RunError):
     """The loss of a step is far above the last ones', and the run is to stop then; the weights are still those of the previous step."""
+
+
+class NoGradientError(UserError):
+    """A step has targets, and a gradient of exactly 0; the weights are still those of the previous step."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -48,7 +53,7 @@ def train_step(
     ``lap`` is called with the name of each part as it ends: forward, backward, optimizer.
 
     Raises:
-        NonFiniteError: On every rank, before the weights change.
+        NonFiniteError, NoGradientError: On every rank, before the weights change.
     """
     n_targets = int(all_reduce_sum(torch.stack([passes.n_targets(batch) for batch in microbatches]).sum()))
     if n_targets == 0:
@@ -59,6 +64,12 @@ def train_step(
     if not (math.isfinite(norm) and math.isfinite(loss)):
         updater.zero_grad()
         raise NonFiniteError(f"loss {loss:.4g}, gradient norm {norm:.4g}")
+    if norm == 0:
+        updater.zero_grad()
+        raise NoGradientError(
+            f"--training: a step with {counted(n_targets, 'target')} and loss {loss:.4g} has a gradient of exactly 0: its loss "
+            "depends on no weight that is trained; see loss() in --training.extend, and the model's code"
+        )
     if refuses(loss):
         updater.zero_grad()
         return StepResult(loss, norm, n_targets, updated=False)

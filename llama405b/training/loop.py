@@ -17,7 +17,7 @@ from llama405b.distributed.step_timer import StepTimer
 from llama405b.extend import Moment
 from llama405b.model.host_inputs import HostInputs
 from llama405b.optim.adamw import lr_at, set_lr
-from llama405b.optim.step import NonFiniteError, SpikeError, StepResult, train_step
+from llama405b.optim.step import NoGradientError, NonFiniteError, SpikeError, StepResult, train_step
 from llama405b.optim.updater import Updater
 from llama405b.parallel.busy import BusyMeter
 from llama405b.parallel.passes import Passes
@@ -74,7 +74,7 @@ class Trainer:
         for step in self.steps:
             try:
                 metrics = self.one_step(step)
-            except (NonFiniteError, SpikeError):  # on every rank
+            except (NonFiniteError, NoGradientError, SpikeError):  # on every rank
                 self.checkpointer.finish()
                 raise
             busy_s = self.busy.seconds() if self.busy else None  # the step has waited for the device
@@ -134,6 +134,7 @@ class Trainer:
 
         Raises:
             NonFiniteError: Loss or gradient is not finite, and the run is to stop then, or one step after another would be left out.
+            NoGradientError: The gradient is exactly 0 although there are targets.
             SpikeError: The loss is far above the last ones', and the run is to stop then.
         """
         me, timer = self.context.me, StepTimer(self.context.me.device)

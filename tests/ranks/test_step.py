@@ -172,28 +172,31 @@ def test_each_unit_costs_what_it_must(tiny, tiny_tied):
     assert run_ranks(2, _count, tiny_tied) == [[(9, 5)] * 2] * 2
 
 
-def _poison(me, directory):
+def _poison(me, directory, factor, where):
     from llama405b.contract.schema import Optimizer, Parallel
     from llama405b.optim.build_updater import build_updater
-    from llama405b.optim.step import NonFiniteError, train_step
+    from llama405b.optim.step import NoGradientError, NonFiniteError, train_step
     from llama405b.parallel.passes import OneByOne
 
     module = _sharded(me, directory)
     updater = build_updater(module, Optimizer(), Parallel(), me.device)
     before = [p.to_local().clone() for p in module.parameters()]
-    if me.rank == 1:
-        module.model.norm.register_forward_hook(lambda *args: args[2] * float("nan"))
+    if me.rank in where:
+        module.model.norm.register_forward_hook(lambda *args: args[2] * factor)
     x, y = _batches()[0]
     try:
         train_step(OneByOne(module, me.dp.size), updater, [Batch(x[:3], y[:3])], max_norm=1.0)
-    except NonFiniteError as error:
+    except (NonFiniteError, NoGradientError) as error:
         same = all(torch.equal(b, p.to_local()) for b, p in zip(before, module.parameters(), strict=True))
-        return ("stopped", same, "nan" in str(error))
+        return type(error).__name__, same
     return "went on"
 
 
-def test_nan_on_one_rank_stops_all_before_the_weights_change(tiny):
-    assert run_ranks(2, _poison, tiny) == [("stopped", True, True)] * 2
+@pytest.mark.parametrize(
+    ("factor", "where", "said"), [(float("nan"), [1], "NonFiniteError"), (0.0, [0, 1], "NoGradientError")]
+)
+def test_nan_on_one_rank_or_no_gradient_stops_all_before_the_weights_change(tiny, factor, where, said):
+    assert run_ranks(2, _poison, tiny, factor, where) == [(said, True)] * 2
 
 
 def _masked(me, directory):
