@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import DefaultSavePlanner, SavePlanner
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from llama405b import extend
@@ -41,7 +42,7 @@ class Saved:
     digest: str  # of the manifest
     took_s: float
     stats: SnapshotStats
-    blocked_s: float = 0.0  # how long training waited for it
+    blocked_s: float = 0.0  # how long training waited for it, or was slower beside it
 
 
 class Saving:
@@ -121,8 +122,10 @@ class Saving:
             self.under_way.exception()
         self.blocked_s = time.monotonic() - began
 
-    def finish(self) -> Saved | UserError | None:
+    def finish(self, slowed_s: float = 0.0) -> Saved | UserError | None:
         """Wait for what was begun; returns it, or why it could not be written: then earlier checkpoints are untouched.
+
+        ``slowed_s``: how much longer the steps beside it took, in which updates may have waited for it.
 
         Older ones are deleted from now on, beside training: see ``pruned``.
 
@@ -136,7 +139,7 @@ class Saving:
         self.under_way = None
         try:
             saved = under_way.result()
-            blocked_s = self.blocked_s + saved.stats.waited_s + time.monotonic() - began
+            blocked_s = self.blocked_s + max(saved.stats.waited_s, slowed_s) + time.monotonic() - began
             return dataclasses.replace(saved, blocked_s=blocked_s)
         except UserError as error:
             self.store.refuse_if_taken()
@@ -197,8 +200,14 @@ class Saving:
         writer = SealingWriter(partial, self.me.rank, frozen)
         try:
             with without_crc():
-                dcp.save(state, storage_writer=writer, process_group=self.store.group)
+                dcp.save(
+                    state,
+                    storage_writer=writer,
+                    planner=DefaultSavePlanner(enable_plan_caching=True),
+                    process_group=self.store.group,
+                )
         except dcp.api.CheckpointException as failed:
+            forget_plans()
             causes = {rank: cause for rank, (cause, _) in sorted(failed.failures.items())}
             said = "; ".join(f"rank {rank}: {reason_of(cause)}" for rank, cause in causes.items())
             remedy = next(filter(None, map(remedy_of, causes.values())), "")
@@ -232,6 +241,17 @@ class Saving:
             evaluation_loss=reached.evaluation_loss,
             versions={name: importlib.metadata.version(name) for name in ("torch", "transformers")} | _extension(),
         )
+
+
+def forget_plans() -> None:
+    """Have the next save plan anew; all ranks do it at once.
+
+    A plan does not change in a run, so torch keeps that of the first save: 64 ranks' plans of 405B take rank 0 half a minute of
+    Python, in which its training stands still. After a save that failed, ranks could differ in what they keep.
+    """
+    for name, cache in vars(SavePlanner).items():
+        if name.startswith("_cached_"):
+            cache.clear()
 
 
 def _extension() -> dict[str, str]:

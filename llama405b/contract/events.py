@@ -51,4 +51,4 @@ class RunEvent:
     detail: str = ""  # for people; never parsed
     digest: str = ""  # SHA-256
     took_s: float = 0.0
-    blocked_s: float = 0.0  # of ``took_s``: how long training waited
+    blocked_s: float = 0.0  # of ``took_s``: how long training waited, or was slower

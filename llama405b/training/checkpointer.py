@@ -2,7 +2,9 @@
 
 import dataclasses
 import math
+import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -21,6 +23,7 @@ from llama405b.training.requests import AfterStep
 
 HURRY_S = 10.0  # within the least grace of a stop
 POLL_S = 0.5
+USUAL_STEPS = 20
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -63,6 +66,8 @@ class Checkpointer:
         self.loss = math.inf  # the evaluation loss of the save that is under way
         self.landed: list[Path] = []  # checkpoints, until somebody takes them
         self.failed = 0  # saves in a row
+        self.usual_s = deque[float](maxlen=USUAL_STEPS)  # of the last steps without a save beside them
+        self.slowed_s = 0.0  # by the save that is under way, over all steps beside it
         self.unsent = 0  # the rank, from 1, whose ``after_save`` failed when that was told last
 
     @property
@@ -162,6 +167,10 @@ class Checkpointer:
             return
         self.pending_requests += asked
         self.deferred = self.deferred or bool(wishes.save)
+        if step_s and self.step and self.usual_s:
+            self.slowed_s += step_s - statistics.median(self.usual_s)
+        elif step_s and not self.step:
+            self.usual_s.append(step_s)
         if self.step and (ending or wishes.best or not wishes.still_saving):
             self._give_up_after_failures(self.finish(), ending=ending)
         if ending or wishes.best or (self.deferred and not wishes.still_saving):
@@ -180,7 +189,7 @@ class Checkpointer:
         """
         if self.busy:
             self.context.phase(Phase.CHECKPOINT)
-        outcome = self.saving.finish()
+        outcome, self.slowed_s = self.saving.finish(self.slowed_s), 0.0
         step = self.step
         self.step = 0
         journal = self.context.journal

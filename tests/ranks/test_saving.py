@@ -128,7 +128,7 @@ class _Told:
     """A journal and a pulse that keep what they are told."""
 
     def __init__(self):
-        self.events, self.phases, self.lines = [], [], []
+        self.events, self.phases, self.lines, self.planned = [], [], [], []
 
     def log(self, line):
         self.lines.append(line)
@@ -142,6 +142,8 @@ class _Told:
 
 def _run(me, directory, root, every, fails_at=(), slow_s=0.0, steps=8, request_at=0, before_step=None):
     """Take steps as a trainer does; the disk is full while a step of ``fails_at`` is saved."""
+    from torch.distributed.checkpoint import default_planner
+
     from llama405b.checkpoint import writer as of_write
     from llama405b.contract.checkpoints import Reached
     from llama405b.contract.errors import UserError
@@ -164,7 +166,13 @@ def _run(me, directory, root, every, fails_at=(), slow_s=0.0, steps=8, request_a
             raise OSError(errno.ENOSPC, "No space left on device")
         return write(hashing, content)
 
-    of_write._Hashing.write = failing
+    plan = default_planner.create_default_global_save_plan
+
+    def planning(plans):
+        told.planned.append(saver.step)
+        return plan(plans)
+
+    of_write._Hashing.write, default_planner.create_default_global_save_plan = failing, planning
     error = ""
     for step in range(1, steps + 1):
         if before_step:
@@ -183,10 +191,11 @@ def _run(me, directory, root, every, fails_at=(), slow_s=0.0, steps=8, request_a
 
 
 def test_training_goes_on_after_a_save_that_failed(tiny, tmp_path):
-    for told, error, there in run_ranks(2, _run, tiny, tmp_path / "c", "2", (4,)):
+    for rank, (told, error, there) in enumerate(run_ranks(2, _run, tiny, tmp_path / "c", "2", (4,))):
         kinds = [(kind, step) for kind, step, *_ in told.events]
         assert kinds == [("saved", 2), ("not saved", 4), ("saved", 6), ("saved", 8)]
         assert "rank 1: No space left on device" in told.events[1][-1]
+        assert told.planned == ([] if rank else [2, 6])  # once, and again after a failure
         assert (error, there) == ("", ["step-00000006", "step-00000008"])
 
 
@@ -195,8 +204,10 @@ def _in_use_until_step_9(me, root, step):
     from llama405b.checkpoint import directory
 
     def in_use(path, ignore_errors=False):
-        next(path.glob("*.distcp")).unlink(missing_ok=True)
-        raise OSError(errno.ENOTEMPTY, "Directory not empty")
+        for file in [*path.glob("*.distcp")][:1]:
+            file.unlink()
+        if not ignore_errors:
+            raise OSError(errno.ENOTEMPTY, "Directory not empty")
 
     if step == 1:
         directory.shutil = types.SimpleNamespace(rmtree=in_use, copyfile=shutil.copyfile)

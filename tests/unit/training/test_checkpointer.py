@@ -25,10 +25,10 @@ class Disk:
     def begin(self, step, *_):
         self.step = step
 
-    def finish(self):
+    def finish(self, slowed_s):
         if self.step in self.fails:
             return UserError(FULL)
-        return Saved("c", "", 1.0, None)
+        return Saved("c", "", 1.0, None, slowed_s)
 
     def pruned(self):
         return "c: an old checkpoint cannot be deleted" if self.step else ""
@@ -68,3 +68,16 @@ def test_a_last_save_that_fails_is_no_refused_input():
 def test_what_could_not_be_deleted_is_said_unless_the_save_failed_too():
     lines, *_ = _train({2}, 3)
     assert [line.split(" ")[1] for line in lines] == ["c", "an", "2", "c", "an"]
+
+
+def test_what_steps_lose_beside_a_save_counts_as_waiting():
+    events = []
+    journal = types.SimpleNamespace(log=lambda _: None, event=lambda kind, **of: events.append((kind, of["blocked_s"])))
+    context = types.SimpleNamespace(journal=journal, log=journal.log, phase=lambda _: None)
+    saver = Checkpointer(Disk(()), None, None, Checkpoint(every="1"), context, restart_s=1.0)
+    for step, (step_s, saves, still_saving) in enumerate(
+        [(9.0, 0, 0), (2.0, 0, 0), (2.0, 1, 0), (5.0, 0, 1), (None, 0, 1), (4.0, 1, 0), (1.5, 0, 0), (2.0, 0, 0)], 1
+    ):
+        wishes = AfterStep(save=saves, still_saving=still_saving)
+        saver.after_step(step, wishes, [], Reached(0), ending=False, step_s=step_s)
+    assert events == [("saved", 3.0 + 2.0), ("saved", -0.5)]  # which is less than any wait
