@@ -45,6 +45,7 @@ def main(argv: Sequence[str]) -> int:
             signal.signal(signal.SIGUSR1, lambda *_: sys.exit(GOOD))  # a stop ends it at once: there is nothing to save
             refuse_trained(run)
         heartbeat = HeartbeatWriter(run, ranks.place())
+        ranks.record_flights(run.flight(ranks.place().rank))
         me = ranks.join(asked.config.parallel.device, asked.config.timeouts.load)
         extend.use(asked.config.training.extend)
         config = choose_for_ranks(asked.config, asked.preset, me)

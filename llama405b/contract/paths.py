@@ -32,6 +32,8 @@ Every file has one writer. ``HOST`` is a name from the hosts file, ``N`` a rank:
     checkpoints/lease-<8 digits>.json   rank 0     who may write there (``checkpoints.Lease``); the highest number counts
     events/WRITER.jsonl              that writer   one ``RunEvent`` per line: rank-0, copies-HOST, and guard (on its machine)
     requests/ID.json                 agent         a ``RunRequest``, on the head
+    flight/rank-N.pipe               NCCL          any byte written there makes it write what its flight recorder has
+    flight/rank-N                    NCCL          the last collectives of rank N, pickled by torch: at a timeout, or when asked
     diagnosis/WHAT-rank-N-step-S.*   rank N        profiles, memory and stacks, on request
     autopsy/TIME/                    autopsy, guard  ``report.txt``, ``stacks.txt`` and what each HOST saw (on the machine that asked)
     black-box/TIME-VERDICT.gz        cluster-top    the ten minutes around an incident, for --replay (on the machine that it ran on)
@@ -114,6 +116,7 @@ class RunDir:
     tracking = _Below("tracking")
     tracking_lock = _BelowEach("tracking/{}.lock")
     sent = _BelowEach("tracking/{}.json")
+    flight = _BelowEach("flight/rank-{}")  # torch adds .pipe
     autopsies = _Below("autopsy")
     black_box = _Below("black-box")
     report = _Below("report.html")

@@ -5,10 +5,13 @@ runner sets each host's first rank (``LLAMA405B_FIRST_RANK``), because the c10d 
 and process id.
 """
 
+import contextlib
 import dataclasses
 import datetime
 import os
 import socket
+from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -58,7 +61,7 @@ class Rank:
 
 
 # What torch reads when CUDA and NCCL begin, unless the user has set it: less fragmentation; and when a collective times out,
-# a record of the last ones (in /tmp, where torch puts it).
+# a record of the last ones (where ``record_flights`` says).
 CUDA_ENV = {
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",
     "TORCH_FR_BUFFER_SIZE": "2000",
@@ -68,6 +71,7 @@ BESIDE = "beside training"  # the description of a group that keeps the timeout 
 OLDER = {  # names that users may have set, and of which torch warns
     "PYTORCH_ALLOC_CONF": "PYTORCH_CUDA_ALLOC_CONF",
     "TORCH_FR_BUFFER_SIZE": "TORCH_NCCL_TRACE_BUFFER_SIZE",
+    "TORCH_FR_DUMP_TEMP_FILE": "TORCH_NCCL_DEBUG_INFO_TEMP_FILE",
 }
 
 
@@ -99,9 +103,7 @@ def join(device: str, timeout_s: int) -> Rank:
         raise UserError("--parallel.device: cuda was requested, but torch sees no GPU; use cpu, or fix the driver")
     me = place(cuda=cuda and device != "cpu")
     if me.on_gpu:
-        for name, value in CUDA_ENV.items():
-            if OLDER.get(name, name) not in os.environ:
-                os.environ.setdefault(name, value)
+        set_unless_set(CUDA_ENV)
         torch.cuda.set_device(me.device)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if me.on_gpu else "gloo",
@@ -112,6 +114,28 @@ def join(device: str, timeout_s: int) -> Rank:
         device_id=me.device if me.on_gpu else None,  # or each peer of a send gets an NCCL communicator of its own
     )
     return me
+
+
+def set_unless_set(variables: Mapping[str, str]) -> None:
+    """Set variables of the environment that the user has not set, by these or their older names."""
+    for name, value in variables.items():
+        if OLDER.get(name, name) not in os.environ:
+            os.environ.setdefault(name, value)
+
+
+def record_flights(record: Path) -> None:
+    """Have NCCL's flight recorder write to ``record``, which ends in this rank's number, also when a byte is written to its pipe beside it.
+
+    Call it before ``join``. torch ends a process that cannot make its pipe, so where a filesystem has none it is not asked to.
+    """
+    if not torch.cuda.is_available():
+        return
+    stem, pipe = str(record)[: -len(str(place().rank))], Path(f"{record}.pipe")
+    with contextlib.suppress(OSError):
+        record.parent.mkdir(parents=True, exist_ok=True)
+        pipe.unlink(missing_ok=True)
+        os.mkfifo(pipe)  # which torch makes again
+        set_unless_set({"TORCH_NCCL_DEBUG_INFO_PIPE_FILE": stem, "TORCH_FR_DUMP_TEMP_FILE": stem})
 
 
 def place(*, cuda: bool = False) -> Rank:

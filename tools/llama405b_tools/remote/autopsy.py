@@ -55,6 +55,7 @@ KERNEL_WORDS = re.compile(
 )
 LAST_STEPS = 50
 LAST_LINES, LAST_BYTES = 8, 1 << 14  # of each rank's output
+FLIGHT_S = 4.0  # until NCCL's flight recorder has written
 RAS_PORT, RAS_S, RAS_BYTES = 28028, 3.0, 1 << 18  # of NCCL's RAS, which a process of each host serves
 
 
@@ -164,7 +165,9 @@ def _around(run: RunDir, plan: Plan, node: Node) -> Surroundings:
         disks=_disks([run.path, checkpoints_of(run, plan)]),
         kernel=_kernel(time.time()),
         nccl=_nccl_ras(),
-        flight_records=_flight_records(plan.created),
+        flight_records=flight_records(
+            [run.flight(node.first_rank + number) for number in range(node.slots)], plan.created
+        ),
     )
 
 
@@ -263,14 +266,28 @@ def _nccl_ras() -> str:
     return said.decode("utf-8", "replace")
 
 
-def _flight_records(since: float) -> tuple[str, ...]:
-    """Return the files that NCCL's flight recorder has written here since a time, where torch puts them unless it is told otherwise."""
-    form = os.environ.get(
-        "TORCH_FR_DUMP_TEMP_FILE", os.environ.get("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "/tmp/nccl_trace_rank_")
-    )
-    found = []
-    for path in Path(form).parent.glob(f"{Path(form).name}*"):
+def flight_records(records: Sequence[Path], since: float) -> tuple[str, ...]:
+    """Have NCCL's flight recorder of each rank here write what it has; returns the files of this attempt, of timeouts as well.
+
+    torch looks at its pipe about every second. Without a reader, where the rank has ended or NCCL is not there, nothing is waited for.
+    """
+    asked_at, asked = time.time(), []
+    for record in records:
         with contextlib.suppress(OSError):
-            if path.stat().st_mtime >= since:
-                found.append(str(path))
-    return tuple(sorted(found))
+            pipe = os.open(f"{record}.pipe", os.O_WRONLY | os.O_NONBLOCK)
+            try:
+                os.write(pipe, b"1")
+                asked.append(record)
+            finally:
+                os.close(pipe)
+    until = time.monotonic() + FLIGHT_S
+    while time.monotonic() < until and not all(_written(record) >= asked_at for record in asked):
+        time.sleep(0.1)
+    return tuple(str(record) for record in records if _written(record) >= since)
+
+
+def _written(record: Path) -> float:
+    """Return when a file was written; 0: never."""
+    with contextlib.suppress(OSError):
+        return record.stat().st_mtime
+    return 0.0
