@@ -14,7 +14,7 @@ from llama405b import __version__
 from llama405b.contract.errors import UserError
 from llama405b.contract.files import write_json
 from llama405b.contract.phrases import reason_of
-from llama405b.contract.probes import Probe, ProbeResult
+from llama405b.contract.probes import OPEN, Probe, ProbeResult
 from llama405b.contract.reader import Json
 
 FORMAT = 1
@@ -51,7 +51,7 @@ def check_bundle(path: Path | None, *, with_host_names: bool) -> None:
 
 
 def write_bundle(
-    path: Path, results: Sequence[ProbeResult], tests: Iterable[Probe], date: str, hosts: Sequence[str], *, named: bool
+    path: Path, results: Sequence[ProbeResult], tests: Sequence[Probe], date: str, hosts: Sequence[str], *, named: bool
 ) -> None:
     """Write the file; ``hosts``: names that become ``host-1`` and so on, unless ``named``.
 
@@ -64,6 +64,7 @@ def write_bundle(
         "llama405b": __version__,
         "date": date,
         "without_result": [probe.value for probe in tests if probe not in known],
+        "expected": {probe.value: OPEN[probe].expected for probe in tests if probe in OPEN},
         "results": [json.loads(json.dumps(dataclasses.asdict(result))) for result in results],
     }
     nodes = [result.software.node for result in results if result.software]

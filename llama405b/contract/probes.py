@@ -43,12 +43,53 @@ class Probe(enum.StrEnum):
     HOST_LINKS = "host-links"
     RATES = "rates"
     KNOBS = "knobs"
+    COMMS = "comms"
+    FSDP_COPIES = "fsdp-copies"
+    ROUNDING = "rounding"
+    TOKENS = "tokens"
+    HOG = "hog"
+    PACKED_FAST = "packed-fast"
+    PLANNING = "planning"
+    STREAMS = "streams"
+    HANG = "hang"
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Question:
+    """What one GPU can decide, and nothing else here has."""
+
+    limit_s: int  # of its process
+    expected: str  # on an H100 of 80 GB, written on 2026-11-27, before any GPU ran it
+    decides: str
+    lacks: str  # what a CPU does not show of it
+
+
+OPEN = {  # the most valuable first
+    Probe.COMMS: Question(30, "0.5 to 0.6 GB without a communicator, 0.1 to 0.6 more with each",
+        "above 2 GB with four, `plan` counts communicators by mesh", "memory"),
+    Probe.FSDP_COPIES: Question(40, "copy out 4.2 ms, chunk cat 6.3 ms, of a step of 405B 1.9 s",
+        "above 2.5 s, each parameter is gathered in place", "the GPU's rate"),
+    Probe.ROUNDING: Question(60, "on the GPU fp32 0.011, bf16 0.006, bf16-stochastic 0.4; on the CPU, over its cores, 0.22, 0.15, 2 to 5",
+        "whether bf16-stochastic needs a kernel of its own", "the GPU's"),
+    Probe.TOKENS: Question(150, "forward and backward of bf16 with 8192 0.108 and 0.30, 4096 0.055 and 0.155, 2048 0.030 and 0.085; "
+        "fused 4 % less; fp8 with 8192 0.070 and 0.21, 4096 0.042 and 0.12",
+        "what FP8 costs beside tokens: above 4 ms, weights are gathered in FP8; the plan's FP8 at 4,096 tokens", "405B's width; FP8"),
+    Probe.HOG: Question(60, "13.5 ms; with 8 busy 6 % more, 16 13 %, 24 20 %, 32 27 %",
+        "the plan's interference, 0.4 or 0.2; whether NCCL_MAX_CTAS of 8 or 16 is worth slower collectives", "anything busy"),
+    Probe.PACKED_FAST: Question(110, "losses within 1e-2, 1 to 3 recompilations each",
+        "whether FP8, which needs compiled layers, starts with packed documents at all", "varlen attention; compiled layers; FP8"),
+    Probe.PLANNING: Question(60, "alone 0.5 s, beside it 1.5 to 10 times as long",
+        "what `plan` says that a first save makes training wait", "64 ranks"),
+    Probe.STREAMS: Question(60, "8 and 32 within 2 %, 1 at least 15 % longer",
+        "CUDA_DEVICE_MAX_CONNECTIONS, which the trainer would set, and of which doctor would warn", "queues"),
+    Probe.HANG: Question(40, "1 pipe, more than 10 kB within 5 s", "whether the autopsy of a hang can name the collective", "NCCL"),
+}  # fmt: skip
 DEEP = (Probe.PRODUCTS, Probe.HOST_LINKS, Probe.COLLECTIVES)  # those of doctor --deep
-TESTS = tuple(probe for probe in Probe if probe not in (Probe.PRODUCTS, Probe.HOST_LINKS, Probe.RATES, Probe.KNOBS))
+TESTS = tuple(
+    probe for probe in Probe if probe not in (Probe.PRODUCTS, Probe.HOST_LINKS, Probe.RATES, Probe.KNOBS, *OPEN)
+)
 WHOLE_RUNS = (Probe.ACCUMULATION, Probe.RESUME, Probe.PACKED, Probe.RANK0, Probe.FSDP1, Probe.EVALUATION)
-ONE_RANK_ONLY = (Probe.UPDATE, Probe.LAYER_NONE, Probe.LAYER_OPTIMIZER, Probe.LAYER_ALL, *WHOLE_RUNS)
+ONE_RANK_ONLY = (Probe.UPDATE, Probe.LAYER_NONE, Probe.LAYER_OPTIMIZER, Probe.LAYER_ALL, *WHOLE_RUNS, *OPEN)
 GPU_ONLY = (Probe.FSDP1,)  # torch has none for the CPU
 MESHES = (Probe.TP, Probe.CP, Probe.PP, Probe.HSDP)
 MANY_RANKS_ONLY = (Probe.COLLECTIVES, *MESHES, Probe.HOST_LINKS)
@@ -61,6 +102,7 @@ ABOUT_S = {
     Probe.LAYER_ALL: 35, Probe.HIDING: 95, Probe.EXACT: 55, Probe.TP: 40, Probe.CP: 40, Probe.PP: 40, Probe.HSDP: 40,
     Probe.ACCUMULATION: 30, Probe.RESUME: 25, Probe.PACKED: 35, Probe.RANK0: 25, Probe.FSDP1: 25, Probe.EVALUATION: 25,
     Probe.PRODUCTS: 25, Probe.HOST_LINKS: 60, Probe.RATES: 60, Probe.KNOBS: 300,
+    **dict.fromkeys(OPEN, 20),
 }  # fmt: skip
 ONE_HOLDS_ALL = "here one rank holds all states of a layer; in a run each has a part, so that this alone stops nothing"
 ADVICE = {  # where a test fails
@@ -195,11 +237,14 @@ def line_of(result: ProbeResult) -> str:
     if result.skipped:
         return f"{result.probe:13} skipped: {result.why}; run it alone with --tests {result.probe}"
     if result.fault:
-        return f"{result.probe:13} FAILED after {result.seconds:.0f} s: {result.why}; {ADVICE[result.probe]}"
+        return f"{result.probe:13} FAILED after {result.seconds:.0f} s: {result.why}; {ADVICE.get(result.probe, 'report it')}"
     if result.probe is Probe.KNOBS:
         return f"{result.probe:13} passed, {result.seconds:.0f} s\n\n" + "\n".join(table_of(result.figures)) + "\n"
     figures = ", ".join(f"{each.name} {each.value:.3g} {each.unit}".rstrip() for each in result.figures)
-    return f"{result.probe:13} passed, {result.seconds:.0f} s: {figures}"
+    question, passed = OPEN.get(result.probe), f"{result.probe:13} passed, {result.seconds:.0f} s: {figures}"
+    if question and result.device == "cpu":
+        return f"{passed}; a CPU does not show: {question.lacks}"
+    return f"{passed}; expected: {question.expected}; decides: {question.decides}" if question else passed
 
 
 def table_of(figures: Iterable[Figure]) -> list[str]:
@@ -292,7 +337,10 @@ class Log:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``bench``."""
     parser.add_argument(
-        "--tests", default=",".join(TESTS), help=f"which to run, in this order: {', '.join(TESTS)} [all]; or knobs"
+        "--tests",
+        default=",".join(TESTS),
+        help=f"which to run, in this order: {', '.join(TESTS)} [all]; or knobs, or open, "
+        f"what one GPU can still decide, the most valuable first: {', '.join(OPEN)}",
     )
     parser.add_argument("--out", type=Path, default=Path("bench"), help="directory of the results [bench]")
     parser.add_argument(
@@ -316,10 +364,10 @@ def chosen(text: str) -> list[Probe]:
     Raises:
         UserError: One is unknown, or none is named.
     """
-    names = [name for name in text.split(",") if name]
+    names = [name for part in text.split(",") for name in (OPEN if part == "open" else [part]) if name]
     for name in names:
-        if name not in (*TESTS, Probe.KNOBS):
+        if name not in (*TESTS, Probe.KNOBS, *OPEN):
             raise UserError(f"--tests: {name!r} is not a test{did_you_mean(name, TESTS)}; use {', '.join(TESTS)}")
     if not names:
         raise UserError(f"--tests: none is named; use {', '.join(TESTS)}")
-    return [probe for probe in (*TESTS, Probe.KNOBS) if probe in names]
+    return [probe for probe in (*TESTS, Probe.KNOBS, *OPEN) if probe in names]

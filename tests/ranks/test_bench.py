@@ -16,8 +16,9 @@ import pytest
 from benchmarks import load as bench_load
 from benchmarks.pairs import ratio_of
 from conftest import ROOT
-from llama405b.commands.probes.runs import _agree
-from llama405b.contract.probes import ABOUT_S, MANY_RANKS_ONLY, MESHES, TESTS, WHOLE_RUNS, Probe
+from llama405b.commands.probes import open_questions
+from llama405b.commands.probes.runs import agree
+from llama405b.contract.probes import ABOUT_S, MANY_RANKS_ONLY, MESHES, OPEN, TESTS, WHOLE_RUNS, Probe
 from ops_rig import benchmark, wait_for
 from ranks_rig import run_ranks
 
@@ -45,6 +46,11 @@ def test_every_way_of_loading_a_gigabyte_is_measured(tmp_path):
 
 
 BY_PROCESS = (Probe.START, Probe.COPIES)
+BY_HAND = (
+    Probe.PACKED_FAST,
+    Probe.STREAMS,
+    Probe.HANG,
+)  # which start the trainer, or PyTorch, within limits of an idle machine
 
 
 def test_each_test_of_a_host_passes_in_a_process_of_its_own(tmp_path, warm_cli):
@@ -74,11 +80,22 @@ def test_one_rank_passes_every_other_test(tmp_path):
     [results] = run_ranks(
         1,
         _measured,
-        [*(test for test in TESTS if test not in (*BY_PROCESS, *WHOLE_RUNS, *MANY_RANKS_ONLY)), Probe.KNOBS],
+        [
+            test
+            for test in (*TESTS, Probe.KNOBS, *OPEN)
+            if test not in (*BY_PROCESS, *BY_HAND, *WHOLE_RUNS, *MANY_RANKS_ONLY)
+        ],
     )
     assert [(result.probe, result.fault) for result in results if result.fault] == []
     named = {figure.name for result in results for figure in result.figures}
-    assert {"runs that agree", "hidden / bound", "forward", "down", "fsdp2, all of them: step"} <= named
+    expected = {"runs that agree", "hidden / bound", "forward", "down", "fsdp2, all of them: step"}
+    assert expected | {"copy out", "cpu bf16-stochastic", "fused 64: forward", "0 busy", "beside / alone"} <= named
+
+
+def test_a_part_of_a_test_runs_in_a_process_of_its_own():
+    [step] = open_questions.streams("cpu")
+    assert step.name == "8 queues: step"
+    assert step.value > 0
 
 
 def test_two_ranks_learn_the_same_on_each_axis():
@@ -135,13 +152,13 @@ def test_a_whole_run_ends_with_its_probe(tmp_path, forks):
 
 
 def test_runs_that_differ_or_end_early_are_told():
-    assert _agree({"a": {1: 2.0, 2: 1.0}, "b": {2: 1.0005}}, 1e-3)[0].value == 2
+    assert agree({"a": {1: 2.0, 2: 1.0}, "b": {2: 1.0005}}, 1e-3)[0].value == 2
     with pytest.raises(RuntimeError, match=r"step 2 has loss 1\.100000 with b, but 1\.000000 with a"):
-        _agree({"a": {1: 2.0, 2: 1.0}, "b": {1: 2.0, 2: 1.1}}, 1e-3)
+        agree({"a": {1: 2.0, 2: 1.0}, "b": {1: 2.0, 2: 1.1}}, 1e-3)
     with pytest.raises(RuntimeError, match="step 2 has loss nan"):
-        _agree({"a": {2: 1.0}, "b": {2: float("nan")}}, 1e-3)
+        agree({"a": {2: 1.0}, "b": {2: float("nan")}}, 1e-3)
     with pytest.raises(RuntimeError, match="b ended after step 1, a after 2"):
-        _agree({"a": {1: 2.0, 2: 1.0}, "b": {1: 2.0}}, 1e-3)
+        agree({"a": {1: 2.0, 2: 1.0}, "b": {1: 2.0}}, 1e-3)
 
 
 def test_all_tests_of_a_gpu_fit_into_their_time():

@@ -6,6 +6,7 @@ them in their own processes, and a probe that fails ends them all.
 
 import ctypes
 import dataclasses
+import functools
 import multiprocessing as mp
 import os
 import signal
@@ -18,16 +19,17 @@ from pathlib import Path
 import torch
 
 from llama405b.capacity.run_shape import RunShape
-from llama405b.commands.probes import host, links, meshes, steps
+from llama405b.commands.probes import host, links, meshes, open_questions, steps
 from llama405b.commands.probes.knobs import knobs
 from llama405b.commands.probes.rates import rates
-from llama405b.commands.probes.runs import RUNS
+from llama405b.commands.probes.runs import RUNS, in_a_directory
 from llama405b.commands.probes.software import allocator_stats, software
 from llama405b.contract.errors import FAILED, GOOD
 from llama405b.contract.probes import (
     ABOUT_S,
     GPU_ONLY,
     LINKS,
+    OPEN,
     Figure,
     Probe,
     ProbeResult,
@@ -57,7 +59,21 @@ PROBES: dict[Probe, Callable[[Rank], list[Figure]]] = {
     Probe.PRODUCTS: host.products,
     Probe.HOST_LINKS: links.host_links,
     Probe.KNOBS: knobs,
+    Probe.COMMS: open_questions.comms,
+    Probe.FSDP_COPIES: open_questions.fsdp_copies,
+    Probe.ROUNDING: open_questions.rounding,
+    Probe.TOKENS: open_questions.tokens,
+    Probe.HOG: open_questions.hog,
+    Probe.PLANNING: open_questions.planning,
 }
+ALONE: dict[Probe, Callable[[str], list[Figure]]] = (
+    RUNS
+    | {  # what makes processes of its own, before this one has touched the GPU
+        Probe.PACKED_FAST: functools.partial(in_a_directory, open_questions.packed_fast),
+        Probe.STREAMS: open_questions.streams,
+        Probe.HANG: open_questions.hang,
+    }
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -79,7 +95,7 @@ class Options:
     def measure(self, probe: Probe, me: Rank | None) -> list[Figure]:
         """Run one probe; ``me``: None for whole runs, whose ranks join by themselves."""
         if me is None:
-            return RUNS[probe](self.device)
+            return ALONE[probe](self.device)
         if probe is not Probe.RATES:
             return PROBES[probe](me)
         assert self.load
@@ -124,7 +140,8 @@ def _alone(probe: Probe, deadline: float, options: Options) -> ProbeResult:
     left, began = deadline - time.monotonic(), time.monotonic()
     if left < _least_s(probe, options.device != "cpu" and torch.cuda.is_available()):
         return ProbeResult(probe, 1, 1, skipped=True)
-    limit_s = min(left, max(TIMEOUT_S, SLOWEST * ABOUT_S[probe]))
+    usual_s = max(TIMEOUT_S, SLOWEST * ABOUT_S[probe])
+    limit_s = min(left, OPEN[probe].limit_s if probe in OPEN else usual_s)
     context = mp.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
     child = context.Process(target=_in_child, args=(probe, theirs, options), daemon=True)
@@ -158,7 +175,7 @@ def _in_child(probe: Probe, results: Connection, options: Options) -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or cuBLAS is not deterministic
     began = time.monotonic()
     try:
-        me = None if probe in RUNS else options.join()
+        me = None if probe in ALONE else options.join()
     except Exception as error:  # noqa: BLE001 - whatever the driver says
         results.send(ProbeResult(probe, 1, 1, seconds=time.monotonic() - began, fault=_said(error)))
         return

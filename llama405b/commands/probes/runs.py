@@ -94,7 +94,7 @@ def _be(argv: Sequence[str], log: Path, parent: int) -> NoReturn:
     os._exit(1)
 
 
-def _agree(losses: Mapping[str, Losses], tolerance: float) -> list[Figure]:
+def agree(losses: Mapping[str, Losses], tolerance: float) -> list[Figure]:
     """Compare the losses of runs with the first one's, where both took a step.
 
     Raises:
@@ -119,27 +119,28 @@ def accumulation(runs: Runs) -> list[Figure]:
     """Two micro-batches, in each place of the states."""
     places = ("none", "optimizer", "all")
     losses = {place: runs.train(place, parallel__offload=place, training__global_batch_size=4) for place in places}
-    return _agree(losses, TOLERANCE)
+    return agree(losses, TOLERANCE)
 
 
 def resume(runs: Runs) -> list[Figure]:
     """A save beside training, and a resume from it, where the states are on the GPU: they are copied to pinned memory."""
     whole = runs.train("saved", checkpoint__every=SAVED, checkpoint__keep=STEPS)
     checkpoint = runs.directory / "saved" / "checkpoints" / f"step-{SAVED:08d}"
-    return _agree({"no stop": whole, "a resume": runs.train("resumed", str(checkpoint))}, TOLERANCE)
+    return agree({"no stop": whole, "a resume": runs.train("resumed", str(checkpoint))}, TOLERANCE)
 
 
 def packed(runs: Runs) -> list[Figure]:
     """Documents that share sequences and do not see each other: by a mask, and by the kernel that is chosen here."""
-    paths = _short_documents(runs.directory / "short.jsonl")
+    paths = short_documents(runs.directory / "short.jsonl")
     losses = {
         name: runs.train(f"packed-{name}", model__attention=name, data__paths=paths)
         for name in ("eager", "sdpa", "auto")
     }
-    return _agree(losses, BF16_TOLERANCE)
+    return agree(losses, BF16_TOLERANCE)
 
 
-def _short_documents(path: Path) -> Path:
+def short_documents(path: Path) -> Path:
+    """Write documents of which several share a sequence."""
     words = ["the", "quick", "brown", "fox", "jumps", "over", "the", "lazy", "dog", "and", "runs", "away"]
     lines = [f'{{"text": "{" ".join(words[i % 7 :] * (1 + i % 9))}"}}' for i in range(400)]
     path.write_text("\n".join(lines))
@@ -148,26 +149,27 @@ def _short_documents(path: Path) -> Path:
 
 def rank0(runs: Runs) -> list[Figure]:
     """Weights that rank 0 reads and sends, instead of each rank its own part."""
-    return _agree({load: runs.train(load, model__load=load) for load in ("local", "rank0")}, TOLERANCE)
+    return agree({load: runs.train(load, model__load=load) for load in ("local", "rank0")}, TOLERANCE)
 
 
 def fsdp1(runs: Runs) -> list[Figure]:
     """FSDP1 beside FSDP2."""
-    return _agree({fsdp: runs.train(fsdp, parallel__strategy=fsdp) for fsdp in ("fsdp2", "fsdp1")}, BF16_TOLERANCE)
+    return agree({fsdp: runs.train(fsdp, parallel__strategy=fsdp) for fsdp in ("fsdp2", "fsdp1")}, BF16_TOLERANCE)
 
 
 def evaluation(runs: Runs) -> list[Figure]:
     """Evaluations between steps, which must not change them."""
-    return _agree({f"one every {n}": runs.train(f"evaluated-{n}", evaluation__every=n) for n in (STEPS, 1)}, TOLERANCE)
+    return agree({f"one every {n}": runs.train(f"evaluated-{n}", evaluation__every=n) for n in (STEPS, 1)}, TOLERANCE)
 
 
-def _in_a_directory(probe: Callable[[Runs], list[Figure]], device: str) -> list[Figure]:
+def in_a_directory(probe: Callable[[Runs], list[Figure]], device: str) -> list[Figure]:
+    """Run a probe in a directory that is deleted afterwards."""
     with tempfile.TemporaryDirectory(prefix="llama405b-bench-") as directory:
         return probe(Runs(Path(directory), device))
 
 
 RUNS: dict[Probe, Callable[[str], list[Figure]]] = {
-    probe: functools.partial(_in_a_directory, run)
+    probe: functools.partial(in_a_directory, run)
     for probe, run in (
         (Probe.ACCUMULATION, accumulation),
         (Probe.RESUME, resume),

@@ -6,7 +6,7 @@ import pytest
 
 from llama405b.contract import bundle
 from llama405b.contract.errors import UserError
-from llama405b.contract.probes import Figure, Probe, ProbeResult, Software
+from llama405b.contract.probes import OPEN, Figure, Probe, ProbeResult, Software
 
 FAULT = (
     "RuntimeError: gpu-1.example.org: connect to 10.1.2.3 and fe80::1:2:3:4%eth0 from bob@gpu-1 failed; /home/ann/model is not there; "
@@ -28,7 +28,7 @@ RESULT = ProbeResult(
 
 def _written(path, **how):
     hosts = ["gpu-1", "gpu-1.example.org", "gpu-10"]
-    bundle.write_bundle(path, [RESULT], [Probe.START, Probe.COPIES], "2026-11-25", hosts, **how)
+    bundle.write_bundle(path, [RESULT], [Probe.START, Probe.COPIES, Probe.HOG], "2026-11-25", hosts, **how)
     return json.loads(path.read_text())
 
 
@@ -38,7 +38,8 @@ def test_it_has_figures_versions_the_allocator_and_what_failed(tmp_path):
     assert (result["device"], result["torch"], result["software"]["driver"]) == ("NVIDIA H100", "2.13.0", "580.82")
     assert result["allocator"] == {"num_ooms": 1}
     assert result["figures"][0]["value"] == 3.5
-    assert found["without_result"] == ["copies"]
+    assert found["without_result"] == ["copies", "hog"]
+    assert found["expected"] == {"hog": OPEN[Probe.HOG].expected}
     assert "RuntimeError" in result["fault"]
 
 

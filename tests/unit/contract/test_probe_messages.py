@@ -18,6 +18,19 @@ def test_tests_run_in_their_order():
             probes.chosen(text)
 
 
+def test_what_is_open_is_asked_in_its_order_and_told_beside_what_was_expected():
+    assert probes.chosen("open") == list(probes.OPEN) == probes.chosen(",".join(probes.OPEN))
+    assert probes.chosen("hang,start,hog") == [Probe.START, Probe.HOG, Probe.HANG]
+    found = dataclasses.replace(ON_GPU, probe=Probe.HOG, figures=(Figure("8 busy", 14.4, "ms"),))
+    asked = probes.OPEN[Probe.HOG]
+    assert probes.line_of(found) == (
+        f"hog           passed, 32 s: 8 busy 14.4 ms; expected: {asked.expected}; decides: {asked.decides}"
+    )
+    on_cpu = probes.line_of(dataclasses.replace(found, device="cpu"))
+    assert on_cpu.endswith("8 busy 14.4 ms; a CPU does not show: anything busy")
+    assert probes.line_of(dataclasses.replace(found, fault="no Triton")).endswith("no Triton; report it")
+
+
 def test_every_probe_is_described():
     assert set(probes.ABOUT_S) == set(Probe)
     assert set(probes.ADVICE) == set(probes.PROVES) == {*probes.TESTS, Probe.KNOBS}

@@ -1,0 +1,248 @@
+"""What a few minutes of one GPU can decide: each probe is beside what was expected, and what follows, in ``contract.probes.OPEN``.
+
+On a CPU each goes as far as it can, with small shapes; what that does not show is there, too.
+"""
+
+import functools
+import json
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties
+from torch.distributed.checkpoint.planner import MetadataIndex, SavePlan, TensorWriteData, WriteItem, WriteItemType
+
+from llama405b.commands.probes.runs import BF16_TOLERANCE, Runs, agree, short_documents
+from llama405b.commands.probes.steps import STEPS, Workload, take_steps
+from llama405b.commands.probes.timing import GB, best_s
+from llama405b.contract.paths import RunDir
+from llama405b.contract.probes import Figure
+from llama405b.contract.schema import Model, Parallel
+from llama405b.data.parent_watch import end_with
+from llama405b.distributed import ranks
+from llama405b.distributed.ranks import Rank
+from llama405b.model import compiling, fp8
+from llama405b.optim.adamw import Settings, update_adamw
+from llama405b.optim.stochastic import Elements
+
+RANKS = 64  # of the run that is asked about: 405B
+HIDDEN, INTERMEDIATE, LAYERS, TENSORS = 16384, 53248, 126, 4500
+FLIGHT_S = 20.0
+
+
+def comms(me: Rank) -> list[Figure]:
+    """Measure what CUDA takes of the GPU's memory, and then 1 to 4 communicators."""
+    x, figures = torch.ones(1 << 20, device=me.device), []
+    for count in range(5):
+        if count:
+            dist.all_reduce(x, group=dist.new_group([0]) if count > 1 else None)
+        if me.on_gpu:
+            torch.cuda.synchronize()
+            free, whole = torch.cuda.mem_get_info()
+            figures.append(Figure(f"{count} communicators", (whole - free - torch.cuda.memory_reserved()) / GB, "GB"))
+    return figures
+
+
+def fsdp_copies(me: Rank) -> list[Figure]:
+    """Time FSDP2's own copies of a layer of 405B on 64 ranks: out of what was gathered, and gradients before their reduce-scatter."""
+    h, f = (HIDDEN, INTERMEDIATE) if me.on_gpu else (16 * RANKS, 2 * RANKS)
+    shapes = [(h, h), (h // 16, h), (h // 16, h), (h, h), (f, h), (f, h), (h, f)]
+    each = [rows * columns // RANKS for rows, columns in shapes]
+    gathered = torch.empty(RANKS, sum(each), dtype=torch.bfloat16, device=me.device)
+    weights = [gathered.new_empty(RANKS, size) for size in each]
+    out_s = best_s(me, lambda: torch.split_with_sizes_copy(gathered, each, dim=1, out=weights))
+    gradients = [weight.view(shape) for weight, shape in zip(weights, shapes, strict=True)]
+    flat = torch.empty(RANKS, sum(each), device=me.device)
+    cat_s = best_s(me, lambda: torch._chunk_cat(gradients, dim=0, num_chunks=RANKS, out=flat))
+    of_405b = Figure("of a step of 405B", LAYERS * (2 * out_s + cat_s), "s")
+    return [Figure("copy out", 1e3 * out_s, "ms"), Figure("chunk cat", 1e3 * cat_s, "ms"), of_405b]
+
+
+def rounding(me: Rank) -> list[Figure]:
+    """Time AdamW by numerics, on this rank's threads and on its GPU."""
+    figures, settings = [], Settings(1e-5, (0.9, 0.95), 0.1, 1e-8)
+    for device, count in {"cpu": 1 << 22, me.device.type: 1 << (29 if me.on_gpu else 22)}.items():
+        for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16), ("bf16-stochastic", torch.bfloat16)):
+            weight = torch.nn.Parameter(torch.zeros(count, device=device, dtype=dtype))
+            gradient = torch.ones_like(weight.data)
+            moments = {part: torch.zeros_like(gradient) for part in ("exp_avg", "exp_avg_sq")}
+            state = {"step": torch.zeros((), device=device)} | moments
+            elements = {id(weight): Elements(7)} if name == "bf16-stochastic" else None
+            act = torch.no_grad()(functools.partial(update_adamw, [weight], [state], [gradient], settings, elements))
+            figures.append(Figure(f"{device} {name}", 1e9 * best_s(me, act) / count, "ns an element"))
+    return figures
+
+
+def tokens(me: Rank) -> list[Figure]:
+    """Time a layer of 405B by tokens, as the recipe has it, fused, and in FP8."""
+    figures, offload = [], Parallel(offload="all")
+    kinds = {"bf16": (offload, Model()), "fused": (offload, Model(fused=True))}
+    if not (compiling.lack(me.device) or fp8.lack(me.device)):
+        kinds["fp8"] = Parallel(offload="all", numerics="fp8"), Model(compile=True)
+    for name, (parallel, model) in kinds.items():
+        for seq_len in (8192, 4096, 2048) if me.on_gpu else (64,):
+            timed = take_steps(Workload("llama3.1-405b", 1, 1, seq_len), parallel, me, 1 + STEPS, model)[1]
+            waited = timed.work.exposed_s if timed.work else 0.0
+            figures.append(Figure(f"{name} {seq_len}: forward", timed.seconds["forward"] - waited, "s"))
+            figures.append(Figure(f"{name} {seq_len}: backward", timed.seconds["backward"], "s"))
+    return figures
+
+
+def hog(me: Rank) -> list[Figure]:
+    """Time the products of a layer of 405B while k of the GPU's multiprocessors are busy with something else."""
+    h, f, count, dtype = (HIDDEN, INTERMEDIATE, 4096, torch.bfloat16) if me.on_gpu else (64, 128, 64, torch.float32)
+    x, wide = (torch.randn(count, width, device=me.device, dtype=dtype) for width in (h, f))
+    weights = [x.new_empty(h, width) for width in (h + h // 8, h, 2 * f)]
+    narrow = x.new_empty(f, h)
+
+    def products() -> None:
+        for weight in weights:
+            x @ weight
+        wide @ narrow
+
+    if not me.on_gpu:
+        return [Figure("0 busy", 1e3 * best_s(me, products), "ms")]
+    from llama405b.commands.probes.busy_kernel import keep_busy  # needs Triton
+
+    figures, beside = [], torch.cuda.Stream(priority=-1)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for busy in (0, 8, 16, 24, 32):
+        for _ in range(3):
+            with torch.cuda.stream(beside):
+                keep_busy(busy)
+            begin.record()
+            products()
+            end.record()
+            torch.cuda.synchronize()
+        figures.append(Figure(f"{busy} busy", begin.elapsed_time(end), "ms"))
+    return figures
+
+
+def packed_fast(runs: Runs) -> list[Figure]:
+    """Train on documents that share sequences: plain, compiled, and in FP8; compares losses, and counts recompilations."""
+    os.environ["TORCH_LOGS"] = "recompiles"
+    kinds: dict[str, dict[str, object]] = {"plain": {}}
+    if _on_gpu(runs.device):
+        kinds["compiled"] = {"model__compile": "true"}
+        if not fp8.lack(torch.device("cuda")):
+            kinds["fp8"] = {"model__compile": "true", "parallel__numerics": "fp8"}
+    paths = short_documents(runs.directory / "short.jsonl")
+    losses = {
+        name: runs.train(name, "no", data__paths=paths, model__attention="auto", **settings)
+        for name, settings in kinds.items()
+    }
+    logs = {name: (runs.directory / f"{name}.log").read_text(errors="replace") for name in kinds}
+    again = [Figure(f"{name}: recompilations", log.count("Recompiling function"), "") for name, log in logs.items()]
+    return [*agree(losses, BF16_TOLERANCE), *again]
+
+
+def planning(me: Rank) -> list[Figure]:
+    """Time steps alone, and beside what DCP plans in Python for a save of 405B on 64 ranks."""
+    count, tensors = (RANKS, TENSORS) if me.on_gpu else (2, 20)
+    ends, workload = threading.Event(), Workload("llama3.1-8b", 8, 2, 4096)
+
+    def item(number: int, rank: int) -> WriteItem:
+        chunk = ChunkStorageMetadata(torch.Size((64 * rank, 0)), torch.Size((64, 8)))
+        data = TensorWriteData(chunk, TensorProperties(torch.float32), torch.Size((64 * count, 8)))
+        index = MetadataIndex(f"model.layers.{number}.weight", chunk.offsets)
+        return WriteItem(index, WriteItemType.SHARD, tensor_data=data)
+
+    plans = [pickle.dumps(SavePlan([item(number, rank) for number in range(tensors)])) for rank in range(count)]
+
+    def plan() -> None:
+        while not ends.is_set():
+            for each in create_default_global_save_plan([pickle.loads(text) for text in plans])[0]:
+                pickle.dumps(each)
+
+    alone = take_steps(workload, Parallel(), me, 1 + STEPS)[1].whole_s
+    thread = threading.Thread(target=plan, daemon=True)
+    thread.start()
+    beside = take_steps(workload, Parallel(), me, 1 + STEPS)[1].whole_s
+    ends.set()
+    return [Figure("alone", alone, "s"), Figure("beside", beside, "s"), Figure("beside / alone", beside / alone, "")]
+
+
+def streams(device: str) -> list[Figure]:
+    """Time steps with offload by CUDA's hardware queues, which a process has from its start."""
+    figures = []
+    for queues in (1, 8, 32) if _on_gpu(device) else (8,):
+        with tempfile.TemporaryDirectory() as directory:
+            _end(_begin("step", directory, device, {"CUDA_DEVICE_MAX_CONNECTIONS": str(queues)}))
+            found = json.loads((Path(directory) / "found.json").read_text())
+        figures.append(Figure(f"{queues} queues: step", found, "s"))
+    return figures
+
+
+def hang(device: str) -> list[Figure]:
+    """Ask NCCL's flight recorder of a rank whose GPU never ends what it computes."""
+    with tempfile.TemporaryDirectory() as directory:
+        record, began = RunDir(Path(directory)).flight(0), time.monotonic()
+        pid = _begin("stuck", directory, device, {})
+        try:
+            while not (Path(directory) / "stuck").exists() and time.monotonic() < began + FLIGHT_S:
+                time.sleep(0.1)
+            if not Path(f"{record}.pipe").exists():
+                return [Figure("pipes", 0, "")]
+            began = time.monotonic()
+            Path(f"{record}.pipe").write_bytes(b"1")
+            while not (record.exists() and record.stat().st_size) and time.monotonic() < began + FLIGHT_S:
+                time.sleep(0.1)
+            size = record.stat().st_size if record.exists() else 0
+        finally:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+    return [Figure("pipes", 1, ""), Figure("dump", size / 1e3, "kB"), Figure("after", time.monotonic() - began, "s")]
+
+
+def _on_gpu(device: str) -> bool:
+    return device != "cpu" and torch.cuda.is_available()
+
+
+def _begin(part: str, directory: str, device: str, env: dict[str, str]) -> int:
+    """Begin a part in a process of its own, which ends with this one."""
+    argv = [sys.executable, "-m", __name__, part, directory, device, str(os.getpid())]
+    return os.spawnve(os.P_NOWAIT, sys.executable, argv, os.environ | env)
+
+
+def _end(pid: int) -> None:
+    if code := os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]):
+        raise RuntimeError(f"its process ended with exit code {code}")
+
+
+def step(me: Rank, directory: Path) -> None:
+    """Take steps with copies both ways; writes their seconds."""
+    workload = Workload("llama3.1-8b", 6, 4, 4096)
+    timed = take_steps(
+        workload, Parallel(offload="all"), me, 1 + STEPS, Model(activations="host" if me.on_gpu else "device")
+    )[1]
+    (directory / "found.json").write_text(json.dumps(timed.whole_s))
+
+
+def stuck(me: Rank, directory: Path) -> None:
+    """Wait for a GPU that spins between two collectives."""
+    x = torch.ones(1 << 20, device=me.device)
+    dist.all_reduce(x)
+    (directory / "stuck").touch()
+    if me.on_gpu:
+        torch.cuda._sleep(10**12)
+        dist.all_reduce(x)
+        float(x.sum())
+
+
+PARTS: dict[str, Callable[[Rank, Path], None]] = {"step": step, "stuck": stuck}
+
+if __name__ == "__main__":
+    [_part, _directory, _device, _parent] = sys.argv[1:]
+    end_with(int(_parent))
+    ranks.record_flights(RunDir(Path(_directory)).flight(0))
+    PARTS[_part](ranks.join(_device, 600), Path(_directory))
+    os._exit(0)
