@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import importlib.metadata
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +14,8 @@ from llama405b import extend
 from llama405b.checkpoint.store import CheckpointView
 from llama405b.contract.adapters import describe
 from llama405b.contract.checkpoints import RunIdentity
+from llama405b.contract.code_version import code_version
+from llama405b.contract.phrases import given
 from llama405b.contract.resuming import accept_changes, same_data, settings_of
 from llama405b.contract.schema import Config
 from llama405b.contract.tensors import fingerprint_of, read_hf_json, read_tensors
@@ -125,6 +128,19 @@ def changes_at(start: CheckpointView, now: RunIdentity, allowed: Sequence[str]) 
     if before is None:
         return f"{start.path} does not record its model and data; they are not compared"
     return accept_changes(str(start.path), before, now, allowed)
+
+
+def software() -> dict[str, str]:
+    """Return the versions of what computes a step, this code among them."""
+    packages = {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
+    return packages | {"llama405b": code_version()}
+
+
+def other_software(start: CheckpointView) -> str:
+    """Say for the log which versions are not those that saved a checkpoint; '' if all are, or it does not say."""
+    before, now = start.manifest.versions, software()
+    differ = [f"{name} {before[name]} -> {now[name]}" for name in now if before.get(name, now[name]) != now[name]]
+    return given(f"{start.path} was saved by other software ({{}})", ", ".join(differ))
 
 
 def position_after(start: CheckpointView, now: RunIdentity) -> int:

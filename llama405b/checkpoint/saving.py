@@ -5,7 +5,6 @@ The tensors are written from where training keeps them, see ``copy_on_update``. 
 
 import contextlib
 import dataclasses
-import importlib.metadata
 import os
 import time
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from llama405b import extend
 from llama405b.checkpoint.after_save import AfterSave
+from llama405b.checkpoint.compatibility import software
 from llama405b.checkpoint.copy_on_update import CopyOnUpdate, SnapshotStats, Staging
 from llama405b.checkpoint.replication import Replication
 from llama405b.checkpoint.snapshot import state_to_save
@@ -61,6 +61,7 @@ class Saving:
 
         ``after_save``: of an owner; ``delete_unsent``: also what it has not succeeded for.
         """
+        self.versions = software()  # of what runs: files may change while it does
         self.after_save = after_save
         self.delete_unsent = delete_unsent
         self.store = store
@@ -239,7 +240,7 @@ class Saving:
             identity=identity,
             sequences=reached.sequences,
             evaluation_loss=reached.evaluation_loss,
-            versions={name: importlib.metadata.version(name) for name in ("torch", "transformers")} | _extension(),
+            versions=self.versions | _extension(),
         )
 
 

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from llama405b import __version__
+from llama405b.contract.code_version import code_version
 from llama405b.contract.errors import UserError
 from llama405b.contract.files import write_json
 from llama405b.contract.phrases import reason_of
@@ -61,7 +61,7 @@ def write_bundle(
     known = {result.probe for result in results}
     content: dict[str, Json] = {
         "format": FORMAT,
-        "llama405b": __version__,
+        "llama405b": code_version(),
         "date": date,
         "without_result": [probe.value for probe in tests if probe not in known],
         "expected": {probe.value: OPEN[probe].expected for probe in tests if probe in OPEN},

@@ -7,7 +7,7 @@ from pathlib import Path
 from torch import nn
 
 from llama405b.checkpoint.after_save import AfterSave
-from llama405b.checkpoint.compatibility import Beginning, changes_at
+from llama405b.checkpoint.compatibility import Beginning, changes_at, other_software
 from llama405b.checkpoint.replication import Replication
 from llama405b.checkpoint.resume import Resume
 from llama405b.checkpoint.saving import Saving
@@ -77,8 +77,8 @@ def log_changes(
     Raises:
         UserError: Something changes, and is not allowed to.
     """
-    if changed := changes_at(found, begin(found).identity, allowed):
-        context.log(changed)
+    for said in filter(None, (other_software(found), changes_at(found, begin(found).identity, allowed))):
+        context.log(said)
 
 
 def resume_run(chosen: Resume, check: Check, module: nn.Module, updater: Updater, context: RankContext) -> int:

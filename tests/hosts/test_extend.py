@@ -4,6 +4,7 @@ import json
 import re
 
 from conftest import ONE_HOST, ROOT
+from llama405b.contract.code_version import code_version
 from ops_rig import metrics, settings
 
 MODULE = re.search(r"```python\n(.*?)```", (ROOT / "docs/extending.md").read_text(), re.DOTALL)[1]
@@ -27,6 +28,7 @@ def test_a_module_of_ones_own_runs_over_a_resume(work, cli, demo, corpus):
     assert list(own) == list(range(1, 9))
     manifest = json.loads((work / "runs/x/checkpoints/step-00000008/manifest.json").read_text().splitlines()[0])
     assert re.fullmatch("sha256:[0-9a-f]{64}", manifest["versions"]["my_module.py"])
+    assert manifest["versions"]["llama405b"] == code_version()
 
     (work / "my_module.py").write_text(MODULE.replace("label_smoothing=0.1", "label_smoothing=0.2"))
     again = [*flags, "--training.max_steps", 12, "--resume", "auto", "--extend", "my_module.py"]

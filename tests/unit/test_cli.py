@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from conftest import ROOT
+from llama405b.contract.code_version import code_version
 from llama405b.contract.errors import UserError
 from llama405b.contract.paths import UMASK
 from llama405b.contract.schema import TYPES
@@ -33,6 +34,11 @@ def test_what_a_verb_writes_is_for_its_owner_alone(verb):
         assert os.umask(0o022) == UMASK
     finally:
         os.umask(before)
+
+
+def test_the_version_tells_this_code_from_any_other(capsys):
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"llama405b {code_version()}\n"
 
 
 NO_TORCH = """import sys

@@ -13,8 +13,8 @@ except ModuleNotFoundError:
     sys.stderr.write("llama405b: msgspec is not installed; in a checkout, run `bash launch.sh`, which installs it\n")
     sys.exit(2)
 
-from llama405b import __version__
 from llama405b.contract import command
+from llama405b.contract.code_version import code_version
 from llama405b.contract.errors import FAILED, GOOD, STOPPED_FOLLOWING, UserError
 from llama405b.contract.phrases import did_you_mean, short
 from llama405b_tools.run import screen
@@ -105,7 +105,7 @@ def _call(args: list[str]) -> int:
         print(usage())
         return 0 if args else 2
     if args[0] == "--version" or args[1:] == ["--version"]:
-        print(f"llama405b {__version__}")
+        print(f"llama405b {code_version()}")
         return 0
     return _run(args)
 

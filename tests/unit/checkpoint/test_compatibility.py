@@ -1,15 +1,18 @@
 """What makes a run learn other things, as its checkpoints record it."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import numpy as np
 
-from llama405b.checkpoint.compatibility import identity_of
+from llama405b.checkpoint.compatibility import identity_of, other_software, software
+from llama405b.contract.code_version import code_version
 from llama405b.contract.config import Config
 from llama405b.contract.resuming import same_data
 from llama405b.data.batches import Batches
 from llama405b.data.encode import FIRST, NOT_LEARNT
 from llama405b.data.sources import Mixture, Source
+from llama405b.training.open_checkpoints import log_changes
 
 
 def test_how_documents_are_packed_is_part_of_it_but_not_where_they_begin(tmp_path):
@@ -49,3 +52,22 @@ def test_which_documents_are_held_out_is_part_of_it(tmp_path):
     )  # as many sequences
     assert first != second
     assert first == identity_of(Config(), tmp_path, whole.hold_out(0.1)[0]).data
+
+
+def test_a_checkpoint_of_other_code_says_so():
+    def start(**versions):
+        manifest = SimpleNamespace(versions=versions, identity=None)
+        return SimpleNamespace(path="c/step-00000002", manifest=manifest)
+
+    def said(**versions):
+        return other_software(start(**versions))
+
+    now = software()
+    assert now["llama405b"] == code_version()
+    assert said(**now, mine="sha256:1") == said() == ""  # an older manifest does not record this code
+    assert said(**now | {"llama405b": "0.2.0+0000", "torch": "2.1"}) == (
+        f"c/step-00000002 was saved by other software (torch 2.1 -> {now['torch']}, llama405b 0.2.0+0000 -> {code_version()})"
+    )
+    lines, begin = [], lambda _: SimpleNamespace(identity=None)
+    log_changes(start(torch="2.1"), begin=begin, allowed=(), context=SimpleNamespace(log=lines.append))
+    assert lines[0] == said(torch="2.1")

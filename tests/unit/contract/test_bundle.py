@@ -5,6 +5,7 @@ import json
 import pytest
 
 from llama405b.contract import bundle
+from llama405b.contract.code_version import code_version
 from llama405b.contract.errors import UserError
 from llama405b.contract.probes import OPEN, Figure, Probe, ProbeResult, Software
 
@@ -40,6 +41,7 @@ def test_it_has_figures_versions_the_allocator_and_what_failed(tmp_path):
     assert result["figures"][0]["value"] == 3.5
     assert found["without_result"] == ["copies", "hog"]
     assert found["expected"] == {"hog": OPEN[Probe.HOG].expected}
+    assert found["llama405b"] == code_version()
     assert "RuntimeError" in result["fault"]
 
 

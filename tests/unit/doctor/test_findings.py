@@ -320,10 +320,12 @@ def test_remedies_can_be_typed():
 def test_who_differs():
     odd = copy.deepcopy(good())
     odd["environment"]["packages"]["nccl"] = "2.27.3"
+    odd["environment"]["packages"]["llama405b"] = "0.1.0+1234"  # a release with a change
     odd["identity"]["kernel"] = "5.15.0"
     found = diagnose({"a": good(), "b": odd, "c": good()})
-    assert [(f.level, f.hosts) for f in found] == [(BAD, ("b",)), (NOTE, ("b",))]
+    assert [(f.level, f.hosts) for f in found] == [(BAD, ("b",)), (BAD, ("b",)), (NOTE, ("b",))]
     assert found[0].what == "nccl is 2.29.1 on most hosts, but b has 2.27.3"
+    assert found[1].what == "llama405b is 0.1.0 on most hosts, but b has 0.1.0+1234"
 
 
 def test_clocks_and_dead_hosts():

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from conftest import ROOT
 from llama405b.contract import checkpoints, reader
+from llama405b.contract.code_version import code_version
 from llama405b_tools.doctor.host_facts import HostFacts
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.inventory import Host
@@ -67,12 +69,13 @@ def test_the_sampler_speaks_as_the_screen_reads(tmp_path):
 
 def test_the_probe_speaks_as_doctor_reads(tmp_path):
     request = {
-        "port": 0, "token": "t", "workdir": str(tmp_path), "python": sys.executable, "paths": [str(tmp_path)], "within_s": 40,
+        "port": 0, "token": "t", "workdir": str(ROOT), "python": sys.executable, "paths": [str(tmp_path)], "within_s": 40,
     }  # fmt: skip
     facts = reader.loads(HostFacts, say("hostprobe", request, tmp_path), "facts")
     assert facts.failed == {}
     assert facts.memory.total > 0
     assert facts.environment.packages["python"]
+    assert facts.environment.packages["llama405b"] == code_version()
     assert len(facts.ports) == 2
 
 

@@ -100,8 +100,9 @@ def test_a_job_from_a_directory_that_cannot_be_written_is_refused(tmp_path, monk
 
 
 def test_nodes_that_differ_or_do_not_come_make_no_plan(run):
-    with pytest.raises(SystemExit, match="the nodes differ"):
-        meet(run, a=where("10.0.0.1", torch="2.13.0"), b=where("10.0.0.2", torch="2.12.0"))
+    for what in ("torch", "code"):
+        with pytest.raises(SystemExit, match="the nodes differ"):
+            meet(run, a=where("10.0.0.1", **{what: "2.13.0"}), b=where("10.0.0.2", **{what: "2.12.0"}))
     with pytest.raises(SystemExit, match="not all nodes appeared"):
         meet(run, a=where("10.0.0.1"), b=NodeWhere("job 6"))
     assert not read_plan(run).nodes

@@ -1,6 +1,7 @@
 """All or nothing: every host starts, or nothing is left running."""
 
 import dataclasses
+import re
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,8 @@ from fakes import FakeFleet
 
 from llama405b.contract import reader
 from llama405b.contract.causes import Cause, CauseKind
-from llama405b.contract.errors import UserError
+from llama405b.contract.code_version import code_version
+from llama405b.contract.errors import RunError, UserError
 from llama405b.contract.known_bugs import KnownBug
 from llama405b.contract.plan import Node, Plan
 from llama405b_tools.hosts.transport import HostError
@@ -185,5 +187,25 @@ def test_a_launch_tells_and_refuses_what_is_known_to_go_wrong_with_the_hosts_ver
     assert alive(fleet) == []
 
 
-def _with_versions(answers):
-    return [dataclasses.replace(each, versions={"torch": "2.15.0"}) for each in answers]
+def _with_versions(answers, **versions):
+    return [dataclasses.replace(each, versions=versions or {"torch": "2.15.0"}) for each in answers]
+
+
+@pytest.mark.parametrize("odd", [(), ("b",), NAMES])
+def test_hosts_with_other_code_are_refused_and_an_operator_with_other_code_is_told(fleet, monkeypatch, odd):
+    for name, host in fleet.fakes.items():
+        code = "0.2.0+0000" if name in odd else code_version()
+        monkeypatch.setattr(
+            host, "probe", lambda asked, probe=host.probe, it=code: _with_versions(probe(asked), llama405b=it)
+        )
+    request, lines = parse_launch(["--run", "r", "--", "mine.py"], 0.0), []
+    if odd == ("b",):
+        said = rf"llama405b is {re.escape(code_version())} on most hosts, but b has 0\.2\.0\+0000; .* or run `.*llama405b setup`"
+        with pytest.raises(RunError, match=said):
+            launch(request, list(fleet.hosts.values()), fleet)
+    else:
+        launch(request, list(fleet.hosts.values()), fleet, say=lines.append)
+    told = [
+        line for line in lines if line.startswith("note: the hosts run llama405b 0.2.0+0000, and this machine 0.2.0+")
+    ]
+    assert len(told) == (odd == NAMES)

@@ -74,6 +74,14 @@ for folder in sys.path:
     except (OSError, IOError):
         continue
 packages["cuda"] = cuda or "missing"
+if packages["llama405b"] != "missing":
+    sys.dont_write_bytecode = True
+    sys.path.append(os.getcwd())
+    try:
+        from llama405b.contract.code_version import code_version
+        packages["llama405b"] = code_version()
+    except Exception:  # older code, or an older python: its version must do
+        pass
 packages["python"] = "%d.%d.%d" % sys.version_info[:3]
 print(json.dumps(packages))
 """

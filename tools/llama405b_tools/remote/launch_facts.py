@@ -18,7 +18,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-import llama405b
 from llama405b.contract import corpus, reader, weights
 from llama405b.contract.adapters import read_peft
 from llama405b.contract.checkpoints import (
@@ -29,6 +28,7 @@ from llama405b.contract.checkpoints import (
     read_manifest,
     refuse_held,
 )
+from llama405b.contract.code_version import code_version
 from llama405b.contract.config import DEMO_MODEL
 from llama405b.contract.errors import UserError
 from llama405b.contract.extension import declared
@@ -133,7 +133,7 @@ def _versions(packages: Sequence[str]) -> dict[str, str]:
     """The versions in which hosts must agree."""
     python = ".".join(platform.python_version_tuple()[:2])  # patch releases are compatible
     others = {name: version_of(name) for name in packages}
-    return {"python": python, **others, "llama405b": llama405b.__version__}
+    return {"python": python, **others, "llama405b": code_version()}
 
 
 def _extension(module: str) -> tuple[dict[str, str], str]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from llama405b.capacity.outlook import Outlook
 from llama405b.contract.adapters import describe
+from llama405b.contract.code_version import code_version
 from llama405b.contract.dealing import waste_note
 from llama405b.contract.errors import RunError, UserError
 from llama405b.contract.known_bugs import known_bugs
@@ -17,7 +18,7 @@ from llama405b.contract.schema import Config
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.hosts.outcomes import one_machine
-from llama405b_tools.hosts.printed_commands import hosts_argument
+from llama405b_tools.hosts.printed_commands import command_to_type, hosts_argument
 from llama405b_tools.run.forecast import (
     expected,
     loading_note,
@@ -118,6 +119,10 @@ def launched_lines(
     yield from sharing_notes(hosts, answers)
     hosts_and_ranks = f"{counted(len(plan.nodes), 'host')}, {counted(plan.world, 'rank')}"
     yield f"{plan.run}: {hosts_and_ranks}, rendezvous at {plan.endpoint}, up in {took_s:.1f} s"
+    theirs, mine = next(iter(answers.values())).versions.get("llama405b"), code_version()
+    if theirs not in (None, mine):
+        setup = command_to_type("setup", request.hosts_file)
+        yield f"note: the hosts run llama405b {theirs}, and this machine {mine}; `{setup}` gives them this one"
     for line in nccl_lines(request, checked.parts):
         yield f"  {line}"
     yield from training_notes(request, plan, answers)

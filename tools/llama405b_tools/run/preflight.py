@@ -18,6 +18,7 @@ from llama405b_tools.hosts.dialogue import Dialogue
 from llama405b_tools.hosts.fleet import Fleet, ssh_address
 from llama405b_tools.hosts.inventory import LOCAL, Host
 from llama405b_tools.hosts.outcomes import disagreements, replies, unanswered
+from llama405b_tools.hosts.printed_commands import command_to_type
 from llama405b_tools.hosts.transport import HostError
 from llama405b_tools.machine.network import is_private
 from llama405b_tools.remote.messages.probe import InputCheck, LaunchFacts, ProbeRequest
@@ -74,7 +75,10 @@ def probe_hosts(
     if faults := hidden_addresses(meeting, answers) | faults:
         raise RunError(fault_list(faults, len(hosts)))
     if clauses := disagreements({name: facts.versions for name, facts in answers.items()}):
-        raise RunError(f"the hosts differ: {'; '.join(clauses)}; install the same versions. Nothing was started")
+        setup = command_to_type("setup", request.hosts_file)
+        raise RunError(
+            f"the hosts differ: {'; '.join(clauses)}; install the same versions, or run `{setup}`. Nothing was started"
+        )
     return answers, meeting
 
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
+from llama405b.contract.code_version import code_version
 from llama405b.contract.files import read_record, write_json
 from llama405b.contract.paths import UMASK, RunDir
 from llama405b.contract.phrases import given
@@ -50,6 +51,7 @@ class NodeWhere:
     gpus: int = 0
     cores: int = 1
     torch: str = ""
+    code: str = ""
     rdma: Rdma = Rdma()
     places: Mapping[str, RunPlace] = dataclasses.field(default_factory=dict)  # cache and scratch
 
@@ -109,6 +111,7 @@ def _where(head: str, this: str, places: Mapping[str, str]) -> NodeWhere:
         gpus=len(visible) or len(launch_facts.gpus()[0]),
         cores=len(os.sched_getaffinity(0)),
         torch=launch_facts.version_of("torch"),
+        code=code_version(),
         rdma=launch_facts.rdma_ports(),
         places={key: launch_facts.place_of(os.path.expandvars(path)) for key, path in places.items()},
     )
@@ -122,7 +125,9 @@ def restart_count() -> int:
 def _make_plan(run: RunDir, request: JobRequest, names: list[str], this: str) -> None:
     """Build the plan, on the first node, from what all have written; ``this``: the job, and how often it was requeued."""
     found = _wait(lambda: _all_where(run, names, this), "not all nodes appeared")
-    if clauses := disagreements({name: {"torch": where.torch} for name, where in found.items()}):
+    if clauses := disagreements(
+        {name: {"torch": where.torch, "llama405b": where.code} for name, where in found.items()}
+    ):
         raise SystemExit(f"the nodes differ: {'; '.join(clauses)}; install the same versions")
     _check_places(found)
     own = [entry.address for entry in found[names[0]].own]

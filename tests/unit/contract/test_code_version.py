@@ -1,0 +1,43 @@
+"""One source has one digest, however it came to be where it is; another source has another."""
+
+import shutil
+
+import pytest
+
+from conftest import ROOT
+from llama405b.contract.code_version import code_version, digest_of
+
+PACKAGES = {"llama405b": "llama405b", "tools/llama405b_tools": "llama405b_tools"}  # in a checkout, and installed
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory):
+    root = tmp_path_factory.mktemp("checkout")
+    for package in PACKAGES:
+        shutil.copytree(ROOT / package, root / package, ignore=shutil.ignore_patterns("__pycache__"))
+    return root
+
+
+def test_a_checkout_with_compiled_files_and_a_wheel_have_one_digest(checkout, tmp_path):
+    for here, installed in PACKAGES.items():
+        shutil.copytree(checkout / here, tmp_path / installed)
+    (tmp_path / "llama405b/optim/__pycache__").mkdir()
+    (tmp_path / "llama405b/optim/__pycache__/adamw.cpython-311.pyc").write_bytes(b"compiled")
+    (tmp_path / "llama405b/optim/adamw.py~").write_text("an editor's copy")
+    assert digest_of(tmp_path) == digest_of(checkout)
+    assert code_version().endswith(f"+{digest_of(checkout)}")
+
+
+@pytest.mark.parametrize(
+    "file", ["llama405b/optim/adamw.py", "llama405b/capacity/hardware.toml", "tools/llama405b_tools/remote/node.py"]
+)
+def test_a_change_of_either_package_shows(checkout, file):
+    path, before = checkout / file, digest_of(checkout)
+    content = path.read_text()
+    path.write_text(content + "\n")
+    assert digest_of(checkout) != before
+    path.write_text(content)
+    path.rename(path.with_stem("renamed"))
+    assert digest_of(checkout) != before
+    path.with_stem("renamed").rename(path)
+    assert digest_of(checkout) == before
