@@ -21,7 +21,7 @@ from llama405b.distributed.ranks import Rank
 from llama405b.model.batch import Batch
 from llama405b.model.inputs import mask_bytes, model_inputs
 from llama405b.model.kernels import candidates, lack
-from llama405b.model.llama import compute_dtype, with_layers
+from llama405b.model.llama import compute_dtype, head_dim, with_layers
 
 LARGE_MASK_GIB = 1.0
 LENGTHS = (48, 16, 64)  # of the documents
@@ -134,7 +134,7 @@ def _small(config: PreTrainedConfig) -> PreTrainedConfig:
     """A model of one layer, with heads of the size of this one's."""
     small, each = copy.deepcopy(config), min(MOST_SHARING, config.num_attention_heads // config.num_key_value_heads)
     heads = {"num_key_value_heads": KEY_HEADS, "num_attention_heads": KEY_HEADS * each}
-    small.update(TINY | heads | {"hidden_size": config.head_dim * KEY_HEADS * each})
+    small.update(TINY | heads | {"hidden_size": head_dim(config) * KEY_HEADS * each})
     with_layers(small, 1)._attn_implementation = "sdpa"
     return small
 

@@ -80,7 +80,7 @@ def lack(name: str, config: PreTrainedConfig, device: torch.device, dtype: torch
 
     On random input, its result and gradients must be as near to those in FP64 as transformers' own are, but for ``WORSE``.
     """
-    if name == "SwiGLU" and (config.hidden_act != "silu" or config.mlp_bias):
+    if name == "SwiGLU" and (config.hidden_act != "silu" or getattr(config, "mlp_bias", False)):  # a Llama alone has it
         return "this model's MLP is another"
     kind, fused = FORWARDS[name]
     small = LlamaConfig(hidden_size=config.hidden_size, intermediate_size=min(config.intermediate_size, MOST_WIDE))

@@ -28,6 +28,11 @@ def llama_name(module: nn.Module, config: PreTrainedConfig) -> str:
     return f"Llama{name.removeprefix(own)}" if name.startswith(own) else name
 
 
+def head_dim(config: PreTrainedConfig) -> int:
+    """Return the size of a head: not all families' configurations have it, and where it is missing or null it follows from others."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
 def is_decoder_layer(module: nn.Module) -> bool:
     """Whether a module is a decoder layer, of any family."""
     return type(module).__name__.endswith("DecoderLayer")

@@ -9,7 +9,7 @@ from llama405b.model.batch import Batch
 
 BATCH, MICRO, SEQ, VOCABULARY, STEPS = 12, 3, 16, 136, 5
 SHAPE = {
-    "hidden_size": 32, "intermediate_size": 56, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 4, "vocab": VOCABULARY,
+    "hidden_size": 32, "intermediate_size": 56, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab": VOCABULARY,
 }  # fmt: skip
 MAX_NORM, LR = 0.8, 1e-2
 WORDS = 29  # of a part of the vocabulary, where the loss is computed by parts
