@@ -3,6 +3,8 @@
 Knows clocks and ``spent.json``, which rank 0 keeps; not when a step or a save happens.
 """
 
+import contextlib
+import threading
 import time
 
 from llama405b.contract.errors import UserError
@@ -20,25 +22,32 @@ GUESSED_BYTES_PER_S = 1e9  # of a host, until it has saved
 class Budget:
     """On rank 0; on other ranks it is never spent."""
 
-    def __init__(self, gpu_hours: float, context: RankContext, began: float, host_bytes: float) -> None:
-        """``gpu_hours``: 0: any number; ``began``: when this attempt did, by the monotonic clock; ``host_bytes``: a host saves.
+    def __init__(self, gpu_hours: float, context: RankContext, began: float) -> None:
+        """``gpu_hours``: 0: any number; ``began``: when this attempt did, by the monotonic clock.
 
         Raises:
             UserError: They are spent.
         """
         self.most, self.context, self.began = gpu_hours, context, began
-        self.first_save_s = host_bytes / GUESSED_BYTES_PER_S
+        self.first_save_s = 0.0
         self.counts = context.me.is_rank0
         self.before = 0.0
         if self.counts and (kept := read_record(SpentHours, context.run.spent)):
             self.before = kept.gpu_hours
-        self.kept = 0.0  # when, by the monotonic clock
         self.warned = False
         self.is_spent = False
         if gpu_hours and self.before >= gpu_hours:
             raise UserError(
-                f"--training.gpu_hours: {self.before:.2f} of {gpu_hours:g} are spent; raise it to go on, or leave it out"
+                f"--training.gpu_hours: {_hours(self.before)} of {gpu_hours:g} are spent; raise it to go on, or leave it out"
             )
+        self.closed = threading.Event()
+        if self.counts:
+            self.keep()
+            threading.Thread(target=self._keep_on, name="budget", daemon=True).start()
+
+    def saves(self, host_bytes: float) -> None:
+        """Learn how many bytes a host saves, from which the time of the first save is guessed."""
+        self.first_save_s = host_bytes / GUESSED_BYTES_PER_S
 
     @property
     def spent(self) -> float:
@@ -55,13 +64,11 @@ class Budget:
         if not self.counts:
             return False
         spent, world = self.spent, self.context.me.world
-        if time.monotonic() - self.kept >= KEEP_EVERY_S:
-            self.keep()
         if not self.most:
             return False
         if spent >= WARNS_AT * self.most and not self.warned:
             self.warned = True
-            words = f"{spent:.2f} of {self.most:g} GPU-hours are spent (--training.gpu_hours)"
+            words = f"{_hours(spent)} of {self.most:g} GPU-hours are spent (--training.gpu_hours)"
             self.context.log(words)
             self.context.journal.event(EventKind.BUDGET, detail=words)
         left_s = STEPS * step_s + SAVES * (save_s or self.first_save_s) + ENDING_S
@@ -70,11 +77,26 @@ class Budget:
 
     def keep(self) -> None:
         """Remember what was spent, for the next attempt."""
+        write_json(self.context.run.spent, SpentHours(self.spent))
+
+    def _keep_on(self) -> None:
+        """Keep it while the attempt loads, steps or hangs: it may end at any time."""
+        while not self.closed.wait(KEEP_EVERY_S):
+            with contextlib.suppress(OSError):  # a full disk must not end all ranks; the next time may succeed
+                self.keep()
+
+    def close(self) -> None:
+        """Keep it once more, for the next attempt."""
+        self.closed.set()
         if self.counts:
-            self.kept = time.monotonic()
-            write_json(self.context.run.spent, SpentHours(self.spent))
+            self.keep()
 
     @property
     def why_stopped(self) -> str:
         """Say why the run was stopped."""
-        return f"as {self.spent:.2f} of {self.most:g} GPU-hours are spent" if self.is_spent else "as requested"
+        return f"as {_hours(self.spent)} of {self.most:g} GPU-hours are spent" if self.is_spent else "as requested"
+
+
+def _hours(gpu_hours: float) -> str:
+    """Write them with two digits that count."""
+    return f"{gpu_hours:.2f}" if gpu_hours >= 1 else f"{gpu_hours:.2g}"

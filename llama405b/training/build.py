@@ -58,6 +58,8 @@ def build_trainer(config: Config, resume: str, context: RankContext, stop: StopS
     """
     began = time.monotonic()
     config = on_ranks(config, context.me.axes)
+    with collectives.raise_on_all_ranks():
+        budget = Budget(config.training.gpu_hours, context, began)
     bind_to_numa_node(config.parallel, context)
     files = bring_model_files(config.model, config.data, context, whole=config.parallel.by_fsdp1)
     with collectives.raise_on_all_ranks():
@@ -70,8 +72,7 @@ def build_trainer(config: Config, resume: str, context: RankContext, stop: StopS
     begin = functools.partial(beginning, config=config, files=files, batches=batches)
     check = functools.partial(log_changes, begin=begin, allowed=config.checkpoint.allow_changes, context=context)
     n_bytes = RunShape.of(llama, config, context.me.world).checkpoint_bytes
-    with collectives.raise_on_all_ranks():
-        budget = Budget(config.training.gpu_hours, context, began, n_bytes * ranks_per_host() / context.me.world)
+    budget.saves(n_bytes * ranks_per_host() / context.me.world)
     saving, chosen = open_checkpoints(config.checkpoint, config.timeouts.load, resume, n_bytes, context, check)
     if saving.store.is_owner:
         write_atomic(context.run.config, to_toml(config))

@@ -125,7 +125,7 @@ class Trainer:
         """End what reads ahead, let the next run write into the directory of checkpoints, and trackers have what is left."""
         with contextlib.ExitStack() as ending:
             ending.callback(self.trackers.close)
-            ending.callback(self.budget.keep)
+            ending.callback(self.budget.close)
             ending.callback(self.checkpointer.close)
             ending.callback(self.reader.close)
 
