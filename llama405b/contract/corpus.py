@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO, Literal, Protocol, TextIO
 
-from llama405b.contract.document import Chat, NotUtf8, document_of, unusable
+from llama405b.contract.document import Chat, NotUtf8, TooManyCells, document_of, unusable
 from llama405b.contract.errors import UserError
 from llama405b.contract.phrases import reason_of
 from llama405b.contract.reader import Json
@@ -217,7 +217,7 @@ def text_of(raw: BinaryIO) -> TextIO:
     return io.TextIOWrapper(_unpacked(raw), "utf-8-sig", "surrogateescape", newline="")
 
 
-def numbered(raw: BinaryIO, form: Form) -> Iterator[tuple[int, Json | NotUtf8]]:
+def numbered(raw: BinaryIO, form: Form) -> Iterator[tuple[int, Json | NotUtf8 | TooManyCells]]:
     """Each record of a file that is no table, and its line (of an array: which object it is), from 1; None if it is no JSON.
 
     Raises:
@@ -240,7 +240,12 @@ def refusal(where: object, why: str, remedy: str = "") -> UserError:
 
 def remedy_of_form(record: object) -> str:
     """What to do about the first record of a file, if it is no document."""
-    return CONVERT if isinstance(record, NotUtf8) else NAME_FIELDS
+    match record:
+        case NotUtf8():
+            return CONVERT
+        case TooManyCells():
+            return "quote what has a delimiter or a line break in it"
+    return NAME_FIELDS
 
 
 def record_of(line: str) -> Json | NotUtf8:

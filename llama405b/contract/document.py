@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from llama405b.contract.phrases import and_more
+from llama405b.contract.phrases import and_more, counted
 
 NAMED = 8  # fields of a record
 SHAREGPT = {"human": "user", "gpt": "assistant"}  # its names of roles; others are the same
@@ -16,6 +16,7 @@ ALPACA = (  # the prompts that Alpaca's fields are made for: without an input, a
     "appropriately completes the request.\n\n### Instruction:\n{}\n\n### Input:\n{}\n\n### Response:\n",
 )
 APART = "\n\n"  # between a question and its answer
+TEXTS = ("text", "input_text", "output_text")  # types of a message's part
 SHOWN = 20  # characters before a byte that is no text
 OURS = ("text", "prompt", "completion", "messages", "tools")  # what data.fields gives another name
 FIELDS = {
@@ -71,6 +72,17 @@ class NotUtf8:
         return f"the byte 0x{self.byte:02x} after {self.before!r} is not UTF-8"
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class TooManyCells:
+    """What was read instead of a record: a row of CSV with more cells than its header."""
+
+    cells: int
+    names: int
+
+    def __str__(self) -> str:
+        return f"the row has {counted(self.cells, 'cell')}, but the header has {self.names}"
+
+
 Document = Text | Chat
 
 
@@ -113,8 +125,10 @@ def fields_of(record: Any) -> str:
 
 def unusable(record: Any) -> str:
     """Why a record is no document, as a clause."""
-    if isinstance(record, NotUtf8):
+    if isinstance(record, NotUtf8 | TooManyCells):
         return str(record)
+    if isinstance(record, dict) and (others := list(filter(None, map(_part_of_no_text, _items(record, "messages"))))):
+        return f"a message has a part of type {others[0]!r}, and only text can be trained on"
     return f"not {WANTED}, but {fields_of(record)}"
 
 
@@ -132,10 +146,24 @@ def _is_message(message: Any) -> bool:
         case {"role": str(), "content": str()}:
             return True
         case {"role": str(), "content": [_, *_] as parts}:
-            return all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts)
+            return all(map(_is_text, parts))
         case {"role": str(), "tool_calls": [_, *_]}:
             return message.get("content") is None
     return False
+
+
+def _is_text(part: Any) -> bool:
+    return isinstance(part, dict) and isinstance(part.get("text"), str) and part.get("type", "text") in TEXTS
+
+
+def _part_of_no_text(message: Any) -> str:
+    """The type of a message's first part that is no text; '' if it has none."""
+    parts = _items(message, "content") if isinstance(message, dict) else []
+    return next((str(part.get("type")) for part in parts if isinstance(part, dict) and not _is_text(part)), "")
+
+
+def _items(fields: Mapping[str, Any], name: str) -> list[Any]:
+    return found if isinstance(found := fields.get(name), list) else []
 
 
 def _is_turn(found: Any) -> bool:

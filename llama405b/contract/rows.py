@@ -6,7 +6,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import TextIO
 
-from llama405b.contract.document import NotUtf8
+from llama405b.contract.document import NotUtf8, TooManyCells
+from llama405b.contract.phrases import counted
 from llama405b.contract.reader import Json
 
 CHUNK = 1 << 16  # characters read at a time, at least
@@ -22,7 +23,7 @@ def items_of(text: TextIO) -> Iterator[Json | NotUtf8]:
     """Yield the items of a JSON array.
 
     Raises:
-        NotWholeError: It is none, or not whole.
+        NotWholeError: It is none, not whole, or not all of the text.
     """
     found = _Items(text)
     number, expected = 0, "["
@@ -31,9 +32,14 @@ def items_of(text: TextIO) -> Iterator[Json | NotUtf8]:
             raise NotWholeError(f"no {expected!r} after object {number}" if number else "not a JSON array")
         found.rest = found.rest[1:]
         if not number and found.peek() == "]":
-            return
+            break
         number, expected = number + 1, ","
         yield found.take(number)
+    found.rest = found.rest[1:]
+    if found.peek():
+        raise NotWholeError(
+            f"more follows the array of {counted(number, 'object')}; write all in one array, or an object per line"
+        )
 
 
 class _Items:
@@ -66,17 +72,19 @@ class _Items:
             self.rest += more
 
 
-def rows_of_csv(text: TextIO) -> Iterator[tuple[int, Json | NotUtf8]]:
-    """Yield the line that each row begins in, from 1, and its fields by the names in the first row; None if it has more fields.
+def rows_of_csv(text: TextIO) -> Iterator[tuple[int, Json | NotUtf8 | TooManyCells]]:
+    """Yield the line that each row begins in, from 1, and its fields by the names in the first row.
 
     Raises:
-        NotWholeError: A quotation mark is missing.
+        NotWholeError: A quotation mark is missing, or two columns have one name.
     """
     csv.field_size_limit(sys.maxsize)
     first = text.readline()
     lines = csv.reader(_from(first, text), delimiter=max(DELIMITERS, key=first.count), strict=True)
     try:
         names = [name.strip() for name in next(lines, [])]
+        if twice := [name for name in names if name and names.count(name) > 1]:
+            raise NotWholeError(f"two columns are called {twice[0]!r}")
         begin, bad = lines.line_num + 1, NotUtf8.of(",".join(names))
         for row in lines:
             if row:
@@ -86,8 +94,8 @@ def rows_of_csv(text: TextIO) -> Iterator[tuple[int, Json | NotUtf8]]:
         raise NotWholeError(f"line {lines.line_num}: {error}") from None
 
 
-def _record(names: Sequence[str], row: Sequence[str]) -> Json:
-    return dict(zip(names, row, strict=False)) if len(row) <= len(names) else None
+def _record(names: Sequence[str], row: Sequence[str]) -> Json | TooManyCells:
+    return dict(zip(names, row, strict=False)) if len(row) <= len(names) else TooManyCells(len(row), len(names))
 
 
 def _from(first: str, rest: TextIO) -> Iterator[str]:

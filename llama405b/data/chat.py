@@ -1,6 +1,8 @@
 """Conversations as text: through the tokenizer's chat template, in pieces of which some are learnt. Knows no files."""
 
 import contextlib
+import dataclasses
+import os
 import signal
 from collections.abc import Collection, Iterator, Sequence
 
@@ -42,7 +44,7 @@ class Template:
             if message["role"] not in self.learn or message.get("weight") == 0:
                 continue
             answers = message["role"] == "assistant"
-            before = self._rendered(chat, number, prompt=answers) if number else ""
+            before = self._rendered(chat, number, prompt=answers) if number else self._beginning(chat)
             after = self._rendered(chat, number + 1)
             if not (whole.startswith(after) and after.startswith(before) and done <= len(before)):
                 raise UnusableError("the chat template changes earlier messages when later ones follow")
@@ -51,6 +53,13 @@ class Template:
         if not whole:
             raise UnusableError("the chat template writes nothing for it")
         return [(text, learnt) for text, learnt in (*found, (whole[done:], False)) if text]
+
+    def _beginning(self, chat: Chat) -> str:
+        """What precedes the text of the first message, its header with it: where two conversations part that have different ones."""
+        first = chat.messages[0]
+        text = "b" if str(first.get("content")).strip().startswith("a") else "a"
+        other = dataclasses.replace(chat, messages=({**first, "content": text},))
+        return os.path.commonprefix([self._rendered(chat, 1), self._rendered(other, 1)])  # noqa: RUF071  (of texts)
 
     def _rendered(self, chat: Chat, n_messages: int, *, prompt: bool = False) -> str:
         """The first messages as text; ``prompt``: and the header of an answer."""

@@ -20,7 +20,7 @@ from llama405b.contract.corpus import (
     remedy_of_form,
     text_of,
 )
-from llama405b.contract.document import Document, NotUtf8, Text, document_of, unusable
+from llama405b.contract.document import Document, NotUtf8, Text, TooManyCells, document_of, unusable
 from llama405b.contract.reader import Json
 from llama405b.data.hub import hub_files
 from llama405b.data.tables import table_rows
@@ -205,7 +205,7 @@ def _count_lines(file: File, n_bytes: int) -> int:
         return sum(raw.read(min(COUNT_BYTES, n_bytes - at)).count(b"\n") for at in range(0, n_bytes, COUNT_BYTES))
 
 
-def _sound(record: Json | NotUtf8) -> Any:
+def _sound(record: Json | NotUtf8 | TooManyCells) -> Any:
     """Replace lone surrogates, which JSON can spell but text cannot hold, with question marks."""
     match record:
         case str():

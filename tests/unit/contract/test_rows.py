@@ -5,6 +5,7 @@ import pytest
 
 from llama405b.contract import rows
 from llama405b.contract.corpus import form_of, numbered, reading
+from llama405b.contract.document import TooManyCells, unusable
 from llama405b.contract.errors import UserError
 
 
@@ -18,6 +19,22 @@ from llama405b.contract.errors import UserError
         ),
         ("a.json", '[{"text": "x"} {"text": "y"}]', r"cannot be read \(no ',' after object 1\)"),
         ("a.json", '[{"text": "x"},', r"cannot be read \(object 2 of the array is not JSON, or breaks off\)"),
+        (
+            "a.json",
+            '[{"text": "x"}] [{"text": "y"}]',
+            r"cannot be read \(more follows the array of 1 object; write all in one",
+        ),
+        (
+            "a.json",
+            '[{"text": "x"}]\n{"text": "y"}\n',
+            r"cannot be read \(more follows the array of 1 object; write all in one",
+        ),
+        (
+            "a.json",
+            '[{"text": "x"}, {}]' + " " * rows.CHUNK + "]",
+            r"cannot be read \(more follows the array of 2 objects",
+        ),
+        ("a.csv", "text,source,text\nx,y,z\n", r"cannot be read \(two columns are called 'text'\)"),
         ("a.csv", 'text\n"x', r"cannot be read \(line 2: unexpected end of data\)"),
     ],
 )
@@ -38,5 +55,6 @@ def test_objects_are_read_whatever_piece_of_the_text_they_end_in(monkeypatch):
 
 def test_rows_have_their_header_s_names_and_their_line():
     text = 'text; source\n"a; ""b""\r\nc";x\n\nd;y;z\ne\n'
-    expected = [(2, {"text": 'a; "b"\r\nc', "source": "x"}), (5, None), (6, {"text": "e"})]
+    expected = [(2, {"text": 'a; "b"\r\nc', "source": "x"}), (5, TooManyCells(3, 2)), (6, {"text": "e"})]
     assert list(rows.rows_of_csv(io.StringIO(text, newline=""))) == expected
+    assert unusable(TooManyCells(3, 2)) == "the row has 3 cells, but the header has 2"

@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from llama405b.contract.corpus import check_template
-from llama405b.contract.document import ALPACA, Chat, Text, document_of
+from llama405b.contract.document import ALPACA, Chat, Text, document_of, unusable
 from llama405b.contract.errors import UserError
 from llama405b.contract.schema import Data
 from llama405b.data import chat, tokens
@@ -66,6 +66,14 @@ def test_other_roles_and_weights(tokenizer):
     assert learnt(tokenizer, unlearnt) == ["four<|end|>"]
 
 
+@pytest.mark.parametrize("first", ["a greeting", " Hello ", ""])
+@pytest.mark.parametrize("role", ["assistant", "user"])
+def test_what_a_template_writes_before_the_first_message_is_not_learnt(tokenizer, first, role):
+    tokenizer.chat_template = HEADERS.replace("{{ bos_token }}", "{{ bos_token }}<|system|>\n\nToday is a day.<|end|>")
+    said = learnt(tokenizer, [{"role": role, "content": first}, *TALK[1:3]], learn=(role,))
+    assert said[0] == f"{first.strip()}<|end|>"
+
+
 @pytest.mark.parametrize(
     ("template", "messages", "words"),
     [
@@ -93,6 +101,11 @@ def test_forms_of_records():
         {"messages": "a"},
         {"messages": [{"role": "user"}]},
         {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "image", "text": "a cat"}]}
+            ]
+        },
         {"messages": [{"role": 1, "content": "a"}]},
         {"conversations": [{"from": "human"}]},
         {"prompt": "a"},
@@ -100,6 +113,9 @@ def test_forms_of_records():
         None,
     ):
         assert document_of(bad) is None
+    parts = [{"type": "text", "text": "x"}, {"type": "image", "text": "a cat"}]
+    said = unusable({"messages": [{"role": "user", "content": parts}]})
+    assert said == "a message has a part of type 'image', and only text can be trained on"
 
 
 @pytest.mark.parametrize(
