@@ -65,7 +65,7 @@ class Extension:
         return self._loss if "loss" in self.declared.functions else None
 
     def metrics(self, moment: Moment) -> dict[str, float]:
-        """Return what is to stand beside a step's metrics.
+        """Return what is to stand beside a step's metrics: a number that is not finite has none to show, and does not.
 
         Raises:
             RunError: They are no numbers, or the function raised.
@@ -79,7 +79,7 @@ class Extension:
             raise RunError(
                 f"{self.declared.path}: metrics() returned {str(found)[:80]}; return numbers by name, such as {{'lag': 1.5}}"
             )
-        return {name: float(value) for name, value in found.items()}
+        return {name: float(value) for name, value in found.items() if math.isfinite(value)}
 
     def after_step(self, moment: Moment) -> None:
         """Have it do what it does every so many steps."""
@@ -175,4 +175,4 @@ def _where(error: Exception, path: str) -> str:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool)

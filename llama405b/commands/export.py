@@ -21,14 +21,16 @@ from torch import Tensor
 from llama405b.checkpoint.merged import MergedWeights, PeftWeights, has_adapter, settings_of
 from llama405b.checkpoint.pickled import PickledWeights
 from llama405b.checkpoint.safetensors_file import partial_of, sha256_of, write_tensors
+from llama405b.checkpoint.store import MAX_EVENTS
 from llama405b.checkpoint.weights_of import SavedWeights
 from llama405b.commands.try_model import try_model
 from llama405b.contract import config, reader, weights
 from llama405b.contract.adapters import PEFT_CONFIG, PEFT_WEIGHTS, peft_config
-from llama405b.contract.checkpoints import MODEL_FILES, committed, step_of
+from llama405b.contract.checkpoints import MANIFEST, MODEL_FILES, committed, step_of
 from llama405b.contract.errors import RunError, UserError
+from llama405b.contract.events import RunEvent
 from llama405b.contract.families import FAMILIES
-from llama405b.contract.files import write_json
+from llama405b.contract.files import read_records, write_json
 from llama405b.contract.paths import EXPORT_RECORD, RunDir
 from llama405b.contract.phrases import and_more, counted, reason_of
 from llama405b.contract.reader import MalformedError
@@ -154,9 +156,18 @@ def open_weights(source: str, step: int | None) -> tuple[Weights, str]:
         pickled = PickledWeights(Path(source))
         return pickled, next((name for name, dtype in DTYPES.items() if dtype == pickled.dtype), "fp32")
     saved = SavedWeights(find_checkpoint(source, step))
-    if saved.warning:
-        print(saved.warning, file=sys.stderr, flush=True)
+    for warning in filter(None, (saved.warning, warning_of_manifest(saved.path, saved.digest))):
+        print(warning, file=sys.stderr, flush=True)
     return saved, "bf16"
+
+
+def warning_of_manifest(checkpoint: Path, digest: str) -> str:
+    """Warn of a manifest that is not what the checkpoint's run recorded as it saved it; '' if it is, or nothing was recorded."""
+    events = read_records(RunEvent, RunDir(checkpoint.absolute().parents[1]).events("rank-0"), last=MAX_EVENTS)
+    recorded = {event.digest for event in events if event.digest and Path(event.path).name == checkpoint.name}
+    if not recorded or digest in recorded:
+        return ""
+    return f"warning: {checkpoint / MANIFEST}: not as the run recorded it when it saved; it has been changed since"
 
 
 def find_checkpoint(source: str, step: int | None) -> Path:

@@ -33,14 +33,14 @@ def main(argv: Sequence[str]) -> int:
             f"{run.name}: its settings name no tracker; write --tracking.to at a launch, or add it to {run.config}"
         )
     run.tracking.mkdir(parents=True, exist_ok=True)
-    codes = [send(run, name, args.until_closed, args.model) for name in names]
+    codes = [send(run, name, args.until_closed, args.model, again=args.again) for name in names]
     return max(codes)
 
 
-def send(run: RunDir, name: str, pipe: int | None, model: Path | None = None) -> int:
+def send(run: RunDir, name: str, pipe: int | None, model: Path | None = None, *, again: bool = False) -> int:
     """Send until the other end of a pipe is closed, and soon end then; without one, what there is now. Returns the exit code.
 
-    ``model``: an exported one, to send as well.
+    ``model``: an exported one, to send as well; ``again``: also what was sent before.
     """
     with run.tracking_lock(name).open("w") as lock:
         while not _locked(lock):  # the process of the attempt before may be at its end
@@ -48,6 +48,8 @@ def send(run: RunDir, name: str, pipe: int | None, model: Path | None = None) ->
                 raise UserError(
                     f"{run.name}: its numbers are being sent to {name} already; wait until the run has ended"
                 )
+        if again:
+            run.sent(name).unlink(missing_ok=True)
         feed = Feed(name, run, say)
         if pipe is not None:
             while not _is_closed(pipe):

@@ -141,6 +141,9 @@ def track_parser() -> OneLineParser:
     parser.add_argument(
         "--model", type=Path, metavar="DIR", help="also send W&B what export has written there, as an artifact"
     )
+    parser.add_argument(
+        "--again", action="store_true", help="send everything again, as another run there: of a tracker that lost it"
+    )
     parser.add_argument("--until-closed", type=int, metavar="FD", help=argparse.SUPPRESS)
     return parser
 

@@ -67,7 +67,6 @@ def test_an_installed_module_is_found_by_its_name(monkeypatch, tmp_path):
     [
         ("3", "metrics() returned 3; return numbers by name"),
         ("{'a': 'b'}", "returned"),
-        ("{'a': float('nan')}", "returned"),
         ("1 / 0", "own.py:2: metrics() raised ZeroDivisionError"),
     ],
 )
@@ -76,6 +75,11 @@ def test_what_it_does_wrong_names_it(module, returns, why):
     with pytest.raises(RunError) as failed:
         used.metrics(None)
     assert why in str(failed.value)
+
+
+def test_a_metric_that_is_not_finite_is_left_out_and_ends_nothing(module):
+    used = extend.use(module("def metrics(moment):\n    return {'a': float('nan'), 'b': -float('inf'), 'c': 2}"))
+    assert used.metrics(None) == {"c": 2.0}
 
 
 def test_what_fails_at_its_import_is_refused_with_its_line(module):

@@ -2,6 +2,7 @@
 
 import pytest
 
+from llama405b.commands import track
 from llama405b.contract import reader
 from llama405b.contract.command import parse
 from llama405b.contract.config import to_toml
@@ -61,6 +62,17 @@ def test_all_is_sent_by_step_and_of_each_the_numbers_first(found):
     found.send()
     kinds = {0: ["metrics", "sample"], 4: ["metrics", "event", "sample"], 8: ["metrics", "sample"]}
     assert found.sink.told == [(step, kind) for step, of in kinds.items() for kind in of]
+
+
+def test_all_is_sent_again_to_a_tracker_that_lost_it(found, monkeypatch):
+    said = []
+    monkeypatch.setattr(Fake, "end", lambda self: said.append(self.told))
+    found.run.tracking.mkdir(exist_ok=True)
+    codes = [track.send(found.run, "wandb", None, again=again) for again in (False, False, True)]
+    assert codes == [0, 0, 0]
+    first, again = said  # at the second time there was nothing to send
+    assert len(first) == 7
+    assert again == first
 
 
 def test_a_model_goes_to_the_run_that_is_open(found, tmp_path, capsys):
