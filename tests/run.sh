@@ -49,22 +49,28 @@ bash tests/check.sh || exit 1
 # Two files at a time, as they stand: those on hosts, which mostly wait, come first, and the small ones last.
 two=(-n 2 --dist loadfile --no-loadscope-reorder)
 export OMP_NUM_THREADS=1 # threads of torch that wait for a core would keep the others busy
-marks=(-m "(unit or ranks) and not gpu and not soak" "${two[@]}") more=true
-if [ "${1:-}" = --all ]; then
-    shift
-    # For the tests of FP8, adapters and trackers alone: transformers imports some of them wherever they are installed.
+# For the tests of FP8, adapters and trackers alone: transformers imports some of them wherever they are installed.
+need_apart() {
+    local packages apart
     for packages in torchao "peft accelerate psutil"; do
         apart=.venv/${packages%% *}
         # shellcheck disable=SC2086 # several words
-        [ -d "$apart" ] || .venv/bin/python -m pip install -q --no-deps --no-compile --target "$apart" -c constraints.txt $packages || exit 2
+        [ -d "$apart" ] || .venv/bin/python -m pip install -q --no-deps --no-compile --target "$apart" -c constraints.txt $packages || return
     done
-    [ -d .venv/trackers ] || .venv/bin/python -m pip install -q --no-compile --target .venv/trackers -c constraints.txt wandb tensorboard || exit 2
+    [ -d .venv/trackers ] || .venv/bin/python -m pip install -q --no-compile --target .venv/trackers -c constraints.txt wandb tensorboard
+}
+marks=(-m "(unit or ranks) and not gpu and not soak" "${two[@]}") more=true
+if [ "${1:-}" = --all ]; then
+    shift
+    need_apart || exit 2
     marks=(-m "not gpu and not soak and not standin" --durations=15 "${two[@]}")
     export LLAMA405B_NOTHING_SKIPPED=1 # a test that cannot run is a failure
     more=on_standin
 elif [ "${1:-}" = --soak ]; then
     shift
     marks=(-m soak -s)
+else
+    need_apart || echo "tests that need them are skipped" >&2
 fi
 code=0
 .venv/bin/python -m pytest "${marks[@]}" "$@" || code=$?

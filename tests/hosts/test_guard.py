@@ -7,7 +7,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -229,10 +228,8 @@ def test_a_run_that_lost_its_guard_is_guarded_again(work, cli, demo, corpus):
 def test_a_stop_right_after_the_launch_waits_until_it_is_heard(work, cli, demo, corpus):
     flags = [*fake_trainer(demo, corpus, steps=100_000), "--checkpoint.every", "50000"]
     assert cli(work, "launch", "--run", "early", *flags).returncode == 0
-    began = time.monotonic()
     stopped = cli(work, "stop", "--run", "early", "--grace", "90s")
     assert stopped.returncode == 0, stopped.stdout
-    assert time.monotonic() - began < 80
     assert re.search(r"last step: (\d+); newest checkpoint: \S+/step-0*\1$", stopped.stdout, re.MULTILINE), (
         stopped.stdout
     )
@@ -388,9 +385,10 @@ def test_of_two_launches_at_once_one_wins(work, cli, demo, corpus):
 def test_a_launch_that_dies_midway_leaves_nothing(work, cli, demo, corpus, tmp_path_factory):
     programs = tmp_path_factory.mktemp("bin")
     slow = programs / "tmux"
-    slow.write_text(
-        '#!/bin/sh\ncase "$*" in *node-b*new-session*|*new-session*node-b*) touch "$0.asked"; sleep 4;; esac\nexec /usr/bin/tmux "$@"\n'
-    )
+    slow.write_text("""#!/bin/sh
+case "$*" in *node-b*new-session*|*new-session*node-b*) touch "$0.asked"; until [ -e "$0.go" ]; do sleep 0.1; done;; esac
+exec /usr/bin/tmux "$@"
+""")
     slow.chmod(0o755)
     env = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT}/tools", "PATH": f"{programs}:{os.environ['PATH']}"}
     launch = subprocess.Popen(
@@ -403,11 +401,10 @@ def test_a_launch_that_dies_midway_leaves_nothing(work, cli, demo, corpus, tmp_p
     wait_for((programs / "tmux.asked").exists)
     launch.kill()
     launch.communicate()
-    wait_for(lambda: status(work, "m", "node-a")["state"] == "killed", 30)
-    wait_for(
-        lambda: (work / "runs/m/status/node-b.json").exists() and status(work, "m", "node-b")["state"] == "killed", 30
-    )
-    time.sleep(0.5)
+    (programs / "tmux.go").touch()
+    for host in ("node-a", "node-b"):
+        wait_for(lambda host=host: status(work, "m", host)["state"] == "killed")
+        wait_for(lambda host=host: processes.start_time(status(work, "m", host)["pid"]) is None)
     again = cli(work, "launch", "--run", "m", "--resume", "auto", *fake_trainer(demo, corpus, 100_000))
     assert again.returncode == 0, again.stderr
 

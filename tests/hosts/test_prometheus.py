@@ -39,7 +39,7 @@ def started(tmp_path):
     yield start
     for child in children:
         child.terminate()
-        child.wait(15)
+        child.wait(60)
         child.stderr.close()
 
 
@@ -88,7 +88,7 @@ def test_prometheus_scrapes_it_and_the_dashboard_has_answers(started, tmp_path):
             found = ask(target["expr"].replace("$run", "llama-405b"))
             assert found or quiet.get(panel["title"]) in ("", target["legendFormat"]), target
     top.send_signal(signal.SIGTERM)
-    assert top.wait(10) == 143
+    assert top.wait(60) == 143
     assert reach(ours) == ""
 
 

@@ -147,6 +147,7 @@ def test_logs_are_merged_in_time_though_a_clock_is_wrong(hosts, operator):
     packages = hosts.exec(2, "sh", "-c", f"ls -d {sys.prefix}/lib/python*/site-packages").stdout.strip()
     wrong = "import time as t, os; real = t.time; t.time = lambda: real() + 3600\n"  # the kernel's clock is everyone's
     hosts.exec(2, "sh", "-c", f"cat >{packages}/sitecustomize.py <<'EOF'\n{wrong}EOF\n")
+    began = time.time() - 60  # which the program's times follow, but for what a busy machine takes to answer
     program = "import time\nfor i in range(6): print('beat', i, flush=True); time.sleep(1)"
     try:
         for i in (1, 2, 3):
@@ -160,8 +161,8 @@ def test_logs_are_merged_in_time_though_a_clock_is_wrong(hosts, operator):
         found = [json.loads(line) for line in operator("logs", "--run", "clock", "-o", "json").stdout.splitlines()]
         beats = [(int(r["text"].split()[1]), r["host"], r["time"]) for r in found if "beat" in r["text"]]
         assert len(beats) == 18
-        assert max(t for _, _, t in beats) - min(t for _, _, t in beats) < 30
-        assert abs(time.time() - beats[-1][2]) < 60  # on the operator's clock
+        times = [t for _, _, t in beats]
+        assert began <= min(times) <= max(times) <= time.time()  # on the operator's clock
         positions = [[p for p, (i, _, _) in enumerate(beats) if i == n] for n in range(6)]
         assert max(positions[0]) < min(positions[3])  # interleaved, not one host after the other
         assert max(positions[2]) < min(positions[5])
@@ -181,7 +182,7 @@ def test_the_operator_dies_and_nothing_of_its_stays(hosts, operator):
     )
     wait_for(lambda: any("agent stream" in p for p in processes(hosts, 2)))
     follower.send_signal(signal.SIGKILL)
-    follower.wait(10)
+    follower.wait(60)
     wait_for(lambda: not any("agent stream" in p for i in (1, 2, 3) for p in processes(hosts, i)), 5)
     assert operator("status").returncode == 0  # the run goes on
 

@@ -30,7 +30,7 @@ def serve(tmp_path):
     found = wait_for(lambda: re.search(r"open (http://\S+) in a browser", (tmp_path / "said").read_text()), 60)
     yield server, found[1]
     server.send_signal(signal.SIGTERM)
-    assert server.wait(20) == 0
+    assert server.wait(60) == 0
 
 
 async def _look(url, server):

@@ -62,7 +62,7 @@ def test_a_flood_of_lines_does_not_freeze_the_screen(top, work, end):
         top.keys("q", "q")  # back, then out
     else:
         os.kill(pid, getattr(signal, f"SIG{end}"))
-    wait_for(lambda: processes.start_time(pid) is None, 2)
+    wait_for(lambda: processes.start_time(pid) is None)
     code = 0 if end == "q" else 128 + getattr(signal, f"SIG{end}")
     top.shows(rf"^rc={code}$" if end != "q" else r"^rc=[01]$", 20)
     modes = "#{alternate_on} #{cursor_flag} #{mouse_any_flag}"

@@ -9,6 +9,7 @@ from ranks_rig import run_ranks
 from update_rig import build, slow, take
 
 SLOW_S, SLOW_RANK = 0.1, 1
+STEPS = (1, 2, 3)  # of which the one counts that whatever else runs here held up least
 FORMS = {
     "none": {"offload": "none", "overlap": False},
     "optimizer": {"offload": "optimizer", "overlap": True},
@@ -38,22 +39,22 @@ def _slow_down(model, place):
 
 
 def _measured(me, directory, form, place, accumulation):
-    """Train, with one rank slow; returns what was measured in each step, and whether the losses are those of without."""
+    """Train, with one rank slow; returns the least that was measured in a step, and whether the losses are those of without."""
     from llama405b.parallel.busy import BusyMeter
 
     plain, updater = build(me, directory, **FORMS[form])
-    expected = [take(me, plain, updater, step, accumulation) for step in (1, 2)]
+    expected = [take(me, plain, updater, step, accumulation) for step in STEPS]
     module, updater = build(me, directory, **FORMS[form])
     meter = BusyMeter(me.device)
     meter.attach(module)
     if me.rank == SLOW_RANK:
         _slow_down(module, place)
     seen, busy = [], []
-    for step in (1, 2):
+    for step in STEPS:
         seen.append(take(me, module, updater, step, accumulation))
         busy.append(meter.seconds())
     updater.wait()
-    return busy, seen == expected
+    return min(busy), seen == expected
 
 
 @pytest.mark.parametrize(
@@ -69,18 +70,17 @@ def _measured(me, directory, form, place, accumulation):
     ],
 )
 def test_a_slow_rank_is_told_from_those_that_wait_for_it(tiny, form, place, accumulation):
-    (fast, same), (slowed, same_there) = run_ranks(2, _measured, tiny, form, place, accumulation)
+    (fast_s, same), (slow_s, same_there) = run_ranks(2, _measured, tiny, form, place, accumulation)
     assert same
     assert same_there
     times = 2 * 4 if place == "layers" else 1  # of 4 layers, in the forward and where the backward computes it again
     slept_s = times * SLEEPS[place] * accumulation
-    for fast_s, slow_s in zip(fast, slowed, strict=True):
-        assert slept_s <= slow_s < 1.9 * slept_s  # once each
-        assert 0 < fast_s < slept_s / 2  # although its step takes as long
+    assert slept_s <= slow_s < 1.9 * slept_s  # once each
+    assert 0 < fast_s < slept_s / 2  # although its step takes as long
 
 
 def _between(me, directory):
-    """Train with slow updates, and a pause after each backward; returns what was measured in the second step, and what it waited."""
+    """Train with slow updates, and a pause after each backward; returns the least that was measured in a step, and what was waited."""
     from llama405b.parallel.busy import BusyMeter
 
     module, updater = build(me, directory, **FORMS["all"])
@@ -89,9 +89,13 @@ def _between(me, directory):
     slow(updater, SLOW_S)
     take(me, module, updater, 1)
     meter.seconds()
-    updater.work()
-    take(me, module, updater, 2, accumulation=2, lap=lambda part: time.sleep(4 * SLOW_S * (part == "backward")))
-    return meter.seconds(), updater.work().exposed_s
+    busy, waited = [], []
+    for step in STEPS[1:]:
+        updater.work()
+        take(me, module, updater, step, accumulation=2, lap=lambda part: time.sleep(4 * SLOW_S * (part == "backward")))
+        busy.append(meter.seconds())
+        waited.append(updater.work().exposed_s)
+    return min(busy), min(waited)
 
 
 def test_a_rank_is_not_busy_before_a_unit_is_updated_nor_after_a_backward(tiny):

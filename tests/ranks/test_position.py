@@ -6,13 +6,13 @@ Each word of the texts is another token, so that a target tells the document and
 import collections
 import json
 import random
-import time
 from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from ops_rig import wait_for
 from ranks_rig import start_program
 from tiny_models import write_llama
 
@@ -113,13 +113,6 @@ def _children(pids):
     return family - set(pids)
 
 
-def _wait(condition, what, seconds=120):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, what()
-        time.sleep(0.05)
-
-
 def _expected(records, name):
     """The words that are learnt when a source is read once, and those that are dropped after its last sequence."""
     flat = []  # a word, and whether it is learnt
@@ -140,7 +133,7 @@ def _ends(work, ranks, until, workers):
     family = set()
     log = lambda: "".join((work / name).read_text()[-3000:] for name in ("out", "err"))  # noqa: E731
     try:
-        _wait(lambda: max(_recorded(work), default=0) >= until or ranks[0].exitcode is not None, log)
+        wait_for(lambda: max(_recorded(work), default=0) >= until or ranks[0].exitcode is not None, 120, log)
         family = _children([rank.pid for rank in ranks])
         if until < STEPS:
             assert len(family) >= (workers + 1) * len(ranks), log()  # the readers of each, and their server
@@ -152,7 +145,9 @@ def _ends(work, ranks, until, workers):
         for rank in ranks:
             rank.kill()
             rank.join()
-    _wait(lambda: not any(Path(f"/proc/{pid}").exists() for pid in family), lambda: "readers outlive their rank", 30)
+    wait_for(
+        lambda: not any(Path(f"/proc/{pid}").exists() for pid in family), says=lambda: "readers outlive their rank"
+    )
 
 
 @pytest.mark.timeout(600)

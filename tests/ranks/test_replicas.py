@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ from test_node_local import ROOT, _resume
 from conftest import ROOT as CHECKOUT
 from llama405b.contract.paths import RunDir
 from llama405b.contract.plan import Node, Plan
+from ops_rig import wait_for
 from ranks_rig import run_ranks
 from update_rig import build, data_file, flip, save, take
 
@@ -45,7 +45,7 @@ def _replicators(place):
     finally:
         for process in started:
             process.stdin.close()
-            process.wait(20)
+            process.wait(60)
 
 
 def _save(me, directory, place, steps):
@@ -64,9 +64,7 @@ def _save(me, directory, place, steps):
         take(me, module, updater, step)
         if step in steps:
             save(store, step, updater)
-            deadline = time.monotonic() + 30
-            while copies.survey() < step and time.monotonic() < deadline:
-                time.sleep(0.1)
+            wait_for(lambda step=step: copies.survey() >= step)
             everywhere.append(copies.everywhere)
     store.close()
     return [take(me, module, updater, step) for step in (5, 6)], everywhere
@@ -81,7 +79,7 @@ def saved(tiny, tmp_path_factory):
         for process in started:
             process.stdin.write(b"last\n")
             process.stdin.flush()
-        assert [process.wait(30) for process in started] == [0] * HOSTS
+        assert [process.wait(60) for process in started] == [0] * HOSTS
     return place, told
 
 

@@ -67,14 +67,16 @@ def _train(me, directory, root, form, share=None):
         slow(updater, 0.01)  # so that updates are pending when the save begins
     torch.manual_seed(me.rank)  # the checkpoint has its state
     for step in range(1, SAVED + 1):
+        began = time.monotonic()
         take(me, module, updater, step)
+    step_s = STEP_S + time.monotonic() - began  # as long as this machine takes now
     tensors = [tensor for unit in updater.units() for tensor in unit.tensors]
     whole = sum(tensor.nbytes for tensor in tensors)
     store, saving = _saving(me, root, int(whole * (share or 0)))
     if share is not None:
-        _slow_disk(STEPS_A_SAVE * STEP_S / len(tensors))
+        _slow_disk(STEPS_A_SAVE * step_s / len(tensors))
     saving.begin(
-        SAVED, updater, _identity(), Reached(0), STEP_S if share == 1 else None
+        SAVED, updater, _identity(), Reached(0), step_s if share == 1 else None
     )  # with room, what is late is copied ahead
     saved = saving.finish() if share is None else None
     seen, beside = [], 0
@@ -140,8 +142,11 @@ class _Told:
         self.phases.append(str(phase))
 
 
-def _run(me, directory, root, every, fails_at=(), slow_s=0.0, steps=8, request_at=0, before_step=None):
-    """Take steps as a trainer does; the disk is full while a step of ``fails_at`` is saved."""
+def _run(me, directory, root, every, fails_at=(), slow=0.0, steps=8, request_at=0, before_step=None):
+    """Take steps as a trainer does; the disk is full while a step of ``fails_at`` is saved.
+
+    ``slow``: how long each of a save's 4,600 writes takes, of the time of a step.
+    """
     from torch.distributed.checkpoint import default_planner
 
     from llama405b.checkpoint import writer as of_write
@@ -161,7 +166,7 @@ def _run(me, directory, root, every, fails_at=(), slow_s=0.0, steps=8, request_a
     write = of_write._Hashing.write
 
     def failing(hashing, content):
-        time.sleep(slow_s)
+        time.sleep(slow * step_s)
         if me.rank == 1 and saver.step in fails_at:
             raise OSError(errno.ENOSPC, "No space left on device")
         return write(hashing, content)
@@ -173,12 +178,14 @@ def _run(me, directory, root, every, fails_at=(), slow_s=0.0, steps=8, request_a
         return plan(plans)
 
     of_write._Hashing.write, default_planner.create_default_global_save_plan = failing, planning
-    error = ""
+    error, step_s = "", 0.0
     for step in range(1, steps + 1):
         if before_step:
             before_step(me, Path(root), step)
+        began = time.monotonic()
         take(me, module, updater, step)
-        while saver.busy and not slow_s:  # steps are longer than saves
+        step_s = time.monotonic() - began
+        while saver.busy and not slow:  # steps are longer than saves
             time.sleep(0.01)
         asked = [RunRequest("r", RequestKind.SAVE, "me", 0.0)] if step == request_at else []
         wishes = AfterStep(save=int(bool(asked) or saver.is_due(step)), still_saving=int(saver.busy))
@@ -265,7 +272,7 @@ def test_what_becomes_of_the_directory_meanwhile_costs_one_save(tiny, tmp_path):
 
 
 def test_a_save_that_is_due_during_another_is_put_off(tiny, tmp_path):
-    for told, error, there in run_ranks(2, _run, tiny, tmp_path / "c", "1", (), 0.002, 12, 3):
+    for told, error, there in run_ranks(2, _run, tiny, tmp_path / "c", "1", (), 0.001, 12, 3):
         saved = [step for kind, step, *_ in told.events if kind == "saved"]
         assert saved[0] == 1
         assert saved[-1] == 12  # the last one is not put off

@@ -22,6 +22,7 @@ from llama405b.data import tokenize as of_tokenize
 from llama405b.data.provenance import documents_in, read_offsets
 from llama405b.data.sources import open_source
 from llama405b.data.tokens import Report, tokenised
+from ops_rig import Patience, wait_for
 
 
 @pytest.fixture
@@ -117,18 +118,16 @@ def test_it_continues_after_a_kill_and_leaves_no_process(demo, texts):
     env = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT}/tools", "TOKENIZE_TEST": str(texts)}
     first = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL)
     parts = texts.parent / "made" / "parts"
-    deadline = time.monotonic() + 60
+    patience = Patience()
     while len(list(parts.glob("*.bin"))) < 2:
-        assert time.monotonic() < deadline
+        assert patience.lasts()
         assert first.poll() is None
         time.sleep(0.005)
     first.send_signal(signal.SIGKILL)
     first.wait()
     kept = {path.name: path.stat().st_mtime_ns for path in parts.glob("*.bin")}
     mark = f"TOKENIZE_TEST={texts}".encode()
-    while any(mark in environment for environment in _environments()):
-        assert time.monotonic() < deadline, "workers outlive it"
-        time.sleep(0.1)
+    wait_for(lambda: not any(mark in environment for environment in _environments()), says=lambda: "workers outlive it")
     assert kept == {path.name: path.stat().st_mtime_ns for path in parts.glob("*.bin") if path.name in kept}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr

@@ -212,7 +212,7 @@ class Hosts:
         )
 
     def _wait(self):
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 120
         for i in range(1, self.count + 1):
             while True:
                 done = subprocess.run(

@@ -37,17 +37,26 @@ def metrics(work, run):
     return {m["step"]: m for m in lines if "loss" in m}
 
 
-def wait_for(condition, seconds=60, says=lambda: ""):
-    """The condition's value once it is true; ``says``: what else to print where it does not become so.
+class Patience:
+    """So many seconds; a busy machine has longer: while N processes want each core, a second counts as 1/N."""
 
-    A busy machine has longer: while N processes want each core, a second counts as 1/N.
-    """
-    left, at = seconds, time.monotonic()
+    def __init__(self, seconds=60):
+        self.left, self.at = seconds, time.monotonic()
+
+    def lasts(self):
+        """Whether some is left, of what was there at the last call."""
+        now = time.monotonic()
+        self.left -= (now - self.at) / max(1.0, os.getloadavg()[0] / os.cpu_count())
+        self.at = now
+        return self.left > 0
+
+
+def wait_for(condition, seconds=60, says=lambda: ""):
+    """The condition's value once it is true; ``says``: what else to print where it does not become so, in a busy machine's time."""
+    patience = Patience(seconds)
     while not (value := condition()):
-        assert left > 0, f"waited {seconds} s (more where the machine was busy), too long\n{says()}"
+        assert patience.lasts(), f"waited {seconds} s (more where the machine was busy), too long\n{says()}"
         time.sleep(0.1)
-        left -= (time.monotonic() - at) / max(1.0, os.getloadavg()[0] / os.cpu_count())
-        at = time.monotonic()
     return value
 
 

@@ -5,7 +5,6 @@ import os
 import shutil
 import subprocess
 import threading
-import time
 import types
 
 import pytest
@@ -15,6 +14,7 @@ from llama405b.checkpoint.lease import Holder
 from llama405b.contract.checkpoints import Lease
 from llama405b.contract.errors import UserError
 from llama405b.contract.files import read_record
+from ops_rig import wait_for
 
 
 class Clock:
@@ -133,11 +133,8 @@ def test_it_is_renewed_while_it_is_held(hold, tmp_path, monkeypatch):
     monkeypatch.setattr(lease, "RENEW_S", 0.01)
     take(holder := hold("a"))
     path = tmp_path / "lease-00000001.json"
-    seen, deadline = set(), time.monotonic() + 20
-    while len(seen) < 3:
-        assert time.monotonic() < deadline
-        seen.add(read_record(Lease, path).renewed)
-        time.sleep(0.005)
+    seen = set()
+    wait_for(lambda: seen.add(read_record(Lease, path).renewed) or len(seen) > 2)
     holder.end()
     assert read_record(Lease, path).ended
 

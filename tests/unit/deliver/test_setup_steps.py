@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -18,6 +17,7 @@ from llama405b_tools.deliver.setup_plan import Step, Wishes
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.hosts.transport import HostError
+from ops_rig import wait_for
 
 
 @pytest.fixture
@@ -77,17 +77,11 @@ def test_too_little_disk_is_told_with_the_numbers_before_pip_fills_it(work, tmp_
 
 
 def _gone(pid):
-    deadline = time.monotonic() + 20
-    while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return not Path(f"/proc/{pid}").exists()
+    return wait_for(lambda: not Path(f"/proc/{pid}").exists())
 
 
 def _written(path):
-    deadline = time.monotonic() + 60
-    while not (path.exists() and path.read_text().endswith("\n")):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_for(lambda: path.exists() and path.read_text().endswith("\n"))
     return path.read_text()
 
 
@@ -112,7 +106,7 @@ def test_ctrl_c_ends_what_setup_started_and_says_so(tmp_path):
     pids = [int(word) for word in _written(began).split()]
     try:
         setup.send_signal(signal.SIGINT)
-        out, err = setup.communicate(timeout=20)
+        out, err = setup.communicate(timeout=120)
         assert (setup.returncode, all(map(_gone, pids))) == (130, True)
         assert "localhost: ending making .venv\n" in out
         assert err == "interrupted: nothing of it runs on the hosts; run the same command to go on\n"
@@ -136,12 +130,12 @@ def test_a_package_manager_is_not_cut_off(work, tmp_path):
         _written(tmp_path / "pid")
         ending = threading.Thread(target=work.end)
         ending.start()
-        assert work.ending.wait(20)
+        assert work.ending.wait(120)
         assert not (tmp_path / "done").exists()
     finally:
         (tmp_path / "go").touch()
-        taking.join(20)
-    ending.join(20)
+        taking.join(120)
+    ending.join(120)
     assert (tmp_path / "done").read_text() == "whole\n"
     with pytest.raises(HostError, match="setup was interrupted"):
         work.take("localhost", step, locked=True)

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 
 import pytest
 
@@ -22,6 +21,7 @@ from llama405b_tools.remote.node import NodeRunner
 from llama405b_tools.remote.secrets import write_secrets
 from llama405b_tools.run import judge
 from llama405b_tools.run.judge import Failure
+from ops_rig import wait_for
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ class Pane:
 
     def print(self, *_, **__):
         self.waits.set()
-        self.takes.wait(60)
+        self.takes.wait(120)
 
 
 class Child:
@@ -49,13 +49,6 @@ class Child:
 
     def poll(self):
         return self.code
-
-
-def within(seconds, condition):
-    deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return condition()
 
 
 @pytest.mark.slow
@@ -67,8 +60,8 @@ def test_the_times_of_log_lines_do_not_wait_for_the_pane(run, monkeypatch):
         for size in (4, 8):
             with log.open("a") as file:
                 file.write("one\n")
-            assert pane.waits.wait(30)  # from here on it is stuck
-            assert within(30, lambda size=size: f" {size} rank.log\n" in run.times("a").read_text())
+            assert pane.waits.wait(120)  # from here on it is stuck
+            wait_for(lambda size=size: f" {size} rank.log\n" in run.times("a").read_text())
     finally:
         child.code = 0
         runner.ended.set()
@@ -162,11 +155,11 @@ def test_a_secret_that_the_program_prints_is_in_no_file_once_the_run_is_over(run
         stdout=subprocess.DEVNULL,
     )
     if victim == "node runner":
-        assert within(30, lambda: log.exists() and log.read_text().endswith("!\n"))
+        wait_for(lambda: log.exists() and log.read_text().endswith("!\n"))
         runner.send_signal(signal.SIGKILL)
-    runner.wait(30)
+    runner.wait(120)
     over = (NodeState.EXITED, NodeState.KILLED)
-    assert within(30, lambda: (status := read_record(NodeStatus, run.status("a"))) and status.state in over)
+    wait_for(lambda: (status := read_record(NodeStatus, run.status("a"))) and status.state in over)
     assert log.read_text() == "it is REDACTED*****!\n"
     for path in filter(os.path.isfile, run.path.rglob("*")):
         assert canary not in path.read_text(), path

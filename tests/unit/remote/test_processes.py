@@ -5,7 +5,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -17,6 +16,7 @@ from llama405b_tools.remote.locks import take_lock
 from llama405b_tools.remote.messages.stop_request import OrphansRequest
 from llama405b_tools.remote.streaming import _Secrets
 from llama405b_tools.remote.torchrun import MARKER
+from ops_rig import wait_for
 
 
 def test_sweep_ends_orphans_and_the_stubborn_and_no_one_else(tmp_path):
@@ -31,11 +31,8 @@ def test_sweep_ends_orphans_and_the_stubborn_and_no_one_else(tmp_path):
     )
     other = subprocess.Popen(["sleep", "60"], env=os.environ | {MARKER: value + "2"})
     try:
-        parent.wait(10)
-        deadline = time.monotonic() + 10
-        while len(processes.marked(value)) < 2 and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert len(processes.marked(value)) == 2
+        parent.wait(120)
+        wait_for(lambda: len(processes.marked(value)) == 2)
         ended, left = processes.sweep(value)
         assert (ended, left) == (2, [])
         assert processes.marked(value) == []
@@ -70,9 +67,7 @@ def test_sweep_waits_for_an_exec(monkeypatch):
 
 def test_zombies_and_threads_of_the_kernel_are_in_no_exec():
     child = subprocess.Popen(["true"])
-    deadline = time.monotonic() + 10
-    while processes.state(child.pid) != "Z" and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_for(lambda: processes.state(child.pid) == "Z")
     assert not {child.pid, 2} & set(processes.in_exec())  # both tell no environment and no arguments
     child.wait()
 
@@ -135,8 +130,6 @@ def test_a_run_in_a_container_is_no_leftover_though_its_directory_is_not_seen_fr
         f"mount -t tmpfs none {tmp_path}/inside; mkdir -p $(dirname {lock}); exec flock --no-fork {lock} sh -c '{hold}'"
     )
     with _process_of(value, "unshare", "--mount", "sh", "-c", inside):
-        deadline = time.monotonic() + 20
-        while not (tmp_path / "up").exists() and time.monotonic() < deadline:
-            time.sleep(0.02)
+        wait_for((tmp_path / "up").exists)
         assert not (tmp_path / "inside/r").exists()
         assert not _is_left(value)

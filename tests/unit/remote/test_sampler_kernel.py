@@ -3,10 +3,12 @@
 import os
 import socket
 import time
+import types
 from pathlib import Path
 
 import pytest
 
+from llama405b_tools.remote import sampler
 from llama405b_tools.remote.sampler import MOST_KERNEL_LINES, KernelLog, Machine
 
 XID = "NVRM: Xid (PCI:0000:1b:00): 79, pid=4711, name=python, GPU has fallen off the bus."
@@ -33,25 +35,34 @@ def kernel():
     made.heard.close()
 
 
-def test_lines_from_before_it_began_have_the_time_at_which_they_were_logged(kernel):
-    uptime_s = time.monotonic()
+@pytest.fixture
+def clock(monkeypatch):
+    """The host's: ``epoch_s``, and ``uptime_s`` since its boot."""
+    made = types.SimpleNamespace(epoch_s=1.7e9, uptime_s=5000.0)
+    clocks = types.SimpleNamespace(time=lambda: made.epoch_s, monotonic=lambda: made.uptime_s)
+    monkeypatch.setattr(sampler, "time", clocks)
+    return made
+
+
+@pytest.mark.parametrize("uptime_s", [70.0, 5000.0])
+def test_lines_from_before_it_began_have_the_time_at_which_they_were_logged(kernel, clock, uptime_s):
+    clock.uptime_s = uptime_s
     kernel.logs("usb 1-1: new device", uptime_s - 70)
     kernel.logs(XID, uptime_s - 60)
     kernel.logs("Out of memory: Killed process 4711 (python)", uptime_s - 50)
     (first, xid), (second, oom) = kernel.log.new()
     assert (xid, oom) == (XID, "Out of memory: Killed process 4711 (python)")
-    assert time.time() - first == pytest.approx(60, abs=5)
-    assert second - first == pytest.approx(10, abs=0.001)
+    assert (first, second) == (clock.epoch_s - 60, clock.epoch_s - 50)
     assert kernel.log.new() == []
 
 
-def test_a_clock_that_parted_from_this_one_makes_no_new_line_old_or_one_of_the_future(kernel):
+def test_a_clock_that_parted_from_this_one_makes_no_new_line_old_or_one_of_the_future(kernel, clock):
     kernel.log.new()
-    before = time.time()
-    for since_boot_s in (time.monotonic() - 3600, time.monotonic() + 3600):
-        kernel.logs(XID, since_boot_s)
-        [(logged, _)] = kernel.log.new()
-        assert before - 1 <= logged <= time.time()
+    looked_s = clock.epoch_s
+    clock.epoch_s += 30
+    for parted_s, logged_s in ((-3600, looked_s), (3600, clock.epoch_s)):
+        kernel.logs(XID, clock.uptime_s + parted_s)
+        assert [logged for logged, _ in kernel.log.new()] == [logged_s]
 
 
 def test_of_many_lines_the_newest_are_told(kernel):

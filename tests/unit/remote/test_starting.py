@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -59,13 +60,24 @@ def start_with(node_runner: str, work: Path, monkeypatch) -> dict:
     return json.loads(said.getvalue())
 
 
+def give_up_once_it_runs(monkeypatch, work):
+    """Have the time for the start be over once what tmux starts has written its number."""
+    passed = []
+
+    def monotonic():
+        passed.append((work / "pid").exists() and (work / "pid").read_text().endswith("\n"))
+        return starting.START_WITHIN_S * sum(passed)
+
+    monkeypatch.setattr(starting, "time", types.SimpleNamespace(monotonic=monotonic, sleep=time.sleep))
+
+
 def test_a_launch_ends_the_guard_of_an_earlier_one_on_this_machine(work, monkeypatch):
     guard = subprocess.Popen(["sleep", "600"])
     run = RunDir(work / "runs" / f"r{os.getpid()}")
     began = processes.start_time(guard.pid)
     write_json(run.guard, GuardState(run.name, guard.pid, began, guarding.machine_id(), 1))
     start_with("exit 3", work, monkeypatch)
-    assert guard.wait(10) == -signal.SIGTERM
+    assert guard.wait(60) == -signal.SIGTERM
 
 
 @pytest.mark.parametrize(
@@ -98,7 +110,7 @@ def test_a_run_is_its_directory_on_a_machine_whatever_its_host_is_called(work, m
 
 
 def test_a_run_of_the_same_name_in_another_directory_is_not_ended(work, monkeypatch):
-    monkeypatch.setattr(starting, "START_WITHIN_S", 0.5)
+    give_up_once_it_runs(monkeypatch, work)
     monkeypatch.setattr(starting.stopping, "stop", lambda request: None)  # its start is kept
     monkeypatch.setattr(starting.sys, "stdout", io.StringIO())
     (work / "python").write_text(f"#!/bin/sh\necho $$ > {work}/pid\nexec sleep 600\n")
@@ -134,15 +146,13 @@ def test_a_tethered_run_ends_with_its_operator(work, monkeypatch, cut):
 
 
 def test_a_node_runner_that_never_starts_torchrun_is_ended(work, monkeypatch):
-    monkeypatch.setattr(starting, "START_WITHIN_S", 0.5)
+    give_up_once_it_runs(monkeypatch, work)
     assert start_with("exec sleep 600", work, monkeypatch)["fault"] == "slow"
     assert processes.start_time(int((work / "pid").read_text())) is None
 
 
 def test_a_node_runner_that_ends_without_a_word_is_not_waited_for(work, monkeypatch):
-    began = time.monotonic()
-    assert start_with("exit 3", work, monkeypatch)["fault"] == "ended"
-    assert time.monotonic() - began < starting.START_WITHIN_S / 2
+    assert start_with("exit 3", work, monkeypatch)["fault"] == "ended"  # "slow": where it was
 
 
 def test_one_that_nobody_keeps_is_ended(work, monkeypatch):
@@ -233,7 +243,7 @@ def test_a_tmux_that_hangs_or_lies_is_told_and_not_waited_for(work, monkeypatch,
     (work / "bin/tmux").write_text(f"#!/bin/sh\n{program}\n")
     (work / "bin/tmux").chmod(0o755)
     monkeypatch.setenv("PATH", f"{work}/bin:{os.environ['PATH']}")
-    monkeypatch.setattr(tmux, "TMUX_WITHIN_S", 0.5)
+    monkeypatch.setattr(tmux, "TMUX_WITHIN_S", 0.5 if "0.5 s" in said else 60)
     monkeypatch.setattr(stopping, "END_WITHIN_S", 0.5)
     answer = start_with("exec sleep 600", work, monkeypatch)
     assert (answer["fault"], answer["detail"]) == ("tmux", said)
@@ -253,7 +263,7 @@ def test_a_tmux_that_does_not_work_is_found_before_the_start(work, monkeypatch, 
     (work / "tmux").write_text(f"#!/bin/sh\n{program}\n")
     (work / "tmux").chmod(0o755)
     monkeypatch.setenv("PATH", f"{work}:{os.environ['PATH']}")
-    monkeypatch.setattr(launch_facts, "VERSION_WITHIN_S", 0.5)
+    monkeypatch.setattr(launch_facts, "VERSION_WITHIN_S", 0.5 if "0.5 s" in fault else 60)
     assert launch_facts.tmux_fault() == fault
 
 

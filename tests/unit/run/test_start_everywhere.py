@@ -27,7 +27,6 @@ NAMES = ("a", "b", "c")
 @pytest.fixture
 def fleet(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(starting, "ANSWER_WITHIN_S", 0.5)
     with FakeFleet(NAMES) as found:
         yield found
 
@@ -122,7 +121,8 @@ def test_hosts_hear_of_the_stop_that_a_launch_has_seen(fleet):
     assert known == [0.0, 5.0, 0.0]
 
 
-def test_an_answer_that_never_comes_is_named(fleet, plan):
+def test_an_answer_that_never_comes_is_named(fleet, plan, monkeypatch):
+    monkeypatch.setattr(starting, "ANSWER_WITHIN_S", 0.5)
     fleet.fakes["c"].keep = list
     with pytest.raises(StartError, match="c: did not answer within"):
         start_run(plan, {}, fleet)

@@ -26,7 +26,7 @@ def arrives(monkeypatch, tmp_path):
             fleet.fakes["a"].faults["stream"] = said
             streams = Streams(fleet, ["a"], StreamRequest("r", ""))
             try:
-                return streams.arrivals.get(timeout=10).news
+                return streams.arrivals.get(timeout=120).news
             finally:
                 streams.close()
 

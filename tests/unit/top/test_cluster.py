@@ -705,8 +705,8 @@ def test_what_is_stayed_with_is_said_to_every_sampler_at_once():
         live = Live(fleet, None, 2.0)
         live.open["a"] = Stream()
         live.stay("A")
-        assert said.get(timeout=10) == '{"stay": "A"}\n'
+        assert said.get(timeout=120) == '{"stay": "A"}\n'
         live.stay("A")
         live.stay("")
-        assert said.get(timeout=10) == '{"stay": ""}\n'
+        assert said.get(timeout=120) == '{"stay": ""}\n'
         live.close()

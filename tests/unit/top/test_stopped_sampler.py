@@ -12,7 +12,7 @@ from llama405b_tools.remote import processes
 from llama405b_tools.top import event_sources
 from llama405b_tools.top.event_sources import Live
 from llama405b_tools.top.state import thresholds
-from ops_rig import wait_for
+from ops_rig import Patience, wait_for
 
 
 @pytest.mark.slow
@@ -31,15 +31,15 @@ def test_a_sampler_that_is_stopped_is_replaced(monkeypatch):
             assert "connecting again" in link[1]
             _until(live, lambda event: event.frame is not None)
             assert live.open[me].child.pid != stopped
-            wait_for(lambda: processes.start_time(stopped) is None, 10)
+            wait_for(lambda: processes.start_time(stopped) is None)
         finally:
             live.close()
 
 
 def _until(live, wanted):
     """Events, until one is as wanted."""
-    end = live.now() + 60
-    while live.now() < end:
+    patience = Patience()
+    while patience.lasts():
         for event in live.events(live.now() + 1):
             if wanted(event):
                 return event

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -74,14 +73,14 @@ def test_a_process_that_does_not_catch_the_signal_is_not_sent_it(process):
     assert child.wait(10) == -SIGNAL  # as it would end
 
 
-def test_a_rank_that_is_stopped_is_not_waited_for(process):
+def test_a_rank_that_is_stopped_is_not_waited_for(process, monkeypatch):
     child = process(RANK, PYTHONPATH=":".join(sys.path))
     child.send_signal(signal.SIGSTOP)
     wait_for(lambda: rank_evidence.processes.state(child.pid) == "T")
-    memory, began = RankMemoryReader.of(child.pid), time.monotonic()
+    memory = RankMemoryReader.of(child.pid)
     memory.ask()
+    monkeypatch.delattr(rank_evidence, "time")  # nothing looks at the clock
     assert memory.stacks() == ()
-    assert time.monotonic() - began < rank_evidence.STACKS_WITHIN_S / 2
     assert memory.place().step == 4711
 
 

@@ -120,7 +120,7 @@ class Query:
                 if "not a valid field" not in text or len(self.reasons) == 1:
                     break
                 self.reasons.pop(0)
-            if self.with_apps:
+            if self.with_apps and not self.killed:
                 self.apps = self._run(
                     ["--query-compute-apps=pid,gpu_uuid,used_memory", "--format=csv,noheader,nounits"]
                 )
