@@ -59,8 +59,8 @@ class AfterSave:
 
     def begin(self, present: Mapping[Path, str]) -> None:
         """Begin with what is there already, of which the manifests' digests are known."""
-        self.done = {name: digest for name, digest in self.done.items() if digest in present.values()}
-        self.waiting.extend(entry for entry in present.items() if self.done.get(entry[0].name) != entry[1])
+        self.done = {path.name: digest for path, digest in present.items() if self.done.get(path.name) == digest}
+        self.waiting.extend(entry for entry in present.items() if entry[0].name not in self.done)
         self.thread.start()
 
     def landed(self, path: Path, digest: str) -> None:

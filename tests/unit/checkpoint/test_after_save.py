@@ -71,6 +71,13 @@ def test_what_fails_holds_up_what_follows_and_nothing_is_lost(run):
     assert said == ["after-save: step-00000002 on a: exit code 7; it is tried again"] * found.failures
 
 
+def test_the_tries_of_each_checkpoint_are_its_own(run):
+    found, _ = started(run, "test $LLAMA405B_STEP = 2 && test -e tried || { touch tried; exit 7; }", 2, 4)
+    wait_for(lambda: found.failures > 1)
+    found.close()
+    assert (found.failures - found.tries, found.pending) == (1, {4})  # the first failure was of step 2
+
+
 def test_the_next_attempt_does_what_this_one_did_not(run):
     found, _ = started(run, f"test $LLAMA405B_STEP = 2 && {NOTE}", 2, 4)
     wait_for(lambda: found.fault)
@@ -127,6 +134,15 @@ def test_a_command_that_hangs_is_told_once_others_wait_for_it_and_is_ended_at_it
     assert said == [
         "after-save: step-00000002 on a: ended after 1 s, as checkpoint.after_save_limit says; it is tried again"
     ]
+
+
+def test_what_failed_before_the_end_is_tried_three_times_more(run):
+    found, _ = started(run, "exit 3", 2)
+    wait_for(lambda: found.failures >= after_save.TRIES_AT_END)
+    found.hasten()
+    assert found.goes_on
+    done(found)
+    assert found.failures >= 2 * after_save.TRIES_AT_END
 
 
 def test_a_filesystem_that_fails_is_a_failure_like_others(run, monkeypatch):

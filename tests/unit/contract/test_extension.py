@@ -67,7 +67,9 @@ def test_an_installed_module_is_found_by_its_name(monkeypatch, tmp_path):
     [
         ("3", "metrics() returned 3; return numbers by name"),
         ("{'a': 'b'}", "returned"),
+        ("{'a': True}", "returned"),
         ("1 / 0", "own.py:2: metrics() raised ZeroDivisionError"),
+        ("half(1)\ndef half(x):\n    return x / 0", "own.py:4: metrics() raised ZeroDivisionError"),
     ],
 )
 def test_what_it_does_wrong_names_it(module, returns, why):

@@ -47,6 +47,12 @@ def test_what_fits_into_a_sequence_is_never_split(documents, truncate):
     assert source.unread == sum(map(len, whole)) - sum(map(len, kept))
 
 
+def test_as_many_documents_stand_in_a_sequence_as_fit_into_it():
+    bounds_N = np.cumsum([0, 5, 7, SEQ, 3, 9, 1, SEQ + 1, 2])
+    found = spans.whole_spans(bounds_N, SEQ, truncate=False)
+    assert found.tolist() == [[0, 12], [12, 24], [24, 36], [36, 37], [37, 49], [49, 52]]
+
+
 def test_every_target_of_whole_documents_comes_once_and_padding_is_no_target(documents):
     tokens_N, whole = documents
     source = Source(tokens_N, SEQ, spans.whole_spans(spans.bounds_of(tokens_N), SEQ, truncate=False))

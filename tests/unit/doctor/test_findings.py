@@ -124,6 +124,16 @@ def test_a_disk_that_cannot_be_written_is_one_fault_with_one_remedy():
     assert [(f.what, f.level) for f in diagnose({"a": facts})] == [("/w is on a filesystem that is read-only", BAD)]
 
 
+@pytest.mark.parametrize(
+    ("cuda", "driver", "fits"), [("13.0", "580.65.06", True), ("13.0", "579.99", False), ("12.8", "525.60.13", True)]
+)
+def test_the_oldest_driver_that_cuda_takes_is_not_too_old(cuda, driver, fits):
+    facts = good()
+    facts["environment"]["packages"]["cuda"] = cuda
+    facts["gpus"]["smi"] = facts["gpus"]["smi"].replace("570.124.06", driver)
+    assert (diagnose({"a": facts}) == []) is fits
+
+
 def put(*path):
     *keys, last, value = path
 

@@ -16,7 +16,7 @@ from llama405b.contract.records import EvaluationMetrics, Metrics, Sample
 from llama405b_tools.remote.accounts import attempts_of
 from llama405b_tools.remote.messages.report import MOST_POINTS, ReportReply, evaluations_of, points_of
 from llama405b_tools.report.draw.page import page
-from llama405b_tools.report.draw.summary import Summary
+from llama405b_tools.report.draw.summary import Summary, happened
 from llama405b_tools.report.draw.terminal import lines_of
 from llama405b_tools.text.plot import plot
 from llama405b_tools.text.ticks import ticks, time_ticks
@@ -207,7 +207,16 @@ def test_the_end_of_a_long_run_is_so_many_steps_not_points():
     found = Summary("r", reply_of(steps_of(6000)), 0.0)
     assert found.last_steps == 12  # of points of four
     assert found.last("loss") == pytest.approx(statistics.mean(step.loss for step in steps_of(6000)[-12:]))
-    assert Summary("r", reply_of(steps_of(1)), 0.0).last_steps == 1
+    assert [Summary("r", reply_of(steps_of(n)), 0.0).last_steps for n in (1, 12)] == [1, 10]
+
+
+def test_what_a_module_adds_now_and_then_is_the_mean_of_what_it_added():
+    steps = [dataclasses.replace(step, own={"lag": 3.0} if step.step % 2 else {}) for step in steps_of(4)]
+    assert [point.own for point in points_of(steps, 1)] == [{"lag": 3.0}]
+
+
+def test_what_happened_is_told_in_order():
+    assert [each.time for each in happened(Summary("r", failed_and_resumed(), 0.0))] == [151.0, 200.0, 399.0]
 
 
 def test_a_host_that_died_before_a_step_ended_when_it_was_heard_last(tmp_path):

@@ -78,6 +78,7 @@ def test_the_host_where_it_began_is_named():
     assert judge.first_failure([lost, aborted]).host == "c"
     assert judge.first_failure([aborted, own]).host == "b"
     assert judge.first_failure([ended, lost, own]).host == "b"
+    assert judge.first_failure([own, dataclasses.replace(lost, decided=True)]).host == "a"
     for kind in (CauseKind.FOLLOWED, CauseKind.TORCHRUN_FAILED):
         assert failure("a", kind, peer=1).origin == 0
     for kind in (CauseKind.REFUSED, CauseKind.RANK_EXIT, CauseKind.SOCKETS, CauseKind.VANISHED, CauseKind.HUNG):

@@ -5,7 +5,7 @@ import copy
 import pytest
 
 from llama405b_tools.top.draw.headline import headline
-from llama405b_tools.top.state import simulate
+from llama405b_tools.top.state import simulate, verdicts
 from llama405b_tools.top.state.advice import guard_acts_in_s
 from llama405b_tools.top.state.cluster import ClusterState
 from llama405b_tools.top.state.picture import GuardShown, HostState, Level, RunPhase, Verdict
@@ -30,6 +30,14 @@ def play(seconds, change=lambda host, frame: None, n_hosts=4):
                 cluster.advance(last)
     cluster.advance(last)
     return cluster, last
+
+
+@pytest.mark.parametrize(("slow_s", "words"), [(2.5, "it is 0.50 s behind in every step: it costs 10%"), (2.2, None)])
+def test_a_slow_rank_costs_a_share_of_the_step(slow_s, words):
+    """Of 5 s, of which the others compute for 2."""
+    busy = [(2.0, "a", 0), (2.0, "a", 1), (slow_s, "b", 2), (2.0, "b", 3)]
+    found = [(host, rank, note.words) for host, rank, note in verdicts.behind(busy, 5.0)]
+    assert found == ([("b", 2, words)] if words else [])
 
 
 def run_of(frame, **new):

@@ -75,6 +75,48 @@ def test_all_is_sent_again_to_a_tracker_that_lost_it(found, monkeypatch):
     assert again == first
 
 
+def add(run, step):
+    append_line(run.metrics, reader.dumps(EvaluationMetrics(step, 1.0, 2.0, 1)))
+    append_line(run.samples, reader.dumps(Sample(step, 1.0, "a", "b")))
+    append_line(run.events("rank-0"), reader.dumps(RunEvent(1.0, "rank-0", EventKind.SAVED, 1, step)))
+
+
+@pytest.mark.parametrize("kind", ["metrics", "event", "sample"])
+def test_the_next_attempt_sends_nothing_again(found, kind):
+    found.send()
+    for step in (12, 16, 20):
+        again = feed.Feed("wandb", found.run, print)
+        again.send()
+        assert again.sink is None
+        add(found.run, step)
+        again.send()
+        assert [step for step, of in again.sink.told if of == kind] == [step]
+        assert again.sent.id == found.sent.id
+
+
+def test_what_was_not_taken_is_sent_at_the_end_however_soon(found, monkeypatch, capsys):
+    monkeypatch.setattr(Fake, "flush", lambda _: 1 / 0)
+    found.send()
+    found.send()
+    assert Fake.opened == 1  # it waits before it tries again
+    monkeypatch.undo()
+    monkeypatch.setitem(feed.SINKS, "wandb", Fake)
+    add(found.run, 12)
+    found.end()
+    assert [step for step, kind in found.sink.told if kind == "metrics"] == [0, 4, 8, 12]
+    assert capsys.readouterr().out == "tracking wandb: division by zero; what was not sent is kept\n"
+
+
+def test_half_a_line_is_sent_when_it_is_whole(found):
+    line = reader.dumps(EvaluationMetrics(12, 1.0, 2.0, 1)) + "\n"
+    found.send()
+    for part in (line[:9], line[9:]):
+        with found.run.metrics.open("a") as file:
+            file.write(part)
+        found.send()
+    assert found.sink.told[-1] == (12, "metrics")
+
+
 def test_a_model_goes_to_the_run_that_is_open(found, tmp_path, capsys):
     found.send()
     found.send_model(tmp_path / "out")
