@@ -103,12 +103,21 @@ def ssh_server(tmp_path, monkeypatch):
 
 
 @pytest.fixture
+def shadowed(tmp_path):
+    """A directory whose modules, named like Python's own and numpy, end every program that imports one."""
+    for name in ("random", "types", "queue", "numpy", "tempfile"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit(__file__)\n")
+    return tmp_path
+
+
+@pytest.fixture
 def cli():
     """Run ``llama405b`` in a directory; returns the completed process."""
 
     def run(cwd, *args, timeout=240, env=None, **more):
         more_args = ONE_THREAD if args[:1] == ("launch",) else ()
-        command = [sys.executable, "-m", "llama405b_tools.cli", *map(str, (*args[:1], *more_args, *args[1:]))]
+        words = map(str, (*args[:1], *more_args, *args[1:]))
+        command = [sys.executable, "-P", "-m", "llama405b_tools.cli", *words]
         path = f"{ROOT}:{ROOT / 'tools'}"
         return subprocess.run(
             command,

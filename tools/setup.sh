@@ -18,7 +18,7 @@ need_programs() {  # need_programs program:package …  install missing programs
     for entry in "$@"; do
         command -v "${entry%%:*}" >/dev/null || [ -x "/usr/sbin/${entry%%:*}" ] || missing+=("${entry##*:}")
     done
-    python3 -c 'import ensurepip, venv' 2>/dev/null || missing+=(python3-venv)
+    python3 -I -c 'import ensurepip, venv' 2>/dev/null || missing+=(python3-venv)
     [ ${#missing[@]} -gt 0 ] || return 0
     if ! command -v apt-get >/dev/null; then
         echo "missing: ${missing[*]}; install them with this system's package manager" >&2
@@ -66,7 +66,7 @@ in_one_line() {  # in_one_line COMMAND …  run it; a terminal shows its last li
 
 need_venv() {  # need_venv EXTRAS  install the project and these extras into .venv, at the versions in constraints.txt
     local stamp index=() comes="PyTorch for CUDA and its packages, 2.7 GB to download" size=(2.7 4.9) fault
-    python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
+    python3 -I -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
         echo "python3 is $(python3 -V 2>&1), but Python >= 3.11 is needed; install it and put it first in PATH" >&2
         return 2
     }
@@ -80,17 +80,17 @@ need_venv() {  # need_venv EXTRAS  install the project and these extras into .ve
         comes="PyTorch and its packages, 0.3 GB to download (2.7 GB, and 5 GB of disk, if pip finds only PyTorch for CUDA)"
         echo "$cpu_index does not answer; if you know another index with PyTorch for CPU, set PIP_EXTRA_INDEX_URL to it (and to those in your pip.conf, which it replaces)" >&2
     fi
-    fault=$(PYTHONPATH=tools .venv/bin/python -m llama405b_tools.remote.venv_room "${size[@]}") || {
+    fault=$(.venv/bin/python -I tools/llama405b_tools/remote/venv_room.py "${size[@]}") || {
         echo "$fault; make room there" >&2
         return 2
     }
     echo "installing into .venv, once: $comes; unpacking takes minutes"
     trap interrupted INT
-    in_one_line .venv/bin/python -m pip install --disable-pip-version-check --no-compile "${index[@]}" -c constraints.txt -e ".[$1]" || {
+    in_one_line .venv/bin/python -I -m pip install --disable-pip-version-check --no-compile "${index[@]}" -c constraints.txt -e ".[$1]" || {
         echo "pip could not install the packages; see its output above" >&2
         return 2
     }
-    PYTHONDONTWRITEBYTECODE="" in_one_line .venv/bin/python -c "$imports" || { # compiles it; pip would compile all
+    in_one_line .venv/bin/python -I -c "$imports" || { # compiles it; pip would compile all
         echo "what pip installed cannot be imported; see the output above" >&2
         return 2
     }
@@ -104,7 +104,7 @@ interrupted() { # what Ctrl-C comes to
 }
 
 answers() {  # answers URL  whether it can be read from here
-    python3 -c 'import sys, urllib.request as u; u.urlopen(sys.argv[1], timeout=5)' "$1" 2>/dev/null
+    python3 -I -c 'import sys, urllib.request as u; u.urlopen(sys.argv[1], timeout=5)' "$1" 2>/dev/null
 }
 
 need_newest() {  # install the project and the newest of what it trains with into .venv-newest

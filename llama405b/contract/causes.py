@@ -16,7 +16,7 @@ class CauseKind(enum.StrEnum):
     NOT_STARTED = "not started"  # torchrun could not be started: ``detail``
     SETUP_FAILED = "setup failed"  # ``exit_code`` and ``detail``: the setup line
     TORCHRUN_KILLED = "torchrun killed"  # by ``signal``
-    TORCHRUN_FAILED = "torchrun failed"  # without naming a rank of this host; ``detail``: its log
+    TORCHRUN_FAILED = "torchrun failed"  # without naming a rank of this host; ``detail``: its log, and how that ends
     RANK_KILLED = "rank killed"  # ``rank`` by ``signal``
     RANK_EXIT = "rank exit"  # ``rank`` with ``exit_code``; ``detail``: what it raised
     REFUSED = "refused"  # the trainer refused its input, on ``rank``: it would refuse it again

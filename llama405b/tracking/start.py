@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from llama405b.contract.errors import UserError
+from llama405b.contract.own_python import own_argv
 from llama405b.contract.paths import RunDir
 from llama405b.contract.schema import Tracking
 
@@ -38,7 +39,7 @@ class Trackers:
         places = os.pathsep.join(filter(None, sys.path))
         self.pids = {}
         for name in names:
-            words = [sys.executable, "-m", PROGRAM, str(run.path), "--only", name, "--until-closed", str(read)]
+            words = [*own_argv(PROGRAM), str(run.path), "--only", name, "--until-closed", str(read)]
             pid = os.spawnve(os.P_NOWAIT, sys.executable, words, os.environ | {"PYTHONPATH": places})
             self.pids[pid] = name
         os.close(read)

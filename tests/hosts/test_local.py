@@ -88,9 +88,10 @@ def test_kill_a_rank_then_stop_then_resume_to_the_same_losses(work, cli, demo, c
     assert last["up_bytes"] > last["down_bytes"] > 0
 
 
+@pytest.mark.usefixtures("shadowed")
 def test_a_resume_that_would_learn_other_things_needs_consent(work, cli, demo, corpus):
     (work / "hosts").write_text(ONE_HOST)
-    flags = ["launch", "--run", "same", "--follow", *settings(demo, corpus, 4)]
+    flags = ["launch", "--run", "same", "--follow", *settings(demo, corpus, 4), "--data.workers", 1]
     assert cli(work, *flags).returncode == 0
     flags += ["--resume", "auto", "--training.max_steps", 6, "--training.global_batch_size", 8]
     before = sorted((work / "runs/same/checkpoints").rglob("*"))

@@ -17,6 +17,7 @@ from typing import NoReturn
 import torch
 
 from llama405b.contract import reader
+from llama405b.contract.own_python import own_argv
 from llama405b.contract.paths import RunDir
 from llama405b.contract.probes import Figure, Probe
 from llama405b.contract.records import METRICS_LINE, Metrics
@@ -73,7 +74,7 @@ def _run(argv: Sequence[str], log: Path) -> int:
     """Run a module, the first of ``argv``, as the main program, in a fork if CUDA lets it; returns its exit code."""
     parent = os.getpid()
     if torch.cuda.is_initialized():  # by an import, such as torchao's
-        return os.spawnv(os.P_WAIT, sys.executable, [sys.executable, "-m", __name__, str(parent), str(log), *argv])
+        return os.spawnv(os.P_WAIT, sys.executable, [*own_argv(__name__), str(parent), str(log), *argv])
     pid = os.fork()
     if not pid:
         _be(argv, log, parent)

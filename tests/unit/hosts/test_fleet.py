@@ -78,6 +78,31 @@ class In(fleets.Local):
         return f"exec {self.shell} -c {shlex.quote(command)}"
 
 
+class Homed(fleets.Local):
+    """This machine, with a PYTHONHOME and a PYTHONPATH that are another Python's."""
+
+    def run(self, command, stdin, timeout_s):
+        return super().run(f"export PYTHONHOME=/nowhere PYTHONPATH=$PWD; {command}", stdin, timeout_s)
+
+
+def test_neither_modules_in_the_working_directory_nor_another_pythons_home_reach_the_agent(shadowed, monkeypatch):
+    monkeypatch.setattr(fleets, "_connect", lambda host: Homed())
+    with Fleet([Host("a", "hosts:1", workdir=str(shadowed))]) as fleet:
+        assert WAYS["ask"](fleet) == StatusReply(())
+
+
+def test_the_agent_is_the_working_directorys_own_whatever_is_installed(tmp_path):
+    for package in ("llama405b", "tools/llama405b_tools/remote"):
+        (tmp_path / package).mkdir(parents=True)
+    (tmp_path / "tools/llama405b_tools/__init__.py").touch()
+    (tmp_path / "llama405b/__init__.py").write_text("__version__ = 'its own'")
+    text = "import llama405b, sys; sys.exit(f'{llama405b.__version__} {sys.argv[1:]} {sys.path[-2:]}')"
+    (tmp_path / "tools/llama405b_tools/remote/agent.py").write_text(text)
+    with Fleet([Host("localhost", "hosts:1", workdir=str(tmp_path))]) as fleet, pytest.raises(HostError) as caught:
+        fleet.ask("localhost", "status", StatusRequest("a"), StatusReply, 20)
+    assert str(caught.value) == f"the agent failed (its own ['status'] {[str(tmp_path), str(tmp_path / 'tools')]})"
+
+
 def test_the_last_words_of_an_agent_that_fails_are_told(tmp_path):
     wrapped = tmp_path / "py"
     wrapped.write_text(f'#!/bin/sh\nPYTHONPATH={ROOT}:{ROOT}/tools exec {sys.executable} "$@"\n')

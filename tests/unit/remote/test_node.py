@@ -74,7 +74,7 @@ def test_the_line_of_an_attempt_is_on_disk_before_torchrun_starts(run, monkeypat
     seen = []
     monkeypatch.setattr(node_runner.subprocess, "Popen", lambda *_, **__: seen.append(run.agent_log("a").read_bytes()))
     NodeRunner(run, "a").start_torchrun()
-    assert seen[0].startswith(b'\nattempt 3: ["/py", "-m", "torch.distributed.run"')
+    assert seen[0].startswith(b'\nattempt 3: ["/py", "-P", "-m", "torch.distributed.run"')
 
 
 def test_where_somebody_ended_torchrun_it_began_not_where_its_peers_lost_contact(run):
@@ -121,11 +121,19 @@ def test_the_rank_that_ended_first_is_named_whichever_torchrun_names(two_failed,
     watch.start()
     for n in (first, 1 - first):
         ranks[n].kill()
-        assert within(60, lambda n=n: n in two_failed.rank_ends)
+        wait_for(lambda n=n: n in two_failed.rank_ends)
     watch.join(60)
     assert two_failed.first_failure(1).rank == first
     for rank in ranks:
         rank.wait()
+
+
+def test_where_torchrun_failed_without_a_rank_its_last_line_is_told(run):
+    runner, log = NodeRunner(run, "a"), run.agent_log("a")
+    runner.hidden = ["canary"]
+    for text, last in (("Traceback:\nImportError: no canary here\n", " (ImportError: no …REDACTED here)"), ("", "")):
+        log.write_text(f'attempt 2: []\nold\nattempt 3: ["py"]\n{text}')
+        assert runner.first_failure(1).detail == f"{log}{last}"
 
 
 @pytest.mark.parametrize(("by", "state"), [("me", NodeState.STOPPED), ("", NodeState.EXITED)])

@@ -1,6 +1,7 @@
 """The programs that are sent to hosts run under the oldest Python available, and import nothing of ours."""
 
 import ast
+import importlib.metadata
 import os
 import shutil
 import subprocess
@@ -40,11 +41,12 @@ def pythons():
 OLDEST = pythons()[0]
 
 
-def say(name, request, tmp_path):
+def say(name, request, shadowed):
     """The first line that a program prints there."""
     child = subprocess.Popen(
         ["sh", "-c", standalone.command(name).replace("python3", str(OLDEST), 1)],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=tmp_path, env=os.environ | {"HOME": str(tmp_path)},
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=shadowed,
+        env=os.environ | {"HOME": str(shadowed), "PYTHONHOME": "/nowhere", "PYTHONPATH": str(shadowed)},
     )  # fmt: skip
     child.stdin.write(standalone.standard_input(name, request))
     child.stdin.flush()
@@ -56,25 +58,26 @@ def say(name, request, tmp_path):
     return line
 
 
-def test_the_sampler_speaks_as_the_screen_reads(tmp_path):
+def test_the_sampler_speaks_as_the_screen_reads(shadowed):
     line = say(
         "sampler",
-        {"run": None, "interval_s": 1.0, "deaf_s": 60.0, "smi_retry_s": 30.0, "workdir": str(tmp_path), "host": "a"},
-        tmp_path,
+        {"run": None, "interval_s": 1.0, "deaf_s": 60.0, "smi_retry_s": 30.0, "workdir": str(shadowed), "host": "a"},
+        shadowed,
     )
     frame = reader.loads(Frame, line, "frame")
     assert frame.cpu.total > 0
     assert frame.run is None
 
 
-def test_the_probe_speaks_as_doctor_reads(tmp_path):
+def test_the_probe_speaks_as_doctor_reads(shadowed):
     request = {
-        "port": 0, "token": "t", "workdir": str(ROOT), "python": sys.executable, "paths": [str(tmp_path)], "within_s": 40,
+        "port": 0, "token": "t", "workdir": str(shadowed), "python": sys.executable, "paths": [str(shadowed)], "within_s": 40,
     }  # fmt: skip
-    facts = reader.loads(HostFacts, say("hostprobe", request, tmp_path), "facts")
+    facts = reader.loads(HostFacts, say("hostprobe", request, shadowed), "facts")
     assert facts.failed == {}
     assert facts.memory.total > 0
     assert facts.environment.packages["python"]
+    assert facts.environment.packages["torch"] == importlib.metadata.version("torch")
     assert facts.environment.packages["llama405b"] == code_version()
     assert len(facts.ports) == 2
 

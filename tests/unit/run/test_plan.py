@@ -7,6 +7,7 @@ import pytest
 
 from llama405b.contract import reader
 from llama405b.contract.errors import UserError
+from llama405b.contract.own_python import LOADER
 from llama405b.contract.plan import OWN_THREADS, Node, Plan, check_run_name
 from llama405b_tools.hosts import transport
 from llama405b_tools.hosts.fleet import agent_command
@@ -46,7 +47,7 @@ def test_no_flag_of_torchruns_own_and_no_beginning_of_one_is_taken_from_a_progra
     from torch.distributed.run import get_args_parser
 
     def parsed(*own):
-        found = vars(get_args_parser().parse_args(torchrun_argv(plan((*before, "its.name", *own)), "b", "/logs")[3:]))
+        found = vars(get_args_parser().parse_args(torchrun_argv(plan((*before, "its.name", *own)), "b", "/logs")[4:]))
         return found.pop("training_script"), found.pop("training_script_args"), found
 
     flags = {flag for action in get_args_parser()._actions for flag in action.option_strings}
@@ -69,7 +70,7 @@ def test_torchrun_takes_the_arguments():
     """torchrun's own parser reads what is planned."""
     from torch.distributed.run import get_args_parser
 
-    args = get_args_parser().parse_args(torchrun_argv(plan(("-m", "pkg.mod", "--its-own", "x y")), "b", "/logs")[3:])
+    args = get_args_parser().parse_args(torchrun_argv(plan(("-m", "pkg.mod", "--its-own", "x y")), "b", "/logs")[4:])
     assert args.module
     assert (args.training_script, args.training_script_args) == ("pkg.mod", ["--its-own", "x y"])
     assert (args.nnodes, args.nproc_per_node, args.rdzv_backend, args.max_restarts) == ("2", "4", "c10d", 0)
@@ -84,6 +85,19 @@ def test_torchrun_takes_the_arguments():
     assert tuple(torchrun_argv(plan(its_own), "b", "/logs")[-len(its_own) - 1 :]) == ("--redirects=3", *its_own)
 
 
+def test_torchrun_starts_our_modules_as_we_do_and_other_programs_as_they_are():
+    from torch.distributed.run import get_args_parser
+
+    def parsed(*program):
+        args = get_args_parser().parse_args(torchrun_argv(plan(program), "b", "/logs")[4:])
+        return args.no_python, args.module, args.training_script, args.training_script_args
+
+    ours = ["-P", "-c", LOADER, "llama405b.train", "--run", "x"]
+    assert parsed("-m", "llama405b.train", "--run", "x") == (True, False, "/py", ours)
+    assert parsed("-m", "mine.train", "x") == (False, True, "mine.train", ["x"])
+    assert parsed("random.py") == (False, False, "random.py", [])
+
+
 def test_agent_command_survives_a_real_shell(tmp_path):
     directory = tmp_path / "it's a dir; $HOME"
     directory.mkdir()
@@ -92,7 +106,7 @@ def test_agent_command_survives_a_real_shell(tmp_path):
     fake.chmod(0o755)
     line = agent_command(str(fake), str(directory), "probe")
     done = subprocess.run(["sh", "-c", line], capture_output=True, text=True, check=True)
-    assert done.stdout == f"{directory}\n-m|llama405b_tools.remote.agent|probe|tools|"
+    assert done.stdout == f"{directory}\n-c|{LOADER}|llama405b_tools.remote.agent|probe||"
     home = subprocess.run(
         ["sh", "-c", agent_command("pwd", "~/x y", "p").replace("exec pwd", "pwd;:")],
         capture_output=True,

@@ -62,7 +62,7 @@ def make_wheelhouse(root: Path) -> Path:
 
     if stamp.is_file() and stamp.read_text() == complete():
         return folder
-    command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "-d", str(folder)]
+    command = [sys.executable, "-I", "-m", "pip", "download", "--disable-pip-version-check", "-d", str(folder)]
     what = ["-c", str(root / "constraints.txt"), f"{root}[train]", *BUILD_TOOLS]
     print(
         f"fetching wheels into {folder}: {setup_plan.CPU_SIZE}, or {setup_plan.CUDA_SIZE} with PyTorch for CUDA",
@@ -211,7 +211,7 @@ class Work:
             raise HostError("setup was interrupted")
         lock = "flock .llama405b-setup.lock " if locked else ""  # concurrent setups take turns
         directory = shell_path(self.fleet.workdir(name))
-        line = f"cd {directory} && {lock}sh -c {shlex.quote(step.line)}"
+        line = f"cd {directory} && unset PYTHONHOME && {lock}sh -c {shlex.quote(step.line)}"
         last = ""
         with self.progress.of(name, step) as seen:
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 from llama405b.contract.errors import UserError
 from llama405b.contract.phrases import given
+from llama405b_tools.hosts.login_shell import own_line
 
 UV_PYTHON = "3.12"
 LEAST_PYTHON = (3, 11)
@@ -16,11 +17,13 @@ TORCH_INDEX = "https://download.pytorch.org/whl"
 CUDA_BUILDS = ((580, "cu130"), (570, "cu128"), (560, "cu126"))
 STAMP = ".venv/.set-up"
 PYTHON = '"$(cat .llama405b-python)"'
-INSTALL = f"{PYTHON} -m pip install --disable-pip-version-check --no-compile"
-COMPILE = f"PYTHONDONTWRITEBYTECODE= {PYTHON} -c 'import llama405b.train'"  # what is needed; pip takes longer over all
-HAS_AGENT = f"{PYTHON} -c 'import msgspec'"  # all that it needs
+INSTALL = f"{PYTHON} -I -m pip install --disable-pip-version-check --no-compile"
+COMPILE = f"{PYTHON} -I -c 'import llama405b.train'"  # what is needed; pip takes longer over all
+HAS_AGENT = f"{PYTHON} -I -c 'import msgspec'"  # all that it needs
 FETCH = f"import urllib.request as u; u.urlopen('{TORCH_INDEX}/cpu/torch/', timeout=10)"
-CPU_ANSWERS = f'curl -fsI -m 10 {TORCH_INDEX}/cpu/torch/ >/dev/null 2>&1 || timeout 15 python3 -c "{FETCH}" 2>/dev/null'
+CPU_ANSWERS = (
+    f'curl -fsI -m 10 {TORCH_INDEX}/cpu/torch/ >/dev/null 2>&1 || timeout 15 python3 -I -c "{FETCH}" 2>/dev/null'
+)
 # `apt-get update` does not wait for its lock
 APT_IS_FREE = (
     "s=0; while inode=$(stat -c %i /var/lib/apt/lists/lock 2>/dev/null) && "
@@ -34,8 +37,8 @@ say arch "$(uname -m)"; say uid "$(id -u)"; say system "$(. /etc/os-release 2>/d
 for p in tmux ip tar base64 sha256sum flock apt-get dnf apptainer conda; do command -v $p >/dev/null 2>&1 && say has_$p yes; done
 sudo -n true >/dev/null 2>&1 && say sudo yes
 PY=${1:-python3}
-command -v "$PY" >/dev/null 2>&1 && say python "$("$PY" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)"
-"$PY" -c 'import ensurepip, venv' >/dev/null 2>&1 && say venv yes
+command -v "$PY" >/dev/null 2>&1 && say python "$("$PY" -I -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)"
+"$PY" -I -c 'import ensurepip, venv' >/dev/null 2>&1 && say venv yes
 { [ -e /dev/nvidiactl ] || grep -qs 0x10de /sys/bus/pci/devices/*/vendor; } && say gpu yes
 say driver "$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -1)"
 """
@@ -108,9 +111,9 @@ def plan(facts: Mapping[str, str], wishes: Wishes, wheel_python: str) -> list[St
         needs = shlex.quote(wishes.offline)
     done = f"mkdir -p .venv && printf %s {shlex.quote(wishes.stamp)} >{STAMP}.new && mv {STAMP}.new {STAMP}"
     install = f"{wishes.before}{INSTALL} {where}-c constraints.txt -e '.[train]' && {COMPILE} && {done}"
-    room = f"{wishes.before}PYTHONPATH=tools {PYTHON} -m llama405b_tools.remote.venv_room {needs}"
+    room = f"{wishes.before}{own_line(PYTHON, 'llama405b_tools.remote.venv_room')} {needs}"
     tried = 'import llama405b_tools.remote.agent, importlib.metadata as m; print(m.version("torch"))'
-    check = f"{wishes.before}PYTHONPATH=tools {PYTHON} -c {shlex.quote(tried)}"
+    check = f"{wishes.before}{PYTHON} -I -c {shlex.quote(tried)}"
     return [
         *programs,
         environment,
@@ -136,7 +139,7 @@ def build_package(requirement: str) -> tuple[str, Step, Step]:
     It is compiled against the environment's torch, and so without pip's build isolation.
     """
     folder = f".built-{hashlib.sha256(requirement.encode()).hexdigest()[:12]}"
-    wheel = f"{PYTHON} -m pip wheel --disable-pip-version-check --no-deps --no-build-isolation -w {folder}.new "
+    wheel = f"{PYTHON} -I -m pip wheel --disable-pip-version-check --no-deps --no-build-isolation -w {folder}.new "
     fresh = f"rm -rf {folder}.new && {wheel}{shlex.quote(requirement)} && mv {folder}.new {folder}"
     line = f"ls {folder}/*.whl >/dev/null 2>&1 || {{ {fresh}; }}"
     make = Step(f"building {requirement}", line, "fix that; building needs a compiler and CUDA's nvcc")
@@ -237,7 +240,7 @@ def _container(facts: Mapping[str, str], wishes: Wishes) -> Step:
     line = (
         f"mkdir -p .venv/bin && printf '{wrapper}' >.venv/bin/python && chmod +x .venv/bin/python "
         '&& echo "$PWD/.venv/bin/python" >.llama405b-python '
-        '&& PYTHONPATH=tools .venv/bin/python -c "import torch, llama405b_tools.remote.agent"'
+        "&& .venv/bin/python -I -c \"import sys; sys.path += ['.', 'tools']; import torch, llama405b_tools.remote.agent\""
         f" && printf %s {shlex.quote(wishes.stamp)} >{STAMP}"
     )
     return Step("trying the image", line, "the image needs python3 >= 3.11 with torch, transformers and msgspec")

@@ -18,7 +18,7 @@ from llama405b.contract import reader
 from llama405b.contract.phrases import given, last_of
 from llama405b_tools.hosts.dialogue import Dialogue
 from llama405b_tools.hosts.inventory import Host
-from llama405b_tools.hosts.login_shell import shell_path
+from llama405b_tools.hosts.login_shell import own_line, shell_path
 from llama405b_tools.hosts.printed_commands import command_to_type, file_of
 from llama405b_tools.hosts.ssh_config import options_of
 from llama405b_tools.hosts.transport import Connection, HostError, Local, Stream, read_message
@@ -206,8 +206,8 @@ def _connect(host: Host) -> Connection:
 
 def agent_command(python: str, workdir: str, action: str, prefix: str = "") -> str:
     """Build the shell line that runs one action of the agent on a host; its request goes to standard input."""
-    start = f"PYTHONPATH=tools exec {shell_path(python)} -m llama405b_tools.remote.agent {shlex.quote(action)}"
-    return f"{given('{} && ', prefix)}cd {shell_path(workdir)} && {start}"
+    start = own_line(shell_path(python), "llama405b_tools.remote.agent")
+    return f"{given('{} && ', prefix)}cd {shell_path(workdir)} && {start} {shlex.quote(action)}"
 
 
 def ssh_user(host: Host) -> str:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
+from llama405b.contract.own_python import LOADER
 from llama405b.contract.phrases import given, last_of
 from llama405b_tools.hosts.transport import HostError
 
@@ -90,6 +91,11 @@ def _read_on(channel: Channel, name: str, said: bytearray, deadline: float) -> N
 def shell_path(path: str) -> str:
     """Quote a path for a shell line; the host expands ``~/``."""
     return f"~/{shlex.quote(path[2:])}" if path.startswith("~/") else shlex.quote(path)
+
+
+def own_line(python: str, module: str) -> str:
+    """Return a line of sh that starts a module of ours (``own_python``); ``python`` is quoted already."""
+    return f"unset PYTHONHOME PYTHONPATH && exec {python} -c {shlex.quote(LOADER)} {module}"
 
 
 def in_sh(line: str) -> str:

@@ -55,7 +55,9 @@ SEEN_WITHIN_S = 3.0  # for a file that another host has written
 MOST_BYTES = 4 << 20  # of a command's output
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # as PyTorch reads them
 PACKAGES = r"""
-import json, os, sys, re
+import sys
+sys.path = [place for place in sys.path if place]  # the directory may have a random.py of the user's
+import json, os, re
 try:
     from importlib.metadata import distributions
     found = {(d.metadata["Name"] or "").lower().replace("_", "-"): d.version for d in distributions()}
@@ -76,8 +78,10 @@ for folder in sys.path:
 packages["cuda"] = cuda or "missing"
 if packages["llama405b"] != "missing":
     sys.dont_write_bytecode = True
-    sys.path.append(os.getcwd())
+    sys.path.insert(0, os.getcwd())  # our packages are those there, if there are any, whatever is installed
     try:
+        import llama405b
+        sys.path.append(sys.path.pop(0))
         from llama405b.contract.code_version import code_version
         packages["llama405b"] = code_version()
     except Exception:  # older code, or an older python: its version must do
@@ -164,6 +168,7 @@ def environment(request):
             stderr=subprocess.DEVNULL,
             stdin=subprocess.DEVNULL,
             cwd=workdir if found["workdir_exists"] else "/",
+            env={name: value for name, value in os.environ.items() if name not in ("PYTHONHOME", "PYTHONPATH")},
             timeout=30,
         )
         found["packages"] = json.loads(done.stdout.decode())

@@ -23,7 +23,9 @@ from pathlib import Path
 from llama405b.contract import reader
 from llama405b.contract.causes import Cause, CauseKind
 from llama405b.contract.files import append_line, read_record, write_json
+from llama405b.contract.own_python import own_argv
 from llama405b.contract.paths import UMASK, RunDir
+from llama405b.contract.phrases import given, last_of
 from llama405b.contract.plan import read_plan
 from llama405b.contract.records import Heartbeat, NodeState, NodeStatus
 from llama405b_tools.machine import network
@@ -173,7 +175,8 @@ class NodeRunner:
             return Cause(CauseKind.TORCHRUN_KILLED, self.host, signal=number, exit_code=code)
         failed = {each: self.cause_of(each, exit_code) for each, exit_code in failed_ranks(text).items()}
         if not failed:
-            return Cause(CauseKind.TORCHRUN_FAILED, self.host, exit_code=code, detail=str(log))
+            last = hide(last_of(text.partition("\n")[2].strip().splitlines()), self.hidden)[:300]
+            return Cause(CauseKind.TORCHRUN_FAILED, self.host, exit_code=code, detail=f"{log}{given(' ({})', last)}")
         ends = {each: self.rank_ends.get(each, 0.0) for each in failed}
         late_s = min(ends.values()) + FOLLOWS_S
 
@@ -227,9 +230,9 @@ class NodeRunner:
         if self.plan.refuse_sockets:
             env |= network.NCCL_DEBUG_LINES
         env |= self.secrets | node_env(self.plan, self.host, str(self.run.path))
-        torchrun = torchrun_argv(self.plan, self.host, str(logs))
-        torchrun[0] = str(Path(torchrun[0]).expanduser())
-        argv = setup_argv(self.plan.setup, torchrun)
+        words = torchrun_argv(self.plan, self.host, str(logs))
+        python = str(Path(node.python).expanduser())
+        argv = setup_argv(self.plan.setup, [python if word == node.python else word for word in words])
         with self.run.agent_log(self.host).open("ab", buffering=0) as log:  # the child writes after this line
             log.write(f"\nattempt {self.plan.attempt}: {json.dumps(argv)}\n".encode())
             return subprocess.Popen(
@@ -250,7 +253,7 @@ class NodeRunner:
             return
         self.copying_since = now
         env = os.environ | {MARKER: self.marker}
-        argv = [sys.executable, "-m", "llama405b_tools.remote.replicate", str(self.run.path), self.host]
+        argv = [*own_argv("llama405b_tools.remote.replicate"), str(self.run.path), self.host]
         with self.run.agent_log(self.host).open("ab", buffering=0) as log:
             self.replicator = subprocess.Popen(
                 argv, env=env, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True

@@ -11,7 +11,7 @@ from typing import Any
 def command(name: str) -> str:
     """Return the shell command for a host; the program itself follows on standard input."""
     loader = f"import sys; f = sys.stdin.buffer; exec(compile(f.read(int(f.readline())), {name!r}, 'exec'))"
-    return f"exec python3 -c {shlex.quote(loader)} 2>&1"
+    return f"exec python3 -I -c {shlex.quote(loader)} 2>&1"
 
 
 @functools.cache

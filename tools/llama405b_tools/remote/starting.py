@@ -10,6 +10,7 @@ from llama405b.contract import reader
 from llama405b.contract.causes import Cause, CauseKind
 from llama405b.contract.errors import RunError
 from llama405b.contract.files import read_record, write_json
+from llama405b.contract.own_python import own_argv
 from llama405b.contract.paths import RunDir
 from llama405b.contract.plan import read_plan
 from llama405b.contract.records import Blame, NodeState, NodeStatus
@@ -69,7 +70,7 @@ def _start_node_runner(request: StartRequest) -> Started:
     if (mark := stop_mark(run, host)).by and (request.again or mark.time != request.known_stop):
         return Started(StartFault.STOPPED, by=mark.by)
     _write_files(request, run)
-    runner = [sys.executable, "-m", "llama405b_tools.remote.node", str(run.path), host]
+    runner = [*own_argv("llama405b_tools.remote.node"), str(run.path), host]
     try:
         return _await_torchrun(run, host, start_session(tmux_socket(run), tmux_session(host), runner))
     except RunError as error:

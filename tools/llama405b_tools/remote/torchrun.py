@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Sequence
 
+from llama405b.contract.own_python import own_argv
 from llama405b.contract.plan import Plan
 
 NO_VALUE = ("-m", "--module", "--no-python", "--no_python")  # torchrun's flags that say what a program's name means
@@ -19,6 +20,7 @@ def torchrun_argv(plan: Plan, name: str, log_dir: str) -> list[str]:
     node = plan.node(name)
     return [
         node.python,
+        "-P",  # of torchrun alone: what it starts does not inherit it
         "-m",
         "torch.distributed.run",
         f"--nnodes={len(plan.nodes)}",
@@ -31,8 +33,16 @@ def torchrun_argv(plan: Plan, name: str, log_dir: str) -> list[str]:
         "--max-restarts=0",
         f"--log-dir={log_dir}",
         "--redirects=3",
-        *_apart(plan.program),
+        *_apart(_own(plan.program, node.python)),
     ]
+
+
+def _own(program: Sequence[str], python: str) -> Sequence[str]:
+    """Have torchrun start a module of ours as we start it; any other program as it is."""
+    match program:
+        case ["-m", module, *words] if module.startswith("llama405b."):
+            return ["--no-python", *own_argv(module, python), *words]
+    return program
 
 
 def _apart(program: Sequence[str]) -> list[str]:

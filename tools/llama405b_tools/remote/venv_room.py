@@ -33,7 +33,9 @@ def _of_wheels(wheelhouse: Path) -> list[Need]:
 
 def _of_download(download_gb: float, unpacked_gb: float) -> list[Need]:
     needs = [(Path(sys.prefix), unpacked_gb * GB), (Path(tempfile.gettempdir(), "pip-unpack"), download_gb * GB)]
-    cache = subprocess.run([sys.executable, "-m", "pip", "cache", "dir"], capture_output=True, text=True, check=False)
+    cache = subprocess.run(
+        [sys.executable, "-I", "-m", "pip", "cache", "dir"], capture_output=True, text=True, check=False
+    )
     if cache.stdout.startswith("/"):  # else it is disabled
         needs.append((Path(cache.stdout.strip()), download_gb * GB))
     return needs

@@ -7,7 +7,7 @@ from llama405b.contract.errors import RunError, UserError
 from llama405b.contract.phrases import given
 from llama405b_tools.hosts.dialogue import run_streaming
 from llama405b_tools.hosts.fleet import Fleet
-from llama405b_tools.hosts.login_shell import shell_path
+from llama405b_tools.hosts.login_shell import own_line, shell_path
 
 
 def call_on(fleet: Fleet, host: str, words: Sequence[str], say: Callable[[str], object], setup: str = "") -> None:
@@ -19,7 +19,7 @@ def call_on(fleet: Fleet, host: str, words: Sequence[str], say: Callable[[str], 
     """
     python, workdir = shell_path(fleet.python(host)), shell_path(fleet.workdir(host))
     before = f"{fleet.hosts[host].prefix or 'true'} && cd {workdir} && {given('{} && ', setup)}"
-    line = f"{before}PYTHONPATH=tools {python} -m llama405b_tools.cli {shlex.join(words)}"
+    line = f"{before}{own_line(python, 'llama405b_tools.cli')} {shlex.join(words)}"
     code = run_streaming(fleet.connection(host), line, lambda said: say(f"{host}: {said}"))
     if code == "2":
         raise UserError(f"{host}: {words[0]} was refused; see above")

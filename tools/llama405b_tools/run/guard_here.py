@@ -3,13 +3,13 @@
 import contextlib
 import dataclasses
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from llama405b.contract import reader
 from llama405b.contract.errors import FAILED, STOPPED_FOLLOWING, RunError, UserError
+from llama405b.contract.own_python import own_argv
 from llama405b.contract.paths import RunDir
 from llama405b.contract.phrases import given, reason_of
 from llama405b.contract.plan import Plan
@@ -94,7 +94,7 @@ def _spawn(order: GuardInput, path: Path) -> GuardProcess:
     with path.open("ab") as log:
         begin = log.tell()
         child = subprocess.Popen(
-            [sys.executable, "-m", "llama405b_tools.run.guard"],
+            own_argv("llama405b_tools.run.guard"),
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=log,

@@ -5,13 +5,13 @@ its own connections to the hosts of the run, with that host's keys, ``~/.ssh/con
 """
 
 import dataclasses
-import sys
 import time
 from collections.abc import Mapping
 
 from llama405b.contract import reader
 from llama405b.contract.errors import RunError, UserError
 from llama405b.contract.files import read_record
+from llama405b.contract.own_python import own_argv
 from llama405b.contract.paths import RunDir
 from llama405b.contract.phrases import last_of
 from llama405b.contract.plan import Plan
@@ -31,8 +31,8 @@ from llama405b_tools.run.host_checks import fault_list
 from llama405b_tools.run.query import STATUS_TIMEOUT_S
 from llama405b_tools.run.request import LaunchRequest
 
-# $0: Python, $1: the guard's order, $2: its log. The pane only shows the log: closing it does not end the guard.
-LINE = '{ rm "$1"; exec "$0" -m llama405b_tools.run.guard; } <"$1" >>"$2" 2>&1 & exec tail --pid=$! -n 100 -F "$2"'
+# $0: the guard's log, $1: its order, then its command. The pane only shows the log: closing it does not end the guard.
+LINE = 'order=$1; shift; { rm "$order"; exec "$@"; } <"$order" >>"$0" 2>&1 & exec tail --pid=$! -n 100 -F "$0"'
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -127,7 +127,7 @@ def begin(request: GuardInput) -> Begun:
     order = run.guard_order(request.request.guard_on)
     write_private(order, reader.dumps(request))
     run.guard_log.touch()
-    argv = ["sh", "-c", LINE, sys.executable, str(order), str(run.guard_log)]
+    argv = ["sh", "-c", LINE, str(run.guard_log), str(order), *own_argv("llama405b_tools.run.guard")]
     try:
         pane = start_session(guard_socket(run), guarding.SESSION, argv)
     except RunError as error:

@@ -17,6 +17,7 @@ from pathlib import Path
 from llama405b.contract.checkpoints import committed, refuse_held
 from llama405b.contract.errors import RunError, UserError
 from llama405b.contract.files import read_record, write_json
+from llama405b.contract.own_python import own_argv
 from llama405b.contract.paths import RunDir
 from llama405b.contract.plan import Plan, read_plan
 from llama405b.contract.records import StopMark
@@ -120,13 +121,13 @@ def _own_options(request: LaunchRequest, run: RunDir) -> list[str]:
 
 def job_script(name: str, directory: Path) -> str:
     """Return the batch script, which starts this node's part on every node of the job."""
-    node = [sys.executable, "-m", "llama405b_tools.run.slurm_node", str(directory)]
+    node = [*own_argv("llama405b_tools.run.slurm_node"), str(directory)]
     return "\n".join(
         [
             "#!/bin/sh",
             f"#SBATCH --job-name=llama405b-{name}",
             f"cd {shlex.quote(str(Path.cwd()))} || exit 2",
-            "PYTHONPATH=tools${PYTHONPATH:+:$PYTHONPATH}; export PYTHONPATH",
+            "unset PYTHONHOME",
             f"trap {shlex.quote(shlex.join([*node, 'save']))} USR1  # the job's time is nearly over",
             f"srun --ntasks-per-node=1 --kill-on-bad-exit=0 {shlex.join(node)} &",
             "while :; do wait $!; code=$?; kill -0 $! 2>/dev/null || exit $code; done",

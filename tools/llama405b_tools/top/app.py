@@ -6,7 +6,6 @@ import functools
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -22,6 +21,7 @@ from textual.geometry import Region, Size
 from textual.strip import Strip
 from textual.widget import Widget
 
+from llama405b.contract.own_python import own_argv
 from llama405b.contract.phrases import counted, given, reason_of
 from llama405b_tools.hosts.login_shell import shell_path
 from llama405b_tools.logs import first_error
@@ -343,7 +343,7 @@ class TopApp(App[int]):
     def _start(self, title: str, words: Sequence[str], limit_s: float) -> None:
         """Run one of our commands, and show each of its lines as it comes."""
         try:
-            command = Command([sys.executable, "-m", "llama405b_tools.cli", *words], limit_s)
+            command = Command([*own_argv("llama405b_tools.cli"), *words], limit_s)
         except OSError as error:
             self._text(title, [f"it could not be started ({reason_of(error)})"])
             return

@@ -6,7 +6,6 @@ Only who knows the token in the address gets anything. There is no encryption: f
 import secrets
 import shlex
 import socket
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -15,6 +14,7 @@ from aiohttp import web
 from textual_serve.server import Server
 
 from llama405b.contract.errors import UserError
+from llama405b.contract.own_python import own_argv
 from llama405b.contract.phrases import reason_of
 
 MOST_BROWSERS = 8  # at a time: each asks the hosts by itself
@@ -81,5 +81,5 @@ def serve(address: str, port: int, words: Sequence[str], show: Callable[[str], o
         raise UserError(
             f"--serve: {address}:{port} cannot be listened on ({reason_of(error)}); use another port"
         ) from None
-    command = shlex.join([sys.executable, "-m", "llama405b_tools.cli", "top", *words])
+    command = shlex.join([*own_argv("llama405b_tools.cli"), "top", *words])
     TopServer(f"exec {command}", address, port, show).serve()

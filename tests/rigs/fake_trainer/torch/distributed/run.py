@@ -39,8 +39,8 @@ def parse(argv):
     n_options = next(i for i, word in enumerate(argv) if word.startswith("--redirects")) + 1
     options = dict(word.removeprefix("--").split("=", 1) for word in argv[:n_options])
     program = [word for i, word in enumerate(argv[n_options:]) if word != "--" or i > 1]
-    if program[:2] == ["-m", "llama405b.train"]:
-        program[:2] = [str(TRAINER)]
+    if program[0] == "--no-python":  # a module of ours, which Python is to start in our way
+        program[: program.index("llama405b.train") + 1] = [str(TRAINER)]
     return options, [sys.executable, *program]
 
 
