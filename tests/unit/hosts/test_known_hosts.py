@@ -1,44 +1,106 @@
-"""Which host keys are accepted for a host: in plain text, hashed by ssh-keygen, by alias, on a port, revoked."""
+"""Which host keys are accepted for a host, what is said of the others, and what is recorded. As ssh does it: tests/hosts/test_as_ssh.py."""
 
+import dataclasses
 import shutil
 import subprocess
+from pathlib import Path
 
-import paramiko
 import pytest
 
-from llama405b_tools.hosts.ssh import load_known_hosts
+from llama405b_tools.hosts.known_hosts import check_host_key, known_keys
 from llama405b_tools.hosts.ssh_config import SshOptions
+from llama405b_tools.hosts.transport import HostError
 
 pytestmark = pytest.mark.skipif(not shutil.which("ssh-keygen"), reason="NOT RUN: needs ssh-keygen")
+NEW = "its host key is not in known_hosts"
 
 
-@pytest.fixture
-def key(tmp_path):
-    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", tmp_path / "key"], check=True)
-    return " ".join((tmp_path / "key.pub").read_text().split()[:2])
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory):
+    """Two keys, as kind and base64."""
+    paths = [tmp_path_factory.mktemp("keys") / name for name in ("KEY", "OTHER")]
+    for path in paths:
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", path], check=True)
+    return {path.name: " ".join(path.with_suffix(".pub").read_text().split()[:2]) for path in paths}
 
 
 @pytest.mark.parametrize("hashed", [False, True])
 @pytest.mark.parametrize(
-    ("line", "host", "port", "alias", "known"),
+    ("line", "host", "port", "alias", "said"),
     [
-        ("gpu-1 KEY", "gpu-1", 22, "", True),
-        ("other,gpu-1 KEY", "gpu-1", 22, "", True),
-        ("gpu-1 KEY", "gpu-2", 22, "", False),
-        ("[gpu-1]:2222 KEY", "gpu-1", 2222, "", True),
-        ("gpu-1 KEY", "gpu-1", 2222, "", False),
-        ("the-cluster KEY", "10.0.0.7", 22, "the-cluster", True),
-        ("gpu-1 KEY\n@revoked * KEY", "gpu-1", 22, "", False),
-        ("@cert-authority * KEY\nnonsense\ngpu-1 ssh-ed25519 AAAAbroken\ngpu-1 KEY", "gpu-1", 22, "", True),
+        ("gpu-1 KEY", "gpu-1", 22, "", ""),
+        ("gpu-1 KEY", "GPU-1", 22, "", ""),
+        ("other,gpu-1 KEY", "gpu-1", 22, "", ""),
+        ("gpu-1 KEY", "gpu-2", 22, "", f"{NEW}; run `ssh a` once"),
+        ("[gpu-1]:2222 KEY", "gpu-1", 2222, "", ""),
+        ("gpu-1 KEY", "gpu-1", 2222, "", ""),
+        ("gpu-1 KEY\n[gpu-1]:2222 OTHER", "gpu-1", 2222, "", "`ssh-keygen -f FILE -R '[gpu-1]:2222'` and `ssh a` once"),
+        ("gpu-1 OTHER\ngpu-1 KEY", "gpu-1", 22, "", ""),
+        ("gpu-1 OTHER", "gpu-1", 22, "", "its host key has CHANGED: known_hosts does not have SHA256:"),
+        ("the-cluster KEY", "10.0.0.7", 22, "the-cluster", ""),
+        ("10.0.0.7 KEY", "10.0.0.7", 22, "the-cluster", NEW),
+        ("gpu-1 KEY\n@revoked * KEY", "gpu-1", 22, "", "its host key is revoked in known_hosts (@revoked)"),
+        ("gpu-* KEY", "gpu-1", 22, "", ""),
+        ("gpu-*,!gpu-1 KEY", "gpu-1", 22, "", NEW),
+        (
+            "@cert-authority * OTHER",
+            "gpu-1",
+            22,
+            "",
+            f"{NEW}, nor has it a valid certificate of a @cert-authority there",
+        ),
+        ("@cert-authority * KEY\nnonsense\ngpu-1 ssh-ed25519 AAAAbroken\ngpu-1 KEY", "gpu-1", 22, "", ""),
     ],
 )
-def test_which_keys_are_known(tmp_path, key, line, host, port, alias, known, hashed):
+def test_which_keys_are_known(tmp_path, keys, line, host, port, alias, said, hashed):
     path = tmp_path / "known_hosts"
-    path.write_text(line.replace("KEY", key) + "\n")
+    for name, key in keys.items():
+        line = line.replace(name, key)
+    path.write_text(f"{line}\n")
     if hashed:
         subprocess.run(["ssh-keygen", "-q", "-H", "-f", path], check=False, capture_output=True)
-        assert "|1|" in path.read_text() or "broken" in line  # a file with a broken key it leaves as it is
-    client = paramiko.SSHClient()
-    load_known_hosts(client, SshOptions(host, "me", port, alias=alias, known_hosts=(path,)))
-    name = host if port == 22 else f"[{host}]:{port}"
-    assert (client.get_host_keys().lookup(name) is not None) == known
+    options = SshOptions(host, "me", port, alias=alias, known_hosts=(path,), records=path)
+    found = _said(options, keys["KEY"])
+    assert said.replace("FILE", str(path)) in found
+    assert found.endswith(" AUTH") if said else not found
+
+
+def _said(options, key):
+    try:
+        check_host_key("a", options, known_keys(options), key)
+    except HostError as error:
+        return f"{error} {error.kind}"
+    return ""
+
+
+@pytest.mark.parametrize("hashes", [False, True])
+@pytest.mark.parametrize("strict", ["accept-new", "false"])
+def test_a_new_host_is_recorded_where_the_settings_say_so_and_its_next_key_is_another(tmp_path, keys, strict, hashes):
+    path = tmp_path / "new" / "known_hosts"
+    options = SshOptions("h", "me", 2222, known_hosts=(path,), records=path, strict=strict, hashes=hashes)
+    assert _said(options, keys["KEY"]) == ""
+    text = path.read_text()
+    assert text.startswith("|1|" if hashes else f"[h]:2222 {keys['KEY']}\n")
+    path.write_text(text.rstrip("\n"))
+    assert _said(dataclasses.replace(options, hostname="i"), keys["OTHER"]) == ""
+    assert [line.split()[1:] for line in path.read_text().splitlines()] == [key.split() for key in keys.values()]
+    assert ("CHANGED" in _said(options, keys["OTHER"])) == (strict == "accept-new")
+
+
+@pytest.mark.parametrize(
+    ("records", "words"),
+    [
+        ("/dev/null", "name a file in ~/.ssh/config, or set StrictHostKeyChecking accept-new there"),
+        (None, "name a file in ~/.ssh/config"),
+    ],
+)  # fmt: skip
+def test_where_no_file_keeps_the_key_of_a_new_host_that_is_said(keys, records, words):
+    options = SshOptions("h", "me", records=records and Path(records))
+    assert _said(options, keys["KEY"]) == f"{NEW}, and UserKnownHostsFile {records or 'none'} keeps none; {words} AUTH"
+
+
+def test_without_ssh_keygen_nothing_is_accepted(tmp_path, keys, monkeypatch):
+    (tmp_path / "known").touch()
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(HostError, match="`ssh-keygen` program, which is not installed on this machine; install it"):
+        known_keys(SshOptions("h", "me", known_hosts=(tmp_path / "known",)))

@@ -4,6 +4,7 @@ Honors ~/.ssh/config (see ``ssh_config``), the agent and known_hosts, and checks
 login that needs a password fails in seconds.
 """
 
+import base64
 import contextlib
 import functools
 import getpass
@@ -13,14 +14,15 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
 import paramiko
 
-from llama405b.contract.phrases import given, reason_of
+from llama405b.contract.phrases import counted, given, reason_of
 from llama405b_tools.hosts.inventory import Host
+from llama405b_tools.hosts.known_hosts import AUTHORITY, KnownKey, check_host_key, fingerprint, known_keys, ssh_keygen
 from llama405b_tools.hosts.login_shell import MOST_BYTES, READY, await_sh, command_line, recv_by
 from llama405b_tools.hosts.ssh_config import SshOptions, options_of
 from llama405b_tools.hosts.transport import MAX_LINE, HostError, Result, Stream, Tunnel
@@ -64,9 +66,9 @@ class Ssh:
             HostError: The name, route, host key or login is wrong; says which, and what to do.
             SameMachine: The host is this machine, and its line sets no other port.
         """
-        self.name, self.clients = host.name, list[paramiko.SSHClient]()
+        self.name, self.transports = host.name, list[paramiko.Transport]()
         try:
-            self.client = self._connect(host.name, host.user, host.port, None, MAX_JUMPS)
+            self.transport = self._connect(host.name, host.user, host.port, None, MAX_JUMPS)
         except BaseException:
             self.close()
             raise
@@ -107,33 +109,28 @@ class Ssh:
     def tunnel(self, port: int) -> Tunnel:
         """See ``transport.Connection``."""
         try:
-            return _through(self.client, "127.0.0.1", port)
+            return _through(self.transport, "127.0.0.1", port)
         except BROKEN as error:
             raise HostError(f"its sshd refuses to forward to port {port} ({error})") from None
 
     def is_open(self) -> bool:
         """See ``transport.Connection``."""
-        transport = self.client.get_transport()
-        return transport is not None and transport.is_active()
+        return self.transport.is_active()
 
     def close(self) -> None:
         """Close the connection and those to the jump hosts."""
-        for client in reversed(self.clients):
-            transport = client.get_transport()
-            if transport and isinstance(transport.sock, socket.socket):
+        for transport in reversed(self.transports):
+            if isinstance(transport.sock, socket.socket):
                 with contextlib.suppress(OSError):
                     transport.sock.shutdown(socket.SHUT_RDWR)  # wakes its thread, so that the host notices now
-            client.close()
+            transport.close()
 
     def _open(self, command: str) -> paramiko.Channel:
         """Start a command in sh; its input may follow, and its output begins, where the login shell has done its part."""
-        transport = self.client.get_transport()
-        if transport is None:
-            raise paramiko.SSHException("not connected")
-        channel = transport.open_session(timeout=CONNECT_TIMEOUT_S)
+        channel = self.transport.open_session(timeout=CONNECT_TIMEOUT_S)
         channel.exec_command(command_line(command))
         try:
-            await_sh(channel, self.name, functools.partial(_answer_to, transport))
+            await_sh(channel, self.name, functools.partial(_answer_to, self.transport))
         except BaseException:
             channel.close()
             raise
@@ -141,8 +138,8 @@ class Ssh:
         return channel
 
     def _connect(
-        self, name: str, user: str, port: int, via: paramiko.SSHClient | None, jumps: int
-    ) -> paramiko.SSHClient:
+        self, name: str, user: str, port: int, via: paramiko.Transport | None, jumps: int
+    ) -> paramiko.Transport:
         """Connect to one host: first to its jump hosts, each through the previous one."""
         if jumps == 0:
             raise HostError(f"ProxyJump goes through more than {MAX_JUMPS} hosts; fix the loop in ~/.ssh/config")
@@ -158,7 +155,7 @@ class Ssh:
                 time.sleep(delay_s * random.uniform(0.5, 1.5))  # those that were dropped together come back apart
             return self._begin(name, options, via, may_be_here=jumps == MAX_JUMPS)
 
-    def _connect_hops(self, text: str, jumps: int) -> paramiko.SSHClient | None:
+    def _connect_hops(self, text: str, jumps: int) -> paramiko.Transport | None:
         """Connect to the jump hosts, each through the previous one; returns the last."""
         via = None
         for hop, user, port in _hops(text):
@@ -169,19 +166,19 @@ class Ssh:
         return via
 
     def _begin(
-        self, name: str, options: SshOptions, via: paramiko.SSHClient | None, *, may_be_here: bool
-    ) -> paramiko.SSHClient:
+        self, name: str, options: SshOptions, via: paramiko.Transport | None, *, may_be_here: bool
+    ) -> paramiko.Transport:
         """Connect and log in, once."""
         sock = _socket(options.hostname, options.port, via)
         if may_be_here and _leads_here(sock, options.user):
             sock.close()
             raise SameMachine("is this machine")
         greeting = _greeting(sock, name)
-        client = paramiko.SSHClient()
-        self.clients.append(client)
+        transport = paramiko.Transport(sock)
+        self.transports.append(transport)
         with LOGINS:
-            _login(client, name, options, sock, greeting)
-        return client
+            _log_in(transport, name, options, greeting)
+        return transport
 
 
 def _last_line(text: bytes) -> str:
@@ -270,79 +267,101 @@ def _leads_here(sock: Socket, user: str) -> bool:
     return sock.getpeername()[:2] == (sock.getsockname()[0], 22) and user == getpass.getuser()
 
 
-def load_known_hosts(client: paramiko.SSHClient, options: SshOptions) -> None:
-    """Load a host's known keys, line by line: paramiko gives up on a whole file at a ``@cert-authority``.
-
-    Only lines that name the host are parsed as keys: parsing thousands would cost more than the connection.
-    """
-    name = options.hostname if options.port == 22 else f"[{options.hostname}]:{options.port}"
-    names = [known for known in (name, options.alias) if known]
-    for line in _known_lines(options.known_hosts):
-        entries = line.split()[0].split(",")
-        with contextlib.suppress(Exception):
-            if any(_names(entry, known) for entry in entries for known in names):
-                key = paramiko.hostkeys.HostKeyEntry.from_line(line).key  # type: ignore[union-attr]
-                client.get_host_keys().add(name, key.get_name(), key)
-
-
-def _known_lines(files: Iterable[Path]) -> Iterator[str]:
-    """Yield lines of known_hosts that have a key that is not revoked."""
-    texts = [path.read_text(encoding="utf-8", errors="replace") for path in files if path.is_file()]
-    lines = [line for text in texts for line in text.splitlines()]
-    revoked = {word for line in lines if line.startswith("@revoked") for word in line.split()[3:4]}
-    for line in lines:
-        words = line.split()
-        if _has_key(words) and revoked.isdisjoint(words):
-            yield line
-
-
-def _has_key(words: Sequence[str]) -> bool:
-    return len(words) >= 3 and not words[0].startswith(("#", "@"))
-
-
-def _names(entry: str, host: str) -> bool:
-    """Whether an entry of known_hosts, plain or hashed, names a host."""
-    return entry == host or (entry.startswith("|1|") and paramiko.HostKeys.hash_host(host, entry) == entry)
-
-
-def _login(client: paramiko.SSHClient, name: str, options: SshOptions, sock: Socket, greeting: str) -> None:
-    load_known_hosts(client, options)
-    client.set_missing_host_key_policy(paramiko.RejectPolicy())
+def _log_in(transport: paramiko.Transport, name: str, options: SshOptions, greeting: str) -> None:
+    """Check the host's key, and log in."""
+    known = known_keys(options)
+    transport.banner_timeout = transport.auth_timeout = CONNECT_TIMEOUT_S
+    _prefer(transport, known)
     try:
-        client.connect(
-            options.hostname,
-            port=options.port,
-            username=options.user,
-            sock=sock,
-            key_filename=[str(path) for path in options.keys if path.is_file()] or None,  # type: ignore[arg-type]
-            allow_agent=not options.only_these,
-            look_for_keys=not options.keys,
-            timeout=CONNECT_TIMEOUT_S,
-            banner_timeout=CONNECT_TIMEOUT_S,
-            auth_timeout=CONNECT_TIMEOUT_S,
-        )
+        transport.start_client(timeout=CONNECT_TIMEOUT_S)
+        key = transport.get_remote_server_key()
+        blob = key.public_blob
+        cert = f"{blob.key_type} {base64.b64encode(blob.key_blob).decode()}" if blob else ""
+        check_host_key(name, options, known, f"{key.get_name()} {key.get_base64()}", cert)
+        with _agent_keys(options.agent) as agent_keys:
+            _authenticate(transport, options, agent_keys)
     except BROKEN as error:
-        raise _refusal(error, name, options, greeting) from None
-    transport = client.get_transport()
-    assert transport
+        raise _refusal(error, name, greeting) from None
     transport.set_keepalive(DEAD_AFTER_S // 3)
     transport.sock.settimeout(WAKE_S)
 
 
-def _refusal(error: Exception, name: str, options: SshOptions, greeting: str) -> HostError:
-    """Say why a login failed."""
-    if isinstance(error, paramiko.BadHostKeyException):
-        return HostError(
-            f"its host key has CHANGED: known_hosts does not have {error.key.fingerprint}; if the machine was "
-            f"reinstalled, run `ssh-keygen -R {options.hostname}` and `ssh {name}` once; else someone may be eavesdropping",
-            kind="AUTH",
+def _prefer(transport: paramiko.Transport, known: Sequence[KnownKey]) -> None:
+    """Have the host show a key of a kind that is known, or its certificate where an authority is."""
+    security = transport.get_security_options()
+    kinds = [
+        kind for kind in security.key_types if kind not in ("ssh-rsa", "ssh-dss")
+    ]  # of the first release of SSH: broken
+    certificates = [f"{kind}-cert-v01@openssh.com" for kind in kinds if any(each.mark == AUTHORITY for each in known)]
+    families = {each.kind.rpartition("ssh-rsa")[1] or each.kind for each in known if not each.mark}
+    kinds.sort(key=lambda kind: ("ssh-rsa" if kind.startswith("rsa-") else kind) not in families)
+    security.key_types = [*certificates, *kinds]
+
+
+@contextlib.contextmanager
+def _agent_keys(path: str) -> Iterator[Sequence[paramiko.AgentKey]]:
+    """The keys of an agent, which signs with them until the end; none if it does not answer."""
+    agent = paramiko.agent.AgentSSH()
+    with socket.socket(socket.AF_UNIX) as sock:
+        with contextlib.suppress(*BROKEN):
+            sock.settimeout(CONNECT_TIMEOUT_S)
+            sock.connect(path)
+            agent._connect(sock)  # type: ignore[attr-defined]  # paramiko's own Agent knows no socket but $SSH_AUTH_SOCK
+        yield agent.get_keys()
+
+
+def _authenticate(transport: paramiko.Transport, options: SshOptions, agent_keys: Sequence[paramiko.AgentKey]) -> None:
+    """Try one key after the other, as many as the server takes.
+
+    Raises:
+        HostError: None is accepted; says why, and what to do.
+    """
+    keys, locked = _keys(options, agent_keys)
+    tried = 0
+    for key in keys:
+        with contextlib.suppress(paramiko.SSHException):  # refused, or the agent does not sign
+            tried += 1
+            if not transport.auth_publickey(options.user, key):
+                return
+        if not transport.is_active():
+            raise HostError(
+                f"its sshd ended the login as {options.user} after {counted(tried, 'key')} (MaxAuthTries), of {len(keys)}; name "
+                "the right one with IdentityFile, and set IdentitiesOnly yes, in ~/.ssh/config",
+                kind="AUTH",
+            )
+    if locked:
+        start = "" if options.agent else "start an agent, or name it with IdentityAgent, and "
+        raise HostError(
+            f"its private key {locked[0]} needs a passphrase, and no agent has it; {start}run `ssh-add {locked[0]}` first",
+            "AUTH",
         )
-    if isinstance(error, paramiko.PasswordRequiredException):
-        return HostError("its private key needs a passphrase; run `ssh-add` first", kind="AUTH")
-    if isinstance(error, paramiko.AuthenticationException):
-        return HostError(f"login as {options.user} was refused; install your public key on it", kind="AUTH")
-    if "known_hosts" in str(error):
-        return HostError(f"its host key is not in known_hosts; run `ssh {name}` once and verify it", kind="AUTH")
+    install = (
+        "install your public key on it" if keys else "there is no key to log in with: run `ssh-keygen`, and install it"
+    )
+    raise HostError(f"login as {options.user} was refused; {install}", kind="AUTH")
+
+
+def _keys(options: SshOptions, agent_keys: Sequence[paramiko.AgentKey]) -> tuple[list[paramiko.PKey], list[Path]]:
+    """The keys to try, those that are configured first, and the files whose key neither has no passphrase nor is in the agent."""
+    of_agent: dict[str, paramiko.PKey] = {fingerprint(base64.b64encode(key.blob).decode()): key for key in agent_keys}
+    keys, locked = list[paramiko.PKey](), list[Path]()
+    for path in options.keys:
+        for file in [each for each in (path, path.with_name(f"{path.name}.pub")) if each.is_file()][:1]:
+            with contextlib.suppress(Exception):  # whatever the libraries say of a file that is locked, odd or no key
+                key = paramiko.PKey.from_path(file)
+                of_agent.pop(fingerprint(key.get_base64()), None)
+                keys.append(key)
+                continue
+            words = ssh_keygen("-l", "-f", str(file)).split()
+            if key_of_agent := of_agent.pop(words[1] if words else "", None):
+                keys.append(key_of_agent)
+            else:
+                locked.append(path)
+    return [*keys, *(() if options.only_these else of_agent.values())], locked
+
+
+def _refusal(error: Exception, name: str, greeting: str) -> HostError:
+    """Say why a connection failed before the login."""
     if "reading SSH protocol banner" in str(error) and not isinstance(error.__context__, TimeoutError):
         return DroppedError(name, greeting)
     if "SSH protocol banner" in str(error) or "No existing session" in str(error):  # it connects, then stays silent
@@ -351,7 +370,7 @@ def _refusal(error: Exception, name: str, options: SshOptions, greeting: str) ->
     return HostError(f"SSH failed ({str(error) or type(error).__name__}); try `ssh -v {name}`", kind)
 
 
-def _socket(hostname: str, port: int, via: paramiko.SSHClient | None) -> Socket:
+def _socket(hostname: str, port: int, via: paramiko.Transport | None) -> Socket:
     """A TCP connection, or a channel through a jump host."""
     try:
         if via is not None:
@@ -373,10 +392,8 @@ def _socket(hostname: str, port: int, via: paramiko.SSHClient | None) -> Socket:
         raise HostError(f"cannot connect to {hostname}:{port}{origin} ({reason_of(error)})", kind) from None
 
 
-def _through(client: paramiko.SSHClient, hostname: str, port: int) -> paramiko.Channel:
+def _through(transport: paramiko.Transport, hostname: str, port: int) -> paramiko.Channel:
     """A channel from the remote host to an address."""
-    transport = client.get_transport()
-    assert transport
     return transport.open_channel("direct-tcpip", (hostname, port), ("127.0.0.1", 0), timeout=CONNECT_TIMEOUT_S)
 
 

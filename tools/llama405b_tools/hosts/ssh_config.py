@@ -13,6 +13,9 @@ from llama405b.contract.errors import UserError
 from llama405b.contract.trust import refuse_others_writing
 from llama405b_tools.hosts.transport import HostError
 
+KEYS = [
+    f"~/.ssh/id_{kind}" for kind in ("rsa", "ecdsa", "ecdsa_sk", "ed25519", "ed25519_sk")
+]  # as ssh without IdentityFile
 READ_WITHIN_S = 30.0  # it may look names up, and run what `Match exec` says
 Said = Mapping[str, Sequence[str]]  # by option, in small letters: its values
 
@@ -28,8 +31,12 @@ class SshOptions:
     command: str = "none"  # ProxyCommand
     alias: str = ""  # HostKeyAlias
     known_hosts: tuple[Path, ...] = ()
-    keys: tuple[Path, ...] = ()  # IdentityFile; empty: those in ~/.ssh
+    records: Path | None = None  # the one that new hosts are added to
+    hashes: bool = False  # HashKnownHosts: those
+    strict: str = "ask"  # StrictHostKeyChecking: true, false, accept-new, or ask, which is refused: nobody is asked
+    keys: tuple[Path, ...] = ()  # IdentityFile
     only_these: bool = False  # IdentitiesOnly
+    agent: str = ""  # IdentityAgent: its socket
 
 
 def config_path() -> Path:
@@ -53,7 +60,7 @@ def _options(said: Said, name: str, user: str, port: int) -> SshOptions:
         return said.get(key, [default])[0]
 
     def paths(words: Sequence[str]) -> tuple[Path, ...]:
-        full = [re.sub("%(.)", lambda match: tokens.get(match[1], match[0]), word) for word in words]
+        full = [re.sub("%(.)", lambda match: tokens.get(match[1], match[0]), word) for word in words if word != "none"]
         return tuple(Path(path).expanduser() for path in full)
 
     hostname = one("hostname", name)
@@ -62,8 +69,11 @@ def _options(said: Said, name: str, user: str, port: int) -> SshOptions:
     alias, here = one("hostkeyalias", ""), socket.gethostname()
     tokens = {"%": "%", "d": str(Path.home()), "h": hostname, "i": str(os.getuid()), "k": alias or name, "l": here}
     tokens |= {"L": here.partition(".")[0], "n": name, "p": str(port), "r": user, "u": getpass.getuser()}
-    known = one("userknownhostsfile", "~/.ssh/known_hosts ~/.ssh/known_hosts2")
-    known_to_all = one("globalknownhostsfile", "/etc/ssh/ssh_known_hosts")
+    known = paths(one("userknownhostsfile", "~/.ssh/known_hosts ~/.ssh/known_hosts2").split())
+    known_to_all = paths(one("globalknownhostsfile", "/etc/ssh/ssh_known_hosts").split())
+    agent = one("identityagent", "SSH_AUTH_SOCK")
+    if agent == "SSH_AUTH_SOCK" or agent.startswith("$"):
+        agent = os.environ.get(agent.strip("${}")) or "none"
     return SshOptions(
         hostname,
         user,
@@ -71,9 +81,13 @@ def _options(said: Said, name: str, user: str, port: int) -> SshOptions:
         one("proxyjump", "none"),
         one("proxycommand", "none"),
         alias,
-        paths([*known.split(), *known_to_all.split()]),
-        paths(said.get("identityfile", ())),
+        (*known, *known_to_all),
+        next(iter(known), None),
+        one("hashknownhosts", "no") == "yes",
+        one("stricthostkeychecking", "ask"),
+        paths(said.get("identityfile", KEYS)),
         one("identitiesonly", "no") == "yes",
+        "".join(map(str, paths([agent]))),
     )
 
 
