@@ -26,6 +26,7 @@ ADDRESS = (re.compile("[A-Za-z0-9][A-Za-z0-9._-]*|[0-9A-Fa-f:]+"), ADDRESS_WORDS
 FORMS = {"address": ADDRESS, "workdir": FULL_PATH, "cache": FULL_PATH, "scratch": FULL_PATH}
 IPV6 = re.compile(r"\[?[0-9A-Fa-f]*:[0-9A-Fa-f]*:[0-9A-Fa-f:.]*(%\w+)?\]?")
 MAX_SLOTS, MAX_WORD = 1024, 1000
+MOST_RANKS = 128  # as other programs write them, host:8; below it, only port 22 is an sshd's
 MAX_HOSTS = 4096
 LOCAL = "127.0.0.1"  # for every name of loopback, whatever /etc/hosts says of it
 LOOPBACK = re.compile(r"localhost|127(\.\d+){3}|::1")
@@ -114,6 +115,10 @@ def _parse_target(target: str, where: str) -> tuple[str, str, int]:
     port = int(match["port"] or 0)
     if match["port"] and not 0 < port < 65536:
         raise UserError(f"{where}: port {port} is out of range; use 1 to 65535")
+    if match["port"] and port <= MOST_RANKS and port != 22:
+        raise UserError(
+            f"{where}: {target!r} names port {port}; for {port} ranks, write '{match['name']} slots={port}'"
+        )
     return match["user"] or "", match["name"], port
 
 
@@ -122,7 +127,10 @@ def _parse_options(words: Sequence[str], where: str) -> dict[str, str]:
     for word in words:
         key, equals, value = word.partition("=")
         if key not in KEYS or not equals or not value:
-            raise UserError(f"{where}: {word!r} is not a valid option; use {', '.join(f'{k}=' for k in KEYS)}")
+            use = f"use {', '.join(f'{k}=' for k in KEYS)}"
+            if not equals and key not in KEYS and TARGET.fullmatch(word):
+                use = f"for {word} ranks, write slots={word}" if word.isdecimal() else "write one host per line"
+            raise UserError(f"{where}: {word!r} is not a valid option; {use}")
         if key in options:
             raise UserError(f"{where}: {key}= is given twice; delete one")
         options[key] = value
