@@ -346,7 +346,7 @@ def test_clocks_and_dead_hosts():
 def test_a_clock_that_agrees_is_not_behind_by_nothing():
     facts = {"a": reader.read(HostFacts, good(), "a")}
     visit = Visit(facts, {}, {"a": -0.01}, {"a": 1.0}, peers("a"), {})
-    assert report._row("a", visit, ())[4] == "+0.0 s"
+    assert report._row("a", visit, ())[3] == "+0.0 s"
 
 
 def test_how_hosts_reach_each_other():
@@ -373,6 +373,21 @@ def test_the_same_fault_of_many_hosts_is_said_once():
         each["tmux"] = {"memlock_kib": "64", "open_files": "1048576"}
     [found] = diagnose(facts)
     assert len(found.hosts) == 8
+
+
+def test_hosts_that_differ_in_their_own_name_alone_are_one_line(capsys):
+    lost = {f"gpu-{i}": f"no answer from 10.0.0.{i}:22; try `ssh -v gpu-{i}`" for i in range(1, 9)} | {
+        "x-1": "it ended (x-1)"
+    }
+    facts = {host: reader.read(HostFacts, good(), host) for host in ("a-1", "a-2")}
+    found = diagnose({"a-1": good(), "a-2": good()}, lost=lost)
+    assert [(f.hosts, f.remedy) for f in found] == [
+        (tuple(lost)[:8], "no answer from HOST:22; try `ssh -v HOST`"), (("x-1",), "it ended (x-1)"),
+    ]  # fmt: skip
+    visit = Visit(facts, lost, dict.fromkeys(facts, 0.0), dict.fromkeys(facts, 1.0), peers(*facts), {})
+    report.print_report(visit, found, [*facts, *lost], deep=True)
+    rows = [line.split()[:2] for line in capsys.readouterr().out.splitlines()[5:-2]]
+    assert rows == [["host", "fit"], ["a-[1-2]", "yes"], ["gpu-[1-8],x-1", "NO"]]
 
 
 def test_what_nccl_is_told():

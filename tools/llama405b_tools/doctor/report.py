@@ -1,4 +1,4 @@
-"""What doctor prints: problems first, then all hosts side by side."""
+"""What doctor prints: problems first, then all hosts side by side, those that are alike in one line."""
 
 from collections.abc import Sequence
 
@@ -22,7 +22,10 @@ def print_report(visit: Visit, found: Sequence[Finding], names: Sequence[str], *
         print(clean(f"     → {finding.remedy}"))
     if found:
         print()
-    print(format_table(HEADINGS, [_row(name, visit, found) for name in names]), flush=True)
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for name in names:
+        rows.setdefault(_row(name, visit, found), []).append(name)
+    print(format_table(HEADINGS, [(fold_names(alike), *row) for row, alike in rows.items()]), flush=True)
     never = "" if deep else "; links and GPUs were not tested under load: add --deep"
     split = given("; ranks as {}", mesh)
     print(f"\n{counted(len(names), 'host')}: {_verdict([finding.level for finding in found])}{split}{never}")
@@ -38,12 +41,11 @@ def _verdict(levels: Sequence[str]) -> str:
 
 def _row(name: str, visit: Visit, found: Sequence[Finding]) -> tuple[str, ...]:
     if name in visit.lost:
-        return (name, "NO", *[DASH] * 10)
+        return ("NO", *[DASH] * 10)
     levels = {finding.level for finding in found if name in finding.hosts}
     fit = next((word for level, word in ((BAD, "NO"), (WARN, "warn")) if level in levels), "yes")
     facts = visit.facts[name]
     return (
-        name,
         fit,
         visit.peers.training_address(name) or DASH,
         f"{visit.latency_ms[name]:.0f} ms",

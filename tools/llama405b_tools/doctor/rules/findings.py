@@ -1,6 +1,8 @@
 """Doctor's findings on the hosts' facts: what is wrong, what it means, and what to do. Pure."""
 
+import collections
 import dataclasses
+import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from llama405b_tools.doctor.host_facts import ConnectAttempt, HostFacts, PeerReach
@@ -75,7 +77,7 @@ def diagnose(
     facts: Mapping[str, HostFacts], lost: Mapping[str, str], skew_s: Mapping[str, float], peers: Peers, needs: Needs
 ) -> list[Finding]:
     """Return all findings, problems first; equal findings of several hosts are merged."""
-    found = [Finding(BAD, (host,), "cannot be reached", why) for host, why in lost.items()]
+    found = [Finding(BAD, (host,), "cannot be reached", why) for host, why in _alike(lost).items()]
     for i, (host, each) in enumerate(facts.items()):
         remarks = of_host.of_host(each, needs, is_head=i == 0)
         found += [Finding(level, (host,), what, remedy) for level, what, remedy in remarks]
@@ -96,6 +98,14 @@ def _merged(findings: Sequence[Finding]) -> list[Finding]:
     for finding in findings:
         hosts_of.setdefault((finding.level, finding.what, finding.remedy), []).extend(finding.hosts)
     return [Finding(level, tuple(dict.fromkeys(hosts)), what, how) for (level, what, how), hosts in hosts_of.items()]
+
+
+def _alike(faults: Mapping[str, str]) -> dict[str, str]:
+    """Have those be equal that differ in the host's own name or address alone."""
+    own = {host: rf"(?<![\w.-])({re.escape(host)}|\d+(\.\d+){{3}})(?![\w-])" for host in faults}
+    forms = {host: re.sub(own[host], "HOST", fault) for host, fault in faults.items()}
+    counts = collections.Counter(forms.values())
+    return {host: forms[host] if counts[forms[host]] > 1 else fault for host, fault in faults.items()}
 
 
 def _clock(host: str, skew_s: float) -> Iterator[Finding]:
