@@ -2,6 +2,7 @@
 
 import shlex
 import sys
+import threading
 
 import pytest
 
@@ -11,6 +12,7 @@ from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.inventory import Host, parse_hosts
 from llama405b_tools.hosts.transport import HostError
 from llama405b_tools.remote.messages.host_run import StatusReply, StatusRequest
+from ops_rig import wait_for
 
 WAYS = {
     "ask": lambda fleet: fleet.ask("a", "status", StatusRequest("a"), StatusReply, 20),
@@ -101,6 +103,50 @@ def test_the_agent_is_the_working_directorys_own_whatever_is_installed(tmp_path)
     with Fleet([Host("localhost", "hosts:1", workdir=str(tmp_path))]) as fleet, pytest.raises(HostError) as caught:
         fleet.ask("localhost", "status", StatusRequest("a"), StatusReply, 20)
     assert str(caught.value) == f"the agent failed (its own ['status'] {[str(tmp_path), str(tmp_path / 'tools')]})"
+
+
+class Meeting(dict):
+    """What is being opened; knows when three threads have asked."""
+
+    def __init__(self):
+        self.asked, self.all_asked = [], threading.Event()
+
+    def setdefault(self, name, mine):
+        found = super().setdefault(name, mine)
+        self.asked.append(name)
+        if self.asked.count(name) == 3:
+            self.all_asked.set()
+        return found
+
+
+@pytest.mark.parametrize("fault", [None, HostError("no answer")])
+def test_threads_that_need_a_host_share_its_connection_or_its_fault(monkeypatch, fault):
+    made, meeting = [], Meeting()
+
+    def connect(host):
+        made.append(host)
+        assert meeting.all_asked.wait(10)
+        if fault:
+            raise fault
+        return fleets.Local()
+
+    monkeypatch.setattr(fleets, "_connect", connect)
+    with Fleet([Host("a", "hosts:1")]) as fleet:
+        fleet.opening = meeting
+        asked = [fleet.pool.submit(fleet.connection, "a") for _ in range(3)]
+        found = {each.exception() or each.result() for each in asked}
+    assert (len(made), len(found), meeting) == (1, 1, {})
+    assert found == {fault or fleet.connections["a"]}
+
+
+def test_a_connection_that_its_sshd_closed_is_opened_again(ssh_server):
+    server = ssh_server("a")
+    with Fleet([Host("a", "hosts:1")]) as fleet:
+        first = fleet.connection("a")
+        assert fleet.connection("a") is first
+        server.open[0].close()
+        wait_for(lambda: not first.is_open())
+        assert fleet.connection("a").run("echo again", "", 20).out == "again\n"
 
 
 def test_the_last_words_of_an_agent_that_fails_are_told(tmp_path):

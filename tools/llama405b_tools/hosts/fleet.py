@@ -54,6 +54,7 @@ class Fleet:
     def __init__(self, hosts: Iterable[Host]) -> None:
         self.hosts = {host.name: host for host in hosts}
         self.connections: dict[str, Connection] = {}
+        self.opening: dict[str, concurrent.futures.Future[Connection]] = {}
         self.pool = concurrent.futures.ThreadPoolExecutor(MAX_AT_ONCE, "host")
 
     def __enter__(self) -> "Fleet":
@@ -160,14 +161,23 @@ class Fleet:
         return HostError(f"the agent failed ({said})")
 
     def connection(self, name: str) -> Connection:
-        """Return the kept connection to a host, or open one.
+        """Return the kept connection to a host, or open one, which all wait for who need it meanwhile.
 
         Raises:
             HostError: It cannot be opened.
         """
-        if name not in self.connections:
-            self.connections[name] = _connect(self.hosts[name])
-        return self.connections[name]
+        mine = concurrent.futures.Future[Connection]()
+        opening = self.opening.setdefault(name, mine)
+        if opening is mine:
+            try:
+                kept = self.connections.get(name)
+                if kept is None or not kept.is_open():  # its sshd may close idle ones
+                    kept = self.connections[name] = _connect(self.hosts[name])
+                mine.set_result(kept)
+            except BaseException as error:  # noqa: BLE001 - raised below, in each that waits
+                mine.set_exception(error)
+            del self.opening[name]
+        return opening.result()
 
     def forget(self, name: str, *, unless_open: bool = False) -> None:
         """Close a broken connection; the next call opens a new one. ``unless_open``: others may still be using it."""
