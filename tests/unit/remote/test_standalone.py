@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from conftest import ROOT
 from llama405b.contract import checkpoints, reader
 from llama405b.contract.code_version import code_version
 from llama405b_tools.doctor.host_facts import HostFacts
