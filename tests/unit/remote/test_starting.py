@@ -80,11 +80,9 @@ def test_a_launch_ends_the_guard_of_an_earlier_one_on_this_machine(work, monkeyp
     assert guard.wait(60) == -signal.SIGTERM
 
 
-@pytest.mark.parametrize(
-    ("pid", "again", "taken"), [(os.getpid(), False, True), (2**22 + 1, False, False), (os.getpid(), True, False)]
-)
-def test_a_run_is_its_directory_on_a_machine_whatever_its_host_is_called(work, monkeypatch, pid, again, taken):
-    run = RunDir(work / "runs/r")
+@pytest.mark.parametrize(("alive", "again", "taken"), [(True, False, True), (False, False, False), (True, True, False)])
+def test_a_run_is_its_directory_on_a_machine_whatever_its_host_is_called(work, monkeypatch, alive, again, taken):
+    run, pid = RunDir(work / "runs/r"), os.getpid() if alive else 2**22 + 1
     write_json(run.status("gpu-1"), NodeStatus("gpu-1", NodeState.RUNNING, 1, pid, processes.start_time(os.getpid())))
     nodes = tuple(Node(name, 1, 0, str(work), "/py", "", "", {}) for name in ("gpu-1", "gpu-2"))
     mine = Plan("r", 1, 0.0, "r-1-x", "a:1", (), (), nodes, owner="ann@desk")
@@ -97,8 +95,8 @@ def test_a_run_is_its_directory_on_a_machine_whatever_its_host_is_called(work, m
         ProbeRequest, '{"run": "r", "host": "10.0.0.1", "port": 0, "token": "", "packages": [], "places": {}}', ""
     )
     facts = launch_facts._facts(asked)
-    assert (facts.alive, facts.alive_as) == (False, ("gpu-1",) if pid == os.getpid() else ())
-    assert launch_facts._others(RunDir(work / "runs/other")) == (("r",) if pid == os.getpid() else ())
+    assert (facts.alive, facts.alive_as) == (False, ("gpu-1",) if alive else ())
+    assert launch_facts._others(RunDir(work / "runs/other")) == (("r",) if alive else ())
     other = Plan("r", 2, 0.0, "r-2-y", "10.0.0.1:1", (), (), (Node("10.0.0.1", 1, 0, str(work), "/py", "", "", {}),))
     for plan, host, fault in (
         (mine, "gpu-2", StartFault.TMUX),
