@@ -78,12 +78,11 @@ class Setting:
     products_kept: float = 1.0  # where that is of operators: as a share; torchtitan keeps every second
     reshard: bool = True  # parameters are gathered again in the backward
     compiled: bool = False
-    ours: bool = False  # this trainer's layers, one of which was measured
     triton: bool = False  # attention by the kernel of MPT's time
     update_bytes: float = 28.0  # read and written per parameter: AdamW on weight, gradient and two moments in FP32
     updates_on_host: bool = False
     norm_bytes: float = (
-        0.0  # read per parameter of the last unit before an update that the next forward hides; 0: none does
+        0.0  # read per parameter before the update; the rest of it is hidden under the next forward; 0: nothing is
     )
     copied_up: float = 0.0  # bytes per parameter from host memory, in each forward and backward
     copied_down: float = 0.0  # the same, to host memory, in each backward

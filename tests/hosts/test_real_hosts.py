@@ -253,7 +253,7 @@ def test_host_keys_are_checked(hosts, operator):
         assert "node-2: its host key is not in known_hosts" in refused(operator)
         [line] = [line for line in lines if line.startswith(hosts.address(2) + " ")]
         known.write_text(before + f"@revoked * {line.split(' ', 1)[1]}")
-        assert "node-2: its host key is not in known_hosts" in refused(operator)
+        assert "node-2: its host key is revoked in known_hosts (@revoked)" in refused(operator)
         other = lines[-1].split(" ", 1)[1]  # node-3's key under node-2's address
         known.write_text("".join(f"{hosts.address(2)} {other}" if hosts.address(2) in line else line for line in lines))
         words = refused(operator)

@@ -242,7 +242,7 @@ def test_json_says_what_it_is_of_and_in_which_units(capsys):
 def test_the_step_of_405b_is_as_the_page_says(capsys):
     text = (ROOT / "docs/training.md").read_text().partition("## The step of 405B")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| (.+?) \| ([\d.]+) s \| (\d+) / (\S+) GiB \| (\d+) GiB \|$", text, re.MULTILINE)
-    assert len(rows) == 5
+    assert len(rows) == 6
     settings = {}
     for added, step, allocated, kept, host in rows:
         words = re.findall(r"--(\S+) ([^\s`]+)", added)

@@ -10,6 +10,7 @@ from llama405b.contract.files import write_json
 from llama405b.contract.paths import RunDir
 from llama405b.contract.plan import Node, Plan
 from llama405b_tools.hosts.transport import read_message
+from llama405b_tools.machine.gpus import SmiAnswer
 from llama405b_tools.remote.messages.stream import StreamMessage, StreamRequest
 from llama405b_tools.run.streams import Streams, Unreachable
 from llama405b_tools.top import event_sources
@@ -63,5 +64,7 @@ def test_what_a_host_sends_is_cleaned_as_it_arrives_and_keeps_the_line_breaks_of
     assert read_message(Plan, reader.dumps(plan), "it") == Plan("r", 1, 0.0, "x", line, (lines,), (line,), (tidied,))
     log = StreamMessage(entries=((0.0, odd, odd),), marks={odd: (1, 2)})  # whoever shows a log cleans it
     assert read_message(StreamMessage, reader.dumps(log), "it") == StreamMessage(log.entries, {line: (1, 2)})
+    smi = SmiAnswer("a, 1\nb, 2\n", apps="1\n2", nvlink="GPU 0\n\t Link")  # which are read line by line
+    assert read_message(SmiAnswer, reader.dumps(smi), "it") == smi
     frame = json.dumps({"smi": {"text": odd}, "kernel": [odd, 1, None]})
     assert event_sources._frame(frame) == {"smi": {"text": lines}, "kernel": [lines, 1, None]}

@@ -102,7 +102,7 @@ def test_a_host_that_sends_nothing_more_is_connected_again(monkeypatch):
         (thresholds, "QUIET_S", 0.3), (thresholds, "QUIET_FRAMES", 0), (thresholds, "PING_S", 0.02), (event_sources, "RETRY_S", 0.01),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, value)
-    fleet = types.SimpleNamespace(hosts={"a": None}, forgotten=[], workdir=lambda name: "/w")
+    fleet = types.SimpleNamespace(hosts={"a": None}, forgotten=[], workdir=lambda name: "/w", slots=lambda name: 0)
     fleet.connection = lambda name: Frozen()
     fleet.forget = lambda name, unless_open=False: fleet.forgotten.append((name, unless_open))
     live, links = Live(fleet, None, 2.0), []

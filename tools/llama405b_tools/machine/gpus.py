@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from llama405b.contract.phrases import and_more, given
+from llama405b.contract.reader import LINES
 
 NOT_TOLD = r"(?:N/A|Not Supported|Not Found|Function Not Found|No Data|Deprecated|Insufficient Permissions)"
 FAILED = r"(?:ERR!|Unknown Error|GPU is lost|GPU requires reset)"
@@ -95,10 +96,12 @@ class GpuReport:
 class SmiAnswer:
     """Raw output of nvidia-smi and related programs on a host; None: there is no such program."""
 
-    smi: str | None = None  # one line per GPU, values in the order of ``fields``
+    smi: str | None = dataclasses.field(
+        default=None, metadata=LINES
+    )  # one line per GPU, values in the order of ``fields``
     fields: tuple[str, ...] = ()
-    apps: str | None = None  # processes that hold GPU memory
-    nvlink: str | None = None
+    apps: str | None = dataclasses.field(default=None, metadata=LINES)  # processes that hold GPU memory
+    nvlink: str | None = dataclasses.field(default=None, metadata=LINES)
     xid: tuple[str, ...] = ()  # lines of the kernel log
     dmesg_readable: bool = True
     fabric_manager: str = ""  # from systemctl: active, inactive, failed
