@@ -129,6 +129,7 @@ def test_what_setup_makes_is_no_code():
 
 
 DOORS = {  # modules that are a heavy third-party package to the others: imported when they are needed
+    ("llama405b/commands/probes/open_questions.py", "llama405b.commands.probes.busy_kernel"),
     ("tools/llama405b_tools/hosts/fleet.py", "llama405b_tools.hosts.ssh"),
     ("tools/llama405b_tools/verbs/top.py", "llama405b_tools.top.app"),
     ("tools/llama405b_tools/verbs/top.py", "llama405b_tools.top.serve"),

@@ -132,14 +132,14 @@ def test_without_a_gpu_the_small_pytorch_is_taken_and_its_size_said(venv):
     assert "PyTorch for CPU (there is no GPU) and its packages, 0.3 GB to download;" in said
     pip, tried = venv.ran.read_text().splitlines()[-2:]
     assert "--extra-index-url https://download.pytorch.org/whl/cpu " in pip
-    assert re.fullmatch("pip -c .*import .*llama405b.train.*", tried)
+    assert re.fullmatch("pip -I -c .*import .*llama405b.train.*", tried)
     assert " -q" not in pip  # its progress is shown
     venv.ran.write_text("")
     assert venv.type("need_venv train") == (0, "")
 
 
 def test_where_the_small_one_cannot_be_had_that_is_said_with_what_to_set(venv):
-    venv.has("python3", "case $2 in *urlopen*) exit 1;; esac")
+    venv.has("python3", "case $3 in *urlopen*) exit 1;; esac")
     _, said = venv.type("need_venv train")
     assert "does not answer; if you know another index with PyTorch for CPU, set PIP_EXTRA_INDEX_URL" in said
     assert "0.3 GB to download (2.7 GB, and 5 GB of disk, if pip finds only PyTorch for CUDA);" in said
@@ -148,7 +148,7 @@ def test_where_the_small_one_cannot_be_had_that_is_said_with_what_to_set(venv):
 
 def test_what_pip_installed_must_be_importable(venv, tmp_path):
     python = tmp_path / ".venv/bin/python"
-    python.write_text(f"{python.read_text()}case $2 in *import*) echo no libgomp.so.1; exit 1;; esac\n")
+    python.write_text(f"{python.read_text()}case $3 in *import*) echo no libgomp.so.1; exit 1;; esac\n")
     code, said = venv.type("need_venv train")
     assert code == 2
     assert "no libgomp.so.1\nwhat pip installed cannot be imported; see the output above\n" in said
@@ -186,7 +186,7 @@ def test_with_a_gpu_pytorch_for_cuda_is_taken(venv, tmp_path):
 def test_too_little_disk_is_told_before_pip_fills_it(venv, tmp_path):
     python = tmp_path / ".venv/bin/python"
     script = python.read_text()
-    python.write_text(f"{script}case $2 in *venv_room) echo 7.9 GB more, 1.0 GB are free; exit 1;; esac\n")
+    python.write_text(f"{script}case $2 in *venv_room.py) echo 7.9 GB more, 1.0 GB are free; exit 1;; esac\n")
     assert venv.type("need_venv train") == (2, "7.9 GB more, 1.0 GB are free; make room there\n")
     assert "install" not in venv.ran.read_text()
     (tmp_path / "gpu").touch()

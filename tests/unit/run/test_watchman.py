@@ -288,6 +288,7 @@ def test_what_follows_the_end_is_a_part_of_the_run_that_another_guard_takes_up(f
         host.alive, host.status = False, over(name).node.status
     dead = GuardState("r", 2**22 + 1, 1, guarding.machine_id(), 2, GuardStage.FINISHING, command=asked.again)
     write_json(RunDir.here("r").guard, dead)
+    guard_hosts.tell_hosts(fleet, plan, dead)
     told = [host.run() for host in fleet.fakes.values()]
     assert status.guard_of("r", told, is_needed=False).gone
     assert guard_hosts.adopt(asked, fleet) == plan
