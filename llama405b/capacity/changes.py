@@ -90,7 +90,6 @@ def _changes(load: RunShape) -> list[tuple[str, RunShape]]:
         ("--model.activations host", change(activations="host")),
         (f"--parallel.reshard_after_forward {load.ranks_per_host}", change(kept_by=load.ranks_per_host)),
         ("--parallel.moments bf16 (with optimizer.betas of at most 0.99)", change(moments="bf16")),
-        ("--parallel.numerics bf16-stochastic (all in BF16)", change(numerics="bf16-stochastic", moments="fp32")),
         (
             "--parallel.numerics fp8 --model.compile true (products in FP8, by torchao)",
             change(numerics="fp8", compiled=True, fused=False),

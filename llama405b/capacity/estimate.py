@@ -156,6 +156,7 @@ def setting_of(run: RunShape, cluster: Cluster) -> Setting:
         gathers_once=run.keeps_weights,
         loss_of_parts=run.loss == "parts",
         kept_by=run.kept_by,
+        ours=True,
         compiled=run.compiled,
         fused=run.fused,
         fp8=run.numerics == "fp8",

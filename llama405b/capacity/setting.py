@@ -82,7 +82,7 @@ class Setting:
     update_bytes: float = 28.0  # read and written per parameter: AdamW on weight, gradient and two moments in FP32
     updates_on_host: bool = False
     norm_bytes: float = (
-        0.0  # read per parameter before the update; the rest of it is hidden under the next forward; 0: nothing is
+        0.0  # read per parameter of the last unit before an update that the next forward hides; 0: none does
     )
     copied_up: float = 0.0  # bytes per parameter from host memory, in each forward and backward
     copied_down: float = 0.0  # the same, to host memory, in each backward
@@ -107,6 +107,7 @@ class Setting:
         1.0  # share of the parameters that take gradients; below 1 those are adapters, and matrices take none
     )
     adapted: tuple[int, int] = (0, 0)  # inputs and outputs of a layer's matrices that have adapters, each summed
+    ours: bool = False  # this trainer's layers, one of which was measured
 
     @property
     def frozen(self) -> bool:

@@ -179,7 +179,8 @@ def reduce_s(setting: Setting, rates: Rates, n_bytes: float) -> float:
 def _optimizer_s(setting: Setting, rates: Rates, next_forward_s: float) -> float:
     """What an update takes of a step: bound by memory, on the GPU or in the host, where the next forward may hide it.
 
-    In a host, the copies of that forward and the update share its memory.
+    In a host, the copies of that forward and the update share its memory; the norm is taken as gradients come, beside the backward but
+    for those of the last unit.
     """
     if not setting.updates_on_host:
         per_gpu = (
@@ -195,4 +196,4 @@ def _optimizer_s(setting: Setting, rates: Rates, next_forward_s: float) -> float
         for n_bytes in (setting.update_bytes, setting.norm_bytes)
     )
     copied = setting.copied_up * held / (ram * rates.ram)
-    return norm + max(0.0, update + copied - norm - next_forward_s) if norm else update
+    return norm / setting.shape.layers + max(0.0, update + copied - next_forward_s) if norm else update

@@ -109,3 +109,19 @@ def test_an_update_in_a_host_s_memory_takes_what_that_memory_gives():
     )
     assert a100 == pytest.approx(1.5 * h100)  # 409.6 of 614.4 GB/s
     assert h100 == pytest.approx(28 * setting().shape.parameters / 8 / 200e9, rel=1e-3)  # Lambda's rate
+
+
+@pytest.mark.parametrize(("change", "gain"), [({"compiled": True}, 0.008), ({"fp8": True, "compiled": True}, 0.32)])
+def test_a_layer_gains_what_an_h200_measured(change, gain):
+    """docs/measurements/gpu-bench.md: a layer of 405B with 8,192 words, of 8,192 tokens."""
+    llama = parse_llama(SHAPES["llama3.1-405b"] | {"num_hidden_layers": 1, "vocab_size": 8192}, "one")
+    load = RunShape(llama, "fp32-master", "none", 1, global_batch=1, seq_len=8192)
+    plain = setting_of(load, Cluster(gpu=read_gpus()["h200-141"]))
+    without, found = (step_time(each, RATES) for each in (plain, dataclasses.replace(plain, **change)))
+    passes = (found.forward_s + found.backward_s) / (without.forward_s + without.backward_s)
+    assert passes == pytest.approx(1 - gain, abs=0.005)
+
+
+def test_the_norm_waits_for_the_last_unit_alone():
+    hides = setting(seq_len=16384)
+    assert step_time(hides, RATES).optimizer_s == pytest.approx(4 * hides.shape.parameters / 8 / 200e9 / 126, rel=1e-3)

@@ -40,7 +40,7 @@ def test_an_update_under_the_forward_takes_what_the_forward_does_not_hide():
     small = [
         estimate(RunShape(LARGE, "fp32-master", "all", 64, seq_len=256, overlap=on)).step_s for on in (True, False)
     ]
-    assert sequential - hidden == pytest.approx(5.8, abs=1.0)  # all but the norm
+    assert sequential - hidden == pytest.approx(6.7, abs=0.1)  # of 7.1
     assert 0.8 * small[1] < small[0] < small[1]  # a short forward hides little
 
 

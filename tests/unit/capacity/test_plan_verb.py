@@ -32,7 +32,8 @@ def test_which_settings_on_four_hosts(capsys, tmp_path):
     assert code == GOOD
     table = [line.split() for line in out.partition("\n\n")[2].splitlines() if line.startswith("  ")]
     assert table[0][0] == "offload"
-    table, note, on_meshes = table[:-2], table[-2], table[-1]
+    on_meshes = table.pop()
+    ties = int(table.pop()[2]) if table[-1][:2] == ["the", "first"] else 1
     assert on_meshes[:3] == ["fastest", "is", "dp_shard"] or on_meshes[:3] == ["nothing", "that", "has"]
     table = [row for row in table if "fits," not in row]  # but with a mesh
     verdicts = [" ".join(row[10:]) for row in table[1:]]
@@ -40,7 +41,6 @@ def test_which_settings_on_four_hosts(capsys, tmp_path):
     rates = [
         float(row[9].replace(",", "")) for row, verdict in zip(table[1:], verdicts, strict=True) if verdict == "fits"
     ]
-    ties = int(note[2])
     assert min(rates[:ties]) > 0.967 * max(rates)
     assert rates[ties:] == sorted(rates[ties:], reverse=True)
     written = config.read_toml(file)
@@ -150,10 +150,7 @@ def test_what_helps_most_is_said_first(capsys):
     words = [*LARGE, "--nodes", "8", "--parallel.offload", "none", "--parallel.numerics", "pure-bf16"]
     lines = asked(capsys, *words)[1].splitlines()
     [first] = [line for line in lines if line.startswith("would help")]
-    assert (
-        "twice the hosts (with --training.global_batch_size 128): +0% tokens/s per GPU, 61 / 75 GiB of each GPU"
-        in first
-    )
+    assert "--parallel.offload all: +0% tokens/s per GPU, 43 / 57 GiB of each GPU and 396 of each host" in first
     assert first.endswith(", fits")
     wrap = ["--parallel.wrap", "LlamaAttention,LlamaMLP,Embedding"]
     code, found = record(capsys, *words, *wrap)
