@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.planner import MetadataIndex, SavePlan, Tensor
 from llama405b.commands.probes.runs import BF16_TOLERANCE, Runs, agree, short_documents
 from llama405b.commands.probes.steps import STEPS, Workload, take_steps
 from llama405b.commands.probes.timing import GB, best_s
+from llama405b.contract.own_python import own_argv
 from llama405b.contract.paths import RunDir
 from llama405b.contract.probes import Figure
 from llama405b.contract.schema import Model, Parallel
@@ -209,7 +210,7 @@ def _on_gpu(device: str) -> bool:
 
 def _begin(part: str, directory: str, device: str, env: dict[str, str]) -> int:
     """Begin a part in a process of its own, which ends with this one."""
-    argv = [sys.executable, "-m", __name__, part, directory, device, str(os.getpid())]
+    argv = [*own_argv(__name__), part, directory, device, str(os.getpid())]
     return os.spawnve(os.P_NOWAIT, sys.executable, argv, os.environ | env)
 
 
