@@ -5,6 +5,7 @@ a later call does not make again. Put together they are one token file, and a re
 """
 
 import functools
+import hashlib
 import multiprocessing
 import os
 import shutil
@@ -25,7 +26,7 @@ from llama405b.data.documents import FilePart, file_parts
 from llama405b.data.encode import Counts, FileOffset
 from llama405b.data.parent_watch import end_with
 from llama405b.data.provenance import read_offsets, write_offsets
-from llama405b.data.tokens import Report, TokenFile, Tokenized, encoded, read_tokenizer, rules_of, stem_of
+from llama405b.data.tokens import DIGITS, Report, TokenFile, Tokenized, encoded, read_tokenizer, rules_of, stem_of
 
 PART_BYTES = 64 << 20  # of text
 PARTS = "parts"
@@ -47,7 +48,8 @@ def tokenize(config: Data, tokenizer_dir: Path, out: Path, workers: int, told: T
     tokenizer, files = read_tokenizer(tokenizer_dir), file_parts(config.paths)
     rules, texts = rules_of(config, tokenizer), stem_of(files, config, tokenizer)
     before = read_record(Tokenized, out / TOKENIZED)
-    if before and before.texts == texts and TokenFile(TOKENS, before.n_tokens).is_whole(out):
+    made_before = TokenFile(TOKENS, before.n_tokens, before.digest) if before and before.texts == texts else None
+    if before and made_before and made_before.is_whole(out) and not made_before.is_damaged(out, lambda: None):
         return before
     jobs = [files] if config.max_bytes else list(_shared_out(files))
     made = _in_processes(jobs, config, tokenizer_dir, out / PARTS, workers, told)
@@ -124,12 +126,15 @@ def _put_together(
     files = list[FileOffset]()
     first = 0
     before = 0
+    digest = hashlib.sha256()
     (out / TOKENIZED).unlink(missing_ok=True)
     with (out / f".{TOKENS}").open("wb") as whole:
         for job, each in zip(jobs, made, strict=True):
             part = each.path(out / PARTS)
             with part.open("rb") as tokens:
-                shutil.copyfileobj(tokens, whole, 16 << 20)
+                while piece := tokens.read(16 << 20):
+                    whole.write(piece)
+                    digest.update(piece)
             its = read_record(Counts, part.with_suffix(".json")) or Counts()
             if not job[0].begin:
                 before = 0  # documents of the same file
@@ -144,7 +149,7 @@ def _put_together(
         os.fsync(whole.fileno())
     (out / f".{TOKENS}").rename(out / TOKENS)
     write_offsets(out / TOKENS, files)
-    found = Tokenized(rules, texts, first, counts)
+    found = Tokenized(rules, texts, first, counts, digest.hexdigest()[:DIGITS])
     write_json(out / TOKENIZED, found)
     shutil.rmtree(out / PARTS)
     return found

@@ -1,7 +1,8 @@
 """The token file: rank 0 tokenizes the text once, and sends the tokens to the hosts that lack them.
 
 Knows files, the tokenizer and ranks; not steps or batches. What a token is, is ``encode``'s. The file's name tells its texts, its
-tokenizer and its length, so that one of another size is known and made anew; what is in it is counted in a file beside it.
+tokenizer, its length and its hash, so that one that is damaged is known at the start of a run and made anew; what is in it is counted in
+a file beside it.
 
 Shape suffixes: N tokens.
 """
@@ -35,6 +36,7 @@ from llama405b.distributed.ranks import Rank
 TOKEN_BYTES = 4
 CHUNK_TOKENS = 16 << 20  # sent at a time
 SAY_EVERY_S = 30.0
+DIGITS = 16  # of a SHA-256
 RULES = 6  # how texts become tokens; a new number makes every token file anew
 Progress = Callable[[int, int], None]  # bytes done, bytes in all; 0, 0: waiting for rank 0
 Say = Callable[[str], None]  # a line for the log
@@ -48,6 +50,7 @@ class Tokenized:
     texts: str  # which
     n_tokens: int
     counts: Counts
+    digest: str = ""  # of the tokens; "": an earlier version wrote them
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -56,6 +59,7 @@ class TokenFile:
 
     name: str  # in the cache
     n_tokens: int
+    digest: str = ""  # of its bytes; "": not known
     made: str = ""  # where `data tokenize` has written it, on hosts that see that
 
     def path(self, cache: Path) -> Path:
@@ -68,6 +72,25 @@ class TokenFile:
 
     def _is_whole(self, path: Path) -> bool:
         return path.is_file() and path.stat().st_size == self.n_tokens * TOKEN_BYTES
+
+    def is_damaged(self, cache: Path, told: Callable[[], None]) -> bool:
+        """Whether this host's file, which is whole, has other bytes than were written. Reads all of it, telling now and then.
+
+        Raises:
+            UserError: It is `data tokenize`'s, which a run does not make anew.
+        """
+        path, digest = self.path(cache), hashlib.sha256()
+        if not self.digest:
+            return False
+        with path.open("rb") as file:
+            while piece := file.read(TOKEN_BYTES * CHUNK_TOKENS):
+                digest.update(piece)
+                told()
+        if digest.hexdigest()[:DIGITS] == self.digest:
+            return False
+        if self.made:
+            raise UserError(f"--data.paths: {path} is damaged; run `llama405b data tokenize` again")
+        return True
 
 
 def bring_tokens(config: Data, tokenizer_dir: Path, cache: Path, me: Rank, progress: Progress, say: Say) -> TokenFile:
@@ -82,7 +105,10 @@ def bring_tokens(config: Data, tokenizer_dir: Path, cache: Path, me: Rank, progr
         if me.is_rank0:
             tokens = tokenised(config, tokenizer_dir, cache, Report(progress, still_working, say))
     tokens = collectives.broadcast_object(tokens)
-    lacks = not tokens.is_whole(cache)
+    with collectives.raise_on_all_ranks():
+        lacks = not tokens.is_whole(cache)
+        if me.local_rank == 0 and not me.is_rank0 and not lacks:  # rank 0 has looked, or has written it
+            lacks = tokens.is_damaged(cache, lambda: progress(0, 0))
     if any(collectives.all_gather_objects(lacks)):
         _send(tokens, cache, me, progress, writes=lacks and me.local_rank == 0)
     return tokens
@@ -131,9 +157,12 @@ def encoded(
         RunError: The token file cannot be written.
     """
     stem = stem_of(parts, config, tokenizer)
-    for found in cache.glob(f"{stem}*.bin"):
-        tokens = TokenFile(found.name, int(found.stem.removeprefix(stem)))
-        if tokens.is_whole(cache):
+    for found in cache.glob(f"{stem}*-*.bin"):
+        n_tokens, _, digest = found.stem.removeprefix(stem).partition("-")
+        tokens = TokenFile(found.name, int(n_tokens), digest)
+        if tokens.is_whole(cache) and tokens.is_damaged(cache, report):
+            report.say(f"{found}: damaged; it is made anew")
+        elif tokens.is_whole(cache):
             if counts := read_record(Counts, found.with_suffix(".json")):
                 report.say(str(counts))
             return tokens
@@ -198,7 +227,7 @@ def _made(directory: Path, rules: str, report: Report) -> TokenFile:
         UserError: It was made for others, or is not whole.
     """
     found = read_record(Tokenized, directory / TOKENIZED)
-    tokens = TokenFile("", found.n_tokens, str((directory / TOKENS).resolve())) if found else None
+    tokens = TokenFile("", found.n_tokens, found.digest, str((directory / TOKENS).resolve())) if found else None
     if not (found and tokens and tokens.is_whole(directory)):
         raise UserError(f"--data.paths: {directory} is not whole; run `llama405b data tokenize` again")
     if found.rules != rules:
@@ -206,22 +235,27 @@ def _made(directory: Path, rules: str, report: Report) -> TokenFile:
             f"--data.paths: {directory} was tokenized with another tokenizer, chat template, data.train_on, data.fields, "
             "data.special_tokens, data.bad_records or data.max_bytes; set them back, or run `llama405b data tokenize` again"
         )
+    tokens.is_damaged(directory, report)
     report.say(str(found.counts))
     info = Path(tokens.made).stat()
     key = hashlib.sha256(repr((tokens.made, info.st_size, info.st_mtime_ns)).encode()).hexdigest()[:16]
-    return dataclasses.replace(tokens, name=f"tokens-{key}-{found.n_tokens}.bin")
+    return dataclasses.replace(tokens, name=f"tokens-{key}-{found.n_tokens}-{found.digest}.bin")
 
 
 def _written(encoded: Iterable[NDArray[np.uint32]], cache: Path, stem: str) -> TokenFile:
     """Write tokens to a new token file, which appears whole or not at all."""
-    partial, n_tokens = cache / f"{stem}{os.getpid()}.partial", 0
+    partial, n_tokens, digest = cache / f"{stem}{os.getpid()}.partial", 0, hashlib.sha256()
     try:
         cache.mkdir(parents=True, exist_ok=True)
         with partial.open("wb") as out:
             for tokens_N in encoded:
-                out.write(tokens_N.tobytes())
+                out.write(piece := tokens_N.tobytes())
+                digest.update(piece)
                 n_tokens += len(tokens_N)
-        tokens = TokenFile(f"{stem}{n_tokens}.bin", n_tokens)
+            out.flush()
+            os.fsync(out.fileno())
+        digits = digest.hexdigest()[:DIGITS]
+        tokens = TokenFile(f"{stem}{n_tokens}-{digits}.bin", n_tokens, digits)
         partial.replace(cache / tokens.name)
     except OSError as error:
         raise RunError(f"{cache}: the tokens cannot be written ({reason_of(error)}); make room there") from None
@@ -247,6 +281,8 @@ def _send(tokens: TokenFile, cache: Path, me: Rank, progress: Progress, *, write
         if writes:
             with partial.open("ab") as out:
                 out.write(chunk.numpy().tobytes())
+                out.flush()
+                os.fsync(out.fileno())
         progress(TOKEN_BYTES * (begin + size), TOKEN_BYTES * tokens.n_tokens)
     with collectives.raise_on_all_ranks():
         if writes and partial.stat().st_size != TOKEN_BYTES * tokens.n_tokens:

@@ -102,6 +102,10 @@ def test_it_is_made_for_a_tokenizer_and_is_a_source_of_its_own(demo, texts, tmp_
         UserError, match="made is tokenized already, so it is a source of its own: give each path a weight"
     ):
         tokenised(Data(paths=("made", "texts"), bad_records="skip"), demo, tmp_path / "cache", report())
+    whole = Path("made/tokens.bin").read_bytes()
+    Path("made/tokens.bin").write_bytes(b"\xff" + whole[1:])
+    with pytest.raises(UserError, match=r"made/tokens\.bin is damaged; run `llama405b data tokenize` again"):
+        tokenised(ours, demo, tmp_path / "cache", report())
     os.truncate("made/tokens.bin", 400)
     with pytest.raises(UserError, match=r"--data\.paths: made is not whole; run `llama405b data tokenize` again"):
         tokenised(ours, demo, tmp_path / "cache", report())

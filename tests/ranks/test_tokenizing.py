@@ -1,7 +1,6 @@
 """Tokens are the same on every rank, and making them may take longer than any time-out."""
 
 import dataclasses
-import os
 import time
 from pathlib import Path
 
@@ -21,12 +20,14 @@ def _bring(me, corpus, demo, caches, progress=lambda *_: None):
     ]
 
 
-def test_a_token_file_of_the_wrong_size_on_any_host_is_made_anew(corpus, demo, tmp_path):
+def test_a_token_file_that_is_damaged_on_any_host_is_made_anew(corpus, demo, tmp_path):
     first = run_ranks(2, _bring, corpus, demo, tmp_path)
     assert first[0][0] == first[1][0]
     for _, [file] in first:
-        os.truncate(tmp_path / file, (tmp_path / file).stat().st_size // 8 * 4)
-        assert run_ranks(2, _bring, corpus, demo, tmp_path) == first
+        whole = (tmp_path / file).read_bytes()
+        for damaged in (whole[: len(whole) // 8 * 4], whole[:4000] + bytes([whole[4000] ^ 1]) + whole[4001:]):
+            (tmp_path / file).write_bytes(damaged)
+            assert run_ranks(2, _bring, corpus, demo, tmp_path) == first
 
 
 def _tokenise_for_long(me, corpus, demo, caches):
