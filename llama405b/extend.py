@@ -159,7 +159,7 @@ def _loaded(path: str) -> ModuleType:
     assert spec.loader
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
-    sys.path.insert(0, str(Path(path).absolute().parent))  # for what it imports from beside it
+    sys.path.append(str(Path(path).absolute().parent))  # for what it imports from beside it, which shadows nothing
     spec.loader.exec_module(module)
     return module
 

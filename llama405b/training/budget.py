@@ -43,7 +43,8 @@ class Budget:
         self.closed = threading.Event()
         if self.counts:
             self.keep()
-            threading.Thread(target=self._keep_on, name="budget", daemon=True).start()
+            self.keeper = threading.Thread(target=self._keep_on, name="budget", daemon=True)
+            self.keeper.start()
 
     def saves(self, host_bytes: float) -> None:
         """Learn how many bytes a host saves, from which the time of the first save is guessed."""
@@ -89,7 +90,9 @@ class Budget:
         """Keep it once more, for the next attempt."""
         self.closed.set()
         if self.counts:
-            self.keep()
+            self.keeper.join()  # which writes through the same partial file
+            with contextlib.suppress(OSError):  # a run that ended well has done so
+                self.keep()
 
     @property
     def why_stopped(self) -> str:

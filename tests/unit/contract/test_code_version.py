@@ -24,6 +24,9 @@ def test_a_checkout_with_compiled_files_and_a_wheel_have_one_digest(checkout, tm
     (tmp_path / "llama405b/optim/__pycache__").mkdir()
     (tmp_path / "llama405b/optim/__pycache__/adamw.cpython-311.pyc").write_bytes(b"compiled")
     (tmp_path / "llama405b/optim/adamw.py~").write_text("an editor's copy")
+    (tmp_path / "llama405b/optim/.#adamw.py").symlink_to("ann@desk.4711:1")  # an editor's lock
+    (tmp_path / "llama405b/.ipynb_checkpoints").mkdir()
+    (tmp_path / "llama405b/.ipynb_checkpoints/adamw.py").touch()
     assert digest_of(tmp_path) == digest_of(checkout)
     assert code_version().endswith(f"+{digest_of(checkout)}")
 

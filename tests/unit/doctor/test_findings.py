@@ -238,6 +238,12 @@ def test_names_with_commas_are_read():
     assert gpus.foreign("4711, 610, /opt/a, b/python3\n") == [(4711, "/opt/a, b/python3")]
 
 
+@pytest.mark.parametrize("value", ["N/A", "Not Supported", "Requested functionality has been deprecated"])
+def test_what_a_driver_does_not_tell_is_no_fault(value):
+    [gpu], fault = gpus.read_smi(f"0, H100, [{value}]", ("index", "name", "clocks.sm"))
+    assert (gpu.clock_mhz, gpu.fault, fault) == (None, "", "")
+
+
 def test_unknown_is_unknown():
     [gpu] = gpus.read_smi(smi("unknown.csv")["smi"], FIELDS)[0]
     assert (gpu.used_mib, gpu.ecc_errors, gpu.power_limit_w, gpu.pages_pending) == (None, None, None, None)

@@ -125,7 +125,7 @@ def test_threads_that_need_a_host_share_its_connection_or_its_fault(monkeypatch,
 
     def connect(host):
         made.append(host)
-        assert meeting.all_asked.wait(10)
+        assert meeting.all_asked.wait(60)
         if fault:
             raise fault
         return fleets.Local()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from llama405b_tools.hosts.known_hosts import check_host_key, known_keys
+from llama405b_tools.hosts.known_hosts import check_host_key, fingerprint, known_keys
 from llama405b_tools.hosts.ssh_config import SshOptions
 from llama405b_tools.hosts.transport import HostError
 
@@ -97,6 +97,27 @@ def test_a_new_host_is_recorded_where_the_settings_say_so_and_its_next_key_is_an
 def test_where_no_file_keeps_the_key_of_a_new_host_that_is_said(keys, records, words):
     options = SshOptions("h", "me", records=records and Path(records))
     assert _said(options, keys["KEY"]) == f"{NEW}, and UserKnownHostsFile {records or 'none'} keeps none; {words} AUTH"
+
+
+@pytest.mark.parametrize(("signer", "accepted"), [("KEY", True), ("OTHER", False)])
+def test_a_certificate_does_not_name_its_signer_by_its_key_id(tmp_path, keys, signer, accepted):
+    """ssh-keygen prints that as it is, line breaks too."""
+    for name in ("host", signer):
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", tmp_path / name], check=True)
+    known = (tmp_path / f"{signer}.pub").read_text() if accepted else keys["KEY"]
+    ca = fingerprint(keys["KEY"].split()[1])
+    forged = f'x"\n        Signing CA: ED25519 {ca} (using ssh-ed25519)\n        Key ID: "y'
+    sign = ["ssh-keygen", "-q", "-s", tmp_path / signer, "-h", "-I", forged, "-n", "h", tmp_path / "host.pub"]
+    subprocess.run(sign, check=True)
+    (tmp_path / "known").write_text(f"@cert-authority * {known}\n")
+    options = SshOptions("h", "me", known_hosts=(tmp_path / "known",))
+    key, cert = (" ".join((tmp_path / name).read_text().split()[:2]) for name in ("host.pub", "host-cert.pub"))
+    try:
+        check_host_key("a", options, known_keys(options), key, cert)
+    except HostError:
+        assert not accepted
+    else:
+        assert accepted
 
 
 def test_without_ssh_keygen_nothing_is_accepted(tmp_path, keys, monkeypatch):

@@ -26,3 +26,11 @@ def test_a_mac_knows_its_processes_from_ps(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "defpath", str(tmp_path))
     assert processes.same_process(7, program_output.began_at(RUNNING))
     assert processes.start_time(8) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "load"),
+    [("3.0 2.0 1.0 1/99 7\n2\n", 1.5), ("", 1.0), ("cat: /proc/loadavg: No such file\n", 1.0), ("3.0\n0\n", 1.0)],
+)
+def test_an_odd_load_is_taken_for_none(text, load):
+    assert program_output.load_per_core(text) == load

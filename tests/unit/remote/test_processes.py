@@ -9,9 +9,10 @@ import sys
 import pytest
 
 from llama405b.contract.files import write_json
+from llama405b.contract.own_python import own_argv
 from llama405b.contract.paths import RunDir
 from llama405b.contract.plan import Node, Plan
-from llama405b_tools.remote import hostprobe, processes, stopping
+from llama405b_tools.remote import hostprobe, processes, sampler, stopping
 from llama405b_tools.remote.locks import take_lock
 from llama405b_tools.remote.messages.stop_request import OrphansRequest
 from llama405b_tools.remote.streaming import _Secrets
@@ -133,3 +134,15 @@ def test_a_run_in_a_container_is_no_leftover_though_its_directory_is_not_seen_fr
         wait_for((tmp_path / "up").exists)
         assert not (tmp_path / "inside/r").exists()
         assert not _is_left(value)
+
+
+def test_a_command_of_ours_is_shown_by_its_module(tmp_path):
+    child = subprocess.Popen(
+        [*own_argv("llama405b_tools.cli"), "top", "--replay", "-"], stdin=subprocess.PIPE, cwd=tmp_path
+    )
+    try:
+        shown = sampler.command_of(child.pid)
+    finally:
+        child.kill()
+        child.communicate()
+    assert shown == f"{sys.executable} -m llama405b_tools.cli top --replay -"

@@ -33,7 +33,7 @@ def clock(monkeypatch):
     found = Clock()
 
     def thread(target, **_):
-        return SimpleNamespace(start=lambda: found.threads.append(target))
+        return SimpleNamespace(start=lambda: found.threads.append(target), join=lambda: None)
 
     event = SimpleNamespace(wait=found.wait, set=lambda: None)
     monkeypatch.setattr(budget, "time", found)

@@ -172,6 +172,7 @@ class Fleet:
             try:
                 kept = self.connections.get(name)
                 if kept is None or not kept.is_open():  # its sshd may close idle ones
+                    self.forget(name)  # those to its jump hosts may be open
                     kept = self.connections[name] = _connect(self.hosts[name])
                 mine.set_result(kept)
             except BaseException as error:  # noqa: BLE001 - raised below, in each that waits

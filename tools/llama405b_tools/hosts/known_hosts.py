@@ -23,8 +23,8 @@ from llama405b_tools.hosts.transport import HostError
 
 WITHIN_S = 30.0
 REVOKED, AUTHORITY = "@revoked", "@cert-authority"
-CERTIFICATE = re.compile(
-    r"Type: \S+ host certificate\n.*Signing CA: \S+ (?P<signer>\S+) \(using (?!ssh-rsa\))\S+\)\n.*"
+CERTIFICATE = re.compile(  # its key ID, between signer and dates, is printed as it is: it may look like any of these lines
+    r"\A\S+\n\s*Type: \S+ host certificate\n[^\n]*\n\s*Signing CA: \S+ (?P<signer>\S+) \(using (?!ssh-rsa\))\S+\)\n.*"
     r"Valid: (?:forever|(?:from |after )?(?P<begin>\d\S+)?(?: to |before )?(?P<end>\d\S+)?)\n\s*"
     r"Principals: (?:\(none\))?\n(?P<names>.*?)\s*Critical Options: \(none\)\n",
     re.DOTALL,

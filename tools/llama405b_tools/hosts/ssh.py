@@ -323,6 +323,8 @@ def _authenticate(transport: paramiko.Transport, options: SshOptions, agent_keys
             tried += 1
             if not transport.auth_publickey(options.user, key):
                 return
+        if not transport.is_active() and tried < 2:
+            raise paramiko.SSHException(f"the connection ended in the login as {options.user}")
         if not transport.is_active():
             raise HostError(
                 f"its sshd ended the login as {options.user} after {counted(tried, 'key')} (MaxAuthTries), of {len(keys)}; name "

@@ -8,7 +8,10 @@ from collections.abc import Mapping, Sequence
 from llama405b.contract.phrases import and_more, given
 from llama405b.contract.reader import LINES
 
-NOT_TOLD = r"(?:N/A|Not Supported|Not Found|Function Not Found|No Data|Deprecated|Insufficient Permissions)"
+NOT_TOLD = (
+    r"(?:N/A|Not Supported|Not Found|Function Not Found|No Data|Deprecated|Requested functionality has been deprecated|"
+    r"Insufficient Permissions)"
+)
 FAILED = r"(?:ERR!|Unknown Error|GPU is lost|GPU requires reset)"
 UNKNOWN = re.compile(rf"\[.*\]|{NOT_TOLD}|{FAILED}|", re.IGNORECASE)
 BROKEN = re.compile(rf"\[(?!{NOT_TOLD}\])|{FAILED}", re.IGNORECASE)  # how such a value begins

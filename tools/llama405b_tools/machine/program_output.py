@@ -24,8 +24,11 @@ def failed_ranks(text: str) -> dict[int, int]:
 
 def load_per_core(text: str) -> float:
     """Return how many processes want each core, from ``/proc/loadavg`` and the number of cores; 1 if that is not told."""
-    words = text.split()
-    return float(words[0]) / int(words[-1]) if words[1:] and words[-1] != "0" else 1.0
+    try:
+        first, *_, cores = text.split()
+        return float(first) / int(cores)
+    except (ValueError, ZeroDivisionError):
+        return 1.0
 
 
 def ended_by(text: str) -> int | None:

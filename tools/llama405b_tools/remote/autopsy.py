@@ -155,6 +155,9 @@ class RankLook:
 
 def _around(run: RunDir, plan: Plan, node: Node) -> Surroundings:
     """Return what stands around the ranks."""
+    pool = concurrent.futures.ThreadPoolExecutor(1)  # it may take seconds, as NCCL's answer may
+    records = [run.flight(node.first_rank + number) for number in range(node.slots)]
+    flights = pool.submit(flight_records, records, plan.created)
     memory = dict(re.findall(r"^(\w+):\s+(\d+) kB", Path("/proc/meminfo").read_text(encoding="ascii"), re.MULTILINE))
     return Surroundings(
         link_up=_link_up(node.interface),
@@ -165,9 +168,7 @@ def _around(run: RunDir, plan: Plan, node: Node) -> Surroundings:
         disks=_disks([run.path, checkpoints_of(run, plan)]),
         kernel=_kernel(time.time()),
         nccl=_nccl_ras(),
-        flight_records=flight_records(
-            [run.flight(node.first_rank + number) for number in range(node.slots)], plan.created
-        ),
+        flight_records=flights.result(),
     )
 
 

@@ -45,6 +45,7 @@ from llama405b_tools.text.clean import hide, pieces_of
 POLL_S, LOGS_EVERY_S = 0.2, 0.5
 STOP_EVERY_S = 1.0  # on a disk that all nodes share
 AGAIN_S = 5.0  # between two starts of the process that copies
+RANKS_WITHIN_S = 300.0  # of torchrun's start: as long ranks are looked for
 FOLLOWS_S = 15.0  # after the first rank: whoever ends then was ended by torchrun
 DONE, MOST_WORD = b"done", 4096  # what the guardian receives: that all is well, or a cause
 
@@ -333,13 +334,22 @@ class NodeRunner:
         """Note when each rank ends: torchrun looks now and then, and counts in seconds."""
         slots, ends = self.plan.node(self.host).slots, select.poll()
         ranks: dict[int, int] = {}  # by the descriptor of its process
+        look_until = time.monotonic() + RANKS_WITHIN_S  # it reads all of /proc
         while not self.ended.is_set() and len(self.rank_ends) < slots:
-            for local_rank, pid in rank_processes(self.marker).items() if len(ranks) < slots else ():
+            looks = len(ranks) < slots and time.monotonic() < look_until
+            for local_rank, pid in rank_processes(self.marker).items() if looks else ():
                 if local_rank not in ranks.values():
-                    with contextlib.suppress(OSError):
+                    try:
                         process = os.pidfd_open(pid)
-                        ranks[process] = local_rank
-                        ends.register(process, select.POLLIN)
+                    except ProcessLookupError:
+                        continue
+                    except (
+                        OSError,
+                        AttributeError,
+                    ):  # before Linux 5.3, in some containers, and in some builds of Python
+                        return
+                    ranks[process] = local_rank
+                    ends.register(process, select.POLLIN)
             ended, now_s = ends.poll(1000 * LOGS_EVERY_S), time.monotonic()
             for process, _ in ended:
                 self.rank_ends[ranks[process]] = now_s

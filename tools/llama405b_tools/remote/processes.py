@@ -92,14 +92,6 @@ def children(pid: int) -> list[int]:
     return _children().get(pid, [])
 
 
-def command_of(pid: int) -> str:
-    """A process's command line, for a person to read."""
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode("utf-8", "replace").strip()
-    except OSError:
-        return ""
-
-
 def descendants(root: int) -> list[int]:
     """All live processes below ``root``."""
     parents = _children()

@@ -45,6 +45,7 @@ SLOW_EVERY_S = 10.0  # for processes and whatever else costs more
 FIRST_METRICS_BYTES = 256 << 10
 LAST_EVENTS_BYTES = 64 << 10
 SAVES = ("saved", "not saved")  # the kinds of events
+LAST_INTERVALS = 5  # of which the longest is usual
 LEAST_INTERVAL_S = 10.0  # between saves: of those that come faster, none is missed
 AFTER_SAVES = ("after save", "after save failed")
 NCCL_SEARCH_BYTES = 1 << 20
@@ -533,10 +534,10 @@ def overdue(saves, attempt, now, step):
     """Say that the checkpoint after the newest is late by two of the usual intervals; "" if not, or if no step was taken since."""
     saved = [event for event in saves if event["kind"] == "saved" and isinstance(event.get("time"), float)]
     pairs = [pair for pair in zip(saved, saved[1:]) if pair[0].get("attempt") == pair[1].get("attempt")]  # noqa: RUF007 - Python 3.6
-    between = sorted(later["time"] - earlier["time"] for earlier, later in pairs)
-    if not between or saved[-1].get("attempt") != attempt or saved[-1].get("step", step) >= step:
+    between = [later["time"] - earlier["time"] for earlier, later in pairs][-LAST_INTERVALS:]
+    if len(between) < 2 or saved[-1].get("attempt") != attempt or saved[-1].get("step", step) >= step:
         return ""
-    usual, since = max(LEAST_INTERVAL_S, between[len(between) // 2]), now - saved[-1]["time"]
+    usual, since = max(LEAST_INTERVAL_S, *between), now - saved[-1]["time"]  # others may have been asked for
     return "for %d s, usually every %d s" % (since, usual) if since > 3 * usual else ""
 
 
@@ -654,7 +655,10 @@ def processes(marker):
 def command_of(pid):
     """The beginning of a process's command line."""
     with open("/proc/%s/cmdline" % pid, "rb") as file:
-        return file.read().replace(b"\0", b" ").decode("utf-8", "replace").strip()[:MOST_COMMAND]
+        words = file.read().rstrip(b"\0").split(b"\0")
+    if len(words) > 4 and words[2] == b"-c" and b"run_module" in words[3]:  # ours, see contract/own_python.py
+        words[1:4] = [b"-m"]
+    return b" ".join(words).decode("utf-8", "replace").strip()[:MOST_COMMAND]
 
 
 def moved(pids):

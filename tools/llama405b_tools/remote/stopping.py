@@ -13,7 +13,7 @@ from llama405b.contract.files import append_line, read_record, read_records, wri
 from llama405b.contract.paths import RunDir
 from llama405b.contract.plan import NO_PLAN, REHEARSAL, read_plan
 from llama405b.contract.records import Blame, NodeStatus, StopMark
-from llama405b_tools.remote import hostprobe, processes
+from llama405b_tools.remote import hostprobe, processes, sampler
 from llama405b_tools.remote.describe import checkpoints_of, describe, stopped_by
 from llama405b_tools.remote.guarding import dismiss, note_guard
 from llama405b_tools.remote.locks import is_alive, run_of
@@ -115,7 +115,9 @@ def orphans(request: OrphansRequest) -> OrphansReply:
     for value, pids in sorted(processes.all_marked().items()):
         if any(hostprobe.has_runner(pid, value) for pid in pids):
             continue
-        what, left = processes.command_of(pids[0]), pids
+        what, left = "", pids
+        with contextlib.suppress(OSError):
+            what = sampler.command_of(pids[0])  # type: ignore[no-untyped-call]
         if request.end:
             _, left = processes.sweep(value)
         found.append(Orphan(value, tuple(pids), what, tuple(left)))

@@ -99,13 +99,15 @@ def keep_autopsy(autopsy: Autopsy) -> Path | None:
     return None
 
 
-def examined(fleet: Fleet, plan: Plan, failure: Failure) -> Failure:
+def examined(fleet: Fleet, plan: Plan, failure: Failure, hang_after_s: float) -> Failure:
     """Take and keep an autopsy of an attempt that is about to be ended; returns its failure, of a hang with the culprit that was found.
+
+    ``hang_after_s``: the limit of who ends it.
 
     Whatever goes wrong with it, the failure is what it was: a run waits to be brought back.
     """
     try:
-        autopsy = take_autopsy(fleet, plan)
+        autopsy = take_autopsy(fleet, plan, hang_after_s)
         place = keep_autopsy(autopsy)
     except Exception as error:  # noqa: BLE001
         show(f"autopsy: none, {type(error).__name__}: {error}")

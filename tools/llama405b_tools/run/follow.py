@@ -328,7 +328,7 @@ def watch_run(
         monitor.count_lost(time.monotonic())
     if (worst := monitor.worst()) and not (plan.slurm_job and monitor.is_over):  # such a job ends by itself
         if limits and not plan.slurm_job:
-            worst = monitor.found(worst, examined(fleet, plan, worst))
+            worst = monitor.found(worst, examined(fleet, plan, worst, limits.step_s))
         monitor.stopped = stop_launch(plan, fleet, Blame(plan.attempt, worst.host, worst.cause))
     return monitor
 

@@ -143,7 +143,8 @@ def guard_line(found: GuardStatus) -> str:
             given(f"`{program_name()} launch {{}}`{place}", state.command)
             or "the same launch command, with --resume auto,"
         )
-        return clean(f"guard: GONE, {last} at {at} ({died}); to guard the run again, use {again}")
+        what = "finish what follows the run" if found.finishes else "guard the run again"
+        return clean(f"guard: GONE, {last} at {at} ({died}); to {what}, use {again}")
     times = counted(state.restarts, "restart")
     where = f" on {machine}" if found.life is Life.ELSEWHERE else ""
     if not state.pid:
