@@ -217,7 +217,7 @@ def test_17_changed_host_key(hosts, refused):
     try:
         other = lines[-1].split(" ", 1)[1]
         known.write_text("".join(f"{hosts.address(2)} {other}" if hosts.address(2) in line else line for line in lines))
-        refused(words=["node-2: its host key has CHANGED", "ssh-keygen -R"])
+        refused(words=["node-2: its host key has CHANGED", f"ssh-keygen -f {known} -R {hosts.address(2)}"])
     finally:
         known.write_text(before)
 

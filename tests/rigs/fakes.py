@@ -18,6 +18,7 @@ from llama405b_tools.remote.messages.probe import LaunchFacts, Reach, RunPlace
 from llama405b_tools.remote.messages.start import KEEP, Kept, Started
 from llama405b_tools.remote.messages.stop_request import CUT, StopReply
 from llama405b_tools.remote.messages.stream import NodeUpdate, StreamMessage
+from llama405b_tools.remote.messages.transfer import CheckpointPart, PartsReply
 from llama405b_tools.run.autopsy import LOAD
 
 
@@ -26,6 +27,7 @@ class FakeHost:
 
     def __init__(self, name):
         self.name, self.plan, self.alive, self.status, self.stopped_by = name, None, False, None, ""
+        self.saved = ()  # steps of the checkpoints here
         self.checkpoint, self.faults, self.heard, self.blames = None, {}, [], ()
         self.members, self.ends, self.now, self.noted = (), (), 0.0, None
         self.machine, self.stopped_at, self.unsaved = name, 0.0, ""
@@ -64,6 +66,9 @@ class FakeHost:
 
     def evidence(self, request):
         yield self.seen or HostEvidence(self.name, self.now)
+
+    def parts(self, request):
+        yield PartsReply("/c", tuple(CheckpointPart(step, "", "", (), ()) for step in self.saved))
 
     def note(self, request):
         self.noted = request.state

@@ -31,10 +31,10 @@ def steps(attempt, *losses, first=1):
     ))  # fmt: skip
 
 
-def rehearsed(fleet, *lives, more=(), saved=2):
-    """Rehearse; ``lives``: what each launch says on a and on b; ``saved``: the newest checkpoint. Returns the exit code."""
+def rehearsed(fleet, *lives, more=(), saved=(2,)):
+    """Rehearse; ``lives``: what each launch says on a and on b; ``saved``: the checkpoints' steps. Returns the exit code."""
     for i, name in enumerate(("a", "b")):
-        fleet.fakes[name].checkpoint = f"/c/step-{saved:08}" if saved else None
+        fleet.fakes[name].saved = saved
         fleet.fakes[name].lives = [life[i] for life in lives]
     flags = ["--run", "r", "--rehearse", "--preset", "demo", "--data.paths", "stdlib", *more]
     return rehearse.rehearse(parse_launch(flags, 0.0), list(fleet.hosts.values()), fleet)
@@ -79,17 +79,24 @@ class TestRehearsal:
 
     def test_a_checkpoint_whose_next_step_was_not_taken_is_passed_over(self, fleet, capsys):
         lives = ([steps(1, 5.0, 4.0, 3.5, 3.2)], []), ([steps(2, 3.5001, first=3)], [])
-        assert rehearsed(fleet, *lives, saved=4) == 0, capsys.readouterr().out
+        assert rehearsed(fleet, *lives, saved=(2, 4)) == 0, capsys.readouterr().out
+        again = asked(fleet, "b", "start")[1].plan.program
+        assert again[again.index("--resume") + 1] == "2"
+
+    def test_only_a_checkpoint_that_is_there_is_resumed(self, fleet, capsys):
+        """The save of step 4 was due during that of step 2."""
+        lives = ([steps(1, 5.0, 4.0, 3.5, 3.2, 3.1, 3.0)], []), ([steps(2, 3.5001, first=3)], [])
+        assert rehearsed(fleet, *lives, saved=(2, 6)) == 0, capsys.readouterr().out
         again = asked(fleet, "b", "start")[1].plan.program
         assert again[again.index("--resume") + 1] == "2"
 
     def test_a_later_checkpoint_is_resumed_to_the_loss_of_its_next_step(self, fleet, capsys):
         lives = ([steps(1, 5.0, 4.0, 3.5, 3.2, 3.1)], []), ([steps(2, 3.3, first=5)], [])
-        assert rehearsed(fleet, *lives, saved=4) == 1
+        assert rehearsed(fleet, *lives, saved=(2, 4)) == 1
         assert "after the resume, step 5 has loss 3.300000, but 3.100000 before" in capsys.readouterr().out
 
     def test_one_that_saved_nothing_is_no_success(self, fleet, capsys):
-        assert rehearsed(fleet, ([steps(1, 5.0, 4.0, 3.5)], []), saved=0) == 1
+        assert rehearsed(fleet, ([steps(1, 5.0, 4.0, 3.5)], []), saved=()) == 1
         assert "it saved nothing that can be resumed" in capsys.readouterr().out
 
     def test_it_takes_few_steps_keeps_few_checkpoints_and_is_tethered_to_this_process(self, fleet):

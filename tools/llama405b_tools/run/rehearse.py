@@ -10,10 +10,8 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from llama405b.contract import command
-from llama405b.contract.checkpoints import step_of
 from llama405b.contract.errors import FAILED, GOOD, RunError, UserError
 from llama405b.contract.phrases import given
 from llama405b.contract.plan import REHEARSAL, Plan
@@ -24,11 +22,12 @@ from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.hosts.outcomes import replies
 from llama405b_tools.hosts.transport import HostError, Stream
 from llama405b_tools.remote.messages.stop_request import CUT, StopRequest
+from llama405b_tools.remote.messages.transfer import PartsReply, PartsRequest
 from llama405b_tools.run.follow import Limits, RunMonitor, watch_run
 from llama405b_tools.run.judge import SLACK_S, Failure, failure_words
 from llama405b_tools.run.launch import check_and_plan, launch
 from llama405b_tools.run.probes import run_probes, stop_everywhere
-from llama405b_tools.run.query import ask_hosts, newest_checkpoint, progress
+from llama405b_tools.run.query import STATUS_TIMEOUT_S, ask_hosts, progress
 from llama405b_tools.run.request import LaunchRequest
 from llama405b_tools.run.screen import show
 
@@ -64,7 +63,7 @@ def rehearse(request: LaunchRequest, hosts: Sequence[Host], fleet: Fleet) -> int
         if saves:
             # The save after that step may have removed the checkpoint that an earlier one began from.
             losses |= last_loss(fleet, plan)
-            step = step_to_repeat(newest_checkpoint(fleet, plan.run), losses)
+            step = step_to_repeat(saved_steps(fleet, plan.run), losses)
             plan = launch(dataclasses.replace(trial, resume=str(step - 1)), hosts, fleet)
             again, before = losses_at(step, fleet, plan, load_s)[step], losses[step]
             if abs(again - before) > TOLERANCE * abs(before):
@@ -137,19 +136,27 @@ def last_loss(fleet: Fleet, plan: Plan) -> dict[int, float]:
     return {last.step: last.loss} if isinstance(last, Metrics) and last.attempt == plan.attempt else {}
 
 
-def step_to_repeat(newest: Path | None, losses: Mapping[int, float]) -> int:
+def saved_steps(fleet: Fleet, run: str) -> list[int]:
+    """Return the steps of the checkpoints that are there, newest first: one that is due during another save is put off."""
+    request = dict.fromkeys(fleet.hosts, PartsRequest(run))
+    told = replies(fleet.ask_all("parts", request, PartsReply, STATUS_TIMEOUT_S)).values()
+    return sorted({part.step for reply in told for part in reply.parts}, reverse=True)
+
+
+def step_to_repeat(saved: Sequence[int], losses: Mapping[int, float]) -> int:
     """Return the last step that followed a kept checkpoint, and whose loss is known.
 
     Raises:
         RunError: There is no checkpoint, or the steps after them were not taken.
     """
-    if newest is None:
+    if not saved:
         raise RunError("it saved nothing that can be resumed")
-    saved = [step_of(newest) - SAVE_AT * i for i in range(KEEP)]
-    for step in (each + 1 for each in saved if each > 0):
+    for step in (each + 1 for each in saved):
         if step in losses:
             return step
-    raise RunError(f"it was not heard to take a step after {newest.name}, so there is no loss to compare")
+    raise RunError(
+        f"it was not heard to take a step after step {saved[0]}, which it saved, so there is no loss to compare"
+    )
 
 
 class Tethers:
