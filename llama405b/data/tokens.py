@@ -281,12 +281,12 @@ def _send(tokens: TokenFile, cache: Path, me: Rank, progress: Progress, *, write
         if writes:
             with partial.open("ab") as out:
                 out.write(chunk.numpy().tobytes())
-                out.flush()
-                os.fsync(out.fileno())
         progress(TOKEN_BYTES * (begin + size), TOKEN_BYTES * tokens.n_tokens)
     with collectives.raise_on_all_ranks():
         if writes and partial.stat().st_size != TOKEN_BYTES * tokens.n_tokens:
             raise RunError(f"{partial}: is not as large as the tokens written to it; check the disk of {me.host}")
         if writes:
+            with partial.open("rb+") as whole:
+                os.fsync(whole.fileno())
             partial.replace(path)
     dist.barrier()

@@ -53,8 +53,8 @@ def ssh_keygen(*words: str, stdin: str = "") -> str:
             ["ssh-keygen", *words], input=stdin, capture_output=True, encoding="utf-8", timeout=WITHIN_S, check=False
         )
     except FileNotFoundError:
-        words_ = "keys are read by the `ssh-keygen` program, which is not installed on this machine"
-        raise HostError(f"{words_}; install it (apt-get install openssh-client)") from None
+        why = "keys are read by the `ssh-keygen` program, which is not installed on this machine"
+        raise HostError(f"{why}; install it (apt-get install openssh-client)") from None
     except subprocess.TimeoutExpired:
         raise HostError(f"`{shlex.join(['ssh-keygen', *words])}` does not end within {WITHIN_S:.0f} s") from None
     return "" if done.returncode else done.stdout
