@@ -86,6 +86,7 @@ def test_the_values_of_a_runs_secrets_are_known_while_it_lives(tmp_path):
     env = {MARKER: f"{tmp_path}/r:a", "MY_KEY": "correct horse", "PATH": os.environ["PATH"]}
     child = subprocess.Popen(["sleep", "60"], env=env)
     try:
+        wait_for(lambda: processes.marked(env[MARKER]))
         assert secrets.pieces(plan, alive=True) == ["correct horse"]
     finally:
         child.kill()
@@ -97,6 +98,7 @@ def test_the_values_of_a_runs_secrets_are_known_while_it_lives(tmp_path):
 def _process_of(value, *before):
     child = subprocess.Popen([*before, "sleep", "60"], env=os.environ | {MARKER: value})
     try:
+        wait_for(lambda: processes.marked(value))
         yield child
     finally:
         child.kill()
@@ -141,7 +143,7 @@ def test_a_command_of_ours_is_shown_by_its_module(tmp_path):
         [*own_argv("llama405b_tools.cli"), "top", "--replay", "-"], stdin=subprocess.PIPE, cwd=tmp_path
     )
     try:
-        shown = sampler.command_of(child.pid)
+        shown = wait_for(lambda: sampler.command_of(child.pid))
     finally:
         child.kill()
         child.communicate()
