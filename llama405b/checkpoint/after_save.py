@@ -154,9 +154,8 @@ class AfterSave:
         self.pid = os.posix_spawn("/bin/sh", ["/bin/sh", "-c", self.command], env, file_actions=silent, setpgroup=0)
         late = threading.Timer(self.limit_s, os.killpg, (self.pid, signal.SIGKILL))
         late.start()
-        os.waitid(
-            os.P_PID, self.pid, os.WEXITED | os.WNOWAIT
-        )  # its number is not given to another before it is too late to kill it
+        # its number is not given to another before it is too late to kill it
+        os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
         late.cancel()
         late.join()
         _, status = os.waitpid(self.pid, 0)

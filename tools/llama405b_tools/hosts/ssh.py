@@ -289,9 +289,8 @@ def _log_in(transport: paramiko.Transport, name: str, options: SshOptions, greet
 def _prefer(transport: paramiko.Transport, known: Sequence[KnownKey]) -> None:
     """Have the host show a key of a kind that is known, or its certificate where an authority is."""
     security = transport.get_security_options()
-    kinds = [
-        kind for kind in security.key_types if kind not in ("ssh-rsa", "ssh-dss")
-    ]  # of the first release of SSH: broken
+    # without the two of the first release of SSH, which are broken
+    kinds = [kind for kind in security.key_types if kind not in ("ssh-rsa", "ssh-dss")]
     certificates = [f"{kind}-cert-v01@openssh.com" for kind in kinds if any(each.mark == AUTHORITY for each in known)]
     families = {each.kind.rpartition("ssh-rsa")[1] or each.kind for each in known if not each.mark}
     kinds.sort(key=lambda kind: ("ssh-rsa" if kind.startswith("rsa-") else kind) not in families)

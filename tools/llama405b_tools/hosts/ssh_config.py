@@ -13,9 +13,8 @@ from llama405b.contract.errors import UserError
 from llama405b.contract.trust import refuse_others_writing
 from llama405b_tools.hosts.transport import HostError
 
-KEYS = [
-    f"~/.ssh/id_{kind}" for kind in ("rsa", "ecdsa", "ecdsa_sk", "ed25519", "ed25519_sk")
-]  # as ssh without IdentityFile
+# as ssh without IdentityFile
+KEYS = [f"~/.ssh/id_{kind}" for kind in ("rsa", "ecdsa", "ecdsa_sk", "ed25519", "ed25519_sk")]
 READ_WITHIN_S = 30.0  # it may look names up, and run what `Match exec` says
 Said = Mapping[str, Sequence[str]]  # by option, in small letters: its values
 

@@ -343,10 +343,8 @@ class NodeRunner:
                         process = os.pidfd_open(pid)
                     except ProcessLookupError:
                         continue
-                    except (
-                        OSError,
-                        AttributeError,
-                    ):  # before Linux 5.3, in some containers, and in some builds of Python
+                    except (OSError, AttributeError):
+                        # before Linux 5.3, in some containers, and in some builds of Python
                         return
                     ranks[process] = local_rank
                     ends.register(process, select.POLLIN)
