@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import gc
 import os
 import signal
 import sys
@@ -113,6 +114,7 @@ def run_and_leave() -> NoReturn:
     During that shutdown torch's threads abort a rank while its peers die (losing its exit code and message), and a
     stop signal finds no handler and kills the process.
     """
+    gc.set_threshold(700)  # Python's own again, see own_python: garbage that holds a GPU's memory must not wait
     code: object = FAILED
     try:
         code = main(sys.argv[1:])
