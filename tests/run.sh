@@ -37,18 +37,13 @@ on_standin() { # on_standin [PYTEST ARGS]
     bash $device/build.sh .venv/bin/python || return 1
     # A copy is late unless something waits for it, however long that takes.
     OMP_NUM_THREADS=1 STANDIN_CHECK=1 STANDIN_AGE_MS=5000 $device/run.sh \
-        .venv/bin/python -m pytest -q -m "(standin or gpu) and not soak" -n 2 --dist loadfile tests/standin tests/ranks/test_cuda.py "$@"
+        .venv/bin/python -m pytest -q -m "(standin or gpu) and not soak" -n 3 --dist loadfile tests/standin tests/ranks/test_cuda.py "$@"
 }
 if [ "${1:-}" = --standin ]; then
     shift
     on_standin "$@"
     exit
 fi
-bash tests/check.sh || exit 1
-.venv/bin/python -m compileall -q llama405b tools tests || exit 1 # hosts see these files through an overlay each
-# Two files at a time, as they stand: those on hosts, which mostly wait, come first, and the small ones last.
-two=(-n 2 --dist loadfile --no-loadscope-reorder)
-export OMP_NUM_THREADS=1 # threads of torch that wait for a core would keep the others busy
 # For the tests of FP8, adapters and trackers alone: transformers imports some of them wherever they are installed.
 need_apart() {
     local packages apart
@@ -57,20 +52,29 @@ need_apart() {
         # shellcheck disable=SC2086 # several words
         [ -d "$apart" ] || .venv/bin/python -m pip install -q --no-deps --no-compile --target "$apart" -c constraints.txt $packages || return
     done
-    [ -d .venv/trackers ] || .venv/bin/python -m pip install -q --no-compile --target .venv/trackers -c constraints.txt wandb tensorboard
+    [ -d .venv/trackers ] || .venv/bin/python -m pip install -q --no-compile --target .venv/trackers -c constraints.txt wandb tensorboard || return
+    [ "$1" != --all ] || bash tests/standin/device/build.sh .venv/bin/python
 }
-marks=(-m "(unit or ranks) and not gpu and not soak" "${two[@]}") more=true
+need_apart "${1:-}" & # beside the checks
+apart=$!
+bash tests/check.sh || { wait; exit 1; }
+.venv/bin/python -m compileall -q llama405b tools tests || exit 1 # hosts see these files through an overlay each
+wait $apart || {
+    [ "${1:-}" != --all ] || exit 2
+    echo "tests that need them are skipped" >&2
+}
+# Three files at a time, as they stand: those on hosts, which often wait, come first, and the small ones last.
+three=(-n 3 --dist loadfile --no-loadscope-reorder)
+export OMP_NUM_THREADS=1 # threads of torch that wait for a core would keep the others busy
+marks=(-m "(unit or ranks) and not gpu and not soak" "${three[@]}") more=true
 if [ "${1:-}" = --all ]; then
     shift
-    need_apart || exit 2
-    marks=(-m "not gpu and not soak and not standin" --durations=15 "${two[@]}")
+    marks=(-m "not gpu and not soak and not standin" --durations=40 "${three[@]}")
     export LLAMA405B_NOTHING_SKIPPED=1 # a test that cannot run is a failure
     more=on_standin
 elif [ "${1:-}" = --soak ]; then
     shift
     marks=(-m soak -s)
-else
-    need_apart || echo "tests that need them are skipped" >&2
 fi
 code=0
 .venv/bin/python -m pytest "${marks[@]}" "$@" || code=$?
