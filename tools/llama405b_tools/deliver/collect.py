@@ -69,9 +69,6 @@ def choose_step(on_hosts: Mapping[str, PartsReply], run: str, step: int | None) 
     """Return the newest step of which the hosts have everything (or this one), where its files are, and what the user should know.
 
     A host that has several is preferred in the order of ``on_hosts``.
-
-    Raises:
-        UserError: There is none, or a run that went back saved the step twice, and both are there.
     """
     places, needed = _files_of_saves(on_hosts)
     wanted = sorted(save for save in needed if step in (None, save[0]))

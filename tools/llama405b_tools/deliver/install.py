@@ -103,11 +103,7 @@ class Work:
         self.ending = threading.Event()
 
     def bring_code(self, name: str) -> bool:
-        """Inspect the host, and make its directory equal to the checkout.
-
-        Raises:
-            HostError: It has no plain shell, or the directory cannot be written.
-        """
+        """Inspect the host, and make its directory equal to the checkout."""
         connection, host = self.fleet.connection(name), self.fleet.hosts[name]
         self.facts[name] = self._look(name, connection)
         workdir = host.workdir or (str(self.root) if isinstance(connection, Local) else WORKDIR)
@@ -137,11 +133,7 @@ class Work:
         return faults
 
     def make_agent(self, name: str, wheels: Path) -> bool:
-        """Make an environment for the agent, which receives the wheels, unless there is one.
-
-        Raises:
-            HostError: A step failed; says which, and what to do.
-        """
+        """Make an environment for the agent, which receives the wheels, unless there is one."""
         connection, workdir = self.fleet.connection(name), self.fleet.workdir(name)
         if connection.run(
             f"cd {shell_path(workdir)} && {self.wishes.before}{setup_plan.HAS_AGENT}", "", FACTS_TIMEOUT_S

@@ -147,11 +147,7 @@ def _all_at_once(send: Callable[[str], PushResult], names: Sequence[str]) -> lis
 
 
 def _refuse_shared(chain: Chain, lacking: Mapping[str, str]) -> None:
-    """Refuse to send different rows into one directory.
-
-    Raises:
-        UserError: Two hosts share theirs.
-    """
+    """Refuse to send different rows into one directory."""
     for name, first in chain.shared().items():
         where = f"{name} and {first} share {lacking[name]}"
         raise UserError(f"--shards: {where}; push all weights there, for both, without --shards")
@@ -164,12 +160,7 @@ def _has_whole(fleet: Fleet, name: str, to: str) -> bool:
 
 
 def owned_parts(fleet: Fleet, parallel: Parallel) -> dict[str, Part]:
-    """Return which ranks a run on all of these hosts has on each.
-
-    Raises:
-        RunError: A host without ``slots=`` cannot be asked for its GPUs.
-        UserError: The ranks cannot be divided as ``parallel`` says.
-    """
+    """Return which ranks a run on all of these hosts has on each."""
     unknown = [name for name, host in fleet.hosts.items() if not host.slots]
     asked = fleet.each(lambda name: fleet.connection(name).run(COUNT_GPUS, "", READY_S).out, unknown)
     if faults := unanswered(asked):

@@ -124,11 +124,7 @@ def plan(facts: Mapping[str, str], wishes: Wishes, wheel_python: str) -> list[St
 
 
 def plan_agent(facts: Mapping[str, str], wishes: Wishes, wheel_python: str) -> list[Step]:
-    """Plan an environment that only the agent can run in, which receives the wheels of all others.
-
-    Raises:
-        UserError: As of ``plan``.
-    """
+    """Plan an environment that only the agent can run in, which receives the wheels of all others."""
     install = f"{wishes.before}{INSTALL} {_wheels(facts, wishes, wheel_python)}-c constraints.txt msgspec"
     return [_environment(facts, wishes), Step("installing msgspec", install, "delete .venv on it, and run setup again")]
 

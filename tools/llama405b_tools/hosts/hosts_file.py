@@ -93,11 +93,7 @@ def _use_of(host: Host, uses: Uses) -> Use:
 
 
 def read_uses() -> Uses:
-    """Read what ``setup`` recorded.
-
-    Raises:
-        UserError: Others can write the file, or setup did not write it.
-    """
+    """Read what ``setup`` recorded."""
     path = setup_path()
     if not path.is_file():
         return {}

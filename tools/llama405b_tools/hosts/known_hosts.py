@@ -43,11 +43,7 @@ class KnownKey:
 
 
 def ssh_keygen(*words: str, stdin: str = "") -> str:
-    """Return what ssh-keygen prints; "" if it finds or accepts nothing.
-
-    Raises:
-        HostError: It is not installed, or does not end.
-    """
+    """Return what ssh-keygen prints; "" if it finds or accepts nothing."""
     try:
         done = subprocess.run(
             ["ssh-keygen", *words], input=stdin, capture_output=True, encoding="utf-8", timeout=WITHIN_S, check=False
@@ -88,11 +84,7 @@ def known_keys(options: SshOptions) -> list[KnownKey]:
 
 
 def check_host_key(name: str, options: SshOptions, known: Sequence[KnownKey], shown: str, cert: str = "") -> None:
-    """Check the key that a host shows, as its kind and base64; ``cert``: its certificate in the same form.
-
-    Raises:
-        HostError: It is revoked, not the one that is known, or not known; says what to do.
-    """
+    """Check the key that a host shows, as its kind and base64; ``cert``: its certificate in the same form."""
     kind, key = shown.split()
     plain = [each for each in known if not each.mark]
     own = [each for each in plain if each.is_own and each.kind == kind]

@@ -58,9 +58,6 @@ def await_sh(channel: Channel, name: str, answer_to: Callable[[bytes], bytes]) -
     """Read past what the start-up files print.
 
     ``answer_to``: what another command that does nothing prints if it is given this input.
-
-    Raises:
-        HostError: They do not end, end the shell, or replace it.
     """
     said, began = bytearray(), time.monotonic()
     try:

@@ -310,11 +310,7 @@ def _agent_keys(path: str) -> Iterator[Sequence[paramiko.AgentKey]]:
 
 
 def _authenticate(transport: paramiko.Transport, options: SshOptions, agent_keys: Sequence[paramiko.AgentKey]) -> None:
-    """Try one key after the other, as many as the server takes.
-
-    Raises:
-        HostError: None is accepted; says why, and what to do.
-    """
+    """Try one key after the other, as many as the server takes."""
     keys, locked = _keys(options, agent_keys)
     tried = 0
     for key in keys:

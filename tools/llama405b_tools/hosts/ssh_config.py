@@ -44,11 +44,7 @@ def config_path() -> Path:
 
 
 def options_of(name: str, user: str = "", port: int = 0) -> SshOptions:
-    """Return how to reach a host; ``user`` and ``port`` take precedence over the configuration.
-
-    Raises:
-        HostError: ssh does not accept the configuration, others can write it, or there is no ssh here to read it.
-    """
+    """Return how to reach a host; ``user`` and ``port`` take precedence over the configuration."""
     path = config_path()
     said = _ask_ssh(path, name, user, port) if path.is_file() else {}
     return _options(said, name, user or getpass.getuser(), port or 22)

@@ -89,11 +89,7 @@ class PartSource:
     """
 
     def __init__(self, root: Path, part: Part) -> None:
-        """Plan the files; the index comes last, since it makes the part whole.
-
-        Raises:
-            UserError: The directory does not have a whole checkpoint.
-        """
+        """Plan the files; the index comes last, since it makes the part whole."""
         tensors = read_tensors(root)
         if any(info.pieces for info in tensors.values()):
             raise UserError(f"{root}: has only a part of the weights; push parts from where all of them are")

@@ -16,12 +16,7 @@ OURS = ("PYTHONUNBUFFERED", "CUDA_VISIBLE_DEVICES")  # set by the run itself, wh
 def read_env(
     pairs: Sequence[str], files: Sequence[Path], names: Sequence[str], here: Mapping[str, str]
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the ranks' variables and secrets, from ``--env``, ``--env-file`` and ``--secret`` (looked up in ``here``).
-
-    Raises:
-        UserError: A variable's name is not valid or is the run's own, or it is not set; a secret is on the command
-        line; a file cannot be read.
-    """
+    """Return the ranks' variables and secrets, from ``--env``, ``--env-file`` and ``--secret`` (looked up in ``here``)."""
     of_files = {_checked(name, where): value for path in files for where, name, value in _env_lines(path)}
     secrets = {name: value for name, value in of_files.items() if SECRET.search(name)}
     env = {name: value for name, value in of_files.items() if name not in secrets}

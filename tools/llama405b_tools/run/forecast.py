@@ -54,11 +54,7 @@ def _file_of(hosts_file: Path) -> Path:
 def with_split(
     request: LaunchRequest, hosts: Sequence[Host], answers: Mapping[str, LaunchFacts], interfaces: Mapping[str, str]
 ) -> LaunchRequest:
-    """Return a request with what the plan chooses in place of what is left to it; others as they are.
-
-    Raises:
-        UserError: The model cannot be split so over these ranks, or its shape is not known.
-    """
+    """Return a request with what the plan chooses in place of what is left to it; others as they are."""
     config, llama = request.config, answers[hosts[0].name].llama
     if config is None or not config.left_to_plan:
         return request
@@ -106,11 +102,7 @@ def _gpu_of(answers: Mapping[str, LaunchFacts]) -> Gpu | None:
 
 
 def refuse_misfit(outlook: Outlook) -> None:
-    """Refuse what does not fit: a host's memory by more than the prediction may be wrong, a GPU's by what must be allocated.
-
-    Raises:
-        UserError: Says what does not.
-    """
+    """Refuse what does not fit: a host's memory by more than the prediction may be wrong, a GPU's by what must be allocated."""
     needs = outlook.needs
     if outlook.gpu is Fit.NO:
         has, takes = outlook.cluster.gpu.memory_bytes / GIB, needs.gpu_bytes / GIB

@@ -48,11 +48,7 @@ def adopt(request: LaunchRequest, fleet: Fleet) -> Plan | None:
 
 
 def _refuse_guarded(request: LaunchRequest, runs: Iterable[HostRun]) -> GuardStatus | None:
-    """Refuse a second guard; returns what is known of the first.
-
-    Raises:
-        UserError: The run has one that lives.
-    """
+    """Refuse a second guard; returns what is known of the first."""
     status = of_hosts(request.run, heard_by(runs), time.time())
     if status and status.guards:
         who = f"process {status.state.pid} on {status.state.machine.partition(' ')[0]}"

@@ -19,11 +19,7 @@ class UnfitError(Exception):
 
 
 def check_request(request: LaunchRequest, answers: Facts, port: int, *, again: bool = False) -> None:
-    """Refuse what is wrong with the request rather than with a host; ``again``: a restart, on some of its hosts perhaps.
-
-    Raises:
-        UserError: The run's name or the port is in use, no host has the program, or the input on the head cannot be used.
-    """
+    """Refuse what is wrong with the request rather than with a host; ``again``: a restart, on some of its hosts perhaps."""
     if answers and not any(facts.has_program for facts in answers.values()):
         raise UserError(
             f"{_named(request.program)}: no host has it in its working directory; correct the name, or copy it there"
@@ -79,11 +75,7 @@ def unfit_hosts(request: LaunchRequest, hosts: Sequence[Host], answers: Facts) -
 
 
 def check_host(request: LaunchRequest, host: Host, facts: LaunchFacts) -> None:
-    """Check what a host has by itself.
-
-    Raises:
-        UnfitError: The run cannot start there.
-    """
+    """Check what a host has by itself."""
     _check_programs(request, facts)
     _check_places(facts)
     _check_disk(facts)

@@ -148,9 +148,6 @@ def stop_job(run: RunDir, job: str, hosts: Iterable[str], by: str, grace_s: floa
 
     Slurm's own signals go to every process of a job, torchrun and ranks too, which would end before they have saved.
     Returns whether the job is gone.
-
-    Raises:
-        RunError: Slurm does not answer.
     """
     if by:
         ask_to_stop(run, hosts, by, grace_s)

@@ -60,11 +60,7 @@ class LaunchSpec:
 
 
 def build_plan(spec: RunSpec, parts: Sequence[HostSpec], launch: LaunchSpec) -> Plan:
-    """Build the plan of a launch.
-
-    Raises:
-        UserError: Hosts that are one machine request more GPUs than it has.
-    """
+    """Build the plan of a launch."""
     parts = used_parts(spec, parts)
     slots = [part.slots or part.gpus or 1 for part in parts]
     devices = _devices(parts, slots)
@@ -129,11 +125,7 @@ def nccl_reasons(part: HostSpec) -> dict[str, tuple[str, str]]:
 
 
 def _devices(parts: Sequence[HostSpec], slots: Sequence[int]) -> list[dict[str, str]]:
-    """Disjoint GPUs for hosts that are one machine.
-
-    Raises:
-        UserError: The hosts on one machine request more GPUs than it has.
-    """
+    """Disjoint GPUs for hosts that are one machine."""
     machines = [part.machine for part in parts]
     used: dict[str, int] = {}
     environments: list[dict[str, str]] = []

@@ -181,11 +181,7 @@ def _rendezvous_at(candidate: str, head: Host, answers: Facts, port: int) -> Ren
 
 
 def plan_of(request: LaunchRequest, parts: Sequence[HostSpec], answers: Facts, meeting: Rendezvous, now: float) -> Plan:
-    """Build the plan from the answers.
-
-    Raises:
-        UserError: Hosts that are one machine request more GPUs than it has.
-    """
+    """Build the plan from the answers."""
     launching = LaunchSpec(
         attempt=1 + max(found.attempt for found in answers.values()),
         created=now,
@@ -214,11 +210,7 @@ def host_spec(host: Host, answer: LaunchFacts, meeting: Rendezvous) -> HostSpec:
 
 
 def check_training(request: LaunchRequest, plan: Plan, answers: Facts) -> None:
-    """Parse the planned command with the trainer's own parser; check it against the ranks and what is resumed.
-
-    Raises:
-        UserError: The trainer would refuse it, or the hosts' versions are known to go wrong with it.
-    """
+    """Parse the planned command with the trainer's own parser; check it against the ranks and what is resumed."""
     if request.config:
         parsed = command.parse(plan.program[2:])
         if parsed.config != request.config:

@@ -73,11 +73,7 @@ def run_probes(
 
 
 def stop_everywhere(plan: Plan, fleet: Fleet, *, hard: bool = False, discard: bool = False) -> None:
-    """End a trial run on every host, whatever attempt is there; with ``hard``, as a crash would.
-
-    Raises:
-        RunError: Something of it is left.
-    """
+    """End a trial run on every host, whatever attempt is there; with ``hard``, as a crash would."""
     requests = {node.name: StopRequest(plan.run, node.name, hard=hard, discard=discard) for node in plan.nodes}
     for name, why in not_stopped(fleet.ask_all("stop", requests, StopReply, ANSWER_S)).items():
         raise RunError(f"{name}: {why}; `{fleet.command_to_type('stop', plan.run)}` ends what is left")

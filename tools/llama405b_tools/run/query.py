@@ -148,11 +148,7 @@ def _seen_of(run: str, outcomes: Outcomes[StatusReply]) -> Seen:
 
 
 def check_hosts(fleet: Fleet, run: str) -> None:
-    """Check that a run launched from this machine is on these hosts.
-
-    Raises:
-        UserError: It is on other hosts, whose hosts file was not named.
-    """
+    """Check that a run launched from this machine is on these hosts."""
     names = [node.name for node in read_plan(RunDir.here(run)).nodes]  # none if it was not launched from here
     if names and not set(names) & set(fleet.hosts):
         raise UserError(f"--run: {run!r} was launched on {fold_names(names)}; name the hosts file that has them")

@@ -111,11 +111,7 @@ def trial_of(request: LaunchRequest) -> LaunchRequest:
 
 
 def losses_at(step: int, fleet: Fleet, plan: Plan, load_s: float) -> dict[int, float]:
-    """Wait for a step of the rehearsal; returns the losses of all steps that were taken until it was heard of.
-
-    Raises:
-        RunError: The run fails or hangs before that; names phase and host. Or the step is skipped.
-    """
+    """Wait for a step of the rehearsal; returns the losses of all steps that were taken until it was heard of."""
     limits = Limits(STEP_LIMIT_S, load_s + SLACK_S)
     watch = watch_run(fleet, plan, limits, lambda watch: watch.newest_step >= step)
     losses = {each.step: each.loss for each in watch.metrics if each.attempt == plan.attempt}
@@ -144,11 +140,7 @@ def saved_steps(fleet: Fleet, run: str) -> list[int]:
 
 
 def step_to_repeat(saved: Sequence[int], losses: Mapping[int, float]) -> int:
-    """Return the last step that followed a kept checkpoint, and whose loss is known.
-
-    Raises:
-        RunError: There is no checkpoint, or the steps after them were not taken.
-    """
+    """Return the last step that followed a kept checkpoint, and whose loss is known."""
     if not saved:
         raise RunError("it saved nothing that can be resumed")
     for step in (each + 1 for each in saved):
@@ -167,11 +159,7 @@ class Tethers:
         self.streams: list[Stream] = []
 
     def tie(self) -> None:
-        """Begin.
-
-        Raises:
-            RunError: A host cannot be reached.
-        """
+        """Begin."""
         for name, found in self.fleet.each(self._tie, [node.name for node in self.plan.nodes]).items():
             if isinstance(found, HostError):
                 raise RunError(f"{name}: {found}")

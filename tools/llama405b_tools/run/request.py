@@ -118,11 +118,7 @@ class LaunchRequest:
         return self.settings.checkpoint.dir or f"runs/{self.run}/checkpoints"
 
     def refuse_changes(self, found: Resumable | None, settings: Config) -> None:
-        """Refuse to resume what was saved with other settings.
-
-        Raises:
-            UserError: Some differ that ``checkpoint.allow_changes`` does not name.
-        """
+        """Refuse to resume what was saved with other settings."""
         if found and not self.evaluates:  # the model is all that matters then, which only ranks compare
             now = as_configured(found.identity, settings)
             accept_changes(found.path, found.identity, now, settings.checkpoint.allow_changes)
@@ -231,11 +227,7 @@ def _training(known: argparse.Namespace, settings: Sequence[str]) -> tuple[Confi
 
 
 def refuse_nothing_to_resume(known: argparse.Namespace, settings: Config) -> None:
-    """Refuse to resume a run that is not named: a new one has no checkpoint.
-
-    Raises:
-        UserError: Names the newest run that this directory has.
-    """
+    """Refuse to resume a run that is not named: a new one has no checkpoint."""
     if known.run or settings.checkpoint.dir or not (known.resume == "auto" or known.resume.isdecimal()):
         return
     runs = [RunDir(path) for path in Path("runs").glob("*") if (path / "plan.json").exists()]

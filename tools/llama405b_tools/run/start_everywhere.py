@@ -62,9 +62,6 @@ def start_run(
     ``stops``: when each host was told to stop an earlier launch, by its clock: any other stop is meant for this one.
     ``again``: a restart, refused if somebody has stopped the run meanwhile. ``guard``: the one that was asked for, to be
     recorded on the hosts. ``hosts``: the argument with which the printed commands find the hosts again.
-
-    Raises:
-        RunError: Names the hosts that did not start, and any on which something may be left.
     """
     requests = {
         node.name: StartRequest(

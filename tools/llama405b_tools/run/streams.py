@@ -92,11 +92,7 @@ class Streams:
         return dataclasses.replace(self.request, host=host, records=host == self.records_of, marks=marks)
 
     def _read(self, host: str, stream: Stream, marks: dict[str, tuple[int, int]]) -> str | None:
-        """Put the stream's messages on the queue; returns None at its end, or the last words of an agent that failed.
-
-        Raises:
-            HostError: The host sends something that cannot be read.
-        """
+        """Put the stream's messages on the queue; returns None at its end, or the last words of an agent that failed."""
         last = ""
         for line in stream:
             if not line.startswith("{"):

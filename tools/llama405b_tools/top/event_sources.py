@@ -46,11 +46,7 @@ class Header:
     badge: str = ""
 
     def __post_init__(self) -> None:
-        """Refuse an invalid header.
-
-        Raises:
-            ValueError: It is invalid.
-        """
+        """Refuse an invalid header."""
         if not self.hosts or any(CONTROLS.search(word) for word in (*self.hosts, self.badge)):
             raise ValueError
         if not MIN_INTERVAL_S <= self.interval_s <= MAX_INTERVAL_S:

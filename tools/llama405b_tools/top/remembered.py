@@ -26,11 +26,7 @@ class Remembered:
     theme: str = ""  # "": by what the terminal says of its background
 
     def __post_init__(self) -> None:
-        """Refuse what another version may have written.
-
-        Raises:
-            ValueError: It is not a choice of this version.
-        """
+        """Refuse what another version may have written."""
         counts = ((self.window, WINDOWS_S), (self.quantity, QUANTITIES), (self.hidden, [*COLUMNS, ""]))
         if self.sort not in SORTS or self.theme not in ("", *THEMES):
             raise ValueError

@@ -63,11 +63,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def check_guarded(fleet: Fleet, run: str, told: Iterable[HostRun]) -> None:
-    """Check that a run has a guard, by what its hosts tell.
-
-    Raises:
-        UserError: It has none that lives.
-    """
+    """Check that a run has a guard, by what its hosts tell."""
     guard = of_hosts(run, heard_by(told), time.time())
     if guard is None or not guard.guards:
         raise UserError(
@@ -115,11 +111,7 @@ def _where(nodes: Sequence[HostRun]) -> str:
 
 
 def find_head(fleet: Fleet, run: str) -> tuple[str, Plan, Sequence[HostRun]]:
-    """Return the host of a live run's rank 0, the run's plan, and what its hosts tell of it.
-
-    Raises:
-        UserError: The run is not live, takes no requests, or its first host is not among these.
-    """
+    """Return the host of a live run's rank 0, the run's plan, and what its hosts tell of it."""
     _, seen = ask_hosts(fleet, run)
     told = {name: found for name, found in replies(seen).items() if found}
     live = [name for name, found in told.items() if found.alive]

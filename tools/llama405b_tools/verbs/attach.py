@@ -53,11 +53,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def attach_one(name: str, run: str, live: Mapping[Host, str]) -> NoReturn:
-    """Become the session of one host, to which what is typed is passed on.
-
-    Raises:
-        UserError: The run is not running there.
-    """
+    """Become the session of one host, to which what is typed is passed on."""
     host = next((host for host in live if host.name == name), None)
     if host is None:
         there = ", ".join(host.name for host in live)

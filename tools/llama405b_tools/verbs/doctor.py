@@ -84,10 +84,6 @@ def _config(args: argparse.Namespace, settings: Sequence[str]) -> Config | None:
 
 
 def refuse_port(port: int) -> None:
-    """Refuse a port that is out of range.
-
-    Raises:
-        UserError: It is out of range.
-    """
+    """Refuse a port that is out of range."""
     if port and not 0 < port < 65000:
         raise UserError(f"--port: {port} is out of range; use 1 to 65000")

@@ -93,11 +93,7 @@ def launch_or_adopt(request: LaunchRequest, hosts: Sequence[Host], fleet: Fleet)
 def start_guard(
     request: LaunchRequest, hosts: Sequence[Host], plan: Plan, fleet: Fleet
 ) -> tuple[str, guard_here.GuardProcess | None]:
-    """Start the guard of a run that is up, here or on a host; returns a line that says where, and the one here.
-
-    Raises:
-        RunError: It does not begin.
-    """
+    """Start the guard of a run that is up, here or on a host; returns a line that says where, and the one here."""
     try:
         if request.guard_on:
             return f"guard running {begin_on(request.guard_on, request, plan, fleet)}", None

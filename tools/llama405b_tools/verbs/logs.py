@@ -79,11 +79,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _check_filters(show: Show, hosts: Sequence[str], run: str, seen: Seen) -> None:
-    """Refuse filters that nothing in a run's logs can match.
-
-    Raises:
-        UserError: There is no such attempt, host or rank; says what there is.
-    """
+    """Refuse filters that nothing in a run's logs can match."""
     known = {name: reply for name, reply in replies(seen).items() if reply}
     newest = max((reply.attempt for reply in known.values()), default=0)
     if show.attempt > newest:
@@ -96,11 +92,7 @@ def _check_filters(show: Show, hosts: Sequence[str], run: str, seen: Seen) -> No
 
 
 def _check_ranks(ranks: Collection[int], hosts: Sequence[str], run: str, known: Mapping[str, HostRun]) -> None:
-    """Refuse ranks that the run does not have, or not on these hosts.
-
-    Raises:
-        UserError: Says which there are.
-    """
+    """Refuse ranks that the run does not have, or not on these hosts."""
     world = max((reply.world for reply in known.values()), default=0)
     if world and max(ranks) >= world:
         beyond = min(rank for rank in ranks if rank >= world)

@@ -76,11 +76,7 @@ def _add_answers(add: Callable[..., object]) -> None:
 
 
 def check_options(args: argparse.Namespace, settings: Sequence[str]) -> None:
-    """Refuse what cannot be.
-
-    Raises:
-        UserError: A number is out of range, no model is named, or --write has nothing to write.
-    """
+    """Refuse what cannot be."""
     _check_numbers(args)
     if args.calibrate:
         _check_calibrate(args)
@@ -93,11 +89,7 @@ def check_options(args: argparse.Namespace, settings: Sequence[str]) -> None:
 
 
 def _check_numbers(args: argparse.Namespace) -> None:
-    """Refuse numbers that cannot be.
-
-    Raises:
-        UserError: One is out of range.
-    """
+    """Refuse numbers that cannot be."""
     for name in ("nodes", "slots"):
         if getattr(args, name) is not None and not 1 <= getattr(args, name) <= MOST:
             raise UserError(f"--{name}: {getattr(args, name)} is out of range; use 1 to {MOST}")
@@ -107,11 +99,7 @@ def _check_numbers(args: argparse.Namespace) -> None:
 
 
 def _check_calibrate(args: argparse.Namespace) -> None:
-    """Refuse to measure other machines than those of a hosts file, or what cannot be kept.
-
-    Raises:
-        UserError: There is no such file, its directory cannot be written, or other machines are described.
-    """
+    """Refuse to measure other machines than those of a hosts file, or what cannot be kept."""
     if not args.hosts:
         raise UserError("--calibrate: measures on hosts; name a hosts file")
     other = next((f"--{name}" for name in ("nodes", "slots", "ram") if getattr(args, name)), described_otherwise(args))
@@ -147,11 +135,7 @@ def said_of_machines(args: argparse.Namespace) -> Described:
 
 
 def alternatives(args: argparse.Namespace, gpus: dict[str, Gpu]) -> dict[str, argparse.Namespace]:
-    """Return the command line with each change of --what-if, by its words: ``nodes=12,16`` are two.
-
-    Raises:
-        UserError: One says nothing that is known, or what the command line itself could not say.
-    """
+    """Return the command line with each change of --what-if, by its words: ``nodes=12,16`` are two."""
     found = {}
     for name, value in _changes(args.what_if):
         word = f"{name}={value}"

@@ -147,11 +147,7 @@ def _moments(asked: Config) -> tuple[Moments, ...]:
 
 
 def _refuse_unmeasured_cpu(outlook: Outlook, why_not: str) -> None:
-    """Refuse to predict CPUs by a data sheet.
-
-    Raises:
-        UserError: Nothing was measured of them, or not of such a run.
-    """
+    """Refuse to predict CPUs by a data sheet."""
     if outlook.cluster.gpu.is_cpu and not outlook.calibration:
         unused = given("; what was measured on these hosts is not used: {}", why_not)
         raise UserError(
@@ -183,11 +179,7 @@ def _split(asked: Config, preset: str, machines: Machines) -> Config:
 
 
 def _config(asked: Config, machines: Machines) -> Config:
-    """The configuration on these machines.
-
-    Raises:
-        UserError: It cannot run on so many ranks, or is not predicted.
-    """
+    """The configuration on these machines."""
     axes = Axes.of(asked.parallel, machines.world, machines.slots)
     asked = config.on_ranks(asked, axes)
     if asked.parallel.by_fsdp1:
@@ -202,11 +194,7 @@ def _config(asked: Config, machines: Machines) -> Config:
 
 
 def _elsewhere(asked: Config, machines: Machines) -> Config:
-    """The configuration on other machines: with the nearest global batch of which no rank is left without a part.
-
-    Raises:
-        UserError: It cannot run there, or is not predicted.
-    """
+    """The configuration on other machines: with the nearest global batch of which no rank is left without a part."""
     batch = asked.training.global_batch_size
     even = Dealing.of(asked.training, Axes.of(asked.parallel, machines.world, machines.slots).size(DP)).even
     sizes = [n_micro * asked.training.micro_batch_size for n_micro in even]
@@ -217,11 +205,7 @@ def _elsewhere(asked: Config, machines: Machines) -> Config:
 
 
 def _outlook(asked: Config, preset: str, measured: Calibration | None, machines: Machines) -> Outlook:
-    """Predict the planned run, with what was measured of it or of others there.
-
-    Raises:
-        UserError: The model's shape is not known, the sequences are too long for it, or the mesh does not suit it.
-    """
+    """Predict the planned run, with what was measured of it or of others there."""
     if (llama := known_shape(asked, preset)) is None:
         raise UserError(
             f"--model.path: {asked.model.path} has no config.json; {weights.how_to_get(Path(asked.model.path))}, or add the "
@@ -238,12 +222,7 @@ def _outlook(asked: Config, preset: str, measured: Calibration | None, machines:
 
 
 def _calibrate(args: argparse.Namespace, settings: Sequence[str], plan: Outlook, hosts: Sequence[Host]) -> None:
-    """Measure the planned run on the hosts, and keep what is found.
-
-    Raises:
-        UserError: It cannot be launched there as it is, or is not measured.
-        RunError: It fails there, or what is found cannot be kept.
-    """
+    """Measure the planned run on the hosts, and keep what is found."""
     if plan.load.is_split:
         raise UserError("--calibrate: it measures runs without tp, cp and pp; leave them out")
     if len(plan.load.recompute.counts((plan.load.llama.layers,))) > 1:
@@ -267,12 +246,7 @@ def _calibrate(args: argparse.Namespace, settings: Sequence[str], plan: Outlook,
 
 
 def _found(args: argparse.Namespace, hosts: Sequence[Host], gpus: dict[str, Gpu], *, on_cpu: bool) -> Machines:
-    """Return what is found on the hosts.
-
-    Raises:
-        UserError: Something is not known, or the hosts are not alike.
-        RunError: A host does not answer.
-    """
+    """Return what is found on the hosts."""
     found = _asked_hosts(hosts, gpus) if hosts else dataclasses.replace(UNSEEN, versions=_installed())
     if on_cpu:
         found = dataclasses.replace(found, gpu=Gpu.of_cpu(found.ram_bytes / max(1, found.slots)))
@@ -284,12 +258,7 @@ def _found(args: argparse.Namespace, hosts: Sequence[Host], gpus: dict[str, Gpu]
 
 
 def _asked_hosts(hosts: Sequence[Host], gpus: dict[str, Gpu]) -> Machines:
-    """Ask the hosts.
-
-    Raises:
-        UserError: They are not alike, or have no GPU that is known.
-        RunError: One does not answer.
-    """
+    """Ask the hosts."""
     with Fleet(hosts) as fleet:
         visit = look(fleet, DEFAULT_PORT, Needs())
     if visit.lost:

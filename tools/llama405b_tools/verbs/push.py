@@ -51,11 +51,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def splitting(flags: Sequence[str], *, shards: bool) -> Parallel:
-    """Return the settings that say how a run splits the model.
-
-    Raises:
-        UserError: A flag is another setting, an unknown one, or one that no run could have; or nothing is to be split.
-    """
+    """Return the settings that say how a run splits the model."""
     settings = config.read_flags(flags)
     for key, (_, where) in settings.items():
         if not shards or not key.startswith("parallel."):

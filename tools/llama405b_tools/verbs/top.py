@@ -159,11 +159,7 @@ def _serve(where: str, argv: Sequence[str]) -> int:
 
 
 def named_hosts(words: Sequence[str]) -> tuple[Host, ...]:
-    """Return the hosts that are named, or those of ./hosts.
-
-    Raises:
-        UserError: The file cannot be read, or a name is not valid.
-    """
+    """Return the hosts that are named, or those of ./hosts."""
     if not words and not HERE.exists():
         raise UserError("hosts: no such file; name a hosts file or hosts, or try `cluster-top --replay demo`")
     return hosts_of(words or HERE)
@@ -228,11 +224,7 @@ def _print(args: argparse.Namespace, session: Session, exporter: Exporter | None
 
 
 def _await_run(session: Session) -> None:
-    """Wait until a host reports the run that was named, if one was.
-
-    Raises:
-        UserError: There is no such run on any host that could be asked.
-    """
+    """Wait until a host reports the run that was named, if one was."""
     wanted, hosts = session.cluster.wanted, session.cluster.hosts.values()
     if not session.fleet or not wanted:
         return

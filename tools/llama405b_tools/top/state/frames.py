@@ -99,11 +99,7 @@ class StepMetrics:
     evaluation_loss: SoundOnly[float | None] = None  # on data that is not trained on, after this step
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be true.
-
-        Raises:
-            ValueError: It has a negative number.
-        """
+        """Refuse what cannot be true."""
         times = (
             self.step_s,
             self.data_s,
