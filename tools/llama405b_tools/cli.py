@@ -16,6 +16,7 @@ except ModuleNotFoundError:
 from llama405b.contract import command
 from llama405b.contract.code_version import code_version
 from llama405b.contract.errors import FAILED, GOOD, STOPPED_FOLLOWING, UserError
+from llama405b.contract.paths import UMASK
 from llama405b.contract.phrases import did_you_mean, short
 from llama405b_tools.run import screen
 from llama405b_tools.text.clean import substitute, without_controls
@@ -48,6 +49,7 @@ VERBS = {  # verb: (module with main(argv) -> exit code, what it does)
 }
 MOST = 20_000  # characters of an error, which may name every host
 NO_GPU = ("download", "data", "export", "track", "demo")
+OWNERS_ALONE = ("launch", "report", "top", "logs", "autopsy", "blame")  # what they write of a run
 GROUPS = {
     "at your terminal": (
         "plan",
@@ -160,7 +162,10 @@ def _verb(verb: str, args: list[str]) -> int:
         if verb == "bench" and not known.hosts:  # this machine's GPU is for what imports torch
             name = "llama405b.commands.bench"
     try:
-        return int(importlib.import_module(name).main(args))
+        module = importlib.import_module(name)
+        if verb in OWNERS_ALONE:
+            os.umask(UMASK)
+        return int(module.main(args))
     except ModuleNotFoundError as missing:
         if (missing.name or "").partition(".")[0] in ("llama405b", "llama405b_tools"):
             raise

@@ -67,7 +67,7 @@ def evidence(request: EvidenceRequest) -> HostEvidence:
     if node is None:
         return HostEvidence(host, time.time())
     with concurrent.futures.ThreadPoolExecutor(16) as pool:
-        around = pool.submit(_around, run, plan, node)
+        around = pool.submit(_around, run, plan, node, pool)
         ranks, window_s = _ranks(run, plan, node, request.window_s, pool)
         return HostEvidence(
             host,
@@ -153,11 +153,10 @@ class RankLook:
         )
 
 
-def _around(run: RunDir, plan: Plan, node: Node) -> Surroundings:
+def _around(run: RunDir, plan: Plan, node: Node, pool: concurrent.futures.Executor) -> Surroundings:
     """Return what stands around the ranks."""
-    pool = concurrent.futures.ThreadPoolExecutor(1)  # it may take seconds, as NCCL's answer may
     records = [run.flight(node.first_rank + number) for number in range(node.slots)]
-    flights = pool.submit(flight_records, records, plan.created)
+    flights = pool.submit(flight_records, records, plan.created)  # it may take seconds, as NCCL's answer may
     memory = dict(re.findall(r"^(\w+):\s+(\d+) kB", Path("/proc/meminfo").read_text(encoding="ascii"), re.MULTILINE))
     return Surroundings(
         link_up=_link_up(node.interface),

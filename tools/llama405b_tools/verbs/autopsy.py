@@ -5,11 +5,9 @@ runs/RUN/autopsy here. Exits with 0 if the run moves, 3 if it hangs, 1 if that c
 """
 
 import json
-import os
 from collections.abc import Sequence
 
 from llama405b.contract.errors import FAILED, GOOD, UNFIT, UserError
-from llama405b.contract.paths import UMASK
 from llama405b.contract.plan import Plan
 from llama405b.contract.reader import dumps
 from llama405b.contract.units import seconds
@@ -19,6 +17,7 @@ from llama405b_tools.remote.messages.host_run import PlanRequest
 from llama405b_tools.run.autopsy import Autopsy, keep_autopsy, take_autopsy
 from llama405b_tools.run.backends import backend_of
 from llama405b_tools.run.diagnose import Verdict
+from llama405b_tools.run.judge import HANG_AFTER_S
 from llama405b_tools.run.query import STATUS_TIMEOUT_S, ask_hosts, ask_members
 from llama405b_tools.verbs.arguments import verb_parser
 
@@ -32,14 +31,13 @@ EXIT_CODES: dict[Verdict, int] = {
 
 def main(argv: Sequence[str]) -> int:
     """Run the verb."""
-    os.umask(UMASK)
     parser = verb_parser("autopsy", __doc__)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
         "--hang-after",
-        default="60s",
+        default=f"{HANG_AFTER_S:.0f}s",
         metavar="TIME",
-        help="call it hung when every rank is silent this long, and for 5 steps, as cluster-top does [60s]",
+        help=f"call it hung when every rank is silent this long, and for 5 steps, as cluster-top does [{HANG_AFTER_S:.0f}s]",
     )
     args = parser.parse(argv)
     hang_after_s = seconds(args.hang_after, "--hang-after")

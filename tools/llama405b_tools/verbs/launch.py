@@ -1,7 +1,6 @@
 """Start a run on every host or on none, and follow or guard it."""
 
 import contextlib
-import os
 import shlex
 import sys
 import time
@@ -10,7 +9,7 @@ from pathlib import Path
 
 from llama405b.contract import command, config, weights
 from llama405b.contract.errors import GOOD, STOPPED_FOLLOWING, RunError
-from llama405b.contract.paths import UMASK, RunDir
+from llama405b.contract.paths import RunDir
 from llama405b.contract.plan import Node, Plan
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.inventory import Host
@@ -32,7 +31,6 @@ from llama405b_tools.verbs.arguments import hosts_of
 
 def main(argv: Sequence[str]) -> int:
     """Run the verb."""
-    os.umask(UMASK)
     request = parse_launch(argv, time.time())
     for line in request.overridden:
         show(line)

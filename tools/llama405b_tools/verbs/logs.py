@@ -6,14 +6,12 @@ Exits with 1 if a host could not be reached.
 """
 
 import contextlib
-import os
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from llama405b.contract.command import OneLineParser
 from llama405b.contract.errors import STOPPED_FOLLOWING, UserError, code_for
-from llama405b.contract.paths import UMASK
 from llama405b.contract.phrases import counted
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.outcomes import replies, unanswered
@@ -51,7 +49,6 @@ def _parser() -> OneLineParser:
 
 def main(argv: Sequence[str]) -> int:
     """Run the verb."""
-    os.umask(UMASK)
     args = _parser().parse(argv)
     show = Show(args)
     backend = backend_of(args.run, args.hosts)

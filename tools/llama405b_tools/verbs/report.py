@@ -13,7 +13,7 @@ from pathlib import Path
 from llama405b.contract.command import OneLineParser
 from llama405b.contract.errors import GOOD, UserError
 from llama405b.contract.files import write_atomic
-from llama405b.contract.paths import UMASK, RunDir
+from llama405b.contract.paths import RunDir
 from llama405b.contract.phrases import reason_of
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.report.draw.page import page
@@ -29,7 +29,6 @@ PLOT_LINES = 14
 
 def main(argv: Sequence[str]) -> int:
     """Run the verb."""
-    os.umask(UMASK)
     args = _parser().parse(argv)
     backend = backend_of(args.run, args.hosts)
     if waiting := backend.waiting():

@@ -22,7 +22,6 @@ from rich.console import Console
 from llama405b.contract import reader
 from llama405b.contract.command import OneLineParser
 from llama405b.contract.errors import GOOD, UserError
-from llama405b.contract.paths import UMASK
 from llama405b.contract.plan import check_run_name
 from llama405b.contract.units import seconds
 from llama405b_tools.hosts.fleet import Fleet
@@ -30,6 +29,7 @@ from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.hosts.printed_commands import file_of, hosts_argument, program_name
 from llama405b_tools.run import screen
 from llama405b_tools.run.backends import Backend, OnHosts, backend_of
+from llama405b_tools.run.judge import HANG_AFTER_S
 from llama405b_tools.run.query import no_such_run
 from llama405b_tools.top import actions, colors, event_sources, remembered
 from llama405b_tools.top.changes import Changes
@@ -46,7 +46,6 @@ from llama405b_tools.verbs.arguments import HERE, hosts_of
 
 def main(argv: Sequence[str]) -> int:
     """Run the verb."""
-    os.umask(UMASK)
     args = _parser().parse(argv)
     _check(args)
     hang_after_s = seconds(args.hang_after, "--hang-after")
@@ -109,9 +108,9 @@ def _parser() -> OneLineParser:
     add("--interval", type=float, default=2.0, metavar="S", help="seconds between samples [2]")
     add(
         "--hang-after",
-        default="60s",
+        default=f"{HANG_AFTER_S:.0f}s",
         metavar="TIME",
-        help="show a rank that is silent this long, and for 5 steps, as hung; ends nothing, unlike launch's [60s]",
+        help=f"show a rank that is silent this long, and for 5 steps, as hung; ends nothing, unlike launch's [{HANG_AFTER_S:.0f}s]",
     )
     add("--sort", choices=SORTS, help="order of the hosts [on a terminal's screen as the last time, else worst]")
     add("--filter", default="", metavar="TEXT", help="show only hosts whose name, state or notes contain TEXT")
