@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-EVERY = 1 << 30  # of a file's records, for ``read_records``
+EVERY = 1 << 62  # of a file's records or bytes, for ``read_records``
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:
@@ -62,11 +62,13 @@ def read_record(kind: type[T], path: Path) -> T | None:
         return None
 
 
-def read_records(kind: type[T], path: Path, last: int) -> list[T]:
-    """Read the last records of a file with one per line; lines that do not parse are skipped."""
+def read_records(kind: type[T], path: Path, last: int, last_bytes: int = EVERY) -> list[T]:
+    """Read the last records of a file with one per line, among its last bytes; lines that do not parse are skipped."""
     found: list[T] = []
     try:
-        lines = path.read_bytes().splitlines()[-last:]
+        with path.open("rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - last_bytes))
+            lines = file.read().splitlines()[-last:]
     except OSError:
         return found
     for line in lines:

@@ -10,8 +10,7 @@ from llama405b.contract.events import EventKind, RunEvent
 from llama405b.contract.files import EVERY, read_records
 from llama405b.contract.paths import RunDir
 from llama405b.contract.plan import read_plan
-from llama405b.contract.reader import MalformedError, loads
-from llama405b.contract.records import METRICS_LINE, Blame, EvaluationMetrics, Metrics, NodeStatus
+from llama405b.contract.records import METRICS_LINE, Blame, Metrics, NodeStatus
 from llama405b_tools.remote.describe import lives
 from llama405b_tools.remote.locks import run_of
 from llama405b_tools.remote.messages.account_request import AccountReply, HeadRequest
@@ -21,7 +20,7 @@ def account_of(request: HeadRequest) -> AccountReply:
     """Return what the run's time went into."""
     run = run_of(request.run)
     plan = read_plan(run)
-    steps = [line for line in metrics_of(run) if isinstance(line, Metrics)]
+    steps = [line for line in read_records(METRICS_LINE, run.metrics, EVERY) if isinstance(line, Metrics)]
     attempts = attempts_of(run, request.host, plan.attempt, steps, alive=lives(run, plan, request.host))
     return AccountReply(account_of_attempts(run, request.host, attempts, steps, plan.world))
 
@@ -40,16 +39,6 @@ def _first_launched(run: RunDir, host: str) -> float:
     with contextlib.suppress(OSError):
         return run.lock(host).stat().st_mtime  # its node runner made it, and nothing is ever written into it
     return 0.0
-
-
-def metrics_of(run: RunDir) -> list[Metrics | EvaluationMetrics]:
-    """Return what can be read of a run's metrics."""
-    found = []
-    with contextlib.suppress(OSError):
-        for line in run.metrics.read_text(encoding="utf-8", errors="replace").splitlines():
-            with contextlib.suppress(MalformedError):
-                found.append(loads(METRICS_LINE, line, "metrics"))
-    return found
 
 
 def attempts_of(run: RunDir, host: str, newest: int, steps: Sequence[Metrics], *, alive: bool) -> list[Attempt]:

@@ -14,10 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from llama405b.contract.events import EventKind, RunEvent
-from llama405b.contract.files import read_records
+from llama405b.contract.files import EVERY, read_records
 from llama405b.contract.paths import RunDir
 from llama405b.contract.plan import Node, Plan, read_plan
-from llama405b.contract.reader import MalformedError, loads
 from llama405b.contract.records import METRICS_LINE, Metrics
 from llama405b_tools.machine.stacks import Thread
 from llama405b_tools.remote import processes
@@ -173,14 +172,8 @@ def _around(run: RunDir, plan: Plan, node: Node, pool: concurrent.futures.Execut
 
 def _progress(run: RunDir, plan: Plan) -> Progress:
     """Return the last step of this attempt, and how long steps and saves take."""
-    taken = []
-    with contextlib.suppress(OSError), run.metrics.open("rb") as file:
-        file.seek(max(0, run.metrics.stat().st_size - LAST_STEPS * 1024))
-        for line in file.read().splitlines():
-            with contextlib.suppress(MalformedError):
-                each = loads(METRICS_LINE, line, "metrics")
-                if isinstance(each, Metrics) and each.attempt == plan.attempt:
-                    taken.append(each)
+    lines = read_records(METRICS_LINE, run.metrics, EVERY, LAST_STEPS * 1024)
+    taken = [line for line in lines if isinstance(line, Metrics) and line.attempt == plan.attempt]
     took_s = [
         event.took_s for event in read_records(RunEvent, run.events("rank-0"), 50) if event.kind is EventKind.SAVED
     ]

@@ -6,21 +6,13 @@ import itertools
 import time
 from pathlib import Path
 
-from llama405b.contract.checkpoints import MANIFEST, committed, newest_complete, read_manifest, step_of
+from llama405b.contract.checkpoints import MANIFEST, Manifest, committed, newest_complete, read_manifest, step_of
 from llama405b.contract.events import EventKind, RunEvent
 from llama405b.contract.files import read_record, read_records
 from llama405b.contract.paths import RunDir
 from llama405b.contract.plan import Node, Plan, read_plan
-from llama405b.contract.reader import MalformedError, loads
-from llama405b.contract.records import (
-    METRICS_LINE,
-    Blame,
-    EvaluationMetrics,
-    Metrics,
-    NodeState,
-    NodeStatus,
-    StopMark,
-)
+from llama405b.contract.reader import MalformedError
+from llama405b.contract.records import METRICS_LINE, Blame, NodeState, NodeStatus, StopMark
 from llama405b.contract.replicas import OF, Copied
 from llama405b_tools.remote import processes, slurm
 from llama405b_tools.remote.guarding import heard_guard
@@ -76,7 +68,7 @@ def describe(run: RunDir, plan: Plan, host: str) -> HostRun:
         heartbeats=beats,
         ends=tuple(read_records(NodeStatus, run.ends(host), NEWEST_RUNS)),
         stopped_by=stopped_by(run, host),
-        metrics=_last_metrics(run.metrics),
+        metrics=next(iter(read_records(METRICS_LINE, run.metrics, 1, LAST_BYTES)), None),
         checkpoint=str(saved) if saved else None,
         now=time.time(),
         hosts=tuple(node.name for node in plan.nodes),
@@ -142,15 +134,6 @@ def _unsent(run: RunDir, attempt: int) -> str:
     return told[-1].detail if told and told[-1].kind is EventKind.AFTER_SAVE_FAILED else ""
 
 
-def _last_metrics(path: Path) -> Metrics | EvaluationMetrics | None:
-    with contextlib.suppress(OSError, MalformedError), path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - LAST_BYTES))
-        for line in file.read().splitlines()[-1:]:
-            last: Metrics | EvaluationMetrics = loads(METRICS_LINE, line, path.name)
-            return last
-    return None
-
-
 def parts(request: PartsRequest) -> PartsReply:
     """List them: of this host's own part of each checkpoint, and of its copies of others' parts."""
     run = run_of(request.run)
@@ -160,6 +143,14 @@ def parts(request: PartsRequest) -> PartsReply:
     paths = itertools.chain(committed(root), *(committed(copies) for copies in sorted(root.glob(f"{OF}*"))))
     candidates = [_part_at(path, request.run) for path in paths]
     return PartsReply(str(root), tuple(part for part in candidates if part))
+
+
+def manifest_of(checkpoint: Path) -> Manifest | None:
+    """Return a checkpoint's manifest; None if there is none that can be read."""
+    try:
+        return read_manifest((checkpoint / MANIFEST).read_bytes())[0]
+    except (OSError, MalformedError):
+        return None
 
 
 def _part_at(path: Path, run: str) -> CheckpointPart | None:

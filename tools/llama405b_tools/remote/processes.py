@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from llama405b_tools.machine import program_output
@@ -32,11 +32,23 @@ def start_time(pid: int) -> int | None:
         ps = ["ps", "-o", "stat=,lstart=", "-p", str(pid)]
         done = subprocess.run(ps, env={"LC_ALL": "C", "PATH": os.defpath}, capture_output=True, text=True, check=False)
         return program_output.began_at(done.stdout)
-    try:
+    fields = _fields(pid)
+    return int(fields[19]) if fields else None
+
+
+def _fields(pid: int) -> list[str]:
+    """What the kernel tells of a live process after its name: state, parent, …; [] if it is gone or a zombie."""
+    with contextlib.suppress(OSError):
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="latin-1").rpartition(") ")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] in "ZX" else int(fields[19])
+        return [] if fields[0] in "ZX" else fields
+    return []
+
+
+def _living() -> Iterator[tuple[int, list[str]]]:
+    """All live processes, each with its fields."""
+    for entry in os.listdir("/proc"):  # noqa: PTH208
+        if entry.isdigit() and (fields := _fields(int(entry))):
+            yield int(entry), fields
 
 
 def state(pid: int) -> str:
@@ -61,17 +73,11 @@ def all_marked() -> dict[str, list[int]]:
     """Processes of every run here that this user may inspect, by the ``<run directory>:<host>`` they belong to."""
     needle = f"{MARKER}=".encode()
     found: dict[str, list[int]] = {}
-    for entry in os.listdir("/proc"):  # noqa: PTH208
-        if entry.isdigit() and start_time(int(entry)) is not None:
-            try:
-                environment = Path(f"/proc/{entry}/environ").read_bytes()
-            except OSError:
-                continue
-            if needle not in environment:
-                continue
-            for variable in environment.split(b"\0"):
+    for pid, _ in _living():
+        with contextlib.suppress(OSError):
+            for variable in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
                 if variable.startswith(needle):
-                    found.setdefault(os.fsdecode(variable.removeprefix(needle)), []).append(int(entry))
+                    found.setdefault(os.fsdecode(variable.removeprefix(needle)), []).append(pid)
     return found
 
 
@@ -87,18 +93,15 @@ def variables(value: str, names: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def children(pid: int) -> list[int]:
-    """The live processes that ``pid`` itself started."""
-    return _children().get(pid, [])
-
-
 def descendants(root: int) -> list[int]:
     """All live processes below ``root``."""
-    parents = _children()
+    children: dict[int, list[int]] = {}
+    for pid, fields in _living():
+        children.setdefault(int(fields[1]), []).append(pid)
     found: list[int] = []
     pending = [root]
     while pending:
-        below = parents.get(pending.pop(), [])
+        below = children.get(pending.pop(), [])
         found += below
         pending += below
     return found
@@ -107,29 +110,12 @@ def descendants(root: int) -> list[int]:
 def in_exec() -> list[int]:
     """Processes in the middle of an exec: they tell neither environment nor arguments, so nobody knows whose they are."""
     found = []
-    for entry in os.listdir("/proc"):  # noqa: PTH208
-        if entry.isdigit():
-            try:
-                fields = Path(f"/proc/{entry}/stat").read_text(encoding="latin-1").rpartition(") ")[2].split()
-                told = Path(f"/proc/{entry}/environ").read_bytes() or Path(f"/proc/{entry}/cmdline").read_bytes()
-            except OSError:
-                continue
-            if not told and fields[0] not in "ZX" and not int(fields[6]) & PF_KTHREAD:
-                found.append(int(entry))
+    for pid, fields in _living():
+        with contextlib.suppress(OSError):
+            told = Path(f"/proc/{pid}/environ").read_bytes() or Path(f"/proc/{pid}/cmdline").read_bytes()
+            if not told and not int(fields[6]) & PF_KTHREAD:
+                found.append(pid)
     return found
-
-
-def _children() -> dict[int, list[int]]:
-    parents: dict[int, list[int]] = {}
-    for entry in os.listdir("/proc"):  # noqa: PTH208
-        if entry.isdigit():
-            try:
-                fields = Path(f"/proc/{entry}/stat").read_text(encoding="latin-1").rpartition(") ")[2].split()
-            except OSError:
-                continue
-            if fields[0] not in "ZX":
-                parents.setdefault(int(fields[1]), []).append(int(entry))
-    return parents
 
 
 def sweep(value: str, *, below: int = 0, spare: tuple[int, ...] = (), seconds: float = 20.0) -> tuple[int, list[int]]:

@@ -20,17 +20,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from llama405b.contract import reader
-from llama405b.contract.checkpoints import MANIFEST, Manifest, committed, read_manifest, step_of
+from llama405b.contract.checkpoints import MANIFEST, Manifest, committed, step_of
 from llama405b.contract.events import EventKind, RunEvent
 from llama405b.contract.files import append_line, read_record, write_json
 from llama405b.contract.hashes import BLOCK_BYTES, Blocks
 from llama405b.contract.paths import UMASK, RunDir
 from llama405b.contract.phrases import reason_of
 from llama405b.contract.plan import read_plan
-from llama405b.contract.reader import MalformedError
 from llama405b.contract.replicas import OF, Copied, Endpoint, Ring
 from llama405b_tools.remote import chain_protocol
 from llama405b_tools.remote.chain_protocol import BrokenLinkError
+from llama405b_tools.remote.describe import manifest_of
 from llama405b_tools.remote.file_sources import DirectorySource
 from llama405b_tools.remote.messages.transfer import NextHop
 from llama405b_tools.remote.receiver import Receiver
@@ -114,7 +114,7 @@ class Replicator:
         """Whether a checkpoint is this run's, and the one to copy: what the ranks name, or at the end the newest."""
         if not self.last and step_of(path) != ring.step:
             return False
-        manifest = _manifest_of(path)
+        manifest = manifest_of(path)
         return manifest is not None and manifest.run == ring.run
 
     def _send(self, ring: Ring, names: Sequence[str], directory: Path) -> None:
@@ -122,7 +122,7 @@ class Replicator:
         after = ring.after
         hop = NextHop((after.address,), after.port, after.token)
         files = [(f"{directory.name}/{name}", (directory / name).stat().st_size) for name in names]
-        source = DirectorySource(directory.parent, files, functools.partial(_sealed, _manifest_of(directory)))
+        source = DirectorySource(directory.parent, files, functools.partial(_sealed, manifest_of(directory)))
         with contextlib.closing(chain_protocol.connect_to(hop)) as link:
             chain_protocol.send_files(source, after.token, link, lambda _: None)
             chain_protocol.exactly(link, 1)  # it has all of them, and they are right
@@ -169,13 +169,6 @@ def _retire(root: Path, ring: Ring) -> None:
         for old in committed(other) if other != root else ():
             if step_of(old) < ring.everywhere:
                 shutil.rmtree(old, ignore_errors=True)
-
-
-def _manifest_of(path: Path) -> Manifest | None:
-    try:
-        return read_manifest((path / MANIFEST).read_bytes())[0]
-    except (OSError, MalformedError):
-        return None
 
 
 def _sealed(manifest: Manifest | None, name: str) -> Blocks | None:

@@ -2,16 +2,14 @@
 
 import contextlib
 import time
-from pathlib import Path
 
-from llama405b.contract.checkpoints import MANIFEST, Manifest, newest_complete, read_manifest
+from llama405b.contract.checkpoints import newest_complete
 from llama405b.contract.events import RunEvent
 from llama405b.contract.files import EVERY, read_records
 from llama405b.contract.plan import read_plan
-from llama405b.contract.reader import MalformedError
-from llama405b.contract.records import Metrics, Sample
-from llama405b_tools.remote.accounts import account_of_attempts, attempts_of, metrics_of
-from llama405b_tools.remote.describe import checkpoints_of, lives
+from llama405b.contract.records import METRICS_LINE, Metrics, Sample
+from llama405b_tools.remote.accounts import account_of_attempts, attempts_of
+from llama405b_tools.remote.describe import checkpoints_of, lives, manifest_of
 from llama405b_tools.remote.launch_facts import first_gpu, gpus
 from llama405b_tools.remote.locks import run_of
 from llama405b_tools.remote.messages.account_request import HeadRequest
@@ -22,13 +20,13 @@ def report_of(request: HeadRequest) -> ReportReply:
     """Return what the run's files say, its curves as far as a screen can show them."""
     run = run_of(request.run)
     plan = read_plan(run)
-    lines, alive = metrics_of(run), lives(run, plan, request.host)
+    lines, alive = read_records(METRICS_LINE, run.metrics, EVERY), lives(run, plan, request.host)
     steps = [line for line in lines if isinstance(line, Metrics)]
     attempts = attempts_of(run, request.host, plan.attempt, steps, alive=alive)
     saved, settings = None, ""
     with contextlib.suppress(OSError):
         saved = newest_complete(checkpoints_of(run, plan))
-    manifest = _manifest(saved)
+    manifest = manifest_of(saved) if saved else None
     with contextlib.suppress(OSError):
         settings = run.config.read_text(encoding="utf-8")
     return ReportReply(
@@ -53,13 +51,3 @@ def report_of(request: HeadRequest) -> ReportReply:
         versions=dict(manifest.versions) if manifest else {},
         learns=manifest.identity if manifest else None,
     )
-
-
-def _manifest(checkpoint: Path | None) -> Manifest | None:
-    """Return a checkpoint's manifest; None if there is none that can be read."""
-    if checkpoint is None:
-        return None
-    try:
-        return read_manifest((checkpoint / MANIFEST).read_bytes())[0]
-    except (OSError, MalformedError):
-        return None
