@@ -10,7 +10,7 @@ from llama405b_tools.remote.messages.host_run import HostRun
 from llama405b_tools.remote.messages.stream import StreamRequest
 from llama405b_tools.run import judge
 from llama405b_tools.run.judge import Failure, failure_words
-from llama405b_tools.run.query import Seen, failures_of
+from llama405b_tools.run.query import Seen, failures_of, known_of
 from llama405b_tools.run.streams import Streams, Unreachable
 from llama405b_tools.text.clean import clean
 
@@ -24,7 +24,7 @@ def find(fleet: Fleet, run: str, seen: Seen, attempt: int = 0) -> tuple[bool, li
 
     ``attempt``: 0 is the newest that failed, even if the guard has restarted the run since.
     """
-    known = {host: found for host, found in seen.items() if isinstance(found, HostRun)}
+    known = known_of(seen)
     failures, which = failures_of(seen), 0
     if attempt or not failures:
         failures, which = _in_the_past(known, attempt)

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from llama405b.contract.accounting import Account, Incident, Use
 from llama405b.contract.phrases import counted, given
 from llama405b_tools.hosts.fleet import Fleet
-from llama405b_tools.hosts.outcomes import replies
 from llama405b_tools.hosts.transport import HostError
 from llama405b_tools.remote.messages.account_request import AccountReply, HeadRequest
 from llama405b_tools.run.judge import Failure, failure_words
-from llama405b_tools.run.query import STATUS_TIMEOUT_S, Seen
+from llama405b_tools.run.query import STATUS_TIMEOUT_S, Seen, head_of
 from llama405b_tools.text.clean import clean
 from llama405b_tools.text.figures import span
 
@@ -20,7 +19,7 @@ MOST_XIDS = 3  # in the line of an incident
 
 def account_of_run(fleet: Fleet, run: str, seen: Seen) -> Account | None:
     """Ask the host of rank 0, if it is among those that answered."""
-    head = next((name for name, found in replies(seen).items() if found and found.first_rank == 0), "")
+    head = head_of(seen)
     return account_of_head(fleet, run, head) if head in fleet.hosts else None
 
 

@@ -11,9 +11,9 @@ from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.outcomes import replies
 from llama405b_tools.hosts.printed_commands import hosts_argument, program_name
 from llama405b_tools.remote.messages.guard_notes import GuardNote, NoteReply
-from llama405b_tools.remote.messages.host_run import HostRun, PlanRequest
+from llama405b_tools.remote.messages.host_run import HostRun
 from llama405b_tools.run.guard_record import GuardStatus, asked_for, heard_by, of_hosts
-from llama405b_tools.run.query import STATUS_TIMEOUT_S, ask_hosts
+from llama405b_tools.run.query import ask_hosts, known_of, planned
 from llama405b_tools.run.request import LaunchRequest
 
 NOTE_TIMEOUT_S = 60.0
@@ -33,14 +33,14 @@ def adopt(request: LaunchRequest, fleet: Fleet) -> Plan | None:
         _, seen = ask_hosts(fleet, request.run)
     except UserError:
         return None  # it is new, or launch reports what is wrong
-    known = {name: run for name, run in replies(seen).items() if run}
+    known = known_of(seen)
     status = _refuse_guarded(request, known.values())
     alive = (
         known if status and status.finishes and status.gone else {name: run for name, run in known.items() if run.alive}
     )
     if not alive or any(run.stopped_by for run in known.values()):
         return None  # which launch reports
-    plan = fleet.ask(next(iter(alive)), "planned", PlanRequest(request.run), Plan, STATUS_TIMEOUT_S)
+    plan = planned(fleet, next(iter(alive)), request.run)
     if not _is_same(request, fleet, plan) or {run.created for run in alive.values()} != {plan.created}:
         return None
     tell_hosts(fleet, plan, asked_for(request))

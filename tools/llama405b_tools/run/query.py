@@ -70,24 +70,40 @@ def _nothing_known(fleet: Fleet, run: str | None, outcomes: Outcomes[StatusReply
     return UserError(f"no run on these hosts yet{lost}; `{fleet.command_to_type('launch')} …` starts one")
 
 
+def known_of(seen: Seen) -> dict[str, HostRun]:
+    """Return what the hosts that know the run say of it."""
+    return {name: run for name, run in replies(seen).items() if run}
+
+
 def members_of(seen: Seen) -> set[str]:
     """Return the names of all hosts of the run, as its hosts know them."""
-    return {name for run in replies(seen).values() if run for name in run.hosts}
+    return {name for run in known_of(seen).values() for name in run.hosts}
 
 
-def ask_members(fleet: Fleet, run: str, seen: Seen) -> Seen:
-    """Ask the other hosts of the run, too, which the hosts file lacks or names differently; returns all answers.
+def head_of(seen: Seen) -> str:
+    """Return the host of rank 0; "" if it is not among those that know the run."""
+    return next((name for name, run in known_of(seen).items() if run.first_rank == 0), "")
+
+
+def planned(fleet: Fleet, knows: str, run: str) -> Plan:
+    """Return the plan of a run's newest attempt from a host that knows it."""
+    return fleet.ask(knows, "planned", PlanRequest(run), Plan, STATUS_TIMEOUT_S)
+
+
+def ask_run(fleet: Fleet, asked: str | None, *, elsewhere: bool) -> tuple[str, Seen]:
+    """``ask_hosts``, and the other hosts of the run, too, which the hosts file lacks or names differently.
 
     They join the fleet under their names in the run's plan, and are reached by these or by their addresses in it, as the
-    user and through the port of a host that knows them.
+    user and through the port of a host that knows them. ``elsewhere``: its files here tell of all hosts.
     """
-    if not members_of(seen) - set(fleet.hosts):
-        return seen
-    knows = next(name for name, found in replies(seen).items() if found and found.hosts)
-    plan = fleet.ask(knows, "planned", PlanRequest(run), Plan, STATUS_TIMEOUT_S)
+    run, seen = ask_hosts(fleet, asked)
+    if elsewhere or not members_of(seen) - set(fleet.hosts):
+        return run, seen
+    knows = next(name for name, found in known_of(seen).items() if found.hosts)
+    plan = planned(fleet, knows, run)
     others = [host_of(node, fleet.hosts[knows]) for node in plan.nodes if node.name not in fleet.hosts]
     fleet.join(others)
-    return seen | _seen_of(run, _ask_all(fleet, run, [host.name for host in others]))
+    return run, seen | _seen_of(run, _ask_all(fleet, run, [host.name for host in others]))
 
 
 def host_of(node: Node, like: Host = OF_A_PLAN) -> Host:
@@ -163,7 +179,7 @@ def newest_checkpoint(fleet: Fleet, run: str) -> Path | None:
 
 def seconds_to_save(seen: Seen) -> float:
     """How long to let a run save before it ends: its last save twice, as one may be under way, and a margin."""
-    return LEAST_GRACE_S + 2 * max((run.save_s for run in replies(seen).values() if run), default=0.0)
+    return LEAST_GRACE_S + 2 * max((run.save_s for run in known_of(seen).values()), default=0.0)
 
 
 def progress(runs: Iterable[HostRun]) -> tuple[str, Metrics | EvaluationMetrics | None]:
@@ -176,12 +192,11 @@ def progress(runs: Iterable[HostRun]) -> tuple[str, Metrics | EvaluationMetrics 
 
 def states_of(seen: Seen) -> dict[str, State]:
     """Return the state of the run on every host that answered."""
-    told, members = replies(seen), members_of(seen)
-    runs = [run for run in told.values() if run]
+    members, runs = members_of(seen), known_of(seen).values()
     was_up, launching = judge.was_up(runs), any(run.launching for run in runs)
     return {
         name: judge.state_of_run(run, is_member=name in members, was_up=was_up, launching=launching)
-        for name, run in told.items()
+        for name, run in replies(seen).items()
     }
 
 
@@ -189,7 +204,7 @@ def failures_of(seen: Seen) -> list[Failure]:
     """Return a failure for every host where something is wrong."""
     lost = [Failure(name, Cause(CauseKind.UNREACHABLE, name, detail=why)) for name, why in unanswered(seen).items()]
     told = [judge.failure_of(name, state) for name, state in states_of(seen).items()]
-    runs = {name: run for name, run in replies(seen).items() if run}
+    runs = known_of(seen)
     failures = [*lost, *filter(None, told), *judge.half_stopped(runs)]
     if not failures:
         return []

@@ -27,7 +27,7 @@ from llama405b_tools.run.follow import Limits, RunMonitor, watch_run
 from llama405b_tools.run.judge import SLACK_S, Failure, failure_words
 from llama405b_tools.run.launch import check_and_plan, launch
 from llama405b_tools.run.probes import run_probes, stop_everywhere
-from llama405b_tools.run.query import STATUS_TIMEOUT_S, ask_hosts, progress
+from llama405b_tools.run.query import STATUS_TIMEOUT_S, ask_hosts, known_of, progress
 from llama405b_tools.run.request import LaunchRequest
 from llama405b_tools.run.screen import show
 
@@ -128,7 +128,7 @@ def losses_at(step: int, fleet: Fleet, plan: Plan, load_s: float) -> dict[int, f
 
 def last_loss(fleet: Fleet, plan: Plan) -> dict[int, float]:
     """Return the loss of the last step that was taken, by its number; {} if no host knows one."""
-    _, last = progress(run for run in replies(ask_hosts(fleet, plan.run)[1]).values() if run)
+    _, last = progress(known_of(ask_hosts(fleet, plan.run)[1]).values())
     return {last.step: last.loss} if isinstance(last, Metrics) and last.attempt == plan.attempt else {}
 
 

@@ -22,12 +22,12 @@ from llama405b.contract.units import seconds
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.outcomes import replies
 from llama405b_tools.remote.messages.ask_request import AnswerReply, AnswerRequest, AskReply, AskRequest
-from llama405b_tools.remote.messages.host_run import HostRun, PlanRequest
+from llama405b_tools.remote.messages.host_run import HostRun
 from llama405b_tools.run import screen
 from llama405b_tools.run.backends import Backend, backend_of
 from llama405b_tools.run.guard_record import heard_by, of_hosts
 from llama405b_tools.run.judge import not_stopped
-from llama405b_tools.run.query import STATUS_TIMEOUT_S, ask_hosts, operator, progress
+from llama405b_tools.run.query import STATUS_TIMEOUT_S, ask_hosts, head_of, known_of, operator, planned, progress
 from llama405b_tools.text.figures import span
 from llama405b_tools.verbs.arguments import add_hosts
 
@@ -113,15 +113,14 @@ def _where(nodes: Sequence[HostRun]) -> str:
 def find_head(fleet: Fleet, run: str) -> tuple[str, Plan, Sequence[HostRun]]:
     """Return the host of a live run's rank 0, the run's plan, and what its hosts tell of it."""
     _, seen = ask_hosts(fleet, run)
-    told = {name: found for name, found in replies(seen).items() if found}
+    told, head = known_of(seen), head_of(seen)
     live = [name for name, found in told.items() if found.alive]
     if not live:
         raise UserError(f"run {run} is not running; `{fleet.command_to_type('status', run)}` says how it ended")
-    plan = fleet.ask(live[0], "planned", PlanRequest(run), Plan, STATUS_TIMEOUT_S)
+    plan = planned(fleet, live[0], run)
     if not plan.trains:
         raise UserError(f"run {run} is a program of your own, which takes no requests")
-    head = next((name for name, found in told.items() if found.first_rank == 0), None)
-    if head is None:
+    if not head:
         raise UserError(
             f"run {run} begins on {plan.nodes[0].name}, which is not among these hosts; name a hosts file with it"
         )

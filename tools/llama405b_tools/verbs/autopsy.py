@@ -8,17 +8,14 @@ import json
 from collections.abc import Sequence
 
 from llama405b.contract.errors import FAILED, GOOD, UNFIT, UserError
-from llama405b.contract.plan import Plan
 from llama405b.contract.reader import dumps
 from llama405b.contract.units import seconds
 from llama405b_tools.hosts.fleet import Fleet
-from llama405b_tools.hosts.outcomes import replies
-from llama405b_tools.remote.messages.host_run import PlanRequest
 from llama405b_tools.run.autopsy import Autopsy, keep_autopsy, take_autopsy
 from llama405b_tools.run.backends import backend_of
 from llama405b_tools.run.diagnose import Verdict
 from llama405b_tools.run.judge import HANG_AFTER_S
-from llama405b_tools.run.query import STATUS_TIMEOUT_S, ask_hosts, ask_members
+from llama405b_tools.run.query import ask_run, known_of, planned
 from llama405b_tools.verbs.arguments import verb_parser
 
 EXIT_CODES: dict[Verdict, int] = {
@@ -47,13 +44,11 @@ def main(argv: Sequence[str]) -> int:
             f"run {backend.run} is a Slurm job, whose nodes are not reached over SSH; where they can be, name a hosts file with them"
         )
     with Fleet(backend.hosts()) as fleet:
-        run, seen = ask_hosts(fleet, backend.run)
-        seen = ask_members(fleet, run, seen)
-        known = {name: found for name, found in replies(seen).items() if found}
+        run, seen = ask_run(fleet, backend.run, elsewhere=False)
+        known = known_of(seen)
         if not any(found.alive or found.leftovers for found in known.values()):
             raise UserError(f"run {run} is not running; `{fleet.command_to_type('status', run)}` says how it ended")
-        plan = fleet.ask(next(iter(known)), "planned", PlanRequest(run), Plan, STATUS_TIMEOUT_S)
-        autopsy = take_autopsy(fleet, plan, hang_after_s)
+        autopsy = take_autopsy(fleet, planned(fleet, next(iter(known)), run), hang_after_s)
     place = keep_autopsy(autopsy)
     if args.json:
         print(json.dumps(_record(autopsy, str(place or ""))))

@@ -14,14 +14,14 @@ from llama405b.contract.command import OneLineParser
 from llama405b.contract.errors import STOPPED_FOLLOWING, UserError, code_for
 from llama405b.contract.phrases import counted
 from llama405b_tools.hosts.fleet import Fleet
-from llama405b_tools.hosts.outcomes import replies, unanswered
+from llama405b_tools.hosts.outcomes import unanswered
 from llama405b_tools.logs import first_error
 from llama405b_tools.logs.log_reader import LogReader
 from llama405b_tools.logs.output import Show
 from llama405b_tools.remote.messages.host_run import HostRun
 from llama405b_tools.run.backends import backend_of
 from llama405b_tools.run.guard_record import is_guarded
-from llama405b_tools.run.query import Seen, ask_hosts
+from llama405b_tools.run.query import Seen, ask_hosts, known_of
 from llama405b_tools.text.fold import fold_ranks
 from llama405b_tools.verbs.arguments import verb_parser
 
@@ -65,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
         for name, fault in lost.items():
             print(f"- {name}: {fault}", file=sys.stderr)
         shown = args.host or fleet.hosts
-        first_ranks = {name: found.first_rank for name, found in replies(seen).items() if found and name in shown}
+        first_ranks = {name: found.first_rank for name, found in known_of(seen).items() if name in shown}
         request = show.request(run, follow=args.follow, forever=args.follow and is_guarded(run))
         try:
             with contextlib.closing(show):
@@ -77,7 +77,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _check_filters(show: Show, hosts: Sequence[str], run: str, seen: Seen) -> None:
     """Refuse filters that nothing in a run's logs can match."""
-    known = {name: reply for name, reply in replies(seen).items() if reply}
+    known = known_of(seen)
     newest = max((reply.attempt for reply in known.values()), default=0)
     if show.attempt > newest:
         there = f"attempts 1 to {newest}" if newest > 1 else "attempt 1 alone"

@@ -21,7 +21,7 @@ from llama405b_tools.report.draw.summary import Summary
 from llama405b_tools.report.draw.terminal import lines_of
 from llama405b_tools.report.gather import report_of_run
 from llama405b_tools.run.backends import backend_of
-from llama405b_tools.run.query import ask_hosts, ask_members
+from llama405b_tools.run.query import ask_run
 from llama405b_tools.verbs.arguments import add_hosts
 
 PLOT_LINES = 14
@@ -34,9 +34,7 @@ def main(argv: Sequence[str]) -> int:
     if waiting := backend.waiting():
         raise UserError(f"{waiting.words}; there is nothing to report yet")
     with Fleet(backend.hosts()) as fleet:
-        run, seen = ask_hosts(fleet, backend.run)
-        if not backend.elsewhere:
-            seen = ask_members(fleet, run, seen)
+        run, seen = ask_run(fleet, backend.run, elsewhere=backend.elsewhere)
         summary = Summary(run, report_of_run(fleet, run, seen), args.price)
     encoding = sys.stdout.encoding or ""
     width = shutil.get_terminal_size((100, 24)).columns

@@ -11,7 +11,7 @@ from llama405b.contract.phrases import given
 from llama405b.contract.reader import Json
 from llama405b.contract.records import EvaluationMetrics
 from llama405b_tools.hosts.fleet import Fleet
-from llama405b_tools.hosts.outcomes import replies, unanswered
+from llama405b_tools.hosts.outcomes import unanswered
 from llama405b_tools.hosts.transport import HostError
 from llama405b_tools.remote.messages.host_run import HostRun
 from llama405b_tools.run import judge, query
@@ -19,7 +19,7 @@ from llama405b_tools.run.accounts import account_line, account_of_run, incident_
 from llama405b_tools.run.backends import backend_of
 from llama405b_tools.run.guard_record import GuardStatus, guard_line, heard_by, of_hosts
 from llama405b_tools.run.judge import Failure, State, failure_words, state_words
-from llama405b_tools.run.query import Seen, all_runs, ask_hosts, ask_members, failures_of, progress, states_of
+from llama405b_tools.run.query import Seen, all_runs, ask_run, failures_of, known_of, progress, states_of
 from llama405b_tools.text.figures import format_table, number
 from llama405b_tools.text.fold import fold_numbers
 from llama405b_tools.verbs.arguments import verb_parser
@@ -40,16 +40,14 @@ def main(argv: Sequence[str]) -> int:
     with Fleet(backend.hosts()) as fleet:
         if args.all:
             return print_runs(fleet, as_json=args.json)
-        run, seen = ask_hosts(fleet, backend.run)
-        if not backend.elsewhere:
-            seen = ask_members(fleet, run, seen)
+        run, seen = ask_run(fleet, backend.run, elsewhere=backend.elsewhere)
         account = account_of_run(fleet, run, seen)
     return print_run(run, seen, account, as_json=args.json)
 
 
 def print_run(run: str, seen: Seen, account: Account | None, *, as_json: bool) -> int:
     """Print what the hosts say of a run; returns the exit code."""
-    known = {name: reply for name, reply in replies(seen).items() if reply}
+    known = known_of(seen)
     failures, told = failures_of(seen), list(known.values())
     guard = guard_of(run, told, is_needed=bool(failures))
     faults = (

@@ -19,7 +19,7 @@ from llama405b_tools.remote.messages.host_run import HostRun
 from llama405b_tools.remote.messages.stop_request import ANSWER_S, Orphan, OrphansReply, OrphansRequest, StopReply
 from llama405b_tools.run.backends import Backend, backend_of
 from llama405b_tools.run.judge import not_stopped
-from llama405b_tools.run.query import ask_hosts, ask_members, members_of, operator, progress, seconds_to_save
+from llama405b_tools.run.query import ask_run, members_of, operator, progress, seconds_to_save
 from llama405b_tools.text.figures import format_table
 from llama405b_tools.verbs.arguments import hosts_of, verb_parser
 
@@ -57,9 +57,7 @@ def end_run(backend: Backend, grace_s: float | None) -> int:
             print(after.words)
         return code_for(not gone)
     with Fleet(backend.hosts()) as fleet:
-        run, seen = ask_hosts(fleet, backend.run and check_run_name(backend.run))
-        if not backend.elsewhere:
-            seen = ask_members(fleet, run, seen)
+        run, seen = ask_run(fleet, backend.run and check_run_name(backend.run), elsewhere=backend.elsewhere)
         dismiss(RunDir.here(run))
         if grace_s is None:
             grace_s = seconds_to_save(seen)
