@@ -99,9 +99,8 @@ class GpuReport:
 class SmiAnswer:
     """Raw output of nvidia-smi and related programs on a host; None: there is no such program."""
 
-    smi: str | None = dataclasses.field(
-        default=None, metadata=LINES
-    )  # one line per GPU, values in the order of ``fields``
+    # one line per GPU, values in the order of ``fields``
+    smi: str | None = dataclasses.field(default=None, metadata=LINES)
     fields: tuple[str, ...] = ()
     apps: str | None = dataclasses.field(default=None, metadata=LINES)  # processes that hold GPU memory
     nvlink: str | None = dataclasses.field(default=None, metadata=LINES)

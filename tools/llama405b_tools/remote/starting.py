@@ -32,9 +32,8 @@ from llama405b_tools.remote.messages.stop_request import StopRequest
 from llama405b_tools.remote.secrets import write_secrets
 from llama405b_tools.remote.tmux import start_session, tmux_session, tmux_socket
 
-KEEP_WITHIN_S = (
-    2 * ANSWER_WITHIN_S
-)  # after this host is up, for all others to come up; a broken link is noticed immediately
+# after this host is up, for all others to come up; a broken link is noticed immediately
+KEEP_WITHIN_S = 2 * ANSWER_WITHIN_S
 
 
 def start(request: StartRequest) -> None:

@@ -202,10 +202,8 @@ class TopApp(App[int]):
             self.past = None
             return self.pic, self.logs
         if (self.past is None or self.past[0] != ui.at) and (found := box.at(ui.at)):
-            self.past = (
-                ui.at,
-                found,
-            )  # kept as long as it is looked at: its end of the ten minutes is forgotten meanwhile
+            # kept as long as it is looked at: its end of the ten minutes is forgotten meanwhile
+            self.past = ui.at, found
         if self.past is None:
             return self.pic, self.logs
         at, pic = self.past

@@ -57,10 +57,8 @@ class Session:
         self.log_hosts: set[str] = set()  # hosts they read
         self.guard_at = self.account_at = self.account_soon_at = 0.0
         self.turn: Turn | None = None  # of which there is an account
-        self.incidents: tuple[str, frozenset[float]] = (
-            "",
-            frozenset(),
-        )  # of which run, and when those began that are over
+        # of which run, and when those began that are over
+        self.incidents: tuple[str, frozenset[float]] = "", frozenset()
         self.box: BlackBox | None = None  # if more than one picture is looked at
         self.moment = self.awake_at = source.now()  # up to which events were taken; and when it last was awake
 

@@ -44,9 +44,8 @@ class RankEvidence:
     rank: int
     pid: int = 0  # 0: no process of it is left
     state: str = ""  # of its main thread, as the kernel writes it
-    waits_in: str = (
-        ""  # the main thread's system call, with the file if it is of one; "": it runs, or that may not be seen
-    )
+    # the main thread's system call, with the file if it is of one; "": it runs, or that may not be seen
+    waits_in: str = ""
     kernel_wait: str = ""  # the kernel's function that it waits in
     doing: Doing = dataclasses.field(default_factory=Doing)
     swapped_bytes: int = 0
@@ -90,9 +89,8 @@ class Surroundings:
     available_bytes: int = 0  # of memory
     swap_used_bytes: int = 0
     disks: tuple[DiskEvidence, ...] = ()
-    kernel: tuple[str, ...] | None = (
-        None  # what it said lately of GPUs, memory, disks, links; None: this user may not read it
-    )
+    # what it said lately of GPUs, memory, disks, links; None: this user may not read it
+    kernel: tuple[str, ...] | None = None
     nccl: str = dataclasses.field(default="", metadata=LINES)  # what NCCL's RAS says, if it is there
     flight_records: tuple[str, ...] = ()  # files that NCCL's flight recorder wrote in this attempt
 

@@ -38,9 +38,8 @@ class Point:
     optimizer_s: float
     peak_bytes: float  # the most so far, not a mean
     allocated_bytes: float
-    own: Mapping[str, float] = dataclasses.field(
-        default_factory=dict
-    )  # what the user's module added, of all that have it
+    # what the user's module added, of all that have it
+    own: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     @property
     def began(self) -> float:

@@ -78,10 +78,8 @@ class ClusterState:
         self.guard = GuardShown.NONE
         self.account: tuple[str, Account | None] = ("", None)  # of which run, and what its time went into
         self.wanted = ""  # the run requested by --run
-        self.program, self.hosts_argument = (
-            "llama405b",
-            "",
-        )  # of a command to type: its name, and what names the hosts file
+        # of a command to type: its name, and what names the hosts file
+        self.program, self.hosts_argument = "llama405b", ""
         self.away = NOT_AWAY
         self.past = Past()  # of the run that is shown
         self.found = self._look(0.0)  # at the moment last advanced to

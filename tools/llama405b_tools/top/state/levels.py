@@ -25,9 +25,8 @@ class Fall(NamedTuple):
 class Level:
     """One quantity over the last ten minutes in which the run trained."""
 
-    samples: collections.deque[tuple[float, float]] = dataclasses.field(
-        default_factory=collections.deque
-    )  # time, value
+    # time, value
+    samples: collections.deque[tuple[float, float]] = dataclasses.field(default_factory=collections.deque)
 
     def add(self, now: float, value: float | None, every_s: float) -> None:
         """Add a value, at most one per interval."""

@@ -28,9 +28,8 @@ class Programs:
     procs: Processes = ()  # of the run
     procs_at: float = 0.0  # host's clock
     cpu_of: Mapping[int, float] = dataclasses.field(default_factory=dict)  # percent of a core by pid
-    foreign: Mapping[int, tuple[str, str]] = dataclasses.field(
-        default_factory=dict
-    )  # not of the run: user and command by pid
+    # not of the run: user and command by pid
+    foreign: Mapping[int, tuple[str, str]] = dataclasses.field(default_factory=dict)
     io: Mapping[int, int] = dataclasses.field(default_factory=dict)  # bytes read and written by pid
     moved_at: float = -math.inf  # when the run's were last seen to read or write much; operator's clock
     rows: tuple[ProcessRow, ...] = ()
