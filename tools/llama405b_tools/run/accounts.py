@@ -1,6 +1,5 @@
 """What a run's time went into: asked of its head, and in words."""
 
-import datetime
 from collections.abc import Sequence
 
 from llama405b.contract.accounting import Account, Incident, Use
@@ -11,7 +10,7 @@ from llama405b_tools.remote.messages.account_request import AccountReply, HeadRe
 from llama405b_tools.run.judge import Failure, failure_words
 from llama405b_tools.run.query import STATUS_TIMEOUT_S, Seen, head_of
 from llama405b_tools.text.clean import clean
-from llama405b_tools.text.figures import span
+from llama405b_tools.text.figures import local_time, span
 
 LEAST = 0.0005  # of the time: what is told
 MOST_XIDS = 3  # in the line of an incident
@@ -68,7 +67,7 @@ def incident_line(found: Account, incident: Incident, unit: str, xids: Sequence[
 
     ``xids``: errors of GPUs that hosts reported meanwhile, in words: they came first.
     """
-    failed = datetime.datetime.fromtimestamp(incident.failed).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+    failed = local_time(incident.failed, "%Y-%m-%d %H:%M:%S")
     until = incident.failed if incident.resumed is None else incident.resumed
     cost = found.rank_hours(until - incident.began)
     then = f"next step after {span(until - incident.began)}" if incident.resumed else started_words(incident)

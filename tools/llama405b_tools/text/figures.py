@@ -1,5 +1,6 @@
 """Numbers for a terminal, short and with a dash for unknown values; and tables. Pure."""
 
+import datetime
 from collections.abc import Sequence
 
 from llama405b_tools.text.clean import printable
@@ -49,6 +50,11 @@ def sparkline(values: Sequence[float], width: int, top: float | None = None) -> 
         means.append(sum(part) / len(part))
     low, high = (0.0, top) if top is not None else (min(means), max(means))
     return "".join(bar(100 * (value - low) / (high - low) if high > low else 0) for value in means)
+
+
+def local_time(moment: float, form: str = "%H:%M:%S") -> str:
+    """Format a moment as a clock on the wall here shows it."""
+    return datetime.datetime.fromtimestamp(moment).astimezone().strftime(form)
 
 
 def stopwatch(seconds: float) -> str:

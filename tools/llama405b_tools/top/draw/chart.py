@@ -1,13 +1,12 @@
 """Graphs over time, with axes and units. Pure."""
 
-import datetime
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from rich.text import Text
 
-from llama405b_tools.text.figures import BARS, span
+from llama405b_tools.text.figures import BARS, local_time, span
 from llama405b_tools.top.draw.blocks import rule, runs
 from llama405b_tools.top.state.series import Bucket
 
@@ -113,7 +112,7 @@ def time_axis(axis: Axis, width: int) -> Text:
     length_s = axis.end - axis.begin
     words = [(0, f"-{span(length_s)}"), (width // 2, f"-{span(length_s / 2)}"), (width, axis.end_name)]
     if length_s > 12 * 3600:
-        words = [(width * i // 2, _clock(axis.begin + length_s * i / 2)) for i in range(3)]
+        words = [(width * i // 2, local_time(axis.begin + length_s * i / 2, "%a %H:%M")) for i in range(3)]
     for at, text in words if width >= 24 else [words[0], words[2]]:
         begin = min(max(0, at - len(text) // 2), width - len(text))
         cells[begin : begin + len(text)] = text
@@ -124,10 +123,6 @@ def time_axis(axis: Axis, width: int) -> Text:
         if 0 <= at < width:
             cells[at] = letter
     return Text().append(" " * (LABEL - 1) + "└" + "".join(cells[:width]), "title")
-
-
-def _clock(moment: float) -> str:
-    return datetime.datetime.fromtimestamp(moment).astimezone().strftime("%a %H:%M")
 
 
 def means(columns: Iterable[Bucket | None]) -> Iterator[float]:

@@ -3,14 +3,13 @@
 If a line is too long, its least important parts are omitted.
 """
 
-import datetime
 import textwrap
 from collections.abc import Iterator, Sequence
 
 from rich.text import Text
 
 from llama405b.contract.phrases import counted, given
-from llama405b_tools.text.figures import DASH, WIDE, amount, number, span, stopwatch
+from llama405b_tools.text.figures import DASH, WIDE, amount, local_time, number, span, stopwatch
 from llama405b_tools.top.draw.blocks import gauge
 from llama405b_tools.top.draw.marks import ODD, OLD
 from llama405b_tools.top.state.picture import OVER, GuardShown, Picture, RunPhase, TrainingStatus, Verdict, known
@@ -44,7 +43,7 @@ def headline(pic: Picture, width: int, max_lines: int | None = None, *, ago_s: f
     lines = [Text(line.ljust(width if indent else 0), style) for line in wrapped]
     if ago_s is not None:
         lines.insert(
-            0, Text(f"{indent}◀ THE PAST: {stopwatch(ago_s)} ago, at {_clock(pic.time)}".ljust(width), "bar.past")
+            0, Text(f"{indent}◀ THE PAST: {stopwatch(ago_s)} ago, at {local_time(pic.time)}".ljust(width), "bar.past")
         )
     lines += [Text(indent).append_text(line) for line in (where, progress)]
     if pic.advice:
@@ -62,10 +61,6 @@ def _wrapped(words: str, width: int, indent: str, max_lines: int | None) -> list
         placeholder=" …",
         drop_whitespace=False,
     )
-
-
-def _clock(moment: float) -> str:
-    return f"{datetime.datetime.fromtimestamp(moment).astimezone():%H:%M:%S}"
 
 
 def _runs_where(pic: Picture, width: int, *, clock: bool) -> Text:
@@ -86,7 +81,7 @@ def _runs_where(pic: Picture, width: int, *, clock: bool) -> Text:
     else:
         first.append("no run" if pic.fresh else f"run {DASH}", "strong")
     parts.append((4, Text(f"sampled {span(max(ages, default=None))}")))
-    now = f" {_clock(pic.time)}" if clock and width > WIDE else ""
+    now = f" {local_time(pic.time)}" if clock and width > WIDE else ""
     line = _joined(first, parts, width - len(now))
     return line.append(" " * (width - len(now) - line.cell_len)).append(now, OLD) if now else line
 

@@ -1,7 +1,6 @@
 """cluster-top's lines of text: logs, events, help. Pure."""
 
 import dataclasses
-import datetime
 import re
 import textwrap
 from collections.abc import Callable, Sequence
@@ -9,6 +8,7 @@ from collections.abc import Callable, Sequence
 from rich.text import Text
 
 from llama405b.contract.phrases import given
+from llama405b_tools.text.figures import local_time
 from llama405b_tools.top.draw.blocks import rule
 from llama405b_tools.top.draw.ui import LogView
 from llama405b_tools.top.state.picture import Change, Level
@@ -136,5 +136,4 @@ def wrapped(line: str, width: int) -> list[str]:
 
 def clock(moment: float) -> Text:
     """Begin a line with a time of day, which alone is dim: a style of the whole ``Text`` would be of all that follows."""
-    clock = datetime.datetime.fromtimestamp(moment).astimezone().strftime("%H:%M:%S ")
-    return Text().append(clock, "old")
+    return Text().append(f"{local_time(moment)} ", "old")
