@@ -5,6 +5,7 @@ import dataclasses
 import itertools
 import time
 from pathlib import Path
+from typing import Any
 
 from llama405b.contract.checkpoints import MANIFEST, Manifest, committed, newest_complete, read_manifest, step_of
 from llama405b.contract.events import EventKind, RunEvent
@@ -19,14 +20,13 @@ from llama405b_tools.remote.guarding import heard_guard
 from llama405b_tools.remote.locks import is_alive, is_held, run_of, runs
 from llama405b_tools.remote.messages.host_run import Beat, HostRun, PlanRequest, StatusReply, StatusRequest
 from llama405b_tools.remote.messages.transfer import CheckpointPart, PartsReply, PartsRequest
-from llama405b_tools.remote.sampler import SAVES, overdue, unsaved
+from llama405b_tools.remote.sampler import SAVES, overdue, unsaved, unsent
 from llama405b_tools.remote.tmux import tmux_socket
 
 NEWEST_RUNS = 20
 NEWEST_EVENTS = 50
 LAST_BYTES = 4096  # of the metrics file, enough for its last line
 NO_STOP = StopMark("")
-AFTER_SAVES = (EventKind.AFTER_SAVE, EventKind.AFTER_SAVE_FAILED)
 
 
 def status(request: StatusRequest) -> StatusReply:
@@ -77,7 +77,7 @@ def describe(run: RunDir, plan: Plan, host: str) -> HostRun:
         world=plan.world,
         save_s=save_s,
         unsaved=why,
-        unsent=_unsent(run, plan.attempt),
+        unsent=unsent(_events(run), plan.attempt),  # type: ignore[no-untyped-call]
         copied=(read_record(Copied, run.copied(host)) or Copied()) if run.ring(host).exists() else None,
         tmux=tmux_socket(run),
         mesh=plan.mesh,
@@ -120,18 +120,15 @@ def checkpoints_of(run: RunDir, plan: Plan) -> Path:
 
 def saves(run: RunDir, attempt: int, step: int = 0) -> tuple[float, str]:
     """How long the last save took that succeeded, and why a later one of this attempt failed, or that it is late at a step."""
-    told = [dataclasses.asdict(event) for event in read_records(RunEvent, run.events("rank-0"), NEWEST_EVENTS)]
-    told = [event for event in told if event["kind"] in SAVES]
+    told = [event for event in _events(run) if event["kind"] in SAVES]
     took_s = [event["took_s"] for event in told if event["kind"] is EventKind.SAVED]
     why = unsaved(told, attempt) or overdue(told, attempt, time.time(), step)  # type: ignore[no-untyped-call]
     return took_s[-1] if took_s else 0.0, why
 
 
-def _unsent(run: RunDir, attempt: int) -> str:
-    """Where the user's command after a save fails in this attempt, and why; "" if it does not."""
-    events = read_records(RunEvent, run.events("rank-0"), NEWEST_EVENTS)  # it is told again at each save
-    told = [event for event in events if event.attempt == attempt and event.kind in AFTER_SAVES]
-    return told[-1].detail if told and told[-1].kind is EventKind.AFTER_SAVE_FAILED else ""
+def _events(run: RunDir) -> list[dict[str, Any]]:
+    """The newest events of rank 0, as the sampler judges them."""
+    return [dataclasses.asdict(event) for event in read_records(RunEvent, run.events("rank-0"), NEWEST_EVENTS)]
 
 
 def parts(request: PartsRequest) -> PartsReply:
