@@ -1,5 +1,6 @@
 """Starting a host's part, with a real tmux: whatever is not kept the host ends by itself, whoever still listens."""
 
+import dataclasses
 import io
 import json
 import os
@@ -97,7 +98,7 @@ def test_a_run_is_its_directory_on_a_machine_whatever_its_host_is_called(work, m
     )
     facts = launch_facts._facts(asked)
     assert (facts.alive, facts.alive_as) == (False, ("gpu-1",) if alive else ())
-    assert launch_facts._others(RunDir(work / "runs/other")) == (("r",) if alive else ())
+    assert launch_facts._facts(dataclasses.replace(asked, run="other")).others == (("r",) if alive else ())
     other = Plan("r", 2, 0.0, "r-2-y", "10.0.0.1:1", (), (), (Node("10.0.0.1", 1, 0, str(work), "/py", "", "", {}),))
     for plan, host, fault in (
         (mine, "gpu-2", StartFault.TMUX),

@@ -116,11 +116,11 @@ def test_where_the_failure_began_is_named_whoever_ends_first(watch):
     assert (watch.worst().host, watch.ended) == ("b", {"a", "b"})
 
 
-def test_a_loss_is_of_this_attempt(watch):
-    take(watch, "a", metrics=(metrics(1, 5.0, 1), metrics(2, 4.0, 1)))
-    assert watch.loss_of(2) is None
+def test_the_newest_step_is_of_this_attempt(watch):
+    take(watch, "a", metrics=(metrics(1, 5.0, 1), metrics(3, 4.0, 1)))
+    assert watch.newest_step == 0
     take(watch, "a", metrics=(metrics(2, 4.5, 2),))
-    assert (watch.loss_of(2), [each.step for each in watch.metrics]) == (4.5, [1, 2])
+    assert (watch.newest_step, [each.step for each in watch.metrics]) == (2, [1, 2])
 
 
 def test_what_was_saved_is_an_event_of_this_attempt(watch):

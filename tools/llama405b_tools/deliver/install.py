@@ -118,7 +118,7 @@ class Work:
         said = connection.run(f"{self.wishes.before}sh -s", asked + FACTS, FACTS_TIMEOUT_S)
         facts = setup_plan.parse_facts(said.out)
         if "arch" not in facts:
-            why = _last(said.err) or said.code
+            why = last_of(said.err.strip().splitlines())[:300] or said.code
             raise HostError(f"its shell does not run a plain script ({why}); try `ssh {name} sh`")
         if absent := [program for program in ("tar", "base64", "sha256sum") if f"has_{program}" not in facts]:
             raise HostError(f"{', '.join(absent)} missing; install coreutils and tar on it")
@@ -269,7 +269,3 @@ class Work:
             targets = {name: f"{self.fleet.workdir(name)}/{folder}" for name in others}
             push_files.push_files(self.fleet, Origin(first, f"{self.fleet.workdir(first)}/{folder}"), targets)
         return unanswered(self.fleet.each(lambda name: on(name, install), names))
-
-
-def _last(text: str) -> str:
-    return last_of(text.strip().splitlines())[:300]

@@ -26,7 +26,14 @@ def check(hosts: Sequence[Host], fleet: Fleet) -> list[Finding]:
     request = asked.parse_launch(["--run", run, "--", "true"], time.time())
     everyone = tuple(host.name for host in hosts)
     try:
-        results = run_probes(request, hosts, fleet, DEEP, WITHIN_S, _say)
+        results = run_probes(
+            request,
+            hosts,
+            fleet,
+            DEEP,
+            WITHIN_S,
+            lambda result: print(f"{result.probe}: {result.seconds:.0f} s", file=sys.stderr, flush=True),
+        )
     except UserError as error:
         return [Finding(BAD, everyone, f"the deep check did not start: {error}", "fix that first")]
     for result in results:
@@ -35,11 +42,6 @@ def check(hosts: Sequence[Host], fleet: Fleet) -> list[Finding]:
             what = f"the deep check failed: {result.probe}: {result.fault or result.why}"
             return [Finding(BAD, where, what, f"{fleet.command_to_type('logs', run)} shows every rank")]
     return list(judge(results))
-
-
-def _say(result: ProbeResult) -> None:
-    """Tell that a probe has ended, beside the report."""
-    print(f"{result.probe}: {result.seconds:.0f} s", file=sys.stderr, flush=True)
 
 
 def judge(results: Sequence[ProbeResult]) -> Iterator[Finding]:

@@ -20,7 +20,7 @@ from typing import TypeAlias
 
 import paramiko
 
-from llama405b.contract.phrases import counted, given, reason_of
+from llama405b.contract.phrases import counted, given, last_of, reason_of
 from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.hosts.known_hosts import AUTHORITY, KnownKey, check_host_key, fingerprint, known_keys, ssh_keygen
 from llama405b_tools.hosts.login_shell import MOST_BYTES, READY, await_sh, command_line, recv_by
@@ -86,11 +86,13 @@ class Ssh:
             if not channel.status_event.wait(timeout_s):
                 raise TimeoutError
             code = channel.recv_exit_status()
+            said = err.rpartition(READY)[2].decode("utf-8", "replace")
             if code < 0 and self.is_open():  # paramiko does not tell which signal
-                raise HostError(f"the command was killed there{given(': {}', _last_line(err))}; see its `dmesg | tail`")
+                last = last_of(said.strip().splitlines())
+                raise HostError(f"the command was killed there{given(': {}', last)}; see its `dmesg | tail`")
             if code < 0:
                 raise EOFError("no exit code received")
-            return Result(code, out.decode("utf-8", "replace"), err.rpartition(READY)[2].decode("utf-8", "replace"))
+            return Result(code, out.decode("utf-8", "replace"), said)
         except TimeoutError:
             raise HostError(f"did not answer within {timeout_s:.0f} s") from None
         except BROKEN as error:
@@ -179,11 +181,6 @@ class Ssh:
         with LOGINS:
             _log_in(transport, name, options, greeting)
         return transport
-
-
-def _last_line(text: bytes) -> str:
-    lines = text.rpartition(READY)[2].decode("utf-8", "replace").strip().splitlines()
-    return lines[-1] if lines else ""
 
 
 def _lost(error: Exception) -> HostError:

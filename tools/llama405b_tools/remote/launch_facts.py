@@ -85,6 +85,7 @@ def _facts(request: ProbeRequest) -> LaunchFacts:
     extension, extension_fault = _extension(request.extension)
     found, gpu_fault = gpus()
     gpu, gpu_bytes = first_gpu(found)
+    others = [path for path in run.path.parent.glob("*") if path.name != run.name]
     return LaunchFacts(
         versions=_versions(request.packages) | extension,
         lacks=tuple(name for name in request.extras if version_of(name) == "missing"),
@@ -97,7 +98,7 @@ def _facts(request: ProbeRequest) -> LaunchFacts:
         owner=plan.owner,
         alive=runs(run, host),
         alive_as=tuple(name for name in live_names(run) if name != host),
-        others=_others(run),
+        others=tuple(path.name for path in others if live_names(RunDir(path))),
         leftovers=() if is_alive(run, host) else tuple(processes.marked(f"{run.path}:{host}")),
         machine=_machine_id(),
         gpus=len(found),
@@ -143,12 +144,6 @@ def _extension(module: str) -> tuple[dict[str, str], str]:
     except UserError as error:
         return {}, str(error)
     return {found.name: found.sha256[:12]} if found.path else {}, ""
-
-
-def _others(run: RunDir) -> tuple[str, ...]:
-    """Names of other runs that are alive here."""
-    names = (path.name for path in run.path.parent.glob("*") if path.name != run.name and live_names(RunDir(path)))
-    return tuple(names)
 
 
 def resumable(resume: str, checkpoints: str) -> Resumable | None:

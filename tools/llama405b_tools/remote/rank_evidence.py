@@ -43,7 +43,7 @@ def rank_processes(value: str) -> dict[int, int]:
     """
     local = {pid: _environment(pid).get("LOCAL_RANK", "") for pid in processes.marked(value)}
     ranks = {pid: int(number) for pid, number in local.items() if number.isdigit()}
-    return {number: pid for pid, number in ranks.items() if _parent(pid) not in ranks}
+    return {number: pid for pid, number in ranks.items() if int(_status(pid).get("PPid", "0")) not in ranks}
 
 
 class RankMemoryReader:
@@ -267,10 +267,6 @@ def _environment(pid: int) -> dict[str, str]:
 def _status(pid: int) -> dict[str, str]:
     lines = (line.partition(":") for line in _read(f"/proc/{pid}/status").splitlines())
     return {name: value.strip() for name, _, value in lines}
-
-
-def _parent(pid: int) -> int:
-    return int(_status(pid).get("PPid", "0"))
 
 
 def _listed(directory: str) -> list[str]:

@@ -46,11 +46,12 @@ def relay(request: RelayRequest) -> None:
     _say(RelayReady(receiver.port, tuple(entry.address for entry in addresses())))
     if sys.stdin.readline() == LOOK:
         _say(RelaySees(tuple(path.name.removeprefix(mark) for path in root.glob(f"{mark}*"))))
-    hop = _hear(Hop)
+    line = sys.stdin.readline()
     with contextlib.suppress(OSError):
         (root / f"{mark}{request.host}").unlink(missing_ok=True)
-    if hop is None:  # the operator is gone
+    if not line:  # the operator is gone
         return
+    hop = reader.loads(Hop, line, "the next hop")
     threading.Thread(target=_end_with_input, daemon=True).start()
     with _Telling(lambda: RelayProgress(receiver.done, receiver.total)):
         fault, lasting = _receive(receiver, hop.below)
@@ -103,12 +104,6 @@ def send(request: SendRequest) -> None:
 
 def _say(message: RelayReady | RelaySees | RelayProgress) -> None:
     print(reader.dumps(message), flush=True)
-
-
-def _hear(kind: type[Hop]) -> Hop | None:
-    """Read the next line of standard input; None if it has closed."""
-    line = sys.stdin.readline()
-    return reader.loads(kind, line, "the next hop") if line else None
 
 
 class _Telling:

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import io
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from llama405b.capacity.calibration import Alone, Calibration, Point, measured_layers
@@ -71,7 +71,7 @@ def point(
     plan = launch(trial, hosts, fleet, say=lambda _: None)
     limits = Limits(STEP_LIMIT_S, trial.config.timeouts.load + SLACK_S)
     try:
-        with _quiet():
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             watch = watch_run(fleet, plan, limits, lambda watch: watch.newest_step >= STEPS)
     finally:
         stop_everywhere(plan, fleet)
@@ -101,12 +101,6 @@ def alone(request: LaunchRequest, hosts: Sequence[Host], fleet: Fleet, load: Run
     if not result.good:
         raise RunError(f"measuring rates, {result.why}; `{fleet.command_to_type('logs', run)}` shows every rank")
     return Alone(**{figure.name: figure.value for figure in result.figures})
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        yield
 
 
 def _trial_of(request: LaunchRequest, name: str, settings: Mapping[str, object]) -> LaunchRequest:

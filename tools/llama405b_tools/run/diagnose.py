@@ -118,7 +118,7 @@ def diagnose(
         return Diagnosis(verdict, f"{why}{lacking}", groups)
     culprit = _elsewhere(every, hosts, hangs=verdict is Verdict.HANGS)
     if verdict is Verdict.HANGS and lost:  # which may have much to do, and be well
-        verdict, culprit = Verdict.UNCLEAR, _lost(lost)
+        verdict, culprit = Verdict.UNCLEAR, Culprit(Fault.HOST_LOST, tuple(lost), (), _not_answered(lost))
     elif verdict is Verdict.HANGS:
         culprit = culprit or _throttled(every, hosts) or _link(every, hosts) or _mismatch(every)
     if culprit:
@@ -215,10 +215,6 @@ def _stopped(every: Sequence[Position]) -> Culprit | None:
     return Culprit(
         Fault.STOPPED, *_places(stopped), f"{_ranks(stopped)} cannot go on: {why}{_others(every)}", _stack(stopped[0])
     )
-
-
-def _lost(lost: Mapping[str, str]) -> Culprit:
-    return Culprit(Fault.HOST_LOST, tuple(lost), (), _not_answered(lost))
 
 
 def _not_answered(lost: Mapping[str, str]) -> str:

@@ -136,10 +136,6 @@ class RunMonitor:
         """Whether this attempt has saved a checkpoint, or began from one."""
         return bool(self.saved) or self.resumed
 
-    def loss_of(self, step: int) -> float | None:
-        """The loss of a step of this attempt; None if it was not taken."""
-        return next((m.loss for m in self.metrics if m.step == step and m.attempt == self.plan.attempt), None)
-
     @property
     def newest_step(self) -> int:
         """The last step of this attempt that was not skipped; 0 before the first."""

@@ -66,7 +66,8 @@ def main() -> int:
     name = os.environ["SLURMD_NODENAME"]
     job = os.environ["SLURM_JOB_ID"]
     restarts = restart_count()
-    names = _names(os.environ["SLURM_JOB_NODELIST"])
+    argv = ["scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]]
+    names = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=60).stdout.split()
     if sys.argv[2:] == ["save"]:
         jobs.ask_to_stop(run, names, "the job's time limit", request.grace_s)
         return 0
@@ -85,11 +86,6 @@ def main() -> int:
         _wait(lambda: all(_where_of(run, n) == NodeWhere(this, ready=True) for n in names), "a node did not get ready")
         run.job_secrets.unlink(missing_ok=True)
     return NodeRunner(run, name).main()
-
-
-def _names(nodelist: str) -> list[str]:
-    argv = ["scontrol", "show", "hostnames", nodelist]
-    return subprocess.run(argv, capture_output=True, text=True, check=True, timeout=60).stdout.split()
 
 
 def _where(head: str, this: str, places: Mapping[str, str]) -> NodeWhere:

@@ -32,7 +32,8 @@ def main(argv: Sequence[str]) -> int:
     parser = _parser()
     args, rest = parser.parse_known_args(others)
     config.refuse_unknown(rest, parser.options)
-    refuse_port(args.port)
+    if args.port and not 0 < args.port < 65000:
+        raise UserError(f"--port: {args.port} is out of range; use 1 to 65000")
     hosts = hosts_of(args.hosts)
     needs = dataclasses.replace(
         needs_of(_config(args, settings), args.preset, hosts),
@@ -81,9 +82,3 @@ def _config(args: argparse.Namespace, settings: Sequence[str]) -> Config | None:
     if not (args.preset or args.config or settings):
         return None
     return command.parse([*source_flags(args), "--data.paths=stdlib", *settings]).config
-
-
-def refuse_port(port: int) -> None:
-    """Refuse a port that is out of range."""
-    if port and not 0 < port < 65000:
-        raise UserError(f"--port: {port} is out of range; use 1 to 65000")

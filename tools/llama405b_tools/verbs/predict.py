@@ -247,7 +247,8 @@ def _calibrate(args: argparse.Namespace, settings: Sequence[str], plan: Outlook,
 
 def _found(args: argparse.Namespace, hosts: Sequence[Host], gpus: dict[str, Gpu], *, on_cpu: bool) -> Machines:
     """Return what is found on the hosts."""
-    found = _asked_hosts(hosts, gpus) if hosts else dataclasses.replace(UNSEEN, versions=_installed())
+    versions = {name: version_of(name) for name in PACKAGES}  # here, where hosts get theirs from
+    found = _asked_hosts(hosts, gpus) if hosts else dataclasses.replace(UNSEEN, versions=versions)
     if on_cpu:
         found = dataclasses.replace(found, gpu=Gpu.of_cpu(found.ram_bytes / max(1, found.slots)))
     if args.hosts and not (args.gpu or found.gpu):
@@ -265,11 +266,6 @@ def _asked_hosts(hosts: Sequence[Host], gpus: dict[str, Gpu]) -> Machines:
         name, why = next(iter(visit.lost.items()))
         raise RunError(f"{name}: {why}; fix that, or describe the machines: --nodes, --gpu, --slots, --ram, --nic")
     return machines_of(hosts, visit.facts, gpus)
-
-
-def _installed() -> dict[str, str]:
-    """The versions of packages here, where hosts get theirs from."""
-    return {name: version_of(name) for name in PACKAGES}
 
 
 def _write(args: argparse.Namespace, settings: Sequence[str], asked: Config, chosen: Outlook) -> None:

@@ -43,9 +43,8 @@ class Needs:
     gpu_reserved_bytes: int = 0  # what PyTorch keeps
     weights: str = ""  # rank 0's directory
     cuda: bool = True  # whether GPUs matter
-    shared: str = (
-        "runs"  # the directory of checkpoints that all hosts must see; "": each has its own, or nothing is saved
-    )
+    # the directory of checkpoints that all hosts must see; "": each has its own, or nothing is saved
+    shared: str = "runs"
     hash_weights: bool = False  # compare their content with the SHA-256 that download and push recorded
     settings: Config | None = None  # None: unknown
     mesh: str = ""  # of all ranks, if it has more than shards
@@ -79,20 +78,13 @@ def of_host(facts: HostFacts, needs: Needs, *, is_head: bool) -> Remarks:
 
 
 def _programs(facts: HostFacts, needs: Needs) -> Remarks:
-    who, place = facts.identity or NOBODY, facts.environment
+    who, place, setup = facts.identity or NOBODY, facts.environment, needs.command_to_type("setup")
     for program, package in (("tmux", "tmux"), ("ip", "iproute2")):
         if not who.tools.get(program, True):
-            yield (
-                BAD,
-                f"there is no {program}",
-                f"apt-get update && apt-get install {package} on it, or run {needs.command_to_type('setup')} as root",
-            )
+            remedy = f"apt-get update && apt-get install {package} on it, or run {setup} as root"
+            yield BAD, f"there is no {program}", remedy
     if place and not place.workdir_exists:
-        yield (
-            BAD,
-            f"there is no {place.workdir}",
-            f"{needs.command_to_type('setup')} puts the project there; or set workdir=",
-        )
+        yield BAD, f"there is no {place.workdir}", f"{setup} puts the project there; or set workdir="
     if facts.kill_user_processes and who.user != "root":
         what = "logind ends your processes when you log out (KillUserProcesses=yes), and with them the run"
         yield BAD, what, "run there: loginctl enable-linger"
@@ -106,21 +98,17 @@ def _programs(facts: HostFacts, needs: Needs) -> Remarks:
 def _packages(facts: HostFacts, needs: Needs) -> Remarks:
     if facts.environment is None:
         return
-    packages = facts.environment.packages
+    packages, setup = facts.environment.packages, needs.command_to_type("setup")
     if packages is None:
-        yield (
-            BAD,
-            "its python cannot be run",
-            f"{needs.command_to_type('setup')} installs one; or set python= in the hosts file",
-        )
+        yield BAD, "its python cannot be run", f"{setup} installs one; or set python= in the hosts file"
         return
     missing = [name for name in ("torch", "transformers", "llama405b") if packages.get(name, "missing") == "missing"]
     if missing:
-        yield BAD, f"{', '.join(missing)} is not installed", f"{needs.command_to_type('setup')} installs it"
+        yield BAD, f"{', '.join(missing)} is not installed", f"{setup} installs it"
     for name, least in LEAST.items():
         version = _version(packages.get(name, ""))
         if version and version < least:
-            remedy = f"at least {'.'.join(map(str, least))} is needed; {needs.command_to_type('setup')} installs it"
+            remedy = f"at least {'.'.join(map(str, least))} is needed; {setup} installs it"
             yield BAD, f"{name} is {packages[name]}", remedy
     for what, bug in known_bugs(needs.settings, packages).items():
         yield {"warn": WARN, "refuse": BAD}[bug.level], what, bug.cure

@@ -89,8 +89,8 @@ def _wide(of: Grid, rows: Sequence[HostRow], width: int) -> list[Text]:
     told = [row.state for row in rows if of.is_text or row.state is not HostState.OK]
     states = max(map(len, [*told, "STATE"])) + 1 if told else 0
     columns = COLUMNS[of.ui.hidden :]
-    figures = _figures_width(columns)
-    rest = width - (2 + names + 1 + states + area + 1 + figures + 1)
+    figures = "MEM% TEMP   Gb/s" + "".join(f"{HEADINGS[name]:>{WIDTHS[name]}}" for name in columns)
+    rest = width - (2 + names + 1 + states + area + 1 + len(figures) + 1)
     own = of.quantity if n_gpus else -1
     histories = [] if of.is_text else [own, NETWORK]
     says = any(row.why or row.notes for row in rows) and rest >= ROOM + len(histories) * SPARK
@@ -104,7 +104,7 @@ def _wide(of: Grid, rows: Sequence[HostRow], width: int) -> list[Text]:
     for index in histories:
         name = QUANTITIES[index].name if index >= 0 else "cpu"
         heading.append(f"{f'{name} {ago}'[:spark]:{spark}} ", "strong")
-    heading.append(_heading(columns), "strong")
+    heading.append(figures, "strong")
     lines = [rule(_title(of, rows, 1, 0), width, focused=of.focused), heading]
     for row in rows:
         line = _named(row, names, is_selected=not of.is_text and row is selected_row(rows, of.ui, of.pic.about))
@@ -127,7 +127,7 @@ def _sparks(of: Grid, index: int, width: int) -> dict[str, Text]:
     if width < 1:
         return {}
     if index < 0:
-        return {row.name: _cpu_history(row, width) for row in of.pic.hosts}
+        return {row.name: Text(f"{sparkline(row.history, width, 100.0):{width}}", "chart") for row in of.pic.hosts}
     found = dict(of.trends.host_heat(index, of.ui.window, of.axis.begin, of.axis.end, width))
     known = [value for values in found.values() for value in values if value != UNKNOWN]
     by = Scaled(QUANTITIES[index], *QUANTITIES[index].scale(known))
@@ -137,21 +137,9 @@ def _sparks(of: Grid, index: int, width: int) -> dict[str, Text]:
     }
 
 
-def _cpu_history(row: HostRow, width: int) -> Text:
-    return Text(f"{sparkline(row.history, width, 100.0):{width}}", "chart")
-
-
 BEFORE = (Phase.START, Phase.DATA, Phase.LOAD, Phase.PIN, Phase.RESUME)  # of a rank that takes no step yet
 HEADINGS = {"cpu_pct": "CPU%", "ram_pct": "RAM%", "disk": "DISK", "step": "STEP", "busy": "BUSY", "age": "AGE"}
 WIDTHS = {"cpu_pct": 5, "ram_pct": 5, "disk": 6, "step": 7, "busy": 6, "age": 6}
-
-
-def _figures_width(columns: Sequence[str]) -> int:
-    return 4 + 5 + 7 + sum(WIDTHS[name] for name in columns)
-
-
-def _heading(columns: Sequence[str]) -> str:
-    return "MEM% TEMP   Gb/s" + "".join(f"{HEADINGS[name]:>{WIDTHS[name]}}" for name in columns)
 
 
 def _figures(row: HostRow, columns: Sequence[str]) -> Text:

@@ -245,10 +245,6 @@ def _gpus(of: Scene, width: int, room: int) -> list[Text]:
     return [*lines, *(of.graphs.row(of.graphs.hardware()[:3], width, rest) if rest >= LEAST else ())]
 
 
-def _ranks(of: Scene, width: int, room: int) -> list[Text]:
-    return rank_table(of.pic, of.rows, of.ui, width, room)
-
-
 def _network(of: Scene, width: int, room: int) -> list[Text]:
     """Draw what every host sends and receives, now and over time, and what stands out about its ports."""
     lines = of.graphs.network(width, max(6, room // 4))
@@ -265,7 +261,7 @@ def _to_the_bottom(pane: Sequence[Text], room: int) -> list[Text]:
 VIEW: dict[str, Callable[[Scene, int, int], list[Text]]] = {
     "all": _all,
     "gpus": _gpus,
-    "ranks": _ranks,
+    "ranks": lambda of, width, room: rank_table(of.pic, of.rows, of.ui, width, room),
     "network": _network,
     "log": lambda of, width, room: _to_the_bottom(of.log(room, width), room),
     "events": lambda of, width, room: _to_the_bottom(of.events(room, width, wraps=True), room),

@@ -68,9 +68,8 @@ class HostView:
     expected: frozenset[str] = frozenset()  # UUIDs of the GPUs that it has had since it was started
     programs: Programs = dataclasses.field(default_factory=Programs)
     xids: collections.deque[Xid] = dataclasses.field(default_factory=lambda: collections.deque(maxlen=MOST_XIDS))
-    busy: dict[int, collections.deque[tuple[int, float]]] = dataclasses.field(
-        default_factory=dict
-    )  # by rank: step, seconds
+    # by rank: step, seconds
+    busy: dict[int, collections.deque[tuple[int, float]]] = dataclasses.field(default_factory=dict)
     plans: dict[str, RunFrame] = dataclasses.field(default_factory=dict)  # by run, the frame that had its nodes
     history: collections.deque[float] = dataclasses.field(default_factory=lambda: collections.deque(maxlen=HISTORY))
 
@@ -214,7 +213,7 @@ class HostView:
             ram_bytes=frame.memory.total,
             ram_used_bytes=frame.memory.used,
             disk_free_bytes=min((free for _, free, _ in frame.disks), default=None),
-            net_bytes_per_s=self._rate(_net),
+            net_bytes_per_s=self._rate(lambda frame: {name: sum(counts) for name, counts in frame.net.items()}),
             ib_bytes_per_s=self.ib_rate,
             is_culprit=judged.is_culprit,
             notes=tuple(note.words for note in judged.notes),
@@ -339,10 +338,6 @@ def _unknown(gpu: GpuReport) -> GpuReport:
 
 def _uuids(found: Sequence[GpuReport]) -> frozenset[str]:
     return frozenset(gpu.uuid or str(gpu.index) for gpu in found)
-
-
-def _net(frame: Frame) -> dict[str, int]:
-    return {name: sum(counts) for name, counts in frame.net.items()}
 
 
 def _ib(frame: Frame) -> dict[str, int]:
