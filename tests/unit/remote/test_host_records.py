@@ -1,19 +1,23 @@
 """What an agent keeps on its host: why an attempt failed, once, and what the run's guard last said."""
 
+import concurrent.futures
 import dataclasses
 import errno
 import os
 
 import pytest
 
+from llama405b.contract import reader
 from llama405b.contract.causes import Cause, CauseKind
-from llama405b.contract.files import read_records, write_json
+from llama405b.contract.files import append_line, read_records, write_json
 from llama405b.contract.paths import RunDir
 from llama405b.contract.plan import Node, Plan
 from llama405b.contract.records import Blame, GuardState
 from llama405b_tools.remote import guarding, processes
+from llama405b_tools.remote.autopsy import evidence
 from llama405b_tools.remote.describe import status
 from llama405b_tools.remote.guarding import machine_id, note
+from llama405b_tools.remote.messages.autopsy import EvidenceRequest
 from llama405b_tools.remote.messages.guard_notes import GuardNote
 from llama405b_tools.remote.messages.host_run import StatusRequest
 from llama405b_tools.remote.messages.stop_request import StopRequest
@@ -62,6 +66,29 @@ def test_the_first_who_decides_why_an_attempt_failed_is_kept(run):
         record_blame(run, "a", blame)
     assert read_records(Blame, run.blames("a"), 9) == [Blame(1, "b", HUNG), Blame(2, "a", HUNG)]
     assert told().blames == (Blame(1, "b", HUNG), Blame(2, "a", HUNG))
+
+
+def test_the_last_records_are_those_in_a_file_s_last_bytes(run):
+    blames = [Blame(attempt, "b", HUNG) for attempt in (1, 2, 3)]
+    for blame in blames:
+        append_line(run.blames("a"), reader.dumps(blame))
+    size = run.blames("a").stat().st_size // 3
+    assert [read_records(Blame, run.blames("a"), 9, size * n // 2) for n in (1, 3, 9)] == [[], blames[2:], blames]
+
+
+def test_a_look_at_the_ranks_leaves_no_thread_waiting_for_more(run, monkeypatch):
+    pools = []
+
+    class Pool(concurrent.futures.ThreadPoolExecutor):
+        def __init__(self, *words):
+            super().__init__(*words)
+            pools.append(self)
+
+    monkeypatch.setattr(concurrent.futures, "ThreadPoolExecutor", Pool)
+    assert evidence(EvidenceRequest("r", "a", 0.0)).ranks[0].rank == 0
+    for pool in pools:
+        with pytest.raises(RuntimeError, match="shutdown"):
+            pool.submit(int)
 
 
 def test_ending_a_launch_records_why_and_ending_another_does_not(run):
