@@ -68,7 +68,7 @@ def train_step(
         updater.zero_grad()
         raise NoGradientError(
             f"--training: a step with {counted(n_targets, 'target')} and loss {loss:.4g} has a gradient of exactly 0: its loss "
-            "depends on no weight that is trained; see loss() in --training.extend, and the model's code"
+            "depends on no weight that is trained; see loss() in --extend, and the model's code"
         )
     if refuses(loss):
         updater.zero_grad()

@@ -23,7 +23,7 @@ def build_passes(parallel: Parallel, model: nn.Module, me: Rank) -> Passes:
     own = extend.current().loss
     if own and (parallel.loss == "parts" or me.axes.tp > 1):
         raise UserError(
-            "--training.extend: loss() is given all logits, which no rank has with loss = parts or tp; remove one of them"
+            "--extend: loss() is given all logits, which no rank has with loss = parts or tp; remove one of them"
         )
     averaged, loss = me.dp.size * me.axes.cp, loss_of(parallel.loss, model.lm_head, own)
     if parallel.by_fsdp1:

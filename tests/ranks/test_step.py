@@ -1,6 +1,7 @@
 """The numerics and communication of a step, on real ranks."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -188,15 +189,21 @@ def _poison(me, directory, factor, where):
         train_step(OneByOne(module, me.dp.size), updater, [Batch(x[:3], y[:3])], max_norm=1.0)
     except (NonFiniteError, NoGradientError) as error:
         same = all(torch.equal(b, p.to_local()) for b, p in zip(before, module.parameters(), strict=True))
-        return type(error).__name__, same
+        return str(error), same
     return "went on"
 
 
 @pytest.mark.parametrize(
-    ("factor", "where", "said"), [(float("nan"), [1], "NonFiniteError"), (0.0, [0, 1], "NoGradientError")]
+    ("factor", "where", "said"),
+    [
+        (float("nan"), [1], "loss nan, gradient norm nan"),
+        (0.0, [0, 1], "has a gradient of exactly 0: .* trained; see loss\\(\\) in --extend, and the model's code"),
+    ],
 )
 def test_nan_on_one_rank_or_no_gradient_stops_all_before_the_weights_change(tiny, factor, where, said):
-    assert run_ranks(2, _poison, tiny, factor, where) == [(said, True)] * 2
+    for words, same in run_ranks(2, _poison, tiny, factor, where):
+        assert re.search(said, words)
+        assert same
 
 
 def _masked(me, directory):
