@@ -41,11 +41,6 @@ class Point:
     waited_s: float = 0.0  # of the forward, for updates in host memory
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be true.
-
-        Raises:
-            ValueError: Steps have no sequences or no time.
-        """
         counts, times = (self.layers + 1, self.micro_batch, self.global_batch), (self.forward_s, self.backward_s)
         if min(counts) < 1 or not all(0 < each < math.inf for each in times):
             raise ValueError("a step is of nothing, or takes no time")
@@ -70,11 +65,6 @@ class Alone:
     disk: float  # a host writes checkpoints
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be true.
-
-        Raises:
-            ValueError: A rate is not positive.
-        """
         links = {self.gather, self.scatter, self.hop_s}
         alone = {self.layer_s, self.device_update, self.host_update, self.copies, self.disk}
         if not all(0 < each < math.inf for each in (alone | links if any(links) else alone)):
@@ -95,11 +85,6 @@ class Calibration:
     made: str  # the day
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be true.
-
-        Raises:
-            ValueError: The layers do not grow, or a count is not positive.
-        """
         load, counts = self.load, (self.load.micro_batch, self.load.ranks_per_host, self.load.world)
         if min(counts) < 1 or not 1 <= self.few.layers <= self.more.layers <= load.llama.layers:
             raise ValueError("its layers or ranks cannot be")

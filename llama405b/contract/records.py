@@ -83,11 +83,6 @@ class Heartbeat:
     )
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be true.
-
-        Raises:
-            ValueError: The rank or the step is negative.
-        """
         if self.rank < 0 or self.step < 0:
             raise ValueError("its rank or step is negative")
 
@@ -133,11 +128,6 @@ class Metrics:
     own: Mapping[str, float] = dataclasses.field(default_factory=dict)  # what the user's module adds, by name
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be true.
-
-        Raises:
-            ValueError: The step is negative.
-        """
         if self.step < 0:
             raise ValueError("its step is negative")
 
@@ -149,11 +139,6 @@ class SpentHours:
     gpu_hours: float  # of all its attempts; of CPUs, hours of ranks
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be true.
-
-        Raises:
-            ValueError: It is negative.
-        """
         if self.gpu_hours < 0:
             raise ValueError("its hours are negative")
 
@@ -168,11 +153,6 @@ class EvaluationMetrics:
     attempt: int
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be true.
-
-        Raises:
-            ValueError: The step is negative.
-        """
         if self.step < 0:
             raise ValueError("its step is negative")
 
