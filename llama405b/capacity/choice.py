@@ -56,9 +56,6 @@ def _with_mesh(
 
     auto: FSDP over all ranks if that fits, as no GPU has run more; else the fastest mesh that fits. 3d: the fastest with tp and pp.
     On CPUs, and on GPUs that are in no table, what is the fastest on H100s; where nothing fits, what a GPU holds least of.
-
-    Raises:
-        UserError: The model cannot be split so over these ranks.
     """
     strategy = config.parallel.strategy
     if not config.parallel.of_strategy.chosen:

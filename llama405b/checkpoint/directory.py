@@ -94,19 +94,11 @@ class Directory:
         sync(partial / MODEL_FILES)
 
     def seal_others(self, final: Path) -> dict[str, FileDigest]:
-        """Seal what no tensors are in: DCP's metadata, and what describes the checkpoint.
-
-        Raises:
-            OSError: It cannot be read, or is gone.
-        """
+        """Seal what no tensors are in: DCP's metadata, and what describes the checkpoint."""
         return {name: hash_file(file, 0) for name, file in self._others(final).items()}
 
     def others(self, final: Path) -> dict[str, bytes]:
-        """Return what no tensors are in, by name.
-
-        Raises:
-            OSError: It cannot be read, or is gone.
-        """
+        """Return what no tensors are in, by name."""
         return {name: file.read_bytes() for name, file in self._others(final).items()}
 
     def _others(self, final: Path) -> dict[str, Path]:

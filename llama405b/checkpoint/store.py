@@ -166,11 +166,7 @@ class Store:
         return "" if self.shared else f" on {self.me.host}"
 
     def _survey(self) -> None:
-        """Find out, with a token file of each rank, which ranks see the same directory, and that all can write to it.
-
-        Raises:
-            UserError: A rank cannot; or it is to be shared, and one does not see it. Names the host.
-        """
+        """Find out, with a token file of each rank, which ranks see the same directory, and that all can write to it."""
         run = collectives.broadcast_object(uuid.uuid4().hex)
         tokens = [f".token-{run}-{rank}" for rank in range(self.me.world)]
         with collectives.raise_on_all_ranks():

@@ -117,12 +117,7 @@ class TensorReader(FileSystemReader):
         return read_metadata(Path(self.path) / METADATA)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read what this rank needs.
-
-        Raises:
-            UnsafeError: There is something else.
-            OSError: A file cannot be read.
-        """
+        """Read what this rank needs."""
         try:
             return super().read_data(plan, planner)
         except pickle.UnpicklingError:
@@ -134,11 +129,7 @@ class TensorPlanner(DefaultLoadPlanner):
     """Loads tensors alone."""
 
     def load_bytes(self, read_item: ReadItem, _value: object) -> None:
-        """Refuse what DCP would unpickle.
-
-        Raises:
-            UnsafeError: Always.
-        """
+        """Refuse what DCP would unpickle."""
         _refuse(f"{read_item.dest_index.fqn} in the checkpoint")
 
 

@@ -49,11 +49,7 @@ class SealingWriter(dcp.FileSystemWriter):
         return super().prepare_local_plan(plan)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's part, and flush it to the disk; DCP tells all ranks what is raised.
-
-        Raises:
-            OSError: A file cannot be written.
-        """
+        """Write this rank's part, and flush it to the disk; DCP tells all ranks what is raised."""
         tensors = [item for item in plan.items if item.type is not WriteItemType.BYTE_IO]
         self.frozen.plan([planner.resolve_data(item).detach() for item in tensors])
         names = [f"{plan.storage_data.prefix}{number}{DEFAULT_SUFFIX}" for number in range(2 * THREADS)]

@@ -71,20 +71,12 @@ def read_preset(name: str) -> dict[str, Setting]:
 
 
 def read_files(paths: Sequence[Path]) -> dict[str, Setting]:
-    """Read files of settings, of which the later ones win.
-
-    Raises:
-        UserError: See ``read_toml``.
-    """
+    """Read files of settings, of which the later ones win."""
     return dict(collections.ChainMap(*map(read_toml, reversed(paths))))
 
 
 def overridden(paths: Sequence[Path]) -> list[str]:
-    """Say which settings of a file a later one replaces, and where.
-
-    Raises:
-        UserError: See ``read_toml``.
-    """
+    """Say which settings of a file a later one replaces, and where."""
     settings, lines = dict[str, Setting](), list[str]()
     for path in paths:
         for key, (value, where) in read_toml(path).items():
@@ -129,9 +121,6 @@ def _spelt_out(section: str, table: Mapping[str, Json], where: str) -> Iterator[
     """Yield a section's settings, whose tables are another way to write them.
 
     ``[[data.sources]]`` is data.paths and data.weights; data.fields and optimizer.groups may be tables, too.
-
-    Raises:
-        UserError: One of the sources is not a path and a weight.
     """
     for key, value in table.items():
         if (section, key) == ("data", "fields") and isinstance(value, dict):

@@ -260,11 +260,7 @@ def _parsed(line: str) -> Json:
 
 
 def _matches(path: str) -> Iterator[Path]:
-    """The files that a path names, in no order.
-
-    Raises:
-        UserError: There is none.
-    """
+    """The files that a path names, in no order."""
     found = _named(path)
     first = next(found, None)
     if first is None:

@@ -53,11 +53,7 @@ class DirectFile:
             raise
 
     def write(self, data: bytes | memoryview) -> None:
-        """Append.
-
-        Raises:
-            OSError: The disk fails, or is full.
-        """
+        """Append."""
         view = memoryview(data)
         while view:
             piece = view[: BUFFER_BYTES - self.held]
@@ -69,11 +65,7 @@ class DirectFile:
                 self._empty(self.held)
 
     def flush(self) -> None:
-        """Bring everything to the disk; nothing more can be written.
-
-        Raises:
-            OSError: The disk fails, or is full.
-        """
+        """Bring everything to the disk; nothing more can be written."""
         self._empty(self.held // ALIGNED * ALIGNED)
         self._ask(direct=False)
         self._empty(self.held)

@@ -58,11 +58,7 @@ class Hashes:
         return known.blocks if known else None
 
     def add(self, name: str, blocks: Blocks, sha256: str = "") -> None:
-        """Note that a file, as it is now, was verified.
-
-        Raises:
-            OSError: The record cannot be written.
-        """
+        """Note that a file, as it is now, was verified."""
         info = (self.root / name).stat()
         with self.lock:
             self.files[name] = FileHashes(info.st_size, info.st_mtime, blocks, sha256)

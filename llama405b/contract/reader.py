@@ -108,11 +108,7 @@ def _members(record: Any) -> dict[str, Any] | str:
 
 
 def _bound(value: Any, depth: int) -> None:
-    """Put null where a number in an object or list is out of range (NaN, too).
-
-    Raises:
-        ValueError: It is nested too deeply, or has too many items.
-    """
+    """Put null where a number in an object or list is out of range (NaN, too)."""
     if depth < 0:
         raise ValueError("nested too deeply")
     if len(value) > MAX_ITEMS:

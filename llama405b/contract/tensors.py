@@ -157,12 +157,7 @@ def read_header(path: Path) -> Layout:
 
 
 def _tensors_of(header: Mapping[str, Any], path: Path, begin: int) -> tuple[Layout, int]:
-    """The tensors of a parsed header, and where their bytes end; the format allows no gaps.
-
-    Raises:
-        ValueError: Tensors overlap, leave a gap, or their size does not match shape and dtype.
-        UserError: A dtype cannot be trained.
-    """
+    """The tensors of a parsed header, and where their bytes end; the format allows no gaps."""
     infos: Layout = {}
     end = 0
     about = header.get("__metadata__", {})
@@ -188,11 +183,7 @@ def _tensors_of(header: Mapping[str, Any], path: Path, begin: int) -> tuple[Layo
 
 
 def _piece_of(held: TensorInfo, of: Sequence[Any], whole: str) -> tuple[str, TensorInfo]:
-    """Return the name of the tensor of which an entry is a piece, and the piece; ``of``: that name, its shape, the box.
-
-    Raises:
-        ValueError: They do not fit.
-    """
+    """Return the name of the tensor of which an entry is a piece, and the piece; ``of``: that name, its shape, the box."""
     name, shape, ranges = of
     box = tuple((start, stop) for start, stop in ranges)
     fits = all(0 <= start <= stop <= size for (start, stop), size in zip(box, shape, strict=True))

@@ -34,11 +34,7 @@ class Batches:
         return self.mixture.n_sequences
 
     def hold_out(self, fraction: float) -> tuple["Batches", "Batches"]:
-        """Split into what is trained on and what is held out, of each source: whole documents.
-
-        Raises:
-            UserError: A source has only one sequence.
-        """
+        """Split into what is trained on and what is held out, of each source: whole documents."""
         pairs = self.mixture.hold_out(fraction)
         kept, held = ([pair[i] for pair in pairs] for i in (0, 1))
         weights, seed = self.mixture.counts if len(pairs) > 1 else (), self.mixture.seed

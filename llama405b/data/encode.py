@@ -128,11 +128,7 @@ class Encoder:
         self.files = list[FileOffset]()  # every file that has tokens, and every ``APART`` of them
 
     def __iter__(self) -> Iterator[NDArray[np.uint32]]:
-        """Yield the tokens of some text at a time.
-
-        Raises:
-            UserError: A document cannot be read or used.
-        """
+        """Yield the tokens of some text at a time."""
         begins, n_documents = "", 0  # the next token is the first of a document of this file, which has had so many
         for batch in _batches(self._pieces()):
             for piece, ids in zip(batch, self._encoded(batch), strict=True):

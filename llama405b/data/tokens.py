@@ -221,11 +221,7 @@ def stem_of(parts: Sequence[FilePart], config: Data, tokenizer: PreTrainedTokeni
 
 
 def _made(directory: Path, rules: str, report: Report) -> TokenFile:
-    """Return what `data tokenize` has written, for this tokenizer and these settings.
-
-    Raises:
-        UserError: It was made for others, or is not whole.
-    """
+    """Return what `data tokenize` has written, for this tokenizer and these settings."""
     found = read_record(Tokenized, directory / TOKENIZED)
     tokens = TokenFile("", found.n_tokens, found.digest, str((directory / TOKENS).resolve())) if found else None
     if not (found and tokens and tokens.is_whole(directory)):

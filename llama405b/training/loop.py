@@ -130,13 +130,7 @@ class Trainer:
             ending.callback(self.reader.close)
 
     def one_step(self, step: int) -> Metrics | None:
-        """Fetch a batch, update the weights, and measure; None if the step was left out.
-
-        Raises:
-            NonFiniteError: Loss or gradient is not finite, and the run is to stop then, or one step after another would be left out.
-            NoGradientError: The gradient is exactly 0 although there are targets.
-            SpikeError: The loss is far above the last ones', and the run is to stop then.
-        """
+        """Fetch a batch, update the weights, and measure; None if the step was left out."""
         me, timer = self.context.me, StepTimer(self.context.me.device)
         lr = lr_at(step, self.steps.stop - 1, self.config.optimizer)
         set_lr(self.updater.optimizer, lr)
@@ -172,11 +166,7 @@ class Trainer:
         )
 
     def learn(self, step: int, timer: StepTimer) -> StepResult | None:
-        """Fetch a batch and update the weights; None if it has nothing to learn, or nothing finite came of it.
-
-        Raises:
-            NonFiniteError: See ``BadSteps.check_finite``.
-        """
+        """Fetch a batch and update the weights; None if it has nothing to learn, or nothing finite came of it."""
         microbatches = next(self.reader)
         timer.mark("data")
         try:

@@ -39,11 +39,7 @@ def bring_model_files(model: Model, data: Data, context: RankContext, *, whole: 
 
 
 def _read_checked(model: Model, data: Data, context: RankContext, *, whole: bool) -> dict[str, str]:
-    """Read the small files of a complete checkpoint, by name, in base64; the demo's is made if it is not there.
-
-    Raises:
-        UserError: It is not complete, or transformers refuses it.
-    """
+    """Read the small files of a complete checkpoint, by name, in base64; the demo's is made if it is not there."""
     directory = Path(model.path)
     if directory == Path(DEMO_MODEL) and not directory.exists():
         context.log(f"making the demo's model and tokenizer in {directory}")
