@@ -95,57 +95,50 @@ MESHES = (Probe.TP, Probe.CP, Probe.PP, Probe.HSDP)
 MANY_RANKS_ONLY = (Probe.COLLECTIVES, *MESHES, Probe.HOST_LINKS)
 # What a rehearsal tests; if one fails, nothing after it makes sense.
 LINKS = (Probe.START, Probe.COLLECTIVES, Probe.COPIES)
-# On a GPU, its process's start with it; a probe is not started if less time is left. Those of one rank are as an H200 took, but for fsdp1
-# and evaluation.
-ABOUT_S = {
-    Probe.START: 15, Probe.COLLECTIVES: 20, Probe.COPIES: 20, Probe.UPDATE: 35, Probe.LAYER_NONE: 20, Probe.LAYER_OPTIMIZER: 60,
-    Probe.LAYER_ALL: 35, Probe.HIDING: 95, Probe.EXACT: 55, Probe.TP: 40, Probe.CP: 40, Probe.PP: 40, Probe.HSDP: 40,
-    Probe.ACCUMULATION: 30, Probe.RESUME: 25, Probe.PACKED: 35, Probe.RANK0: 25, Probe.FSDP1: 25, Probe.EVALUATION: 25,
-    Probe.PRODUCTS: 25, Probe.HOST_LINKS: 60, Probe.RATES: 60, Probe.KNOBS: 300,
-    **dict.fromkeys(OPEN, 20),
-}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class About:
+    """What a probe takes, and what is said of it."""
+
+    usual_s: int  # on a GPU, its process's start with it; a probe is not started if less time is left
+    proves: str = ""  # a feature of docs/proof.md
+    advice: str = "report it"  # where it fails
+
+
 ONE_HOLDS_ALL = "here one rank holds all states of a layer; in a run each has a part, so that this alone stops nothing"
-ADVICE = {  # where a test fails
-    Probe.START: "run `llama405b doctor` on these hosts; NCCL_DEBUG=INFO shows what NCCL tries",
-    Probe.COLLECTIVES: "run `llama405b doctor --deep` on these hosts, and compare their links",
-    Probe.COPIES: "raise the limit of locked memory (ulimit -l) or the container's memory",
-    Probe.UPDATE: "use more of the CPU's cores, or --parallel.offload none",
-    Probe.LAYER_NONE: ONE_HOLDS_ALL,
-    Probe.LAYER_OPTIMIZER: ONE_HOLDS_ALL,
-    Probe.LAYER_ALL: ONE_HOLDS_ALL,
-    Probe.HIDING: "use --parallel.overlap false until this is understood, and report it",
-    Probe.EXACT: "use --parallel.overlap false until this is understood, and report it",
-    **{probe: f"leave {probe} out until this is understood, and report it" for probe in MESHES},
-    Probe.ACCUMULATION: "set --training.micro_batch_size so that a step has one micro-batch, and report it",
-    Probe.RESUME: "use --parallel.offload optimizer until this is understood, and report it",
-    Probe.PACKED: "use --model.attention sdpa until this is understood, and report it",
-    Probe.RANK0: "use --model.load local until this is understood, and report it",
-    Probe.FSDP1: "use --parallel.strategy fsdp2, and report it",
-    Probe.EVALUATION: "use --evaluation.every 0 until this is understood, and report it",
-    Probe.KNOBS: "report it, and which setting was the last",
-}
-PROVES = {  # features of docs/proof.md
-    Probe.START: "the first step over NCCL",
-    Probe.COLLECTIVES: "collectives over NCCL give what they should",
-    Probe.COPIES: "copies between GPU and CPU memory, pinned and not",
-    Probe.UPDATE: "the update and the norm on the GPU host's cores, the norm against FP64",
-    Probe.LAYER_NONE: "a layer of the 405B shape, offload none",
-    Probe.LAYER_OPTIMIZER: "a layer of the 405B shape, offload optimizer",
-    Probe.LAYER_ALL: "a layer of the 405B shape, offload all",
-    Probe.HIDING: "the update hidden under the next forward",
-    Probe.EXACT: "hidden equals sequential, bit for bit",
-    Probe.TP: "two ranks that split matrices (`tp`)",
-    Probe.CP: "two ranks that split sequences (`cp`)",
-    Probe.PP: "two pipeline stages (`pp`)",
-    Probe.HSDP: "two copies of the weights (`hsdp`)",
-    Probe.ACCUMULATION: "two micro-batches with offload none, optimizer and all",
-    Probe.RESUME: "a save beside training from pinned copies, and a resume",
-    Probe.PACKED: "packed documents by every kernel of attention",
-    Probe.RANK0: "weights that rank 0 reads and sends",
-    Probe.FSDP1: "FSDP1 beside FSDP2",
-    Probe.EVALUATION: "an evaluation between steps",
-    Probe.KNOBS: "settings alone and together",
-}
+UNDERSTOOD = "until this is understood, and report it"
+# Those of one rank take what an H200 took, but for fsdp1 and evaluation.
+ABOUT = {
+    Probe.START: About(15, "the first step over NCCL", "run `llama405b doctor` on these hosts; NCCL_DEBUG=INFO shows what NCCL tries"),
+    Probe.COLLECTIVES: About(20, "collectives over NCCL give what they should",
+        "run `llama405b doctor --deep` on these hosts, and compare their links"),
+    Probe.COPIES: About(20, "copies between GPU and CPU memory, pinned and not",
+        "raise the limit of locked memory (ulimit -l) or the container's memory"),
+    Probe.UPDATE: About(35, "the update and the norm on the GPU host's cores, the norm against FP64",
+        "use more of the CPU's cores, or --parallel.offload none"),
+    Probe.LAYER_NONE: About(20, "a layer of the 405B shape, offload none", ONE_HOLDS_ALL),
+    Probe.LAYER_OPTIMIZER: About(60, "a layer of the 405B shape, offload optimizer", ONE_HOLDS_ALL),
+    Probe.LAYER_ALL: About(35, "a layer of the 405B shape, offload all", ONE_HOLDS_ALL),
+    Probe.HIDING: About(95, "the update hidden under the next forward", f"use --parallel.overlap false {UNDERSTOOD}"),
+    Probe.EXACT: About(55, "hidden equals sequential, bit for bit", f"use --parallel.overlap false {UNDERSTOOD}"),
+    Probe.TP: About(40, "two ranks that split matrices (`tp`)", f"leave tp out {UNDERSTOOD}"),
+    Probe.CP: About(40, "two ranks that split sequences (`cp`)", f"leave cp out {UNDERSTOOD}"),
+    Probe.PP: About(40, "two pipeline stages (`pp`)", f"leave pp out {UNDERSTOOD}"),
+    Probe.HSDP: About(40, "two copies of the weights (`hsdp`)", f"leave hsdp out {UNDERSTOOD}"),
+    Probe.ACCUMULATION: About(30, "two micro-batches with offload none, optimizer and all",
+        "set --training.micro_batch_size so that a step has one micro-batch, and report it"),
+    Probe.RESUME: About(25, "a save beside training from pinned copies, and a resume", f"use --parallel.offload optimizer {UNDERSTOOD}"),
+    Probe.PACKED: About(35, "packed documents by every kernel of attention", f"use --model.attention sdpa {UNDERSTOOD}"),
+    Probe.RANK0: About(25, "weights that rank 0 reads and sends", f"use --model.load local {UNDERSTOOD}"),
+    Probe.FSDP1: About(25, "FSDP1 beside FSDP2", "use --parallel.strategy fsdp2, and report it"),
+    Probe.EVALUATION: About(25, "an evaluation between steps", f"use --evaluation.every 0 {UNDERSTOOD}"),
+    Probe.PRODUCTS: About(25),
+    Probe.HOST_LINKS: About(60),
+    Probe.RATES: About(60),
+    Probe.KNOBS: About(300, "settings alone and together", "report it, and which setting was the last"),
+    **dict.fromkeys(OPEN, About(20)),
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -237,7 +230,7 @@ def line_of(result: ProbeResult) -> str:
     if result.skipped:
         return f"{result.probe:13} skipped: {result.why}; run it alone with --tests {result.probe}"
     if result.fault:
-        return f"{result.probe:13} FAILED after {result.seconds:.0f} s: {result.why}; {ADVICE.get(result.probe, 'report it')}"
+        return f"{result.probe:13} FAILED after {result.seconds:.0f} s: {result.why}; {ABOUT[result.probe].advice}"
     if result.probe is Probe.KNOBS:
         return f"{result.probe:13} passed, {result.seconds:.0f} s\n\n" + "\n".join(table_of(result.figures)) + "\n"
     figures = ", ".join(f"{each.name} {each.value:.3g} {each.unit}".rstrip() for each in result.figures)
@@ -261,11 +254,11 @@ def table_of(figures: Iterable[Figure]) -> list[str]:
 def proof_rows(results: Iterable[ProbeResult], date: str) -> list[str]:
     """Return rows for docs/proof.md: one GPU, and several nodes, in the last two of its columns."""
     rows, gpus = [], [each for each in results if each.good and each.device != "cpu"]
-    for probe, feature in PROVES.items():
+    for probe, about in ABOUT.items():
         one = [f"{date} ({each.device})" for each in gpus if each.probe is probe and each.ranks == 1]
         many = [f"{date} ({each.hosts} hosts)" for each in gpus if each.probe is probe and each.hosts > 1]
-        if one or many:
-            rows.append(f"| {feature} | | | {(*one, 'never run')[0]} | {(*many, 'never run')[0]} |")
+        if about.proves and (one or many):
+            rows.append(f"| {about.proves} | | | {(*one, 'never run')[0]} | {(*many, 'never run')[0]} |")
     return rows
 
 

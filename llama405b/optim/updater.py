@@ -1,6 +1,7 @@
 """What a step asks of whoever updates the weights, and what a checkpoint asks of the state that is updated."""
 
 import dataclasses
+import operator
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Protocol
@@ -20,13 +21,7 @@ class UpdateWork:
     up_bytes: int = 0  # weights that left it; on a GPU both cross PCIe
 
     def __sub__(self, other: "UpdateWork") -> "UpdateWork":
-        return UpdateWork(
-            self.update_s - other.update_s,
-            self.exposed_s - other.exposed_s,
-            self.update_bytes - other.update_bytes,
-            self.down_bytes - other.down_bytes,
-            self.up_bytes - other.up_bytes,
-        )
+        return UpdateWork(*map(operator.sub, dataclasses.astuple(self), dataclasses.astuple(other)))
 
 
 BeforeUpdate = Callable[[Sequence[Tensor]], None]

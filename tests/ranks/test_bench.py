@@ -18,7 +18,7 @@ from benchmarks.pairs import ratio_of
 from conftest import ROOT
 from llama405b.commands.probes import open_questions
 from llama405b.commands.probes.runs import agree
-from llama405b.contract.probes import ABOUT_S, MANY_RANKS_ONLY, MESHES, OPEN, TESTS, WHOLE_RUNS, Probe
+from llama405b.contract.probes import ABOUT, MANY_RANKS_ONLY, MESHES, OPEN, TESTS, WHOLE_RUNS, Probe
 from ops_rig import benchmark, wait_for
 from ranks_rig import run_ranks
 
@@ -162,7 +162,7 @@ def test_runs_that_differ_or_end_early_are_told():
 
 
 def test_all_tests_of_a_gpu_fit_into_their_time():
-    assert sum(ABOUT_S[test] for test in TESTS if test not in MANY_RANKS_ONLY) <= 0.95 * 540
+    assert sum(ABOUT[test].usual_s for test in TESTS if test not in MANY_RANKS_ONLY) <= 0.95 * 540
 
 
 def test_one_whose_process_dies_or_takes_too_long_has_failed(tmp_path, warm_cli):

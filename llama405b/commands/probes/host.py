@@ -14,6 +14,7 @@ from llama405b.distributed.host_memory import allocate
 from llama405b.distributed.ranks import Rank
 from llama405b.optim.adamw import Settings, update_adamw
 from llama405b.optim.norm import norm_over_ranks, squares
+from llama405b.optim.stochastic import Elements
 
 UPDATE_BYTES = 28  # per element of FP32: weight, gradient and moments read, all but the gradient written
 NORM_ERROR = 1e-6  # relative, that is accepted
@@ -101,12 +102,17 @@ def update(me: Rank) -> list[Figure]:
     return [*figures, _norm_error(longest)]
 
 
-def update_of(elements: int) -> Callable[[], None]:
-    """Return what updates so many elements in host memory, on this rank's threads."""
-    weight, gradient = torch.nn.Parameter(torch.randn(elements)), torch.randn(elements)
-    state = {"step": torch.zeros(())} | {name: torch.zeros(elements) for name in ("exp_avg", "exp_avg_sq")}
+def update_of(
+    elements: int, device: str = "cpu", dtype: torch.dtype = torch.float32, *, stochastic: bool = False
+) -> Callable[[], None]:
+    """Return what updates so many elements: in host memory, on this rank's threads."""
+    weight = torch.nn.Parameter(torch.randn(elements, device=device, dtype=dtype))
+    gradient = torch.randn_like(weight.data)
+    moments = {name: torch.zeros_like(gradient) for name in ("exp_avg", "exp_avg_sq")}
+    state = {"step": torch.zeros((), device=device)} | moments
     settings = Settings(1e-5, (0.9, 0.95), 0.1, 1e-8)
-    return torch.no_grad()(lambda: update_adamw([weight], [state], [gradient], settings))
+    rounded = {id(weight): Elements(7)} if stochastic else None
+    return torch.no_grad()(lambda: update_adamw([weight], [state], [gradient], settings, rounded))
 
 
 def _norm_error(elements: int) -> Figure:

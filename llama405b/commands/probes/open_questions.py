@@ -3,16 +3,11 @@
 On a CPU each goes as far as it can, with small shapes; what that does not show is there, too.
 """
 
-import functools
-import json
 import os
 import pickle
-import signal
-import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -21,23 +16,22 @@ from torch.distributed.checkpoint.default_planner import create_default_global_s
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties
 from torch.distributed.checkpoint.planner import MetadataIndex, SavePlan, TensorWriteData, WriteItem, WriteItemType
 
+from llama405b.commands.probes import host
+from llama405b.commands.probes.own_process import in_own_process
 from llama405b.commands.probes.runs import BF16_TOLERANCE, Runs, agree, short_documents
+from llama405b.commands.probes.software import uses_gpu
 from llama405b.commands.probes.steps import STEPS, Workload, take_steps
 from llama405b.commands.probes.timing import GB, best_s
-from llama405b.contract.own_python import own_argv
 from llama405b.contract.paths import RunDir
 from llama405b.contract.probes import Figure
 from llama405b.contract.schema import Model, Parallel
-from llama405b.data.parent_watch import end_with
 from llama405b.distributed import ranks
 from llama405b.distributed.ranks import Rank
 from llama405b.model import compiling, fp8
-from llama405b.optim.adamw import Settings, update_adamw
-from llama405b.optim.stochastic import Elements
 
 RANKS = 64  # of the run that is asked about: 405B
 HIDDEN, INTERMEDIATE, LAYERS, TENSORS = 16384, 53248, 126, 4500
-FLIGHT_S = 20.0
+JOIN_S, FLIGHT_S = 600, 20.0
 
 
 def comms(me: Rank) -> list[Figure]:
@@ -70,15 +64,10 @@ def fsdp_copies(me: Rank) -> list[Figure]:
 
 def rounding(me: Rank) -> list[Figure]:
     """Time AdamW by numerics, on this rank's threads and on its GPU."""
-    figures, settings = [], Settings(1e-5, (0.9, 0.95), 0.1, 1e-8)
+    figures = []
     for device, count in {"cpu": 1 << 22, me.device.type: 1 << (29 if me.on_gpu else 22)}.items():
         for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16), ("bf16-stochastic", torch.bfloat16)):
-            weight = torch.nn.Parameter(torch.zeros(count, device=device, dtype=dtype))
-            gradient = torch.ones_like(weight.data)
-            moments = {part: torch.zeros_like(gradient) for part in ("exp_avg", "exp_avg_sq")}
-            state = {"step": torch.zeros((), device=device)} | moments
-            elements = {id(weight): Elements(7)} if name == "bf16-stochastic" else None
-            act = torch.no_grad()(functools.partial(update_adamw, [weight], [state], [gradient], settings, elements))
+            act = host.update_of(count, device, dtype, stochastic=name == "bf16-stochastic")
             figures.append(Figure(f"{device} {name}", 1e9 * best_s(me, act) / count, "ns an element"))
     return figures
 
@@ -132,7 +121,7 @@ def packed_fast(runs: Runs) -> list[Figure]:
     """Train on documents that share sequences: plain, compiled, and in FP8; compares losses, and counts recompilations."""
     os.environ["TORCH_LOGS"] = "recompiles"
     kinds: dict[str, dict[str, object]] = {"plain": {}}
-    if _on_gpu(runs.device):
+    if uses_gpu(runs.device):
         kinds["compiled"] = {"model__compile": "true"}
         if not fp8.lack(torch.device("cuda")):
             kinds["fp8"] = {"model__compile": "true", "parallel__numerics": "fp8"}
@@ -175,78 +164,43 @@ def planning(me: Rank) -> list[Figure]:
 def streams(device: str) -> list[Figure]:
     """Time steps with offload by CUDA's hardware queues, which a process has from its start."""
     figures = []
-    for queues in (1, 8, 32) if _on_gpu(device) else (8,):
-        with tempfile.TemporaryDirectory() as directory:
-            _end(_begin("step", directory, device, {"CUDA_DEVICE_MAX_CONNECTIONS": str(queues)}))
-            found = json.loads((Path(directory) / "found.json").read_text())
-        figures.append(Figure(f"{queues} queues: step", found, "s"))
+    for queues in (1, 8, 32) if uses_gpu(device) else (8,):
+        os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = str(queues)
+        figures.append(Figure(f"{queues} queues: step", in_own_process(None, _step_s, device), "s"))
     return figures
+
+
+def _step_s(device: str) -> float:
+    """Take steps with copies both ways."""
+    me = ranks.join(device, JOIN_S)
+    model = Model(activations="host" if me.on_gpu else "device")
+    return take_steps(Workload("llama3.1-8b", 6, 4, 4096), Parallel(offload="all"), me, 1 + STEPS, model)[1].whole_s
 
 
 def hang(device: str) -> list[Figure]:
     """Ask NCCL's flight recorder of a rank whose GPU never ends what it computes."""
     with tempfile.TemporaryDirectory() as directory:
-        record, began = RunDir(Path(directory)).flight(0), time.monotonic()
-        pid = _begin("stuck", directory, device, {})
-        try:
-            while not (Path(directory) / "stuck").exists() and time.monotonic() < began + FLIGHT_S:
-                time.sleep(0.1)
-            try:
-                pipe = os.open(f"{record}.pipe", os.O_WRONLY | os.O_NONBLOCK)
-            except OSError:  # nobody reads it
-                return [Figure("pipes", 0, "")]
-            began = time.monotonic()
-            os.write(pipe, b"1")
-            os.close(pipe)
-            while not (record.exists() and record.stat().st_size) and time.monotonic() < began + FLIGHT_S:
-                time.sleep(0.1)
-            size = record.stat().st_size if record.exists() else 0
-        finally:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-    return [Figure("pipes", 1, ""), Figure("dump", size / 1e3, "kB"), Figure("after", time.monotonic() - began, "s")]
+        return in_own_process(None, _stuck, device, RunDir(Path(directory)).flight(0))
 
 
-def _on_gpu(device: str) -> bool:
-    return device != "cpu" and torch.cuda.is_available()
-
-
-def _begin(part: str, directory: str, device: str, env: dict[str, str]) -> int:
-    """Begin a part in a process of its own, which ends with this one."""
-    argv = [*own_argv(__name__), part, directory, device, str(os.getpid())]
-    return os.spawnve(os.P_NOWAIT, sys.executable, argv, os.environ | env)
-
-
-def _end(pid: int) -> None:
-    if code := os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]):
-        raise RuntimeError(f"its process ended with exit code {code}")
-
-
-def step(me: Rank, directory: Path) -> None:
-    """Take steps with copies both ways; writes their seconds."""
-    workload = Workload("llama3.1-8b", 6, 4, 4096)
-    timed = take_steps(
-        workload, Parallel(offload="all"), me, 1 + STEPS, Model(activations="host" if me.on_gpu else "device")
-    )[1]
-    (directory / "found.json").write_text(json.dumps(timed.whole_s))
-
-
-def stuck(me: Rank, directory: Path) -> None:
-    """Wait for a GPU that spins between two collectives."""
+def _stuck(device: str, record: Path) -> list[Figure]:
+    """Wait for a GPU that spins between two collectives, and meanwhile for the record."""
+    ranks.record_flights(record)
+    me = ranks.join(device, JOIN_S)
     x = torch.ones(1 << 20, device=me.device)
     dist.all_reduce(x)
-    (directory / "stuck").touch()
     if me.on_gpu:
         torch.cuda._sleep(10**12)
         dist.all_reduce(x)
-        float(x.sum())
-
-
-PARTS: dict[str, Callable[[Rank, Path], None]] = {"step": step, "stuck": stuck}
-
-if __name__ == "__main__":
-    [_part, _directory, _device, _parent] = sys.argv[1:]
-    end_with(int(_parent))
-    ranks.record_flights(RunDir(Path(_directory)).flight(0))
-    PARTS[_part](ranks.join(_device, 600), Path(_directory))
-    os._exit(0)
+        threading.Thread(target=x.sum().item, daemon=True).start()
+    try:
+        pipe = os.open(f"{record}.pipe", os.O_WRONLY | os.O_NONBLOCK)
+    except OSError:  # nobody reads it
+        return [Figure("pipes", 0, "")]
+    began, size = time.monotonic(), 0
+    os.write(pipe, b"1")
+    os.close(pipe)
+    while not size and time.monotonic() < began + FLIGHT_S:
+        time.sleep(0.1)
+        size = record.stat().st_size if record.exists() else 0
+    return [Figure("pipes", 1, ""), Figure("dump", size / 1e3, "kB"), Figure("after", time.monotonic() - began, "s")]

@@ -4,43 +4,29 @@ One rank runs each probe in a process of its own: pinned memory is given back on
 them in their own processes, and a probe that fails ends them all.
 """
 
-import ctypes
 import dataclasses
 import functools
-import multiprocessing as mp
 import os
-import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
 
 from llama405b.capacity.run_shape import RunShape
-from llama405b.commands.probes import host, links, meshes, open_questions, steps
+from llama405b.commands.probes import host, links, meshes, open_questions, runs, steps
 from llama405b.commands.probes.knobs import knobs
+from llama405b.commands.probes.own_process import in_own_process
 from llama405b.commands.probes.rates import rates
-from llama405b.commands.probes.runs import RUNS, in_a_directory
-from llama405b.commands.probes.software import allocator_stats, software
+from llama405b.commands.probes.software import allocator_stats, software, uses_gpu
 from llama405b.contract.errors import FAILED, GOOD
-from llama405b.contract.probes import (
-    ABOUT_S,
-    GPU_ONLY,
-    LINKS,
-    OPEN,
-    Figure,
-    Probe,
-    ProbeResult,
-    suits,
-)
+from llama405b.contract.probes import ABOUT, GPU_ONLY, LINKS, OPEN, Figure, Probe, ProbeResult, suits
 from llama405b.distributed import collectives, numa, ranks
 from llama405b.distributed.ranks import Rank
 
 TIMEOUT_S = 120
 SLOWEST = 3  # times what a probe usually takes
-PR_SET_PDEATHSIG = 1
 Say = Callable[[ProbeResult], object]
 PROBES: dict[Probe, Callable[[Rank], list[Figure]]] = {
     Probe.START: links.first_collective,
@@ -66,14 +52,19 @@ PROBES: dict[Probe, Callable[[Rank], list[Figure]]] = {
     Probe.HOG: open_questions.hog,
     Probe.PLANNING: open_questions.planning,
 }
-ALONE: dict[Probe, Callable[[str], list[Figure]]] = (
-    RUNS
-    | {  # what makes processes of its own, before this one has touched the GPU
-        Probe.PACKED_FAST: functools.partial(in_a_directory, open_questions.packed_fast),
-        Probe.STREAMS: open_questions.streams,
-        Probe.HANG: open_questions.hang,
-    }
-)
+ON_THE_DEMO: dict[Probe, Callable[[runs.Runs], list[Figure]]] = {
+    Probe.ACCUMULATION: runs.accumulation,
+    Probe.RESUME: runs.resume,
+    Probe.PACKED: runs.packed,
+    Probe.RANK0: runs.rank0,
+    Probe.FSDP1: runs.fsdp1,
+    Probe.EVALUATION: runs.evaluation,
+    Probe.PACKED_FAST: open_questions.packed_fast,
+}
+# What makes processes of its own, before this one has touched the GPU.
+ALONE: dict[Probe, Callable[[str], list[Figure]]] = {
+    probe: functools.partial(runs.in_a_directory, run) for probe, run in ON_THE_DEMO.items()
+} | {Probe.STREAMS: open_questions.streams, Probe.HANG: open_questions.hang}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -108,9 +99,8 @@ def run_here(probes: Sequence[Probe], within_s: float, say: Say, options: Option
     deadline = time.monotonic() + within_s
     if int(os.environ.get("WORLD_SIZE", 1)) == 1:
         code = GOOD
-        on_gpu = options.device != "cpu" and torch.cuda.is_available()
         for probe in probes:
-            if not suits(probe, 1) or (probe in GPU_ONLY and not on_gpu):
+            if not suits(probe, 1) or (probe in GPU_ONLY and not uses_gpu(options.device)):
                 continue
             result = _alone(probe, deadline, options)
             say(result)
@@ -138,48 +128,27 @@ def run_here(probes: Sequence[Probe], within_s: float, say: Say, options: Option
 def _alone(probe: Probe, deadline: float, options: Options) -> ProbeResult:
     """Run a probe in a process of its own, which is ended when its time is over."""
     left, began = deadline - time.monotonic(), time.monotonic()
-    if left < _least_s(probe, options.device != "cpu" and torch.cuda.is_available()):
+    if left < _least_s(probe, uses_gpu(options.device)):
         return ProbeResult(probe, 1, 1, skipped=True)
-    usual_s = max(TIMEOUT_S, SLOWEST * ABOUT_S[probe])
-    limit_s = min(left, OPEN[probe].limit_s if probe in OPEN else usual_s)
-    context = mp.get_context("spawn")
-    ours, theirs = context.Pipe(duplex=False)
-    child = context.Process(target=_in_child, args=(probe, theirs, options), daemon=True)
-    child.start()
-    theirs.close()
-    fault = f"no result after {limit_s:.0f} s"
+    limit_s = OPEN[probe].limit_s if probe in OPEN else max(TIMEOUT_S, SLOWEST * ABOUT[probe].usual_s)
     try:
-        if ours.poll(limit_s):
-            result: ProbeResult = ours.recv()
-            return result
-    except EOFError:
-        child.join()
-        fault = f"its process ended with exit code {child.exitcode}"
-    finally:
-        child.kill()
-        child.join()
-    return ProbeResult(probe, 1, 1, seconds=time.monotonic() - began, fault=fault)
+        return in_own_process(min(left, limit_s), _joined, probe, options)
+    except RuntimeError as error:
+        return ProbeResult(probe, 1, 1, seconds=time.monotonic() - began, fault=str(error))
 
 
 def _least_s(probe: Probe, on_gpu: bool) -> float:
-    return ABOUT_S[probe] if on_gpu else 0.0
+    return ABOUT[probe].usual_s if on_gpu else 0.0
 
 
-def _in_child(probe: Probe, results: Connection, options: Options) -> None:
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # it does not outlive its parent
-    parent = mp.parent_process()
-    if parent and not parent.is_alive():  # which may have died before that
-        return
-    for name in ("MASTER_ADDR", "MASTER_PORT"):  # torchrun's store is for one group
-        os.environ.pop(name, None)
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or cuBLAS is not deterministic
+def _joined(probe: Probe, options: Options) -> ProbeResult:
+    """Run a probe as the only rank."""
     began = time.monotonic()
     try:
         me = None if probe in ALONE else options.join()
     except Exception as error:  # noqa: BLE001 - whatever the driver says
-        results.send(ProbeResult(probe, 1, 1, seconds=time.monotonic() - began, fault=_said(error)))
-        return
-    results.send(_measured(probe, me, 1, options))
+        return ProbeResult(probe, 1, 1, seconds=time.monotonic() - began, fault=_said(error))
+    return _measured(probe, me, 1, options)
 
 
 def _measured(probe: Probe, me: Rank | None, n_hosts: int, options: Options) -> ProbeResult:
@@ -191,7 +160,7 @@ def _measured(probe: Probe, me: Rank | None, n_hosts: int, options: Options) -> 
         figures = options.measure(probe, me)
     except Exception as error:  # noqa: BLE001 - whatever CUDA, NCCL or the memory says
         fault = _said(error)
-    on_gpu = me.on_gpu if me else options.device != "cpu" and torch.cuda.is_available()
+    on_gpu = me.on_gpu if me else uses_gpu(options.device)
     device = torch.cuda.get_device_name() if on_gpu else "cpu"
     seconds = time.monotonic() - began
     result = ProbeResult(

@@ -3,7 +3,6 @@
 Each is a fork of this process, which has imported torch; where that has touched a GPU, a fresh one. One rank: sharding is not shown.
 """
 
-import functools
 import math
 import os
 import runpy
@@ -19,7 +18,7 @@ import torch
 from llama405b.contract import reader
 from llama405b.contract.own_python import own_argv
 from llama405b.contract.paths import RunDir
-from llama405b.contract.probes import Figure, Probe
+from llama405b.contract.probes import Figure
 from llama405b.contract.records import METRICS_LINE, Metrics
 from llama405b.data.demo_model import make_demo
 from llama405b.data.parent_watch import end_with
@@ -168,18 +167,6 @@ def in_a_directory(probe: Callable[[Runs], list[Figure]], device: str) -> list[F
     with tempfile.TemporaryDirectory(prefix="llama405b-bench-") as directory:
         return probe(Runs(Path(directory), device))
 
-
-RUNS: dict[Probe, Callable[[str], list[Figure]]] = {
-    probe: functools.partial(in_a_directory, run)
-    for probe, run in (
-        (Probe.ACCUMULATION, accumulation),
-        (Probe.RESUME, resume),
-        (Probe.PACKED, packed),
-        (Probe.RANK0, rank0),
-        (Probe.FSDP1, fsdp1),
-        (Probe.EVALUATION, evaluation),
-    )
-}
 
 if __name__ == "__main__":
     [_parent, _log, *_argv] = sys.argv[1:]

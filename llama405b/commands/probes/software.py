@@ -15,6 +15,11 @@ COUNTS = ("num_alloc_retries", "num_ooms", "num_device_alloc", "num_device_free"
 GIB = 2**30
 
 
+def uses_gpu(device: str) -> bool:
+    """Whether what is asked to run on ``device``, auto or cpu, does on a GPU."""
+    return device != "cpu" and torch.cuda.is_available()
+
+
 def software() -> Software:
     """Return the versions of what runs here, and its GPUs."""
     cuda = torch.cuda.is_available()

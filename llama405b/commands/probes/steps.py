@@ -6,7 +6,7 @@ import gc
 import json
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -34,6 +34,7 @@ from llama405b.optim.step import train_step
 from llama405b.optim.updater import Updater, UpdateWork
 from llama405b.parallel import fsdp1, fsdp2, load_weights
 from llama405b.parallel.build_passes import build_passes
+from llama405b.parallel.passes import Passes
 
 VOCAB = 8192  # small, so that the layers dominate
 PLAIN = Model()
@@ -71,6 +72,10 @@ class Workload:
         generator = torch.Generator().manual_seed(1000 * step + number)
         return torch.randint(0, VOCAB, self.batch_shape(me), generator=generator).to(me.device)
 
+    def batches(self, me: Rank, step: int, numbers: Iterable[int]) -> list[Batch]:
+        """Return a step's micro-batches of these numbers."""
+        return [Batch(x, x.roll(-1, 1)) for x in (self.tokens(me, step, number) for number in numbers)]
+
     def batch_shape(self, me: Rank) -> tuple[int, int]:
         """Return ``(B, S)`` of a rank's micro-batch."""
         return (self.batch, self.seq_len) if me.on_gpu else (min(self.batch, 2), 64)
@@ -80,8 +85,11 @@ class Workload:
         n_sequences, seq_len = self.batch_shape(me)
         training = Training(micro_batch_size=n_sequences, global_batch_size=n_sequences * me.world)
         config = Config(model, Data(seq_len=seq_len), training, parallel=parallel)
-        shape = weights.parse_llama(self.config(me).to_dict() | {"architectures": None}, "the model")
-        return RunShape.of(shape, config, me.world)
+        return RunShape.of(self.llama(me), config, me.world)
+
+    def llama(self, me: Rank) -> weights.Llama:
+        """Return its shape as a checkpoint's config.json tells it."""
+        return weights.parse_llama(self.config(me).to_dict() | {"architectures": None}, "the model")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -148,22 +156,28 @@ def take_steps(
     """Take steps; returns their losses, and what the last ``STEPS`` took."""
     module, updater = _build(what, parallel, me, settings)
     passes = build_passes(parallel, module, me)
-    losses = []
-    laps_of = []
-    works = []
-    for step in range(count):
-        timer = StepTimer(me.device)
-        x = what.tokens(me, step, me.rank)
-        result = train_step(passes, updater, [Batch(x, x.roll(-1, 1))], max_norm=1.0, lap=timer.mark)
-        assert result, "every token is a target"
-        laps_of.append(timer.seconds())
-        works.append(updater.work())
-        losses.append(result.loss)
-    updater.wait()
+    batches = (what.batches(me, step, [me.rank]) for step in range(count))
+    losses, seconds, work = run_steps(passes, updater, batches, me)
     del module, passes, updater
     gc.collect()  # or its memory would be there beside the next model's
-    median = {part: statistics.median(timer[part] for timer in laps_of[-STEPS:]) for part in laps_of[0]}
-    return losses, Timed(median, works[-1])
+    median = {part: statistics.median(each[part] for each in seconds[-STEPS:]) for part in seconds[0]}
+    return losses, Timed(median, work)
+
+
+def run_steps(
+    passes: Passes, updater: Updater, batches: Iterable[Sequence[Batch]], me: Rank
+) -> tuple[list[float], list[dict[str, float]], UpdateWork | None]:
+    """Take a step of each batch; returns their losses, their seconds by part, and the last one's update."""
+    losses, seconds, work = [], [], None
+    for microbatches in batches:
+        timer = StepTimer(me.device)
+        result = train_step(passes, updater, microbatches, max_norm=1.0, lap=timer.mark)
+        assert result, "every token is a target"
+        losses.append(result.loss)
+        seconds.append(timer.seconds())
+        work = updater.work()
+    updater.wait()
+    return losses, seconds, work
 
 
 def layer(place: Offload, me: Rank) -> list[Figure]:

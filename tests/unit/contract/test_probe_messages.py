@@ -32,8 +32,10 @@ def test_what_is_open_is_asked_in_its_order_and_told_beside_what_was_expected():
 
 
 def test_every_probe_is_described():
-    assert set(probes.ABOUT_S) == set(Probe)
-    assert set(probes.ADVICE) == set(probes.PROVES) == {*probes.TESTS, Probe.KNOBS}
+    assert set(probes.ABOUT) == set(Probe)
+    proving = {probe for probe, about in probes.ABOUT.items() if about.proves}
+    assert proving == {*probes.TESTS, Probe.KNOBS}
+    assert {probe for probe, about in probes.ABOUT.items() if about.advice != "report it"} == proving
 
 
 def test_a_result_is_one_line_with_cause_and_advice():
@@ -60,11 +62,11 @@ def test_tests_may_run_in_parts(tmp_path):
     text = log.block("2026-01-01")
     assert "1 host, 1 x NVIDIA H200, torch 2.11" in text
     assert "2 hosts, 16 x NVIDIA H200" in text
-    row = f"| {probes.PROVES[Probe.START]} | | | 2026-01-01 (NVIDIA H200) | 2026-01-01 (2 hosts) |"
+    row = f"| {probes.ABOUT[Probe.START].proves} | | | 2026-01-01 (NVIDIA H200) | 2026-01-01 (2 hosts) |"
     assert row in text
     [head] = [line for line in (ROOT / "docs/proof.md").read_text().splitlines() if line.startswith("| feature")]
     assert row.count("|") == head.count("|")
-    assert probes.PROVES[Probe.EXACT] not in text  # it failed
+    assert probes.ABOUT[Probe.EXACT].proves not in text  # it failed
 
 
 def test_a_cpu_proves_nothing_for_gpus(tmp_path):
