@@ -133,7 +133,7 @@ class Calibration:
             assert time
             # The host waits while a GPU computes what it was given before: no wait makes a forward faster than its rates.
             forward_s = max(point.forward_s - point.waited_s, min(point.forward_s, time.forward_s))
-            passes = self._passes(point)
+            passes = point.layers * self._load_of(point).rounds  # forwards of a layer in a step
             return (time.forward_s + time.backward_s) / passes, (forward_s + point.backward_s) / passes
 
         given, took = seconds(self.more)
@@ -150,10 +150,6 @@ class Calibration:
         return dataclasses.replace(
             self.load, llama=llama, micro_batch=point.micro_batch, global_batch=point.global_batch
         )
-
-    def _passes(self, point: Point) -> float:
-        """Forwards of a layer in a step."""
-        return point.layers * self._load_of(point).rounds
 
     def _paced(self, cluster: Cluster) -> Cluster:
         """The cluster with the rates that were measured alone."""

@@ -64,7 +64,9 @@ def layer_work(setting: Setting, rates: Rates) -> LayerWork:
     """
     layer = fp8_products_s if setting.fp8 else products_s
     products = layer(setting, rates, setting.shape.matrices)
-    usual = GpuWork(products, _attention_s(setting, rates), _elementwise_s(setting, rates))
+    flops = 2 * setting.seq_len * setting.shape.width * setting.tokens  # of attention: the causal half of 4 S T width
+    attained = setting.gpu.flops * rates.attention_of(setting.gpu.name) * (rates.triton if setting.triton else 1)
+    usual = GpuWork(products, flops / attained, _elementwise_s(setting, rates))
     forward = usual + adapters_s(setting, rates, 2, 8)
     backward = usual.times(2 - setting.frozen, 2.5, 2) + adapters_s(setting, rates, 10, 4)
     last = GpuWork(layer(setting, rates, setting.shape.narrow))
@@ -149,11 +151,6 @@ def parts_s(
         "FSDP's copies": copies,
         "recomputation": sum(count * work.again[kind].total_s for kind, count in kinds.items()),
     }
-
-
-def _attention_s(setting: Setting, rates: Rates) -> float:
-    flops = 2 * setting.seq_len * setting.shape.width * setting.tokens  # the causal half of 4 S T width
-    return flops / (setting.gpu.flops * rates.attention_of(setting.gpu.name) * (rates.triton if setting.triton else 1))
 
 
 def _elementwise_s(setting: Setting, rates: Rates) -> float:

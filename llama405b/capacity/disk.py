@@ -76,9 +76,6 @@ def check_room(free_bytes: int, each_bytes: int, keep: int, there: int = 0, *, b
 
     ``each_bytes``: what one takes there, with the copy of another host's part; ``there``: how many it has already; ``best``: whether
     one of those that are kept is the best.
-
-    Raises:
-        NoRoomError: It cannot.
     """
     there = min(there, keep)
     if (keep + 1 - there) * each_bytes <= free_bytes:

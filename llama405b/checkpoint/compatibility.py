@@ -34,15 +34,17 @@ def identity_of(config: Config, files: Path, batches: Batches) -> RunIdentity:
 
     The data's fingerprint covers its length and a sample: another corpus shows, a letter that changed may not.
     """
-    sample = hashlib.sha256()
+    sample, n_tokens = hashlib.sha256(), 0
     for source in batches.mixture.sources:
         tokens_N = source.tokens_N
+        n_tokens += len(tokens_N)
         starts = np.linspace(0, max(0, len(tokens_N) - SAMPLE_TOKENS), SAMPLES, dtype=np.int64)
         for start in np.unique(starts):
             sample.update((tokens_N[start : start + SAMPLE_TOKENS] & ~FIRST).tobytes())
+    rules = f"rules {RULES} ({config.data.special_tokens})"  # under others a position in the tokens may be another
     return RunIdentity(
         model=model_of(config, files),
-        data=f"{_tokens(batches)} {sample.hexdigest()[:12]}{_parts(batches)}, {_rules(config)}",
+        data=f"{n_tokens} tokens {sample.hexdigest()[:12]}{_parts(batches)}, {rules}",
         sequence_length=config.data.seq_len,
         global_batch_size=config.training.global_batch_size,
         numerics=config.parallel.numerics,
@@ -77,15 +79,6 @@ def _weights_of(config: Config) -> str:
         if dist.get_rank() == 0:
             found = fingerprint_of(read_tensors(Path(config.model.path)))[:12]
     return f", weights {collectives.broadcast_object(found)}"
-
-
-def _tokens(batches: Batches) -> str:
-    return f"{sum(len(source.tokens_N) for source in batches.mixture.sources)} tokens"
-
-
-def _rules(config: Config) -> str:
-    """How texts became tokens: under other rules a position in them may be another."""
-    return f"rules {RULES} ({config.data.special_tokens})"
 
 
 def _parts(batches: Batches) -> str:

@@ -178,7 +178,8 @@ class CopyOnUpdate:
                     piece.updated.result()
                 piece.arrived()
                 with on_stream(self.stream):
-                    content = _content(piece).detach().cpu()
+                    found = piece.tensor if piece.buffer is None else _as(piece.tensor, piece.buffer)
+                    content = found.detach().cpu()
                 yield from ((number, content) for number in piece.entries)
             finally:
                 with self.changed:
@@ -325,13 +326,6 @@ class CopyOnUpdate:
 def give_way() -> None:
     """Have this thread run when no other thread wants its core."""
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), BACKGROUND)
-
-
-def _content(piece: TrackedTensor) -> Tensor:
-    """A tensor as it was after the step."""
-    if piece.buffer is None:
-        return piece.tensor
-    return _as(piece.tensor, piece.buffer)
 
 
 def _as(tensor: Tensor, buffer: Tensor) -> Tensor:

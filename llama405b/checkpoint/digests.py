@@ -38,11 +38,7 @@ class PassedOver:
 
 
 def hash_file(path: Path, rank: int) -> FileDigest:
-    """Flush a file that ``rank`` wrote to its disk, and hash it.
-
-    Raises:
-        OSError: It cannot be read or flushed.
-    """
+    """Flush a file that ``rank`` wrote to its disk, and hash it."""
     sync(path)
     size = path.stat().st_size
     return FileDigest(size, rank, tuple(block_hashes(path, range(n_blocks(size, BLOCK_BYTES)), BLOCK_BYTES)))
@@ -78,11 +74,7 @@ def open_manifest(path: Path, saved: Mapping[str, str]) -> Manifest | PassedOver
 
 
 def warning_of(path: Path, manifest: Manifest) -> str:
-    """Warn of what others can write in a checkpoint, the first of it; '' if nobody can.
-
-    Raises:
-        OSError: A disk, a mount or a permission prevents reading.
-    """
+    """Warn of what others can write in a checkpoint, the first of it; '' if nobody can."""
     for file in (path, path / MANIFEST, *(path / name for name in manifest.files)):
         if file.exists() and (who := others_in(file.stat())):
             return (
@@ -96,9 +88,6 @@ def check_files(path: Path, manifest: Manifest) -> tuple[list[str], PassedOver |
     """Return the files of a checkpoint that are there, and the first fault that is seen without reading its tensors.
 
     Tensors are verified as they are loaded.
-
-    Raises:
-        OSError: A disk, a mount or a permission prevents reading.
     """
     good, faults = list[str](), list[PassedOver]()
     for name, sealed in manifest.files.items():

@@ -215,11 +215,7 @@ class Store:
                 raise UserError(f"{where}: {fault} ({reason_of(error)}){self._on_host()}{remedy_of(error)}") from None
 
     def refuse_if_taken(self) -> None:
-        """Check that no other run has taken the directory over.
-
-        Raises:
-            UserError: One has.
-        """
+        """Check that no other run has taken the directory over."""
         with collectives.raise_on_all_ranks(), contextlib.suppress(OSError):
             if self.is_owner:
                 self.holder.check()

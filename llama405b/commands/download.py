@@ -44,12 +44,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def fetch_dataset(name: str, revision: str, target: Path, only: str | None) -> None:
-    """Download and verify a dataset's files of text and tables, or those that a glob names.
-
-    Raises:
-        UserError: The dataset does not exist, has no such file, access is denied, or the disk is too small.
-        RunError: The network or the disk failed; the same command resumes.
-    """
+    """Download and verify a dataset's files of text and tables, or those that a glob names."""
     with said_clearly(f"datasets/{name}", target):
         commit, files = dataset_files(name, revision, only)
         _bring(Repo(f"datasets/{name}", commit), files, target)

@@ -64,11 +64,7 @@ class Weights(NamedTuple):
 
 
 def look_at_weights(config: Config, chosen: Resume | None, files: Path, context: RankContext) -> Weights:
-    """Build the model with its own weights, or those of a checkpoint.
-
-    Raises:
-        UserError: They cannot be used.
-    """
+    """Build the model with its own weights, or those of a checkpoint."""
     module, master = build_model(config, files, context, from_checkpoint=chosen is not None, trains=False)
     updater = Sequential(module, master, build_optimizer(master, config.optimizer))
     updater.sync_weights()
@@ -87,11 +83,7 @@ def write_settings(config: Config, context: RankContext) -> None:
 
 
 def refuse_trained(run: RunDir) -> None:
-    """Refuse the directory of a run that trains, before any of its files is changed.
-
-    Raises:
-        UserError: It is one.
-    """
+    """Refuse the directory of a run that trains, before any of its files is changed."""
     if any(isinstance(line, Metrics) for line in read_metrics(run.metrics)):
         raise UserError(f"--run-dir: {run.path} is the directory of a run that trained; name another one")
 
@@ -121,11 +113,7 @@ def choose_checkpoint(config: Config, resume: str, files: Path, context: RankCon
 
 
 def refuse_another_model(chosen: Resume, config: Config, files: Path, context: RankContext) -> None:
-    """Refuse a checkpoint of a model of another shape; what else it was trained with does not matter here.
-
-    Raises:
-        UserError: It is of another, and that is not allowed.
-    """
+    """Refuse a checkpoint of a model of another shape; what else it was trained with does not matter here."""
     assert chosen.found
     manifest, path = chosen.found.manifest, str(chosen.found.path)
     if manifest.identity:

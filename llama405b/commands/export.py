@@ -147,11 +147,7 @@ def export_adapter(found: SavedWeights, settings: Config, out: Path, dtype: str,
 
 
 def open_weights(source: str, step: int | None) -> tuple[Weights, str]:
-    """Return what is to be exported, and in which dtype if none is given.
-
-    Raises:
-        UserError: There is no such run or checkpoint, or it is damaged.
-    """
+    """Return what is to be exported, and in which dtype if none is given."""
     if is_pickled(Path(source)):
         pickled = PickledWeights(Path(source))
         return pickled, next((name for name, dtype in DTYPES.items() if dtype == pickled.dtype), "fp32")

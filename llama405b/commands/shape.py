@@ -64,6 +64,9 @@ def describe_shape(config: Config, preset: str, world: int) -> str:
         f"{mine * each / GIB:,.1f} GiB of {place}" for each, place in zip(held, places, strict=True) if each
     )
     gathered = sizes[largest] / axes.tp * COMPUTE_BYTES[numerics] / GIB
+    on_gpu = []
+    if config.parallel.device != "cpu" and is_predicted(config):
+        on_gpu = estimate.describe_needs(run_shape.RunShape.of(known, config, world, axes))
     return "\n".join(
         [
             f"model        {preset or config.model.path}: {sum(sizes.values()):,} parameters{adapter}",
@@ -73,16 +76,9 @@ def describe_shape(config: Config, preset: str, world: int) -> str:
             f"gathered     at most {gathered:,.2f} GiB at a time ({largest}), twice that while the next unit is prefetched",
             f"step         {counted(config.training.global_batch_size, 'sequence')} of {config.data.seq_len} tokens: "
             f"{counted(rounds, 'micro-batch', 'micro-batches')} of {config.training.micro_batch_size} on each rank",
-            *_estimate(config, known, world, axes),
+            *on_gpu,
         ]
     )
-
-
-def _estimate(config: Config, llama: weights.Llama, world: int, axes: Axes) -> list[str]:
-    """What it takes on GPUs; nothing if it is for the CPU, or not predicted."""
-    if config.parallel.device == "cpu" or not is_predicted(config):
-        return []
-    return estimate.describe_needs(run_shape.RunShape.of(llama, config, world, axes))
 
 
 def _shape(config: Config, preset: str) -> PreTrainedConfig:

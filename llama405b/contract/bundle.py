@@ -35,11 +35,7 @@ ADDRESSES: Covers = (
 
 
 def check_bundle(path: Path | None, *, with_host_names: bool) -> None:
-    """Refuse at once what could not be written at the end.
-
-    Raises:
-        UserError: Names are asked for without a file, or it cannot be written.
-    """
+    """Refuse at once what could not be written at the end."""
     if path is None:
         if with_host_names:
             raise UserError("--with-host-names is for --bundle; add --bundle FILE")

@@ -174,11 +174,7 @@ def committed(root: Path) -> list[Path]:
 
 
 def refuse_held(root: Path, held: Sequence[Path]) -> None:
-    """Refuse a directory that holds checkpoints, for a run that resumes none.
-
-    Raises:
-        UserError: It holds some.
-    """
+    """Refuse a directory that holds checkpoints, for a run that resumes none."""
     if held:
         raise UserError(
             f"--checkpoint.dir: {root} holds checkpoints up to {held[-1].name}; use another directory, "

@@ -28,11 +28,8 @@ def digest_of(root: Path) -> str:
     packages = (root / "llama405b", tools if tools.is_dir() else root / "llama405b_tools")
     files = {f"{each.name}/{path.relative_to(each).as_posix()}": path for each in packages for path in each.rglob("*")}
     digest = hashlib.sha256()
-    for name in sorted(name for name, path in files.items() if name.endswith(SUFFIXES) and _is_code(name, path)):
-        digest.update(f"{name} {hashlib.sha256(files[name].read_bytes()).hexdigest()}\n".encode())
+    for name, path in sorted(files.items()):
+        is_editors = "/." in name or path.is_symlink()  # as Emacs's locks are, which lead nowhere
+        if name.endswith(SUFFIXES) and path.is_file() and not is_editors:
+            digest.update(f"{name} {hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
     return digest.hexdigest()[:12]
-
-
-def _is_code(name: str, path: Path) -> bool:
-    """Whether a file is no editor's: hidden, or a link, as Emacs's locks are, which lead nowhere."""
-    return "/." not in name and path.is_file() and not path.is_symlink()

@@ -270,11 +270,7 @@ def check_ranks(config: Config, axes: Axes) -> Dealing:
 
 
 def on_ranks(config: Config, axes: Axes) -> Config:
-    """Return the configuration with its global batch filled in, if that follows the number of ranks.
-
-    Raises:
-        UserError: See ``check_ranks``.
-    """
+    """Return the configuration with its global batch filled in, if that follows the number of ranks."""
     batch = check_ranks(config, axes).n_micro * config.training.micro_batch_size
     return dataclasses.replace(config, training=dataclasses.replace(config.training, global_batch_size=batch))
 

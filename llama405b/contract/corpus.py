@@ -284,12 +284,9 @@ def _named(path: str) -> Iterator[Path]:
     if root.is_file():
         return iter([root])
     if root.is_dir():
-        return (p for p in root.rglob("*") if p.is_file() and not _is_hidden(p.relative_to(root)))
+        below = (p for p in root.rglob("*") if p.is_file())
+        return (p for p in below if not any(part.startswith(".") for part in p.relative_to(root).parts))
     return (Path(p) for p in glob.iglob(path, recursive=True) if Path(p).is_file())  # noqa: PTH207
-
-
-def _is_hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)
 
 
 def _unpacked(raw: BinaryIO) -> BinaryIO:

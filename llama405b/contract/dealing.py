@@ -60,11 +60,7 @@ class Dealing:
 
 
 def waste_note(training: Training, n_ranks: int) -> str:
-    """Say what the last round of a step wastes, and which batches waste nothing; '' if nothing is wasted.
-
-    Raises:
-        UserError: See ``Dealing.of``.
-    """
+    """Say what the last round of a step wastes, and which batches waste nothing; '' if nothing is wasted."""
     dealing = Dealing.of(training, n_ranks)
     if not dealing.idle:
         return ""

@@ -48,7 +48,8 @@ class Axes:
         hosts = max(1, world // ranks_per_host)
         replicas = parallel.dp_replicate or {"one": 1, "hosts": hosts, "ranks": max(1, world // inner)}[copies]
         if world % (inner * replicas):
-            sizes = {name: size for name, size in _sizes(parallel, replicas) if size > 1}
+            axes = {"pp": parallel.pp, "cp": parallel.cp, "tp": parallel.tp, "dp_replicate": replicas}
+            sizes = {name: size for name, size in axes.items() if size > 1}
             product = " x ".join(f"{name} {size}" for name, size in sizes.items())
             name = last_of(list(sizes))
             raise UserError(
@@ -95,10 +96,6 @@ class Axes:
         for name in names:
             found = found * getattr(self, name) + indices[name]
         return Place(found, self.size(names))
-
-
-def _sizes(parallel: Parallel, replicas: int) -> list[tuple[str, int]]:
-    return [("pp", parallel.pp), ("cp", parallel.cp), ("tp", parallel.tp), ("dp_replicate", replicas)]
 
 
 def _nearest(world: int, others: int, size: int, name: str) -> str:

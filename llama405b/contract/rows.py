@@ -1,6 +1,7 @@
 """The records of a JSON array and of CSV, one after another: a large file is never in memory. Knows text alone."""
 
 import csv
+import itertools
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -80,7 +81,7 @@ def rows_of_csv(text: TextIO) -> Iterator[tuple[int, Json | NotUtf8 | TooManyCel
     """
     csv.field_size_limit(sys.maxsize)
     first = text.readline()
-    lines = csv.reader(_from(first, text), delimiter=max(DELIMITERS, key=first.count), strict=True)
+    lines = csv.reader(itertools.chain([first], text), delimiter=max(DELIMITERS, key=first.count), strict=True)
     try:
         names = [name.strip() for name in next(lines, [])]
         if twice := [name for name in names if name and names.count(name) > 1]:
@@ -96,8 +97,3 @@ def rows_of_csv(text: TextIO) -> Iterator[tuple[int, Json | NotUtf8 | TooManyCel
 
 def _record(names: Sequence[str], row: Sequence[str]) -> Json | TooManyCells:
     return dict(zip(names, row, strict=False)) if len(row) <= len(names) else TooManyCells(len(row), len(names))
-
-
-def _from(first: str, rest: TextIO) -> Iterator[str]:
-    yield first
-    yield from rest

@@ -7,7 +7,6 @@ micro-batches that may be smaller than the others.
 import dataclasses
 import functools
 import itertools
-from collections.abc import Sequence
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -61,7 +60,9 @@ def order_of(schedule: str, n_ranks: int, n_chunks: int, rank: int, n_micro: int
         groups = [range(n_micro)]
     forwards = [Pass(False, chunk, micro) for group in groups for chunk in range(n_chunks) for micro in group]
     backwards = [Pass(True, chunk, micro) for group in groups for chunk in reversed(range(n_chunks)) for micro in group]
-    return _alternating(forwards, backwards, _ahead(schedule, n_ranks, n_chunks, rank, len(forwards)))
+    ahead = _ahead(schedule, n_ranks, n_chunks, rank, len(forwards))
+    pairs = zip(forwards[ahead:], backwards, strict=False)
+    return [*forwards[:ahead], *itertools.chain(*pairs), *backwards[len(forwards) - ahead :]]
 
 
 def _ahead(schedule: str, n_ranks: int, n_chunks: int, rank: int, n_forwards: int) -> int:
@@ -71,8 +72,3 @@ def _ahead(schedule: str, n_ranks: int, n_chunks: int, rank: int, n_forwards: in
     if n_chunks == 1:
         return min(n_forwards, n_ranks - rank - 1)
     return min(n_forwards, 2 * (n_ranks - rank - 1) + (n_chunks - 1) * n_ranks)
-
-
-def _alternating(forwards: Sequence[Pass], backwards: Sequence[Pass], ahead: int) -> list[Pass]:
-    pairs = zip(forwards[ahead:], backwards, strict=False)
-    return [*forwards[:ahead], *itertools.chain(*pairs), *backwards[len(forwards) - ahead :]]

@@ -23,7 +23,8 @@ def settings_help() -> str:
     lines = [_filled(f"presets: {', '.join(preset_names())}", ""), "", "the usual settings:"]
     lines += [all_fields.pop(key) for key in USUAL]
     for section, cls in typing.get_type_hints(Config).items():
-        lines += ["", f"[{section}] {_first_sentence(cls)}"]
+        first_sentence = (cls.__doc__ or "").partition("\n")[0]
+        lines += ["", f"[{section}] {first_sentence}"]
         lines += [entry for key, entry in all_fields.items() if key.startswith(f"{section}.")]
     lines += ["", "In a TOML file, --optimizer.lr 2e-5 is: [optimizer] and below it lr = 2e-5"]
     return "\n".join(lines)
@@ -56,7 +57,3 @@ def written_default(default: Any) -> str:
 
 def _filled(text: str, indent: str) -> str:
     return textwrap.fill(text, HELP_WIDTH, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
-
-
-def _first_sentence(cls: type) -> str:
-    return (cls.__doc__ or "").partition("\n")[0]

@@ -163,22 +163,13 @@ class Documents:
 
 
 def file_parts(paths: Iterable[str]) -> list[FilePart]:
-    """Return the files that ``data.paths`` names, each whole; those of the Hub are only read when their turn comes.
-
-    Raises:
-        UserError: A path matches no file.
-        RunError: The Hub cannot be reached.
-    """
+    """Return the files that ``data.paths`` names, each whole; those of the Hub are only read when their turn comes."""
     files = (file for path in paths for file in (hub_files(path) if path.startswith(HUB) else expand([path])))
     return [FilePart(file) for file in files]
 
 
 def with_forms(parts: Iterable[FilePart]) -> Iterator[tuple[FilePart, Form]]:
-    """Tell the form of each part's file.
-
-    Raises:
-        UserError: It cannot be read, or has none that is known.
-    """
+    """Tell the form of each part's file."""
     own = extend.current().declared
     return ((part, Form.OWN if own.reads_file(part.file) else form_of(part.file)) for part in parts)
 

@@ -71,11 +71,7 @@ class Counts:
         return line
 
     def refuse_nothing(self) -> None:
-        """Refuse texts of which no record could be used.
-
-        Raises:
-            UserError: All were left out.
-        """
+        """Refuse texts of which no record could be used."""
         if self.skipped and not self.documents:
             records = counted(self.skipped, "record", grouped=True)
             raise UserError(
@@ -204,7 +200,8 @@ class Encoder:
         if not self.tokenizer.chat_template:
             raise UserError(f"{found.place}: {NO_TEMPLATE}")
         try:
-            chat = self._guarded(document)
+            guarded_messages = tuple(self.spelling.guarded(message) for message in document.messages)
+            chat = Chat(guarded_messages, self.spelling.guarded(document.tools))
             segments = self.template.segments(chat)
         except EndlessError:
             raise UserError(
@@ -217,10 +214,6 @@ class Encoder:
             )
         self.counts.conversations += 1
         return segments
-
-    def _guarded(self, chat: Chat) -> Chat:
-        messages = tuple(self.spelling.guarded(message) for message in chat.messages)
-        return Chat(messages, self.spelling.guarded(chat.tools))
 
 
 def _lead(spelling: Spelling) -> list[int]:

@@ -150,12 +150,7 @@ def tokenised(config: Data, tokenizer_dir: Path, cache: Path, report: Report) ->
 def encoded(
     parts: Sequence[FilePart], config: Data, tokenizer: PreTrainedTokenizerBase, cache: Path, report: Report
 ) -> TokenFile:
-    """Return the token file of these parts of files, created if it does not exist or is not whole.
-
-    Raises:
-        UserError: A file cannot be used.
-        RunError: The token file cannot be written.
-    """
+    """Return the token file of these parts of files, created if it does not exist or is not whole."""
     stem = stem_of(parts, config, tokenizer)
     for found in cache.glob(f"{stem}*-*.bin"):
         n_tokens, _, digest = found.stem.removeprefix(stem).partition("-")

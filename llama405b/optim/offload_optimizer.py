@@ -5,7 +5,6 @@ weights' dtype: 4 bytes per parameter come down for each micro-batch. After its 
 per parameter and step. So the result is that of FP32 masters on the device, bit for bit.
 
 Only the gradient sums, one slot for gradients to be added, and one stage for weights cross PCIe: only they are pinned.
-The CUDA half of this (streams, events, pinned memory) has been read, and never been run.
 """
 
 import dataclasses
@@ -117,7 +116,7 @@ class OffloadedOptimizer(OffloadedAll):
             self.adding.result()  # which frees the slot
         slot = self.slot[: flat.numel()]
         came = copy([(slot, flat)], stream)
-        self._gather(part, came, lambda: _add(landing.total, slot))
+        self._gather(part, came, lambda: landing.total.add_(slot))
         self.adding = part.adding
 
     def _drop(self, part: UnitState, member: Member, weight: nn.Parameter) -> None:
@@ -181,7 +180,3 @@ def _lay_out(
         begin += size
         of_gradient += size * masters[name].requires_grad
     return members, of_gradient, begin
-
-
-def _add(total: Tensor, slot: Tensor) -> None:
-    total.add_(slot)

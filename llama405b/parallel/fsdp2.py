@@ -85,7 +85,10 @@ def shard(model: nn.Module, parallel: Parallel, device: torch.device, mesh: Devi
     offload: OffloadPolicy = OffloadPolicy()
     if parallel.offload == "all":
         offload = CPUOffloadPolicy(pin_memory=device.type == "cuda")
-    unit = functools.partial(fully_shard, mesh=mesh, mp_policy=_precision(parallel.numerics), offload_policy=offload)
+    precision = MixedPrecisionPolicy()
+    if parallel.numerics in FP32_MASTERS:
+        precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    unit = functools.partial(fully_shard, mesh=mesh, mp_policy=precision, offload_policy=offload)
     tied, embedding = model.config.tie_word_embeddings, model.model.embed_tokens
     with _one_smaller_mesh() if parallel.reshard_after_forward else contextlib.nullcontext():
         for module in list(model.modules()):
@@ -260,9 +263,3 @@ def units(model: nn.Module) -> Iterator[tuple[str, dict[str, nn.Parameter]]]:
 def unit_of(name: str) -> str:
     """Return the unit of a parameter, by its name in the checkpoint."""
     return ".".join(name.split(".")[:3]) if name.startswith("model.layers.") else name.rpartition(".")[0]
-
-
-def _precision(numerics: str) -> MixedPrecisionPolicy:
-    if numerics in FP32_MASTERS:
-        return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    return MixedPrecisionPolicy()

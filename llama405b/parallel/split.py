@@ -32,7 +32,9 @@ def split(
     if axes.cp > 1:
         split_sequences(model, group_along(axes, "cp"))
     if axes.pp > 1:
-        own = _stage_of(model, parallel, me)
+        stages, place = holdings_of(model, parallel, me).stages, axes.place(me.rank, ("pp",))
+        mine = stages[place.rank :: place.size]
+        own = Stage(model, mine, first=place.rank == 0, last=place.rank == place.size - 1)
     if axes.tp > 1:
         split_matrices(own, mesh["tp"], parallel.loss)
     before_shards(own)
@@ -45,8 +47,3 @@ def holdings_of(model: PreTrainedModel, parallel: Parallel, me: Rank) -> Holding
     """Return what all ranks hold of a model that is still whole."""
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     return Holdings.of(shapes, me.axes, parallel.chunks)
-
-
-def _stage_of(model: PreTrainedModel, parallel: Parallel, me: Rank) -> Stage:
-    stages, place = holdings_of(model, parallel, me).stages, me.axes.place(me.rank, ("pp",))
-    return Stage(model, stages[place.rank :: place.size], first=place.rank == 0, last=place.rank == place.size - 1)

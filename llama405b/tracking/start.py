@@ -17,11 +17,7 @@ PROGRAM = "llama405b.commands.track"
 
 
 def check_packages(tracking: Tracking) -> None:
-    """Refuse trackers whose packages are not installed here.
-
-    Raises:
-        UserError: One is not.
-    """
+    """Refuse trackers whose packages are not installed here."""
     for name in tracking.to:
         if not importlib.util.find_spec(name):
             raise UserError(

@@ -62,11 +62,9 @@ class Budget:
 
     def after_step(self, step_s: float, save_s: float) -> bool:
         """Count; returns whether to stop now, so that it is saved in time. ``step_s``, ``save_s``: what the last ones took."""
-        if not self.counts:
+        if not (self.counts and self.most):
             return False
         spent, world = self.spent, self.context.me.world
-        if not self.most:
-            return False
         if spent >= WARNS_AT * self.most and not self.warned:
             self.warned = True
             words = f"{_hours(spent)} of {self.most:g} GPU-hours are spent (--training.gpu_hours)"

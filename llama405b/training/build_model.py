@@ -111,7 +111,8 @@ def _by_fsdp2(
         with collectives.raise_on_all_ranks():
             if why := fp8.lack(me.device):
                 raise UserError(f"--parallel.numerics fp8: {why}, or use fp32-master")
-        context.log(_fp8_words(fp8.convert(whole, me.device), config))
+        slower = "" if config.model.compile else "; slower than BF16 unless layers are compiled (--model.compile true)"
+        context.log(f"{fp8.convert(whole, me.device)} linear layers compute in FP8{slower}")
     holdings = holdings_of(whole, parallel, me)
     adapt = functools.partial(add_adapters, adapter=adapter, dtype=kept, groups=config.optimizer.groups)
     module = split(whole, parallel, me, *[adapt] * adapter.trains)
@@ -167,12 +168,6 @@ def _described(
         *attention.checked,
         *filter(None, [note]),
     ]
-
-
-def _fp8_words(n_products: int, config: Config) -> str:
-    """Say what is computed in FP8, and where that is slower than BF16."""
-    slower = "" if config.model.compile else "; slower than BF16 unless layers are compiled (--model.compile true)"
-    return f"{n_products} linear layers compute in FP8{slower}"
 
 
 def _update_words(parallel: Parallel) -> str:

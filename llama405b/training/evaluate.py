@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
@@ -13,7 +13,7 @@ from llama405b.contract.schema import Evaluation
 from llama405b.data.batches import Batches
 from llama405b.distributed.collectives import all_reduce_sum
 from llama405b.distributed.ranks import Rank
-from llama405b.model.batch import IGNORE_INDEX, Batch
+from llama405b.model.batch import IGNORE_INDEX
 from llama405b.parallel.passes import Passes
 from llama405b.training.context import RankContext
 from llama405b.training.prompts import Prompts
@@ -91,16 +91,13 @@ def evaluate(
     sums = torch.zeros(2, dtype=torch.float64, device=me.device)  # nats, targets
     passes.model.eval()  # without dropout, whose random numbers the next step is to find as they are
     for begin in range(me.dp.rank * micro, me.dp.rank * micro + n_sequences, me.dp.size * micro):
-        batch = _batch(held_out, every, range(begin, begin + micro)).to(me.device)
+        places = range(begin, begin + micro)
+        batch = held_out.in_order(every[place % len(every)] for place in places)
+        batch.targets_BS[torch.tensor([place >= len(every) for place in places])] = IGNORE_INDEX
+        batch = batch.to(me.device)
         alive()
         sums[0] += passes.evaluate(batch)
         sums[1] += passes.n_targets(batch)
     passes.model.train()
     nats, n_targets = all_reduce_sum(sums).tolist()
     return Evaluated(nats / n_targets if n_targets else math.nan, int(n_targets), n_sequences)
-
-
-def _batch(held_out: Batches, every: Sequence[int], places: range) -> Batch:
-    batch = held_out.in_order(every[place % len(every)] for place in places)
-    batch.targets_BS[torch.tensor([place >= len(every) for place in places])] = IGNORE_INDEX
-    return batch

@@ -72,21 +72,13 @@ def open_checkpoints(
 def log_changes(
     found: CheckpointView, *, begin: Callable[[CheckpointView], Beginning], allowed: Sequence[str], context: RankContext
 ) -> None:
-    """Log what changes with a resume; ``begin`` tells where the run goes on from a checkpoint.
-
-    Raises:
-        UserError: Something changes, and is not allowed to.
-    """
+    """Log what changes with a resume; ``begin`` tells where the run goes on from a checkpoint."""
     for said in filter(None, (other_software(found), changes_at(found, begin(found).identity, allowed))):
         context.log(said)
 
 
 def resume_run(chosen: Resume, check: Check, module: nn.Module, updater: Updater, context: RankContext) -> int:
-    """Load the chosen checkpoint, or an older one if it is damaged, and report it; returns the steps that are done.
-
-    Raises:
-        UserError: None can be used.
-    """
+    """Load the chosen checkpoint, or an older one if it is damaged, and report it; returns the steps that are done."""
     journal = context.journal
     if chosen.found is None:
         journal.event(EventKind.STARTED, step=0)

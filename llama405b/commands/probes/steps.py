@@ -6,7 +6,7 @@ import gc
 import json
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
@@ -261,10 +261,7 @@ def exact(me: Rank) -> list[Figure]:
         )
     for name in others:
         if losses[name] != losses[first]:
-            raise RuntimeError(f"{first} and {name} differ from step {_first_difference(losses, first, name)}")
+            pairs = zip(losses[first], losses[name], strict=True)
+            step = next(step for step, (a, b) in enumerate(pairs, 1) if a != b)
+            raise RuntimeError(f"{first} and {name} differ from step {step}")
     return [Figure("runs that agree", len(runs), ""), Figure("steps", EXACT_STEPS, "")]
-
-
-def _first_difference(losses: Mapping[str, Sequence[float]], one: str, other: str) -> int:
-    pairs = zip(losses[one], losses[other], strict=True)
-    return next(step for step, (a, b) in enumerate(pairs, 1) if a != b)
