@@ -28,18 +28,15 @@ class Rates:
     memory: float = 0.75  # of the GPU's memory, by elementwise work; a prior
     peers: float = 0.75  # of NVLink; a prior
     scatter: float = 1.0  # a reduce-scatter's rate, of an all-gather's; a prior
-    update: float = (
-        0.3255  # of a host's memory, by AdamW; a prior: Lambda's 405B run, 4 s on 8 hosts with 614 GB/s each
-    )
+    # of a host's memory, by AdamW; a prior: Lambda's 405B run, 4 s on 8 hosts with 614 GB/s each
+    update: float = 0.3255
     ram: float = 0.75  # of a host's memory, by copies of all its GPUs at once; a prior
     both_ways: float = 1.4  # copies up and down at once, of one way; a prior: 35 of 25 GB/s (docs/plan-accuracy.md)
-    copies: float = (
-        0.9  # of the GPU's memory, by FSDP's copies; a prior; 0: they are not in the rate of matrix products
-    )
+    # of the GPU's memory, by FSDP's copies; a prior; 0: they are not in the rate of matrix products
+    copies: float = 0.9
     whole: float = 1.0  # forward and backward, measured, of what the rates above give
-    delay_s: float = (
-        0.0  # of a layer and micro-batch, that nothing hides, measured: launches, hooks, the rest of communication
-    )
+    # of a layer and micro-batch, that nothing hides, measured: launches, hooks, the rest of communication
+    delay_s: float = 0.0
 
     @classmethod
     @functools.cache

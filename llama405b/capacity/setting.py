@@ -81,16 +81,14 @@ class Setting:
     triton: bool = False  # attention by the kernel of MPT's time
     update_bytes: float = 28.0  # read and written per parameter: AdamW on weight, gradient and two moments in FP32
     updates_on_host: bool = False
-    norm_bytes: float = (
-        0.0  # read per parameter of the last unit before an update that the next forward hides; 0: none does
-    )
+    # read per parameter of the last unit before an update that the next forward hides; 0: none does
+    norm_bytes: float = 0.0
     copied_up: float = 0.0  # bytes per parameter from host memory, in each forward and backward
     copied_down: float = 0.0  # the same, to host memory, in each backward
     inputs_copied: bool = False  # each layer's input goes to host memory in the forward, and comes back in the backward
     units: int = 1  # of FSDP in a layer
-    sharded_over: int = (
-        0  # GPUs among which FSDP shards what they all compute; 0: all that the axes leave; fewer: HSDP; 1: DDP
-    )
+    # GPUs among which FSDP shards what they all compute; 0: all that the axes leave; fewer: HSDP; 1: DDP
+    sharded_over: int = 0
     tp: int = 1  # GPUs that split each matrix, neighbors
     cp: int = 1  # GPUs that split each sequence; FSDP shards over them, too
     stages: tuple[int, ...] = ()  # layers of each pipeline stage, the last of which has the head; (): no pipeline
@@ -103,9 +101,8 @@ class Setting:
     fused: bool = False  # norms
     fp8: bool = False  # the layers' products
     loss_of_parts: bool = False  # of some words' logits at a time, which the backward computes again
-    trained: float = (
-        1.0  # share of the parameters that take gradients; below 1 those are adapters, and matrices take none
-    )
+    # share of the parameters that take gradients; below 1 those are adapters, and matrices take none
+    trained: float = 1.0
     adapted: tuple[int, int] = (0, 0)  # inputs and outputs of a layer's matrices that have adapters, each summed
     ours: bool = False  # this trainer's layers, one of which was measured
 

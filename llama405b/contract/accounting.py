@@ -24,9 +24,8 @@ class Use(enum.StrEnum):
     STARTING = "starting"  # from a launch to its first step: reading data, loading weights
     SAVING = "saving"  # what steps waited for saves, and saving at a stop
     PAUSES = "pauses"  # between steps, for other reasons: evaluations, profiles
-    FAILURES = (
-        "failures"  # from the last step that counts to the first one after it: repeated steps, hang, restart, loading
-    )
+    # from the last step that counts to the first one after it: repeated steps, hang, restart, loading
+    FAILURES = "failures"
     RESTARTS = "restarts"  # the same, where somebody asked for the restart
     WAITING = "waiting"  # since the last step of a live run, if that is long ago
 

@@ -21,18 +21,16 @@ class EventKind(enum.StrEnum):
     AFTER_SAVE_FAILED = "after save failed"  # it did not: ``detail`` says where and why; it is tried again
     BUDGET = "budget"  # of GPU-hours: ``detail`` says how much is spent
     COPIED = "copied"  # a host's part of the checkpoint ``path`` after ``step``, to the next host
-    SPIKE = (
-        "spike"  # ``step``, whose loss was far above the last ones'; ``detail``: how far, what was done, its documents
-    )
+    # ``step``, whose loss was far above the last ones'; ``detail``: how far, what was done, its documents
+    SPIKE = "spike"
     NOT_FINITE = "not finite"  # the loss or gradient of ``step``; ``detail``: what was done, its documents
     SKIPPED = "skipped"  # ``step``, in which every target is masked; the ``count``-th of this attempt
     STOPPED = "stopped"  # after ``step``, on request
     REFUSED = "refused"  # the trainer refused its input: ``cause``
     FAILED = "failed"  # the run failed, as its guard saw it: ``cause``
     RESTARTED = "restarted"  # by the guard, from ``path`` ("": the model's weights), for the ``count``-th time
-    ANSWERED = (
-        "answered"  # the request ``request`` was carried out after ``step``, with ``path``; or ``detail`` says why not
-    )
+    # the request ``request`` was carried out after ``step``, with ``path``; or ``detail`` says why not
+    ANSWERED = "answered"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

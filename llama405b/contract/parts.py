@@ -12,9 +12,8 @@ from llama405b.contract.mesh import Axes
 from llama405b.contract.shards import Box, Holdings, merged
 
 PART_NAME = re.compile(r"ranks-(\d{1,6})-(\d{1,6})-of-(\d{1,6})")
-PIECES = (
-    "llama405b.pieces"  # in a header's metadata: by entry, its tensor's name and shape, and which box of that it is
-)
+# in a header's metadata: by entry, its tensor's name and shape, and which box of that it is
+PIECES = "llama405b.pieces"
 WHOLE = "llama405b.whole"  # in a header's metadata: the fingerprint of the checkpoint
 
 

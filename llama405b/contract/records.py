@@ -78,9 +78,8 @@ class Heartbeat:
     cause: Cause | None = None  # why it failed, and in which phase
     data_s: float | None = None  # this rank's wait for its batch in the last step
     optimizer_s: float | None = None  # clipping and the update, in the last step
-    busy_s: float | None = (
-        None  # its own computing in the forward and backward of the last step, without waiting for others
-    )
+    # its own computing in the forward and backward of the last step, without waiting for others
+    busy_s: float | None = None
 
     def __post_init__(self) -> None:
         if self.rank < 0 or self.step < 0:
@@ -113,17 +112,14 @@ class Metrics:
     up_bytes: int | None = None  # of rank 0's weights from there
     input_bytes: int | None = None  # of its layers' inputs, to CPU memory and back; None: they stay on the device
     input_wait_s: float | None = None  # that rank 0's GPU waited for them
-    evaluation_loss: float | None = (
-        None  # nats per target token of the data held out, after this step; None: not evaluated
-    )
+    # nats per target token of the data held out, after this step; None: not evaluated
+    evaluation_loss: float | None = None
 
-    peak_bytes: int = (
-        0  # the most that rank 0 held so far: of its GPU, with what the allocator keeps; else of CPU memory
-    )
+    # the most that rank 0 held so far: of its GPU, with what the allocator keeps; else of CPU memory
+    peak_bytes: int = 0
     peak_allocated_bytes: int = 0  # the most that tensors held of rank 0's GPU so far; 0: it has none, or unknown
-    num_alloc_retries: int = (
-        0  # so far in this attempt: rank 0's GPU was short, so its allocator gave back what was free
-    )
+    # so far in this attempt: rank 0's GPU was short, so its allocator gave back what was free
+    num_alloc_retries: int = 0
     num_ooms: int = 0  # so far in this attempt: and that did not suffice
     own: Mapping[str, float] = dataclasses.field(default_factory=dict)  # what the user's module adds, by name
 

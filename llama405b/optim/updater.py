@@ -40,9 +40,8 @@ class Updater(Protocol):
 
     master: nn.Module  # its parameters are the weights as they are kept: the model, or FP32 masters of its weights
     optimizer: torch.optim.Optimizer  # of those
-    before_update: (
-        BeforeUpdate  # told what the next steps are about to change; may wait. Pending updates call the one before
-    )
+    # told what the next steps are about to change; may wait. Pending updates call the one before
+    before_update: BeforeUpdate
 
     def units(self) -> list[Unit]:
         """Return the state that changes, in the order in which it is updated."""

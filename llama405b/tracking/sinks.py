@@ -51,7 +51,7 @@ class Identity:
     settings: Mapping[str, Any]
 
 
-class TensorBoard:
+class _TensorBoard(Sink):
     """Files that `tensorboard --logdir` reads: each attempt continues the curves of those before."""
 
     def __init__(self, _: Tracking, run: Identity) -> None:
@@ -60,34 +60,28 @@ class TensorBoard:
         self.writer = SummaryWriter(str(run.directory / "tensorboard"))
 
     def metrics(self, line: Metrics | EvaluationMetrics) -> None:
-        """See ``Sink``."""
         for name, value in values_of(line).items():
             self.writer.add_scalar(name, value, line.step, line.time)
 
     def event(self, event: RunEvent) -> None:
-        """See ``Sink``."""
         self.writer.add_scalar(f"events/{event.kind}", 1, event.step, event.time)
 
     def sample(self, sample: Sample) -> None:
-        """See ``Sink``."""
         self.writer.add_text(
             f"prompts/{sample.prompt[:40]}", f"{sample.prompt} **{sample.text}**", sample.step, sample.time
         )
 
     def artifact(self, path: Path) -> None:
-        """See ``Sink``."""
         raise UserError(f"--model: TensorBoard takes no models, so {path} was not sent; use --only wandb")
 
     def flush(self) -> None:
-        """See ``Sink``."""
         self.writer.flush()
 
     def end(self) -> None:
-        """See ``Sink``."""
         self.writer.close()
 
 
-class WandB:
+class _WandB(Sink):
     """A run of W&B, online or in files for `wandb sync`; it drops what lies before its last step."""
 
     def __init__(self, tracking: Tracking, run: Identity) -> None:
@@ -110,23 +104,19 @@ class WandB:
         )
 
     def metrics(self, line: Metrics | EvaluationMetrics) -> None:
-        """See ``Sink``."""
         self.last = line.step
         self.run.log(values_of(line), step=line.step)
 
     def event(self, event: RunEvent) -> None:
-        """See ``Sink``."""
         self.run.log({f"events/{event.kind}": 1}, step=max(self.last, event.step or 0))
 
     def sample(self, sample: Sample) -> None:
-        """See ``Sink``."""
         import wandb
 
         words = html.escape(f"{sample.prompt} → {sample.text}")
         self.run.log({f"prompts/{sample.prompt[:40]}": wandb.Html(words)}, step=max(self.last, sample.step))
 
     def artifact(self, path: Path) -> None:
-        """See ``Sink``."""
         import wandb
 
         found = wandb.Artifact(f"{self.name}-model", type="model")
@@ -137,11 +127,10 @@ class WandB:
         """W&B writes each line to its own files, and sends them by itself."""
 
     def end(self) -> None:
-        """See ``Sink``."""
         self.run.finish()
 
 
-SINKS: dict[str, Callable[[Tracking, Identity], Sink]] = {"wandb": WandB, "tensorboard": TensorBoard}
+SINKS: dict[str, Callable[[Tracking, Identity], Sink]] = {"wandb": _WandB, "tensorboard": _TensorBoard}
 
 
 def values_of(line: Metrics | EvaluationMetrics) -> dict[str, float]:
