@@ -90,9 +90,8 @@ def test_a_run_is_its_directory_on_a_machine_whatever_its_host_is_called(work, m
     mine = Plan("r", 1, 0.0, "r-1-x", "a:1", (), (), nodes, owner="ann@desk")
     write_json(run.plan, mine)
     monkeypatch.setattr(starting, "start_session", lambda *_: (_ for _ in ()).throw(RunError("no tmux")))
-    held = locks.take_lock(
-        run.lock("gpu-1")
-    )  # and of another machine with the same directory, where its pid is not alive
+    # also that of another machine with the same directory, where its pid is not alive
+    held = locks.take_lock(run.lock("gpu-1"))
     asked = reader.loads(
         ProbeRequest, '{"run": "r", "host": "10.0.0.1", "port": 0, "token": "", "packages": [], "places": {}}', ""
     )
