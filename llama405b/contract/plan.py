@@ -8,7 +8,7 @@ from llama405b.contract.errors import UserError
 from llama405b.contract.files import read_record
 from llama405b.contract.mesh import Axes
 from llama405b.contract.paths import RunDir
-from llama405b.contract.reader import LINES
+from llama405b.contract.reader import AS_WRITTEN
 from llama405b.contract.schema import Parallel
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -27,7 +27,7 @@ class Node:
     python: str
     address: str  # on the training network
     interface: str  # has that address
-    env: Mapping[str, str] = dataclasses.field(metadata=LINES)
+    env: Mapping[str, str] = dataclasses.field(metadata=AS_WRITTEN)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -39,12 +39,12 @@ class Plan:
     created: float  # operator's clock, seconds since the epoch
     rdzv_id: str  # new for every attempt
     endpoint: str  # host:port of the rendezvous store, on the head
-    program: tuple[str, ...] = dataclasses.field(metadata=LINES)  # follows torchrun's own arguments
+    program: tuple[str, ...] = dataclasses.field(metadata=AS_WRITTEN)  # follows torchrun's own arguments
     secrets: tuple[str, ...]  # names only
     nodes: tuple[Node, ...]
     checkpoint_dir: str = ""
     owner: str = ""  # who launched it, shown to others who find it running
-    setup: str = dataclasses.field(default="", metadata=LINES)  # a shell line that runs before torchrun
+    setup: str = dataclasses.field(default="", metadata=AS_WRITTEN)  # a shell line that runs before torchrun
     refuse_sockets: bool = False  # end the run if NCCL falls back to TCP although there is RDMA
     grace_s: float = 0.0  # for the trainer to save, if SIGTERM comes without a stop request
     slurm_job: str = ""  # the job it runs in, if any

@@ -24,6 +24,7 @@ MAX_ITEMS = 100_000  # of one list or object
 MAX_TEXT = 1 << 26  # characters of one message
 BUILDING = threading.Lock()  # held while msgspec learns a type; see _learn
 LINES: Mapping[str, bool] = {"lines": True}  # metadata of a field of text that may have line breaks
+AS_WRITTEN: Mapping[str, bool] = {"as_written": True}  # metadata of one that is compared, sent back, or cleaned later
 LEARNED: dict[Any, msgspec.json.Decoder[Any]] = {}  # one per type; kept, so that what it learned is kept
 
 

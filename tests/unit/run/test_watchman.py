@@ -281,6 +281,16 @@ def test_a_guard_that_died_is_known_to_be_gone_and_its_run_can_be_guarded_again(
     assert guard_hosts.adopt(parse_launch(["--run", "r", "--restart", "2", "--", "-m", "other"], 0.0), fleet) is None
 
 
+def test_a_guard_is_begun_again_whatever_characters_the_program_and_its_setup_line_have(fleet):
+    odd = "\ta\r\x1b[0mb"
+    flags = ["--run", "r", "--restart", "2", "--env", f"A={odd}", "--setup-line", "true;\ttrue"]
+    asked = parse_launch([*flags, "--", "-m", "mine", odd], 0.0)
+    plan = launch(asked, list(fleet.hosts.values()), fleet)
+    assert plan.program[-1] == plan.nodes[0].env["A"] == odd
+    write_json(RunDir.here("r").guard, GuardState("r", 2**22 + 1, 1, guarding.machine_id(), 2, GuardStage.WATCHING))
+    assert guard_hosts.adopt(asked, fleet) == plan
+
+
 def test_what_follows_the_end_is_a_part_of_the_run_that_another_guard_takes_up(fleet, tmp_path):
     asked, hosts = request("--when-done", "echo done >>notes; test -e well"), list(fleet.hosts.values())
     plan = launch(asked, hosts, fleet)

@@ -4,11 +4,11 @@ import dataclasses
 from collections.abc import Mapping
 
 from llama405b.contract.events import RunEvent
+from llama405b.contract.reader import AS_WRITTEN
 from llama405b.contract.records import Blame, MetricsLine, NodeStatus
 from llama405b_tools.remote.messages.host_run import Beat
 
 BEATS_EVERY_S = 2.0  # how often a host sends its ranks' heartbeats, if they are asked for
-AS_WRITTEN = {"as_written": True}  # metadata of a field that is not cleaned as it arrives
 Marks = Mapping[str, tuple[int, int]]  # file below the log directory -> inode, bytes read
 
 
@@ -47,7 +47,7 @@ class StreamMessage:
 
     # blocks of the logs: time, file, text as it was written, which whoever shows it cleans
     entries: tuple[tuple[float, str, str], ...] = dataclasses.field(default=(), metadata=AS_WRITTEN)
-    marks: Marks = dataclasses.field(default_factory=dict)  # after them
+    marks: Marks = dataclasses.field(default_factory=dict, metadata=AS_WRITTEN)  # after them
     metrics: tuple[MetricsLine, ...] = ()
     events: tuple[RunEvent, ...] = ()
     node: NodeUpdate | None = None
