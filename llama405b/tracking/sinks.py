@@ -127,7 +127,10 @@ class _WandB(Sink):
         """W&B writes each line to its own files, and sends them by itself."""
 
     def end(self) -> None:
+        import wandb
+
         self.run.finish()
+        wandb.teardown()  # its service writes the end of its file only then
 
 
 SINKS: dict[str, Callable[[Tracking, Identity], Sink]] = {"wandb": _WandB, "tensorboard": _TensorBoard}

@@ -152,6 +152,9 @@ def test_a_resume_goes_on_and_what_is_done_again_keeps_its_first_values(demo, tm
     with pytest.raises(UserError, match="run/model was not written by `llama405b export`"):
         track.main(["run", "--model", "run/model"])
     assert track.main(["run", "--model", "out"]) == GOOD
+    children = Path("/proc/self/task").glob("*/children")
+    ours = [pid for each in children for pid in each.read_text().split()]
+    assert "wandb-core\n" not in [Path(f"/proc/{pid}/comm").read_text() for pid in ours]  # so all is in its files
     logged = [record.artifact for path in run.glob("tracking/wandb/offline-run-*/*.wandb") for record in _records(path)
         if record.WhichOneof("record_type") == "artifact" and record.artifact.type == "model"]  # fmt: skip
     assert [each.name for each in logged] == ["run-model"]
