@@ -43,6 +43,7 @@ class Probe(enum.StrEnum):
     HOST_LINKS = "host-links"
     RATES = "rates"
     KNOBS = "knobs"
+    KNOBS_2 = "knobs-2"
     COMMS = "comms"
     FSDP_COPIES = "fsdp-copies"
     ROUNDING = "rounding"
@@ -82,12 +83,12 @@ OPEN = {  # the most valuable first
         "what `plan` says that a first save makes training wait", "64 ranks"),
     Probe.STREAMS: Question(60, "8 and 32 within 2 %, 1 at least 15 % longer",
         "CUDA_DEVICE_MAX_CONNECTIONS, which the trainer would set, and of which doctor would warn", "queues"),
-    Probe.HANG: Question(40, "1 pipe, more than 10 kB within 5 s", "whether the autopsy of a hang can name the collective", "NCCL"),
+    Probe.HANG: Question(40, "1 pipe, more than 10 kB within 5 s; py-spy: in the line of stuck() with float()",
+        "whether the autopsy of a hang can name the collective", "NCCL"),
 }  # fmt: skip
+KNOBS = (Probe.KNOBS, Probe.KNOBS_2)  # halves of one table: a GPU may be there for the first alone
 DEEP = (Probe.PRODUCTS, Probe.HOST_LINKS, Probe.COLLECTIVES)  # those of doctor --deep
-TESTS = tuple(
-    probe for probe in Probe if probe not in (Probe.PRODUCTS, Probe.HOST_LINKS, Probe.RATES, Probe.KNOBS, *OPEN)
-)
+TESTS = tuple(probe for probe in Probe if probe not in (Probe.PRODUCTS, Probe.HOST_LINKS, Probe.RATES, *KNOBS, *OPEN))
 WHOLE_RUNS = (Probe.ACCUMULATION, Probe.RESUME, Probe.PACKED, Probe.RANK0, Probe.FSDP1, Probe.EVALUATION)
 ONE_RANK_ONLY = (Probe.UPDATE, Probe.LAYER_NONE, Probe.LAYER_OPTIMIZER, Probe.LAYER_ALL, *WHOLE_RUNS, *OPEN)
 GPU_ONLY = (Probe.FSDP1,)  # torch has none for the CPU
@@ -107,6 +108,7 @@ class About:
 
 
 ONE_HOLDS_ALL = "here one rank holds all states of a layer; in a run each has a part, so that this alone stops nothing"
+WHICH_WAS_LAST = "report it, and which setting was the last"
 UNDERSTOOD = "until this is understood, and report it"
 # Those of one rank take what an H200 took, but for fsdp1 and evaluation.
 ABOUT = {
@@ -136,7 +138,8 @@ ABOUT = {
     Probe.PRODUCTS: About(25),
     Probe.HOST_LINKS: About(60),
     Probe.RATES: About(60),
-    Probe.KNOBS: About(300, "settings alone and together", "report it, and which setting was the last"),
+    Probe.KNOBS: About(150, "the recipe's settings alone and together", WHICH_WAS_LAST),
+    Probe.KNOBS_2: About(150, "settings that trade memory for speed", WHICH_WAS_LAST),
     **dict.fromkeys(OPEN, About(20)),
 }  # fmt: skip
 
@@ -231,7 +234,7 @@ def line_of(result: ProbeResult) -> str:
         return f"{result.probe:13} skipped: {result.why}; run it alone with --tests {result.probe}"
     if result.fault:
         return f"{result.probe:13} FAILED after {result.seconds:.0f} s: {result.why}; {ABOUT[result.probe].advice}"
-    if result.probe is Probe.KNOBS:
+    if result.probe in KNOBS:
         return f"{result.probe:13} passed, {result.seconds:.0f} s\n\n" + "\n".join(table_of(result.figures)) + "\n"
     figures = ", ".join(f"{each.name} {each.value:.3g} {each.unit}".rstrip() for each in result.figures)
     question, passed = OPEN.get(result.probe), f"{result.probe:13} passed, {result.seconds:.0f} s: {figures}"
@@ -332,7 +335,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tests",
         default=",".join(TESTS),
-        help=f"which to run, in this order: {', '.join(TESTS)} [all]; or knobs, or open, "
+        help=f"which to run, in this order: {', '.join(TESTS)} [all]; or knobs, or knobs-2, its second half, or open, "
         f"what one GPU can still decide, the most valuable first: {', '.join(OPEN)}",
     )
     parser.add_argument("--out", type=Path, default=Path("bench"), help="directory of the results [bench]")
@@ -357,10 +360,11 @@ def chosen(text: str) -> list[Probe]:
     Raises:
         UserError: One is unknown, or none is named.
     """
-    names = [name for part in text.split(",") for name in (OPEN if part == "open" else [part]) if name]
+    several = {"open": tuple(OPEN), "knobs": KNOBS}
+    names = [name for part in text.split(",") for name in several.get(part, (part,)) if name]
     for name in names:
-        if name not in (*TESTS, Probe.KNOBS, *OPEN):
+        if name not in (*TESTS, *KNOBS, *OPEN):
             raise UserError(f"--tests: {name!r} is not a test{did_you_mean(name, TESTS)}; use {', '.join(TESTS)}")
     if not names:
         raise UserError(f"--tests: none is named; use {', '.join(TESTS)}")
-    return [probe for probe in (*TESTS, Probe.KNOBS, *OPEN) if probe in names]
+    return [probe for probe in (*TESTS, *KNOBS, *OPEN) if probe in names]

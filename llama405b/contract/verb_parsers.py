@@ -42,8 +42,8 @@ BENCH = """Test the machines that will train, from a first collective to whole s
 On one GPU of the first host, one host, two hosts, and all; without HOSTS, on this machine's first GPU. Each test is a line, with
 the cause and what to do if it fails. `bench knobs [HOSTS]` measures what the recipe leaves open, each alone and all together: the
 embedding as a unit, forward prefetch, all-gathers without a limit, offload; then what trades memory for speed: the loss in parts,
-activation checkpointing, layer inputs on the host, fused and compiled layers, numerics. A table of seconds and memory,
-beside the plan's."""
+activation checkpointing, layer inputs on the host, fused and compiled layers, numerics (`--tests knobs-2`). A table
+of seconds and memory for each half, beside the plan's."""
 
 
 def _parser(verb: str, description: str) -> OneLineParser:

@@ -18,7 +18,7 @@ from benchmarks.pairs import ratio_of
 from conftest import ROOT
 from llama405b.commands.probes import open_questions
 from llama405b.commands.probes.runs import agree
-from llama405b.contract.probes import ABOUT, MANY_RANKS_ONLY, MESHES, OPEN, TESTS, WHOLE_RUNS, Probe
+from llama405b.contract.probes import ABOUT, KNOBS, MANY_RANKS_ONLY, MESHES, OPEN, TESTS, WHOLE_RUNS, Probe
 from ops_rig import benchmark, wait_for
 from ranks_rig import run_ranks
 
@@ -82,13 +82,20 @@ def test_one_rank_passes_every_other_test(tmp_path):
         _measured,
         [
             test
-            for test in (*TESTS, Probe.KNOBS, *OPEN)
+            for test in (*TESTS, *KNOBS, *OPEN)
             if test not in (*BY_PROCESS, *BY_HAND, *WHOLE_RUNS, *MANY_RANKS_ONLY)
         ],
     )
     assert [(result.probe, result.fault) for result in results if result.fault] == []
     named = {figure.name for result in results for figure in result.figures}
-    expected = {"runs that agree", "hidden / bound", "forward", "down", "fsdp2, all of them: step"}
+    expected = {
+        "runs that agree",
+        "hidden / bound",
+        "forward",
+        "down",
+        "fsdp2, all of them: step",
+        "fsdp2, fused: step",
+    }
     assert expected | {"copy out", "cpu bf16-stochastic", "fused 64: forward", "0 busy", "beside / alone"} <= named
 
 
@@ -96,6 +103,13 @@ def test_a_part_of_a_test_runs_in_a_process_of_its_own():
     [step] = open_questions.streams("cpu")
     assert step.name == "8 queues: step"
     assert step.value > 0
+
+
+def test_a_rank_that_hangs_is_looked_at_by_py_spy():
+    pipes, stack = open_questions.hang("cpu")
+    assert (pipes.name, pipes.value) == ("pipes", 0)  # gloo has no flight recorder
+    assert re.fullmatch(r"py-spy: in \w+, line \d+", stack.name)
+    assert stack.value >= 2
 
 
 def test_two_ranks_learn_the_same_on_each_axis():

@@ -2,11 +2,11 @@
 
 import pytest
 
-from llama405b.contract.probes import MANY_RANKS_ONLY, ONE_RANK_ONLY, TESTS, WHOLE_RUNS, Probe
+from llama405b.contract.probes import KNOBS, MANY_RANKS_ONLY, ONE_RANK_ONLY, TESTS, WHOLE_RUNS, Probe
 from standin_rig import NOTHING
 
-ALONE = [*(probe for probe in TESTS if probe not in (*MANY_RANKS_ONLY, *WHOLE_RUNS, Probe.UPDATE)), Probe.KNOBS]
-TOGETHER = [*(probe for probe in TESTS if probe not in ONE_RANK_ONLY), Probe.KNOBS]
+ALONE = [*(probe for probe in TESTS if probe not in (*MANY_RANKS_ONLY, *WHOLE_RUNS, Probe.UPDATE)), *KNOBS]
+TOGETHER = [*(probe for probe in TESTS if probe not in ONE_RANK_ONLY), *KNOBS]
 
 
 @pytest.mark.parametrize(("world", "probes"), [(1, ALONE), (2, TOGETHER)])

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import operator
 import sys
-from collections.abc import Iterator
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -50,39 +50,41 @@ FP8: Knobs = COMPILED | {"fp8": {"numerics": "fp8"}}
 TOGETHER = ("loss in parts", "no checkpointing", "compiled")
 
 
-def settings_of(strategy: Name, device: torch.device) -> Iterator[tuple[str, Parallel, Model]]:
-    """Yield the settings of a strategy, by their names: none of its knobs, each alone, and all; of FSDP2 also the others that run here."""
+def recipes(strategy: Name) -> dict[str, Knobs]:
+    """Return what the recipe of a strategy leaves open, by name: none of its knobs, each alone, and all."""
     knobs = FSDP1 if strategy == "fsdp1" else FSDP2
-    named: dict[str, Knobs] = (
-        {"none of them": {}} | {name: {name: knobs[name]} for name in knobs} | {"all of them": knobs}
-    )
-    if strategy == "fsdp2":
-        alone = MORE if compiling.lack(device) else MORE | COMPILED
-        named |= {name: {name: alone[name]} for name in alone}
-        sets: list[Knobs] = [{name: alone[name] for name in TOGETHER if name in alone}]
-        sets += [FP8] if "compiled" in alone and not fp8.lack(device) else []
-        named |= {" + ".join(each): each for each in sets}
+    return {"none of them": {}} | {name: {name: knobs[name]} for name in knobs} | {"all of them": knobs}
+
+
+def trades(device: torch.device) -> dict[str, Knobs]:
+    """Return what else of FSDP2 runs here, by name: each alone, and some together."""
+    alone = MORE if compiling.lack(device) else MORE | COMPILED
+    sets: list[Knobs] = [{name: alone[name]} for name in alone]
+    sets += [{name: alone[name] for name in TOGETHER if name in alone}]
+    sets += [FP8] if "compiled" in alone and not fp8.lack(device) else []
+    return {" + ".join(each): each for each in sets}
+
+
+def knobs(me: Rank) -> list[Figure]:
+    """Take steps with each setting of the recipe, for FSDP2, and on GPUs for FSDP1, which torch has for no CPU: seconds and GB."""
+    found = _table("fsdp2", recipes("fsdp2"), me)
+    return found + _table("fsdp1", recipes("fsdp1"), me) if me.on_gpu else found
+
+
+def more_knobs(me: Rank) -> list[Figure]:
+    """Take steps with each setting that trades memory for speed."""
+    return _table("fsdp2", trades(me.device), me)
+
+
+def _table(strategy: Name, named: Mapping[str, Knobs], me: Rank) -> list[Figure]:
+    figures = []
     for name, together in named.items():
         values: dict[str, Any] = functools.reduce(operator.or_, together.values(), {"strategy": strategy})
         of_model = {key: value for key, value in values.items() if hasattr(PLAIN, key)}
         parallel = dataclasses.replace(BASE, **{key: values[key] for key in values.keys() - of_model.keys()})
-        yield f"{strategy}, {name}", parallel, dataclasses.replace(PLAIN, **of_model)
-
-
-def knobs(me: Rank) -> list[Figure]:
-    """Take steps with each setting of FSDP2, and on GPUs of FSDP1, which torch has for no CPU: seconds, and GB of this rank's GPU."""
-    figures = []
-    strategies: tuple[Name, ...] = ("fsdp2", "fsdp1") if me.on_gpu else ("fsdp2",)
-    for strategy in strategies:
-        for name, parallel, model in settings_of(strategy, me.device):
-            figures += (found := _measured(name, parallel, model, me))
-            if me.is_rank0:  # all comes at the end, if it comes to an end
-                print(
-                    *(f"{each.name} {each.value:.3g} {each.unit}" for each in found),
-                    sep="; ",
-                    file=sys.stderr,
-                    flush=True,
-                )
+        figures += (found := _measured(f"{strategy}, {name}", parallel, dataclasses.replace(PLAIN, **of_model), me))
+        if me.is_rank0:  # all comes at the end, if it comes to an end
+            print("; ".join(f"{each.name} {each.value:.3g} {each.unit}" for each in found), file=sys.stderr, flush=True)
     return figures
 
 

@@ -3,8 +3,11 @@
 On a CPU each goes as far as it can, with small shapes; what that does not show is there, too.
 """
 
+import json
 import os
 import pickle
+import signal
+import sys
 import tempfile
 import threading
 import time
@@ -17,7 +20,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorPr
 from torch.distributed.checkpoint.planner import MetadataIndex, SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from llama405b.commands.probes import host
-from llama405b.commands.probes.own_process import in_own_process
+from llama405b.commands.probes.own_process import in_own_process, own_process
 from llama405b.commands.probes.runs import BF16_TOLERANCE, Runs, agree, short_documents
 from llama405b.commands.probes.software import uses_gpu
 from llama405b.commands.probes.steps import STEPS, Workload, take_steps
@@ -173,34 +176,58 @@ def streams(device: str) -> list[Figure]:
 def _step_s(device: str) -> float:
     """Take steps with copies both ways."""
     me = ranks.join(device, JOIN_S)
-    model = Model(activations="host" if me.on_gpu else "device")
-    return take_steps(Workload("llama3.1-8b", 6, 4, 4096), Parallel(offload="all"), me, 1 + STEPS, model)[1].whole_s
+    layers, count = (6, 1 + STEPS) if me.on_gpu else (1, 1)
+    workload, model = Workload("llama3.1-8b", layers, 4, 4096), Model(activations="host" if me.on_gpu else "device")
+    return take_steps(workload, Parallel(offload="all"), me, count, model)[1].whole_s
 
 
 def hang(device: str) -> list[Figure]:
-    """Ask NCCL's flight recorder of a rank whose GPU never ends what it computes."""
+    """Ask NCCL's flight recorder, and py-spy, of a rank whose GPU never ends what it computes."""
     with tempfile.TemporaryDirectory() as directory:
-        return in_own_process(None, _stuck, device, RunDir(Path(directory)).flight(0))
+        record, mark = RunDir(Path(directory)).flight(0), Path(directory) / "stuck"
+        with own_process(_stuck, device, record, mark) as (child, _):
+            _wait(mark)
+            return [*_flight(record), _stack(child.pid)]
 
 
-def _stuck(device: str, record: Path) -> list[Figure]:
-    """Wait for a GPU that spins between two collectives, and meanwhile for the record."""
+def _stuck(device: str, record: Path, mark: Path) -> None:
+    """Wait for a GPU that spins between two collectives."""
     ranks.record_flights(record)
     me = ranks.join(device, JOIN_S)
     x = torch.ones(1 << 20, device=me.device)
     dist.all_reduce(x)
-    if me.on_gpu:
-        torch.cuda._sleep(10**12)
-        dist.all_reduce(x)
-        threading.Thread(target=x.sum().item, daemon=True).start()
+    mark.write_text("soon")
+    if not me.on_gpu:
+        signal.pause()
+    torch.cuda._sleep(10**12)
+    dist.all_reduce(x)
+    float(x.sum())
+
+
+def _flight(record: Path) -> list[Figure]:
     try:
         pipe = os.open(f"{record}.pipe", os.O_WRONLY | os.O_NONBLOCK)
     except OSError:  # nobody reads it
         return [Figure("pipes", 0, "")]
-    began, size = time.monotonic(), 0
     os.write(pipe, b"1")
     os.close(pipe)
-    while not size and time.monotonic() < began + FLIGHT_S:
+    after_s = _wait(record)
+    size = record.stat().st_size if record.exists() else 0
+    return [Figure("pipes", 1, ""), Figure("dump", size / 1e3, "kB"), Figure("after", after_s, "s")]
+
+
+def _stack(pid: int | None) -> Figure:
+    """Return where py-spy finds a process's main thread, and how deep."""
+    with os.popen(f"'{Path(sys.executable).with_name('py-spy')}' dump --json --nonblocking --pid {pid}") as said:
+        threads = json.loads(said.read() or "[]")  # none: it is not installed, or may not look
+    frames = [frame for each in threads if each["os_thread_id"] == pid for frame in each["frames"]]
+    where = "".join(f"in {frame['name']}, line {frame['line']}" for frame in frames[:1])
+    return Figure(f"py-spy: {where or 'no stack'}", len(frames), "frames")
+
+
+def _wait(file: Path) -> float:
+    """Wait a while until a file has something in it; returns how long."""
+    began = time.monotonic()
+    while not (file.exists() and file.stat().st_size) and time.monotonic() < began + FLIGHT_S:
         time.sleep(0.1)
-        size = record.stat().st_size if record.exists() else 0
-    return [Figure("pipes", 1, ""), Figure("dump", size / 1e3, "kB"), Figure("after", time.monotonic() - began, "s")]
+    return time.monotonic() - began

@@ -16,7 +16,7 @@ import torch
 
 from llama405b.capacity.run_shape import RunShape
 from llama405b.commands.probes import host, links, meshes, open_questions, runs, steps
-from llama405b.commands.probes.knobs import knobs
+from llama405b.commands.probes.knobs import knobs, more_knobs
 from llama405b.commands.probes.own_process import in_own_process
 from llama405b.commands.probes.rates import rates
 from llama405b.commands.probes.software import allocator_stats, software, uses_gpu
@@ -45,6 +45,7 @@ PROBES: dict[Probe, Callable[[Rank], list[Figure]]] = {
     Probe.PRODUCTS: host.products,
     Probe.HOST_LINKS: links.host_links,
     Probe.KNOBS: knobs,
+    Probe.KNOBS_2: more_knobs,
     Probe.COMMS: open_questions.comms,
     Probe.FSDP_COPIES: open_questions.fsdp_copies,
     Probe.ROUNDING: open_questions.rounding,

@@ -34,7 +34,7 @@ def test_what_is_open_is_asked_in_its_order_and_told_beside_what_was_expected():
 def test_every_probe_is_described():
     assert set(probes.ABOUT) == set(Probe)
     proving = {probe for probe, about in probes.ABOUT.items() if about.proves}
-    assert proving == {*probes.TESTS, Probe.KNOBS}
+    assert proving == {*probes.TESTS, *probes.KNOBS}
     assert {probe for probe, about in probes.ABOUT.items() if about.advice != "report it"} == proving
 
 
@@ -116,13 +116,17 @@ def test_a_result_of_many_figures_is_whole_only_with_its_last_line():
     assert list(probes.decode(lines[:2])) == []
 
 
-def test_knobs_are_a_table_to_paste():
-    assert probes.chosen("knobs") == [Probe.KNOBS]
+def test_knobs_are_a_table_to_paste_in_halves_that_fit_a_short_lease():
+    assert probes.chosen("knobs") == [Probe.KNOBS, Probe.KNOBS_2]
+    assert probes.chosen("knobs-2") == [Probe.KNOBS_2]
+    assert [probes.ABOUT[half].usual_s for half in probes.KNOBS] == [150, 150]
     figures = (
         Figure("fsdp2, offload: step", 1.25, "s"),
         Figure("fsdp2, offload: peak", 9.0, "GB"),
         Figure("fsdp1, offload: step", 2.0, "s"),
     )
+    half = probes.line_of(dataclasses.replace(ON_GPU, probe=Probe.KNOBS_2, figures=figures))
+    assert half == "\n".join(["knobs-2       passed, 32 s", "", *probes.table_of(figures), ""])
     assert probes.table_of(figures) == [
         "| setting | step, s | peak, GB |",
         "| --- | --- | --- |",
