@@ -3,9 +3,11 @@
 import concurrent.futures
 import os
 import shutil
+import subprocess
 
 import pytest
 
+from llama405b.contract.code_version import digest_of
 from llama405b_tools.deliver import sourcetree
 from llama405b_tools.hosts.transport import HostError, Local
 
@@ -47,7 +49,7 @@ def test_several_may_push_to_one_directory_at_once(tree, tmp_path, calls_of):
     lines, to = sourcetree.manifest(root, names), str(tmp_path / "there")
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         sent = [pool.submit(sourcetree.push, Local(), root, lines, to) for _ in range(8)]
-    assert max(job.result()[0] for job in sent) == len(names)
+    assert f"{len(names)} files sent, 0 deleted" in [job.result() for job in sent]
     unpacked = places.read_text().splitlines()  # one that begins when another has ended has nothing to send
     assert len(set(unpacked)) == len(unpacked) > 1
     there = tmp_path / "there"
@@ -63,10 +65,54 @@ def test_what_is_gone_here_goes_there_and_what_is_not_ours_stays(tree, tmp_path)
     (there / "notes.txt").write_text("mine")
     (root / "run.sh").write_text("#!/bin/sh\necho new\n")
     kept = [name for name in names if not name.endswith("module_7.py")]
-    assert sourcetree.push(Local(), root, sourcetree.manifest(root, kept), str(there)) == (1, 1)
+    assert sourcetree.push(Local(), root, sourcetree.manifest(root, kept), str(there)) == "1 file sent, 1 deleted"
     assert (there / "run.sh").read_text().endswith("new\n")
     assert not (there / "part 2/module_7.py").exists()
     assert (there / "notes.txt").read_text() == "mine"
+
+
+def _write(root, *names):
+    for name in names:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(f"# {name}\n")
+
+
+OURS = ("llama405b/__init__.py", "tools/llama405b_tools/__init__.py", "pyproject.toml")
+
+
+def test_a_clone_loses_the_modules_that_we_removed_since_and_keeps_what_is_the_users(tmp_path):
+    root, clone = tmp_path / "here", tmp_path / "clone"
+    _write(root, *OURS)
+    old = ("llama405b/optim/old.py", "tools/llama405b_tools/old.toml", "tools/llama405b_tools/my odd.json")
+    kept = ("llama405b/notes.md", "tools/old.py", "runs/r/llama405b/old.py", "mine.py", "examples/old.py")
+    _write(clone, *OURS, *old, *kept)
+    for words in ("init -q", "add ."):
+        subprocess.run(["git", "-C", clone, *words.split()], check=True)
+    _write(clone, "llama405b/mine.py", "llama405b/.hidden/mine.py", "llama405b/__pycache__/old.pyc")
+    assert digest_of(clone) != digest_of(root)
+    lines, mine = (
+        sourcetree.manifest(root, OURS),
+        f"; hosts differ until `cd {clone} && rm ./llama405b/mine.py` was run there",
+    )
+    assert sourcetree.push(Local(), root, lines, str(clone)) == f"0 files sent, 3 deleted{mine}"
+    assert sourcetree.push(Local(), root, lines, str(clone)) == f"0 files sent, 0 deleted{mine}"
+    assert [name for name in old if (clone / name).exists()] == []
+    assert [name for name in kept if not (clone / name).exists()] == []
+    subprocess.run(mine.split("`")[1], shell=True, check=True)
+    assert digest_of(clone) == digest_of(root)
+    assert sourcetree.push(Local(), root, lines, str(clone)) == "0 files sent, 0 deleted"
+
+
+def test_code_of_the_users_own_leaves_our_packages_beside_it_alone(tmp_path):
+    root, clone = tmp_path / "here", tmp_path / "clone"
+    _write(root, "train.py")
+    _write(clone, *OURS)
+    for words in ("init -q", "add ."):
+        subprocess.run(["git", "-C", clone, *words.split()], check=True)
+    assert (
+        sourcetree.push(Local(), root, sourcetree.manifest(root, ["train.py"]), str(clone)) == "1 file sent, 0 deleted"
+    )
+    assert [name for name in OURS if not (clone / name).exists()] == []
 
 
 def test_a_file_that_cannot_be_put_in_its_place_is_said(tree, tmp_path):
@@ -92,7 +138,7 @@ def test_a_directory_that_became_a_file_and_a_file_that_became_a_directory(tree,
     (root / "flat").mkdir()
     (root / "flat/d.py").write_text("d")
     names = names_of(root)
-    assert sourcetree.push(Local(), root, sourcetree.manifest(root, names), str(there)) == (2, 2)
+    assert sourcetree.push(Local(), root, sourcetree.manifest(root, names), str(there)) == "2 files sent, 2 deleted"
     assert names_of(there) == sorted([sourcetree.MANIFEST, *names])
 
 
@@ -100,7 +146,7 @@ def test_an_empty_tree_deletes_what_an_earlier_push_sent(tree, tmp_path):
     root, names = tree
     there = tmp_path / "there"
     sourcetree.push(Local(), root, sourcetree.manifest(root, names), str(there))
-    assert sourcetree.push(Local(), root, "", str(there)) == (0, len(names))
+    assert sourcetree.push(Local(), root, "", str(there)) == f"0 files sent, {len(names)} deleted"
     assert names_of(there) == [sourcetree.MANIFEST]
 
 
@@ -109,5 +155,5 @@ def test_what_has_not_changed_is_hashed_once(tree, tmp_path, calls_of):
     lines, to = sourcetree.manifest(root, names), str(tmp_path / "there")
     sourcetree.push(Local(), root, lines, to)
     calls = calls_of("sha256sum")
-    assert sourcetree.push(Local(), root, lines, to) == (0, 0)
+    assert sourcetree.push(Local(), root, lines, to) == "0 files sent, 0 deleted"
     assert calls.read_text() == f"{to}\n"

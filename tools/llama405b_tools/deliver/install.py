@@ -14,7 +14,7 @@ from pathlib import Path
 
 import llama405b
 from llama405b.contract.errors import UserError
-from llama405b.contract.phrases import counted, given, last_of
+from llama405b.contract.phrases import given, last_of
 from llama405b_tools.deliver import push_files, setup_plan, sourcetree
 from llama405b_tools.deliver.chain import Origin
 from llama405b_tools.deliver.progress import StepProgress
@@ -107,8 +107,8 @@ class Work:
         connection, host = self.fleet.connection(name), self.fleet.hosts[name]
         self.facts[name] = self._look(name, connection)
         workdir = host.workdir or (str(self.root) if isinstance(connection, Local) else WORKDIR)
-        sent, gone = sourcetree.push(connection, self.root, self.lines, workdir)
-        self.progress.say(name, f"code in {workdir}: {counted(sent, 'file')} sent, {gone} deleted")
+        said = sourcetree.push(connection, self.root, self.lines, workdir)
+        self.progress.say(name, f"code in {workdir}: {said}")
         python = self.wishes.python or "python3"
         self.fleet.hosts[name] = dataclasses.replace(host, workdir=workdir, python=python, prefix=self.wishes.module)
         return True

@@ -9,7 +9,7 @@ from pathlib import Path
 from llama405b.contract.errors import RunError, UserError, code_for
 from llama405b.contract.mesh import Axes
 from llama405b.contract.parts import Part
-from llama405b.contract.phrases import counted, given
+from llama405b.contract.phrases import given
 from llama405b.contract.schema import Parallel
 from llama405b.contract.tensors import INDEX, SINGLE
 from llama405b_tools.deliver import sourcetree
@@ -18,8 +18,7 @@ from llama405b_tools.deliver.progress import PushProgress, show_progress
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.hosts.login_shell import shell_path
-from llama405b_tools.hosts.outcomes import unanswered
-from llama405b_tools.hosts.transport import HostError
+from llama405b_tools.hosts.outcomes import replies, unanswered
 from llama405b_tools.remote.file_sources import FileSource, open_files
 from llama405b_tools.run.host_checks import fault_list
 from llama405b_tools.run.plan import first_ranks
@@ -90,17 +89,14 @@ def push_code(fleet: Fleet, root: Path, names: Sequence[str], to: str = "") -> i
 
     def one(name: str) -> tuple[str, str]:
         where, began = to or fleet.workdir(name), time.monotonic()
-        sent, gone = sourcetree.push(fleet.connection(name), root, lines, where)
-        return where, f"{counted(sent, 'file')} sent, {gone} deleted, {time.monotonic() - began:.1f} s"
+        said = sourcetree.push(fleet.connection(name), root, lines, where)
+        return where, f"{said}, {time.monotonic() - began:.1f} s"
 
     outcomes = fleet.each(one)
-    rows = []
-    for name, found in outcomes.items():
-        if isinstance(found, HostError):
-            found = "—", f"FAILED: {found}"
-        rows.append((name, *found))
+    failed = unanswered(outcomes)
+    rows = [(name, *replies(outcomes).get(name, ("—", f"FAILED: {failed.get(name)}"))) for name in outcomes]
     print(format_table(("host", "directory", f"of {len(names)} files"), rows), flush=True)
-    return code_for(unanswered(outcomes))
+    return code_for(failed)
 
 
 def push_files(fleet: Fleet, origin: Origin, targets: Mapping[str, str]) -> int:

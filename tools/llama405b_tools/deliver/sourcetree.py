@@ -1,23 +1,27 @@
 """Put a source tree on hosts that have only sh, tar and sha256sum: only files that differ, none that .gitignore excludes.
 
-Files from an earlier push that the tree no longer has are deleted; nothing else is.
+Files that the tree no longer has are deleted if an earlier push sent them, or if they are code of ours that git tracks there: a
+module that was left behind makes a host's code another one. What else is in our packages is named; nothing else is touched.
 """
 
 import base64
 import hashlib
 import io
 import secrets
+import shlex
 import subprocess
 import tarfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from llama405b.contract.code_version import SUFFIXES
 from llama405b.contract.errors import UserError
-from llama405b.contract.phrases import last_of
+from llama405b.contract.phrases import counted, given, last_of
 from llama405b_tools.hosts.login_shell import shell_path
 from llama405b_tools.hosts.transport import Connection, HostError, Result
 
 MANIFEST = ".llama405b-code"  # on the host: the files of the last push, in sha256sum's format
+PACKAGES = "./llama405b ./tools/llama405b_tools"
 TIMEOUT_S = 300.0
 MAX_BYTES = 200 << 20
 SKIPPED = (".git", ".venv", "runs", "models", "__pycache__", "node_modules")  # without git
@@ -58,8 +62,8 @@ def manifest(root: Path, names: Sequence[str]) -> str:
     return "".join(f"{hashlib.sha256((root / name).read_bytes()).hexdigest()}  ./{name}\n" for name in names)
 
 
-def push(connection: Connection, root: Path, lines: str, to: str) -> tuple[int, int]:
-    """Make a host's directory equal to the tree; returns how many files were sent, and how many deleted.
+def push(connection: Connection, root: Path, lines: str, to: str) -> str:
+    """Make a host's directory equal to the tree; says how many files were sent and deleted, and what deletes others of our packages.
 
     Hosts may share the directory and be pushed to at the same time.
 
@@ -70,25 +74,27 @@ def push(connection: Connection, root: Path, lines: str, to: str) -> tuple[int, 
     enter = f"cd {directory} && trap '[ $? = 0 ] || rm -rf {new} {new}.d' 0 && "
     compare = (
         f"cat >{new} && {{ sha256sum -c {new} 2>/dev/null | sed -n 's/: FAILED.*$//p'; }} && echo === "
-        f"&& {{ [ ! -f {MANIFEST} ] || cut -c67- {MANIFEST}; }}"
+        f"&& {{ [ ! -f {MANIFEST} ] || cut -c67- {MANIFEST}; }} && {{ echo ===; find {PACKAGES} -type f; echo ===; "
+        f"git ls-files -- {PACKAGES} | sed 's,^,./,'; }} 2>/dev/null"
     )
     there = connection.run(f"mkdir -p {directory} && {enter}{compare}", lines, TIMEOUT_S)
     if there.code:
         raise HostError(f"{to} cannot be created or written ({_last(there.err)}); set workdir= to one of your own")
-    differ, _, before = there.out.partition("===\n")
+    differ, before, found, tracked = (part.splitlines() for part in there.out.split("===\n"))
     wanted = {line[66:] for line in lines.splitlines()}
-    send = [name for name in differ.splitlines() if name in wanted]
-    gone = [name for name in before.splitlines() if name not in wanted and _is_inside(name)]
+    send = [name for name in differ if name in wanted]
+    code = {name for name in found if name.endswith(SUFFIXES) and "/." not in name} - wanted
+    odd = code if "./tools/llama405b_tools/__init__.py" in wanted else set()
+    gone = {name for name in before if name.startswith("./") and "/../" not in name} - wanted | odd.intersection(
+        tracked
+    )
     if gone:
-        _checked(connection.run(f"{enter}xargs -0 rm -f --", "\0".join(gone), TIMEOUT_S))
+        _checked(connection.run(f"{enter}xargs -0 rm -f --", "\0".join(sorted(gone)), TIMEOUT_S))
     unpack, archive = (_unpack(new), _archive(root, send)) if send else ("", "")
     _checked(connection.run(f"{enter}{unpack}mv {new} {MANIFEST}", archive, TIMEOUT_S))
-    return len(send), len(gone)
-
-
-def _is_inside(name: str) -> bool:
-    """Whether a name from a host's own manifest is of a file below its directory."""
-    return name.startswith("./") and "/../" not in name
+    left = shlex.join(sorted(odd - gone))
+    unknown = given("; hosts differ until `{}` was run there", left and f"cd {directory} && rm {left}")
+    return f"{counted(len(send), 'file')} sent, {len(gone)} deleted{unknown}"
 
 
 def _unpack(manifest: str) -> str:
