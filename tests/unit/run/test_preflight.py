@@ -293,6 +293,7 @@ def test_what_a_host_lacks_is_found_before_the_start(lacks, said):
     assert bool(why) == bool(said)
 
 
+HIDE = "and hide that GPU from CUDA: --setup-line 'export CUDA_VISIBLE_DEVICES=…'"
 HUNG = "nvidia-smi does not answer: a GPU or the driver hangs"
 
 
@@ -301,7 +302,7 @@ HUNG = "nvidia-smi does not answer: a GPU or the driver hangs"
     [
         (8, 7, "", "it has 7 GPUs, but slots=8; check nvidia-smi, or set slots=7"),
         (8, 0, HUNG, f"it has 0 GPUs ({HUNG}), but slots=8; check nvidia-smi, or train on CPUs: --parallel.device cpu"),
-        (0, 7, "GPU 5: lost", "it has 7 GPUs (GPU 5: lost); check nvidia-smi, or set slots=7"),
+        (0, 7, "GPU 5: lost", f"it has 7 GPUs (GPU 5: lost); check nvidia-smi, or set slots=7 {HIDE}"),
         (7, 7, "GPU 5: lost", ""),
         (2, 0, "", ""),  # it has none
     ],

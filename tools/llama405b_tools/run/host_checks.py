@@ -82,7 +82,8 @@ def check_host(request: LaunchRequest, host: Host, facts: LaunchFacts) -> None:
     fault = facts.gpu_fault if request.config else ""  # a program of the user's own may need no GPU
     if not request.on_cpu and (0 < facts.gpus < host.slots or (fault and not 0 < host.slots <= facts.gpus)):
         what = f"{counted(facts.gpus, 'GPU')}{given(' ({})', fault)}{given(', but slots={}', host.slots)}"
-        otherwise = f"set slots={facts.gpus}" if facts.gpus else "train on CPUs: --parallel.device cpu"
+        hide = given(" and hide that GPU from CUDA: --setup-line 'export CUDA_VISIBLE_DEVICES=…'", fault)
+        otherwise = f"set slots={facts.gpus}{hide}" if facts.gpus else "train on CPUs: --parallel.device cpu"
         raise UnfitError(f"it has {what}; check nvidia-smi, or {otherwise}")
     if facts.leftovers:
         left = counted(len(facts.leftovers), "process", "processes")
