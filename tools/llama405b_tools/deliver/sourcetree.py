@@ -85,9 +85,8 @@ def push(connection: Connection, root: Path, lines: str, to: str) -> str:
     send = [name for name in differ if name in wanted]
     code = {name for name in found if name.endswith(SUFFIXES) and "/." not in name} - wanted
     odd = code if "./tools/llama405b_tools/__init__.py" in wanted else set()
-    gone = {name for name in before if name.startswith("./") and "/../" not in name} - wanted | odd.intersection(
-        tracked
-    )
+    gone = {name for name in before if name.startswith("./") and "/../" not in name} - wanted
+    gone |= odd.intersection(tracked)
     if gone:
         _checked(connection.run(f"{enter}xargs -0 rm -f --", "\0".join(sorted(gone)), TIMEOUT_S))
     unpack, archive = (_unpack(new), _archive(root, send)) if send else ("", "")
