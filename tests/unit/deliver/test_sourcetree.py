@@ -85,20 +85,21 @@ def test_a_clone_loses_the_modules_that_we_removed_since_and_keeps_what_is_the_u
     _write(root, *OURS)
     old = ("llama405b/optim/old.py", "tools/llama405b_tools/old.toml", "tools/llama405b_tools/my odd.json")
     kept = ("llama405b/notes.md", "tools/old.py", "runs/r/llama405b/old.py", "mine.py", "examples/old.py")
-    _write(clone, *OURS, *old, *kept)
+    _write(clone, *OURS, *old, *kept, "llama405b/changed.py")
     for words in ("init -q", "add ."):
         subprocess.run(["git", "-C", clone, *words.split()], check=True)
     _write(clone, "llama405b/mine.py", "llama405b/.hidden/mine.py", "llama405b/__pycache__/old.pyc")
+    (clone / "llama405b/changed.py").write_text("somebody's work, which git has not\n")
     assert digest_of(clone) != digest_of(root)
     lines, mine = (
         sourcetree.manifest(root, OURS),
-        f"; hosts differ until `cd {clone} && rm ./llama405b/mine.py` was run there",
+        f"; its code differs until you run there: cd {clone} && rm ./llama405b/changed.py ./llama405b/mine.py",
     )
     assert sourcetree.push(Local(), root, lines, str(clone)) == f"0 files sent, 3 deleted{mine}"
     assert sourcetree.push(Local(), root, lines, str(clone)) == f"0 files sent, 0 deleted{mine}"
     assert [name for name in old if (clone / name).exists()] == []
     assert [name for name in kept if not (clone / name).exists()] == []
-    subprocess.run(mine.split("`")[1], shell=True, check=True)
+    subprocess.run(mine.partition("there: ")[2], shell=True, check=True)
     assert digest_of(clone) == digest_of(root)
     assert sourcetree.push(Local(), root, lines, str(clone)) == "0 files sent, 0 deleted"
 

@@ -1,7 +1,7 @@
 """Put a source tree on hosts that have only sh, tar and sha256sum: only files that differ, none that .gitignore excludes.
 
-Files that the tree no longer has are deleted if an earlier push sent them, or if they are code of ours that git tracks there: a
-module that was left behind makes a host's code another one. What else is in our packages is named; nothing else is touched.
+Files that the tree no longer has are deleted if an earlier push sent them, or if they are code of ours that git tracks there,
+unchanged: a module that was left behind makes a host's code another one. What else is in our packages is named; nothing else is touched.
 """
 
 import base64
@@ -75,7 +75,7 @@ def push(connection: Connection, root: Path, lines: str, to: str) -> str:
     compare = (
         f"cat >{new} && {{ sha256sum -c {new} 2>/dev/null | sed -n 's/: FAILED.*$//p'; }} && echo === "
         f"&& {{ [ ! -f {MANIFEST} ] || cut -c67- {MANIFEST}; }} && {{ echo ===; find {PACKAGES} -type f; echo ===; "
-        f"git ls-files -- {PACKAGES} | sed 's,^,./,'; }} 2>/dev/null"
+        f"{{ git ls-files -- {PACKAGES}; git ls-files -m -- {PACKAGES}; }} | sort | uniq -u | sed 's,^,./,'; }} 2>/dev/null"
     )
     there = connection.run(f"mkdir -p {directory} && {enter}{compare}", lines, TIMEOUT_S)
     if there.code:
@@ -92,7 +92,7 @@ def push(connection: Connection, root: Path, lines: str, to: str) -> str:
     unpack, archive = (_unpack(new), _archive(root, send)) if send else ("", "")
     _checked(connection.run(f"{enter}{unpack}mv {new} {MANIFEST}", archive, TIMEOUT_S))
     left = shlex.join(sorted(odd - gone))
-    unknown = given("; hosts differ until `{}` was run there", left and f"cd {directory} && rm {left}")
+    unknown = given("; its code differs until you run there: {}", left and f"cd {directory} && rm {left}")
     return f"{counted(len(send), 'file')} sent, {len(gone)} deleted{unknown}"
 
 
