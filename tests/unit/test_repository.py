@@ -2,6 +2,7 @@
 
 import tomllib
 
+import mutations
 import yaml
 
 from conftest import ROOT
@@ -35,3 +36,14 @@ def test_a_report_comes_with_what_is_asked_first():
 def test_no_two_test_files_have_one_name():
     names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
     assert sorted(names) == sorted(set(names))  # pytest refuses them, when it collects both
+
+
+def test_every_mutation_still_stands_once_in_the_product_and_has_its_tests():
+    sources = [path.read_text() for package in mutations.PACKAGES for path in (ROOT / package).rglob("*.py")]
+    for mutation in mutations.read_mutations():
+        assert sum(source.count(mutation.old) for source in sources) == 1, mutation.old
+        for test in mutation.tests:
+            path, _, name = test.partition("::")
+            assert f"def {name.partition('[')[0]}" in (ROOT / path).read_text() if name else (ROOT / path).exists(), (
+                test
+            )

@@ -84,7 +84,7 @@ def test_a_clone_loses_the_modules_that_we_removed_since_and_keeps_what_is_the_u
     root, clone = tmp_path / "here", tmp_path / "clone"
     _write(root, *OURS)
     old = ("llama405b/optim/old.py", "tools/llama405b_tools/old.toml", "tools/llama405b_tools/my odd.json")
-    kept = ("llama405b/notes.md", "tools/old.py", "runs/r/llama405b/old.py", "mine.py", "examples/old.py")
+    kept = ("llama405b/notes.md", "tools/old.py", "runs/r/llama405b/old.py", "mine.py", "scripts/old.py")
     _write(clone, *OURS, *old, *kept, "llama405b/changed.py")
     for words in ("init -q", "add ."):
         subprocess.run(["git", "-C", clone, *words.split()], check=True)
