@@ -116,7 +116,7 @@ class OffloadedOptimizer(OffloadedAll):
             self.adding.result()  # which frees the slot
         slot = self.slot[: flat.numel()]
         came = copy([(slot, flat)], stream)
-        self._gather(part, came, lambda: landing.total.add_(slot))
+        self._gather(part, came, lambda: _add(landing.total, slot))
         self.adding = part.adding
 
     def _drop(self, part: UnitState, member: Member, weight: nn.Parameter) -> None:
@@ -180,3 +180,7 @@ def _lay_out(
         begin += size
         of_gradient += size * masters[name].requires_grad
     return members, of_gradient, begin
+
+
+def _add(total: Tensor, slot: Tensor) -> None:
+    total.add_(slot)
