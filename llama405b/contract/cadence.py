@@ -49,7 +49,11 @@ class Cadence:
         """Return whether to save after this step, ``since_s`` after the last save; ``best_s``: see ``best_interval``."""
         if self.steps:
             return step % self.steps == 0
-        return self.saves and since_s >= (best_s if self.auto else self.seconds)
+        return self.saves and since_s >= self.interval_s(0.0, best_s)
+
+    def interval_s(self, step_s: float, best_s: float) -> float:
+        """Return the seconds between saves, if a step takes ``step_s``; 0: unknown."""
+        return self.steps * step_s or (best_s if self.auto else self.seconds)
 
 
 def best_interval(cost_s: float | None, restart_s: float, mtbf_s: float) -> float:

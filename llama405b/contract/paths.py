@@ -15,6 +15,7 @@ Every file has one writer. ``HOST`` is a name from the hosts file, ``N`` a rank:
     status/HOST.blames.jsonl         agent         one ``Blame`` per failed attempt: why, as whoever ended it decided
     status/HOST.lock                 node runner   held (flock) while that host's node runner is running
     status/HOST.start.lock           agent         held while it starts the run on that host
+    status/.turn                     agent         held while it sees whether anybody else does, under whatever name
     status/HOST.stop                 agent         who asked the run to stop, and the grace period
     status/HOST.guard                agent         ``GuardState`` of the guard that was asked for, as last heard by that host
     status/.HOST.secrets             agent         until the node runner has read it
@@ -103,6 +104,7 @@ class RunDir:
     blames = _BelowEach("status/{}.blames.jsonl")
     lock = _BelowEach("status/{}.lock")
     start_lock = _BelowEach("status/{}.start.lock")
+    turn = _Below("status/.turn")
     stop = _BelowEach("status/{}.stop")  # a new launch deletes it
     guarded = _BelowEach("status/{}.guard")  # a launch without a guard, and a stop, delete it
     secrets = _BelowEach("status/.{}.secrets")

@@ -51,6 +51,7 @@ class Plan:
     replicates: bool = False  # checkpoints are copied from host to host
     spread: bool = False  # each host has a part of them
     expected_step_s: float = 0.0  # as predicted; 0: nothing is
+    load_s: float = 0.0  # timeouts.load; 0: unknown
     mesh: Axes | None = None  # of its ranks; None: of another program
 
     @property

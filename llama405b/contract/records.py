@@ -80,6 +80,8 @@ class Heartbeat:
     optimizer_s: float | None = None  # clipping and the update, in the last step
     # its own computing in the forward and backward of the last step, without waiting for others
     busy_s: float | None = None
+    save_since: float | None = None  # since when a save is due, or under way; None: none is
+    save_every_s: float = 0.0  # and how long it is from save to save as configured, 0: unknown
 
     def __post_init__(self) -> None:
         if self.rank < 0 or self.step < 0:

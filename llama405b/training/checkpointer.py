@@ -132,11 +132,13 @@ class Checkpointer:
 
     def is_due(self, step: int) -> bool:
         """Return whether to save after this step: rank 0's clock decides for all."""
-        if not self.context.me.is_rank0:
-            return False
-        mtbf_s = self.settings.mtbf * 3600 / self.context.me.world
-        best_s = best_interval(self.cost_s, self.restart_s, mtbf_s)
-        return self.cadence.due(step, time.monotonic() - self.last_began, best_s)
+        since_s = time.monotonic() - self.last_began
+        return self.context.me.is_rank0 and self.cadence.due(step, since_s, self._interval_s())
+
+    def _interval_s(self) -> float:
+        """Return how long it is from save to save as configured; 0: unknown."""
+        best_s = best_interval(self.cost_s, self.restart_s, self.settings.mtbf * 3600 / self.context.me.world)
+        return self.cadence.interval_s(statistics.median(self.usual_s or [0.0]), best_s)
 
     def is_best(self, evaluation_loss: float | None) -> bool:
         """Return whether to save since no evaluation loss was lower."""
@@ -173,6 +175,8 @@ class Checkpointer:
             self.usual_s.append(step_s)
         if self.step and (ending or wishes.best or not wishes.still_saving):
             self._give_up_after_failures(self.finish(), ending=ending)
+        if ending or wishes.best or self.deferred:
+            self.context.heartbeat.save(self._interval_s())
         if ending or wishes.best or (self.deferred and not wishes.still_saving):
             self._begin(step, reached, None if ending else step_s)
         if ending:
@@ -190,8 +194,8 @@ class Checkpointer:
         if self.busy:
             self.context.phase(Phase.CHECKPOINT)
         outcome, self.slowed_s = self.saving.finish(self.slowed_s), 0.0
-        step = self.step
-        self.step = 0
+        step, self.step = self.step, 0
+        self.context.heartbeat.save(None)
         journal = self.context.journal
         if isinstance(outcome, Saved):
             self.failed = self.unsent = 0  # what fails is told again, so that it is among the last events

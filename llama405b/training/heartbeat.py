@@ -63,6 +63,12 @@ class HeartbeatWriter:
         """Record that it goes on within a phase."""
         self._beat()
 
+    def save(self, every_s: float | None) -> None:
+        """Record that a save is due, as one is every so many seconds; None: that none is any more."""
+        since = None if every_s is None else self.record.save_since or time.time()
+        self.record = dataclasses.replace(self.record, save_since=since, save_every_s=every_s or 0.0)
+        self._write()
+
     def failed(self, cause: Cause) -> None:
         """Record why this rank ends."""
         self.record = dataclasses.replace(self.record, cause=cause)

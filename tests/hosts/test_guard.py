@@ -12,7 +12,7 @@ import pytest
 
 from conftest import ONE_HOST, ROOT
 from llama405b_tools.remote import processes
-from ops_rig import fake_trainer, heartbeat, metrics, settings, wait_for
+from ops_rig import fake_trainer, freeze, heartbeat, metrics, own_disk, settings, wait_for
 
 
 def guard_log(work, run):
@@ -100,6 +100,41 @@ def test_a_hung_run_is_ended_and_resumed_and_a_stop_ends_the_guard(work, cli, de
     assert stopped.returncode == 0, stopped.stdout + stopped.stderr
     assert not processes.same_process(guard["pid"], guard["pid_start"])  # a zombie counts as gone: PID 1 may not reap
     assert "guard: stopped" in cli(work, "status", "--run", "h").stdout
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(os.getuid() != 0, reason="NOT RUN: a disk of its own needs root")
+def test_a_save_on_a_disk_that_is_frozen_is_told_everywhere_until_it_ends(work, cli, demo, corpus):
+    (work / "hosts").write_text(ONE_HOST)
+    with own_disk(work / "disk", 256 << 20) as disk:
+        flags = [*settings(demo, corpus, steps=100_000), "--checkpoint.every", 40, "--checkpoint.dir", disk / "c"]
+        notify = "echo $LLAMA405B_EVENT $LLAMA405B_MESSAGE >>notes"
+        assert cli(work, "launch", "--run", "f", "--restart", 1, "--notify", notify, *flags).returncode == 0
+        wait_for(lambda: len(saves := list(disk.glob("c/step-*/manifest.json"))) > 1 and saves, 120)
+        freeze(disk)
+        try:
+            since = wait_for(lambda: heartbeat(work, "f", 0).get("save_since"), 120)
+            words = r"for \d+ s, (usually every \d+ s|in a save that usually takes \d+\.\d s)"
+            told = wait_for(
+                lambda: (out := cli(work, "status", "--run", "f").stdout) and re.search(words, out) and out, 120
+            )
+            assert re.search(f"^NOT SAVED: {words}$", told, re.MULTILINE), told
+            screen = cli(work, "top", "--run", "f", "--once").stdout
+            assert re.search(rf"DEGRADED.* not saved: {words}", screen), screen
+            seen = cli(work, "autopsy", "--run", "f").stdout
+            assert re.search(rf"^MOVES  .*; not saved: {words}", seen, re.MULTILINE), seen
+            wait_for(
+                lambda: re.search(f"^not saved no checkpoint {words}$", (work / "notes").read_text(), re.MULTILINE)
+            )
+            assert heartbeat(work, "f", 0)["save_since"] == since
+        finally:
+            freeze(disk, "-u")
+        wait_for(lambda: heartbeat(work, "f", 0)["save_since"] != since)
+        wait_for(lambda: "NOT SAVED" not in cli(work, "status", "--run", "f").stdout)
+        steps = [path.parent.name for path in disk.glob("c/step-*/manifest.json")]
+        assert max(steps) in cli(work, "status", "--run", "f").stdout
+        assert "not saved" not in cli(work, "top", "--run", "f", "--once").stdout
+        assert cli(work, "stop", "--run", "f").returncode == 0
 
 
 def test_a_restart_saves_and_is_its_guards(work, cli, demo, corpus):

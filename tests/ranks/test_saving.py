@@ -141,6 +141,9 @@ class _Told:
     def phase(self, phase):
         self.phases.append(str(phase))
 
+    def save(self, every_s):
+        pass
+
 
 def _run(me, directory, root, every, fails_at=(), slow=0.0, steps=8, request_at=0, before_step=None):
     """Take steps as a trainer does; the disk is full while a step of ``fails_at`` is saved.
@@ -161,7 +164,7 @@ def _run(me, directory, root, every, fails_at=(), slow=0.0, steps=8, request_at=
     module, updater = build(me, directory, offload="optimizer", overlap=True)
     store, saving = _saving(me, root)
     told = _Told()
-    context = types.SimpleNamespace(me=me, journal=told, log=told.log, phase=told.phase)
+    context = types.SimpleNamespace(me=me, journal=told, log=told.log, phase=told.phase, heartbeat=told)
     saver = Checkpointer(saving, updater, _identity(), Checkpoint(every=every), context, restart_s=1.0)
     write = of_write._Hashing.write
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from conftest import ROOT
 from hosts_rig import NET, Hosts
-from ops_rig import heartbeat, metrics, wait_for
+from ops_rig import freeze, heartbeat, metrics, own_disk, wait_for
 
 HOSTS = "node-a address=localhost slots=2\nnode-b address=localhost slots=2\n"
 INJECT = Path(__file__).parent / "inject"
@@ -129,15 +129,7 @@ class CauseRun:
         assert done.returncode == 0, done.stdout + done.stderr
 
     def _freeze_disk(self):
-        image, disk = self.place / "image", self.place / "frozen"
-        disk.mkdir()
-        image.write_bytes(b"")
-        os.truncate(image, 32 << 20)
-        subprocess.run(["mkfs.ext4", "-q", image], check=True)
-        subprocess.run(["mount", "-o", "loop", image, disk], check=True)
-        self.undo.callback(subprocess.run, ["umount", "-l", disk], check=False)
-        subprocess.run(["fsfreeze", "-f", disk], check=True)
-        self.undo.callback(subprocess.run, ["fsfreeze", "-u", disk], check=False)
+        freeze(self.undo.enter_context(own_disk(self.place / "frozen", 32 << 20)))
 
     def pid(self):
         return heartbeat(self.directory, "r", self.case.rank)["pid"]

@@ -1,5 +1,6 @@
 """Helpers for tests of complete runs on this machine."""
 
+import contextlib
 import itertools
 import json
 import os
@@ -65,6 +66,27 @@ def heartbeat(work, run, rank):
         return json.loads((work / "runs" / run / "heartbeat" / f"rank-{rank}.json").read_text())
     except OSError:
         return {"step": -1}
+
+
+@contextlib.contextmanager
+def own_disk(place, size):
+    """An ext4 of so many bytes, mounted on a directory that is made; thawed and unmounted at the end."""
+    image = place.with_suffix(".image")
+    image.touch()
+    os.truncate(image, size)
+    place.mkdir()
+    subprocess.run(["mkfs.ext4", "-q", image], check=True)
+    subprocess.run(["mount", "-o", "loop", image, place], check=True)
+    try:
+        yield place
+    finally:
+        freeze(place, "-u", check=False)
+        subprocess.run(["umount", "-l", place], check=False)
+
+
+def freeze(disk, how="-f", *, check=True):
+    """Have whatever writes to a disk wait in the kernel, or (``-u``) go on."""
+    subprocess.run(["fsfreeze", how, disk], check=check, capture_output=True)
 
 
 class Terminal:

@@ -12,8 +12,9 @@ import pytest
 
 from llama405b.contract import reader
 from llama405b.contract.events import EventKind, RunEvent
-from llama405b.contract.files import append_line
+from llama405b.contract.files import append_line, write_json
 from llama405b.contract.paths import RunDir
+from llama405b.contract.records import Heartbeat, Phase
 from llama405b_tools.remote import describe, processes, sampler, standalone
 from llama405b_tools.remote.guarding import machine_id
 from llama405b_tools.remote.locks import take_lock
@@ -174,22 +175,36 @@ def test_why_the_newest_save_failed_and_how_long_they_take(runs, tmp_path):
     assert look() == ("", 12.0)
 
 
-@pytest.mark.parametrize(("now", "step", "said"), [
-    (1179.0, 50, ""), (1182.0, 50, "for 182 s, usually every 60 s"), (1182.0, 40, ""),  # no step since: nothing is late
+@pytest.mark.parametrize(("since", "every_s", "times", "took_s", "said"), [
+    (119.0, 50.0, (880.0, 940.0), 50.0, ""),
+    (121.0, 50.0, (880.0, 940.0), 50.0, "for 121 s, usually every 60 s"),  # which it was, whatever was configured
+    (14.0, 60.0, (940.0,), 5.0, ""),
+    (31.0, 60.0, (940.0,), 5.0, "for 31 s, in a save that usually takes 5.0 s"),
+    (119.0, 60.0, (940.0,), 40.0, ""),  # the one save of an earlier attempt
+    (121.0, 60.0, (940.0,), 60.0, "for 121 s, usually every 60 s"),
+    (121.0, 60.0, (), 0.0, "for 121 s, usually every 60 s"),  # the first save of a run
+    (19.0, 1.0, (), 0.0, ""), (21.0, 1.0, (), 0.0, "for 21 s, usually every 1 s"),
+    (900.0, 0.0, (), 0.0, ""), (None, 60.0, (880.0, 940.0), 5.0, ""),  # nothing to compare with; nothing is due
 ])  # fmt: skip
-def test_a_checkpoint_that_is_late_by_two_intervals_is_told_to_screen_status_and_autopsy(
-    tmp_path, now, step, said, monkeypatch
+def test_a_save_that_takes_too_long_is_told_to_screen_status_and_autopsy(
+    tmp_path, monkeypatch, since, every_s, times, took_s, said
 ):
-    run = RunDir(tmp_path / "r")
-    for attempt, time_s, at in ((1, 700.0, 10), (2, 880.0, 20), (2, 940.0, 30), (2, 1000.0, 40)):
-        event = RunEvent(time_s, "rank-0", EventKind.SAVED, attempt, at, took_s=5.0)
+    run, now = RunDir(tmp_path / "runs/r"), 2000.0
+    for at in times:
+        event = RunEvent(at, "rank-0", EventKind.SAVED, 1, int(at), took_s=took_s)
         append_line(run.events("rank-0"), reader.dumps(event))
-    saves = [json.loads(line) for line in run.events("rank-0").read_text().splitlines()]
-    assert sampler.overdue(saves, 2, now, step) == said
+    beat = Heartbeat(
+        0, "a", os.getpid(), now, 50, Phase.TRAIN, 0.0, save_since=since and now - since, save_every_s=every_s
+    )
+    write_json(run.heartbeat(0), beat)
     monkeypatch.setattr(describe.time, "time", lambda: now)
-    assert describe.saves(run, 2, step) == (5.0, said)
-    assert sampler.overdue(saves, 3, now, step) == ""  # which has saved nothing, and may take its time to begin
-    assert sampler.overdue(saves[:1], 1, now, step) == ""
+    assert describe.saves(run, 2, beat)[1] == said
+    assert describe.saves(run, 2, None)[1] == ""  # it does not live
+    monkeypatch.setattr(sampler.Run, "_is_alive", lambda _: True)
+    screen = sampler.Run({"host": "a"})
+    screen.path, screen.plan, screen.node = str(run.path), {"attempt": 2}, {"first_rank": 0}
+    screen._look_at_events()
+    assert screen.unsaved == said
 
 
 @pytest.mark.parametrize("took_s", [0.0, -1.0, float("nan"), float("inf"), 1e300, "12", None])

@@ -1,5 +1,7 @@
 """Starting a host's part, with a real tmux: whatever is not kept the host ends by itself, whoever still listens."""
 
+import concurrent.futures
+import contextlib
 import dataclasses
 import io
 import json
@@ -8,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import types
 from pathlib import Path
@@ -99,13 +102,33 @@ def test_a_run_is_its_directory_on_a_machine_whatever_its_host_is_called(work, m
     assert (facts.alive, facts.alive_as) == (False, ("gpu-1",) if alive else ())
     assert launch_facts._facts(dataclasses.replace(asked, run="other")).others == (("r",) if alive else ())
     other = Plan("r", 2, 0.0, "r-2-y", "10.0.0.1:1", (), (), (Node("10.0.0.1", 1, 0, str(work), "/py", "", "", {}),))
-    for plan, host, fault in (
-        (mine, "gpu-2", StartFault.TMUX),
-        (other, "10.0.0.1", StartFault.TAKEN if taken else StartFault.TMUX),
-    ):
-        assert starting._start_node_runner(StartRequest(host, plan, {}, (0,), again)).fault is fault
+    claims = []
+    monkeypatch.setattr(starting, "take_lock", lambda *args: claims.append(locks.take_lock(*args)) or claims[-1])
+    assert starting._start_node_runner(StartRequest("gpu-2", mine, {}, (0,), again)).fault is StartFault.TMUX
+    assert locks.live_names(run, "gpu-1") == ["gpu-2"]  # as long as its agent starts it
+    os.close(claims[1])
+    fault = StartFault.TAKEN if taken else StartFault.TMUX
+    assert starting._start_node_runner(StartRequest("10.0.0.1", other, {}, (0,), again)).fault is fault
     assert read_plan(run).rdzv_id == ("r-1-x" if taken else "r-2-y")
     os.close(held)
+
+
+def test_of_two_launches_under_two_names_of_a_host_one_is_refused_at_whatever_moment(work, monkeypatch):
+    met = threading.Barrier(2)
+
+    def write_files(request, run):
+        with contextlib.suppress(threading.BrokenBarrierError):
+            met.wait(1)  # for the other to have seen that nobody starts it, if it may look now
+        write_json(run.plan, request.plan)
+
+    monkeypatch.setattr(starting, "_write_files", write_files)
+    monkeypatch.setattr(starting, "start_session", lambda *_: (_ for _ in ()).throw(RunError("no tmux")))
+    nodes = [Node(name, 1, 0, str(work), "/py", "", "", {}) for name in ("gpu-1", "10.0.0.1")]
+    plans = [Plan("r", 1, 0.0, f"r-1-{node.name}", "", (), (), (node,), owner="ann@desk") for node in nodes]
+    requests = [StartRequest(plan.nodes[0].name, plan, {}, (0,)) for plan in plans]
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        told = list(pool.map(starting._start_node_runner, requests))
+    assert {each.fault: each.by for each in told} == {StartFault.TMUX: "", StartFault.TAKEN: "ann@desk"}
 
 
 def test_a_run_of_the_same_name_in_another_directory_is_not_ended(work, monkeypatch):

@@ -7,6 +7,7 @@ from llama405b.contract.plan import Node, Plan
 from llama405b_tools.machine.stacks import Frame, Thread
 from llama405b_tools.remote.autopsy import _disks
 from llama405b_tools.remote.messages.autopsy import HostEvidence, RankEvidence
+from llama405b_tools.run import autopsy
 from llama405b_tools.run.autopsy import Autopsy, keep_autopsy, last_stacks, take_autopsy
 from llama405b_tools.run.diagnose import diagnose
 
@@ -27,13 +28,24 @@ def test_what_was_seen_of_each_rank_is_read_again(tmp_path, monkeypatch):
     assert any("tables.py:88" in line for line in stacks[3])
 
 
-def test_a_host_with_much_to_do_is_waited_for():
+def test_a_host_with_much_to_do_is_waited_for_and_the_run_as_long_as_it_says(monkeypatch):
     fleet = FakeFleet(["a", "b", "c"])
     fleet.fakes["b"].load, fleet.fakes["c"].load = "5.00 9.00 9.00 9/99 7\n2\n", "300.00 9.00 9.00 9/99 7\n2\n"
     plan = Plan(
-        "r", 1, 5.0, "", "", (), (), tuple(Node(name, 1, n, "/w", "/py", "", "", {}) for n, name in enumerate("abc"))
+        "r",
+        1,
+        5.0,
+        "",
+        "",
+        (),
+        (),
+        tuple(Node(name, 1, n, "/w", "/py", "", "", {}) for n, name in enumerate("abc")),
+        load_s=7.0,
     )
-    assert take_autopsy(fleet, plan).lost == {}
+    seen = []
+    monkeypatch.setattr(autopsy, "diagnose", lambda *args: seen.append(args))
+    assert take_autopsy(fleet, plan, 20.0).lost == {}
+    assert seen[0][2:] == (20.0, 7.0)
     assert [fleet.fakes[name].waits["evidence"] for name in "abc"] == [9.0, 22.5, 60.0]
 
 

@@ -149,8 +149,16 @@ def test_how_long_nothing_may_move_is_what_guard_and_cluster_top_go_by(age_s, st
     assert found.verdict is verdict
     assert (found.culprit is None) is (verdict is Verdict.MOVES)
     beats = {name: [(rank.beat, age_s) for rank in host.ranks] for name, host in hosts.items()}
-    hung = judge.silent_rank(beats, judge.between_steps(step_s).hang_s, judge.FIRST_STEP.hang_s)
+    hung = judge.silent_rank(beats, judge.between_steps(step_s).hang_s, judge.first_step(0.0).hang_s)
     assert (hung is None) is (verdict is not Verdict.HANGS)
+
+
+@pytest.mark.parametrize(
+    ("load_s", "verdict"), [(60.0, Verdict.HANGS), (300.0, Verdict.UNCLEAR), (0.0, Verdict.UNCLEAR)]
+)
+def test_the_first_step_may_take_as_long_as_the_run_allows(load_s, verdict):
+    hosts = cluster({5: {"frames": SLEEPS}}, age_s=200, step_s=None, since_s=200)
+    assert diagnose(hosts, {}, load_s=load_s).verdict is verdict
 
 
 def test_a_user_who_does_not_want_to_wait_says_so():

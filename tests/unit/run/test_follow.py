@@ -38,13 +38,14 @@ def test_who_is_lost_is_named_before_who_waits_for_it(watch):
     assert watch.hangs
 
 
-@pytest.mark.parametrize(("now", "late"), [(300.0, ""), (1000.5, "for 780 s, usually every 60 s")])
-def test_a_guard_is_told_of_a_checkpoint_that_is_late(watch, now, late):
-    events = tuple(
-        RunEvent(at, "rank-0", EventKind.SAVED, 2, step) for step, at in ((10, 100.0), (20, 160.0), (30, 220.0))
-    )
+@pytest.mark.parametrize(
+    ("since", "late"), [(None, ""), (990.0, ""), (400.0, "for 600 s, in a save that usually takes 5.0 s")]
+)
+def test_a_guard_is_told_of_a_save_that_takes_too_long(watch, since, late):
+    saved = RunEvent(100.0, "rank-0", EventKind.SAVED, 1, 10, took_s=5.0)  # by an earlier attempt
     assert watch.late_save() == ""
-    take(watch, "a", events=events, metrics=(metrics(35, 2.0, 2),), beats=(), now=now)
+    beat = Beat(0, "a", 5, 999.0, 35, Phase.TRAIN, 0.0, save_since=since, save_every_s=900.0)
+    take(watch, "a", events=(saved,), beats=(beat,), now=1000.0)
     assert watch.late_save() == late
 
 

@@ -15,6 +15,7 @@ from llama405b_tools.hosts.outcomes import disagreements
 from llama405b_tools.machine.network import Rdma, RdmaPort
 from llama405b_tools.remote.tmux import tmux_session
 from llama405b_tools.remote.torchrun import node_env, torchrun_argv
+from llama405b_tools.run import request
 from llama405b_tools.run.plan import HostSpec, LaunchSpec, RunSpec, build_plan, first_ranks
 
 NASTY = ("a b", "$HOME", "it's", '"q"', "semi;", "new\nline", "ü", "", "*", "-x", "`id`", "\\")
@@ -129,6 +130,11 @@ def built(*parts, **terms):
 
 def devices(plan):
     return [node.env.get("CUDA_VISIBLE_DEVICES") for node in plan.nodes]
+
+
+def test_a_plan_says_how_long_the_run_may_take_to_load():
+    asked = request.parse_launch(["--model.path", "m", "--data.paths", "d", "--timeouts.load", "7"], 0.0)
+    assert build_plan(asked.spec(), [part("1", 1, "m", 0)], LaunchSpec(1, 0.0, "0", "a:1", "me")).load_s == 7
 
 
 def test_disjoint_devices_on_one_machine():

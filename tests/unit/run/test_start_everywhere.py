@@ -69,7 +69,7 @@ def test_one_that_does_not_start_ends_all(fleet, plan, monkeypatch, name, fault)
     if fault == "Segmentation fault":  # no answer follows it
         monkeypatch.setattr(starting, "ANSWER_WITHIN_S", 0.5)
     fleet.fakes[name].faults["start"] = fault
-    with pytest.raises(StartError) as failed:
+    with pytest.raises((StartError, UserError)) as failed:
         start_run(plan, {}, fleet)
     assert f"{name}: " in str(failed.value)
     assert alive(fleet) == []
@@ -80,10 +80,11 @@ def test_one_that_does_not_start_ends_all(fleet, plan, monkeypatch, name, fault)
 
 def test_the_loser_of_two_launches_asks_the_head_alone_and_tells_of_no_other_host(fleet, plan, capsys):
     fleet.fakes["a"].faults["start"] = reader.dumps(Started(StartFault.TAKEN, by="you@there"))
-    with pytest.raises(StartError) as failed:
-        start_run(plan, {}, fleet)
-    assert str(failed.value) == "a: run r was just started by you@there. Nothing was started"
-    assert [actions(fleet, name) for name in NAMES] == [["start"], [], []]
+    for again, refused in ((True, StartError), (False, UserError)):  # a guard tries once more
+        with pytest.raises(refused) as failed:
+            start_run(plan, {}, fleet, again=again)
+        assert str(failed.value) == "a: run r was just started by you@there. Nothing was started"
+    assert [actions(fleet, name) for name in NAMES] == [["start"] * 2, [], []]
     assert capsys.readouterr().out == ""
 
 

@@ -147,6 +147,17 @@ def test_the_whole(seconds, change, verdict, code, phase):
     assert (pic.verdict, pic.exit_code, pic.training.phase) == (verdict, code, phase)
 
 
+@pytest.mark.parametrize(
+    ("load_s", "verdict"), [(60.0, Verdict.HUNG), (300.0, Verdict.TRAINING), (0.0, Verdict.TRAINING)]
+)
+def test_the_first_step_may_take_as_long_as_the_run_allows(load_s, verdict):
+    def compiles(_, frame):
+        run_of(frame, load_s=load_s, metrics=[])
+        beats(frame, step=0, phase="train", time=T0 - 150, phase_since=T0 - 150)
+
+    assert play(50, compiles)[0].picture().verdict is verdict
+
+
 def test_a_save_that_failed_stands_out_until_one_succeeds():
     full = "step 1184: No space left on device \x1b[31m"
     pic = play(50, at("gpu-1", lambda frame: run_of(frame, unsaved=full)))[0].picture()

@@ -1,14 +1,22 @@
 """What becomes of a run whose saves fail. How one is saved is the test's."""
 
+import time
 import types
 
 import pytest
+import torch
 
 from llama405b.checkpoint.saving import Saved
+from llama405b.contract.cadence import FIRST_S
 from llama405b.contract.checkpoints import Reached
 from llama405b.contract.errors import FAILED, RunError, UserError
+from llama405b.contract.files import read_record
+from llama405b.contract.paths import RunDir
+from llama405b.contract.records import Heartbeat
 from llama405b.contract.schema import Checkpoint
+from llama405b.distributed.ranks import Rank
 from llama405b.training.checkpointer import Checkpointer
+from llama405b.training.heartbeat import HeartbeatWriter
 from llama405b.training.requests import AfterStep
 
 FULL = "c: cannot be written (No space left on device)"
@@ -34,11 +42,16 @@ class Disk:
         return "c: an old checkpoint cannot be deleted" if self.step else ""
 
 
+def _context(journal, heartbeat=None):
+    heartbeat = heartbeat or types.SimpleNamespace(save=lambda _: None)
+    me = types.SimpleNamespace(world=1, is_rank0=True)
+    return types.SimpleNamespace(journal=journal, log=journal.log, phase=lambda _: None, heartbeat=heartbeat, me=me)
+
+
 def _train(fails, last, **more):
     """What is logged, and what ends the run."""
     lines = []
-    journal = types.SimpleNamespace(log=lines.append, event=lambda *_, **__: None)
-    context = types.SimpleNamespace(journal=journal, log=lines.append, phase=lambda _: None)
+    context = _context(types.SimpleNamespace(log=lines.append, event=lambda *_, **__: None))
     saver = Checkpointer(Disk(fails), None, None, Checkpoint(every="1", **more), context, restart_s=1.0)
     for step in range(1, last + 1):
         try:
@@ -73,7 +86,7 @@ def test_what_could_not_be_deleted_is_said_unless_the_save_failed_too():
 def test_what_steps_lose_beside_a_save_counts_as_waiting():
     events = []
     journal = types.SimpleNamespace(log=lambda _: None, event=lambda kind, **of: events.append((kind, of["blocked_s"])))
-    context = types.SimpleNamespace(journal=journal, log=journal.log, phase=lambda _: None)
+    context = _context(journal)
     saver = Checkpointer(Disk(()), None, None, Checkpoint(every="1"), context, restart_s=1.0)
     for step, (step_s, saves, still_saving) in enumerate(
         [(9.0, 0, 0), (2.0, 0, 0), (2.0, 1, 0), (5.0, 0, 1), (None, 0, 1), (4.0, 1, 0), (1.5, 0, 0), (2.0, 0, 0)], 1
@@ -81,3 +94,32 @@ def test_what_steps_lose_beside_a_save_counts_as_waiting():
         wishes = AfterStep(save=saves, still_saving=still_saving)
         saver.after_step(step, wishes, [], Reached(0), ending=False, step_s=step_s)
     assert events == [("saved", 3.0 + 2.0), ("saved", -0.5)]  # which is less than any wait
+
+
+@pytest.mark.parametrize(("every", "every_s"), [("4", 8.0), ("10m", 600.0), ("auto", FIRST_S)])
+def test_since_when_a_save_is_due_is_in_the_heartbeat_until_it_is_done(tmp_path, every, every_s):
+    heartbeat = HeartbeatWriter(RunDir(tmp_path), Rank(0, 1, 0, "a", torch.device("cpu")))
+    journal = types.SimpleNamespace(log=lambda _: None, event=lambda *_, **__: None)
+    saver = Checkpointer(Disk(()), None, None, Checkpoint(every=every), _context(journal, heartbeat), restart_s=1.0)
+
+    def told():
+        found = read_record(Heartbeat, RunDir(tmp_path).heartbeat(0))
+        return found.save_since, found.save_every_s
+
+    def step(number, save=0, still_saving=0):
+        saver.after_step(
+            number, AfterStep(save=save, still_saving=still_saving), [], Reached(0), ending=False, step_s=2.0
+        )
+        return told()
+
+    assert step(3) == (None, 0.0)
+    since = step(4, 1)
+    assert since == (pytest.approx(time.time(), abs=60), every_s)
+    assert step(5, 0, 1) == since
+    assert step(8, 1, 1) == since  # another is due, and the first is still under way
+    again = step(9)  # which is begun once the first is done
+    assert again > since
+    assert step(10) == (None, 0.0)
+    waits = step(12, 1, 1)  # for older ones to be deleted
+    assert waits > again
+    assert step(13, 0, 1) == step(14) == waits

@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from llama405b.contract.events import EventKind, RunEvent
-from llama405b.contract.files import EVERY, read_records
+from llama405b.contract.files import EVERY, read_record, read_records
 from llama405b.contract.paths import RunDir
 from llama405b.contract.plan import Node, Plan, read_plan
-from llama405b.contract.records import METRICS_LINE, Metrics
+from llama405b.contract.records import METRICS_LINE, Heartbeat, Metrics
 from llama405b_tools.machine.stacks import Thread
 from llama405b_tools.remote import processes
 from llama405b_tools.remote.describe import beats_of, checkpoints_of, lives, saves
@@ -182,7 +182,7 @@ def _progress(run: RunDir, plan: Plan) -> Progress:
         return Progress(usual_save_s=usual_save_s)
     between = [later.time - earlier.time for earlier, later in itertools.pairwise(taken)]
     usual_step_s = statistics.median([taken[-1].step_s, *between])
-    _, unsaved = saves(run, plan.attempt, taken[-1].step)
+    _, unsaved, _ = saves(run, plan.attempt, read_record(Heartbeat, run.heartbeat(0)))
     return Progress(taken[-1].step, time.time() - taken[-1].time, usual_step_s, usual_save_s, unsaved)
 
 

@@ -13,7 +13,7 @@ from llama405b.contract.files import read_record, read_records
 from llama405b.contract.paths import RunDir
 from llama405b.contract.plan import Node, Plan, read_plan
 from llama405b.contract.reader import MalformedError
-from llama405b.contract.records import METRICS_LINE, Blame, NodeState, NodeStatus, StopMark
+from llama405b.contract.records import METRICS_LINE, Blame, Heartbeat, NodeState, NodeStatus, StopMark
 from llama405b.contract.replicas import OF, Copied
 from llama405b_tools.remote import processes, slurm
 from llama405b_tools.remote.guarding import heard_guard
@@ -53,7 +53,7 @@ def describe(run: RunDir, plan: Plan, host: str) -> HostRun:
     node, alive = plan.find(host), lives(run, plan, host)
     beats = beats_of(run, node)
     saved = None
-    save_s, why = saves(run, plan.attempt, max((beat.step for beat in beats), default=0) if alive else 0)
+    save_s, why, fails = saves(run, plan.attempt, next((beat for beat in beats if alive and beat.rank == 0), None))
     with contextlib.suppress(OSError):  # another user's, perhaps: the host that can read them will say
         saved = newest_complete(checkpoints_of(run, plan))
     return HostRun(
@@ -77,7 +77,7 @@ def describe(run: RunDir, plan: Plan, host: str) -> HostRun:
         world=plan.world,
         save_s=save_s,
         unsaved=why,
-        unsent=unsent(_events(run), plan.attempt),  # type: ignore[no-untyped-call]
+        unsent=fails,
         copied=(read_record(Copied, run.copied(host)) or Copied()) if run.ring(host).exists() else None,
         tmux=tmux_socket(run),
         mesh=plan.mesh,
@@ -118,17 +118,14 @@ def checkpoints_of(run: RunDir, plan: Plan) -> Path:
     return Path(plan.checkpoint_dir or run.checkpoints)
 
 
-def saves(run: RunDir, attempt: int, step: int = 0) -> tuple[float, str]:
-    """How long the last save took that succeeded, and why a later one of this attempt failed, or that it is late at a step."""
-    told = [event for event in _events(run) if event["kind"] in SAVES]
-    took_s = [event["took_s"] for event in told if event["kind"] is EventKind.SAVED]
-    why = unsaved(told, attempt) or overdue(told, attempt, time.time(), step)  # type: ignore[no-untyped-call]
-    return took_s[-1] if took_s else 0.0, why
-
-
-def _events(run: RunDir) -> list[dict[str, Any]]:
-    """The newest events of rank 0, as the sampler judges them."""
-    return [dataclasses.asdict(event) for event in read_records(RunEvent, run.events("rank-0"), NEWEST_EVENTS)]
+def saves(run: RunDir, attempt: int, beat: Heartbeat | None) -> tuple[float, str, str]:
+    """How long the last save took; why a later one failed, or, by rank 0's heartbeat, is late; why the user's command fails."""
+    told = [dataclasses.asdict(event) for event in read_records(RunEvent, run.events("rank-0"), NEWEST_EVENTS)]
+    of_saves = [event for event in told if event["kind"] in SAVES]
+    took_s = [event["took_s"] for event in of_saves if event["kind"] is EventKind.SAVED]
+    late = overdue(of_saves, time.time(), dataclasses.asdict(beat) if beat else {})  # type: ignore[no-untyped-call]
+    why, fails = unsaved(of_saves, attempt) or late, unsent(told, attempt)  # type: ignore[no-untyped-call]
+    return took_s[-1] if took_s else 0.0, why, fails
 
 
 def parts(request: PartsRequest) -> PartsReply:

@@ -56,11 +56,14 @@ def runs(run: RunDir, host: str) -> bool:
     return status is None or status.state in (NodeState.STARTING, NodeState.RUNNING)
 
 
-def live_names(run: RunDir) -> list[str]:
-    """The names of hosts under which a run has not ended on this machine: it is its directory, whatever a launch calls its host."""
-    names = [path.name.removesuffix(".lock") for path in sorted(run.path.glob("status/*.lock"))]
-    names = [name for name in names if not name.endswith(".start")]  # those are of agents that start it
-    return [name for name in names if runs(run, name) and _is_here(run, name)]
+def live_names(run: RunDir, but: str) -> list[str]:
+    """The names of other hosts under which a run of this machine is being started, or has not ended: it is its directory."""
+    names = {path.name.removesuffix(".lock").removesuffix(".start") for path in run.path.glob("status/*.lock")}
+    return [
+        name
+        for name in sorted(names - {but})
+        if is_held(run.start_lock(name)) or (runs(run, name) and _is_here(run, name))
+    ]
 
 
 def _is_here(run: RunDir, host: str) -> bool:

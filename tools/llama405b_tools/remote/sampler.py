@@ -46,7 +46,7 @@ FIRST_METRICS_BYTES = 256 << 10
 LAST_EVENTS_BYTES = 64 << 10
 SAVES = ("saved", "not saved")  # the kinds of events
 LAST_INTERVALS = 5  # of which the longest is usual
-LEAST_INTERVAL_S = 10.0  # between saves: of those that come faster, none is missed
+LEAST_S = 10.0  # of a save, and between saves: those that are faster are not missed
 AFTER_SAVES = ("after save", "after save failed")
 NCCL_SEARCH_BYTES = 1 << 20
 NETWORKS = (
@@ -309,6 +309,7 @@ class Run:
             found["nodes"] = [[node["name"], node["first_rank"], node["slots"]] for node in self.plan["nodes"]]
             found["trains"] = self.plan.get("program", TRAINER)[:2] == TRAINER
             found["expected_step_s"] = self.plan.get("expected_step_s", 0.0)
+            found["load_s"] = self.plan.get("load_s", 0.0)
             found["mesh"] = self.plan.get("mesh")
             found["nccl"] = {k: v for k, v in self.node["env"].items() if k.startswith("NCCL_")}
         if self.node["first_rank"] == 0:
@@ -331,10 +332,8 @@ class Run:
         if self.node["first_rank"] == 0:
             events = list(self._newest_events())
             saves = [event for event in events if event.get("kind") in SAVES]
-            attempt, step = self.plan["attempt"], (self._beat(0) or {}).get("step", 0)
-            self.unsaved = unsaved(saves, attempt) or overdue(
-                saves, attempt, time.time(), step if self._is_alive() else 0
-            )
+            beat = self._beat(0) if self._is_alive() else None
+            self.unsaved = unsaved(saves, self.plan["attempt"]) or overdue(saves, time.time(), beat or {})
             self.usual_s = usual_s(saves)
             self.unsent = unsent(events, self.plan["attempt"])
 
@@ -530,15 +529,21 @@ def unsaved(saves, attempt):
     return "step %s: %s" % (saves[-1].get("step"), str(saves[-1].get("detail"))[:300])
 
 
-def overdue(saves, attempt, now, step):
-    """Say that the checkpoint after the newest is late by two of the usual intervals; "" if not, or if no step was taken since."""
+def overdue(saves, now, beat):
+    """Say that a save takes three times its usual time, or that a checkpoint is late by two intervals; "" if neither.
+
+    ``beat``: of rank 0, which tells since when a save is due or under way, and how long it is from save to save as configured.
+    """
     saved = [event for event in saves if event["kind"] == "saved" and isinstance(event.get("time"), float)]
     pairs = [pair for pair in zip(saved, saved[1:]) if pair[0].get("attempt") == pair[1].get("attempt")]  # noqa: RUF007 - Python 3.6
-    between = [later["time"] - earlier["time"] for earlier, later in pairs][-LAST_INTERVALS:]
-    if len(between) < 2 or saved[-1].get("attempt") != attempt or saved[-1].get("step", step) >= step:
-        return ""
-    usual, since = max(LEAST_INTERVAL_S, *between), now - saved[-1]["time"]  # others may have been asked for
-    return "for %d s, usually every %d s" % (since, usual) if since > 3 * usual else ""
+    between = [later["time"] - earlier["time"] for earlier, later in pairs][
+        -LAST_INTERVALS:
+    ]  # some may have been asked for
+    every_s, took_s = max([beat.get("save_every_s") or 0.0] + between), usual_s(saves).get("checkpoint")
+    late_s = now - (beat.get("save_since") or now)
+    if took_s and late_s > 3 * max(LEAST_S, took_s):
+        return "for %d s, in a save that usually takes %.1f s" % (late_s, took_s)
+    return "for %d s, usually every %d s" % (late_s, every_s) if every_s and late_s > 2 * max(LEAST_S, every_s) else ""
 
 
 def unsent(events, attempt):

@@ -1,6 +1,7 @@
 """Start a run's part on this host, and end it again unless the operator says to keep it. Standard library."""
 
 import contextlib
+import os
 import select
 import signal
 import sys
@@ -35,6 +36,8 @@ from llama405b_tools.remote.tmux import start_session, tmux_session, tmux_socket
 # after this host is up, for all others to come up; a broken link is noticed immediately
 KEEP_WITHIN_S = 2 * ANSWER_WITHIN_S
 
+TURN_TRIES = 600  # at 0.05 s
+
 
 def start(request: StartRequest) -> None:
     """Start the run here and report it; end it again unless the operator, once all hosts have reported, says to keep it."""
@@ -59,16 +62,17 @@ def _start_node_runner(request: StartRequest) -> Started:
     """Write the plan and the secrets, start the node runner inside tmux, and wait until torchrun runs."""
     host, plan = request.host, request.plan
     run = run_of(plan.run)
-    claim = take_lock(run.start_lock(host))  # of two simultaneous launches of one name, one is refused
+    turn = take_lock(run.turn, TURN_TRIES)  # of two simultaneous launches of one name, one is refused
+    claim = take_lock(run.start_lock(host)) if turn else None
     if claim and is_alive(run, host) and not runs(run, host):
         stopping.stop_runner(run, host, StopRequest(plan.run, host))  # the new attempt copies what is left
-    if claim is None or is_alive(run, host):
-        return Started(StartFault.TAKEN, by=read_plan(run).owner)
-    if not request.again and read_plan(run).rdzv_id != plan.rdzv_id and live_names(run):
+    others = not request.again and read_plan(run).rdzv_id != plan.rdzv_id and live_names(run, host)
+    if turn is None or claim is None or others or is_alive(run, host):
         return Started(StartFault.TAKEN, by=read_plan(run).owner)
     if (mark := stop_mark(run, host)).by and (request.again or mark.time != request.known_stop):
         return Started(StartFault.STOPPED, by=mark.by)
     _write_files(request, run)
+    os.close(turn)  # the plan tells the next one whose locks those are
     runner = [*own_argv("llama405b_tools.remote.node"), str(run.path), host]
     try:
         return _await_torchrun(run, host, start_session(tmux_socket(run), tmux_session(host), runner))

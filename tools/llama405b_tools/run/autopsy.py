@@ -80,7 +80,8 @@ def take_autopsy(fleet: Fleet, plan: Plan, hang_after_s: float = HANG_AFTER_S) -
 
     outcomes = fleet.each(look, requests)
     hosts, lost = replies(outcomes), unanswered(outcomes)
-    return Autopsy(plan.run, plan.attempt, hosts, lost, diagnose(hosts, lost, hang_after_s), time.monotonic() - began)
+    diagnosis = diagnose(hosts, lost, hang_after_s, plan.load_s)
+    return Autopsy(plan.run, plan.attempt, hosts, lost, diagnosis, time.monotonic() - began)
 
 
 def keep_autopsy(autopsy: Autopsy) -> Path | None:

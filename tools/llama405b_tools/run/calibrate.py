@@ -19,7 +19,7 @@ from llama405b.contract.records import Metrics
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.run.follow import Limits, watch_run
-from llama405b_tools.run.judge import SLACK_S, failure_words
+from llama405b_tools.run.judge import failure_words, first_step
 from llama405b_tools.run.launch import launch
 from llama405b_tools.run.probes import run_probes, stop_everywhere
 from llama405b_tools.run.request import LaunchRequest
@@ -69,7 +69,7 @@ def point(
     trial = _trial_of(request, f"{layers or 'all'}-{micro_batch}" if micro_batch else f"{layers or 'all'}", settings)
     assert trial.config
     plan = launch(trial, hosts, fleet, say=lambda _: None)
-    limits = Limits(STEP_LIMIT_S, trial.config.timeouts.load + SLACK_S)
+    limits = Limits(STEP_LIMIT_S, first_step(trial.config.timeouts.load).hang_s)
     try:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             watch = watch_run(fleet, plan, limits, lambda watch: watch.newest_step >= STEPS)

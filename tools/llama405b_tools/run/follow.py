@@ -179,13 +179,13 @@ class RunMonitor:
             while self.metrics and self.metrics[-1].step >= metrics.step:
                 self.metrics.pop()
             self.metrics.append(metrics)
+        self.saves += [dataclasses.asdict(event) for event in news.events if event.kind is EventKind.SAVED]
         for event in news.events:
             if event.attempt != self.plan.attempt:
                 continue
             self.resumed = self.resumed or event.kind is EventKind.RESUMED
             if event.kind is EventKind.SAVED:
                 self.saved, self.failed_saves = event.path, []
-                self.saves.append(dataclasses.asdict(event))
             if event.kind is EventKind.NOT_SAVED:
                 self.failed_saves.append(event)
             if event.kind is EventKind.AFTER_SAVE:
@@ -199,8 +199,9 @@ class RunMonitor:
     def late_save(self) -> str:
         """Say that a checkpoint is late, because its save hangs; '' if it is not, or that is not known."""
         head = self.heard.get(self.plan.nodes[0].name)
-        now = head.now + time.monotonic() - head.at_s if head else 0.0
-        late: str = overdue(self.saves, self.plan.attempt, now, self.newest_step)  # type: ignore[no-untyped-call]
+        if head is None or not head.beats:
+            return ""
+        late: str = overdue(self.saves, head.now, dataclasses.asdict(head.beats[0]))  # type: ignore[no-untyped-call]
         return late
 
     def gives_up(self, limits: Limits | None) -> bool:

@@ -46,7 +46,7 @@ from llama405b_tools.run.guard_record import (
     run_command,
     unsaved_words,
 )
-from llama405b_tools.run.judge import SLACK_S, Failure, not_stopped
+from llama405b_tools.run.judge import Failure, first_step, not_stopped
 from llama405b_tools.run.launch import launch, resumed
 from llama405b_tools.run.query import newest_checkpoint
 from llama405b_tools.run.regrow import LOOK_S, end_to_grow, found_again
@@ -102,7 +102,7 @@ class Guard:
         self.pages = collections.deque[RunEvent]()  # that the user is to be told
         self.down_at = math.inf  # since when the run has been down
         self.notified = set[Notice]()  # what lasts, and the user was told
-        self.limits = Limits(request.hang_after_s, request.settings.timeouts.load + SLACK_S)
+        self.limits = Limits(request.hang_after_s, first_step(request.settings.timeouts.load).hang_s)
 
     def main(self) -> int:
         """Guard the run to its end, and tell its hosts all the while; returns the exit code."""

@@ -51,7 +51,9 @@ def in_phase(usual_s: float | None) -> Patience:
     return Patience(odd_s, odd_s * HUNG_PHASE / LONG_PHASE)
 
 
-FIRST_STEP = Patience(in_phase(None).odd_s, Timeouts().load + SLACK_S)  # it compiles and connects
+def first_step(load_s: float) -> Patience:
+    """Return it for the first step, which compiles and connects; ``load_s``: the run's timeouts.load, 0: unknown."""
+    return Patience(in_phase(None).odd_s, (load_s or Timeouts().load) + SLACK_S)
 
 
 class Standing(enum.StrEnum):

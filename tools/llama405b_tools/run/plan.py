@@ -27,6 +27,7 @@ class RunSpec:
     spread: bool = False
     on_cpu: bool = False
     allow_sockets: bool = False
+    load_s: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -90,6 +91,7 @@ def build_plan(spec: RunSpec, parts: Sequence[HostSpec], launch: LaunchSpec) -> 
         refuse_sockets=all(nccl) and not spec.allow_sockets,
         grace_s=launch.grace_s,
         slurm_job=launch.slurm_job,
+        load_s=spec.load_s,
     )
 
 

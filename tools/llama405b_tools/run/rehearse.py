@@ -24,7 +24,7 @@ from llama405b_tools.hosts.transport import HostError, Stream
 from llama405b_tools.remote.messages.stop_request import CUT, StopRequest
 from llama405b_tools.remote.messages.transfer import PartsReply, PartsRequest
 from llama405b_tools.run.follow import Limits, RunMonitor, watch_run
-from llama405b_tools.run.judge import SLACK_S, Failure, failure_words
+from llama405b_tools.run.judge import Failure, failure_words, first_step
 from llama405b_tools.run.launch import check_and_plan, launch
 from llama405b_tools.run.probes import run_probes, stop_everywhere
 from llama405b_tools.run.query import STATUS_TIMEOUT_S, ask_hosts, known_of, progress
@@ -112,7 +112,7 @@ def trial_of(request: LaunchRequest) -> LaunchRequest:
 
 def losses_at(step: int, fleet: Fleet, plan: Plan, load_s: float) -> dict[int, float]:
     """Wait for a step of the rehearsal; returns the losses of all steps that were taken until it was heard of."""
-    limits = Limits(STEP_LIMIT_S, load_s + SLACK_S)
+    limits = Limits(STEP_LIMIT_S, first_step(load_s).hang_s)
     watch = watch_run(fleet, plan, limits, lambda watch: watch.newest_step >= step)
     losses = {each.step: each.loss for each in watch.metrics if each.attempt == plan.attempt}
     if step in losses:

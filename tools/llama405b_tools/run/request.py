@@ -82,6 +82,7 @@ class LaunchRequest:
             spread=self.saves and self.settings.checkpoint.storage == "local",
             on_cpu=self.on_cpu,
             allow_sockets=self.allow_sockets,
+            load_s=self.settings.timeouts.load,
         )
 
     @property

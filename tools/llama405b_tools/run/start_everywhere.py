@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from llama405b.contract.causes import words
-from llama405b.contract.errors import RunError
+from llama405b.contract.errors import RunError, UserError
 from llama405b.contract.files import write_json
 from llama405b.contract.paths import RunDir
 from llama405b.contract.plan import Plan
@@ -86,7 +86,7 @@ def start_run(
     _hang_up(starting)
     if faults:
         asked = [name for name in requests if name in starting or name in faults]
-        raise StartError(plan, _undo(plan, faults, asked, fleet, hosts))
+        raise StartError(plan, _undo(plan, faults, asked, fleet, hosts, again=again))
     with contextlib.suppress(OSError):  # the hosts have theirs; this one is for the operator to read
         write_json(RunDir.here(plan.run).plan, plan)
 
@@ -140,11 +140,17 @@ def _hang_up(starting: Mapping[str, Dialogue]) -> None:
         dialogue.close(deadline - time.monotonic())
 
 
-def _undo(plan: Plan, faults: Faults, asked: Sequence[str], fleet: Fleet, hosts: str) -> str:
-    """End what was started on the hosts that were asked, print what happened on each, and return it as a sentence."""
+def _undo(plan: Plan, faults: Faults, asked: Sequence[str], fleet: Fleet, hosts: str, *, again: bool) -> str:
+    """End what was started on the hosts that were asked, print what happened on each, and return it as a sentence.
+
+    Raises:
+        UserError: Nothing was, since another launch of that name came first.
+    """
     why = {name: fault_words(found, plan.run) for name, found in faults.items()}
     theirs = [name for name, found in faults.items() if isinstance(found, Started) and found.fault in NOT_OURS]
     if set(theirs) == set(asked):
+        if not again and {found.fault for found in faults.values() if isinstance(found, Started)} == {StartFault.TAKEN}:
+            raise UserError(fault_list(why, len(asked)))
         return fault_list(why, len(asked))
     ours = dataclasses.replace(plan, nodes=tuple(plan.node(name) for name in asked if name not in theirs))
     ends = stop_launch(ours, fleet)

@@ -142,6 +142,7 @@ class RunFrame:
     trains: bool = True  # with ``nodes``: whether it runs our trainer, which writes heartbeats
     nccl: Mapping[str, str] = dataclasses.field(default_factory=dict)  # with ``nodes``: NCCL's settings on this host
     expected_step_s: float = 0.0  # with ``nodes``: as predicted; 0: nothing is
+    load_s: float = 0.0  # with ``nodes``: timeouts.load; 0: unknown
     mesh: SoundOnly[Axes | None] = None  # with ``nodes``: of the ranks
     metrics: SoundOnly[tuple[StepMetrics, ...]] = ()  # only from the head
     max_steps: int | None = None  # only from the head

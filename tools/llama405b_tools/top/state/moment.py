@@ -201,10 +201,14 @@ class Moment:
         return clean(next((run.unsaved for run in self.told.values() if run.unsaved), ""))
 
     @functools.cached_property
+    def plans(self) -> Sequence[RunFrame]:
+        """What its hosts told of the run's plan."""
+        return [plan for host in self.hosts.values() if (plan := host.plans.get(self.run))]
+
+    @functools.cached_property
     def planned_s(self) -> float | None:
         """The step that was predicted; None if nothing was."""
-        plans = (plan for host in self.hosts.values() if (plan := host.plans.get(self.run)))
-        return max((plan.expected_step_s for plan in plans if plan.expected_step_s > 0), default=None)
+        return max((plan.expected_step_s for plan in self.plans if plan.expected_step_s > 0), default=None)
 
     @functools.cached_property
     def paces(self) -> Paces:
@@ -315,7 +319,8 @@ class Moment:
     def _silence(self) -> Hang | None:
         """Return the rank that has been silent for too long in training."""
         limit_s = judge.between_steps(self.median("step_s"), self.hang_after_s).hang_s
-        found = judge.silent_rank(self.telling, limit_s, judge.FIRST_STEP.hang_s)
+        slow_s = judge.first_step(max((plan.load_s for plan in self.plans), default=0.0)).hang_s
+        found = judge.silent_rank(self.telling, limit_s, slow_s)
         if found is None:
             return None
         beat = (found.host, found.beat.rank, found.beat.time)
@@ -376,7 +381,7 @@ class Moment:
             return RunPhase.UNKNOWN, None
         if not any(run.alive for run in self.heard.values()):
             return self._over(), min(self._ended_s(), default=None)
-        if not all(plan.trains for host in self.hosts.values() if (plan := host.plans.get(self.run))):
+        if not all(plan.trains for plan in self.plans):
             return RunPhase.RUNNING, None
         since_s = min(
             (self.hosts[name].frame.now - beat.phase_since for name, run in self.heard.items() for beat in run.beats),
