@@ -55,6 +55,7 @@ class Cause:
     by: str = ""  # user@machine
     detail: str = ""  # a program's own message, for people; never parsed
     finding: str = ""  # what an autopsy found, for people
+    gpu: str = ""  # of ``rank``: its number on the host
 
 
 STUCK = {
@@ -74,14 +75,14 @@ WORDS = {
     CauseKind.SETUP_FAILED: "the setup line failed with exit code {exit_code}: {detail}",
     CauseKind.TORCHRUN_KILLED: "torchrun was killed by {signal}",
     CauseKind.TORCHRUN_FAILED: "torchrun failed; see {detail}",
-    CauseKind.RANK_KILLED: "rank {rank} was killed by {signal}",
+    CauseKind.RANK_KILLED: "{who} was killed by {signal}",
     CauseKind.SOCKETS: "NCCL fell back to TCP sockets although RDMA ports are up ({detail}); "
     "set NCCL_IB_HCA with --env, or add --allow-sockets",
     CauseKind.VANISHED: "its processes disappeared without a trace; was the machine restarted?",
     CauseKind.NOT_KEPT: "its launch was interrupted before every host had started",
     CauseKind.HALF_STOPPED: "still running here, although {by} stopped the run on other hosts; `stop` it here, too",
     CauseKind.FILES_GONE: "it took part, but has no files of the run any more; was it reinstalled, or is a disk not mounted?",
-    CauseKind.HUNG: "hung: rank {rank} is silent for {age_s:.0f} s, in phase {phase} at step {step}",
+    CauseKind.HUNG: "hung: {who} is silent for {age_s:.0f} s, in phase {phase} at step {step}",
     CauseKind.UNREACHABLE: "cannot be reached: {detail}",
     CauseKind.UNKNOWN: "{detail}",
 }
@@ -94,7 +95,12 @@ def words(cause: Cause) -> str:
         return _filled(WORDS[cause.kind], cause) + found
     if cause.rank is None:
         return cause.detail
-    return f"rank {cause.rank} exited with {cause.exit_code}{given(': {}', said_by_rank(cause))}"
+    return f"{rank_words(cause)} exited with {cause.exit_code}{given(': {}', said_by_rank(cause))}"
+
+
+def rank_words(cause: Cause) -> str:
+    """Name a rank and its GPU: ``rank 5 (GPU 1)``."""
+    return f"rank {cause.rank}{given(' (GPU {})', cause.gpu)}"
 
 
 def said_by_rank(cause: Cause) -> str:
@@ -111,5 +117,5 @@ def signal_name(number: int) -> str:
 
 
 def _filled(form: str, cause: Cause) -> str:
-    values = {name: getattr(cause, name) for name in ("rank", "peer", "exit_code", "phase", "step", "by", "detail")}
-    return form.format(**values, age_s=cause.age_s or 0.0, signal=signal_name(cause.signal or 0))
+    values = {name: getattr(cause, name) for name in ("peer", "exit_code", "phase", "step", "by", "detail")}
+    return form.format(**values, who=rank_words(cause), age_s=cause.age_s or 0.0, signal=signal_name(cause.signal or 0))

@@ -29,6 +29,11 @@ class Node:
     interface: str  # has that address
     env: Mapping[str, str] = dataclasses.field(metadata=AS_WRITTEN)
 
+    @property
+    def ranks(self) -> range:
+        """Its ranks."""
+        return range(self.first_rank, self.first_rank + self.slots)
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Plan:

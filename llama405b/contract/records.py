@@ -60,6 +60,7 @@ class Blame:
     attempt: int
     host: str  # where it began
     cause: Cause
+    time: float = 0.0  # when, as that host's node runner saw it, by the clock of the run's head; 0: unknown
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -80,6 +81,7 @@ class Heartbeat:
     optimizer_s: float | None = None  # clipping and the update, in the last step
     # its own computing in the forward and backward of the last step, without waiting for others
     busy_s: float | None = None
+    gpu: str = ""  # its number on the host, once the ranks have joined; "" without one
     save_since: float | None = None  # since when a save is due, or under way; None: none is
     save_every_s: float = 0.0  # and how long it is from save to save as configured, 0: unknown
 

@@ -55,6 +55,13 @@ class Rank:
         return self.device.type == "cuda"
 
     @property
+    def gpu(self) -> str:
+        """The number of its GPU on the host; "" without one."""
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        shown = visible[self.local_rank : self.local_rank + 1] if visible[0] else [str(self.local_rank)]
+        return "".join(shown) if self.on_gpu else ""
+
+    @property
     def is_rank0(self) -> bool:
         """Whether this is rank 0."""
         return self.rank == 0

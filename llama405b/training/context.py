@@ -21,6 +21,7 @@ class RankContext:
     @classmethod
     def of(cls, me: Rank, heartbeat: HeartbeatWriter) -> "RankContext":
         """Return that of a rank that has joined the others."""
+        heartbeat.record = dataclasses.replace(heartbeat.record, gpu=me.gpu)
         return cls(me, heartbeat.run, Journal(heartbeat.run, me), heartbeat)
 
     def log(self, line: str) -> None:

@@ -7,6 +7,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -40,17 +41,20 @@ def test_a_guarded_run_comes_back_to_the_same_losses(work, cli, demo, corpus):
     done = cli(work, "launch", "--run", "g", "--restart", 2, "--notify", notify, *flags, timeout=60)
     assert done.returncode == 0, done.stderr
     assert "guard running as pid" in done.stdout
+    killed = []
     for after, host in ((4, "node-b"), (8, "node-a")):
         wait_for(lambda after=after: (work / f"runs/g/checkpoints/step-{after:08d}").exists())
         attempt = status(work, "g", host)["attempt"]
         rank = ("node-a", "node-b").index(host)
+        killed.append(int(time.time()))
         os.kill(heartbeat(work, "g", rank)["pid"], signal.SIGKILL)
         wait_for(lambda attempt=attempt, host=host: status(work, "g", host)["attempt"] > attempt)
     wait_for(lambda: "ended: the run finished successfully" in guard_log(work, "g"))
     assert {s: m["loss"] for s, m in metrics(work, "g").items()} == {
         s: m["loss"] for s, m in metrics(work, "whole").items()
     }
-    assert re.search(r"recovering: node-b: exited 1: rank 1 was killed by SIGKILL", guard_log(work, "g"))
+    logs = r"`\S+ logs --run g --attempt 1 --rank 1` shows its log"
+    assert re.search(rf"recovering: node-b: exited 1: rank 1 was killed by SIGKILL; {logs}\n", guard_log(work, "g"))
     wait_for(lambda: "end " in (work / "notes").read_text())  # told after the log was written
     events = [line.split()[0] for line in (work / "notes").read_text().splitlines()]
     assert events == ["incident", "recovery", "incident", "recovery", "end"]
@@ -70,6 +74,16 @@ def test_a_guarded_run_comes_back_to_the_same_losses(work, cli, demo, corpus):
         r"^  \d{4}-\S+ \S+  attempt (\d): .*rank \d was killed by SIGKILL; next step after \S+, ", state.stdout, re.M
     )
     assert lines == ["1", "2"]
+    when = re.findall(
+        r"^  (\S+ \S+)  attempt \d: .*SIGKILL; ", state.stdout, re.M
+    )  # one kill has one time, wherever it is told
+    assert re.findall(r"^  (\S+ \S+)  attempt \d: .*SIGKILL; ", report.stdout, re.M) == when
+    assert [page.count(f"<td>{each}</td>") >= 2 for each in when] == [True, True]
+    blames = [json.loads(line) for line in (work / "runs/g/status/node-a.blames.jsonl").read_text().splitlines()]
+    ends = [json.loads(line) for line in (work / "runs/g/status/node-a.ends.jsonl").read_text().splitlines()]
+    assert when == [time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(blame["time"])) for blame in blames]
+    for at, blame, end in zip(killed, blames, ends, strict=False):  # as soon as it was seen, and not when all had ended
+        assert at <= blame["time"] <= end["time"]
     account = json.loads(cli(work, "status", "--run", "g", "--json").stdout)["account"]
     assert [incident["attempt"] for incident in account["incidents"]] == [1, 2]
     kept = sum(each["step_s"] for each in metrics(work, "g").values())
@@ -394,27 +408,24 @@ def test_a_rehearsal_names_phase_and_host(work, cli, demo, corpus):
     assert re.search(r"rehearsal: FAILED after \d+ s: node-a: .*bad.jsonl:2: not .* \(in phase data\)", done.stdout)
 
 
-def test_of_two_launches_at_once_one_wins(work, cli, demo, corpus):
-    command = [
-        sys.executable,
-        "-m",
-        "llama405b_tools.cli",
-        "launch",
-        "--run",
-        "two",
-        *map(str, fake_trainer(demo, corpus, 100_000)),
-    ]
-    both = [
-        subprocess.Popen(command, cwd=work, env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT}/tools"},
-                         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for _ in range(2)
-    ]  # fmt: skip
-    ends = [(process.communicate(timeout=60), process.returncode) for process in both]
-    assert sorted(code for _, code in ends)[0] == 0, ends
-    [(_, err)] = [texts for texts, code in ends if code]
+@pytest.mark.parametrize("names", [("hosts", "hosts"), ("hosts", "aliases")], ids=["alike", "by another name"])
+def test_of_two_launches_at_once_one_wins(work, cli, demo, corpus, names):
+    (work / "aliases").write_text((work / "hosts").read_text().replace("node-", "alias-"))
+    both = {}
+    for number, hosts in enumerate(names):
+        flags = map(str, ["--run", "two", *fake_trainer(demo, corpus, 100_000)])
+        both[number] = subprocess.Popen(
+            [sys.executable, "-m", "llama405b_tools.cli", "launch", hosts, *flags], cwd=work,
+            env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT}/tools"}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+    ends = {number: (process.communicate(timeout=200), process.returncode) for number, process in both.items()}
+    assert sorted(code for _, code in ends.values()) == [0, 2], ends
+    [(_, err)] = [texts for texts, code in ends.values() if code]
     assert "was just started by" in err or "is running on" in err or "exists on" in err, err
     wait_for(lambda: heartbeat(work, "two", 1)["step"] >= 1)  # the winner trains
-    assert cli(work, "status", "--run", "two").returncode == 0
+    [winner] = [names[number] for number, (_, code) in ends.items() if not code]
+    assert cli(work, "status", winner, "--run", "two").returncode == 0
+    assert cli(work, "stop", winner, "--run", "two").returncode == 0
 
 
 def test_a_launch_that_dies_midway_leaves_nothing(work, cli, demo, corpus, tmp_path_factory):

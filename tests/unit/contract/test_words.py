@@ -20,6 +20,9 @@ def test_every_kind_can_be_said(kind):
 
 def test_what_a_person_reads():
     assert words(Cause(CauseKind.RANK_KILLED, rank=1, signal=9)) == "rank 1 was killed by SIGKILL"
+    assert words(Cause(CauseKind.RANK_KILLED, rank=5, signal=9, gpu="1")) == "rank 5 (GPU 1) was killed by SIGKILL"
+    assert words(Cause(CauseKind.RANK_EXIT, rank=5, exit_code=1, gpu="0")) == "rank 5 (GPU 0) exited with 1"
+    assert words(Cause(CauseKind.HUNG, rank=5, gpu="7", age_s=9.0)).startswith("hung: rank 5 (GPU 7) is silent for 9 s")
     assert words(Cause(CauseKind.FOLLOWED, rank=0, exit_code=2, peer=1, detail="x")) == (
         "rank 0 exited with 2: rank 1 failed: x"
     )

@@ -128,6 +128,17 @@ def test_the_rank_that_ended_first_is_named_whichever_torchrun_names(two_failed,
         rank.wait()
 
 
+def test_a_failure_has_its_ranks_gpu_and_the_time_at_which_that_was_seen_to_end(two_failed, run, monkeypatch):
+    write_json(run.heartbeat(1), Heartbeat(1, "a", 1, 0.0, 0, Phase.TRAIN, 0.0, gpu="3"))
+    monkeypatch.setattr(node_runner.time, "time", lambda: 1000.0)
+    monkeypatch.setattr(node_runner.time, "monotonic", lambda: 90.0)
+    two_failed.rank_ends = {1: 70.0, 0: 84.0}
+    two_failed.report_end(1)
+    status = read_record(NodeStatus, run.status("a"))
+    assert status.cause == Cause(CauseKind.RANK_KILLED, "a", 1, signal=9, gpu="3")
+    assert status.time == 980.0
+
+
 def test_where_torchrun_failed_without_a_rank_its_last_line_is_told(run):
     runner, log = NodeRunner(run, "a"), run.agent_log("a")
     runner.hidden = ["canary"]

@@ -1,18 +1,22 @@
 """The report of a run: its curves, its page and its lines, from what the run's head says."""
 
 import dataclasses
+import html
 import html.parser
 import json
 import re
 import statistics
+import time
 
 import pytest
 
+from llama405b.contract import reader
 from llama405b.contract.accounting import Attempt, StepTaken, account
 from llama405b.contract.causes import Cause, CauseKind
 from llama405b.contract.events import EventKind, RunEvent
+from llama405b.contract.files import append_line
 from llama405b.contract.paths import RunDir
-from llama405b.contract.records import EvaluationMetrics, Metrics, Sample
+from llama405b.contract.records import Blame, EvaluationMetrics, Metrics, NodeState, NodeStatus, Sample
 from llama405b_tools.remote.accounts import attempts_of
 from llama405b_tools.remote.messages.report import MOST_POINTS, ReportReply, evaluations_of, points_of
 from llama405b_tools.report.draw.page import page
@@ -217,6 +221,24 @@ def test_what_a_module_adds_now_and_then_is_the_mean_of_what_it_added():
 
 def test_what_happened_is_told_in_order():
     assert [each.time for each in happened(Summary("r", failed_and_resumed(), 0.0))] == [151.0, 200.0, 399.0]
+
+
+@pytest.mark.parametrize(("blamed_at", "failed"), [(150.0, 150.0), (0.0, 170.0)])
+def test_a_failure_has_the_time_that_was_decided_on(tmp_path, blamed_at, failed):
+    run, cause = RunDir(tmp_path), dataclasses.replace(KILLED, gpu="1")
+    append_line(run.ends("a"), reader.dumps(NodeStatus("a", NodeState.EXITED, 1, 1, 1, cause=KILLED, time=170.0)))
+    append_line(run.blames("a"), reader.dumps(Blame(1, "gpu-2", cause, blamed_at)))
+    attempts = attempts_of(run, "a", 1, steps_of(3), alive=False)
+    assert (attempts[0].ended, attempts[0].cause) == (failed, cause)
+    summary = Summary("r", reply_of(steps_of(3), attempts), 0.0, "llama405b logs hosts --run r")
+    at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(failed))
+    text = page(summary)
+    assert text.count(f"<td>{at}</td>") == 2  # of the failures, and what happened
+    lines = list(lines_of(summary, 80, 8, plain=True))
+    assert [line.split("  attempt")[0] for line in lines if "attempt 1" in line] == [f"  {at}"]
+    said = "failed after step 3 of 20: rank 9 (GPU 1) exited with -9: <b>gone</b>; `llama405b logs hosts --run r --rank 9` shows its log"
+    assert lines[0] == f"run r: {said}"
+    assert html.escape(said, quote=False) in text
 
 
 def test_a_host_that_died_before_a_step_ended_when_it_was_heard_last(tmp_path):

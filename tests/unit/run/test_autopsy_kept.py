@@ -2,12 +2,15 @@
 
 import pytest
 from fakes import FakeFleet
+from run_rig import metrics
 
+from llama405b.contract import reader
+from llama405b.contract.files import append_line
+from llama405b.contract.paths import RunDir
 from llama405b.contract.plan import Node, Plan
 from llama405b_tools.machine.stacks import Frame, Thread
-from llama405b_tools.remote.autopsy import _disks
+from llama405b_tools.remote.autopsy import _disks, _progress
 from llama405b_tools.remote.messages.autopsy import HostEvidence, RankEvidence
-from llama405b_tools.run import autopsy
 from llama405b_tools.run.autopsy import Autopsy, keep_autopsy, last_stacks, take_autopsy
 from llama405b_tools.run.diagnose import diagnose
 
@@ -28,25 +31,22 @@ def test_what_was_seen_of_each_rank_is_read_again(tmp_path, monkeypatch):
     assert any("tables.py:88" in line for line in stacks[3])
 
 
-def test_a_host_with_much_to_do_is_waited_for_and_the_run_as_long_as_it_says(monkeypatch):
+def test_a_host_with_much_to_do_is_waited_for():
     fleet = FakeFleet(["a", "b", "c"])
     fleet.fakes["b"].load, fleet.fakes["c"].load = "5.00 9.00 9.00 9/99 7\n2\n", "300.00 9.00 9.00 9/99 7\n2\n"
     plan = Plan(
-        "r",
-        1,
-        5.0,
-        "",
-        "",
-        (),
-        (),
-        tuple(Node(name, 1, n, "/w", "/py", "", "", {}) for n, name in enumerate("abc")),
-        load_s=7.0,
+        "r", 1, 5.0, "", "", (), (), tuple(Node(name, 1, n, "/w", "/py", "", "", {}) for n, name in enumerate("abc"))
     )
-    seen = []
-    monkeypatch.setattr(autopsy, "diagnose", lambda *args: seen.append(args))
-    assert take_autopsy(fleet, plan, 20.0).lost == {}
-    assert seen[0][2:] == (20.0, 7.0)
+    assert take_autopsy(fleet, plan).lost == {}
     assert [fleet.fakes[name].waits["evidence"] for name in "abc"] == [9.0, 22.5, 60.0]
+
+
+def test_a_host_says_how_long_its_run_may_take_to_load(tmp_path):
+    plan = Plan("r", 1, 5.0, "", "", (), (), (), load_s=7.0)
+    run = RunDir(tmp_path / "runs/r")
+    assert _progress(run, plan).load_s == 7.0
+    append_line(run.metrics, reader.dumps(metrics(1, 5.0, 1)))
+    assert _progress(run, plan).load_s == 7.0
 
 
 @pytest.mark.parametrize("name", ["there", "not there"])

@@ -158,7 +158,8 @@ def test_how_long_nothing_may_move_is_what_guard_and_cluster_top_go_by(age_s, st
 )
 def test_the_first_step_may_take_as_long_as_the_run_allows(load_s, verdict):
     hosts = cluster({5: {"frames": SLEEPS}}, age_s=200, step_s=None, since_s=200)
-    assert diagnose(hosts, {}, load_s=load_s).verdict is verdict
+    hosts["gpu-0"] = dataclasses.replace(hosts["gpu-0"], progress=Progress(load_s=load_s))
+    assert of(hosts).verdict is verdict
 
 
 def test_a_user_who_does_not_want_to_wait_says_so():

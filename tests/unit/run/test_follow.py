@@ -114,7 +114,7 @@ def test_a_host_back_without_its_files_was_started_once(watch):
 def test_where_the_failure_began_is_named_whoever_ends_first(watch):
     take(watch, "a", node=ended(Cause(CauseKind.LOST_PEER, "a", 0)))
     take(watch, "b", node=ended(Cause(CauseKind.RANK_KILLED, "b", 1, signal=9)))
-    assert (watch.worst().host, watch.ended) == ("b", {"a", "b"})
+    assert (watch.worst().host, [*watch.ended]) == ("b", ["a", "b"])
 
 
 def test_the_newest_step_is_of_this_attempt(watch):

@@ -1,6 +1,8 @@
 """What following a run prints."""
 
 import dataclasses
+import re
+import types
 
 import pytest
 from run_rig import ended, metrics, plan, take
@@ -9,6 +11,7 @@ from llama405b.contract.causes import Cause, CauseKind
 from llama405b.contract.events import EventKind, RunEvent
 from llama405b.contract.records import EvaluationMetrics, Phase
 from llama405b_tools.remote.messages.host_run import Beat
+from llama405b_tools.run import follow
 from llama405b_tools.run.follow import QUIET_S, SAME_QUIET_S, EndKind, IdleMessage, RunMonitor, summarise
 
 
@@ -81,6 +84,30 @@ def test_resuming_is_suggested_only_where_there_is_a_checkpoint(watch, foreign, 
     take(watch, "a", events=(RunEvent(0.0, "rank-0", EventKind.RESUMED, 2, 4, "/old"),))
     summarise(watch, watch.plan)
     assert "stopped by me; to continue, repeat the launch with --run r --resume auto" in capsys.readouterr().out
+
+
+def test_a_failure_says_whose_log_to_read(watch, capsys):
+    killed = Cause(CauseKind.RANK_KILLED, "b", 1, signal=9, gpu="4")
+    take(watch, "b", node=ended(killed))
+    ending = summarise(watch, watch.plan, " my-hosts")
+    logs = r"; `\S+ logs my-hosts --run r --attempt 2 --rank 1` shows its log"
+    assert re.fullmatch(rf"b: exited 1: rank 1 \(GPU 4\) was killed by SIGKILL{logs}", ending.words)
+    assert f"FAILED  {ending.words}\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("now_b", "failed_at"), [(None, 1200.0), (5000.0, 1180.0)])
+def test_a_failure_has_the_time_at_which_its_host_saw_it_by_the_heads_clock(watch, monkeypatch, now_b, failed_at):
+    """b's clock is 3900 s ahead; it saw the failure 20 s before now, and if it is not heard, that is told now."""
+    clock = types.SimpleNamespace(now=10.0)
+    monkeypatch.setattr(follow.time, "monotonic", lambda: clock.now)
+    assert watch.failed_at("b") == 0.0
+    take(watch, "a", beats=(), now=1100.0)
+    if now_b:
+        take(watch, "b", beats=(), now=now_b)
+    clock.now = 110.0
+    news = ended(Cause(CauseKind.RANK_KILLED, "b", 1, signal=9))
+    take(watch, "b", node=dataclasses.replace(news, status=dataclasses.replace(news.status, time=5080.0)))
+    assert watch.failed_at("b") == failed_at
 
 
 def test_another_program_is_not_taken_for_training(foreign, capsys):

@@ -44,7 +44,7 @@ def _first_launched(run: RunDir, host: str) -> float:
 def attempts_of(run: RunDir, host: str, newest: int, steps: Sequence[Metrics], *, alive: bool) -> list[Attempt]:
     """Return a run's launches, as a host knows them."""
     ends = {end.attempt: end for end in read_records(NodeStatus, run.ends(host), EVERY)}
-    blames = {blame.attempt: blame.cause for blame in read_records(Blame, run.blames(host), EVERY)}
+    blames = {blame.attempt: blame for blame in read_records(Blame, run.blames(host), EVERY)}
     last = {step.attempt: step.time for step in steps}
     saves = dict.fromkeys(range(1, newest + 1), 0.0)
     for event in read_records(RunEvent, run.events("rank-0"), EVERY):
@@ -52,13 +52,13 @@ def attempts_of(run: RunDir, host: str, newest: int, steps: Sequence[Metrics], *
             saves[event.attempt] += event.blocked_s
     found = []
     for number, saves_s in saves.items():
+        blame = blames.get(number, Blame(number, host, Cause(CauseKind.VANISHED, host)))
         if number == newest and alive:
             found.append(Attempt(number, saves_s=saves_s))
         elif end := ends.get(number):
-            cause = blames.get(number) or (end.cause if is_failure(end.cause) else None)
-            found.append(Attempt(number, end.time, cause, saves_s))
+            cause = blame.cause if number in blames else end.cause if is_failure(end.cause) else None
+            found.append(Attempt(number, blame.time or end.time, cause, saves_s))
         else:  # the host died with it
-            cause = blames.get(number, Cause(CauseKind.VANISHED, host))
-            before = found[-1].ended if found else None
-            found.append(Attempt(number, last.get(number) or before or _first_launched(run, host), cause, saves_s))
+            before = last.get(number) or (found[-1].ended if found else None) or _first_launched(run, host)
+            found.append(Attempt(number, blame.time or before, blame.cause, saves_s))
     return found

@@ -13,7 +13,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from llama405b.contract.events import EventKind, RunEvent
 from llama405b.contract.files import EVERY, read_record, read_records
 from llama405b.contract.paths import RunDir
 from llama405b.contract.plan import Node, Plan, read_plan
@@ -101,7 +100,7 @@ def _ranks(
     moved = {rank for rank, beat in beats.items() if last.get(rank, beat.time) > beat.time}
     logs = _last_lines(run, node.name, plan.attempt)
     found = []
-    for rank in range(node.first_rank, node.first_rank + node.slots):
+    for rank in node.ranks:
         seen = looks[rank].evidence(rank) if rank in looks else RankEvidence(rank)
         log = logs.get(rank - node.first_rank, ())
         found.append(dataclasses.replace(seen, beat=beats.get(rank), log=log, moved=rank in moved))
@@ -154,8 +153,8 @@ class RankLook:
 
 def _around(run: RunDir, plan: Plan, node: Node, pool: concurrent.futures.Executor) -> Surroundings:
     """Return what stands around the ranks."""
-    records = [run.flight(node.first_rank + number) for number in range(node.slots)]
-    flights = pool.submit(flight_records, records, plan.created)  # it may take seconds, as NCCL's answer may
+    # it may take seconds, as NCCL's answer may
+    flights = pool.submit(flight_records, [run.flight(rank) for rank in node.ranks], plan.created)
     memory = dict(re.findall(r"^(\w+):\s+(\d+) kB", Path("/proc/meminfo").read_text(encoding="ascii"), re.MULTILINE))
     return Surroundings(
         link_up=_link_up(node.interface),
@@ -174,16 +173,13 @@ def _progress(run: RunDir, plan: Plan) -> Progress:
     """Return the last step of this attempt, and how long steps and saves take."""
     lines = read_records(METRICS_LINE, run.metrics, EVERY, LAST_STEPS * 1024)
     taken = [line for line in lines if isinstance(line, Metrics) and line.attempt == plan.attempt]
-    took_s = [
-        event.took_s for event in read_records(RunEvent, run.events("rank-0"), 50) if event.kind is EventKind.SAVED
-    ]
-    usual_save_s = statistics.median(took_s) if took_s else None
+    usual_save_s, unsaved, _ = saves(run, plan.attempt, read_record(Heartbeat, run.heartbeat(0)))
     if not taken:
-        return Progress(usual_save_s=usual_save_s)
+        return Progress(usual_save_s=usual_save_s or None, load_s=plan.load_s)
     between = [later.time - earlier.time for earlier, later in itertools.pairwise(taken)]
     usual_step_s = statistics.median([taken[-1].step_s, *between])
-    _, unsaved, _ = saves(run, plan.attempt, read_record(Heartbeat, run.heartbeat(0)))
-    return Progress(taken[-1].step, time.time() - taken[-1].time, usual_step_s, usual_save_s, unsaved)
+    age_s = time.time() - taken[-1].time
+    return Progress(taken[-1].step, age_s, usual_step_s, usual_save_s or None, unsaved, plan.load_s)
 
 
 def _last_lines(run: RunDir, host: str, attempt: int) -> dict[int, tuple[str, ...]]:

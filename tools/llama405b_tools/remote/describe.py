@@ -5,10 +5,9 @@ import dataclasses
 import itertools
 import time
 from pathlib import Path
-from typing import Any
 
 from llama405b.contract.checkpoints import MANIFEST, Manifest, committed, newest_complete, read_manifest, step_of
-from llama405b.contract.events import EventKind, RunEvent
+from llama405b.contract.events import RunEvent
 from llama405b.contract.files import read_record, read_records
 from llama405b.contract.paths import RunDir
 from llama405b.contract.plan import Node, Plan, read_plan
@@ -20,7 +19,7 @@ from llama405b_tools.remote.guarding import heard_guard
 from llama405b_tools.remote.locks import is_alive, is_held, run_of, runs
 from llama405b_tools.remote.messages.host_run import Beat, HostRun, PlanRequest, StatusReply, StatusRequest
 from llama405b_tools.remote.messages.transfer import CheckpointPart, PartsReply, PartsRequest
-from llama405b_tools.remote.sampler import SAVES, overdue, unsaved, unsent
+from llama405b_tools.remote.sampler import SAVES, overdue, unsaved, unsent, usual_s
 from llama405b_tools.remote.tmux import tmux_socket
 
 NEWEST_RUNS = 20
@@ -99,7 +98,7 @@ def beats_of(run: RunDir, node: Node | None) -> tuple[Beat, ...]:
     """The heartbeats of a node's ranks, by rank, each with the state of its process."""
     if node is None:
         return ()
-    beats = [read_record(Beat, run.heartbeat(rank)) for rank in range(node.first_rank, node.first_rank + node.slots)]
+    beats = [read_record(Beat, run.heartbeat(rank)) for rank in node.ranks]
     return tuple(beat.with_state(processes.state(beat.pid)) for beat in beats if beat)
 
 
@@ -119,13 +118,12 @@ def checkpoints_of(run: RunDir, plan: Plan) -> Path:
 
 
 def saves(run: RunDir, attempt: int, beat: Heartbeat | None) -> tuple[float, str, str]:
-    """How long the last save took; why a later one failed, or, by rank 0's heartbeat, is late; why the user's command fails."""
+    """How long saves usually take; why the newest one failed, or, by rank 0's heartbeat, is late; why the user's command fails."""
     told = [dataclasses.asdict(event) for event in read_records(RunEvent, run.events("rank-0"), NEWEST_EVENTS)]
     of_saves = [event for event in told if event["kind"] in SAVES]
-    took_s = [event["took_s"] for event in of_saves if event["kind"] is EventKind.SAVED]
     late = overdue(of_saves, time.time(), dataclasses.asdict(beat) if beat else {})  # type: ignore[no-untyped-call]
     why, fails = unsaved(of_saves, attempt) or late, unsent(told, attempt)  # type: ignore[no-untyped-call]
-    return took_s[-1] if took_s else 0.0, why, fails
+    return usual_s(of_saves).get("checkpoint", 0.0), why, fails  # type: ignore[no-untyped-call]
 
 
 def parts(request: PartsRequest) -> PartsReply:

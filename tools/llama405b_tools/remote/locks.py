@@ -58,12 +58,9 @@ def runs(run: RunDir, host: str) -> bool:
 
 def live_names(run: RunDir, but: str) -> list[str]:
     """The names of other hosts under which a run of this machine is being started, or has not ended: it is its directory."""
-    names = {path.name.removesuffix(".lock").removesuffix(".start") for path in run.path.glob("status/*.lock")}
-    return [
-        name
-        for name in sorted(names - {but})
-        if is_held(run.start_lock(name)) or (runs(run, name) and _is_here(run, name))
-    ]
+    names = {path.name.removesuffix(".lock").removesuffix(".start") for path in run.path.glob("status/*.lock")} - {but}
+    here = [name for name in sorted(names) if runs(run, name) and _is_here(run, name)]
+    return here or [name for name in sorted(names) if is_held(run.start_lock(name))]
 
 
 def _is_here(run: RunDir, host: str) -> bool:

@@ -63,6 +63,7 @@ class NodeRunner:
         self.mask = LogMask(run.logs(host), ())  # and in the logs
         self.ended = threading.Event()  # set once torchrun has ended
         self.rank_ends: dict[int, float] = {}  # when each local rank was seen to end; none: before it could be watched
+        self.failed_at = 0.0  # when the first of them did, seconds since the epoch; 0: unknown
         self.replicator: subprocess.Popen[bytes] | None = None
         self.copying_since = -math.inf
         self.plan = read_plan(run)
@@ -128,15 +129,7 @@ class NodeRunner:
         pid = os.getpid()
         began = processes.start_time(pid) or 0
         status = NodeStatus(
-            self.host,
-            state,
-            self.plan.attempt,
-            pid,
-            began,
-            exit_code=exit_code,
-            signal=number,
-            cause=cause,
-            time=time.time(),
+            self.host, state, self.plan.attempt, pid, began, exit_code, number, cause, self.failed_at or time.time()
         )
         write_json(self.run.status(self.host), status)
         if state not in (NodeState.STARTING, NodeState.RUNNING):
@@ -185,17 +178,19 @@ class NodeRunner:
             kind = failed[each].kind
             return ends[each] > late_s, follows(failed[each]), ends[each], kind is not CauseKind.RANK_KILLED
 
-        return failed[min(failed, key=place)]
+        first = min(failed, key=place)
+        self.failed_at = time.time() - time.monotonic() + ends[first] if ends[first] else 0.0
+        return failed[first]
 
     def cause_of(self, local_rank: int, exit_code: int) -> Cause:
         """Why a rank ended, from its exit code (negative: signal) and its heartbeat."""
         rank = self.plan.node(self.host).first_rank + local_rank
-        if exit_code < 0:
-            return Cause(CauseKind.RANK_KILLED, self.host, rank, signal=-exit_code)
         beat = read_record(Heartbeat, self.run.heartbeat(rank))
-        if beat and beat.cause:
-            return dataclasses.replace(beat.cause, host=self.host, rank=rank, exit_code=exit_code)
-        return Cause(CauseKind.RANK_EXIT, self.host, rank, exit_code=exit_code)
+        gpu = beat.gpu if beat else ""
+        if exit_code < 0:
+            return Cause(CauseKind.RANK_KILLED, self.host, rank, signal=-exit_code, gpu=gpu)
+        told = beat.cause if beat and beat.cause else Cause(CauseKind.RANK_EXIT)
+        return dataclasses.replace(told, host=self.host, rank=rank, exit_code=exit_code, gpu=gpu)
 
     def start_guardian(self) -> tuple[int, int]:
         """Fork the process that ends the run if this one is killed; returns its pid and a pipe to it."""
@@ -317,8 +312,7 @@ class NodeRunner:
 
         Each is told once it writes heartbeats: before that, it does not handle the signal, which would kill it.
         """
-        node, deadline = self.plan.node(self.host), time.monotonic() + grace_s
-        deaf = set(range(node.first_rank, node.first_rank + node.slots))
+        deaf, deadline = set(self.plan.node(self.host).ranks), time.monotonic() + grace_s
         while (code := child.poll()) is None and time.monotonic() < deadline:
             below = processes.descendants(child.pid) if deaf else ()
             for rank in sorted(deaf):

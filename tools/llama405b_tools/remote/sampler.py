@@ -536,9 +536,7 @@ def overdue(saves, now, beat):
     """
     saved = [event for event in saves if event["kind"] == "saved" and isinstance(event.get("time"), float)]
     pairs = [pair for pair in zip(saved, saved[1:]) if pair[0].get("attempt") == pair[1].get("attempt")]  # noqa: RUF007 - Python 3.6
-    between = [later["time"] - earlier["time"] for earlier, later in pairs][
-        -LAST_INTERVALS:
-    ]  # some may have been asked for
+    between = [later["time"] - earlier["time"] for earlier, later in pairs[-LAST_INTERVALS:]]  # or asked for
     every_s, took_s = max([beat.get("save_every_s") or 0.0] + between), usual_s(saves).get("checkpoint")
     late_s = now - (beat.get("save_since") or now)
     if took_s and late_s > 3 * max(LEAST_S, took_s):

@@ -80,8 +80,7 @@ def take_autopsy(fleet: Fleet, plan: Plan, hang_after_s: float = HANG_AFTER_S) -
 
     outcomes = fleet.each(look, requests)
     hosts, lost = replies(outcomes), unanswered(outcomes)
-    diagnosis = diagnose(hosts, lost, hang_after_s, plan.load_s)
-    return Autopsy(plan.run, plan.attempt, hosts, lost, diagnosis, time.monotonic() - began)
+    return Autopsy(plan.run, plan.attempt, hosts, lost, diagnose(hosts, lost, hang_after_s), time.monotonic() - began)
 
 
 def keep_autopsy(autopsy: Autopsy) -> Path | None:
@@ -118,10 +117,10 @@ def examined(fleet: Fleet, plan: Plan, failure: Failure, hang_after_s: float) ->
     if failure.cause.kind is not CauseKind.HUNG or culprit is None or not culprit.hosts:
         return failure
     host, rank = culprit.hosts[0], next(iter(culprit.ranks), failure.cause.rank)
-    finding = short(culprit.words, FINDING)
-    return dataclasses.replace(
-        failure, host=host, cause=dataclasses.replace(failure.cause, host=host, rank=rank, finding=finding)
-    )
+    finding, ranks = short(culprit.words, FINDING), autopsy.hosts[host].ranks if host in autopsy.hosts else ()
+    gpu = next((each.beat.gpu for each in ranks if each.rank == rank and each.beat), "")
+    cause = dataclasses.replace(failure.cause, host=host, rank=rank, finding=finding, gpu=gpu)
+    return dataclasses.replace(failure, host=host, cause=cause)
 
 
 def last_stacks(run: str) -> tuple[str, dict[int, list[str]]]:

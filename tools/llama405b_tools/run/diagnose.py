@@ -97,12 +97,9 @@ class Diagnosis:
 
 
 def diagnose(
-    hosts: Mapping[str, HostEvidence],
-    lost: Mapping[str, str],
-    hang_after_s: float = judge.HANG_AFTER_S,
-    load_s: float = 0.0,
+    hosts: Mapping[str, HostEvidence], lost: Mapping[str, str], hang_after_s: float = judge.HANG_AFTER_S
 ) -> Diagnosis:
-    """Return who holds up the run. ``lost``: hosts that did not answer, and why; limits: as in ``judge``."""
+    """Return who holds up the run. ``lost``: hosts that did not answer, and why; ``hang_after_s``: as cluster-top's."""
     every = positions(hosts)
     groups = grouped(every)
     if lost and not hosts:
@@ -110,7 +107,7 @@ def diagnose(
     if not lost and not any(position.evidence.pid for position in every):
         over = Diagnosis(Verdict.OVER, "no process of the run is left on any host", groups)
         return _blamed(Verdict.OVER, culprit, hosts, groups) if (culprit := _gone(every)) else over
-    verdict, why = pace_of(every, hosts, hang_after_s, judge.first_step(load_s))
+    verdict, why = pace_of(every, hosts, hang_after_s)
     if culprit := _gone(every) or _stopped(every):
         return _blamed(Verdict.HANGS, culprit, hosts, groups)
     if verdict is Verdict.MOVES:
@@ -139,9 +136,7 @@ def grouped(every: Iterable[Position]) -> tuple[Group, ...]:
     return tuple(Group(tuple(each)) for each in sorted(found.values(), key=lambda each: (-len(each), each[0].rank)))
 
 
-def pace_of(
-    every: Sequence[Position], hosts: Mapping[str, HostEvidence], hang_after_s: float, first_step: judge.Patience
-) -> tuple[Verdict, str]:
+def pace_of(every: Sequence[Position], hosts: Mapping[str, HostEvidence], hang_after_s: float) -> tuple[Verdict, str]:
     """Return whether the run moves, and why that is thought."""
     told = [(position, position.age_s) for position in every if position.age_s is not None and position.evidence.pid]
     if not told:
@@ -155,7 +150,8 @@ def pace_of(
         beats = [(hosts[position.host].now, beat) for position, _ in told if (beat := position.evidence.beat)]
         stands_s = max(now - beat.phase_since for now, beat in beats if beat.phase is phase) if is_still else 0.0
     else:
-        patience = judge.between_steps(progress.usual_step_s, hang_after_s) if progress.usual_step_s else first_step
+        first = judge.first_step(progress.load_s)
+        patience = judge.between_steps(progress.usual_step_s, hang_after_s) if progress.usual_step_s else first
         stands_s = newest_s
     usual = given(", usually {}", span(progress.usual_step_s)) if progress.usual_step_s and phase is Phase.TRAIN else ""
     silent = f"no rank has moved for {span(newest_s)} (phase {phase}{usual})"

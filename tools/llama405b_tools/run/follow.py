@@ -25,7 +25,7 @@ from llama405b_tools.remote.messages.stream import NodeUpdate, StreamMessage, St
 from llama405b_tools.remote.sampler import overdue
 from llama405b_tools.run import judge
 from llama405b_tools.run.autopsy import examined
-from llama405b_tools.run.judge import Failure, HostHeartbeats, failure_words, not_stopped
+from llama405b_tools.run.judge import Failure, HostHeartbeats, failure_words, log_words, not_stopped
 from llama405b_tools.run.screen import NobodyReadsError, PlainPrinter, Printer, printer, show
 from llama405b_tools.run.start_everywhere import stop_launch
 from llama405b_tools.run.streams import HostMessage, Streams, Unreachable
@@ -81,6 +81,7 @@ class Ending:
     kind: EndKind
     failure: Failure | None = None
     stopped_by: str = ""
+    logs: str = ""  # the command that shows those of the attempt
 
     @property
     def code(self) -> int:
@@ -97,7 +98,7 @@ class Ending:
     def words(self) -> str:
         """The ending as one clause."""
         if self.failure:
-            return f"{self.failure.host}: {failure_words(self.failure)}"
+            return f"{self.failure.host}: {failure_words(self.failure)}{log_words(self.failure, self.logs)}"
         if self.kind is EndKind.RESTART:
             return f"a restart that {self.stopped_by} asked for"
         return given("stopped by {}", self.stopped_by) or "the run finished successfully"
@@ -110,7 +111,7 @@ class RunMonitor:
         self.plan = plan
         self.metrics: list[Metrics] = []
         self.first_evaluation: float | None = None  # the loss on data held out, before the first step
-        self.ended: set[str] = set()
+        self.ended: dict[str, float] = {}  # when each host's part did, by its own clock; 0: unknown
         self.failures: list[Failure] = []  # in order of arrival, by the operator's clock, not the hosts'
         self.said: collections.deque[str] = collections.deque(maxlen=3000)  # rank 0's last lines
         self.saved, self.saves = "", list[dict[str, Any]]()
@@ -201,8 +202,7 @@ class RunMonitor:
         head = self.heard.get(self.plan.nodes[0].name)
         if head is None or not head.beats:
             return ""
-        late: str = overdue(self.saves, head.now, dataclasses.asdict(head.beats[0]))  # type: ignore[no-untyped-call]
-        return late
+        return str(overdue(self.saves, head.now, dataclasses.asdict(head.beats[0])))  # type: ignore[no-untyped-call]
 
     def gives_up(self, limits: Limits | None) -> bool:
         """Whether the other hosts had long enough to notice a failure: they may still run, but cannot continue."""
@@ -227,6 +227,14 @@ class RunMonitor:
         if head is None or not self.metrics or self.metrics[-1].attempt != self.plan.attempt:
             return math.inf
         return head.now - self.metrics[-1].time + time.monotonic() - head.at_s
+
+    def failed_at(self, host: str) -> float:
+        """When the attempt failed, as the host saw it where it failed, by the head's clock; 0: unknown."""
+        head, its = self.heard.get(self.plan.nodes[0].name), self.heard.get(host)
+        if head is None:
+            return 0.0
+        ended_s = self.ended[host] - its.now + its.at_s if its and self.ended.get(host) else time.monotonic()
+        return head.now + ended_s - head.at_s
 
     def count_lost(self, now_s: float) -> None:
         """Count the hosts that have fallen silent as unreachable: the run has failed, and others only waited for them."""
@@ -254,7 +262,7 @@ class RunMonitor:
             self.restart_by = self.restart_by or judge.restart_by(node.blame)
         state = judge.state_of(node.status, alive=False) if node.status else judge.FILES_GONE  # it had started
         failure = judge.failure_of(host, state)
-        self.ended.add(host)
+        self.ended[host] = node.status.time if node.status else 0.0
         if failure:
             self.failures.append(failure)
 
@@ -326,7 +334,8 @@ def watch_run(
     if (worst := monitor.worst()) and not (plan.slurm_job and monitor.is_over):  # such a job ends by itself
         if limits and not plan.slurm_job:
             worst = monitor.found(worst, examined(fleet, plan, worst, limits.step_s))
-        monitor.stopped = stop_launch(plan, fleet, Blame(plan.attempt, worst.host, worst.cause))
+        blame = Blame(plan.attempt, worst.host, worst.cause, monitor.failed_at(worst.host))
+        monitor.stopped = stop_launch(plan, fleet, blame)
     return monitor
 
 
@@ -368,14 +377,16 @@ def summarise(watch: RunMonitor, plan: Plan, hosts: str = "", *, guarded: bool =
         show(f"\n{plan.run}: {_progress(watch, plan)}")
     if watch.saved:
         show(f"checkpoint: {watch.saved}")
-    logs = f"`{program_name()} logs{hosts} --run {plan.run}` shows every rank"
+    command = f"{program_name()} logs{hosts} --run {plan.run}"
+    logs = f"`{command}` shows every rank"
     again = [f"to continue, repeat the launch with --run {plan.run} --resume auto"] if watch.can_resume else []
     if worst := watch.worst():
         for host, why in not_stopped(watch.stopped).items():
             show(f"{host}: {why}; run `{program_name()} stop{hosts} --run {plan.run}` again", error=True)
-        show(f"FAILED  {worst.host}: {failure_words(worst)}", error=True)
+        ending = Ending(EndKind.FAILED, worst, logs=f"{command} --attempt {plan.attempt}")
+        show(f"FAILED  {ending.words}", error=True)
         show("next: " + "; ".join([logs] if guarded else [logs, *again]), error=True)
-        return Ending(EndKind.FAILED, worst)
+        return ending
     if watch.restart_by and not watch.stopped_by:
         ending = Ending(EndKind.RESTART, stopped_by=watch.restart_by)
         show(f"attempt {plan.attempt} was ended for {ending.words}")

@@ -299,12 +299,13 @@ def hang_cause(found: SilentRank) -> Cause:
         step=beat.step,
         age_s=found.age_s,
         process_state=beat.state,
+        gpu=beat.gpu,
     )
 
 
 def cause_of_rank(beat: Beat) -> Cause:
     """Return why a rank failed, from its heartbeat; if that does not say, only that it exited."""
-    return beat.cause or Cause(CauseKind.RANK_EXIT, beat.host, beat.rank)
+    return dataclasses.replace(beat.cause or Cause(CauseKind.RANK_EXIT, beat.host, beat.rank), gpu=beat.gpu)
 
 
 def state_words(state: State) -> str:
@@ -324,6 +325,12 @@ def failure_words(failure: Failure) -> str:
     if failure.state is None:
         return said
     return ": ".join(filter(None, [state_words(failure.state), said]))
+
+
+def log_words(failure: Failure | None, logs: str) -> str:
+    """Say where the log of the rank that failed is; "" if none did. ``logs``: the command for those of its run."""
+    rank = failure.cause.rank if failure else None
+    return "" if rank is None else f"; `{logs} --rank {rank}` shows its log"
 
 
 def not_stopped(ends: Outcomes[StopReply]) -> dict[str, str]:

@@ -65,13 +65,7 @@ def start_run(
     """
     requests = {
         node.name: StartRequest(
-            node.name,
-            plan,
-            dict(secrets),
-            tuple(range(node.first_rank, node.first_rank + node.slots)),
-            again,
-            guard,
-            (stops or {}).get(node.name, 0.0),
+            node.name, plan, dict(secrets), tuple(node.ranks), again, guard, (stops or {}).get(node.name, 0.0)
         )
         for node in plan.nodes
     }
@@ -141,16 +135,12 @@ def _hang_up(starting: Mapping[str, Dialogue]) -> None:
 
 
 def _undo(plan: Plan, faults: Faults, asked: Sequence[str], fleet: Fleet, hosts: str, *, again: bool) -> str:
-    """End what was started on the hosts that were asked, print what happened on each, and return it as a sentence.
-
-    Raises:
-        UserError: Nothing was, since another launch of that name came first.
-    """
+    """End what was started on the hosts that were asked, print what happened on each, and return it as a sentence."""
     why = {name: fault_words(found, plan.run) for name, found in faults.items()}
     theirs = [name for name, found in faults.items() if isinstance(found, Started) and found.fault in NOT_OURS]
     if set(theirs) == set(asked):
-        if not again and {found.fault for found in faults.values() if isinstance(found, Started)} == {StartFault.TAKEN}:
-            raise UserError(fault_list(why, len(asked)))
+        if not again and all(found.fault is StartFault.TAKEN for found in faults.values()):  # type: ignore[union-attr]
+            raise UserError(fault_list(why, len(asked)))  # another launch of that name came first
         return fault_list(why, len(asked))
     ours = dataclasses.replace(plan, nodes=tuple(plan.node(name) for name in asked if name not in theirs))
     ends = stop_launch(ours, fleet)

@@ -133,7 +133,7 @@ def print_dry_run(request: LaunchRequest, hosts: Sequence[Host]) -> None:
     if request.config:
         command.parse(plan.program[2:])
     for node in plan.nodes:
-        span = fold_ranks(range(node.first_rank, node.first_rank + node.slots)) if known else "one rank per GPU"
+        span = fold_ranks(node.ranks) if known else "one rank per GPU"
         print(f"{node.name}  ({span}, in {node.workdir})")
         argv = torchrun_argv(plan, node.name, f"runs/{plan.run}/logs/{node.name}")
         shown = shlex.join(setup_argv(plan.setup, argv))

@@ -35,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
         raise UserError(f"{waiting.words}; there is nothing to report yet")
     with Fleet(backend.hosts()) as fleet:
         run, seen = ask_run(fleet, backend.run, elsewhere=backend.elsewhere)
-        summary = Summary(run, report_of_run(fleet, run, seen), args.price)
+        summary = Summary(run, report_of_run(fleet, run, seen), args.price, fleet.command_to_type("logs", run))
     encoding = sys.stdout.encoding or ""
     width = shutil.get_terminal_size((100, 24)).columns
     for line in lines_of(summary, min(width, 120), PLOT_LINES, plain=not encoding.lower().startswith("utf")):

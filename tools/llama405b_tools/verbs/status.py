@@ -18,7 +18,7 @@ from llama405b_tools.run import judge, query
 from llama405b_tools.run.accounts import account_line, account_of_run, incident_line
 from llama405b_tools.run.backends import backend_of
 from llama405b_tools.run.guard_record import GuardStatus, guard_line, heard_by, of_hosts
-from llama405b_tools.run.judge import Failure, State, failure_words, state_words
+from llama405b_tools.run.judge import Failure, State, failure_words, log_words, state_words
 from llama405b_tools.run.query import Seen, all_runs, ask_run, failures_of, known_of, progress, states_of
 from llama405b_tools.text.figures import format_table, number
 from llama405b_tools.text.fold import fold_numbers
@@ -41,12 +41,12 @@ def main(argv: Sequence[str]) -> int:
         if args.all:
             return print_runs(fleet, as_json=args.json)
         run, seen = ask_run(fleet, backend.run, elsewhere=backend.elsewhere)
-        account = account_of_run(fleet, run, seen)
-    return print_run(run, seen, account, as_json=args.json)
+        account, logs = account_of_run(fleet, run, seen), fleet.command_to_type("logs", run)
+    return print_run(run, seen, account, as_json=args.json, logs=logs)
 
 
-def print_run(run: str, seen: Seen, account: Account | None, *, as_json: bool) -> int:
-    """Print what the hosts say of a run; returns the exit code."""
+def print_run(run: str, seen: Seen, account: Account | None, *, as_json: bool, logs: str) -> int:
+    """Print what the hosts say of a run; returns the exit code. ``logs``: the command that shows its logs."""
     known = known_of(seen)
     failures, told = failures_of(seen), list(known.values())
     guard = guard_of(run, told, is_needed=bool(failures))
@@ -71,7 +71,7 @@ def print_run(run: str, seen: Seen, account: Account | None, *, as_json: bool) -
     print_copies(known)
     if failures:
         worst = judge.first_failure(failures)
-        print(f"{worst.host}: {failure_words(worst)}")
+        print(f"{worst.host}: {failure_words(worst)}{log_words(worst, logs)}")
     return code_for(faults)
 
 
@@ -100,9 +100,7 @@ def _record(
         else:
             hosts[name] = dataclasses.asdict(found) if found else None
     said = [f"{failure.host}: {failure_words(failure)}" for failure in failures]
-    guarded: Json = None
-    if guard:
-        guarded = {"state": guard.state.state, "gone": guard.gone, "words": guard_line(guard)}
+    guarded: Json = {"state": guard.state.state, "gone": guard.gone, "words": guard_line(guard)} if guard else None
     counted: Json = dataclasses.asdict(account) | {"goodput": account.goodput} if account else None
     return {"run": run, "ok": is_good, "failures": said, "guard": guarded, "account": counted, "hosts": hosts}
 

@@ -77,6 +77,7 @@ class Progress:
     usual_step_s: float | None = None  # in the median of this attempt's last steps
     usual_save_s: float | None = None
     unsaved: str = ""  # why the newest save failed, or that it is late
+    load_s: float = 0.0  # the run's timeouts.load; 0: unknown
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

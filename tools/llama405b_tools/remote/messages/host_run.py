@@ -56,7 +56,7 @@ class HostRun:
     guard: GuardState | None = None  # as last heard from it here; None: none was asked for
     blames: tuple[Blame, ...] = ()  # of its last attempts that failed, oldest first
     world: int = 0  # ranks on all its hosts
-    save_s: float = 0.0  # how long its last save took; 0: unknown
+    save_s: float = 0.0  # how long its saves usually take; 0: unknown
     unsaved: str = ""  # the newest step that could not be saved since, and why
     unsent: str = ""  # where ``checkpoint.after_save`` fails, and why
     copied: Copied | None = None  # what the next host has of this one's checkpoints; None: nothing is copied

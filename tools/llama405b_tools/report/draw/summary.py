@@ -12,6 +12,7 @@ from llama405b.contract.phrases import counted, given
 from llama405b_tools.machine.gpus import bf16_flops
 from llama405b_tools.remote.messages.report import Point, ReportReply
 from llama405b_tools.run.accounts import incident_words
+from llama405b_tools.run.judge import Failure, failure_words, log_words
 from llama405b_tools.text.clean import clean
 from llama405b_tools.text.figures import span
 
@@ -45,6 +46,7 @@ class Summary:
     run: str
     reply: ReportReply
     price: float  # of a GPU-hour; 0: unknown
+    logs: str = "llama405b logs"  # the command that shows its logs
 
     @property
     def world(self) -> int:
@@ -139,7 +141,8 @@ def state_words(found: Summary) -> str:
         return f"running, step {step}{of}"
     last = reply.attempts[-1] if reply.attempts else None
     if last and is_failure(last.cause):
-        return f"failed after step {step}{of}: {words(last.cause)}"
+        failure = Failure(last.cause.host, last.cause)
+        return f"failed after step {step}{of}: {failure_words(failure)}{log_words(failure, found.logs)}"
     return f"ended after step {step}{of}, {span(found.idle_s)} ago"
 
 

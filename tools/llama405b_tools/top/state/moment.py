@@ -376,7 +376,9 @@ class Moment:
         if self.hang:
             return RunPhase.HUNG, self.hang.age_s
         if self.failures:
-            return RunPhase.FAILED, max(self._ended_s(), default=None)
+            failed_at = self.blamed.time if self.blamed and self.head else 0.0
+            ended_s = [self.head.clock(self.now) - failed_at] if failed_at and self.head else self._ended_s()
+            return RunPhase.FAILED, max(ended_s, default=None)
         if not self.heard:
             return RunPhase.UNKNOWN, None
         if not any(run.alive for run in self.heard.values()):

@@ -59,7 +59,7 @@ def remember(found: Moment) -> None:
             found.past.times.see(beat.phase, beat.phase_since)
     for name, beat, note in found.halted if not found.failures else ():
         if note is not HALTED["T"]:
-            gone = Failure(name, Cause(CauseKind.RANK_EXIT, name, beat.rank, detail=note.words))
+            gone = Failure(name, Cause(CauseKind.RANK_EXIT, name, beat.rank, detail=note.words, gpu=beat.gpu))
             found.past.gone.setdefault(found.heard[name].attempt, gone)
     if found.phase[0] is RunPhase.TRAINING:
         powers = known(gpu.power_w for host in found.ours for gpu in host.gpus)

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from llama405b.capacity.disk import nearly_full
-from llama405b.contract.causes import STUCK, said_by_rank
+from llama405b.contract.causes import STUCK, rank_words, said_by_rank
 from llama405b.contract.phrases import given
 from llama405b.contract.records import Phase
 from llama405b_tools.machine.gpus import GpuReport
@@ -245,4 +245,4 @@ def trouble_words(failure: Failure) -> str:
     """Describe a failure: of a node runner that has ended, or of a rank whose node runner is about to end."""
     if failure.state or failure.decided or failure.cause.rank is None:
         return failure_words(failure)
-    return f"rank {failure.cause.rank} failed{given(': {}', clean(said_by_rank(failure.cause)))}"
+    return f"{rank_words(failure.cause)} failed{given(': {}', clean(said_by_rank(failure.cause)))}"
