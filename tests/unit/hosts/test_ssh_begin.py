@@ -51,3 +51,8 @@ def test_a_host_that_drops_connections_behind_a_jump_host_is_named(ssh_server):
     ssh_server("a", more="  ProxyJump hop\n")
     with pytest.raises(HostError, match=r"^its sshd ends connections before a login, 5 times .* try `ssh -v a`$"):
         Ssh(A)
+
+
+@pytest.mark.parametrize("error", [EOFError(), ConnectionResetError(104, "Connection reset by peer")])
+def test_a_connection_that_ends_while_it_begins_is_dropped_whichever_side_notices(error):
+    assert isinstance(ssh._refusal(error, "a", ""), ssh.DroppedError)

@@ -356,7 +356,8 @@ def _keys(options: SshOptions, agent_keys: Sequence[paramiko.AgentKey]) -> tuple
 
 def _refusal(error: Exception, name: str, greeting: str) -> HostError:
     """Say why a connection failed before the login."""
-    if "reading SSH protocol banner" in str(error) and not isinstance(error.__context__, TimeoutError):
+    no_banner = "reading SSH protocol banner" in str(error) and not isinstance(error.__context__, TimeoutError)
+    if no_banner or isinstance(error, (EOFError, ConnectionError)):
         return DroppedError(name, greeting)
     if "SSH protocol banner" in str(error) or "No existing session" in str(error):  # it connects, then stays silent
         return _silent(name)
