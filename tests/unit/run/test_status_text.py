@@ -2,14 +2,27 @@
 
 import dataclasses
 
-from fakes import FakeHost
+from fakes import FakeHost, over, running_fleet
 from run_rig import plan
 
+from llama405b.contract.causes import Cause, CauseKind
 from llama405b.contract.records import EvaluationMetrics, Phase
 from llama405b_tools.remote.messages.host_run import Beat
 from llama405b_tools.remote.messages.stop_request import StopReply
-from llama405b_tools.verbs.status import print_progress
+from llama405b_tools.run.query import ask_hosts
+from llama405b_tools.verbs.status import print_progress, print_run
 from llama405b_tools.verbs.stop import print_saved
+
+
+def test_a_failure_says_its_gpu_and_whose_log_to_read(monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    with running_fleet(("a", "b"), plan("-m", "mine", attempt=1, created=1.0)) as fleet:
+        fleet.fakes["b"].alive = False
+        fleet.fakes["b"].status = over("b", Cause(CauseKind.RANK_KILLED, "b", 1, signal=9, gpu="4")).node.status
+        run, seen = ask_hosts(fleet, "r")
+    assert print_run(run, seen, None, as_json=False, logs="llama405b logs hosts --run r") == 1
+    said = "b: exited 1: rank 1 (GPU 4) was killed by SIGKILL; `llama405b logs hosts --run r --rank 1` shows its log\n"
+    assert capsys.readouterr().out.endswith(said)
 
 
 def test_an_evaluation_without_a_step_is_no_training(capsys):

@@ -45,15 +45,6 @@ def test_the_host_where_it_began_is_first(fleet):
     assert judge.first_failure(failures).host == "b"
 
 
-def test_a_failure_says_its_gpu_and_whose_log_to_read(fleet, capsys):
-    fleet.fakes["b"].alive = False
-    fleet.fakes["b"].status = over("b", Cause(CauseKind.RANK_KILLED, "b", 1, signal=9, gpu="4")).node.status
-    run, seen = ask_hosts(fleet, "r")
-    assert status.print_run(run, seen, None, as_json=False, logs="llama405b logs hosts --run r") == 1
-    said = "b: exited 1: rank 1 (GPU 4) was killed by SIGKILL; `llama405b logs hosts --run r --rank 1` shows its log\n"
-    assert capsys.readouterr().out.endswith(said)
-
-
 def test_a_host_that_cannot_be_asked_is_a_failure_and_hides_no_other(fleet):
     fleet.fakes["a"].faults["status"] = HostError("gone")
     run, seen = ask_hosts(fleet, None)

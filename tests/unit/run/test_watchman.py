@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import os
-import re
 import shlex
 import threading
 import types
@@ -80,12 +79,8 @@ FAILS = {"a": over("a", LOST), "b": over("b", KILLED)}
 WELL = {"a": over("a"), "b": over("b")}
 
 
-def test_a_failed_run_is_brought_back_and_ends_well(fleet, capsys):
+def test_a_failed_run_is_brought_back_and_ends_well(fleet):
     code, record = guarded(fleet, FAILS, WELL)
-    logs = r"`\S+ logs --run r --attempt 1 --rank 1` shows its log"
-    assert re.search(
-        rf"recovering: b: exited 1: rank 1 was killed by SIGKILL; {logs}$", capsys.readouterr().out, re.MULTILINE
-    )
     assert (code, record.state, record.restarts, record.cause) == (0, GuardStage.ENDED, 1, KILLED)
     assert [event.kind for event in events()] == [EventKind.FAILED, EventKind.RESTARTED]
     assert fleet.fakes["a"].plan.attempt == 2

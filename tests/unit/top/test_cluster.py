@@ -385,6 +385,26 @@ def test_what_to_do_about_a_hot_gpu_is_to_cool_it():
 NODE = {"host": "h", "state": "exited", "attempt": 1, "pid": 1, "pid_start": 1, "exit_code": 1}
 
 
+def test_a_failure_says_its_gpu_its_log_and_since_when():
+    cause = {"kind": "rank killed", "rank": 9, "signal": 9, "gpu": "1", "host": "gpu-2"}
+    blame = {"attempt": 1, "host": "gpu-2", "cause": cause, "time": T0 + 41}
+
+    def killed(event):
+        if "frame" in event:
+            event["frame"]["run"] |= {
+                "alive": False,
+                "status": NODE | {"cause": cause, "time": T0 + 30},
+                "blame": blame,
+            }
+        return event
+
+    _, pic = play(seconds=50, change=killed)
+    assert pic.why == "gpu-2: exited 1: rank 9 (GPU 1) was killed by SIGKILL"
+    assert re.fullmatch(r"e shows the first error; `\S+ logs --run \S+ --rank 9` shows its log; .*", pic.advice)
+    failed_at = 50 - pic.training.phase_s
+    assert failed_at == pytest.approx(41, abs=2)  # as it was decided, not when the parts of other hosts ended
+
+
 def test_a_failed_host_and_a_restart():
     def killed(event):
         if "frame" in event and event["t"] > T0 + 60:

@@ -158,23 +158,6 @@ def test_the_first_step_may_take_as_long_as_the_run_allows(load_s, verdict):
     assert play(50, compiles)[0].picture().verdict is verdict
 
 
-def test_a_failure_says_its_gpu_its_log_and_since_when():
-    cause = KILLED["cause"] | {"gpu": "1", "host": "gpu-2"}
-    blame = {"attempt": 1, "host": "gpu-2", "cause": cause, "time": T0 + 41}
-
-    def killed(_, frame):
-        run_of(frame, alive=False, status=KILLED | {"cause": cause, "time": T0 + 30}, blame=blame)
-
-    pic = play(50, killed)[0].picture()
-    assert pic.why == "gpu-2: exited 1: rank 9 (GPU 1) was killed by SIGKILL"
-    assert pic.advice.startswith("e shows the first error; `llama405b logs --run ")
-    assert " --rank 9` shows its log; " in pic.advice
-    ahead_s = 50 - pic.training.phase_s
-    assert ahead_s == pytest.approx(
-        41, abs=2
-    )  # as it was decided, and not as the node runners that ended with it have it
-
-
 def test_a_save_that_failed_stands_out_until_one_succeeds():
     full = "step 1184: No space left on device \x1b[31m"
     pic = play(50, at("gpu-1", lambda frame: run_of(frame, unsaved=full)))[0].picture()
