@@ -89,23 +89,23 @@ with_fault() { fault=(--extend "$files/first_night_faults.py" --env "FIRST_NIGHT
 
 step() { # step NAME LIMIT NEEDS EXPECTED ROWS  run the function do_NAME, unless it has passed; ROWS: of docs/proof.md, how they begin
     local name=$1 limit=$2 need from=$SECONDS left=$((began + 3400 - SECONDS)) code
-    at=$out/$name
-    steps+=("$name")
+    at=$out/$name steps+=("$name")
     passed "$name" && echo "$name: has passed before" && return
     for need in $3; do
         passed "$need" || { echo "$name: not run, as $need has not passed" && return; }
     done
     [ $left -gt 20 ] || { echo "$name: not run, as the hour is over; the same command goes on" && return; }
-    [ -e "$at/code" ] || [ ! -d "$at" ] || for run in "$night" "$hang"; do live=("$hosts" "$run") && end_run; done # cut off
+    [ -e "$at/code" ] || [ ! -d "$at" ] || for run in "$night" "$hang"; do # this step was cut off, and may have left one
+        [ ! -e "runs/$run" ] || { live=("$hosts" "$run") && end_run; }
+    done
     rm -rf "$at" && mkdir -p "$at" && ran=yes && echo "expected: $4${5:+; decides: $5}" >"$at/about"
     [ "$limit" -lt $left ] || limit=$left
     echo "$name: begins, $limit s at most; $(cat "$at/about")"
-    until=$((SECONDS + limit))
-    "do_$name" >"$at/output" 2>&1
-    code=$?
+    until=$((SECONDS + limit)) code=0
+    "do_$name" >"$at/output" 2>&1 || code=$?
     echo $((SECONDS - from)) >"$at/seconds" && echo $code >"$at/code"
     [ $code = 0 ] && echo "$name: passed, $((SECONDS - from)) s" && return
-    echo "$name: FAILED, $((SECONDS - from)) s: $(grep . "$at/output" | tail -n 1); all of it: $at/output"
+    echo "$name: FAILED, $((SECONDS - from)) s: $(grep . "$at/output" | tail -n 2 | paste -sd" "); all of it: $at/output"
     end_run
 }
 
