@@ -105,8 +105,8 @@ def test_a_run_is_its_directory_on_a_machine_whatever_its_host_is_called(work, m
     claims = []
     monkeypatch.setattr(starting, "take_lock", lambda *args: claims.append(locks.take_lock(*args)) or claims[-1])
     assert starting._start_node_runner(StartRequest("gpu-2", mine, {}, (0,), again)).fault is StartFault.TMUX
-    assert locks.live_names(run, "gpu-1") == ["gpu-2"]  # as long as its agent starts it
-    os.close(claims[1])
+    assert locks.live_names(run, {"gpu-1"}) == ["gpu-2"]  # as long as its agent starts it
+    os.close(claims[-1])
     fault = StartFault.TAKEN if taken else StartFault.TMUX
     assert starting._start_node_runner(StartRequest("10.0.0.1", other, {}, (0,), again)).fault is fault
     assert read_plan(run).rdzv_id == ("r-1-x" if taken else "r-2-y")
@@ -129,6 +129,16 @@ def test_of_two_launches_under_two_names_of_a_host_one_is_refused_at_whatever_mo
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         told = list(pool.map(starting._start_node_runner, requests))
     assert {each.fault: each.by for each in told} == {StartFault.TMUX: "", StartFault.TAKEN: "ann@desk"}
+
+
+def test_hosts_of_one_launch_that_share_a_directory_do_not_refuse_each_other(work, monkeypatch):
+    monkeypatch.setattr(starting, "start_session", lambda *_: (_ for _ in ()).throw(RunError("no tmux")))
+    run, nodes = RunDir(work / "runs/r"), [Node(name, 1, 0, str(work), "/py", "", "", {}) for name in ("a", "b")]
+    held = locks.take_lock(run.start_lock("a"))  # which ends what an earlier attempt left to be copied
+    write_json(run.plan, Plan("r", 1, 0.0, "r-1-x", "", (), (), tuple(nodes)))
+    again = StartRequest("b", Plan("r", 2, 0.0, "r-2-x", "", (), (), tuple(nodes)), {}, (0,))
+    assert starting._start_node_runner(again).fault is StartFault.TMUX
+    os.close(held)
 
 
 def test_a_run_of_the_same_name_in_another_directory_is_not_ended(work, monkeypatch):

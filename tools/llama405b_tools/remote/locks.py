@@ -3,6 +3,7 @@
 import fcntl
 import os
 import time
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 
 from llama405b.contract.files import read_record
@@ -56,9 +57,9 @@ def runs(run: RunDir, host: str) -> bool:
     return status is None or status.state in (NodeState.STARTING, NodeState.RUNNING)
 
 
-def live_names(run: RunDir, but: str) -> list[str]:
+def live_names(run: RunDir, but: AbstractSet[str]) -> list[str]:
     """The names of other hosts under which a run of this machine is being started, or has not ended: it is its directory."""
-    names = {path.name.removesuffix(".lock").removesuffix(".start") for path in run.path.glob("status/*.lock")} - {but}
+    names = {path.name.removesuffix(".lock").removesuffix(".start") for path in run.path.glob("status/*.lock")} - but
     here = [name for name in sorted(names) if runs(run, name) and _is_here(run, name)]
     return here or [name for name in sorted(names) if is_held(run.start_lock(name))]
 

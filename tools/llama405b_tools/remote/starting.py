@@ -62,11 +62,15 @@ def _start_node_runner(request: StartRequest) -> Started:
     """Write the plan and the secrets, start the node runner inside tmux, and wait until torchrun runs."""
     host, plan = request.host, request.plan
     run = run_of(plan.run)
-    turn = take_lock(run.turn, TURN_TRIES)  # of two simultaneous launches of one name, one is refused
-    claim = take_lock(run.start_lock(host)) if turn else None
+    claim = take_lock(run.start_lock(host))
     if claim and is_alive(run, host) and not runs(run, host):
         stopping.stop_runner(run, host, StopRequest(plan.run, host))  # the new attempt copies what is left
-    others = not request.again and read_plan(run).rdzv_id != plan.rdzv_id and live_names(run, host)
+    if claim:
+        os.close(claim)  # it may have taken long, and hosts that share the directory take turns
+    turn = take_lock(run.turn, TURN_TRIES)  # of two simultaneous launches of one name, one is refused
+    claim = take_lock(run.start_lock(host)) if turn else None
+    ours = {node.name for node in plan.nodes}
+    others = not request.again and read_plan(run).rdzv_id != plan.rdzv_id and live_names(run, ours)
     if turn is None or claim is None or others or is_alive(run, host):
         return Started(StartFault.TAKEN, by=read_plan(run).owner)
     if (mark := stop_mark(run, host)).by and (request.again or mark.time != request.known_stop):
