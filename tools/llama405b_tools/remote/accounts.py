@@ -52,13 +52,16 @@ def attempts_of(run: RunDir, host: str, newest: int, steps: Sequence[Metrics], *
             saves[event.attempt] += event.blocked_s
     found = []
     for number, saves_s in saves.items():
-        blame = blames.get(number, Blame(number, host, Cause(CauseKind.VANISHED, host)))
+        end = ends.get(number)
         if number == newest and alive:
             found.append(Attempt(number, saves_s=saves_s))
-        elif end := ends.get(number):
-            cause = blame.cause if number in blames else end.cause if is_failure(end.cause) else None
-            found.append(Attempt(number, blame.time or end.time, cause, saves_s))
+            continue
+        if end:
+            cause, ended = (end.cause if is_failure(end.cause) else None), end.time
         else:  # the host died with it
-            before = last.get(number) or (found[-1].ended if found else None) or _first_launched(run, host)
-            found.append(Attempt(number, blame.time or before, blame.cause, saves_s))
+            cause = Cause(CauseKind.VANISHED, host)
+            ended = last.get(number) or (found[-1].ended if found else None) or _first_launched(run, host)
+        if blame := blames.get(number):
+            cause, ended = blame.cause, blame.time or ended
+        found.append(Attempt(number, ended, cause, saves_s))
     return found
