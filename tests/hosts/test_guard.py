@@ -206,6 +206,10 @@ def test_what_the_trainer_refuses_is_not_tried_again(work, cli, demo, corpus):
 def kill_guard(work, run):
     path = work / f"runs/{run}/guard.json"
     guard = json.loads(wait_for(lambda: path.exists() and path.read_text()))
+    notes = list((work / f"runs/{run}/status").glob("*.guard"))
+    wait_for(
+        lambda: all(json.loads(note.read_text())["pid"] == guard["pid"] for note in notes)
+    )  # its hosts have heard it
     os.kill(guard["pid"], signal.SIGKILL)
     wait_for(lambda: not processes.same_process(guard["pid"], guard["pid_start"]))
 

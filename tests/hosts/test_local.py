@@ -60,7 +60,10 @@ def test_kill_a_rank_then_stop_then_resume_to_the_same_losses(work, cli, demo, c
     assert "FAILED  node-b: exited 1: rank 1 was killed by SIGKILL" in err
     state = cli(work, "status", "--run", "cut")
     assert state.returncode == 1
-    assert state.stdout.splitlines()[-1] == "node-b: exited 1: rank 1 was killed by SIGKILL"
+    assert re.fullmatch(
+        r"node-b: exited 1: rank 1 was killed by SIGKILL; `\S+ logs --run cut --rank 1` shows its log",
+        state.stdout.splitlines()[-1],
+    )
 
     assert cli(work, "launch", "--run", "cut", "--resume", "auto", *hidden).returncode == 0
     before = heartbeat(work, "cut", 0)["step"]

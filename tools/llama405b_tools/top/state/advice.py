@@ -77,7 +77,7 @@ def advice(
     if verdict is Verdict.FAILED:
         first = judge.first_failure(found.failures) if found.failures and not found.is_unblamed else None
         log = judge.log_words(first, f"{form.format('logs')}{of_run}")
-        return f"e shows the first error{log}; " + ("its guard starts it again" if guarded else checked)
+        return f"e shows the first error; {'its guard starts it again' if guarded else checked}{log}"
     if verdict is Verdict.RESTARTING and found.restart_by:
         return "nothing: its guard starts the next attempt from the newest checkpoint"
     if verdict is Verdict.RESTARTING:
