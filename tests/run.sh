@@ -37,7 +37,7 @@ on_standin() { # on_standin [PYTEST ARGS]
     bash $device/build.sh .venv/bin/python || return 1
     # A copy is late unless something waits for it, however long that takes.
     OMP_NUM_THREADS=1 STANDIN_CHECK=1 STANDIN_AGE_MS=5000 $device/run.sh \
-        .venv/bin/python -m pytest -q -m "(standin or gpu) and not soak" -n 3 --dist loadfile tests/standin tests/ranks/test_cuda.py "$@"
+        .venv/bin/python -m pytest -q -m "(standin or gpu) and not soak" -n 2 --dist loadfile tests/standin tests/ranks/test_cuda.py "$@"
 }
 if [ "${1:-}" = --standin ]; then
     shift
@@ -63,13 +63,13 @@ wait $apart || {
     [ "${1:-}" != --all ] || exit 2
     echo "tests that need them are skipped" >&2
 }
-# Three files at a time, as they stand: those on hosts, which often wait, come first, and the small ones last.
-three=(-n 3 --dist loadfile --no-loadscope-reorder)
+# Two files at a time, as they stand: those on hosts, which often wait, come first, and the small ones last.
+two=(-n 2 --dist loadfile --no-loadscope-reorder)
 export OMP_NUM_THREADS=1 # threads of torch that wait for a core would keep the others busy
-marks=(-m "(unit or ranks) and not gpu and not soak" "${three[@]}") more=true
+marks=(-m "(unit or ranks) and not gpu and not soak" "${two[@]}") more=true
 if [ "${1:-}" = --all ]; then
     shift
-    marks=(-m "not gpu and not soak and not standin" --durations=40 "${three[@]}")
+    marks=(-m "not gpu and not soak and not standin" --durations=40 "${two[@]}")
     export LLAMA405B_NOTHING_SKIPPED=1 # a test that cannot run is a failure
     more=on_standin
 elif [ "${1:-}" = --soak ]; then

@@ -16,6 +16,7 @@ import pytest
 from conftest import HOSTS, ONE_HOST, ROOT
 from llama405b.contract.hashes import Hashes
 from llama405b.contract.paths import RunDir
+from llama405b_tools.remote import hostprobe
 from llama405b_tools.remote.tmux import tmux_socket
 from ops_rig import FAKE_TRAINER, Terminal, fake_trainer, heartbeat, metrics, settings, wait_for
 
@@ -548,25 +549,24 @@ def test_cache_and_scratch_reach_the_ranks(work, cli):
 def test_deep_looks_into_the_weights(work, cli, demo, tmp_path):
     model = tmp_path / "model"
     shutil.copytree(demo, model)
-    file, *others = sorted(model.glob("*.safetensors"))
+    files = sorted(model.glob("*.safetensors"))
     (work / "hosts").write_text("node-a address=localhost slots=1\n")
-
-    def weights():
-        flags = ("--deep", "--json", "--model.path", model, "--parallel.device", "cpu")
-        return [f for f in json.loads(cli(work, "doctor", *flags).stdout)["findings"] if str(model) in f["what"]]
-
-    assert "no SHA-256 is known" in weights()[0]["what"]
+    assert hostprobe.weights(str(model), hashed=True)["unhashed"] == len(files)
     hashes = Hashes(model)
-    for path in (file, *others):
+    for path in files:
         hashes.add(path.name, (hashlib.sha256(path.read_bytes()).hexdigest(),))
-    assert weights() == []
-    data = bytearray(file.read_bytes())
+    known = hostprobe.weights(str(model), hashed=True)
+    assert (known["unhashed"], known["faults"]) == (0, [])
+    data = bytearray(files[0].read_bytes())
     data[-1] ^= 1
-    file.write_bytes(data)
-    (found,) = weights()
+    files[0].write_bytes(data)
+    done = cli(
+        work, "doctor", "--deep", "--json", "--model.path", model, "--parallel.device", "cpu"
+    )  # loads nothing then
+    (found,) = [f for f in json.loads(done.stdout)["findings"] if str(model) in f["what"]]
     assert (found["level"], found["what"]) == (
         "bad",
-        f"{model}: {file.name} is not what was verified (SHA-256 of block 0)",
+        f"{model}: {files[0].name} is not what was verified (SHA-256 of block 0)",
     )
 
 
