@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from conftest import ROOT
+from conftest import ONE_THREAD, ROOT
 from ops_rig import wait_for
 
 DEMO = ["--preset", "demo", "--training.global_batch_size", "12", "--data.max_bytes", "400000", "--data.seq_len", "64"]
@@ -94,7 +94,7 @@ def test_the_guard_brings_back_a_run_whose_host_came_back_blank(hosts, operator,
     hosts.hosts_file(operator.path / "hosts")
     flags = [*DEMO, *SAVING]
     follower = subprocess.Popen(
-        [sys.executable, "-m", "llama405b_tools.cli", "launch", "--run", "g", "--restart", "3", "--follow", *map(str, flags)],
+        [sys.executable, "-m", "llama405b_tools.cli", "launch", *ONE_THREAD, "--run", "g", "--restart", "3", "--follow", *map(str, flags)],
         cwd=operator.path, env=os.environ | hosts.env() | {"PYTHONPATH": f"{ROOT}:{ROOT}/tools"},
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from conftest import ROOT
+from conftest import ONE_THREAD, ROOT
 from hosts_rig import processes
 
 HOST_USERS = ("root",)
@@ -38,7 +38,14 @@ def test_the_operator_is_on_the_first_host(hosts, by):
     hosts.exec(1, "rm", "/root/.ssh/authorized_keys")  # nobody logs in here, not even from here
     shell = f"cd {place} && LLAMA405B_SSH_CONFIG={place}/config PYTHONPATH={ROOT}:{ROOT}/tools {sys.executable} -m llama405b_tools.cli"
     try:
-        done = hosts.exec(1, "sh", "-c", f"{shell} launch --run here-{by} {DEMO} --follow", check=False, timeout=120)
+        done = hosts.exec(
+            1,
+            "sh",
+            "-c",
+            f"{shell} launch {' '.join(ONE_THREAD)} --run here-{by} {DEMO} --follow",
+            check=False,
+            timeout=120,
+        )
         assert done.returncode == 0, done.stdout + done.stderr
         assert "3 ranks of 3 hosts" in done.stdout
         state = hosts.exec(1, "sh", "-c", f"{shell} status --run here-{by}", check=False)

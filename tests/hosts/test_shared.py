@@ -5,7 +5,7 @@ import re
 import subprocess
 import sys
 
-from conftest import ROOT
+from conftest import ONE_THREAD, ROOT
 from hosts_rig import processes
 from ops_rig import FAKE_TRAINER, wait_for
 
@@ -30,7 +30,7 @@ def test_a_run_survives_the_loss_of_a_host_by_its_shared_checkpoints(hosts, tmp_
         return cli(tmp_path, "launch", "--follow", *flags, *more, env=hosts.env())
 
     follower = subprocess.Popen(
-        [sys.executable, "-m", "llama405b_tools.cli", "launch", "--follow", "--run", "r", *map(str, flags)],
+        [sys.executable, "-m", "llama405b_tools.cli", "launch", *ONE_THREAD, "--follow", "--run", "r", *map(str, flags)],
         cwd=tmp_path, env=os.environ | hosts.env() | {"PYTHONPATH": f"{ROOT}:{ROOT}/tools"},
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
