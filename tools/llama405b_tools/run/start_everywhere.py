@@ -80,7 +80,13 @@ def start_run(
     _hang_up(starting)
     if faults:
         asked = [name for name in requests if name in starting or name in faults]
-        raise StartError(plan, _undo(plan, faults, asked, fleet, hosts, again=again))
+        why = _undo(plan, faults, asked, fleet, hosts)
+        taken = {
+            name for name, found in faults.items() if isinstance(found, Started) and found.fault is StartFault.TAKEN
+        }
+        if not again and taken == set(asked):  # another launch of that name came first
+            raise UserError(why)
+        raise StartError(plan, why)
     with contextlib.suppress(OSError):  # the hosts have theirs; this one is for the operator to read
         write_json(RunDir.here(plan.run).plan, plan)
 
@@ -134,13 +140,11 @@ def _hang_up(starting: Mapping[str, Dialogue]) -> None:
         dialogue.close(deadline - time.monotonic())
 
 
-def _undo(plan: Plan, faults: Faults, asked: Sequence[str], fleet: Fleet, hosts: str, *, again: bool) -> str:
+def _undo(plan: Plan, faults: Faults, asked: Sequence[str], fleet: Fleet, hosts: str) -> str:
     """End what was started on the hosts that were asked, print what happened on each, and return it as a sentence."""
     why = {name: fault_words(found, plan.run) for name, found in faults.items()}
     theirs = [name for name, found in faults.items() if isinstance(found, Started) and found.fault in NOT_OURS]
     if set(theirs) == set(asked):
-        if not again and all(found.fault is StartFault.TAKEN for found in faults.values()):  # type: ignore[union-attr]
-            raise UserError(fault_list(why, len(asked)))  # another launch of that name came first
         return fault_list(why, len(asked))
     ours = dataclasses.replace(plan, nodes=tuple(plan.node(name) for name in asked if name not in theirs))
     ends = stop_launch(ours, fleet)
