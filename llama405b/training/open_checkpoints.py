@@ -47,8 +47,8 @@ def open_checkpoints(
         keep_best=settings.keep_best,
     )
     if not shared:
-        what = counted(len(store.owners), "directory", "directories")
-        then = "and the next host a copy" if settings.copies else "if a host is lost, so are they"
+        what = counted(n := len(store.owners), "directory", "directories")
+        then = "and the next host a copy" if settings.copies and n > 1 else "if a host is lost, so are they"
         context.log(f"checkpoints: each host keeps its part, {what} in all; {then}")
     try:
         if settings.cadence.saves:

@@ -3,6 +3,7 @@
 import os
 import re
 import shutil
+import types
 from pathlib import Path
 
 import pytest
@@ -147,3 +148,28 @@ def test_a_commit_that_was_cut_short_is_finished(tiny, hosts):
     step.rename(step.with_name("step-00000004.run.tmp"))
     done, after, *_ = run_ranks(4, _resume, tiny, place, 2)[0]
     assert (done, after) == (4, told[0][0])
+
+
+def _said_at_the_start(me, place):
+    from llama405b.contract.paths import RunDir
+    from llama405b.contract.schema import Checkpoint
+    from llama405b.training.open_checkpoints import open_checkpoints
+
+    os.environ["HOSTS"] = str(place)
+    _on_host(me, me.world)
+    said = []
+    context = types.SimpleNamespace(me=me, run=RunDir(Path("run")), log=said.append)
+    saving, _ = open_checkpoints(Checkpoint(storage="local", every="0"), 60, "no", 1, context, lambda _: None)
+    saving.store.close()
+    return said
+
+
+@pytest.mark.parametrize(
+    ("world", "where"),
+    [
+        (1, "1 directory in all; if a host is lost, so are they"),
+        (2, "2 directories in all; and the next host a copy"),
+    ],
+)
+def test_a_copy_is_promised_where_there_is_a_next_host(tmp_path, world, where):
+    assert run_ranks(world, _said_at_the_start, tmp_path)[0] == [f"checkpoints: each host keeps its part, {where}"]
