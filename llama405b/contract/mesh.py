@@ -7,11 +7,14 @@ Axes from the outermost to the innermost: ``pp`` pipeline stages, ``dp_replicate
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from llama405b.contract.errors import UserError
 from llama405b.contract.phrases import counted, last_of
-from llama405b.contract.schema import Parallel
 from llama405b.contract.strategies import STRATEGIES
+
+if TYPE_CHECKING:  # every agent on a host imports this
+    from llama405b.contract.schema import Parallel
 
 NAMES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 DP = ("dp_replicate", "dp_shard")  # split the batch
@@ -37,7 +40,7 @@ class Axes:
     tp: int = 1
 
     @classmethod
-    def of(cls, parallel: Parallel, world: int, ranks_per_host: int) -> "Axes":
+    def of(cls, parallel: "Parallel", world: int, ranks_per_host: int) -> "Axes":
         """Return the mesh that settings make of so many ranks: what the other axes leave is ``dp_shard``.
 
         Raises:

@@ -3,13 +3,16 @@
 import dataclasses
 import re
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from llama405b.contract.errors import UserError
 from llama405b.contract.files import read_record
 from llama405b.contract.mesh import Axes
 from llama405b.contract.paths import RunDir
 from llama405b.contract.reader import AS_WRITTEN
-from llama405b.contract.schema import Parallel
+
+if TYPE_CHECKING:
+    from llama405b.contract.schema import Parallel
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 OWN_THREADS = "LLAMA405B_OWN_THREADS"  # in the ranks' environment, if OMP_NUM_THREADS there is the user's
@@ -69,7 +72,7 @@ class Plan:
         """Number of ranks over all hosts."""
         return sum(node.slots for node in self.nodes)
 
-    def axes(self, parallel: Parallel) -> Axes:
+    def axes(self, parallel: "Parallel") -> Axes:
         """Return the mesh that settings make of its ranks.
 
         Raises:
