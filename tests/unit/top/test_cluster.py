@@ -1,6 +1,5 @@
 """What cluster-top derives from frames: states, what stands out, hangs, freshness, rates; never a number that is unknown."""
 
-import copy
 import dataclasses
 import json
 import queue
@@ -9,7 +8,7 @@ import shlex
 
 import pytest
 from fakes import FakeFleet
-from situations import CLOCK, POWER, gpus
+from situations import CLOCK, POWER, as_sent, gpus
 
 from conftest import ROOT
 from llama405b_tools.remote import sampler
@@ -30,7 +29,7 @@ def play(n_hosts=4, seconds=100.0, change=None, **more):
     cluster = ClusterState(simulate.names(n_hosts), 2.0, **more)
     last = T0
     for event in simulate.incident(n_hosts, seconds=seconds):
-        event = change(copy.deepcopy(event)) if change else event
+        event = change(as_sent(event)) if change else event
         if event and "frame" in event:
             cluster.take(event["host"], event["frame"], event["t"])
             last = event["t"]
@@ -467,7 +466,7 @@ def leaves(value, path=()):
 
 def broken(frame, path, value):
     """A copy with another value at a path; DROP: without it."""
-    frame = at = copy.deepcopy(frame)
+    frame = at = as_sent(frame)
     if not path:
         return value
     for key in path[:-1]:
@@ -599,7 +598,7 @@ def test_a_slow_nvidia_smi_is_not_a_missing_driver():
 def test_a_port_that_went_down_stays_down():
     cluster = ClusterState(["a"], 2.0)
     frame = next(event["frame"] for event in simulate.incident(1) if "frame" in event)
-    down = copy.deepcopy(frame)
+    down = as_sent(frame)
     down["ib"][3]["state"] = "1: DOWN"
     cluster.take("a", frame, T0)
     for moment in range(2, 2000, 50):

@@ -1,8 +1,7 @@
 """Numbers that cannot be true are unknown, never shown as they were said."""
 
-import copy
-
 import pytest
+from situations import as_sent
 
 from llama405b.contract import reader
 from llama405b.contract.reader import MalformedError
@@ -18,7 +17,7 @@ def play(change, seconds=50.0):
     cluster = ClusterState(["gpu-1"], 2.0)
     for event in simulate.incident(1, seconds=seconds):
         if "frame" in event:
-            frame = copy.deepcopy(event["frame"])
+            frame = as_sent(event["frame"])
             change(frame)
             cluster.take("gpu-1", frame, event["t"])
             last = event["t"]

@@ -4,6 +4,7 @@ import copy
 import re
 
 import pytest
+from situations import as_sent
 
 from llama405b_tools.top.draw.headline import headline
 from llama405b_tools.top.state import simulate, verdicts
@@ -23,7 +24,7 @@ def play(seconds, change=lambda host, frame: None, n_hosts=4):
     cluster, last = ClusterState(names, 2.0), T0
     for event in simulate.incident(n_hosts, seconds=seconds):
         if "frame" in event:
-            frame = copy.deepcopy(event["frame"])
+            frame = as_sent(event["frame"])
             change(event["host"], frame)
             cluster.take(event["host"], frame, event["t"])
             last = event["t"]

@@ -1,6 +1,5 @@
 """What cluster-top makes of time that passed without it."""
 
-import copy
 import json
 import queue
 import re
@@ -8,6 +7,7 @@ import sys
 import types
 
 import pytest
+from situations import as_sent
 
 from llama405b.contract.accounting import Account, Incident
 from llama405b.contract.causes import Cause, CauseKind
@@ -188,7 +188,7 @@ def test_an_incident_names_the_xid_that_it_began_with(session):
     for event in simulate.incident(4, seconds=60):
         if "frame" not in event:
             continue
-        frame, since = copy.deepcopy(event["frame"]), event["t"] - simulate.BEGIN
+        frame, since = as_sent(event["frame"]), event["t"] - simulate.BEGIN
         if event["host"] == "gpu-3":
             frame["now"] += ahead_s
             new = [at for at in lines if since - 2 < at <= since]
