@@ -5,7 +5,7 @@
 #   bash tests/run.sh --all            also those on real hosts (root, sshd, namespaces, Slurm) and on the stand-in; what CI runs
 #   bash tests/run.sh --standin        only those with torch's CUDA build on a stand-in for CUDA, which needs no GPU
 #   bash tests/run.sh --newest         unit and step tests with the newest torch and transformers, in .venv-newest; never in CI
-#   bash tests/run.sh --soak           random kills, and all 126 layers against the memory tracker, for 20 minutes; never in CI
+#   bash tests/run.sh --soak           the longest tests, such as random kills, and all 126 layers against the memory tracker; never in CI
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 2
 # shellcheck source=../tools/setup.sh
@@ -32,12 +32,13 @@ if [ "${1:-}" = quick ]; then
     export OMP_NUM_THREADS=1 # there is a process for each core
     exec .venv/bin/python -m pytest -q -n auto --dist worksteal -m "unit and not slow" tests/unit "$@"
 fi
+long="not soak"
 on_standin() { # on_standin [PYTEST ARGS]
     local device=tests/standin/device
     bash $device/build.sh .venv/bin/python || return 1
     # A copy is late unless something waits for it, however long that takes.
     OMP_NUM_THREADS=1 STANDIN_CHECK=1 STANDIN_AGE_MS=5000 $device/run.sh \
-        .venv/bin/python -m pytest -q -m "(standin or gpu) and not soak" -n 2 --dist loadfile tests/standin tests/ranks/test_cuda.py "$@"
+        .venv/bin/python -m pytest -q -m "(standin or gpu) and $long" -n 2 --dist loadfile tests/standin tests/ranks/test_cuda.py "$@"
 }
 if [ "${1:-}" = --standin ]; then
     shift
@@ -74,7 +75,7 @@ if [ "${1:-}" = --all ]; then
     more=on_standin
 elif [ "${1:-}" = --soak ]; then
     shift
-    marks=(-m soak -s)
+    marks=(-m soak -s) long=soak more=on_standin
 fi
 code=0
 .venv/bin/python -m pytest "${marks[@]}" "$@" || code=$?

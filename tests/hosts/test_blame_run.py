@@ -1,13 +1,16 @@
-"""A document that does not belong is found in the step that read it, and a resume leaves it out. On two hosts of this machine."""
+"""A document that does not belong is found in the step that read it, and a resume leaves it out."""
 
 import json
 import random
 import re
 
+import pytest
+
+from conftest import HOSTS, ONE_HOST
 from llama405b.data.batches import Batches
 from llama405b.data.sources import Mixture, open_source
 from llama405b.training.blame import pieces_of
-from ops_rig import fake_trainer, settings
+from ops_rig import fake_trainer, settings, wait_for
 
 WORDS = (
     "the",
@@ -49,7 +52,9 @@ def _step_of(work, name):
     raise AssertionError(name)
 
 
-def test_the_planted_document_is_blamed_and_left_out(work, cli, demo):
+@pytest.mark.parametrize("hosts", [ONE_HOST, pytest.param(HOSTS, marks=pytest.mark.soak)], ids=["one", "two"])
+def test_the_planted_document_is_blamed_and_left_out(work, cli, demo, hosts):
+    (work / "hosts").write_text(hosts)
     corpus = _corpus(work / "c.jsonl")
     flags = [*settings(demo, corpus, 12), "--checkpoint.keep", 9, "--optimizer.lr", 3e-3, "--optimizer.min_lr", 3e-3]
     flags += [
@@ -101,9 +106,6 @@ def test_the_planted_document_is_blamed_and_left_out(work, cli, demo):
 def test_a_run_that_trains_is_not_disturbed(work, cli, demo, corpus):
     flags = [*fake_trainer(demo, corpus), "--training.max_steps", 10**6, "--checkpoint.every", 10**5]
     assert cli(work, "launch", "--run", "y", *flags).returncode == 0
-    for _ in range(100):
-        refused = cli(work, "blame", "y", 1)
-        if "still trains" in refused.stderr:  # it has taken a step
-            break
+    refused = wait_for(lambda: "still trains" in (tried := cli(work, "blame", "y", 1)).stderr and tried)
     assert (refused.returncode, "run y still trains, on the same GPUs" in refused.stderr) == (2, True)
     assert cli(work, "stop", "--run", "y").returncode == 0

@@ -5,7 +5,7 @@ import re
 
 from conftest import ONE_HOST, ROOT
 from llama405b.contract.code_version import code_version
-from ops_rig import metrics, settings
+from ops_rig import metrics, settings, train
 
 MODULE = re.search(r"```python\n(.*?)```", (ROOT / "docs/extending.md").read_text(), re.DOTALL)[1]
 GAMES = "\n\n".join(f'[Event "{i}"]\n\n1. e4 e5 2. Nf3 Nc6 3. Bb5 a6 4. Ba4 Nf6 {i}. O-O Be7' for i in range(200))
@@ -31,12 +31,12 @@ def test_a_module_of_ones_own_runs_over_a_resume(work, cli, demo, corpus):
     assert manifest["versions"]["llama405b"] == code_version()
 
     (work / "my_module.py").write_text(MODULE.replace("label_smoothing=0.1", "label_smoothing=0.2"))
-    again = [*flags, "--training.max_steps", 12, "--resume", "auto", "--extend", "my_module.py"]
-    refused = cli(work, "launch", "--run", "x", "--follow", *again)
-    assert refused.returncode in (1, 2)
-    assert re.search(r"extension my_module.py \w+ -> my_module.py \w+", refused.stdout + refused.stderr)
+    again = [*flags, "--training.max_steps", 12, "--resume", "auto"]
+    extended = ["--training.extend", "my_module.py"]
+    refused = train(work, "x", *again, *extended, code=2)
+    assert re.search(r"extension my_module.py \w+ -> my_module.py \w+", refused.stderr)
     (work / "my_module.py").write_text(MODULE)
-    resumed = cli(work, "launch", "--run", "x", "--follow", *again)
+    resumed = cli(work, "launch", "--run", "x", "--follow", *again, "--extend", "my_module.py")
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
     assert list(metrics(work, "x")) == list(range(1, 13))
     page = cli(work, "report", "x")
@@ -52,10 +52,9 @@ def test_a_module_of_ones_own_runs_over_a_resume(work, cli, demo, corpus):
 
     bad = MODULE.replace('{"perplexity": math.exp(min(20.0, moment.metrics.loss))}', "{}[moment.step]")
     (work / "my_module.py").write_text(bad)
-    raised = cli(work, "launch", "--run", "y", "--follow", *flags, "--extend", "my_module.py")
-    assert raised.returncode == 1
+    raised = train(work, "y", *flags, *extended, code=1)
     line = 1 + bad[: bad.index("{}[moment.step]")].count("\n")
-    assert f"my_module.py:{line}: metrics() raised KeyError: 1" in raised.stdout + raised.stderr
+    assert f"my_module.py:{line}: metrics() raised KeyError: 1" in raised.stderr
     gone = cli(work, "launch", "--run", "z", *flags, "--extend", "other.py")
     assert gone.returncode == 2
     assert "--extend: other.py: cannot be read" in gone.stderr

@@ -13,7 +13,7 @@ import pytest
 
 from conftest import ONE_HOST, ROOT
 from llama405b_tools.remote import processes
-from ops_rig import fake_trainer, freeze, heartbeat, metrics, own_disk, settings, wait_for
+from ops_rig import FAKE_TRAINER, fake_trainer, freeze, heartbeat, metrics, own_disk, settings, train, wait_for
 
 
 def guard_log(work, run):
@@ -35,8 +35,7 @@ def status(work, run, host):
 def test_a_guarded_run_comes_back_to_the_same_losses(work, cli, demo, corpus):
     """Though it is a peer of tensor parallelism that is lost, in the middle of what it computes with the other."""
     flags = [*settings(demo, corpus), "--parallel.tp", 2, "--parallel.tp_across_hosts", "true"]
-    whole = cli(work, "launch", "--run", "whole", "--follow", *flags)
-    assert whole.returncode == 0, whole.stderr
+    train(work, "whole", *flags, world=2)
     notify = "printf '%s %s\\n' $LLAMA405B_EVENT $LLAMA405B_RUN >>notes"
     done = cli(work, "launch", "--run", "g", "--restart", 2, "--notify", notify, *flags, timeout=60)
     assert done.returncode == 0, done.stderr
@@ -184,7 +183,7 @@ def test_a_restart_saves_and_is_its_guards(work, cli, demo, corpus):
 
 def test_a_guard_gives_up_on_what_never_gets_further(work, cli):
     (work / "bad.py").write_text("print('here we go'); raise SystemExit(3)\n")
-    done = cli(work, "launch", "--run", "v", "--restart", 2, "--follow", "--", "bad.py", timeout=200)
+    done = cli(work, "launch", "--run", "v", "--restart", 2, "--follow", *FAKE_TRAINER, "--", "bad.py", timeout=200)
     assert done.returncode == 1
     assert "gave up: " in done.stdout
     assert "after 2 restarts without a newer checkpoint" in done.stdout

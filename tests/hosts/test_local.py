@@ -18,28 +18,14 @@ from llama405b.contract.hashes import Hashes
 from llama405b.contract.paths import RunDir
 from llama405b_tools.remote import hostprobe
 from llama405b_tools.remote.tmux import tmux_socket
-from ops_rig import FAKE_TRAINER, Terminal, fake_trainer, heartbeat, metrics, settings, wait_for
+from ops_rig import FAKE_TRAINER, Terminal, fake_trainer, heartbeat, metrics, settings, train, wait_for
 
 
 def test_kill_a_rank_then_stop_then_resume_to_the_same_losses(work, cli, demo, corpus):
     steps = 32
     base = [*settings(demo, corpus, steps), "--checkpoint.every", 4, "--parallel.numerics", "fp32-master"]
-    whole = cli(
-        work,
-        "launch",
-        "--run",
-        "whole",
-        "--follow",
-        *base,
-        "--parallel.offload",
-        "all",
-        "--parallel.overlap",
-        "false",
-        "--checkpoint.every",
-        "1s",
-    )
-    assert whole.returncode == 0, whole.stderr
-    assert "steps 1-" in whole.stdout
+    sequential = ["--parallel.offload", "all", "--parallel.overlap", "false"]
+    whole = train(work, "whole", *base, *sequential, "--checkpoint.every", "1s", world=2)
     assert len(re.findall("^saved ", whole.stdout, re.MULTILINE)) >= 2
     assert f"saved runs/whole/checkpoints/step-{steps:08}" in whole.stdout
     straight = metrics(work, "whole")
@@ -77,6 +63,7 @@ def test_kill_a_rank_then_stop_then_resume_to_the_same_losses(work, cli, demo, c
     again = cli(work, "launch", "--run", "cut", "--resume", "auto", "--follow", *base, "--parallel.offload", "all")
     assert again.returncode == 0, again.stderr
     assert f"resumed from runs/cut/checkpoints/step-{stopped:08}" in again.stdout
+    assert f"cut: steps 1-{steps}, loss " in again.stdout
     resumed = metrics(work, "cut")
     assert {step: m["loss"] for step, m in resumed.items()} == {step: m["loss"] for step, m in straight.items()}
     assert resumed[steps]["tokens"] == straight[steps]["tokens"]
@@ -95,8 +82,9 @@ def test_kill_a_rank_then_stop_then_resume_to_the_same_losses(work, cli, demo, c
 @pytest.mark.usefixtures("shadowed")
 def test_a_resume_that_would_learn_other_things_needs_consent(work, cli, demo, corpus):
     (work / "hosts").write_text(ONE_HOST)
-    flags = ["launch", "--run", "same", "--follow", *settings(demo, corpus, 4), "--data.workers", 1]
-    assert cli(work, *flags).returncode == 0
+    of = settings(demo, corpus, 4)
+    train(work, "same", *of)
+    flags = ["launch", "--run", "same", "--follow", *of, "--data.workers", 1]
     flags += ["--resume", "auto", "--training.max_steps", 6, "--training.global_batch_size", 8]
     before = sorted((work / "runs/same/checkpoints").rglob("*"))
     refused = cli(work, *flags)
@@ -454,7 +442,7 @@ def test_a_directory_that_is_not_there_is_never_a_success(work, cli):
 
 def test_going_back_and_stopping(work, cli, demo, corpus):
     (work / "hosts").write_text(ONE_HOST)
-    assert cli(work, "launch", "--run", "b", "--follow", *settings(demo, corpus, 8)).returncode == 0
+    train(work, "b", *settings(demo, corpus, 8))
     flags = [*settings(demo, corpus, 100_000), "--checkpoint.every", 1000]
     assert cli(work, "launch", "--run", "b", "--resume", 4, *flags).returncode == 0
     wait_for(lambda: heartbeat(work, "b", 0)["step"] >= 5)

@@ -32,7 +32,7 @@ def login(hosts):
     ("shell", "bashrc"),
     [
         ("tcsh", ""),
-        ("csh", ""),
+        pytest.param("csh", "", marks=pytest.mark.soak),
         ("bash", "printf 'welcome to node-2'"),
         ("bash", "echo '{\"a\": 1}'; echo '{\"a\": 1}' >&2"),
     ],

@@ -8,9 +8,10 @@ import sys
 import pytest
 
 from conftest import ONE_THREAD, ROOT
-from ops_rig import wait_for
+from ops_rig import train, wait_for
 
-DEMO = ["--preset", "demo", "--training.global_batch_size", "12", "--data.max_bytes", "400000", "--data.seq_len", "64"]
+DEMO = ["--preset", "demo", "--training.global_batch_size", "12", "--data.max_bytes", "400000", "--data.seq_len", "64",
+        "--evaluation.every", "0", "--evaluation.fraction", "0"]  # fmt: skip
 SAVING = ["--training.max_steps", 24, "--checkpoint.every", 4, "--checkpoint.storage", "local"]
 
 
@@ -22,13 +23,7 @@ def _there(hosts, i, path):
     return hosts.exec(i, "test", "-e", f"{hosts.workdir(i)}/{path}", check=False).returncode == 0
 
 
-@pytest.fixture(scope="module")
-def losses():
-    """The last of the run ``whole``, which the first test makes."""
-    return []
-
-
-def test_a_killed_run_resumes_from_the_hosts_own_disks_in_another_order(hosts, operator, losses):
+def test_a_killed_run_resumes_from_the_hosts_own_disks_in_another_order(hosts, operator):
     flags = ["--follow", *DEMO, *SAVING]
     hosts.exec(3, "touch", f"{hosts.workdir(3)}/slow")
     sends = "test ! -e slow || sleep 5; test -d $LLAMA405B_CHECKPOINT && echo $LLAMA405B_STEP >>sent-$LLAMA405B_RUN"
@@ -38,7 +33,7 @@ def test_a_killed_run_resumes_from_the_hosts_own_disks_in_another_order(hosts, o
         steps = [int(step) for step in hosts.exec(i, "cat", f"{hosts.workdir(i)}/sent-whole").stdout.split()]
         assert steps == sorted(steps)
         assert (len(steps) >= 5, steps[-1]) == (True, 24)
-    losses += _losses(whole.stdout)
+    losses = _losses(whole.stdout)
     told = operator("status", "--run", "whole").stdout
     assert re.search(r"newest checkpoint: /\S+/runs/whole/checkpoints/step-00000024\n", told)
     assert "copied to the next host: step 24" in told
@@ -89,9 +84,10 @@ def test_the_model_is_exported_from_the_hosts_own_disks_and_from_copies_if_one_i
         hosts._wait()
 
 
-def test_the_guard_brings_back_a_run_whose_host_came_back_blank(hosts, operator, losses):
+def test_the_guard_brings_back_a_run_whose_host_came_back_blank(hosts, operator):
     """Which has its part from its neighbour."""
-    hosts.hosts_file(operator.path / "hosts")
+    whole = train(operator.path, "whole", *DEMO, "--training.max_steps", 24, "--checkpoint.every", 0, world=2)
+    hosts.hosts_file(operator.path / "hosts", indices=(1, 2))
     flags = [*DEMO, *SAVING]
     follower = subprocess.Popen(
         [sys.executable, "-m", "llama405b_tools.cli", "launch", *ONE_THREAD, "--run", "g", "--restart", "3", "--follow", *map(str, flags)],
@@ -107,5 +103,5 @@ def test_the_guard_brings_back_a_run_whose_host_came_back_blank(hosts, operator,
     assert follower.returncode == 0, out
     assert re.search(r"resumed from runs/g/checkpoints/step-000000\d\d", out), out
     assert "step 24/24" in out
-    assert _losses(out) == losses
+    assert _losses(out) == _losses(whole.stdout)
     assert "copied to the next host: step 24" in operator("status", "--run", "g").stdout

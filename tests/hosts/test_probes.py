@@ -10,7 +10,7 @@ def test_one_rank_is_tested_then_all(work, cli):
         "bench",
         "hosts",
         "--tests",
-        "start,collectives,copies",
+        "start,collectives",
         "--out",
         "found",
         "--bundle",
@@ -19,8 +19,8 @@ def test_one_rank_is_tested_then_all(work, cli):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.partition("--- paste")[0].splitlines()
-    alone = ["start", "copies"]
-    together = ["start", "collectives", "copies"]
+    alone = ["start"]
+    together = ["start", "collectives"]
     assert [line.split()[0] for line in lines] == ["one", *alone, "all", *together]
     assert all("passed, " in line for line in lines if line.startswith(" "))
     found = [json.loads(path.read_text()) for path in sorted((work / "found").glob("*.json"))]

@@ -15,6 +15,7 @@ from tiny_models import write_llama
 
 N_HOSTS = 4
 MB = 1 << 20
+LONG = 350 * MB  # on its way for seconds
 
 
 def checkpoint(path, sizes):
@@ -93,7 +94,7 @@ def test_what_broke_off_goes_on_at_the_byte_and_what_is_wrong_is_fetched_again(h
 
 
 def test_a_broken_link_does_not_stop_the_rest(hosts, operator):
-    model = checkpoint(operator.path / "m", [700 * MB])
+    model = checkpoint(operator.path / "m", [LONG])
     pushing = push(hosts, operator, "m", "--to", "/var/tmp/b")
     wait_for(
         lambda: (
@@ -112,7 +113,7 @@ def test_a_broken_link_does_not_stop_the_rest(hosts, operator):
 
 
 def test_the_operator_dies_and_the_same_command_goes_on(hosts, operator):
-    model = checkpoint(operator.path / "m", [600 * MB])
+    model = checkpoint(operator.path / "m", [LONG])
     pushing = push(hosts, operator, "m", "--to", "/var/tmp/d")
 
     def size():
@@ -126,7 +127,7 @@ def test_the_operator_dies_and_the_same_command_goes_on(hosts, operator):
     before, had = received(hosts, 1), size()
     done = operator("push", "m", "--to", "/var/tmp/d")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert received(hosts, 1) - before < (600 * MB - had * 0.5) + 40 * MB
+    assert received(hosts, 1) - before < (LONG - had * 0.5) + 40 * MB
     for i in range(1, 5):
         assert sums_on(hosts, i, "/var/tmp/d") == sums(model)
         hosts.exec(i, "rm", "-rf", "/var/tmp/d")
@@ -228,7 +229,7 @@ def test_bad_input(hosts, operator):
 
 def test_a_host_that_dies_is_named_and_the_others_have_everything(hosts, operator):
     """Last: the host is gone for a while."""
-    model = checkpoint(operator.path / "m", [700 * MB])
+    model = checkpoint(operator.path / "m", [LONG])
     pushing = push(hosts, operator, "m", "--to", "/var/tmp/c")
     wait_for(lambda: hosts.exec(4, "sh", "-c", "ls /var/tmp/c/.model-0.safetensors.part 2>/dev/null || true").stdout)
     hosts.crash(3)

@@ -8,7 +8,7 @@ import pytest
 from hosts_rig import processes
 
 pytestmark = pytest.mark.timeout(900)
-N_HOSTS, BLANK = 3, True  # the first two are set up; the third shares a directory with the first
+N_HOSTS, BLANK = 3, True
 HOST_USERS = ("root", "alice", "root")
 DEMO = [
     "--preset",
@@ -30,7 +30,8 @@ def place(tmp_path_factory):
 
 @pytest.fixture
 def type_in(hosts, place, cli):
-    (place / "hosts").write_text("".join(f"node-{i} slots=1\n" for i in (1, 2)))
+    sharing = f"workdir={hosts.shared}/project"
+    (place / "hosts").write_text(f"node-1 slots=1 {sharing}\nnode-2 slots=1\nnode-3 slots=1 {sharing}\n")
 
     def call(*args, timeout=600):
         return cli(place, *args, env=hosts.env(), timeout=timeout)
@@ -38,24 +39,30 @@ def type_in(hosts, place, cli):
     return call
 
 
-def test_three_commands_to_the_first_step(hosts, place, type_in):
-    for i in (1, 2):
-        assert hosts.exec(i, "sh", "-c", "ls ~/llama405b 2>/dev/null || true").stdout == ""
+@pytest.fixture
+def project(hosts):
+    """Where each host has the project: the first and the third in one directory, the second in its user's home."""
+    return {1: f"{hosts.shared}/project", 2: "/home/alice/llama405b", 3: f"{hosts.shared}/project"}
+
+
+def test_three_commands_to_the_first_step(hosts, project, type_in):
+    for i, directory in project.items():
+        assert hosts.exec(i, "test", "-e", directory, check=False).returncode == 1
     before = type_in("doctor")
     assert before.returncode == 3
     assert "llama405b setup" in before.stdout
     done = type_in("setup", "--offline")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert len(re.findall(r"node-\d +set up: torch 2\.\S+, /\S*/llama405b/.venv/bin/python", done.stdout)) == 2
+    assert len(re.findall(r"node-\d +set up: torch 2\.\S+, /\S+/.venv/bin/python", done.stdout)) == 3
+    assert re.search(r"^node-3 .*the same directory as on node-1$", done.stdout, re.MULTILINE), done.stdout
     fit = type_in("doctor")
     assert fit.returncode == 0, fit.stdout
     run = type_in("launch", "--run", "first", *DEMO, "--training.max_steps", 2, "--checkpoint.every", 0, "--follow")
     assert run.returncode == 0, run.stdout + run.stderr
     assert "step 1/2" in run.stdout
-    for i in (1, 2):
+    for i, directory in project.items():
         assert processes(hosts, i) == []
-        home = "/root" if hosts.user(i) == "root" else f"/home/{hosts.user(i)}"
-        status = json.loads(hosts.exec(i, "cat", f"{home}/llama405b/runs/first/status/node-{i}.json").stdout)
+        status = json.loads(hosts.exec(i, "cat", f"{directory}/runs/first/status/node-{i}.json").stdout)
         assert status["exit_code"] == 0
 
 
@@ -69,23 +76,12 @@ def test_a_second_hosts_file_with_the_same_hosts_works(place, type_in):
 def test_again_does_nothing_and_says_so(hosts, type_in):
     again = type_in("setup", "--offline")
     assert again.returncode == 0, again.stdout + again.stderr
-    assert again.stdout.count("was set up already") == 2
-    assert again.stdout.count("0 files sent, 0 deleted") == 2
+    assert again.stdout.count("was set up already") == 3
+    assert again.stdout.count("0 files sent, 0 deleted") == 3
     assert "installing packages" not in again.stdout
 
 
-def test_hosts_that_share_their_directory(hosts, place, type_in):
-    (place / "sharing").write_text("".join(f"node-{i} slots=1 workdir={hosts.shared}/project\n" for i in (1, 3)))
-    done = type_in("setup", "sharing", "--offline")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"^node-3 .*the same directory as on node-1$", done.stdout, re.MULTILINE), done.stdout
-    flags = [*DEMO, "--training.max_steps", 1, "--checkpoint.every", 1]
-    run = type_in("launch", "sharing", "--run", "sharing", *flags, "--follow")
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert "saved runs/sharing/checkpoints/step-00000001" in run.stdout
-
-
-def test_a_package_is_built_on_the_first_host_alone(hosts, type_in):
+def test_a_package_is_built_on_the_first_host_alone(hosts, project, type_in):
     source = hosts.shared / "tiny"
     source.mkdir(mode=0o755)
     (source / "setup.py").write_text(
@@ -96,14 +92,13 @@ def test_a_package_is_built_on_the_first_host_alone(hosts, type_in):
     done = type_in("setup", "--offline", "--build", source)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count(f"building {source}") == 1
-    for i in (1, 2):
-        home = "/root" if hosts.user(i) == "root" else f"/home/{hosts.user(i)}"
-        python = f"cd {home}/llama405b && .venv/bin/python -c 'import tiny_built; print(tiny_built.WHERE)'"
+    for i, directory in project.items():
+        python = f"cd {directory} && .venv/bin/python -c 'import tiny_built; print(tiny_built.WHERE)'"
         assert hosts.exec(i, "sh", "-c", python).stdout == "node-1\n"
     missing = type_in("setup", "--offline", "--build", "/no/such/package")
     assert missing.returncode == 1
     assert "node-1  FAILED: building /no/such/package failed" in missing.stdout
-    assert missing.stdout.count("/no/such/package could not be built on node-1") == 1
+    assert missing.stdout.count("/no/such/package could not be built on node-1") == 2
 
 
 def test_what_cannot_be_set_up_is_named_and_the_others_go_on(hosts, type_in):
@@ -117,7 +112,7 @@ def test_what_cannot_be_set_up_is_named_and_the_others_go_on(hosts, type_in):
         r"node-2 +FAILED: tmux missing, and this user cannot install; run there as root: apt-get update && apt-get install -y tmux",
         done.stdout,
     )
-    assert done.stdout.count("was set up already") == 1
+    assert done.stdout.count("was set up already") == 2
     hosts.exec(
         2, "sh", "-c", "mv /home/alice/llama405b /home/alice/away; chmod 755 /home/alice; chown root /home/alice"
     )
@@ -125,8 +120,8 @@ def test_what_cannot_be_set_up_is_named_and_the_others_go_on(hosts, type_in):
         done = type_in("setup", "--offline")
     finally:
         hosts.exec(2, "sh", "-c", "chown alice /home/alice; mv /home/alice/away /home/alice/llama405b")
-    assert (done.returncode, done.stdout.count("was set up already")) == (1, 1)
+    assert (done.returncode, done.stdout.count("was set up already")) == (1, 2)
     assert re.search(r"node-2 +FAILED: ~/llama405b cannot be created or written", done.stdout)
     broken = type_in("setup", "--python", "/no/python")
     assert broken.returncode == 1
-    assert broken.stdout.count("--python: /no/python is missing; use 3.11 or newer") == 2
+    assert broken.stdout.count("--python: /no/python is missing; use 3.11 or newer") == 3

@@ -10,7 +10,7 @@ import pytest
 
 from conftest import ROOT
 from llama405b_tools.remote import processes
-from ops_rig import Terminal, wait_for
+from ops_rig import FAKE_TRAINER, Terminal, wait_for
 
 FLOOD = """
 import os, sys, time
@@ -31,7 +31,7 @@ while not os.path.exists("over"):
 @pytest.fixture
 def top(work, cli):
     (work / "flood.py").write_text(FLOOD)
-    assert cli(work, "launch", "--run", "flood", "--", "flood.py").returncode == 0
+    assert cli(work, "launch", "--run", "flood", *FAKE_TRAINER, "--", "flood.py").returncode == 0
     env = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tools'}", "PATH": os.environ["PATH"]}
     terminal = Terminal([sys.executable, "-m", "llama405b_tools.cli", "top"], work, env)
     yield terminal
@@ -44,7 +44,9 @@ def resident_mb(pid):
     return int(re.search(r"VmRSS:\s+(\d+)", status)[1]) / 1024
 
 
-@pytest.mark.parametrize("end", ["q", "TERM", "INT", "HUP", "QUIT"])
+@pytest.mark.parametrize(
+    "end", ["q", "TERM", *(pytest.param(name, marks=pytest.mark.soak) for name in ("INT", "HUP", "QUIT"))]
+)
 def test_a_flood_of_lines_does_not_freeze_the_screen(top, work, end):
     top.shows(r"hosts 2/2", 60)
     top.shows(r"r0(-1)? ready", 60)

@@ -2,6 +2,8 @@
 
 import re
 
+from ops_rig import FAKE_TRAINER
+
 N_HOSTS, HOST_USERS = 2, ("root", "alice")
 DEMO = ["--preset", "demo", "--training.global_batch_size", 8, "--data.max_bytes", 400000, "--data.seq_len", 64]
 
@@ -15,7 +17,7 @@ def test_checkpoints_that_two_users_would_write_are_refused_before_the_start(hos
     )
     assert f"writes in {hosts.shared}/c; log in as one user everywhere, or save nothing" in refused.stderr
     assert not (hosts.shared / "c").exists()
-    saving_nothing = [*flags, "--checkpoint.every", 0]
+    saving_nothing = [*flags, "--checkpoint.every", 0, *FAKE_TRAINER]
     done = operator("launch", "--follow", "--run", "s", *saving_nothing)
     assert done.returncode == 0, done.stderr
     hosts.exec(1, "mkdir", "-m", "700", str(hosts.shared / "private"))

@@ -15,8 +15,8 @@ import torch
 from ranks_rig import run_ranks
 from update_rig import batch, bits, build, dcp_save, same, slow, take
 
-STEPS = 24
-SAVED, RESUMED, LOOKED = 9, 15, 7  # the step that is saved; after which it is resumed; how often a forward only looks
+STEPS = 16
+SAVED, RESUMED, LOOKED = 6, 10, 5  # the step that is saved; after which it is resumed; how often a forward only looks
 FORMS = {  # each with torch's AdamW between the steps first
     "all": [{"offload": "all", "overlap": False}, {"offload": "all", "overlap": True}],
     "optimizer": [{"offload": "none", "overlap": False}, {"offload": "optimizer", "overlap": True}],

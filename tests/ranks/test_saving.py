@@ -108,7 +108,14 @@ def _equal(one, other):
     return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
 
 
-@pytest.mark.parametrize(("form", "share"), [*((form, 0.5) for form in FORMS), ("optimizer", 0), ("optimizer", 1)])
+@pytest.mark.parametrize(
+    ("form", "share"),
+    [
+        *((form, 0.5) for form in FORMS if form != "all, in turn"),
+        ("optimizer", 1),
+        *(pytest.param(*case, marks=pytest.mark.soak) for case in [("all, in turn", 0.5), ("optimizer", 0)]),
+    ],
+)
 def test_what_lands_is_the_state_after_the_step(tiny, tmp_path, form, share):
     roots = [tmp_path / name / "checkpoints" for name in ("in-turn", "beside")]
     for (losses, state, *_), (also, and_state, saved, steps, whole) in run_ranks(2, _twice, tiny, roots, form, share):

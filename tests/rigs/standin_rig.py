@@ -69,12 +69,12 @@ class Standin:
         counts, steps = ([note[key] for note in notes] for key in ("counts", "steps"))
         return Trained(run, losses, counts, steps, done.stdout + done.stderr, [note["on_device"] for note in notes])
 
-    def losses_of_cpu(self, numerics, accumulation, world):
+    def losses_of_cpu(self, numerics, accumulation, world, *flags):
         """What the same steps give on the CPU, whatever is offloaded; computed once."""
-        key = numerics, accumulation, world
+        key = numerics, accumulation, world, flags
         if key not in self.of_cpu:
-            flags = ("--parallel.numerics", numerics)
-            self.of_cpu[key] = self.train(*flags, device="cpu", accumulation=accumulation, world=world).losses
+            of = (*flags, "--parallel.numerics", numerics)
+            self.of_cpu[key] = self.train(*of, device="cpu", accumulation=accumulation, world=world).losses
         return self.of_cpu[key]
 
     def climb(self, probes, world):

@@ -9,7 +9,9 @@ ALONE = [*(probe for probe in TESTS if probe not in (*MANY_RANKS_ONLY, *WHOLE_RU
 TOGETHER = [*(probe for probe in TESTS if probe not in ONE_RANK_ONLY), *KNOBS]
 
 
-@pytest.mark.parametrize(("world", "probes"), [(1, ALONE), (2, TOGETHER)])
+@pytest.mark.parametrize(
+    ("world", "probes"), [(1, ALONE), (2, MANY_RANKS_ONLY), pytest.param(2, TOGETHER, marks=pytest.mark.soak)]
+)
 def test_each_passes(standin, world, probes):
     ranks = standin.climb(probes, world)
     assert len(ranks) == world

@@ -24,8 +24,14 @@ KEPT = {  # what is computed again, and where layers' inputs wait: neither chang
 }
 
 
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize(("place", "accumulation"), NUMERICS)
+@pytest.mark.parametrize(
+    ("place", "accumulation", "world"),
+    [
+        pytest.param(*case, world, marks=pytest.mark.soak if (number + world) % 2 else ())
+        for number, case in enumerate(NUMERICS)
+        for world in (1, 2)
+    ],
+)
 def test_losses_are_the_cpus(standin, place, accumulation, world):
     numerics = NUMERICS[place, accumulation]
     again, inputs = KEPT[place, accumulation]
