@@ -7,10 +7,11 @@ from standin_rig import NOTHING
 
 ALONE = [*(probe for probe in TESTS if probe not in (*MANY_RANKS_ONLY, *WHOLE_RUNS, Probe.UPDATE)), *KNOBS]
 TOGETHER = [*(probe for probe in TESTS if probe not in ONE_RANK_ONLY), *KNOBS]
+ONLY_TOGETHER = [probe for probe in TESTS if probe in MANY_RANKS_ONLY]
 
 
 @pytest.mark.parametrize(
-    ("world", "probes"), [(1, ALONE), (2, MANY_RANKS_ONLY), pytest.param(2, TOGETHER, marks=pytest.mark.soak)]
+    ("world", "probes"), [(1, ALONE), (2, ONLY_TOGETHER), pytest.param(2, TOGETHER, marks=pytest.mark.soak)]
 )
 def test_each_passes(standin, world, probes):
     ranks = standin.climb(probes, world)
