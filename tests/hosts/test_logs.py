@@ -96,7 +96,11 @@ def test_following_goes_on_over_restarts_and_broken_connections(hosts2, cli):
     )  # fmt: skip
     wait_for(lambda: "rank 0 line 5" in cli(hosts2, "logs", "--run", "g").stdout)
     mine = ("pgrep", "-P", str(follower.pid), "-f", "llama405b_tools.remote.agent stream")  # others run beside it
-    streams = subprocess.run(mine, capture_output=True, text=True, check=True).stdout.split()
+    streams = wait_for(
+        lambda: (
+            len(pids := subprocess.run(mine, capture_output=True, text=True, check=False).stdout.split()) == 2 and pids
+        )
+    )
     for pid in streams:
         os.kill(int(pid), signal.SIGKILL)
     out, _ = follower.communicate(timeout=120)
