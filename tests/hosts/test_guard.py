@@ -182,6 +182,7 @@ def test_a_restart_saves_and_is_its_guards(work, cli, demo, corpus):
 
 
 def test_a_guard_gives_up_on_what_never_gets_further(work, cli):
+    (work / "hosts").write_text(ONE_HOST)
     (work / "bad.py").write_text("print('here we go'); raise SystemExit(3)\n")
     done = cli(work, "launch", "--run", "v", "--restart", 2, "--follow", *FAKE_TRAINER, "--", "bad.py", timeout=200)
     assert done.returncode == 1
@@ -397,6 +398,7 @@ def test_leftovers_of_a_run_whose_launcher_is_gone(work, cli, demo, corpus):
 
 
 def test_a_rehearsal_goes_the_whole_way_and_leaves_nothing(work, cli, demo, corpus):
+    (work / "hosts").write_text(ONE_HOST.replace("slots=1", "slots=2"))
     done = cli(work, "launch", "--run", "r", "--rehearse", *settings(demo, corpus, steps=500), "--parallel.pp", 2)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "each rank made its own random weights" in done.stdout

@@ -20,9 +20,11 @@ def test_fresh_clone_trains_the_demo(tmp_path):
     subprocess.run(["git", "clone", "-q", ROOT, clone], check=True, timeout=60)
     demo = clone / "llama405b/contract/presets/demo.toml"
     shorter, count = re.subn(
-        r"(max_steps|every) = (200|100)\b", lambda found: f"{found[1]} = {int(found[2]) // 10}", demo.read_text()
+        r"(max_steps|every|max_bytes) = (200|100|6000000)\b",
+        lambda found: f"{found[1]} = {int(found[2]) // 10}",
+        demo.read_text(),
     )
-    assert count == 2
+    assert count == 3
     demo.write_text(shorter)
     elsewhere = [each for each in os.environ["PATH"].split(":") if not Path(each, "llama405b").exists()]
     env = os.environ | {"PATH": ":".join(elsewhere)}  # a user's: the program is in no directory of it

@@ -86,9 +86,10 @@ def test_the_model_is_exported_from_the_hosts_own_disks_and_from_copies_if_one_i
 
 def test_the_guard_brings_back_a_run_whose_host_came_back_blank(hosts, operator):
     """Which has its part from its neighbour."""
-    whole = train(operator.path, "whole", *DEMO, "--training.max_steps", 24, "--checkpoint.every", 0, world=2)
+    demo = [*DEMO, "--training.global_batch_size", 8]
+    whole = train(operator.path, "whole", *demo, "--training.max_steps", 24, "--checkpoint.every", 0, world=2)
     hosts.hosts_file(operator.path / "hosts", indices=(1, 2))
-    flags = [*DEMO, *SAVING]
+    flags = [*demo, *SAVING]
     follower = subprocess.Popen(
         [sys.executable, "-m", "llama405b_tools.cli", "launch", *ONE_THREAD, "--run", "g", "--restart", "3", "--follow", *map(str, flags)],
         cwd=operator.path, env=os.environ | hosts.env() | {"PYTHONPATH": f"{ROOT}:{ROOT}/tools"},

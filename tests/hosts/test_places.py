@@ -31,7 +31,7 @@ def test_the_operator_is_on_the_first_host(hosts, by):
             if hosts.address(1) not in line
         )
     )
-    fake = " ".join(FAKE_TRAINER) if by == "address" else ""
+    fake = " ".join(FAKE_TRAINER)
     names = [f"node-{i}" if by == "name" else hosts.address(i) for i in (1, 2)]
     config = f"Host node-2\n  HostName {hosts.address(2)}\n"
     config += f"Host *\n  IdentityFile {place}/key\n  IdentitiesOnly yes\n  UserKnownHostsFile {known}\n"
