@@ -76,6 +76,9 @@ def install(copy: Path) -> None:
     venv.create(copy / ".venv", symlinks=True)
     [packages] = (copy / ".venv/lib").glob("python*/site-packages")
     (packages / "copy.pth").write_text(f"{copy}\n{copy / 'tools'}\n{sysconfig.get_path('purelib')}\n")
+    program = copy / ".venv/bin/llama405b"  # what printed commands name
+    program.write_text(f"#!{copy}/.venv/bin/python\nfrom llama405b_tools.cli import main\n\nraise SystemExit(main())\n")
+    program.chmod(0o755)
 
 
 def run_tests(tests: tuple[str, ...], copy: Path) -> int:
