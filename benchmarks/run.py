@@ -135,4 +135,4 @@ def parser() -> OneLineParser:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from ranks_rig import run_program
+
 HOSTS = "node-a address=localhost slots=1\nnode-b address=localhost slots=1\n"
 ONE_HOST = HOSTS.splitlines()[0]  # for what two ranks would not show better: each takes seconds to import torch
 ONE_THREAD = ("--env", "OMP_NUM_THREADS=1")  # for launch: a host of a test would take all cores for its ranks' own
@@ -114,7 +116,6 @@ def shadowed(tmp_path):
 @pytest.fixture
 def cli():
     """Run ``llama405b`` in a directory, in a process that has imported its modules; returns the completed process."""
-    from ranks_rig import run_program
 
     def run(cwd, *args, timeout=240, env=None):
         more_args = ONE_THREAD if args[:1] == ("launch",) else ()

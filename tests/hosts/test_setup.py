@@ -53,7 +53,8 @@ def test_three_commands_to_the_first_step(hosts, project, type_in):
     assert "llama405b setup" in before.stdout
     done = type_in("setup", "--offline")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert len(re.findall(r"node-\d +set up: torch 2\.\S+, /\S+/.venv/bin/python", done.stdout)) == 3
+    for i, directory in project.items():
+        assert re.search(rf"^node-{i} +set up: torch 2\.\S+, {directory}/.venv/bin/python$", done.stdout, re.MULTILINE)
     assert re.search(r"^node-3 .*the same directory as on node-1$", done.stdout, re.MULTILINE), done.stdout
     fit = type_in("doctor")
     assert fit.returncode == 0, fit.stdout
@@ -79,6 +80,14 @@ def test_again_does_nothing_and_says_so(hosts, type_in):
     assert again.stdout.count("was set up already") == 3
     assert again.stdout.count("0 files sent, 0 deleted") == 3
     assert "installing packages" not in again.stdout
+
+
+def test_hosts_that_share_their_directory_save_into_it(place, type_in):
+    (place / "sharing").write_text("".join((place / "hosts").read_text().splitlines(keepends=True)[::2]))
+    flags = [*DEMO, "--training.max_steps", 1, "--checkpoint.every", 1]
+    run = type_in("launch", "sharing", "--run", "sharing", *flags, "--follow")
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "saved runs/sharing/checkpoints/step-00000001" in run.stdout
 
 
 def test_a_package_is_built_on_the_first_host_alone(hosts, project, type_in):

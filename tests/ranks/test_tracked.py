@@ -39,7 +39,7 @@ GRID = [
 
 
 def _in_pairs():
-    """So few of the grid that every two values that are together in one of it are so in one of them."""
+    """Few cases of the grid, so that every two values that meet in it meet in one of them."""
 
     def pairs(case):
         return set(itertools.combinations(enumerate(case), 2))

@@ -1,6 +1,6 @@
 """Run a function, or one of our programs, on N real ranks (processes, gloo), with a hard timeout; ends only the processes it started.
 
-They come from a fork server, which imports once what each needs: that takes a rank four CPU seconds, and the front door a third of one.
+They come from a fork server, which imports once what each needs: that takes a rank four CPU seconds, and ``llama405b`` a third of one.
 """
 
 import importlib

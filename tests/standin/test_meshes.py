@@ -36,7 +36,9 @@ def test_losses_are_those_of_the_same_mesh_on_the_cpu(standin, name):
     assert trained.found == NOTHING, trained.output
 
 
-@pytest.mark.parametrize("name", ["ahead-offload", pytest.param("pp-offload", marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    "name", ["ahead-offload", *(pytest.param(name, marks=pytest.mark.soak) for name in ("tp-offload", "pp-offload"))]
+)
 def test_a_run_on_the_cpu_does_not_start_the_device(standin, name):
     """As torch's own AdamW does between two steps: ours, and what saves, must not within a forward."""
     world, deciding, others = CASES[name]

@@ -28,3 +28,11 @@ def test_an_agent_outlives_a_connection_that_broke():
         [sys.executable, "-c", textwrap.dedent(program)], input=order, capture_output=True, text=True, timeout=60
     )
     assert (done.returncode, done.stderr) == (1, "Broken pipe\n")
+
+
+def test_it_reads_no_settings_to_tell_a_runs_state():
+    """Their schema took a sixth of its start."""
+    code = (
+        "import sys; from llama405b_tools.remote import describe; assert 'llama405b.contract.schema' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
