@@ -61,11 +61,15 @@ class Patience:
 
 
 def wait_for(condition, seconds=60, says=lambda: ""):
-    """The condition's value once it is true; ``says``: what else to print where it does not become so, in a busy machine's time."""
-    patience = Patience(seconds)
+    """The condition's value once it is true; ``says``: what else to print where it does not become so, in a busy machine's time.
+
+    It is asked half of the time at most: a command that asks a host takes the CPU that what is waited for needs.
+    """
+    patience, asked = Patience(seconds), time.monotonic()
     while not (value := condition()):
         assert patience.lasts(), f"waited {seconds} s (more where the machine was busy), too long\n{says()}"
-        time.sleep(0.1)
+        time.sleep(max(0.1, time.monotonic() - asked))
+        asked = time.monotonic()
     return value
 
 

@@ -3,7 +3,9 @@
 Eight hosts with eight GPUs train at 6 s a step. A situation begins at 126 s; ``t`` counts from there.
 """
 
+import copy
 import dataclasses
+import functools
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -51,13 +53,18 @@ class Situation:
 
 
 def watch(
-    situation: Situation, read: Callable[[Frame], object] = lambda _: None
+    situation: Situation, read: Callable[[Frame], object] = lambda _: None, begun: ClusterState | None = None
 ) -> Iterator[tuple[float, ClusterState]]:
-    """Yield the cluster after each round of frames, with the seconds since the situation began; ``read``: takes log lines."""
+    """Yield the cluster after each round of frames, with the seconds since the situation began.
+
+    ``read``: takes log lines. ``begun``: the cluster as it is when the situation begins; rounds before are left out.
+    """
     names = simulate.names(N_HOSTS)
-    cluster = ClusterState(names, INTERVAL_S)
+    cluster = begun or ClusterState(names, INTERVAL_S)
     for event in simulate.incident(N_HOSTS, INTERVAL_S, BEGIN_S + situation.lasts_s, situation.script):
         t = event["t"] - simulate.BEGIN - BEGIN_S
+        if begun and t < 0:
+            continue
         if "frame" not in event:
             read(event)
             continue
@@ -79,7 +86,18 @@ def as_sent(frame: Frame) -> Frame:
 
 def play(situation: Situation) -> list[tuple[float, Picture]]:
     """Return a picture after each round of frames, with the seconds since the situation began."""
-    return [(t, cluster.picture()) for t, cluster in watch(situation)]
+    calm, begun = _until(situation.script)
+    return [*calm, *((t, cluster.picture()) for t, cluster in watch(situation, begun=copy.deepcopy(begun)))]
+
+
+@functools.cache
+def _until(script: simulate.Script) -> tuple[list[tuple[float, Picture]], ClusterState]:
+    """Return the pictures before any situation of a script, and the cluster when it begins."""
+    rounds = [
+        (t, cluster.picture(), cluster)
+        for t, cluster in watch(Situation("", lambda *_: None, (), "", lasts_s=0.0, script=script))
+    ]
+    return [(t, picture) for t, picture, _ in rounds], rounds[-1][2]
 
 
 def said(situation: Situation, pictures: list[tuple[float, Picture]]) -> list[float | None]:
