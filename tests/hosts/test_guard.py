@@ -13,7 +13,7 @@ import pytest
 
 from conftest import ONE_HOST, ROOT
 from llama405b_tools.remote import processes
-from ops_rig import FAKE_TRAINER, fake_trainer, freeze, heartbeat, metrics, own_disk, settings, train, wait_for
+from ops_rig import FAKE_TRAINER, PACED, fake_trainer, freeze, heartbeat, metrics, own_disk, settings, train, wait_for
 
 
 def guard_log(work, run):
@@ -163,7 +163,7 @@ def test_a_restart_saves_and_is_its_guards(work, cli, demo, corpus):
     assert cli(work, "stop", "--run", "alone", "--grace", 0).returncode == 0
 
     (work / "hosts").write_text(ONE_HOST)
-    flags = [*settings(demo, corpus, steps=100_000), "--checkpoint.every", 90_000]
+    flags = [*settings(demo, corpus, steps=100_000), *PACED, "--checkpoint.every", 90_000]
     assert cli(work, "launch", "--run", "again", "--restart", 3, *flags).returncode == 0
     wait_for(lambda: heartbeat(work, "again", 0)["step"] > 2)
     done = cli(work, "ask", "again", "restart")

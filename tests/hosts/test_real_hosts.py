@@ -13,7 +13,7 @@ import pytest
 from conftest import ROOT
 from hosts_rig import processes
 from llama405b.contract.config import DEMO_MODEL
-from ops_rig import FAKE_TRAINER, wait_for
+from ops_rig import FAKE_TRAINER, PACED, wait_for
 
 DEMO = ["--preset", "demo", "--training.global_batch_size", "12", "--data.max_bytes", "400000", "--data.seq_len", "64",
         "--evaluation.every", "0", "--evaluation.fraction", "0"]  # fmt: skip
@@ -335,7 +335,7 @@ def test_a_dead_host_means_nothing_is_started(hosts, operator):
 
 
 def test_a_disk_that_fills_up_does_not_end_the_run(hosts, operator):
-    flags = [*DEMO, "--training.max_steps", 100000, "--checkpoint.every", 10, "--checkpoint.storage", "local"]
+    flags = [*DEMO, *PACED, "--training.max_steps", 100000, "--checkpoint.every", 10, "--checkpoint.storage", "local"]
     flags += ["--checkpoint.max_failures", 0]
     hosts.hosts_file(operator.path / "hosts", indices=[1, 3])
     assert operator("launch", "--run", "full", *flags).returncode == 0

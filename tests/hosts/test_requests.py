@@ -14,7 +14,7 @@ from llama405b.contract.records import RequestKind
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.hosts_file import read_hosts
 from llama405b_tools.remote.messages.ask_request import AskReply, AskRequest
-from ops_rig import Terminal, heartbeat, settings, wait_for
+from ops_rig import PACED, Terminal, heartbeat, settings, wait_for
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def ask(work, monkeypatch):
 
 
 def test_save_profile_memory_and_stacks(work, cli, demo, corpus, ask):
-    flags = settings(demo, corpus, steps=100_000)
+    flags = [*settings(demo, corpus, steps=100_000), *PACED]
     assert cli(work, "launch", "--run", "asked", *flags, "--checkpoint.every", 90_000).returncode == 0
     wait_for(lambda: heartbeat(work, "asked", 0)["step"] > 2)
 
@@ -85,7 +85,7 @@ def test_save_profile_memory_and_stacks(work, cli, demo, corpus, ask):
 
 def test_what_was_asked_before_an_attempt_is_not_asked_of_it(work, cli, demo, corpus, ask):
     (work / "hosts").write_text(ONE_HOST)
-    flags = [*settings(demo, corpus, steps=100_000), "--checkpoint.every", 0]
+    flags = [*settings(demo, corpus, steps=100_000), *PACED, "--checkpoint.every", 0]
     assert cli(work, "launch", "--run", "none", *flags).returncode == 0
     wait_for(lambda: heartbeat(work, "none", 0)["step"] > 1)
     refused = ask("none", RequestKind.SAVE)

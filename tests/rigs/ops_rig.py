@@ -18,6 +18,10 @@ FAKE_TRAINER = (
     "--env",
     f"PYTHONPATH={Path(__file__).parent / 'fake_trainer'}",
 )  # for launch: a trainer without torch, see there
+PACED = (
+    "--training.extend",
+    str(Path(__file__).parent / "paced.py"),
+)  # for runs that are still there when they are stopped
 
 
 def settings(demo, corpus, steps=12):
