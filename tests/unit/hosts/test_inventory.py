@@ -54,6 +54,7 @@ def test_a_directory_may_have_a_space_as_in_a_shell():
         ("a slots=0\n", "hosts:1: slots=0 is not a valid number of ranks"),
         ("a slots=²\n", "hosts:1: slots=² is not a valid number of ranks"),
         ("a slots=" + "9" * 500, "is not a valid number of ranks"),
+        ("b" + "9" * 1000, "…' is too long (1001 characters); shorten it"),
         ("a\nb" + "9" * 1_000_000, "…' is too long (1000001 characters); shorten it"),
         ("a workdir=/\x1b[31mred\n", r"hosts:1: contains the control character '\x1b'; delete it"),
         ("a\na\0b\n", r"hosts:2: contains the control character '\x00'"),

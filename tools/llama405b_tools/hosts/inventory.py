@@ -25,7 +25,7 @@ ADDRESS = (re.compile("[A-Za-z0-9][A-Za-z0-9._-]*|[0-9A-Fa-f:]+"), ADDRESS_WORDS
 # the valid form of a value, and the message for any other
 FORMS = {"address": ADDRESS, "workdir": FULL_PATH, "cache": FULL_PATH, "scratch": FULL_PATH}
 IPV6 = re.compile(r"\[?[0-9A-Fa-f]*:[0-9A-Fa-f]*:[0-9A-Fa-f:.]*(%\w+)?\]?")
-MAX_SLOTS, MAX_LINE = 1024, 4096
+MAX_SLOTS, MAX_WORD, MAX_LINE = 1024, 1000, 4096
 MOST_RANKS = 128  # as other programs write them, host:8; below it, only port 22 is an sshd's
 MAX_HOSTS = 4096
 LOCAL = "127.0.0.1"  # for every name of loopback, whatever /etc/hosts says of it
@@ -97,6 +97,8 @@ def _words(line: str, where: str) -> list[str]:
 
 
 def _parse_line(words: Sequence[str], where: str) -> list[Host]:
+    if long := [word for word in words if len(word) > MAX_WORD]:
+        raise UserError(f"{where}: {short(long[0])!r} is too long ({len(long[0])} characters); shorten it")
     if IPV6.fullmatch(address := words[0].rpartition("@")[2]):
         how = f"write a name, and in ~/.ssh/config `Host` with that name and `HostName {address.strip('[]')}`"
         raise UserError(f"{where}: {words[0]!r} is an IPv6 address, which a hosts file cannot name; {how}")
