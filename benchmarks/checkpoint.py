@@ -20,17 +20,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.update import UNITS, WIDTH, Case, Trace, stand_in_model
-from llama405b.checkpoint.saving import Saved, Saving
+from llama405b.checkpoint.saving import THREADS, Saved, Saving
 from llama405b.checkpoint.store import Store
-from llama405b.checkpoint.writer import THREADS
 from llama405b.contract.checkpoints import Reached, RunIdentity
 from llama405b.contract.errors import UserError
 from llama405b.contract.paths import RunDir
-from llama405b.contract.schema import Optimizer
 from llama405b.distributed import ranks
 from llama405b.distributed.ranks import Rank
 from llama405b.optim.adamw import build_optimizer, state_tensors
-from llama405b.optim.offload_all import OffloadedAll, UnitState, UpdateParams
+from llama405b.optim.offload import OffloadedAll, UnitState, UpdateParams
+from llama405b.settings.schema import Optimizer
 
 SHARES = (0.5, 4.0)  # of a step: what a save takes
 IDENTITY = RunIdentity("stand-in", "stand-in", 1, 1, "fp32", 0, 0)

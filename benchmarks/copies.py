@@ -21,10 +21,8 @@ from pathlib import Path
 
 from llama405b.contract.errors import RunError
 from llama405b.contract.hashes import BlockHasher
-from llama405b_tools.remote import chain_protocol
-from llama405b_tools.remote.file_sources import CHUNK, DirectorySource, list_files
-from llama405b_tools.remote.messages.transfer import NextHop
-from llama405b_tools.remote.receiver import ACCEPT_S, Receiver
+from llama405b_tools.agent import transfer
+from llama405b_tools.agent.transfer import ACCEPT_S, CHUNK, DirectorySource, NextHop, Receiver, list_files
 from llama405b_tools.text.figures import format_table
 
 PORT, TOKEN = 29_417, "bench"
@@ -161,8 +159,8 @@ def _end(form: str, end: str, path: Path, address: str) -> Ended:
             raise SystemExit(receiver.bad)
     elif form == "ours":
         began = time.monotonic()
-        with chain_protocol.connect_to(NextHop((address,), PORT, TOKEN)) as link:
-            chain_protocol.send_files(DirectorySource(path, list_files(path), known.get), TOKEN, link, lambda _: None)
+        with transfer.connect_to(NextHop((address,), PORT, TOKEN)) as link:
+            transfer.send_files(DirectorySource(path, list_files(path), known.get), TOKEN, link, lambda _: None)
     elif listener:
         path.mkdir()
         listener.settimeout(ACCEPT_S)

@@ -14,16 +14,14 @@ from pathlib import Path
 
 from benchmarks.rig import BARE_RUN, Cost, Said, checked, least, now, stub_launch, stubbed
 from llama405b.contract import reader
-from llama405b.contract.errors import UserError
-from llama405b.contract.phrases import given
-from llama405b_tools.hosts.dialogue import Dialogue
-from llama405b_tools.hosts.fleet import MAX_AT_ONCE, Fleet
+from llama405b.contract.errors import UserError, given
+from llama405b_tools.agent.launch_facts import LaunchFacts, ProbeRequest
+from llama405b_tools.agent.messages import KEEP, Kept, Started, StartRequest
+from llama405b_tools.hosts.fleet import MAX_AT_ONCE, Dialogue, Fleet
 from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.hosts.ssh import Ssh
-from llama405b_tools.remote.messages.probe import LaunchFacts, ProbeRequest
-from llama405b_tools.remote.messages.start import KEEP, Kept, Started, StartRequest
+from llama405b_tools.run.backends import stop_launch
 from llama405b_tools.run.query import STATUS_TIMEOUT_S, ask_hosts
-from llama405b_tools.run.start_everywhere import stop_launch
 from llama405b_tools.text.figures import format_table
 
 

@@ -29,14 +29,13 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from transformers import LlamaForCausalLM
 
-from llama405b.contract import weights
 from llama405b.contract.errors import RunError
-from llama405b.contract.schema import Numerics, Parallel
-from llama405b.contract.shards import chunk
-from llama405b.contract.tensors import INDEX, read_tensors
 from llama405b.distributed import ranks
 from llama405b.model import llama as model
-from llama405b.parallel import fsdp2, load_weights
+from llama405b.parallel import fsdp, load_weights
+from llama405b.settings.schema import Numerics, Parallel
+from llama405b.spec import models
+from llama405b.spec.tensors import INDEX, chunk, read_tensors
 
 Figures = dict[str, float]  # of one way of loading, by name
 GIB = 1 << 30
@@ -74,7 +73,7 @@ def bench_load(
                     _forget(scratch)
                 tries[form].append(_measure(form, scratch, n_ranks, numerics))
         results = {form: _median(tries[form]) for form in FORMS}
-    dtype = fsdp2.shard_dtype(Parallel(numerics=numerics))
+    dtype = fsdp.shard_dtype(Parallel(numerics=numerics))
     unit = largest_unit(llama) * dtype.itemsize
     report = {
         "checkpoint_bytes": file_bytes,
@@ -114,17 +113,17 @@ def _forget(directory: Path) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def write_random(directory: Path, gb: float) -> weights.Llama:
+def write_random(directory: Path, gb: float) -> models.Llama:
     """Write a Llama of about ``gb`` x 10^9 bytes: config.json, BF16 shards, index."""
     directory.mkdir(parents=True, exist_ok=True)
     config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "tie_word_embeddings": False, **SHAPE}
-    one = weights.parse_llama(config | {"num_hidden_layers": 1}, "bench")
-    two = weights.parse_llama(config | {"num_hidden_layers": 2}, "bench")
+    one = models.parse_llama(config | {"num_hidden_layers": 1}, "bench")
+    two = models.parse_llama(config | {"num_hidden_layers": 2}, "bench")
     each = two.parameters - one.parameters
     n_layers = max(1, round((gb * 1e9 / 2 - (one.parameters - each)) / each))
     config["num_hidden_layers"] = n_layers
     (directory / "config.json").write_text(json.dumps(config))
-    llama = weights.parse_llama(config, "bench")
+    llama = models.parse_llama(config, "bench")
     torch.manual_seed(0)
     groups: dict[str, dict[str, tuple[int, ...]]] = {}
     for name, shape in llama.tensors().items():
@@ -137,7 +136,7 @@ def write_random(directory: Path, gb: float) -> weights.Llama:
     return llama
 
 
-def largest_unit(llama: weights.Llama) -> int:
+def largest_unit(llama: models.Llama) -> int:
     """Count the parameters of the largest FSDP unit: a decoder layer, the embedding, or the head with its norm."""
     sizes: dict[str, int] = collections.Counter()
     for name, shape in llama.tensors().items():
@@ -189,9 +188,9 @@ def _rank(
     me = ranks.Rank(rank, n_ranks, rank, f"rank-{rank}", torch.device("cpu"))
     config = model.read_hf_config(directory)
     parallel = Parallel(numerics=numerics)
-    master = fsdp2.shard_dtype(parallel)
+    master = fsdp.shard_dtype(parallel)
     module = model.build_on_meta(config, "sdpa", torch.bfloat16 if form == "careful" else master)
-    fsdp2.shard(module, parallel, me.device)
+    fsdp.shard(module, parallel, me.device)
     dist.barrier()  # do not count the connections and buffers of the first collective
     with _Peak() as peak:
         began = time.perf_counter()

@@ -4,20 +4,19 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from llama405b.capacity.calibration import Point
-from llama405b.capacity.estimate import Cluster, Estimate
-from llama405b.capacity.hardware import Gpu
-from llama405b.capacity.known import known_shape
-from llama405b.capacity.outlook import Outlook
-from llama405b.capacity.run_shape import RunShape
-from llama405b.contract.config import on_ranks
 from llama405b.contract.errors import GOOD, RunError
-from llama405b.contract.mesh import Axes
+from llama405b.predict.calibration import Point
+from llama405b.predict.estimate import Cluster, Estimate
+from llama405b.predict.hardware import Gpu
+from llama405b.predict.run_shape import RunShape
+from llama405b.predict.search import Outlook, known_shape
+from llama405b.settings.axes import Axes
+from llama405b.settings.config import on_ranks
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.inventory import Host
-from llama405b_tools.run import request as asked
-from llama405b_tools.run.calibrate import calibrate, point
-from llama405b_tools.run.request import LaunchRequest
+from llama405b_tools.launch import request as asked
+from llama405b_tools.launch.probes import calibrate, point
+from llama405b_tools.launch.request import LaunchRequest
 
 GB = 1e9
 TIMES = ("forward_s", "backward_s", "optimizer_s", "step_s")

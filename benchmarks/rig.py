@@ -15,12 +15,11 @@ from typing import TYPE_CHECKING, TypeVar
 from llama405b.contract.errors import UserError
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.inventory import Host
-from llama405b_tools.hosts.login_shell import shell_path
-from llama405b_tools.hosts.transport import Stream
-from llama405b_tools.run import request as asked
-from llama405b_tools.run.launch import launch
+from llama405b_tools.hosts.transport import Stream, shell_path
+from llama405b_tools.launch import request as asked
+from llama405b_tools.launch.start import launch
+from llama405b_tools.run.backends import stop_launch
 from llama405b_tools.run.query import STATUS_TIMEOUT_S
-from llama405b_tools.run.start_everywhere import stop_launch
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from llama405b.contract.command import OneLineParser
 from llama405b.contract.errors import GOOD, UserError
-from llama405b_tools.hosts.hosts_file import read_hosts
+from llama405b.settings.command import OneLineParser
+from llama405b_tools.hosts.fleet import read_hosts
 from llama405b_tools.verbs.arguments import add_hosts
 
 MODULES = {  # of those here; imported when asked for, as the ranks that some start import this file, too

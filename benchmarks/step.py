@@ -13,18 +13,18 @@ from torch import nn
 from transformers import LlamaConfig
 
 from benchmarks.pairs import in_turns, ratio_of
-from llama405b.contract import weights
-from llama405b.contract.schema import Optimizer, Parallel
+from llama405b.data.batch import Batch
 from llama405b.distributed import ranks
 from llama405b.distributed.ranks import Rank
 from llama405b.model import llama
-from llama405b.model.batch import Batch
-from llama405b.model.checkpointing import checkpoint_activations
+from llama405b.model.llama import checkpoint_activations
 from llama405b.optim.adamw import build_optimizer
 from llama405b.optim.build_updater import build_updater
 from llama405b.optim.step import train_step
-from llama405b.parallel import fsdp2, load_weights
+from llama405b.parallel import fsdp, load_weights
 from llama405b.parallel.passes import OneByOne
+from llama405b.settings.schema import Optimizer, Parallel
+from llama405b.spec import models
 
 SHAPE = {
     "hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8, "num_key_value_heads": 8,
@@ -48,8 +48,8 @@ def bench_step(pairs: int) -> tuple[dict[str, Any], str]:
 def _model(me: Rank) -> nn.Module:
     config = LlamaConfig(**SHAPE)
     module = llama.build_on_meta(config, "sdpa", torch.float32)
-    fsdp2.shard(module, Parallel(numerics="fp32"), me.device)
-    shape = weights.parse_llama(config.to_dict() | {"architectures": None}, "the benchmark's model")
+    fsdp.shard(module, Parallel(numerics="fp32"), me.device)
+    shape = models.parse_llama(config.to_dict() | {"architectures": None}, "the benchmark's model")
     load_weights.load(module, Path(), "local", me, lambda *_: None, random=shape)
     checkpoint_activations(module)
     return module

@@ -20,12 +20,11 @@ from pathlib import Path
 
 from benchmarks.rig import RUN, least, ssh_argv, stub_run
 from llama405b.contract import reader
-from llama405b.contract.errors import UserError
-from llama405b.contract.phrases import given
+from llama405b.contract.errors import UserError, given
 from llama405b.contract.records import Heartbeat, Phase
 from llama405b_tools.hosts.fleet import MAX_AT_ONCE, Fleet
 from llama405b_tools.hosts.inventory import Host
-from llama405b_tools.hosts.login_shell import shell_path
+from llama405b_tools.hosts.transport import shell_path
 from llama405b_tools.text.figures import format_table
 from llama405b_tools.top import event_sources
 from llama405b_tools.top.state.frames import Frame

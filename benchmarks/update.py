@@ -24,12 +24,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 from benchmarks.pairs import in_turns, ratio_of
-from llama405b.contract.errors import UserError
-from llama405b.contract.phrases import counted, reason_of
-from llama405b.contract.schema import Optimizer
+from llama405b.contract.errors import UserError, counted, reason_of
 from llama405b.distributed import ranks
 from llama405b.optim.adamw import Settings, State, build_optimizer, update_adamw
-from llama405b.optim.offload_all import OffloadedAll, UnitState, UpdateParams
+from llama405b.optim.offload import OffloadedAll, UnitState, UpdateParams
+from llama405b.settings.schema import Optimizer
 
 UPDATE_BYTES, TRIAD_BYTES = 28, 12  # per FP32 element: four read and three written; two read and one written
 WIDTH = 16  # of the stand-in's layers

@@ -65,11 +65,7 @@ class Extension:
         return self._loss if "loss" in self.declared.functions else None
 
     def metrics(self, moment: Moment) -> dict[str, float]:
-        """Return what is to stand beside a step's metrics: a number that is not finite has none to show, and does not.
-
-        Raises:
-            RunError: They are no numbers, or the function raised.
-        """
+        """Return what is to stand beside a step's metrics: a number that is not finite has none to show, and does not."""
         found = self._call("metrics", moment)
         if found is None:
             return {}

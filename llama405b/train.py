@@ -14,20 +14,15 @@ from llama405b import extend
 from llama405b.commands.blame_step import blame
 from llama405b.commands.evaluate_only import evaluate_only, refuse_trained
 from llama405b.commands.shape import describe_shape
-from llama405b.contract import command
-from llama405b.contract.causes import Cause, CauseKind, said_by_rank
 from llama405b.contract.errors import FAILED, GOOD, REFUSED, UserError
-from llama405b.contract.events import EventKind
 from llama405b.contract.paths import UMASK, RunDir
-from llama405b.contract.records import Phase
+from llama405b.contract.records import Cause, CauseKind, EventKind, Phase, said_by_rank
 from llama405b.distributed import ranks
-from llama405b.distributed.peer_errors import FollowedError, is_lost_peer
+from llama405b.distributed.collectives import FollowedError, is_lost_peer
 from llama405b.optim.step import NonFiniteError, SpikeError
-from llama405b.training.build import build_trainer
-from llama405b.training.choose import choose_for_ranks
-from llama405b.training.context import RankContext
-from llama405b.training.heartbeat import HeartbeatWriter
-from llama405b.training.journal import Journal
+from llama405b.settings import command
+from llama405b.training.build import build_trainer, choose_for_ranks
+from llama405b.training.context import HeartbeatWriter, Journal, RankContext
 from llama405b.training.requests import StopSignal
 
 

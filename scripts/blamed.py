@@ -23,18 +23,18 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from llama405b.contract.schema import Data, Optimizer, Parallel
+from llama405b.commands.blame_step import BLAMED, measure, pieces_of, scored
 from llama405b.data.batches import batches_of
 from llama405b.data.demo_model import make_demo
 from llama405b.data.tokens import Report, read_tokenizer, tokenised
 from llama405b.distributed.ranks import Rank, on_mesh
 from llama405b.model import llama
 from llama405b.optim.adamw import build_optimizer
-from llama405b.optim.sequential import Sequential
-from llama405b.parallel.build_passes import build_passes
+from llama405b.optim.build_updater import Sequential
 from llama405b.parallel.load_weights import load
+from llama405b.parallel.passes import build_passes
 from llama405b.parallel.split import holdings_of, split
-from llama405b.training.blame import BLAMED, measure, pieces_of, scored
+from llama405b.settings.schema import Data, Optimizer, Parallel
 
 SEQ, DOCUMENTS, UNSEEN, LONGEST = 256, 64, 1200, 900
 KINDS = ("repeated text", "another language", "shuffled tokens", "a huge table", "a label at the wrong place")

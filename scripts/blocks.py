@@ -1,4 +1,4 @@
-"""Write llama405b/capacity/blocks.toml: what torch allocates in a step, in order, from its allocator's own history. No GPU is needed.
+"""Write llama405b/predict/blocks.toml: what torch allocates in a step, in order, from its allocator's own history. No GPU is needed.
 
     .venv/bin/python scripts/blocks.py
 
@@ -17,7 +17,7 @@ from pathlib import Path
 
 from reserved import ARCHITECTURES, HALVES, ROOT, WHOLE, Setting, measure
 
-TABLE = ROOT / "llama405b/capacity/blocks.toml"
+TABLE = ROOT / "llama405b/predict/blocks.toml"
 LAYERS, T, WORLD = 5, 3328, 8
 DIMENSIONS = {"h": 4608, "f": 11264, "q": 3072, "k": 1024, "a": 96, "V": 50176}
 HEAD = 32  # a head's size, so small that rotary blocks are not large: ROTARY stands for them

@@ -122,7 +122,7 @@ do_files() { # the same on both hosts: text, model, and what befalls a rank
     ll push "$made" "$hosts" --to "$files"
 }
 shape='import json, pathlib, sys
-from llama405b.contract.config import PRESET_DIR
+from llama405b.settings.config import PRESET_DIR
 known = json.loads((PRESET_DIR / "architectures.json").read_text())["llama3.1-8b"]
 pathlib.Path(sys.argv[1], "config.json").write_text(json.dumps(known | {"bos_token_id": 0, "eos_token_id": 1}))' # of its tokenizer
 

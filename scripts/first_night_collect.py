@@ -6,9 +6,8 @@ import sys
 import tarfile
 from pathlib import Path
 
-from llama405b_tools.hosts.fleet import Fleet
-from llama405b_tools.hosts.hosts_file import read_hosts
-from llama405b_tools.hosts.login_shell import shell_path
+from llama405b_tools.hosts.fleet import Fleet, read_hosts
+from llama405b_tools.hosts.transport import shell_path
 
 MACHINE = "uname -a; nproc; free -g; df -h .; nvidia-smi; nvidia-smi topo -m; {} -m pip freeze"
 SMALL = "-name '*.json' -o -name '*.jsonl' -o -name '*.toml' -o -name '*.log' -o -path '*/flight/*'"

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import plan_ranges
 
-from llama405b.capacity.coefficients import COEFFICIENTS, Rates
-from llama405b.capacity.evidence import RANGES
+from llama405b.predict.calibration import RANGES
+from llama405b.predict.hardware import COEFFICIENTS, Rates
 from published import BYTES, MESHES, UNSEEN, read_rows
 
 DOCS = Path(__file__).parent.parent / "docs"

@@ -17,16 +17,16 @@ import torch
 import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from llama405b.contract.schema import Optimizer, Parallel
-from llama405b.model import fp8
-from llama405b.model.batch import Batch
-from llama405b.model.checkpointing import unwrapped
+from llama405b.data.batch import Batch
+from llama405b.model import llama
+from llama405b.model.llama import unwrapped
+from llama405b.optim.adamw import master_model, master_pairs
 from llama405b.optim.build_updater import build_updater
-from llama405b.optim.fp32_masters import master_model, master_pairs
-from llama405b.optim.norm import local
 from llama405b.optim.step import train_step
-from llama405b.parallel.fsdp2 import shard, shard_dtype
+from llama405b.optim.updater import local
+from llama405b.parallel.fsdp import shard, shard_dtype
 from llama405b.parallel.passes import OneByOne
+from llama405b.settings.schema import Optimizer, Parallel
 
 BEFORE, STEPS, BATCH, LENGTH, LAST = 3000, 500, 8, 64, 100
 RATES, SEEDS = (1e-5, 1e-4), (1, 2)
@@ -39,7 +39,7 @@ SHAPE = {
 
 def main():
     steps = int(sys.argv[1]) if sys.argv[1:] else STEPS
-    kinds = sys.argv[2:] or [each for each in NUMERICS if each != "fp8" or not fp8.lack(torch.device("cpu"))]
+    kinds = sys.argv[2:] or [each for each in NUMERICS if each != "fp8" or not llama.fp8_lack(torch.device("cpu"))]
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     text = b"".join(file.read_bytes() for file in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")))
     ids = torch.frombuffer(bytearray(text), dtype=torch.uint8)
@@ -67,7 +67,7 @@ def trained(start, numerics, rate, ids, steps, seed):
     model = LlamaForCausalLM(LlamaConfig(**SHAPE)).to(shard_dtype(parallel))
     model.load_state_dict(start)
     if numerics == "fp8":
-        fp8.convert(model, torch.device("cpu"))
+        llama.convert_to_fp8(model, torch.device("cpu"))
     shard(model, parallel, torch.device("cpu"))
     master = master_model(model, parallel)
     with torch.no_grad():

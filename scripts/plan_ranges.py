@@ -4,7 +4,7 @@ import json
 import math
 import statistics
 
-from llama405b.capacity.evidence import FEWEST, Evidence
+from llama405b.predict.calibration import FEWEST, Evidence
 
 T_95 = (6.31, 2.92, 2.35, 2.13, 2.02, 1.94, 1.89, 1.86, 1.83)  # Student's t, one-sided, by degrees of freedom from 1
 KINDS = (Evidence.LARGE, Evidence.SMALL, Evidence.MESH)

@@ -11,10 +11,10 @@ import sys
 
 import torch
 
-from llama405b.capacity.outlook import HALVES, WHOLE
-from llama405b.commands.probes.steps import STEPS, Workload, take_steps
-from llama405b.contract.schema import Parallel
+from llama405b.bench.steps import STEPS, Workload, take_steps
 from llama405b.distributed import ranks
+from llama405b.predict.search import HALVES, WHOLE
+from llama405b.settings.schema import Parallel
 
 TIMEOUT_S = 120
 GIB = 1 << 30

@@ -12,9 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from llama405b.contract.command import OneLineParser
-from llama405b.contract.schema import Config, fields
-from llama405b.contract.settings_help import USUAL, value_form, written_default
+from llama405b.settings.command import USUAL, OneLineParser, value_form, written_default
+from llama405b.settings.schema import Config, fields
 from llama405b_tools import cli
 
 DOCS = Path(__file__).parent.parent / "docs"

@@ -17,13 +17,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-from llama405b.capacity.memory import peak
-from llama405b.capacity.pools import reserved
-from llama405b.capacity.run_shape import RunShape
-from llama405b.contract.config import PRESET_DIR
-from llama405b.contract.recompute import Recompute
-from llama405b.contract.schema import Adapter
-from llama405b.contract.weights import parse_llama
+from llama405b.predict.memory import peak
+from llama405b.predict.reserved import reserved
+from llama405b.predict.run_shape import RunShape
+from llama405b.settings.axes import Recompute
+from llama405b.settings.config import PRESET_DIR
+from llama405b.settings.schema import Adapter
+from llama405b.spec.models import parse_llama
 
 ROOT = Path(__file__).resolve().parents[1]
 STANDIN = ROOT / "tests/standin/device"
@@ -243,13 +243,12 @@ def build(setting, config, me):
     """Build the sharded model and what updates it, as the trainer does; what is in CPU memory is not touched: there is not so much."""
     import torch
 
-    from llama405b.contract.schema import Optimizer, Parallel
     from llama405b.model import fused, llama
-    from llama405b.model.adapters import add_adapters
-    from llama405b.model.checkpointing import checkpoint_activations
     from llama405b.model.host_inputs import keep_on_host
-    from llama405b.optim import build_updater, fp32_masters
-    from llama405b.parallel import fsdp2, load_weights
+    from llama405b.model.llama import add_adapters, checkpoint_activations
+    from llama405b.optim import adamw, build_updater
+    from llama405b.parallel import fsdp, load_weights
+    from llama405b.settings.schema import Optimizer, Parallel
 
     leave_out(on_host=setting.offload != "none")
     wrap = tuple(setting.wrap.split(","))
@@ -261,16 +260,16 @@ def build(setting, config, me):
         prefetch=setting.prefetch,
         reshard_after_forward=setting.reshard_after_forward,
     )
-    kept = fsdp2.shard_dtype(parallel)
+    kept = fsdp.shard_dtype(parallel)
     frozen = llama.compute_dtype(parallel.numerics) if setting.lora else kept
     module = llama.build_on_meta(llama.config_of(config), "sdpa", frozen)
     llama.freeze(module, (), whole=bool(setting.lora))
     if setting.lora:
         add_adapters(module, setting.adapter, kept)
-    fsdp2.shard(module, parallel, me.device)
+    fsdp.shard(module, parallel, me.device)
     if setting.run.lends_gradients:
-        fsdp2.lend_gradients(module)
-    master = fp32_masters.master_model(module, parallel)
+        fsdp.lend_gradients(module)
+    master = adamw.master_model(module, parallel)
     load_weights.materialise(
         module, me, offload=parallel.offload == "all", pinning=nothing if parallel.offload == "all" else None
     )
@@ -292,7 +291,7 @@ def leave_out(*, on_host):
     import torch
 
     from llama405b.model import host_inputs
-    from llama405b.optim import offload_all, offload_optimizer, sequential, step
+    from llama405b.optim import build_updater, offload, step
     from llama405b.parallel import load_weights
 
     def untouched(blocks, *_):
@@ -301,7 +300,7 @@ def leave_out(*, on_host):
     def no_moments(optimizer, parameter, _):
         optimizer.state[parameter] = {"step": torch.zeros(()), "exp_avg": torch.empty(0), "exp_avg_sq": torch.empty(0)}
 
-    norm_over_ranks = sequential.norm_over_ranks
+    norm_over_ranks = build_updater.norm_over_ranks
 
     def any_norm(squares, device):
         with contextlib.suppress(ValueError):  # the root of a negative number
@@ -310,16 +309,16 @@ def leave_out(*, on_host):
 
     host_inputs.allocate = untouched
     step.all_reduce_sum = lambda _: torch.ones(())
-    sequential.norm_over_ranks = any_norm
+    build_updater.norm_over_ranks = any_norm
     if not on_host:
         return
-    offload_all.start_moments, offload_all.norm_over_ranks = no_moments, lambda *_: 1.0
-    offload_all.squares = lambda _: []
-    load_weights.allocate = offload_optimizer.allocate = untouched
-    offload_all.OffloadedAll._update = nothing
-    offload_optimizer.OffloadedOptimizer._sync_unit = nothing
-    offload_all._add = nothing
-    offload_optimizer._add = nothing
+    offload.start_moments, offload.norm_over_ranks = no_moments, lambda *_: 1.0
+    offload.squares = lambda _: []
+    load_weights.allocate = offload.allocate = untouched
+    offload.OffloadedAll._update = nothing
+    offload.OffloadedOptimizer._sync_unit = nothing
+    offload._add = nothing
+    offload._add_slot = nothing
 
 
 def passes_of(setting, module):
@@ -334,7 +333,7 @@ def take_step(setting, passes, update, me):
     """Take one step of the trainer's own."""
     import torch
 
-    from llama405b.model.batch import Batch
+    from llama405b.data.batch import Batch
     from llama405b.optim.step import train_step
 
     ids = torch.zeros(setting.micro_batch * setting.micro_batches, setting.seq_len, dtype=torch.int64)

@@ -80,7 +80,7 @@ need_venv() {  # need_venv EXTRAS  install the project and these extras into .ve
         comes="PyTorch and its packages, 0.3 GB to download (2.7 GB, and 5 GB of disk, if pip finds only PyTorch for CUDA)"
         echo "$cpu_index does not answer; if you know another index with PyTorch for CPU, set PIP_EXTRA_INDEX_URL to it (and to those in your pip.conf, which it replaces)" >&2
     fi
-    fault=$(.venv/bin/python -I tools/llama405b_tools/remote/venv_room.py "${size[@]}") || {
+    fault=$(.venv/bin/python -I tools/llama405b_tools/agent/venv_room.py "${size[@]}") || {
         echo "$fault; make room there" >&2
         return 2
     }

@@ -12,17 +12,17 @@ import torch.distributed as dist
 
 from llama405b import extend
 from llama405b.checkpoint.store import CheckpointView
-from llama405b.contract.adapters import describe
 from llama405b.contract.checkpoints import RunIdentity
-from llama405b.contract.code_version import code_version
-from llama405b.contract.phrases import given
-from llama405b.contract.resuming import accept_changes, same_data, settings_of
-from llama405b.contract.schema import Config
-from llama405b.contract.tensors import fingerprint_of, read_hf_json, read_tensors
+from llama405b.contract.errors import given
+from llama405b.contract.software import code_version
 from llama405b.data.batches import Batches
 from llama405b.data.encode import FIRST
 from llama405b.data.tokens import RULES
 from llama405b.distributed import collectives
+from llama405b.settings.schema import Config
+from llama405b.spec.models import describe
+from llama405b.spec.rules import accept_changes, same_data, settings_of
+from llama405b.spec.tensors import fingerprint_of, read_hf_json, read_tensors
 
 SAMPLES = 1024  # of the tokens, evenly spaced
 SAMPLE_TOKENS = 1024

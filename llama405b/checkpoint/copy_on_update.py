@@ -18,8 +18,17 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from llama405b.distributed.host_memory import ALIGNED, Progress, aligned, allocate, grouped
-from llama405b.distributed.transfer import Arrived, copy, nothing, on_stream
+from llama405b.distributed.host_memory import (
+    ALIGNED,
+    Arrived,
+    Progress,
+    aligned,
+    allocate,
+    copy,
+    grouped,
+    nothing,
+    on_stream,
+)
 from llama405b.optim.updater import Unit
 
 BACKGROUND = 15  # niceness, of 19
@@ -61,9 +70,6 @@ class Staging:
         """Allocate what copies of tensors of these sizes, in bytes, take, or as many of them as the limit has room for.
 
         It is pinned if ``device``, where they are copied from, is a GPU.
-
-        Raises:
-            UserError: CUDA cannot pin that much.
         """
         pieces = [sum(map(aligned, sizes)) for sizes in grouped(list(sizes))]
         room = itertools.accumulate(pieces, lambda left, piece: left - piece, initial=limit_bytes)
@@ -168,9 +174,6 @@ class CopyOnUpdate:
         """Yield each tensor of the plan with its number, in CPU memory; several threads share the work.
 
         A tensor is valid until the next one is asked for.
-
-        Raises:
-            Exception: An update of the step that is saved failed; the worker's own.
         """
         while piece := self._next():
             try:

@@ -1,18 +1,33 @@
-"""This host's place in the ring in which checkpoints are copied; the copying itself is a process of the node runner's.
+"""After a save: a copy on the next host, and the user's command.
+
+This host's place in the ring in which checkpoints are copied; the copying itself is a process of the node runner's.
 
 Knows owners and the files of ``contract.replicas``; not tensors.
+
+The user's command for each checkpoint that has landed: beside training, once for each, oldest first.
+
+The owner of a directory runs it there, and remembers for which checkpoints it has succeeded: what an attempt did not come to, the
+next one does. A command that fails is tried again, and those that follow wait for it. Knows processes; not how a checkpoint is made.
 """
 
+import collections
 import contextlib
 import dataclasses
+import math
+import os
+import signal
+import threading
 import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import torch.distributed as dist
 
 from llama405b.checkpoint.store import Store
-from llama405b.contract.errors import UserError
+from llama405b.contract.checkpoints import Copied, Endpoint, Ring, step_of
+from llama405b.contract.errors import UserError, counted, given, reason_of
 from llama405b.contract.files import read_record, write_json
-from llama405b.contract.replicas import Copied, Endpoint, Ring
+from llama405b.contract.paths import RunDir
 from llama405b.distributed import collectives
 
 FOUND_WITHIN_S = 30.0
@@ -98,3 +113,151 @@ class Replication:
             if time.monotonic() > deadline:
                 return None
             time.sleep(0.1)
+
+
+RETRY_S = (5.0, 30.0, 120.0, 600.0)  # between tries; the last one repeats
+MOST_WAITING = 2  # checkpoints, of which it runs for one; more, and it is told that the command does not keep up
+TRIES_AT_END = 3  # after the last step, of a command that fails
+ENDS_WITHIN_S = 5.0  # of SIGTERM
+
+Say = Callable[[str], None]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Done:
+    """For which checkpoints the command has succeeded: ``status/HOST.after-save``."""
+
+    digests: Mapping[str, str]  # of manifests, by name
+
+
+class AfterSave:
+    """Runs in a thread, from ``begin`` on."""
+
+    def __init__(self, command: str, run: RunDir, host: str, say: Say, limit_s: float) -> None:
+        """``limit_s``: how long the command may take for one checkpoint."""
+        self.command, self.run, self.host, self.say, self.limit_s = command, run, host, say, limit_s
+        record = read_record(Done, run.after_save(host))
+        self.done = dict(record.digests) if record else {}
+        self.waiting = collections.deque[tuple[Path, str]]()  # with the digest of its manifest, oldest first
+        self.succeeded = collections.deque[tuple[int, float]]()  # steps and seconds, until somebody asks
+        self.fault = ""  # why the command failed for the oldest one, or that it holds up others; "": neither
+        self.tries, self.failures = 0, 0  # that failed: of the oldest one, and of all
+        self.hurry, self.most = False, math.inf  # at the end: failures that are enough
+        self.pid, self.began = 0, 0.0  # of the command that runs; 0: none does
+        self.news, self.is_over = threading.Event(), threading.Event()
+        self.thread = threading.Thread(target=self._work, name="after-save", daemon=True)
+
+    @property
+    def pending(self) -> frozenset[int]:
+        """Steps of the checkpoints for which the command has not succeeded yet."""
+        return frozenset(step_of(path) for path, _ in list(self.waiting))
+
+    def begin(self, present: Mapping[Path, str]) -> None:
+        """Begin with what is there already, of which the manifests' digests are known."""
+        self.done = {path.name: digest for path, digest in present.items() if self.done.get(path.name) == digest}
+        self.waiting.extend(entry for entry in present.items() if entry[0].name not in self.done)
+        self.thread.start()
+
+    def landed(self, path: Path, digest: str) -> None:
+        """Run the command for this checkpoint, too."""
+        self.waiting.append((path, digest))
+        if self.pid and len(self.waiting) > MOST_WAITING and not self.fault:
+            took_s, behind = time.monotonic() - self.began, len(self.waiting) - 1
+            self.fault = f"still running after {took_s:.0f} s, and {counted(behind, 'checkpoint')} wait for it"
+        self.news.set()
+
+    def results(self) -> list[tuple[int, float]]:
+        """Return the step, and the seconds it took, of each success since the last call."""
+        return [self.succeeded.popleft() for _ in range(len(self.succeeded))]
+
+    def hasten(self) -> None:
+        """Try again at once, and soon after each failure: nothing else is waited for."""
+        self.most, self.hurry = self.failures + TRIES_AT_END, True
+        self.news.set()
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether something is left to do, and has not failed too often since ``hasten``."""
+        return bool(self.waiting) and self.failures < self.most and self.thread.is_alive()
+
+    def left_words(self) -> str:
+        """Say what was not done, and why."""
+        more = given(" and {} more", len(self.waiting) - 1)
+        return f"{self.waiting[0][0]}{more} on {self.host}{given(' ({})', self.fault)}"
+
+    def close(self) -> None:
+        """End the thread, and the command that runs if it takes long."""
+        self.is_over.set()
+        self.news.set()
+        if not self.thread.ident:
+            return
+        for number in (0, signal.SIGTERM, signal.SIGKILL):
+            if number and (pid := self.pid):
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(pid, number)
+            self.thread.join(ENDS_WITHIN_S)
+            if not self.thread.is_alive():
+                return
+
+    def _work(self) -> None:
+        while not self.is_over.is_set():
+            if not self.waiting:
+                self.news.wait()
+                self.news.clear()
+            elif not self._tried(*self.waiting[0]):
+                self.news.wait(RETRY_S[0 if self.hurry else min(self.tries, len(RETRY_S)) - 1])
+                self.news.clear()  # what lands meanwhile is a reason to try again, as the end is
+
+    def _tried(self, path: Path, digest: str) -> bool:
+        """Run the command for a checkpoint; returns whether that is done. A filesystem that fails is a failure like others."""
+        try:
+            self.fault = self._run(path, digest)
+        except OSError as error:
+            self.fault = reason_of(error)
+        if not self.fault:
+            self.waiting.popleft()
+            self.tries = 0
+            return True
+        self.tries, self.failures = self.tries + 1, self.failures + 1
+        if not self.is_over.is_set():
+            with contextlib.suppress(OSError):  # standard output, perhaps, is full
+                self.say(f"after-save: {path.name} on {self.host}: {self.fault}; it is tried again")
+        return False
+
+    def _run(self, path: Path, digest: str) -> str:
+        """Run the command, unless the checkpoint is gone; returns why it failed."""
+        if not path.exists():
+            return ""
+        began, step = time.monotonic(), step_of(path)
+        env = {
+            "LLAMA405B_CHECKPOINT": str(path.absolute()),
+            "LLAMA405B_STEP": str(step),
+            "LLAMA405B_RUN": self.run.name,
+        }
+        if fault := self._shell(os.environ | env):
+            return fault
+        self.done[path.name] = digest
+        with contextlib.suppress(OSError):  # then it is done twice, rather than never
+            write_json(self.run.after_save(self.host), Done(self.done))
+        self.succeeded.append((step, time.monotonic() - began))
+        return ""
+
+    def _shell(self, env: Mapping[str, str]) -> str:
+        """Run the command in a process group of its own; returns why it failed."""
+        silent = [(os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0)]
+        self.began = time.monotonic()
+        self.pid = os.posix_spawn("/bin/sh", ["/bin/sh", "-c", self.command], env, file_actions=silent, setpgroup=0)
+        late = threading.Timer(self.limit_s, os.killpg, (self.pid, signal.SIGKILL))
+        late.start()
+        # its number is not given to another before it is too late to kill it
+        os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+        late.cancel()
+        late.join()
+        _, status = os.waitpid(self.pid, 0)
+        self.pid = 0
+        code = os.waitstatus_to_exitcode(status)
+        if code == -signal.SIGKILL and time.monotonic() - self.began >= self.limit_s:
+            return f"ended after {self.limit_s:g} s, as checkpoint.after_save_limit says"
+        if code < 0:
+            return f"killed by signal {-code}"
+        return given("exit code {}", code)

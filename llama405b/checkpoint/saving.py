@@ -1,10 +1,24 @@
-"""Saving beside training: snapshot, write, seal and commit, in a thread and with collectives of their own.
+"""A save beside training: snapshot, write, seal, commit.
+
+What a checkpoint holds: the model, the optimizer (in the dtype kept, FP32 or BF16), and every rank's random state.
+
+Of a model with adapters it holds these alone: the weights are where they were loaded from.
+
+The step number determines the schedule and the position in the data. Knows DCP's state dicts; not directories or manifests.
+
+Write this rank's part of a checkpoint in DCP's format, in several threads, hashing each block on its way to the disk.
+
+The weights are in files of their own: whoever wants only them, to export a model, need not bring the rest from other hosts.
+Knows DCP's plan and files; where the tensors live, and what changes them meanwhile, is ``CopyOnUpdate``'s.
+
+Saving beside training: snapshot, write, seal and commit, in a thread and with collectives of their own.
 
 The tensors are written from where training keeps them, see ``copy_on_update``. Knows the store and DCP; not when to save.
 """
 
 import contextlib
 import dataclasses
+import io
 import os
 import time
 from collections.abc import Iterator
@@ -12,26 +26,213 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import DefaultSavePlanner, SavePlanner
-from torch.distributed.fsdp import FullyShardedDataParallel
+import torch.futures
+from torch import Tensor, nn
+from torch.distributed.checkpoint import DefaultSavePlanner, SavePlan, SavePlanner
+from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, _StorageInfo
+from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from llama405b import extend
-from llama405b.checkpoint.after_save import AfterSave
 from llama405b.checkpoint.compatibility import software
-from llama405b.checkpoint.copy_on_update import CopyOnUpdate, SnapshotStats, Staging
-from llama405b.checkpoint.replication import Replication
-from llama405b.checkpoint.snapshot import state_to_save
+from llama405b.checkpoint.copy_on_update import CopyOnUpdate, SnapshotStats, Staging, give_way
+from llama405b.checkpoint.replication import AfterSave, Replication
 from llama405b.checkpoint.store import Store
-from llama405b.checkpoint.writer import SealingWriter
-from llama405b.contract.checkpoints import FileDigest, Manifest, Reached, RunIdentity, write_manifest
-from llama405b.contract.errors import UserError
-from llama405b.contract.phrases import reason_of, remedy_of
-from llama405b.contract.units import SPARE
+from llama405b.checkpoint.verified import TensorPlanner, TensorReader
+from llama405b.contract.checkpoints import WEIGHTS, FileDigest, Manifest, Reached, RunIdentity, step_of, write_manifest
+from llama405b.contract.errors import SPARE, UserError, reason_of, remedy_of
+from llama405b.contract.hashes import BLOCK_BYTES, BlockHasher, DirectFile
 from llama405b.distributed import collectives
 from llama405b.distributed.host_memory import Progress, free_bytes
+from llama405b.distributed.ranks import Rank
 from llama405b.optim.updater import Updater
+from llama405b.spec.models import is_factor
+
+
+def state_to_save(updater: Updater, me: Rank) -> dict[str, Any]:
+    """Return this rank's part of what DCP saves: the very tensors, of which updates may be pending."""
+    model_state, optimizer_state = _state_of(updater)
+    return {"model": model_state, "optimizer": optimizer_state, "rng": {str(me.rank): _rng_state(me)}}
+
+
+def restore(path: Path, model: nn.Module, updater: Updater, me: Rank, files: TensorReader | None = None) -> int:
+    """Load a checkpoint into the shards; returns its step. ``files``: what reads it; None: what verifies nothing.
+
+    Only tensors are read: the optimizer's settings are those of now.
+    """
+    master, optimizer = updater.master, updater.optimizer
+    updater.wait()
+    for module in model.modules():
+        if isinstance(module, FSDPModule):  # some stay gathered after a forward without a backward
+            module.reshard()
+    model_state, optimizer_state = _state_of(updater)
+    state: dict[str, Any] = {"model": model_state, "optimizer": {"state": optimizer_state["state"]}}
+    files = files or TensorReader(path)
+    if f"rng.{me.rank}.cpu" in files.read_metadata().state_dict_metadata:
+        state["rng"] = {str(me.rank): _rng_state(me)}
+    dcp.load(state, storage_reader=files, planner=TensorPlanner())
+    if isinstance(model, FullyShardedDataParallel):  # it saves copies; all others were filled in place
+        set_state_dict(master, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
+    updater.sync_weights()
+    rng = state.get("rng", {}).get(str(me.rank), {})
+    if "cpu" in rng:
+        torch.set_rng_state(rng["cpu"])
+    if "cuda" in rng:
+        torch.cuda.set_rng_state(rng["cuda"])
+    return step_of(path)
+
+
+def restore_weights(
+    path: Path, model: nn.Module, updater: Updater, _me: Rank, files: TensorReader | None = None
+) -> int:
+    """Load the weights alone, without making moments; all else: see ``restore``."""
+    master = updater.master
+    state: dict[str, Any] = {"model": _kept(get_model_state_dict(master))}
+    dcp.load(state, storage_reader=files or TensorReader(path), planner=TensorPlanner())
+    if isinstance(model, FullyShardedDataParallel):
+        set_model_state_dict(master, state["model"])
+    updater.sync_weights()
+    return step_of(path)
+
+
+def _state_of(updater: Updater) -> tuple[dict[str, Any], Any]:
+    """Return the tensors of model and optimizer; moments before the first update are zero.
+
+    torch makes those by a step with gradients of zero, which counts: the first update would be corrected as if it were the second.
+    """
+    master, optimizer = updater.master, updater.optimizer
+    if not optimizer.state:
+        optimizer.zero_grad()  # where there are gradients torch makes no moments
+        get_state_dict(master, optimizer)
+        for state in optimizer.state.values():
+            state["step"].zero_()
+    weights, moments = get_state_dict(master, optimizer)
+    return _kept(weights), moments
+
+
+def _kept(weights: dict[str, Any]) -> dict[str, Any]:
+    """Return the adapters, or without any all weights."""
+    return {name: weight for name, weight in weights.items() if is_factor(name)} or weights
+
+
+def _rng_state(me: Rank) -> dict[str, torch.Tensor]:
+    """The state of this rank's random generators."""
+    state = {"cpu": torch.get_rng_state()}
+    if me.on_gpu:
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+THREADS = 4  # per rank; hashing and writing release the GIL
+PIECE_BYTES = 1 << 20  # hashed while it is in the CPU's cache
+
+
+class SealingWriter(dcp.FileSystemWriter):
+    """Writes into an empty directory; then knows the seals of the data files that this rank wrote."""
+
+    def __init__(self, path: Path, rank: int, frozen: CopyOnUpdate) -> None:
+        super().__init__(path, overwrite=False)
+        self.directory = path
+        self.rank = rank
+        self.frozen = frozen
+        self.digests: dict[str, FileDigest] = {}
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Demand the directory that its owner made: torch would make it, below the mount point of a filesystem that is not mounted."""
+        self.directory.stat()
+        return super().prepare_local_plan(plan)
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
+        """Write this rank's part, and flush it to the disk; DCP tells all ranks what is raised."""
+        tensors = [item for item in plan.items if item.type is not WriteItemType.BYTE_IO]
+        self.frozen.plan([planner.resolve_data(item).detach() for item in tensors])
+        names = [f"{plan.storage_data.prefix}{number}{DEFAULT_SUFFIX}" for number in range(2 * THREADS)]
+        small = iter([item for item in plan.items if item.type is WriteItemType.BYTE_IO])  # for whoever comes first
+
+        def write_some(thread: int) -> list[WriteResult]:
+            with (
+                self._sealing(names[thread], weights=True) as weights,
+                self._sealing(names[THREADS + thread], weights=False) as others,
+            ):
+                found = [others.add(item, planner.resolve_data(item)) for item in small]
+                for number, tensor in self.frozen.read():
+                    item = tensors[number]
+                    output = weights if item.index.fqn.startswith(WEIGHTS) else others
+                    found.append(output.add(item, tensor))
+                return found
+
+        with ThreadPoolExecutor(THREADS, "writer", give_way) as threads:
+            parts = [threads.submit(write_some, thread) for thread in range(THREADS)]
+        done: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
+        done.set_result([result for part in parts for result in part.result()])
+        assert len(done.value()) == len(plan.items)
+        return done
+
+    @contextlib.contextmanager
+    def _sealing(self, name: str, *, weights: bool) -> "Iterator[_Hashing]":
+        """Open a file that is flushed to its disk at the end, and sealed; an error ends the other threads too."""
+        try:
+            with contextlib.closing(DirectFile(self.directory / name, fill=_fill)) as file:
+                yield (output := _Hashing(file))
+                file.flush()
+        except BaseException:
+            self.frozen.abandon()
+            raise
+        self.digests[name] = FileDigest(output.hasher.written, self.rank, output.hasher.blocks, weights=weights)
+
+
+def _fill(memory: memoryview, data: memoryview) -> None:
+    """Copy without holding the GIL, which training needs meanwhile."""
+    np.frombuffer(memory, np.uint8)[:] = np.frombuffer(data, np.uint8)
+
+
+class _Hashing(io.RawIOBase):
+    """A file that is written from its beginning to its end, and hashed block by block."""
+
+    def __init__(self, file: DirectFile) -> None:
+        self.file, self.hasher = file, BlockHasher(BLOCK_BYTES)
+
+    def add(self, item: WriteItem, content: "Tensor | io.BytesIO") -> WriteResult:
+        """Append what a reader of DCP's format finds there."""
+        begin = self.hasher.written
+        if isinstance(content, Tensor):
+            if content.untyped_storage().nbytes() != content.nbytes:
+                content = content.clone()  # torch.save writes the whole of what a view is of
+            torch.save(content, self)
+        else:
+            self.write(content.getbuffer())
+        length = self.hasher.written - begin
+        return WriteResult(item.index, length, _StorageInfo(self.file.path.name, begin, length))
+
+    def write(self, content: "bytes | memoryview") -> int:  # type: ignore[override]
+        """Write, and hash."""
+        view = memoryview(content).cast("B")
+        for begin in range(0, len(view), PIECE_BYTES):
+            piece = view[begin : begin + PIECE_BYTES]
+            self.file.write(piece)
+            self.hasher.update(piece)
+        return len(view)
+
+    def tell(self) -> int:
+        """Return how much has been written."""
+        return self.hasher.written
+
+    def writable(self) -> bool:
+        """Yes."""
+        return True
+
+    def flush(self) -> None:
+        """Do nothing: the file is flushed once, at its end."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

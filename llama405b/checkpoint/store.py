@@ -1,4 +1,20 @@
-"""Where a run's checkpoints are, for all ranks: one directory that all hosts share, or one on each host's own disk.
+"""A directory of checkpoints: who may write there, what is complete, what is kept.
+
+One writer per directory of checkpoints, on any filesystem that creates a file exclusively.
+
+Leases are numbered, and the highest number counts. To take the directory over is to create the next number, which only one
+process can; whoever held the one before finds out when it next asks. A holder that neither renews nor ends its lease
+within ``STALE_S`` is taken for dead: by watching it, because clocks differ. flock would be simpler, but NFS does not keep it.
+
+A holder also knows its directory by its lease. Where that is gone, so is the directory, or what was mounted there: nothing is written below
+a mount point then.
+
+What changes in a directory of checkpoints: each is complete or absent. All of it is the owner's, while it holds the lease.
+
+A checkpoint is written into ``step-N.<run>.tmp`` and renamed to ``step-N`` once its manifest is there. A committed directory is
+never changed or replaced, and deleted only by the run that wrote it. Knows files; not tensors or ranks.
+
+Where a run's checkpoints are, for all ranks: one directory that all hosts share, or one on each host's own disk.
 
 Of the ranks that see the same directory the lowest keeps it: it alone changes what is there, holding its lease. Knows directories
 and their owners; not tensors, the loss or the data.
@@ -10,27 +26,328 @@ import datetime
 import errno
 import math
 import os
+import re
 import shutil
+import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from pathlib import Path
 
 import torch.distributed as dist
 
-from llama405b.capacity.disk import NoRoomError, check_room
-from llama405b.checkpoint.digests import Fault, PassedOver, check_files, open_manifest, warning_of
-from llama405b.checkpoint.directory import Directory, best_manifest, directories_of
-from llama405b.contract.checkpoints import Manifest, committed, write_manifest
-from llama405b.contract.errors import UserError
-from llama405b.contract.events import RunEvent
-from llama405b.contract.files import read_records
+from llama405b.checkpoint.verified import Fault, PassedOver, check_files, hash_file, open_manifest, sync, warning_of
+from llama405b.contract.checkpoints import (
+    CONFIG_FILE,
+    DATA_FILE,
+    MANIFEST,
+    METADATA,
+    MODEL_FILES,
+    FileDigest,
+    Lease,
+    Manifest,
+    NoRoomError,
+    check_room,
+    committed,
+    read_manifest,
+    replicas,
+    replicated_steps,
+    step_of,
+    write_manifest,
+)
+from llama405b.contract.errors import UserError, reason_of, remedy_of
+from llama405b.contract.files import read_record, read_records, user_of, write_json
 from llama405b.contract.paths import RunDir
-from llama405b.contract.phrases import reason_of, remedy_of
-from llama405b.contract.replicas import replicated_steps
-from llama405b.contract.trust import user_of
+from llama405b.contract.reader import MalformedError
+from llama405b.contract.records import RunEvent
 from llama405b.distributed import collectives, ranks
 from llama405b.distributed.ranks import Rank
+
+RENEW_S = 15.0
+STALE_S = 90.0  # more than NFS caches a directory (60 s) and a renewal takes
+FILE = re.compile(r"lease-(\d{8})\.json")
+
+
+class Holder:
+    """This process, as the one that writes into a directory."""
+
+    def __init__(self, root: Path, run: str, where: str, attempt: int) -> None:
+        self.root, self.number = root, 0  # 0: nothing held
+        self.lease = Lease(run, where, attempt, uuid.uuid4().hex)
+        self.mount = ""  # where its filesystem is mounted
+        self.say: Callable[[str], None] = print
+        self.leaving = threading.Event()
+        self.renewer = threading.Thread(target=self._renew, name="lease", daemon=True)
+
+    def take(self, say: Callable[[str], None]) -> None:
+        """Hold the directory from now on; waits while it is unclear whether another holder lives."""
+        while True:
+            newest = self._newest()
+            self._wait_for(newest, say)
+            if self._create(newest + 1):
+                break
+        self.mount, self.say = mount_of(self.root), say
+        for path in self.root.iterdir():
+            if _number_of(path) in range(1, self.number):
+                path.unlink(missing_ok=True)
+        self.renewer.start()
+
+    def check(self) -> None:
+        """Raise if another process has taken the directory over; make it anew if it was removed."""
+        if not self.number:
+            return
+        lost = self._is_lost()
+        if lost and mount_of(self.root) != self.mount:
+            raise OSError(errno.ENODEV, f"the filesystem on {self.mount} is not mounted any more")
+        newest = self._newest()
+        if newest > self.number or (lost and newest and not self._is_free(self._read(newest))):
+            raise UserError(
+                f"{self.root}: {_named(self._read(newest))} has taken over this directory, as this run was silent for "
+                f"{STALE_S:.0f} s or was launched again; this attempt saves nothing more"
+            )
+        if lost:
+            self._take_again(newest)
+
+    def _take_again(self, newest: int) -> None:
+        self.root.mkdir(parents=True, exist_ok=True)
+        if not self._create(max(newest + 1, self.number)):
+            self.check()  # another process was faster
+            return
+        self.say(f"{self.root}: was removed or emptied while this run held it; the run goes on saving there")
+
+    def _is_lost(self) -> bool:
+        """Whether the lease is not in the directory."""
+        found = self._read(self.number)
+        return not self._path(self.number).exists() if found is None else found.token != self.lease.token
+
+    def end(self) -> None:
+        """Let the next run have the directory at once."""
+        if self.number and not self.leaving.is_set():
+            self.leaving.set()
+            self.renewer.join(RENEW_S)
+            with contextlib.suppress(OSError):
+                if not self._is_lost():
+                    self._write(self.number, ended=True)
+
+    def _wait_for(self, number: int, say: Callable[[str], None]) -> None:
+        """Return once the directory is free to take; see ``take``."""
+        known = self._read(number)
+        if number == 0 or self._is_free(known):
+            return
+        say(f"{self.root}: {_named(known)} used this directory and may be alive; watching it for {STALE_S:.0f} s")
+        deadline = time.monotonic() + STALE_S
+        while time.monotonic() < deadline:
+            time.sleep(min(1.0, STALE_S / 10))
+            newest = self._newest()
+            now = self._read(newest)
+            if self._is_free(now):
+                return
+            if (newest, now) != (number, known):
+                raise UserError(
+                    f"--checkpoint.dir: {_named(now)} is writing checkpoints into {self.root}; stop it, or give this run its own"
+                )
+
+    def _is_free(self, held: Lease | None) -> bool:
+        mine = self.lease
+        return held is not None and (
+            held.ended or ((held.run, held.where) == (mine.run, mine.where) and held.attempt < mine.attempt)
+        )
+
+    def _renew(self) -> None:
+        while not self.leaving.wait(RENEW_S):
+            with contextlib.suppress(OSError):  # the next time will do
+                if self._newest() > self.number:
+                    return
+                if not self._is_lost():
+                    self._write(self.number)
+
+    def _newest(self) -> int:
+        paths = self.root.iterdir() if self.root.exists() else ()
+        return max(map(_number_of, paths), default=0)
+
+    def _path(self, number: int) -> Path:
+        return self.root / f"lease-{number:08d}.json"
+
+    def _read(self, number: int) -> Lease | None:
+        return read_record(Lease, self._path(number))
+
+    def _create(self, number: int) -> bool:
+        try:
+            self._path(number).touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        try:
+            self._write(number)
+        except OSError:
+            self._path(number).unlink(missing_ok=True)  # nobody is to wait for it
+            raise
+        self.number = number
+        return True
+
+    def _write(self, number: int, *, ended: bool = False) -> None:
+        write_json(self._path(number), dataclasses.replace(self.lease, renewed=time.time(), ended=ended))
+
+
+def mount_of(path: Path) -> str:
+    """Return where the filesystem of a path is mounted, whether or not the path exists; '' if unknown (proc(5), mountinfo)."""
+    try:
+        lines = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return ""
+    points = [re.sub(r"\\(\d{3})", lambda octal: chr(int(octal[1], 8)), line.split()[4]) for line in lines]
+    real = path.resolve()
+    return max((point for point in points if real.is_relative_to(point)), key=len, default="")
+
+
+def _number_of(path: Path) -> int:
+    match = FILE.fullmatch(path.name)
+    return int(match[1]) if match else 0
+
+
+def _named(lease: Lease | None) -> str:
+    if lease is None:
+        return "another run"
+    return f"run '{lease.run}' (attempt {lease.attempt}, {lease.where})"
+
+
+OLD = r"tmp-old(-[0-9a-f]{8})?"  # how the names end of what is being deleted
+
+
+def directories_of(path: Path) -> list[Path]:
+    """Where a checkpoint may be on this host: what its ranks wrote, and copies of other hosts' parts."""
+    return [path, *replicas(path.parent, path.name)]
+
+
+def best_manifest(manifests: Iterable[Manifest]) -> Manifest | None:
+    """Return that of the checkpoint with the least evaluation loss; the oldest of several, None if none was evaluated."""
+    losses = [(each.evaluation_loss, each.step, each) for each in manifests if each.evaluation_loss is not None]
+    return min(losses, key=lambda entry: entry[:2], default=(None, 0, None))[2]
+
+
+class Directory:
+    """The directory of one run's checkpoints, for the one process that changes it."""
+
+    def __init__(self, root: Path, run: RunDir, host: str, attempt: int) -> None:
+        """``run``: its name marks checkpoints as its own, and its files describe them."""
+        self.root = root
+        self.run = run
+        self.host = host
+        self.holder = Holder(root, run.name, f"{host}:{run.path.resolve()}", attempt)
+
+    def partial(self, final: Path) -> Path:
+        """Where this run writes a checkpoint; the name tells other runs that it is not theirs."""
+        return final.with_name(f"{final.name}.{self.run.name}.tmp")
+
+    def borrowed(self, final: Path) -> Path:
+        """Where this run reads a checkpoint of which it has only a part."""
+        return final.with_name(f"{final.name}.{self.run.name}.tmp-read")
+
+    def begin(self, final: Path) -> None:
+        """Create an empty directory to write into, after deleting what this run left half-written or half-deleted."""
+        if final.exists():
+            raise UserError(
+                f"{final}: already exists, and checkpoints are never replaced; another run may be writing here: "
+                "give this one its own --checkpoint.dir"
+            )
+        for leftover in self._leftovers(f"tmp(-read)?|{OLD}"):
+            shutil.rmtree(leftover, ignore_errors=True)  # what cannot be deleted takes room, and is said by ``retire``
+        partial = self.partial(final)
+        if partial.exists():
+            self._give_up(partial)
+        partial.mkdir()
+        self._describe(partial)
+
+    def _describe(self, partial: Path) -> None:
+        """Add what a checkpoint is understood by alone: the run's settings, the model's configuration and tokenizer."""
+        (partial / MODEL_FILES).mkdir()
+        if self.run.config.is_file():
+            shutil.copyfile(self.run.config, partial / CONFIG_FILE)
+        for file in self.run.model(self.host).glob("[!.]*"):
+            shutil.copyfile(file, partial / MODEL_FILES / file.name)
+        sync(partial / MODEL_FILES)
+
+    def seal_others(self, final: Path) -> dict[str, FileDigest]:
+        """Seal what no tensors are in: DCP's metadata, and what describes the checkpoint."""
+        return {name: hash_file(file, 0) for name, file in self._others(final).items()}
+
+    def others(self, final: Path) -> dict[str, bytes]:
+        """Return what no tensors are in, by name."""
+        return {name: file.read_bytes() for name, file in self._others(final).items()}
+
+    def _others(self, final: Path) -> dict[str, Path]:
+        partial = self.partial(final)
+        files = [path for path in partial.rglob("*") if path.is_file() and not DATA_FILE.fullmatch(path.name)]
+        if partial / METADATA not in files:
+            raise FileNotFoundError(errno.ENOENT, "what was written into it is gone")
+        return {file.relative_to(partial).as_posix(): file for file in files}
+
+    def add(self, final: Path, files: Mapping[str, bytes]) -> None:
+        """Add files to a checkpoint that is being written."""
+        for name, content in files.items():
+            file = self.partial(final) / name
+            file.write_bytes(content)
+            sync(file)
+
+    def prepare(self, final: Path, manifest: Manifest) -> str:
+        """Write the manifest, so that only the final name is missing; returns the manifest's digest."""
+        partial = self.partial(final)
+        content, digest = write_manifest(manifest)
+        (partial / MANIFEST).write_bytes(content)
+        sync(partial / MANIFEST)
+        sync(partial)
+        return digest
+
+    def commit(self, final: Path) -> None:
+        """Give the directory its final name."""
+        self.partial(final).rename(final)  # raises if another run put a checkpoint there meanwhile
+        sync(self.root)
+
+    def own(self) -> dict[Path, Manifest]:
+        """Return the checkpoints that this run saved, oldest first."""
+        opened = {path: open_manifest(path, {}) for path in committed(self.root)}
+        return {path: each for path, each in opened.items() if isinstance(each, Manifest) and each.run == self.run.name}
+
+    def retire(self, step: int, keep: int, spared: Set[int], *, keep_best: bool = False) -> None:
+        """Delete all but the newest ``keep`` checkpoints of this run up to a step, the best if asked, and the steps to spare.
+
+        What could not be deleted before is tried again.
+        """
+        own = {path: manifest for path, manifest in self.own().items() if step_of(path) <= step}
+        best = best_manifest(own.values()) if keep_best else None
+        faults = []
+        doomed = [old for old in list(own)[:-keep] if step_of(old) not in spared and own[old] is not best]
+        for old in [*self._leftovers(OLD), *doomed]:
+            try:
+                shutil.rmtree(old if old not in own else self._give_up(old))
+            except OSError as error:
+                faults.append(OSError(error.errno, f"{old.name}: {error.strerror}"))
+        if faults:
+            raise faults[0]
+
+    def _give_up(self, path: Path) -> Path:
+        """Rename a directory before it is deleted: a kill leaves nothing that looks complete, and its name is free at once."""
+        step, _, _ = path.name.partition(".")
+        return path.rename(path.with_name(f"{step}.{self.run.name}.tmp-old-{uuid.uuid4().hex[:8]}"))
+
+    def set_aside(self, paths: Sequence[Path]) -> None:
+        """Rename checkpoints so that ``auto`` does not find them."""
+        mark = f"aside-{time.strftime('%Y%m%d-%H%M%S')}"
+        for old in [part for path in paths for part in directories_of(path) if part.exists()]:
+            old.rename(old.with_name(f"{old.name}.{mark}"))
+
+    def finish(self) -> None:
+        """Commit what an attempt before this one had prepared when it was killed: it is complete, on all hosts."""
+        for partial in self._leftovers("tmp"):
+            final = partial.with_name(partial.name.partition(".")[0])
+            with contextlib.suppress(FileNotFoundError, MalformedError):
+                manifest, _ = read_manifest((partial / MANIFEST).read_bytes())
+                if (manifest.run, manifest.step) == (self.run.name, step_of(final)) and not final.exists():
+                    partial.rename(final)
+
+    def _leftovers(self, ending: str) -> list[Path]:
+        own = re.compile(rf"step-\d{{8}}\.{re.escape(self.run.name)}\.({ending})")
+        return [path for path in self.root.iterdir() if own.fullmatch(path.name)]
+
 
 SEEN_WITHIN_S = 15.0  # network filesystems show a new file late
 MAX_EVENTS = 10_000  # read, of this run

@@ -1,24 +1,256 @@
-"""Read a checkpoint and verify it in one pass: each block is compared with the manifest before anything in it is used.
+"""Checkpoints are verified as they are read: hashes of blocks, and pickles of DCP's types alone.
+
+Read a checkpoint in DCP's format without running anything that is in it: DCP unpickles its metadata, and whatever is no tensor.
+
+A manifest tells whether a file is what was saved, not who saved it, or why. Knows DCP's types; not manifests.
+
+Hashes of a checkpoint's files, block by block, and what they reveal. Knows files and manifests; not tensors.
+
+Read a checkpoint and verify it in one pass: each block is compared with the manifest before anything in it is used.
 
 Knows manifests, and DCP's reader; not which checkpoint is wanted.
 """
 
 import collections
+import concurrent.futures
 import dataclasses
+import enum
+import functools
+import os
+import pathlib
+import pickle
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any, NoReturn
 
-from torch.distributed.checkpoint import LoadPlan, LoadPlanner
-from torch.distributed.checkpoint.metadata import Metadata
+import torch
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, LoadPlan, LoadPlanner
+from torch.distributed.checkpoint import metadata as dcp_types
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.futures import Future
 
-from llama405b.checkpoint.digests import THREADS, block_hashes
-from llama405b.checkpoint.unpickling import TensorReader
-from llama405b.contract.checkpoints import METADATA, Manifest
-from llama405b.contract.errors import UserError
+from llama405b.contract.checkpoints import DATA_FILE, MANIFEST, METADATA, FileDigest, Manifest, read_manifest, step_of
+from llama405b.contract.errors import UserError, reason_of, short
+from llama405b.contract.files import others_in
+from llama405b.contract.hashes import BLOCK_BYTES, block_hash, n_blocks
+from llama405b.contract.reader import MalformedError
+
+_OF_DCP = (
+    *(BytesStorageMetadata, ChunkStorageMetadata, Metadata, MetadataIndex, StorageMeta, TensorProperties),
+    *(TensorStorageMetadata, _StorageInfo, dcp_types._MEM_FORMAT_ENCODING, torch.Size, torch.serialization._get_layout),
+)
+
+
+class UnsafeError(UserError):
+    """A file holds what no checkpoint of ours does, and what might run as this user."""
+
+
+def _member(kind: object, name: str) -> object:
+    """What ``getattr`` is to a pickle: Python 3.11.0 to 3.11.3 write an enum's member so, and nothing else of ours is written so."""
+    members = dcp_types._MEM_FORMAT_ENCODING.__members__
+    if kind is dcp_types._MEM_FORMAT_ENCODING and name in members:
+        return members[name]
+    raise UnsafeError(repr("builtins.getattr"))
+
+
+KNOWN = {
+    **{(each.__module__, each.__name__): each for each in _OF_DCP},
+    **{("torch", name): each for name, each in vars(torch).items() if isinstance(each, torch.dtype)},
+    **{
+        (module, "PosixPath"): pathlib.PurePosixPath for module in ("pathlib", "pathlib._local")
+    },  # Python 3.13's has moved
+    ("builtins", "getattr"): _member,
+}
+
+
+class _OnlyKnown(pickle.Unpickler):
+    """Builds DCP's own types, and refuses all else by name."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in KNOWN:
+            raise UnsafeError(repr(short(f"{module}.{name}")))
+        return KNOWN[module, name]
+
+
+def read_metadata(file: Path) -> Metadata:
+    """Return DCP's metadata."""
+    try:
+        with file.open("rb") as opened:
+            found = _OnlyKnown(opened).load()
+        if not _is_sound(found):
+            raise TypeError
+    except OSError:
+        raise
+    except UnsafeError as unknown:
+        raise UnsafeError(
+            f"{file}: holds {unknown}, which is no type of DCP's metadata, and might run commands as you; do not use this checkpoint"
+        ) from None
+    except Exception as error:  # noqa: BLE001 - what is in a pickle can raise anything
+        raise UserError(f"{file}: is not DCP's metadata ({type(error).__name__}); use another checkpoint") from None
+    return found
+
+
+def _is_sound(found: Any) -> bool:
+    """Whether it is what it seems, as far as it is used before DCP checks it."""
+    return (
+        isinstance(found, Metadata)
+        and all(isinstance(name, str) and _is_entry(entry) for name, entry in found.state_dict_metadata.items())
+        and all(isinstance(index, MetadataIndex) and _is_place(where) for index, where in found.storage_data.items())
+    )
+
+
+def _is_entry(entry: Any) -> bool:
+    if isinstance(entry, TensorStorageMetadata):
+        return isinstance(entry.size, torch.Size) and isinstance(entry.properties.dtype, torch.dtype)
+    return isinstance(entry, BytesStorageMetadata)
+
+
+def _is_place(where: Any) -> bool:
+    kinds = [type(each) for each in (where.relative_path, where.offset, where.length)]
+    return isinstance(where, _StorageInfo) and kinds == [str, int, int]
+
+
+class TensorReader(FileSystemReader):
+    """Reads tensors."""
+
+    def read_metadata(self, *_: object, **__: object) -> Metadata:
+        """Return DCP's metadata; see the function."""
+        return read_metadata(Path(self.path) / METADATA)
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read what this rank needs."""
+        try:
+            return super().read_data(plan, planner)
+        except pickle.UnpicklingError:
+            names = sorted({self.storage_data[item.storage_index].relative_path for item in plan.items})
+            _refuse(f"{Path(self.path) / names[0]}")
+
+
+class TensorPlanner(DefaultLoadPlanner):
+    """Loads tensors alone."""
+
+    def load_bytes(self, read_item: ReadItem, _value: object) -> None:
+        """Refuse what DCP would unpickle."""
+        _refuse(f"{read_item.dest_index.fqn} in the checkpoint")
+
+
+def _refuse(what: str) -> NoReturn:
+    raise UnsafeError(f"{what}: is no tensor, and might run commands as you; do not use this checkpoint")
+
+
+THREADS = 4  # per rank; hashing releases the GIL
+
+
+class Fault(enum.StrEnum):
+    """Why a checkpoint is not the one to resume from."""
+
+    DAMAGED = "damaged"  # its content is not what was saved: it will never verify
+    UNREADABLE = "unreadable"  # a permission, a mount or a disk prevents reading: it may be intact
+    LATER = "later"  # the run goes back to an earlier step
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PassedOver:
+    """A checkpoint that resume does not use."""
+
+    path: Path
+    fault: Fault
+    why: str  # names the file
+
+    def __str__(self) -> str:
+        return self.why
+
+
+def hash_file(path: Path, rank: int) -> FileDigest:
+    """Flush a file that ``rank`` wrote to its disk, and hash it."""
+    sync(path)
+    size = path.stat().st_size
+    return FileDigest(size, rank, tuple(block_hashes(path, range(n_blocks(size, BLOCK_BYTES)), BLOCK_BYTES)))
+
+
+def sync(path: Path) -> None:
+    """Flush a file or a directory to its disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def open_manifest(path: Path, saved: Mapping[str, str]) -> Manifest | PassedOver:
+    """Read a checkpoint's manifest; ``saved``: the digests of those this run has saved, by path."""
+    damaged = functools.partial(PassedOver, path, Fault.DAMAGED)
+    try:
+        if not path.is_dir():
+            return PassedOver(path, Fault.UNREADABLE, f"{path}: no such checkpoint")
+        manifest, digest = read_manifest((path / MANIFEST).read_bytes())
+    except FileNotFoundError:
+        return damaged(f"{path}: has no manifest")
+    except MalformedError as error:
+        return damaged(f"{path}: its manifest does not verify ({error})")
+    except OSError as error:
+        return PassedOver(path, Fault.UNREADABLE, f"{path}: cannot be read ({reason_of(error)})")
+    if manifest.step != step_of(path):
+        return damaged(f"{path}: its manifest is for step {manifest.step}")
+    if saved.get(str(path), digest) != digest:
+        return damaged(f"{path}: its manifest is not the one that was saved")
+    return manifest
+
+
+def warning_of(path: Path, manifest: Manifest) -> str:
+    """Warn of what others can write in a checkpoint, the first of it; '' if nobody can."""
+    for file in (path, path / MANIFEST, *(path / name for name in manifest.files)):
+        if file.exists() and (who := others_in(file.stat())):
+            return (
+                f"warning: {file}: {who}; its hashes say that it is whole, never that it is harmless: go on only if you trust "
+                "whoever can write it"
+            )
+    return ""
+
+
+def check_files(path: Path, manifest: Manifest) -> tuple[list[str], PassedOver | None]:
+    """Return the files of a checkpoint that are there, and the first fault that is seen without reading its tensors.
+
+    Tensors are verified as they are loaded.
+    """
+    good, faults = list[str](), list[PassedOver]()
+    for name, sealed in manifest.files.items():
+        if why := _fault_of(path / name, sealed, manifest.block_bytes):
+            faults.append(PassedOver(path, Fault.DAMAGED, f"{path / name}: {why}"))
+        else:
+            good.append(name)
+    return good, faults[0] if faults else None
+
+
+def _fault_of(file: Path, sealed: FileDigest, block_bytes: int) -> str:
+    if not file.exists():
+        return "missing"
+    if file.stat().st_size != sealed.bytes:
+        return f"{file.stat().st_size} bytes, but the manifest says {sealed.bytes}"
+    if DATA_FILE.fullmatch(file.name):
+        with file.open("rb"):
+            return ""
+    if tuple(block_hashes(file, range(len(sealed.blocks)), block_bytes)) != sealed.blocks:
+        return "its content does not match its checksum"
+    return ""
+
+
+def block_hashes(path: Path, blocks: Iterable[int], block_bytes: int) -> Iterable[str]:
+    """Yield the SHA-256 of some blocks of a file, in their order."""
+    with path.open("rb") as file, concurrent.futures.ThreadPoolExecutor(THREADS) as threads:
+        yield from threads.map(lambda block: block_hash(file.fileno(), block, block_bytes), blocks)
 
 
 class DamagedError(UserError):
@@ -44,25 +276,14 @@ class VerifiedReader(TensorReader):
         self.told: Callable[[int, int], None] = lambda *_: None
 
     def read_metadata(self, *_: object, **__: object) -> Metadata:
-        """Return DCP's metadata, which is read once, and only if it is what was saved.
-
-        Raises:
-            DamagedError: It is not.
-            UserError: It is not DCP's metadata.
-        """
+        """Return DCP's metadata, which is read once, and only if it is what was saved."""
         if self.metadata is None:
             self.check(METADATA, 0, self.manifest.files[METADATA].bytes)
             self.metadata = super().read_metadata()
         return self.metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read what this rank needs, several files at a time.
-
-        Raises:
-            DamagedError: A part of it is not what was saved.
-            UnsafeError: There is something else than tensors.
-            OSError: A file cannot be read.
-        """
+        """Read what this rank needs, several files at a time."""
         of_file: dict[str, list[ReadItem]] = collections.defaultdict(list)
         for item in plan.items:
             of_file[self.storage_data[item.storage_index].relative_path].append(item)
@@ -87,12 +308,7 @@ class VerifiedReader(TensorReader):
         return finished
 
     def check(self, name: str, offset: int, length: int) -> None:
-        """Compare the blocks of a part of a file with the manifest.
-
-        Raises:
-            DamagedError: One differs, or is missing.
-            OSError: The file cannot be read.
-        """
+        """Compare the blocks of a part of a file with the manifest."""
         size, file = self.manifest.block_bytes, Path(self.path) / name
         sealed = self.manifest.files.get(name)
         if sealed is None or not file.is_file() or file.stat().st_size != sealed.bytes:

@@ -14,18 +14,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llama405b import extend
-from llama405b.contract import command, weights
-from llama405b.contract.config import DEMO_MODEL
-from llama405b.contract.errors import UserError
-from llama405b.contract.phrases import counted
-from llama405b.contract.schema import Config, Data
-from llama405b.contract.verb_parsers import data_parser
-from llama405b.data.batches import Batches, batches_of, describe_held_out, describe_reading
+from llama405b.contract.errors import UserError, counted
+from llama405b.data.batches import Batches, batches_of, describe_held_out, describe_reading, read_skips, without
 from llama405b.data.demo_model import make_demo
 from llama405b.data.encode import FIRST, MARKS, NOT_LEARNT
-from llama405b.data.skip import read_skips, without
-from llama405b.data.tokenize import tokenize
-from llama405b.data.tokens import Report, read_tokenizer, tokenised
+from llama405b.data.tokens import Report, read_tokenizer, tokenised, tokenize
+from llama405b.settings import command
+from llama405b.settings.config import DEMO_MODEL
+from llama405b.settings.schema import Config, Data
+from llama405b.spec import models
+from llama405b.spec.parsers import data_parser
 
 CACHE = Path("runs/.cache")  # of runs that are started in this directory
 GREEN, DIM, PLAIN = "\x1b[32m", "\x1b[2m", "\x1b[0m"
@@ -45,15 +43,15 @@ def main(argv: Sequence[str]) -> int:
     if model == Path(DEMO_MODEL) and not model.exists():
         print(f"making the demo's model and tokenizer in {model}")
         make_demo(model)
-    weights.check_directory(model)
+    models.check_directory(model)
     with tempfile.TemporaryDirectory(prefix="llama405b-data-") as place:
-        for name, path in weights.small_files(model, config.data.chat_template).items():
+        for name, path in models.small_files(model, config.data.chat_template).items():
             shutil.copy(path, Path(place) / name)
         if args.what == "tokenize":
             _say_if_too_long(model, config.data.seq_len)
             _tokenize(config.data, Path(place), args.out, args.workers)
         else:
-            weights.check_seq_len(weights.read_llama(model), config.data.seq_len)
+            models.check_seq_len(models.read_llama(model), config.data.seq_len)
             _show(config, Path(place), args.sequences)
     return 0
 
@@ -62,9 +60,9 @@ def _say_if_too_long(model: Path, seq_len: int) -> None:
     """Say so if a run would refuse sequences of this length: the tokens are the same for all."""
     if not (model / "config.json").is_file():
         return
-    llama = weights.read_llama(model)
+    llama = models.read_llama(model)
     try:
-        weights.check_seq_len(llama, seq_len)
+        models.check_seq_len(llama, seq_len)
     except UserError as error:
         print(f"{error} for a run; the tokens stay the same")
 

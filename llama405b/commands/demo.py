@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from llama405b.contract.verb_parsers import demo_parser
 from llama405b.data.demo_model import make_demo
+from llama405b.spec.parsers import demo_parser
 
 
 def main(argv: Sequence[str]) -> int:

@@ -10,14 +10,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llama405b.contract import weights
-from llama405b.contract.errors import RunError, UserError
+from llama405b.contract.errors import RunError, UserError, counted, size_words
 from llama405b.contract.hashes import BlockHasher, Hashes
-from llama405b.contract.phrases import counted
-from llama405b.contract.tensors import INDEX, PICKLED_INDEX, is_pickled, read_tensors
-from llama405b.contract.units import size_words
-from llama405b.contract.verb_parsers import download_parser
 from llama405b.data.hub import dataset_files, said_clearly
+from llama405b.spec import models
+from llama405b.spec.parsers import download_parser
+from llama405b.spec.tensors import INDEX, PICKLED_INDEX, is_pickled, read_tensors
 
 if TYPE_CHECKING:
     from huggingface_hub.hf_api import RepoSibling
@@ -35,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
         raise UserError(f"download: {args.name!r} is not the name of a model or dataset; write owner/name")
     if (args.only or args.dataset) and not (args.dataset and not args.skip_weights):
         raise UserError("--only is for datasets, and --skip-weights for models; leave it out, or add --dataset")
-    target = args.to or (Path("data") if args.dataset else weights.DOWNLOADS) / args.name.partition("/")[2]
+    target = args.to or (Path("data") if args.dataset else models.DOWNLOADS) / args.name.partition("/")[2]
     if args.dataset:
         fetch_dataset(args.name, args.revision, target, args.only)
     else:
@@ -52,12 +50,7 @@ def fetch_dataset(name: str, revision: str, target: Path, only: str | None) -> N
 
 
 def fetch(model: str, revision: str, target: Path, *, skip_weights: bool) -> None:
-    """Download and verify a model.
-
-    Raises:
-        UserError: The model does not exist, access is denied, or the disk is too small.
-        RunError: The network or the disk failed; the same command resumes.
-    """
+    """Download and verify a model."""
     from huggingface_hub import HfApi
 
     with said_clearly(model, target):
@@ -70,7 +63,7 @@ def fetch(model: str, revision: str, target: Path, *, skip_weights: bool) -> Non
         _bring(Repo(model, str(info.sha)), files, target)
     if skip_weights:
         return
-    llama = weights.read_llama(target)
+    llama = models.read_llama(target)
     then = f"train with --model.path {target}"
     if is_pickled(target):
         then = f"it has .bin files: convert them with `llama405b export {target} OUT`"
@@ -108,7 +101,7 @@ def _bring(repo: Repo, files: list["RepoSibling"], target: Path) -> None:
 
 def wanted(name: str, kinds: Sequence[str]) -> bool:
     """Return whether training needs a file: one that describes the model, or of the kinds of weights (patterns)."""
-    return name in weights.SMALL_FILES or ("/" not in name and any(fnmatch.fnmatch(name, kind) for kind in kinds))
+    return name in models.SMALL_FILES or ("/" not in name and any(fnmatch.fnmatch(name, kind) for kind in kinds))
 
 
 def _fetch_one(repo: Repo, sibling: "RepoSibling", target: Path, hashes: Hashes) -> str:

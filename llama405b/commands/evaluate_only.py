@@ -7,27 +7,28 @@ from typing import NamedTuple
 from llama405b.checkpoint.compatibility import model_of
 from llama405b.checkpoint.resume import Resume
 from llama405b.checkpoint.store import Store
-from llama405b.contract.adapters import describe
-from llama405b.contract.config import to_toml
 from llama405b.contract.errors import UserError
 from llama405b.contract.files import write_atomic
 from llama405b.contract.paths import RunDir
 from llama405b.contract.records import Metrics, Phase
-from llama405b.contract.resuming import accept_changes
-from llama405b.contract.schema import Config
 from llama405b.distributed import collectives
 from llama405b.optim.adamw import build_optimizer
-from llama405b.optim.sequential import Sequential
+from llama405b.optim.build_updater import Sequential
 from llama405b.optim.updater import Updater
-from llama405b.parallel.build_passes import build_passes
-from llama405b.parallel.passes import Passes
-from llama405b.training.build import bind_to_numa_node, build_evaluator
-from llama405b.training.build_data import open_held_out
-from llama405b.training.build_model import build_model
-from llama405b.training.context import RankContext
-from llama405b.training.journal import read_metrics
-from llama405b.training.model_files import bring_model_files
-from llama405b.training.open_checkpoints import load_checkpoint
+from llama405b.parallel.passes import Passes, build_passes
+from llama405b.settings.config import to_toml
+from llama405b.settings.schema import Config
+from llama405b.spec.models import describe
+from llama405b.spec.rules import accept_changes
+from llama405b.training.build import (
+    bind_to_numa_node,
+    bring_model_files,
+    build_evaluator,
+    build_model,
+    load_checkpoint,
+    open_held_out,
+)
+from llama405b.training.context import RankContext, read_metrics
 
 
 def evaluate_only(config: Config, resume: str, context: RankContext) -> None:
@@ -89,11 +90,7 @@ def refuse_trained(run: RunDir) -> None:
 
 
 def choose_checkpoint(config: Config, resume: str, files: Path, context: RankContext) -> Resume | None:
-    """Return the checkpoint at the path ``resume``; None for the model itself. Its directory is not taken, as nothing is written there.
-
-    Raises:
-        UserError: It is missing or incomplete, or of another model, and that is not allowed.
-    """
+    """Return the checkpoint at the path ``resume``; None for the model itself. Its directory is not taken, as nothing is written there."""
     if resume == "no":
         return None
     if not any(collectives.all_gather_objects(Path(resume).is_dir())):

@@ -1,4 +1,6 @@
-"""Write a checkpoint on this machine as a model that transformers, vLLM and others load; ``llama405b_tools.verbs.export`` calls it.
+"""Generate a few tokens with a model on disk, if this machine can hold it.
+
+Write a checkpoint on this machine as a model that transformers, vLLM and others load; ``llama405b_tools.verbs.export`` calls it.
 
 Knows safetensors, manifests and DCP's metadata; not hosts.
 """
@@ -17,28 +19,72 @@ from typing import Protocol
 import torch
 from huggingface_hub import HfApi
 from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
 
-from llama405b.checkpoint.merged import MergedWeights, PeftWeights, has_adapter, settings_of
-from llama405b.checkpoint.pickled import PickledWeights
-from llama405b.checkpoint.safetensors_file import partial_of, sha256_of, write_tensors
+from llama405b.checkpoint.export import (
+    MergedWeights,
+    PeftWeights,
+    PickledWeights,
+    SavedWeights,
+    has_adapter,
+    partial_of,
+    settings_of,
+    sha256_of,
+    write_tensors,
+)
 from llama405b.checkpoint.store import MAX_EVENTS
-from llama405b.checkpoint.weights_of import SavedWeights
-from llama405b.commands.try_model import try_model
-from llama405b.contract import config, reader, weights
-from llama405b.contract.adapters import PEFT_CONFIG, PEFT_WEIGHTS, peft_config
+from llama405b.contract import reader
 from llama405b.contract.checkpoints import MANIFEST, MODEL_FILES, committed, step_of
-from llama405b.contract.errors import RunError, UserError
-from llama405b.contract.events import RunEvent
-from llama405b.contract.families import FAMILIES
+from llama405b.contract.errors import FAILED, GOOD, UNFIT, RunError, UserError, and_more, counted, reason_of, size_words
 from llama405b.contract.files import read_records, write_json
 from llama405b.contract.paths import EXPORT_RECORD, RunDir
-from llama405b.contract.phrases import and_more, counted, reason_of
 from llama405b.contract.reader import MalformedError
-from llama405b.contract.schema import Config
-from llama405b.contract.tensors import INDEX, SINGLE, is_pickled, read_hf_json
-from llama405b.contract.units import size_words
-from llama405b.contract.verb_parsers import export_parser
+from llama405b.contract.records import RunEvent
 from llama405b.data.hub import said_clearly
+from llama405b.distributed.host_memory import free_bytes
+from llama405b.settings import config
+from llama405b.settings.schema import Config
+from llama405b.spec import models
+from llama405b.spec.models import FAMILIES, PEFT_CONFIG, PEFT_WEIGHTS, peft_config
+from llama405b.spec.parsers import export_parser
+from llama405b.spec.tensors import INDEX, SINGLE, is_pickled, read_hf_json
+
+NEW_TOKENS = 40
+SPARE = 1.2  # of the weights' bytes, for all else
+
+
+def try_model(directory: Path, prompt: str, n_bytes: int) -> int:
+    """Print what the model says after a prompt (greedy), with its chat template if it has one; returns the exit code."""
+    if not (directory / "tokenizer.json").is_file():
+        print(f"--try: {directory} has no tokenizer.json, so a prompt cannot be read; copy it there, and try again")
+        return FAILED
+    device, room = _roomiest()
+    if n_bytes * SPARE > room:
+        print(
+            f"--try: the model takes {n_bytes * SPARE / 1e9:.1f} GB, but this machine has {room / 1e9:.1f} GB; "
+            f"give {directory} to an inference server instead"
+        )
+        return UNFIT
+    logging.disable_progress_bar()
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype="auto").to(device)
+    if tokenizer.chat_template:
+        turns = [{"role": "user", "content": prompt}]
+        prompt = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+    asked = tokenizer(prompt, return_tensors="pt").to(device)
+    with torch.no_grad():
+        said = model.generate(**asked, max_new_tokens=NEW_TOKENS, do_sample=False)
+    print(tokenizer.decode(said[0, asked["input_ids"].shape[1] :], skip_special_tokens=True), flush=True)
+    return GOOD
+
+
+def _roomiest() -> tuple[str, int]:
+    """Return where a model may be put, and how many bytes are free there."""
+    if torch.cuda.is_available():
+        return "cuda", torch.cuda.mem_get_info()[0]
+    return "cpu", free_bytes()
+
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
 FILE_BYTES = 5 * 10**9  # of each output file, at most, unless one tensor is larger
@@ -167,11 +213,7 @@ def warning_of_manifest(checkpoint: Path, digest: str) -> str:
 
 
 def find_checkpoint(source: str, step: int | None) -> Path:
-    """Return the checkpoint that was asked for.
-
-    Raises:
-        UserError: There is no such run or checkpoint.
-    """
+    """Return the checkpoint that was asked for."""
     given = Path(source)
     if given.is_dir() and given.name.startswith("step-"):
         step_of(given)
@@ -190,11 +232,7 @@ def find_checkpoint(source: str, step: int | None) -> Path:
 
 
 def find_model_files(path: Path, source: str) -> Path:
-    """Return a directory with the model's configuration and tokenizer: in the checkpoint, or in the run.
-
-    Raises:
-        UserError: There is none.
-    """
+    """Return a directory with the model's configuration and tokenizer: in the checkpoint, or in the run."""
     runs = (Path(source), RunDir.here(source).path)
     candidates = [path, path / MODEL_FILES, *(found for run in runs for found in sorted((run / "model").glob("*")))]
     for candidate in candidates:
@@ -203,14 +241,10 @@ def find_model_files(path: Path, source: str) -> Path:
     raise UserError(f"{path}: has no config.json beside its weights; name the model's directory with --model")
 
 
-def shape_of(found: Weights, small: Path) -> weights.Llama:
-    """Return the shape of the model, after a check that all of its tensors are there.
-
-    Raises:
-        UserError: It has others.
-    """
+def shape_of(found: Weights, small: Path) -> models.Llama:
+    """Return the shape of the model, after a check that all of its tensors are there."""
     layers = 1 + max((int(name.split(".")[2]) for name in found.shapes if name.startswith("model.layers.")), default=-1)
-    llama = weights.read_llama(small)
+    llama = models.read_llama(small)
     if not 0 < layers <= llama.layers:
         raise UserError(
             f"{found.path}: has {counted(layers, 'layer')}, but {small / 'config.json'} says {llama.layers}; use --model"
@@ -227,12 +261,12 @@ def shape_of(found: Weights, small: Path) -> weights.Llama:
     return llama
 
 
-def _refuse_unused(found: Weights, llama: weights.Llama, small: Path) -> None:
+def _refuse_unused(found: Weights, llama: models.Llama, small: Path) -> None:
     """Refuse weights that would be lost."""
-    used = {weights.HEAD, *llama.tensors()}
-    unused = sorted(name for name in found.shapes if name not in used and weights.UNUSED_ANYWHERE not in name)
-    if llama.tied and weights.HEAD in found.shapes:
-        unused += [weights.HEAD] * (not torch.equal(found.read(weights.HEAD), found.read(weights.EMBEDDING)))
+    used = {models.HEAD, *llama.tensors()}
+    unused = sorted(name for name in found.shapes if name not in used and models.UNUSED_ANYWHERE not in name)
+    if llama.tied and models.HEAD in found.shapes:
+        unused += [models.HEAD] * (not torch.equal(found.read(models.HEAD), found.read(models.EMBEDDING)))
     if unused:
         raise UserError(
             f"{found.path}: has {unused[0]}{and_more(unused)}, which a model of {small / 'config.json'} does not have; name the "
@@ -256,12 +290,7 @@ def plan_files(shapes: Shapes, dtype: str, *, one_file: bool) -> Iterator[tuple[
 
 
 def write(export: Export, found: Weights, out: Path) -> None:
-    """Write the files that are not there yet.
-
-    Raises:
-        UserError: The directory holds something else, or its disk is too small.
-        RunError: It cannot be written; the same command resumes.
-    """
+    """Write the files that are not there yet."""
     done = _begin(export, out)
     lacking = [name for name in export.files if name not in done]
     need, free = sum(map(export.bytes_of, lacking)), shutil.disk_usage(out).free
@@ -322,11 +351,7 @@ def _written(path: Path, digest: str) -> Written:
 
 
 def verify(out: Path) -> None:
-    """Read back what was written.
-
-    Raises:
-        RunError: A file is not as it was written.
-    """
+    """Read back what was written."""
     try:
         record = _record(out)
         damaged = [name for name, seal in record.files.items() if sha256_of(out / name) != seal.sha256]
@@ -338,11 +363,7 @@ def verify(out: Path) -> None:
 
 
 def finish(export: Export, small: Path, out: Path, layers: int) -> None:
-    """Write what stands beside the weights: the index last, since it makes the model whole.
-
-    Raises:
-        RunError: It cannot be written; the same command resumes.
-    """
+    """Write what stands beside the weights: the index last, since it makes the model whole."""
     described = read_hf_json(small / "config.json")
     dtype = str(DTYPES[export.dtype]).removeprefix("torch.")
     described |= {key: dtype for key in ("dtype", "torch_dtype") if key == "dtype" or key in described}
@@ -354,7 +375,7 @@ def finish(export: Export, small: Path, out: Path, layers: int) -> None:
         "weight_map": {name: file for file, shapes in export.files.items() for name in shapes},
     }
     with writing(out):
-        for name in weights.SMALL_FILES[1:]:
+        for name in models.SMALL_FILES[1:]:
             if (small / name).is_file():
                 shutil.copyfile(small / name, out / name)
         (out / "config.json").write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
@@ -364,11 +385,7 @@ def finish(export: Export, small: Path, out: Path, layers: int) -> None:
 
 @contextlib.contextmanager
 def writing(out: Path) -> Iterator[None]:
-    """Say how to resume where a file cannot be written.
-
-    Raises:
-        RunError: One cannot be.
-    """
+    """Say how to resume where a file cannot be written."""
     try:
         yield
     except OSError as error:
@@ -376,12 +393,7 @@ def writing(out: Path) -> Iterator[None]:
 
 
 def create(repo: str) -> None:
-    """Create a repository, private, if it does not exist: so that access is known before hours of work.
-
-    Raises:
-        UserError: The name is not one, or access is denied.
-        RunError: The network or the Hub failed.
-    """
+    """Create a repository, private, if it does not exist: so that access is known before hours of work."""
     if repo.count("/") != 1:
         raise UserError(f"--push-to-hub: {repo!r} is not a model name; write owner/name")
     with said_clearly(repo, Path()):
@@ -389,12 +401,7 @@ def create(repo: str) -> None:
 
 
 def upload(directory: Path, repo: str) -> None:
-    """Upload what does not begin with a dot; what is there already is not sent again.
-
-    Raises:
-        UserError: Access is denied.
-        RunError: The network or the Hub failed; the same command resumes.
-    """
+    """Upload what does not begin with a dot; what is there already is not sent again."""
     print(f"uploading {directory} to {repo}", flush=True)
     with said_clearly(repo, directory):
         HfApi().upload_folder(

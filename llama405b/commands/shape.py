@@ -10,22 +10,20 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedConfig
 
-from llama405b.capacity import estimate, run_shape
-from llama405b.capacity.choice import chosen
-from llama405b.capacity.outlook import is_predicted
-from llama405b.contract import weights
-from llama405b.contract.adapters import describe, held_bytes
-from llama405b.contract.config import PRESET_DIR, on_ranks
-from llama405b.contract.dealing import Dealing
-from llama405b.contract.mesh import DP, Axes
-from llama405b.contract.mesh_rules import check_mesh
-from llama405b.contract.phrases import counted
-from llama405b.contract.schema import COMPUTE_BYTES, Config
-from llama405b.contract.tensors import read_hf_json
+from llama405b.contract.errors import counted
 from llama405b.distributed.ranks import Rank
 from llama405b.model import llama
-from llama405b.parallel import fsdp2
+from llama405b.parallel import fsdp
 from llama405b.parallel.split import split
+from llama405b.predict import estimate, run_shape
+from llama405b.predict.search import chosen, is_predicted
+from llama405b.settings.axes import DP, Axes, Dealing
+from llama405b.settings.config import PRESET_DIR, on_ranks
+from llama405b.settings.schema import COMPUTE_BYTES, Config
+from llama405b.spec import models
+from llama405b.spec.models import adapter_bytes, describe
+from llama405b.spec.rules import check_mesh
+from llama405b.spec.tensors import read_hf_json
 
 GIB = 1 << 30
 
@@ -40,7 +38,7 @@ def describe_shape(config: Config, preset: str, world: int) -> str:
 
     hf_config = _shape(config, preset)
     per_host = min(world, run_shape.RANKS_PER_HOST)
-    known = weights.parse_llama(hf_config.to_dict() | {"architectures": None}, "the model's configuration")
+    known = models.parse_llama(hf_config.to_dict() | {"architectures": None}, "the model's configuration")
     config = chosen(config, known, world, per_host)
     axes = Axes.of(config.parallel, world, per_host)
     check_mesh(axes, config.parallel, known, config.data.seq_len, per_host)
@@ -48,8 +46,8 @@ def describe_shape(config: Config, preset: str, world: int) -> str:
     rounds = Dealing.of(config.training, axes.size(DP)).rounds
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
     try:
-        whole = llama.build_on_meta(hf_config, "sdpa", fsdp2.shard_dtype(config.parallel))
-        sizes = {name: sum(p.numel() for p in parameters.values()) for name, parameters in fsdp2.units(whole)}
+        whole = llama.build_on_meta(hf_config, "sdpa", fsdp.shard_dtype(config.parallel))
+        sizes = {name: sum(p.numel() for p in parameters.values()) for name, parameters in fsdp.units(whole)}
         own = split(whole, config.parallel, Rank(0, world, 0, "", torch.device("cpu"), mesh=axes))
         mine = sum(p.data.to_local().numel() for p in own.parameters())
     finally:
@@ -57,7 +55,7 @@ def describe_shape(config: Config, preset: str, world: int) -> str:
     layers = [size for name, size in sizes.items() if name.startswith("model.layers.")]
     others = [f"{name} {size:,}" for name, size in sizes.items() if not name.startswith("model.layers.")]
     largest = max(sizes, key=lambda name: sizes[name])
-    held = held_bytes(known, config.adapter, config.parallel)
+    held = adapter_bytes(known, config.adapter, config.parallel)
     adapter = f", frozen, with {describe(config.adapter)}" if config.adapter.trains else ""
     numerics, places = config.parallel.numerics, ("device memory", "CPU memory")
     state = " and ".join(
@@ -87,6 +85,6 @@ def _shape(config: Config, preset: str) -> PreTrainedConfig:
     known = json.loads((PRESET_DIR / "architectures.json").read_text())
     record = read_hf_json(directory / "config.json") if directory.is_dir() else known.get(preset)
     if record is None:
-        weights.read_llama(directory)  # raises; its message says what is missing
-    weights.check_seq_len(weights.parse_llama(record, str(directory)), config.data.seq_len)
+        models.read_llama(directory)  # raises; its message says what is missing
+    models.check_seq_len(models.parse_llama(record, str(directory)), config.data.seq_len)
     return llama.with_layers(llama.config_of(record), config.model.layers or record["num_hidden_layers"])

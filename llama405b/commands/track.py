@@ -12,7 +12,7 @@ from typing import TextIO
 
 from llama405b.contract.errors import FAILED, GOOD, UserError
 from llama405b.contract.paths import EXPORT_RECORD, UMASK, RunDir
-from llama405b.contract.verb_parsers import track_parser
+from llama405b.spec.parsers import track_parser
 from llama405b.tracking.feed import POLL_S, Feed
 from llama405b.tracking.start import END_S
 

@@ -1,1 +1,1 @@
-"""What the trainer and the operator's tools agree on: settings, records, and the files of a run. Standard library only."""
+"""What the trainer and the operator's tools agree on: the files of a run, its records and causes. Standard library and msgspec alone."""

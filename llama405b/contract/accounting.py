@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeGuard
 
-from llama405b.contract.causes import Cause, CauseKind
+from llama405b.contract.records import Cause, CauseKind
 
 SLOW_STEPS, SLOW_S = 3.0, 10.0  # usual times that a step takes, and at least this long: the rest was no training
 LATE = 2.0  # steps' usual times since the last one: from then on the run is not stepping

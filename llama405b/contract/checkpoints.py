@@ -1,6 +1,13 @@
-"""Checkpoints on disk: their names, their manifests, and who may write into their directory. Knows forms, not tensors.
+"""Checkpoints on disk: their names, their manifests, their copies, and the room they take. Knows forms, not tensors.
+
+Checkpoints on disk: their names, their manifests, and who may write into their directory. Knows forms, not tensors.
 
 A manifest (format 2) is two lines: a ``Manifest`` as JSON, and the SHA-256 of that line, so that it is intact or refused.
+
+How a host's checkpoints get to the next one: what the trainer and the process that copies tell each other.
+
+The hosts that have a directory of their own form a ring. A host's copies lie on the next one, in ``of-<host>/step-N`` in its
+directory of checkpoints; a copy is complete once it has its manifest, which comes last.
 """
 
 import contextlib
@@ -12,9 +19,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from llama405b.contract import reader
-from llama405b.contract.errors import UserError
+from llama405b.contract.errors import UserError, counted, size_words
 from llama405b.contract.hashes import BLOCK_BYTES, n_blocks
-from llama405b.contract.phrases import counted
 from llama405b.contract.reader import MalformedError
 
 STEP_DIR = re.compile(r"step-(\d{8})")
@@ -185,3 +191,80 @@ def refuse_held(root: Path, held: Sequence[Path]) -> None:
 def newest_complete(root: Path) -> Path | None:
     """Return the newest checkpoint that looks complete; it is not verified."""
     return next((path for path in reversed(committed(root)) if (path / MANIFEST).exists()), None)
+
+
+OF = "of-"  # what precedes the host's name
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Where a host takes copies: ``status/.HOST.spot``, which only its user can read."""
+
+    attempt: int
+    address: str  # on the training network
+    port: int
+    token: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Ring:
+    """A host's place in the ring: ``status/.HOST.ring``, written by its first rank."""
+
+    attempt: int
+    before: str  # the host whose copies come here
+    after: Endpoint  # where its own go
+    root: str  # directory of checkpoints
+    run: str  # whose checkpoints are copied
+    keep: int  # of each host's newest
+    step: int = 0  # what all hosts are to copy now; 0: nothing yet
+    everywhere: int = 0  # the newest step of which every host has a copy on the next one
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Copied:
+    """The newest step of which the next host has this host's part: ``status/HOST.copied``."""
+
+    step: int = 0
+    fault: str = ""  # why newer ones have not been copied yet
+    attempt: int = 0
+
+
+def replicas(root: Path, step: str) -> list[Path]:
+    """Return the complete copies of other hosts' parts of a checkpoint, ``step-<8 digits>``."""
+    return sorted(path for path in root.glob(f"{OF}*/{step}") if (path / MANIFEST).is_file())
+
+
+def replicated_steps(root: Path) -> set[str]:
+    """Return the names of the checkpoints of which there are complete copies."""
+    return {path.parent.name for path in root.glob(f"{OF}*/step-*/{MANIFEST}") if STEP_DIR.fullmatch(path.parent.name)}
+
+
+LOW_SHARE, LOW_BYTES = 0.02, 1 << 30  # free, of all
+
+
+def nearly_full(free_bytes: int, total_bytes: int) -> bool:
+    """Whether a disk that a run writes to is about to fill."""
+    return free_bytes < LOW_BYTES or free_bytes < LOW_SHARE * total_bytes
+
+
+class NoRoomError(Exception):
+    """A disk cannot hold the checkpoints of a run; says why and what to do, as a clause about the directory."""
+
+
+def check_room(free_bytes: int, each_bytes: int, keep: int, there: int = 0, *, best: bool = False) -> None:
+    """Check that a disk can hold ``keep`` checkpoints and one that is being written.
+
+    ``each_bytes``: what one takes there, with the copy of another host's part; ``there``: how many it has already; ``best``: whether
+    one of those that are kept is the best.
+    """
+    there = min(there, keep)
+    if (keep + 1 - there) * each_bytes <= free_bytes:
+        return
+    fits = free_bytes // each_bytes + there - 1 - best
+    remedy = "use another directory"
+    if fits >= LEAST_KEPT:
+        remedy = f"use --checkpoint.keep {fits}, or another directory"
+    raise NoRoomError(
+        f"has {size_words(free_bytes)} free, but a checkpoint takes {size_words(each_bytes)}, {keep} are kept, and one more "
+        f"is being written; {remedy}"
+    )

@@ -1,10 +1,19 @@
-"""Errors that end a program with one sentence, and the exit codes that all programs share.
+"""Errors that end a program with one sentence, the exit codes that all programs share, and the words of messages. Pure.
+
+Errors that end a program with one sentence, and the exit codes that all programs share.
 
 UserError            bad input: nothing was changed         exit 2
 └── RunError         a host or the run is at fault          exit 1
+
+Building blocks of messages for people.
+
+Durations and sizes as people write them.
 """
 
-from collections.abc import Sized
+import difflib
+import errno
+import re
+from collections.abc import Iterable, Sequence, Sized
 
 GOOD, FAILED, REFUSED, UNFIT, STOPPED_FOLLOWING = 0, 1, 2, 3, 130
 
@@ -24,3 +33,102 @@ class RunError(UserError):
 def code_for(faults: Sized | bool) -> int:
     """FAILED if there are any faults, else GOOD."""
     return FAILED if faults else GOOD
+
+
+_GONE = "it was removed, or its filesystem is not mounted"
+REMEDIES = {
+    errno.ENOSPC: "free up space there",
+    errno.EDQUOT: "free up space there: this user's quota is used up",
+    errno.EACCES: "give this user the right",
+    errno.EPERM: "give this user the right",
+    errno.EROFS: "its filesystem is read-only: mount it writable again, or see dmesg there if a disk failed",
+    errno.EIO: "its disk fails: see dmesg there",
+    errno.ENOENT: _GONE,
+    errno.ENOTDIR: _GONE,
+    errno.ESTALE: _GONE,
+    errno.ENODEV: "mount it again",
+}
+
+
+def given(form: str, value: str | float | None) -> str:
+    """Format ``form`` with the value; '' if the value is None, empty or 0."""
+    return form.format(value) if value else ""
+
+
+def counted(n: int, noun: str, plural: str = "", *, grouped: bool = False) -> str:
+    """Return ``1 host`` or ``2 hosts``; ``plural`` if it does not end in -s alone; ``grouped``: ``2,000 hosts``."""
+    if n == 1:
+        return f"1 {noun}"
+    return f"{f'{n:,}' if grouped else n} {plural or noun + 's'}"
+
+
+def and_more(items: Sized, shown: int = 1) -> str:
+    """Write `` and 3 more`` after the first ``shown``; '' if there are no more."""
+    return given(" and {} more", max(0, len(items) - shown))
+
+
+def last_of(lines: Sequence[str], otherwise: str = "") -> str:
+    """Return the last line; ``otherwise`` if there is none."""
+    return [otherwise, *lines][-1]
+
+
+def short(text: str, most: int = 80) -> str:
+    """Cut a text that somebody else wrote to a length that fits in a message."""
+    return text if len(text) <= most else f"{text[:most]}…"
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return `` (did you mean 'status'?)`` for a word that is close to a known one, else ''."""
+    return given(" (did you mean {!r}?)", "".join(difflib.get_close_matches(word, list(known), n=1, cutoff=0.7)))
+
+
+def reason_of(error: Exception) -> str:
+    """Say why a file could not be read or written, without its path, which the message already names."""
+    if isinstance(error, UnicodeDecodeError):
+        return "it is not UTF-8 text"
+    return getattr(error, "strerror", None) or str(error)
+
+
+def remedy_of(error: BaseException) -> str:
+    """Return ``; free up space there``, or what else helps where a file cannot be read or written; '' if that is unknown."""
+    return given("; {}", REMEDIES.get(error.errno or 0, "") if isinstance(error, OSError) else "")
+
+
+SPAN = re.compile(r"(\d+(?:\.\d+)?)(s|m|h)?")
+SIZE = re.compile(r"(\d{1,9}(?:\.\d+)?)(MB|GB|TB)?")
+SPARE = 0.8  # of the free memory may be taken for copies of what is saved
+UNITS = {"MB": 10**6, "GB": 10**9, "TB": 10**12, None: 1}
+
+
+def seconds(text: str, where: str) -> float:
+    """Read ``30s``, ``10m``, ``1h`` or plain seconds.
+
+    Raises:
+        UserError: The text is none of them.
+    """
+    match = SPAN.fullmatch(text)
+    if not match or len(match[1]) > 9:
+        raise UserError(f"{where}: {text!r} is not a valid time; write 30s, 10m or 1h")
+    return float(match[1]) * {"s": 1, "m": 60, "h": 3600, None: 1}[match[2]]
+
+
+def n_bytes(text: str, where: str) -> int:
+    """Read ``500MB``, ``40GB``, ``1.5TB`` or plain bytes."""
+    match = SIZE.fullmatch(text)
+    if not match:
+        raise UserError(f"{where}: {text!r} is not a valid size; write 500MB, 40GB or 1.5TB")
+    return int(float(match[1]) * UNITS[match[2]])
+
+
+def staging_bytes(text: str) -> int | None:
+    """Read ``checkpoint.staging``: a size, or auto: None.
+
+    Raises:
+        UserError: It is neither.
+    """
+    return None if text == "auto" else n_bytes(text, "checkpoint.staging")
+
+
+def size_words(n_bytes: float) -> str:
+    """Write bytes as ``1.50 GB``, or as ``1.50 MB`` if they are few."""
+    return f"{n_bytes / 1e9:,.2f} GB" if n_bytes >= 1e9 else f"{n_bytes / 1e6:,.2f} MB"

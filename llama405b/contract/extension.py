@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from llama405b.contract.errors import UserError
-from llama405b.contract.phrases import reason_of
+from llama405b.contract.errors import UserError, reason_of
 
 FUNCTIONS = ("metrics", "loss", "documents", "every", "saved", "evaluated")
 LEARNS_BY = ("loss", "documents")  # what decides what a run learns

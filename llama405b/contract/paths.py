@@ -20,10 +20,10 @@ Every file has one writer. ``HOST`` is a name from the hosts file, ``N`` a rank:
     status/HOST.guard                agent         ``GuardState`` of the guard that was asked for, as last heard by that host
     status/.HOST.secrets             agent         until the node runner has read it
     status/.HOST.guard-order         agent         until the guard that begins on that host has read it
-    status/.HOST.spot                replicator    where that host takes copies of checkpoints (``replicas.Endpoint``)
-    status/.HOST.ring                that host's first rank   which host is next (``replicas.Ring``)
+    status/.HOST.spot                replicator    where that host takes copies of checkpoints (``checkpoints.Endpoint``)
+    status/.HOST.ring                that host's first rank   which host is next (``checkpoints.Ring``)
     status/HOST.after-save           that directory's owner   for which checkpoints ``checkpoint.after_save`` has succeeded
-    status/HOST.copied               replicator    what the next host has (``replicas.Copied``)
+    status/HOST.copied               replicator    what the next host has (``checkpoints.Copied``)
     logs/HOST/torchrun.log           node runner   torchrun's own output
     logs/HOST/times                  node runner   when each part of each log arrived
     logs/HOST/ID_*/attempt_*/N/*.log torchrun      stdout.log and stderr.log of each local rank (the node runner covers secrets)

@@ -1,24 +1,45 @@
-"""Packed sequences as batches: what is read, what is learnt, and where each document is. Knows tokens; not ranks or steps.
+"""Sequences of the data in their order: batches, which are skipped, and the processes that read ahead.
+
+Packed sequences as batches: what is read, what is learnt, and where each document is. Knows tokens; not ranks or steps.
 
 Shape suffixes: B sequences of a batch, S positions, N tokens.
+
+Documents that are not to be learnt: a list of token ranges, whose targets are masked in place; all else stays as it was.
+
+A range is of a token file, so a document is masked wherever it comes in the order, in later epochs too. Knows token files' places.
+
+This rank's batches, one step after another, read ahead. Knows ranks and where the run is in its data; not the model.
+
+A place in the order of the sequences determines what is there, so one number is the whole state, with any number of ranks and of
+processes that read ahead: what they have read and no step has used is not part of it.
 """
 
 import dataclasses
-from collections.abc import Iterable
+import functools
+import itertools
+import multiprocessing
+import os
+import sys
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.utils.data import DataLoader, Dataset
 
-from llama405b.contract.errors import UserError
-from llama405b.contract.phrases import counted
-from llama405b.contract.schema import Data
+from llama405b.contract import reader
+from llama405b.contract.errors import RunError, UserError, counted, reason_of
+from llama405b.contract.reader import MalformedError
+from llama405b.contract.software import end_with
+from llama405b.data.batch import IGNORE_INDEX, Batch
 from llama405b.data.encode import FIRST, MARKS, NOT_LEARNT
-from llama405b.data.sources import Mixture, open_source
+from llama405b.data.sources import Masked, Mixture, open_source
 from llama405b.data.tokens import Progress, Say, TokenFile, bring_tokens
 from llama405b.distributed.ranks import Rank
-from llama405b.model.batch import IGNORE_INDEX, Batch
+from llama405b.settings.axes import Dealing
+from llama405b.settings.schema import Data
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -147,3 +168,145 @@ def describe_reading(config: Data, batches: Batches) -> list[str]:
             line += f"; {counted(source.unread, 'token', grouped=True)} unused"
         lines.append(line)
     return lines
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Skipped:
+    """A line of a skip list."""
+
+    source: int  # of the run's, from 0
+    n_tokens: int  # of that source's token file: a list is of one data set
+    begin: int
+    end: int
+    document: str = ""  # for people
+    why: str = ""
+
+
+def read_skips(path: Path) -> tuple[Skipped, ...]:
+    """Read a skip list.
+
+    Raises:
+        UserError: It cannot be read, or is none.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+        return tuple(
+            reader.loads(Skipped, line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()
+        )
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(
+            f"--data.skip: {path}: cannot be read ({reason_of(error)}); name a list that `llama405b blame` wrote"
+        ) from None
+    except MalformedError as error:
+        raise UserError(f"--data.skip: {error}; name a list that `llama405b blame` wrote") from None
+
+
+def without(mixture: Mixture, skips: Sequence[Skipped]) -> Mixture:
+    """Return a mixture whose targets in these ranges are masked.
+
+    Raises:
+        UserError: They are of other data.
+    """
+    sources = list(mixture.sources)
+    for number, source in enumerate(sources):
+        own = [skip for skip in skips if skip.source == number]
+        if any(
+            skip.n_tokens != len(source.tokens_N) or not 0 <= skip.begin < skip.end <= skip.n_tokens for skip in own
+        ):
+            raise UserError(
+                "--data.skip: the list is of other data (its token file has another length); name that of this run's data"
+            )
+        sources[number] = dataclasses.replace(source, masked=Masked.of((skip.begin, skip.end) for skip in own))
+    if any(skip.source >= len(sources) for skip in skips):
+        raise UserError("--data.skip: the list is of other data (which has more sources); name that of this run's data")
+    return dataclasses.replace(mixture, sources=tuple(sources))
+
+
+def words_of(skips: Sequence[Skipped]) -> str:
+    """Say what is skipped."""
+    n_tokens = sum(skip.end - skip.begin for skip in skips)
+    return f"data: {counted(len(skips), 'range')} of {counted(n_tokens, 'token', grouped=True)} not learnt, as data.skip lists them"
+
+
+Windows = NDArray[np.uint32]  # (B, S + 1)
+
+
+class Reader:
+    """An endless iterator of steps: the micro-batches of this rank, on its device."""
+
+    def __init__(
+        self, batches: Batches, me: Rank, dealing: Dealing, micro: int, position: int = 0, workers: int = 0
+    ) -> None:
+        """``position``: sequences that were read before, over all ranks; ``workers``: processes that read ahead; 0: a thread.
+
+        ``dealing``: of the step's micro-batches, of ``micro`` sequences each, to the ranks that split the batch.
+        """
+        self.batches = batches
+        self.me = me
+        self.global_batch = dealing.n_micro * micro
+        self.micro = micro
+        self.position = position
+        first, n_own = dealing.place(me.dp.rank)
+        self.idle = dealing.rounds - n_own  # micro-batches: those of the rank before, of which nothing is learnt
+        rows = _Rows(batches, dealing.rounds * micro)
+        begins = itertools.count(position + (first - self.idle) * micro, self.global_batch)
+        self.windows = _by_workers(rows, begins, workers) if workers else _by_thread(rows, begins)
+
+    def __iter__(self) -> Iterator[list[Batch]]:
+        return self
+
+    def __next__(self) -> list[Batch]:
+        """Return the next step's."""
+        windows = next(self.windows)
+        self.position += self.global_batch
+        batch = self.batches.batch(windows)
+        batch.targets_BS[: self.idle * self.micro] = IGNORE_INDEX
+        return [part.to(self.me.device) for part in batch.split(self.micro)]
+
+    def close(self) -> None:
+        """End what reads ahead."""
+        self.windows.close()
+
+
+class _Rows(Dataset[Windows]):
+    """So many sequences from a place on."""
+
+    def __init__(self, batches: Batches, each: int) -> None:
+        self.batches, self.each = batches, each
+
+    def __getitem__(self, begin: int) -> Windows:
+        return self.batches.windows(range(begin, begin + self.each))
+
+
+def _by_thread(rows: _Rows, begins: Iterator[int]) -> Generator[Windows]:
+    with ThreadPoolExecutor(1, "read-ahead") as thread:
+        coming = thread.submit(rows.__getitem__, next(begins))
+        while True:
+            ready, coming = coming, thread.submit(rows.__getitem__, next(begins))
+            yield ready.result()
+
+
+def _by_workers(rows: _Rows, begins: Iterator[int], workers: int) -> Generator[Windows]:
+    """From processes that have none of the rank's sockets or threads, and end with it."""
+    server = multiprocessing.get_context("forkserver")
+    server.set_forkserver_preload([__name__, getattr(sys.modules["__main__"].__spec__, "name", __name__)])
+    loader = DataLoader(
+        rows,
+        sampler=begins,
+        batch_size=None,
+        num_workers=workers,
+        collate_fn=_as_it_is,
+        multiprocessing_context=server,
+        worker_init_fn=functools.partial(end_with, os.getpid()),
+    )
+    try:
+        yield from loader
+    except RuntimeError as error:
+        why = " ".join(str(error).split())
+        raise RunError(
+            f"--data.workers: a process that reads ahead died ({why}); check the host's memory, or use fewer"
+        ) from None
+
+
+def _as_it_is(windows: Windows) -> Windows:
+    return windows

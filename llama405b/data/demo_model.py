@@ -7,10 +7,10 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from llama405b.contract.corpus import STDLIB, Form, expand
-from llama405b.contract.document import Text
 from llama405b.contract.errors import UserError
 from llama405b.data.documents import Documents, FilePart
+from llama405b.formats.corpus import STDLIB, Form, expand
+from llama405b.formats.document import Text
 
 VOCAB = 2048
 TOKENIZER_TEXT_BYTES = 2_000_000

@@ -1,25 +1,183 @@
-"""Documents as tokens: a uint32 each, whose highest bit marks one that is read but not learnt, and the next one the first of a document.
+"""Records as tokens, with what is learnt of them marked.
+
+Conversations as text: through the tokenizer's chat template, in pieces of which some are learnt. Knows no files.
+
+Text as tokens. A special token that a text spells is text; one that a chat template writes is that token.
+
+Knows the tokenizer; not documents or files.
+
+Documents as tokens: a uint32 each, whose highest bit marks one that is read but not learnt, and the next one the first of a document.
 
 Knows documents and the tokenizer; not files or ranks.
 
 Shape suffixes: N tokens.
 """
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import NamedTuple
+import os
+import re
+import secrets
+import signal
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
+from jinja2 import TemplateError
 from numpy.typing import NDArray
+from tokenizers import AddedToken, Tokenizer
 from transformers import PreTrainedTokenizerBase
 
-from llama405b.contract.corpus import NO_TEMPLATE
-from llama405b.contract.document import Chat, Text
-from llama405b.contract.errors import UserError
-from llama405b.contract.phrases import counted, given
-from llama405b.data.chat import MOST_S, EndlessError, Segment, Template, UnusableError
+from llama405b.contract.errors import UserError, counted, given
 from llama405b.data.documents import Documents, Found
-from llama405b.data.spelling import ESCAPED, Spelling, has_guards, without_guards
+from llama405b.formats.corpus import NO_TEMPLATE
+from llama405b.formats.document import Chat, Text
+
+Segment = tuple[str, bool]  # text, and whether it is learnt
+MOST_S = 10.0  # of this process's time, for the text of a conversation: it takes milliseconds
+
+
+class UnusableError(ValueError):
+    """A conversation that the template cannot be used for."""
+
+
+class EndlessError(Exception):
+    """The template does not end."""
+
+
+class Template:
+    """The tokenizer's chat template, and the roles whose messages are learnt."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, learn: Collection[str]) -> None:
+        self.tokenizer, self.learn = tokenizer, learn
+
+    def segments(self, chat: Chat) -> list[Segment]:
+        """Split a conversation where learning begins and ends: after the header of a message, and after the message's end.
+
+        That is where its text is split at inference, too: a prompt ends with the header. A message of weight 0 is not learnt.
+        """
+        whole = self._rendered(chat, len(chat.messages))
+        found, done = list[Segment](), 0
+        for number, message in enumerate(chat.messages):
+            if message["role"] not in self.learn or message.get("weight") == 0:
+                continue
+            answers = message["role"] == "assistant"
+            before = self._rendered(chat, number, prompt=answers) if number else self._beginning(chat)
+            after = self._rendered(chat, number + 1)
+            if not (whole.startswith(after) and after.startswith(before) and done <= len(before)):
+                raise UnusableError("the chat template changes earlier messages when later ones follow")
+            found += [(whole[done : len(before)], False), (whole[len(before) : len(after)], True)]
+            done = len(after)
+        if not whole:
+            raise UnusableError("the chat template writes nothing for it")
+        return [(text, learnt) for text, learnt in (*found, (whole[done:], False)) if text]
+
+    def _beginning(self, chat: Chat) -> str:
+        """What precedes the text of the first message, its header with it: where two conversations part that have different ones."""
+        first = chat.messages[0]
+        text = "b" if str(first.get("content")).strip().startswith("a") else "a"
+        other = dataclasses.replace(chat, messages=({**first, "content": text},))
+        return os.path.commonprefix([self._rendered(chat, 1), self._rendered(other, 1)])  # noqa: RUF071  (of texts)
+
+    def _rendered(self, chat: Chat, n_messages: int, *, prompt: bool = False) -> str:
+        """The first messages as text; ``prompt``: and the header of an answer."""
+        messages: Sequence[object] = [dict(message) for message in chat.messages[:n_messages]]
+        try:
+            with _ending_in_time():
+                return str(
+                    self.tokenizer.apply_chat_template(
+                        messages, tools=chat.tools, tokenize=False, add_generation_prompt=prompt
+                    )
+                )
+        except (TemplateError, TypeError, ValueError, KeyError) as error:
+            raise UnusableError(f"the chat template refuses it ({' '.join(str(error).split())})") from None
+
+
+@contextlib.contextmanager
+def _ending_in_time() -> Iterator[None]:
+    """Raise EndlessError in the main thread, which this is, after ``MOST_S`` of computing: a template may loop without end."""
+
+    def strike(*_: object) -> None:
+        raise EndlessError
+
+    before = signal.signal(signal.SIGVTALRM, strike)
+    signal.setitimer(signal.ITIMER_VIRTUAL, MOST_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
+
+
+ESCAPED = r"\ud800"  # what becomes of a guard where a template writes a value as source text
+GUARD = "\ud800"  # before each letter of a special token that a text spells; texts have none, since UTF-8 has none
+
+
+class Spelling:
+    """A tokenizer to which special tokens have other names, which no text can know: only what ``named`` gives them is one.
+
+    So the tokenizer itself splits the template's text at them, as it does by their own names.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, parses: bool = False) -> None:
+        """``parses``: as ``data.special_tokens = parse`` says it: all special tokens have their own names, for all texts."""
+        self.backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+        self.backend.no_truncation()
+        self.backend.no_padding()
+        self.backend.encode_special_tokens = not parses
+        special = {} if parses else {n: t for n, t in self.backend.get_added_tokens_decoder().items() if t.special}
+        secret = secrets.token_hex(8)
+        self.names = {token.content: f"<{secret}-{number}>" for number, token in special.items()}
+        self.backend.add_tokens([_called(token, self.names[token.content]) for token in special.values()])
+        self.numbers = {self.backend.token_to_id(self.names[token.content]): n for n, token in special.items()}
+        any_of_them = "|".join(map(re.escape, sorted(self.names, key=len, reverse=True)))
+        self.special = re.compile(any_of_them) if special else None
+        self.guarded_or_special = re.compile(f"{GUARD}(.?)|(?:{any_of_them})", re.DOTALL)
+
+    def encoded(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the tokens of each text."""
+        found = [each.ids for each in self.backend.encode_batch_fast(texts, add_special_tokens=False)]
+        return [[self.numbers.get(token, token) for token in ids] for ids in found] if self.special else found
+
+    def guarded(self, value: Any) -> Any:
+        """Return what a record says, with guards: ``named`` leaves the special tokens that it spells as they are."""
+        match value:
+            case str() if self.special:
+                return self.special.sub(lambda found: "".join(GUARD + letter for letter in found[0]), value)
+            case list() | tuple():
+                return [self.guarded(each) for each in value]
+            case Mapping():
+                return {self.guarded(key): self.guarded(each) for key, each in value.items()}
+        return value
+
+    def named(self, text: str) -> str:
+        """Return what a template wrote of guarded values, with the names of its special tokens and without the guards."""
+        if not self.special:
+            return text
+        return self.guarded_or_special.sub(lambda found: self.names.get(found[0]) or found[1], text)
+
+
+def has_guards(text: str) -> bool:
+    """Whether a guarded text spells special tokens."""
+    return GUARD in text
+
+
+def without_guards(text: str) -> str:
+    """Return a text as it was before ``guarded``."""
+    return text.replace(GUARD, "")
+
+
+def _called(token: AddedToken, name: str) -> AddedToken:
+    """The same token by another name, which is read although special ones are not."""
+    return AddedToken(
+        name,
+        single_word=token.single_word,
+        lstrip=token.lstrip,
+        rstrip=token.rstrip,
+        normalized=token.normalized,
+        special=False,
+    )
+
 
 NOT_LEARNT = np.uint32(1 << 31)
 FIRST = np.uint32(1 << 30)  # of a document

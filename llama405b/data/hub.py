@@ -60,11 +60,7 @@ class HubFile:
         return HubStat(self.size)
 
     def open(self, mode: Literal["rb"]) -> BinaryIO:
-        """Open its bytes; they are asked for in ranges as they are read, and again if the network fails for seconds.
-
-        Raises:
-            OSError: Now or when reading: the Hub cannot be reached, or refuses.
-        """
+        """Open its bytes; they are asked for in ranges as they are read, and again if the network fails for seconds."""
         from huggingface_hub import HfFileSystem
 
         with _as_os_errors():
@@ -113,12 +109,7 @@ def _as_os_errors() -> Iterator[None]:
 
 
 def hub_files(path: str) -> list[HubFile]:
-    """Return the files that ``hf://datasets/OWNER/NAME[@REVISION][/GLOB]`` names: all of text and tables, or those of the glob.
-
-    Raises:
-        UserError: The dataset does not exist, has no such file, or access is denied.
-        RunError: The Hub cannot be reached.
-    """
+    """Return the files that ``hf://datasets/OWNER/NAME[@REVISION][/GLOB]`` names: all of text and tables, or those of the glob."""
     if not (found := ADDRESS.fullmatch(path)):
         raise UserError(f"--data.paths: {path!r} is not hf://datasets/OWNER/NAME[@REVISION][/GLOB]; correct it")
     name = found["name"]

@@ -1,22 +1,135 @@
-"""Token files as packed sequences, and the order in which those of several are read. Knows tokens; not ranks or steps.
+"""Token files as one source of sequences: mixture, held-out documents, and which document a token is from.
+
+Where sequences begin and end in a stream of documents. Knows tokens' marks alone.
+
+Shape suffixes: N tokens, sequences or documents.
+
+Which documents are held out of training, and the tokens of those that are left, one after another. Knows tokens' marks alone.
+
+Shape suffixes: N tokens, documents or stretches.
+
+Token files as packed sequences, and the order in which those of several are read. Knows tokens; not ranks or steps.
 
 Shape suffixes: S positions, N tokens or sequences.
+
+Which documents are in a sequence: to name those of a step that went wrong. Knows token files; not ranks.
+
+A token file has a list beside it, ``.files``: where in the tokens a file of text begins or, every ``APART`` tokens, goes on.
 """
 
+import bisect
 import dataclasses
 import functools
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from llama405b.contract.errors import UserError
-from llama405b.contract.phrases import counted
-from llama405b.data.encode import FIRST, NOT_LEARNT
-from llama405b.data.holding import Excerpt, divided
-from llama405b.data.spans import bounds_of, filled_spans, has_prompts, whole_spans
+from llama405b.contract.errors import UserError, counted
+from llama405b.data.encode import FIRST, MARKS, NOT_LEARNT, FileOffset
+
+CHUNK = 64 << 20  # tokens looked at at a time
+
+
+def has_prompts(tokens_N: NDArray[np.uint32]) -> bool:
+    """Whether any token but the first of a document, which nothing foretells, is only read."""
+    return any(bool((tokens_N[i : i + CHUNK] & MARKS == NOT_LEARNT).any()) for i in range(0, len(tokens_N), CHUNK))
+
+
+def bounds_of(tokens_N: NDArray[np.uint32]) -> NDArray[np.int64]:
+    """Return where documents begin, and where the last one ends."""
+    begins = [np.flatnonzero(tokens_N[i : i + CHUNK] & FIRST) + i for i in range(0, len(tokens_N), CHUNK)]
+    return np.unique(np.concatenate([[0], *begins, [len(tokens_N)]]))
+
+
+def filled_spans(n_tokens: int, seq_len: int) -> NDArray[np.int64]:
+    """Return first token and end of each sequence, (N, 2): every ``seq_len`` tokens, and what is left."""
+    begins_N = np.arange(0, n_tokens, seq_len)
+    return np.stack([begins_N, np.minimum(begins_N + seq_len, n_tokens)], axis=1)
+
+
+def whole_spans(bounds_N: NDArray[np.int64], seq_len: int, *, truncate: bool) -> NDArray[np.int64]:
+    """Return first token and end of each sequence, (N, 2): as many documents one after another as fit whole into it.
+
+    One that is longer than a sequence goes on in the next ones, unless it is truncated; ``bounds_N``: as ``bounds_of`` has it.
+    """
+    bounds = bounds_N.tolist()
+    spans, begin = list[tuple[int, int]](), 0
+    while begin < bounds[-1]:
+        last = bounds[bisect.bisect_right(bounds, begin + seq_len) - 1]  # the last end of a document that fits
+        end = last if last > begin else begin + seq_len
+        spans.append((begin, end))
+        begin = bounds[bisect.bisect_right(bounds, begin)] if truncate and last <= begin else end
+    return np.array(spans, dtype=np.int64).reshape(-1, 2)
+
+
+ENOUGH = 4  # documents to evaluate on, if there are as many that are short enough: one alone may be unlike all others
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Excerpt:
+    """Stretches of a token file, one after another."""
+
+    begins_N: NDArray[np.int64]  # of each stretch, in the file
+    ends_N: NDArray[np.int64]  # of each stretch, among the tokens of all
+
+    @classmethod
+    def of(cls, documents_N2: NDArray[np.int64]) -> "Excerpt":
+        """Take documents, by begin and end; those that follow each other are one stretch."""
+        begins_N, ends_N = documents_N2.T
+        apart_N = begins_N[1:] != ends_N[:-1]
+        first_N, last_N = np.append(True, apart_N), np.append(apart_N, True)
+        return cls(begins_N[first_N], np.cumsum(ends_N[last_N] - begins_N[first_N]))
+
+    @property
+    def n_tokens(self) -> int:
+        """Number of tokens."""
+        return int(self.ends_N[-1])
+
+    def ranges(self, begin: int, end: int) -> list[tuple[int, int]]:
+        """Return where in the file these tokens are, in their order."""
+        found, number = list[tuple[int, int]](), int(np.searchsorted(self.ends_N, begin, "right"))
+        while begin < end and number < len(self.ends_N):
+            before = int(self.ends_N[number - 1]) if number else 0
+            stop = min(end, int(self.ends_N[number]))
+            start = int(self.begins_N[number]) - before
+            found.append((start + begin, start + stop))
+            begin, number = stop, number + 1
+        return found
+
+
+def divided(
+    tokens_N: NDArray[np.uint32], n_held: int, draw: np.random.Generator
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Divide documents into those that are kept and those held out, (N, 2): begin and end of each.
+
+    Those held out have about ``n_held`` tokens, and are short and long as the others are: of documents in the order of their sizes,
+    every so many-th. Only those come into question that are short enough for ``ENOUGH`` of them, or else for one; where there are
+    too few of these, the end of the longest document is held out instead.
+    """
+    bounds_N = bounds_of(tokens_N)
+    documents_N2 = np.stack([bounds_N[:-1], bounds_N[1:]], axis=1)
+    sizes_N = np.diff(bounds_N)
+    for most in (n_held // ENOUGH, n_held):
+        some_N = draw.permutation(np.flatnonzero(sizes_N <= most))
+        some_N = some_N[sizes_N[some_N].argsort(kind="stable")]
+        share = min(1.0, n_held / max(1, sizes_N[some_N].sum()))
+        turns_N = np.floor(np.arange(len(some_N) + 1) * share + draw.random())
+        held_N = some_N[np.diff(turns_N) > 0]
+        while len(held_N) > 1 and 2 * sizes_N[held_N].sum() > 3 * n_held:
+            held_N = held_N[:-1]
+        held_N = np.sort(held_N)
+        if 2 * abs(sizes_N[held_N].sum() - n_held) <= n_held:
+            return np.delete(documents_N2, held_N, axis=0), documents_N2[held_N]
+    longest = int(sizes_N.argmax())
+    end = int(bounds_N[longest + 1])
+    cut = end - min(n_held, int(sizes_N[longest]) // 2)
+    documents_N2[longest, 1] = cut
+    return documents_N2, np.array([[cut, end]])
+
 
 TURNS, HELD = 2**32 - 1, 2**32 - 2  # streams of random numbers of their own, beside those of the sources
 
@@ -182,11 +295,7 @@ class Mixture:
 
     @classmethod
     def of(cls, sources: Sequence[Source], seed: int, weights: Sequence[float] = ()) -> "Mixture":
-        """Mix by weight; without weights every sequence comes once in an epoch.
-
-        Raises:
-            UserError: An epoch would have no sequence of a source.
-        """
+        """Mix by weight; without weights every sequence comes once in an epoch."""
         sizes = [source.n_sequences for source in sources]
         shares = np.array(weights or sizes, dtype=np.float64)
         exact = shares / shares.sum() * sum(sizes)
@@ -202,11 +311,7 @@ class Mixture:
         return cls(tuple(sources), seed, tuple(counts.tolist()))
 
     def hold_out(self, fraction: float) -> list[tuple[Source, Source]]:
-        """Split each source into what is trained on and what is held out.
-
-        Raises:
-            UserError: A source has only one sequence.
-        """
+        """Split each source into what is trained on and what is held out."""
         draws = (np.random.default_rng([self.seed, number, HELD]) for number in range(len(self.sources)))
         return [source.hold_out(fraction, draw) for source, draw in zip(self.sources, draws, strict=True)]
 
@@ -261,3 +366,76 @@ def _turns(seed: int, epoch: int, counts: tuple[int, ...]) -> tuple[NDArray[np.u
     for number, count in enumerate(counts):
         nth_N[which_N == number] = np.arange(count)
     return which_N, nth_N
+
+
+SUFFIX = ".files"
+
+
+class Span(NamedTuple):
+    """Documents of a file, from 1."""
+
+    file: str
+    first: int
+    last: int
+
+    def __str__(self) -> str:
+        return f"{self.file} {self.first}" + (f"-{self.last}" if self.last > self.first else "")
+
+
+def write_offsets(tokens: Path, files: Iterable[FileOffset]) -> None:
+    """Write the list beside a token file."""
+    text = "".join(json.dumps(entry) + "\n" for entry in files)
+    tokens.with_suffix(SUFFIX).write_text(text, encoding="utf-8")
+
+
+def read_offsets(tokens: Path) -> tuple[FileOffset, ...]:
+    """Return the list beside a token file; nothing if it is not there."""
+    return _files(tokens.with_suffix(SUFFIX))
+
+
+def documents_at(mixture: Mixture, indices: Iterable[int]) -> Iterator[str]:
+    """Name the documents at these places of the order, as ``talk.jsonl 7-9``: the 7th to 9th document of that file."""
+    for index in indices:
+        number, place = mixture.at(index)
+        yield from map(str, documents_in(mixture.sources[number], place))
+
+
+def documents_in(source: Source, place: int) -> list[Span]:
+    """Return the documents of a sequence; none if the list of files is not there."""
+    name = getattr(source.tokens_N, "filename", None)
+    files = read_offsets(Path(name)) if name else ()
+    parts = source.ranges(*source.span(place))
+    return [span for begin, end in parts for span in _documents_between(source.tokens_N, files, begin, end)]
+
+
+def name_of(source: Source, token: int) -> str:
+    """Name the document that a token of the file is in; by its place where the list of files is not there."""
+    name = getattr(source.tokens_N, "filename", None)
+    files = read_offsets(Path(name)) if name else ()
+    spans = _documents_between(source.tokens_N, files, token, token + 1)
+    return str(spans[0]) if spans else f"token {token}"
+
+
+def _documents_between(tokens_N: NDArray[np.uint32], files: tuple[FileOffset, ...], begin: int, end: int) -> list[Span]:
+    at = bisect.bisect_right(files, begin, key=lambda entry: entry.token) - 1
+    found = list[Span]()
+    while 0 <= at < len(files) and files[at].token < end:
+        entry = files[at]
+        after = files[at + 1].token if at + 1 < len(files) else len(tokens_N)
+        start, stop = max(begin, entry.token), min(end, after)
+        first = entry.before + int(np.count_nonzero(tokens_N[entry.token : start + 1] & FIRST))
+        last = first + int(np.count_nonzero(tokens_N[start + 1 : stop] & FIRST))
+        if found and found[-1].file == entry.file:
+            first = found.pop().first
+        found.append(Span(entry.file, first, last))
+        at += 1
+    return found
+
+
+@functools.lru_cache(maxsize=16)
+def _files(path: Path) -> tuple[FileOffset, ...]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+        return tuple(FileOffset(*map_entry) for map_entry in map(json.loads, lines))
+    except (OSError, ValueError, TypeError):
+        return ()

@@ -3,15 +3,25 @@
 ``torch.empty(pin_memory=True)`` rounds each block up to a power of two; memory that is allocated first and then registered
 with CUDA has the size that was asked for. Registering 100 GB takes a minute, and a registration within a backward can
 deadlock with NCCL's kernels: so everything is pinned at once, and never in a step.
+
+Copies between CPU memory and a GPU that nobody waits for. On a CPU they are plain.
+
+How long the parts of a step take. Uses CUDA events, so that measuring does not stall the GPU.
 """
 
 import contextlib
 import dataclasses
 import mmap
 import resource
-from collections.abc import Callable, Sequence
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -99,11 +109,7 @@ def grouped(blocks: Sequence[int]) -> list[list[int]]:
 
 
 def register(piece: Tensor, done: int, total: int, setting: str = "parallel.offload") -> None:
-    """Have CUDA pin memory that is allocated already.
-
-    Raises:
-        UserError: It refuses: the memory does not suffice, or a limit forbids it.
-    """
+    """Have CUDA pin memory that is allocated already."""
     _registered.append(piece)
     error = int(torch.cuda.cudart().cudaHostRegister(piece.data_ptr(), piece.nbytes, 1))  # 1: for every context
     if error:
@@ -131,3 +137,116 @@ def _pages(n_bytes: int) -> Tensor:
 def aligned(n_bytes: int) -> int:
     """Return how much of a piece a block takes."""
     return -(-n_bytes // ALIGNED) * ALIGNED
+
+
+STAGE_BYTES = 256 << 20  # a power of two, as torch pins it
+READERS, READ_BYTES = 8, 16 << 20  # threads, and what each reads at a time
+Arrived = Callable[[], None]  # waits until copies have been made
+
+
+def copy(pairs: Iterable[tuple[Tensor, Tensor]], stream: torch.cuda.Stream | None) -> Arrived:
+    """Copy to the first tensor of each pair from the second; without a stream at once. Returns what waits for it."""
+    with on_stream(stream):
+        for to, of in pairs:
+            to.copy_(of, non_blocking=True)
+            if stream and of.is_cuda:
+                of.record_stream(stream)  # or its memory would be reused before it has been read
+    return stream.record_event().synchronize if stream else nothing
+
+
+def on_stream(stream: torch.cuda.Stream | None) -> AbstractContextManager[None]:
+    """Run what is inside on a stream, if there is one; without one this does not start CUDA, as torch's context would."""
+    return torch.cuda.stream(stream) if stream else nullcontext()
+
+
+def nothing() -> None:
+    """Wait for nothing."""
+
+
+class Stage:
+    """Brings bytes of mapped files to a device: several threads read ahead, to a GPU through two pinned buffers."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.threads = device, ThreadPoolExecutor(READERS, "reader")
+        self.buffers: list[Tensor] = []
+
+    def bring(self, target: Tensor, sources: Sequence[tuple[int, Tensor]]) -> None:
+        """Copy each source to where it begins in ``target`` (uint8, on the device); returns when all are there."""
+        if self.device.type == "cpu":
+            self._read(target, 0, sources)
+            return
+        if not self.buffers:
+            self.buffers = [torch.empty(STAGE_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        self._through(self.buffers, target, sources, torch.cuda.current_stream(self.device))
+
+    def _through(
+        self,
+        buffers: Sequence[Tensor],
+        target: Tensor,
+        sources: Sequence[tuple[int, Tensor]],
+        stream: torch.cuda.Stream | None,
+    ) -> None:
+        """Fill one buffer while the other is copied."""
+        free: list[Arrived] = [nothing] * len(buffers)
+        for number, part in enumerate(target.split(buffers[0].numel())):
+            slot = number % len(buffers)
+            free[slot]()
+            buffer = buffers[slot][: part.numel()]
+            self._read(buffer, number * buffers[0].numel(), sources)
+            free[slot] = copy([(part, buffer)], stream)
+        for arrived in free:
+            arrived()
+
+    def _read(self, into: Tensor, begin: int, sources: Sequence[tuple[int, Tensor]]) -> None:
+        """Fill a buffer that begins there in the target."""
+        pairs = list(_overlaps(into, begin, sources))
+        list(self.threads.map(lambda pair: np.copyto(*pair), pairs))
+
+
+def _overlaps(
+    into: Tensor, begin: int, sources: Iterable[tuple[int, Tensor]]
+) -> Iterator[tuple["np.ndarray[tuple[int], np.dtype[np.uint8]]", "np.ndarray[tuple[int], np.dtype[np.uint8]]"]]:
+    """Yield what of each source belongs into the buffer, in pieces for one thread each."""
+    for at, source in sources:
+        flat = source.flatten().view(torch.uint8)
+        low, high = max(at, begin), min(at + flat.numel(), begin + into.numel())
+        for first in range(low, high, READ_BYTES):
+            last = min(first + READ_BYTES, high)
+            yield into[first - begin : last - begin].numpy(), flat[first - at : last - at].numpy()
+
+
+class StepTimer:
+    """Marks the end of each part; a part may end more than once per step (micro-batches)."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.cuda = device.type == "cuda"
+        self.marks: list[tuple[str, Any]] = [("", moment(cuda=self.cuda))]
+
+    def mark(self, part: str) -> None:
+        """Mark the end of ``part``."""
+        self.marks.append((part, moment(cuda=self.cuda)))
+
+    def seconds(self) -> dict[str, float]:
+        """Return the seconds by part; waits for the device."""
+        if self.cuda:
+            torch.cuda.synchronize()
+        total: dict[str, float] = defaultdict(float)
+        for (_, begin), (part, end) in zip(self.marks, self.marks[1:], strict=False):
+            total[part] += seconds_between(begin, end)
+        return total
+
+
+def moment(*, cuda: bool) -> Any:
+    """Return the time; with ``cuda`` an event, whose time is when the current stream gets there."""
+    if not cuda:
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def seconds_between(begin: Any, end: Any) -> float:
+    """Return the seconds between two moments; events must have happened, and torch refuses those that have not."""
+    if isinstance(begin, torch.cuda.Event):
+        return begin.elapsed_time(end) / 1000
+    return float(end - begin)

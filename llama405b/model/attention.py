@@ -1,4 +1,19 @@
-"""Choose attention, the same on all ranks, and check on each, before the first step, that it computes what it should.
+"""Which attention a model uses: the kernels there are, what each is told of packed documents, and the check that it must pass.
+
+Which implementations of attention there are, and which can run on a device; torch's own for packed documents among them.
+
+Knows transformers' interface of attention and what is installed; not ranks or batches.
+
+Shape suffixes: B sequences, H heads, S positions, D size of a head.
+
+What the model is given of packed documents, so that none sees another.
+
+transformers makes a block mask for sdpa and eager where positions restart. With flash-attn it would do so only for one sequence
+at a time, after looking at every layer (which waits for the device): the kernels are told where documents end instead.
+
+Shape suffixes: B sequences, S positions, T positions attended to.
+
+Choose attention, the same on all ranks, and check on each, before the first step, that it computes what it should.
 
 Knows transformers' Llama, batches and ranks; not files.
 
@@ -7,21 +22,142 @@ Shape suffixes: B sequences, S positions, V vocabulary.
 
 import contextlib
 import copy
+import importlib.metadata
+import inspect
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface
+from transformers.modeling_utils import AttentionInterface
 
 from llama405b.contract.errors import UserError
-from llama405b.contract.schema import Config
+from llama405b.data.batch import Batch
 from llama405b.distributed import collectives
 from llama405b.distributed.ranks import Rank
-from llama405b.model.batch import Batch
-from llama405b.model.inputs import mask_bytes, model_inputs
-from llama405b.model.kernels import candidates, lack
 from llama405b.model.llama import compute_dtype, head_dim, with_layers
+from llama405b.settings.schema import Config
+
+VARLEN = "varlen"
+SDPA = "sdpa"
+
+
+class Kernel(NamedTuple):
+    """An implementation that is told where documents end, and needs no mask: it runs on CUDA, in BF16."""
+
+    package: str  # that it comes from; "": torch
+    capabilities: range  # the major numbers of CUDA devices
+
+
+KERNELS = {  # the fastest first
+    "flash_attention_4": Kernel("flash-attn-4", range(9, 13)),
+    "flash_attention_3": Kernel("flash-attn-3", range(8, 10)),
+    "flash_attention_2": Kernel("flash-attn", range(8, 13)),
+    VARLEN: Kernel("", range(8, 13)),
+}
+KNOWS_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch >= 2.12
+
+
+def candidates(choice: str) -> tuple[str, ...]:
+    """Return the implementations to try, in this order; ``choice``: one of them, or auto."""
+    return (*KERNELS, SDPA) if choice == "auto" else (choice,)
+
+
+def flash_lack(name: str, device: torch.device, dtype: torch.dtype) -> str:
+    """Say what an implementation lacks here; "" if nothing."""
+    if name not in KERNELS:
+        return ""
+    package, capabilities = KERNELS[name]
+    if device.type != "cuda":
+        return "flash-attn and varlen need CUDA"
+    if dtype is not torch.bfloat16:
+        return "flash-attn and varlen compute in BF16 only"
+    if package and not _installed(package):
+        return f"{package} is not installed"
+    major, minor = torch.cuda.get_device_capability(device)
+    return "" if major in capabilities else f"{package or name} is not for GPUs of compute capability {major}.{minor}"
+
+
+def _installed(package: str) -> bool:
+    try:
+        importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def attend_varlen(
+    _module: nn.Module,
+    query_BHSD: Tensor,
+    key_BHSD: Tensor,
+    value_BHSD: Tensor,
+    _mask: None,
+    *,
+    scaling: float,
+    cu_seq_lens_q: Tensor,
+    max_length_q: int,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Attend with torch's own kernel, in the form that transformers calls; returns (B, S, H, D).
+
+    ``cu_seq_lens_q``: where documents end in the flattened batch, after a 0 (int32); ``max_length_q``: the longest.
+    """
+    query, key, value = (each.transpose(1, 2).flatten(0, 1) for each in (query_BHSD, key_BHSD, value_BHSD))
+    groups: dict[str, bool] = {"enable_gqa": True} if KNOWS_GROUPS else {}
+    if not KNOWS_GROUPS:
+        shared = query.size(1) // key.size(1)
+        key, value = key.repeat_interleave(shared, 1), value.repeat_interleave(shared, 1)
+    ends, longest = cu_seq_lens_q, max_length_q
+    out = varlen_attn(query, key, value, ends, ends, longest, longest, scale=scaling, window_size=(-1, 0), **groups)
+    return out.unflatten(0, (len(query_BHSD), -1)), None
+
+
+AttentionInterface.register(VARLEN, attend_varlen)
+AttentionMaskInterface.register(VARLEN, lambda *_, **__: None)  # it needs none
+
+
+def model_inputs(batch: Batch, attention: str, *, is_split: bool = False) -> dict[str, Any]:
+    """Return the model's arguments for a batch; ``attention``: its implementation.
+
+    ``is_split``: a rank's hidden states are a part of the sequence, from which transformers would take positions and mask.
+    """
+    inputs: dict[str, Any] = {"input_ids": batch.ids_BS}
+    positions_BS = batch.positions_BS
+    if positions_BS is None and (is_split or attention in KERNELS):  # of one shape: compiled layers then have one graph
+        positions_BS = torch.arange(batch.ids_BS.shape[1], device=batch.ids_BS.device).expand_as(batch.ids_BS)
+    if positions_BS is not None:
+        inputs["position_ids"] = positions_BS
+    if attention in KERNELS:
+        found = batch.document_ends
+        inputs |= {"cu_seq_lens_q": found.ends, "cu_seq_lens_k": found.ends}
+        inputs |= {"max_length_q": found.longest, "max_length_k": found.longest}
+    elif is_split and positions_BS is not None and (batch.positions_BS is not None or attention == "eager"):
+        mask_B1ST = document_mask(positions_BS)
+        inputs["attention_mask"] = mask_B1ST if attention == "sdpa" else _added(mask_B1ST)
+    return inputs
+
+
+def document_mask(positions_BS: Tensor) -> Tensor:
+    """Return which positions each position attends to, (B, 1, S, T): those before it in its document; each 0 begins one."""
+    document_BS = (positions_BS == 0).cumsum(-1)
+    same_BST = document_BS[:, :, None] == document_BS[:, None, :]
+    return same_BST.tril()[:, None]
+
+
+def _added(mask_B1ST: Tensor) -> Tensor:
+    """Return what eager attention adds to its scores."""
+    return torch.zeros(mask_B1ST.shape, device=mask_B1ST.device).masked_fill(
+        ~mask_B1ST, torch.finfo(torch.bfloat16).min
+    )
+
+
+def mask_bytes(attention: str, n_sequences: int, length: int) -> int:
+    """Return the size of the mask that keeps documents apart, (B, 1, S, S) of a byte each; 0 if there is none."""
+    return 0 if attention in KERNELS else n_sequences * length * length
+
 
 LARGE_MASK_GIB = 1.0
 LENGTHS = (48, 16, 64)  # of the documents
@@ -53,7 +189,7 @@ def choose_attention(config: Config, hf_config: PreTrainedConfig, me: Rank) -> A
     isolated = config.data.packing == "isolated"
 
     def tried(name: str) -> tuple[float, str]:
-        if why := lack(name, me.device, dtype):
+        if why := flash_lack(name, me.device, dtype):
             return 0.0, why
         try:
             return check_attention(hf_config, name, me.device, dtype, isolated=isolated), ""
@@ -98,11 +234,6 @@ def check_attention(
     ``isolated``: whether documents that share a sequence do not attend to each other; else it is compared with one text.
 
     Returns the largest difference of the logits.
-
-    Raises:
-        UserError: The model computes NaN without packing, too.
-        BrokenError: They, or the gradients, differ by more than rounding explains, or the backend fails: it does not keep documents
-            apart, or is broken here.
     """
     generator = torch.Generator().manual_seed(0)
     ids_BS = torch.randint(0, VOCABULARY, (1, sum(LENGTHS)), generator=generator).to(device)

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from llama405b.contract.schema import LOSS_PART, LossOf
-from llama405b.model.batch import IGNORE_INDEX
+from llama405b.data.batch import IGNORE_INDEX
+from llama405b.settings.schema import LOSS_PART, LossOf
 
 PART = LOSS_PART
 

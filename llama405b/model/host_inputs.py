@@ -17,10 +17,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 
-from llama405b.capacity.run_shape import RunShape
-from llama405b.distributed.host_memory import Progress, allocate
-from llama405b.distributed.step_timer import moment, seconds_between
-from llama405b.distributed.transfer import on_stream
+from llama405b.distributed.host_memory import Progress, allocate, moment, on_stream, seconds_between
+from llama405b.predict.run_shape import RunShape
 
 BUFFERS = 2
 

@@ -1,20 +1,46 @@
-"""The Hugging Face Llama, or a model of another family like it, built on the meta device: shapes without memory.
+"""The decoder of transformers as it is trained: made on meta, with adapters, activation checkpointing, compiled layers, FP8.
+
+The Hugging Face Llama, or a model of another family like it, built on the meta device: shapes without memory.
 
 Knows transformers' modules; not ranks, files of weights or the optimizer. Parallelism leaves the model untouched.
+
+Activation checkpointing: what a decoder layer computes again in the backward, instead of keeping it.
+
+Knows decoder layers and torch's wrappers; nothing of sharding, which comes before it.
+
+Adapters in a model on the meta device: a linear layer keeps its name and its weight, and has two narrow ones within it.
+
+See ``contract.adapters`` for what they are. Knows modules and how tensor parallelism split them; not files or the optimizer.
+
+torch.compile of decoder layers: one graph for all of them. Knows modules and what a machine has; nothing of sharding.
+
+Matrix products of decoder layers in FP8 (arXiv 2209.05433), by torchao: on meta, before sharding.
+
+Weights, what is gathered of them, gradients, checkpoints and the modules' names stay as they are: each product casts its operands, with
+one scale for each tensor, which is the fastest of torchao's recipes. Knows modules and devices; not sharding.
 """
 
+import functools
+import importlib.util
+import os
+import shutil
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext, create_selective_checkpoint_contexts
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.activations import ACT2FN
 
 from llama405b.contract.errors import UserError
-from llama405b.contract.groups import is_frozen
-from llama405b.contract.schema import COMPUTE_BYTES, Numerics
+from llama405b.settings.axes import FULL, Kind, Recompute
+from llama405b.settings.rules import is_frozen
+from llama405b.settings.schema import COMPUTE_BYTES, Adapter, Numerics
 
 
 def compute_dtype(numerics: Numerics) -> torch.dtype:
@@ -117,3 +143,167 @@ def tie_head(model: nn.Module) -> None:
     """Make the head share the embedding's weight again, if the configuration says so."""
     if model.config.tie_word_embeddings:
         model.lm_head.weight = model.model.embed_tokens.weight
+
+
+PREFIXES = ("_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")  # of parameter names: this wrapper's, and FSDP1's
+PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten._scaled_mm.default)
+
+
+def checkpoint_activations(model: nn.Module, recompute: Recompute = FULL) -> None:
+    """Have decoder layers compute activations again in the backward. Call AFTER sharding, or FSDP's units double."""
+    for parent in list(model.modules()):
+        layers = [(name, each) for name, each in parent.named_children() if is_decoder_layer(each)]
+        for (name, layer), kind in zip(layers, recompute.of(len(layers)), strict=True):
+            setattr(parent, name, wrapped(layer, kind))
+
+
+def wrapped(layer: nn.Module, kind: Kind) -> nn.Module:
+    """Return a layer that computes again what its kind says."""
+    if kind == "none":
+        return layer
+    more: dict[str, Any] = {}
+    if kind == "operators":
+        n_products = sum(isinstance(module, nn.Linear) for module in layer.modules())
+        more["context_fn"] = functools.partial(_contexts, n_products)
+    return checkpoint_wrapper(layer, checkpoint_impl=CheckpointImpl.NO_REENTRANT, **more)
+
+
+def _contexts(n_products: int) -> Any:
+    """Return torch's contexts of a layer's forward and of its recomputation."""
+    return create_selective_checkpoint_contexts(_Keeps(n_products))
+
+
+def unwrapped(name: str) -> str:
+    """Return a parameter's name without what wrappers add to it."""
+    for prefix in PREFIXES:
+        name = name.replace(prefix, "")
+    return name
+
+
+class _Keeps:
+    """Which operators' results one forward of a layer keeps: attention's, and those of all products but the last.
+
+    No backward needs what the last one makes, and its recomputation ends before (early stop).
+    """
+
+    def __init__(self, n_products: int) -> None:
+        self.n_products = n_products
+        self.seen = {False: 0, True: 0}  # products: of the forward, and of the recomputation
+
+    def __call__(self, context: SelectiveCheckpointContext, op: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+        """Say whether an operator's results are kept."""
+        if op in PRODUCTS:
+            self.seen[context.is_recompute] += 1
+            keeps = self.seen[context.is_recompute] < self.n_products
+        else:
+            keeps = "attn" in str(op) or "attention" in str(op)
+        return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class LoraLinear(nn.Linear):
+    """A linear layer that adds what its adapter makes of the same input."""
+
+    lora_A: nn.Linear
+    lora_B: nn.Linear
+    scaling: float
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return W x + b + B scaling A x, scaled where it is narrow.
+
+        W's product is the last one, which checkpointing then does not compute again (early stop).
+        """
+        added = self.lora_B(self.lora_A(x) * self.scaling)
+        return super().forward(x) + added
+
+
+def add_adapters(model: nn.Module, adapter: Adapter, dtype: torch.dtype, groups: Sequence[str] = ()) -> None:
+    """Give the targets adapters of a dtype. Call it once matrices are split, and before FSDP shards them.
+
+    ``groups``: ``optimizer.groups``, which may freeze some.
+    """
+    for layer_name, layer in model.named_modules():
+        if not is_decoder_layer(layer):
+            continue
+        for name, linear in list(layer.named_modules(prefix=layer_name)):
+            if isinstance(linear, nn.Linear) and name.rpartition(".")[2] in adapter.targets:
+                _add(linear, adapter, dtype)
+                for factor, parameter in linear.named_parameters(prefix=name):
+                    parameter.requires_grad_(".lora_" in factor and not is_frozen(groups, factor))
+
+
+def _add(linear: nn.Linear, adapter: Adapter, dtype: torch.dtype) -> None:
+    """Make one linear layer's."""
+    narrow, wide = (
+        nn.Linear(inputs, outputs, bias=False, device="meta", dtype=dtype)
+        for inputs, outputs in ((linear.in_features, adapter.rank), (adapter.rank, linear.out_features))
+    )
+    if isinstance(linear.weight, DTensor):  # A is split as the matrix is by its inputs, and B by its outputs
+        by_inputs = linear.weight.placements == (Shard(1),)
+        _place(narrow, linear.weight, Shard(1) if by_inputs else Replicate())
+        _place(wide, linear.weight, Replicate() if by_inputs else Shard(0))
+    linear.__class__ = LoraLinear
+    linear.lora_A, linear.lora_B, linear.scaling = narrow, wide, adapter.alpha / adapter.rank
+
+
+def _place(factor: nn.Linear, matrix: DTensor, placement: Placement) -> None:
+    placed = distribute_tensor(factor.weight.data, matrix.device_mesh, [placement], src_data_rank=None)
+    factor.weight = nn.Parameter(placed)
+
+
+COMPILERS = ("cc", "gcc", "clang")  # of C, one of which torch and Triton call
+
+
+def compile_lack(device: torch.device) -> str:
+    """Say what this machine lacks to compile for a device; "": nothing."""
+    if device.type == "cuda" and not find_spec("triton"):
+        return "torch.compile needs the package triton for GPUs, and it is not installed here"
+    names = [os.environ["CC"]] if os.environ.get("CC") else COMPILERS
+    if any(map(shutil.which, names)):
+        return ""
+    return f"torch.compile needs a C compiler, and there is no {' or '.join(names)} here"
+
+
+def compile_layers(model: nn.Module) -> None:
+    """Compile the layers' computation. Call it after sharding, and before activation checkpointing.
+
+    FSDP's hooks and checkpointing stay outside of the graph, which has neither a layer's name nor its number: so one serves all layers,
+    and parameters keep their names.
+    """
+    compiled = functools.cache(functools.partial(torch.compile, fullgraph=True))
+    for module in model.modules():
+        if is_decoder_layer(module):
+            module.forward = functools.partial(compiled(type(module).forward), module)
+
+
+LEAST = (8, 9)  # compute capability: Ada, Hopper, Blackwell
+MULTIPLE = 16  # of which rows and columns must be
+
+
+def fp8_lack(device: torch.device) -> str:
+    """Say what FP8 lacks on a device; "": nothing. A CPU emulates it."""
+    if not importlib.util.find_spec("torchao"):
+        return "the package torchao is not installed; run `pip install torchao` on the hosts"
+    if device.type == "cuda" and (found := torch.cuda.get_device_capability(device)) < LEAST:
+        least, own = (".".join(map(str, each)) for each in (LEAST, found))
+        return (
+            f"it needs a compute capability of {least}, and {torch.cuda.get_device_name(device)} has {own}; use others"
+        )
+    return ""
+
+
+def convert_to_fp8(model: nn.Module, device: torch.device) -> int:
+    """Have the linear layers of a model's decoder layers compute in FP8; returns how many do."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    config, converted = Float8LinearConfig(emulate=device.type == "cpu"), []
+
+    def chosen(module: nn.Module, name: str) -> bool:
+        assert isinstance(module, nn.Linear)
+        suits = module.in_features % MULTIPLE == module.out_features % MULTIPLE == 0
+        converted.extend([name] * suits)
+        return suits
+
+    for layer in model.modules():
+        if is_decoder_layer(layer):
+            convert_to_float8_training(layer, module_filter_fn=chosen, config=config)
+    return len(converted)

@@ -1,15 +1,126 @@
-"""Who updates the weights once the gradients are there: AdamW at once, or unit by unit on the CPU."""
+"""The updater for a run's settings; the one that updates at once is here.
+
+AdamW at once, between the backward and the next forward.
+
+Who updates the weights once the gradients are there: AdamW at once, or unit by unit on the CPU.
+"""
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 
-from llama405b.contract.schema import Optimizer, Parallel
 from llama405b.distributed.host_memory import Progress
-from llama405b.optim.adamw import build_optimizer
-from llama405b.optim.offload_all import OffloadedAll, OnLongWait
-from llama405b.optim.offload_optimizer import OffloadedOptimizer
-from llama405b.optim.sequential import Sequential
-from llama405b.optim.updater import Updater
+from llama405b.optim.adamw import (
+    build_optimizer,
+    group_settings,
+    master_pairs,
+    nothing_to_keep,
+    numbered,
+    start_moments,
+    state_tensors,
+    trained,
+    update_adamw,
+)
+from llama405b.optim.offload import OffloadedAll, OffloadedOptimizer, OnLongWait
+from llama405b.optim.updater import (
+    BeforeUpdate,
+    Unit,
+    Updater,
+    UpdateWork,
+    clip_factor,
+    is_counted,
+    local,
+    norm_over_ranks,
+    scale,
+    squares,
+)
+from llama405b.settings.schema import Numerics, Optimizer, Parallel
+
+
+class Sequential:
+    """``torch.optim.AdamW`` between the backward and the next forward."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        master: nn.Module,
+        optimizer: torch.optim.AdamW,
+        *,
+        reuses_gradients: bool = False,
+        numerics: Numerics = "fp32-master",
+    ) -> None:
+        """``master``: see ``master_model``."""
+        self.model = model
+        self.master = master
+        self.optimizer = optimizer
+        self.reuses_gradients = reuses_gradients
+        self.before_update: BeforeUpdate = nothing_to_keep
+        self.masters = list(master_pairs(model, master))
+        self.numbered = numbered(master, numerics)
+        for parameter in trained(master).values():
+            start_moments(optimizer, parameter, parameter.dtype)
+
+    def expect(self, *, last: bool) -> None:
+        """Gradients need nothing while they come."""
+
+    def accumulate(self) -> None:
+        """They add up where they are."""
+
+    def clip(self, max_norm: float) -> float:
+        """See ``Updater``."""
+        if isinstance(self.model, FullyShardedDataParallel):  # its gradients are pieces of flat ones
+            return float(self.model.clip_grad_norm_(max_norm or torch.inf))
+        gradients = [(p, local(p.grad)) for p in self.model.parameters() if p.grad is not None]
+        counted = squares(gradient for p, gradient in gradients if is_counted(p))
+        norm = norm_over_ranks(counted, local(next(self.model.parameters())).device)
+        scale([gradient for _, gradient in gradients], clip_factor(norm, max_norm))
+        return norm
+
+    def update(self) -> None:
+        """See ``Updater``."""
+        for unit in self.units():
+            self.before_update(unit.tensors)
+        for weight, master in self.masters:
+            if weight.requires_grad:
+                assert weight.grad is not None
+                master.grad = weight.grad.to(master.dtype)
+        if self.numbered:
+            self._update_rounding()
+        else:
+            self.optimizer.step()
+        self.sync_weights()
+        self.zero_grad()
+
+    @torch.no_grad()
+    def _update_rounding(self) -> None:
+        """Update as ``torch.optim.AdamW`` does, but for how BF16 is rounded to."""
+        for group, settings in zip(self.optimizer.param_groups, group_settings(self.optimizer), strict=True):
+            gradients = [local(parameter.grad) for parameter in group["params"]]
+            states = [self.optimizer.state[parameter] for parameter in group["params"]]
+            update_adamw(group["params"], states, gradients, settings, self.numbered)
+
+    def zero_grad(self) -> None:
+        """See ``Updater``."""
+        self.optimizer.zero_grad(set_to_none=not self.reuses_gradients)
+        for weight, _ in self.masters:
+            weight.grad = None
+
+    def units(self) -> list[Unit]:
+        """See ``Updater``."""
+        return [Unit(state_tensors(self.optimizer, [parameter])) for parameter in trained(self.master).values()]
+
+    def wait(self) -> None:
+        """Nothing is ever pending."""
+
+    @torch.no_grad()
+    def sync_weights(self) -> None:
+        """See ``Updater``: the model computes with the weights as they are kept, but for those that have masters."""
+        for weight, master in self.masters:
+            local(weight).copy_(local(master))
+
+    def work(self) -> UpdateWork | None:
+        """It is part of the step's optimizer seconds."""
+        return None
 
 
 def build_updater(

@@ -6,10 +6,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from llama405b.contract.errors import RunError, UserError
-from llama405b.contract.phrases import counted
+from llama405b.contract.errors import RunError, UserError, counted
+from llama405b.data.batch import Batch
 from llama405b.distributed.collectives import all_reduce_sum
-from llama405b.model.batch import Batch
 from llama405b.optim.updater import Updater
 from llama405b.parallel.passes import Lap, Passes
 

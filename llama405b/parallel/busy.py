@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from llama405b.distributed.step_timer import moment, seconds_between
+from llama405b.distributed.host_memory import moment, seconds_between
 
 
 class BusyMeter:

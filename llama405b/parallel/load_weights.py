@@ -21,21 +21,27 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from llama405b.contract import weights
-from llama405b.contract.adapters import UP, factors, is_factor, read_peft
-from llama405b.contract.errors import UserError
-from llama405b.contract.parts import is_for
-from llama405b.contract.phrases import given, reason_of
-from llama405b.contract.schema import Adapter
-from llama405b.contract.shards import Box, Holdings, elements, within
-from llama405b.contract.tensors import DTYPE_BYTES, Layout, TensorInfo, fingerprint_of, read_layouts
+from llama405b.contract.errors import UserError, given, reason_of
 from llama405b.distributed import collectives
-from llama405b.distributed.host_memory import Progress, allocate
+from llama405b.distributed.host_memory import Progress, Stage, allocate
 from llama405b.distributed.ranks import Rank
-from llama405b.distributed.transfer import Stage
-from llama405b.model.checkpointing import unwrapped
-from llama405b.model.llama import restore_buffers, tie_head
-from llama405b.parallel.fsdp2 import unit_of
+from llama405b.model.llama import restore_buffers, tie_head, unwrapped
+from llama405b.parallel.fsdp import unit_of
+from llama405b.settings.schema import Adapter
+from llama405b.spec import models
+from llama405b.spec.models import UP, factors, is_factor, read_peft
+from llama405b.spec.tensors import (
+    DTYPE_BYTES,
+    Box,
+    Holdings,
+    Layout,
+    TensorInfo,
+    elements,
+    fingerprint_of,
+    is_for,
+    read_layouts,
+    within,
+)
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 BLOCK = 1 << 15  # elements of random weights that one generator makes; so few that torch uses no other thread
@@ -53,7 +59,7 @@ def load(
     progress: Progress,
     *,
     offload: bool = False,
-    random: weights.Llama | None = None,
+    random: models.Llama | None = None,
     holdings: Holdings | None = None,
 ) -> str:
     """Fill the sharded meta model; returns what was done, for the log. ``random``: the shape to generate weights for.
@@ -81,7 +87,7 @@ def load(
 
 def load_adapter(
     model: nn.Module,
-    llama: weights.Llama,
+    llama: models.Llama,
     adapter: Adapter,
     seed: int,
     me: Rank,

@@ -1,19 +1,246 @@
-"""Split a model over the mesh: its layers over ``pp``, matrices over ``tp``, sequences over ``cp``, and what is left over the shards."""
+"""The axes of the mesh beside FSDP: tensor and context parallelism, and a stage's part of the model.
 
-from collections.abc import Callable
+Tensor parallelism: each rank has some of the heads, of the MLP's inner features and of the vocabulary (arXiv 1909.08053).
 
-from torch import nn
+Between the matrices each rank has a part of the sequence (arXiv 2205.05198), and the loss is computed where its part of the logits is.
+transformers' modules stay as they are; see ``contract.shards`` for what each rank then holds.
+
+Context parallelism: each rank has a part of every sequence, but in attention, where it has all of it for some of the heads.
+
+Before attention the ranks exchange heads for sequence, and after it back (arXiv 2309.14509): the attention function is the one that was
+chosen, packed documents are kept apart as ever, and its cost is the same on all ranks.
+
+Shape suffixes: B sequences, H heads, S positions, D size of a head; R ranks.
+
+A pipeline stage: some of transformers' decoder layers, with the embedding or the head; parameters keep their names in the file.
+
+The process groups of ranks that differ in one axis of the mesh alone.
+
+Split a model over the mesh: its layers over ``pp``, matrices over ``tp``, sequences over ``cp``, and what is left over the shards.
+"""
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
 from transformers import PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from llama405b.contract.schema import Parallel
-from llama405b.contract.shards import Holdings
 from llama405b.distributed import ranks
 from llama405b.distributed.ranks import Rank
-from llama405b.parallel.context import split_sequences
-from llama405b.parallel.fsdp2 import check_wrap, device_mesh, shard
-from llama405b.parallel.groups import group_along
-from llama405b.parallel.stage import Stage
-from llama405b.parallel.tensor import split_matrices
+from llama405b.model.llama import tie_head
+from llama405b.parallel.fsdp import check_wrap, device_mesh, shard
+from llama405b.settings.axes import NAMES, Axes
+from llama405b.settings.schema import LossOf, Parallel
+from llama405b.spec.tensors import Holdings
+
+WHOLE, PART = Replicate(), Shard(1)  # of the sequence
+OF_MODEL: dict[str, ParallelStyle] = {
+    "model.embed_tokens": RowwiseParallel(input_layouts=WHOLE, output_layouts=PART),
+    "model.norm": SequenceParallel(),
+}
+HEADS: dict[LossOf, ParallelStyle] = {  # of logits each rank has some; the loss of parts is the same on all
+    "logits": ColwiseParallel(input_layouts=PART, output_layouts=Shard(-1), use_local_output=False),
+    "parts": ColwiseParallel(input_layouts=PART, output_layouts=WHOLE),
+}
+
+
+def split_matrices(model: nn.Module, mesh: DeviceMesh, loss: LossOf = "logits") -> None:
+    """Split the matrices of a model on the meta device over the ranks of ``mesh``, which has one axis. Call it before FSDP."""
+    frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+    layers = model.model.layers
+    for layer in layers.values() if isinstance(layers, nn.ModuleDict) else layers:
+        parallelize_module(layer, mesh, _of_layer(), src_data_rank=None)
+    present = dict(model.named_modules())
+    ends = {name: style for name, style in (OF_MODEL | {"lm_head": HEADS[loss]}).items() if name in present}
+    parallelize_module(model, mesh, ends, src_data_rank=None)
+    tie_head(model)
+    for name in frozen:  # torch's styles make some parameters anew, and those of norms then take gradients
+        model.get_parameter(name).requires_grad_(False)
+    # FSDP warns of changes in place to what the embedding and the head return, which are views: nobody makes any.
+    warnings.filterwarnings("ignore", r"FSDP2-wrapped module \(.*\) returned a view tensor")
+
+
+def _of_layer() -> dict[str, ParallelStyle]:
+    whole = {"input_kwarg_layouts": {"hidden_states": PART}, "desired_input_kwarg_layouts": {"hidden_states": WHOLE}}
+    return {
+        "input_layernorm": SequenceParallel(),
+        "self_attn": PrepareModuleInput(**whole),
+        "self_attn.q_proj": ColwiseParallel(),
+        "self_attn.k_proj": ColwiseParallel(),
+        "self_attn.v_proj": ColwiseParallel(),
+        "self_attn.o_proj": RowwiseParallel(output_layouts=PART),
+        "post_attention_layernorm": SequenceParallel(),
+        "mlp": PrepareModuleInput(input_layouts=(PART,), desired_input_layouts=(WHOLE,)),
+        "mlp.gate_proj": ColwiseParallel(),
+        "mlp.up_proj": ColwiseParallel(),
+        "mlp.down_proj": RowwiseParallel(output_layouts=PART),
+    }
+
+
+@contextlib.contextmanager
+def loss_of_parts(tp: int) -> Iterator[None]:
+    """Compute losses, and their gradients, of logits of which each rank has a part of the vocabulary."""
+    with loss_parallel() if tp > 1 else contextlib.nullcontext():
+        yield
+
+
+NAME = "context_parallel_"  # what precedes that of the attention function
+
+
+def split_sequences(model: nn.Module, group: dist.ProcessGroup) -> None:
+    """Have a model's attention exchange heads for sequence with the other ranks of ``group``."""
+    config = model.config
+    inner = ALL_ATTENTION_FUNCTIONS.get_interface(config._attn_implementation, None)
+    name = f"{NAME}{config._attn_implementation}"
+    ALL_ATTENTION_FUNCTIONS.register(name, _over(inner or _eager(), group))
+    config._attn_implementation = name
+
+
+def attention_of(name: str) -> str:
+    """Return the attention function that computes, by the name of an implementation."""
+    return name.removeprefix(NAME)
+
+
+def _eager() -> Callable[..., Any]:
+    from transformers.models.llama.modeling_llama import eager_attention_forward
+
+    return eager_attention_forward
+
+
+def _over(inner: Callable[..., Any], group: dist.ProcessGroup) -> Callable[..., Any]:
+    n_ranks = dist.get_world_size(group)
+
+    def attend(
+        module: nn.Module, query_BHSD: Tensor, key_BHSD: Tensor, value_BHSD: Tensor, mask: Tensor | None, **more: Any
+    ) -> tuple[Tensor, None]:
+        kv_heads = key_BHSD.shape[1]
+        if kv_heads % n_ranks:  # fewer than ranks: several have the same one
+            times = query_BHSD.shape[1] // kv_heads
+            key_BHSD, value_BHSD = (each.repeat_interleave(times, 1) for each in (key_BHSD, value_BHSD))
+        query, key, value = (exchange(each, 1, 2, group) for each in (query_BHSD, key_BHSD, value_BHSD))
+        out_BSHD, _ = inner(_Grouped(module, query.shape[1] // key.shape[1]), query, key, value, mask, **more)
+        return exchange(out_BSHD, 1, 2, group), None
+
+    return attend
+
+
+class _Grouped:
+    """A module of attention, whose heads share keys by another number."""
+
+    def __init__(self, module: nn.Module, each: int) -> None:
+        self.module, self.num_key_value_groups = module, each
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.module, name)
+
+
+def exchange(x: Tensor, split: int, join: int, group: dist.ProcessGroup) -> Tensor:
+    """Give each rank its part of a dimension, and get that part of all ranks, joined in another dimension."""
+    exchanged: Tensor = _Exchange.apply(x, split, join, group)
+    return exchanged
+
+
+class _Exchange(torch.autograd.Function):
+    """The backward of an exchange is the exchange back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, split: int, join: int, group: dist.ProcessGroup) -> Tensor:
+        """See ``exchange``."""
+        ctx.back = join, split, group
+        return _exchanged(x, split, join, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        """See the class."""
+        return _exchanged(gradient, *ctx.back), None, None, None
+
+
+def _exchanged(x: Tensor, split: int, join: int, group: dist.ProcessGroup) -> Tensor:
+    parts_R = torch.stack(x.chunk(dist.get_world_size(group), split))  # in memory without gaps, whatever ``x`` is
+    came_R = torch.empty(parts_R.shape, dtype=parts_R.dtype, device=parts_R.device)
+    dist.all_to_all_single(came_R, parts_R, group=group)
+    return torch.cat(came_R.unbind(), join)
+
+
+class Stage(nn.Module):
+    """The stages of one rank: with the interleaved schedule several, each a chunk of its layers."""
+
+    def __init__(self, whole: PreTrainedModel, chunks: Sequence[Sequence[int]], *, first: bool, last: bool) -> None:
+        """Take what is this rank's of a whole model, which is on the meta device. ``chunks``: the layers of each stage.
+
+        ``first``, ``last``: whether the first chunk begins with the embedding, and the last one ends with the head.
+        """
+        super().__init__()
+        self.config = whole.config
+        self.chunks = chunks
+        self.model = nn.Module()
+        self.model.embed_tokens = whole.model.embed_tokens if first else None
+        # The layers' numbers are names; a list would begin at 0.
+        self.model.layers = nn.ModuleDict({str(i): whole.model.layers[i] for chunk in chunks for i in chunk})
+        self.model.norm = whole.model.norm if last else None
+        self.model.rotary_emb = whole.model.rotary_emb
+        self.lm_head = whole.lm_head if last else None
+
+    def forward(self, x: Tensor, chunk: int, position_ids: Tensor, **more: Any) -> Tensor:
+        """Return what a chunk makes of its input: of token ids or hidden states, hidden states or logits.
+
+        ``more``: of each layer, see ``model_inputs``.
+        """
+        hidden_BSh = self.model.embed_tokens(x) if chunk == 0 and self.model.embed_tokens is not None else x
+        mask = more.pop("attention_mask", None)
+        around = self.model.rotary_emb(hidden_BSh, position_ids)
+        for i in self.chunks[chunk]:
+            layer = self.model.layers[str(i)]
+            hidden_BSh = layer(
+                hidden_BSh,
+                attention_mask=mask,
+                position_embeddings=around,
+                position_ids=position_ids,
+                use_cache=False,
+                **more,
+            )
+        if chunk == len(self.chunks) - 1 and self.lm_head is not None:
+            hidden_BSh = self.lm_head(self.model.norm(hidden_BSh))
+        return hidden_BSh
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """Of hidden states, once FSDP has sharded it."""
+        assert isinstance(self, FSDPModule)
+        return fully_shard.state(self)._mp_policy.param_dtype or next(self.parameters()).dtype
+
+
+def ranks_along(axes: Axes, axis: str) -> list[list[int]]:
+    """Return the ranks of each group, in the order of their places along the axis."""
+    others = [name for name in NAMES if name != axis]
+    groups: dict[int, list[int]] = {}
+    for rank in range(axes.world):
+        groups.setdefault(axes.place(rank, others).rank, []).append(rank)
+    return list(groups.values())
+
+
+def group_along(axes: Axes, axis: str) -> dist.ProcessGroup:
+    """Make the groups, on all ranks; returns this rank's."""
+    own, _ = dist.new_subgroups_by_enumeration(ranks_along(axes, axis))
+    assert own
+    return own
 
 
 def split(

@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable, Sequence
 
 from llama405b.contract.errors import UserError
-from llama405b.contract.own_python import own_argv
 from llama405b.contract.paths import RunDir
-from llama405b.contract.schema import Tracking
+from llama405b.contract.software import own_argv
+from llama405b.settings.schema import Tracking
 
 END_S = 30.0  # for what is still to be sent, at the end of a run
 PROGRAM = "llama405b.commands.track"

@@ -1,53 +1,456 @@
-"""Everything up to the first step: builds the parts of a run, each from its own settings, and gives them to a ``Trainer``."""
+"""Everything of a run up to its first step, for training, evaluation and blame alike.
 
+What is left to the plan, where no launch has chosen it: under Slurm, and with plain torchrun.
+
+What a run trains on, and what it evaluates on.
+
+The sharded model, with weights or with memory for those of a checkpoint, and what is said of it.
+
+The model's small files (configuration, tokenizer) on every host: only rank 0's needs the model's directory.
+
+A run's directory of checkpoints at its start: taken, looked through, and loaded from.
+
+Everything up to the first step: builds the parts of a run, each from its own settings, and gives them to a ``Trainer``.
+"""
+
+import base64
+import dataclasses
 import functools
+import os
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from transformers import PreTrainedConfig
 
-from llama405b.capacity.run_shape import RunShape
-from llama405b.checkpoint.compatibility import Beginning, beginning
+from llama405b.checkpoint.compatibility import Beginning, beginning, changes_at, other_software
+from llama405b.checkpoint.replication import AfterSave, Replication
+from llama405b.checkpoint.resume import Resume
 from llama405b.checkpoint.saving import Saving
-from llama405b.contract import weights
-from llama405b.contract.adapters import flops_per_token
-from llama405b.contract.config import on_ranks, to_toml
-from llama405b.contract.dealing import Dealing, waste_note
+from llama405b.checkpoint.store import CheckpointView, Store
+from llama405b.checkpoint.verified import DamagedError
+from llama405b.contract.errors import UserError, counted
 from llama405b.contract.files import write_atomic
-from llama405b.contract.mesh_rules import check_mesh
-from llama405b.contract.phrases import counted
-from llama405b.contract.records import Phase
-from llama405b.contract.schema import Config, Parallel, Training
-from llama405b.data.batches import Batches, describe_reading
-from llama405b.data.reader import Reader
+from llama405b.contract.records import EventKind, Phase
+from llama405b.data.batch import IGNORE_INDEX
+from llama405b.data.batches import (
+    Batches,
+    Reader,
+    Skipped,
+    describe_held_out,
+    describe_reading,
+    open_batches,
+    read_skips,
+    without,
+    words_of,
+)
+from llama405b.data.demo_model import make_demo
 from llama405b.distributed import collectives
-from llama405b.distributed.numa import bind
-from llama405b.distributed.ranks import ranks_per_host
+from llama405b.distributed.ranks import Rank, bind, ranks_per_host
+from llama405b.model import fused, llama
+from llama405b.model.attention import Attention, choose_attention
 from llama405b.model.host_inputs import HostInputs, keep_on_host
-from llama405b.model.llama import compute_dtype
+from llama405b.model.llama import add_adapters, checkpoint_activations, compute_dtype, read_hf_config
+from llama405b.optim.adamw import master_model
 from llama405b.optim.build_updater import build_updater
-from llama405b.optim.offload_all import pin_for_gradients
+from llama405b.optim.offload import pin_for_gradients
 from llama405b.optim.updater import Updater
-from llama405b.parallel.build_passes import build_passes
+from llama405b.parallel import fsdp, load_weights
 from llama405b.parallel.busy import BusyMeter
-from llama405b.parallel.passes import Passes
-from llama405b.parallel.units import UnitTracker
+from llama405b.parallel.fsdp import UnitTracker
+from llama405b.parallel.load_weights import refuse_not_finite
+from llama405b.parallel.passes import Passes, build_passes
+from llama405b.parallel.split import holdings_of, split
+from llama405b.predict.estimate import Cluster
+from llama405b.predict.hardware import gpu_like, read_gpus
+from llama405b.predict.run_shape import RunShape
+from llama405b.predict.search import chosen, known_shape
+from llama405b.settings.axes import Dealing, Recompute, waste_note
+from llama405b.settings.config import DEMO_MODEL, on_ranks, to_toml
+from llama405b.settings.rules import check_groups
+from llama405b.settings.schema import Checkpoint, Config, Data, Evaluation, Model, Parallel, Training
+from llama405b.spec import models
+from llama405b.spec.models import adapter_bytes, adapter_flops, adapter_parameters, describe, factors, read_peft
+from llama405b.spec.rules import check_mesh, rounding_note
 from llama405b.tracking.start import Trackers, check_packages
-from llama405b.training.bad_steps import BadSteps
-from llama405b.training.budget import Budget
-from llama405b.training.build_data import open_data
-from llama405b.training.build_model import build_model
 from llama405b.training.checkpointer import Checkpointer
-from llama405b.training.context import RankContext
-from llama405b.training.evaluate import Evaluator
+from llama405b.training.context import RankContext, unit_label
+from llama405b.training.evaluate import Evaluator, Prompts
+from llama405b.training.guards import BadSteps, Budget, SpikeDetector
 from llama405b.training.loop import Trainer
-from llama405b.training.loss_spikes import SpikeDetector
-from llama405b.training.model_files import bring_model_files
-from llama405b.training.open_checkpoints import log_changes, open_checkpoints, resume_run
-from llama405b.training.prompts import Prompts
-from llama405b.training.rank_memory import unit_label
 from llama405b.training.requests import Requests, StopSignal
+
+
+def choose_for_ranks(config: Config, preset: str, me: Rank) -> Config:
+    """Return the configuration with what the plan chooses for these ranks; rank 0, which has the model's files, does. All ranks call it.
+
+    Raises:
+        UserError: The model's shape is not known, or it cannot be split so.
+        FollowedError: So it is on rank 0.
+    """
+    if not config.left_to_plan:
+        return config
+    per_host = ranks_per_host()
+    with collectives.raise_on_all_ranks():
+        if me.is_rank0:
+            config = _chosen(config, preset, me, per_host)
+    return collectives.broadcast_object(config)
+
+
+def _chosen(config: Config, preset: str, me: Rank, per_host: int) -> Config:
+    llama = known_shape(config, preset)
+    if llama is None:
+        raise UserError(
+            f"{config.left_to_plan}: it needs the model's shape, and {config.model.path} has no config.json; download it first, add "
+            "--preset, or write another value"
+        )
+    gpu = None
+    if me.on_gpu:
+        of = torch.cuda.get_device_properties(me.device)
+        gpu = gpu_like(of.name, of.total_memory, read_gpus())
+    return chosen(config, llama, me.world, per_host, Cluster(gpu) if gpu else None)
+
+
+def open_data(data: Data, evaluation: Evaluation, files: Path, context: RankContext) -> tuple[Batches, Batches | None]:
+    """Return what is trained on, and what is evaluated on, if anything; ``files``: the directory of the tokenizer.
+
+    Raises:
+        UserError: The data cannot be used.
+    """
+    batches = _open(data, files, context)
+    if not evaluation.every:
+        return batches, None
+    if evaluation.paths:
+        return batches, _open_apart(data, evaluation, files, context)
+    return _hold_out(batches, data, evaluation, context)
+
+
+def open_held_out(data: Data, evaluation: Evaluation, files: Path, context: RankContext) -> Batches:
+    """Return what is evaluated on; data to train on is read only to hold out a part of it.
+
+    Raises:
+        UserError: The data cannot be used.
+    """
+    if evaluation.paths:
+        return _open_apart(data, evaluation, files, context)
+    return _hold_out(_open(data, files, context), data, evaluation, context)[1]
+
+
+def _open(data: Data, files: Path, context: RankContext, option: str = "--data.paths") -> Batches:
+    cache = context.run.path.parent / ".cache"
+    batches = open_batches(data, files, cache, context.me, context.heartbeat.progress, context.log, option)
+    if not data.skip:
+        return batches
+    skips: tuple[Skipped, ...] = ()
+    with collectives.raise_on_all_ranks():
+        if context.me.is_rank0:
+            skips = read_skips(Path(data.skip))
+    skips = collectives.broadcast_object(skips, tuple[Skipped, ...])
+    context.log(words_of(skips))
+    return dataclasses.replace(batches, mixture=without(batches.mixture, skips))
+
+
+def _open_apart(data: Data, evaluation: Evaluation, files: Path, context: RankContext) -> Batches:
+    """The data of ``evaluation.paths``."""
+    apart = dataclasses.replace(data, paths=evaluation.paths, weights=(), max_bytes=0, skip="")
+    return _with_targets(_open(apart, files, context, "--evaluation.paths"))
+
+
+def _hold_out(batches: Batches, data: Data, evaluation: Evaluation, context: RankContext) -> tuple[Batches, Batches]:
+    """Documents of the data itself."""
+    batches, held_out = batches.hold_out(evaluation.fraction)
+    for line in describe_held_out(data, held_out):
+        context.log(line)
+    return batches, _with_targets(held_out)
+
+
+def _with_targets(held_out: Batches) -> Batches:
+    """Refuse data of which nothing would be evaluated."""
+    if not any((held_out.in_order([i]).targets_BS != IGNORE_INDEX).any() for i in range(held_out.n_sequences)):
+        raise UserError("[evaluation]: the held-out data has no target to learn; name other data, or a larger fraction")
+    return held_out
+
+
+class _Built(NamedTuple):
+    module: nn.Module  # computes
+    master: nn.Module  # its parameters are the weights that are updated
+    origin: str  # of the weights, in words
+
+
+def build_model(
+    config: Config, files: Path, context: RankContext, *, from_checkpoint: bool, trains: bool = True
+) -> tuple[nn.Module, nn.Module]:
+    """Build the sharded model, and what holds its master weights (only their memory, if a checkpoint will fill it).
+
+    ``files``: the directory of the model's small files. ``trains``: whether the weights will be updated, which is then said of them.
+
+    Raises:
+        UserError: The configuration does not fit the model or the device.
+    """
+    hf_config = llama.read_hf_config(files, config.model.layers)
+    shape = models.read_llama(files, config.model.layers)
+    check_groups(config.optimizer.groups, factors(shape, config.adapter) or shape.tensors(), config.parallel)
+    if config.adapter.path and not from_checkpoint:
+        with collectives.raise_on_all_ranks():  # before minutes of loading
+            if context.me.is_rank0:
+                read_peft(Path(config.adapter.path), shape, config.adapter)
+    attention = choose_attention(config, hf_config, context.me)
+    began = time.monotonic()
+    if config.parallel.by_fsdp1:
+        built = _by_fsdp1(config, hf_config, attention, context)
+    else:
+        built = _by_fsdp2(config, files, hf_config, attention, context, from_checkpoint=from_checkpoint)
+    if not from_checkpoint:
+        load_weights.refuse_not_finite(built.master, Path(config.model.path), Path(config.adapter.path))
+    if config.model.compile:
+        with collectives.raise_on_all_ranks():
+            if why := llama.compile_lack(context.me.device):
+                raise UserError(f"--model.compile: {why}; install it, or leave the setting out")
+        llama.compile_layers(built.module)
+    kernels = _fuse(built.module, config, hf_config, context) if config.model.fused else []
+    checkpoint_activations(built.module, Recompute.read(config.model.activation_checkpointing))
+    took = f"{built.origin}, {time.monotonic() - began:.1f} s"
+    for line in [*_described(config, attention, context, shape, took, trains=trains), *kernels]:
+        context.log(line)
+    return built.module, built.master
+
+
+def _fuse(module: nn.Module, config: Config, hf_config: PreTrainedConfig, context: RankContext) -> list[str]:
+    """Have modules compute in fewer kernels where every rank finds that right; returns what to say of it."""
+    said = []
+    for name in fused.FORWARDS:
+        why = "its products have adapters" if name == "SwiGLU" and config.adapter.trains else ""
+        why = why or fused.lack(name, hf_config, context.me.device, llama.compute_dtype(config.parallel.numerics))
+        lacks = list(filter(None, collectives.all_gather_objects(why)))
+        if not lacks:
+            fused.fuse(module, name)
+        said.append(f"{name}: " + (f"transformers' own ({lacks[0]})" if lacks else "fused; verified on this device"))
+    return said
+
+
+def _by_fsdp1(config: Config, hf_config: PreTrainedConfig, attention: Attention, context: RankContext) -> _Built:
+    if not context.me.on_gpu:
+        raise UserError("--parallel.strategy: torch does not support fsdp1 on CPU; use fsdp2")
+    directory = None if config.model.weights == "random" else Path(config.model.path)
+    module = fsdp.load_wrapped(directory, hf_config, attention.name, config.parallel, context.me)
+    return _Built(module, module, "rank 0 broadcast the weights")
+
+
+def _by_fsdp2(
+    config: Config,
+    files: Path,
+    hf_config: PreTrainedConfig,
+    attention: Attention,
+    context: RankContext,
+    *,
+    from_checkpoint: bool,
+) -> _Built:
+    parallel, me = config.parallel, context.me
+    adapter, kept = config.adapter, fsdp.shard_dtype(parallel)
+    frozen = llama.compute_dtype(parallel.numerics)  # which needs no more
+    whole = llama.build_on_meta(hf_config, attention.name, frozen if adapter.trains else kept)
+    llama.freeze(whole, config.optimizer.groups, whole=adapter.trains)
+    if parallel.numerics == "fp8":
+        with collectives.raise_on_all_ranks():
+            if why := llama.fp8_lack(me.device):
+                raise UserError(f"--parallel.numerics fp8: {why}, or use fp32-master")
+        slower = "" if config.model.compile else "; slower than BF16 unless layers are compiled (--model.compile true)"
+        context.log(f"{llama.convert_to_fp8(whole, me.device)} linear layers compute in FP8{slower}")
+    holdings = holdings_of(whole, parallel, me)
+    adapt = functools.partial(add_adapters, adapter=adapter, dtype=kept, groups=config.optimizer.groups)
+    module = split(whole, parallel, me, *[adapt] * adapter.trains)
+    if me.on_gpu and parallel.offload == "none" and Dealing.of(config.training, me.dp.size).rounds == 1:
+        fsdp.lend_gradients(module)
+    master, offload = master_model(module, parallel), parallel.offload != "none"
+    if parallel.offload == "all":
+        if me.on_gpu:
+            context.phase(Phase.PIN)
+        load_weights.materialise(module, me, offload=True, pinning=context.heartbeat.progress)
+        context.phase(Phase.LOAD)
+    elif master is not module:
+        load_weights.materialise(module, me)
+    if from_checkpoint and not adapter.trains:
+        load_weights.materialise(master, me, offload=offload)
+        return _Built(module, master, "weights come from the checkpoint")
+    shape, progress = models.read_llama(files, config.model.layers), context.heartbeat.progress
+    origin = load_weights.load(
+        master,
+        Path(config.model.path),
+        config.model.load,
+        me,
+        progress,
+        offload=offload,
+        random=shape if config.model.weights == "random" else None,
+        holdings=holdings,
+    )
+    if adapter.trains:
+        origin += "; adapters "
+        if from_checkpoint:
+            origin += "come from the checkpoint"
+        else:
+            origin += load_weights.load_adapter(master, shape, adapter, config.training.seed, me, holdings, progress)
+    return _Built(module, master, origin)
+
+
+def _described(
+    config: Config, attention: Attention, context: RankContext, shape: models.Llama, took: str, *, trains: bool
+) -> list[str]:
+    """Say what was built, and if it is trained how many bytes that takes, when weights are updated, and what rounding costs."""
+    parallel, me = config.parallel, context.me
+    size = f" at {sum(adapter_bytes(shape, config.adapter, parallel)):.3g} bytes per parameter" if trains else ""
+    what = f"{shape.parameters:,} parameters"
+    if config.adapter.trains:
+        what += f", frozen, beside {adapter_parameters(shape, config.adapter):,} of {describe(config.adapter)}"
+    updates = _update_words(parallel) if trains else ""
+    recompute = f"activation checkpointing: {config.model.activation_checkpointing}"
+    recompute += ", layers compiled" * config.model.compile
+    note = rounding_note(parallel, config.optimizer) if trains else ""
+    return [
+        f"{parallel.strategy} on {me.world} x {me.device.type} ({me.axes}): {what}, {parallel.numerics}{size}; {took}",
+        f"attention: {attention.name} ({attention.why}); {recompute}; cpu offload: {parallel.offload}{updates}",
+        *attention.checked,
+        *filter(None, [note]),
+    ]
+
+
+def _update_words(parallel: Parallel) -> str:
+    """Say when the weights are updated, with offload."""
+    if parallel.offload == "none":
+        return ""
+    if parallel.hides_update:
+        return ", updated under the next forward"
+    return ", updated between the steps" + " (fsdp1 cannot hide that)" * parallel.by_fsdp1
+
+
+def bring_model_files(model: Model, data: Data, context: RankContext, *, whole: bool) -> Path:
+    """Give every host the model's small files, as rank 0 has them; returns the directory where they are.
+
+    ``whole``: the files must hold the whole model, not a host's rows. ``data``: whose sequences and template must fit.
+
+    Raises:
+        UserError: On every rank, if rank 0's directory is not a complete Llama checkpoint that fits the sequences.
+    """
+    me, target = context.me, context.run.model(context.me.host)
+    small: dict[str, str] = {}
+    with collectives.raise_on_all_ranks():
+        if me.is_rank0:
+            small = _read_checked(model, data, context, whole=whole)
+    for name, content in collectives.broadcast_object(small, dict[str, str]).items():
+        if me.local_rank == 0 and name in models.SMALL_FILES:
+            target.mkdir(parents=True, exist_ok=True)
+            partial = target / f".{name}.{os.getpid()}"
+            partial.write_bytes(base64.b64decode(content))
+            partial.replace(target / name)
+    dist.barrier()
+    return target
+
+
+def _read_checked(model: Model, data: Data, context: RankContext, *, whole: bool) -> dict[str, str]:
+    """Read the small files of a complete checkpoint, by name, in base64; the demo's is made if it is not there."""
+    directory = Path(model.path)
+    if directory == Path(DEMO_MODEL) and not directory.exists():
+        context.log(f"making the demo's model and tokenizer in {directory}")
+        make_demo(directory)
+    random = model.weights == "random"
+    models.check_checkpoint(directory, data.seq_len, model.layers, random=random, whole=whole)
+    read_hf_config(directory)  # refuses what transformers would, before anything else reads it
+    present = models.small_files(directory, data.chat_template)
+    return {name: base64.b64encode(path.read_bytes()).decode() for name, path in present.items()}
+
+
+Check = Callable[[CheckpointView], None]  # raises UserError if a checkpoint must not be resumed from
+
+
+def open_checkpoints(
+    settings: Checkpoint, timeout_s: int, resume: str, n_bytes: int, context: RankContext, check: Check
+) -> tuple[Saving, Resume]:
+    """Take the directory of checkpoints, and choose the one to resume from.
+
+    ``timeout_s``: of the collectives beside training; ``n_bytes``: of each checkpoint.
+    """
+    shared = settings.storage == "shared"
+    store = Store(
+        Path(settings.dir or context.run.checkpoints),
+        settings.keep,
+        context.me,
+        timeout_s,
+        run=context.run,
+        say=context.log,
+        shared=shared,
+        keep_best=settings.keep_best,
+    )
+    if not shared:
+        what = counted(n := len(store.owners), "directory", "directories")
+        then = "and the next host a copy" if settings.copies and n > 1 else "if a host is lost, so are they"
+        context.log(f"checkpoints: each host keeps its part, {what} in all; {then}")
+    try:
+        if settings.cadence.saves:
+            store.take()
+            store.check_room(n_bytes, settings.copies)
+        chosen = Resume(store, resume)
+        if chosen.found:
+            check(chosen.found)
+        replication = Replication(store) if settings.copies and settings.cadence.saves else None
+    except UserError:
+        store.close()
+        raise
+    after_save = None
+    if settings.after_save and store.is_owner:
+        say, limit_s = functools.partial(print, flush=True), settings.after_save_limit
+        after_save = AfterSave(settings.after_save, context.run, context.me.host, say, limit_s)
+    saving = Saving(store, settings.staging_bytes, replication, after_save, delete_unsent=settings.delete_unsent)
+    return saving, chosen
+
+
+def log_changes(
+    found: CheckpointView, *, begin: Callable[[CheckpointView], Beginning], allowed: Sequence[str], context: RankContext
+) -> None:
+    """Log what changes with a resume; ``begin`` tells where the run goes on from a checkpoint."""
+    for said in filter(None, (other_software(found), changes_at(found, begin(found).identity, allowed))):
+        context.log(said)
+
+
+def resume_run(chosen: Resume, check: Check, module: nn.Module, updater: Updater, context: RankContext) -> int:
+    """Load the chosen checkpoint, or an older one if it is damaged, and report it; returns the steps that are done."""
+    journal = context.journal
+    if chosen.found is None:
+        journal.event(EventKind.STARTED, step=0)
+        if chosen.wanted == "auto":
+            journal.log("no checkpoint yet; starting from the model's weights")
+        return 0
+    done, path = load_checkpoint(chosen, check, module, updater, context)
+    for each in chosen.passed_over:
+        journal.log(f"skipped {each}; renamed to …aside")
+        journal.event(EventKind.PASSED_OVER, path=each.path, detail=each.why)
+    journal.log(f"resumed from {path}")
+    journal.event(EventKind.RESUMED, step=done, path=path)
+    return done
+
+
+def load_checkpoint(
+    chosen: Resume, check: Check, module: nn.Module, updater: Updater, context: RankContext
+) -> tuple[int, Path]:
+    """Load the chosen checkpoint, or what else will do if it is damaged; returns its step and path.
+
+    Raises:
+        UserError: None can be used.
+    """
+    context.phase(Phase.RESUME)
+    while True:
+        assert chosen.found
+        path = chosen.found.path
+        try:
+            done = chosen.load(module, updater, context.me, context.heartbeat.progress)
+            break
+        except DamagedError as fault:
+            context.log(str(fault))
+            check(chosen.found)
+    refuse_not_finite(updater.master, path)
+    return done, path
 
 
 def build_trainer(config: Config, resume: str, context: RankContext, stop: StopSignal) -> Trainer:
@@ -67,7 +470,7 @@ def build_trainer(config: Config, resume: str, context: RankContext, stop: StopS
             check_packages(config.tracking)
     context.phase(Phase.DATA)
     batches, held_out = open_data(config.data, config.evaluation, files, context)
-    llama = weights.read_llama(files, config.model.layers)
+    llama = models.read_llama(files, config.model.layers)
     check_mesh(context.me.axes, config.parallel, llama, config.data.seq_len, ranks_per_host())
     begin = functools.partial(beginning, config=config, files=files, batches=batches)
     check = functools.partial(log_changes, begin=begin, allowed=config.checkpoint.allow_changes, context=context)
@@ -96,7 +499,7 @@ def build_trainer(config: Config, resume: str, context: RankContext, stop: StopS
         updater=updater,
         reader=reader,
         steps=range(done + 1, start.steps + 1),
-        flops_per_token=flops_per_token(llama, config.adapter, config.data.seq_len),
+        flops_per_token=adapter_flops(llama, config.adapter, config.data.seq_len),
         bad_steps=BadSteps(config.training, detector, reader, context.journal, done + 1),
         checkpointer=Checkpointer(
             saving, updater, start.identity, config.checkpoint, context, restart_s=time.monotonic() - began
@@ -143,13 +546,9 @@ def build_busy_meter(parallel: Parallel, module: nn.Module, context: RankContext
 
 
 def build_host_inputs(
-    config: Config, module: nn.Module, llama: weights.Llama, context: RankContext
+    config: Config, module: nn.Module, llama: models.Llama, context: RankContext
 ) -> HostInputs | None:
-    """Have layers keep their inputs in CPU memory, if the settings say so; on a GPU, pin it.
-
-    Raises:
-        UserError: CUDA cannot pin as much memory as this needs.
-    """
+    """Have layers keep their inputs in CPU memory, if the settings say so; on a GPU, pin it."""
     if config.model.activations == "device":
         return None
     me = context.me
@@ -162,11 +561,7 @@ def build_host_inputs(
 
 
 def build_update(config: Config, module: nn.Module, master: nn.Module, context: RankContext) -> Updater:
-    """Build what updates the weights; with a GPU, pin the CPU memory that it needs.
-
-    Raises:
-        UserError: CUDA cannot pin as much memory as this needs.
-    """
+    """Build what updates the weights; with a GPU, pin the CPU memory that it needs."""
     parallel = config.parallel
     heartbeat = context.heartbeat
     device = context.me.device
@@ -181,11 +576,7 @@ def build_update(config: Config, module: nn.Module, master: nn.Module, context: 
 
 
 def allocate_staging(config: Config, saving: Saving, updater: Updater, context: RankContext) -> None:
-    """Pin the memory for copies of what is saved, if that is on a GPU; else there is time for it at the first save.
-
-    Raises:
-        UserError: CUDA cannot pin that much.
-    """
+    """Pin the memory for copies of what is saved, if that is on a GPU; else there is time for it at the first save."""
     if (
         config.checkpoint.cadence.saves and context.me.on_gpu and config.parallel.offload == "none"
     ):  # alike on all ranks

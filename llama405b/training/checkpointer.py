@@ -9,15 +9,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from llama405b.checkpoint.saving import Saved, Saving
-from llama405b.contract.cadence import best_interval
 from llama405b.contract.checkpoints import Reached, RunIdentity
-from llama405b.contract.errors import RunError, UserError
-from llama405b.contract.events import EventKind
-from llama405b.contract.phrases import counted
-from llama405b.contract.records import Phase, RequestKind, RunRequest
-from llama405b.contract.schema import Checkpoint
+from llama405b.contract.errors import RunError, UserError, counted
+from llama405b.contract.records import EventKind, Phase, RequestKind, RunRequest
 from llama405b.distributed import collectives
 from llama405b.optim.updater import Updater
+from llama405b.settings.schema import Checkpoint, best_interval
 from llama405b.training.context import RankContext
 from llama405b.training.requests import AfterStep
 
@@ -105,9 +102,6 @@ class Checkpointer:
         """Wait on all ranks, since none may leave before the others, until ``after_save`` has succeeded for all that they keep.
 
         ``limit_s``: how long at most; ``stops``: whether somebody asks to stop.
-
-        Raises:
-            RunError: This rank's fails.
         """
         if not (self.settings.after_save and self.cadence.saves):
             return
@@ -158,10 +152,6 @@ class Checkpointer:
 
         While any rank is still writing, the next save is deferred to the first step after that; but for the best weights so far
         the save that is under way is waited for. ``reached``: where training is; ``step_s``: what a step takes.
-
-        Raises:
-            UserError: Another run has taken the directory over.
-            RunError: The last checkpoint of the run could not be written, or too many in a row.
         """
         asked = [request for request in requests if request.kind is RequestKind.SAVE]
         if not self.cadence.saves:
@@ -186,11 +176,7 @@ class Checkpointer:
                 raise RunError(str(fault))
 
     def finish(self) -> UserError | None:
-        """Wait for the save that is under way, and report it; returns why it failed.
-
-        Raises:
-            UserError: Another run has taken the directory over.
-        """
+        """Wait for the save that is under way, and report it; returns why it failed."""
         if self.busy:
             self.context.phase(Phase.CHECKPOINT)
         outcome, self.slowed_s = self.saving.finish(self.slowed_s), 0.0

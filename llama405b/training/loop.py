@@ -7,13 +7,10 @@ import time
 
 from llama405b import extend
 from llama405b.contract.checkpoints import Reached
-from llama405b.contract.events import EventKind
-from llama405b.contract.records import Metrics, Phase
-from llama405b.contract.schema import Config
-from llama405b.data.reader import Reader
+from llama405b.contract.records import EventKind, Metrics, Phase
+from llama405b.data.batches import Reader
 from llama405b.distributed import collectives, ranks
-from llama405b.distributed.host_memory import memory_held
-from llama405b.distributed.step_timer import StepTimer
+from llama405b.distributed.host_memory import StepTimer, memory_held
 from llama405b.extend import Moment
 from llama405b.model.host_inputs import HostInputs
 from llama405b.optim.adamw import lr_at, set_lr
@@ -21,13 +18,12 @@ from llama405b.optim.step import NoGradientError, NonFiniteError, SpikeError, St
 from llama405b.optim.updater import Updater
 from llama405b.parallel.busy import BusyMeter
 from llama405b.parallel.passes import Passes
+from llama405b.settings.schema import Config
 from llama405b.tracking.start import Trackers
-from llama405b.training.bad_steps import BadSteps
-from llama405b.training.budget import Budget
 from llama405b.training.checkpointer import HURRY_S, Checkpointer
-from llama405b.training.context import RankContext
+from llama405b.training.context import NO_UNIT, RankContext
 from llama405b.training.evaluate import Evaluator
-from llama405b.training.rank_memory import NO_UNIT
+from llama405b.training.guards import BadSteps, Budget
 from llama405b.training.requests import Requests, Stop
 
 
@@ -54,12 +50,7 @@ class Trainer:
     tokens: int = 0  # target tokens so far, over all ranks
 
     def take_steps(self) -> None:
-        """Run the steps, writing metrics, heartbeats and checkpoints; a stop request saves first.
-
-        Raises:
-            UserError: A checkpoint could not be written, or most steps have nothing to learn.
-            RunError: The loss or the gradient is not finite; the last checkpoint is intact.
-        """
+        """Run the steps, writing metrics, heartbeats and checkpoints; a stop request saves first."""
         journal = self.context.journal
         heartbeat = self.context.heartbeat
         timeouts = self.config.timeouts

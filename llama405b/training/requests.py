@@ -1,4 +1,8 @@
-"""What is requested of a run while it trains, and how that is carried out: a stop, a save, diagnoses of all ranks.
+"""What a live run is asked to do: save, profile, show memory or stacks.
+
+Diagnoses of a rank, on request: a profile of some steps, its memory, its threads' stacks. Files in the run's directory.
+
+What is requested of a run while it trains, and how that is carried out: a stop, a save, diagnoses of all ranks.
 
 A request is a file of the operator's that rank 0 finds between steps (``contract.records.RunRequest``); a stop is a signal.
 """
@@ -6,18 +10,89 @@ A request is a file of the operator's that rank 0 finds between steps (``contrac
 import dataclasses
 import enum
 import functools
+import json
+import resource
 import signal
+import sys
+import threading
 import time
+import traceback
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from llama405b.contract.events import EventKind
+import torch
+
+from llama405b.contract.errors import reason_of
 from llama405b.contract.files import read_record
-from llama405b.contract.phrases import reason_of
-from llama405b.contract.records import MOST_PROFILED_STEPS, RequestKind, RunRequest
+from llama405b.contract.paths import RunDir
+from llama405b.contract.records import MOST_PROFILED_STEPS, EventKind, RequestKind, RunRequest
 from llama405b.distributed import collectives
+from llama405b.distributed.ranks import Rank
 from llama405b.training.context import RankContext
-from llama405b.training.diagnostics import Profile, write_memory, write_stacks
+
+
+def write_stacks(run: RunDir, me: Rank, step: int) -> Path:
+    """Write the stack of every thread of this process; returns the file."""
+    path = _place(run.diagnosis("stacks", me.rank, step, "txt"))
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    stacks = ((names.get(ident, ident), traceback.format_stack(top)) for ident, top in sys._current_frames().items())
+    path.write_text("\n".join(f"{name}:\n{''.join(lines)}" for name, lines in stacks), encoding="utf-8")
+    return path
+
+
+def write_memory(run: RunDir, me: Rank, step: int) -> Path:
+    """Write what this rank's memory holds; returns the file.
+
+    On CUDA this is torch's snapshot (open it with https://pytorch.org/memory_viz), else the process's counts, in bytes.
+    """
+    if me.on_gpu:
+        path = _place(run.diagnosis("memory", me.rank, step, "pickle"))
+        torch.cuda.memory._dump_snapshot(str(path))
+        return path
+    path = _place(run.diagnosis("memory", me.rank, step, "json"))
+    fields = (line.split(":", 1) for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines())
+    counts = {name: int(rest.split()[0]) * 1024 for name, rest in fields if rest.rstrip().endswith(" kB")}
+    counts["most_resident"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    path.write_text(json.dumps(counts) + "\n", encoding="utf-8")
+    return path
+
+
+class Profile:
+    """Records a trace of this rank for Perfetto, from now until ``finish``."""
+
+    def __init__(self, run: RunDir, me: Rank, request: str, first_step: int, steps: int) -> None:
+        self.request, self.last_step = request, first_step + steps - 1
+        self.path = run.diagnosis("profile", me.rank, first_step, "json")
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if me.on_gpu:
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        self.profiler = torch.profiler.profile(activities=activities)
+        self.profiler.start()
+
+    def finish(self) -> Path:
+        """Write the trace, first under another name: torch reports no failure, so its end is looked for."""
+        self.profiler.stop()
+        part = _place(self.path.with_suffix(".part"))
+        part.unlink(missing_ok=True)
+        self.profiler.export_chrome_trace(str(part))
+        if not _last_bytes(part).rstrip().endswith(b"}"):
+            part.unlink(missing_ok=True)
+            raise OSError("torch did not write the whole trace")
+        return part.replace(self.path)
+
+
+def _last_bytes(path: Path) -> bytes:
+    if not path.is_file():
+        return b""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - 100))
+        return file.read()
+
+
+def _place(path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path
+
 
 LOOK_EVERY_S = 1.0  # listing a directory on a network disk costs time
 

@@ -7,9 +7,9 @@ import re
 import pytest
 
 from conftest import HOSTS, ONE_HOST
+from llama405b.commands.blame_step import pieces_of
 from llama405b.data.batches import Batches
 from llama405b.data.sources import Mixture, open_source
-from llama405b.training.blame import pieces_of
 from ops_rig import fake_trainer, settings, wait_for
 
 WORDS = (

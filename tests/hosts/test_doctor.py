@@ -6,7 +6,7 @@ import shlex
 import sys
 
 from hosts_rig import processes
-from llama405b.contract.probes import decode
+from llama405b.spec.probes import decode
 
 N_HOSTS = 4
 

@@ -4,7 +4,7 @@ import json
 import re
 
 from conftest import ONE_HOST, ROOT
-from llama405b.contract.code_version import code_version
+from llama405b.contract.software import code_version
 from ops_rig import metrics, settings, train
 
 MODULE = re.search(r"```python\n(.*?)```", (ROOT / "docs/extending.md").read_text(), re.DOTALL)[1]

@@ -12,7 +12,7 @@ import time
 import pytest
 
 from conftest import ONE_HOST, ROOT
-from llama405b_tools.remote import processes
+from llama405b_tools.agent import processes
 from ops_rig import FAKE_TRAINER, PACED, fake_trainer, freeze, heartbeat, metrics, own_disk, settings, train, wait_for
 
 
@@ -380,7 +380,7 @@ def test_leftovers_of_a_run_whose_launcher_is_gone(work, cli, demo, corpus):
     wait_for(lambda: heartbeat(work, "o", 1)["step"] >= 1)
     runner = status(work, "o", "node-b")["pid"]
     kin = subprocess.run(
-        ["pgrep", "-P", str(runner), "-f", "llama405b_tools.remote.node"], capture_output=True, text=True, check=True
+        ["pgrep", "-P", str(runner), "-f", "llama405b_tools.agent.node"], capture_output=True, text=True, check=True
     )
     for pid in (*map(int, kin.stdout.split()), runner):  # the guardian first
         os.kill(pid, signal.SIGKILL)

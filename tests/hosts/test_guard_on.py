@@ -13,7 +13,7 @@ N_HOSTS = 2
 HOST_USERS = ("alice",)
 DEMO = ["--preset", "demo", "--training.global_batch_size", "8", "--data.max_bytes", "400000", "--data.seq_len", "64",
         "--training.max_steps", "100000", "--checkpoint.every", "4", *FAKE_TRAINER]  # fmt: skip
-GUARD = "llama405b_tools.run.guard"
+GUARD = "llama405b_tools.guard.guard"
 
 
 def give_key(hosts, i):

@@ -18,7 +18,7 @@ LN_VOCAB = math.log(2048)
 def test_fresh_clone_trains_the_demo(tmp_path):
     clone = tmp_path / "clone"
     subprocess.run(["git", "clone", "-q", ROOT, clone], check=True, timeout=60)
-    demo = clone / "llama405b/contract/presets/demo.toml"
+    demo = clone / "llama405b/settings/presets/demo.toml"
     shorter, count = re.subn(
         r"(max_steps|every|max_bytes) = (200|100|6000000)\b",
         lambda found: f"{found[1]} = {int(found[2]) // 10}",

@@ -16,8 +16,8 @@ import pytest
 from conftest import HOSTS, ONE_HOST, ROOT
 from llama405b.contract.hashes import Hashes
 from llama405b.contract.paths import RunDir
-from llama405b_tools.remote import hostprobe
-from llama405b_tools.remote.tmux import tmux_socket
+from llama405b_tools.agent import hostprobe
+from llama405b_tools.agent.processes import tmux_socket
 from ops_rig import FAKE_TRAINER, Terminal, fake_trainer, heartbeat, metrics, settings, train, wait_for
 
 

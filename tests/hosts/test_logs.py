@@ -95,7 +95,7 @@ def test_following_goes_on_over_restarts_and_broken_connections(hosts2, cli):
         cwd=hosts2, env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT}/tools"}, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     wait_for(lambda: "rank 0 line 5" in cli(hosts2, "logs", "--run", "g").stdout)
-    mine = ("pgrep", "-P", str(follower.pid), "-f", "llama405b_tools.remote.agent stream")  # others run beside it
+    mine = ("pgrep", "-P", str(follower.pid), "-f", "llama405b_tools.agent.agent stream")  # others run beside it
     streams = wait_for(
         lambda: (
             len(pids := subprocess.run(mine, capture_output=True, text=True, check=False).stdout.split()) == 2 and pids

@@ -104,7 +104,7 @@ def test_a_broken_link_does_not_stop_the_rest(hosts, operator):
             > "5"
         )
     )
-    hosts.exec(2, "pkill", "-KILL", "-f", "llama405b_tools.remote.agent relay")
+    hosts.exec(2, "pkill", "-KILL", "-f", "llama405b_tools.agent.agent relay")
     out, err = pushing.communicate(timeout=200)
     assert pushing.returncode == 0, out + err  # the next chain went on where this one broke
     for i in range(1, 5):

@@ -12,7 +12,7 @@ import pytest
 
 from conftest import ROOT
 from hosts_rig import processes
-from llama405b.contract.config import DEMO_MODEL
+from llama405b.settings.config import DEMO_MODEL
 from ops_rig import FAKE_TRAINER, PACED, wait_for
 
 DEMO = ["--preset", "demo", "--training.global_batch_size", "12", "--data.max_bytes", "400000", "--data.seq_len", "64",
@@ -310,7 +310,7 @@ def test_a_cut_connection_does_not_end_a_healthy_run(hosts, operator):
         lambda: "step_s" in hosts.exec(1, "sh", "-c", f"cat {hosts.workdir(1)}/runs/cut/metrics.jsonl || true").stdout
     )
     for i in (1, 2):
-        hosts.exec(i, "pkill", "-f", "llama405b_tools.remote.agent stream")
+        hosts.exec(i, "pkill", "-f", "llama405b_tools.agent.agent stream")
     out, err = follower.communicate(timeout=120)
     assert follower.returncode == 0, err
     steps = [line.split()[1] for line in out.splitlines() if line.startswith("step ")]

@@ -9,11 +9,9 @@ import pytest
 
 from conftest import ONE_HOST, ROOT
 from llama405b.contract import reader
-from llama405b.contract.events import EventKind, RunEvent
-from llama405b.contract.records import RequestKind
-from llama405b_tools.hosts.fleet import Fleet
-from llama405b_tools.hosts.hosts_file import read_hosts
-from llama405b_tools.remote.messages.ask_request import AskReply, AskRequest
+from llama405b.contract.records import EventKind, RequestKind, RunEvent
+from llama405b_tools.agent.messages import AskReply, AskRequest
+from llama405b_tools.hosts.fleet import Fleet, read_hosts
 from ops_rig import PACED, Terminal, heartbeat, settings, wait_for
 
 

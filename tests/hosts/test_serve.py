@@ -12,7 +12,7 @@ import aiohttp
 import pytest
 
 from conftest import ROOT
-from llama405b_tools.remote import processes
+from llama405b_tools.agent import processes
 from ops_rig import wait_for
 
 ENV = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tools'}", "PATH": os.environ["PATH"]}

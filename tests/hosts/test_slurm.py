@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from conftest import ROOT
-from llama405b_tools.remote import slurm
+from llama405b_tools.agent import processes
 from ops_rig import FAKE_TRAINER as FLAGS
 from ops_rig import wait_for
 
@@ -226,7 +226,7 @@ def test_a_job_whose_time_is_over_saves_first(type_in):
     assert type_in.exec("scancel", "--batch", "--signal=USR1", job).returncode == 0
 
     def over():
-        return type_in.exec("squeue", "-h", "-j", job, "-o", "%T").stdout.strip() in ("", *slurm.GONE)
+        return type_in.exec("squeue", "-h", "-j", job, "-o", "%T").stdout.strip() in ("", *processes.JOB_GONE)
 
     wait_for(over, 150, lambda: said_of(type_in, "t"))
     state = type_in("status --run t")

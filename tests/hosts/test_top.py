@@ -12,7 +12,7 @@ import pytest
 
 import hosts_rig
 from conftest import ROOT
-from llama405b_tools.remote import processes
+from llama405b_tools.agent import processes
 from ops_rig import FAKE_TRAINER, Terminal, wait_for
 
 N_HOSTS = 4

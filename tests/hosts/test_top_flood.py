@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from conftest import ROOT
-from llama405b_tools.remote import processes
+from llama405b_tools.agent import processes
 from ops_rig import FAKE_TRAINER, Terminal, wait_for
 
 FLOOD = """

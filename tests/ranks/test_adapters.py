@@ -66,7 +66,7 @@ def _by_peft(_, model, directory):
 
 
 def _adapter(path=""):
-    from llama405b.contract.schema import Adapter
+    from llama405b.settings.schema import Adapter
 
     return Adapter("lora", RANK, ALPHA, TARGETS, str(path))
 

@@ -10,7 +10,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from llama405b.contract.errors import UserError
-from llama405b.model import kernels
+from llama405b.model import attention
 from llama405b.model.attention import BrokenError, check_attention
 
 CPU = torch.device("cpu")
@@ -46,9 +46,9 @@ def broken(monkeypatch):
 def test_what_is_right_is_accepted(shape, dtype):
     config = LlamaConfig(hidden_size=256, **shape)
     before = torch.random.get_rng_state()
-    for attention in ("sdpa", "eager"):
+    for implementation in ("sdpa", "eager"):
         for isolated in (True, False):
-            assert check_attention(config, attention, CPU, dtype, isolated=isolated) < 0.05
+            assert check_attention(config, implementation, CPU, dtype, isolated=isolated) < 0.05
     assert torch.equal(before, torch.random.get_rng_state())
     assert config.num_hidden_layers == 32
 
@@ -93,13 +93,13 @@ def _by_document(query, key, value, ends_q, ends_k, longest_q, longest_k, *, sca
 @pytest.mark.parametrize("knows_groups", [True, False])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_varlen_is_told_where_documents_end(monkeypatch, shape, knows_groups):
-    monkeypatch.setattr(kernels, "varlen_attn", _by_document)
-    monkeypatch.setattr(kernels, "KNOWS_GROUPS", knows_groups)
+    monkeypatch.setattr(attention, "varlen_attn", _by_document)
+    monkeypatch.setattr(attention, "KNOWS_GROUPS", knows_groups)
     config = LlamaConfig(hidden_size=256, **shape)
     for isolated in (True, False):
         assert check_attention(config, "varlen", CPU, torch.float32, isolated=isolated) < 1e-5
     monkeypatch.setattr(
-        kernels,
+        attention,
         "varlen_attn",
         lambda q, k, v, e, *more, **also: _by_document(q, k, v, e[[0, -1]], e, len(q), 0, **also),
     )
@@ -109,19 +109,19 @@ def test_varlen_is_told_where_documents_end(monkeypatch, shape, knows_groups):
 
 def test_what_can_run_is_found_by_device_and_package(monkeypatch):
     cuda, bf16 = torch.device("cuda"), torch.bfloat16
-    assert kernels.candidates("eager") == ("eager",)
-    names = kernels.candidates("auto")
+    assert attention.candidates("eager") == ("eager",)
+    names = attention.candidates("auto")
     assert names == ("flash_attention_4", "flash_attention_3", "flash_attention_2", "varlen", "sdpa")
-    assert {kernels.lack(name, CPU, bf16) for name in names} == {"flash-attn and varlen need CUDA", ""}
+    assert {attention.flash_lack(name, CPU, bf16) for name in names} == {"flash-attn and varlen need CUDA", ""}
     packages, major = set(), 9
-    monkeypatch.setattr(kernels, "_installed", lambda package: package in packages)
+    monkeypatch.setattr(attention, "_installed", lambda package: package in packages)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (major, 0))
 
     def first():
-        return next(name for name in names if not kernels.lack(name, cuda, bf16))
+        return next(name for name in names if not attention.flash_lack(name, cuda, bf16))
 
-    assert kernels.lack("flash_attention_3", cuda, bf16) == "flash-attn-3 is not installed"
-    assert kernels.lack("varlen", cuda, torch.float32) == "flash-attn and varlen compute in BF16 only"
+    assert attention.flash_lack("flash_attention_3", cuda, bf16) == "flash-attn-3 is not installed"
+    assert attention.flash_lack("varlen", cuda, torch.float32) == "flash-attn and varlen compute in BF16 only"
     assert first() == "varlen"
     for package, name in (
         ("flash-attn", "flash_attention_2"),
@@ -131,7 +131,10 @@ def test_what_can_run_is_found_by_device_and_package(monkeypatch):
         packages.add(package)
         assert first() == name
     packages, major = {"flash-attn-3"}, 10
-    assert kernels.lack("flash_attention_3", cuda, bf16) == "flash-attn-3 is not for GPUs of compute capability 10.0"
+    assert (
+        attention.flash_lack("flash_attention_3", cuda, bf16)
+        == "flash-attn-3 is not for GPUs of compute capability 10.0"
+    )
     assert first() == "varlen"
     major = 7
     assert first() == "sdpa"

@@ -16,9 +16,9 @@ import pytest
 from benchmarks import load as bench_load
 from benchmarks.pairs import ratio_of
 from conftest import ROOT
-from llama405b.commands.probes import open_questions
-from llama405b.commands.probes.runs import agree
-from llama405b.contract.probes import ABOUT, KNOBS, MANY_RANKS_ONLY, MESHES, OPEN, TESTS, WHOLE_RUNS, Probe
+from llama405b.bench import open_questions
+from llama405b.bench.runs import agree
+from llama405b.spec.probes import ABOUT, KNOBS, MANY_RANKS_ONLY, MESHES, OPEN, TESTS, WHOLE_RUNS, Probe
 from ops_rig import benchmark, wait_for
 from ranks_rig import run_ranks
 
@@ -71,7 +71,7 @@ def test_each_test_of_a_host_passes_in_a_process_of_its_own(tmp_path, cli):
 
 
 def _measured(me, probes):
-    from llama405b.commands.probes import program
+    from llama405b.bench import program
 
     return [program._measured(probe, me, 1, program.Options()) for probe in probes]
 
@@ -123,13 +123,13 @@ def test_two_ranks_learn_the_same_on_each_axis():
 
 
 def test_a_mesh_that_learns_something_else_is_told(monkeypatch):
-    from llama405b.commands.probes import meshes
+    from llama405b.bench import steps
 
     losses = iter([([2.0, 1.0], 0.1), ([2.0, 1.1], 0.1), ([2.0, 1.0], 0.1), ([2.0, float("nan")], 0.1)])
-    monkeypatch.setattr(meshes, "_steps", lambda *_: next(losses))
+    monkeypatch.setattr(steps, "_steps", lambda *_: next(losses))
     for _ in range(2):
         with pytest.raises(RuntimeError, match=r"the losses are \[2.0, "):
-            meshes.tp(None)
+            steps.tp(None)
 
 
 def test_whole_runs_agree_with_those_that_do_without(tmp_path, cli):
@@ -149,7 +149,7 @@ def test_whole_runs_agree_with_those_that_do_without(tmp_path, cli):
 def test_a_whole_run_ends_with_its_probe(tmp_path, forks):
     """Which is killed when its time is over."""
     (tmp_path / "sleeper.py").write_text("import os, time; print(os.getpid(), flush=True); time.sleep(600)\n")
-    program = "from pathlib import Path; from llama405b.commands.probes import runs"
+    program = "from pathlib import Path; from llama405b.bench import runs"
     program += "" if forks else "; runs.torch.cuda.is_initialized = lambda: True"
     program += "; runs._run(['sleeper'], Path('log'))"
     env = os.environ | {"PYTHONPATH": f"{ROOT}:{tmp_path}"}
@@ -212,9 +212,9 @@ def test_a_device_that_cannot_be_used_is_said_and_nothing_else_is_tried(tmp_path
 
 
 def _collectives(me):
-    from llama405b.commands.probes import links
+    from llama405b.bench import host
 
-    return [figure.name for figure in links.checked_collectives(me, [1 << 27])]
+    return [figure.name for figure in host.checked_collectives(me, [1 << 27])]
 
 
 def test_collectives_are_right_on_any_number_of_ranks():
@@ -222,10 +222,10 @@ def test_collectives_are_right_on_any_number_of_ranks():
 
 
 def _host_links(me):
-    from llama405b.commands.probes import host, links
+    from llama405b.bench import host
 
     me = dataclasses.replace(me, host="ab"[me.rank // 2])  # two ranks on a, one on b
-    return host.products(me), links.host_links(me)
+    return host.products(me), host.host_links(me)
 
 
 def test_every_rank_knows_all_devices_and_links():

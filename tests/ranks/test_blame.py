@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from transformers import LlamaForCausalLM
 
+from llama405b.commands.blame_step import BLAMED, Measured, Piece, pieces_of, report, scored, skips_of
 from llama405b.data.batches import Batches
 from llama405b.data.encode import FIRST, NOT_LEARNT
 from llama405b.data.sources import Mixture, open_source
-from llama405b.training.blame import BLAMED, Measured, Piece, pieces_of, report, scored, skips_of
 from ranks_rig import run_ranks
 
 SEQ, STEP = 16, range(3, 10)  # sequences
@@ -33,9 +33,9 @@ def _batches(path):
 
 
 def _measure(me, directory, path, settings):
-    from llama405b.contract.schema import Optimizer, Parallel
+    from llama405b.commands.blame_step import measure
     from llama405b.distributed.ranks import on_mesh
-    from llama405b.training.blame import measure
+    from llama405b.settings.schema import Optimizer, Parallel
 
     parallel = Parallel(numerics="fp32", **settings)
     me = on_mesh(me, parallel)

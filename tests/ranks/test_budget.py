@@ -19,12 +19,12 @@ STEP_S, SAVE_S = 10.0, 2.0  # so the last 28 s are for what is still to be done
 def trainer():
     """Be the trainer on one of the ranks, by a clock of its own: each step takes ten seconds, and nothing else takes any time."""
     from llama405b.train import run_and_leave
-    from llama405b.training import budget, build
+    from llama405b.training import build, guards
 
     steps = []
-    budget.time = types.SimpleNamespace(monotonic=lambda: STEP_S * len(steps))
+    guards.time = types.SimpleNamespace(monotonic=lambda: STEP_S * len(steps))
 
-    class Budget(budget.Budget):
+    class Budget(guards.Budget):
         def __init__(self, gpu_hours, context, _):
             super().__init__(gpu_hours, context, 0.0)
 

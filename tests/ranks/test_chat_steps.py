@@ -37,18 +37,17 @@ def chats(demo, tmp_path):
 
 
 def _data(file):
-    from llama405b.contract.schema import Data
+    from llama405b.settings.schema import Data
 
     return Data(paths=(str(file),), seq_len=SEQ, seed=5, documents="split")
 
 
 def _train(me, model, file, cache):
-    from llama405b.contract.dealing import Dealing
-    from llama405b.data.batches import open_batches
-    from llama405b.data.reader import Reader
+    from llama405b.data.batches import Reader, open_batches
     from llama405b.optim.adamw import set_lr
     from llama405b.optim.step import train_step
     from llama405b.parallel.passes import OneByOne
+    from llama405b.settings.axes import Dealing
     from update_rig import build
 
     batches = open_batches(_data(file), model, cache, me, lambda *_: None, lambda _: None)

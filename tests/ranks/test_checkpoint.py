@@ -21,14 +21,14 @@ from update_rig import data_file, flip, save
 
 
 def _trainer(me, directory, load_weights=True):
-    from llama405b.contract.schema import Optimizer, Parallel
     from llama405b.model import llama
-    from llama405b.model.checkpointing import checkpoint_activations
+    from llama405b.model.llama import checkpoint_activations
     from llama405b.optim.build_updater import build_updater
-    from llama405b.parallel import fsdp2, load_weights
+    from llama405b.parallel import fsdp, load_weights
+    from llama405b.settings.schema import Optimizer, Parallel
 
     module = llama.build_on_meta(llama.read_hf_config(directory), "sdpa", torch.float32)
-    fsdp2.shard(module, Parallel(numerics="fp32"), me.device)
+    fsdp.shard(module, Parallel(numerics="fp32"), me.device)
     if load_weights:
         load_weights.load(module, directory, "auto", me, lambda *_: None)
     else:
@@ -38,7 +38,7 @@ def _trainer(me, directory, load_weights=True):
 
 
 def _step(me, module, updater, number):
-    from llama405b.model.batch import Batch
+    from llama405b.data.batch import Batch
     from llama405b.optim.step import train_step
     from llama405b.parallel.passes import OneByOne
 
@@ -60,7 +60,7 @@ def _store(me, root, keep=3, run="run"):
 
 
 def _save_four(me, directory, root, tear_at=None, keep=3, run="run"):
-    from llama405b.checkpoint import writer as of_write
+    from llama405b.checkpoint import saving as of_write
 
     module, updater = _trainer(me, directory)
     store = _store(me, root, keep, run)
@@ -213,16 +213,16 @@ def test_auto_refuses_where_checkpoints_exist_and_none_verifies(tiny, copy):
 
 
 def _resume_with_a_bad_disk(me, directory, root, bad):
-    from llama405b.checkpoint import digests, verified
+    from llama405b.checkpoint import verified
 
-    true_hashes = digests.block_hashes
+    true_hashes = verified.block_hashes
 
     def broken(path, blocks, block_bytes):
         if path.name.startswith(bad) and "step-00000008" in str(path):
             raise OSError(5, "Input/output error")
         return true_hashes(path, blocks, block_bytes)
 
-    digests.block_hashes = verified.block_hashes = broken
+    verified.block_hashes = verified.block_hashes = broken
     return _resume(me, directory, root)
 
 
@@ -278,9 +278,9 @@ def test_a_fresh_run_does_not_touch_another_ones_checkpoints(copy, tmp_path):
 
 def test_auto_starts_no_run_anew_whose_checkpoints_are_not_there(tmp_path):
     from llama405b.contract import reader
-    from llama405b.contract.events import EventKind, RunEvent
     from llama405b.contract.files import append_line
     from llama405b.contract.paths import RunDir
+    from llama405b.contract.records import EventKind, RunEvent
 
     root = tmp_path / "c"
     for name in ("c/step-00000004", "c/step-00000008", "before/step-00000009"):
@@ -304,7 +304,7 @@ def test_going_back_keeps_what_was_saved_later_out_of_the_way(tiny, copy):
 
 
 def _settings_after_resume(me, directory, root):
-    from llama405b.checkpoint.snapshot import restore
+    from llama405b.checkpoint.saving import restore
 
     module, updater = _trainer(me, directory, load_weights=False)
     for group in updater.optimizer.param_groups:
@@ -390,7 +390,7 @@ def test_a_directory_that_is_not_shared_is_refused(tmp_path):
 
 
 def test_a_manifest_that_was_written_anew_is_not_the_one_that_was_saved(tmp_path, tiny):
-    from llama405b.checkpoint.digests import open_manifest
+    from llama405b.checkpoint.verified import open_manifest
     from llama405b.contract.checkpoints import read_manifest, write_manifest
 
     root = tmp_path / "checkpoints"
@@ -405,14 +405,14 @@ def test_a_manifest_that_was_written_anew_is_not_the_one_that_was_saved(tmp_path
 
 
 def test_the_block_that_was_changed_is_named(tmp_path, monkeypatch):
-    from llama405b.checkpoint import digests
+    from llama405b.checkpoint import verified
     from llama405b.checkpoint.verified import DamagedError, VerifiedReader
     from llama405b.contract.checkpoints import Manifest
 
-    monkeypatch.setattr(digests, "BLOCK_BYTES", 100)
+    monkeypatch.setattr(verified, "BLOCK_BYTES", 100)
     (tmp_path / "__0_0.distcp").write_bytes(bytes(950))
     (tmp_path / ".metadata").write_bytes(b"")
-    files = {name: digests.hash_file(tmp_path / name, 0) for name in ("__0_0.distcp", ".metadata")}
+    files = {name: verified.hash_file(tmp_path / name, 0) for name in ("__0_0.distcp", ".metadata")}
     manifest = Manifest(2, 4, files, 1, 100)
     VerifiedReader(tmp_path, manifest).check("__0_0.distcp", 0, 950)
     with (tmp_path / "__0_0.distcp").open("r+b") as file:
@@ -456,9 +456,9 @@ def test_torch_computes_no_crc_of_what_has_a_sha256(tiny, tmp_path):
 
 
 def _sealed_while_writing(me, directory, root, fails):
-    from llama405b.checkpoint import digests as of_seal
     from llama405b.checkpoint import saving as of_saving
-    from llama405b.checkpoint import writer as of_write
+    from llama405b.checkpoint import saving as of_write
+    from llama405b.checkpoint import verified as of_seal
     from llama405b.contract.errors import UserError
 
     of_write.BLOCK_BYTES = 10_000

@@ -43,8 +43,8 @@ def test_products_of_a_step_are_those_that_are_not_kept():
     from torch.utils._python_dispatch import TorchDispatchMode
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from llama405b.contract.recompute import Recompute
-    from llama405b.model.checkpointing import checkpoint_activations
+    from llama405b.model.llama import checkpoint_activations
+    from llama405b.settings.axes import Recompute
 
     class Counter(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):

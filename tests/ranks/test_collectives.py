@@ -28,10 +28,10 @@ def _count(me, directory, settings):
     import torch.distributed as dist
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    from llama405b.contract.schema import Optimizer, Parallel
     from llama405b.distributed import ranks
     from llama405b.distributed.ranks import on_mesh
     from llama405b.optim.step import train_step
+    from llama405b.settings.schema import Optimizer, Parallel
 
     found = collections.Counter()
     beside = dist.new_group(timeout=datetime.timedelta(seconds=99), group_desc=ranks.BESIDE)

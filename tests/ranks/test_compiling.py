@@ -20,9 +20,9 @@ def _trained(me, directory):
     import torch._dynamo
     from torch._dynamo.utils import counters
 
-    from llama405b.contract.schema import Optimizer, Parallel
     from llama405b.distributed.ranks import on_mesh
     from llama405b.optim.step import train_step
+    from llama405b.settings.schema import Optimizer, Parallel
 
     losses, names = [], []
     for compiles in (False, True):

@@ -3,34 +3,34 @@
 import pytest
 import torch
 
-from llama405b.model.kernels import KERNELS, lack
+from llama405b.model.attention import KERNELS, flash_lack
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="NOT RUN: no GPU")]
 
 
 def _losses(directory, kind, offload, numerics="fp32", overlap=True, seen=lambda _: None):
     """Losses of ten steps; ``seen`` hears of each step's number before it."""
-    from llama405b.contract.schema import Optimizer, Parallel
+    from llama405b.data.batch import Batch
     from llama405b.distributed import ranks
     from llama405b.model import llama
-    from llama405b.model.batch import Batch
-    from llama405b.model.checkpointing import checkpoint_activations
+    from llama405b.model.llama import checkpoint_activations
+    from llama405b.optim.adamw import master_model
     from llama405b.optim.build_updater import build_updater
-    from llama405b.optim.fp32_masters import master_model
-    from llama405b.optim.offload_all import pin_for_gradients
+    from llama405b.optim.offload import pin_for_gradients
     from llama405b.optim.step import train_step
-    from llama405b.parallel import fsdp1, fsdp2, load_weights
+    from llama405b.parallel import fsdp, load_weights
     from llama405b.parallel.passes import OneByOne
+    from llama405b.settings.schema import Optimizer, Parallel
 
     me = ranks.join("cuda", 60)
     try:
         parallel = Parallel(strategy=kind, offload=offload, numerics=numerics, overlap=overlap)
         config = llama.read_hf_config(directory)
         if kind == "fsdp1":
-            master = module = fsdp1.load_wrapped(directory, config, "sdpa", parallel, me)
+            master = module = fsdp.load_wrapped(directory, config, "sdpa", parallel, me)
         else:
-            module = llama.build_on_meta(config, "sdpa", fsdp2.shard_dtype(parallel))
-            fsdp2.shard(module, parallel, me.device)
+            module = llama.build_on_meta(config, "sdpa", fsdp.shard_dtype(parallel))
+            fsdp.shard(module, parallel, me.device)
             master = master_model(module, parallel)
             if offload == "all":
                 load_weights.materialise(module, me, offload=True, pinning=lambda *_: None)
@@ -100,7 +100,7 @@ def test_attention_keeps_packed_documents_apart(attention):
     from llama405b.model.attention import check_attention
 
     cuda = torch.device("cuda")
-    if why := lack(attention, cuda, torch.bfloat16):
+    if why := flash_lack(attention, cuda, torch.bfloat16):
         pytest.skip(f"NOT RUN: {why}")
     for heads in ({"num_attention_heads": 128, "num_key_value_heads": 8}, {"num_attention_heads": 32}):
         config = LlamaConfig(hidden_size=heads["num_attention_heads"] * 128, **heads)

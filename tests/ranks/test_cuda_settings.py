@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from llama405b.contract.schema import Model, Parallel
-from llama405b.model import compiling
+from llama405b.model import llama
+from llama405b.settings.schema import Model, Parallel
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="NOT RUN: no GPU")]
 SAME_BITS = ("operators", "operators:2", "every:2", "none")
@@ -18,7 +18,7 @@ ROUNDED_OTHERWISE = {  # losses apart by at most
 
 @pytest.fixture(scope="module")
 def eight_steps():
-    from llama405b.commands.probes.steps import EXACT, take_steps
+    from llama405b.bench.steps import EXACT, take_steps
     from llama405b.distributed import ranks
 
     me = ranks.join("cuda", 60)
@@ -47,6 +47,6 @@ def test_what_is_computed_again_changes_no_bit(eight_steps, usual, kind, activat
 @pytest.mark.parametrize("name", ROUNDED_OTHERWISE)
 def test_what_rounds_otherwise_learns_the_same(eight_steps, usual, name):
     parallel, model, apart = ROUNDED_OTHERWISE[name]
-    if model.compile and (why := compiling.lack(torch.device("cuda"))):
+    if model.compile and (why := llama.compile_lack(torch.device("cuda"))):
         pytest.skip(f"NOT RUN: {why}")
     assert eight_steps(parallel, model) == pytest.approx(usual, abs=apart)

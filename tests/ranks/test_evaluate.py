@@ -17,7 +17,7 @@ from llama405b.data.encode import FIRST, NOT_LEARNT
 from llama405b.data.sources import Mixture, Source
 from llama405b.distributed.ranks import Rank
 from llama405b.parallel.passes import OneByOne
-from llama405b.training.journal import Journal, read_metrics
+from llama405b.training.context import Journal, read_metrics
 from ranks_rig import run_program, run_ranks
 
 SEQ = 16
@@ -162,12 +162,11 @@ class Reads:
 
 def _takes_steps(me, directory, kind, evaluates):
     """Losses and norms of a trainer's first steps, and what it logs and how it is seen meanwhile."""
-    from llama405b.contract.schema import Config, Evaluation
-    from llama405b.training.bad_steps import BadSteps
+    from llama405b.settings.schema import Config, Evaluation
     from llama405b.training.context import RankContext
     from llama405b.training.evaluate import Evaluator
+    from llama405b.training.guards import BadSteps, SpikeDetector
     from llama405b.training.loop import Trainer
-    from llama405b.training.loss_spikes import SpikeDetector
     from llama405b.training.requests import Requests
     from update_rig import batch, build
 
@@ -206,15 +205,15 @@ def _takes_steps(me, directory, kind, evaluates):
 def _fsdp1(me, directory):
     import torch.distributed.fsdp._init_utils as init_utils
 
-    from llama405b.contract.schema import Optimizer, Parallel
     from llama405b.model import llama
-    from llama405b.model.checkpointing import checkpoint_activations
+    from llama405b.model.llama import checkpoint_activations
     from llama405b.optim.build_updater import build_updater
-    from llama405b.parallel import fsdp1
+    from llama405b.parallel import fsdp
+    from llama405b.settings.schema import Optimizer, Parallel
 
     init_utils._check_module_states_for_sync_module_states = lambda _states: None  # torch's refusal on CPU
     parallel = Parallel(numerics="fp32", strategy="fsdp1")
-    module = fsdp1.load_wrapped(directory, llama.read_hf_config(directory), "sdpa", parallel, me)
+    module = fsdp.load_wrapped(directory, llama.read_hf_config(directory), "sdpa", parallel, me)
     checkpoint_activations(module)
     return module, build_updater(module, Optimizer(lr=3e-3), parallel, me.device)
 
@@ -303,8 +302,8 @@ def test_an_attempt_that_saved_nothing_has_evaluated_for_those_after_it(tmp_path
 
 def _evaluated_from(me, directory, root):
     """By engine: the loss after two steps, and that of the weights alone, loaded from a checkpoint of it; and moments made."""
-    from llama405b.checkpoint.snapshot import restore_weights
-    from llama405b.optim.sequential import Sequential
+    from llama405b.checkpoint.saving import restore_weights
+    from llama405b.optim.build_updater import Sequential
     from llama405b.training.evaluate import evaluate
     from update_rig import build, dcp_save, take
 

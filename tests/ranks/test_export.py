@@ -15,12 +15,12 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from llama405b.commands import export
-from llama405b.contract.config import to_toml
 from llama405b.contract.errors import RunError, UserError
 from llama405b.contract.paths import RunDir
-from llama405b.contract.schema import Config
-from llama405b.contract.tensors import read_tensors
-from llama405b.contract.weights import SMALL_FILES
+from llama405b.settings.config import to_toml
+from llama405b.settings.schema import Config
+from llama405b.spec.models import SMALL_FILES
+from llama405b.spec.tensors import read_tensors
 from ranks_rig import run_ranks
 from update_rig import batch, build, data_file, flip, save, take
 
@@ -240,12 +240,12 @@ def test_another_models_files_are_refused(at, tiny_tied, tmp_path):
 
 
 def test_what_this_machine_cannot_hold_is_not_tried(at, tmp_path, monkeypatch, capsys):
-    from llama405b.commands import try_model
+    from llama405b.commands import export
 
     assert export.main(["r", str(tmp_path / "out"), "--try", "x"]) == 1
     assert "has no tokenizer.json, so a prompt cannot be read" in capsys.readouterr().out
     (tmp_path / "out/tokenizer.json").touch()
-    monkeypatch.setattr(try_model, "_roomiest", lambda: ("cpu", 1000))
+    monkeypatch.setattr(export, "_roomiest", lambda: ("cpu", 1000))
     assert export.main(["r", str(tmp_path / "out"), "--try", "x"]) == 3
     said = capsys.readouterr().out
     assert "but this machine has 0.0 GB; give " in said

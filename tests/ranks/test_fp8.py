@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from conftest import ROOT
-from llama405b.model import fp8
+from llama405b.model import llama
 from ranks_rig import run_program
 
 TORCHAO = ROOT / ".venv/torchao"  # apart, since transformers imports it wherever it is installed
@@ -78,11 +78,11 @@ def test_without_torchao_it_is_refused(demo, tmp_path):
 
 
 def test_a_gpu_that_has_none_is_refused(monkeypatch):
-    monkeypatch.setattr(fp8.importlib.util, "find_spec", lambda _: True)
+    monkeypatch.setattr(llama.importlib.util, "find_spec", lambda _: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA A100-SXM4-80GB")
     for capability, why in (
         ((8, 0), "it needs a compute capability of 8.9, and NVIDIA A100-SXM4-80GB has 8.0; use others"),
         ((9, 0), ""),
     ):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=capability: found)
-        assert fp8.lack(torch.device("cuda")) == why
+        assert llama.fp8_lack(torch.device("cuda")) == why

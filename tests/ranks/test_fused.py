@@ -29,9 +29,9 @@ def test_two_ranks_learn_as_with_transformers_own(tmp_path, recompute):
 def _trained(me, directory, recompute):
     from torch.utils.flop_counter import FlopCounterMode
 
-    from llama405b.contract.schema import Optimizer, Parallel
     from llama405b.distributed.ranks import on_mesh
     from llama405b.optim.step import train_step
+    from llama405b.settings.schema import Optimizer, Parallel
 
     found = []
     for fuses in (False, True):

@@ -9,8 +9,7 @@ import torch
 from safetensors import safe_open
 from transformers import LlamaForCausalLM
 
-from llama405b.contract.shards import chunk
-from llama405b.contract.tensors import fingerprint_of, read_tensors
+from llama405b.spec.tensors import chunk, fingerprint_of, read_tensors
 from ranks_rig import run_program, run_ranks
 from tiny_models import write_llama
 
@@ -24,17 +23,17 @@ def _read(directory):
 
 
 def _load_and_compare(me, directory, numerics, checkpointing):
-    from llama405b.contract.schema import Parallel
     from llama405b.model import llama
-    from llama405b.model.checkpointing import checkpoint_activations
-    from llama405b.parallel import fsdp2, load_weights
+    from llama405b.model.llama import checkpoint_activations
+    from llama405b.parallel import fsdp, load_weights
+    from llama405b.settings.schema import Parallel
 
     whole, faults = _read(directory), []
     for how in ("rank0", "local"):
         config = llama.read_hf_config(directory)
         parallel = Parallel(numerics=numerics)
-        module = llama.build_on_meta(config, "sdpa", fsdp2.shard_dtype(parallel))
-        fsdp2.shard(module, parallel, me.device)
+        module = llama.build_on_meta(config, "sdpa", fsdp.shard_dtype(parallel))
+        fsdp.shard(module, parallel, me.device)
         if checkpointing:
             checkpoint_activations(module)
         calls = []
@@ -43,7 +42,7 @@ def _load_and_compare(me, directory, numerics, checkpointing):
         )
         assert calls[-1][0] == calls[-1][1] == sum(t.numel() * t.element_size() for t in whole.values())
         seen = set()
-        for _, parameters in fsdp2.units(module):
+        for _, parameters in fsdp.units(module):
             for name, parameter in parameters.items():
                 start, stop = chunk(whole[name].shape[0], me.rank, me.world)
                 local = parameter.to_local()
@@ -75,12 +74,12 @@ def test_bf16_files_into_either_dtype(tmp_path):
 
 def _load_where_only_rank0_reads(me, directory, how):
     from llama405b.contract.errors import UserError
-    from llama405b.contract.schema import Parallel
     from llama405b.model import llama
-    from llama405b.parallel import fsdp2, load_weights
+    from llama405b.parallel import fsdp, load_weights
+    from llama405b.settings.schema import Parallel
 
     module = llama.build_on_meta(llama.read_hf_config(directory), "sdpa", torch.float32)
-    fsdp2.shard(module, Parallel(numerics="fp32"), me.device)
+    fsdp.shard(module, Parallel(numerics="fp32"), me.device)
     mine = Path(directory) if me.is_rank0 else Path("/nonexistent")
     try:
         return load_weights.load(module, mine, how, me, lambda *_: None)
@@ -96,17 +95,17 @@ def test_auto_falls_back_to_rank0_and_local_is_refused(tiny):
 
 
 def _load_random_layers(me, directory, way):
-    from llama405b.contract import weights
-    from llama405b.contract.schema import Parallel
     from llama405b.model import llama
-    from llama405b.parallel import fsdp2, load_weights
+    from llama405b.parallel import fsdp, load_weights
+    from llama405b.settings.schema import Parallel
+    from llama405b.spec import models
 
     load_weights.BLOCK = 1000  # so that blocks and rows do not agree
     module = llama.build_on_meta(llama.read_hf_config(directory, 1), "sdpa", torch.float32)
-    fsdp2.shard(module, Parallel(numerics="fp32"), me.device)
+    fsdp.shard(module, Parallel(numerics="fp32"), me.device)
     calls = []
     how = load_weights.load(
-        module, Path("/nonexistent"), way, me, lambda *c: calls.append(c), random=weights.read_llama(directory, 1)
+        module, Path("/nonexistent"), way, me, lambda *c: calls.append(c), random=models.read_llama(directory, 1)
     )
     assert calls[-1][0] == calls[-1][1]
     assert len(module.model.layers) == 1
@@ -131,9 +130,9 @@ def test_random_weights_of_a_model_cut_short_are_the_same_for_any_number_of_rank
 
 def _part(model, to, first, last, world, chunks=1):
     """What push --shards would send to a host."""
-    from llama405b.contract.mesh import Axes
-    from llama405b.contract.parts import Part
-    from llama405b_tools.remote.file_sources import open_files
+    from llama405b.settings.axes import Axes
+    from llama405b.spec.tensors import Part
+    from llama405b_tools.agent.transfer import open_files
 
     source = open_files(model, Part(first, last, world if isinstance(world, Axes) else Axes(world), chunks))
     for name, _ in source.files:
@@ -144,14 +143,14 @@ def _part(model, to, first, last, world, chunks=1):
 
 def _load_parts(me, model, cases):
     from llama405b.contract.errors import UserError
-    from llama405b.contract.schema import Parallel
     from llama405b.model import llama
-    from llama405b.parallel import fsdp2, load_weights
+    from llama405b.parallel import fsdp, load_weights
+    from llama405b.settings.schema import Parallel
 
     whole, found = _read(model), []
     for directories, how in cases:
         module = llama.build_on_meta(llama.read_hf_config(model), "sdpa", torch.float32)
-        fsdp2.shard(module, Parallel(numerics="fp32"), me.device)
+        fsdp.shard(module, Parallel(numerics="fp32"), me.device)
         try:
             found.append(load_weights.load(module, directories[me.rank], how, me, lambda *_: None))
         except UserError as error:
@@ -228,12 +227,12 @@ def test_rows_of_two_models_are_never_mixed(tiny, tmp_path):
 
 def _refusal(me, directory):
     from llama405b.contract.errors import UserError
-    from llama405b.contract.schema import Parallel
     from llama405b.model import llama
-    from llama405b.parallel import fsdp2, load_weights
+    from llama405b.parallel import fsdp, load_weights
+    from llama405b.settings.schema import Parallel
 
     module = llama.build_on_meta(llama.read_hf_config(directory), "sdpa", torch.float32)
-    fsdp2.shard(module, Parallel(), me.device)
+    fsdp.shard(module, Parallel(), me.device)
     load_weights.load(module, directory, "auto", me, lambda *_: None)
     load_weights.refuse_not_finite(module, directory)
     if me.rank == 1:

@@ -19,12 +19,12 @@ WORLD, PER_HOST = 6, 2
 
 
 def _load(me, directory, place):
-    from llama405b.contract.schema import Parallel
     from llama405b.distributed.ranks import on_mesh
     from llama405b.model import llama
-    from llama405b.model.checkpointing import unwrapped
+    from llama405b.model.llama import unwrapped
     from llama405b.parallel import load_weights
     from llama405b.parallel.split import holdings_of, split
+    from llama405b.settings.schema import Parallel
 
     whole, faults = _read(directory), []
     for number, settings in enumerate(MESHES):
@@ -49,8 +49,8 @@ def _load(me, directory, place):
 
 @pytest.mark.parametrize("biases", [False, True])
 def test_each_rank_gets_what_it_holds(tmp_path, biases):
-    from llama405b.contract.mesh import Axes
-    from llama405b.contract.schema import Parallel
+    from llama405b.settings.axes import Axes
+    from llama405b.settings.schema import Parallel
 
     shape = mesh_rig.SHAPE | {"attention_bias": biases, "mlp_bias": biases}
     model = write_llama(tmp_path / "model", layers=7, dtype=torch.bfloat16, **shape)

@@ -80,7 +80,7 @@ LONG = {"alone", "in turn", "interleaved"}
     ],
 )
 def test_matrices_are_frozen_with_tp_and_whole_stages_with_pp(model, settings, groups):
-    from llama405b.contract.groups import is_frozen
+    from llama405b.settings.rules import is_frozen
 
     right = mesh_rig.single(model, steps=4, frozen=lambda name: is_frozen(groups, name))
     found = run_ranks(2, functools.partial(mesh_rig.train, steps=4, settings=settings, groups=groups), model)
@@ -107,7 +107,7 @@ def _freeze(me, directory, settings):
 def test_what_is_frozen_takes_no_gradient_and_no_moments(place, model):
     from safetensors.torch import load_file
 
-    from llama405b.contract.groups import is_frozen
+    from llama405b.settings.rules import is_frozen
 
     world, settings = PLACES[place]
     before = {key: value for file in model.glob("*.safetensors") for key, value in load_file(file).items()}
@@ -133,8 +133,8 @@ def test_what_is_frozen_takes_no_gradient_and_no_moments(place, model):
 )
 def test_what_cannot_be_frozen_is_refused(groups, settings, why):
     from llama405b.contract.errors import UserError
-    from llama405b.contract.groups import check_groups
-    from llama405b.contract.schema import Parallel
+    from llama405b.settings.rules import check_groups
+    from llama405b.settings.schema import Parallel
 
     names = ["model.norm.weight", "model.layers.0.self_attn.q_proj.weight", "lm_head.weight"]
     with pytest.raises(UserError, match=why) if why else contextlib.nullcontext():

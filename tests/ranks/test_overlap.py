@@ -25,7 +25,7 @@ FORMS = {  # each with torch's AdamW between the steps first
 
 def _train(me, directory, root, *, accumulation, overlap, **form):
     """Train with a save, a resume and forwards that only look; returns what was seen, and the bits at the end."""
-    from llama405b.checkpoint.snapshot import restore
+    from llama405b.checkpoint.saving import restore
 
     module, updater = build(me, directory, overlap=overlap, **form)
     if overlap:
@@ -84,11 +84,11 @@ def test_so_it_does_with_tied_embeddings_and_bf16(tiny_tied):
 
 def _sets(me, directory):
     """How many gradients of one parameter there were at most while the worker added slowly, and the order of the adds."""
-    from llama405b.optim import offload_all
+    from llama405b.optim import offload
 
     module, updater = build(me, directory, overlap=True)
     made, most, added = collections.defaultdict(list), 0, []
-    taken, add = offload_all._taken, offload_all._add
+    taken, add = offload._taken, offload._add
 
     def watched(parameter):
         nonlocal most
@@ -103,7 +103,7 @@ def _sets(me, directory):
         add(sums, gradients)
         added.append(sums[0][0].data_ptr())
 
-    with mock.patch.multiple(offload_all, _taken=watched, _add=slowly):
+    with mock.patch.multiple(offload, _taken=watched, _add=slowly):
         take(me, module, updater, 1, accumulation=4)
         updater.wait()
     return most, len(added), len(updater.parts)
@@ -159,7 +159,7 @@ def test_all_units_are_pending_when_the_step_returns_and_updated_beside_the_forw
 
 def _mutated(me, directory, root, form, mutate):
     """Whether the result still is the sequential one."""
-    from llama405b.checkpoint.snapshot import restore
+    from llama405b.checkpoint.saving import restore
 
     outcomes = []
     for each in FORMS[form]:
@@ -279,7 +279,7 @@ def _long_wait(me, directory):
         gate.set()
 
     updater._update, updater.on_long_wait = gated, waits
-    import llama405b.optim.offload_all as of_updater
+    from llama405b.optim import offload as of_updater
 
     of_updater.LONG_WAIT_S = 0.05
     for step in (1, 2):

@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 from transformers import LlamaForCausalLM
 
-from llama405b.model.batch import IGNORE_INDEX, Batch
-from llama405b.model.inputs import model_inputs
+from llama405b.data.batch import IGNORE_INDEX, Batch
+from llama405b.model.attention import model_inputs
 from ranks_rig import run_ranks
 
 LENGTHS = ([5, 1, 7, 3], [16], [2, 2, 12], [9, 7], [1, 15], [4, 4, 4, 4])  # of the documents in each sequence

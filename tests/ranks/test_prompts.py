@@ -11,7 +11,7 @@ NEW, NO_END = 6, 10_000
 
 
 def _continue(me, directory):
-    from llama405b.training.prompts import continuations
+    from llama405b.training.evaluate import continuations
     from update_rig import build, take
 
     results = []

@@ -14,7 +14,7 @@ from test_node_local import ROOT, _resume
 
 from conftest import ROOT as CHECKOUT
 from llama405b.contract.paths import RunDir
-from llama405b.contract.plan import Node, Plan
+from llama405b.spec.plan import Node, Plan
 from ops_rig import wait_for
 from ranks_rig import run_ranks
 from update_rig import build, data_file, flip, save, take
@@ -39,7 +39,7 @@ def _replicators(place):
     started = []
     try:
         for i in range(HOSTS):
-            argv = [sys.executable, "-m", "llama405b_tools.remote.replicate", str(RUN), f"host-{i}"]
+            argv = [sys.executable, "-m", "llama405b_tools.agent.node", str(RUN), f"host-{i}"]
             started.append(subprocess.Popen(argv, cwd=place / f"host-{i}", env=env, stdin=subprocess.PIPE))
         yield started
     finally:

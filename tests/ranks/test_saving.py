@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from llama405b.contract.schema import Config
 from llama405b.optim.step import NonFiniteError
 from llama405b.parallel.passes import OneByOne
+from llama405b.settings.schema import Config
 from llama405b.training.loop import Trainer
 from ranks_rig import run_ranks
 from update_rig import IDENTITY, batch, bits, build, same, slow, take
@@ -45,7 +45,7 @@ def _identity():
 
 def _slow_disk(seconds_a_tensor):
     """Have this rank's threads write at a steady rate, one at a time."""
-    from llama405b.checkpoint import writer as of_write
+    from llama405b.checkpoint import saving as of_write
 
     add, disk = of_write._Hashing.add, threading.Lock()
 
@@ -159,12 +159,12 @@ def _run(me, directory, root, every, fails_at=(), slow=0.0, steps=8, request_at=
     """
     from torch.distributed.checkpoint import default_planner
 
-    from llama405b.checkpoint import writer as of_write
+    from llama405b.checkpoint import saving as of_write
     from llama405b.contract.checkpoints import Reached
     from llama405b.contract.errors import UserError
     from llama405b.contract.records import RequestKind, RunRequest
-    from llama405b.contract.schema import Checkpoint
     from llama405b.distributed import collectives
+    from llama405b.settings.schema import Checkpoint
     from llama405b.training.checkpointer import Checkpointer
     from llama405b.training.requests import AfterStep
 
@@ -218,7 +218,7 @@ def test_training_goes_on_after_a_save_that_failed(tiny, tmp_path):
 
 def _in_use_until_step_9(me, root, step):
     """What is deleted loses a file, and stays: as on NFS, while an export reads it."""
-    from llama405b.checkpoint import directory
+    from llama405b.checkpoint import store
 
     def in_use(path, ignore_errors=False):
         for file in [*path.glob("*.distcp")][:1]:
@@ -227,9 +227,9 @@ def _in_use_until_step_9(me, root, step):
             raise OSError(errno.ENOTEMPTY, "Directory not empty")
 
     if step == 1:
-        directory.shutil = types.SimpleNamespace(rmtree=in_use, copyfile=shutil.copyfile)
+        store.shutil = types.SimpleNamespace(rmtree=in_use, copyfile=shutil.copyfile)
     if step == 9:
-        directory.shutil = shutil
+        store.shutil = shutil
 
 
 def test_an_old_checkpoint_that_cannot_be_deleted_fails_no_save(tiny, tmp_path):
@@ -314,9 +314,9 @@ def test_a_save_under_way_is_finished_before_a_run_ends_at_a_loss_that_is_not_fi
 
 def _after_a_masked_step(me, directory, root):
     """Train from the start, save after a first step without a target and train on; and resume from what was saved."""
-    from llama405b.checkpoint.snapshot import restore
+    from llama405b.checkpoint.saving import restore
     from llama405b.contract.checkpoints import Reached
-    from llama405b.model.batch import IGNORE_INDEX, Batch
+    from llama405b.data.batch import IGNORE_INDEX, Batch
     from llama405b.optim.step import train_step
 
     def losses(disturb):

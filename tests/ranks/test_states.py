@@ -11,7 +11,7 @@ from update_rig import bits, build, dcp_save, same, slow, take
 
 
 def _bytes(me, directory, moments):
-    from llama405b.optim.norm import local
+    from llama405b.optim.updater import local
 
     module, updater = build(me, directory, overlap=True, offload="optimizer", moments=moments)
     for _ in range(2):
@@ -73,7 +73,7 @@ def test_what_fsdp_moves_with_full_offload_is_counted(tiny):
 
 
 def _rounded(me, directory, form, root):
-    from llama405b.checkpoint.snapshot import restore
+    from llama405b.checkpoint.saving import restore
 
     outcomes = []
     for overlap in (False, True):
@@ -119,7 +119,7 @@ def _save(me, directory, root, forms):
 
 
 def _go_on(me, directory, root, forms):
-    from llama405b.checkpoint.snapshot import restore
+    from llama405b.checkpoint.saving import restore
 
     outcomes = []
     for name in forms:
@@ -188,8 +188,8 @@ def test_adding_gradients_is_no_update(tiny, offload):
 
 
 def _other_moments(me, directory, root):
-    from llama405b.checkpoint.snapshot import restore
-    from llama405b.optim.norm import local
+    from llama405b.checkpoint.saving import restore
+    from llama405b.optim.updater import local
 
     found = {}
     for saved in ("fp32", "bf16"):

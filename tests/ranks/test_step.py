@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from transformers import LlamaForCausalLM
 
-from llama405b.model.batch import Batch
+from llama405b.data.batch import Batch
 from ranks_rig import run_program, run_ranks
 
 STEPS, GLOBAL_BATCH, SEQ = 20, 6, 16
@@ -29,11 +29,11 @@ def _batches():
 
 
 def _sharded(me, directory, *, offload=False, checkpointing=True, numerics="fp32"):
-    from llama405b.contract.schema import Parallel
     from llama405b.model import llama
-    from llama405b.model.checkpointing import checkpoint_activations
-    from llama405b.parallel import fsdp2 as shard
+    from llama405b.model.llama import checkpoint_activations
+    from llama405b.parallel import fsdp as shard
     from llama405b.parallel import load_weights
+    from llama405b.settings.schema import Parallel
 
     parallel = Parallel(numerics=numerics, offload="all" if offload else "none")
     module = llama.build_on_meta(llama.read_hf_config(directory), "sdpa", shard.shard_dtype(parallel))
@@ -45,20 +45,20 @@ def _sharded(me, directory, *, offload=False, checkpointing=True, numerics="fp32
 
 
 def _losses(me, directory, micro=None, offload=False, tied_fsdp1=False, kind="fsdp2", numerics="fp32", overlap=False):
-    from llama405b.contract.schema import Optimizer, Parallel
     from llama405b.optim.build_updater import build_updater
     from llama405b.optim.step import train_step
     from llama405b.parallel.passes import OneByOne
+    from llama405b.settings.schema import Optimizer, Parallel
 
     if kind == "fsdp1":
         import torch.distributed.fsdp._init_utils as init_utils
 
         from llama405b.model import llama
-        from llama405b.model.checkpointing import checkpoint_activations
-        from llama405b.parallel import fsdp1
+        from llama405b.model.llama import checkpoint_activations
+        from llama405b.parallel import fsdp
 
         init_utils._check_module_states_for_sync_module_states = lambda _states: None  # torch's refusal on CPU
-        module = fsdp1.load_wrapped(
+        module = fsdp.load_wrapped(
             directory, llama.read_hf_config(directory), "sdpa", Parallel(numerics="fp32", strategy="fsdp1"), me
         )
         checkpoint_activations(module)
@@ -144,10 +144,10 @@ def test_bf16_numerics_learn(tiny, plain, numerics):
 def _count(me, directory):
     from torch.distributed.tensor.debug import CommDebugMode
 
-    from llama405b.contract.schema import Optimizer, Parallel
     from llama405b.optim.build_updater import build_updater
     from llama405b.optim.step import train_step
     from llama405b.parallel.passes import OneByOne
+    from llama405b.settings.schema import Optimizer, Parallel
 
     module = _sharded(me, directory)
     updater = build_updater(module, Optimizer(), Parallel(), me.device)
@@ -174,10 +174,10 @@ def test_each_unit_costs_what_it_must(tiny, tiny_tied):
 
 
 def _poison(me, directory, factor, where):
-    from llama405b.contract.schema import Optimizer, Parallel
     from llama405b.optim.build_updater import build_updater
     from llama405b.optim.step import NoGradientError, NonFiniteError, train_step
     from llama405b.parallel.passes import OneByOne
+    from llama405b.settings.schema import Optimizer, Parallel
 
     module = _sharded(me, directory)
     updater = build_updater(module, Optimizer(), Parallel(), me.device)
@@ -207,10 +207,10 @@ def test_nan_on_one_rank_or_no_gradient_stops_all_before_the_weights_change(tiny
 
 
 def _masked(me, directory):
-    from llama405b.contract.schema import Optimizer, Parallel
     from llama405b.optim.build_updater import build_updater
     from llama405b.optim.step import train_step
     from llama405b.parallel.passes import OneByOne
+    from llama405b.settings.schema import Optimizer, Parallel
 
     module = _sharded(me, directory)
     updater = build_updater(module, Optimizer(), Parallel(), me.device)
@@ -281,13 +281,13 @@ def test_a_stop_that_comes_at_the_very_end_does_not_kill(demo):
 def _rotary_dtypes(me, directory):
     import torch.distributed.fsdp._init_utils as init_utils
 
-    from llama405b.contract.schema import Parallel
     from llama405b.model import llama
-    from llama405b.parallel import fsdp1
+    from llama405b.parallel import fsdp
+    from llama405b.settings.schema import Parallel
 
     init_utils._check_module_states_for_sync_module_states = lambda _states: None  # torch's refusal on CPU
     parallel = Parallel(numerics="pure-bf16", strategy="fsdp1")
-    module = fsdp1.load_wrapped(directory, llama.read_hf_config(directory), "sdpa", parallel, me)
+    module = fsdp.load_wrapped(directory, llama.read_hf_config(directory), "sdpa", parallel, me)
     weights = {parameter.dtype for parameter in module.parameters()}
     return weights, {buffer.dtype for name, buffer in module.named_buffers() if "inv_freq" in name}
 

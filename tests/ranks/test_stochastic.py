@@ -45,10 +45,10 @@ def _updated(me, directory, settings, numerics):
     import torch
     from torch.distributed.tensor import DTensor, distribute_tensor
 
-    from llama405b.contract.schema import Optimizer, Parallel
     from llama405b.distributed.ranks import on_mesh
-    from llama405b.model.checkpointing import unwrapped
-    from llama405b.optim.norm import local
+    from llama405b.model.llama import unwrapped
+    from llama405b.optim.updater import local
+    from llama405b.settings.schema import Optimizer, Parallel
 
     parallel = Parallel(numerics=numerics, **settings)
     me = on_mesh(me, parallel)

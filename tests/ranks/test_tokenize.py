@@ -15,13 +15,12 @@ import pytest
 
 from conftest import ROOT
 from llama405b.commands import data
-from llama405b.contract.corpus import TOKENIZED, TOKENS
 from llama405b.contract.errors import UserError
-from llama405b.contract.schema import Data
-from llama405b.data import tokenize as of_tokenize
-from llama405b.data.provenance import documents_in, read_offsets
-from llama405b.data.sources import open_source
+from llama405b.data import tokens as of_tokenize
+from llama405b.data.sources import documents_in, open_source, read_offsets
 from llama405b.data.tokens import Report, tokenised
+from llama405b.formats.corpus import TOKENIZED, TOKENS
+from llama405b.settings.schema import Data
 from ops_rig import Patience, wait_for
 
 

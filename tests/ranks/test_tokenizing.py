@@ -10,8 +10,8 @@ TIMEOUT_S = 8
 
 
 def _bring(me, corpus, demo, caches, progress=lambda *_: None):
-    from llama405b.contract.schema import Data
     from llama405b.data.batches import open_batches
+    from llama405b.settings.schema import Data
 
     me, cache = dataclasses.replace(me, local_rank=0), Path(caches) / me.host  # a host each
     batches = open_batches(Data(paths=(str(corpus),), seq_len=32), Path(demo), cache, me, progress, lambda _: None)
@@ -32,10 +32,10 @@ def test_a_token_file_that_is_damaged_on_any_host_is_made_anew(corpus, demo, tmp
 
 def _tokenise_for_long(me, corpus, demo, caches):
     """Rank 0 reads text for longer than a collective may block; returns how often each rank told that it is alive."""
-    from llama405b.contract.document import Text
     from llama405b.data import encode, tokens
     from llama405b.data.documents import DocumentPlace, Found
     from llama405b.distributed import ranks
+    from llama405b.formats.document import Text
 
     ranks.set_timeout(TIMEOUT_S)
     told = []

@@ -8,17 +8,15 @@ import json
 
 import pytest
 
-from llama405b.capacity.estimate import estimate
-from llama405b.capacity.memory import peak_of
-from llama405b.capacity.outlook import HALVES, WHOLE
-from llama405b.capacity.part import Part, held_elements, shard_elements
-from llama405b.capacity.run_shape import NORMS, RunShape
-from llama405b.contract.config import PRESET_DIR
 from llama405b.contract.errors import UserError
-from llama405b.contract.mesh import Axes
-from llama405b.contract.recompute import Recompute
-from llama405b.contract.schema import Parallel
-from llama405b.contract.weights import parse_llama
+from llama405b.predict.estimate import estimate
+from llama405b.predict.memory import peak_of
+from llama405b.predict.run_shape import NORMS, Part, RunShape, held_elements, shard_elements
+from llama405b.predict.search import HALVES, WHOLE
+from llama405b.settings.axes import Axes, Recompute
+from llama405b.settings.config import PRESET_DIR
+from llama405b.settings.schema import Parallel
+from llama405b.spec.models import parse_llama
 from llama405b_tools.verbs import predict
 from tracked import host_bytes, optimizer_bytes, track
 

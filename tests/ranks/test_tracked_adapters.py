@@ -4,14 +4,13 @@ import json
 
 import pytest
 
-from llama405b.capacity.memory import peak_of
-from llama405b.capacity.outlook import HALVES
-from llama405b.capacity.run_shape import RunShape
-from llama405b.contract.config import PRESET_DIR
-from llama405b.contract.mesh import Axes
-from llama405b.contract.recompute import Recompute
-from llama405b.contract.schema import Adapter, Parallel
-from llama405b.contract.weights import parse_llama
+from llama405b.predict.memory import peak_of
+from llama405b.predict.run_shape import RunShape
+from llama405b.predict.search import HALVES
+from llama405b.settings.axes import Axes, Recompute
+from llama405b.settings.config import PRESET_DIR
+from llama405b.settings.schema import Adapter, Parallel
+from llama405b.spec.models import parse_llama
 from tracked import track
 
 PRESETS = json.loads((PRESET_DIR / "architectures.json").read_text())

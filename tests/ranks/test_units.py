@@ -9,7 +9,7 @@ LAYERS = [f"layers.{n}" for n in range(4)]
 
 
 def _shown(me, directory, accumulation):
-    from llama405b.parallel.units import UnitTracker
+    from llama405b.parallel.fsdp import UnitTracker
 
     plain, updater = build(me, directory, offload="none", overlap=False)
     expected = take(me, plain, updater, 1, accumulation)

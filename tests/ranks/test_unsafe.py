@@ -42,7 +42,7 @@ def root(saved, tmp_path):
 
 def _vouch(step, name):
     """Write the manifest anew, as whoever changed a file can."""
-    from llama405b.checkpoint.digests import hash_file
+    from llama405b.checkpoint.verified import hash_file
     from llama405b.contract.checkpoints import read_manifest, write_manifest
 
     manifest, _ = read_manifest((step / "manifest.json").read_bytes())

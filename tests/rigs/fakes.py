@@ -5,20 +5,29 @@ import queue
 
 from llama405b.contract import reader
 from llama405b.contract.records import NodeState, NodeStatus
+from llama405b_tools.agent import agent
+from llama405b_tools.agent.autopsy import HostEvidence
+from llama405b_tools.agent.launch_facts import LaunchFacts, Reach
+from llama405b_tools.agent.machine import RunPlace
+from llama405b_tools.agent.messages import (
+    CUT,
+    KEEP,
+    AccountReply,
+    CheckpointPart,
+    HostRun,
+    Kept,
+    NodeUpdate,
+    NoteReply,
+    PartsReply,
+    Started,
+    StatusReply,
+    StopReply,
+    StreamMessage,
+)
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.hosts.transport import HostError, Result
-from llama405b_tools.machine.network import Rdma
-from llama405b_tools.remote import agent
-from llama405b_tools.remote.messages.account_request import AccountReply
-from llama405b_tools.remote.messages.autopsy import HostEvidence
-from llama405b_tools.remote.messages.guard_notes import NoteReply
-from llama405b_tools.remote.messages.host_run import HostRun, StatusReply
-from llama405b_tools.remote.messages.probe import LaunchFacts, Reach, RunPlace
-from llama405b_tools.remote.messages.start import KEEP, Kept, Started
-from llama405b_tools.remote.messages.stop_request import CUT, StopReply
-from llama405b_tools.remote.messages.stream import NodeUpdate, StreamMessage
-from llama405b_tools.remote.messages.transfer import CheckpointPart, PartsReply
+from llama405b_tools.parsers import Rdma
 from llama405b_tools.run.autopsy import LOAD
 
 

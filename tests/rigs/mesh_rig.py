@@ -5,7 +5,7 @@ import functools
 
 import torch
 
-from llama405b.model.batch import Batch
+from llama405b.data.batch import Batch
 
 BATCH, MICRO, SEQ, VOCABULARY, STEPS = 12, 3, 16, 136, 5
 SHAPE = {
@@ -52,7 +52,7 @@ def packed(step):
 
 def micro_batches(step, me, micro):
     """This rank's, as its reader deals them."""
-    from llama405b.contract.dealing import Dealing
+    from llama405b.settings.axes import Dealing
 
     dealing, batch = Dealing(BATCH // micro, me.dp.size), packed(step)
     first, n_own = dealing.place(me.dp.rank)
@@ -79,10 +79,10 @@ def train(
     adapter=None,
 ):
     """Train; returns each step's loss and norm, and the whole weights afterwards."""
-    from llama405b.contract.schema import Optimizer, Parallel
     from llama405b.distributed.ranks import on_mesh
     from llama405b.model import head
     from llama405b.optim.step import train_step
+    from llama405b.settings.schema import Optimizer, Parallel
 
     head.PART = WORDS
     parallel = Parallel(numerics="fp32", **(settings or {}))
@@ -103,10 +103,10 @@ def train(
 
 
 def keep_on_host(me, directory, model, parallel, recompute, micro, dtype):
-    from llama405b.capacity.run_shape import RunShape
-    from llama405b.contract.schema import Config, Data, Model, Training
-    from llama405b.contract.weights import read_llama
     from llama405b.model import host_inputs
+    from llama405b.predict.run_shape import RunShape
+    from llama405b.settings.schema import Config, Data, Model, Training
+    from llama405b.spec.models import read_llama
 
     config = Config(
         Model(activation_checkpointing=recompute, activations="host"),
@@ -120,16 +120,14 @@ def keep_on_host(me, directory, model, parallel, recompute, micro, dtype):
 
 
 def build(me, directory, parallel, optimizer, dtype, *, recompute="full", how="rank0", compiles=False, adapter=None):
-    from llama405b.contract.recompute import Recompute
-    from llama405b.contract.weights import read_llama
     from llama405b.model import llama
-    from llama405b.model.adapters import add_adapters
-    from llama405b.model.checkpointing import checkpoint_activations
-    from llama405b.model.compiling import compile_layers
+    from llama405b.model.llama import add_adapters, checkpoint_activations, compile_layers
     from llama405b.optim.build_updater import build_updater
     from llama405b.parallel import load_weights
-    from llama405b.parallel.build_passes import build_passes
+    from llama405b.parallel.passes import build_passes
     from llama405b.parallel.split import holdings_of, split
+    from llama405b.settings.axes import Recompute
+    from llama405b.spec.models import read_llama
 
     config = llama.read_hf_config(directory)
     whole = llama.build_on_meta(config, "sdpa", dtype)
@@ -151,7 +149,7 @@ def whole_weights(model):
     """Every weight in one piece, by its name in the file."""
     from torch.distributed.tensor import DTensor
 
-    from llama405b.model.checkpointing import unwrapped
+    from llama405b.model.llama import unwrapped
 
     return {
         unwrapped(name): (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()

@@ -10,14 +10,12 @@ import json
 import math
 from pathlib import Path
 
-from llama405b.capacity.coefficients import Rates
-from llama405b.capacity.hardware import GIB, read_gpus
-from llama405b.capacity.part import layers_of_stages
-from llama405b.capacity.setting import Setting, Shape
-from llama405b.capacity.step_time import step_time
-from llama405b.contract.config import PRESET_DIR
-from llama405b.contract.recompute import Recompute
-from llama405b.contract.weights import parse_llama
+from llama405b.predict.hardware import GIB, Rates, Setting, Shape, read_gpus
+from llama405b.predict.run_shape import layers_of_stages
+from llama405b.predict.step_time import step_time
+from llama405b.settings.axes import Recompute
+from llama405b.settings.config import PRESET_DIR
+from llama405b.spec.models import parse_llama
 
 DATA = Path(__file__).parent.parent / "data"
 ROWS, UNSEEN, MESHES = DATA / "published.csv", DATA / "unseen.csv", DATA / "meshes.csv"

@@ -1,9 +1,9 @@
 """Values about a run on the hosts a and b, for tests of what judges and words them."""
 
-from llama405b.contract.plan import Node, Plan
 from llama405b.contract.records import Metrics, NodeState, NodeStatus
-from llama405b_tools.remote.messages.stream import NodeUpdate, StreamMessage
-from llama405b_tools.run.streams import HostMessage
+from llama405b.spec.plan import Node, Plan
+from llama405b_tools.agent.messages import NodeUpdate, StreamMessage
+from llama405b_tools.run.query import HostMessage
 
 
 def plan(*program, name="r", attempt=2, created=0.0, addresses=None):

@@ -8,10 +8,8 @@ from rich.console import Console
 from situations import SITUATIONS, Situation, watch
 
 from llama405b_tools.top.draw import panels
-from llama405b_tools.top.draw.lines import LogLine
-from llama405b_tools.top.draw.theme import segments, theme
-from llama405b_tools.top.draw.ui import Ui
-from llama405b_tools.top.logpane import LogPane
+from llama405b_tools.top.draw.ui import LogLine, Ui, segments, theme
+from llama405b_tools.top.session import LogPane
 from llama405b_tools.top.state import simulate
 from llama405b_tools.top.state.cluster import ClusterState
 from llama405b_tools.top.state.picture import Picture

@@ -123,9 +123,9 @@ def _note(what):
 
 def trainer_with_small_stages():
     """The trainer, whose stages for loading have 64 KiB."""
-    from llama405b.distributed import transfer
+    from llama405b.distributed import host_memory
 
-    transfer.STAGE_BYTES = 1 << 16
+    host_memory.STAGE_BYTES = 1 << 16
     return trainer()
 
 
@@ -160,8 +160,8 @@ def climber():
     """Run tests of ``bench`` on one rank, with the shapes and sizes that they have on a CPU."""
     import torch
 
-    from llama405b.commands.probes import host, links, program, steps
-    from llama405b.contract.probes import WHOLE_RUNS, Probe
+    from llama405b.bench import host, program, steps
+    from llama405b.spec.probes import WHOLE_RUNS, Probe
 
     def on_cpu(me):
         return dataclasses.replace(me, device=torch.device("cpu"))
@@ -172,7 +172,7 @@ def climber():
     steps.Workload.config = lambda what, me: config(what, on_cpu(me))
     steps.Workload.tokens = lambda what, me, step, number: tokens(what, on_cpu(me), step, number).to(me.device)
     host.copied_bytes = lambda me: copied(on_cpu(me))
-    program.PROBES[Probe.COLLECTIVES] = functools.partial(links.checked_collectives, sizes=(1 << 16, 1 << 20))
+    program.PROBES[Probe.COLLECTIVES] = functools.partial(host.checked_collectives, sizes=(1 << 16, 1 << 20))
     options = program.Options("cuda")
     if all(Probe(name) in WHOLE_RUNS for name in sys.argv[1:]):  # in forks, which must find the device untouched
         os.environ["STANDIN_CHECK"] = "2"  # a finding ends the run: nobody counts them there

@@ -21,24 +21,20 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers import LlamaConfig
 
-import llama405b.model.kernels  # noqa: F401  # registers varlen
-from llama405b.capacity.run_shape import RunShape
-from llama405b.contract.mesh import Axes
-from llama405b.contract.recompute import FULL, Recompute
-from llama405b.contract.schema import Adapter, Optimizer, Parallel
+from llama405b.data.batch import Batch
 from llama405b.distributed.ranks import Rank
-from llama405b.model.adapters import add_adapters
-from llama405b.model.batch import Batch
-from llama405b.model.checkpointing import checkpoint_activations
+from llama405b.model import attention  # noqa: F401  # registers varlen
 from llama405b.model.host_inputs import keep_on_host
-from llama405b.model.llama import build_on_meta, compute_dtype, freeze, tie_head
-from llama405b.optim.adamw import build_optimizer, start_moments
-from llama405b.optim.fp32_masters import master_model
-from llama405b.optim.norm import local
-from llama405b.optim.offload_optimizer import OffloadedOptimizer
-from llama405b.parallel.build_passes import build_passes
-from llama405b.parallel.fsdp2 import device_mesh, shard, shard_dtype
+from llama405b.model.llama import add_adapters, build_on_meta, checkpoint_activations, compute_dtype, freeze, tie_head
+from llama405b.optim.adamw import build_optimizer, master_model, start_moments
+from llama405b.optim.offload import OffloadedOptimizer
+from llama405b.optim.updater import local
+from llama405b.parallel.fsdp import device_mesh, shard, shard_dtype
+from llama405b.parallel.passes import build_passes
 from llama405b.parallel.split import split
+from llama405b.predict.run_shape import RunShape
+from llama405b.settings.axes import FULL, Axes, Recompute
+from llama405b.settings.schema import Adapter, Optimizer, Parallel
 
 ON_HOST = ("Sharded Param", "Sharded Grad")  # with offload = all
 NEITHER = ("Inputs", "Buffer")

@@ -4,7 +4,7 @@ import time
 
 import torch
 
-from llama405b.model.batch import Batch
+from llama405b.data.batch import Batch
 
 BATCH, SEQ, VOCABULARY = 12, 16, 131
 IDENTITY = ("a model", "some data", 16, 12, "fp32", 0, 0)
@@ -31,17 +31,17 @@ def build(
     masters=True,
     **more,
 ):
-    from llama405b.contract.schema import Optimizer, Parallel
     from llama405b.model import llama
-    from llama405b.model.checkpointing import checkpoint_activations
+    from llama405b.model.llama import checkpoint_activations
+    from llama405b.optim.adamw import master_model
     from llama405b.optim.build_updater import build_updater
-    from llama405b.optim.fp32_masters import master_model
-    from llama405b.parallel import fsdp2, load_weights
+    from llama405b.parallel import fsdp, load_weights
+    from llama405b.settings.schema import Optimizer, Parallel
 
     numerics = numerics or ("fp32" if offload == "all" else "fp32-master")
     parallel = Parallel(numerics=numerics, offload=offload, overlap=overlap, wrap=wrap, **more)
-    module = llama.build_on_meta(llama.read_hf_config(directory), "sdpa", fsdp2.shard_dtype(parallel))
-    fsdp2.shard(module, parallel, me.device)
+    module = llama.build_on_meta(llama.read_hf_config(directory), "sdpa", fsdp.shard_dtype(parallel))
+    fsdp.shard(module, parallel, me.device)
     master = master_model(module, parallel) if masters else module
     if offload == "all":
         load_weights.materialise(module, me, offload=True, pinning=lambda *_: None)
@@ -64,8 +64,8 @@ def take(me, module, updater, step, accumulation=1, max_norm=0.5, **more):
 
 def bits(module, updater):
     """Weights as they are kept and as the model has them, and moments, of this rank."""
-    from llama405b.model.checkpointing import unwrapped
-    from llama405b.optim.norm import local
+    from llama405b.model.llama import unwrapped
+    from llama405b.optim.updater import local
 
     updater.wait()
     found = {}
@@ -97,7 +97,7 @@ def same(one, other):
 
 def dcp_save(updater, me, path):
     """Save as torch does, while nothing else happens."""
-    from llama405b.checkpoint.snapshot import state_to_save
+    from llama405b.checkpoint.saving import state_to_save
 
     type(updater).wait(updater)
     torch.distributed.checkpoint.save(state_to_save(updater, me), checkpoint_id=path)

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from llama405b.distributed.transfer import STAGE_BYTES
+from llama405b.distributed.host_memory import STAGE_BYTES
 
 WAITS = {  # of a step, for the number of targets and for the loss; and of eager attention, twice: are documents packed?
     "none": 6,  # two for the norm, whose squares are on the device

@@ -2,7 +2,7 @@
 
 import pytest
 
-from llama405b.contract.probes import KNOBS, MANY_RANKS_ONLY, ONE_RANK_ONLY, TESTS, WHOLE_RUNS, Probe
+from llama405b.spec.probes import KNOBS, MANY_RANKS_ONLY, ONE_RANK_ONLY, TESTS, WHOLE_RUNS, Probe
 from standin_rig import NOTHING
 
 ALONE = [*(probe for probe in TESTS if probe not in (*MANY_RANKS_ONLY, *WHOLE_RUNS, Probe.UPDATE)), *KNOBS]

@@ -35,17 +35,17 @@ def test_weights_go_up_after_what_wrote_their_memory_before(standin, tiny):
 
 
 def _sync_weights(directory):
-    from llama405b.contract.schema import Optimizer, Parallel
     from llama405b.distributed import ranks
     from llama405b.model import llama
+    from llama405b.optim.adamw import master_model, master_pairs
     from llama405b.optim.build_updater import build_updater
-    from llama405b.optim.fp32_masters import master_model, master_pairs
-    from llama405b.optim.norm import local
-    from llama405b.parallel import fsdp2, load_weights
+    from llama405b.optim.updater import local
+    from llama405b.parallel import fsdp, load_weights
+    from llama405b.settings.schema import Optimizer, Parallel
 
     me, parallel = ranks.join("cuda", 60), Parallel(offload="optimizer", numerics="fp32-master")
-    module = llama.build_on_meta(llama.read_hf_config(directory), "eager", fsdp2.shard_dtype(parallel))
-    fsdp2.shard(module, parallel, me.device)
+    module = llama.build_on_meta(llama.read_hf_config(directory), "eager", fsdp.shard_dtype(parallel))
+    fsdp.shard(module, parallel, me.device)
     master = master_model(module, parallel)
     load_weights.materialise(module, me)
     load_weights.load(master, directory, "local", me, lambda *_: None, offload=True)

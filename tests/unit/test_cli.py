@@ -10,9 +10,9 @@ import msgspec
 import pytest
 
 from conftest import ROOT
-from llama405b.contract.code_version import code_version
 from llama405b.contract.paths import UMASK
-from llama405b.contract.schema import TYPES
+from llama405b.contract.software import code_version
+from llama405b.settings.schema import TYPES
 from llama405b_tools import cli
 
 
@@ -41,7 +41,7 @@ def test_the_version_tells_this_code_from_any_other(capsys):
 NO_TORCH = """import sys
 for name in ("torch", "transformers", "numpy", "huggingface_hub", "tokenizers", "pyarrow", "safetensors"):
     sys.modules[name] = None
-from llama405b.contract.schema import TYPES
+from llama405b.settings.schema import TYPES
 from llama405b_tools import cli
 sys.exit(cli.main(sys.argv[1:]))"""
 

@@ -6,12 +6,12 @@ import re
 import pytest
 
 from conftest import ROOT
-from llama405b.capacity.estimate import table_row
-from llama405b.capacity.run_shape import RunShape
-from llama405b.contract import command, config
-from llama405b.contract.mesh import Axes
 from llama405b.contract.records import Metrics
-from llama405b.contract.weights import parse_llama
+from llama405b.predict.estimate import table_row
+from llama405b.predict.run_shape import RunShape
+from llama405b.settings import command, config
+from llama405b.settings.axes import Axes
+from llama405b.spec.models import parse_llama
 from llama405b_tools.hosts.inventory import parse_hosts
 
 README = (ROOT / "README.md").read_text()

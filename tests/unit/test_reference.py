@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from llama405b.contract.schema import TYPES
+from llama405b.settings.schema import TYPES
 from llama405b_tools import cli
 from scripts import reference
 

@@ -45,27 +45,29 @@ def test_the_rules_hold(tree):
         ("tools/llama405b_tools/run/query.py", "from llama405b.optim import adamw", "never import torch"),
         (
             "tools/llama405b_tools/run/query.py",
-            "from llama405b.training import loss_spikes",
-            "Of the trainer the tools import the contract",
+            "from llama405b import extend",
+            "Of the trainer the tools import the five",
         ),
-        ("llama405b/contract/config.py", "import subprocess", "The trainer knows nothing"),
-        ("llama405b/capacity/hardware.py", "import numpy", "The contract and the estimates import"),
-        ("tools/llama405b_tools/remote/sampler.py", "from llama405b.contract import reader", "What travels to hosts"),
+        ("llama405b/settings/config.py", "import subprocess", "The trainer knows nothing"),
+        ("llama405b/predict/hardware.py", "import numpy", "The five rooms without torch import"),
+        ("tools/llama405b_tools/agent/sampler.py", "from llama405b.contract import reader", "What travels to hosts"),
         ("llama405b/data/batches.py", "from llama405b_tools import hosts", "The trainer knows nothing"),
         ("tools/llama405b_tools/hosts/inventory.py", "import pathlib", "Pure modules"),
-        ("tools/llama405b_tools/run/plan.py", "import time", "Pure modules"),
+        ("tools/llama405b_tools/launch/placement.py", "import time", "Pure modules"),
         ("tools/llama405b_tools/top/state/cluster.py", "import os", "Pure modules"),
         ("tools/llama405b_tools/verbs/stop.py", "import paramiko", "Only hosts.ssh"),
-        ("tools/llama405b_tools/verbs/logs.py", "import libtmux", "Only run.tmux_windows"),
+        ("tools/llama405b_tools/run/backends.py", "from llama405b_tools import plan", "The tools' rooms are layers"),
+        ("tools/llama405b_tools/verbs/logs.py", "from llama405b_tools.launch import probes", "status, stop and logs"),
+        ("tools/llama405b_tools/verbs/logs.py", "import libtmux", "Only run.screen"),
         ("tools/llama405b_tools/verbs/top.py", "import textual", "Only top.app"),
         (
             "tools/llama405b_tools/run/judge.py",
-            "from llama405b_tools.logs import log_reader",
+            "from llama405b_tools.launch import placement",
             "The tools' rooms are layers",
         ),
         (
-            "tools/llama405b_tools/remote/tail.py",
-            "def f():\n    from llama405b_tools.hosts import fleet",
+            "tools/llama405b_tools/agent/streaming.py",
+            "def f():\n    from llama405b_tools.run import query",
             "The tools' rooms are layers",
         ),
         (
@@ -74,8 +76,8 @@ def test_the_rules_hold(tree):
             "The trainer's rooms are layers",
         ),
         (
-            "tools/llama405b_tools/run/start_everywhere.py",
-            "def f():\n    from llama405b_tools.run import guard",
+            "tools/llama405b_tools/launch/start.py",
+            "def f():\n    from llama405b_tools.launch import probes",
             "No circle between siblings",
         ),
     ],
@@ -93,6 +95,15 @@ def test_a_broken_rule_is_found(tree, file, line, rule):
     assert rule in broken
 
 
+@pytest.mark.parametrize("verb", ["status", "stop", "logs"])
+def test_what_is_asked_at_3_am_loads_little(verb):
+    """It counts the modules of ours, packages too, that the verb's process has."""
+    code = f"import sys, llama405b_tools.cli, llama405b_tools.verbs.{verb}; print(*sys.modules, sep=chr(10))"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True).stdout
+    ours = [name for name in loaded.split() if name.partition(".")[0] in ("llama405b", "llama405b_tools")]
+    assert len(ours) <= 45, ours
+
+
 @pytest.mark.slow
 def test_the_wheel_has_two_packages_and_needs_no_torch(tree, tmp_path):
     subprocess.run(
@@ -102,8 +113,8 @@ def test_the_wheel_has_two_packages_and_needs_no_torch(tree, tmp_path):
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {"llama405b", "llama405b_tools"}
     assert {
-        "llama405b/contract/presets/demo.toml",
-        "llama405b/contract/presets/architectures.json",
+        "llama405b/settings/presets/demo.toml",
+        "llama405b/settings/presets/architectures.json",
         "llama405b/py.typed",
     } <= set(names)
     [metadata] = [name for name in names if name.endswith("METADATA")]
@@ -129,7 +140,7 @@ def test_what_setup_makes_is_no_code():
 
 
 DOORS = {  # modules that are a heavy third-party package to the others: imported when they are needed
-    ("llama405b/commands/probes/open_questions.py", "llama405b.commands.probes.busy_kernel"),
+    ("llama405b/bench/open_questions.py", "llama405b.bench.busy_kernel"),
     ("tools/llama405b_tools/hosts/fleet.py", "llama405b_tools.hosts.ssh"),
     ("tools/llama405b_tools/verbs/top.py", "llama405b_tools.top.app"),
     ("tools/llama405b_tools/verbs/top.py", "llama405b_tools.top.serve"),

@@ -12,12 +12,12 @@ from conftest import ROOT
 
 MANY = 3  # words: a literal of more is a sentence
 FOREIGN = (  # tables of what other programs write, and the recording that the demo plays
-    "llama405b/distributed/peer_errors.py", "tools/llama405b_tools/machine/",
-    "tools/llama405b_tools/top/state/simulate.py", "tools/llama405b_tools/remote/hostprobe.py",
-    "tools/llama405b_tools/remote/sampler.py",
+    "llama405b/distributed/collectives.py", "tools/llama405b_tools/parsers.py",
+    "tools/llama405b_tools/top/state/simulate.py", "tools/llama405b_tools/agent/hostprobe.py",
+    "tools/llama405b_tools/agent/sampler.py",
 )  # fmt: skip
 JUDGING = (  # they assert values alone
-    "tests/unit/run/test_judge.py", "tests/unit/run/test_follow.py", "tests/unit/run/test_watchman.py",
+    "tests/unit/run/test_judge.py", "tests/unit/run/test_follow.py", "tests/unit/guard/test_watchman.py",
     "tests/unit/top/test_situations.py", "tests/unit/run/test_status_values.py", "tests/unit/run/test_diagnose.py",
 )  # fmt: skip
 
@@ -73,7 +73,7 @@ def test_judgements_do_not_depend_on_our_sentences(rewritten):
     done = judge(rewritten)
     assert done.returncode == 0, done.stdout[-3000:]
     said = subprocess.run(
-        [sys.executable, "-c", "from llama405b.contract.causes import WORDS; print(WORDS)"],
+        [sys.executable, "-c", "from llama405b.contract.records import WORDS; print(WORDS)"],
         cwd=rewritten, capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert "zz zz" in said.stdout  # they really are other words
@@ -86,7 +86,7 @@ def test_one_that_does_is_found(rewritten):
     decides = re.compile(r"    if cause\.kind in \(CauseKind\.LOST_PEER, .*?\):\n")
     assert decides.search(before)
     by_words = (
-        "    from llama405b.contract.causes import words\n    if 'lost contact with another rank' in words(cause):\n"
+        "    from llama405b.contract.records import words\n    if 'lost contact with another rank' in words(cause):\n"
     )
     path.write_text(decides.sub(by_words, before))
     try:

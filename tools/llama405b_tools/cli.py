@@ -13,13 +13,12 @@ except ModuleNotFoundError:
     sys.stderr.write("llama405b: msgspec is not installed; in a checkout, run `bash launch.sh`, which installs it\n")
     sys.exit(2)
 
-from llama405b.contract import command
-from llama405b.contract.code_version import code_version
-from llama405b.contract.errors import FAILED, GOOD, STOPPED_FOLLOWING, UserError
+from llama405b.contract.errors import FAILED, GOOD, STOPPED_FOLLOWING, UserError, did_you_mean, short
 from llama405b.contract.paths import UMASK
-from llama405b.contract.phrases import did_you_mean, short
+from llama405b.contract.software import code_version
+from llama405b.settings import command
 from llama405b_tools.run import screen
-from llama405b_tools.text.clean import substitute, without_controls
+from llama405b_tools.text.words import substitute, without_controls
 
 VERBS = {  # verb: (module with main(argv) -> exit code, what it does)
     "plan": (
@@ -101,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _call(args: list[str]) -> int:
     if "_ARGCOMPLETE" in os.environ:
-        importlib.import_module("llama405b_tools.verbs.completion").complete(VERBS, args, _verb)
+        importlib.import_module("llama405b_tools.verbs.arguments").complete(VERBS, args, _verb)
         return GOOD
     if not args or args[0] in ("-h", "--help", "help"):
         print(usage())
@@ -158,9 +157,9 @@ def _verb(verb: str, args: list[str]) -> int:
         args = [*args[1:], "--tests", "knobs"]
     name = VERBS[verb][0]
     if verb in (*NO_GPU, "bench"):  # and its --help needs none of that
-        known, _ = importlib.import_module("llama405b.contract.verb_parsers").PARSERS[verb]().parse_known_args(args)
+        known, _ = importlib.import_module("llama405b.spec.parsers").PARSERS[verb]().parse_known_args(args)
         if verb == "bench" and not known.hosts:  # this machine's GPU is for what imports torch
-            name = "llama405b.commands.bench"
+            name = "llama405b.bench.program"
     try:
         module = importlib.import_module(name)
         if verb in OWNERS_ALONE:

@@ -16,17 +16,15 @@ import time
 import types
 from pathlib import Path
 
-from llama405b.contract import checkpoints, command
-from llama405b.contract.causes import Cause, CauseKind, said_by_rank
-from llama405b.contract.config import to_toml
+from llama405b.contract import checkpoints
 from llama405b.contract.errors import FAILED, UserError
-from llama405b.contract.events import EventKind
 from llama405b.contract.files import write_atomic
 from llama405b.contract.paths import UMASK, RunDir
-from llama405b.contract.plan import read_plan
-from llama405b.contract.records import Metrics, Phase
-from llama405b.training.heartbeat import HeartbeatWriter
-from llama405b.training.journal import Journal
+from llama405b.contract.records import Cause, CauseKind, EventKind, Metrics, Phase, said_by_rank
+from llama405b.settings import command
+from llama405b.settings.config import to_toml
+from llama405b.spec.plan import read_plan
+from llama405b.training.context import HeartbeatWriter, Journal
 
 STEP_S = 0.1
 MEET_S = 60  # until all ranks are there, and until one that is there is taken for lost

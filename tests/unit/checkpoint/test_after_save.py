@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from llama405b.checkpoint import after_save
-from llama405b.checkpoint.after_save import AfterSave
+from llama405b.checkpoint import replication
+from llama405b.checkpoint.replication import AfterSave
 from llama405b.contract.paths import RunDir
 from ops_rig import wait_for
 
@@ -17,7 +17,7 @@ NOTE = "echo $LLAMA405B_STEP $LLAMA405B_RUN ${LLAMA405B_CHECKPOINT##*/} >>notes"
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(after_save, "RETRY_S", (0.1,))
+    monkeypatch.setattr(replication, "RETRY_S", (0.1,))
     found = RunDir.here("r")
     (found.path / "status").mkdir(parents=True)
     return found
@@ -116,7 +116,7 @@ def test_the_end_waits_for_it_and_gives_up_after_three_failures(run):
 
 
 def test_a_command_that_hangs_is_told_once_others_wait_for_it_and_is_ended_at_its_limit(run, monkeypatch):
-    monkeypatch.setattr(after_save, "ENDS_WITHIN_S", 0.3)
+    monkeypatch.setattr(replication, "ENDS_WITHIN_S", 0.3)
     found, said = started(run, f"test -e go || sleep 600; {NOTE}", 2)
     wait_for(lambda: found.pid)
     told = []
@@ -138,11 +138,11 @@ def test_a_command_that_hangs_is_told_once_others_wait_for_it_and_is_ended_at_it
 
 def test_what_failed_before_the_end_is_tried_three_times_more(run):
     found, _ = started(run, "exit 3", 2)
-    wait_for(lambda: found.failures >= after_save.TRIES_AT_END)
+    wait_for(lambda: found.failures >= replication.TRIES_AT_END)
     found.hasten()
     assert found.goes_on
     done(found)
-    assert found.failures >= 2 * after_save.TRIES_AT_END
+    assert found.failures >= 2 * replication.TRIES_AT_END
 
 
 def test_a_filesystem_that_fails_is_a_failure_like_others(run, monkeypatch):
@@ -163,7 +163,7 @@ def test_a_filesystem_that_fails_is_a_failure_like_others(run, monkeypatch):
 
 
 def test_a_stop_does_not_wait_long_and_leaves_no_process(run, monkeypatch):
-    monkeypatch.setattr(after_save, "ENDS_WITHIN_S", 0.3)
+    monkeypatch.setattr(replication, "ENDS_WITHIN_S", 0.3)
     found, _ = started(run, "echo $$ >pid; trap '' TERM; sleep 600; sleep 600", 2)
     pid_file = run.path.parent.parent / "pid"
     wait_for(lambda: pid_file.exists() and pid_file.read_text().strip())

@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 from llama405b.checkpoint import replication, store
-from llama405b.checkpoint.digests import hash_file
-from llama405b.checkpoint.directory import Directory
-from llama405b.checkpoint.store import Store
+from llama405b.checkpoint.store import Directory, Store
+from llama405b.checkpoint.verified import hash_file
 from llama405b.contract.checkpoints import Manifest, write_manifest
 from llama405b.contract.errors import UserError
 from llama405b.contract.paths import RunDir

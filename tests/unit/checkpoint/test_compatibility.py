@@ -6,13 +6,13 @@ from types import SimpleNamespace
 import numpy as np
 
 from llama405b.checkpoint.compatibility import identity_of, other_software, software
-from llama405b.contract.code_version import code_version
-from llama405b.contract.config import Config
-from llama405b.contract.resuming import same_data
+from llama405b.contract.software import code_version
 from llama405b.data.batches import Batches
 from llama405b.data.encode import FIRST, NOT_LEARNT
 from llama405b.data.sources import Mixture, Source
-from llama405b.training.open_checkpoints import log_changes
+from llama405b.settings.config import Config
+from llama405b.spec.rules import same_data
+from llama405b.training.build import log_changes
 
 
 def test_how_documents_are_packed_is_part_of_it_but_not_where_they_begin(tmp_path):

@@ -9,8 +9,8 @@ import types
 
 import pytest
 
-from llama405b.checkpoint import lease
-from llama405b.checkpoint.lease import Holder
+from llama405b.checkpoint import store
+from llama405b.checkpoint.store import Holder
 from llama405b.contract.checkpoints import Lease
 from llama405b.contract.errors import UserError
 from llama405b.contract.files import read_record
@@ -22,8 +22,8 @@ class Clock:
 
     def __init__(self, monkeypatch):
         self.now, self.meanwhile = 0.0, lambda: None
-        monkeypatch.setattr(lease.time, "monotonic", lambda: self.now)
-        monkeypatch.setattr(lease.time, "sleep", self.sleep)
+        monkeypatch.setattr(store.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(store.time, "sleep", self.sleep)
 
     def sleep(self, seconds):
         self.now += seconds
@@ -32,7 +32,7 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch):
-    monkeypatch.setattr(lease, "RENEW_S", 3600.0)  # holders renew when the test says so
+    monkeypatch.setattr(store, "RENEW_S", 3600.0)  # holders renew when the test says so
     return Clock(monkeypatch)
 
 
@@ -93,7 +93,7 @@ def test_a_living_run_is_not_replaced(clock, hold, tmp_path, other):
 def test_a_dead_run_is_replaced_after_it_was_watched(clock, hold):
     take(first := hold("a"))
     assert take(hold("b"))[0].endswith("used this directory and may be alive; watching it for 90 s")
-    assert clock.now >= lease.STALE_S
+    assert clock.now >= store.STALE_S
     with pytest.raises(UserError, match="run 'b'"):
         first.check()
 
@@ -102,7 +102,7 @@ def test_a_run_that_ends_while_it_is_watched_is_replaced_then(clock, hold):
     take(first := hold("a"))
     clock.meanwhile = first.end
     take(hold("b"))
-    assert clock.now < lease.STALE_S
+    assert clock.now < store.STALE_S
 
 
 def test_of_two_that_find_a_dead_run_one_gets_the_directory(clock, hold, tmp_path):
@@ -110,7 +110,7 @@ def test_of_two_that_find_a_dead_run_one_gets_the_directory(clock, hold, tmp_pat
     one, other = hold("b"), hold("c")
 
     def faster():
-        if clock.now >= lease.STALE_S and not other.number:
+        if clock.now >= store.STALE_S and not other.number:
             other._create(2)
 
     clock.meanwhile = faster
@@ -123,14 +123,14 @@ def test_a_holder_that_wakes_up_after_a_takeover_does_not_renew(clock, hold, tmp
     take(first := hold("a"))
     take(second := hold("a", 2))
     first.leaving = threading.Event()
-    monkeypatch.setattr(lease, "RENEW_S", 0.0)
+    monkeypatch.setattr(store, "RENEW_S", 0.0)
     first._renew()  # returns: it has nothing to renew any more
     assert leases(tmp_path) == ["lease-00000002.json"]
     second.check()
 
 
 def test_it_is_renewed_while_it_is_held(hold, tmp_path, monkeypatch):
-    monkeypatch.setattr(lease, "RENEW_S", 0.01)
+    monkeypatch.setattr(store, "RENEW_S", 0.01)
     take(holder := hold("a"))
     path = tmp_path / "lease-00000001.json"
     seen = set()
@@ -151,7 +151,7 @@ def test_a_lease_that_cannot_be_written_is_not_held_and_keeps_nobody_waiting(clo
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as disk:
-        disk.setattr(lease, "write_json", full)
+        disk.setattr(store, "write_json", full)
         holder = hold("a")
         with pytest.raises(OSError, match="No space left"):
             take(holder)

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from llama405b.checkpoint import saving
-from llama405b.checkpoint.unpickling import TensorPlanner, TensorReader
+from llama405b.checkpoint.verified import TensorPlanner, TensorReader
 from llama405b.contract.errors import UserError
 
 WORLD, COLUMNS = 64, 4

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from llama405b.checkpoint.digests import Fault, PassedOver, check_files, hash_file, open_manifest
+from llama405b.checkpoint.verified import Fault, PassedOver, check_files, hash_file, open_manifest
 from llama405b.contract.checkpoints import Manifest, write_manifest
 
 

@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint import metadata as dcp
 
-from llama405b.checkpoint.digests import hash_file
-from llama405b.checkpoint.verified import VerifiedReader
+from llama405b.checkpoint.verified import VerifiedReader, hash_file
 from llama405b.contract.checkpoints import Manifest
 from llama405b.contract.errors import UserError
 

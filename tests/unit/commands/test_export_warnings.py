@@ -2,9 +2,9 @@
 
 from llama405b.commands.export import warning_of_manifest
 from llama405b.contract import reader
-from llama405b.contract.events import EventKind, RunEvent
 from llama405b.contract.files import append_line
 from llama405b.contract.paths import RunDir
+from llama405b.contract.records import EventKind, RunEvent
 
 
 def test_a_manifest_that_was_changed_since_it_was_saved_is_told(tmp_path):

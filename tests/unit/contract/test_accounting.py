@@ -6,8 +6,8 @@ import time
 import pytest
 
 from llama405b.contract.accounting import Attempt, StepTaken, Use, account
-from llama405b.contract.causes import Cause, CauseKind
-from llama405b_tools.run.accounts import account_line, incident_line
+from llama405b.contract.records import Cause, CauseKind
+from llama405b_tools.run.query import account_line, incident_line
 
 HUNG = Cause(CauseKind.HUNG, host="gpu-3", rank=21)
 ASKED = Cause(CauseKind.STOPPED, by="ann@desk")

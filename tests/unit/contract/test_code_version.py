@@ -5,7 +5,7 @@ import shutil
 import pytest
 
 from conftest import ROOT
-from llama405b.contract.code_version import code_version, digest_of
+from llama405b.contract.software import code_version, digest_of
 
 PACKAGES = {"llama405b": "llama405b", "tools/llama405b_tools": "llama405b_tools"}  # in a checkout, and installed
 
@@ -32,7 +32,7 @@ def test_a_checkout_with_compiled_files_and_a_wheel_have_one_digest(checkout, tm
 
 
 @pytest.mark.parametrize(
-    "file", ["llama405b/optim/adamw.py", "llama405b/capacity/hardware.toml", "tools/llama405b_tools/remote/node.py"]
+    "file", ["llama405b/optim/adamw.py", "llama405b/predict/hardware.toml", "tools/llama405b_tools/agent/node.py"]
 )
 def test_a_change_of_either_package_shows(checkout, file):
     path, before = checkout / file, digest_of(checkout)

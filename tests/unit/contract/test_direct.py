@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from llama405b.contract import direct
-from llama405b.contract.direct import ALIGNED, BUFFER_BYTES, DirectFile, filesystem
+from llama405b.contract import hashes
+from llama405b.contract.hashes import ALIGNED, BUFFER_BYTES, DirectFile, filesystem
 
 CONTENT = random.Random(0).randbytes(2 * BUFFER_BYTES + 3 * ALIGNED + 17)
 
@@ -29,7 +29,7 @@ def _write(path, begin, sizes):
 @pytest.mark.parametrize("past_the_cache", [True, False])
 def test_the_file_is_what_was_written(tmp_path, monkeypatch, begin, past_the_cache):
     if not past_the_cache:
-        monkeypatch.setattr(direct, "LOCAL", set())
+        monkeypatch.setattr(hashes, "LOCAL", set())
     path = tmp_path / "file"
     path.write_bytes(CONTENT[:begin] + b"of an earlier attempt" * (begin % 2))
     file = _write(path, begin, [0, 1, ALIGNED, 7, BUFFER_BYTES])
@@ -47,7 +47,7 @@ def test_a_filesystem_that_cannot_after_all(tmp_path, monkeypatch):
             raise OSError(errno.EINVAL, "Invalid argument")
         return write(descriptor, data)
 
-    monkeypatch.setattr(direct.os, "write", refuse)
+    monkeypatch.setattr(hashes.os, "write", refuse)
     assert not _write(tmp_path / "file", 0, []).direct
     assert (tmp_path / "file").read_bytes() == CONTENT
     assert calls[0] == (filesystem(tmp_path) in ("ext4", "xfs"))
@@ -63,10 +63,10 @@ def test_what_was_written_before_an_error_is_not_written_again(tmp_path, monkeyp
         return write(descriptor, data[: room.pop()])
 
     file = DirectFile(tmp_path / "file")
-    monkeypatch.setattr(direct.os, "write", nearly_full)
+    monkeypatch.setattr(hashes.os, "write", nearly_full)
     with pytest.raises(OSError, match="No space left on device"):
         file.write(CONTENT)
-    monkeypatch.setattr(direct.os, "write", write)  # something was deleted meanwhile
+    monkeypatch.setattr(hashes.os, "write", write)  # something was deleted meanwhile
     file.flush()
     file.close()
     found = (tmp_path / "file").read_bytes()
@@ -82,7 +82,7 @@ def test_mounts_with_odd_names(tmp_path, monkeypatch):
         (["", "1 2 0:99999 / / rw - ext4 /dev/x rw", f"3 2 {mine} / /b rw - nfs4 h:/x rw"], "nfs4"),
         (["", "odd"], ""),
     ):
-        monkeypatch.setattr(direct.Path, "read_text", lambda *_, lines=lines, **__: "\n".join(lines))
+        monkeypatch.setattr(hashes.Path, "read_text", lambda *_, lines=lines, **__: "\n".join(lines))
         assert filesystem(tmp_path) == found
 
 
@@ -91,7 +91,7 @@ def test_a_full_disk_is_an_error(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     file = DirectFile(tmp_path / "file")
-    monkeypatch.setattr(direct.os, "write", full)
+    monkeypatch.setattr(hashes.os, "write", full)
     with pytest.raises(OSError, match="No space left on device"):
         file.write(CONTENT)
     file.close()

@@ -6,10 +6,10 @@ import pytest
 import torch.distributed as dist
 
 from conftest import ROOT
-from llama405b.contract.causes import words
-from llama405b.distributed.peer_errors import is_lost_peer, says_lost_peer
+from llama405b.contract.records import words
+from llama405b.distributed.collectives import is_lost_peer, says_lost_peer
 from llama405b.train import ending_of, tell_end
-from llama405b_tools.machine.program_output import ended_by, failed_ranks
+from llama405b_tools.parsers import ended_by, failed_ranks
 
 FOREIGN = ROOT / "tests/data/foreign"
 

@@ -6,12 +6,11 @@ import os
 import numpy as np
 import pytest
 
-from llama405b.contract.dealing import Dealing
-from llama405b.contract.errors import FAILED, GOOD, UserError, code_for
-from llama405b.contract.phrases import and_more, counted, given, last_of, reason_of
-from llama405b.contract.schema import Data, Training
+from llama405b.contract.errors import FAILED, GOOD, UserError, and_more, code_for, counted, given, last_of, reason_of
 from llama405b.data.batches import Batches, describe_reading
 from llama405b.data.sources import Mixture, Source
+from llama405b.settings.axes import Dealing
+from llama405b.settings.schema import Data, Training
 from llama405b.training.evaluate import Evaluated
 
 

@@ -2,9 +2,8 @@
 
 import pytest
 
-from llama405b.contract import config
-from llama405b.contract.errors import UserError
-from llama405b.contract.units import staging_bytes
+from llama405b.contract.errors import UserError, staging_bytes
+from llama405b.settings import config
 
 
 @pytest.mark.parametrize(

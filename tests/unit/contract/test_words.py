@@ -2,7 +2,7 @@
 
 import pytest
 
-from llama405b.contract.causes import Cause, CauseKind, words
+from llama405b.contract.records import Cause, CauseKind, words
 from llama405b_tools.run.judge import Failure, Standing, State, failure_words, state_words
 
 FULL = {

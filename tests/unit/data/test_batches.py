@@ -4,13 +4,12 @@ import numpy as np
 import pytest
 import torch
 
-from llama405b.contract.dealing import Dealing
 from llama405b.contract.errors import UserError
-from llama405b.data.batches import Batches
+from llama405b.data.batches import Batches, Reader
 from llama405b.data.encode import FIRST, NOT_LEARNT
-from llama405b.data.reader import Reader
 from llama405b.data.sources import Mixture, Source, open_source
 from llama405b.distributed.ranks import Rank
+from llama405b.settings.axes import Dealing
 
 
 def packed(tokens, seq_len, seed=0, *, isolated=True):

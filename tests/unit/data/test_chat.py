@@ -8,13 +8,12 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from llama405b.contract.corpus import check_template
-from llama405b.contract.document import ALPACA, Chat, Text, document_of, unusable
 from llama405b.contract.errors import UserError
-from llama405b.contract.schema import Data
-from llama405b.data import chat, tokens
-from llama405b.data.chat import Template, UnusableError
-from llama405b.data.encode import FIRST, MARKS, NOT_LEARNT
+from llama405b.data import encode, tokens
+from llama405b.data.encode import FIRST, MARKS, NOT_LEARNT, Template, UnusableError
+from llama405b.formats.corpus import check_template
+from llama405b.formats.document import ALPACA, Chat, Text, document_of, unusable
+from llama405b.settings.schema import Data
 
 # In the form of Llama 3: a header with the role, two newlines, the text without blanks at its ends, an end of turn.
 HEADERS = (
@@ -219,7 +218,7 @@ def test_a_conversation_of_which_the_template_writes_nothing_is_a_bad_record(dem
 
 @pytest.mark.timeout(60)
 def test_a_template_that_never_ends_is_refused_with_the_conversation(demo, tmp_path, monkeypatch):
-    monkeypatch.setattr(chat, "MOST_S", 0.3, raising=False)
+    monkeypatch.setattr(encode, "MOST_S", 0.3, raising=False)
     monkeypatch.setattr("llama405b.data.encode.MOST_S", 0.3, raising=False)
     shutil.copytree(demo, tmp_path / "model")
     loops = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"

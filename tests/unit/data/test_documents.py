@@ -7,9 +7,9 @@ import pyarrow.ipc
 import pyarrow.parquet
 import pytest
 
-from llama405b.contract.corpus import Form, expand
 from llama405b.contract.errors import UserError
 from llama405b.data.documents import Documents, FilePart, with_forms
+from llama405b.formats.corpus import Form, expand
 
 
 def read(*files, max_bytes=0, skip=False):

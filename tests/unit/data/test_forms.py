@@ -9,9 +9,9 @@ import pyarrow.ipc
 import pyarrow.parquet
 import pytest
 
-from llama405b.contract.schema import Data
 from llama405b.data import tokens
 from llama405b.data.encode import FIRST
+from llama405b.settings.schema import Data
 
 ODD = 'say\r\n"it"; é,\t☃'  # what each form writes in its own way
 RECORDS = {

@@ -7,15 +7,13 @@ import numpy as np
 import pytest
 import torch
 
-from llama405b.contract.dealing import Dealing
 from llama405b.contract.errors import UserError
-from llama405b.contract.schema import Data
-from llama405b.data.batches import Batches
+from llama405b.data.batches import Batches, Reader
 from llama405b.data.encode import FIRST, MARKS, NOT_LEARNT, FileOffset
-from llama405b.data.provenance import documents_in, write_offsets
-from llama405b.data.reader import Reader
-from llama405b.data.sources import Mixture, open_source
+from llama405b.data.sources import Mixture, documents_in, open_source, write_offsets
 from llama405b.distributed.ranks import Rank
+from llama405b.settings.axes import Dealing
+from llama405b.settings.schema import Data
 
 SEQ = 10
 LENGTHS = [1, 7, SEQ, 3, 35, 2, SEQ + 1, 5] * 40

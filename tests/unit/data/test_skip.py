@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 
 from llama405b.contract.errors import UserError
-from llama405b.data.batches import Batches
+from llama405b.data.batch import IGNORE_INDEX
+from llama405b.data.batches import Batches, Skipped, read_skips, without, words_of
 from llama405b.data.encode import FIRST, MARKS
-from llama405b.data.skip import Skipped, read_skips, without, words_of
 from llama405b.data.sources import Masked, Mixture, open_source
-from llama405b.model.batch import IGNORE_INDEX
 
 SEQ = 10
 LENGTHS = [1, 7, SEQ, 3, 35, 2, SEQ + 1, 5] * 10

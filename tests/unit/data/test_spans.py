@@ -3,7 +3,7 @@ import random
 import numpy as np
 import pytest
 
-from llama405b.data import spans
+from llama405b.data import sources
 from llama405b.data.batches import Batches
 from llama405b.data.encode import FIRST, MARKS, NOT_LEARNT
 from llama405b.data.sources import Mixture, Source, open_source
@@ -14,7 +14,7 @@ SEQ = 12
 @pytest.fixture(params=[3, 1 << 20])
 def documents(request, monkeypatch):
     """Token files of documents, some longer than a sequence; each token is another. Looked at in pieces of two sizes."""
-    monkeypatch.setattr(spans, "CHUNK", request.param)
+    monkeypatch.setattr(sources, "CHUNK", request.param)
     draw = random.Random(request.param)
     lengths = [draw.choice([1, 3, 5, SEQ - 1, SEQ, SEQ + 1, 3 * SEQ + 2]) for _ in range(60)]
     tokens_N = np.arange(1, sum(lengths) + 1, dtype=np.uint32)
@@ -26,7 +26,7 @@ def documents(request, monkeypatch):
 @pytest.mark.parametrize("truncate", [False, True])
 def test_what_fits_into_a_sequence_is_never_split(documents, truncate):
     tokens_N, whole = documents
-    source = Source(tokens_N, SEQ, spans.whole_spans(spans.bounds_of(tokens_N), SEQ, truncate=truncate))
+    source = Source(tokens_N, SEQ, sources.whole_spans(sources.bounds_of(tokens_N), SEQ, truncate=truncate))
     read = [source.window(i)[:-1] & ~MARKS for i in range(source.n_sequences)]
     assert all(len(each) == SEQ for each in read)
     for document in whole:
@@ -49,13 +49,13 @@ def test_what_fits_into_a_sequence_is_never_split(documents, truncate):
 
 def test_as_many_documents_stand_in_a_sequence_as_fit_into_it():
     bounds_N = np.cumsum([0, 5, 7, SEQ, 3, 9, 1, SEQ + 1, 2])
-    found = spans.whole_spans(bounds_N, SEQ, truncate=False)
+    found = sources.whole_spans(bounds_N, SEQ, truncate=False)
     assert found.tolist() == [[0, 12], [12, 24], [24, 36], [36, 37], [37, 49], [49, 52]]
 
 
 def test_every_target_of_whole_documents_comes_once_and_padding_is_no_target(documents):
     tokens_N, whole = documents
-    source = Source(tokens_N, SEQ, spans.whole_spans(spans.bounds_of(tokens_N), SEQ, truncate=False))
+    source = Source(tokens_N, SEQ, sources.whole_spans(sources.bounds_of(tokens_N), SEQ, truncate=False))
     batch = Batches(Mixture.of([source], 0)).in_order(range(source.n_sequences))
     targets = sorted(batch.targets_BS[batch.targets_BS >= 0].tolist())
     assert targets == [int(token) for document in whole for token in document[1:]]

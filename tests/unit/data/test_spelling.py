@@ -8,12 +8,11 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from llama405b.contract.document import Chat
 from llama405b.contract.errors import UserError
-from llama405b.contract.schema import Data
 from llama405b.data import tokens
-from llama405b.data.chat import Template
-from llama405b.data.encode import FIRST, MARKS, NOT_LEARNT
+from llama405b.data.encode import FIRST, MARKS, NOT_LEARNT, Template
+from llama405b.formats.document import Chat
+from llama405b.settings.schema import Data
 
 TURN, CALL = "<|eot_id|>", "<|call|>"
 TEMPLATE = (
@@ -161,7 +160,7 @@ def _character_tokenizer(**how):
     ids=["a space after each token", "a space at the beginning", "a space before each text"],
 )
 def test_tokenizers_with_spaces_of_their_own_split_at_the_template_s_tokens_as_ever(how):
-    from llama405b.data.spelling import Spelling
+    from llama405b.data.encode import Spelling
 
     tokenizer = _character_tokenizer(**how)
     ours, parsed = Spelling(tokenizer), Spelling(tokenizer, parses=True)

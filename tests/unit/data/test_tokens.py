@@ -7,9 +7,9 @@ from tokenizers import Tokenizer, models, normalizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from llama405b.contract.errors import RunError, UserError
-from llama405b.contract.schema import Data
 from llama405b.data import encode, tokens
 from llama405b.data.encode import FIRST, MARKS, NOT_LEARNT
+from llama405b.settings.schema import Data
 
 
 class Told:

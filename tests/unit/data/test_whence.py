@@ -6,12 +6,11 @@ import re
 import pytest
 from transformers import AutoTokenizer
 
-from llama405b.contract.schema import Data
-from llama405b.data import encode, provenance
+from llama405b.data import encode, sources
 from llama405b.data.encode import MARKS
-from llama405b.data.provenance import documents_at, documents_in
-from llama405b.data.sources import Mixture, open_source
+from llama405b.data.sources import Mixture, documents_at, documents_in, open_source
 from llama405b.data.tokens import Report, tokenised
+from llama405b.settings.schema import Data
 
 
 @pytest.mark.parametrize("apart", [1 << 20, 20])
@@ -41,5 +40,5 @@ def test_documents_are_named_by_their_file_and_number(demo, tmp_path, monkeypatc
     mixture = Mixture.of([source], 0)
     assert list(documents_at(mixture, [3])) == [str(span) for span in documents_in(source, mixture.at(3)[1])]
     (tmp_path / "cache" / made.name).with_suffix(".files").unlink()
-    provenance._files.cache_clear()
+    sources._files.cache_clear()
     assert documents_in(source, 0) == []

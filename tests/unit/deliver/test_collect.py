@@ -3,8 +3,8 @@
 import pytest
 
 from llama405b.contract.errors import UserError
-from llama405b_tools.deliver.collect import choose_step
-from llama405b_tools.remote.messages.transfer import CheckpointPart, PartsReply
+from llama405b_tools.agent.messages import CheckpointPart, PartsReply
+from llama405b_tools.deliver.push import choose_step
 
 NEEDED = ("a", "b", "manifest.json")
 

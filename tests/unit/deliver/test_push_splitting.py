@@ -3,7 +3,7 @@
 import pytest
 
 from llama405b.contract.errors import UserError
-from llama405b.contract.schema import Parallel
+from llama405b.settings.schema import Parallel
 from llama405b_tools.verbs.push import splitting
 
 

@@ -11,8 +11,8 @@ import pytest
 
 from conftest import ROOT
 from llama405b_tools.deliver import setup_plan
+from llama405b_tools.deliver.chain import StepProgress
 from llama405b_tools.deliver.install import Work
-from llama405b_tools.deliver.progress import StepProgress
 from llama405b_tools.deliver.setup_plan import Step, Wishes
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.inventory import Host

@@ -7,8 +7,8 @@ import subprocess
 
 import pytest
 
-from llama405b.contract.code_version import digest_of
-from llama405b_tools.deliver import sourcetree
+from llama405b.contract.software import digest_of
+from llama405b_tools.deliver import push
 from llama405b_tools.hosts.transport import HostError, Local
 
 
@@ -46,14 +46,14 @@ def tree(tmp_path):
 def test_several_may_push_to_one_directory_at_once(tree, tmp_path, calls_of):
     root, names = tree
     places = calls_of("tar")  # where each unpacks: two tars in one place trip each other
-    lines, to = sourcetree.manifest(root, names), str(tmp_path / "there")
+    lines, to = push.tree_manifest(root, names), str(tmp_path / "there")
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        sent = [pool.submit(sourcetree.push, Local(), root, lines, to) for _ in range(8)]
+        sent = [pool.submit(push.push_tree, Local(), root, lines, to) for _ in range(8)]
     assert f"{len(names)} files sent, 0 deleted" in [job.result() for job in sent]
     unpacked = places.read_text().splitlines()  # one that begins when another has ended has nothing to send
     assert len(set(unpacked)) == len(unpacked) > 1
     there = tmp_path / "there"
-    assert names_of(there) == sorted([sourcetree.MANIFEST, *names])
+    assert names_of(there) == sorted([push.MANIFEST, *names])
     assert (there / "part 3/module_8.py").read_text() == (root / "part 3/module_8.py").read_text()
     assert (there / "run.sh").stat().st_mode & 0o111
 
@@ -61,11 +61,11 @@ def test_several_may_push_to_one_directory_at_once(tree, tmp_path, calls_of):
 def test_what_is_gone_here_goes_there_and_what_is_not_ours_stays(tree, tmp_path):
     root, names = tree
     there = tmp_path / "there"
-    sourcetree.push(Local(), root, sourcetree.manifest(root, names), str(there))
+    push.push_tree(Local(), root, push.tree_manifest(root, names), str(there))
     (there / "notes.txt").write_text("mine")
     (root / "run.sh").write_text("#!/bin/sh\necho new\n")
     kept = [name for name in names if not name.endswith("module_7.py")]
-    assert sourcetree.push(Local(), root, sourcetree.manifest(root, kept), str(there)) == "1 file sent, 1 deleted"
+    assert push.push_tree(Local(), root, push.tree_manifest(root, kept), str(there)) == "1 file sent, 1 deleted"
     assert (there / "run.sh").read_text().endswith("new\n")
     assert not (there / "part 2/module_7.py").exists()
     assert (there / "notes.txt").read_text() == "mine"
@@ -92,16 +92,16 @@ def test_a_clone_loses_the_modules_that_we_removed_since_and_keeps_what_is_the_u
     (clone / "llama405b/changed.py").write_text("somebody's work, which git has not\n")
     assert digest_of(clone) != digest_of(root)
     lines, mine = (
-        sourcetree.manifest(root, OURS),
+        push.tree_manifest(root, OURS),
         f"; its code differs until you run there: cd {clone} && rm ./llama405b/changed.py ./llama405b/mine.py",
     )
-    assert sourcetree.push(Local(), root, lines, str(clone)) == f"0 files sent, 3 deleted{mine}"
-    assert sourcetree.push(Local(), root, lines, str(clone)) == f"0 files sent, 0 deleted{mine}"
+    assert push.push_tree(Local(), root, lines, str(clone)) == f"0 files sent, 3 deleted{mine}"
+    assert push.push_tree(Local(), root, lines, str(clone)) == f"0 files sent, 0 deleted{mine}"
     assert [name for name in old if (clone / name).exists()] == []
     assert [name for name in kept if not (clone / name).exists()] == []
     subprocess.run(mine.partition("there: ")[2], shell=True, check=True)
     assert digest_of(clone) == digest_of(root)
-    assert sourcetree.push(Local(), root, lines, str(clone)) == "0 files sent, 0 deleted"
+    assert push.push_tree(Local(), root, lines, str(clone)) == "0 files sent, 0 deleted"
 
 
 def test_code_of_the_users_own_leaves_our_packages_beside_it_alone(tmp_path):
@@ -110,9 +110,7 @@ def test_code_of_the_users_own_leaves_our_packages_beside_it_alone(tmp_path):
     _write(clone, *OURS)
     for words in ("init -q", "add ."):
         subprocess.run(["git", "-C", clone, *words.split()], check=True)
-    assert (
-        sourcetree.push(Local(), root, sourcetree.manifest(root, ["train.py"]), str(clone)) == "1 file sent, 0 deleted"
-    )
+    assert push.push_tree(Local(), root, push.tree_manifest(root, ["train.py"]), str(clone)) == "1 file sent, 0 deleted"
     assert [name for name in OURS if not (clone / name).exists()] == []
 
 
@@ -121,8 +119,8 @@ def test_a_file_that_cannot_be_put_in_its_place_is_said(tree, tmp_path):
     (tmp_path / "there/run.sh").mkdir(parents=True)
     (tmp_path / "there/run.sh/mine").write_text("not ours")
     with pytest.raises(HostError, match=r"the files could not be written \(mv: .*run\.sh"):
-        sourcetree.push(Local(), root, sourcetree.manifest(root, names), str(tmp_path / "there"))
-    assert not list((tmp_path / "there").glob(f"{sourcetree.MANIFEST}*"))
+        push.push_tree(Local(), root, push.tree_manifest(root, names), str(tmp_path / "there"))
+    assert not list((tmp_path / "there").glob(f"{push.MANIFEST}*"))
     assert (tmp_path / "there/run.sh/mine").exists()
 
 
@@ -132,29 +130,29 @@ def test_a_directory_that_became_a_file_and_a_file_that_became_a_directory(tree,
     (root / "deep/er").mkdir(parents=True)
     (root / "deep/er/a.py").write_text("a")
     (root / "flat").write_text("b")
-    sourcetree.push(Local(), root, sourcetree.manifest(root, names_of(root)), str(there))
+    push.push_tree(Local(), root, push.tree_manifest(root, names_of(root)), str(there))
     shutil.rmtree(root / "deep")
     (root / "deep").write_text("c")
     (root / "flat").unlink()
     (root / "flat").mkdir()
     (root / "flat/d.py").write_text("d")
     names = names_of(root)
-    assert sourcetree.push(Local(), root, sourcetree.manifest(root, names), str(there)) == "2 files sent, 2 deleted"
-    assert names_of(there) == sorted([sourcetree.MANIFEST, *names])
+    assert push.push_tree(Local(), root, push.tree_manifest(root, names), str(there)) == "2 files sent, 2 deleted"
+    assert names_of(there) == sorted([push.MANIFEST, *names])
 
 
 def test_an_empty_tree_deletes_what_an_earlier_push_sent(tree, tmp_path):
     root, names = tree
     there = tmp_path / "there"
-    sourcetree.push(Local(), root, sourcetree.manifest(root, names), str(there))
-    assert sourcetree.push(Local(), root, "", str(there)) == f"0 files sent, {len(names)} deleted"
-    assert names_of(there) == [sourcetree.MANIFEST]
+    push.push_tree(Local(), root, push.tree_manifest(root, names), str(there))
+    assert push.push_tree(Local(), root, "", str(there)) == f"0 files sent, {len(names)} deleted"
+    assert names_of(there) == [push.MANIFEST]
 
 
 def test_what_has_not_changed_is_hashed_once(tree, tmp_path, calls_of):
     root, names = tree
-    lines, to = sourcetree.manifest(root, names), str(tmp_path / "there")
-    sourcetree.push(Local(), root, lines, to)
+    lines, to = push.tree_manifest(root, names), str(tmp_path / "there")
+    push.push_tree(Local(), root, lines, to)
     calls = calls_of("sha256sum")
-    assert sourcetree.push(Local(), root, lines, to) == "0 files sent, 0 deleted"
+    assert push.push_tree(Local(), root, lines, to) == "0 files sent, 0 deleted"
     assert calls.read_text() == f"{to}\n"

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from llama405b.contract.errors import UserError
-from llama405b.distributed import host_memory, transfer
+from llama405b.distributed import host_memory
 
 
 def test_blocks_have_their_sizes_and_do_not_overlap(monkeypatch):
@@ -56,12 +56,12 @@ def test_cuda_that_refuses_is_said(monkeypatch):
 
 @pytest.mark.parametrize("staged", [False, True])
 def test_bytes_come_to_where_they_begin_whatever_the_buffers_cut(staged, monkeypatch):
-    monkeypatch.setattr(transfer, "READ_BYTES", 7)
+    monkeypatch.setattr(host_memory, "READ_BYTES", 7)
     generator = torch.Generator().manual_seed(0)
     sizes = [13, 0, 160, 1, 64]
     sources = [torch.randint(0, 99, (size,), generator=generator).to(torch.bfloat16) for size in sizes]
     begins = [4, 40, 40, 400, 406]
-    target, stage = torch.zeros(540, dtype=torch.uint8), transfer.Stage(torch.device("cpu"))
+    target, stage = torch.zeros(540, dtype=torch.uint8), host_memory.Stage(torch.device("cpu"))
     pairs = list(zip(begins, sources, strict=True))
     if staged:
         stage._through([torch.zeros(50, dtype=torch.uint8) for _ in range(2)], target, pairs, None)
@@ -82,7 +82,7 @@ def test_what_is_pinned_may_be_in_huge_pages():
 
 
 def test_torch_that_cannot_pin_is_said_in_a_sentence(monkeypatch):
-    from llama405b.optim.offload_all import pin_for_gradients
+    from llama405b.optim.offload import pin_for_gradients
 
     def refuse(*_, **__):
         raise RuntimeError("CUDA error: out of memory\nmore words")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from llama405b.distributed import numa
+from llama405b.distributed import ranks
 
 
 @pytest.fixture
@@ -22,9 +22,9 @@ def sys(tmp_path):
 
 
 def test_the_node_is_that_of_the_gpu(sys):
-    assert numa.numa_node("0000:1b:00.0", sys) == 1
-    assert numa.numa_node("0002:01:00.0", sys) == -1
-    assert numa.numa_node("0009:01:00.0", sys) == -1
+    assert ranks.numa_node("0000:1b:00.0", sys) == 1
+    assert ranks.numa_node("0002:01:00.0", sys) == -1
+    assert ranks.numa_node("0009:01:00.0", sys) == -1
 
 
 def cores(*cpus):
@@ -33,10 +33,10 @@ def cores(*cpus):
 
 def test_ranks_of_one_node_have_physical_cores_of_their_own(sys):
     everything = range(16)
-    assert numa.binding_of([1, 1, 0], 0, everything, sys) == numa.Binding(1, cores(4, 5), 2)
-    assert numa.binding_of([1, 1, 0], 1, everything, sys) == numa.Binding(1, cores(6, 7), 2)
-    assert numa.binding_of([1, 1, 0], 2, everything, sys) == numa.Binding(0, cores(0, 1, 2, 3), 4)
-    assert [numa.binding_of([1] * 3, rank, everything, sys).cpus for rank in range(3)] == [
+    assert ranks.binding_of([1, 1, 0], 0, everything, sys) == ranks.Binding(1, cores(4, 5), 2)
+    assert ranks.binding_of([1, 1, 0], 1, everything, sys) == ranks.Binding(1, cores(6, 7), 2)
+    assert ranks.binding_of([1, 1, 0], 2, everything, sys) == ranks.Binding(0, cores(0, 1, 2, 3), 4)
+    assert [ranks.binding_of([1] * 3, rank, everything, sys).cpus for rank in range(3)] == [
         cores(4),
         cores(5),
         cores(6, 7),
@@ -44,46 +44,46 @@ def test_ranks_of_one_node_have_physical_cores_of_their_own(sys):
 
 
 def test_a_cgroup_s_cpus_count(sys):
-    assert numa.binding_of([1], 0, {0, 1, 6, 14}, sys) == numa.Binding(1, frozenset({6, 14}), 1)
-    assert numa.binding_of([1], 0, {0, 1}, sys) == numa.Binding(-1, frozenset({0, 1}), 2)  # none of its node's
+    assert ranks.binding_of([1], 0, {0, 1, 6, 14}, sys) == ranks.Binding(1, frozenset({6, 14}), 1)
+    assert ranks.binding_of([1], 0, {0, 1}, sys) == ranks.Binding(-1, frozenset({0, 1}), 2)  # none of its node's
 
 
 def test_where_the_node_is_unknown_ranks_share_all_physical_cores(sys, tmp_path_factory):
     """As in most virtual machines: with threads as many as CPUs, each rank would have all of them, and twice where cores have two."""
-    machine = [numa.binding_of([-1] * 4, rank, range(16), sys) for rank in range(4)]
+    machine = [ranks.binding_of([-1] * 4, rank, range(16), sys) for rank in range(4)]
     assert [each.cpus for each in machine] == [cores(0, 1), cores(2, 3), cores(4, 5), cores(6, 7)]
     assert {each.cores for each in machine} == {2}
-    assert numa.binding_of([-1], 0, range(4), tmp_path_factory.mktemp("nothing")) == numa.Binding(
+    assert ranks.binding_of([-1], 0, range(4), tmp_path_factory.mktemp("nothing")) == ranks.Binding(
         -1, frozenset(range(4)), 4
     )
 
 
 def test_more_ranks_than_cores_may_run_on_any(sys):
-    assert numa.binding_of([1] * 8, 7, range(16), sys) == numa.Binding(1, cores(4, 5, 6, 7), 1)
+    assert ranks.binding_of([1] * 8, 7, range(16), sys) == ranks.Binding(1, cores(4, 5, 6, 7), 1)
 
 
 def test_a_rank_without_a_gpu_is_not_bound(monkeypatch):
     from llama405b.distributed.ranks import Rank
 
-    monkeypatch.setattr(numa.os, "sched_setaffinity", lambda *_: pytest.fail("bound"))
-    assert numa.bind(Rank(0, 1, 0, "a", numa.torch.device("cpu"))) == ""
+    monkeypatch.setattr(ranks.os, "sched_setaffinity", lambda *_: pytest.fail("bound"))
+    assert ranks.bind(Rank(0, 1, 0, "a", ranks.torch.device("cpu"))) == ""
 
 
 @pytest.mark.parametrize("own", [True, False])
 def test_the_users_number_of_threads_is_kept(monkeypatch, own):
-    from llama405b.contract.plan import OWN_THREADS
     from llama405b.distributed.ranks import Rank
+    from llama405b.spec.plan import OWN_THREADS
 
     monkeypatch.delenv(OWN_THREADS, raising=False)
     if own:
         monkeypatch.setenv(OWN_THREADS, "1")
     threads = []
-    monkeypatch.setattr(numa.torch, "set_num_threads", threads.append)
-    monkeypatch.setattr(numa.torch, "get_num_threads", lambda: (threads or [3])[-1])
-    monkeypatch.setattr(numa.os, "sched_setaffinity", lambda *_: None)
-    monkeypatch.setattr(numa, "bus_id", lambda _: "0")
-    monkeypatch.setattr(numa, "binding_of", lambda *_: numa.Binding(0, frozenset({0, 1}), 8))
-    said = numa.bind(Rank(0, 1, 0, "a", numa.torch.device("cuda", 0)))
+    monkeypatch.setattr(ranks.torch, "set_num_threads", threads.append)
+    monkeypatch.setattr(ranks.torch, "get_num_threads", lambda: (threads or [3])[-1])
+    monkeypatch.setattr(ranks.os, "sched_setaffinity", lambda *_: None)
+    monkeypatch.setattr(ranks, "bus_id", lambda _: "0")
+    monkeypatch.setattr(ranks, "binding_of", lambda *_: ranks.Binding(0, frozenset({0, 1}), 8))
+    said = ranks.bind(Rank(0, 1, 0, "a", ranks.torch.device("cuda", 0)))
     assert threads == ([] if own else [8])
     assert said.startswith("cores: bound to 8 cores (2 CPUs) of NUMA node 0 of its GPU; ")
     assert said.endswith("; 3 threads (OMP_NUM_THREADS)" if own else "; 8 threads")

@@ -7,11 +7,11 @@ import threading
 import pytest
 
 from conftest import ROOT
+from llama405b_tools.agent.messages import StatusReply, StatusRequest
 from llama405b_tools.hosts import fleet as fleets
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.inventory import Host, parse_hosts
 from llama405b_tools.hosts.transport import HostError
-from llama405b_tools.remote.messages.host_run import StatusReply, StatusRequest
 from ops_rig import wait_for
 
 WAYS = {
@@ -56,7 +56,7 @@ def test_a_missing_environment_is_named_with_the_command_that_makes_it(
     tmp_path, monkeypatch, bare, older, way, shell, python, workdir, said
 ):
     monkeypatch.setattr(fleets, "_connect", lambda host: In(shell))
-    monkeypatch.setattr("llama405b_tools.hosts.printed_commands.program_name", lambda: "llama405b")
+    monkeypatch.setattr("llama405b_tools.hosts.fleet.program_name", lambda: "llama405b")
     workdir = workdir or str(tmp_path)
     host = Host("a", "rack:1", workdir=workdir, python={"BARE": bare, "OLDER": older}.get(python, python))
     with Fleet([host]) as fleet, pytest.raises(HostError) as caught:
@@ -94,12 +94,12 @@ def test_neither_modules_in_the_working_directory_nor_another_pythons_home_reach
 
 
 def test_the_agent_is_the_working_directorys_own_whatever_is_installed(tmp_path):
-    for package in ("llama405b", "tools/llama405b_tools/remote"):
+    for package in ("llama405b", "tools/llama405b_tools/agent"):
         (tmp_path / package).mkdir(parents=True)
     (tmp_path / "tools/llama405b_tools/__init__.py").touch()
     (tmp_path / "llama405b/__init__.py").write_text("__version__ = 'its own'")
     text = "import llama405b, sys; sys.exit(f'{llama405b.__version__} {sys.argv[1:]} {sys.path[-2:]}')"
-    (tmp_path / "tools/llama405b_tools/remote/agent.py").write_text(text)
+    (tmp_path / "tools/llama405b_tools/agent/agent.py").write_text(text)
     with Fleet([Host("localhost", "hosts:1", workdir=str(tmp_path))]) as fleet, pytest.raises(HostError) as caught:
         fleet.ask("localhost", "status", StatusRequest("a"), StatusReply, 20)
     assert str(caught.value) == f"the agent failed (its own ['status'] {[str(tmp_path), str(tmp_path / 'tools')]})"

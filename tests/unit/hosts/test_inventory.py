@@ -4,8 +4,8 @@ from pathlib import Path
 import pytest
 
 from llama405b.contract.errors import UserError
-from llama405b_tools.hosts import hosts_file
-from llama405b_tools.hosts.hosts_file import read_hosts
+from llama405b_tools.hosts import fleet
+from llama405b_tools.hosts.fleet import read_hosts
 from llama405b_tools.hosts.inventory import parse_hosts
 
 
@@ -92,7 +92,7 @@ def test_a_bad_line_is_named(text, words):
 def test_a_hosts_files_own_name_and_size_are_checked(tmp_path):
     with pytest.raises(UserError, match=r"x1b\[31mred': the name of a hosts file cannot contain control characters"):
         read_hosts(tmp_path / "\x1b[31mred")
-    (tmp_path / "zeros").write_bytes(bytes(hosts_file.MAX_CHARACTERS + 1))
+    (tmp_path / "zeros").write_bytes(bytes(fleet.MAX_CHARACTERS + 1))
     with pytest.raises(UserError, match="zeros: is too large for a hosts file"):
         read_hosts(tmp_path / "zeros")
 

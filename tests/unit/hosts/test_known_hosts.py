@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from llama405b_tools.hosts.known_hosts import check_host_key, fingerprint, known_keys
-from llama405b_tools.hosts.ssh_config import SshOptions
-from llama405b_tools.hosts.transport import HostError
+from llama405b_tools.hosts.ssh import check_host_key, fingerprint, known_keys
+from llama405b_tools.hosts.transport import HostError, SshOptions
 
 pytestmark = pytest.mark.skipif(not shutil.which("ssh-keygen"), reason="NOT RUN: needs ssh-keygen")
 NEW = "its host key is not in known_hosts"

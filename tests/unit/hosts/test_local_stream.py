@@ -5,9 +5,9 @@ import signal
 
 import pytest
 
+from llama405b_tools.agent import processes
 from llama405b_tools.hosts import transport
 from llama405b_tools.hosts.transport import Local
-from llama405b_tools.remote import processes
 from ops_rig import wait_for
 
 

@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from llama405b_tools.hosts import login_shell, ssh
+from llama405b_tools.hosts import ssh, transport
 from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.hosts.ssh import Ssh
 from llama405b_tools.hosts.transport import HostError
@@ -34,7 +34,7 @@ def test_start_up_files_that_let_no_command_run_are_told(ssh_server, monkeypatch
     for name, value in (
         {"SHELL_TIMEOUT_S": 60.0, "SLOW_S": 0.5, "MOST_BYTES": 1 << 11, "ANSWER_WITHIN_S": 60.0} | limits
     ).items():
-        monkeypatch.setattr(ssh if name == "ANSWER_WITHIN_S" else login_shell, name, value)
+        monkeypatch.setattr(ssh if name == "ANSWER_WITHIN_S" else transport, name, value)
     ssh_server("a", shell=("sh", "-c", shell))
     connection = Ssh(A)
     with pytest.raises(HostError, match=words):

@@ -5,7 +5,7 @@ import stat
 import pytest
 
 from llama405b.contract.errors import RunError, UserError
-from llama405b_tools.hosts.hosts_file import Use, read_hosts, setup_path, write_uses
+from llama405b_tools.hosts.fleet import Use, read_hosts, setup_path, write_uses
 
 FOUND = Use("/home/me/llama405b/.venv/bin/python", "~/llama405b", "module load cuda")
 

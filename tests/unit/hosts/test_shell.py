@@ -3,7 +3,7 @@ import subprocess
 
 import pytest
 
-from llama405b_tools.hosts.login_shell import in_sh
+from llama405b_tools.hosts.transport import in_sh
 
 SHELLS = [shell for shell in ("sh", "dash", "bash", "zsh", "tcsh", "csh", "fish") if shutil.which(shell)]
 

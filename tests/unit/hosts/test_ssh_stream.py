@@ -4,10 +4,9 @@ import io
 
 import pytest
 
-from llama405b_tools.hosts import login_shell
-from llama405b_tools.hosts.login_shell import READY, await_sh
+from llama405b_tools.hosts import transport
 from llama405b_tools.hosts.ssh import _SshStream
-from llama405b_tools.hosts.transport import HostError
+from llama405b_tools.hosts.transport import READY, HostError, await_sh
 
 
 class Channel:
@@ -65,4 +64,4 @@ def test_what_start_up_files_print_is_not_part_of_the_output(noise):
 def test_start_up_files_that_never_let_a_command_run_are_named(channel, said):
     with pytest.raises(HostError, match=said):
         await_sh(channel, "a", lambda text: b"")
-    assert login_shell.SHELL_TIMEOUT_S == 30.0
+    assert transport.SHELL_TIMEOUT_S == 30.0

@@ -6,8 +6,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
-from llama405b.contract.schema import LOSS_PART
 from llama405b.model import head
+from llama405b.settings.schema import LOSS_PART
 
 TOKENS, HIDDEN, WORDS, VOCABULARY, LENGTH = 50, 24, 131, 128_256, 32_768
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from llama405b.contract.errors import UserError
-from llama405b.contract.families import FAMILIES
 from llama405b.model.llama import build_on_meta, config_of
+from llama405b.spec.models import FAMILIES
 
 SHAPE = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 9}
 SHAPE |= {"num_key_value_heads": 1, "head_dim": 4, "pad_token_id": 0}

@@ -5,10 +5,10 @@ import json
 import pytest
 import torch
 
-from llama405b.contract.weights import parse_llama
 from llama405b.model import fused
 from llama405b.model.attention import check_attention
 from llama405b.model.llama import build_on_meta, head_dim, read_hf_config
+from llama405b.spec.models import parse_llama
 from tiny_models import PUBLISHED
 
 CPU = torch.device("cpu")

@@ -2,9 +2,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from llama405b.contract.schema import Optimizer
 from llama405b.optim import adamw
 from llama405b.optim.adamw import build_optimizer, lr_at, set_lr
+from llama405b.settings.schema import Optimizer
 
 
 def test_schedule():

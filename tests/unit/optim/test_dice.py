@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from llama405b.optim.stochastic import Dice, Elements
+from llama405b.optim.adamw import Dice, Elements
 
 
 def rounded(wide_C, elements=None, step=3, first=0):

@@ -5,7 +5,7 @@ import math
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from llama405b.optim.norm import ROW, squares
+from llama405b.optim.updater import ROW, squares
 
 VIEWS = {f"aten::{name}" for name in ("view", "slice", "split", "_unsafe_view", "alias", "detach")}
 

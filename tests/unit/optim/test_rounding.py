@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 import torch
 
-from llama405b.contract.rounding import changed_share, rounding_note
-from llama405b.contract.schema import Optimizer, Parallel
 from llama405b.optim.adamw import build_optimizer, set_lr
+from llama405b.settings.schema import Optimizer, Parallel
+from llama405b.spec.rules import changed_share, rounding_note
 
 PURE = Parallel(numerics="pure-bf16")
 

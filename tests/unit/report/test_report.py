@@ -12,18 +12,24 @@ import pytest
 
 from llama405b.contract import reader
 from llama405b.contract.accounting import Attempt, StepTaken, account
-from llama405b.contract.causes import Cause, CauseKind
-from llama405b.contract.events import EventKind, RunEvent
 from llama405b.contract.files import append_line
 from llama405b.contract.paths import RunDir
-from llama405b.contract.records import Blame, EvaluationMetrics, Metrics, NodeState, NodeStatus, Sample
-from llama405b_tools.remote.accounts import attempts_of
-from llama405b_tools.remote.messages.report import MOST_POINTS, ReportReply, evaluations_of, points_of
-from llama405b_tools.report.draw.page import page
-from llama405b_tools.report.draw.summary import Summary, happened
-from llama405b_tools.report.draw.terminal import lines_of
-from llama405b_tools.text.plot import plot
-from llama405b_tools.text.ticks import ticks, time_ticks
+from llama405b.contract.records import (
+    Blame,
+    Cause,
+    CauseKind,
+    EvaluationMetrics,
+    EventKind,
+    Metrics,
+    NodeState,
+    NodeStatus,
+    RunEvent,
+    Sample,
+)
+from llama405b_tools.agent.reports import MOST_POINTS, ReportReply, attempts_of, evaluations_of, points_of
+from llama405b_tools.report.page import lines_of, page
+from llama405b_tools.report.summary import Summary, happened
+from llama405b_tools.text.figures import plot, ticks, time_ticks
 
 KILLED = Cause(CauseKind.RANK_EXIT, "gpu-2", 9, exit_code=-9, detail="<b>gone</b>")
 ALIVE = (Attempt(1),)

@@ -8,10 +8,9 @@ import pytest
 from fakes import running_fleet
 from run_rig import plan
 
-from llama405b.contract.causes import CauseKind
 from llama405b.contract.errors import RunError, UserError
-from llama405b.contract.records import Metrics, RequestKind
-from llama405b_tools.remote.messages.ask_request import AskRequest
+from llama405b.contract.records import CauseKind, Metrics, RequestKind
+from llama405b_tools.agent.messages import AskRequest
 from llama405b_tools.run.backends import OnHosts
 from llama405b_tools.verbs import ask
 

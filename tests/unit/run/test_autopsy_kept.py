@@ -7,14 +7,12 @@ from run_rig import metrics
 from llama405b.contract import reader
 from llama405b.contract.files import append_line
 from llama405b.contract.paths import RunDir
-from llama405b.contract.plan import Node, Plan
-from llama405b_tools.machine.stacks import Frame, Thread
-from llama405b_tools.remote.autopsy import _disks, _progress
-from llama405b_tools.remote.messages.autopsy import HostEvidence, RankEvidence
-from llama405b_tools.run.autopsy import Autopsy, keep_autopsy, last_stacks, take_autopsy
-from llama405b_tools.run.diagnose import diagnose
+from llama405b.spec.plan import Node, Plan
+from llama405b_tools.agent.autopsy import HostEvidence, RankEvidence, _disks, _progress
+from llama405b_tools.parsers import Frame, Thread
+from llama405b_tools.run.autopsy import Autopsy, diagnose, keep_autopsy, last_stacks, take_autopsy
 
-MAIN = Thread("main", (Frame("/w/llama405b/data/tables.py", 88, "rows", "file.read(n)"),), is_main=True)
+MAIN = Thread("main", (Frame("/w/llama405b/data/documents.py", 88, "rows", "file.read(n)"),), is_main=True)
 
 
 def test_what_was_seen_of_each_rank_is_read_again(tmp_path, monkeypatch):
@@ -28,7 +26,7 @@ def test_what_was_seen_of_each_rank_is_read_again(tmp_path, monkeypatch):
     assert when == place.name
     assert {*stacks} == {3, 4}
     assert [line for rank in (3, 4) for line in stacks[rank]] == (place / "stacks.txt").read_text().splitlines()
-    assert any("tables.py:88" in line for line in stacks[3])
+    assert any("documents.py:88" in line for line in stacks[3])
 
 
 def test_a_host_with_much_to_do_is_waited_for():

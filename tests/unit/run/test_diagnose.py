@@ -4,11 +4,8 @@ import dataclasses
 
 import pytest
 
-from llama405b.contract.causes import Cause, CauseKind
-from llama405b.contract.rank_memory import Place
-from llama405b.contract.records import Phase
-from llama405b_tools.machine.stacks import Frame, Thread
-from llama405b_tools.remote.messages.autopsy import (
+from llama405b.contract.records import Cause, CauseKind, Phase, Place
+from llama405b_tools.agent.autopsy import (
     DiskEvidence,
     Doing,
     HostEvidence,
@@ -17,10 +14,10 @@ from llama405b_tools.remote.messages.autopsy import (
     Surroundings,
     Unsent,
 )
-from llama405b_tools.remote.messages.host_run import Beat
+from llama405b_tools.agent.messages import Beat
+from llama405b_tools.parsers import Frame, Thread
 from llama405b_tools.run import judge
-from llama405b_tools.run.diagnose import Fault, Verdict, diagnose, frame_words
-from llama405b_tools.run.positions import Stand, positions
+from llama405b_tools.run.autopsy import Fault, Stand, Verdict, diagnose, frame_words, positions
 
 NOW = 10_000.0
 C10D = "/v/site-packages/torch/distributed/distributed_c10d.py"
@@ -28,7 +25,7 @@ FSDP = "/v/site-packages/torch/distributed/fsdp/_fully_shard/_fsdp_collectives.p
 STEP = Frame("/w/llama405b/optim/step.py", 70, "train_step", "loss.backward()")
 GATHER = (Frame(C10D, 4394, "all_gather_single", "work.wait()"), Frame(FSDP, 119, "__call__"), STEP)
 REDUCE = (Frame(C10D, 3100, "all_reduce", "work.wait()"), STEP)
-READS = (Frame("/w/llama405b/data/tables.py", 88, "rows", "rows = file.read(n)"), STEP)
+READS = (Frame("/w/llama405b/data/documents.py", 88, "rows", "rows = file.read(n)"), STEP)
 SLEEPS = (Frame("/home/ann/hooks.py", 7, "wait", "time.sleep(60)"), STEP)
 WAITS = (Frame("/usr/lib/python3.11/threading.py", 331, "wait"), STEP)
 IDLE = Thread("pool", (Frame("/usr/lib/python3.11/concurrent/futures/thread.py", 81, "_worker"),))

@@ -7,15 +7,12 @@ import pytest
 from fakes import running_fleet
 from run_rig import ended, metrics, plan, take
 
-from llama405b.contract.causes import Cause, CauseKind
-from llama405b.contract.events import EventKind, RunEvent
-from llama405b.contract.records import Phase
-from llama405b_tools.remote.messages.host_run import Beat
-from llama405b_tools.remote.messages.stream import NodeUpdate
+from llama405b.contract.records import Cause, CauseKind, EventKind, Phase, RunEvent
+from llama405b_tools.agent.messages import Beat, NodeUpdate
 from llama405b_tools.run import follow
 from llama405b_tools.run.follow import Ending, EndKind, Limits, RunMonitor, watch_run
 from llama405b_tools.run.judge import Failure
-from llama405b_tools.run.streams import HostMessage, Unreachable
+from llama405b_tools.run.query import HostMessage, Unreachable
 
 
 @pytest.fixture

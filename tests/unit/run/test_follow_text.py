@@ -7,10 +7,8 @@ import types
 import pytest
 from run_rig import ended, metrics, plan, take
 
-from llama405b.contract.causes import Cause, CauseKind
-from llama405b.contract.events import EventKind, RunEvent
-from llama405b.contract.records import EvaluationMetrics, Phase
-from llama405b_tools.remote.messages.host_run import Beat
+from llama405b.contract.records import Cause, CauseKind, EvaluationMetrics, EventKind, Phase, RunEvent
+from llama405b_tools.agent.messages import Beat
 from llama405b_tools.run import follow
 from llama405b_tools.run.follow import QUIET_S, SAME_QUIET_S, EndKind, IdleMessage, RunMonitor, summarise
 

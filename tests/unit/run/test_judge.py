@@ -5,10 +5,9 @@ import signal
 
 import pytest
 
-from llama405b.contract.causes import Cause, CauseKind
 from llama405b.contract.errors import UserError
-from llama405b.contract.records import NodeState, NodeStatus, Phase
-from llama405b_tools.remote.messages.host_run import Beat, HostRun
+from llama405b.contract.records import Cause, CauseKind, NodeState, NodeStatus, Phase
+from llama405b_tools.agent.messages import Beat, HostRun
 from llama405b_tools.run import judge
 from llama405b_tools.run.judge import HostHeartbeats, Standing
 

@@ -6,14 +6,13 @@ import pytest
 from fakes import FakeFleet
 from run_rig import plan
 
-from llama405b.contract.causes import Cause, CauseKind
 from llama405b.contract.errors import UserError
 from llama405b.contract.files import write_json
 from llama405b.contract.paths import RunDir
-from llama405b.contract.records import Blame, GuardState, NodeState, NodeStatus
+from llama405b.contract.records import Blame, Cause, CauseKind, GuardState, NodeState, NodeStatus
+from llama405b_tools.agent import processes
+from llama405b_tools.agent.messages import StatusReply
 from llama405b_tools.hosts.transport import HostError
-from llama405b_tools.remote import guarding, processes
-from llama405b_tools.remote.messages.host_run import StatusReply
 from llama405b_tools.run.judge import Standing
 from llama405b_tools.run.query import ask_hosts, failures_of, states_of
 from llama405b_tools.verbs import status, stop
@@ -95,11 +94,11 @@ def test_a_refused_stop_leaves_the_guard(fleet, tmp_path):
     for host in fleet.fakes.values():
         host.plan = None
     pid = processes.start_time(1)
-    guard = GuardState("r", 1, pid, guarding.machine_id(), 1)
+    guard = GuardState("r", 1, pid, processes.machine_id(), 1)
     write_json(RunDir.here("r").guard, guard)
     ended = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stop, "dismiss", ended.append)
+        patch.setattr(stop, "dismiss_guard", ended.append)
         with pytest.raises(UserError, match="no host has 'r'"):
             stop.main(["--run", "r", "--grace", "0"])
     assert ended == []

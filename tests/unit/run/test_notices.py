@@ -2,8 +2,8 @@
 
 import pytest
 
-from llama405b_tools.remote.messages.guard_notes import Disk, NoteReply
-from llama405b_tools.run.guard_record import disk_words
+from llama405b_tools.agent.messages import Disk, NoteReply
+from llama405b_tools.run.query import disk_words
 
 GIB = 1 << 30
 

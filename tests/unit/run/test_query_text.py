@@ -9,7 +9,7 @@ from run_rig import plan
 from llama405b.contract.errors import UserError
 from llama405b.contract.records import GuardState
 from llama405b_tools.hosts.transport import HostError
-from llama405b_tools.run import guard_record
+from llama405b_tools.run import query
 from llama405b_tools.run.query import ask_hosts
 
 
@@ -41,6 +41,6 @@ def test_a_run_that_no_host_has_is_answered_with_those_that_are_there(fleet):
     ("pid", "words"), [(7, "last heard at {} (process 7 on far died"), (0, "asked for at {} (it never")]
 )
 def test_of_a_guard_that_is_gone_it_is_told_when_it_was_heard_and_not_since_when(pid, words):
-    gone = guard_record.GuardStatus(GuardState("r", pid, 1, "far x y", 2), guard_record.Life.SILENT, 0.0)
+    gone = query.GuardStatus(GuardState("r", pid, 1, "far x y", 2), query.Life.SILENT, 0.0)
     at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(0))
-    assert guard_record.guard_line(gone).startswith(f"guard: GONE, {words.format(at)}")
+    assert query.guard_line(gone).startswith(f"guard: GONE, {words.format(at)}")

@@ -2,10 +2,9 @@
 
 import time
 
-from llama405b.contract.causes import Cause, CauseKind
-from llama405b.contract.records import NodeState, NodeStatus
+from llama405b.contract.records import Cause, CauseKind, NodeState, NodeStatus
+from llama405b_tools.agent.messages import HostRun, StatusReply
 from llama405b_tools.hosts.transport import HostError
-from llama405b_tools.remote.messages.host_run import HostRun, StatusReply
 from llama405b_tools.run import query
 
 

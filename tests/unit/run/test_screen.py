@@ -8,11 +8,11 @@ import pytest
 from fakes import FakeFleet, over
 
 from conftest import ROOT
-from llama405b_tools.remote.messages.stream import StreamMessage
+from llama405b_tools.agent.messages import StreamMessage
+from llama405b_tools.launch.request import parse_launch
+from llama405b_tools.launch.start import launch
 from llama405b_tools.run import screen
 from llama405b_tools.run.follow import EndKind, follow, watch_run
-from llama405b_tools.run.launch import launch
-from llama405b_tools.run.request import parse_launch
 
 
 @pytest.fixture

@@ -5,10 +5,8 @@ import dataclasses
 from fakes import FakeHost, over, running_fleet
 from run_rig import plan
 
-from llama405b.contract.causes import Cause, CauseKind
-from llama405b.contract.records import EvaluationMetrics, Phase
-from llama405b_tools.remote.messages.host_run import Beat
-from llama405b_tools.remote.messages.stop_request import StopReply
+from llama405b.contract.records import Cause, CauseKind, EvaluationMetrics, Phase
+from llama405b_tools.agent.messages import Beat, StopReply
 from llama405b_tools.run.query import ask_hosts
 from llama405b_tools.verbs.status import print_progress, print_run
 from llama405b_tools.verbs.stop import print_saved

@@ -9,14 +9,11 @@ import pytest
 from fakes import over, running_fleet
 from run_rig import plan
 
-from llama405b.contract.causes import Cause, CauseKind
 from llama405b.contract.errors import UserError
-from llama405b.contract.records import NodeState, Phase
+from llama405b.contract.records import Cause, CauseKind, NodeState, Phase
+from llama405b_tools.agent.messages import Beat, NodeUpdate, StreamMessage
 from llama405b_tools.hosts.transport import HostError
-from llama405b_tools.logs import first_error
-from llama405b_tools.remote.messages.host_run import Beat
-from llama405b_tools.remote.messages.stream import NodeUpdate, StreamMessage
-from llama405b_tools.run import judge
+from llama405b_tools.run import judge, log_reader
 from llama405b_tools.run.follow import Limits, watch_run
 from llama405b_tools.run.judge import Failure, Standing, failure_words
 from llama405b_tools.run.query import ask_hosts, failures_of, newest_checkpoint, row, states_of
@@ -104,7 +101,7 @@ def test_a_hang_is_told_by_every_verb_as_whoever_ended_it_decided(fleet):
     _, seen = ask_hosts(fleet, "r")
     named = judge.first_failure(failures_of(seen))
     assert (named.host, named.cause) == ("b", decided.cause)
-    failed, lines = first_error.find(fleet, "r", seen)
+    failed, lines = log_reader.find_first_error(fleet, "r", seen)
     assert failed
     assert failure_words(named) in lines[0]
 
@@ -120,7 +117,7 @@ def test_a_hang_of_an_attempt_before_is_told_as_well(fleet):
         host.status = dataclasses.replace(host.status, state=NodeState.RUNNING, attempt=2, cause=None)
     _, seen = ask_hosts(fleet, "r")
     assert failures_of(seen) == []
-    failed, lines = first_error.find(fleet, "r", seen)
+    failed, lines = log_reader.find_first_error(fleet, "r", seen)
     assert failed
     assert "attempt 1" in lines[0]
     assert failure_words(Failure("b", decided.cause)) in lines[0]
@@ -132,7 +129,7 @@ def test_ends_are_ordered_whatever_the_hosts_clocks_say(fleet):
         host = fleet.fakes[name]
         end = dataclasses.replace(over(name, killed[name]).node.status, time=clock - ago)
         host.ends, host.now, host.status = (end,), clock, dataclasses.replace(end, state=NodeState.RUNNING, cause=None)
-    _, lines = first_error.find(fleet, "r", ask_hosts(fleet, "r")[1])
+    _, lines = log_reader.find_first_error(fleet, "r", ask_hosts(fleet, "r")[1])
     assert "b: " in lines[0]
     assert "and after it: a" in lines[-1]
 

@@ -6,8 +6,7 @@ from fakes import FakeHost
 from run_rig import metrics, plan
 
 from llama405b.contract.records import Phase
-from llama405b_tools.remote.messages.host_run import Beat
-from llama405b_tools.remote.messages.stop_request import StopReply
+from llama405b_tools.agent.messages import Beat, StopReply
 from llama405b_tools.verbs.stop import print_saved
 
 HINT = "; it was still saving: --grace 120s would have given it more time"

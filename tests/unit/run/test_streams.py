@@ -9,11 +9,11 @@ from fakes import FakeFleet
 from llama405b.contract import reader
 from llama405b.contract.files import write_json
 from llama405b.contract.paths import RunDir
-from llama405b.contract.plan import Node, Plan
+from llama405b.spec.plan import Node, Plan
+from llama405b_tools.agent.messages import StreamMessage, StreamRequest
 from llama405b_tools.hosts.transport import read_message
-from llama405b_tools.machine.gpus import SmiAnswer
-from llama405b_tools.remote.messages.stream import StreamMessage, StreamRequest
-from llama405b_tools.run.streams import Streams, Unreachable
+from llama405b_tools.parsers import SmiAnswer
+from llama405b_tools.run.query import Streams, Unreachable
 from llama405b_tools.top import event_sources
 
 

@@ -6,11 +6,21 @@ import random
 
 import pytest
 
-from llama405b_tools.text.blocks import Blocks, time_of
-from llama405b_tools.text.clean import clean, hide, hide_in_json, pieces_of
 from llama405b_tools.text.figures import format_table
-from llama405b_tools.text.fold import Fold, fold_names, group_text, where_of
-from llama405b_tools.text.merge import Entry, Merge
+from llama405b_tools.text.words import (
+    Blocks,
+    Entry,
+    Fold,
+    Merge,
+    clean,
+    fold_names,
+    group_text,
+    hide,
+    hide_in_json,
+    pieces_of,
+    time_of,
+    where_of,
+)
 
 TRACE = """Traceback (most recent call last):
   File "x.py", line 1, in <module>

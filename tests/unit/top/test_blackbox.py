@@ -6,15 +6,13 @@ import pytest
 from shown import HUNG, played, text_of
 
 from llama405b.contract import reader
-from llama405b_tools.top import actions, blackbox, event_sources
+from llama405b_tools.top import event_sources, keys, session
 from llama405b_tools.top.app import TopApp
-from llama405b_tools.top.blackbox import KEPT_S, MOST_FILES, PICTURE_EVERY_S, BlackBox
 from llama405b_tools.top.draw.panels import scene
-from llama405b_tools.top.draw.theme import theme
-from llama405b_tools.top.draw.ui import VIEWS, Ui
-from llama405b_tools.top.intake import SourceEvent
+from llama405b_tools.top.draw.ui import VIEWS, Ui, theme
+from llama405b_tools.top.event_sources import SourceEvent
 from llama405b_tools.top.keys import press
-from llama405b_tools.top.session import Session
+from llama405b_tools.top.session import KEPT_S, MOST_FILES, PICTURE_EVERY_S, BlackBox, Session
 from llama405b_tools.top.state import simulate
 from llama405b_tools.top.state.picture import Verdict
 
@@ -51,7 +49,7 @@ def test_what_is_older_than_ten_minutes_is_forgotten(filled):
     assert last == pic.time
     assert KEPT_S - 2 * PICTURE_EVERY_S <= last - first <= KEPT_S
     assert box.n_bytes == sum(len(part) for _, part in box.parts)
-    assert box.parts[0][0] >= pic.time - KEPT_S - blackbox.PART_S
+    assert box.parts[0][0] >= pic.time - KEPT_S - session.PART_S
 
 
 def test_a_moment_is_seen_again(filled):
@@ -65,7 +63,7 @@ def test_a_moment_is_seen_again(filled):
 
 
 def test_there_is_room_for_so_many_bytes_and_no_more(filled, monkeypatch):
-    monkeypatch.setattr(blackbox, "MOST_BYTES", 30_000)
+    monkeypatch.setattr(session, "PART_BYTES", 30_000)
     names = simulate.names(N_HOSTS)
     box, pic = BlackBox(source_of([], names)), filled[1]
     for event in simulate.incident(N_HOSTS, seconds=200):
@@ -194,12 +192,12 @@ def test_esc_leaves_what_was_opened_in_the_past_before_the_past():
     assert ui.at is None
 
 
-@pytest.mark.parametrize("key", actions.ACTIONS)
+@pytest.mark.parametrize("key", keys.ACTIONS)
 def test_nothing_is_asked_of_a_run_by_what_it_was(key):
     shown = played(8, HUNG)
     ui = Ui(at=1060.0, kept=(1000.0, 1090.0))
     assert press(ui, key, scene(shown.pic, shown.trends, ui, shown.logs), 120, 40) == ""
-    assert (ui.pending, ui.hint) == ("", actions.PAST)
+    assert (ui.pending, ui.hint) == ("", keys.PAST)
 
 
 def test_the_oldest_moment_stands_still_while_it_is_looked_at(filled):
@@ -237,7 +235,7 @@ def test_nobody_takes_the_past_for_the_present(view, width, height):
         look = theme("dark", n_colors).styles["bar.past"]
         assert look.reverse or look.bgcolor
     of = scene(shown.pic, shown.trends, then, shown.logs)
-    assert actions.diagnosis(of, ())[:2] == ["THE PAST: 3:20 ago", f"HEALTHY: {shown.pic.why}"]
+    assert keys.diagnosis(of, ())[:2] == ["THE PAST: 3:20 ago", f"HEALTHY: {shown.pic.why}"]
 
 
 def test_what_to_do_then_is_not_what_to_do_now():

@@ -5,7 +5,7 @@ import dataclasses
 from shown import HOT, played
 from situations import SITUATIONS, play
 
-from llama405b_tools.top.changes import CALM_S, Changes
+from llama405b_tools.top.exporter import CALM_S, Changes
 from llama405b_tools.top.state.picture import Verdict
 from ops_rig import wait_for
 

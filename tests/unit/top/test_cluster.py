@@ -11,8 +11,8 @@ from fakes import FakeFleet
 from situations import CLOCK, POWER, as_sent, gpus
 
 from conftest import ROOT
-from llama405b_tools.remote import sampler
-from llama405b_tools.text.clean import CONTROLS
+from llama405b_tools.agent import sampler
+from llama405b_tools.text.words import CONTROLS
 from llama405b_tools.top.draw import panels
 from llama405b_tools.top.draw.ui import VIEWS, Ui
 from llama405b_tools.top.event_sources import Live

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from llama405b_tools.top import app, commands, event_sources
-from llama405b_tools.top.commands import Command
+from llama405b_tools.top import app, event_sources
+from llama405b_tools.top.app import Command
 from llama405b_tools.top.session import Session
 from ops_rig import Patience, wait_for
 
@@ -21,7 +21,7 @@ STUBBORN = (
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch):
-    monkeypatch.setattr(commands, "KILL_AFTER_S", 0.3)
+    monkeypatch.setattr(app, "KILL_AFTER_S", 0.3)
 
 
 def is_gone(pid):
@@ -51,7 +51,7 @@ def test_after_its_limit_all_of_it_is_ended_and_it_says_so():
 
 
 def test_the_user_ends_it_and_nobody_waits_for_that(monkeypatch):
-    monkeypatch.setattr(commands, "KILL_AFTER_S", 600.0)
+    monkeypatch.setattr(app, "KILL_AFTER_S", 600.0)
     command, said = Command([sys.executable, "-c", STUBBORN], 600.0), []
     follower = threading.Thread(target=lambda: said.append(command.follow(lambda lines: None)))
     follower.start()

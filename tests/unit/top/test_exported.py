@@ -10,8 +10,7 @@ from shown import HOT, HUNG, played
 from conftest import ROOT
 from llama405b.contract.errors import UserError
 from llama405b_tools.top.exporter import split
-from llama405b_tools.top.state.exported import METRICS, samples
-from llama405b_tools.top.state.picture import HostState
+from llama405b_tools.top.state.picture import METRICS, HostState, samples
 
 
 def told(pic):

@@ -3,10 +3,10 @@
 import dataclasses
 import threading
 
-from llama405b_tools.text.merge import Entry
-from llama405b_tools.top import intake
-from llama405b_tools.top.intake import Intake, SourceEvent
-from llama405b_tools.top.logpane import KEPT, KEPT_OF_HOST, LogPane
+from llama405b_tools.text.words import Entry
+from llama405b_tools.top import event_sources
+from llama405b_tools.top.event_sources import Intake, SourceEvent
+from llama405b_tools.top.session import KEPT, KEPT_OF_HOST, LogPane
 
 
 def block(host, moment, text="x"):
@@ -15,11 +15,11 @@ def block(host, moment, text="x"):
 
 def test_of_a_flood_the_newest_lines_are_kept_and_the_others_counted():
     box = Intake()
-    for i in range(intake.BLOCKS + 70):
+    for i in range(event_sources.BLOCKS + 70):
         box.put_block(block("loud", i))
     box.put_block(block("quiet", 10_000))
     *blocks, dropped = box.take(0)
-    assert [event.entries[0][0] for event in blocks] == [*range(70, intake.BLOCKS + 70), 10_000]
+    assert [event.entries[0][0] for event in blocks] == [*range(70, event_sources.BLOCKS + 70), 10_000]
     assert (dropped.host, dropped.dropped) == ("loud", 70)
     assert box.take(0) == []
 
@@ -27,10 +27,10 @@ def test_of_a_flood_the_newest_lines_are_kept_and_the_others_counted():
 def test_what_is_taken_at_once_is_bounded_however_many_hosts_talk():
     box = Intake()
     for host in range(5):
-        for i in range(intake.BLOCKS):
+        for i in range(event_sources.BLOCKS):
             box.put_block(block(f"h{host}", i))
     taken = box.take(0)
-    assert len(taken) == intake.BLOCKS_AT_ONCE
+    assert len(taken) == event_sources.BLOCKS_AT_ONCE
     assert {event.host for event in taken} == {f"h{host}" for host in range(5)}
 
 
@@ -38,18 +38,18 @@ def test_a_host_that_sends_too_much_waits_and_the_others_do_not():
     box = Intake()
 
     def send():
-        for i in range(3 * intake.NEWS):
+        for i in range(3 * event_sources.NEWS):
             box.put(SourceEvent(float(i), "loud", frame=i))
 
     sender = threading.Thread(target=send, daemon=True)
     sender.start()
     seen = []
-    while len(seen) < 3 * intake.NEWS:
+    while len(seen) < 3 * event_sources.NEWS:
         box.put(SourceEvent(0.0, "quiet", frame="q"))  # never waits
         taken = box.take(10)
-        assert sum(event.host == "loud" for event in taken) <= intake.NEWS
+        assert sum(event.host == "loud" for event in taken) <= event_sources.NEWS
         seen += [event.frame for event in taken if event.host == "loud"]
-    assert seen == [*range(3 * intake.NEWS)]
+    assert seen == [*range(3 * event_sources.NEWS)]
     sender.join(10)
     assert not sender.is_alive()
 
@@ -57,7 +57,7 @@ def test_a_host_that_sends_too_much_waits_and_the_others_do_not():
 def test_nobody_waits_for_a_closed_one():
     box = Intake()
     sender = threading.Thread(
-        target=lambda: [box.put(SourceEvent(0.0, "a", note="n")) for _ in range(2 * intake.NEWS)], daemon=True
+        target=lambda: [box.put(SourceEvent(0.0, "a", note="n")) for _ in range(2 * event_sources.NEWS)], daemon=True
     )
     sender.start()
     box.close()

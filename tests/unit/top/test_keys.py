@@ -9,10 +9,9 @@ import pytest
 from shown import HOT, HUNG, played, text_of
 
 from llama405b_tools.text.figures import reading
-from llama405b_tools.top import actions, remembered
-from llama405b_tools.top.draw.lines import LogLine
+from llama405b_tools.top import keys, remembered
 from llama405b_tools.top.draw.panels import scene, shown_logs
-from llama405b_tools.top.draw.ui import COLUMNS, Ui
+from llama405b_tools.top.draw.ui import COLUMNS, LogLine, Ui
 from llama405b_tools.top.keys import press
 from llama405b_tools.top.session import Session
 from llama405b_tools.top.state.picture import Change, GuardShown, Level, RunPhase
@@ -267,7 +266,7 @@ def test_nothing_is_done_before_the_user_agrees():
 
 
 def test_every_command_has_a_limit_and_x_ends_it_while_it_is_shown():
-    assert all(bool(action.limit_s) == bool(action.words) for action in actions.ACTIONS.values())
+    assert all(bool(action.limit_s) == bool(action.words) for action in keys.ACTIONS.values())
     screen = Screen()
     screen.ui.running = {"llama405b autopsy"}
     assert screen.press("x") == ""
@@ -283,11 +282,11 @@ def test_every_command_has_a_limit_and_x_ends_it_while_it_is_shown():
 
 def test_what_cannot_be_done_says_why():
     live, file = {"is_live": True, "read_only": False}, {"has_file": True, "in_job": False}
-    assert actions.refusals(**live, **file) == {}
-    assert {*actions.refusals(is_live=True, read_only=True, **file)} == {*actions.ACTIONS}
-    assert actions.refusals(is_live=False, read_only=False, **file)["c"] == "a recording cannot be acted on"
-    assert {*actions.refusals(**live, has_file=False, in_job=True)} == {"!"}
-    assert {*actions.refusals(**live, has_file=False, in_job=False)} == {*actions.ACTIONS} - {"!"}
+    assert keys.refusals(**live, **file) == {}
+    assert {*keys.refusals(is_live=True, read_only=True, **file)} == {*keys.ACTIONS}
+    assert keys.refusals(is_live=False, read_only=False, **file)["c"] == "a recording cannot be acted on"
+    assert {*keys.refusals(**live, has_file=False, in_job=True)} == {"!"}
+    assert {*keys.refusals(**live, has_file=False, in_job=False)} == {*keys.ACTIONS} - {"!"}
     screen = Screen()
     screen.ui.refusals = {"S": "not here"}
     screen.press("S")
@@ -321,12 +320,12 @@ def test_what_the_run_would_not_do_is_not_asked(key, change, hint):
 
 
 def test_actions_are_commands_that_can_be_typed():
-    assert actions.words_of("c", "r", "my-hosts") == ["ask", "r", "save", "my-hosts"]
-    assert actions.words_of("S", "r", "") == ["stop", "--run", "r"]
+    assert keys.words_of("c", "r", "my-hosts") == ["ask", "r", "save", "my-hosts"]
+    assert keys.words_of("S", "r", "") == ["stop", "--run", "r"]
 
 
 def test_a_shell_says_where_it_is_and_how_to_come_back(tmp_path):
-    line = actions.shell_line("gpu-3", str(tmp_path))
+    line = keys.shell_line("gpu-3", str(tmp_path))
     done = subprocess.run(
         ["sh", "-c", line], input="pwd\n", env=os.environ | {"SHELL": "sh"}, capture_output=True, text=True, check=True
     )
@@ -335,7 +334,7 @@ def test_a_shell_says_where_it_is_and_how_to_come_back(tmp_path):
 
 def test_the_diagnosis_is_whole_without_the_screen():
     shown = played(8, HUNG)
-    text = "\n".join(actions.diagnosis(scene(shown.pic, shown.trends, Ui(), shown.logs), ["llama405b status"]))
+    text = "\n".join(keys.diagnosis(scene(shown.pic, shown.trends, Ui(), shown.logs), ["llama405b status"]))
     assert text.startswith("HUNG: gpu-3: rank 21 is silent for 78 s at step 1200")
     assert "\ngpu-3: rank 21 at step 1200, heard 78 s ago: the others wait for it\n" in text
     assert "next: " in text
@@ -345,11 +344,11 @@ def test_the_diagnosis_is_whole_without_the_screen():
 
 def test_the_diagnosis_is_of_what_is_known_in_figures_for_people():
     shown = played(8, HUNG)
-    text = "\n".join(actions.diagnosis(scene(shown.pic, shown.trends, Ui(), shown.logs), ()))
+    text = "\n".join(keys.diagnosis(scene(shown.pic, shown.trends, Ui(), shown.logs), ()))
     assert not re.search(r"\d\.\d{5,}|None|more:", text)
     run = dataclasses.replace(shown.pic.training, loss=4.337370872497559, step_s=0.29056881, expected_step_s=None)
     bare = dataclasses.replace(shown.pic, training=run, events=())
-    text = "\n".join(actions.diagnosis(scene(bare, shown.trends, Ui(), []), ()))
+    text = "\n".join(keys.diagnosis(scene(bare, shown.trends, Ui(), []), ()))
     assert "loss 4.3374; 0.29 s a step; newest" in text
     assert "events:" not in text
     assert "log of" not in text

@@ -14,14 +14,11 @@ from shown import HOT, HUNG, LOADING, blank_share, in_situation, played, text_of
 
 from conftest import ROOT
 from llama405b_tools.top.draw import hosts
-from llama405b_tools.top.draw.heat import scaled
-from llama405b_tools.top.draw.lines import event_line
+from llama405b_tools.top.draw.hosts import scaled
 from llama405b_tools.top.draw.panels import listed, scene
-from llama405b_tools.top.draw.theme import PLAIN, THEMES, background, segments, theme
-from llama405b_tools.top.draw.ui import HELP, VIEWS, Ui
+from llama405b_tools.top.draw.ui import HELP, PLAIN, THEMES, VIEWS, Ui, background, event_line, segments, theme
 from llama405b_tools.top.state import simulate
-from llama405b_tools.top.state.picture import HostState, Level
-from llama405b_tools.top.state.quantities import LEAST_GBIT, NETWORK, QUANTITIES
+from llama405b_tools.top.state.picture import LEAST_GBIT, NETWORK, QUANTITIES, HostState, Level
 from llama405b_tools.top.state.trends import Trends
 
 SCREENS = ROOT / "tests/data/screens"

@@ -6,10 +6,9 @@ import re
 import pytest
 from situations import as_sent
 
-from llama405b_tools.top.draw.headline import headline
+from llama405b_tools.top.draw.panels import headline
 from llama405b_tools.top.state import simulate, verdicts
-from llama405b_tools.top.state.advice import guard_acts_in_s
-from llama405b_tools.top.state.cluster import ClusterState
+from llama405b_tools.top.state.cluster import ClusterState, guard_acts_in_s
 from llama405b_tools.top.state.picture import GuardShown, HostState, Level, RunPhase, Verdict
 
 T0 = simulate.BEGIN

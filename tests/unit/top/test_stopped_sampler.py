@@ -6,9 +6,9 @@ import socket
 
 import pytest
 
+from llama405b_tools.agent import processes
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.inventory import parse_hosts
-from llama405b_tools.remote import processes
 from llama405b_tools.top import event_sources
 from llama405b_tools.top.event_sources import Live
 from llama405b_tools.top.state import thresholds

@@ -10,8 +10,8 @@ import pytest
 from situations import as_sent
 
 from llama405b.contract.accounting import Account, Incident
-from llama405b.contract.causes import Cause, CauseKind
 from llama405b.contract.errors import UserError
+from llama405b.contract.records import Cause, CauseKind
 from llama405b_tools.top import event_sources
 from llama405b_tools.top import session as sessions
 from llama405b_tools.top.event_sources import Live, SourceEvent
@@ -258,6 +258,6 @@ def test_the_account_is_asked_for_again_when_an_attempt_begins_steps_or_ends(ses
 
 def test_what_serving_needs_is_installed_by_the_pip_of_the_python_that_runs(monkeypatch):
     monkeypatch.setitem(sys.modules, "aiohttp", None)
-    monkeypatch.delitem(sys.modules, "llama405b_tools.top.serve", raising=False)
+    monkeypatch.delitem(sys.modules, "llama405b_tools.verbs.top", raising=False)
     with pytest.raises(UserError, match=re.escape(f"{sys.executable} -m pip install textual-serve")):
         top._serve("8405", ["hosts"])

@@ -7,12 +7,11 @@ import random
 import pytest
 from shown import HOT, played
 
-from llama405b_tools.top.draw.chart import Axis, around, chart, from_zero
-from llama405b_tools.top.draw.heat import rows_of
+from llama405b_tools.top.draw.charts import Axis, around, chart, from_zero
+from llama405b_tools.top.draw.hosts import rows_of
 from llama405b_tools.top.state import simulate
-from llama405b_tools.top.state.quantities import POWER
-from llama405b_tools.top.state.series import N_BUCKETS, N_COLUMNS, UNKNOWN, WINDOWS_S, Grid, Series
-from llama405b_tools.top.state.trends import Trends
+from llama405b_tools.top.state.picture import POWER
+from llama405b_tools.top.state.trends import N_BUCKETS, N_COLUMNS, UNKNOWN, WINDOWS_S, Grid, Series, Trends
 
 DAY = 86_400
 

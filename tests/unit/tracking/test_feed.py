@@ -4,13 +4,12 @@ import pytest
 
 from llama405b.commands import track
 from llama405b.contract import reader
-from llama405b.contract.command import parse
-from llama405b.contract.config import to_toml
 from llama405b.contract.errors import RunError, UserError
-from llama405b.contract.events import EventKind, RunEvent
 from llama405b.contract.files import append_line
 from llama405b.contract.paths import RunDir
-from llama405b.contract.records import EvaluationMetrics, Sample
+from llama405b.contract.records import EvaluationMetrics, EventKind, RunEvent, Sample
+from llama405b.settings.command import parse
+from llama405b.settings.config import to_toml
 from llama405b.tracking import feed
 
 

@@ -7,16 +7,15 @@ import pytest
 import torch
 
 from llama405b.checkpoint.saving import Saved
-from llama405b.contract.cadence import FIRST_S
 from llama405b.contract.checkpoints import Reached
 from llama405b.contract.errors import FAILED, RunError, UserError
 from llama405b.contract.files import read_record
 from llama405b.contract.paths import RunDir
 from llama405b.contract.records import Heartbeat
-from llama405b.contract.schema import Checkpoint
 from llama405b.distributed.ranks import Rank
+from llama405b.settings.schema import FIRST_S, Checkpoint
 from llama405b.training.checkpointer import Checkpointer
-from llama405b.training.heartbeat import HeartbeatWriter
+from llama405b.training.context import HeartbeatWriter
 from llama405b.training.requests import AfterStep
 
 FULL = "c: cannot be written (No space left on device)"

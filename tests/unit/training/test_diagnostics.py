@@ -7,7 +7,7 @@ import torch
 
 from llama405b.contract.paths import RunDir
 from llama405b.distributed.ranks import Rank
-from llama405b.training.diagnostics import Profile, write_memory, write_stacks
+from llama405b.training.requests import Profile, write_memory, write_stacks
 
 
 def profile(run, me, step):

@@ -7,7 +7,7 @@ import pytest
 
 from llama405b.contract.errors import UserError
 from llama405b.contract.paths import RunDir
-from llama405b.training import budget
+from llama405b.training import guards
 
 WORLD, LOADING_S = 64, 600
 
@@ -36,8 +36,8 @@ def clock(monkeypatch):
         return SimpleNamespace(start=lambda: found.threads.append(target), join=lambda: None)
 
     event = SimpleNamespace(wait=found.wait, set=lambda: None)
-    monkeypatch.setattr(budget, "time", found)
-    monkeypatch.setattr(budget, "threading", SimpleNamespace(Thread=thread, Event=lambda: event))
+    monkeypatch.setattr(guards, "time", found)
+    monkeypatch.setattr(guards, "threading", SimpleNamespace(Thread=thread, Event=lambda: event))
     return found
 
 
@@ -50,7 +50,7 @@ def attempt(tmp_path, clock):
         journal = SimpleNamespace(event=lambda kind, detail: said.append(kind.value))
         me = SimpleNamespace(is_rank0=is_rank0, world=WORLD)
         context = SimpleNamespace(me=me, run=RunDir(tmp_path), journal=journal, log=said.append)
-        return budget.Budget(gpu_hours, context, clock.now)
+        return guards.Budget(gpu_hours, context, clock.now)
 
     return begin
 

@@ -7,20 +7,17 @@ import types
 import pytest
 import torch
 
-from llama405b.contract.events import EventKind
 from llama405b.contract.paths import RunDir
-from llama405b.contract.records import Metrics
-from llama405b.contract.schema import Config
+from llama405b.contract.records import EventKind, Metrics
 from llama405b.distributed import ranks
+from llama405b.distributed.host_memory import StepTimer
 from llama405b.distributed.ranks import Rank
-from llama405b.distributed.step_timer import StepTimer
 from llama405b.optim.step import NonFiniteError, StepResult
-from llama405b.training.bad_steps import BadSteps
-from llama405b.training.context import RankContext
+from llama405b.settings.schema import Config
+from llama405b.training.context import HeartbeatWriter, RankContext
 from llama405b.training.evaluate import Evaluated, Evaluator
-from llama405b.training.heartbeat import HeartbeatWriter
+from llama405b.training.guards import MAX_SKIPPED, BadSteps, SpikeDetector
 from llama405b.training.loop import Trainer
-from llama405b.training.loss_spikes import MAX_SKIPPED, SpikeDetector
 from llama405b.training.requests import Stop
 
 TAKEN = Metrics(0, 0.0, 5.0, 1.0, 1e-5, 8, 8.0, 1.0, 0.1, 0.5, 0.3, 0.1)
@@ -103,7 +100,7 @@ def _meets(monkeypatch, *outcomes, **choices):
         return StepResult(outcome, 1.0, 8, updated=not refuses(outcome))
 
     monkeypatch.setattr("llama405b.training.loop.train_step", train_step)
-    monkeypatch.setattr("llama405b.training.bad_steps.documents_at", lambda *_: ["d.jsonl 7"])
+    monkeypatch.setattr("llama405b.training.guards.documents_at", lambda *_: ["d.jsonl 7"])
     me = Rank(0, 1, 0, "a", torch.device("cpu"))
     journal = types.SimpleNamespace(
         me=me, log=logged.append, event=lambda kind, **more: events.append((kind, more["step"])), steps=9

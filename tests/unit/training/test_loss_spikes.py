@@ -1,4 +1,4 @@
-from llama405b.training.loss_spikes import MIN_STEPS, WINDOW, SpikeDetector
+from llama405b.training.guards import MIN_STEPS, WINDOW, SpikeDetector
 
 
 def test_a_spike_is_told_by_the_median_and_does_not_move_it():

@@ -7,16 +7,16 @@ import sys
 
 import pytest
 
-from llama405b.contract.rank_memory import PLACE_BYTES, SIGNAL, Place, read_place
-from llama405b.training.rank_memory import UNIT_BYTES, RankMemory, unit_label
-from llama405b_tools.remote import rank_evidence
-from llama405b_tools.remote.rank_evidence import Counts, RankMemoryReader, address_of, catches, rank_processes
-from llama405b_tools.remote.torchrun import MARKER
+from llama405b.contract.records import PLACE_BYTES, SIGNAL, Place, read_place
+from llama405b.training.context import UNIT_BYTES, RankMemory, unit_label
+from llama405b_tools.agent import autopsy
+from llama405b_tools.agent.autopsy import Counts, RankMemoryReader, address_of, catches, rank_processes
+from llama405b_tools.agent.processes import MARKER
 from ops_rig import wait_for
 
 RANK = """
 import ctypes, sys, threading, time
-from llama405b.training.rank_memory import RankMemory, unit_label
+from llama405b.training.context import RankMemory, unit_label
 memory = RankMemory()
 memory.step(4711)
 memory.unit(unit_label("layers.71", "backward"))
@@ -76,10 +76,10 @@ def test_a_process_that_does_not_catch_the_signal_is_not_sent_it(process):
 def test_a_rank_that_is_stopped_is_not_waited_for(process, monkeypatch):
     child = process(RANK, PYTHONPATH=":".join(sys.path))
     child.send_signal(signal.SIGSTOP)
-    wait_for(lambda: rank_evidence.processes.state(child.pid) == "T")
+    wait_for(lambda: autopsy.processes.state(child.pid) == "T")
     memory = RankMemoryReader.of(child.pid)
     memory.ask()
-    monkeypatch.delattr(rank_evidence, "time")  # nothing looks at the clock
+    monkeypatch.delattr(autopsy, "time")  # nothing looks at the clock
     assert memory.stacks() == ()
     assert memory.place().step == 4711
 
@@ -88,9 +88,9 @@ def test_of_a_rank_and_its_own_children_the_rank_is_taken(process, tmp_path):
     parent = process(
         "import subprocess, sys, time; subprocess.Popen(['sleep', '60']); print('ready', flush=True); time.sleep(60)"
     )
-    wait_for(lambda: len(rank_evidence.processes.marked(f"{tmp_path}:host")) == 2)
+    wait_for(lambda: len(autopsy.processes.marked(f"{tmp_path}:host")) == 2)
     assert rank_processes(f"{tmp_path}:host") == {5: parent.pid}
-    for pid in rank_evidence.processes.marked(f"{tmp_path}:host"):
+    for pid in autopsy.processes.marked(f"{tmp_path}:host"):
         if pid != parent.pid:
             os.kill(pid, signal.SIGKILL)
 

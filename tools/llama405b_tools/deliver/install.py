@@ -13,19 +13,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import llama405b
-from llama405b.contract.errors import UserError
-from llama405b.contract.phrases import given, last_of
-from llama405b_tools.deliver import push_files, setup_plan, sourcetree
-from llama405b_tools.deliver.chain import Origin
-from llama405b_tools.deliver.progress import StepProgress
+from llama405b.contract.errors import UserError, given, last_of
+from llama405b_tools.deliver import push, setup_plan
+from llama405b_tools.deliver.chain import Origin, StepProgress
 from llama405b_tools.deliver.setup_plan import FACTS, Wishes
-from llama405b_tools.hosts.dialogue import run_streaming
-from llama405b_tools.hosts.fleet import Fleet
-from llama405b_tools.hosts.hosts_file import WORKDIR, Use
-from llama405b_tools.hosts.login_shell import shell_path
-from llama405b_tools.hosts.outcomes import replies, unanswered
-from llama405b_tools.hosts.transport import Connection, HostError, Local, Stream
-from llama405b_tools.text.fold import fold_names
+from llama405b_tools.hosts.fleet import WORKDIR, Fleet, Use, run_streaming
+from llama405b_tools.hosts.transport import Connection, HostError, Local, Stream, replies, shell_path, unanswered
+from llama405b_tools.text.words import fold_names
 
 FACTS_TIMEOUT_S, POLL_S = 30.0, 0.1
 NOISE = ("WARNING: Location", "[notice]")  # what pip prints on any machine
@@ -107,7 +101,7 @@ class Work:
         connection, host = self.fleet.connection(name), self.fleet.hosts[name]
         self.facts[name] = self._look(name, connection)
         workdir = host.workdir or (str(self.root) if isinstance(connection, Local) else WORKDIR)
-        said = sourcetree.push(connection, self.root, self.lines, workdir)
+        said = push.push_tree(connection, self.root, self.lines, workdir)
         self.progress.say(name, f"code in {workdir}: {said}")
         python = self.wishes.python or "python3"
         self.fleet.hosts[name] = dataclasses.replace(host, workdir=workdir, python=python, prefix=self.wishes.module)
@@ -129,7 +123,7 @@ class Work:
         self.wishes = dataclasses.replace(self.wishes, offline=WHEELHOUSE)
         faults = unanswered(self.fleet.each(lambda name: self.make_agent(name, wheels), names))
         if targets := {name: f"{self.fleet.workdir(name)}/{WHEELHOUSE}" for name in names if name not in faults}:
-            push_files.push_files(self.fleet, Origin("", str(wheels)), targets)
+            push.push_files(self.fleet, Origin("", str(wheels)), targets)
         return faults
 
     def make_agent(self, name: str, wheels: Path) -> bool:
@@ -139,7 +133,7 @@ class Work:
             f"cd {shell_path(workdir)} && {self.wishes.before}{setup_plan.HAS_AGENT}", "", FACTS_TIMEOUT_S
         ).code:
             wheel = [path.name for path in wheels.glob("msgspec-*.whl")]
-            sourcetree.push(connection, wheels, sourcetree.manifest(wheels, wheel), f"{workdir}/{WHEELHOUSE}")
+            push.push_tree(connection, wheels, push.tree_manifest(wheels, wheel), f"{workdir}/{WHEELHOUSE}")
             self._take_all(name, self._planned(name, setup_plan.plan_agent, self.wishes))
         self._use_environment(name)
         return True
@@ -267,5 +261,5 @@ class Work:
             return fault | dict.fromkeys(others, f"{requirement} could not be built on {first}")
         if others:
             targets = {name: f"{self.fleet.workdir(name)}/{folder}" for name in others}
-            push_files.push_files(self.fleet, Origin(first, f"{self.fleet.workdir(first)}/{folder}"), targets)
+            push.push_files(self.fleet, Origin(first, f"{self.fleet.workdir(first)}/{folder}"), targets)
         return unanswered(self.fleet.each(lambda name: on(name, install), names))

@@ -6,9 +6,8 @@ import re
 import shlex
 from collections.abc import Mapping
 
-from llama405b.contract.errors import UserError
-from llama405b.contract.phrases import given
-from llama405b_tools.hosts.login_shell import own_line
+from llama405b.contract.errors import UserError, given
+from llama405b_tools.hosts.transport import own_line
 
 UV_PYTHON = "3.12"
 LEAST_PYTHON = (3, 11)
@@ -94,11 +93,7 @@ def parse_facts(text: str) -> dict[str, str]:
 
 
 def plan(facts: Mapping[str, str], wishes: Wishes, wheel_python: str) -> list[Step]:
-    """Plan the steps for a host; ``wheel_python``: what the wheelhouse was made for, like ``3.11 x86_64``.
-
-    Raises:
-        UserError: An option cannot be satisfied on this host; says why, without the host's name.
-    """
+    """Plan the steps for a host; ``wheel_python``: what the wheelhouse was made for, like ``3.11 x86_64``."""
     programs = _programs(facts)
     if wishes.container:
         return [*programs, _container(facts, wishes)]
@@ -111,8 +106,8 @@ def plan(facts: Mapping[str, str], wishes: Wishes, wheel_python: str) -> list[St
         needs = shlex.quote(wishes.offline)
     done = f"mkdir -p .venv && printf %s {shlex.quote(wishes.stamp)} >{STAMP}.new && mv {STAMP}.new {STAMP}"
     install = f"{wishes.before}{INSTALL} {where}-c constraints.txt -e '.[train]' && {COMPILE} && {done}"
-    room = f"{wishes.before}{own_line(PYTHON, 'llama405b_tools.remote.venv_room')} {needs}"
-    tried = 'import llama405b_tools.remote.agent, importlib.metadata as m; print(m.version("torch"))'
+    room = f"{wishes.before}{own_line(PYTHON, 'llama405b_tools.agent.venv_room')} {needs}"
+    tried = 'import llama405b_tools.agent.agent, importlib.metadata as m; print(m.version("torch"))'
     check = f"{wishes.before}{PYTHON} -I -c {shlex.quote(tried)}"
     return [
         *programs,
@@ -236,7 +231,7 @@ def _container(facts: Mapping[str, str], wishes: Wishes) -> Step:
     line = (
         f"mkdir -p .venv/bin && printf '{wrapper}' >.venv/bin/python && chmod +x .venv/bin/python "
         '&& echo "$PWD/.venv/bin/python" >.llama405b-python '
-        "&& .venv/bin/python -I -c \"import sys; sys.path += ['.', 'tools']; import torch, llama405b_tools.remote.agent\""
+        "&& .venv/bin/python -I -c \"import sys; sys.path += ['.', 'tools']; import torch, llama405b_tools.agent.agent\""
         f" && printf %s {shlex.quote(wishes.stamp)} >{STAMP}"
     )
     return Step("trying the image", line, "the image needs python3 >= 3.11 with torch, transformers and msgspec")

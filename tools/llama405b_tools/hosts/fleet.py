@@ -1,4 +1,13 @@
-"""All hosts at once: one connection and one agent call per host, bounded concurrency. Makes no decisions."""
+"""Many hosts at once: the hosts file, their connections, and dialogues with the agents on them.
+
+A program on a host while it runs: its answers, lines of JSON with a time limit each, or its output as it comes.
+
+Parts of commands that are printed for the user to type.
+
+All hosts at once: one connection and one agent call per host, bounded concurrency. Makes no decisions.
+
+The hosts file, and what ``setup`` recorded about each host.
+"""
 
 import concurrent.futures
 import contextlib
@@ -7,29 +16,166 @@ import dataclasses
 import functools
 import getpass
 import os
+import queue
 import re
 import shlex
+import shutil
 import socket
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from llama405b.contract import reader
-from llama405b.contract.phrases import given, last_of
-from llama405b_tools.hosts.dialogue import Dialogue
-from llama405b_tools.hosts.inventory import Host
-from llama405b_tools.hosts.login_shell import own_line, shell_path
-from llama405b_tools.hosts.printed_commands import command_to_type, file_of
-from llama405b_tools.hosts.ssh_config import options_of
-from llama405b_tools.hosts.transport import Connection, HostError, Local, Stream, read_message
-from llama405b_tools.machine import program_output
+from llama405b.contract.errors import RunError, UserError, given, last_of, reason_of
+from llama405b.contract.files import refuse_others_writing, write_json
+from llama405b_tools import parsers
+from llama405b_tools.hosts.inventory import Host, parse_hosts
+from llama405b_tools.hosts.transport import (
+    Connection,
+    HostError,
+    Local,
+    Stream,
+    options_of,
+    own_line,
+    read_message,
+    shell_path,
+)
+from llama405b_tools.text.words import clean
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
+T = TypeVar("T")
+END = "llama405b-exit-code "  # after the output
+# All that the line starts is in this shell's process group, whose other processes end with standard input. On one line, for csh.
+WHILE_OPEN = (
+    "trap : TERM; exec 3<&0 </dev/null 2>&1; {{ while read -r _; do :; done <&3; kill 0; }} >/dev/null 2>&1 & watcher=$!; "
+    "({line}) 3<&-; code=$?; exec 2>/dev/null; kill $watcher; echo; echo {end}$code"
+)
+
+
+def _failed(said: str) -> HostError:
+    return HostError(
+        f"the connection was lost, or the program on the host failed, before it answered{given(' ({})', said)}"
+    )
+
+
+class Dialogue:
+    """Sends and receives over a stream."""
+
+    def __init__(self, stream: Stream, fault_of: Callable[[str], HostError] = _failed) -> None:
+        """``fault_of``: says why the program ended, from its last words."""
+        self.stream, self.fault_of = stream, fault_of
+        self.answers: queue.Queue[tuple[str, float] | None] = queue.Queue()
+        self.heard_at = 0.0  # when the last answer arrived, by this machine's clock
+        self.last_words = ""  # its last output that was not an answer
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def answer(self, kind: type[T], timeout_s: float) -> T:
+        """Return the next answer.
+
+        Raises:
+            HostError: It does not come within ``timeout_s``, the stream ends, or it is malformed.
+        """
+        try:
+            found = self.answers.get(timeout=timeout_s)
+        except queue.Empty:
+            raise HostError(f"did not answer within {timeout_s:.0f} s") from None
+        if found is None:
+            raise self.fault_of(self.last_words)
+        text, self.heard_at = found
+        return read_message(kind, text, "its answer")
+
+    def say(self, text: str) -> None:
+        """Write to its standard input.
+
+        Raises:
+            HostError: The program is gone.
+        """
+        self.stream.send(text)
+
+    def end_input(self) -> None:
+        """Close its standard input, which ends it."""
+        self.stream.end_input()
+
+    def close(self, within_s: float = 15.0) -> None:
+        """Wait for it to end after ``end_input``; give up after ``within_s``."""
+        deadline = time.monotonic() + max(0.0, within_s)
+        with contextlib.suppress(queue.Empty):
+            while self.answers.get(timeout=max(0.0, deadline - time.monotonic())) is not None:
+                pass
+        self.stream.close()
+
+    def _read(self) -> None:
+        for line in self.stream:
+            if line.startswith("{"):
+                self.answers.put((line, time.time()))
+            else:
+                self.last_words = line.strip()[:200] or self.last_words
+        self.answers.put(None)
+
+
+def run_streaming(
+    connection: Connection,
+    line: str,
+    seen: Callable[[str], object],
+    began: Callable[[Stream], object] = lambda _stream: None,
+) -> str:
+    """Run a shell line, however long it takes while the connection holds; returns its exit code, '' if that broke.
+
+    It ends, with all that it started and that heeds SIGTERM, when its standard input is closed or the connection breaks.
+
+    ``seen``: gets each line of its output that is not empty, cleaned; ``began``: gets its stream.
+
+    Raises:
+        HostError: It cannot be run.
+    """
+    code = ""
+    stream = connection.stream(WHILE_OPEN.format(line=line, end=END), "")
+    began(stream)
+    for each in stream:
+        text = clean(each.rstrip())
+        if text.startswith(END):
+            code = text.removeprefix(END)
+        elif text:
+            seen(text)
+    return code
+
+
+def program_name() -> str:
+    """Return the program's name as this terminal finds it, for commands to type."""
+    if shutil.which("llama405b"):
+        return "llama405b"
+    beside = Path(sys.executable).parent / "llama405b"
+    if not beside.exists():
+        return f"{sys.executable} -m llama405b_tools.cli"
+    with contextlib.suppress(ValueError):  # it is not below the current directory
+        beside = beside.relative_to(Path.cwd())
+    return str(beside)
+
+
+def command_to_type(verb: str, hosts_file: Path | None, run: str = "") -> str:
+    """Return a command that can be typed here: the program, the hosts file (None: a Slurm job has none) and the run."""
+    hosts = hosts_argument(hosts_file) if hosts_file else ""
+    return f"{program_name()} {verb}{hosts}{given(' --run {}', run)}"
+
+
+def file_of(host: Host) -> Path | None:
+    """Return the hosts file that a host is from; None for the node of a Slurm job."""
+    file = host.where.rpartition(":")[0]
+    return Path(file) if file else None
+
+
+def hosts_argument(hosts_file: Path) -> str:
+    """Return the argument with which a printed command finds the hosts file."""
+    return "" if hosts_file == Path("hosts") else f" {shlex.quote(str(hosts_file))}"
+
+
 MAX_AT_ONCE = 64
 TOO_OLD = re.compile(r"LLAMA405B_PYTHON_TOO_OLD (\S+)")  # from the agent
-T = TypeVar("T")
 
 
 @functools.cache
@@ -148,13 +294,13 @@ class Fleet:
             return HostError(
                 f"{python} is Python {too_old[1]}, but llama405b needs 3.11 or newer; run `{setup}`, or set python="
             )
-        if (absent := program_output.NO_MODULE.search(said)) and not absent[1].startswith("llama405b"):
+        if (absent := parsers.NO_MODULE.search(said)) and not absent[1].startswith("llama405b"):
             return HostError(f"{python} has no {absent[1]}, which this version needs; run `{setup}` again")
         if absent:
             return HostError(f"{python} has no llama405b in {workdir}; run `{setup}`, or set workdir= or python=")
-        if program_output.NO_DIRECTORY.search(said):
+        if parsers.NO_DIRECTORY.search(said):
             return HostError(f"there is no directory {workdir}; run `{setup}`, or set workdir=")
-        if cannot_run or program_output.NO_PROGRAM.search(said):
+        if cannot_run or parsers.NO_PROGRAM.search(said):
             return HostError(f"{python} cannot be run; run `{setup}`, or set python=")
         if not said:
             return HostError("the connection was lost, or the program on the host ended")
@@ -217,7 +363,7 @@ def _connect(host: Host) -> Connection:
 
 def agent_command(python: str, workdir: str, action: str, prefix: str = "") -> str:
     """Build the shell line that runs one action of the agent on a host; its request goes to standard input."""
-    start = own_line(shell_path(python), "llama405b_tools.remote.agent")
+    start = own_line(shell_path(python), "llama405b_tools.agent.agent")
     return f"{given('{} && ', prefix)}cd {shell_path(workdir)} && {start} {shlex.quote(action)}"
 
 
@@ -233,3 +379,111 @@ def ssh_address(host: Host) -> str:
     if host.loopback or is_local(host):
         return host.name
     return options_of(host.name, host.user, host.port).hostname
+
+
+MAX_CHARACTERS = 4 << 20
+
+
+def read_hosts(path: Path) -> tuple[Host, ...]:
+    """Read a hosts file.
+
+    Raises:
+        UserError: It cannot be read, or a line is invalid.
+    """
+    if not str(path).isprintable():
+        raise UserError(f"{str(path)!r}: the name of a hosts file cannot contain control characters; rename it")
+    try:
+        refuse_others_writing(path)
+        if not path.is_file():  # the later commands read it again, and opening a FIFO waits for its writer
+            raise UserError(f"{path}: is a directory, FIFO or device; name a file with one host per line")
+        with path.open(encoding="utf-8-sig") as file:
+            text = file.read(MAX_CHARACTERS + 1)
+    except (OSError, UnicodeDecodeError) as error:
+        why = reason_of(error)
+        raise UserError(
+            f"{path}: cannot be read ({why}); name a hosts file, with one host per line, or go to the directory that has it"
+        ) from None
+    if len(text) > MAX_CHARACTERS:
+        raise UserError(f"{path}: is too large for a hosts file; name a file with one host per line")
+    uses = read_uses()
+    return tuple(_use_of(host, uses).on(host) for host in parse_hosts(text, str(path)))
+
+
+def state_directory() -> Path:
+    """Return where this machine keeps what outlives a command."""
+    return Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "llama405b"
+
+
+def setup_path() -> Path:
+    """Return where ``setup`` records what it made on each host, whichever hosts file named it."""
+    return state_directory() / "setup.json"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Use:
+    """What ``setup`` made on a host, for all later verbs."""
+
+    python: str
+    workdir: str
+    prefix: str  # a shell line that runs before everything else
+
+    def on(self, host: Host) -> Host:
+        """Apply this to a host, except where its line says otherwise."""
+        python, workdir = host.python or self.python, host.workdir or self.workdir
+        return dataclasses.replace(host, python=python, workdir=workdir, prefix=self.prefix)
+
+
+NOT_SET_UP = Use("", "", "")
+WORKDIR = "~/llama405b"  # where setup puts the project on a host whose line does not say
+Uses = Mapping[str, Sequence[Use]]  # by host and user, one per directory; the last one made comes last
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Record:
+    hosts: Mapping[str, tuple[Use, ...]]
+
+
+def _key(host: Host) -> str:
+    """A host as its line addresses it, with the user; this machine has one name."""
+    name = host.name
+    if host.loopback:
+        name = "localhost"
+    return f"{host.user}@{name}:{host.port or 22}"
+
+
+def _use_of(host: Host, uses: Uses) -> Use:
+    """What setup made on a host: in the line's directory, or if it has none, in the usual one, else in any other."""
+    by_workdir = {use.workdir: use for use in uses.get(_key(host), ())}
+    if host.workdir or is_local(host):
+        return by_workdir.get(host.workdir or str(Path.cwd()), NOT_SET_UP)
+    return by_workdir.get(WORKDIR) or next(reversed(by_workdir.values()), NOT_SET_UP)
+
+
+def read_uses() -> Uses:
+    """Read what ``setup`` recorded."""
+    path = setup_path()
+    if not path.is_file():
+        return {}
+    refuse_others_writing(path)
+    try:
+        return reader.loads(_Record, path.read_text(encoding="utf-8"), path.name).hosts
+    except (OSError, ValueError):
+        raise UserError(f"{path}: not written by setup; delete it, and run `{program_name()} setup` again") from None
+
+
+def write_uses(made: Iterable[tuple[Host, Use]]) -> None:
+    """Add what ``setup`` made to its earlier records.
+
+    Raises:
+        RunError: The file cannot be written.
+    """
+    uses = {key: list(found) for key, found in read_uses().items()}
+    for host, use in made:
+        earlier = [each for each in uses.get(_key(host), ()) if each.workdir != use.workdir]
+        uses[_key(host)] = [*earlier, use]
+    try:
+        write_json(setup_path(), _Record({key: tuple(found) for key, found in uses.items()}))
+    except OSError as error:
+        raise RunError(
+            f"{setup_path()}: cannot be written ({reason_of(error)}); make it writable, and run setup again"
+        ) from None

@@ -9,9 +9,8 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 
-from llama405b.contract.errors import UserError
-from llama405b.contract.phrases import short
-from llama405b_tools.text.clean import CONTROLS
+from llama405b.contract.errors import UserError, short
+from llama405b_tools.text.words import CONTROLS
 
 # '_' is no part of a host name by RFC 1123, but DNS, /etc/hosts and ssh know names with it, and clusters have them
 TARGET = re.compile(

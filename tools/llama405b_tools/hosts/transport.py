@@ -1,23 +1,43 @@
-"""The interface between the tools and a machine: run a shell line on it, or stream its output.
+"""A connection to a host, what a command on it came to, and shells and programs that it does not have to have.
+
+The interface between the tools and a machine: run a shell line on it, or stream its output.
 
 The verbs only know ``Connection``; ``Local`` is this machine, ``ssh.Ssh`` is another.
+
+The answers of all hosts to one question: who replied, who did not, and who differs from the others.
+
+Login shells: lines that all of them read alike, and what their start-up files do before a command runs.
+
+These may print, read, never end, or start another shell.
+
+What ~/.ssh/config says about a host: OpenSSH itself reads it (``ssh -G``), Include, Match, canonical names and all.
+
+Programs that are sent to a host: one file each, which imports nothing of ours, for any Python that the host has.
 """
 
+import collections
 import contextlib
 import dataclasses
+import functools
+import getpass
+import json
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
 import threading
-from collections.abc import Iterator
-from typing import Protocol, TypeVar
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
 
 from llama405b.contract import reader
-from llama405b.contract.errors import RunError
-from llama405b.contract.phrases import short
-from llama405b_tools.text.clean import printable, tidy
+from llama405b.contract.errors import RunError, UserError, given, last_of, short
+from llama405b.contract.files import refuse_others_writing
+from llama405b.contract.software import LOADER
+from llama405b_tools.text.words import printable, tidy
 
 MAX_LINE = 1 << 24  # of a stream, in case a host never ends its line
 # All that a run inherits from its launcher's environment; everything else, above all secrets, is passed explicitly.
@@ -221,3 +241,249 @@ def _start(command: str, stderr: int = subprocess.PIPE) -> "subprocess.Popen[str
         env=env,
         start_new_session=True,
     )
+
+
+Outcomes = Mapping[str, T | HostError]  # by host
+
+
+def replies(outcomes: Outcomes[T]) -> dict[str, T]:
+    """Return the replies, by host."""
+    return {name: found for name, found in outcomes.items() if not isinstance(found, HostError)}
+
+
+def unanswered(outcomes: Outcomes[T]) -> dict[str, str]:
+    """Return why the other hosts did not answer, by host."""
+    return {name: str(found) for name, found in outcomes.items() if isinstance(found, HostError)}
+
+
+def disagreements(facts: Mapping[str, Mapping[str, str]]) -> list[str]:
+    """Return which hosts differ from the majority: one clause per differing fact."""
+    names = next(iter(facts.values()), {})
+    found = [disagreement(name, {host: each.get(name, "missing") for host, each in facts.items()}) for name in names]
+    return [clause for clause, odd in found if odd]
+
+
+def disagreement(name: str, values: Mapping[str, str]) -> tuple[str, tuple[str, ...]]:
+    """Return a clause on who differs from the majority in one fact, and those hosts; () if all agree."""
+    counts = collections.Counter(values.values())
+    majority = max(counts, key=lambda value: counts[value], default="")
+    odd = {host: value for host, value in values.items() if value != majority}
+    said = ", ".join(f"{host} has {value}" for host, value in odd.items())
+    return f"{name} is {majority} on most hosts, but {said}", tuple(odd)
+
+
+def one_machine(machines: Mapping[str, str]) -> list[tuple[str, ...]]:
+    """Return the names that are one machine, from each name's machine ID ("": unknown)."""
+    names: dict[str, tuple[str, ...]] = {}
+    for name, machine in machines.items():
+        names[machine] = (*names.get(machine, ()), name)
+    return [found for machine, found in names.items() if machine and len(found) > 1]
+
+
+SHELL_TIMEOUT_S = 30.0  # for the start-up files, which may load modules
+SLOW_S = 5.0  # after this, it is found out whether they started another shell
+MOST_BYTES = 1 << 16  # that they may print; they are read one by one
+READY = b"llama405b: ready\n"  # printed between what they print and what the command prints
+ANOTHER = b"llama405b: another shell\n"
+FILES = "its login shell's start-up files (such as ~/.bashrc)"
+INTERACTIVE = "let them do that only in interactive shells"
+
+
+class Channel(Protocol):
+    """As much of a command's channel as is needed here."""
+
+    def settimeout(self, timeout: float | None, /) -> None:
+        """Limit each call that reads."""
+
+    def recv(self, nbytes: int, /) -> bytes:
+        """Return what is there, at least one byte; b'' at the end."""
+
+    def recv_stderr(self, nbytes: int, /) -> bytes:
+        """Return what is there of standard error."""
+
+
+def command_line(command: str) -> str:
+    """Return what starts a command in sh, which says when it begins."""
+    ready = READY.decode().strip()
+    return in_sh(f"echo {ready}; echo {ready} >&2; {command}")
+
+
+def recv_by(channel: Channel, size: int, deadline: float) -> bytes:
+    """Receive at least a byte; b'' at the end."""
+    left_s = deadline - time.monotonic()
+    if left_s <= 0:
+        raise TimeoutError
+    channel.settimeout(left_s)
+    return channel.recv(size)
+
+
+def await_sh(channel: Channel, name: str, answer_to: Callable[[bytes], bytes]) -> None:
+    """Read past what the start-up files print.
+
+    ``answer_to``: what another command that does nothing prints if it is given this input.
+    """
+    said, began = bytearray(), time.monotonic()
+    try:
+        try:
+            _read_on(channel, name, said, began + SLOW_S)
+        except TimeoutError:
+            if ANOTHER in answer_to(b"echo " + ANOTHER + b"exit\n"):
+                raise HostError(f"{FILES} start another shell, which runs no command; {INTERACTIVE}") from None
+            _read_on(channel, name, said, began + SHELL_TIMEOUT_S)
+    except TimeoutError:
+        words = f"read input or take more than {SHELL_TIMEOUT_S:.0f} s"
+        raise HostError(f"{FILES} {words}; {INTERACTIVE}", "TIMEOUT") from None
+
+
+def _read_on(channel: Channel, name: str, said: bytearray, deadline: float) -> None:
+    """Read until the command begins."""
+    while not said.endswith(READY):
+        byte = recv_by(channel, 1, deadline)  # not one more: what follows belongs to the command
+        if not byte:
+            noise = said.strip() or channel.recv_stderr(MOST_BYTES).strip()
+            last = last_of(noise.decode("utf-8", "replace").splitlines())
+            raise HostError(f"{FILES} end it before it runs a command{given(' ({})', last)}; try `ssh {name} true`")
+        said += byte
+        if len(said) > MOST_BYTES:
+            raise HostError(f"{FILES} print without end; {INTERACTIVE}")
+
+
+def shell_path(path: str) -> str:
+    """Quote a path for a shell line; the host expands ``~/``."""
+    return f"~/{shlex.quote(path[2:])}" if path.startswith("~/") else shlex.quote(path)
+
+
+def own_line(python: str, module: str) -> str:
+    """Return a line of sh that starts a module of ours (``software.own_argv``); ``python`` is quoted already."""
+    return f"unset PYTHONHOME PYTHONPATH && exec {python} -c {shlex.quote(LOADER)} {module}"
+
+
+def in_sh(line: str) -> str:
+    """Return a command that runs a line in sh, whatever the login shell is that reads it: bash, zsh, csh, tcsh or fish.
+
+    They agree on single quotes only where those hold no quote, backslash or '!'.
+    """
+    quoted = re.sub(r"['\\!]", r"'\\\g<0>'", line)
+    return f"exec sh -c '{quoted}'"
+
+
+def standalone_command(name: str) -> str:
+    """Return the shell command for a host; the program itself follows on standard input."""
+    loader = f"import sys; f = sys.stdin.buffer; exec(compile(f.read(int(f.readline())), {name!r}, 'exec'))"
+    return f"exec python3 -I -c {shlex.quote(loader)} 2>&1"
+
+
+@functools.cache
+def program_text(name: str) -> str:
+    """Return the source of ``sampler`` or ``hostprobe``."""
+    return (Path(__file__).parents[1] / f"agent/{name}.py").read_text(encoding="utf-8")
+
+
+def standalone_input(name: str, request: Mapping[str, Any]) -> str:
+    """Return what ``command`` reads: the program, and its request as a line of JSON."""
+    return f"{len(program_text(name).encode())}\n{program_text(name)}{json.dumps(request)}\n"
+
+
+# as ssh without IdentityFile
+DEFAULT_KEYS = [f"~/.ssh/id_{kind}" for kind in ("rsa", "ecdsa", "ecdsa_sk", "ed25519", "ed25519_sk")]
+READ_WITHIN_S = 30.0  # it may look names up, and run what `Match exec` says
+Said = Mapping[str, Sequence[str]]  # by option, in small letters: its values
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SshOptions:
+    """How to reach a host."""
+
+    hostname: str
+    user: str
+    port: int = 22
+    jumps: str = "none"  # ProxyJump
+    command: str = "none"  # ProxyCommand
+    alias: str = ""  # HostKeyAlias
+    known_hosts: tuple[Path, ...] = ()
+    records: Path | None = None  # the one that new hosts are added to
+    hashes: bool = False  # HashKnownHosts: those
+    strict: str = "ask"  # StrictHostKeyChecking: true, false, accept-new, or ask, which is refused: nobody is asked
+    keys: tuple[Path, ...] = ()  # IdentityFile
+    only_these: bool = False  # IdentitiesOnly
+    agent: str = ""  # IdentityAgent: its socket
+
+
+def config_path() -> Path:
+    """Return the configuration that is read."""
+    return Path(os.environ.get("LLAMA405B_SSH_CONFIG", "~/.ssh/config")).expanduser()
+
+
+def options_of(name: str, user: str = "", port: int = 0) -> SshOptions:
+    """Return how to reach a host; ``user`` and ``port`` take precedence over the configuration."""
+    path = config_path()
+    said = _ask_ssh(path, name, user, port) if path.is_file() else {}
+    return _options(said, name, user or getpass.getuser(), port or 22)
+
+
+def _options(said: Said, name: str, user: str, port: int) -> SshOptions:
+    def one(key: str, default: str) -> str:
+        return said.get(key, [default])[0]
+
+    def paths(words: Sequence[str]) -> tuple[Path, ...]:
+        full = [re.sub("%(.)", lambda match: tokens.get(match[1], match[0]), word) for word in words if word != "none"]
+        return tuple(Path(path).expanduser() for path in full)
+
+    hostname = one("hostname", name)
+    user = one("user", user)
+    port = int(one("port", str(port)))
+    alias, here = one("hostkeyalias", ""), socket.gethostname()
+    tokens = {"%": "%", "d": str(Path.home()), "h": hostname, "i": str(os.getuid()), "k": alias or name, "l": here}
+    tokens |= {"L": here.partition(".")[0], "n": name, "p": str(port), "r": user, "u": getpass.getuser()}
+    known = paths(one("userknownhostsfile", "~/.ssh/known_hosts ~/.ssh/known_hosts2").split())
+    known_to_all = paths(one("globalknownhostsfile", "/etc/ssh/ssh_known_hosts").split())
+    agent = one("identityagent", "SSH_AUTH_SOCK")
+    if agent == "SSH_AUTH_SOCK" or agent.startswith("$"):
+        agent = os.environ.get(agent.strip("${}")) or "none"
+    return SshOptions(
+        hostname,
+        user,
+        port,
+        one("proxyjump", "none"),
+        one("proxycommand", "none"),
+        alias,
+        (*known, *known_to_all),
+        next(iter(known), None),
+        one("hashknownhosts", "no") == "yes",
+        one("stricthostkeychecking", "ask"),
+        paths(said.get("identityfile", DEFAULT_KEYS)),
+        one("identitiesonly", "no") == "yes",
+        "".join(map(str, paths([agent]))),
+    )
+
+
+def _ask_ssh(path: Path, name: str, user: str, port: int) -> Said:
+    """Ask ssh what it would do, without connecting."""
+    argv = ["ssh", "-F", str(path), "-T", "-G", *(["-l", user] if user else []), *(["-p", str(port)] if port else [])]
+    try:
+        refuse_others_writing(path)  # `Match exec` runs commands
+        done = subprocess.run(
+            [*argv, "--", name],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=READ_WITHIN_S,
+            check=False,
+        )
+    except UserError as error:
+        raise HostError(str(error)) from None
+    except FileNotFoundError:
+        need = "is read by the `ssh` program, which is not installed on this machine"
+        raise HostError(f"{path} {need}; install it (apt-get install openssh-client)") from None
+    except subprocess.TimeoutExpired:
+        words = f"`ssh -F {path} -G {name}` does not end within {READ_WITHIN_S:.0f} s"
+        raise HostError(f"{words}; correct what {path} looks up or executes", "TIMEOUT") from None
+    if done.returncode:
+        why = "; ".join(line.rstrip(".") for line in done.stderr.splitlines() if ": terminating, " not in line)
+        raise HostError(f"ssh does not accept {path} ({why}); correct it")
+    said: dict[str, list[str]] = {}
+    for line in done.stdout.splitlines():
+        key, _, value = line.partition(" ")
+        said.setdefault(key.lower(), []).append(value)
+    return said

@@ -1,1 +1,1 @@
-"""The stages of a run: request, preflight, plan, start, following, guard, judgement and end."""
+"""What is known of a run: its state, logs and ranks, and how it is followed and ended."""

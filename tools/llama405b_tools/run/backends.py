@@ -1,25 +1,142 @@
-"""Where a run is: on hosts (over SSH, or this machine), or in a Slurm job whose files are on this machine."""
+"""Where a run is, on hosts or in a Slurm job: find it, ask it, end it.
+
+Have a host run a verb: write a model from a checkpoint that it has, or send that.
+
+Where a run is: on hosts (over SSH, or this machine), or in a Slurm job whose files are on this machine.
+"""
 
 import dataclasses
+import re
+import shlex
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from llama405b.contract.errors import UserError
+from llama405b.contract.errors import RunError, UserError, given
+from llama405b.contract.files import read_record, write_json
 from llama405b.contract.paths import RunDir
-from llama405b.contract.plan import Plan
-from llama405b.contract.records import Blame
-from llama405b_tools.hosts.fleet import Fleet
-from llama405b_tools.hosts.hosts_file import read_hosts
+from llama405b.contract.records import Blame, StopMark
+from llama405b.spec.plan import Plan, read_plan
+from llama405b_tools.agent import processes
+from llama405b_tools.agent.messages import (
+    ANSWER_S,
+    RUNNER_ENDS_S,
+    StopReply,
+    StopRequest,
+)
+from llama405b_tools.agent.processes import record_blame
+from llama405b_tools.hosts.fleet import Fleet, read_hosts, run_streaming
 from llama405b_tools.hosts.inventory import Host
-from llama405b_tools.hosts.outcomes import replies
-from llama405b_tools.hosts.transport import HostError
-from llama405b_tools.remote import slurm
-from llama405b_tools.remote.messages.stop_request import ANSWER_S, StopReply, StopRequest
-from llama405b_tools.remote.stopping import record_blame
-from llama405b_tools.run import jobs
+from llama405b_tools.hosts.transport import HostError, own_line, replies, shell_path
 from llama405b_tools.run.query import ask_hosts, host_of, plan_here
 from llama405b_tools.run.screen import show
-from llama405b_tools.text.fold import fold_names
+from llama405b_tools.text.words import fold_names
+
+
+def call_on(fleet: Fleet, host: str, words: Sequence[str], say: Callable[[str], object], setup: str = "") -> None:
+    """Run a verb there, in its working directory; ``say`` takes what it prints. ``setup``: a shell line to run before.
+
+    Raises:
+        UserError: It was refused there, which its last lines explain.
+        RunError: It failed, or the connection was lost; the same command resumes.
+    """
+    python, workdir = shell_path(fleet.python(host)), shell_path(fleet.workdir(host))
+    before = f"{fleet.hosts[host].prefix or 'true'} && cd {workdir} && {given('{} && ', setup)}"
+    line = f"{before}{own_line(python, 'llama405b_tools.cli')} {shlex.join(words)}"
+    code = run_streaming(fleet.connection(host), line, lambda said: say(f"{host}: {said}"))
+    if code == "2":
+        raise UserError(f"{host}: {words[0]} was refused; see above")
+    if code != "0":
+        why = f"{words[0]} ended with exit code {code}; see above" if code else "the connection was lost"
+        raise RunError(f"{host}: {why}; run the same command to resume")
+
+
+KILL_WAIT_S = 60.0  # for Slurm to end what did not end by itself
+POLL_S = 0.5
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class JobRecord:
+    """The job of a run."""
+
+    job: str
+    options: str = ""
+
+
+def stop_job(run: RunDir, job: str, hosts: Iterable[str], by: str, grace_s: float) -> bool:
+    """End a job: through the node runners, which look for a stop file and let the trainer save, then through Slurm.
+
+    Slurm's own signals go to every process of a job, torchrun and ranks too, which would end before they have saved.
+    Returns whether the job is gone.
+    """
+    if by:
+        ask_to_stop(run, hosts, by, grace_s)
+    if processes.job_alive(job) and grace_s:
+        _until_gone(job, grace_s + RUNNER_ENDS_S)
+    if processes.job_state(job) not in processes.JOB_GONE:
+        processes.call_slurm(["scancel", job])
+        _until_gone(job, KILL_WAIT_S)
+    return processes.job_state(job) in processes.JOB_GONE
+
+
+def ask_to_stop(run: RunDir, hosts: Iterable[str], by: str, grace_s: float) -> None:
+    """Write the stop files on which the node runners let the trainer save, and end."""
+    for host in hosts:
+        write_json(run.stop(host), StopMark(by, grace_s, time.time()))
+
+
+def _until_gone(job: str, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while processes.job_state(job) not in processes.JOB_GONE and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+
+
+def job_waits(run: str) -> bool:
+    """Whether the job of a run has no nodes: not yet, or not again after a requeue."""
+    return not job_hosts(run) or processes.job_state(job_of(run)) == "PENDING"
+
+
+def job_hosts(run: str) -> tuple[Host, ...]:
+    """Return the nodes of a run's job, as hosts whose files are on this machine; () before the job has started."""
+    where = f"job {job_of(run)}"
+    nodes = read_plan(RunDir.here(run)).nodes
+    return tuple(Host(node.name, where, address="localhost", python=sys.executable) for node in nodes)
+
+
+def run_asked(run: str | None, hosts_file: Path) -> str | None:
+    """Return the run that is meant if it is a job: the one named, or the newest if there is no hosts file."""
+    if run and re.fullmatch(r"[\w.-]+", run) and job_record(run):
+        return run
+    if run or hosts_file.exists():
+        return None
+    jobs = [path for path in Path("runs").glob("*/slurm.json") if job_record(path.parent.name)]
+    jobs.sort(key=lambda path: path.stat().st_mtime, reverse=True)
+    return next((path.parent.name for path in jobs), None)
+
+
+def job_of(run: str) -> str:
+    """Return the job ID of a run."""
+    record = job_record(run)
+    assert record, f"{run} is not a job"
+    return record.job
+
+
+def job_record(run: str) -> JobRecord | None:
+    """Return the job that a run was submitted as, if it was."""
+    return read_record(JobRecord, RunDir.here(run).job)
+
+
+def job_words(run: str) -> str:
+    """Describe in one line a job that has no nodes yet, or none any more."""
+    job = job_of(run)
+    state = processes.job_state(job)
+    why = ""
+    if state == "PENDING":
+        why = f" ({processes.why_pending(job)})"
+    return f"run {run}: job {job} is {state}{why}"
+
 
 Ends = dict[str, StopReply | HostError]  # what became of each host's part
 
@@ -111,21 +228,21 @@ class InJob:
 
     def hosts(self) -> tuple[Host, ...]:
         """See ``Backend``."""
-        hosts = jobs.job_hosts(self.name)
+        hosts = job_hosts(self.name)
         if not hosts:
-            raise UserError(f"{jobs.words_of(self.name)}; it has no nodes to ask yet")
+            raise UserError(f"{job_words(self.name)}; it has no nodes to ask yet")
         return hosts
 
     def waiting(self) -> Waiting | None:
         """See ``Backend``."""
-        if not jobs.waits(self.name):
+        if not job_waits(self.name):
             return None
-        state = slurm.job_state(jobs.job_of(self.name))
-        return Waiting(jobs.words_of(self.name), is_over=state in slurm.GONE)
+        state = processes.job_state(job_of(self.name))
+        return Waiting(job_words(self.name), is_over=state in processes.JOB_GONE)
 
     def stop(self, fleet: Fleet, run: str, by: str, grace_s: float) -> Ends:
         """See ``Backend``; Slurm then tells whether the job is gone, and the files how the run ended."""
-        gone = jobs.stop_job(self.directory, jobs.job_of(run), fleet.hosts, by, grace_s)
+        gone = stop_job(self.directory, job_of(run), fleet.hosts, by, grace_s)
         told = replies(ask_hosts(fleet, run)[1])
         return {name: StopReply(True, True, job_left=not gone, node=told.get(name)) for name in fleet.hosts}
 
@@ -134,20 +251,28 @@ class InJob:
         if blame:
             for node in plan.nodes:
                 record_blame(self.directory, node.name, blame)
-        gone = jobs.stop_job(self.directory, plan.slurm_job, fleet.hosts, "", grace_s)
+        gone = stop_job(self.directory, plan.slurm_job, fleet.hosts, "", grace_s)
         return {name: StopReply(known=True, was_alive=True, job_left=not gone) for name in fleet.hosts}
 
     def cancel(self) -> bool:
         """See ``Backend``."""
-        return jobs.stop_job(self.directory, jobs.job_of(self.name), (), "", 0.0)
+        return stop_job(self.directory, job_of(self.name), (), "", 0.0)
 
 
 def backend_of(run: str | None, hosts_file: Path) -> Backend:
     """Return the backend of the run named, or of the newest job if there is no hosts file."""
-    job = jobs.run_asked(run, hosts_file)
+    job = run_asked(run, hosts_file)
     return InJob(job) if job else OnHosts(run, hosts_file)
 
 
 def backend_of_plan(plan: Plan) -> Backend:
     """Return the backend that a plan runs on."""
     return InJob(plan.run) if plan.slurm_job else OnHosts(plan.run, Path("hosts"))
+
+
+def stop_launch(plan: Plan, fleet: Fleet, blame: Blame | None = None) -> dict[str, StopReply | HostError]:
+    """End this launch's processes on every host; another launch of the same name is not touched.
+
+    ``blame``: why it failed, to be recorded on every host.
+    """
+    return backend_of_plan(plan).stop_launch(fleet, plan, blame)

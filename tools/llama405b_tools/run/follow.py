@@ -11,26 +11,20 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from llama405b.contract.causes import Cause, CauseKind
-from llama405b.contract.errors import FAILED, GOOD, STOPPED_FOLLOWING
-from llama405b.contract.events import EventKind, RunEvent
-from llama405b.contract.phrases import counted, given
-from llama405b.contract.plan import Plan
-from llama405b.contract.records import Blame, EvaluationMetrics, Metrics, Phase
-from llama405b_tools.hosts.fleet import Fleet
-from llama405b_tools.hosts.printed_commands import program_name
+from llama405b.contract.errors import FAILED, GOOD, STOPPED_FOLLOWING, counted, given
+from llama405b.contract.records import Blame, Cause, CauseKind, EvaluationMetrics, EventKind, Metrics, Phase, RunEvent
+from llama405b.spec.plan import Plan
+from llama405b_tools.agent.messages import NodeUpdate, StopReply, StreamMessage, StreamRequest
+from llama405b_tools.agent.sampler import overdue
+from llama405b_tools.hosts.fleet import Fleet, program_name
 from llama405b_tools.hosts.transport import HostError
-from llama405b_tools.remote.messages.stop_request import StopReply
-from llama405b_tools.remote.messages.stream import NodeUpdate, StreamMessage, StreamRequest
-from llama405b_tools.remote.sampler import overdue
 from llama405b_tools.run import judge
 from llama405b_tools.run.autopsy import examined
+from llama405b_tools.run.backends import stop_launch
 from llama405b_tools.run.judge import Failure, HostHeartbeats, failure_words, log_words, not_stopped
+from llama405b_tools.run.query import HostMessage, Streams, Unreachable
 from llama405b_tools.run.screen import NobodyReadsError, PlainPrinter, Printer, printer, show
-from llama405b_tools.run.start_everywhere import stop_launch
-from llama405b_tools.run.streams import HostMessage, Streams, Unreachable
-from llama405b_tools.text.clean import clean
-from llama405b_tools.text.fold import fold_ranks
+from llama405b_tools.text.words import clean, fold_ranks
 
 MEAN_OF = 10  # steps, because one step's loss depends on its few sequences
 POLL_S = 0.5

@@ -9,15 +9,12 @@ import signal
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from llama405b.contract.causes import STUCK, Cause, CauseKind, words
 from llama405b.contract.errors import UserError
-from llama405b.contract.records import Blame, NodeState, NodeStatus, Phase
-from llama405b.contract.schema import Timeouts
-from llama405b_tools.hosts.outcomes import Outcomes, replies, unanswered
-from llama405b_tools.remote.messages.host_run import Beat, HostRun
-from llama405b_tools.remote.messages.stop_request import StopReply
-from llama405b_tools.remote.messages.stream import BEATS_EVERY_S
-from llama405b_tools.text.clean import clean
+from llama405b.contract.records import STUCK, Blame, Cause, CauseKind, NodeState, NodeStatus, Phase, words
+from llama405b.settings.schema import Timeouts
+from llama405b_tools.agent.messages import BEATS_EVERY_S, Beat, HostRun, StopReply
+from llama405b_tools.hosts.transport import Outcomes, replies, unanswered
+from llama405b_tools.text.words import clean
 
 HEARD_WITHIN_S = (
     3 * BEATS_EVERY_S
@@ -105,11 +102,7 @@ class Failure:
 
 
 def choose_run(answers: Mapping[str, Sequence[HostRun]]) -> str:
-    """Return the run that is meant if none is named: the only live one, else the newest; there is at least one.
-
-    Raises:
-        UserError: Several are alive.
-    """
+    """Return the run that is meant if none is named: the only live one, else the newest; there is at least one."""
     runs = [run for found in answers.values() for run in found]
     live = sorted({run.run for run in runs if run.alive})
     if len(live) > 1:

@@ -1,27 +1,58 @@
-"""Query every host about a run, or about all its runs."""
+"""Ask the hosts of a run: its state once, its messages as they come, what its time went into, and its guard.
+
+Messages come in one queue; a connection that breaks is reopened and resumes where it was. Whether a run's guard is running is known from
+its record here, and from what the hosts heard last.
+"""
 
 import dataclasses
+import enum
 import getpass
+import os
+import queue
+import shlex
 import socket
+import subprocess
+import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from llama405b.contract.causes import Cause, CauseKind
-from llama405b.contract.checkpoints import step_of
-from llama405b.contract.errors import UserError
+from llama405b.contract.accounting import Account, Incident, Use
+from llama405b.contract.checkpoints import nearly_full, step_of
+from llama405b.contract.errors import UserError, and_more, counted, given
+from llama405b.contract.files import read_record
 from llama405b.contract.paths import RunDir
-from llama405b.contract.phrases import and_more
-from llama405b.contract.plan import NO_PLAN, Node, Plan, read_plan
-from llama405b.contract.records import EvaluationMetrics, Metrics
-from llama405b_tools.hosts.fleet import Fleet
+from llama405b.contract.records import (
+    GUARDING,
+    Cause,
+    CauseKind,
+    EvaluationMetrics,
+    GuardStage,
+    GuardState,
+    Metrics,
+    RunEvent,
+)
+from llama405b.spec.plan import NO_PLAN, Node, Plan, read_plan
+from llama405b_tools.agent import processes
+from llama405b_tools.agent.messages import (
+    AccountReply,
+    HeadRequest,
+    HostRun,
+    Marks,
+    NoteReply,
+    PlanRequest,
+    StatusReply,
+    StatusRequest,
+    StreamMessage,
+    StreamRequest,
+)
+from llama405b_tools.hosts.fleet import Fleet, program_name
 from llama405b_tools.hosts.inventory import Host
-from llama405b_tools.hosts.outcomes import Outcomes, replies, unanswered
-from llama405b_tools.hosts.transport import HostError
-from llama405b_tools.remote.messages.host_run import HostRun, PlanRequest, StatusReply, StatusRequest
+from llama405b_tools.hosts.transport import HostError, Outcomes, Stream, read_message, replies, unanswered
 from llama405b_tools.run import judge
-from llama405b_tools.run.judge import Failure, State, state_words
-from llama405b_tools.text.fold import fold_names
+from llama405b_tools.run.judge import Failure, State, failure_words, state_words
+from llama405b_tools.text.figures import local_time, span
+from llama405b_tools.text.words import clean, fold_names, hide_in_json, pieces_of
 
 STATUS_TIMEOUT_S = 30.0
 SHOWN_RUNS = 8  # in a message
@@ -33,7 +64,7 @@ Seen = dict[str, HostRun | HostError | None]  # what each host knows about a run
 HEADINGS = ("run", "launched", "hosts", "state", "step")
 
 
-def operator() -> str:
+def operator_name() -> str:
     """Return who asks, as a run's files name them: ``user@machine``."""
     return f"{getpass.getuser()}@{socket.gethostname()}"
 
@@ -234,3 +265,324 @@ def row(name: str, known: Mapping[str, HostRun]) -> tuple[str, ...]:
     created = max(run.created for run in known.values())
     launched = time.strftime("%Y-%m-%d %H:%M", time.localtime(created))
     return name, launched, fold_names(known), where, "—" if step is None else str(step)
+
+
+RETRY_S = 2.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Unreachable:
+    """The host cannot be reached now; it is tried again."""
+
+    why: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class HostMessage:
+    """One message, and when it arrived."""
+
+    host: str
+    news: StreamMessage | Unreachable
+    at: float  # this machine's clock, seconds since the epoch
+
+
+class Streams:
+    """One stream per host, each with its own thread, until the host reports that its run is over."""
+
+    def __init__(
+        self, fleet: Fleet, hosts: Sequence[str], request: StreamRequest, records_of: str = "", most: int = 0
+    ) -> None:
+        """Send ``request`` to each host.
+
+        ``records_of``: the host that writes metrics and events; ``most``: messages kept per host before it has to wait
+        (0: all).
+        """
+        self.fleet = fleet
+        self.request = request
+        self.records_of = records_of
+        self.arrivals: queue.Queue[HostMessage] = queue.Queue()
+        self.room = {host: threading.Semaphore(most) for host in hosts} if most else {}
+        names = read_plan(RunDir.here(request.run)).secrets  # none if it was not launched from here
+        self.secrets = pieces_of(os.environ[name] for name in names if name in os.environ)
+        self.closing = threading.Event()
+        self.open: dict[str, Stream] = {}
+        for host in hosts:
+            threading.Thread(target=self._pump, args=(host,), daemon=True).start()
+
+    def close(self) -> None:
+        """End the agents on the hosts."""
+        self.closing.set()
+        for stream in list(self.open.values()):
+            stream.close()
+
+    def done(self, host: str) -> None:
+        """Note that a host's message was handled, so that there is room for another."""
+        if self.room:
+            self.room[host].release()
+
+    def _pump(self, host: str) -> None:
+        marks: dict[str, tuple[int, int]] = {}  # how far each file was read
+        while not self.closing.is_set():
+            ended = False
+            try:
+                self.open[host] = self.fleet.stream(host, "stream", self._request(host, marks))
+                if self.closing.is_set():  # meanwhile
+                    self.open[host].close()
+                    return
+                last = self._read(host, self.open[host], marks)
+                if last is None:
+                    return
+                why, ended = str(self.fleet.fault_of(host, last)), True
+            except HostError as error:
+                why = str(error)
+            if self.closing.is_set():
+                return
+            self.fleet.forget(host, unless_open=ended)
+            self.arrivals.put(HostMessage(host, Unreachable(why), time.time()))
+            self.closing.wait(RETRY_S)
+
+    def _request(self, host: str, marks: Marks) -> StreamRequest:
+        return dataclasses.replace(self.request, host=host, records=host == self.records_of, marks=marks)
+
+    def _read(self, host: str, stream: Stream, marks: dict[str, tuple[int, int]]) -> str | None:
+        """Put the stream's messages on the queue; returns None at its end, or the last words of an agent that failed."""
+        last = ""
+        for line in stream:
+            if not line.startswith("{"):
+                last = line.strip()[:200] or last
+                continue
+            news = read_message(StreamMessage, hide_in_json(line, self.secrets), "its news")
+            if self.room:
+                self.room[host].acquire()
+            marks.update(news.marks)
+            self.arrivals.put(HostMessage(host, news, time.time()))
+            if news.end:
+                return None
+        return last
+
+
+LEAST = 0.0005  # of the time: what is told
+MOST_XIDS = 3  # in the line of an incident
+
+
+def account_of_run(fleet: Fleet, run: str, seen: Seen) -> Account | None:
+    """Ask the host of rank 0, if it is among those that answered."""
+    head = head_of(seen)
+    return account_of_head(fleet, run, head) if head in fleet.hosts else None
+
+
+def account_of_head(fleet: Fleet, run: str, head: str) -> Account | None:
+    """Ask the host of rank 0; None if it cannot be asked, or knows nothing yet."""
+    try:
+        return fleet.ask(head, "account_of", HeadRequest(run, head), AccountReply, STATUS_TIMEOUT_S).account
+    except HostError:  # the table of hosts says what is wrong with it
+        return None
+
+
+def account_line(found: Account, unit: str) -> str:
+    """Write the goodput, and where the rest of the time went: ``goodput 97.1% of 7h51m: …``. ``unit``: GPU-h or rank-h."""
+    total_s = sum(found.seconds.values())
+    spent = found.seconds
+    parts = [f"{found.rank_hours(spent[Use.TRAINING]):,.1f} {unit} trained"]
+    failures = counted(len(found.incidents), "failure")
+    what = {
+        Use.FAILURES: f"lost to {failures}",
+        Use.SLOW: "lost to slow or hung steps",
+        Use.RESTARTS: "lost to a restart asked for",
+        Use.STARTING: "starting",
+        Use.SAVING: "saving",
+        Use.PAUSES: "other pauses",
+        Use.WAITING: "since the last step",
+    }
+    parts += [
+        f"{found.rank_hours(spent[use]):,.1f} {said}" for use, said in what.items() if spent[use] > LEAST * total_s
+    ]
+    return f"goodput {100 * (found.goodput or 0.0):.1f}% of {span(total_s)}: {', '.join(parts)}"
+
+
+def incident_words(incident: Incident) -> str:
+    """Say why an attempt failed, and where."""
+    host = incident.cause.host
+    return given("{}: ", host) + clean(failure_words(Failure(host, incident.cause)))
+
+
+def started_words(incident: Incident) -> str:
+    """Say whether a failure has been followed by another attempt, as no step has."""
+    return "restarted, no step yet" if incident.restarted else "not restarted"
+
+
+def incident_line(found: Account, incident: Incident, unit: str, xids: Sequence[str] = ()) -> str:
+    """Write a failure in one line: when, what, how long until the next step, and what that cost.
+
+    ``xids``: errors of GPUs that hosts reported meanwhile, in words: they came first.
+    """
+    failed = local_time(incident.failed, "%Y-%m-%d %H:%M:%S")
+    until = incident.failed if incident.resumed is None else incident.resumed
+    cost = found.rank_hours(until - incident.began)
+    then = f"next step after {span(until - incident.began)}" if incident.resumed else started_words(incident)
+    first = "".join(f"{xid} → " for xid in xids[:MOST_XIDS]) + given("and {} more → ", max(0, len(xids) - MOST_XIDS))
+    return f"{failed}  attempt {incident.attempt}: {first}{incident_words(incident)}; {then}, {cost:,.1f} {unit}"
+
+
+BEAT_S = 20.0  # how often a guard tells the hosts of its run that it lives
+SILENT_AFTER_S = 120.0
+BEGINS_WITHIN_S = 30.0  # after it was asked for
+
+
+GuardReports = Sequence[tuple[float, GuardState]]  # how many seconds ago a host heard it, and what
+COMMAND_TIMEOUT_S = 60.0
+SAVES_IN_A_ROW = 2  # that fail: one alone may be a disk that hesitated
+
+
+class Life(enum.StrEnum):
+    """Whether a guard's process is running."""
+
+    LIVES = "lives"
+    DIED = "died"
+    ELSEWHERE = "elsewhere"  # on another machine, which its hosts have heard lately, if they were asked
+    SILENT = "silent"  # on another machine, or not begun, and its hosts have heard nothing for too long
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GuardStatus:
+    """A run's guard, according to its record."""
+
+    state: GuardState
+    life: Life
+    heard_at: float  # last, by this machine's clock
+
+    @property
+    def gone(self) -> bool:
+        """Whether it died while the run still needed it."""
+        return self.state.state in GUARDING and self.life in (Life.DIED, Life.SILENT)
+
+    @property
+    def finishes(self) -> bool:
+        """Whether the run has ended well, and what was to follow has not."""
+        return self.state.state is GuardStage.FINISHING
+
+    @property
+    def guards(self) -> bool:
+        """Whether it may bring the run back, or finish what is to follow it."""
+        return self.state.state in GUARDING and self.state.pid > 0 and not self.gone
+
+
+def heard_by(told: Iterable[HostRun]) -> GuardReports:
+    """Return what the hosts heard from a guard."""
+    return [(host.now - host.guard.time, host.guard) for host in told if host.guard]
+
+
+def guard_of_hosts(run: str, heard: GuardReports, now: float) -> GuardStatus | None:
+    """The guard of a run, by what its hosts heard last; by its record here if it lives here, or has died here since.
+
+    A host that it ran on knows at once that it died.
+    """
+    age_s, state = min(heard, key=lambda entry: entry[0], default=(0.0, None))
+    heard_at = now - age_s
+    here = guard_of_run(run)
+    if state is None or (here and here.life is Life.LIVES):
+        return here
+    if here and here.life is Life.DIED and _same_guard(here.state, state):
+        return GuardStatus(here.state, Life.DIED, max(heard_at, here.heard_at))
+    if any(other.died and _same_guard(other, state) for _, other in heard):
+        return GuardStatus(state, Life.DIED, heard_at)
+    if now - heard_at < (SILENT_AFTER_S if state.pid else BEGINS_WITHIN_S):
+        return GuardStatus(state, Life.ELSEWHERE, heard_at)
+    return GuardStatus(state, Life.SILENT, heard_at)
+
+
+def _same_guard(one: GuardState, other: GuardState) -> bool:
+    return (one.machine, one.pid, one.pid_start) == (other.machine, other.pid, other.pid_start)
+
+
+def guard_of_run(run: str) -> GuardStatus | None:
+    """The guard of a run, by its record on this machine; None if there never was one."""
+    state = read_record(GuardState, RunDir.here(run).guard)
+    if state is None:
+        return None
+    if not processes.is_of_this_machine(state):
+        return GuardStatus(state, Life.ELSEWHERE, state.time)
+    return GuardStatus(state, Life.LIVES if processes.lives_here(state) else Life.DIED, state.time)
+
+
+def is_guarded(run: str) -> bool:
+    """Whether a guard of this machine may bring the run back."""
+    found = guard_of_run(run)
+    return found is not None and found.life is Life.LIVES
+
+
+def guard_line(found: GuardStatus) -> str:
+    """Describe what a run's guard is doing, or how to replace it."""
+    state, machine = found.state, found.state.machine.partition(" ")[0]
+    if found.gone:
+        last = "last heard" if state.pid else "asked for"  # when it died, nobody knows
+        at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(found.heard_at))
+        died = (
+            f"process {state.pid} on {machine} died while {state.state}"
+            if state.pid
+            else f"it never began on {machine}"
+        )
+        place = given(" in {}", shlex.quote(state.directory)) if state.directory != str(Path.cwd()) else ""
+        again = (
+            given(f"`{program_name()} launch {{}}`{place}", state.command)
+            or "the same launch command, with --resume auto,"
+        )
+        what = "finish what follows the run" if found.finishes else "guard the run again"
+        return clean(f"guard: GONE, {last} at {at} ({died}); to {what}, use {again}")
+    times = counted(state.restarts, "restart")
+    where = f" on {machine}" if found.life is Life.ELSEWHERE else ""
+    if not state.pid:
+        return f"guard{where}: starting"
+    done = f"{times}, {state.in_vain} of {state.limit} allowed without progress"
+    return clean(f"guard{where}: {state.state}, {done}{given('; {}', state.message)}")
+
+
+class Notice(enum.StrEnum):
+    """The events that run the ``--notify`` command."""
+
+    INCIDENT = "incident"
+    WAITING = "waiting"  # the run cannot be started again yet
+    RECOVERY = "recovery"
+    NOT_SAVED = "not saved"  # several times in a row; training goes on
+    AFTER_SAVE = "after save failed"  # the user's command for a checkpoint; it is tried again
+    BUDGET = "budget"  # most of it is spent
+    DISK_FULL = "disk full"
+    STOPPED = "stopped"
+    END = "end"
+    WHEN_DONE = "when done failed"  # the run ended well, but what was to follow did not succeed
+    GAVE_UP = "gave up"
+    HEARTBEAT = "heartbeat"  # nothing has happened
+
+
+def unsaved_words(failed: Sequence[RunEvent]) -> str:
+    """Say why the last saves failed; '' unless several did in a row."""
+    if len(failed) < SAVES_IN_A_ROW:
+        return ""
+    return f"the last {len(failed)} saves failed; step {failed[-1].step}: {failed[-1].detail}"
+
+
+def disk_words(hosts: Mapping[str, NoteReply]) -> str:
+    """Say which disks of the run are nearly full; '' if none is."""
+    full: dict[str, list[str]] = {}
+    for name, noted in hosts.items():
+        for disk in noted.disks:
+            if nearly_full(disk.free_bytes, disk.total_bytes):
+                full.setdefault(f"{disk.free_bytes / (1 << 30):.1f} GiB left at {disk.path}", []).append(name)
+    return given("{}; make room there", "; ".join(f"{fold_names(names)}: {left}" for left, names in full.items()))
+
+
+def run_command(command: str, event: str, run: str, message: str) -> str:
+    """Run the user's command; returns why that failed, or ''."""
+    env = os.environ | {"LLAMA405B_EVENT": event, "LLAMA405B_RUN": run, "LLAMA405B_MESSAGE": message}
+    try:
+        done = subprocess.run(
+            ["/bin/sh", "-c", command],
+            env=env,
+            input=f"{run}: {event}: {message}\n",
+            text=True,
+            timeout=COMMAND_TIMEOUT_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    return given("exit code {}", done.returncode)

@@ -1,4 +1,7 @@
-"""cluster-top in a terminal: a Textual app that draws ``panels.screen`` and turns keys into choices."""
+"""cluster-top in a terminal: a Textual app that draws ``panels.screen`` and turns keys into choices.
+
+One of our own commands that runs beside the screen: its lines as they come, and its end, after its time limit at the latest.
+"""
 
 import asyncio
 import contextlib
@@ -21,26 +24,98 @@ from textual.geometry import Region, Size
 from textual.strip import Strip
 from textual.widget import Widget
 
-from llama405b.contract.own_python import own_argv
-from llama405b.contract.phrases import counted, given, reason_of
-from llama405b_tools.hosts.login_shell import shell_path
-from llama405b_tools.logs import first_error
+from llama405b.contract.errors import counted, given, reason_of
+from llama405b.contract.software import own_argv
+from llama405b_tools.hosts.transport import shell_path
+from llama405b_tools.run import log_reader
 from llama405b_tools.run.autopsy import last_stacks
 from llama405b_tools.run.query import ask_hosts
-from llama405b_tools.run.tmux_windows import at_terminal
-from llama405b_tools.top import actions, colors, remembered
-from llama405b_tools.top.changes import POP_TITLE, PUSH_TITLE, Changes
-from llama405b_tools.top.commands import UNDONE, Command
+from llama405b_tools.run.screen import at_terminal
+from llama405b_tools.text.figures import span
+from llama405b_tools.text.words import clean
+from llama405b_tools.top import keys, remembered
 from llama405b_tools.top.draw import panels
-from llama405b_tools.top.draw.lines import LogLine
 from llama405b_tools.top.draw.panels import Scene
-from llama405b_tools.top.draw.theme import THEMES, segments, theme
+from llama405b_tools.top.draw.ui import THEMES, LogLine, segments, theme
 from llama405b_tools.top.event_sources import Replay
-from llama405b_tools.top.exporter import Exporter
+from llama405b_tools.top.exporter import POP_TITLE, PUSH_TITLE, Changes, Exporter
 from llama405b_tools.top.keys import DO, press
-from llama405b_tools.top.leaving import READ_AGAIN, in_browser, leave_soon, on_signals, terminal_keeper
+from llama405b_tools.top.remembered import READ_AGAIN, in_browser, leave_soon, on_signals, terminal_keeper
 from llama405b_tools.top.session import Session
 from llama405b_tools.top.state.picture import Picture, Verdict
+
+KILL_AFTER_S = 5.0  # between SIGTERM and SIGKILL
+REST_S = 1.0  # for the last lines, which a process outside of its group may hold back for ever
+UNDONE = "what it asked for may still be done"  # by the hosts: they are not asked to take it back
+
+
+class Command:
+    """A process group of its own, so that all of it can be ended."""
+
+    def __init__(self, argv: Sequence[str], limit_s: float) -> None:
+        """Start it."""
+        self.limit_s = limit_s
+        self.lines: list[str] = []
+        self.why_ended = ""  # by us, as a sentence; "": it was not
+        self.is_over = False
+        self.lock = threading.Lock()
+        self.child = subprocess.Popen(
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+
+    def follow(self, tell: Callable[[Sequence[str]], None]) -> str:
+        """Wait for its end, and return how it ended, in words. ``tell`` takes all its lines whenever there is a new one."""
+        reader = threading.Thread(target=self._read, args=(tell,), daemon=True)
+        reader.start()
+        try:
+            self.child.wait(self.limit_s)
+        except subprocess.TimeoutExpired:
+            self.end(f"it took longer than {span(self.limit_s)} and was ended; {UNDONE}")
+            self.child.wait()
+        if self.why_ended:
+            self._signal(signal.SIGKILL)  # what is left of its group
+        reader.join(REST_S)
+        self.is_over = True
+        return self.why_ended or f"exit code {self.child.returncode}"
+
+    def _read(self, tell: Callable[[Sequence[str]], None]) -> None:
+        assert self.child.stdout
+        with self.child.stdout as stdout:
+            for line in stdout:
+                if self.is_over:  # somebody outside of its group still writes
+                    return
+                self.lines.append(clean(line.rstrip("\n")))
+                tell(list(self.lines))
+
+    def end(self, why: str) -> None:
+        """Ask its processes to end, and end them if they do not; it does not wait for that."""
+        with self.lock:
+            if self.why_ended or self.child.poll() is not None:
+                return
+            self.why_ended = why
+        self._signal(signal.SIGTERM)
+        later = threading.Timer(KILL_AFTER_S, self._signal, (signal.SIGKILL,))
+        later.daemon = True
+        later.start()
+
+    def end_now(self) -> None:
+        """End its processes, when the screen ends: at once, for nobody would be left to do it."""
+        if self.child.poll() is None:
+            self._signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.child.wait(REST_S / 2)
+            self._signal(signal.SIGKILL)
+
+    def _signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.child.pid, number)
+
 
 SKIP_S, MOST_SPEED = 10.0, 64.0  # of a recording
 TICK_S, DRAW_EVERY_S, DRAW_LEAST_S = 0.25, 1.0, 2.0
@@ -112,7 +187,7 @@ class TopApp(App[int]):
         on_change: str = "",
         exporter: Exporter | None = None,
     ) -> None:
-        self.n_colors = colors.count()  # before textual, which takes NO_COLOR away
+        self.n_colors = remembered.color_count()  # before textual, which takes NO_COLOR away
         super().__init__(ansi_color=True)
         self.restore = restore
         self.session, self.ui = session, session.ui
@@ -130,7 +205,7 @@ class TopApp(App[int]):
         self._choose_colors()
 
     def _choose_colors(self) -> None:
-        look = theme(colors.theme_for(self.ui.theme), self.n_colors)
+        look = theme(remembered.theme_for(self.ui.theme), self.n_colors)
         self.look = Console(theme=look, force_terminal=True, color_system="256", legacy_windows=False)
 
     def _complain(self, words: str) -> None:
@@ -279,7 +354,7 @@ class TopApp(App[int]):
         elif wanted.startswith(DO):
             self._do(wanted.removeprefix(DO))
         elif wanted == "theme":
-            ui.theme = THEMES[1 - THEMES.index(colors.theme_for(ui.theme))]
+            ui.theme = THEMES[1 - THEMES.index(remembered.theme_for(ui.theme))]
             self._choose_colors()
         elif wanted == "read":
             self._read_again()
@@ -311,7 +386,7 @@ class TopApp(App[int]):
             self.ui.hint = f"copied {counted(len(lines), 'line')}"
         else:
             verbs = ("status", "logs --first-error", "doctor")
-            lines = actions.diagnosis(of, [self._typed(verb) for verb in verbs] if self.session.fleet else ())
+            lines = keys.diagnosis(of, [self._typed(verb) for verb in verbs] if self.session.fleet else ())
             self._text("COPIED", lines)
         self.copy_to_clipboard("".join(f"{line}\n" for line in lines))
 
@@ -324,19 +399,19 @@ class TopApp(App[int]):
         fleet = self.session.fleet
         if fleet is None:
             return
-        if key == actions.SHELL:
+        if key == keys.SHELL:
             host = fleet.hosts[self.ui.selected]
-            line = actions.shell_line(host.name, shell_path(fleet.workdir(host.name)))
+            line = keys.shell_line(host.name, shell_path(fleet.workdir(host.name)))
             with self.suspend():
                 subprocess.run(at_terminal(host, line), check=False)
             self.refresh()
             return
-        words = actions.words_of(key, self.session.cluster.run, str(self.hosts_file))
+        words = keys.words_of(key, self.session.cluster.run, str(self.hosts_file))
         title = f"{self.session.cluster.program} {' '.join(words)}"
         known = self.commands.get(title)
         self._text(title, list(known.lines) if known else ["…"])
         if known is None:
-            self._start(title, words, actions.ACTIONS[key].limit_s)
+            self._start(title, words, keys.ACTIONS[key].limit_s)
 
     def _start(self, title: str, words: Sequence[str], limit_s: float) -> None:
         """Run one of our commands, and show each of its lines as it comes."""
@@ -390,7 +465,7 @@ class TopApp(App[int]):
 
         def look() -> None:
             try:
-                lines = first_error.find(fleet, *ask_hosts(fleet, run or None))[1]
+                lines = log_reader.find_first_error(fleet, *ask_hosts(fleet, run or None))[1]
             except Exception as error:  # noqa: BLE001 - shown on screen, which continues
                 lines = [str(error)]
             self._tell(FIRST_ERROR, lines)

@@ -1,8 +1,11 @@
-"""Where cluster-top's events come from: samplers on live hosts, a recording, or the simulated incident.
+"""What arrived from the hosts and waits to be taken. Bounded per host: whoever sends most delays nobody else.
+
+Where cluster-top's events come from: samplers on live hosts, a recording, or the simulated incident.
 
 A recording is a header followed by one event per line, as JSON; it is compressed if its name ends in ``.gz``.
 """
 
+import collections
 import contextlib
 import dataclasses
 import gzip
@@ -19,13 +22,81 @@ from typing import IO, Literal
 from llama405b.contract import reader
 from llama405b.contract.errors import UserError
 from llama405b.contract.reader import Json
+from llama405b_tools.hosts import transport
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.transport import MAX_LINE, NOT_PLAIN, HostError, Stream
-from llama405b_tools.remote import standalone
-from llama405b_tools.text.clean import CONTROLS, clean, tidy
-from llama405b_tools.top.intake import Intake, SourceEvent
+from llama405b_tools.text.words import CONTROLS, Entry, Merge, clean, tidy
 from llama405b_tools.top.state import simulate, thresholds
 from llama405b_tools.top.state.picture import HostState
+
+NEWS = 4  # frames and links per host that wait; then the host has to
+BLOCKS = 2000  # log blocks per host that wait; then the oldest are dropped, and counted
+BLOCKS_AT_ONCE = 4000  # of all hosts that are taken at once: about a tenth of a second's work
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SourceEvent:
+    """Something that arrived, or happened on this machine."""
+
+    t: float  # operator's clock, seconds since the epoch
+    host: str
+    frame: Json = None  # JSON from the sampler; the cluster parses it
+    link: tuple[str, str] | None = None  # state and why
+    entries: tuple[tuple[float, str, str], ...] = ()  # log blocks: operator's clock, file, text
+    dropped: int = 0  # log lines of the host that came too fast to be shown
+    note: str = ""
+
+
+class Intake:
+    """Filled by many threads, emptied by one."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.news: dict[str, collections.deque[SourceEvent]] = collections.defaultdict(collections.deque)
+        self.blocks = Merge(BLOCKS)
+        self.closed = False
+
+    def put(self, event: SourceEvent) -> None:
+        """Add a host's news; wait while there is no room for it."""
+        with self.changed:
+            self.changed.wait_for(lambda: self.closed or len(self.news[event.host]) < NEWS)
+            self.news[event.host].append(event)
+            self.changed.notify_all()
+
+    def put_block(self, entry: Entry) -> None:
+        """Add a log block; never waits."""
+        with self.changed:
+            self.blocks.push(entry.host, [entry])
+            self.changed.notify_all()
+
+    def drop(self, host: str, lines: int) -> None:
+        """Count lines that were dropped on the way here."""
+        with self.changed:
+            self.blocks.drop(host, lines)
+            self.changed.notify_all()
+
+    def take(self, timeout_s: float) -> list[SourceEvent]:
+        """Wait for something, and return what there is, oldest first: a bounded number of events."""
+        with self.changed:
+            self.changed.wait_for(self._holds_any, timeout_s)
+            news = sorted(itertools.chain.from_iterable(self.news.values()), key=lambda event: event.t)
+            self.news.clear()
+            blocks = list(itertools.islice(self.blocks.pop(math.inf), BLOCKS_AT_ONCE))
+            dropped, self.blocks.dropped = self.blocks.dropped, {}
+            self.changed.notify_all()
+        now = time.time()
+        news += [SourceEvent(now, each.host, entries=((each.time, each.file, each.text),)) for each in blocks]
+        return news + [SourceEvent(now, host, dropped=lines) for host, lines in dropped.items()]
+
+    def close(self) -> None:
+        """Let nobody wait any longer."""
+        with self.changed:
+            self.closed = True
+            self.changed.notify_all()
+
+    def _holds_any(self) -> bool:
+        return bool(self.blocks.dropped or any(self.news.values()) or any(self.blocks.waiting.values()))
+
 
 RETRY_S = 5.0
 MIN_INTERVAL_S, MAX_INTERVAL_S = 0.2, 60.0
@@ -142,10 +213,10 @@ class Live:
         """Take frames until they end; return the last line that is not a frame, which says why."""
         quiet, own = self.quiet[name], {"workdir": self.fleet.workdir(name), "slots": self.fleet.slots(name)}
         request = {"host": name} | own | self.request
-        stdin = standalone.standard_input("sampler", request)
+        stdin = transport.standalone_input("sampler", request)
         connection = self.fleet.connection(name)
         quiet.opened(time.time())
-        stream = self.open[name] = connection.stream(standalone.command("sampler"), stdin)
+        stream = self.open[name] = connection.stream(transport.standalone_command("sampler"), stdin)
         last, n_others = "", 0
         if self.closing.is_set():  # since the check above
             stream.close()
@@ -182,12 +253,7 @@ class Live:
 
 
 def _frame(line: str) -> Json:
-    """Parse a frame.
-
-    Raises:
-        ValueError: The line is something else.
-        HostError: It is too long.
-    """
+    """Parse a frame."""
     if len(line) > MAX_FRAME:
         raise HostError(f"its sampler sends more than {MAX_FRAME >> 20} MiB at once")
     found: Json = json.loads(line)

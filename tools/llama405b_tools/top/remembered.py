@@ -1,18 +1,80 @@
-"""What cluster-top remembers from one time to the next: how the user likes to see the screen. In browsers, nothing."""
+"""How cluster-top begins and ends: what the terminal can show, what the user last chose, and leaving at once.
+
+The end of cluster-top: soon after a signal or ``q``, whatever else it is doing.
+
+What cluster-top remembers from one time to the next: how the user likes to see the screen. In browsers, nothing.
+
+What this terminal can show.
+"""
 
 import contextlib
 import dataclasses
 import json
 import os
+import signal
+import sys
+import termios
+import threading
+from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
+
+from rich.console import Console
 
 from llama405b.contract import reader
-from llama405b_tools.hosts.hosts_file import state_directory
-from llama405b_tools.top.draw.theme import THEMES
-from llama405b_tools.top.draw.ui import COLUMNS, SORTS, Ui
-from llama405b_tools.top.leaving import in_browser
-from llama405b_tools.top.state.quantities import QUANTITIES
-from llama405b_tools.top.state.series import WINDOWS_S
+from llama405b_tools.hosts.fleet import state_directory
+from llama405b_tools.top.draw.ui import COLUMNS, SORTS, THEMES, Ui, background
+from llama405b_tools.top.state.picture import QUANTITIES
+from llama405b_tools.top.state.trends import WINDOWS_S
+
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+READ_AGAIN = -1  # instead of an exit code: the hosts file has changed, and is to be read
+LEAVE_WITHIN_S = 1.5  # then the process exits without cleanup; samplers end with their standard input
+LEAVE_SCREEN = b"\x1b[23;2t\x1b[<u\x1b[?2004l\x1b[?1004l\x1b[?1049l\x1b[?25h"  # undoes what textual sets (xterm's control sequences)
+
+
+def leave_soon(code: int, restore: Callable[[], None] = lambda: None) -> None:
+    """Have the process exit with this code, if it has not by then, after ``restore``."""
+
+    def leave() -> None:
+        with contextlib.suppress(Exception):
+            restore()
+        os._exit(code)
+
+    last_resort = threading.Timer(LEAVE_WITHIN_S, leave)
+    last_resort.daemon = True
+    last_resort.start()
+
+
+def on_signals(end: Callable[[int], None], restore: Callable[[], None] = lambda: None) -> None:
+    """Call ``end`` with the exit code when a signal asks for the end, between any two steps of the main thread."""
+
+    def handle(number: int, _: FrameType | None) -> None:
+        leave_soon(128 + number, restore)
+        end(128 + number)
+
+    for number in ENDING:
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as after nohup
+            signal.signal(number, handle)
+
+
+def in_browser() -> bool:
+    """Whether the screen is shown by textual-serve."""
+    return "WebDriver" in os.environ.get("TEXTUAL_DRIVER", "")
+
+
+def terminal_keeper() -> Callable[[], None]:
+    """Return a function that gives the terminal back as it is now, without waiting for it; in a browser there is none."""
+    if in_browser():
+        return lambda: None
+    before = termios.tcgetattr(sys.stdin)
+
+    def restore() -> None:
+        termios.tcsetattr(sys.stdin, termios.TCSANOW, before)
+        os.set_blocking(sys.stderr.fileno(), False)
+        os.write(sys.stderr.fileno(), LEAVE_SCREEN)
+
+    return restore
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -66,3 +128,18 @@ def remember(chosen: Remembered) -> None:
 
 def _file() -> Path:
     return state_directory() / "top.json"
+
+
+COUNTS = {None: 0, "standard": 16, "windows": 16, "256": 256, "truecolor": 256}  # by what rich finds
+
+
+def color_count() -> int:
+    """Return how many colors the terminal has; 0 if the user wants none."""
+    if in_browser():
+        return 256
+    return 0 if "NO_COLOR" in os.environ else COUNTS[Console().color_system]
+
+
+def theme_for(chosen: str) -> str:
+    """Return the theme that the user has chosen; without that, the one for the terminal's background."""
+    return chosen or background(os.environ.get("COLORFGBG", ""))

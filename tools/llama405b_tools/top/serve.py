@@ -13,9 +13,8 @@ from urllib.parse import urlsplit
 from aiohttp import web
 from textual_serve.server import Server
 
-from llama405b.contract.errors import UserError
-from llama405b.contract.own_python import own_argv
-from llama405b.contract.phrases import reason_of
+from llama405b.contract.errors import UserError, reason_of
+from llama405b.contract.software import own_argv
 
 MOST_BROWSERS = 8  # at a time: each asks the hosts by itself
 TOKEN_BYTES = 16

@@ -10,24 +10,28 @@ import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from llama405b.contract.causes import Cause, CauseKind
 from llama405b.contract.checkpoints import step_of
-from llama405b.contract.command import OneLineParser
-from llama405b.contract.errors import GOOD, RunError, UserError
-from llama405b.contract.events import RunEvent
-from llama405b.contract.phrases import counted
-from llama405b.contract.plan import Plan, check_run_name
-from llama405b.contract.records import MOST_PROFILED_STEPS, Blame, RequestKind
-from llama405b.contract.units import seconds
+from llama405b.contract.errors import GOOD, RunError, UserError, counted, seconds
+from llama405b.contract.records import MOST_PROFILED_STEPS, Blame, Cause, CauseKind, RequestKind, RunEvent
+from llama405b.settings.command import OneLineParser
+from llama405b.spec.plan import Plan, check_run_name
+from llama405b_tools.agent.messages import AnswerReply, AnswerRequest, AskReply, AskRequest, HostRun
 from llama405b_tools.hosts.fleet import Fleet
-from llama405b_tools.hosts.outcomes import replies
-from llama405b_tools.remote.messages.ask_request import AnswerReply, AnswerRequest, AskReply, AskRequest
-from llama405b_tools.remote.messages.host_run import HostRun
+from llama405b_tools.hosts.transport import replies
 from llama405b_tools.run import screen
 from llama405b_tools.run.backends import Backend, backend_of
-from llama405b_tools.run.guard_record import heard_by, of_hosts
 from llama405b_tools.run.judge import not_stopped
-from llama405b_tools.run.query import STATUS_TIMEOUT_S, ask_hosts, head_of, known_of, operator, planned, progress
+from llama405b_tools.run.query import (
+    STATUS_TIMEOUT_S,
+    ask_hosts,
+    guard_of_hosts,
+    head_of,
+    heard_by,
+    known_of,
+    operator_name,
+    planned,
+    progress,
+)
 from llama405b_tools.text.figures import span
 from llama405b_tools.verbs.arguments import add_hosts
 
@@ -57,14 +61,14 @@ def main(argv: Sequence[str]) -> int:
         if args.kind == RESTART:
             check_guarded(fleet, plan.run, told)
             return restart(fleet, backend, head, plan, told, wait_s)
-        answer = request(fleet, head, AskRequest(args.run, kind, operator(), args.steps), wait_s)
+        answer = request(fleet, head, AskRequest(args.run, kind, operator_name(), args.steps), wait_s)
     print(words_of(kind, answer, head, plan.world, args.steps))
     return GOOD
 
 
 def check_guarded(fleet: Fleet, run: str, told: Iterable[HostRun]) -> None:
     """Check that a run has a guard, by what its hosts tell."""
-    guard = of_hosts(run, heard_by(told), time.time())
+    guard = guard_of_hosts(run, heard_by(told), time.time())
     if guard is None or not guard.guards:
         raise UserError(
             f"run {run} has no guard, which would start it again; `{fleet.command_to_type('stop', run)}`, then repeat the "
@@ -76,21 +80,18 @@ def restart(fleet: Fleet, backend: Backend, head: str, plan: Plan, told: Iterabl
     """Have a guarded run save and end its attempt, so that its guard starts the next one; returns the exit code.
 
     ``wait_s``: for the save; 0: it ends at once.
-
-    Raises:
-        RunError: It cannot save; nothing was ended.
     """
     known, no_save = list(told), "Nothing was ended; --wait 0s ends it without a save"
     if wait_s and (why := next((run.unsaved for run in known if run.unsaved), "")):
         raise RunError(f"run {plan.run}: its last save failed ({why}). {no_save}")
     if wait_s and not any(run.checkpoint for run in known):  # whether it can save at all is not known yet
         try:
-            request(fleet, head, AskRequest(plan.run, RequestKind.SAVE, operator()), wait_s)
+            request(fleet, head, AskRequest(plan.run, RequestKind.SAVE, operator_name()), wait_s)
         except RunError as error:
             raise RunError(f"{error}. {no_save}") from None
     if wait_s:
         screen.show(f"run {plan.run} saves after the step that it is in, and ends: {span(wait_s)} at most", error=True)
-    asked = Cause(CauseKind.STOPPED, head, by=operator())
+    asked = Cause(CauseKind.STOPPED, head, by=operator_name())
     ends = backend.stop_launch(fleet, plan, Blame(plan.attempt, head, asked), wait_s)
     for name, why in not_stopped(ends).items():
         screen.show(f"{name}: {why}; its guard tries again", error=True)
@@ -128,11 +129,7 @@ def find_head(fleet: Fleet, run: str) -> tuple[str, Plan, Sequence[HostRun]]:
 
 
 def request(fleet: Fleet, head: str, wanted: AskRequest, wait_s: float) -> RunEvent:
-    """Pass a request to a run, and return its answer.
-
-    Raises:
-        RunError: The run ended, did not answer in time, or could not do it.
-    """
+    """Pass a request to a run, and return its answer."""
     asked = fleet.ask(head, "ask", wanted, AskReply, STATUS_TIMEOUT_S)
     if not asked.id:
         raise RunError(f"run {wanted.run} is not running on {head}, where its rank 0 is")

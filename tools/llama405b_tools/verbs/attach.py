@@ -13,13 +13,12 @@ from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 from llama405b.contract.errors import RunError, UserError, code_for
-from llama405b_tools.hosts.fleet import Fleet
+from llama405b_tools.hosts.fleet import Fleet, command_to_type
 from llama405b_tools.hosts.inventory import Host
-from llama405b_tools.hosts.outcomes import replies, unanswered
-from llama405b_tools.hosts.printed_commands import command_to_type
+from llama405b_tools.hosts.transport import replies, unanswered
 from llama405b_tools.run.backends import backend_of
 from llama405b_tools.run.query import ask_hosts
-from llama405b_tools.run.tmux_windows import build_session, operator_socket, window_command
+from llama405b_tools.run.screen import build_session, operator_socket, window_command
 from llama405b_tools.verbs.arguments import verb_parser
 
 

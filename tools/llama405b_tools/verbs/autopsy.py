@@ -7,13 +7,11 @@ runs/RUN/autopsy here. Exits with 0 if the run moves, 3 if it hangs, 1 if that c
 import json
 from collections.abc import Sequence
 
-from llama405b.contract.errors import FAILED, GOOD, UNFIT, UserError
+from llama405b.contract.errors import FAILED, GOOD, UNFIT, UserError, seconds
 from llama405b.contract.reader import dumps
-from llama405b.contract.units import seconds
 from llama405b_tools.hosts.fleet import Fleet
-from llama405b_tools.run.autopsy import Autopsy, keep_autopsy, take_autopsy
+from llama405b_tools.run.autopsy import Autopsy, Verdict, keep_autopsy, take_autopsy
 from llama405b_tools.run.backends import backend_of
-from llama405b_tools.run.diagnose import Verdict
 from llama405b_tools.run.judge import HANG_AFTER_S
 from llama405b_tools.run.query import ask_run, known_of, planned
 from llama405b_tools.verbs.arguments import verb_parser

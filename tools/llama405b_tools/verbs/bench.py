@@ -8,16 +8,14 @@ import dataclasses
 import time
 from collections.abc import Iterator, Sequence
 
-from llama405b.contract import probes
-from llama405b.contract.bundle import check_bundle, write_bundle
 from llama405b.contract.errors import FAILED, GOOD
-from llama405b.contract.probes import ProbeResult
-from llama405b.contract.verb_parsers import bench_parser
-from llama405b_tools.hosts.fleet import Fleet
-from llama405b_tools.hosts.hosts_file import read_hosts
+from llama405b.spec import probes
+from llama405b.spec.parsers import bench_parser
+from llama405b.spec.probes import ProbeResult, check_bundle, write_bundle
+from llama405b_tools.hosts.fleet import Fleet, read_hosts
 from llama405b_tools.hosts.inventory import Host
-from llama405b_tools.run import request as asked
-from llama405b_tools.run.probes import run_probes
+from llama405b_tools.launch import request as asked
+from llama405b_tools.launch.probes import run_probes
 
 
 def main(argv: Sequence[str]) -> int:

@@ -10,21 +10,19 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from llama405b.contract.checkpoints import committed, step_of
-from llama405b.contract.command import OneLineParser
+from llama405b.contract.checkpoints import OF, committed, step_of
 from llama405b.contract.errors import UserError
 from llama405b.contract.paths import RunDir
-from llama405b.contract.plan import check_run_name
-from llama405b.contract.replicas import OF
-from llama405b_tools.hosts.fleet import Fleet
-from llama405b_tools.hosts.printed_commands import program_name
-from llama405b_tools.remote.messages.transfer import PartsReply, PartsRequest
-from llama405b_tools.report.gather import ask_report
+from llama405b.settings.command import OneLineParser
+from llama405b.spec.plan import check_run_name
+from llama405b_tools.agent.messages import PartsReply, PartsRequest
+from llama405b_tools.hosts.fleet import Fleet, program_name
 from llama405b_tools.run.backends import backend_of
 from llama405b_tools.run.query import STATUS_TIMEOUT_S, ask_hosts
 from llama405b_tools.run.screen import show
 from llama405b_tools.verbs import launch
 from llama405b_tools.verbs.arguments import add_hosts
+from llama405b_tools.verbs.report import ask_report
 
 
 def main(argv: Sequence[str]) -> int:

@@ -9,18 +9,15 @@ import dataclasses
 import json
 from collections.abc import Sequence
 
-from llama405b.contract import command, config
-from llama405b.contract.command import OneLineParser
 from llama405b.contract.errors import FAILED, GOOD, UNFIT, UserError
-from llama405b.contract.schema import Config
-from llama405b_tools.doctor.report import print_report
-from llama405b_tools.doctor.rules import findings
-from llama405b_tools.doctor.rules.of_host import BAD, WARN
-from llama405b_tools.doctor.stress import check
-from llama405b_tools.doctor.visit import DEFAULT_PORT, look, needs_of, port_findings
-from llama405b_tools.hosts.fleet import Fleet
-from llama405b_tools.hosts.printed_commands import hosts_argument, program_name
-from llama405b_tools.run.launch_options import source_flags
+from llama405b.settings import command, config
+from llama405b.settings.command import OneLineParser
+from llama405b.settings.schema import Config
+from llama405b_tools.hosts.fleet import Fleet, hosts_argument, program_name
+from llama405b_tools.launch import host_rules
+from llama405b_tools.launch.doctor import DEFAULT_PORT, check, look, needs_of, port_findings, print_report
+from llama405b_tools.launch.host_rules import BAD, WARN
+from llama405b_tools.launch.request import source_flags
 from llama405b_tools.verbs.arguments import add_hosts, hosts_of
 
 CODES = {WARN: FAILED, BAD: UNFIT}
@@ -44,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
     with Fleet(hosts) as fleet:
         visit = look(fleet, args.port or DEFAULT_PORT, needs)
         lost = visit.lost | {name: f"which hosts it can reach is unknown ({why})" for name, why in visit.mute.items()}
-        found = findings.diagnose(visit.facts, lost, visit.skew_s, visit.peers, needs)
+        found = host_rules.diagnose(visit.facts, lost, visit.skew_s, visit.peers, needs)
         if args.port:
             found = [*port_findings(visit.facts, args.port), *found]
         if args.deep and not any(finding.level == BAD for finding in found):

@@ -7,11 +7,11 @@ import sys
 from collections.abc import Sequence
 
 from llama405b.contract.errors import GOOD
-from llama405b.contract.plan import check_run_name
-from llama405b.contract.verb_parsers import export_parser
-from llama405b_tools.deliver.collect import collect
+from llama405b.spec.parsers import export_parser
+from llama405b.spec.plan import check_run_name
+from llama405b_tools.deliver.push import collect
 from llama405b_tools.hosts.fleet import Fleet
-from llama405b_tools.run.call_on import call_on
+from llama405b_tools.run.backends import call_on
 from llama405b_tools.verbs.arguments import hosts_of
 
 TRAINERS_OWN = "llama405b.commands.export"  # what writes the model: it needs torch

@@ -7,25 +7,26 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from llama405b.contract import command, config, weights
 from llama405b.contract.errors import GOOD, STOPPED_FOLLOWING, RunError
 from llama405b.contract.paths import RunDir
-from llama405b.contract.plan import Node, Plan
-from llama405b_tools.hosts.fleet import Fleet
+from llama405b.settings import command, config
+from llama405b.spec import models
+from llama405b.spec.plan import Node, Plan
+from llama405b_tools.agent.processes import dismiss_guard, setup_argv, torchrun_argv
+from llama405b_tools.guard import guard, process
+from llama405b_tools.guard.guard import after_end
+from llama405b_tools.guard.process import begin_on, check_reach
+from llama405b_tools.hosts.fleet import Fleet, hosts_argument, program_name
 from llama405b_tools.hosts.inventory import Host
-from llama405b_tools.hosts.printed_commands import hosts_argument, program_name
-from llama405b_tools.remote.guarding import dismiss
-from llama405b_tools.remote.torchrun import setup_argv, torchrun_argv
-from llama405b_tools.run import guard_here, guard_hosts, jobs
-from llama405b_tools.run.after_end import after_end
+from llama405b_tools.launch import slurm
+from llama405b_tools.launch.placement import first_ranks, places_env
+from llama405b_tools.launch.probes import rehearse
+from llama405b_tools.launch.request import LaunchRequest, parse_launch
+from llama405b_tools.launch.start import launch
+from llama405b_tools.run import backends
 from llama405b_tools.run.follow import EndKind, follow
-from llama405b_tools.run.guard_on import begin_on, check_reach
-from llama405b_tools.run.launch import launch
-from llama405b_tools.run.plan import first_ranks, places_env
-from llama405b_tools.run.rehearse import rehearse
-from llama405b_tools.run.request import LaunchRequest, parse_launch
 from llama405b_tools.run.screen import show
-from llama405b_tools.text.fold import fold_ranks
+from llama405b_tools.text.words import fold_ranks
 from llama405b_tools.verbs.arguments import hosts_of
 
 
@@ -46,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
         if request.guard_on:
             check_reach(request.guard_on, request, fleet)
         elif request.restart:
-            guard_here.check_place(request.run)
+            process.check_place(request.run)
         plan, lines = launch_or_adopt(request, hosts, fleet)
         lines += next_lines(request.hosts_file, plan.run, saves=request.saves)
         guarding = None
@@ -78,11 +79,11 @@ def follow_to_end(request: LaunchRequest, fleet: Fleet, plan: Plan) -> int:
 def launch_or_adopt(request: LaunchRequest, hosts: Sequence[Host], fleet: Fleet) -> tuple[Plan, list[str]]:
     """Launch the run, and return what there is to print; with ``--restart``, adopt a run that has lost its guard and needs one."""
     lines: list[str] = []
-    if request.restart and (plan := guard_hosts.adopt(request, fleet)):
+    if request.restart and (plan := guard.adopt(request, fleet)):
         lines.append(f"{plan.run}: its guard is gone; guarding it from now on")
     else:
         plan = launch(request, hosts, fleet, say=lines.append)
-        dismiss(RunDir.here(plan.run))  # the guard of an earlier launch of this name
+        dismiss_guard(RunDir.here(plan.run))  # the guard of an earlier launch of this name
     with contextlib.suppress(OSError):  # an earlier guard's, which is of no use; the run is up
         RunDir.here(plan.run).guard.unlink()
     return plan, lines
@@ -90,12 +91,12 @@ def launch_or_adopt(request: LaunchRequest, hosts: Sequence[Host], fleet: Fleet)
 
 def start_guard(
     request: LaunchRequest, hosts: Sequence[Host], plan: Plan, fleet: Fleet
-) -> tuple[str, guard_here.GuardProcess | None]:
+) -> tuple[str, process.GuardProcess | None]:
     """Start the guard of a run that is up, here or on a host; returns a line that says where, and the one here."""
     try:
         if request.guard_on:
             return f"guard running {begin_on(request.guard_on, request, plan, fleet)}", None
-        guarding = guard_here.spawn(request, hosts, plan)
+        guarding = process.spawn(request, hosts, plan)
     except RunError as error:
         again = f"`{program_name()} launch {request.again}`"
         raise RunError(f"the run started, but its guard did not: {error}; to guard the run, use {again}") from None
@@ -106,23 +107,23 @@ def start_guard(
 def in_slurm(request: LaunchRequest, options: str) -> int:
     """Submit the run as a job, and follow it if asked."""
     if request.dry_run:
-        print(jobs.job_script(request.run, Path.cwd() / "runs" / request.run))
+        print(slurm.job_script(request.run, Path.cwd() / "runs" / request.run))
         print(f"sbatch {options}  # nothing was submitted")
         print_where_the_model_is(request)
         return GOOD
     for line in [
-        f"{request.run}: job {jobs.submit(request, options)}",
+        f"{request.run}: job {slurm.submit(request, options)}",
         *next_lines(Path("hosts"), request.run, saves=request.saves, attach=False),
     ]:
         show(line)
     if not request.follow:
         return GOOD
     try:
-        plan = jobs.await_plan(request.run)
+        plan = slurm.await_plan(request.run)
     except KeyboardInterrupt:
         print("\nno longer following; the job continues")
         return STOPPED_FOLLOWING
-    with Fleet(jobs.job_hosts(request.run)) as fleet:
+    with Fleet(backends.job_hosts(request.run)) as fleet:
         return follow(fleet, plan, plain=request.plain).code
 
 
@@ -148,8 +149,8 @@ def print_dry_run(request: LaunchRequest, hosts: Sequence[Host]) -> None:
 def print_where_the_model_is(request: LaunchRequest) -> None:
     """Print how to download a model that is written as the Hub names it, unless it is a directory here."""
     model = Path(request.config.model.path) if request.config else None
-    if model and weights.is_hub_name(model) and not model.is_dir():
-        print(f"{model}: no such directory here; unless the first host has it, {weights.how_to_get(model)}")
+    if model and models.is_hub_name(model) and not model.is_dir():
+        print(f"{model}: no such directory here; unless the first host has it, {models.how_to_get(model)}")
 
 
 def _likely_plan(request: LaunchRequest, hosts: Sequence[Host]) -> Plan:

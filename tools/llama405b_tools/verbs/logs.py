@@ -10,19 +10,16 @@ import sys
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
-from llama405b.contract.command import OneLineParser
-from llama405b.contract.errors import STOPPED_FOLLOWING, UserError, code_for
-from llama405b.contract.phrases import counted
+from llama405b.contract.errors import STOPPED_FOLLOWING, UserError, code_for, counted
+from llama405b.settings.command import OneLineParser
+from llama405b_tools.agent.messages import HostRun
 from llama405b_tools.hosts.fleet import Fleet
-from llama405b_tools.hosts.outcomes import unanswered
-from llama405b_tools.logs import first_error
-from llama405b_tools.logs.log_reader import LogReader
-from llama405b_tools.logs.output import Show
-from llama405b_tools.remote.messages.host_run import HostRun
+from llama405b_tools.hosts.transport import unanswered
+from llama405b_tools.run import log_reader
 from llama405b_tools.run.backends import backend_of
-from llama405b_tools.run.guard_record import is_guarded
-from llama405b_tools.run.query import Seen, ask_hosts, known_of
-from llama405b_tools.text.fold import fold_ranks
+from llama405b_tools.run.log_reader import LogReader, Show
+from llama405b_tools.run.query import Seen, ask_hosts, is_guarded, known_of
+from llama405b_tools.text.words import fold_ranks
 from llama405b_tools.verbs.arguments import verb_parser
 
 
@@ -58,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
         run, seen = ask_hosts(fleet, backend.run)
         _check_filters(show, args.host, run, seen)
         if args.first_error:
-            failed, lines = first_error.find(fleet, run, seen, max(0, show.attempt))
+            failed, lines = log_reader.find_first_error(fleet, run, seen, max(0, show.attempt))
             print("\n".join(lines))
             return code_for(failed)
         lost = unanswered(seen)

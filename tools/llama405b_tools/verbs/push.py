@@ -12,13 +12,13 @@ of the run that say how it splits the model, like --parallel.tp 8.
 from collections.abc import Sequence
 from pathlib import Path
 
-from llama405b.contract import config
-from llama405b.contract.command import OneLineParser
 from llama405b.contract.errors import UserError
-from llama405b.contract.schema import Config, Parallel
-from llama405b.contract.setting_rules import faults_of
-from llama405b_tools.deliver import sourcetree
-from llama405b_tools.deliver.push_files import check_there, parse_origin, push_code, push_files, push_parts, same_place
+from llama405b.settings import config
+from llama405b.settings.command import OneLineParser
+from llama405b.settings.rules import faults_of
+from llama405b.settings.schema import Config, Parallel
+from llama405b_tools.deliver import push
+from llama405b_tools.deliver.push import check_there, parse_origin, push_code, push_files, push_parts, same_place
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.verbs.arguments import add_hosts, hosts_of
 
@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
         raise UserError(f"--to: {args.to!r} is relative; use a full path")
     with Fleet(hosts) as fleet:
         is_local = not origin.host and Path(origin.path).is_dir() and not args.shards
-        names = sourcetree.tree_files(Path(origin.path)) if is_local else None
+        names = push.tree_files(Path(origin.path)) if is_local else None
         if names is not None:
             return push_code(fleet, Path(origin.path), names, args.to)
         if origin.host:

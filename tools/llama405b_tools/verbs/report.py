@@ -10,19 +10,41 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from llama405b.contract.command import OneLineParser
-from llama405b.contract.errors import GOOD, UserError
+from llama405b.contract.errors import GOOD, RunError, UserError, reason_of
 from llama405b.contract.files import write_atomic
 from llama405b.contract.paths import RunDir
-from llama405b.contract.phrases import reason_of
+from llama405b.settings.command import OneLineParser
+from llama405b_tools.agent.messages import HeadRequest
+from llama405b_tools.agent.reports import ReportReply
 from llama405b_tools.hosts.fleet import Fleet
-from llama405b_tools.report.draw.page import page
-from llama405b_tools.report.draw.summary import Summary
-from llama405b_tools.report.draw.terminal import lines_of
-from llama405b_tools.report.gather import report_of_run
+from llama405b_tools.hosts.transport import HostError, replies
+from llama405b_tools.report.page import lines_of, page
+from llama405b_tools.report.summary import Summary
 from llama405b_tools.run.backends import backend_of
-from llama405b_tools.run.query import ask_run
+from llama405b_tools.run.query import Seen, ask_run
 from llama405b_tools.verbs.arguments import add_hosts
+
+GATHER_TIMEOUT_S = 120.0  # a long run's metrics are a hundred megabytes
+
+
+def report_of_run(fleet: Fleet, run: str, seen: Seen) -> ReportReply:
+    """Ask the host of rank 0."""
+    reply = ask_report(fleet, run, seen)
+    if not (reply.points or reply.evaluations):
+        raise UserError(
+            f"run {run}: no step is in its metrics; it takes none yet, or it is a program of your own, which writes none"
+        )
+    return reply
+
+
+def ask_report(fleet: Fleet, run: str, seen: Seen) -> ReportReply:
+    """Ask the host of rank 0, whatever there is to report."""
+    head = next((name for name, known in replies(seen).items() if known and known.first_rank == 0), "")
+    if head not in fleet.hosts:
+        lost = next((f": {name}: {why}" for name, why in seen.items() if isinstance(why, HostError)), "")
+        raise RunError(f"run {run}: the host of its rank 0, which has its metrics, cannot be asked{lost}")
+    return fleet.ask(head, "report_of", HeadRequest(run, head), ReportReply, GATHER_TIMEOUT_S)
+
 
 PLOT_LINES = 14
 

@@ -8,14 +8,12 @@ import platform
 import sys
 from collections.abc import Sequence
 
-from llama405b.contract.command import OneLineParser
 from llama405b.contract.errors import code_for
-from llama405b_tools.deliver import sourcetree
+from llama405b.settings.command import OneLineParser
+from llama405b_tools.deliver import push
 from llama405b_tools.deliver.install import Work, make_wheelhouse, project_root
 from llama405b_tools.deliver.setup_plan import Wishes
-from llama405b_tools.hosts.fleet import Fleet
-from llama405b_tools.hosts.hosts_file import write_uses
-from llama405b_tools.hosts.printed_commands import hosts_argument, program_name
+from llama405b_tools.hosts.fleet import Fleet, hosts_argument, program_name, write_uses
 from llama405b_tools.text.figures import format_table
 from llama405b_tools.verbs.arguments import add_hosts, hosts_of
 
@@ -45,10 +43,10 @@ def main(argv: Sequence[str]) -> int:
     )
     args = parser.parse(argv)
     root = project_root()
-    names = sourcetree.tree_files(root)
+    names = push.tree_files(root)
     if names is None:  # not a git checkout
-        names = sourcetree.walk(root)
-    lines = sourcetree.manifest(root, names)
+        names = push.walk(root)
+    lines = push.tree_manifest(root, names)
     wishes = Wishes(args.python, args.conda, args.module, args.container, torch_index=args.torch_index)
     hosts = hosts_of(args.hosts)
     here = f"{'.'.join(platform.python_version_tuple()[:2])} {platform.machine()}"

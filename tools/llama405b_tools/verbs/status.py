@@ -6,22 +6,33 @@ import time
 from collections.abc import Mapping, Sequence
 
 from llama405b.contract.accounting import Account
-from llama405b.contract.errors import UserError, code_for
-from llama405b.contract.phrases import given
+from llama405b.contract.errors import UserError, code_for, given
 from llama405b.contract.reader import Json
 from llama405b.contract.records import EvaluationMetrics
+from llama405b_tools.agent.messages import HostRun
 from llama405b_tools.hosts.fleet import Fleet
-from llama405b_tools.hosts.outcomes import unanswered
-from llama405b_tools.hosts.transport import HostError
-from llama405b_tools.remote.messages.host_run import HostRun
+from llama405b_tools.hosts.transport import HostError, unanswered
 from llama405b_tools.run import judge, query
-from llama405b_tools.run.accounts import account_line, account_of_run, incident_line
 from llama405b_tools.run.backends import backend_of
-from llama405b_tools.run.guard_record import GuardStatus, guard_line, heard_by, of_hosts
 from llama405b_tools.run.judge import Failure, State, failure_words, log_words, state_words
-from llama405b_tools.run.query import Seen, all_runs, ask_run, failures_of, known_of, progress, states_of
+from llama405b_tools.run.query import (
+    GuardStatus,
+    Seen,
+    account_line,
+    account_of_run,
+    all_runs,
+    ask_run,
+    failures_of,
+    guard_line,
+    guard_of_hosts,
+    heard_by,
+    incident_line,
+    known_of,
+    progress,
+    states_of,
+)
 from llama405b_tools.text.figures import format_table, number
-from llama405b_tools.text.fold import fold_numbers
+from llama405b_tools.text.words import fold_numbers
 from llama405b_tools.verbs.arguments import verb_parser
 
 
@@ -77,7 +88,7 @@ def print_run(run: str, seen: Seen, account: Account | None, *, as_json: bool, l
 
 def guard_of(run: str, told: Sequence[HostRun], *, is_needed: bool) -> GuardStatus | None:
     """Return the run's guard; None if there is none, or it is gone and was not needed any more."""
-    guard = of_hosts(run, heard_by(told), time.time())
+    guard = guard_of_hosts(run, heard_by(told), time.time())
     if guard and guard.gone and not (is_needed or guard.finishes or any(found.alive for found in told)):
         return None
     return guard

@@ -5,21 +5,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from llama405b.contract.checkpoints import step_of
-from llama405b.contract.errors import GOOD, UserError, code_for
+from llama405b.contract.errors import GOOD, UserError, code_for, counted, given, seconds
 from llama405b.contract.paths import RunDir
-from llama405b.contract.phrases import counted, given
-from llama405b.contract.plan import check_run_name
 from llama405b.contract.records import Metrics, Phase
-from llama405b.contract.units import seconds
+from llama405b.spec.plan import check_run_name
+from llama405b_tools.agent.messages import ANSWER_S, HostRun, Orphan, OrphansReply, OrphansRequest, StopReply
+from llama405b_tools.agent.processes import dismiss_guard
 from llama405b_tools.hosts.fleet import Fleet
-from llama405b_tools.hosts.outcomes import replies, unanswered
-from llama405b_tools.hosts.transport import HostError
-from llama405b_tools.remote.guarding import dismiss
-from llama405b_tools.remote.messages.host_run import HostRun
-from llama405b_tools.remote.messages.stop_request import ANSWER_S, Orphan, OrphansReply, OrphansRequest, StopReply
+from llama405b_tools.hosts.transport import HostError, replies, unanswered
 from llama405b_tools.run.backends import Backend, backend_of
 from llama405b_tools.run.judge import not_stopped
-from llama405b_tools.run.query import ask_run, members_of, operator, progress, seconds_to_save
+from llama405b_tools.run.query import ask_run, members_of, operator_name, progress, seconds_to_save
 from llama405b_tools.text.figures import format_table
 from llama405b_tools.verbs.arguments import hosts_of, verb_parser
 
@@ -58,13 +54,13 @@ def end_run(backend: Backend, grace_s: float | None) -> int:
         return code_for(not gone)
     with Fleet(backend.hosts()) as fleet:
         run, seen = ask_run(fleet, backend.run and check_run_name(backend.run), elsewhere=backend.elsewhere)
-        dismiss(RunDir.here(run))
+        dismiss_guard(RunDir.here(run))
         if grace_s is None:
             grace_s = seconds_to_save(seen)
             print(
                 f"the trainer has up to {grace_s:.0f} s to save; --grace 0 does not wait", file=sys.stderr, flush=True
             )
-        ends = backend.stop(fleet, run, operator(), grace_s)
+        ends = backend.stop(fleet, run, operator_name(), grace_s)
     members, told = members_of(seen), replies(ends)
     print(f"run {run}")
     rows = [_row(name, end, is_member=name in members) for name, end in ends.items()]

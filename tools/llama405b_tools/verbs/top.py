@@ -20,25 +20,21 @@ from typing import Literal
 from rich.console import Console
 
 from llama405b.contract import reader
-from llama405b.contract.command import OneLineParser
-from llama405b.contract.errors import GOOD, UserError
-from llama405b.contract.plan import check_run_name
-from llama405b.contract.units import seconds
-from llama405b_tools.hosts.fleet import Fleet
+from llama405b.contract.errors import GOOD, UserError, seconds
+from llama405b.settings.command import OneLineParser
+from llama405b.spec.plan import check_run_name
+from llama405b_tools.hosts.fleet import Fleet, file_of, hosts_argument, program_name
 from llama405b_tools.hosts.inventory import Host
-from llama405b_tools.hosts.printed_commands import file_of, hosts_argument, program_name
 from llama405b_tools.run import screen
 from llama405b_tools.run.backends import Backend, OnHosts, backend_of
 from llama405b_tools.run.judge import HANG_AFTER_S
 from llama405b_tools.run.query import no_such_run
-from llama405b_tools.top import actions, colors, event_sources, remembered
-from llama405b_tools.top.changes import Changes
+from llama405b_tools.top import event_sources, keys, remembered
 from llama405b_tools.top.draw import panels
-from llama405b_tools.top.draw.theme import THEMES, theme
-from llama405b_tools.top.draw.ui import SORTS
+from llama405b_tools.top.draw.ui import SORTS, THEMES, theme
 from llama405b_tools.top.event_sources import EventSource, Live, Recorder, Replay
-from llama405b_tools.top.exporter import Exporter, split
-from llama405b_tools.top.leaving import READ_AGAIN, in_browser, on_signals
+from llama405b_tools.top.exporter import Changes, Exporter, split
+from llama405b_tools.top.remembered import READ_AGAIN, in_browser, on_signals
 from llama405b_tools.top.session import FIRST_S, PLAIN_WIDTH, Session
 from llama405b_tools.top.state.picture import HostState, Picture
 from llama405b_tools.verbs.arguments import HERE, hosts_of
@@ -187,7 +183,7 @@ def _show(
         session.ui.filter = args.filter
         session.ui.odd_only = args.odd
         exporter = leaving.enter_context(contextlib.closing(Exporter(args.metrics))) if args.metrics else None
-        session.ui.refusals = actions.refusals(
+        session.ui.refusals = keys.refusals(
             is_live=bool(fleet), read_only=args.read_only, has_file=bool(files), in_job=in_job, in_browser=in_browser()
         )
         _await_run(session)
@@ -276,7 +272,7 @@ def _put(args: argparse.Namespace, session: Session, pic: Picture) -> bool:
     tty = sys.stdout.isatty()
     width = shutil.get_terminal_size((PLAIN_WIDTH, 24)).columns
     color: Literal["auto"] | None = "auto" if tty and not args.plain else None
-    look = theme(colors.theme_for(session.ui.theme), colors.count() if color else 0)
+    look = theme(remembered.theme_for(session.ui.theme), remembered.color_count() if color else 0)
     text = io.StringIO()  # not straight to the terminal: rich would exit in its own way if nobody reads
     console = Console(
         file=text,

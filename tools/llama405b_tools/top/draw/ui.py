@@ -1,10 +1,29 @@
-"""The user's choices, and what the keys are. Pure."""
+"""The user's choices and keys, the lines of logs, events and help, and what the names of styles look like. Pure.
+
+The user's choices, and what the keys are.
+
+cluster-top's lines of text: logs, events, help.
+
+What the names of styles look like: on a dark and a light background, in 16 colors, and in none.
+
+The drawing modules name a style by what it says (``bad``, ``warn``, ``old``, ``heat.7``); only this module knows colors. The
+background is always the terminal's own.
+"""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import re
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
 
-from llama405b_tools.top.state.picture import Change
-from llama405b_tools.top.state.quantities import POWER
+from rich.console import Console
+from rich.segment import Segment
+from rich.text import Text
+from rich.theme import Theme
+
+from llama405b.contract.errors import given
+from llama405b_tools.text.figures import local_time
+from llama405b_tools.top.draw.charts import rule
+from llama405b_tools.top.state.picture import POWER, Change, Level
 
 VIEWS = ("all", "gpus", "ranks", "network", "log", "events")  # keys 1 to 6
 PANES = ("hosts", "events", "log")  # of view "all"
@@ -128,3 +147,228 @@ class Ui:
     def reads_events(self) -> bool:
         """Whether keys move in the events."""
         return self.mode == "events" or (self.mode == "all" and self.pane == "events")
+
+
+SIGNS = {Level.BAD: ("✖", "bad"), Level.WARNING: ("▲", "warn"), Level.NOTE: ("·", "old")}
+STEP = re.compile(r"(?:step \d+/\d+  loss |\{'loss': |\s*\d+%\|)")  # our trainer's, transformers', a progress bar
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LogLine:
+    """One (folded) line of the logs."""
+
+    time: float
+    where: str
+    text: str
+    is_error: bool = False
+    hosts: frozenset[str] = frozenset()
+    ranks: frozenset[int] = frozenset()
+    number: int = 0  # counted from the first line
+
+
+def chosen_lines(logs: Sequence[LogLine], view: LogView, host: str, rank: int | None) -> list[LogLine]:
+    """Return the lines that the user wants to see. ``host`` and ``rank``: those that are selected."""
+    wanted: list[Callable[[LogLine], bool]] = []
+    if not view.all_lines:
+        wanted.append(lambda line: not STEP.match(line.text))
+    if view.errors_only:
+        wanted.append(lambda line: line.is_error)
+    if view.only:
+        wanted.append(lambda line: host in line.hosts)
+    if view.only == "rank" and rank is not None:
+        wanted.append(lambda line: rank in line.ranks)
+    return [line for line in logs if all(wants(line) for wants in wanted)]
+
+
+def log_pane(chosen: Sequence[LogLine], view: LogView, room: int, width: int, *, focused: bool = False) -> list[Text]:
+    """Return the newest of the chosen lines; while somebody reads, those up to where he is."""
+    if room < 1:
+        return []
+    end = len(chosen) if view.at is None else sum(line.number <= view.at for line in chosen)
+    lines: list[Text] = []
+    for entry in reversed(chosen[max(0, end - room + 1) : end]):
+        lines[:0] = log_lines(entry, view, width)
+        if len(lines) >= room - 1:
+            break
+    heading = rule(log_title(view), width, right=given("{} newer, End", len(chosen) - end), focused=focused)
+    return [heading, *lines[max(0, len(lines) - room + 1) :]]
+
+
+def log_title(view: LogView) -> str:
+    """Name what the log shows."""
+    words = "all lines" if view.all_lines else "without step lines"
+    if view.errors_only:
+        words = "errors"
+    return f"LOG: {words}{given(' of the chosen {}', view.only)}{given(', /{}', view.search)}"
+
+
+def log_lines(entry: LogLine, view: LogView, width: int) -> list[Text]:
+    """Draw one line of the log: as one line, or wrapped as several."""
+    head = clock(entry.time).append(f"{entry.where} ", "where")
+    text = entry.text if view.wraps else entry.text[view.left :]
+    body = Text(text, "bad" if entry.is_error else "")
+    if view.search:
+        body.highlight_regex(re.compile(re.escape(view.search), re.IGNORECASE), "found")
+    room = max(20, width - head.cell_len)
+    if not view.wraps or len(text) <= room:
+        return [Text().append_text(head).append_text(body)]
+    parts = [body[at : at + room] for at in range(0, len(text), room)]
+    return [
+        Text().append_text(head if i == 0 else Text(" " * head.cell_len)).append_text(part)
+        for i, part in enumerate(parts)
+    ]
+
+
+def found_at(chosen: Sequence[LogLine], view: LogView, *, back: bool) -> int | None:
+    """Return the number of the next line (``back``: the one before) that contains what is searched for."""
+    newest = chosen[-1].number if chosen else 0
+    at = newest + 1 if view.at is None else view.at
+    hits = [line.number for line in chosen if view.search.lower() in line.text.lower()]
+    if back:
+        return max((number for number in hits if number < at), default=None)
+    return min((number for number in hits if number > at), default=None)
+
+
+def events_pane(
+    events: Sequence[Change], at: Change | None, room: int, width: int, *, wraps: bool = False, focused: bool = False
+) -> list[Text]:
+    """Return the newest events; while somebody reads, those up to where he is."""
+    if room < 1:
+        return []
+    end = events.index(at) + 1 if at in events else len(events)
+    lines: list[Text] = []
+    for event in reversed(events[:end]):
+        line = event_line(event)
+        lines[:0] = _wrapped_text(line, width) if wraps else [line]
+        if len(lines) >= room - 1:
+            break
+    newer = given("{} newer, End", len(events) - end)
+    title = "EVENTS" if events else "EVENTS: none yet"
+    return [rule(title, width, right=newer, focused=focused), *lines[max(0, len(lines) - room + 1) :]]
+
+
+def _wrapped_text(line: Text, width: int) -> list[Text]:
+    """Wrap an event, indenting the further lines below its text."""
+    if line.cell_len <= width:
+        return [line]
+    head, *rest = textwrap.wrap(line.plain, max(width, 8), subsequent_indent=" " * 11)
+    style = str(line.spans[-1].style) if line.spans else ""
+    return [line[: len(head)], *(Text(part, style) for part in rest)]
+
+
+def event_line(event: Change) -> Text:
+    """Draw one event."""
+    sign, style = SIGNS[event.level]
+    line = clock(event.time)
+    line.append(f"{sign} {given('{} ', event.host)}{event.text}", style)
+    return line
+
+
+def wrapped(line: str, width: int) -> list[str]:
+    """Wrap a line of text, indenting the further lines relative to where its text begins."""
+    indent = " " * min(len(line) - len(line.lstrip()) + 2, max(0, width // 4))
+    return textwrap.wrap(line, max(width, 8), subsequent_indent=indent, drop_whitespace=False) or [""]
+
+
+def clock(moment: float) -> Text:
+    """Begin a line with a time of day, which alone is dim: a style of the whole ``Text`` would be of all that follows."""
+    return Text().append(f"{local_time(moment)} ", "old")
+
+
+N_HEAT = 8  # of heat, from cold to hot: as many as there are bars
+THEMES = ("dark", "light")
+PLAIN = {  # without colors; 16 colors have no ramp
+    "": "none",
+    "warn": "bold",
+    "bad": "bold",
+    "old": "dim",
+    "odd": "bold underline",
+    "strong": "bold",
+    "title": "none",
+    "focus": "bold",
+    "chart": "none",
+    "plan": "none",
+    "plan.on": "none",  # across the filled area of a graph
+    "where": "none",
+    "found": "reverse",
+    "keys": "reverse",
+    **dict.fromkeys(("bar.ok", "bar.warn", "bar.bad", "bar.busy", "bar.over", "bar.past"), "bold reverse"),
+    **{f"{kind}.{i}": "none" for kind in ("heat", "cell") for i in range(N_HEAT)},
+    **{f"part.{i}": "none" for i in range(4)},
+    "heat.odd": "bold underline",
+    "heat.bad": "bold reverse",
+}
+SIXTEEN = PLAIN | {
+    "warn": "yellow",
+    "bad": "bold red",
+    "odd": "bold yellow",
+    "focus": "bold cyan",
+    "where": "cyan",
+    "chart": "cyan",
+    "plan": "yellow",
+    "plan.on": "black on cyan",
+    "bar.ok": "black on green",
+    "bar.warn": "black on yellow",
+    "bar.bad": "bold white on red",
+    "bar.busy": "black on cyan",
+    "bar.over": "reverse",
+    "bar.past": "bold black on magenta",
+    "heat.odd": "bold yellow reverse",
+    "heat.bad": "bold red reverse",
+    **{f"part.{i}": color for i, color in enumerate(("magenta", "cyan", "blue", "green"))},
+}
+RAMPS = {  # color numbers of the 256 (xterm), cold to hot; and the ink that is legible on each
+    "dark": ((235, 236, 238, 23, 24, 30, 66, 73), (250, 250, 252, 255, 255, 255, 255, 16)),
+    "light": ((255, 254, 252, 152, 116, 74, 67, 24), (16, 16, 16, 16, 16, 16, 255, 255)),
+}
+COLORS = {
+    "dark": {
+        "warn": "color(221)", "bad": "bold color(203)", "odd": "bold color(221)",
+        "old": "color(243)", "title": "color(245)", "focus": "bold color(117)", "where": "color(109)", "chart": "color(67)",
+        "plan": "color(221)", "plan.on": "color(221) on color(67)",
+        "bar.ok": "color(16) on color(108)", "bar.warn": "color(16) on color(221)",
+        "bar.bad": "bold color(231) on color(160)", "bar.busy": "color(16) on color(110)",
+        "bar.over": "color(16) on color(248)", "bar.past": "bold color(16) on color(177)", "heat.odd": "bold color(16) on color(221)",
+        "heat.bad": "bold color(231) on color(160)", "keys": "color(252) on color(236)", "found": "color(16) on color(215)",
+        "part.0": "color(139)", "part.1": "color(73)", "part.2": "color(67)", "part.3": "color(108)",
+    },
+    "light": {
+        "warn": "color(130)", "bad": "bold color(160)", "odd": "bold color(130)",
+        "old": "color(247)", "title": "color(242)", "focus": "bold color(25)", "where": "color(24)", "chart": "color(67)",
+        "plan": "color(130)", "plan.on": "color(255) on color(67)",
+        "bar.ok": "color(231) on color(28)", "bar.warn": "color(16) on color(214)",
+        "bar.bad": "bold color(231) on color(160)", "bar.busy": "color(231) on color(25)",
+        "bar.over": "color(231) on color(240)", "bar.past": "bold color(231) on color(91)", "heat.odd": "bold color(16) on color(214)",
+        "heat.bad": "bold color(231) on color(160)", "keys": "color(236) on color(253)", "found": "color(16) on color(222)",
+        "part.0": "color(96)", "part.1": "color(30)", "part.2": "color(67)", "part.3": "color(65)",
+    },
+}  # fmt: skip
+
+
+def theme(name: str, n_colors: int) -> Theme:
+    """Return the styles for a background (``THEMES``), on a terminal with so many colors (0: none, or NO_COLOR is set)."""
+    if n_colors < 256:
+        return Theme(PLAIN if n_colors < 16 else SIXTEEN, inherit=False)
+    return Theme(SIXTEEN | COLORS[name] | _ramp(*RAMPS[name]), inherit=False)
+
+
+def _ramp(colors: Sequence[int], inks: Sequence[int]) -> dict[str, str]:
+    """Return the cells of heat: full blocks (``heat``), and numbers on them (``cell``)."""
+    heat = {f"heat.{i}": f"color({color}) on color({color})" for i, color in enumerate(colors)}
+    cell = {
+        f"cell.{i}": f"color({ink}) on color({color})" for i, (color, ink) in enumerate(zip(colors, inks, strict=True))
+    }
+    return heat | cell
+
+
+def segments(line: Text, look: Console) -> list[Segment]:
+    """Return a line's pieces with their styles; ``Text.render`` omits the style of a line without pieces."""
+    if line.spans:
+        return [part for part in line.render(look) if part.text != "\n"]
+    return [Segment(line.plain, look.get_style(line.style))]
+
+
+def background(colorfgbg: str) -> str:
+    """Return the theme for what a terminal says of its background in COLORFGBG: ``15;0``, and so on; dark if unknown."""
+    last = colorfgbg.rpartition(";")[2]
+    return "light" if last in ("7", "15") else "dark"

@@ -1,42 +1,327 @@
-"""The state of a cluster, folded from the hosts' frames and links. Pure: times are passed in, no clock is read.
+"""The state of a cluster, folded from the hosts' frames and links; its verdict, and what to do next. Pure.
+
+What to do next, in one line, for whoever has read the verdict.
+
+The verdict on everything, and why.
+
+The state of a cluster, folded from the hosts' frames and links. Pure: times are passed in, no clock is read.
 
 ``take``, ``link`` and ``advance`` change it; ``picture`` does not.
 """
 
 import collections
 import dataclasses
+import math
 import re
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from llama405b.contract import reader
 from llama405b.contract.accounting import Account
-from llama405b.contract.phrases import given
+from llama405b.contract.errors import counted, given
 from llama405b.contract.reader import Json
-from llama405b.contract.records import GuardState
+from llama405b.contract.records import GuardState, Phase
+from llama405b_tools.parsers import THERMAL
 from llama405b_tools.run import judge
-from llama405b_tools.text.clean import clean
-from llama405b_tools.text.fold import fold_names
-from llama405b_tools.top.state import overall, thresholds
-from llama405b_tools.top.state.advice import advice
+from llama405b_tools.run.judge import Failure, first_failure
+from llama405b_tools.text.figures import stopwatch
+from llama405b_tools.text.words import clean, fold_names
+from llama405b_tools.top.state import thresholds, verdicts
 from llama405b_tools.top.state.frames import Frame, RunFrame, StepMetrics
-from llama405b_tools.top.state.hostview import HostView
-from llama405b_tools.top.state.moment import NOT_AWAY, Away, Moment, nodes_of
-from llama405b_tools.top.state.past import Past
+from llama405b_tools.top.state.hostview import NOT_ODD, HostView
+from llama405b_tools.top.state.moment import (
+    NOT_AWAY,
+    NOT_LOADING,
+    UNSAVED,
+    Away,
+    LoadBegan,
+    Moment,
+    nodes_of,
+    remember,
+    run_notes,
+    training,
+)
 from llama405b_tools.top.state.picture import (
     ENDED,
+    GUARDED,
     LINK_STATES,
     Change,
     GuardShown,
+    HostRow,
     HostState,
     Level,
     Picture,
     RunPhase,
+    TrainingStatus,
     Verdict,
+    known,
 )
-from llama405b_tools.top.state.run_notes import remember, run_notes
-from llama405b_tools.top.state.training import NOT_LOADING, LoadBegan, training
-from llama405b_tools.top.state.verdicts import BeatId, Note
+from llama405b_tools.top.state.verdicts import BEHIND, FREE, HALTED, HEAT, MISSING, BeatId, Note, Past, full_disks
+
+LESS_POWER = 0.8  # of its limit, for a GPU that is too hot
+ABOUT_HOSTS = {
+    HostState.AUTH: "check its user and key with `ssh {host}`; cluster-top tries again every few seconds",
+    HostState.REFUSED: "start sshd on {host}, or correct its port in the hosts file; cluster-top tries again by itself",
+    HostState.TIMEOUT: "see whether {host} is up, in your provider's console; cluster-top tries again by itself",
+    HostState.DOWN: "`{doctor}` says what is wrong with {host}; cluster-top tries again by itself",
+    HostState.STALE: "see whether {host} answers `ssh {host}`; a frozen host may need a restart from your provider's console",
+    HostState.SMI_HUNG: "a GPU or the driver of {host} hangs: `dmesg` there says which; only a restart of the host helps",
+    HostState.NO_DRIVER: "`{doctor}` says what is wrong with the driver of {host}",
+}
+ABOUT_NOTES = {  # by the beginning of a note's key
+    UNSAVED: "make room where the checkpoints go: the next save tries again, and until then the steps are at risk",
+    "loss": "if it does not come down again, stop, and resume from a checkpoint before it with a lower learning rate",
+    "stall": "wait: it is a hang if it lasts; 3 shows the ranks, and which one is behind",
+    "step_s": "2, 3 and 4 show GPUs, ranks and network: one that is slower delays all; a step's parts tell what takes longer",
+    "retries": "a smaller batch or sequence, or more offload, makes room: `{plan}` says what fits",
+    "power fell": "wait for a step: if none comes, a rank waits for something; 3 shows which is behind",
+    "rdma fell": "wait for a step: if none comes, a rank waits for something; 4 shows the network",
+    "metrics": "the log of rank 0 (5) may say why it writes no metrics",
+    "long": "wait, or look at the disks: what it reads or writes is slow; 5 shows the log",
+}
+
+
+def advice(
+    found: Moment,
+    notes: Sequence[Note],
+    rows: Sequence[HostRow],
+    run: TrainingStatus | None,
+    verdict: Verdict,
+    about: str,
+    form: str,
+) -> str:
+    """Return what to do; "" if there is nothing.
+
+    ``about``: the host that the verdict is about. ``form``: of a command, with ``{}`` for the verb.
+    """
+    commands = {verb: form.format(verb) for verb in ("doctor", "plan", "stop", "status")}
+    of_run = given(" --run {}", run.run if run else "")
+    again = f"launch it again with `--resume auto`{given(', from step {:,}', run.checkpoint_step if run else None)}"
+    checked = f"check {found.culprit} (`{commands['doctor']}`), then {again}" if found.culprit else again
+    guarded = run is not None and run.guard in GUARDED
+    if verdict is Verdict.HUNG:
+        woken = given("{}; ", _wake(found))
+        if guarded:
+            soon = guard_acts_in_s(found)
+            when = "" if soon is None else f" in {stopwatch(soon)}"
+            return woken + (
+                f"its guard ends it{when}, and starts it again from the newest checkpoint; a says what hangs, and why"
+            )
+        return f"{woken}a says why; `{commands['stop']}{of_run}` ends it; {checked}"
+    if verdict is Verdict.FAILED:
+        first = judge.first_failure(found.failures) if found.failures and not found.is_unblamed else None
+        log = judge.log_words(first, f"{form.format('logs')}{of_run}")
+        return f"e shows the first error; {'its guard starts it again' if guarded else checked}{log}"
+    if verdict is Verdict.RESTARTING and found.restart_by:
+        return "nothing: its guard starts the next attempt from the newest checkpoint"
+    if verdict is Verdict.RESTARTING:
+        return "nothing: its guard starts the next attempt; e shows the first error"
+    if verdict is Verdict.LOST:
+        return f"make room where the checkpoints go; {again}"
+    if verdict is Verdict.STOPPED and run and run.phase is RunPhase.STOPPED:
+        return again
+    if verdict not in (Verdict.DOWN, Verdict.DEGRADED):
+        return ""
+    worst = next((row for row in rows if row.name == (about or _worst(rows))), None)
+    return _about(found, notes, worst, run).format(**commands, host=worst.name if worst else "")
+
+
+def guard_acts_in_s(found: Moment) -> float | None:
+    """In how long the run's guard ends what hangs between steps, by what it told the hosts; None: unknown, or in another phase."""
+    limits = [run.guard.hang_after_s for run in found.told.values() if run.guard and run.guard.hang_after_s]
+    silent = judge.silent_rank(found.telling, 0.0, math.inf)
+    if not (limits and silent) or silent.beat.phase is not Phase.TRAIN:
+        return None
+    longest_s = max((each.step_s for each in found.metrics if each.step_s), default=0.0)
+    return max(0.0, judge.between_steps(longest_s, max(limits)).hang_s - silent.age_s)
+
+
+def _wake(found: Moment) -> str:
+    """Return what lets the first rank that is stopped by a signal go on; "" if none is."""
+    for name, beat, note in found.halted[:1]:
+        if note is HALTED["T"]:
+            return f"`kill -CONT {beat.pid}` on {name} lets rank {beat.rank} go on"
+    return ""
+
+
+def _about(found: Moment, notes: Sequence[Note], worst: HostRow | None, run: TrainingStatus | None) -> str:
+    """Return what to do about the first reason that the verdict gives; ``worst``: the host that it is about."""
+    if found.halted:
+        of_run = given(" --run {}", run.run if run else "")
+        return _wake(found) or f"a says what the other ranks wait for; `{{stop}}{of_run}` ends it"
+    if worst and worst.state in LINK_STATES:
+        return ABOUT_HOSTS[worst.state]
+    if notes and notes[0].key == UNSAVED:
+        full = next((host for host in found.ours if full_disks(host.frame)), None)
+        return ABOUT_NOTES[UNSAVED] + (f"; {_verbatim(_what_fills(full))}" if full else "")
+    if run and run.network == "SOCKET":
+        return "`{doctor}` says why the training does not use RDMA"
+    if any(note.key == BEHIND for _, _, note in found.slow_ranks):
+        return "look at the GPU of that rank (3, Enter): a slow one costs every step; replace its host if it stays so"
+    for note in notes:
+        for key, words in ABOUT_NOTES.items():
+            if note.key.startswith(key):
+                return words
+    if run and run.is_unguarded:
+        return "`{status}" + given(" --run {}", run.run) + "` prints the command that guards it again"
+    if worst and worst.state in ABOUT_HOSTS:
+        return ABOUT_HOSTS[worst.state]
+    if worst and (words := _about_note(found, worst)):
+        return _verbatim(words)
+    return "Enter shows the host with everything that stands out; `{doctor}` tests it" if worst else ""
+
+
+def _verbatim(words: str) -> str:
+    """Return words without anything for ``format`` to fill in: a path may have braces."""
+    return words.replace("{", "{{").replace("}", "}}")
+
+
+def _about_note(found: Moment, row: HostRow) -> str:
+    """Return what to do about the first thing that stands out on a host, if it is a hot GPU or a full disk."""
+    host, note = found.hosts[row.name], next(iter(found.notes[row.name]), NOT_ODD)
+    if FREE in note.fields:
+        return f"{_what_fills(host)}; delete what is not needed, such as checkpoints of earlier runs"
+    odd = [(gpu, found.odd[row.name, gpu.index]) for gpu in host.gpus if (row.name, gpu.index) in found.odd]
+    hot = [gpu for gpu, why in odd if HEAT in why.fields or {*gpu.slowed} & {*THERMAL}]
+    if not hot or odd[0][0] is not hot[0]:
+        return ""
+    words = f"check the fans and the inlet air of {row.name}"
+    if limits_w := known(gpu.power_limit_w for gpu in hot):
+        which = "" if len(hot) == len(host.gpus) else f" -i {','.join(str(gpu.index) for gpu in hot)}"
+        command = f"sudo nvidia-smi{which} -pl {LESS_POWER * min(limits_w):.0f}"
+        words += f"; until then, `{command}` there makes less heat (the limit is {min(limits_w):.0f} W)"
+    return words
+
+
+def _what_fills(host: HostView) -> str:
+    """Name the command that shows what fills a host's disk."""
+    path, _ = full_disks(host.frame)[0]
+    return f"`du -xhd2 {shlex.quote(path)} | sort -h | tail` on {host.name} shows what fills it"
+
+
+def _worst(rows: Sequence[HostRow]) -> str:
+    """Name the host that is worst off; "" if all are well."""
+    bad = [row for row in rows if row.severity or row.notes]
+    return max(bad, key=lambda row: (row.severity, len(row.notes))).name if bad else ""
+
+
+PHASES = {
+    RunPhase.RUNNING: Verdict.RUNNING,
+    RunPhase.STARTING: Verdict.STARTING,
+    RunPhase.LOADING: Verdict.LOADING,
+    RunPhase.SAVING: Verdict.SAVING,
+    RunPhase.EVALUATING: Verdict.EVALUATING,
+}
+
+
+class Reason(NamedTuple):
+    """Why the verdict is what it is."""
+
+    host: str  # that it is about; "" if it is about the run
+    words: str
+
+
+def overall_verdict(
+    found: Moment, notes: Sequence[Note], rows: Sequence[HostRow], training: TrainingStatus | None
+) -> tuple[Verdict, str, str]:
+    """Return the verdict, why, and the host that this is about ("": none).
+
+    What ends a run comes before what slows it, then what is not yet known, then its phase.
+    ``notes``: what stands out about the run.
+    """
+    if found.hang:
+        return Verdict.HUNG, f"{found.hang.host}: {found.hang.words}", found.hang.host
+    if found.failures:
+        return Verdict.FAILED, _failure(found), found.culprit
+    used = {name for name, _, _ in found.nodes} or {row.name for row in rows}
+    if lost := [_of_state(row) for row in rows if row.severity == 2 and row.name in used]:
+        return Verdict.DOWN, _first(lost), lost[0].host
+    if found.awaited:
+        return Verdict.CONNECTING, str(found.away), ""
+    if found.restart_by and training and training.guard in GUARDED:
+        return (
+            Verdict.RESTARTING,
+            f"asked for by {found.restart_by}; its guard starts attempt {training.attempt + 1}",
+            "",
+        )
+    if training and training.phase in ENDED:
+        return *_end(found, training), found.blamed.host if found.blamed and not found.restart_by else ""
+    if reasons := _reasons(found, notes, rows, training):
+        return Verdict.DEGRADED, _first(reasons), reasons[0].host
+    if waiting := [row for row in rows if row.state is HostState.CONNECTING]:
+        return Verdict.CONNECTING, f"hosts that have not answered: {len(waiting)}", ""
+    return *_phase(found, training), ""
+
+
+def _failure(found: Moment) -> str:
+    """Say where the run failed; as long as that may still turn out, only that it did."""
+    if found.is_unblamed:
+        hosts = counted(len({failure.host for failure in found.failures}), "host")
+        return f"ranks on {hosts} lost contact with others; which one failed first is not known yet"
+    worst = first_failure(found.failures)
+    return f"{worst.host}: {verdicts.trouble_words(worst)}"
+
+
+def _end(found: Moment, run: TrainingStatus) -> tuple[Verdict, str]:
+    """Return the verdict on a run that has ended, and what it lost."""
+    if found.restart_by:
+        return Verdict.STOPPED, f"for a restart that {found.restart_by} asked for, and no guard starts the next attempt"
+    if found.blamed and run.phase is RunPhase.STOPPED:
+        words = f"{found.blamed.host}: {clean(judge.failure_words(Failure(found.blamed.host, found.blamed.cause)))}"
+        if run.guard in GUARDED:
+            return Verdict.RESTARTING, f"attempt {run.attempt} was ended ({words}); its guard starts the next"
+        return Verdict.FAILED, words
+    by = next((status.cause.by for run in found.heard.values() if (status := run.status) and status.cause), "")
+    words = given("by {}", by) + given(" after step {:,}", run.step)
+    lost = f"{counted(run.lost_steps, 'step', grouped=True)} lost" if run.lost_steps else ""
+    if lost and (found.unsaved or run.checkpoint_step is not None):
+        return Verdict.LOST, f"{words}: {lost}{given('; not saved: {}', found.unsaved)}".strip()
+    if run.phase is RunPhase.DONE:
+        return Verdict.DONE, given("{:,} steps", run.step)
+    return Verdict.STOPPED, f"{words}{given('; {}', lost)}".strip()
+
+
+def _phase(found: Moment, run: TrainingStatus | None) -> tuple[Verdict, str]:
+    """Return what a run does in which nothing stands out. Only one that trains at the expected pace is healthy."""
+    if run is None:
+        return Verdict.NO_RUN, ""
+    if run.phase is RunPhase.TRAINING:
+        if not (pace := found.paces.pace):
+            return Verdict.TRAINING, "too few steps to judge the pace"
+        return Verdict.HEALTHY, pace.words
+    if run.phase not in PHASES:
+        return Verdict.CONNECTING, "not all hosts of the run report"
+    return PHASES[run.phase], found.stay.words if found.stay else ""
+
+
+def _first(reasons: Sequence[Reason]) -> str:
+    return reasons[0].words + given(", and {} more", len(reasons) - 1)
+
+
+def _of_state(row: HostRow) -> Reason:
+    return Reason(row.name, f"{row.name}: {row.state} {row.why}")
+
+
+def _reasons(
+    found: Moment, notes: Sequence[Note], rows: Sequence[HostRow], training: TrainingStatus | None
+) -> list[Reason]:
+    """Return what slows the run, or may slow it, worst first; a cause comes before its symptom: a step that is slow."""
+    reasons = [Reason(name, f"{name}: rank {beat.rank}: {note.words}") for name, beat, note in found.halted]
+    missing = [(name, note) for name, each in found.notes.items() for note in each if note.key.startswith(MISSING)]
+    reasons += [Reason(name, f"{name}: {note.words}") for name, note in missing]
+    reasons += [Reason("", note.words) for note in notes if note.key == UNSAVED]
+    if training and training.network == "SOCKET":
+        reasons.append(Reason("", "training runs over TCP sockets"))
+    behind = [each for each in found.slow_ranks if each[2].key == BEHIND]
+    reasons += [Reason(name, f"{name}: rank {rank}: {note.words}") for name, rank, note in behind]
+    reasons += [Reason("", note.words) for note in notes if note.key != UNSAVED]
+    if training and training.is_unguarded:
+        reasons.append(Reason("", "its guard is gone, so nothing restarts this run"))
+    reasons += [_of_state(row) for row in rows if row.severity]
+    of_hosts = [Reason(row.name, f"{row.name}: {row.notes[0]}") for row in rows if row.notes]
+    return [*reasons, *(reason for reason in of_hosts if reason not in reasons)]
+
 
 DIGITS = re.compile(r"\d+", re.ASCII)
 KEPT_METRICS, KEPT_EVENTS = 5000, 500
@@ -163,7 +448,7 @@ class ClusterState:
         rows = [host.row(self.run, found.judged(name), found.now) for name, host in self.hosts.items()]
         account = self.account[1] if self.account[0] == self.run else None
         shown = training(found, self.notes, self.guard, self.load, account)
-        verdict, why, about = overall.verdict(found, self.notes, rows, shown)
+        verdict, why, about = overall_verdict(found, self.notes, rows, shown)
         if self.wanted and not shown and verdict in (Verdict.NO_RUN, Verdict.DEGRADED):
             verdict, why, about = Verdict.DOWN, f"no host knows a run {self.wanted!r}", ""
         return Picture(

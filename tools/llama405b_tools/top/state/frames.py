@@ -8,10 +8,10 @@ import dataclasses
 import re
 from collections.abc import Mapping
 
-from llama405b.contract.mesh import Axes
 from llama405b.contract.reader import SoundOnly
 from llama405b.contract.records import Blame, GuardState, NodeStatus
-from llama405b_tools.remote.messages.host_run import Beat
+from llama405b.settings.axes import Axes
+from llama405b_tools.agent.messages import Beat
 
 RATE = re.compile(r"\s*(\d{1,6}(?:\.\d{1,3})?)", re.ASCII)  # of a port
 Nodes = tuple[tuple[str, int, int], ...]  # of a run: name, first rank, number of ranks
@@ -188,11 +188,7 @@ class Frame:
     slots: int = 0  # of it in the hosts file; 0: unknown
 
     def __post_init__(self) -> None:
-        """Refuse times without lines.
-
-        Raises:
-            ValueError: Some line has a time, and not all of them.
-        """
+        """Refuse times without lines."""
         if self.kernel_times and len(self.kernel_times) != len(self.kernel or ()):
             raise ValueError
 

@@ -1,4 +1,11 @@
-"""What is known at one moment about the hosts and the shown run, and what it means. Pure."""
+"""What is known at one moment about the hosts, the shown run and its training, and what it means. Pure.
+
+What is known at one moment about the hosts and the shown run, and what it means.
+
+What stands out about the run as a whole at a moment.
+
+What is known of the training itself, for the picture: steps, rates, network, what is at risk.
+"""
 
 import dataclasses
 import functools
@@ -8,22 +15,30 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from llama405b.contract.causes import Cause, CauseKind
-from llama405b.contract.records import Blame, NodeState, Phase
-from llama405b_tools.remote.messages.host_run import Beat
+from llama405b.contract.accounting import Account
+from llama405b.contract.records import Blame, Cause, CauseKind, NodeState, Phase
+from llama405b_tools import parsers
+from llama405b_tools.agent.messages import Beat
 from llama405b_tools.run import judge
-from llama405b_tools.run.judge import Failure
-from llama405b_tools.text.clean import clean
-from llama405b_tools.text.fold import fold_ranks
-from llama405b_tools.top.state import phases, steps, thresholds, verdicts
+from llama405b_tools.run.judge import Failure, between_steps, in_phase
+from llama405b_tools.text.words import clean, fold_ranks
+from llama405b_tools.top.state import thresholds, verdicts
 from llama405b_tools.top.state.frames import Nodes, RunFrame, StepMetrics
 from llama405b_tools.top.state.hostview import HostView, Judged, Odd
-from llama405b_tools.top.state.pace import Paces, n_recent
-from llama405b_tools.top.state.past import Past
-from llama405b_tools.top.state.phases import Stay
-from llama405b_tools.top.state.picture import LINK_STATES, HostState, RunPhase, known
-from llama405b_tools.top.state.steps import Measured
-from llama405b_tools.top.state.verdicts import BeatId, Hang, Note
+from llama405b_tools.top.state.picture import LINK_STATES, GuardShown, HostState, RunPhase, TrainingStatus, known
+from llama405b_tools.top.state.verdicts import (
+    HALTED,
+    BeatId,
+    Fall,
+    Hang,
+    Measured,
+    Note,
+    Paces,
+    Past,
+    Stay,
+    n_recent,
+    slow_note,
+)
 
 
 class Away(NamedTuple):
@@ -192,7 +207,7 @@ class Moment:
             beats = [beat for beat, _ in self.beats.get(name, ())]
             if name in self.beats:
                 ranks = range(first, first + n_ranks)
-                for note in steps.without_heartbeat(ranks, beats, self.late.get(name, ())):
+                for note in verdicts.without_heartbeat(ranks, beats, self.late.get(name, ())):
                     yield name, note
 
     @functools.cached_property
@@ -220,8 +235,8 @@ class Moment:
         """The phase that the others wait for and its time, while the run lives and does not train."""
         clocks = {name: self.hosts[name].clock(self.now) for name in self.heard}
         beats = [(name, beat) for name, run in self.heard.items() if run.alive for beat in run.beats]
-        phase = phases.waited_for({beat.phase for _, beat in beats})
-        if phase not in phases.ACTS or not beats:
+        phase = verdicts.waited_for({beat.phase for _, beat in beats})
+        if phase not in verdicts.ACTS or not beats:
             return None
         lasts_s = max(clocks[name] - beat.phase_since for name, beat in beats if beat.phase is phase)
         told = self.heard[self.head.name].usual_s if self.head else {}
@@ -288,7 +303,7 @@ class Moment:
         """What the metrics tell about this attempt; None if that is unknown."""
         if self.head is None:
             return None
-        return steps.measured(self.metrics, self.heard[self.head.name].attempt, self.head.clock(self.now))
+        return verdicts.measured(self.metrics, self.heard[self.head.name].attempt, self.head.clock(self.now))
 
     @functools.cached_property
     def patience_s(self) -> float:
@@ -396,7 +411,7 @@ class Moment:
             and self.metrics[-1].attempt in (0, attempt)
         ):
             return RunPhase.RUNNING, None
-        return phases.shown(beat.phase for run in self.heard.values() for beat in run.beats), since_s
+        return verdicts.shown_phase(beat.phase for run in self.heard.values() for beat in run.beats), since_s
 
     def _ended_s(self) -> list[float]:
         """Return how many seconds ago each node runner ended, by its host's clock, as far as that is told."""
@@ -434,3 +449,234 @@ class Moment:
 def nodes_of(hosts: Mapping[str, HostView], run: str) -> Nodes:
     """See ``Moment.nodes``."""
     return next((plan.nodes or () for host in hosts.values() if (plan := host.plans.get(run))), ())
+
+
+MOVING = (RunPhase.TRAINING, RunPhase.SAVING, RunPhase.EVALUATING)
+UNSAVED = "unsaved"  # the key of the note on a save that failed
+LIVE = (RunPhase.STARTING, RunPhase.LOADING, *MOVING)
+
+
+def run_notes(found: Moment) -> Sequence[Note]:
+    """Return what stands out about the run, worst first; nothing once it hangs or has failed."""
+    phase, _ = found.phase
+    notes = list(_long_phase(found)) if phase in LIVE else []
+    if phase not in MOVING:
+        return notes
+    if found.unsaved:  # it loses work, while all else costs time
+        notes.append(Note(UNSAVED, f"not saved: {found.unsaved}", ("checkpoint_step",)))
+    if unsent := clean(next((run.unsent for run in found.told.values() if run.unsent), "")):
+        notes.append(Note("unsent", f"after save failed: {unsent}", ("checkpoint_step",)))
+    notes += stall(found)
+    notes += _falls(found)
+    notes += slow_note(found.paces.pace)
+    if found.metrics:
+        notes += verdicts.unusual(found.metrics)
+    knows_attempt = not found.metrics or found.metrics[-1].attempt
+    if found.head and knows_attempt:
+        notes += verdicts.without_metrics(found.measured, found.beats.get(found.head.name, ()), found.patience_s)
+    return notes
+
+
+def stall(found: Moment) -> Iterator[Note]:
+    """Yield that no rank has moved for twice what a step takes, which may become a hang."""
+    step_s = found.paces.usual_s
+    beats = list(itertools.chain.from_iterable(found.telling.values()))
+    if not step_s or any(beat.phase is not Phase.TRAIN for beat, _ in beats):
+        return
+    age_s = min((age_s for _, age_s in beats), default=0.0)
+    if age_s >= between_steps(step_s).odd_s:
+        yield Note("stall", f"this step has run for {age_s:.0f} s, usually {step_s:.1f} s", ("step",))
+
+
+def remember(found: Moment) -> None:
+    """Add what is seen now to the past, against which later moments are judged."""
+    if found.head and found.heard[found.head.name].alive:
+        for beat in found.heard[found.head.name].beats[:1]:
+            found.past.times.see(beat.phase, beat.phase_since)
+    for name, beat, note in found.halted if not found.failures else ():
+        if note is not HALTED["T"]:
+            gone = Failure(name, Cause(CauseKind.RANK_EXIT, name, beat.rank, detail=note.words, gpu=beat.gpu))
+            found.past.gone.setdefault(found.heard[name].attempt, gone)
+    if found.phase[0] is RunPhase.TRAINING:
+        powers = known(gpu.power_w for host in found.ours for gpu in host.gpus)
+        flows = known(host.ib_rate for host in found.ours)
+        found.past.power_w.add(found.now, statistics.mean(powers) if powers else None, found.interval_s)
+        found.past.ib_bytes_per_s.add(found.now, statistics.mean(flows) if flows else None, found.interval_s)
+
+
+def _long_phase(found: Moment) -> Iterator[Note]:
+    """Yield that a phase lasts longer than it usually does; or, if that is not known, that nothing moves in it."""
+    if not found.stay or found.stay.lasts_s < in_phase(found.stay.usual_s).odd_s:
+        return
+    if found.stay.usual_s is not None or found.still_s >= found.hang_after_s:
+        yield Note(f"long {found.stay.phase}", found.stay.words, ("phase",))
+
+
+def _falls(found: Moment) -> Iterator[Note]:
+    """Yield that all GPUs draw less than before, or all links carry less."""
+    if power := found.past.power_w.fall(found.interval_s):
+        n_gpus = sum(len(host.gpus) for host in found.ours)
+        words = f"the power of all {n_gpus} GPUs fell from {_from_to(power, n_gpus / 1e3, '.1f')} kW"
+        yield Note("power fell", words, ("power_w",))
+    if flow := found.past.ib_bytes_per_s.fall(found.interval_s):
+        gbit = 8e-9 * len(found.ours)
+        words = f"the RDMA traffic of all {len(found.ours)} hosts fell from {_from_to(flow, gbit, ',.0f')} Gb/s"
+        yield Note("rdma fell", words, ("ib_bytes_per_s",))
+
+
+def _from_to(fall: Fall, factor: float, form: str) -> str:
+    """Write a fall, of all together: ``43.1 to 8.5``."""
+    return f"{factor * fall.usual:{form}} to {factor * fall.now:{form}}"
+
+
+class LoadBegan(NamedTuple):
+    """When loading (or tokenizing) this many bytes was first seen, and how far along it was."""
+
+    time: float
+    done_bytes: float
+    total_bytes: int
+
+    def eta_s(self, now: float, done: int, total: int) -> float | None:
+        """Return the seconds until all is done, at the rate so far."""
+        if done <= self.done_bytes:
+            return None
+        return (total - done) * (now - self.time) / (done - self.done_bytes)
+
+
+NOT_LOADING = LoadBegan(0.0, math.inf, 0)
+
+
+def training(
+    found: Moment, notes: Sequence[Note], guard: GuardShown, load: LoadBegan, account: Account | None
+) -> TrainingStatus | None:
+    """Describe the shown run, of which ``notes`` stand out; None if no host knows it."""
+    runs = found.told.values()
+    if not runs:
+        return None
+    phase, phase_s = found.phase
+    shown = TrainingStatus(
+        run=found.run,
+        phase=phase,
+        phase_s=phase_s,
+        usual_phase_s=found.stay.usual_s if found.stay else None,
+        world=sum(ranks for _, _, ranks in found.nodes),
+        attempt=max(run.attempt for run in runs),
+        steps=_steps(found),
+        checkpoint_step=max(known(run.checkpoint_step for run in found.heard.values() or runs), default=None),
+        copied_step=min(known(run.copied_step for run in found.heard.values() or runs), default=None),
+        network=_network(found),
+        expected_step_s=found.planned_s,
+        mesh=next((plan.mesh for host in found.hosts.values() if (plan := host.plans.get(found.run))), None),
+        guard=guard,
+        others=tuple(found.others),
+        goodput_pct=None if account is None or account.goodput is None else 100 * account.goodput,
+        age_s=max(known(map(_age_s, found.ours)), default=None),
+        is_stale=_is_stale(found),
+        odd_in=tuple(field for note in notes for field in note.fields),
+    )
+    if found.metrics:
+        shown = _stepping(shown, found, found.metrics[-1])
+    done, total = found.loaded
+    if phase is not RunPhase.LOADING or not total:
+        return shown
+    return dataclasses.replace(shown, done_bytes=done, total_bytes=total, eta_s=load.eta_s(found.now, done, total))
+
+
+def _steps(found: Moment) -> int | None:
+    """Return the number of steps in total; None if it is unknown, or smaller than the steps so far."""
+    told = (run.max_steps for run in found.told.values() if run.max_steps is not None or run.metrics)
+    so_far = max((metrics.step for metrics in found.metrics), default=1)
+    return next((steps for steps in told if steps and steps >= so_far), None)
+
+
+def _stepping(shown: TrainingStatus, found: Moment, last: StepMetrics) -> TrainingStatus:
+    """Add what its steps tell."""
+    phase = shown.phase
+    step_s = found.median("step_s")
+    tokens_per_s = None
+    eta_s = None
+    saved = shown.checkpoint_step or 0
+    evaluated = next((each for each in reversed(found.metrics) if each.evaluation_loss is not None), None)
+    if evaluated:
+        shown = dataclasses.replace(shown, evaluation_loss=evaluated.evaluation_loss, evaluated_step=evaluated.step)
+    if last.step_s is None:  # no step was taken, and none is at risk
+        return dataclasses.replace(shown, step=last.step)
+    step = last.step
+    if shown.is_stale:  # what the other hosts' ranks say is newer
+        beats = [beat.step for each in found.beats.values() for beat, _ in each]
+        step = max(step, min(beats, default=0))
+    if phase in MOVING and not shown.is_stale:
+        tokens_per_s = found.median("tokens_per_s")
+        if shown.steps and step_s:
+            eta_s = (shown.steps - step) * step_s
+    if phase is RunPhase.DONE and shown.steps and last.step < shown.steps:
+        phase = RunPhase.STOPPED
+    return dataclasses.replace(
+        shown,
+        phase=phase,
+        step=step,
+        loss=last.loss,
+        losses=tuple(known(metrics.loss for metrics in found.metrics)),
+        step_s=step_s,
+        data_s=found.median("data_s"),
+        forward_s=found.median("forward_s"),
+        backward_s=found.median("backward_s"),
+        optimizer_s=found.median("optimizer_s"),
+        update_s=found.median("update_s"),
+        exposed_s=found.median("exposed_s"),
+        update_bytes=found.median("update_bytes"),
+        down_bytes=found.median("down_bytes"),
+        up_bytes=found.median("up_bytes"),
+        tokens_per_s=tokens_per_s,
+        mfu_pct=_mfu_pct(found, tokens_per_s, last.flops_per_token, shown.world),
+        eta_s=eta_s,
+        lost_steps=max(0, step - saved),
+        lost_rank_hours=verdicts.seconds_between(found.metrics, saved, step) * shown.world / 3600,
+    )
+
+
+def _is_stale(found: Moment) -> bool:
+    """Whether a live run's steps are no longer as they were: none came for long, or the host that tells them is not heard."""
+    if found.phase[0] not in (*MOVING, RunPhase.HUNG):
+        return False
+    return found.hang is not None or any(stall(found)) or found.head is None
+
+
+def _mfu_pct(found: Moment, tokens_per_s: float | None, flops_per_token: float | None, world: int) -> float | None:
+    """Model FLOPs utilization: the model's FLOPs over the peak of the GPUs, if they are all the same model."""
+    peaks = {parsers.bf16_flops(gpu.name) for host in found.ours for gpu in host.gpus}
+    peak = peaks.pop() if len(peaks) == 1 else None
+    if not (tokens_per_s and flops_per_token and peak and world):
+        return None
+    share = tokens_per_s * flops_per_token / (peak * world)
+    return 100 * share if share <= 1 else None
+
+
+def _age_s(host: HostView) -> float | None:
+    """Return how long ago a host first ran the run, by the host's clock."""
+    run = host.frame.run
+    return max(0.0, host.frame.now - run.run_created) if run and run.run_created is not None else None
+
+
+def _plans(found: Moment) -> Iterator[RunFrame]:
+    return (plan for host in found.ours if (plan := host.plans.get(found.run)))
+
+
+def _network(found: Moment) -> str:
+    """Return what the training's collectives use: "IB 8x400", "SOCKET"; "" if unknown."""
+    said = {run.net for run in found.heard.values()} - {""}
+    if "SOCKET" in said:
+        return "SOCKET"
+    named = next((plan.nccl for plan in _plans(found)), {}).get("NCCL_IB_HCA", "")
+    if said or named:
+        return min(said, default="IB") + _ports(found.ours[0], named)
+    if found.ours and all(not host.gpus and host.frame.pci_gpus is not None for host in found.ours):
+        return "gloo"
+    return ""
+
+
+def _ports(host: HostView, named: str) -> str:
+    """Return how many active ports a host has, and their Gb/s; only the named ports, if any are named."""
+    ports = [port for port in host.frame.ib if "ACTIVE" in port.state and port.rate.strip()]
+    rates = [port.rate.split()[0] for port in ports if not named or port.device in named]
+    return f" {len(rates)}x{rates[0]}" if rates else ""

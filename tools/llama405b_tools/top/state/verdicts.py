@@ -1,25 +1,45 @@
-"""What stands out: the GPU or host that deviates from the others, and whether the run hangs. Pure.
+"""What stands out: hosts and GPUs against the others, and a run's pace, levels, phases and steps against its own past. Pure.
+
+What stands out: the GPU or host that deviates from the others, and whether the run hangs.
 
 Deviations are judged against the median of the run's GPUs of that model, because a run is as fast as its slowest rank. Unknown
 values are never judged.
+
+How fast the steps of a run are, against the plan and against the same run before.
+
+What all GPUs and links of a run do together, against their own last ten minutes.
+
+A fall of everybody is no deviation from the median of the others, and is seen here. A run may idle in every step (an
+update on the CPU) or while it saves: what is judged is a fall that lasts longer than any before.
+
+How long a run's phases take, against what they usually take.
+
+What was seen of a run before a moment, against which that moment is judged.
+
+How the steps of a run go: their loss against what was usual, and whether heartbeats and metrics agree.
 """
 
+import bisect
+import collections
+import dataclasses
+import itertools
 import math
+import operator
 import statistics
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from llama405b.capacity.disk import nearly_full
-from llama405b.contract.causes import STUCK, rank_words, said_by_rank
-from llama405b.contract.phrases import given
-from llama405b.contract.records import Phase
-from llama405b_tools.machine.gpus import GpuReport
-from llama405b_tools.remote.messages.host_run import Beat
+from llama405b.contract.checkpoints import nearly_full
+from llama405b.contract.errors import counted, given
+from llama405b.contract.records import STUCK, Phase, rank_words, said_by_rank
+from llama405b_tools.agent.messages import Beat
+from llama405b_tools.parsers import GpuReport
 from llama405b_tools.run.judge import Failure, failure_words
-from llama405b_tools.text.clean import clean
+from llama405b_tools.text.figures import span
+from llama405b_tools.text.words import clean, fold_ranks
 from llama405b_tools.top.state import thresholds
-from llama405b_tools.top.state.frames import Frame, Ram
-from llama405b_tools.top.state.picture import known
+from llama405b_tools.top.state.frames import Frame, Ram, StepMetrics
+from llama405b_tools.top.state.picture import RunPhase, known
 
 ALONE = {"data_s": "its batch", "optimizer_s": "clipping and update"}  # what each rank does alone
 IB_ERRORS = {
@@ -246,3 +266,334 @@ def trouble_words(failure: Failure) -> str:
     if failure.state or failure.decided or failure.cause.rank is None:
         return failure_words(failure)
     return f"{rank_words(failure.cause)} failed{given(': {}', clean(said_by_rank(failure.cause)))}"
+
+
+class Pace(NamedTuple):
+    """Seconds of a step: of the last ones, and what is expected."""
+
+    recent_s: float
+    expected_s: float
+    is_planned: bool  # the expected time is the plan's; else it is this run's own
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether the last steps are slower than they should be."""
+        return self.expected_s < thresholds.PACE * self.recent_s
+
+    @property
+    def words(self) -> str:
+        """How long a step takes, and how much that differs from what is expected: ``a step takes 6.00 s, 3% more than planned``."""
+        percent = round(100 * (self.recent_s / self.expected_s - 1))
+        measure = "planned" if self.is_planned else "usual"
+        if not percent:
+            return f"a step takes {self.recent_s:.2f} s, as {measure}"
+        more = "more" if percent > 0 else "less"
+        return f"a step takes {self.recent_s:.2f} s, {abs(percent)}% {more} than {measure}"
+
+
+@dataclasses.dataclass(slots=True)
+class Paces:
+    """The pace and the usual step, computed anew only when there is a new step: both look at thousands of them."""
+
+    key: tuple[int, StepMetrics | None, float | None] = (0, None, None)
+    pace: Pace | None = None
+    usual_s: float | None = None
+
+    def look(self, metrics: Sequence[StepMetrics], planned_s: float | None) -> "Paces":
+        """Return them for these steps."""
+        key = len(metrics), metrics[-1] if metrics else None, planned_s
+        if key != self.key:
+            self.key, self.pace, self.usual_s = key, pace(metrics, planned_s), usual_s(metrics)
+        return self
+
+
+def usual_s(metrics: Sequence[StepMetrics]) -> float | None:
+    """Return the median step of the run's best ten minutes, so that a run that has been slow for hours is not the measure."""
+    took = [each.step_s for each in metrics if each.step_s]
+    return min(map(statistics.median, _blocks(took)), default=None)
+
+
+def _blocks(took: Sequence[float]) -> Iterator[Sequence[float]]:
+    """Divide the steps into blocks of ten minutes and 20 steps or more; the last may be twice as long."""
+    begin, elapsed_s = 0, 0.0
+    for end, step_s in enumerate(took, 1):
+        elapsed_s += step_s
+        n_left = len(took) - end
+        is_long = elapsed_s >= thresholds.BLOCK_S and end - begin >= thresholds.BLOCK_STEPS
+        if n_left == 0 or (is_long and n_left >= thresholds.BLOCK_STEPS):
+            yield took[begin:end]
+            begin, elapsed_s = end, 0.0
+
+
+def pace(metrics: Sequence[StepMetrics], planned_s: float | None) -> Pace | None:
+    """Return the pace of the last five steps, or of the last minute if they are shorter; None if it is not known yet.
+
+    The first step of an attempt, which connects and compiles, is not judged. A run without a plan is judged against its own
+    first steps as soon as there are as many of them.
+    """
+    attempt = list(itertools.takewhile(lambda each: each.attempt == metrics[-1].attempt, reversed(metrics)))[:-1]
+    n = n_recent(attempt)
+    if planned_s is None:
+        n = min(n, len(metrics) // 2)
+    recent = [each.step_s for each in attempt[:n] if each.step_s]
+    if len(recent) < thresholds.PACE_STEPS or sum(recent) < thresholds.PACE_LEAST_S:
+        return None
+    own_s = usual_s(metrics[: len(metrics) - n])
+    expected = [(value_s, is_planned) for value_s, is_planned in ((planned_s, True), (own_s, False)) if value_s]
+    if not expected:
+        return None
+    recent_s = statistics.mean(sorted(recent)[:-1])  # without the slowest: one slow step is no pace
+    return Pace(recent_s, *min(expected))
+
+
+def n_recent(newest_first: Iterable[StepMetrics]) -> int:
+    """Return how many of the steps make five steps and a minute; all, if they do not."""
+    n, sum_s = 0, 0.0
+    for each in newest_first:
+        n, sum_s = n + 1, sum_s + (each.step_s or 0.0)
+        if n >= thresholds.PACE_STEPS and sum_s >= thresholds.PACE_S:
+            break
+    return n
+
+
+def slow_note(found: Pace | None) -> Iterator[Note]:
+    """Yield that the last steps are slower than expected, and by how much."""
+    if found and found.is_slow:
+        than = "planned" if found.is_planned else "usual"
+        factor = found.recent_s / found.expected_s
+        words = f"a step takes {found.recent_s:.2f} s, {factor:.2g} times the {than} {found.expected_s:.2f} s"
+        yield Note("step_s", words, ("step_s",))
+
+
+class Fall(NamedTuple):
+    """A level that has fallen."""
+
+    usual: float
+    now: float
+    lasts_s: float
+
+
+@dataclasses.dataclass(slots=True)
+class Level:
+    """One quantity over the last ten minutes in which the run trained."""
+
+    # time, value
+    samples: collections.deque[tuple[float, float]] = dataclasses.field(default_factory=collections.deque)
+
+    def add(self, now: float, value: float | None, every_s: float) -> None:
+        """Add a value, at most one per interval."""
+        if value is None or (self.samples and now - self.samples[-1][0] < 0.9 * every_s):
+            return
+        self.samples.append((now, value))
+        while now - self.samples[0][0] > thresholds.LEVEL_S:
+            self.samples.popleft()
+
+    def fall(self, every_s: float) -> Fall | None:
+        """Return how far it has fallen; None if it has not, or for no longer than it did before."""
+        values = [value for _, value in self.samples]
+        if len(values) < thresholds.LEVEL_SAMPLES:
+            return None
+        usual = statistics.median(values)
+        runs = _low_runs(self.samples, thresholds.FALLEN * usual)
+        last = self.samples[-1]
+        if not runs or runs[-1][1] != last[0]:
+            return None
+        *before, (begin, end) = runs
+        longest_s = max((until - since for since, until in before), default=0.0)
+        lasts_s = end - begin
+        if lasts_s < max(every_s, thresholds.LONGER * longest_s):
+            return None
+        return Fall(usual, last[1], lasts_s)
+
+
+def _low_runs(samples: Sequence[tuple[float, float]], limit: float) -> list[tuple[float, float]]:
+    """Return when the value was below the limit, each time from its first to its last sample."""
+    runs: list[tuple[float, float]] = []
+    was_low = False
+    for moment, value in samples:
+        is_low = value < limit
+        if is_low:
+            begin = runs.pop()[0] if was_low else moment
+            runs.append((begin, moment))
+        was_low = is_low
+    return runs
+
+
+KEPT = 9  # times of a phase
+SHOWN = {
+    Phase.FAILED: RunPhase.FAILED,
+    Phase.START: RunPhase.STARTING,
+    Phase.DATA: RunPhase.LOADING,
+    Phase.LOAD: RunPhase.LOADING,
+    Phase.PIN: RunPhase.LOADING,
+    Phase.RESUME: RunPhase.LOADING,
+    Phase.CHECKPOINT: RunPhase.SAVING,
+    Phase.EVAL: RunPhase.EVALUATING,
+    Phase.UPDATE: RunPhase.TRAINING,
+    Phase.TRAIN: RunPhase.TRAINING,
+    Phase.DONE: RunPhase.DONE,
+}  # a rank's phase -> the run's, in the order in which other ranks wait for it
+ACTS = {
+    Phase.START: "starting",
+    Phase.DATA: "reading the data",
+    Phase.LOAD: "loading",
+    Phase.PIN: "pinning memory",
+    Phase.RESUME: "reading the checkpoint",
+    Phase.CHECKPOINT: "saving",
+    Phase.EVAL: "evaluating",
+}  # phases that have a usual time
+
+
+class Stay(NamedTuple):
+    """A run in a phase other than training: for how long, and how long it usually takes."""
+
+    phase: Phase
+    lasts_s: float
+    usual_s: float | None  # None: unknown
+
+    @property
+    def words(self) -> str:
+        """How long it lasts: ``saving for 38m00s, usually 12s``."""
+        usual = "" if self.usual_s is None else f", usually {span(self.usual_s)}"
+        return f"{ACTS[self.phase]} for {span(self.lasts_s)}{usual}"
+
+
+@dataclasses.dataclass(slots=True)
+class PhaseTimes:
+    """How long each phase took so far, as far as that was seen."""
+
+    took: dict[Phase, collections.deque[float]] = dataclasses.field(default_factory=dict)
+    current: tuple[Phase, float] | None = None  # and since when, by the clock of its rank
+
+    def see(self, phase: Phase, since: float) -> None:
+        """Take the phase of one rank, always of the same."""
+        if self.current and self.current[1] < since:
+            before, began = self.current
+            self.took.setdefault(before, collections.deque(maxlen=KEPT)).append(since - began)
+        self.current = phase, since
+
+    def usual_s(self, phase: Phase, told: Mapping[str, float]) -> float | None:
+        """Return the median time of a phase: as seen, else as the host tells; None if it is unknown."""
+        if phase in self.took:
+            return statistics.median(self.took[phase])
+        return told.get(phase)
+
+
+def waited_for(phases: Container[Phase]) -> Phase:
+    """Return the phase of the rank that the others wait for."""
+    return next((phase for phase in SHOWN if phase in phases), Phase.START)
+
+
+def shown_phase(phases: Iterable[Phase]) -> RunPhase:
+    """Return one phase for all ranks: the one that the others wait for."""
+    return SHOWN[waited_for({*phases})]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Past:
+    """Filled by ``moment.remember`` at each moment; a new one for each run."""
+
+    times: PhaseTimes = dataclasses.field(default_factory=PhaseTimes)
+    paces: Paces = dataclasses.field(default_factory=Paces)
+    power_w: Level = dataclasses.field(default_factory=Level)  # per GPU
+    ib_bytes_per_s: Level = dataclasses.field(default_factory=Level)  # per host
+    gone: dict[int, Failure] = dataclasses.field(default_factory=dict)  # by attempt, of the rank that was gone first
+
+
+class Measured(NamedTuple):
+    """The steps of this attempt, by the metrics and by the clock of the host that writes them."""
+
+    step: int  # the last
+    age_s: float  # since the last
+    since_s: float  # since the first
+
+
+def measured(metrics: Sequence[StepMetrics], attempt: int, now: float) -> Measured | None:
+    """Return what the metrics tell about an attempt; None if it has none, or if they do not tell their attempt and time."""
+    if not metrics or metrics[-1].attempt != attempt:
+        return None
+    first = metrics[bisect.bisect_left(metrics, attempt, key=operator.attrgetter("attempt"))]
+    if first.time is None or metrics[-1].time is None:
+        return None
+    return Measured(metrics[-1].step, now - metrics[-1].time, now - first.time)
+
+
+def seconds_between(metrics: Sequence[StepMetrics], saved: int, step: int) -> float:
+    """Return how long the steps after one took: what was measured, and their mean for those of which there are no metrics."""
+    took = known(each.step_s for each in metrics if each.step > saved) or known([metrics[-1].step_s])
+    return statistics.mean(took) * max(0, step - saved) if took else 0.0
+
+
+def unusual(metrics: Sequence[StepMetrics]) -> Iterator[Note]:
+    """Yield what stands out about the last steps, other than how long they take."""
+    last = metrics[-1]
+    if last.step_s is None:
+        return
+    recent = [each for each in metrics[-thresholds.RECENT_STEPS :] if each.step_s is not None]
+    if bad := [each.step for each in recent if each.loss is None]:
+        yield Note("loss", f"the loss of {_steps(bad)} was not a finite number", ("loss",))
+    else:
+        yield from _high_loss([each.loss for each in metrics if each.step_s is not None])
+    if retries := _retries(metrics):
+        shown = counted(retries, "allocator retry", "allocator retries")
+        why = "GPU memory is short, and each makes a step slower; `llama405b plan` says what helps"
+        yield Note("retries", f"{shown} in the last {thresholds.RECENT_STEPS} steps: {why}", ("step_s",))
+
+
+def _steps(steps: Sequence[int]) -> str:
+    return f"step {steps[0]}" + given(" and {} more", len(steps) - 1)
+
+
+def _high_loss(losses: Sequence[float | None]) -> Iterator[Note]:
+    """Yield that the loss stays above its median: the higher it is, the sooner that is told."""
+    for times, n in thresholds.HIGH_LOSS:
+        if usual := _exceeded(losses, times, n):
+            words = f"the loss is {losses[-1]:.4g}, for {n} steps above {times:g} times its median of {usual:.4g}"
+            yield Note("loss", words, ("loss",))
+            return
+
+
+def _retries(metrics: Sequence[StepMetrics]) -> int:
+    """Return how many more the allocator of rank 0 counts than some steps before, in this attempt."""
+    recent = [each for each in metrics if each.attempt == metrics[-1].attempt][-thresholds.RECENT_STEPS :]
+    counts = [each.num_alloc_retries for each in recent if each.num_alloc_retries is not None]
+    return max(0, counts[-1] - counts[0]) if counts else 0
+
+
+def _exceeded(values: Sequence[float | None], times: float, n: int) -> float | None:
+    """Return the median of the values before the last ``n``, if each of these exceeds so many times the median."""
+    before, recent = known(values[:-n]), known(values[-n:])
+    if len(before) < thresholds.USUAL_LOSS_STEPS or not recent:
+        return None
+    median = statistics.median(before)
+    return median if 0 < times * median < min(recent) else None
+
+
+def without_heartbeat(ranks: range, beats: Sequence[Beat], late: Sequence[Beat]) -> Iterator[Note]:
+    """Yield which of a host's ranks have no heartbeat, or one that is ``late``, while the metrics go on."""
+    if missing := sorted({*ranks} - {beat.rank for beat in beats}):
+        yield Note(
+            f"{MISSING} {missing}", f"no heartbeat from {fold_ranks(missing)}, although the run trains", STEP_AND_AGE
+        )
+    if late:
+        names, step = fold_ranks([beat.rank for beat in late]), min(beat.step for beat in late)
+        yield Note(
+            f"late {names}", f"no heartbeat from {names} since step {step}, although the metrics go on", STEP_AND_AGE
+        )
+
+
+def without_metrics(found: Measured | None, beats: Sequence[tuple[Beat, float]], patience_s: float) -> Iterator[Note]:
+    """Yield that the metrics stand while the ranks of the host that writes them go on.
+
+    ``beats``: theirs, with the age of each. Steps without a target have no metrics, and never are many in a row.
+    """
+    if any(beat.phase is not Phase.TRAIN for beat, _ in beats):
+        return
+    step, at_step = 0, min((beat.step for beat, _ in beats), default=0)
+    silent_s = min((beat.time - beat.phase_since for beat, _ in beats), default=0.0)
+    if found:
+        step, silent_s = found.step, found.age_s - max((age_s for _, age_s in beats), default=0.0)
+    if at_step > step + thresholds.DISAGREE_STEPS and silent_s > patience_s:
+        yield Note(
+            "metrics", f"no metrics{given(' since step {}', step)}, although its ranks are at step {at_step}", ("step",)
+        )

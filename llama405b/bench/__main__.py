@@ -1,0 +1,33 @@
+"""Measure as one of the ranks that torchrun has started; rank 0 prints what each probe found, as soon as it ends."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from llama405b.bench.program import Options, run_here
+from llama405b.contract import reader
+from llama405b.predict.run_shape import RunShape
+from llama405b.spec.probes import Probe, ProbeResult, encode
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the program."""
+    parser = argparse.ArgumentParser(prog="llama405b.bench", description=__doc__)
+    parser.add_argument("--probes", required=True, help="their names, with commas between")
+    parser.add_argument("--within", type=float, required=True, help="seconds")
+    parser.add_argument("--device", choices=("auto", "cpu"), default="auto")
+    parser.add_argument("--bind", choices=("auto", "off"), default="off")
+    parser.add_argument("--load", type=lambda text: reader.loads(RunShape, text, "--load"), help="the run of `rates`")
+    parser.add_argument("--directory", type=Path, help="where `rates` writes")
+    args = parser.parse_args(argv)
+    options = Options(args.device, args.bind == "auto", args.load, args.directory)
+    return run_here([Probe(name) for name in args.probes.split(",")], args.within, _print, options)
+
+
+def _print(result: ProbeResult) -> None:
+    print(*encode(result), sep="\n", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,311 @@
+"""Reading checkpoints, merged adapters and old pickles as a model's tensors, and writing them as safetensors.
+
+A checkpoint's weights, tensor by tensor and without a process group: whatever number of ranks saved it.
+
+Every block of its files that a tensor lies in is compared with the manifest before it is read. Knows manifests and DCP's
+metadata; not the model's shape.
+
+The weights of a checkpoint that holds an adapter alone: merged with those beside which it was trained.
+
+Knows manifests, settings that were saved, and safetensors; not how a model is written.
+
+Weights in pickles: ``pytorch_model*.bin`` of older models, or a file for each module. Only tensors are unpickled (``weights_only``).
+
+Of the latter a file has the name of its module, ``model.layers.17.pt``, and its tensors have theirs within it, or in the model.
+
+A safetensors file written tensor by tensor: no more than one is in memory. Knows the format; see ``contract.tensors``.
+"""
+
+import collections
+import functools
+import hashlib
+import math
+import os
+import pickle
+import re
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from llama405b.checkpoint.verified import (
+    DamagedError,
+    PassedOver,
+    TensorPlanner,
+    VerifiedReader,
+    open_manifest,
+    warning_of,
+)
+from llama405b.contract.checkpoints import CONFIG_FILE, WEIGHTS, write_manifest
+from llama405b.contract.errors import UserError, and_more, reason_of
+from llama405b.settings import config
+from llama405b.settings.schema import Config
+from llama405b.spec import models
+from llama405b.spec.models import DOWN, PEFT, UNUSED_ANYWHERE, UP, is_factor
+from llama405b.spec.tensors import (
+    BY_LAYER,
+    DTYPE_BYTES,
+    PICKLED,
+    PICKLED_INDEX,
+    fingerprint_of,
+    header_bytes,
+    read_tensors,
+    read_weight_map,
+)
+
+T = TypeVar("T")
+
+
+class SavedWeights:
+    """The weights in a checkpoint, by name in the model."""
+
+    def __init__(self, path: Path) -> None:
+        """Read the manifest, and DCP's metadata once that is known to be what was saved.
+
+        Raises:
+            UserError: The checkpoint is incomplete or damaged, or cannot be read.
+        """
+        opened = open_manifest(path, {})
+        if isinstance(opened, PassedOver):
+            raise UserError(f"{opened}; export another step with --step")
+        try:
+            self.warning = warning_of(path, opened)
+        except OSError as error:
+            raise UserError(f"{path}: cannot be read ({reason_of(error)}); make it readable") from None
+        self.path, self.manifest = path, opened
+        self.reader = VerifiedReader(path, opened)
+        metadata = self._naming_a_way_out(self.reader.read_metadata)
+        self.parts = collections.defaultdict(list)  # of a tensor: file, offset, length
+        for index, where in (metadata.storage_data or {}).items():
+            self.parts[index.fqn].append((where.relative_path, where.offset, where.length))
+        _, self.digest = write_manifest(opened)
+        self.tensors: dict[str, TensorStorageMetadata] = {
+            name.removeprefix(WEIGHTS): entry
+            for name, entry in metadata.state_dict_metadata.items()
+            if name.startswith(WEIGHTS) and isinstance(entry, TensorStorageMetadata)
+        }
+        self.shapes = {name: tuple(entry.size) for name, entry in self.tensors.items()}
+
+    def read(self, name: str) -> Tensor:
+        """Return a whole tensor, in the dtype in which it was saved.
+
+        Raises:
+            UserError: A part of it is damaged, or is no tensor.
+        """
+        entry = self.tensors[name]
+        for part in self.parts[f"{WEIGHTS}{name}"]:
+            self._naming_a_way_out(functools.partial(self.reader.check, *part))
+        tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that there is no process group
+            try:
+                dcp.load(
+                    {f"{WEIGHTS}{name}": tensor}, storage_reader=self.reader, planner=TensorPlanner(), no_dist=True
+                )
+            except CheckpointException as failed:
+                [(cause, _)] = failed.failures.values()
+                raise UserError(f"{self.path}: {name} cannot be read ({reason_of(cause)})") from None
+        return tensor
+
+    def _naming_a_way_out(self, read: Callable[[], T]) -> T:
+        try:
+            return read()
+        except DamagedError as fault:
+            raise UserError(f"{fault}; export another step with --step") from None
+
+
+def has_adapter(found: SavedWeights) -> bool:
+    """Whether a checkpoint holds an adapter alone."""
+    return any(map(is_factor, found.shapes))
+
+
+def settings_of(found: SavedWeights) -> Config:
+    """Return the settings that a checkpoint was saved with.
+
+    Raises:
+        UserError: It has none.
+    """
+    path = found.path / CONFIG_FILE
+    if not path.is_file():
+        raise UserError(f"{path}: no such file, and only it says what the adapter is; export another step with --step")
+    return config.resolve(config.read_toml(path))
+
+
+class MergedWeights:
+    """W + alpha / rank * B A of each target, in FP32, and all other weights as they are."""
+
+    def __init__(self, found: SavedWeights, base: Path, settings: Config) -> None:
+        """``base``: the directory of the model.
+
+        Raises:
+            UserError: It is not the one that the adapter was trained beside, or cannot be read.
+        """
+        self.found, self.path, self.base, adapter = found, found.path, base, settings.adapter
+        self.scaling = adapter.alpha / adapter.rank
+        if not base.is_dir():
+            raise UserError(
+                f"{base}: no such directory; name that of the model beside which {found.path} was trained with --model"
+            )
+        if settings.model.weights == "random":
+            raise UserError(
+                f"{found.path}: was trained beside random weights, so there are none to merge it into; use --adapter"
+            )
+        self.shapes = models.read_llama(base, settings.model.layers).tensors()
+        self.layout = read_tensors(base)
+        for name, shape in self.shapes.items():
+            if name not in self.layout or self.layout[name].shape != shape or self.layout[name].pieces:
+                raise UserError(
+                    f"{base}: has not the whole of {name}; name a directory with all weights of the model with --model"
+                )
+        fingerprint = fingerprint_of(self.layout)
+        trained = re.search(r", weights (\w+)", found.manifest.identity.model if found.manifest.identity else "")
+        if trained and not fingerprint.startswith(trained[1]):
+            raise UserError(
+                f"{base}: has not the weights beside which {found.path} was trained; name their directory with --model"
+            )
+        self.digest = hashlib.sha256(f"{found.digest} {fingerprint}".encode()).hexdigest()
+
+    def read(self, name: str) -> Tensor:
+        """Return a whole tensor; a target's in FP32."""
+        info = self.layout[name]
+        weight: Tensor = _open(info.file).get_tensor(name)  # type: ignore[no-untyped-call]
+        matrix = name.removesuffix(".weight")
+        if matrix + UP not in self.found.shapes:
+            return weight
+        down, up = (self.found.read(matrix + factor).float() for factor in (DOWN, UP))
+        return torch.addmm(weight.float(), up, down, alpha=self.scaling)
+
+
+class PeftWeights:
+    """The adapter alone, under the names that it has in peft's files."""
+
+    def __init__(self, found: SavedWeights) -> None:
+        self.found, self.path = found, found.path
+        self.shapes = {f"{PEFT}{name}": shape for name, shape in found.shapes.items()}
+        self.digest = hashlib.sha256(f"{found.digest} peft".encode()).hexdigest()
+
+    def read(self, name: str) -> Tensor:
+        """Return a whole factor."""
+        return self.found.read(name.removeprefix(PEFT))
+
+
+@functools.lru_cache(maxsize=1)
+def _open(file: Path) -> safe_open:
+    return safe_open(file, framework="pt")
+
+
+MODULES = ("model.", "lm_head")
+
+
+class PickledWeights:
+    """The weights in such files, by name in the model: mapped, so that they take no memory of their own."""
+
+    def __init__(self, path: Path) -> None:
+        """Find the files and list their tensors.
+
+        Raises:
+            UserError: A file is missing, damaged, or contains something other than tensors.
+        """
+        self.path, files = path, [PICKLED]
+        if (path / BY_LAYER).is_file():
+            files = sorted(file.name for file in path.glob("*.pt") if file.stem.startswith(MODULES))
+        elif (path / PICKLED_INDEX).is_file():
+            files = sorted({Path(name).name for name in read_weight_map(path / PICKLED_INDEX).values()})
+        if missing := [name for name in files if not (path / name).is_file()]:
+            raise UserError(f"{path / missing[0]}: missing{and_more(missing)}; download the files of the index")
+        self.files: dict[str, str] = {}  # by tensor
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        dtypes: set[torch.dtype] = set()
+        for file in files:
+            for name, tensor in self._open(file).items():
+                if name in self.files and UNUSED_ANYWHERE not in name:
+                    raise UserError(f"{path / file}: has {name}, as {self.files[name]} does; delete one of them")
+                self.files[name], self.shapes[name] = file, tuple(tensor.shape)
+                if UNUSED_ANYWHERE not in name:
+                    dtypes.add(tensor.dtype)
+        self.dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32  # holds all weights exactly
+        known = [(name, (path / name).stat().st_size, (path / name).stat().st_mtime) for name in files]
+        self.digest = hashlib.sha256(repr(known).encode()).hexdigest()
+
+    def read(self, name: str) -> Tensor:
+        """Return a whole tensor."""
+        return self._open(self.files[name])[name].detach()
+
+    @functools.lru_cache(maxsize=1)  # noqa: B019 - one object per process
+    def _open(self, name: str) -> dict[str, Tensor]:
+        file = self.path / name
+        try:
+            content = torch.load(file, "cpu", weights_only=True, mmap=_can_be_mapped(file))
+        except pickle.UnpicklingError:
+            raise UserError(
+                f"{file}: contains more than tensors, or is damaged; download it from a source that you trust"
+            ) from None
+        except (OSError, RuntimeError, EOFError) as error:
+            raise UserError(f"{file}: cannot be read ({reason_of(error)}); download it again") from None
+        if not isinstance(content, dict) or not all(isinstance(each, Tensor) for each in content.values()):
+            raise UserError(f"{file}: is not a dictionary of tensors; only weights can be converted")
+        if file.suffix == ".pt":
+            return {name if name.startswith(MODULES) else f"{file.stem}.{name}": each for name, each in content.items()}
+        return content
+
+
+def _can_be_mapped(file: Path) -> bool:
+    """Whether torch wrote it as a zip archive, as since 1.6; older files are read whole."""
+    with file.open("rb") as opened:
+        return opened.read(4) == b"PK\x03\x04"
+
+
+NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
+
+
+def partial_of(path: Path) -> Path:
+    """Return the file that is written first."""
+    return path.with_name(f".{path.name}.partial")
+
+
+def write_tensors(
+    path: Path, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, read: Callable[[str], Tensor]
+) -> str:
+    """Write tensors in this order and dtype; returns the file's SHA-256. It appears under its name when it is complete.
+
+    Raises:
+        OSError: The disk is full, or cannot be written.
+    """
+    partial = partial_of(path)
+    digest = hashlib.sha256()
+    begin = 0
+    entries: dict[str, object] = {}
+    for name, shape in shapes.items():
+        end = begin + math.prod(shape) * DTYPE_BYTES[NAMES[dtype]]
+        entries[name] = {"dtype": NAMES[dtype], "shape": shape, "data_offsets": [begin, end]}
+        begin = end
+    try:
+        with partial.open("wb") as file:
+
+            def put(content: bytes | memoryview) -> None:
+                digest.update(content)
+                file.write(content)
+
+            put(header_bytes(entries))
+            for name in shapes:
+                put(memoryview(read(name).to(dtype).contiguous().flatten().view(torch.uint8).numpy()))
+            file.flush()
+            os.fsync(file.fileno())
+    except BaseException:
+        partial.unlink(missing_ok=True)  # or it would take the room of the next try
+        raise
+    partial.rename(path)
+    return digest.hexdigest()
+
+
+def sha256_of(path: Path) -> str:
+    """Return the SHA-256 of a file as it is now, as ``write_tensors`` does of what it wrote."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,1 +1,0 @@
-"""What measures hosts, on every rank: ``bench``, ``doctor --deep``, ``plan --calibrate`` and ``--rehearse`` choose among its probes."""

@@ -1,0 +1,1 @@
+"""The forms that training data comes in; without torch."""

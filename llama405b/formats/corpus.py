@@ -1,0 +1,330 @@
+"""Which files ``data.paths`` names, and what each is: told by its content, so that nothing is trained as what it is not.
+
+Standard library only: launch asks the same of the head before anything starts. Knows nothing of tokens or ranks.
+"""
+
+import codecs
+import contextlib
+import enum
+import glob
+import gzip
+import io
+import itertools
+import json
+import re
+import sysconfig
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import BinaryIO, Literal, Protocol, TextIO
+
+from llama405b.contract.errors import UserError, reason_of
+from llama405b.contract.reader import Json
+from llama405b.formats.document import (
+    Chat,
+    NotUtf8,
+    NotWholeError,
+    TooManyCells,
+    document_of,
+    items_of,
+    rows_of_csv,
+    unusable,
+)
+
+HUB = "hf://"  # what a path begins with that names a dataset of the Hub
+OWNER_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")  # as the Hub names models and datasets
+STDLIB = "stdlib"  # the one path that every machine has: the source of Python's standard library
+NO_TEMPLATE = (
+    "is a conversation, but the tokenizer has no chat template; name a file with one in --data.chat_template, or start from "
+    "an instruction-tuned model"
+)
+NAME_FIELDS = "say which fields to read, like --data.fields prompt=instruction,completion=output"
+ARRAY_OF_OBJECTS = re.compile(rb"\[\s*\{")  # how one begins; other text may, too
+CONVERT = "convert the file, like `iconv -f latin1 -t utf-8`"
+GZIP = b"\x1f\x8b"
+PARQUET, ARROW_FILE, ARROW_STREAM = b"PAR1", b"ARROW1", b"\xff\xff\xff\xff"
+SAVED_DATASET, SAVED_SPLITS = "state.json", "dataset_dict.json"  # what `datasets` writes beside its files
+HEAD_BYTES = 8192  # enough to tell text from binary
+FIRST_FILES = 1000  # of a path, that launch looks into: opening all would take minutes
+TEXT_BYTES = bytes({7, 8, 9, 10, 12, 13, 27} | set(range(0x20, 0x100)) - {0x7F})
+TOKENIZED, TOKENS = "tokens.json", "tokens.bin"  # what `data tokenize` writes
+UNREADABLE = (OSError, EOFError, zlib.error)  # the last two: a gzip file that is cut short or damaged
+
+
+FirstRows = Callable[[BinaryIO, Sequence[str]], Iterable[Json | NotUtf8]]  # of a table, with data.fields
+
+
+class Stat(Protocol):
+    """What is asked of a file."""
+
+    @property
+    def st_size(self) -> int: ...  # noqa: D102
+    @property
+    def st_mtime_ns(self) -> int: ...  # noqa: D102
+
+
+class File(Protocol):
+    """What documents are read from: a ``Path``, or what behaves like one."""
+
+    @property
+    def name(self) -> str: ...  # noqa: D102
+    @property
+    def suffix(self) -> str: ...  # noqa: D102
+    def stat(self) -> Stat: ...  # noqa: D102
+    def open(self, mode: Literal["rb"]) -> BinaryIO: ...  # noqa: D102
+
+
+class Form(enum.Enum):
+    """How a file holds documents."""
+
+    TEXT = "one document"
+    RECORDS = "JSON Lines: a document per line"
+    ARRAY = "a JSON array: a document per object"
+    CSV = "CSV or TSV with a header: a document per row"
+    TABLE = "Parquet or Arrow: a document per row"
+    OWN = "what the user's module reads"
+
+
+def expand(paths: Sequence[str]) -> list[Path]:
+    """List the files that ``data.paths`` names, in a fixed order.
+
+    Raises:
+        UserError: A path matches no file.
+    """
+    return [file for path in paths for file in sorted(_matches(path))]
+
+
+def is_tokenized(paths: Sequence[str]) -> bool:
+    """Whether the paths name what `data tokenize` has written.
+
+    Raises:
+        UserError: Beside other paths, which are one source with it.
+    """
+    made = [path for path in paths if (Path(path) / TOKENIZED).is_file()]
+    if made and len(paths) > 1:
+        raise UserError(
+            f"--data.paths: {made[0]} is tokenized already, so it is a source of its own: give each path a weight"
+        )
+    return bool(made)
+
+
+def check_paths(
+    paths: Sequence[str],
+    names: Sequence[str] = (),
+    *,
+    skip: bool = False,
+    has_template: bool = True,
+    first_rows: FirstRows = lambda *_: (),
+    passes: Callable[[Path], bool] = lambda _: False,
+) -> None:
+    """Check that the paths name files that can be trained on, by the first record of each.
+
+    ``names``, ``skip``: as ``data.fields`` and ``data.bad_records`` say it; ``has_template``: for conversations; ``first_rows``:
+    what reads tables, which the standard library cannot; without it nothing more of them is checked. ``passes``: files that are not.
+
+    Raises:
+        UserError: A path matches no file, or one of its first files has no form that is known or cannot be used.
+    """
+    for path in paths:
+        if path.startswith(HUB) or is_tokenized([path]):  # the first needs the network
+            continue
+        for file in itertools.islice(itertools.filterfalse(passes, _matches(path)), FIRST_FILES):
+            form = form_of(file)
+            if form is Form.TEXT:
+                continue
+            with reading(file) as raw:
+                is_table = form is Form.TABLE
+                records = enumerate(first_rows(raw, names), 1) if is_table else numbered(raw, form)
+                for number, record in itertools.islice(records, 1):
+                    document = document_of(record, names)
+                    if document is None and not skip:
+                        raise refusal(f"{file}:{number}", unusable(record), remedy_of_form(record))
+                    if isinstance(document, Chat) and not has_template:
+                        raise UserError(f"{file}:{number}: {NO_TEMPLATE}")
+
+
+def check_template(path: Path) -> Path:
+    """Return the file of ``data.chat_template``.
+
+    Raises:
+        UserError: It cannot be read.
+    """
+    try:
+        path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(
+            f"--data.chat_template: {path}: cannot be read ({reason_of(error)}); correct the path"
+        ) from None
+    return path
+
+
+def form_of(file: File) -> Form:
+    """Tell by content (JSON Lines also by name) how a file holds documents.
+
+    Raises:
+        UserError: It cannot be read, or is none of these.
+    """
+    with reading(file) as raw:
+        packed = raw.read(len(ARROW_FILE))
+        raw.seek(0)
+        head = _unpacked(raw).read(HEAD_BYTES)
+    if packed.startswith((PARQUET, ARROW_FILE)) or (packed.startswith(ARROW_STREAM) and file.suffix == ".arrow"):
+        return Form.TABLE
+    if _is_binary(head):
+        raise UserError(
+            f"{file}: neither text nor JSON Lines (plain or in gzip) nor Parquet; convert it, or choose files with a glob "
+            "like 'corpus/**/*.md'"
+        )
+    name, begin = file.name.lower().removesuffix(".gz"), head.lstrip(codecs.BOM_UTF8 + b" \t\r\n")
+    if name.endswith((".jsonl", ".ndjson")):
+        return Form.RECORDS
+    if name.endswith((".csv", ".tsv")):
+        return Form.CSV
+    is_json = name.endswith(".json")
+    if begin.startswith(b"{") and _begins_with_records(file, is_json=is_json):
+        return Form.RECORDS
+    if ARRAY_OF_OBJECTS.match(begin) and _begins_with_objects(file):
+        return Form.ARRAY
+    if is_json:
+        raise UserError(
+            f"{file}: JSON, but neither an array of objects nor an object per line; write its records as one of these, or "
+            "choose other files with a glob like 'corpus/**/*.md'"
+        )
+    return Form.TEXT
+
+
+def is_splittable(file: File) -> bool:
+    """Whether a file can be read from any byte on: JSON Lines that are not packed.
+
+    Raises:
+        UserError: It cannot be read, or has no form that is known.
+    """
+    if form_of(file) is not Form.RECORDS:
+        return False
+    with reading(file) as raw:
+        return raw.read(len(GZIP)) != GZIP
+
+
+@contextlib.contextmanager
+def reading(file: File) -> Iterator[BinaryIO]:
+    """Open a file's bytes, as they are stored.
+
+    Raises:
+        UserError: It cannot be opened; or not be read, inside.
+    """
+    try:
+        with file.open("rb") as raw:
+            yield raw
+    except UNREADABLE as error:
+        raise UserError(f"{file}: cannot be read ({reason_of(error)}); correct it, or leave it out") from None
+
+
+def text_of(raw: BinaryIO) -> TextIO:
+    """The text of a file's bytes, unpacked, with the line ends that it has; ``NotUtf8.of`` finds bytes that are not UTF-8."""
+    return io.TextIOWrapper(_unpacked(raw), "utf-8-sig", "surrogateescape", newline="")
+
+
+def numbered(raw: BinaryIO, form: Form) -> Iterator[tuple[int, Json | NotUtf8 | TooManyCells]]:
+    """Each record of a file that is no table, and its line (of an array: which object it is), from 1; None if it is no JSON.
+
+    Raises:
+        OSError: An array or a row breaks off, or is not what it began as.
+    """
+    match form:
+        case Form.ARRAY:
+            yield from enumerate(items_of(text_of(raw)), 1)
+        case Form.CSV:
+            yield from rows_of_csv(text_of(raw))
+        case _:
+            yield from ((n, record_of(line)) for n, line in enumerate(text_of(raw), 1) if line.strip())
+
+
+def refusal(where: object, why: str, remedy: str = "") -> UserError:
+    """The error of a record that cannot be used; ``remedy``: where it is the first one, since all others may be like it."""
+    skip = "leave such records out with --data.bad_records skip"
+    return UserError(f"{where}: {why}; correct it, or {remedy or skip}")
+
+
+def remedy_of_form(record: object) -> str:
+    """What to do about the first record of a file, if it is no document."""
+    match record:
+        case NotUtf8():
+            return CONVERT
+        case TooManyCells():
+            return "quote what has a delimiter or a line break in it"
+    return NAME_FIELDS
+
+
+def record_of(line: str) -> Json | NotUtf8:
+    """What a line of JSON Lines says; None if it is no JSON."""
+    return NotUtf8.of(line) or _parsed(line)
+
+
+def _parsed(line: str) -> Json:
+    with contextlib.suppress(ValueError, RecursionError):
+        return json.loads(line)
+    return None
+
+
+def _matches(path: str) -> Iterator[Path]:
+    """The files that a path names, in no order."""
+    found = _named(path)
+    first = next(found, None)
+    if first is None:
+        hub = f", or write {HUB}datasets/{path} for the Hub's" if OWNER_NAME.fullmatch(path) else ""
+        raise UserError(f"--data.paths: {path!r} matches no file; check the path{hub}")
+    return itertools.chain([first], found)
+
+
+def _named(path: str) -> Iterator[Path]:
+    if path == STDLIB:
+        root = Path(sysconfig.get_paths()["stdlib"])
+        return (p for p in root.rglob("*.py") if not {"site-packages", "test", "tests"} & set(p.parts))
+    root = Path(path)
+    if (root / SAVED_SPLITS).is_file():
+        splits = ", ".join(sorted(each.name for each in root.iterdir() if each.is_dir()))
+        raise UserError(
+            f"--data.paths: {path!r} is a dataset of several splits ({splits}); name one, like {root / 'train'}"
+        )
+    if (root / SAVED_DATASET).is_file() and (found := list(root.glob("data-*.arrow"))):
+        return iter(found)
+    if root.is_file():
+        return iter([root])
+    if root.is_dir():
+        below = (p for p in root.rglob("*") if p.is_file())
+        return (p for p in below if not any(part.startswith(".") for part in p.relative_to(root).parts))
+    return (Path(p) for p in glob.iglob(path, recursive=True) if Path(p).is_file())  # noqa: PTH207
+
+
+def _unpacked(raw: BinaryIO) -> BinaryIO:
+    is_gzip = raw.read(len(GZIP)) == GZIP
+    raw.seek(0)
+    if is_gzip:
+        return io.BufferedReader(gzip.GzipFile(fileobj=raw))
+    return raw
+
+
+def _is_binary(head: bytes) -> bool:
+    """Whether bytes hold a NUL, or control characters in what is not UTF-8: Latin-1 has none."""
+    try:
+        codecs.getincrementaldecoder("utf-8")().decode(head)  # the last character may be cut
+    except UnicodeDecodeError:
+        return bool(head.translate(None, TEXT_BYTES))
+    return b"\0" in head
+
+
+def _begins_with_records(file: File, *, is_json: bool) -> bool:
+    """Whether the first line is a document, or the first two lines are JSON objects; of what is JSON by name, the first line."""
+    with reading(file) as raw:
+        lines = itertools.islice((line for line in text_of(raw) if line.strip()), 2)
+        first, *more = map(_parsed, lines)
+    if not isinstance(first, dict):
+        return False
+    return is_json or document_of(first) is not None or any(isinstance(each, dict) for each in more)
+
+
+def _begins_with_objects(file: File) -> bool:
+    """Whether it is an array whose first item is an object."""
+    with reading(file) as raw, contextlib.suppress(NotWholeError):
+        return isinstance(next(items_of(text_of(raw)), None), dict | NotUtf8)
+    return False

@@ -1,0 +1,343 @@
+"""Memory, disk and time of a training run, estimated from shapes. Nothing here has been measured on a GPU by this project.
+
+Sources. Memory of a GPU: allocated ``memory``, reserved ``pools``. Time: ``step_time``. Memory of a host: ``run_shape``.
+
+Of a run's time, what makes steps that last: beside saves, restarts, and steps that a failure undoes.
+
+The machines that a prediction is for: as they were found, or as they are described.
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping
+
+from llama405b.contract.errors import UserError
+from llama405b.predict.hardware import GIB, USUAL, Gpu, Rates, Setting, Shape, gpu_named, read_gpus
+from llama405b.predict.memory import Peak, peak
+from llama405b.predict.reserved import reserved
+from llama405b.predict.run_shape import INPUTS, PINNED_KINDS, RunShape
+from llama405b.predict.step_time import BYTES, LoadingCost, SavingCost, StepTime, loading, saving, step_time
+from llama405b.settings.schema import Cadence, share_that_counts
+from llama405b.spec.models import adapted
+
+RUNTIME_BYTES = 2 * GIB  # CUDA's context and NCCL's buffers
+PINNED_BYTES_PER_S = 100e9 / 60  # by a rank: registering 100 GB takes about a minute; a prior
+DISK_BYTES_PER_S = 5e9  # of one host, as checkpoints are written
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Cluster:
+    """What it is trained on, beside the number of ranks."""
+
+    gpu: Gpu = dataclasses.field(default_factory=lambda: read_gpus()[USUAL])
+    nic_bytes_per_s: float = 400e9  # of a host: eight links of 400 Gbit/s
+    disk_bytes_per_s: float = DISK_BYTES_PER_S  # of a host, reading weights and writing checkpoints
+    pace: Gpu | None = None  # what its GPUs attain, measured; None: shares of their data sheet
+    rates: Rates | None = None  # of that pace; None: the fitted ones
+    runtime_bytes: float = RUNTIME_BYTES  # of a GPU, beside the peak
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Estimate:
+    """What it takes."""
+
+    run: RunShape
+    peak: Peak  # of a GPU: what is allocated then
+    held_by_host: Mapping[str, float]  # bytes of RAM per host
+    weights_bytes: int  # of disk, for the files in BF16
+    checkpoints_bytes: int  # of disk, while one more than ``keep`` is being written
+    time: StepTime | None  # None: unknown for these numerics
+    loading: LoadingCost
+    saving: SavingCost
+    runtime_bytes: float  # of a GPU, beside the peak
+    on_cpu: bool = False
+
+    @property
+    def host_bytes(self) -> float:
+        """Bytes of RAM per host; 0: only what loading needs."""
+        return sum(self.held_by_host.values())
+
+    @property
+    def gpu_bytes(self) -> float:
+        """Allocated per GPU at the peak, with CUDA's context and NCCL's buffers: with less memory it does not run."""
+        return self.peak.total + self.runtime_bytes
+
+    @property
+    def reserved(self) -> Mapping[str, int]:
+        """What PyTorch reserves per GPU, by pool; empty: not known."""
+        return {} if self.on_cpu else reserved(self.run)
+
+    @property
+    def gpu_reserved_bytes(self) -> float | None:
+        """Its sum, with CUDA's context and NCCL's buffers: with less memory it runs slower; None: not known."""
+        pools = self.reserved
+        return sum(pools.values()) + self.runtime_bytes if pools else None
+
+    @property
+    def pinned_bytes(self) -> float:
+        """Of a host's memory, what is pinned before the first step: what crosses to GPUs, and copies of what is saved."""
+        if self.on_cpu:
+            return 0.0
+        inputs = self.held_by_host.get(INPUTS, 0.0)
+        if self.run.offload == "none":
+            return inputs + self.saving.staged_bytes * Cadence.read(self.run.every).saves
+        return inputs + sum(self.held_by_host.get(name, 0.0) for name in PINNED_KINDS[self.run.offload])
+
+    @property
+    def pinning_s(self) -> float:
+        """How long that takes; all ranks of a host at the same time."""
+        return self.pinned_bytes / min(self.run.world, self.run.ranks_per_host) / PINNED_BYTES_PER_S
+
+    @property
+    def step_s(self) -> float | None:
+        """The time of a step."""
+        return self.time.step_s if self.time else None
+
+
+def estimate(run: RunShape, cluster: Cluster | None = None, ram_bytes: float = 0.0) -> Estimate:
+    """Estimate what a run takes; by default on H100s, whose hosts have ``ram_bytes``; 0: unknown."""
+    cluster = cluster or Cluster()
+    time, disk = _time(run, cluster), cluster.disk_bytes_per_s
+    step_s = time.step_s if time else None
+    return Estimate(
+        run=run,
+        peak=peak(run),
+        held_by_host=run.host_bytes,
+        weights_bytes=BYTES * run.llama.parameters,
+        checkpoints_bytes=(run.keep + 1) * run.checkpoint_bytes,
+        time=time,
+        loading=loading(run.llama, run.hosts, disk, cluster.nic_bytes_per_s),
+        saving=saving(
+            run.checkpoint_bytes / run.hosts,
+            disk,
+            step_s,
+            run.mtbf_s / run.world,
+            run.room(ram_bytes),
+            at_once=run.offload == "none" and not cluster.gpu.is_cpu,
+        ),
+        runtime_bytes=cluster.runtime_bytes,
+        on_cpu=cluster.gpu.is_cpu,
+    )
+
+
+def seconds_per_step(run: RunShape, cluster: Cluster) -> float:
+    """Return the time of a step, alone; infinite for numerics that nobody timed."""
+    time = _time(run, cluster)
+    return time.step_s if time else math.inf
+
+
+def _time(run: RunShape, cluster: Cluster) -> StepTime | None:
+    """The time of a step; None for numerics that nobody timed."""
+    if run.numerics == "fp32" and not cluster.rates:
+        return None
+    return step_time(setting_of(run, cluster), cluster.rates or Rates.read())
+
+
+def setting_of(run: RunShape, cluster: Cluster) -> Setting:
+    """Return what is trained on what, as the model of a step's time takes it."""
+    gradient = run.gradient_bytes
+    weights = run.weight_bytes if run.offload == "all" else 0
+    if run.adapter.trains:
+        weights = run.compute_bytes * (run.offload == "all")
+    return Setting(
+        Shape.of(run.llama), cluster.pace or cluster.gpu, run.world, run.ranks_per_host, cluster.nic_bytes_per_s, run.seq_len,
+        run.micro_batch, run.rounds, gradient,
+        units=1 + run.halves,
+        update_bytes=run.update_bytes_per_parameter,
+        updates_on_host=run.offload != "none",
+        norm_bytes=gradient * run.overlap,
+        copied_up=weights,
+        copied_down=gradient * (run.offload != "none"),
+        compute_bytes=run.compute_bytes,
+        sharded_over=run.shards,
+        tp=run.tp,
+        cp=run.cp,
+        stages=run.stages,
+        chunks=run.chunks if run.pp > 1 else 1,
+        reshard=not run.keeps_weights,
+        gathers_once=run.keeps_weights,
+        loss_of_parts=run.loss == "parts",
+        kept_by=run.kept_by,
+        ours=True,
+        compiled=run.compiled,
+        fused=run.fused,
+        fp8=run.numerics == "fp8",
+        inputs_copied=run.activations == "host",
+        recompute=run.recompute,
+        reduces_once=not run.reduces_each,
+        trained=run.trained / run.llama.parameters,
+        adapted=adapted(run.llama, run.adapter),
+    )  # fmt: skip
+
+
+def describe_needs(run: RunShape) -> list[str]:
+    """Say what a run takes, as lines of text."""
+    needs = estimate(run)
+    ram = "host memory only while loading"
+    if needs.host_bytes:
+        ram = f"{_gib(needs.host_bytes)} of RAM per host ({run.hosts} of {run.world // run.hosts} ranks)"
+    time = ""
+    if needs.step_s:
+        time = f", about {needs.step_s:.1f} s per step on H100s"
+    return [
+        f"estimate     GPU memory per rank: {_both(needs)}; {ram}{time}; compared with one GPU, not yet with several",
+        f"disk         {_gib(needs.weights_bytes)} of weights, {_gib(needs.checkpoints_bytes)} for {run.keep + 1} checkpoints",
+        _saving(needs.saving),
+    ]
+
+
+def _saving(found: SavingCost) -> str:
+    return (
+        f"save         {_gib(found.n_bytes)} per host, {found.write_s:,.0f} s at {DISK_BYTES_PER_S / 1e9:.0f} GB/s, beside training; "
+        "what is not written when its next update comes takes CPU memory, or delays it"
+    )
+
+
+def table_row(name: str, run: RunShape) -> str:
+    """Return a run as a row of the table in README and docs/plan.md."""
+    needs = estimate(run)
+    ram, time = "-", "-"
+    if needs.host_bytes:
+        ram = _gib(needs.host_bytes)
+    if needs.step_s:
+        time = f"{needs.step_s:.0f} s"
+    cells = [
+        name, run.numerics, run.offload, f"{run.world}", _both(needs, short=True), ram, _gib(needs.weights_bytes),
+        _gib(needs.checkpoints_bytes), time,
+    ]  # fmt: skip
+    return f"| {' | '.join(cells)} |"
+
+
+def _both(needs: Estimate, *, short: bool = False) -> str:
+    """Allocated and reserved memory of a GPU, if that is known."""
+    kept = needs.gpu_reserved_bytes
+    if kept is None:
+        return _gib(needs.gpu_bytes)
+    words = (" /", "") if short else (" GiB allocated,", " reserved")
+    return f"{needs.gpu_bytes / GIB:,.0f}{words[0]} {_gib(kept)}{words[1]}"
+
+
+def _gib(n_bytes: float) -> str:
+    return f"{n_bytes / GIB:,.0f} GiB"
+
+
+RESTART_S = 60.0  # to notice a failure, end all ranks and start them anew, before anything is read; a prior
+LEAST = 0.01  # below this share a run is said to get nowhere
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Goodput:
+    """What saves and failures leave of the time."""
+
+    share: float  # that makes steps that last
+    saves_share: float  # that goes to saves
+    interval_s: float  # of training between saves
+    mtbf_s: float  # between failures, of the run
+
+    @property
+    def arrives(self) -> bool:
+        """Whether the run gets anywhere."""
+        return self.share >= LEAST
+
+
+def goodput(
+    saving: SavingCost, cadence: Cadence, step_s: float, mtbf_s: float, whole_s: float, start_s: float = 0.0
+) -> Goodput | None:
+    """Predict it; ``mtbf_s``: between failures of the run; ``whole_s``: of its steps, which are all lost if it never saves; 0: unknown.
+
+    ``start_s``: of a start, beside reading.
+
+    A failure undoes what came after the last save that was whole, which is younger than the last that began by as long as one takes.
+    A new start reads it at the rate of writing. A save waits for the one before.
+    """
+    every_s = saving.best_interval_s if cadence.auto else cadence.steps * step_s or cadence.seconds
+    interval_s = max(step_s, every_s) if cadence.saves else whole_s
+    if not interval_s:
+        return None
+    cost_s = max(saving.waits_s, saving.write_s - interval_s) if cadence.saves else 0.0
+    restart_s = RESTART_S + start_s + 2 * saving.write_s * cadence.saves
+    share = share_that_counts(interval_s, cost_s, restart_s, mtbf_s)
+    return Goodput(share, cost_s / (interval_s + cost_s), interval_s, mtbf_s)
+
+
+LINK_BYTES_PER_S = 50e9  # of a GPU to other hosts, assumed: 400 Gbit/s
+RATE = re.compile(r"([0-9]{1,9}(?:[.][0-9]{1,9})?) *(Gb/s|GB/s)")
+SIZE = re.compile(r"([0-9]{1,9}(?:[.][0-9]{1,9})?) *(GiB|TiB)")
+UNITS = {"Gb/s": 1e9 / 8, "GB/s": 1e9, "GiB": float(GIB), "TiB": 1024.0 * GIB}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Described:
+    """What a command line says of machines; 0 or '': nothing."""
+
+    nodes: int = 0
+    slots: int = 0
+    gpu: str = ""
+    ram: str = ""
+    nic: str = ""
+    disk: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Machines:
+    """Hosts that are alike."""
+
+    nodes: int
+    slots: int  # 0: as many as hosts with such GPUs have
+    gpu: Gpu | None  # None: nvidia-smi reports none
+    ram_bytes: float  # 0: unknown
+    nic_bytes_per_s: float  # 0: no RDMA link is active
+    disk_bytes_per_s: float = DISK_BYTES_PER_S
+    versions: Mapping[str, str] = dataclasses.field(default_factory=dict)  # of packages, on the first
+
+    @property
+    def world(self) -> int:
+        """Ranks."""
+        return self.nodes * self.slots
+
+
+UNSEEN = Machines(1, 0, None, 0.0, 0.0)  # no host was asked
+
+
+def described(found: Machines, said: Described, gpus: dict[str, Gpu]) -> Machines:
+    """Return the machines that were found, with what is said of them, and assumptions for the rest.
+
+    Raises:
+        UserError: It cannot be read, or names a GPU that is not known.
+    """
+    gpu = gpu_named(said.gpu, gpus) if said.gpu else found.gpu or gpus[USUAL]
+    is_usual = not found.slots or (found.gpu is not None and found.slots == found.gpu.per_host)
+    slots = gpu.per_host if is_usual else found.slots  # other GPUs come in other numbers
+    nic = quantity(said.nic, "--nic", RATE) if said.nic else found.nic_bytes_per_s
+    return Machines(
+        nodes=said.nodes or found.nodes,
+        slots=said.slots or slots,
+        gpu=gpu,
+        ram_bytes=quantity(said.ram, "--ram", SIZE) if said.ram else found.ram_bytes,
+        nic_bytes_per_s=nic or gpu.per_host * LINK_BYTES_PER_S,
+        disk_bytes_per_s=quantity(said.disk, "--disk", RATE) if said.disk else found.disk_bytes_per_s,
+        versions=found.versions,
+    )
+
+
+def assumptions(found: Machines, said: Described, machines: Machines, *, asked: bool) -> list[str]:
+    """Say what is neither found nor described; ``asked``: whether hosts were."""
+    assert machines.gpu, "a kind of GPU was chosen"
+    assumed = []
+    if said.gpu and machines.gpu.name != said.gpu:
+        assumed.append(f"--gpu {said.gpu} is {machines.gpu.name}")
+    elif not (said.gpu or asked):
+        assumed.append(f"GPUs are {machines.gpu.name}")
+    if machines.nodes > 1 and not said.nic and not found.nic_bytes_per_s:
+        unseen = " (no active RDMA link was found)" if asked else ""
+        assumed.append(f"{machines.nic_bytes_per_s * 8 / 1e9:,.0f} Gbit/s a host{unseen}")
+    return [f"assumed      {'; '.join(assumed)}"] if assumed else []
+
+
+def quantity(text: str, option: str, form: re.Pattern[str]) -> float:
+    """Read bytes, or bytes per second."""
+    if not (match := form.fullmatch(text)) or not float(match[1]):
+        known = " or ".join(unit for unit in UNITS if form.fullmatch(f"1{unit}"))
+        raise UserError(f"{option}: {text!r} is not a number with {known}; correct it")
+    return float(match[1]) * UNITS[match[2]]

@@ -1,0 +1,297 @@
+"""Machines as data: GPUs by their data sheets, the rates that a step attains, and all that a prediction takes.
+
+Hardware as data: what a GPU is by its data sheet, from ``hardware.toml`` and a user's own file. Standard library alone.
+
+Which rates a step attains: fitted, by ``scripts/fit_plan.py`` alone, from published measurements; or assumed, as priors.
+
+What is trained, on what, and how: all that a prediction takes. Pure; standard library and msgspec alone.
+"""
+
+import dataclasses
+import functools
+import json
+import math
+import re
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+
+from llama405b.contract.errors import UserError, did_you_mean, reason_of
+from llama405b.settings.axes import FULL, Kind, Recompute
+from llama405b.spec.models import Llama
+
+TABLE = Path(__file__).with_name("hardware.toml")
+GIB = 1 << 30
+ABOUT = 0.1
+USUAL = "h100-80"
+USUAL_RAM = 614.4  # GB/s of a host's memory: two sockets with eight channels of DDR5-4800
+LARGEST = 1e9  # of any number in the file
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Gpu:
+    """A GPU, as its data sheet has it; B/s in one direction."""
+
+    name: str
+    memory_bytes: float
+    flops: float  # dense, BF16, per second
+    memory_bytes_per_s: float
+    peers_bytes_per_s: float  # to the other GPUs of its host
+    host_bytes_per_s: float  # to host memory
+    ram_bytes_per_s: float  # of its host's memory, all sockets
+    product: str = ""  # what nvidia-smi's name of it contains
+    per_host: int = 8
+    fp8_flops: float = 0.0  # dense; 0: it has none
+
+    @classmethod
+    def of_cpu(cls, memory_bytes: float) -> "Gpu":
+        """Return what stands in for a GPU where ranks train on CPUs, of which no data sheet tells anything."""
+        return cls("cpu", memory_bytes, *(math.inf,) * 5)
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether it only stands in for one."""
+        return math.isinf(self.flops)
+
+
+def read_gpus(own: Path | None = None) -> dict[str, Gpu]:
+    """Return the GPUs of the table, and of a file of the user's in the same form, by name.
+
+    Raises:
+        UserError: The file cannot be read, or lacks a number.
+    """
+    return _parsed(TABLE) | (_parsed(own) if own else {})
+
+
+def gpu_named(name: str, gpus: dict[str, Gpu]) -> Gpu:
+    """Return a GPU; a name without what follows the first hyphen is that of the usual kind, or of the only one.
+
+    Raises:
+        UserError: It is not in the table, or several are of that name.
+    """
+    kinds = [kind for kind in gpus if kind.partition("-")[0] == name.lower()]
+    for kind in (name, name.lower(), USUAL if USUAL in kinds else "", *kinds[: len(kinds) == 1]):
+        if kind in gpus:
+            return gpus[kind]
+    if kinds:
+        raise UserError(f"--gpu: {name!r} is one of several; use {' or '.join(kinds)}")
+    raise UserError(
+        f"--gpu: {name!r} is not known{did_you_mean(name, gpus)}; known are {', '.join(gpus)}; see --hardware"
+    )
+
+
+def gpu_like(name: str, memory_bytes: float, gpus: dict[str, Gpu]) -> Gpu | None:
+    """Return the GPU that nvidia-smi calls by this name, with about this much memory; None: it is not in the table."""
+    products = {word for word in re.split(r"[^A-Z0-9]+", name.upper()) if word}
+    found = [gpu for gpu in gpus.values() if gpu.product.upper() in products]
+    near = [gpu for gpu in found if abs(gpu.memory_bytes / memory_bytes - 1) < ABOUT]
+    return min(near, key=lambda gpu: abs(gpu.memory_bytes - memory_bytes), default=None)
+
+
+def _number(gpu: dict[str, object], key: str) -> float:
+    found = float(str(gpu[key]))
+    if not 0 < found <= LARGEST:
+        raise ValueError(f"{key} is {found:g}")
+    return found
+
+
+def _parsed(file: Path) -> dict[str, Gpu]:
+    try:
+        table = tomllib.loads(file.read_text(encoding="utf-8"))
+        return {
+            name: Gpu(
+                name, _number(gpu, "memory_gib") * GIB, _number(gpu, "tflops") * 1e12, _number(gpu, "hbm_gb_s") * 1e9,
+                _number(gpu, "nvlink_gb_s") * 1e9, _number(gpu, "pcie_gb_s") * 1e9,
+                _number({"ram_gb_s": USUAL_RAM} | gpu, "ram_gb_s") * 1e9, str(gpu.get("product", "")),
+                max(1, round(_number({"gpus_per_host": 8} | gpu, "gpus_per_host"))),
+                _number(gpu, "fp8_tflops") * 1e12 if "fp8_tflops" in gpu else 0.0,
+            )
+            for name, gpu in table["gpu"].items()
+        }  # fmt: skip
+    except OSError as error:
+        raise UserError(f"--hardware: {file}: cannot be read ({reason_of(error)}); correct the path") from None
+    except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
+        raise UserError(f"--hardware: {file}: {error}; write [gpu.NAME] with the fields of {TABLE}") from None
+
+
+COEFFICIENTS = Path(__file__).with_name("coefficients.json")
+NEAREST = {
+    "h200-141": "h100-80",
+    "b200-180": "h100-80",
+    "gb200-186": "h100-80",
+    "l40s-48": "a100-80",
+}  # not measured yet
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Rates:
+    """What share of a data sheet's rate is attained, and what no data sheet tells."""
+
+    matmul: Mapping[str, float]  # by GPU: matrix products, of its FLOPs
+    interference: float  # of the shorter of compute and communication, the share that delays the longer
+    network: float  # of the hosts' links
+    hop_s: float  # of a ring's step from rank to rank
+    triton: float  # of attention, with MPT's early Triton kernel
+    attention: Mapping[str, float]  # by GPU; a prior
+    memory: float = 0.75  # of the GPU's memory, by elementwise work; a prior
+    peers: float = 0.75  # of NVLink; a prior
+    scatter: float = 1.0  # a reduce-scatter's rate, of an all-gather's; a prior
+    # of a host's memory, by AdamW; a prior: Lambda's 405B run, 4 s on 8 hosts with 614 GB/s each
+    update: float = 0.3255
+    ram: float = 0.75  # of a host's memory, by copies of all its GPUs at once; a prior
+    both_ways: float = 1.4  # copies up and down at once, of one way; a prior: 35 of 25 GB/s (docs/plan-accuracy.md)
+    # of the GPU's memory, by FSDP's copies; a prior; 0: they are not in the rate of matrix products
+    copies: float = 0.9
+    whole: float = 1.0  # forward and backward, measured, of what the rates above give
+    # of a layer and micro-batch, that nothing hides, measured: launches, hooks, the rest of communication
+    delay_s: float = 0.0
+
+    @classmethod
+    @functools.cache
+    def read(cls) -> "Rates":
+        """Read the coefficients."""
+        return cls(**json.loads(COEFFICIENTS.read_text()))
+
+    def matmul_of(self, gpu: str) -> float:
+        """Of a GPU that nobody measured: that of its nearest kin."""
+        return self.matmul.get(gpu) or self.matmul[NEAREST.get(gpu, "h100-80")]
+
+    def attention_of(self, gpu: str) -> float:
+        """As ``matmul_of``."""
+        return self.attention.get(gpu) or self.attention[NEAREST.get(gpu, "h100-80")]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Shape:
+    """A decoder-only transformer. Counts of weights are of matrix products alone, without biases and norms."""
+
+    layers: int
+    hidden: int
+    width: int  # of attention: heads times the size of a head
+    kv_width: int
+    intermediate: int
+    gated: bool  # three matrices in the MLP, else two
+    vocab: int
+    parameters: int  # all, a tied head once
+    layer_parameters: int
+    ends_with_norm: bool = False  # a layer, and so its last product is computed again, too
+
+    @classmethod
+    @functools.lru_cache(64)
+    def of(cls, llama: Llama) -> "Shape":
+        """Return a Llama's."""
+        layer = sum(math.prod(shape) for name, shape in llama.tensors().items() if ".layers.0." in name)
+        width, kv_width = llama.heads * llama.head_dim, llama.kv_heads * llama.head_dim
+        return cls(
+            llama.layers, llama.hidden, width, kv_width, llama.intermediate, True, llama.vocab, llama.parameters, layer,
+            llama.family.ends_with_norm,
+        )  # fmt: skip
+
+    @property
+    def narrow(self) -> int:
+        """Weights of the last product of a layer, if checkpointing does not compute it again."""
+        return 0 if self.ends_with_norm else self.hidden * self.intermediate
+
+    @property
+    def matrices(self) -> int:
+        """Weights of a layer's products."""
+        attention = self.hidden * (2 * self.width + 2 * self.kv_width)
+        return attention + (2 + self.gated) * self.hidden * self.intermediate
+
+    @property
+    def head(self) -> int:
+        """Weights of the head."""
+        return self.vocab * self.hidden
+
+    def model_flops(self, seq_len: int) -> float:
+        """Return the FLOPs of training on one token: six per weight of a product, and causal attention (``Llama.flops_per_token``)."""
+        return 6.0 * (self.layers * (self.matrices + self.width * seq_len) + self.head)
+
+    def recomputed_flops(self, seq_len: int, layers: int) -> float:
+        """Return what checkpointing computes again for a token: the forward of so many layers, up to the last product (early stop)."""
+        return 2.0 * layers * (self.matrices - self.narrow + self.width * seq_len)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Setting:
+    """A shape on a cluster, with all that changes its time or memory."""
+
+    shape: Shape
+    gpu: Gpu
+    gpus: int
+    gpus_per_host: int
+    nic_bytes_per_s: float  # of a host, one direction
+    seq_len: int
+    micro_batch: int = 1
+    accumulate: int = 1
+    reduce_bytes: int = 4  # per gradient
+    recompute: Recompute = FULL
+    products_kept: float = 1.0  # where that is of operators: as a share; torchtitan keeps every second
+    reshard: bool = True  # parameters are gathered again in the backward
+    compiled: bool = False
+    triton: bool = False  # attention by the kernel of MPT's time
+    update_bytes: float = 28.0  # read and written per parameter: AdamW on weight, gradient and two moments in FP32
+    updates_on_host: bool = False
+    # read per parameter of the last unit before an update that the next forward hides; 0: none does
+    norm_bytes: float = 0.0
+    copied_up: float = 0.0  # bytes per parameter from host memory, in each forward and backward
+    copied_down: float = 0.0  # the same, to host memory, in each backward
+    inputs_copied: bool = False  # each layer's input goes to host memory in the forward, and comes back in the backward
+    units: int = 1  # of FSDP in a layer
+    # GPUs among which FSDP shards what they all compute; 0: all that the axes leave; fewer: HSDP; 1: DDP
+    sharded_over: int = 0
+    tp: int = 1  # GPUs that split each matrix, neighbors
+    cp: int = 1  # GPUs that split each sequence; FSDP shards over them, too
+    stages: tuple[int, ...] = ()  # layers of each pipeline stage, the last of which has the head; (): no pipeline
+    chunks: int = 1  # of those stages, on each GPU of a pipeline
+    prefetches: bool = True  # a unit is gathered while the one before computes, and reduced while the next does
+    compute_bytes: int = 2  # of a gathered weight: BF16
+    gathers_once: bool = False  # in a step, not in each of its micro-batches
+    reduces_once: bool = False
+    kept_by: int = 0  # GPUs that keep a unit gathered between forward and backward; 0: all gather it again
+    fused: bool = False  # norms
+    fp8: bool = False  # the layers' products
+    loss_of_parts: bool = False  # of some words' logits at a time, which the backward computes again
+    # share of the parameters that take gradients; below 1 those are adapters, and matrices take none
+    trained: float = 1.0
+    adapted: tuple[int, int] = (0, 0)  # inputs and outputs of a layer's matrices that have adapters, each summed
+    ours: bool = False  # this trainer's layers, one of which was measured
+
+    @property
+    def frozen(self) -> bool:
+        """Whether matrices take no gradients, but adapters beside them."""
+        return self.trained < 1
+
+    @property
+    def tokens(self) -> float:
+        """Of a micro-batch, as many as a GPU computes alone: those of a sequence, and of each matrix, are split."""
+        return self.micro_batch * self.seq_len / (self.cp * self.tp)
+
+    @property
+    def step_tokens(self) -> float:
+        """Of a step, for each GPU."""
+        return self.tokens * self.accumulate / self.pp
+
+    @property
+    def pp(self) -> int:
+        """GPUs of a pipeline."""
+        return max(1, len(self.stages) // self.chunks)
+
+    def kinds(self, place: int) -> Mapping[Kind, int]:
+        """How many layers a GPU of this place in the pipeline has, by what they compute again."""
+        return self.recompute.counts(self.stages[place :: self.pp] or (self.shape.layers,))
+
+    @property
+    def hosts(self) -> int:
+        """Hosts, the last of which may have fewer GPUs."""
+        return math.ceil(self.gpus / self.gpus_per_host)
+
+    @property
+    def gpus_on_host(self) -> int:
+        """GPUs of a host that is full, or of all there are."""
+        return min(self.gpus, self.gpus_per_host)
+
+    @property
+    def shards(self) -> int:
+        """GPUs among which FSDP shards what they all compute."""
+        return self.sharded_over or self.gpus // (self.tp * self.pp)

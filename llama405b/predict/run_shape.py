@@ -1,0 +1,506 @@
+"""What is trained, and on how many ranks: what each rank holds, computes, gathers and shards. Pure.
+
+What one rank computes and keeps of a model: a stage of its layers, and of each matrix the part that ``tp`` leaves it.
+
+What is trained, and on how many ranks: what a parameter takes where, and what FSDP gathers and shards.
+
+Pinned memory: torch rounds blocks up to powers of two, 19 % for 405B's shards on 64 ranks.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterable
+
+from llama405b.contract.errors import SPARE
+from llama405b.settings.axes import DP, FULL, SHARD, Axes, Recompute
+from llama405b.settings.schema import (
+    COMPUTE_BYTES,
+    FP32_MASTERS,
+    IN_BF16,
+    Activations,
+    Adapter,
+    Checkpoint,
+    Config,
+    Data,
+    LossOf,
+    Moments,
+    Numerics,
+    Offload,
+    Parallel,
+    PipelineSchedule,
+)
+from llama405b.spec.models import EMBEDDING, HEAD, Llama, factors, n_trained
+from llama405b.spec.rules import InFlight, in_flight
+from llama405b.spec.tensors import stages_of
+
+WITHOUT = Adapter()
+FINAL_NORM = "model.norm.weight"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Part:
+    """What a rank computes without another one between: all its layers, or of an interleaved pipeline some of them."""
+
+    llama: Llama  # its layers, and its share of heads, inner features and vocabulary
+    embedding: bool = True  # whether it begins with that
+    head: bool = True  # whether it ends with that, and its norm
+
+    @property
+    def names(self) -> list[str]:
+        """Names of its parameters but for the layers'."""
+        return [EMBEDDING] * self.embedding + [FINAL_NORM, *[HEAD] * (not self.llama.tied)] * self.head
+
+
+def parts_of(llama: Llama, axes: Axes, stage: int, chunks: int = 1) -> tuple[Part, ...]:
+    """Return what a rank of this place along ``pp`` computes, one after the other; ``chunks``: stages of each rank."""
+    own = dataclasses.replace(
+        llama,
+        heads=llama.heads // axes.tp,
+        kv_heads=llama.kv_heads // axes.tp,
+        intermediate=llama.intermediate // axes.tp,
+        vocab=llama.vocab // axes.tp,
+    )
+    if axes.pp == 1:
+        return (Part(own),)
+    layers = layers_of_stages(llama, axes.pp * chunks)
+    return tuple(
+        Part(dataclasses.replace(own, layers=layers[each]), each == 0, each == len(layers) - 1)
+        for each in range(stage, len(layers), axes.pp)
+    )
+
+
+@functools.lru_cache(64)
+def layers_of_stages(llama: Llama, n_stages: int) -> tuple[int, ...]:
+    """Return how many layers each stage has."""
+    return tuple(len(stage) for stage in stages_of(llama.tensors(), n_stages))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class UnitSizes:
+    """Parameters by what FSDP gathers in one piece; numbers of elements."""
+
+    attention: int
+    mlp: int
+    norms: int  # of a layer
+    embedding: int
+    head: int  # with the last norm; 0: the embedding is the head
+
+    @classmethod
+    def of(cls, part: Part, adapter: Adapter = WITHOUT) -> "UnitSizes":
+        """Count those of a part, with its adapters."""
+        layer = {name: math.prod(shape) for name, shape in layer_shapes(part.llama).items()}
+        others = {name: math.prod(shape) for name, shape in other_shapes(part).items()}
+        tied = part.llama.tied
+        added = cls.of_adapter(part, adapter)
+        return cls(
+            attention=added.attention + sum(size for name, size in layer.items() if ".self_attn." in name),
+            mlp=added.mlp + sum(size for name, size in layer.items() if ".mlp." in name),
+            norms=sum(size for name, size in layer.items() if "layernorm" in name),
+            embedding=sum(others.values()) if tied else others.pop(EMBEDDING, 0),
+            head=0 if tied else sum(others.values()),
+        )
+
+    @classmethod
+    def of_adapter(cls, part: Part, adapter: Adapter) -> "UnitSizes":
+        """Count those of adapters alone."""
+        layer = {name: math.prod(shape) for name, shape in adapter_shapes(part, adapter).items()}
+        of = {
+            block: sum(size for name, size in layer.items() if f".{block}." in name) for block in ("self_attn", "mlp")
+        }
+        return cls(attention=of["self_attn"], mlp=of["mlp"], norms=0, embedding=0, head=0)
+
+    @classmethod
+    def trained(cls, part: Part, adapter: Adapter) -> "UnitSizes":
+        """Count those that take gradients."""
+        return cls.of_adapter(part, adapter) if adapter.trains else cls.of(part)
+
+    @property
+    def layer(self) -> int:
+        """Of a decoder layer."""
+        return self.attention + self.mlp + self.norms
+
+
+@functools.lru_cache(256)
+def _shapes(llama: Llama) -> dict[str, tuple[int, ...]]:
+    """Return the parameters' shapes, of one layer alone."""
+    return dataclasses.replace(llama, layers=1).tensors()
+
+
+def layer_shapes(llama: Llama) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a layer's parameters."""
+    return {name: shape for name, shape in _shapes(llama).items() if name.startswith("model.layers.")}
+
+
+def other_shapes(part: Part) -> dict[str, tuple[int, ...]]:
+    """Return those of all other parameters."""
+    return {name: _shapes(part.llama)[name] for name in part.names}
+
+
+def adapter_shapes(part: Part, adapter: Adapter) -> dict[str, tuple[int, int]]:
+    """Return those of a layer's adapters."""
+    return factors(dataclasses.replace(part.llama, layers=1), adapter)
+
+
+def shard_elements(part: Part, shards: int) -> int:
+    """Return how many elements a rank keeps of all parameters but adapters: FSDP2 shards the first dimension, and pads it."""
+    return _sharded(other_shapes(part).values(), shards) + part.llama.layers * _sharded(
+        layer_shapes(part.llama).values(), shards
+    )
+
+
+def trained_elements(part: Part, shards: int, adapter: Adapter) -> int:
+    """Return how many it keeps of those that take gradients."""
+    if not adapter.trains:
+        return shard_elements(part, shards)
+    return part.llama.layers * _sharded(adapter_shapes(part, adapter).values(), shards)
+
+
+def _sharded(shapes: Iterable[tuple[int, ...]], shards: int) -> int:
+    return sum(math.ceil(shape[0] / shards) * math.prod(shape[1:]) for shape in shapes)
+
+
+def norm_elements(part: Part, shards: int) -> int:
+    """Return how many elements a rank keeps of all norms."""
+    of_layer = sum(math.ceil(size / shards) for name, (size, *_) in layer_shapes(part.llama).items() if "norm" in name)
+    return part.llama.layers * of_layer + part.head * math.ceil(part.llama.hidden / shards)
+
+
+def held_elements(llama: Llama, axes: Axes, rank: int, chunks: int = 1) -> int:
+    """Return how many elements a rank keeps of all parameters on any mesh, with the rows that FSDP2 pads; ``chunks``: see ``parts_of``."""
+    parts = parts_of(llama, axes, axes.place(rank, ("pp",)).rank, chunks)
+    return sum(shard_elements(part, axes.size(SHARD)) for part in parts)
+
+
+RANKS_PER_HOST = 8
+PINNED = 1.19  # gradients, which torch pins in blocks of powers of two; all else is pinned as large as it is
+KINDS = ("parameters", "gradients", "moments")
+GRADIENT = {
+    **dict.fromkeys(FP32_MASTERS, 4),
+    **dict.fromkeys(IN_BF16, 2),
+    "fp32": 4,
+}  # bytes per parameter, kept and reduced
+# More bytes per parameter of a norm: its master, and moments; and of those in a checkpoint, which has the master alone.
+NORM = {**dict.fromkeys(IN_BF16, 4 + 4), **dict.fromkeys(FP32_MASTERS, 0), "fp32": 0}
+NORM_SAVED = {**dict.fromkeys(IN_BF16, 2 + 4), **dict.fromkeys(FP32_MASTERS, 0), "fp32": 0}
+PASSING = "on their way"  # of a unit at a time, gradients and weights
+INPUTS = "layer inputs"
+PINNED_KINDS = {"optimizer": ("gradients", PASSING), "all": ("parameters", "gradients")}  # what crosses to GPUs
+NORMS = "norms in FP32"  # their masters, and what their moments take more
+
+
+def checkpoint_bytes_per_parameter(numerics: Numerics, moments: Moments) -> int:
+    """Return what a checkpoint holds of a parameter: its weight and two moments, in bytes."""
+    weight = GRADIENT[numerics]
+    return weight + (4 if moments == "bf16" else 2 * weight)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RunShape:
+    """What is trained, and on how many ranks."""
+
+    llama: Llama
+    numerics: Numerics
+    offload: Offload
+    world: int
+    seq_len: int = 4096
+    micro_batch: int = 1
+    global_batch: int = 64
+    keep: int = 2
+    overlap: bool = True  # with offload: the update runs under the next forward
+    moments: Moments = "fp32"
+    wrap: tuple[str, ...] = Parallel().wrap
+    ranks_per_host: int = RANKS_PER_HOST
+    mtbf_s: float = Checkpoint().mtbf * 3600  # between failures of one rank
+    attention: str = "auto"
+    packing: str = Data().packing
+    every: str = Checkpoint().every
+    staging_bytes: int | None = None  # of a host, for copies of what is saved; None: as much as is free
+    dp_shard: int = 0  # 0: all ranks that the other axes leave, so one copy of the model; fewer: several
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+    pp_schedule: PipelineSchedule = Parallel().pp_schedule
+    keeps_weights: bool = False  # see ``Strategy``
+    reduces_each: bool = True
+    loss: LossOf = "logits"
+    recompute: Recompute = FULL
+    activations: Activations = "device"
+    compiled: bool = False  # memory is taken as that without
+    fused: bool = False  # likewise
+    prefetch: int = 0  # FSDP units that are gathered ahead; 0: one, in the backward
+    kept_by: int = 0  # ranks that keep a unit gathered between forward and backward; 0: none do
+    adapter: Adapter = WITHOUT  # what alone is trained
+
+    @classmethod
+    def of(cls, llama: Llama, config: Config, world: int, axes: Axes | None = None) -> "RunShape":
+        """Return what a configuration trains, on ``world`` ranks; ``axes``: None: each is a shard."""
+        return cls(
+            llama,
+            config.parallel.numerics,
+            config.parallel.offload,
+            world,
+            config.data.seq_len,
+            config.training.micro_batch_size,
+            config.training.global_batch_size,
+            config.checkpoint.keep,
+            config.parallel.overlap and not config.parallel.by_fsdp1,
+            config.parallel.moments,
+            config.parallel.wrap,
+            mtbf_s=config.checkpoint.mtbf * 3600,
+            attention=config.model.attention,
+            packing=config.data.packing,
+            every=config.checkpoint.every,
+            staging_bytes=config.checkpoint.staging_bytes,
+            dp_shard=axes.dp_shard if axes and axes.dp_replicate > 1 else 0,
+            tp=config.parallel.tp,
+            cp=config.parallel.cp,
+            pp=config.parallel.pp,
+            pp_schedule=config.parallel.pp_schedule,
+            keeps_weights=config.parallel.of_strategy.keeps_weights,
+            reduces_each=config.parallel.of_strategy.reduces_each,
+            loss=config.parallel.loss,
+            recompute=Recompute.read(config.model.activation_checkpointing),
+            activations=config.model.activations,
+            compiled=config.model.compile,
+            fused=config.model.fused,
+            prefetch=config.parallel.prefetch,
+            kept_by=config.parallel.reshard_after_forward,
+            adapter=config.adapter,
+        )
+
+    @property
+    def axes(self) -> Axes:
+        """The mesh of all ranks."""
+        data = max(1, self.world // (self.pp * self.cp * self.tp))
+        shards = self.dp_shard or data
+        return Axes(shards, self.pp, data // shards, self.cp, self.tp)
+
+    def parallel(self, asked: Parallel) -> Parallel:
+        """Return settings of a run with this split, and these places of its states."""
+        strategy = asked.strategy
+        if (self.keeps_weights, self.reduces_each) != (asked.of_strategy.keeps_weights, asked.of_strategy.reduces_each):
+            strategy = "zero2" if self.reduces_each else "zero1"
+            if not self.keeps_weights:
+                strategy = "fsdp2"
+        copies = self.axes.dp_replicate if strategy != "ddp" else 0
+        return dataclasses.replace(
+            asked,
+            strategy=strategy,
+            dp_replicate=copies if copies > 1 else 0,
+            tp=self.tp,
+            cp=self.cp,
+            pp=self.pp,
+            pp_schedule=self.pp_schedule,
+            offload=self.offload,
+            wrap=self.wrap,
+            moments=self.moments,
+            loss=self.loss,
+            prefetch=self.prefetch,
+            reshard_after_forward=self.kept_by,
+        )
+
+    @property
+    def shards(self) -> int:
+        """Ranks among which FSDP shards what they all compute."""
+        return self.axes.size(SHARD)
+
+    @property
+    def dp(self) -> int:
+        """Ranks that split the batch."""
+        return self.axes.size(DP)
+
+    @property
+    def is_split(self) -> bool:
+        """Whether ranks split more than the batch and the parameters."""
+        return self.world != self.dp
+
+    @property
+    def chunks(self) -> int:
+        """Pipeline stages of each rank."""
+        return 2 if self.pp_schedule == "interleaved" else 1
+
+    @property
+    def tokens(self) -> int:
+        """Of a micro-batch, that a rank's matrices see: with ``cp`` its part of the sequences."""
+        return self.micro_batch * self.seq_len // self.cp
+
+    @property
+    def flow_bytes(self) -> int:
+        """Bytes of a micro-batch's hidden states between layers, as a rank has them."""
+        return self.compute_bytes * self.tokens // self.tp * self.llama.hidden
+
+    def inputs_on_host(self, stage: int) -> int:
+        """Return how many inputs of layers wait in CPU memory at most, of a rank of this place along ``pp``."""
+        if self.activations == "device":
+            return 0
+        kinds = [self.recompute.of(part.llama.layers) for part in self.parts(stage)]
+        kept = [sum(kind != "none" for kind in of_part) for of_part in kinds]
+        return max(
+            sum(count * n for count, n in zip(each.others, kept, strict=True)) + kept[each.chunk]
+            for each in self.in_flight(stage)
+        )
+
+    def parts(self, stage: int) -> tuple[Part, ...]:
+        """Return what a rank of this place along ``pp`` computes."""
+        return parts_of(self.llama, self.axes, stage, self.chunks)
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """Layers of each pipeline stage; (): there is no pipeline."""
+        return layers_of_stages(self.llama, self.pp * self.chunks) if self.pp > 1 else ()
+
+    def in_flight(self, stage: int) -> frozenset[InFlight]:
+        """Return which micro-batches wait for their backward there while another one is computed."""
+        if self.pp > 1:
+            return in_flight(self.pp_schedule, self.pp, self.chunks, stage, self.rounds)
+        return frozenset({InFlight(0, (0,), (self.accumulates,))})
+
+    def elements(self, stage: int) -> int:
+        """Return how many elements a rank there keeps of all parameters but adapters."""
+        return sum(shard_elements(part, self.shards) for part in self.parts(stage))
+
+    @property
+    def trained(self) -> int:
+        """Parameters that take gradients."""
+        return n_trained(self.llama, self.adapter)
+
+    @property
+    def states_bytes(self) -> float:
+        """Bytes of a GPU, per parameter of the model, of what stays there between steps."""
+        return self.frozen_bytes + sum(self.shard_bytes.values()) * self.trained / self.llama.parameters
+
+    @property
+    def frozen_bytes(self) -> int:
+        """Bytes of a GPU that a frozen parameter takes, of which there are those beside adapters."""
+        return self.compute_bytes if self.adapter.trains and self.offload != "all" else 0
+
+    @property
+    def hosts(self) -> int:
+        """Hosts, or one with fewer ranks."""
+        return max(1, self.world // self.ranks_per_host)
+
+    @property
+    def halves(self) -> bool:
+        """Whether attention and MLP are units of their own, instead of the decoder layer."""
+        return {"LlamaAttention", "LlamaMLP"} <= {*self.wrap} and "LlamaDecoderLayer" not in self.wrap
+
+    @property
+    def embedding_apart(self) -> bool:
+        """Whether the embedding is a unit."""
+        return "Embedding" in self.wrap
+
+    @property
+    def rounds(self) -> int:
+        """Forwards of each rank in a step."""
+        return max(1, -(-self.global_batch // (self.micro_batch * self.dp)))
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether a step has several micro-batches: then gradients of earlier ones are there from the start."""
+        return self.rounds > 1
+
+    @property
+    def lends_gradients(self) -> bool:
+        """Whether gradients come from memory that the next forward uses."""
+        return self.offload == "none" and not self.accumulates
+
+    @property
+    def sums_apart(self) -> bool:
+        """Whether the sum of gradients lives in host memory beside those of the next micro-batch."""
+        apart = self.overlap or self.moments == "bf16"
+        return self.offload == "all" and apart and self.accumulates
+
+    @property
+    def compute_bytes(self) -> int:
+        """Bytes of an activation, and of a weight that was gathered."""
+        return COMPUTE_BYTES[self.numerics]
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of a gradient, as it is reduced."""
+        return GRADIENT[self.numerics]
+
+    @property
+    def norm_bytes(self) -> int:
+        """Bytes of a GPU that a norm's parameter takes beyond the others'."""
+        return NORM[self.numerics] * (self.offload == "none") * (not self.adapter.trains)
+
+    @property
+    def shard_bytes(self) -> dict[str, float]:
+        """Bytes of a GPU per parameter of the shards that stay, by what they are."""
+        parts = {
+            "none": (self.weight_bytes, self.gradient_bytes, self.moment_bytes),
+            "optimizer": (2, 0, 0),
+            "all": (0, 0, 0),
+        }[self.offload]
+        return dict(zip(KINDS, parts, strict=True))
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of a parameter as it is kept."""
+        return GRADIENT[self.numerics]  # they have one dtype
+
+    @property
+    def moment_bytes(self) -> int:
+        """Bytes of a parameter's two moments."""
+        return checkpoint_bytes_per_parameter(self.numerics, self.moments) - self.weight_bytes
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Bytes of one checkpoint on disk, over all ranks."""
+        norms = NORM_SAVED[self.numerics] * norm_elements(Part(self.llama), 1) * (not self.adapter.trains)
+        return checkpoint_bytes_per_parameter(self.numerics, self.moments) * self.trained + norms
+
+    @property
+    def host_bytes(self) -> dict[str, float]:
+        """Bytes in a host's memory, by what they are, as torch pins them."""
+        weight, gradient = self.weight_bytes, self.gradient_bytes
+        parts = {
+            "none": (0.0, 0.0, 0.0),
+            "optimizer": (weight, gradient, self.moment_bytes),
+            "all": (weight, gradient * (1 + self.sums_apart) * PINNED, self.moment_bytes),
+        }[self.offload]
+        share = self.trained / self.llama.parameters
+        found = {name: size * share * self.host_elements for name, size in zip(KINDS, parts, strict=True) if size}
+        if self.adapter.trains and self.offload == "all":
+            found["parameters"] += self.compute_bytes * self.host_elements
+        norms = NORM[self.numerics] * norm_elements(Part(self.llama), 1) / self.hosts * (not self.adapter.trains)
+        inputs = self.flow_bytes * max(self.inputs_on_host(stage) for stage in range(self.pp))
+        ranks = min(self.world, self.ranks_per_host)
+        more = {NORMS: norms * bool(found), PASSING: self.passing_bytes, INPUTS: inputs * ranks}
+        return found | {name: size for name, size in more.items() if size}
+
+    @property
+    def host_elements(self) -> float:
+        """Parameters, but for adapters, that the ranks of a host keep: of a pipeline, on the host that has most of them."""
+        ranks = min(self.world, self.ranks_per_host)
+        if self.pp > 1:
+            return ranks * max(self.elements(stage) for stage in range(self.pp))
+        return self.llama.parameters * ranks / self.world
+
+    @property
+    def passing_bytes(self) -> float:
+        """Bytes in a host's memory where a unit's gradients land to be added, in FP32, and its weights are rounded to go up.
+
+        Each rank has both, for its largest unit (``optim/offload.py``).
+        """
+        if self.offload != "optimizer":
+            return 0.0
+        found = [UnitSizes.of(part) for stage in range(self.pp) for part in self.parts(stage)]
+        units = [max(each.attention, each.mlp) if self.halves else each.layer for each in found]
+        ends = [size for each in found for size in (each.embedding, each.head)]
+        largest = math.ceil(max(*units, *ends) / self.shards)
+        return (self.gradient_bytes + self.compute_bytes) * largest * min(self.world, self.ranks_per_host)
+
+    def room(self, ram_bytes: float) -> float:
+        """Bytes of a host's memory that copies of what is saved may take; ``ram_bytes``: of a host; 0: unknown."""
+        if self.staging_bytes is not None:
+            return self.staging_bytes
+        return SPARE * max(0.0, ram_bytes - sum(self.host_bytes.values())) if ram_bytes else math.inf
+
+    @property
+    def update_bytes_per_parameter(self) -> int:
+        """Bytes that an update reads and writes."""
+        published = 2 * (self.offload == "optimizer")
+        return 2 * (self.weight_bytes + self.moment_bytes) + self.gradient_bytes + published

@@ -1,0 +1,250 @@
+"""What follows from settings alone: the mesh, how micro-batches are dealt, and which layers are computed again. Pure.
+
+The ranks as a mesh with named axes: arithmetic only. Knows sizes and places; nothing of torch or groups.
+
+Axes from the outermost to the innermost: ``pp`` pipeline stages, ``dp_replicate`` copies of the model, ``dp_shard`` shards of each copy,
+``cp`` parts of a sequence, ``tp`` parts of each matrix. Innermost neighbors have adjacent ranks, and so share a host.
+
+How the micro-batches of a step are dealt to the ranks that split the batch, however many there are.
+
+Each has as many as the others, or one less: in the last round those without one take part with nothing to learn.
+
+What activation checkpointing computes again in the backward, layer by layer: ``model.activation_checkpointing``.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Literal
+
+from llama405b.contract.errors import UserError, counted, last_of
+from llama405b.settings.strategies import STRATEGIES
+
+if TYPE_CHECKING:
+    from llama405b.settings.schema import Parallel, Training
+
+NAMES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+DP = ("dp_replicate", "dp_shard")  # split the batch
+SHARD = ("dp_shard", "cp")  # split each parameter
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Place:
+    """Where a rank is along one or more axes."""
+
+    rank: int
+    size: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Axes:
+    """Number of ranks along each axis."""
+
+    dp_shard: int
+    pp: int = 1
+    dp_replicate: int = 1
+    cp: int = 1
+    tp: int = 1
+
+    @classmethod
+    def of(cls, parallel: "Parallel", world: int, ranks_per_host: int) -> "Axes":
+        """Return the mesh that settings make of so many ranks: what the other axes leave is ``dp_shard``.
+
+        Raises:
+            UserError: They cannot be divided so; names what would work.
+        """
+        inner = parallel.pp * parallel.cp * parallel.tp
+        copies = STRATEGIES[parallel.strategy].copies
+        hosts = max(1, world // ranks_per_host)
+        replicas = parallel.dp_replicate or {"one": 1, "hosts": hosts, "ranks": max(1, world // inner)}[copies]
+        if world % (inner * replicas):
+            axes = {"pp": parallel.pp, "cp": parallel.cp, "tp": parallel.tp, "dp_replicate": replicas}
+            sizes = {name: size for name, size in axes.items() if size > 1}
+            product = " x ".join(f"{name} {size}" for name, size in sizes.items())
+            name = last_of(list(sizes))
+            raise UserError(
+                f"--parallel.{name}: {counted(world, 'rank')} cannot be divided by {product}; "
+                f"use {_nearest(world, inner * replicas // sizes[name], sizes[name], name)}"
+            )
+        if copies == "ranks" and replicas * inner != world:
+            raise UserError(
+                f"--parallel.dp_replicate: ddp has a copy of the model on each of {counted(world // inner, 'rank')}, not {replicas}; "
+                "leave it out, or use hsdp"
+            )
+        return cls(world // (inner * replicas), parallel.pp, replicas, parallel.cp, parallel.tp)
+
+    def __str__(self) -> str:
+        sizes = {name: getattr(self, name) for name in NAMES}
+        return " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "dp_shard 1"
+
+    def where(self, rank: int) -> str:
+        """Say where a rank is along the axes that have several: ``pp 1, dp 2, tp 5``."""
+        places = {"pp": self.place(rank, ("pp",)), "dp": self.place(rank, DP)}
+        places |= {name: self.place(rank, (name,)) for name in ("cp", "tp")}
+        return ", ".join(f"{name} {place.rank}" for name, place in places.items() if place.size > 1)
+
+    @property
+    def told(self) -> str:
+        """The axes; '' if there is nothing to tell, as every rank has a shard of one copy."""
+        return str(self) if self.dp_shard != self.world else ""
+
+    @property
+    def world(self) -> int:
+        """Total number of ranks."""
+        return self.size(NAMES)
+
+    def size(self, names: Sequence[str]) -> int:
+        """Return the number of ranks along these axes together."""
+        return math.prod(getattr(self, name) for name in names)
+
+    def place(self, rank: int, names: Sequence[str]) -> Place:
+        """Return a rank's place along these axes together, the first of them outermost."""
+        found, rest = 0, rank
+        indices = {}
+        for name in reversed(NAMES):
+            rest, indices[name] = divmod(rest, getattr(self, name))
+        for name in names:
+            found = found * getattr(self, name) + indices[name]
+        return Place(found, self.size(names))
+
+
+def _nearest(world: int, others: int, size: int, name: str) -> str:
+    """Say which size of an axis would work, beside what the other axes take."""
+    if world % others:
+        return "sizes whose product divides the number of ranks"
+    return f"{name} {nearest_divisor(world // others, size)}"
+
+
+def nearest_divisor(size: int, wanted: int) -> int:
+    """Return the divisor of a size that is nearest to what is wanted."""
+    return min((each for each in range(1, size + 1) if size % each == 0), key=lambda each: abs(each - wanted))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Dealing:
+    """The micro-batches of a step, for so many ranks."""
+
+    n_micro: int
+    n_ranks: int
+
+    @classmethod
+    def of(cls, training: "Training", n_ranks: int) -> "Dealing":
+        """Deal the configured batch; a batch of 0 is one micro-batch for each rank.
+
+        Raises:
+            UserError: The batch is not a number of whole micro-batches; names the nearest ones that are.
+        """
+        micro, batch = training.micro_batch_size, training.global_batch_size
+        if batch % micro:
+            nearest = " or ".join(str(size) for size in (batch // micro * micro, -(-batch // micro) * micro) if size)
+            raise UserError(
+                f"--training.global_batch_size: {counted(batch, 'sequence')} cannot be divided into micro-batches of {micro}; "
+                f"use --training.global_batch_size {nearest}, or --training.micro_batch_size 1"
+            )
+        return cls(batch // micro if batch else n_ranks, n_ranks)
+
+    @property
+    def rounds(self) -> int:
+        """Forwards of each rank in a step."""
+        return -(-self.n_micro // self.n_ranks)
+
+    @property
+    def idle(self) -> int:
+        """How many ranks have nothing to learn in the last round."""
+        return self.rounds * self.n_ranks - self.n_micro
+
+    @property
+    def wasted(self) -> float:
+        """Share of all forwards and backwards of a step that learn nothing."""
+        return self.idle / (self.rounds * self.n_ranks)
+
+    @property
+    def even(self) -> list[int]:
+        """The nearest numbers of micro-batches of which nothing is wasted."""
+        return [n for n in ((self.rounds - 1) * self.n_ranks, self.rounds * self.n_ranks) if n]
+
+    def place(self, rank: int) -> tuple[int, int]:
+        """Return the first of a rank's micro-batches in the step, and how many it has."""
+        each, more = divmod(self.n_micro, self.n_ranks)
+        return rank * each + min(rank, more), each + (rank < more)
+
+
+def waste_note(training: "Training", n_ranks: int) -> str:
+    """Say what the last round of a step wastes, and which batches waste nothing; '' if nothing is wasted."""
+    dealing = Dealing.of(training, n_ranks)
+    if not dealing.idle:
+        return ""
+    of = f"the last of {dealing.rounds} rounds" if dealing.rounds > 1 else "each step"
+    batches = " or ".join(str(n * training.micro_batch_size) for n in dealing.even)
+    return (
+        f"in {of} {dealing.idle} of {counted(n_ranks, 'rank')} {'has' if dealing.idle == 1 else 'have'} nothing to learn, which wastes "
+        f"{100 * dealing.wasted:.0f}% of a step; --training.global_batch_size {batches} wastes nothing"
+    )
+
+
+Kind = Literal["full", "operators", "none"]
+OLD = {"true": "full", "false": "none"}  # until there were more
+WAYS = "write full, operators, operators:K (in the last K layers), every:N (in every Nth layer), none, or auto"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Recompute:
+    """What is computed again of a decoder layer.
+
+    full: all, of its input. operators: what matrix products and attention made is kept, all else computed again. none: nothing.
+    """
+
+    kind: Kind = "full"
+    last: int | None = None  # operators: in so many layers, the last of each pipeline stage; None: in all
+    every: int = 1  # full: of every so many layers the first; none of the others
+
+    @classmethod
+    def read(cls, text: str) -> "Recompute":
+        """Read ``full``, ``operators``, ``operators:24``, ``every:2`` or ``none``; ``auto``, until it is chosen, is ``full``.
+
+        Raises:
+            UserError: It is none of them.
+        """
+        name, colon, number = OLD.get(text, text).partition(":")
+        count = int(number) if number.isdecimal() and len(number) < 6 else 0
+        match name, bool(colon):
+            case "full" | "operators" | "none" as kind, False:
+                return cls(kind)
+            case "auto", False:
+                return FULL
+            case "operators", True if count:
+                return cls("operators", last=count)
+            case "every", True if count:
+                return cls(every=count)
+        raise UserError(f"model.activation_checkpointing is {text!r}; {WAYS}")
+
+    def of(self, layers: int) -> tuple[Kind, ...]:
+        """Return what is done in each of so many layers of a pipeline stage."""
+        return _of(self, layers)
+
+    def counts(self, stages: tuple[int, ...]) -> Mapping[Kind, int]:
+        """Return in how many layers what is done, of pipeline stages of so many."""
+        return _counts(self, stages)
+
+    def __str__(self) -> str:
+        """As it is written."""
+        if self.last is not None:
+            return f"{self.kind}:{self.last}"
+        return f"every:{self.every}" if self.every > 1 else self.kind
+
+
+@functools.lru_cache(1024)
+def _of(recompute: Recompute, layers: int) -> tuple[Kind, ...]:
+    if recompute.last is not None:
+        return tuple("full" if layer < layers - recompute.last else recompute.kind for layer in range(layers))
+    return tuple("none" if layer % recompute.every else recompute.kind for layer in range(layers))
+
+
+@functools.lru_cache(1024)
+def _counts(recompute: Recompute, stages: tuple[int, ...]) -> Mapping[Kind, int]:
+    kinds = [kind for layers in stages for kind in recompute.of(layers)]
+    return {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)}
+
+
+FULL = Recompute()

@@ -1,0 +1,333 @@
+"""The training command line, and its settings as help and as a JSON Schema.
+
+The settings as ``llama405b train --help`` shows them: the usual ones first, then section by section.
+
+The settings as a JSON Schema, for editors: ``llama405b train --schema``.
+
+The training command line: ``llama405b train``, and the command that launch plans for every rank.
+
+Needs no torch: launch checks the ranks' command with ``parse`` before any host starts. Nobody would see the
+trainer refuse a flag inside a detached tmux session.
+"""
+
+import argparse
+import dataclasses
+import itertools
+import json
+import re
+import textwrap
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn
+
+from llama405b.contract.errors import UserError, did_you_mean
+from llama405b.contract.reader import Json
+from llama405b.settings import config
+from llama405b.settings.config import Setting, preset_names
+from llama405b.settings.schema import Config, fields
+
+HELP_WIDTH = 80
+USUAL = (
+    "model.path", "data.paths", "data.seq_len", "training.global_batch_size", "training.max_steps", "optimizer.lr",
+    "parallel.offload", "checkpoint.dir",
+)  # fmt: skip
+INDENT = " " * 6
+VALUES = {int: "N", float: "X", bool: "true|false", str: "TEXT"}
+
+
+def settings_help() -> str:
+    """Return every setting with its values, meaning and default; the usual ones first."""
+    all_fields = {key: _entry(key, type_, default, text) for key, type_, default, text in fields()}
+    lines = [_filled(f"presets: {', '.join(preset_names())}", ""), "", "the usual settings:"]
+    lines += [all_fields.pop(key) for key in USUAL]
+    for section, cls in typing.get_type_hints(Config).items():
+        first_sentence = (cls.__doc__ or "").partition("\n")[0]
+        lines += ["", f"[{section}] {first_sentence}"]
+        lines += [entry for key, entry in all_fields.items() if key.startswith(f"{section}.")]
+    lines += ["", "In a TOML file, --optimizer.lr 2e-5 is: [optimizer] and below it lr = 2e-5"]
+    return "\n".join(lines)
+
+
+def _entry(key: str, type_: Any, default: Any, text: str) -> str:
+    shown = "" if default in ("", ()) else f" [{written_default(default)}]"
+    head = f"  --{key} {value_form(type_)}"
+    if len(head) > HELP_WIDTH:
+        head, text = f"  --{key} NAME", f"{', '.join(typing.get_args(type_))}; {text}"
+    return f"{head}\n{_filled(text + shown, INDENT)}"
+
+
+def value_form(type_: Any) -> str:
+    """Return how a value is written: ``N``, ``none|all``, ``A,B,…``."""
+    if typing.get_origin(type_) is Literal:
+        return "|".join(typing.get_args(type_))
+    if typing.get_origin(type_) is tuple:
+        each, *others = typing.get_args(type_)
+        return ",".join([VALUES[each]] * (1 + len(others))).replace("TEXT,TEXT", "A,B,…").replace("X,X", "X,Y")
+    return VALUES[type_]
+
+
+def written_default(default: Any) -> str:
+    """Return a default as it is written on a command line."""
+    if isinstance(default, tuple):
+        return ",".join(map(str, default))
+    return default if isinstance(default, str) else json.dumps(default)
+
+
+def _filled(text: str, indent: str) -> str:
+    return textwrap.fill(text, HELP_WIDTH, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
+
+
+DRAFT = "https://json-schema.org/draft/2020-12/schema"
+NAMES: dict[Any, str] = {int: "integer", float: "number", bool: "boolean", str: "string"}
+GROUP: dict[str, Json] = {
+    "type": "object",
+    "properties": {
+        "names": {"type": "string"},
+        "lr_factor": {"type": "number"},
+        "weight_decay": {"type": "number"},
+        "frozen": {"type": "boolean"},
+    },
+    "required": ["names"],
+    "additionalProperties": False,
+}
+SOURCES: dict[str, Json] = {
+    "description": "data.paths and data.weights in one: [[data.sources]]",
+    "type": "array",
+    "items": {
+        "type": "object",
+        "properties": {"path": {"type": "string"}, "weight": {"type": "number"}},
+        "required": ["path", "weight"],
+        "additionalProperties": False,
+    },
+}
+
+
+def schema() -> dict[str, Json]:
+    """Return a schema of the TOML file: every section, with the type, the default and the meaning of each key."""
+    sections: dict[str, Any] = {}
+    for name, cls in typing.get_type_hints(Config).items():
+        description = (cls.__doc__ or "").partition("\n")[0]
+        sections[name] = {"type": "object", "description": description, "properties": {}, "additionalProperties": False}
+    for key, type_, default, text in fields():
+        section, _, name = key.partition(".")
+        found = _of_type(type_) | {
+            "description": text,
+            "default": list(default) if isinstance(default, tuple) else default,
+        }
+        sections[section]["properties"][name] = found
+    data, optimizer, checkpoint = (sections[name]["properties"] for name in ("data", "optimizer", "checkpoint"))
+    data["sources"] = SOURCES
+    data["fields"] = {
+        "anyOf": [_of_type(tuple[str, ...]), {"type": "object", "additionalProperties": {"type": "string"}}]
+    } | {name: data["fields"][name] for name in ("description", "default")}
+    optimizer["groups"]["items"] = {"anyOf": [{"type": "string"}, GROUP]}
+    checkpoint["every"]["type"] = ["string", "integer"]  # of steps
+    return {
+        "$schema": DRAFT,
+        "title": "Settings of llama405b",
+        "type": "object",
+        "properties": sections,
+        "additionalProperties": False,
+    }
+
+
+def _of_type(type_: Any) -> dict[str, Any]:
+    if typing.get_origin(type_) is Literal:
+        return {"enum": list(typing.get_args(type_))}
+    if typing.get_origin(type_) is tuple:
+        each, *others = typing.get_args(type_)
+        found = {"type": "array", "items": {"type": NAMES[each]}}
+        n = 1 + len(others)
+        return found if Ellipsis in others else found | {"minItems": n, "maxItems": n}
+    return {"type": NAMES[type_]}
+
+
+MAX_WORLD = 1_000_000
+EVALUATE_ONLY = "--evaluate-only"
+TRAIN = """Train a Llama: one process per rank, under torchrun. `llama405b launch` starts it on every host, and takes the same settings.
+
+  llama405b train --preset llama3.1-8b --data.paths corpus --dry-run --world 8
+  llama405b launch hosts --config my.toml --optimizer.lr 2e-5"""
+
+
+class Paragraphs(argparse.HelpFormatter):
+    """Fills each paragraph of a text; lines that begin with a space stay as they are."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, width=HELP_WIDTH)
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        filled = []
+        for is_free, group in itertools.groupby(text.strip("\n").splitlines(), lambda line: line[:1].strip() != ""):
+            lines = list(group)
+            filled += [textwrap.fill(" ".join(lines), width)] if is_free else lines
+        return textwrap.indent("\n".join(filled), indent)
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """An argument parser whose errors are one sentence, and whose help fits a terminal."""
+
+    before_parsing: ClassVar[Callable[["OneLineParser"], None] | None] = None  # tab completion reads the parser here
+
+    if not TYPE_CHECKING:  # argparse's own types hold
+
+        def __init__(self, *args, **more):
+            super().__init__(*args, **{"formatter_class": Paragraphs, "allow_abbrev": False} | more)
+
+        def parse_known_args(self, args=None, namespace=None):
+            """See ``argparse``."""
+            if OneLineParser.before_parsing:
+                OneLineParser.before_parsing(self)
+            return super().parse_known_args(args, namespace)
+
+    def format_help(self) -> str:
+        """Return the help; what our messages quote as commands is quoted here as well, but plainly."""
+        return super().format_help().replace("`", "'")
+
+    def error(self, message: str) -> NoReturn:
+        """Raise the error as a UserError."""
+        raise UserError(f"{message}; see `{self.prog} --help`")
+
+    @property
+    def options(self) -> list[str]:
+        """Every option it takes."""
+        return list(self._option_string_actions)
+
+    @property
+    def actions(self) -> list[argparse.Action]:
+        """Everything that it takes."""
+        return list(self._actions)
+
+    def parse(self, argv: Sequence[str]) -> argparse.Namespace:
+        """Parse a command line without settings.
+
+        Raises:
+            UserError: Anything in it is wrong.
+        """
+        known, rest = self.parse_known_args(argv)
+        for word in rest:
+            self.error(f"{word}: unknown option or argument{did_you_mean(word.partition('=')[0], self.options)}")
+        return known
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Command:
+    """A training command, parsed and checked."""
+
+    config: Config
+    preset: str
+    run_dir: Path
+    resume: str
+    dry_run: bool
+    world: int
+    evaluates: bool  # without training
+    blames: int = 0  # without training, too: the step whose documents are measured; 0: none
+
+
+class PrintSchema(argparse.Action):
+    """Prints the schema of the settings, and exits."""
+
+    if not TYPE_CHECKING:  # as above
+
+        def __init__(self, *args, **more):
+            super().__init__(*args, nargs=0, **more)
+
+        def __call__(self, *_):
+            """See ``argparse``."""
+            print(json.dumps(schema(), indent=2))
+            raise SystemExit(0)
+
+
+def add_config(add: Callable[..., object], text: str) -> None:
+    """Add ``--config`` to a parser, which may be given several times."""
+    add("--config", type=Path, action="append", default=[], metavar="FILE", help=text)
+
+
+def add_resume(add: Callable[..., object]) -> None:
+    """Add ``--resume`` to a parser."""
+    text = "no | auto (newest checkpoint that verifies) | STEP | PATH [no]; without a value: auto"
+    add("--resume", nargs="?", default="no", const="auto", metavar="WHICH", help=text)
+
+
+def add_evaluate_only(add: Callable[..., object]) -> None:
+    """Add ``--evaluate-only`` to a parser."""
+    text = "evaluate on the data of [evaluation] without training: the model, or with --resume PATH a checkpoint of any run"
+    add(EVALUATE_ONLY, action="store_true", help=text)
+
+
+def add_blame(add: Callable[..., object]) -> None:
+    """Add ``--blame`` to a parser: `llama405b blame` starts runs with it."""
+    add("--blame", type=int, default=0, metavar="STEP", help=argparse.SUPPRESS)
+
+
+def check_resume(resume: str, *, evaluates: bool = False) -> None:
+    """Refuse a value of --resume that is not no, auto, a step, or a path that ends in step-<8 digits>.
+
+    ``evaluates``: without training, in a run of its own, which has no checkpoints.
+    """
+    if evaluates and re.fullmatch("auto|[0-9]{1,8}", resume):
+        raise UserError(
+            f"{EVALUATE_ONLY}: --resume is {resume!r}; name the checkpoint by its path, like --resume "
+            "runs/RUN/checkpoints/step-00000100, or leave it out for the model itself"
+        )
+    if not re.fullmatch("no|auto|[0-9]{1,8}", resume) and not re.fullmatch("step-[0-9]{8}", Path(resume).name):
+        raise UserError(
+            f"--resume: {resume!r} is not a checkpoint; write no, auto, a step, or a path that ends in step-<8 digits>"
+        )
+
+
+def parse(argv: Sequence[str]) -> Command:
+    """Parse a training command.
+
+    Raises:
+        UserError: Any part of it is invalid.
+    """
+    parser = OneLineParser(
+        prog="llama405b train",
+        usage="llama405b train [--preset NAME] [--config FILE] [--SECTION.KEY VALUE …]",
+        description=TRAIN,
+        epilog=settings_help(),
+    )
+    parser.add_argument("--preset", default="", help="named settings to start from")
+    add_config(parser.add_argument, "TOML file of settings; overrides the preset. Of several the later ones win")
+    parser.add_argument("--schema", action=PrintSchema, help="print a JSON Schema of that file, for editors")
+    parser.add_argument(
+        "--run-dir", type=Path, default=Path("runs/local"), help="where the run's files go [runs/local]"
+    )
+    add_resume(parser.add_argument)
+    add_evaluate_only(parser.add_argument)
+    add_blame(parser.add_argument)
+    parser.add_argument(
+        "--dry-run", action="store_true", help="shard the model on the meta device and report what it needs"
+    )
+    parser.add_argument("--world", type=int, default=1, help="number of ranks for --dry-run [1]")
+    flags, others = config.split_flags(argv)
+    known, rest = parser.parse_known_args(others)
+    config.refuse_unknown(rest, parser.options)
+    if not 1 <= known.world <= MAX_WORLD:
+        raise UserError(f"--world: {known.world} is out of range; use 1 to {MAX_WORLD}")
+    evaluates = known.evaluate_only or bool(known.blame)
+    check_resume(known.resume, evaluates=evaluates)
+    settings = config.read_preset(known.preset) | config.read_files(known.config) | config.read_flags(flags)
+    if known.dry_run:  # the shape needs no data
+        settings = {"data.paths": (("none",), "--dry-run")} | settings
+    if known.evaluate_only:
+        settings = to_evaluate(settings)
+    return Command(
+        config.resolve(settings),
+        known.preset,
+        known.run_dir,
+        known.resume,
+        known.dry_run,
+        known.world,
+        evaluates,
+        known.blame,
+    )
+
+
+def to_evaluate(settings: Mapping[str, Setting]) -> dict[str, Setting]:
+    """Return the settings of an evaluation without training: it is due, and reads data to train on only to hold out a part."""
+    paths, fraction = (settings.get(f"evaluation.{name}", ((), ""))[0] for name in ("paths", "fraction"))
+    unread = {"data.paths": (("none",), EVALUATE_ONLY)} if paths or not fraction else {}
+    return unread | dict(settings) | {"evaluation.every": (1, EVALUATE_ONLY)}

@@ -1,0 +1,569 @@
+"""Which values of settings are possible, alone and together, and what an unknown one was meant to be. Pure.
+
+Parameters with a learning rate or weight decay of their own, or that are not trained: ``optimizer.groups``.
+
+What an unknown flag or setting was meant to be: other programs' names for ours, what is not offered, near misses.
+
+Which values of settings are possible, and possible together: each rule yields the setting that is wrong, and what to do.
+"""
+
+import dataclasses
+import difflib
+import fnmatch
+import math
+import operator
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+
+from llama405b.contract.checkpoints import LEAST_KEPT, NAMES
+from llama405b.contract.errors import UserError, counted, given, last_of
+from llama405b.settings.schema import (
+    FP32_MASTERS,
+    TARGETS,
+    TRACKERS,
+    Adapter,
+    Config,
+    Data,
+    Evaluation,
+    Model,
+    Optimizer,
+    Parallel,
+    Tracking,
+    Training,
+    fields,
+)
+
+WAY = (
+    'write "model.embed_tokens.* lr_factor=0.1 weight_decay=0", a pattern of names and one of these or both, or '
+    '"model.embed_tokens.* frozen=true"'
+)
+KEYS = ("lr_factor", "weight_decay")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Group:
+    """Parameters whose names, as in the model's files, match a pattern of the shell's."""
+
+    pattern: str
+    lr_factor: float = 1.0  # times the learning rate of the step
+    weight_decay: float | None = None  # None: as all others, so none of vectors
+    frozen: bool = False  # it takes no gradient and no moments
+
+    @classmethod
+    def read(cls, text: str) -> "Group":
+        """Read ``PATTERN lr_factor=X weight_decay=Y``, or ``PATTERN frozen=true``.
+
+        Raises:
+            UserError: It is something else.
+        """
+        pattern, *pairs = text.split() or [""]
+        values: dict[str, float] = {}
+        if pattern and [pair.lower() for pair in pairs] in (["frozen=true"], ["frozen=1"]):
+            return cls(pattern, frozen=True)
+        for pair in pairs:
+            name, _, number = pair.partition("=")
+            values[name] = _number(number)
+        if not (
+            pattern and values.keys() <= {*KEYS} and values and all(0 <= each < math.inf for each in values.values())
+        ):
+            raise UserError(f"optimizer.groups has {text!r}; {WAY}")
+        return cls(pattern, values.get("lr_factor", 1.0), values.get("weight_decay"))
+
+    def has(self, name: str) -> bool:
+        """Whether a parameter is in it."""
+        return fnmatch.fnmatchcase(name, self.pattern)
+
+
+def group_of(groups: Iterable[Group], name: str) -> Group | None:
+    """Return the first group that has a parameter; None: none does."""
+    return next((group for group in groups if group.has(name)), None)
+
+
+def is_frozen(texts: Sequence[str], name: str) -> bool:
+    """Whether the groups that are written so freeze a parameter."""
+    return bool(texts) and (group_of(map(Group.read, texts), name) or Group(name)).frozen
+
+
+def check_groups(texts: Sequence[str], names: Iterable[str], parallel: Parallel) -> None:
+    """Refuse groups that do not suit the model, or cannot be frozen as it is split.
+
+    Raises:
+        UserError: One has none of its parameters, all are frozen, or FSDP1 is to freeze some.
+    """
+    known = list(names)
+    frozen = [name for name in known if is_frozen(texts, name)]
+    why = ""
+    if len(frozen) == len(known):
+        why = "every parameter is frozen, and nothing would be trained; leave out a pattern"
+    elif frozen and parallel.by_fsdp1:
+        why = "fsdp1 keeps a unit's parameters in one piece, of which none is frozen alone; use fsdp2"
+    if why:
+        raise UserError(f"--optimizer.groups: {why}")
+    for group in map(Group.read, texts):
+        if not any(map(group.has, known)):
+            raise UserError(
+                f"--optimizer.groups: {group.pattern!r} matches no parameter; they are named like {known[0]}, {known[-1]}"
+            )
+
+
+def group_text(table: Mapping[str, object]) -> str:
+    """Write a table of ``[[optimizer.groups]]`` as ``Group.read`` reads it."""
+    return " ".join(
+        [str(table.get("names", "")), *(f"{key}={value}" for key, value in table.items() if key != "names")]
+    )
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
+LIKENESS = 0.8  # of 0 to 1: below, a suggestion would be a guess
+BATCH, MICRO_BATCH = "training.global_batch_size", "training.micro_batch_size"
+# As Hugging Face's, torchrun's and other trainers call it: the setting of ours.
+SETTINGS = {
+    "model": "model.path", "model_name": "model.path", "model_name_or_path": "model.path", "base_model": "model.path",
+    "attn_implementation": "model.attention", "flash_attn": "model.attention", "use_flash_attention": "model.attention",
+    "torch_compile": "model.compile",
+    "gradient_checkpointing": "model.activation_checkpointing", "activation_checkpoint": "model.activation_checkpointing",
+    "data": "data.paths", "dataset": "data.paths", "datasets": "data.paths", "dataset_name": "data.paths",
+    "dataset_path": "data.paths", "train_file": "data.paths", "data_path": "data.paths", "train_data": "data.paths",
+    "max_seq_length": "data.seq_len", "max_seq_len": "data.seq_len", "max_length": "data.seq_len", "block_size": "data.seq_len",
+    "sequence_length": "data.seq_len", "context_length": "data.seq_len", "cutoff_len": "data.seq_len",
+    "model_max_length": "data.seq_len", "dataloader_num_workers": "data.workers", "num_workers": "data.workers",
+    "bs": BATCH, "batchsize": BATCH, "batch_size": BATCH, "train_batch_size": BATCH, "global_batch": BATCH,
+    "per_device_train_batch_size": MICRO_BATCH,
+    "micro_batch": MICRO_BATCH, "train_micro_batch_size_per_gpu": MICRO_BATCH, "local_batch_size": MICRO_BATCH,
+    "num_train_epochs": "training.epochs", "num_epochs": "training.epochs", "steps": "training.max_steps",
+    "num_steps": "training.max_steps", "train_steps": "training.max_steps", "learning_rate": "optimizer.lr",
+    "warmup_steps": "optimizer.warmup", "num_warmup_steps": "optimizer.warmup", "lr_scheduler_type": "optimizer.decay",
+    "lr_scheduler": "optimizer.decay", "adam_beta1": "optimizer.betas", "adam_beta2": "optimizer.betas",
+    "adam_epsilon": "optimizer.eps", "max_grad_norm": "optimizer.max_norm", "clip_grad": "optimizer.max_norm",
+    "gradient_clipping": "optimizer.max_norm", "dtype": "parallel.numerics", "torch_dtype": "parallel.numerics",
+    "mixed_precision": "parallel.numerics", "precision": "parallel.numerics", "cpu_offload": "parallel.offload",
+    "output_dir": "checkpoint.dir", "save_dir": "checkpoint.dir", "checkpoint_dir": "checkpoint.dir",
+    "save_steps": "checkpoint.every", "save_interval": "checkpoint.every", "save_strategy": "checkpoint.every",
+    "save_total_limit": "checkpoint.keep", "load_best_model_at_end": "checkpoint.keep_best",
+    "eval_steps": "evaluation.every", "eval_strategy": "evaluation.every", "evaluation_strategy": "evaluation.every",
+    "eval_interval": "evaluation.every", "eval_dataset": "evaluation.paths", "validation_file": "evaluation.paths",
+    "per_device_eval_batch_size": "evaluation.micro_batch_size",
+    "tp_size": "parallel.tp", "tensor_parallel": "parallel.tp", "tensor_parallel_size": "parallel.tp",
+    "tensor_model_parallel_size": "parallel.tp", "pp_size": "parallel.pp", "pipeline_parallel_size": "parallel.pp",
+    "pipeline_model_parallel_size": "parallel.pp", "cp_size": "parallel.cp", "context_parallel_size": "parallel.cp",
+    "data_parallel_replicate_degree": "parallel.dp_replicate", "pipeline_parallel_schedule": "parallel.pp_schedule",
+    "lora_r": "adapter.rank", "lora_rank": "adapter.rank", "lora_alpha": "adapter.alpha", "lora_target_modules": "adapter.targets",
+    "target_modules": "adapter.targets", "peft_path": "adapter.path", "adapter_name_or_path": "adapter.path",
+    "wandb_project": "tracking.project", "wandb_entity": "tracking.entity", "wandb_run_name": "tracking.display_name",
+    "wandb_group": "tracking.group", "wandb_tags": "tracking.tags", "report_to": "tracking.to", "loggers": "tracking.to",
+    "sharding": "parallel.strategy", "fsdp_version": "parallel.strategy", "zero_stage": "parallel.strategy",
+}  # fmt: skip
+# What settings, and their values, were called until 0.2.0.
+RENAMED = {
+    "data.learn": "data.train_on", "training.on_spike": "training.on_loss_spike", "training.spike": "training.loss_spike_factor",
+    "checkpoint.place": "checkpoint.storage", "checkpoint.storage node": "local",
+    "parallel.fsdp": "parallel.strategy", "parallel.offload states": "optimizer", "parallel.offload full": "all",
+}  # fmt: skip
+HOSTS_FILE = "the hosts file, HOSTS, says it: one host per line, rank 0 on the first"
+SLOTS = "slots= in the hosts file says how many ranks a host has; by default one per GPU"
+MEETING = "launch finds where the hosts meet; address= in the hosts file overrides it, and --port the port"
+ACCUMULATION = f"gradient accumulation follows from --{BATCH}, --{MICRO_BATCH} and the number of ranks"
+ZERO = "write --parallel.strategy zero1, zero2 or zero3, without DeepSpeed"
+LORA = "write --adapter.kind lora"
+BF16 = "BF16 compute with FP32 master weights is the default; --parallel.numerics changes it"
+# What has no setting of its own: what to do instead.
+ADVICE = {
+    "gradient_accumulation_steps": ACCUMULATION, "accumulation_steps": ACCUMULATION, "grad_accum": ACCUMULATION,
+    "nproc_per_node": SLOTS, "gpus": SLOTS, "num_gpus": SLOTS, "gpus_per_node": SLOTS, "num_processes": SLOTS,
+    "nnodes": HOSTS_FILE, "num_nodes": HOSTS_FILE, "num_machines": HOSTS_FILE, "hostfile": HOSTS_FILE, "hosts": HOSTS_FILE,
+    "node_rank": HOSTS_FILE, "machine_rank": HOSTS_FILE, "master_addr": MEETING, "master_port": MEETING,
+    "main_process_ip": MEETING, "main_process_port": MEETING, "rdzv_endpoint": MEETING, "rdzv_backend": MEETING,
+    "rdzv_id": MEETING, "max_restarts": "--restart N guards the run, and resumes it from its newest checkpoint",
+    "resume_from_checkpoint": "write --resume auto, for the newest checkpoint that verifies, or --resume STEP",
+    "do_eval": "write --evaluate-only, to evaluate without training", "eval_only": "write --evaluate-only",
+    "eval_on_start": "with --evaluation.every a new run is evaluated before its first step, too",
+    "wandb": "write --tracking.to wandb", "use_wandb": "write --tracking.to wandb", "tensorboard": "write --tracking.to tensorboard",
+    "lora": LORA, "use_lora": LORA, "peft": LORA, "use_peft": LORA, "lora_dropout": "adapters have no dropout; leave it out",
+    "fp8": "write --parallel.numerics fp8 --model.compile true", "bf16": BF16,
+    "run_name": "write --run NAME", "job_name": "write --run NAME", "name": "write --run NAME",
+    "logging_steps": "every step is logged", "log_interval": "every step is logged",
+    "warmup_ratio": "the warmup is a number of steps, --optimizer.warmup",
+    "tokenizer": "the tokenizer is read from the directory of --model.path",
+    "tokenizer_name": "the tokenizer is read from the directory of --model.path",
+    "optim": "the optimizer is AdamW; its settings begin with --optimizer.",
+    "sequence_parallel": "it is part of --parallel.tp", "ddp": "write --parallel.strategy ddp", "zero": ZERO, "deepspeed": ZERO,
+    "deepspeed_config": ZERO,
+    "hf_token": "export HF_TOKEN, and write --secret HF_TOKEN", "token": "export HF_TOKEN, and write --secret HF_TOKEN",
+    "push_to_hub": "`llama405b export RUN OUT --push-to-hub REPO` does that after training",
+    "hub_model_id": "`llama405b export RUN OUT --push-to-hub REPO` does that after training",
+}  # fmt: skip
+NO_FP16 = "FP16 loses small gradients unless the loss is scaled, which is not done here; use fp32-master, which computes in BF16"
+NO_QLORA = (
+    "FSDP shards matrices by rows, which packed 4-bit blocks are not, and what is trained beside rounded weights is merged into others; "
+    "use lora, with --parallel.offload all where the BF16 weights do not fit"
+)
+# What is said of a setting's value that is none.
+OF_VALUES = {
+    **{f"adapter.kind {name}": NO_QLORA for name in ("qlora", "4bit", "nf4")},
+    **{f"parallel.numerics {name}": NO_FP16 for name in ("fp16", "float16", "half")},
+    **{
+        f"parallel.numerics {name}": "use fp32-master (BF16 with FP32 weights) or pure-bf16"
+        for name in ("bf16", "bfloat16")
+    },
+}
+# What there is not: its name.
+NOT_OFFERED = {
+    "QLoRA": ("qlora", "load_in_4bit", "load_in_8bit", "quantization", "bnb_4bit_compute_dtype"),
+    "FP16": ("fp16", "half"),
+    "MLflow": ("mlflow", "mlflow_tracking_uri"),
+    "preference training": ("dpo", "rlhf", "ppo", "reward_model"),
+}  # fmt: skip
+ABSENT = {name: what for what, names in NOT_OFFERED.items() for name in names}
+FAQ = "docs/faq.md"
+
+
+def instead_of(name: str) -> str:
+    """Return what to do instead of a flag or setting of another program, as a clause; '' if none of that name is known."""
+    last = _plain(name).rpartition(".")[2]
+    if last in ABSENT:
+        return f"{ABSENT[last]} is not offered; see {FAQ}"
+    return ADVICE.get(last, "")
+
+
+def suggestion(name: str, settings: Collection[str], options: Iterable[str] = ()) -> str:
+    """Return `` (did you mean 'optimizer.lr'?)`` for what is no setting or option, else ''.
+
+    The last part of a setting's name tells more than the section, and the same name more than a similar one, for which
+    only a section of that name is looked at.
+    """
+    plain = _plain(name)
+    section, _, last = plain.rpartition(".")
+    by_last: dict[str, list[str]] = {}
+    for key in settings:
+        by_last.setdefault(key.rpartition(".")[2], []).append(key)
+    by_option = {f"--{_plain(option)}": [option] for option in options}
+    found = by_option.get(f"--{plain}") or by_last.get(last) or [SETTINGS[key] for key in [last] if key in SETTINGS]
+    if not found:
+        near = difflib.get_close_matches(f"--{plain}", by_option, 1, LIKENESS) if plain == last else []
+        found = [option for each in near for option in by_option[each]]
+    if not found:
+        within = [key for key in settings if key.startswith(f"{section}.")] or list(settings)
+        near = difflib.get_close_matches(last, [key.rpartition(".")[2] for key in within], 1, LIKENESS)
+        found = [key for key in within if key.rpartition(".")[2] in near]
+    return given(" (did you mean {}?)", " or ".join(map(repr, found)))
+
+
+def _plain(name: str) -> str:
+    return name.lstrip("-").replace("-", "_").lower()
+
+
+ALL = "all"  # changes are allowed
+STEPS = "training.max_steps"
+CHANGES = (
+    *(name for name in NAMES.values() if name != "adapter"),
+    *(f"optimizer.{field.name}" for field in dataclasses.fields(Optimizer)),
+    STEPS,
+)
+
+
+MAX_BETA_BF16 = 0.99  # 1 - beta2 must be above half of BF16's step of 2^-7; at 0.999 the demo's loss was 2 % higher
+ABOVE_ZERO = (  # other numbers may be 0
+    "adapter.rank", "adapter.alpha",
+    "data.seq_len", "training.micro_batch_size", "optimizer.lr", "optimizer.eps", "timeouts.load", "timeouts.step",
+    "checkpoint.mtbf", "checkpoint.after_save_limit",
+)  # fmt: skip
+# What only fsdp1 takes, with what each is by default.
+OF_FSDP1 = [
+    (name, getattr(Parallel(), name)) for name in ("sharding_strategy", "backward_prefetch", "limit_all_gathers")
+]
+Fault = tuple[str, str]  # the setting, and a message that follows its name
+
+
+def faults_of(config: Config) -> Iterator[Fault]:
+    """Yield what is wrong with a configuration, before any rank is started."""
+    yield from _out_of_range(config)
+    yield from _of_model(config.model, config.parallel)
+    yield from _of_adapter(config.adapter, config.parallel)
+    yield from _of_kernels(config.model, config.parallel)
+    yield from _of_data(config.data)
+    yield from _of_training(config.training, config.optimizer)
+    yield from _of_saving(config)
+    yield from _of_evaluation(config)
+    yield from _of_tracking(config.tracking)
+    yield from _of_parallel(config.parallel)
+    yield from _of_moments(config.parallel, config.optimizer)
+
+
+def _out_of_range(config: Config) -> Iterator[Fault]:
+    for key, type_, _, _ in fields():
+        value = operator.attrgetter(key)(config)
+        if type_ in (int, float) and value <= 0 and key in ABOVE_ZERO:
+            yield key, f"{key} is {value}; it must be above 0"
+        elif type_ in (int, float) and value < 0:
+            yield key, f"{key} is {value}; it must be at least 0"
+
+
+def _of_model(model: Model, parallel: Parallel) -> Iterator[Fault]:
+    if not model.path:
+        yield "model.path", "no model given; name a checkpoint directory or a preset"
+    if model.attention not in ("auto", "sdpa", "eager") and parallel.numerics == "fp32":
+        yield "model.attention", f"{model.attention} computes in BF16 only; use sdpa, or numerics other than fp32"
+    if model.activations == "host" and model.activation_checkpointing == "none":
+        yield "model.activations", "without activation checkpointing it would have no effect; leave it out, or use full"
+
+
+def _of_kernels(model: Model, parallel: Parallel) -> Iterator[Fault]:
+    if parallel.numerics == "fp8" and (parallel.by_fsdp1 or parallel.tp > 1):
+        yield "parallel.numerics", "fp8 is for layers that FSDP2 alone shards; use fp32-master, or fsdp2 and tp 1"
+    if parallel.numerics == "fp8" and model.fused:
+        yield "model.fused", "it would compute the MLP in BF16; leave it out: with fp8, compile fuses the layers"
+    if model.fused and parallel.tp > 1:
+        yield "model.fused", "modules that tp splits stay as they are; leave it out, or use tp 1"
+    if not model.compile:
+        return
+    if model.fused:
+        yield "model.compile", "a compiled layer is fused as a whole; leave out fused or compile"
+    if model.activation_checkpointing == "auto" or model.activation_checkpointing.startswith("operators"):
+        yield (
+            "model.compile",
+            "in a compiled layer torch cannot tell operators apart; use activation_checkpointing full, every:N or none",
+        )
+    if parallel.by_fsdp1 or "LlamaDecoderLayer" not in parallel.wrap:
+        yield (
+            "model.compile",
+            "FSDP's units must be whole layers; use fsdp2 and wrap LlamaDecoderLayer,Embedding, or leave it out",
+        )
+    if split := [name for name in ("tp", "cp") if getattr(parallel, name) > 1]:
+        yield "model.compile", f"layers that {split[0]} splits are not compiled; leave it out, or use {split[0]} 1"
+
+
+def _of_adapter(adapter: Adapter, parallel: Parallel) -> Iterator[Fault]:
+    if not adapter.trains:
+        for name, default in dataclasses.asdict(Adapter()).items():
+            if getattr(adapter, name) != default:
+                yield (
+                    f"adapter.{name}",
+                    "without an adapter it would have no effect; add --adapter.kind lora, or leave it out",
+                )
+        return
+    if unknown := [name for name in adapter.targets if name not in TARGETS]:
+        near = suggestion(unknown[0], TARGETS)
+        yield (
+            "adapter.targets",
+            f"{unknown[0]!r} is no matrix of a decoder layer{near}; choose from {', '.join(TARGETS)}",
+        )
+    if not adapter.targets or len({*adapter.targets}) < len(adapter.targets):
+        yield "adapter.targets", "there are none, or one is named twice; name each matrix once"
+    if parallel.by_fsdp1:
+        yield "adapter.kind", "fsdp1 keeps a unit's parameters in one piece, of which none is frozen alone; use fsdp2"
+    if parallel.numerics == "fp8":
+        yield "adapter.kind", "what FP8 computes has no adapters; use numerics fp32-master"
+    if parallel.offload == "optimizer":
+        yield (
+            "parallel.offload",
+            "of adapters there is little to keep in CPU memory; use none, or all, which keeps the frozen weights there, too",
+        )
+
+
+def _of_data(data: Data) -> Iterator[Fault]:
+    if not data.paths:
+        yield "data.paths", "no data given; name files, folders or globs"
+    if data.fields and not _names_a_document(data.fields):
+        yield (
+            "data.fields",
+            "fields name no document; write text=FIELD, or prompt=FIELD,completion=FIELD, or messages=FIELD[,tools=FIELD]",
+        )
+    if data.weights and len(data.weights) != len(data.paths):
+        counts = f"{counted(len(data.weights), 'weight')} for {counted(len(data.paths), 'path')}"
+        yield "data.weights", f"{counts}; give one for each"
+    if not all(weight > 0 for weight in data.weights):
+        yield "data.weights", "each weight must be above 0; leave that path out"
+    if data.packing == "concatenated":
+        one_text = "with packing concatenated documents are one text, which is split; leave it out, or use isolated"
+        if data.documents == "whole":
+            yield "data.documents", one_text
+        if data.long_documents == "truncate":
+            yield "data.long_documents", one_text
+
+
+def _of_training(training: Training, optimizer: Optimizer) -> Iterator[Fault]:
+    factor, betas = training.loss_spike_factor, list(optimizer.betas)
+    if factor <= 1:
+        yield "training.loss_spike_factor", f"training.loss_spike_factor is {factor:g}; use more than 1"
+    if not (training.max_steps or training.epochs):
+        yield "training.epochs", "max_steps and epochs are both 0; set one of them"
+    if optimizer.min_lr > optimizer.lr:
+        yield "optimizer.min_lr", f"min_lr {optimizer.min_lr} is above lr {optimizer.lr}; lower it"
+    if optimizer.decay_steps and optimizer.decay != "wsd":
+        yield "optimizer.decay_steps", f"with decay {optimizer.decay} it would have no effect; leave it out, or use wsd"
+    if 0 < training.max_steps < optimizer.decay_steps:
+        yield "optimizer.decay_steps", f"{optimizer.decay_steps} is more than max_steps, {training.max_steps}; lower it"
+    for text in optimizer.groups:
+        try:
+            Group.read(text)
+        except UserError as fault:
+            yield "optimizer.groups", str(fault)
+    if not all(0 <= beta < 1 for beta in betas):
+        yield "optimizer.betas", f"betas are {betas}; each must be at least 0 and below 1"
+
+
+def _of_saving(config: Config) -> Iterator[Fault]:
+    saving = config.checkpoint
+    saves = saving.cadence.saves
+    if saves and saving.keep < LEAST_KEPT:
+        yield (
+            "checkpoint.keep",
+            f"checkpoint.keep is {saving.keep}; keep at least {LEAST_KEPT}, so that one always verifies",
+        )
+    if saving.keep_best and not (config.evaluation.every and saves):
+        yield (
+            "checkpoint.keep_best",
+            "nothing would be evaluated, or nothing saved; set evaluation.every and checkpoint.every",
+        )
+    if saving.after_save and not saves:
+        yield "checkpoint.after_save", "checkpoint.every is 0, so nothing is saved; set it, or leave this out"
+    if saving.delete_unsent and not saving.after_save:
+        yield "checkpoint.delete_unsent", "without after_save it would have no effect; leave it out"
+    if unknown := [name for name in saving.allow_changes if name not in (*CHANGES, ALL)]:
+        near = suggestion(last_of(unknown), CHANGES)
+        names = ", ".join((*CHANGES, ALL))
+        yield "checkpoint.allow_changes", f"{last_of(unknown)!r} is not what a resume compares{near}; use {names}"
+    if saving.replicas > 1:
+        yield "checkpoint.replicas", "checkpoint.replicas is above 1; use 0 or 1"
+
+
+def _of_evaluation(config: Config) -> Iterator[Fault]:
+    evaluation = config.evaluation
+    if evaluation.every and not (evaluation.paths or evaluation.fraction):
+        yield "evaluation.every", "no data to evaluate on; set evaluation.paths or evaluation.fraction"
+    if evaluation.paths and not evaluation.every:
+        yield (
+            "evaluation.every",
+            "evaluation.every is 0, so evaluation.paths would not be used; set it to a number of steps",
+        )
+    if evaluation.prompts:
+        if not evaluation.every:
+            yield "evaluation.prompts", "evaluation.every is 0, so they would not be used; set it to a number of steps"
+        if split := [name for name in ("tp", "cp", "pp") if getattr(config.parallel, name) > 1]:
+            yield (
+                "evaluation.prompts",
+                f"they are continued where ranks have whole layers; leave them out, or use {split[0]} 1",
+            )
+        if not all(evaluation.prompts):
+            yield "evaluation.prompts", "one is empty; remove it"
+    elif evaluation.prompt_tokens != Evaluation().prompt_tokens:
+        yield "evaluation.prompt_tokens", "without evaluation.prompts it would have no effect; leave it out"
+    if evaluation.fraction > 0.5:
+        yield "evaluation.fraction", f"fraction is {evaluation.fraction:g}; use at most 0.5"
+
+
+def _of_tracking(tracking: Tracking) -> Iterator[Fault]:
+    if unknown := [name for name in tracking.to if name not in TRACKERS]:
+        yield (
+            "tracking.to",
+            f"{unknown[0]!r} is no tracker that is known{suggestion(unknown[0], TRACKERS)}; use {', '.join(TRACKERS)}",
+        )
+    for name, default in dataclasses.asdict(Tracking()).items():
+        if name != "to" and "wandb" not in tracking.to and getattr(tracking, name) != default:
+            yield f"tracking.{name}", "without W&B it would have no effect; add --tracking.to wandb, or leave it out"
+
+
+def _of_parallel(parallel: Parallel) -> Iterator[Fault]:
+    if parallel.by_fsdp1 and parallel.device == "cpu":
+        yield "parallel.strategy", "torch does not support fsdp1 on CPU; use fsdp2"
+    if parallel.offload == "optimizer" and parallel.by_fsdp1:
+        yield "parallel.offload", "optimizer needs fsdp2; use it, or all"
+    if parallel.offload == "optimizer" and parallel.numerics not in FP32_MASTERS:
+        yield (
+            "parallel.offload",
+            "optimizer keeps FP32 weights in CPU memory and BF16 ones on the GPU; use all, or numerics fp32-master",
+        )
+    if parallel.by_fsdp1 and parallel.numerics == "bf16-stochastic":
+        yield "parallel.numerics", "with fsdp1 weights have no elements to number; use fsdp2, or pure-bf16"
+    yield from _of_axes(parallel)
+    yield from _of_units(parallel)
+    if not parallel.by_fsdp1:
+        if parallel.forward_prefetch:
+            yield "parallel.forward_prefetch", "with FSDP2 it would have no effect; use --parallel.prefetch 1, or fsdp1"
+        for name, default in OF_FSDP1:
+            if getattr(parallel, name) != default:
+                yield f"parallel.{name}", "with FSDP2 it would have no effect; leave it out, or use fsdp1"
+
+
+def _of_units(parallel: Parallel) -> Iterator[Fault]:
+    """Of when FSDP gathers its units, and over which ranks it keeps them gathered."""
+    for name in ("prefetch", "reshard_after_forward"):
+        if getattr(parallel, name) and (parallel.by_fsdp1 or parallel.of_strategy.keeps_weights):
+            yield (
+                f"parallel.{name}",
+                f"with strategy {parallel.strategy} it would have no effect; leave it out, or use fsdp2",
+            )
+    # Of units within a layer torch gathers ahead in the recomputation, too, and never frees that.
+    if parallel.prefetch and "LlamaDecoderLayer" not in parallel.wrap:
+        yield (
+            "parallel.prefetch",
+            "units within a layer would stay gathered; leave it out, or use wrap LlamaDecoderLayer,Embedding",
+        )
+    if parallel.prefetch and parallel.chunks > 1 and parallel.pp > 1:
+        yield (
+            "parallel.prefetch",
+            "with the interleaved schedule the next unit is not the next to be used; leave it out, or use 1f1b",
+        )
+    if parallel.reshard_after_forward == 1:
+        yield "parallel.reshard_after_forward", "one rank would keep all weights; use zero2, or at least 2"
+    if parallel.reshard_after_forward and (split := [name for name in ("tp", "pp") if getattr(parallel, name) > 1]):
+        yield (
+            "parallel.reshard_after_forward",
+            f"torch cannot reshard a model that {split[0]} splits; leave it out, or use {split[0]} 1",
+        )
+
+
+def _of_axes(parallel: Parallel) -> Iterator[Fault]:
+    sizes = {name: getattr(parallel, name) for name in ("tp", "cp", "pp")}
+    if parallel.of_strategy.chosen:
+        for name in ("dp_replicate", *sizes):
+            if getattr(parallel, name) != getattr(Parallel(), name):
+                yield (
+                    f"parallel.{name}",
+                    f"strategy {parallel.strategy} chooses it; leave it out, or use strategy fsdp2",
+                )
+    if parallel.pp == 1 and parallel.pp_schedule != Parallel().pp_schedule:
+        yield "parallel.pp_schedule", "with pp 1 it would have no effect; leave it out, or use more stages"
+    for name, size in sizes.items():
+        if size < 1:
+            yield f"parallel.{name}", f"parallel.{name} is {size}; it must be at least 1"
+    if parallel.by_fsdp1 and (several := [name for name in ("dp_replicate", *sizes) if getattr(parallel, name) > 1]):
+        yield f"parallel.{several[0]}", "with fsdp1 it would have no effect; leave it out, or use fsdp2"
+    if parallel.offload != "none" and (parallel.dp_replicate > 1 or parallel.of_strategy.copies != "one"):
+        yield (
+            "parallel.offload",
+            "with copies of the model torch may corrupt gradients that are offloaded (known bugs); use none, or strategy fsdp2 without "
+            "dp_replicate",
+        )
+
+
+def _of_moments(parallel: Parallel, optimizer: Optimizer) -> Iterator[Fault]:
+    if parallel.moments != "bf16":
+        return
+    key, beta2 = "parallel.moments", optimizer.betas[1]
+    if not parallel.updates_on_cpu:
+        yield key, "bf16 moments need offload optimizer or all, and FSDP2; set them, or use fp32"
+    if parallel.in_bf16:
+        yield (
+            key,
+            f"with numerics {parallel.numerics} the moments are BF16 already; leave it at fp32, or use numerics fp32-master",
+        )
+    if beta2 > MAX_BETA_BF16:
+        what = f"a step changes second moments by less than BF16 resolves where beta2 is {beta2:g}"
+        yield key, f"{what}; use fp32, or at most {MAX_BETA_BF16}"
+
+
+def _names_a_document(names: Sequence[str]) -> bool:
+    """Whether ``data.fields`` names all that a document needs, each once."""
+    ours = sorted(name.partition("=")[0].strip() for name in names if name.partition("=")[2])
+    return len(ours) == len(names) and ours in (
+        ["text"],
+        ["completion", "prompt"],
+        ["messages"],
+        ["messages", "tools"],
+    )

@@ -1,0 +1,581 @@
+"""The dense decoders that can be trained, what their checkpoint directories hold, and the shapes of adapters. Knows nothing of torch.
+
+The dense decoders of transformers that can be trained: a Llama's, and what others have that it has not.
+
+All have ``model.layers`` of attention (``self_attn``: q, k, v and o projections) and a gated MLP, with the names of a Llama's.
+
+What a Hugging Face checkpoint directory holds, read with the standard library only.
+
+Knows which tensors a Llama, or a model of another family like it, must have, and what else belongs to one. Knows nothing of torch or ranks.
+
+LoRA: beside a frozen matrix W the product of two narrow ones, W + alpha / rank * B A (arXiv 2106.09685), and peft's files of it.
+
+Knows names and shapes; of files, headers alone.
+"""
+
+import dataclasses
+import functools
+import math
+import textwrap
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from llama405b.contract.errors import UserError, and_more
+from llama405b.formats.corpus import OWNER_NAME, check_template
+from llama405b.settings.schema import COMPUTE_BYTES, TARGETS, Adapter, Parallel
+from llama405b.spec.tensors import Layout, TensorInfo, read_header, read_hf_json, read_tensors
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Family:
+    """A family of models, by what its layers have."""
+
+    prefix: str  # of transformers' classes, such as LlamaForCausalLM
+    biases: Literal["asked", "qkv", "none"] = "asked"  # of attention; asked: of all projections if config.json says so
+    query_norms: Literal["", "head", "all"] = ""  # of queries and keys: of each head, or of all heads together
+    norms: tuple[str, str] = ("input_layernorm", "post_attention_layernorm")
+    ends_with_norm: bool = False  # a layer: norms follow attention and the MLP, instead of being before them
+    window: int | None = None  # of attention, where config.json does not say
+    window_asked: bool = False  # only if use_sliding_window is true
+
+    @property
+    def architecture(self) -> str:
+        """Transformers' class of the whole model."""
+        return f"{self.prefix}ForCausalLM"
+
+
+FAMILIES = {  # by model_type
+    "llama": Family("Llama"),
+    "mistral": Family("Mistral", biases="none", window=4096),
+    "qwen2": Family("Qwen2", biases="qkv", window_asked=True),
+    "qwen3": Family("Qwen3", query_norms="head", window_asked=True),
+    "olmo2": Family(
+        "Olmo2",
+        query_norms="all",
+        norms=("post_attention_layernorm", "post_feedforward_layernorm"),
+        ends_with_norm=True,
+    ),
+}
+LLAMA = FAMILIES["llama"]
+
+
+CHAT_TEMPLATE = "chat_template.jinja"  # which transformers prefers to the one in tokenizer_config.json
+SMALL_FILES = (  # what a rank needs if it does not have the directory
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    CHAT_TEMPLATE,
+)
+DOWNLOADS = Path("models")  # in the working directory: where `llama405b download` writes
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+UNUSED_ANYWHERE = "rotary_emb.inv_freq"  # old checkpoints hold it; transformers computes it, and so does the trainer
+ROPE_NEEDS = {  # transformers' types of rotary embedding, and the numbers that each must be given
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "yarn": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "proportional": (),
+}
+POSITIVE = ("rope_theta", "original_max_position_embeddings", "attention_factor")  # where they are given
+CONVERTS = (
+    "python -c \"from transformers import AutoTokenizer; AutoTokenizer.from_pretrained('{0}').save_pretrained('{0}')\""
+)
+COMPARED_BYTES = 16 << 20  # at a time
+MAX_LAYERS = 10_000
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Llama:
+    """The shape of a Llama, or of a model of another family like it, from its config.json."""
+
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    tied: bool
+    attention_bias: bool
+    mlp_bias: bool
+    max_positions: int
+    initializer_range: float = 0.02
+    family: Family = LLAMA
+    window: int = 0  # tokens that attention sees, in some or all layers; 0: all before
+
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """Return every parameter's name in a checkpoint, and its shape (out features first)."""
+        hidden = self.hidden
+        q = self.heads * self.head_dim
+        kv = self.kv_heads * self.head_dim
+        attention = {"q_proj": (q, hidden), "k_proj": (kv, hidden), "v_proj": (kv, hidden), "o_proj": (hidden, q)}
+        wide, narrow = (self.intermediate, hidden), (hidden, self.intermediate)
+        mlp = {"gate_proj": wide, "up_proj": wide, "down_proj": narrow}
+        asked = tuple(attention) if self.attention_bias else ()
+        biased = {*{"asked": asked, "qkv": ("q_proj", "k_proj", "v_proj"), "none": ()}[self.family.biases]}
+        biased |= {*mlp} if self.mlp_bias else set()
+        normed = {"head": (self.head_dim, self.head_dim), "all": (q, kv)}.get(self.family.query_norms, ())
+        shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (self.vocab, hidden)}
+        for i in range(self.layers):
+            layer = f"model.layers.{i}."
+            for block, matrices in (("self_attn", attention), ("mlp", mlp)):
+                for name, shape in matrices.items():
+                    shapes[f"{layer}{block}.{name}.weight"] = shape
+                    if name in biased:
+                        shapes[f"{layer}{block}.{name}.bias"] = shape[:1]
+            for name, size in zip(("q_norm", "k_norm"), normed, strict=False):
+                shapes[f"{layer}self_attn.{name}.weight"] = (size,)
+            for name in self.family.norms:
+                shapes[f"{layer}{name}.weight"] = (hidden,)
+        shapes["model.norm.weight"] = (hidden,)
+        if not self.tied:
+            shapes[HEAD] = (self.vocab, hidden)
+        return shapes
+
+    @property
+    def parameters(self) -> int:
+        """Number of parameters; a tied head counts once."""
+        return _parameters(self)
+
+    def flops_per_token(self, seq_len: int) -> int:
+        """Count the model FLOPs of training on one token: six per weight of a matrix product, and causal attention.
+
+        Counted as in PaLM, appendix B (arXiv:2204.02311), but with only the half of the attention matrix that a causal
+        mask leaves; recomputed activations do not count.
+        """
+        matrices = sum(math.prod(shape) for name, shape in self.tensors().items() if name.endswith("_proj.weight"))
+        attention = self.layers * self.heads * self.head_dim * seq_len
+        return 6 * (matrices + self.vocab * self.hidden + attention)
+
+
+@functools.lru_cache(64)
+def _parameters(llama: Llama) -> int:
+    return sum(math.prod(shape) for shape in llama.tensors().values())
+
+
+def read_llama(directory: Path, layers: int = 0) -> Llama:
+    """Read the model's shape from ``config.json``; ``layers``: keep only that many (0: all).
+
+    Raises:
+        UserError: The directory does not exist, or does not hold a Llama.
+    """
+    check_directory(directory)
+    config = read_hf_json(directory / "config.json")
+    llama = parse_llama(config, str(directory / "config.json"))
+    if layers > llama.layers:
+        raise UserError(f"--model.layers: {layers}, but {directory} has {llama.layers}; lower it, or omit it")
+    return dataclasses.replace(llama, layers=layers or llama.layers)
+
+
+def check_directory(directory: Path) -> None:
+    """Refuse a model whose directory does not exist, and say how to get it."""
+    if not directory.is_dir():
+        raise UserError(f"{directory}: no such directory; {how_to_get(directory)}, or point --model.path at it")
+
+
+def is_hub_name(directory: Path) -> bool:
+    """Whether it is written as the Hub names models, and not where they are downloaded to."""
+    return bool(OWNER_NAME.fullmatch(str(directory))) and directory.parent != DOWNLOADS
+
+
+def how_to_get(directory: Path) -> str:
+    """How a model comes here, as a clause."""
+    if is_hub_name(directory):
+        return f"run `llama405b download {directory}`, which writes {DOWNLOADS / directory.name}"
+    if directory.parent == DOWNLOADS:
+        return f"run `llama405b download OWNER/{directory.name}`, which writes it"
+    return "download the model into it"
+
+
+def parse_llama(config: Mapping[str, Any], where: str) -> Llama:
+    """Read the model's shape from a parsed ``config.json``.
+
+    Raises:
+        UserError: It does not describe a model of ``FAMILIES`` that can be trained.
+    """
+    family = _family(config, where)
+    if quantization := config.get("quantization_config"):
+        shown = textwrap.shorten(str(quantization), 60, placeholder=" …")
+        raise UserError(
+            f"{where}: quantization_config is {shown}; only unquantized weights can be trained, download those"
+        )
+    _check_rope(config, where)
+
+    def number(key: str, default: int | None = None, limit: int = 1 << 31) -> int:
+        value = config.get(key)
+        if value is None:
+            value = default
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < limit:
+            raise UserError(f"{where}: {key} is {value!r}, not a positive whole number; download config.json again")
+        return value
+
+    heads, hidden = number("num_attention_heads"), number("hidden_size")
+    kv_heads = number("num_key_value_heads", heads)
+    if hidden % heads or heads % kv_heads:
+        raise UserError(
+            f"{where}: hidden_size {hidden}, {heads} attention heads and {kv_heads} key-value heads do not divide evenly; "
+            "download config.json again"
+        )
+    return Llama(
+        layers=number("num_hidden_layers", limit=MAX_LAYERS),
+        hidden=hidden,
+        intermediate=number("intermediate_size"),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=number("head_dim", hidden // heads),
+        vocab=number("vocab_size"),
+        tied=bool(config.get("tie_word_embeddings", False)),
+        attention_bias=bool(config.get("attention_bias", False)),
+        mlp_bias=family is LLAMA and bool(config.get("mlp_bias", False)),
+        max_positions=number("max_position_embeddings", 2048),
+        initializer_range=_initializer_range(config, where),
+        family=family,
+        window=_window(config, family),
+    )
+
+
+def _family(config: Mapping[str, Any], where: str) -> Family:
+    """The family of a model."""
+    family, architectures = FAMILIES.get(str(config.get("model_type"))), config.get("architectures")
+    if family and family.architecture in (architectures or [family.architecture]):
+        return family
+    *others, last = (each.architecture for each in FAMILIES.values())
+    raise UserError(
+        f"{where}: model_type {config.get('model_type')!r}, architectures {architectures}; only {', '.join(others)} and {last} can "
+        "be trained, all of whose layers are dense"
+    )
+
+
+def _window(config: Mapping[str, Any], family: Family) -> int:
+    """How many tokens attention sees, where that is not all."""
+    if family.window_asked and not config.get("use_sliding_window"):
+        return 0
+    found = config.get("sliding_window", family.window) if family.window or family.window_asked else None
+    return found if isinstance(found, int) else 0
+
+
+def _initializer_range(config: Mapping[str, Any], where: str) -> float:
+    """The standard deviation of random weights."""
+    found = config.get("initializer_range", 0.02)
+    if not isinstance(found, int | float) or not 0 < found < 1:
+        raise UserError(
+            f"{where}: initializer_range is {found!r}, not a number between 0 and 1; download config.json again"
+        )
+    return float(found)
+
+
+def _check_rope(config: Mapping[str, Any], where: str) -> None:
+    """Refuse a rotary embedding that transformers does not know, that lacks a number, or whose numbers make NaN."""
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else rope
+    if kind == "longrope":
+        raise UserError(
+            f"{where}: rope type 'longrope' cannot be trained: its factors change with the longest sequence of a batch, and no Llama 3 "
+            "has it; use another model"
+        )
+    if not isinstance(kind, str) or kind not in ROPE_NEEDS:
+        raise UserError(
+            f"{where}: rope type {kind!r} is not one of {', '.join(ROPE_NEEDS)}; download config.json again"
+        )
+    if lacking := [key for key in ROPE_NEEDS[kind] if not _is_positive(rope.get(key))]:
+        raise UserError(f"{where}: rope type {kind!r} has no valid {', '.join(lacking)}; download config.json again")
+    for key, value in (*config.items(), *(rope.items() if isinstance(rope, dict) else ())):
+        if key in POSITIVE and value is not None and not _is_positive(value):
+            raise UserError(f"{where}: {key} is {value!r}, not a number above 0; download config.json again")
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+
+
+def check_checkpoint(
+    directory: Path, seq_len: int, layers: int = 0, *, random: bool = False, whole: bool = False
+) -> Llama:
+    """Check what can be checked of a checkpoint without torch: shape, tensors, sizes, tokenizer, sequence length.
+
+    ``random``: its weights will not be read; ``whole``: a part of them is not enough.
+
+    Raises:
+        UserError: Something would fail later, on every host, after minutes of loading.
+    """
+    llama = read_llama(directory, layers)
+    check_seq_len(llama, seq_len)
+    check_tokenizer(directory, llama)
+    if random:
+        return llama
+    tensors = read_tensors(directory)
+    is_part = any(info.pieces for info in tensors.values())
+    if whole and is_part:
+        raise UserError(
+            f"--parallel.strategy: fsdp1 needs all weights, but {directory} has only a part; use fsdp2, or push all"
+        )
+    for name, shape in llama.tensors().items():
+        info = tensors.get(name)
+        if not info and is_part:  # another stage's
+            continue
+        if not info:
+            raise UserError(f"{directory}: no file contains {name}, which config.json needs; download the weights")
+        if info.shape != shape:
+            raise UserError(
+                f"{info.file}: {name} is {list(info.shape)}, but config.json requires "
+                f"{list(shape)}; download both from the same model"
+            )
+        if info.dtype not in ("F32", "F16", "BF16"):
+            raise UserError(f"{info.file}: {name} is {info.dtype}; only F32, F16 and BF16 can be trained")
+    _refuse_unused(read_llama(directory), tensors)
+    return llama
+
+
+def _refuse_unused(llama: Llama, tensors: Mapping[str, TensorInfo]) -> None:
+    """Refuse tensors that the whole model would not be given, unless nothing is lost with them."""
+    head, embedding = tensors.get(HEAD), tensors.get(EMBEDDING)
+    if llama.tied and head and embedding and not _is_same(head, embedding):  # transformers would train both
+        raise UserError(
+            f"{head.file}: {HEAD} differs from {EMBEDDING}, but config.json ties them; set tie_word_embeddings to false "
+            "there to train both, or delete the tensor"
+        )
+    used = {HEAD, *llama.tensors()}
+    unused = sorted(name for name in tensors if name not in used and UNUSED_ANYWHERE not in name)
+    if unused:
+        raise UserError(
+            f"{tensors[unused[0]].file}: contains {unused[0]}{and_more(unused)}, which config.json says the model does not "
+            "have; correct config.json, and use --model.layers to train fewer layers"
+        )
+
+
+def _is_same(one: TensorInfo, other: TensorInfo) -> bool:
+    """Whether two tensors are equal in every byte that is here."""
+    boxes = [[piece.box for piece in each.stored] for each in (one, other)]
+    if (one.dtype, one.shape, boxes[0]) != (other.dtype, other.shape, boxes[1]):
+        return False
+    with one.file.open("rb") as first, other.file.open("rb") as second:
+        for piece, its in zip(one.stored, other.stored, strict=True):
+            first.seek(piece.offset)
+            second.seek(its.offset)
+            left = one.bytes_of(piece.box)
+            sizes = [min(COMPARED_BYTES, left - begin) for begin in range(0, left, COMPARED_BYTES)]
+            if not all(first.read(size) == second.read(size) for size in sizes):
+                return False
+    return True
+
+
+def small_files(directory: Path, chat_template: str = "") -> dict[str, Path]:
+    """Return what a rank needs beside the weights, by name; ``chat_template``: a file to use instead of the tokenizer's own.
+
+    Raises:
+        UserError: The template cannot be read.
+    """
+    found = {name: directory / name for name in SMALL_FILES if (directory / name).is_file()}
+    if chat_template:
+        found[CHAT_TEMPLATE] = check_template(Path(chat_template))
+    return found
+
+
+def has_chat_template(directory: Path) -> bool:
+    """Whether a tokenizer has a chat template, in any of the places where transformers looks for one."""
+    if (directory / CHAT_TEMPLATE).is_file() or (directory / "chat_template.json").is_file():
+        return True
+    config = directory / "tokenizer_config.json"
+    return config.is_file() and bool(read_hf_json(config).get("chat_template"))
+
+
+def check_seq_len(llama: Llama, seq_len: int) -> None:
+    """Refuse sequences longer than the model's position limit."""
+    if seq_len > llama.max_positions:
+        raise UserError(
+            f"--data.seq_len: {seq_len} exceeds the model's limit of {llama.max_positions} positions; lower it"
+        )
+    if llama.window and seq_len > llama.window:
+        raise UserError(
+            f"--data.seq_len: {seq_len} exceeds the model's sliding window of {llama.window} tokens, which is not computed; lower it"
+        )
+
+
+def check_tokenizer(directory: Path, llama: Llama) -> None:
+    """Refuse a tokenizer that is missing, incomplete, or has ids beyond the embedding's rows."""
+    path = directory / "tokenizer.json"
+    if not path.is_file():
+        make = (
+            f"; or make it from tokenizer.model: pip install sentencepiece protobuf, then {CONVERTS.format(directory)}"
+        )
+        makes = make if (directory / "tokenizer.model").is_file() else ""
+        raise UserError(f"{path}: no such file; download tokenizer.json of the same model{makes}")
+    tokenizer = read_hf_json(path)
+    if not (ids := _token_ids(tokenizer)):
+        raise UserError(f"{path}: not a readable tokenizer; download it again")
+    if (directory / "tokenizer_config.json").is_file():
+        read_hf_json(directory / "tokenizer_config.json")
+    if max(ids) >= llama.vocab:
+        raise UserError(
+            f"{path}: its largest id is {max(ids)}, but the model has {llama.vocab} embeddings; "
+            "use the model's own tokenizer"
+        )
+
+
+def _token_ids(tokenizer: Mapping[str, Any]) -> list[int]:
+    """The ids of a parsed ``tokenizer.json``; none if it is incomplete."""
+    try:
+        model = tokenizer["model"]
+        vocab = model["vocab"]
+        if not vocab or (model.get("type") == "BPE" and "merges" not in model):
+            return []
+        ids = vocab.values() if isinstance(vocab, dict) else range(len(vocab))
+        return [int(i) for i in (*ids, *(token["id"] for token in tokenizer.get("added_tokens", [])))]
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return []
+
+
+DOWN, UP = ".lora_A.weight", ".lora_B.weight"  # what peft calls A (rank, inputs) and B (outputs, rank), beside a matrix
+PEFT = "base_model.model."  # what the names in its files begin with
+PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+# What peft's other kinds of LoRA set, and this one does not.
+OTHERS = (
+    "use_dora", "use_rslora", "use_qalora", "use_bdlora", "fan_in_fan_out", "rank_pattern", "alpha_pattern", "layers_to_transform",
+    "layer_replication", "modules_to_save", "trainable_token_indices", "target_parameters", "lora_bias", "alora_invocation_tokens",
+    "kasa_config", "arrow_config", "monteclora_config",
+)  # fmt: skip
+BESIDE_OTHERS = (
+    "pissa",
+    "olora",
+    "corda",
+    "loftq",
+    "lora_ga",
+)  # beginnings that take themselves out of the weights beside which they are
+
+
+def is_factor(name: str) -> bool:
+    """Whether a parameter is an adapter's."""
+    return name.endswith((DOWN, UP))
+
+
+def factors(llama: Llama, adapter: Adapter) -> dict[str, tuple[int, int]]:
+    """Return an adapter's parameters by name, with their shapes, in the order of the model's; none without one."""
+    found: dict[str, tuple[int, int]] = {}
+    for name, shape in llama.tensors().items() if adapter.trains else ():
+        matrix = name.removesuffix(".weight")
+        if len(shape) == 2 and matrix.rpartition(".")[2] in adapter.targets:
+            found |= {matrix + DOWN: (adapter.rank, shape[1]), matrix + UP: (shape[0], adapter.rank)}
+    return found
+
+
+def adapter_parameters(llama: Llama, adapter: Adapter) -> int:
+    """Count an adapter's parameters."""
+    return sum(map(math.prod, factors(llama, adapter).values()))
+
+
+def n_trained(llama: Llama, adapter: Adapter) -> int:
+    """Count the parameters that take gradients, and that a checkpoint holds."""
+    return adapter_parameters(llama, adapter) if adapter.trains else llama.parameters
+
+
+def adapter_bytes(llama: Llama, adapter: Adapter, parallel: Parallel) -> tuple[float, float]:
+    """Return the bytes per parameter of the model that its states take: on the device, and in CPU memory."""
+    if not adapter.trains:
+        return parallel.state_bytes
+    share, frozen = adapter_parameters(llama, adapter) / llama.parameters, COMPUTE_BYTES[parallel.numerics]
+    device, host = (share * each for each in parallel.state_bytes)
+    return (device, host + frozen) if parallel.offload == "all" else (device + frozen, host)
+
+
+def adapted(llama: Llama, adapter: Adapter) -> tuple[int, int]:
+    """Return the inputs, and the outputs, of a layer's matrices that have adapters, each summed."""
+    shapes = factors(dataclasses.replace(llama, layers=1), adapter)
+    inputs = sum(shape[1] for name, shape in shapes.items() if name.endswith(DOWN))
+    return inputs, sum(shape[0] for name, shape in shapes.items() if name.endswith(UP))
+
+
+def describe(adapter: Adapter) -> str:
+    """Say what an adapter is."""
+    if not adapter.trains:
+        return "none"
+    targets = (
+        "all matrices" if {*adapter.targets} == {*TARGETS} else ",".join(sorted(adapter.targets, key=TARGETS.index))
+    )
+    return f"{adapter.kind} of rank {adapter.rank}, alpha {adapter.alpha:g}, beside {targets}"
+
+
+def adapter_flops(llama: Llama, adapter: Adapter, seq_len: int) -> int:
+    """Count the model FLOPs of training on one token, as ``Llama.flops_per_token``: of frozen matrices four per weight, not six."""
+    whole = llama.flops_per_token(seq_len)
+    if not adapter.trains:
+        return whole
+    frozen = sum(math.prod(shape) for name, shape in llama.tensors().items() if name.endswith("_proj.weight"))
+    return whole - 2 * (frozen + llama.vocab * llama.hidden) + 6 * adapter_parameters(llama, adapter)
+
+
+def read_peft(directory: Path, llama: Llama, adapter: Adapter) -> Layout:
+    """Return where an adapter's parameters are in a directory that peft wrote.
+
+    Raises:
+        UserError: It is no LoRA, or not of this model, rank, alpha and targets.
+    """
+    where, file = directory / PEFT_CONFIG, directory / PEFT_WEIGHTS
+    if not where.is_file():
+        raise UserError(f"--adapter.path: {where} is no file; name a directory that peft, or export --adapter, wrote")
+    described = read_hf_json(where)
+    if described.get("peft_type") != "LORA":
+        raise UserError(f"{where}: peft_type is {described.get('peft_type')!r}; only LORA can be trained")
+    others = [key for key in OTHERS if described.get(key)]
+    if described.get("bias", "none") != "none":
+        others.append("bias")
+    if str(described.get("init_lora_weights")).lower().startswith(BESIDE_OTHERS):
+        others.append("init_lora_weights")
+    if others:
+        raise UserError(
+            f"{where}: {others[0]} is {described[others[0]]!r}, which is not done here; train an adapter without it"
+        )
+    if not file.is_file():
+        raise UserError(f"{file}: no such file; save the adapter as safetensors, as peft does")
+    found = {name.removeprefix(PEFT): info for name, info in read_header(file).items()}
+    there = {name.removesuffix(UP).rpartition(".")[2] for name in found if name.endswith(UP)}
+    if odd := sorted(there - {*TARGETS}):
+        raise UserError(
+            f"{file}: {odd[0]} has an adapter, which is not done here; use one of {', '.join(TARGETS)} alone"
+        )
+    _check_settings(where, described, there, adapter)
+    expected = factors(llama, adapter)
+    if unknown := sorted(found.keys() - expected.keys()):
+        raise UserError(
+            f"{file}: has {unknown[0]}{and_more(unknown)}, of another model or kind; use an adapter of this model"
+        )
+    for name, shape in expected.items():
+        if name not in found or found[name].shape != shape:
+            its = list(found[name].shape) if name in found else "not there"
+            raise UserError(f"{file}: {name} is {its}, but the model needs {list(shape)}; use an adapter of this model")
+        if found[name].dtype not in ("F32", "F16", "BF16"):
+            raise UserError(f"{file}: {name} is {found[name].dtype}; only F32, F16 and BF16 can be trained")
+    return found
+
+
+def _check_settings(where: Path, described: Mapping[str, Any], there: Collection[str], adapter: Adapter) -> None:
+    """Refuse settings that are not those of an adapter that is to be gone on with; ``there``: its targets."""
+    targets = ",".join(name for name in TARGETS if name in there)
+    rank, alpha = described.get("r"), described.get("lora_alpha")
+    if not isinstance(rank, int) or not isinstance(alpha, int | float):
+        raise UserError(
+            f"{where}: r is {rank!r} and lora_alpha {alpha!r}, which are no numbers; save the adapter again"
+        )
+    if (rank, alpha, {*there}) != (adapter.rank, adapter.alpha, {*adapter.targets}):
+        right = f"--adapter.rank {rank} --adapter.alpha {alpha} --adapter.targets {targets}"
+        raise UserError(f"--adapter.path: {where.parent} has other settings; write {right}")
+
+
+def peft_config(adapter: Adapter, base: str) -> dict[str, Any]:
+    """Return what ``adapter_config.json`` holds; ``base``: the model that it is of."""
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": adapter.rank,
+        "lora_alpha": adapter.alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": sorted(adapter.targets, key=TARGETS.index),
+        "inference_mode": True,
+    }

@@ -1,0 +1,108 @@
+"""What runs where: the types of ``plan.json``, and their reader."""
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from llama405b.contract.errors import UserError
+from llama405b.contract.files import read_record
+from llama405b.contract.paths import RunDir
+from llama405b.contract.reader import AS_WRITTEN
+from llama405b.settings.axes import Axes
+
+if TYPE_CHECKING:
+    from llama405b.settings.schema import Parallel
+
+RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+OWN_THREADS = "LLAMA405B_OWN_THREADS"  # in the ranks' environment, if OMP_NUM_THREADS there is the user's
+REHEARSAL = "-rehearsal"  # suffix of a run's name: its checkpoints may be deleted
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Node:
+    """One host's part of a run."""
+
+    name: str
+    slots: int
+    first_rank: int
+    workdir: str
+    python: str
+    address: str  # on the training network
+    interface: str  # has that address
+    env: Mapping[str, str] = dataclasses.field(metadata=AS_WRITTEN)
+
+    @property
+    def ranks(self) -> range:
+        """Its ranks."""
+        return range(self.first_rank, self.first_rank + self.slots)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Plan:
+    """``plan.json``: everything a node runner needs to know."""
+
+    run: str
+    attempt: int
+    created: float  # operator's clock, seconds since the epoch
+    rdzv_id: str  # new for every attempt
+    endpoint: str  # host:port of the rendezvous store, on the head
+    program: tuple[str, ...] = dataclasses.field(metadata=AS_WRITTEN)  # follows torchrun's own arguments
+    secrets: tuple[str, ...]  # names only
+    nodes: tuple[Node, ...]
+    checkpoint_dir: str = ""
+    owner: str = ""  # who launched it, shown to others who find it running
+    setup: str = dataclasses.field(default="", metadata=AS_WRITTEN)  # a shell line that runs before torchrun
+    refuse_sockets: bool = False  # end the run if NCCL falls back to TCP although there is RDMA
+    grace_s: float = 0.0  # for the trainer to save, if SIGTERM comes without a stop request
+    slurm_job: str = ""  # the job it runs in, if any
+    replicates: bool = False  # checkpoints are copied from host to host
+    spread: bool = False  # each host has a part of them
+    expected_step_s: float = 0.0  # as predicted; 0: nothing is
+    load_s: float = 0.0  # timeouts.load; 0: unknown
+    mesh: Axes | None = None  # of its ranks; None: of another program
+
+    @property
+    def trains(self) -> bool:
+        """Whether it runs our trainer, which saves on a stop request and writes heartbeats."""
+        return self.program[:2] == ("-m", "llama405b.train")
+
+    @property
+    def world(self) -> int:
+        """Number of ranks over all hosts."""
+        return sum(node.slots for node in self.nodes)
+
+    def axes(self, parallel: "Parallel") -> Axes:
+        """Return the mesh that settings make of its ranks.
+
+        Raises:
+            UserError: They cannot be divided so.
+        """
+        return Axes.of(parallel, self.world, max((node.slots for node in self.nodes), default=1))
+
+    def node(self, name: str) -> Node:
+        """Return the part of one of its hosts."""
+        return next(node for node in self.nodes if node.name == name)
+
+    def find(self, name: str) -> Node | None:
+        """Return the part of a host; None if it has none."""
+        return next((node for node in self.nodes if node.name == name), None)
+
+
+NO_PLAN = Plan("", 0, 0.0, "", "", (), (), ())
+
+
+def read_plan(run: RunDir) -> Plan:
+    """Read the newest plan of a run; ``NO_PLAN``, which has no nodes, if none can be read."""
+    return read_record(Plan, run.plan) or NO_PLAN
+
+
+def check_run_name(run: str) -> str:
+    """Return the name if it is valid.
+
+    Raises:
+        UserError: It is not usable as a directory and a tmux server name.
+    """
+    if not RUN_NAME.fullmatch(run):
+        raise UserError(f"--run: {run!r} is not a valid run name; use letters, digits, '.', '_' and '-', at most 100")
+    return run

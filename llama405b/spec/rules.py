@@ -1,0 +1,284 @@
+"""What a model, its sequences and the hosts allow: meshes, pipeline schedules, BF16's rounding, and changes at a resume. Pure.
+
+Which meshes a model, its sequences and the hosts allow; a refusal names a size that would work.
+
+How much of a model BF16 lets a step of AdamW change.
+
+What changes when a run goes on from a checkpoint, and whether it is allowed to. Knows settings; not files or tensors.
+
+In which order a rank of a pipeline takes the forwards and backwards of its micro-batches.
+
+gpipe: arXiv 1811.06965. 1f1b: arXiv 2006.09503. interleaved: arXiv 2104.04473, with two stages on each rank, and with a last group of
+micro-batches that may be smaller than the others.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from llama405b.contract.checkpoints import RunIdentity
+from llama405b.contract.errors import UserError, counted
+from llama405b.settings.axes import DP, SHARD, Axes
+from llama405b.settings.rules import ALL, STEPS
+from llama405b.settings.schema import Config, Optimizer, Parallel
+from llama405b.settings.strategies import STRATEGIES
+from llama405b.spec.models import Llama, describe
+
+
+def check_mesh(axes: Axes, parallel: Parallel, llama: Llama | None, seq_len: int, ranks_per_host: int) -> None:
+    """Refuse a mesh that does not suit. ``llama``: None if it is not known yet; then only the hosts are looked at.
+
+    Raises:
+        UserError: Names the setting, why, and what to use.
+    """
+    for key, fault in faults_of_mesh(axes, parallel, llama, seq_len, ranks_per_host):
+        raise UserError(f"--{key}: {fault}")
+
+
+def faults_of_mesh(
+    axes: Axes, parallel: Parallel, llama: Llama | None, seq_len: int, ranks_per_host: int
+) -> Iterator[tuple[str, str]]:
+    """Yield what is wrong with a mesh: the setting, and a message that follows its name."""
+
+    def within_host(tp: int) -> bool:
+        return parallel.tp_across_hosts or ranks_per_host % tp == 0
+
+    if llama:
+        yield from _of_matrices(axes, parallel, llama, seq_len, within_host)
+        yield from _of_sequences(axes, parallel, llama, seq_len)
+        yield from _of_layers(axes, parallel, llama)
+    yield from _of_shards(axes.size(SHARD), parallel.reshard_after_forward)
+    if not within_host(axes.tp):
+        fits = _smaller(axes, parallel, "tp", within_host)
+        yield (
+            "parallel.tp",
+            f"tp {axes.tp} would reach over hosts of {counted(ranks_per_host, 'rank')}, and every layer would wait for the network; "
+            f"use {fits}, or --parallel.tp_across_hosts true",
+        )
+
+
+def _of_matrices(
+    axes: Axes, parallel: Parallel, llama: Llama, seq_len: int, within_host: Callable[[int], bool]
+) -> Iterator[tuple[str, str]]:
+    divided = {
+        "attention heads": llama.heads,
+        "key-value heads": llama.kv_heads,
+        "rows of the MLP": llama.intermediate,
+        "tokens of the vocabulary": llama.vocab,
+        "tokens of a sequence": seq_len,
+    }
+    if axes.tp > 1 and llama.family.query_norms:
+        yield (
+            "parallel.tp",
+            f"the norms of queries and keys that a {llama.family.architecture} has are not split; use tp 1",
+        )
+    for what, size in divided.items():
+        if size % axes.tp:
+            fits = _smaller(
+                axes, parallel, "tp", lambda n: within_host(n) and not any(each % n for each in divided.values())
+            )
+            yield "parallel.tp", f"{size} {what} cannot be divided by {axes.tp}; use {fits}"
+
+
+def _of_sequences(axes: Axes, parallel: Parallel, llama: Llama, seq_len: int) -> Iterator[tuple[str, str]]:
+    divided = {"attention heads": llama.heads // axes.tp, "tokens of a sequence": seq_len // axes.tp}
+    if llama.heads % axes.tp or seq_len % axes.tp:
+        return  # told of tp
+    for what, size in divided.items():
+        if size % axes.cp:
+            fits = _smaller(axes, parallel, "cp", lambda n: not any(each % n for each in divided.values()))
+            each = f" on each of {axes.tp} ranks" if axes.tp > 1 else ""
+            yield "parallel.cp", f"{size} {what}{each} cannot be divided by {axes.cp}; use {fits}"
+
+
+def _of_layers(axes: Axes, parallel: Parallel, llama: Llama) -> Iterator[tuple[str, str]]:
+    stages = axes.pp * parallel.chunks
+    if axes.pp == 1:
+        return
+    if llama.tied:
+        yield (
+            "parallel.pp",
+            "the embedding is also the head, and the first and the last stage would both have it; use pp 1",
+        )
+    if stages > llama.layers:
+        fits = _smaller(axes, parallel, "pp", lambda n: n * parallel.chunks <= llama.layers)
+        yield "parallel.pp", f"{counted(llama.layers, 'layer')} cannot be divided into {stages} stages; use {fits}"
+
+
+def _of_shards(shards: int, kept_by: int) -> Iterator[tuple[str, str]]:
+    if not kept_by or (shards % kept_by == 0 and kept_by < shards):
+        return
+    divisors = [n for n in range(2, min(kept_by, shards)) if shards % n == 0]
+    instead = f"use {divisors[-1]}" if divisors else "leave it out"
+    yield (
+        "parallel.reshard_after_forward",
+        f"{counted(shards, 'shard')} cannot be kept by groups of {kept_by} ranks; {instead}",
+    )
+
+
+def _smaller(axes: Axes, parallel: Parallel, name: str, fits: Callable[[int], bool]) -> str:
+    """Name the largest size of an axis that fits and that leaves whole shards, or copies, of the other ranks."""
+    rest = DP if STRATEGIES[parallel.strategy].copies == "ranks" else ("dp_shard",)
+    ranks = axes.size((name, *rest))
+    smaller = (n for n in range(1, getattr(axes, name)) if ranks % n == 0 and fits(n))
+    return f"{name} {max(smaller, default=1)}"
+
+
+STD = 0.02  # of a weight: Llama's initializer_range
+EXPONENTS = range(-60, 2)  # of weights in BF16 that count
+ENOUGH = 0.5  # of the weights
+
+
+def rounding_note(parallel: Parallel, optimizer: Optimizer) -> str:
+    """Say how few of the weights a step changes, where they are kept in BF16; '' if it changes most."""
+    share = changed_share(optimizer.lr, optimizer.betas[0])
+    if parallel.numerics != "pure-bf16" or share > ENOUGH:
+        return ""
+    norms = " and none of the norms'" * parallel.by_fsdp1  # which have no FP32 masters there
+    return (
+        f"with numerics pure-bf16 a step at learning rate {optimizer.lr:g} changes about {100 * share:.2g}% of the weights{norms}; "
+        "BF16 rounds the other updates away: use fp32-master, or a higher --optimizer.lr"
+    )
+
+
+def changed_share(lr: float, beta1: float) -> float:
+    """Return the share of BF16 weights that one step changes, roughly: weights and updates are normal, and independent.
+
+    A weight changes if its update is above half a unit in its last place, 2^-8 of its power of two. An update is lr m / sqrt(v), where
+    m is a running average of gradients, whose variance is (1 - beta1) / (1 + beta1) of theirs if they are noise (AdamW: arXiv 1711.05101).
+    """
+    update = lr * math.sqrt((1 - beta1) / (1 + beta1))
+    return sum(
+        (_within(2.0 ** (e + 1) / STD) - _within(2.0**e / STD)) * (1 - _within(2.0 ** (e - 8) / update))
+        for e in EXPONENTS
+    )
+
+
+def _within(deviations: float) -> float:
+    """The share of a normal distribution that is within so many standard deviations."""
+    return math.erf(deviations / math.sqrt(2))
+
+
+def settings_of(optimizer: Optimizer, steps: int) -> Mapping[str, Any]:
+    """Return what determines the updates: the optimizer's settings, and the run's steps if its schedule depends on them.
+
+    ``steps``: 0 if unknown.
+    """
+    found = {f"optimizer.{name}": value for name, value in dataclasses.asdict(optimizer).items()}
+    found |= {f"optimizer.{name}": list(getattr(optimizer, name)) for name in ("betas", "groups")}  # as JSON has them
+    if optimizer.decay != "constant" and optimizer.min_lr != optimizer.lr and steps > optimizer.warmup:
+        found[STEPS] = steps
+    return found
+
+
+def as_configured(before: RunIdentity, config: Config) -> RunIdentity:
+    """Return a checkpoint's identity with these settings; whether model, data and packing are the same, only ranks see.
+
+    A global batch of 0 follows the number of ranks, which is not known here: it is taken for the same.
+    """
+    return dataclasses.replace(
+        before,
+        sequence_length=config.data.seq_len,
+        global_batch_size=config.training.global_batch_size or before.global_batch_size,
+        numerics=config.parallel.numerics,
+        data_seed=config.data.seed,
+        training_seed=config.training.seed,
+        adapter=describe(config.adapter),
+        settings=settings_of(config.optimizer, config.training.max_steps),
+    )
+
+
+def same_data(before: RunIdentity, now: RunIdentity) -> bool:
+    """Whether both read the same sequences in the same order; how they are packed does not matter."""
+    one, other = ((each.data, each.sequence_length, each.data_seed) for each in (before, now))
+    return one == other
+
+
+def accept_changes(path: str, before: RunIdentity, now: RunIdentity, allowed: Sequence[str]) -> str:
+    """Say what changes with a resume from ``path``, for the log; '' if nothing does.
+
+    Raises:
+        UserError: Something changes that is not in ``allowed``.
+    """
+    changes = before.changes(now)
+    if not changes:
+        return ""
+    anew = "" if same_data(before, now) else ", so the data is read from its beginning"
+    if before.adapter != now.adapter:  # then it holds other tensors
+        raise UserError(
+            f"--resume: {path} was saved with adapter {changes['adapter']}; set --adapter.kind, .rank, .alpha and .targets back, or "
+            "begin another run with another --checkpoint.dir"
+        )
+    said = f"{path} was saved with other settings ({', '.join(map(' '.join, changes.items()))}){anew}"
+    if ALL not in allowed and not changes.keys() <= {*allowed}:
+        names = ",".join([*allowed, *(name for name in changes if name not in allowed)])
+        raise UserError(f"--resume: {said}; set them back, or accept this with --checkpoint.allow_changes {names}")
+    return said
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Pass:
+    """A forward, or a backward, of one micro-batch through one of a rank's stages."""
+
+    backward: bool
+    chunk: int
+    micro: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class InFlight:
+    """What waits for its backward while a rank computes another one."""
+
+    chunk: int  # of the backward
+    others: tuple[int, ...]  # micro-batches that wait, by chunk
+    done: tuple[bool, ...]  # whether a chunk had a backward before, by chunk
+    forward: bool = True  # whether a forward comes between it and the backward before
+
+    def is_less(self, other: "InFlight") -> bool:
+        """Whether something else needs more memory in any case: at least as much waits and is done."""
+        mine, others = (*self.others, *self.done, self.forward), (*other.others, *other.done, other.forward)
+        return self.chunk == other.chunk and mine != others and all(a <= b for a, b in zip(mine, others, strict=True))
+
+
+@functools.lru_cache(1024)
+def in_flight(schedule: str, n_ranks: int, n_chunks: int, rank: int, n_micro: int) -> frozenset[InFlight]:
+    """Return what occurs in a step, but for what is less than something else that does; see ``order_of``."""
+    waiting, done = [0] * n_chunks, [False] * n_chunks
+    found = set()
+    forward = False
+    for each in order_of(schedule, n_ranks, n_chunks, rank, n_micro):
+        if each.backward:
+            waiting[each.chunk] -= 1
+            found.add(InFlight(each.chunk, tuple(waiting), tuple(done), forward))
+            done[each.chunk] = True
+        else:
+            waiting[each.chunk] += 1
+        forward = not each.backward
+    return frozenset(each for each in found if not any(each.is_less(other) for other in found))
+
+
+def order_of(schedule: str, n_ranks: int, n_chunks: int, rank: int, n_micro: int) -> list[Pass]:
+    """Return what a rank does, one after the other.
+
+    ``n_ranks``: of the pipeline; ``n_chunks``: stages on each; stage k is chunk k // n_ranks of rank k % n_ranks.
+    """
+    groups = [range(begin, min(begin + n_ranks, n_micro)) for begin in range(0, n_micro, n_ranks)]
+    if n_chunks == 1:
+        groups = [range(n_micro)]
+    forwards = [Pass(False, chunk, micro) for group in groups for chunk in range(n_chunks) for micro in group]
+    backwards = [Pass(True, chunk, micro) for group in groups for chunk in reversed(range(n_chunks)) for micro in group]
+    ahead = _ahead(schedule, n_ranks, n_chunks, rank, len(forwards))
+    pairs = zip(forwards[ahead:], backwards, strict=False)
+    return [*forwards[:ahead], *itertools.chain(*pairs), *backwards[len(forwards) - ahead :]]
+
+
+def _ahead(schedule: str, n_ranks: int, n_chunks: int, rank: int, n_forwards: int) -> int:
+    """How many forwards a rank of a pipeline takes before the first pair of a forward and a backward."""
+    if schedule == "gpipe":
+        return n_forwards
+    if n_chunks == 1:
+        return min(n_forwards, n_ranks - rank - 1)
+    return min(n_forwards, 2 * (n_ranks - rank - 1) + (n_chunks - 1) * n_ranks)

@@ -1,0 +1,199 @@
+"""Files and parts of checkpoints over a real connection: what arrives, what is read for it, and what is refused."""
+
+import contextlib
+import itertools
+import os
+import random
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from llama405b.contract.hashes import BLOCK_BYTES, BlockHasher, Hashes
+from llama405b.settings.axes import Axes
+from llama405b.spec.tensors import Holdings, Part, elements, read_layouts, read_tensors
+from llama405b_tools.agent import transfer
+from llama405b_tools.agent.transfer import DirectorySource, NextHop, Receiver, list_files, open_files
+from tiny_models import write_llama
+
+TOKEN = "secret"
+
+
+class _Counting(DirectorySource):
+    """Counts the bytes that are read."""
+
+    n_read = 0
+
+    def read(self, name, begin):
+        for chunk in super().read(name, begin):
+            self.n_read += len(chunk)
+            yield chunk
+
+
+def _send(source, root, below=None):
+    """Send to a receiver, which passes it on; returns what it says is bad, and how many bytes crossed."""
+    receiver, crossed = Receiver(root, TOKEN), []
+
+    def receive():
+        with contextlib.suppress(transfer.BrokenLinkError):
+            receiver.run(below)
+
+    ends = threading.Thread(target=receive)
+    ends.start()
+    with transfer.connect_to(NextHop(("127.0.0.1",), receiver.port, TOKEN)) as link:
+
+        class Counted:
+            recv = link.recv
+
+            @staticmethod
+            def sendall(data):
+                crossed.append(len(data))
+                link.sendall(data)
+
+        try:
+            transfer.send_files(source, TOKEN, Counted, lambda _: None)
+        finally:
+            link.close()
+            ends.join(20)
+    return receiver.bad, sum(crossed)
+
+
+def _note(root, name):
+    hasher = BlockHasher()
+    hasher.update((root / name).read_bytes())
+    Hashes(root).add(name, hasher.blocks)
+
+
+@pytest.fixture
+def big(tmp_path):
+    root = tmp_path / "source"
+    root.mkdir()
+    (root / "big").write_bytes(random.Random(0).randbytes(1 << 20) * 140)
+    return root
+
+
+@pytest.mark.slow
+def test_what_differs_is_sent_again_from_its_block_on(big, tmp_path):
+    to = tmp_path / "to"
+    to.mkdir()
+    content = bytearray((big / "big").read_bytes())
+    content[BLOCK_BYTES + 5] ^= 1
+    (to / "big").write_bytes(content)
+    bad, crossed = _send(open_files(big, None), to)
+    assert bad == ["big differs from the source (SHA-256 of block 1)"]
+    assert crossed < 1 << 20
+    assert not (to / "big").exists()
+    assert (to / ".big.part").stat().st_size == BLOCK_BYTES
+    bad, crossed = _send(open_files(big, None), to)
+    assert bad == []
+    assert 76 << 20 <= crossed < 77 << 20
+    assert (to / "big").read_bytes() == (big / "big").read_bytes()
+
+
+def test_what_is_known_is_neither_read_nor_sent(big, tmp_path):
+    _note(big, "big")
+    assert _send(_Counting(big, list_files(big)), tmp_path / "to")[0] == []
+    again = _Counting(big, list_files(big))
+    assert _send(again, tmp_path / "to")[1] < 1000
+    assert again.n_read == 0
+    os.utime(big / "big", ns=(0, 0))  # changed since, for all that is known
+    again = _Counting(big, list_files(big))
+    assert _send(again, tmp_path / "to")[0] == []
+    assert again.n_read == 140 << 20
+
+
+def test_a_file_that_changed_after_it_was_noted_does_not_arrive(big, tmp_path):
+    _note(big, "big")
+    info = (big / "big").stat()
+    with (big / "big").open("r+b") as file:
+        file.seek(BLOCK_BYTES * 2)
+        file.write(b"x")
+    os.utime(big / "big", ns=(info.st_atime_ns, info.st_mtime_ns))
+    assert _send(open_files(big, None), tmp_path / "to")[0] == ["big differs from the source (SHA-256 of block 2)"]
+    assert not (tmp_path / "to/big").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("first", "second"), [(0, 140 << 20), (0, 90 << 20), (90 << 20, 0), (30 << 20, 90 << 20)])
+def test_a_host_passes_on_what_the_next_one_lacks(big, tmp_path, first, second):
+    content = (big / "big").read_bytes()
+    for name, size in (("one", first), ("two", second)):
+        (tmp_path / name).mkdir()
+        if size:
+            (tmp_path / name / ("big" if size == len(content) else ".big.part")).write_bytes(content[:size])
+    two = Receiver(tmp_path / "two", TOKEN)
+    below = threading.Thread(target=two.run, args=(None,))
+    below.start()
+    bad, _ = _send(open_files(big, None), tmp_path / "one", NextHop(("127.0.0.1",), two.port, TOKEN))
+    below.join(20)
+    assert (bad, two.bad, below.is_alive()) == ([], [], False)
+    assert all((tmp_path / name / "big").read_bytes() == content for name in ("one", "two"))
+
+
+@pytest.mark.parametrize(
+    ("axes", "each", "chunks"),
+    [
+        (Axes(1), 1, 1), (Axes(4), 2, 1), (Axes(6), 3, 1), (Axes(5), 1, 1), (Axes(64), 8, 1), (Axes(2, dp_replicate=2), 1, 1),
+        (Axes(3, tp=2), 2, 1), (Axes(3, tp=2), 3, 1), (Axes(2, pp=2), 2, 1), (Axes(1, pp=2, tp=2), 1, 2), (Axes(2, cp=2), 2, 1),
+    ],
+)  # fmt: skip
+def test_the_parts_of_all_hosts_are_the_whole(tmp_path, axes, each, chunks):
+    world, model = axes.world, write_llama(tmp_path / "m", dtype=torch.bfloat16)
+    whole = read_tensors(model)
+    bits = {}
+    for file in model.glob("*.safetensors"):
+        with safe_open(file, framework="pt") as tensors:
+            bits |= {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
+    seen = {name: torch.zeros(info.shape, dtype=torch.int32) for name, info in whole.items()}
+    holdings = Holdings.of({name: info.shape for name, info in whole.items()}, axes, chunks)
+    for first in range(0, world, each):
+        part = Part(first, first + each - 1, axes, chunks)
+        assert _send(open_files(model, part), tmp_path / part.name)[0] == []
+        [layout] = read_layouts(tmp_path / part.name)
+        ranks = range(first, first + each)
+        assert layout.keys() == {name for name in whole if any(holdings.has(name, rank) for rank in ranks)}
+        for name, info in layout.items():
+            assert (info.shape, info.dtype) == (whole[name].shape, whole[name].dtype)
+            content = info.file.read_bytes()
+            for piece in info.pieces:
+                inside = tuple(slice(*each) for each in piece.box)
+                expected = bits[name][inside].contiguous().view(torch.uint8).numpy().tobytes()
+                assert content[piece.offset :][: info.bytes_of(piece.box)] == expected
+                seen[name][inside] += 1
+            boxes = [holdings.box(name, info.shape, rank) for rank in ranks if holdings.has(name, rank)]
+            assert all(info.piece_with(box) for box in boxes)
+            assert info.held_bytes <= 2 * sum(map(elements, boxes)), "no more than its ranks need"
+        assert (tmp_path / part.name / "config.json").is_file()
+    assert all((count > 0).all() for count in seen.values())
+
+
+@pytest.mark.slow
+def test_a_part_is_verified_by_the_blocks_of_the_whole(tmp_path):
+    model = tmp_path / "m"
+    model.mkdir()
+    save_file({"a": torch.arange(40 << 20, dtype=torch.float32).view(-1, 1024)}, model / "model.safetensors")
+    _note(model, "model.safetensors")
+    info = (model / "model.safetensors").stat()
+    assert info.st_size > 2 * BLOCK_BYTES
+    with (model / "model.safetensors").open("r+b") as file:
+        file.seek(2 * BLOCK_BYTES + 100)  # of the last rank alone
+        file.write(b"x")
+    os.utime(model / "model.safetensors", ns=(info.st_atime_ns, info.st_mtime_ns))
+    assert _send(open_files(model, Part(0, 0, Axes(3))), tmp_path / "to")[0] == []
+    with pytest.raises(OSError, match=r"model.safetensors is damaged \(SHA-256 of block 2\); delete it"):
+        _send(open_files(model, Part(2, 2, Axes(3))), tmp_path / "other")
+    assert not list(Path(tmp_path / "other").rglob("*.safetensors"))
+
+
+def test_hashes_do_not_depend_on_how_the_stream_comes():
+    data = random.Random(1).randbytes(1000)
+    for size in (0, 1, 99, 100, 101, 200, 1000):
+        whole, pieces = BlockHasher(100), BlockHasher(100)
+        whole.update(data[:size])
+        for begin, end in itertools.pairwise([*range(0, size, 7), size]):
+            pieces.update(data[begin:end])
+        assert whole.blocks == pieces.blocks
+        assert len(whole.blocks) == max(1, -(-size // 100))

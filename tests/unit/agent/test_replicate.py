@@ -1,0 +1,42 @@
+"""Which copies are kept, and which are not."""
+
+import pytest
+
+from llama405b.contract.checkpoints import Endpoint, Ring, replicas, replicated_steps
+from llama405b_tools.agent.relay import _retire
+
+
+def _copies(root, host, *steps, whole=True):
+    for step in steps:
+        path = root / f"of-{host}/step-{step:08d}"
+        path.mkdir(parents=True)
+        if whole:
+            (path / "manifest.json").touch()
+
+
+def _left(root):
+    return sorted(f"{path.parent.name} {int(path.name[5:])}" for path in root.glob("of-*/step-*"))
+
+
+@pytest.mark.parametrize(
+    ("everywhere", "left"),
+    [
+        (0, ["of-a 2", "of-a 3", "of-z 1", "of-z 2"]),
+        (1, ["of-a 1", "of-a 2", "of-a 3", "of-z 1", "of-z 2"]),
+        (2, ["of-a 2", "of-a 3", "of-z 2"]),
+        (3, ["of-a 2", "of-a 3"]),
+    ],
+)
+def test_the_newest_copies_stay_and_the_step_that_is_copied_everywhere(tmp_path, everywhere, left):
+    _copies(tmp_path, "a", 1, 2, 3)
+    _copies(tmp_path, "z", 1, 2)  # the host before this one, in an earlier order
+    ring = Ring(1, "a", Endpoint(1, "127.0.0.1", 1, "t"), str(tmp_path), "r", 2, everywhere=everywhere)
+    _retire(tmp_path / "of-a", ring)
+    assert _left(tmp_path) == left
+
+
+def test_a_copy_without_a_manifest_is_none(tmp_path):
+    _copies(tmp_path, "a", 1)
+    _copies(tmp_path, "b", 1, 2, whole=False)
+    assert [path.parent.name for path in replicas(tmp_path, "step-00000001")] == ["of-a"]
+    assert replicated_steps(tmp_path) == {"step-00000001"}

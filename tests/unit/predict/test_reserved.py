@@ -1,0 +1,92 @@
+"""Reserved memory, beside what torch's allocator reserved for true shapes (tests/data/reserved.csv; scripts/reserved.py measured it)."""
+
+import csv
+import dataclasses
+
+import pytest
+
+from conftest import ROOT
+from llama405b.predict.memory import peak
+from llama405b.predict.reserved import MIB, SEGMENT, SMALL_SEGMENT, Pool, reserved
+from reserved import SETTINGS, Setting
+
+with (ROOT / "tests/data/reserved.csv").open(encoding="ascii") as file:
+    ROWS = list(csv.DictReader(file))
+FIELDS = [field.name for field in dataclasses.fields(Setting)]
+WITHIN = 0.02
+
+
+def setting_of(row):
+    kinds = {field.name: field.type for field in dataclasses.fields(Setting)}
+    read = {int: int, str: str, bool: "True".__eq__}
+    return Setting(**{name: read[kinds[name]](row[name]) for name in FIELDS})
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: " ".join(row[name] for name in FIELDS))
+def test_both_are_what_the_allocator_had(row):
+    run = setting_of(row).run
+    assert peak(run).total == pytest.approx(int(row["allocated"]), rel=WITHIN)
+    found = reserved(run)
+    assert sum(found.values()) == pytest.approx(int(row["reserved"]), rel=WITHIN)
+    pools = sorted((int(n_bytes) for n_bytes in row["pools"].split()), reverse=True)
+    expected = sorted((n_bytes for n_bytes in found.values() if n_bytes), reverse=True)
+    assert expected == pytest.approx(pools, rel=WITHIN, abs=SEGMENT)
+
+
+@pytest.mark.parametrize(
+    ("place", "allocated", "kept"),
+    [("none", 68_244_158_464, 69_946_310_656), ("optimizer", 38_957_190_656, 54_089_744_384), ("all", 25_669_471_744, 40_772_829_184)],
+)  # fmt: skip
+def test_a_layer_of_405b_on_one_rank_takes_what_the_allocator_had(place, allocated, kept):
+    """As `llama405b bench` trains one, measured like the table: there a unit's own gradients, and what is made of them, are large."""
+    run = Setting("llama3.1-405b", 1, place).run
+    run = dataclasses.replace(run, llama=dataclasses.replace(run.llama, layers=1, vocab=8192))
+    assert peak(run).total == pytest.approx(allocated, rel=WITHIN)
+    assert sum(reserved(run).values()) == pytest.approx(kept, rel=WITHIN)
+
+
+def test_the_table_is_of_the_settings_that_are_measured():
+    assert [setting_of(row) for row in ROWS] == SETTINGS
+
+
+def test_fp32_is_not_known():
+    run = SETTINGS[0].run
+    assert reserved(dataclasses.replace(run, numerics="fp32", offload="none")) == {}
+
+
+def test_a_pool_grows_by_segments_and_takes_the_smallest_free_block():
+    pool = Pool()
+    large, wall, small, end = (pool.allocate(n * MIB) for n in (9, 2, 5, 3))
+    assert (large.begin, wall.begin, small.begin, end.begin) == (0, 9 * MIB, 11 * MIB, 16 * MIB)
+    assert pool.reserved == SEGMENT
+    pool.free(large)
+    pool.free(small)
+    assert pool.allocate(4 * MIB).begin == small.begin  # five suffice, nine would too
+    assert pool.allocate(8 * MIB).begin == large.begin
+    assert pool.allocate(2 * MIB).begin > end.begin  # only what can grow has so much: one MiB is left there
+    assert pool.reserved == 2 * SEGMENT
+
+
+def test_free_neighbours_become_one():
+    pool = Pool()
+    blocks = [pool.allocate(5 * MIB) for _ in range(4)]
+    for block in (blocks[0], blocks[2], blocks[1]):
+        pool.free(block)
+    assert pool.allocate(15 * MIB).begin == 0
+    assert pool.reserved == SEGMENT
+
+
+def test_the_end_serves_only_what_no_other_does():
+    pool = Pool()
+    first, _ = pool.allocate(8 * MIB), pool.allocate(7 * MIB)
+    pool.free(first)
+    assert pool.allocate(5 * MIB).begin == 0  # at the end five would be left, too
+
+
+def test_small_blocks_have_a_pool_of_their_own():
+    pool = Pool()
+    for block in [pool.allocate(MIB) for _ in range(3)]:
+        pool.free(block)
+    assert pool.reserved == 2 * SMALL_SEGMENT
+    pool.allocate(MIB + 1)
+    assert pool.reserved == 2 * SMALL_SEGMENT + SEGMENT

@@ -1,0 +1,157 @@
+"""What a search offers: meshes that suit and fit, the setting without one first, and settings that a run can be started with."""
+
+import dataclasses
+import json
+import re
+import tomllib
+
+import pytest
+
+from llama405b.predict import search
+from llama405b.predict.estimate import Cluster
+from llama405b.predict.hardware import read_gpus
+from llama405b.predict.run_shape import RunShape
+from llama405b.predict.search import Fit, Outlook, best, keeping_most, meshes, split_of, untried_of, variants
+from llama405b.settings.axes import FULL, Axes, Recompute
+from llama405b.settings.config import PRESET_DIR
+from llama405b.settings.schema import Parallel
+from llama405b.spec.models import parse_llama
+from llama405b.spec.rules import check_mesh
+from llama405b_tools.verbs import predict
+
+SHAPES = json.loads((PRESET_DIR / "architectures.json").read_text())
+LARGE, SMALL = (parse_llama(SHAPES[name], name) for name in ("llama3.1-405b", "llama3.1-8b"))
+LONG = [
+    "--preset",
+    "llama3.1-405b",
+    "--nodes",
+    "16",
+    "--ram",
+    "2000GiB",
+    "--data.seq_len",
+    "32768",
+    "--training.global_batch_size",
+    "32",
+]
+
+
+def outlook(llama, world, seq_len, batch, offload="none", gpu="h100-80"):
+    return Outlook.of(
+        RunShape(llama, "fp32-master", offload, world, seq_len, 1, batch), Cluster(read_gpus()[gpu]), 2e12
+    )
+
+
+@pytest.mark.parametrize(
+    "asked", [outlook(LARGE, 64, 4096, 64, "all"), outlook(LARGE, 128, 32768, 32), outlook(SMALL, 8, 4096, 64)]
+)
+def test_meshes_suit_the_run_and_fit(asked):
+    found = meshes(asked)
+    assert 0 < len(found) == len({split_of(each.load) for each in found})
+    for each in found:
+        assert each.fit is Fit.YES
+        assert untried_of(each.load)
+        assert each.step_tokens == asked.step_tokens
+        parallel = each.load.parallel(Parallel())
+        axes = Axes.of(parallel, each.load.world, 8)
+        assert axes == each.load.axes
+        check_mesh(axes, parallel, each.load.llama, each.load.seq_len, 8)
+    assert [each.needs.step_s for each in found] == sorted(each.needs.step_s for each in found)
+
+
+def test_what_needs_no_mesh_comes_first_where_it_fits():
+    first = best(outlook(SMALL, 8, 4096, 64))[0]
+    assert (first.fit, untried_of(first.load)) == (Fit.YES, "")
+    first = best(outlook(LARGE, 128, 32768, 32))[0]
+    assert (first.fit, first.load.cp > 1) == (Fit.YES, True)  # sequences are too long for one GPU
+
+
+def test_where_logits_do_not_fit_their_loss_is_computed_in_parts():
+    first = best(outlook(SMALL, 4, 65536, 4))[0]
+    assert (first.fit, first.load.loss, untried_of(first.load)) == (Fit.YES, "parts", "--parallel.loss parts")
+    assert first.of_load(dataclasses.replace(first.load, loss="logits")).fit is not Fit.YES
+
+
+def test_a_search_offers_no_units_that_the_trainer_does_not_gather_ahead():
+    asked = outlook(SMALL, 8, 4096, 64)
+    ahead = asked.of_load(dataclasses.replace(asked.load, prefetch=1))
+    assert {each.load.halves for each in variants(asked)} == {True, False}
+    assert {each.load.halves for each in variants(ahead)} == {False}
+
+
+def test_a_slow_network_makes_tensor_parallelism_the_fastest():
+    slow = Cluster(read_gpus()["h100-80"], nic_bytes_per_s=25e9)
+    asked = Outlook.of(RunShape(LARGE, "pure-bf16", "none", 64, 4096, 1, 64), slow)
+    found = meshes(asked)
+    assert found[0].load.tp * found[0].load.pp > 1
+    assert found[0].tokens_per_s > 1.3 * max(each.tokens_per_s for each in best(asked) if not untried_of(each.load))
+
+
+def test_a_search_of_405b_takes_no_longer_than_one_waits(monkeypatch):
+    timed, real = [], search.seconds_per_step
+    monkeypatch.setattr(search, "seconds_per_step", lambda *args: (timed.append(1), real(*args))[1])
+    best(outlook(LARGE, 64, 4096, 64, "all"), ("fp32", "bf16"))
+    assert 300 < len(timed) < 3000  # 600 take 2 s on an idle core
+
+
+def test_settings_that_are_written_are_those_that_were_predicted(tmp_path, capsys):
+    words = [*LONG, "--search", "--write", str(tmp_path / "best.toml"), "--json"]
+    assert predict.main(words) == 0
+    first = json.loads(capsys.readouterr().out)["search"][0]
+    written = tomllib.loads((tmp_path / "best.toml").read_text())
+    assert written["parallel"]["cp"] == first["mesh"]["cp"] > 1
+    predict.main([*LONG[:6], "--config", str(tmp_path / "best.toml"), "--json"])
+    assert json.loads(capsys.readouterr().out)["time"] == first["time"]
+
+
+def test_a_loss_of_parts_is_written_too(tmp_path, capsys):
+    words = [
+        "--preset",
+        "llama3.1-8b",
+        "--nodes",
+        "1",
+        "--slots",
+        "4",
+        "--data.seq_len",
+        "65536",
+        "--training.global_batch_size",
+        "4",
+    ]
+    predict.main([*words, "--search", "--write", str(tmp_path / "best.toml"), "--json"])
+    first = json.loads(capsys.readouterr().out)["search"][0]
+    assert tomllib.loads((tmp_path / "best.toml").read_text())["parallel"]["loss"] == "parts"
+    predict.main([*words[:6], "--config", str(tmp_path / "best.toml"), "--json"])
+    assert json.loads(capsys.readouterr().out)["time"] == first["time"]
+
+
+def test_a_plan_says_whether_what_no_gpu_has_run_is_faster(capsys):
+    predict.main([*LONG, "--search"])
+    assert re.search(r"\n  the first needs .*cp \d.*, which has run on one GPU", capsys.readouterr().out)
+    predict.main(["--preset", "llama3.1-405b", "--nodes", "8", "--search"])
+    out = capsys.readouterr().out
+    assert "  nothing that has run on one GPU at most is faster, as far as a prediction can tell\n" in out
+    assert re.search(r"fits, with --model.activation_checkpointing operators:\d+\n", out)
+    predict.main(["--preset", "llama3.1-405b", "--nodes", "8", "--search", "--nic", "200Gb/s"])
+    assert re.search(
+        r"fastest is .*tp \d.*; it has run on one GPU at most \(docs/proof.md\), and so is not first\n",
+        capsys.readouterr().out,
+    )
+
+
+@pytest.mark.parametrize(
+    "asked", [outlook(LARGE, 64, 4096, 64, "all"), outlook(SMALL, 8, 4096, 64), outlook(LARGE, 128, 32768, 32)]
+)
+def test_as_many_layers_keep_their_activations_as_fit(asked):
+    most = keeping_most(asked)
+    if most.load.recompute.last:
+        more = dataclasses.replace(most.load.recompute, last=most.load.recompute.last + 1)
+        assert (most.gpu, most.of_load(dataclasses.replace(most.load, recompute=more)).gpu is Fit.YES) == (
+            Fit.YES,
+            False,
+        )
+        assert most.needs.step_s < asked.needs.step_s
+    elif most.load.recompute == FULL:
+        assert (
+            asked.of_load(dataclasses.replace(asked.load, recompute=Recompute("operators", last=1))).gpu is not Fit.YES
+        )
+    else:
+        assert (most.load.recompute.kind, most.gpu) == ("none", Fit.YES)

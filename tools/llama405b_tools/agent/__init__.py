@@ -1,0 +1,1 @@
+"""What runs on a host, and the messages that it takes and gives."""

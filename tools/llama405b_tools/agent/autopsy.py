@@ -1,0 +1,649 @@
+"""What a run's ranks are doing on this host: their stacks, system calls and memory.
+
+What one process is doing, from /proc and its stacks, without disturbing it. Standard library; Linux.
+
+The signal for stacks goes only to a process that catches it and shows the memory that its stacks go to: a program of the user's own
+lives on. py-spy looks at the others; it reads their memory, and only of a rank that has been silent for long it asks for native
+frames, for which it halts the process for an instant.
+
+What a run's ranks are doing on this host, and what stands around them. Standard library; Linux.
+"""
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import itertools
+import linecache
+import os
+import re
+import shutil
+import signal
+import socket
+import statistics
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from llama405b.contract.files import EVERY, read_record, read_records
+from llama405b.contract.paths import RunDir
+from llama405b.contract.reader import LINES
+from llama405b.contract.records import (
+    METRICS_LINE,
+    NAME,
+    PLACE_BYTES,
+    SIGNAL,
+    Heartbeat,
+    Metrics,
+    Place,
+    read_place,
+)
+from llama405b.spec.plan import Node, Plan, read_plan
+from llama405b_tools.agent import processes
+from llama405b_tools.agent.describe import beats_of, checkpoints_of, lives, saves
+from llama405b_tools.agent.messages import Beat
+from llama405b_tools.agent.processes import run_of
+from llama405b_tools.agent.sampler import KernelLog
+from llama405b_tools.parsers import Thread, read_faulthandler, read_py_spy, syscall_of
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EvidenceRequest:
+    """Ask what a run's ranks are doing on a host."""
+
+    run: str
+    host: str
+    window_s: float = 1.5  # over which is counted what they do
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Unsent:
+    """A connection whose peer does not confirm what it was sent."""
+
+    peer: str  # its address
+    queued_bytes: int
+    retries: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Doing:
+    """What a process did within the window."""
+
+    cpu_s: float = 0.0  # of all its threads
+    waited_s: float = 0.0  # for a core, of all its threads
+    throttled_s: float = 0.0  # that its control group had used up its share of the cores
+    moved_bytes: int = 0  # read and written, of files and pipes and connections
+    major_faults: int = 0  # pages that it had to wait for: from swap, or a file
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RankEvidence:
+    """One rank of this host."""
+
+    rank: int
+    pid: int = 0  # 0: no process of it is left
+    state: str = ""  # of its main thread, as the kernel writes it
+    # the main thread's system call, with the file if it is of one; "": it runs, or that may not be seen
+    waits_in: str = ""
+    kernel_wait: str = ""  # the kernel's function that it waits in
+    doing: Doing = dataclasses.field(default_factory=Doing)
+    swapped_bytes: int = 0
+    threads: tuple[Thread, ...] = ()  # the main thread first
+    source: str = ""  # of the stacks: signal, py-spy, or ""
+    no_stacks: str = ""  # why there are none
+    place: Place | None = None  # None: the program is not our trainer
+    beat: Beat | None = None
+    unsent: tuple[Unsent, ...] = ()
+    log: tuple[str, ...] = ()  # the last lines that it wrote
+    moved: bool = False  # while it was looked at: its heartbeat is a newer one then
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DiskEvidence:
+    """A filesystem that the run uses."""
+
+    path: str
+    answers: bool  # within a second
+    free_bytes: int | None = None  # None: unknown, as of a directory that is not there
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Progress:
+    """How the run goes, as its head knows; None: unknown."""
+
+    last_step: int | None = None  # of this attempt
+    last_step_age_s: float | None = None
+    usual_step_s: float | None = None  # in the median of this attempt's last steps
+    usual_save_s: float | None = None
+    unsaved: str = ""  # why the newest save failed, or that it is late
+    load_s: float = 0.0  # the run's timeouts.load; 0: unknown
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What stands around a host's ranks."""
+
+    link_up: bool | None = None  # of the training network; None: unknown
+    load: float = 0.0
+    cores: int = 0
+    available_bytes: int = 0  # of memory
+    swap_used_bytes: int = 0
+    disks: tuple[DiskEvidence, ...] = ()
+    # what it said lately of GPUs, memory, disks, links; None: this user may not read it
+    kernel: tuple[str, ...] | None = None
+    nccl: str = dataclasses.field(default="", metadata=LINES)  # what NCCL's RAS says, if it is there
+    flight_records: tuple[str, ...] = ()  # files that NCCL's flight recorder wrote in this attempt
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class HostEvidence:
+    """What one host knows of a run at one moment."""
+
+    host: str
+    now: float
+    attempt: int = 0
+    alive: bool = False  # its node runner
+    address: str = ""  # on the training network
+    interface: str = ""
+    window_s: float = 0.0
+    ranks: tuple[RankEvidence, ...] = ()
+    progress: Progress = dataclasses.field(default_factory=Progress)
+    around: Surroundings = dataclasses.field(default_factory=Surroundings)
+
+
+STACKS_WITHIN_S = 1.0
+SETTLED_S = 0.08  # without more of it, a dump is whole
+PY_SPY_S = 6.0
+CODE_FRAMES = 8  # of each thread, whose lines are read
+MOST_FRAMES = 60
+RETRIES = 3  # of one segment, or of asking for room: more than a second without an answer
+PROBES = "04"  # the timer that runs in /proc/net/tcp: the peer had no room
+STOPPED, GONE = ("T", "t"), ("", "Z", "X")
+SOCKET = re.compile(r"socket:\[(\d+)\]")
+
+
+def rank_processes(value: str) -> dict[int, int]:
+    """Return the process of each local rank of ``<run directory>:<host>``, not those that it started itself.
+
+    torchrun counts hosts in an order of its own: what it calls ``RANK`` is not ours.
+    """
+    local = {pid: _environment(pid).get("LOCAL_RANK", "") for pid in processes.marked(value)}
+    ranks = {pid: int(number) for pid, number in local.items() if number.isdigit()}
+    return {number: pid for pid, number in ranks.items() if int(_status(pid).get("PPid", "0")) not in ranks}
+
+
+class RankMemoryReader:
+    """The memory that a rank shows (``contract.records``)."""
+
+    def __init__(self, pid: int, path: Path) -> None:
+        self.pid, self.path = pid, path
+        self.asked = False
+
+    @classmethod
+    def of(cls, pid: int) -> "RankMemoryReader | None":
+        """Return that of a process; None if it shows none, or may not be looked at."""
+        with contextlib.suppress(OSError):
+            for entry in Path(f"/proc/{pid}/fd").iterdir():
+                with contextlib.suppress(OSError):
+                    if str(entry.readlink()).startswith(f"/memfd:{NAME} "):
+                        return cls(pid, entry)
+        return None
+
+    def place(self) -> Place:
+        """Where the rank is."""
+        with contextlib.suppress(OSError), self.path.open("rb") as file:
+            return read_place(file.read(PLACE_BYTES))
+        return Place()
+
+    def ask(self) -> None:
+        """Have the rank write its stacks, if it catches the signal and can act on it."""
+        if processes.state(self.pid) in (*STOPPED, *GONE) or not catches(self.pid, SIGNAL):
+            return
+        with contextlib.suppress(OSError):
+            os.truncate(self.path, PLACE_BYTES)
+            os.kill(self.pid, SIGNAL)
+            self.asked = True
+
+    def stacks(self) -> tuple[Thread, ...]:
+        """Wait for its stacks until they are whole, or for a second; () if there are none."""
+        if not self.asked:
+            return ()
+        size, began = PLACE_BYTES, time.monotonic()
+        grown = began
+        with contextlib.suppress(OSError):
+            while (now := time.monotonic()) < began + STACKS_WITHIN_S:
+                if (found := self.path.stat().st_size) != size:
+                    size, grown = found, now
+                elif size > PLACE_BYTES and now > grown + SETTLED_S:
+                    break
+                time.sleep(0.01)
+            with self.path.open("rb") as file:
+                file.seek(PLACE_BYTES)
+                return read_faulthandler(file.read().decode("utf-8", "replace"))
+        return ()
+
+
+def catches(pid: int, number: int) -> bool:
+    """Whether a process has a handler for a signal."""
+    return bool(int(_status(pid).get("SigCgt", "0"), 16) >> (number - 1) & 1)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Looked:
+    """What py-spy found."""
+
+    threads: tuple[Thread, ...] = ()
+    why_not: str = ""
+
+
+def look_with_py_spy(pid: int, *, native: bool) -> Looked:
+    """Return the stacks of a process; ``native``: with native frames, unless it is stopped or cannot be halted."""
+    program = shutil.which("py-spy", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
+    if program is None:
+        return Looked(why_not="py-spy is not installed")
+    state = processes.state(pid)
+    if state in GONE:
+        return Looked(why_not="the process is gone")
+    halts = native and state not in (*STOPPED, "D")  # letting it go would wake one that is stopped
+    argv = [program, "dump", "--json", "--native" if halts else "--nonblocking", "--pid", str(pid)]
+    try:
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=PY_SPY_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        if halts and processes.state(pid) in STOPPED:  # py-spy was killed while it had halted it
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGCONT)
+        return Looked(why_not=f"py-spy gave no answer ({type(error).__name__})")
+    threads = read_py_spy(done.stdout)
+    return Looked(threads, "" if threads else f"py-spy: {' '.join(done.stderr.split())[:200]}")
+
+
+def with_code(threads: Sequence[Thread]) -> tuple[Thread, ...]:
+    """Return them with the text of the innermost lines, as the files are now."""
+    return tuple(
+        dataclasses.replace(
+            thread,
+            frames=tuple(
+                dataclasses.replace(frame, code=linecache.getline(frame.file, frame.line).strip()[:160])
+                if n < CODE_FRAMES and frame.is_python
+                else frame
+                for n, frame in enumerate(thread.frames[:MOST_FRAMES])
+            ),
+        )
+        for thread in threads
+    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Counts:
+    """What a process has done so far."""
+
+    cpu_s: float = 0.0
+    waited_s: float = 0.0
+    throttled_s: float = 0.0
+    moved_bytes: int = 0
+    major_faults: int = 0
+
+    @classmethod
+    def of(cls, pid: int) -> "Counts":
+        """Read them; zeros if the process is gone."""
+        fields = _read(f"/proc/{pid}/stat").rpartition(") ")[2].split()
+        if len(fields) < 13:
+            return cls()
+        io = dict(line.split(": ") for line in _read(f"/proc/{pid}/io").splitlines() if ": " in line)
+        waits = [_read(f"/proc/{pid}/task/{task}/schedstat").split() for task in _listed(f"/proc/{pid}/task")]
+        return cls(
+            (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"),
+            sum(int(each[1]) for each in waits if len(each) == 3) / 1e9,
+            throttled_s(pid),
+            int(io.get("rchar", 0))
+            + int(io.get("wchar", 0))
+            + int(io.get("read_bytes", 0))
+            + int(io.get("write_bytes", 0)),
+            int(fields[9]),
+        )
+
+    def until(self, later: "Counts") -> Doing:
+        """Return what it did in between."""
+        return Doing(
+            max(0.0, later.cpu_s - self.cpu_s),
+            max(0.0, later.waited_s - self.waited_s),
+            max(0.0, later.throttled_s - self.throttled_s),
+            max(0, later.moved_bytes - self.moved_bytes),
+            max(0, later.major_faults - self.major_faults),
+        )
+
+
+def throttled_s(pid: int) -> float:
+    """Return how long the process's control group, or one above it, has been without its share of the cores so far."""
+    found = 0.0
+    for line in _read(f"/proc/{pid}/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        roots = (
+            ("/sys/fs/cgroup/cpu", "/sys/fs/cgroup/cpu,cpuacct")
+            if controllers
+            else ("/sys/fs/cgroup", "/sys/fs/cgroup/unified")
+        )
+        for group in (Path(path), *Path(path).parents):
+            for root in roots:
+                stat = dict(each.split() for each in _read(f"{root}{group}/cpu.stat").splitlines() if " " in each)
+                seconds = (int(stat.get("throttled_time", 0)) / 1e9, int(stat.get("throttled_usec", 0)) / 1e6)
+                found = max(found, *seconds)
+    return found
+
+
+def waits_in(pid: int) -> str:
+    """Return the system call that the main thread waits in, with its file: ``write to pipe (its standard output)``; "" if none is seen."""
+    name, file = syscall_of(_read(f"/proc/{pid}/syscall"), os.uname().machine)
+    if file is None:
+        return name
+    stream = {0: " (its standard input)", 1: " (its standard output)", 2: " (its standard error)"}.get(file, "")
+    try:
+        target = str(Path(f"/proc/{pid}/fd/{file}").readlink())
+    except OSError:
+        target = f"file {file}"
+    return f"{name} of {target.partition(':[')[0]}{stream}"
+
+
+def kernel_wait(pid: int) -> str:
+    """Return the kernel's function that the main thread waits in; "" if it runs, or that may not be seen."""
+    found = _read(f"/proc/{pid}/wchan").strip()
+    return "" if found == "0" else found
+
+
+def swapped_bytes(pid: int) -> int:
+    """Return how much of a process is in swap."""
+    return int(_status(pid).get("VmSwap", "0 kB").split()[0]) * 1024
+
+
+def unsent(pid: int) -> tuple[Unsent, ...]:
+    """Return the process's connections whose peer has not confirmed what was sent several times."""
+    own = set()
+    for name in _listed(f"/proc/{pid}/fd"):
+        with contextlib.suppress(OSError):
+            if match := SOCKET.fullmatch(os.readlink(f"/proc/{pid}/fd/{name}")):  # noqa: PTH115
+                own.add(match[1])
+    found = []
+    for table in ("tcp", "tcp6"):
+        for line in _read(f"/proc/{pid}/net/{table}").splitlines()[1:]:
+            words = line.split()
+            queued, timer = int(words[4].split(":")[0], 16), words[5].split(":")[0]
+            retries = int(words[8]) if timer == PROBES else int(words[6], 16)
+            if words[9] in own and queued and retries >= RETRIES:
+                found.append(Unsent(address_of(words[2].split(":")[0]), queued, retries))
+    return tuple(found)
+
+
+def address_of(text: str) -> str:
+    """Return an address of ``/proc/net/tcp``, whose words are in the machine's order, as people write it."""
+    raw = b"".join(struct.pack("=I", int(text[at : at + 8], 16)) for at in range(0, len(text), 8))
+    if len(raw) == 16 and raw[:12] == bytes(10) + b"\xff\xff":
+        raw = raw[12:]
+    if len(raw) == 4:
+        return ".".join(map(str, raw))
+    return ":".join(raw[at : at + 2].hex() for at in range(0, 16, 2))
+
+
+def _environment(pid: int) -> dict[str, str]:
+    entries = (entry.partition("=") for entry in _read(f"/proc/{pid}/environ").split("\0"))
+    return {name: value for name, _, value in entries}
+
+
+def _status(pid: int) -> dict[str, str]:
+    lines = (line.partition(":") for line in _read(f"/proc/{pid}/status").splitlines())
+    return {name: value.strip() for name, _, value in lines}
+
+
+def _listed(directory: str) -> list[str]:
+    with contextlib.suppress(OSError):
+        return os.listdir(directory)  # noqa: PTH208
+    return []
+
+
+def _read(path: str) -> str:
+    """Return a file of /proc; '' if the process is gone, or this user may not look."""
+    try:
+        return Path(path).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+SILENT_S = 15.0  # a rank that is silent for longer may be halted for an instant
+DISK_S = 1.0
+KERNEL_S = 900.0
+KERNEL_WORDS = re.compile(
+    rb"NVRM: Xid|Out of memory: Killed|oom-kill|blocked for more than|I/O error|not responding|Link is Down|"
+    rb"Remounting filesystem read-only|Hardware Error|mlx5_core.*(error|fatal)"
+)
+LAST_STEPS = 50
+LAST_LINES, LAST_BYTES = 8, 1 << 14  # of each rank's output
+FLIGHT_S = 4.0  # until NCCL's flight recorder has written
+RAS_PORT, RAS_S, RAS_BYTES = 28028, 3.0, 1 << 18  # of NCCL's RAS, which a process of each host serves
+
+
+def evidence(request: EvidenceRequest) -> HostEvidence:
+    """Look at every rank of this host, over a short window."""
+    run, host = run_of(request.run), request.host
+    plan = read_plan(run)
+    node = plan.find(host)
+    if node is None:
+        return HostEvidence(host, time.time())
+    with concurrent.futures.ThreadPoolExecutor(16) as pool:
+        around = pool.submit(_around, run, plan, node, pool)
+        ranks, window_s = _ranks(run, plan, node, request.window_s, pool)
+        return HostEvidence(
+            host,
+            time.time(),
+            plan.attempt,
+            alive=lives(run, plan, host),
+            address=node.address,
+            interface=node.interface,
+            window_s=window_s,
+            ranks=ranks,
+            progress=_progress(run, plan) if node == plan.nodes[0] else Progress(),
+            around=around.result(),
+        )
+
+
+def _ranks(
+    run: RunDir, plan: Plan, node: Node, least_s: float, pool: concurrent.futures.Executor
+) -> tuple[tuple[RankEvidence, ...], float]:
+    """Return what each rank does, and the length of the window in seconds."""
+    launched = run.plan.stat().st_mtime  # by this host's clock, as heartbeats are: older ones are of an earlier attempt
+    beats = {beat.rank: beat for beat in beats_of(run, node) if beat.time >= launched}
+    began = time.monotonic()
+    local = rank_processes(f"{run.path}:{node.name}")
+    looks = {node.first_rank + number: RankLook(pid) for number, pid in local.items()}
+    for look in looks.values():
+        look.read_stacks()
+    time.sleep(max(0.0, began + least_s - time.monotonic()))
+    window_s, now = time.monotonic() - began, time.time()
+    for rank, look in looks.items():
+        look.end(pool, is_silent=rank in beats and now - beats[rank].time > SILENT_S)
+    last = {beat.rank: beat.time for beat in beats_of(run, node)}
+    moved = {rank for rank, beat in beats.items() if last.get(rank, beat.time) > beat.time}
+    logs = _last_lines(run, node.name, plan.attempt)
+    found = []
+    for rank in node.ranks:
+        seen = looks[rank].evidence(rank) if rank in looks else RankEvidence(rank)
+        log = logs.get(rank - node.first_rank, ())
+        found.append(dataclasses.replace(seen, beat=beats.get(rank), log=log, moved=rank in moved))
+    return tuple(found), window_s
+
+
+class RankLook:
+    """One rank's process, looked at twice; the rank is asked for its stacks at once."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid, self.memory = pid, RankMemoryReader.of(pid)
+        self.before, self.doing = Counts.of(pid), Doing()
+        self.waits: tuple[str, str] = "", ""  # in which system call, and where in the kernel
+        self.own: tuple[Thread, ...] = ()  # stacks, as the rank itself wrote them
+        self.look: concurrent.futures.Future[Looked] | None = None
+        if self.memory:
+            self.memory.ask()
+
+    def read_stacks(self) -> None:
+        """Wait for the stacks that the rank was asked for."""
+        self.own = self.memory.stacks() if self.memory else ()
+
+    def end(self, pool: concurrent.futures.Executor, *, is_silent: bool) -> None:
+        """End the window; py-spy looks where there are no stacks, and into what is silent."""
+        self.doing = self.before.until(Counts.of(self.pid))
+        self.waits = waits_in(self.pid), kernel_wait(self.pid)
+        if is_silent or not self.own:
+            self.look = pool.submit(look_with_py_spy, self.pid, native=is_silent)
+
+    def evidence(self, rank: int) -> RankEvidence:
+        """Return what was seen."""
+        looked = self.look.result() if self.look else Looked()
+        source = "py-spy" if looked.threads else "signal"
+        threads = looked.threads or self.own
+        return RankEvidence(
+            rank,
+            pid=self.pid,
+            state=processes.state(self.pid),
+            waits_in=self.waits[0],
+            kernel_wait=self.waits[1],
+            doing=self.doing,
+            swapped_bytes=swapped_bytes(self.pid),
+            threads=with_code(threads),
+            source=source if threads else "",
+            no_stacks="" if threads else looked.why_not,
+            place=self.memory.place() if self.memory else None,
+            unsent=unsent(self.pid),
+        )
+
+
+def _around(run: RunDir, plan: Plan, node: Node, pool: concurrent.futures.Executor) -> Surroundings:
+    """Return what stands around the ranks."""
+    # it may take seconds, as NCCL's answer may
+    flights = pool.submit(flight_records, [run.flight(rank) for rank in node.ranks], plan.created)
+    memory = dict(re.findall(r"^(\w+):\s+(\d+) kB", Path("/proc/meminfo").read_text(encoding="ascii"), re.MULTILINE))
+    return Surroundings(
+        link_up=_link_up(node.interface),
+        load=os.getloadavg()[0],
+        cores=os.cpu_count() or 0,
+        available_bytes=int(memory.get("MemAvailable", 0)) * 1024,
+        swap_used_bytes=(int(memory.get("SwapTotal", 0)) - int(memory.get("SwapFree", 0))) * 1024,
+        disks=_disks([run.path, checkpoints_of(run, plan)]),
+        kernel=_kernel(time.time()),
+        nccl=_nccl_ras(),
+        flight_records=flights.result(),
+    )
+
+
+def _progress(run: RunDir, plan: Plan) -> Progress:
+    """Return the last step of this attempt, and how long steps and saves take."""
+    lines = read_records(METRICS_LINE, run.metrics, EVERY, LAST_STEPS * 1024)
+    taken = [line for line in lines if isinstance(line, Metrics) and line.attempt == plan.attempt]
+    usual_save_s, unsaved, _ = saves(run, plan.attempt, read_record(Heartbeat, run.heartbeat(0)))
+    if not taken:
+        return Progress(usual_save_s=usual_save_s or None, load_s=plan.load_s)
+    between = [later.time - earlier.time for earlier, later in itertools.pairwise(taken)]
+    usual_step_s = statistics.median([taken[-1].step_s, *between])
+    age_s = time.time() - taken[-1].time
+    return Progress(taken[-1].step, age_s, usual_step_s, usual_save_s or None, unsaved, plan.load_s)
+
+
+def _last_lines(run: RunDir, host: str, attempt: int) -> dict[int, tuple[str, ...]]:
+    """Return the last lines of each rank's output in an attempt, by local rank, of the file that was written last."""
+    newest: dict[int, tuple[float, tuple[str, ...]]] = {}
+    for path in run.logs(host).glob(f"*-{attempt}-*/attempt_*/*/std*.log"):
+        with contextlib.suppress(OSError, ValueError), path.open("rb") as file:
+            info = os.fstat(file.fileno())
+            file.seek(max(0, info.st_size - LAST_BYTES))
+            lines = file.read().decode("utf-8", "replace").split("\n")
+            said = tuple(line[:300] for line in lines if line.strip())[-LAST_LINES:]
+            if said:
+                newest[int(path.parent.name)] = max(newest.get(int(path.parent.name), (0.0, ())), (info.st_mtime, said))
+    return {local_rank: said for local_rank, (_, said) in newest.items()}
+
+
+def _disks(paths: Sequence[Path]) -> tuple[DiskEvidence, ...]:
+    """Ask each filesystem for its free space; in processes of their own, since who asks one that hangs cannot be ended."""
+    asked = {
+        str(path): subprocess.Popen(
+            ["stat", "-f", "-c", "%a %S", str(path)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        for path in dict.fromkeys(paths)
+        if path.parent.exists()
+    }
+    found, until = [], time.monotonic() + DISK_S
+    for path, child in asked.items():
+        try:
+            free = child.communicate(timeout=max(0.0, until - time.monotonic()))[0].split()
+            found.append(DiskEvidence(path, answers=True, free_bytes=int(free[0]) * int(free[1]) if free else None))
+        except subprocess.TimeoutExpired:
+            child.kill()
+            found.append(DiskEvidence(path, answers=False))
+    return tuple(found)
+
+
+class LastKernelLines(KernelLog):
+    """What the kernel logged about what may hold up a rank."""
+
+    WORDS = KERNEL_WORDS
+
+
+def _kernel(now: float) -> tuple[str, ...] | None:
+    """Return what the kernel said lately; None if this user may not read it."""
+    lines = LastKernelLines().new()  # type: ignore[no-untyped-call]
+    if lines is None:
+        return None
+    return tuple(f"{now - at:.0f} s ago: {text}" for at, text in lines if now - at < KERNEL_S)
+
+
+def _link_up(interface: str) -> bool | None:
+    try:
+        return Path(f"/sys/class/net/{interface}/operstate").read_text(encoding="ascii").strip() not in (
+            "down",
+            "lowerlayerdown",
+        )
+    except OSError:
+        return None
+
+
+def _nccl_ras() -> str:
+    """Return what NCCL's RAS says of all ranks, if it answers here; see NCCL's guide, "RAS"."""
+    said = b""
+    with contextlib.suppress(OSError), socket.create_connection(("localhost", RAS_PORT), 0.3) as ras:
+        ras.settimeout(RAS_S)
+        ras.sendall(b"client protocol 2\ntimeout 2\nverbose status\n")
+        while len(said) < RAS_BYTES and (piece := ras.recv(1 << 16)):
+            said += piece
+    return said.decode("utf-8", "replace")
+
+
+def flight_records(records: Sequence[Path], since: float) -> tuple[str, ...]:
+    """Have NCCL's flight recorder of each rank here write what it has; returns the files of this attempt, of timeouts as well.
+
+    torch looks at its pipe about every second. Without a reader, where the rank has ended or NCCL is not there, nothing is waited for.
+    """
+    asked_at, asked = time.time(), []
+    for record in records:
+        with contextlib.suppress(OSError):
+            pipe = os.open(f"{record}.pipe", os.O_WRONLY | os.O_NONBLOCK)
+            try:
+                os.write(pipe, b"1")
+                asked.append(record)
+            finally:
+                os.close(pipe)
+    until = time.monotonic() + FLIGHT_S
+    while time.monotonic() < until and not all(_written(record) >= asked_at for record in asked):
+        time.sleep(0.1)
+    return tuple(str(record) for record in records if _written(record) >= since)
+
+
+def _written(record: Path) -> float:
+    """Return when a file was written; 0: never."""
+    with contextlib.suppress(OSError):
+        return record.stat().st_mtime
+    return 0.0

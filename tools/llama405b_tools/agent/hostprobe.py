@@ -1,0 +1,730 @@
+"""What doctor runs on a bare host.
+
+One file that is sent through SSH's standard input and runs under Python 3.6 or newer:
+it imports nothing of ours, leaves no change behind, and judges nothing.
+
+Line 1 of its standard input is a request (JSON). It prints the facts (one line of JSON), listens, reads a second line
+that names the peers, tries to reach them, prints what it found, and ends. It also ends when its input closes. Until then
+one of the hosts keeps a file in the directory that all are to share, for the others to look for.
+"""
+
+import concurrent.futures
+import errno
+import fcntl
+import glob
+import hashlib
+import json
+import os
+import platform
+import re
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+
+GPU_FIELDS = (
+    "index,name,memory.total,memory.used,ecc.errors.uncorrected.volatile.total,retired_pages.pending,"
+    "remapped_rows.pending,clocks.sm,power.limit,power.max_limit,clocks_event_reasons.active,"
+    "pcie.link.width.current,pcie.link.width.max,temperature.gpu,driver_version"
+)
+FEW_GPU_FIELDS = "index,name,memory.total,memory.used,driver_version"
+REAL_FILESYSTEMS = (
+    "ext4",
+    "xfs",
+    "btrfs",
+    "zfs",
+    "nfs",
+    "nfs4",
+    "lustre",
+    "gpfs",
+    "beegfs",
+    "wekafs",
+    "ceph",
+    "overlay",
+)
+PROBE_BYTES = 64 << 20
+HASHERS = 16  # blocks at a time
+BLOCK_BYTES = 64 << 20  # as in contract/hashes.py
+CONNECT_S = 3.0
+SEEN_WITHIN_S = 3.0  # for a file that another host has written
+MOST_BYTES = 4 << 20  # of a command's output
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # as PyTorch reads them
+PACKAGES = r"""
+import sys
+sys.path = [place for place in sys.path if place]  # the directory may have a random.py of the user's
+import json, os, re
+try:
+    from importlib.metadata import distributions
+    found = {(d.metadata["Name"] or "").lower().replace("_", "-"): d.version for d in distributions()}
+except ImportError:
+    found = {}
+wanted = ("torch", "transformers", "flash-attn", "llama405b")
+packages = {name: found.get(name, "missing") for name in wanted}
+packages["nccl"] = next((v for n, v in found.items() if n.startswith("nvidia-nccl")), "missing")
+cuda = ""
+for folder in sys.path:
+    try:
+        text = open(os.path.join(folder, "torch", "version.py")).read()
+        match = re.search(r"^cuda[^=]*= *'([^']+)'", text, re.M)
+        cuda = match.group(1) if match else "none"
+        break
+    except (OSError, IOError):
+        continue
+packages["cuda"] = cuda or "missing"
+if packages["llama405b"] != "missing":
+    sys.dont_write_bytecode = True
+    sys.path.insert(0, os.getcwd())  # our packages are those there, if there are any, whatever is installed
+    try:
+        import llama405b
+        sys.path.append(sys.path.pop(0))
+        from llama405b.contract.software import code_version
+        packages["llama405b"] = code_version()
+    except Exception:  # older code, or an older python: its version must do
+        pass
+packages["python"] = "%d.%d.%d" % sys.version_info[:3]
+print(json.dumps(packages))
+"""
+
+
+def run(args, timeout=15, **more):
+    """Return a command's output, up to a bound; None if there is no such program, "TIMEOUT" if it hangs."""
+    if not shutil.which(args[0]):
+        return None
+    try:
+        child = subprocess.Popen(
+            args,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            **more,
+        )
+    except OSError as error:
+        return "FAILED %s" % error
+    late = threading.Event()
+    timer = threading.Timer(timeout, lambda: (late.set(), os.killpg(child.pid, signal.SIGKILL)))
+    timer.daemon = True
+    timer.start()
+    with child:
+        text = child.stdout.read(MOST_BYTES)
+        if len(text) == MOST_BYTES:
+            os.killpg(child.pid, signal.SIGKILL)
+    timer.cancel()
+    return "TIMEOUT" if late.is_set() else text.decode("utf-8", "replace")
+
+
+def read(path, default=""):
+    """Return a small file's text."""
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return file.read(1 << 20)
+    except OSError:
+        return default
+
+
+def identity():
+    """Who and what this machine is."""
+    release = dict(line.split("=", 1) for line in read("/etc/os-release").splitlines() if "=" in line)
+    return {
+        "hostname": socket.gethostname(),
+        "os": release.get("PRETTY_NAME", "").strip('"'),
+        "kernel": platform.release(),
+        "arch": platform.machine(),
+        "user": os.environ.get("USER") or str(os.getuid()),
+        "machine": read("/proc/sys/kernel/random/boot_id").strip() + socket.gethostname(),
+        "cores": len(os.sched_getaffinity(0)),
+        "upgraded_by": upgraded_by(),
+        "must_reboot": os.path.exists("/run/reboot-required")
+        or "Reboot is required" in (run(["needs-restarting", "-r"], 10) or ""),
+        "tools": {name: bool(shutil.which(name)) for name in ("tmux", "ip", "git", "nvidia-smi", "srun")},
+    }
+
+
+def upgraded_by():
+    """The service that installs upgrades by itself, of NVIDIA's packages too; '' if there is none."""
+    apt = run(["apt-config", "dump"], 5) or ""
+    spared = re.search(r"^Unattended-Upgrade::Package-Blacklist::.*nvidia", apt, re.M)
+    if re.search(r'^APT::Periodic::Unattended-Upgrade "(?!0?")', apt, re.M) and not spared:
+        return "unattended-upgrades"
+    timers = ("dnf-automatic.timer", "dnf-automatic-install.timer")
+    return next((each for each in timers if (run(["systemctl", "is-enabled", each], 5) or "").strip() == "enabled"), "")
+
+
+def environment(request):
+    """The target Python's packages, without importing any, and the version of the project's code."""
+    workdir = os.path.expanduser(request["workdir"])
+    python = os.path.expanduser(request["python"])
+    found = {"workdir": workdir, "workdir_exists": os.path.isdir(workdir), "packages": None, "code": ""}
+    found["allocator"] = next(filter(None, map(os.environ.get, ALLOCATOR)), "")
+    try:
+        done = subprocess.run(
+            [python, "-c", PACKAGES],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            stdin=subprocess.DEVNULL,
+            cwd=workdir if found["workdir_exists"] else "/",
+            env={name: value for name, value in os.environ.items() if name not in ("PYTHONHOME", "PYTHONPATH")},
+            timeout=30,
+        )
+        found["packages"] = json.loads(done.stdout.decode())
+    except (OSError, ValueError, subprocess.TimeoutExpired):
+        pass
+    commit = run(["git", "-C", workdir, "rev-parse", "--short=12", "HEAD"], 5) if found["workdir_exists"] else None
+    if commit and "fatal" not in commit:
+        dirty = run(["git", "-C", workdir, "status", "--porcelain", "-uno"], 10)
+        found["code"] = commit.strip() + ("+changes" if dirty and dirty.strip() else "")
+    return found
+
+
+def gpus():
+    """The output of nvidia-smi, unparsed."""
+    query = ["--format=csv,noheader,nounits"]
+    text = run(["nvidia-smi", "--query-gpu=" + GPU_FIELDS] + query, 20)
+    if text is None or text == "TIMEOUT":
+        return {"smi": text}
+    fields = GPU_FIELDS
+    if "not a valid field" in text:
+        fields = FEW_GPU_FIELDS
+        text = run(["nvidia-smi", "--query-gpu=" + fields] + query, 20)
+    return {
+        "smi": text,
+        "fields": fields.split(","),
+        "apps": run(["nvidia-smi", "--query-compute-apps=pid,used_memory,process_name"] + query),
+        "nvlink": run(["nvidia-smi", "nvlink", "-s"]),
+        "xid": [line for line in (run(["dmesg"], 10) or "").splitlines() if "Xid" in line][-20:],
+        "dmesg_readable": "not permitted" not in (run(["dmesg", "-s", "100"], 5) or "not permitted"),
+        "fabric_manager": (run(["systemctl", "is-active", "nvidia-fabricmanager"], 5) or "").strip(),
+    }
+
+
+def rdma() -> dict:
+    """Every port of every RDMA device, from sysfs."""
+    ports = []
+    for path in sorted(glob.glob("/sys/class/infiniband/*/ports/*")):
+        parts = path.split("/")
+        gids = []
+        for kind in sorted(glob.glob(path + "/gid_attrs/types/*"), key=lambda p: int(os.path.basename(p))):
+            index = os.path.basename(kind)
+            gid, name = read(path + "/gids/" + index).strip(), read(kind).strip()
+            if name and gid.replace(":", "").strip("0"):
+                gids.append([int(index), name, gid, read(path + "/gid_attrs/ndevs/" + index).strip()])
+        device = "/".join(parts[:-2])
+        ports.append(
+            {
+                "device": parts[-3],
+                "port": int(parts[-1]),
+                "state": read(path + "/state").strip(),
+                "rate": read(path + "/rate").strip(),
+                "link_layer": read(path + "/link_layer").strip(),
+                "gids": gids,
+                "netdevs": sorted(os.listdir(device + "/device/net")) if os.path.isdir(device + "/device/net") else [],
+            }
+        )
+    modules = read("/proc/modules")
+    return {"ports": ports, "peermem": "nvidia_peermem" in modules or "nv_peer_mem" in modules}
+
+
+def network() -> dict:
+    """This host's IPv4 addresses with their interfaces and speeds, and the default route's interface."""
+    found = []
+    for line in (run(["ip", "-4", "-o", "addr"], 5) or "").splitlines():
+        words = line.split()
+        if len(words) > 3 and words[1] != "lo":
+            speed = read("/sys/class/net/%s/speed" % words[1]).strip()
+            found.append({"interface": words[1], "address": words[3].split("/")[0], "mbit": speed})
+    route = (run(["ip", "-4", "route", "show", "default"], 5) or "").split()
+    return {"addresses": found, "default": route[route.index("dev") + 1] if "dev" in route else ""}
+
+
+def inside_tmux():
+    """The limits of a process inside tmux, which are not those of this SSH session."""
+    if not shutil.which("tmux"):
+        return None
+    folder = tempfile.mkdtemp(prefix="llama405b-doctor-")
+    target = os.path.join(folder, "limits")
+    server = ["tmux", "-S", os.path.join(folder, "socket"), "-f", "/dev/null"]
+    script = "{ ulimit -l; ulimit -n; } >%s.part 2>&1; mv %s.part %s" % (target, target, target)
+    try:
+        env = {key: value for key, value in os.environ.items() if key not in ("TMUX", "TMUX_PANE")}
+        text = run(server + ["new-session", "-d", "--", "sh", "-c", script], 10, env=env)
+        deadline = time.time() + 5
+        while not os.path.exists(target) and time.time() < deadline:
+            time.sleep(0.02)
+        values = read(target).split()
+        if len(values) != 2:
+            return {"failed": (text or "").strip() or "it wrote no limits"}
+        return {"memlock_kib": values[0], "open_files": values[1]}
+    finally:
+        run(server + ["kill-server"], 5)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def memory():
+    """RAM and shared memory, in bytes."""
+    info = {}
+    for line in read("/proc/meminfo").splitlines():
+        words = line.split()
+        info[words[0].rstrip(":")] = int(words[1]) * 1024
+    limit = read("/sys/fs/cgroup/memory.max").strip()
+    total = info.get("MemTotal", 0)
+    shm = os.statvfs("/dev/shm") if os.path.isdir("/dev/shm") else None
+    return {
+        "total": min(total, int(limit)) if limit.isdigit() else total,
+        "available": info.get("MemAvailable", 0),
+        "shm_free": shm.f_bavail * shm.f_frsize if shm else 0,
+    }
+
+
+def kill_user_processes():
+    """Whether logind ends a user's processes at logout, including tmux."""
+    value = False
+    for path in ["/etc/systemd/logind.conf"] + sorted(glob.glob("/etc/systemd/logind.conf.d/*.conf")):
+        for line in read(path).splitlines():
+            key, _, text = line.strip().partition("=")
+            if key.strip() == "KillUserProcesses":
+                value = text.strip().lower() in ("yes", "true", "on", "1")
+    return value
+
+
+def disks(request):
+    """Filesystems that could hold weights or checkpoints, and spare drives; write rates where this user may write."""
+    wanted = [os.path.expanduser(path) for path in request["paths"] if path]
+    places = [nearest_directory(path, request.get("rates")) for path in wanted]
+    return {"filesystems": filesystems() + places, "unmounted_nvme": spare_drives()}
+
+
+def filesystems():
+    """Filesystems larger than 1 GiB, each device once."""
+    found, seen = [], set()
+    for line in read("/proc/mounts").splitlines():
+        words = line.split()
+        if len(words) < 3 or words[2] not in REAL_FILESYSTEMS or words[0] in seen or not os.path.isdir(words[1]):
+            continue
+        seen.add(words[0])
+        try:
+            stat = os.statvfs(words[1])
+        except OSError:
+            continue
+        size = stat.f_blocks * stat.f_frsize
+        if size > (1 << 30):
+            found.append({"mount": words[1], "type": words[2], "size": size, "free": stat.f_bavail * stat.f_frsize})
+    return found
+
+
+def nearest_directory(path, with_rates):
+    """A directory that a run would write to, or its nearest existing parent."""
+    here = existing(path)
+    stat = os.statvfs(here)
+    found = {"path": path, "free": stat.f_bavail * stat.f_frsize, "writable": os.access(here, os.W_OK)}
+    found["read_only"] = bool(stat.f_flag & os.ST_RDONLY)
+    if stat.f_files:  # else the filesystem has no limit
+        found["free_files"] = stat.f_favail
+    if found["writable"] and found["free"] > 4 * PROBE_BYTES and with_rates:
+        found.update(rates(here))
+    return found
+
+
+def existing(path):
+    """A directory, or its nearest existing parent."""
+    while not os.path.isdir(path) and path not in ("", "/"):
+        path = os.path.dirname(path)
+    return path or "/"
+
+
+def leave_mark(directory: str, token: str) -> str:
+    """Leave a file in a directory, or in its nearest existing parent, for others to see; returns its path, "" if there is none."""
+    if not directory:
+        return ""
+    path = os.path.join(existing(os.path.abspath(directory)), mark_name(token))
+    try:
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+    except OSError:
+        return ""
+    return path
+
+
+def remove_mark(path: str) -> None:
+    """Remove that file, if there is one."""
+    try:
+        os.unlink(path)
+    except OSError:
+        pass
+
+
+def sees_mark(directory: str, token: str) -> bool:
+    """Whether the file that another host has left for a directory is seen here."""
+    places = [os.path.abspath(directory)]
+    while places[-1] != "/":
+        places.append(os.path.dirname(places[-1]))
+    deadline = time.time() + SEEN_WITHIN_S
+    while not any(os.path.exists(os.path.join(place, mark_name(token))) for place in places):
+        if time.time() > deadline:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+def mark_name(token):
+    """The name of that file."""
+    return ".llama405b-seen-" + token.split()[-1]
+
+
+def in_workdir(request, path):
+    """The full path of a directory that a request names."""
+    return os.path.join(os.path.expanduser(request["workdir"]), os.path.expanduser(path))
+
+
+def spare_drives():
+    """NVMe drives that are not in use."""
+    mounted, found = read("/proc/mounts"), []
+    for path in sorted(glob.glob("/sys/block/nvme*n*")):
+        name = os.path.basename(path)
+        parts = glob.glob(path + "/nvme*")
+        if "/dev/" + name not in mounted and not parts and not os.listdir(path + "/holders"):
+            found.append({"device": "/dev/" + name, "size": int(read(path + "/size", "0") or 0) * 512})
+    return found
+
+
+def rates(folder):
+    """Bytes per second written to a temporary file, with fsync."""
+    block = os.urandom(1 << 20)
+    try:
+        handle, path = tempfile.mkstemp(prefix=".llama405b-doctor-", dir=folder)
+    except OSError:
+        return {}
+    try:
+        began = time.time()
+        for _ in range(PROBE_BYTES >> 20):
+            os.write(handle, block)
+        os.fsync(handle)
+        return {"write_per_s": PROBE_BYTES / max(time.time() - began, 1e-6)}
+    except OSError:
+        return {}
+    finally:
+        os.close(handle)
+        os.unlink(path)
+
+
+def weights(path, hashed=False):
+    """Which safetensors files of a checkpoint are missing, or have the wrong size or SHA-256."""
+    if not path:
+        return None
+    path = os.path.expanduser(path)
+    if not os.path.isdir(path):
+        return {"path": path, "present": False}
+    names, faults = weight_files(path)
+    faults += filter(None, [fault_of(path, name) for name in names])
+    files = [os.path.join(path, name) for name in names]
+    sizes = [os.path.getsize(file) for file in files if os.path.isfile(file)]
+    config = os.path.isfile(os.path.join(path, "config.json"))
+    found = {"path": path, "present": config, "files": len(names), "bytes": sum(sizes), "faults": faults}
+    if hashed and not faults:
+        known = block_hashes(path)
+        found["unhashed"] = len([name for name in names if name not in known])
+        faults += bad_blocks(path, names, known)
+    return found
+
+
+def weight_files(path):
+    """The names of a checkpoint's files with tensors, and faults of its index."""
+    index = index_in(path)
+    if not index:
+        return ["model.safetensors"], []
+    try:
+        with open(os.path.join(path, index), encoding="utf-8") as file:
+            listed = sorted(set(json.load(file)["weight_map"].values()))
+    except (ValueError, KeyError, AttributeError):
+        return ["model.safetensors"], ["%s cannot be read" % index]
+    return [os.path.join(os.path.dirname(index), name) for name in listed], []
+
+
+def bad_blocks(path, names, known):
+    """Clauses on the files that are not what was verified; ``known``: by file, the SHA-256 of each block."""
+    with concurrent.futures.ThreadPoolExecutor(HASHERS) as pool:  # hashlib releases the GIL
+        jobs = [
+            (name, number, digest, pool.submit(sha256, os.path.join(path, name), number))
+            for name in names
+            for number, digest in enumerate(known.get(name, ()))
+        ]
+    first = {}  # by file, its first bad block
+    for name, number, digest, job in jobs:
+        if job.result() != digest:
+            first.setdefault(name, number)
+    return ["%s is not what was verified (SHA-256 of block %d)" % each for each in sorted(first.items())]
+
+
+def index_in(path):
+    """The index of a checkpoint's files: its own, or the first one of its parts; "" if there is none."""
+    name = "model.safetensors.index.json"
+    found = sorted(glob.glob(os.path.join(glob.escape(path), "ranks-*-of-*", name)))
+    if os.path.isfile(os.path.join(path, name)):
+        return name
+    if found and not os.path.isfile(os.path.join(path, "model.safetensors")):
+        return os.path.relpath(found[0], path)
+    return ""
+
+
+def fault_of(path, name):
+    """What is wrong with a safetensors file, by its size and header; '' if nothing is."""
+    file = os.path.join(path, name)
+    try:
+        actual = os.path.getsize(file)
+        with open(file, "rb") as opened:
+            length = int.from_bytes(opened.read(8), "little")
+            header = json.loads(opened.read(min(length, 100000000)).decode())
+        ends = [entry["data_offsets"][1] for key, entry in header.items() if key != "__metadata__"]
+    except OSError:
+        return "%s is missing" % name
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return "%s is not a safetensors file" % name
+    expected = 8 + length + max(ends, default=0)
+    if actual != expected:
+        return "%s has %d of %d bytes" % (name, actual, expected)
+    return ""
+
+
+def block_hashes(path):
+    """The SHA-256 of each block, by file, that download or push noted in a directory."""
+    try:
+        with open(os.path.join(path, ".llama405b-hashes.json"), encoding="utf-8") as file:
+            return {name: entry["blocks"] for name, entry in json.load(file)["files"].items()}
+    except (OSError, ValueError, AttributeError, KeyError, TypeError):
+        return {}
+
+
+def sha256(path, number):
+    """The SHA-256 of a block of a file."""
+    digest, left = hashlib.sha256(), BLOCK_BYTES
+    with open(path, "rb") as file:
+        file.seek(number * BLOCK_BYTES)
+        while left:
+            piece = file.read(min(8 << 20, left))
+            if not piece:
+                break
+            digest.update(piece)
+            left -= len(piece)
+    return digest.hexdigest()
+
+
+def leftovers():
+    """Processes of runs whose node runner is gone, by <run directory>:<host>."""
+    found = {}
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open("/proc/%s/environ" % pid, "rb") as file:
+                for item in file.read().split(b"\0"):
+                    value = os.fsdecode(item.partition(b"=")[2])
+                    if item.startswith(b"LLAMA405B_NODE=") and not has_runner(int(pid), value):
+                        found.setdefault(value, []).append(int(pid))
+        except OSError:
+            continue
+    return found
+
+
+def has_runner(pid: int, value: str) -> bool:
+    """Whether the node runner of a process of <run directory>:<host> lives and its run knows of it: it holds a lock.
+
+    The path is what the process sees, in a container of its own, perhaps; a lock that cannot be looked at counts as held.
+    """
+    folder, _, host = value.rpartition(":")
+    try:
+        with open("/proc/%d/root%s/status/%s.lock" % (pid, folder, host), "rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:
+        return _in_plan("/proc/%d/root%s/plan.json" % (pid, folder), host)
+    return False
+
+
+def _in_plan(path: str, host: str) -> bool:
+    try:
+        with open(path) as file:
+            return host in [node["name"] for node in json.load(file)["nodes"]]
+    except (OSError, ValueError, KeyError, TypeError):
+        return True  # as far as is known
+
+
+class Listener:
+    """Answers every caller on a port with this host's token."""
+
+    def __init__(self, port: int, token: str) -> None:
+        self.token = token
+        self.fault = ""
+        self.in_use = False
+        self.port = port
+        self.socket = socket.socket()
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            self.socket.bind(("", port))
+            self.socket.listen(512)
+        except OSError as error:
+            self.fault = error.strerror or str(error)
+            self.in_use = error.errno == errno.EADDRINUSE
+            return
+        self.port = self.socket.getsockname()[1]
+        threading.Thread(target=self.serve, daemon=True).start()
+
+    def serve(self):
+        while True:
+            try:
+                caller, _ = self.socket.accept()
+                caller.settimeout(CONNECT_S)
+                caller.sendall(self.token.encode())
+                caller.shutdown(socket.SHUT_WR)
+                caller.recv(1)  # the caller closes first
+                caller.close()
+            except OSError:
+                continue
+
+
+def reach(address: str, port: int, token: str) -> dict:
+    """The fault in reaching a peer, '' if it answers with its token; and this host's address on the way."""
+    try:
+        with socket.create_connection((address, port), timeout=CONNECT_S) as link:
+            mine = link.getsockname()[0]
+            said = b""
+            while len(said) < 200:
+                more = link.recv(200)
+                if not more:
+                    break
+                said += more
+    except socket.timeout:
+        return {"fault": "no answer within %d s" % CONNECT_S, "silent": True}
+    except socket.gaierror as error:
+        return {"fault": error.strerror or str(error), "unresolved": True}
+    except OSError as error:
+        return {"fault": error.strerror or str(error)}
+    if said.decode("utf-8", "replace") != token:
+        return {"fault": "somebody else answers there"}
+    return {"fault": "", "mine": mine}
+
+
+def reach_all(peers):
+    """Try every address and port of every peer, many in parallel."""
+    results, jobs = {}, []
+    for peer in peers:
+        results[peer["name"]] = {"resolves": None, "reached": {}}
+        for place, address in enumerate(peer["addresses"]):
+            jobs.append((place, peer, address))
+    jobs.sort(key=lambda job: -job[0])  # every peer's first address first: jobs are taken from the end
+    lock, pending = threading.Lock(), list(jobs)
+
+    def work():
+        while True:
+            with lock:
+                if not pending:
+                    return
+                _, peer, address = pending.pop()
+            for port in peer["ports"]:
+                found = reach(address, port, peer["token"])
+                with lock:
+                    results[peer["name"]]["reached"]["%s:%d" % (address, port)] = found
+                if found.get("silent"):  # nor would it answer on another port
+                    break
+
+    def resolve(peer):
+        began = time.time()
+        try:
+            address = socket.gethostbyname(peer["name"])
+        except OSError:
+            address = ""
+        results[peer["name"]]["resolves"] = [address, round(time.time() - began, 2)]
+
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(min(128, len(jobs) or 1))]
+    threads += [threading.Thread(target=resolve, args=(peer,), daemon=True) for peer in peers]
+    for thread in threads:
+        thread.start()
+    deadline = time.time() + 14
+    for thread in threads:
+        thread.join(max(0, deadline - time.time()))
+    with lock:
+        return json.loads(json.dumps(results))
+
+
+def main():
+    """Answer one doctor command."""
+    request = json.loads(sys.stdin.buffer.readline().decode())
+    os.umask(0o077)
+    directory = in_workdir(request, request["mark"]) if request.get("mark") else ""
+    mark = leave_mark(directory, request["token"])
+    try:
+        answer(request, directory if mark else "")
+    finally:
+        remove_mark(mark)
+
+
+def answer(request, marked):
+    """Print the facts, then how the others are reached."""
+    listeners = [Listener(request["port"], request["token"]), Listener(0, request["token"])]
+    facts = gather_facts(
+        {
+            "identity": identity,
+            "environment": lambda: environment(request),
+            "gpus": gpus,
+            "rdma": rdma,
+            "network": network,
+            "tmux": inside_tmux,
+            "memory": memory,
+            "disks": lambda: disks(request),
+            "weights": lambda: weights(request.get("weights"), request.get("hash")),
+            "leftovers": leftovers,
+            "kill_user_processes": kill_user_processes,
+        },
+        request.get("within_s", 40),
+    )
+    facts["port_fault"] = listeners[0].fault
+    facts["ports"] = [listener.port for listener in listeners if not listener.fault]
+    facts["marked"] = marked
+    facts["now"] = time.time()
+    print(json.dumps(facts), flush=True)
+    if select.select([sys.stdin], [], [], 3600)[0]:  # all other hosts may have their turn first
+        answer_about_peers(request)
+
+
+def gather_facts(parts, within_s):
+    """What each part returns, at the same time; None, and why in ``failed``, of one that fails or takes too long."""
+    facts, failed = {}, {}
+
+    def run_part(name):
+        try:
+            facts[name] = parts[name]()
+        except Exception as error:  # one fact that is not available must not cost the others
+            facts[name] = None
+            failed[name] = "%s: %s" % (type(error).__name__, error)
+
+    threads = [threading.Thread(target=run_part, args=(name,), daemon=True) for name in parts]
+    for thread in threads:
+        thread.start()
+    deadline = time.time() + within_s
+    for thread in threads:
+        thread.join(max(0, deadline - time.time()))
+    for name in parts:
+        if name not in facts:
+            facts[name] = None
+            failed[name] = "it did not answer in time"
+    facts["failed"] = dict(failed)
+    return facts
+
+
+def answer_about_peers(request):
+    """Read which other hosts to reach, and print how that went."""
+    line = sys.stdin.buffer.readline().decode()
+    if not line:
+        return
+    second = json.loads(line)
+    found = {"peers": reach_all(second["peers"])}
+    if second.get("mark"):
+        found["sees"] = sees_mark(in_workdir(request, second["mark"]), second["token"])
+    print(json.dumps(found), flush=True)
+    select.select([sys.stdin], [], [], 30)  # others may still be calling
+    sys.stdin.buffer.read()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,310 @@
+"""What launch asks of a host before it starts anything there, and how the host finds it out. Changes nothing.
+
+What launch must know about a host before it starts anything.
+
+What launch must know about a host before it starts anything there. Runs on the host; standard library only.
+
+Changes nothing, but for a file that the head leaves while the others look for it.
+"""
+
+import contextlib
+import dataclasses
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import socket
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+from llama405b.contract import reader
+from llama405b.contract.checkpoints import (
+    committed,
+    refuse_held,
+)
+from llama405b.contract.errors import UserError
+from llama405b.contract.extension import declared
+from llama405b.contract.files import user_of
+from llama405b.contract.paths import RunDir
+from llama405b.contract.software import code_version
+from llama405b.formats import corpus
+from llama405b.settings.config import DEMO_MODEL
+from llama405b.settings.schema import Adapter
+from llama405b.spec import models
+from llama405b.spec.models import Llama, read_peft
+from llama405b.spec.plan import read_plan
+from llama405b.spec.tensors import read_tensors
+from llama405b_tools.agent import hostprobe, processes
+from llama405b_tools.agent.describe import stop_mark
+from llama405b_tools.agent.machine import (
+    Resumable,
+    RunPlace,
+    addresses,
+    first_gpu,
+    gpus,
+    has_program,
+    place_of,
+    rdma_ports,
+    resumable,
+    saved_identity,
+    tmux_fault,
+    version_of,
+)
+from llama405b_tools.agent.processes import is_alive, live_names, run_of, runs_here
+from llama405b_tools.parsers import Address, Rdma
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class InputCheck:
+    """The checkpoint and the data that rank 0 will read, what they must fit, and where the run will save."""
+
+    model: str
+    seq_len: int
+    layers: int
+    random: bool
+    data: tuple[str, ...]
+    new_checkpoints: str = ""  # the directory that must hold no checkpoint
+    whole: bool = False  # a part of the weights is not enough
+    template: str = ""  # the file of a chat template; "": the tokenizer's own
+    resume: str = "no"  # no, auto, a step or a path
+    checkpoints: str = ""  # where auto and steps are
+    fields: tuple[str, ...] = ()  # as data.fields says it
+    skips: bool = False  # records that cannot be used
+    adapter: Adapter | None = None  # that one at its path must be
+    extension: str = ""  # the user's module, which reads some files itself
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ProbeRequest:
+    """Ask what launch must know about this host."""
+
+    run: str
+    host: str
+    port: int
+    token: str
+    packages: tuple[str, ...]
+    places: Mapping[str, str]  # cache and scratch from the hosts file, and the checkpoints' directory
+    is_head: bool = False
+    candidates: tuple[str, ...] = ()  # addresses that the head may have
+    inputs: InputCheck | None = None
+    weights: str = ""  # directory of the checkpoint to look for; "": none
+    extras: tuple[str, ...] = ()  # packages that the settings need there, in whatever version
+    program: tuple[str, ...] = ()  # of the user's own, to look for; (): none, or it cannot be known before it runs
+    shared: str = ""  # the directory of checkpoints, if all hosts must see the same one
+    extension: str = ""  # the user's module that the settings name; "": none
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Reach:
+    """The route from a host to an address of the head."""
+
+    fault: str  # "": it answers with its token
+    mine: str = ""  # its own address on the route there
+    interface: str = ""  # of that address
+    unresolved: bool = False  # the fault is that the name has no address there
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LaunchFacts:
+    """What launch must know about a host."""
+
+    versions: Mapping[str, str]
+    tmux: bool
+    tmux_fault: str  # what it answers if it does not work; "": it does
+    ip: bool
+    run_exists: bool
+    attempt: int
+    owner: str
+    alive: bool
+    others: tuple[str, ...]  # names of other runs that are alive here
+    leftovers: tuple[int, ...]
+    machine: str
+    gpus: int
+    rdma: Rdma
+    cores: int
+    port_fault: str  # of the requested port, on the head
+    port_in_use: bool
+    own: tuple[Address, ...]
+    head: Mapping[str, Reach]  # by address of the head
+    workdir: str
+    run_place: RunPlace
+    places: Mapping[str, RunPlace]
+    free_bytes: int
+    free_files: int | None  # None: the filesystem has no limit
+    input_fault: str  # "": checkpoint and data can be used, or were not checked
+    alive_as: tuple[str, ...] = ()  # other names of this host under which the run is alive here
+    has_program: bool = True  # or was not asked for it
+    stopped_by: str = ""  # who is stopping the run, or has
+    stopped_at: float = 0.0  # by the host's clock; 0: nobody has
+    uid: int = 0  # of the user that the run gets here
+    user: str = ""  # its name
+    weights_bytes: int = 0  # of the checkpoint's tensors, or of a part's; 0: it is not here, or was not looked for
+    runs: str = ""  # equal on hosts that share the directory of runs
+    llama: Llama | None = None  # the model's shape, on the head; None: not known
+    lacks: tuple[str, ...] = ()  # of the extras
+    extension_fault: str = ""  # why the user's module cannot be used
+    gpu_fault: str = ""  # why it may have more GPUs than it lists
+    gpu: str = ""  # the first one's name
+    gpu_bytes: int = 0  # its memory
+    memory_bytes: int = 0  # of the host
+    shares: bool | None = None  # whether it sees what the head wrote for ``shared``; None: unknown
+    resumable: Resumable | None = None  # on the head; None: there is none, or it does not say what it is of
+
+
+READS_TABLES = ("llama405b.data.documents", "first_rows")  # the trainer's, which needs pyarrow
+
+
+def probe(request: ProbeRequest) -> None:
+    """Print what launch must know about this host; the head keeps listening for the others until its input closes.
+
+    Starts nothing.
+    """
+    facts, shared = _facts(request), str(Path(request.shared).expanduser()) if request.shared else ""
+    if not request.is_head:
+        shares = hostprobe.sees_mark(shared, request.token) if shared else None
+        print(reader.dumps(dataclasses.replace(facts, shares=shares)), flush=True)
+        return
+    port = hostprobe.Listener(request.port, request.token)
+    mark = hostprobe.leave_mark(shared, request.token)
+    try:
+        facts = dataclasses.replace(facts, port_fault=port.fault, port_in_use=port.in_use, shares=bool(mark) or None)
+        print(reader.dumps(facts), flush=True)
+        sys.stdin.read()
+    finally:
+        hostprobe.remove_mark(mark)
+
+
+def _facts(request: ProbeRequest) -> LaunchFacts:
+    run, host = run_of(request.run), request.host
+    plan, disk = read_plan(run), os.statvfs("runs" if Path("runs").exists() else ".")
+    own, mark = addresses(), stop_mark(run, host)
+    fault, llama = _look_at(request.inputs)
+    extension, extension_fault = _extension(request.extension)
+    found, gpu_fault = gpus()
+    gpu, gpu_bytes = first_gpu(found)
+    others = [path for path in run.path.parent.glob("*") if path.name != run.name]
+    return LaunchFacts(
+        versions=_versions(request.packages) | extension,
+        lacks=tuple(name for name in request.extras if version_of(name) == "missing"),
+        extension_fault=extension_fault,
+        tmux=shutil.which("tmux") is not None,
+        tmux_fault=tmux_fault(),
+        ip=shutil.which("ip") is not None,
+        run_exists=run.path.exists(),
+        attempt=plan.attempt,
+        owner=plan.owner,
+        alive=runs_here(run, host),
+        alive_as=tuple(live_names(run, {host})),
+        others=tuple(path.name for path in others if live_names(RunDir(path), set())),
+        leftovers=() if is_alive(run, host) else tuple(processes.marked(f"{run.path}:{host}")),
+        machine=_machine_id(),
+        gpus=len(found),
+        gpu_fault=gpu_fault,
+        gpu=gpu,
+        gpu_bytes=gpu_bytes,
+        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        rdma=rdma_ports(),
+        cores=len(os.sched_getaffinity(0)),
+        port_fault="",
+        port_in_use=False,
+        own=own,
+        head={address: _reach(request, address, own) for address in request.candidates},
+        workdir=str(Path.cwd()),
+        run_place=place_of(str(run.path)),
+        places={key: place_of(path) for key, path in request.places.items()},
+        free_bytes=disk.f_bavail * disk.f_frsize,
+        free_files=disk.f_favail if disk.f_files else None,
+        input_fault=fault,
+        llama=llama,
+        has_program=has_program(request.program),
+        stopped_by=mark.by,
+        stopped_at=mark.time,
+        uid=os.getuid(),
+        user=user_of(os.getuid()),
+        runs=saved_identity(Path("runs")),
+        weights_bytes=_weights_bytes(request.weights),
+        resumable=resumable(request.inputs.resume, request.inputs.checkpoints) if request.inputs else None,
+    )
+
+
+def _versions(packages: Sequence[str]) -> dict[str, str]:
+    """The versions in which hosts must agree."""
+    python = ".".join(platform.python_version_tuple()[:2])  # patch releases are compatible
+    others = {name: version_of(name) for name in packages}
+    return {"python": python, **others, "llama405b": code_version()}
+
+
+def _extension(module: str) -> tuple[dict[str, str], str]:
+    """The user's module with its hash, and why it cannot be used."""
+    try:
+        found = declared(module)
+    except UserError as error:
+        return {}, str(error)
+    return {found.name: found.sha256[:12]} if found.path else {}, ""
+
+
+def _weights_bytes(path: str) -> int:
+    """Bytes of the tensors that are here; 0 if they cannot be loaded."""
+    if path:
+        with contextlib.suppress(UserError, OSError):
+            return sum(info.held_bytes for info in read_tensors(Path(path).expanduser()).values())
+    return 0
+
+
+def _reach(request: ProbeRequest, address: str, own: tuple[Address, ...]) -> Reach:
+    """The route to an address of the head, with this host's own address and interface on it."""
+    found = reader.read(Reach, hostprobe.reach(address, request.port, request.token), address)
+    interface = next((entry.interface for entry in own if entry.address == found.mine), "")
+    return dataclasses.replace(found, interface="lo" if found.mine.startswith("127.") else interface)
+
+
+def _machine_id() -> str:
+    """An ID that is equal for two hosts of the hosts file that are one machine."""
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + socket.gethostname()
+    return socket.gethostname()
+
+
+def _look_at(check: InputCheck | None) -> tuple[str, models.Llama | None]:
+    """'' if rank 0 can use the checkpoint, the data and where it will save, else the trainer's own sentence; and the model's shape."""
+    llama = None
+    if check is None:
+        return "", llama
+    try:
+        if check.model != DEMO_MODEL or Path(check.model).exists():  # rank 0 creates the demo's
+            llama = models.check_checkpoint(
+                Path(check.model), check.seq_len, check.layers, random=check.random, whole=check.whole
+            )
+        if check.adapter and llama:
+            read_peft(Path(check.adapter.path), llama, check.adapter)
+        if check.template:
+            corpus.check_template(Path(check.template))
+        has_template = bool(check.template) or models.has_chat_template(Path(check.model))
+        corpus.check_paths(
+            check.data,
+            check.fields,
+            skip=check.skips,
+            has_template=has_template,
+            first_rows=_first_rows,
+            passes=declared(check.extension).reads_file,
+        )
+        if directory := check.new_checkpoints:
+            with contextlib.suppress(OSError):  # if it cannot be read, the trainer says so
+                refuse_held(Path(directory), committed(Path(directory)))
+    except UserError as error:
+        return str(error), llama
+    return "", llama
+
+
+def _first_rows(raw: BinaryIO, fields: Sequence[str]) -> Iterator[reader.Json]:
+    """The first rows of a table; nothing where pyarrow is not installed."""
+    module, function = READS_TABLES
+    try:
+        read = getattr(importlib.import_module(module), function)
+    except ImportError:
+        return
+    yield from read(raw, fields)

@@ -1,0 +1,147 @@
+"""Facts of this host: its addresses, GPUs and programs, what is at a path, and which checkpoint a run could go on from."""
+
+import contextlib
+import dataclasses
+import enum
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+from llama405b.contract import reader
+from llama405b.contract.checkpoints import (
+    MANIFEST,
+    RunIdentity,
+    named_path,
+    newest_complete,
+    read_manifest,
+)
+from llama405b.contract.errors import given, last_of
+from llama405b.contract.files import user_of
+from llama405b_tools.agent import hostprobe
+from llama405b_tools.parsers import Address, GpuReport, Rdma, read_smi
+
+
+class PlaceFault(enum.StrEnum):
+    """Why a directory can be neither written nor created."""
+
+    NO_DIRECTORY = "no directory"
+    DANGLING = "dangling"  # a link to nothing
+    DENIED = "denied"
+    READ_ONLY = "read-only"  # its filesystem, for everybody
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RunPlace:
+    """A directory's full path, and what stands in the way of writing or creating it, if anything."""
+
+    path: str
+    fault: PlaceFault | None = None
+    at: str = ""  # the path at fault: itself, or the nearest above it that exists
+    owner: str = ""  # of that
+    free_bytes: int = 0  # there, if nothing stands in the way
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Resumable:
+    """A checkpoint that the run would go on from."""
+
+    path: str
+    identity: RunIdentity
+
+
+GPU_FIELDS = ("index", "name", "memory.total")
+VERSION_WITHIN_S = 30  # for `tmux -V` on a busy machine
+
+
+def resumable(resume: str, checkpoints: str) -> Resumable | None:
+    """Return the checkpoint that a run would go on from; if it cannot be read, the trainer says so."""
+    if resume == "no":
+        return None
+    root = Path(checkpoints)
+    path = newest_complete(root) if resume == "auto" else named_path(root, resume)
+    with contextlib.suppress(OSError, reader.MalformedError):
+        if path and (identity := read_manifest((path / MANIFEST).read_bytes())[0].identity):
+            return Resumable(str(path), identity)
+    return None
+
+
+def saved_identity(directory: Path) -> str:
+    """What is equal wherever one directory is seen: not its path, nor its device, which network filesystems choose."""
+    there = directory if directory.exists() else directory.parent
+    info, disk = there.stat(), os.statvfs(there)
+    return f"{info.st_ino} {info.st_uid} {info.st_mode} {disk.f_blocks * disk.f_frsize}"
+
+
+def rdma_ports() -> Rdma:
+    """This host's RDMA devices."""
+    return reader.read(Rdma, hostprobe.rdma(), "rdma")
+
+
+def addresses() -> tuple[Address, ...]:
+    """This host's own IPv4 addresses."""
+    return tuple(reader.read(Address, each, "an address") for each in hostprobe.network()["addresses"])
+
+
+def place_of(path: str) -> RunPlace:
+    """The full path of a directory that the run writes to, and what stands in the way of that."""
+    full = Path(path).expanduser()
+    there = next(parent for parent in (full, *full.parents) if os.path.lexists(parent))
+    if not there.exists():
+        return RunPlace(str(full), PlaceFault.DANGLING, str(there))
+    if not there.is_dir():
+        return RunPlace(str(full), PlaceFault.NO_DIRECTORY, str(there))
+    disk = os.statvfs(there)
+    if disk.f_flag & os.ST_RDONLY:
+        return RunPlace(str(full), PlaceFault.READ_ONLY, str(there))
+    if not os.access(there, os.W_OK | os.X_OK):
+        return RunPlace(str(full), PlaceFault.DENIED, str(there), user_of(there.stat().st_uid))
+    return RunPlace(str(full), free_bytes=disk.f_bavail * disk.f_frsize)
+
+
+def tmux_fault() -> str:
+    """What tmux answers if it does not work; "" if it does, or is not installed."""
+    try:
+        done = subprocess.run(["tmux", "-V"], capture_output=True, text=True, timeout=VERSION_WITHIN_S, check=False)
+    except FileNotFoundError:
+        return ""
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return given("no answer within {} s", getattr(error, "timeout", None)) or str(error)
+    if done.returncode == 0 and any(map(str.isdigit, done.stdout)):  # a version
+        return ""
+    return last_of((done.stderr or done.stdout).strip().splitlines(), f"exit code {done.returncode}")
+
+
+def version_of(package: str) -> str:
+    """A package's version here, or "missing"."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "missing"
+
+
+def gpus() -> tuple[Sequence[GpuReport], str]:
+    """The GPUs that work, and why others may not ('' if nvidia-smi is not installed)."""
+    query = ["nvidia-smi", f"--query-gpu={','.join(GPU_FIELDS)}", "--format=csv,noheader,nounits"]
+    found, fault = read_smi(hostprobe.run(query), GPU_FIELDS)  # type: ignore[no-untyped-call]
+    broken = next((f"GPU {gpu.index}: {gpu.fault}" for gpu in found if gpu.fault), "")
+    return [gpu for gpu in found if not gpu.fault], fault or broken
+
+
+def first_gpu(found: Sequence[GpuReport]) -> tuple[str, int]:
+    """The first GPU's name and memory in bytes; '' and 0 if nvidia-smi does not say."""
+    return next(((gpu.name, gpu.memory_mib << 20) for gpu in found if gpu.memory_mib), ("", 0))
+
+
+def has_program(program: Sequence[str]) -> bool:
+    """Whether torchrun finds a program here, in the working directory; runs nothing of it."""
+    match program:
+        case ["-m" | "--module", module, *_]:
+            with contextlib.suppress(ValueError):  # an odd name: let torchrun say so
+                return importlib.util.find_spec(module.partition(".")[0]) is not None
+        case [script, *_] if not script.startswith("-"):
+            return Path(script).is_file()
+    return True

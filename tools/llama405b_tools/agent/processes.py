@@ -1,0 +1,599 @@
+"""A run's processes on this host: its lock, tmux session, secrets, guard, torchrun, and Slurm's job. Linux.
+
+- the command that the node runner starts, and its environment;
+- the processes of a run, whoever their parents are now (``start_time`` also knows macOS, where an operator's guard may run);
+- whether a run is alive here: a lock that its node runner and guardian hold;
+- the tmux servers of a run and its guard, and the sockets that tmux leaves behind;
+- secrets on their way to the ranks or a guard, and out of the logs of those that print them;
+- what Slurm reports about a job: nothing else calls its programs;
+- a run's guard, as a host sees it: what it last said, and when; and the one that runs on this machine.
+"""
+
+import contextlib
+import ctypes
+import dataclasses
+import fcntl
+import hashlib
+import itertools
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from collections.abc import Set as AbstractSet
+from pathlib import Path
+
+from llama405b.contract import reader
+from llama405b.contract.errors import RunError, UserError
+from llama405b.contract.files import append_line, read_record, read_records, write_json
+from llama405b.contract.paths import RunDir
+from llama405b.contract.records import Blame, GuardState, NodeState, NodeStatus, StopMark
+from llama405b.contract.software import own_argv
+from llama405b.spec.plan import Plan, read_plan
+from llama405b_tools import parsers
+from llama405b_tools.agent.messages import TMUX_WITHIN_S, Disk, GuardNote, MachineName, MachineRequest, NoteReply
+
+NO_VALUE = ("-m", "--module", "--no-python", "--no_python")  # torchrun's flags that say what a program's name means
+SETUP_FAILED = "LLAMA405B_SETUP_FAILED"  # in torchrun's log, with the exit code of the setup line
+MARKER = "LLAMA405B_NODE"  # in the environment of every process of a run: <run directory>:<host>
+
+
+def torchrun_argv(plan: Plan, name: str, log_dir: str) -> list[str]:
+    """Return the command that the node runner starts.
+
+    Only the head may host the store, and must: torchrun's own guess makes a second agent on one machine, or a
+    stranger's agent on the same port, join a store that is not this run's.
+    """
+    node = plan.node(name)
+    return [
+        node.python,
+        "-P",  # of torchrun alone: what it starts does not inherit it
+        "-m",
+        "torch.distributed.run",
+        f"--nnodes={len(plan.nodes)}",
+        f"--nproc-per-node={node.slots}",
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint={plan.endpoint}",
+        f"--rdzv-id={plan.rdzv_id}",
+        f"--rdzv-conf=is_host={int(node is plan.nodes[0] or node.name == plan.nodes[0].name)},read_timeout=120",
+        f"--local-addr={node.address}",
+        "--max-restarts=0",
+        f"--log-dir={log_dir}",
+        "--redirects=3",
+        *_apart(_own(plan.program, node.python)),
+    ]
+
+
+def _own(program: Sequence[str], python: str) -> Sequence[str]:
+    """Have torchrun start a module of ours as we start it; any other program as it is."""
+    match program:
+        case ["-m", module, *words] if module.startswith("llama405b."):
+            return ["--no-python", *own_argv(module, python), *words]
+    return program
+
+
+def _apart(program: Sequence[str]) -> list[str]:
+    """Put ``--`` before a program's name: torchrun takes what begins as a flag of its own (``--run``) from its arguments.
+
+    Flags of torchrun's own before the name stay before it; one with a separate value leaves open where the name is.
+    """
+    n_flags = len(list(itertools.takewhile(NO_VALUE.__contains__, program)))
+    if program[n_flags : n_flags + 1] and program[n_flags].startswith("-"):
+        return list(program)
+    return [*program[:n_flags], "--", *program[n_flags:]]
+
+
+def setup_argv(line: str, argv: Sequence[str]) -> list[str]:
+    """Return ``argv`` to run after the user's own shell line (``module load cuda``), unless that fails."""
+    if not line:
+        return list(argv)
+    script = f'eval "$0" || {{ echo "{SETUP_FAILED} $?" >&2; exit 97; }}; exec "$@"'
+    return ["bash", "-c", script, line, *argv]
+
+
+def node_env(plan: Plan, name: str, run_dir: str) -> dict[str, str]:
+    """Return what torchrun's environment has in addition to the host's own and the secrets."""
+    node = plan.node(name)
+    return {
+        MARKER: f"{run_dir}:{name}",
+        "LLAMA405B_HOST": name,
+        "LLAMA405B_FIRST_RANK": str(node.first_rank),
+        "LLAMA405B_ATTEMPT": str(plan.attempt),
+        "GLOO_SOCKET_IFNAME": node.interface,
+        "NCCL_SOCKET_IFNAME": node.interface,
+        "PYTHONUNBUFFERED": "1",
+        **({"HF_HUB_OFFLINE": "1"} if plan.trains else {}),  # the weights are files that were checked
+        **node.env,
+    }
+
+
+PR_SET_CHILD_SUBREAPER = 36
+PF_KTHREAD = 0x00200000  # among a process's flags: it is a thread of the kernel
+EXEC_WITHIN_S = 5.0  # how long, on a busy machine, an exec may take
+
+
+def become_subreaper() -> None:
+    """Make orphans below this process its own children, so that none is lost."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def start_time(pid: int) -> int | None:
+    """When a process started, in clock ticks since boot (macOS: in seconds); None if it is gone or a zombie."""
+    if sys.platform == "darwin":
+        ps = ["ps", "-o", "stat=,lstart=", "-p", str(pid)]
+        done = subprocess.run(ps, env={"LC_ALL": "C", "PATH": os.defpath}, capture_output=True, text=True, check=False)
+        return parsers.began_at(done.stdout)
+    fields = _fields(pid)
+    return int(fields[19]) if fields else None
+
+
+def _fields(pid: int) -> list[str]:
+    """What the kernel tells of a live process after its name: state, parent, …; [] if it is gone or a zombie."""
+    with contextlib.suppress(OSError):
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="latin-1").rpartition(") ")[2].split()
+        return [] if fields[0] in "ZX" else fields
+    return []
+
+
+def _living() -> Iterator[tuple[int, list[str]]]:
+    """All live processes, each with its fields."""
+    for entry in os.listdir("/proc"):  # noqa: PTH208
+        if entry.isdigit() and (fields := _fields(int(entry))):
+            yield int(entry), fields
+
+
+def state(pid: int) -> str:
+    """A process's state as the kernel writes it (R, S, D, T, Z, …); "" if it is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="latin-1").rpartition(") ")[2][:1]
+    except OSError:
+        return ""
+
+
+def same_process(pid: int, began: int) -> bool:
+    """Whether ``pid`` is still the process that started at ``began``."""
+    return pid > 0 and start_time(pid) == began
+
+
+def marked(value: str) -> list[int]:
+    """Processes whose environment marks them as belonging to ``<run directory>:<host>``."""
+    return all_marked().get(value, [])
+
+
+def all_marked() -> dict[str, list[int]]:
+    """Processes of every run here that this user may inspect, by the ``<run directory>:<host>`` they belong to."""
+    needle = f"{MARKER}=".encode()
+    found: dict[str, list[int]] = {}
+    for pid, _ in _living():
+        with contextlib.suppress(OSError):
+            for variable in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                if variable.startswith(needle):
+                    found.setdefault(os.fsdecode(variable.removeprefix(needle)), []).append(pid)
+    return found
+
+
+def variables(value: str, names: Sequence[str]) -> dict[str, str]:
+    """Variables of the processes of ``<run directory>:<host>``, those of these names that are set."""
+    found = {}
+    for pid in marked(value) if names else ():
+        with contextlib.suppress(OSError):
+            for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                name, _, text = entry.decode("utf-8", "replace").partition("=")
+                if name in names:
+                    found[name] = text
+    return found
+
+
+def descendants(root: int) -> list[int]:
+    """All live processes below ``root``."""
+    children: dict[int, list[int]] = {}
+    for pid, fields in _living():
+        children.setdefault(int(fields[1]), []).append(pid)
+    found: list[int] = []
+    pending = [root]
+    while pending:
+        below = children.get(pending.pop(), [])
+        found += below
+        pending += below
+    return found
+
+
+def in_exec() -> list[int]:
+    """Processes in the middle of an exec: they tell neither environment nor arguments, so nobody knows whose they are."""
+    found = []
+    for pid, fields in _living():
+        with contextlib.suppress(OSError):
+            told = Path(f"/proc/{pid}/environ").read_bytes() or Path(f"/proc/{pid}/cmdline").read_bytes()
+            if not told and not int(fields[6]) & PF_KTHREAD:
+                found.append(pid)
+    return found
+
+
+def sweep(value: str, *, below: int = 0, spare: tuple[int, ...] = (), seconds: float = 20.0) -> tuple[int, list[int]]:
+    """SIGKILL every process of ``<run directory>:<host>`` until two looks find none.
+
+    Late in its end, and in the middle of an exec, a process tells no environment: an exec is given some seconds.
+    Returns how many were ended, and which could not be ended within ``seconds`` (for example in state D).
+    """
+    ended: dict[int, int | None] = {}
+    began = time.monotonic()
+    clean_looks = 0
+    while True:
+        left = set(marked(value)) | (set(descendants(below)) if below else set())
+        left |= {pid for pid, born in ended.items() if born is not None and same_process(pid, born)}
+        left -= {os.getpid(), *spare}
+        passed_s = time.monotonic() - began
+        clean_looks = 0 if left or (passed_s < EXEC_WITHIN_S and in_exec()) else clean_looks + 1
+        if clean_looks == 2 or passed_s > seconds:
+            return len(ended.keys() - left), sorted(left)
+        for pid in left:
+            if pid not in ended:
+                ended[pid] = start_time(pid)
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except (ProcessLookupError, PermissionError):
+                continue
+        time.sleep(0.05)
+
+
+def take_lock(path: Path, tries: int = 10) -> int | None:
+    """Hold the run's lock on this host until the process (and its guardian) ends; None if another process holds it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    for _ in range(tries):  # `status` holds it for an instant to check
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            time.sleep(0.05)
+        else:
+            return descriptor
+    os.close(descriptor)
+    return None
+
+
+def is_alive(run: RunDir, host: str) -> bool:
+    """Whether a node runner (or its guardian) holds the run's lock on this host."""
+    return is_held(run.lock(host))
+
+
+def is_held(path: Path) -> bool:
+    """Whether a process holds a lock."""
+    try:
+        descriptor = os.open(path, os.O_RDWR)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def runs_here(run: RunDir, host: str) -> bool:
+    """Whether the run has not ended here: a node runner may live longer, to copy checkpoints to the next host."""
+    lives = is_alive(run, host)
+    if not lives or not read_plan(run).replicates:
+        return lives
+    status = read_record(NodeStatus, run.status(host))
+    return status is None or status.state in (NodeState.STARTING, NodeState.RUNNING)
+
+
+def live_names(run: RunDir, but: AbstractSet[str]) -> list[str]:
+    """The names of other hosts under which a run of this machine is being started, or has not ended: it is its directory."""
+    names = {path.name.removesuffix(".lock").removesuffix(".start") for path in run.path.glob("status/*.lock")} - but
+    here = [name for name in sorted(names) if runs_here(run, name) and _is_here(run, name)]
+    return here or [name for name in sorted(names) if is_held(run.start_lock(name))]
+
+
+def _is_here(run: RunDir, host: str) -> bool:
+    """Whether a node runner is one of this machine: another's may hold a lock in a directory that both share."""
+    status = read_record(NodeStatus, run.status(host))
+    return status is None or same_process(status.pid, status.pid_start)
+
+
+def run_of(name: str) -> RunDir:
+    """The run's directory, below this process's working directory."""
+    return RunDir(Path.cwd() / "runs" / name)
+
+
+PREFIX = "llama405b-"
+MOST_OF_NAME = 40  # characters of a run's name in that of a socket, whose path has room for about 100
+END_WITHIN_S = 10.0  # for tmux to end a session, or to list those of a run
+
+
+def tmux_socket(run: RunDir) -> str:
+    """The name of the tmux server of a run directory on this machine: two directories may hold runs of one name."""
+    directory = hashlib.sha256(os.fsencode(run.path.resolve())).hexdigest()
+    return f"{PREFIX}{run.name[:MOST_OF_NAME]}-{directory[:8]}"
+
+
+def tmux_session(host: str) -> str:
+    """The name of a host's session; tmux allows no '.' or ':' in it."""
+    return re.sub(r"[.:]", "_", host)
+
+
+def guard_socket(run: RunDir) -> str:
+    """The name of the tmux server of a guard on a host; no run's own, as no run's name may have a '+'."""
+    return f"{tmux_socket(run)}+guard"
+
+
+def start_session(server: str, session: str, argv: Sequence[str]) -> int:
+    """Start a program in a new session of a tmux server; returns the program's pid.
+
+    Raises:
+        RunError: tmux could not start it; says why.
+    """
+    remove_dead_sockets()
+    env = {key: value for key, value in os.environ.items() if key not in ("TMUX", "TMUX_PANE")}
+    new = ["new-session", "-d", "-P", "-F", "#{pane_pid}", "-s", session, "-x", "200", "-y", "50"]
+    line = ["tmux", "-L", server, "-f", "/dev/null", *new, "--", *argv]
+    try:
+        done = subprocess.run(line, env=env, capture_output=True, text=True, timeout=TMUX_WITHIN_S, check=False)
+    except subprocess.TimeoutExpired:
+        raise RunError(f"no answer within {TMUX_WITHIN_S:g} s") from None
+    said = (done.stdout + done.stderr).strip()
+    if done.returncode or not done.stdout.strip().isdecimal():
+        raise RunError(said or f"exit code {done.returncode}, and no output")
+    return int(done.stdout)
+
+
+def remove_dead_sockets(ending: str = "", within_s: float = 0.5) -> None:
+    """Remove the sockets of our servers that have ended; ``ending``: one that may be about to end."""
+    directory = Path(os.environ.get("TMUX_TMPDIR") or "/tmp") / f"tmux-{os.getuid()}"
+    deadline = time.monotonic() + within_s
+    while ending and _answers(directory / ending) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    for path in directory.glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError):
+            if path.is_socket() and not _answers(path):
+                path.unlink()
+
+
+def remove_own_socket(run: RunDir) -> None:
+    """Remove the socket of the run's server from inside its last session, which is about to end."""
+    path = Path(os.environ.get("TMUX", "").partition(",")[0])
+    if path.name != tmux_socket(run):
+        return
+    sessions = ["tmux", "-S", str(path), "list-sessions"]
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        found = subprocess.run(sessions, capture_output=True, timeout=END_WITHIN_S, check=False)
+        if len(found.stdout.splitlines()) == 1:
+            path.unlink()
+
+
+def _answers(path: Path) -> bool:
+    """Whether a server listens on a socket."""
+    try:
+        with socket.socket(socket.AF_UNIX) as probe:
+            probe.connect(str(path))
+    except (ConnectionRefusedError, FileNotFoundError):
+        return False
+    except OSError:  # it cannot be told: it stays
+        return True
+    return True
+
+
+COVER = b"REDACTED"
+BLOCK_BYTES = 1 << 20
+
+
+def write_secrets(path: Path, secrets: dict[str, str]) -> None:
+    """Write secrets for the node runner."""
+    write_private(path, json.dumps(secrets))
+
+
+def write_private(path: Path, text: str) -> None:
+    """Write a new file that is readable only by this user, from its first byte on."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(text)
+
+
+def read_secrets(path: Path) -> dict[str, str]:
+    """Read the secrets; {} if there is no file."""
+    try:
+        secrets = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    return {str(name): str(value) for name, value in secrets.items()}
+
+
+class LogMask:
+    """The pieces of secret values, and how far each log below a directory has been searched for them."""
+
+    def __init__(self, root: Path, pieces: Sequence[str]) -> None:
+        """Begin at the files' present ends: earlier attempts have searched them."""
+        self.root, self.pieces = root, [piece.encode() for piece in pieces]
+        self.overlap = max(map(len, self.pieces), default=1) - 1  # of two blocks: a piece may lie across their border
+        self.done: dict[Path, tuple[int, int]] = {}  # inode, and bytes
+        for path in self._logs():
+            self.done[path] = (path.stat().st_ino, path.stat().st_size)
+
+    def cover_all(self) -> None:
+        """Search all that was added to every log."""
+        for path in self._logs():
+            self.cover(path)
+
+    def cover(self, path: Path) -> None:
+        """Search what was added to a log; what cannot be overwritten now is tried again with what is added next."""
+        if self.pieces:
+            with contextlib.suppress(OSError), path.open("r+b", buffering=0) as file:
+                inode, done = self.done.get(path, (0, 0))
+                now = os.fstat(file.fileno())
+                if now.st_ino != inode or now.st_size < done:  # rewritten
+                    done = 0
+                self.done[path] = now.st_ino, self._cover_from(file.fileno(), max(0, done - self.overlap))
+
+    def _cover_from(self, descriptor: int, position: int) -> int:
+        """Overwrite all pieces from a position on; returns where the file ended."""
+        while True:
+            block = os.pread(descriptor, BLOCK_BYTES, position)
+            for piece in self.pieces:
+                at = block.find(piece)
+                while at >= 0:
+                    os.pwrite(descriptor, COVER.ljust(len(piece), b"*")[: len(piece)], position + at)
+                    at = block.find(piece, at + len(piece))
+            if len(block) <= self.overlap:
+                return position + len(block)
+            position += len(block) - self.overlap
+
+    def _logs(self) -> list[Path]:
+        return sorted(self.root.rglob("*.log")) if self.pieces else []
+
+
+SLURM_TIMEOUT_S = 30.0
+JOB_GONE = (
+    "COMPLETED",
+    "CANCELLED",
+    "FAILED",
+    "TIMEOUT",
+    "NODE_FAIL",
+    "PREEMPTED",
+    "OUT_OF_MEMORY",
+    "BOOT_FAIL",
+    "DEADLINE",
+)
+
+
+def job_state(job: str) -> str:
+    """A job's state as Slurm writes it (PENDING, RUNNING, COMPLETED, …); COMPLETED if Slurm has forgotten it.
+
+    Raises:
+        RunError: Slurm does not answer.
+    """
+    done = call_slurm(["squeue", "-h", "-j", job, "-o", "%T", "-t", "all"])
+    if done.returncode and "Invalid job id" not in done.stderr:
+        raise RunError(f"squeue does not answer ({' '.join(done.stderr.split())[:200]}); try it by hand")
+    return [*done.stdout.split(), "COMPLETED"][0].partition("+")[0]
+
+
+def why_pending(job: str) -> str:
+    """Why a job waits, in Slurm's words."""
+    return call_slurm(["squeue", "-h", "-j", job, "-o", "%R"]).stdout.strip().strip("()") or "no reason given"
+
+
+def job_alive(job: str) -> bool:
+    """Whether anything of a job may still run."""
+    return job_state(job) in ("RUNNING", "COMPLETING", "SUSPENDED", "STAGE_OUT", "SIGNALING", "STOPPED")
+
+
+def call_slurm(argv: Sequence[str]) -> "subprocess.CompletedProcess[str]":
+    """Run one of Slurm's programs.
+
+    Raises:
+        UserError: It is not installed.
+        RunError: It does not answer.
+    """
+    try:
+        return subprocess.run(argv, capture_output=True, text=True, timeout=SLURM_TIMEOUT_S, check=False)
+    except FileNotFoundError:
+        raise UserError(f"{argv[0]} is not installed here; run this on a login node of the cluster") from None
+    except subprocess.TimeoutExpired:
+        raise RunError(
+            f"{argv[0]} does not answer within {SLURM_TIMEOUT_S:.0f} s; Slurm's controller may be down"
+        ) from None
+
+
+GUARD_SESSION = "guard"
+DISMISS_WITHIN_S = 10.0
+
+
+def note(request: GuardNote) -> NoteReply:
+    """Write the guard's note, unless the run is not the guard's any more, or somebody has stopped both."""
+    run = run_of(request.run)
+    plan = read_plan(run)
+    stopped = read_record(StopMark, run.stop(request.host))
+    if plan.rdzv_id == request.only and not (stopped and stopped.by):
+        with contextlib.suppress(OSError):  # a full disk: the answer says so
+            note_guard(run, request.host, request.state)
+    return NoteReply(disks_of(run.path, Path(plan.checkpoint_dir or run.path)))
+
+
+def disks_of(*paths: Path) -> tuple[Disk, ...]:
+    """The disks that these directories are on, each once; what cannot be asked is left out."""
+    disks = {}
+    for path in paths:
+        with contextlib.suppress(OSError):
+            disk = os.statvfs(path)
+            disks[path.stat().st_dev] = Disk(str(path), disk.f_bavail * disk.f_frsize, disk.f_blocks * disk.f_frsize)
+    return tuple(disks.values())
+
+
+def note_guard(run: RunDir, host: str, state: GuardState | None) -> None:
+    """Write what the guard said, with the time by this host's clock; None: no guard was asked for."""
+    if state is None:
+        run.guarded(host).unlink(missing_ok=True)
+    else:
+        write_json(run.guarded(host), dataclasses.replace(state, time=time.time()))
+
+
+def heard_guard(run: RunDir, host: str) -> GuardState | None:
+    """What this host last heard from the guard; of one that runs on this machine, whether it has died since."""
+    state = read_record(GuardState, run.guarded(host))
+    if state is None or not state.pid or not is_of_this_machine(state):
+        return state
+    return dataclasses.replace(state, died=not lives_here(state))
+
+
+def machine_id() -> str:
+    """Identify this boot of this machine: host name, machine ID and boot ID; two words if it has no machine ID."""
+    files = (Path("/etc/machine-id"), Path("/proc/sys/kernel/random/boot_id"))
+    return " ".join(
+        [socket.gethostname(), *(path.read_text(encoding="ascii").strip() for path in files if path.exists())]
+    )
+
+
+def identify(request: MachineRequest) -> MachineName:  # noqa: ARG001 - its type is what the agent reads
+    """Tell which machine this is."""
+    return MachineName(machine_id())
+
+
+def is_of_this_machine(guard: GuardState) -> bool:
+    """Whether a guard began on this machine, in this boot or, if the machine has an ID, an earlier one."""
+    machine, here = guard.machine.split(), machine_id().split()
+    return machine == here or (len(machine) == 3 and machine[:2] == here[:2])
+
+
+def lives_here(guard: GuardState) -> bool:
+    """Whether a guard runs on this machine now."""
+    return guard.machine.split() == machine_id().split() and same_process(guard.pid, guard.pid_start)
+
+
+def dismiss_guard(run: RunDir) -> tuple[int, ...]:
+    """End the run's guard on this machine: a run stopped on purpose must not be resumed. Returns its pid if it stays."""
+    guard = read_record(GuardState, run.guard)
+    if guard is None or not lives_here(guard):
+        return ()
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(guard.pid, signal.SIGTERM)
+    deadline = time.monotonic() + DISMISS_WITHIN_S
+    while same_process(guard.pid, guard.pid_start) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return (guard.pid,) if same_process(guard.pid, guard.pid_start) else ()
+
+
+def end_own_session(run: RunDir) -> None:
+    """End the session that this process, a guard that is about to end, was started in."""
+    if Path(os.environ.get("TMUX", "").partition(",")[0]).name == guard_socket(run):
+        end_guard_session(run)
+
+
+def end_guard_session(run: RunDir) -> None:
+    """End the session that shows the log of a guard on this host, if there is one."""
+    kill = ["tmux", "-L", guard_socket(run), "kill-session", "-t", f"={GUARD_SESSION}"]
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        subprocess.run(kill, capture_output=True, timeout=END_WITHIN_S, check=False)
+    remove_dead_sockets(ending=guard_socket(run))
+
+
+def record_blame(run: RunDir, host: str, blame: Blame) -> None:
+    """Record why an attempt failed, unless that is recorded already."""
+    if blame.attempt not in [known.attempt for known in read_records(Blame, run.blames(host), 1)]:
+        append_line(run.blames(host), reader.dumps(blame))

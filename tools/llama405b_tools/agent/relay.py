@@ -1,0 +1,299 @@
+"""Files from host to host: the agent's part in a chain, and the process that copies a run's checkpoints. Standard library.
+
+The agent receives and passes on, or sends what is here, and reports progress.
+
+``python -m llama405b_tools.agent.relay RUN_DIR HOST`` copies this host's checkpoints to the next one, and takes those of the one before: a
+process of the node runner's. It ends when its standard input does: at once if that was closed without a word, or, after ``LAST``, once its
+newest checkpoint is copied and the host before has said that nothing more comes. The trainer says which host is next
+(``checkpoints.Ring``).
+"""
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import json
+import os
+import secrets
+import shutil
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from llama405b.contract import reader
+from llama405b.contract.checkpoints import MANIFEST, OF, Copied, Endpoint, Manifest, Ring, committed, step_of
+from llama405b.contract.errors import UserError, reason_of
+from llama405b.contract.files import append_line, read_record, write_json
+from llama405b.contract.hashes import BLOCK_BYTES, Blocks
+from llama405b.contract.paths import UMASK, RunDir
+from llama405b.contract.records import EventKind, RunEvent
+from llama405b.spec.plan import read_plan
+from llama405b_tools.agent import transfer
+from llama405b_tools.agent.describe import manifest_of
+from llama405b_tools.agent.machine import addresses
+from llama405b_tools.agent.processes import (
+    write_private,
+)
+from llama405b_tools.agent.transfer import (
+    ACCEPT_S,
+    LOOK,
+    BrokenLinkError,
+    DirectorySource,
+    Hop,
+    NextHop,
+    Receiver,
+    RelayProgress,
+    RelayReady,
+    RelayRequest,
+    RelaySees,
+    SendRequest,
+    open_files,
+)
+
+LAST = b"last\n"
+LOOK_EVERY_S = 0.5
+GIVE_UP_S = 60.0  # after LAST, on a host that cannot be reached, or says nothing
+GOT = b"+"  # said when all files came, and are right
+BYE = "nothing more"
+
+
+class Replicator:
+    """One attempt's copies, on one host."""
+
+    def __init__(self, run: RunDir, host: str) -> None:
+        self.run = run
+        self.host = host
+        self.plan = read_plan(run)
+        spot = read_record(Endpoint, run.spot(host))
+        if spot is None or spot.attempt != self.plan.attempt:  # else this process was killed: the others know its spot
+            spot = Endpoint(self.plan.attempt, self.plan.node(host).address, 0, secrets.token_hex(16))
+        self.listener = socket.create_server((spot.address, spot.port))
+        self.spot = dataclasses.replace(spot, port=self.listener.getsockname()[1])
+        self.last = False  # nothing more is saved here
+        self.gone = False  # nothing more comes
+        self.taking = False  # something is coming
+        self.heard = time.monotonic()  # from the host before
+        self.copied = 0
+
+    def main(self) -> None:
+        """Copy until there is nothing more to copy."""
+        write_private(self.run.spot(self.host), json.dumps(dataclasses.asdict(self.spot)))
+        for act in (self._listen_to_runner, self._take):
+            threading.Thread(target=act, daemon=True).start()
+        given = time.monotonic()
+        while not (self.last and time.monotonic() - given > GIVE_UP_S):
+            ring = self.ring()
+            last = self.last
+            began = time.monotonic()
+            gave = ring is None or self._give(ring)
+            if gave or time.monotonic() - began > GIVE_UP_S / 2:  # or it failed late
+                given = time.monotonic()
+            if gave and last:
+                break
+            time.sleep(LOOK_EVERY_S)
+        if ring:
+            with contextlib.suppress(OSError, BrokenLinkError, ValueError):
+                self._send(ring, [], Path(BYE))
+            while self.taking or not (self.gone or time.monotonic() - self.heard > GIVE_UP_S):
+                time.sleep(LOOK_EVERY_S)
+
+    def ring(self) -> Ring | None:
+        """This host's place in the ring, once the trainer has said so."""
+        ring = read_record(Ring, self.run.ring(self.host))
+        return ring if ring and ring.attempt == self.plan.attempt else None
+
+    def _give(self, ring: Ring) -> bool:
+        """Copy the newest checkpoint to the next host, if that lacks it; returns whether that has it now."""
+        newest = next((path for path in reversed(committed(Path(ring.root))) if self._is_due(path, ring)), None)
+        if newest is None or step_of(newest) == self.copied:
+            return True
+        names = sorted(path.relative_to(newest).as_posix() for path in newest.rglob("*") if path.is_file())
+        names.sort(key=lambda name: name == MANIFEST)  # it makes the copy complete
+        if MANIFEST not in names:  # it is being renamed
+            return False
+        try:
+            self._send(ring, names, newest)
+        except (OSError, BrokenLinkError, ValueError) as error:
+            why = reason_of(error) if isinstance(error, OSError) else str(error)
+            write_json(self.run.copied(self.host), Copied(self.copied, f"{newest.name}: {why}", ring.attempt))
+            return False
+        self.copied, writer = step_of(newest), f"copies-{self.host}"
+        write_json(self.run.copied(self.host), Copied(self.copied, attempt=ring.attempt))
+        event = RunEvent(time.time(), writer, EventKind.COPIED, ring.attempt, self.copied, str(newest))
+        with contextlib.suppress(OSError):  # a full disk here must not end the copying
+            append_line(self.run.events(writer), reader.dumps(event))
+        return True
+
+    def _is_due(self, path: Path, ring: Ring) -> bool:
+        """Whether a checkpoint is this run's, and the one to copy: what the ranks name, or at the end the newest."""
+        if not self.last and step_of(path) != ring.step:
+            return False
+        manifest = manifest_of(path)
+        return manifest is not None and manifest.run == ring.run
+
+    def _send(self, ring: Ring, names: Sequence[str], directory: Path) -> None:
+        """Send files of a checkpoint; none: that nothing more comes."""
+        after = ring.after
+        hop = NextHop((after.address,), after.port, after.token)
+        files = [(f"{directory.name}/{name}", (directory / name).stat().st_size) for name in names]
+        source = DirectorySource(directory.parent, files, functools.partial(_sealed, manifest_of(directory)))
+        with contextlib.closing(transfer.connect_to(hop)) as link:
+            transfer.send_files(source, after.token, link, lambda _: None)
+            transfer.exactly(link, 1)  # it has all of them, and they are right
+
+    def _take(self) -> None:
+        """Take what the host before sends, one checkpoint at a time."""
+        while True:
+            self.taking = False
+            ring = self.ring()
+            root = Path(ring.root) / f"{OF}{ring.before}" if ring else Path()
+            receiver = Receiver(root, self.spot.token, self.listener)
+            with (
+                contextlib.suppress(OSError, BrokenLinkError, ValueError),
+                contextlib.closing(receiver.accept()) as link,
+            ):
+                self.taking = True
+                if ring is None:  # its trainer was faster than ours: it tries again
+                    continue
+                receiver.receive(link, None)
+                self.heard = time.monotonic()
+                if receiver.bad:
+                    continue
+                self.gone = receiver.total == 0
+                link.sendall(GOT)
+                _retire(root, self.ring() or ring)  # which may have changed meanwhile
+
+    def _listen_to_runner(self) -> None:
+        if sys.stdin.buffer.readline() == LAST:
+            self.heard = time.monotonic()
+            self.last = True
+            sys.stdin.buffer.read()
+        os._exit(1)  # the node runner is gone
+
+
+def _retire(root: Path, ring: Ring) -> None:
+    """Delete copies of what the other hosts have deleted, too: all but the newest, and the newest step that is copied everywhere."""
+    there = committed(root)
+    whole = [path for path in there if (path / MANIFEST).is_file()]
+    needed = {*whole[-ring.keep :], *there[-1:]}
+    for old in there:
+        if old not in needed and step_of(old) != ring.everywhere:
+            shutil.rmtree(old, ignore_errors=True)
+    for other in root.parent.glob(f"{OF}*"):  # of the hosts' order before
+        for old in committed(other) if other != root else ():
+            if step_of(old) < ring.everywhere:
+                shutil.rmtree(old, ignore_errors=True)
+
+
+def _sealed(manifest: Manifest | None, name: str) -> Blocks | None:
+    """The hashes of a checkpoint's file as its manifest has them: what is copied is compared with what was saved."""
+    if manifest is None or manifest.block_bytes != BLOCK_BYTES:
+        return None
+    found = manifest.files.get(name.partition("/")[2])
+    return found.blocks if found else None
+
+
+def relay(request: RelayRequest) -> None:
+    """A host's part: report where it listens, learn which host is next, receive, and report progress once per second.
+
+    Before that, every host leaves a mark and reports whose it sees: hosts that share a directory must not all write to it.
+    """
+    root = Path(request.to).expanduser()
+    receiver = Receiver(root, request.token)
+    mark = f".llama405b-{hashlib.sha256(request.token.encode()).hexdigest()[:16]}-"  # the token itself is a secret
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(OSError):  # a full disk is reported once it is known what is to come
+            (root / f"{mark}{request.host}").touch()
+    except OSError as error:
+        _say(RelayReady(fault=f"{root} cannot be created ({reason_of(error)})"))
+        return
+    _say(RelayReady(receiver.port, tuple(entry.address for entry in addresses())))
+    if sys.stdin.readline() == LOOK:
+        _say(RelaySees(tuple(path.name.removeprefix(mark) for path in root.glob(f"{mark}*"))))
+    line = sys.stdin.readline()
+    with contextlib.suppress(OSError):
+        (root / f"{mark}{request.host}").unlink(missing_ok=True)
+    if not line:  # the operator is gone
+        return
+    hop = reader.loads(Hop, line, "the next hop")
+    threading.Thread(target=_end_with_input, daemon=True).start()
+    with _Telling(lambda: RelayProgress(receiver.done, receiver.total)):
+        fault, lasting = _receive(receiver, hop.below)
+    _say(RelayProgress(receiver.done, receiver.total, end=True, fault=fault, own=lasting))
+
+
+def _receive(receiver: Receiver, below: NextHop | None) -> tuple[str, bool]:
+    """Receive everything; returns what went wrong, and whether that is this host's fault and would recur."""
+    try:
+        receiver.run(below)
+    except TimeoutError:
+        return f"nobody sent anything within {ACCEPT_S:.0f} s", False
+    except (BrokenLinkError, ValueError) as error:
+        return str(error), False
+    except OSError as error:
+        return reason_of(error), True
+    return "; ".join(receiver.bad), False
+
+
+def _end_with_input() -> None:
+    """Exit once the operator is gone: what arrived is kept, and the same command continues from there."""
+    while sys.stdin.readline():
+        pass
+    os._exit(1)
+
+
+def send(request: SendRequest) -> None:
+    """The source's part, if a host has the files: send them to the first host of the chain."""
+    root, done = Path(request.path).expanduser(), 0
+    fault = ""
+
+    def progress(position: int) -> None:
+        nonlocal done
+        done = position
+
+    try:
+        source = open_files(root, request.part, request.names)
+    except UserError as error:
+        _say(RelayProgress(end=True, fault=str(error)))
+        return
+    total = sum(size for _, size in source.files)
+    with _Telling(lambda: RelayProgress(done, total)):
+        try:
+            with contextlib.closing(transfer.connect_to(request.below)) as link:
+                transfer.send_files(source, request.below.token, link, progress)
+        except (OSError, BrokenLinkError) as error:
+            fault = str(error)
+    _say(RelayProgress(done, total, end=True, fault=fault))
+
+
+def _say(message: RelayReady | RelaySees | RelayProgress) -> None:
+    print(reader.dumps(message), flush=True)
+
+
+class _Telling:
+    """Reports progress once per second."""
+
+    def __init__(self, state: Callable[[], RelayProgress]) -> None:
+        self.state, self.over = state, threading.Event()
+        self.thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> None:
+        self.thread.start()
+
+    def __exit__(self, *exc: object) -> None:
+        self.over.set()
+        self.thread.join()
+
+    def _run(self) -> None:
+        while not self.over.wait(1.0):
+            _say(self.state())
+
+
+if __name__ == "__main__":
+    os.umask(UMASK)
+    Replicator(RunDir(Path(sys.argv[1])), sys.argv[2]).main()
+    os._exit(0)  # a thread still waits for the node runner

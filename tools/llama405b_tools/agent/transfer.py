@@ -1,0 +1,635 @@
+"""Files down a chain of hosts: what is sent, the protocol, and the receiver.
+
+Messages for copying files from host to host, and for finding what of a run's checkpoints is where.
+
+What can be sent down a chain: files as they are, or the part of a checkpoint that one host needs.
+
+The protocol of a chain of hosts: how two neighbors connect, and what goes over the connection.
+
+The source sends down the chain a one-time token and the list of files; back comes how many bytes of each file all hosts
+below have already; then each file follows from that byte on, with the SHA-256 of each of its blocks, from the first on.
+
+Bytes are sent in the clear: the training network is trusted with them, and the token only keeps strangers out.
+
+One host of a chain: receive files, write them, and pass them on at the same time.
+
+A host writes to ``.<name>.part``, verifies, and renames; an interrupted file resumes at the byte where it stopped.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import hmac
+import itertools
+import json
+import os
+import queue
+import re
+import shutil
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import IO, ParamSpec, Protocol
+
+from llama405b.contract import reader
+from llama405b.contract.errors import UserError, reason_of, size_words
+from llama405b.contract.hashes import BLOCK_BYTES, BlockHasher, Blocks, DirectFile, Hashes, n_blocks
+from llama405b.spec.models import SMALL_FILES
+from llama405b.spec.tensors import INDEX, Layout, Part, fingerprint_of, part_file, read_tensors
+
+LOOK = "look\n"  # sent to the hosts of a chain once all have left their marks
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RelayRequest:
+    """Receive files into a directory, and pass them on."""
+
+    to: str
+    token: str
+    host: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RelayReady:
+    """Where the host listens, or why it cannot receive."""
+
+    port: int = 0
+    addresses: tuple[str, ...] = ()
+    fault: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RelaySees:
+    """The hosts whose marks are in the directory: they share it."""
+
+    sees: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class NextHop:
+    """The host after this one."""
+
+    addresses: tuple[str, ...]
+    port: int
+    token: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Hop:
+    """The next host of the chain; None at its end."""
+
+    below: NextHop | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SendRequest:
+    """Send files of this host to the first host of a chain."""
+
+    path: str
+    below: NextHop
+    part: Part | None = None  # of the checkpoint there; None: all of it
+    names: tuple[str, ...] = ()  # of the files there; (): all
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RelayProgress:
+    """The progress of a host of the chain."""
+
+    done: int = 0  # bytes
+    total: int = 0
+    end: bool = False
+    fault: str = ""
+    own: bool = False  # the fault is this host's, and would recur
+
+
+CHUNK = 4 << 20
+FileList = list[tuple[str, int]]  # path below the root, bytes
+
+
+class FileSource(Protocol):
+    """Where the bytes come from."""
+
+    files: FileList
+
+    def blocks(self, name: str) -> Blocks | None:
+        """Return the hashes of a file's blocks, if they are known without reading it."""
+
+    def read(self, name: str, begin: int) -> Iterator[bytes]:
+        """Yield the content of a file from a byte on.
+
+        Raises:
+            OSError: It cannot be read, or is not what was noted.
+        """
+
+
+def open_files(root: Path, part: Part | None, names: Sequence[str] = ()) -> FileSource:
+    """Return a file, a directory or some files of it, or the part of a checkpoint.
+
+    Raises:
+        UserError: It is to be a part, but the directory does not have a whole checkpoint.
+    """
+    if part:
+        return PartSource(root, part)
+    files = [(name, (root / name).stat().st_size) for name in names]
+    return DirectorySource(root, files or list_files(root))
+
+
+def list_files(root: Path) -> FileList:
+    """Regular files below a directory (or the file itself), by name, without hidden ones."""
+    if root.is_file():
+        return [(root.name, root.stat().st_size)]
+    found = [path for path in sorted(root.rglob("*")) if path.is_file()]
+    names = [path.relative_to(root) for path in found]
+    visible = [name for name in names if not any(part.startswith(".") for part in name.parts)]
+    return [(str(name), (root / name).stat().st_size) for name in visible]
+
+
+class DirectorySource:
+    """Files as they are; ``known``: what is known of their blocks."""
+
+    def __init__(self, root: Path, files: FileList, known: Callable[[str], Blocks | None] | None = None) -> None:
+        self.root, self.files = root if root.is_dir() else root.parent, files
+        self.sizes = dict(files)
+        self.blocks = known or Hashes(self.root).blocks_of
+
+    def read(self, name: str, begin: int) -> Iterator[bytes]:
+        """Yield the content of a file from a byte on."""
+        with (self.root / name).open("rb") as file:
+            yield from _range(file, begin, self.sizes[name] - begin)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Cut:
+    """A file of a part: what it begins with, and the pieces of a file of the whole that follow (offset, bytes)."""
+
+    header: bytes
+    pieces: Sequence[tuple[int, int]] = ()
+    whole: Path | None = None
+
+    @property
+    def size(self) -> int:
+        return len(self.header) + sum(size for _, size in self.pieces)
+
+
+class PartSource:
+    """The rows of one host's ranks, as files of their own, and the small files beside the weights.
+
+    A block of which the hash is known is read as a whole and verified, whatever is needed of it.
+    """
+
+    def __init__(self, root: Path, part: Part) -> None:
+        """Plan the files; the index comes last, since it makes the part whole."""
+        tensors = read_tensors(root)
+        if any(info.pieces for info in tensors.values()):
+            raise UserError(f"{root}: has only a part of the weights; push parts from where all of them are")
+        small = [name for name in SMALL_FILES if (root / name).is_file()]
+        self.small = DirectorySource(root, [(name, (root / name).stat().st_size) for name in small])
+        self.hashes = Hashes(root)
+        by_file: dict[Path, Layout] = {}
+        for name, info in tensors.items():
+            by_file.setdefault(info.file, {})[name] = info
+        whole, boxes = fingerprint_of(tensors), part.boxes({name: info.shape for name, info in tensors.items()})
+        self.cuts = {
+            f"{part.name}/{path.name}": _Cut(*part_file(held, boxes, whole), path)
+            for path, held in by_file.items()
+            if held.keys() & boxes.keys()
+        }
+        listed = {name: info.file.name for name, info in tensors.items() if name in boxes}
+        self.cuts[f"{part.name}/{INDEX}"] = _Cut(json.dumps({"metadata": {}, "weight_map": listed}).encode())
+        self.files = [*self.small.files, *((name, cut.size) for name, cut in self.cuts.items())]
+
+    def blocks(self, name: str) -> Blocks | None:
+        """Return what is known of a small file; a part's blocks are not those of the whole."""
+        return None if name in self.cuts else self.small.blocks(name)
+
+    def read(self, name: str, begin: int) -> Iterator[bytes]:
+        """Yield the content of a file from a byte on."""
+        if name not in self.cuts:
+            yield from self.small.read(name, begin)
+            return
+        for chunk in self._read_cut(self.cuts[name]):
+            yield chunk[begin:]
+            begin = max(0, begin - len(chunk))
+
+    def _read_cut(self, cut: _Cut) -> Iterator[bytes]:
+        yield cut.header
+        if not cut.whole:
+            return
+        with cut.whole.open("rb") as file:
+            verified = _Verified(file, self.hashes)
+            for offset, size in cut.pieces:
+                yield from verified.read(offset, size)
+
+
+class _Verified:
+    """Reads ranges of a file, block by block where their hashes are known: each is read once, and verified."""
+
+    def __init__(self, file: IO[bytes], hashes: Hashes) -> None:
+        self.file = file
+        self.blocks = hashes.blocks_of(Path(file.name).name)
+        self.number, self.block = -1, memoryview(b"")
+
+    def read(self, offset: int, size: int) -> Iterator[bytes]:
+        if self.blocks is None:
+            yield from _range(self.file, offset, size)
+            return
+        end = offset + size
+        while offset < end:
+            number, begin = divmod(offset, BLOCK_BYTES)
+            if number != self.number:
+                self._load(number)
+            piece = bytes(self.block[begin : begin + min(CHUNK, end - offset)])
+            yield piece
+            offset += len(piece)
+
+    def _load(self, number: int) -> None:
+        assert self.blocks
+        self.file.seek(number * BLOCK_BYTES)
+        block = self.file.read(BLOCK_BYTES)
+        if hashlib.sha256(block).hexdigest() != self.blocks[number]:
+            raise OSError(
+                f"{self.file.name} is damaged (SHA-256 of block {number}); delete it, and download or push it again"
+            )
+        self.number, self.block = number, memoryview(block)
+
+
+def _range(file: IO[bytes], offset: int, size: int) -> Iterator[bytes]:
+    file.seek(offset)
+    while size:
+        chunk = file.read(min(CHUNK, size))
+        if not chunk:
+            raise OSError(f"{file.name} shrank while it was being sent")
+        size -= len(chunk)
+        yield chunk
+
+
+def blocks_before(blocks: Blocks, other: Blocks) -> int:
+    """Return how many blocks are equal before the first that is not."""
+    return next(
+        (number for number, pair in enumerate(zip(blocks, other, strict=True)) if pair[0] != pair[1]), len(blocks)
+    )
+
+
+CONNECT_S, STALL_S = 3.0, 120.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Offer:
+    """The files to come: path below the root and size in bytes of each."""
+
+    files: tuple[tuple[str, int], ...]
+    block_bytes: int  # of each block but a file's last that has a hash
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Present:
+    """How many bytes of each file this host and all below it have already."""
+
+    sizes: tuple[int, ...]
+
+
+class Link(Protocol):
+    """A socket, or a channel through SSH."""
+
+    def sendall(self, data: bytes, /) -> object:
+        """Send everything."""
+
+    def recv(self, size: int, /) -> bytes:
+        """Receive at most ``size`` bytes."""
+
+    def close(self) -> object:
+        """Close it."""
+
+
+class BrokenLinkError(Exception):
+    """The host before or after this one is gone."""
+
+
+def send_files(source: FileSource, token: str, link: Link, progress: Callable[[int], None]) -> None:
+    """Send everything down the chain; what all hosts below have is not read if its hashes are known.
+
+    Raises:
+        BrokenLinkError: The first host is gone.
+        OSError: A file cannot be read.
+    """
+    done = 0
+    for (name, size), begin in zip(source.files, offer(link, token, source.files), strict=True):
+        blocks, hasher = source.blocks(name), BlockHasher()
+        if blocks and len(blocks) != n_blocks(size):  # the file is not what they were noted of
+            blocks = None
+        position = begin if blocks else 0
+        done += position
+        for chunk in source.read(name, position):
+            if blocks is None:
+                hasher.update(chunk)
+            send_bytes(link, chunk[max(0, begin - position) :])
+            position += len(chunk)
+            done += len(chunk)
+            progress(done)
+        send_bytes(link, "".join(blocks or hasher.blocks).encode())
+
+
+def offer(link: Link, token: str, files: Sequence[tuple[str, int]]) -> Sequence[int]:
+    """Offer files to the next host; returns how many bytes of each it and all below it have already."""
+    send_bytes(link, f"{token}\n{reader.dumps(Offer(tuple(files), BLOCK_BYTES))}\n".encode())
+    have = reader.loads(Present, line(link), "what the next host has").sizes
+    if len(have) != len(files):
+        raise reader.MalformedError("what the next host has: not one number per file")
+    return have
+
+
+def connect_to(below: NextHop) -> socket.socket:
+    """Connect to the first address of a host that answers.
+
+    Raises:
+        BrokenLinkError: No address answers.
+    """
+    why = "it has no address"
+    for address in below.addresses:
+        try:
+            link = socket.create_connection((address, below.port), CONNECT_S)
+        except OSError as error:
+            why = f"{address}:{below.port}: {reason_of(error)}"
+        else:
+            link.settimeout(STALL_S)
+            return link
+    raise BrokenLinkError(why)
+
+
+def send_bytes(link: Link, data: bytes) -> None:
+    """Send everything."""
+    try:
+        link.sendall(data)
+    except OSError as error:
+        raise BrokenLinkError(reason_of(error)) from None
+
+
+def line(link: Link, limit: int = 1 << 24) -> str:
+    """Receive a line of at most ``limit`` bytes, with its end."""
+    data = bytearray()
+    while not data.endswith(b"\n"):
+        piece = link.recv(1)
+        if not piece or len(data) > limit:
+            raise BrokenLinkError("the other end closed the connection")
+        data += piece
+    return data.decode()
+
+
+def exactly(link: Link, size: int) -> bytes:
+    """Receive exactly ``size`` bytes."""
+    data = b""
+    while len(data) < size:
+        piece = link.recv(size - len(data))
+        if not piece:
+            raise BrokenLinkError("the previous host closed the connection")
+        data += piece
+    return data
+
+
+P = ParamSpec("P")
+AHEAD = 6  # buffers queued for the disk, the hashes or the next host
+ACCEPT_S = 15.0
+RECEIVE_BYTES = 1 << 20  # at a time
+HEX = 64  # digits of a SHA-256
+
+
+class Receiver:
+    """Receives files into ``root``, and passes them on to the next host, if there is one."""
+
+    def __init__(self, root: Path, token: str, listener: socket.socket | None = None) -> None:
+        self.root, self.token = root, token
+        self.listener = listener or socket.create_server(("", 0))
+        self.listener.settimeout(ACCEPT_S)
+        self.port = self.listener.getsockname()[1]
+        self.done = self.total = 0
+        self.file = ""
+        self.bad: list[str] = []
+        self.next: socket.socket | None = None
+        self.hashes = Hashes(root)
+        # In turns: what has been put into full queues, with one chunk in work, no longer uses the one that is next.
+        self.buffers = [memoryview(bytearray(RECEIVE_BYTES)) for _ in range(AHEAD + 2)]
+
+    def run(self, below: NextHop | None) -> None:
+        """Receive everything; ``below``: the next host's addresses, port and token."""
+        with contextlib.closing(self.accept()) as link:
+            self.receive(link, below)
+
+    def receive(self, link: socket.socket, below: NextHop | None) -> None:
+        """Receive everything over a connection that ``accept`` returned; see ``run``."""
+        offer = reader.loads(Offer, line(link), "what is to come")
+        if offer.block_bytes != BLOCK_BYTES:
+            raise OSError("the source runs another version; install the same version on both")
+        files = list(offer.files)
+        _refuse_outside(files)
+        mine = [self._present(name, size) for name, size in files]
+        self._check_space(sum(size - have for (_, size), have in zip(files, mine, strict=True)))
+        theirs = self._connect(below, files) if below else mine
+        least = [min(pair) for pair in zip(mine, theirs, strict=True)]
+        send_bytes(link, f"{reader.dumps(Present(tuple(least)))}\n".encode())
+        self.total = sum(size for _, size in files)
+        for (name, size), have, below_have in zip(files, mine, theirs, strict=True):
+            self.file = name
+            self._receive(link, name, size, have, below_have)
+        if self.next:
+            self.next.close()
+
+    def _check_space(self, n_bytes: int) -> None:
+        """Check that what is lacking has room here."""
+        self.root.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(self.root).free
+        if n_bytes > free:
+            raise OSError(f"{self.root} has {size_words(free)} free, but needs {size_words(n_bytes)}; make room")
+
+    def accept(self) -> socket.socket:
+        """Accept the connection of the host that knows the token."""
+        while True:
+            link, _ = self.listener.accept()
+            link.settimeout(STALL_S)
+            with contextlib.suppress(OSError, ValueError, BrokenLinkError):
+                if hmac.compare_digest(line(link, limit=200).strip().encode(), self.token.encode()):
+                    return link
+            link.close()
+
+    def _connect(self, below: NextHop, files: FileList) -> Sequence[int]:
+        """Connect to the next host, and return what all hosts below have; if that fails, the chain ends here."""
+        for address in below.addresses:
+            try:
+                self.next = socket.create_connection((address, below.port), CONNECT_S)
+                self.next.settimeout(STALL_S)
+                return offer(self.next, below.token, files)
+            except (OSError, BrokenLinkError, ValueError):
+                self.next = None
+        return [size for _, size in files]
+
+    def _present(self, name: str, size: int) -> int:
+        """How many bytes of a file are here already, whole or as a part."""
+        path = self.root / name
+        if path.is_file() and path.stat().st_size == size:
+            return size
+        partial = _partial(path)
+        if partial.is_file() and partial.stat().st_size <= size:
+            return partial.stat().st_size
+        return 0
+
+    def _receive(self, link: socket.socket, name: str, size: int, have: int, below_have: int) -> None:
+        """Receive what is not here or not below, write the one, and pass on the other."""
+        target = _Target(self.root / name, size, have, self._known(name, size))
+        position = min(have, below_have)
+        self.done += position
+        buffers = itertools.cycle(self.buffers)
+        with contextlib.closing(target), _Worker() as onward, _Worker() as disk, _Worker() as hashing:
+            try:
+                while position < size:
+                    chunk = _fill(link, next(buffers)[: size - position])
+                    if not chunk:
+                        raise BrokenLinkError(f"the previous host stopped at byte {position} of {name}")
+                    if fresh := chunk[max(0, have - position) :]:
+                        disk.do(target.write, fresh)
+                        hashing.do(target.hasher.update, fresh)
+                    onward.do(self._pass_on, chunk[max(0, below_have - position) :])
+                    position += len(chunk)
+                    self.done += len(chunk)
+                said = exactly(link, n_blocks(size) * HEX)
+                onward.do(self._pass_on, said)
+                disk.wait()
+                hashing.wait()
+            except (TimeoutError, ConnectionError) as error:
+                raise BrokenLinkError(str(error)) from None
+        self._settle(name, target, tuple(re.findall(f".{{{HEX}}}", said.decode())))
+
+    def _settle(self, name: str, target: "_Target", said: Blocks) -> None:
+        """Give a file its name if its content is right; else keep what comes before the first block that is not."""
+        good = blocks_before(said, target.blocks)
+        if good < len(said):
+            target.cut(good * BLOCK_BYTES)
+            self.bad.append(f"{name} differs from the source (SHA-256 of block {good})")
+            return
+        target.at.replace(target.path)
+        self.hashes.add(name, said)
+
+    def _known(self, name: str, size: int) -> Blocks | None:
+        """The hashes of a file that was verified here and not touched since."""
+        known = self.hashes.of(name)
+        return known.blocks if known and known.bytes == size else None
+
+    def _pass_on(self, chunk: bytes | memoryview) -> None:
+        if self.next:
+            try:
+                self.next.sendall(chunk)
+            except OSError:
+                self.next = None
+
+
+class _Target:
+    """An incoming file: written as ``.<name>.part`` until it is verified, unless all of it is here."""
+
+    def __init__(self, path: Path, size: int, have: int, known: Blocks | None) -> None:
+        """Check what is here: ``have`` bytes, whose hashes may be known."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path = path
+        self.at = _partial(path)
+        self.known = known
+        self.hasher = BlockHasher()
+        if path.is_file() and path.stat().st_size == size:
+            self.at = path
+        if have and not known:
+            self._hash_first(have)
+        self.part: DirectFile | None = None
+        if self.at != path:
+            self.part = DirectFile(self.at, have)
+
+    def _hash_first(self, size: int) -> None:
+        with self.at.open("rb") as file:
+            while size:
+                chunk = file.read(min(CHUNK, size))
+                if not chunk:
+                    raise OSError(f"{self.at} shrank while it was being read")
+                self.hasher.update(chunk)
+                size -= len(chunk)
+
+    def write(self, chunk: memoryview) -> None:
+        """Append a chunk; it is hashed apart, in another thread."""
+        assert self.part
+        self.part.write(chunk)
+
+    def close(self) -> None:
+        """Flush the file to disk, and close it."""
+        if self.part:
+            with contextlib.closing(self.part):
+                self.part.flush()
+
+    def cut(self, n_bytes: int) -> None:
+        """Keep the first bytes alone, as a file that is not complete."""
+        partial = _partial(self.path)
+        self.at.replace(partial)
+        os.truncate(partial, n_bytes)
+
+    @property
+    def blocks(self) -> Blocks:
+        """The hashes of what is here."""
+        return self.known or self.hasher.blocks
+
+
+class _Worker:
+    """A thread that runs queued calls in order; the first error is raised in the caller."""
+
+    def __init__(self) -> None:
+        self.work: queue.Queue[Callable[[], None] | None] = queue.Queue(AHEAD)
+        self.error: BaseException | None = None
+        self.thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> "_Worker":
+        self.thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.drain()
+
+    def do(self, call: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
+        """Queue a call."""
+        self._raise()
+        self.work.put(functools.partial(call, *args, **kwargs))
+
+    def wait(self) -> None:
+        """Wait until all calls are done."""
+        self.drain()
+        self._raise()
+
+    def drain(self) -> None:
+        """End the thread, after the calls in the queue."""
+        if self.thread.is_alive():
+            self.work.put(None)
+            self.thread.join()
+
+    def _raise(self) -> None:
+        if self.error:
+            raise self.error
+
+    def _run(self) -> None:
+        while (job := self.work.get()) is not None:
+            if self.error is None:
+                try:
+                    job()
+                except Exception as error:  # noqa: BLE001 - raised where it is waited for
+                    self.error = error
+
+
+def _fill(link: socket.socket, buffer: memoryview) -> memoryview:
+    """Receive until the buffer is full, or the other end stops: few large pieces cost less than many small ones."""
+    got = 0
+    while got < len(buffer) and (count := link.recv_into(buffer[got:])):
+        got += count
+    return buffer[:got]
+
+
+def _partial(path: Path) -> Path:
+    return path.with_name(f".{path.name}.part")
+
+
+def _refuse_outside(files: FileList) -> None:
+    """Refuse names that lead out of the directory."""
+    for name, _ in files:
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise OSError(f"{name!r} points outside the directory")

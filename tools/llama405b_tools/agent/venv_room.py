@@ -1,0 +1,80 @@
+"""Whether the packages of an environment fit on this machine's disks, before pip fills them. Standard library.
+
+``python -m llama405b_tools.agent.venv_room DOWNLOAD_GB UNPACKED_GB`` (or ``… WHEELHOUSE``), run by the environment's own
+Python, says what is too little, and exits with 1. pip keeps what it downloads in its cache and, until all is unpacked, in a
+temporary directory.
+"""
+
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+
+GB = 10**9
+Need = tuple[Path, float]  # a directory, and bytes that will be in it
+
+
+def main(args: Sequence[str]) -> int:
+    """Say which disk has too little room; returns the exit code."""
+    if fault := too_little(_of_wheels(Path(*args)) if len(args) == 1 else _of_download(*map(float, args))):
+        print(fault)
+    return int(bool(fault))
+
+
+def _of_wheels(wheelhouse: Path) -> list[Need]:
+    newest = {path.name.split("-")[0]: path for path in sorted(wheelhouse.glob("*.whl"), key=os.path.getmtime)}
+    sizes = [info.file_size for path in newest.values() for info in zipfile.ZipFile(path).infolist()]
+    return [(Path(sys.prefix), sum(sizes))]
+
+
+def _of_download(download_gb: float, unpacked_gb: float) -> list[Need]:
+    needs = [(Path(sys.prefix), unpacked_gb * GB), (Path(tempfile.gettempdir(), "pip-unpack"), download_gb * GB)]
+    cache = subprocess.run(
+        [sys.executable, "-I", "-m", "pip", "cache", "dir"], capture_output=True, text=True, check=False
+    )
+    if cache.stdout.startswith("/"):  # else it is disabled
+        needs.append((Path(cache.stdout.strip()), download_gb * GB))
+    return needs
+
+
+def too_little(needs: Sequence[Need]) -> str:
+    """Say which disk has too little room for what goes there; '' if all have enough.
+
+    What is there already, as after an interrupted setup, counts.
+    """
+    disks: dict[int, list[Need]] = {}
+    for place, size in needs:
+        disks.setdefault(_existing(place).stat().st_dev, []).append((place, size))
+    for group in disks.values():
+        disk = os.statvfs(_existing(group[0][0]))
+        free = disk.f_bavail * disk.f_frsize
+        if sum(size for _, size in group) <= free:
+            continue
+        lacking = sum(max(0, size - held_bytes(place)) for place, size in group)
+        if lacking > free:
+            names = ", ".join(str(_existing(place)) for place, _ in group)
+            return f"the packages take {lacking / GB:.1f} GB more in {names}, and {free / GB:.1f} GB are free there"
+    return ""
+
+
+def held_bytes(folder: Path) -> int:
+    """Bytes of the files below a directory; 0 if there is none."""
+    total = 0
+    for root, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):  # a host that shares the directory may be at work
+                total += os.lstat(os.path.join(root, name)).st_size  # noqa: PTH118 - of tens of thousands
+    return total
+
+
+def _existing(place: Path) -> Path:
+    """The directory, or the nearest above it that exists."""
+    return next(parent for parent in (place, *place.parents) if parent.exists())
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

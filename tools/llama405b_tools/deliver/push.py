@@ -1,0 +1,433 @@
+"""Send code (only what differs) or big files to where they are needed, or bring a checkpoint's parts together.
+
+Put a source tree on hosts that have only sh, tar and sha256sum: only files that differ, none that .gitignore excludes.
+
+Files that the tree no longer has are deleted if an earlier push sent them, or if they are code of ours that git tracks there,
+unchanged: a module that was left behind makes a host's code another one. What else is in our packages is named; nothing else is touched.
+
+Send code (only what differs) or big files (down a chain of hosts) to where they are needed.
+
+Bring the weights of a checkpoint together on one host, when the hosts have its parts on their own disks.
+"""
+
+import base64
+import concurrent.futures
+import dataclasses
+import hashlib
+import io
+import secrets
+import shlex
+import subprocess
+import tarfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from llama405b.contract.errors import RunError, UserError, and_more, code_for, counted, given, last_of
+from llama405b.contract.software import SUFFIXES
+from llama405b.settings.axes import Axes
+from llama405b.settings.schema import Parallel
+from llama405b.spec.tensors import INDEX, SINGLE, Part
+from llama405b_tools.agent.messages import PartsReply, PartsRequest
+from llama405b_tools.agent.transfer import FileSource, open_files
+from llama405b_tools.deliver.chain import READY_S, Chain, Origin, PushProgress, show_progress
+from llama405b_tools.hosts.fleet import Fleet
+from llama405b_tools.hosts.inventory import Host
+from llama405b_tools.hosts.transport import Connection, HostError, Result, replies, shell_path, unanswered
+from llama405b_tools.launch.placement import first_ranks
+from llama405b_tools.launch.preflight import fault_list
+from llama405b_tools.text.figures import format_table
+from llama405b_tools.text.words import fold_names
+
+MANIFEST = ".llama405b-code"  # on the host: the files of the last push, in sha256sum's format
+PACKAGES = "./llama405b ./tools/llama405b_tools"
+TIMEOUT_S = 300.0
+MAX_BYTES = 200 << 20
+SKIPPED = (".git", ".venv", "runs", "models", "__pycache__", "node_modules")  # without git
+
+
+def tree_files(root: Path) -> list[str] | None:
+    """List the files of a source tree, as git sees it; None if ``root`` is in no repository, or ignored."""
+    git = ["git", "-C", str(root)]
+    listing = [*git, "ls-files", "-z", "-c", "-o", "--exclude-standard", "."]
+    try:
+        ignored = subprocess.run([*git, "check-ignore", "-q", "."], capture_output=True, check=False)
+        if ignored.returncode != 1:
+            return None
+        listed = subprocess.run(listing, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return sorted({name for name in listed.stdout.split("\0") if name and (root / name).is_file()})
+
+
+def walk(root: Path) -> list[str]:
+    """List the files of a source tree outside git, without caches and runs."""
+    found = (path.relative_to(root) for path in sorted(root.rglob("*")) if path.is_file() and not path.is_symlink())
+    return [str(name) for name in found if not any(part in SKIPPED or part.startswith(".") for part in name.parts)]
+
+
+def tree_manifest(root: Path, names: Sequence[str]) -> str:
+    """Return ``sha256sum`` lines for the files.
+
+    Raises:
+        UserError: The files are too large for code, or a name has a line break.
+    """
+    total = sum((root / name).stat().st_size for name in names)
+    if total > MAX_BYTES:
+        much = f"{root}: {total / 1e6:,.0f} MB are too much for code"
+        raise UserError(f"{much}; list data in .gitignore, and push it separately")
+    if bad := [name for name in names if "\n" in name or "\\" in name]:
+        raise UserError(f"{root / bad[0]!s}: its name contains a line break or backslash; rename it")
+    return "".join(f"{hashlib.sha256((root / name).read_bytes()).hexdigest()}  ./{name}\n" for name in names)
+
+
+def push_tree(connection: Connection, root: Path, lines: str, to: str) -> str:
+    """Make a host's directory equal to the tree; says how many files were sent and deleted, and what deletes others of our packages.
+
+    Hosts may share the directory and be pushed to at the same time.
+    """
+    directory, new = shell_path(to), f"{MANIFEST}.{secrets.token_hex(4)}"
+    enter = f"cd {directory} && trap '[ $? = 0 ] || rm -rf {new} {new}.d' 0 && "
+    compare = (
+        f"cat >{new} && {{ sha256sum -c {new} 2>/dev/null | sed -n 's/: FAILED.*$//p'; }} && echo === "
+        f"&& {{ [ ! -f {MANIFEST} ] || cut -c67- {MANIFEST}; }} && {{ echo ===; find {PACKAGES} -type f; echo ===; "
+        f"{{ git ls-files -- {PACKAGES}; git ls-files -m -- {PACKAGES}; }} | sort | uniq -u | sed 's,^,./,'; }} 2>/dev/null"
+    )
+    there = connection.run(f"mkdir -p {directory} && {enter}{compare}", lines, TIMEOUT_S)
+    if there.code:
+        raise HostError(f"{to} cannot be created or written ({_last(there.err)}); set workdir= to one of your own")
+    differ, before, found, tracked = (part.splitlines() for part in there.out.split("===\n"))
+    wanted = {line[66:] for line in lines.splitlines()}
+    send = [name for name in differ if name in wanted]
+    code = {name for name in found if name.endswith(SUFFIXES) and "/." not in name} - wanted
+    odd = code if "./tools/llama405b_tools/__init__.py" in wanted else set()
+    gone = {name for name in before if name.startswith("./") and "/../" not in name} - wanted
+    gone |= odd.intersection(tracked)
+    if gone:
+        _checked(connection.run(f"{enter}xargs -0 rm -f --", "\0".join(sorted(gone)), TIMEOUT_S))
+    unpack, archive = (_unpack(new), _archive(root, send)) if send else ("", "")
+    _checked(connection.run(f"{enter}{unpack}mv {new} {MANIFEST}", archive, TIMEOUT_S))
+    left = shlex.join(sorted(odd - gone))
+    unknown = given("; its code differs until you run there: {}", left and f"cd {directory} && rm {left}")
+    return f"{counted(len(send), 'file')} sent, {len(gone)} deleted{unknown}"
+
+
+def _unpack(manifest: str) -> str:
+    """Begin a shell line: unpack an archive, moving each file atomically, as others may do the same; then verify all.
+
+    Where a file is to be, what is left of a directory goes, unless it holds a file: then mv says so.
+    """
+    part = f"{manifest}.d"
+    clear = '[ ! -d "../$f" ] || find "../$f" -type d -empty -delete'
+    make = """find . -type d -exec sh -c 'cd .. && mkdir -p "$@"' sh {} +"""
+    move = f"""find . ! -type d -exec sh -c 'for f; do {clear}; mv -fT "$f" "../$f" || exit; done' sh {{}} +"""
+    return (
+        f"mkdir {part} && (cd {part} && base64 -d | tar -xzf - && {make} && {move}) && rm -r {part} "
+        f"&& sha256sum -c {manifest} >/dev/null && "
+    )
+
+
+def _archive(root: Path, names: Sequence[str]) -> str:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w:gz", compresslevel=6) as archive:
+        for name in names:
+            info = archive.gettarinfo(str(root / name), arcname=name)
+            info.uid = info.gid = 0
+            info.uname = info.gname = ""
+            with (root / name).open("rb") as file:
+                archive.addfile(info, file)
+    return base64.encodebytes(buffer.getvalue()).decode()
+
+
+def _checked(result: Result) -> None:
+    if result.code:
+        raise HostError(f"the files could not be written ({_last(result.err)}); fix that, or choose another directory")
+
+
+def _last(text: str) -> str:
+    return last_of(text.strip().splitlines(), "no reason given")
+
+
+PASSES = 4  # chains tried, each without the hosts that broke the previous one
+AT_ONCE = 8  # parts: each takes a session on the sending host, of which sshd allows 10
+COUNT_GPUS = "nvidia-smi -L 2>/dev/null | grep -c '^GPU '; true"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PushResult:
+    """What came of it, by host."""
+
+    faults: dict[str, str]  # why hosts lack files
+    same: dict[str, str]  # which share a directory with an earlier one
+    dead: set[str]  # which can never receive
+
+    @classmethod
+    def joined(cls, results: Sequence["PushResult"]) -> "PushResult":
+        """Join those of several hosts."""
+        faults, same = dict[str, str](), dict[str, str]()
+        for each in results:
+            faults |= each.faults
+            same |= each.same
+        return cls(faults, same, set[str]().union(*(each.dead for each in results)))
+
+
+def parse_origin(text: str, hosts: Sequence[Host]) -> Origin:
+    """Parse PATH or HOST:PATH.
+
+    Raises:
+        UserError: The path does not exist on this machine.
+    """
+    host, colon, path = text.partition(":")
+    if colon and host in [h.name for h in hosts]:
+        return Origin(host, path)
+    if not Path(text).exists():
+        raise UserError(f"{text}: no such file or directory; name one, or HOST:PATH with a host from the hosts file")
+    return Origin("", text)
+
+
+def check_there(fleet: Fleet, origin: Origin) -> None:
+    """Check that the sending host has something to send.
+
+    Raises:
+        UserError: It has nothing.
+    """
+    place = shell_path(origin.path)
+    look = f"cd {shell_path(fleet.workdir(origin.host))} && find -L {place} -type f | head -1 | grep -q ."
+    if fleet.connection(origin.host).run(look, "", READY_S).code:
+        raise UserError(f"{origin.host}:{origin.path}: contains no files; name a file or directory on that host")
+
+
+def same_place(origin: Origin, fleet: Fleet, name: str) -> str:
+    """Return the same path on a host; a relative one is below the working directory."""
+    place = Path(origin.path)
+    if not origin.host and place.is_file():
+        place = place.parent
+    if place.is_absolute() or str(place).startswith("~/"):
+        return str(place)
+    return f"{fleet.workdir(name)}/{place}"
+
+
+def push_code(fleet: Fleet, root: Path, names: Sequence[str], to: str = "") -> int:
+    """Make every host's directory equal to the tree; prints one line per host."""
+    lines = tree_manifest(root, names)
+
+    def one(name: str) -> tuple[str, str]:
+        where, began = to or fleet.workdir(name), time.monotonic()
+        said = push_tree(fleet.connection(name), root, lines, where)
+        return where, f"{said}, {time.monotonic() - began:.1f} s"
+
+    outcomes = fleet.each(one)
+    failed = unanswered(outcomes)
+    rows = [(name, *replies(outcomes).get(name, ("—", f"FAILED: {failed.get(name)}"))) for name in outcomes]
+    print(format_table(("host", "directory", f"of {len(names)} files"), rows), flush=True)
+    return code_for(failed)
+
+
+def push_files(fleet: Fleet, origin: Origin, targets: Mapping[str, str]) -> int:
+    """Pass files down a chain of hosts, each into its directory; prints rates and each host's result."""
+    source, began = _source_of(origin), time.monotonic()
+    with show_progress() as progress:
+        result = pass_down(fleet, origin, source, targets, progress)
+    ends = dict.fromkeys(targets, "every file verified")
+    size = sum(n_bytes for _, n_bytes in source.files) if source else 0
+    return _report(targets, ends, result, size, time.monotonic() - began)
+
+
+def push_parts(fleet: Fleet, origin: Origin, targets: Mapping[str, str], parallel: Parallel) -> int:
+    """Send each host what its ranks own, all at once; prints each host's result. ``parallel``: how the run will split the model.
+
+    Raises:
+        UserError: Two hosts share a directory: they would need all weights in it.
+    """
+    parts, began = owned_parts(fleet, parallel), time.monotonic()
+    ends = {name: f"{parts[name].name}: every file verified" for name in targets}
+    has_whole = fleet.each(lambda name: _has_whole(fleet, name, targets[name]), targets)
+    ends |= {name: "all weights are there" for name, answer in has_whole.items() if answer is True}
+    lacking = {name: to for name, to in targets.items() if has_whole[name] is not True}
+    origins = {name: dataclasses.replace(origin, part=parts[name]) for name in lacking}
+    sources = {name: _source_of(each) for name, each in origins.items()}
+    with show_progress() as progress:
+        _refuse_shared(Chain(fleet, origin, None, lacking, progress), lacking)
+
+        def send(name: str) -> PushResult:
+            return pass_down(fleet, origins[name], sources[name], {name: lacking[name]}, progress)
+
+        result = PushResult.joined(_all_at_once(send, list(lacking)))
+    size = sum(n_bytes for source in sources.values() if source for _, n_bytes in source.files)
+    return _report(targets, ends, result, size, time.monotonic() - began)
+
+
+def _all_at_once(send: Callable[[str], PushResult], names: Sequence[str]) -> list[PushResult]:
+    """Send to several hosts at the same time, in threads of its own: the fleet's serve the chains."""
+    pool = concurrent.futures.ThreadPoolExecutor(AT_ONCE, "part")
+    try:
+        return [each.result() for each in [pool.submit(send, name) for name in names]]
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _refuse_shared(chain: Chain, lacking: Mapping[str, str]) -> None:
+    """Refuse to send different rows into one directory."""
+    for name, first in chain.shared().items():
+        where = f"{name} and {first} share {lacking[name]}"
+        raise UserError(f"--shards: {where}; push all weights there, for both, without --shards")
+
+
+def _has_whole(fleet: Fleet, name: str, to: str) -> bool:
+    """Whether a directory on a host has the index of a whole checkpoint: it would be loaded, and not a part."""
+    files = [f"{shell_path(to)}/{file}" for file in (INDEX, SINGLE)]
+    return fleet.connection(name).run(f"test -e {files[0]} || test -e {files[1]}", "", READY_S).code == 0
+
+
+def owned_parts(fleet: Fleet, parallel: Parallel) -> dict[str, Part]:
+    """Return which ranks a run on all of these hosts has on each."""
+    unknown = [name for name, host in fleet.hosts.items() if not host.slots]
+    asked = fleet.each(lambda name: fleet.connection(name).run(COUNT_GPUS, "", READY_S).out, unknown)
+    if faults := unanswered(asked):
+        raise RunError(fault_list(faults, len(fleet.hosts), ", and its line has no slots=. Nothing was sent"))
+    slots = [host.slots or int(str(asked[name]).strip() or 0) or 1 for name, host in fleet.hosts.items()]
+    axes, chunks = Axes.of(parallel, sum(slots), max(slots)), parallel.chunks
+    parts = [Part(first, first + n - 1, axes, chunks) for first, n in zip(first_ranks(slots), slots, strict=True)]
+    return dict(zip(fleet.hosts, parts, strict=True))
+
+
+def _report(targets: Mapping[str, str], ends: dict[str, str], result: PushResult, n_bytes: int, took_s: float) -> int:
+    ends |= {name: f"the same directory as on {first}" for name, first in result.same.items()}
+    ends |= {name: f"FAILED: {why}" for name, why in result.faults.items()}
+    print(
+        format_table(("host", "directory", "now"), [(name, to, ends[name]) for name, to in targets.items()]), flush=True
+    )
+    size = given("{:.2f} GB, ", n_bytes / 1e9)
+    again = "; run the same command again to continue where it stopped" if set(result.faults) - result.dead else ""
+    print(f"{len(targets) - len(result.faults)} of {len(targets)} hosts: {size}{took_s:.1f} s{again}")
+    return code_for(result.faults)
+
+
+def pass_down(
+    fleet: Fleet, origin: Origin, source: FileSource | None, targets: Mapping[str, str], progress: PushProgress
+) -> PushResult:
+    """Try chains, each without the hosts that broke the previous one."""
+    result = PushResult({}, {}, set())
+    left = dict(targets)
+    for _ in range(PASSES):
+        chain = Chain(fleet, origin, source, left, progress)
+        found = chain.run()
+        faults = {name: why for name, why in result.faults.items() if name in result.dead} | found
+        same = {name: first for name, first in result.same.items() if name not in left} | chain.same
+        result = PushResult(faults, same, result.dead | chain.dead)
+        left = {name: to for name, to in left.items() if name in found.keys() - result.dead}
+        if not left:
+            break
+    return result
+
+
+def _source_of(origin: Origin) -> FileSource | None:
+    """What this machine sends; None if a host does."""
+    if origin.host:
+        return None
+    source = open_files(Path(origin.path), origin.part)
+    if not source.files:
+        raise UserError(f"{origin.path}: contains no files; name a checkpoint directory")
+    return source
+
+
+ASK_S = 60.0
+FOR_EXPORT = "for-export"  # below the directory of checkpoints
+
+Places = dict[str, tuple[str, str]]  # by file: a host that has it, and the directory there
+Save = tuple[int, str]  # a step, and the digest of its manifest
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Collected:
+    """A checkpoint's weights on one host."""
+
+    host: str
+    path: str
+
+
+def collect(fleet: Fleet, run: str, step: int | None) -> Collected:
+    """Bring the newest step (or this one) of which everything is on some host to the first host that has any of it.
+
+    Raises:
+        UserError: No host has a checkpoint of the run, or none is there as a whole.
+        RunError: A host does not send; the same command resumes.
+    """
+    outcomes = fleet.ask_all("parts", dict.fromkeys(fleet.hosts, PartsRequest(run)), PartsReply, ASK_S)
+    if silent := unanswered(outcomes):
+        print(fault_list(silent, len(fleet.hosts), ""), flush=True)
+    on_hosts = {name: reply for name, reply in replies(outcomes).items() if reply.parts}
+    if not on_hosts:
+        raise UserError(
+            f"{run}: none of these hosts has a checkpoint of it; `{fleet.command_to_type('status')}` lists their runs"
+        )
+    step, places, note = choose_step(on_hosts, run, step)
+    if note:
+        print(f"note: {note}", flush=True)
+    head = next(iter(on_hosts))
+    path = f"{on_hosts[head].root}/{FOR_EXPORT}/step-{step:08d}"
+    _link(fleet, head, path, places)
+    sources: dict[tuple[str, str], list[str]] = {}
+    for name, place in places.items():
+        sources.setdefault(place, []).append(name)
+    with show_progress() as progress:
+        for (host, there), names in sources.items():
+            if host == head:
+                continue
+            print(f"step {step}: {counted(len(names), 'file')} from {host}", flush=True)
+            result = pass_down(fleet, Origin(host, there, names=tuple(names)), None, {head: path}, progress)
+            if result.faults:
+                raise RunError(f"{host}: {result.faults[head]}; run the same command to resume")
+    return Collected(head, path)
+
+
+def choose_step(on_hosts: Mapping[str, PartsReply], run: str, step: int | None) -> tuple[int, Places, str]:
+    """Return the newest step of which the hosts have everything (or this one), where its files are, and what the user should know.
+
+    A host that has several is preferred in the order of ``on_hosts``.
+    """
+    places, needed = _files_of_saves(on_hosts)
+    wanted = sorted(save for save in needed if step in (None, save[0]))
+    if not wanted:
+        steps = ", ".join(map(str, sorted({number for number, _ in needed})))
+        raise UserError(f"--step: these hosts have no step {step} of {run}; choose from {steps}")
+    missing = {save: sorted(needed[save] - places[save].keys()) for save in wanted}
+    newest, whole = wanted[-1], [save for save in wanted if not missing[save]]
+    if not whole:
+        raise UserError(f"{_lacks(run, newest, missing[newest])}; add the host that has them")
+    chosen = whole[-1]
+    if others := [save for save in whole if save[0] == chosen[0] and save != chosen]:
+        there = [fold_names(sorted({host for host, _ in places[save].values()})) for save in (chosen, others[0])]
+        raise UserError(
+            f"{run}: step {chosen[0]} was saved twice, and {there[0]} and {there[1]} have different ones; leave out the hosts "
+            f"whose save is the older, or delete it there (step-{chosen[0]:08d} below {next(iter(on_hosts.values())).root})"
+        )
+    note = f"{_lacks(run, newest, missing[newest])}; taking step {chosen[0]}" if chosen[0] < newest[0] else ""
+    return chosen[0], places[chosen], note
+
+
+def _files_of_saves(on_hosts: Mapping[str, PartsReply]) -> tuple[dict[Save, Places], dict[Save, set[str]]]:
+    """Return where the files of each save are, and which files make it whole."""
+    places: dict[Save, Places] = {}
+    needed: dict[Save, set[str]] = {}
+    for host, part in [(host, part) for host, reply in on_hosts.items() for part in reply.parts]:
+        save = part.step, part.digest
+        needed.setdefault(save, set()).update(part.needed)
+        for name in part.here:
+            places.setdefault(save, {}).setdefault(name, (host, part.path))
+    return places, needed
+
+
+def _lacks(run: str, save: Save, missing: Sequence[str]) -> str:
+    return f"{run}: step {save[0]} lacks {missing[0]}{and_more(missing)} on these hosts"
+
+
+def _link(fleet: Fleet, head: str, path: str, places: Places) -> None:
+    """Link what the head has itself into the directory: a run that goes on may delete a step meanwhile."""
+    lines = [f"mkdir -p {shlex.quote(f'{path}/model')}"]
+    for name, (host, there) in places.items():
+        if host == head:
+            lines.append(f"ln -f {shlex.quote(f'{there}/{name}')} {shlex.quote(f'{path}/{name}')}")
+    done = fleet.connection(head).run("set -e\n" + "\n".join(lines), "", ASK_S)
+    if done.code:
+        raise RunError(f"{head}: {path} cannot be made ({done.err.strip()}); fix that, then export again")

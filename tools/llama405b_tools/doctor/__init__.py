@@ -1,1 +1,0 @@
-"""Check that machines are fit to train, and that they match."""

@@ -1,0 +1,517 @@
+"""Before a launch: query every host, refuse what cannot work, and build a plan from the answers.
+
+Judge the answers of hosts before a launch: what is wrong with the request, and which hosts are not fit.
+
+Which versions of packages are known to go wrong, and with which settings: ``known_bugs.toml``.
+"""
+
+import dataclasses
+import functools
+import operator
+import random
+import re
+import secrets
+import sys
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from llama405b.contract import reader
+from llama405b.contract.errors import RunError, UserError, counted, given
+from llama405b.settings import command, config
+from llama405b.settings.rules import check_groups
+from llama405b.settings.schema import Config
+from llama405b.spec.models import factors
+from llama405b.spec.plan import Plan
+from llama405b.spec.rules import check_mesh
+from llama405b_tools.agent.launch_facts import InputCheck, LaunchFacts, ProbeRequest
+from llama405b_tools.agent.machine import PlaceFault, RunPlace
+from llama405b_tools.hosts.fleet import Dialogue, Fleet, command_to_type, ssh_address
+from llama405b_tools.hosts.inventory import LOCAL, Host
+from llama405b_tools.hosts.transport import HostError, disagreements, replies, unanswered
+from llama405b_tools.launch.placement import HostSpec, LaunchSpec, build_plan, nccl_reasons, used_parts
+from llama405b_tools.launch.request import LaunchRequest
+from llama405b_tools.parsers import is_private
+from llama405b_tools.run.query import operator_name
+from llama405b_tools.text.words import fold_names
+
+LEAST_FREE_BYTES, LEAST_FREE_FILES = 64 << 20, 1000  # for logs and heartbeats
+Facts = Mapping[str, LaunchFacts]  # by host
+
+
+class UnfitError(Exception):
+    """A host cannot take part in a run; says why and what to do, as a clause that does not name the host."""
+
+
+def check_request(request: LaunchRequest, answers: Facts, port: int, *, again: bool = False) -> None:
+    """Refuse what is wrong with the request rather than with a host; ``again``: a restart, on some of its hosts perhaps."""
+    if answers and not any(facts.has_program for facts in answers.values()):
+        raise UserError(
+            f"{_named(request.program)}: no host has it in its working directory; correct the name, or copy it there"
+        )
+    stopped_by = next((facts.stopped_by for facts in answers.values() if facts.stopped_by), "")
+    for name, facts in answers.items():
+        if facts.alive or (facts.alive_as and not again):
+            _refuse_live(request, name, facts, stopped_by)
+        if facts.run_exists:
+            _check_existing(request, name, facts)
+        if facts.port_fault:
+            why = "in use" if facts.port_in_use else f"not available ({facts.port_fault})"
+            raise UserError(f"--port: {port} is {why} on the head; omit --port to get a free one")
+        if facts.input_fault:
+            raise UserError(f"{name}: {facts.input_fault}")
+
+
+def _refuse_live(request: LaunchRequest, name: str, facts: LaunchFacts, stopped_by: str) -> None:
+    if stopped_by:
+        raise UserError(
+            f"--run: {request.run!r} is being stopped by {stopped_by} and still runs on {name}; once it has ended, "
+            "continue it with --resume auto"
+        )
+    owner = given(", launched by {}", facts.owner)
+    stop = command_to_type("stop", request.hosts_file, request.run)
+    if not facts.alive:
+        owner, stop = f" as {fold_names(facts.alive_as)}{owner}", command_to_type("stop", None, request.run)
+    raise UserError(f"--run: {request.run!r} is running on {name}{owner}; `{stop}` ends it, or choose another name")
+
+
+def _check_existing(request: LaunchRequest, name: str, facts: LaunchFacts) -> None:
+    if facts.run_place.fault not in (None, PlaceFault.READ_ONLY):
+        raise UserError(f"--run: {request.run!r} on {name}: {place_words(facts.run_place)}; choose another name")
+    if request.resume == "no" or request.evaluates:
+        raise UserError(f"--run: {request.run!r} exists on {name}; {other_name(request)}")
+
+
+def other_name(request: LaunchRequest) -> str:
+    """Say what to do when a run of that name exists."""
+    return "choose another name" if request.evaluates else "choose another name, or continue it with --resume auto"
+
+
+def unfit_hosts(request: LaunchRequest, hosts: Sequence[Host], answers: Facts) -> dict[str, str]:
+    """Return the hosts that have answered, but cannot take part, each with the reason."""
+    faults = user_faults(request, answers) | unshared(request, answers)
+    for host in hosts:
+        try:
+            if host.name in answers:
+                check_host(request, host, answers[host.name])
+        except UnfitError as error:
+            faults[host.name] = str(error)
+    return faults
+
+
+def check_host(request: LaunchRequest, host: Host, facts: LaunchFacts) -> None:
+    """Check what a host has by itself."""
+    _check_programs(request, facts)
+    _check_places(facts)
+    _check_disk(facts)
+    fault = facts.gpu_fault if request.config else ""  # a program of the user's own may need no GPU
+    if not request.on_cpu and (0 < facts.gpus < host.slots or (fault and not 0 < host.slots <= facts.gpus)):
+        what = f"{counted(facts.gpus, 'GPU')}{given(' ({})', fault)}{given(', but slots={}', host.slots)}"
+        hide = given(" and hide that GPU from CUDA: --setup-line 'export CUDA_VISIBLE_DEVICES=…'", fault)
+        otherwise = f"set slots={facts.gpus}{hide}" if facts.gpus else "train on CPUs: --parallel.device cpu"
+        raise UnfitError(f"it has {what}; check nvidia-smi, or {otherwise}")
+    if facts.leftovers:
+        left = counted(len(facts.leftovers), "process", "processes")
+        stop = command_to_type("stop", request.hosts_file, request.run)
+        raise UnfitError(f"{left} of an earlier attempt left; run `{stop}` first")
+
+
+def _check_programs(request: LaunchRequest, facts: LaunchFacts) -> None:
+    if missing := [name for name, version in facts.versions.items() if version == "missing"]:
+        setup = command_to_type("setup", request.hosts_file)
+        raise UnfitError(f"{', '.join(missing)} is not installed for its python; run `{setup}`, or install it there")
+    if facts.lacks:
+        names = " ".join(facts.lacks)
+        raise UnfitError(
+            f"{names} is not installed for its python, and the settings need it; run `pip install {names}` there"
+        )
+    if facts.extension_fault:
+        raise UnfitError(f"{facts.extension_fault} (in {facts.workdir})")
+    if not facts.has_program:
+        raise UnfitError(f"{_named(request.program)} is not in {facts.workdir}; copy it there")
+    if not facts.tmux:
+        raise UnfitError("tmux is not installed; install it (apt-get update && apt-get install tmux)")
+    if facts.tmux_fault:
+        raise UnfitError(f"its tmux does not work (`tmux -V`: {facts.tmux_fault}); repair it")
+    if not facts.ip:
+        raise UnfitError("the `ip` program is not installed; install iproute2 there")
+
+
+def _check_places(facts: LaunchFacts) -> None:
+    if facts.run_place.fault:
+        why = place_words(facts.run_place)
+        raise UnfitError(f"{facts.run_place.path} cannot be written: {why}; fix that, or set workdir=")
+    for key, place in facts.places.items():
+        if place.fault:
+            why = place_words(place)
+            raise UnfitError(f"{key}={place.path} cannot be created or written: {why}; name a directory of your own")
+
+
+def _check_disk(facts: LaunchFacts) -> None:
+    if facts.free_bytes < LEAST_FREE_BYTES:
+        free = f"{facts.free_bytes / (1 << 20):.0f} MiB free at {facts.workdir}"
+        raise UnfitError(f"its disk is full ({free}); make room, or set workdir= on another disk")
+    if facts.free_files is not None and facts.free_files < LEAST_FREE_FILES:
+        left = f"{counted(facts.free_files, 'more file')} can be created at {facts.workdir}"
+        raise UnfitError(f"its disk is out of inodes ({left}); delete files, or set workdir= on another disk")
+
+
+def shared_directory(request: LaunchRequest) -> str:
+    """The directory of checkpoints, if all hosts must see the same one; '' if not."""
+    if not request.saves or request.settings.checkpoint.storage == "local":
+        return ""
+    return request.settings.checkpoint.dir or f"runs/{request.run}/checkpoints"
+
+
+def unshared(request: LaunchRequest, answers: Facts) -> dict[str, str]:
+    """Return hosts that do not see what the head writes where the checkpoints go."""
+    head = next(iter(answers), "")
+    why = (
+        f"it does not see what {head} writes in {shared_directory(request)}, where the checkpoints go; name a directory that "
+        "all hosts share in --checkpoint.dir, or use --checkpoint.storage local"
+    )
+    return {name: why for name, found in answers.items() if answers[head].shares and found.shares is False}
+
+
+def user_faults(request: LaunchRequest, answers: Facts) -> dict[str, str]:
+    """Return hosts where another user would have to use what the head's user writes: a run's files are private."""
+    faults: dict[str, str] = {}
+    for name, found in answers.items():
+        head, first = next(iter(answers.items()))
+        shared, remedy = f"{found.workdir}/runs", "give each a workdir= of its own"
+        if found.runs != first.runs:
+            if not (shared := shared_directory(request)):
+                continue
+            remedy = "save nothing with --checkpoint.every 0"
+        if found.uid != first.uid:
+            faults[name] = (
+                f"the run would be {found.user}'s there (uid {found.uid}), but {first.user}'s on {head} (uid {first.uid}), "
+                f"and neither can read what the other writes in {shared}; log in as one user everywhere, or {remedy}"
+            )
+    return faults
+
+
+def _named(program: Sequence[str]) -> str:
+    """A program without its own arguments: ``train.py``, ``-m mine``."""
+    return " ".join(program[: 1 + program[0].startswith("-")])
+
+
+def place_words(place: RunPlace) -> str:
+    """Say what stands in the way of writing a directory."""
+    match place.fault:
+        case PlaceFault.DANGLING:
+            return f"{place.at} is a link to nothing"
+        case PlaceFault.DENIED:
+            return f"{place.at} belongs to {place.owner}, and you cannot write it"
+        case PlaceFault.READ_ONLY:
+            return f"the filesystem of {place.at} is read-only (after an I/O error, dmesg says why)"
+        case _:
+            return f"{place.at} is not a directory"
+
+
+def fault_list(faults: Mapping[str, str], n_hosts: int, end: str = ". Nothing was started") -> str:
+    """Return one sentence about all hosts that are not fit."""
+    alike: dict[str, list[str]] = {}
+    for name, why in faults.items():
+        alike.setdefault(why, []).append(name)
+    clauses = "; ".join(f"{fold_names(names)}: {why}" for why, names in alike.items())
+    return f"{clauses}{end}" if len(faults) == 1 else f"{len(faults)} of {n_hosts} hosts are not fit: {clauses}{end}"
+
+
+TABLE = Path(__file__).with_name("known_bugs.toml")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class KnownBug:
+    """A fault of some versions of a package."""
+
+    package: str
+    since: str  # the first version that has it
+    level: Literal["warn", "refuse"]
+    what: str  # as a clause about that version
+    remedy: str
+    until: str = ""  # the first version that has it no more; "": none yet
+    link: str = ""
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # with these values alone
+
+    @property
+    def cure(self) -> str:
+        """What to do, and where to read about it."""
+        return f"{self.remedy}{given(' ({})', self.link)}"
+
+    def concerns(self, config: Config | None, versions: Mapping[str, str]) -> bool:
+        """Whether these versions with these settings have it."""
+        version, until = parsed(versions.get(self.package, "")), parsed(self.until)
+        if not version or version < parsed(self.since) or (until and version >= until):
+            return False
+        return all(config and operator.attrgetter(key)(config) == value for key, value in self.settings.items())
+
+
+def known_bugs(config: Config | None, versions: Mapping[str, str]) -> dict[str, KnownBug]:
+    """Return the known bugs of these versions with these settings (None: unknown), by what to say of each."""
+    return {
+        f"{bug.package} {versions[bug.package]} {bug.what}": bug for bug in table() if bug.concerns(config, versions)
+    }
+
+
+def parsed(version: str) -> tuple[int, ...]:
+    """Return the numbers that a version begins with: (2, 13, 0) of ``2.13.0+cpu``; () if it begins with none."""
+    match = re.match(r"\d+(?:\.\d+)*", version)
+    return tuple(map(int, match[0].split("."))) if match else ()
+
+
+@functools.cache
+def table() -> tuple[KnownBug, ...]:
+    """Return all known bugs."""
+    return reader.read(tuple[KnownBug, ...], tomllib.loads(TABLE.read_text(encoding="utf-8"))["bug"], TABLE.name)
+
+
+PROBE_TIMEOUT_S = 60.0
+PORTS = range(20_000, 30_000)  # below the ephemeral ports, so that no outgoing connection uses one
+PORT_TRIES = 5
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Rendezvous:
+    """Where the hosts meet: measured, never taken from the names that SSH uses."""
+
+    head: str  # the head's address on the training network
+    port: int  # of the rendezvous, free and reached by all
+    address: Mapping[str, str]  # each host's own, on the route there
+    interface: Mapping[str, str]  # of that address
+
+
+def probe_hosts(
+    request: LaunchRequest, hosts: Sequence[Host], fleet: Fleet, *, again: bool = False
+) -> tuple[Facts, Rendezvous]:
+    """Ask every host whether the run can start there, ``again`` perhaps, and find out where they meet."""
+    head, token = hosts[0], f"llama405b {secrets.token_hex(8)}"
+    listening, first, port = _ask_head(request, head, fleet, token)
+    try:
+        candidates = candidates_of(head, first)
+        requests = {
+            host.name: dataclasses.replace(_probe_request(request, host, port, token), candidates=tuple(candidates))
+            for host in hosts[1:]
+        }
+        outcomes: dict[str, LaunchFacts | HostError] = {head.name: first}
+        outcomes |= fleet.ask_all("probe", requests, LaunchFacts, PROBE_TIMEOUT_S)
+    finally:
+        if listening:
+            listening.end_input()
+            listening.close()
+    answers = replies(outcomes)
+    check_request(request, answers, port, again=again)
+    faults = unanswered(outcomes) | unfit_hosts(request, hosts, answers)
+    meeting = find_rendezvous(head, candidates, answers, port)
+    if meeting is None:
+        raise RunError(fault_list(cut_off(head, answers, port) | faults, len(hosts)))
+    if faults := hidden_addresses(meeting, answers) | faults:
+        raise RunError(fault_list(faults, len(hosts)))
+    if clauses := disagreements({name: facts.versions for name, facts in answers.items()}):
+        setup = command_to_type("setup", request.hosts_file)
+        raise RunError(
+            f"the hosts differ: {'; '.join(clauses)}; install the same versions, or run `{setup}`. Nothing was started"
+        )
+    return answers, meeting
+
+
+def _ask_head(
+    request: LaunchRequest, head: Host, fleet: Fleet, token: str
+) -> tuple[Dialogue | None, LaunchFacts | HostError, int]:
+    """Probe the head, which then listens on the rendezvous port; tries several ports unless one is requested."""
+    ports = [request.port] if request.port else random.sample(PORTS, PORT_TRIES)
+    for port in ports:
+        probe = _probe_request(request, head, port, token, is_head=True)
+        probe = dataclasses.replace(probe, is_head=True, inputs=_inputs(request))
+        try:
+            dialogue = fleet.dialogue(head.name, "probe", probe)
+            answer = dialogue.answer(LaunchFacts, PROBE_TIMEOUT_S)
+        except HostError as error:
+            return None, error, port
+        if not answer.port_fault or port == ports[-1]:
+            break
+        dialogue.end_input()
+    return dialogue, answer, port
+
+
+def _inputs(request: LaunchRequest) -> InputCheck | None:
+    """Return what the head must check; None for a program of the user's own."""
+    if request.config is None:
+        return None
+    model, data = request.config.model, request.config.data
+    return InputCheck(
+        model.path,
+        data.seq_len,
+        model.layers,
+        model.weights == "random",
+        request.data_paths,
+        request.new_checkpoints,
+        whole=request.config.parallel.by_fsdp1,
+        template=data.chat_template,
+        resume=request.resume,
+        checkpoints=request.checkpoints,
+        fields=data.fields,
+        skips=data.bad_records == "skip",
+        extension=request.config.training.extend,
+        adapter=request.config.adapter if request.config.adapter.path and request.resume == "no" else None,
+    )
+
+
+def candidates_of(head: Host, answer: LaunchFacts | HostError) -> list[str]:
+    """Return addresses where the others may reach the head: ``address=`` only, else its own, private and fast first."""
+    if head.address:
+        return [head.address]
+    own = answer.own if isinstance(answer, LaunchFacts) else ()
+    ordered = sorted(own, key=lambda entry: (not is_private(entry.address), -_mbit(entry.mbit)))
+    return list(dict.fromkeys([*(entry.address for entry in ordered), ssh_address(head)]))
+
+
+def _mbit(text: str) -> int:
+    return int(text) if text.lstrip("-").isdigit() else 0
+
+
+def find_rendezvous(head: Host, candidates: Sequence[str], answers: Facts, port: int) -> Rendezvous | None:
+    """Return the first candidate that every other host reaches; None if there is none."""
+    if head.name not in answers:
+        return None
+    others = [facts.head for name, facts in answers.items() if name != head.name]
+    for candidate in candidates:
+        if all(reached[candidate].fault == "" for reached in others):
+            return _rendezvous_at(candidate, head, answers, port)
+    return None
+
+
+def cut_off(head: Host, answers: Facts, port: int) -> dict[str, str]:
+    """Return the hosts that do not reach the head at every address, and what to do."""
+    faults: dict[str, str] = {}
+    if head.name not in answers:
+        return faults
+    for name, reached in [(name, facts.head) for name, facts in answers.items() if name != head.name]:
+        failed = {address: reach.fault for address, reach in reached.items() if reach.fault}
+        if not failed:
+            continue
+        tried = ", ".join(f"{address} ({fault})" for address, fault in failed.items())
+        remedy = f"open TCP ports 20000-65535 between the hosts, or give {head.name} an address= that all of them reach"
+        if all(reach.unresolved for reach in reached.values()):
+            remedy = f"put the name into its /etc/hosts, or give {head.name} an IP address in address="
+        faults[name] = f"cannot reach {head.name} on TCP port {port} at {tried}; {remedy}"
+    return faults
+
+
+def _rendezvous_at(candidate: str, head: Host, answers: Facts, port: int) -> Rendezvous:
+    """Return how the hosts meet at an address of the head that all of them reach."""
+    own = {entry.address: entry.interface for entry in answers[head.name].own}
+    mine = candidate
+    if candidate not in own and candidate != LOCAL:
+        mine = next(iter(own), LOCAL)
+    others = {name: found.head[candidate] for name, found in answers.items() if candidate in found.head}
+    return Rendezvous(
+        head=candidate,
+        port=port,
+        address={head.name: mine, **{name: reach.mine for name, reach in others.items()}},
+        interface={head.name: own.get(mine, "lo"), **{name: reach.interface for name, reach in others.items()}},
+    )
+
+
+def plan_of(request: LaunchRequest, parts: Sequence[HostSpec], answers: Facts, meeting: Rendezvous, now: float) -> Plan:
+    """Build the plan from the answers."""
+    launching = LaunchSpec(
+        attempt=1 + max(found.attempt for found in answers.values()),
+        created=now,
+        token=secrets.token_hex(4),
+        endpoint=f"{meeting.head}:{meeting.port}",
+        owner=operator_name(),
+    )
+    return build_plan(request.spec(), parts, launching)
+
+
+def host_spec(host: Host, answer: LaunchFacts, meeting: Rendezvous) -> HostSpec:
+    """Return what a plan needs to know about a host."""
+    return HostSpec(
+        name=host.name,
+        slots=host.slots,
+        machine=answer.machine,
+        gpus=answer.gpus,
+        cores=answer.cores,
+        rdma=answer.rdma,
+        workdir=answer.workdir,
+        python=host.python or sys.executable,
+        address=meeting.address[host.name],
+        interface=meeting.interface[host.name],
+        places={key: answer.places[key].path for key in host.places},
+    )
+
+
+def check_training(request: LaunchRequest, plan: Plan, answers: Facts) -> None:
+    """Parse the planned command with the trainer's own parser; check it against the ranks and what is resumed."""
+    if request.config:
+        parsed = command.parse(plan.program[2:])
+        if parsed.config != request.config:
+            raise UserError("the planned command does not match the request; please report this as a bug")
+        axes = plan.axes(parsed.config.parallel)
+        settings = parsed.config if request.evaluates else config.on_ranks(parsed.config, axes)
+        request.refuse_changes(next((each.resumable for each in answers.values() if each.resumable), None), settings)
+        llama, parallel = answers[plan.nodes[0].name].llama, settings.parallel
+        if llama:
+            check_groups(settings.optimizer.groups, factors(llama, settings.adapter) or llama.tensors(), parallel)
+        check_mesh(axes, parallel, llama, settings.data.seq_len, max(node.slots for node in plan.nodes))
+        for what, bug in known_bugs(settings, next(iter(answers.values())).versions).items():
+            if bug.level == "refuse":
+                raise UserError(f"{what}; {bug.cure}. Nothing was started")
+
+
+def nccl_lines(request: LaunchRequest, parts: Sequence[HostSpec]) -> list[str]:
+    """Return one line for each NCCL setting that launch makes: for which hosts, and why."""
+    lines: dict[str, list[str]] = {}
+    own = {name: f"{name}={value} (--env)" for name, value in request.env.items()}
+    for part in used_parts(request.spec(), parts):
+        for name, (value, why) in nccl_reasons(part).items():
+            lines.setdefault(own.get(name, f"{name}={value} ({why})"), []).append(part.name)
+    return [f"{fold_names(names)}: {line}" for line, names in lines.items()]
+
+
+def _probe_request(request: LaunchRequest, host: Host, port: int, token: str, *, is_head: bool = False) -> ProbeRequest:
+    packages = ("torch", "transformers") if request.config else ("torch",)
+    is_known = not request.setup and "PYTHONPATH" not in request.env  # which may bring the program
+    program = request.program if is_known else ()
+    places = host.places
+    if request.saves and request.settings.checkpoint.dir:
+        places |= {"--checkpoint.dir": request.settings.checkpoint.dir}
+    model = request.settings.model
+    weights = model.path if request.config and model.weights == "files" else ""
+    shared = shared_directory(request)
+    extras = _extras(request.config, is_head=is_head) if request.config and is_known else ()
+    return ProbeRequest(
+        request.run,
+        host.name,
+        port,
+        token,
+        packages,
+        places,
+        weights=weights,
+        program=program,
+        shared=shared,
+        extras=extras,
+        extension=request.settings.training.extend,
+    )
+
+
+def _extras(settings: Config, *, is_head: bool) -> tuple[str, ...]:
+    """Return packages that settings need on a host: FP8's on all, and trackers' where rank 0 is."""
+    of_all = ("torchao",) if settings.parallel.numerics == "fp8" else ()
+    return (*of_all, *settings.tracking.to) if is_head else of_all
+
+
+def hidden_addresses(meeting: Rendezvous, answers: Facts) -> dict[str, str]:
+    """Return hosts whose interface has another address first: gloo is given interfaces, and uses their first address."""
+    faults = {}
+    for name, found in answers.items():
+        address, interface = meeting.address[name], meeting.interface[name]
+        first = next((entry.address for entry in found.own if entry.interface == interface), address)
+        if first != address and interface != "lo":
+            faults[name] = (
+                f"its {interface} has {first} before {address}, where the hosts find_rendezvous, but gloo uses an interface's first "
+                f"address; put {address} first, or on an interface of its own"
+            )
+    return faults

@@ -1,0 +1,528 @@
+"""What is asked of ``launch``: its command line and environment files, parsed and checked. Opens no connection.
+
+The command line of ``launch``, without the settings of the training run.
+
+What on a launch's command line contradicts itself, or is out of range.
+
+The variables and secrets of the ranks, from ``--env``, ``--env-file`` and ``--secret``.
+
+A launch request: the command line and environment files, parsed and checked. Opens no connection.
+"""
+
+import argparse
+import dataclasses
+import os
+import re
+import shlex
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from llama405b.contract.checkpoints import newest_complete, step_of
+from llama405b.contract.errors import UserError, given, reason_of, seconds
+from llama405b.contract.files import refuse_others_writing
+from llama405b.contract.paths import RunDir
+from llama405b.contract.records import GuardState
+from llama405b.settings import command, config
+from llama405b.settings.command import OneLineParser
+from llama405b.settings.schema import Config
+from llama405b.spec.plan import check_run_name
+from llama405b.spec.rules import accept_changes, as_configured
+from llama405b_tools.agent import processes
+from llama405b_tools.agent.machine import Resumable
+from llama405b_tools.launch.placement import RunSpec
+
+EPILOG = """
+Settings of the training run are flags, too: see `llama405b train --help`. Any other torchrun program goes after --.
+
+  llama405b launch hosts --config my.toml --rehearse
+  llama405b launch hosts --config my.toml --optimizer.lr 2e-5 --restart 5
+  llama405b launch hosts -- my_script.py --its-own args
+
+Exit codes: 0 started (with --follow: finished successfully), 1 a host or the run failed, 2 refused, nothing started.
+"""
+
+
+def launch_parser() -> OneLineParser:
+    """Return the parser of ``launch``; what it does not know are settings of the trainer."""
+    parser = OneLineParser(
+        prog="llama405b launch",
+        description="Check every host, start torchrun on all of them or on none, and follow or guard the run if asked to.",
+        epilog=EPILOG,
+    )
+    add = parser.add_argument
+    add("hosts", nargs="?", type=Path, default=Path("hosts"), metavar="HOSTS", help="hosts file [hosts]")
+    add("--run", default="", help="name of the run [<preset>-<date>-<time>]")
+    command.add_config(add, "TOML file of settings; of several the later ones win")
+    add("--preset", default="", help=f"settings to start from: {', '.join(config.preset_names())}")
+    command.add_resume(add)
+    command.add_evaluate_only(add)
+    command.add_blame(add)
+    add("--rehearse", action="store_true", help="only rehearse the run, with 2 layers: load, step, save, kill, resume")
+    add("--follow", action="store_true", help="follow the run to its end; Ctrl-C only stops following")
+    add("--plain", action="store_true", help="follow with every step on a line, on a terminal too")
+    add("--allow-sockets", action="store_true", help="let NCCL use TCP even though the hosts have RDMA")
+    add("--allow-misfit", action="store_true", help="start what `llama405b plan` predicts not to fit")
+    add("--port", type=int, default=0, help="rendezvous port on the first host [a free one]")
+    add("--dry-run", action="store_true", help="print what would run where, without connecting")
+    own = "a Python file with functions of your own: metrics, loss, documents, … (training.extend; docs/extending.md)"
+    add("--extend", default="", metavar="FILE", help=own)
+    kept = "run CMD for each checkpoint that has landed, beside training, with its path in $LLAMA405B_CHECKPOINT (checkpoint.after_save)"
+    add("--after-save", default="", metavar="CMD", help=kept)
+    _add_guard(parser.add_argument_group("guard the run"))
+    _add_environment(parser.add_argument_group("environment of the ranks"))
+    _add_slurm(parser.add_argument_group("Slurm"))
+    return parser
+
+
+def _add_guard(group: argparse._ArgumentGroup) -> None:
+    add, again = group.add_argument, "resume it on failure or hang, up to N times without a newer checkpoint [0]"
+    add("--restart", type=int, default=0, metavar="N", help=again)
+    add(
+        "--hang-after",
+        default="5m",
+        metavar="TIME",
+        help="with --restart: end and resume the run when a rank is silent this long; cluster-top shows a hang earlier [5m]",
+    )
+    fewer = "with --restart: when hosts stay lost, go on with those that are left, MIN or more, and take them back when they are back [1]"
+    add("--shrink", type=int, nargs="?", const=1, default=0, metavar="MIN", help=fewer)
+    long = "with --shrink: how long a host is lost, or back, before that [5m]"
+    add("--shrink-after", default="5m", metavar="TIME", help=long)
+    where = "run the guard on this host of the run, so that this machine may be switched off [this machine]"
+    add("--guard-on", default="", metavar="HOST", help=where)
+    add("--notify", default="", metavar="CMD", help="run CMD on incident, recovery, trouble and end")
+    often = "also run it this often while nothing happens, so that silence means that the guard is gone [never]"
+    add("--notify-every", default="0", metavar="TIME", help=often)
+    most = "money that the run may cost, with --price: it saves and stops before that (training.gpu_hours) [any]"
+    add("--budget", type=float, default=0.0, metavar="MONEY", help=most)
+    add("--price", type=float, default=0.0, metavar="MONEY", help="of a GPU-hour")
+    add(
+        "--export",
+        default="",
+        metavar="OUT",
+        help="when the run has ended well, write its model into OUT on the first host, and verify it",
+    )
+    last = "run CMD here when the run has ended well, after the --export: to give back the machines, say"
+    add("--when-done", default="", metavar="CMD", help=last)
+
+
+def _add_environment(group: argparse._ArgumentGroup) -> None:
+    def add_list(flag: str, metavar: str, text: str, type_: type[str] | type[Path] = str) -> None:
+        group.add_argument(flag, action="append", default=[], type=type_, metavar=metavar, help=text)
+
+    add_list("--env", "K=V", "set an environment variable")
+    add_list("--env-file", "FILE", "read K=V lines from FILE; names that look secret go as with --secret", Path)
+    add_list("--secret", "NAME", "pass on this environment variable through SSH's standard input only")
+    before = "shell line to run before torchrun on every host, such as 'module load cuda'"
+    group.add_argument("--setup-line", default="", metavar="LINE", help=before)
+
+
+def _add_slurm(group: argparse._ArgumentGroup) -> None:
+    add, job = group.add_argument, 'submit a job with these sbatch options, such as "-N 4 -p gpu"; needs no hosts file'
+    add("--slurm", metavar="OPTIONS", help=job)
+    add("--cache", default="", metavar="DIR", help="HF_HOME on each node, such as '/nvme/$USER/hf'")
+    add("--scratch", default="", metavar="DIR", help="TMPDIR on each node, such as '/nvme/$SLURM_JOB_ID'")
+
+
+def source_flags(known: argparse.Namespace) -> list[str]:
+    """Return the flags that say where settings come from, as they were given."""
+    return [*flag("--preset", known.preset), *(word for path in known.config for word in flag("--config", path))]
+
+
+def flag(name: str, value: str | Path | None) -> list[str]:
+    """Return a flag and its value, if it was given one."""
+    return [name, str(value)] if value else []
+
+
+def check_flags(known: argparse.Namespace) -> None:
+    """Refuse flags that contradict each other, or are out of range."""
+    if not 0 <= known.restart <= 1000:
+        raise UserError(f"--restart: {known.restart} times; use 0 to 1000")
+    if known.port and not 0 < known.port < 65536:
+        raise UserError(f"--port: {known.port} is out of range; use 1 to 65535")
+    _check_guard(known)
+    _check_end(known)
+    _check_slurm(known)
+    if known.rehearse and (known.restart or known.resume != "no"):
+        raise UserError("--rehearse is a run of its own; remove --restart and --resume")
+    if known.evaluate_only and (known.restart or known.rehearse):
+        raise UserError(f"{command.EVALUATE_ONLY} takes no step; remove --restart and --rehearse")
+
+
+def _check_guard(known: argparse.Namespace) -> None:
+    """Refuse what only a guard can do, where there is none."""
+    if known.shrink < 0:
+        raise UserError(f"--shrink: {known.shrink} hosts; use 1 or more")
+    for flag, value in (("--guard-on", known.guard_on), ("--notify", known.notify), ("--shrink", known.shrink)):
+        if value and not known.restart:
+            raise UserError(f"{flag} needs --restart N, which guards the run; add it")
+    if known.guard_on and known.follow:
+        raise UserError(
+            "--follow cannot follow a guard on another machine; remove it, and use `llama405b logs -f` or `top`"
+        )
+    if known.notify_every != "0" and not known.notify:
+        raise UserError("--notify-every needs --notify CMD; add it")
+
+
+def _check_end(known: argparse.Namespace) -> None:
+    """Refuse what is to follow the end of the run, where nobody waits for it, or the run is none."""
+    for flag, value in (("--export", known.export), ("--when-done", known.when_done)):
+        if value and known.slurm is not None:
+            raise UserError(f"{flag}: a job frees its nodes by itself; remove it, or write `launch … --follow && …`")
+        if value and not (known.follow or known.restart):
+            raise UserError(f"{flag}: nobody would see the end of the run; add --follow or --restart N")
+        if value and known.rehearse:
+            raise UserError(f"{flag}: a rehearsal is followed by nothing; remove one of them")
+
+
+def _check_slurm(known: argparse.Namespace) -> None:
+    """Refuse what is not for a job, and what is only for one."""
+    if known.slurm is not None and (known.restart or known.rehearse or known.port):
+        raise UserError("--slurm: --restart, --rehearse and --port are for SSH hosts; remove them")
+    for flag, path in (("--cache", known.cache), ("--scratch", known.scratch)):
+        if path and known.slurm is None:
+            raise UserError("--cache and --scratch are for --slurm; in a hosts file, use cache= and scratch=")
+        if path and not path.startswith(("/", "~/", "$")):
+            raise UserError(f"{flag}: {path!r} is relative; use a full path")
+
+
+def check_program(known: argparse.Namespace, program: Sequence[str], settings: Sequence[str]) -> None:
+    """Refuse a program of the user's own with what is for the trainer."""
+    if not program:
+        raise UserError("--: no program after it; write -- script.py ARG … or -- -m module ARG …")
+    for_trainer = [*settings, *source_flags(known)]
+    for_trainer += (
+        ["--budget"] * bool(known.budget)
+        + ["--after-save"] * bool(known.after_save)
+        + ["--extend"] * bool(known.extend)
+        + ["--export"] * bool(known.export)
+        + [command.EVALUATE_ONLY] * known.evaluate_only
+        + ["--rehearse"] * known.rehearse
+    )
+    if for_trainer:
+        raise UserError(
+            f"{for_trainer[0]}: settings are for the trainer, but there is a program after --; remove one of them"
+        )
+
+
+def check_export(known: argparse.Namespace, settings: Config) -> None:
+    """Refuse an export of what is not on one host, and to send one that is not made."""
+    sends = settings.tracking.log_model and not (known.rehearse or known.evaluate_only or known.blame)
+    if sends and known.slurm is not None:
+        raise UserError(
+            "--tracking.log_model: a job writes no model; leave it out, and use `llama405b track RUN --model OUT` afterwards"
+        )
+    if sends and not known.export:
+        raise UserError(
+            "--tracking.log_model: sends what --export writes; add --export OUT, or use `llama405b track RUN --model OUT`"
+        )
+    if not known.export:
+        return
+    if known.evaluate_only or not settings.checkpoint.cadence.saves:
+        raise UserError("--export: the run saves nothing; remove it, or set --checkpoint.every")
+    if settings.checkpoint.storage == "local":
+        raise UserError(
+            "--export: with --checkpoint.storage local no host has the whole model; remove it, and use `llama405b export RUN OUT HOSTS`"
+        )
+
+
+VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+SECRET = re.compile(r"TOKEN(?!IZ)|SECRET|PASSWORD|PASSWD|CREDENTIAL|(API|ACCESS|PRIVATE)_?KEY", re.IGNORECASE)
+OURS = ("PYTHONUNBUFFERED", "CUDA_VISIBLE_DEVICES")  # set by the run itself, which relies on them
+
+
+def read_env(
+    pairs: Sequence[str], files: Sequence[Path], names: Sequence[str], here: Mapping[str, str]
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the ranks' variables and secrets, from ``--env``, ``--env-file`` and ``--secret`` (looked up in ``here``)."""
+    of_files = {_checked(name, where): value for path in files for where, name, value in _env_lines(path)}
+    secrets = {name: value for name, value in of_files.items() if SECRET.search(name)}
+    env = {name: value for name, value in of_files.items() if name not in secrets}
+    env |= dict(map(_env_pair, pairs))
+    secrets |= dict(_secret(name, here) for name in names)
+    for name, value in env.items():
+        if "\0" in value or "\n" in value:
+            raise UserError(f"--env: the value of {name} contains a line break; remove it")
+    return env, secrets
+
+
+def _secret(name: str, here: Mapping[str, str]) -> tuple[str, str]:
+    if _checked(name.partition("=")[0], "--secret") not in here or "=" in name:
+        raise UserError(f"--secret: {name.partition('=')[0]} is not set here; export it, and write --secret NAME")
+    return name, here[name]
+
+
+def _env_pair(pair: str) -> tuple[str, str]:
+    name, equals, value = pair.partition("=")
+    if SECRET.search(name):
+        raise UserError(
+            f"--env: {name} looks like a secret, which `ps` would show to everyone; export it, and write --secret {name}"
+        )
+    if not equals:
+        raise UserError(f"--env: {pair!r} has no value; write --env NAME=VALUE")
+    return _checked(name, "--env"), value
+
+
+def _env_lines(path: Path) -> list[tuple[str, str, str]]:
+    try:
+        refuse_others_writing(path)
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(
+            f"--env-file: {path} cannot be read ({reason_of(error)}); name a file of NAME=VALUE lines"
+        ) from None
+    found = []
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        name, equals, value = line.strip().removeprefix("export ").partition("=")
+        if not equals:
+            raise UserError(f"{path}:{number}: there is no '='; write NAME=VALUE")
+        if len(value) > 1 and value[0] == value[-1] and value[0] in "\"'":
+            value = value[1:-1]
+        found.append((f"{path}:{number}", name.strip(), value))
+    return found
+
+
+def _checked(name: str, where: str) -> str:
+    if not VARIABLE.fullmatch(name):
+        raise UserError(f"{where}: {name!r} is not a valid variable name; use letters, digits and '_'")
+    if name in OURS or name.startswith(("LLAMA405B_", "TORCHELASTIC_")):
+        raise UserError(f"{where}: {name} is set by the run itself; use another name")
+    return name
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LaunchRequest:
+    """A launch command, parsed."""
+
+    hosts_file: Path
+    run: str
+    resume: str
+    env: Mapping[str, str]
+    secrets: Mapping[str, str]  # names and values: never printed, and written only to the hosts' 0600 files
+    setup: str  # a shell line to run before torchrun on every host
+    port: int
+    dry_run: bool
+    follow: bool
+    plain: bool
+    restart: int  # how often without progress; 0: never
+    hang_after_s: float
+    shrink: int  # hosts on which it goes on while others stay lost; 0: it waits for all
+    shrink_after_s: float
+    guard_on: str  # a host; "": this machine
+    notify: str
+    notify_every_s: float  # 0: only if something happens
+    rehearse: bool
+    allow_sockets: bool
+    allow_misfit: bool
+    slurm: str | None  # sbatch's options; None: by SSH
+    places: Mapping[str, str]  # cache and scratch on a job's nodes, like cache= and scratch= in a hosts file
+    typed_in: str  # the directory
+    config: Config | None = None  # None: a program of the user's own
+    flags: tuple[str, ...] = ()  # the training settings, as flags
+    program: tuple[str, ...] = ()
+    typed: tuple[str, ...] = ()  # the command line, without --run, --resume and the program
+    evaluates: bool = False  # without training
+    blames: bool = False  # of those: it measures the documents of a step
+    export: str = ""  # where the first host is to write the model, once the run has ended well
+    when_done: str = ""  # the user's command after that
+    price: float = 0.0  # of a GPU-hour; 0: unknown
+    overridden: tuple[str, ...] = ()  # settings of a file that a later one replaces, in words
+    hides_gpus: bool = False  # from a program that is not our trainer
+
+    @property
+    def again(self) -> str:
+        """What to type after ``llama405b launch`` to continue this run, or to guard it if it is running."""
+        program = ["--", *self.program] if self.program else []
+        return shlex.join([*self.typed, "--run", self.run, "--resume", "auto", *program])
+
+    def spec(self) -> RunSpec:
+        """What the plan is built from, wherever it runs."""
+        return RunSpec(
+            run=self.run,
+            program=self.training_program(),
+            env=dict(self.env),
+            secrets=tuple(sorted(self.secrets)),
+            setup=self.setup,
+            checkpoint_dir="" if self.evaluates else self.settings.checkpoint.dir,
+            replicates=self.saves and self.settings.checkpoint.copies > 0,
+            spread=self.saves and self.settings.checkpoint.storage == "local",
+            on_cpu=self.on_cpu,
+            allow_sockets=self.allow_sockets,
+            load_s=self.settings.timeouts.load,
+        )
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether it trains on CPUs, even if there are GPUs."""
+        return self.hides_gpus or self.settings.parallel.device == "cpu"
+
+    @property
+    def saves(self) -> bool:
+        """Whether it writes checkpoints."""
+        return self.config is not None and self.config.checkpoint.cadence.saves and not self.evaluates
+
+    @property
+    def settings(self) -> Config:
+        """The training settings; the defaults if another program runs."""
+        return self.config or Config()
+
+    @property
+    def data_paths(self) -> tuple[str, ...]:
+        """The data that it reads."""
+        data, held_out = self.settings.data.paths, self.settings.evaluation.paths
+        return held_out if self.evaluates and held_out and not self.blames else (*data, *held_out)
+
+    @property
+    def new_checkpoints(self) -> str:
+        """The directory that must hold no checkpoint before the run starts; '' if one is resumed, or it is the run's own."""
+        if self.resume != "no" or self.evaluates:
+            return ""
+        return self.settings.checkpoint.dir
+
+    @property
+    def checkpoints(self) -> str:
+        """The directory of the run's checkpoints."""
+        return self.settings.checkpoint.dir or f"runs/{self.run}/checkpoints"
+
+    def refuse_changes(self, found: Resumable | None, settings: Config) -> None:
+        """Refuse to resume what was saved with other settings."""
+        if found and not self.evaluates:  # the model is all that matters then, which only ranks compare
+            now = as_configured(found.identity, settings)
+            accept_changes(found.path, found.identity, now, settings.checkpoint.allow_changes)
+
+    def training_program(self) -> tuple[str, ...]:
+        """What torchrun runs: the user's program, or our trainer."""
+        if self.program:
+            return self.program
+        return ("-m", "llama405b.train", "--run-dir", f"runs/{self.run}", "--resume", self.resume, *self.flags)
+
+
+def parse_launch(argv: Sequence[str], now: float) -> LaunchRequest:
+    """Parse the command line; a training command goes through the trainer's own parser.
+
+    Raises:
+        UserError: Something in it is wrong.
+    """
+    end = [*argv, "--"].index("--")
+    program = tuple(argv[end + 1 :])
+    settings, others = config.split_flags(argv[:end])
+    parser = launch_parser()
+    known, rest = parser.parse_known_args(others)
+    config.refuse_unknown(rest, parser.options)
+    if "--" in argv:
+        check_program(known, program, settings)
+    check_flags(known)
+    settings += _hours(known)
+    settings += [f"--training.extend={known.extend}"] if known.extend else []
+    settings += [f"--checkpoint.after_save={known.after_save}"] if known.after_save else []
+    command.check_resume(known.resume, evaluates=known.evaluate_only or bool(known.blame))
+    request = _request(known, now)
+    if program:
+        return dataclasses.replace(request, program=program, typed=_without(argv[:end], "--run", "--resume"))
+    resolved, flags = _training(known, settings)
+    check_export(known, resolved)
+    refuse_nothing_to_resume(known, resolved)
+    typed = _without(argv[:end], "--run", "--resume")
+    replaced = tuple(config.overridden(known.config))
+    return dataclasses.replace(request, config=resolved, flags=flags, typed=typed, overridden=replaced)
+
+
+def _hours(known: argparse.Namespace) -> list[str]:
+    """Return the flag of the GPU-hours that a budget buys; none without one."""
+    if known.price < 0 or known.budget < 0 or (known.budget and not known.price):
+        raise UserError(
+            "--budget: it needs --price, of a GPU-hour, and both must be above 0; write --budget 500 --price 2.5"
+        )
+    if not known.budget:
+        return []
+    return [f"--training.gpu_hours={known.budget / known.price:g}"]
+
+
+def _request(known: argparse.Namespace, now: float) -> LaunchRequest:
+    """Return the request of all flags that are not settings of the trainer."""
+    env, secrets = read_env(known.env, known.env_file, known.secret, os.environ)
+    return LaunchRequest(
+        hosts_file=known.hosts,
+        run=check_run_name(known.run or _new_name(known, now)),
+        resume=known.resume,
+        env=env,
+        secrets=secrets,
+        setup=known.setup_line,
+        port=known.port,
+        dry_run=known.dry_run,
+        follow=known.follow,
+        plain=known.plain,
+        restart=known.restart,
+        hang_after_s=seconds(known.hang_after, "--hang-after"),
+        shrink=known.shrink,
+        shrink_after_s=seconds(known.shrink_after, "--shrink-after"),
+        guard_on=known.guard_on,
+        notify=known.notify,
+        notify_every_s=seconds(known.notify_every, "--notify-every"),
+        rehearse=known.rehearse,
+        allow_sockets=known.allow_sockets,
+        allow_misfit=known.allow_misfit,
+        slurm=known.slurm,
+        places={key: path for key, path in (("cache", known.cache), ("scratch", known.scratch)) if path},
+        evaluates=known.evaluate_only or bool(known.blame),
+        blames=bool(known.blame),
+        export=known.export,
+        when_done=known.when_done,
+        price=known.price,
+        typed_in=str(Path.cwd()),
+    )
+
+
+def _without(argv: Sequence[str], *flags: str) -> tuple[str, ...]:
+    """Return the arguments without these flags and their values."""
+    kept: list[str] = []
+    flag = ""
+    for argument in argv:
+        is_value = flag in flags and not argument.startswith("-")  # --resume may have none
+        if not is_value and argument.partition("=")[0] not in flags:
+            kept.append(argument)
+        flag = argument
+    return tuple(kept)
+
+
+def _training(known: argparse.Namespace, settings: Sequence[str]) -> tuple[Config, tuple[str, ...]]:
+    """Return the trainer's settings, and equivalent flags for hosts that do not have the file."""
+    own = config.read_files(known.config) | config.read_flags(settings)
+    only = [command.EVALUATE_ONLY] * known.evaluate_only + [f"--blame={known.blame}"] * bool(known.blame)
+    flags = (*only, *flag("--preset", known.preset), *config.to_flags(own))
+    return command.parse([*source_flags(known), *only, *settings]).config, flags
+
+
+def refuse_nothing_to_resume(known: argparse.Namespace, settings: Config) -> None:
+    """Refuse to resume a run that is not named: a new one has no checkpoint."""
+    if known.run or settings.checkpoint.dir or not (known.resume == "auto" or known.resume.isdecimal()):
+        return
+    runs = [RunDir(path) for path in Path("runs").glob("*") if (path / "plan.json").exists()]
+    newest = max(runs, key=lambda run: run.plan.stat().st_mtime, default=None)
+    if newest is None:
+        raise UserError("--resume: nothing to resume; name the run with --run")
+    path = newest_complete(newest.checkpoints)
+    reached = given(" (step {})", step_of(path) if path else 0)
+    raise UserError(f"--resume: nothing to resume; did you mean --run {newest.name}{reached}?")
+
+
+def _new_name(known: argparse.Namespace, now: float) -> str:
+    """Make a name for a run that was given none."""
+    of = (known.preset or [Path("run"), *known.config][-1].stem) + "-evaluation" * known.evaluate_only
+    return f"{of}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(now))}"
+
+
+def asked_for(request: LaunchRequest) -> GuardState:
+    """Return the record of a guard that does not run yet, on this machine."""
+    return GuardState(
+        request.run,
+        0,
+        0,
+        request.guard_on or processes.machine_id(),
+        request.restart,
+        command=request.again,
+        directory=request.typed_in,
+        hang_after_s=request.hang_after_s,
+    )

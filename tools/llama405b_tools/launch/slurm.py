@@ -1,0 +1,350 @@
+"""Launch as a Slurm job: submit it, and each node's part in it.
+
+Runs in a Slurm job: the same node runner on each allocated node, with all state in the shared directory.
+
+``runs/<run>/slurm.json`` names the job of a run. Its hosts are not reached over SSH: status, logs and stop read the files
+that all nodes share, and ask Slurm what is alive.
+
+One node's part in a Slurm job: ``srun python -m llama405b_tools.launch.slurm RUN_DIR`` on every allocated node.
+
+With the argument ``save``, it asks the node runners to let the trainer save: the job's time is nearly over.
+
+The nodes meet in the shared run directory: each writes where it is, the first builds the plan from that, and each
+becomes the node runner of its part.
+"""
+
+import contextlib
+import dataclasses
+import os
+import random
+import secrets as random_secrets
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TypeVar
+
+from llama405b.contract.checkpoints import committed, refuse_held
+from llama405b.contract.errors import RunError, UserError, given
+from llama405b.contract.files import read_record, write_json
+from llama405b.contract.paths import UMASK, RunDir
+from llama405b.contract.software import code_version, own_argv
+from llama405b.spec.plan import Plan, read_plan
+from llama405b_tools.agent import machine, processes
+from llama405b_tools.agent.machine import RunPlace, place_of, resumable
+from llama405b_tools.agent.node import NodeRunner
+from llama405b_tools.agent.processes import read_secrets, write_secrets
+from llama405b_tools.hosts.fleet import command_to_type
+from llama405b_tools.hosts.transport import disagreements
+from llama405b_tools.launch.placement import HostSpec, LaunchSpec, RunSpec, build_plan
+from llama405b_tools.launch.preflight import other_name, place_words
+from llama405b_tools.launch.request import LaunchRequest
+from llama405b_tools.parsers import Address, Rdma
+from llama405b_tools.run import backends
+from llama405b_tools.run.backends import POLL_S, JobRecord, job_of, job_words
+
+SIGNAL_BEFORE_S = 300  # before the job's time limit, for the trainer to save
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class JobRequest:
+    """What the nodes of a job build the plan from."""
+
+    spec: RunSpec
+    program_again: tuple[str, ...]  # if Slurm requeues the job
+    grace_s: float
+    places: Mapping[str, str] = dataclasses.field(default_factory=dict)  # cache and scratch, for each node to expand
+
+
+def submit(request: LaunchRequest, options: str) -> str:
+    """Submit the job of a run; returns its id.
+
+    Raises:
+        UserError: sbatch is not installed or refuses the options, the run exists, or its directory cannot be written.
+    """
+    if not shutil.which("sbatch"):
+        raise UserError("--slurm: sbatch is not installed here; launch from a login node of the cluster")
+    words, run = _options(options), RunDir(Path.cwd() / "runs" / request.run)
+    is_new = not run.path.exists()
+    _check_run(request, run)
+    for leftover in [*run.path.glob("status/*.stop"), *run.path.glob("status/*.where")]:
+        leftover.unlink()
+    _write_request(request, run)
+    done = processes.call_slurm(["sbatch", *_own_options(request, run), *words, str(run.job_script)])
+    if done.returncode:
+        run.job_secrets.unlink(missing_ok=True)
+        if is_new:
+            shutil.rmtree(run.path)
+        raise UserError(f"--slurm: sbatch refused ({' '.join(done.stderr.split())[:300]}); correct the options")
+    job = done.stdout.strip().partition(";")[0]
+    write_json(run.job, JobRecord(job, options))
+    return job
+
+
+def _check_run(request: LaunchRequest, run: RunDir) -> None:
+    """Refuse a run whose name is taken, or that cannot write or resume here."""
+    if (place := place_of(str(run.path))).fault:
+        raise UserError(f"--slurm: {place.path} cannot be written: {place_words(place)}; launch from another directory")
+    if run.path.exists() and (request.resume == "no" or request.evaluates):
+        raise UserError(f"--run: {request.run!r} exists here; {other_name(request)}")
+    if directory := request.new_checkpoints:
+        with contextlib.suppress(OSError):  # if it cannot be read, the trainer says so
+            refuse_held(Path(directory), committed(Path(directory)))
+    if request.config:
+        request.refuse_changes(resumable(request.resume, request.checkpoints), request.config)
+    earlier = read_record(JobRecord, run.job)
+    if earlier and processes.job_state(earlier.job) not in processes.JOB_GONE:
+        stop = command_to_type("stop", None, request.run)
+        raise UserError(f"--run: {request.run!r} is already job {earlier.job}; `{stop}` ends it")
+
+
+def _write_request(request: LaunchRequest, run: RunDir) -> None:
+    """Write what the job's nodes read."""
+    resume = request.resume if request.evaluates else "auto"
+    again = dataclasses.replace(request, resume=resume).training_program()
+    write_json(run.job_request, JobRequest(request.spec(), again, SIGNAL_BEFORE_S - 60, request.places))
+    if request.secrets:
+        write_secrets(run.job_secrets, dict(request.secrets))
+    run.job_script.write_text(job_script(request.run, run.path), encoding="utf-8")
+
+
+def _own_options(request: LaunchRequest, run: RunDir) -> list[str]:
+    options = [
+        "--parsable",
+        "--ntasks-per-node=1",
+        f"--signal=B:USR1@{SIGNAL_BEFORE_S}",
+        f"--output={run.path}/slurm-%j.log",
+        "--open-mode=append",
+    ]
+    if request.secrets:  # they are not kept, so the job cannot start again
+        options.append("--no-requeue")
+    return options
+
+
+def job_script(name: str, directory: Path) -> str:
+    """Return the batch script, which starts this node's part on every node of the job."""
+    node = [*own_argv("llama405b_tools.launch.slurm"), str(directory)]
+    return "\n".join(
+        [
+            "#!/bin/sh",
+            f"#SBATCH --job-name=llama405b-{name}",
+            f"cd {shlex.quote(str(Path.cwd()))} || exit 2",
+            "unset PYTHONHOME",
+            f"trap {shlex.quote(shlex.join([*node, 'save']))} USR1  # the job's time is nearly over",
+            f"srun --ntasks-per-node=1 --kill-on-bad-exit=0 {shlex.join(node)} &",
+            "while :; do wait $!; code=$?; kill -0 $! 2>/dev/null || exit $code; done",
+            "",
+        ]
+    )
+
+
+def _options(text: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise UserError(f'--slurm: {text!r} cannot be parsed ({error}); write it as "-N 4 -p gpu"') from None
+
+
+def await_plan(run: str) -> Plan:
+    """Return the plan of a job just submitted, once its nodes have met; prints what it waits for.
+
+    Raises:
+        RunError: The job ended before that.
+    """
+    said, job = "", job_of(run)
+    while (plan := read_plan(RunDir.here(run))).slurm_job != job:
+        if (words := job_words(run)) != said:
+            print(words, flush=True)
+            said = words
+        if processes.job_state(job) in processes.JOB_GONE:
+            raise RunError(f"job {job} ended before its nodes met; see runs/{run}/slurm-{job}.log")
+        time.sleep(POLL_S)
+    return plan
+
+
+MEET_S = 120.0
+PORTS = range(20_000, 30_000)
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class NodeWhere:
+    """What a node tells the others about itself, through the shared directory."""
+
+    job: str  # and how often it was requeued
+    ready: bool = False
+    head: str = ""  # the head's address as seen from here
+    mine: str = ""  # its own address on the route there
+    own: tuple[Address, ...] = ()
+    machine: str = ""
+    gpus: int = 0
+    cores: int = 1
+    torch: str = ""
+    code: str = ""
+    rdma: Rdma = Rdma()
+    places: Mapping[str, RunPlace] = dataclasses.field(default_factory=dict)  # cache and scratch
+
+
+def main() -> int:
+    """Meet the others, and run this node's part; returns torchrun's exit code."""
+    os.umask(UMASK)
+    run = RunDir(Path(sys.argv[1]))
+    request = read_record(JobRequest, run.job_request)
+    if request is None:
+        raise SystemExit(f"{run.path} is missing on {socket.gethostname()}: it must be on a disk that all nodes share")
+    name = os.environ["SLURMD_NODENAME"]
+    job = os.environ["SLURM_JOB_ID"]
+    restarts = restart_count()
+    argv = ["scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]]
+    names = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=60).stdout.split()
+    if sys.argv[2:] == ["save"]:
+        backends.ask_to_stop(run, names, "the job's time limit", request.grace_s)
+        return 0
+    this = f"job {job}{given(', requeued {} x', restarts)}"
+    if restarts:  # a stop of the job before is not one of this job
+        run.stop(name).unlink(missing_ok=True)
+    write_json(run.where(name), _where(names[0], this, request.places))
+    if name == names[0]:
+        _make_plan(run, request, names, this)
+    _wait(lambda: _plan_of(run, this), f"{names[0]} made no plan")
+    secrets = read_secrets(run.job_secrets)
+    if secrets and request.spec.secrets:
+        write_secrets(run.secrets(name), secrets)
+    write_json(run.where(name), NodeWhere(this, ready=True))
+    if name == names[0]:
+        _wait(lambda: all(_where_of(run, n) == NodeWhere(this, ready=True) for n in names), "a node did not get ready")
+        run.job_secrets.unlink(missing_ok=True)
+    return NodeRunner(run, name).main()
+
+
+def _where(head: str, this: str, places: Mapping[str, str]) -> NodeWhere:
+    """Return this node's resources, the head's address as seen from here, and its own address on the route there."""
+    try:
+        target = socket.gethostbyname(head)
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((target, 9))  # sends nothing
+            mine = probe.getsockname()[0]
+    except OSError:
+        target = mine = ""
+    visible = [gpu for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu]
+    return NodeWhere(
+        job=this,
+        head=target,
+        mine=mine,
+        own=machine.addresses(),
+        machine=socket.gethostname(),
+        gpus=len(visible) or len(machine.gpus()[0]),
+        cores=len(os.sched_getaffinity(0)),
+        torch=machine.version_of("torch"),
+        code=code_version(),
+        rdma=machine.rdma_ports(),
+        places={key: machine.place_of(os.path.expandvars(path)) for key, path in places.items()},
+    )
+
+
+def restart_count() -> int:
+    """How often Slurm has restarted this job: after a node failed, or after preemption."""
+    return int(os.environ.get("SLURM_RESTART_COUNT") or 0)
+
+
+def _make_plan(run: RunDir, request: JobRequest, names: list[str], this: str) -> None:
+    """Build the plan, on the first node, from what all have written; ``this``: the job, and how often it was requeued."""
+    found = _wait(lambda: _all_where(run, names, this), "not all nodes appeared")
+    if clauses := disagreements(
+        {name: {"torch": where.torch, "llama405b": where.code} for name, where in found.items()}
+    ):
+        raise SystemExit(f"the nodes differ: {'; '.join(clauses)}; install the same versions")
+    _check_places(found)
+    own = [entry.address for entry in found[names[0]].own]
+    seen = [found[name].head for name in names[1:] if found[name].head]
+    head = [*seen, *own, "127.0.0.1"][0]
+    mine = {name: where.mine for name, where in found.items()} | {names[0]: head}
+    parts = [_part(name, where, mine[name]) for name, where in found.items()]
+    spec = request.spec
+    if restart_count():
+        spec = dataclasses.replace(spec, program=request.program_again)
+    launching = LaunchSpec(
+        attempt=read_plan(run).attempt + 1,
+        created=time.time(),
+        token=random_secrets.token_hex(4),
+        endpoint=f"{head}:{_free_port()}",
+        owner=this,
+        grace_s=request.grace_s,
+        slurm_job=os.environ["SLURM_JOB_ID"],
+    )
+    write_json(run.plan, build_plan(spec, parts, launching))
+
+
+def _check_places(found: Mapping[str, NodeWhere]) -> None:
+    """Refuse directories that a node cannot use; a variable that is not set there stays, or leaves nothing."""
+    for name, where in found.items():
+        for key, place in where.places.items():
+            if "$" in place.path or not place.path.startswith("/"):
+                why = f"{place.path!r} is not a full path on that node; set its variables there, or name another directory"
+                raise SystemExit(f"{name}: --{key}: {why}")
+            if place.fault:
+                why = f"{place.path} cannot be created or written; name a directory of your own"
+                raise SystemExit(f"{name}: --{key}: {why}")
+
+
+def _part(name: str, where: NodeWhere, mine: str) -> HostSpec:
+    """Return what a plan needs to know about a node; ``mine``: its address on the training network."""
+    return HostSpec(
+        name=name,
+        slots=0,
+        machine=where.machine,
+        gpus=where.gpus,
+        cores=where.cores,
+        rdma=where.rdma,
+        workdir=str(Path.cwd()),
+        python=sys.executable,
+        address=mine,
+        interface=next((entry.interface for entry in where.own if entry.address == mine), "lo"),
+        places={key: place.path for key, place in where.places.items()},
+    )
+
+
+def _free_port() -> int:
+    while True:
+        port = random.choice(PORTS)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+            return port
+
+
+def _plan_of(run: RunDir, this: str) -> Plan | None:
+    """The plan of this start of the job; None until it is made."""
+    plan = read_plan(run)
+    return plan if plan.owner == this else None
+
+
+def _all_where(run: RunDir, names: list[str], this: str) -> dict[str, NodeWhere] | None:
+    """What every node has written about itself; None until all have."""
+    found = {name: _where_of(run, name) for name in names}
+    if all(where.job == this for where in found.values()):
+        return found
+    return None
+
+
+def _where_of(run: RunDir, name: str) -> NodeWhere:
+    return read_record(NodeWhere, run.where(name)) or NodeWhere("")
+
+
+def _wait(condition: Callable[[], T | None], why: str) -> T:
+    deadline = time.monotonic() + MEET_S
+    while not (value := condition()):
+        if time.monotonic() > deadline:
+            raise SystemExit(f"{why} within {MEET_S:.0f} s; see the other nodes' lines in the job's log")
+        time.sleep(0.1)
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

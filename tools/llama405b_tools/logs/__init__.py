@@ -1,1 +1,0 @@
-"""Every log of every rank, as one stream."""

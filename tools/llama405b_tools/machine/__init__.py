@@ -1,1 +1,0 @@
-"""Facts about one machine, parsed from its programs' output: GPUs, fabric, torchrun, addresses. Pure."""

@@ -1,1 +1,0 @@
-"""What a report looks like. Pure."""

@@ -1,0 +1,368 @@
+"""The logs of a run's hosts, merged by time and as a terminal shows them; and where a failure began.
+
+Find where a run's failure began: host, rank, signal, and the rank's traceback.
+
+The logs of a run on several hosts, merged by time: each host's clock is corrected by its measured skew.
+
+How log entries look on a terminal, in a pipe and in files: filtered, folded, colored, cleaned, redacted.
+"""
+
+import argparse
+import collections
+import contextlib
+import json
+import os
+import queue
+import re
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from llama405b.contract.errors import UserError, counted, given, seconds
+from llama405b_tools.agent.messages import HostRun, StreamRequest
+from llama405b_tools.hosts.fleet import Fleet
+from llama405b_tools.run import judge
+from llama405b_tools.run.judge import Failure, failure_words
+from llama405b_tools.run.query import HostMessage, Seen, Streams, Unreachable, failures_of, is_guarded, known_of
+from llama405b_tools.text.words import Entry, Fold, Merge, OneByOne, clean, group_text, redact, where_of
+
+ATTEMPT = re.compile(r"attempt \d+: \[")  # how the node runner begins torchrun's log
+LAST = 20  # blocks shown if there is no traceback
+READ_AHEAD = 40  # read ahead
+
+
+def find_first_error(fleet: Fleet, run: str, seen: Seen, attempt: int = 0) -> tuple[bool, list[str]]:
+    """Return whether a run failed, and where the failure began, as lines.
+
+    ``attempt``: 0 is the newest that failed, even if the guard has restarted the run since.
+    """
+    known = known_of(seen)
+    failures, which = failures_of(seen), 0
+    if attempt or not failures:
+        failures, which = _in_the_past(known, attempt)
+    if not failures:
+        return False, [f"run {run}: no failure on {counted(len(seen), 'host')}{given(' in attempt {}', attempt)}"]
+    worst = judge.first_failure(failures)
+    lines = [f"run {run}{given(', attempt {}', which)}: {worst.host}: {failure_words(worst)}"]
+    if worst.host in known:
+        lines += _words_of(fleet, run, worst, known[worst.host], which)
+    if others := sorted({failure.host for failure in failures} - {worst.host}):
+        lines.append(f"and after it: {', '.join(others)}")
+    return True, lines
+
+
+def _words_of(fleet: Fleet, run: str, worst: Failure, known: HostRun, attempt: int) -> list[str]:
+    """The failed rank's traceback, or its last output; torchrun's own output if no rank is known."""
+    rank = worst.cause.rank
+    local_rank = rank - known.first_rank if rank is not None else -1
+    texts = _stderr(fleet, run, worst.host, local_rank, attempt)
+    return [line for text in texts for line in clean(text).split("\n")]
+
+
+def _in_the_past(known: Mapping[str, HostRun], attempt: int) -> tuple[list[Failure], int]:
+    """The failures of an attempt (0: the newest that has any), and its number."""
+    recorded = [blame for found in known.values() for blame in found.blames]
+    past = {end.attempt for found in known.values() for end in found.ends} | {blame.attempt for blame in recorded}
+    for which in sorted(past, reverse=True):
+        blame = judge.blame_of(which, recorded)
+        if attempt in (0, which) and (failures := judge.with_blame(_failures_in(known, which), blame)):
+            return failures, which
+    return [], attempt
+
+
+def _failures_in(known: Mapping[str, HostRun], attempt: int) -> list[Failure]:
+    """The failures of an attempt, in order of time: as long ago as each host's own clock says."""
+    ends = [
+        (end.time - found.now, host, end)
+        for host, found in known.items()
+        for end in found.ends
+        if end.attempt == attempt
+    ]
+    ends.sort(key=lambda entry: entry[0])
+    found = [judge.failure_of(host, judge.state_of(end, alive=False)) for _, host, end in ends]
+    return [failure for failure in found if failure]
+
+
+def _stderr(fleet: Fleet, run: str, host: str, local_rank: int, attempt: int) -> Sequence[str]:
+    """The last traceback that a rank wrote in an attempt, else its last blocks; torchrun's own log if no rank is known.
+
+    Keeps no more than that: the log may be large.
+    """
+    request = StreamRequest(run, host, attempt=attempt, stderr=local_rank >= 0, agent=local_rank < 0)
+    streams = Streams(fleet, [host], request, most=READ_AHEAD)
+    last = collections.deque[str](maxlen=LAST)
+    traceback: tuple[str, ...] = ()
+    try:
+        while True:
+            news = streams.arrivals.get().news
+            if isinstance(news, Unreachable) or news.end:
+                return traceback or last
+            streams.done(host)
+            for _, file, text in news.entries:
+                if (local_rank < 0 or f"/{local_rank}/" in file) and not ATTEMPT.match(text):
+                    last.append(text)
+                    traceback = (text,) if "Traceback" in text else traceback
+    finally:
+        streams.close()
+
+
+HOLD_S = 0.8  # while following: wait this long for older lines of other hosts
+MOST = 20_000  # entries per host that wait for a slow terminal; then the oldest are dropped, and counted
+QUIET_S = 3.0  # without messages after the guard's end, until reading stops
+POLL_S = 0.2
+
+
+class Sink(Protocol):
+    """Receiver of the merged entries: a terminal, or a pane of it."""
+
+    def entries(self, entries: Iterator[Entry]) -> None:
+        """Take entries, in order."""
+
+    def dropped(self, counts: Mapping[str, int]) -> None:
+        """Take the number of entries dropped so far, by host."""
+
+    def note(self, text: str) -> None:
+        """Take a note about the reading itself."""
+
+
+class LogReader:
+    """The logs of a run on these hosts, merged by time."""
+
+    def __init__(self, fleet: Fleet, run: str, first_ranks: Mapping[str, int], request: StreamRequest) -> None:
+        """``first_ranks``: by host to read; ``request``: sent to each host."""
+        self.run = run
+        self.first_ranks = first_ranks
+        self.follow = request.follow
+        self.forever = request.forever
+        self.streams = Streams(fleet, list(first_ranks), request, most=READ_AHEAD)
+        self.merge = Merge(MOST if self.follow else 0)
+        self.going, self.away = set(first_ranks), set[str]()
+        self.skew: dict[str, float] = {}  # host's clock minus this one's, seconds
+        self.owed = dict.fromkeys(first_ranks, 0)  # messages with entries not shown yet
+        for host in first_ranks:
+            self.merge.begin(host)
+
+    def show(self, show: Sink) -> None:
+        """Show everything, until every host is done (or the guard, if one may restart the run)."""
+        try:
+            heard_at = time.monotonic()
+            while self._goes_on(heard_at):
+                for arrival in _arrived(self.streams):
+                    self._take(arrival, show)
+                    heard_at = time.monotonic()
+                show.entries(self.merge.pop(time.time() - HOLD_S if self.follow else float("-inf")))
+                show.dropped(self.merge.dropped)
+                for host in self.owed:
+                    while self.owed[host] and self.merge.size(host) < MOST // 2:
+                        self.owed[host] -= 1
+                        self.streams.done(host)
+            show.entries(self.merge.pop(float("inf")))
+        finally:
+            self.streams.close()
+
+    def _goes_on(self, heard_at: float) -> bool:
+        if not self.going or self.streams.closing.is_set():
+            return False
+        return not self.forever or is_guarded(self.run) or time.monotonic() < heard_at + QUIET_S
+
+    def _take(self, arrival: HostMessage, show: Sink) -> None:
+        host, news = arrival.host, arrival.news
+        if isinstance(news, Unreachable):
+            if host not in self.away:
+                show.note(f"{host}: {news.why}; trying again")
+            self.away.add(host)
+            self.merge.end(host)
+            return
+        if host in self.away:
+            self.away.discard(host)
+            self.merge.begin(host)
+        self.owed[host] += 1
+        if news.now is not None:  # network delay only makes the host's clock seem behind
+            self.skew[host] = max(self.skew.get(host, float("-inf")), news.now - arrival.at)
+        if news.skipped:
+            self.merge.drop(host, news.skipped)
+        if news.entries:
+            skew, first_rank = self.skew.get(host, 0.0), self.first_ranks[host]
+            self.merge.push(host, [entry_of(host, t, file, text, skew, first_rank) for t, file, text in news.entries])
+        elif self.follow:
+            self.merge.end(host)  # it has nothing for now: the other hosts need not wait
+        if news.end:
+            self.going.discard(host)
+            self.merge.end(host)
+
+
+def entry_of(host: str, moment: float, file: str, text: str, skew: float, first_rank: int) -> Entry:
+    """Make an entry of a block of a host's log file, in this machine's time; the path has rank and stream."""
+    parts = file.split("/")
+    if len(parts) < 3 or not parts[-2].isdigit():
+        return Entry(moment - skew, host, file, text)
+    return Entry(moment - skew, host, file, text, rank=first_rank + int(parts[-2]), stream=parts[-1][3:6])
+
+
+def _arrived(streams: Streams) -> Iterator[HostMessage]:
+    """Yield what has arrived, after a short wait."""
+    with contextlib.suppress(queue.Empty):
+        yield streams.arrivals.get(timeout=POLL_S)
+        for _ in range(1000):
+            yield streams.arrivals.get_nowait()
+
+
+MOST_BYTES = 1 << 20  # of each file that wait on its host while following
+NOTE_EVERY_S = 5.0  # about lines that were left out
+HOST_COLORS = (36, 33, 35, 32, 34, 96, 93, 95, 92, 94)
+
+
+class Show:
+    """Filters, folds, formats and prints entries."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        """Check the options.
+
+        Raises:
+            UserError: An option is invalid.
+        """
+        self.args, self.out = args, sys.stdout
+        self.include, self.exclude = _regexes(args.include, "--include"), _regexes(args.exclude, "--exclude")
+        self.highlight = _regexes(args.highlight, "--highlight")
+        self.ranks = _ranks(args.rank)
+        self.since_s = seconds(args.since or "0", "--since")
+        self.attempt = _attempt(args.attempt)
+        if args.tail is not None and args.tail < 0:
+            raise UserError(f"--tail: {args.tail} is negative; use 0 or more")
+        if args.follow and args.first_error:
+            raise UserError("--first-error cannot be used with -f; omit one of them")
+        self.color = args.output == "text" and self.out.isatty() and not os.environ.get("NO_COLOR")
+        self.show = {"text": self._lines, "json": self._json, "raw": self._raw}[args.output]
+        self.fold = Fold() if args.fold else OneByOne()
+        self.saved: set[Path] = set()
+        self.hosts: dict[str, int] = {}
+        self.left_out: dict[str, int] = {}  # lines, by host
+        self.noted, self.note_at = dict[str, int](), 0.0
+
+    def request(self, run: str, *, follow: bool, forever: bool) -> StreamRequest:
+        """Build the request to the hosts."""
+        args = self.args
+        return StreamRequest(
+            run,
+            "",
+            follow=follow,
+            forever=forever,
+            attempt=self.attempt,
+            since_s=self.since_s,
+            tail=args.tail,
+            agent=args.agent,
+            stderr=args.stderr,
+            most_bytes=MOST_BYTES if follow else 0,
+        )
+
+    def entries(self, entries: Iterator[Entry]) -> None:
+        """Show entries, in order of arrival."""
+        for entry in entries:
+            if self.ranks and entry.rank not in self.ranks:
+                continue
+            if self.args.save:
+                self._save(entry)
+            if self._is_wanted(entry.text):
+                for group in self.fold.push(entry):
+                    self.show(group)
+        if self.args.follow:
+            for group in self.fold.older_than(time.time() - self.fold.window_s):
+                self.show(group)
+        self.out.flush()
+
+    def _is_wanted(self, text: str) -> bool:
+        included = not self.include or any(regex.search(text) for regex in self.include)
+        return included and not any(regex.search(text) for regex in self.exclude)
+
+    def dropped(self, counts: Mapping[str, int]) -> None:
+        """Note now and then how many lines come too fast to be shown here."""
+        self.left_out = dict(counts)
+        if time.monotonic() >= self.note_at:
+            self._note_left_out()
+
+    def _note_left_out(self) -> None:
+        for host, count in self.left_out.items():
+            if more := count - self.noted.get(host, 0):
+                why = "they come faster than they can be shown here; `logs` without -f shows them all"
+                self.note(f"{host}: {counted(more, 'line')} left out: {why}")
+                self.noted[host], self.note_at = count, time.monotonic() + NOTE_EVERY_S
+
+    def note(self, text: str) -> None:
+        """Print a note about the reading itself."""
+        print(f"- {text}", file=sys.stderr)
+
+    def close(self) -> None:
+        """Show what remains."""
+        self._note_left_out()
+        for group in self.fold.flush():
+            self.show(group)
+        with contextlib.suppress(BrokenPipeError):
+            self.out.flush()
+
+    def _raw(self, group: Sequence[Entry]) -> None:
+        text = group[0].text
+        self.out.write(f"{clean(text) if self.out.isatty() else redact(text)}\n")
+
+    def _json(self, group: Sequence[Entry]) -> None:
+        entry = group[0]
+        record = {"time": round(entry.time, 3), "host": entry.host, "rank": entry.rank, "stream": entry.stream}
+        if len(group) > 1:
+            record |= {"hosts": sorted({e.host for e in group}), "ranks": sorted({e.rank for e in group})}
+        self.out.write(json.dumps(record | {"text": clean(group_text(group))}, ensure_ascii=False) + "\n")
+
+    def _lines(self, group: Sequence[Entry]) -> None:
+        entry = group[0]
+        clock = time.strftime("%H:%M:%S", time.localtime(entry.time))
+        prefix = f"{clock} {where_of(group)} {entry.stream:3}"
+        if self.color:
+            color = HOST_COLORS[self.hosts.setdefault(entry.host, len(self.hosts)) % len(HOST_COLORS)]
+            prefix = f"\x1b[{color}m{prefix}\x1b[0m"
+        for line in clean(group_text(group)).split("\n"):
+            self.out.write(f"{prefix} │ {self._lit(line)}\n")
+
+    def _lit(self, line: str) -> str:
+        for regex in self.highlight if self.color else ():
+            line = regex.sub(lambda match: given("\x1b[1;7m{}\x1b[0m", match[0]), line)
+        return line
+
+    def _save(self, entry: Entry) -> None:
+        name = f"rank-{entry.rank}.{entry.stream}.log" if entry.rank >= 0 else "torchrun.log"
+        path = self.args.save / entry.host / name
+        mode = "a" if path in self.saved else "w"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open(mode, encoding="utf-8") as file:  # one at a time: there are many
+                file.write(redact(entry.text) + "\n")
+        except OSError as error:
+            raise UserError(f"--save: {path} cannot be written ({error.strerror}); name another directory") from None
+        self.saved.add(path)
+
+
+def _regexes(texts: Sequence[str], flag: str) -> list[re.Pattern[str]]:
+    found = []
+    for text in texts:
+        try:
+            found.append(re.compile(text))
+        except re.error as error:
+            raise UserError(f"{flag}: {text!r} is not a valid regular expression ({error}); correct it") from None
+    return found
+
+
+def _ranks(text: str) -> set[int]:
+    ranks: set[int] = set()
+    for part in text.split(",") if text else ():
+        match = re.fullmatch(r"(\d{1,6})(?:-(\d{1,6}))?", part)
+        if not match:
+            raise UserError(f"--rank: {text!r} is not a valid rank list; write 3 or 0-7,12")
+        ranks |= set(range(int(match[1]), int(match[2] or match[1]) + 1))
+    return ranks
+
+
+def _attempt(text: str) -> int:
+    if text == "all":
+        return -1
+    if not text.isdecimal():
+        raise UserError(f"--attempt: {text!r} is not a valid attempt; write a number, or all")
+    return int(text)

@@ -1,0 +1,231 @@
+"""Lines, columns, gauges and graphs over time, and the styles of values. Pure.
+
+Lines, columns and gauges, of which the screen is put together.
+
+Graphs over time, with axes and units.
+
+The styles of values: what stands out is marked, and what is no longer heard is dim.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from rich.text import Text
+
+from llama405b_tools.text.figures import BARS, local_time, span
+from llama405b_tools.top.state.picture import HostRow, HostState
+from llama405b_tools.top.state.trends import Bucket
+
+EIGHTHS = " ▏▎▍▌▋▊▉█"
+GAP = 1  # columns between what stands side by side
+
+
+def rule(title: str, width: int, *, right: str = "", focused: bool = False) -> Text:
+    """Return a heading as wide as its pane; what stands at the right is omitted if there is no room."""
+    style = "focus" if focused else "title"
+    line = Text().append(f"── {title} ", style)
+    room = width - line.cell_len - len(right) - 2
+    if right and room < 0:
+        right, room = "", width - line.cell_len
+    line.append("─" * max(0, room if right else width - line.cell_len), style)
+    return line.append(f" {right} " if right else "", style)
+
+
+def fitted(line: Text, width: int) -> Text:
+    """Return the line exactly so wide."""
+    line.truncate(width, overflow="ellipsis", pad=True)
+    return line
+
+
+def tall(lines: Sequence[Text], height: int) -> list[Text]:
+    """Return exactly so many lines."""
+    return [*lines[:height], *(Text() for _ in range(height - len(lines)))]
+
+
+def beside(panes: Sequence[tuple[Sequence[Text], int]]) -> list[Text]:
+    """Put panes, each with its width, side by side."""
+    joined = []
+    for row in itertools.zip_longest(*(lines for lines, _ in panes)):
+        line = Text()
+        for (_, width), part in zip(panes, row, strict=True):
+            line.append_text(fitted(part.copy() if part else Text(), width)).append(" " * GAP)
+        line.right_crop(GAP)
+        joined.append(line)
+    return joined
+
+
+def divided(width: int, n: int) -> list[int]:
+    """Divide a width among n panes with gaps between them."""
+    room = width - GAP * (n - 1)
+    return [room * (i + 1) // n - room * i // n for i in range(n)]
+
+
+def gauge(share: float | None, width: int) -> str:
+    """Draw a share of 1 as a bar of so many columns, by eighths of a column; the rest is light."""
+    if share is None:
+        return "·" * width
+    eighths = round(8 * width * min(1.0, max(0.0, share)))
+    full, rest = divmod(eighths, 8)
+    return ("█" * full + (EIGHTHS[rest] if rest else "")).ljust(width, "░")
+
+
+def runs(cells: Iterable[tuple[str, str]]) -> Text:
+    """Join characters, each with its style; equal styles that follow each other become one piece."""
+    pieces: list[tuple[str, str]] = []
+    for char, style in cells:
+        if pieces and pieces[-1][1] == style:
+            pieces[-1] = (pieces[-1][0] + char, style)
+        else:
+            pieces.append((char, style))
+    return Text.assemble(*pieces)
+
+
+LABEL = 7  # columns of the axis of values
+PLANNED = {" ": "plan", BARS[-1]: "plan.on"}  # where the dotted line is drawn, and how
+LEAST_LINES = 3  # of a graph, with its title and the axis of time
+
+
+class Axis(NamedTuple):
+    """The time that all graphs show."""
+
+    begin: float
+    end: float
+    marks: Sequence[tuple[float, str]] = ()  # moments, and the letter of what happened
+    end_name: str = "now"
+
+    def column(self, time: float, n: int) -> int:
+        """Return the column of a moment; outside of ``range(n)`` if it is not shown."""
+        return math.floor((time - self.begin) / (self.end - self.begin) * n)
+
+
+class Scale(NamedTuple):
+    """The axis of values."""
+
+    low: float
+    high: float
+    words: Callable[[float], str]
+
+    def level(self, value: float, n: int) -> int:
+        """Return how many eighths of ``n`` lines a value takes; at least one, if it is above the lowest."""
+        share = (value - self.low) / (self.high - self.low)
+        eighths = round(8 * n * min(1.0, max(0.0, share)))
+        return max(eighths, int(value > self.low))
+
+
+def from_zero(values: Iterable[float], words: Callable[[float], str]) -> Scale:
+    """Return a scale from 0 to a round number that is not below any value."""
+    most = max(values, default=0.0)
+    if most <= 0:
+        return Scale(0.0, 1.0, words)
+    unit = 10.0 ** math.floor(math.log10(most))
+    steps = (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10)
+    return Scale(0.0, next(step * unit for step in steps if step * unit >= 0.999 * most), words)
+
+
+def around(values: Sequence[float], words: Callable[[float], str]) -> Scale:
+    """Return a scale that the values fill, with some room below."""
+    if not values:
+        return Scale(0.0, 1.0, words)
+    low, high = min(values), max(values)
+    room = (high - low) or abs(high) or 1.0
+    return Scale(low - 0.25 * room, high, words)
+
+
+def chart(
+    title: str,
+    right: str,
+    columns: Sequence[Bucket | None],
+    scale: Scale,
+    axis: Axis,
+    height: int,
+    *,
+    plan: float | None = None,
+    style: str = "chart",
+) -> list[Text]:
+    """Draw a graph of ``height`` lines: its title, the values as a filled area, and the axis of time.
+
+    ``columns``: a bucket per column; where nothing is known, nothing is drawn. ``plan``: a dotted line. ``style``: of the area.
+    """
+    n, width = height - 2, len(columns) + LABEL
+    levels = [None if bucket is None else scale.level(bucket.mean, n) for bucket in columns]
+    at_plan = None if plan is None or not scale.low <= plan <= scale.high else (scale.level(plan, n) - 1) // 8
+    lines = [rule(title, width, right=right)]
+    for i in reversed(range(n)):
+        line = Text().append(_label(scale, i, n), "title")
+        area = [(_cell(level, i), style) for level in levels]
+        if i == at_plan:
+            area = [("┄", PLANNED[char]) if char in PLANNED else (char, style) for char, style in area]
+        lines.append(line.append_text(runs(area)))
+    return [*lines, time_axis(axis, len(columns))]
+
+
+def _label(scale: Scale, i: int, n: int) -> str:
+    """Name the highest value, the one in the middle and the lowest, each on its line."""
+    named = {n - 1: scale.high, 0: scale.low}
+    if n >= 5:
+        named[n // 2] = (scale.low + scale.high) / 2
+    words = scale.words(named[i]) if i in named and n > 1 else ""
+    return f"{words[: LABEL - 2]:>{LABEL - 2}} {'┤' if words else '│'}"
+
+
+def _cell(level: int | None, i: int) -> str:
+    """Return what a column shows in line ``i`` from below."""
+    part = 0 if level is None else level - 8 * i
+    if part <= 0:
+        return " "
+    return BARS[min(8, part) - 1]
+
+
+def time_axis(axis: Axis, width: int) -> Text:
+    """Draw the axis of time below a graph: how long ago, and what happened."""
+    cells = ["─"] * width
+    length_s = axis.end - axis.begin
+    words = [(0, f"-{span(length_s)}"), (width // 2, f"-{span(length_s / 2)}"), (width, axis.end_name)]
+    if length_s > 12 * 3600:
+        words = [(width * i // 2, local_time(axis.begin + length_s * i / 2, "%a %H:%M")) for i in range(3)]
+    for at, text in words if width >= 24 else [words[0], words[2]]:
+        begin = min(max(0, at - len(text) // 2), width - len(text))
+        cells[begin : begin + len(text)] = text
+    for time, letter in axis.marks:
+        at = axis.column(time, width)
+        while 0 <= at < width and not (cells[at] == letter or cells[at : at + 2] == ["─", "─"]):  # apart from words
+            at -= 1
+        if 0 <= at < width:
+            cells[at] = letter
+    return Text().append(" " * (LABEL - 1) + "└" + "".join(cells[:width]), "title")
+
+
+def means(columns: Iterable[Bucket | None]) -> Iterator[float]:
+    """Yield the known values of columns."""
+    return (bucket.mean for bucket in columns if bucket)
+
+
+STYLES = {0: "", 1: "warn", 2: "bad"}  # by severity
+ODD, OLD = "odd", "old"
+
+
+def is_victim(row: HostRow) -> bool:
+    """Whether the run failed there because it failed elsewhere, or nobody knows yet where."""
+    return row.state is HostState.FAILED and not row.is_culprit
+
+
+def row_style(row: HostRow) -> str:
+    """Return the style of a host's state and of why it is so."""
+    return OLD if is_victim(row) else STYLES[row.severity]
+
+
+def style_of(row: HostRow, *, odd: bool) -> str:
+    """Return the style of a value: what stands out is marked; what is no longer heard, and a victim's, is dim."""
+    if not row.is_heard or is_victim(row):
+        return OLD
+    return (STYLES[row.severity] or ODD) if odd else ""
+
+
+def pieced(row: HostRow, pieces: Iterable[tuple[str, str]], odd_in: Collection[str]) -> Text:
+    """Join pieces of text, each with the field that it shows ('': none), in the style of its value."""
+    line = Text()
+    for text, field in pieces:
+        line.append(text, style_of(row, odd=field in odd_in))
+    return line
