@@ -1,131 +1,201 @@
-"""Measure the size and density of the code: ``bash tests/measure.sh``. Prints figures next to targets."""
+"""Measure what a reader has to carry: ``bash tests/measure.sh [CHECKOUT]``. Prints figures, and aims where there are any.
+
+Statements are those of the syntax tree: comments, docstrings and imports are none. Of each journey, a profiler counts the files of
+ours that are opened and the functions that are entered: in the process of the command, or of a rank. It starts runs of the demo's model on
+this machine; two minutes.
+"""
 
 import ast
 import collections
+import contextlib
+import dataclasses
+import json
+import os
+import pty
 import statistics
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 
 from radon.complexity import cc_visit
 
-ROOT = Path(__file__).resolve().parent.parent
+HERE = Path(__file__).resolve().parent.parent
 PACKAGES = ("llama405b", "tools/llama405b_tools")
-LONG_FILE, SMALL_FILE, LONG_FUNCTION = 400, 40, 50  # lines
-COMPLEX, MANY_PARAMETERS, MANY_TARGETS = 10, 8, 3
-DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-ALLOWED_LONG = ("sampler.py", "hostprobe.py")  # one file each, as they travel to hosts
+LONG_MODULE, LONG_FUNCTION, MANY_PARAMETERS = 800, 60, 8
+RECORDS = ("dataclass", "NamedTuple", "Struct", "TypedDict")
+TRAIN = (
+    "--preset demo --model.path models/demo --data.paths corpus.jsonl --data.seq_len 64 --parallel.device cpu "
+    "--training.global_batch_size 2 --training.micro_batch_size 1 --checkpoint.every 2"
+)
+INSIDE = {"a step": "Trainer.one_step", "a save": "Checkpointer.after_step", "a resume": "resume_run"}
+KEY = "TopApp.on_key"
+PROFILED = """
+import collections, json, os, sys, threading
+root, out, inside, *argv = sys.argv[1:]
+found, depth = collections.defaultdict(set), 0
+def look(frame, event, _):
+    global depth
+    code = frame.f_code
+    if code.co_qualname == inside and event in ("call", "return"):
+        depth += 1 if event == "call" else -1
+    file = code.co_filename
+    if event == "call" and (depth or not inside) and file.startswith(root) and "/.venv/" not in file and code.co_name[0] != "<":
+        found[file].add(code.co_qualname)
+def told():
+    sys.setprofile(None)
+    open(out, "w").write(json.dumps({file: sorted(names) for file, names in list(found.items())}))
+if inside and inside != "TopApp.on_key":
+    from llama405b import train
+    end, os._exit = os._exit, lambda code: (told(), end(code))
+    run = lambda: train.main(argv)
+else:
+    from llama405b_tools import cli
+    run = lambda: cli.main(argv)
+threading.setprofile(look)
+sys.setprofile(look)
+try:
+    run()
+finally:
+    told()
+"""
+KEYS = """
+import asyncio, sys
+from llama405b_tools.verbs import top
+"""
 
 
-def main():
-    files = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
-    texts = {path: path.read_text(encoding="utf-8") for path in files}
-    trees = {path: ast.parse(text) for path, text in texts.items()}
-    lines = {path: len(text.splitlines()) for path, text in texts.items()}
-    nodes = [(node, path) for path, tree in trees.items() for node in ast.walk(tree)]
-    _rooms(files, lines)
-    body = sum(_body(tree, texts[path]) for path, tree in trees.items())
-    _row("body lines: no docstrings, blanks or imports", body, "<= 21,300")
-    _complexity(texts)
-    _density(nodes, sum(lines.values()))
-    _functions(nodes)
-    long = [path for path in files if lines[path] > LONG_FILE and path.name not in ALLOWED_LONG]
-    _row(f"files over {LONG_FILE} lines, beside {' and '.join(ALLOWED_LONG)}", len(long), "0")
-    _list(f"{path.relative_to(ROOT)}: {lines[path]}" for path in long)
-    _small(files, lines)
-    _names(files, trees)
-    _readme()
+@dataclasses.dataclass(eq=False)
+class Module:
+    """A file of the product."""
+
+    path: Path
+    room: str
+    text: str
+
+    def __post_init__(self):
+        self.tree = ast.parse(self.text)
+        self.lines = self.text.count("\n")
+        self.nodes = list(ast.walk(self.tree))
+        self.classes = [node for node in self.nodes if isinstance(node, ast.ClassDef)]
+        self.functions = [node for node in self.nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+        self.imports = [node for node in self.nodes if isinstance(node, ast.Import | ast.ImportFrom)]
+        self.records = [node for node in self.classes if _is_record(node)]
+        texts = {
+            id(node.body[0])
+            for node in (self.tree, *self.classes, *self.functions)
+            if ast.get_docstring(node) is not None
+        }
+        self.statements = sum(
+            isinstance(node, ast.stmt) and not isinstance(node, ast.Import | ast.ImportFrom) and id(node) not in texts
+            for node in self.nodes
+        )
+        top = [node for node in self.tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+        self.public = [node.name for node in top if not node.name.startswith("_")]
 
 
-def _rooms(files, lines):
-    per_room = collections.Counter()
-    for path, count in lines.items():
-        per_room[str(path.parent.relative_to(ROOT))] += count
-    print(f"{sum(lines.values())} lines in {len(files)} files, median {statistics.median(lines.values()):.0f}")
-    for room, count in sorted(per_room.items()):
-        print(f"  {count:6}  {room}")
-    loose = [path.name for path in files if path.parent == ROOT / PACKAGES[0] and path.name != "__init__.py"]
-    _row(f"modules loose in {PACKAGES[0]}", len(loose), "1")
+def _is_record(node):
+    named = [*node.bases, *(each.func if isinstance(each, ast.Call) else each for each in node.decorator_list)]
+    return any(ast.unparse(each).rpartition(".")[2] in RECORDS for each in named)
 
 
-def _complexity(texts):
-    scores = [block.complexity for text in texts.values() for block in cc_visit(text)]  # as `radon cc -a` counts
-    _row("average complexity", statistics.mean(scores), "<= 3.4")
-    _row(f"blocks above {COMPLEX}, %", 100 * sum(score > COMPLEX for score in scores) / len(scores), "<= 3.5")
+def main(root):
+    modules = []
+    for package in PACKAGES:
+        for path in sorted((root / package).rglob("*.py")):
+            inside = path.relative_to(root / package).parts
+            room = f"{package.rpartition('/')[2]}/{inside[0] if len(inside) > 1 else ''}"
+            modules.append(Module(path, room, path.read_text(encoding="utf-8")))
+    _rooms(modules)
+    _shape(root, modules)
+    _journeys(root)
 
 
-def _density(nodes, total):
-    conditionals = [node for node, _ in nodes if isinstance(node, ast.IfExp)]
+def _rooms(modules):
+    print(
+        f"{'':28} {'modules':>7} {'lines':>7} {'statements':>10} {'functions':>9} {'public':>7} {'records':>7} {'fields':>7} {'imports':>7}"
+    )
+    rooms = collections.defaultdict(list)
+    for module in modules:
+        rooms[module.room].append(module)
+    packages = {package.rpartition("/")[2]: package for package in PACKAGES}
+    totals = {name: [module for module in modules if module.room.startswith(f"{name}/")] for name in packages}
+    for name, held in [*sorted(rooms.items()), *totals.items(), ("all", modules)]:
+        figures = (
+            len(held),
+            sum(module.lines for module in held),
+            sum(module.statements for module in held),
+            sum(len(module.functions) for module in held),
+            sum(len(module.public) for module in held),
+            sum(len(module.records) for module in held),
+            sum(
+                isinstance(node, ast.AnnAssign) for module in held for record in module.records for node in record.body
+            ),
+            sum(node.end_lineno - node.lineno + 1 for module in held for node in module.imports),
+        )
+        print(
+            f"{name:28} {figures[0]:7} {figures[1]:7} {figures[2]:10} {figures[3]:9} "
+            + " ".join(f"{each:7}" for each in figures[4:])
+        )
+
+
+def _shape(root, modules):
+    scores = [block.complexity for module in modules for block in cc_visit(module.text)]  # as `radon cc -a` counts
+    _row("average complexity", statistics.mean(scores), "<= 4")
+    conditionals = [node for module in modules for node in module.nodes if isinstance(node, ast.IfExp)]
     nested = sum(
         any(isinstance(below, ast.IfExp) for below in ast.walk(node) if below is not node) for node in conditionals
     )
-    untyped = sum(_is_untyped(node) for node, _ in nodes)
-    tuples = sum(
-        isinstance(node, ast.Assign)
-        and any(isinstance(target, ast.Tuple) and len(target.elts) >= MANY_TARGETS for target in node.targets)
-        and isinstance(node.value, ast.Tuple)
-        for node, _ in nodes
+    _row("conditional expressions within one another", nested, "0")
+    lengths = {(module, node): node.end_lineno - node.lineno + 1 for module in modules for node in module.functions}
+    _row("median function, lines", statistics.median(lengths.values()), "")
+    _listed(
+        f"functions over {LONG_FUNCTION} lines",
+        [
+            f"{module.path.relative_to(root)}:{node.lineno} {node.name}: {n}"
+            for (module, node), n in lengths.items()
+            if n > LONG_FUNCTION
+        ],
     )
-    _row("conditional expressions per 1,000 lines", 1000 * len(conditionals) / total, "<= 15")
-    _row("nested conditional expressions", nested, "0")
-    _row("Any, object and cast per 1,000 lines", 1000 * untyped / total, "<= 3")
-    _row(f"assignments of {MANY_TARGETS} or more values at once", tuples, "few")
-
-
-def _functions(nodes):
-    functions = [(node, path) for node, path in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-    lengths = [node.end_lineno - node.lineno + 1 for node, _ in functions]
-    _row("median function, lines", statistics.median(lengths), "<= 10")
-    _row(f"functions over {LONG_FUNCTION} lines", sum(length > LONG_FUNCTION for length in lengths), "0")
-    _list(
-        f"{path.relative_to(ROOT)}:{node.lineno} {node.name}: {length}"
-        for (node, path), length in zip(functions, lengths, strict=True)
-        if length > LONG_FUNCTION
+    _listed(
+        f"modules over {LONG_MODULE} lines",
+        [f"{module.path.relative_to(root)}: {module.lines}" for module in modules if module.lines > LONG_MODULE],
     )
-    many = [
-        f"{path.relative_to(ROOT)}:{node.lineno} {node.name}: {count}"
-        for node, path in functions
-        if (count := _n_parameters(node)) >= MANY_PARAMETERS
-    ]
-    _row(f"functions of {MANY_PARAMETERS} or more parameters", len(many), "few")
-    _list(many)
-
-
-def _small(files, lines):
-    small = [path for path in files if lines[path] < SMALL_FILE and path.name != "__init__.py"]
-    _row(f"modules under {SMALL_FILE} lines", len(small), "few")
-    _list(f"{path.relative_to(ROOT)}: {lines[path]}" for path in small)
-
-
-def _names(files, trees):
-    names = collections.Counter(
-        node.name
-        for tree in trees.values()
-        for node in tree.body
-        if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_")
+    _row("functions of one or two statements", sum(_statements(node) <= 2 for _, node in lengths), "")
+    _row(
+        f"functions of {MANY_PARAMETERS} or more parameters",
+        sum(_n_parameters(node) >= MANY_PARAMETERS for _, node in lengths),
+        "few",
     )
-    twice = sorted(name for name, count in names.items() if count > 1)
-    _row("public functions and classes in two modules or more", len(twice), "<= 15")
-    _list([", ".join(twice)])
-    file_names = collections.Counter(path.name for path in files if path.name != "__init__.py")
-    twice = sorted(name for name, count in file_names.items() if count > 1)
-    _row("file names that occur twice or more", len(twice), "<= 8")
-    _list([", ".join(twice)])
+    _row("private functions of up to three statements, used once", _used_once(modules), "few")
+    _row("blocks of Raises:", sum(module.text.count("Raises:\n") for module in modules), "")
+    counts = collections.Counter(name for module in modules for name in module.public)
+    _row("public names in two modules or more", sum(count > 1 for count in counts.values()), "")
+    readme = (root / "README.md").read_text(encoding="utf-8")
+    _row("README, lines", len(readme.splitlines()), "<= 130")
 
 
-def _readme():
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    _row("README, lines", len(text.splitlines()), "<= 130")
-    _row("README, words", len(text.split()), "<= 1,200")
+def _used_once(modules):
+    uses = collections.Counter()
+    for module in modules:
+        for node in module.nodes:
+            if isinstance(node, ast.Name):
+                uses[module.path, node.id] += 1
+            elif isinstance(node, ast.Attribute):
+                uses[module.path, node.attr] += 1
+    return sum(
+        node.name.startswith("_")
+        and not node.name.startswith("__")
+        and _statements(node) <= 3
+        and uses[module.path, node.name] == 1
+        for module in modules
+        for node in module.functions
+    )
 
 
-def _body(tree, text):
-    """Count the lines that are no docstring, import or blank."""
-    held = {number for number, line in enumerate(text.splitlines(), 1) if line.strip()}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            held.difference_update(range(node.lineno, node.end_lineno + 1))
-        elif isinstance(node, DOCUMENTED) and ast.get_docstring(node, clean=False) is not None:
-            held.difference_update(range(node.body[0].lineno, node.body[0].end_lineno + 1))
-    return len(held)
+def _statements(function):
+    documented = ast.get_docstring(function) is not None
+    return sum(isinstance(node, ast.stmt) for node in ast.walk(function)) - 1 - documented
 
 
 def _n_parameters(node):
@@ -136,14 +206,69 @@ def _n_parameters(node):
     )
 
 
-def _list(rows):
+def _journeys(root):
+    print(f"{'journeys':28} {'files':>7} {'functions':>9}")
+    with tempfile.TemporaryDirectory(prefix="l4measure-") as scratch:
+        work = Path(scratch)
+        for name in PACKAGES:  # hosts run what is in the working directory
+            (work / Path(name).parts[0]).symlink_to(root / Path(name).parts[0])
+        (work / "hosts").write_text("localhost slots=1\n")
+        (work / "corpus.jsonl").write_text(
+            "".join(json.dumps({"text": f"{n} the cat sat on the mat " * 9}) + "\n" for n in range(99))
+        )
+        _profiled(root, work, "", "demo models/demo")
+        verbs = {
+            "plan": "plan --preset llama3.1-405b --gpu h100-80 --nodes 8",
+            "launch": f"launch hosts --run r --env OMP_NUM_THREADS=1 --training.max_steps 4 {TRAIN} --follow",
+            "status": "status hosts --run r",
+            "logs": "logs hosts --run r",
+            "stop": "stop hosts --run r",
+            "top --once": "top --replay demo --once",
+        }
+        for name, line in verbs.items():
+            _count(name, _profiled(root, work, "", line))
+        _count("a key in top", _profiled(root, work, KEY, "top --replay demo"))
+        alone = f"--run-dir runs/alone --checkpoint.dir checkpoints {TRAIN} --resume auto"
+        for steps, (name, inside) in enumerate(INSIDE.items(), 1):
+            _count(name, _profiled(root, work, inside, f"{alone} --training.max_steps {2 * steps}"))
+
+
+def _profiled(root, work, inside, line):
+    out = work / "profile.json"
+    out.unlink(missing_ok=True)
+    environment = os.environ | {
+        "PYTHONPATH": f"{root}:{root}/tools", "OMP_NUM_THREADS": "1",
+        "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29533",
+    }  # fmt: skip
+    command = [sys.executable, "-P", "-c", PROFILED, str(root), str(out), inside, *line.split()]
+    ours, theirs = pty.openpty()
+    child = subprocess.Popen(
+        command, cwd=work, env=environment | {"TERM": "xterm"}, stdin=theirs, stdout=theirs, stderr=theirs
+    )
+    os.close(theirs)
+    told = b""
+    with contextlib.suppress(OSError):  # the child has ended
+        while part := os.read(ours, 1 << 16):
+            told += part
+            if inside == KEY and b"SIMULATED" in told:
+                os.write(ours, b"jq")
+                told = b""
+    child.wait(300)
+    os.close(ours)
+    if not out.exists():
+        raise SystemExit(f"{line}: {told[-2000:].decode()}")
+    return json.loads(out.read_text())
+
+
+def _count(name, found):
+    print(f"  {name:26} {len(found):7} {sum(len(names) for names in found.values()):9}", flush=True)
+
+
+def _listed(what, rows):
+    _row(what, len(rows), "0")
     for row in rows:
         print(f"    {row}")
-
-
-def _is_untyped(node):
-    """``Any``, ``object`` or ``cast`` where a type is meant; the import of them is not counted."""
-    return isinstance(node, ast.Name) and node.id in ("Any", "object", "cast")
 
 
 def _row(what, value, aim):
@@ -152,4 +277,4 @@ def _row(what, value, aim):
 
 
 if __name__ == "__main__":
-    main()
+    main(Path(sys.argv[1]).resolve() if len(sys.argv) > 1 else HERE)
