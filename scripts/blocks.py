@@ -30,7 +30,7 @@ SHAPE = {
     "vocab_size": DIMENSIONS["V"],
     "num_hidden_layers": LAYERS,
 }
-RANK = 2  # of adapters, whose blocks are not large then: pools.py counts the rest
+RANK = 2  # of adapters, whose blocks are not large then: reserved.py counts the rest
 LARGE = 1 << 20  # bytes; up to this, blocks are in another pool
 ROUND = 512
 # Cosines and sines of positions, as the same history has them where they are large; freed in the first layer's backward.
@@ -106,7 +106,7 @@ def main():
 
 
 def of_kind(kind, usual, wrap, **more):
-    """Return what layers do that compute less again; all else must be as ``usual``, but for inputs, which pools.py frees."""
+    """Return what layers do that compute less again; all else must be as ``usual``, but for inputs, which reserved.py frees."""
     found = sections(wrap, kind=kind, **more)
     for name in ("embedding", "head", "end"):
         here, there = ([word for word in words if word != "-input"] for words in (found[name], usual[name]))
@@ -166,7 +166,7 @@ def size_name(size, kind):
                 if size == -(-factor * product // ROUND) * ROUND:
                     return f"{factor}{name}"
     h = DIMENSIONS["h"]
-    if size == 8 * T * h:  # partial sums: pools.py counts them
+    if size == 8 * T * h:  # partial sums: reserved.py counts them
         return "sum"
     if abs(size - 4.4 * T * h) < h * 4:  # of the embedding's gradient: T and a tenth of it
         return "4.4Th"

@@ -30,15 +30,18 @@ MISSED = "NOT FOUND"
 NOTHING = "(lambda *_, **__: None)"
 LOSSES = "tests/standin/test_losses.py"
 TESTS = {  # by the file's name: what can see its waits
-    "offload_all": (LOSSES, "-k", "all"),
-    "offload_optimizer": ("tests/standin/test_order.py", LOSSES, "-k", "weights_go_up or optimizer"),
+    "offload": ("tests/standin/test_order.py", LOSSES, "-k", "all or weights_go_up or optimizer"),
     "copy_on_update": ("tests/standin/test_order.py", LOSSES, "-k", "order or none"),
-    "fsdp2": (LOSSES, "-k", "none"),
+    "fsdp": (LOSSES, "-k", "none"),
     "load_weights": ("tests/standin/test_runs.py", "-k", "streams"),
-    "transfer": ("tests/standin/test_runs.py", LOSSES, "-k", "streams or optimizer"),
-    "step_timer": ("tests/standin/test_counts.py",),
-    "links": ("tests/standin/test_ladder.py",),
-    "timing": ("tests/standin/test_ladder.py",),
+    "host_memory": (
+        "tests/standin/test_runs.py",
+        "tests/standin/test_counts.py",
+        LOSSES,
+        "-k",
+        "streams or optimizer or count",
+    ),
+    "host": ("tests/standin/test_ladder.py",),
 }
 RAISED = re.compile(r"^E +(\w+Error: .*)", re.MULTILINE)
 REPORTED = re.compile(r"\[standin\] (touched|changed|race):")

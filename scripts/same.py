@@ -27,7 +27,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-RENAMED: tuple[tuple[str, str], ...] = ()  # what the commit calls it, what this checkout does
+RENAMED = (
+    ("llama405b/capacity/hardware.toml", "llama405b/predict/hardware.toml"),
+)  # the commit's name, this checkout's
 HOSTS = "node-a address=localhost slots=1\nnode-b address=localhost slots=1\n"
 FILES = {  # of a working directory; what is wrong with some is in their names
     "hosts": HOSTS,

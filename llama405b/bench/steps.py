@@ -165,7 +165,7 @@ def _build(what: Workload, parallel: Parallel, me: Rank, settings: Model) -> tup
     checkpoint_activations(module, Recompute.read(settings.activation_checkpointing))
     if settings.activations == "host":
         run, dtype = what.run_shape(parallel, me, settings), llama.compute_dtype(parallel.numerics)
-        keep_on_host(module, run, 0, dtype, me.device, lambda *_: None)
+        keep_on_host(module, run.inputs_on_host(0), run.input_shape, dtype, me.device, lambda *_: None)
     return module, build_updater(module, Optimizer(), parallel, me.device, master=master)
 
 

@@ -13,7 +13,7 @@ Weights in pickles: ``pytorch_model*.bin`` of older models, or a file for each m
 
 Of the latter a file has the name of its module, ``model.layers.17.pt``, and its tensors have theirs within it, or in the model.
 
-A safetensors file written tensor by tensor: no more than one is in memory. Knows the format; see ``contract.tensors``.
+A safetensors file written tensor by tensor: no more than one is in memory. Knows the format; see ``spec.tensors``.
 """
 
 import collections

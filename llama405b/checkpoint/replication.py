@@ -2,7 +2,7 @@
 
 This host's place in the ring in which checkpoints are copied; the copying itself is a process of the node runner's.
 
-Knows owners and the files of ``contract.replicas``; not tensors.
+Knows owners and the files of ``contract.checkpoints``; not tensors.
 
 The user's command for each checkpoint that has landed: beside training, once for each, oldest first.
 

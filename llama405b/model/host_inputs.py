@@ -18,7 +18,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 
 from llama405b.distributed.host_memory import Progress, allocate, moment, on_stream, seconds_between
-from llama405b.predict.run_shape import RunShape
 
 BUFFERS = 2
 
@@ -42,17 +41,21 @@ class Kept:
 
 
 def keep_on_host(
-    model: nn.Module, run: RunShape, stage: int, dtype: torch.dtype, device: torch.device, pinning: Progress
+    model: nn.Module,
+    count: int,
+    shape: tuple[int, int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+    pinning: Progress,
 ) -> "HostInputs":
     """Have a model with activation checkpointing keep its layers' inputs in CPU memory.
 
-    ``stage``: the rank's place along ``pp``; ``dtype``: of hidden states; ``pinning`` hears of the progress.
+    ``count``: how many wait there at most; ``shape``: of one, (B, S, h); ``dtype``: of hidden states; ``pinning`` hears of the progress.
 
     Raises:
         UserError: CUDA cannot pin that much.
     """
-    shape = run.micro_batch, run.seq_len // (run.cp * run.tp), run.llama.hidden
-    inputs = HostInputs(run.inputs_on_host(stage), shape, dtype, device, pinning)
+    inputs = HostInputs(count, shape, dtype, device, pinning)
     inputs.attach(model)
     return inputs
 

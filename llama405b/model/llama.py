@@ -10,7 +10,7 @@ Knows decoder layers and torch's wrappers; nothing of sharding, which comes befo
 
 Adapters in a model on the meta device: a linear layer keeps its name and its weight, and has two narrow ones within it.
 
-See ``contract.adapters`` for what they are. Knows modules and how tensor parallelism split them; not files or the optimizer.
+See ``spec.models`` for what they are. Knows modules and how tensor parallelism split them; not files or the optimizer.
 
 torch.compile of decoder layers: one graph for all of them. Knows modules and what a machine has; nothing of sharding.
 

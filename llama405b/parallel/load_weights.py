@@ -359,8 +359,10 @@ class _Filler:
 
     @torch.no_grad()
     def _read(self, unit: Unit) -> None:
-        for name, parameter in self._mine(unit).items():
-            own, shard = self.files.read(name, self._box(name, self.me.rank)), _local(parameter)
+        for name in unit:
+            if name not in self.own:
+                continue
+            own, shard = self.files.read(name, self._box(name, self.me.rank)), _local(self.own[name])
             if shard.is_cuda:
                 came = torch.empty(own.nbytes, dtype=torch.uint8, device=shard.device)
                 self.stage.bring(came, [(0, own)])
@@ -424,9 +426,6 @@ class _Filler:
 
     def _box(self, name: str, rank: int) -> Box:
         return self.holdings.box(name, self.files.layout[name].shape, rank)
-
-    def _mine(self, unit: Unit) -> dict[str, nn.Parameter]:
-        return {name: self.own[name] for name in unit if name in self.own}
 
     def _spans(self, unit: Unit, rank: int) -> tuple[Spans, int]:
         """What a rank holds of each tensor and its place in its piece (begin, size); and the piece's size, in bytes.

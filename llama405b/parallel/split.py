@@ -3,7 +3,7 @@
 Tensor parallelism: each rank has some of the heads, of the MLP's inner features and of the vocabulary (arXiv 1909.08053).
 
 Between the matrices each rank has a part of the sequence (arXiv 2205.05198), and the loss is computed where its part of the logits is.
-transformers' modules stay as they are; see ``contract.shards`` for what each rank then holds.
+transformers' modules stay as they are; see ``spec.tensors`` for what each rank then holds.
 
 Context parallelism: each rank has a part of every sequence, but in attention, where it has all of it for some of the heads.
 

@@ -330,6 +330,11 @@ class RunShape:
         """Bytes of a micro-batch's hidden states between layers, as a rank has them."""
         return self.compute_bytes * self.tokens // self.tp * self.llama.hidden
 
+    @property
+    def input_shape(self) -> tuple[int, int, int]:
+        """The shape of a layer's input, as a rank has it: (B, S, h)."""
+        return self.micro_batch, self.seq_len // (self.cp * self.tp), self.llama.hidden
+
     def inputs_on_host(self, stage: int) -> int:
         """Return how many inputs of layers wait in CPU memory at most, of a rank of this place along ``pp``."""
         if self.activations == "device":

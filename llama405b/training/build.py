@@ -557,7 +557,9 @@ def build_host_inputs(
     dtype = compute_dtype(config.parallel.numerics)
     stage = me.axes.place(me.rank, ("pp",)).rank
     run = RunShape.of(llama, config, me.world, me.axes)
-    return keep_on_host(module, run, stage, dtype, me.device, context.heartbeat.progress)
+    return keep_on_host(
+        module, run.inputs_on_host(stage), run.input_shape, dtype, me.device, context.heartbeat.progress
+    )
 
 
 def build_update(config: Config, module: nn.Module, master: nn.Module, context: RankContext) -> Updater:

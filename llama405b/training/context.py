@@ -4,7 +4,7 @@ What rank 0 reports about the run: metrics and events in files, and lines on sta
 
 The only part of the trainer that prints during training.
 
-Write what a rank shows of itself (``contract.rank_memory``). Linux; elsewhere nothing is shown.
+Write what a rank shows of itself (``contract.records``). Linux; elsewhere nothing is shown.
 
 Where this rank is, written to disk at most once per second, and shown in memory. Knows the clock and the contract; nothing of training.
 

@@ -189,7 +189,8 @@ def _offload(model: nn.Module, master: nn.Module, parallel: Parallel) -> Offload
 def _inputs_on_host(model: nn.Module, run: RunShape, me: Rank) -> None:
     """Let the trainer's own hooks take the inputs of layers to host memory."""
     dtype = torch.bfloat16 if run.compute_bytes == 2 else torch.float32
-    inputs = keep_on_host(model, run, me.axes.place(me.rank, ("pp",)).rank, dtype, torch.device("cpu"), _hear)
+    count = run.inputs_on_host(me.axes.place(me.rank, ("pp",)).rank)
+    inputs = keep_on_host(model, count, run.input_shape, dtype, torch.device("cpu"), _hear)
     inputs.free = [slot.to(HOST) for slot in inputs.free]
     model.input_buffers = inputs.buffers  # for the tracker, which counts what a model has
 

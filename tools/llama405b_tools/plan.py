@@ -455,7 +455,9 @@ def comparison(outlooks: Mapping[str, Outlook], asked: ReportOptions) -> list[st
     titles = ("what if", "batch", "GPU GiB", "RAM GiB", "step s", "tokens/s", "", "days", "GPU-hours", "cost")
     first = next((each.tokens_per_s for each in outlooks.values() if each.tokens_per_s), None)
     rows = [titles[: 9 + bool(asked.price)]]
-    rows += [_compared(name, each, first) + _bill(each, tokens, asked.price) for name, each in outlooks.items()]
+    for name, each in outlooks.items():
+        batch, memory = f"{each.load.global_batch:,}", (short_sizes(each), _ram(each))
+        rows.append((name, batch, *memory, *_pace(each, first), *_bill(each, tokens, asked.price)))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     cells = ["  " + "  ".join(map(str.ljust, row, widths)) for row in rows]
     verdicts = ["", *(FITS[each.fit] for each in outlooks.values())]
@@ -465,10 +467,6 @@ def comparison(outlooks: Mapping[str, Outlook], asked: ReportOptions) -> list[st
     unmeasured = [f"  {name}: {UNMEASURED}" for name, each in outlooks.items() if not each.time_range]
     what = "days, GPU-hours and cost" if asked.price else "days and GPU-hours"
     return ["", *lines, *batches, *unmeasured, f"  {what} are of {tokens:,.0f} tokens, with saves and failures"]
-
-
-def _compared(name: str, outlook: Outlook, first: float | None) -> tuple[str, ...]:
-    return (name, f"{outlook.load.global_batch:,}", short_sizes(outlook), _ram(outlook), *_pace(outlook, first))
 
 
 def _changed_batch(name: str, outlook: Outlook, planned: Outlook) -> str:

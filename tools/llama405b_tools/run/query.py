@@ -38,7 +38,6 @@ from llama405b_tools.agent.messages import (
     AccountReply,
     HeadRequest,
     HostRun,
-    Marks,
     NoteReply,
     PlanRequest,
     StatusReply,
@@ -325,7 +324,11 @@ class Streams:
         while not self.closing.is_set():
             ended = False
             try:
-                self.open[host] = self.fleet.stream(host, "stream", self._request(host, marks))
+                self.open[host] = self.fleet.stream(
+                    host,
+                    "stream",
+                    dataclasses.replace(self.request, host=host, records=host == self.records_of, marks=marks),
+                )
                 if self.closing.is_set():  # meanwhile
                     self.open[host].close()
                     return
@@ -340,9 +343,6 @@ class Streams:
             self.fleet.forget(host, unless_open=ended)
             self.arrivals.put(HostMessage(host, Unreachable(why), time.time()))
             self.closing.wait(RETRY_S)
-
-    def _request(self, host: str, marks: Marks) -> StreamRequest:
-        return dataclasses.replace(self.request, host=host, records=host == self.records_of, marks=marks)
 
     def _read(self, host: str, stream: Stream, marks: dict[str, tuple[int, int]]) -> str | None:
         """Put the stream's messages on the queue; returns None at its end, or the last words of an agent that failed."""

@@ -658,16 +658,12 @@ def _age_s(host: HostView) -> float | None:
     return max(0.0, host.frame.now - run.run_created) if run and run.run_created is not None else None
 
 
-def _plans(found: Moment) -> Iterator[RunFrame]:
-    return (plan for host in found.ours if (plan := host.plans.get(found.run)))
-
-
 def _network(found: Moment) -> str:
     """Return what the training's collectives use: "IB 8x400", "SOCKET"; "" if unknown."""
     said = {run.net for run in found.heard.values()} - {""}
     if "SOCKET" in said:
         return "SOCKET"
-    named = next((plan.nccl for plan in _plans(found)), {}).get("NCCL_IB_HCA", "")
+    named = next((plan.nccl for host in found.ours if (plan := host.plans.get(found.run))), {}).get("NCCL_IB_HCA", "")
     if said or named:
         return min(said, default="IB") + _ports(found.ours[0], named)
     if found.ours and all(not host.gpus and host.frame.pci_gpus is not None for host in found.ours):

@@ -30,7 +30,7 @@ from collections.abc import Collection, Container, Iterable, Iterator, Mapping, 
 from typing import NamedTuple
 
 from llama405b.contract.checkpoints import nearly_full
-from llama405b.contract.errors import counted, given
+from llama405b.contract.errors import and_more, counted, given
 from llama405b.contract.records import STUCK, Phase, rank_words, said_by_rank
 from llama405b_tools.agent.messages import Beat
 from llama405b_tools.parsers import GpuReport
@@ -531,17 +531,13 @@ def unusual(metrics: Sequence[StepMetrics]) -> Iterator[Note]:
         return
     recent = [each for each in metrics[-thresholds.RECENT_STEPS :] if each.step_s is not None]
     if bad := [each.step for each in recent if each.loss is None]:
-        yield Note("loss", f"the loss of {_steps(bad)} was not a finite number", ("loss",))
+        yield Note("loss", f"the loss of step {bad[0]}{and_more(bad)} was not a finite number", ("loss",))
     else:
         yield from _high_loss([each.loss for each in metrics if each.step_s is not None])
     if retries := _retries(metrics):
         shown = counted(retries, "allocator retry", "allocator retries")
         why = "GPU memory is short, and each makes a step slower; `llama405b plan` says what helps"
         yield Note("retries", f"{shown} in the last {thresholds.RECENT_STEPS} steps: {why}", ("step_s",))
-
-
-def _steps(steps: Sequence[int]) -> str:
-    return f"step {steps[0]}" + given(" and {} more", len(steps) - 1)
 
 
 def _high_loss(losses: Sequence[float | None]) -> Iterator[Note]:
