@@ -22,7 +22,8 @@ from llama405b.distributed.collectives import FollowedError, is_lost_peer
 from llama405b.optim.step import NonFiniteError, SpikeError
 from llama405b.settings import command
 from llama405b.training.build import build_trainer, choose_for_ranks
-from llama405b.training.context import HeartbeatWriter, Journal, RankContext
+from llama405b.training.context import RankContext
+from llama405b.training.journal import HeartbeatWriter, Journal
 from llama405b.training.requests import StopSignal
 
 

@@ -211,6 +211,12 @@ def across(old: Tree, new: Tree, scratch: Path) -> Iterator[tuple[str, str, str]
             "blame": "".join(blamed) or blame,
             "losses": _rows(copy / "runs/r") if resumed.startswith("exit code 0\n") else resumed,
         }
+    fine = "an answer, or one sentence"
+    for name, operator, host in (("the commit's", new, old), ("this checkout's", old, new)):
+        host.enter(place)
+        said = operator.verb("status hosts", place)
+        is_fine = said.startswith("exit code 0\n") or (len(said.splitlines()) == 2 and "; run `" in said)
+        yield f"what {name} agent says to the other version", fine, fine if is_fine else said
     for what in of["old"]:
         yield f"{what}, of what the commit saved", of["old"][what], of["new"][what]
     yield "restart under a guard of what the commit saved", "restarted", _restarted(new, scratch / "across-new", launch)

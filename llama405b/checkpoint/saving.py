@@ -11,8 +11,6 @@ Write this rank's part of a checkpoint in DCP's format, in several threads, hash
 The weights are in files of their own: whoever wants only them, to export a model, need not bring the rest from other hosts.
 Knows DCP's plan and files; where the tensors live, and what changes them meanwhile, is ``CopyOnUpdate``'s.
 
-Saving beside training: snapshot, write, seal and commit, in a thread and with collectives of their own.
-
 The tensors are written from where training keeps them, see ``copy_on_update``. Knows the store and DCP; not when to save.
 """
 

@@ -28,7 +28,8 @@ from llama405b.training.build import (
     load_checkpoint,
     open_held_out,
 )
-from llama405b.training.context import RankContext, read_metrics
+from llama405b.training.context import RankContext
+from llama405b.training.journal import read_metrics
 
 
 def evaluate_only(config: Config, resume: str, context: RankContext) -> None:

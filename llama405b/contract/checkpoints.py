@@ -1,7 +1,5 @@
 """Checkpoints on disk: their names, their manifests, their copies, and the room they take. Knows forms, not tensors.
 
-Checkpoints on disk: their names, their manifests, and who may write into their directory. Knows forms, not tensors.
-
 A manifest (format 2) is two lines: a ``Manifest`` as JSON, and the SHA-256 of that line, so that it is intact or refused.
 
 How a host's checkpoints get to the next one: what the trainer and the process that copies tell each other.

@@ -1,13 +1,7 @@
 """Errors that end a program with one sentence, the exit codes that all programs share, and the words of messages. Pure.
 
-Errors that end a program with one sentence, and the exit codes that all programs share.
-
 UserError            bad input: nothing was changed         exit 2
 └── RunError         a host or the run is at fault          exit 1
-
-Building blocks of messages for people.
-
-Durations and sizes as people write them.
 """
 
 import difflib

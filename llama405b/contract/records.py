@@ -6,8 +6,6 @@ Events of a run, as they happen: ``runs/<run>/events/<writer>.jsonl``, one write
 
 An event is never changed; readers merge the files. Whoever shows an event words it.
 
-Records in a run's files: one dataclass per kind. Knows meanings and units, not files.
-
 Times are seconds since the epoch by the writer's clock; clocks may differ between hosts.
 
 What a rank shows while it cannot speak: the unit that it computes, and on a signal the stacks of its threads.

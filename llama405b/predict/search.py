@@ -10,8 +10,6 @@ What can be changed of a run, one thing at a time, so that it fits or is faster.
 Which settings train the same steps fastest: places of the states, moments, units, micro-batches, activations, meshes.
 
 What is left to the plan, on some machines: the mesh of strategy auto and 3d with its micro-batch, and what is computed again.
-
-The shape of a model without its weights.
 """
 
 import bisect

@@ -78,9 +78,10 @@ from llama405b.spec.models import adapter_bytes, adapter_flops, adapter_paramete
 from llama405b.spec.rules import check_mesh, rounding_note
 from llama405b.tracking.start import Trackers, check_packages
 from llama405b.training.checkpointer import Checkpointer
-from llama405b.training.context import RankContext, unit_label
+from llama405b.training.context import RankContext
 from llama405b.training.evaluate import Evaluator, Prompts
 from llama405b.training.guards import BadSteps, Budget, SpikeDetector
+from llama405b.training.journal import unit_label
 from llama405b.training.loop import Trainer
 from llama405b.training.requests import Requests, StopSignal
 

@@ -25,7 +25,8 @@ from llama405b.data.batches import Reader
 from llama405b.data.sources import documents_at
 from llama405b.optim.step import NonFiniteError, SpikeError, StepResult
 from llama405b.settings.schema import Training
-from llama405b.training.context import Journal, RankContext
+from llama405b.training.context import RankContext
+from llama405b.training.journal import Journal
 
 WINDOW = 64  # steps whose median is compared with
 MIN_STEPS = 16  # before these no loss is a spike

@@ -21,9 +21,10 @@ from llama405b.parallel.passes import Passes
 from llama405b.settings.schema import Config
 from llama405b.tracking.start import Trackers
 from llama405b.training.checkpointer import HURRY_S, Checkpointer
-from llama405b.training.context import NO_UNIT, RankContext
+from llama405b.training.context import RankContext
 from llama405b.training.evaluate import Evaluator
 from llama405b.training.guards import BadSteps, Budget
+from llama405b.training.journal import NO_UNIT
 from llama405b.training.requests import Requests, Stop
 
 

@@ -17,7 +17,7 @@ from llama405b.data.encode import FIRST, NOT_LEARNT
 from llama405b.data.sources import Mixture, Source
 from llama405b.distributed.ranks import Rank
 from llama405b.parallel.passes import OneByOne
-from llama405b.training.context import Journal, read_metrics
+from llama405b.training.journal import Journal, read_metrics
 from ranks_rig import run_program, run_ranks
 
 SEQ = 16

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from llama405b.training.context import read_metrics
+from llama405b.training.journal import read_metrics
 from ranks_rig import run_program
 
 ODD = set(range(0, 300, 25))

@@ -24,7 +24,7 @@ from llama405b.contract.records import Cause, CauseKind, EventKind, Metrics, Pha
 from llama405b.settings import command
 from llama405b.settings.config import to_toml
 from llama405b.spec.plan import read_plan
-from llama405b.training.context import HeartbeatWriter, Journal
+from llama405b.training.journal import HeartbeatWriter, Journal
 
 STEP_S = 0.1
 MEET_S = 60  # until all ranks are there, and until one that is there is taken for lost

@@ -15,7 +15,7 @@ from llama405b.contract.records import Heartbeat
 from llama405b.distributed.ranks import Rank
 from llama405b.settings.schema import FIRST_S, Checkpoint
 from llama405b.training.checkpointer import Checkpointer
-from llama405b.training.context import HeartbeatWriter
+from llama405b.training.journal import HeartbeatWriter
 from llama405b.training.requests import AfterStep
 
 FULL = "c: cannot be written (No space left on device)"

@@ -7,7 +7,8 @@ from llama405b.contract.files import read_record
 from llama405b.contract.paths import RunDir
 from llama405b.contract.records import Heartbeat, Phase
 from llama405b.distributed.ranks import Rank
-from llama405b.training.context import HeartbeatWriter, RankContext
+from llama405b.training.context import RankContext
+from llama405b.training.journal import HeartbeatWriter
 
 
 @pytest.mark.parametrize(("visible", "gpu"), [(None, "1"), ("", "1"), ("4,6", "6")])

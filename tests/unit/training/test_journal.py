@@ -9,7 +9,7 @@ from llama405b.contract import reader
 from llama405b.contract.paths import RunDir
 from llama405b.contract.records import METRICS_LINE, Metrics
 from llama405b.distributed.ranks import Rank
-from llama405b.training.context import Journal, read_metrics
+from llama405b.training.journal import Journal, read_metrics
 
 TAKEN = Metrics(1, 0.0, 5.0, 1.0, 1e-5, 8, 8.0, 1.0, 0.1, 0.5, 0.3, 0.1, peak_bytes=69, peak_allocated_bytes=58)
 

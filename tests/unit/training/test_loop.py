@@ -14,9 +14,10 @@ from llama405b.distributed.host_memory import StepTimer
 from llama405b.distributed.ranks import Rank
 from llama405b.optim.step import NonFiniteError, StepResult
 from llama405b.settings.schema import Config
-from llama405b.training.context import HeartbeatWriter, RankContext
+from llama405b.training.context import RankContext
 from llama405b.training.evaluate import Evaluated, Evaluator
 from llama405b.training.guards import MAX_SKIPPED, BadSteps, SpikeDetector
+from llama405b.training.journal import HeartbeatWriter
 from llama405b.training.loop import Trainer
 from llama405b.training.requests import Stop
 

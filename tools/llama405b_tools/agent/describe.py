@@ -1,12 +1,6 @@
-"""What this host knows of a run, from its files: state, checkpoints, accounts, reports.
-
-What this host knows about its runs, and has of their checkpoints.
+"""What this host knows of a run, from its files: state, checkpoints, requests.
 
 Pass a request to a training run, and look for its answer; on the head, whose rank 0 looks for requests.
-
-What a run's time went into, from the files of its head.
-
-All that a report of a run shows, from the files of its head.
 """
 
 import contextlib

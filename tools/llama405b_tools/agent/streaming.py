@@ -6,8 +6,6 @@ The logs of one run on this host, as blocks in order of time. Runs on the host; 
 
 Files appear as attempts start. A block's time comes from the line itself or from ``logs/<host>/times``, where the node
 runner records when each part of each file arrived.
-
-Report what is new in a run on this host: log lines, metrics, events, the host's state.
 """
 
 import bisect

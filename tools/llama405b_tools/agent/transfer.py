@@ -1,7 +1,5 @@
 """Files down a chain of hosts: what is sent, the protocol, and the receiver.
 
-Messages for copying files from host to host, and for finding what of a run's checkpoints is where.
-
 What can be sent down a chain: files as they are, or the part of a checkpoint that one host needs.
 
 The protocol of a chain of hosts: how two neighbors connect, and what goes over the connection.

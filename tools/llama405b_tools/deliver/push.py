@@ -5,8 +5,6 @@ Put a source tree on hosts that have only sh, tar and sha256sum: only files that
 Files that the tree no longer has are deleted if an earlier push sent them, or if they are code of ours that git tracks there,
 unchanged: a module that was left behind makes a host's code another one. What else is in our packages is named; nothing else is touched.
 
-Send code (only what differs) or big files (down a chain of hosts) to where they are needed.
-
 Bring the weights of a checkpoint together on one host, when the hosts have its parts on their own disks.
 """
 

@@ -1,13 +1,4 @@
-"""What is asked of ``launch``: its command line and environment files, parsed and checked. Opens no connection.
-
-The command line of ``launch``, without the settings of the training run.
-
-What on a launch's command line contradicts itself, or is out of range.
-
-The variables and secrets of the ranks, from ``--env``, ``--env-file`` and ``--secret``.
-
-A launch request: the command line and environment files, parsed and checked. Opens no connection.
-"""
+"""What is asked of ``launch``: its command line and environment files, parsed and checked. Opens no connection."""
 
 import argparse
 import dataclasses

@@ -1,13 +1,9 @@
 """Check every host, plan, forecast, and start torchrun on all of them or on none.
 
-Start a planned run on every host, or on none.
-
 There are two steps: every host starts its node runner and answers; only when all have, each is told to keep it. A host
 that receives nothing more (the operator's terminal died, the link broke) ends what it started.
 
 What a run will take on hosts that have answered: memory and time, disk space, loading; and what was measured there.
-
-Check every host, plan, and start torchrun on all of them or on none.
 """
 
 import contextlib

@@ -6,8 +6,6 @@ Charts as SVG, by hand: lines or a stack of areas over time or steps, what was p
 
 Colors and text styles are classes of the page's style sheet, so that one drawing serves dark and light.
 
-The page of a report: one HTML file that needs no network.
-
 The report in a terminal: the loss curve first, then what the time went into.
 """
 

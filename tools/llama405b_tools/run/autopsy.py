@@ -6,8 +6,6 @@ Who holds up a run, from what all its hosts saw at one moment.
 
 A rank that does something else while others wait in a collective holds them up; if all wait, the one that waits elsewhere than most;
 if all wait in the same place, the network. Nobody is blamed while the run moves.
-
-Ask all hosts of a run at once what its ranks are doing, say who holds it up, and keep what was seen.
 """
 
 import collections

@@ -1,11 +1,5 @@
 """The user's choices and keys, the lines of logs, events and help, and what the names of styles look like. Pure.
 
-The user's choices, and what the keys are.
-
-cluster-top's lines of text: logs, events, help.
-
-What the names of styles look like: on a dark and a light background, in 16 colors, and in none.
-
 The drawing modules name a style by what it says (``bad``, ``warn``, ``old``, ``heat.7``); only this module knows colors. The
 background is always the terminal's own.
 """

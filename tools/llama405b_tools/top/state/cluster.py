@@ -1,11 +1,5 @@
 """The state of a cluster, folded from the hosts' frames and links; its verdict, and what to do next. Pure.
 
-What to do next, in one line, for whoever has read the verdict.
-
-The verdict on everything, and why.
-
-The state of a cluster, folded from the hosts' frames and links. Pure: times are passed in, no clock is read.
-
 ``take``, ``link`` and ``advance`` change it; ``picture`` does not.
 """
 

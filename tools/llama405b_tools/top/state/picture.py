@@ -1,12 +1,8 @@
 """What cluster-top knows at one moment, as values: for the screen, ``--json`` and Prometheus. Pure.
 
-What cluster-top knows at one moment, as values: what the screen draws, and what ``--json`` prints.
-
 ``None`` is unknown (a dash on screen), never 0. Times are seconds; ages count from the moment of the picture.
 
 What a cell of heat may show of a GPU or its rank.
-
-What cluster-top knows, as metrics for Prometheus: names, labels and values.
 
 What is unknown, and what a host no longer tells, is left out: a graph then has a gap instead of an old value.
 """

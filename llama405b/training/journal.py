@@ -1,0 +1,230 @@
+"""What a rank tells while it trains: the journal, its heartbeat, and what it shows of itself (``contract.records``). No torch.
+
+Only the training thread writes a heartbeat, on disk at most once per second, and shown in memory: a rank that hangs falls silent, and
+the silence is the signal. What it shows of itself is a file in memory; Linux; elsewhere nothing is shown.
+"""
+
+import contextlib
+import dataclasses
+import faulthandler
+import fcntl
+import mmap
+import os
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from llama405b.contract import reader
+from llama405b.contract.errors import counted
+from llama405b.contract.files import EVERY, append_line, read_records, write_atomic, write_json
+from llama405b.contract.paths import RunDir
+from llama405b.contract.records import (
+    METRICS_LINE,
+    NAME,
+    PLACE,
+    PLACE_BYTES,
+    SIGNAL,
+    UNIT_BYTES,
+    Cause,
+    EvaluationMetrics,
+    EventKind,
+    Heartbeat,
+    Metrics,
+    Phase,
+    RunEvent,
+    Sample,
+)
+
+if TYPE_CHECKING:
+    from llama405b.distributed.ranks import Rank  # needs torch
+
+
+class Journal:
+    """Rank 0's ``metrics.jsonl`` and ``events/rank-0.jsonl``, and its standard output."""
+
+    def __init__(self, run: RunDir, me: "Rank") -> None:
+        self.run, self.me = run, me
+        self.writer = f"rank-{me.rank}"
+        self.tokens = 0  # target tokens so far
+        self.steps = 0  # total steps of the run
+        self.losses: tuple[float, ...] = ()  # of the steps before a resume
+        self.began_evaluated = False  # before the first step, by an earlier attempt
+        self.retries = 0  # of the allocator, in this attempt
+
+    def log(self, line: str) -> None:
+        """Print a line."""
+        if self.me.is_rank0:
+            print(line, flush=True)
+
+    def event(
+        self, kind: EventKind, *, step: int | None = None, path: Path | None = None, detail: str = "",
+        request: str = "", cause: Cause | None = None, count: int = 0, digest: str = "", took_s: float = 0.0, blocked_s: float = 0.0,
+    ) -> None:  # fmt: skip
+        """Add an event."""
+        if not self.me.is_rank0:
+            return
+        place = str(path or "")
+        now, attempt = time.time(), self.me.attempt
+        event = RunEvent(
+            now, self.writer, kind, attempt, step, place, count, cause, request, detail, digest, took_s, blocked_s
+        )
+        with contextlib.suppress(OSError):  # a full disk on this host must not end all ranks
+            append_line(self.run.events(self.writer), reader.dumps(event))
+
+    def resumed_at(self, done: int, steps: int, *, anew: bool = False) -> None:
+        """Keep the metrics up to step ``done``, after which the run resumes; ``steps``: its total; ``anew``: keep none."""
+        self.steps = steps
+        if not self.me.is_rank0:
+            return
+        kept = [] if anew else [line for line in read_metrics(self.run.metrics) if line.step <= done]
+        write_atomic(self.run.metrics, "".join(reader.dumps(line) + "\n" for line in kept))
+        samples = [] if anew else [each for each in read_records(Sample, self.run.samples, EVERY) if each.step <= done]
+        write_atomic(self.run.samples, "".join(reader.dumps(each) + "\n" for each in samples))
+        taken = [line for line in kept if isinstance(line, Metrics)]
+        self.tokens = taken[-1].tokens if taken else 0
+        self.losses = tuple(metrics.loss for metrics in taken)
+        self.began_evaluated = len(taken) < len(kept)
+
+    def evaluation(self, step: int, loss: float | None) -> None:
+        """Append an evaluation where no step was taken."""
+        if self.me.is_rank0:
+            append_line(self.run.metrics, reader.dumps(EvaluationMetrics(step, time.time(), loss, self.me.attempt)))
+
+    def samples(self, step: int, continued: Iterable[tuple[str, str]]) -> None:
+        """Append how prompts were continued, all in one write, so that nobody reads a part of them; and print it."""
+        found = [Sample(step, time.time(), prompt, text) for prompt, text in continued]
+        if self.me.is_rank0 and found:
+            append_line(self.run.samples, "\n".join(map(reader.dumps, found)))
+            for each in found:
+                print(f"{each.prompt!r} continues: {each.text!r}", flush=True)
+
+    def metrics(self, metrics: Metrics) -> None:
+        """Append one step, and print it."""
+        if not self.me.is_rank0:
+            return
+        append_line(self.run.metrics, reader.dumps(metrics))
+        more, self.retries = metrics.num_alloc_retries - self.retries, metrics.num_alloc_retries
+        retried = f"  {counted(more, 'allocator retry', 'allocator retries')}: GPU memory is short" if more > 0 else ""
+        own = "".join(f"  {name} {value:.4g}" for name, value in metrics.own.items())
+        print(
+            f"step {metrics.step}/{self.steps}  loss {metrics.loss:.4f}  grad {metrics.grad_norm:.3f}  lr {metrics.lr:.2e}  "
+            f"{metrics.tokens_per_s:,.0f} tokens/s  {metrics.step_s:.2f} s{own}{retried}",
+            flush=True,
+        )
+
+
+def read_metrics(path: Path) -> list[Metrics | EvaluationMetrics]:
+    """Read the metrics of earlier attempts; what follows a line truncated by a kill is dropped."""
+    found: list[Metrics | EvaluationMetrics] = []
+    if path.is_file():
+        for line in path.read_text(encoding="utf-8").splitlines():
+            try:
+                found.append(reader.loads(METRICS_LINE, line, path.name))
+            except reader.MalformedError:
+                break
+    return found
+
+
+class RankMemory:
+    """The step and the unit that this rank is in; from its creation on a signal has faulthandler write all stacks behind them.
+
+    faulthandler needs neither the interpreter's lock nor memory, so it also tells of a rank that holds the lock for ever,
+    or that waits in a collective.
+    """
+
+    def __init__(self) -> None:
+        self.place: mmap.mmap | bytearray = bytearray(PLACE_BYTES)
+        if sys.platform != "linux":
+            return
+        with contextlib.suppress(OSError):  # no memory, or no more open files allowed: a rank can train without
+            file = os.memfd_create(NAME)
+            os.ftruncate(file, PLACE_BYTES)
+            fcntl.fcntl(file, fcntl.F_SETFL, os.O_APPEND)  # so that a reader may cut what it has read
+            self.place = mmap.mmap(file, PLACE_BYTES)
+            faulthandler.register(SIGNAL, file=file, all_threads=True)
+
+    def step(self, step: int) -> None:
+        """Show which step is under way, and that it is in no unit yet."""
+        PLACE.pack_into(self.place, 0, step, NO_UNIT)
+
+    def unit(self, label: bytes) -> None:
+        """Show which unit is computed, by its ``unit_label``: one copy of 64 bytes."""
+        self.place[-UNIT_BYTES:] = label
+
+
+def unit_label(name: str, way: str) -> bytes:
+    """Return how a unit is shown: its last part that fits."""
+    return f"{name} {way}".encode()[-UNIT_BYTES:].ljust(UNIT_BYTES, b"\0")
+
+
+NO_UNIT = bytes(UNIT_BYTES)
+
+
+INTERVAL_S = 1.0
+
+
+class HeartbeatWriter:
+    """Writes ``heartbeat/rank-N.json``."""
+
+    def __init__(self, run: RunDir, me: "Rank") -> None:
+        self.run, self.me = run, me
+        self.memory = RankMemory()
+        now = time.time()
+        self.record = Heartbeat(me.rank, me.host, os.getpid(), now, 0, Phase.START, now)
+        self.before = self.record  # a long wait
+        self._write()
+
+    def phase(self, phase: Phase) -> None:
+        """Enter a phase; always writes."""
+        now = time.time()
+        self.record = dataclasses.replace(
+            self.record, phase=phase, phase_since=now, time=now, done_bytes=0, total_bytes=0
+        )
+        self._write()
+
+    def waits_for_update(self, waits: bool) -> None:
+        """Enter the phase of a long wait for the update of the weights, or leave it again."""
+        if waits:
+            self.before = self.record
+            self.phase(Phase.UPDATE)
+        else:
+            self.record = dataclasses.replace(self.before, time=time.time())
+            self._write()
+
+    def finished_step(
+        self, step: int, *, data_s: float | None = None, optimizer_s: float | None = None, busy_s: float | None = None
+    ) -> None:
+        """Record a finished or skipped step; how long the parts of a skipped one took is not known."""
+        self._beat(step=step, data_s=data_s, optimizer_s=optimizer_s, busy_s=busy_s)
+
+    def progress(self, done_bytes: int, total_bytes: int) -> None:
+        """Record how much of the weights is loaded."""
+        self._beat(done_bytes=done_bytes, total_bytes=total_bytes)
+
+    def alive(self) -> None:
+        """Record that it goes on within a phase."""
+        self._beat()
+
+    def save(self, every_s: float | None) -> None:
+        """Record that a save is due, as one is every so many seconds; None: that none is any more."""
+        since = None if every_s is None else self.record.save_since or time.time()
+        self.record = dataclasses.replace(self.record, save_since=since, save_every_s=every_s or 0.0)
+        self._write()
+
+    def failed(self, cause: Cause) -> None:
+        """Record why this rank ends."""
+        self.record = dataclasses.replace(self.record, cause=cause)
+        self.phase(Phase.FAILED)
+
+    def _beat(self, **news: float | None) -> None:
+        self.record = dataclasses.replace(self.record, **news)  # type: ignore[arg-type]
+        now = time.time()
+        if now - self.record.time >= INTERVAL_S:
+            self.record = dataclasses.replace(self.record, time=now)
+            self._write()
+
+    def _write(self) -> None:
+        with contextlib.suppress(OSError):  # a full disk on this host must not end all ranks
+            write_json(self.run.heartbeat(self.me.rank), self.record)
