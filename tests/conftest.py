@@ -190,4 +190,9 @@ def operator(hosts, tmp_path, cli):
     if _processes_of(tmp_path) or any(hosts_rig.processes(hosts, i) for i in everywhere):  # its guard, or of a run
         for name in set(names):
             call("stop", "--grace", "0", "--run", name)
-        assert [hosts_rig.processes(hosts, i) for i in everywhere] == [[] for _ in everywhere]
+        from ops_rig import wait_for
+
+        def left():
+            return [found for i in everywhere if (found := hosts_rig.processes(hosts, i))]
+
+        wait_for(lambda: not left(), says=lambda: left())  # an agent ends once its connection has
