@@ -282,7 +282,8 @@ def build(setting, config, me):
     for landing in getattr(update, "landings", {}).values():
         landing.unchecked = 0  # there is no gradient to compare
     if setting.activations == "host":
-        keep_on_host(module, setting.run, 0, torch.bfloat16, me.device, nothing)
+        run = setting.run
+        keep_on_host(module, run.inputs_on_host(0), run.input_shape, torch.bfloat16, me.device, nothing)
     return module, update
 
 

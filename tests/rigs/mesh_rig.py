@@ -115,8 +115,8 @@ def keep_on_host(me, directory, model, parallel, recompute, micro, dtype):
         parallel=parallel,
     )
     run = RunShape.of(read_llama(directory), config, me.world, me.axes)
-    stage = me.axes.place(me.rank, ("pp",)).rank
-    return host_inputs.keep_on_host(model, run, stage, dtype, me.device, lambda *_: None)
+    count = run.inputs_on_host(me.axes.place(me.rank, ("pp",)).rank)
+    return host_inputs.keep_on_host(model, count, run.input_shape, dtype, me.device, lambda *_: None)
 
 
 def build(me, directory, parallel, optimizer, dtype, *, recompute="full", how="rank0", compiles=False, adapter=None):
