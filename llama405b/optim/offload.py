@@ -186,7 +186,7 @@ class OffloadedAll:
             part.sums = gradients
             self._gather(part, arrived, lambda: None)
 
-    def _gather(self, part: UnitState, arrived: Arrived, add: Callable[[], object]) -> None:
+    def _gather(self, part: UnitState, arrived: Arrived, add: Callable[[], None]) -> None:
         """Have the worker add a gradient to a unit's sums once it is there; after the last it takes their norm."""
 
         @torch.no_grad()
@@ -431,7 +431,7 @@ class OffloadedOptimizer(OffloadedAll):
             self.adding.result()  # which frees the slot
         slot = self.slot[: flat.numel()]
         came = copy([(slot, flat)], stream)
-        self._gather(part, came, lambda: landing.total.add_(slot))
+        self._gather(part, came, lambda: _add_slot(landing.total, slot))
         self.adding = part.adding
 
     def _drop(self, part: UnitState, member: Member, weight: nn.Parameter) -> None:
@@ -491,3 +491,7 @@ def _lay_out(
         begin += size
         of_gradient += size * masters[name].requires_grad
     return members, of_gradient, begin
+
+
+def _add_slot(total: Tensor, slot: Tensor) -> None:
+    total.add_(slot)

@@ -7,8 +7,7 @@ import sys
 
 import pytest
 
-from llama405b.contract.records import PLACE_BYTES, SIGNAL, Place, read_place
-from llama405b.training.context import UNIT_BYTES
+from llama405b.contract.records import PLACE_BYTES, SIGNAL, UNIT_BYTES, Place, read_place
 from llama405b.training.journal import RankMemory, unit_label
 from llama405b_tools.agent import autopsy
 from llama405b_tools.agent.autopsy import Counts, RankMemoryReader, address_of, catches, rank_processes
