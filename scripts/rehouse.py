@@ -11,7 +11,7 @@ TABLE is Python, with any of these:
     FILES = {"old/path": "new/path"}                data, tests
     BEFORE, TEXT = [(path, old, new), …]            what is changed in a file by hand, before and after
 A name that would mean two things is printed, and then nothing is written but BEFORE. Then: ruff check --fix --select F401,I; ruff format;
-tests/check.sh. What it does not know: names in another form than ``module.name``, such as a path without its room.
+tests/check.sh. What it does not know: names in another form than ``module.name``, such as imports in code within strings.
 """
 
 import ast

@@ -155,7 +155,7 @@ def test_a_dataset_is_read_where_it_is(hub, cold_cli, demo, tmp_path, monkeypatc
     (folder / "a.jsonl").write_bytes(lines)
     (folder / "b.jsonl.gz").write_bytes(gzip.compress(lines[:5000].rpartition(b"\n")[0]))
     pyarrow.parquet.write_table(pyarrow.table({"text": [each["text"] for each in records]}), folder / "c.parquet")
-    small = "from llama405b.data import hub, tokenize\nhub.RANGE_BYTES = tokenize.PART_BYTES = 50_000\n"
+    small = "from llama405b.data import hub, tokens\nhub.RANGE_BYTES = tokens.PART_BYTES = 50_000\n"
     (tmp_path / "sitecustomize.py").write_text(small)  # in the readers' processes too
     hub["env"] |= {"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
     hub["unwell"] = 2

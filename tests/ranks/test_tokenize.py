@@ -112,8 +112,8 @@ def test_it_is_made_for_a_tokenizer_and_is_a_source_of_its_own(demo, texts, tmp_
 
 def test_it_continues_after_a_kill_and_leaves_no_process(demo, texts):
     code = (
-        "import sys\nfrom llama405b.data import tokenize\nfrom llama405b.commands import data\n"
-        "tokenize.PART_BYTES = 5000\n"
+        "import sys\nfrom llama405b.data import tokens\nfrom llama405b.commands import data\n"
+        "tokens.PART_BYTES = 5000\n"
         "if __name__ == '__main__':\n    data.main(sys.argv[1:])\n"
     )
     (texts.parent / "run.py").write_text(code)

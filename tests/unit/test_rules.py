@@ -72,7 +72,7 @@ def test_the_rules_hold(tree):
         ),
         (
             "llama405b/model/llama.py",
-            "def f():\n    from llama405b.parallel import fsdp2",
+            "def f():\n    from llama405b.parallel import fsdp",
             "The trainer's rooms are layers",
         ),
         (

@@ -16,7 +16,7 @@ from ops_rig import wait_for
 
 RANK = """
 import ctypes, sys, threading, time
-from llama405b.training.context import RankMemory, unit_label
+from llama405b.training.journal import RankMemory, unit_label
 memory = RankMemory()
 memory.step(4711)
 memory.unit(unit_label("layers.71", "backward"))
