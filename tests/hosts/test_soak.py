@@ -29,7 +29,7 @@ def _kill(hosts, kind, i):
         for each in range(1, hosts.count + 1):
             hosts.exec(each, "pkill", "-9", "-f", "llama405b.train", check=False)
     else:
-        what = {"a rank": "llama405b.train", "a node runner": "agent.node", "what copies": "agent.node"}[kind]
+        what = {"a rank": "llama405b.train", "a node runner": "agent.node", "what copies": "agent.relay"}[kind]
         hosts.exec(i, "pkill", "-9", "-f", what, check=False)
 
 

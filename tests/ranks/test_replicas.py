@@ -39,7 +39,7 @@ def _replicators(place):
     started = []
     try:
         for i in range(HOSTS):
-            argv = [sys.executable, "-m", "llama405b_tools.agent.node", str(RUN), f"host-{i}"]
+            argv = [sys.executable, "-m", "llama405b_tools.agent.relay", str(RUN), f"host-{i}"]
             started.append(subprocess.Popen(argv, cwd=place / f"host-{i}", env=env, stdin=subprocess.PIPE))
         yield started
     finally:
