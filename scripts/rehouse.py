@@ -154,8 +154,12 @@ def _end_of_expression(source: str, at: int) -> int:
     depth, inside = 0, ""
     while True:
         letter = source[at]
-        if inside or letter in "'\"":
-            inside = ("" if letter == inside else inside) if inside else letter
+        if letter == inside:
+            inside = ""
+        elif not inside and letter in "'\"":
+            inside = letter
+        elif inside:
+            pass
         elif not depth and (letter in ":}" or (letter == "!" and source[at + 1] != "=")):
             return at
         else:
@@ -402,7 +406,7 @@ class Rewriting:
         parent, patched = self.file.parents.get(id(use)), None
         if isinstance(parent, ast.Call) and len(parent.args) > 1 and parent.args[0] is use:
             patched = parent.args[1] if isinstance(parent.args[1], ast.Constant) else None
-        name = parent.attr if isinstance(parent, ast.Attribute) else str(patched.value) if patched else ""
+        name = str(patched.value) if patched else getattr(parent, "attr", "")
         new_module, new_name = self.table.where(module, name)
         self.needed.setdefault(module, set())
         if isinstance(parent, ast.Attribute):

@@ -1,7 +1,5 @@
 """Files that no reader ever sees half-written, and whether only their owner can write them. Knows nothing about their contents.
 
-Files that no reader ever sees half-written. Knows nothing about their contents.
-
 Check that only a file's owner can write it. Standard library only; knows permissions, not contents.
 """
 

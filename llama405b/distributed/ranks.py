@@ -1,7 +1,5 @@
 """This process's place among the ranks, the process group that they form, and the cores that it runs on.
 
-This process's place among the ranks, and the process group that they form.
-
 Knows torchrun's environment; not what is exchanged. Ranks follow the order of the hosts file: the node
 runner sets each host's first rank (``LLAMA405B_FIRST_RANK``), because the c10d rendezvous orders hosts by address
 and process id.

@@ -4,7 +4,7 @@ Hardware as data: what a GPU is by its data sheet, from ``hardware.toml`` and a 
 
 Which rates a step attains: fitted, by ``scripts/fit_plan.py`` alone, from published measurements; or assumed, as priors.
 
-What is trained, on what, and how: all that a prediction takes. Pure; standard library and msgspec alone.
+What is trained, on what, and how: all that a prediction takes. Standard library and msgspec alone.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""What torch's caching allocator reserves of a GPU in steps with FSDP2. Pure.
+"""What torch's caching allocator reserves of a GPU in steps with FSDP2: arithmetic on the history in blocks.toml.
 
 How torch's caching allocator places blocks with expandable segments, and so how much it reserves.
 

@@ -1,4 +1,4 @@
-"""What to expect of a run on a cluster, what can be changed of it, and which settings train the same steps fastest. Pure.
+"""What to expect of a run on a cluster, what can be changed of it, and which settings train the same steps fastest.
 
 What to expect of a run on a cluster: whether it fits, and how fast it goes.
 

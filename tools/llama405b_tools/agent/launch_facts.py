@@ -2,8 +2,6 @@
 
 What launch must know about a host before it starts anything.
 
-What launch must know about a host before it starts anything there. Runs on the host; standard library only.
-
 Changes nothing, but for a file that the head leaves while the others look for it.
 """
 

@@ -1,7 +1,4 @@
-"""Doctor's findings on the hosts' facts: what is wrong, what it means, and what to do. Pure.
-
-Doctor's remarks on one host's facts: what is wrong, what it means, and what to do.
-"""
+"""Doctor's findings on the hosts' facts: what is wrong, what it means, and what to do. Pure."""
 
 import collections
 import dataclasses

@@ -30,7 +30,7 @@ from llama405b_tools.text.words import Entry, Fold, Merge, OneByOne, clean, grou
 
 ATTEMPT = re.compile(r"attempt \d+: \[")  # how the node runner begins torchrun's log
 LAST = 20  # blocks shown if there is no traceback
-READ_AHEAD = 40  # read ahead
+READ_AHEAD = 40  # messages of a host
 
 
 def find_first_error(fleet: Fleet, run: str, seen: Seen, attempt: int = 0) -> tuple[bool, list[str]]:

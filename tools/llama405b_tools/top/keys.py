@@ -1,8 +1,6 @@
 """What a key does: to the choices of the user, or to the selected host and run. Pure.
 
 What can be done to the selected host and run: each is a command that could be typed, and is asked before it is run.
-
-What a key does to the choices of the user.
 """
 
 import shlex

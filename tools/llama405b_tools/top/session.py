@@ -3,8 +3,6 @@
 The last ten minutes of cluster-top, compressed and bounded: the screen goes back in them, and an incident has them written to a file.
 
 The logs in cluster-top: the newest lines, folded, by the same engine as ``llama405b logs``.
-
-cluster-top's state: a source of events, and the picture made from them.
 """
 
 import bisect

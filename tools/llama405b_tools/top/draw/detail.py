@@ -1,7 +1,5 @@
 """One host or rank in detail, all ranks, and the graphs. Pure.
 
-One host in detail, one of its ranks, and all ranks.
-
 The graphs: loss, tokens per second, the parts of a step, power, network and memory.
 """
 

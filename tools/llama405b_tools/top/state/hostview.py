@@ -2,8 +2,6 @@
 
 Which programs run on one host and use its GPUs: the run's ranks, and others.
 
-One host, from its frames: whether they are fresh, its rates, its row of the picture.
-
 Knows nothing about other hosts; deviations from them, and the state of the run, are passed in.
 """
 

@@ -1,7 +1,5 @@
 """What is known at one moment about the hosts, the shown run and its training, and what it means. Pure.
 
-What is known at one moment about the hosts and the shown run, and what it means.
-
 What stands out about the run as a whole at a moment.
 
 What is known of the training itself, for the picture: steps, rates, network, what is at risk.

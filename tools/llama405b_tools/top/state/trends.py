@@ -2,8 +2,6 @@
 
 Quantities over minutes, hours and a whole run, in a bounded number of buckets.
 
-How things went, as far back as is known: what the graphs draw.
-
 ``take`` is called with every picture; what is drawn of it ends at the moment of a picture, so a screen that stands still can
 be drawn again.
 """
