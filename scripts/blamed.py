@@ -115,7 +115,8 @@ def trained(place, documents, steps):
     exported = [
         sys.executable,
         "-m",
-        "llama405b.commands.export",
+        "llama405b_tools.cli",
+        "export",
         str(place / "run"),
         str(place / "learnt"),
         "--dtype",

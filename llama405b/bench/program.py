@@ -8,6 +8,7 @@ them in their own processes, and a probe that fails ends them all.
 ``llama405b bench`` without HOSTS: test this machine's first GPU.
 """
 
+import argparse
 import dataclasses
 import functools
 import os
@@ -28,7 +29,6 @@ from llama405b.distributed import collectives, ranks
 from llama405b.distributed.ranks import Rank
 from llama405b.predict.run_shape import RunShape
 from llama405b.spec import probes
-from llama405b.spec.parsers import bench_parser
 from llama405b.spec.probes import (
     ABOUT,
     GPU_ONLY,
@@ -191,9 +191,8 @@ def _said(error: Exception) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:400]
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run the verb."""
-    args = bench_parser().parse(argv)
+def main(args: argparse.Namespace) -> int:
+    """Run what the verb's command line names on this machine's first GPU; returns the exit code."""
     if args.env or args.setup_line:
         raise UserError("bench: --env and --setup-line are for hosts; name a hosts file, or leave them out")
     tests, log = probes.chosen(args.tests), probes.Log(args.out)

@@ -1,5 +1,6 @@
 """``llama405b data show | tokenize``: what a training run would learn, and texts made into tokens once for many runs."""
 
+import argparse
 import dataclasses
 import itertools
 import os
@@ -7,7 +8,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -19,11 +20,9 @@ from llama405b.data.batches import Batches, batches_of, describe_held_out, descr
 from llama405b.data.demo_model import make_demo
 from llama405b.data.encode import FIRST, MARKS, NOT_LEARNT
 from llama405b.data.tokens import Report, read_tokenizer, tokenised, tokenize
-from llama405b.settings import command
 from llama405b.settings.config import DEMO_MODEL
 from llama405b.settings.schema import Config, Data
 from llama405b.spec import models
-from llama405b.spec.parsers import data_parser
 
 CACHE = Path("runs/.cache")  # of runs that are started in this directory
 GREEN, DIM, PLAIN = "\x1b[32m", "\x1b[2m", "\x1b[0m"
@@ -31,14 +30,9 @@ COLORED, BARE = (GREEN, PLAIN, DIM, PLAIN), ("⟦", "⟧", "", "")  # before and
 BEGINS = "━" * 40
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run the verb."""
-    args, settings = data_parser().parse_known_args(argv)
-    config = command.parse(settings).config
+def main(args: argparse.Namespace, config: Config) -> int:
+    """Do what the verb's command line names, with a run's settings; returns the exit code."""
     extend.use(config.training.extend)
-    for flag, least in (("sequences", 0), ("workers", 1)):
-        if getattr(args, flag, least) < least:
-            raise UserError(f"--{flag}: {getattr(args, flag)} is too small; use {least} or more")
     model = Path(config.model.path)
     if model == Path(DEMO_MODEL) and not model.exists():
         print(f"making the demo's model and tokenizer in {model}")

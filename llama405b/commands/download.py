@@ -1,4 +1,8 @@
-"""``llama405b download``: a model or a dataset from the Hugging Face Hub, only what training needs, verified."""
+"""Download a model or a dataset from the Hugging Face Hub, only what training needs, and verify it.
+
+Run it on the host that needs it (the first one, for a dataset); only that host needs HF_TOKEN. An interrupted download is
+resumed. Every file's size is checked, and its SHA-256 if the Hub has one.
+"""
 
 import concurrent.futures
 import dataclasses
@@ -13,8 +17,8 @@ from typing import TYPE_CHECKING
 from llama405b.contract.errors import RunError, UserError, counted, size_words
 from llama405b.contract.hashes import BlockHasher, Hashes
 from llama405b.data.hub import dataset_files, said_clearly
+from llama405b.settings.command import OneLineParser
 from llama405b.spec import models
-from llama405b.spec.parsers import download_parser
 from llama405b.spec.tensors import INDEX, PICKLED_INDEX, is_pickled, read_tensors
 
 if TYPE_CHECKING:
@@ -26,9 +30,22 @@ PICKLED_FILES = (PICKLED_INDEX, "pytorch_model*.bin")  # of models that have no 
 READ_BYTES = 4 << 20
 
 
+def _parser() -> OneLineParser:
+    parser = OneLineParser(prog="llama405b download", description=__doc__)
+    add = parser.add_argument
+    add("name", metavar="NAME", help="owner/name, like meta-llama/Llama-3.1-405B")
+    add("--dataset", action="store_true", help="NAME is a dataset, not a model")
+    files = "of a dataset, these files alone, like 'data/train-*' [all text and Parquet]"
+    add("--only", metavar="GLOB", help=files)
+    add("--to", type=Path, metavar="DIR", help="target directory [models/<name>, or data/<name>]")
+    add("--revision", default="main", help="a branch, tag or commit [main]")
+    add("--skip-weights", action="store_true", help="download only the configuration and tokenizer")
+    return parser
+
+
 def main(argv: Sequence[str]) -> int:
     """Run the verb."""
-    args = download_parser().parse(argv)
+    args = _parser().parse(argv)
     if args.name.count("/") != 1:
         raise UserError(f"download: {args.name!r} is not the name of a model or dataset; write owner/name")
     if (args.only or args.dataset) and not (args.dataset and not args.skip_weights):

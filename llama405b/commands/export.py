@@ -1,10 +1,9 @@
-"""Generate a few tokens with a model on disk, if this machine can hold it.
-
-Write a checkpoint on this machine as a model that transformers, vLLM and others load; ``llama405b_tools.verbs.export`` calls it.
+"""Write a checkpoint on this machine as a model that transformers, vLLM and others load; ``llama405b export`` calls it.
 
 Knows safetensors, manifests and DCP's metadata; not hosts.
 """
 
+import argparse
 import contextlib
 import dataclasses
 import json
@@ -12,7 +11,7 @@ import math
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -47,7 +46,6 @@ from llama405b.settings import config
 from llama405b.settings.schema import Config
 from llama405b.spec import models
 from llama405b.spec.models import FAMILIES, PEFT_CONFIG, PEFT_WEIGHTS, peft_config
-from llama405b.spec.parsers import export_parser
 from llama405b.spec.tensors import INDEX, SINGLE, is_pickled, read_hf_json
 
 NEW_TOKENS = 40
@@ -139,9 +137,8 @@ class Record:
     files: Mapping[str, Written]
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run the verb."""
-    args = export_parser().parse(argv)
+def main(args: argparse.Namespace) -> int:
+    """Export what the verb's command line names, on this machine; returns the exit code."""
     args.out = Path(args.out)
     if args.push_to_hub:
         create(args.push_to_hub)
@@ -408,7 +405,3 @@ def upload(directory: Path, repo: str) -> None:
             repo_id=repo, folder_path=directory, ignore_patterns=[".*"], commit_message="Export by llama405b"
         )
     print(f"uploaded to {repo}", flush=True)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

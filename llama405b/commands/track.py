@@ -1,5 +1,9 @@
-"""Send a run's numbers to its trackers: all that they have not been sent; or, as rank 0 starts it, what comes until training ends."""
+"""Send what a run's trackers have not been sent, on the host of its rank 0; a run that trains does so by itself.
 
+Steps that were taken again after a resume keep their first values there.
+"""
+
+import argparse
 import fcntl
 import math
 import os
@@ -12,14 +16,29 @@ from typing import TextIO
 
 from llama405b.contract.errors import FAILED, GOOD, UserError
 from llama405b.contract.paths import EXPORT_RECORD, UMASK, RunDir
-from llama405b.spec.parsers import track_parser
+from llama405b.settings.command import OneLineParser
+from llama405b.settings.schema import TRACKERS
 from llama405b.tracking.feed import POLL_S, Feed
 from llama405b.tracking.start import END_S
 
 
+def _parser() -> OneLineParser:
+    parser = OneLineParser(prog="llama405b track", description=__doc__)
+    parser.add_argument("run", metavar="RUN", help="name of a run in this directory")
+    parser.add_argument("--only", choices=TRACKERS, help="send to this one of them")
+    parser.add_argument(
+        "--model", type=Path, metavar="DIR", help="also send W&B what export has written there, as an artifact"
+    )
+    parser.add_argument(
+        "--again", action="store_true", help="send everything again, as another run there: of a tracker that lost it"
+    )
+    parser.add_argument("--until-closed", type=int, metavar="FD", help=argparse.SUPPRESS)
+    return parser
+
+
 def main(argv: Sequence[str]) -> int:
     """Run the verb."""
-    args = track_parser().parse(argv)
+    args = _parser().parse(argv)
     os.umask(UMASK)
     run = RunDir(Path(args.run)) if (Path(args.run) / "config.toml").is_file() else RunDir.here(args.run)
     if not run.config.is_file():

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from conftest import ROOT
-from llama405b.commands import export
 from llama405b.contract.errors import UserError
+from llama405b_tools.verbs import export
 from ranks_rig import run_program, run_ranks
 
 PEFT = ROOT / ".venv/peft"  # apart, since transformers imports it wherever it is installed

@@ -12,9 +12,9 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from llama405b.commands import data
 from llama405b.contract.errors import UserError
 from llama405b.data.hub import hub_files
+from llama405b_tools.verbs import data
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 

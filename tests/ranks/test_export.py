@@ -14,13 +14,14 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-from llama405b.commands import export
+from llama405b.commands import export as writing
 from llama405b.contract.errors import RunError, UserError
 from llama405b.contract.paths import RunDir
 from llama405b.settings.config import to_toml
 from llama405b.settings.schema import Config
 from llama405b.spec.models import SMALL_FILES
 from llama405b.spec.tensors import read_tensors
+from llama405b_tools.verbs import export
 from ranks_rig import run_ranks
 from update_rig import batch, build, data_file, flip, save, take
 
@@ -100,7 +101,7 @@ def test_an_untrained_load_is_given_back_bit_for_bit(tiny, tmp_path, monkeypatch
 
 def test_many_files_have_an_index_and_are_one_model(at, tmp_path, monkeypatch):
     assert export.main(["r", str(tmp_path / "one"), "--dtype", "fp32"]) == 0
-    monkeypatch.setattr(export, "FILE_BYTES", 20_000)
+    monkeypatch.setattr(writing, "FILE_BYTES", 20_000)
     assert export.main(["r", str(tmp_path / "many"), "--dtype", "fp32"]) == 0
     assert export.main(["r", str(tmp_path / "whole"), "--dtype", "fp32", "--one-file"]) == 0
     assert len(list((tmp_path / "many").glob("model-*-of-*.safetensors"))) > 3
@@ -112,31 +113,31 @@ def test_many_files_have_an_index_and_are_one_model(at, tmp_path, monkeypatch):
 
 
 def test_after_a_full_disk_no_hidden_file_takes_the_room_that_is_asked_for_in_words(at, tmp_path, monkeypatch):
-    out, read = tmp_path / "out", export.SavedWeights.read
+    out, read = tmp_path / "out", writing.SavedWeights.read
 
     def full(self, name):
         if "norm" in name:
             raise OSError(28, "No space left on device")
         return read(self, name)
 
-    monkeypatch.setattr(export.SavedWeights, "read", full)
+    monkeypatch.setattr(writing.SavedWeights, "read", full)
     with pytest.raises(RunError, match="No space left on device"):
         export.main(["r", str(out)])
-    assert [path.name for path in out.iterdir()] == [export.EXPORT_RECORD]
+    assert [path.name for path in out.iterdir()] == [writing.EXPORT_RECORD]
     monkeypatch.undo()
     monkeypatch.chdir(at)
     killed = out / ".model.safetensors.partial"
     killed.write_bytes(bytes(1 << 20))
     usage = shutil.disk_usage(out)._replace
-    monkeypatch.setattr(export.shutil, "disk_usage", lambda _: usage(free=1000 if killed.exists() else 2000))
+    monkeypatch.setattr(writing.shutil, "disk_usage", lambda _: usage(free=1000 if killed.exists() else 2000))
     with pytest.raises(UserError, match=r"out: 0\.00 MB free, but 0\.[0-9]+ MB are needed; name another disk"):
         export.main(["r", str(out)])
     assert not killed.exists()
 
 
 def test_an_interrupted_export_goes_on_where_it_was(at, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(export, "FILE_BYTES", 20_000)
-    out, write, written = tmp_path / "out", export.write_tensors, []
+    monkeypatch.setattr(writing, "FILE_BYTES", 20_000)
+    out, write, written = tmp_path / "out", writing.write_tensors, []
 
     def full(path, *args):
         written.append(path.name)
@@ -144,7 +145,7 @@ def test_an_interrupted_export_goes_on_where_it_was(at, tmp_path, monkeypatch, c
             raise OSError(28, "No space left on device")
         return write(path, *args)
 
-    monkeypatch.setattr(export, "write_tensors", full)
+    monkeypatch.setattr(writing, "write_tensors", full)
     with pytest.raises(RunError, match="run the same command to resume"):
         export.main(["r", str(out)])
     assert not (out / "model.safetensors.index.json").exists()
@@ -164,21 +165,21 @@ def test_an_interrupted_export_goes_on_where_it_was(at, tmp_path, monkeypatch, c
 
 
 def test_one_that_was_interrupted_in_its_first_file_goes_on(at, tmp_path, monkeypatch):
-    read = export.SavedWeights.read
+    read = writing.SavedWeights.read
 
     def interrupted(saved, name):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(export.SavedWeights, "read", interrupted)
+    monkeypatch.setattr(writing.SavedWeights, "read", interrupted)
     with pytest.raises(KeyboardInterrupt):
         export.main(["r", str(tmp_path / "out")])
-    monkeypatch.setattr(export.SavedWeights, "read", read)
+    monkeypatch.setattr(writing.SavedWeights, "read", read)
     assert export.main(["r", str(tmp_path / "out")]) == 0
     assert not list((tmp_path / "out").glob(".*.partial"))
 
 
 def test_one_tensor_at_a_time_is_in_memory(at, tmp_path, monkeypatch):
-    alive, most, read = [], [], export.SavedWeights.read
+    alive, most, read = [], [], writing.SavedWeights.read
 
     def watched(saved, name):
         most.append(sum(each() is not None for each in alive))
@@ -186,7 +187,7 @@ def test_one_tensor_at_a_time_is_in_memory(at, tmp_path, monkeypatch):
         alive.append(weakref.ref(tensor))
         return tensor
 
-    monkeypatch.setattr(export.SavedWeights, "read", watched)
+    monkeypatch.setattr(writing.SavedWeights, "read", watched)
     assert export.main(["r", str(tmp_path / "out"), "--dtype", "fp32"]) == 0
     assert len(most) > 10
     assert max(most) == 0
@@ -240,12 +241,10 @@ def test_another_models_files_are_refused(at, tiny_tied, tmp_path):
 
 
 def test_what_this_machine_cannot_hold_is_not_tried(at, tmp_path, monkeypatch, capsys):
-    from llama405b.commands import export
-
     assert export.main(["r", str(tmp_path / "out"), "--try", "x"]) == 1
     assert "has no tokenizer.json, so a prompt cannot be read" in capsys.readouterr().out
     (tmp_path / "out/tokenizer.json").touch()
-    monkeypatch.setattr(export, "_roomiest", lambda: ("cpu", 1000))
+    monkeypatch.setattr(writing, "_roomiest", lambda: ("cpu", 1000))
     assert export.main(["r", str(tmp_path / "out"), "--try", "x"]) == 3
     said = capsys.readouterr().out
     assert "but this machine has 0.0 GB; give " in said

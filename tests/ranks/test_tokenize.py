@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 
 from conftest import ROOT
-from llama405b.commands import data
 from llama405b.contract.errors import UserError
 from llama405b.data import tokens as of_tokenize
 from llama405b.data.sources import documents_in, open_source, read_offsets
 from llama405b.data.tokens import Report, tokenised
 from llama405b.formats.corpus import TOKENIZED, TOKENS
 from llama405b.settings.schema import Data
+from llama405b_tools.verbs import data
 from ops_rig import Patience, wait_for
 
 
@@ -112,7 +112,7 @@ def test_it_is_made_for_a_tokenizer_and_is_a_source_of_its_own(demo, texts, tmp_
 
 def test_it_continues_after_a_kill_and_leaves_no_process(demo, texts):
     code = (
-        "import sys\nfrom llama405b.data import tokens\nfrom llama405b.commands import data\n"
+        "import sys\nfrom llama405b.data import tokens\nfrom llama405b_tools.verbs import data\n"
         "tokens.PART_BYTES = 5000\n"
         "if __name__ == '__main__':\n    data.main(sys.argv[1:])\n"
     )

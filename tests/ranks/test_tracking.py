@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from conftest import ROOT
-from llama405b.commands import export, track
+from llama405b.commands import track
 from llama405b.contract.errors import FAILED, GOOD, UserError
+from llama405b_tools.verbs import export
 from ranks_rig import run_program
 
 TRACKERS = ROOT / ".venv/trackers"  # apart, as they bring much

@@ -11,8 +11,8 @@ import torch
 from test_checkpoint import _resume, _save_four
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
-from llama405b.commands import export
 from llama405b.contract.errors import UserError
+from llama405b_tools.verbs import export
 from ranks_rig import run_ranks
 
 STEP = "step-00000008"

@@ -40,10 +40,10 @@ VERBS = {  # verb: (module with main(argv) -> exit code, what it does)
     "stop": ("llama405b_tools.verbs.stop", "end a run on every host, and verify that it ended"),
     "train": ("llama405b.train", "run the training program (launch runs it under torchrun)"),
     "download": ("llama405b.commands.download", "download and verify a model from the Hugging Face Hub"),
-    "data": ("llama405b.commands.data", "show what a training run would learn of its data, or tokenize it once"),
+    "data": ("llama405b_tools.verbs.data", "show what a training run would learn of its data, or tokenize it once"),
     "export": ("llama405b_tools.verbs.export", "write a checkpoint as a model that transformers and vLLM load"),
     "track": ("llama405b.commands.track", "send a run's numbers to W&B or TensorBoard, if they were not"),
-    "demo": ("llama405b.commands.demo", "write a small Llama checkpoint for trying things out"),
+    "demo": ("llama405b_tools.verbs.demo", "write a small Llama checkpoint for trying things out"),
     "bench": ("llama405b_tools.verbs.bench", "test GPUs, links and memory, up to whole steps"),
 }
 MOST = 20_000  # characters of an error, which may name every host
@@ -153,15 +153,8 @@ def cluster_top() -> int:
 def _verb(verb: str, args: list[str]) -> int:
     if verb == "train":  # report a bad command line before torch is imported, which takes seconds
         command.parse(args)
-    if verb == "bench" and args[:1] == ["knobs"]:
-        args = [*args[1:], "--tests", "knobs"]
-    name = VERBS[verb][0]
-    if verb in (*NO_GPU, "bench"):  # and its --help needs none of that
-        known, _ = importlib.import_module("llama405b.spec.parsers").PARSERS[verb]().parse_known_args(args)
-        if verb == "bench" and not known.hosts:  # this machine's GPU is for what imports torch
-            name = "llama405b.bench.program"
     try:
-        module = importlib.import_module(name)
+        module = importlib.import_module(VERBS[verb][0])
         if verb in OWNERS_ALONE:
             os.umask(UMASK)
         return int(module.main(args))

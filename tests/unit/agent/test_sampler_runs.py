@@ -14,7 +14,7 @@ from llama405b.contract import reader
 from llama405b.contract.files import append_line, write_json
 from llama405b.contract.paths import RunDir
 from llama405b.contract.records import EventKind, Heartbeat, Phase, RunEvent
-from llama405b_tools.agent import describe, processes, sampler
+from llama405b_tools.agent import describe, processes, sampled_run, sampler
 from llama405b_tools.agent.processes import machine_id, take_lock
 from llama405b_tools.hosts import transport
 
@@ -130,7 +130,7 @@ def test_a_line_without_end_does_not_stop_the_metrics(tmp_path):
     path.write_text('{"step": 1}\n')
     assert run._metrics() == [{"step": 1}]
     with path.open("a") as file:
-        file.write("x" * (sampler.FIRST_METRICS_BYTES + 5))
+        file.write("x" * (sampled_run.FIRST_METRICS_BYTES + 5))
     assert run._metrics() == []
     with path.open("a") as file:
         file.write('{"step": 2}\n{"step": 3}\n')
@@ -209,8 +209,8 @@ def test_a_save_that_takes_too_long_is_told_to_screen_status_and_autopsy(
 @pytest.mark.parametrize("took_s", [0.0, -1.0, float("nan"), float("inf"), 1e300, "12", None])
 def test_a_save_that_took_no_time_that_can_be_true_is_not_counted(took_s):
     event = json.loads(json.dumps({"kind": "saved", "took_s": took_s}))
-    assert sampler.usual_s([event]) == {}
-    assert sampler.usual_s([event, {"kind": "saved", "took_s": 3}, {"kind": "saved"}]) == {"checkpoint": 3}
+    assert sampled_run.usual_s([event]) == {}
+    assert sampled_run.usual_s([event, {"kind": "saved", "took_s": 3}, {"kind": "saved"}]) == {"checkpoint": 3}
 
 
 def test_only_the_head_tells_how_long_saves_take(runs, told, tmp_path):

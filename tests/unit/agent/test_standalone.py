@@ -12,7 +12,7 @@ import pytest
 
 from llama405b.contract import checkpoints, reader
 from llama405b.contract.software import code_version
-from llama405b_tools.agent import agent, sampler
+from llama405b_tools.agent import agent, sampled_run
 from llama405b_tools.hosts import transport
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.inventory import Host
@@ -83,7 +83,7 @@ def test_the_probe_speaks_as_doctor_reads(shadowed):
 
 
 @pytest.mark.parametrize("name", ["sampler", "hostprobe"])
-def test_it_is_one_file(name):
+def test_it_imports_nothing_that_a_host_may_lack(name):
     tree = ast.parse(transport.program_text(name), feature_version=(3, 6))
     imported = {
         (node.module if isinstance(node, ast.ImportFrom) else alias.name).partition(".")[0]
@@ -95,7 +95,7 @@ def test_it_is_one_file(name):
 
 
 def test_what_it_says_twice_is_the_same():
-    assert sampler.STEP_DIR.pattern.rstrip("$") == checkpoints.STEP_DIR.pattern.replace("(", "").replace(")", "")
+    assert sampled_run.STEP_DIR.pattern.rstrip("$") == checkpoints.STEP_DIR.pattern.replace("(", "").replace(")", "")
 
 
 def test_the_agent_tells_a_python_older_than_ours(tmp_path):

@@ -6,8 +6,9 @@ import shutil
 
 import pytest
 
-from llama405b.commands import data
+import llama405b.commands.data
 from llama405b.contract.errors import UserError
+from llama405b_tools.verbs import data
 
 
 @pytest.fixture
@@ -56,7 +57,7 @@ def test_a_sequence_beyond_the_model_s_positions_is_refused(show, tmp_path):
 
 def test_the_demo_s_model_is_made_where_there_is_none(demo, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(data, "make_demo", lambda to: shutil.copytree(demo, to))
+    monkeypatch.setattr(llama405b.commands.data, "make_demo", lambda to: shutil.copytree(demo, to))
     (tmp_path / "a.txt").write_text("some text " * 2000)
     assert data.main(["show", "--preset", "demo", "--data.paths", "a.txt"]) == 0
     assert capsys.readouterr().out.startswith("making the demo's model and tokenizer in models/demo\n")

@@ -50,7 +50,7 @@ from llama405b_tools.agent.messages import (
     StatusRequest,
 )
 from llama405b_tools.agent.processes import heard_guard, is_alive, is_held, run_of, runs_here, tmux_socket
-from llama405b_tools.agent.sampler import SAVES, overdue, unsaved, unsent, usual_s
+from llama405b_tools.agent.sampled_run import SAVES, overdue, unsaved, unsent, usual_s
 
 NEWEST_RUNS = 20
 NEWEST_EVENTS = 50

@@ -373,10 +373,17 @@ def standalone_command(name: str) -> str:
     return f"exec python3 -I -c {shlex.quote(loader)} 2>&1"
 
 
+PARTS = {
+    "sampler": ["sampled_run"]
+}  # files of what travels to a host, besides the one of its name; they stand before it
+
+
 @functools.cache
 def program_text(name: str) -> str:
-    """Return the source of ``sampler`` or ``hostprobe``."""
-    return (Path(__file__).parents[1] / f"agent/{name}.py").read_text(encoding="utf-8")
+    """Return the source of ``sampler`` or ``hostprobe``: its files in one, without what imports one of them from another."""
+    folder = Path(__file__).parents[1] / "agent"
+    texts = [(folder / f"{part}.py").read_text(encoding="utf-8") for part in (*PARTS.get(name, ()), name)]
+    return re.sub(r"^from llama405b_tools\..*\n", "", "\n".join(texts), flags=re.MULTILINE)
 
 
 def standalone_input(name: str, request: Mapping[str, Any]) -> str:

@@ -15,7 +15,7 @@ from llama405b.contract.errors import FAILED, GOOD, STOPPED_FOLLOWING, counted, 
 from llama405b.contract.records import Blame, Cause, CauseKind, EvaluationMetrics, EventKind, Metrics, Phase, RunEvent
 from llama405b.spec.plan import Plan
 from llama405b_tools.agent.messages import NodeUpdate, StopReply, StreamMessage, StreamRequest
-from llama405b_tools.agent.sampler import overdue
+from llama405b_tools.agent.sampled_run import overdue
 from llama405b_tools.hosts.fleet import Fleet, program_name
 from llama405b_tools.hosts.transport import HostError
 from llama405b_tools.run import judge

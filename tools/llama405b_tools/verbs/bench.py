@@ -1,26 +1,47 @@
-"""``llama405b bench HOSTS``: test one GPU, one host, two hosts, and all; what a new cluster should pass before it trains.
+"""Test the machines that will train, from a first collective to whole steps of the 405B shape.
 
-Each test is one line, with the cause and what to do where it fails. What needs a test that failed is not tried.
+On one GPU of the first host, one host, two hosts, and all; without HOSTS, on this machine's first GPU. Each test is a line, with
+the cause and what to do if it fails. `bench knobs [HOSTS]` measures what the recipe leaves open, each alone and all together: the
+embedding as a unit, forward prefetch, all-gathers without a limit, offload; then what trades memory for speed: the loss in parts,
+activation checkpointing, layer inputs on the host, fused and compiled layers, numerics (`--tests knobs-2`). A table
+of seconds and memory for each half, beside the plan's.
 """
 
 import argparse
 import dataclasses
+import importlib
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from llama405b.contract.errors import FAILED, GOOD
+from llama405b.settings.command import OneLineParser
 from llama405b.spec import probes
-from llama405b.spec.parsers import bench_parser
 from llama405b.spec.probes import ProbeResult, check_bundle, write_bundle
 from llama405b_tools.hosts.fleet import Fleet, read_hosts
 from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.launch import request as asked
 from llama405b_tools.launch.probes import run_probes
 
+TRAINERS_OWN = "llama405b.bench.program"  # the probes here: they need torch
+
+
+def _parser() -> OneLineParser:
+    parser = OneLineParser(prog="llama405b bench", description=__doc__)
+    parser.add_argument("hosts", nargs="?", type=Path, metavar="HOSTS", help="hosts file [this machine alone]")
+    probes.add_options(parser)
+    parser.add_argument("--env", action="append", default=[], metavar="K=V", help="set a variable of the ranks")
+    parser.add_argument(
+        "--setup-line", default="", metavar="LINE", help="shell line to run first, such as module load cuda"
+    )
+    return parser
+
 
 def main(argv: Sequence[str]) -> int:
     """Run the verb."""
-    args = bench_parser().parse(argv)
+    args = _parser().parse([*argv[1:], "--tests", "knobs"] if argv[:1] == ["knobs"] else argv)
+    if not args.hosts:
+        return int(importlib.import_module(TRAINERS_OWN).main(args))
     hosts, tests, log = read_hosts(args.hosts), probes.chosen(args.tests), probes.Log(args.out)
     check_bundle(args.bundle, with_host_names=args.with_host_names)
     base = asked.parse_launch(_launch_flags(args), time.time())

@@ -1,0 +1,43 @@
+"""What a training run would learn, without a GPU and without weights."""
+
+import importlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from llama405b.contract.errors import UserError
+from llama405b.settings import command
+from llama405b.settings.command import OneLineParser
+
+TRAINERS_OWN = "llama405b.commands.data"  # what reads the data: it needs torch
+CORES = os.cpu_count() or 1
+SETTINGS = """
+
+SETTINGS are those of `llama405b train`, as for a run: --config my.toml, --data.paths corpus, …"""
+SHOW = """Print the first sequences of training as the model will read them, and the counts.
+
+What is learnt is green (without color: between ⟦ and ⟧), the rest is only read, and ━ begins a document."""
+TOKENIZE = """Turn the texts into tokens once, for any number of runs: name DIR in data.paths.
+
+It can be interrupted, and continues."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the verb; what its parser does not know are settings."""
+    args, settings = _parser().parse_known_args(argv)
+    config = command.parse(settings).config
+    for flag, least in (("sequences", 0), ("workers", 1)):
+        if getattr(args, flag, least) < least:
+            raise UserError(f"--{flag}: {getattr(args, flag)} is too small; use {least} or more")
+    return int(importlib.import_module(TRAINERS_OWN).main(args, config))
+
+
+def _parser() -> OneLineParser:
+    parser = OneLineParser(prog="llama405b data", description=__doc__)
+    whats = parser.add_subparsers(dest="what", required=True, metavar="show | tokenize")
+    show = whats.add_parser("show", help="print sequences", description=SHOW + SETTINGS)
+    show.add_argument("--sequences", type=int, default=2, metavar="N", help="how many to print [2]")
+    tokenize = whats.add_parser("tokenize", help="turn texts into tokens", description=TOKENIZE + SETTINGS)
+    tokenize.add_argument("--out", type=Path, metavar="DIR", required=True, help="the directory for the tokens")
+    tokenize.add_argument("--workers", type=int, default=CORES, metavar="N", help="processes [one per core]")
+    return parser
