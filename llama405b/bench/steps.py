@@ -209,7 +209,13 @@ def layer(place: Offload, me: Rank) -> list[Figure]:
         raise RuntimeError(f"the losses are {losses}")
     figures = [Figure(part, seconds, "s") for part, seconds in timed.seconds.items()]
     if timed.work:
-        figures += _work_figures(timed.work)
+        figures += [
+            Figure("update", timed.work.update_s, "s"),
+            Figure("waited", timed.work.exposed_s, "s"),
+            Figure("host memory", timed.work.update_bytes / GB / max(1e-9, timed.work.update_s), "GB/s"),
+            Figure("down", timed.work.down_bytes / GB, "GB"),
+            Figure("up", timed.work.up_bytes / GB, "GB"),
+        ]
     counted = estimate.estimate(LAYER.run_shape(parallel, me))
     if me.on_gpu:
         peak = torch.cuda.max_memory_allocated()
@@ -223,16 +229,6 @@ def layer(place: Offload, me: Rank) -> list[Figure]:
 layer_none = functools.partial(layer, "none")
 layer_optimizer = functools.partial(layer, "optimizer")
 layer_all = functools.partial(layer, "all")
-
-
-def _work_figures(work: UpdateWork) -> list[Figure]:
-    return [
-        Figure("update", work.update_s, "s"),
-        Figure("waited", work.exposed_s, "s"),
-        Figure("host memory", work.update_bytes / GB / max(1e-9, work.update_s), "GB/s"),
-        Figure("down", work.down_bytes / GB, "GB"),
-        Figure("up", work.up_bytes / GB, "GB"),
-    ]
 
 
 def hiding(me: Rank) -> list[Figure]:

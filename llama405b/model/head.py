@@ -48,7 +48,6 @@ class OfParts:
         self.logits, head.forward = head.forward, self._forward
 
     def nll(self, run: Callable[[], Tensor], targets_BS: Tensor) -> Tensor:
-        """See ``HeadLoss``."""
         self.targets_BS = targets_BS
         try:
             return run()
@@ -76,7 +75,6 @@ class OfOwn:
         self.loss = loss
 
     def nll(self, run: Callable[[], Tensor], targets_BS: Tensor) -> Tensor:
-        """See ``HeadLoss``."""
         logits_TV = run().flatten(0, 1)
         return self.loss(logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32)), targets_BS.flatten())
 

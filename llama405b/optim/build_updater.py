@@ -67,7 +67,6 @@ class Sequential:
         """They add up where they are."""
 
     def clip(self, max_norm: float) -> float:
-        """See ``Updater``."""
         if isinstance(self.model, FullyShardedDataParallel):  # its gradients are pieces of flat ones
             return float(self.model.clip_grad_norm_(max_norm or torch.inf))
         gradients = [(p, local(p.grad)) for p in self.model.parameters() if p.grad is not None]
@@ -77,7 +76,6 @@ class Sequential:
         return norm
 
     def update(self) -> None:
-        """See ``Updater``."""
         for unit in self.units():
             self.before_update(unit.tensors)
         for weight, master in self.masters:
@@ -100,13 +98,11 @@ class Sequential:
             update_adamw(group["params"], states, gradients, settings, self.numbered)
 
     def zero_grad(self) -> None:
-        """See ``Updater``."""
         self.optimizer.zero_grad(set_to_none=not self.reuses_gradients)
         for weight, _ in self.masters:
             weight.grad = None
 
     def units(self) -> list[Unit]:
-        """See ``Updater``."""
         return [Unit(state_tensors(self.optimizer, [parameter])) for parameter in trained(self.master).values()]
 
     def wait(self) -> None:

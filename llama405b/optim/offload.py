@@ -227,7 +227,6 @@ class OffloadedAll:
             self.wait()
 
     def zero_grad(self) -> None:
-        """See ``Updater``."""
         for part in self.parts:
             part.sums = []
 
@@ -252,19 +251,16 @@ class OffloadedAll:
         update.result()
 
     def units(self) -> list[Unit]:
-        """See ``Updater``."""
         return [
             Unit([t for members in part.trained for t in state_tensors(self.optimizer, members)], part.pending)
             for part in self.parts
         ]
 
     def wait(self) -> None:
-        """See ``Updater``."""
         for part in self.parts:
             self.wait_unit(part)
 
     def sync_weights(self) -> None:
-        """See ``Updater``."""
         for part in self.parts:
             self._sync_unit(part, part.all)
 
@@ -276,7 +272,6 @@ class OffloadedAll:
                 local(weight).copy_(local(parameter))
 
     def work(self) -> UpdateWork:
-        """See ``Updater``."""
         before, self.told = self.told, dataclasses.replace(self.done)
         return self.told - before
 
@@ -431,7 +426,7 @@ class OffloadedOptimizer(OffloadedAll):
             self.adding.result()  # which frees the slot
         slot = self.slot[: flat.numel()]
         came = copy([(slot, flat)], stream)
-        self._gather(part, came, lambda: _add_slot(landing.total, slot))
+        self._gather(part, came, lambda: landing.total.add_(slot))
         self.adding = part.adding
 
     def _drop(self, part: UnitState, member: Member, weight: nn.Parameter) -> None:
@@ -456,7 +451,6 @@ class OffloadedOptimizer(OffloadedAll):
         self.done.exposed_s += time.perf_counter() - began
 
     def sync_weights(self) -> None:
-        """See ``Updater``."""
         if self.uploads:  # what made the weights' memory may still be writing it
             self.uploads.wait_stream(torch.cuda.current_stream(self.device))
         super().sync_weights()
@@ -491,7 +485,3 @@ def _lay_out(
         begin += size
         of_gradient += size * masters[name].requires_grad
     return members, of_gradient, begin
-
-
-def _add_slot(total: Tensor, slot: Tensor) -> None:
-    total.add_(slot)

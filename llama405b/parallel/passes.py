@@ -119,11 +119,9 @@ class OneByOne:
     loss: HeadLoss = OfLogits()
 
     def n_targets(self, batch: Batch) -> Tensor:
-        """See ``Passes``."""
         return self._cut.n_targets(batch)
 
     def train(self, microbatches: Sequence[Batch], n_targets: int, gradients: Accumulator, lap: Lap) -> Tensor:
-        """See ``Passes``."""
         nll = no_loss(microbatches[0])
         with loss_of_parts(self._cut.axes.tp):
             for left, batch in zip(reversed(range(len(microbatches))), microbatches, strict=True):
@@ -140,7 +138,6 @@ class OneByOne:
         return self._cut.counted(nll)
 
     def evaluate(self, batch: Batch) -> Tensor:
-        """See ``Passes``."""
         with loss_of_parts(self._cut.axes.tp):
             nll = self._nll(batch)
         take_forward(self.model)
@@ -216,7 +213,6 @@ class Pipeline:
         self.sending: list[tuple[dist.Work | None, Tensor]] = []
 
     def n_targets(self, batch: Batch) -> Tensor:
-        """See ``Passes``."""
         return self.cut.n_targets(batch)
 
     def train(self, microbatches: Sequence[Batch], n_targets: int, gradients: Accumulator, lap: Lap) -> Tensor:
@@ -246,7 +242,6 @@ class Pipeline:
         return self.cut.counted(nll)
 
     def evaluate(self, batch: Batch) -> Tensor:
-        """See ``Passes``."""
         with loss_of_parts(self.axes.tp):
             for chunk in range(len(self.stage.chunks)):
                 _, output = self._forward(Pass(False, chunk, 0), batch)

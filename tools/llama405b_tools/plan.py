@@ -407,9 +407,10 @@ def ranking(found: Sequence[Outlook]) -> list[str]:
     untried = [each for each in found if untried_of(each.load)]
     for each in [*without[:SHOWN], *untried[:SHOWN]]:
         units = "halves" if each.load.halves else "layers"
+        moments = "bf16" if each.load.numerics in IN_BF16 else each.load.moments
         time = f"{each.needs.step_s:8.1f} {each.tokens_per_s:9,.0f}" if each.needs.step_s else "        -         -"
         lines.append(
-            f"  {each.load.offload:9}  {_moments(each.load):7}  {units:6}  {each.load.micro_batch:11}  "
+            f"  {each.load.offload:9}  {moments:7}  {units:6}  {each.load.micro_batch:11}  "
             f"{short_sizes(each):>9}  {each.host_bytes / GIB:7,.0f} {time}  {FITS[each.fit]}"
             + given(", with {}", untried_of(each.load))
         )
@@ -429,11 +430,6 @@ def _fastest(first: Outlook, untried: Sequence[Outlook]) -> list[str]:
     return [
         f"  fastest is {untried_of(fastest.load)}, by {100 * gain:.0f}%; it has run on one GPU at most (docs/proof.md), and so is not first"
     ]
-
-
-def _moments(load: RunShape) -> str:
-    """Their dtype."""
-    return "bf16" if load.numerics in IN_BF16 else load.moments
 
 
 def _ties(found: Sequence[Outlook]) -> list[str]:
@@ -456,8 +452,17 @@ def comparison(outlooks: Mapping[str, Outlook], asked: ReportOptions) -> list[st
     first = next((each.tokens_per_s for each in outlooks.values() if each.tokens_per_s), None)
     rows = [titles[: 9 + bool(asked.price)]]
     for name, each in outlooks.items():
-        batch, memory = f"{each.load.global_batch:,}", (short_sizes(each), _ram(each))
-        rows.append((name, batch, *memory, *_pace(each, first), *_bill(each, tokens, asked.price)))
+        ram = spread(each.host_bytes / GIB, MEMORY_SPREAD) if each.host_bytes else "-"
+        rows.append(
+            (
+                name,
+                f"{each.load.global_batch:,}",
+                short_sizes(each),
+                ram,
+                *_pace(each, first),
+                *_bill(each, tokens, asked.price),
+            )
+        )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     cells = ["  " + "  ".join(map(str.ljust, row, widths)) for row in rows]
     verdicts = ["", *(FITS[each.fit] for each in outlooks.values())]
@@ -476,10 +481,6 @@ def _changed_batch(name: str, outlook: Outlook, planned: Outlook) -> str:
     each = f"micro-batches of {outlook.load.micro_batch} on its {outlook.load.dp:,} ranks"
     batch = f"--training.global_batch_size {outlook.load.global_batch}"
     return f"  {name}: {batch}, as {planned.load.global_batch} sequences do not divide into {each}"
-
-
-def _ram(outlook: Outlook) -> str:
-    return spread(outlook.host_bytes / GIB, MEMORY_SPREAD) if outlook.host_bytes else "-"
 
 
 def _pace(outlook: Outlook, first: float | None) -> tuple[str, str, str]:

@@ -212,7 +212,6 @@ class Ssh:
             raise
 
     def run(self, command: str, stdin: str, timeout_s: float) -> Result:
-        """See ``transport.Connection``."""
         try:
             channel = self._open(command)
             channel.settimeout(timeout_s)
@@ -237,7 +236,6 @@ class Ssh:
             raise _lost(error) from None
 
     def stream(self, command: str, stdin: str) -> Stream:
-        """See ``transport.Connection``."""
         try:
             channel = self._open(command)
             with contextlib.suppress(OSError):  # the command ended before it read this: its output says why
@@ -247,14 +245,12 @@ class Ssh:
             raise _lost(error) from None
 
     def tunnel(self, port: int) -> Tunnel:
-        """See ``transport.Connection``."""
         try:
             return _through(self.transport, "127.0.0.1", port)
         except BROKEN as error:
             raise HostError(f"its sshd refuses to forward to port {port} ({error})") from None
 
     def is_open(self) -> bool:
-        """See ``transport.Connection``."""
         return self.transport.is_active()
 
     def close(self) -> None:

@@ -153,7 +153,6 @@ class Local:
     """This machine, without sshd."""
 
     def run(self, command: str, stdin: str, timeout_s: float) -> Result:
-        """See ``Connection``."""
         with _start(command) as child:
             try:
                 out, err = child.communicate(stdin, timeout_s)
@@ -166,18 +165,15 @@ class Local:
             return Result(child.returncode, out, err)
 
     def stream(self, command: str, stdin: str) -> Stream:
-        """See ``Connection``."""
         return _LocalStream(_start(command, stderr=subprocess.DEVNULL), stdin)  # a full pipe would stop it
 
     def tunnel(self, port: int) -> Tunnel:
-        """See ``Connection``."""
         try:
             return socket.create_connection(("127.0.0.1", port), 10)
         except OSError as error:
             raise HostError(f"port {port} does not answer ({error.strerror})") from None
 
     def is_open(self) -> bool:
-        """See ``Connection``."""
         return True
 
     def close(self) -> None:

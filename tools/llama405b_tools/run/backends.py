@@ -204,7 +204,6 @@ class OnHosts:
         return fleet.ask_all("stop", requests, StopReply, ANSWER_S + grace_s)
 
     def stop_launch(self, fleet: Fleet, plan: Plan, blame: Blame | None, grace_s: float = 0.0) -> Ends:
-        """See ``Backend``."""
         names = [node.name for node in plan.nodes]
         requests = {
             name: StopRequest(plan.run, name, only=plan.rdzv_id, grace_s=grace_s, blame=blame) for name in names
@@ -227,14 +226,12 @@ class InJob:
         self.directory = RunDir(Path.cwd() / "runs" / run)
 
     def hosts(self) -> tuple[Host, ...]:
-        """See ``Backend``."""
         hosts = job_hosts(self.name)
         if not hosts:
             raise UserError(f"{job_words(self.name)}; it has no nodes to ask yet")
         return hosts
 
     def waiting(self) -> Waiting | None:
-        """See ``Backend``."""
         if not job_waits(self.name):
             return None
         state = processes.job_state(job_of(self.name))
@@ -247,7 +244,6 @@ class InJob:
         return {name: StopReply(True, True, job_left=not gone, node=told.get(name)) for name in fleet.hosts}
 
     def stop_launch(self, fleet: Fleet, plan: Plan, blame: Blame | None, grace_s: float = 0.0) -> Ends:
-        """See ``Backend``."""
         if blame:
             for node in plan.nodes:
                 record_blame(self.directory, node.name, blame)
@@ -255,7 +251,6 @@ class InJob:
         return {name: StopReply(known=True, was_alive=True, job_left=not gone) for name in fleet.hosts}
 
     def cancel(self) -> bool:
-        """See ``Backend``."""
         return stop_job(self.directory, job_of(self.name), (), "", 0.0)
 
 

@@ -221,12 +221,10 @@ class LogStream:
         threading.Thread(target=self.reader.show, args=(self,), daemon=True).start()
 
     def entries(self, entries: Iterator[Entry]) -> None:
-        """See ``logs.Sink``."""
         for entry in entries:
             self.intake.put_block(dataclasses.replace(entry, text=redact(entry.text[:MOST_CHARS])))
 
     def dropped(self, counts: Mapping[str, int]) -> None:
-        """See ``logs.Sink``."""
         for host, count in counts.items():
             if more := count - self.counted.get(host, 0):
                 self.intake.drop(host, more)
