@@ -160,7 +160,9 @@ def _end(form: str, end: str, path: Path, address: str) -> Ended:
     elif form == "ours":
         began = time.monotonic()
         with transfer.connect_to(NextHop((address,), PORT, TOKEN)) as link:
-            transfer.send_files(DirectorySource(path, list_files(path), known.get), TOKEN, link, lambda _: None)
+            transfer.send_files(
+                DirectorySource(path, list_files(path)[0], known=known.get), TOKEN, link, lambda _: None
+            )
     elif listener:
         path.mkdir()
         listener.settimeout(ACCEPT_S)

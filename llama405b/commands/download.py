@@ -1,20 +1,24 @@
 """Download a model or a dataset from the Hugging Face Hub, only what training needs, and verify it.
 
-Run it on the host that needs it (the first one, for a dataset); only that host needs HF_TOKEN. An interrupted download is
-resumed. Every file's size is checked, and its SHA-256 if the Hub has one.
+Run it on the host that needs it (the first one, for a dataset); only that host needs HF_TOKEN. An interrupted download
+goes on with the files that are not complete; each of them begins again. Every file's size is checked, and its SHA-256 if the Hub has one.
 """
 
 import concurrent.futures
+import contextlib
 import dataclasses
+import fcntl
 import fnmatch
 import hashlib
+import os
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llama405b.contract.errors import RunError, UserError, counted, size_words
+from llama405b.contract.errors import STOPPED_FOLLOWING, RunError, UserError, counted, size_words
+from llama405b.contract.files import read_record, write_json
 from llama405b.contract.hashes import BlockHasher, Hashes
 from llama405b.data.hub import dataset_files, said_clearly
 from llama405b.settings.command import OneLineParser
@@ -58,11 +62,48 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
+RECORD = ".llama405b-download.json"  # what was downloaded into a directory, once it is complete
+LOCK = ".llama405b-download.lock"
+UNFINISHED = ".cache/huggingface/download"  # where huggingface_hub keeps what it receives, below the directory
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Downloaded:
+    """What is complete in a directory."""
+
+    repo: str
+    revision: str
+    commit: str
+    names: tuple[str, ...]
+
+
+def is_complete(repo: str, revision: str, target: Path) -> str:
+    """Return the commit of which everything that was asked for is in a directory, verified and unchanged; '' if it is not."""
+    record = read_record(Downloaded, target / RECORD)
+    if not record or (record.repo, record.revision) != (repo, revision):
+        return ""
+    hashes = Hashes(target)
+    return record.commit if all(hashes.of(name) for name in record.names) else ""
+
+
+@contextlib.contextmanager
+def or_complete(repo: str, revision: str, target: Path) -> Iterator[None]:
+    """Where the Hub does not answer, be content with what is complete."""
+    try:
+        yield
+    except RunError as error:
+        if not (commit := is_complete(repo, revision, target)):
+            raise
+        print(f"{target}: complete as of {commit}; whether {repo} has changed since is not known: {error}")
+
+
 def fetch_dataset(name: str, revision: str, target: Path, only: str | None) -> None:
     """Download and verify a dataset's files of text and tables, or those that a glob names."""
-    with said_clearly(f"datasets/{name}", target):
+    repo = f"datasets/{name}"
+    with or_complete(repo, f"{revision} {only or ''}", target), said_clearly(repo, target):
         commit, files = dataset_files(name, revision, only)
-        _bring(Repo(f"datasets/{name}", commit), files, target)
+        _bring(Repo(repo, commit), files, target)
+        _note(Downloaded(repo, f"{revision} {only or ''}", commit, _names(files)), target)
     print(f"complete: train on it with --data.paths {target}")
 
 
@@ -70,7 +111,8 @@ def fetch(model: str, revision: str, target: Path, *, skip_weights: bool) -> Non
     """Download and verify a model."""
     from huggingface_hub import HfApi
 
-    with said_clearly(model, target):
+    asked = f"{revision}{' without weights' if skip_weights else ''}"
+    with or_complete(model, asked, target), said_clearly(model, target):
         info = HfApi().model_info(model, revision=revision, files_metadata=True)
         names = [sibling.rfilename for sibling in info.siblings or ()]
         kinds = SAFETENSORS if any(fnmatch.fnmatch(name, SAFETENSORS[1]) for name in names) else PICKLED_FILES
@@ -78,6 +120,7 @@ def fetch(model: str, revision: str, target: Path, *, skip_weights: bool) -> Non
         if not any(sibling.rfilename == "config.json" for sibling in files):
             raise UserError(f"{model}: has no config.json; only models in Hugging Face format can be trained")
         _bring(Repo(model, str(info.sha)), files, target)
+        _note(Downloaded(model, asked, str(info.sha), _names(files)), target)
     if skip_weights:
         return
     llama = models.read_llama(target)
@@ -97,8 +140,42 @@ class Repo:
     commit: str
 
 
+def _names(files: Sequence["RepoSibling"]) -> tuple[str, ...]:
+    return tuple(sibling.rfilename for sibling in files)
+
+
+def _note(found: Downloaded, target: Path) -> None:
+    write_json(target / RECORD, found)
+
+
+@contextlib.contextmanager
+def _alone(target: Path) -> Iterator[None]:
+    """Keep other downloads out of a directory, and delete what an interrupted one left of its files."""
+    target.mkdir(parents=True, exist_ok=True)
+    with (target / LOCK).open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise UserError(
+                f"{target}: another download is writing into it; wait for that, or name another directory"
+            ) from None
+        if left := list((target / UNFINISHED).rglob("*.incomplete")):
+            size = size_words(sum(path.stat().st_size for path in left))
+            print(
+                f"an interrupted download left {counted(len(left), 'file')} unfinished ({size}): deleted, and begun again"
+            )
+        for path in left:
+            path.unlink()
+        yield
+
+
 def _bring(repo: Repo, files: list["RepoSibling"], target: Path) -> None:
     """Download the files that are not there, and verify them."""
+    with _alone(target):
+        _bring_lacking(repo, files, target)
+
+
+def _bring_lacking(repo: Repo, files: list["RepoSibling"], target: Path) -> None:
     hashes = Hashes(target)
     lacking = [sibling for sibling in files if not holds(hashes, sibling)]
     _check_room(target, lacking)
@@ -111,6 +188,13 @@ def _bring(repo: Repo, files: list["RepoSibling"], target: Path) -> None:
         try:
             for done, job in enumerate(concurrent.futures.as_completed(jobs), 1):
                 print(f"{done}/{len(lacking)}  {job.result()}: verified", flush=True)
+        except KeyboardInterrupt:
+            print(
+                "interrupted: complete files stay; run the same command again for the others",
+                file=sys.stderr,
+                flush=True,
+            )
+            os._exit(STOPPED_FOLLOWING)  # a thread cannot be ended, and its file may be large
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
@@ -176,11 +260,14 @@ def _bytes_of(siblings: Sequence["RepoSibling"]) -> int:
     return sum(sibling.size or 0 for sibling in siblings)
 
 
+def _is_there(path: Path, sibling: "RepoSibling") -> bool:
+    """Whether a file has the right size: it is not fetched again if its content is right, too."""
+    return path.is_file() and path.stat().st_size == sibling.size
+
+
 def _check_room(target: Path, lacking: Sequence["RepoSibling"]) -> None:
-    here = target
-    while not here.exists():
-        here = here.parent
-    need, free = _bytes_of(lacking), shutil.disk_usage(here).free
+    need = _bytes_of([sibling for sibling in lacking if not _is_there(target / sibling.rfilename, sibling)])
+    free = shutil.disk_usage(target).free
     if need > free:
         raise UserError(
             f"--to: {target} has {size_words(free)} free, but {size_words(need)} are needed; name a directory on another disk"

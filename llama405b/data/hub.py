@@ -188,13 +188,13 @@ def _failure(error: Exception, model: str, target: Path) -> RunError | None:
 
     causes, said = list(_causes(error)), " ".join(str(error).split())[:200]
     if any(isinstance(cause, OSError) and cause.errno == errno.ENOSPC for cause in causes):
-        return RunError(f"{target}: the disk is full; free space, then run the same command to resume")
+        return RunError(f"{target}: the disk is full; free space, then run the same command again")
     if isinstance(error, errors.HfHubHTTPError):
-        return RunError(f"{model}: the Hub refused ({said}); run the same command to resume")
+        return RunError(f"{model}: the Hub refused ({said}); run the same command again")
     if isinstance(error, OSError) and error.filename:
-        return RunError(f"{error.filename}: {error.strerror}; fix that, then run the same command to resume")
+        return RunError(f"{error.filename}: {error.strerror}; fix that, then run the same command again")
     if isinstance(error, OSError) or _is_of_the_network(error):
-        return RunError(f"the Hub cannot be reached ({said}); check the network, then run the same command to resume")
+        return RunError(f"the Hub cannot be reached ({said}); check the network, then run the same command again")
     return None
 
 

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import subprocess
 
 import pytest
 
@@ -55,6 +56,44 @@ def test_every_verb_works_whatever_the_login_shell_does(hosts, operator, login, 
     pushed = operator("push", tmp_path / "code", "--to", "~/pushed")
     assert pushed.returncode == 0, pushed.stdout + pushed.stderr
     assert hosts.exec(2, "cat", "/home/alice/pushed/it's new!.txt").stdout == "x"
+
+
+@pytest.mark.parametrize("language", ["de_DE", "fr_FR", "zh_CN", ""])
+def test_a_host_may_speak_any_language(hosts, operator, login, tmp_path, language):
+    said = (
+        subprocess.run(["localedef", "-i", language, "-f", "UTF-8", tmp_path / f"{language}.UTF-8"], check=False)
+        if language
+        else None
+    )
+    environment = {"LOCPATH": str(tmp_path), "LANG": f"{language}.UTF-8", "PATH": os.environ["PATH"]}
+    refused = [
+        subprocess.run(["sha256sum", "--odd"], env=env, capture_output=True, check=False).stderr
+        for env in (environment, {})
+    ]
+    if language and (said.returncode > 1 or refused[0] == refused[1]):
+        pytest.skip(f"NOT RUN: needs the locale {language} and coreutils in it (apt-get install locales)")
+    subprocess.run(["chmod", "-R", "a+rX", tmp_path.parent], check=True)
+    login(
+        "bash", f"export LOCPATH={tmp_path} LANG={language}.UTF-8 LC_ALL=" if language else "unset LANG LC_ALL LANGUAGE"
+    )
+    code = tmp_path / "code"
+    code.mkdir()
+    subprocess.run(["git", "init", "-q", code], check=True)
+    for text in (f"print('{language} first')", f"print('{language} second')"):
+        (code / "p.py").write_text(text)
+        (code / "é.txt").write_text(text)
+        pushed = operator("push", code)
+        assert pushed.returncode == 0, pushed.stdout + pushed.stderr
+        for i in (1, 2):
+            assert hosts.exec(i, "cat", f"{hosts.workdir(i)}/p.py").stdout == text
+            assert f"node-{i}" in pushed.stdout
+        assert pushed.stdout.count("2 files sent, ") == 2
+    assert operator("push", code).stdout.count("0 files sent, 0 deleted") == 2
+    assert '"lost": {}' in operator("doctor", "--json").stdout
+    done = operator("launch", "--run", "speaks", "--resume", "auto", "--follow", *FAKE_TRAINER, "--", "p.py")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert operator("logs", "--run", "speaks").stdout.count("second") >= 2
+    assert operator("stop", "--run", "speaks").returncode == 0
 
 
 def test_a_bashrc_that_reads_is_named(operator, login):

@@ -5,6 +5,12 @@ import hashlib
 import http.server
 import json
 import os
+import re
+import signal
+import socket
+import struct
+import subprocess
+import sys
 import threading
 import urllib.parse
 
@@ -12,9 +18,11 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from llama405b.commands.download import AT_ONCE
 from llama405b.contract.errors import UserError
 from llama405b.data.hub import hub_files
 from llama405b_tools.verbs import data
+from ops_rig import wait_for
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -57,10 +65,8 @@ class Hub(http.server.BaseHTTPRequestHandler):
         data = (hub["root"] / urllib.parse.unquote(path.partition("/resolve/")[2]).partition("/")[2]).read_bytes()
         etag = hashlib.sha256(data).hexdigest()
         headers = {"X-Repo-Commit": COMMIT, "ETag": f'"{etag}"', "Accept-Ranges": "bytes"}
-        span = self.headers.get("Range")
-        if hub["broken"] and path.endswith(".safetensors"):
-            data = b"\0" * len(data)
-        if span:
+        data = bytes(len(data)) if hub["broken"] and path.endswith(".safetensors") else data
+        if span := self.headers.get("Range"):
             begin, _, last = span.removeprefix("bytes=").partition("-")
             begin, last = int(begin), int(last or len(data) - 1)
             if hub["unwell"] and begin:
@@ -74,9 +80,22 @@ class Hub(http.server.BaseHTTPRequestHandler):
         for name, value in {**headers, "Content-Length": len(data)}.items():
             self.send_header(name, str(value))
         self.end_headers()
-        if body:
+        if body and hub["stalls"] and path.endswith(".safetensors"):
+            self.stall(data)
+        elif body:
             self.wfile.write(data)
         return None
+
+    def stall(self, data):
+        """Send half of it, and then nothing, or break the connection."""
+        self.wfile.write(data[: len(data) // 2])
+        self.wfile.flush()
+        if self.server.hub["stalls"] == "reset":
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            self.close_connection = True
+            self.connection.close()
+        else:
+            self.server.hub["go on"].wait(60)
 
     def say(self, code, record, headers, body):
         data = json.dumps(record).encode()
@@ -97,7 +116,7 @@ def hub(tiny, tmp_path):
     (root / "consolidated.00.pth").write_bytes(b"no")
     (root / "tokenizer.json").write_text("{}")
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    server.hub = {"root": root, "asked": [], "broken": False, "unwell": 0}
+    server.hub = {"root": root, "asked": [], "broken": False, "unwell": 0, "stalls": "", "go on": threading.Event()}
     threading.Thread(target=server.serve_forever, daemon=True).start()
     server.hub["env"] = {
         "HF_ENDPOINT": f"http://127.0.0.1:{server.server_address[1]}", "HF_HOME": str(tmp_path / "hf"), "HF_TOKEN": "",
@@ -200,6 +219,46 @@ def test_without_the_weights(hub, cold_cli, tmp_path):
     names = {path.name for path in (tmp_path / "small").iterdir()}
     assert "config.json" in names
     assert not any(name.endswith((".safetensors", ".index.json")) for name in names)
+
+
+@pytest.mark.parametrize("how", ["killed", "interrupted", "reset"])
+def test_what_an_interrupted_download_left_is_deleted_and_begun_again(hub, cold_cli, tmp_path, how):
+    hub["stalls"] = "reset" if how == "reset" else "stands"
+    words = [sys.executable, "-P", "-m", "llama405b_tools.cli", "download", "o/tiny"]
+    left = tmp_path / "models/tiny/.cache/huggingface/download"
+    for _ in range(2 if how == "killed" else 1):
+        before = set(left.rglob("*.incomplete"))
+        with subprocess.Popen(
+            words, cwd=tmp_path, env=os.environ | hub["env"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        ) as child:
+            if how != "reset":
+                wait_for(lambda before=before: set(left.rglob("*.incomplete")) - before)
+                if how == "interrupted":
+                    other = cold_cli(tmp_path, "download", "o/tiny", env=hub["env"])
+                    assert "models/tiny: another download is writing into it; wait for that" in other.stderr
+                child.send_signal(signal.SIGKILL if how == "killed" else signal.SIGINT)
+            said, _ = child.communicate(timeout=50)  # a request's own time limit is longer
+            assert child.returncode != 0
+            assert (b"interrupted: complete files stay; run the same command again" in said) == (how == "interrupted")
+        hub["go on"].set()
+        hub["go on"].clear()
+        assert len(list(left.rglob("*.incomplete"))) <= AT_ONCE
+    hub["stalls"] = ""
+    (left / "x.incomplete").write_bytes(b"of an older try")
+    done = cold_cli(tmp_path, "download", "o/tiny", env=hub["env"])
+    assert done.returncode == 0, done.stderr
+    assert re.search(
+        r"an interrupted download left \d files? unfinished \(.* MB\): deleted, and begun again", done.stdout
+    )
+    assert not list(left.rglob("*.incomplete"))
+    offline = hub["env"] | {"HF_ENDPOINT": "http://127.0.0.1:9"}
+    again = cold_cli(tmp_path, "download", "o/tiny", env=offline)
+    assert again.returncode == 0, again.stderr
+    assert (
+        f"models/tiny: complete as of {COMMIT}; whether o/tiny has changed since is not known: the Hub cannot be reached"
+        in again.stdout
+    )
+    assert cold_cli(tmp_path, "download", "o/tiny", "--revision", "v1", env=offline).returncode == 1
 
 
 def test_a_hub_that_sends_something_else_is_found_out(hub, cold_cli, tmp_path):

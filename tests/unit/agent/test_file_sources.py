@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import os
 import random
+import re
 import threading
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from llama405b.contract.errors import UserError
 from llama405b.contract.hashes import BLOCK_BYTES, BlockHasher, Hashes
 from llama405b.settings.axes import Axes
 from llama405b.spec.tensors import Holdings, Part, elements, read_layouts, read_tensors
@@ -95,12 +97,12 @@ def test_what_differs_is_sent_again_from_its_block_on(big, tmp_path):
 
 def test_what_is_known_is_neither_read_nor_sent(big, tmp_path):
     _note(big, "big")
-    assert _send(_Counting(big, list_files(big)), tmp_path / "to")[0] == []
-    again = _Counting(big, list_files(big))
+    assert _send(_Counting(big, list_files(big)[0]), tmp_path / "to")[0] == []
+    again = _Counting(big, list_files(big)[0])
     assert _send(again, tmp_path / "to")[1] < 1000
     assert again.n_read == 0
     os.utime(big / "big", ns=(0, 0))  # changed since, for all that is known
-    again = _Counting(big, list_files(big))
+    again = _Counting(big, list_files(big)[0])
     assert _send(again, tmp_path / "to")[0] == []
     assert again.n_read == 140 << 20
 
@@ -197,3 +199,40 @@ def test_hashes_do_not_depend_on_how_the_stream_comes():
             pieces.update(data[begin:end])
         assert whole.blocks == pieces.blocks
         assert len(whole.blocks) == max(1, -(-size // 100))
+
+
+def test_what_data_cannot_be_sent_is_refused_and_what_is_left_out_is_named(tmp_path):
+    for name in ("a/model.bin", "a/.cache/x", ".hidden", "blobs/dir/1.bin"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "a/shards").symlink_to("../blobs/dir")
+    os.mkfifo(tmp_path / "pipe")
+    names, notes = list_files(tmp_path)
+    assert names == ("a/model.bin", "a/shards/1.bin", "blobs/dir/1.bin")
+    assert notes == (
+        "left out, hidden: .hidden, a/.cache", "left out, empty directories: empty", "left out, neither files nor directories: pipe",
+    )  # fmt: skip
+    for target, words in (("missing", "which does not exist; complete the files"), ("..", "a directory that it is in")):
+        (tmp_path / "a/link").symlink_to(target)
+        with pytest.raises(UserError, match=f"a/link: is a link to {re.escape(target)}, {words}"):
+            list_files(tmp_path)
+        (tmp_path / "a/link").unlink()
+
+
+def test_programs_stay_programs_and_a_directory_in_the_way_is_named(tmp_path):
+    source, to = tmp_path / "source", tmp_path / "to"
+    source.mkdir()
+    (source / "run.sh").write_text("x")
+    for mode in (0o755, 0o644, 0o755):  # a change of it alone, too
+        (source / "run.sh").chmod(mode)
+        assert _send(open_files(source, None), to)[0] == []
+        assert bool((to / "run.sh").stat().st_mode & 0o111) == bool(mode & 0o111)
+    (to / "run.sh").unlink()
+    (to / "run.sh").mkdir()
+    receiver = Receiver(to, TOKEN)
+    with pytest.raises(
+        OSError, match=r"to/run\.sh is a directory there, not a file; delete it, or choose another directory"
+    ):
+        receiver._present("run.sh", 1)
+    assert sorted(path.name for path in to.iterdir()) == [".llama405b-hashes.json", "run.sh"]

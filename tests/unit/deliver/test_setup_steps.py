@@ -14,6 +14,7 @@ from llama405b_tools.deliver import setup_plan
 from llama405b_tools.deliver.chain import StepProgress
 from llama405b_tools.deliver.install import Work
 from llama405b_tools.deliver.setup_plan import Step, Wishes
+from llama405b_tools.deliver.source_tree import SourceTree
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.hosts.transport import HostError
@@ -23,7 +24,7 @@ from ops_rig import wait_for
 @pytest.fixture
 def work(tmp_path):
     with Fleet([Host("localhost", "hosts:1", workdir=str(tmp_path))]) as fleet:
-        yield Work(fleet, tmp_path, "", Wishes(), "")
+        yield Work(fleet, SourceTree(tmp_path, {}), Wishes(), "")
 
 
 def test_a_long_step_is_said_again_with_the_last_line_of_its_output(work, tmp_path, capsys, monkeypatch):

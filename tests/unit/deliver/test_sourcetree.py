@@ -7,8 +7,9 @@ import subprocess
 
 import pytest
 
+from llama405b.contract.errors import UserError
 from llama405b.contract.software import digest_of
-from llama405b_tools.deliver import push
+from llama405b_tools.deliver.source_tree import MANIFEST, git_tree, push_tree, tree_of
 from llama405b_tools.hosts.transport import HostError, Local
 
 
@@ -46,14 +47,14 @@ def tree(tmp_path):
 def test_several_may_push_to_one_directory_at_once(tree, tmp_path, calls_of):
     root, names = tree
     places = calls_of("tar")  # where each unpacks: two tars in one place trip each other
-    lines, to = push.tree_manifest(root, names), str(tmp_path / "there")
+    lines, to = tree_of(root, names), str(tmp_path / "there")
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        sent = [pool.submit(push.push_tree, Local(), root, lines, to) for _ in range(8)]
+        sent = [pool.submit(push_tree, Local(), lines, to) for _ in range(8)]
     assert f"{len(names)} files sent, 0 deleted" in [job.result() for job in sent]
     unpacked = places.read_text().splitlines()  # one that begins when another has ended has nothing to send
     assert len(set(unpacked)) == len(unpacked) > 1
     there = tmp_path / "there"
-    assert names_of(there) == sorted([push.MANIFEST, *names])
+    assert names_of(there) == sorted([MANIFEST, *names])
     assert (there / "part 3/module_8.py").read_text() == (root / "part 3/module_8.py").read_text()
     assert (there / "run.sh").stat().st_mode & 0o111
 
@@ -61,11 +62,11 @@ def test_several_may_push_to_one_directory_at_once(tree, tmp_path, calls_of):
 def test_what_is_gone_here_goes_there_and_what_is_not_ours_stays(tree, tmp_path):
     root, names = tree
     there = tmp_path / "there"
-    push.push_tree(Local(), root, push.tree_manifest(root, names), str(there))
+    push_tree(Local(), tree_of(root, names), str(there))
     (there / "notes.txt").write_text("mine")
     (root / "run.sh").write_text("#!/bin/sh\necho new\n")
     kept = [name for name in names if not name.endswith("module_7.py")]
-    assert push.push_tree(Local(), root, push.tree_manifest(root, kept), str(there)) == "1 file sent, 1 deleted"
+    assert push_tree(Local(), tree_of(root, kept), str(there)) == "1 file sent, 1 deleted"
     assert (there / "run.sh").read_text().endswith("new\n")
     assert not (there / "part 2/module_7.py").exists()
     assert (there / "notes.txt").read_text() == "mine"
@@ -92,16 +93,16 @@ def test_a_clone_loses_the_modules_that_we_removed_since_and_keeps_what_is_the_u
     (clone / "llama405b/changed.py").write_text("somebody's work, which git has not\n")
     assert digest_of(clone) != digest_of(root)
     lines, mine = (
-        push.tree_manifest(root, OURS),
+        tree_of(root, OURS),
         f"; its code differs until you run there: cd {clone} && rm ./llama405b/changed.py ./llama405b/mine.py",
     )
-    assert push.push_tree(Local(), root, lines, str(clone)) == f"0 files sent, 3 deleted{mine}"
-    assert push.push_tree(Local(), root, lines, str(clone)) == f"0 files sent, 0 deleted{mine}"
+    assert push_tree(Local(), lines, str(clone)) == f"0 files sent, 3 deleted{mine}"
+    assert push_tree(Local(), lines, str(clone)) == f"0 files sent, 0 deleted{mine}"
     assert [name for name in old if (clone / name).exists()] == []
     assert [name for name in kept if not (clone / name).exists()] == []
     subprocess.run(mine.partition("there: ")[2], shell=True, check=True)
     assert digest_of(clone) == digest_of(root)
-    assert push.push_tree(Local(), root, lines, str(clone)) == "0 files sent, 0 deleted"
+    assert push_tree(Local(), lines, str(clone)) == "0 files sent, 0 deleted"
 
 
 def test_code_of_the_users_own_leaves_our_packages_beside_it_alone(tmp_path):
@@ -110,7 +111,7 @@ def test_code_of_the_users_own_leaves_our_packages_beside_it_alone(tmp_path):
     _write(clone, *OURS)
     for words in ("init -q", "add ."):
         subprocess.run(["git", "-C", clone, *words.split()], check=True)
-    assert push.push_tree(Local(), root, push.tree_manifest(root, ["train.py"]), str(clone)) == "1 file sent, 0 deleted"
+    assert push_tree(Local(), tree_of(root, ["train.py"]), str(clone)) == "1 file sent, 0 deleted"
     assert [name for name in OURS if not (clone / name).exists()] == []
 
 
@@ -119,8 +120,8 @@ def test_a_file_that_cannot_be_put_in_its_place_is_said(tree, tmp_path):
     (tmp_path / "there/run.sh").mkdir(parents=True)
     (tmp_path / "there/run.sh/mine").write_text("not ours")
     with pytest.raises(HostError, match=r"the files could not be written \(mv: .*run\.sh"):
-        push.push_tree(Local(), root, push.tree_manifest(root, names), str(tmp_path / "there"))
-    assert not list((tmp_path / "there").glob(f"{push.MANIFEST}*"))
+        push_tree(Local(), tree_of(root, names), str(tmp_path / "there"))
+    assert not list((tmp_path / "there").glob(f"{MANIFEST}*"))
     assert (tmp_path / "there/run.sh/mine").exists()
 
 
@@ -130,29 +131,102 @@ def test_a_directory_that_became_a_file_and_a_file_that_became_a_directory(tree,
     (root / "deep/er").mkdir(parents=True)
     (root / "deep/er/a.py").write_text("a")
     (root / "flat").write_text("b")
-    push.push_tree(Local(), root, push.tree_manifest(root, names_of(root)), str(there))
+    push_tree(Local(), tree_of(root, names_of(root)), str(there))
     shutil.rmtree(root / "deep")
     (root / "deep").write_text("c")
     (root / "flat").unlink()
     (root / "flat").mkdir()
     (root / "flat/d.py").write_text("d")
     names = names_of(root)
-    assert push.push_tree(Local(), root, push.tree_manifest(root, names), str(there)) == "2 files sent, 2 deleted"
-    assert names_of(there) == sorted([push.MANIFEST, *names])
+    assert push_tree(Local(), tree_of(root, names), str(there)) == "2 files sent, 2 deleted"
+    assert names_of(there) == sorted([MANIFEST, *names])
 
 
 def test_an_empty_tree_deletes_what_an_earlier_push_sent(tree, tmp_path):
     root, names = tree
     there = tmp_path / "there"
-    push.push_tree(Local(), root, push.tree_manifest(root, names), str(there))
-    assert push.push_tree(Local(), root, "", str(there)) == f"0 files sent, {len(names)} deleted"
-    assert names_of(there) == [push.MANIFEST]
+    push_tree(Local(), tree_of(root, names), str(there))
+    assert push_tree(Local(), tree_of(root, []), str(there)) == f"0 files sent, {len(names)} deleted"
+    assert names_of(there) == [MANIFEST]
 
 
 def test_what_has_not_changed_is_hashed_once(tree, tmp_path, calls_of):
     root, names = tree
-    lines, to = push.tree_manifest(root, names), str(tmp_path / "there")
-    push.push_tree(Local(), root, lines, to)
+    lines, to = tree_of(root, names), str(tmp_path / "there")
+    push_tree(Local(), lines, to)
     calls = calls_of("sha256sum")
-    assert push.push_tree(Local(), root, lines, to) == "0 files sent, 0 deleted"
+    assert push_tree(Local(), lines, to) == "0 files sent, 0 deleted"
     assert calls.read_text() == f"{to}\n"
+
+
+def git(root, *words):
+    who = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "protocol.file.allow=always"]
+    subprocess.run(["git", "-C", root, *who, *words], check=True, capture_output=True)
+
+
+def test_submodules_are_sent_and_what_is_not_sent_is_named(tmp_path):
+    library, root, there = tmp_path / "library", tmp_path / "here", tmp_path / "there"
+    _write(library, "mylib/__init__.py")
+    _write(root, "train.py", "ignored/data.txt", "other")
+    (root / ".gitignore").write_text("ignored\n")
+    for path in (library, root):
+        git(path, "init", "-q")
+        git(path, "add", ".")
+        git(path, "commit", "-q", "-m", "a")
+    git(root, "submodule", "add", str(library), "lib")
+    git(root, "submodule", "add", str(library), "away")
+    git(root, "submodule", "deinit", "-f", "away")
+    (root / "lib/mylib/new.py").write_text("not added")
+    tree = git_tree(root)
+    missing = "a submodule that is not checked out; run `git submodule update --init --recursive`"
+    assert tree.notes == (f"left out: away/ ({missing})",)
+    assert tree.ignored == ("ignored/",)
+    push_tree(Local(), tree, str(there))
+    sent = [".gitignore", ".gitmodules", "lib/mylib/__init__.py", "lib/mylib/new.py", "other", "train.py"]
+    assert names_of(there) == sorted([MANIFEST, *sent])
+
+
+def test_links_lead_where_they_did_or_are_named(tmp_path):
+    root, there = tmp_path / "here", tmp_path / "there"
+    _write(root, "shared/a.yaml")
+    _write(tmp_path, "outside/b.yaml")
+    for name, target in {
+        "inside": "shared", "absolute": root / "shared/a.yaml", "file": "../outside/b.yaml", "folder": "../outside", "missing": "nowhere",
+    }.items():  # fmt: skip
+        (root / name).symlink_to(target)
+    tree = tree_of(root, ["shared/a.yaml", "inside", "absolute", "file", "folder", "missing"])
+    note = "note: {} is sent as a link; where it leads, nothing is sent ({})"
+    assert tree.notes == (note.format("folder", "../outside"), note.format("missing", "nowhere"))
+    push_tree(Local(), tree, str(there))
+    assert [str((there / name).readlink()) for name in ("inside", "absolute")] == ["shared", "shared/a.yaml"]
+    assert (there / "file").read_text() == "# outside/b.yaml\n"
+    assert not (there / "file").is_symlink()
+    assert (there / "missing").is_symlink()
+    assert push_tree(Local(), tree_of(root, ["shared/a.yaml"]), str(there)) == "0 files sent, 5 deleted"
+    assert not (there / "missing").is_symlink()
+
+
+def test_a_change_of_the_execute_bit_alone_is_sent(tree, tmp_path):
+    root, names = tree
+    there = tmp_path / "there"
+    push_tree(Local(), tree_of(root, names), str(there))
+    (root / "run.sh").chmod(0o644)
+    assert push_tree(Local(), tree_of(root, names), str(there)) == "1 file sent, 0 deleted"
+    assert not (there / "run.sh").stat().st_mode & 0o111
+
+
+def test_what_changes_while_it_is_sent_is_said(tree, tmp_path):
+    root, names = tree
+    described = tree_of(root, names)
+    (root / "run.sh").write_text("changed since")
+    with pytest.raises(HostError, match=r"^run\.sh is there otherwise than it was read here; push again$"):
+        push_tree(Local(), described, str(tmp_path / "there"))
+
+
+def test_a_work_tree_that_git_does_not_read_is_not_taken_for_data(tmp_path, monkeypatch):
+    _write(tmp_path, "here/train.py")
+    git(tmp_path / "here", "init", "-q")
+    (tmp_path / "here/.git/HEAD").write_text("broken")
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))
+    with pytest.raises(UserError, match=r"here: git does not read this work tree \("):
+        git_tree(tmp_path / "here")

@@ -176,6 +176,7 @@ class StreamRequest:
     tail: int | None = None  # only the last N lines of each file
     agent: bool = False  # torchrun's own log too
     stderr: bool = False  # only standard error
+    whole: bool = False  # every byte, long lines in pieces and all states of bars
     most_bytes: int = 0  # of what a file has new; lines before them are skipped, and counted (0: none are)
     marks: Marks = dataclasses.field(default_factory=dict)  # where an earlier reader stopped
 

@@ -138,8 +138,8 @@ class Replicator:
         """Send files of a checkpoint; none: that nothing more comes."""
         after = ring.after
         hop = NextHop((after.address,), after.port, after.token)
-        files = [(f"{directory.name}/{name}", (directory / name).stat().st_size) for name in names]
-        source = DirectorySource(directory.parent, files, functools.partial(_sealed, manifest_of(directory)))
+        files = [f"{directory.name}/{name}" for name in names]
+        source = DirectorySource(directory.parent, files, known=functools.partial(_sealed, manifest_of(directory)))
         with contextlib.closing(transfer.connect_to(hop)) as link:
             transfer.send_files(source, after.token, link, lambda _: None)
             transfer.exactly(link, 1)  # it has all of them, and they are right
@@ -223,7 +223,17 @@ def relay(request: RelayRequest) -> None:
     threading.Thread(target=_end_with_input, daemon=True).start()
     with _Telling(lambda: RelayProgress(receiver.done, receiver.total)):
         fault, lasting = _receive(receiver, hop.below)
-    _say(RelayProgress(receiver.done, receiver.total, end=True, fault=fault, own=lasting))
+    _say(
+        RelayProgress(
+            receiver.done,
+            receiver.total,
+            end=True,
+            fault=fault,
+            own=lasting,
+            known=receiver.known,
+            notes=receiver.notes,
+        )
+    )
 
 
 def _receive(receiver: Receiver, below: NextHop | None) -> tuple[str, bool]:
@@ -261,6 +271,7 @@ def send(request: SendRequest) -> None:
         _say(RelayProgress(end=True, fault=str(error)))
         return
     total = sum(size for _, size in source.files)
+    _say(RelayProgress(0, total, notes=source.notes))
     with _Telling(lambda: RelayProgress(done, total)):
         try:
             with contextlib.closing(transfer.connect_to(request.below)) as link:

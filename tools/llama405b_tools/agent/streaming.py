@@ -10,6 +10,7 @@ runner records when each part of each file arrived.
 
 import bisect
 import dataclasses
+import itertools
 import math
 import os
 import re
@@ -29,10 +30,19 @@ from llama405b_tools.agent import processes
 from llama405b_tools.agent.describe import beats_of, lives, stopped_by
 from llama405b_tools.agent.messages import BEATS_EVERY_S, NodeUpdate, StreamMessage, StreamRequest
 from llama405b_tools.agent.processes import run_of
-from llama405b_tools.text.words import Block, Blocks, Entry, Merge, hide_in_json, pieces_of, split_lines, time_of
+from llama405b_tools.text.words import (
+    MAX_LINE_BYTES,
+    Block,
+    Blocks,
+    Entry,
+    Merge,
+    hide_in_json,
+    pieces_of,
+    split_lines,
+    time_of,
+)
 
 MAX_READ_BYTES = 1 << 20  # of one file at a time, so that a flood in one does not silence the others
-MAX_LINE_BYTES = 1 << 16  # a longer line is returned in pieces
 Mark = tuple[int, int]  # inode and position: a file may be replaced by a longer one
 
 
@@ -45,21 +55,41 @@ class Chunk:
     data: bytes
 
 
+def whole_characters(data: bytes) -> int:
+    """Return how many bytes come before a last character of UTF-8 that is not complete."""
+    for back in range(1, min(4, len(data)) + 1):
+        byte = data[-back]
+        if byte >= 0xC0:
+            return len(data) - back if back < 2 + (byte >= 0xE0) + (byte >= 0xF0) else len(data)
+        if byte < 0x80:
+            break
+    return len(data)
+
+
 class Tail:
     """Follows a file, or every ``*.log`` file below a directory, including later ones."""
 
     def __init__(
-        self, root: Path, *, wants: Callable[[Path], bool] = lambda _: True, from_end: bool = False, most_bytes: int = 0
+        self,
+        root: Path,
+        *,
+        wants: Callable[[Path], bool] = lambda _: True,
+        from_end: bool = False,
+        most_bytes: int = 0,
+        states: bool = False,
     ) -> None:
         """Begin at the files' present ends, or at their beginnings.
 
         ``wants`` selects files; ``most_bytes``: of what was added to a file only the end is read (0: all of it), after
-        what ``begin_at`` wants whole.
+        what ``begin_at`` wants whole. ``states``: a carriage return ends a piece, too. A line longer than MAX_LINE_BYTES comes in
+        pieces.
         """
+        self.states = states
         self.root = root
         self.wants = wants
         self.most_bytes = most_bytes
         self.n_skipped = 0  # lines
+        self.rewritten = set[Path]()  # of which an unread end may be lost
         self.marks: dict[Path, Mark] = {}
         self.whole_to: dict[Path, int] = {}  # up to there nothing is skipped
         if from_end:
@@ -89,9 +119,13 @@ class Tail:
         except OSError:
             return
         end = block.rfind(b"\n") + 1
+        if self.states:
+            end = max(end, block.rfind(b"\r", 0, -1) + 1)  # the last byte may be half of a line's end
         too_long = not end and len(block) >= MAX_LINE_BYTES
-        if too_long or (final and len(block) < MAX_READ_BYTES):
+        if final and len(block) < MAX_READ_BYTES:
             end = len(block)
+        elif too_long:
+            end = whole_characters(block)
         self.marks[path] = (inode, begin + end)
         if end:
             yield Chunk(path, begin, block[:end])
@@ -100,7 +134,9 @@ class Tail:
         """Return a file's inode, and from where on to read it."""
         inode, offset = self.marks.get(path, (0, 0))
         now = os.fstat(file.fileno())
-        if now.st_ino != inode or now.st_size < offset:  # rewritten
+        if now.st_ino != inode or now.st_size < offset:  # truncated, or another file
+            if offset:
+                self.rewritten.add(path)
             offset = 0
         is_whole = offset < self.whole_to.get(path, 0)
         if self.most_bytes and not is_whole and now.st_size - offset > self.most_bytes:
@@ -123,7 +159,12 @@ class Tail:
 
 ATTEMPT_DIR = re.compile(r".+-(\d+)-[0-9a-f]{8}_\w+")
 ATTEMPT_LINE = b"\nattempt "
-BATCH = 500  # entries in one message
+BATCH, BATCH_CHARS = 500, 1 << 19  # entries in one message, and their text: as JSON, up to twelve times as many bytes
+RECORDS = 1000  # in one message
+REWRITTEN = "[this log was truncated or replaced: what was not read before is missing]"
+STATE_EVERY_S = 2.0  # a bar's
+STILL_S = 2.0  # after which a line that has not ended is told
+LAST_BYTES = 1 << 24  # of a file, at most, in which its last lines are looked for
 AGENT_LOG = "torchrun.log"
 LONG_POLL_S, SHORT_POLL_S = 1.0, 0.05  # at most, under a flood of lines: the host's state is news, too
 
@@ -140,11 +181,13 @@ class HostLogs:
         newest = read_plan(run).attempt
         self.attempt = request.attempt or min([newest, *marked])  # a reader that returns continues where it was
         self.follow_attempts = request.attempt == 0
-        self.tail = Tail(self.root, wants=self._wants, most_bytes=request.most_bytes)
+        self.tail = Tail(self.root, wants=self._wants, most_bytes=request.most_bytes, states=not request.whole)
         self.poll_s = SHORT_POLL_S if request.most_bytes else LONG_POLL_S
         self.times = Times(run.times(host))
         self.blocks: dict[str, Blocks] = {}
         self.idle: set[str] = set()
+        self.still = dict[str, float]()  # since when a file is as it is
+        self.told = dict[str, float]()  # when a bar's state was told
         self.merge = Merge()
         self.utc_offset_s = float(time.localtime().tm_gmtoff)
         self.marks: dict[str, tuple[int, int]] = {}
@@ -157,17 +200,13 @@ class HostLogs:
         batch: list[Entry] = []
         until = math.inf if final else time.monotonic() + self.poll_s
         while self._read(final=final):
-            for entry in self.merge.pop():
-                batch.append(entry)
-                if len(batch) == BATCH:
-                    yield self._message(batch)
-                    batch = []
+            *full, batch = _parts([*batch, *self.merge.pop()])
+            yield from map(self._message, full)
             if time.monotonic() > until:
                 break
         else:
             batch += self.merge.pop(math.inf)
-        if batch:
-            yield self._message(batch)
+        yield from map(self._message, filter(None, _parts(batch)))
 
     def _message(self, batch: list[Entry]) -> StreamMessage:
         for entry in batch:
@@ -184,7 +223,7 @@ class HostLogs:
         for path in self.tail.files():
             file = str(path.relative_to(self.root))
             if file not in self.blocks:
-                self.blocks[file] = Blocks()
+                self.blocks[file] = Blocks(whole=self.request.whole)
                 self._set_begin(path, file)
             if self.merge.size(file):
                 found = True
@@ -197,18 +236,29 @@ class HostLogs:
 
     def _read_file(self, path: Path, file: str, *, final: bool) -> bool:
         """Read a piece of a file; returns whether there was anything."""
-        chunk = next(iter(self.tail.new_of(path, final=final)), None)
-        blocks: list[Block] = []
+        now, blocks = time.monotonic(), self.blocks[file]
+        is_still = self.request.follow and now > self.still.setdefault(file, now) + STILL_S
+        chunk = next(iter(self.tail.new_of(path, final=final or is_still)), None)
+        found: list[Block] = []
+        if path in self.tail.rewritten:
+            self.tail.rewritten.discard(path)
+            found += [*blocks.flush(), Block(0, 0, REWRITTEN)]
         if chunk:
+            self.still[file] = now
             self.idle.discard(file)
-            blocks = list(self.blocks[file].feed(chunk.begin, chunk.data))
-        elif final or file in self.idle:
-            blocks = list(self.blocks[file].flush())
+            found += blocks.feed(chunk.begin, chunk.data)
+        elif final:
+            found += blocks.flush()
+        elif file in self.idle:
+            found += blocks.flush_lines()
         else:  # a block that may continue waits for one more pass
             self.idle.add(file)
-        if not (chunk or blocks):
+        if self.request.follow and now > self.told.get(file, 0.0) + STATE_EVERY_S and (states := list(blocks.state())):
+            self.told[file] = now
+            found += states
+        if not (chunk or found):
             return False
-        self.merge.push(file, [self._entry(file, block.text, block.end) for block in blocks])
+        self.merge.push(file, [self._entry(file, block.text, block.end) for block in found])
         return True
 
     def _entry(self, file: str, text: str, end: int) -> Entry:
@@ -268,17 +318,30 @@ class Times:
         return [0, *self.ends.get(file, [])][index]
 
 
+def _parts(entries: Sequence[Entry]) -> list[list[Entry]]:
+    """Split entries into what one message may have; the last part may take more."""
+    parts, chars = [list[Entry]()], 0
+    for entry in entries:
+        if len(parts[-1]) == BATCH or chars > BATCH_CHARS:
+            parts.append([])
+            chars = 0
+        parts[-1].append(entry)
+        chars += len(entry.text)
+    return parts
+
+
 def _start_of_last(path: Path, lines: int) -> int:
-    """Return where the last ``lines`` lines of a file begin."""
-    end = path.stat().st_size
+    """Return where the last ``lines`` lines of a file begin, or its last LAST_BYTES."""
+    end = position = path.stat().st_size
+    read, n_ends = list[bytes](), 0
     with path.open("rb") as file:
-        found, position = b"", end
-        while position and found.count(b"\n") <= lines:
+        while position and n_ends <= lines and end - position < LAST_BYTES:
             step = min(1 << 16, position)
             position -= step
             file.seek(position)
-            found = file.read(step) + found
-    kept = split_lines(found)[-lines:] if lines else []
+            read.append(file.read(step))
+            n_ends += read[-1].count(b"\n")
+    kept = split_lines(b"".join(reversed(read)))[-lines:] if lines else []
     return end - sum(map(len, kept))
 
 
@@ -343,10 +406,11 @@ class _Records:
 
     def new(self) -> Iterator[StreamMessage]:
         """Yield what was added since the last call."""
-        if metrics := tuple(_added(METRICS_LINE, self.metrics)):
-            yield StreamMessage(metrics=metrics)
-        if events := tuple(_added(RunEvent, self.events)):
-            yield StreamMessage(events=events)
+        metrics, events = _added(METRICS_LINE, self.metrics), _added(RunEvent, self.events)
+        while part := tuple(itertools.islice(metrics, RECORDS)):
+            yield StreamMessage(metrics=part)
+        while told := tuple(itertools.islice(events, RECORDS)):
+            yield StreamMessage(events=told)
 
 
 class _Secrets:

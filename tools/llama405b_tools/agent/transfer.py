@@ -26,16 +26,18 @@ import queue
 import re
 import shutil
 import socket
+import stat
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import IO, ParamSpec, Protocol
+from typing import IO, NoReturn, ParamSpec, Protocol
 
 from llama405b.contract import reader
-from llama405b.contract.errors import UserError, reason_of, size_words
+from llama405b.contract.errors import UserError, and_more, reason_of, size_words
 from llama405b.contract.hashes import BLOCK_BYTES, BlockHasher, Blocks, DirectFile, Hashes, n_blocks
 from llama405b.spec.models import SMALL_FILES
 from llama405b.spec.tensors import INDEX, Layout, Part, fingerprint_of, part_file, read_tensors
+from llama405b_tools.text.words import shown_name
 
 LOOK = "look\n"  # sent to the hosts of a chain once all have left their marks
 
@@ -100,6 +102,8 @@ class RelayProgress:
     end: bool = False
     fault: str = ""
     own: bool = False  # the fault is this host's, and would recur
+    known: int = 0  # files that were verified here earlier, and are not read again
+    notes: tuple[str, ...] = ()  # for the user
 
 
 CHUNK = 4 << 20
@@ -110,6 +114,8 @@ class FileSource(Protocol):
     """Where the bytes come from."""
 
     files: FileList
+    programs: tuple[str, ...]  # those that may be executed
+    notes: tuple[str, ...]  # what is not sent, for the user
 
     def blocks(self, name: str) -> Blocks | None:
         """Return the hashes of a file's blocks, if they are known without reading it."""
@@ -130,26 +136,68 @@ def open_files(root: Path, part: Part | None, names: Sequence[str] = ()) -> File
     """
     if part:
         return PartSource(root, part)
-    files = [(name, (root / name).stat().st_size) for name in names]
-    return DirectorySource(root, files or list_files(root))
+    return DirectorySource(root, *((tuple(names), ()) if names else list_files(root)))
 
 
-def list_files(root: Path) -> FileList:
-    """Regular files below a directory (or the file itself), by name, without hidden ones."""
+def list_files(root: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the files below a directory (or the file itself) by name, through links, and what is not among them, in words.
+
+    Raises:
+        UserError: A link leads nowhere or in a circle, or something cannot be read: what was meant to be sent is not known.
+    """
     if root.is_file():
-        return [(root.name, root.stat().st_size)]
-    found = [path for path in sorted(root.rglob("*")) if path.is_file()]
-    names = [path.relative_to(root) for path in found]
-    visible = [name for name in names if not any(part.startswith(".") for part in name.parts)]
-    return [(str(name), (root / name).stat().st_size) for name in visible]
+        return (root.name,), ()
+    names, hidden, empty, odd = list[str](), list[str](), list[str](), list[str]()
+
+    def fail(error: OSError) -> NoReturn:
+        raise UserError(
+            f"{shown_name(str(error.filename))}: cannot be read ({reason_of(error)}); mend that, then push"
+        ) from None
+
+    for folder, below, files in os.walk(root, followlinks=True, onerror=fail):
+        here = Path(folder)
+        hidden += [str((here / name).relative_to(root)) for name in (*below, *files) if name.startswith(".")]
+        empty += [str(here.relative_to(root))] * (not below and not files)
+        below[:] = [name for name in below if not name.startswith(".")]
+        for path in [here / name for name in (*below, *files) if not name.startswith(".")]:
+            if path.is_symlink():
+                _check_link(path)
+            if path.is_file() and not os.access(path, os.R_OK):
+                raise UserError(f"{shown_name(str(path))}: cannot be read (Permission denied); mend that, then push")
+            if not path.is_dir():
+                (names if path.is_file() else odd).append(str(path.relative_to(root)))
+    why = (("hidden", hidden), ("empty directories", empty), ("neither files nor directories", odd))
+    notes = [
+        f"left out, {what}: {', '.join(map(shown_name, found[:5]))}{and_more(found, 5)}" for what, found in why if found
+    ]
+    return tuple(sorted(names, key=lambda name: Path(name).parts)), tuple(notes)
+
+
+def _check_link(path: Path) -> None:
+    """Refuse a link to what is not there, and one to a directory that it is in."""
+    to = f"{shown_name(str(path))}: is a link to {shown_name(str(path.readlink()))}, "
+    if not path.exists():
+        raise UserError(f"{to}which does not exist; complete the files, or delete the link")
+    if path.is_dir() and path.resolve() in path.parent.resolve().joinpath("-").parents:
+        raise UserError(f"{to}a directory that it is in; delete the link")
 
 
 class DirectorySource:
-    """Files as they are; ``known``: what is known of their blocks."""
+    """Files as they are, by name; ``known``: what is known of their blocks."""
 
-    def __init__(self, root: Path, files: FileList, known: Callable[[str], Blocks | None] | None = None) -> None:
-        self.root, self.files = root if root.is_dir() else root.parent, files
-        self.sizes = dict(files)
+    def __init__(
+        self,
+        root: Path,
+        names: Sequence[str],
+        notes: tuple[str, ...] = (),
+        known: Callable[[str], Blocks | None] | None = None,
+    ) -> None:
+        self.root = root if root.is_dir() else root.parent
+        stats = {name: (self.root / name).stat() for name in names}
+        self.sizes = {name: info.st_size for name, info in stats.items()}
+        self.files = list(self.sizes.items())
+        self.programs = tuple(name for name, info in stats.items() if info.st_mode & 0o111)
+        self.notes = notes
         self.blocks = known or Hashes(self.root).blocks_of
 
     def read(self, name: str, begin: int) -> Iterator[bytes]:
@@ -177,13 +225,16 @@ class PartSource:
     A block of which the hash is known is read as a whole and verified, whatever is needed of it.
     """
 
+    programs: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
     def __init__(self, root: Path, part: Part) -> None:
         """Plan the files; the index comes last, since it makes the part whole."""
         tensors = read_tensors(root)
         if any(info.pieces for info in tensors.values()):
             raise UserError(f"{root}: has only a part of the weights; push parts from where all of them are")
         small = [name for name in SMALL_FILES if (root / name).is_file()]
-        self.small = DirectorySource(root, [(name, (root / name).stat().st_size) for name in small])
+        self.small = DirectorySource(root, small)
         self.hashes = Hashes(root)
         by_file: dict[Path, Layout] = {}
         for name, info in tensors.items():
@@ -279,6 +330,7 @@ class Offer:
 
     files: tuple[tuple[str, int], ...]
     block_bytes: int  # of each block but a file's last that has a hash
+    programs: tuple[str, ...]  # the files that may be executed
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -313,7 +365,9 @@ def send_files(source: FileSource, token: str, link: Link, progress: Callable[[i
         OSError: A file cannot be read.
     """
     done = 0
-    for (name, size), begin in zip(source.files, offer(link, token, source.files), strict=True):
+    for (name, size), begin in zip(
+        source.files, offer(link, token, Offer(tuple(source.files), BLOCK_BYTES, source.programs)), strict=True
+    ):
         blocks, hasher = source.blocks(name), BlockHasher()
         if blocks and len(blocks) != n_blocks(size):  # the file is not what they were noted of
             blocks = None
@@ -329,11 +383,11 @@ def send_files(source: FileSource, token: str, link: Link, progress: Callable[[i
         send_bytes(link, "".join(blocks or hasher.blocks).encode())
 
 
-def offer(link: Link, token: str, files: Sequence[tuple[str, int]]) -> Sequence[int]:
+def offer(link: Link, token: str, offered: Offer) -> Sequence[int]:
     """Offer files to the next host; returns how many bytes of each it and all below it have already."""
-    send_bytes(link, f"{token}\n{reader.dumps(Offer(tuple(files), BLOCK_BYTES))}\n".encode())
+    send_bytes(link, f"{token}\n{reader.dumps(offered)}\n".encode())
     have = reader.loads(Present, line(link), "what the next host has").sizes
-    if len(have) != len(files):
+    if len(have) != len(offered.files):
         raise reader.MalformedError("what the next host has: not one number per file")
     return have
 
@@ -404,6 +458,9 @@ class Receiver:
         self.done = self.total = 0
         self.file = ""
         self.bad: list[str] = []
+        self.known = 0  # files that were verified here earlier, and are not read again
+        self.notes: tuple[str, ...] = ()
+        self.programs = frozenset[str]()
         self.next: socket.socket | None = None
         self.hashes = Hashes(root)
         # In turns: what has been put into full queues, with one chunk in work, no longer uses the one that is next.
@@ -416,14 +473,14 @@ class Receiver:
 
     def receive(self, link: socket.socket, below: NextHop | None) -> None:
         """Receive everything over a connection that ``accept`` returned; see ``run``."""
-        offer = reader.loads(Offer, line(link), "what is to come")
-        if offer.block_bytes != BLOCK_BYTES:
+        offered = reader.loads(Offer, line(link), "what is to come")
+        if offered.block_bytes != BLOCK_BYTES:
             raise OSError("the source runs another version; install the same version on both")
-        files = list(offer.files)
+        files, self.programs = list(offered.files), frozenset(offered.programs)
         _refuse_outside(files)
         mine = [self._present(name, size) for name, size in files]
         self._check_space(sum(size - have for (_, size), have in zip(files, mine, strict=True)))
-        theirs = self._connect(below, files) if below else mine
+        theirs = self._connect(below, offered) if below else mine
         least = [min(pair) for pair in zip(mine, theirs, strict=True)]
         send_bytes(link, f"{reader.dumps(Present(tuple(least)))}\n".encode())
         self.total = sum(size for _, size in files)
@@ -450,20 +507,24 @@ class Receiver:
                     return link
             link.close()
 
-    def _connect(self, below: NextHop, files: FileList) -> Sequence[int]:
+    def _connect(self, below: NextHop, offered: Offer) -> Sequence[int]:
         """Connect to the next host, and return what all hosts below have; if that fails, the chain ends here."""
         for address in below.addresses:
             try:
                 self.next = socket.create_connection((address, below.port), CONNECT_S)
                 self.next.settimeout(STALL_S)
-                return offer(self.next, below.token, files)
+                return offer(self.next, below.token, offered)
             except (OSError, BrokenLinkError, ValueError):
                 self.next = None
-        return [size for _, size in files]
+        return [size for _, size in offered.files]
 
     def _present(self, name: str, size: int) -> int:
         """How many bytes of a file are here already, whole or as a part."""
         path = self.root / name
+        if path.is_dir():
+            raise OSError(
+                f"{shown_name(str(path))} is a directory there, not a file; delete it, or choose another directory"
+            )
         if path.is_file() and path.stat().st_size == size:
             return size
         partial = _partial(path)
@@ -482,7 +543,7 @@ class Receiver:
                 while position < size:
                     chunk = _fill(link, next(buffers)[: size - position])
                     if not chunk:
-                        raise BrokenLinkError(f"the previous host stopped at byte {position} of {name}")
+                        raise BrokenLinkError(f"the previous host stopped at byte {position} of {shown_name(name)}")
                     if fresh := chunk[max(0, have - position) :]:
                         disk.do(target.write, fresh)
                         hashing.do(target.hasher.update, fresh)
@@ -502,9 +563,12 @@ class Receiver:
         good = blocks_before(said, target.blocks)
         if good < len(said):
             target.cut(good * BLOCK_BYTES)
-            self.bad.append(f"{name} differs from the source (SHA-256 of block {good})")
+            self.bad.append(f"{shown_name(name)} differs from the source (SHA-256 of block {good})")
             return
         target.at.replace(target.path)
+        if not _make_program(target.path, name in self.programs):
+            self.notes = ("some files have another execute bit there, which cannot be changed",)
+        self.known += target.known is not None
         self.hashes.add(name, said)
 
     def _known(self, name: str, size: int) -> Blocks | None:
@@ -620,6 +684,16 @@ def _fill(link: socket.socket, buffer: memoryview) -> memoryview:
     while got < len(buffer) and (count := link.recv_into(buffer[got:])):
         got += count
     return buffer[:got]
+
+
+def _make_program(path: Path, yes: bool) -> bool:
+    """Let those who may read a file execute it, or nobody; returns whether that is so now."""
+    mode = path.stat().st_mode
+    wanted = mode | (mode & 0o444) >> 2 if yes else mode & ~0o111
+    if bool(mode & 0o111) != yes:
+        with contextlib.suppress(OSError):
+            path.chmod(stat.S_IMODE(wanted))
+    return bool(path.stat().st_mode & 0o111) == yes
 
 
 def _partial(path: Path) -> Path:

@@ -48,6 +48,14 @@ class PushProgress:
         self.tasks: dict[str, progress.TaskID] = {}
         self.began, self.said = time.monotonic(), 0.0
         self.done: dict[str, int] = {}  # bytes
+        self.noted: set[tuple[str, str]] = set()
+
+    def note(self, name: str, text: str) -> None:
+        """Print what a host has to say of the files, once."""
+        if (name, text) not in self.noted:
+            self.noted.add((name, text))
+            line = given("{}: ", name) + text
+            self.bars.console.print(line, markup=False, highlight=False) if self.bars else print(line, flush=True)
 
     def at(self, name: str, done: int, total: int) -> None:
         """Show that a host has ``done`` of ``total`` bytes."""
@@ -167,6 +175,7 @@ class Chain:
         self.faults: dict[str, str] = {}  # by host
         self.origin_fault = ""
         self.dead: set[str] = set()  # cannot receive, now or in another attempt
+        self.known: dict[str, int] = {}  # by host: files that were not read again
         self.same: dict[str, str] = {}  # host -> an earlier one that shares its directory, and writes it for both
 
     def run(self) -> dict[str, str]:
@@ -247,6 +256,7 @@ class Chain:
         because = given(" ({})", self.origin_fault)
         self.faults |= {name: f"{fault}{because}" for name, fault in faults.items()}
         self.dead |= {name for name, end in news.items() if end.own}
+        self.known = {name: end.known for name, end in news.items()}
         self.faults |= {name: f"same as on {first}" for name, first in self.same.items() if first in self.faults}
 
     def _send(self, first: str, below: NextHop) -> None:
@@ -271,6 +281,8 @@ class Chain:
     def _follow(self, name: str, dialogue: Dialogue) -> RelayProgress:
         while True:
             news = dialogue.answer(RelayProgress, SILENT_S)
+            for note in news.notes:
+                self.progress.note(name, note)
             if news.end:
                 self.progress.at(name, news.done, news.done)
                 return news

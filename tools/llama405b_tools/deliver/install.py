@@ -17,6 +17,7 @@ from llama405b.contract.errors import UserError, given, last_of
 from llama405b_tools.deliver import push, setup_plan
 from llama405b_tools.deliver.chain import Origin, StepProgress
 from llama405b_tools.deliver.setup_plan import FACTS, Wishes
+from llama405b_tools.deliver.source_tree import SourceTree, push_tree, tree_of
 from llama405b_tools.hosts.fleet import WORKDIR, Fleet, Use, run_streaming
 from llama405b_tools.hosts.transport import Connection, HostError, Local, Stream, replies, shell_path, unanswered
 from llama405b_tools.text.words import fold_names
@@ -84,10 +85,9 @@ class Installed:
 class Work:
     """The work on every host, in three parts; each part runs on all hosts in parallel."""
 
-    def __init__(self, fleet: Fleet, root: Path, lines: str, wishes: Wishes, here: str) -> None:
+    def __init__(self, fleet: Fleet, tree: SourceTree, wishes: Wishes, here: str) -> None:
         self.fleet = fleet
-        self.root = root
-        self.lines = lines
+        self.tree = tree
         self.wishes = wishes
         self.here = here
         self.facts: dict[str, dict[str, str]] = {}
@@ -100,8 +100,8 @@ class Work:
         """Inspect the host, and make its directory equal to the checkout."""
         connection, host = self.fleet.connection(name), self.fleet.hosts[name]
         self.facts[name] = self._look(name, connection)
-        workdir = host.workdir or (str(self.root) if isinstance(connection, Local) else WORKDIR)
-        said = push.push_tree(connection, self.root, self.lines, workdir)
+        workdir = host.workdir or (str(self.tree.root) if isinstance(connection, Local) else WORKDIR)
+        said = push_tree(connection, self.tree, workdir)
         self.progress.say(name, f"code in {workdir}: {said}")
         python = self.wishes.python or "python3"
         self.fleet.hosts[name] = dataclasses.replace(host, workdir=workdir, python=python, prefix=self.wishes.module)
@@ -133,7 +133,7 @@ class Work:
             f"cd {shell_path(workdir)} && {self.wishes.before}{setup_plan.HAS_AGENT}", "", FACTS_TIMEOUT_S
         ).code:
             wheel = [path.name for path in wheels.glob("msgspec-*.whl")]
-            push.push_tree(connection, wheels, push.tree_manifest(wheels, wheel), f"{workdir}/{WHEELHOUSE}")
+            push_tree(connection, tree_of(wheels, wheel), f"{workdir}/{WHEELHOUSE}")
             self._take_all(name, self._planned(name, setup_plan.plan_agent, self.wishes))
         self._use_environment(name)
         return True
@@ -182,8 +182,8 @@ class Work:
 
     def stamp(self, facts: Mapping[str, str], workdir: str) -> str:
         """Return a hash of all that the environment of a host is made from."""
-        made_from = ("./pyproject.toml", "./constraints.txt")
-        material = [line for line in self.lines.splitlines() if line.endswith(made_from)]
+        names, entries = ("constraints.txt", "pyproject.toml"), self.tree.entries
+        material = [f"{entries[name].content}  ./{name}" for name in names if name in entries]
         text = json.dumps([material, dataclasses.asdict(self.wishes), facts.get("driver", ""), workdir])
         return hashlib.sha256(text.encode()).hexdigest()
 

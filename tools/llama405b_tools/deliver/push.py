@@ -1,151 +1,33 @@
 """Send code (only what differs) or big files to where they are needed, or bring a checkpoint's parts together.
 
-Put a source tree on hosts that have only sh, tar and sha256sum: only files that differ, none that .gitignore excludes.
-
-Files that the tree no longer has are deleted if an earlier push sent them, or if they are code of ours that git tracks there,
-unchanged: a module that was left behind makes a host's code another one. What else is in our packages is named; nothing else is touched.
-
 Bring the weights of a checkpoint together on one host, when the hosts have its parts on their own disks.
 """
 
-import base64
 import concurrent.futures
 import dataclasses
-import hashlib
-import io
-import secrets
 import shlex
-import subprocess
-import tarfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from llama405b.contract.errors import RunError, UserError, and_more, code_for, counted, given, last_of
-from llama405b.contract.software import SUFFIXES
+from llama405b.contract.errors import RunError, UserError, and_more, code_for, counted, given
 from llama405b.settings.axes import Axes
 from llama405b.settings.schema import Parallel
 from llama405b.spec.tensors import INDEX, SINGLE, Part
 from llama405b_tools.agent.messages import PartsReply, PartsRequest
 from llama405b_tools.agent.transfer import FileSource, open_files
 from llama405b_tools.deliver.chain import READY_S, Chain, Origin, PushProgress, show_progress
+from llama405b_tools.deliver.source_tree import SourceTree, push_tree
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.inventory import Host
-from llama405b_tools.hosts.transport import Connection, HostError, Result, replies, shell_path, unanswered
+from llama405b_tools.hosts.transport import replies, shell_path, unanswered
 from llama405b_tools.launch.placement import first_ranks
 from llama405b_tools.launch.preflight import fault_list
 from llama405b_tools.text.figures import format_table
-from llama405b_tools.text.words import fold_names
+from llama405b_tools.text.words import fold_names, shown_name
 
-MANIFEST = ".llama405b-code"  # on the host: the files of the last push, in sha256sum's format
-PACKAGES = "./llama405b ./tools/llama405b_tools"
-TIMEOUT_S = 300.0
-MAX_BYTES = 200 << 20
-SKIPPED = (".git", ".venv", "runs", "models", "__pycache__", "node_modules")  # without git
-
-
-def tree_files(root: Path) -> list[str] | None:
-    """List the files of a source tree, as git sees it; None if ``root`` is in no repository, or ignored."""
-    git = ["git", "-C", str(root)]
-    listing = [*git, "ls-files", "-z", "-c", "-o", "--exclude-standard", "."]
-    try:
-        ignored = subprocess.run([*git, "check-ignore", "-q", "."], capture_output=True, check=False)
-        if ignored.returncode != 1:
-            return None
-        listed = subprocess.run(listing, capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return sorted({name for name in listed.stdout.split("\0") if name and (root / name).is_file()})
-
-
-def walk(root: Path) -> list[str]:
-    """List the files of a source tree outside git, without caches and runs."""
-    found = (path.relative_to(root) for path in sorted(root.rglob("*")) if path.is_file() and not path.is_symlink())
-    return [str(name) for name in found if not any(part in SKIPPED or part.startswith(".") for part in name.parts)]
-
-
-def tree_manifest(root: Path, names: Sequence[str]) -> str:
-    """Return ``sha256sum`` lines for the files.
-
-    Raises:
-        UserError: The files are too large for code, or a name has a line break.
-    """
-    total = sum((root / name).stat().st_size for name in names)
-    if total > MAX_BYTES:
-        much = f"{root}: {total / 1e6:,.0f} MB are too much for code"
-        raise UserError(f"{much}; list data in .gitignore, and push it separately")
-    if bad := [name for name in names if "\n" in name or "\\" in name]:
-        raise UserError(f"{root / bad[0]!s}: its name contains a line break or backslash; rename it")
-    return "".join(f"{hashlib.sha256((root / name).read_bytes()).hexdigest()}  ./{name}\n" for name in names)
-
-
-def push_tree(connection: Connection, root: Path, lines: str, to: str) -> str:
-    """Make a host's directory equal to the tree; says how many files were sent and deleted, and what deletes others of our packages.
-
-    Hosts may share the directory and be pushed to at the same time.
-    """
-    directory, new = shell_path(to), f"{MANIFEST}.{secrets.token_hex(4)}"
-    enter = f"cd {directory} && trap '[ $? = 0 ] || rm -rf {new} {new}.d' 0 && "
-    compare = (
-        f"cat >{new} && {{ sha256sum -c {new} 2>/dev/null | sed -n 's/: FAILED.*$//p'; }} && echo === "
-        f"&& {{ [ ! -f {MANIFEST} ] || cut -c67- {MANIFEST}; }} && {{ echo ===; find {PACKAGES} -type f; echo ===; "
-        f"{{ git ls-files -- {PACKAGES}; git ls-files -m -- {PACKAGES}; }} | sort | uniq -u | sed 's,^,./,'; }} 2>/dev/null"
-    )
-    there = connection.run(f"mkdir -p {directory} && {enter}{compare}", lines, TIMEOUT_S)
-    if there.code:
-        raise HostError(f"{to} cannot be created or written ({_last(there.err)}); set workdir= to one of your own")
-    differ, before, found, tracked = (part.splitlines() for part in there.out.split("===\n"))
-    wanted = {line[66:] for line in lines.splitlines()}
-    send = [name for name in differ if name in wanted]
-    code = {name for name in found if name.endswith(SUFFIXES) and "/." not in name} - wanted
-    odd = code if "./tools/llama405b_tools/__init__.py" in wanted else set()
-    gone = {name for name in before if name.startswith("./") and "/../" not in name} - wanted
-    gone |= odd.intersection(tracked)
-    if gone:
-        _checked(connection.run(f"{enter}xargs -0 rm -f --", "\0".join(sorted(gone)), TIMEOUT_S))
-    unpack, archive = (_unpack(new), _archive(root, send)) if send else ("", "")
-    _checked(connection.run(f"{enter}{unpack}mv {new} {MANIFEST}", archive, TIMEOUT_S))
-    left = shlex.join(sorted(odd - gone))
-    unknown = given("; its code differs until you run there: {}", left and f"cd {directory} && rm {left}")
-    return f"{counted(len(send), 'file')} sent, {len(gone)} deleted{unknown}"
-
-
-def _unpack(manifest: str) -> str:
-    """Begin a shell line: unpack an archive, moving each file atomically, as others may do the same; then verify all.
-
-    Where a file is to be, what is left of a directory goes, unless it holds a file: then mv says so.
-    """
-    part = f"{manifest}.d"
-    clear = '[ ! -d "../$f" ] || find "../$f" -type d -empty -delete'
-    make = """find . -type d -exec sh -c 'cd .. && mkdir -p "$@"' sh {} +"""
-    move = f"""find . ! -type d -exec sh -c 'for f; do {clear}; mv -fT "$f" "../$f" || exit; done' sh {{}} +"""
-    return (
-        f"mkdir {part} && (cd {part} && base64 -d | tar -xzf - && {make} && {move}) && rm -r {part} "
-        f"&& sha256sum -c {manifest} >/dev/null && "
-    )
-
-
-def _archive(root: Path, names: Sequence[str]) -> str:
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w:gz", compresslevel=6) as archive:
-        for name in names:
-            info = archive.gettarinfo(str(root / name), arcname=name)
-            info.uid = info.gid = 0
-            info.uname = info.gname = ""
-            with (root / name).open("rb") as file:
-                archive.addfile(info, file)
-    return base64.encodebytes(buffer.getvalue()).decode()
-
-
-def _checked(result: Result) -> None:
-    if result.code:
-        raise HostError(f"the files could not be written ({_last(result.err)}); fix that, or choose another directory")
-
-
-def _last(text: str) -> str:
-    return last_of(text.strip().splitlines(), "no reason given")
-
-
+VERIFIED = "every file verified"
+MOST_NAMED = 5  # of what git ignores
 PASSES = 4  # chains tried, each without the hosts that broke the previous one
 AT_ONCE = 8  # parts: each takes a session on the sending host, of which sshd allows 10
 COUNT_GPUS = "nvidia-smi -L 2>/dev/null | grep -c '^GPU '; true"
@@ -158,6 +40,9 @@ class PushResult:
     faults: dict[str, str]  # why hosts lack files
     same: dict[str, str]  # which share a directory with an earlier one
     dead: set[str]  # which can never receive
+    known: dict[str, int] = dataclasses.field(
+        default_factory=dict
+    )  # files that an earlier push verified, and nobody touched since
 
     @classmethod
     def joined(cls, results: Sequence["PushResult"]) -> "PushResult":
@@ -166,7 +51,8 @@ class PushResult:
         for each in results:
             faults |= each.faults
             same |= each.same
-        return cls(faults, same, set[str]().union(*(each.dead for each in results)))
+        known = {name: n for each in results for name, n in each.known.items()}
+        return cls(faults, same, set[str]().union(*(each.dead for each in results)), known)
 
 
 def parse_origin(text: str, hosts: Sequence[Host]) -> Origin:
@@ -205,19 +91,21 @@ def same_place(origin: Origin, fleet: Fleet, name: str) -> str:
     return f"{fleet.workdir(name)}/{place}"
 
 
-def push_code(fleet: Fleet, root: Path, names: Sequence[str], to: str = "") -> int:
-    """Make every host's directory equal to the tree; prints one line per host."""
-    lines = tree_manifest(root, names)
+def push_code(fleet: Fleet, tree: SourceTree, to: str = "") -> int:
+    """Make every host's directory equal to the tree; prints what is not sent, and one line per host."""
+    ignored = ", ".join(map(shown_name, tree.ignored[:MOST_NAMED])) + and_more(tree.ignored, MOST_NAMED)
+    for note in filter(None, (*tree.notes, given("left out, as git ignores it: {}", ignored))):
+        print(note, flush=True)
 
     def one(name: str) -> tuple[str, str]:
         where, began = to or fleet.workdir(name), time.monotonic()
-        said = push_tree(fleet.connection(name), root, lines, where)
+        said = push_tree(fleet.connection(name), tree, where)
         return where, f"{said}, {time.monotonic() - began:.1f} s"
 
     outcomes = fleet.each(one)
     failed = unanswered(outcomes)
     rows = [(name, *replies(outcomes).get(name, ("—", f"FAILED: {failed.get(name)}"))) for name in outcomes]
-    print(format_table(("host", "directory", f"of {len(names)} files"), rows), flush=True)
+    print(format_table(("host", "directory", f"of {counted(len(tree.entries), 'file')}"), rows), flush=True)
     return code_for(failed)
 
 
@@ -225,8 +113,10 @@ def push_files(fleet: Fleet, origin: Origin, targets: Mapping[str, str]) -> int:
     """Pass files down a chain of hosts, each into its directory; prints rates and each host's result."""
     source, began = _source_of(origin), time.monotonic()
     with show_progress() as progress:
+        for note in source.notes if source else ():
+            progress.note("", note)
         result = pass_down(fleet, origin, source, targets, progress)
-    ends = dict.fromkeys(targets, "every file verified")
+    ends = {name: VERIFIED + given(", {} of them earlier", result.known.get(name)) for name in targets}
     size = sum(n_bytes for _, n_bytes in source.files) if source else 0
     return _report(targets, ends, result, size, time.monotonic() - began)
 
@@ -238,7 +128,7 @@ def push_parts(fleet: Fleet, origin: Origin, targets: Mapping[str, str], paralle
         UserError: Two hosts share a directory: they would need all weights in it.
     """
     parts, began = owned_parts(fleet, parallel), time.monotonic()
-    ends = {name: f"{parts[name].name}: every file verified" for name in targets}
+    ends = {name: f"{parts[name].name}: {VERIFIED}" for name in targets}
     has_whole = fleet.each(lambda name: _has_whole(fleet, name, targets[name]), targets)
     ends |= {name: "all weights are there" for name, answer in has_whole.items() if answer is True}
     lacking = {name: to for name, to in targets.items() if has_whole[name] is not True}
@@ -312,7 +202,7 @@ def pass_down(
         found = chain.run()
         faults = {name: why for name, why in result.faults.items() if name in result.dead} | found
         same = {name: first for name, first in result.same.items() if name not in left} | chain.same
-        result = PushResult(faults, same, result.dead | chain.dead)
+        result = PushResult(faults, same, result.dead | chain.dead, result.known | chain.known)
         left = {name: to for name, to in left.items() if name in found.keys() - result.dead}
         if not left:
             break

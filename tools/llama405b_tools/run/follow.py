@@ -24,7 +24,7 @@ from llama405b_tools.run.backends import stop_launch
 from llama405b_tools.run.judge import Failure, HostHeartbeats, failure_words, log_words, not_stopped
 from llama405b_tools.run.query import HostMessage, Streams, Unreachable
 from llama405b_tools.run.screen import NobodyReadsError, PlainPrinter, Printer, printer, show
-from llama405b_tools.text.words import clean, fold_ranks
+from llama405b_tools.text.words import BAR, clean, fold_ranks, without_end
 
 MEAN_OF = 10  # steps, because one step's loss depends on its few sequences
 POLL_S = 0.5
@@ -263,8 +263,9 @@ class RunMonitor:
     def _lines(self, host: str, news: StreamMessage) -> list[str]:
         """The lines to print from a host's logs: rank 0's output, and why ranks end; of another program, all errors."""
         found: list[str] = []
-        for _, file, text in news.entries:
-            lines = text.split("\n")
+        for _, file, written in news.entries:
+            text, how = without_end(written)
+            lines = text.split("\n") if how != BAR else []
             if host == self.plan.nodes[0].name and RANK_0_OUT.search(file):
                 self.said.extend(lines)
                 found += lines

@@ -26,11 +26,25 @@ from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.run import judge
 from llama405b_tools.run.judge import Failure, failure_words
 from llama405b_tools.run.query import HostMessage, Seen, Streams, Unreachable, failures_of, is_guarded, known_of
-from llama405b_tools.text.words import Entry, Fold, Merge, OneByOne, clean, group_text, redact, where_of
+from llama405b_tools.text.words import (
+    BAR,
+    UNENDED,
+    Entry,
+    Fold,
+    Merge,
+    OneByOne,
+    clean,
+    group_text,
+    redact,
+    where_of,
+    without_end,
+)
 
 ATTEMPT = re.compile(r"attempt \d+: \[")  # how the node runner begins torchrun's log
 LAST = 20  # blocks shown if there is no traceback
 READ_AHEAD = 40  # messages of a host
+LAST_BYTES = 1 << 24  # of a log in which the reason is looked for
+TRIES = 3  # to read it
 
 
 def find_first_error(fleet: Fleet, run: str, seen: Seen, attempt: int = 0) -> tuple[bool, list[str]]:
@@ -88,19 +102,33 @@ def _failures_in(known: Mapping[str, HostRun], attempt: int) -> list[Failure]:
 def _stderr(fleet: Fleet, run: str, host: str, local_rank: int, attempt: int) -> Sequence[str]:
     """The last traceback that a rank wrote in an attempt, else its last blocks; torchrun's own log if no rank is known.
 
-    Keeps no more than that: the log may be large.
+    Reads no more than the end of it, and says so where that may matter, or where the end could not be read.
     """
-    request = StreamRequest(run, host, attempt=attempt, stderr=local_rank >= 0, agent=local_rank < 0)
+    request = StreamRequest(
+        run, host, attempt=attempt, stderr=local_rank >= 0, agent=local_rank < 0, most_bytes=LAST_BYTES
+    )
     streams = Streams(fleet, [host], request, most=READ_AHEAD)
     last = collections.deque[str](maxlen=LAST)
     traceback: tuple[str, ...] = ()
+    tries = skipped = 0
     try:
         while True:
             news = streams.arrivals.get().news
-            if isinstance(news, Unreachable) or news.end:
-                return traceback or last
+            if isinstance(news, Unreachable):
+                tries += 1
+                if tries == TRIES:
+                    return [*(traceback or last), f"({host}: its log could not be read to the end: {news.why})"]
+                continue
+            if news.end:
+                unread = given(
+                    f"({host}: only the last {LAST_BYTES >> 20} MiB were read, {{:,}} lines before them were not)",
+                    skipped,
+                )
+                return traceback or [*last, *filter(None, [unread])]
             streams.done(host)
-            for _, file, text in news.entries:
+            skipped += news.skipped
+            for _, file, written in news.entries:
+                text = without_end(written)[0]
                 if (local_rank < 0 or f"/{local_rank}/" in file) and not ATTEMPT.match(text):
                     last.append(text)
                     traceback = (text,) if "Traceback" in text else traceback
@@ -195,10 +223,10 @@ class LogReader:
 
 def entry_of(host: str, moment: float, file: str, text: str, skew: float, first_rank: int) -> Entry:
     """Make an entry of a block of a host's log file, in this machine's time; the path has rank and stream."""
-    parts = file.split("/")
+    parts, (text, how) = file.split("/"), without_end(text)
     if len(parts) < 3 or not parts[-2].isdigit():
-        return Entry(moment - skew, host, file, text)
-    return Entry(moment - skew, host, file, text, rank=first_rank + int(parts[-2]), stream=parts[-1][3:6])
+        return Entry(moment - skew, host, file, text, how=how)
+    return Entry(moment - skew, host, file, text, rank=first_rank + int(parts[-2]), stream=parts[-1][3:6], how=how)
 
 
 def _arrived(streams: Streams) -> Iterator[HostMessage]:
@@ -211,6 +239,8 @@ def _arrived(streams: Streams) -> Iterator[HostMessage]:
 
 MOST_BYTES = 1 << 20  # of each file that wait on its host while following
 NOTE_EVERY_S = 5.0  # about lines that were left out
+NOT_ENDED = " … (the line has not ended)"
+BAR_EVERY_S = 60.0  # where its state is not shown in its place
 HOST_COLORS = (36, 33, 35, 32, 34, 96, 93, 95, 92, 94)
 
 
@@ -236,6 +266,8 @@ class Show:
         self.color = args.output == "text" and self.out.isatty() and not os.environ.get("NO_COLOR")
         self.show = {"text": self._lines, "json": self._json, "raw": self._raw}[args.output]
         self.fold = Fold() if args.fold else OneByOne()
+        self.in_place = args.output == "text" and self.out.isatty()
+        self.bars = dict[tuple[str, str], float]()  # when a state was shown last, by host and file
         self.saved: set[Path] = set()
         self.hosts: dict[str, int] = {}
         self.left_out: dict[str, int] = {}  # lines, by host
@@ -254,6 +286,7 @@ class Show:
             tail=args.tail,
             agent=args.agent,
             stderr=args.stderr,
+            whole=args.output == "raw",
             most_bytes=MOST_BYTES if follow else 0,
         )
 
@@ -262,8 +295,10 @@ class Show:
         for entry in entries:
             if self.ranks and entry.rank not in self.ranks:
                 continue
-            if self.args.save:
+            if self.args.save and entry.how != BAR:
                 self._save(entry)
+            if entry.how == BAR and not self._is_due(entry):
+                continue
             if self._is_wanted(entry.text):
                 for group in self.fold.push(entry):
                     self.show(group)
@@ -271,6 +306,14 @@ class Show:
             for group in self.fold.older_than(time.time() - self.fold.window_s):
                 self.show(group)
         self.out.flush()
+
+    def _is_due(self, entry: Entry) -> bool:
+        """Whether a bar's state is shown: each on a terminal, in its place; elsewhere one a minute of each log."""
+        where = entry.host, entry.file
+        if not self.in_place and entry.time < self.bars.get(where, 0.0) + BAR_EVERY_S:
+            return False
+        self.bars[where] = entry.time
+        return True
 
     def _is_wanted(self, text: str) -> bool:
         included = not self.include or any(regex.search(text) for regex in self.include)
@@ -298,12 +341,13 @@ class Show:
         self._note_left_out()
         for group in self.fold.flush():
             self.show(group)
+        self.out.write("\r\x1b[K" if self.in_place and self.bars else "")
         with contextlib.suppress(BrokenPipeError):
             self.out.flush()
 
     def _raw(self, group: Sequence[Entry]) -> None:
-        text = group[0].text
-        self.out.write(f"{clean(text) if self.out.isatty() else redact(text)}\n")
+        text, end = group[0].text, "" if group[0].how == UNENDED else "\n"
+        self.out.write(f"{clean(text) if self.out.isatty() else redact(text)}{end}")
 
     def _json(self, group: Sequence[Entry]) -> None:
         entry = group[0]
@@ -319,8 +363,10 @@ class Show:
         if self.color:
             color = HOST_COLORS[self.hosts.setdefault(entry.host, len(self.hosts)) % len(HOST_COLORS)]
             prefix = f"\x1b[{color}m{prefix}\x1b[0m"
-        for line in clean(group_text(group)).split("\n"):
-            self.out.write(f"{prefix} │ {self._lit(line)}\n")
+        mark = NOT_ENDED if entry.how == UNENDED and self.args.follow else ""
+        for line in clean(group_text(group) + mark).split("\n"):
+            begin, end = ("\r\x1b[K", "" if entry.how == BAR else "\n") if self.in_place else ("", "\n")
+            self.out.write(f"{begin}{prefix} │ {self._lit(line)}{end}")
 
     def _lit(self, line: str) -> str:
         for regex in self.highlight if self.color else ():

@@ -58,6 +58,12 @@ def printable(line: str) -> str:
     return LINE_CONTROLS.sub("�", line)
 
 
+def shown_name(name: str) -> str:
+    """Return the name of a file for people: bytes that are no text, and control characters, as they are written in a string."""
+    text = name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
 def tidy(value: Any, *, lines: bool = False) -> Any:
     """Clean all text within a value that a host sent: no control characters, and line breaks only in fields that may have them."""
     if type(value) is str:
@@ -113,7 +119,13 @@ def substitute(error: UnicodeError) -> tuple[str, int]:
     return "".join(char if char.isascii() else "?" for char in plain), error.end
 
 
-MAX_BLOCK_LINES = 500
+MAX_BLOCK_LINES, MAX_BLOCK_BYTES = 500, 1 << 18
+MAX_LINE_BYTES = 1 << 16  # of a line; what it has more is left out
+BAR, UNENDED = "\r", "\f"  # what a block's text ends in: of a line that is being overwritten; of one that has not ended
+CUT = " … (this line is longer; `llama405b logs -o raw` has all of it)"
+STATE = re.compile(rb"(?<=\n)|(?<=\r)(?!\n)")
+HOLE = re.compile(rb"\0{16,}")
+RATE = re.compile(r"[kKMGT]?i?B\b|\b(?:it/s|s/it)\b|\b[dhms]\b")
 CREDIBLE_S = 600.0  # between a line's own time and its arrival; beyond that, it means something else
 INDENTED = re.compile(rb"\s+\S|\s*$")
 IN_TRACEBACK = re.compile(rb"Traceback \(most recent call last\)|^\s*(\[rank\d+\]:\s*)?Traceback")
@@ -132,41 +144,134 @@ class Block:
 
 
 class Blocks:
-    """Splits a file's bytes into blocks as they arrive; holds back the last one, which may continue."""
+    """Splits a file's bytes into blocks as they arrive; holds back the last one, which may continue.
 
-    def __init__(self) -> None:
+    Of a line that is overwritten (a progress bar, by carriage returns), what differs in letters is a block; of states that do
+    not, the last one is. ``whole``: nothing is left out, and blocks are lines or pieces of long ones.
+    """
+
+    def __init__(self, *, whole: bool = False) -> None:
+        self.whole = whole
         self.lines: list[bytes] = []
-        self.begin = 0
+        self.begin = self.lines_end = 0  # of the lines that are held back
+        self.how = ""  # UNENDED: the last of them is
+        self.end = 0  # of what was taken
         self.open = False  # inside a traceback
+        self.bar: Block | None = None  # the newest state of a line that is being overwritten
+        self.shown: Block | None = None  # that state, if it was yielded as one
+        self.bar_words = ""
+        self.hole = 0  # bytes of NUL that the next line begins with
+        self.in_long = False  # the next bytes belong to a line of which enough was yielded
 
     def feed(self, begin: int, data: bytes) -> Iterator[Block]:
         """Take the next bytes (or bytes from elsewhere, according to ``begin``), and yield the complete blocks."""
-        if begin != self.begin + sum(map(len, self.lines)):
+        if begin != self.end:
             yield from self.flush()
-            self.begin = begin
-        for line in split_lines(data):
-            indented = bool(INDENTED.match(PREFIX.sub(b"", line, count=1)))
-            starts = bool(IN_TRACEBACK.search(line))
-            goes_on = self.lines and (indented or (self.open and not starts))
-            if not goes_on or len(self.lines) >= MAX_BLOCK_LINES:
-                yield from self.flush()
-            self.lines.append(line)
-            self.open = starts or (self.open and indented)  # "ValueError: …" ends it
+            self.begin = self.end = begin
+            self.in_long, self.hole = False, 0
+        for line in split_lines(data) if self.whole else split_states(data):
+            first, self.end = self.end, self.end + len(line)
+            if self.whole:
+                ended = line.endswith(b"\n")
+                yield Block(
+                    first, self.end, line.decode("utf-8", "replace")[: -1 if ended else None] + UNENDED * (not ended)
+                )
+                continue
+            if not self.in_long and not line.strip(b"\0"):  # a hole that goes on
+                self.hole += len(line)
+                continue
+            if self.hole:
+                rest = line.lstrip(b"\0")
+                line, self.hole = _hole(self.hole + len(line) - len(rest)) + rest, 0
+            ended, in_long = line.endswith((b"\r", b"\n")), self.in_long
+            self.in_long = not ended and (in_long or len(line) >= MAX_LINE_BYTES)
+            if in_long:
+                continue
+            if line.endswith(b"\r"):
+                yield from self._take_state(first, line)
+            else:
+                yield from self._take_line(first, line)
 
-    def flush(self) -> Iterator[Block]:
-        """Yield the block that was held back."""
+    def _take_state(self, begin: int, line: bytes) -> Iterator[Block]:
+        """Take a state of a bar; yields the one before if it said something else."""
+        yield from self.flush_lines()
+        text = _text_of([line])
+        if text.strip():
+            words = words_of(text)
+            if self.bar and words != self.bar_words:
+                yield self.bar
+            self.bar, self.bar_words = Block(begin, self.end, text), words
+
+    def _take_line(self, begin: int, line: bytes) -> Iterator[Block]:
+        """Take a line, or the beginning of one."""
+        if self.bar:
+            if words_of(_text_of([line])) != self.bar_words:
+                yield self.bar
+            self.bar = None
+        indented = bool(INDENTED.match(PREFIX.sub(b"", line, count=1)))
+        starts = bool(IN_TRACEBACK.search(line))
+        goes_on = self.lines and (indented or (self.open and not starts))
+        if not goes_on or len(self.lines) >= MAX_BLOCK_LINES or sum(map(len, self.lines)) >= MAX_BLOCK_BYTES:
+            yield from self.flush_lines()
+            self.begin = begin
+        self.lines.append(line)
+        self.lines_end, self.how = self.end, "" if self.in_long or line.endswith(b"\n") else UNENDED
+        self.open = starts or (self.open and indented)  # "ValueError: …" ends it
+
+    def flush_lines(self) -> Iterator[Block]:
+        """Yield the lines that were held back."""
         if self.lines:
-            data = b"".join(self.lines)
-            end = self.begin + len(data)
-            yield Block(self.begin, end, data.decode("utf-8", "replace").rstrip("\r\n"))
-            self.begin = end
+            yield Block(self.begin, self.lines_end, _text_of(self.lines) + self.how)
             self.lines = []
             self.open = False
 
+    def flush(self) -> Iterator[Block]:
+        """Yield what was held back."""
+        yield from self.flush_lines()
+        if self.bar:
+            yield self.bar
+            self.bar = None
+
+    def state(self) -> Iterator[Block]:
+        """Yield the newest state of a bar that goes on, once; it is a block when something else follows."""
+        if self.bar and self.bar != self.shown:
+            self.shown = self.bar
+            yield dataclasses.replace(self.bar, text=self.bar.text + BAR)
+
+
+def _text_of(lines: Sequence[bytes]) -> str:
+    """Return the text of lines, without the last one's end; of long ones the beginning, and of holes their size."""
+    found = list[str]()
+    for line in lines:
+        plain = HOLE.sub(lambda hole: _hole(len(hole[0])), line.rstrip(b"\r\n"))
+        cut = CUT if len(plain) > MAX_LINE_BYTES else ""
+        found.append(plain[:MAX_LINE_BYTES].decode("utf-8", "replace") + cut)
+    return "\n".join(found)
+
+
+def _hole(size: int) -> bytes:
+    return f"[{size:,} NUL bytes]".encode()
+
+
+def words_of(text: str) -> str:
+    """Return the letters of a state of a bar, without units: two that have the same differ in numbers and signs alone."""
+    return "".join(filter(str.isalpha, RATE.sub("", ESCAPES.sub("", text))))
+
+
+def without_end(text: str) -> tuple[str, str]:
+    """Return a block's text, and BAR or UNENDED if it ends in that."""
+    end = text[-1:] if text.endswith((BAR, UNENDED)) else ""
+    return text.removesuffix(end), end
+
 
 def split_lines(data: bytes) -> list[bytes]:
-    """Split into lines, keeping their ends; a carriage return does not end one: progress bars write many."""
+    """Split into lines, keeping their ends."""
     return io.BytesIO(data).readlines()
+
+
+def split_states(data: bytes) -> list[bytes]:
+    """Split into lines and the states of those that are overwritten, keeping their ends."""
+    return [part for part in STATE.split(data) if part]
 
 
 def time_of(text: str, arrived: float, utc_offset_s: float) -> float:
@@ -208,6 +313,7 @@ class Entry:
     end: int = 0  # offset in the file, in bytes
     rank: int = -1  # -1: torchrun's own log
     stream: str = ""  # out | err; "" for torchrun's own
+    how: str = ""  # BAR or UNENDED, if its line was not ended
 
     def at(self, time: float) -> "Entry":
         """Return a copy with another time."""

@@ -28,9 +28,20 @@ from llama405b.spec.plan import RUN_NAME
 from llama405b_tools.agent.messages import StreamRequest
 from llama405b_tools.hosts.fleet import Fleet, state_directory
 from llama405b_tools.run import query
-from llama405b_tools.run.log_reader import LogReader, entry_of
+from llama405b_tools.run.log_reader import NOT_ENDED, LogReader, entry_of
 from llama405b_tools.run.query import account_of_head, incident_line
-from llama405b_tools.text.words import Entry, Fold, clean, fold_names, group_text, is_error, redact, where_of
+from llama405b_tools.text.words import (
+    BAR,
+    UNENDED,
+    Entry,
+    Fold,
+    clean,
+    fold_names,
+    group_text,
+    is_error,
+    redact,
+    where_of,
+)
 from llama405b_tools.top.draw.ui import LogLine, Ui
 from llama405b_tools.top.event_sources import LAST_LINE, EventSource, Header, Live, Recorder, Replay, SourceEvent
 from llama405b_tools.top.state import thresholds
@@ -141,6 +152,7 @@ KEPT, KEPT_OF_HOST = 3000, 50  # newest lines in all, and at least of each host
 TAIL = 100  # lines of each file at first
 MOST_BYTES = 1 << 16  # of each file at a time
 MOST_CHARS = 1 << 16  # of a block
+BAR_LINES = 100  # at the end, among which the earlier state of a bar is looked for
 LINE_CHARS = 1000  # wider than a screen
 
 
@@ -198,12 +210,18 @@ class LogPane:
         self.lines = kept[::-1]
 
     def _add(self, group: Sequence[Entry]) -> None:
-        text = clean(group_text(group) if len(group) > 1 else group[0].text)
+        text, how = clean(group_text(group) if len(group) > 1 else group[0].text), group[0].how
         hosts, ranks = frozenset(entry.host for entry in group), frozenset(entry.rank for entry in group)
         where, error = where_of(group), is_error(group[0])
-        for line in text.split("\n"):
+        if how == BAR:  # in the place of its state before
+            near = range(max(0, len(self.lines) - BAR_LINES), len(self.lines))
+            for place in reversed([i for i in near if self.lines[i].is_bar and self.lines[i].where == where]):
+                self.lines[place : place + 1] = []
+        for line in (text + NOT_ENDED * (how == UNENDED)).split("\n"):
             self.count += 1
-            self.lines.append(LogLine(group[0].time, where, line[:LINE_CHARS], error, hosts, ranks, self.count))
+            self.lines.append(
+                LogLine(group[0].time, where, line[:LINE_CHARS], error, hosts, ranks, self.count, how == BAR)
+            )
 
     def first_error(self) -> int | None:
         """Return the number of the first line that is an error."""
@@ -222,7 +240,7 @@ class LogStream:
 
     def entries(self, entries: Iterator[Entry]) -> None:
         for entry in entries:
-            self.intake.put_block(dataclasses.replace(entry, text=redact(entry.text[:MOST_CHARS])))
+            self.intake.put_block(dataclasses.replace(entry, text=redact(entry.text[:MOST_CHARS]) + entry.how))
 
     def dropped(self, counts: Mapping[str, int]) -> None:
         for host, count in counts.items():

@@ -17,8 +17,8 @@ from llama405b.settings import config
 from llama405b.settings.command import OneLineParser
 from llama405b.settings.rules import faults_of
 from llama405b.settings.schema import Config, Parallel
-from llama405b_tools.deliver import push
 from llama405b_tools.deliver.push import check_there, parse_origin, push_code, push_files, push_parts, same_place
+from llama405b_tools.deliver.source_tree import git_tree
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.verbs.arguments import add_hosts, hosts_of
 
@@ -39,9 +39,9 @@ def main(argv: Sequence[str]) -> int:
         raise UserError(f"--to: {args.to!r} is relative; use a full path")
     with Fleet(hosts) as fleet:
         is_local = not origin.host and Path(origin.path).is_dir() and not args.shards
-        names = push.tree_files(Path(origin.path)) if is_local else None
-        if names is not None:
-            return push_code(fleet, Path(origin.path), names, args.to)
+        tree = git_tree(Path(origin.path)) if is_local else None
+        if tree is not None:
+            return push_code(fleet, tree, args.to)
         if origin.host:
             check_there(fleet, origin)
         targets = {name: args.to or same_place(origin, fleet, name) for name in fleet.hosts if name != origin.host}

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from llama405b.contract.errors import code_for
 from llama405b.settings.command import OneLineParser
-from llama405b_tools.deliver import push
+from llama405b_tools.deliver import source_tree
 from llama405b_tools.deliver.install import Work, make_wheelhouse, project_root
 from llama405b_tools.deliver.setup_plan import Wishes
 from llama405b_tools.hosts.fleet import Fleet, hosts_argument, program_name, write_uses
@@ -43,16 +43,15 @@ def main(argv: Sequence[str]) -> int:
     )
     args = parser.parse(argv)
     root = project_root()
-    names = push.tree_files(root)
-    if names is None:  # not a git checkout
-        names = push.walk(root)
-    lines = push.tree_manifest(root, names)
+    tree = source_tree.git_tree(root) or source_tree.plain_tree(root)
+    for note in tree.notes:
+        print(note, flush=True)
     wishes = Wishes(args.python, args.conda, args.module, args.container, torch_index=args.torch_index)
     hosts = hosts_of(args.hosts)
     here = f"{'.'.join(platform.python_version_tuple()[:2])} {platform.machine()}"
     wheels = make_wheelhouse(root) if args.offline and not args.container else None
     with Fleet(hosts) as fleet:
-        work = Work(fleet, root, lines, wishes, here)
+        work = Work(fleet, tree, wishes, here)
         try:
             made, faults = work.everywhere(wheels, args.build)
         except KeyboardInterrupt:

@@ -158,6 +158,7 @@ class LogLine:
     hosts: frozenset[str] = frozenset()
     ranks: frozenset[int] = frozenset()
     number: int = 0  # counted from the first line
+    is_bar: bool = False  # the state of a line that is being overwritten
 
 
 def chosen_lines(logs: Sequence[LogLine], view: LogView, host: str, rank: int | None) -> list[LogLine]:

@@ -1,0 +1,281 @@
+"""A source tree, and a host's copy of it: only what differs is sent, to hosts that have only sh, coreutils, findutils and tar.
+
+A tree is described here, and there before and after the copy, by the same description: files with their SHA-256 and execute bit,
+links with their target. Names are bytes. Nothing that a program of the host says in words is read.
+
+What the tree no longer has is deleted if an earlier push sent it, or if it is code of ours that git tracks there, unchanged:
+a module that was left behind makes a host's code another one. What else is in our packages is named; nothing else is touched.
+"""
+
+import base64
+import dataclasses
+import hashlib
+import io
+import os
+import re
+import secrets
+import shlex
+import subprocess
+import tarfile
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from llama405b.contract.errors import UserError, and_more, counted, given, last_of, reason_of
+from llama405b.contract.software import SUFFIXES
+from llama405b_tools.hosts.transport import Connection, HostError, Result, shell_path
+from llama405b_tools.text.words import shown_name
+
+MANIFEST = ".llama405b-code"  # on the host: what the last push sent, a line each: SHA-256, two spaces, ./name
+PACKAGES = "./llama405b ./tools/llama405b_tools"
+TIMEOUT_S = 300.0
+MAX_BYTES = 200 << 20
+SKIPPED = (".git", ".venv", "runs", "models", "__pycache__", "node_modules")  # without git
+FILE, PROGRAM, LINK = "f", "x", "l"  # kinds of entries; a program is a file that may be executed
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Entry:
+    """What a name of the tree is: its kind, and the SHA-256 of a file (in hex) or the target of a link."""
+
+    kind: str
+    content: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SourceTree:
+    """A tree of code: its entries by name, what the user should know of others, and what git ignores."""
+
+    root: Path
+    entries: dict[str, Entry]
+    notes: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
+
+
+def git_tree(root: Path) -> SourceTree | None:
+    """Return a source tree as git sees it, with its submodules; None if ``root`` is in no repository, or ignored.
+
+    Raises:
+        UserError: git does not read the repository, or the tree cannot be pushed (``tree_of``).
+    """
+    try:
+        is_ignored = _git(root, "check-ignore", "-q", ".")
+    except OSError:
+        return None
+    if is_ignored.returncode > 1 and any((place / ".git").exists() for place in (root, *root.resolve().parents)):
+        said = last_of(os.fsdecode(is_ignored.stderr).strip().splitlines(), "no reason given")
+        raise UserError(f"{root}: git does not read this work tree ({said}); mend that, or push a copy without .git")
+    if is_ignored.returncode != 1:
+        return None
+    listed = list(_listed(root, ""))
+    tree = tree_of(root, (name for name in listed if not name.endswith("/")))
+    missing = "a submodule that is not checked out; run `git submodule update --init --recursive`"
+    notes = [f"left out: {shown_name(name)} ({missing})" for name in listed if name.endswith("/")]
+    ignored = tuple(_names(_git(root, "ls-files", "-zoi", "--exclude-standard", "--directory", ".").stdout))
+    return dataclasses.replace(tree, notes=(*notes, *tree.notes), ignored=ignored)
+
+
+def _git(root: Path, *words: str) -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run(["git", "-C", str(root), *words], capture_output=True, check=False)
+
+
+def _names(text: bytes) -> list[str]:
+    """Return the names that a program printed with NUL after each."""
+    return [os.fsdecode(name) for name in text.split(b"\0") if name]
+
+
+def _listed(root: Path, below: str) -> Iterator[str]:
+    """Yield what git lists in a work tree and in those within it; a submodule without content ends in a slash."""
+    for name in dict.fromkeys(_names(_git(root, "ls-files", "-zco", "--exclude-standard", ".").stdout)):
+        path = root / name
+        if path.is_symlink() or not path.is_dir():
+            yield below + name
+        elif (path / ".git").exists():
+            yield from _listed(path, f"{below}{name.rstrip('/')}/")
+        else:
+            yield f"{below}{name.rstrip('/')}/"
+
+
+def plain_tree(root: Path) -> SourceTree:
+    """Return a source tree outside git, without hidden files, caches and runs."""
+    names = (path.relative_to(root) for path in root.rglob("*") if path.is_symlink() or not path.is_dir())
+    return tree_of(root, (str(name) for name in names if not any(map(_is_no_source, name.parts))))
+
+
+def _is_no_source(part: str) -> bool:
+    return part in SKIPPED or part.startswith(".")
+
+
+def tree_of(root: Path, names: Iterable[str]) -> SourceTree:
+    """Describe the named files and links of a directory; what is not there any more is no part of it.
+
+    A link stays one if it leads to what is sent, too. Of another, to a file, the content is sent; any other is sent as it is,
+    and named.
+
+    Raises:
+        UserError: A file cannot be read, or they are too large for code.
+    """
+    wanted = sorted({name for name in names if os.path.lexists(root / name)})  # git still lists what was deleted
+    reached = {str(place) for name in wanted for place in (Path(name), *Path(name).parents)}
+    entries, notes, total = dict[str, Entry](), list[str](), 0
+    for name in wanted:
+        path = root / name
+        try:
+            target = _link_target(root.resolve(), name, reached) if path.is_symlink() else ""
+            if path.is_file() and not target:
+                mode, size = path.stat().st_mode, path.stat().st_size
+                total += size
+                entries[name] = Entry(PROGRAM if mode & 0o111 else FILE, _sha256(path) if total <= MAX_BYTES else "")
+            elif path.is_symlink():
+                entries[name] = Entry(LINK, target or str(path.readlink()))
+                if not target:
+                    notes.append(
+                        f"note: {shown_name(name)} is sent as a link; where it leads, nothing is sent ({shown_name(str(path.readlink()))})"
+                    )
+            elif path.exists():
+                notes.append(f"left out: {shown_name(name)} (neither a file nor a link)")
+        except OSError as error:
+            why = f"cannot be read ({reason_of(error)}); mend that, or list it in .gitignore"
+            raise UserError(f"{root}: {shown_name(name)} {why}") from None
+    if total > MAX_BYTES:
+        much = f"{root}: {total / 1e6:,.0f} MB are too much for code"
+        raise UserError(f"{much}; list data in .gitignore, and push it separately")
+    return SourceTree(root, entries, tuple(notes))
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _link_target(root: Path, name: str, reached: set[str]) -> str:
+    """Return where a link leads in what is sent, from its own place; '' if it leads elsewhere."""
+    folder = (root / name).parent
+    target = (
+        os.path.relpath((root / name).readlink(), folder)
+        if (root / name).readlink().is_absolute()
+        else str((root / name).readlink())
+    )
+    return target if os.path.relpath(os.path.normpath(folder / target), root) in reached else ""
+
+
+def push_tree(connection: Connection, tree: SourceTree, to: str) -> str:
+    """Make a host's directory equal to the tree; says how much was sent and deleted, and what deletes others of our packages.
+
+    Hosts may share the directory and be pushed to at the same time.
+
+    Raises:
+        HostError: The directory cannot be written, or is not equal to the tree afterwards.
+    """
+    directory, new = shell_path(to), f"{MANIFEST}.{secrets.token_hex(4)}"
+    enter = f"cd {directory} && export LC_ALL=C && trap '[ $? = 0 ] || rm -rf {new} {new}.f {new}.d' 0 && "
+    look = f"base64 -d >{new} && {DESCRIBE.format(new)}"
+    others = (
+        f"{{ [ ! -f {MANIFEST} ] || cat {MANIFEST}; }} | base64 && echo === && {{ find {PACKAGES} -type f -print0 | base64; echo ===; "
+        f"{{ git ls-files -z -- {PACKAGES}; git ls-files -zm -- {PACKAGES}; }} | sort -z | uniq -zu | base64; }} 2>/dev/null"
+    )
+    names = _packed(tree.entries)
+    there = connection.run(f"mkdir -p {directory} && {enter}{look} && {others}", names, TIMEOUT_S)
+    if there.code:
+        raise HostError(f"{to} cannot be created or written ({_last(there.err)}); set workdir= to one of your own")
+    *look_there, manifest, found, tracked = map(base64.b64decode, there.out.split("===\n"))
+    send = _differing(tree, *look_there)
+    code = {name[2:] for name in _names(found) if name.endswith(SUFFIXES) and "/." not in name}
+    odd = code - tree.entries.keys() if "tools/llama405b_tools/__init__.py" in tree.entries else set[str]()
+    gone = _names_in(manifest) - tree.entries.keys()
+    gone |= odd.intersection(_names(tracked))
+    if gone:
+        _checked(connection.run(f"{enter}base64 -d | xargs -0 rm -f --", _packed(sorted(gone)), TIMEOUT_S))
+    if send:
+        _checked(connection.run(f"{enter}{_unpack(f'{new}.d')}", _archive(tree, send), TIMEOUT_S))
+        after = _checked(connection.run(f"{enter}{look}", names, TIMEOUT_S))
+        if wrong := _differing(tree, *map(base64.b64decode, after.out.split("===\n")[:3])):
+            raise HostError(
+                f"{shown_name(wrong[0])}{and_more(wrong)} is there otherwise than it was read here; push again"
+            )
+    if (lines := _manifest(tree)) != manifest:
+        _checked(connection.run(f"{enter}base64 -d >{new} && mv {new} {MANIFEST}", _encoded(lines), TIMEOUT_S))
+    left = " ".join(shlex.quote(f"./{shown_name(name)}") for name in sorted(odd - gone))
+    unknown = given("; its code differs until you run there: {}", left and f"cd {directory} && rm {left}")
+    return f"{counted(len(send), 'file')} sent, {len(gone)} deleted{unknown}"
+
+
+# Of the names in a file, NUL after each: what each is, a link with its target; the SHA-256 of those that are files; their modes.
+KIND = r'if [ -L "$f" ]; then printf l; readlink -- "$f"; elif [ -f "$f" ] && [ -r "$f" ]; then printf f; printf "%s\0" "./$f" >&3'
+KINDS = rf"""xargs -0r sh -c 'for f; do {KIND}; else printf -; fi; printf "\0"; done' sh <{{0}} 3>{{0}}.f | base64"""
+DIGESTS = r'xargs -0r sha256sum -- <{0}.f | sed "s/^\\\\//" | cut -c-64 | base64'
+DESCRIBE = f"{KINDS} && echo === && {DIGESTS} && echo === && xargs -0r stat -c %a -- <{{0}}.f | base64 && rm {{0}} {{0}}.f && echo ==="
+
+
+def _differing(tree: SourceTree, kinds: bytes, digests: bytes, modes: bytes) -> list[str]:
+    """Return the names that are not on a host as in the tree; the others: what DESCRIBE printed there."""
+    files = zip(digests.decode().split(), modes.decode().split(), strict=False)
+    differ = list[str]()
+    for (name, entry), found in zip(tree.entries.items(), kinds.split(b"\0")[:-1], strict=True):
+        there = Entry(LINK, os.fsdecode(found[1:-1]))
+        if not found.startswith(b"l"):
+            digest, mode = next(files, ("", "0")) if found == b"f" else ("", "0")
+            there = Entry(PROGRAM if int(mode, 8) & 0o111 else FILE, digest)
+        if there != entry:
+            differ.append(name)
+    return differ
+
+
+def _packed(names: Iterable[str]) -> str:
+    return _encoded(b"".join(os.fsencode(name) + b"\0" for name in names))
+
+
+def _encoded(data: bytes) -> str:
+    return base64.encodebytes(data).decode()
+
+
+def _manifest(tree: SourceTree) -> bytes:
+    lines = list[str]()
+    for name, entry in tree.entries.items():
+        content = hashlib.sha256(os.fsencode(entry.content)).hexdigest() if entry.kind == LINK else entry.content
+        lines.append(f"{content}  ./{name.replace(chr(92), chr(92) * 2).replace(chr(10), chr(92) + 'n')}\n")
+    return os.fsencode("".join(lines))
+
+
+def _names_in(manifest: bytes) -> set[str]:
+    """Return the names in a manifest; none that leads out of its directory."""
+    names = [line[68:] for line in os.fsdecode(manifest).split("\n") if line[64:68] == "  ./"]
+    plain = {re.sub(r"\\(.)", lambda found: "\n" if found[1] == "n" else found[1], name) for name in names}
+    return {name for name in plain if ".." not in name.split("/")}
+
+
+def _unpack(part: str) -> str:
+    """Return a shell line: unpack an archive, moving each file atomically, as others may do the same.
+
+    Where a file is to be, what is left of a directory goes, unless it holds a file: then mv says so.
+    """
+    clear = '[ -L "../$f" ] || [ ! -d "../$f" ] || find "../$f" -type d -empty -delete'
+    make = """find . -type d -exec sh -c 'cd .. && mkdir -p "$@"' sh {} +"""
+    move = f"""find . ! -type d -exec sh -c 'for f; do {clear}; mv -fT "$f" "../$f" || exit; done' sh {{}} +"""
+    return f"mkdir {part} && (cd {part} && base64 -d | tar -xzf - && {make} && {move}) && rm -r {part}"
+
+
+def _archive(tree: SourceTree, names: Sequence[str]) -> str:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w:gz", compresslevel=6, format=tarfile.GNU_FORMAT) as archive:
+        for name in names:
+            entry, path = tree.entries[name], tree.root / name
+            info = tarfile.TarInfo(name)
+            info.mode, info.mtime = 0o755 if entry.kind == PROGRAM else 0o644, int(path.lstat().st_mtime)
+            if entry.kind == LINK:
+                info.type, info.linkname = tarfile.SYMTYPE, entry.content
+                archive.addfile(info)
+                continue
+            data = path.read_bytes()
+            info.size = len(data)
+            archive.addfile(info, io.BytesIO(data))
+    return _encoded(buffer.getvalue())
+
+
+def _checked(result: Result) -> Result:
+    if result.code:
+        raise HostError(f"the files could not be written ({_last(result.err)}); fix that, or choose another directory")
+    return result
+
+
+def _last(text: str) -> str:
+    return last_of(text.strip().splitlines(), "no reason given")
