@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from conftest import ROOT
+from llama405b_tools.text.words import CUT, MAX_LINE_BYTES
 from ops_rig import FAKE_TRAINER, wait_for
 
 TALK = """
@@ -82,6 +83,54 @@ def test_the_first_error_with_its_traceback(hosts2, cli):
     killed = "import signal\nif rank == 1: os.kill(os.getpid(), signal.SIGSEGV)\ntime.sleep(60)"
     assert cli(hosts2, "launch", "--run", "y", "--follow", *FAKE_TRAINER, *talk(hosts2, end=killed)).returncode == 1
     assert "node-a: exited 1: rank 1 was killed by SIGSEGV" in cli(hosts2, "logs", "--run", "y", "--first-error").stdout
+
+
+LONG = """
+import os, sys, time
+out, err = sys.stdout, sys.stderr
+print("start", flush=True)
+for i in range(140_000):
+    out.write(f"\\rLoading shards: {i // 1400:3}%|{'#' * 60:100}| {i}/140000")
+    if i == 70_000:
+        out.write("\\rWARNING: shard 10 is corrupt, skipping")
+out.write("\\ndone\\n" + "x" * (17 << 20) + "\\nafter it\\n")
+out.flush()
+err.write("\\r".join(f"epoch {i:08} |{'=' * 90}|" for i in range(150_000)) + "\\n")
+out.write("Overwrite /data/out? [y/N] ")
+out.flush()
+while not os.path.exists("answer"):
+    time.sleep(0.1)
+raise RuntimeError("the real reason")
+"""
+
+
+def test_bars_and_long_lines_hide_nothing_and_a_question_is_shown(work, cli):
+    (work / "long.py").write_text(LONG)
+    assert cli(work, "launch", "--run", "long", "--", "long.py").returncode == 0
+    command = [sys.executable, "-P", "-m", "llama405b_tools.cli", "logs", "-f", "--rank", "0"]
+    with (
+        (work / "followed").open("wb") as out,
+        subprocess.Popen(command, cwd=work, stdout=out, stderr=subprocess.STDOUT) as child,
+    ):
+        wait_for(
+            lambda: "Overwrite /data/out? [y/N]  … (the line has not ended)" in (work / "followed").read_text("utf-8")
+        )
+        (work / "answer").touch()
+        assert child.wait(60) == 0
+    followed, whole = (work / "followed").read_text("utf-8"), cli(work, "logs", "--rank", "0", "-o", "json")
+    said = [line.partition(" │ ")[2] for line in followed.splitlines()]
+    texts = [record["text"] for record in records(whole) if record["stream"] == "out"]
+    for lines in (said, texts):
+        assert "WARNING: shard 10 is corrupt, skipping" in lines
+        assert "after it" in lines
+        assert [line for line in lines if line.startswith("xxx")] == ["x" * MAX_LINE_BYTES + CUT]
+        assert len([line for line in lines if line.startswith("Loading")]) < 6
+    assert any(line.startswith("Loading shards:  99%") for line in texts)
+    assert cli(work, "logs", "-i", "corrupt").stdout.count("│") == 2
+    assert cli(work, "logs", "-o", "raw", "--rank", "0").stdout.count("x") == 17 << 20
+    first = cli(work, "logs", "--first-error").stdout
+    assert "RuntimeError: the real reason" in first
+    assert "Traceback (most recent call last):" in first
 
 
 def test_following_goes_on_over_restarts_and_broken_connections(hosts2, cli):

@@ -148,8 +148,10 @@ class Tail:
         file.seek(begin)
         while block := file.read(min(MAX_READ_BYTES, end - file.tell())):
             self.n_skipped += block.count(b"\n")
-        self.n_skipped += file.readline(MAX_LINE_BYTES).endswith(b"\n")
-        return file.tell()
+        rest = file.readline(MAX_LINE_BYTES)
+        state = rest.find(b"\r") + 1 if self.states else 0
+        self.n_skipped += not state and rest.endswith(b"\n")
+        return file.tell() - (len(rest) - state if state else 0)
 
     def all(self, *, final: bool = False) -> Iterator[Chunk]:
         """Yield until nothing is left."""

@@ -266,6 +266,7 @@ class Show:
         self.color = args.output == "text" and self.out.isatty() and not os.environ.get("NO_COLOR")
         self.show = {"text": self._lines, "json": self._json, "raw": self._raw}[args.output]
         self.fold = Fold() if args.fold else OneByOne()
+        self.raw_open = ""  # the file of which the line that was shown last has not ended
         self.in_place = args.output == "text" and self.out.isatty()
         self.bars = dict[tuple[str, str], float]()  # when a state was shown last, by host and file
         self.saved: set[Path] = set()
@@ -346,8 +347,10 @@ class Show:
             self.out.flush()
 
     def _raw(self, group: Sequence[Entry]) -> None:
-        text, end = group[0].text, "" if group[0].how == UNENDED else "\n"
-        self.out.write(f"{clean(text) if self.out.isatty() else redact(text)}{end}")
+        entry = group[0]
+        begin = "\n" if self.raw_open not in ("", entry.file) else ""  # another file's line had not ended
+        self.raw_open, end = (entry.file, "") if entry.how == UNENDED else ("", "\n")
+        self.out.write(f"{begin}{clean(entry.text) if self.out.isatty() else redact(entry.text)}{end}")
 
     def _json(self, group: Sequence[Entry]) -> None:
         entry = group[0]

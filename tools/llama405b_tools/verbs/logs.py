@@ -1,7 +1,9 @@
 """Show the logs of every rank on every host as one stream, in time order.
 
 Times are corrected for each host's measured clock skew. A broken connection is reopened and resumes at the right byte.
-With -f, lines that come faster than they can be shown are left out, and counted.
+With -f, lines that come faster than they can be shown are left out, and counted. A line of more than 64 KiB is cut (-o raw has all of
+it). Of a progress bar the newest state is shown: on a terminal in its place, else once a minute, and whatever says something else is
+a line. A line that has not ended, such as a question, is shown after two seconds.
 Exits with 1 if a host could not be reached.
 """
 
