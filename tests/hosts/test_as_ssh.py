@@ -17,6 +17,7 @@ from llama405b_tools.hosts import ssh as ours
 from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.hosts.ssh import Ssh
 from llama405b_tools.hosts.transport import HostError
+from llama405b_tools.run.screen import at_terminal
 from ops_rig import wait_for
 
 SSHD = shutil.which("sshd", path="/usr/sbin:/usr/bin")
@@ -27,10 +28,12 @@ LINES = (
     "@cert-authority * CA", "@cert-authority NAME CA", "@cert-authority 127.* CA", "@cert-authority * OTHER",
     "@revoked * HOST", "@revoked * CA",
     "nonsense", "# NAME HOST", "NAME ssh-ed25519 AAAAbroken",
+    "THE-ALIAS HOST", "the-* HOST", "the-*,!the-alias HOST", "other,NAME HOST", "NAME OTHER\nNAME HOST", "|1|bad|hash HOST",
 )  # fmt: skip
 SETTINGS = (
     "HostKeyAlias the-alias", "StrictHostKeyChecking accept-new", "StrictHostKeyChecking no", "StrictHostKeyChecking yes",
     "UserKnownHostsFile /dev/null", "UserKnownHostsFile none", "HashKnownHosts yes",
+    "UserKnownHostsFile DIR/known DIR/second", "GlobalKnownHostsFile DIR/second",
 )  # fmt: skip
 CERTIFICATES = (
     "",
@@ -125,16 +128,20 @@ def _ours(_config):
     return True
 
 
+@pytest.mark.parametrize("cases", [12, pytest.param(50, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("certificate", range(len(CERTIFICATES)))
-def test_a_host_key_is_accepted_where_ssh_accepts_it(both, keys, certificate):
+def test_a_host_key_is_accepted_where_ssh_accepts_it(both, keys, tmp_path, certificate, cases):
     words, chance = CERTIFICATES[certificate], random.Random(2026 + certificate)
     if words:
         keygen("-s", keys / "CA", "-h", "-I", "x", *words.split(), keys / "HOST.pub")
     more = [f"HostCertificate {keys}/HOST-cert.pub"] * bool(words)
     with sshd(keys, *more) as port:
-        for _ in range(12):
+        second = f"[127.0.0.1]:{port} {(keys / 'HOST.pub').read_text()}"
+        for _ in range(cases):
+            (tmp_path / "second").write_text(second)
             known = "\n".join(chance.sample(LINES, chance.choice((0, 1, 1, 2, 3)))) + "\n" * chance.choice((0, 1))
             settings = chance.sample(SETTINGS, chance.choice((0, 0, 1, 2)))
+            settings = [each.replace("DIR", str(tmp_path)) for each in settings]
             by_ssh, by_us = both(port, settings, known)
             assert by_us == by_ssh, (known, settings, words)
 
@@ -197,3 +204,45 @@ def test_a_key_is_found_where_ssh_finds_it(
     with sshd(keys) as port:
         assert both(port, [*map(filled, settings)], "NAME HOST\n") == [(comes_in, []), (comes_in, [])]
     assert comes_in or filled(words) in _ours.said
+
+
+@pytest.mark.parametrize("most", [1, 2, 4])
+def test_where_sshd_allows_few_sessions_on_a_connection_there_are_several(both, keys, most):
+    with sshd(keys, f"MaxSessions {most}") as port:
+        assert both(port, [], "NAME HOST\n") == [(True, []), (True, [])]
+        connection = Ssh(Host("h", "hosts:1"))
+        with contextlib.closing(connection):
+            streams = [connection.stream("cat", f"{i}\n") for i in range(5)]
+            assert [next(iter(stream)) for stream in streams] == [f"{i}\n" for i in range(5)]
+            assert connection.run("echo more", "", 30.0).out == "more\n"
+            assert len(connection.transports) == -(-6 // most)
+            for stream in streams:
+                stream.close()
+            wait_for(lambda: connection.run("echo again", "", 30.0).out == "again\n")
+            assert len(connection.transports) == -(-6 // most)
+
+
+def test_what_a_user_s_config_says_keeps_no_command_from_running(both, keys, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken, sshd(keys) as port:
+        local = taken.getsockname()[1]
+        for settings in (
+            ["RemoteCommand tmux new -A -s main", "RequestTTY yes"],
+            [f"LocalForward {local} 127.0.0.1:1", "ExitOnForwardFailure yes"],
+            ["SessionType none", "StdinNull yes", "ForkAfterAuthentication yes"],
+            ["RequestTTY no", "ControlMaster auto", f"ControlPath {tmp_path}/dead"],
+        ):
+            (tmp_path / "dead").unlink(missing_ok=True)
+            with socket.socket(socket.AF_UNIX) as dead:
+                dead.bind(str(tmp_path / "dead"))
+            both(port, settings, "NAME HOST\n")
+            (tmp_path / "known").write_text(f"[127.0.0.1]:{port} {(keys / 'HOST.pub').read_text()}")
+            with contextlib.closing(Ssh(Host("h", "hosts:1"))) as connection:
+                assert connection.run("echo it ran", "", 30.0).out == "it ran\n"
+            done = subprocess.run(
+                at_terminal(Host("h", "hosts:1"), "echo it ran"),
+                capture_output=True,
+                text=True,
+                timeout=60,
+                check=False,
+            )
+            assert (done.returncode, done.stdout.strip()) == (0, "it ran"), (settings, done.stderr)

@@ -35,6 +35,10 @@ UNKNOWN = re.compile(rf"\[.*\]|{NOT_TOLD}|{FAILED}|", re.IGNORECASE)
 BROKEN = re.compile(rf"\[(?!{NOT_TOLD}\])|{FAILED}", re.IGNORECASE)  # how such a value begins
 MISMATCH = re.compile("Driver/library version mismatch")  # the driver was upgraded, and the old one is still loaded
 WARNING = re.compile(r"\s*WARNING: .*", re.IGNORECASE)  # a line about a GPU that works, such as of its infoROM
+MIG_ON = (
+    "MIG is on, so a rank would have a part of it",
+    "switch it off: nvidia-smi -i <its index> -mig 0, then reset it",
+)
 INDEX, MASK = re.compile(r"\d{1,4}", re.ASCII), re.compile(r"0x[0-9a-fA-F]+")
 MOST_TEXT, MOST_GPUS = 256 << 10, 64  # characters of an answer, and GPUs in it, that are believed
 MOST_MIB, MOST_W, MOST_C, MOST_MHZ = 1 << 24, 10_000, 200, 10_000  # of one GPU: more cannot be true
@@ -100,6 +104,7 @@ class GpuReport:
     utilization: int | None = None  # percent of the last sample period in which a kernel ran
     power_w: float | None = None
     clock_mhz: int | None = None  # of the SMs
+    mig: bool = False  # it is divided; a process sees one part of it
     fault: str = ""  # it answers, but not like a working GPU
 
     @property
@@ -183,6 +188,7 @@ def _gpu(line: str, fields: Sequence[str]) -> GpuReport | None:
         utilization=_int(values.get("utilization.gpu"), 100),
         power_w=_float(values.get("power.draw"), PEAK * (limit_w or MOST_W)),
         clock_mhz=_int(values.get("clocks.sm"), MOST_MHZ),
+        mig=values.get("mig.mode.current") == "Enabled",
         fault=_fault(values) if BROKEN.search(line) else "",
     )
 

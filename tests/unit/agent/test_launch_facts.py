@@ -16,6 +16,7 @@ from llama405b_tools.agent import launch_facts, machine
 from llama405b_tools.agent.launch_facts import InputCheck
 from llama405b_tools.agent.machine import RunPlace, has_program
 from llama405b_tools.launch.preflight import place_words
+from llama405b_tools.parsers import MIG_ON
 
 ON_READ_ONLY = """
 import json, sys
@@ -49,8 +50,9 @@ def test_a_program_is_looked_for_and_not_run(tmp_path, monkeypatch, program, fou
 @pytest.mark.parametrize(
     ("lines", "gpus", "fault"),
     [
-        (["0, H100, 81559", "1, [GPU is lost], [GPU is lost]"], [0], "GPU 1: GPU is lost (name and 1 more cannot be read)"),
-        (["WARNING: infoROM is corrupted at gpu 0", "0, H100, 81559"], [0], ""),
+        (["0, H100, 81559, [N/A]", f"1{', [GPU is lost]' * 3}"], [0], "GPU 1: GPU is lost (name and 2 more cannot be read)"),
+        (["0, H100, 81559, Enabled", "1, H100, 81559, Enabled"], [0], f"GPU 0: {'; '.join(MIG_ON)}"),
+        (["WARNING: infoROM is corrupted at gpu 0", "0, H100, 81559, Disabled"], [0], ""),
         (["Failed to initialize NVML: Driver/library version mismatch"], [], "Failed to initialize NVML: Driver/library version mismatch"),
     ],
 )  # fmt: skip
@@ -61,6 +63,16 @@ def test_gpus_that_do_not_work_are_not_counted(tmp_path, monkeypatch, lines, gpu
     found, said = machine.gpus()
     assert ([gpu.index for gpu in found], said) == (gpus, fault)
     assert machine.first_gpu(found) == (("H100", 81559 << 20) if gpus else ("", 0))
+
+
+def test_drivers_that_know_no_mig_are_asked_without_it(tmp_path, monkeypatch):
+    (tmp_path / "nvidia-smi").write_text("""#!/bin/sh
+case "$*" in *mig.mode*) echo 'Field "mig.mode.current" is not a valid field to query.';; *) echo 0, V100, 16160;; esac
+""")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    found, said = machine.gpus()
+    assert ([gpu.index for gpu in found], said) == ([0], "")
 
 
 @pytest.mark.skipif(os.getuid() != 0 or not shutil.which("unshare"), reason="NOT RUN: needs root and unshare")

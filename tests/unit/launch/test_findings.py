@@ -178,6 +178,7 @@ def put(*path):
         (put("gpus", {"smi": "", "fields": FIELDS}), BAD, "nvidia-smi: nvidia-smi lists no GPU", "reboot"),
         (put("gpus", {"smi": "Failed to initialize NVML: Driver/library version mismatch\nNVML library version: 570.133\n"}), BAD, "Driver/library version mismatch", "reboot it, to load the driver"),
         (put("gpus", "smi", smi("good.csv")["smi"] + INFOROM), WARN, "nvidia-smi: WARNING: infoROM is corrupted at gpu 0000:43:00.0", "have the GPU checked"),
+        (put("gpus", {"smi": "0, A100, Enabled\n", "fields": ["index", "name", "mig.mode.current"]}), BAD, "GPU 0: MIG is on, so a rank would have a part of it", "-mig 0, then reset it, or set slots=1"),
         (put("slots", 8), BAD, "it has 2 GPUs, but slots=8", "check nvidia-smi"),
         (put("identity", "upgraded_by", "unattended-upgrades"), WARN, "unattended-upgrades upgrades it by itself", "systemctl disable --now unattended-upgrades"),
         (put("identity", "must_reboot", True), WARN, "it waits for a reboot", "reboot it before the run"),
@@ -461,3 +462,25 @@ def test_a_private_address_is_taken_before_a_public_one_without_a_word():
     both = {"a": ["8.8.4.4", "10.0.0.5"], "b": ["10.0.0.6"]}
     assert diagnose(facts, links=peers(*facts, candidates=both)) == []
     assert peers(*facts, candidates=both).training_address("a") == "10.0.0.5"
+
+
+def test_hosts_that_have_no_ipv4_address_are_told_that_alone():
+    facts = {"a": good(), "b": good()}
+    facts["b"]["network"] = {"addresses": [], "default": ""}
+    links = peers(
+        "a",
+        "b",
+        candidates={"a": ["10.0.0.5"], "b": ["fd99::12"]},
+        faults={("a", "b", "fd99::12"): "Connection refused"},
+    )
+    found = [finding for finding in diagnose(facts, links=links) if finding.level == BAD]
+    assert [(finding.hosts, finding.what) for finding in found] == [(("b",), "has no IPv4 address")]
+    assert not any(finding.level == BAD for finding in diagnose({"b": facts["b"]}))
+
+
+def test_one_device_of_a_divided_gpu_may_be_meant():
+    facts = good() | {
+        "gpus": {"smi": "0, A100, Enabled\n", "fields": ["index", "name", "mig.mode.current"]},
+        "slots": 1,
+    }
+    assert not any("MIG" in finding.what for finding in diagnose({"a": facts}))

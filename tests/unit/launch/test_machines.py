@@ -59,3 +59,16 @@ def test_hosts_that_differ_are_refused():
 def test_names_of_nvidia_smi(name, gib, kind):
     found = gpu_like(name, gib * GIB, GPUS)
     assert (found.name if found else None) == kind
+
+
+def test_divided_gpus_are_refused_and_unknown_memory_is_not_none():
+    divided = HostFacts(
+        gpus=SmiAnswer("0, A100, 40960, Enabled\n", ("index", "name", "memory.total", "mig.mode.current"))
+    )
+    with pytest.raises(
+        UserError, match=r"a: MIG is on, so a rank would have a part of it; .*, or set slots=1 to use one device of it"
+    ):
+        machines_of(HOSTS, {"a": divided, "b": divided}, GPUS)
+    unknown = facts("NVIDIA GB10", "[N/A]")
+    with pytest.raises(UserError, match=re.escape("a: its GPU (NVIDIA GB10, memory unknown) is not in the table")):
+        machines_of(HOSTS, {"a": unknown, "b": unknown}, GPUS)

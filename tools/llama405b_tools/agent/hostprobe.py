@@ -30,7 +30,7 @@ import time
 GPU_FIELDS = (
     "index,name,memory.total,memory.used,ecc.errors.uncorrected.volatile.total,retired_pages.pending,"
     "remapped_rows.pending,clocks.sm,power.limit,power.max_limit,clocks_event_reasons.active,"
-    "pcie.link.width.current,pcie.link.width.max,temperature.gpu,driver_version"
+    "pcie.link.width.current,pcie.link.width.max,temperature.gpu,mig.mode.current,driver_version"
 )
 FEW_GPU_FIELDS = "index,name,memory.total,memory.used,driver_version"
 REAL_FILESYSTEMS = (
@@ -245,6 +245,9 @@ def inside_tmux():
     """The limits of a process inside tmux, which are not those of this SSH session."""
     if not shutil.which("tmux"):
         return None
+    own = os.path.join(os.environ.get("TMUX_TMPDIR") or "/tmp", "tmux-%d" % os.getuid())
+    if os.path.isdir(own) and (os.stat(own).st_uid != os.getuid() or os.stat(own).st_mode & 0o007):  # as tmux has it
+        return {"failed": "directory %s has unsafe permissions; run there: chmod 700 %s, or delete it" % (own, own)}
     folder = tempfile.mkdtemp(prefix="llama405b-doctor-")
     target = os.path.join(folder, "limits")
     server = ["tmux", "-S", os.path.join(folder, "socket"), "-f", "/dev/null"]

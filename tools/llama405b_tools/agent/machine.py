@@ -22,7 +22,7 @@ from llama405b.contract.checkpoints import (
 from llama405b.contract.errors import given, last_of
 from llama405b.contract.files import user_of
 from llama405b_tools.agent import hostprobe
-from llama405b_tools.parsers import Address, GpuReport, Rdma, read_smi
+from llama405b_tools.parsers import MIG_ON, Address, GpuReport, Rdma, read_smi
 
 
 class PlaceFault(enum.StrEnum):
@@ -53,7 +53,7 @@ class Resumable:
     identity: RunIdentity
 
 
-GPU_FIELDS = ("index", "name", "memory.total")
+GPU_FIELDS = ("index", "name", "memory.total", "mig.mode.current")
 VERSION_WITHIN_S = 30  # for `tmux -V` on a busy machine
 
 
@@ -125,10 +125,17 @@ def version_of(package: str) -> str:
 
 def gpus() -> tuple[Sequence[GpuReport], str]:
     """The GPUs that work, and why others may not ('' if nvidia-smi is not installed)."""
-    query = ["nvidia-smi", f"--query-gpu={','.join(GPU_FIELDS)}", "--format=csv,noheader,nounits"]
-    found, fault = read_smi(hostprobe.run(query), GPU_FIELDS)  # type: ignore[no-untyped-call]
+    for fields in (GPU_FIELDS, GPU_FIELDS[:-1]):  # drivers before MIG do not know the last
+        query = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
+        text = hostprobe.run(query)  # type: ignore[no-untyped-call]
+        found, fault = read_smi(text, fields)
+        if "not a valid field" not in (text or ""):
+            break
     broken = next((f"GPU {gpu.index}: {gpu.fault}" for gpu in found if gpu.fault), "")
-    return [gpu for gpu in found if not gpu.fault], fault or broken
+    working = [gpu for gpu in found if not gpu.fault]
+    if divided := [gpu for gpu in working if gpu.mig]:  # a process sees one part of one of them
+        return [gpu for gpu in working if not gpu.mig] or divided[:1], f"GPU {divided[0].index}: {'; '.join(MIG_ON)}"
+    return working, fault or broken
 
 
 def first_gpu(found: Sequence[GpuReport]) -> tuple[str, int]:

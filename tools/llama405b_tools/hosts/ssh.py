@@ -13,7 +13,6 @@ login that needs a password fails in seconds.
 import base64
 import contextlib
 import dataclasses
-import fnmatch
 import functools
 import getpass
 import hashlib
@@ -27,7 +26,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
@@ -107,9 +106,16 @@ def known_keys(options: SshOptions) -> list[KnownKey]:
         for path in filter(Path.is_file, options.known_hosts):
             for line in ssh_keygen("-F", name, "-f", str(path)).splitlines():
                 mark, *words = line.split() if line.startswith("@") else ("", *line.split())
-                if len(words) > 2 and words[0] != "#":
+                if len(words) > 2 and words[0] != "#" and _is_key(words[1], words[2]):
                     found.append(KnownKey(path, mark, words[1], words[2], name == own))
     return found
+
+
+def _is_key(kind: str, key: str) -> bool:
+    """Whether a line has a key; ssh passes over others."""
+    with contextlib.suppress(ValueError):
+        return base64.b64decode(key, validate=True)[4 : 4 + len(kind)] == kind.encode()
+    return False
 
 
 def check_host_key(name: str, options: SshOptions, known: Sequence[KnownKey], shown: str, cert: str = "") -> None:
@@ -117,11 +123,18 @@ def check_host_key(name: str, options: SshOptions, known: Sequence[KnownKey], sh
     kind, key = shown.split()
     plain = [each for each in known if not each.mark]
     own = [each for each in plain if each.is_own and each.kind == kind]
-    if any(each.key == key for each in known if each.mark == REVOKED):
+    revoked = [each.key for each in known if each.mark == REVOKED]
+    said = CERTIFICATE.search(ssh_keygen("-L", "-f", "-", stdin=f"{cert}\n")) if cert else None
+    if key in revoked or (said and said["signer"] in map(fingerprint, revoked)):
+        if options.strict == "false":
+            return
         raise HostError("its host key is revoked in known_hosts (@revoked); give it a new one", "AUTH")
-    if any(each.key == key for each in own or plain) or (cert and _vouches(known, options, cert)):
+    if any(each.key == key for each in own or plain) or (said and _vouches(known, options, said)):
         return
-    if options.strict == "false" or (options.strict == "accept-new" and not own and options.records):
+    keeps_none = cert and not options.records  # then ssh takes a host with a certificate on no terms
+    if (options.strict == "false" and (own or not keeps_none)) or (
+        options.strict == "accept-new" and not own and options.records
+    ):
         if not own:
             _record(options, shown)
         return
@@ -140,17 +153,14 @@ def check_host_key(name: str, options: SshOptions, known: Sequence[KnownKey], sh
     raise HostError(f"its host key is not in known_hosts{vouched}; run `ssh {name}` once and verify it", "AUTH")
 
 
-def _vouches(known: Sequence[KnownKey], options: SshOptions, cert: str) -> bool:
+def _vouches(known: Sequence[KnownKey], options: SshOptions, said: re.Match[str]) -> bool:
     """Whether a certificate is this host's, valid now, and signed by an authority that is known for it."""
-    said = CERTIFICATE.search(ssh_keygen("-L", "-f", "-", stdin=f"{cert}\n"))
-    if not said:
-        return False
-    signers = {mark: {fingerprint(each.key) for each in known if each.mark == mark} for mark in (AUTHORITY, REVOKED)}
+    signers = {fingerprint(each.key) for each in known if each.mark == AUTHORITY}
     names, now = said["names"].split(), time.strftime("%Y-%m-%dT%H:%M:%S")  # in local time, as it prints them
     return (
-        said["signer"] in signers[AUTHORITY] - signers[REVOKED]
+        said["signer"] in signers
         and (said["begin"] or now) <= now < (said["end"] or "9")
-        and (not names or any(fnmatch.fnmatchcase(options.alias or options.hostname.lower(), each) for each in names))
+        and (not names or (options.alias or options.hostname.lower()) in names)  # ssh takes no patterns here
     )
 
 
@@ -174,6 +184,7 @@ logging.getLogger("paramiko").addHandler(logging.NullHandler())  # our own messa
 logging.getLogger("paramiko").propagate = False
 CONNECT_TIMEOUT_S = 10.0
 MAX_JUMPS = 8
+MOST_CONNECTIONS = 10  # to one host
 LOGINS = threading.BoundedSemaphore(64)  # at the same time: one that waits too long for its turn on the CPU fails
 MOST_BEGINNING = 10  # at one address; sshd drops others at random (sshd_config, MaxStartups)
 DEAD_AFTER_S = 30  # without an acknowledgment of sent data, keepalives included
@@ -200,16 +211,18 @@ class DroppedError(HostError):
 
 
 class Ssh:
-    """One kept connection to a host."""
+    """One kept connection to a host; several, where its sshd allows fewer sessions on one (MaxSessions) than are needed."""
 
     def __init__(self, host: Host) -> None:
         """Connect, through every ProxyJump on the way."""
-        self.name, self.transports = host.name, list[paramiko.Transport]()
+        self.host, self.name, self.transports = host, host.name, list[paramiko.Transport]()
+        self.adding = threading.Lock()
         try:
             self.transport = self._connect(host.name, host.user, host.port, None, MAX_JUMPS)
         except BaseException:
             self.close()
             raise
+        self.ends = [self.transport]  # where sessions are opened
 
     def run(self, command: str, stdin: str, timeout_s: float) -> Result:
         try:
@@ -263,15 +276,31 @@ class Ssh:
 
     def _open(self, command: str) -> paramiko.Channel:
         """Start a command in sh; its input may follow, and its output begins, where the login shell has done its part."""
-        channel = self.transport.open_session(timeout=CONNECT_TIMEOUT_S)
+        channel = self._session()
         channel.exec_command(command_line(command))
         try:
-            await_sh(channel, self.name, functools.partial(_answer_to, self.transport))
+            await_sh(channel, self.name, functools.partial(_answer_to, self._session))
         except BaseException:
             channel.close()
             raise
         channel.settimeout(None)
         return channel
+
+    def _session(self) -> paramiko.Channel:
+        """Open a session; where every connection has as many as its sshd allows, on a new one."""
+        known = list(self.ends)
+        if channel := _first_session(each for each in known if each.is_active() or each is self.transport):
+            return channel
+        with self.adding:  # others wait for the new connection
+            if channel := _first_session(each for each in self.ends if each not in known):
+                return channel
+            if len(self.ends) == MOST_CONNECTIONS:
+                few = f"its sshd allows too few sessions on each of {MOST_CONNECTIONS} connections"
+                raise HostError(f"{few}; raise MaxSessions in its sshd_config")
+            self.ends.append(self._connect(self.host.name, self.host.user, self.host.port, None, MAX_JUMPS))
+            if channel := _first_session(self.ends[-1:]):
+                return channel
+            raise HostError("its sshd allows no session; set MaxSessions in its sshd_config to 1 or more")
 
     def _connect(
         self, name: str, user: str, port: int, via: paramiko.Transport | None, jumps: int
@@ -317,6 +346,14 @@ class Ssh:
         return transport
 
 
+def _first_session(transports: Iterable[paramiko.Transport]) -> paramiko.Channel | None:
+    """Open a session on the first connection whose sshd allows one more; None if none does."""
+    for transport in transports:
+        with contextlib.suppress(paramiko.ChannelException):
+            return transport.open_session(timeout=CONNECT_TIMEOUT_S)
+    return None
+
+
 def _lost(error: Exception) -> HostError:
     """A connection that broke; paramiko's errors may have no words."""
     return HostError(f"the connection was lost ({str(error) or type(error).__name__})")
@@ -350,10 +387,10 @@ def _silent(name: str) -> HostError:
     return HostError(f"{words}; try `ssh -v {name}`", "TIMEOUT")
 
 
-def _answer_to(transport: paramiko.Transport, text: bytes) -> bytes:
+def _answer_to(session: Callable[[], paramiko.Channel], text: bytes) -> bytes:
     """What a command that does nothing prints if it is given this input; b'' if it does not end soon."""
     try:
-        with contextlib.closing(transport.open_session(timeout=CONNECT_TIMEOUT_S)) as channel:
+        with contextlib.closing(session()) as channel:
             channel.exec_command("true")
             channel.sendall(text)
             channel.shutdown_write()
@@ -408,14 +445,13 @@ def _log_in(transport: paramiko.Transport, name: str, options: SshOptions, greet
 
 
 def _prefer(transport: paramiko.Transport, known: Sequence[KnownKey]) -> None:
-    """Have the host show a key of a kind that is known, or its certificate where an authority is."""
+    """Have the host show its certificate, if it has one, else a key of a kind that is known."""
     security = transport.get_security_options()
     # without the two of the first release of SSH, which are broken
     kinds = [kind for kind in security.key_types if kind not in ("ssh-rsa", "ssh-dss")]
-    certificates = [f"{kind}-cert-v01@openssh.com" for kind in kinds if any(each.mark == AUTHORITY for each in known)]
     families = {each.kind.rpartition("ssh-rsa")[1] or each.kind for each in known if not each.mark}
     kinds.sort(key=lambda kind: ("ssh-rsa" if kind.startswith("rsa-") else kind) not in families)
-    security.key_types = [*certificates, *kinds]
+    security.key_types = [*(f"{kind}-cert-v01@openssh.com" for kind in kinds), *kinds]
 
 
 @contextlib.contextmanager

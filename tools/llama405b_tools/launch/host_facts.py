@@ -10,7 +10,7 @@ from llama405b.contract.errors import UserError, and_more
 from llama405b.predict.estimate import Machines
 from llama405b.predict.hardware import Gpu, gpu_like
 from llama405b_tools.hosts.inventory import Host
-from llama405b_tools.parsers import Address, GpuReport, Rdma, RdmaPort, SmiAnswer, read_smi
+from llama405b_tools.parsers import MIG_ON, Address, GpuReport, Rdma, RdmaPort, SmiAnswer, read_smi
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -208,6 +208,8 @@ def machines_of(hosts: Sequence[Host], facts: Mapping[str, HostFacts], gpus: dic
     slots: dict[int, list[str]] = {}
     for host in hosts:
         devices = facts[host.name].devices
+        if host.slots != 1 and any(device.mig for device in devices):
+            raise UserError(f"{host.name}: {MIG_ON[0]}; {MIG_ON[1]}, or set slots=1 to use one device of it")
         for device in devices[:1]:
             kinds.setdefault(_kind_of(device, gpus), []).append(host.name)
         slots.setdefault(host.slots or len(devices) or 1, []).append(host.name)
@@ -232,7 +234,7 @@ def _kind_of(device: GpuReport, gpus: dict[str, Gpu]) -> str:
     """Return a GPU's name in the table, or what nvidia-smi says of one that is not there."""
     size = (device.memory_mib or 0) * 1024 * 1024
     known = gpu_like(device.name, size, gpus) if size else None
-    return known.name if known else f"{device.name}, {size >> 30} GiB"
+    return known.name if known else f"{device.name}, {f'{size >> 30} GiB' if size else 'memory unknown'}"
 
 
 def _refuse_differences(what: str, hosts_of: Mapping[str, list[str]] | Mapping[int, list[str]]) -> None:

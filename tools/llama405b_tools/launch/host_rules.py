@@ -155,6 +155,12 @@ def _gpus(facts: HostFacts, needs: Needs) -> Remarks:
     for warning in parsers.warnings(probe.smi):
         yield WARN, f"nvidia-smi: {warning}", "it can train; have the GPU checked"
     for gpu in found:
+        if gpu.mig and facts.slots != 1:
+            yield (
+                BAD,
+                f"GPU {gpu.index}: {parsers.MIG_ON[0]}",
+                f"{parsers.MIG_ON[1]}, or set slots=1 to use one device of it",
+            )
         yield from _gpu(gpu, needs)
     for pid, name in parsers.foreign(probe.apps):
         yield WARN, f"process {pid} ({name}) holds GPU memory", "end it, or find its owner"
@@ -392,6 +398,9 @@ class Peers:
         return next((address for address in wanted if self.all_reach(host, address, others)), "")
 
 
+NO_IPV4 = "has no IPv4 address", "the hosts of a run meet over IPv4; give it one in a network that all of them reach"
+
+
 def diagnose(
     facts: Mapping[str, HostFacts], lost: Mapping[str, str], skew_s: Mapping[str, float], peers: Peers, needs: Needs
 ) -> list[Finding]:
@@ -405,8 +414,11 @@ def diagnose(
     found += _one_machine(facts, peers)
     if peers.unshared:
         found.append(_sharing(facts, peers.unshared, needs))
+    known = {host: each.addresses for host, each in facts.items() if len(facts) > 1 and each.network}
+    alone = [host for host, addresses in known.items() if not addresses and not _only_loopback(host, peers)]
+    found += [Finding(BAD, (host,), *NO_IPV4) for host in alone]
     for host in peers.candidates:
-        if others := peers.others(host):
+        if (others := peers.others(host)) and host not in alone:
             found += [*_address(host, others, peers), *_lookups(host, others, peers)]
     return sorted(_merged(found), key=lambda finding: LEVELS.index(finding.level))
 

@@ -382,6 +382,9 @@ def find_rendezvous(head: Host, candidates: Sequence[str], answers: Facts, port:
     return None
 
 
+NO_IPV4 = "has no IPv4 address, and the hosts of a run meet over IPv4; give it one in a network that all of them reach"
+
+
 def cut_off(head: Host, answers: Facts, port: int) -> dict[str, str]:
     """Return the hosts that do not reach the head at every address, and what to do."""
     faults: dict[str, str] = {}
@@ -395,6 +398,9 @@ def cut_off(head: Host, answers: Facts, port: int) -> dict[str, str]:
         remedy = f"open TCP ports 20000-65535 between the hosts, or give {head.name} an address= that all of them reach"
         if all(reach.unresolved for reach in reached.values()):
             remedy = f"put the name into its /etc/hosts, or give {head.name} an IP address in address="
+        elif without := [each for each in (head.name, name) if not answers[each].own and not head.address]:
+            faults[without[0]] = NO_IPV4
+            continue
         faults[name] = f"cannot reach {head.name} on TCP port {port} at {tried}; {remedy}"
     return faults
 

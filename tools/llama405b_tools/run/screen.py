@@ -172,6 +172,13 @@ def window_command(host: Host, socket: str, *, writable: bool) -> str:
     return f"unset TMUX; exec {shlex.join(at_terminal(host, shlex.join(inner)))}"
 
 
+# What a user's config may say that keeps a command from running; what an older ssh does not know of it is ignored.
+AS_A_COMMAND = (
+    "BatchMode=yes", "IgnoreUnknown=RemoteCommand,SessionType,ForkAfterAuthentication,StdinNull", "RemoteCommand=none",
+    "SessionType=default", "ForkAfterAuthentication=no", "StdinNull=no", "ClearAllForwardings=yes",
+)  # fmt: skip
+
+
 def at_terminal(host: Host, line: str) -> list[str]:
     """Return the command that runs a shell line on a host, with this terminal."""
     if is_local(host):
@@ -179,7 +186,8 @@ def at_terminal(host: Host, line: str) -> list[str]:
     options = {"-F": os.environ.get("LLAMA405B_SSH_CONFIG", ""), "-p": given("{}", host.port)}
     words = [word for option, value in options.items() if value for word in (option, value)]
     target = given("{}@", host.user) + host.name
-    return ["ssh", "-t", "-o", "BatchMode=yes", *words, "--", target, in_sh(line)]
+    own = [word for option in AS_A_COMMAND for word in ("-o", option)]
+    return ["ssh", "-t", *own, *words, "--", target, in_sh(line)]
 
 
 def build_session(sockets: Mapping[Host, str], run: str) -> str:
