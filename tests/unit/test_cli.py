@@ -75,7 +75,7 @@ def test_help_needs_none_of_the_trainers_packages(words):
     [
         ["export", "step-00000002", "out"],
         ["download", "owner/name"],
-        ["data", "show", "--model.path", "m"],
+        ["data", "show", "--model.path", "m", "--data.paths", "d"],
         ["demo", "d"],
         ["bench"],
     ],
