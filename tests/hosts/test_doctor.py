@@ -18,9 +18,14 @@ def doctor(operator, *args, code):
 
 
 def test_plan_asks_the_hosts_what_they_are_and_launch_refuses_what_cannot_fit(hosts, operator, demo):
-    gpus = [f"{i}, NVIDIA H100 80GB HBM3, 81559, 4, 0, No, No, 1980, 700, 700, 0x1, 16, 16, 31, 570.1" for i in (0, 1)]
+    gpus = [
+        f"{i}, NVIDIA H100 80GB HBM3, 81559, 4, 0, No, No, 1980, 700, 700, 0x1, 16, 16, 31, Disabled, 570.1"
+        for i in (0, 1)
+    ]
     answers = {
-        r"*=index,name,memory.total\ --*": ["0, NVIDIA H100 80GB HBM3, 81559", "1, NVIDIA H100 80GB HBM3, 81559"],
+        r"*=index,name,memory.total,mig.mode.current\ --*": [
+            f"{i}, NVIDIA H100 80GB HBM3, 81559, Disabled" for i in (0, 1)
+        ],
         "*query-gpu=index*": gpus,
     }
     cases = "".join(f'{words}) printf "%s\\n" {shlex.join(lines)} ;;\n' for words, lines in answers.items())

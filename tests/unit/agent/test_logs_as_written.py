@@ -104,6 +104,7 @@ def test_text_has_every_line_once_and_in_order_or_says_what_is_left_out(seed, lo
 @pytest.mark.parametrize("seed", SEEDS)
 def test_what_is_followed_is_each_line_once_whatever_is_done_to_the_file(seed, logs_of, monkeypatch):
     monkeypatch.setattr(streaming, "STILL_S", 0.0)
+    monkeypatch.setattr(streaming, "STATE_EVERY_S", 0.0)
     monkeypatch.setattr(streaming, "LONG_POLL_S", 0.0)
     make, path = logs_of
     draw, lines, found = random.Random(seed), [], []
@@ -111,12 +112,12 @@ def test_what_is_followed_is_each_line_once_whatever_is_done_to_the_file(seed, l
     file = path.open("wb", buffering=0)
     for number in range(60):
         what = draw.choice(("line", "line", "line", "part", "truncate", "sparse", "rename"))
-        if what == "part":  # it is told as it is, and its end by itself
+        if what == "part":  # it is told as it is, and again when it has ended
             file.write(f"{number} Overwrite? ".encode())
             for _ in range(4):
                 found += texts(logs, final=False)
             file.write(b"y\n")
-            lines += [f"{number} Overwrite? ", "y"]
+            lines += [f"{number} Overwrite? ", f"{number} Overwrite? y"]
         elif what == "line":
             file.write(f"{number} line\n".encode())
             lines.append(f"{number} line")

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from llama405b.contract.paths import RunDir
+from llama405b_tools.agent import hostprobe
 from llama405b_tools.agent.processes import remove_dead_sockets, remove_own_socket, tmux_socket
 
 pytestmark = pytest.mark.skipif(not shutil.which("tmux"), reason="NOT RUN: needs tmux")
@@ -64,3 +65,17 @@ def test_the_last_session_of_a_run_removes_its_socket(servers, monkeypatch):
 
 def test_a_run_with_the_longest_name_has_a_socket(servers):
     assert servers(tmux_socket(RunDir(Path("/w/runs") / ("r" * 100)))).exists()
+
+
+def test_doctor_tells_of_a_directory_that_tmux_refuses(servers):
+    own = servers("a").parent
+    assert "failed" not in hostprobe.inside_tmux()
+    own.chmod(0o755)
+    refused = subprocess.run(
+        ["tmux", "-L", "b", "-f", "/dev/null", "new-session", "-d"], capture_output=True, text=True, check=False
+    )
+    assert "unsafe permissions" in refused.stderr
+    assert hostprobe.inside_tmux() == {
+        "failed": f"directory {own} has unsafe permissions; run there: chmod 700 {own}, or delete it"
+    }
+    own.chmod(0o700)

@@ -36,6 +36,7 @@ from llama405b_tools.text.words import (
     Blocks,
     Entry,
     Merge,
+    Pieces,
     hide_in_json,
     pieces_of,
     split_lines,
@@ -166,7 +167,7 @@ RECORDS = 1000  # in one message
 REWRITTEN = "[this log was truncated or replaced: what was not read before is missing]"
 STATE_EVERY_S = 2.0  # a bar's
 STILL_S = 2.0  # after which a line that has not ended is told
-LAST_BYTES = 1 << 24  # of a file, at most, in which its last lines are looked for
+LAST_BYTES, LINE_BYTES = 1 << 22, 1 << 12  # in which the last lines are looked for, and more for many: for each so much
 AGENT_LOG = "torchrun.log"
 LONG_POLL_S, SHORT_POLL_S = 1.0, 0.05  # at most, under a flood of lines: the host's state is news, too
 
@@ -186,7 +187,7 @@ class HostLogs:
         self.tail = Tail(self.root, wants=self._wants, most_bytes=request.most_bytes, states=not request.whole)
         self.poll_s = SHORT_POLL_S if request.most_bytes else LONG_POLL_S
         self.times = Times(run.times(host))
-        self.blocks: dict[str, Blocks] = {}
+        self.blocks: dict[str, Blocks | Pieces] = {}
         self.idle: set[str] = set()
         self.still = dict[str, float]()  # since when a file is as it is
         self.told = dict[str, float]()  # when a bar's state was told
@@ -225,7 +226,7 @@ class HostLogs:
         for path in self.tail.files():
             file = str(path.relative_to(self.root))
             if file not in self.blocks:
-                self.blocks[file] = Blocks(whole=self.request.whole)
+                self.blocks[file] = Pieces() if self.request.whole else Blocks()
                 self._set_begin(path, file)
             if self.merge.size(file):
                 found = True
@@ -255,9 +256,9 @@ class HostLogs:
             found += blocks.flush_lines()
         else:  # a block that may continue waits for one more pass
             self.idle.add(file)
-        if self.request.follow and now > self.told.get(file, 0.0) + STATE_EVERY_S and (states := list(blocks.state())):
-            self.told[file] = now
-            found += states
+        if self.request.follow and now > self.told.get(file, 0.0) + STATE_EVERY_S:
+            found += (states := list(blocks.states(still=is_still)))
+            self.told[file] = now if states else 0.0
         if not (chunk or found):
             return False
         self.merge.push(file, [self._entry(file, block.text, block.end) for block in found])
@@ -333,11 +334,11 @@ def _parts(entries: Sequence[Entry]) -> list[list[Entry]]:
 
 
 def _start_of_last(path: Path, lines: int) -> int:
-    """Return where the last ``lines`` lines of a file begin, or its last LAST_BYTES."""
+    """Return where the last ``lines`` lines of a file begin, or of what is read to find them."""
     end = position = path.stat().st_size
     read, n_ends = list[bytes](), 0
     with path.open("rb") as file:
-        while position and n_ends <= lines and end - position < LAST_BYTES:
+        while position and n_ends <= lines and end - position < max(LAST_BYTES, lines * LINE_BYTES):
             step = min(1 << 16, position)
             position -= step
             file.seek(position)

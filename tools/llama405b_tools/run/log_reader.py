@@ -296,7 +296,7 @@ class Show:
         for entry in entries:
             if self.ranks and entry.rank not in self.ranks:
                 continue
-            if self.args.save and entry.how != BAR:
+            if self.args.save and (self.args.output == "raw" or not entry.how):
                 self._save(entry)
             if entry.how == BAR and not self._is_due(entry):
                 continue
@@ -357,6 +357,7 @@ class Show:
         record = {"time": round(entry.time, 3), "host": entry.host, "rank": entry.rank, "stream": entry.stream}
         if len(group) > 1:
             record |= {"hosts": sorted({e.host for e in group}), "ranks": sorted({e.rank for e in group})}
+        record |= {"state": "of a bar" if entry.how == BAR else "not ended"} if entry.how else {}
         self.out.write(json.dumps(record | {"text": clean(group_text(group))}, ensure_ascii=False) + "\n")
 
     def _lines(self, group: Sequence[Entry]) -> None:
@@ -366,7 +367,7 @@ class Show:
         if self.color:
             color = HOST_COLORS[self.hosts.setdefault(entry.host, len(self.hosts)) % len(HOST_COLORS)]
             prefix = f"\x1b[{color}m{prefix}\x1b[0m"
-        mark = NOT_ENDED if entry.how == UNENDED and self.args.follow else ""
+        mark = NOT_ENDED if entry.how == UNENDED else ""
         for line in clean(group_text(group) + mark).split("\n"):
             begin, end = ("\r\x1b[K", "" if entry.how == BAR else "\n") if self.in_place else ("", "\n")
             self.out.write(f"{begin}{prefix} │ {self._lit(line)}{end}")
@@ -383,7 +384,7 @@ class Show:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open(mode, encoding="utf-8") as file:  # one at a time: there are many
-                file.write(redact(entry.text) + "\n")
+                file.write(redact(entry.text) + "\n" * (entry.how != UNENDED))
         except OSError as error:
             raise UserError(f"--save: {path} cannot be written ({error.strerror}); name another directory") from None
         self.saved.add(path)

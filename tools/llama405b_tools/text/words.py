@@ -123,7 +123,7 @@ MAX_BLOCK_LINES, MAX_BLOCK_BYTES = 500, 1 << 18
 MAX_LINE_BYTES = 1 << 16  # of a line; what it has more is left out
 BAR, UNENDED = "\r", "\f"  # what a block's text ends in: of a line that is being overwritten; of one that has not ended
 CUT = " … (this line is longer; `llama405b logs -o raw` has all of it)"
-STATE = re.compile(rb"(?<=\n)|(?<=\r)(?!\n)")
+SIGNS = b"0123456789 .,:;%|/\\\\#=-+<>[](){}?*_~"
 HOLE = re.compile(rb"\0{16,}")
 RATE = re.compile(r"[kKMGT]?i?B\b|\b(?:it/s|s/it)\b|\b[dhms]\b")
 CREDIBLE_S = 600.0  # between a line's own time and its arrival; beyond that, it means something else
@@ -147,19 +147,18 @@ class Blocks:
     """Splits a file's bytes into blocks as they arrive; holds back the last one, which may continue.
 
     Of a line that is overwritten (a progress bar, by carriage returns), what differs in letters is a block; of states that do
-    not, the last one is. ``whole``: nothing is left out, and blocks are lines or pieces of long ones.
+    not, the last one is.
     """
 
-    def __init__(self, *, whole: bool = False) -> None:
-        self.whole = whole
+    def __init__(self) -> None:
         self.lines: list[bytes] = []
         self.begin = self.lines_end = 0  # of the lines that are held back
-        self.how = ""  # UNENDED: the last of them is
         self.end = 0  # of what was taken
         self.open = False  # inside a traceback
+        self.rest = b""  # the beginning of a line that has not ended
         self.bar: Block | None = None  # the newest state of a line that is being overwritten
-        self.shown: Block | None = None  # that state, if it was yielded as one
-        self.bar_words = ""
+        self.bar_signs, self.bar_words = b"", ""
+        self.shown: Block | None = None  # the last state that was yielded
         self.hole = 0  # bytes of NUL that the next line begins with
         self.in_long = False  # the next bytes belong to a line of which enough was yielded
 
@@ -169,41 +168,41 @@ class Blocks:
             yield from self.flush()
             self.begin = self.end = begin
             self.in_long, self.hole = False, 0
-        for line in split_lines(data) if self.whole else split_states(data):
-            first, self.end = self.end, self.end + len(line)
-            if self.whole:
-                ended = line.endswith(b"\n")
-                yield Block(
-                    first, self.end, line.decode("utf-8", "replace")[: -1 if ended else None] + UNENDED * (not ended)
-                )
-                continue
-            if not self.in_long and not line.strip(b"\0"):  # a hole that goes on
+        at = self.end - len(self.rest)
+        self.end += len(data)
+        data, self.rest = self.rest + data, b""
+        for line in data.splitlines(keepends=True):  # at carriage returns, too
+            first, at = at, at + len(line)
+            ended, in_long = line.endswith((b"\r", b"\n")), self.in_long
+            if line[0] == 0 and not in_long and not line.strip(b"\0"):  # a hole that goes on
                 self.hole += len(line)
                 continue
             if self.hole:
-                rest = line.lstrip(b"\0")
-                line, self.hole = _hole(self.hole + len(line) - len(rest)) + rest, 0
-            ended, in_long = line.endswith((b"\r", b"\n")), self.in_long
+                tail = line.lstrip(b"\0")
+                line, self.hole = _hole(self.hole + len(line) - len(tail)) + tail, 0
             self.in_long = not ended and (in_long or len(line) >= MAX_LINE_BYTES)
             if in_long:
                 continue
-            if line.endswith(b"\r"):
-                yield from self._take_state(first, line)
+            if not ended and not self.in_long:
+                self.rest = line
+            elif line.endswith(b"\r"):
+                yield from self._take_state(first, at, line)
             else:
-                yield from self._take_line(first, line)
+                yield from self._take_line(first, at, line)
 
-    def _take_state(self, begin: int, line: bytes) -> Iterator[Block]:
+    def _take_state(self, begin: int, end: int, line: bytes) -> Iterator[Block]:
         """Take a state of a bar; yields the one before if it said something else."""
         yield from self.flush_lines()
-        text = _text_of([line])
-        if text.strip():
-            words = words_of(text)
-            if self.bar and words != self.bar_words:
-                yield self.bar
-            self.bar, self.bar_words = Block(begin, self.end, text), words
+        text, signs = _text_of([line]), line.translate(None, SIGNS)
+        if not text.strip():
+            return
+        words = self.bar_words if signs == self.bar_signs else words_of(text)
+        if self.bar and words != self.bar_words:
+            yield self.bar
+        self.bar, self.bar_signs, self.bar_words = Block(begin, end, text), signs, words
 
-    def _take_line(self, begin: int, line: bytes) -> Iterator[Block]:
-        """Take a line, or the beginning of one."""
+    def _take_line(self, begin: int, end: int, line: bytes) -> Iterator[Block]:
+        """Take a line, or the beginning of a long one."""
         if self.bar:
             if words_of(_text_of([line])) != self.bar_words:
                 yield self.bar
@@ -211,39 +210,75 @@ class Blocks:
         indented = bool(INDENTED.match(PREFIX.sub(b"", line, count=1)))
         starts = bool(IN_TRACEBACK.search(line))
         goes_on = self.lines and (indented or (self.open and not starts))
-        if not goes_on or len(self.lines) >= MAX_BLOCK_LINES or sum(map(len, self.lines)) >= MAX_BLOCK_BYTES:
+        if not goes_on or len(self.lines) >= MAX_BLOCK_LINES or self.lines_end - self.begin >= MAX_BLOCK_BYTES:
             yield from self.flush_lines()
             self.begin = begin
         self.lines.append(line)
-        self.lines_end, self.how = self.end, "" if self.in_long or line.endswith(b"\n") else UNENDED
+        self.lines_end = end
         self.open = starts or (self.open and indented)  # "ValueError: …" ends it
 
     def flush_lines(self) -> Iterator[Block]:
         """Yield the lines that were held back."""
         if self.lines:
-            yield Block(self.begin, self.lines_end, _text_of(self.lines) + self.how)
+            yield Block(self.begin, self.lines_end, _text_of(self.lines))
             self.lines = []
             self.open = False
 
     def flush(self) -> Iterator[Block]:
         """Yield what was held back."""
+        if self.rest:
+            line, self.rest = self.rest, b""
+            yield from self._take_line(self.end - len(line), self.end, line)
         yield from self.flush_lines()
         if self.bar:
             yield self.bar
             self.bar = None
 
-    def state(self) -> Iterator[Block]:
-        """Yield the newest state of a bar that goes on, once; it is a block when something else follows."""
-        if self.bar and self.bar != self.shown:
-            self.shown = self.bar
-            yield dataclasses.replace(self.bar, text=self.bar.text + BAR)
+    def states(self, *, still: bool) -> Iterator[Block]:
+        """Yield the newest state of a bar that goes on, or (``still``) a line that has not ended; each is a block later."""
+        state = None
+        if still and self.rest:
+            state = Block(self.end - len(self.rest), self.end, _text_of([self.rest]) + UNENDED)
+        elif self.bar:
+            state = dataclasses.replace(self.bar, text=self.bar.text + BAR)
+        if state and state != self.shown:
+            self.shown = state
+            yield state
+
+
+class Pieces:
+    """Every byte of a file as it arrives, in lines and in pieces of long ones; see ``Blocks``."""
+
+    def feed(self, begin: int, data: bytes) -> Iterator[Block]:
+        """Yield each line or piece."""
+        for line in split_lines(data):
+            text = line.decode("utf-8", "replace")
+            yield Block(begin, begin + len(line), text[:-1] if line.endswith(b"\n") else text + UNENDED)
+            begin += len(line)
+
+    def flush_lines(self) -> Iterator[Block]:
+        """Nothing is held back."""
+        yield from ()
+
+    def flush(self) -> Iterator[Block]:
+        """Nothing is held back."""
+        yield from ()
+
+    def states(self, *, still: bool) -> Iterator[Block]:  # noqa: ARG002
+        """Each has been yielded."""
+        yield from ()
 
 
 def _text_of(lines: Sequence[bytes]) -> str:
     """Return the text of lines, without the last one's end; of long ones the beginning, and of holes their size."""
+    whole = b"".join(lines)
+    if len(whole) <= MAX_LINE_BYTES and b"\0" not in whole:
+        return whole.decode("utf-8", "replace").rstrip("\r\n")
     found = list[str]()
     for line in lines:
-        plain = HOLE.sub(lambda hole: _hole(len(hole[0])), line.rstrip(b"\r\n"))
+        plain = line.rstrip(b"\r\n")
+        if b"\0" in plain:
+            plain = HOLE.sub(lambda hole: _hole(len(hole[0])), plain)
         cut = CUT if len(plain) > MAX_LINE_BYTES else ""
         found.append(plain[:MAX_LINE_BYTES].decode("utf-8", "replace") + cut)
     return "\n".join(found)
@@ -267,11 +302,6 @@ def without_end(text: str) -> tuple[str, str]:
 def split_lines(data: bytes) -> list[bytes]:
     """Split into lines, keeping their ends."""
     return io.BytesIO(data).readlines()
-
-
-def split_states(data: bytes) -> list[bytes]:
-    """Split into lines and the states of those that are overwritten, keeping their ends."""
-    return [part for part in STATE.split(data) if part]
 
 
 def time_of(text: str, arrived: float, utc_offset_s: float) -> float:
