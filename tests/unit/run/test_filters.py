@@ -2,7 +2,9 @@
 
 import contextlib
 import dataclasses
+import io
 import itertools
+import re
 import types
 
 import pytest
@@ -15,6 +17,7 @@ from llama405b_tools.agent import streaming
 from llama405b_tools.agent.streaming import HostLogs
 from llama405b_tools.hosts.transport import HostError
 from llama405b_tools.run import log_reader
+from llama405b_tools.text.words import BAR, UNENDED, Entry
 from llama405b_tools.verbs import logs
 
 
@@ -100,3 +103,30 @@ def test_how_much_was_left_out_is_said_now_and_then_and_at_the_end(capsys):
     said = capsys.readouterr().err.splitlines()
     words = "left out: they come faster than they can be shown here; `logs` without -f shows them all"
     assert said == [f"- a: 1 line {words}", f"- a: 1998 lines {words}"]
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_bar_is_in_its_place_on_a_terminal_and_once_a_minute_elsewhere(monkeypatch, tmp_path, terminal):
+    out = io.StringIO()
+    out.isatty = lambda: terminal
+    monkeypatch.setattr("sys.stdout", out)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("NO_COLOR", "1")
+    show = log_reader.Show(logs._parser().parse(["--save", str(tmp_path)]))
+    said = [
+        (0.0, "Loading 1%", BAR),
+        (2.0, "Loading 2%", BAR),
+        (4.0, "WARNING: x", ""),
+        (59.0, "Loading 8%", BAR),
+        (61.0, "Loading 9%", BAR),
+    ]
+    said += [(62.0, "Loading 100%", ""), (63.0, "Go on? ", UNENDED), (70.0, "Go on? y", "")]
+    show.entries(
+        Entry(1000.0 + moment, "a", "x/0/stdout.log", text, rank=0, stream="out", how=how) for moment, text, how in said
+    )
+    show.close()
+    shown = [line.rpartition(" │ ")[2] for line in re.split(r"\n|\r\x1b\[K", out.getvalue())]
+    whole = ["Loading 1%", "Loading 2%", "WARNING: x", "Loading 8%", "Loading 9%", "Loading 100%"]
+    expected = whole if terminal else [line for line in whole if line not in ("Loading 2%", "Loading 8%")]
+    assert shown == [*expected, f"Go on? {log_reader.NOT_ENDED}", "Go on? y", ""]
+    assert (tmp_path / "a/rank-0.out.log").read_text() == "WARNING: x\nLoading 100%\nGo on? y\n"

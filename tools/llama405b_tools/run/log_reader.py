@@ -14,6 +14,7 @@ import json
 import os
 import queue
 import re
+import shutil
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -267,7 +268,8 @@ class Show:
         self.show = {"text": self._lines, "json": self._json, "raw": self._raw}[args.output]
         self.fold = Fold() if args.fold else OneByOne()
         self.raw_open = ""  # the file of which the line that was shown last has not ended
-        self.in_place = args.output == "text" and self.out.isatty()
+        self.in_place = args.output == "text" and self.out.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+        self.has_bar = False  # the terminal's last line is a bar's state
         self.bars = dict[tuple[str, str], float]()  # when a state was shown last, by host and file
         self.saved: set[Path] = set()
         self.hosts: dict[str, int] = {}
@@ -335,6 +337,8 @@ class Show:
 
     def note(self, text: str) -> None:
         """Print a note about the reading itself."""
+        self._clear()
+        self.out.flush()
         print(f"- {text}", file=sys.stderr)
 
     def close(self) -> None:
@@ -342,7 +346,7 @@ class Show:
         self._note_left_out()
         for group in self.fold.flush():
             self.show(group)
-        self.out.write("\r\x1b[K" if self.in_place and self.bars else "")
+        self._clear()
         with contextlib.suppress(BrokenPipeError):
             self.out.flush()
 
@@ -362,6 +366,9 @@ class Show:
 
     def _lines(self, group: Sequence[Entry]) -> None:
         entry = group[0]
+        if self.in_place and entry.how == BAR:
+            self._in_place(group)
+            return
         clock = time.strftime("%H:%M:%S", time.localtime(entry.time))
         prefix = f"{clock} {where_of(group)} {entry.stream:3}"
         if self.color:
@@ -369,8 +376,20 @@ class Show:
             prefix = f"\x1b[{color}m{prefix}\x1b[0m"
         mark = NOT_ENDED if entry.how == UNENDED else ""
         for line in clean(group_text(group) + mark).split("\n"):
-            begin, end = ("\r\x1b[K", "" if entry.how == BAR else "\n") if self.in_place else ("", "\n")
-            self.out.write(f"{begin}{prefix} │ {self._lit(line)}{end}")
+            self._clear()
+            self.out.write(f"{prefix} │ {self._lit(line)}\n")
+
+    def _in_place(self, group: Sequence[Entry]) -> None:
+        """Show a bar's state in the last line of the terminal, which the next line takes."""
+        self._clear()
+        line = f"{where_of(group)} │ {clean(group_text(group))}"
+        self.out.write(line[: shutil.get_terminal_size().columns - 1])
+        self.has_bar = True
+
+    def _clear(self) -> None:
+        if self.has_bar:
+            self.out.write("\r\x1b[K")
+            self.has_bar = False
 
     def _lit(self, line: str) -> str:
         for regex in self.highlight if self.color else ():

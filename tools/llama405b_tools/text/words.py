@@ -441,7 +441,7 @@ class Fold:
             yield from self.flush()
             yield [entry]
             return
-        key = (entry.stream, NUMBER.sub("\0", entry.text))
+        key = (entry.stream + entry.how, NUMBER.sub("\0", entry.text))
         kind, who = self.kinds.setdefault(key, _Kind()), (entry.host, entry.rank)
         place = max(kind.next_of.get(who, 0), kind.n_out)
         kind.next_of[who] = place + 1
