@@ -121,8 +121,9 @@ def test_a_file_that_cannot_be_put_in_its_place_is_said(tree, tmp_path):
     (tmp_path / "there/run.sh/mine").write_text("not ours")
     with pytest.raises(HostError, match=r"the files could not be written \(mv: .*run\.sh"):
         push_tree(Local(), tree_of(root, names), str(tmp_path / "there"))
-    assert not list((tmp_path / "there").glob(f"{MANIFEST}*"))
-    assert (tmp_path / "there/run.sh/mine").exists()
+    assert not list((tmp_path / "there").glob(f"{MANIFEST}.*"))
+    assert push_tree(Local(), tree_of(root, []), str(tmp_path / "there")) == f"0 files sent, {len(names)} deleted"
+    assert names_of(tmp_path / "there") == [MANIFEST, "run.sh/mine"]
 
 
 def test_a_directory_that_became_a_file_and_a_file_that_became_a_directory(tree, tmp_path):

@@ -114,7 +114,8 @@ def tree_of(root: Path, names: Iterable[str]) -> SourceTree:
     Raises:
         UserError: A file cannot be read, or they are too large for code.
     """
-    wanted = sorted({name for name in names if os.path.lexists(root / name)})  # git still lists what was deleted
+    there = {name for name in names if os.path.lexists(root / name)}  # git still lists what was deleted
+    wanted = sorted(there - {MANIFEST})
     reached = {str(place) for name in wanted for place in (Path(name), *Path(name).parents)}
     entries, notes, total = dict[str, Entry](), list[str](), 0
     for name in wanted:
@@ -128,8 +129,9 @@ def tree_of(root: Path, names: Iterable[str]) -> SourceTree:
             elif path.is_symlink():
                 entries[name] = Entry(LINK, target or str(path.readlink()))
                 if not target:
+                    leads = shown_name(str(path.readlink()))
                     notes.append(
-                        f"note: {shown_name(name)} is sent as a link; where it leads, nothing is sent ({shown_name(str(path.readlink()))})"
+                        f"note: {shown_name(name)} is sent as a link; where it leads, nothing is sent ({leads})"
                     )
             elif path.exists():
                 notes.append(f"left out: {shown_name(name)} (neither a file nor a link)")
@@ -149,12 +151,9 @@ def _sha256(path: Path) -> str:
 
 def _link_target(root: Path, name: str, reached: set[str]) -> str:
     """Return where a link leads in what is sent, from its own place; '' if it leads elsewhere."""
-    folder = (root / name).parent
-    target = (
-        os.path.relpath((root / name).readlink(), folder)
-        if (root / name).readlink().is_absolute()
-        else str((root / name).readlink())
-    )
+    folder, target = (root / name).parent, str((root / name).readlink())
+    if target.startswith("/"):
+        target = os.path.relpath(target, folder)
     return target if os.path.relpath(os.path.normpath(folder / target), root) in reached else ""
 
 
@@ -184,7 +183,11 @@ def push_tree(connection: Connection, tree: SourceTree, to: str) -> str:
     gone = _names_in(manifest) - tree.entries.keys()
     gone |= odd.intersection(_names(tracked))
     if gone:
-        _checked(connection.run(f"{enter}base64 -d | xargs -0 rm -f --", _packed(sorted(gone)), TIMEOUT_S))
+        _checked(connection.run(f"{enter}base64 -d | {REMOVE}", _packed(sorted(gone)), TIMEOUT_S))
+    if (
+        lines := _manifest(tree)
+    ) != manifest:  # before the files: a push that breaks leaves none that no manifest knows
+        _checked(connection.run(f"{enter}base64 -d >{new} && mv {new} {MANIFEST}", _encoded(lines), TIMEOUT_S))
     if send:
         _checked(connection.run(f"{enter}{_unpack(f'{new}.d')}", _archive(tree, send), TIMEOUT_S))
         after = _checked(connection.run(f"{enter}{look}", names, TIMEOUT_S))
@@ -192,13 +195,12 @@ def push_tree(connection: Connection, tree: SourceTree, to: str) -> str:
             raise HostError(
                 f"{shown_name(wrong[0])}{and_more(wrong)} is there otherwise than it was read here; push again"
             )
-    if (lines := _manifest(tree)) != manifest:
-        _checked(connection.run(f"{enter}base64 -d >{new} && mv {new} {MANIFEST}", _encoded(lines), TIMEOUT_S))
     left = " ".join(shlex.quote(f"./{shown_name(name)}") for name in sorted(odd - gone))
     unknown = given("; its code differs until you run there: {}", left and f"cd {directory} && rm {left}")
     return f"{counted(len(send), 'file')} sent, {len(gone)} deleted{unknown}"
 
 
+REMOVE = """xargs -0 sh -c 'for f; do [ -d "$f" ] && [ ! -L "$f" ] || rm -f -- "$f" || exit; done' sh"""  # no directory: it is not ours
 # Of the names in a file, NUL after each: what each is, a link with its target; the SHA-256 of those that are files; their modes.
 KIND = r'if [ -L "$f" ]; then printf l; readlink -- "$f"; elif [ -f "$f" ] && [ -r "$f" ]; then printf f; printf "%s\0" "./$f" >&3'
 KINDS = rf"""xargs -0r sh -c 'for f; do {KIND}; else printf -; fi; printf "\0"; done' sh <{{0}} 3>{{0}}.f | base64"""
