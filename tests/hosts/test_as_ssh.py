@@ -225,6 +225,14 @@ def test_where_sshd_allows_few_sessions_on_a_connection_there_are_several(both, 
 def test_what_a_user_s_config_says_keeps_no_command_from_running(both, keys, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken, sshd(keys) as port:
         local = taken.getsockname()[1]
+        (tmp_path / "known").write_text(f"[127.0.0.1]:{port} {(keys / 'HOST.pub').read_text()}")
+        lines = [
+            "Host h",
+            "HostName 127.0.0.1",
+            f"Port {port}",
+            f"IdentityFile {keys}/good",
+            f"UserKnownHostsFile {tmp_path}/known",
+        ]
         for settings in (
             ["RemoteCommand tmux new -A -s main", "RequestTTY yes"],
             [f"LocalForward {local} 127.0.0.1:1", "ExitOnForwardFailure yes"],
@@ -234,8 +242,7 @@ def test_what_a_user_s_config_says_keeps_no_command_from_running(both, keys, tmp
             (tmp_path / "dead").unlink(missing_ok=True)
             with socket.socket(socket.AF_UNIX) as dead:
                 dead.bind(str(tmp_path / "dead"))
-            both(port, settings, "NAME HOST\n")
-            (tmp_path / "known").write_text(f"[127.0.0.1]:{port} {(keys / 'HOST.pub').read_text()}")
+            (tmp_path / "config").write_text("".join(f"{line}\n" for line in (*lines, *settings)))
             with contextlib.closing(Ssh(Host("h", "hosts:1"))) as connection:
                 assert connection.run("echo it ran", "", 30.0).out == "it ran\n"
             done = subprocess.run(
