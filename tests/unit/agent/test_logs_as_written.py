@@ -7,7 +7,7 @@ import pytest
 
 from llama405b.contract.paths import RunDir
 from llama405b.contract.reader import dumps
-from llama405b_tools.agent import streaming
+from llama405b_tools.agent import autopsy, streaming
 from llama405b_tools.agent.messages import StreamRequest
 from llama405b_tools.agent.streaming import REWRITTEN, HostLogs
 from llama405b_tools.hosts.transport import MAX_LINE
@@ -163,3 +163,10 @@ def test_a_long_line_is_cut_once(logs_of):
     make, path = logs_of
     path.write_bytes(b"a" * (25 << 20) + b"\nthe real reason\n")
     assert texts(make(), final=True) == ["a" * MAX_LINE_BYTES + CUT, "the real reason"]
+
+
+def test_an_autopsy_has_a_bar_s_last_state_and_what_was_said_before(logs_of):
+    _, path = logs_of
+    path.write_bytes(b"loaded\n" + b"".join(b"\rLoading %d%%" % i for i in range(3000)) + b"\rWARNING: x\rLoading 99%")
+    [said] = autopsy._last_lines(RunDir(path.parents[5]), "a", 0).values()
+    assert said[-3:] == ("Loading 2999%", "WARNING: x", "Loading 99%")

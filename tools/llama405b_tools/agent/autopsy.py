@@ -47,6 +47,7 @@ from llama405b_tools.agent.messages import Beat
 from llama405b_tools.agent.processes import run_of
 from llama405b_tools.agent.sampler import KernelLog
 from llama405b_tools.parsers import Thread, read_faulthandler, read_py_spy, syscall_of
+from llama405b_tools.text.words import Blocks
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -556,7 +557,9 @@ def _last_lines(run: RunDir, host: str, attempt: int) -> dict[int, tuple[str, ..
         with contextlib.suppress(OSError, ValueError), path.open("rb") as file:
             info = os.fstat(file.fileno())
             file.seek(max(0, info.st_size - LAST_BYTES))
-            lines = file.read().decode("utf-8", "replace").split("\n")
+            blocks = Blocks()
+            found = [*blocks.feed(0, file.read(LAST_BYTES)), *blocks.flush()]
+            lines = [line for block in found for line in block.text.split("\n")]
             said = tuple(line[:300] for line in lines if line.strip())[-LAST_LINES:]
             if said:
                 newest[int(path.parent.name)] = max(newest.get(int(path.parent.name), (0.0, ())), (info.st_mtime, said))
