@@ -155,10 +155,11 @@ def _alone(target: Path) -> Iterator[None]:
     with (target / LOCK).open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise UserError(
-                f"{target}: another download is writing into it; wait for that, or name another directory"
-            ) from None
+        except BlockingIOError:
+            why = "another download is writing into it; wait for that, or name another directory"
+            raise UserError(f"{target}: {why}") from None
+        except OSError:  # a file system without locks
+            pass
         if left := list((target / UNFINISHED).rglob("*.incomplete")):
             size = size_words(sum(path.stat().st_size for path in left))
             print(
@@ -183,6 +184,8 @@ def _bring_lacking(repo: Repo, files: list["RepoSibling"], target: Path) -> None
     print(
         f"{repo.name} at {repo.commit}: {n_files}, {size:.2f} GB; {len(lacking)} to download into {target}", flush=True
     )
+    if lacking:  # until they are here, it is complete of no commit
+        (target / RECORD).unlink(missing_ok=True)
     with concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool:
         jobs = [pool.submit(_fetch_one, repo, sibling, target, hashes) for sibling in lacking]
         try:

@@ -159,6 +159,42 @@ def test_a_bar_is_told_as_it_goes_and_what_is_no_state_of_it_is_a_line(logs_of, 
         assert [text for _ in range(3) for text in texts(logs, final=False)] == ["Loading 4%|## |"]
 
 
+def test_a_slow_bar_is_a_bar_and_who_returns_has_an_open_line_whole(logs_of, monkeypatch):
+    for name in ("STILL_S", "STATE_EVERY_S", "LONG_POLL_S"):
+        monkeypatch.setattr(streaming, name, 0.0)
+    make, path = logs_of
+    logs, found = make(follow=True), []
+    with path.open("wb", buffering=0) as file:
+        for state in range(5):
+            file.write(b"\rstep %d" % state)
+            for _ in range(3):
+                found += texts(logs, final=False)
+        assert found == [f"step 0{UNENDED}", *(f"step {state}{BAR}" for state in range(1, 5))]
+        file.write(b"\r\nhello wor")
+        [*_, message] = [message for _ in range(4) for message in logs.poll(final=False)]
+        assert [text for _, _, text in message.entries] == ["step 4", f"hello wor{UNENDED}"]
+        file.write(b"ld\n")
+        assert texts(make(marks=message.marks), final=True) == ["hello world"]
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_no_end_of_a_line_is_taken_for_another_s(logs_of, whole):
+    make, path = logs_of
+    path.write_bytes(b"one\r\ntwo\f\nthree\r\r\n")
+    found = texts(make(whole=whole), final=True)
+    assert not any(without_end(text)[1] for text in found)
+    assert [text.rstrip("\r") for text in found] == ["one", "two\f", "three", *[""] * (not whole)]
+
+
+def test_of_a_log_s_end_no_more_is_read_than_is_asked_for(logs_of):
+    make, path = logs_of
+    path.write_bytes(b"".join(b"line %05d\n" % i for i in range(40_000)))
+    logs = make(most_bytes=1000)
+    messages = list(logs.poll(final=True))
+    assert sum(len(message.entries) for message in messages) < 100
+    assert sum(message.skipped for message in messages) > 39_800
+
+
 def test_a_long_line_is_cut_once(logs_of):
     make, path = logs_of
     path.write_bytes(b"a" * (25 << 20) + b"\nthe real reason\n")

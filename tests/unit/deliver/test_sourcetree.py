@@ -224,6 +224,51 @@ def test_what_changes_while_it_is_sent_is_said(tree, tmp_path):
         push_tree(Local(), described, str(tmp_path / "there"))
 
 
+def test_a_submodule_that_git_does_not_read_is_not_taken_for_empty(tmp_path):
+    _write(tmp_path, "here/train.py", "library/a.py")
+    for path in ("library", "here"):
+        git(tmp_path / path, "init", "-q")
+        git(tmp_path / path, "add", ".")
+        git(tmp_path / path, "commit", "-q", "-m", "a")
+    git(tmp_path / "here", "submodule", "add", str(tmp_path / "library"), "lib")
+    (tmp_path / "here/lib/.git").write_text("gitdir: /nowhere\n")
+    with pytest.raises(UserError, match=r"lib: git does not read this work tree \("):
+        git_tree(tmp_path / "here")
+
+
+def test_a_push_onto_the_tree_itself_changes_nothing(tree, tmp_path):
+    root, names = tree
+    (tmp_path / "outside").write_text("theirs")
+    (root / "link").symlink_to("../outside")
+    (tmp_path / "by another name").symlink_to(root)
+    for to in (root, tmp_path / "by another name"):
+        assert push_tree(Local(), tree_of(root, [*names, "link"]), str(to)) == "0 files sent, 0 deleted"
+        assert (root / "link").is_symlink()
+        assert names_of(root) == sorted([*names, "link"])
+
+
+def test_where_execute_bits_cannot_be_kept_the_content_counts(tree, tmp_path):
+    root, names = tree
+
+    class Fixed(Local):
+        """A host whose file system says of every file that it may be executed."""
+
+        def run(self, command, stdin, timeout_s):
+            return super().run(command.replace("stat -c %a --", "stat -c 755 --"), stdin, timeout_s)
+
+    for n_sent in (len(names), len(names) - 1):
+        said = f"{n_sent} files sent, 0 deleted; its file system keeps no execute bits"
+        assert push_tree(Fixed(), tree_of(root, names), str(tmp_path / "there")) == said
+
+
+def test_a_file_that_is_gone_since_is_said(tree, tmp_path):
+    root, names = tree
+    described = tree_of(root, names)
+    (root / "run.sh").unlink()
+    with pytest.raises(HostError, match=r"^run\.sh cannot be read any more \(No such file or directory\); push again$"):
+        push_tree(Local(), described, str(tmp_path / "there"))
+
+
 def test_a_work_tree_that_git_does_not_read_is_not_taken_for_data(tmp_path, monkeypatch):
     _write(tmp_path, "here/train.py")
     git(tmp_path / "here", "init", "-q")

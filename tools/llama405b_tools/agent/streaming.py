@@ -289,7 +289,7 @@ class HostLogs:
             offset = max(offset, self.times.begin_of(file, time.time() - self.request.since_s))
         if self.request.tail is not None:
             offset = max(offset, _start_of_last(path, self.request.tail))
-        self.tail.begin_at(path, (info.st_ino, offset), whole_to=info.st_size)
+        self.tail.begin_at(path, (info.st_ino, offset), whole_to=info.st_size if self.request.follow else 0)
 
 
 class Times:

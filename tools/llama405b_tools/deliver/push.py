@@ -316,6 +316,6 @@ def _link(fleet: Fleet, head: str, path: str, places: Places) -> None:
     for name, (host, there) in places.items():
         if host == head:
             lines.append(f"ln -f {shlex.quote(f'{there}/{name}')} {shlex.quote(f'{path}/{name}')}")
-    done = fleet.connection(head).run("set -e\n" + "\n".join(lines), "", ASK_S)
+    done = fleet.connection(head).run(" && ".join(lines), "", ASK_S)
     if done.code:
         raise RunError(f"{head}: {path} cannot be made ({done.err.strip()}); fix that, then export again")

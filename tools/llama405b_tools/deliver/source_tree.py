@@ -8,6 +8,7 @@ a module that was left behind makes a host's code another one. What else is in o
 """
 
 import base64
+import contextlib
 import dataclasses
 import hashlib
 import io
@@ -17,7 +18,8 @@ import secrets
 import shlex
 import subprocess
 import tarfile
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from llama405b.contract.errors import UserError, and_more, counted, given, last_of, reason_of
@@ -28,6 +30,7 @@ from llama405b_tools.text.words import shown_name
 MANIFEST = ".llama405b-code"  # on the host: what the last push sent, a line each: SHA-256, two spaces, ./name
 PACKAGES = "./llama405b ./tools/llama405b_tools"
 TIMEOUT_S = 300.0
+LOOK_AGAIN_S = (0.5, 2.0)
 MAX_BYTES = 200 << 20
 SKIPPED = (".git", ".venv", "runs", "models", "__pycache__", "node_modules")  # without git
 FILE, PROGRAM, LINK = "f", "x", "l"  # kinds of entries; a program is a file that may be executed
@@ -62,20 +65,32 @@ def git_tree(root: Path) -> SourceTree | None:
     except OSError:
         return None
     if is_ignored.returncode > 1 and any((place / ".git").exists() for place in (root, *root.resolve().parents)):
-        said = last_of(os.fsdecode(is_ignored.stderr).strip().splitlines(), "no reason given")
-        raise UserError(f"{root}: git does not read this work tree ({said}); mend that, or push a copy without .git")
+        raise _unread(root, is_ignored)
     if is_ignored.returncode != 1:
         return None
     listed = list(_listed(root, ""))
     tree = tree_of(root, (name for name in listed if not name.endswith("/")))
     missing = "a submodule that is not checked out; run `git submodule update --init --recursive`"
     notes = [f"left out: {shown_name(name)} ({missing})" for name in listed if name.endswith("/")]
-    ignored = tuple(_names(_git(root, "ls-files", "-zoi", "--exclude-standard", "--directory", ".").stdout))
-    return dataclasses.replace(tree, notes=(*notes, *tree.notes), ignored=ignored)
+    ignored = _git_names(root, "-zoi", "--exclude-standard", "--directory", ".")
+    return dataclasses.replace(tree, notes=(*notes, *tree.notes), ignored=tuple(ignored))
 
 
 def _git(root: Path, *words: str) -> subprocess.CompletedProcess[bytes]:
     return subprocess.run(["git", "-C", str(root), *words], capture_output=True, check=False)
+
+
+def _git_names(root: Path, *words: str) -> list[str]:
+    """Return what git lists; an error of git's is none of an empty tree."""
+    done = _git(root, "ls-files", *words)
+    if done.returncode:
+        raise _unread(root, done)
+    return _names(done.stdout)
+
+
+def _unread(root: Path, done: subprocess.CompletedProcess[bytes]) -> UserError:
+    said = last_of(os.fsdecode(done.stderr).strip().splitlines(), "no reason given")
+    return UserError(f"{root}: git does not read this work tree ({said}); mend that, or push a copy without .git")
 
 
 def _names(text: bytes) -> list[str]:
@@ -85,7 +100,7 @@ def _names(text: bytes) -> list[str]:
 
 def _listed(root: Path, below: str) -> Iterator[str]:
     """Yield what git lists in a work tree and in those within it; a submodule without content ends in a slash."""
-    for name in dict.fromkeys(_names(_git(root, "ls-files", "-zco", "--exclude-standard", ".").stdout)):
+    for name in dict.fromkeys(_git_names(root, "-zco", "--exclude-standard", ".")):
         path = root / name
         if path.is_symlink() or not path.is_dir():
             yield below + name
@@ -172,11 +187,20 @@ def push_tree(connection: Connection, tree: SourceTree, to: str) -> str:
         f"{{ [ ! -f {MANIFEST} ] || cat {MANIFEST}; }} | base64 && echo === && {{ find {PACKAGES} -type f -print0 | base64; echo ===; "
         f"{{ git ls-files -z -- {PACKAGES}; git ls-files -zm -- {PACKAGES}; }} | sort -z | uniq -zu | base64; }} 2>/dev/null"
     )
-    names = _packed(tree.entries)
-    there = connection.run(f"mkdir -p {directory} && {enter}{look} && {others}", names, TIMEOUT_S)
+    names, mark = _packed(tree.entries), tree.root / f"{new}.m"
+    own = f"{{ [ ! -e {mark.name} ] || echo own | base64; }} && echo === && "
+    try:
+        with contextlib.suppress(OSError):
+            mark.touch()
+        there = connection.run(f"mkdir -p {directory} && {enter}{look} && {own}{others}", names, TIMEOUT_S)
+    finally:
+        with contextlib.suppress(OSError):
+            mark.unlink(missing_ok=True)
     if there.code:
         raise HostError(f"{to} cannot be created or written ({_last(there.err)}); set workdir= to one of your own")
-    *look_there, manifest, found, tracked = map(base64.b64decode, there.out.split("===\n"))
+    *look_there, is_own, manifest, found, tracked = map(base64.b64decode, there.out.split("===\n"))
+    if is_own:  # what is there is what is here
+        return "0 files sent, 0 deleted"
     send = _differing(tree, *look_there)
     code = {name[2:] for name in _names(found) if name.endswith(SUFFIXES) and "/." not in name}
     odd = code - tree.entries.keys() if "tools/llama405b_tools/__init__.py" in tree.entries else set[str]()
@@ -188,16 +212,13 @@ def push_tree(connection: Connection, tree: SourceTree, to: str) -> str:
         lines := _manifest(tree)
     ) != manifest:  # before the files: a push that breaks leaves none that no manifest knows
         _checked(connection.run(f"{enter}base64 -d >{new} && mv {new} {MANIFEST}", _encoded(lines), TIMEOUT_S))
+    bits = ""
     if send:
         _checked(connection.run(f"{enter}{_unpack(f'{new}.d')}", _archive(tree, send), TIMEOUT_S))
-        after = _checked(connection.run(f"{enter}{look}", names, TIMEOUT_S))
-        if wrong := _differing(tree, *map(base64.b64decode, after.out.split("===\n")[:3])):
-            raise HostError(
-                f"{shown_name(wrong[0])}{and_more(wrong)} is there otherwise than it was read here; push again"
-            )
+        bits = _verified(tree, lambda: connection.run(f"{enter}{look}", names, TIMEOUT_S))
     left = " ".join(shlex.quote(f"./{shown_name(name)}") for name in sorted(odd - gone))
     unknown = given("; its code differs until you run there: {}", left and f"cd {directory} && rm {left}")
-    return f"{counted(len(send), 'file')} sent, {len(gone)} deleted{unknown}"
+    return f"{counted(len(send), 'file')} sent, {len(gone)} deleted{bits}{unknown}"
 
 
 REMOVE = """xargs -0 sh -c 'for f; do [ -d "$f" ] && [ ! -L "$f" ] || rm -f -- "$f" || exit; done' sh"""  # no directory: it is not ours
@@ -208,8 +229,23 @@ DIGESTS = r'xargs -0r sha256sum -- <{0}.f | sed "s/^\\\\//" | cut -c-64 | base64
 DESCRIBE = f"{KINDS} && echo === && {DIGESTS} && echo === && xargs -0r stat -c %a -- <{{0}}.f | base64 && rm {{0}} {{0}}.f && echo ==="
 
 
-def _differing(tree: SourceTree, kinds: bytes, digests: bytes, modes: bytes) -> list[str]:
-    """Return the names that are not on a host as in the tree; the others: what DESCRIBE printed there."""
+def _verified(tree: SourceTree, look: Callable[[], Result]) -> str:
+    """Check that a host has the tree, but for execute bits that its file system does not keep; returns what to say of those.
+
+    Looks again where something differs: while others push into the same directory, a file may be gone for a moment.
+    """
+    for delay_s in (*LOOK_AGAIN_S, None):
+        there = [base64.b64decode(part) for part in _checked(look()).out.split("===\n")[:3]]
+        wrong = _differing(tree, *there, bits=False)
+        if not wrong:
+            return "; its file system keeps no execute bits" if _differing(tree, *there) else ""
+        if delay_s:
+            time.sleep(delay_s)
+    raise HostError(f"{shown_name(wrong[0])}{and_more(wrong)} is there otherwise than it was read here; push again")
+
+
+def _differing(tree: SourceTree, kinds: bytes, digests: bytes, modes: bytes, *, bits: bool = True) -> list[str]:
+    """Return the names that are not on a host as in the tree; kinds, digests, modes: what DESCRIBE printed there."""
     files = zip(digests.decode().split(), modes.decode().split(), strict=False)
     differ = list[str]()
     for (name, entry), found in zip(tree.entries.items(), kinds.split(b"\0")[:-1], strict=True):
@@ -217,6 +253,8 @@ def _differing(tree: SourceTree, kinds: bytes, digests: bytes, modes: bytes) -> 
         if not found.startswith(b"l"):
             digest, mode = next(files, ("", "0")) if found == b"f" else ("", "0")
             there = Entry(PROGRAM if int(mode, 8) & 0o111 else FILE, digest)
+        if not bits and LINK not in (there.kind, entry.kind):
+            there = dataclasses.replace(there, kind=entry.kind)
         if there != entry:
             differ.append(name)
     return differ
@@ -242,7 +280,7 @@ def _names_in(manifest: bytes) -> set[str]:
     """Return the names in a manifest; none that leads out of its directory."""
     names = [line[68:] for line in os.fsdecode(manifest).split("\n") if line[64:68] == "  ./"]
     plain = {re.sub(r"\\(.)", lambda found: "\n" if found[1] == "n" else found[1], name) for name in names}
-    return {name for name in plain if ".." not in name.split("/")}
+    return {name for name in plain if name[:1] not in ("", "/") and ".." not in name.split("/")}
 
 
 def _unpack(part: str) -> str:
@@ -262,12 +300,17 @@ def _archive(tree: SourceTree, names: Sequence[str]) -> str:
         for name in names:
             entry, path = tree.entries[name], tree.root / name
             info = tarfile.TarInfo(name)
-            info.mode, info.mtime = 0o755 if entry.kind == PROGRAM else 0o644, int(path.lstat().st_mtime)
+            info.mode, info.mtime = 0o755 if entry.kind == PROGRAM else 0o644, int(time.time())
             if entry.kind == LINK:
                 info.type, info.linkname = tarfile.SYMTYPE, entry.content
                 archive.addfile(info)
                 continue
-            data = path.read_bytes()
+            try:
+                data = path.read_bytes()
+            except OSError as error:
+                raise HostError(
+                    f"{shown_name(name)} cannot be read any more ({reason_of(error)}); push again"
+                ) from None
             info.size = len(data)
             archive.addfile(info, io.BytesIO(data))
     return _encoded(buffer.getvalue())

@@ -292,8 +292,9 @@ class Ssh:
         if channel := _first_session(each for each in known if each.is_active() or each is self.transport):
             return channel
         with self.adding:  # others wait for the new connection
-            if channel := _first_session(each for each in self.ends if each not in known):
+            if channel := _first_session(each for each in self.ends if each not in known and each.is_active()):
                 return channel
+            self.ends = [each for each in self.ends if each.is_active() or each is self.transport]
             if len(self.ends) == MOST_CONNECTIONS:
                 few = f"its sshd allows too few sessions on each of {MOST_CONNECTIONS} connections"
                 raise HostError(f"{few}; raise MaxSessions in its sshd_config")

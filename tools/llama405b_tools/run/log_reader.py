@@ -267,7 +267,9 @@ class Show:
         self.color = args.output == "text" and self.out.isatty() and not os.environ.get("NO_COLOR")
         self.show = {"text": self._lines, "json": self._json, "raw": self._raw}[args.output]
         self.fold = Fold() if args.fold else OneByOne()
-        self.raw_open = ""  # the file of which the line that was shown last has not ended
+        self.raw_open: tuple[str, str] | None = (
+            None  # the host and file of which the line that was shown last has not ended
+        )
         self.in_place = args.output == "text" and self.out.isatty() and os.environ.get("TERM", "dumb") != "dumb"
         self.has_bar = False  # the terminal's last line is a bar's state
         self.bars = dict[tuple[str, str], float]()  # when a state was shown last, by host and file
@@ -352,8 +354,9 @@ class Show:
 
     def _raw(self, group: Sequence[Entry]) -> None:
         entry = group[0]
-        begin = "\n" if self.raw_open not in ("", entry.file) else ""  # another file's line had not ended
-        self.raw_open, end = (entry.file, "") if entry.how == UNENDED else ("", "\n")
+        where = entry.host, entry.file
+        begin = "\n" if self.raw_open not in (None, where) else ""  # another file's line had not ended
+        self.raw_open, end = (where, "") if entry.how == UNENDED else (None, "\n")
         self.out.write(f"{begin}{clean(entry.text) if self.out.isatty() else redact(entry.text)}{end}")
 
     def _json(self, group: Sequence[Entry]) -> None:

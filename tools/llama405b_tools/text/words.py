@@ -121,7 +121,10 @@ def substitute(error: UnicodeError) -> tuple[str, int]:
 
 MAX_BLOCK_LINES, MAX_BLOCK_BYTES = 500, 1 << 18
 MAX_LINE_BYTES = 1 << 16  # of a line; what it has more is left out
-BAR, UNENDED = "\r", "\f"  # what a block's text ends in: of a line that is being overwritten; of one that has not ended
+BAR, UNENDED = (
+    "\udc0d",
+    "\udc0c",
+)  # what a block's text ends in, and no text of a file: it is being overwritten; has not ended
 CUT = " … (this line is longer; `llama405b logs -o raw` has all of it)"
 SIGNS = b"0123456789 .,:;%|/\\\\#=-+<>[](){}?*_~"
 HOLE = re.compile(rb"\0{16,}")
@@ -235,12 +238,18 @@ class Blocks:
             self.bar = None
 
     def states(self, *, still: bool) -> Iterator[Block]:
-        """Yield the newest state of a bar that goes on, or (``still``) a line that has not ended; each is a block later."""
+        """Yield the newest state of a bar that goes on, or (``still``) a line that has not ended; each is a block later.
+
+        It ends where it begins: who reads on after it has all of the block.
+        """
         state = None
         if still and self.rest:
-            state = Block(self.end - len(self.rest), self.end, _text_of([self.rest]) + UNENDED)
+            yield from self.flush_lines()  # they come before it
+            text, begin = _text_of([self.rest]), self.end - len(self.rest)
+            goes_on = self.bar and words_of(text) == self.bar_words
+            state = Block(begin, begin, text + (BAR if goes_on else UNENDED))
         elif self.bar:
-            state = dataclasses.replace(self.bar, text=self.bar.text + BAR)
+            state = Block(self.bar.begin, self.bar.begin, self.bar.text + BAR)
         if state and state != self.shown:
             self.shown = state
             yield state
