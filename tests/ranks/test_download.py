@@ -268,6 +268,19 @@ def test_a_hub_that_sends_something_else_is_found_out(hub, cold_cli, tmp_path):
     assert "its content does not match the Hub's SHA-256, twice" in done.stderr
 
 
+def test_what_failed_halfway_is_complete_of_no_commit(hub, cold_cli, tmp_path):
+    assert cold_cli(tmp_path, "download", "o/tiny", env=hub["env"]).returncode == 0
+    config = hub["root"] / "config.json"
+    config.write_text(config.read_text() + "\n")  # the next commit: this file comes, and the weights break
+    next((tmp_path / "models/tiny").glob("*.safetensors")).unlink()
+    (tmp_path / "models/tiny/config.json").unlink()
+    hub["broken"] = True
+    assert cold_cli(tmp_path, "download", "o/tiny", env=hub["env"]).returncode == 1
+    offline = cold_cli(tmp_path, "download", "o/tiny", env=hub["env"] | {"HF_ENDPOINT": "http://127.0.0.1:9"})
+    assert offline.returncode == 1
+    assert "the Hub cannot be reached" in offline.stderr
+
+
 @pytest.mark.parametrize(
     ("args", "code", "words"),
     [
