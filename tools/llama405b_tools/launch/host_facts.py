@@ -234,7 +234,8 @@ def _kind_of(device: GpuReport, gpus: dict[str, Gpu]) -> str:
     """Return a GPU's name in the table, or what nvidia-smi says of one that is not there."""
     size = (device.memory_mib or 0) * 1024 * 1024
     known = gpu_like(device.name, size, gpus) if size else None
-    return known.name if known else f"{device.name}, {f'{size >> 30} GiB' if size else 'memory unknown'}"
+    memory = f"{size >> 30} GiB" if size else "memory unknown"
+    return known.name if known else f"{device.name}, {memory}"
 
 
 def _refuse_differences(what: str, hosts_of: Mapping[str, list[str]] | Mapping[int, list[str]]) -> None:

@@ -240,6 +240,7 @@ def _arrived(streams: Streams) -> Iterator[HostMessage]:
 
 MOST_BYTES = 1 << 20  # of each file that wait on its host while following
 NOTE_EVERY_S = 5.0  # about lines that were left out
+STATES = {BAR: "of a bar", UNENDED: "not ended"}
 NOT_ENDED = " … (the line has not ended)"
 BAR_EVERY_S = 60.0  # where its state is not shown in its place
 HOST_COLORS = (36, 33, 35, 32, 34, 96, 93, 95, 92, 94)
@@ -364,7 +365,7 @@ class Show:
         record = {"time": round(entry.time, 3), "host": entry.host, "rank": entry.rank, "stream": entry.stream}
         if len(group) > 1:
             record |= {"hosts": sorted({e.host for e in group}), "ranks": sorted({e.rank for e in group})}
-        record |= {"state": "of a bar" if entry.how == BAR else "not ended"} if entry.how else {}
+        record |= {"state": STATES[entry.how]} if entry.how else {}
         self.out.write(json.dumps(record | {"text": clean(group_text(group))}, ensure_ascii=False) + "\n")
 
     def _lines(self, group: Sequence[Entry]) -> None:
