@@ -145,7 +145,18 @@ def _names(files: Sequence["RepoSibling"]) -> tuple[str, ...]:
 
 
 def _note(found: Downloaded, target: Path) -> None:
-    write_json(target / RECORD, found)
+    """Record what is complete; where nobody may write, it is asked of the Hub each time."""
+    if read_record(Downloaded, target / RECORD) != found:
+        with contextlib.suppress(OSError):
+            write_json(target / RECORD, found)
+
+
+def _unfinished(target: Path) -> list[Path]:
+    return list((target / UNFINISHED).rglob("*.incomplete"))
+
+
+def _size_of(paths: Sequence[Path]) -> int:
+    return sum(path.stat().st_size for path in paths)
 
 
 @contextlib.contextmanager
@@ -160,8 +171,8 @@ def _alone(target: Path) -> Iterator[None]:
             raise UserError(f"{target}: {why}") from None
         except OSError:  # a file system without locks
             pass
-        if left := list((target / UNFINISHED).rglob("*.incomplete")):
-            size = size_words(sum(path.stat().st_size for path in left))
+        if left := _unfinished(target):
+            size = size_words(_size_of(left))
             print(
                 f"an interrupted download left {counted(len(left), 'file')} unfinished ({size}): deleted, and begun again"
             )
@@ -171,15 +182,17 @@ def _alone(target: Path) -> Iterator[None]:
 
 
 def _bring(repo: Repo, files: list["RepoSibling"], target: Path) -> None:
-    """Download the files that are not there, and verify them."""
-    with _alone(target):
-        _bring_lacking(repo, files, target)
-
-
-def _bring_lacking(repo: Repo, files: list["RepoSibling"], target: Path) -> None:
+    """Download the files that are not there, and verify them; where all are, nothing is written."""
     hashes = Hashes(target)
     lacking = [sibling for sibling in files if not holds(hashes, sibling)]
     _check_room(target, lacking)
+    with _alone(target) if lacking else contextlib.nullcontext():
+        _bring_lacking(repo, files, lacking, target, hashes)
+
+
+def _bring_lacking(
+    repo: Repo, files: Sequence["RepoSibling"], lacking: Sequence["RepoSibling"], target: Path, hashes: Hashes
+) -> None:
     size, n_files = _bytes_of(files) / 1e9, counted(len(files), "file")
     print(
         f"{repo.name} at {repo.commit}: {n_files}, {size:.2f} GB; {len(lacking)} to download into {target}", flush=True
@@ -269,8 +282,11 @@ def _is_there(path: Path, sibling: "RepoSibling") -> bool:
 
 
 def _check_room(target: Path, lacking: Sequence["RepoSibling"]) -> None:
+    here = target
+    while not here.exists():
+        here = here.parent
     need = _bytes_of([sibling for sibling in lacking if not _is_there(target / sibling.rfilename, sibling)])
-    free = shutil.disk_usage(target).free
+    free = shutil.disk_usage(here).free + _size_of(_unfinished(target))  # which are deleted
     if need > free:
         raise UserError(
             f"--to: {target} has {size_words(free)} free, but {size_words(need)} are needed; name a directory on another disk"

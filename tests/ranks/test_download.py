@@ -6,6 +6,8 @@ import http.server
 import json
 import os
 import re
+import shlex
+import shutil
 import signal
 import socket
 import struct
@@ -266,6 +268,21 @@ def test_a_hub_that_sends_something_else_is_found_out(hub, cold_cli, tmp_path):
     done = cold_cli(tmp_path, "download", "o/tiny", env=hub["env"])
     assert done.returncode == 1
     assert "its content does not match the Hub's SHA-256, twice" in done.stderr
+
+
+@pytest.mark.skipif(os.getuid() != 0 or not shutil.which("unshare"), reason="NOT RUN: needs root and unshare")
+def test_a_complete_model_where_nobody_may_write_is_complete(hub, cold_cli, tmp_path):
+    assert cold_cli(tmp_path, "download", "o/tiny", env=hub["env"]).returncode == 0
+    target = tmp_path / "models/tiny"
+    (target / ".llama405b-download.json").unlink()  # as older versions left it
+    bind = f"mount --bind {target} {target} && mount -o remount,ro,bind {target}"
+    words = [sys.executable, "-P", "-m", "llama405b_tools.cli", "download", "o/tiny"]
+    done = subprocess.run(
+        ["unshare", "--mount", "sh", "-c", f"{bind} && exec {shlex.join(words)}"],
+        cwd=tmp_path, env=os.environ | hub["env"], capture_output=True, text=True, check=False, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "0 to download" in done.stdout
 
 
 def test_what_failed_halfway_is_complete_of_no_commit(hub, cold_cli, tmp_path):

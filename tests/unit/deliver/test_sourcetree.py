@@ -196,7 +196,7 @@ def test_links_lead_where_they_did_or_are_named(tmp_path):
     }.items():  # fmt: skip
         (root / name).symlink_to(target)
     tree = tree_of(root, ["shared/a.yaml", "inside", "absolute", "file", "folder", "missing"])
-    note = "note: {} is sent as a link; where it leads, nothing is sent ({})"
+    note = "note: {} is sent as a link to {}, which is not sent"
     assert tree.notes == (note.format("folder", "../outside"), note.format("missing", "nowhere"))
     push_tree(Local(), tree, str(there))
     assert [str((there / name).readlink()) for name in ("inside", "absolute")] == ["shared", "shared/a.yaml"]
@@ -220,7 +220,7 @@ def test_what_changes_while_it_is_sent_is_said(tree, tmp_path):
     root, names = tree
     described = tree_of(root, names)
     (root / "run.sh").write_text("changed since")
-    with pytest.raises(HostError, match=r"^run\.sh is there otherwise than it was read here; push again$"):
+    with pytest.raises(HostError, match=r"^run\.sh differs there from what was read here; push again$"):
         push_tree(Local(), described, str(tmp_path / "there"))
 
 
@@ -232,7 +232,7 @@ def test_a_submodule_that_git_does_not_read_is_not_taken_for_empty(tmp_path):
         git(tmp_path / path, "commit", "-q", "-m", "a")
     git(tmp_path / "here", "submodule", "add", str(tmp_path / "library"), "lib")
     (tmp_path / "here/lib/.git").write_text("gitdir: /nowhere\n")
-    with pytest.raises(UserError, match=r"lib: git does not read this work tree \("):
+    with pytest.raises(UserError, match=r"lib: git cannot read this work tree \("):
         git_tree(tmp_path / "here")
 
 
@@ -257,7 +257,7 @@ def test_where_execute_bits_cannot_be_kept_the_content_counts(tree, tmp_path):
             return super().run(command.replace("stat -c %a --", "stat -c 755 --"), stdin, timeout_s)
 
     for n_sent in (len(names), len(names) - 1):
-        said = f"{n_sent} files sent, 0 deleted; its file system keeps no execute bits"
+        said = f"{n_sent} files sent, 0 deleted; its file system does not keep execute bits"
         assert push_tree(Fixed(), tree_of(root, names), str(tmp_path / "there")) == said
 
 
@@ -274,5 +274,5 @@ def test_a_work_tree_that_git_does_not_read_is_not_taken_for_data(tmp_path, monk
     git(tmp_path / "here", "init", "-q")
     (tmp_path / "here/.git/HEAD").write_text("broken")
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))
-    with pytest.raises(UserError, match=r"here: git does not read this work tree \("):
+    with pytest.raises(UserError, match=r"here: git cannot read this work tree \("):
         git_tree(tmp_path / "here")

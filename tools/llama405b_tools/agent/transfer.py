@@ -151,7 +151,7 @@ def list_files(root: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
     def fail(error: OSError) -> NoReturn:
         raise UserError(
-            f"{shown_name(str(error.filename))}: cannot be read ({reason_of(error)}); mend that, then push"
+            f"{shown_name(str(error.filename))}: cannot be read ({reason_of(error)}); fix that, then push"
         ) from None
 
     for folder, below, files in os.walk(root, followlinks=True, onerror=fail):
@@ -163,7 +163,7 @@ def list_files(root: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
             if path.is_symlink():
                 _check_link(path)
             if path.is_file() and not os.access(path, os.R_OK):
-                raise UserError(f"{shown_name(str(path))}: cannot be read (Permission denied); mend that, then push")
+                raise UserError(f"{shown_name(str(path))}: cannot be read (Permission denied); fix that, then push")
             if not path.is_dir():
                 (names if path.is_file() else odd).append(str(path.relative_to(root)))
     why = (("hidden", hidden), ("empty directories", empty), ("neither files nor directories", odd))
@@ -567,7 +567,7 @@ class Receiver:
             return
         target.at.replace(target.path)
         if not _make_program(target.path, name in self.programs):
-            self.notes = ("some files have another execute bit there, which cannot be changed",)
+            self.notes = ("the execute bits of some files could not be set",)
         self.known += target.known is not None
         self.hashes.add(name, said)
 

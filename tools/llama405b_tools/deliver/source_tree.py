@@ -90,7 +90,7 @@ def _git_names(root: Path, *words: str) -> list[str]:
 
 def _unread(root: Path, done: subprocess.CompletedProcess[bytes]) -> UserError:
     said = last_of(os.fsdecode(done.stderr).strip().splitlines(), "no reason given")
-    return UserError(f"{root}: git does not read this work tree ({said}); mend that, or push a copy without .git")
+    return UserError(f"{root}: git cannot read this work tree ({said}); fix that, or push a copy without .git")
 
 
 def _names(text: bytes) -> list[str]:
@@ -145,13 +145,11 @@ def tree_of(root: Path, names: Iterable[str]) -> SourceTree:
                 entries[name] = Entry(LINK, target or str(path.readlink()))
                 if not target:
                     leads = shown_name(str(path.readlink()))
-                    notes.append(
-                        f"note: {shown_name(name)} is sent as a link; where it leads, nothing is sent ({leads})"
-                    )
+                    notes.append(f"note: {shown_name(name)} is sent as a link to {leads}, which is not sent")
             elif path.exists():
                 notes.append(f"left out: {shown_name(name)} (neither a file nor a link)")
         except OSError as error:
-            why = f"cannot be read ({reason_of(error)}); mend that, or list it in .gitignore"
+            why = f"cannot be read ({reason_of(error)}); fix that, or list it in .gitignore"
             raise UserError(f"{root}: {shown_name(name)} {why}") from None
     if total > MAX_BYTES:
         much = f"{root}: {total / 1e6:,.0f} MB are too much for code"
@@ -238,10 +236,10 @@ def _verified(tree: SourceTree, look: Callable[[], Result]) -> str:
         there = [base64.b64decode(part) for part in _checked(look()).out.split("===\n")[:3]]
         wrong = _differing(tree, *there, bits=False)
         if not wrong:
-            return "; its file system keeps no execute bits" if _differing(tree, *there) else ""
+            return "; its file system does not keep execute bits" if _differing(tree, *there) else ""
         if delay_s:
             time.sleep(delay_s)
-    raise HostError(f"{shown_name(wrong[0])}{and_more(wrong)} is there otherwise than it was read here; push again")
+    raise HostError(f"{shown_name(wrong[0])}{and_more(wrong)} differs there from what was read here; push again")
 
 
 def _differing(tree: SourceTree, kinds: bytes, digests: bytes, modes: bytes, *, bits: bool = True) -> list[str]:
