@@ -369,9 +369,8 @@ def standalone_command(name: str) -> str:
     return f"exec python3 -I -c {shlex.quote(loader)} 2>&1"
 
 
-PARTS = {
-    "sampler": ["sampled_run"]
-}  # files of what travels to a host, besides the one of its name; they stand before it
+# Files of what travels to a host, besides the one of its name; they stand before it.
+PARTS = {"sampler": ["sampled_run"]}
 
 
 @functools.cache

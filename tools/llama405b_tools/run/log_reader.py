@@ -268,9 +268,7 @@ class Show:
         self.color = args.output == "text" and self.out.isatty() and not os.environ.get("NO_COLOR")
         self.show = {"text": self._lines, "json": self._json, "raw": self._raw}[args.output]
         self.fold = Fold() if args.fold else OneByOne()
-        self.raw_open: tuple[str, str] | None = (
-            None  # the host and file of which the line that was shown last has not ended
-        )
+        self.raw_open: tuple[str, str] | None = None  # host and file of the last line, if that has not ended
         self.in_place = args.output == "text" and self.out.isatty() and os.environ.get("TERM", "dumb") != "dumb"
         self.has_bar = False  # the terminal's last line is a bar's state
         self.bars = dict[tuple[str, str], float]()  # when a state was shown last, by host and file
