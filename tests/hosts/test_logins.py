@@ -2,11 +2,13 @@
 
 import os
 import shutil
+import socket
 import subprocess
 
 import pytest
 
-from ops_rig import FAKE_TRAINER
+from hosts_rig import BRIDGE, speaks
+from ops_rig import FAKE_TRAINER, wait_for
 
 N_HOSTS = 2
 BASHRC = "/home/alice/.bashrc"
@@ -60,22 +62,7 @@ def test_every_verb_works_whatever_the_login_shell_does(hosts, operator, login, 
 
 @pytest.mark.parametrize("language", ["de_DE", "fr_FR", "zh_CN", ""])
 def test_a_host_may_speak_any_language(hosts, operator, login, tmp_path, language):
-    said = (
-        subprocess.run(["localedef", "-i", language, "-f", "UTF-8", tmp_path / f"{language}.UTF-8"], check=False)
-        if language
-        else None
-    )
-    environment = {"LOCPATH": str(tmp_path), "LANG": f"{language}.UTF-8", "PATH": os.environ["PATH"]}
-    refused = [
-        subprocess.run(["sha256sum", "--odd"], env=env, capture_output=True, check=False).stderr
-        for env in (environment, {})
-    ]
-    if language and (said.returncode > 1 or refused[0] == refused[1]):
-        pytest.skip(f"NOT RUN: needs the locale {language} and coreutils in it (apt-get install locales)")
-    subprocess.run(["chmod", "-R", "a+rX", tmp_path.parent], check=True)
-    login(
-        "bash", f"export LOCPATH={tmp_path} LANG={language}.UTF-8 LC_ALL=" if language else "unset LANG LC_ALL LANGUAGE"
-    )
+    login("bash", speaks(language, tmp_path))
     code = tmp_path / "code"
     code.mkdir()
     subprocess.run(["git", "init", "-q", code], check=True)
@@ -123,3 +110,89 @@ def test_start_up_files_that_let_no_command_run_end_a_verb_before_their_time_lim
     done = operator("launch", "--run", "odd", "--", "-c", "x")
     assert done.returncode == 1
     assert f"node-2: its login shell's start-up files (such as ~/.bashrc) {words}" in done.stderr
+
+
+@pytest.fixture
+def ipv6_alone(hosts):
+    """Take the hosts' IPv4 addresses away for a while."""
+    config, names = hosts.state / "ssh_config", {}
+    before = config.read_text()
+    text = before + "".join(f"{line}\n" for line in ["Host *", "  AddressFamily inet6"])
+    known = (hosts.state / "known_hosts").read_text()
+    prefix = "fd00:213"
+    subprocess.run(["ip", "-6", "addr", "add", f"{prefix}::1/64", "dev", BRIDGE, "nodad"], check=True)
+    for i in range(1, hosts.count + 1):
+        names[i] = f"{prefix}::{10 + i}"
+        text = text.replace(f"HostName {hosts.address(i)}\n", f"HostName {names[i]}\n")
+        known = known.replace(f"{hosts.address(i)} ", f"{names[i]} ")
+        hosts.exec(i, "ip", "-6", "addr", "add", f"{names[i]}/64", "dev", "eth0", "nodad")
+        hosts.exec(i, "ip", "-4", "addr", "flush", "dev", "eth0")
+    (hosts.state / "known_hosts").write_text(known)
+    config.write_text(text)
+    lists = {i: hosts.exec(i, "cat", "/etc/hosts").stdout for i in names}
+    for i, was in lists.items():
+        now = "".join(line for line in was.splitlines(keepends=True) if not line.startswith("10."))
+        now += "".join(f"{address} node-{n}\n" for n, address in names.items())
+        _write(hosts, i, "/etc/hosts", now)
+    yield
+    for i, was in lists.items():
+        _write(hosts, i, "/etc/hosts", was)
+        hosts.exec(i, "ip", "-6", "addr", "del", f"{names[i]}/64", "dev", "eth0")
+        hosts.exec(i, "ip", "addr", "add", f"{hosts.address(i)}/24", "dev", "eth0")
+        known = known.replace(f"{names[i]} ", f"{hosts.address(i)} ")
+    (hosts.state / "known_hosts").write_text(known)
+    config.write_text(before)
+
+
+def _write(hosts, i, path, text):
+    hosts.exec(i, "sh", "-c", f"cat >{path} <<'EOF'\n{text}EOF")
+
+
+@pytest.mark.usefixtures("ipv6_alone")
+def test_hosts_with_ipv6_alone_are_refused_before_a_port_is_tried(operator):
+    advice = "give it one in a network that all of them reach"
+    unfit = operator("doctor")
+    assert unfit.returncode == 3
+    assert f"BAD  all hosts: no IPv4 address\n     → the hosts of a run meet over IPv4; {advice}" in unfit.stdout
+    assert "cannot reach" not in unfit.stdout
+    refused = operator("launch", "--run", "six", "--resume", "auto", *FAKE_TRAINER, "--", "p.py")
+    assert refused.returncode == 1
+    assert f"node-[1-2]: has no IPv4 address, and the hosts of a run meet over IPv4; {advice}" in refused.stderr
+    assert "Nothing was started" in refused.stderr
+    assert "node-2 OK" in operator("top", "--once").stdout  # ssh goes over IPv6
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["RemoteCommand tmux new -A -s main", "RequestTTY force"],
+        pytest.param(["SessionType none", "StdinNull yes", "ForkAfterAuthentication yes"], marks=pytest.mark.soak),
+        pytest.param(["LocalForward 22 127.0.0.1:1", "ExitOnForwardFailure yes"], marks=pytest.mark.soak),
+        ["ControlMaster auto", "ControlPath DIR/dead", "RequestTTY no"],
+    ],
+    ids=lambda settings: settings[0].split()[0],
+)
+def test_every_verb_works_whatever_an_ssh_config_says(hosts, operator, tmp_path, settings):
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(tmp_path / "dead"))
+    config = tmp_path / "config"
+    text = (hosts.state / "ssh_config").read_text() + "".join(f"  {line}\n" for line in settings)
+    config.write_text(text.replace("DIR", str(tmp_path)))
+
+    def call(*args):
+        done = operator(*args, env={"LLAMA405B_SSH_CONFIG": str(config)})
+        assert done.returncode == 0, (args, done.stdout, done.stderr)
+        return done.stdout
+
+    code = tmp_path / "code"
+    code.mkdir()
+    subprocess.run(["git", "init", "-q", code], check=True)
+    (code / "p.py").write_text(f"import time; print('it ran', flush=True); time.sleep(600)  # {settings}")
+    assert call("push", code).count("1 file sent, ") == 2
+    assert '"lost": {}' in call("doctor", "--json")
+    call("launch", "--run", "odd", "--resume", "auto", *FAKE_TRAINER, "--", "p.py")
+    wait_for(lambda: call("logs", "--run", "odd").count("it ran") == 2)
+    assert "node-2 OK" in call("top", "--once")
+    assert '"run": "odd"' in call("status", "--run", "odd", "--json")
+    call("stop", "--run", "odd", "--grace", "0")
+    assert call("push", code / "p.py", "--to", "/var/tmp/odd").count("every file verified") == 2

@@ -160,14 +160,19 @@ def test_hosts_that_share_the_directory_write_it_once(hosts, operator):
 
 
 def test_from_a_host_and_with_a_full_disk(hosts, operator):
-    hosts.exec(1, "sh", "-c", "mkdir -p /var/tmp/src && head -c 5000000 /dev/urandom >/var/tmp/src/a.safetensors")
+    making = (
+        "head -c 5000000 /dev/urandom >a.safetensors; touch .hidden; mkdir -p empty; ln -sf a.safetensors b.safetensors"
+    )
+    hosts.exec(1, "sh", "-c", f"mkdir -p /var/tmp/src; cd /var/tmp/src; {making}")
     hosts.exec(3, "sh", "-c", "mkdir -p /var/tmp/src && mount -t tmpfs -o size=1m,mode=777 full /var/tmp/src")
     try:
         done = operator("push", "node-1:/var/tmp/src")
         assert done.returncode == 1
         assert re.search(
-            r"node-3 .*FAILED: /var/tmp/src has [01][.][0-9]+ MB free, but needs 5.00 MB; make room", done.stdout
+            r"node-3 .*FAILED: /var/tmp/src has [01][.][0-9]+ MB free, but needs 10.00 MB; make room", done.stdout
         )
+        for why in ("hidden: .hidden", "empty directories: empty"):
+            assert done.stdout.count(f"node-1: left out, {why}") == 1, done.stdout
         for i in (2, 4):
             assert sums_on(hosts, i, "/var/tmp/src") == sums_on(hosts, 1, "/var/tmp/src")
     finally:

@@ -13,6 +13,8 @@ import tempfile
 import time
 from pathlib import Path
 
+import pytest
+
 from conftest import ROOT
 
 KEY = os.getpid() % 250  # of this process: two can have hosts at once, and what a killed one left is in nobody's way
@@ -66,6 +68,25 @@ def missing():
 
 def run(*args, **more):
     return subprocess.run(args, check=True, capture_output=True, text=True, timeout=30, **more)
+
+
+def speaks(language, place):
+    """Make a locale in a directory; returns the line of a .bashrc that has programs speak it. Skips where they would not.
+
+    ``language``: as localedef names it, such as de_DE; '' for none at all.
+    """
+    if not language:
+        return "unset LANG LC_ALL LANGUAGE"
+    made = subprocess.run(["localedef", "-i", language, "-f", "UTF-8", place / f"{language}.UTF-8"], check=False)
+    environment = {"LOCPATH": str(place), "LANG": f"{language}.UTF-8", "PATH": os.environ["PATH"]}
+    refusals = [
+        subprocess.run(["sha256sum", "--odd"], env=env, capture_output=True, check=False).stderr
+        for env in (environment, {})
+    ]
+    if made.returncode > 1 or refusals[0] == refusals[1]:
+        pytest.skip(f"NOT RUN: needs the locale {language} and coreutils in it (apt-get install locales)")
+    subprocess.run(["chmod", "-R", "a+rX", place.parent], check=True)
+    return f"export LOCPATH={place} LANG={language}.UTF-8 LC_ALL="
 
 
 def processes(hosts, i):

@@ -2,16 +2,17 @@
 
 import contextlib
 import os
+import random
 import shutil
 import socket
 import subprocess
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from random_tree import RandomTree, described
 
 from llama405b.contract.errors import UserError
-from llama405b_tools.agent.transfer import Receiver, list_files, open_files, send_files
+from llama405b_tools.agent.transfer import BrokenLinkError, Receiver, list_files, open_files, send_files
 from llama405b_tools.deliver.source_tree import MANIFEST, git_tree, push_tree
 from llama405b_tools.hosts.transport import HostError, Local
 
@@ -71,13 +72,26 @@ def test_code_is_there_as_rsync_copies_it(seed, tmp_path):
         made.change()
 
 
-def _send(root, to):
+class Cut:
+    """A connection that breaks once so many bytes are sent."""
+
+    def __init__(self, link, left):
+        self.link, self.left, self.recv = link, left, link.recv
+
+    def sendall(self, data):
+        self.link.sendall(data[: self.left])
+        self.left -= len(data)
+        if self.left < 0:
+            raise OSError("the connection was lost")
+
+
+def _send(root, to, cut=1 << 40):
     receiver = Receiver(to, "token")
-    thread = threading.Thread(target=receiver.run, args=(None,))
-    thread.start()
-    with socket.create_connection(("127.0.0.1", receiver.port)) as link:
-        send_files(open_files(root, None), "token", link, lambda _: None)
-        thread.join(60)
+    with ThreadPoolExecutor() as pool:
+        received = pool.submit(receiver.run, None)
+        with socket.create_connection(("127.0.0.1", receiver.port)) as link:
+            send_files(open_files(root, None), "token", Cut(link, cut), lambda _: None)
+            received.result(60)
     return receiver.bad
 
 
@@ -104,6 +118,8 @@ def test_data_is_there_as_rsync_copies_it_through_links(seed, tmp_path):
     to.mkdir()
     for _ in range(2):
         _mend_links(root)
+        with contextlib.suppress(BrokenLinkError):
+            _send(root, to, random.Random(seed).choice((10, 1_000, 50_000, 100_000)))
         _send(root, to)
         assert _send(root, to) == []  # what differed was dropped, and is sent again
         theirs = tmp_path / "theirs"

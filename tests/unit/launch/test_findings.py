@@ -474,7 +474,10 @@ def test_hosts_that_have_no_ipv4_address_are_told_that_alone():
         faults={("a", "b", "fd99::12"): "Connection refused"},
     )
     found = [finding for finding in diagnose(facts, links=links) if finding.level == BAD]
-    assert [(finding.hosts, finding.what) for finding in found] == [(("b",), "has no IPv4 address")]
+    assert [(finding.hosts, finding.what) for finding in found] == [(("b",), "no IPv4 address")]
+    links = peers("a", "b", candidates={"a": ["10.0.0.5"], "b": []})  # nothing of it could be tried
+    found = [finding for finding in diagnose(facts, links=links) if finding.level == BAD]
+    assert [(finding.hosts, finding.what) for finding in found] == [(("b",), "no IPv4 address")]
     assert not any(finding.level == BAD for finding in diagnose({"b": facts["b"]}))
 
 

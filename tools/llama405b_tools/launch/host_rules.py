@@ -398,7 +398,7 @@ class Peers:
         return next((address for address in wanted if self.all_reach(host, address, others)), "")
 
 
-NO_IPV4 = "has no IPv4 address", "the hosts of a run meet over IPv4; give it one in a network that all of them reach"
+NO_IPV4 = "no IPv4 address", "the hosts of a run meet over IPv4; give it one in a network that all of them reach"
 
 
 def diagnose(
@@ -462,7 +462,8 @@ def _sharing(facts: Mapping[str, HostFacts], unshared: Sequence[str], needs: Nee
 
 def _only_loopback(host: str, peers: Peers) -> bool:
     """Whether a host is meant to be this machine: the demo's hosts are all that."""
-    return all(LOOPBACK.fullmatch(address) for address in peers.candidates.get(host, ()))
+    candidates = peers.candidates.get(host, ())
+    return bool(candidates) and all(LOOPBACK.fullmatch(address) for address in candidates)
 
 
 def _told(facts: HostFacts) -> dict[str, str | int]:

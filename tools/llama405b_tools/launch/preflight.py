@@ -399,7 +399,7 @@ def cut_off(head: Host, answers: Facts, port: int) -> dict[str, str]:
         if all(reach.unresolved for reach in reached.values()):
             remedy = f"put the name into its /etc/hosts, or give {head.name} an IP address in address="
         elif without := [each for each in (head.name, name) if not answers[each].own and not head.address]:
-            faults[without[0]] = NO_IPV4
+            faults |= dict.fromkeys(without, NO_IPV4)
             continue
         faults[name] = f"cannot reach {head.name} on TCP port {port} at {tried}; {remedy}"
     return faults
