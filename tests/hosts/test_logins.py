@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from hosts_rig import BRIDGE, speaks
+from hosts_rig import BRIDGE
 from ops_rig import FAKE_TRAINER, wait_for
 
 N_HOSTS = 2
@@ -61,8 +61,9 @@ def test_every_verb_works_whatever_the_login_shell_does(hosts, operator, login, 
 
 
 @pytest.mark.parametrize("language", ["de_DE", "fr_FR", "zh_CN", ""])
-def test_a_host_may_speak_any_language(hosts, operator, login, tmp_path, language):
-    login("bash", speaks(language, tmp_path))
+@pytest.mark.usefixtures("login")
+def test_a_host_may_speak_any_language(hosts, operator, tmp_path, language):
+    hosts.speak(2, language)
     code = tmp_path / "code"
     code.mkdir()
     subprocess.run(["git", "init", "-q", code], check=True)

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from hosts_rig import processes, speaks
+from hosts_rig import processes
 
 pytestmark = pytest.mark.timeout(900)
 N_HOSTS, BLANK = 3, True
@@ -45,13 +45,13 @@ def project(hosts):
     return {1: f"{hosts.shared}/project", 2: "/home/alice/llama405b", 3: f"{hosts.shared}/project"}
 
 
-def test_three_commands_to_the_first_step(hosts, project, place, type_in):
+def test_three_commands_to_the_first_step(hosts, project, type_in):
     for i, directory in project.items():
         assert hosts.exec(i, "test", "-e", directory, check=False).returncode == 1
     before = type_in("doctor")
     assert before.returncode == 3
     assert "llama405b setup" in before.stdout
-    hosts.exec(2, "sh", "-c", f"echo '{speaks('de_DE', place)}' >/home/alice/.bashrc")  # and all that follows
+    hosts.speak(2, "de_DE")  # for all that follows
     done = type_in("setup", "--offline")
     assert done.returncode == 0, done.stdout + done.stderr
     for i, directory in project.items():

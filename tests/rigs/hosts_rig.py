@@ -70,25 +70,6 @@ def run(*args, **more):
     return subprocess.run(args, check=True, capture_output=True, text=True, timeout=30, **more)
 
 
-def speaks(language, place):
-    """Make a locale in a directory; returns the line of a .bashrc that has programs speak it. Skips where they would not.
-
-    ``language``: as localedef names it, such as de_DE; '' for none at all.
-    """
-    if not language:
-        return "unset LANG LC_ALL LANGUAGE"
-    made = subprocess.run(["localedef", "-i", language, "-f", "UTF-8", place / f"{language}.UTF-8"], check=False)
-    environment = {"LOCPATH": str(place), "LANG": f"{language}.UTF-8", "PATH": os.environ["PATH"]}
-    refusals = [
-        subprocess.run(["sha256sum", "--odd"], env=env, capture_output=True, check=False).stderr
-        for env in (environment, {})
-    ]
-    if made.returncode > 1 or refusals[0] == refusals[1]:
-        pytest.skip(f"NOT RUN: needs the locale {language} and coreutils in it (apt-get install locales)")
-    subprocess.run(["chmod", "-R", "a+rX", place.parent], check=True)
-    return f"export LOCPATH={place} LANG={language}.UTF-8 LC_ALL="
-
-
 def processes(hosts, i):
     """What runs on a host beside sshd and its keeper."""
     lines = hosts.exec(i, "ps", "-wweo", "args", "--no-headers").stdout.splitlines()
@@ -148,6 +129,22 @@ class Hosts:
         )
         assert found.returncode in (0, 1), found.stderr
         return found.stdout.splitlines()
+
+    def speak(self, i, language):
+        """Have all that is run on a host over ssh speak a language, such as de_DE, or none (''); skips where it cannot be had."""
+        locales = self.shared / "locales"
+        locales.mkdir(exist_ok=True)
+        lines = "unset LANG LC_ALL LANGUAGE"
+        if language:
+            command = ["localedef", "-i", language, "-f", "UTF-8", str(locales / f"{language}.UTF-8")]
+            subprocess.run(command, check=False, capture_output=True)
+            lines = f"export LOCPATH={locales} LANG={language}.UTF-8 LC_ALL="
+        run("chmod", "-R", "a+rX", str(locales))
+        self.exec(i, "su", self.user(i), "-c", f"echo '{lines}' >~/.bashrc")
+        ask = ["ssh", "-F", str(self.state / "ssh_config"), f"node-{i}", "sha256sum --odd"]
+        said = subprocess.run(ask, check=False, capture_output=True, text=True, timeout=20).stderr
+        if language and "unrecognized option" in said:
+            pytest.skip(f"NOT RUN: needs the locale {language} and coreutils in it (apt-get install locales)")
 
     def crash(self, i):
         """Power loss."""
