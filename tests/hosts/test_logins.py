@@ -4,6 +4,7 @@ import os
 import shutil
 import socket
 import subprocess
+import sys
 
 import pytest
 
@@ -82,6 +83,17 @@ def test_a_host_may_speak_any_language(hosts, operator, tmp_path, language):
     assert done.returncode == 0, done.stdout + done.stderr
     assert operator("logs", "--run", "speaks").stdout.count("second") >= 2
     assert operator("stop", "--run", "speaks").returncode == 0
+    for i in (1, 2):
+        hosts.exec(i, "su", hosts.user(i), "-c", f"cd {hosts.workdir(i)} && git init -q .")
+    doctor = operator("doctor").stdout
+    assert "the project's commit" not in doctor  # neither has one
+    for was, odd, words in (
+        (sys.executable, "/no/python", "node-2: /no/python cannot be run; run `"),
+        ("workdir=~/train_dir", "workdir=/nowhere", "node-2: there is no directory /nowhere; run `"),
+    ):
+        first, second = (hosts.hosts_file(tmp_path / "hosts").read_text()).splitlines()
+        (tmp_path / "hosts").write_text(f"{first}\n{second.replace(was, odd)}\n")
+        assert words in operator("launch", "--run", "odd", "--resume", "auto", *FAKE_TRAINER, "--", "p.py").stderr
 
 
 def test_a_bashrc_that_reads_is_named(operator, login):

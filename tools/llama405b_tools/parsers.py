@@ -380,9 +380,6 @@ FAILED_RANK = re.compile(r"^  rank\s*: \d+ \(local_rank: (\d+)\)\n  exitcode\s*:
 SIGNALED = re.compile(r"SignalException: Process \d+ got signal: (\d+)")
 STARTED = "%a %b %d %H:%M:%S %Y"  # 24 characters, in local time
 NO_DIRECTORY = re.compile(r"\bcd: ")
-NO_PROGRAM = re.compile(
-    r"\bexec: .*(not found|cannot execute|Permission denied)|\bline \d+: .*: No such file or directory$"
-)
 NO_MODULE = re.compile(r"No module named '?(\w+)")
 
 

@@ -92,9 +92,10 @@ print(json.dumps(packages))
 
 
 def run(args, timeout=15, **more):
-    """Return a command's output, up to a bound; None if there is no such program, "TIMEOUT" if it hangs."""
+    """Return a command's output, up to a bound, in English; None if there is no such program, "TIMEOUT" if it hangs."""
     if not shutil.which(args[0]):
         return None
+    more["env"] = dict(more.get("env", os.environ), LC_ALL="C")
     try:
         child = subprocess.Popen(
             args,
