@@ -8,7 +8,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn, TextIO
 
 from llama405b import extend
 from llama405b.commands.blame_step import blame
@@ -104,6 +104,27 @@ def tell_end(cause: Cause, heartbeat: HeartbeatWriter | None) -> None:
         Journal(heartbeat.run, heartbeat.me).event(EventKind.REFUSED, cause=cause)
 
 
+class _LossyOutput:
+    """A stream whose text is lost where it cannot be written: no rank ends because its log's disk is full."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream = stream
+
+    def write(self, text: str) -> int:
+        """Write it, or not."""
+        with contextlib.suppress(OSError):
+            self.stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush what was written, or not."""
+        with contextlib.suppress(OSError):
+            self.stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
 def run_and_leave() -> NoReturn:
     """Run as a program and exit immediately, without the interpreter's shutdown.
 
@@ -112,6 +133,7 @@ def run_and_leave() -> NoReturn:
     """
     gc.set_threshold(700)  # Python's own again, see own_python: garbage that holds a GPU's memory must not wait
     code: object = FAILED
+    sys.stdout, sys.stderr = _LossyOutput(sys.stdout), _LossyOutput(sys.stderr)
     try:
         code = main(sys.argv[1:])
     except SystemExit as leaving:  # argparse's --help

@@ -18,9 +18,9 @@ cpu_s() { # cpu_s  seconds of CPU that this machine has used, user + sys
 began=$SECONDS cpu_before=$(cpu_s)
 need_linux || exit 2
 needed=(tmux:tmux sshd:openssh-server ip:iproute2)
-[ "${1:-}" != --all ] || needed+=(rsync:rsync git:git locale-gen:locales slurmctld:slurm-wlm munged:munge tcsh:tcsh g++:g++ readelf:binutils prometheus:prometheus)
+[ "${1:-}" != --all ] || needed+=(rsync:rsync git:git locale-gen:locales ulockmgr_server:fuse slurmctld:slurm-wlm munged:munge tcsh:tcsh g++:g++ readelf:binutils prometheus:prometheus)
 [ "${1:-}" != --standin ] || needed=(g++:g++ readelf:binutils)
-[ "${1:-}" != --soak ] || needed+=(rsync:rsync git:git tcsh:tcsh g++:g++ readelf:binutils)
+[ "${1:-}" != --soak ] || needed+=(rsync:rsync git:git ulockmgr_server:fuse tcsh:tcsh g++:g++ readelf:binutils)
 need_programs "${needed[@]}" || exit 2
 if [ "${1:-}" = --newest ]; then # beyond the bounds in pyproject.toml and the versions in constraints.txt
     shift

@@ -26,6 +26,7 @@ from llama405b.checkpoint.saving import restore, restore_weights
 from llama405b.checkpoint.store import CheckpointView, Store, directories_of
 from llama405b.checkpoint.verified import DamagedError, Fault, PassedOver, UnsafeError, VerifiedReader
 from llama405b.contract.checkpoints import DATA_FILE, named_path, refuse_held, step_of
+from llama405b.contract.disk import disk_free_bytes
 from llama405b.contract.errors import UserError, counted, reason_of, remedy_of
 from llama405b.distributed import collectives
 from llama405b.distributed.host_memory import Progress
@@ -37,15 +38,16 @@ FAILED = -1  # instead of a length: the sender cannot read
 
 
 class Gathered:
-    """A checkpoint as this rank reads it: where it is, or links to that beside copies of what was lacking."""
+    """A checkpoint as this rank reads it: where it is, and copies of what this host lacks."""
 
     def __init__(self, store: Store, found: CheckpointView, progress: Progress) -> None:
         self.store = store
         self.found = found
         self.progress = progress
-        self.path = found.path
+        self.path = store.directory.borrowed(found.path)  # of the copies
         self.rank, self.owner = store.me.rank, store.owner_of[store.me.rank]
-        self.made: list[Path] = []
+        self.brought = set[str]()
+        self.is_made = False
         self.sent_by: dict[tuple[str, int], int] = {}  # file and owner -> the owner that sent it
         self.have = {owner: {*found.local[owner]} for owner in store.owners}
 
@@ -54,7 +56,7 @@ class Gathered:
         self.bring([name for name in self.found.manifest.files if not DATA_FILE.fullmatch(name)])
 
     def bring(self, names: Iterable[str]) -> None:
-        """Bring files that this rank needs, to where ``path`` then is; all ranks call it alike."""
+        """Bring files that this rank needs, to where ``at`` finds them; all ranks call it alike."""
         if self.store.shared:
             return
         needs = collectives.all_gather_objects(tuple(sorted({*names})), tuple[str, ...], self.store.group)
@@ -69,7 +71,6 @@ class Gathered:
                     f"{self.found.path}: {reason_of(error)} on {self.store.me.host}{remedy_of(error)}"
                 ) from None
         failed = ""
-        moves = [move for move in moves if move[1] != move[2]]  # what it has itself is linked
         total, done = sum(self.found.manifest.files[name].bytes for name, _, to in moves if to == self.rank), 0
         for name, source, to in moves:  # in one order on all ranks: none waits for one that waits for it
             try:
@@ -86,54 +87,51 @@ class Gathered:
 
     def drop(self) -> None:
         """Delete the copies."""
-        for path in self.made:
-            shutil.rmtree(path, ignore_errors=True)
+        if self.is_made:
+            shutil.rmtree(self.path, ignore_errors=True)
 
     def _moves(self, needs: Sequence[Sequence[str]]) -> list[tuple[str, int, int]]:
-        """List what each owner lacks, and which owner sends it: those in turns that have it."""
+        """List what each owner lacks, and which other one sends it: those in turns that have it."""
         moves = []
         for owner in self.store.owners:
             wanted = {name for rank, names in enumerate(needs) if self.store.owner_of[rank] == owner for name in names}
             for number, name in enumerate(sorted(wanted - self.have[owner])):
                 sources = [other for other in self.store.owners if name in self.found.available[other]]
                 source = owner if owner in sources else sources[number % len(sources)]
-                moves.append((name, source, owner))
                 self.sent_by[name, owner] = source
                 self.have[owner].add(name)
-        if any(to == self.owner for _, _, to in moves):
-            self.path = self.store.directory.borrowed(self.found.path)
+                if source != owner:
+                    moves.append((name, source, owner))
+        self.brought.update(name for name, _, to in moves if to == self.owner)
         return moves
 
     def _make_room(self, moves: Sequence[tuple[str, int, int]]) -> None:
-        """Make the directory to read from, with links to what this host has; files are to come beside them."""
-        coming = [name for name, source, to in moves if to == self.rank != source]
-        linked = [name for name, source, to in moves if to == self.rank == source]
-        if self.rank != self.owner or not (coming or linked):
+        """Make the directory for what is to come."""
+        coming = [name for name, _, to in moves if to == self.rank]
+        if not coming:
             return
         needed = sum(self.found.manifest.files[name].bytes for name in coming)
-        free = shutil.disk_usage(self.store.root).free
-        if needed > free:
+        free = disk_free_bytes(str(self.store.root))
+        if free is not None and needed > free:
             raise OSError(errno.ENOSPC, f"{needed / 1e9:,.2f} GB are to come, but {free / 1e9:,.2f} GB are free")
-        if self.path not in self.made:
-            self.made.append(self.path)
+        if not self.is_made:
+            self.is_made = True
             shutil.rmtree(self.path, ignore_errors=True)
-            linked += self.found.local[self.owner]
-        for name in linked:
-            (self.path / name).parent.mkdir(parents=True, exist_ok=True)
-            (self.path / name).symlink_to(self._at(name).resolve())
         for name in coming:
             (self.path / name).parent.mkdir(parents=True, exist_ok=True)
 
-    def _at(self, name: str) -> Path:
-        """Where this host has a file, its own or a copy."""
+    def at(self, name: str) -> Path:
+        """Return where this host has a file: what was brought, its own, or a copy."""
+        if name in self.brought:
+            return self.path / name
         size = self.found.manifest.files[name].bytes
         places = [part / name for part in directories_of(self.found.path)]
-        return next(place for place in places if place.is_file() and place.stat().st_size == size)
+        return next((place for place in places if place.is_file() and place.stat().st_size == size), places[0])
 
     def _send(self, name: str, to: int) -> None:
         left = self.found.manifest.files[name].bytes
         try:
-            with self._at(name).open("rb", buffering=0) as file:
+            with self.at(name).open("rb", buffering=0) as file:
                 while left:
                     content = bytearray(file.read(min(PIECE_BYTES, left)))
                     if not content:
@@ -308,13 +306,16 @@ class GatheringReader(VerifiedReader):
     """Brings the files that this rank turns out to need."""
 
     def __init__(self, gathered: Gathered, told: Progress) -> None:
-        super().__init__(gathered.path, gathered.found.manifest)
+        super().__init__(gathered.found.path, gathered.found.manifest)
         self.gathered, self.told = gathered, told
+
+    def at(self, name: str) -> Path:
+        """Return where this host has a file."""
+        return self.gathered.at(name)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """DCP calls this on all ranks, with what each will read."""
         self.gathered.bring(self.storage_data[item.storage_index].relative_path for item in plan.items)
-        self.path = self.gathered.path
         return super().prepare_local_plan(plan)
 
 

@@ -39,7 +39,6 @@ import torch.distributed as dist
 from llama405b.checkpoint.verified import Fault, PassedOver, check_files, hash_file, open_manifest, sync, warning_of
 from llama405b.contract.checkpoints import (
     CONFIG_FILE,
-    DATA_FILE,
     MANIFEST,
     METADATA,
     MODEL_FILES,
@@ -49,12 +48,14 @@ from llama405b.contract.checkpoints import (
     NoRoomError,
     check_room,
     committed,
+    is_other,
     read_manifest,
     replicas,
     replicated_steps,
     step_of,
     write_manifest,
 )
+from llama405b.contract.disk import disk_free_bytes, refused_call, sync_directory
 from llama405b.contract.errors import UserError, reason_of, remedy_of
 from llama405b.contract.files import read_record, read_records, user_of, write_json
 from llama405b.contract.paths import RunDir
@@ -264,7 +265,7 @@ class Directory:
             shutil.copyfile(self.run.config, partial / CONFIG_FILE)
         for file in self.run.model(self.host).glob("[!.]*"):
             shutil.copyfile(file, partial / MODEL_FILES / file.name)
-        sync(partial / MODEL_FILES)
+        sync_directory(str(partial / MODEL_FILES))
 
     def seal_others(self, final: Path) -> dict[str, FileDigest]:
         """Seal what no tensors are in: DCP's metadata, and what describes the checkpoint."""
@@ -276,10 +277,10 @@ class Directory:
 
     def _others(self, final: Path) -> dict[str, Path]:
         partial = self.partial(final)
-        files = [path for path in partial.rglob("*") if path.is_file() and not DATA_FILE.fullmatch(path.name)]
-        if partial / METADATA not in files:
+        files = {path.relative_to(partial).as_posix(): path for path in partial.rglob("*") if path.is_file()}
+        if METADATA not in files:
             raise FileNotFoundError(errno.ENOENT, "what was written into it is gone")
-        return {file.relative_to(partial).as_posix(): file for file in files}
+        return {name: file for name, file in files.items() if is_other(name)}
 
     def add(self, final: Path, files: Mapping[str, bytes]) -> None:
         """Add files to a checkpoint that is being written."""
@@ -294,13 +295,13 @@ class Directory:
         content, digest = write_manifest(manifest)
         (partial / MANIFEST).write_bytes(content)
         sync(partial / MANIFEST)
-        sync(partial)
+        sync_directory(str(partial))
         return digest
 
     def commit(self, final: Path) -> None:
         """Give the directory its final name."""
         self.partial(final).rename(final)  # raises if another run put a checkpoint there meanwhile
-        sync(self.root)
+        sync_directory(str(self.root))
 
     def own(self) -> dict[Path, Manifest]:
         """Return the checkpoints that this run saved, oldest first."""
@@ -320,7 +321,7 @@ class Directory:
             try:
                 shutil.rmtree(old if old not in own else self._give_up(old))
             except OSError as error:
-                faults.append(OSError(error.errno, f"{old.name}: {error.strerror}"))
+                faults.append(OSError(error.errno, f"{old.name}: {reason_of(error)}"))
         if faults:
             raise faults[0]
 
@@ -461,7 +462,7 @@ class Store:
                 n_ranks += copies * self.owner_of.count(before)
             here = each_bytes * n_ranks // self.me.world
             own = len(self.directory.own())
-            keep, free = self.keep + self.keep_best, shutil.disk_usage(self.root).free
+            keep, free = self.keep + self.keep_best, disk_free_bytes(str(self.root))
             try:
                 check_room(free, here, keep, own, best=self.keep_best)
             except NoRoomError as error:
@@ -493,10 +494,12 @@ class Store:
                     raise OSError(errno.EROFS, os.strerror(errno.EROFS))
                 if not os.access(self.root, os.R_OK | os.W_OK | os.X_OK):
                     raise PermissionError(errno.EACCES, f"it belongs to {user_of(self.root.stat().st_uid)}")
+                if refused := refused_call(str(self.root)):
+                    raise OSError(f"a run cannot {refused} there")
                 (self.root / tokens[self.me.rank]).touch()
             except OSError as error:
                 raise UserError(
-                    f"{self.root}: cannot be written ({error.strerror}) on {self.me.host}; set --checkpoint.dir"
+                    f"{self.root}: cannot be written ({reason_of(error)}) on {self.me.host}; set --checkpoint.dir"
                 ) from None
         deadline = time.monotonic() + SEEN_WITHIN_S * self.shared
         while not (self.root / tokens[0]).exists() and time.monotonic() < deadline:

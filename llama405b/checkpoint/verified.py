@@ -28,7 +28,7 @@ from typing import Any, NoReturn
 import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, LoadPlan, LoadPlanner
 from torch.distributed.checkpoint import metadata as dcp_types
-from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -122,12 +122,31 @@ def _is_place(where: Any) -> bool:
     return isinstance(where, _StorageInfo) and kinds == [str, int, int]
 
 
+class _Places(FileSystem):
+    """Where DCP finds the files of a checkpoint."""
+
+    def __init__(self, at: Callable[[str], Path]) -> None:
+        self.at = at
+
+    def concat_path(self, _path: str | os.PathLike[str], suffix: str) -> Path:
+        """Return where a file is."""
+        return self.at(suffix)
+
+
 class TensorReader(FileSystemReader):
     """Reads tensors."""
 
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.fs = _Places(self.at)
+
+    def at(self, name: str) -> Path:
+        """Return where a file is."""
+        return Path(self.path) / name
+
     def read_metadata(self, *_: object, **__: object) -> Metadata:
         """Return DCP's metadata; see the function."""
-        return read_metadata(Path(self.path) / METADATA)
+        return read_metadata(self.at(METADATA))
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read what this rank needs."""
@@ -135,7 +154,7 @@ class TensorReader(FileSystemReader):
             return super().read_data(plan, planner)
         except pickle.UnpicklingError:
             names = sorted({self.storage_data[item.storage_index].relative_path for item in plan.items})
-            _refuse(f"{Path(self.path) / names[0]}")
+            _refuse(f"{self.at(names[0])}")
 
 
 class TensorPlanner(DefaultLoadPlanner):
@@ -181,12 +200,9 @@ def hash_file(path: Path, rank: int) -> FileDigest:
 
 
 def sync(path: Path) -> None:
-    """Flush a file or a directory to its disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    """Flush a file to its disk."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
 
 
 def open_manifest(path: Path, saved: Mapping[str, str]) -> Manifest | PassedOver:
@@ -261,10 +277,6 @@ class DamagedError(UserError):
         super().__init__(words)
         self.file = file
 
-    def __reduce__(self) -> tuple[type["DamagedError"], tuple[str, str]]:
-        """DCP sends it to all ranks, pickled."""
-        return type(self), (str(self), self.file)
-
 
 class VerifiedReader(TensorReader):
     """Reads what matches a manifest, and refuses all else."""
@@ -309,7 +321,7 @@ class VerifiedReader(TensorReader):
 
     def check(self, name: str, offset: int, length: int) -> None:
         """Compare the blocks of a part of a file with the manifest."""
-        size, file = self.manifest.block_bytes, Path(self.path) / name
+        size, file = self.manifest.block_bytes, self.at(name)
         sealed = self.manifest.files.get(name)
         if sealed is None or not file.is_file() or file.stat().st_size != sealed.bytes:
             raise DamagedError(f"{file}: missing, or not of the size that was saved", name)

@@ -11,12 +11,12 @@ import fcntl
 import fnmatch
 import hashlib
 import os
-import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from llama405b.contract.disk import disk_free_bytes
 from llama405b.contract.errors import STOPPED_FOLLOWING, RunError, UserError, counted, size_words
 from llama405b.contract.files import read_record, write_json
 from llama405b.contract.hashes import BlockHasher, Hashes
@@ -286,8 +286,8 @@ def _check_room(target: Path, lacking: Sequence["RepoSibling"]) -> None:
     while not here.exists():
         here = here.parent
     need = _bytes_of([sibling for sibling in lacking if not _is_there(target / sibling.rfilename, sibling)])
-    free = shutil.disk_usage(here).free + _size_of(_unfinished(target))  # which are deleted
-    if need > free:
+    free = disk_free_bytes(str(here))
+    if free is not None and need > (free := free + _size_of(_unfinished(target))):  # which are deleted
         raise UserError(
             f"--to: {target} has {size_words(free)} free, but {size_words(need)} are needed; name a directory on another disk"
         )

@@ -35,6 +35,7 @@ from llama405b.checkpoint.export import (
 from llama405b.checkpoint.store import MAX_EVENTS
 from llama405b.contract import reader
 from llama405b.contract.checkpoints import MANIFEST, MODEL_FILES, committed, step_of
+from llama405b.contract.disk import disk_free_bytes
 from llama405b.contract.errors import FAILED, GOOD, UNFIT, RunError, UserError, and_more, counted, reason_of, size_words
 from llama405b.contract.files import read_records, write_json
 from llama405b.contract.paths import EXPORT_RECORD, RunDir
@@ -290,8 +291,8 @@ def write(export: Export, found: Weights, out: Path) -> None:
     """Write the files that are not there yet."""
     done = _begin(export, out)
     lacking = [name for name in export.files if name not in done]
-    need, free = sum(map(export.bytes_of, lacking)), shutil.disk_usage(out).free
-    if need > free:
+    need, free = sum(map(export.bytes_of, lacking)), disk_free_bytes(str(out))
+    if free is not None and need > free:
         raise UserError(f"{out}: {size_words(free)} free, but {size_words(need)} are needed; name another disk")
     began, written = time.monotonic(), 0
     for name in lacking:

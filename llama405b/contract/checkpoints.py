@@ -107,7 +107,7 @@ class Manifest:
         if self.world_size < 1 or self.block_bytes < 1:
             raise ValueError(f"world size {self.world_size} and block size {self.block_bytes} are not both positive")
         for name, seal in self.files.items():
-            if name != METADATA and not DATA_FILE.fullmatch(name) and not ABOUT.fullmatch(name):
+            if not DATA_FILE.fullmatch(name) and not is_other(name):
                 raise ValueError(f"{name!r} is not a file of a checkpoint")
             if len(seal.blocks) != n_blocks(seal.bytes, self.block_bytes):
                 raise ValueError(f"{name} of {seal.bytes} bytes cannot have {len(seal.blocks)} blocks")
@@ -116,6 +116,11 @@ class Manifest:
         writers = {seal.rank for name, seal in self.files.items() if DATA_FILE.fullmatch(name)}
         if writers != set(range(self.world_size)):
             raise ValueError(f"it has files of {counted(len(writers), 'rank')}, not of all {self.world_size}")
+
+
+def is_other(name: str) -> bool:
+    """Whether a file of a checkpoint has no tensors in it; file servers and people put more into its directory, which is none."""
+    return name == METADATA or ABOUT.fullmatch(name) is not None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -249,14 +254,14 @@ class NoRoomError(Exception):
     """A disk cannot hold the checkpoints of a run; says why and what to do, as a clause about the directory."""
 
 
-def check_room(free_bytes: int, each_bytes: int, keep: int, there: int = 0, *, best: bool = False) -> None:
+def check_room(free_bytes: int | None, each_bytes: int, keep: int, there: int = 0, *, best: bool = False) -> None:
     """Check that a disk can hold ``keep`` checkpoints and one that is being written.
 
-    ``each_bytes``: what one takes there, with the copy of another host's part; ``there``: how many it has already; ``best``: whether
-    one of those that are kept is the best.
+    ``free_bytes``: None: unknown; ``each_bytes``: what one takes there, with the copy of another host's part; ``there``: how many it
+    has already; ``best``: whether one of those that are kept is the best.
     """
     there = min(there, keep)
-    if (keep + 1 - there) * each_bytes <= free_bytes:
+    if free_bytes is None or (keep + 1 - there) * each_bytes <= free_bytes:
         return
     fits = free_bytes // each_bytes + there - 1 - best
     remedy = "use another directory"

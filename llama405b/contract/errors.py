@@ -7,7 +7,7 @@ UserError            bad input: nothing was changed         exit 2
 import difflib
 import errno
 import re
-from collections.abc import Iterable, Sequence, Sized
+from collections.abc import Callable, Iterable, Sequence, Sized
 
 GOOD, FAILED, REFUSED, UNFIT, STOPPED_FOLLOWING = 0, 1, 2, 3, 130
 
@@ -16,6 +16,18 @@ class UserError(Exception):
     """One sentence for the person at the terminal: where, what, and what to do."""
 
     exit_code = REFUSED
+
+    def __reduce__(
+        self,
+    ) -> tuple[Callable[..., Exception], tuple[type[Exception], tuple[object, ...], dict[str, object]]]:
+        """Have it arrive as it is: torch sends what a rank raises to the others, and pickle would build it of its words."""
+        return _arrived, (type(self), self.args, vars(self))
+
+
+def _arrived(kind: type[Exception], args: tuple[object, ...], state: dict[str, object]) -> Exception:
+    error = kind.__new__(kind, *args)
+    vars(error).update(state)
+    return error
 
 
 class RunError(UserError):
@@ -69,6 +81,12 @@ def last_of(lines: Sequence[str], otherwise: str = "") -> str:
 def short(text: str, most: int = 80) -> str:
     """Cut a text that somebody else wrote to a length that fits in a message."""
     return text if len(text) <= most else f"{text[:most]}…"
+
+
+def shown_name(name: str) -> str:
+    """Return the name of a file for people: bytes that are no text, and control characters, as they are written in a string."""
+    text = name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -11,11 +11,12 @@ import json
 import os
 import pwd
 import stat
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from llama405b.contract import reader
-from llama405b.contract.errors import UserError
+from llama405b.contract.errors import UserError, reason_of, remedy_of, shown_name
 from llama405b.contract.reader import Json
 
 if TYPE_CHECKING:
@@ -33,13 +34,24 @@ def write_atomic(path: Path, content: str | bytes) -> None:
     Raises:
         OSError: The directory cannot be created or written.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}")
+    with naming(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            partial.write_bytes(content.encode() if isinstance(content, str) else content)
+            partial.replace(path)
+        except OSError:
+            partial.unlink(missing_ok=True)
+            raise
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Have an error of a file name it: the system does so where it is opened, not where it is written."""
     try:
-        partial.write_bytes(content.encode() if isinstance(content, str) else content)
-        partial.replace(path)
-    except OSError:
-        partial.unlink(missing_ok=True)
+        yield
+    except OSError as error:
+        error.filename, error.filename2 = str(path), None
         raise
 
 
@@ -84,15 +96,57 @@ def read_records(kind: type[T], path: Path, last: int, last_bytes: int = EVERY) 
     return found
 
 
+def walk(root: Path) -> Iterator[tuple[Path, list[str], list[str]]]:
+    """Yield the directories below one, through links but not hidden ones, each with the names of directories and files in it.
+
+    Raises:
+        UserError: A link leads nowhere or in a circle, or a directory cannot be read: what is meant to be there is not known.
+    """
+
+    def fail(error: OSError) -> NoReturn:
+        where = shown_name(str(error.filename))
+        raise UserError(f"{where}: cannot be read ({reason_of(error)}){remedy_of(error)}") from None
+
+    for folder, below, files in os.walk(root, followlinks=True, onerror=fail):
+        here = Path(folder)
+        for path in [here / name for name in (*below, *files) if not name.startswith(".")]:
+            if path.is_symlink():
+                check_link(path)
+        yield here, below, files
+        below[:] = [name for name in below if not name.startswith(".")]
+
+
+def check_link(path: Path) -> None:
+    """Refuse a link to what is not there, and one to a directory that it is in.
+
+    Raises:
+        UserError: It is one of these.
+    """
+    to = f"{shown_name(str(path))}: is a link to {shown_name(str(path.readlink()))}, "
+    if not path.exists():
+        raise UserError(f"{to}which does not exist; complete the files, or delete the link")
+    if path.is_dir() and path.resolve() in path.parent.resolve().joinpath("-").parents:
+        raise UserError(f"{to}a directory that it is in; delete the link")
+
+
 def append_line(path: Path, line: str) -> None:
-    """Append a line to a file, in one write.
+    """Append a line to a file, in one write: all of it or, where the disk is full, nothing.
 
     Raises:
         OSError: The directory cannot be created or written.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        file.write(line + "\n")
+    left = memoryview(f"{line}\n".encode())
+    with naming(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("ab", buffering=0) as file:
+            begin = os.fstat(file.fileno()).st_size
+            try:
+                while left:
+                    left = left[file.write(left) :]
+            except OSError:
+                with contextlib.suppress(OSError):
+                    file.truncate(begin)
+                raise
 
 
 def refuse_others_writing(path: Path) -> None:

@@ -97,7 +97,7 @@ WORDS = {
     CauseKind.RANK_KILLED: "{who} was killed by {signal}",
     CauseKind.SOCKETS: "NCCL fell back to TCP sockets although RDMA ports are up ({detail}); "
     "set NCCL_IB_HCA with --env, or add --allow-sockets",
-    CauseKind.VANISHED: "its processes disappeared without a trace; was the machine restarted?",
+    CauseKind.VANISHED: "its processes disappeared without a trace; was the machine restarted, or its disk full?",
     CauseKind.NOT_KEPT: "its launch was interrupted before every host had started",
     CauseKind.HALF_STOPPED: "still running here, although {by} stopped the run on other hosts; `stop` it here, too",
     CauseKind.FILES_GONE: "it took part, but has no files of the run any more; was it reinstalled, or is a disk not mounted?",
@@ -148,6 +148,7 @@ class EventKind(enum.StrEnum):
     PASSED_OVER = "passed over"  # the checkpoint ``path``, renamed aside: ``detail`` says why
     SAVED = "saved"  # the checkpoint ``path`` after ``step``, in ``took_s``; ``digest``: of its manifest
     NOT_SAVED = "not saved"  # the state after ``step``: ``detail`` says why; training went on
+    NOT_WRITTEN = "not written"  # ``count`` lines of metrics, up to ``step``: ``detail`` says why; training went on
     AFTER_SAVE = "after save"  # the user's command succeeded for the checkpoint after ``step``, in ``took_s``
     AFTER_SAVE_FAILED = "after save failed"  # it did not: ``detail`` says where and why; it is tried again
     BUDGET = "budget"  # of GPU-hours: ``detail`` says how much is spent

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import BinaryIO, Literal, Protocol, TextIO
 
 from llama405b.contract.errors import UserError, reason_of
+from llama405b.contract.files import check_link, walk
 from llama405b.contract.reader import Json
 from llama405b.formats.document import (
     Chat,
@@ -291,9 +292,17 @@ def _named(path: str) -> Iterator[Path]:
     if root.is_file():
         return iter([root])
     if root.is_dir():
-        below = (p for p in root.rglob("*") if p.is_file())
-        return (p for p in below if not any(part.startswith(".") for part in p.relative_to(root).parts))
-    return (Path(p) for p in glob.iglob(path, recursive=True) if Path(p).is_file())  # noqa: PTH207
+        below = (here / name for here, _, files in walk(root) for name in files if not name.startswith("."))
+        return (path for path in below if path.is_file())
+    return _of_pattern(path)
+
+
+def _of_pattern(pattern: str) -> Iterator[Path]:
+    for path in map(Path, glob.iglob(pattern, recursive=True)):  # noqa: PTH207
+        if path.is_symlink():
+            check_link(path)
+        if path.is_file():
+            yield path
 
 
 def _unpacked(raw: BinaryIO) -> BinaryIO:

@@ -12,12 +12,12 @@ import mmap
 import os
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llama405b.contract import reader
-from llama405b.contract.errors import counted
+from llama405b.contract.errors import counted, reason_of, remedy_of
 from llama405b.contract.files import EVERY, append_line, read_records, write_atomic, write_json
 from llama405b.contract.paths import RunDir
 from llama405b.contract.records import (
@@ -52,6 +52,7 @@ class Journal:
         self.losses: tuple[float, ...] = ()  # of the steps before a resume
         self.began_evaluated = False  # before the first step, by an earlier attempt
         self.retries = 0  # of the allocator, in this attempt
+        self.lost = RunEvent(0.0, self.writer, EventKind.NOT_WRITTEN, me.attempt)  # lines that could not be written
 
     def log(self, line: str) -> None:
         """Print a line."""
@@ -90,13 +91,13 @@ class Journal:
     def evaluation(self, step: int, loss: float | None) -> None:
         """Append an evaluation where no step was taken."""
         if self.me.is_rank0:
-            append_line(self.run.metrics, reader.dumps(EvaluationMetrics(step, time.time(), loss, self.me.attempt)))
+            self._append(self.run.metrics, [EvaluationMetrics(step, time.time(), loss, self.me.attempt)])
 
     def samples(self, step: int, continued: Iterable[tuple[str, str]]) -> None:
         """Append how prompts were continued, all in one write, so that nobody reads a part of them; and print it."""
         found = [Sample(step, time.time(), prompt, text) for prompt, text in continued]
         if self.me.is_rank0 and found:
-            append_line(self.run.samples, "\n".join(map(reader.dumps, found)))
+            self._append(self.run.samples, found)
             for each in found:
                 print(f"{each.prompt!r} continues: {each.text!r}", flush=True)
 
@@ -104,7 +105,7 @@ class Journal:
         """Append one step, and print it."""
         if not self.me.is_rank0:
             return
-        append_line(self.run.metrics, reader.dumps(metrics))
+        self._append(self.run.metrics, [metrics])
         more, self.retries = metrics.num_alloc_retries - self.retries, metrics.num_alloc_retries
         retried = f"  {counted(more, 'allocator retry', 'allocator retries')}: GPU memory is short" if more > 0 else ""
         own = "".join(f"  {name} {value:.4g}" for name, value in metrics.own.items())
@@ -113,6 +114,26 @@ class Journal:
             f"{metrics.tokens_per_s:,.0f} tokens/s  {metrics.step_s:.2f} s{own}{retried}",
             flush=True,
         )
+
+    def _append(self, path: Path, records: "Sequence[Metrics | EvaluationMetrics | Sample]") -> None:
+        """Append records, all in one write; those that cannot be written are lost and counted: training is worth more."""
+        before = self.lost
+        try:
+            append_line(path, "\n".join(map(reader.dumps, records)))
+        except OSError as error:
+            detail = f"{path}: {reason_of(error)}{remedy_of(error)}"
+            count, step = before.count + len(records), records[-1].step
+            self.lost = dataclasses.replace(before, count=count, step=step, detail=detail)
+            if not before.count:
+                print(f"{path} cannot be written ({reason_of(error)}){remedy_of(error)}; training goes on", flush=True)
+            return
+        if before.count:
+            self.lost = dataclasses.replace(before, count=0)
+            self.event(EventKind.NOT_WRITTEN, step=before.step, detail=before.detail, count=before.count)
+            print(
+                f"{path} is written again; {counted(before.count, 'line')} up to step {before.step} were lost",
+                flush=True,
+            )
 
 
 def read_metrics(path: Path) -> list[Metrics | EvaluationMetrics]:

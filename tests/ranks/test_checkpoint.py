@@ -515,7 +515,7 @@ def _room(me, root, keep, free, each):
     from llama405b.checkpoint import store as of_store
     from llama405b.contract.errors import UserError
 
-    of_store.shutil.disk_usage = lambda _: types.SimpleNamespace(free=free)
+    of_store.disk_free_bytes = lambda _: free
     try:
         _store(me, root, keep).check_room(each)
     except UserError as error:

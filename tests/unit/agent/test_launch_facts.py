@@ -23,7 +23,7 @@ import json, sys
 from llama405b.contract import reader
 from llama405b_tools.agent import hostprobe, machine
 place = reader.dumps(machine.place_of(sys.argv[1] + "/runs/r"))
-print(json.dumps([json.loads(place), hostprobe.nearest_directory(sys.argv[1], False)]))
+print(json.dumps([json.loads(place), hostprobe.nearest_directory(sys.argv[1], False, False)]))
 """
 
 

@@ -60,7 +60,7 @@ def test_the_times_of_log_lines_do_not_wait_for_the_pane(run, monkeypatch):
             with log.open("a") as file:
                 file.write("one\n")
             assert pane.waits.wait(120)  # from here on it is stuck
-            wait_for(lambda size=size: f" {size} rank.log\n" in run.times("a").read_text())
+            wait_for(lambda size=size: run.times("a").exists() and f" {size} rank.log\n" in run.times("a").read_text())
     finally:
         child.code = 0
         runner.ended.set()

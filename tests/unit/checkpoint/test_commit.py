@@ -135,7 +135,7 @@ def test_a_disk_whose_room_cannot_be_told_is_refused_in_a_sentence(owner, monkey
     owner.me = types.SimpleNamespace(rank=0, world=1)
     owner.owners, owner.owner_of, owner.keep, owner.keep_best = [0], (0,), 2, False
     owner.directory, owner.run = types.SimpleNamespace(own=dict), RunDir(Path("/r"))
-    monkeypatch.setattr(store.shutil, "disk_usage", broken)
+    monkeypatch.setattr(store, "disk_free_bytes", broken)
     with pytest.raises(UserError, match=r"^/c: cannot be looked into \(Input/output error\) on node; its disk fails"):
         Store.check_room(owner, 1)
 

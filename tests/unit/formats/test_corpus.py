@@ -175,3 +175,24 @@ def test_a_first_record_that_is_not_utf_8_is_refused_before_anything_starts(tmp_
     with pytest.raises(UserError, match=rf"{name}:1: the byte 0xe9 after '.*caf' is not UTF-8; correct it, or convert"):
         check_paths([str(tmp_path)])
     check_paths([str(tmp_path)], skip=True)
+
+
+@pytest.mark.parametrize("path", ["corpus", "corpus/**", "corpus/*/*.txt"])
+def test_linked_files_and_folders_are_read_and_links_to_nothing_refused(tmp_path, monkeypatch, path):
+    monkeypatch.chdir(tmp_path)
+    for name in ("corpus/a/1.txt", "corpus/.hidden/2.txt", "elsewhere/3.txt", "elsewhere/below/4.txt", "5.txt"):
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_text("x")
+    Path("corpus/b").symlink_to(tmp_path / "elsewhere")
+    Path("corpus/a/5.txt").symlink_to(tmp_path / "5.txt")
+    below = ["corpus/b/below/4.txt"] * (path != "corpus/*/*.txt")
+    assert [str(file) for file in expand([path])] == sorted(
+        ["corpus/a/1.txt", "corpus/a/5.txt", "corpus/b/3.txt", *below]
+    )
+    check_paths([path])
+    Path("corpus/a/6.txt").symlink_to("gone")
+    for read in (expand, check_paths):
+        with pytest.raises(
+            UserError, match=r"^corpus/a/6\.txt: is a link to gone, which does not exist; complete the files, or"
+        ):
+            read([path])

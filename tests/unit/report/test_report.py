@@ -12,7 +12,7 @@ import pytest
 
 from llama405b.contract import reader
 from llama405b.contract.accounting import Attempt, StepTaken, account
-from llama405b.contract.files import append_line
+from llama405b.contract.files import append_line, write_json
 from llama405b.contract.paths import RunDir
 from llama405b.contract.records import (
     Blame,
@@ -245,6 +245,14 @@ def test_a_failure_has_the_time_that_was_decided_on(tmp_path, blamed_at, failed)
     said = "failed after step 3 of 20: rank 9 (GPU 1) exited with -9: <b>gone</b>; `llama405b logs hosts --run r --rank 9` shows its log"
     assert lines[0] == f"run r: {said}"
     assert html.escape(said, quote=False) in text
+
+
+def test_an_end_for_which_the_disk_had_no_room_is_known_by_the_status(tmp_path):
+    run = RunDir(tmp_path)
+    append_line(run.ends("a"), reader.dumps(NodeStatus("a", NodeState.EXITED, 1, 1, 1, cause=KILLED, time=170.0)))
+    write_json(run.status("a"), NodeStatus("a", NodeState.EXITED, 2, 1, 1, exit_code=0, time=190.0))
+    attempts = attempts_of(run, "a", 2, steps_of(3), alive=False)
+    assert [(attempt.ended, attempt.cause) for attempt in attempts] == [(170.0, KILLED), (190.0, None)]
 
 
 def test_a_host_that_died_before_a_step_ended_when_it_was_heard_last(tmp_path):

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from llama405b.contract import reader
+from llama405b.contract.files import EVERY, read_records
 from llama405b.contract.paths import RunDir
-from llama405b.contract.records import METRICS_LINE, Metrics
+from llama405b.contract.records import METRICS_LINE, EventKind, Metrics, RunEvent
 from llama405b.distributed.ranks import Rank
 from llama405b.training.journal import Journal, read_metrics
 
@@ -33,3 +34,27 @@ def test_metrics_of_earlier_versions_are_read(journal):
     journal.run.metrics.write_text(reader.dumps(old) + "\n")
     assert read_metrics(journal.run.metrics) == [dataclasses.replace(TAKEN, peak_allocated_bytes=0)]
     assert reader.loads(METRICS_LINE, reader.dumps(TAKEN), "metrics.jsonl") == TAKEN
+
+
+def test_numbers_that_cannot_be_written_are_lost_and_said_and_training_goes_on(journal, capsys):
+    journal.metrics(TAKEN)
+    before = journal.run.metrics.read_bytes()
+    journal.run.metrics.unlink()
+    journal.run.metrics.mkdir()  # no file can be written there
+    for step in (2, 3):
+        journal.metrics(dataclasses.replace(TAKEN, step=step))
+    journal.evaluation(3, 4.0)
+    journal.run.metrics.rmdir()
+    journal.run.metrics.write_bytes(before)
+    journal.metrics(dataclasses.replace(TAKEN, step=4))
+    assert [line.step for line in read_metrics(journal.run.metrics)] == [1, 4]
+    said = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("step ")]
+    where = journal.run.metrics
+    assert said == [
+        f"{where} cannot be written (Is a directory); training goes on",
+        f"{where} is written again; 3 lines up to step 3 were lost",
+    ]
+    (event,) = read_records(RunEvent, journal.run.events("rank-0"), EVERY)
+    assert (event.kind, event.count, event.step, event.detail) == (
+        EventKind.NOT_WRITTEN, 3, 3, f"{where}: Is a directory",
+    )  # fmt: skip

@@ -20,7 +20,7 @@ from llama405b.contract.checkpoints import (
     read_manifest,
     step_of,
 )
-from llama405b.contract.files import read_record, read_records, write_json
+from llama405b.contract.files import EVERY, read_record, read_records, write_json
 from llama405b.contract.paths import RunDir
 from llama405b.contract.reader import MalformedError
 from llama405b.contract.records import (
@@ -77,6 +77,14 @@ def planned(request: PlanRequest) -> Plan:
     return read_plan(run_of(request.run))
 
 
+def ends_of(run: RunDir, host: str) -> tuple[NodeStatus, ...]:
+    """Return how attempts ended on a host; the last one by its status, where the disk had no room for another line."""
+    ends = tuple(read_records(NodeStatus, run.ends(host), EVERY))
+    last = read_record(NodeStatus, run.status(host))
+    has_ended = last is not None and last.state not in (NodeState.STARTING, NodeState.RUNNING)
+    return (*ends, last) if last and has_ended and last.attempt not in {end.attempt for end in ends} else ends
+
+
 def describe(run: RunDir, plan: Plan, host: str) -> HostRun:
     """Describe one run, from its files and processes here."""
     node, alive = plan.find(host), lives(run, plan, host)
@@ -95,7 +103,7 @@ def describe(run: RunDir, plan: Plan, host: str) -> HostRun:
         leftovers=() if is_alive(run, host) or plan.slurm_job else tuple(processes.marked(f"{run.path}:{host}")),
         status=read_record(NodeStatus, run.status(host)),
         heartbeats=beats,
-        ends=tuple(read_records(NodeStatus, run.ends(host), NEWEST_RUNS)),
+        ends=ends_of(run, host)[-NEWEST_RUNS:],
         stopped_by=stopped_by(run, host),
         metrics=next(iter(read_records(METRICS_LINE, run.metrics, 1, LAST_BYTES)), None),
         checkpoint=str(saved) if saved else None,

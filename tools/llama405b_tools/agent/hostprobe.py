@@ -27,6 +27,8 @@ import tempfile
 import threading
 import time
 
+from llama405b.contract.disk import disk_free_bytes, disk_free_files, refused_call
+
 GPU_FIELDS = (
     "index,name,memory.total,memory.used,ecc.errors.uncorrected.volatile.total,retired_pages.pending,"
     "remapped_rows.pending,clocks.sm,power.limit,power.max_limit,clocks_event_reasons.active,"
@@ -298,7 +300,7 @@ def kill_user_processes():
 def disks(request):
     """Filesystems that could hold weights or checkpoints, and spare drives; write rates where this user may write."""
     wanted = [os.path.expanduser(path) for path in request["paths"] if path]
-    places = [nearest_directory(path, request.get("rates")) for path in wanted]
+    places = [nearest_directory(path, request.get("rates"), path == request.get("saves")) for path in wanted]
     return {"filesystems": filesystems() + places, "unmounted_nvme": spare_drives()}
 
 
@@ -320,14 +322,14 @@ def filesystems():
     return found
 
 
-def nearest_directory(path, with_rates):
+def nearest_directory(path, with_rates, saves):
     """A directory that a run would write to, or its nearest existing parent."""
     here = existing(path)
-    stat = os.statvfs(here)
-    found = {"path": path, "free": stat.f_bavail * stat.f_frsize, "writable": os.access(here, os.W_OK)}
-    found["read_only"] = bool(stat.f_flag & os.ST_RDONLY)
-    if stat.f_files:  # else the filesystem has no limit
-        found["free_files"] = stat.f_favail
+    found = {"path": path, "free": disk_free_bytes(here), "writable": os.access(here, os.W_OK)}
+    found["read_only"] = bool(os.statvfs(here).f_flag & os.ST_RDONLY)
+    found["free_files"] = disk_free_files(here)
+    if found["writable"] and not found["read_only"]:
+        found["refuses"] = refused_call(here, saves)
     if found["writable"] and found["free"] > 4 * PROBE_BYTES and with_rates:
         found.update(rates(here))
     return found

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-from llama405b.contract import reader
+from llama405b.contract import disk, reader
 from llama405b.contract.checkpoints import (
     committed,
     refuse_held,
@@ -76,6 +76,9 @@ class InputCheck:
     extension: str = ""  # the user's module, which reads some files itself
 
 
+CHECKPOINTS = "--checkpoint.dir"  # if it is not below the run's directory
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class ProbeRequest:
     """Ask what launch must know about this host."""
@@ -85,7 +88,7 @@ class ProbeRequest:
     port: int
     token: str
     packages: tuple[str, ...]
-    places: Mapping[str, str]  # cache and scratch from the hosts file, and the checkpoints' directory
+    places: Mapping[str, str]  # cache and scratch from the hosts file, and CHECKPOINTS
     is_head: bool = False
     candidates: tuple[str, ...] = ()  # addresses that the head may have
     inputs: InputCheck | None = None
@@ -94,6 +97,7 @@ class ProbeRequest:
     program: tuple[str, ...] = ()  # of the user's own, to look for; (): none, or it cannot be known before it runs
     shared: str = ""  # the directory of checkpoints, if all hosts must see the same one
     extension: str = ""  # the user's module that the settings name; "": none
+    saves: bool = False  # checkpoints
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -131,8 +135,8 @@ class LaunchFacts:
     workdir: str
     run_place: RunPlace
     places: Mapping[str, RunPlace]
-    free_bytes: int
-    free_files: int | None  # None: the filesystem has no limit
+    free_bytes: int | None  # None: unknown
+    free_files: int | None  # None: no limit, or unknown
     input_fault: str  # "": checkpoint and data can be used, or were not checked
     alive_as: tuple[str, ...] = ()  # other names of this host under which the run is alive here
     has_program: bool = True  # or was not asked for it
@@ -178,7 +182,7 @@ def probe(request: ProbeRequest) -> None:
 
 def _facts(request: ProbeRequest) -> LaunchFacts:
     run, host = run_of(request.run), request.host
-    plan, disk = read_plan(run), os.statvfs("runs" if Path("runs").exists() else ".")
+    plan, here = read_plan(run), "runs" if Path("runs").exists() else "."
     own, mark = addresses(), stop_mark(run, host)
     fault, llama = _look_at(request.inputs)
     extension, extension_fault = _extension(request.extension)
@@ -212,10 +216,10 @@ def _facts(request: ProbeRequest) -> LaunchFacts:
         own=own,
         head={address: _reach(request, address, own) for address in request.candidates},
         workdir=str(Path.cwd()),
-        run_place=place_of(str(run.path)),
-        places={key: place_of(path) for key, path in request.places.items()},
-        free_bytes=disk.f_bavail * disk.f_frsize,
-        free_files=disk.f_favail if disk.f_files else None,
+        run_place=place_of(str(run.path), saves=request.saves and CHECKPOINTS not in request.places),
+        places={key: place_of(path, saves=key == CHECKPOINTS) for key, path in request.places.items()},
+        free_bytes=disk.disk_free_bytes(here),
+        free_files=disk.disk_free_files(here),
         input_fault=fault,
         llama=llama,
         has_program=has_program(request.program),

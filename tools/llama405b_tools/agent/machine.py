@@ -11,7 +11,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from llama405b.contract import reader
+from llama405b.contract import disk, reader
 from llama405b.contract.checkpoints import (
     MANIFEST,
     RunIdentity,
@@ -32,6 +32,7 @@ class PlaceFault(enum.StrEnum):
     DANGLING = "dangling"  # a link to nothing
     DENIED = "denied"
     READ_ONLY = "read-only"  # its filesystem, for everybody
+    REFUSES = "refuses"  # its filesystem, a call that a run makes
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -42,7 +43,8 @@ class RunPlace:
     fault: PlaceFault | None = None
     at: str = ""  # the path at fault: itself, or the nearest above it that exists
     owner: str = ""  # of that
-    free_bytes: int = 0  # there, if nothing stands in the way
+    free_bytes: int | None = None  # there, if nothing stands in the way; None: unknown
+    why: str = ""  # what a run cannot do there, and why
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -72,8 +74,8 @@ def resumable(resume: str, checkpoints: str) -> Resumable | None:
 def saved_identity(directory: Path) -> str:
     """What is equal wherever one directory is seen: not its path, nor its device, which network filesystems choose."""
     there = directory if directory.exists() else directory.parent
-    info, disk = there.stat(), os.statvfs(there)
-    return f"{info.st_ino} {info.st_uid} {info.st_mode} {disk.f_blocks * disk.f_frsize}"
+    info, size = there.stat(), os.statvfs(there)
+    return f"{info.st_ino} {info.st_uid} {info.st_mode} {size.f_blocks * size.f_frsize}"
 
 
 def rdma_ports() -> Rdma:
@@ -86,20 +88,21 @@ def addresses() -> tuple[Address, ...]:
     return tuple(reader.read(Address, each, "an address") for each in hostprobe.network()["addresses"])
 
 
-def place_of(path: str) -> RunPlace:
-    """The full path of a directory that the run writes to, and what stands in the way of that."""
+def place_of(path: str, *, saves: bool = False) -> RunPlace:
+    """The full path of a directory that the run writes to, and what stands in the way of that; ``saves``: checkpoints."""
     full = Path(path).expanduser()
     there = next(parent for parent in (full, *full.parents) if os.path.lexists(parent))
     if not there.exists():
         return RunPlace(str(full), PlaceFault.DANGLING, str(there))
     if not there.is_dir():
         return RunPlace(str(full), PlaceFault.NO_DIRECTORY, str(there))
-    disk = os.statvfs(there)
-    if disk.f_flag & os.ST_RDONLY:
+    if os.statvfs(there).f_flag & os.ST_RDONLY:
         return RunPlace(str(full), PlaceFault.READ_ONLY, str(there))
     if not os.access(there, os.W_OK | os.X_OK):
         return RunPlace(str(full), PlaceFault.DENIED, str(there), user_of(there.stat().st_uid))
-    return RunPlace(str(full), free_bytes=disk.f_bavail * disk.f_frsize)
+    if why := disk.refused_call(str(there), saves):
+        return RunPlace(str(full), PlaceFault.REFUSES, str(there), why=why)
+    return RunPlace(str(full), free_bytes=disk.disk_free_bytes(str(there)))
 
 
 def tmux_fault() -> str:

@@ -365,21 +365,22 @@ class NodeRunner:
     def note_logs(self, child: "subprocess.Popen[bytes]", tail: Tail) -> None:
         """Record how long each log is, and when; look for what ends the run."""
         noted = {path: size for path, (_, size) in tail.marks.items()}
-        with self.run.times(self.host).open("a", encoding="utf-8") as times:
-            while True:
-                ended = child.poll() is not None
-                for path in tail.files():
-                    size = path.stat().st_size
-                    if size != noted.get(path, 0):
-                        noted[path] = size
-                        times.write(f"{time.time():.3f} {size} {path.relative_to(tail.root)}\n")
-                        self.mask.cover(path)
-                times.flush()
-                for piece in tail.new(final=ended) if self.plan.refuse_sockets else ():
-                    self.look_for_sockets(piece.data, child)
-                if ended:
-                    return
-                self.ended.wait(LOGS_EVERY_S)
+        while True:
+            ended = child.poll() is not None
+            for path in tail.files():
+                size = path.stat().st_size
+                if size != noted.get(path, 0):
+                    noted[path] = size
+                    with contextlib.suppress(OSError):  # a full disk
+                        append_line(
+                            self.run.times(self.host), f"{time.time():.3f} {size} {path.relative_to(tail.root)}"
+                        )
+                    self.mask.cover(path)
+            for piece in tail.new(final=ended) if self.plan.refuse_sockets else ():
+                self.look_for_sockets(piece.data, child)
+            if ended:
+                return
+            self.ended.wait(LOGS_EVERY_S)
 
     def show_logs(self, child: "subprocess.Popen[bytes]", tail: Tail) -> None:
         """Print the logs in the tmux pane, for whoever attaches."""

@@ -22,13 +22,12 @@ from llama405b.contract.records import (
     EvaluationMetrics,
     EventKind,
     Metrics,
-    NodeStatus,
     RunEvent,
     Sample,
 )
 from llama405b.settings.axes import Axes
 from llama405b.spec.plan import read_plan
-from llama405b_tools.agent.describe import checkpoints_of, lives, manifest_of
+from llama405b_tools.agent.describe import checkpoints_of, ends_of, lives, manifest_of
 from llama405b_tools.agent.machine import first_gpu, gpus
 from llama405b_tools.agent.messages import (
     AccountReply,
@@ -173,7 +172,7 @@ def _first_launched(run: RunDir, host: str) -> float:
 
 def attempts_of(run: RunDir, host: str, newest: int, steps: Sequence[Metrics], *, alive: bool) -> list[Attempt]:
     """Return a run's launches, as a host knows them."""
-    ends = {end.attempt: end for end in read_records(NodeStatus, run.ends(host), EVERY)}
+    ends = {end.attempt: end for end in ends_of(run, host)}
     blames = {blame.attempt: blame for blame in read_records(Blame, run.blames(host), EVERY)}
     last = {step.attempt: step.time for step in steps}
     saves = dict.fromkeys(range(1, newest + 1), 0.0)

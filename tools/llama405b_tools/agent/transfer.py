@@ -24,20 +24,20 @@ import json
 import os
 import queue
 import re
-import shutil
 import socket
 import stat
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import IO, NoReturn, ParamSpec, Protocol
+from typing import IO, ParamSpec, Protocol
 
 from llama405b.contract import reader
-from llama405b.contract.errors import UserError, and_more, reason_of, size_words
+from llama405b.contract.disk import disk_free_bytes
+from llama405b.contract.errors import UserError, and_more, reason_of, shown_name, size_words
+from llama405b.contract.files import walk
 from llama405b.contract.hashes import BLOCK_BYTES, BlockHasher, Blocks, DirectFile, Hashes, n_blocks
 from llama405b.spec.models import SMALL_FILES
 from llama405b.spec.tensors import INDEX, Layout, Part, fingerprint_of, part_file, read_tensors
-from llama405b_tools.text.words import shown_name
 
 LOOK = "look\n"  # sent to the hosts of a chain once all have left their marks
 
@@ -149,37 +149,20 @@ def list_files(root: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
         return (root.name,), ()
     names, hidden, empty, odd = list[str](), list[str](), list[str](), list[str]()
 
-    def fail(error: OSError) -> NoReturn:
-        raise UserError(
-            f"{shown_name(str(error.filename))}: cannot be read ({reason_of(error)}); fix that, then push"
-        ) from None
-
-    for folder, below, files in os.walk(root, followlinks=True, onerror=fail):
-        here = Path(folder)
+    for here, below, files in walk(root):
         hidden += [str((here / name).relative_to(root)) for name in (*below, *files) if name.startswith(".")]
         empty += [str(here.relative_to(root))] * (not below and not files)
-        below[:] = [name for name in below if not name.startswith(".")]
-        for path in [here / name for name in (*below, *files) if not name.startswith(".")]:
-            if path.is_symlink():
-                _check_link(path)
+        for path in [here / name for name in files if not name.startswith(".")]:
             if path.is_file() and not os.access(path, os.R_OK):
-                raise UserError(f"{shown_name(str(path))}: cannot be read (Permission denied); fix that, then push")
-            if not path.is_dir():
-                (names if path.is_file() else odd).append(str(path.relative_to(root)))
+                raise UserError(
+                    f"{shown_name(str(path))}: cannot be read (Permission denied); give this user the right"
+                )
+            (names if path.is_file() else odd).append(str(path.relative_to(root)))
     why = (("hidden", hidden), ("empty directories", empty), ("neither files nor directories", odd))
     notes = [
         f"left out, {what}: {', '.join(map(shown_name, found[:5]))}{and_more(found, 5)}" for what, found in why if found
     ]
     return tuple(sorted(names, key=lambda name: Path(name).parts)), tuple(notes)
-
-
-def _check_link(path: Path) -> None:
-    """Refuse a link to what is not there, and one to a directory that it is in."""
-    to = f"{shown_name(str(path))}: is a link to {shown_name(str(path.readlink()))}, "
-    if not path.exists():
-        raise UserError(f"{to}which does not exist; complete the files, or delete the link")
-    if path.is_dir() and path.resolve() in path.parent.resolve().joinpath("-").parents:
-        raise UserError(f"{to}a directory that it is in; delete the link")
 
 
 class DirectorySource:
@@ -493,8 +476,8 @@ class Receiver:
     def _check_space(self, n_bytes: int) -> None:
         """Check that what is lacking has room here."""
         self.root.mkdir(parents=True, exist_ok=True)
-        free = shutil.disk_usage(self.root).free
-        if n_bytes > free:
+        free = disk_free_bytes(str(self.root))
+        if free is not None and n_bytes > free:
             raise OSError(f"{self.root} has {size_words(free)} free, but needs {size_words(n_bytes)}; make room")
 
     def accept(self) -> socket.socket:

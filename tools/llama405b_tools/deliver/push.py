@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from llama405b.contract.errors import RunError, UserError, and_more, code_for, counted, given
+from llama405b.contract.errors import RunError, UserError, and_more, code_for, counted, given, shown_name
 from llama405b.settings.axes import Axes
 from llama405b.settings.schema import Parallel
 from llama405b.spec.tensors import INDEX, SINGLE, Part
@@ -24,7 +24,7 @@ from llama405b_tools.hosts.transport import replies, shell_path, unanswered
 from llama405b_tools.launch.placement import first_ranks
 from llama405b_tools.launch.preflight import fault_list
 from llama405b_tools.text.figures import format_table
-from llama405b_tools.text.words import fold_names, shown_name
+from llama405b_tools.text.words import fold_names
 
 VERIFIED = "every file verified"
 MOST_NAMED = 5  # of what git ignores
@@ -220,6 +220,7 @@ def _source_of(origin: Origin) -> FileSource | None:
 
 
 ASK_S = 60.0
+COPY_S = 4 * 3600.0  # where links are refused, of terabytes
 FOR_EXPORT = "for-export"  # below the directory of checkpoints
 
 Places = dict[str, tuple[str, str]]  # by file: a host that has it, and the directory there
@@ -311,11 +312,12 @@ def _lacks(run: str, save: Save, missing: Sequence[str]) -> str:
 
 
 def _link(fleet: Fleet, head: str, path: str, places: Places) -> None:
-    """Link what the head has itself into the directory: a run that goes on may delete a step meanwhile."""
+    """Link what the head has itself into the directory, or copy it where links are refused: a run that goes on may delete it."""
     lines = [f"mkdir -p {shlex.quote(f'{path}/model')}"]
     for name, (host, there) in places.items():
         if host == head:
-            lines.append(f"ln -f {shlex.quote(f'{there}/{name}')} {shlex.quote(f'{path}/{name}')}")
-    done = fleet.connection(head).run(" && ".join(lines), "", ASK_S)
+            both = f"{shlex.quote(f'{there}/{name}')} {shlex.quote(f'{path}/{name}')}"
+            lines.append(f"{{ ln -f {both} 2>/dev/null || cp -f {both}; }}")
+    done = fleet.connection(head).run(" && ".join(lines), "", COPY_S)
     if done.code:
         raise RunError(f"{head}: {path} cannot be made ({done.err.strip()}); fix that, then export again")

@@ -22,10 +22,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
-from llama405b.contract.errors import UserError, and_more, counted, given, last_of, reason_of
+from llama405b.contract.errors import UserError, and_more, counted, given, last_of, reason_of, shown_name
 from llama405b.contract.software import SUFFIXES
 from llama405b_tools.hosts.transport import Connection, HostError, Result, shell_path
-from llama405b_tools.text.words import shown_name
 
 MANIFEST = ".llama405b-code"  # on the host: what the last push sent, a line each: SHA-256, two spaces, ./name
 PACKAGES = "./llama405b ./tools/llama405b_tools"

@@ -33,7 +33,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from llama405b.contract import reader
+from llama405b.contract import disk, reader
 from llama405b.contract.errors import RunError, UserError, given, last_of, short
 from llama405b.contract.files import refuse_others_writing
 from llama405b.contract.software import LOADER
@@ -369,16 +369,16 @@ def standalone_command(name: str) -> str:
     return f"exec python3 -I -c {shlex.quote(loader)} 2>&1"
 
 
+AGENT = Path(__file__).parents[1] / "agent"
 # Files of what travels to a host, besides the one of its name; they stand before it.
-PARTS = {"sampler": ["sampled_run"]}
+PARTS = {"sampler": AGENT / "sampled_run.py", "hostprobe": Path(disk.__file__)}
 
 
 @functools.cache
 def program_text(name: str) -> str:
     """Return the source of ``sampler`` or ``hostprobe``: its files in one, without what imports one of them from another."""
-    folder = Path(__file__).parents[1] / "agent"
-    texts = [(folder / f"{part}.py").read_text(encoding="utf-8") for part in (*PARTS.get(name, ()), name)]
-    return re.sub(r"^from llama405b_tools\..*\n", "", "\n".join(texts), flags=re.MULTILINE)
+    texts = [file.read_text(encoding="utf-8") for file in (PARTS[name], AGENT / f"{name}.py")]
+    return re.sub(r"^from llama405b(_tools)?\..*\n", "", "\n".join(texts), flags=re.MULTILINE)
 
 
 def standalone_input(name: str, request: Mapping[str, Any]) -> str:

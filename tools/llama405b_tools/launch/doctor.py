@@ -98,6 +98,7 @@ class _Questions:
     def __init__(self, fleet: Fleet, port: int, needs: Needs) -> None:
         self.fleet, self.head = fleet, next(iter(fleet.hosts))
         self.shared = needs.shared
+        self.saves = needs.settings.checkpoint.dir if needs.settings else ""
         local = [name for name, host in fleet.hosts.items() if host.loopback]  # one machine: they share its ports
         self.ports = dict.fromkeys(fleet.hosts, port) | {name: port + i for i, name in enumerate(local)}
         self.needs = dict.fromkeys(fleet.hosts, Needs()) | {self.head: needs}
@@ -110,6 +111,7 @@ class _Questions:
         connection = self.fleet.connection(name)
         needs = self.needs[name]
         workdir = self.fleet.workdir(name)
+        saves = self.saves if self.saves.startswith(("/", "~")) else f"{workdir}/{self.saves}".rstrip("/")
         began = time.monotonic()
         alive = connection.run("command -v python3 || echo none", "", FACTS_TIMEOUT_S)
         self.latency_ms[name] = round((time.monotonic() - began) * 1000, 1)
@@ -123,7 +125,8 @@ class _Questions:
             "token": self.tokens[name],
             "workdir": workdir,
             "python": self.fleet.python(name),
-            "paths": [workdir, *self.fleet.hosts[name].places.values()],
+            "paths": list(dict.fromkeys([workdir, *self.fleet.hosts[name].places.values(), saves])),
+            "saves": saves,
             "rates": True,
             "weights": needs.weights,
             "hash": needs.hash_weights,
@@ -243,7 +246,7 @@ def _room(facts: HostFacts) -> tuple[str, str, str]:
     if memory:
         ram = f"{memory.total / GIB:.0f} GiB"
     if work:
-        free = f"{work.free / 1e9:,.0f} GB"
+        free = DASH if work.free is None else f"{work.free / 1e9:,.0f} GB"
     if work and work.write_per_s:
         rate = f"{work.write_per_s / 1e9:.1f} GB/s"
     return ram, free, rate

@@ -70,7 +70,7 @@ class Memory:
 class Filesystem:
     """A mounted filesystem (``mount``, ``type``, ``size``), or the one that holds a requested directory (``path``)."""
 
-    free: int  # bytes
+    free: int | None  # bytes; None: unknown
     mount: str = ""
     type: str = ""
     size: int = 0
@@ -79,6 +79,7 @@ class Filesystem:
     read_only: bool = False  # for everybody
     write_per_s: float | None = None  # bytes
     free_files: int | None = None  # None: no limit, or unknown
+    refuses: str = ""  # what a run cannot do there, and why
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

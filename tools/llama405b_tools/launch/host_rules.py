@@ -2,7 +2,6 @@
 
 import collections
 import dataclasses
-import operator
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeAlias
@@ -276,7 +275,7 @@ def _disks(facts: HostFacts) -> Remarks:
 
 def _disk(entry: Filesystem) -> Remarks:
     """Check the filesystem of a directory that a run writes to."""
-    if entry.free < GIB:
+    if entry.free is not None and entry.free < GIB:
         yield BAD, f"{entry.path} has {entry.free / GIB:.2f} GiB free", "make room, or set workdir= on another disk"
     if entry.free_files is not None and entry.free_files < MIN_FREE_FILES:
         what = f"{entry.path} is out of inodes ({counted(entry.free_files, 'more file')} can be created)"
@@ -286,14 +285,16 @@ def _disk(entry: Filesystem) -> Remarks:
         yield BAD, f"{entry.path} is on a filesystem that is read-only", remedy
     elif not entry.writable:
         yield BAD, f"{entry.path} cannot be written", "choose a directory of your own, or change its owner"
+    elif entry.refuses:
+        yield BAD, f"in {entry.path} a run cannot {entry.refuses}", "choose a directory on another disk"
 
 
 def _mounts(facts: HostFacts) -> Remarks:
     """Point out filesystems with more room for weights and checkpoints."""
     work, mounts = facts.working_disk, [entry for entry in facts.filesystems if entry.mount]
     local = [entry for entry in mounts if entry.type not in NETWORK and entry.mount not in ("/", "/boot")]
-    roomy = max(local, key=operator.attrgetter("free"), default=None)
-    if work and roomy and roomy.free > ROOMIER * work.free:
+    roomy = max(local, key=lambda entry: entry.free or 0, default=None)
+    if work and work.free is not None and roomy and roomy.free and roomy.free > ROOMIER * work.free:
         what = f"{roomy.mount} ({roomy.type}) has {roomy.free / 1e9:,.0f} GB free, the working directory "
         yield NOTE, f"{what}{work.free / 1e9:,.0f} GB", f"point cache= and scratch= below {roomy.mount}"
     for entry in mounts:

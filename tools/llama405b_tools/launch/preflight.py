@@ -25,7 +25,7 @@ from llama405b.settings.schema import Config
 from llama405b.spec.models import factors
 from llama405b.spec.plan import Plan
 from llama405b.spec.rules import check_mesh
-from llama405b_tools.agent.launch_facts import InputCheck, LaunchFacts, ProbeRequest
+from llama405b_tools.agent.launch_facts import CHECKPOINTS, InputCheck, LaunchFacts, ProbeRequest
 from llama405b_tools.agent.machine import PlaceFault, RunPlace
 from llama405b_tools.hosts.fleet import Dialogue, Fleet, command_to_type, ssh_address
 from llama405b_tools.hosts.inventory import LOCAL, Host
@@ -103,7 +103,7 @@ def unfit_hosts(request: LaunchRequest, hosts: Sequence[Host], answers: Facts) -
 def check_host(request: LaunchRequest, host: Host, facts: LaunchFacts) -> None:
     """Check what a host has by itself."""
     _check_programs(request, facts)
-    _check_places(facts)
+    _check_places(request, facts)
     _check_disk(facts)
     fault = facts.gpu_fault if request.config else ""  # a program of the user's own may need no GPU
     if not request.on_cpu and (0 < facts.gpus < host.slots or (fault and not 0 < host.slots <= facts.gpus)):
@@ -138,18 +138,22 @@ def _check_programs(request: LaunchRequest, facts: LaunchFacts) -> None:
         raise UnfitError("the `ip` program is not installed; install iproute2 there")
 
 
-def _check_places(facts: LaunchFacts) -> None:
+def _check_places(request: LaunchRequest, facts: LaunchFacts) -> None:
     if facts.run_place.fault:
         why = place_words(facts.run_place)
-        raise UnfitError(f"{facts.run_place.path} cannot be written: {why}; fix that, or set workdir=")
+        elsewhere = ""
+        if facts.run_place.fault is PlaceFault.REFUSES and request.saves and not request.settings.checkpoint.dir:
+            elsewhere = " or, if it is only for saves, --checkpoint.dir"
+        raise UnfitError(f"{facts.run_place.path} cannot be written: {why}; fix that, or set workdir={elsewhere}")
     for key, place in facts.places.items():
         if place.fault:
             why = place_words(place)
-            raise UnfitError(f"{key}={place.path} cannot be created or written: {why}; name a directory of your own")
+            other = "another directory" if place.fault is PlaceFault.REFUSES else "a directory of your own"
+            raise UnfitError(f"{key}={place.path} cannot be created or written: {why}; name {other}")
 
 
 def _check_disk(facts: LaunchFacts) -> None:
-    if facts.free_bytes < LEAST_FREE_BYTES:
+    if facts.free_bytes is not None and facts.free_bytes < LEAST_FREE_BYTES:
         free = f"{facts.free_bytes / (1 << 20):.0f} MiB free at {facts.workdir}"
         raise UnfitError(f"its disk is full ({free}); make room, or set workdir= on another disk")
     if facts.free_files is not None and facts.free_files < LEAST_FREE_FILES:
@@ -204,6 +208,8 @@ def place_words(place: RunPlace) -> str:
             return f"{place.at} is a link to nothing"
         case PlaceFault.DENIED:
             return f"{place.at} belongs to {place.owner}, and you cannot write it"
+        case PlaceFault.REFUSES:
+            return f"in {place.at} a run cannot {place.why}"
         case PlaceFault.READ_ONLY:
             return f"the filesystem of {place.at} is read-only (after an I/O error, dmesg says why)"
         case _:
@@ -483,7 +489,7 @@ def _probe_request(request: LaunchRequest, host: Host, port: int, token: str, *,
     program = request.program if is_known else ()
     places = host.places
     if request.saves and request.settings.checkpoint.dir:
-        places |= {"--checkpoint.dir": request.settings.checkpoint.dir}
+        places |= {CHECKPOINTS: request.settings.checkpoint.dir}
     model = request.settings.model
     weights = model.path if request.config and model.weights == "files" else ""
     shared = shared_directory(request)
@@ -500,6 +506,7 @@ def _probe_request(request: LaunchRequest, host: Host, port: int, token: str, *,
         shared=shared,
         extras=extras,
         extension=request.settings.training.extend,
+        saves=request.saves,
     )
 
 

@@ -30,7 +30,7 @@ from llama405b.settings.schema import Config
 from llama405b.spec.models import describe, n_trained
 from llama405b.spec.plan import Plan
 from llama405b.spec.rules import rounding_note
-from llama405b_tools.agent.launch_facts import LaunchFacts
+from llama405b_tools.agent.launch_facts import CHECKPOINTS, LaunchFacts
 from llama405b_tools.agent.messages import (
     ANSWER_WITHIN_S,
     KEEP,
@@ -306,7 +306,7 @@ def room_faults(request: LaunchRequest, plan: Plan, answers: Mapping[str, Launch
     faults = {}
     best = checkpoint.keep_best
     for name, n_bytes in takes.items():
-        place = answers[name].places.get("--checkpoint.dir", answers[name].run_place)
+        place = answers[name].places.get(CHECKPOINTS, answers[name].run_place)
         try:
             check_room(place.free_bytes, n_bytes, checkpoint.keep + best, best=best)
         except NoRoomError as error:

@@ -294,6 +294,7 @@ PARTS = (
 MARKED = {
     EventKind.SAVED: "good",
     EventKind.NOT_SAVED: "bad",
+    EventKind.NOT_WRITTEN: "warn",
     EventKind.RESUMED: "b",
     EventKind.SPIKE: "warn",
     EventKind.NOT_FINITE: "bad",

@@ -185,6 +185,7 @@ def event_words(event: RunEvent) -> str:
         EventKind.PASSED_OVER: f"{name} was passed over",
         EventKind.SAVED: f"saved {name} in {span(event.took_s)}, of which training waited {span(event.blocked_s)}",
         EventKind.NOT_SAVED: f"step {step} was not saved",
+        EventKind.NOT_WRITTEN: f"{counted(event.count, 'line')} of numbers up to step {step} were lost",
         EventKind.AFTER_SAVE: f"checkpoint.after_save succeeded{given(' for step {}', step)}",
         EventKind.AFTER_SAVE_FAILED: "checkpoint.after_save failed",
         EventKind.BUDGET: "most of the budget is spent",

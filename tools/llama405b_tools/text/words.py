@@ -58,12 +58,6 @@ def printable(line: str) -> str:
     return LINE_CONTROLS.sub("�", line)
 
 
-def shown_name(name: str) -> str:
-    """Return the name of a file for people: bytes that are no text, and control characters, as they are written in a string."""
-    text = name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
-
-
 def tidy(value: Any, *, lines: bool = False) -> Any:
     """Clean all text within a value that a host sent: no control characters, and line breaks only in fields that may have them."""
     if type(value) is str:
