@@ -232,3 +232,37 @@ def test_a_job_whose_time_is_over_saves_first(type_in):
     state = type_in("status --run t")
     assert re.search(r"newest checkpoint: .*/step-\d{8}$", state.stdout, re.MULTILINE), state.stdout
     assert state.stdout.count("stopped") >= 2
+
+
+def test_a_slurm_that_a_module_brings_in_a_step_s_shell_and_an_odd_directory(type_in, cluster):
+    for i in range(1, 5):
+        cluster.exec(i, "sh", "-c", "mkdir -p /opt/slurm && cp /etc/slurm/slurm.conf /opt/slurm/")
+    cluster.exec(1, "mv", "/etc/slurm/slurm.conf", "/etc/slurm/away")
+    place = cluster.shared / "run%x%A"
+    place.mkdir()
+    (place / "cpus.py").write_text(
+        "import os, time; print(sorted(os.sched_getaffinity(0)), os.environ.get('SLURM_STEP_X'), flush=True)\n"
+    )
+    step = "SLURM_CONF=/opt/slurm/slurm.conf SLURM_CPUS_PER_TASK=1 SLURM_CPU_BIND=cores SLURM_STEP_X=1 SBATCH_WAIT=1"
+
+    def call(line):
+        cli = f"PYTHONPATH={ROOT}:{ROOT}/tools {sys.executable} -m llama405b_tools.cli"
+        return cluster.exec(1, "sh", "-c", f"cd {place} && {step} {cli} {line}", check=False, timeout=60)
+
+    try:
+        done = call(f"launch --run m --slurm '-N 1 -w node-2 --time 30' --follow {FAKE_TRAINER} -- cpus.py")
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "SBATCH_WAIT is not used: launch does not wait for the job's end; use --follow" in done.stdout
+        assert "[0, 1] None" in call("logs --run m").stdout
+        job = json.loads((place / "runs/m/slurm.json").read_text())["job"]
+        assert (place / f"runs/m/slurm-{job}.log").exists()
+        waits = call(f"launch --run w --slurm '-N 1 -w node-2 --begin=now+1hour' {FAKE_TRAINER} -- cpus.py")
+        assert waits.returncode == 0, waits.stderr
+        assert "is PENDING" in call("status --run w").stdout
+        assert call("stop --run w").returncode == 0
+        assert cluster.exec(1, "sh", "-c", "SLURM_CONF=/opt/slurm/slurm.conf squeue -h").stdout == ""
+        refused = call(f"launch --run a --slurm '-N 1 --array=0-1' {FAKE_TRAINER} -- cpus.py")
+        assert (refused.returncode, "--array: a run is one job" in refused.stderr) == (2, True)
+        assert not (place / "runs/a").exists()
+    finally:
+        cluster.exec(1, "mv", "/etc/slurm/away", "/etc/slurm/slurm.conf")

@@ -202,6 +202,7 @@ def odd_disk(place, *odds):
     finally:
         become()
         subprocess.run(["umount", "-l", place], check=False)
+        child.terminate()  # whoever still has something open there
         child.wait(20)
 
 

@@ -448,6 +448,7 @@ class LogMask:
         return sorted(self.root.rglob("*.log")) if self.pieces else []
 
 
+FINDS_SLURM = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT")
 SLURM_TIMEOUT_S = 30.0
 JOB_GONE = (
     "COMPLETED",
@@ -484,6 +485,15 @@ def job_alive(job: str) -> bool:
     return job_state(job) in ("RUNNING", "COMPLETING", "SUSPENDED", "STAGE_OUT", "SIGNALING", "STOPPED")
 
 
+def slurm_environment() -> dict[str, str]:
+    """Return the environment for Slurm's programs: what finds the cluster, and nothing of the job or step that this is part of.
+
+    sbatch hands its environment to the job: in a shell of a step, all ranks would be bound to that step's CPUs.
+    """
+    of_step = ("SLURM_", "SLURMD_", "SRUN_", "PMI_", "PMIX_")
+    return {name: value for name, value in os.environ.items() if name in FINDS_SLURM or not name.startswith(of_step)}
+
+
 def call_slurm(argv: Sequence[str]) -> "subprocess.CompletedProcess[str]":
     """Run one of Slurm's programs.
 
@@ -492,7 +502,9 @@ def call_slurm(argv: Sequence[str]) -> "subprocess.CompletedProcess[str]":
         RunError: It does not answer.
     """
     try:
-        return subprocess.run(argv, capture_output=True, text=True, timeout=SLURM_TIMEOUT_S, check=False)
+        return subprocess.run(
+            argv, env=slurm_environment(), capture_output=True, text=True, timeout=SLURM_TIMEOUT_S, check=False
+        )
     except FileNotFoundError:
         raise UserError(f"{argv[0]} is not installed here; run this on a login node of the cluster") from None
     except subprocess.TimeoutExpired:

@@ -43,6 +43,7 @@ MAX_LINE = 1 << 24  # of a stream, in case a host never ends its line
 # All that a run inherits from its launcher's environment; everything else, above all secrets, is passed explicitly.
 ENV = (
     "PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_ALL", "TMPDIR", "XDG_RUNTIME_DIR", "LD_LIBRARY_PATH", "HF_HOME",
+    "SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS",  # of a Slurm that a module brings
 )  # fmt: skip
 
 

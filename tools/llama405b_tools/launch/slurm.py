@@ -15,8 +15,10 @@ becomes the node runner of its part.
 
 import contextlib
 import dataclasses
+import math
 import os
 import random
+import re
 import secrets as random_secrets
 import shlex
 import shutil
@@ -33,6 +35,10 @@ from llama405b.contract.errors import RunError, UserError, given
 from llama405b.contract.files import read_record, write_json
 from llama405b.contract.paths import UMASK, RunDir
 from llama405b.contract.software import code_version, own_argv
+from llama405b.predict.estimate import DISK_BYTES_PER_S
+from llama405b.predict.run_shape import checkpoint_bytes_per_parameter
+from llama405b.predict.search import known_shape
+from llama405b.spec.models import n_trained
 from llama405b.spec.plan import Plan, read_plan
 from llama405b_tools.agent import machine, processes
 from llama405b_tools.agent.machine import RunPlace, place_of, resumable
@@ -40,14 +46,17 @@ from llama405b_tools.agent.node import NodeRunner
 from llama405b_tools.agent.processes import read_secrets, write_secrets
 from llama405b_tools.hosts.fleet import command_to_type
 from llama405b_tools.hosts.transport import disagreements
+from llama405b_tools.launch import sbatch
 from llama405b_tools.launch.placement import HostSpec, LaunchSpec, RunSpec, build_plan
 from llama405b_tools.launch.preflight import other_name, place_words
 from llama405b_tools.launch.request import LaunchRequest
 from llama405b_tools.parsers import Address, Rdma
 from llama405b_tools.run import backends
 from llama405b_tools.run.backends import POLL_S, JobRecord, job_of, job_words
+from llama405b_tools.text.figures import span
 
-SIGNAL_BEFORE_S = 300  # before the job's time limit, for the trainer to save
+MOST_LEAD_S = 300  # before the job's time limit, for the trainer to save, unless a save takes longer
+LEAST_LEAD_S = 20
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -69,18 +78,30 @@ def submit(request: LaunchRequest, options: str) -> str:
     if not shutil.which("sbatch"):
         raise UserError("--slurm: sbatch is not installed here; launch from a login node of the cluster")
     words, run = _options(options), RunDir(Path.cwd() / "runs" / request.run)
+    asked = {option.name: value for option, value in sbatch.given(words)}
+    if "requeue" in asked and request.secrets:
+        raise UserError("--slurm: --requeue: secrets are not kept, so the job cannot start again; leave it out")
+    limit_s = sbatch.time_limit_s(asked.get("time") or os.environ.get("SBATCH_TIMELIMIT", ""))
+    lead_s = _lead_s(request, limit_s, asked.get("nodes", ""))
     is_new = not run.path.exists()
     _check_run(request, run)
     for leftover in [*run.path.glob("status/*.stop"), *run.path.glob("status/*.where")]:
         leftover.unlink()
-    _write_request(request, run)
-    done = processes.call_slurm(["sbatch", *_own_options(request, run), *words, str(run.job_script)])
-    if done.returncode:
+    _write_request(request, run, lead_s)
+    refused = sbatch.refused_variables(os.environ)
+    for variable, why in refused.items():
+        print(f"{variable} is not used: {why}", flush=True)
+        del os.environ[variable]
+    done = processes.call_slurm(["sbatch", *words, *_own_options(request, run, lead_s), str(run.job_script)])
+    job = done.stdout.strip().partition(";")[0]
+    if done.returncode or not job.isdecimal():
         run.job_secrets.unlink(missing_ok=True)
         if is_new:
             shutil.rmtree(run.path)
-        raise UserError(f"--slurm: sbatch refused ({' '.join(done.stderr.split())[:300]}); correct the options")
-    job = done.stdout.strip().partition(";")[0]
+        why = " ".join(f"{done.stderr} {done.stdout}".split())[:300]
+        raise UserError(f"--slurm: sbatch refused ({why}); correct the options")
+    if limit_s and request.saves:
+        print(f"it saves and stops {span(lead_s)} before its time limit of {span(limit_s)}", flush=True)
     write_json(run.job, JobRecord(job, options))
     return job
 
@@ -102,22 +123,36 @@ def _check_run(request: LaunchRequest, run: RunDir) -> None:
         raise UserError(f"--run: {request.run!r} is already job {earlier.job}; `{stop}` ends it")
 
 
-def _write_request(request: LaunchRequest, run: RunDir) -> None:
+def _lead_s(request: LaunchRequest, limit_s: float | None, nodes: str) -> int:
+    """Return how long before its time limit a job is told to save: a tenth of it, and what a save takes of so many nodes."""
+    save_s = 0.0
+    n_nodes = re.match(r"\d+", nodes)
+    if n_nodes and request.config and request.saves and (llama := known_shape(request.config, "")):
+        parallel = request.config.parallel
+        n_bytes = checkpoint_bytes_per_parameter(parallel.numerics, parallel.moments) * n_trained(
+            llama, request.config.adapter
+        )
+        save_s = 2 * n_bytes / DISK_BYTES_PER_S / int(n_nodes[0])
+    return int(max(LEAST_LEAD_S, save_s, min(MOST_LEAD_S, limit_s / 10 if limit_s else math.inf)))
+
+
+def _write_request(request: LaunchRequest, run: RunDir, lead_s: int) -> None:
     """Write what the job's nodes read."""
     resume = request.resume if request.evaluates else "auto"
     again = dataclasses.replace(request, resume=resume).training_program()
-    write_json(run.job_request, JobRequest(request.spec(), again, SIGNAL_BEFORE_S - 60, request.places))
+    write_json(run.job_request, JobRequest(request.spec(), again, 0.8 * lead_s, request.places))
     if request.secrets:
         write_secrets(run.job_secrets, dict(request.secrets))
     run.job_script.write_text(job_script(request.run, run.path), encoding="utf-8")
 
 
-def _own_options(request: LaunchRequest, run: RunDir) -> list[str]:
+def _own_options(request: LaunchRequest, run: RunDir, lead_s: int) -> list[str]:
+    """Return what launch asks of sbatch; it comes last, and wins."""
     options = [
         "--parsable",
         "--ntasks-per-node=1",
-        f"--signal=B:USR1@{SIGNAL_BEFORE_S}",
-        f"--output={run.path}/slurm-%j.log",
+        f"--signal=B:USR1@{lead_s}",
+        f"--output={str(run.path).replace('%', '%%')}/slurm-%j.log",
         "--open-mode=append",
     ]
     if request.secrets:  # they are not kept, so the job cannot start again
@@ -135,7 +170,7 @@ def job_script(name: str, directory: Path) -> str:
             f"cd {shlex.quote(str(Path.cwd()))} || exit 2",
             "unset PYTHONHOME",
             f"trap {shlex.quote(shlex.join([*node, 'save']))} USR1  # the job's time is nearly over",
-            f"srun --ntasks-per-node=1 --kill-on-bad-exit=0 {shlex.join(node)} &",
+            f"srun --ntasks=$SLURM_JOB_NUM_NODES --ntasks-per-node=1 --kill-on-bad-exit=0 {shlex.join(node)} &",
             "while :; do wait $!; code=$?; kill -0 $! 2>/dev/null || exit $code; done",
             "",
         ]
@@ -287,7 +322,7 @@ def _check_places(found: Mapping[str, NodeWhere]) -> None:
                 why = f"{place.path!r} is not a full path on that node; set its variables there, or name another directory"
                 raise SystemExit(f"{name}: --{key}: {why}")
             if place.fault:
-                why = f"{place.path} cannot be created or written; name a directory of your own"
+                why = f"{place.path} cannot be created or written: {place_words(place)}; name another directory"
                 raise SystemExit(f"{name}: --{key}: {why}")
 
 

@@ -1,0 +1,116 @@
+"""sbatch's options, each kept, or refused since it would change what a run is; and its variables, by the same table. Pure.
+
+Source: sbatch(1) of Slurm 22.05. An option that is not in it goes to sbatch, which refuses what it does not know.
+"""
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+
+from llama405b.contract.errors import UserError
+
+# Each as name/letter, with a colon if a value follows as the next word.
+KEPT = """
+    account/A: acctg-freq: batch: bb: bbf: begin/b: cluster-constraint: comment: constraint/C: container: contiguous core-spec/S:
+    cores-per-socket: cpu-freq: cpus-per-gpu: cpus-per-task/c: deadline: delay-boot: dependency/d: distribution/m: exclude/x:
+    exclusive export: export-file: extra-node-info/B: get-user-env gid: gpu-freq: gpus/G: gpus-per-node: gpus-per-socket: gres:
+    gres-flags: hint: hold/H ignore-pbs job-name/J: kill-on-invalid-dep: licenses/L: mail-type: mail-user: mcs-label: mem: mem-bind:
+    mem-per-cpu: mem-per-gpu: mincpus: network: nice no-kill/k no-requeue nodefile/F: nodelist/w: nodes/N: oversubscribe/s parsable
+    partition/p: power: prefer: priority: profile: propagate qos/q: quiet/Q reboot requeue reservation: sockets-per-node: spread-job
+    switches: thread-spec: threads-per-core: time/t: time-min: tmp: uid: use-min-nodes verbose/v wait-all-nodes: wckey:
+"""
+REFUSED = {  # and what to do instead
+    "array/a:": "a run is one job; launch each run by itself",
+    "chdir/D:": "a run belongs to the directory it is launched in; launch from that one",
+    "clusters/M:": "status and stop would ask this cluster; set the variable SLURM_CLUSTERS, which they read, too",
+    "error/e: open-mode: output/o:": "the job's log is runs/<run>/slurm-<job>.log; leave it out",
+    "gpu-bind:": "the one task of a node needs all of the job's GPUs there; leave it out",
+    "gpus-per-task: ntasks/n: ntasks-per-core: ntasks-per-gpu: ntasks-per-node: ntasks-per-socket: overcommit/O": (
+        "each node has one task, which starts a rank for each of its GPUs; say --nodes, --gpus-per-node and --cpus-per-task"
+    ),
+    "help/h test-only usage version/V": "it submits no job; run sbatch yourself for that",
+    "input/i: wrap:": "launch writes the job's script; name what is to run after --",
+    "signal:": (
+        "a run saves at the signal that launch asks for; set --time, of which a tenth is left for that, 5 minutes at most"
+    ),
+    "wait/W": "launch does not wait for the job's end; use --follow",
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Option:
+    """An option of sbatch."""
+
+    name: str
+    letter: str = ""
+    valued: bool = False  # a value follows, as the next word if not by an equals sign
+    why: str = ""  # it is refused; "": it is kept
+
+
+def _option(word: str, why: str = "") -> Option:
+    name, _, letter = word.rstrip(":").partition("/")
+    return Option(name, letter, word.endswith(":"), why)
+
+
+_ALL = [(word, "") for word in KEPT.split()] + [(word, why) for words, why in REFUSED.items() for word in words.split()]
+OPTIONS: Mapping[str, Option] = {
+    option.name: option for option in sorted((_option(*each) for each in _ALL), key=lambda each: each.name)
+}
+LETTERS = {option.letter: option for option in OPTIONS.values() if option.letter}
+
+
+def given(words: Sequence[str]) -> list[tuple[Option, str]]:
+    """Return the options in words, each with its value, as getopt_long(3) reads them; unknown ones are left to sbatch.
+
+    Raises:
+        UserError: An option would change what a run is, or a word is none.
+    """
+    found, left = list[tuple[Option, str]](), list(words)
+    while left:
+        word = left.pop(0)
+        name, has_value, value = word.partition("=")
+        if word.startswith("--") and len(word) > 2:
+            alike = [known for known in OPTIONS if known.startswith(name[2:])]
+            option = OPTIONS.get(name[2:]) or (OPTIONS[alike[0]] if len(alike) == 1 else Option(name[2:]))
+            if option.valued and not has_value:
+                value = left.pop(0) if left else ""
+            found.append((option, value))
+        elif word.startswith("-") and len(word) > 1:
+            option, value = LETTERS.get(word[1], Option(word[1])), word[2:].removeprefix("=")
+            if option.valued and not value:
+                value = left.pop(0) if left else ""
+            elif not option.valued and value:
+                left.insert(0, f"-{value}")
+                value = ""
+            found.append((option, value))
+        else:
+            raise UserError(f"--slurm: {word!r} is no option of sbatch; name what is to run after --")
+    for option, value in found:
+        if option.why and not (option.name == "ntasks-per-node" and value == "1"):
+            raise UserError(f"--slurm: --{option.name}: {option.why}")
+    return found
+
+
+def refused_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of sbatch that would do what an option is refused for, each with why."""
+    found = {}
+    for variable in environment:
+        if variable.startswith("SBATCH_"):
+            name = variable.removeprefix("SBATCH_")
+            option = OPTIONS.get("array" if name == "ARRAY_INX" else name.lower().replace("_", "-"))
+            if option and option.why:
+                found[variable] = option.why
+    return found
+
+
+def time_limit_s(text: str) -> float | None:
+    """Return the seconds of a time limit as sbatch(1) writes it: minutes, M:S, H:M:S, D-H, D-H:M, D-H:M:S; None: not a time, or none."""
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
+    if not match:
+        return None
+    days, first, second, third = (int(part or 0) for part in match.groups())
+    if match[1] is not None:
+        return ((days * 24 + first) * 60 + second) * 60 + third
+    if match[4] is not None:
+        return (first * 60 + second) * 60 + third
+    return first * 60 + second
