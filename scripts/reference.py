@@ -1,4 +1,4 @@
-"""Write the reference: every setting into docs/settings.md, and every command into docs/commands.md.
+"""Write the reference: every setting into docs/settings.md, every command into docs/commands.md, sbatch's options into docs/slurm.md.
 
 In a checkout, with the project installed; a test holds the pages to what this writes:
 
@@ -15,6 +15,7 @@ from typing import Any
 from llama405b.settings.command import USUAL, OneLineParser, value_form, written_default
 from llama405b.settings.schema import Config, fields
 from llama405b_tools import cli
+from llama405b_tools.launch.sbatch import OPTIONS
 
 DOCS = Path(__file__).parent.parent / "docs"
 BEGIN, END = "<!-- from here on written by scripts/reference.py -->", "<!-- end of what it writes -->"
@@ -125,7 +126,17 @@ def written(path: Path, text: str) -> str:
     return f"{path.read_text().partition(BEGIN)[0]}{BEGIN}\n{text}{END}\n"
 
 
-PAGES = {DOCS / "settings.md": settings, DOCS / "commands.md": commands}
+def sbatch_options() -> str:
+    """Return sbatch's options: those that are kept, and why others are refused."""
+    kept = ", ".join(f"`--{option.name}`" for option in OPTIONS.values() if not option.why)
+    lines = ["", "| refused | because |", "|---|---|"]
+    for why in dict.fromkeys(option.why for option in OPTIONS.values() if option.why):
+        names = ", ".join(f"`--{option.name}`" for option in OPTIONS.values() if option.why == why)
+        lines.append(f"| {names} | {_plain(why)} |")
+    return "\n".join([*lines, "", f"Kept: {kept}.", ""])
+
+
+PAGES = {DOCS / "settings.md": settings, DOCS / "commands.md": commands, DOCS / "slurm.md": sbatch_options}
 
 if __name__ == "__main__":
     for page, reference in PAGES.items():
