@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import gc
 import os
-import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -39,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
         os.umask(UMASK)
         run = RunDir(asked.run_dir)
         if asked.evaluates:
-            signal.signal(signal.SIGUSR1, lambda *_: sys.exit(GOOD))  # a stop ends it at once: there is nothing to save
+            stop.receive = lambda: sys.exit(GOOD)  # a stop ends it at once: there is nothing to save
             refuse_trained(run)
         heartbeat = HeartbeatWriter(run, ranks.place())
         ranks.record_flights(run.flight(ranks.place().rank))
