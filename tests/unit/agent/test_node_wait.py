@@ -26,7 +26,8 @@ class Torchrun:
     def send_signal(self, _number):
         self.told = True
 
-    kill = terminate
+    def kill(self):
+        self.told = True
 
     def wait(self, _):
         return -15
