@@ -14,7 +14,8 @@ from llama405b.commands.blame_step import blame
 from llama405b.commands.evaluate_only import evaluate_only, refuse_trained
 from llama405b.commands.shape import describe_shape
 from llama405b.contract.errors import FAILED, GOOD, REFUSED, UserError
-from llama405b.contract.paths import UMASK, RunDir
+from llama405b.contract.files import keep_private
+from llama405b.contract.paths import RunDir
 from llama405b.contract.records import Cause, CauseKind, EventKind, Phase, said_by_rank
 from llama405b.distributed import ranks
 from llama405b.distributed.collectives import FollowedError, is_lost_peer
@@ -35,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
         if asked.dry_run:
             print(describe_shape(asked.config, asked.preset, asked.world))
             return 0
-        os.umask(UMASK)
+        keep_private()
         run = RunDir(asked.run_dir)
         if asked.evaluates:
             stop.receive = lambda: sys.exit(GOOD)  # a stop ends it at once: there is nothing to save

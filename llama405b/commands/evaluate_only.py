@@ -27,6 +27,7 @@ from llama405b.training.build import (
     build_model,
     load_checkpoint,
     open_held_out,
+    open_prompts,
 )
 from llama405b.training.context import RankContext
 from llama405b.training.journal import read_metrics
@@ -44,10 +45,11 @@ def evaluate_only(config: Config, resume: str, context: RankContext) -> None:
     chosen = choose_checkpoint(config, resume, files, context)
     context.phase(Phase.DATA)
     held_out = open_held_out(config.data, config.evaluation, files, context)
+    prompts = open_prompts(config, files, held_out, context)
     write_settings(config, context)
     context.phase(Phase.LOAD)
     weights = look_at_weights(config, chosen, files, context)
-    evaluator = build_evaluator(config, weights.passes, held_out, files, context)
+    evaluator = build_evaluator(config, weights.passes, held_out, prompts, context)
     assert evaluator  # of what is held out
     loss, words = evaluator.evaluate()
     context.log(f"evaluation of {weights.what}: {words}")

@@ -37,7 +37,7 @@ from llama405b.contract import reader
 from llama405b.contract.checkpoints import MANIFEST, MODEL_FILES, committed, step_of
 from llama405b.contract.disk import disk_free_bytes
 from llama405b.contract.errors import FAILED, GOOD, UNFIT, RunError, UserError, and_more, counted, reason_of, size_words
-from llama405b.contract.files import read_records, write_json
+from llama405b.contract.files import follow_users_umask, read_records, write_json
 from llama405b.contract.paths import EXPORT_RECORD, RunDir
 from llama405b.contract.reader import MalformedError
 from llama405b.contract.records import RunEvent
@@ -140,6 +140,7 @@ class Record:
 
 def main(args: argparse.Namespace) -> int:
     """Export what the verb's command line names, on this machine; returns the exit code."""
+    follow_users_umask()
     args.out = Path(args.out)
     if args.push_to_hub:
         create(args.push_to_hub)
@@ -151,7 +152,7 @@ def main(args: argparse.Namespace) -> int:
         if args.adapter:
             if args.verify:
                 raise UserError("--verify: it is for whole models; leave out --adapter")
-            return export_adapter(found, settings, args.out, args.dtype or "fp32", args.push_to_hub)
+            return export_adapter(found, settings, args)
         small = find_model_files(found.path, args.source)
         found = MergedWeights(found, args.model or Path(settings.model.path), settings)
     elif args.adapter:
@@ -173,20 +174,26 @@ def main(args: argparse.Namespace) -> int:
     return try_model(args.out, args.try_, export.n_bytes) if args.try_ else 0
 
 
-def export_adapter(found: SavedWeights, settings: Config, out: Path, dtype: str, repo: str) -> int:
-    """Write an adapter as peft does; returns the exit code."""
+def export_adapter(found: SavedWeights, settings: Config, args: argparse.Namespace) -> int:
+    """Write an adapter as peft does, with the tokenizer and template that it was trained with; returns the exit code."""
+    out, dtype = args.out, args.dtype or "fp32"
     weights_of = PeftWeights(found)
     export = Export(weights_of.digest, dtype, {PEFT_WEIGHTS: weights_of.shapes})
     write(export, weights_of, out)
+    here = Path(settings.model.path)
+    base = str(here.resolve()) if here.is_dir() else settings.model.path  # for whoever loads it from another directory
     with writing(out):
-        described = json.dumps(peft_config(settings.adapter, settings.model.path), indent=2)
-        (out / PEFT_CONFIG).write_text(f"{described}\n", encoding="utf-8")
+        with contextlib.suppress(UserError):  # none is there
+            write_small(find_model_files(found.path, args.source), out)
+        (out / PEFT_CONFIG).write_text(
+            f"{json.dumps(peft_config(settings.adapter, base), indent=2)}\n", encoding="utf-8"
+        )
     print(f"exported the adapter of {found.path} to {out}: {export.n_bytes / 1e6:.1f} MB in {dtype}")
     more = f" --max-lora-rank {settings.adapter.rank}" if settings.adapter.rank > VLLM_RANK else ""
-    served = f"{settings.model.path} --enable-lora{more} --lora-modules adapter={out}"
+    served = f"{base} --enable-lora{more} --lora-modules adapter={out}"
     print(f"serve it, for example: vllm serve {served}", flush=True)
-    if repo:
-        upload(out, repo)
+    if args.push_to_hub:
+        upload(out, args.push_to_hub)
     return 0
 
 
@@ -368,17 +375,31 @@ def finish(export: Export, small: Path, out: Path, layers: int) -> None:
     described["num_hidden_layers"] = layers
     described |= {key: described[key][:layers] for key in ("layer_types",) if described.get(key)}
     described["architectures"] = [FAMILIES[described["model_type"]].architecture]
+    described.pop("auto_map", None)  # of code that is not beside it
     index = {
         "metadata": {"total_size": export.n_bytes},
         "weight_map": {name: file for file, shapes in export.files.items() for name in shapes},
     }
     with writing(out):
-        for name in models.SMALL_FILES[1:]:
-            if (small / name).is_file():
-                shutil.copyfile(small / name, out / name)
+        write_small(small, out)
         (out / "config.json").write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
         if len(export.files) > 1:
             (out / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def write_small(small: Path, out: Path) -> None:
+    """Copy tokenizer and template: one template to every reader, of which some look into tokenizer_config.json alone."""
+    for name in models.SMALL_FILES[1:]:
+        if (small / name).is_file():
+            shutil.copyfile(small / name, out / name)
+    file, template = out / models.TOKENIZER_CONFIG, out / models.CHAT_TEMPLATE
+    if file.is_file():
+        before = read_hf_json(file)
+        after = {key: value for key, value in before.items() if key != "auto_map"}
+        if template.is_file() and "chat_template" in after:
+            after["chat_template"] = template.read_text(encoding="utf-8")
+        if after != before:
+            file.write_text(json.dumps(after, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 @contextlib.contextmanager

@@ -6,7 +6,6 @@ Steps that were taken again after a resume keep their first values there.
 import argparse
 import fcntl
 import math
-import os
 import select
 import signal
 import sys
@@ -15,7 +14,8 @@ from pathlib import Path
 from typing import TextIO
 
 from llama405b.contract.errors import FAILED, GOOD, UserError
-from llama405b.contract.paths import EXPORT_RECORD, UMASK, RunDir
+from llama405b.contract.files import keep_private
+from llama405b.contract.paths import EXPORT_RECORD, RunDir
 from llama405b.settings.command import OneLineParser
 from llama405b.settings.schema import TRACKERS
 from llama405b.tracking.feed import POLL_S, Feed
@@ -39,7 +39,7 @@ def _parser() -> OneLineParser:
 def main(argv: Sequence[str]) -> int:
     """Run the verb."""
     args = _parser().parse(argv)
-    os.umask(UMASK)
+    keep_private()
     run = RunDir(Path(args.run)) if (Path(args.run) / "config.toml").is_file() else RunDir.here(args.run)
     if not run.config.is_file():
         raise UserError(f"{args.run}: no run in this directory; name one (runs are in ./runs)")

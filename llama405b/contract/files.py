@@ -10,6 +10,7 @@ import grp
 import json
 import os
 import pwd
+import re
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from llama405b.contract import reader
 from llama405b.contract.errors import UserError, reason_of, remedy_of, shown_name
+from llama405b.contract.paths import UMASK
 from llama405b.contract.reader import Json
 
 if TYPE_CHECKING:
@@ -26,6 +28,20 @@ T = TypeVar("T")
 
 
 EVERY = 1 << 62  # of a file's records or bytes, for ``read_records``
+
+
+USERS_UMASK = "LLAMA405B_UMASK"  # in the environment of what a program of ours starts
+
+
+def keep_private() -> None:
+    """Have what is written from now on, also by children, be its owner's alone: a run's files."""
+    os.environ.setdefault(USERS_UMASK, f"{os.umask(UMASK):o}")
+
+
+def follow_users_umask() -> None:
+    """Write for others as the user does, whoever started this: a model is exported to be handed on."""
+    if re.fullmatch("[0-7]{1,4}", value := os.environ.get(USERS_UMASK, "")):
+        os.umask(int(value, 8))
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:

@@ -61,11 +61,12 @@ LLAMA = FAMILIES["llama"]
 
 
 CHAT_TEMPLATE = "chat_template.jinja"  # which transformers prefers to the one in tokenizer_config.json
+GENERATION_CONFIG, TOKENIZER_CONFIG = "generation_config.json", "tokenizer_config.json"
 SMALL_FILES = (  # what a rank needs if it does not have the directory
     "config.json",
-    "generation_config.json",
+    GENERATION_CONFIG,
     "tokenizer.json",
-    "tokenizer_config.json",
+    TOKENIZER_CONFIG,
     "tokenizer.model",
     "special_tokens_map.json",
     "added_tokens.json",
@@ -381,7 +382,7 @@ def has_chat_template(directory: Path) -> bool:
     """Whether a tokenizer has a chat template, in any of the places where transformers looks for one."""
     if (directory / CHAT_TEMPLATE).is_file() or (directory / "chat_template.json").is_file():
         return True
-    config = directory / "tokenizer_config.json"
+    config = directory / TOKENIZER_CONFIG
     return config.is_file() and bool(read_hf_json(config).get("chat_template"))
 
 
@@ -409,8 +410,8 @@ def check_tokenizer(directory: Path, llama: Llama) -> None:
     tokenizer = read_hf_json(path)
     if not (ids := _token_ids(tokenizer)):
         raise UserError(f"{path}: not a readable tokenizer; download it again")
-    if (directory / "tokenizer_config.json").is_file():
-        read_hf_json(directory / "tokenizer_config.json")
+    if (directory / TOKENIZER_CONFIG).is_file():
+        read_hf_json(directory / TOKENIZER_CONFIG)
     if max(ids) >= llama.vocab:
         raise UserError(
             f"{path}: its largest id is {max(ids)}, but the model has {llama.vocab} embeddings; "

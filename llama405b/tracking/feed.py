@@ -8,6 +8,7 @@ A tracker that is slow or fails costs no step, as this is a process of its own. 
 goes on from there, and steps that are taken again keep their first values. Knows files and sinks; not what they send to.
 """
 
+import contextlib
 import dataclasses
 import functools
 import html
@@ -39,8 +40,8 @@ class Sink(Protocol):
     def event(self, event: RunEvent) -> None:
         """Take what happened at a step."""
 
-    def sample(self, sample: Sample) -> None:
-        """Take how a prompt was continued."""
+    def sample(self, name: str, sample: Sample) -> None:
+        """Take how a prompt was continued; ``name``: of the prompt's curve."""
 
     def artifact(self, path: Path) -> None:
         """Take a directory with an exported model."""
@@ -77,10 +78,8 @@ class _TensorBoard(Sink):
     def event(self, event: RunEvent) -> None:
         self.writer.add_scalar(f"events/{event.kind}", 1, event.step, event.time)
 
-    def sample(self, sample: Sample) -> None:
-        self.writer.add_text(
-            f"prompts/{sample.prompt[:40]}", f"{sample.prompt} **{sample.text}**", sample.step, sample.time
-        )
+    def sample(self, name: str, sample: Sample) -> None:
+        self.writer.add_text(name, f"{sample.prompt} **{sample.text}**", sample.step, sample.time)
 
     def artifact(self, path: Path) -> None:
         raise UserError(f"--model: TensorBoard takes no models, so {path} was not sent; use --only wandb")
@@ -121,11 +120,11 @@ class _WandB(Sink):
     def event(self, event: RunEvent) -> None:
         self.run.log({f"events/{event.kind}": 1}, step=max(self.last, event.step or 0))
 
-    def sample(self, sample: Sample) -> None:
+    def sample(self, name: str, sample: Sample) -> None:
         import wandb
 
         words = html.escape(f"{sample.prompt} → {sample.text}")
-        self.run.log({f"prompts/{sample.prompt[:40]}": wandb.Html(words)}, step=max(self.last, sample.step))
+        self.run.log({name: wandb.Html(words)}, step=max(self.last, sample.step))
 
     def artifact(self, path: Path) -> None:
         import wandb
@@ -168,6 +167,7 @@ class Sent:
     events: int = 0  # of rank 0's, in order
     id: str = ""  # of the run there
     sampled: int = -1  # the last step whose samples were sent
+    directory: str = ""  # of the run that has this id; "": unknown
 
 
 class Tail(Generic[T]):
@@ -200,7 +200,7 @@ class Feed:
         self.state = run.sent(name)
         self.sent = Sent()
         if self.state.is_file():
-            self.sent = reader.loads(Sent, self.state.read_text(encoding="utf-8"), str(self.state))
+            self.sent = self._own(reader.loads(Sent, self.state.read_text(encoding="utf-8"), str(self.state)))
         self.config = resolve(read_toml(run.config))
         self.sink: Sink | None = None
         self.again = 0.0  # when to try, after a failure
@@ -213,6 +213,19 @@ class Feed:
         self.happened: list[RunEvent] = []
         for _ in zip(range(self.sent.events), self.events.new(), strict=False):
             pass
+
+    def _own(self, sent: Sent) -> Sent:
+        """Return what this run has sent: a copy of another one is another run there; one that was renamed is the same."""
+        other = RunDir(Path(sent.directory)).sent(self.name)
+        if sent.directory in ("", str(self.run.path.resolve())) or not other.is_file() or self.name == "tensorboard":
+            return sent
+        with contextlib.suppress(OSError, MalformedError):
+            if reader.loads(Sent, other.read_text(encoding="utf-8"), str(other)).id == sent.id:
+                self.say(
+                    f"tracking {self.name}: {self.run.name} is a copy of {sent.directory}, and sent as a run of its own"
+                )
+                return Sent()
+        return sent
 
     @staticmethod
     def wanted(run: RunDir) -> tuple[str, ...]:
@@ -246,8 +259,13 @@ class Feed:
         told += [
             (event.step, functools.partial(sink.event, event)) for event in self.happened if event.step is not None
         ]
-        told += [(sample.step, functools.partial(sink.sample, sample)) for sample in self.said]
+        told += [(each.step, functools.partial(sink.sample, self._prompt(each.prompt), each)) for each in self.said]
         return [take for _, take in sorted(told, key=lambda each: each[0])]
+
+    def _prompt(self, prompt: str) -> str:
+        """Return the name of a prompt's curve: its number in the settings, as many begin alike."""
+        prompts = (*self.config.evaluation.prompts, prompt)
+        return f"prompts/{1 + prompts.index(prompt)}"
 
     def send_model(self, path: Path) -> None:
         """Send an exported model.
@@ -284,15 +302,16 @@ class Feed:
         if not self.sent.id:
             self._keep(dataclasses.replace(self.sent, id=uuid.uuid4().hex[:8]))
         settings = dataclasses.asdict(self.config)
+        del settings["checkpoint"]["after_save"]  # a command may hold a secret
         self.sink = SINKS[self.name](
             self.config.tracking, Identity(self.run.name, self.sent.id, self.run.tracking, settings)
         )
         return self.sink
 
     def _keep(self, sent: Sent) -> None:
+        self.sent = dataclasses.replace(sent, directory=str(self.run.path.resolve()))
         self.state.parent.mkdir(parents=True, exist_ok=True)
-        write_json(self.state, sent)
-        self.sent = sent
+        write_json(self.state, self.sent)
 
     def _failed(self, error: Exception) -> None:
         why = _reason(error)

@@ -471,6 +471,7 @@ def build_trainer(config: Config, resume: str, context: RankContext, stop: StopS
             check_packages(config.tracking)
     context.phase(Phase.DATA)
     batches, held_out = open_data(config.data, config.evaluation, files, context)
+    prompts = open_prompts(config, files, held_out, context)  # one that is too long is told before weights are loaded
     llama = models.read_llama(files, config.model.layers)
     check_mesh(context.me.axes, config.parallel, llama, config.data.seq_len, ranks_per_host())
     begin = functools.partial(beginning, config=config, files=files, batches=batches)
@@ -491,6 +492,10 @@ def build_trainer(config: Config, resume: str, context: RankContext, stop: StopS
     start = begin(chosen.found)
     log_reading(config, batches, start, context)
     context.journal.resumed_at(done, start.steps, anew=chosen.wanted == "no")
+    if done >= start.steps:
+        context.log(
+            f"nothing is left to do: {done} steps are done, of {start.steps}; to go on, raise training.max_steps or .epochs"
+        )
     reader = build_reader(config.training, config.data.workers, batches, start, context)
     detector = build_spike_detector(config.training, start, context)
     return Trainer(
@@ -506,7 +511,7 @@ def build_trainer(config: Config, resume: str, context: RankContext, stop: StopS
             saving, updater, start.identity, config.checkpoint, context, restart_s=time.monotonic() - began
         ),
         requests=Requests(context, stop),
-        evaluator=build_evaluator(config, passes, held_out, files, context),
+        evaluator=build_evaluator(config, passes, held_out, prompts, context),
         busy=watch_units(config.parallel, module, context),
         host_inputs=build_host_inputs(config, module, llama, context),
         evaluates_first=chosen.found is None and not collectives.broadcast_object(context.journal.began_evaluated),
@@ -607,19 +612,24 @@ def build_spike_detector(training: Training, start: Beginning, context: RankCont
     return SpikeDetector(training.loss_spike_factor, losses)
 
 
-def build_evaluator(
-    config: Config, passes: Passes, held_out: Batches | None, files: Path, context: RankContext
-) -> Evaluator | None:
-    """Build what evaluates on what is held out; None if nothing is. ``files``: the directory of the tokenizer.
+def open_prompts(config: Config, files: Path, held_out: Batches | None, context: RankContext) -> Prompts | None:
+    """Return what is to be continued at evaluations, if anything is; ``files``: the directory of the tokenizer.
 
     Raises:
         UserError: A prompt cannot be continued.
     """
+    if held_out is None or not config.evaluation.prompts:
+        return None
+    return Prompts(config.evaluation, files, config.data.seq_len, context)
+
+
+def build_evaluator(
+    config: Config, passes: Passes, held_out: Batches | None, prompts: Prompts | None, context: RankContext
+) -> Evaluator | None:
+    """Build what evaluates on what is held out; None if nothing is."""
     if held_out is None:
         return None
-    evaluation = config.evaluation
-    prompts = Prompts(evaluation, files, config.data.seq_len, context) if evaluation.prompts else None
-    return Evaluator(evaluation, config.training.micro_batch_size, passes, held_out, context, prompts)
+    return Evaluator(config.evaluation, config.training.micro_batch_size, passes, held_out, context, prompts)
 
 
 def log_reading(config: Config, batches: Batches, start: Beginning, context: RankContext) -> None:

@@ -4,10 +4,12 @@ import json
 import os
 import shutil
 import sys
+from pathlib import Path
 
 import mesh_rig
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from conftest import ROOT
 from llama405b.contract.errors import UserError
@@ -214,10 +216,15 @@ def test_peft_loads_what_is_exported_and_merging_computes_the_same(demo, tmp_pat
     assert "write --adapter.rank 3 --adapter.alpha 32.0 --adapter.targets q_proj,k_proj,v_proj" in wrong.stderr
 
 
-def test_what_is_merged_into_other_weights_is_refused_and_its_own_files_are_kept(demo, tmp_path):
+def test_what_is_merged_into_other_weights_is_refused_and_its_own_files_are_kept(demo, tmp_path, monkeypatch):
     run, template = tmp_path / "run", tmp_path / "own.jinja"
     template.write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
-    assert _run(demo, run, "--data.chat_template", template, world=1).returncode == 0
+    monkeypatch.chdir(tmp_path)
+    here = Path(os.path.relpath(demo, tmp_path))
+    assert _run(here, run, "--data.chat_template", template, world=1).returncode == 0
+    assert export.main([str(run), str(tmp_path / "adapter"), "--adapter"]) == 0
+    assert json.loads((tmp_path / "adapter/adapter_config.json").read_text())["base_model_name_or_path"] == str(demo)
+    assert AutoTokenizer.from_pretrained(tmp_path / "adapter").chat_template == template.read_text()
     other = _changed(demo, tmp_path / "model")
     refused = {
         str(other): r"has not the weights beside which .*step-00000004 was trained",

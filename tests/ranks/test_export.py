@@ -3,6 +3,7 @@
 import contextlib
 import http.server
 import json
+import os
 import re
 import shutil
 import threading
@@ -12,10 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from llama405b.commands import export as writing
 from llama405b.contract.errors import RunError, UserError
+from llama405b.contract.files import USERS_UMASK, keep_private
 from llama405b.contract.paths import RunDir
 from llama405b.settings.config import to_toml
 from llama405b.settings.schema import Config
@@ -132,6 +134,35 @@ def test_after_a_full_disk_no_hidden_file_takes_the_room_that_is_asked_for_in_wo
     with pytest.raises(UserError, match=r"out: 0\.00 MB free, but 0\.[0-9]+ MB are needed; name another disk"):
         export.main(["r", str(out)])
     assert not killed.exists()
+
+
+def test_every_reader_finds_the_template_of_the_training_and_no_code_that_is_not_there(at, demo, tmp_path, monkeypatch):
+    small = tmp_path / "small"
+    shutil.copytree(at / "runs/r/model" / next((at / "runs/r/model").iterdir()).name, small)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(demo / name, small)
+    for name, more in (
+        ("config.json", {"auto_map": {"AutoModelForCausalLM": "modeling_mine.MineForCausalLM"}}),
+        (
+            "tokenizer_config.json",
+            {"auto_map": {"AutoTokenizer": ["tokenization_mine.Mine", None]}, "chat_template": "old"},
+        ),
+    ):
+        (small / name).write_text(json.dumps(json.loads((small / name).read_text()) | more))
+    (small / "chat_template.jinja").write_text("new é")
+    out, users = tmp_path / "out", os.umask(0o022)
+    monkeypatch.delenv(USERS_UMASK, raising=False)
+    try:
+        keep_private()  # as launch, a guard and an agent do before they start an export
+        assert export.main(["r", str(out), "--model", str(small)]) == 0
+    finally:
+        os.umask(users)
+    assert {oct(path.stat().st_mode & 0o777) for path in (out, *out.iterdir())} == {"0o755", "0o644"}
+    described = {name: json.loads((out / name).read_text()) for name in ("config.json", "tokenizer_config.json")}
+    assert not any("auto_map" in each for each in described.values())
+    assert (out / "chat_template.jinja").read_text() == described["tokenizer_config.json"]["chat_template"] == "new é"
+    assert AutoTokenizer.from_pretrained(out).chat_template == "new é"
+    assert loss_of(out) > 0  # without code of anybody
 
 
 def test_an_interrupted_export_goes_on_where_it_was(at, tmp_path, monkeypatch, capsys):

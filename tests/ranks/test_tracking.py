@@ -145,8 +145,8 @@ def test_a_resume_goes_on_and_what_is_done_again_keeps_its_first_values(demo, tm
     assert {int(row["_step"]): row["loss"] for row in rows if "loss" in row} == pytest.approx(expected)
     assert sum("loss" in row for row in rows) == 6
     assert any("events/resumed" in row for row in rows)
-    sampled = [int(row["_step"]) for row in rows if any("import os" in key for key in row)]
-    assert sampled == curves["prompts/import os/text_summary"] == [0, 2, 4, 6]
+    sampled = [int(row["_step"]) for row in rows if any("prompts/1" in key for key in row)]
+    assert sampled == curves["prompts/1/text_summary"] == [0, 2, 4, 6]
 
     monkeypatch.chdir(tmp_path)
     assert export.main(["run", "out"]) == GOOD

@@ -14,7 +14,7 @@ except ModuleNotFoundError:
     sys.exit(2)
 
 from llama405b.contract.errors import FAILED, GOOD, STOPPED_FOLLOWING, UserError, did_you_mean, short
-from llama405b.contract.paths import UMASK
+from llama405b.contract.files import keep_private
 from llama405b.contract.software import code_version
 from llama405b.settings import command
 from llama405b_tools.run import screen
@@ -156,7 +156,7 @@ def _verb(verb: str, args: list[str]) -> int:
     try:
         module = importlib.import_module(VERBS[verb][0])
         if verb in OWNERS_ALONE:
-            os.umask(UMASK)
+            keep_private()
         return int(module.main(args))
     except ModuleNotFoundError as missing:
         if (missing.name or "").partition(".")[0] in ("llama405b", "llama405b_tools"):

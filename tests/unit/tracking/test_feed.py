@@ -1,5 +1,7 @@
 """What a tracker is sent, in which order, and what is said if it takes nothing. The packages themselves: tests/ranks."""
 
+import shutil
+
 import pytest
 
 from llama405b.commands import track
@@ -18,9 +20,9 @@ class Fake:
 
     opened = 0
 
-    def __init__(self, *_):
+    def __init__(self, *given):
         type(self).opened += 1
-        self.told = []
+        self.told, self.names, self.given = [], set(), given
 
     def metrics(self, line):
         self.told.append((line.step, "metrics"))
@@ -28,7 +30,8 @@ class Fake:
     def event(self, event):
         self.told.append((event.step, "event"))
 
-    def sample(self, sample):
+    def sample(self, name, sample):
+        self.names.add(name)
         self.told.append((sample.step, "sample"))
 
     def artifact(self, path):
@@ -130,3 +133,40 @@ def test_a_model_that_is_not_taken_is_one_sentence(found, tmp_path):
         RunError, match=r"tracking wandb: \S+/broken could not be sent \(no route\); run the same command again"
     ):
         found.send_model(tmp_path / "broken")
+
+
+def test_prompts_that_begin_alike_have_curves_of_their_own_and_no_command_is_sent(found):
+    prompts = [f"{'### Instruction: ' * 4}{number}" for number in (1, 2)]
+    words = [
+        "--preset",
+        "demo",
+        "--tracking.to",
+        "wandb",
+        "--evaluation.prompts",
+        ",".join(prompts),
+        "--evaluation.fraction",
+        "0.1",
+    ]
+    asked = parse([*words, "--evaluation.every", "1", "--checkpoint.after_save", "curl -H s3cr3t"])
+    found.run.config.write_text(to_toml(asked.config))
+    for prompt in prompts:
+        append_line(found.run.samples, reader.dumps(Sample(9, 1.0, prompt, "b")))
+    again = feed.Feed("wandb", found.run, print)
+    again.send()
+    assert {"prompts/1", "prompts/2"} <= again.sink.names
+    _, identity = again.sink.given
+    assert "s3cr3t" not in repr(identity.settings)
+
+
+def test_a_copied_run_is_another_one_and_a_renamed_one_the_same(found, tmp_path, capsys):
+    found.send()
+    copied, renamed = tmp_path / "copied", tmp_path / "renamed"
+    shutil.copytree(tmp_path, copied, ignore=shutil.ignore_patterns("copied"))
+    feeds = [feed.Feed("wandb", RunDir(copied), print) for _ in range(2)]
+    assert feeds[0].sent == feed.Sent()
+    feeds[0].send()
+    assert len(feeds[0].sink.told) == 7  # the whole of it
+    assert feeds[0].sent.id != found.sent.id
+    assert f"copied is a copy of {tmp_path.resolve()}, and sent as a run of its own" in capsys.readouterr().out
+    copied.rename(renamed)
+    assert feed.Feed("wandb", RunDir(renamed), print).sent == feeds[0].sent

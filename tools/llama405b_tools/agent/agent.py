@@ -6,7 +6,6 @@ input closes, so they die with the operator's terminal.
 """
 
 import importlib
-import os
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -16,7 +15,7 @@ if sys.version_info < (3, 11):  # noqa: UP036 - the host's: it can read this fil
 
 from llama405b.contract import reader
 from llama405b.contract.errors import given, reason_of
-from llama405b.contract.paths import UMASK
+from llama405b.contract.files import keep_private
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -53,7 +52,7 @@ def action(name: str) -> tuple[Callable[..., "DataclassInstance | None"], "type[
 
 def main() -> int:
     """Entry point of ``python -m llama405b_tools.agent.agent ACTION``."""
-    os.umask(UMASK)
+    keep_private()
     if sys.platform != "linux":
         raise SystemExit(f"hosts must run Linux, and this one runs {sys.platform}")
     if len(sys.argv) != 2 or sys.argv[1] not in ACTIONS:

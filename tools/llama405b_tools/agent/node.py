@@ -24,8 +24,8 @@ from pathlib import Path
 
 from llama405b.contract import reader
 from llama405b.contract.errors import given, last_of
-from llama405b.contract.files import append_line, read_record, write_json
-from llama405b.contract.paths import UMASK, RunDir
+from llama405b.contract.files import append_line, keep_private, read_record, write_json
+from llama405b.contract.paths import RunDir
 from llama405b.contract.records import Cause, CauseKind, Heartbeat, NodeState, NodeStatus, StopMark
 from llama405b.contract.software import own_argv
 from llama405b.spec.plan import read_plan
@@ -419,7 +419,7 @@ def follows(cause: Cause) -> bool:
 
 def main() -> int:
     """Entry point of ``python -m llama405b_tools.agent.node RUN_DIR HOST``."""
-    os.umask(UMASK)
+    keep_private()
     return NodeRunner(RunDir(Path(sys.argv[1])), sys.argv[2]).main()
 
 

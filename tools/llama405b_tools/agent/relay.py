@@ -26,9 +26,9 @@ from pathlib import Path
 from llama405b.contract import reader
 from llama405b.contract.checkpoints import MANIFEST, OF, Copied, Endpoint, Manifest, Ring, committed, step_of
 from llama405b.contract.errors import UserError, reason_of
-from llama405b.contract.files import append_line, read_record, write_json
+from llama405b.contract.files import append_line, keep_private, read_record, write_json
 from llama405b.contract.hashes import BLOCK_BYTES, Blocks
-from llama405b.contract.paths import UMASK, RunDir
+from llama405b.contract.paths import RunDir
 from llama405b.contract.records import EventKind, RunEvent
 from llama405b.spec.plan import read_plan
 from llama405b_tools.agent import transfer
@@ -305,6 +305,6 @@ class _Telling:
 
 
 if __name__ == "__main__":
-    os.umask(UMASK)
+    keep_private()
     Replicator(RunDir(Path(sys.argv[1])), sys.argv[2]).main()
     os._exit(0)  # a thread still waits for the node runner

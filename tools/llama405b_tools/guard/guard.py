@@ -30,8 +30,8 @@ from pathlib import Path
 from llama405b.contract import reader
 from llama405b.contract.checkpoints import step_of
 from llama405b.contract.errors import FAILED, RunError, UserError, counted, given
-from llama405b.contract.files import append_line, write_json
-from llama405b.contract.paths import UMASK, RunDir
+from llama405b.contract.files import append_line, keep_private, write_json
+from llama405b.contract.paths import RunDir
 from llama405b.contract.records import Blame, Cause, CauseKind, EventKind, GuardStage, GuardState, RunEvent
 from llama405b.spec.plan import Plan
 from llama405b_tools.agent import processes
@@ -549,7 +549,7 @@ def log(line: str) -> None:
 
 def main() -> int:
     """Entry point of ``python -m llama405b_tools.guard.guard``; reads what to guard from standard input."""
-    os.umask(UMASK)
+    keep_private()
     order = reader.loads(GuardInput, sys.stdin.buffer.read(), "the guard's order")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # the order has secrets: its file must not live on as ours
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -35,7 +35,7 @@ from typing import Any, Protocol, TypeVar
 
 from llama405b.contract import disk, reader
 from llama405b.contract.errors import RunError, UserError, given, last_of, short
-from llama405b.contract.files import refuse_others_writing
+from llama405b.contract.files import USERS_UMASK, refuse_others_writing
 from llama405b.contract.software import LOADER
 from llama405b_tools.text.words import printable, tidy
 
@@ -43,7 +43,7 @@ MAX_LINE = 1 << 24  # of a stream, in case a host never ends its line
 # All that a run inherits from its launcher's environment; everything else, above all secrets, is passed explicitly.
 ENV = (
     "PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_ALL", "TMPDIR", "XDG_RUNTIME_DIR", "LD_LIBRARY_PATH", "HF_HOME",
-    "SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS",  # of a Slurm that a module brings
+    USERS_UMASK, "SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS",  # of a Slurm that a module brings
 )  # fmt: skip
 
 

@@ -32,8 +32,8 @@ from typing import TypeVar
 
 from llama405b.contract.checkpoints import committed, refuse_held
 from llama405b.contract.errors import RunError, UserError, given
-from llama405b.contract.files import read_record, write_json
-from llama405b.contract.paths import UMASK, RunDir
+from llama405b.contract.files import keep_private, read_record, write_json
+from llama405b.contract.paths import RunDir
 from llama405b.contract.software import code_version, own_argv
 from llama405b.predict.estimate import DISK_BYTES_PER_S
 from llama405b.predict.run_shape import checkpoint_bytes_per_parameter
@@ -226,7 +226,7 @@ class NodeWhere:
 
 def main() -> int:
     """Meet the others, and run this node's part; returns torchrun's exit code."""
-    os.umask(UMASK)
+    keep_private()
     run = RunDir(Path(sys.argv[1]))
     request = read_record(JobRequest, run.job_request)
     if request is None:
