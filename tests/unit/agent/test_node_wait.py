@@ -26,8 +26,7 @@ class Torchrun:
     def send_signal(self, _number):
         self.told = True
 
-    def kill(self):
-        self.told = True
+    kill = terminate
 
     def wait(self, _):
         return -15
