@@ -68,11 +68,6 @@ class Plan:
         return self.program[:2] == ("-m", "llama405b.train")
 
     @property
-    def saves_at_sigterm(self) -> bool:
-        """Whether SIGTERM is a request to save: Slurm sends it to all processes of a job that is preempted."""
-        return bool(self.slurm_job) and self.trains
-
-    @property
     def world(self) -> int:
         """Number of ranks over all hosts."""
         return sum(node.slots for node in self.nodes)

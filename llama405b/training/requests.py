@@ -100,21 +100,15 @@ LOOK_EVERY_S = 1.0  # listing a directory on a network disk costs time
 class StopSignal:
     """Whether the node runner asked this rank to save and stop.
 
-    It sends SIGUSR1: SIGTERM is how torchrun ends the survivors of a failure, which must not wait for a step. Under Slurm it has
-    SIGTERM ignored, which all processes get there when the job is to end: then that asks for the same.
+    It sends SIGUSR1: SIGTERM is how torchrun ends the survivors of a failure, which must not wait for a step.
     """
 
     def __init__(self) -> None:
         self.received = False
-        self.receive: Callable[[], object] | None = None  # what to do at once
-        for number in (signal.SIGUSR1, signal.SIGTERM):
-            if number == signal.SIGUSR1 or signal.getsignal(number) == signal.SIG_IGN:
-                signal.signal(number, self._receive)
+        signal.signal(signal.SIGUSR1, self._receive)
 
     def _receive(self, *_: object) -> None:
         self.received = True
-        if self.receive:
-            self.receive()
 
 
 class Stop(enum.IntEnum):

@@ -234,28 +234,6 @@ def test_a_job_whose_time_is_over_saves_first(type_in):
     assert state.stdout.count("stopped") >= 2
 
 
-@pytest.mark.parametrize("fake", [True, pytest.param(False, marks=pytest.mark.soak)])
-def test_a_job_that_is_preempted_saves_first(type_in, fake):
-    """Slurm sends SIGTERM to all processes of its steps, and SIGKILL when its grace is over."""
-    flags = f"{FAKE_TRAINER if fake else ''} {DEMO} --training.max_steps 100000 --checkpoint.every 50000"
-    name = "preempted" if fake else "really-preempted"
-    assert type_in(f"launch --run {name} --slurm '-N 2 --time 10' {flags}").returncode == 0
-    wait_for(lambda: "step 3/" in type_in(f"logs --run {name}", 60).stdout, 150)
-    job = job_of(type_in, name)
-    assert type_in.exec("scancel", "--signal=TERM", job).returncode == 0
-
-    def over():
-        return type_in.exec("squeue", "-h", "-j", job, "-o", "%T").stdout.strip() in ("", *processes.JOB_GONE)
-
-    wait_for(over, 150, lambda: said_of(type_in, name))
-    state = type_in(f"status --run {name}")
-    assert re.search(r"newest checkpoint: .*/step-\d{8}$", state.stdout, re.MULTILINE), state.stdout + said_of(
-        type_in, name
-    )
-    status = json.loads((type_in.place / f"runs/{name}/status/node-1.json").read_text())
-    assert (status["state"], status["cause"]["by"]) == ("stopped", "Slurm (SIGTERM)")
-
-
 def test_a_slurm_that_a_module_brings_in_a_step_s_shell_and_an_odd_directory(type_in, cluster):
     for i in range(1, 5):
         cluster.exec(i, "sh", "-c", "mkdir -p /opt/slurm && cp /etc/slurm/slurm.conf /opt/slurm/")

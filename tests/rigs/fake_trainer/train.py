@@ -180,9 +180,7 @@ def metrics(step, me, config):
 
 def main():
     told = []
-    for number in (signal.SIGUSR1, signal.SIGTERM):
-        if number == signal.SIGUSR1 or signal.getsignal(number) == signal.SIG_IGN:
-            signal.signal(number, lambda *_: told.append(True))
+    signal.signal(signal.SIGUSR1, lambda *_: told.append(True))
     os.umask(UMASK)
     asked = command.parse(sys.argv[1:])
     run = RunDir(asked.run_dir)

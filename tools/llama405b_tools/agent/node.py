@@ -8,7 +8,6 @@ outlives a SIGKILL of the runner just long enough to end the rest.
 
 import contextlib
 import dataclasses
-import functools
 import json
 import math
 import os
@@ -19,14 +18,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 from llama405b.contract import reader
 from llama405b.contract.errors import given, last_of
 from llama405b.contract.files import append_line, keep_private, read_record, write_json
 from llama405b.contract.paths import RunDir
-from llama405b.contract.records import Cause, CauseKind, Heartbeat, NodeState, NodeStatus, StopMark
+from llama405b.contract.records import Cause, CauseKind, Heartbeat, NodeState, NodeStatus
 from llama405b.contract.software import own_argv
 from llama405b.spec.plan import read_plan
 from llama405b_tools import parsers
@@ -247,12 +245,7 @@ class NodeRunner:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
-                preexec_fn=_ignore_sigterm if self.plan.saves_at_sigterm else None,
             )
-
-    def end_torchrun(self, child: "subprocess.Popen[bytes]") -> None:
-        """Have torchrun end its ranks, and itself."""
-        child.send_signal(signal.SIGINT if self.plan.saves_at_sigterm else signal.SIGTERM)
 
     def keep_copying(self) -> None:
         """Start what copies checkpoints to the next host, if the run wants that; again, if it was killed."""
@@ -286,7 +279,7 @@ class NodeRunner:
         if self.plan.refuse_sockets and not self.fell_back and parsers.SOCKETS.encode() in data:
             self.fell_back = parsers.socket_line(data.decode("utf-8", "replace"))
             if self.fell_back:
-                self.end_torchrun(child)
+                child.terminate()
 
     def take_secrets(self) -> None:
         """Read the secrets file and delete it; whoever knows them can mask them: this process, and the guardian."""
@@ -309,16 +302,9 @@ class NodeRunner:
             self.keep_copying()
             time.sleep(POLL_S)
         mark, grace_s = stop_mark(self.run, self.host), self.plan.grace_s
-        if mark == NO_STOP and self.plan.saves_at_sigterm and self.stop_signal == signal.SIGTERM:
-            mark = StopMark("Slurm (SIGTERM)", grace_s, time.time())
-            write_json(self.run.stop(self.host), mark)
         if mark != NO_STOP:
             grace_s = mark.grace_s
-        soft_s = KILL_AFTER_S if self.plan.trains else max(KILL_AFTER_S, grace_s)
-        ways: list[tuple[Callable[[], object], float | None]] = [
-            (functools.partial(self.end_torchrun, child), soft_s),
-            (child.kill, None),
-        ]
+        ways = [(child.terminate, KILL_AFTER_S if self.plan.trains else max(KILL_AFTER_S, grace_s)), (child.kill, None)]
         if grace_s and self.plan.trains and (code := self.let_save(child, grace_s)) is not None:
             return code
         for end, seconds in ways:
@@ -406,10 +392,6 @@ class NodeRunner:
             if ended:
                 return
             self.ended.wait(LOGS_EVERY_S)
-
-
-def _ignore_sigterm() -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def follows(cause: Cause) -> bool:

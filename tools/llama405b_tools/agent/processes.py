@@ -63,7 +63,6 @@ def torchrun_argv(plan: Plan, name: str, log_dir: str) -> list[str]:
         f"--local-addr={node.address}",
         "--max-restarts=0",
         f"--log-dir={log_dir}",
-        *(["--signals-to-handle=SIGINT,SIGHUP,SIGQUIT"] if plan.saves_at_sigterm else []),
         "--redirects=3",
         *_apart(_own(plan.program, node.python)),
     ]

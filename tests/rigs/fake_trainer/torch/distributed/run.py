@@ -74,8 +74,8 @@ def main():
     def ended(number, _frame):
         raise SignalException(f"Process {os.getpid()} got signal: {number}")
 
-    for name in options.get("signals-to-handle", "SIGTERM,SIGINT,SIGHUP").split(","):
-        signal.signal(getattr(signal, name), ended)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, ended)
     ranks = [start(options, program, i) for i in range(int(options["nproc-per-node"]))]
     try:
         while any(rank.poll() is None for rank in ranks) and not any(rank.poll() for rank in ranks):
