@@ -47,6 +47,7 @@ class Gathered:
         self.path = store.directory.borrowed(found.path)  # of the copies
         self.rank, self.owner = store.me.rank, store.owner_of[store.me.rank]
         self.brought = set[str]()
+        self.places = dict[str, Path]()  # of others, once found
         self.is_made = False
         self.sent_by: dict[tuple[str, int], int] = {}  # file and owner -> the owner that sent it
         self.have = {owner: {*found.local[owner]} for owner in store.owners}
@@ -124,6 +125,13 @@ class Gathered:
         """Return where this host has a file: what was brought, its own, or a copy."""
         if name in self.brought:
             return self.path / name
+        if self.store.shared:
+            return self.found.path / name
+        if name not in self.places:
+            self.places[name] = self._place_of(name)
+        return self.places[name]
+
+    def _place_of(self, name: str) -> Path:
         size = self.found.manifest.files[name].bytes
         places = [part / name for part in directories_of(self.found.path)]
         return next((place for place in places if place.is_file() and place.stat().st_size == size), places[0])

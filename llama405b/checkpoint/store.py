@@ -440,11 +440,19 @@ class Store:
         if self.shared:
             self._survey()
         try:
+            self.on_owners(self._try, self.root)
             self.on_owners(lambda: self.holder.take(self.say), self.root)
             self.on_owners(self.directory.finish, self.root)
         except UserError:
             self.close()
             raise
+
+    def _try(self) -> None:
+        """Refuse a disk that does not do what a save does."""
+        if refused := refused_call(str(self.root)):
+            raise UserError(
+                f"--checkpoint.dir: in {self.root}{self._on_host()} a run cannot {refused}; use another directory"
+            )
 
     def check_room(self, each_bytes: int, copies: int = 0) -> None:
         """Refuse a disk that cannot hold as many checkpoints of this size as are kept, and one that is being written.
@@ -494,8 +502,6 @@ class Store:
                     raise OSError(errno.EROFS, os.strerror(errno.EROFS))
                 if not os.access(self.root, os.R_OK | os.W_OK | os.X_OK):
                     raise PermissionError(errno.EACCES, f"it belongs to {user_of(self.root.stat().st_uid)}")
-                if refused := refused_call(str(self.root)):
-                    raise OSError(f"a run cannot {refused} there")
                 (self.root / tokens[self.me.rank]).touch()
             except OSError as error:
                 raise UserError(

@@ -321,9 +321,11 @@ class VerifiedReader(TensorReader):
 
     def check(self, name: str, offset: int, length: int) -> None:
         """Compare the blocks of a part of a file with the manifest."""
-        size, file = self.manifest.block_bytes, self.at(name)
-        sealed = self.manifest.files.get(name)
-        if sealed is None or not file.is_file() or file.stat().st_size != sealed.bytes:
+        size, sealed = self.manifest.block_bytes, self.manifest.files.get(name)
+        if sealed is None:
+            raise DamagedError(f"{self.path}/{name}: is not in its manifest", name)
+        file = self.at(name)
+        if not file.is_file() or file.stat().st_size != sealed.bytes:
             raise DamagedError(f"{file}: missing, or not of the size that was saved", name)
         if not 0 <= offset <= offset + length <= sealed.bytes:
             raise DamagedError(f"{file}: ends before what should be in it", name)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from llama405b.checkpoint.compatibility import model_of
 from llama405b.checkpoint.resume import Resume
 from llama405b.checkpoint.store import Store
-from llama405b.contract.errors import UserError
+from llama405b.contract.errors import RunError, UserError
 from llama405b.contract.files import write_atomic
 from llama405b.contract.paths import RunDir
 from llama405b.contract.records import Metrics, Phase
@@ -55,6 +55,8 @@ def evaluate_only(config: Config, resume: str, context: RankContext) -> None:
     context.log(f"evaluation of {weights.what}: {words}")
     context.journal.resumed_at(weights.step, weights.step, anew=True)
     context.journal.evaluation(weights.step, loss)
+    if context.journal.lost.count:
+        raise RunError(f"the evaluation could not be kept: {context.journal.lost.detail}")
     evaluator.continue_prompts(weights.step)
 
 

@@ -8,7 +8,9 @@ from typing import Optional
 
 
 def refused_call(directory: str, saves: bool = True) -> str:
-    """Try the calls of a run in a directory; returns what it cannot do there, and why, or ''. Nothing is left there.
+    """Try the calls of a run in a directory; returns what it cannot do there, and why, or ''.
+
+    Nothing is left there, but for what others put into it and keep.
 
     ``saves``: also those of a save, which renames directories.
     """

@@ -115,6 +115,8 @@ def read_records(kind: type[T], path: Path, last: int, last_bytes: int = EVERY) 
 def walk(root: Path) -> Iterator[tuple[Path, list[str], list[str]]]:
     """Yield the directories below one, through links but not hidden ones, each with the names of directories and files in it.
 
+    A disk's own lost+found is passed over; from the names of directories the caller may take those that it is not to go into.
+
     Raises:
         UserError: A link leads nowhere or in a circle, or a directory cannot be read: what is meant to be there is not known.
     """
@@ -125,6 +127,7 @@ def walk(root: Path) -> Iterator[tuple[Path, list[str], list[str]]]:
 
     for folder, below, files in os.walk(root, followlinks=True, onerror=fail):
         here = Path(folder)
+        below[:] = [name for name in below if name != "lost+found"]
         for path in [here / name for name in (*below, *files) if not name.startswith(".")]:
             if path.is_symlink():
                 check_link(path)
@@ -154,15 +157,15 @@ def append_line(path: Path, line: str) -> None:
     left = memoryview(f"{line}\n".encode())
     with naming(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("ab", buffering=0) as file:
-            begin = os.fstat(file.fileno()).st_size
-            try:
+        before = path.stat().st_size if path.exists() else 0
+        try:
+            with path.open("ab", buffering=0) as file:
                 while left:
                     left = left[file.write(left) :]
-            except OSError:
-                with contextlib.suppress(OSError):
-                    file.truncate(begin)
-                raise
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.truncate(path, before)
+            raise
 
 
 def refuse_others_writing(path: Path) -> None:

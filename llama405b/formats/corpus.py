@@ -292,9 +292,17 @@ def _named(path: str) -> Iterator[Path]:
     if root.is_file():
         return iter([root])
     if root.is_dir():
-        below = (here / name for here, _, files in walk(root) for name in files if not name.startswith("."))
-        return (path for path in below if path.is_file())
+        return _below(root)
     return _of_pattern(path)
+
+
+def _below(root: Path) -> Iterator[Path]:
+    """The files below a directory; what a link names within it is read where it is."""
+    real = root.resolve()
+    for here, below, files in walk(root):
+        linked = [name for name in below if (here / name).is_symlink() and (here / name).resolve().is_relative_to(real)]
+        below[:] = [name for name in below if name not in linked]
+        yield from (here / name for name in files if not name.startswith(".") and (here / name).is_file())
 
 
 def _of_pattern(pattern: str) -> Iterator[Path]:

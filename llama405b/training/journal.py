@@ -123,28 +123,29 @@ class Journal:
         except OSError as error:
             detail = f"{path}: {reason_of(error)}{remedy_of(error)}"
             count, step = before.count + len(records), records[-1].step
-            self.lost = dataclasses.replace(before, count=count, step=step, detail=detail)
+            self.lost = dataclasses.replace(before, count=count, step=step, path=str(path), detail=detail)
             if not before.count:
                 print(f"{path} cannot be written ({reason_of(error)}){remedy_of(error)}; training goes on", flush=True)
             return
         if before.count:
             self.lost = dataclasses.replace(before, count=0)
-            self.event(EventKind.NOT_WRITTEN, step=before.step, detail=before.detail, count=before.count)
+            lost_of = Path(before.path)
+            self.event(EventKind.NOT_WRITTEN, step=before.step, path=lost_of, detail=before.detail, count=before.count)
             print(
-                f"{path} is written again; {counted(before.count, 'line')} up to step {before.step} were lost",
+                f"{lost_of} is written again; {counted(before.count, 'line')} up to step {before.step} were lost",
                 flush=True,
             )
 
 
 def read_metrics(path: Path) -> list[Metrics | EvaluationMetrics]:
-    """Read the metrics of earlier attempts; what follows a line truncated by a kill is dropped."""
+    """Read the metrics of earlier attempts, without a line that was truncated by a kill or a full disk."""
     found: list[Metrics | EvaluationMetrics] = []
     if path.is_file():
         for line in path.read_text(encoding="utf-8").splitlines():
             try:
                 found.append(reader.loads(METRICS_LINE, line, path.name))
             except reader.MalformedError:
-                break
+                continue
     return found
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from llama405b.contract.disk import disk_free_bytes, disk_free_files, refused_call, sync_directory
+from llama405b_tools.agent import hostprobe, processes
 
 pytest.importorskip("fuse", reason="NOT RUN: needs fusepy and libfuse2")
 from disk_cells import Cell
@@ -36,6 +37,9 @@ def test_a_disk_is_tried_with_the_calls_of_a_run(tmp_path):
             assert (disk_free_bytes(str(disk)) is None) == (odd == "no size")
             assert (disk_free_files(str(disk)) is None) == (odd in ("no size", "no inodes left"))
             sync_directory(str(disk))
+            seen = hostprobe.nearest_directory(str(disk), True, True)
+            assert (seen.get("refuses", said), seen["read_only"]) == (said, False), odd
+            assert [each.total_bytes > 0 for each in processes.disks_of(disk)] == [True] * (odd != "no size")
             become()
             left = [name for path in disk.iterdir() for name in path.iterdir()]
             assert {name.name for name in left} <= {STRANGERS[0]}, odd

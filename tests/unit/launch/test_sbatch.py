@@ -28,6 +28,7 @@ def test_every_option_of_the_manual_is_in_the_table_as_it_is_there():
         ("-N4 --part=gpu -HQ --nice=5", {"nodes": "4", "partition": "gpu", "hold": "", "quiet": "", "nice": "5"}),
         ("--gres gpu:8 --ntasks-per-node=1 -c 96", {"gres": "gpu:8", "ntasks-per-node": "1", "cpus-per-task": "96"}),
         ("--newer=yes -Z", {"newer": "yes", "Z": ""}),  # sbatch knows, or refuses
+        ("--container-image img.sqsh -N 2 --newer", {"container-image": "img.sqsh", "nodes": "2", "newer": ""}),
     ],
 )  # fmt: skip
 def test_options_are_read_as_sbatch_reads_them(words, found):
@@ -55,6 +56,8 @@ def test_options_are_read_as_sbatch_reads_them(words, found):
         ("-M other", "--clusters: status and stop would ask this cluster"),
         ("-N 1 train.sh", "'train.sh' is no option of sbatch; name what is to run after --"),
         ("-N 1 : -N 2", "':' is no option of sbatch"),
+        ("-N 2 -J", "--job-name needs a value; give one"),
+        ("-N 2 --time", "--time needs a value; give one"),
     ],
 )
 def test_what_would_change_a_run_is_refused(words, says):
@@ -99,7 +102,9 @@ def test_time_limits(text, seconds):
     assert time_limit_s(text) == seconds
 
 
-@pytest.mark.parametrize(("limit_s", "lead_s"), [(240, 24), (60, 20), (3000, 300), (172_800, 300), (None, 300)])
+@pytest.mark.parametrize(
+    ("limit_s", "lead_s"), [(240, 24), (60, 20), (30, 15), (3000, 300), (172_800, 300), (None, 300)]
+)
 def test_a_job_is_told_to_save_a_tenth_of_its_time_before_its_end(limit_s, lead_s):
     request = parse_launch(["--slurm", "-N 1", "--run", "r", "--", "x.py"], 0.0)
     assert slurm._lead_s(request, limit_s, "1") == lead_s

@@ -570,7 +570,7 @@ def _disks(paths: Sequence[Path]) -> tuple[DiskEvidence, ...]:
     """Ask each filesystem for its free space; in processes of their own, since who asks one that hangs cannot be ended."""
     asked = {
         str(path): subprocess.Popen(
-            ["stat", "-f", "-c", "%a %S", str(path)],
+            ["stat", "-f", "-c", "%a %S %b", str(path)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -583,7 +583,8 @@ def _disks(paths: Sequence[Path]) -> tuple[DiskEvidence, ...]:
     for path, child in asked.items():
         try:
             free = child.communicate(timeout=max(0.0, until - time.monotonic()))[0].split()
-            found.append(DiskEvidence(path, answers=True, free_bytes=int(free[0]) * int(free[1]) if free else None))
+            is_known = len(free) == 3 and free[2] != "0"  # else it does not say how large it is
+            found.append(DiskEvidence(path, answers=True, free_bytes=int(free[0]) * int(free[1]) if is_known else None))
         except subprocess.TimeoutExpired:
             child.kill()
             found.append(DiskEvidence(path, answers=False))

@@ -1,7 +1,7 @@
 """What doctor runs on a bare host.
 
 One file that is sent through SSH's standard input and runs under Python 3.6 or newer:
-it imports nothing of ours, leaves no change behind, and judges nothing.
+of ours it needs contract/disk.py alone, which travels with it; it leaves no change behind, and judges nothing.
 
 Line 1 of its standard input is a request (JSON). It prints the facts (one line of JSON), listens, reads a second line
 that names the peers, tries to reach them, prints what it found, and ends. It also ends when its input closes. Until then
@@ -300,7 +300,8 @@ def kill_user_processes():
 def disks(request):
     """Filesystems that could hold weights or checkpoints, and spare drives; write rates where this user may write."""
     wanted = [os.path.expanduser(path) for path in request["paths"] if path]
-    places = [nearest_directory(path, request.get("rates"), path == request.get("saves")) for path in wanted]
+    saves = os.path.expanduser(request.get("saves") or "")
+    places = [nearest_directory(path, request.get("rates"), path == saves) for path in wanted]
     return {"filesystems": filesystems() + places, "unmounted_nvme": spare_drives()}
 
 
@@ -330,7 +331,7 @@ def nearest_directory(path, with_rates, saves):
     found["free_files"] = disk_free_files(here)
     if found["writable"] and not found["read_only"]:
         found["refuses"] = refused_call(here, saves)
-    if found["writable"] and found["free"] > 4 * PROBE_BYTES and with_rates:
+    if with_rates and found["writable"] and (found["free"] is None or found["free"] > 4 * PROBE_BYTES):
         found.update(rates(here))
     return found
 

@@ -534,6 +534,8 @@ def disks_of(*paths: Path) -> tuple[Disk, ...]:
     for path in paths:
         with contextlib.suppress(OSError):
             disk = os.statvfs(path)
+            if not disk.f_blocks:  # it does not say how large it is
+                continue
             disks[path.stat().st_dev] = Disk(str(path), disk.f_bavail * disk.f_frsize, disk.f_blocks * disk.f_frsize)
     return tuple(disks.values())
 

@@ -238,7 +238,8 @@ def disks(paths):
             stat = os.statvfs(path)
         except OSError:
             continue
-        found.append([path, stat.f_bavail * stat.f_frsize, stat.f_blocks * stat.f_frsize])
+        if stat.f_blocks:  # else it does not say how large it is
+            found.append([path, stat.f_bavail * stat.f_frsize, stat.f_blocks * stat.f_frsize])
     return found
 
 

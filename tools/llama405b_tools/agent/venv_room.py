@@ -52,7 +52,7 @@ def too_little(needs: Sequence[Need]) -> str:
     for group in disks.values():
         disk = os.statvfs(_existing(group[0][0]))
         free = disk.f_bavail * disk.f_frsize
-        if sum(size for _, size in group) <= free:
+        if not disk.f_blocks or sum(size for _, size in group) <= free:
             continue
         lacking = sum(max(0, size - held_bytes(place)) for place, size in group)
         if lacking > free:

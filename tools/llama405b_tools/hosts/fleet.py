@@ -300,7 +300,7 @@ class Fleet:
             return HostError(f"{python} has no llama405b in {workdir}; run `{setup}`, or set workdir= or python=")
         if parsers.NO_DIRECTORY.search(said):
             return HostError(f"there is no directory {workdir}; run `{setup}`, or set workdir=")
-        if cannot_run or re.match(rf"\S*sh:.*{re.escape(PurePosixPath(python).name)}: ", said):  # in any language
+        if cannot_run or re.match(rf"\S*sh:.*{re.escape(PurePosixPath(python).name)}\s?: ", said):  # in any language
             return HostError(f"{python} cannot be run; run `{setup}`, or set python=")
         if not said:
             return HostError("the connection was lost, or the program on the host ended")

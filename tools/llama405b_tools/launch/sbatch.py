@@ -72,13 +72,14 @@ def given(words: Sequence[str]) -> list[tuple[Option, str]]:
         if word.startswith("--") and len(word) > 2:
             alike = [known for known in OPTIONS if known.startswith(name[2:])]
             option = OPTIONS.get(name[2:]) or (OPTIONS[alike[0]] if len(alike) == 1 else Option(name[2:]))
-            if option.valued and not has_value:
-                value = left.pop(0) if left else ""
+            is_unknown = option.name not in OPTIONS and bool(left) and not left[0].startswith("-")
+            if not has_value and (option.valued or is_unknown):
+                value = _value(option, left)
             found.append((option, value))
         elif word.startswith("-") and len(word) > 1:
             option, value = LETTERS.get(word[1], Option(word[1])), word[2:].removeprefix("=")
             if option.valued and not value:
-                value = left.pop(0) if left else ""
+                value = _value(option, left)
             elif not option.valued and value:
                 left.insert(0, f"-{value}")
                 value = ""
@@ -89,6 +90,12 @@ def given(words: Sequence[str]) -> list[tuple[Option, str]]:
         if option.why and not (option.name == "ntasks-per-node" and value == "1"):
             raise UserError(f"--slurm: --{option.name}: {option.why}")
     return found
+
+
+def _value(option: Option, left: list[str]) -> str:
+    if not left:
+        raise UserError(f"--slurm: --{option.name} needs a value; give one")
+    return left.pop(0)
 
 
 def refused_variables(environment: Mapping[str, str]) -> dict[str, str]:

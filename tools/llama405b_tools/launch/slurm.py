@@ -57,6 +57,7 @@ from llama405b_tools.text.figures import span
 
 MOST_LEAD_S = 300  # before the job's time limit, for the trainer to save, unless a save takes longer
 LEAST_LEAD_S = 20
+CPUS = "${SLURM_CPUS_PER_TASK:+--cpus-per-task=$SLURM_CPUS_PER_TASK}"  # which srun does not inherit since 22.05
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -93,13 +94,18 @@ def submit(request: LaunchRequest, options: str) -> str:
         print(f"{variable} is not used: {why}", flush=True)
         del os.environ[variable]
     done = processes.call_slurm(["sbatch", *words, *_own_options(request, run, lead_s), str(run.job_script)])
-    job = done.stdout.strip().partition(";")[0]
-    if done.returncode or not job.isdecimal():
+    if done.returncode:
         run.job_secrets.unlink(missing_ok=True)
         if is_new:
             shutil.rmtree(run.path)
-        why = " ".join(f"{done.stderr} {done.stdout}".split())[:300]
-        raise UserError(f"--slurm: sbatch refused ({why}); correct the options")
+        raise UserError(f"--slurm: sbatch refused ({' '.join(done.stderr.split())[:300]}); correct the options")
+    jobs = re.findall(r"^(\d+)(?:;.*)?$", done.stdout, re.MULTILINE)  # a site's own filters may print more
+    if not jobs:
+        said = " ".join(done.stdout.split())[:300]
+        raise RunError(
+            f"sbatch took the job, but did not say its number ({said}); look for it with squeue, and end it with scancel"
+        )
+    job = str(jobs[-1])
     if limit_s and request.saves:
         print(f"it saves and stops {span(lead_s)} before its time limit of {span(limit_s)}", flush=True)
     write_json(run.job, JobRecord(job, options))
@@ -133,7 +139,8 @@ def _lead_s(request: LaunchRequest, limit_s: float | None, nodes: str) -> int:
             llama, request.config.adapter
         )
         save_s = 2 * n_bytes / DISK_BYTES_PER_S / int(n_nodes[0])
-    return int(max(LEAST_LEAD_S, save_s, min(MOST_LEAD_S, limit_s / 10 if limit_s else math.inf)))
+    lead_s = max(LEAST_LEAD_S, save_s, min(MOST_LEAD_S, limit_s / 10 if limit_s else math.inf))
+    return int(min(lead_s, limit_s / 2 if limit_s else math.inf))
 
 
 def _write_request(request: LaunchRequest, run: RunDir, lead_s: int) -> None:
@@ -170,7 +177,7 @@ def job_script(name: str, directory: Path) -> str:
             f"cd {shlex.quote(str(Path.cwd()))} || exit 2",
             "unset PYTHONHOME",
             f"trap {shlex.quote(shlex.join([*node, 'save']))} USR1  # the job's time is nearly over",
-            f"srun --ntasks=$SLURM_JOB_NUM_NODES --ntasks-per-node=1 --kill-on-bad-exit=0 {shlex.join(node)} &",
+            f"srun --ntasks=$SLURM_JOB_NUM_NODES --ntasks-per-node=1 {CPUS} --kill-on-bad-exit=0 {shlex.join(node)} &",
             "while :; do wait $!; code=$?; kill -0 $! 2>/dev/null || exit $code; done",
             "",
         ]
