@@ -490,14 +490,9 @@ def build_trainer(config: Config, resume: str, context: RankContext, stop: StopS
     allocate_staging(config, saving, updater, context)
     saving.resumed(done)
     start = begin(chosen.found)
-    log_reading(config, batches, start, context)
+    log_reading(config, batches, start, done, context)
     context.journal.resumed_at(done, start.steps, anew=chosen.wanted == "no")
-    if done >= start.steps:
-        context.log(
-            f"nothing is left to do: {done} steps are done, of {start.steps}; to go on, raise training.max_steps or .epochs"
-        )
     reader = build_reader(config.training, config.data.workers, batches, start, context)
-    detector = build_spike_detector(config.training, start, context)
     return Trainer(
         config=config,
         context=context,
@@ -506,7 +501,7 @@ def build_trainer(config: Config, resume: str, context: RankContext, stop: StopS
         reader=reader,
         steps=range(done + 1, start.steps + 1),
         flops_per_token=adapter_flops(llama, config.adapter, config.data.seq_len),
-        bad_steps=BadSteps(config.training, detector, reader, context.journal, done + 1),
+        bad_steps=build_bad_steps(config.training, start, reader, done + 1, context),
         checkpointer=Checkpointer(
             saving, updater, start.identity, config.checkpoint, context, restart_s=time.monotonic() - began
         ),
@@ -604,12 +599,12 @@ def build_reader(training: Training, workers: int, batches: Batches, start: Begi
     )
 
 
-def build_spike_detector(training: Training, start: Beginning, context: RankContext) -> SpikeDetector:
-    """Build it with the losses before a resume; of other data they say nothing."""
+def build_bad_steps(training: Training, start: Beginning, reader: Reader, first: int, context: RankContext) -> BadSteps:
+    """Build what judges steps from ``first`` on, with the losses before a resume; of other data they say nothing."""
     before = context.journal.losses if start.position else ()
     detector = SpikeDetector.replay(training.loss_spike_factor, before, always=training.on_loss_spike == "warn")
     losses = collectives.broadcast_object(tuple(detector.losses), tuple[float, ...])
-    return SpikeDetector(training.loss_spike_factor, losses)
+    return BadSteps(training, SpikeDetector(training.loss_spike_factor, losses), reader, context.journal, first)
 
 
 def open_prompts(config: Config, files: Path, held_out: Batches | None, context: RankContext) -> Prompts | None:
@@ -632,8 +627,8 @@ def build_evaluator(
     return Evaluator(config.evaluation, config.training.micro_batch_size, passes, held_out, context, prompts)
 
 
-def log_reading(config: Config, batches: Batches, start: Beginning, context: RankContext) -> None:
-    """Log what an epoch has, and what a step reads of it."""
+def log_reading(config: Config, batches: Batches, start: Beginning, done: int, context: RankContext) -> None:
+    """Log what an epoch has, what a step reads of it, and whether any step is left."""
     for line in describe_reading(config.data, batches):
         context.log(line)
     shape = f"{config.training.global_batch_size} x {config.data.seq_len} tokens"
@@ -645,3 +640,6 @@ def log_reading(config: Config, batches: Batches, start: Beginning, context: Ran
     )
     if note := waste_note(config.training, dp):
         context.log(note)
+    if done >= start.steps:
+        left = f"nothing is left to do: {done} steps are done, of {start.steps}"
+        context.log(f"{left}; to go on, raise training.max_steps or .epochs")
