@@ -244,6 +244,8 @@ class Resume:
         for rank, cause in failed.failures.items():
             assert isinstance(cause[0], DamagedError)
             file, owner = cause[0].file, owner_of[rank]
+            if file not in self.found.manifest.files:
+                return False
             sender = gathered.sent_by.get((file, owner), owner)
             for other in [other for other, its in enumerate(owner_of) if its == sender]:
                 local[other] = local[other] - {file}

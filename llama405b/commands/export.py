@@ -180,8 +180,13 @@ def export_adapter(found: SavedWeights, settings: Config, args: argparse.Namespa
     weights_of = PeftWeights(found)
     export = Export(weights_of.digest, dtype, {PEFT_WEIGHTS: weights_of.shapes})
     write(export, weights_of, out)
-    here = Path(settings.model.path)
-    base = str(here.resolve()) if here.is_dir() else settings.model.path  # for whoever loads it from another directory
+    here = args.model or Path(settings.model.path)
+    base = str(here.resolve()) if here.is_dir() else str(here)  # for whoever loads it from another directory
+    if not here.is_dir() and not here.is_absolute():
+        print(
+            f"{base} is not here, so {out} names it as it was typed; name the model's directory with --model",
+            file=sys.stderr,
+        )
     with writing(out):
         with contextlib.suppress(UserError):  # none is there
             write_small(find_model_files(found.path, args.source), out)
@@ -392,7 +397,9 @@ def write_small(small: Path, out: Path) -> None:
     for name in models.SMALL_FILES[1:]:
         if (small / name).is_file():
             shutil.copyfile(small / name, out / name)
-    file, template = out / models.TOKENIZER_CONFIG, out / models.CHAT_TEMPLATE
+    file, template = out / models.TOKENIZER_CONFIG, small / models.CHAT_TEMPLATE
+    if not template.is_file():
+        (out / models.CHAT_TEMPLATE).unlink(missing_ok=True)  # of another call
     if file.is_file():
         before = read_hf_json(file)
         after = {key: value for key, value in before.items() if key != "auto_map"}

@@ -40,8 +40,9 @@ def keep_private() -> None:
 
 def follow_users_umask() -> None:
     """Write for others as the user does, whoever started this: a model is exported to be handed on."""
-    if re.fullmatch("[0-7]{1,4}", value := os.environ.get(USERS_UMASK, "")):
-        os.umask(int(value, 8))
+    now = os.umask(UMASK)
+    is_ours = now == UMASK and re.fullmatch("[0-7]{1,4}", value := os.environ.get(USERS_UMASK, ""))
+    os.umask(int(value, 8) if is_ours else now)  # else a line of the user's has set another
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:
@@ -112,6 +113,14 @@ def read_records(kind: type[T], path: Path, last: int, last_bytes: int = EVERY) 
     return found
 
 
+LOST = "lost+found"  # of a disk
+
+
+def is_passed_over(name: str) -> bool:
+    """Whether ``walk`` does not go into a directory of this name, and its callers leave out such a file: it is hidden."""
+    return name.startswith(".") or name == LOST
+
+
 def walk(root: Path) -> Iterator[tuple[Path, list[str], list[str]]]:
     """Yield the directories below one, through links but not hidden ones, each with the names of directories and files in it.
 
@@ -127,7 +136,7 @@ def walk(root: Path) -> Iterator[tuple[Path, list[str], list[str]]]:
 
     for folder, below, files in os.walk(root, followlinks=True, onerror=fail):
         here = Path(folder)
-        below[:] = [name for name in below if name != "lost+found"]
+        below[:] = [name for name in below if name != LOST]
         for path in [here / name for name in (*below, *files) if not name.startswith(".")]:
             if path.is_symlink():
                 check_link(path)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import BinaryIO, Literal, Protocol, TextIO
 
 from llama405b.contract.errors import UserError, reason_of
-from llama405b.contract.files import check_link, walk
+from llama405b.contract.files import check_link, is_passed_over, walk
 from llama405b.contract.reader import Json
 from llama405b.formats.document import (
     Chat,
@@ -297,12 +297,17 @@ def _named(path: str) -> Iterator[Path]:
 
 
 def _below(root: Path) -> Iterator[Path]:
-    """The files below a directory; what a link names within it is read where it is."""
+    """The files below a directory; what a link names that is read below it anyway is read there alone."""
     real = root.resolve()
+
+    def is_read_there(link: Path) -> bool:
+        target = link.resolve() if link.is_symlink() else Path("/")
+        return target.is_relative_to(real) and not any(map(is_passed_over, target.relative_to(real).parts))
+
     for here, below, files in walk(root):
-        linked = [name for name in below if (here / name).is_symlink() and (here / name).resolve().is_relative_to(real)]
-        below[:] = [name for name in below if name not in linked]
-        yield from (here / name for name in files if not name.startswith(".") and (here / name).is_file())
+        below[:] = [name for name in below if not is_read_there(here / name)]
+        paths = (here / name for name in files if not is_passed_over(name))
+        yield from (path for path in paths if path.is_file() and not is_read_there(path))
 
 
 def _of_pattern(pattern: str) -> Iterator[Path]:

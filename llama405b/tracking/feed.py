@@ -217,9 +217,11 @@ class Feed:
     def _own(self, sent: Sent) -> Sent:
         """Return what this run has sent: a copy of another one is another run there; one that was renamed is the same."""
         other = RunDir(Path(sent.directory)).sent(self.name)
-        if sent.directory in ("", str(self.run.path.resolve())) or not other.is_file() or self.name == "tensorboard":
+        if sent.directory in ("", str(self.run.path.resolve())) or self.name == "tensorboard":
             return sent
         with contextlib.suppress(OSError, MalformedError):
+            if other.samefile(self.state):  # by another path
+                return sent
             if reader.loads(Sent, other.read_text(encoding="utf-8"), str(other)).id == sent.id:
                 self.say(
                     f"tracking {self.name}: {self.run.name} is a copy of {sent.directory}, and sent as a run of its own"

@@ -641,5 +641,5 @@ def log_reading(config: Config, batches: Batches, start: Beginning, done: int, c
     if note := waste_note(config.training, dp):
         context.log(note)
     if done >= start.steps:
-        left = f"nothing is left to do: {done} steps are done, of {start.steps}"
+        left = f"no step is left to take: {done} are done, of {start.steps}"
         context.log(f"{left}; to go on, raise training.max_steps or .epochs")

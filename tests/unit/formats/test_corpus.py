@@ -188,6 +188,9 @@ def test_linked_files_and_folders_are_read_and_links_to_nothing_refused(tmp_path
     below = ["corpus/b/below/4.txt"] * (path != "corpus/*/*.txt")
     if path == "corpus":  # what is read where it is, and what is the disk's own
         Path("corpus/latest").symlink_to("a")
+        Path("corpus/newest.txt").symlink_to("a/1.txt")
+        Path("corpus/repo").symlink_to(".hidden")  # which is read nowhere else
+        below.append("corpus/repo/2.txt")
         Path("corpus/lost+found").mkdir(mode=0)
     assert [str(file) for file in expand([path])] == sorted(
         ["corpus/a/1.txt", "corpus/a/5.txt", "corpus/b/3.txt", *below]

@@ -28,7 +28,7 @@ def test_every_option_of_the_manual_is_in_the_table_as_it_is_there():
         ("-N4 --part=gpu -HQ --nice=5", {"nodes": "4", "partition": "gpu", "hold": "", "quiet": "", "nice": "5"}),
         ("--gres gpu:8 --ntasks-per-node=1 -c 96", {"gres": "gpu:8", "ntasks-per-node": "1", "cpus-per-task": "96"}),
         ("--newer=yes -Z", {"newer": "yes", "Z": ""}),  # sbatch knows, or refuses
-        ("--container-image img.sqsh -N 2 --newer", {"container-image": "img.sqsh", "nodes": "2", "newer": ""}),
+        ("--container-image=img.sqsh -N 2 --newer", {"container-image": "img.sqsh", "nodes": "2", "newer": ""}),
     ],
 )  # fmt: skip
 def test_options_are_read_as_sbatch_reads_them(words, found):
@@ -56,6 +56,10 @@ def test_options_are_read_as_sbatch_reads_them(words, found):
         ("-M other", "--clusters: status and stop would ask this cluster"),
         ("-N 1 train.sh", "'train.sh' is no option of sbatch; name what is to run after --"),
         ("-N 1 : -N 2", "':' is no option of sbatch"),
+        (
+            "--stepmgr train.sh",
+            "--stepmgr is not in the manual of Slurm 22.05; write --stepmgr=train.sh if it takes a value",
+        ),
         ("-N 2 -J", "--job-name needs a value; give one"),
         ("-N 2 --time", "--time needs a value; give one"),
     ],

@@ -168,5 +168,10 @@ def test_a_copied_run_is_another_one_and_a_renamed_one_the_same(found, tmp_path,
     assert len(feeds[0].sink.told) == 7  # the whole of it
     assert feeds[0].sent.id != found.sent.id
     assert f"copied is a copy of {tmp_path.resolve()}, and sent as a run of its own" in capsys.readouterr().out
-    copied.rename(renamed)
+    elsewhere = tmp_path / "elsewhere"
+    copied.rename(elsewhere)
+    copied.symlink_to(elsewhere)  # moved to a larger disk, with a link where it was
+    assert feed.Feed("wandb", RunDir(copied), print).sent == feeds[0].sent
+    copied.unlink()
+    elsewhere.rename(renamed)
     assert feed.Feed("wandb", RunDir(renamed), print).sent == feeds[0].sent

@@ -72,9 +72,12 @@ def given(words: Sequence[str]) -> list[tuple[Option, str]]:
         if word.startswith("--") and len(word) > 2:
             alike = [known for known in OPTIONS if known.startswith(name[2:])]
             option = OPTIONS.get(name[2:]) or (OPTIONS[alike[0]] if len(alike) == 1 else Option(name[2:]))
-            is_unknown = option.name not in OPTIONS and bool(left) and not left[0].startswith("-")
-            if not has_value and (option.valued or is_unknown):
+            if option.valued and not has_value:
                 value = _value(option, left)
+            elif option.name not in OPTIONS and not has_value and left and not left[0].startswith("-"):
+                raise UserError(
+                    f"--slurm: {word} is not in the manual of Slurm 22.05; write {word}={left[0]} if it takes a value"
+                )
             found.append((option, value))
         elif word.startswith("-") and len(word) > 1:
             option, value = LETTERS.get(word[1], Option(word[1])), word[2:].removeprefix("=")

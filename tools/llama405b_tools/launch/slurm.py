@@ -57,6 +57,7 @@ from llama405b_tools.text.figures import span
 
 MOST_LEAD_S = 300  # before the job's time limit, for the trainer to save, unless a save takes longer
 LEAST_LEAD_S = 20
+JOB = r"^(?:Submitted batch job )?(\d+)(?:;.*| on cluster .*)?$"
 CPUS = "${SLURM_CPUS_PER_TASK:+--cpus-per-task=$SLURM_CPUS_PER_TASK}"  # which srun does not inherit since 22.05
 
 
@@ -98,8 +99,9 @@ def submit(request: LaunchRequest, options: str) -> str:
         run.job_secrets.unlink(missing_ok=True)
         if is_new:
             shutil.rmtree(run.path)
-        raise UserError(f"--slurm: sbatch refused ({' '.join(done.stderr.split())[:300]}); correct the options")
-    jobs = re.findall(r"^(\d+)(?:;.*)?$", done.stdout, re.MULTILINE)  # a site's own filters may print more
+        why = " ".join(f"{done.stderr} {done.stdout}".split())[:300]
+        raise UserError(f"--slurm: sbatch refused ({why}); correct the options")
+    jobs = re.findall(JOB, done.stdout, re.MULTILINE)  # a site's own filters may print more, and drop --parsable
     if not jobs:
         said = " ".join(done.stdout.split())[:300]
         raise RunError(
