@@ -64,11 +64,21 @@ class Server(paramiko.ServerInterface):
         return paramiko.OPEN_SUCCEEDED
 
     def check_channel_exec_request(self, channel, command):
-        threading.Thread(target=self._run, args=(channel, command.decode()), daemon=True).start()
+        answered = threading.Event()
+        transport, send = channel.transport, channel.transport._send_user_message
+
+        def answer(message):
+            transport._send_user_message = send
+            send(message)
+            answered.set()
+
+        transport._send_user_message = answer  # as sshd, which lets a command end only after it said that it begins
+        threading.Thread(target=self._run, args=(channel, command.decode(), answered), daemon=True).start()
         return True
 
-    def _run(self, channel, command):
+    def _run(self, channel, command, answered):
         pipe = subprocess.PIPE
+        answered.wait(10)
         with subprocess.Popen([*self.shell, command], stdin=pipe, stdout=pipe, stderr=pipe) as child:
             threading.Thread(target=_feed, args=(channel, child), daemon=True).start()
             errors = threading.Thread(target=_pass_on, args=(child.stderr, channel.sendall_stderr), daemon=True)
