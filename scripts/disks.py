@@ -28,7 +28,7 @@ disk was emptied), and export. The disk is a filesystem in user space that passe
 
 - **works**: all of it did, and without a difference.
 - **refused**: `launch` named directory, call and remedy, and started nothing.
-- **said**: training went on, and each save that could not be made was said and counted; it resumed from the last one before.
+- **said**: training went on, and each save that could not be made was said and counted; where one could, it resumed from that.
 
 | the disk | {uses} |
 |---|{lines}|

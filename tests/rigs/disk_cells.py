@@ -21,7 +21,6 @@ LATER = tuple(
     f"{odd}, later" for odd in ("stale", "quota", "full", "read-only")
 )  # after the first save, until the resume
 CELLS = [(use, odd) for use in USES for odd in (*ODDS, *LATER)]
-PHASES = ("launch", "resume", "blank", "export")
 PACED = str(Path(__file__).with_name("paced.py"))
 
 
@@ -51,7 +50,7 @@ class Cell:
         """Try it all; returns what each phase came to, up to the first that failed."""
         early = [self.odd] if self.odd in ODDS else []
         with odd_disk(self.disk) as become:
-            for directory in (self.work, self.copies, self.place / "a", self.place / "b"):
+            for directory in (self.work, self.copies):
                 directory.mkdir()
             self.demo, self.corpus = self._brought(self.demo, "weights"), self._brought(self.corpus, "data")
             (self.work / "hosts").write_text("\n".join(map(self._host, "ab")))
@@ -64,21 +63,20 @@ class Cell:
         return self.outcomes
 
     def _phases(self, early, become):
-        if self._phase("launch", "launch", *self._settings(100_000), "--training.extend", PACED):
-            self._wait(lambda: self._saved() or self._complaints() or not self._lives())
-            if not early:
-                become(self.odd.removesuffix(", later"))
-                time.sleep(6)  # what is written now is not seen
-                become()
-                at = self._step()
-                self._wait(lambda: self._step() > at + 3 or not self._lives())
-            goes_on, saved = self._lives(), self._saved()
-            self._cli("stop", "--run", "r", "--grace", "0")
-            self.outcomes[-1].words = "; ".join(self._complaints()) or self.outcomes[-1].words
-            if not (goes_on and saved):
-                self.outcomes[-1].code = 1
-                return
-        else:
+        if not self._phase("launch", "launch", *self._settings(100_000), "--training.extend", PACED):
+            return
+        self._wait(lambda: self._saved() or self._complaints() or not self._lives())
+        if not early:
+            become(self.odd.removesuffix(", later"))
+            time.sleep(6)  # what is written now is not seen
+            become()
+            at = self._step()
+            self._wait(lambda: self._step() > at + 3 or not self._lives())
+        goes_on, saved = self._lives(), self._saved()
+        self._cli("stop", "--run", "r", "--grace", "0")
+        self.outcomes[-1].words = "; ".join(self._complaints()) or self.outcomes[-1].words
+        if not (goes_on and saved):
+            self.outcomes[-1].code = 1
             return
         again = [*self._settings(self._step() + 4), "--resume", "auto", "--follow"]
         changes = ["--checkpoint.allow_changes", "training.max_steps"]
@@ -116,7 +114,7 @@ class Cell:
         if self.use == "checkpoints, shared":
             settings += ["--checkpoint.dir", self.disk / "c"]
         if self.use == "after_save":
-            settings += ["--checkpoint.after_save", f'cp -r "$CHECKPOINT" {self.copies}/']
+            settings += ["--checkpoint.after_save", f'cp -r "$LLAMA405B_CHECKPOINT" {self.copies}/']
         return settings
 
     def _phase(self, name, *words):

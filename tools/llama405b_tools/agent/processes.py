@@ -23,7 +23,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from pathlib import Path
 
@@ -494,17 +494,16 @@ def slurm_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name in FINDS_SLURM or not name.startswith(of_step)}
 
 
-def call_slurm(argv: Sequence[str]) -> "subprocess.CompletedProcess[str]":
-    """Run one of Slurm's programs.
+def call_slurm(argv: Sequence[str], without: Collection[str] = ()) -> "subprocess.CompletedProcess[str]":
+    """Run one of Slurm's programs; ``without``: variables that it is not to see.
 
     Raises:
         UserError: It is not installed.
         RunError: It does not answer.
     """
     try:
-        return subprocess.run(
-            argv, env=slurm_environment(), capture_output=True, text=True, timeout=SLURM_TIMEOUT_S, check=False
-        )
+        env = {name: value for name, value in slurm_environment().items() if name not in without}
+        return subprocess.run(argv, env=env, capture_output=True, text=True, timeout=SLURM_TIMEOUT_S, check=False)
     except FileNotFoundError:
         raise UserError(f"{argv[0]} is not installed here; run this on a login node of the cluster") from None
     except subprocess.TimeoutExpired:

@@ -93,8 +93,8 @@ def submit(request: LaunchRequest, options: str) -> str:
     refused = sbatch.refused_variables(os.environ)
     for variable, why in refused.items():
         print(f"{variable} is not used: {why}", flush=True)
-        del os.environ[variable]
-    done = processes.call_slurm(["sbatch", *words, *_own_options(request, run, lead_s), str(run.job_script)])
+    argv = ["sbatch", *words, *_own_options(request, run, lead_s), str(run.job_script)]
+    done = processes.call_slurm(argv, without=refused)
     if done.returncode:
         run.job_secrets.unlink(missing_ok=True)
         if is_new:
