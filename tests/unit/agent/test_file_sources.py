@@ -220,6 +220,23 @@ def test_what_data_cannot_be_sent_is_refused_and_what_is_left_out_is_named(tmp_p
         (tmp_path / "a/link").unlink()
 
 
+def test_a_file_that_appears_while_it_is_sent_is_written_over(tmp_path, monkeypatch):
+    source, to = tmp_path / "source", tmp_path / "to"
+    source.mkdir()
+    to.mkdir()
+    (source / "Thumbs.db").write_text("right")
+    look = Receiver._present
+
+    def present(self, name, size):
+        here = look(self, name, size)
+        (to / name).write_text("wrong")  # of the same length, by a file server
+        return here
+
+    monkeypatch.setattr(Receiver, "_present", present)
+    assert _send(open_files(source, None), to)[0] == []
+    assert (to / "Thumbs.db").read_text() == "right"
+
+
 def test_programs_stay_programs_and_a_directory_in_the_way_is_named(tmp_path):
     source, to = tmp_path / "source", tmp_path / "to"
     source.mkdir()

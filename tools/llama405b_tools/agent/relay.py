@@ -20,6 +20,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -77,20 +78,21 @@ class Replicator:
         self.taking = False  # something is coming
         self.heard = time.monotonic()  # from the host before
         self.copied = 0
+        self.farthest = ("", 0)  # the checkpoint, and bytes of it, that were sent
+        self.moved = 0.0  # when that was
 
     def main(self) -> None:
         """Copy until there is nothing more to copy."""
         write_private(self.run.spot(self.host), json.dumps(dataclasses.asdict(self.spot)))
         for act in (self._listen_to_runner, self._take):
-            threading.Thread(target=act, daemon=True).start()
-        given = time.monotonic()
-        while not (self.last and time.monotonic() - given > GIVE_UP_S):
+            threading.Thread(target=_or_end, args=(act,), daemon=True).start()
+        self.moved = time.monotonic()
+        while not (self.last and time.monotonic() - self.moved > GIVE_UP_S):
             ring = self.ring()
             last = self.last
-            began = time.monotonic()
             gave = ring is None or self._give(ring)
-            if gave or time.monotonic() - began > GIVE_UP_S / 2:  # or it failed late
-                given = time.monotonic()
+            if gave:
+                self.moved = time.monotonic()
             if gave and last:
                 break
             time.sleep(LOOK_EVERY_S)
@@ -110,12 +112,12 @@ class Replicator:
         newest = next((path for path in reversed(committed(Path(ring.root))) if self._is_due(path, ring)), None)
         if newest is None or step_of(newest) == self.copied:
             return True
-        names = sorted(path.relative_to(newest).as_posix() for path in newest.rglob("*") if path.is_file())
-        names.sort(key=lambda name: name == MANIFEST)  # it makes the copy complete
-        if MANIFEST not in names:  # it is being renamed
+        manifest = manifest_of(newest)
+        if manifest is None:  # it is being renamed
             return False
+        names = [name for name in sorted(manifest.files) if (newest / name).is_file()]  # a part has some of them
         try:
-            self._send(ring, names, newest)
+            self._send(ring, [*names, MANIFEST], newest)  # which makes the copy complete
         except (OSError, BrokenLinkError, ValueError) as error:
             why = reason_of(error) if isinstance(error, OSError) else str(error)
             write_json(self.run.copied(self.host), Copied(self.copied, f"{newest.name}: {why}", ring.attempt))
@@ -141,8 +143,13 @@ class Replicator:
         files = [f"{directory.name}/{name}" for name in names]
         source = DirectorySource(directory.parent, files, known=functools.partial(_sealed, manifest_of(directory)))
         with contextlib.closing(transfer.connect_to(hop)) as link:
-            transfer.send_files(source, after.token, link, lambda _: None)
+            transfer.send_files(source, after.token, link, functools.partial(self._moved, directory.name))
             transfer.exactly(link, 1)  # it has all of them, and they are right
+
+    def _moved(self, name: str, n_bytes: int) -> None:
+        """Note that more was sent than in the tries before: a host whose disk is full takes the same again and again."""
+        if (name, n_bytes) > self.farthest:
+            self.farthest, self.moved = (name, n_bytes), time.monotonic()
 
     def _take(self) -> None:
         """Take what the host before sends, one checkpoint at a time."""
@@ -172,6 +179,15 @@ class Replicator:
             self.last = True
             sys.stdin.buffer.read()
         os._exit(1)  # the node runner is gone
+
+
+def _or_end(act: Callable[[], None]) -> None:
+    """Do what a thread is for; if it fails, end this process, which the node runner starts again."""
+    try:
+        act()
+    except Exception:  # noqa: BLE001 - of any kind
+        traceback.print_exc()
+        os._exit(1)
 
 
 def _retire(root: Path, ring: Ring) -> None:

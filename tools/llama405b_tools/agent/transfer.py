@@ -577,7 +577,9 @@ class _Target:
         self.at = _partial(path)
         self.known = known
         self.hasher = BlockHasher()
-        if path.is_file() and path.stat().st_size == size:
+        if (
+            have == size and path.is_file() and path.stat().st_size == size
+        ):  # by `have`: it may have come since that was asked
             self.at = path
         if have and not known:
             self._hash_first(have)
