@@ -246,7 +246,8 @@ class AfterSave:
         """Run the command in a process group of its own; returns why it failed."""
         silent = [(os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0)]
         self.began = time.monotonic()
-        self.pid = os.posix_spawn("/bin/sh", ["/bin/sh", "-c", self.command], env, file_actions=silent, setpgroup=0)
+        argv = ["/bin/sh", "-c", self.command]  # under Slurm, SIGTERM is blocked in this process, but not there
+        self.pid = os.posix_spawn(argv[0], argv, env, file_actions=silent, setpgroup=0, setsigmask=())
         late = threading.Timer(self.limit_s, os.killpg, (self.pid, signal.SIGKILL))
         late.start()
         # its number is not given to another before it is too late to kill it

@@ -68,6 +68,11 @@ class Plan:
         return self.program[:2] == ("-m", "llama405b.train")
 
     @property
+    def saves_at_sigterm(self) -> bool:
+        """Whether SIGTERM asks it to save: Slurm sends that to all processes of a job that it preempts, or cancels."""
+        return bool(self.slurm_job) and self.trains
+
+    @property
     def world(self) -> int:
         """Number of ranks over all hosts."""
         return sum(node.slots for node in self.nodes)

@@ -11,6 +11,7 @@ import dataclasses
 import enum
 import functools
 import json
+import os
 import resource
 import signal
 import sys
@@ -100,15 +101,28 @@ LOOK_EVERY_S = 1.0  # listing a directory on a network disk costs time
 class StopSignal:
     """Whether the node runner asked this rank to save and stop.
 
-    It sends SIGUSR1: SIGTERM is how torchrun ends the survivors of a failure, which must not wait for a step.
+    It sends SIGUSR1: SIGTERM is how torchrun ends the survivors of a failure, which must not wait for a step. Slurm sends
+    SIGTERM, too, to every process of a job that it preempts, and leaves some time. There the node runner starts all ranks with
+    SIGTERM blocked, and a thread looks who sent it: a handler would wait for the collective that the rank is in.
     """
 
     def __init__(self) -> None:
         self.received = False
         signal.signal(signal.SIGUSR1, self._receive)
+        if signal.SIGTERM in signal.pthread_sigmask(signal.SIG_BLOCK, ()):
+            threading.Thread(target=_end_with_torchrun, name="sigterm", daemon=True).start()
 
     def _receive(self, *_: object) -> None:
         self.received = True
+
+
+def _end_with_torchrun() -> None:
+    """End this process at torchrun's SIGTERM, and at no other."""
+    torchrun = os.getppid()
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != torchrun:
+        pass
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 class Stop(enum.IntEnum):

@@ -38,8 +38,11 @@ SlurmdPidFile=/run/rig-slurmd.pid
 KillWait=5
 SlurmdTimeout=60
 AccountingStorageType=accounting_storage/none
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
 NodeName=node-[1-4] CPUs=2 State=UNKNOWN
-PartitionName=all Nodes=node-[1-4] Default=YES MaxTime=INFINITE State=UP
+PartitionName=all Nodes=node-[1-4] Default=YES MaxTime=INFINITE State=UP GraceTime=60
+PartitionName=urgent Nodes=node-[1-4] MaxTime=INFINITE State=UP PriorityTier=9
 """
 
 
@@ -184,24 +187,30 @@ def test_a_secret_and_bad_options(type_in, cluster):
     assert type_in("launch --run q --slurm '-N 2' --restart 3 -- x.py").returncode == 2
 
 
-def test_a_job_that_slurm_begins_again_goes_on_from_its_checkpoint(type_in):
-    flags = f"{FAKE_TRAINER} {DEMO} --training.max_steps 100000 --checkpoint.every 5"
-    assert type_in(f"launch --run again --slurm '-N 2' {flags}").returncode == 0
-    checkpoints = type_in.place / "runs/again/checkpoints"
-    wait_for(lambda: any(checkpoints.glob("step-*/manifest.json")), 90, lambda: said_of(type_in, "again"))
-    job = job_of(type_in, "again")
-    assert type_in.exec("scontrol", "requeue", job).returncode == 0
-    waiting = wait_for(lambda: "PENDING" in (words := type_in("status --run again").stdout) and words, 60)
-    assert re.match(rf"run again: job {job} is PENDING", waiting)
+@pytest.mark.parametrize("fake", [True, pytest.param(False, marks=pytest.mark.soak)])
+def test_a_job_that_is_preempted_saves_first_and_goes_on_afterwards(type_in, fake):
+    """Slurm sends SIGTERM to all processes of its steps, and SIGKILL when the partition's GraceTime is over."""
+    run = "preempted" if fake else "really-preempted"
+    flags = f"{FAKE_TRAINER if fake else ''} {DEMO} --training.max_steps 100000 --checkpoint.every 50000"
+    assert type_in(f"launch --run {run} --slurm '-N 2' {flags}").returncode == 0
+    wait_for(lambda: "step 3/" in type_in(f"logs --run {run}", 60).stdout, 150, lambda: said_of(type_in, run))
+    job = job_of(type_in, run)
+    asked = type_in.exec("sh", "-c", "cd / && sbatch -p urgent -N 4 -o /dev/null --wrap true")
+    assert asked.returncode == 0, asked.stderr
+    waiting = wait_for(lambda: "PENDING" in (words := type_in(f"status --run {run}").stdout) and words, 90)
+    assert re.match(rf"run {run}: job {job} is PENDING", waiting)
+    [end] = (type_in.place / f"runs/{run}/status/node-2.ends.jsonl").read_text().splitlines()
+    assert (json.loads(end)["state"], json.loads(end)["cause"]["by"]) == ("stopped", "Slurm (SIGTERM)")
+    assert f"job {job} was preempted; it is requeued" in (type_in.place / f"runs/{run}/slurm-{job}.log").read_text()
     assert type_in.exec("scontrol", "update", f"jobid={job}", "starttime=now").returncode == 0
     wait_for(
-        lambda: re.search(r"resumed from runs/again/checkpoints/step-\d+", type_in("logs --run again", 60).stdout),
-        120,
-        lambda: said_of(type_in, "again"),
+        lambda: re.search(rf"resumed from runs/{run}/checkpoints/step-\d+", type_in(f"logs --run {run}", 60).stdout),
+        150,
+        lambda: said_of(type_in, run),
     )
-    plan = json.loads((type_in.place / "runs/again/plan.json").read_text())
+    plan = json.loads((type_in.place / f"runs/{run}/plan.json").read_text())
     assert (plan["owner"], plan["attempt"]) == (f"job {job}, requeued 1 x", 2)
-    state = type_in("status --run again")
+    state = type_in(f"status --run {run}")
     assert state.stdout.count("running") == 2, state.stdout
 
 

@@ -1,7 +1,9 @@
 """The user's command for each checkpoint: once, in order, again after a failure and in the next attempt. With real processes."""
 
 import contextlib
+import os
 import re
+import signal
 from pathlib import Path
 
 import pytest
@@ -46,6 +48,19 @@ def done(found):
     found.hasten()
     wait_for(lambda: not found.goes_on)
     found.close()
+
+
+def test_the_command_may_be_ended_where_the_rank_has_sigterm_blocked(run, monkeypatch):
+    """As under Slurm: `timeout` in the command would end nothing. With bash, which other sites have as sh: dash has a mask of its own."""
+    spawn = os.posix_spawn
+    monkeypatch.setattr(os, "posix_spawn", lambda _, argv, *more, **rest: spawn("/bin/bash", argv, *more, **rest))
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        found, _ = started(run, "grep SigBlk /proc/self/status >notes", 2)
+        done(found)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    assert int((run.path.parent.parent / "notes").read_text().split()[1], 16) == 0
 
 
 def test_once_for_each_oldest_first(run):

@@ -8,6 +8,7 @@ outlives a SIGKILL of the runner just long enough to end the rest.
 
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -18,13 +19,14 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Generator
 from pathlib import Path
 
 from llama405b.contract import reader
 from llama405b.contract.errors import given, last_of
 from llama405b.contract.files import append_line, keep_private, read_record, write_json
 from llama405b.contract.paths import RunDir
-from llama405b.contract.records import Cause, CauseKind, Heartbeat, NodeState, NodeStatus
+from llama405b.contract.records import Cause, CauseKind, Heartbeat, NodeState, NodeStatus, StopMark
 from llama405b.contract.software import own_argv
 from llama405b.spec.plan import read_plan
 from llama405b_tools import parsers
@@ -53,6 +55,7 @@ STOP_EVERY_S = 1.0  # on a disk that all nodes share
 AGAIN_S = 5.0  # between two starts of the process that copies
 RANKS_WITHIN_S = 300.0  # of torchrun's start: as long ranks are looked for
 FOLLOWS_S = 15.0  # after the first rank: whoever ends then was ended by torchrun
+SLURM = "Slurm (SIGTERM)"  # who stops a run when its job is preempted, or canceled by hand
 DONE, MOST_WORD = b"done", 4096  # what the guardian receives: that all is well, or a cause
 
 
@@ -237,15 +240,27 @@ class NodeRunner:
         argv = setup_argv(self.plan.setup, [python if word == node.python else word for word in words])
         with self.run.agent_log(self.host).open("ab", buffering=0) as log:  # the child writes after this line
             log.write(f"\nattempt {self.plan.attempt}: {json.dumps(argv)}\n".encode())
-            return subprocess.Popen(
-                argv,
-                cwd=node.workdir,
-                env=env,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
+            with self.sigterm_blocked():
+                return subprocess.Popen(
+                    argv,
+                    cwd=node.workdir,
+                    env=env,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                )
+
+    @contextlib.contextmanager
+    def sigterm_blocked(self) -> Generator[None]:
+        """Have what is started meanwhile outlive Slurm's SIGTERM, which is for this process alone."""
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM} if self.plan.saves_at_sigterm else ())
+        yield
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+    def end_torchrun(self, child: "subprocess.Popen[bytes]") -> None:
+        """Have torchrun end its ranks, and itself."""
+        child.send_signal(signal.SIGHUP if self.plan.saves_at_sigterm else signal.SIGTERM)
 
     def keep_copying(self) -> None:
         """Start what copies checkpoints to the next host, if the run wants that; again, if it was killed."""
@@ -256,7 +271,7 @@ class NodeRunner:
         self.copying_since = now
         env = os.environ | {MARKER: self.marker}
         argv = [*own_argv("llama405b_tools.agent.relay"), str(self.run.path), self.host]
-        with self.run.agent_log(self.host).open("ab", buffering=0) as log:
+        with self.run.agent_log(self.host).open("ab", buffering=0) as log, self.sigterm_blocked():
             self.replicator = subprocess.Popen(
                 argv, env=env, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True
             )
@@ -279,7 +294,7 @@ class NodeRunner:
         if self.plan.refuse_sockets and not self.fell_back and parsers.SOCKETS.encode() in data:
             self.fell_back = parsers.socket_line(data.decode("utf-8", "replace"))
             if self.fell_back:
-                child.terminate()
+                self.end_torchrun(child)
 
     def take_secrets(self) -> None:
         """Read the secrets file and delete it; whoever knows them can mask them: this process, and the guardian."""
@@ -302,9 +317,17 @@ class NodeRunner:
             self.keep_copying()
             time.sleep(POLL_S)
         mark, grace_s = stop_mark(self.run, self.host), self.plan.grace_s
+        if mark == NO_STOP and self.plan.saves_at_sigterm:
+            mark = StopMark(SLURM, grace_s, time.time())
+            with contextlib.suppress(OSError):  # a full disk: the run is said to be killed
+                write_json(self.run.stop(self.host), mark)
         if mark != NO_STOP:
             grace_s = mark.grace_s
-        ways = [(child.terminate, KILL_AFTER_S if self.plan.trains else max(KILL_AFTER_S, grace_s)), (child.kill, None)]
+        end_s = KILL_AFTER_S if self.plan.trains else max(KILL_AFTER_S, grace_s)
+        ways: list[tuple[Callable[[], object], float | None]] = [
+            (functools.partial(self.end_torchrun, child), end_s),
+            (child.kill, None),
+        ]
         if grace_s and self.plan.trains and (code := self.let_save(child, grace_s)) is not None:
             return code
         for end, seconds in ways:

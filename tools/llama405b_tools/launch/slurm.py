@@ -7,7 +7,8 @@ that all nodes share, and ask Slurm what is alive.
 
 One node's part in a Slurm job: ``srun python -m llama405b_tools.launch.slurm RUN_DIR`` on every allocated node.
 
-With the argument ``save``, it asks the node runners to let the trainer save: the job's time is nearly over.
+With the argument ``save``, it asks the node runners to let the trainer save: the job's time is nearly over. With ``ended`` and
+an exit code, it has Slurm start a job again that was preempted.
 
 The nodes meet in the shared run directory: each writes where it is, the first builds the plan from that, and each
 becomes the node runner of its part.
@@ -41,8 +42,9 @@ from llama405b.predict.search import known_shape
 from llama405b.spec.models import n_trained
 from llama405b.spec.plan import Plan, read_plan
 from llama405b_tools.agent import machine, processes
+from llama405b_tools.agent.describe import stopped_by
 from llama405b_tools.agent.machine import RunPlace, place_of, resumable
-from llama405b_tools.agent.node import NodeRunner
+from llama405b_tools.agent.node import SLURM, NodeRunner
 from llama405b_tools.agent.processes import read_secrets, write_secrets
 from llama405b_tools.hosts.fleet import command_to_type
 from llama405b_tools.hosts.transport import disagreements
@@ -180,7 +182,9 @@ def job_script(name: str, directory: Path) -> str:
             "unset PYTHONHOME",
             f"trap {shlex.quote(shlex.join([*node, 'save']))} USR1  # the job's time is nearly over",
             f"srun --ntasks=$SLURM_JOB_NUM_NODES --ntasks-per-node=1 {CPUS} --kill-on-bad-exit=0 {shlex.join(node)} &",
-            "while :; do wait $!; code=$?; kill -0 $! 2>/dev/null || exit $code; done",
+            "while :; do wait $!; code=$?; kill -0 $! 2>/dev/null || break; done",
+            f"{shlex.join([*node, 'ended'])} $code",
+            "exit $code",
             "",
         ]
     )
@@ -248,6 +252,11 @@ def main() -> int:
     if sys.argv[2:] == ["save"]:
         backends.ask_to_stop(run, names, "the job's time limit", request.grace_s)
         return 0
+    if sys.argv[2:3] == ["ended"]:
+        by = stopped_by(run, name)
+        if by == SLURM or (sys.argv[3] != "0" and not by):
+            _requeue_if_preempted(job)
+        return 0
     this = f"job {job}{given(', requeued {} x', restarts)}"
     if restarts:  # a stop of the job before is not one of this job
         run.stop(name).unlink(missing_ok=True)
@@ -263,6 +272,18 @@ def main() -> int:
         _wait(lambda: all(_where_of(run, n) == NodeWhere(this, ready=True) for n in names), "a node did not get ready")
         run.job_secrets.unlink(missing_ok=True)
     return NodeRunner(run, name).main()
+
+
+def _requeue_if_preempted(job: str) -> None:
+    """Have Slurm start this job again: it does that only with one that runs until the partition's GraceTime is over."""
+    state = processes.call_slurm(["scontrol", "show", "job", "-o", job]).stdout
+    if "PreemptTime=" not in state or "PreemptTime=None" in state:
+        return
+    if "Requeue=1" in state:
+        print(f"job {job} was preempted; it is requeued", flush=True)
+        processes.call_slurm(["scontrol", "requeue", job])
+    else:
+        print(f"job {job} was preempted, and may not be requeued; launch with --resume auto goes on", flush=True)
 
 
 def _where(head: str, this: str, places: Mapping[str, str]) -> NodeWhere:

@@ -68,11 +68,10 @@ class JobRecord:
 def stop_job(run: RunDir, job: str, hosts: Iterable[str], by: str, grace_s: float) -> bool:
     """End a job: through the node runners, which look for a stop file and let the trainer save, then through Slurm.
 
-    Slurm's own signals go to every process of a job, torchrun and ranks too, which would end before they have saved.
+    The files come first in any case: node runners that find none take Slurm's SIGTERM for a preemption, and let it save.
     Returns whether the job is gone.
     """
-    if by:
-        ask_to_stop(run, hosts, by, grace_s)
+    ask_to_stop(run, hosts, by, grace_s)
     if processes.job_alive(job) and grace_s:
         _until_gone(job, grace_s + RUNNER_ENDS_S)
     if processes.job_state(job) not in processes.JOB_GONE:
