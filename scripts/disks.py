@@ -9,6 +9,7 @@ It goes on at the next cell if it is run again.
 import datetime
 import json
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -75,11 +76,14 @@ def judged(use: str, odd: str, outcomes: Sequence) -> dict[str, str]:
     """What a cell came to."""
     last, log = outcomes[-1], "".join(each.log for each in outcomes)
     said = [each.words for each in outcomes if "not saved" in each.words or "cannot be" in each.words]
+    unsent = re.search("checkpoint.after_save failed for .*", last.log)
     outcome = f"FAILED at {last.phase}"
     if "Traceback" in log:
         outcome = f"TRACEBACK at {last.phase}"
     elif last.phase == "launch" and "Nothing was started" in log:
         outcome = REFUSED
+    elif unsent:
+        return {"use": use, "odd": odd, "outcome": SAID, "words": unsent[0]}
     elif (last.phase == "launch" and said) or (not last.code and said):
         outcome = SAID
     elif not last.code:

@@ -206,7 +206,14 @@ class _Hashing(io.RawIOBase):
         if isinstance(content, Tensor):
             if content.untyped_storage().nbytes() != content.nbytes:
                 content = content.clone()  # torch.save writes the whole of what a view is of
-            torch.save(content, self)
+            try:
+                torch.save(content, self)
+            except RuntimeError as error:
+                if isinstance(
+                    error.__context__, OSError
+                ):  # torch writes more as it unwinds, and tells of an "unexpected pos"
+                    raise error.__context__ from None
+                raise
         else:
             self.write(content.getbuffer())
         length = self.hasher.written - begin
