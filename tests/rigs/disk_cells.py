@@ -13,6 +13,8 @@ from pathlib import Path
 from odd_disk import ODDS, odd_disk
 
 from conftest import ROOT
+from llama405b.contract.files import read_record
+from llama405b.contract.records import Heartbeat
 
 USES = (
     "working directory", "checkpoints, shared", "checkpoints, local", "after_save", "export", "data", "weights", "cache",
@@ -138,8 +140,8 @@ class Cell:
         ]
 
     def _step(self):
-        beats = [beat for run in self._runs() for beat in run.glob("heartbeat/rank-*.json")]
-        return max((json.loads(beat.read_text())["step"] for beat in beats), default=0)
+        read = [read_record(Heartbeat, beat) for run in self._runs() for beat in run.glob("heartbeat/rank-*.json")]
+        return max((beat.step for beat in read if beat), default=0)
 
     def _complaints(self):
         """What rank 0 said that it could not do."""

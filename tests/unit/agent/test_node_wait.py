@@ -81,3 +81,15 @@ def test_torchrun_that_ended_at_the_word_of_another_host_was_stopped(waited):
     _, code, told = waited("7", stopped_at=LASTS_S + 0.05)
     assert (code, told) == (0, False)
     assert waited.runner.stop_signal
+
+
+def test_a_disk_that_takes_no_log_ends_no_training(tmp_path):
+    """What copies checkpoints is started again, and writes to torchrun's log: on a disk that has become read-only."""
+    run = RunDir(tmp_path / "r")
+    nodes = (Node("a", 1, 0, str(tmp_path), "/py", "10.0.0.1", "lo", {}),)
+    write_json(run.plan, Plan("r", 1, 5.0, "r-1-x", "a:1", ("-m", "mine"), (), nodes, replicates=True))
+    runner = NodeRunner(run, "a")
+    assert not runner.run.agent_log("a").parent.exists()
+    runner.keep_copying()
+    assert runner.replicator is None
+    assert runner.copying_since  # it is tried again later

@@ -271,7 +271,11 @@ class NodeRunner:
         self.copying_since = now
         env = os.environ | {MARKER: self.marker}
         argv = [*own_argv("llama405b_tools.agent.relay"), str(self.run.path), self.host]
-        with self.run.agent_log(self.host).open("ab", buffering=0) as log, self.sigterm_blocked():
+        with (
+            contextlib.suppress(OSError),  # of a disk; training needs no copies, and it is tried again
+            self.run.agent_log(self.host).open("ab", buffering=0) as log,
+            self.sigterm_blocked(),
+        ):
             self.replicator = subprocess.Popen(
                 argv, env=env, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True
             )
@@ -390,27 +394,30 @@ class NodeRunner:
         noted = {path: size for path, (_, size) in tail.marks.items()}
         while True:
             ended = child.poll() is not None
-            for path in tail.files():
-                size = path.stat().st_size
-                if size != noted.get(path, 0):
-                    noted[path] = size
-                    with contextlib.suppress(OSError):  # a full disk
-                        append_line(
-                            self.run.times(self.host), f"{time.time():.3f} {size} {path.relative_to(tail.root)}"
-                        )
-                    self.mask.cover(path)
-            for piece in tail.new(final=ended) if self.plan.refuse_sockets else ():
-                self.look_for_sockets(piece.data, child)
+            with contextlib.suppress(OSError):  # a disk that fails, perhaps for a while
+                for path in tail.files():
+                    size = path.stat().st_size
+                    if size != noted.get(path, 0):
+                        noted[path] = size
+                        self.note_length(path.relative_to(tail.root), size)
+                        self.mask.cover(path)
+                for piece in tail.new(final=ended) if self.plan.refuse_sockets else ():
+                    self.look_for_sockets(piece.data, child)
             if ended:
                 return
             self.ended.wait(LOGS_EVERY_S)
+
+    def note_length(self, log: Path, n_bytes: int) -> None:
+        """Record that a log has this length now."""
+        with contextlib.suppress(OSError):  # a full disk
+            append_line(self.run.times(self.host), f"{time.time():.3f} {n_bytes} {log}")
 
     def show_logs(self, child: "subprocess.Popen[bytes]", tail: Tail) -> None:
         """Print the logs in the tmux pane, for whoever attaches."""
         while True:
             ended = child.poll() is not None
-            for piece in tail.all(final=ended):
-                with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # of the pane, or of a disk
+                for piece in tail.all(final=ended):
                     print(hide(piece.data.decode("utf-8", "replace"), self.hidden), end="", flush=True)
             if ended:
                 return
