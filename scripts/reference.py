@@ -40,7 +40,7 @@ def settings() -> str:
 
 
 def _setting(key: str, type_: Any, default: Any, text: str) -> str:
-    choices = ", ".join(f"`{each}`" for each in value_form(type_).split("|"))
+    choices = ", ".join(f"`{each}`" for each in value_form(key).split("|"))
     shown = "" if default in ("", ()) else f"`{written_default(default)}`"
     return f"| `{key}` | {choices} | {shown} | {_plain(text)} |"
 

@@ -25,7 +25,7 @@ from llama405b.contract.errors import UserError, did_you_mean
 from llama405b.contract.reader import Json
 from llama405b.settings import config
 from llama405b.settings.config import Setting, preset_names
-from llama405b.settings.schema import Config, fields
+from llama405b.settings.schema import TEXTS, TYPES, Config, fields
 
 HELP_WIDTH = 80
 USUAL = (
@@ -51,14 +51,17 @@ def settings_help() -> str:
 
 def _entry(key: str, type_: Any, default: Any, text: str) -> str:
     shown = "" if default in ("", ()) else f" [{written_default(default)}]"
-    head = f"  --{key} {value_form(type_)}"
+    head = f"  --{key} {value_form(key)}"
     if len(head) > HELP_WIDTH:
         head, text = f"  --{key} NAME", f"{', '.join(typing.get_args(type_))}; {text}"
     return f"{head}\n{_filled(text + shown, INDENT)}"
 
 
-def value_form(type_: Any) -> str:
-    """Return how a value is written: ``N``, ``none|all``, ``A,B,…``."""
+def value_form(key: str) -> str:
+    """Return how a setting's value is written: ``N``, ``none|all``, ``A,B,…``."""
+    type_ = TYPES[key]
+    if key in TEXTS:
+        return VALUES[str]
     if typing.get_origin(type_) is Literal:
         return "|".join(typing.get_args(type_))
     if typing.get_origin(type_) is tuple:

@@ -22,7 +22,7 @@ from llama405b.contract.files import refuse_others_writing
 from llama405b.contract.reader import Json
 from llama405b.settings.axes import DP, Axes, Dealing, Recompute
 from llama405b.settings.rules import OF_VALUES, RENAMED, faults_of, group_text, instead_of, suggestion
-from llama405b.settings.schema import TYPES, Cadence, Config, Parallel
+from llama405b.settings.schema import TEXTS, TYPES, Cadence, Config, Parallel
 
 MAX_INT = 2**31 - 1  # of any setting: no step, byte or second count needs more
 DEMO_MODEL = "models/demo"  # rank 0 creates it if it is missing
@@ -156,7 +156,7 @@ def split_flags(args: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def read_flags(args: Sequence[str]) -> dict[str, Setting]:
-    """Read ``--section.key VALUE`` and ``--section.key=VALUE``.
+    """Read ``--section.key VALUE`` and ``--section.key=VALUE``; of texts each flag gives more.
 
     Raises:
         UserError: A flag is unknown, or its value is missing or of the wrong type.
@@ -173,7 +173,11 @@ def read_flags(args: Sequence[str]) -> dict[str, Setting]:
                 value = "true"
             else:
                 raise UserError(f"{flag}: no value given; write {flag} VALUE")
-        settings[key] = convert(key, _from_text(value, TYPES[key], flag), flag), flag
+        if key in TEXTS:
+            earlier, _ = settings.get(key, ((), ""))
+            settings[key] = (*earlier, *convert(key, _texts_of(value), flag)), flag
+        else:
+            settings[key] = convert(key, _from_text(value, TYPES[key], flag), flag), flag
     return settings
 
 
@@ -345,6 +349,14 @@ def _from_text(text: str, type_: Any, flag: str) -> Json:
         with contextlib.suppress(ValueError):
             return type_(text.replace("_", ""))
     return text
+
+
+def _texts_of(text: str) -> list[str]:
+    """Read a flag's text as texts, one per line, or as a list in JSON; commas belong to them, and brackets: "[INST] Hi, you"."""
+    with contextlib.suppress(ValueError, RecursionError):
+        if isinstance(found := json.loads(text), list) and all(isinstance(each, str) for each in found):
+            return found
+    return [line for line in text.splitlines() if line.strip()] or [text]
 
 
 def _line_of(text: str, section: str, key: str | None = None) -> int:

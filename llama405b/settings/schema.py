@@ -458,7 +458,8 @@ class Evaluation:
     max_sequences: int = option(0, "evaluate on at most this many sequences, evenly spaced; 0: all")
     micro_batch_size: int = option(0, "sequences per forward pass on each rank; 0: as in training")
     prompts: tuple[str, ...] = option(
-        (), "texts that are continued at each evaluation, greedily: into the log, the report and trackers"
+        (),
+        "texts, one per flag or line, that are continued at each evaluation, greedily: into the log, the report and trackers",
     )
     prompt_tokens: int = option(32, "tokens of each continuation; every one is a forward of the whole model")
 
@@ -511,3 +512,4 @@ def fields() -> Iterator[tuple[str, Any, Any, str]]:
 
 
 TYPES: dict[str, Any] = {key: type_ for key, type_, _, _ in fields()}
+TEXTS = ("evaluation.prompts",)  # lists whose entries may have commas

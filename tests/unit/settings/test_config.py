@@ -304,6 +304,23 @@ def test_the_schema_refuses_what_the_trainer_does(text):
         jsonschema.validate(tomllib.loads(text), printed_schema())
 
 
+@pytest.mark.parametrize(
+    ("values", "texts"),
+    [
+        (["Hello, world"], ["Hello, world"]),
+        (["Hello, world", "def f(a, b):"], ["Hello, world", "def f(a, b):"]),
+        (["one, two\nthree\n\n"], ["one, two", "three"]),
+        (["[INST] Hi, you [/INST]", "[1]", "5"], ["[INST] Hi, you [/INST]", "[1]", "5"]),
+        (['["a, b", "two\\nlines"]', "c"], ["a, b", "two\nlines", "c"]),
+    ],
+)
+def test_prompts_are_given_one_per_flag_or_line(values, texts):
+    flags = ["--preset", "demo", *(word for value in values for word in ("--evaluation.prompts", value))]
+    assert command.parse(flags).config.evaluation.prompts == tuple(texts)
+    again = config.to_flags(config.read_flags(flags[2:]))  # as they are handed on to hosts
+    assert command.parse(["--preset", "demo", *again]).config.evaluation.prompts == tuple(texts)
+
+
 def test_settings_are_written_as_toml_reads_them(tmp_path):
     texts = ["a \N{GRINNING FACE}", 'del \x7f, tab \t, quote " and \\', "é\n"]
     flags = ["--preset", "demo", "--evaluation.prompts", json.dumps(texts)]
