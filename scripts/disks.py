@@ -28,8 +28,9 @@ What a run does where one of its places is on a disk that refuses a call or says
 disk was emptied), and export. The disk is a filesystem in user space that passes all else on.
 
 - **works**: all of it did, and without a difference.
-- **refused**: `launch` named directory, call and remedy, and started nothing.
-- **said**: training went on, and each save that could not be made was said and counted; where one could, it resumed from that.
+- **refused**: `launch`, or `export`, named directory, call and remedy, and started nothing.
+- **said**: training went on, and each save that could not be made, or whose after_save command failed, was said and counted;
+  where one could, it resumed from that.
 
 | the disk | {uses} |
 |---|{lines}|
@@ -80,7 +81,7 @@ def judged(use: str, odd: str, outcomes: Sequence) -> dict[str, str]:
     outcome = f"FAILED at {last.phase}"
     if "Traceback" in log:
         outcome = f"TRACEBACK at {last.phase}"
-    elif last.phase == "launch" and "Nothing was started" in log:
+    elif (last.phase == "launch" and "Nothing was started" in log) or (last.phase == "export" and last.code == 2):
         outcome = REFUSED
     elif unsent:
         return {"use": use, "odd": odd, "outcome": SAID, "words": unsent[0]}

@@ -39,7 +39,7 @@ def settings() -> str:
     return "\n".join([*lines, ""])
 
 
-def _setting(key: str, type_: Any, default: Any, text: str) -> str:
+def _setting(key: str, _: Any, default: Any, text: str) -> str:
     choices = ", ".join(f"`{each}`" for each in value_form(key).split("|"))
     shown = "" if default in ("", ()) else f"`{written_default(default)}`"
     return f"| `{key}` | {choices} | {shown} | {_plain(text)} |"

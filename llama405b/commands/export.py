@@ -35,7 +35,7 @@ from llama405b.checkpoint.export import (
 from llama405b.checkpoint.store import MAX_EVENTS
 from llama405b.contract import reader
 from llama405b.contract.checkpoints import MANIFEST, MODEL_FILES, committed, step_of
-from llama405b.contract.disk import disk_free_bytes
+from llama405b.contract.disk import disk_free_bytes, refused_call
 from llama405b.contract.errors import FAILED, GOOD, UNFIT, RunError, UserError, and_more, counted, reason_of, size_words
 from llama405b.contract.files import follow_users_umask, read_records, write_json
 from llama405b.contract.paths import EXPORT_RECORD, RunDir
@@ -330,6 +330,8 @@ def _begin(export: Export, out: Path) -> dict[str, Written]:
     """Return the files that an earlier call has finished."""
     try:
         out.mkdir(parents=True, exist_ok=True)
+        if refused := refused_call(str(out), saves=False, appends=False):
+            raise UserError(f"{out}: there an export cannot {refused}; name another directory")
         for name in export.files:
             partial_of(out / name).unlink(missing_ok=True)  # of a call that was killed: its room is needed
         present = [path.name for path in out.iterdir()]

@@ -7,12 +7,12 @@ import uuid
 from typing import Optional
 
 
-def refused_call(directory: str, saves: bool = True) -> str:
+def refused_call(directory: str, saves: bool = True, appends: bool = True) -> str:
     """Try the calls of a run in a directory; returns what it cannot do there, and why, or ''.
 
     Nothing is left there, but for what others put into it and keep.
 
-    ``saves``: also those of a save, which renames directories.
+    ``saves``: also those of a save, which renames directories; ``appends``: those of logs, which an export has not.
     """
     place = os.path.join(directory, ".llama405b-trial-" + uuid.uuid4().hex)
     file, other = os.path.join(place, "file"), os.path.join(place, "other")
@@ -23,8 +23,9 @@ def refused_call(directory: str, saves: bool = True) -> str:
         what = "write and fsync files"
         _write(file, os.O_CREAT | os.O_EXCL)
         _write(other, os.O_CREAT)
-        what = "append to files"
-        _write(file, os.O_APPEND)
+        if appends:
+            what = "append to files"
+            _write(file, os.O_APPEND)
         what = "rename files over others"
         os.replace(other, file)
         what = "fsync directories"

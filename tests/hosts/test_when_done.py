@@ -59,3 +59,6 @@ def test_nothing_follows_an_export_that_failed_or_a_run_that_did_not_end_well(wo
     for flags, words in ((["--export", "out"], "nobody would see the end"), jobs):
         refused = cli(work, "launch", *fake_trainer(demo, corpus), *flags)
         assert (refused.returncode, words in refused.stderr) == (2, True), refused.stderr
+    unfit = cli(work, "launch", *fake_trainer(demo, corpus), "--export", "bad.py/out", "--follow")
+    words = "node-a: --export=bad.py/out cannot be created or written: bad.py is not a directory; name a directory of your own."
+    assert (unfit.returncode, f"{words} Nothing was started" in unfit.stderr) == (1, True), unfit.stderr

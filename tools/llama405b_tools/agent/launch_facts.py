@@ -77,6 +77,7 @@ class InputCheck:
 
 
 CHECKPOINTS = "--checkpoint.dir"  # if it is not below the run's directory
+EXPORT = "--export"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -88,7 +89,7 @@ class ProbeRequest:
     port: int
     token: str
     packages: tuple[str, ...]
-    places: Mapping[str, str]  # cache and scratch from the hosts file, and CHECKPOINTS
+    places: Mapping[str, str]  # cache and scratch from the hosts file, CHECKPOINTS and EXPORT
     is_head: bool = False
     candidates: tuple[str, ...] = ()  # addresses that the head may have
     inputs: InputCheck | None = None
@@ -217,7 +218,9 @@ def _facts(request: ProbeRequest) -> LaunchFacts:
         head={address: _reach(request, address, own) for address in request.candidates},
         workdir=str(Path.cwd()),
         run_place=place_of(str(run.path), saves=request.saves and CHECKPOINTS not in request.places),
-        places={key: place_of(path, saves=key == CHECKPOINTS) for key, path in request.places.items()},
+        places={
+            key: place_of(path, saves=key == CHECKPOINTS, appends=key != EXPORT) for key, path in request.places.items()
+        },
         free_bytes=disk.disk_free_bytes(here),
         free_files=disk.disk_free_files(here),
         input_fault=fault,

@@ -88,8 +88,8 @@ def addresses() -> tuple[Address, ...]:
     return tuple(reader.read(Address, each, "an address") for each in hostprobe.network()["addresses"])
 
 
-def place_of(path: str, *, saves: bool = False) -> RunPlace:
-    """The full path of a directory that the run writes to, and what stands in the way of that; ``saves``: checkpoints."""
+def place_of(path: str, *, saves: bool = False, appends: bool = True) -> RunPlace:
+    """The full path of a directory that the run writes to, and what stands in the way of that; see ``disk.refused_call``."""
     full = Path(path).expanduser()
     there = next(parent for parent in (full, *full.parents) if os.path.lexists(parent))
     if not there.exists():
@@ -100,7 +100,7 @@ def place_of(path: str, *, saves: bool = False) -> RunPlace:
         return RunPlace(str(full), PlaceFault.READ_ONLY, str(there))
     if not os.access(there, os.W_OK | os.X_OK):
         return RunPlace(str(full), PlaceFault.DENIED, str(there), user_of(there.stat().st_uid))
-    if why := disk.refused_call(str(there), saves):
+    if why := disk.refused_call(str(there), saves, appends):
         return RunPlace(str(full), PlaceFault.REFUSES, str(there), why=why)
     return RunPlace(str(full), free_bytes=disk.disk_free_bytes(str(there)))
 

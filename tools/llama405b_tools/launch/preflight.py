@@ -25,7 +25,7 @@ from llama405b.settings.schema import Config
 from llama405b.spec.models import factors
 from llama405b.spec.plan import Plan
 from llama405b.spec.rules import check_mesh
-from llama405b_tools.agent.launch_facts import CHECKPOINTS, InputCheck, LaunchFacts, ProbeRequest
+from llama405b_tools.agent.launch_facts import CHECKPOINTS, EXPORT, InputCheck, LaunchFacts, ProbeRequest
 from llama405b_tools.agent.machine import PlaceFault, RunPlace
 from llama405b_tools.hosts.fleet import Dialogue, Fleet, command_to_type, ssh_address
 from llama405b_tools.hosts.inventory import LOCAL, Host
@@ -490,6 +490,8 @@ def _probe_request(request: LaunchRequest, host: Host, port: int, token: str, *,
     places = host.places
     if request.saves and request.settings.checkpoint.dir:
         places |= {CHECKPOINTS: request.settings.checkpoint.dir}
+    if is_head and request.export:
+        places |= {EXPORT: request.export}
     model = request.settings.model
     weights = model.path if request.config and model.weights == "files" else ""
     shared = shared_directory(request)
