@@ -37,7 +37,7 @@ from llama405b.contract import reader
 from llama405b.contract.checkpoints import MANIFEST, MODEL_FILES, committed, step_of
 from llama405b.contract.disk import disk_free_bytes, refused_call
 from llama405b.contract.errors import FAILED, GOOD, UNFIT, RunError, UserError, and_more, counted, reason_of, size_words
-from llama405b.contract.files import follow_users_umask, read_records, write_json
+from llama405b.contract.files import follow_users_umask, is_passed_over, read_records, write_json
 from llama405b.contract.paths import EXPORT_RECORD, RunDir
 from llama405b.contract.reader import MalformedError
 from llama405b.contract.records import RunEvent
@@ -334,9 +334,8 @@ def _begin(export: Export, out: Path) -> dict[str, Written]:
             raise UserError(f"{out}: there an export cannot {refused}; name another directory")
         for name in export.files:
             partial_of(out / name).unlink(missing_ok=True)  # of a call that was killed: its room is needed
-        present = [path.name for path in out.iterdir()]
-        if EXPORT_RECORD not in present:
-            if present:
+        if not (out / EXPORT_RECORD).exists():
+            if present := [path.name for path in out.iterdir() if not is_passed_over(path.name)]:
                 raise UserError(f"{out}: holds {present[0]}, which no export wrote; name another directory")
             return {}
         record = _record(out)

@@ -113,18 +113,20 @@ def read_records(kind: type[T], path: Path, last: int, last_bytes: int = EVERY) 
     return found
 
 
-LOST = "lost+found"  # of a disk
+OF_DISKS = (  # what file servers and systems put into directories of their own accord, beside hidden files
+    "lost+found", "@eaDir", "Thumbs.db", "desktop.ini", "System Volume Information", "$RECYCLE.BIN",
+)  # fmt: skip
 
 
 def is_passed_over(name: str) -> bool:
-    """Whether ``walk`` does not go into a directory of this name, and its callers leave out such a file: it is hidden."""
-    return name.startswith(".") or name == LOST
+    """Whether what has this name is hidden, or a disk's own: ``walk`` goes into no such directory, its callers leave out such files."""
+    return name.startswith(".") or name in OF_DISKS
 
 
 def walk(root: Path) -> Iterator[tuple[Path, list[str], list[str]]]:
     """Yield the directories below one, through links but not hidden ones, each with the names of directories and files in it.
 
-    A disk's own lost+found is passed over; from the names of directories the caller may take those that it is not to go into.
+    A disk's own directories are passed over; from the names of directories the caller may take those that it is not to go into.
 
     Raises:
         UserError: A link leads nowhere or in a circle, or a directory cannot be read: what is meant to be there is not known.
@@ -136,7 +138,7 @@ def walk(root: Path) -> Iterator[tuple[Path, list[str], list[str]]]:
 
     for folder, below, files in os.walk(root, followlinks=True, onerror=fail):
         here = Path(folder)
-        below[:] = [name for name in below if name != LOST]
+        below[:] = [name for name in below if name not in OF_DISKS]
         for path in [here / name for name in (*below, *files) if not name.startswith(".")]:
             if path.is_symlink():
                 check_link(path)

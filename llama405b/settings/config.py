@@ -162,6 +162,7 @@ def read_flags(args: Sequence[str]) -> dict[str, Setting]:
         UserError: A flag is unknown, or its value is missing or of the wrong type.
     """
     settings: dict[str, Setting] = {}
+    texts = collections.defaultdict[str, list[str]](list)
     rest = list(args)
     while rest:
         flag, equals, value = rest.pop(0).partition("=")
@@ -174,10 +175,9 @@ def read_flags(args: Sequence[str]) -> dict[str, Setting]:
             else:
                 raise UserError(f"{flag}: no value given; write {flag} VALUE")
         if key in TEXTS:
-            earlier, _ = settings.get(key, ((), ""))
-            settings[key] = (*earlier, *convert(key, _texts_of(value), flag)), flag
-        else:
-            settings[key] = convert(key, _from_text(value, TYPES[key], flag), flag), flag
+            texts[key] += _texts_of(value)
+        found: Json = [*texts[key]] if key in TEXTS else _from_text(value, TYPES[key], flag)
+        settings[key] = convert(key, found, flag), flag
     return settings
 
 

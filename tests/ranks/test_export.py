@@ -263,6 +263,14 @@ def test_bad_input_writes_nothing(at, args, words):
     assert not (at / "out").exists()
 
 
+def test_a_directory_that_a_file_server_or_git_has_filled_is_empty(at):
+    for name in ("@eaDir/x", ".git/config", ".gitattributes", "Thumbs.db"):
+        (at / "out" / name).parent.mkdir(parents=True, exist_ok=True)
+        (at / "out" / name).write_text("x")
+    for _ in range(2):
+        assert export.main(["r", "out"]) == 0
+
+
 def test_another_models_files_are_refused(at, tiny_tied, tmp_path):
     other = json.loads((tiny_tied / "config.json").read_text()) | {"intermediate_size": 999}
     (tmp_path / "config.json").write_text(json.dumps(other))

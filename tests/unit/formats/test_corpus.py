@@ -192,6 +192,9 @@ def test_linked_files_and_folders_are_read_and_links_to_nothing_refused(tmp_path
         Path("corpus/repo").symlink_to(".hidden")  # which is read nowhere else
         below.append("corpus/repo/2.txt")
         Path("corpus/lost+found").mkdir(mode=0)
+        Path("corpus/a/@eaDir/1.txt").mkdir(parents=True)  # as Synology's servers have for each file
+        Path("corpus/a/@eaDir/1.txt/SYNOINDEX.txt").write_text("x")
+        Path("corpus/a/Thumbs.db").write_text("x")
     assert [str(file) for file in expand([path])] == sorted(
         ["corpus/a/1.txt", "corpus/a/5.txt", "corpus/b/3.txt", *below]
     )
