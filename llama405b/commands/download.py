@@ -218,7 +218,7 @@ def _bring_lacking(
 
 def wanted(name: str, kinds: Sequence[str]) -> bool:
     """Return whether training needs a file: one that describes the model, or of the kinds of weights (patterns)."""
-    return name in models.SMALL_FILES or ("/" not in name and any(fnmatch.fnmatch(name, kind) for kind in kinds))
+    return models.is_small(name) or ("/" not in name and any(fnmatch.fnmatch(name, kind) for kind in kinds))
 
 
 def _fetch_one(repo: Repo, sibling: "RepoSibling", target: Path, hashes: Hashes) -> str:

@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
+from llama405b import __version__
 from llama405b.checkpoint.export import (
     MergedWeights,
     PeftWeights,
@@ -36,7 +37,18 @@ from llama405b.checkpoint.store import MAX_EVENTS
 from llama405b.contract import reader
 from llama405b.contract.checkpoints import MANIFEST, MODEL_FILES, committed, step_of
 from llama405b.contract.disk import disk_free_bytes, refused_call
-from llama405b.contract.errors import FAILED, GOOD, UNFIT, RunError, UserError, and_more, counted, reason_of, size_words
+from llama405b.contract.errors import (
+    FAILED,
+    GOOD,
+    UNFIT,
+    RunError,
+    UserError,
+    and_more,
+    counted,
+    given,
+    reason_of,
+    size_words,
+)
 from llama405b.contract.files import follow_users_umask, is_passed_over, read_records, write_json
 from llama405b.contract.paths import EXPORT_RECORD, RunDir
 from llama405b.contract.reader import MalformedError
@@ -87,6 +99,7 @@ def _roomiest() -> tuple[str, int]:
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
 FILE_BYTES = 5 * 10**9  # of each output file, at most, unless one tensor is larger
+CARD = "README.md"
 VLLM_RANK = 16  # of adapters that vLLM takes unasked
 Shapes = dict[str, tuple[int, ...]]
 
@@ -145,6 +158,7 @@ def main(args: argparse.Namespace) -> int:
     if args.push_to_hub:
         create(args.push_to_hub)
     found, dtype = open_weights(args.source, args.step)
+    card = card_of(found, args.out.name, adapter=args.adapter)
     if isinstance(found, SavedWeights) and has_adapter(found):
         settings = settings_of(found)
         if args.adapter and args.try_:
@@ -152,7 +166,7 @@ def main(args: argparse.Namespace) -> int:
         if args.adapter:
             if args.verify:
                 raise UserError("--verify: it is for whole models; leave out --adapter")
-            return export_adapter(found, settings, args)
+            return export_adapter(found, settings, card, args)
         small = find_model_files(found.path, args.source)
         found = MergedWeights(found, args.model or Path(settings.model.path), settings)
     elif args.adapter:
@@ -163,18 +177,18 @@ def main(args: argparse.Namespace) -> int:
     dtype = args.dtype or dtype
     export = Export(found.digest, dtype, dict(plan_files(llama.tensors(), dtype, one_file=args.one_file)))
     write(export, found, args.out)
-    finish(export, small, args.out, llama.layers)
+    finish(export, small, card, args.out, llama.layers)
     if args.verify:
         verify(args.out)
     size = f"{counted(len(export.files), 'file')}, {export.n_bytes / 1e9:.2f} GB in {dtype}"
     print(f"exported {found.path} to {args.out}: {size}")
     print(f"serve it, for example: vllm serve {args.out}", flush=True)
     if args.push_to_hub:
-        upload(args.out, args.push_to_hub)
+        upload(args.out, args.push_to_hub, card)
     return try_model(args.out, args.try_, export.n_bytes) if args.try_ else 0
 
 
-def export_adapter(found: SavedWeights, settings: Config, args: argparse.Namespace) -> int:
+def export_adapter(found: SavedWeights, settings: Config, card: str, args: argparse.Namespace) -> int:
     """Write an adapter as peft does, with the tokenizer and template that it was trained with; returns the exit code."""
     out, dtype = args.out, args.dtype or "fp32"
     weights_of = PeftWeights(found)
@@ -190,6 +204,7 @@ def export_adapter(found: SavedWeights, settings: Config, args: argparse.Namespa
     with writing(out):
         with contextlib.suppress(UserError):  # none is there
             write_small(find_model_files(found.path, args.source), out)
+        write_card(card, out)
         (out / PEFT_CONFIG).write_text(
             f"{json.dumps(peft_config(settings.adapter, base), indent=2)}\n", encoding="utf-8"
         )
@@ -198,7 +213,7 @@ def export_adapter(found: SavedWeights, settings: Config, args: argparse.Namespa
     served = f"{base} --enable-lora{more} --lora-modules adapter={out}"
     print(f"serve it, for example: vllm serve {served}", flush=True)
     if args.push_to_hub:
-        upload(out, args.push_to_hub)
+        upload(out, args.push_to_hub, card)
     return 0
 
 
@@ -373,7 +388,7 @@ def verify(out: Path) -> None:
     print(f"read back {counted(len(record.files), 'file')} of {out}: as written", flush=True)
 
 
-def finish(export: Export, small: Path, out: Path, layers: int) -> None:
+def finish(export: Export, small: Path, card: str, out: Path, layers: int) -> None:
     """Write what stands beside the weights: the index last, since it makes the model whole."""
     described = read_hf_json(small / "config.json")
     dtype = str(DTYPES[export.dtype]).removeprefix("torch.")
@@ -388,15 +403,16 @@ def finish(export: Export, small: Path, out: Path, layers: int) -> None:
     }
     with writing(out):
         write_small(small, out)
+        write_card(card, out)
         (out / "config.json").write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
         if len(export.files) > 1:
             (out / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 def write_small(small: Path, out: Path) -> None:
-    """Copy tokenizer and template: one template to every reader, of which some look into tokenizer_config.json alone."""
-    for name in models.SMALL_FILES[1:]:
-        if (small / name).is_file():
+    """Copy tokenizer, notices and template: one template to every reader, of which some look into tokenizer_config.json alone."""
+    for name in models.small_names(small):
+        if name != "config.json":
             shutil.copyfile(small / name, out / name)
     file, template = out / models.TOKENIZER_CONFIG, small / models.CHAT_TEMPLATE
     if not template.is_file():
@@ -408,6 +424,28 @@ def write_small(small: Path, out: Path) -> None:
             after["chat_template"] = template.read_text(encoding="utf-8")
         if after != before:
             file.write_text(json.dumps(after, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def card_of(found: Weights, name: str, *, adapter: bool) -> str:
+    """Return a model card: what was trained, and for how long."""
+    lines = ["---", f"library_name: {'peft' if adapter else 'transformers'}", "---", "", f"# {name}", ""]
+    made = f"Trained with llama405b {__version__}"
+    if isinstance(found, SavedWeights):
+        with contextlib.suppress(UserError):  # it has no settings
+            made += given(", from {}", Path(settings_of(found).model.path).name)
+        reached = found.manifest
+        read = given(", after {:,} sequences", reached.sequences or 0)
+        loss = "" if reached.evaluation_loss is None else f", evaluation loss {reached.evaluation_loss:.4f}"
+        made += f": step {reached.step:,}{given(' of run {}', reached.run)}{read}{loss}"
+    return "\n".join(
+        [*lines, f"{made}.", "", "What licence and notices beside it say of the base model holds for it, too.", ""]
+    )
+
+
+def write_card(card: str, out: Path) -> None:
+    """Write a model card, unless the user has one there."""
+    if not (out / CARD).exists():
+        (out / CARD).write_text(card, encoding="utf-8")
 
 
 @contextlib.contextmanager
@@ -427,11 +465,14 @@ def create(repo: str) -> None:
         HfApi().create_repo(repo, private=True, exist_ok=True)
 
 
-def upload(directory: Path, repo: str) -> None:
-    """Upload what does not begin with a dot; what is there already is not sent again."""
+def upload(directory: Path, repo: str, card: str) -> None:
+    """Upload what does not begin with a dot; what is there already is not sent again, and a card there not replaced by ours."""
     print(f"uploading {directory} to {repo}", flush=True)
+    left_out, is_ours = [".*"], (directory / CARD).read_text(encoding="utf-8") == card
     with said_clearly(repo, directory):
+        if is_ours and HfApi().file_exists(repo, CARD):
+            left_out.append(CARD)
         HfApi().upload_folder(
-            repo_id=repo, folder_path=directory, ignore_patterns=[".*"], commit_message="Export by llama405b"
+            repo_id=repo, folder_path=directory, ignore_patterns=left_out, commit_message="Export by llama405b"
         )
     print(f"uploaded to {repo}", flush=True)

@@ -16,6 +16,7 @@ Knows names and shapes; of files, headers alone.
 import dataclasses
 import functools
 import math
+import re
 import textwrap
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -72,6 +73,8 @@ SMALL_FILES = (  # what a rank needs if it does not have the directory
     "added_tokens.json",
     CHAT_TEMPLATE,
 )
+NOTICE = re.compile(r"(LICEN[CS]E|COPYING|NOTICE|USE_POLICY)[\w.-]*", re.IGNORECASE)  # what a licence wants passed on
+MAX_NOTICE_BYTES = 1 << 20
 DOWNLOADS = Path("models")  # in the working directory: where `llama405b download` writes
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 UNUSED_ANYWHERE = "rotary_emb.inv_freq"  # old checkpoints hold it; transformers computes it, and so does the trainer
@@ -366,13 +369,29 @@ def _is_same(one: TensorInfo, other: TensorInfo) -> bool:
     return True
 
 
+def is_small(name: str) -> bool:
+    """Whether a file of this name goes where the model does: configuration, tokenizer, licence and notices."""
+    return name in SMALL_FILES or bool(NOTICE.fullmatch(name))
+
+
+def small_names(directory: Path) -> list[str]:
+    """The small files that a model's directory has."""
+    notices = sorted(path.name for path in directory.glob("*") if NOTICE.fullmatch(path.name))
+    paths = [directory / name for name in (*SMALL_FILES, *notices)]
+    return [
+        path.name
+        for path in paths
+        if path.is_file() and (path.name in SMALL_FILES or path.stat().st_size <= MAX_NOTICE_BYTES)
+    ]
+
+
 def small_files(directory: Path, chat_template: str = "") -> dict[str, Path]:
     """Return what a rank needs beside the weights, by name; ``chat_template``: a file to use instead of the tokenizer's own.
 
     Raises:
         UserError: The template cannot be read.
     """
-    found = {name: directory / name for name in SMALL_FILES if (directory / name).is_file()}
+    found = {name: directory / name for name in small_names(directory)}
     if chat_template:
         found[CHAT_TEMPLATE] = check_template(Path(chat_template))
     return found

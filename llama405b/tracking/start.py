@@ -8,9 +8,11 @@ import time
 from collections.abc import Callable, Sequence
 
 from llama405b.contract.errors import UserError
+from llama405b.contract.files import read_record
 from llama405b.contract.paths import RunDir
 from llama405b.contract.software import own_argv
 from llama405b.settings.schema import Tracking
+from llama405b.tracking.feed import Sent
 
 END_S = 30.0  # for what is still to be sent, at the end of a run
 PROGRAM = "llama405b.commands.track"
@@ -28,13 +30,22 @@ def check_packages(tracking: Tracking) -> None:
 class Trackers:
     """A process for each of a run's trackers. They end when their pipe closes: with this process, however that ends."""
 
-    def __init__(self, names: Sequence[str], run: RunDir, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, names: Sequence[str], run: RunDir, say: Callable[[str], None], back_to: int | None = None
+    ) -> None:
+        """``back_to``: the step that the user has chosen to resume from."""
         self.run, self.say = run, say
         read, self.write = os.pipe()
         os.set_inheritable(read, True)
         places = os.pathsep.join(filter(None, sys.path))
         self.pids = {}
         for name in names:
+            sent = read_record(Sent, run.sent(name))
+            if back_to is not None and sent and sent.step > back_to:
+                say(
+                    f"tracking {name}: it keeps steps {back_to + 1}-{sent.step} as they were, and is sent only later ones; "
+                    f"`llama405b track {run.name} --again` sends all as another run"
+                )
             words = [*own_argv(PROGRAM), str(run.path), "--only", name, "--until-closed", str(read)]
             pid = os.spawnve(os.P_NOWAIT, sys.executable, words, os.environ | {"PYTHONPATH": places})
             self.pids[pid] = name

@@ -341,7 +341,7 @@ def bring_model_files(model: Model, data: Data, context: RankContext, *, whole: 
         if me.is_rank0:
             small = _read_checked(model, data, context, whole=whole)
     for name, content in collectives.broadcast_object(small, dict[str, str]).items():
-        if me.local_rank == 0 and name in models.SMALL_FILES:
+        if me.local_rank == 0 and models.is_small(name):
             target.mkdir(parents=True, exist_ok=True)
             partial = target / f".{name}.{os.getpid()}"
             partial.write_bytes(base64.b64decode(content))
@@ -512,7 +512,12 @@ def build_trainer(config: Config, resume: str, context: RankContext, stop: StopS
         evaluates_first=chosen.found is None and not collectives.broadcast_object(context.journal.began_evaluated),
         tokens=context.journal.tokens,
         budget=budget,
-        trackers=Trackers(config.tracking.to if context.me.is_rank0 else (), context.run, context.log),
+        trackers=Trackers(
+            config.tracking.to if context.me.is_rank0 else (),
+            context.run,
+            context.log,
+            back_to=None if chosen.wanted in ("no", "auto") else done,
+        ),
     )
 
 

@@ -44,6 +44,7 @@ def _save(me, directory, root, steps, form):
         for name in SMALL_FILES:
             if (directory / name).is_file():
                 (run.model(me.host) / name).write_bytes((directory / name).read_bytes())
+        (run.model(me.host) / "LICENSE.txt").write_text("terms")
         run.config.write_text(to_toml(Config()))
     with contextlib.closing(Store(run.checkpoints, 2, me, run=run)) as store:
         store.take()
@@ -313,6 +314,15 @@ class Hub(http.server.BaseHTTPRequestHandler):
             }
         self.say(answer)
 
+    def do_HEAD(self):
+        """Whether it has the card."""
+        assert self.path == "/o/new/resolve/main/README.md"
+        self.send_response(200 if self.server.has_card else 404)
+        self.send_header("ETag" if self.server.has_card else "X-Error-Code", "EntryNotFound")
+        self.send_header("X-Repo-Commit", "0" * 40)
+        self.send_header("Content-Length", "9")
+        self.end_headers()
+
     def do_GET(self):
         self.say({"id": "o/new", "sha": "0" * 40, "siblings": [], "gitalyUid": "", "private": True})
 
@@ -327,18 +337,37 @@ class Hub(http.server.BaseHTTPRequestHandler):
 
 def test_it_is_uploaded_whole(at, tmp_path, cold_cli):
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    server.took, server.url = [], f"http://127.0.0.1:{server.server_address[1]}"
+    server.took, server.has_card, server.url = [], False, f"http://127.0.0.1:{server.server_address[1]}"
     threading.Thread(target=server.serve_forever, daemon=True).start()
     env = {
         "HF_ENDPOINT": server.url, "HF_HOME": str(tmp_path / "hf"), "HF_TOKEN": "hf_x",
         "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "NO_PROXY": "127.0.0.1",
     }  # fmt: skip
-    done = cold_cli(at, "export", "r", tmp_path / "out", "--push-to-hub", "o/new", env=env)
+    out, sent = tmp_path / "out", []
+    for has_card in (False, True):
+        server.took, server.has_card = [], has_card
+        done = cold_cli(at, "export", "r", out, "--push-to-hub", "o/new", env=env)
+        assert done.returncode == 0, done.stderr
+        assert "uploaded to o/new" in done.stdout
+        sent.append({entry["value"]["path"] for entry in server.took if entry["key"] == "file"})
+    assert (
+        sent[0]
+        == {path.name for path in out.iterdir() if not path.name.startswith(".")}
+        >= {"README.md", "LICENSE.txt"}
+    )
+    assert sent[1] == sent[0] - {"README.md"}  # which may have been edited there
+    assert (out / "LICENSE.txt").read_text() == "terms"
+    card = (out / "README.md").read_text()
+    assert card.startswith("---\nlibrary_name: transformers\n---\n\n# out\n\nTrained with llama405b ")
+    assert ": step 1" in card
+    (out / "README.md").write_text("mine")
+    (out / "LICENSE.txt").unlink()
+    again = cold_cli(at, "export", "r", out, "--push-to-hub", "o/new", env=env)
+    assert again.returncode == 0, again.stderr
+    assert server.took[0]["key"] == "header"
+    assert [entry["value"]["path"] for entry in server.took if entry["value"].get("path") == "README.md"]
+    assert (out / "README.md").read_text() == "mine"
     server.shutdown()
-    assert done.returncode == 0, done.stderr
-    sent = {entry["value"]["path"] for entry in server.took if entry["key"] == "file"}
-    assert sent == {path.name for path in (tmp_path / "out").iterdir() if not path.name.startswith(".")}
-    assert "uploaded to o/new" in done.stdout
     env["HF_ENDPOINT"] = "http://127.0.0.1:9"
     refused = cold_cli(at, "export", "r", tmp_path / "other", "--push-to-hub", "o/new", env=env)
     assert refused.returncode == 1

@@ -128,8 +128,12 @@ def test_a_resume_goes_on_and_what_is_done_again_keeps_its_first_values(demo, tm
     run = tmp_path / "run"
     _train(demo, run, 4, *OFFLINE)
     before = _losses(run)
-    shutil.rmtree(run / "checkpoints/step-00000004")
-    _train(demo, run, 6, *OFFLINE, "--resume", "auto")
+    said = _train(demo, run, 6, *OFFLINE, "--resume", "2")
+    for name in ("wandb", "tensorboard"):
+        assert (
+            f"tracking {name}: it keeps steps 3-4 as they were, and is sent only later ones; `llama405b track run --ag"
+            in said
+        )
     after = _losses(run)
     expected = after | before
     assert after[4] != before[4]  # the schedule is longer

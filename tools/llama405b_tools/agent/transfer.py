@@ -36,7 +36,7 @@ from llama405b.contract.disk import disk_free_bytes
 from llama405b.contract.errors import UserError, and_more, reason_of, shown_name, size_words
 from llama405b.contract.files import walk
 from llama405b.contract.hashes import BLOCK_BYTES, BlockHasher, Blocks, DirectFile, Hashes, n_blocks
-from llama405b.spec.models import SMALL_FILES
+from llama405b.spec.models import small_names
 from llama405b.spec.tensors import INDEX, Layout, Part, fingerprint_of, part_file, read_tensors
 
 LOOK = "look\n"  # sent to the hosts of a chain once all have left their marks
@@ -216,8 +216,7 @@ class PartSource:
         tensors = read_tensors(root)
         if any(info.pieces for info in tensors.values()):
             raise UserError(f"{root}: has only a part of the weights; push parts from where all of them are")
-        small = [name for name in SMALL_FILES if (root / name).is_file()]
-        self.small = DirectorySource(root, small)
+        self.small = DirectorySource(root, small_names(root))
         self.hashes = Hashes(root)
         by_file: dict[Path, Layout] = {}
         for name, info in tensors.items():
