@@ -16,7 +16,15 @@ from numpy.typing import NDArray
 
 from llama405b import extend
 from llama405b.contract.errors import UserError, counted
-from llama405b.data.batches import Batches, batches_of, describe_held_out, describe_reading, read_skips, without
+from llama405b.data.batches import (
+    Batches,
+    batches_of,
+    describe_held_out,
+    describe_reading,
+    read_skips,
+    warnings_of_ends,
+    without,
+)
 from llama405b.data.demo_model import make_demo
 from llama405b.data.encode import FIRST, MARKS, NOT_LEARNT
 from llama405b.data.tokens import Report, read_tokenizer, tokenised, tokenize
@@ -86,13 +94,13 @@ def _show(config: Config, tokenizer_dir: Path, n_sequences: int) -> None:
     if config.data.skip:
         batches = dataclasses.replace(batches, mixture=without(batches.mixture, read_skips(Path(config.data.skip))))
     evaluation = config.evaluation
-    held = list[str]()
+    said = warnings_of_ends(config.data, batches, tokenizer_dir)
     if evaluation.every and not evaluation.paths:
         batches, held_out = batches.hold_out(evaluation.fraction)
-        held = describe_held_out(config.data, held_out)
+        said += describe_held_out(config.data, held_out)
     marks = COLORED if sys.stdout.isatty() and not os.environ.get("NO_COLOR") else BARE
     decode = read_tokenizer(tokenizer_dir).decode
-    for line in (*held, *describe_reading(config.data, batches), *_shown(batches, n_sequences, decode, marks)):
+    for line in (*said, *describe_reading(config.data, batches), *_shown(batches, n_sequences, decode, marks)):
         print(line)
 
 

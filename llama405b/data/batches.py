@@ -14,6 +14,7 @@ A place in the order of the sequences determines what is there, so one number is
 processes that read ahead: what they have read and no step has used is not part of it.
 """
 
+import collections
 import dataclasses
 import functools
 import itertools
@@ -35,11 +36,12 @@ from llama405b.contract.reader import MalformedError
 from llama405b.contract.software import end_with
 from llama405b.data.batch import IGNORE_INDEX, Batch
 from llama405b.data.encode import FIRST, MARKS, NOT_LEARNT
-from llama405b.data.sources import Masked, Mixture, open_source
-from llama405b.data.tokens import Progress, Say, TokenFile, bring_tokens
+from llama405b.data.sources import Masked, Mixture, bounds_of, open_source
+from llama405b.data.tokens import Progress, Say, TokenFile, bring_tokens, read_tokenizer
 from llama405b.distributed.ranks import Rank
 from llama405b.settings.axes import Dealing
 from llama405b.settings.schema import Data
+from llama405b.spec.models import GENERATION_CONFIG, generation_ends
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -135,6 +137,30 @@ def batches_of(config: Data, cache: Path, files: list[TokenFile], named: str = "
     truncate = config.long_documents == "truncate"
     sources = [open_source(file.path(cache), config.seq_len, documents, truncate=truncate) for file in files]
     return Batches(Mixture.of(sources, config.seed, config.weights), isolated=config.packing == "isolated")
+
+
+SAMPLE_TOKENS, LAST_TOKENS = 1 << 20, 8  # of a source; and of a document, which a template may end with a line break
+
+
+def warnings_of_ends(config: Data, batches: Batches, tokenizer_dir: Path) -> list[str]:
+    """Warn of sources whose documents teach no token at which a model stops that is made from these files."""
+    lines, ends = [], generation_ends(tokenizer_dir)
+    for part, source in zip(config.by_source, batches.mixture.sources, strict=True):
+        tokens_N = source.tokens_N[:SAMPLE_TOKENS]
+        documents = np.split(tokens_N, bounds_of(tokens_N)[1:-1])
+        if len(tokens_N) < len(source.tokens_N):  # the last one goes on
+            documents.pop()
+        learnt = [document_N[document_N & NOT_LEARNT == 0] & ~MARKS for document_N in documents]
+        lasts = [tokens.tolist()[-LAST_TOKENS:] for tokens in learnt if len(tokens)]
+        if len(lasts) > 1 and ends and not any(ends & {*last} for last in lasts):
+            [(last, _)] = collections.Counter(last[-1] for last in lasts).most_common(1)
+            text = read_tokenizer(tokenizer_dir).decode([last])
+            lines.append(
+                f"warning: documents of {', '.join(part.paths)} end with token {last} ({text!r}), but the model's eos_token_id is "
+                f"{', '.join(map(str, sorted(ends)))}: it would not learn to stop; make them agree: in its "
+                f"{GENERATION_CONFIG}, or by --data.chat_template"
+            )
+    return lines
 
 
 def describe_held_out(config: Data, held_out: Batches) -> list[str]:

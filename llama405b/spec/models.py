@@ -18,7 +18,7 @@ import functools
 import math
 import re
 import textwrap
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -395,6 +395,17 @@ def small_files(directory: Path, chat_template: str = "") -> dict[str, Path]:
     if chat_template:
         found[CHAT_TEMPLATE] = check_template(Path(chat_template))
     return found
+
+
+def end_ids(told: int | Sequence[int] | None) -> set[int]:
+    """Return the tokens that end a text, as a tokenizer or generation_config.json names one, several, or none."""
+    return {told} if isinstance(told, int) else {*(told or ())}
+
+
+def generation_ends(directory: Path) -> set[int]:
+    """Return the tokens at which transformers' generate, and what serves the model, end a text."""
+    there = [name for name in (GENERATION_CONFIG, "config.json") if (directory / name).is_file()]
+    return end_ids(read_hf_json(directory / there[0]).get("eos_token_id")) if there else set()
 
 
 def has_chat_template(directory: Path) -> bool:

@@ -31,8 +31,7 @@ from llama405b.model.attention import model_inputs
 from llama405b.parallel.fsdp import take_forward
 from llama405b.parallel.passes import Passes
 from llama405b.settings.schema import Evaluation
-from llama405b.spec.models import GENERATION_CONFIG
-from llama405b.spec.tensors import read_hf_json
+from llama405b.spec.models import end_ids, generation_ends
 from llama405b.training.context import RankContext
 
 
@@ -54,9 +53,7 @@ class Prompts:
                     f"--evaluation.prompts: {text[:40]!r} is {len(prompt)} tokens; use 1 to {seq_len - self.n_new}, which leaves "
                     f"{self.n_new} of data.seq_len to continue it"
                 )
-        self.ends = end_ids(self.tokenizer.eos_token_id)
-        if (files / GENERATION_CONFIG).is_file():  # as transformers' generate and what serves the model
-            self.ends |= end_ids(read_hf_json(files / GENERATION_CONFIG).get("eos_token_id"))
+        self.ends = end_ids(self.tokenizer.eos_token_id) | generation_ends(files)
 
     def continued(self, model: nn.Module) -> Iterator[tuple[str, str]]:
         """Yield each prompt and its continuation."""
@@ -65,11 +62,6 @@ class Prompts:
         )
         for text, tokens in zip(self.texts, new, strict=True):
             yield text, self.tokenizer.decode(tokens, skip_special_tokens=True)
-
-
-def end_ids(told: int | Sequence[int] | None) -> set[int]:
-    """Return the tokens that end a text, as a tokenizer or generation_config.json names one, several, or none."""
-    return {told} if isinstance(told, int) else {*(told or ())}
 
 
 def continuations(

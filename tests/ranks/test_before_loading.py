@@ -7,7 +7,8 @@ import types
 import pytest
 
 from llama405b.settings.schema import Evaluation
-from llama405b.training.evaluate import Prompts, end_ids
+from llama405b.spec.models import end_ids
+from llama405b.training.evaluate import Prompts
 from ops_rig import settings, train
 
 
