@@ -46,10 +46,10 @@ if [ "${1:-}" = --standin ]; then
     on_standin "$@"
     exit
 fi
-# For the tests of FP8, adapters and trackers alone: transformers imports some of them wherever they are installed.
+# For the tests of FP8, adapters, exports and trackers alone: transformers imports some of them wherever they are installed.
 need_apart() {
     local packages apart
-    for packages in torchao "peft accelerate psutil"; do
+    for packages in torchao gguf "peft accelerate psutil"; do
         apart=.venv/${packages%% *}
         # shellcheck disable=SC2086 # several words
         [ -d "$apart" ] || .venv/bin/python -m pip install -q --no-deps --no-compile --target "$apart" -c constraints.txt $packages || return
