@@ -37,9 +37,8 @@ from llama405b.contract.files import keep_private, read_record, write_json
 from llama405b.contract.paths import RunDir
 from llama405b.contract.software import code_version, own_argv
 from llama405b.predict.estimate import DISK_BYTES_PER_S
-from llama405b.predict.run_shape import checkpoint_bytes_per_parameter
+from llama405b.predict.run_shape import RunShape
 from llama405b.predict.search import known_shape
-from llama405b.spec.models import n_trained
 from llama405b.spec.plan import Plan, read_plan
 from llama405b_tools.agent import machine, processes
 from llama405b_tools.agent.describe import stopped_by
@@ -138,10 +137,7 @@ def _lead_s(request: LaunchRequest, limit_s: float | None, nodes: str) -> int:
     save_s = 0.0
     n_nodes = re.match(r"\d+", nodes)
     if n_nodes and request.config and request.saves and (llama := known_shape(request.config, "")):
-        parallel = request.config.parallel
-        n_bytes = checkpoint_bytes_per_parameter(parallel.numerics, parallel.moments) * n_trained(
-            llama, request.config.adapter
-        )
+        n_bytes = RunShape.of(llama, request.config, int(n_nodes[0])).checkpoint_bytes
         save_s = 2 * n_bytes / DISK_BYTES_PER_S / int(n_nodes[0])
     lead_s = max(LEAST_LEAD_S, save_s, min(MOST_LEAD_S, limit_s / 10 if limit_s else math.inf))
     return int(min(lead_s, limit_s / 2 if limit_s else math.inf))

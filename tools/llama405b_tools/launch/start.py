@@ -22,12 +22,12 @@ from llama405b.contract.software import code_version
 from llama405b.predict.calibration import Calibration
 from llama405b.predict.estimate import Cluster
 from llama405b.predict.hardware import GIB, Gpu, gpu_like, read_gpus
-from llama405b.predict.run_shape import RunShape, checkpoint_bytes_per_parameter
+from llama405b.predict.run_shape import RunShape
 from llama405b.predict.search import Fit, Outlook, chosen, is_predicted
 from llama405b.settings.axes import DP, NAMES, waste_note
 from llama405b.settings.config import mesh_flags, on_ranks, split_flags_of
 from llama405b.settings.schema import Config
-from llama405b.spec.models import describe, n_trained
+from llama405b.spec.models import describe
 from llama405b.spec.plan import Plan
 from llama405b.spec.rules import rounding_note
 from llama405b_tools.agent.launch_facts import CHECKPOINTS, LaunchFacts
@@ -294,9 +294,8 @@ def room_faults(request: LaunchRequest, plan: Plan, answers: Mapping[str, Launch
     if not request.saves or request.resume != "no":
         return {}
     llama = answers[head.name].llama
-    checkpoint, parallel = request.settings.checkpoint, request.settings.parallel
-    n_saved = n_trained(llama, request.settings.adapter) if llama else 0
-    each_bytes = checkpoint_bytes_per_parameter(parallel.numerics, parallel.moments) * n_saved
+    checkpoint = request.settings.checkpoint
+    each_bytes = RunShape.of(llama, request.settings, plan.world).checkpoint_bytes if llama else 0
     if checkpoint.storage == "shared":
         takes = {head.name: each_bytes}
     else:
