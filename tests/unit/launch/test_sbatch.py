@@ -7,6 +7,7 @@ import pytest
 
 from conftest import ROOT
 from llama405b.contract.errors import UserError
+from llama405b_tools import cli
 from llama405b_tools.agent.processes import slurm_environment
 from llama405b_tools.launch import slurm
 from llama405b_tools.launch.request import parse_launch
@@ -126,3 +127,13 @@ def test_a_large_model_has_the_time_that_its_save_takes(monkeypatch, tmp_path):
     n_bytes = 12 * 405_853_388_800  # what its FP32 masters and moments take
     leads = [slurm._lead_s(request, 86_400, nodes) for nodes in ("2", "4-16", "64", "")]
     assert leads == [int(2 * n_bytes / 5e9 / 2), int(2 * n_bytes / 5e9 / 4), 300, 300]
+
+
+@pytest.mark.parametrize("options", ["-N 2 --array=0-3", "-N 2 --requeue", "-N '2"])
+def test_a_dry_run_refuses_what_a_launch_would(options, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TOKEN", "x")
+    argv = ["launch", "--run", "r", "--slurm", options, "--dry-run", "--secret", "TOKEN", "--preset", "demo"]
+    assert cli.main(argv) == 2
+    assert capsys.readouterr().err.startswith("llama405b: --slurm: ")
+    assert cli.main([*argv[:4], "-N 2", *argv[5:]]) == 0

@@ -80,10 +80,8 @@ def submit(request: LaunchRequest, options: str) -> str:
     """
     if not shutil.which("sbatch"):
         raise UserError("--slurm: sbatch is not installed here; launch from a login node of the cluster")
-    words, run = _options(options), RunDir(Path.cwd() / "runs" / request.run)
-    asked = {option.name: value for option, value in sbatch.given(words)}
-    if "requeue" in asked and request.secrets:
-        raise UserError("--slurm: --requeue: secrets are not kept, so the job cannot start again; leave it out")
+    run = RunDir(Path.cwd() / "runs" / request.run)
+    words, asked = check_options(request, options)
     limit_s = sbatch.time_limit_s(asked.get("time") or os.environ.get("SBATCH_TIMELIMIT", ""))
     lead_s = _lead_s(request, limit_s, asked.get("nodes", ""))
     is_new = not run.path.exists()
@@ -186,11 +184,20 @@ def job_script(name: str, directory: Path) -> str:
     )
 
 
-def _options(text: str) -> list[str]:
+def check_options(request: LaunchRequest, text: str) -> tuple[list[str], dict[str, str]]:
+    """Return sbatch's options as words, and what is asked of those that it has, by name.
+
+    Raises:
+        UserError: One would change what a run is.
+    """
     try:
-        return shlex.split(text)
+        words = shlex.split(text)
     except ValueError as error:
         raise UserError(f'--slurm: {text!r} cannot be parsed ({error}); write it as "-N 4 -p gpu"') from None
+    asked = {option.name: value for option, value in sbatch.given(words)}
+    if "requeue" in asked and request.secrets:
+        raise UserError("--slurm: --requeue: secrets are not kept, so the job cannot start again; leave it out")
+    return words, asked
 
 
 def await_plan(run: str) -> Plan:

@@ -107,6 +107,7 @@ def start_guard(
 def in_slurm(request: LaunchRequest, options: str) -> int:
     """Submit the run as a job, and follow it if asked."""
     if request.dry_run:
+        slurm.check_options(request, options)
         print(slurm.job_script(request.run, Path.cwd() / "runs" / request.run))
         print(f"sbatch {options}  # nothing was submitted")
         print_where_the_model_is(request)
