@@ -18,14 +18,14 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "rigs"), str(ROOT), str(ROOT / "tools")]
 from disk_cells import CELLS, LATER, USES, Cell  # noqa: E402
-from odd_disk import ODDS  # noqa: E402
+from odd_disk import ODDS, REAL  # noqa: E402
 
 WORKS, REFUSED, SAID = "works", "refused", "said"
 PAGE = """# Disks that refuse a call
 
 What a run does where one of its places is on a disk that refuses a call or says what is not so, tried by `scripts/disks.py`
 ({date}): two ranks on CPUs are launched, save, are killed, resume (with checkpoints on hosts' own disks also on a host whose
-disk was emptied), and export. The disk is a filesystem in user space that passes all else on.
+disk was emptied), and export. The disk is a filesystem in user space that passes all else on; the last rows are real ones.
 
 - **works**: all of it did, and without a difference.
 - **refused**: `launch`, or `export`, named directory, call and remedy, and started nothing.
@@ -81,7 +81,7 @@ def judged(use: str, odd: str, outcomes: Sequence) -> dict[str, str]:
     outcome = f"FAILED at {last.phase}"
     if "Traceback" in log:
         outcome = f"TRACEBACK at {last.phase}"
-    elif (last.phase == "launch" and "Nothing was started" in log) or (last.phase == "export" and last.code == 2):
+    elif (last.phase == "launch" and "Nothing was started" in log) or last.code == 2:
         outcome = REFUSED
     elif unsent:
         return {"use": use, "odd": odd, "outcome": SAID, "words": unsent[0]}
@@ -95,8 +95,11 @@ def judged(use: str, odd: str, outcomes: Sequence) -> dict[str, str]:
 def page_of(done: Sequence[dict[str, str]]) -> str:
     """The page."""
     found = {(each["use"], each["odd"]): each["outcome"] for each in done}
-    rows = [f"| {odd} | {' | '.join(found.get((use, odd), 'never run') for use in USES)} |" for odd in (*ODDS, *LATER)]
-    odds = "\n".join(f"- {name}: {what}" for name, what in ODDS.items())
+    rows = [
+        f"| {odd} | {' | '.join(found.get((use, odd), 'never run') for use in USES)} |"
+        for odd in (*ODDS, *LATER, *REAL)
+    ]
+    odds = "\n".join(f"- {name}: {what}" for name, what in (ODDS | REAL).items())
     date = datetime.datetime.now(datetime.UTC).date()
     uses = " | ".join(USES)
     return PAGE.format(date=date, uses=uses, lines="---|" * (len(USES) - 1) + "---", rows="\n".join(rows), odds=odds)

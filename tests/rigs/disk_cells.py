@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from odd_disk import ODDS, odd_disk
+from odd_disk import ODDS, REAL, odd_disk, real_disk
 
 from conftest import ROOT
 from llama405b.contract.files import read_record
@@ -22,7 +22,7 @@ USES = (
 LATER = tuple(
     f"{odd}, later" for odd in ("stale", "quota", "full", "read-only")
 )  # after the first save, until the resume
-CELLS = [(use, odd) for use in USES for odd in (*ODDS, *LATER)]
+CELLS = [(use, odd) for use in USES for odd in (*ODDS, *LATER, *REAL)]
 PACED = str(Path(__file__).with_name("paced.py"))
 
 
@@ -50,8 +50,8 @@ class Cell:
 
     def run(self):
         """Try it all; returns what each phase came to, up to the first that failed."""
-        early = [self.odd] if self.odd in ODDS else []
-        with odd_disk(self.disk) as become:
+        early = [self.odd] if self.odd in (*ODDS, *REAL) else []
+        with real_disk(self.disk, self.odd) if self.odd in REAL else odd_disk(self.disk) as become:
             for directory in (self.work, self.copies):
                 directory.mkdir()
             self.demo, self.corpus = self._brought(self.demo, "weights"), self._brought(self.corpus, "data")
@@ -85,7 +85,7 @@ class Cell:
         if not self._phase("resume", "launch", *again, *changes):
             return
         if self.use == "checkpoints, local":
-            shutil.rmtree(self.disk / "b" / "runs")
+            shutil.rmtree(self._below(self.disk / "b" / "runs"))
             more = [*self._settings(self._step() + 4), "--resume", "auto", "--follow"]
             if not self._phase("blank", "launch", *more, *changes):
                 return
@@ -151,10 +151,13 @@ class Cell:
 
     def _saved(self):
         places = [run / "checkpoints" for run in self._runs()] + [self.disk / "c"]
-        real = [Path(str(place).replace(str(self.disk), str(self.place / ".disk.real"))) for place in places]
-        return any(
-            re.fullmatch(r"step-\d{8}", path.name) for place in real if place.exists() for path in place.iterdir()
-        )
+        real = [place for place in map(self._below, places) if place.exists()]
+        return any(re.fullmatch(r"step-\d{8}", path.name) for place in real for path in place.iterdir())
+
+    def _below(self, path):
+        """Where the same is seen, and nothing is refused."""
+        real = self.disk if self.odd in REAL else self.place / ".disk.real"
+        return Path(str(path).replace(str(self.disk), str(real)))
 
     def _lives(self):
         hosts = json.loads(self._cli("status", "--run", "r", "--json").stdout or "{}").get("hosts", {})

@@ -33,6 +33,12 @@ ODDS = {
 }
 
 
+REAL = {  # filesystems as they are
+    "exFAT": "of 200 MB, as exfat-fuse mounts it",
+    "overlay": "as containers have it",
+    "tmpfs of 24 MB": "less than a checkpoint",
+    "tmpfs of 90 files": "fewer than a run makes",
+}
 STRANGERS = (".nfs000000000001", ".DS_Store", "._manifest.json", "@eaDir", "Thumbs.db")
 
 
@@ -177,6 +183,37 @@ class OddDisk(fuse.Operations):
 
     def fsyncdir(self, _path, _data_only, _file):
         self.refuse("no fsync of directories", errno.EINVAL)
+
+
+@contextlib.contextmanager
+def real_disk(place, name):
+    """Mount one of REAL at a new directory; yields a function that changes nothing, as odd_disk's has a meaning."""
+    beside = [place.with_name(f".{place.name}.{part}") for part in ("lower", "upper", "work")]
+    image = place.with_name(f".{place.name}.image")
+    place.mkdir()
+    if name == "exFAT":
+        image.write_bytes(b"")
+        os.truncate(image, 200 << 20)
+        subprocess.run(["mkfs.exfat", image], check=True, capture_output=True)
+        loop = subprocess.run(
+            ["losetup", "-f", "--show", image], check=True, capture_output=True, text=True
+        ).stdout.strip()
+        mount = ["mount.exfat-fuse", loop, place]
+    elif name == "overlay":
+        for directory in beside:
+            directory.mkdir()
+        layers = ",".join(f"{part}dir={at}" for part, at in zip(("lower", "upper", "work"), beside, strict=True))
+        mount = ["mount", "-t", "overlay", "overlay", "-o", layers, place]
+    else:
+        limit = "size=24m" if name.endswith("MB") else "nr_inodes=90"
+        mount = ["mount", "-t", "tmpfs", "-o", limit, "tmpfs", place]
+    subprocess.run(mount, check=True, capture_output=True)
+    try:
+        yield lambda *_: None
+    finally:
+        subprocess.run(["umount", "-l", place], check=False)
+        if name == "exFAT":
+            subprocess.run(["losetup", "-d", loop], check=False)
 
 
 @contextlib.contextmanager
