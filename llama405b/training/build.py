@@ -124,6 +124,8 @@ def open_data(data: Data, evaluation: Evaluation, files: Path, context: RankCont
         UserError: The data cannot be used.
     """
     batches = _open(data, files, context)
+    for line in warnings_of_ends(data, batches, files) if context.me.is_rank0 else ():
+        context.log(line)
     if not evaluation.every:
         return batches, None
     if evaluation.paths:
@@ -472,8 +474,6 @@ def build_trainer(config: Config, resume: str, context: RankContext, stop: StopS
             check_packages(config.tracking)
     context.phase(Phase.DATA)
     batches, held_out = open_data(config.data, config.evaluation, files, context)
-    for line in warnings_of_ends(config.data, batches, files) if context.me.is_rank0 else ():
-        context.log(line)
     prompts = open_prompts(config, files, held_out, context)  # one that is too long is told before weights are loaded
     llama = models.read_llama(files, config.model.layers)
     check_mesh(context.me.axes, config.parallel, llama, config.data.seq_len, ranks_per_host())
