@@ -195,7 +195,9 @@ def refuse_others_writing(path: Path) -> None:
     if _is_foreign(info):
         raise UserError(f"{path}: {why}; copy it to a file of your own")
     who = "o" if info.st_mode & stat.S_IWOTH else "g"
-    raise UserError(f"{path}: {why}, who could then run commands as you; run: chmod {who}-w {path} (on a disk without modes, keep it elsewhere)")
+    raise UserError(
+        f"{path}: {why}, who could then run commands as you; run: chmod {who}-w {path} (on a disk without modes, keep it elsewhere)"
+    )
 
 
 def others_in(info: os.stat_result) -> str:

@@ -73,7 +73,7 @@ from llama405b.predict.search import chosen, known_shape
 from llama405b.settings.axes import Dealing, Recompute, waste_note
 from llama405b.settings.config import DEMO_MODEL, on_ranks, to_toml
 from llama405b.settings.rules import check_groups
-from llama405b.settings.schema import Checkpoint, Config, Data, Evaluation, Model, Parallel, Training
+from llama405b.settings.schema import Checkpoint, Config, Data, Evaluation, Model, Parallel, Tracking, Training
 from llama405b.spec import models
 from llama405b.spec.models import adapter_bytes, adapter_flops, adapter_parameters, describe, factors, read_peft
 from llama405b.spec.rules import check_mesh, rounding_note
@@ -515,13 +515,14 @@ def build_trainer(config: Config, resume: str, context: RankContext, stop: StopS
         evaluates_first=chosen.found is None and not collectives.broadcast_object(context.journal.began_evaluated),
         tokens=context.journal.tokens,
         budget=budget,
-        trackers=Trackers(
-            config.tracking.to if context.me.is_rank0 else (),
-            context.run,
-            context.log,
-            back_to=None if chosen.wanted in ("no", "auto") else done,
-        ),
+        trackers=start_trackers(config.tracking, chosen.wanted, done, context),
     )
+
+
+def start_trackers(tracking: Tracking, resume: str, done: int, context: RankContext) -> Trackers:
+    """Start what feeds the trackers, on rank 0; ``resume``: what was asked for, ``done``: the step that it came to."""
+    back_to = None if resume in ("no", "auto") else done
+    return Trackers(tracking.to if context.me.is_rank0 else (), context.run, context.log, back_to)
 
 
 def bind_to_numa_node(parallel: Parallel, context: RankContext) -> None:
