@@ -19,6 +19,7 @@ import pyarrow.parquet
 from llama405b import extend
 from llama405b.contract.reader import Json
 from llama405b.data.hub import hub_files
+from llama405b.formats.conversation import UnusableRecordError
 from llama405b.formats.corpus import (
     ARROW_FILE,
     HUB,
@@ -35,7 +36,7 @@ from llama405b.formats.corpus import (
     remedy_of_form,
     text_of,
 )
-from llama405b.formats.document import FIELDS, Document, NotUtf8, Text, TooManyCells, document_of, unusable
+from llama405b.formats.document import FIELDS, Document, NotUtf8, Text, TooManyCells, reading_of
 
 Row = dict[str, Any]  # the values of the columns
 ROWS = 1000  # at a time: a row of text may have megabytes
@@ -103,7 +104,7 @@ def _rows(batch: pyarrow.RecordBatch, empty: Row) -> list[Row | NotUtf8]:
 
 def _wanted(schema: pyarrow.Schema, names: Collection[str]) -> list[str]:
     """The columns that a document may be in; others may be large, or nothing that Python can hold."""
-    return [name for name in schema.names if name in FIELDS or name in names]
+    return [name for name in schema.names if name.lower() in FIELDS or name in names]
 
 
 def _given(value: Any) -> Any:
@@ -153,7 +154,7 @@ class Found(NamedTuple):
 class Documents:
     """The documents of files, up to ``max_bytes`` of text (0: all); knows how many bytes have been read.
 
-    A line of JSON Lines, an object of an array and a row of a table is a record (``document.document_of``); any other file is one document.
+    A line of JSON Lines, an object of an array and a row of a table is a record (``document.reading_of``); any other file is one document.
 
     Raises:
         UserError: A file cannot be read, or a line has no form that is known, and ``skip`` is not set.
@@ -178,6 +179,7 @@ class Documents:
         self.n_bad = 0
         self.first_bad = ""
         self.remedy = ""
+        self.unread = dict[str, str]()  # fields, and the file in which one is first
 
     def __iter__(self) -> Iterator[Found]:
         """Yield the documents in the order of the files."""
@@ -242,11 +244,14 @@ class Documents:
         return self._found(_sound(record), place)
 
     def _found(self, record: Any, place: DocumentPlace) -> Found | None:
-        document = document_of(record, self.names)
-        if document is None:
-            self.refuse(place, unusable(record), remedy_of_form(record))
+        try:
+            found = reading_of(record, self.names)
+        except UnusableRecordError as why:
+            self.refuse(place, str(why), remedy_of_form(record, why))
             return None
-        return Found(document, place)
+        for name in found.unread:
+            self.unread.setdefault(name, str(place.file))
+        return Found(found.document, place)
 
 
 def file_parts(paths: Iterable[str]) -> list[FilePart]:

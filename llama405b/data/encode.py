@@ -28,10 +28,11 @@ from numpy.typing import NDArray
 from tokenizers import AddedToken, Tokenizer
 from transformers import PreTrainedTokenizerBase
 
-from llama405b.contract.errors import UserError, counted, given
+from llama405b.contract.errors import UserError, and_more, counted, given
 from llama405b.data.documents import Documents, Found
+from llama405b.formats.conversation import Chat
 from llama405b.formats.corpus import NO_TEMPLATE
-from llama405b.formats.document import Chat, Text
+from llama405b.formats.document import Text
 
 Segment = tuple[str, bool]  # text, and whether it is learnt
 MOST_S = 10.0  # of this process's time, for the text of a conversation: it takes milliseconds
@@ -185,6 +186,7 @@ MARKS = NOT_LEARNT | FIRST
 ENCODE_CHARS = 4 << 20  # encoded at a time: seconds
 ENCODE_PIECES = 512
 LEAD = "\n"  # takes the space in its place
+NAMED = 8  # fields
 APART = 1 << 20  # tokens between the places that are noted
 
 
@@ -201,6 +203,10 @@ class Counts:
     skipped: int = 0  # records that could not be used
     first_skipped: str = ""  # where, and why
     remedy: str = ""  # for that one
+    # Fields of records that are not read, and the file in which one is first.
+    unread: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    unanswered: int = 0  # conversations of which nothing is learnt
+    roles: tuple[str, ...] = ()  # in them
 
     def __add__(self, other: "Counts") -> "Counts":
         return Counts(
@@ -213,6 +219,9 @@ class Counts:
             self.skipped + other.skipped,
             self.first_skipped or other.first_skipped,
             self.remedy or other.remedy,
+            {**other.unread, **self.unread},
+            self.unanswered + other.unanswered,
+            tuple(dict.fromkeys((*self.roles, *other.roles))),
         )
 
     def __str__(self) -> str:
@@ -224,12 +233,27 @@ class Counts:
             line += f"; {spell} special tokens, which are text (or tokens, with --data.special_tokens parse)"
         if self.crlf:
             line += f"; {counted(self.crlf, 'document has', 'documents have')} CRLF line ends, which are kept"
+        if self.unanswered:
+            these = counted(self.unanswered, "conversation", grouped=True)
+            line += f"; nothing is learnt of {these}, with the roles {', '.join(self.roles)}"
+        if self.unread:
+            names = [f"{name!r} ({file})" for name, file in self.unread.items()]
+            line += f"; not read: {', '.join(names[:NAMED])}{and_more(names, NAMED)}"
         if self.skipped:
             line += f"; {counted(self.skipped, 'record')} left out, the first: {self.first_skipped}"
         return line
 
-    def refuse_nothing(self) -> None:
-        """Refuse texts of which no record could be used."""
+    def refuse_nothing(self, learn: Collection[str]) -> None:
+        """Refuse texts of which no record could be used, or nothing would be learnt; ``learn``: as data.train_on has it."""
+        if self.documents and not self.learnt:
+            what = (
+                f"their roles are {', '.join(self.roles)}, and data.train_on is {', '.join(learn)}"
+                if self.roles
+                else "they are empty"
+            )
+            raise UserError(
+                f"--data.paths: nothing of {counted(self.documents, 'document', grouped=True)} would be learnt: {what}; correct one of them"
+            )
         if self.skipped and not self.documents:
             records = counted(self.skipped, "record", grouped=True)
             raise UserError(
@@ -303,7 +327,7 @@ class Encoder:
         texts, counts = self.texts, self.counts
         counts.skipped = texts.n_bad
         counts.first_skipped = texts.first_bad
-        counts.remedy = texts.remedy
+        counts.remedy, counts.unread = texts.remedy, texts.unread
 
     def _encoded(self, batch: Sequence[_Piece]) -> list[list[int]]:
         """Encode pieces of text; what follows another piece without the space that some tokenizers put before a text."""
@@ -371,6 +395,10 @@ class Encoder:
                 "the chat template escapes what it writes, so that special tokens in it would be others"
             )
         self.counts.conversations += 1
+        if not any(learnt for _, learnt in segments):
+            roles = (str(message["role"]) for message in chat.messages)
+            self.counts.unanswered += 1
+            self.counts.roles = tuple(dict.fromkeys((*self.counts.roles, *roles)))
         return segments
 
 

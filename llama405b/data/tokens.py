@@ -23,7 +23,7 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -50,7 +50,7 @@ TOKEN_BYTES = 4
 CHUNK_TOKENS = 16 << 20  # sent at a time
 SAY_EVERY_S = 30.0
 DIGITS = 16  # of a SHA-256
-RULES = 6  # how texts become tokens; a new number makes every token file anew
+RULES = 7  # how texts become tokens; a new number makes every token file anew
 Progress = Callable[[int, int], None]  # bytes done, bytes in all; 0, 0: waiting for rank 0
 Say = Callable[[str], None]  # a line for the log
 
@@ -147,7 +147,7 @@ def tokenised(config: Data, tokenizer_dir: Path, cache: Path, report: Report) ->
     if is_tokenized(config.paths):
         return _made(Path(config.paths[0]), rules_of(config, tokenizer), report)
     tokens = encoded(file_parts(config.paths), config, tokenizer, cache, report)
-    (read_record(Counts, (cache / tokens.name).with_suffix(".json")) or Counts()).refuse_nothing()
+    (read_record(Counts, (cache / tokens.name).with_suffix(".json")) or Counts()).refuse_nothing(config.train_on)
     return tokens
 
 
@@ -313,7 +313,7 @@ def tokenize(config: Data, tokenizer_dir: Path, out: Path, workers: int, told: T
     jobs = [files] if config.max_bytes else list(_shared_out(files))
     made = _in_processes(jobs, config, tokenizer_dir, out / PARTS, workers, told)
     try:
-        return _put_together(jobs, made, out, rules, texts)
+        return _put_together(jobs, made, out, rules, texts, config.train_on)
     except OSError as error:
         raise RunError(f"{out}: the tokens cannot be written ({reason_of(error)}); make room there") from None
 
@@ -382,7 +382,12 @@ def _tokenizer(directory: Path) -> PreTrainedTokenizerBase:
 
 
 def _put_together(
-    jobs: Sequence[Sequence[FilePart]], made: Sequence[TokenFile], out: Path, rules: str, texts: str
+    jobs: Sequence[Sequence[FilePart]],
+    made: Sequence[TokenFile],
+    out: Path,
+    rules: str,
+    texts: str,
+    learn: Collection[str],
 ) -> Tokenized:
     counts = Counts()
     files = list[FileOffset]()
@@ -406,7 +411,7 @@ def _put_together(
             ]
             counts, before = counts + its, before + its.documents
             first += each.n_tokens
-        counts.refuse_nothing()
+        counts.refuse_nothing(learn)
         whole.flush()
         os.fsync(whole.fileno())
     (out / f".{TOKENS}").rename(out / TOKENS)

@@ -21,15 +21,15 @@ from typing import BinaryIO, Literal, Protocol, TextIO
 from llama405b.contract.errors import UserError, reason_of
 from llama405b.contract.files import check_link, is_passed_over, walk
 from llama405b.contract.reader import Json
+from llama405b.formats.conversation import Chat, UnusableRecordError
 from llama405b.formats.document import (
-    Chat,
     NotUtf8,
     NotWholeError,
     TooManyCells,
     document_of,
     items_of,
+    reading_of,
     rows_of_csv,
-    unusable,
 )
 
 HUB = "hf://"  # what a path begins with that names a dataset of the Hub
@@ -137,9 +137,12 @@ def check_paths(
                 is_table = form is Form.TABLE
                 records = enumerate(first_rows(raw, names), 1) if is_table else numbered(raw, form)
                 for number, record in itertools.islice(records, 1):
-                    document = document_of(record, names)
-                    if document is None and not skip:
-                        raise refusal(f"{file}:{number}", unusable(record), remedy_of_form(record))
+                    try:
+                        document = reading_of(record, names).document
+                    except UnusableRecordError as why:
+                        if not skip:
+                            raise refusal(f"{file}:{number}", str(why), remedy_of_form(record, why)) from None
+                        continue
                     if isinstance(document, Chat) and not has_template:
                         raise UserError(f"{file}:{number}: {NO_TEMPLATE}")
 
@@ -246,14 +249,14 @@ def refusal(where: object, why: str, remedy: str = "") -> UserError:
     return UserError(f"{where}: {why}; correct it, or {remedy or skip}")
 
 
-def remedy_of_form(record: object) -> str:
-    """What to do about the first record of a file, if it is no document."""
+def remedy_of_form(record: object, why: object = "") -> str:
+    """What to do about the first record of a file, if it is no document; ``why``: as ``reading_of`` says it."""
     match record:
         case NotUtf8():
             return CONVERT
         case TooManyCells():
             return "quote what has a delimiter or a line break in it"
-    return NAME_FIELDS
+    return NAME_FIELDS if str(why).startswith("not ") else ""
 
 
 def record_of(line: str) -> Json | NotUtf8:

@@ -13,11 +13,11 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TextIO
 
-from llama405b.contract.errors import and_more, counted
+from llama405b.contract.errors import and_more, counted, short
 from llama405b.contract.reader import Json
+from llama405b.formats.conversation import Chat, UnusableRecordError, chat_of, list_of
 
 NAMED = 8  # fields of a record
-SHAREGPT = {"human": "user", "gpt": "assistant"}  # its names of roles; others are the same
 WANTED = '{"text": …}, {"prompt": …, "completion": …} or {"messages": [{"role": …, "content": …}]}'
 ALPACA = (  # the prompts that Alpaca's fields are made for: without an input, and with one
     "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
@@ -26,12 +26,17 @@ ALPACA = (  # the prompts that Alpaca's fields are made for: without an input, a
     "appropriately completes the request.\n\n### Instruction:\n{}\n\n### Input:\n{}\n\n### Response:\n",
 )
 APART = "\n\n"  # between a question and its answer
-TEXTS = ("text", "input_text", "output_text")  # types of a message's part
+CONVERSATIONS = ("messages", "conversations", "conversation")
+OF_CHATS = ("system", "tools", "functions", "parallel_tool_calls")  # the last one says nothing of the text
+QUESTIONS = (("prompt", "response"), ("question", "answer"), ("question", "response"))
+PREFERENCES = ("chosen", "rejected")
+NOT_TEXT = ("image", "images", "audio", "audios", "video", "videos")
 SHOWN = 20  # characters before a byte that is no text
 OURS = ("text", "prompt", "completion", "messages", "tools")  # what data.fields gives another name
 FIELDS = {
-    *OURS, "conversations", "response", "instruction", "input", "output", "question", "answer", "content",
-}  # fmt: skip  # of a record: all that ``document_of`` reads
+    *OURS, *CONVERSATIONS, *OF_CHATS, *PREFERENCES, "response", "instruction", "input", "output", "question", "answer", "content",
+    "context", "history", "system_prompt",
+}  # fmt: skip  # of a record: all that ``reading_of`` looks at, but for what is no text
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -45,19 +50,6 @@ class Text:
     def n_chars(self) -> int:
         """Its length."""
         return len(self.prompt) + len(self.text)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Chat:
-    """A conversation, for the tokenizer's chat template: its messages, each with a role, and the tools that it may call."""
-
-    messages: tuple[Mapping[str, Any], ...]  # as they were written
-    tools: Any = None
-
-    @property
-    def n_chars(self) -> int:
-        """Its length, without the roles."""
-        return sum(len(str(message.get("content") or "")) for message in self.messages)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -96,31 +88,117 @@ class TooManyCells:
 Document = Text | Chat
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Reading:
+    """What a record says, and which of its fields are not read."""
+
+    document: Document
+    unread: tuple[str, ...] = ()
+
+
 def document_of(record: Any, names: Sequence[str] = ()) -> Document | None:
-    """The document of a record; None if it has no form that is known (see docs/data.md).
+    """The document of a record; None if it has no form that is known, or cannot be used (see docs/data.md)."""
+    try:
+        return reading_of(record, names).document
+    except UnusableRecordError:
+        return None
+
+
+def reading_of(record: Any, names: Sequence[str] = ()) -> Reading:
+    """Read a record.
 
     ``names``: as ``data.fields`` has them, ``prompt=instruction``; a record that lacks all of these is read without them.
+
+    Raises:
+        UnusableRecordError: It has no form that is known, or says what cannot be trained on.
     """
-    if names and isinstance(record, dict):
-        pairs = (name.partition("=")[::2] for name in names)
-        if renamed := {ours: record[theirs] for ours, theirs in pairs if theirs in record}:
-            return document_of(renamed)
+    if isinstance(record, NotUtf8 | TooManyCells):
+        raise UnusableRecordError(str(record))
+    if not isinstance(record, dict):
+        raise UnusableRecordError(f"not {WANTED}, but it is not a JSON object")
+    pairs = (name.partition("=")[::2] for name in names)
+    renamed = {ours: record[theirs] for ours, theirs in pairs if theirs in record}
+    fields = renamed and {name: record[name] for name in OF_CHATS if name in record} | renamed
+    found = _read(fields or {str(name): value for name, value in record.items()})
+    if found is None:
+        raise UnusableRecordError(f"not {WANTED}, but {fields_of(record)}")
+    document, used = found
+    theirs = {name.partition("=")[2] for name in names}
+    return Reading(
+        document, tuple(name for name in map(str, record) if name and name.lower() not in used and name not in theirs)
+    )
+
+
+def _read(record: Mapping[str, Any]) -> tuple[Document, tuple[str, ...]] | None:
+    """The document of a record, and the fields that say it, in lower case; None: it has no form that is known."""
+    if all(map(record.get, PREFERENCES)):
+        raise UnusableRecordError(
+            f"it has {' and '.join(map(repr, PREFERENCES))}, and preferences are not trained on; keep one answer"
+        )
+    if other := next((name for name in NOT_TEXT if record.get(name)), ""):
+        raise UnusableRecordError(f"it has {other!r}, and only text can be trained on")
+    for name in CONVERSATIONS:
+        if (turns := list_of(record.get(name))) is not None:
+            return chat_of(turns, record), (name, *OF_CHATS)
     match record:
-        case {"messages": [*messages]} if messages and all(map(_is_message, messages)):
-            return Chat(tuple(map(_with_text, messages)), record.get("tools"))
-        case {"conversations": [*turns]} if turns and all(map(_is_turn, turns)):
-            return Chat(tuple({"role": SHAREGPT.get(t["from"], t["from"]), "content": t["value"]} for t in turns))
+        case {"prompt": [*asked], "completion": [*answered]}:
+            return chat_of([*asked, *answered], record, len(asked)), ("prompt", "completion", *OF_CHATS)
+    return _text_of(record)
+
+
+def _text_of(record: Mapping[str, Any]) -> tuple[Text, tuple[str, ...]] | None:
+    """As ``_read``, of a record that is no conversation; names of its fields may be in any case."""
+    small = {name.lower(): value for name, value in record.items()}
+    lead = small.get("system") or small.get("system_prompt") or ""
+    before = f"{lead}{APART}" if lead and isinstance(lead, str) else ""
+    of_lead = ("system", "system_prompt")
+    match small:
         case {"prompt": str(prompt), "completion": str(completion)}:
-            return Text(prompt, completion)
-        case {"prompt": str(question), "response": str(answer)} | {"question": str(question), "answer": str(answer)}:
-            return Text(question + APART, answer)
+            return Text(before + prompt, completion), ("prompt", "completion", *of_lead)
         case {"instruction": str(instruction), "output": str(answer)}:
-            context = record.get("input") or ""
-            if isinstance(context, str):
-                return Text(ALPACA[bool(context)].format(instruction, context), answer)
-        case {"text": str(text)} | {"content": str(text)}:
-            return Text("", text)
+            return _alpaca(small, instruction, small.get("input") or "", answer), (
+                "instruction",
+                "input",
+                "output",
+                "history",
+                *of_lead,
+            )
+        case {"instruction": str(instruction), "response": str(answer)}:
+            return _alpaca(small, instruction, small.get("context") or "", answer), (
+                "instruction",
+                "context",
+                "response",
+                *of_lead,
+            )
+    for question, answer in QUESTIONS:
+        match (small.get(question), small.get(answer)):
+            case (str(asked), str(answered)):
+                return Text(before + asked + APART, answered), (question, answer, *of_lead)
+    for name in ("text", "content"):
+        if isinstance(text := small.get(name), str):
+            return Text("", text), (name,)
     return None
+
+
+def _alpaca(record: Mapping[str, Any], instruction: str, context: Any, answer: str) -> Text:
+    """A record of Alpaca's fields: its system text stands for the sentence that begins a prompt, and earlier turns come first."""
+    if not isinstance(context, str):
+        raise UnusableRecordError(f"its input is {short(str(context))}, not text")
+    system, turns = record.get("system") or record.get("system_prompt"), record.get("history") or []
+    if isinstance(turns, str):
+        turns = list_of(turns)
+    prompt = ALPACA[bool(context)].format(instruction, context)
+    if system:
+        prompt = f"{system}{APART}{prompt.partition(APART)[2]}"
+    blocks = []
+    for turn in turns if isinstance(turns, list) else [None]:
+        match turn:
+            case [str(asked), str(answered)]:
+                blocks.append(ALPACA[0].format(asked).partition(APART)[2] + answered + APART)
+            case _:
+                raise UnusableRecordError("its history is not a list of pairs of texts")
+    begin, _, rest = prompt.partition(APART)
+    return Text(f"{begin}{APART}{''.join(blocks)}{rest}", answer)
 
 
 def fields_of(record: Any) -> str:
@@ -131,56 +209,6 @@ def fields_of(record: Any) -> str:
     return (
         f"its fields are {', '.join(map(repr, names[:NAMED]))}{and_more(names, NAMED)}" if names else "it has no fields"
     )
-
-
-def unusable(record: Any) -> str:
-    """Why a record is no document, as a clause."""
-    if isinstance(record, NotUtf8 | TooManyCells):
-        return str(record)
-    if isinstance(record, dict) and (others := list(filter(None, map(_part_of_no_text, _items(record, "messages"))))):
-        return f"a message has a part of type {others[0]!r}, and only text can be trained on"
-    return f"not {WANTED}, but {fields_of(record)}"
-
-
-def _with_text(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A message whose content is text, where it was a list of parts of text."""
-    content = message.get("content")
-    if not isinstance(content, list):
-        return message
-    return {**message, "content": "".join(part["text"] for part in content)}
-
-
-def _is_message(message: Any) -> bool:
-    """Whether it has a role, and text or calls of tools; templates know no images."""
-    match message:
-        case {"role": str(), "content": str()}:
-            return True
-        case {"role": str(), "content": [_, *_] as parts}:
-            return all(map(_is_text, parts))
-        case {"role": str(), "tool_calls": [_, *_]}:
-            return message.get("content") is None
-    return False
-
-
-def _is_text(part: Any) -> bool:
-    return isinstance(part, dict) and isinstance(part.get("text"), str) and part.get("type", "text") in TEXTS
-
-
-def _part_of_no_text(message: Any) -> str:
-    """The type of a message's first part that is no text; '' if it has none."""
-    parts = _items(message, "content") if isinstance(message, dict) else []
-    return next((str(part.get("type")) for part in parts if isinstance(part, dict) and not _is_text(part)), "")
-
-
-def _items(fields: Mapping[str, Any], name: str) -> list[Any]:
-    return found if isinstance(found := fields.get(name), list) else []
-
-
-def _is_turn(found: Any) -> bool:
-    match found:
-        case {"from": str(), "value": str()}:
-            return True
-    return False
 
 
 CHUNK = 1 << 16  # characters read at a time, at least

@@ -11,8 +11,9 @@ from transformers import AutoTokenizer
 from llama405b.contract.errors import UserError
 from llama405b.data import encode, tokens
 from llama405b.data.encode import FIRST, MARKS, NOT_LEARNT, Template, UnusableError
+from llama405b.formats.conversation import Chat
 from llama405b.formats.corpus import check_template
-from llama405b.formats.document import ALPACA, Chat, Text, document_of, unusable
+from llama405b.formats.document import ALPACA, Text, document_of
 from llama405b.settings.schema import Data
 
 # In the form of Llama 3: a header with the role, two newlines, the text without blanks at its ends, an end of turn.
@@ -91,30 +92,8 @@ def test_forms_of_records():
     turns = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}, {"from": "tool", "value": "c"}]
     chat = document_of({"conversations": turns})
     assert [(m["role"], m["content"]) for m in chat.messages] == [("user", "a"), ("assistant", "b"), ("tool", "c")]
-    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
-    assert document_of({"messages": [call], "tools": [{"name": "f"}]}) == Chat((call,), [{"name": "f"}])
     assert document_of({"prompt": "a", "completion": "b"}) == Text("a", "b")
     assert document_of({"text": "a", "more": 1}) == Text("", "a")
-    for bad in (
-        {"messages": []},
-        {"messages": "a"},
-        {"messages": [{"role": "user"}]},
-        {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
-        {
-            "messages": [
-                {"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "image", "text": "a cat"}]}
-            ]
-        },
-        {"messages": [{"role": 1, "content": "a"}]},
-        {"conversations": [{"from": "human"}]},
-        {"prompt": "a"},
-        [],
-        None,
-    ):
-        assert document_of(bad) is None
-    parts = [{"type": "text", "text": "x"}, {"type": "image", "text": "a cat"}]
-    said = unusable({"messages": [{"role": "user", "content": parts}]})
-    assert said == "a message has a part of type 'image', and only text can be trained on"
 
 
 @pytest.mark.parametrize(

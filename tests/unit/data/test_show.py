@@ -84,3 +84,54 @@ def test_leaving_out_every_record_is_refused_with_what_to_do(show, tmp_path, rec
     for _ in range(2):  # the second time, of tokens that are there
         with pytest.raises(UserError, match=rf"skip leaves nothing of 1,160 records; the first, a\.jsonl:1: {words}"):
             show(*settings, "--data.seq_len", "64")
+
+
+def talk(*roles):
+    return {"messages": [{"role": role, "content": "x " * 30} for role in roles]}
+
+
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+
+
+def test_fields_that_are_not_read_and_conversations_without_an_answer_are_said(show, tmp_path):
+    records = [
+        talk("user", "assistant") | {"topic": "x"},
+        talk("user", "assistant"),
+        talk("system", "user"),
+        talk("user"),
+    ]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, records)))
+    (tmp_path / "t.jinja").write_text(TEMPLATE)
+    text = show(
+        "--data.paths", "a.jsonl", "--data.seq_len", "16", "--data.chat_template", "t.jinja", "--sequences", "0"
+    )
+    assert "; nothing is learnt of 2 conversations, with the roles system, user; not read: 'topic' (a.jsonl)\n" in text
+
+
+@pytest.mark.parametrize(
+    ("records", "learn", "says"),
+    [
+        ([talk("user", "tool")] * 3, (), "nothing of 3 documents would be learnt: their roles are user, tool, and data.tr"),
+        ([talk("user", "assistant")], ("--data.train_on", "system"), "their roles are user, assistant, and data.train_on is system"),
+        ([talk("user", "critic")], (), "a.jsonl:1: message 2 has the role 'critic'; known are user, human, assistant, gpt, "),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("what", ["show", "tokenize"])
+def test_data_of_which_nothing_would_be_learnt_is_refused(demo, tmp_path, monkeypatch, records, learn, says, what):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, records)))
+    (tmp_path / "t.jinja").write_text(TEMPLATE)
+    more = ["--out", "tokens"] if what == "tokenize" else []
+    settings = [
+        "--model.path",
+        str(demo),
+        "--data.paths",
+        "a.jsonl",
+        "--data.seq_len",
+        "16",
+        "--data.chat_template",
+        "t.jinja",
+    ]
+    with pytest.raises(UserError) as refused:
+        data.main([what, *settings, *learn, *more])
+    assert says in str(refused.value)

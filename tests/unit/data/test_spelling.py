@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from llama405b.contract.errors import UserError
 from llama405b.data import tokens
 from llama405b.data.encode import FIRST, MARKS, NOT_LEARNT, Template
-from llama405b.formats.document import Chat
+from llama405b.formats.conversation import Chat
 from llama405b.settings.schema import Data
 
 TURN, CALL = "<|eot_id|>", "<|call|>"

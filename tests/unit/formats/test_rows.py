@@ -5,8 +5,9 @@ import pytest
 
 from llama405b.contract.errors import UserError
 from llama405b.formats import document
+from llama405b.formats.conversation import UnusableRecordError
 from llama405b.formats.corpus import form_of, numbered, reading
-from llama405b.formats.document import TooManyCells, unusable
+from llama405b.formats.document import TooManyCells, reading_of
 
 
 @pytest.mark.parametrize(
@@ -57,4 +58,5 @@ def test_rows_have_their_header_s_names_and_their_line():
     text = 'text; source\n"a; ""b""\r\nc";x\n\nd;y;z\ne\n'
     expected = [(2, {"text": 'a; "b"\r\nc', "source": "x"}), (5, TooManyCells(3, 2)), (6, {"text": "e"})]
     assert list(document.rows_of_csv(io.StringIO(text, newline=""))) == expected
-    assert unusable(TooManyCells(3, 2)) == "the row has 3 cells, but the header has 2"
+    with pytest.raises(UnusableRecordError, match=r"^the row has 3 cells, but the header has 2$"):
+        reading_of(TooManyCells(3, 2))

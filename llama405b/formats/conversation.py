@@ -1,0 +1,167 @@
+"""Conversations in the forms that people have them: OpenAI's messages, ShareGPT's turns, TRL's prompts and completions.
+
+All become messages for a chat template: with a role that templates know, text, and tool calls whose arguments are objects.
+"""
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from llama405b.contract.errors import short
+
+ROLES = {  # what templates call those that records name
+    "user": "user", "human": "user",
+    "assistant": "assistant", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant",
+    "model": "assistant", "function_call": "assistant",
+    "system": "system", "developer": "system",
+    "tool": "tool", "observation": "tool", "function": "tool", "ipython": "tool",
+}  # fmt: skip
+CALLS = "function_call"  # ShareGPT's role of a turn that is calls of tools, in JSON; and OpenAI's older field
+TEXTS = ("text", "input_text", "output_text")  # types of a message's part
+
+
+class UnusableRecordError(ValueError):
+    """A record that is no document: why, as a clause."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Chat:
+    """A conversation, for the tokenizer's chat template: its messages, each with a role, and the tools that it may call."""
+
+    messages: tuple[Mapping[str, Any], ...]
+    tools: Any = None
+
+    @property
+    def n_chars(self) -> int:
+        """Its length, without the roles."""
+        return sum(len(str(message.get("content") or "")) for message in self.messages)
+
+
+def chat_of(turns: Sequence[Any], record: Mapping[str, Any], n_read: int = 0) -> Chat:
+    """Return a conversation of messages or turns; ``n_read``: of the first of them nothing is learnt.
+
+    ``record``: the fields that go with it: system, tools, functions.
+
+    Raises:
+        UnusableRecordError: A message, or one of these fields, says what no template can be given.
+    """
+    if not turns:
+        raise UnusableRecordError("it has no messages")
+    messages = [_message(turn, number) for number, turn in enumerate(turns, 1)]
+    for message in messages[:n_read]:
+        message["weight"] = 0
+    if system := record.get("system"):
+        if not isinstance(system, str):
+            raise UnusableRecordError(f"its 'system' is {short(str(system))}, not a text")
+        first = messages[0]
+        if first["role"] != "system":
+            messages.insert(0, {"role": "system", "content": system})
+        elif first["content"] != system:
+            raise UnusableRecordError("its 'system' is not what its first message says; keep one of them")
+    return Chat(tuple(messages), _tools(record))
+
+
+def list_of(value: Any) -> list[Any] | None:
+    """Return a list, also one that is written in JSON, as tables keep it; None if it is none."""
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            return None
+    return value if isinstance(value, list) else None
+
+
+def _tools(record: Mapping[str, Any]) -> list[Any] | None:
+    """The tools that may be called, in the form that templates are given."""
+    for name in ("tools", "functions"):
+        if not (value := record.get(name)):
+            continue
+        tools = list_of(value)
+        if tools is None or not all(isinstance(tool, dict) for tool in tools):
+            raise UnusableRecordError(f"its {name!r} is {short(str(value))}, not a list of objects")
+        if name == "functions":
+            tools = [{"type": "function", "function": tool} for tool in tools]
+        return tools or None
+    return None
+
+
+def _message(turn: Any, number: int) -> dict[str, Any]:
+    """One message, in the form that templates are given."""
+    if not isinstance(turn, dict):
+        raise UnusableRecordError(f"message {number} is {short(str(turn))}, not an object with a role and content")
+    named = turn.get("role", turn.get("from"))
+    if not isinstance(named, str):
+        raise UnusableRecordError(f"message {number} has no role")
+    where = f"message {number} ({named})"
+    role = ROLES.get(named.lower())
+    if role is None:
+        raise UnusableRecordError(f"message {number} has the role {named!r}; known are {', '.join(ROLES)}")
+    if turn.get("weight") not in (None, 0, 1):
+        raise UnusableRecordError(f"{where}: its weight is {turn['weight']!r}; only 0 and 1 can be honoured")
+    content = turn.get("content", turn.get("value"))
+    calls = _calls(turn, content if named.lower() == CALLS else None, where)
+    if named.lower() == CALLS:
+        content = ""
+    message = {key: value for key, value in turn.items() if key not in ("from", "value", CALLS, "tool_calls")}
+    message |= {"role": role, "content": _text(content, role, where, needed=not calls)}
+    return message | ({"tool_calls": calls} if calls else {})
+
+
+def _text(content: Any, role: str, where: str, *, needed: bool) -> str:
+    """A message's content as text."""
+    match content:
+        case str():
+            return content
+        case None if not needed:
+            return ""
+        case None:
+            raise UnusableRecordError(f"{where}: no content and no tool_calls")
+        case [_, *_] if all(isinstance(part, dict) and "type" in part for part in content) or role != "tool":
+            if other := next((part for part in content if not _is_text(part)), None):
+                kind = other.get("type") if isinstance(other, dict) else type(other).__name__
+                raise UnusableRecordError(f"{where}: a part of type {kind!r}, and only text can be trained on")
+            return "".join(part["text"] for part in content)
+    if role == "tool":  # what a tool has returned
+        return json.dumps(content, ensure_ascii=False)
+    raise UnusableRecordError(f"{where}: its content is {short(str(content))}, not text")
+
+
+def _is_text(part: Any) -> bool:
+    return isinstance(part, dict) and isinstance(part.get("text"), str) and part.get("type", "text") in TEXTS
+
+
+def _calls(turn: Mapping[str, Any], written: Any, where: str) -> list[dict[str, Any]]:
+    """The calls of tools that a message makes; ``written``: its content, if that is calls."""
+    found = turn.get("tool_calls")
+    if written is not None:
+        found = _parsed(written, f"{where}: its call")
+        found = [{"type": "function", "function": call} for call in (found if isinstance(found, list) else [found])]
+    elif found is None and turn.get(CALLS) is not None:
+        found = [{"type": "function", "function": turn[CALLS]}]
+    if found is None:
+        return []
+    calls = list_of(found)
+    if calls is None:
+        raise UnusableRecordError(f"{where}: its tool_calls are {short(str(found))}, not a list")
+    return [_call(call, f"{where}: tool call {number}") for number, call in enumerate(calls, 1)]
+
+
+def _call(call: Any, where: str) -> dict[str, Any]:
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise UnusableRecordError(f"{where} is {short(str(call))}, not an object with a name and arguments")
+    arguments = function.get("arguments", {})  # a table has no empty object
+    if isinstance(arguments, str):
+        arguments = _parsed(arguments or "{}", f"{where}: its arguments")
+    if not isinstance(arguments, dict):
+        raise UnusableRecordError(f"{where}: its arguments are {short(json.dumps(arguments))}, not an object")
+    function = {**function, "arguments": arguments}
+    return {**call, "function": function} if "function" in call else function
+
+
+def _parsed(text: Any, what: str) -> Any:
+    try:
+        return json.loads(text) if isinstance(text, str) else text
+    except (ValueError, RecursionError):
+        raise UnusableRecordError(f"{what} {short(text)!r} cannot be read as JSON") from None
