@@ -77,11 +77,11 @@ def judged(use: str, odd: str, outcomes: Sequence) -> dict[str, str]:
     """What a cell came to."""
     last, log = outcomes[-1], "".join(each.log for each in outcomes)
     said = [each.words for each in outcomes if "not saved" in each.words or "cannot be" in each.words]
-    unsent = re.search("checkpoint.after_save failed for .*", last.log)
+    unsent = use == "after_save" and re.search("checkpoint.after_save failed for .*", last.log)
     outcome = f"FAILED at {last.phase}"
     if "Traceback" in log:
         outcome = f"TRACEBACK at {last.phase}"
-    elif (last.phase == "launch" and "Nothing was started" in log) or last.code == 2:
+    elif last.phase in ("launch", "export") and (last.code == 2 or "Nothing was started" in log):
         outcome = REFUSED
     elif unsent:
         return {"use": use, "odd": odd, "outcome": SAID, "words": unsent[0]}

@@ -20,7 +20,7 @@ need_linux || exit 2
 needed=(tmux:tmux sshd:openssh-server ip:iproute2)
 [ "${1:-}" != --all ] || needed+=(rsync:rsync git:git locale-gen:locales ulockmgr_server:fuse slurmctld:slurm-wlm munged:munge tcsh:tcsh g++:g++ readelf:binutils prometheus:prometheus)
 [ "${1:-}" != --standin ] || needed=(g++:g++ readelf:binutils)
-[ "${1:-}" != --soak ] || needed+=(rsync:rsync git:git ulockmgr_server:fuse tcsh:tcsh g++:g++ readelf:binutils)
+[ "${1:-}" != --soak ] || needed+=(rsync:rsync git:git ulockmgr_server:fuse tcsh:tcsh g++:g++ readelf:binutils slurmctld:slurm-wlm munged:munge)
 need_programs "${needed[@]}" || exit 2
 if [ "${1:-}" = --newest ]; then # beyond the bounds in pyproject.toml and the versions in constraints.txt
     shift

@@ -49,7 +49,7 @@ from llama405b.contract.errors import (
     reason_of,
     size_words,
 )
-from llama405b.contract.files import follow_users_umask, is_passed_over, read_records, write_json
+from llama405b.contract.files import OF_DISKS, follow_users_umask, is_passed_over, read_records, write_json
 from llama405b.contract.paths import EXPORT_RECORD, RunDir
 from llama405b.contract.reader import MalformedError
 from llama405b.contract.records import RunEvent
@@ -99,7 +99,7 @@ def _roomiest() -> tuple[str, int]:
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
 FILE_BYTES = 5 * 10**9  # of each output file, at most, unless one tensor is larger
-CARD = "README.md"
+CARD, MADE = "README.md", "Trained with llama405b"
 VLLM_RANK = 16  # of adapters that vLLM takes unasked
 Shapes = dict[str, tuple[int, ...]]
 
@@ -154,11 +154,11 @@ class Record:
 def main(args: argparse.Namespace) -> int:
     """Export what the verb's command line names, on this machine; returns the exit code."""
     follow_users_umask()
-    args.out = Path(args.out)
+    args.out = Path(args.out).expanduser()
     if args.push_to_hub:
         create(args.push_to_hub)
     found, dtype = open_weights(args.source, args.step)
-    card = card_of(found, args.out.name, adapter=args.adapter)
+    card = card_of(found, args.out.resolve().name, adapter=args.adapter)
     if isinstance(found, SavedWeights) and has_adapter(found):
         settings = settings_of(found)
         if args.adapter and args.try_:
@@ -184,7 +184,7 @@ def main(args: argparse.Namespace) -> int:
     print(f"exported {found.path} to {args.out}: {size}")
     print(f"serve it, for example: vllm serve {args.out}", flush=True)
     if args.push_to_hub:
-        upload(args.out, args.push_to_hub, card)
+        upload(args.out, args.push_to_hub)
     return try_model(args.out, args.try_, export.n_bytes) if args.try_ else 0
 
 
@@ -213,7 +213,7 @@ def export_adapter(found: SavedWeights, settings: Config, card: str, args: argpa
     served = f"{base} --enable-lora{more} --lora-modules adapter={out}"
     print(f"serve it, for example: vllm serve {served}", flush=True)
     if args.push_to_hub:
-        upload(out, args.push_to_hub, card)
+        upload(out, args.push_to_hub)
     return 0
 
 
@@ -429,7 +429,7 @@ def write_small(small: Path, out: Path) -> None:
 def card_of(found: Weights, name: str, *, adapter: bool) -> str:
     """Return a model card: what was trained, and for how long."""
     lines = ["---", f"library_name: {'peft' if adapter else 'transformers'}", "---", "", f"# {name}", ""]
-    made = f"Trained with llama405b {__version__}"
+    made = f"{MADE} {__version__}"
     if isinstance(found, SavedWeights):
         with contextlib.suppress(UserError):  # it has no settings
             made += given(", from {}", Path(settings_of(found).model.path).name)
@@ -444,8 +444,14 @@ def card_of(found: Weights, name: str, *, adapter: bool) -> str:
 
 def write_card(card: str, out: Path) -> None:
     """Write a model card, unless the user has one there."""
-    if not (out / CARD).exists():
+    if not (out / CARD).exists() or is_ours(out / CARD):
         (out / CARD).write_text(card, encoding="utf-8")
+
+
+def is_ours(card: Path) -> bool:
+    """Whether a model card is one that ``card_of`` made, of this export or another, and nobody has changed much of it."""
+    text = card.read_text(encoding="utf-8", errors="replace")
+    return text.startswith("---\nlibrary_name: ") and f"\n{MADE} " in text
 
 
 @contextlib.contextmanager
@@ -465,13 +471,14 @@ def create(repo: str) -> None:
         HfApi().create_repo(repo, private=True, exist_ok=True)
 
 
-def upload(directory: Path, repo: str, card: str) -> None:
-    """Upload what does not begin with a dot; what is there already is not sent again, and a card there not replaced by ours."""
+def upload(directory: Path, repo: str) -> None:
+    """Upload what is not hidden, or a disk's own; what is there already is not sent again, and no card of the user's replaced."""
     print(f"uploading {directory} to {repo}", flush=True)
-    left_out, is_ours = [".*"], (directory / CARD).read_text(encoding="utf-8") == card
+    left_out = [".*", *OF_DISKS, *(f"{name}/*" for name in OF_DISKS)]
     with said_clearly(repo, directory):
-        if is_ours and HfApi().file_exists(repo, CARD):
-            left_out.append(CARD)
+        if is_ours(directory / CARD) and HfApi().file_exists(repo, CARD):
+            theirs = Path(HfApi().hf_hub_download(repo, CARD))
+            left_out += [CARD] * (not is_ours(theirs))
         HfApi().upload_folder(
             repo_id=repo, folder_path=directory, ignore_patterns=left_out, commit_message="Export by llama405b"
         )

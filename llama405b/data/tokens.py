@@ -21,7 +21,6 @@ import hashlib
 import multiprocessing
 import os
 import shutil
-import signal
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -363,9 +362,6 @@ def _in_processes(
 
 
 def _begin(pid: int, module: str) -> None:
-    signal.pthread_sigmask(
-        signal.SIG_SETMASK, ()
-    )  # the pool ends its processes with SIGTERM, which is blocked under Slurm
     extend.use(module)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are as many as the cores
     end_with(pid)

@@ -356,7 +356,7 @@ def _texts_of(text: str) -> list[str]:
     with contextlib.suppress(ValueError, RecursionError):
         if isinstance(found := json.loads(text), list) and all(isinstance(each, str) for each in found):
             return found
-    return [line for line in text.splitlines() if line.strip()] or [text]
+    return [line for line in text.replace("\r\n", "\n").split("\n") if line.strip()] or [text]
 
 
 def _line_of(text: str, section: str, key: str | None = None) -> int:

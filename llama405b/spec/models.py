@@ -18,7 +18,7 @@ import functools
 import math
 import re
 import textwrap
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -397,9 +397,9 @@ def small_files(directory: Path, chat_template: str = "") -> dict[str, Path]:
     return found
 
 
-def end_ids(told: int | Sequence[int] | None) -> set[int]:
-    """Return the tokens that end a text, as a tokenizer or generation_config.json names one, several, or none."""
-    return {told} if isinstance(told, int) else {*(told or ())}
+def end_ids(told: Any) -> set[int]:
+    """Return the tokens that end a text, as a tokenizer or generation_config.json names one, several, or none; others are left out."""
+    return {each for each in (told if isinstance(told, list) else [told]) if type(each) is int}
 
 
 def generation_ends(directory: Path) -> set[int]:

@@ -124,8 +124,9 @@ def open_data(data: Data, evaluation: Evaluation, files: Path, context: RankCont
         UserError: The data cannot be used.
     """
     batches = _open(data, files, context)
-    for line in warnings_of_ends(data, batches, files) if context.me.is_rank0 else ():
-        context.log(line)
+    with collectives.raise_on_all_ranks():
+        for line in warnings_of_ends(data, batches, files) if context.me.is_rank0 else ():
+            context.log(line)
     if not evaluation.every:
         return batches, None
     if evaluation.paths:

@@ -19,6 +19,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
+from multiprocessing import resource_tracker
 from pathlib import Path
 
 import torch
@@ -110,6 +111,8 @@ class StopSignal:
         self.received = False
         signal.signal(signal.SIGUSR1, self._receive)
         if signal.SIGTERM in signal.pthread_sigmask(signal.SIG_BLOCK, ()):
+            resource_tracker.ensure_running()  # which unblocks it here when it starts, as it would at the first worker
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
             threading.Thread(target=_end_with_torchrun, name="sigterm", daemon=True).start()
 
     def _receive(self, *_: object) -> None:

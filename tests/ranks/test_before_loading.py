@@ -34,7 +34,10 @@ def test_a_resume_that_has_nothing_to_do_says_so(demo, corpus, tmp_path):
     assert said in done.stdout.splitlines()
 
 
-@pytest.mark.parametrize(("told", "ids"), [(None, set()), (2, {2}), ([2, 300], {2, 300})])
+@pytest.mark.parametrize(
+    ("told", "ids"),
+    [(None, set()), (2, {2}), ([2, 300], {2, 300}), ([1, None, "</s>", [4], 5.0, True], {1}), ("</s>", set())],
+)
 def test_a_sample_ends_where_the_tokenizer_or_generate_would(demo, tmp_path, told, ids):
     files = tmp_path / "files"
     shutil.copytree(demo, files)

@@ -316,14 +316,19 @@ class Hub(http.server.BaseHTTPRequestHandler):
 
     def do_HEAD(self):
         """Whether it has the card."""
-        assert self.path == "/o/new/resolve/main/README.md"
-        self.send_response(200 if self.server.has_card else 404)
-        self.send_header("ETag" if self.server.has_card else "X-Error-Code", "EntryNotFound")
+        assert self.path.endswith("/README.md")
+        card = self.server.card
+        self.send_response(200 if card else 404)
+        self.send_header("ETag" if card else "X-Error-Code", '"1"' if card else "EntryNotFound")
         self.send_header("X-Repo-Commit", "0" * 40)
-        self.send_header("Content-Length", "9")
+        self.send_header("Content-Length", str(len(card)))
         self.end_headers()
 
     def do_GET(self):
+        if self.path.endswith("/README.md"):
+            self.do_HEAD()
+            self.wfile.write(self.server.card)
+            return
         self.say({"id": "o/new", "sha": "0" * 40, "siblings": [], "gitalyUid": "", "private": True})
 
     def say(self, answer):
@@ -337,15 +342,20 @@ class Hub(http.server.BaseHTTPRequestHandler):
 
 def test_it_is_uploaded_whole(at, tmp_path, cold_cli):
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    server.took, server.has_card, server.url = [], False, f"http://127.0.0.1:{server.server_address[1]}"
+    server.took, server.card, server.url = [], b"", f"http://127.0.0.1:{server.server_address[1]}"
     threading.Thread(target=server.serve_forever, daemon=True).start()
     env = {
         "HF_ENDPOINT": server.url, "HF_HOME": str(tmp_path / "hf"), "HF_TOKEN": "hf_x",
         "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "NO_PROXY": "127.0.0.1",
     }  # fmt: skip
     out, sent = tmp_path / "out", []
-    for has_card in (False, True):
-        server.took, server.has_card = [], has_card
+    for card in (
+        b"",
+        b"theirs",
+        b"---\nlibrary_name: transformers\n---\n\n# x\n\nTrained with llama405b 0.1: step 7.\n",
+    ):
+        server.took, server.card = [], card
+        shutil.rmtree(tmp_path / "hf", ignore_errors=True)  # where it keeps what it has read
         done = cold_cli(at, "export", "r", out, "--push-to-hub", "o/new", env=env)
         assert done.returncode == 0, done.stderr
         assert "uploaded to o/new" in done.stdout
@@ -355,7 +365,8 @@ def test_it_is_uploaded_whole(at, tmp_path, cold_cli):
         == {path.name for path in out.iterdir() if not path.name.startswith(".")}
         >= {"README.md", "LICENSE.txt"}
     )
-    assert sent[1] == sent[0] - {"README.md"}  # which may have been edited there
+    assert sent[1] == sent[0] - {"README.md"}
+    assert sent[2] == sent[0]  # that one is of another step
     assert (out / "LICENSE.txt").read_text() == "terms"
     card = (out / "README.md").read_text()
     assert card.startswith("---\nlibrary_name: transformers\n---\n\n# out\n\nTrained with llama405b ")

@@ -207,11 +207,12 @@ def real_disk(place, name):
     else:
         limit = "size=24m" if name.endswith("MB") else "nr_inodes=90"
         mount = ["mount", "-t", "tmpfs", "-o", limit, "tmpfs", place]
-    subprocess.run(mount, check=True, capture_output=True)
     try:
+        subprocess.run(mount, check=True, capture_output=True)
         yield lambda *_: None
     finally:
-        subprocess.run(["umount", "-l", place], check=False)
+        if subprocess.run(["umount", place], check=False, capture_output=True).returncode:
+            subprocess.run(["umount", "-l", place], check=False, capture_output=True)
         if name == "exFAT":
             subprocess.run(["losetup", "-d", loop], check=False)
 

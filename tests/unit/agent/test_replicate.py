@@ -1,8 +1,12 @@
 """Which copies are kept, and which are not."""
 
+import types
+
 import pytest
 
 from llama405b.contract.checkpoints import Endpoint, Ring, replicas, replicated_steps
+from llama405b.contract.paths import RunDir
+from llama405b_tools.agent import relay
 from llama405b_tools.agent.relay import _retire
 
 
@@ -40,3 +44,30 @@ def test_a_copy_without_a_manifest_is_none(tmp_path):
     _copies(tmp_path, "b", 1, 2, whole=False)
     assert [path.parent.name for path in replicas(tmp_path, "step-00000001")] == ["of-a"]
     assert replicated_steps(tmp_path) == {"step-00000001"}
+
+
+@pytest.mark.parametrize("since_s", [0.0, 600.0])
+def test_a_copier_tries_again_after_the_last_word_however_long_it_has_failed(tmp_path, monkeypatch, since_s):
+    clock = types.SimpleNamespace(now=1e6, monotonic=lambda: clock.now)
+    clock.sleep = lambda seconds: setattr(clock, "now", clock.now + seconds)
+    monkeypatch.setattr(relay, "time", clock)
+    monkeypatch.setattr(relay, "write_private", lambda *_: None)
+    monkeypatch.setattr(relay.threading, "Thread", lambda **_: types.SimpleNamespace(start=lambda: None))
+    copier, tried = object.__new__(relay.Replicator), []
+    copier.run, copier.host, copier.spot = RunDir(tmp_path), "a", Endpoint(1, "127.0.0.1", 1, "t")
+    copier.last, copier.gone, copier.taking, copier.heard, copier.moved = False, True, False, 0.0, 0.0
+
+    def give(_):
+        tried.append(copier.last)
+        if not copier.last and clock.now > 1e6 + since_s:
+            copier.last, copier.moved = True, clock.now  # as _listen_to_runner does
+        clock.now += 120  # it stalls
+        return False
+
+    copier.ring, copier._give, copier._send = (
+        lambda: Ring(1, "b", copier.spot, str(tmp_path), "r", 2),
+        give,
+        lambda *_: None,
+    )
+    copier.main()
+    assert tried.count(True) == 2

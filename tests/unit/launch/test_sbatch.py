@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import types
 
 import pytest
 
@@ -137,3 +138,35 @@ def test_a_dry_run_refuses_what_a_launch_would(options, tmp_path, monkeypatch, c
     assert cli.main(argv) == 2
     assert capsys.readouterr().err.startswith("llama405b: --slurm: ")
     assert cli.main([*argv[:4], "-N 2", *argv[5:]]) == 0
+
+
+@pytest.mark.parametrize(
+    ("state", "requeues"),
+    [
+        ("StartTime=2026-11-28T18:24:11 PreemptTime=2026-11-28T18:24:14", True),
+        ("StartTime=2026-11-28T18:24:11 PreemptTime=2026-11-28T18:24:11", True),
+        ("StartTime=2026-11-28T18:24:11 PreemptTime=None", False),
+        ("StartTime=2026-11-28T18:30:00 PreemptTime=2026-11-28T18:24:14", False),  # of an earlier start
+        ("StartTime=2026-11-28T18:30:00", False),
+        ("", False),
+    ],
+)
+@pytest.mark.parametrize("refused", ["", "Requested operation is presently disabled for job 7"])
+def test_a_job_that_was_preempted_is_requeued(monkeypatch, capsys, state, requeues, refused):
+    asked = []
+
+    def call(argv):
+        asked.append(argv[1])
+        is_requeue = argv[1] == "requeue"
+        return types.SimpleNamespace(
+            stdout=f"JobId=7 {state} Deadline=N/A", stderr=refused, returncode=int(is_requeue and bool(refused))
+        )
+
+    monkeypatch.setattr(slurm.processes, "call_slurm", call)
+    slurm._requeue_if_preempted("7")
+    assert asked == ["show", *["requeue"] * requeues]
+    said = capsys.readouterr().out
+    assert ("job 7 was preempted; it is requeued" in said) == requeues
+    assert (f"Slurm does not requeue it ({refused}); repeat the launch with --resume auto" in said) == (
+        requeues and bool(refused)
+    )

@@ -56,6 +56,7 @@ AGAIN_S = 5.0  # between two starts of the process that copies
 RANKS_WITHIN_S = 300.0  # of torchrun's start: as long ranks are looked for
 FOLLOWS_S = 15.0  # after the first rank: whoever ends then was ended by torchrun
 SLURM = "Slurm (SIGTERM)"  # who stops a run when its job is preempted, or canceled by hand
+SLURM_GRACE_S = 86_400.0  # it ends all itself when its own grace is over, which is not known here
 DONE, MOST_WORD = b"done", 4096  # what the guardian receives: that all is well, or a cause
 
 
@@ -255,8 +256,10 @@ class NodeRunner:
     def sigterm_blocked(self) -> Generator[None]:
         """Have what is started meanwhile outlive Slurm's SIGTERM, which is for this process alone."""
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM} if self.plan.saves_at_sigterm else ())
-        yield
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        try:
+            yield
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     def end_torchrun(self, child: "subprocess.Popen[bytes]") -> None:
         """Have torchrun end its ranks, and itself."""
@@ -322,7 +325,7 @@ class NodeRunner:
             time.sleep(POLL_S)
         mark, grace_s = stop_mark(self.run, self.host), self.plan.grace_s
         if mark == NO_STOP and self.plan.saves_at_sigterm:
-            mark = StopMark(SLURM, grace_s, time.time())
+            mark = StopMark(SLURM, SLURM_GRACE_S, time.time())
             with contextlib.suppress(OSError):  # a full disk: the run is said to be killed
                 write_json(self.run.stop(self.host), mark)
         if mark != NO_STOP:

@@ -87,13 +87,14 @@ class Replicator:
         for act in (self._listen_to_runner, self._take):
             threading.Thread(target=_or_end, args=(act,), daemon=True).start()
         self.moved = time.monotonic()
-        while not (self.last and time.monotonic() - self.moved > GIVE_UP_S):
-            ring = self.ring()
-            last = self.last
+        tries = 0  # since LAST: one may have stalled for longer than is waited
+        while True:
+            ring, last = self.ring(), self.last
+            tries += last
             gave = ring is None or self._give(ring)
             if gave:
                 self.moved = time.monotonic()
-            if gave and last:
+            if last and (gave or (tries > 1 and time.monotonic() - self.moved > GIVE_UP_S)):
                 break
             time.sleep(LOOK_EVERY_S)
         if ring:
@@ -175,7 +176,7 @@ class Replicator:
 
     def _listen_to_runner(self) -> None:
         if sys.stdin.buffer.readline() == LAST:
-            self.heard = time.monotonic()
+            self.heard = self.moved = time.monotonic()
             self.last = True
             sys.stdin.buffer.read()
         os._exit(1)  # the node runner is gone

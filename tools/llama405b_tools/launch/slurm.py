@@ -56,6 +56,7 @@ from llama405b_tools.run import backends
 from llama405b_tools.run.backends import POLL_S, JobRecord, job_of, job_words
 from llama405b_tools.text.figures import span
 
+LIMIT = "the job's time limit"  # who stops a run whose job is nearly over
 MOST_LEAD_S = 300  # before the job's time limit, for the trainer to save, unless a save takes longer
 LEAST_LEAD_S = 20
 JOB = r"^(?:Submitted batch job )?(\d+)(?:;.*| on cluster .*)?$"
@@ -253,11 +254,13 @@ def main() -> int:
     argv = ["scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]]
     names = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=60).stdout.split()
     if sys.argv[2:] == ["save"]:
-        backends.ask_to_stop(run, names, "the job's time limit", request.grace_s)
+        backends.ask_to_stop(run, names, LIMIT, request.grace_s)
         return 0
     if sys.argv[2:3] == ["ended"]:
         by = stopped_by(run, name)
-        if by == SLURM or (sys.argv[3] != "0" and not by):
+        if by in (SLURM, LIMIT) or (
+            sys.argv[3] != "0" and not by
+        ):  # some sites have preemption send the limit's signal
             _requeue_if_preempted(job)
         return 0
     this = f"job {job}{given(', requeued {} x', restarts)}"
@@ -279,14 +282,14 @@ def main() -> int:
 
 def _requeue_if_preempted(job: str) -> None:
     """Have Slurm start this job again: it does that only with one that runs until the partition's GraceTime is over."""
-    state = processes.call_slurm(["scontrol", "show", "job", "-o", job]).stdout
-    if "PreemptTime=" not in state or "PreemptTime=None" in state:
+    state = dict(re.findall(r"(\w+)=(\S*)", processes.call_slurm(["scontrol", "show", "job", "-o", job]).stdout))
+    if not state.get("StartTime", "~") <= state.get("PreemptTime", "") < "None":  # this start of it, in ISO 8601
         return
-    if "Requeue=1" in state:
-        print(f"job {job} was preempted; it is requeued", flush=True)
-        processes.call_slurm(["scontrol", "requeue", job])
-    else:
-        print(f"job {job} was preempted, and may not be requeued; launch with --resume auto goes on", flush=True)
+    print(f"job {job} was preempted; it is requeued", flush=True)
+    done = processes.call_slurm(["scontrol", "requeue", job])  # which ends this process, too
+    if done.returncode:
+        why = " ".join(done.stderr.split())
+        print(f"Slurm does not requeue it ({why}); repeat the launch with --resume auto to go on", flush=True)
 
 
 def _where(head: str, this: str, places: Mapping[str, str]) -> NodeWhere:
