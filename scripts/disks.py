@@ -30,7 +30,7 @@ disk was emptied), and export. The disk is a filesystem in user space that passe
 - **works**: all of it did, and without a difference.
 - **refused**: `launch`, or `export`, named directory, call and remedy, and started nothing.
 - **said**: training went on, and each save that could not be made, or whose after_save command failed, was said and counted;
-  where one could, it resumed from that.
+  where one could, it resumed from that. An export said what it could not write, and goes on by the same command.
 
 | the disk | {uses} |
 |---|{lines}|
@@ -83,6 +83,8 @@ def judged(use: str, odd: str, outcomes: Sequence) -> dict[str, str]:
         outcome = f"TRACEBACK at {last.phase}"
     elif last.phase in ("launch", "export") and (last.code == 2 or "Nothing was started" in log):
         outcome = REFUSED
+    elif last.phase == "export" and "run the same command to resume" in last.words:
+        outcome, said = SAID, [last.words]
     elif unsent:
         return {"use": use, "odd": odd, "outcome": SAID, "words": unsent[0]}
     elif (last.phase == "launch" and said) or (not last.code and said):

@@ -47,6 +47,7 @@ from llama405b.contract.errors import (
     counted,
     given,
     reason_of,
+    remedy_of,
     size_words,
 )
 from llama405b.contract.files import OF_DISKS, follow_users_umask, is_passed_over, read_records, write_json
