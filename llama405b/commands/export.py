@@ -331,7 +331,7 @@ def write(export: Export, found: Weights, out: Path) -> None:
             write_json(out / EXPORT_RECORD, Record(export.source, export.dtype, done))
         except OSError as error:
             raise RunError(
-                f"{out / name}: cannot be written ({reason_of(error)}); run the same command to resume"
+                f"{out / name}: cannot be written ({reason_of(error)}){remedy_of(error)}; run the same command to resume"
             ) from None
         written += export.bytes_of(name)
         rate = written / max(1e-6, time.monotonic() - began)
@@ -461,7 +461,9 @@ def writing(out: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise RunError(f"{out}: cannot be written ({reason_of(error)}); run the same command to resume") from None
+        raise RunError(
+            f"{out}: cannot be written ({reason_of(error)}){remedy_of(error)}; run the same command to resume"
+        ) from None
 
 
 def create(repo: str) -> None:
