@@ -12,6 +12,7 @@ import io
 import itertools
 import json
 import re
+import shlex
 import sysconfig
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -41,8 +42,17 @@ NO_TEMPLATE = (
 )
 NAME_FIELDS = "say which fields to read, like --data.fields prompt=instruction,completion=output"
 ARRAY_OF_OBJECTS = re.compile(rb"\[\s*\{")  # how one begins; other text may, too
+UTF_16 = "iconv -f utf-16 -t utf-8 {0} >{0}.utf-8"
 CONVERT = "convert the file, like `iconv -f latin1 -t utf-8`"
 GZIP = b"\x1f\x8b"
+NOT_READ = {  # what files begin with that are not read as they are: what they are, and the command that makes them readable
+    b"\x28\xb5\x2f\xfd": ("packed by zstd", "zstd -d {}"),
+    b"\xfd7zXZ\0": ("packed by xz", "xz -dk {}"),
+    b"BZh": ("packed by bzip2", "bzip2 -dk {}"),
+    b"PK\x03\x04": ("a zip archive", "unzip {}"),
+    codecs.BOM_UTF16_LE: ("text in UTF-16", UTF_16),
+    codecs.BOM_UTF16_BE: ("text in UTF-16", UTF_16),
+}
 PARQUET, ARROW_FILE, ARROW_STREAM = b"PAR1", b"ARROW1", b"\xff\xff\xff\xff"
 SAVED_DATASET, SAVED_SPLITS = "state.json", "dataset_dict.json"  # what `datasets` writes beside its files
 HEAD_BYTES = 8192  # enough to tell text from binary
@@ -174,14 +184,21 @@ def form_of(file: File) -> Form:
         head = _unpacked(raw).read(HEAD_BYTES)
     if packed.startswith((PARQUET, ARROW_FILE)) or (packed.startswith(ARROW_STREAM) and file.suffix == ".arrow"):
         return Form.TABLE
-    if _is_binary(head):
+    if (is_binary := _is_binary(head)) or head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        for magic, (what, command) in NOT_READ.items():
+            if head.startswith(magic):
+                raise UserError(f"{file}: {what}; convert it: `{command.format(shlex.quote(str(file)))}`")
+        if _is_utf_16(head):
+            raise UserError(f"{file}: text in UTF-16, it seems; convert it: `{UTF_16.format(shlex.quote(str(file)))}`")
+    if is_binary:
         raise UserError(
             f"{file}: neither text nor JSON Lines (plain or in gzip) nor Parquet; convert it, or choose files with a glob "
             "like 'corpus/**/*.md'"
         )
     name, begin = file.name.lower().removesuffix(".gz"), head.lstrip(codecs.BOM_UTF8 + b" \t\r\n")
     if name.endswith((".jsonl", ".ndjson")):
-        return Form.RECORDS
+        is_array = ARRAY_OF_OBJECTS.match(begin) and _begins_with_objects(file)
+        return Form.ARRAY if is_array else Form.RECORDS
     if name.endswith((".csv", ".tsv")):
         return Form.CSV
     is_json = name.endswith(".json")
@@ -336,6 +353,15 @@ def _is_binary(head: bytes) -> bool:
     except UnicodeDecodeError:
         return bool(head.translate(None, TEXT_BYTES))
     return b"\0" in head
+
+
+def _is_utf_16(head: bytes) -> bool:
+    """Whether every other byte is NUL, and the others are text: what ASCII in UTF-16 is."""
+    pairs = (head[::2], head[1::2]), (head[1::2], head[::2])
+    return any(
+        letters and 10 * nuls.count(0) >= 9 * len(nuls) and not letters.translate(None, TEXT_BYTES)
+        for letters, nuls in pairs
+    )
 
 
 def _begins_with_records(file: File, *, is_json: bool) -> bool:

@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Mapping
 
-from llama405b.contract.errors import UserError
+from llama405b.contract.errors import UserError, counted
 from llama405b.predict.hardware import GIB, USUAL, Gpu, Rates, Setting, Shape, gpu_named, read_gpus
 from llama405b.predict.memory import Peak, peak
 from llama405b.predict.reserved import reserved
@@ -263,8 +263,8 @@ def goodput(
 
 LINK_BYTES_PER_S = 50e9  # of a GPU to other hosts, assumed: 400 Gbit/s
 RATE = re.compile(r"([0-9]{1,9}(?:[.][0-9]{1,9})?) *(Gb/s|GB/s)")
-SIZE = re.compile(r"([0-9]{1,9}(?:[.][0-9]{1,9})?) *(GiB|TiB)")
-UNITS = {"Gb/s": 1e9 / 8, "GB/s": 1e9, "GiB": float(GIB), "TiB": 1024.0 * GIB}
+SIZE = re.compile(r"([0-9]{1,9}(?:[.][0-9]{1,9})?) *(GiB|TiB|GB|TB)")
+UNITS = {"Gb/s": 1e9 / 8, "GB/s": 1e9, "GiB": float(GIB), "TiB": 1024.0 * GIB, "GB": 1e9, "TB": 1e12}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -277,6 +277,23 @@ class Described:
     ram: str = ""
     nic: str = ""
     disk: str = ""
+    gpus: int = 0  # of all hosts
+
+    def sizes(self, slots: int) -> tuple[int, int]:
+        """Return hosts and GPUs of each, 0: not said; ``slots``: of such hosts.
+
+        Raises:
+            UserError: The GPUs in all are not those of a whole number of hosts.
+        """
+        if not self.gpus:
+            return self.nodes, self.slots
+        slots = self.slots or (self.gpus // self.nodes if self.nodes else min(self.gpus, slots))
+        nodes = self.nodes or self.gpus // max(1, slots)
+        if nodes * slots != self.gpus:
+            raise UserError(
+                f"--gpus: {self.gpus} are not {counted(nodes, 'host')} of {slots}; correct it, --nodes or --slots"
+            )
+        return nodes, slots
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -310,9 +327,10 @@ def described(found: Machines, said: Described, gpus: dict[str, Gpu]) -> Machine
     is_usual = not found.slots or (found.gpu is not None and found.slots == found.gpu.per_host)
     slots = gpu.per_host if is_usual else found.slots  # other GPUs come in other numbers
     nic = quantity(said.nic, "--nic", RATE) if said.nic else found.nic_bytes_per_s
+    n_said, slots_said = said.sizes(slots)
     return Machines(
-        nodes=said.nodes or found.nodes,
-        slots=said.slots or slots,
+        nodes=n_said or found.nodes,
+        slots=slots_said or slots,
         gpu=gpu,
         ram_bytes=quantity(said.ram, "--ram", SIZE) if said.ram else found.ram_bytes,
         nic_bytes_per_s=nic or gpu.per_host * LINK_BYTES_PER_S,

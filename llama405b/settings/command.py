@@ -312,7 +312,8 @@ def parse(argv: Sequence[str]) -> Command:
         raise UserError(f"--world: {known.world} is out of range; use 1 to {MAX_WORLD}")
     evaluates = known.evaluate_only or bool(known.blame)
     check_resume(known.resume, evaluates=evaluates)
-    settings = config.read_preset(known.preset) | config.read_files(known.config) | config.read_flags(flags)
+    read = [config.read_preset(known.preset), *map(config.read_toml, known.config), config.read_flags(flags)]
+    settings = config.merged(*read)
     if known.dry_run:  # the shape needs no data
         settings = {"data.paths": (("none",), "--dry-run")} | settings
     if known.evaluate_only:

@@ -21,11 +21,12 @@ from llama405b.contract.errors import UserError, did_you_mean, last_of, reason_o
 from llama405b.contract.files import refuse_others_writing
 from llama405b.contract.reader import Json
 from llama405b.settings.axes import DP, Axes, Dealing, Recompute
-from llama405b.settings.rules import OF_VALUES, RENAMED, faults_of, group_text, instead_of, suggestion
+from llama405b.settings.rules import OF_VALUES, RENAMED, STEPS, faults_of, group_text, instead_of, suggestion
 from llama405b.settings.schema import TEXTS, TYPES, Cadence, Config, Parallel
 
 MAX_INT = 2**31 - 1  # of any setting: no step, byte or second count needs more
 DEMO_MODEL = "models/demo"  # rank 0 creates it if it is missing
+EPOCHS = "training.epochs"
 PRESET_DIR = Path(__file__).parent / "presets"
 # Settings that are written in a way of their own.
 READERS: dict[str, Callable[[str], object]] = {
@@ -65,7 +66,30 @@ def read_preset(name: str) -> dict[str, Setting]:
 
 def read_files(paths: Sequence[Path]) -> dict[str, Setting]:
     """Read files of settings, of which the later ones win."""
-    return dict(collections.ChainMap(*map(read_toml, reversed(paths))))
+    return merged(*map(read_toml, paths))
+
+
+def merged(*sources: Mapping[str, Setting]) -> dict[str, Setting]:
+    """Return what sources of settings say, of which later ones win: a number of epochs also over a number of steps before it."""
+    settings = dict[str, Setting]()
+    for source in sources:
+        settings |= source
+        if EPOCHS in source and settings.get(STEPS, (0, ""))[0] and not source.get(STEPS, (0, ""))[0]:
+            settings[STEPS] = 0, source[EPOCHS][1]
+    return settings
+
+
+def unused_length(*sources: Mapping[str, Setting]) -> list[str]:
+    """Say which of max_steps and epochs is not used, where sources of settings have both."""
+    lines, last = list[str](), dict[str, Setting]()
+    for source in sources:
+        named = [key for key in (EPOCHS, STEPS) if source.get(key, (0, ""))[0]]  # of both in one source the last counts
+        last |= {key: source[key] for key in named}
+        if named and len(last) > 1:
+            [unused] = {EPOCHS, STEPS} - {named[-1]}
+            (value, where), (before, there) = last[named[-1]], last.pop(unused)
+            lines.append(f"{where}: {named[-1]} is {value}; {unused}, {before} in {there}, is not used")
+    return lines
 
 
 def overridden(paths: Sequence[Path]) -> list[str]:
@@ -240,15 +264,18 @@ def _toml_value(value: Json) -> str:
 
 
 def refuse_unknown(words: Sequence[str], options: Sequence[str] = ()) -> None:
-    """Refuse arguments that no parser accepted; ``options`` are those that one has."""
+    """Refuse arguments that no parser accepted, all at once; ``options`` are those that one has."""
+    answers = dict[str, str]()
     for word in words:
         flag = word.partition("=")[0]
-        if not flag.startswith("-"):
+        if flag.startswith("-"):
+            near = suggestion(flag, TYPES, options) or "; settings are written like --optimizer.lr 1e-5"
+            answers[flag] = instead_of(flag) or f"unknown option{near}"
+        elif not answers:  # else it may be the value of one
             raise UserError(f"{word}: not expected here; settings are flags, like --optimizer.lr 1e-5")
-        if instead := instead_of(flag):
-            raise UserError(f"{flag}: {instead}")
-        near = suggestion(flag, TYPES, options) or "; settings are written like --optimizer.lr 1e-5"
-        raise UserError(f"{flag}: unknown option{near}")
+    lines = [f"{flag}: {answer}" for flag, answer in answers.items()]
+    if lines:
+        raise UserError("\n  ".join([f"{len(lines)} flags are not known", *lines] if len(lines) > 1 else lines))
 
 
 def check_ranks(config: Config, axes: Axes) -> Dealing:

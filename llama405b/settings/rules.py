@@ -156,7 +156,9 @@ SETTINGS = {
     "target_modules": "adapter.targets", "peft_path": "adapter.path", "adapter_name_or_path": "adapter.path",
     "wandb_project": "tracking.project", "wandb_entity": "tracking.entity", "wandb_run_name": "tracking.display_name",
     "wandb_group": "tracking.group", "wandb_tags": "tracking.tags", "report_to": "tracking.to", "loggers": "tracking.to",
-    "sharding": "parallel.strategy", "fsdp_version": "parallel.strategy", "zero_stage": "parallel.strategy",
+    "val_set_size": "evaluation.fraction", "sample_packing": "data.packing", "template": "data.chat_template",
+    "lora_target": "adapter.targets", "train_on_inputs": "data.train_on", "use_liger_kernel": "model.fused",
+    "fsdp": "parallel.strategy", "sharding": "parallel.strategy", "fsdp_version": "parallel.strategy", "zero_stage": "parallel.strategy",
 }  # fmt: skip
 # What settings, and their values, were called until 0.2.0.
 RENAMED = {
@@ -193,6 +195,10 @@ ADVICE = {
     "optim": "the optimizer is AdamW; its settings begin with --optimizer.",
     "sequence_parallel": "it is part of --parallel.tp", "ddp": "write --parallel.strategy ddp", "zero": ZERO, "deepspeed": ZERO,
     "deepspeed_config": ZERO,
+    "no_fsdp": "write --parallel.strategy ddp", "generate_samples": "write --evaluation.prompts TEXT",
+    "early_stopping_patience": "no run stops early; --checkpoint.keep_best keeps the checkpoint of the lowest evaluation loss",
+    "finetuning_type": f"{LORA}, or leave it out: all weights are trained",
+    "neftune_noise_alpha": "no noise is put on embeddings; leave it out",
     "hf_token": "export HF_TOKEN, and write --secret HF_TOKEN", "token": "export HF_TOKEN, and write --secret HF_TOKEN",
     "push_to_hub": "`llama405b export RUN OUT --push-to-hub REPO` does that after training",
     "hub_model_id": "`llama405b export RUN OUT --push-to-hub REPO` does that after training",
@@ -205,6 +211,11 @@ NO_QLORA = (
 # What is said of a setting's value that is none.
 OF_VALUES = {
     **{f"adapter.kind {name}": NO_QLORA for name in ("qlora", "4bit", "nf4")},
+    **{
+        f"parallel.strategy {name}": f"use {name.lower()}"
+        for name in ("Zero1", "Zero2", "Zero3", "DDP", "FSDP2", "HSDP")
+    },
+    "parallel.strategy ThreeD": "use 3d",
     **{f"parallel.numerics {name}": NO_FP16 for name in ("fp16", "float16", "half")},
     **{
         f"parallel.numerics {name}": "use fp32-master (BF16 with FP32 weights) or pure-bf16"

@@ -1,3 +1,4 @@
+import bz2
 import gzip
 import io
 import lzma
@@ -45,6 +46,9 @@ def test_a_file_is_what_its_content_says(tmp_path, name, content, form):
         ("array.json", b'\n[ {"text": "x"},\n{"text": "y"}]', "ARRAY"),
         ("array.txt", b'[{"text": "x"}]', "ARRAY"),
         ("array.json.gz", gzip.compress(b'[{"text": "x"}]', mtime=0), "ARRAY"),
+        ("array.jsonl", b'[{"text": "x"}, {"text": "y"}]', "ARRAY"),
+        ("array.jsonl.gz", gzip.compress(b'[\n{"text": "x"}]', mtime=0), "ARRAY"),
+        ("a.jsonl", b'["x"]\n', "RECORDS"),  # which the reader refuses by line
         ("a.csv", b"text\nx\n", "CSV"),
         ("a.TSV.gz", gzip.compress(b"text\nx\n", mtime=0), "CSV"),
     ],
@@ -62,10 +66,7 @@ def test_an_array_of_objects_and_csv_are_records(tmp_path, name, content, form):
         ("a.feather", b"FEA1\x15\x00\x15\x10hello\x00\x00FEA1"),
         ("a.bin", b"\xff\xff\xff\xff\x10\x00\x00\x00"),
         ("a.jsonl", b"\x89PNG\r\n\x1a\n\x00\x00\x00\rIHDR"),
-        ("a.jsonl.xz", lzma.compress(RECORDS.encode() * 50)),
-        ("a.jsonl.zst", b"\x28\xb5\x2f\xfd\x04\x58\x81\x01" + RECORDS.encode()),
         ("a.gz", gzip.compress(gzip.compress(RECORDS.encode(), mtime=0), mtime=0)),
-        ("utf-16.txt", "text".encode("utf-16")),
     ],
 )
 def test_what_is_neither_text_nor_records_is_refused_by_name(tmp_path, name, content):
@@ -73,6 +74,33 @@ def test_what_is_neither_text_nor_records_is_refused_by_name(tmp_path, name, con
     with pytest.raises(UserError) as caught:
         form_of(tmp_path / name)
     assert str(caught.value) == f"{tmp_path / name}: {NEITHER}"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("a.jsonl.xz", lzma.compress(RECORDS.encode() * 50), "packed by xz; convert it: `xz -dk PATH`"),
+        ("a.jsonl.zst", b"\x28\xb5\x2f\xfd\x04\x58\x81\x01" + RECORDS.encode(), "packed by zstd; convert it: `zstd -d PATH`"),
+        ("a.bz2", bz2.compress(RECORDS.encode() * 50), "packed by bzip2; convert it: `bzip2 -dk PATH`"),
+        ("a.zip", b"PK\x03\x04\x14\x00\x00\x00", "a zip archive; convert it: `unzip PATH`"),
+        ("a.txt", "text".encode("utf-16"), "text in UTF-16; convert it: `iconv -f utf-16 -t utf-8 PATH >PATH.utf-8`"),
+        ("a.jsonl", "文字".encode("utf-16"), "text in UTF-16; convert it: `iconv -f utf-16 -t utf-8 PATH >PATH.utf-8`"),
+        ("a.jsonl", RECORDS.encode("utf-16-le"), "text in UTF-16, it seems; convert it: `iconv -f utf-16 -t utf-8 PATH >PATH.utf-8`"),
+        ("a.jsonl", RECORDS.encode("utf-16-be"), "text in UTF-16, it seems; convert it: `iconv -f utf-16 -t utf-8 PATH >PATH.utf-8`"),
+    ],
+)  # fmt: skip
+def test_what_a_command_makes_readable_is_refused_with_it(tmp_path, name, content, says):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError) as caught:
+        form_of(tmp_path / name)
+    path = str(tmp_path / name)
+    assert str(caught.value) == f"{path}: {says.replace('PATH', path)}"
+
+
+def test_texts_that_begin_like_archives_are_text(tmp_path):
+    for text in ("BZh is how bzip2 begins", "PK and others"):
+        (tmp_path / "a.txt").write_text(text)
+        assert form_of(tmp_path / "a.txt") is Form.TEXT
 
 
 def test_a_damaged_gzip_file_is_refused_by_name(tmp_path):

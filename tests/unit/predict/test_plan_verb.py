@@ -208,10 +208,14 @@ def test_hardware_that_cannot_be(tmp_path, number):
     [
         ([], "plan: which model\\? add --preset, --model.path, or --config"),
         ([*LARGE, "--gpu", "a100"], "--gpu: 'a100' is one of several; use a100-80 or a100-40"),
-        ([*LARGE, "--ram", "lots"], "--ram: 'lots' is not a number with GiB or TiB; correct it"),
+        ([*LARGE, "--ram", "lots"], "--ram: 'lots' is not a number with GiB or TiB or GB or TB; correct it"),
         ([*LARGE, "--nic", "400"], "--nic: '400' is not a number with Gb/s or GB/s; correct it"),
         ([*LARGE, "--nodes", "0"], "--nodes: 0 is out of range; use 1 to 99999"),
-        ([*LARGE, "--tokens", "-1"], "--tokens: -1.0 is out of range"),
+        ([*LARGE, "--tokens", "-1"], "--tokens: '-1' is not a number of tokens; write 1e9, 500M or 1.5B"),
+        ([*LARGE, "--tokens", "1 apple"], "--tokens: '1 apple' is not a number of tokens"),
+        ([*LARGE, "--gpus", "12"], "--gpus: 12 are not 1 host of 8; correct it, --nodes or --slots"),
+        ([*LARGE, "--gpus", "64", "--nodes", "7"], "--gpus: 64 are not 7 hosts of 9; correct it, --nodes or --slots"),
+        ([*LARGE, "--gpus", "0"], "--gpus: 0 is out of range"),
         ([*LARGE, "--write", "a.toml"], "--write: writes what --search finds; add --search"),
         ([*LARGE, "--training.micro_batch_size", "3"], "global_batch_size: 64 sequences cannot be divided"),
         ([*LARGE, "--what-if", "hosts=3"], "--what-if: 'hosts=3' is none of nodes=N, "),
@@ -228,7 +232,7 @@ def test_hardware_that_cannot_be(tmp_path, number):
         ),
         ([*LARGE, "--disk", "fast"], "--disk: 'fast' is not a number with Gb/s or GB/s; correct it"),
         ([*LARGE, "--disk", "9" * 400 + "GB/s"], "--disk: '9+GB/s' is not a number"),
-        ([*LARGE, "--ram", ".GiB"], "--ram: '.GiB' is not a number with GiB or TiB; correct it"),
+        ([*LARGE, "--ram", ".GiB"], "--ram: '.GiB' is not a number with GiB or TiB or GB or TB; correct it"),
         ([*LARGE, "--nodes", "9" * 400], "--nodes: 9+ is out of range; use 1 to 99999"),
         ([*LARGE, "--tokens", "1e308"], "--tokens: 1e\\+308 is out of range"),
         ([*LARGE, "--what-if", "nodes=" + "9" * 5000], "--what-if: 'nodes=9+' is none of nodes=N, "),
@@ -256,6 +260,24 @@ def test_hardware_that_cannot_be(tmp_path, number):
 def test_bad_input(words, message):
     with pytest.raises(UserError, match=message):
         predict.main(words)
+
+
+@pytest.mark.parametrize(
+    ("words", "same"),
+    [
+        (["--gpus", "64"], ["--nodes", "8"]),
+        (["--gpus", "4"], ["--nodes", "1", "--slots", "4"]),
+        (["--gpus", "16", "--nodes", "4"], ["--nodes", "4", "--slots", "4"]),
+        (["--gpus", "16", "--slots", "4"], ["--nodes", "4", "--slots", "4"]),
+        (["--gpus", "16", "--gpu", "gb200"], ["--nodes", "4", "--gpu", "gb200"]),
+        (["--tokens", "1.5B"], ["--tokens", "1.5e9"]),
+        (["--tokens", "2t"], ["--tokens", "2_000_000_000_000"]),
+        (["--ram", "2TB"], ["--ram", "1862.645149231GiB"]),
+    ],
+)
+def test_machines_and_tokens_as_they_are_called(capsys, words, same):
+    small = ["--preset", "llama3.1-8b"]
+    assert record(capsys, *small, *words) == record(capsys, *small, *same)
 
 
 def test_it_needs_no_torch():

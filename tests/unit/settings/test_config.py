@@ -2,6 +2,7 @@ import contextlib
 import io
 import json
 import tomllib
+from pathlib import Path
 
 import jsonschema
 import pytest
@@ -304,6 +305,46 @@ def test_the_schema_refuses_what_the_trainer_does(text):
         jsonschema.validate(tomllib.loads(text), printed_schema())
 
 
+LENGTHS = "training.epochs", "training.max_steps"
+OF_EPOCHS = "{}: training.epochs is {}; training.max_steps, {} in {}, is not used".format
+OF_STEPS = "{}: training.max_steps is 9; training.epochs, 2.0 in 0.toml:2, is not used".format
+
+
+@pytest.mark.parametrize(
+    ("preset", "files", "flags", "length", "said"),
+    [
+        ("demo", ["epochs = 0.02"], {}, (0.02, 0), [OF_EPOCHS("0.toml:2", 0.02, 200, "preset demo")]),
+        ("demo", [], {"epochs": "3"}, (3, 0), [OF_EPOCHS("--training.epochs", 3.0, 200, "preset demo")]),
+        ("demo", ["epochs = 2"], {"max_steps": "9"}, (2, 9), [
+            OF_EPOCHS("0.toml:2", 2.0, 200, "preset demo"),
+            OF_STEPS("--training.max_steps")]),
+        ("demo", ["max_steps = 9", "epochs = 2"], {}, (2, 0), [OF_EPOCHS("1.toml:2", 2.0, 9, "0.toml:2")]),
+        ("demo", ["epochs = 2\nmax_steps = 9"], {}, (2, 9), [OF_STEPS("0.toml:3")]),
+        ("demo", ["max_steps = 0\nepochs = 2"], {}, (2, 0), [OF_EPOCHS("0.toml:3", 2.0, 200, "preset demo")]),
+        ("demo", [], {}, (1, 200), []),
+        ("", ["epochs = 2"], {}, (2, 0), []),
+    ],
+)  # fmt: skip
+def test_of_epochs_and_steps_the_later_source_wins_and_the_other_is_named(
+    tmp_path, monkeypatch, preset, files, flags, length, said
+):
+    monkeypatch.chdir(tmp_path)
+    for number, text in enumerate(files):
+        (tmp_path / f"{number}.toml").write_text(f"[training]\n{text}\n")
+    settings = [f"--training.{name}={value}" for name, value in flags.items()]
+    paths = [Path(f"{number}.toml") for number in range(len(files))]
+    sources = [config.read_preset(preset), *map(config.read_toml, paths), config.read_flags(settings)]
+    found = config.merged(*sources)
+    assert (found.get(LENGTHS[0], (1, ""))[0], found.get(LENGTHS[1], (0, ""))[0]) == length
+    assert config.unused_length(*sources) == said
+    on_hosts = ["--preset", preset] * bool(preset) + config.to_flags(config.merged(*sources[1:]))
+    flags_there, _ = config.split_flags(on_hosts)
+    there = config.merged(config.read_preset(preset), config.read_flags(flags_there))
+    assert [there.get(key) and there[key][0] for key in LENGTHS] == [
+        found.get(key) and found[key][0] for key in LENGTHS
+    ]
+
+
 @pytest.mark.parametrize(
     ("values", "texts"),
     [
@@ -328,3 +369,32 @@ def test_settings_are_written_as_toml_reads_them(tmp_path):
     (tmp_path / "c.toml").write_text(config.to_toml(resolved))
     assert config.resolve(config.read_toml(tmp_path / "c.toml")) == resolved
     assert resolved.evaluation.prompts == tuple(texts)
+
+
+OF_OTHERS = {
+    "--fsdp": ["full"], "--early_stopping_patience": ["3"], "--val_set_size": ["0.1"], "--sample_packing": [], "--template": ["x"],
+    "--lora_target": ["q_proj"], "--finetuning_type": ["lora"], "--train_on_inputs": [], "--neftune_noise_alpha": ["5"],
+    "--use_liger_kernel": [], "--generate_samples": [], "--no_fsdp": [], "--xyzzy": ["1"],
+}  # fmt: skip
+
+
+def test_all_unknown_flags_of_a_line_are_answered_at_once():
+    flags = [word for flag, values in OF_OTHERS.items() for word in (flag, *values)]
+    with pytest.raises(UserError) as refused:
+        request.parse_launch(["hosts", "--preset", "demo", *flags, "--optimizer.lr", "1"], 0.0)
+    first, *lines = str(refused.value).split("\n  ")
+    assert first == "13 flags are not known"
+    assert [line.partition(":")[0] for line in lines] == [
+        flag.partition("=")[0] for flag in flags if flag.startswith("--")
+    ]
+    unanswered = [line for line in lines if "settings are written like" in line]
+    assert unanswered == ["--xyzzy: unknown option; settings are written like --optimizer.lr 1e-5"]
+    with pytest.raises(UserError, match=r"^--xyzzy: unknown option; settings are written like --optimizer\.lr 1e-5$"):
+        request.parse_launch(["hosts", "--xyzzy", "1"], 0.0)
+
+
+@pytest.mark.parametrize(("value", "use"), [("ThreeD", "3d"), ("Zero1", "zero1"), ("Zero3", "zero3"), ("DDP", "ddp")])
+def test_strategies_as_others_write_them(value, use):
+    assert refusal(command.parse, ["--preset", "demo", "--parallel.strategy", value]).endswith(
+        f"is {value!r}; use {use}"
+    )

@@ -416,7 +416,8 @@ def parse_launch(argv: Sequence[str], now: float) -> LaunchRequest:
     check_export(known, resolved)
     refuse_nothing_to_resume(known, resolved)
     typed = _without(argv[:end], "--run", "--resume")
-    replaced = tuple(config.overridden(known.config))
+    lengths = (config.read_preset(known.preset), *map(config.read_toml, known.config), config.read_flags(settings))
+    replaced = (*config.overridden(known.config), *config.unused_length(*lengths))
     return dataclasses.replace(request, config=resolved, flags=flags, typed=typed, overridden=replaced)
 
 
@@ -480,7 +481,7 @@ def _without(argv: Sequence[str], *flags: str) -> tuple[str, ...]:
 
 def _training(known: argparse.Namespace, settings: Sequence[str]) -> tuple[Config, tuple[str, ...]]:
     """Return the trainer's settings, and equivalent flags for hosts that do not have the file."""
-    own = config.read_files(known.config) | config.read_flags(settings)
+    own = config.merged(*map(config.read_toml, known.config), config.read_flags(settings))
     only = [command.EVALUATE_ONLY] * known.evaluate_only + [f"--blame={known.blame}"] * bool(known.blame)
     flags = (*only, *flag("--preset", known.preset), *config.to_flags(own))
     return command.parse([*source_flags(known), *only, *settings]).config, flags

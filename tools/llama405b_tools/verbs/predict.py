@@ -9,6 +9,7 @@ import argparse
 import dataclasses
 import itertools
 import json
+import math
 import os
 import re
 import sys
@@ -62,22 +63,31 @@ def plan_parser(description: str | None) -> OneLineParser:
     command.add_config(add, "TOML file with the settings of the planned run; may be repeated")
     add("--nodes", type=int, help="number of hosts [1]")
     add("--slots", type=int, help="GPUs of each [8; gb200: 4]")
+    add("--gpus", type=int, help="of all hosts, instead of --nodes")
     add("--gpu", default="", help=f"kind of GPU [{USUAL}]: {', '.join(read_gpus())}")
     add("--hardware", type=Path, help="a file with more kinds, in the form of llama405b/predict/hardware.toml")
-    add("--ram", default="", help="memory of each host, like 2000GiB [not checked]")
+    add("--ram", default="", help="memory of each host, like 2000GiB or 2TB [not checked]")
     add(
         "--nic",
         default="",
         help="all network links of a host, one direction [400Gb/s for each GPU that such hosts have]",
     )
     add("--disk", default="", help="disk bandwidth of each host, for weights and checkpoints [5GB/s]")
-    add("--tokens", type=float, default=0.0, help="predict time and cost for so many, like 1e9")
+    add("--tokens", type=token_count, default=0.0, help="predict time and cost for so many, like 1e9 or 1B")
     add(
         "--price", type=float, default=0.0, help="of a GPU for an hour: predict what a day and a step cost, or --tokens"
     )
     add("--measured", type=float, default=0.0, help="a claimed step time, in seconds, to check against the prediction")
     _add_answers(add)
     return parser
+
+
+def token_count(text: str) -> float:
+    """Read a number of tokens: ``1e9``, ``500M``, ``1.5B``, ``15T``."""
+    found = re.fullmatch(r"(\d[\d_]*(?:\.\d+)?(?:e\d+)?)([KMBT]?)", text, re.IGNORECASE)
+    if not found:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens; write 1e9, 500M or 1.5B")
+    return float(found[1]) * math.pow(1000, " kmbt".index(found[2].lower() or " "))
 
 
 def _add_answers(add: Callable[..., object]) -> None:
@@ -122,7 +132,7 @@ def check_options(args: argparse.Namespace, settings: Sequence[str]) -> None:
 
 def _check_numbers(args: argparse.Namespace) -> None:
     """Refuse numbers that cannot be."""
-    for name in ("nodes", "slots"):
+    for name in ("nodes", "slots", "gpus"):
         if getattr(args, name) is not None and not 1 <= getattr(args, name) <= MOST:
             raise UserError(f"--{name}: {getattr(args, name)} is out of range; use 1 to {MOST}")
     for name in ("tokens", "price", "measured"):
@@ -134,7 +144,9 @@ def _check_calibrate(args: argparse.Namespace) -> None:
     """Refuse to measure other machines than those of a hosts file, or what cannot be kept."""
     if not args.hosts:
         raise UserError("--calibrate: measures on hosts; name a hosts file")
-    other = next((f"--{name}" for name in ("nodes", "slots", "ram") if getattr(args, name)), described_otherwise(args))
+    other = next(
+        (f"--{name}" for name in ("nodes", "slots", "gpus", "ram") if getattr(args, name)), described_otherwise(args)
+    )
     if other:
         raise UserError(f"{other}: --calibrate measures the hosts as they are; remove one of them")
     if not os.access(args.hosts.absolute().parent, os.W_OK):
@@ -163,7 +175,7 @@ def _is_set(key: str, args: argparse.Namespace, settings: Sequence[str]) -> bool
 
 def said_of_machines(args: argparse.Namespace) -> Described:
     """Return what the command line says of machines."""
-    return Described(args.nodes or 0, args.slots or 0, args.gpu, args.ram, args.nic, args.disk)
+    return Described(args.nodes or 0, args.slots or 0, args.gpu, args.ram, args.nic, args.disk, args.gpus or 0)
 
 
 def alternatives(args: argparse.Namespace, gpus: dict[str, Gpu]) -> dict[str, argparse.Namespace]:
