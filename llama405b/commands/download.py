@@ -199,21 +199,23 @@ def _bring_lacking(
     )
     if lacking:  # until they are here, it is complete of no commit
         (target / RECORD).unlink(missing_ok=True)
-    with concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool:
-        jobs = [pool.submit(_fetch_one, repo, sibling, target, hashes) for sibling in lacking]
+    pool = concurrent.futures.ThreadPoolExecutor(AT_ONCE)
+    jobs = [pool.submit(_fetch_one, repo, sibling, target, hashes) for sibling in lacking]
+    try:
         try:
             for done, job in enumerate(concurrent.futures.as_completed(jobs), 1):
                 print(f"{done}/{len(lacking)}  {job.result()}: verified", flush=True)
-        except KeyboardInterrupt:
-            print(
-                "interrupted: complete files stay; run the same command again for the others",
-                file=sys.stderr,
-                flush=True,
-            )
-            os._exit(STOPPED_FOLLOWING)  # a thread cannot be ended, and its file may be large
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+        finally:
+            pool.shutdown(
+                wait=not isinstance(sys.exception(), KeyboardInterrupt), cancel_futures=True
+            )  # others are finished
+    except KeyboardInterrupt:
+        print(
+            "interrupted: complete files stay; run the same command again for the others",
+            file=sys.stderr,
+            flush=True,
+        )
+        os._exit(STOPPED_FOLLOWING)  # a thread cannot be ended, and its file may be large
 
 
 def wanted(name: str, kinds: Sequence[str]) -> bool:

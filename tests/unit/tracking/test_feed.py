@@ -142,8 +142,7 @@ def test_prompts_that_begin_alike_have_curves_of_their_own_and_no_command_is_sen
         "demo",
         "--tracking.to",
         "wandb",
-        "--evaluation.prompts",
-        ",".join(prompts),
+        *(word for prompt in prompts for word in ("--evaluation.prompts", prompt)),
         "--evaluation.fraction",
         "0.1",
     ]
