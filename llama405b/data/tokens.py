@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from llama405b import extend
-from llama405b.contract.errors import RunError, UserError, counted, reason_of
+from llama405b.contract.errors import RunError, UserError, and_more, counted, reason_of
 from llama405b.contract.files import read_record, write_json
 from llama405b.contract.software import end_with
 from llama405b.data.documents import Documents, FilePart, file_parts, with_forms
@@ -44,11 +44,14 @@ from llama405b.distributed import collectives
 from llama405b.distributed.ranks import Rank
 from llama405b.formats.corpus import TOKENIZED, TOKENS, is_splittable, is_tokenized
 from llama405b.settings.schema import Data
+from llama405b.spec.models import TOKENIZER_CONFIG
+from llama405b.spec.tensors import read_hf_json
 
 TOKEN_BYTES = 4
 CHUNK_TOKENS = 16 << 20  # sent at a time
 SAY_EVERY_S = 30.0
 DIGITS = 16  # of a SHA-256
+NAMED = 4  # tokens
 RULES = 7  # how texts become tokens; a new number makes every token file anew
 Progress = Callable[[int, int], None]  # bytes done, bytes in all; 0, 0: waiting for rank 0
 Say = Callable[[str], None]  # a line for the log
@@ -183,13 +186,22 @@ def read_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
     """Read a model's tokenizer.
 
     Raises:
-        UserError: transformers cannot.
+        UserError: transformers cannot, or it has tokens for which the model has no embeddings.
     """
     try:
-        return AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+        found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
     except Exception as error:  # noqa: BLE001
         why = " ".join(str(error).split())
         raise UserError(f"{directory}: cannot read its tokenizer ({why}); download tokenizer.json again") from None
+    if (directory / "config.json").is_file() and (n := read_hf_json(directory / "config.json").get("vocab_size")):
+        beyond = sorted((number, name) for name, number in found.get_vocab().items() if number >= n)
+        if beyond:
+            names = ", ".join(f"{name!r} ({number})" for number, name in beyond[:NAMED])
+            raise UserError(
+                f"{directory}: its tokenizer has {names}{and_more(beyond, NAMED)}, and the model {n} embeddings; remove these tokens from "
+                f"tokenizer.json, {TOKENIZER_CONFIG} or added_tokens.json, or use the model that they were added to"
+            )
+    return found
 
 
 def rules_of(config: Data, tokenizer: PreTrainedTokenizerBase) -> str:

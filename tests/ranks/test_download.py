@@ -121,7 +121,8 @@ def hub(tiny, tmp_path):
     server.hub = {"root": root, "asked": [], "broken": False, "unwell": 0, "stalls": "", "go on": threading.Event()}
     threading.Thread(target=server.serve_forever, daemon=True).start()
     server.hub["env"] = {
-        "HF_ENDPOINT": f"http://127.0.0.1:{server.server_address[1]}", "HF_HOME": str(tmp_path / "hf"), "HF_TOKEN": "", "HF_HUB_DOWNLOAD_TIMEOUT": "120",
+        "HF_ENDPOINT": f"http://127.0.0.1:{server.server_address[1]}", "HF_HOME": str(tmp_path / "hf"), "HF_TOKEN": "",
+        "HF_HUB_DOWNLOAD_TIMEOUT": "120",
         "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "NO_PROXY": "127.0.0.1",
     }  # fmt: skip
     yield server.hub

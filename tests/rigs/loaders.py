@@ -53,7 +53,7 @@ def trained(family, place, *, adapter=True):
     write_llama(
         model,
         layers=2,
-        vocab=len(AutoTokenizer.from_pretrained(place / "demo")),
+        vocab=64 + len(AutoTokenizer.from_pretrained(place / "demo")),
         dtype=torch.bfloat16,
         **FAMILIES[family],
     )
