@@ -209,9 +209,8 @@ class _Hashing(io.RawIOBase):
             try:
                 torch.save(content, self)
             except RuntimeError as error:
-                if isinstance(
-                    error.__context__, OSError
-                ):  # torch writes more as it unwinds, and tells of an "unexpected pos"
+                # torch writes more as it unwinds, and tells of an "unexpected pos"
+                if isinstance(error.__context__, OSError):
                     raise error.__context__ from None
                 raise
         else:

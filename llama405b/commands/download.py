@@ -205,10 +205,8 @@ def _bring_lacking(
         try:
             for done, job in enumerate(concurrent.futures.as_completed(jobs), 1):
                 print(f"{done}/{len(lacking)}  {job.result()}: verified", flush=True)
-        finally:
-            pool.shutdown(
-                wait=not isinstance(sys.exception(), KeyboardInterrupt), cancel_futures=True
-            )  # others are finished
+        finally:  # after a failure, files that are under way are finished
+            pool.shutdown(wait=not isinstance(sys.exception(), KeyboardInterrupt), cancel_futures=True)
     except KeyboardInterrupt:
         print(
             "interrupted: complete files stay; run the same command again for the others",

@@ -32,7 +32,7 @@ from llama405b.contract.errors import UserError, and_more, counted, given
 from llama405b.data.documents import Documents, Found
 from llama405b.formats.conversation import Chat
 from llama405b.formats.corpus import NO_TEMPLATE
-from llama405b.formats.document import Text
+from llama405b.formats.document import NAMED, Text
 
 Segment = tuple[str, bool]  # text, and whether it is learnt
 MOST_S = 10.0  # of this process's time, for the text of a conversation: it takes milliseconds
@@ -186,7 +186,6 @@ MARKS = NOT_LEARNT | FIRST
 ENCODE_CHARS = 4 << 20  # encoded at a time: seconds
 ENCODE_PIECES = 512
 LEAD = "\n"  # takes the space in its place
-NAMED = 8  # fields
 APART = 1 << 20  # tokens between the places that are noted
 
 
@@ -246,14 +245,12 @@ class Counts:
     def refuse_nothing(self, learn: Collection[str]) -> None:
         """Refuse texts of which no record could be used, or nothing would be learnt; ``learn``: as data.train_on has it."""
         if self.documents and not self.learnt:
-            what = (
-                f"their roles are {', '.join(self.roles)}, and data.train_on is {', '.join(learn)}"
-                if self.roles
-                else "they are empty"
-            )
-            raise UserError(
-                f"--data.paths: nothing of {counted(self.documents, 'document', grouped=True)} would be learnt: {what}; correct one of them"
-            )
+            these = counted(self.documents, "document", grouped=True)
+            why = "they are empty; add what is to be learnt"
+            if self.roles:
+                roles = f"their roles are {', '.join(self.roles)}, and data.train_on is {', '.join(learn)}"
+                why = f"{roles}; correct one of them"
+            raise UserError(f"--data.paths: nothing of {these} would be learnt: {why}")
         if self.skipped and not self.documents:
             records = counted(self.skipped, "record", grouped=True)
             raise UserError(

@@ -25,6 +25,10 @@ class UnusableRecordError(ValueError):
     """A record that is no document: why, as a clause."""
 
 
+class UnknownFormError(UnusableRecordError):
+    """A record whose fields are none that are known."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Chat:
     """A conversation, for the tokenizer's chat template: its messages, each with a role, and the tools that it may call."""

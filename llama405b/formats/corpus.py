@@ -22,7 +22,7 @@ from typing import BinaryIO, Literal, Protocol, TextIO
 from llama405b.contract.errors import UserError, reason_of
 from llama405b.contract.files import check_link, is_passed_over, walk
 from llama405b.contract.reader import Json
-from llama405b.formats.conversation import Chat, UnusableRecordError
+from llama405b.formats.conversation import Chat, UnknownFormError, UnusableRecordError
 from llama405b.formats.document import (
     NotUtf8,
     NotWholeError,
@@ -273,7 +273,7 @@ def remedy_of_form(record: object, why: object = "") -> str:
             return CONVERT
         case TooManyCells():
             return "quote what has a delimiter or a line break in it"
-    return NAME_FIELDS if str(why).startswith("not ") else ""
+    return NAME_FIELDS if isinstance(why, UnknownFormError) else ""
 
 
 def record_of(line: str) -> Json | NotUtf8:

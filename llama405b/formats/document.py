@@ -15,7 +15,7 @@ from typing import Any, TextIO
 
 from llama405b.contract.errors import and_more, counted, short
 from llama405b.contract.reader import Json
-from llama405b.formats.conversation import Chat, UnusableRecordError, chat_of, list_of
+from llama405b.formats.conversation import Chat, UnknownFormError, UnusableRecordError, chat_of, list_of
 
 NAMED = 8  # fields of a record
 WANTED = '{"text": …}, {"prompt": …, "completion": …} or {"messages": [{"role": …, "content": …}]}'
@@ -28,6 +28,9 @@ ALPACA = (  # the prompts that Alpaca's fields are made for: without an input, a
 APART = "\n\n"  # between a question and its answer
 CONVERSATIONS = ("messages", "conversations", "conversation")
 OF_CHATS = ("system", "tools", "functions", "parallel_tool_calls")  # the last one says nothing of the text
+OF_LEAD = ("system", "system_prompt")
+OF_ALPACA = ("instruction", "input", "output", "history", *OF_LEAD)
+OF_DOLLY = ("instruction", "context", "response", "history", *OF_LEAD)
 QUESTIONS = (("prompt", "response"), ("question", "answer"), ("question", "response"))
 PREFERENCES = ("chosen", "rejected")
 NOT_TEXT = ("image", "images", "audio", "audios", "video", "videos")
@@ -115,13 +118,13 @@ def reading_of(record: Any, names: Sequence[str] = ()) -> Reading:
     if isinstance(record, NotUtf8 | TooManyCells):
         raise UnusableRecordError(str(record))
     if not isinstance(record, dict):
-        raise UnusableRecordError(f"not {WANTED}, but it is not a JSON object")
+        raise UnknownFormError(f"not {WANTED}, but it is not a JSON object")
     pairs = (name.partition("=")[::2] for name in names)
     renamed = {ours: record[theirs] for ours, theirs in pairs if theirs in record}
     fields = renamed and {name: record[name] for name in OF_CHATS if name in record} | renamed
     found = _read(fields or {str(name): value for name, value in record.items()})
     if found is None:
-        raise UnusableRecordError(f"not {WANTED}, but {fields_of(record)}")
+        raise UnknownFormError(f"not {WANTED}, but {fields_of(record)}")
     document, used = found
     theirs = {name.partition("=")[2] for name in names}
     return Reading(
@@ -151,29 +154,17 @@ def _text_of(record: Mapping[str, Any]) -> tuple[Text, tuple[str, ...]] | None:
     small = {name.lower(): value for name, value in record.items()}
     lead = small.get("system") or small.get("system_prompt") or ""
     before = f"{lead}{APART}" if lead and isinstance(lead, str) else ""
-    of_lead = ("system", "system_prompt")
     match small:
         case {"prompt": str(prompt), "completion": str(completion)}:
-            return Text(before + prompt, completion), ("prompt", "completion", *of_lead)
+            return Text(before + prompt, completion), ("prompt", "completion", *OF_LEAD)
         case {"instruction": str(instruction), "output": str(answer)}:
-            return _alpaca(small, instruction, small.get("input") or "", answer), (
-                "instruction",
-                "input",
-                "output",
-                "history",
-                *of_lead,
-            )
+            return _alpaca(small, instruction, small.get("input") or "", answer), OF_ALPACA
         case {"instruction": str(instruction), "response": str(answer)}:
-            return _alpaca(small, instruction, small.get("context") or "", answer), (
-                "instruction",
-                "context",
-                "response",
-                *of_lead,
-            )
+            return _alpaca(small, instruction, small.get("context") or "", answer), OF_DOLLY
     for question, answer in QUESTIONS:
         match (small.get(question), small.get(answer)):
             case (str(asked), str(answered)):
-                return Text(before + asked + APART, answered), (question, answer, *of_lead)
+                return Text(before + asked + APART, answered), (question, answer, *OF_LEAD)
     for name in ("text", "content"):
         if isinstance(text := small.get(name), str):
             return Text("", text), (name,)

@@ -25,7 +25,7 @@ from llama405b.contract.errors import UserError, did_you_mean
 from llama405b.contract.reader import Json
 from llama405b.settings import config
 from llama405b.settings.config import Setting, preset_names
-from llama405b.settings.schema import TEXTS, TYPES, Config, fields
+from llama405b.settings.schema import ONE_PER_FLAG, TYPES, Config, fields
 
 HELP_WIDTH = 80
 USUAL = (
@@ -60,7 +60,7 @@ def _entry(key: str, type_: Any, default: Any, text: str) -> str:
 def value_form(key: str) -> str:
     """Return how a setting's value is written: ``N``, ``none|all``, ``A,B,…``."""
     type_ = TYPES[key]
-    if key in TEXTS:
+    if key in ONE_PER_FLAG:
         return VALUES[str]
     if typing.get_origin(type_) is Literal:
         return "|".join(typing.get_args(type_))

@@ -21,12 +21,11 @@ from llama405b.contract.errors import UserError, did_you_mean, last_of, reason_o
 from llama405b.contract.files import refuse_others_writing
 from llama405b.contract.reader import Json
 from llama405b.settings.axes import DP, Axes, Dealing, Recompute
-from llama405b.settings.rules import OF_VALUES, RENAMED, STEPS, faults_of, group_text, instead_of, suggestion
-from llama405b.settings.schema import TEXTS, TYPES, Cadence, Config, Parallel
+from llama405b.settings.rules import EPOCHS, OF_VALUES, RENAMED, STEPS, faults_of, group_text, instead_of, suggestion
+from llama405b.settings.schema import ONE_PER_FLAG, TYPES, Cadence, Config, Parallel
 
 MAX_INT = 2**31 - 1  # of any setting: no step, byte or second count needs more
 DEMO_MODEL = "models/demo"  # rank 0 creates it if it is missing
-EPOCHS = "training.epochs"
 PRESET_DIR = Path(__file__).parent / "presets"
 # Settings that are written in a way of their own.
 READERS: dict[str, Callable[[str], object]] = {
@@ -198,9 +197,9 @@ def read_flags(args: Sequence[str]) -> dict[str, Setting]:
                 value = "true"
             else:
                 raise UserError(f"{flag}: no value given; write {flag} VALUE")
-        if key in TEXTS:
+        if key in ONE_PER_FLAG:
             texts[key] += _texts_of(value)
-        found: Json = [*texts[key]] if key in TEXTS else _from_text(value, TYPES[key], flag)
+        found: Json = [*texts[key]] if key in ONE_PER_FLAG else _from_text(value, TYPES[key], flag)
         settings[key] = convert(key, found, flag), flag
     return settings
 

@@ -269,7 +269,7 @@ def _plain(name: str) -> str:
 
 
 ALL = "all"  # changes are allowed
-STEPS = "training.max_steps"
+STEPS, EPOCHS = "training.max_steps", "training.epochs"
 CHANGES = (
     *(name for name in NAMES.values() if name != "adapter"),
     *(f"optimizer.{field.name}" for field in dataclasses.fields(Optimizer)),

@@ -512,4 +512,4 @@ def fields() -> Iterator[tuple[str, Any, Any, str]]:
 
 
 TYPES: dict[str, Any] = {key: type_ for key, type_, _, _ in fields()}
-TEXTS = ("evaluation.prompts",)  # lists whose entries may have commas
+ONE_PER_FLAG = ("evaluation.prompts",)  # lists whose entries may have commas

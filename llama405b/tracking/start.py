@@ -41,10 +41,8 @@ class Trackers:
         self.pids = {}
         for name in names:
             sent = read_record(Sent, run.sent(name))
-            is_its_own = sent and sent.directory in (
-                "",
-                str(run.path.resolve()),
-            )  # and not a copy's, which is sent anew
+            # What a copied run brought with it is not its own: it is sent anew.
+            is_its_own = sent and sent.directory in ("", str(run.path.resolve()))
             if back_to is not None and sent and is_its_own and sent.step > back_to:
                 say(
                     f"tracking {name}: it keeps steps {back_to + 1}-{sent.step} as they were, and is sent only later ones; "

@@ -576,9 +576,8 @@ class _Target:
         self.at = _partial(path)
         self.known = known
         self.hasher = BlockHasher()
-        if (
-            have == size and path.is_file() and path.stat().st_size == size
-        ):  # by `have`: it may have come since that was asked
+        # By `have`, too: a file may have come since that was asked.
+        if have == size and path.is_file() and path.stat().st_size == size:
             self.at = path
         if have and not known:
             self._hash_first(have)

@@ -257,10 +257,8 @@ def main() -> int:
         backends.ask_to_stop(run, names, LIMIT, request.grace_s)
         return 0
     if sys.argv[2:3] == ["ended"]:
-        by = stopped_by(run, name)
-        if by in (SLURM, LIMIT) or (
-            sys.argv[3] != "0" and not by
-        ):  # some sites have preemption send the limit's signal
+        by, failed = stopped_by(run, name), sys.argv[3] != "0"
+        if by in (SLURM, LIMIT) or (failed and not by):  # some sites have preemption send the limit's signal
             _requeue_if_preempted(job)
         return 0
     this = f"job {job}{given(', requeued {} x', restarts)}"
