@@ -46,6 +46,11 @@ PartitionName=urgent Nodes=node-[1-4] MaxTime=INFINITE State=UP PriorityTier=9
 """
 
 
+def until(command):
+    """In a shell: wait for a daemon on which the next one depends, for a minute."""
+    return f"for _ in $(seq 300); do {command} >/dev/null 2>&1 && break; sleep 0.2; done"
+
+
 @pytest.fixture(scope="module")
 def cluster(hosts):
     missing = [p for p in PROGRAMS if not (shutil.which(p) or os.path.exists(f"/usr/sbin/{p}"))]  # noqa: PTH110
@@ -60,8 +65,9 @@ def cluster(hosts):
             f"printf %s {key} >/etc/munge/munge.key; chmod 400 /etc/munge/munge.key; chmod 755 /run/munge; "
             f"chown -R munge:munge /run/munge /var/lib/munge /var/log/munge /etc/munge; "
             f"cat >/etc/slurm/slurm.conf <<'EOF'\n{CONF}\nEOF\n"
-            "setsid setpriv --reuid=munge --regid=munge --clear-groups /usr/sbin/munged --force >/dev/null 2>&1; sleep 0.5; "
-            + ("setsid /usr/sbin/slurmctld >/dev/null 2>&1; sleep 1; " if i == 1 else "")
+            "setsid setpriv --reuid=munge --regid=munge --clear-groups /usr/sbin/munged --force >/dev/null 2>&1; "
+            f"{until('munge -n')}; "
+            + (f"setsid /usr/sbin/slurmctld >/dev/null 2>&1; {until('scontrol ping | grep -q UP')}; " if i == 1 else "")
             + "setsid /usr/sbin/slurmd >/dev/null 2>&1"
         )
         hosts.exec(i, "sh", "-c", line)
