@@ -108,6 +108,8 @@ def beginning(start: CheckpointView | None, config: Config, files: Path, batches
     training = config.training
     steps = training.max_steps or done + batches.steps(training.epochs, training.global_batch_size, position)
     settings = settings_of(config.optimizer, steps)
+    if date := config.data.template_date:
+        settings = {**settings, "data.template_date": date}
     return Beginning(dataclasses.replace(identity, settings=settings), position, steps)
 
 

@@ -1,6 +1,7 @@
 """``llama405b data show | tokenize``: what a training run would learn, and texts made into tokens once for many runs."""
 
 import argparse
+import contextlib
 import dataclasses
 import itertools
 import os
@@ -25,9 +26,13 @@ from llama405b.data.batches import (
     warnings_of_ends,
     without,
 )
+from llama405b.data.chat_template import UnusableError, dated
 from llama405b.data.demo_model import make_demo
-from llama405b.data.encode import FIRST, MARKS, NOT_LEARNT
+from llama405b.data.documents import Documents, file_parts, with_forms
+from llama405b.data.encode import FIRST, MARKS, NOT_LEARNT, Encoder
 from llama405b.data.tokens import Report, read_tokenizer, tokenised, tokenize
+from llama405b.formats.conversation import Chat
+from llama405b.formats.corpus import is_tokenized
 from llama405b.settings.config import DEMO_MODEL
 from llama405b.settings.schema import Config, Data
 from llama405b.spec import models
@@ -98,10 +103,29 @@ def _show(config: Config, tokenizer_dir: Path, n_sequences: int) -> None:
     if evaluation.every and not evaluation.paths:
         batches, held_out = batches.hold_out(evaluation.fraction)
         said += describe_held_out(config.data, held_out)
+    said += filter(None, (_proof(part, tokenizer_dir) for part in config.data.by_source))
     marks = COLORED if sys.stdout.isatty() and not os.environ.get("NO_COLOR") else BARE
     decode = read_tokenizer(tokenizer_dir).decode
     for line in (*said, *describe_reading(config.data, batches), *_shown(batches, n_sequences, decode, marks)):
         print(line)
+
+
+def _proof(config: Data, tokenizer_dir: Path) -> str:
+    """Say of the first conversation of these texts whether answers follow the very tokens that inference gives a model."""
+    if is_tokenized(config.paths):
+        return ""
+    tokenizer = read_tokenizer(tokenizer_dir)
+    texts = Documents(list(with_forms(file_parts(config.paths))), config.max_bytes, skip=True, names=config.fields)
+    encoder = Encoder(tokenizer, dated(config, tokenizer), texts, lambda *_: None)
+    for found in texts:
+        with contextlib.suppress(UnusableError):  # which has been counted
+            if isinstance(found.document, Chat):
+                exact, n = encoder.proof(found, found.document)
+                follows = (
+                    f"{counted(n, 'answer')} of {found.place} {'follows' if exact == 1 else 'follow'} the very tokens"
+                )
+                return f"chat template: {exact} of {follows} that apply_chat_template(add_generation_prompt=True) gives a model"
+    return ""
 
 
 def _shown(

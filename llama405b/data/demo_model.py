@@ -4,7 +4,7 @@ import shutil
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from llama405b.contract.errors import UserError
@@ -66,4 +66,6 @@ def _train_tokenizer() -> PreTrainedTokenizerFast:
     source = Documents([(FilePart(file), Form.TEXT) for file in expand([STDLIB])], TOKENIZER_TEXT_BYTES, skip=True)
     texts = (found.document.text for found in source if isinstance(found.document, Text))
     tokenizer.train_from_iterator(texts, trainer)
+    begin = (BEGIN, tokenizer.token_to_id(BEGIN))
+    tokenizer.post_processor = processors.TemplateProcessing(single=f"{BEGIN} $A", special_tokens=[begin])
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=BEGIN, eos_token=END)

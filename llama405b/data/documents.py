@@ -7,7 +7,9 @@ Knows the bytes of a file; not what a record means.
 Read documents from files: text, code, Markdown, JSON, CSV, Parquet, Arrow. Knows files; not tokens or ranks.
 """
 
+import dataclasses
 import itertools
+import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -19,7 +21,7 @@ import pyarrow.parquet
 from llama405b import extend
 from llama405b.contract.reader import Json
 from llama405b.data.hub import hub_files
-from llama405b.formats.conversation import UnusableRecordError
+from llama405b.formats.conversation import UnusableRecordError, in_order
 from llama405b.formats.corpus import (
     ARROW_FILE,
     HUB,
@@ -108,16 +110,17 @@ def _wanted(schema: pyarrow.Schema, names: Collection[str]) -> list[str]:
 
 
 def _given(value: Any) -> Any:
-    """A value without the fields that are null: where records differ, a table fills in what one of them lacks."""
+    """A value without the fields that are null, in their usual order: where records differ, a table has those of all, and one order."""
     match value:
         case dict():
-            return {key: _given(each) for key, each in value.items() if each is not None}
+            return {key: _given(each) for key, each in in_order(value).items()}
         case list():
             return [_given(each) for each in value]
     return value
 
 
 COUNT_BYTES = 16 << 20
+VALUE = re.compile(r"'[^']*'(, )?|\d+")  # in a reason: what is of one record
 
 
 class FilePart(NamedTuple):
@@ -151,6 +154,19 @@ class Found(NamedTuple):
     place: DocumentPlace
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class LeftOut:
+    """Records that could not be used, for one reason."""
+
+    count: int
+    first: str  # where, and why
+    remedy: str  # for that one
+
+    def times(self, count: int) -> "LeftOut":
+        """The same reason, for so many records."""
+        return dataclasses.replace(self, count=count)
+
+
 class Documents:
     """The documents of files, up to ``max_bytes`` of text (0: all); knows how many bytes have been read.
 
@@ -176,9 +192,7 @@ class Documents:
         self.max_bytes = max_bytes or float("inf")
         self.total_bytes = int(min(self.max_bytes, sum(part.size for part, _ in parts)))
         self.done_bytes = 0
-        self.n_bad = 0
-        self.first_bad = ""
-        self.remedy = ""
+        self.left_out = dict[str, LeftOut]()  # by reason
         self.unread = dict[str, str]()  # fields, and the file in which one is first
 
     def __iter__(self) -> Iterator[Found]:
@@ -198,9 +212,9 @@ class Documents:
         """Count a record that cannot be used; ``remedy``: if there was none before that can."""
         if not self.skip:
             raise refusal(where, why, "" if self.n_good else remedy)
-        self.n_bad += 1
-        if self.n_bad == 1:
-            self.first_bad, self.remedy = f"{where}: {why}", remedy
+        kind = VALUE.sub("…", why)
+        found = self.left_out.get(kind) or LeftOut(0, f"{where}: {why}", remedy)
+        self.left_out[kind] = found.times(found.count + 1)
 
     def _documents_of(self, part: FilePart, form: Form) -> Iterator[tuple[Found, int]]:
         """Each document, and the bytes of the part that have been read."""

@@ -1,7 +1,5 @@
 """Records as tokens, with what is learnt of them marked.
 
-Conversations as text: through the tokenizer's chat template, in pieces of which some are learnt. Knows no files.
-
 Text as tokens. A special token that a text spells is text; one that a chat template writes is that token.
 
 Knows the tokenizer; not documents or files.
@@ -15,100 +13,32 @@ Shape suffixes: N tokens.
 
 import contextlib
 import dataclasses
-import os
 import re
 import secrets
-import signal
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from jinja2 import TemplateError
 from numpy.typing import NDArray
 from tokenizers import AddedToken, Tokenizer
 from transformers import PreTrainedTokenizerBase
 
 from llama405b.contract.errors import UserError, and_more, counted, given
-from llama405b.data.documents import Documents, Found
+from llama405b.data.chat_template import (
+    MOST_S,
+    OTHERWISE,
+    EndlessError,
+    RefusedError,
+    Rendered,
+    Segment,
+    Template,
+    UnusableError,
+)
+from llama405b.data.documents import Documents, Found, LeftOut
 from llama405b.formats.conversation import Chat
 from llama405b.formats.corpus import NO_TEMPLATE
 from llama405b.formats.document import NAMED, Text
-
-Segment = tuple[str, bool]  # text, and whether it is learnt
-MOST_S = 10.0  # of this process's time, for the text of a conversation: it takes milliseconds
-
-
-class UnusableError(ValueError):
-    """A conversation that the template cannot be used for."""
-
-
-class EndlessError(Exception):
-    """The template does not end."""
-
-
-class Template:
-    """The tokenizer's chat template, and the roles whose messages are learnt."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, learn: Collection[str]) -> None:
-        self.tokenizer, self.learn = tokenizer, learn
-
-    def segments(self, chat: Chat) -> list[Segment]:
-        """Split a conversation where learning begins and ends: after the header of a message, and after the message's end.
-
-        That is where its text is split at inference, too: a prompt ends with the header. A message of weight 0 is not learnt.
-        """
-        whole = self._rendered(chat, len(chat.messages))
-        found, done = list[Segment](), 0
-        for number, message in enumerate(chat.messages):
-            if message["role"] not in self.learn or message.get("weight") == 0:
-                continue
-            answers = message["role"] == "assistant"
-            before = self._rendered(chat, number, prompt=answers) if number else self._beginning(chat)
-            after = self._rendered(chat, number + 1)
-            if not (whole.startswith(after) and after.startswith(before) and done <= len(before)):
-                raise UnusableError("the chat template changes earlier messages when later ones follow")
-            found += [(whole[done : len(before)], False), (whole[len(before) : len(after)], True)]
-            done = len(after)
-        if not whole:
-            raise UnusableError("the chat template writes nothing for it")
-        return [(text, learnt) for text, learnt in (*found, (whole[done:], False)) if text]
-
-    def _beginning(self, chat: Chat) -> str:
-        """What precedes the text of the first message, its header with it: where two conversations part that have different ones."""
-        first = chat.messages[0]
-        text = "b" if str(first.get("content")).strip().startswith("a") else "a"
-        other = dataclasses.replace(chat, messages=({**first, "content": text},))
-        return os.path.commonprefix([self._rendered(chat, 1), self._rendered(other, 1)])  # noqa: RUF071  (of texts)
-
-    def _rendered(self, chat: Chat, n_messages: int, *, prompt: bool = False) -> str:
-        """The first messages as text; ``prompt``: and the header of an answer."""
-        messages: Sequence[object] = [dict(message) for message in chat.messages[:n_messages]]
-        try:
-            with _ending_in_time():
-                return str(
-                    self.tokenizer.apply_chat_template(
-                        messages, tools=chat.tools, tokenize=False, add_generation_prompt=prompt
-                    )
-                )
-        except (TemplateError, TypeError, ValueError, KeyError) as error:
-            raise UnusableError(f"the chat template refuses it ({' '.join(str(error).split())})") from None
-
-
-@contextlib.contextmanager
-def _ending_in_time() -> Iterator[None]:
-    """Raise EndlessError in the main thread, which this is, after ``MOST_S`` of computing: a template may loop without end."""
-
-    def strike(*_: object) -> None:
-        raise EndlessError
-
-    before = signal.signal(signal.SIGVTALRM, strike)
-    signal.setitimer(signal.ITIMER_VIRTUAL, MOST_S)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, before)
-
+from llama405b.settings.schema import Data
 
 ESCAPED = r"\ud800"  # what becomes of a guard where a template writes a value as source text
 GUARD = "\ud800"  # before each letter of a special token that a text spells; texts have none, since UTF-8 has none
@@ -182,7 +112,8 @@ def _called(token: AddedToken, name: str) -> AddedToken:
 
 NOT_LEARNT = np.uint32(1 << 31)
 FIRST = np.uint32(1 << 30)  # of a document
-MARKS = NOT_LEARNT | FIRST
+SAME = np.uint32(1 << 29)  # the first of a document that is of the conversation before it, too
+MARKS = NOT_LEARNT | FIRST | SAME
 ENCODE_CHARS = 4 << 20  # encoded at a time: seconds
 ENCODE_PIECES = 512
 LEAD = "\n"  # takes the space in its place
@@ -199,28 +130,30 @@ class Counts:
     learnt: int = 0  # tokens
     spelt: int = 0  # documents that spell special tokens, which are text
     crlf: int = 0  # documents with such line ends
-    skipped: int = 0  # records that could not be used
-    first_skipped: str = ""  # where, and why
-    remedy: str = ""  # for that one
+    left_out: Mapping[str, LeftOut] = dataclasses.field(default_factory=dict)  # records that could not be used, by why
     # Fields of records that are not read, and the file in which one is first.
     unread: Mapping[str, str] = dataclasses.field(default_factory=dict)
     unanswered: int = 0  # conversations of which nothing is learnt
     roles: tuple[str, ...] = ()  # in them
+    divided: int = 0  # conversations with a document per answer
+    divided_documents: int = 0  # of them
+    divided_chars: int = 0  # in these documents
+    joint_chars: int = 0  # in one document for each of them
+    omitted: int = 0  # conversations of whose answers the template does not write all
+    first_omitted: str = ""
 
     def __add__(self, other: "Counts") -> "Counts":
+        both = {**other.left_out, **self.left_out}
+        sums = {name: getattr(self, name) + getattr(other, name) for name in SUMMED}
         return Counts(
-            self.documents + other.documents,
-            self.conversations + other.conversations,
-            self.tokens + other.tokens,
-            self.learnt + other.learnt,
-            self.spelt + other.spelt,
-            self.crlf + other.crlf,
-            self.skipped + other.skipped,
-            self.first_skipped or other.first_skipped,
-            self.remedy or other.remedy,
-            {**other.unread, **self.unread},
-            self.unanswered + other.unanswered,
-            tuple(dict.fromkeys((*self.roles, *other.roles))),
+            left_out={
+                why: one.times(sum(each.left_out[why].count for each in (self, other) if why in each.left_out))
+                for why, one in both.items()
+            },
+            unread={**other.unread, **self.unread},
+            roles=tuple(dict.fromkeys((*self.roles, *other.roles))),
+            first_omitted=self.first_omitted or other.first_omitted,
+            **sums,
         )
 
     def __str__(self) -> str:
@@ -238,24 +171,48 @@ class Counts:
         if self.unread:
             names = [f"{name!r} ({file})" for name, file in self.unread.items()]
             line += f"; not read: {', '.join(names[:NAMED])}{and_more(names, NAMED)}"
-        if self.skipped:
-            line += f"; {counted(self.skipped, 'record')} left out, the first: {self.first_skipped}"
+        if self.divided:
+            these = counted(self.divided, "conversation", grouped=True)
+            more = 100 * (self.divided_chars / max(1, self.joint_chars) - 1)
+            line += f"; {these} became {self.divided_documents:,} documents, one per answer, with {more:.0f}% more text ({OTHERWISE})"
+        if self.omitted:
+            these = counted(self.omitted, "conversation", grouped=True)
+            line += f"; the chat template leaves out what answers of {these} say, the first: {self.first_omitted}"
+        if self.left_out:
+            kinds = [f"{found.count:,} like {found.first}" for found in self.left_out.values()]
+            line += f"; {counted(self.skipped, 'record', grouped=True)} left out: {', '.join(kinds[:NAMED])}{and_more(kinds, NAMED)}"
         return line
 
-    def refuse_nothing(self, learn: Collection[str]) -> None:
-        """Refuse texts of which no record could be used, or nothing would be learnt; ``learn``: as data.train_on has it."""
+    @property
+    def skipped(self) -> int:
+        """Records that could not be used."""
+        return sum(found.count for found in self.left_out.values())
+
+    def refuse_useless(self, settings: Data) -> None:
+        """Refuse texts of which too many records could not be used, or nothing would be learnt."""
         if self.documents and not self.learnt:
             these = counted(self.documents, "document", grouped=True)
             why = "they are empty; add what is to be learnt"
             if self.roles:
-                roles = f"their roles are {', '.join(self.roles)}, and data.train_on is {', '.join(learn)}"
+                roles = f"their roles are {', '.join(self.roles)}, and data.train_on is {', '.join(settings.train_on)}"
                 why = f"{roles}; correct one of them"
             raise UserError(f"--data.paths: nothing of {these} would be learnt: {why}")
-        if self.skipped and not self.documents:
-            records = counted(self.skipped, "record", grouped=True)
+        records = counted(self.skipped, "record", grouped=True)
+        first = next(iter(self.left_out.values()), None)
+        if first and not self.documents:
             raise UserError(
-                f"--data.bad_records skip leaves nothing of {records}; the first, {self.first_skipped}; {self.remedy}"
+                f"--data.bad_records skip leaves nothing of {records}; the first, {first.first}; {first.remedy}"
             )
+        n_documents = self.documents - self.divided_documents + self.divided
+        share = 100 * self.skipped / max(1, self.skipped + n_documents)
+        if first and share > settings.bad_records_limit:
+            raise UserError(
+                f"--data.bad_records skip leaves out {records} of {self.skipped + n_documents:,} ({share:.0f}%), the first, {first.first}; "
+                f"{first.remedy}, or raise --data.bad_records_limit, which is {settings.bad_records_limit:g}%"
+            )
+
+
+SUMMED = [field.name for field in dataclasses.fields(Counts) if field.type is int]
 
 
 class FileOffset(NamedTuple):
@@ -276,6 +233,7 @@ class _Piece:
     before: list[int] = dataclasses.field(default_factory=list)
     after: list[int] = dataclasses.field(default_factory=list)
     begins: str = ""  # a document, of this file
+    mark: np.uint32 = FIRST  # of that document's first token
 
 
 class Encoder:
@@ -284,31 +242,29 @@ class Encoder:
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,
-        learn: Collection[str],
+        settings: Data,
         texts: Documents,
         progress: Callable[[int, int], None],
-        *,
-        parses: bool = False,
     ) -> None:
-        """``learn``: roles of a conversation that are learnt; ``progress``: bytes of text done, and in all.
-
-        ``parses``: special tokens that texts spell, too.
-        """
+        """``progress``: bytes of text done, and in all."""
         self.tokenizer = tokenizer
         self.texts = texts
         self.progress = progress
-        self.template, self.counts = Template(tokenizer, learn), Counts()
-        self.spelling = Spelling(tokenizer, parses=parses)
+        self.template, self.counts = Template(tokenizer, settings), Counts()
+        self.spelling = Spelling(tokenizer, parses=settings.special_tokens == "parse")
+        self.begins_with = begin_tokens(tokenizer, settings.bos)
         self.lead = _lead(self.spelling)
         self.files = list[FileOffset]()  # every file that has tokens, and every ``APART`` of them
 
     def __iter__(self) -> Iterator[NDArray[np.uint32]]:
         """Yield the tokens of some text at a time."""
-        begins, n_documents = "", 0  # the next token is the first of a document of this file, which has had so many
+        # The next token is the first of a document of this file, which has had so many.
+        begins, mark, n_documents = "", FIRST, 0
         for batch in _batches(self._pieces()):
             for piece, ids in zip(batch, self._encoded(batch), strict=True):
                 tokens_N = np.array(piece.before + ids + piece.after, dtype=np.uint32)
-                begins = piece.begins or begins
+                if piece.begins:
+                    begins, mark = piece.begins, piece.mark
                 if begins and len(tokens_N):
                     n_documents = self._began(begins, n_documents)
                 self.counts.tokens += len(tokens_N)
@@ -317,14 +273,12 @@ class Encoder:
                 else:
                     tokens_N |= NOT_LEARNT
                 if begins and len(tokens_N):
-                    tokens_N[0] |= FIRST
+                    tokens_N[0] |= mark
                     begins = ""
                 yield tokens_N
             self.progress(batch[-1].done_bytes, self.texts.total_bytes)
         texts, counts = self.texts, self.counts
-        counts.skipped = texts.n_bad
-        counts.first_skipped = texts.first_bad
-        counts.remedy, counts.unread = texts.remedy, texts.unread
+        counts.left_out, counts.unread = texts.left_out, texts.unread
 
     def _encoded(self, batch: Sequence[_Piece]) -> list[list[int]]:
         """Encode pieces of text; what follows another piece without the space that some tokenizers put before a text."""
@@ -347,56 +301,108 @@ class Encoder:
 
     def _pieces(self) -> Iterator[_Piece]:
         """The documents in pieces that are encoded in seconds: only a longer one is split, at the end of a line."""
-        tokenizer, before = self.tokenizer, 0
-        begin = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
-        end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+        before = 0
         for found in self.texts:
             try:
-                segments = self._segments(found)
+                pieces = self._pieces_of(found)
             except UnusableError as error:
                 self.texts.refuse(
                     found.place, without_guards(str(error)), "name another template with --data.chat_template"
                 )
                 continue
-            named = self.spelling.named
-            pieces = [_Piece(named(part), learnt) for text, learnt in segments for part in _split(text)]
-            pieces[0].begins = str(found.place.file)
-            if isinstance(found.document, Text):  # a template writes its own
-                pieces[0].before, pieces[-1].after = begin, end
-            self.counts.documents += 1
-            self.counts.spelt += any(has_guards(text) for text, _ in segments)
-            self.counts.crlf += any("\r\n" in text for text, _ in segments)
             for i, piece in enumerate(pieces, 1):
                 piece.done_bytes = before + (self.texts.done_bytes - before) * i // len(pieces)
                 yield piece
             before = self.texts.done_bytes
 
-    def _segments(self, found: Found) -> list[Segment]:
+    def _pieces_of(self, found: Found) -> list[_Piece]:
+        pieces, documents = list[_Piece](), self._documents(found)
+        for number, segments in enumerate(documents):
+            own = [_Piece(self.spelling.named(part), learnt) for text, learnt in segments for part in _split(text)]
+            own[0].begins, own[0].mark = str(found.place.file), FIRST | SAME if number else FIRST
+            pieces += own
+            self.counts.spelt += any(has_guards(text) for text, _ in segments)
+            self.counts.crlf += any("\r\n" in text for text, _ in segments)
+        if isinstance(found.document, Text):  # a template writes its own
+            end = self.tokenizer.eos_token_id
+            pieces[0].before, pieces[-1].after = self.begins_with, [] if end is None else [end]
+        self.counts.documents += len(documents)
+        return pieces
+
+    def proof(self, found: Found, chat: Chat) -> tuple[int, int]:
+        """Return how many answers follow the very tokens that inference gives a model, and how many answers are trained on.
+
+        ``found``: a conversation, ``chat``; the tokens are those of transformers' apply_chat_template with add_generation_prompt.
+
+        Raises:
+            UnusableError: The template cannot be used for it.
+        """
+        ids, given, before, exact, n_answers = list[int](), set[tuple[int, ...]](), False, 0, 0
+        for number in range(1, len(chat.messages)):
+            with contextlib.suppress(RefusedError):
+                text = self.template.render(chat, number, prompt=True)
+                given.add(tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"]))
+        pieces = self._pieces_of(found)
+        for piece, own in zip(pieces, self._encoded(pieces), strict=True):
+            if piece.begins:
+                ids, before = [], False
+            if piece.learnt and not before:
+                n_answers, exact = n_answers + 1, exact + (tuple(ids) in given)
+            ids, before = ids + own, piece.learnt
+        return exact, n_answers
+
+    def _documents(self, found: Found) -> list[list[Segment]]:
         document = found.document
         if isinstance(document, Text):
             guarded = self.spelling.guarded
-            return [(guarded(document.prompt), False), (guarded(document.text), True)]
+            return [[(guarded(document.prompt), False), (guarded(document.text), True)]]
         if not self.tokenizer.chat_template:
             raise UserError(f"{found.place}: {NO_TEMPLATE}")
         try:
             guarded_messages = tuple(self.spelling.guarded(message) for message in document.messages)
-            chat = Chat(guarded_messages, self.spelling.guarded(document.tools))
-            segments = self.template.segments(chat)
+            chat = Chat(guarded_messages, self.spelling.guarded(document.tools), document.arguments)
+            made = self.template.rendered(chat)
         except EndlessError:
             raise UserError(
                 f"{found.place}: the chat template has not ended after {MOST_S:.0f} s for this conversation; correct it, or name "
                 "another one in --data.chat_template"
             ) from None
+        segments = [segment for each in made.documents for segment in each]
         if chat != document and any(ESCAPED in text for text, _ in segments) and ESCAPED not in str(document):
             raise UnusableError(
                 "the chat template escapes what it writes, so that special tokens in it would be others"
             )
+        self._count(chat, made, found)
+        return made.documents
+
+    def _count(self, chat: Chat, made: Rendered, found: Found) -> None:
         self.counts.conversations += 1
+        segments = [segment for each in made.documents for segment in each]
+        if made.omitted:
+            self.counts.omitted += 1
+            self.counts.first_omitted = self.counts.first_omitted or f"{found.place}: {made.omitted}"
+        if len(made.documents) > 1:
+            self.counts.divided += 1
+            self.counts.divided_documents += len(made.documents)
+            self.counts.divided_chars += sum(len(text) for text, _ in segments)
+            self.counts.joint_chars += made.n_chars
         if not any(learnt for _, learnt in segments):
             roles = (str(message["role"]) for message in chat.messages)
             self.counts.unanswered += 1
             self.counts.roles = tuple(dict.fromkeys((*self.counts.roles, *roles)))
-        return segments
+
+
+def begin_tokens(tokenizer: PreTrainedTokenizerBase, bos: str) -> list[int]:
+    """Return the token before a text that is no conversation, if there is one; ``bos``: as ``data.bos`` says it.
+
+    Raises:
+        UserError: The tokenizer has none, and it is to be there.
+    """
+    token = tokenizer.bos_token_id
+    if token is None and bos == "always":
+        raise UserError("--data.bos always: the tokenizer has no token for the begin of a text; use tokenizer")
+    adds = bos == "always" or (bos == "tokenizer" and tokenizer("a")["input_ids"][:1] == [token])
+    return [token] if adds and token is not None else []
 
 
 def _lead(spelling: Spelling) -> list[int]:

@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llama405b.contract.errors import UserError, counted
-from llama405b.data.encode import FIRST, MARKS, NOT_LEARNT, FileOffset
+from llama405b.data.encode import FIRST, MARKS, NOT_LEARNT, SAME, FileOffset
 
 CHUNK = 64 << 20  # tokens looked at at a time
 
@@ -108,11 +108,12 @@ def divided(
 
     Those held out have about ``n_held`` tokens, and are short and long as the others are: of documents in the order of their sizes,
     every so many-th. Only those come into question that are short enough for ``ENOUGH`` of them, or else for one; where there are
-    too few of these, the end of the longest document is held out instead.
+    too few of these, the end of the longest document is held out instead. Documents of one conversation stay together.
     """
     bounds_N = bounds_of(tokens_N)
     documents_N2 = np.stack([bounds_N[:-1], bounds_N[1:]], axis=1)
-    sizes_N = np.diff(bounds_N)
+    which_N = np.cumsum(tokens_N[bounds_N[:-1]] & SAME == 0) - 1  # conversation, or document that is none
+    sizes_N = np.bincount(which_N, np.diff(bounds_N)).astype(np.int64)
     for most in (n_held // ENOUGH, n_held):
         some_N = draw.permutation(np.flatnonzero(sizes_N <= most))
         some_N = some_N[sizes_N[some_N].argsort(kind="stable")]
@@ -123,10 +124,11 @@ def divided(
             held_N = held_N[:-1]
         held_N = np.sort(held_N)
         if 2 * abs(sizes_N[held_N].sum() - n_held) <= n_held:
-            return np.delete(documents_N2, held_N, axis=0), documents_N2[held_N]
-    longest = int(sizes_N.argmax())
+            is_held_N = np.isin(which_N, held_N)
+            return documents_N2[~is_held_N], documents_N2[is_held_N]
+    longest = int(np.diff(bounds_N).argmax())
     end = int(bounds_N[longest + 1])
-    cut = end - min(n_held, int(sizes_N[longest]) // 2)
+    cut = end - min(n_held, int(end - bounds_N[longest]) // 2)
     documents_N2[longest, 1] = cut
     return documents_N2, np.array([[cut, end]])
 

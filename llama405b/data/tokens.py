@@ -22,7 +22,7 @@ import multiprocessing
 import os
 import shutil
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -37,6 +37,7 @@ from llama405b import extend
 from llama405b.contract.errors import RunError, UserError, and_more, counted, reason_of
 from llama405b.contract.files import read_record, write_json
 from llama405b.contract.software import end_with
+from llama405b.data.chat_template import dated
 from llama405b.data.documents import Documents, FilePart, file_parts, with_forms
 from llama405b.data.encode import Counts, Encoder, FileOffset
 from llama405b.data.sources import read_offsets, write_offsets
@@ -52,7 +53,7 @@ CHUNK_TOKENS = 16 << 20  # sent at a time
 SAY_EVERY_S = 30.0
 DIGITS = 16  # of a SHA-256
 NAMED = 4  # tokens
-RULES = 7  # how texts become tokens; a new number makes every token file anew
+RULES = 8  # how texts become tokens; a new number makes every token file anew
 Progress = Callable[[int, int], None]  # bytes done, bytes in all; 0, 0: waiting for rank 0
 Say = Callable[[str], None]  # a line for the log
 
@@ -66,6 +67,7 @@ class Tokenized:
     n_tokens: int
     counts: Counts
     digest: str = ""  # of the tokens; "": an earlier version wrote them
+    template_date: str = ""  # that the chat template was given; "": it asks for none
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -147,9 +149,10 @@ def tokenised(config: Data, tokenizer_dir: Path, cache: Path, report: Report) ->
     """
     tokenizer = read_tokenizer(tokenizer_dir)
     if is_tokenized(config.paths):
-        return _made(Path(config.paths[0]), rules_of(config, tokenizer), report)
+        return _made(Path(config.paths[0]), config, tokenizer, report)
+    config = dated(config, tokenizer)
     tokens = encoded(file_parts(config.paths), config, tokenizer, cache, report)
-    (read_record(Counts, (cache / tokens.name).with_suffix(".json")) or Counts()).refuse_nothing(config.train_on)
+    (read_record(Counts, (cache / tokens.name).with_suffix(".json")) or Counts()).refuse_useless(config)
     return tokens
 
 
@@ -173,7 +176,7 @@ def encoded(
         report()
     texts = Documents(forms, config.max_bytes, skip=config.bad_records == "skip", names=config.fields)
     report.say(f"tokenizing {counted(len(parts), 'file')}, {texts.total_bytes / 1e6:,.1f} MB")
-    encoder = Encoder(tokenizer, config.train_on, texts, report, parses=config.special_tokens == "parse")
+    encoder = Encoder(tokenizer, config, texts, report)
     tokens = _written(encoder, cache, stem)
     with contextlib.suppress(OSError):  # they are only told
         write_json((cache / tokens.name).with_suffix(".json"), encoder.counts)
@@ -193,6 +196,10 @@ def read_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
     except Exception as error:  # noqa: BLE001
         why = " ".join(str(error).split())
         raise UserError(f"{directory}: cannot read its tokenizer ({why}); download tokenizer.json again") from None
+    settings = read_hf_json(directory / TOKENIZER_CONFIG) if (directory / TOKENIZER_CONFIG).is_file() else {}
+    begins = found("a")["input_ids"][:1] == [found.bos_token_id]
+    if settings.get("add_bos_token", begins) != begins:  # which transformers leaves to the file
+        found.add_bos_token = not begins
     if (directory / "config.json").is_file() and (n := read_hf_json(directory / "config.json").get("vocab_size")):
         beyond = sorted((number, name) for name, number in found.get_vocab().items() if number >= n)
         if beyond:
@@ -215,6 +222,10 @@ def rules_of(config: Data, tokenizer: PreTrainedTokenizerBase) -> str:
         config.special_tokens,
         config.fields,
         config.max_bytes,
+        config.turns,
+        config.template_date,
+        config.template_arguments,
+        config.bos,
         *([own.sha256] if (own := extend.current().declared).reads else []),
     )
     return hashlib.sha256(repr(how).encode()).hexdigest()[:16]
@@ -230,16 +241,17 @@ def stem_of(parts: Sequence[FilePart], config: Data, tokenizer: PreTrainedTokeni
     return f"tokens-{hashlib.sha256(repr(what).encode()).hexdigest()[:16]}-"
 
 
-def _made(directory: Path, rules: str, report: Report) -> TokenFile:
-    """Return what `data tokenize` has written, for this tokenizer and these settings."""
+def _made(directory: Path, config: Data, tokenizer: PreTrainedTokenizerBase, report: Report) -> TokenFile:
+    """Return what `data tokenize` has written, for this tokenizer and these settings but the date, which stays that of its writing."""
     found = read_record(Tokenized, directory / TOKENIZED)
     tokens = TokenFile("", found.n_tokens, found.digest, str((directory / TOKENS).resolve())) if found else None
     if not (found and tokens and tokens.is_whole(directory)):
         raise UserError(f"--data.paths: {directory} is not whole; run `llama405b data tokenize` again")
-    if found.rules != rules:
+    if found.rules != rules_of(dataclasses.replace(config, template_date=found.template_date), tokenizer):
         raise UserError(
-            f"--data.paths: {directory} was tokenized with another tokenizer, chat template, data.train_on, data.fields, "
-            "data.special_tokens, data.bad_records or data.max_bytes; set them back, or run `llama405b data tokenize` again"
+            f"--data.paths: {directory} was tokenized with another tokenizer, chat template, data.train_on, data.turns, "
+            "data.template_arguments, data.fields, data.bos, data.special_tokens, data.bad_records or data.max_bytes; set them back, or "
+            "run `llama405b data tokenize` again"
         )
     tokens.is_damaged(directory, report)
     report.say(str(found.counts))
@@ -316,15 +328,16 @@ def tokenize(config: Data, tokenizer_dir: Path, out: Path, workers: int, told: T
             "data.weights: sources are mixed by the run; tokenize each by itself, with --data.paths and --out"
         )
     tokenizer, files = read_tokenizer(tokenizer_dir), file_parts(config.paths)
-    rules, texts = rules_of(config, tokenizer), stem_of(files, config, tokenizer)
     before = read_record(Tokenized, out / TOKENIZED)
+    config = dated(config, tokenizer, before.template_date if before else "")
+    texts = stem_of(files, config, tokenizer)
     made_before = TokenFile(TOKENS, before.n_tokens, before.digest) if before and before.texts == texts else None
     if before and made_before and made_before.is_whole(out) and not made_before.is_damaged(out, lambda: None):
         return before
     jobs = [files] if config.max_bytes else list(_shared_out(files))
     made = _in_processes(jobs, config, tokenizer_dir, out / PARTS, workers, told)
     try:
-        return _put_together(jobs, made, out, rules, texts, config.train_on)
+        return _put_together(jobs, made, out, texts, config, rules_of(config, tokenizer))
     except OSError as error:
         raise RunError(f"{out}: the tokens cannot be written ({reason_of(error)}); make room there") from None
 
@@ -393,9 +406,9 @@ def _put_together(
     jobs: Sequence[Sequence[FilePart]],
     made: Sequence[TokenFile],
     out: Path,
-    rules: str,
     texts: str,
-    learn: Collection[str],
+    config: Data,
+    rules: str,
 ) -> Tokenized:
     counts = Counts()
     files = list[FileOffset]()
@@ -419,12 +432,12 @@ def _put_together(
             ]
             counts, before = counts + its, before + its.documents
             first += each.n_tokens
-        counts.refuse_nothing(learn)
+        counts.refuse_useless(config)
         whole.flush()
         os.fsync(whole.fileno())
     (out / f".{TOKENS}").rename(out / TOKENS)
     write_offsets(out / TOKENS, files)
-    found = Tokenized(rules, texts, first, counts, digest.hexdigest()[:DIGITS])
+    found = Tokenized(rules, texts, first, counts, digest.hexdigest()[:DIGITS], config.template_date)
     write_json(out / TOKENIZED, found)
     shutil.rmtree(out / PARTS)
     return found

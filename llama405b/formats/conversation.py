@@ -17,6 +17,11 @@ ROLES = {  # what templates call those that records name
     "system": "system", "developer": "system",
     "tool": "tool", "observation": "tool", "function": "tool", "ipython": "tool",
 }  # fmt: skip
+# Fields of tools, of calls and of JSON schemas, in the order in which servers write them.
+IN_ORDER = (
+    "id", "type", "function", "name", "description", "arguments", "title", "enum", "const", "default", "items", "properties",
+    "required", "additionalProperties", "parameters", "strict",
+)  # fmt: skip
 CALLS = "function_call"  # ShareGPT's role of a turn that is calls of tools, in JSON; and OpenAI's older field
 TEXTS = ("text", "input_text", "output_text")  # types of a message's part
 
@@ -35,6 +40,7 @@ class Chat:
 
     messages: tuple[Mapping[str, Any], ...]
     tools: Any = None
+    arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # others, for the template
 
     @property
     def n_chars(self) -> int:
@@ -45,7 +51,7 @@ class Chat:
 def chat_of(turns: Sequence[Any], record: Mapping[str, Any], n_read: int = 0) -> Chat:
     """Return a conversation of messages or turns; ``n_read``: of the first of them nothing is learnt.
 
-    ``record``: the fields that go with it: system, tools, functions.
+    ``record``: the fields that go with it: system, tools, functions, chat_template_kwargs.
 
     Raises:
         UnusableRecordError: A message, or one of these fields, says what no template can be given.
@@ -63,7 +69,10 @@ def chat_of(turns: Sequence[Any], record: Mapping[str, Any], n_read: int = 0) ->
             messages.insert(0, {"role": "system", "content": system})
         elif first["content"] != system:
             raise UnusableRecordError("its 'system' is not what its first message says; keep one of them")
-    return Chat(tuple(messages), _tools(record))
+    arguments = record.get("chat_template_kwargs") or {}
+    if not isinstance(arguments, dict):
+        raise UnusableRecordError(f"its 'chat_template_kwargs' is {short(str(arguments))}, not an object")
+    return Chat(tuple(messages), _tools(record), arguments)
 
 
 def list_of(value: Any) -> list[Any] | None:
@@ -86,8 +95,23 @@ def _tools(record: Mapping[str, Any]) -> list[Any] | None:
             raise UnusableRecordError(f"its {name!r} is {short(str(value))}, not a list of objects")
         if name == "functions":
             tools = [{"type": "function", "function": tool} for tool in tools]
-        return tools or None
+        return [_function_in_order(tool) for tool in tools] or None
     return None
+
+
+def in_order(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields that are not null, the usual ones first and in the usual order."""
+    usual = {name: fields[name] for name in IN_ORDER if fields.get(name) is not None}
+    return usual | {name: value for name, value in fields.items() if value is not None}
+
+
+def _function_in_order(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """A tool or a call as every form of file has it, whatever the order of the record; what it says of parameters stays as it is."""
+    ordered = in_order(tool)
+    return {
+        name: in_order(value) if name == "function" and isinstance(value, dict) else value
+        for name, value in ordered.items()
+    }
 
 
 def _message(turn: Any, number: int) -> dict[str, Any]:
@@ -161,7 +185,7 @@ def _call(call: Any, where: str) -> dict[str, Any]:
     if not isinstance(arguments, dict):
         raise UnusableRecordError(f"{where}: its arguments are {short(json.dumps(arguments))}, not an object")
     function = {**function, "arguments": arguments}
-    return {**call, "function": function} if "function" in call else function
+    return _function_in_order({**call, "function": function} if "function" in call else function)
 
 
 def _parsed(text: Any, what: str) -> Any:

@@ -27,7 +27,13 @@ ALPACA = (  # the prompts that Alpaca's fields are made for: without an input, a
 )
 APART = "\n\n"  # between a question and its answer
 CONVERSATIONS = ("messages", "conversations", "conversation")
-OF_CHATS = ("system", "tools", "functions", "parallel_tool_calls")  # the last one says nothing of the text
+OF_CHATS = (
+    "system",
+    "tools",
+    "functions",
+    "chat_template_kwargs",
+    "parallel_tool_calls",
+)  # the last one says nothing of the text
 OF_LEAD = ("system", "system_prompt")
 OF_ALPACA = ("instruction", "input", "output", "history", *OF_LEAD)
 OF_DOLLY = ("instruction", "context", "response", "history", *OF_LEAD)

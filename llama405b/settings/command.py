@@ -121,9 +121,11 @@ def schema() -> dict[str, Json]:
         sections[section]["properties"][name] = found
     data, optimizer, checkpoint = (sections[name]["properties"] for name in ("data", "optimizer", "checkpoint"))
     data["sources"] = SOURCES
-    data["fields"] = {
-        "anyOf": [_of_type(tuple[str, ...]), {"type": "object", "additionalProperties": {"type": "string"}}]
-    } | {name: data["fields"][name] for name in ("description", "default")}
+    for name, each in (("fields", {"type": "string"}), ("template_arguments", True)):
+        table: Json = {"type": "object", "additionalProperties": each}
+        data[name] = {"anyOf": [_of_type(tuple[str, ...]), table]} | {
+            key: data[name][key] for key in ("description", "default")
+        }
     optimizer["groups"]["items"] = {"anyOf": [{"type": "string"}, GROUP]}
     checkpoint["every"]["type"] = ["string", "integer"]  # of steps
     return {

@@ -22,7 +22,7 @@ from llama405b.contract.files import refuse_others_writing
 from llama405b.contract.reader import Json
 from llama405b.settings.axes import DP, Axes, Dealing, Recompute
 from llama405b.settings.rules import EPOCHS, OF_VALUES, RENAMED, STEPS, faults_of, group_text, instead_of, suggestion
-from llama405b.settings.schema import ONE_PER_FLAG, TYPES, Cadence, Config, Parallel
+from llama405b.settings.schema import ONE_PER_FLAG, PAIRS, TYPES, Cadence, Config, Parallel
 
 MAX_INT = 2**31 - 1  # of any setting: no step, byte or second count needs more
 DEMO_MODEL = "models/demo"  # rank 0 creates it if it is missing
@@ -136,11 +136,11 @@ def read_toml(path: Path) -> dict[str, Setting]:
 def _spelt_out(section: str, table: Mapping[str, Json], where: str) -> Iterator[tuple[str, Json]]:
     """Yield a section's settings, whose tables are another way to write them.
 
-    ``[[data.sources]]`` is data.paths and data.weights; data.fields and optimizer.groups may be tables, too.
+    ``[[data.sources]]`` is data.paths and data.weights; data.fields, data.template_arguments and optimizer.groups may be tables, too.
     """
     for key, value in table.items():
-        if (section, key) == ("data", "fields") and isinstance(value, dict):
-            yield key, [f"{ours}={theirs}" for ours, theirs in value.items()]
+        if f"{section}.{key}" in PAIRS and isinstance(value, dict):
+            yield key, [f"{name}={each if isinstance(each, str) else json.dumps(each)}" for name, each in value.items()]
             continue
         if (section, key) == ("optimizer", "groups") and isinstance(value, list):
             yield key, [group_text(each) if isinstance(each, dict) else each for each in value]

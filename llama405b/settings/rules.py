@@ -7,11 +7,14 @@ What an unknown flag or setting was meant to be: other programs' names for ours,
 Which values of settings are possible, and possible together: each rule yields the setting that is wrong, and what to do.
 """
 
+import contextlib
 import dataclasses
+import datetime
 import difflib
 import fnmatch
 import math
 import operator
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from llama405b.contract.checkpoints import LEAST_KEPT, NAMES
@@ -20,6 +23,7 @@ from llama405b.settings.schema import (
     FP32_MASTERS,
     TARGETS,
     TRACKERS,
+    TRAINED_ON,
     Adapter,
     Config,
     Data,
@@ -384,6 +388,14 @@ def _of_data(data: Data) -> Iterator[Fault]:
             "data.fields",
             "fields name no document; write text=FIELD, or prompt=FIELD,completion=FIELD, or messages=FIELD[,tools=FIELD]",
         )
+    if unknown := [role for role in data.train_on if role not in TRAINED_ON]:
+        near = suggestion(unknown[0], TRAINED_ON)
+        yield "data.train_on", f"{unknown[0]!r} is no role{near}; choose from {', '.join(TRAINED_ON)}"
+    for argument in data.template_arguments:
+        if not re.fullmatch(r"\w+=.*", argument, re.DOTALL):
+            yield "data.template_arguments", f"{argument!r} has no value; write NAME=VALUE, as enable_thinking=false"
+    if data.template_date and not _is_date(data.template_date):
+        yield "data.template_date", f"{data.template_date!r} is no date; write it as 2026-11-28"
     if data.weights and len(data.weights) != len(data.paths):
         counts = f"{counted(len(data.weights), 'weight')} for {counted(len(data.paths), 'path')}"
         yield "data.weights", f"{counts}; give one for each"
@@ -395,6 +407,12 @@ def _of_data(data: Data) -> Iterator[Fault]:
             yield "data.documents", one_text
         if data.long_documents == "truncate":
             yield "data.long_documents", one_text
+
+
+def _is_date(text: str) -> bool:
+    with contextlib.suppress(ValueError):
+        return datetime.date.fromisoformat(text).isoformat() == text
+    return False
 
 
 def _of_training(training: Training, optimizer: Optimizer) -> Iterator[Fault]:

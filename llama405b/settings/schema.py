@@ -197,10 +197,25 @@ class Data:
         "split", "what is done with documents that are longer than a sequence"
     )
     train_on: tuple[str, ...] = option(
-        ("assistant",), "roles of a conversation whose messages are trained on; the loss mask leaves out all others"
+        ("assistant",),
+        "roles of a conversation whose messages are trained on; the loss mask leaves out all others; last: the last answer alone",
+    )
+    turns: Literal["auto", "joint", "per-answer"] = option(
+        "auto",
+        "joint: a conversation is one document; per-answer: one for each answer, as inference will see it; auto: joint where that is "
+        "the same, as chat templates that change earlier messages do not have it",
     )
     chat_template: str = option(
         "", "a file with the Jinja template for conversations, on the first host; default: the tokenizer's own"
+    )
+    template_arguments: tuple[str, ...] = option(
+        (),
+        "what the chat template is given beside a conversation, as enable_thinking=false, one per flag; in TOML also "
+        "template_arguments = {enable_thinking = false}",
+    )
+    template_date: str = option(
+        "",
+        "the date that the chat template is given, if it asks for today's, as 2026-11-28; default: the day on which the run first began",
     )
     fields: tuple[str, ...] = option(
         (),
@@ -208,7 +223,14 @@ class Data:
         'fields = {prompt = "instruction", completion = "output"}; default: the usual names (docs/data.md)',
     )
     bad_records: Literal["refuse", "skip"] = option(
-        "refuse", "skip: leave out records that cannot be used, and say how many"
+        "refuse", "skip: leave out records that cannot be used, and say how many, and why"
+    )
+    bad_records_limit: float = option(
+        5.0, "with skip: refuse data of which more than this many percent of records are left out"
+    )
+    bos: Literal["tokenizer", "always", "never"] = option(
+        "tokenizer",
+        "the token for the begin of a text, before documents that are no conversation; tokenizer: as that puts it",
     )
     special_tokens: Literal["text", "parse"] = option(
         "text",
@@ -512,4 +534,7 @@ def fields() -> Iterator[tuple[str, Any, Any, str]]:
 
 
 TYPES: dict[str, Any] = {key: type_ for key, type_, _, _ in fields()}
-ONE_PER_FLAG = ("evaluation.prompts",)  # lists whose entries may have commas
+LAST = "last"  # among data.train_on: the last answer
+TRAINED_ON = ("assistant", LAST, "user", "system", "tool")
+PAIRS = ("data.fields", "data.template_arguments")  # NAME=VALUE each; in TOML tables, too
+ONE_PER_FLAG = ("evaluation.prompts", "data.template_arguments")  # lists whose entries may have commas

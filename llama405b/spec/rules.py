@@ -213,7 +213,10 @@ def accept_changes(path: str, before: RunIdentity, now: RunIdentity, allowed: Se
             "begin another run with another --checkpoint.dir"
         )
     said = f"{path} was saved with other settings ({', '.join(map(' '.join, changes.items()))}){anew}"
+    if not same_data(before, now):
+        changes.pop(STEPS, None)  # which follow from the data
     if ALL not in allowed and not changes.keys() <= {*allowed}:
+        said = f"{path} was saved with other settings ({', '.join(map(' '.join, changes.items()))}){anew}"
         names = ",".join([*allowed, *(name for name in changes if name not in allowed)])
         raise UserError(f"--resume: {said}; set them back, or accept this with --checkpoint.allow_changes {names}")
     return said

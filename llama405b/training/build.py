@@ -14,6 +14,7 @@ Everything up to the first step: builds the parts of a run, each from its own se
 """
 
 import base64
+import contextlib
 import dataclasses
 import functools
 import os
@@ -33,8 +34,10 @@ from llama405b.checkpoint.resume import Resume
 from llama405b.checkpoint.saving import Saving
 from llama405b.checkpoint.store import CheckpointView, Store
 from llama405b.checkpoint.verified import DamagedError
+from llama405b.contract.checkpoints import MANIFEST, newest_complete, read_manifest
 from llama405b.contract.errors import UserError, counted
 from llama405b.contract.files import write_atomic
+from llama405b.contract.reader import MalformedError
 from llama405b.contract.records import EventKind, Phase
 from llama405b.data.batch import IGNORE_INDEX
 from llama405b.data.batches import (
@@ -49,7 +52,9 @@ from llama405b.data.batches import (
     without,
     words_of,
 )
+from llama405b.data.chat_template import dated
 from llama405b.data.demo_model import make_demo
+from llama405b.data.tokens import read_tokenizer
 from llama405b.distributed import collectives
 from llama405b.distributed.ranks import Rank, bind, ranks_per_host
 from llama405b.model import fused, llama
@@ -115,6 +120,25 @@ def _chosen(config: Config, preset: str, me: Rank, per_host: int) -> Config:
         of = torch.cuda.get_device_properties(me.device)
         gpu = gpu_like(of.name, of.total_memory, read_gpus())
     return chosen(config, llama, me.world, per_host, Cluster(gpu) if gpu else None)
+
+
+def with_template_date(config: Config, files: Path, resume: str, context: RankContext) -> Config:
+    """Return the configuration with the date for a chat template that asks for one: the run's, as its checkpoints have it, else today.
+
+    ``files``: the directory of the tokenizer. All ranks call it.
+    """
+    data, name = config.data, "data.template_date"
+    saved: tuple[int, str] = (0, "")
+    directory = newest_complete(Path(config.checkpoint.dir or context.run.checkpoints)) if resume != "no" else None
+    with contextlib.suppress(OSError, MalformedError):  # which are told where a checkpoint is chosen
+        manifest = read_manifest((directory / MANIFEST).read_bytes())[0] if directory else None
+        if manifest and manifest.identity:
+            saved = (manifest.step, str(manifest.identity.settings.get(name, "")))
+    before = max(collectives.all_gather_objects(saved, tuple[int, str]))[1]
+    with collectives.raise_on_all_ranks():
+        if context.me.is_rank0:
+            data = dated(data, read_tokenizer(files), before)
+    return dataclasses.replace(config, data=collectives.broadcast_object(data))
 
 
 def open_data(data: Data, evaluation: Evaluation, files: Path, context: RankContext) -> tuple[Batches, Batches | None]:
@@ -474,6 +498,7 @@ def build_trainer(config: Config, resume: str, context: RankContext, stop: StopS
         if context.me.is_rank0:
             check_packages(config.tracking)
     context.phase(Phase.DATA)
+    config = with_template_date(config, files, resume, context)
     batches, held_out = open_data(config.data, config.evaluation, files, context)
     prompts = open_prompts(config, files, held_out, context)  # one that is too long is told before weights are loaded
     llama = models.read_llama(files, config.model.layers)
@@ -625,7 +650,7 @@ def open_prompts(config: Config, files: Path, held_out: Batches | None, context:
     """
     if held_out is None or not config.evaluation.prompts:
         return None
-    return Prompts(config.evaluation, files, config.data.seq_len, context)
+    return Prompts(config.evaluation, files, config.data, context)
 
 
 def build_evaluator(

@@ -23,6 +23,7 @@ from llama405b.contract.errors import UserError, counted
 from llama405b.contract.records import Phase
 from llama405b.data.batch import IGNORE_INDEX, Batch
 from llama405b.data.batches import Batches
+from llama405b.data.encode import begin_tokens
 from llama405b.data.tokens import read_tokenizer
 from llama405b.distributed import collectives
 from llama405b.distributed.collectives import all_reduce_sum
@@ -30,7 +31,7 @@ from llama405b.distributed.ranks import Rank
 from llama405b.model.attention import model_inputs
 from llama405b.parallel.fsdp import take_forward
 from llama405b.parallel.passes import Passes
-from llama405b.settings.schema import Evaluation
+from llama405b.settings.schema import Data, Evaluation
 from llama405b.spec.models import end_ids, generation_ends
 from llama405b.training.context import RankContext
 
@@ -38,7 +39,7 @@ from llama405b.training.context import RankContext
 class Prompts:
     """What is continued, and by which tokens."""
 
-    def __init__(self, settings: Evaluation, files: Path, seq_len: int, context: RankContext) -> None:
+    def __init__(self, settings: Evaluation, files: Path, data: Data, context: RankContext) -> None:
         """``files``: the directory of the tokenizer."""
         self.texts, self.context, self.n_new = settings.prompts, context, settings.prompt_tokens
         if split := [name for name in ("tp", "cp", "pp") if getattr(context.me.axes, name) > 1]:
@@ -46,7 +47,9 @@ class Prompts:
                 f"--evaluation.prompts: they are continued where ranks have whole layers; leave them out, or use {split[0]} 1"
             )
         self.tokenizer = read_tokenizer(files)
-        self.prompts = [self.tokenizer(text)["input_ids"] for text in self.texts]
+        begin, seq_len = begin_tokens(self.tokenizer, data.bos), data.seq_len
+        ids = [self.tokenizer(text, add_special_tokens=False)["input_ids"] for text in self.texts]
+        self.prompts = [begin + each for each in ids]
         for text, prompt in zip(self.texts, self.prompts, strict=True):
             if not 0 < len(prompt) <= seq_len - self.n_new:
                 raise UserError(

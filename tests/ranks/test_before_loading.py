@@ -3,10 +3,11 @@
 import json
 import shutil
 import types
+from pathlib import Path
 
 import pytest
 
-from llama405b.settings.schema import Evaluation
+from llama405b.settings.schema import Data, Evaluation
 from llama405b.spec.models import end_ids
 from llama405b.training.evaluate import Prompts
 from ops_rig import settings, train
@@ -34,6 +35,37 @@ def test_a_resume_that_has_nothing_to_do_says_so(demo, corpus, tmp_path):
     assert said in done.stdout.splitlines()
 
 
+def test_a_run_keeps_the_date_that_its_chat_template_was_given_first(demo, tmp_path):
+    """On another day, with nothing but the checkpoints: as a first host that has been replaced."""
+    template = Path("tests/data/chat_templates/llama-3.2.jinja").resolve()
+    records = [
+        {"messages": [{"role": role, "content": f"{i} {role} " * 9} for role in ("user", "assistant")]}
+        for i in range(40)
+    ]
+    (tmp_path / "talk.jsonl").write_text("\n".join(map(json.dumps, records)))
+    common = [
+        *settings(demo, tmp_path / "talk.jsonl", steps=2),
+        "--data.chat_template",
+        template,
+        "--checkpoint.every",
+        2,
+    ]
+    train(tmp_path, "run", *common, "--data.template_date", "2024-02-29")
+    shutil.rmtree(tmp_path / "runs/.cache")
+    (tmp_path / "runs/run/config.toml").unlink()
+    train(
+        tmp_path, "run", *common, "--training.max_steps", 4, "--optimizer.decay", "constant", "--resume", "auto", code=2
+    )
+    changed = ["--checkpoint.allow_changes", "optimizer.decay,training.max_steps"]
+    done = train(tmp_path, "run", *common, "--training.max_steps", 4, "--resume", "auto", *changed)
+    assert "resumed from " in done.stdout
+    assert "saved runs/run/checkpoints/step-00000004" in done.stdout
+    assert 'template_date = "2024-02-29"' in (tmp_path / "runs/run/config.toml").read_text()
+    again = [*common, "--training.max_steps", 4, "--resume", "auto", "--data.template_date", "2024-03-01"]
+    refused = train(tmp_path, "run", *again, code=2)
+    assert "data.template_date 2024-02-29 -> 2024-03-01" in refused.stderr
+
+
 @pytest.mark.parametrize(
     ("told", "ids"),
     [(None, set()), (2, {2}), ([2, 300], {2, 300}), ([1, None, "</s>", [4], 5.0, True], {1}), ("</s>", set())],
@@ -43,5 +75,5 @@ def test_a_sample_ends_where_the_tokenizer_or_generate_would(demo, tmp_path, tol
     shutil.copytree(demo, files)
     (files / "generation_config.json").write_text(json.dumps({"eos_token_id": told}))
     context = types.SimpleNamespace(me=types.SimpleNamespace(axes=types.SimpleNamespace(tp=1, cp=1, pp=1)))
-    prompts = Prompts(Evaluation(prompts=("def",)), files, 64, context)
+    prompts = Prompts(Evaluation(prompts=("def",)), files, Data(seq_len=64), context)
     assert prompts.ends == end_ids(prompts.tokenizer.eos_token_id) | ids

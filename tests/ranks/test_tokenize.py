@@ -54,7 +54,7 @@ def test_they_are_the_tokens_that_a_run_would_make(demo, texts, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert sum(line.endswith("s left") for line in lines) > 3
     assert lines[-2].startswith("data: 282 documents, ")
-    assert "; 1 record left out, the first: " in lines[-2]
+    assert "; 1 record left out: 1 like " in lines[-2]
     whole = (texts.parent / "cache" / expected.name).read_bytes()
     assert (texts.parent / "made" / TOKENS).read_bytes() == whole
     assert read_offsets(texts.parent / "made" / TOKENS) == read_offsets(texts.parent / "cache" / expected.name)
@@ -76,7 +76,7 @@ def test_a_large_file_of_records_is_shared_out_in_pieces(demo, texts, capsys):
     config = Data(paths=("texts",), bad_records="skip")
     expected = tokenised(config, demo, texts.parent / "cache", report())
     data.main(typed(demo))
-    assert "2 records left out, the first: texts/3.jsonl:301: not " in capsys.readouterr().out
+    assert "2 records left out: 2 like texts/3.jsonl:301: not " in capsys.readouterr().out
     cache, made = texts.parent / "cache" / expected.name, texts.parent / "made" / TOKENS
     assert made.read_bytes() == cache.read_bytes()
     assert len(read_offsets(made)) > len(read_offsets(cache)) + 5  # pieces

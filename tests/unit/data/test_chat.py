@@ -9,8 +9,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from llama405b.contract.errors import UserError
-from llama405b.data import encode, tokens
-from llama405b.data.encode import FIRST, MARKS, NOT_LEARNT, Template, UnusableError
+from llama405b.data import tokens
+from llama405b.data.chat_template import Template, UnusableError
+from llama405b.data.encode import FIRST, MARKS, NOT_LEARNT
 from llama405b.formats.conversation import Chat
 from llama405b.formats.corpus import check_template
 from llama405b.formats.document import ALPACA, Text, document_of
@@ -45,7 +46,7 @@ def tokenizer(demo):
 
 
 def learnt(tokenizer, messages, learn=("assistant",)):
-    segments = Template(tokenizer, learn).segments(Chat(tuple(messages)))
+    [segments] = Template(tokenizer, Data(train_on=learn)).rendered(Chat(tuple(messages))).documents
     whole = tokenizer.apply_chat_template(messages, tokenize=False)
     assert "".join(text for text, _ in segments) == whole
     return [text for text, is_learnt in segments if is_learnt]
@@ -60,8 +61,10 @@ def test_answers_are_learnt_with_their_end_and_without_their_header(tokenizer):
 
 
 def test_other_roles_and_weights(tokenizer):
-    assert learnt(tokenizer, TALK, learn=("user",)) == ["<|user|>\n\none?<|end|>", "<|user|>\n\nthree?<|end|>"]
+    assert learnt(tokenizer, TALK, learn=("user",)) == ["one?<|end|>", "three?<|end|>"]
     assert learnt(tokenizer, TALK, learn=("assistant", "tool", "system"))[1:] == ["two<|end|>", "four<|end|>"]
+    assert learnt(tokenizer, TALK, learn=("last",)) == ["four<|end|>"]
+    assert learnt(tokenizer, TALK[:4], learn=("last", "user")) == ["one?<|end|>", "two<|end|>", "three?<|end|>"]
     unlearnt = [*TALK[:2], TALK[2] | {"weight": 0}, *TALK[3:]]
     assert learnt(tokenizer, unlearnt) == ["four<|end|>"]
 
@@ -77,7 +80,6 @@ def test_what_a_template_writes_before_the_first_message_is_not_learnt(tokenizer
 @pytest.mark.parametrize(
     ("template", "messages", "words"),
     [
-        (LAST_ONLY, TALK, "the chat template changes earlier messages when later ones follow"),
         (INSTRUCTIONS, [TALK[1], TALK[1]], r"the chat template refuses it \(roles must alternate\)"),
         ("{{ messages[0]['content'].nothing() }}", TALK, "the chat template refuses it"),
     ],
@@ -85,7 +87,7 @@ def test_what_a_template_writes_before_the_first_message_is_not_learnt(tokenizer
 def test_what_the_template_cannot_do_is_said(tokenizer, template, messages, words):
     tokenizer.chat_template = template
     with pytest.raises(UnusableError, match=words):
-        Template(tokenizer, ("assistant",)).segments(Chat(tuple(messages)))
+        Template(tokenizer, Data()).rendered(Chat(tuple(messages)))
 
 
 def test_forms_of_records():
@@ -173,9 +175,13 @@ def test_bad_records_are_refused_or_counted(demo, tmp_path):
         UserError, match=r"a\.jsonl:3: not \{\"text\": …\}.*; correct it, or leave such records out with --data"
     ):
         tokenised(file, demo, tmp_path / "cache")
-    _, lines = tokenised(file, demo, tmp_path / "cache", bad_records="skip")
+    _, lines = tokenised(file, demo, tmp_path / "cache", bad_records="skip", bad_records_limit=50.0)
     assert lines[-1].startswith("data: 2 documents, ")
-    assert f"; 2 records left out, the first: {file}:3: not " in lines[-1]
+    assert f"; 2 records left out: 1 like {file}:3: not " in lines[-1]
+    with pytest.raises(
+        UserError, match=r"skip leaves out 2 records of 4 \(50%\), the first, .*a\.jsonl:3: .*which is 5%$"
+    ):
+        tokenised(file, demo, tmp_path / "cache", bad_records="skip")
     (tmp_path / "b.jsonl").write_text(json.dumps({"messages": TALK}))
     with pytest.raises(
         UserError, match=r"b\.jsonl:1: is a conversation, but the tokenizer has no chat template; name a file"
@@ -183,7 +189,7 @@ def test_bad_records_are_refused_or_counted(demo, tmp_path):
         tokenised(tmp_path / "b.jsonl", demo, tmp_path / "cache", bad_records="skip")
     odd = with_template(demo, tmp_path / "model", LAST_ONLY)
     with pytest.raises(UserError, match=r"b\.jsonl:1: the chat template changes earlier messages"):
-        tokenised(tmp_path / "b.jsonl", odd, tmp_path / "cache")
+        tokenised(tmp_path / "b.jsonl", odd, tmp_path / "cache", turns="joint")
     with pytest.raises(UserError, match=r"--data\.chat_template: none\.jinja: cannot be read \(No such file"):
         check_template(Path("none.jinja"))
 
@@ -192,13 +198,13 @@ def test_a_conversation_of_which_the_template_writes_nothing_is_a_bad_record(dem
     tokenizer = AutoTokenizer.from_pretrained(demo)
     tokenizer.chat_template = "{% for m in messages if m['role'] != 'system' %}{{ m['content'] }}{% endfor %}"
     with pytest.raises(UnusableError, match="the chat template writes nothing for it"):
-        Template(tokenizer, ("assistant",)).segments(Chat(({"role": "system", "content": "a"},)))
+        Template(tokenizer, Data()).rendered(Chat(({"role": "system", "content": "a"},)))
 
 
 @pytest.mark.timeout(60)
 def test_a_template_that_never_ends_is_refused_with_the_conversation(demo, tmp_path, monkeypatch):
-    monkeypatch.setattr(encode, "MOST_S", 0.3, raising=False)
-    monkeypatch.setattr("llama405b.data.encode.MOST_S", 0.3, raising=False)
+    monkeypatch.setattr("llama405b.data.encode.MOST_S", 0.3)
+    monkeypatch.setattr("llama405b.data.chat_template.MOST_S", 0.3)
     shutil.copytree(demo, tmp_path / "model")
     loops = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
     (tmp_path / "model/chat_template.jinja").write_text(loops)

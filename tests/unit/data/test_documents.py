@@ -153,7 +153,8 @@ def test_bytes_that_are_not_utf_8_are_a_bad_record(tmp_path, name):
         list(read(file))
     texts = read(file, skip=True)
     assert [found.document.text for found in texts] == ["ok"] * (name not in ("a.txt", "a.gz"))
-    assert (texts.n_bad, texts.first_bad.partition(" is")[0].endswith("two caf'")) == (1, True)
+    [left_out] = texts.left_out.values()
+    assert (left_out.count, left_out.first.partition(" is")[0].endswith("two caf'")) == (1, True)
 
 
 def test_after_a_good_record_such_bytes_may_be_skipped_and_their_line_is_named(tmp_path):

@@ -106,6 +106,8 @@ def test_fields_that_are_not_read_and_conversations_without_an_answer_are_said(s
         "--data.paths", "a.jsonl", "--data.seq_len", "16", "--data.chat_template", "t.jinja", "--sequences", "0"
     )
     assert "; nothing is learnt of 2 conversations, with the roles system, user; not read: 'topic' (a.jsonl)\n" in text
+    proof = "chat template: 1 of 1 answer of a.jsonl:1 follows the very tokens that apply_chat_template(add_generation_prompt=True) gives"
+    assert f"{proof} a model\n" in text
 
 
 @pytest.mark.parametrize(

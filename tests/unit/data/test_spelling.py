@@ -10,7 +10,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from llama405b.contract.errors import UserError
 from llama405b.data import tokens
-from llama405b.data.encode import FIRST, MARKS, NOT_LEARNT, Template
+from llama405b.data.chat_template import Template
+from llama405b.data.encode import FIRST, MARKS, NOT_LEARNT
 from llama405b.formats.conversation import Chat
 from llama405b.settings.schema import Data
 
@@ -79,7 +80,7 @@ def test_a_conversation_that_spells_none_has_the_tokens_of_its_template(model, t
 
 def _parsed(tokenizer, messages, tools=None):
     """The tokens of what the template writes, by themselves; its text is split where learning begins and ends."""
-    segments = Template(tokenizer, ("assistant",)).segments(Chat(tuple(messages), tools))
+    [segments] = Template(tokenizer, Data()).rendered(Chat(tuple(messages), tools)).documents
     parts = tokenizer([text for text, _ in segments], add_special_tokens=False)["input_ids"]
     return list(itertools.chain(*parts))
 

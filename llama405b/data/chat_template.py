@@ -1,0 +1,291 @@
+"""Conversations as text: through the tokenizer's chat template, in pieces of which some are trained on. Knows no files.
+
+An answer is trained on where inference would have the model write it: after what the template renders of the messages before it with
+``add_generation_prompt``, and up to the answer's end. Where that text begins the rendering of the whole conversation for every answer, one
+document has them all; else each answer has a document of its own.
+"""
+
+import contextlib
+import dataclasses
+import datetime
+import json
+import os
+import re
+import signal
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jinja2
+import jinja2.meta
+import jinja2.sandbox
+from jinja2 import nodes
+from transformers import PreTrainedTokenizerBase
+
+from llama405b.contract.errors import UserError
+from llama405b.formats.conversation import Chat
+from llama405b.settings.schema import LAST, Data
+
+Segment = tuple[str, bool]  # text, and whether it is trained on
+Span = tuple[int, int]  # of a text
+MOST_S = 10.0  # of this process's time, for the text of a conversation: it takes milliseconds
+TODAY = "strftime_now"  # by which a template asks for the date
+OTHERWISE = "the chat template changes earlier messages when later ones follow"
+GENERATION = re.compile(r"{%-?\s*(end)?generation\s*-?%}")  # tags of transformers, around an answer
+GIVEN = ("messages", "tools", "documents", "add_generation_prompt", "raise_exception")  # to every template
+REASONING = ("reasoning_content", "reasoning", "thinking")  # of an answer, beside its content
+
+
+class UnusableError(ValueError):
+    """A conversation that the template cannot be used for."""
+
+
+class RefusedError(UnusableError):
+    """The template itself refuses these messages."""
+
+
+class EndlessError(Exception):
+    """The template does not end."""
+
+
+class Rendered(NamedTuple):
+    """What the template makes of a conversation."""
+
+    documents: list[list[Segment]]  # each as its pieces
+    n_chars: int  # of one document with all messages
+    omitted: str = ""  # what an answer says and the template does not write
+
+
+class Template:
+    """The tokenizer's chat template with a run's settings: what becomes of a conversation, and what is trained on of it.
+
+    Raises:
+        UserError: ``data.template_arguments`` names what the template does not ask for.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, settings: Data) -> None:
+        self.tokenizer, self.settings = tokenizer, settings
+        self.arguments = arguments_of(settings, tokenizer)
+        self.clock = clock_of(settings.template_date) if settings.template_date else ""
+
+    def rendered(self, chat: Chat) -> Rendered:
+        """Render a conversation: one document with all answers where that is exact, else one per answer.
+
+        A message of weight 0 is not trained on.
+
+        Raises:
+            UnusableError: The template cannot be used for it.
+            EndlessError: The template does not end.
+        """
+        whole = self.render(chat)
+        if not whole:
+            raise UnusableError("the chat template writes nothing for it")
+        learnt = self._learnt(chat)
+        own = {i: self._own(chat, i, whole) for i in learnt}
+        omitted = next(filter(None, (_omitted(chat, i, (own[i] or ("", whole))[1]) for i in learnt)), "")
+        joint = _pieces(whole, [self._span(chat, whole, i, own) for i in learnt])
+        if joint and self.settings.turns != "per-answer":
+            return Rendered([joint], len(whole), omitted)
+        if self.settings.turns == "joint":
+            raise UnusableError(OTHERWISE)
+        found, waiting = list[list[Segment]](), list[int]()
+        for i in learnt:
+            waiting.append(i)
+            if parts := own[i]:
+                text, part = "".join(parts), dataclasses.replace(chat, messages=chat.messages[: i + 1])
+                pieces = _pieces(text, [self._span(part, text, k, own) for k in waiting if k == i or not own[k]])
+                if not pieces:
+                    raise UnusableError(OTHERWISE)
+                found.append(pieces)
+                waiting = []
+        if waiting:
+            raise UnusableError(OTHERWISE)
+        return Rendered(found or [[(whole, False)]], len(whole), omitted)
+
+    def _learnt(self, chat: Chat) -> list[int]:
+        """The numbers of the messages that are trained on, from 0."""
+        roles, kept = self.settings.train_on, [i for i, m in enumerate(chat.messages) if m.get("weight") != 0]
+        last = [i for i in kept if chat.messages[i]["role"] == "assistant"][-1:]
+        return [i for i in kept if chat.messages[i]["role"] in roles or (LAST in roles and i in last)]
+
+    def _own(self, chat: Chat, i: int, whole: str) -> tuple[str, str] | None:
+        """What inference gives a model before message ``i``, and what it then has to write; None if the template refuses these alone."""
+        before = None
+        try:
+            after = self.render(chat, i + 1) if i + 1 < len(chat.messages) else whole
+            if i and chat.messages[i]["role"] == "assistant":
+                with contextlib.suppress(RefusedError):
+                    before = self.render(chat, i, prompt=True)
+            if before is None:
+                before = self._beginning(chat, i, i + 1)
+        except RefusedError:
+            return None
+        if after.startswith(before):
+            return before, after[len(before) :]
+        if after.startswith(self.render(chat, i)):
+            return before, self._begun(chat, i, before, after)
+        return before, after[self._continues(chat, i, before) :]
+
+    def _begun(self, chat: Chat, i: int, before: str, after: str) -> str:
+        """An answer that the template's prompt has begun with, as ``<think>``, though the template leaves that out of what was said."""
+        role, content = chat.messages[i]["role"], str(chat.messages[i]["content"])
+        begins = os.path.commonprefix([before, after])  # noqa: RUF071  (of texts)
+        opening, written = before[len(begins) :], after[len(begins) :]
+        end = self._end(chat, i)
+        said = written.removesuffix(end)
+        if not (content.startswith(opening) and content.rstrip().endswith(said.strip())):
+            raise UnusableError(
+                f"message {i + 1} ({role}): the chat template's prompt for it ends with {opening!r}, and it does not begin so; write the "
+                "answer's thinking into its content, or name another template with --data.chat_template"
+            )
+        return content[len(opening) :].rstrip() + end
+
+    def _continues(self, chat: Chat, i: int, before: str) -> int:
+        """Where an answer's text goes on from the template's prompt for it, which has the messages before it otherwise."""
+        begin = self._beginning(chat, i, i + 1)
+        ends = [(len(os.path.commonprefix([before[::-1], begin[:at][::-1]])), at) for at in range(len(begin) + 1)]  # noqa: RUF071
+        n_common, at = max(ends)
+        if str(chat.messages[i - 1]["content"]).strip() not in before[len(before) - n_common :]:
+            raise UnusableError(OTHERWISE)
+        return at
+
+    def _span(self, chat: Chat, whole: str, i: int, own: Mapping[int, tuple[str, str] | None]) -> Span | None:
+        """Where message ``i`` is in a rendering of all messages; None if it is not there as it is by itself."""
+        if parts := own[i]:
+            return (len(parts[0]), len(parts[0] + parts[1])) if whole.startswith("".join(parts)) else None
+        begin = len(self._beginning(chat, i, len(chat.messages)))
+        answers = [k for k, parts in own.items() if parts and k < len(chat.messages)]
+        end = self._end(chat, answers[0]) if answers else ""  # as one has it that can be rendered by itself
+        at = whole.find(end, begin) if end else -1
+        return (begin, at + len(end)) if at >= 0 else None
+
+    def _end(self, chat: Chat, i: int) -> str:
+        """What the template writes after what message ``i`` says: in what two conversations end in which it says different things."""
+        text = "b" if str(chat.messages[i].get("content")).strip().endswith("a") else "a"
+        both = (self.render(chat, i + 1)[::-1], self.render(_saying(chat, i, text), i + 1)[::-1])
+        return os.path.commonprefix(both)[::-1]  # noqa: RUF071  (of texts)
+
+    def _beginning(self, chat: Chat, i: int, n_messages: int) -> str:
+        """What precedes message ``i``, its header with it: where two conversations part in which it says different things."""
+        text = "b" if str(chat.messages[i].get("content")).strip().startswith("a") else "a"
+        both = (self.render(chat, n_messages), self.render(_saying(chat, i, text), n_messages))
+        return os.path.commonprefix(both)  # noqa: RUF071  (of texts)
+
+    def render(self, chat: Chat, n_messages: int | None = None, *, prompt: bool = False) -> str:
+        """Return the first messages as text; ``prompt``: and the header of an answer.
+
+        Raises:
+            RefusedError: The template refuses them.
+            EndlessError: The template does not end.
+        """
+        messages: Sequence[object] = [dict(message) for message in chat.messages[:n_messages]]
+        try:
+            with _ending_in_time():
+                return str(
+                    self.tokenizer.apply_chat_template(
+                        messages,
+                        chat_template=self.clock + self.tokenizer.get_chat_template(tools=chat.tools),
+                        tools=chat.tools,
+                        tokenize=False,
+                        add_generation_prompt=prompt,
+                        **self.arguments,
+                        **chat.arguments,
+                    )
+                )
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
+            raise RefusedError(f"the chat template refuses it ({' '.join(str(error).split())})") from None
+
+
+def _pieces(whole: str, spans: Sequence[Span | None]) -> list[Segment] | None:
+    """A text with these of its parts trained on, in order; None if one is not there, or begins before the one before it ends."""
+    found, done = list[Segment](), 0
+    for span in spans:
+        if span is None or span[0] < done:
+            return None
+        found += [(whole[done : span[0]], False), (whole[slice(*span)], True)]
+        done = span[1]
+    return [(text, learnt) for text, learnt in (*found, (whole[done:], False)) if text]
+
+
+def _saying(chat: Chat, i: int, text: str) -> Chat:
+    """The same conversation, in which message ``i`` says something else."""
+    others = {**chat.messages[i], "content": text}
+    return dataclasses.replace(chat, messages=(*chat.messages[:i], others, *chat.messages[i + 1 :]))
+
+
+def _omitted(chat: Chat, i: int, written: str) -> str:
+    """Name what message ``i`` says and the template does not write, blanks aside; '' if there is nothing."""
+    message, text = chat.messages[i], "".join(written.split())
+    for name in ("content", *REASONING):
+        if "".join(str(message.get(name) or "").split()) not in text:
+            return f"message {i + 1} ({message['role']}): its {name}"
+    return ""
+
+
+def arguments_of(settings: Data, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """Return what the chat template is given beside a conversation: the run's date, and ``data.template_arguments``.
+
+    Raises:
+        UserError: The template does not ask for one of them.
+    """
+    asked = names_in(tokenizer)
+    found: dict[str, Any] = {}
+    for name, _, value in (argument.partition("=") for argument in settings.template_arguments):
+        if name not in asked:
+            others = ", ".join(sorted(asked)) or "none"
+            raise UserError(
+                f"--data.template_arguments: the chat template asks for no {name!r}; it asks for {others}; correct it"
+            )
+        try:
+            found[name] = json.loads(value)
+        except ValueError:
+            found[name] = value
+    if settings.template_date and TODAY not in asked:
+        raise UserError(
+            f"--data.template_date: the chat template asks for no date ({TODAY}); leave it out, or see --data.template_arguments"
+        )
+    return found
+
+
+def clock_of(date: str) -> str:
+    """Return a macro that goes before a template, which asks it for the date: functions cannot be given to one."""
+    day = datetime.datetime.fromisoformat(date)
+    forms = [f"%{flag}{letter}" for letter in "aAbBcdDeFGHIjmMnpSTuUVwWxXyYzZ" for flag in ("-", "")]
+    replaced = "".join(f" | replace({form!r}, {day.strftime(form)!r})" for form in forms)
+    return f"{{% macro {TODAY}(form) %}}{{{{ form{replaced} }}}}{{% endmacro %}}\n"
+
+
+def names_in(tokenizer: PreTrainedTokenizerBase) -> set[str]:
+    """Return the names that the chat template is given from without, but for those of a conversation and of tokens."""
+    templates = tokenizer.chat_template or ""
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
+    found = set[str]()
+    for text in templates.values() if isinstance(templates, Mapping) else [templates]:
+        with contextlib.suppress(jinja2.TemplateError):  # which a conversation tells
+            tree = environment.parse(GENERATION.sub("", text))
+            own = {name.name for name in tree.find_all(nodes.Name) if name.ctx == "store"}
+            asked = {test.node.name for test in tree.find_all(nodes.Test) if isinstance(test.node, nodes.Name)}
+            found |= jinja2.meta.find_undeclared_variables(tree) - (own - asked)
+    return found - {*GIVEN, *environment.globals, *tokenizer.special_tokens_map}
+
+
+def dated(settings: Data, tokenizer: PreTrainedTokenizerBase, before: str = "") -> Data:
+    """Return the settings with the date that a template is given that asks for one: ``before``, of a run that goes on, else today."""
+    if settings.template_date or TODAY not in names_in(tokenizer):
+        return settings
+    return dataclasses.replace(settings, template_date=before or datetime.date.today().isoformat())
+
+
+@contextlib.contextmanager
+def _ending_in_time() -> Iterator[None]:
+    """Raise EndlessError in the main thread, which this is, after ``MOST_S`` of computing: a template may loop without end."""
+
+    def strike(*_: object) -> None:
+        raise EndlessError
+
+    before = signal.signal(signal.SIGVTALRM, strike)
+    signal.setitimer(signal.ITIMER_VIRTUAL, MOST_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)

@@ -1,0 +1,356 @@
+"""Templates of the structure of published ones: what is trained on is what inference leaves to the model, token by token."""
+
+import csv
+import dataclasses
+import datetime
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+from tokenizers import Regex, pre_tokenizers
+from transformers import AutoTokenizer
+
+from llama405b.contract.errors import UserError
+from llama405b.data import tokens
+from llama405b.data.chat_template import TODAY, Template, UnusableError, dated, names_in
+from llama405b.data.documents import Documents, file_parts, with_forms
+from llama405b.data.encode import FIRST, MARKS, NOT_LEARNT, SAME, Encoder
+from llama405b.data.sources import bounds_of, divided
+from llama405b.formats.conversation import Chat
+from llama405b.settings.schema import Data
+
+TEMPLATES = Path("tests/data/chat_templates").resolve()
+NAMES = sorted(path.stem for path in TEMPLATES.iterdir())
+SPECIAL = [
+    "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|im_start|>", "<|im_end|>", "[INST]", "[/INST]", "<start_of_turn>",
+    "<end_of_turn>", "<|User|>", "<|Assistant|>",
+]  # fmt: skip
+
+
+AS_LLAMA_3 = (
+    r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"  # how it parts texts
+)
+
+
+def turn(role, content, **more):
+    return {"role": role, "content": content, **more}
+
+
+def thinking(text):
+    return f"<think>\nso {text}\n</think>\n\n{text}"
+
+
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": [2]}}}
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object", "properties": {}}},
+    }
+]
+CHATS = {
+    "one answer": Chat((turn("user", "one?"), turn("assistant", thinking("two")))),
+    "three answers": Chat(tuple(turn(r, c) for k in range(3) for r, c in (("user", f"{k}?"), ("assistant", thinking(f"n{k}"))))),
+    "a system text": Chat(
+        (turn("system", "Be."), turn("user", "1?"), turn("assistant", thinking("a")), turn("user", "2"), turn("assistant", thinking("b")))
+    ),
+    "a question last": Chat((turn("user", "1?"), turn("assistant", thinking("x")), turn("user", "2?"))),
+    "calls": Chat(
+        (
+            turn("system", "Add."),
+            turn("user", "1 + 2?"),
+            turn("assistant", "", tool_calls=[CALL]),
+            turn("tool", "3"),
+            turn("assistant", "It is 3."),
+            turn("user", "Sure?"),
+            turn("assistant", "Yes."),
+        ),
+        TOOLS,
+    ),
+}  # fmt: skip
+NO_CALLS = {"mistral", "olmo2", "gemma3", "deepseek-r1-distill"}
+CASES = [(name, chat) for name in NAMES for chat in CHATS if not (chat == "calls" and name in NO_CALLS)]
+JOINT = {"llama-3.1", "llama-3.2", "qwen2.5", "olmo2", "gemma3"}  # what follows changes nothing in these
+
+
+@pytest.fixture(scope="module")
+def tokenizer(demo):
+    found = AutoTokenizer.from_pretrained(demo)
+    found.add_special_tokens({"additional_special_tokens": SPECIAL})
+    split = pre_tokenizers.Split(Regex(AS_LLAMA_3), "isolated")
+    letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    found.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, letters])
+    return found
+
+
+def template_of(name):
+    return (TEMPLATES / f"{name}.jinja").read_text()
+
+
+def settings_of(tokenizer, name, **more):
+    tokenizer.chat_template = template_of(name)
+    return dated(Data(**more), tokenizer, "2026-02-03")
+
+
+@pytest.mark.parametrize(("name", "which"), CASES)
+@pytest.mark.parametrize("turns", ["auto", "per-answer"])
+def test_each_answer_follows_what_inference_gives_and_is_what_it_leaves(tokenizer, name, which, turns):
+    chat, settings = CHATS[which], settings_of(tokenizer, name, turns=turns)
+    n_answers = sum(message["role"] == "assistant" for message in chat.messages)
+    template = Template(tokenizer, settings)
+    made = template.rendered(chat)
+    learnt, exact = list[str](), 0
+    for segments in made.documents:
+        for i, (text, is_learnt) in enumerate(segments):
+            if not is_learnt:
+                continue
+            before = "".join(each for each, _ in segments[:i])
+            [k] = [
+                k
+                for k in range(1, len(chat.messages))
+                if chat.messages[k]["role"] == "assistant" and before == template.render(chat, k, prompt=True)
+            ]
+            whole = template.render(chat, k + 1)
+            said = str(chat.messages[k]["content"])
+            if before + text != whole:  # the template leaves out the thinking that it asks for
+                left = {
+                    "deepseek-r1-distill": said.removeprefix("<think>\n"),
+                    "mistral": f" {said}",
+                }  # or a system text
+                assert text == left[name] + tokenizer.eos_token
+            exact += 1
+            learnt.append(text)
+    assert (exact, len(made.documents)) == (n_answers, 1 if turns == "auto" and name in JOINT else len(made.documents))
+    if turns == "per-answer":
+        assert len(made.documents) == n_answers
+    if which == "calls":
+        assert all(word in learnt[0] for word in ("add", "1", "2"))
+        assert "It is 3." in learnt[1]
+
+
+@pytest.mark.parametrize(("name", "which"), CASES)
+def test_so_do_the_tokens(tokenizer, tmp_path, name, which):
+    chat, settings = CHATS[which], settings_of(tokenizer, name)
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": chat.messages, "tools": chat.tools}))
+    texts = Documents(list(with_forms(file_parts([str(tmp_path / "a.jsonl")]))))
+    [found] = texts
+    encoder = Encoder(tokenizer, settings, texts, lambda *_: None)
+    n_answers = sum(message["role"] == "assistant" for message in chat.messages)
+    assert encoder.proof(found, found.document) == (n_answers, n_answers)
+
+
+def test_only_the_last_answer(tokenizer):
+    made = Template(tokenizer, settings_of(tokenizer, "qwen3", train_on=("last",))).rendered(CHATS["three answers"])
+    [segments] = made.documents
+    assert [text for text, learnt in segments if learnt] == ["<think>\nso n2\n</think>\n\nn2<|im_end|>\n"]
+
+
+def test_joint_is_refused_where_it_is_not_exact(tokenizer):
+    template = Template(tokenizer, settings_of(tokenizer, "qwen3", turns="joint"))
+    assert len(template.rendered(CHATS["one answer"]).documents) == 1
+    with pytest.raises(UnusableError, match="changes earlier messages when later ones follow"):
+        template.rendered(CHATS["three answers"])
+
+
+def test_an_answer_without_the_thinking_that_the_prompt_begins_is_refused(tokenizer):
+    template = Template(tokenizer, settings_of(tokenizer, "deepseek-r1-distill"))
+    with pytest.raises(
+        UnusableError, match=r"message 2 \(assistant\): the chat template's prompt for it ends with '<think>\\n', and"
+    ):
+        template.rendered(Chat((turn("user", "a"), turn("assistant", "b"))))
+
+
+def test_messages_that_the_template_refuses_by_themselves(tokenizer):
+    """A system text alone (Qwen 3.5), tools without a question (Llama 3.1), a greeting before the first question."""
+    both = settings_of(tokenizer, "qwen3.5", train_on=("user", "assistant"))
+    chat = Chat((turn("system", "S"), turn("user", "Q"), turn("assistant", "A")))
+    [segments] = Template(tokenizer, both).rendered(chat).documents
+    assert [text for text, learnt in segments if learnt] == ["Q<|im_end|>\n", "\n</think>\n\nA<|im_end|>\n"]
+    greeting = Chat((turn("system", "S"), turn("assistant", "Hello a"), turn("user", "Q"), turn("assistant", "A")))
+    [segments] = Template(tokenizer, settings_of(tokenizer, "qwen3.5")).rendered(greeting).documents
+    assert [text for text, learnt in segments if learnt] == ["Hello a<|im_end|>\n", "\n</think>\n\nA<|im_end|>\n"]
+    longer = dataclasses.replace(greeting, messages=(*greeting.messages, turn("user", "R"), turn("assistant", "B")))
+    made = Template(tokenizer, settings_of(tokenizer, "qwen3.5")).rendered(longer)
+    assert [[text for text, learnt in segments if learnt] for segments in made.documents] == [
+        ["Hello a<|im_end|>\n", "\n</think>\n\nA<|im_end|>\n"],
+        ["\n</think>\n\nB<|im_end|>\n"],
+    ]
+    both = settings_of(tokenizer, "llama-3.1", train_on=("user", "assistant"))
+    [segments] = Template(tokenizer, both).rendered(dataclasses.replace(chat, tools=TOOLS)).documents
+    assert [text for text, learnt in segments if learnt] == ["Q<|eot_id|>", "A<|eot_id|>"]
+
+
+def test_what_a_template_leaves_out_of_an_answer_is_named(tokenizer, tmp_path):
+    beside = Chat((turn("user", "1?"), turn("assistant", "I add.", tool_calls=[CALL])))
+    assert (
+        Template(tokenizer, settings_of(tokenizer, "llama-3.1")).rendered(beside).omitted
+        == "message 2 (assistant): its content"
+    )
+    assert not Template(tokenizer, settings_of(tokenizer, "qwen3")).rendered(beside).omitted
+    thought = Chat((turn("user", "1?"), turn("assistant", "2", reasoning_content="1 + 1")))
+    words = "message 2 (assistant): its reasoning_content"
+    assert Template(tokenizer, settings_of(tokenizer, "qwen2.5")).rendered(thought).omitted == words
+    assert not Template(tokenizer, settings_of(tokenizer, "qwen3")).rendered(thought).omitted
+
+
+def model_with(demo, to, name):
+    shutil.copytree(demo, to)
+    (to / "chat_template.jinja").write_text(template_of(name))
+    return to
+
+
+def tokenised(path, model, cache, **more):
+    lines = []
+    made = tokens.tokenised(
+        Data(paths=(str(path),), **more), model, cache, tokens.Report(lambda *_: None, lambda: None, lines.append)
+    )
+    return np.fromfile(cache / made.name, np.uint32), lines
+
+
+def test_a_conversation_with_a_document_per_answer_is_counted_and_never_divided_for_evaluation(demo, tmp_path):
+    records = [{"messages": [turn(r, f"{w} {i}") for w in "abc" for r in ("user", "assistant")]} for i in range(20)]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, [*records, {"text": "alone"}])))
+    found, lines = tokenised(tmp_path / "a.jsonl", model_with(demo, tmp_path / "m", "qwen3"), tmp_path / "cache")
+    assert lines[-1].startswith("data: 61 documents, 20 of them conversations, ")
+    assert "; 20 conversations became 60 documents, one per answer, with 1" in lines[-1]
+    assert "% more text (the chat template changes earlier messages when later ones follow)" in lines[-1]
+    begins = found[bounds_of(found)[:-1]]
+    assert [bool(begin & SAME) for begin in begins] == [False, True, True] * 20 + [False]
+    assert all(begin & FIRST for begin in begins)
+    conversation = dict(zip(bounds_of(found)[:-1].tolist(), np.cumsum(begins & SAME == 0).tolist(), strict=True))
+    for seed in range(20):
+        kept_N2, held_N2 = divided(found, len(found) // 10, np.random.default_rng(seed))
+        kept, held = ({conversation[begin] for begin, _ in each.tolist()} for each in (kept_N2, held_N2))
+        assert held
+        assert not kept & held
+
+
+def test_the_date_of_a_template_is_that_of_the_run(demo, tmp_path):
+    model = model_with(demo, tmp_path / "m", "llama-3.2")
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": [turn("user", "a"), turn("assistant", "b")]}))
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    today, _ = tokenised(tmp_path / "a.jsonl", model, tmp_path / "cache")
+    fixed, _ = tokenised(tmp_path / "a.jsonl", model, tmp_path / "cache", template_date="2024-02-29")
+    assert datetime.date.today().strftime("Today Date: %d %b %Y") in tokenizer.decode(today & ~MARKS)
+    assert "Today Date: 29 Feb 2024" in tokenizer.decode(fixed & ~MARKS)
+    assert dated(Data(), tokenizer, "2020-01-01").template_date == "2020-01-01"
+    assert dated(Data(template_date="2021-01-01"), tokenizer, "2020-01-01").template_date == "2021-01-01"
+    tokenizer.chat_template = template_of("qwen3")
+    assert dated(Data(), tokenizer, "2020-01-01").template_date == ""
+    with pytest.raises(UserError, match=r"--data\.template_date: the chat template asks for no date"):
+        Template(tokenizer, Data(template_date="2024-02-29"))
+
+
+def test_tokens_that_were_made_another_day_keep_their_date(demo, tmp_path):
+    model = model_with(demo, tmp_path / "m", "llama-3.2")
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": [turn("user", "a"), turn("assistant", "b")]}))
+    config = Data(paths=(str(tmp_path / "a.jsonl"),), template_date="2024-02-29")
+    made = tokens.tokenize(config, model, tmp_path / "out", 1, lambda *_: None)
+    assert made.template_date == "2024-02-29"
+    again = tokens.tokenize(dataclasses.replace(config, template_date=""), model, tmp_path / "out", 1, lambda *_: None)
+    assert again == made
+    report = tokens.Report(lambda *_: None, lambda: None, lambda _: None)
+    used = tokens.tokenised(Data(paths=(str(tmp_path / "out"),)), model, tmp_path / "cache", report)
+    assert used.n_tokens == made.n_tokens
+
+
+def test_arguments_reach_the_template_and_unknown_ones_are_refused(tokenizer):
+    chat = Chat((turn("user", "a"), turn("assistant", "b")))
+    [segments] = (
+        Template(tokenizer, settings_of(tokenizer, "qwen3", template_arguments=("enable_thinking=false",)))
+        .rendered(chat)
+        .documents
+    )
+    assert [text for text, learnt in segments if learnt] == ["b<|im_end|>\n"]
+    own = dataclasses.replace(chat, arguments={"enable_thinking": False})
+    assert Template(tokenizer, settings_of(tokenizer, "qwen3")).rendered(own).documents == [segments]
+    with pytest.raises(UserError, match=r"asks for no 'enable_thinkin'; it asks for enable_thinking; correct it"):
+        Template(tokenizer, settings_of(tokenizer, "qwen3", template_arguments=("enable_thinkin=false",)))
+    settings_of(tokenizer, "llama-3.2")
+    assert names_in(tokenizer) == {"date_string", TODAY}
+    [segments] = (
+        Template(tokenizer, Data(template_arguments=("date_string=May",), template_date="2024-02-29"))
+        .rendered(chat)
+        .documents
+    )
+    assert "Today Date: May\n" in segments[0][0]
+    tokenizer.chat_template = "{% generation %}{{ mode }}{% endgeneration %}{%- break %}"
+    assert names_in(tokenizer) == {"mode"}
+
+
+def test_what_is_before_a_text_is_what_the_tokenizer_puts_there(demo, tmp_path):
+    model = shutil.copytree(demo, tmp_path / "m")
+    (tmp_path / "a.jsonl").write_text('{"text": "abc"}\n')
+    begin = AutoTokenizer.from_pretrained(demo).bos_token_id
+
+    def first(**more):
+        return tokenised(tmp_path / "a.jsonl", model, tmp_path / "cache", **more)[0][0] & ~MARKS
+
+    assert (first(), first(bos="always")) == (begin, begin)
+    assert first(bos="never") != begin
+    file = json.loads((model / "tokenizer.json").read_text())
+    (model / "tokenizer.json").write_text(json.dumps(file | {"post_processor": None}))
+    assert first() != begin
+    assert first(bos="always") == begin
+
+
+@pytest.mark.parametrize("adds", [True, False])
+def test_a_tokenizer_s_own_word_on_its_first_token_counts(demo, tmp_path, adds):
+    """As Llama's class has it, whatever the file's post-processor says."""
+    model = shutil.copytree(demo, tmp_path / "m")
+    config = json.loads((model / "tokenizer_config.json").read_text())
+    (model / "tokenizer_config.json").write_text(
+        json.dumps(config | {"tokenizer_class": "LlamaTokenizer", "add_bos_token": adds})
+    )
+    (tmp_path / "a.jsonl").write_text('{"text": "abc"}\n')
+    found, _ = tokenised(tmp_path / "a.jsonl", model, tmp_path / "cache")
+    begin = AutoTokenizer.from_pretrained(demo).bos_token_id
+    assert bool(found[0] & ~MARKS == begin) is adds
+    assert not found[1] & NOT_LEARNT
+
+
+def test_tools_and_calls_have_the_same_tokens_in_every_form_of_file(demo, tmp_path):
+    """Of records that differ, a table has the fields of all, null where a record lacks them, and one order."""
+    city = {
+        "type": "object",
+        "properties": {"city": {"type": "string", "enum": ["Oslo", "Rome"]}},
+        "required": ["city"],
+    }
+    tools = [
+        {"type": "function", "function": {"name": "weather", "parameters": city}},
+        {
+            "type": "function",
+            "function": {"name": "time", "description": "The time.", "parameters": {"type": "object"}},
+        },
+        {
+            "function": {"description": "Adds.", "name": "add", "parameters": {"type": "object", "description": "two"}},
+            "type": "function",
+        },
+    ]
+    arguments = [{"city": "Oslo"}, {"zone": "CET"}, {"a": 1, "b": 2}]
+    records = []
+    for tool, given in zip(tools, arguments, strict=True):
+        call = {"id": "1", "type": "function", "function": {"name": tool["function"]["name"], "arguments": given}}
+        turns = [
+            turn("user", "do"),
+            turn("assistant", None, tool_calls=[call]),
+            turn("tool", "3"),
+            turn("assistant", "done"),
+        ]
+        records.append({"messages": turns, "tools": [tool]})
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, records)))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), tmp_path / "a.parquet")
+    in_json = [{name: json.dumps(value) for name, value in record.items()} for record in records]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(in_json), tmp_path / "texts.parquet")
+    with (tmp_path / "a.csv").open("w", newline="") as file:
+        rows = csv.DictWriter(file, ["messages", "tools"])
+        rows.writeheader()
+        rows.writerows(in_json)
+    model = model_with(demo, tmp_path / "m", "qwen2.5")
+    first, _ = tokenised(tmp_path / "a.jsonl", model, tmp_path / "cache")
+    assert first.size > 300
+    for name in ("a.parquet", "texts.parquet", "a.csv"):
+        assert np.array_equal(tokenised(tmp_path / name, model, tmp_path / "cache")[0], first), name
