@@ -26,7 +26,8 @@ import torch.distributed as dist
 from llama405b.commands.blame_step import BLAMED, measure, pieces_of, scored
 from llama405b.data.batches import batches_of
 from llama405b.data.demo_model import make_demo
-from llama405b.data.tokens import Report, read_tokenizer, tokenised
+from llama405b.data.tokenizer import read_tokenizer
+from llama405b.data.tokens import Report, tokenised
 from llama405b.distributed.ranks import Rank, on_mesh
 from llama405b.model import llama
 from llama405b.optim.adamw import build_optimizer

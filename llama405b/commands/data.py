@@ -5,7 +5,6 @@ import contextlib
 import dataclasses
 import itertools
 import os
-import shutil
 import sys
 import tempfile
 import time
@@ -30,7 +29,8 @@ from llama405b.data.chat_template import UnusableError, dated
 from llama405b.data.demo_model import make_demo
 from llama405b.data.documents import Documents, file_parts, with_forms
 from llama405b.data.encode import FIRST, MARKS, NOT_LEARNT, Encoder
-from llama405b.data.tokens import Report, read_tokenizer, tokenised, tokenize
+from llama405b.data.tokenizer import read_tokenizer
+from llama405b.data.tokens import Report, tokenised, tokenize
 from llama405b.formats.conversation import Chat
 from llama405b.formats.corpus import is_tokenized
 from llama405b.settings.config import DEMO_MODEL
@@ -52,8 +52,9 @@ def main(args: argparse.Namespace, config: Config) -> int:
         make_demo(model)
     models.check_directory(model)
     with tempfile.TemporaryDirectory(prefix="llama405b-data-") as place:
-        for name, path in models.small_files(model, config.data.chat_template).items():
-            shutil.copy(path, Path(place) / name)
+        resize = config.model.resize_vocabulary
+        for name, content in models.small_contents(model, config.data.chat_template, resize=resize).items():
+            (Path(place) / name).write_bytes(content)
         if args.what == "tokenize":
             _say_if_too_long(model, config.data.seq_len)
             _tokenize(config.data, Path(place), args.out, args.workers)

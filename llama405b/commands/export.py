@@ -55,6 +55,7 @@ from llama405b.contract.paths import EXPORT_RECORD, RunDir
 from llama405b.contract.reader import MalformedError
 from llama405b.contract.records import RunEvent
 from llama405b.data.hub import said_clearly
+from llama405b.data.tokenizer import is_read_as_it_is
 from llama405b.distributed.host_memory import free_bytes
 from llama405b.settings import config
 from llama405b.settings.schema import Config
@@ -179,6 +180,7 @@ def main(args: argparse.Namespace) -> int:
     export = Export(found.digest, dtype, dict(plan_files(llama.tensors(), dtype, one_file=args.one_file)))
     write(export, found, args.out)
     finish(export, small, card, args.out, llama.layers)
+    agree_on_tokens(args.out)
     if args.verify:
         verify(args.out)
     size = f"{counted(len(export.files), 'file')}, {export.n_bytes / 1e9:.2f} GB in {dtype}"
@@ -378,7 +380,7 @@ def _written(path: Path, digest: str) -> Written:
 
 
 def verify(out: Path) -> None:
-    """Read back what was written."""
+    """Read back what was written, the tokenizer as others do."""
     try:
         record = _record(out)
         damaged = [name for name, seal in record.files.items() if sha256_of(out / name) != seal.sha256]
@@ -386,7 +388,8 @@ def verify(out: Path) -> None:
         raise RunError(f"{out}: cannot be read back ({reason_of(error)}); run the same command again") from None
     if damaged:
         raise RunError(f"{out / damaged[0]}: is not as it was written; delete it and run the same command again")
-    print(f"read back {counted(len(record.files), 'file')} of {out}: as written", flush=True)
+    tokens = "" if is_read_as_it_is(out) else "; its tokenizer is read otherwise by AutoTokenizer, see above"
+    print(f"read back {counted(len(record.files), 'file')} of {out}: as written{tokens}", flush=True)
 
 
 def finish(export: Export, small: Path, card: str, out: Path, layers: int) -> None:
@@ -408,6 +411,22 @@ def finish(export: Export, small: Path, card: str, out: Path, layers: int) -> No
         (out / "config.json").write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
         if len(export.files) > 1:
             (out / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def agree_on_tokens(out: Path) -> None:
+    """Have AutoTokenizer, by which others serve the model, read tokenizer.json as the run did; warn where the model's family forbids it."""
+    file = out / models.TOKENIZER_CONFIG
+    if is_read_as_it_is(out):
+        return
+    before = read_hf_json(file) if file.is_file() else {}
+    after = before | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    file.write_text(json.dumps(after, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    if not is_read_as_it_is(out):
+        file.write_text(json.dumps(before, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        print(
+            f"warning: {out}: AutoTokenizer, by which transformers and vLLM read it, has other tokens than its tokenizer.json, which was "
+            "trained with; read it with PreTrainedTokenizerFast"
+        )
 
 
 def write_small(small: Path, out: Path) -> None:

@@ -37,7 +37,8 @@ from llama405b.contract.software import end_with
 from llama405b.data.batch import IGNORE_INDEX, Batch
 from llama405b.data.encode import FIRST, MARKS, NOT_LEARNT
 from llama405b.data.sources import Masked, Mixture, bounds_of, open_source
-from llama405b.data.tokens import Progress, Say, TokenFile, bring_tokens, read_tokenizer
+from llama405b.data.tokenizer import read_tokenizer
+from llama405b.data.tokens import Progress, Say, TokenFile, bring_tokens
 from llama405b.distributed.ranks import Rank
 from llama405b.settings.axes import Dealing
 from llama405b.settings.schema import Data

@@ -31,28 +31,26 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from llama405b import extend
-from llama405b.contract.errors import RunError, UserError, and_more, counted, reason_of
+from llama405b.contract.errors import RunError, UserError, counted, reason_of
 from llama405b.contract.files import read_record, write_json
 from llama405b.contract.software import end_with
 from llama405b.data.chat_template import dated
 from llama405b.data.documents import Documents, FilePart, file_parts, with_forms
 from llama405b.data.encode import Counts, Encoder, FileOffset
 from llama405b.data.sources import read_offsets, write_offsets
+from llama405b.data.tokenizer import read_tokenizer
 from llama405b.distributed import collectives
 from llama405b.distributed.ranks import Rank
 from llama405b.formats.corpus import TOKENIZED, TOKENS, is_splittable, is_tokenized
 from llama405b.settings.schema import Data
-from llama405b.spec.models import TOKENIZER_CONFIG
-from llama405b.spec.tensors import read_hf_json
 
 TOKEN_BYTES = 4
 CHUNK_TOKENS = 16 << 20  # sent at a time
 SAY_EVERY_S = 30.0
 DIGITS = 16  # of a SHA-256
-NAMED = 4  # tokens
 RULES = 8  # how texts become tokens; a new number makes every token file anew
 Progress = Callable[[int, int], None]  # bytes done, bytes in all; 0, 0: waiting for rank 0
 Say = Callable[[str], None]  # a line for the log
@@ -147,7 +145,7 @@ def tokenised(config: Data, tokenizer_dir: Path, cache: Path, report: Report) ->
         UserError: A path matches nothing, or a file, all its records or the tokenizer cannot be used.
         RunError: The token file cannot be written.
     """
-    tokenizer = read_tokenizer(tokenizer_dir)
+    tokenizer = read_tokenizer(tokenizer_dir, report.say)
     if is_tokenized(config.paths):
         return _made(Path(config.paths[0]), config, tokenizer, report)
     config = dated(config, tokenizer)
@@ -183,32 +181,6 @@ def encoded(
         write_offsets(cache / tokens.name, encoder.files)
     report.say(str(encoder.counts))
     return tokens
-
-
-def read_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
-    """Read a model's tokenizer.
-
-    Raises:
-        UserError: transformers cannot, or it has tokens for which the model has no embeddings.
-    """
-    try:
-        found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
-    except Exception as error:  # noqa: BLE001
-        why = " ".join(str(error).split())
-        raise UserError(f"{directory}: cannot read its tokenizer ({why}); download tokenizer.json again") from None
-    settings = read_hf_json(directory / TOKENIZER_CONFIG) if (directory / TOKENIZER_CONFIG).is_file() else {}
-    begins = found("a")["input_ids"][:1] == [found.bos_token_id]
-    if settings.get("add_bos_token", begins) != begins:  # which transformers leaves to the file
-        found.add_bos_token = not begins
-    if (directory / "config.json").is_file() and (n := read_hf_json(directory / "config.json").get("vocab_size")):
-        beyond = sorted((number, name) for name, number in found.get_vocab().items() if number >= n)
-        if beyond:
-            names = ", ".join(f"{name!r} ({number})" for number, name in beyond[:NAMED])
-            raise UserError(
-                f"{directory}: its tokenizer has {names}{and_more(beyond, NAMED)}, and the model {n} embeddings; remove these tokens from "
-                f"tokenizer.json, {TOKENIZER_CONFIG} or added_tokens.json, or use the model that they were added to"
-            )
-    return found
 
 
 def rules_of(config: Data, tokenizer: PreTrainedTokenizerBase) -> str:
@@ -327,7 +299,7 @@ def tokenize(config: Data, tokenizer_dir: Path, out: Path, workers: int, told: T
         raise UserError(
             "data.weights: sources are mixed by the run; tokenize each by itself, with --data.paths and --out"
         )
-    tokenizer, files = read_tokenizer(tokenizer_dir), file_parts(config.paths)
+    tokenizer, files = read_tokenizer(tokenizer_dir, print), file_parts(config.paths)
     before = read_record(Tokenized, out / TOKENIZED)
     config = dated(config, tokenizer, before.template_date if before else "")
     texts = stem_of(files, config, tokenizer)

@@ -44,6 +44,7 @@ from llama405b.spec.tensors import (
 )
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+MEAN_ROWS = 4096  # summed at a time
 BLOCK = 1 << 15  # elements of random weights that one generator makes; so few that torch uses no other thread
 Unit = list[str]  # names of parameters
 Spans = dict[
@@ -61,10 +62,12 @@ def load(
     offload: bool = False,
     random: models.Llama | None = None,
     holdings: Holdings | None = None,
+    vocab: int = 0,
 ) -> str:
     """Fill the sharded meta model; returns what was done, for the log. ``random``: the shape to generate weights for.
 
-    ``holdings``: of all ranks; None: those of a model without pipeline stages.
+    ``holdings``: of all ranks; None: those of a model without pipeline stages. ``vocab``: rows of the embedding, if that may have more
+    than its file.
 
     Raises:
         UserError: The checkpoint is not complete, or ``local`` was requested and a rank cannot read it.
@@ -76,6 +79,7 @@ def load(
         files = _Random(random.tensors(), "BF16", random.initializer_range)
     else:
         how, files = _choose(directory, how, me, holdings)
+        files = _Grown(files.layout, vocab) if vocab else files
     materialise(model, me, offload=offload)
     own = {name: parameter for name, parameter in _named(model) if not is_factor(name)}
     names = holdings.names if how == "rank0" else ()
@@ -208,6 +212,37 @@ class _Files:
                 offset=piece.offset + start * row * DTYPES[info.dtype].itemsize,
             )
         return flat.view(stop - start, *widths)[(slice(None), *(slice(*each) for each in others))].contiguous()
+
+
+class _Grown(_Files):
+    """The files of a model whose vocabulary is larger here: new rows of embedding and head are the mean of those in the files."""
+
+    def __init__(self, layout: Layout, vocab: int) -> None:
+        self.rows = {name: layout[name].shape[0] for name in (models.EMBEDDING, models.HEAD) if name in layout}
+        grown = {name: dataclasses.replace(layout[name], shape=(vocab, *layout[name].shape[1:])) for name in self.rows}
+        super().__init__(layout | grown)
+        self.means = dict[str, Tensor]()
+
+    def read(self, name: str, box: Box) -> Tensor:
+        """Return a box of a tensor."""
+        (start, stop), *others = box
+        n_old = self.rows.get(name, stop)
+        if stop <= n_old:
+            return super().read(name, box)
+        old = super().read(name, ((min(start, n_old), n_old), *others))
+        new = self._mean(name)[None, *(slice(*each) for each in others)].expand(stop - max(start, n_old), -1)
+        return torch.cat([old, new])
+
+    def _mean(self, name: str) -> Tensor:
+        """The mean of a tensor's rows in the file, in its dtype: summed in FP64, some rows at a time, so all ranks have the same bits."""
+        if name not in self.means:
+            info, n_old = self.layout[name], self.rows[name]
+            total = torch.zeros(info.shape[1], dtype=torch.float64)
+            for start in range(0, n_old, MEAN_ROWS):
+                rows = super().read(name, ((start, min(start + MEAN_ROWS, n_old)), (0, info.shape[1])))
+                total += rows.double().sum(0)
+            self.means[name] = (total / n_old).to(DTYPES[info.dtype])
+        return self.means[name]
 
 
 class _Random(_Files):

@@ -297,7 +297,7 @@ Fault = tuple[str, str]  # the setting, and a message that follows its name
 def faults_of(config: Config) -> Iterator[Fault]:
     """Yield what is wrong with a configuration, before any rank is started."""
     yield from _out_of_range(config)
-    yield from _of_model(config.model, config.parallel)
+    yield from _of_model(config.model, config.parallel, config.adapter)
     yield from _of_adapter(config.adapter, config.parallel)
     yield from _of_kernels(config.model, config.parallel)
     yield from _of_data(config.data)
@@ -318,11 +318,18 @@ def _out_of_range(config: Config) -> Iterator[Fault]:
             yield key, f"{key} is {value}; it must be at least 0"
 
 
-def _of_model(model: Model, parallel: Parallel) -> Iterator[Fault]:
+def _of_model(model: Model, parallel: Parallel, adapter: Adapter) -> Iterator[Fault]:
     if not model.path:
         yield "model.path", "no model given; name a checkpoint directory or a preset"
     if model.attention not in ("auto", "sdpa", "eager") and parallel.numerics == "fp32":
         yield "model.attention", f"{model.attention} computes in BF16 only; use sdpa, or numerics other than fp32"
+    if model.resize_vocabulary and parallel.by_fsdp1:
+        yield "model.resize_vocabulary", "fsdp1 loads the model as its files have it; use fsdp2"
+    if model.resize_vocabulary and adapter.trains:
+        yield (
+            "model.resize_vocabulary",
+            "adapters train no embeddings, so that new ones would stay as they are; leave one of both out",
+        )
     if model.activations == "host" and model.activation_checkpointing == "none":
         yield "model.activations", "without activation checkpointing it would have no effect; leave it out, or use full"
 

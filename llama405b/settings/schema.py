@@ -143,6 +143,10 @@ class Model:
         "compute RMSNorm in one kernel, and SwiGLU so that two tensors are kept instead of four, each if a check on every rank finds it "
         "right; rounds otherwise",
     )
+    resize_vocabulary: bool = option(
+        False,
+        "add embeddings, and rows of the head, for the tokenizer's tokens that have none, to a multiple of 128: the mean of the others",
+    )
     layers: int = option(0, "keep only the first N decoder layers, for quick experiments; 0: all")
     weights: Literal["files", "random"] = option("files", "random: generate them on rank 0 instead of reading files")
 

@@ -15,10 +15,11 @@ Knows names and shapes; of files, headers alone.
 
 import dataclasses
 import functools
+import json
 import math
 import re
 import textwrap
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -90,6 +91,9 @@ POSITIVE = ("rope_theta", "original_max_position_embeddings", "attention_factor"
 CONVERTS = (
     "python -c \"from transformers import AutoTokenizer; AutoTokenizer.from_pretrained('{0}').save_pretrained('{0}')\""
 )
+ROWS = 128  # of which an embedding that grows has a multiple, so that kernels and ranks divide it
+NAMED = 4  # tokens in a message
+NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 COMPARED_BYTES = 16 << 20  # at a time
 MAX_LAYERS = 10_000
 
@@ -299,22 +303,26 @@ def _is_positive(value: object) -> bool:
 
 
 def check_checkpoint(
-    directory: Path, seq_len: int, layers: int = 0, *, random: bool = False, whole: bool = False
+    directory: Path, seq_len: int, layers: int = 0, *, random: bool = False, whole: bool = False, resize: bool = False
 ) -> Llama:
     """Check what can be checked of a checkpoint without torch: shape, tensors, sizes, tokenizer, sequence length.
 
-    ``random``: its weights will not be read; ``whole``: a part of them is not enough.
+    ``random``: its weights will not be read; ``whole``: a part of them is not enough; ``resize``: as ``model.resize_vocabulary`` has it.
 
     Raises:
         UserError: Something would fail later, on every host, after minutes of loading.
     """
     llama = read_llama(directory, layers)
     check_seq_len(llama, seq_len)
-    check_tokenizer(directory, llama)
+    check_tokenizer(directory, llama, resize=resize)
     if random:
         return llama
     tensors = read_tensors(directory)
     is_part = any(info.pieces for info in tensors.values())
+    if resize and is_part:
+        raise UserError(
+            f"--model.resize_vocabulary: {directory} has only a part of the weights, in another division; push all"
+        )
     if whole and is_part:
         raise UserError(
             f"--parallel.strategy: fsdp1 needs all weights, but {directory} has only a part; use fsdp2, or push all"
@@ -385,15 +393,22 @@ def small_names(directory: Path) -> list[str]:
     ]
 
 
-def small_files(directory: Path, chat_template: str = "") -> dict[str, Path]:
-    """Return what a rank needs beside the weights, by name; ``chat_template``: a file to use instead of the tokenizer's own.
+def small_contents(directory: Path, chat_template: str = "", *, resize: bool = False) -> dict[str, bytes]:
+    """Return the files that a rank needs beside the weights, by name.
+
+    ``chat_template``: a file to use instead of the tokenizer's own; ``resize``: config.json has as many embeddings as the tokenizer needs.
 
     Raises:
         UserError: The template cannot be read.
     """
-    found = {name: directory / name for name in small_names(directory)}
+    paths = {name: directory / name for name in small_names(directory)}
     if chat_template:
-        found[CHAT_TEMPLATE] = check_template(Path(chat_template))
+        paths[CHAT_TEMPLATE] = check_template(Path(chat_template))
+    found = {name: path.read_bytes() for name, path in paths.items()}
+    if resize and "config.json" in paths:
+        described = read_hf_json(paths["config.json"])
+        described["vocab_size"] = grown_vocabulary(directory, described["vocab_size"])
+        found["config.json"] = json.dumps(described, indent=2).encode()
     return found
 
 
@@ -428,8 +443,8 @@ def check_seq_len(llama: Llama, seq_len: int) -> None:
         )
 
 
-def check_tokenizer(directory: Path, llama: Llama) -> None:
-    """Refuse a tokenizer that is missing, incomplete, or has ids beyond the embedding's rows."""
+def check_tokenizer(directory: Path, llama: Llama, *, resize: bool = False) -> None:
+    """Refuse a tokenizer that is missing, incomplete, or has ids beyond the embedding's rows, which ``resize`` would add."""
     path = directory / "tokenizer.json"
     if not path.is_file():
         make = (
@@ -437,29 +452,73 @@ def check_tokenizer(directory: Path, llama: Llama) -> None:
         )
         makes = make if (directory / "tokenizer.model").is_file() else ""
         raise UserError(f"{path}: no such file; download tokenizer.json of the same model{makes}")
-    tokenizer = read_hf_json(path)
-    if not (ids := _token_ids(tokenizer)):
+    if not (ids := token_ids(directory)):
         raise UserError(f"{path}: not a readable tokenizer; download it again")
-    if (directory / TOKENIZER_CONFIG).is_file():
-        read_hf_json(directory / TOKENIZER_CONFIG)
-    if max(ids) >= llama.vocab:
+    if not resize:
+        refuse_beyond(directory, ids, llama.vocab)
+
+
+def refuse_beyond(directory: Path, ids: Mapping[str, int], n_embeddings: int) -> None:
+    """Refuse tokens for which a model has no embeddings; ``ids``: of all tokens, by name."""
+    beyond = sorted((number, name) for name, number in ids.items() if number >= n_embeddings)
+    if beyond:
+        names = ", ".join(f"{name!r} ({number})" for number, name in beyond[:NAMED])
         raise UserError(
-            f"{path}: its largest id is {max(ids)}, but the model has {llama.vocab} embeddings; "
-            "use the model's own tokenizer"
+            f"{directory}: its tokenizer has {names}{and_more(beyond, NAMED)}, and the model {n_embeddings} embeddings; add some with "
+            f"--model.resize_vocabulary true, or remove these tokens from tokenizer.json, {TOKENIZER_CONFIG} or added_tokens.json"
         )
 
 
-def _token_ids(tokenizer: Mapping[str, Any]) -> list[int]:
+def grown_vocabulary(directory: Path, vocab: int) -> int:
+    """Return how many embeddings a model is given that has ``vocab``, for its tokenizer: a multiple of ``ROWS`` where that has more."""
+    needed = max(token_ids(directory).values(), default=0) + 1
+    return vocab if needed <= vocab else -(-needed // ROWS) * ROWS
+
+
+def token_ids(directory: Path) -> dict[str, int]:
+    """Return the ids of a tokenizer's tokens by name, with what its other files add as transformers numbers that; {}: it is incomplete."""
+    found = _in_tokenizer(read_hf_json(directory / "tokenizer.json"))
+    if not found:
+        return {}
+    files = [directory / name for name in ("added_tokens.json", TOKENIZER_CONFIG, "special_tokens_map.json")]
+    added, settings, special = (read_hf_json(path) if path.is_file() else {} for path in files)
+    found |= {name: number for name, number in added.items() if type(number) is int}
+    for number, token in _mapping(settings.get("added_tokens_decoder")).items():
+        found[_name_of(token)] = int(number)
+    for name in (name for each in (settings, special) for name in _special_names(each)):
+        found.setdefault(name, max(found.values()) + 1)
+    return found
+
+
+def _special_names(settings: Mapping[str, Any]) -> Iterator[str]:
+    """The tokens that tokenizer_config.json or special_tokens_map.json names."""
+    for key, value in settings.items():
+        if key in ("additional_special_tokens", "extra_special_tokens"):
+            yield from map(_name_of, value.values() if isinstance(value, dict) else value or [])
+        elif key in NAMED_TOKENS and value:
+            yield _name_of(value)
+
+
+def _name_of(token: Any) -> str:
+    return str(_mapping(token).get("content", token))
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _in_tokenizer(tokenizer: Mapping[str, Any]) -> dict[str, int]:
     """The ids of a parsed ``tokenizer.json``; none if it is incomplete."""
     try:
         model = tokenizer["model"]
         vocab = model["vocab"]
         if not vocab or (model.get("type") == "BPE" and "merges" not in model):
-            return []
-        ids = vocab.values() if isinstance(vocab, dict) else range(len(vocab))
-        return [int(i) for i in (*ids, *(token["id"] for token in tokenizer.get("added_tokens", [])))]
+            return {}
+        ids = dict(vocab) if isinstance(vocab, dict) else {token[0]: i for i, token in enumerate(vocab)}
+        ids |= {token["content"]: token["id"] for token in tokenizer.get("added_tokens", [])}
+        return {str(name): int(number) for name, number in ids.items()}
     except (AttributeError, KeyError, TypeError, ValueError):
-        return []
+        return {}
 
 
 DOWN, UP = ".lora_A.weight", ".lora_B.weight"  # what peft calls A (rank, inputs) and B (outputs, rank), beside a matrix

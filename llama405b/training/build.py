@@ -54,7 +54,7 @@ from llama405b.data.batches import (
 )
 from llama405b.data.chat_template import dated
 from llama405b.data.demo_model import make_demo
-from llama405b.data.tokens import read_tokenizer
+from llama405b.data.tokenizer import read_tokenizer
 from llama405b.distributed import collectives
 from llama405b.distributed.ranks import Rank, bind, ranks_per_host
 from llama405b.model import fused, llama
@@ -315,6 +315,7 @@ def _by_fsdp2(
         offload=offload,
         random=shape if config.model.weights == "random" else None,
         holdings=holdings,
+        vocab=shape.vocab if config.model.resize_vocabulary else 0,
     )
     if adapter.trains:
         origin += "; adapters "
@@ -385,10 +386,15 @@ def _read_checked(model: Model, data: Data, context: RankContext, *, whole: bool
         context.log(f"making the demo's model and tokenizer in {directory}")
         make_demo(directory)
     random = model.weights == "random"
-    models.check_checkpoint(directory, data.seq_len, model.layers, random=random, whole=whole)
+    grows = model.resize_vocabulary
+    llama = models.check_checkpoint(directory, data.seq_len, model.layers, random=random, whole=whole, resize=grows)
     read_hf_config(directory)  # refuses what transformers would, before anything else reads it
-    present = models.small_files(directory, data.chat_template)
-    return {name: base64.b64encode(path.read_bytes()).decode() for name, path in present.items()}
+    if grows and (vocab := models.grown_vocabulary(directory, llama.vocab)) > llama.vocab:
+        context.log(
+            f"model: {vocab - llama.vocab} embeddings are added to {llama.vocab}, for its tokenizer, each the mean of these"
+        )
+    contents = models.small_contents(directory, data.chat_template, resize=grows)
+    return {name: base64.b64encode(content).decode() for name, content in contents.items()}
 
 
 Check = Callable[[CheckpointView], None]  # raises UserError if a checkpoint must not be resumed from

@@ -24,7 +24,7 @@ from llama405b.contract.records import Phase
 from llama405b.data.batch import IGNORE_INDEX, Batch
 from llama405b.data.batches import Batches
 from llama405b.data.encode import begin_tokens
-from llama405b.data.tokens import read_tokenizer
+from llama405b.data.tokenizer import read_tokenizer
 from llama405b.distributed import collectives
 from llama405b.distributed.collectives import all_reduce_sum
 from llama405b.distributed.ranks import Rank

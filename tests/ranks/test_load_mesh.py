@@ -18,7 +18,8 @@ MESHES = [
 WORLD, PER_HOST = 6, 2
 
 
-def _load(me, directory, place):
+def _load(me, directory, place, vocab=0):
+    """``vocab``: embeddings of the model here, if it has more than the files."""
     from llama405b.distributed.ranks import on_mesh
     from llama405b.model import llama
     from llama405b.model.llama import unwrapped
@@ -27,14 +28,19 @@ def _load(me, directory, place):
     from llama405b.settings.schema import Parallel
 
     whole, faults = _read(directory), []
+    for name in ("model.embed_tokens.weight", "lm_head.weight") if vocab else ():
+        mean = whole[name].double().mean(0, keepdim=True).to(whole[name].dtype)
+        whole[name] = torch.cat([whole[name], mean.expand(vocab - len(whole[name]), -1)])
     for number, settings in enumerate(MESHES):
         parallel = Parallel(numerics="fp32", **settings)
         here = on_mesh(me, parallel)
         part = place / f"{number}-host-{me.rank // PER_HOST}"
-        for how, source in (("rank0", directory), ("local", directory), ("local", part)):
-            model = llama.build_on_meta(llama.read_hf_config(directory), "sdpa", torch.float32)
+        for how, source in (("rank0", directory), ("local", directory), ("local", part))[: 2 if vocab else 3]:
+            config = llama.read_hf_config(directory)
+            config.vocab_size = vocab or config.vocab_size
+            model = llama.build_on_meta(config, "sdpa", torch.float32)
             holdings, model = holdings_of(model, parallel, here), split(model, parallel, here)
-            said = load_weights.load(model, source, how, here, lambda *_: None, holdings=holdings)
+            said = load_weights.load(model, source, how, here, lambda *_: None, holdings=holdings, vocab=vocab)
             assert said == {"rank0": "rank 0 read the weights and sent each rank its part"}.get(
                 how, "each rank read its own part"
             )
@@ -61,3 +67,8 @@ def test_each_rank_gets_what_it_holds(tmp_path, biases):
             first = host * PER_HOST
             _part(model, tmp_path / f"{number}-host-{host}", first, first + PER_HOST - 1, axes, parallel.chunks)
     assert run_ranks(WORLD, _load, model, tmp_path) == [[]] * WORLD
+
+
+def test_new_embeddings_are_the_mean_of_the_others_on_any_mesh(tmp_path):
+    model = write_llama(tmp_path / "model", layers=7, dtype=torch.bfloat16, **mesh_rig.SHAPE)
+    assert run_ranks(WORLD, _load, model, tmp_path, 256) == [[]] * WORLD

@@ -130,6 +130,17 @@ def test_of_two_launches_under_two_names_of_a_host_one_is_refused_at_whatever_mo
     assert {each.fault: each.by for each in told} == {StartFault.TMUX: "", StartFault.TAKEN: "ann@desk"}
 
 
+def test_one_that_has_yet_to_wait_for_its_turn_is_not_in_the_way(work, monkeypatch):
+    """It holds its own lock for a moment: both would be refused."""
+    run = processes.run_of("r")
+    monkeypatch.setattr(starting, "start_session", lambda *_: (_ for _ in ()).throw(RunError("no tmux")))
+    other = processes.take_lock(run.start_lock("10.0.0.1"))
+    threading.Timer(0.4, lambda: os.close(other)).start()
+    node = Node("gpu-1", 1, 0, str(work), "/py", "", "", {})
+    plan = Plan("r", 1, 0.0, "r-1", "", (), (), (node,), owner="ann@desk")
+    assert starting._start_node_runner(StartRequest("gpu-1", plan, {}, (0,))).fault is StartFault.TMUX
+
+
 def test_hosts_of_one_launch_that_share_a_directory_do_not_refuse_each_other(work, monkeypatch):
     monkeypatch.setattr(starting, "start_session", lambda *_: (_ for _ in ()).throw(RunError("no tmux")))
     run, nodes = RunDir(work / "runs/r"), [Node(name, 1, 0, str(work), "/py", "", "", {}) for name in ("a", "b")]

@@ -90,7 +90,7 @@ def test_the_first_token_of_each_document_is_marked(demo, tmp_path):
 def test_a_document_whose_prompt_is_empty_begins_with_its_text(demo, tmp_path, monkeypatch):
     tokenizer = AutoTokenizer.from_pretrained(demo)
     tokenizer.bos_token = None
-    monkeypatch.setattr(tokens.AutoTokenizer, "from_pretrained", lambda *_, **__: tokenizer)
+    monkeypatch.setattr(tokens, "read_tokenizer", lambda *_: tokenizer)
     (tmp_path / "a.jsonl").write_text('{"prompt": "", "completion": "abc"}\n' * 2)
     made = tokenised(tmp_path / "a.jsonl", demo, tmp_path)
     found = np.fromfile(tmp_path / made.name, np.uint32)
@@ -121,7 +121,7 @@ def test_a_tokenizer_that_puts_a_space_before_a_text_puts_none_before_the_rest_o
     )
     backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
-    monkeypatch.setattr(tokens.AutoTokenizer, "from_pretrained", lambda *_, **__: tokenizer)
+    monkeypatch.setattr(tokens, "read_tokenizer", lambda *_: tokenizer)
     prompt, completion = "what is it? ", "a line.\nand more"
     (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": prompt, "completion": completion}))
     for chars in (1 << 20, 5):

@@ -4,9 +4,11 @@ import json
 import shutil
 
 import pytest
+from tokenizers import Tokenizer
 
 from llama405b.contract.errors import UserError
-from llama405b.data.tokens import read_tokenizer
+from llama405b.data.tokenizer import is_read_as_it_is, read_tokenizer
+from llama405b.spec.models import check_checkpoint, grown_vocabulary, small_contents
 from llama405b_tools.verbs import data
 
 
@@ -34,7 +36,7 @@ def test_tokens_beyond_the_embeddings_are_named(model, tmp_path, more, named):
     with pytest.raises(UserError) as refused:
         read_tokenizer(model)
     assert all(f"{name!r} (20" in str(refused.value) for name in named)
-    assert ", and the model 2048 embeddings; remove these tokens from " in str(refused.value)
+    assert ", and the model 2048 embeddings; add some with --model.resize_vocabulary true, " in str(refused.value)
     (tmp_path / "a.txt").write_text("some text " * 200)
     with pytest.raises(UserError, match="and the model 2048 embeddings"):
         data.main(["show", "--model.path", str(model), "--data.paths", str(tmp_path / "a.txt"), "--data.seq_len", "16"])
@@ -46,3 +48,64 @@ def test_fewer_tokens_than_embeddings_are_none_too_many(model):
     change(model, "config.json", vocab_size=2047)
     with pytest.raises(UserError, match=r"its tokenizer has '.+' \(2047\), and the model 2047 embeddings"):
         read_tokenizer(model)
+
+
+CLASSES = [
+    "GPT2Tokenizer", "Qwen2Tokenizer", "Qwen2TokenizerFast", "LlamaTokenizer", "LlamaTokenizerFast", "PreTrainedTokenizerFast",
+    "CodeLlamaTokenizer", "GPTNeoXTokenizer", None,
+]  # fmt: skip
+DIGITS = {  # as SmolLM's: each digit is a token of its own
+    "type": "Sequence",
+    "pretokenizers": [
+        {"type": "Digits", "individual_digits": True},
+        {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
+    ],
+}
+LETTERS = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "olmo2"])
+@pytest.mark.parametrize("name", CLASSES)
+def test_the_ids_are_those_of_tokenizer_json_whatever_the_class(model, family, name):
+    change(model, "config.json", model_type=family)
+    change(model, "tokenizer_config.json", tokenizer_class=name)
+    for parts in (DIGITS, LETTERS):
+        change(model, "tokenizer.json", pre_tokenizer=parts)
+        own, said = Tokenizer.from_file(str(model / "tokenizer.json")), []
+        found = read_tokenizer(model, said.append)
+        for text in ("1234567 and 89", "  a\n\n\tb  ", "don't", "<|end_of_text|>x", "日本 été"):
+            assert found(text, add_special_tokens=False)["input_ids"] == own.encode(text, add_special_tokens=False).ids
+        assert (found.bos_token, found.eos_token) == ("<|begin_of_text|>", "<|end_of_text|>")
+        assert bool(said) is not is_read_as_it_is(model)
+        if (family, name) == ("llama", "GPT2Tokenizer") and parts is DIGITS:
+            assert said[0].startswith(
+                "tokenizer: tokenizer.json is read as it is; by GPT2Tokenizer, which the model's files ask for, it would"
+            )
+
+
+@pytest.mark.parametrize(
+    ("file", "more"),
+    [
+        ("tokenizer_config.json", {"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]}),
+        ("tokenizer_config.json", {"added_tokens_decoder": {"2048": {"content": "<new>", "special": True}}}),
+        ("tokenizer_config.json", {"pad_token": {"content": "[PAD]", "__type": "AddedToken"}}),
+    ],
+)
+def test_launch_and_the_trainer_refuse_in_the_same_sentence(model, file, more):
+    """Launch's check reads the files by itself: a host needs no transformers for it."""
+    change(model, file, **more)
+    with pytest.raises(UserError) as by_launch:
+        check_checkpoint(model, 64)
+    with pytest.raises(UserError) as by_trainer:
+        read_tokenizer(model)
+    assert str(by_launch.value) == str(by_trainer.value)
+
+
+def test_a_vocabulary_grows_to_a_multiple_of_128_where_it_must(model):
+    assert grown_vocabulary(model, 2048) == 2048
+    change(model, "tokenizer_config.json", additional_special_tokens=["<|im_start|>", "<|im_end|>"])
+    assert grown_vocabulary(model, 2048) == 2176
+    assert grown_vocabulary(model, 2050) == 2050
+    assert check_checkpoint(model, 64, resize=True).vocab == 2048
+    assert json.loads(small_contents(model, resize=True)["config.json"])["vocab_size"] == 2176
+    assert json.loads(small_contents(model)["config.json"])["vocab_size"] == 2048

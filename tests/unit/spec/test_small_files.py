@@ -1,7 +1,7 @@
 """What goes where a model does, beside its weights."""
 
 from llama405b.commands.download import wanted
-from llama405b.spec.models import MAX_NOTICE_BYTES, is_small, small_files
+from llama405b.spec.models import MAX_NOTICE_BYTES, is_small, small_contents
 
 
 def test_notices_go_where_the_model_does(tmp_path):
@@ -21,7 +21,7 @@ def test_notices_go_where_the_model_does(tmp_path):
     (tmp_path / "LICENSES").mkdir()
     (tmp_path / "NOTICE.bin").write_bytes(bytes(MAX_NOTICE_BYTES + 1))
     (tmp_path / "COPYING").symlink_to("nowhere")
-    assert [*small_files(tmp_path)] == [
+    assert [*small_contents(tmp_path)] == [
         "config.json",
         "LICENCE-MIT",
         "LICENSE",

@@ -74,6 +74,7 @@ class InputCheck:
     skips: bool = False  # records that cannot be used
     adapter: Adapter | None = None  # that one at its path must be
     extension: str = ""  # the user's module, which reads some files itself
+    resize: bool = False  # the embedding grows
 
 
 CHECKPOINTS = "--checkpoint.dir"  # if it is not below the run's directory
@@ -282,7 +283,12 @@ def _look_at(check: InputCheck | None) -> tuple[str, models.Llama | None]:
     try:
         if check.model != DEMO_MODEL or Path(check.model).exists():  # rank 0 creates the demo's
             llama = models.check_checkpoint(
-                Path(check.model), check.seq_len, check.layers, random=check.random, whole=check.whole
+                Path(check.model),
+                check.seq_len,
+                check.layers,
+                random=check.random,
+                whole=check.whole,
+                resize=check.resize,
             )
         if check.adapter and llama:
             read_peft(Path(check.adapter.path), llama, check.adapter)

@@ -151,6 +151,7 @@ def orphans(request: OrphansRequest) -> OrphansReply:
 KEEP_WITHIN_S = 2 * ANSWER_WITHIN_S
 
 TURN_TRIES = 600  # at 0.05 s
+LOOKS = 20  # at 0.05 s
 
 
 def start(request: StartRequest) -> None:
@@ -184,7 +185,7 @@ def _start_node_runner(request: StartRequest) -> Started:
     turn = take_lock(run.turn, TURN_TRIES)  # of two simultaneous launches of one name, one is refused
     claim = take_lock(run.start_lock(host)) if turn else None
     ours = {node.name for node in plan.nodes}
-    others = not request.again and read_plan(run).rdzv_id != plan.rdzv_id and live_names(run, ours)
+    others = not request.again and read_plan(run).rdzv_id != plan.rdzv_id and _stays_live(run, ours)
     if turn is None or claim is None or others or is_alive(run, host):
         return Started(StartFault.TAKEN, by=read_plan(run).owner)
     if (mark := stop_mark(run, host)).by and (request.again or mark.time != request.known_stop):
@@ -197,6 +198,15 @@ def _start_node_runner(request: StartRequest) -> Started:
     except RunError as error:
         run.secrets(host).unlink(missing_ok=True)
         return Started(StartFault.TMUX, detail=str(error))
+
+
+def _stays_live(run: RunDir, ours: set[str]) -> bool:
+    """Whether the run lives under other names of this machine; one that has yet to wait for its turn holds its lock for a moment."""
+    for _ in range(LOOKS):
+        if not live_names(run, ours):
+            return False
+        time.sleep(0.05)
+    return True
 
 
 def _write_files(request: StartRequest, run: RunDir) -> None:

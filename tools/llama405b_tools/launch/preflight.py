@@ -360,6 +360,7 @@ def _inputs(request: LaunchRequest) -> InputCheck | None:
         fields=data.fields,
         skips=data.bad_records == "skip",
         extension=request.config.training.extend,
+        resize=model.resize_vocabulary,
         adapter=request.config.adapter if request.config.adapter.path and request.resume == "no" else None,
     )
 

@@ -1,0 +1,94 @@
+"""A model's tokenizer: its ids are those of its tokenizer.json, whatever class its configuration names. Knows no texts or files of data."""
+
+import contextlib
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from llama405b.contract.errors import UserError
+from llama405b.spec.models import TOKENIZER_CONFIG, refuse_beyond, token_ids
+from llama405b.spec.tensors import read_hf_json
+
+# Texts on which tokenizers of different families differ: numbers, blanks, line ends, contractions, scripts, signs.
+PROBE = (
+    "In 2024, 3.14159 of 1,000,000 and 0x7f  two   blanks\n\n\n\ttabs\r\n don't I'LL we've _x__y CamelCase a+b!=c <a href='x'> ",
+    " été Ελλάδα Россия 日本語 한국어 العربية हिन्दी 👩‍🚀 ½ ﬁ \u00a0\u200b",
+    "a",
+)
+
+
+def read_tokenizer(directory: Path, say: Callable[[str], None] = lambda _: None) -> PreTrainedTokenizerBase:
+    """Read a model's tokenizer; ``say`` is told where its class would have had other ids than its tokenizer.json, whose are used.
+
+    Raises:
+        UserError: transformers cannot read it, or it has tokens for which the model has no embeddings.
+    """
+    own = _file_of(directory)
+    try:
+        found = _by_class(directory)
+        if own and not (found and has_ids_of(own, found, directory)):
+            name = type(found).__name__ if found else "that class"
+            say(
+                f"tokenizer: tokenizer.json is read as it is; by {name}, which the model's files ask for, it would have other tokens"
+            )
+            found = _as_in_file(directory)
+        if found is None:
+            found = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)  # which says why
+    except Exception as error:  # noqa: BLE001
+        why = " ".join(str(error).split())
+        raise UserError(f"{directory}: cannot read its tokenizer ({why}); download tokenizer.json again") from None
+    settings = read_hf_json(directory / TOKENIZER_CONFIG) if (directory / TOKENIZER_CONFIG).is_file() else {}
+    begins = found("a")["input_ids"][:1] == [found.bos_token_id]
+    if settings.get("add_bos_token", begins) != begins:  # which transformers leaves to the file
+        found.add_bos_token = not begins
+    if (directory / "config.json").is_file() and (n := read_hf_json(directory / "config.json").get("vocab_size")):
+        refuse_beyond(directory, found.get_vocab(), n)
+    return found
+
+
+def is_read_as_it_is(directory: Path) -> bool:
+    """Whether AutoTokenizer, by which others serve a model, has the ids of its tokenizer.json."""
+    own, found = _file_of(directory), _by_class(directory)
+    return own is None or (found is not None and has_ids_of(own, found, directory))
+
+
+def has_ids_of(own: Tokenizer, found: PreTrainedTokenizerBase, directory: Path) -> bool:
+    """Whether a tokenizer has the ids of a tokenizer.json: for the probe, for what is added there, and no tokens that no file names."""
+    added = [token.content for token in own.get_added_tokens_decoder().values()]
+    texts = [*PROBE, "x".join(added), *(f" {PROBE[-1]}{name}\n" for name in added)]
+    expected = [each.ids for each in own.encode_batch(texts, add_special_tokens=False)]
+    try:
+        ids, names = found(texts, add_special_tokens=False)["input_ids"], {*found.get_vocab()}
+    except Exception:  # noqa: BLE001  (a class that lacks what it needs)
+        return False
+    return expected == ids and names <= {*token_ids(directory)}
+
+
+def _file_of(directory: Path) -> Tokenizer | None:
+    """What tokenizer.json says; None if there is none that can be read, which AutoTokenizer tells."""
+    with contextlib.suppress(Exception):
+        return Tokenizer.from_file(str(directory / "tokenizer.json"))
+    return None
+
+
+def _by_class(directory: Path) -> PreTrainedTokenizerBase | None:
+    """The tokenizer by the class that the model's files ask for; None if that cannot read it."""
+    with contextlib.suppress(Exception):
+        found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+        return found
+    return None
+
+
+def _as_in_file(directory: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of tokenizer.json, without a class of its own, and without transformers' word that there is another."""
+    logger = logging.getLogger("transformers.tokenization_utils_base")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        found: PreTrainedTokenizerBase = PreTrainedTokenizerFast.from_pretrained(directory)
+        return found
+    finally:
+        logger.setLevel(before)
