@@ -272,7 +272,7 @@ class Metrics:
     grad_norm: float  # before clipping
     lr: float
     tokens: int  # target tokens so far, over all ranks
-    tokens_per_s: float  # over all ranks
+    tokens_per_s: float  # trained on, over all ranks
     step_s: float
     data_s: float
     forward_s: float
@@ -298,6 +298,14 @@ class Metrics:
     num_alloc_retries: int = 0
     num_ooms: int = 0  # so far in this attempt: and that did not suffice
     own: Mapping[str, float] = dataclasses.field(default_factory=dict)  # what the user's module adds, by name
+    all_tokens_per_s: float = (
+        0.0  # also those that are only read, and padding, as the plan counts; 0: an earlier version wrote it
+    )
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second as the plan counts them: all of the step's."""
+        return self.all_tokens_per_s or self.tokens_per_s
 
     def __post_init__(self) -> None:
         if self.step < 0:

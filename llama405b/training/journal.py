@@ -39,6 +39,7 @@ from llama405b.contract.records import (
 
 if TYPE_CHECKING:
     from llama405b.distributed.ranks import Rank  # needs torch
+MOST_OF = 0.98  # of the tokens: where fewer are trained on, both rates are told
 
 
 class Journal:
@@ -108,10 +109,11 @@ class Journal:
         self._append(self.run.metrics, [metrics])
         more, self.retries = metrics.num_alloc_retries - self.retries, metrics.num_alloc_retries
         retried = f"  {counted(more, 'allocator retry', 'allocator retries')}: GPU memory is short" if more > 0 else ""
+        few = f" ({metrics.tokens_per_s:,.0f} trained on)" if metrics.tokens_per_s < MOST_OF * metrics.rate else ""
         own = "".join(f"  {name} {value:.4g}" for name, value in metrics.own.items())
         print(
             f"step {metrics.step}/{self.steps}  loss {metrics.loss:.4f}  grad {metrics.grad_norm:.3f}  lr {metrics.lr:.2e}  "
-            f"{metrics.tokens_per_s:,.0f} tokens/s  {metrics.step_s:.2f} s{own}{retried}",
+            f"{metrics.rate:,.0f} tokens/s{few}  {metrics.step_s:.2f} s{own}{retried}",
             flush=True,
         )
 

@@ -144,6 +144,7 @@ class Trainer:
             lr=lr,
             tokens=self.tokens,
             tokens_per_s=result.n_targets / step_s,
+            all_tokens_per_s=self.config.training.global_batch_size * self.config.data.seq_len / step_s,
             step_s=step_s,
             data_s=seconds["data"],
             forward_s=seconds["forward"],

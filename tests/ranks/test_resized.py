@@ -47,6 +47,8 @@ def test_a_run_with_new_tokens(chats, tmp_path, monkeypatch, capsys):
     losses = [[m["loss"] for m in metrics(tmp_path, name).values()] for name in ("one", "two")]
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
     assert losses[0][-1] < losses[0][0]
+    rates = [(m["all_tokens_per_s"] * m["step_s"], m["step_tokens"]) for m in metrics(tmp_path, "one").values()]
+    assert all(n_all == pytest.approx(4 * 64) and n_targets < 200 for n_all, n_targets in rates)
     train(
         tmp_path,
         "two",

@@ -140,7 +140,7 @@ def test_a_step_that_hung_has_a_row_a_band_and_a_level_as_long_as_it_took():
     steps[5] = dataclasses.replace(steps[5], tokens_per_s=13.7)
     text = page(Summary("r", reply_of(steps), 0.0))
     assert "step 6 took 5m, usually 10s" in text.partition("What happened")[2]
-    pieces = lines_in(text, "target tokens per second")["a"]
+    pieces = lines_in(text, "tokens per second")["a"]
     assert [len(piece) for piece in pieces] == [5, 2, 4]
     (began, low), (ended, level) = pieces[1]
     assert (began, ended) == (pytest.approx(100.0, abs=2), pytest.approx(400.0, abs=2))

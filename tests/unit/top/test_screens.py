@@ -254,7 +254,7 @@ def test_the_graphs_have_axes_marks_and_the_plan():
     assert "── tokens/s 9,024 " in text
     assert "plan 9,335 ┄  MFU 35%\n" in text
     assert re.search(r"└-10m─+-5m─+s?─*s", text)  # two saves
-    rates = shown.trends.steps["tokens_per_s"].columns(0, shown.pic.time - 60, shown.pic.time, 30)
+    rates = shown.trends.steps["rate"].columns(0, shown.pic.time - 60, shown.pic.time, 30)
     assert {round(bucket.mean) for bucket in rates if bucket} == {9024}
     hour = text_of(shown.screen(200, 60, Ui(window=1)))
     assert re.search(r"└-1[0-9]m─", hour)  # no further than is known

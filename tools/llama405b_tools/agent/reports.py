@@ -37,7 +37,7 @@ from llama405b_tools.agent.processes import run_of
 
 MOST_POINTS = 1500  # of a curve: more than a screen has columns
 MOST_SAMPLES = 200
-MEANS = ("loss", "grad_norm", "lr", "tokens_per_s", "step_s", "data_s", "forward_s", "backward_s", "optimizer_s")
+MEANS = ("loss", "grad_norm", "lr", "rate", "step_s", "data_s", "forward_s", "backward_s", "optimizer_s")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Point:
     grad_norm: float
     grad_norm_high: float
     lr: float
-    tokens_per_s: float
+    rate: float  # tokens per second, also those that are only read
     step_s: float
     data_s: float
     forward_s: float

@@ -367,11 +367,11 @@ def _tiles(found: Summary) -> Iterator[tuple[str, str]]:
         best = min(loss for *_, loss in reply.evaluations)
         yield f"evaluation, best {best:.4f}", f"{reply.evaluations[-1][2]:.4f}"
     if reply.last:
-        rate, planned = found.last("tokens_per_s"), found.planned_tokens_per_s
+        rate, planned = found.last("rate"), found.planned_tokens_per_s
         yield f"tokens/s{given(', planned {}', planned and amount(planned))}", amount(rate)
         if mfu := found.mfu(rate):
             yield f"MFU{given(', planned {:.1f}%', found.mfu(planned))}", f"{mfu:.1f}%"
-        yield "target tokens", amount(reply.last.tokens)
+        yield "tokens trained on", amount(reply.last.tokens)
     if account:
         total_s = sum(account.seconds.values())
         yield f"goodput of {span(total_s)}", f"{100 * (account.goodput or 0.0):.1f}%"
@@ -409,14 +409,14 @@ def _charts(found: Summary) -> Iterator[str]:
         "gradient norm, before clipping", [curve("highest", "a", lambda point: point.grad_norm_high)], reading
     ).svg(axis)
     yield Chart(
-        "target tokens per second",
-        [curve("all ranks", "a", lambda point: point.tokens_per_s)],
+        "tokens per second",
+        [curve("all ranks", "a", lambda point: point.rate)],
         amount,
         plan=found.planned_tokens_per_s,
     ).svg(axis)
-    if found.mfu(points[-1].tokens_per_s):
+    if found.mfu(points[-1].rate):
         yield Chart(
-            "model FLOPs utilization", [curve("MFU", "a", lambda point: found.mfu(point.tokens_per_s) or 0.0)],
+            "model FLOPs utilization", [curve("MFU", "a", lambda point: found.mfu(point.rate) or 0.0)],
             lambda value: f"{value:.0f}%", plan=found.mfu(found.planned_tokens_per_s),
         ).svg(axis)  # fmt: skip
     parts = [curve(name, style, lambda point, field=field: getattr(point, field)) for name, field, style in PARTS]  # type: ignore[misc]
@@ -495,10 +495,10 @@ def _time_axis(found: Summary) -> Axis:
 
 def _values(found: Summary, point: Point) -> str:
     """Say what a point shows, in a line."""
-    mfu = given("  MFU {:.1f}%", found.mfu(point.tokens_per_s))
+    mfu = given("  MFU {:.1f}%", found.mfu(point.rate))
     return (
         f"{step_words(point)}  {span(point.time - found.began)}  loss {point.loss:.4f}  grad {point.grad_norm:.3f}  "
-        f"{amount(point.tokens_per_s)} tokens/s{mfu}  {point.step_s:.2f} s  lr {point.lr:.2e}"
+        f"{amount(point.rate)} tokens/s{mfu}  {point.step_s:.2f} s  lr {point.lr:.2e}"
     )
 
 
@@ -619,7 +619,7 @@ def lines_of(found: Summary, width: int, height: int, *, plain: bool) -> Iterato
 
 
 def _rate(found: Summary) -> str:
-    rate = found.last("tokens_per_s")
+    rate = found.last("rate")
     mfu = given(", MFU {:.1f}%", found.mfu(rate))
     planned = given(" (planned {})", found.reply.expected_step_s and span(found.reply.expected_step_s))
     return f"{amount(rate)} tokens/s{mfu}, {found.last('step_s'):.2f} s per step{planned}"

@@ -90,7 +90,7 @@ class Summary:
     def planned_tokens_per_s(self) -> float | None:
         """What its plan predicted; None if there was none."""
         last = self.reply.last
-        return last.step_tokens / self.reply.expected_step_s if last and self.reply.expected_step_s else None
+        return last.rate * last.step_s / self.reply.expected_step_s if last and self.reply.expected_step_s else None
 
     @property
     def slow(self) -> list[tuple[Point, float]]:
@@ -119,12 +119,12 @@ class Summary:
         """Return the mean of what the last steps say."""
         return float(sum(point.steps * getattr(point, field) for point in self.ending)) / self.last_steps
 
-    def mfu(self, tokens_per_s: float | None) -> float | None:
+    def mfu(self, rate: float | None) -> float | None:
         """Model FLOPs utilization in percent: the model's FLOPs over the peak of the GPUs; None if these are not known."""
         peak, last = bf16_flops(self.reply.gpu), self.reply.last
-        if not (peak and last and last.flops_per_token and tokens_per_s):
+        if not (peak and last and last.flops_per_token and rate):
             return None
-        return 100 * tokens_per_s * last.flops_per_token / (peak * self.world)
+        return 100 * rate * last.flops_per_token / (peak * self.world)
 
     def cost(self, seconds: float) -> float | None:
         """Return what seconds of all its ranks cost; None without a price."""

@@ -414,11 +414,11 @@ def _progress(watch: RunMonitor, plan: Plan) -> str:
     last = metrics[-1]
     ending = metrics[-MEAN_OF:]
     loss = sum(each.loss for each in ending) / len(ending)
-    tokens_per_s = sum(each.tokens_per_s * each.step_s for each in metrics) / sum(each.step_s for each in metrics)
+    rate = sum(each.rate * each.step_s for each in metrics) / sum(each.step_s for each in metrics)
     return (
         f"steps {first.step}-{last.step}, loss {first.loss:.3f} -> {loss:.3f} (mean of the last {len(ending)}), "
         f"{_held_out(watch)}"
-        f"{tokens_per_s:,.0f} tokens/s on {counted(plan.world, 'rank')} of {counted(len(plan.nodes), 'host')}"
+        f"{rate:,.0f} tokens/s on {counted(plan.world, 'rank')} of {counted(len(plan.nodes), 'host')}"
     )
 
 

@@ -140,9 +140,7 @@ def print_progress(on_hosts: Sequence[HostRun]) -> None:
     if isinstance(last, EvaluationMetrics):
         print(f"evaluation of step {last.step}: loss {number(last.evaluation_loss, '.4f')}")
     elif last:
-        print(
-            f"step {last.step}, loss {last.loss:.4f}, {last.tokens_per_s:,.0f} tokens/s, {last.step_s:.2f} s per step"
-        )
+        print(f"step {last.step}, loss {last.loss:.4f}, {last.rate:,.0f} tokens/s, {last.step_s:.2f} s per step")
     trains = any(run.heartbeats for run in on_hosts) and not only_evaluates
     if saved or trains:
         print(f"newest checkpoint: {saved or 'none yet'}")

@@ -307,11 +307,11 @@ class Graphs:
 
     def _rate(self, run: TrainingStatus) -> Drawn:
         def draw(width: int, height: int) -> list[Text]:
-            columns = self._columns(self.trends.steps.get("tokens_per_s"), self.steps, width)
+            columns = self._columns(self.trends.steps.get("rate"), self.steps, width)
             found = [*means(columns)]
             planned = self._planned(run, found)
-            now = f"tokens/s {number(run.tokens_per_s, ',.0f')}"
-            if run.tokens_per_s is None and found:
+            now = f"tokens/s {number(run.all_tokens_per_s, ',.0f')}"
+            if run.all_tokens_per_s is None and found:
                 now += f", was {found[-1]:,.0f}"
             right = "  ".join(filter(None, (given("plan {:,.0f} ┄", planned), given("MFU {:.0f}%", run.mfu_pct))))
             scale = from_zero([*found, planned or 0.0], amount)
@@ -322,7 +322,7 @@ class Graphs:
     @staticmethod
     def _planned(run: TrainingStatus, rates: Sequence[float]) -> float | None:
         """Return the tokens per second of a step as planned."""
-        rate = run.tokens_per_s or (statistics.median(rates) if rates else None)
+        rate = run.all_tokens_per_s or (statistics.median(rates) if rates else None)
         return rate * run.step_s / run.expected_step_s if rate and run.step_s and run.expected_step_s else None
 
     def _step(self, run: TrainingStatus) -> Drawn:

@@ -197,7 +197,7 @@ def _progress(run: TrainingStatus, width: int, *, bars: bool) -> Text:
     parts = [
         (1, _marked(f"loss {number(run.loss, '.4f')}", run, "loss")),
         (0, _marked(f"{number(run.step_s, '.2f')} s/step", run, "step_s").append(plan if width >= WIDE else "")),
-        (0, Text(f"{amount(run.tokens_per_s)} tok/s")),
+        (0, Text(f"{amount(run.all_tokens_per_s)} tok/s")),
         (2, Text(f"MFU {number(run.mfu_pct and run.mfu_pct / 100, '.0%')}")),
         (0, Text(f"ETA {span(run.eta_s)}")),
         (3, Text(_evaluated(run))),

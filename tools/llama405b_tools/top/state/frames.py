@@ -93,10 +93,16 @@ class StepMetrics:
     update_bytes: int | None = None  # that these updates moved in rank 0's CPU memory
     down_bytes: int | None = None  # of rank 0's gradients to CPU memory
     up_bytes: int | None = None  # of rank 0's weights from there
-    tokens_per_s: float | None = None
+    tokens_per_s: float | None = None  # trained on
+    all_tokens_per_s: float | None = None  # also those that are only read; None or 0: an earlier version's
     flops_per_token: float | None = None
     num_alloc_retries: int | None = None  # of rank 0's allocator so far in this attempt, for want of GPU memory
     evaluation_loss: SoundOnly[float | None] = None  # on data that is not trained on, after this step
+
+    @property
+    def rate(self) -> float | None:
+        """Tokens per second as the plan counts them: all of the step's."""
+        return self.all_tokens_per_s or self.tokens_per_s
 
     def __post_init__(self) -> None:
         """Refuse what cannot be true."""
@@ -112,6 +118,7 @@ class StepMetrics:
             self.down_bytes,
             self.up_bytes,
             self.num_alloc_retries,
+            self.all_tokens_per_s,
         )
         if min(filter(None, (self.step, *times, self.tokens_per_s, self.flops_per_token)), default=0) < 0:
             raise ValueError

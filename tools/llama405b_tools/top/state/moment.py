@@ -591,7 +591,7 @@ def _stepping(shown: TrainingStatus, found: Moment, last: StepMetrics) -> Traini
     """Add what its steps tell."""
     phase = shown.phase
     step_s = found.median("step_s")
-    tokens_per_s = None
+    rate = tokens_per_s = None
     eta_s = None
     saved = shown.checkpoint_step or 0
     evaluated = next((each for each in reversed(found.metrics) if each.evaluation_loss is not None), None)
@@ -604,7 +604,7 @@ def _stepping(shown: TrainingStatus, found: Moment, last: StepMetrics) -> Traini
         beats = [beat.step for each in found.beats.values() for beat, _ in each]
         step = max(step, min(beats, default=0))
     if phase in MOVING and not shown.is_stale:
-        tokens_per_s = found.median("tokens_per_s")
+        rate, tokens_per_s = found.median("rate"), found.median("tokens_per_s")
         if shown.steps and step_s:
             eta_s = (shown.steps - step) * step_s
     if phase is RunPhase.DONE and shown.steps and last.step < shown.steps:
@@ -625,8 +625,9 @@ def _stepping(shown: TrainingStatus, found: Moment, last: StepMetrics) -> Traini
         update_bytes=found.median("update_bytes"),
         down_bytes=found.median("down_bytes"),
         up_bytes=found.median("up_bytes"),
+        all_tokens_per_s=rate,
         tokens_per_s=tokens_per_s,
-        mfu_pct=_mfu_pct(found, tokens_per_s, last.flops_per_token, shown.world),
+        mfu_pct=_mfu_pct(found, rate, last.flops_per_token, shown.world),
         eta_s=eta_s,
         lost_steps=max(0, step - saved),
         lost_rank_hours=verdicts.seconds_between(found.metrics, saved, step) * shown.world / 3600,
@@ -640,13 +641,13 @@ def _is_stale(found: Moment) -> bool:
     return found.hang is not None or any(stall(found)) or found.head is None
 
 
-def _mfu_pct(found: Moment, tokens_per_s: float | None, flops_per_token: float | None, world: int) -> float | None:
+def _mfu_pct(found: Moment, rate: float | None, flops_per_token: float | None, world: int) -> float | None:
     """Model FLOPs utilization: the model's FLOPs over the peak of the GPUs, if they are all the same model."""
     peaks = {parsers.bf16_flops(gpu.name) for host in found.ours for gpu in host.gpus}
     peak = peaks.pop() if len(peaks) == 1 else None
-    if not (tokens_per_s and flops_per_token and peak and world):
+    if not (rate and flops_per_token and peak and world):
         return None
-    share = tokens_per_s * flops_per_token / (peak * world)
+    share = rate * flops_per_token / (peak * world)
     return 100 * share if share <= 1 else None
 
 

@@ -253,7 +253,8 @@ class TrainingStatus:
     update_bytes: float | None = None  # that these updates moved in rank 0's CPU memory
     down_bytes: float | None = None  # of rank 0's gradients to CPU memory
     up_bytes: float | None = None  # of rank 0's weights from there
-    tokens_per_s: float | None = None
+    all_tokens_per_s: float | None = None  # as the plan counts: also those that are only read, and padding
+    tokens_per_s: float | None = None  # trained on
     mfu_pct: float | None = None
     eta_s: float | None = None
     done_bytes: int | None = None  # while loading
@@ -404,7 +405,8 @@ METRICS = {  # name without ``llama405b_`` -> labels, meaning
     "step_seconds": ("run", "Median of the last steps"),
     "step_planned_seconds": ("run", "A step as it was predicted at launch"),
     "step_part_seconds": ("run part", "Median of a part of the last steps: data, forward, backward, optimizer"),
-    "tokens_per_second": ("run", "Of all ranks; absent while no steps are taken"),
+    "all_tokens_per_second": ("run", "Of all ranks, also those that are only read; absent while no steps are taken"),
+    "tokens_per_second": ("run", "Trained on, of all ranks; absent while no steps are taken"),
     "mfu_ratio": ("run", "Model FLOPs over the dense BF16 peak of the GPUs"),
     "eta_seconds": ("run", "Until the last step"),
     "checkpoint_step": ("run", "Step of the newest checkpoint"),
@@ -468,6 +470,7 @@ def _of_run(run: TrainingStatus) -> Iterator[Found]:
         "evaluation_loss": run.evaluation_loss,
         "step_seconds": run.step_s,
         "step_planned_seconds": run.expected_step_s,
+        "all_tokens_per_second": run.all_tokens_per_s,
         "tokens_per_second": run.tokens_per_s,
         "mfu_ratio": None if run.mfu_pct is None else run.mfu_pct / 100,
         "eta_seconds": run.eta_s,

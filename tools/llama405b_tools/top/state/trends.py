@@ -222,7 +222,7 @@ class Trends:
             self.attempt = max(self.attempt, each.attempt)
             if each.evaluation_loss is not None:
                 self.marks.append(Mark(time, "e"))
-            for field in ("loss", "tokens_per_s", "step_s", "data_s", "forward_s", "backward_s", "optimizer_s"):
+            for field in ("loss", "rate", "step_s", "data_s", "forward_s", "backward_s", "optimizer_s"):
                 self.steps[field].add(time, getattr(each, field))
 
     def _mark_save(self, run: TrainingStatus, now: float) -> None:
