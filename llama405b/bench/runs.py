@@ -47,7 +47,7 @@ BASE = {
     "training.micro_batch_size": 2,
     "data.max_bytes": 300_000,
     "evaluation.fraction": 0.05,
-    "evaluation.every": 0,
+    "evaluation.every": "0",
     "evaluation.max_sequences": 2,
     "checkpoint.every": 0,
     "parallel.numerics": "fp32-master",

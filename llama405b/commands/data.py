@@ -101,7 +101,7 @@ def _show(config: Config, tokenizer_dir: Path, n_sequences: int) -> None:
         batches = dataclasses.replace(batches, mixture=without(batches.mixture, read_skips(Path(config.data.skip))))
     evaluation = config.evaluation
     said = warnings_of_ends(config.data, batches, tokenizer_dir)
-    if evaluation.every and not evaluation.paths:
+    if evaluation.evaluates and not evaluation.paths:
         batches, held_out = batches.hold_out(evaluation.fraction)
         said += describe_held_out(config.data, held_out)
     said += filter(None, (_proof(part, tokenizer_dir) for part in config.data.by_source))

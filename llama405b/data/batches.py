@@ -71,6 +71,10 @@ class Batches:
         """Return the number of whole steps from a position to the end of these epochs, at least one in all."""
         return max(0 if position else 1, int((epochs * self.n_sequences - position) // global_batch))
 
+    def steps_of_epoch(self, global_batch: int) -> float:
+        """Return the number of steps of one epoch, whole or not."""
+        return self.n_sequences / global_batch
+
     def read(self, indices: Iterable[int]) -> Batch:
         """Return the sequences at these places of the order."""
         return self.batch(self.windows(indices))

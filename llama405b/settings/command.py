@@ -119,7 +119,7 @@ def schema() -> dict[str, Json]:
             "default": list(default) if isinstance(default, tuple) else default,
         }
         sections[section]["properties"][name] = found
-    data, optimizer, checkpoint = (sections[name]["properties"] for name in ("data", "optimizer", "checkpoint"))
+    data, optimizer = (sections[name]["properties"] for name in ("data", "optimizer"))
     data["sources"] = SOURCES
     for name, each in (("fields", {"type": "string"}), ("template_arguments", True)):
         table: Json = {"type": "object", "additionalProperties": each}
@@ -127,7 +127,8 @@ def schema() -> dict[str, Json]:
             key: data[name][key] for key in ("description", "default")
         }
     optimizer["groups"]["items"] = {"anyOf": [{"type": "string"}, GROUP]}
-    checkpoint["every"]["type"] = ["string", "integer"]  # of steps
+    for section in ("checkpoint", "evaluation"):
+        sections[section]["properties"]["every"]["type"] = ["string", "integer"]  # of steps
     return {
         "$schema": DRAFT,
         "title": "Settings of llama405b",
@@ -336,4 +337,4 @@ def to_evaluate(settings: Mapping[str, Setting]) -> dict[str, Setting]:
     """Return the settings of an evaluation without training: it is due, and reads data to train on only to hold out a part."""
     paths, fraction = (settings.get(f"evaluation.{name}", ((), ""))[0] for name in ("paths", "fraction"))
     unread = {"data.paths": (("none",), EVALUATE_ONLY)} if paths or not fraction else {}
-    return unread | dict(settings) | {"evaluation.every": (1, EVALUATE_ONLY)}
+    return unread | dict(settings) | {"evaluation.every": ("1", EVALUATE_ONLY)}

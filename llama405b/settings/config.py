@@ -22,7 +22,7 @@ from llama405b.contract.files import refuse_others_writing
 from llama405b.contract.reader import Json
 from llama405b.settings.axes import DP, Axes, Dealing, Recompute
 from llama405b.settings.rules import EPOCHS, OF_VALUES, RENAMED, STEPS, faults_of, group_text, instead_of, suggestion
-from llama405b.settings.schema import ONE_PER_FLAG, PAIRS, TYPES, Cadence, Config, Parallel
+from llama405b.settings.schema import ONE_PER_FLAG, PAIRS, TYPES, Cadence, Config, Parallel, read_evaluations
 
 MAX_INT = 2**31 - 1  # of any setting: no step, byte or second count needs more
 DEMO_MODEL = "models/demo"  # rank 0 creates it if it is missing
@@ -30,6 +30,7 @@ PRESET_DIR = Path(__file__).parent / "presets"
 # Settings that are written in a way of their own.
 READERS: dict[str, Callable[[str], object]] = {
     "checkpoint.every": Cadence.read,
+    "evaluation.every": read_evaluations,
     "checkpoint.staging": staging_bytes,
     "model.activation_checkpointing": Recompute.read,
 }

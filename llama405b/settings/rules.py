@@ -451,7 +451,7 @@ def _of_saving(config: Config) -> Iterator[Fault]:
             "checkpoint.keep",
             f"checkpoint.keep is {saving.keep}; keep at least {LEAST_KEPT}, so that one always verifies",
         )
-    if saving.keep_best and not (config.evaluation.every and saves):
+    if saving.keep_best and not (config.evaluation.evaluates and saves):
         yield (
             "checkpoint.keep_best",
             "nothing would be evaluated, or nothing saved; set evaluation.every and checkpoint.every",
@@ -470,15 +470,15 @@ def _of_saving(config: Config) -> Iterator[Fault]:
 
 def _of_evaluation(config: Config) -> Iterator[Fault]:
     evaluation = config.evaluation
-    if evaluation.every and not (evaluation.paths or evaluation.fraction):
+    if evaluation.evaluates and not (evaluation.paths or evaluation.fraction):
         yield "evaluation.every", "no data to evaluate on; set evaluation.paths or evaluation.fraction"
-    if evaluation.paths and not evaluation.every:
+    if evaluation.paths and not evaluation.evaluates:
         yield (
             "evaluation.every",
             "evaluation.every is 0, so evaluation.paths would not be used; set it to a number of steps",
         )
     if evaluation.prompts:
-        if not evaluation.every:
+        if not evaluation.evaluates:
             yield "evaluation.prompts", "evaluation.every is 0, so they would not be used; set it to a number of steps"
         if split := [name for name in ("tp", "cp", "pp") if getattr(config.parallel, name) > 1]:
             yield (

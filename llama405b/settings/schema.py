@@ -6,6 +6,7 @@ How often a run saves is one: ``100`` steps, ``10m``, or ``auto``.
 import contextlib
 import dataclasses
 import math
+import re
 import typing
 from collections.abc import Iterator
 from typing import Any, Literal
@@ -16,6 +17,20 @@ from llama405b.settings.strategies import STRATEGIES, Name, Strategy
 FIRST_S = 600.0  # with auto: until the first save, whose cost is not known yet
 LEAST_S = 60.0
 MOST_EXPONENT = 700.0  # that a float holds
+
+
+EPOCH = "epoch"  # of evaluation.every
+
+
+def read_evaluations(text: str) -> str:
+    """Read ``100`` or ``epoch``; ``0``: never.
+
+    Raises:
+        UserError: It is none of them.
+    """
+    if text != EPOCH and not re.fullmatch(r"0|[1-9]\d{0,8}", text):
+        raise UserError(f"evaluation.every is {text!r}; write a number of steps, or epoch; 0: never")
+    return text
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -476,7 +491,10 @@ class Timeouts:
 class Evaluation:
     """The loss on data that is not trained on."""
 
-    every: int = option(0, "steps between evaluations (also before the first and after the last step); 0: never")
+    every: str = option(
+        "0",
+        "steps between evaluations, or epoch: at the end of each (also before the first and after the last step); 0: never",
+    )
     paths: tuple[str, ...] = option((), "files, folders or globs to evaluate on, as data.paths")
     fraction: float = option(
         0.0, "of the training data's tokens, whole documents held out for that if no paths are named; at most 0.5"
@@ -488,6 +506,17 @@ class Evaluation:
         "texts, one per flag or line, that are continued at each evaluation, greedily: into the log, the report and trackers",
     )
     prompt_tokens: int = option(32, "tokens of each continuation; every one is a forward of the whole model")
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether it does at all."""
+        return self.every != "0"
+
+    def due(self, step: int, epoch_steps: float) -> bool:
+        """Return whether to evaluate after a step; ``epoch_steps``: steps of an epoch, whole or not."""
+        if self.every == EPOCH:
+            return step // epoch_steps > (step - 1) // epoch_steps
+        return step % int(self.every) == 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -94,6 +94,20 @@ CONVERTS = (
 ROWS = 128  # of which an embedding that grows has a multiple, so that kernels and ranks divide it
 NAMED = 4  # tokens in a message
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+OTHER_WEIGHTS = (  # what names of tensors tell, and what to do
+    (
+        r"\.(weight_scale(_inv)?|input_scale|weight_packed)$",
+        "quantized weights (FP8, say)",
+        "download the model in BF16",
+    ),
+    (r"\.(qweight|qzeros|g_idx)$", "quantized weights (GPTQ or AWQ)", "download the model in BF16"),
+    (r"\.(absmax|quant_map|quant_state\.\S+)$", "quantized weights (bitsandbytes)", "download the model in BF16"),
+    (
+        r"\.base_layer\.|\.lora_[AB]\.",
+        "an adapter that is not merged",
+        "merge it (peft's merge_and_unload), or name the base model here and the adapter in --adapter.path",
+    ),
+)
 COMPARED_BYTES = 16 << 20  # at a time
 MAX_LAYERS = 10_000
 
@@ -327,6 +341,7 @@ def check_checkpoint(
         raise UserError(
             f"--parallel.strategy: fsdp1 needs all weights, but {directory} has only a part; use fsdp2, or push all"
         )
+    _refuse_names(directory, tensors)
     for name, shape in llama.tensors().items():
         info = tensors.get(name)
         if not info and is_part:  # another stage's
@@ -339,9 +354,26 @@ def check_checkpoint(
                 f"{list(shape)}; download both from the same model"
             )
         if info.dtype not in ("F32", "F16", "BF16"):
-            raise UserError(f"{info.file}: {name} is {info.dtype}; only F32, F16 and BF16 can be trained")
+            raise UserError(
+                f"{info.file}: {name} is {info.dtype}; only F32, F16 and BF16 can be trained; download the model in BF16"
+            )
     _refuse_unused(read_llama(directory), tensors)
     return llama
+
+
+def _refuse_names(directory: Path, tensors: Mapping[str, TensorInfo]) -> None:
+    """Refuse weights that are quantized, are parts of adapters, or have other names than transformers gives them: say which these are."""
+    for name in tensors:
+        for pattern, what, remedy in OTHER_WEIGHTS:
+            if re.search(pattern, name):
+                raise UserError(f"{tensors[name].file}: {name} is of {what}; {remedy}")
+    last = EMBEDDING.rpartition("embed_tokens")[2]
+    called = next((name for name in tensors if name.endswith(f"embed_tokens{last}")), EMBEDDING)
+    if EMBEDDING not in tensors and called != EMBEDDING:
+        raise UserError(
+            f"{directory}: its files call {EMBEDDING} {called!r}, and the others alike; write the model with transformers' "
+            "save_pretrained, which gives tensors their own names"
+        )
 
 
 def _refuse_unused(llama: Llama, tensors: Mapping[str, TensorInfo]) -> None:

@@ -375,7 +375,9 @@ def _tensors_of(header: Mapping[str, Any], path: Path, begin: int) -> tuple[Layo
     for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
         start, stop = entry["data_offsets"]
         if entry["dtype"] not in DTYPE_BYTES:
-            raise UserError(f"{path}: {name} is {entry['dtype']}; only F32, F16 and BF16 can be trained")
+            raise UserError(
+                f"{path}: {name} is {entry['dtype']}; only F32, F16 and BF16 can be trained; download the model in BF16"
+            )
         if not all(type(n) is int for n in (start, stop, *entry["shape"])):
             raise ValueError
         held = TensorInfo(path, entry["dtype"], tuple(entry["shape"]), begin + start)

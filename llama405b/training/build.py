@@ -151,7 +151,7 @@ def open_data(data: Data, evaluation: Evaluation, files: Path, context: RankCont
     with collectives.raise_on_all_ranks():
         for line in warnings_of_ends(data, batches, files) if context.me.is_rank0 else ():
             context.log(line)
-    if not evaluation.every:
+    if not evaluation.evaluates:
         return batches, None
     if evaluation.paths:
         return batches, _open_apart(data, evaluation, files, context)
@@ -541,7 +541,9 @@ def build_trainer(config: Config, resume: str, context: RankContext, stop: StopS
             saving, updater, start.identity, config.checkpoint, context, restart_s=time.monotonic() - began
         ),
         requests=Requests(context, stop),
-        evaluator=build_evaluator(config, passes, held_out, prompts, context),
+        evaluator=build_evaluator(
+            config, passes, held_out, prompts, context, batches.steps_of_epoch(config.training.global_batch_size)
+        ),
         busy=watch_units(config.parallel, module, context),
         host_inputs=build_host_inputs(config, module, llama, context),
         evaluates_first=chosen.found is None and not collectives.broadcast_object(context.journal.began_evaluated),
@@ -660,12 +662,18 @@ def open_prompts(config: Config, files: Path, held_out: Batches | None, context:
 
 
 def build_evaluator(
-    config: Config, passes: Passes, held_out: Batches | None, prompts: Prompts | None, context: RankContext
+    config: Config,
+    passes: Passes,
+    held_out: Batches | None,
+    prompts: Prompts | None,
+    context: RankContext,
+    epoch_steps: float = 1.0,
 ) -> Evaluator | None:
-    """Build what evaluates on what is held out; None if nothing is."""
+    """Build what evaluates on what is held out; None if nothing is. ``epoch_steps``: as ``Evaluation.due`` has it."""
     if held_out is None:
         return None
-    return Evaluator(config.evaluation, config.training.micro_batch_size, passes, held_out, context, prompts)
+    micro = config.training.micro_batch_size
+    return Evaluator(config.evaluation, micro, passes, held_out, context, prompts, epoch_steps)
 
 
 def log_reading(config: Config, batches: Batches, start: Beginning, done: int, context: RankContext) -> None:

@@ -129,10 +129,11 @@ class Evaluator:
     held_out: Batches
     context: RankContext
     prompts: Prompts | None = None
+    epoch_steps: float = 1.0
 
     def is_due(self, step: int, last_step: int) -> bool:
         """Whether to evaluate after a step."""
-        return step % self.settings.every == 0 or step == last_step
+        return step == last_step or self.settings.due(step, self.epoch_steps)
 
     def evaluate(self) -> tuple[float | None, str]:
         """Evaluate the weights as they are; returns the loss, None if it is not finite, and words about it."""

@@ -1,6 +1,7 @@
 """What is known before weights are loaded is said then; and where nothing is left to do, that."""
 
 import json
+import re
 import shutil
 import types
 from pathlib import Path
@@ -64,6 +65,36 @@ def test_a_run_keeps_the_date_that_its_chat_template_was_given_first(demo, tmp_p
     again = [*common, "--training.max_steps", 4, "--resume", "auto", "--data.template_date", "2024-03-01"]
     refused = train(tmp_path, "run", *again, code=2)
     assert "data.template_date 2024-02-29 -> 2024-03-01" in refused.stderr
+
+
+def test_evaluations_at_the_end_of_each_epoch(demo, corpus, tmp_path):
+    common = [
+        "--data.max_bytes",
+        20_000,
+        "--evaluation.fraction",
+        0.1,
+        "--evaluation.max_sequences",
+        2,
+        "--checkpoint.every",
+        0,
+    ]
+    done = train(
+        tmp_path,
+        "e",
+        *settings(demo, corpus, steps=0),
+        *common,
+        "--training.epochs",
+        2.5,
+        "--evaluation.every",
+        "epoch",
+    )
+    n = int(re.search(r"micro-batches.*?([\d,]+) sequences in an epoch", done.stdout)[1].replace(",", ""))
+    found = [json.loads(line) for line in (tmp_path / "runs/e/metrics.jsonl").read_text().splitlines()]
+    last = max(each["step"] for each in found)
+    assert [each["step"] for each in found if each.get("evaluation_loss")] == [0, -(-n // 4), -(-2 * n // 4), last]
+    assert not Evaluation().evaluates
+    assert [step for step in range(1, 12) if Evaluation(every="epoch").due(step, 2.5)] == [3, 5, 8, 10]
+    assert [step for step in range(1, 12) if Evaluation(every="5").due(step, 2.5)] == [5, 10]
 
 
 @pytest.mark.parametrize(

@@ -192,7 +192,7 @@ def _takes_steps(me, directory, kind, evaluates):
     bad_steps = BadSteps(Config().training, SpikeDetector(3.0), None, journal, 1)
     passes = OneByOne(module, me.dp.size)
     budget = nothing(after_step=lambda *_: False, keep=lambda: None)
-    evaluator = Evaluator(Evaluation(every=2, micro_batch_size=2), 1, passes, _batches(), context)
+    evaluator = Evaluator(Evaluation(every="2", micro_batch_size=2), 1, passes, _batches(), context)
     trainer = Trainer(
         Config(), context, passes, updater, Reads(steps), range(1, 4), 0, bad_steps, saver,
         Requests(context, nothing(received=False)), budget, nothing(close=lambda: None), evaluator,

@@ -138,7 +138,7 @@ def test_no_trial_evaluates_more_than_a_moment():
 
     request = parse("--evaluation.every", "5", "--evaluation.paths", "held.txt", "--rehearse")
     assert probes.trial_of(request).config.evaluation.max_sequences == 1
-    assert not probes._trial_of(request, "2", {}).config.evaluation.every
+    assert not probes._trial_of(request, "2", {}).config.evaluation.evaluates
 
 
 ONLY = "--evaluate-only"
@@ -178,7 +178,7 @@ def test_an_evaluation_without_training_is_a_run_of_its_own(tmp_path):
     assert found.data_paths == ("x",)
     of_training = request.parse_launch([*known, ONLY, "--evaluation.fraction", "0.1", "--data.paths", "d"], 0.0)
     assert of_training.data_paths == ("d",)
-    assert of_training.config.evaluation.every
+    assert of_training.config.evaluation.evaluates
 
 
 def test_a_budget_is_so_many_gpu_hours():

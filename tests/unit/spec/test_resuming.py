@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from test_checkpoints import MANIFEST
+from manifests import MANIFEST
 
 from llama405b.contract.checkpoints import RunIdentity, read_manifest, write_manifest
 from llama405b.contract.errors import UserError

@@ -326,3 +326,44 @@ def test_a_model_of_the_hub_is_answered_with_the_download():
 def test_a_model_that_is_not_where_downloads_go_is_answered_with_what_writes_it():
     with pytest.raises(UserError, match=r"run `llama405b download OWNER/Llama-3\.1-405B`, which writes it, or point"):
         models.read_llama(Path("models/Llama-3.1-405B"))
+
+
+def rewritten(directory, renamed, more=()):
+    """Write the weights as one file, under other names, with others beside them."""
+    tensors = {}
+    for file in directory.glob("*.safetensors"):
+        tensors |= load_file(file)
+        file.unlink()
+    (directory / INDEX).unlink(missing_ok=True)
+    save_file({renamed(name): value for name, value in tensors.items()} | dict(more), directory / SINGLE)
+
+
+LAYER = "model.layers.0.self_attn.q_proj"
+
+
+@pytest.mark.parametrize(
+    ("renamed", "more", "words"),
+    [
+        (str, {f"{LAYER}.weight_scale_inv": torch.ones(2)}, "weight_scale_inv is of quantized weights (FP8, say); download the"),
+        (str, {f"{LAYER}.weight_scale": torch.ones(2)}, "weight_scale is of quantized weights (FP8, say); "),
+        (str, {f"{LAYER}.qweight": torch.ones(2, dtype=torch.int32)}, "qweight is of quantized weights (GPTQ or AWQ); "),
+        (str, {f"{LAYER}.weight.absmax": torch.ones(2)}, "weight.absmax is of quantized weights (bitsandbytes); "),
+        (lambda name: name.replace("q_proj.", "q_proj.base_layer."), {}, "base_layer.weight is of an adapter that is not merged; merge"),
+        (str, {f"base_model.model.{LAYER}.lora_A.weight": torch.ones(2, 2)}, "lora_A.weight is of an adapter that is not merged; merge"),
+        (lambda name: f"_orig_mod.{name}", {}, "its files call model.embed_tokens.weight '_orig_mod.model.embed_tokens.weight', and"),
+        (lambda name: name.removeprefix("model."), {}, "its files call model.embed_tokens.weight 'embed_tokens.weight', and the others"),
+        (lambda name: f"module.{name}", {}, "write the model with transformers' save_pretrained, which gives tensors their own names"),
+    ],
+)  # fmt: skip
+def test_weights_under_other_names_are_said_to_be_what_they_are(copy, renamed, more, words):
+    rewritten(copy, renamed, more)
+    assert words in refusal(copy)
+
+
+def test_a_model_in_fp8_is_refused_as_that(copy):
+    rewritten(copy, str)
+    tensors = load_file(copy / SINGLE)
+    matrices = [name for name in tensors if name.endswith("proj.weight")]
+    tensors |= {name: tensors[name].to(torch.float8_e4m3fn) for name in matrices}
+    save_file(tensors | {f"{name}_scale_inv": torch.ones(1) for name in matrices}, copy / SINGLE)
+    assert "is F8_E4M3; only F32, F16 and BF16 can be trained; download the model in BF16" in refusal(copy)

@@ -333,7 +333,7 @@ def _trial_of(request: LaunchRequest, name: str, settings: Mapping[str, object])
         "checkpoint.every": 0,
         "checkpoint.dir": "",
         "checkpoint.keep_best": "false",
-        "evaluation.every": 0,
+        "evaluation.every": "0",
         "evaluation.paths": "[]",
     }
     flags = (*request.flags, *(f"--{key}={value}" for key, value in settings.items()))
