@@ -8,8 +8,9 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,16 +28,17 @@ from llama405b.data.batches import (
 )
 from llama405b.data.chat_template import UnusableError, dated
 from llama405b.data.demo_model import make_demo
-from llama405b.data.documents import Documents, file_parts, with_forms
+from llama405b.data.documents import Documents, FilePart, file_parts, with_forms
 from llama405b.data.encode import FIRST, MARKS, NOT_LEARNT, Encoder
 from llama405b.data.tokenizer import read_tokenizer
-from llama405b.data.tokens import Report, tokenised, tokenize
+from llama405b.data.tokens import Report, encoded, tokenised, tokenize
 from llama405b.formats.conversation import Chat
-from llama405b.formats.corpus import is_tokenized
+from llama405b.formats.corpus import is_splittable, is_tokenized
 from llama405b.settings.config import DEMO_MODEL
 from llama405b.settings.schema import Config, Data
 from llama405b.spec import models
 
+SAMPLE_BYTES = 1 << 30
 CACHE = Path("runs/.cache")  # of runs that are started in this directory
 GREEN, DIM, PLAIN = "\x1b[32m", "\x1b[2m", "\x1b[0m"
 COLORED, BARE = (GREEN, PLAIN, DIM, PLAIN), ("⟦", "⟧", "", "")  # before and after what is learnt, and the rest
@@ -62,6 +64,55 @@ def main(args: argparse.Namespace, config: Config) -> int:
             models.check_seq_len(models.read_llama(model), config.data.seq_len)
             _show(config, Path(place), args.sequences)
     return 0
+
+
+class Corpus(NamedTuple):
+    """What a run reads, as a plan needs it."""
+
+    tokens: int  # of all its steps, with padding
+    epochs: float
+    share: float  # of the bytes that were counted; the rest is taken to be alike
+
+
+def count(config: Config) -> Corpus:
+    """Count what a run would read, by the model's tokenizer; of texts beyond ``SAMPLE_BYTES`` the first ones.
+
+    Raises:
+        UserError: The data, or the tokenizer, is not here or cannot be used.
+    """
+    model, data, training = Path(config.model.path), config.data, config.training
+    models.check_directory(model)
+    report = Report(lambda *_: None, lambda: None, lambda line: print(line, file=sys.stderr))
+    n_read, n_bytes, files = 0, 0, []
+    with tempfile.TemporaryDirectory(prefix="llama405b-data-") as place:
+        for name, content in models.small_contents(
+            model, data.chat_template, resize=config.model.resize_vocabulary
+        ).items():
+            (Path(place) / name).write_bytes(content)
+        tokenizer = read_tokenizer(Path(place))
+        for part in data.by_source:
+            if is_tokenized(part.paths):
+                files.append(tokenised(part, Path(place), CACHE, report))
+                continue
+            whole = file_parts(part.paths)
+            some = list(_first(whole, SAMPLE_BYTES // len(data.by_source)))
+            n_read, n_bytes = n_read + sum(each.size for each in some), n_bytes + sum(each.size for each in whole)
+            files.append(encoded(some, dated(part, tokenizer), tokenizer, CACHE, report))
+    share = 1.0 if data.max_bytes or not n_bytes else n_read / n_bytes
+    n_sequences = batches_of(data, CACHE, files).n_sequences / share * (1 - config.evaluation.fraction)
+    steps = training.max_steps or max(1, int(training.epochs * n_sequences // training.global_batch_size))
+    n_sequences_read = steps * training.global_batch_size
+    return Corpus(n_sequences_read * data.seq_len, n_sequences_read / n_sequences, share)
+
+
+def _first(parts: Iterable[FilePart], n_bytes: int) -> Iterator[FilePart]:
+    """The first of these, up to about so many bytes; lines of a large file alone, where its lines are records."""
+    for part in parts:
+        if n_bytes <= 0:
+            return
+        splits = part.size > n_bytes and is_splittable(part.file)
+        yield FilePart(part.file, 0, n_bytes) if splits else part
+        n_bytes -= part.size
 
 
 def _say_if_too_long(model: Path, seq_len: int) -> None:
@@ -107,6 +158,10 @@ def _show(config: Config, tokenizer_dir: Path, n_sequences: int) -> None:
     said += filter(None, (_proof(part, tokenizer_dir) for part in config.data.by_source))
     marks = COLORED if sys.stdout.isatty() and not os.environ.get("NO_COLOR") else BARE
     decode = read_tokenizer(tokenizer_dir).decode
+    steps = config.training.max_steps or batches.steps(config.training.epochs, config.training.global_batch_size)
+    tokens = steps * config.training.global_batch_size * config.data.seq_len
+    told = f"{tokens:,} tokens with padding; plan --tokens {tokens} tells hours and cost"
+    said.append(f"the run: {counted(steps, 'step', grouped=True)}, {told}")
     for line in (*said, *describe_reading(config.data, batches), *_shown(batches, n_sequences, decode, marks)):
         print(line)
 

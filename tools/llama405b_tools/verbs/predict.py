@@ -7,6 +7,7 @@ does not fit.
 
 import argparse
 import dataclasses
+import importlib
 import itertools
 import json
 import math
@@ -44,6 +45,7 @@ from llama405b_tools.launch.request import source_flags
 from llama405b_tools.launch.start import has_calibration, read_calibration, save_calibration
 from llama405b_tools.plan import SCHEMA, UNITS, ReportOptions, comparison, prediction, ranking, record
 from llama405b_tools.verbs.arguments import hosts_of
+from llama405b_tools.verbs.data import TRAINERS_OWN
 
 MEASURED = ("gpu", "nic", "disk")  # what a calibration tells
 WHOLE_NUMBER = re.compile("[1-9][0-9]{0,4}")
@@ -269,7 +271,8 @@ def main(argv: Sequence[str]) -> int:
         for word, other in elsewhere.items()
     }
     ranked = best(outlook, _moments(asked)) if args.search else []
-    options = ReportOptions(args.tokens, args.price, args.measured)
+    tokens, counted = (args.tokens, "") if args.tokens or no_data(args, settings) else _counted(planned)
+    options = ReportOptions(tokens, args.price, args.measured)
     answer = Answer(outlook, machines, ranked, compared, options, why_not)
     if args.json:
         print(answer.as_json())
@@ -277,11 +280,24 @@ def main(argv: Sequence[str]) -> int:
         linked = measured and (measured.load.hosts > 1 or outlook.load.hosts == 1)  # or its links are assumed
         assumed = [] if linked else assumptions(found, said_of_machines(args), machines, asked=bool(hosts))
         bugs = [f"known bug    {what}; {bug.cure}" for what, bug in known_bugs(planned, machines.versions).items()]
-        print("\n".join(answer.lines([*assumed, *bugs])))
+        print("\n".join(answer.lines([*given("data         {}", counted).splitlines(), *assumed, *bugs])))
     code = CODES.get([*ranked, outlook][0].fit, GOOD)
     if args.write and code != UNFIT:
         _write(args, settings, asked, ranked[0])
     return code
+
+
+def _counted(asked: Config) -> tuple[float, str]:
+    """Return how many tokens the run's data has, and words on them; 0 where it cannot be counted here, and why."""
+    try:
+        found = importlib.import_module(TRAINERS_OWN).count(asked)
+    except (ImportError, UserError, RunError) as error:
+        return 0.0, f"not counted here ({error}); --tokens says how many there are"
+    how = "counted" if found.share == 1 else f"by the first {100 * found.share:.2g}% of its bytes"
+    return (
+        found.tokens,
+        f"{found.tokens:,} tokens with padding, {found.epochs:.3g} epochs of {', '.join(asked.data.paths)}, {how}",
+    )
 
 
 def _moments(asked: Config) -> tuple[Moments, ...]:
