@@ -53,17 +53,26 @@ def main(args: argparse.Namespace, config: Config) -> int:
         print(f"making the demo's model and tokenizer in {model}")
         make_demo(model)
     models.check_directory(model)
-    with tempfile.TemporaryDirectory(prefix="llama405b-data-") as place:
-        resize = config.model.resize_vocabulary
-        for name, content in models.small_contents(model, config.data.chat_template, resize=resize).items():
-            (Path(place) / name).write_bytes(content)
+    with _small_files(config) as place:
         if args.what == "tokenize":
             _say_if_too_long(model, config.data.seq_len)
-            _tokenize(config.data, Path(place), args.out, args.workers)
+            _tokenize(config.data, place, args.out, args.workers)
         else:
             models.check_seq_len(models.read_llama(model), config.data.seq_len)
-            _show(config, Path(place), args.sequences)
+            _show(config, place, args.sequences)
     return 0
+
+
+@contextlib.contextmanager
+def _small_files(config: Config) -> Iterator[Path]:
+    """A directory with the files of the model's directory but its weights, as a run would have them."""
+    with tempfile.TemporaryDirectory(prefix="llama405b-data-") as place:
+        resize = config.model.resize_vocabulary
+        for name, content in models.small_contents(
+            Path(config.model.path), config.data.chat_template, resize=resize
+        ).items():
+            (Path(place) / name).write_bytes(content)
+        yield Path(place)
 
 
 class Corpus(NamedTuple):
@@ -84,15 +93,11 @@ def count(config: Config) -> Corpus:
     models.check_directory(model)
     report = Report(lambda *_: None, lambda: None, lambda line: print(line, file=sys.stderr))
     n_read, n_bytes, files = 0, 0, []
-    with tempfile.TemporaryDirectory(prefix="llama405b-data-") as place:
-        for name, content in models.small_contents(
-            model, data.chat_template, resize=config.model.resize_vocabulary
-        ).items():
-            (Path(place) / name).write_bytes(content)
-        tokenizer = read_tokenizer(Path(place))
+    with _small_files(config) as place:
+        tokenizer = read_tokenizer(place)
         for part in data.by_source:
             if is_tokenized(part.paths):
-                files.append(tokenised(part, Path(place), CACHE, report))
+                files.append(tokenised(part, place, CACHE, report))
                 continue
             whole = file_parts(part.paths)
             some = list(_first(whole, SAMPLE_BYTES // len(data.by_source)))

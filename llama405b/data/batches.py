@@ -1,17 +1,10 @@
-"""Sequences of the data in their order: batches, which are skipped, and the processes that read ahead.
-
-Packed sequences as batches: what is read, what is learnt, and where each document is. Knows tokens; not ranks or steps.
-
-Shape suffixes: B sequences of a batch, S positions, N tokens.
-
-Documents that are not to be learnt: a list of token ranges, whose targets are masked in place; all else stays as it was.
-
-A range is of a token file, so a document is masked wherever it comes in the order, in later epochs too. Knows token files' places.
-
-This rank's batches, one step after another, read ahead. Knows ranks and where the run is in its data; not the model.
+"""Sequences of the data in their order: batches, what is skipped, and the processes that read ahead.
 
 A place in the order of the sequences determines what is there, so one number is the whole state, with any number of ranks and of
-processes that read ahead: what they have read and no step has used is not part of it.
+processes that read ahead: what they have read and no step has used is not part of it. Documents that are skipped are ranges of a token
+file whose targets are masked in place, wherever they come in the order. Knows ranks and tokens; not the model.
+
+Shape suffixes: B sequences of a batch, S positions, N tokens.
 """
 
 import collections

@@ -1,12 +1,6 @@
-"""Records as tokens, with what is learnt of them marked.
+"""Records as tokens: a uint32 each, whose highest bits mark what is read but not learnt, and where documents begin.
 
-Text as tokens. A special token that a text spells is text; one that a chat template writes is that token.
-
-Knows the tokenizer; not documents or files.
-
-Documents as tokens: a uint32 each, whose highest bit marks one that is read but not learnt, and the next one the first of a document.
-
-Knows documents and the tokenizer; not files or ranks.
+A special token that a text spells is text; one that a chat template writes is that token. Knows documents and the tokenizer; not files.
 
 Shape suffixes: N tokens.
 """

@@ -1,20 +1,9 @@
-"""Token files as one source of sequences: mixture, held-out documents, and which document a token is from.
+"""Token files as one source of sequences: packed, mixed, with documents held out, and which document a token is from.
 
-Where sequences begin and end in a stream of documents. Knows tokens' marks alone.
+Knows tokens and their marks; not ranks or steps. A token file has a list beside it, ``.files``: where in the tokens a file of text begins
+or, every ``APART`` tokens, goes on.
 
-Shape suffixes: N tokens, sequences or documents.
-
-Which documents are held out of training, and the tokens of those that are left, one after another. Knows tokens' marks alone.
-
-Shape suffixes: N tokens, documents or stretches.
-
-Token files as packed sequences, and the order in which those of several are read. Knows tokens; not ranks or steps.
-
-Shape suffixes: S positions, N tokens or sequences.
-
-Which documents are in a sequence: to name those of a step that went wrong. Knows token files; not ranks.
-
-A token file has a list beside it, ``.files``: where in the tokens a file of text begins or, every ``APART`` tokens, goes on.
+Shape suffixes: S positions; N tokens, sequences, documents or stretches.
 """
 
 import bisect

@@ -1,17 +1,11 @@
 """Token files: made once, by rank 0 or by `llama405b data tokenize`, and shared by all ranks of a host.
 
-The token file: rank 0 tokenizes the text once, and sends the tokens to the hosts that lack them.
-
 Knows files, the tokenizer and ranks; not steps or batches. What a token is, is ``encode``'s. The file's name tells its texts, its
 tokenizer, its length and its hash, so that one that is damaged is known at the start of a run and made anew; what is in it is counted in
-a file beside it.
+a file beside it. `data tokenize` shares texts out in jobs of ``PART_BYTES``, large JSON Lines in pieces; each becomes a token file of its
+own, which a later call does not make again, and together they are one, with a record that tells a run by which rules it was made.
 
 Shape suffixes: N tokens.
-
-Tokenize texts once, by several processes, for any number of runs. Knows files and the tokenizer; not ranks or steps.
-
-Files of text are shared out in jobs of ``PART_BYTES``, large ones of JSON Lines in pieces; each becomes a token file of its own, which
-a later call does not make again. Put together they are one token file, and a record that tells a run by which rules it was made.
 """
 
 import contextlib

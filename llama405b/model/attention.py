@@ -1,23 +1,9 @@
-"""Which attention a model uses: the kernels there are, what each is told of packed documents, and the check that it must pass.
+"""Which attention a model uses, what it is told of packed documents, and the check that it must pass on each rank before the first step.
 
-Which implementations of attention there are, and which can run on a device; torch's own for packed documents among them.
+transformers makes a block mask for sdpa and eager where positions restart. With flash-attn it would do so only for one sequence at a time,
+after looking at every layer (which waits for the device): the kernels are told where documents end instead.
 
-Knows transformers' interface of attention and what is installed; not ranks or batches.
-
-Shape suffixes: B sequences, H heads, S positions, D size of a head.
-
-What the model is given of packed documents, so that none sees another.
-
-transformers makes a block mask for sdpa and eager where positions restart. With flash-attn it would do so only for one sequence
-at a time, after looking at every layer (which waits for the device): the kernels are told where documents end instead.
-
-Shape suffixes: B sequences, S positions, T positions attended to.
-
-Choose attention, the same on all ranks, and check on each, before the first step, that it computes what it should.
-
-Knows transformers' Llama, batches and ranks; not files.
-
-Shape suffixes: B sequences, S positions, V vocabulary.
+Shape suffixes: B sequences, H heads, S positions, T positions attended to, D size of a head, V vocabulary.
 """
 
 import contextlib

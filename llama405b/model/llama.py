@@ -1,23 +1,8 @@
 """The decoder of transformers as it is trained: made on meta, with adapters, activation checkpointing, compiled layers, FP8.
 
-The Hugging Face Llama, or a model of another family like it, built on the meta device: shapes without memory.
-
-Knows transformers' modules; not ranks, files of weights or the optimizer. Parallelism leaves the model untouched.
-
-Activation checkpointing: what a decoder layer computes again in the backward, instead of keeping it.
-
-Knows decoder layers and torch's wrappers; nothing of sharding, which comes before it.
-
-Adapters in a model on the meta device: a linear layer keeps its name and its weight, and has two narrow ones within it.
-
-See ``spec.models`` for what they are. Knows modules and how tensor parallelism split them; not files or the optimizer.
-
-torch.compile of decoder layers: one graph for all of them. Knows modules and what a machine has; nothing of sharding.
-
-Matrix products of decoder layers in FP8 (arXiv 2209.05433), by torchao: on meta, before sharding.
-
-Weights, what is gathered of them, gradients, checkpoints and the modules' names stay as they are: each product casts its operands, with
-one scale for each tensor, which is the fastest of torchao's recipes. Knows modules and devices; not sharding.
+Knows transformers' modules, and how tensor parallelism split them; not ranks, files of weights or the optimizer. FP8 (arXiv 2209.05433,
+by torchao) is of the matrix products of decoder layers: each casts its operands with one scale for each tensor, the fastest of torchao's
+recipes, so that weights, what is gathered of them, gradients, checkpoints and names stay as they are. Of adapters, see ``spec.models``.
 """
 
 import functools

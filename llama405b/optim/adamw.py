@@ -167,9 +167,10 @@ def lr_at(step: int, total_steps: int, config: Optimizer) -> float:
     half cosine of Loshchilov & Hutter (arXiv 1608.03983) or a line, or stays 1; or, with wsd, stays 1 until the last steps, in which
     it is 1 minus the root of the share of them that is over (arXiv 2405.18392).
     """
-    if step <= config.warmup:
-        return config.lr * step / config.warmup
-    falls = total_steps - config.warmup
+    warmup = config.warmup_steps(total_steps)
+    if step <= warmup:
+        return config.lr * step / warmup
+    falls = total_steps - warmup
     if config.decay == "wsd":
         falls = min(falls, config.decay_steps or math.ceil(total_steps / 10))
     done = min(1.0, max(0.0, (step - (total_steps - falls)) / max(1, falls)))

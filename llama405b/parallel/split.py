@@ -1,22 +1,12 @@
-"""The axes of the mesh beside FSDP: tensor and context parallelism, and a stage's part of the model.
+"""Split a model over the mesh: its layers over ``pp``, matrices over ``tp``, sequences over ``cp``, and what is left over the shards.
 
-Tensor parallelism: each rank has some of the heads, of the MLP's inner features and of the vocabulary (arXiv 1909.08053).
-
-Between the matrices each rank has a part of the sequence (arXiv 2205.05198), and the loss is computed where its part of the logits is.
-transformers' modules stay as they are; see ``spec.tensors`` for what each rank then holds.
-
-Context parallelism: each rank has a part of every sequence, but in attention, where it has all of it for some of the heads.
-
-Before attention the ranks exchange heads for sequence, and after it back (arXiv 2309.14509): the attention function is the one that was
-chosen, packed documents are kept apart as ever, and its cost is the same on all ranks.
+With tensor parallelism (arXiv 1909.08053) a rank has some of the heads, of the MLP's inner features and of the vocabulary; between the
+matrices a part of the sequence (arXiv 2205.05198), and the loss is computed where its part of the logits is. With context parallelism a
+rank has a part of every sequence; before attention ranks exchange heads for sequence, and after it back (arXiv 2309.14509), so that the
+attention function is the one that was chosen, and packed documents are kept apart as ever. transformers' modules, and the names of
+parameters, stay as they are; ``spec.tensors`` knows what each rank holds.
 
 Shape suffixes: B sequences, H heads, S positions, D size of a head; R ranks.
-
-A pipeline stage: some of transformers' decoder layers, with the embedding or the head; parameters keep their names in the file.
-
-The process groups of ranks that differ in one axis of the mesh alone.
-
-Split a model over the mesh: its layers over ``pp``, matrices over ``tp``, sequences over ``cp``, and what is left over the shards.
 """
 
 import contextlib

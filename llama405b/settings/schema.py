@@ -304,7 +304,7 @@ class Optimizer:
 
     lr: float = option(1e-5, "peak learning rate")
     min_lr: float = option(0.0, "learning rate at the end of the decay")
-    warmup: int = option(0, "steps of linear warmup")
+    warmup: float = option(0.0, "steps of linear warmup; below 1: that share of the run's steps")
     decay: Literal["cosine", "linear", "constant", "wsd"] = option(
         "cosine", "schedule from lr to min_lr after the warmup; wsd: lr stays, and falls in the last decay_steps"
     )
@@ -319,6 +319,10 @@ class Optimizer:
         "[[optimizer.groups]] with names, lr_factor, weight_decay, frozen",
     )
     max_norm: float = option(1.0, "clip the global gradient norm to this; 0: no clipping")
+
+    def warmup_steps(self, total_steps: int) -> int:
+        """Return the steps of the warmup of a run of so many."""
+        return math.ceil(self.warmup * total_steps) if self.warmup < 1 else int(self.warmup)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -1,16 +1,7 @@
 """The dense decoders that can be trained, what their checkpoint directories hold, and the shapes of adapters. Knows nothing of torch.
 
-The dense decoders of transformers that can be trained: a Llama's, and what others have that it has not.
-
-All have ``model.layers`` of attention (``self_attn``: q, k, v and o projections) and a gated MLP, with the names of a Llama's.
-
-What a Hugging Face checkpoint directory holds, read with the standard library only.
-
-Knows which tensors a Llama, or a model of another family like it, must have, and what else belongs to one. Knows nothing of torch or ranks.
-
-LoRA: beside a frozen matrix W the product of two narrow ones, W + alpha / rank * B A (arXiv 2106.09685), and peft's files of it.
-
-Knows names and shapes; of files, headers alone.
+All families have ``model.layers`` of attention (``self_attn``: q, k, v and o projections) and a gated MLP, with the names of a Llama's.
+LoRA: beside a frozen matrix W the product of two narrow ones, W + alpha / rank * B A (arXiv 2106.09685), in peft's files.
 """
 
 import dataclasses

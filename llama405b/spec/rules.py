@@ -169,7 +169,8 @@ def settings_of(optimizer: Optimizer, steps: int) -> Mapping[str, Any]:
     """
     found = {f"optimizer.{name}": value for name, value in dataclasses.asdict(optimizer).items()}
     found |= {f"optimizer.{name}": list(getattr(optimizer, name)) for name in ("betas", "groups")}  # as JSON has them
-    if optimizer.decay != "constant" and optimizer.min_lr != optimizer.lr and steps > optimizer.warmup:
+    falls = optimizer.decay != "constant" and optimizer.min_lr != optimizer.lr
+    if steps > optimizer.warmup_steps(steps) and (falls or 0 < optimizer.warmup < 1):
         found[STEPS] = steps
     return found
 

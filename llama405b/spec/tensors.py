@@ -1,26 +1,14 @@
-"""Which tensors a checkpoint has and where, and what each stage, rank and host holds of them.
+"""Which tensors a checkpoint has and where, and what each stage, rank and host holds of them. Standard library only.
 
-Which layers each pipeline stage has, by names and shapes alone.
-
-A rank has one stage, or with the interleaved schedule two: stage k is on rank k modulo the ranks of a pipeline. The stages take about
-equally long, and of the ways to do that have about equally many parameters: the embedding counts as its parameters, the head as
-both.
-
-What each rank holds of each tensor: a box, one range of indices per dimension.
-
-All that reads, sends, packs or checks weights by rank asks this. Of a matrix that tensor parallelism splits, a rank has one block
-of rows or columns; of that, and of all else, FSDP gives it a block of rows. Of a pipeline, a rank has the tensors of its stages.
-
-A part of a checkpoint: of every tensor what the ranks of one host own.
-
-It lies in a directory of its own below the checkpoint's, ``ranks-0-7-of-64``, as safetensors files that any reader can
+Reads headers of safetensors (8 bytes little-endian header length, a JSON header, the tensors' bytes; see the format description in the
+safetensors repository), never tensors, so that an 812 GB checkpoint is listed in milliseconds. A part of a checkpoint, of every tensor
+what the ranks of one host own, lies below the checkpoint's directory (``ranks-0-7-of-64``), as safetensors files that any reader can
 open; each says in its header's metadata which pieces of which checkpoint it has.
 
-Where the tensors of a checkpoint are, read with the standard library only.
-
-Knows the safetensors layout (8 bytes little-endian header length, a JSON header, the tensors' bytes; see the format
-description in the safetensors repository), the index file, and parts of checkpoints. Reads headers, never tensors, so that an
-812 GB checkpoint is listed in milliseconds. Knows nothing of torch, ranks or the model.
+What a rank holds of a tensor is a box, one range of indices per dimension; all that reads, sends, packs or checks weights asks for it
+here. A rank has one pipeline stage, or with the interleaved schedule two: stage k is on rank k modulo the ranks of a pipeline. Stages take
+about equally long, and of the ways to do that have about equally many parameters: the embedding counts as its parameters, the head as both.
+Of a matrix that tensor parallelism splits, a rank has one block of rows or columns; of that, and of all else, FSDP gives it some rows.
 """
 
 import collections

@@ -1,17 +1,4 @@
-"""Everything of a run up to its first step, for training, evaluation and blame alike.
-
-What is left to the plan, where no launch has chosen it: under Slurm, and with plain torchrun.
-
-What a run trains on, and what it evaluates on.
-
-The sharded model, with weights or with memory for those of a checkpoint, and what is said of it.
-
-The model's small files (configuration, tokenizer) on every host: only rank 0's needs the model's directory.
-
-A run's directory of checkpoints at its start: taken, looked through, and loaded from.
-
-Everything up to the first step: builds the parts of a run, each from its own settings, and gives them to a ``Trainer``.
-"""
+"""Everything of a run up to its first step, for training, evaluation and blame alike, each part from its own settings."""
 
 import base64
 import contextlib

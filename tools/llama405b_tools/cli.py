@@ -25,6 +25,10 @@ VERBS = {  # verb: (module with main(argv) -> exit code, what it does)
         "llama405b_tools.verbs.predict",
         "predict whether a run fits, how fast it goes, and which settings are best",
     ),
+    "import": (
+        "llama405b_tools.verbs.recipes",
+        "write the settings of another program's recipe as a file for --config",
+    ),
     "doctor": ("llama405b_tools.verbs.doctor", "check that the hosts are fit to train and agree with each other"),
     "setup": ("llama405b_tools.verbs.setup", "install the project and its environment on bare hosts"),
     "push": ("llama405b_tools.verbs.push", "copy code or a checkpoint to every host"),
@@ -52,6 +56,7 @@ OWNERS_ALONE = ("launch", "report", "top", "logs", "autopsy", "blame")  # what t
 GROUPS = {
     "at your terminal": (
         "plan",
+        "import",
         "setup",
         "doctor",
         "push",

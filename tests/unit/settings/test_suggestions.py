@@ -4,7 +4,7 @@ import pytest
 
 from llama405b.contract.errors import UserError
 from llama405b.settings import config
-from llama405b.settings.rules import ABSENT, ADVICE, SETTINGS
+from llama405b.settings.foreign import PROGRAMS, TABLES, WORDS, table
 from llama405b.settings.schema import TYPES
 from llama405b_tools.launch import request
 
@@ -53,11 +53,36 @@ def test_what_is_like_nothing_is_not_guessed_at(typed):
     assert "did you mean" not in refusal(typed, "1")
 
 
-def test_every_suggestion_is_a_setting_and_no_setting_is_in_the_tables():
-    assert set(SETTINGS.values()) <= set(TYPES)
-    ours = {key.rpartition(".")[2] for key in TYPES}
-    assert not ours & (set(ADVICE) | set(ABSENT) | set(SETTINGS))
-    assert len(SETTINGS) + len(ADVICE) > 40
+def test_every_row_says_what_becomes_of_its_key():
+    assert {path.stem for path in TABLES.iterdir()} == {WORDS, *PROGRAMS}
+    for name in (WORDS, *PROGRAMS):
+        for row in table(name).values():
+            assert row.setting in TYPES or row.setting.startswith("@") or row.why, (name, row)
+    assert not {key.rpartition(".")[2] for key in TYPES} & {*table(WORDS)}
+    assert len(table(WORDS)) > 200
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ("--tensor-model-parallel-size", "did you mean 'parallel.tp'?"),  # Megatron's
+        ("--pipeline_model_parallel_size", "did you mean 'parallel.pp'?"),
+        ("--train-iters", "did you mean 'training.max_steps'?"),
+        ("--use-distributed-optimizer", "states are sharded: --parallel.strategy fsdp2"),
+        ("--no_fsdp", "write --parallel.strategy ddp"),
+        ("--strategy", "did you mean 'parallel.strategy'?"),
+        ("--parallelism.tensor_parallel_degree", "did you mean 'parallel.tp'?"),  # torchtitan's
+        ("--lr_scheduler.warmup_steps", "did you mean 'optimizer.warmup'?"),
+        ("--step_scheduler.local_batch_size", "did you mean 'training.micro_batch_size'?"),  # Automodel's
+        ("--zero_optimization.stage", "did you mean 'parallel.strategy'?"),  # DeepSpeed's
+        ("--fsdp_offload_params", "did you mean 'parallel.offload'?"),  # accelerate's
+        ("--clip_grad_norm", "did you mean 'optimizer.max_norm'?"),  # torchtune's
+        ("--group_by_length", "sequences are packed, and in random order"),
+        ("--label_smoothing_factor", "the loss is cross-entropy; a loss of your own: docs/extending.md"),
+    ],
+)
+def test_words_of_programs_that_have_recipes_are_known_as_flags_too(typed, said):
+    assert said in refusal(typed, "1")
 
 
 @pytest.mark.parametrize(
