@@ -227,6 +227,7 @@ class _Piece:
     before: list[int] = dataclasses.field(default_factory=list)
     after: list[int] = dataclasses.field(default_factory=list)
     begins: str = ""  # a document, of this file
+    starts: bool = False  # the first text of a document
     mark: np.uint32 = FIRST  # of that document's first token
 
 
@@ -277,10 +278,10 @@ class Encoder:
     def _encoded(self, batch: Sequence[_Piece]) -> list[list[int]]:
         """Encode pieces of text; what follows another piece without the space that some tokenizers put before a text."""
         lead = self.lead
-        texts = [f"{LEAD}{piece.text}" if lead and not piece.begins else piece.text for piece in batch]
+        texts = [f"{LEAD}{piece.text}" if lead and not piece.starts else piece.text for piece in batch]
         encoded = self.spelling.encoded(texts)
         return [
-            ids[len(lead) :] if lead and not piece.begins and ids[: len(lead)] == lead else ids
+            ids[len(lead) :] if lead and not piece.starts and ids[: len(lead)] == lead else ids
             for piece, ids in zip(batch, encoded, strict=True)
         ]
 
@@ -313,6 +314,7 @@ class Encoder:
         pieces, documents = list[_Piece](), self._documents(found)
         for number, segments in enumerate(documents):
             own = [_Piece(self.spelling.named(part), learnt) for text, learnt in segments for part in _split(text)]
+            next((piece for piece in own if piece.text), own[0]).starts = True
             own[0].begins, own[0].mark = str(found.place.file), FIRST | SAME if number else FIRST
             pieces += own
             self.counts.spelt += any(has_guards(text) for text, _ in segments)

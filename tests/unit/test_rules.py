@@ -121,7 +121,16 @@ def test_the_wheel_has_two_packages_and_needs_no_torch(tree, tmp_path):
     needs = re.findall(
         r"^Requires-Dist: ([\w-]+)(?!.*extra)", zipfile.ZipFile(wheel).read(metadata).decode(), re.MULTILINE
     )
-    assert set(needs) == {"argcomplete", "libtmux", "msgspec", "paramiko", "prometheus-client", "rich", "textual"}
+    assert set(needs) == {
+        "argcomplete",
+        "libtmux",
+        "msgspec",
+        "paramiko",
+        "prometheus-client",
+        "pyyaml",
+        "rich",
+        "textual",
+    }
     venv.create(tmp_path / "venv", with_pip=True)
     run = [tmp_path / "venv/bin/python", "-m", "pip", "install", "-q", "-c", ROOT / "constraints.txt", wheel]
     subprocess.run(run, check=True, timeout=300)

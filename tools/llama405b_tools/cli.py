@@ -77,11 +77,10 @@ GROUPS = {
 
 def usage() -> str:
     """The help text."""
-    lines = [
-        "usage: llama405b VERB …   Fully fine-tune Llama 3.1 405B over SSH. VERB --help tells more.",
-    ]
+    lines = list[str]()
     for title, verbs in GROUPS.items():
         lines += [f"{title}:"] + [f"  {verb:8} {VERBS[verb][1]}" for verb in verbs]
+    lines[0] = f"usage: llama405b VERB …   Fully fine-tune Llama 3.1 405B over SSH (VERB --help); {lines[0]}"
     return "\n".join([*lines, "example: llama405b launch hosts --preset llama3.1-405b --data.paths corpus --follow"])
 
 

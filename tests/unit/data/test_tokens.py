@@ -130,3 +130,17 @@ def test_a_tokenizer_that_puts_a_space_before_a_text_puts_none_before_the_rest_o
         found = np.fromfile(tmp_path / str(chars) / made.name, np.uint32)
         assert (found & ~MARKS).tolist() == tokenizer(prompt + completion, add_special_tokens=False)["input_ids"]
         assert np.count_nonzero(found & NOT_LEARNT) == len(prompt) + 1
+
+
+def test_a_text_begins_as_its_tokenizer_begins_one(demo, tmp_path, monkeypatch):
+    """Also without a prompt before it: with the blank that some put there."""
+    tokenizer = AutoTokenizer.from_pretrained(demo)
+    tokenizer.backend_tokenizer.normalizer = normalizers.Prepend("_")
+    tokenizer.backend_tokenizer.post_processor = None
+    monkeypatch.setattr(tokens, "read_tokenizer", lambda *_: tokenizer)
+    (tmp_path / "a.jsonl").write_text('{"text": "abc def"}\n{"prompt": "abc", "completion": " def"}\n')
+    made = tokenised(tmp_path / "a.jsonl", demo, tmp_path)
+    found = np.fromfile(tmp_path / made.name, np.uint32)
+    one, two = np.split(found & ~MARKS, np.flatnonzero(found & FIRST)[1:])
+    assert one.tolist() == [*tokenizer("abc def")["input_ids"], tokenizer.eos_token_id]
+    assert tokenizer.decode(two) == f"_abc def{tokenizer.eos_token}"

@@ -332,7 +332,9 @@ def main(argv: Sequence[str]) -> int:
     parser = OneLineParser(prog="llama405b import", description=__doc__)
     parser.add_argument("recipe", type=Path, metavar="RECIPE", help="the recipe's file")
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the settings there [print them]")
-    parser.add_argument("--from", dest="program", choices=PROGRAMS, help="the program that it is of [seen by its keys]")
+    parser.add_argument(
+        "--from", dest="program", metavar="PROGRAM", choices=PROGRAMS, help="whose recipe it is [seen by its keys]"
+    )
     parser.add_argument(
         "--gpus",
         type=int,
