@@ -141,12 +141,11 @@ class Template:
 
     def _continues(self, chat: Chat, i: int, before: str) -> int:
         """Where an answer's text goes on from the template's prompt for it, which has the messages before it otherwise."""
-        begin = self._beginning(chat, i, i + 1)
-        ends = [(len(os.path.commonprefix([before[::-1], begin[:at][::-1]])), at) for at in range(len(begin) + 1)]  # noqa: RUF071
-        n_common, at = max(ends)
-        if str(chat.messages[i - 1]["content"]).strip() not in before[len(before) - n_common :]:
+        begin, asked = self._beginning(chat, i, i + 1), str(chat.messages[i - 1]["content"]).strip()
+        tail = before[before.rfind(asked) :] if asked and asked in before else ""
+        if not tail or tail not in begin:
             raise UnusableError(OTHERWISE)
-        return at
+        return begin.rfind(tail) + len(tail)
 
     def _span(self, chat: Chat, whole: str, i: int, own: Mapping[int, tuple[str, str] | None]) -> Span | None:
         """Where message ``i`` is in a rendering of all messages; None if it is not there as it is by itself."""
