@@ -1,19 +1,8 @@
-"""Reading checkpoints, merged adapters and old pickles as a model's tensors, and writing them as safetensors.
+"""Reading checkpoints, merged adapters and old pickles as a model's tensors, and writing them as safetensors, tensor by tensor.
 
-A checkpoint's weights, tensor by tensor and without a process group: whatever number of ranks saved it.
-
-Every block of its files that a tensor lies in is compared with the manifest before it is read. Knows manifests and DCP's
-metadata; not the model's shape.
-
-The weights of a checkpoint that holds an adapter alone: merged with those beside which it was trained.
-
-Knows manifests, settings that were saved, and safetensors; not how a model is written.
-
-Weights in pickles: ``pytorch_model*.bin`` of older models, or a file for each module. Only tensors are unpickled (``weights_only``).
-
-Of the latter a file has the name of its module, ``model.layers.17.pt``, and its tensors have theirs within it, or in the model.
-
-A safetensors file written tensor by tensor: no more than one is in memory. Knows the format; see ``spec.tensors``.
+Whatever number of ranks saved a checkpoint, it is read without a process group; every block of its files that a tensor lies in is compared
+with the manifest before. Of pickles (``pytorch_model*.bin``, or a file for each module: ``model.layers.17.pt``, whose tensors have their
+names within it, or in the model) only tensors are unpickled (``weights_only``). Knows manifests and DCP's metadata; not the model's shape.
 """
 
 import collections

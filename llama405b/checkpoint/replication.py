@@ -1,13 +1,7 @@
-"""After a save: a copy on the next host, and the user's command.
+"""After a save: a copy on the next host of the ring, by a process of the node runner's, and the user's command.
 
-This host's place in the ring in which checkpoints are copied; the copying itself is a process of the node runner's.
-
-Knows owners and the files of ``contract.checkpoints``; not tensors.
-
-The user's command for each checkpoint that has landed: beside training, once for each, oldest first.
-
-The owner of a directory runs it there, and remembers for which checkpoints it has succeeded: what an attempt did not come to, the
-next one does. A command that fails is tried again, and those that follow wait for it. Knows processes; not how a checkpoint is made.
+The owner of a directory runs the command there, once for each checkpoint, oldest first, and remembers for which it has succeeded: what an
+attempt did not come to, the next one does. One that fails is tried again, and those that follow wait for it. Knows owners and files.
 """
 
 import collections

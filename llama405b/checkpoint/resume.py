@@ -1,13 +1,7 @@
-"""Choose the checkpoint to go on from, bring its files together, and load it.
+"""Choose the checkpoint to go on from, by its manifest and the sizes of its files, bring its files together, and prove it by loading it.
 
-Bring what a host lacks of a checkpoint from the hosts that have it: after a change of the hosts' order, or of their number.
-
-Files cross in pieces, through CPU memory and the store's group. Knows files and owners; not tensors. What comes is
-verified where it is read.
-
-Which checkpoint a run goes on from: chosen by its manifest and the sizes of its files, and proved by loading it.
-
-DCP itself loads torn directories and flipped bits without an error. Knows the store; not what is loaded into.
+DCP itself loads torn directories and flipped bits without an error. What a host lacks, after a change of the hosts' order or number, comes
+from those that have it, in pieces, through CPU memory and the store's group. Knows files, owners and the store.
 """
 
 import contextlib

@@ -1,17 +1,9 @@
-"""A save beside training: snapshot, write, seal, commit.
+"""A save beside training: snapshot, write, seal, commit. Knows the store and DCP; not when to save.
 
-What a checkpoint holds: the model, the optimizer (in the dtype kept, FP32 or BF16), and every rank's random state.
-
-Of a model with adapters it holds these alone: the weights are where they were loaded from.
-
-The step number determines the schedule and the position in the data. Knows DCP's state dicts; not directories or manifests.
-
-Write this rank's part of a checkpoint in DCP's format, in several threads, hashing each block on its way to the disk.
-
-The weights are in files of their own: whoever wants only them, to export a model, need not bring the rest from other hosts.
-Knows DCP's plan and files; where the tensors live, and what changes them meanwhile, is ``CopyOnUpdate``'s.
-
-The tensors are written from where training keeps them, see ``copy_on_update``. Knows the store and DCP; not when to save.
+A checkpoint holds the model, the optimizer (in the dtype kept, FP32 or BF16), and every rank's random state; of a model with adapters these
+alone. The step number determines the schedule and the position in the data. A rank's part is written in several threads, each block hashed
+on its way to the disk, from where training keeps the tensors (``copy_on_update``). The weights are in files of their own: whoever wants
+only them, to export a model, need not bring the rest from other hosts.
 """
 
 import contextlib

@@ -1,23 +1,13 @@
-"""A directory of checkpoints: who may write there, what is complete, what is kept.
+"""A directory of checkpoints: who may write there, what is complete, what is kept. Knows files and owners; not tensors, loss or data.
 
-One writer per directory of checkpoints, on any filesystem that creates a file exclusively.
+Leases are numbered, and the highest number counts. To take the directory over is to create the next number, which only one process can,
+on any filesystem that creates a file exclusively (flock would be simpler, but NFS does not keep it); whoever held the one before finds out
+when it next asks. A holder that neither renews nor ends its lease within ``STALE_S`` is taken for dead: by watching it, because clocks
+differ. Where its lease is gone, so is the directory, or what was mounted there: nothing is written below a mount point then.
 
-Leases are numbered, and the highest number counts. To take the directory over is to create the next number, which only one
-process can; whoever held the one before finds out when it next asks. A holder that neither renews nor ends its lease
-within ``STALE_S`` is taken for dead: by watching it, because clocks differ. flock would be simpler, but NFS does not keep it.
-
-A holder also knows its directory by its lease. Where that is gone, so is the directory, or what was mounted there: nothing is written below
-a mount point then.
-
-What changes in a directory of checkpoints: each is complete or absent. All of it is the owner's, while it holds the lease.
-
-A checkpoint is written into ``step-N.<run>.tmp`` and renamed to ``step-N`` once its manifest is there. A committed directory is
-never changed or replaced, and deleted only by the run that wrote it. Knows files; not tensors or ranks.
-
-Where a run's checkpoints are, for all ranks: one directory that all hosts share, or one on each host's own disk.
-
-Of the ranks that see the same directory the lowest keeps it: it alone changes what is there, holding its lease. Knows directories
-and their owners; not tensors, the loss or the data.
+A checkpoint is written into ``step-N.<run>.tmp`` and renamed to ``step-N`` once its manifest is there. A committed directory is never
+changed or replaced, and deleted only by the run that wrote it. There is one directory that all hosts share, or one on each host's own disk:
+of the ranks that see the same one the lowest alone changes what is there.
 """
 
 import contextlib

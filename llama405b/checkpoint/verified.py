@@ -1,14 +1,7 @@
-"""Checkpoints are verified as they are read: hashes of blocks, and pickles of DCP's types alone.
+"""Checkpoints are verified as they are read: each block is compared with the manifest before anything in it is used.
 
-Read a checkpoint in DCP's format without running anything that is in it: DCP unpickles its metadata, and whatever is no tensor.
-
-A manifest tells whether a file is what was saved, not who saved it, or why. Knows DCP's types; not manifests.
-
-Hashes of a checkpoint's files, block by block, and what they reveal. Knows files and manifests; not tensors.
-
-Read a checkpoint and verify it in one pass: each block is compared with the manifest before anything in it is used.
-
-Knows manifests, and DCP's reader; not which checkpoint is wanted.
+DCP unpickles its metadata, and whatever is no tensor: here, types of DCP alone, so that nothing in a checkpoint runs. A manifest tells
+whether a file is what was saved, not who saved it, or why. Knows manifests, and DCP's reader and types; not which checkpoint is wanted.
 """
 
 import collections

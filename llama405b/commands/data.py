@@ -39,6 +39,7 @@ from llama405b.settings.schema import Config, Data
 from llama405b.spec import models
 
 SAMPLE_BYTES = 1 << 30
+PROVED = 1000  # records in which a conversation is looked for
 CACHE = Path("runs/.cache")  # of runs that are started in this directory
 GREEN, DIM, PLAIN = "\x1b[32m", "\x1b[2m", "\x1b[0m"
 COLORED, BARE = (GREEN, PLAIN, DIM, PLAIN), ("⟦", "⟧", "", "")  # before and after what is learnt, and the rest
@@ -72,7 +73,10 @@ def _small_files(config: Config) -> Iterator[Path]:
             Path(config.model.path), config.data.chat_template, resize=resize
         ).items():
             (Path(place) / name).write_bytes(content)
-        yield Path(place)
+        try:
+            yield Path(place)
+        except UserError as error:
+            raise UserError(str(error).replace(place, config.model.path)) from None
 
 
 class Corpus(NamedTuple):
@@ -103,7 +107,8 @@ def count(config: Config) -> Corpus:
             some = list(_first(whole, SAMPLE_BYTES // len(data.by_source)))
             n_read, n_bytes = n_read + sum(each.size for each in some), n_bytes + sum(each.size for each in whole)
             files.append(encoded(some, dated(part, tokenizer), tokenizer, CACHE, report))
-    share = 1.0 if data.max_bytes or not n_bytes else n_read / n_bytes
+    n_bytes = min(n_bytes, data.max_bytes or n_bytes)
+    share = min(1.0, n_read / n_bytes) if n_bytes else 1.0
     n_sequences = batches_of(data, CACHE, files).n_sequences / share * (1 - config.evaluation.fraction)
     steps = training.max_steps or max(1, int(training.epochs * n_sequences // training.global_batch_size))
     n_sequences_read = steps * training.global_batch_size
@@ -163,10 +168,11 @@ def _show(config: Config, tokenizer_dir: Path, n_sequences: int) -> None:
     said += filter(None, (_proof(part, tokenizer_dir) for part in config.data.by_source))
     marks = COLORED if sys.stdout.isatty() and not os.environ.get("NO_COLOR") else BARE
     decode = read_tokenizer(tokenizer_dir).decode
-    steps = config.training.max_steps or batches.steps(config.training.epochs, config.training.global_batch_size)
+    steps = config.training.max_steps or batches.steps(config.training.epochs, config.training.global_batch_size or 1)
     tokens = steps * config.training.global_batch_size * config.data.seq_len
     told = f"{tokens:,} tokens with padding; plan --tokens {tokens} tells hours and cost"
-    said.append(f"the run: {counted(steps, 'step', grouped=True)}, {told}")
+    if tokens:  # or the batch is that of the ranks
+        said.append(f"the run: {counted(steps, 'step', grouped=True)}, {told}")
     for line in (*said, *describe_reading(config.data, batches), *_shown(batches, n_sequences, decode, marks)):
         print(line)
 
@@ -176,9 +182,10 @@ def _proof(config: Data, tokenizer_dir: Path) -> str:
     if is_tokenized(config.paths):
         return ""
     tokenizer = read_tokenizer(tokenizer_dir)
-    texts = Documents(list(with_forms(file_parts(config.paths))), config.max_bytes, skip=True, names=config.fields)
+    parts, chat = list(with_forms(file_parts(config.paths))), config.prompts == "chat"
+    texts = Documents(parts, config.max_bytes, skip=True, names=config.fields, chat=chat)
     encoder = Encoder(tokenizer, dated(config, tokenizer), texts, lambda *_: None)
-    for found in texts:
+    for found in itertools.islice(texts, PROVED):
         with contextlib.suppress(UnusableError):  # which has been counted
             if isinstance(found.document, Chat):
                 exact, n = encoder.proof(found, found.document)

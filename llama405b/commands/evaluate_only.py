@@ -28,6 +28,7 @@ from llama405b.training.build import (
     load_checkpoint,
     open_held_out,
     open_prompts,
+    with_template_date,
 )
 from llama405b.training.context import RankContext
 from llama405b.training.journal import read_metrics
@@ -44,6 +45,8 @@ def evaluate_only(config: Config, resume: str, context: RankContext) -> None:
     files = bring_model_files(config.model, config.data, context, whole=whole)
     chosen = choose_checkpoint(config, resume, files, context)
     context.phase(Phase.DATA)
+    found = chosen.found if chosen else None
+    config = with_template_date(config, files, found.path if found else None, context)
     held_out = open_held_out(config.data, config.evaluation, files, context)
     prompts = open_prompts(config, files, held_out, context)
     write_settings(config, context)

@@ -16,6 +16,7 @@ import os
 import sys
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -64,9 +65,9 @@ class Batches:
         """Return the number of whole steps from a position to the end of these epochs, at least one in all."""
         return max(0 if position else 1, int((epochs * self.n_sequences - position) // global_batch))
 
-    def steps_of_epoch(self, global_batch: int) -> float:
+    def steps_of_epoch(self, global_batch: int) -> Fraction:
         """Return the number of steps of one epoch, whole or not."""
-        return self.n_sequences / global_batch
+        return Fraction(self.n_sequences, global_batch)
 
     def read(self, indices: Iterable[int]) -> Batch:
         """Return the sequences at these places of the order."""
@@ -151,8 +152,11 @@ def warnings_of_ends(config: Data, batches: Batches, tokenizer_dir: Path) -> lis
         learnt = [document_N[document_N & NOT_LEARNT == 0] & ~MARKS for document_N in documents]
         lasts = [tokens.tolist()[-LAST_TOKENS:] for tokens in learnt if len(tokens)]
         if len(lasts) > 1 and ends and not any(ends & {*last} for last in lasts):
-            [(last, _)] = collections.Counter(last[-1] for last in lasts).most_common(1)
-            text = read_tokenizer(tokenizer_dir).decode([last])
+            tokenizer = read_tokenizer(tokenizer_dir)
+            special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
+            closing = [next((token for token in reversed(last) if token in special), last[-1]) for last in lasts]
+            [(last, _)] = collections.Counter(closing).most_common(1)
+            text = tokenizer.decode([last])
             lines.append(
                 f"warning: documents of {', '.join(part.paths)} end with token {last} ({text!r}), but the model's eos_token_id is "
                 f"{', '.join(map(str, sorted(ends)))}: it would not learn to stop; make them agree: in its "

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import jinja2
 import jinja2.meta
 import jinja2.sandbox
-from jinja2 import nodes
 from transformers import PreTrainedTokenizerBase
 
 from llama405b.contract.errors import UserError
@@ -81,10 +80,9 @@ class Template:
             raise UnusableError("the chat template writes nothing for it")
         learnt = self._learnt(chat)
         own = {i: self._own(chat, i, whole) for i in learnt}
-        omitted = next(filter(None, (_omitted(chat, i, (own[i] or ("", whole))[1]) for i in learnt)), "")
         joint = _pieces(whole, [self._span(chat, whole, i, own) for i in learnt])
         if joint and self.settings.turns != "per-answer":
-            return Rendered([joint], len(whole), omitted)
+            return Rendered([joint], len(whole), _omitted(chat, learnt, [joint]))
         if self.settings.turns == "joint":
             raise UnusableError(OTHERWISE)
         found, waiting = list[list[Segment]](), list[int]()
@@ -99,7 +97,8 @@ class Template:
                 waiting = []
         if waiting:
             raise UnusableError(OTHERWISE)
-        return Rendered(found or [[(whole, False)]], len(whole), omitted)
+        found = found or [[(whole, False)]]
+        return Rendered(found, len(whole), _omitted(chat, learnt, found))
 
     def _learnt(self, chat: Chat) -> list[int]:
         """The numbers of the messages that are trained on, from 0."""
@@ -128,14 +127,14 @@ class Template:
     def _begun(self, chat: Chat, i: int, before: str, after: str) -> str:
         """An answer that the template's prompt has begun with, as ``<think>``, though the template leaves that out of what was said."""
         role, content = chat.messages[i]["role"], str(chat.messages[i]["content"])
-        begins = os.path.commonprefix([before, after])  # noqa: RUF071  (of texts)
+        begins = self._beginning(chat, i, i + 1)
         opening, written = before[len(begins) :], after[len(begins) :]
         end = self._end(chat, i)
         said = written.removesuffix(end)
         if not (content.startswith(opening) and content.rstrip().endswith(said.strip())):
             raise UnusableError(
                 f"message {i + 1} ({role}): the chat template's prompt for it ends with {opening!r}, and it does not begin so; write the "
-                "answer's thinking into its content, or name another template with --data.chat_template"
+                "answer's thinking into its content"
             )
         return content[len(opening) :].rstrip() + end
 
@@ -186,8 +185,7 @@ class Template:
                         tools=chat.tools,
                         tokenize=False,
                         add_generation_prompt=prompt,
-                        **self.arguments,
-                        **chat.arguments,
+                        **{**self.arguments, **chat.arguments},
                     )
                 )
         except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
@@ -211,13 +209,21 @@ def _saying(chat: Chat, i: int, text: str) -> Chat:
     return dataclasses.replace(chat, messages=(*chat.messages[:i], others, *chat.messages[i + 1 :]))
 
 
-def _omitted(chat: Chat, i: int, written: str) -> str:
-    """Name what message ``i`` says and the template does not write, blanks aside; '' if there is nothing."""
-    message, text = chat.messages[i], "".join(written.split())
-    for name in ("content", *REASONING):
-        if "".join(str(message.get(name) or "").split()) not in text:
-            return f"message {i + 1} ({message['role']}): its {name}"
-    return ""
+def _omitted(chat: Chat, learnt: Sequence[int], documents: Sequence[Sequence[Segment]]) -> str:
+    """Name what a conversation says and the template does not write, blanks aside; '' if there is nothing.
+
+    Of answers that are not trained on it may leave out the thinking.
+    """
+    text = "".join("".join(part.split()) for segments in documents for part, _ in segments)
+    written = [("", "tools", tool.get("function", tool).get("name")) for tool in chat.tools or []]
+    for i, message in enumerate(chat.messages[: learnt[-1] + 1] if learnt else ()):
+        where = f"message {i + 1} ({message['role']}): its "
+        written += [
+            (where, "tool_calls", call.get("function", call)["name"]) for call in message.get("tool_calls") or []
+        ]
+        if i in learnt or message["role"] != "assistant":
+            written += [(where, name, message.get(name)) for name in ("content", *REASONING)]
+    return next((f"{where}{name}" for where, name, said in written if "".join(str(said or "").split()) not in text), "")
 
 
 def arguments_of(settings: Data, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
@@ -234,10 +240,9 @@ def arguments_of(settings: Data, tokenizer: PreTrainedTokenizerBase) -> dict[str
             raise UserError(
                 f"--data.template_arguments: the chat template asks for no {name!r}; it asks for {others}; correct it"
             )
-        try:
-            found[name] = json.loads(value)
-        except ValueError:
-            found[name] = value
+        found[name] = value
+        with contextlib.suppress(ValueError):
+            found[name] = json.loads({"True": "true", "False": "false", "None": "null"}.get(value, value))
     if settings.template_date and TODAY not in asked:
         raise UserError(
             f"--data.template_date: the chat template asks for no date ({TODAY}); leave it out, or see --data.template_arguments"
@@ -261,9 +266,7 @@ def names_in(tokenizer: PreTrainedTokenizerBase) -> set[str]:
     for text in templates.values() if isinstance(templates, Mapping) else [templates]:
         with contextlib.suppress(jinja2.TemplateError):  # which a conversation tells
             tree = environment.parse(GENERATION.sub("", text))
-            own = {name.name for name in tree.find_all(nodes.Name) if name.ctx == "store"}
-            asked = {test.node.name for test in tree.find_all(nodes.Test) if isinstance(test.node, nodes.Name)}
-            found |= jinja2.meta.find_undeclared_variables(tree) - (own - asked)
+            found |= jinja2.meta.find_undeclared_variables(tree)
     return found - {*GIVEN, *environment.globals, *tokenizer.special_tokens_map}
 
 

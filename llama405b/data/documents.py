@@ -19,6 +19,7 @@ import pyarrow.ipc
 import pyarrow.parquet
 
 from llama405b import extend
+from llama405b.contract.errors import given
 from llama405b.contract.reader import Json
 from llama405b.data.hub import hub_files
 from llama405b.formats.conversation import UnusableRecordError, in_order
@@ -162,6 +163,11 @@ class LeftOut:
     first: str  # where, and why
     remedy: str  # for that one
 
+    @property
+    def words(self) -> str:
+        """The first of them, and what to do."""
+        return f"{self.first}{given('; {}', self.remedy)}"
+
     def times(self, count: int) -> "LeftOut":
         """The same reason, for so many records."""
         return dataclasses.replace(self, count=count)
@@ -183,11 +189,12 @@ class Documents:
         *,
         skip: bool = False,
         names: Sequence[str] = (),
+        chat: bool = False,
     ) -> None:
-        """``skip``, ``names``: as ``data.bad_records`` and ``data.fields`` say it."""
+        """``skip``, ``names``, ``chat``: as ``data.bad_records``, ``data.fields`` and ``data.prompts`` say it."""
         self.parts = parts
         self.skip = skip
-        self.names = names
+        self.names, self.chat = names, chat
         self.n_good = 0
         self.max_bytes = max_bytes or float("inf")
         self.total_bytes = int(min(self.max_bytes, sum(part.size for part, _ in parts)))
@@ -259,7 +266,7 @@ class Documents:
 
     def _found(self, record: Any, place: DocumentPlace) -> Found | None:
         try:
-            found = reading_of(record, self.names)
+            found = reading_of(record, self.names, chat=self.chat)
         except UnusableRecordError as why:
             self.refuse(place, str(why), remedy_of_form(record, why))
             return None

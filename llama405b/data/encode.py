@@ -194,15 +194,13 @@ class Counts:
         records = counted(self.skipped, "record", grouped=True)
         first = next(iter(self.left_out.values()), None)
         if first and not self.documents:
-            raise UserError(
-                f"--data.bad_records skip leaves nothing of {records}; the first, {first.first}; {first.remedy}"
-            )
+            raise UserError(f"--data.bad_records skip leaves nothing of {records}; the first, {first.words}")
         n_documents = self.documents - self.divided_documents + self.divided
         share = 100 * self.skipped / max(1, self.skipped + n_documents)
         if first and share > settings.bad_records_limit:
             raise UserError(
-                f"--data.bad_records skip leaves out {records} of {self.skipped + n_documents:,} ({share:.0f}%), the first, {first.first}; "
-                f"{first.remedy}, or raise --data.bad_records_limit, which is {settings.bad_records_limit:g}%"
+                f"--data.bad_records skip leaves out {records} of {self.skipped + n_documents:,} ({share:.0f}%), the first, {first.words}; "
+                f"or raise --data.bad_records_limit, which is {settings.bad_records_limit:g}%"
             )
 
 
@@ -356,7 +354,9 @@ class Encoder:
             raise UserError(f"{found.place}: {NO_TEMPLATE}")
         try:
             guarded_messages = tuple(self.spelling.guarded(message) for message in document.messages)
-            chat = Chat(guarded_messages, self.spelling.guarded(document.tools), document.arguments)
+            chat = Chat(
+                guarded_messages, self.spelling.guarded(document.tools), self.spelling.guarded(document.arguments)
+            )
             made = self.template.rendered(chat)
         except EndlessError:
             raise UserError(

@@ -42,7 +42,7 @@ def read_tokenizer(directory: Path, say: Callable[[str], None] = lambda _: None)
         raise UserError(f"{directory}: cannot read its tokenizer ({why}); download tokenizer.json again") from None
     settings = read_hf_json(directory / TOKENIZER_CONFIG) if (directory / TOKENIZER_CONFIG).is_file() else {}
     begins = found("a")["input_ids"][:1] == [found.bos_token_id]
-    if settings.get("add_bos_token", begins) != begins:  # which transformers leaves to the file
+    if settings.get("add_bos_token") is (not begins):  # which transformers leaves to the file
         found.add_bos_token = not begins
     if (directory / "config.json").is_file() and (n := read_hf_json(directory / "config.json").get("vocab_size")):
         refuse_beyond(directory, found.get_vocab(), n)
@@ -70,7 +70,10 @@ def has_ids_of(own: Tokenizer, found: PreTrainedTokenizerBase, directory: Path) 
 def _file_of(directory: Path) -> Tokenizer | None:
     """What tokenizer.json says; None if there is none that can be read, which AutoTokenizer tells."""
     with contextlib.suppress(Exception):
-        return Tokenizer.from_file(str(directory / "tokenizer.json"))
+        found = Tokenizer.from_file(str(directory / "tokenizer.json"))
+        found.no_padding()
+        found.no_truncation()
+        return found
     return None
 
 

@@ -33,7 +33,7 @@ from llama405b.contract.files import read_record, write_json
 from llama405b.contract.software import end_with
 from llama405b.data.chat_template import dated
 from llama405b.data.documents import Documents, FilePart, file_parts, with_forms
-from llama405b.data.encode import Counts, Encoder, FileOffset
+from llama405b.data.encode import Counts, Encoder, FileOffset, begin_tokens
 from llama405b.data.sources import read_offsets, write_offsets
 from llama405b.data.tokenizer import read_tokenizer
 from llama405b.distributed import collectives
@@ -166,7 +166,8 @@ def encoded(
     for each in with_forms(parts):
         forms.append(each)
         report()
-    texts = Documents(forms, config.max_bytes, skip=config.bad_records == "skip", names=config.fields)
+    skip, chat = config.bad_records == "skip", config.prompts == "chat"
+    texts = Documents(forms, config.max_bytes, skip=skip, names=config.fields, chat=chat)
     report.say(f"tokenizing {counted(len(parts), 'file')}, {texts.total_bytes / 1e6:,.1f} MB")
     encoder = Encoder(tokenizer, config, texts, report)
     tokens = _written(encoder, cache, stem)
@@ -183,6 +184,7 @@ def rules_of(config: Data, tokenizer: PreTrainedTokenizerBase) -> str:
         RULES,
         tokenizer.backend_tokenizer.to_str(),
         tokenizer.chat_template,
+        (tokenizer.special_tokens_map, tokenizer.eos_token_id, begin_tokens(tokenizer, config.bos)),
         config.train_on,
         config.bad_records,
         config.special_tokens,
@@ -191,7 +193,7 @@ def rules_of(config: Data, tokenizer: PreTrainedTokenizerBase) -> str:
         config.turns,
         config.template_date,
         config.template_arguments,
-        config.bos,
+        config.prompts,
         *([own.sha256] if (own := extend.current().declared).reads else []),
     )
     return hashlib.sha256(repr(how).encode()).hexdigest()[:16]
@@ -213,11 +215,15 @@ def _made(directory: Path, config: Data, tokenizer: PreTrainedTokenizerBase, rep
     tokens = TokenFile("", found.n_tokens, found.digest, str((directory / TOKENS).resolve())) if found else None
     if not (found and tokens and tokens.is_whole(directory)):
         raise UserError(f"--data.paths: {directory} is not whole; run `llama405b data tokenize` again")
+    if (config.template_date or found.template_date) != found.template_date:
+        raise UserError(
+            f"--data.template_date: {directory} was made with {found.template_date or 'no date'}; leave it out"
+        )
     if found.rules != rules_of(dataclasses.replace(config, template_date=found.template_date), tokenizer):
         raise UserError(
             f"--data.paths: {directory} was tokenized with another tokenizer, chat template, data.train_on, data.turns, "
-            "data.template_arguments, data.fields, data.bos, data.special_tokens, data.bad_records or data.max_bytes; set them back, or "
-            "run `llama405b data tokenize` again"
+            "data.template_arguments, data.fields, data.prompts, data.bos, data.special_tokens, data.bad_records or data.max_bytes; set "
+            "them back, or run `llama405b data tokenize` again"
         )
     tokens.is_damaged(directory, report)
     report.say(str(found.counts))

@@ -127,6 +127,8 @@ def _message(turn: Any, number: int) -> dict[str, Any]:
         raise UnusableRecordError(f"message {number} has the role {named!r}; known are {', '.join(ROLES)}")
     if turn.get("weight") not in (None, 0, 1):
         raise UnusableRecordError(f"{where}: its weight is {turn['weight']!r}; only 0 and 1 can be honoured")
+    if turn.get("train", turn.get("training")) is False:
+        turn = {**turn, "weight": 0}
     content = turn.get("content", turn.get("value"))
     calls = _calls(turn, content if named.lower() == CALLS else None, where)
     if named.lower() == CALLS:

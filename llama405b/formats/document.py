@@ -37,6 +37,11 @@ OF_CHATS = (
 OF_LEAD = ("system", "system_prompt")
 OF_ALPACA = ("instruction", "input", "output", "history", *OF_LEAD)
 OF_DOLLY = ("instruction", "context", "response", "history", *OF_LEAD)
+ASKED = (  # a question, its answer, and what may follow the question
+    ("prompt", "completion", ""), ("instruction", "output", "input"), ("instruction", "response", "context"), ("prompt", "response", ""),
+    ("question", "answer", ""), ("question", "response", ""),
+)  # fmt: skip
+PAIR = ("user", "assistant")
 QUESTIONS = (("prompt", "response"), ("question", "answer"), ("question", "response"))
 PREFERENCES = ("chosen", "rejected")
 NOT_TEXT = ("image", "images", "audio", "audios", "video", "videos")
@@ -113,10 +118,11 @@ def document_of(record: Any, names: Sequence[str] = ()) -> Document | None:
         return None
 
 
-def reading_of(record: Any, names: Sequence[str] = ()) -> Reading:
+def reading_of(record: Any, names: Sequence[str] = (), *, chat: bool = False) -> Reading:
     """Read a record.
 
-    ``names``: as ``data.fields`` has them, ``prompt=instruction``; a record that lacks all of these is read without them.
+    ``names``: as ``data.fields`` has them, ``prompt=instruction``; a record that lacks all of these is read without them. ``chat``:
+    what is asked and answered is a conversation, as ``data.prompts`` says it.
 
     Raises:
         UnusableRecordError: It has no form that is known, or says what cannot be trained on.
@@ -128,7 +134,7 @@ def reading_of(record: Any, names: Sequence[str] = ()) -> Reading:
     pairs = (name.partition("=")[::2] for name in names)
     renamed = {ours: record[theirs] for ours, theirs in pairs if theirs in record}
     fields = renamed and {name: record[name] for name in OF_CHATS if name in record} | renamed
-    found = _read(fields or {str(name): value for name, value in record.items()})
+    found = _read(fields or {str(name): value for name, value in record.items()}, chat=chat)
     if found is None:
         raise UnknownFormError(f"not {WANTED}, but {fields_of(record)}")
     document, used = found
@@ -138,7 +144,7 @@ def reading_of(record: Any, names: Sequence[str] = ()) -> Reading:
     )
 
 
-def _read(record: Mapping[str, Any]) -> tuple[Document, tuple[str, ...]] | None:
+def _read(record: Mapping[str, Any], *, chat: bool) -> tuple[Document, tuple[str, ...]] | None:
     """The document of a record, and the fields that say it, in lower case; None: it has no form that is known."""
     if all(map(record.get, PREFERENCES)):
         raise UnusableRecordError(
@@ -152,7 +158,20 @@ def _read(record: Mapping[str, Any]) -> tuple[Document, tuple[str, ...]] | None:
     match record:
         case {"prompt": [*asked], "completion": [*answered]}:
             return chat_of([*asked, *answered], record, len(asked)), ("prompt", "completion", *OF_CHATS)
-    return _text_of(record)
+    return (_chat_of(record) if chat else None) or _text_of(record)
+
+
+def _chat_of(record: Mapping[str, Any]) -> tuple[Chat, tuple[str, ...]] | None:
+    """As ``_text_of``, with what is asked and answered as a conversation."""
+    small = {name.lower(): value for name, value in record.items()}
+    for question, answer, context in ASKED:
+        asked, answered = small.get(question), small.get(answer)
+        if isinstance(asked, str) and isinstance(answered, str):
+            pairs = [*_history(small), ("\n".join(filter(None, (asked, small.get(context)))), answered)]
+            turns = [{"role": role, "content": text} for pair in pairs for role, text in zip(PAIR, pair, strict=True)]
+            used = (question, answer, context, "history", *OF_LEAD)
+            return chat_of(turns, {"system": small.get("system") or small.get("system_prompt")}), used
+    return None
 
 
 def _text_of(record: Mapping[str, Any]) -> tuple[Text, tuple[str, ...]] | None:
@@ -181,21 +200,22 @@ def _alpaca(record: Mapping[str, Any], instruction: str, context: Any, answer: s
     """A record of Alpaca's fields: its system text stands for the sentence that begins a prompt, and earlier turns come first."""
     if not isinstance(context, str):
         raise UnusableRecordError(f"its input is {short(str(context))}, not text")
-    system, turns = record.get("system") or record.get("system_prompt"), record.get("history") or []
-    if isinstance(turns, str):
-        turns = list_of(turns)
+    system = record.get("system") or record.get("system_prompt")
     prompt = ALPACA[bool(context)].format(instruction, context)
     if system:
         prompt = f"{system}{APART}{prompt.partition(APART)[2]}"
-    blocks = []
-    for turn in turns if isinstance(turns, list) else [None]:
-        match turn:
-            case [str(asked), str(answered)]:
-                blocks.append(ALPACA[0].format(asked).partition(APART)[2] + answered + APART)
-            case _:
-                raise UnusableRecordError("its history is not a list of pairs of texts")
+    blocks = [ALPACA[0].format(asked).partition(APART)[2] + answered + APART for asked, answered in _history(record)]
     begin, _, rest = prompt.partition(APART)
     return Text(f"{begin}{APART}{''.join(blocks)}{rest}", answer)
+
+
+def _history(record: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The earlier questions and answers of a record of Alpaca's fields."""
+    turns = record.get("history") or []
+    pairs = list_of(turns)
+    if pairs is None or not all(isinstance(pair, list) and list(map(type, pair)) == [str, str] for pair in pairs):
+        raise UnusableRecordError("its history is not a list of pairs of texts")
+    return [(asked, answered) for asked, answered in pairs]
 
 
 def fields_of(record: Any) -> str:
@@ -203,6 +223,8 @@ def fields_of(record: Any) -> str:
     if not isinstance(record, dict):
         return "it is not a JSON object"
     names = [name for name in map(str, record) if name]
+    if empty := [name for name in names if record[name] is None and name.lower() in FIELDS]:
+        return f"its {empty[0]!r} is null"
     return (
         f"its fields are {', '.join(map(repr, names[:NAMED]))}{and_more(names, NAMED)}" if names else "it has no fields"
     )

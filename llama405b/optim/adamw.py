@@ -1,15 +1,8 @@
-"""AdamW: groups, FP32 masters, and stochastic rounding to BF16.
+"""AdamW: groups, its schedule, FP32 masters (the same names and shards, and no forward), and stochastic rounding to BF16.
 
-Stochastic rounding to BF16: up or down, with the odds that make the mean right, so that updates below BF16's resolution are not lost.
-
-The odds come from a hash of a tensor's name, the number of an element in the whole tensor, and the step: whatever ranks hold it, and
-after a resume, an element is rounded alike. Nothing is drawn from a generator.
-
-Shape suffix: C elements of a chunk.
-
-FP32 masters of a sharded model's weights: the same names, the same shards, and no forward.
-
-AdamW, its learning-rate schedule, and one update of it. Knows parameters and step numbers; not files, flags or ranks.
+Stochastic rounding is up or down, with the odds that make the mean right, so that updates below BF16's resolution are not lost. The odds
+come from a hash of a tensor's name, the number of an element in the whole tensor, and the step: whatever ranks hold it, and after a resume,
+an element is rounded alike. Knows parameters and step numbers; not files, flags or ranks.
 
 Shape suffix: C elements of a chunk.
 """

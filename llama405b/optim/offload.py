@@ -1,21 +1,14 @@
 """States in CPU memory, updated there under the next forward: the optimizer's alone, or all.
 
-AdamW on the CPU, unit by unit and in one thread, under the next forward.
+The norm is known when the backward ends; from there one thread updates the units in the order in which the next forward needs them, and a
+hook before each unit's all-gather waits for that unit alone. Every update is the one that ``torch.optim.AdamW`` would make between the
+steps, bit for bit. Updating during the backward, as others do, is not exact: clipping needs the norm of all gradients, so the update would
+be a guess, to be taken back with a copy of weights and moments (12 bytes per parameter) wherever it was wrong.
 
-The norm is known when the backward ends; from there the thread updates the units in the order in which the next forward
-needs them, and a hook before each unit's all-gather waits for that unit alone. Every update is the one that
-``torch.optim.AdamW`` would make between the steps, bit for bit.
-
-Updating during the backward, as others do, is not exact: clipping needs the norm of all gradients, so the update would be
-a guess, to be taken back with a copy of weights and moments (12 bytes per parameter) wherever it was wrong.
-
-BF16 weights stay on the device; FP32 masters, moments and the sum of gradients live in CPU memory (``offload = optimizer``).
-
-No weight crosses PCIe in the forward or the backward. FSDP2 hands over each unit's gradient in FP32, before it is cast to the
-weights' dtype: 4 bytes per parameter come down for each micro-batch. After its update a unit's weights go up in BF16, 2 bytes
-per parameter and step. So the result is that of FP32 masters on the device, bit for bit.
-
-Only the gradient sums, one slot for gradients to be added, and one stage for weights cross PCIe: only they are pinned.
+With ``offload = optimizer`` BF16 weights stay on the device, and FP32 masters, moments and the sum of gradients live in CPU memory: no
+weight crosses PCIe in the forward or the backward. FSDP2 hands over each unit's gradient in FP32, before it is cast to the weights' dtype:
+4 bytes per parameter come down for each micro-batch, and 2 go up per step. Only the gradient sums, one slot for gradients to be added, and
+one stage for weights are pinned.
 """
 
 import concurrent.futures

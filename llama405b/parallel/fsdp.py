@@ -1,17 +1,9 @@
 """FSDP2, the engine, and FSDP1, the recipe in its literal form; and how far a step has got through their units.
 
-Shard the model over the ranks with FSDP2.
-
-Units: every decoder layer; the embedding, whose backward pass does not need its weight; the head with its norm,
-kept gathered between forward and backward. With tied embeddings the embedding, norm and head are one unit.
-Knows modules and meshes; not weights, files or the optimizer.
-
-The recipe as written: FullyShardedDataParallel with the module states synchronized from rank 0.
-
-Rank 0 holds the whole model in CPU memory; all other ranks build it on the meta device. For users who want FSDP1's
-options; ``shard`` and ``load`` do the same with one unit in memory at a time. torch does not support this on CPU.
-
-Show which of FSDP's units a rank is in, so that somebody who looks at a hang can tell whose weights it waits for.
+FSDP2's units: every decoder layer; the embedding, whose backward pass does not need its weight; the head with its norm, kept gathered
+between forward and backward. With tied embeddings the embedding, norm and head are one unit. With FSDP1 rank 0 holds the whole model in
+CPU memory, all other ranks build it on meta, and the module states are synchronized: for users who want its options. Knows modules and
+meshes; not the optimizer.
 """
 
 import contextlib

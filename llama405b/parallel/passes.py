@@ -1,17 +1,9 @@
-"""The forwards and backwards of a step's micro-batches: one after the other, or as a pipeline orders them.
+"""The forwards and backwards of a step's micro-batches: one after the other, or as a pipeline orders them. Knows modules; not the update.
 
-The forwards and backwards of a step's micro-batches, between its batch and the clipping. Knows modules; not the update.
-
-Shape suffixes: B sequences of a micro-batch, S positions.
-
-Pipeline parallelism: each rank has some of the layers, and passes on hidden states and their gradients.
-
-Either direction has a group of its own, and so has what goes around from the last rank to the first: with NCCL the sends and receives of
-a group are in one order, and what goes one way never waits for what goes another.
+In a pipeline either direction has a group of its own, and so has what goes around from the last rank to the first: with NCCL the sends and
+receives of a group are in one order, and what goes one way never waits for what goes another.
 
 Shape suffixes: B sequences of a micro-batch, S positions of a rank's part, h hidden size, V vocabulary.
-
-How a rank takes its part in forwards and backwards, as the settings have it.
 """
 
 import dataclasses

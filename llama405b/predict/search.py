@@ -1,15 +1,7 @@
 """What to expect of a run on a cluster, what can be changed of it, and which settings train the same steps fastest.
 
-What to expect of a run on a cluster: whether it fits, and how fast it goes.
-
-How far off a time may be: ``evidence``. The spread of memory is for a host's, and for a GPU's where
-only what is allocated is known. Where both are known no spread decides: beyond what is allocated there is only more or less time.
-
-What can be changed of a run, one thing at a time, so that it fits or is faster.
-
-Which settings train the same steps fastest: places of the states, moments, units, micro-batches, activations, meshes.
-
-What is left to the plan, on some machines: the mesh of strategy auto and 3d with its micro-batch, and what is computed again.
+How far off a time may be: ``evidence``. The spread of memory is for a host's, and for a GPU's where only what is allocated is known. Where
+both are known no spread decides: beyond what is allocated there is only more or less time.
 """
 
 import bisect

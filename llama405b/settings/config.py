@@ -118,7 +118,12 @@ def read_toml(path: Path) -> dict[str, Setting]:
         raise UserError(f"{path}: cannot be read ({reason_of(error)}); check the path") from None
     except tomllib.TOMLDecodeError as error:
         line = last_of(re.findall(r"at line (\d+)", str(error)), "1")
-        raise UserError(f"{path}:{line}: not valid TOML ({error}); correct it") from None
+        remedy = (
+            "correct it"
+            if path.suffix == ".toml"
+            else f"of another program's recipe `llama405b import {path}` makes one"
+        )
+        raise UserError(f"{path}:{line}: not valid TOML ({error}); {remedy}") from None
     except (ValueError, RecursionError) as error:  # numbers or nesting beyond what Python reads
         raise UserError(f"{path}: cannot be read as TOML ({' '.join(str(error).split())}); correct it") from None
     settings: dict[str, Setting] = {}

@@ -21,12 +21,13 @@ PROGRAMS = {
     "torchtitan": ("torchtitan",),
     "deepspeed": ("deepspeed",),
     "accelerate": ("accelerate",),
+    "trl": ("trl", "transformers", "accelerate"),
     "transformers": ("transformers", "accelerate"),
 }
 
 
 class Row(NamedTuple):
-    """What becomes of a key: a setting, a part of some (@name), nothing (''), or what cannot be done (!)."""
+    """What becomes of a key: a setting, a part of some (@name), nothing (''), what cannot be done (!), or is otherwise (~)."""
 
     key: str
     setting: str

@@ -201,6 +201,7 @@ CHANGES = (
     *(name for name in NAMES.values() if name != "adapter"),
     *(f"optimizer.{field.name}" for field in dataclasses.fields(Optimizer)),
     STEPS,
+    "data.template_date",
 )
 
 
@@ -347,6 +348,11 @@ def _is_date(text: str) -> bool:
 
 def _of_training(training: Training, optimizer: Optimizer) -> Iterator[Fault]:
     factor, betas = training.loss_spike_factor, list(optimizer.betas)
+    if optimizer.warmup > 1 and optimizer.warmup % 1:
+        yield (
+            "optimizer.warmup",
+            f"optimizer.warmup is {optimizer.warmup:g}; write whole steps, or a share of the run's below 1",
+        )
     if factor <= 1:
         yield "training.loss_spike_factor", f"training.loss_spike_factor is {factor:g}; use more than 1"
     if not (training.max_steps or training.epochs):

@@ -9,6 +9,7 @@ import math
 import re
 import typing
 from collections.abc import Iterator
+from fractions import Fraction
 from typing import Any, Literal
 
 from llama405b.contract.errors import UserError, seconds, staging_bytes
@@ -240,6 +241,11 @@ class Data:
         (),
         "the fields of records under other names, like prompt=instruction,completion=output; in TOML also "
         'fields = {prompt = "instruction", completion = "output"}; default: the usual names (docs/data.md)',
+    )
+    prompts: Literal["text", "chat"] = option(
+        "text",
+        "chat: records of a question and an answer (also Alpaca's) are conversations, through the chat template; text: they are as they "
+        "are, Alpaca's in Alpaca's words",
     )
     bad_records: Literal["refuse", "skip"] = option(
         "refuse", "skip: leave out records that cannot be used, and say how many, and why"
@@ -516,7 +522,7 @@ class Evaluation:
         """Whether it does at all."""
         return self.every != "0"
 
-    def due(self, step: int, epoch_steps: float) -> bool:
+    def due(self, step: int, epoch_steps: Fraction) -> bool:
         """Return whether to evaluate after a step; ``epoch_steps``: steps of an epoch, whole or not."""
         if self.every == EPOCH:
             return step // epoch_steps > (step - 1) // epoch_steps

@@ -505,11 +505,12 @@ def token_ids(directory: Path) -> dict[str, int]:
         return {}
     files = [directory / name for name in ("added_tokens.json", TOKENIZER_CONFIG, "special_tokens_map.json")]
     added, settings, special = (read_hf_json(path) if path.is_file() else {} for path in files)
-    found |= {name: number for name, number in added.items() if type(number) is int}
-    for number, token in _mapping(settings.get("added_tokens_decoder")).items():
-        found[_name_of(token)] = int(number)
-    for name in (name for each in (settings, special) for name in _special_names(each)):
-        found.setdefault(name, max(found.values()) + 1)
+    names = [
+        *sorted(added, key=lambda name: str(added[name])),
+        *map(_name_of, _mapping(settings.get("added_tokens_decoder")).values()),
+    ]
+    for name in (*names, *_special_names(settings), *_special_names(special)):
+        found.setdefault(name, max(found.values()) + 1)  # whatever number a file says
     return found
 
 

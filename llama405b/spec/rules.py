@@ -1,15 +1,7 @@
 """What a model, its sequences and the hosts allow: meshes, pipeline schedules, BF16's rounding, and changes at a resume. Pure.
 
-Which meshes a model, its sequences and the hosts allow; a refusal names a size that would work.
-
-How much of a model BF16 lets a step of AdamW change.
-
-What changes when a run goes on from a checkpoint, and whether it is allowed to. Knows settings; not files or tensors.
-
-In which order a rank of a pipeline takes the forwards and backwards of its micro-batches.
-
-gpipe: arXiv 1811.06965. 1f1b: arXiv 2006.09503. interleaved: arXiv 2104.04473, with two stages on each rank, and with a last group of
-micro-batches that may be smaller than the others.
+A refused mesh names a size that would work. Schedules: gpipe, arXiv 1811.06965; 1f1b, arXiv 2006.09503; interleaved, arXiv 2104.04473,
+with two stages on each rank, and with a last group of micro-batches that may be smaller than the others.
 """
 
 import dataclasses

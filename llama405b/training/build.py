@@ -7,6 +7,7 @@ import functools
 import os
 import time
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,7 +24,7 @@ from llama405b.checkpoint.store import CheckpointView, Store
 from llama405b.checkpoint.verified import DamagedError
 from llama405b.contract.checkpoints import MANIFEST, newest_complete, read_manifest
 from llama405b.contract.errors import UserError, counted
-from llama405b.contract.files import write_atomic
+from llama405b.contract.files import read_record, write_atomic
 from llama405b.contract.reader import MalformedError
 from llama405b.contract.records import EventKind, Phase
 from llama405b.data.batch import IGNORE_INDEX
@@ -42,8 +43,10 @@ from llama405b.data.batches import (
 from llama405b.data.chat_template import dated
 from llama405b.data.demo_model import make_demo
 from llama405b.data.tokenizer import read_tokenizer
+from llama405b.data.tokens import Tokenized
 from llama405b.distributed import collectives
 from llama405b.distributed.ranks import Rank, bind, ranks_per_host
+from llama405b.formats.corpus import TOKENIZED, is_tokenized
 from llama405b.model import fused, llama
 from llama405b.model.attention import Attention, choose_attention
 from llama405b.model.host_inputs import HostInputs, keep_on_host
@@ -109,22 +112,25 @@ def _chosen(config: Config, preset: str, me: Rank, per_host: int) -> Config:
     return chosen(config, llama, me.world, per_host, Cluster(gpu) if gpu else None)
 
 
-def with_template_date(config: Config, files: Path, resume: str, context: RankContext) -> Config:
-    """Return the configuration with the date for a chat template that asks for one: the run's, as its checkpoints have it, else today.
+def with_template_date(config: Config, files: Path, checkpoint: Path | None, context: RankContext) -> Config:
+    """Return the configuration with the date for a chat template that asks for one: the run's, as a checkpoint has it, else today.
 
-    ``files``: the directory of the tokenizer. All ranks call it.
+    ``files``: the directory of the tokenizer; ``checkpoint``: as this rank sees one. All ranks call it.
     """
-    data, name = config.data, "data.template_date"
-    saved: tuple[int, str] = (0, "")
-    directory = newest_complete(Path(config.checkpoint.dir or context.run.checkpoints)) if resume != "no" else None
+    data, saved = config.data, (0, "")
     with contextlib.suppress(OSError, MalformedError):  # which are told where a checkpoint is chosen
-        manifest = read_manifest((directory / MANIFEST).read_bytes())[0] if directory else None
+        manifest = read_manifest((checkpoint / MANIFEST).read_bytes())[0] if checkpoint else None
         if manifest and manifest.identity:
-            saved = (manifest.step, str(manifest.identity.settings.get(name, "")))
+            saved = (manifest.step, str(manifest.identity.settings.get("data.template_date", "")))
     before = max(collectives.all_gather_objects(saved, tuple[int, str]))[1]
     with collectives.raise_on_all_ranks():
         if context.me.is_rank0:
-            data = dated(data, read_tokenizer(files), before)
+            made = [
+                read_record(Tokenized, Path(part.paths[0]) / TOKENIZED)
+                for part in data.by_source
+                if is_tokenized(part.paths)
+            ]
+            data = dated(data, read_tokenizer(files), before or next((each.template_date for each in made if each), ""))
     return dataclasses.replace(config, data=collectives.broadcast_object(data))
 
 
@@ -491,7 +497,8 @@ def build_trainer(config: Config, resume: str, context: RankContext, stop: StopS
         if context.me.is_rank0:
             check_packages(config.tracking)
     context.phase(Phase.DATA)
-    config = with_template_date(config, files, resume, context)
+    directory = Path(config.checkpoint.dir or context.run.checkpoints)
+    config = with_template_date(config, files, newest_complete(directory) if resume != "no" else None, context)
     batches, held_out = open_data(config.data, config.evaluation, files, context)
     prompts = open_prompts(config, files, held_out, context)  # one that is too long is told before weights are loaded
     llama = models.read_llama(files, config.model.layers)
@@ -654,7 +661,7 @@ def build_evaluator(
     held_out: Batches | None,
     prompts: Prompts | None,
     context: RankContext,
-    epoch_steps: float = 1.0,
+    epoch_steps: Fraction = Fraction(1),
 ) -> Evaluator | None:
     """Build what evaluates on what is held out; None if nothing is. ``epoch_steps``: as ``Evaluation.due`` has it."""
     if held_out is None:

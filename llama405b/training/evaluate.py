@@ -14,6 +14,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from fractions import Fraction
 from pathlib import Path
 
 import torch
@@ -129,7 +130,7 @@ class Evaluator:
     held_out: Batches
     context: RankContext
     prompts: Prompts | None = None
-    epoch_steps: float = 1.0
+    epoch_steps: Fraction = Fraction(1)
 
     def is_due(self, step: int, last_step: int) -> bool:
         """Whether to evaluate after a step."""

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import types
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -93,8 +94,9 @@ def test_evaluations_at_the_end_of_each_epoch(demo, corpus, tmp_path):
     last = max(each["step"] for each in found)
     assert [each["step"] for each in found if each.get("evaluation_loss")] == [0, -(-n // 4), -(-2 * n // 4), last]
     assert not Evaluation().evaluates
-    assert [step for step in range(1, 12) if Evaluation(every="epoch").due(step, 2.5)] == [3, 5, 8, 10]
-    assert [step for step in range(1, 12) if Evaluation(every="5").due(step, 2.5)] == [5, 10]
+    assert [step for step in range(1, 12) if Evaluation(every="epoch").due(step, Fraction(5, 2))] == [3, 5, 8, 10]
+    assert [step for step in range(1, 12) if Evaluation(every="epoch").due(step, Fraction(10, 3))] == [4, 7, 10]
+    assert [step for step in range(1, 12) if Evaluation(every="5").due(step, Fraction(5, 2))] == [5, 10]
 
 
 @pytest.mark.parametrize(

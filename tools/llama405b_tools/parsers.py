@@ -1,17 +1,7 @@
-"""The output of a machine's programs: nvidia-smi, ip, torchrun, py-spy, /proc. Pure.
+"""The output of a machine's programs: nvidia-smi, ip, torchrun, py-spy, ps, /proc; and NCCL's settings. Pure. Unknown values are None.
 
-Parse the output of ``nvidia-smi``. Pure. Unknown values are None, never 0.
-
-A host's addresses and RDMA devices; NCCL's settings for these, and the reasons.
-
-By default NCCL uses every active device, even a slow management port, and on RoCE the first address type, which
-may not be routed; if nothing works, it silently falls back to TCP sockets.
-
-Parse what programs write that are not ours: torchrun when it fails, macOS's ps, and shells.
-
-Read the stacks of a process's threads, as faulthandler and py-spy write them.
-
-Names of the system calls that a process may wait in, by the number that ``/proc/PID/syscall`` tells.
+By default NCCL uses every active device, even a slow management port, and on RoCE the first address type, which may not be routed; if
+nothing works, it silently falls back to TCP sockets.
 """
 
 import calendar

@@ -196,6 +196,43 @@ def test_what_a_template_leaves_out_of_an_answer_is_named(tokenizer, tmp_path):
     assert not Template(tokenizer, settings_of(tokenizer, "qwen3")).rendered(thought).omitted
 
 
+def test_calls_and_tools_that_a_template_does_not_know_are_named(tokenizer):
+    assert Template(tokenizer, settings_of(tokenizer, "olmo2")).rendered(CHATS["calls"]).omitted == "tools"
+    without = dataclasses.replace(CHATS["calls"], tools=None)
+    assert (
+        Template(tokenizer, settings_of(tokenizer, "olmo2")).rendered(without).omitted
+        == "message 3 (assistant): its tool_calls"
+    )
+    for name in ("qwen2.5", "qwen3", "qwen3.5", "llama-3.1"):
+        assert not Template(tokenizer, settings_of(tokenizer, name)).rendered(CHATS["calls"]).omitted
+    for name in NAMES:  # thinking that a prompt begins is not left out
+        assert not Template(tokenizer, settings_of(tokenizer, name)).rendered(CHATS["three answers"]).omitted, name
+
+
+def test_an_answer_may_begin_as_the_thinking_ends(tokenizer):
+    chat = Chat((turn("user", "4?"), turn("assistant", "<think>\nso\n</think><answer>4</answer>")))
+    [segments] = Template(tokenizer, settings_of(tokenizer, "deepseek-r1-distill")).rendered(chat).documents
+    assert segments[-1] == (f"so\n</think><answer>4</answer>{tokenizer.eos_token}", True)
+
+
+def test_questions_and_answers_as_conversations(demo, tmp_path):
+    records = [
+        {"instruction": "Add.", "input": "1 2", "output": "3", "system": "S", "history": [["a", "b"]]},
+        {"prompt": "p", "completion": "c"},
+        {"text": "alone"},
+    ]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, records)))
+    model = model_with(demo, tmp_path / "m", "qwen2.5")
+    found, lines = tokenised(tmp_path / "a.jsonl", model, tmp_path / "cache", prompts="chat")
+    text = AutoTokenizer.from_pretrained(demo).decode(found & ~MARKS)
+    assert text.startswith(
+        "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb<|im_end|>\n<|im_start|>user\nAdd.\n1 2"
+    )
+    assert lines[-1].startswith("data: 3 documents, 2 of them conversations, ")
+    plain, _ = tokenised(tmp_path / "a.jsonl", model, tmp_path / "cache")
+    assert "### Instruction:" in AutoTokenizer.from_pretrained(demo).decode(plain & ~MARKS)
+
+
 def model_with(demo, to, name):
     shutil.copytree(demo, to)
     (to / "chat_template.jinja").write_text(template_of(name))
@@ -255,6 +292,10 @@ def test_tokens_that_were_made_another_day_keep_their_date(demo, tmp_path):
     report = tokens.Report(lambda *_: None, lambda: None, lambda _: None)
     used = tokens.tokenised(Data(paths=(str(tmp_path / "out"),)), model, tmp_path / "cache", report)
     assert used.n_tokens == made.n_tokens
+    with pytest.raises(UserError, match=r"--data\.template_date: .*out was made with 2024-02-29; leave it out"):
+        tokens.tokenised(
+            Data(paths=(str(tmp_path / "out"),), template_date="2030-01-01"), model, tmp_path / "cache", report
+        )
 
 
 def test_arguments_reach_the_template_and_unknown_ones_are_refused(tokenizer):
@@ -267,10 +308,14 @@ def test_arguments_reach_the_template_and_unknown_ones_are_refused(tokenizer):
     assert [text for text, learnt in segments if learnt] == ["b<|im_end|>\n"]
     own = dataclasses.replace(chat, arguments={"enable_thinking": False})
     assert Template(tokenizer, settings_of(tokenizer, "qwen3")).rendered(own).documents == [segments]
-    with pytest.raises(UserError, match=r"asks for no 'enable_thinkin'; it asks for enable_thinking; correct it"):
+    otherwise = settings_of(tokenizer, "qwen3", template_arguments=("enable_thinking=true",))
+    assert Template(tokenizer, otherwise).rendered(own).documents == [segments]  # the record's own counts
+    with pytest.raises(
+        UserError, match=r"asks for no 'enable_thinkin'; it asks for content, enable_thinking, thought; correct it"
+    ):
         Template(tokenizer, settings_of(tokenizer, "qwen3", template_arguments=("enable_thinkin=false",)))
     settings_of(tokenizer, "llama-3.2")
-    assert names_in(tokenizer) == {"date_string", TODAY}
+    assert names_in(tokenizer) > {"date_string", TODAY}
     [segments] = (
         Template(tokenizer, Data(template_arguments=("date_string=May",), template_date="2024-02-29"))
         .rendered(chat)

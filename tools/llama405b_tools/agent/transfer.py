@@ -1,17 +1,8 @@
-"""Files down a chain of hosts: what is sent, the protocol, and the receiver.
+"""Files down a chain of hosts: what is sent, the protocol, and the receiver, which passes them on at the same time.
 
-What can be sent down a chain: files as they are, or the part of a checkpoint that one host needs.
-
-The protocol of a chain of hosts: how two neighbors connect, and what goes over the connection.
-
-The source sends down the chain a one-time token and the list of files; back comes how many bytes of each file all hosts
-below have already; then each file follows from that byte on, with the SHA-256 of each of its blocks, from the first on.
-
-Bytes are sent in the clear: the training network is trusted with them, and the token only keeps strangers out.
-
-One host of a chain: receive files, write them, and pass them on at the same time.
-
-A host writes to ``.<name>.part``, verifies, and renames; an interrupted file resumes at the byte where it stopped.
+The source sends down the chain a one-time token and the list of files; back comes how many bytes of each file all hosts below have already;
+then each file follows from that byte on, with the SHA-256 of each of its blocks, from the first on. A host writes to ``.<name>.part``,
+verifies, and renames. Bytes are sent in the clear: the training network is trusted with them, and the token only keeps strangers out.
 """
 
 import contextlib

@@ -1,16 +1,9 @@
 """Guard a run: when it fails or hangs, end what is left of it on every host and resume it from its newest checkpoint.
 
-What the hosts of a run are told of its guard, and the guarding of a run whose guard died.
-
-What follows a run that ended well: the export that was asked for, verified; then the user's command. And what idle machines cost.
-
-Which of its hosts a guarded run uses: all, or those that are left while others stay lost. Knows times and names alone.
-
-A run that goes on without hosts that are lost takes them back: finding them, and ending the attempt for that.
-
-``launch --restart N`` leaves this process running on the operator's machine; it needs no terminal. It writes
-``runs/<run>/guard.log`` for people and ``guard.json`` for ``status``. It ends when the run finishes, when somebody stops
-the run, or after N restarts in a row without a newer checkpoint.
+``launch --restart N`` leaves this process running on the operator's machine; it needs no terminal. It writes ``runs/<run>/guard.log`` for
+people and ``guard.json`` for ``status``. It ends when the run finishes, when somebody stops the run, or after N restarts in a row without a
+newer checkpoint. A run may go on without hosts that stay lost, and takes them back; after one that ended well the export that was asked for
+is made, and verified, and the user's command runs.
 """
 
 import collections

@@ -1,18 +1,8 @@
 """A connection to a host, what a command on it came to, and shells and programs that it does not have to have.
 
-The interface between the tools and a machine: run a shell line on it, or stream its output.
-
-The verbs only know ``Connection``; ``Local`` is this machine, ``ssh.Ssh`` is another.
-
-The answers of all hosts to one question: who replied, who did not, and who differs from the others.
-
-Login shells: lines that all of them read alike, and what their start-up files do before a command runs.
-
-These may print, read, never end, or start another shell.
-
-What ~/.ssh/config says about a host: OpenSSH itself reads it (``ssh -G``), Include, Match, canonical names and all.
-
-Programs that are sent to a host: one file each, which imports nothing of ours, for any Python that the host has.
+The verbs only know ``Connection``; ``Local`` is this machine, ``ssh.Ssh`` is another. Lines are such that all login shells read them alike,
+whose start-up files may print, read, never end, or start another shell. What ~/.ssh/config says, OpenSSH itself reads (``ssh -G``).
+Programs are sent as one file each, which imports nothing of ours, for any Python that the host has.
 """
 
 import collections

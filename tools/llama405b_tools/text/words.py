@@ -1,17 +1,7 @@
-"""Text for people: cleaned, folded, and the lines of logs in blocks and merged by time. Pure.
+"""Text for people: made safe for a terminal, folded over ranks, and the lines of logs in blocks and merged by time. Pure.
 
-Make text safe for a terminal: no escape sequences, no tokens, no characters that it lacks.
-
-Log text split into blocks that belong together: a line, or a whole traceback.
-
-A block's time is the one at the beginning of its first line, if credible, else the time at which the line arrived;
-a line without a time follows its predecessor.
-
-Merge log blocks from many sources into one sequence in time. Pure: takes entries and a time, returns entries.
-
-On a host a source is a file; on the operator's machine it is a host. Each source keeps its own order.
-
-Fold the same line of many ranks into one: ranks in front, numbers as ranges. Errors are never folded.
+A block is a line, or a whole traceback. Its time is the one at the beginning of its first line, if credible, else the time at which the
+line arrived; a line without a time follows its predecessor. Each source keeps its own order: a file, or on the operator's machine a host.
 """
 
 import collections

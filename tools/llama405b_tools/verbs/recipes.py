@@ -29,8 +29,21 @@ from llama405b_tools.hosts.fleet import program_name
 from llama405b_tools.verbs import predict
 
 GPUS = 8
+OF_PROGRAM = "default of "  # a program: what a setting is from
+LOADERS = (
+    "json",
+    "csv",
+    "parquet",
+    "text",
+    "arrow",
+)  # what Hugging Face's datasets call files, whose names stand elsewhere
+PACKED = "batches of whole records: sequences are packed here, so a step of as many sequences has more records, and an epoch fewer steps"
 DEFAULT = "default:"  # before the setting that a program's own default is of
 OF_MLP = TARGETS[4:]
+JOINED = ("data.paths", "evaluation.paths", "tracking.to", "data.template_arguments")  # lists of several keys
+STRONG = {"parallel.numerics": "fp8", "parallel.offload": "all"}  # what stands, whatever another key says
+WEAK = (0, "0", "auto", "none")  # what stands if no other key says anything
+LISTS = ("lora_target_modules", "report_to", "train_file", "validation_file")  # flags with several words
 OTHER_TARGETS = {"output_proj": "o_proj", "w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 NOTHING: tuple[Any, ...] = (None, False, "", "none", "null", "false", 0, [], {})
 
@@ -50,6 +63,7 @@ class Imported:
     settings: dict[str, tuple[Any, str]] = dataclasses.field(default_factory=dict)  # values, and what they are from
     idle: list[str] = dataclasses.field(default_factory=list)  # keys without effect, and why
     refused: list[str] = dataclasses.field(default_factory=list)  # what cannot be done, and what instead
+    others: list[str] = dataclasses.field(default_factory=list)  # what is otherwise here
     unknown: list[str] = dataclasses.field(default_factory=list)
     parts: dict[str, Any] = dataclasses.field(default_factory=dict)  # of settings, by @name
 
@@ -60,18 +74,26 @@ class Imported:
         except UserError as fault:
             self.refused.append(str(fault))
             return
-        before = self.settings.get(setting)
-        joins = before and isinstance(value, tuple) and before[1] == source
-        self.settings[setting] = ((*before[0], *value) if before and joins else value, source)
+        before, was = self.settings.get(setting, (None, ""))
+        if was and isinstance(value, tuple) and (was == source or setting in JOINED):
+            value = (*before, *(each for each in value if each not in before))
+        elif was and before != value:
+            if before == STRONG.get(setting) or value in WEAK:
+                value, source, before, was = before, was, value, source
+            self.idle.append(f"{was} = {json.dumps(before)}: {source} stands instead")
+        self.settings[setting] = value, source
 
     def drop(self, setting: str, why: str) -> None:
         """Leave out a setting."""
-        if setting in self.settings:
-            self.idle.append(f"{self.settings.pop(setting)[1]}: {why}")
+        source = self.settings.pop(setting, ("", ""))[1]
+        if source and not source.startswith(OF_PROGRAM):
+            self.idle.append(f"{source}: {why}")
 
     def number(self, name: str, default: float) -> Any:
         """Return a setting, or a part of one, that is a number."""
         value = self.parts.get(name, self.settings.get(name, (default, ""))[0])
+        if isinstance(value, str) and value.isdecimal():
+            value = int(value)
         return value if isinstance(value, int | float) and value > 0 else default
 
 
@@ -98,7 +120,7 @@ def read_recipe(path: Path) -> dict[str, Any]:
         if path.suffix in (".sh", ".bash", ".txt"):
             return of_line(text)
         found = tomllib.loads(text) if path.suffix == ".toml" else yaml.safe_load(text)  # JSON is YAML
-    except (OSError, ValueError, yaml.YAMLError) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         why = reason_of(error) if isinstance(error, OSError) else " ".join(str(error).split())
         raise UserError(
             f"{path}: cannot be read as a recipe ({why}); name a file in YAML, JSON or TOML, or a shell script"
@@ -111,18 +133,35 @@ def read_recipe(path: Path) -> dict[str, Any]:
 def of_line(text: str) -> dict[str, Any]:
     """Return the flags of a shell script's commands; other words are programs, and files."""
     found = dict[str, Any]()
+    variables = dict(re.findall(r"^(?:export )?(\w+)=(\S+)$", text, re.MULTILINE))
+    text = re.sub(r"\$\{?(\w+)\}?", lambda match: variables.get(match[1], match[0]), text)
     words = shlex.split(text.replace("\\\n", " "), comments=True)
-    for word, after in itertools.zip_longest(words, words[1:], fillvalue="--"):
+    for at, word in enumerate(words):
         if not (match := re.fullmatch(r"--([\w.-]+)(?:=(.*))?", word, re.DOTALL)):
             continue
-        value = match[2] if match[2] is not None else "true" if after.startswith("--") else after
-        found[match[1].replace("-", "_")] = yaml.safe_load(value) if value.strip() else value
+        name, after = (
+            match[1].replace("-", "_"),
+            list(itertools.takewhile(lambda each: not each.startswith("--"), words[at + 1 :])),
+        )
+        if match[2] is None and len(after) > 1 and name in LISTS:
+            found[name] = after
+            continue
+        value = match[2] if match[2] is not None else next(iter(after), "true")
+        found[name] = value
+        with contextlib.suppress(yaml.YAMLError):
+            found[name] = yaml.safe_load(value) if value.strip() else value
     return found
 
 
 def program_of(recipe: Mapping[str, Any]) -> str:
-    """Return the program whose own table knows the most keys of a recipe."""
+    """Return the program whose own table knows the most keys of a recipe.
+
+    Raises:
+        UserError: None knows any.
+    """
     keys = {key for key, _ in flat(recipe)}
+    if not any(row_of(key, name) for key in keys for name in PROGRAMS):
+        raise UserError(f"no program is known that has the keys {', '.join(sorted(keys)[:4])}; name it with --from")
     return max(
         PROGRAMS,
         key=lambda name: (sum(row_of(key, name) is not None for key in keys), sum(key in table(name) for key in keys)),
@@ -134,6 +173,10 @@ def convert(row: Row, value: Any) -> tuple[Any, str]:
     if isinstance(value, str):  # 2e-5 is text to YAML
         with contextlib.suppress(ValueError):
             value = float(value) if re.fullmatch(r"[\d.]+e-?\d+", value, re.IGNORECASE) else value
+    if "=" in row.how and isinstance(value, list) and value:
+        every = [convert(row, each) for each in value]
+        became = [each for each, _ in every if each]
+        return became or None, next((why for _, why in every if why), "")
     if "=" in row.how:
         choices = dict(pair.partition("=")[::2] for pair in row.how.split(";"))
         text = "none" if value is None else json.dumps(value).strip('"')
@@ -141,7 +184,11 @@ def convert(row: Row, value: Any) -> tuple[Any, str]:
         return (None, row.why or f"{text} is not offered") if found == "!" else (found or None, "")
     if row.how == "auto" and value == "auto":
         return None, ""
-    if row.setting == "!":
+    if isinstance(value, str) and "$" in value and row.setting:
+        return None, "is a variable of the shell; write its value"
+    if row.how == "files" and value and not all("." in word or "/" in word for word in _words(value)):
+        return None, row.why
+    if row.setting in ("!", "~"):
         most = 1 if row.how == "one" else 0
         is_idle = value in NOTHING or (isinstance(value, int | float) and row.how and value <= most)
         return None, "" if is_idle else row.why
@@ -164,11 +211,11 @@ def _words(value: str | list[str]) -> list[str]:
 
 def _data(value: str | list[str]) -> list[str]:
     """Files, or names of datasets on the Hub."""
-    is_name = re.compile(r"[\w-][\w.-]*/[\w-]+")
-    return [
-        f"hf://datasets/{word}" if is_name.fullmatch(word) and not Path(word).exists() else word
-        for word in _words(value)
-    ]
+    is_file = re.compile(
+        r".*\.(jsonl?|csv|tsv|parquet|arrow|txt|md|gz|zst)|[^/]*|[./~].*|hf:.*|.*/.*/.*|.*\*.*", re.DOTALL
+    )
+    words = [word for word in _words(value) if word not in LOADERS]
+    return [word if is_file.fullmatch(word) or Path(word).exists() else f"hf://datasets/{word}" for word in words]
 
 
 def _targets(value: str | list[str]) -> list[str]:
@@ -183,7 +230,7 @@ def _fsdp(value: str | list[str] | bool) -> str:
 
 
 READS: dict[str, Callable[[Any], Any]] = {
-    "model": _model, "data": _data, "targets": _targets, "fsdp": _fsdp,
+    "model": _model, "data": _data, "files": _data, "two": lambda value: max(2, value), "targets": _targets, "fsdp": _fsdp,
     "list": lambda value: value if isinstance(value, list) else [value],
 }  # fmt: skip
 
@@ -198,26 +245,47 @@ def imported(recipe: Mapping[str, Any], program: str, gpus: int = 0, beside: Pat
         row = row_of(key, program)
         if row is None:
             found.unknown.append(key)
-            continue
-        became, why = convert(row, value)
-        shown = json.dumps(value, default=str)
-        if why:
-            found.refused.append(f"{key} = {shown}: {why}")
-        elif became is None or not row.setting:
-            found.idle.append(f"{key}{f': {row.why}' if row.why and row.setting != '!' else f' = {shown}'}")
         elif row.setting == "@file":
             _with_file(found, key, value, beside)
-        elif row.setting.startswith("@"):
-            found.parts[row.setting] = became
-            found.idle.append(f"{key} = {shown}: part of what stands above")
         else:
-            found.put(row.setting, became, f"{key} {shown}" if row.setting == "model.path" and became != value else key)
-    if gpus >= 0:
-        _compose(found, gpus)
-        for row in table(program).values():
-            if row.key.startswith(DEFAULT) and row.setting not in found.settings:
-                found.put(row.setting, json.loads(row.how), f"default of {program}")
+            _take(found, row, key, value)
+    if gpus < 0:
+        return found
+    for row in table(program).values():
+        if row.key.startswith(DEFAULT) and row.setting not in found.settings:
+            value = json.loads(row.how)
+            value = 2 * found.number("adapter.rank", 1) if value == "2 * rank" else value
+            found.put(row.setting, value, f"{OF_PROGRAM}{program}")
+    if program in ("trl", "axolotl", "llama-factory") and not found.parts.get("@packing"):
+        found.others.append(PACKED)
+    _compose(found, gpus)
+    try:
+        config.resolve({"model.path": ("m", ""), "data.paths": (("d",), ""), **found.settings})
+    except UserError as fault:  # settings that do not go together
+        found.refused.append(str(fault))
     return found
+
+
+def _take(found: Imported, row: Row, key: str, value: Any) -> None:
+    """Note what a key says where it belongs."""
+    try:
+        became, why = convert(row, value)
+    except (AttributeError, TypeError, ValueError, OverflowError):
+        became, why = None, "cannot be read; correct it"
+    shown = json.dumps(value, default=str)
+    if row.how == "argument" and became is not None:
+        became = [f"{key}={shown}"]
+    if why:
+        (found.others if row.setting == "~" else found.refused).append(f"{key} = {shown}: {why}")
+    elif became is None or not row.setting:
+        found.idle.append(f"{key}{f': {row.why}' if row.why and row.setting not in ('!', '~') else f' = {shown}'}")
+    elif row.setting.startswith("@"):
+        found.parts[row.setting] = became
+        found.idle.append(f"{key} = {shown}: part of what stands above")
+    else:
+        if row.how == "fsdp" and "offload" in str(value):
+            found.put("parallel.offload", "all", key)
+        found.put(row.setting, became, f"{key} {shown}" if row.setting == "model.path" and became != value else key)
 
 
 def _with_file(found: Imported, key: str, value: Any, beside: Path) -> None:
@@ -238,20 +306,26 @@ def _compose(found: Imported, gpus: int) -> None:
     """Make settings of their parts."""
     parts, settings = found.parts, found.settings
     micro, accumulation = int(found.number("training.micro_batch_size", 1)), int(found.number("@accumulation", 1))
-    gpus = gpus or int(found.number("@gpus", GPUS))
+    per_node = int(found.number("@per_node", 0) * found.number("@nodes", 1))
+    gpus = gpus or int(found.number("@gpus", per_node or GPUS))
     split = math.prod(int(found.number(f"parallel.{name}", 1)) for name in ("tp", "cp", "pp"))
     if "training.global_batch_size" not in settings and {"training.micro_batch_size", "@accumulation"} & {
         *settings,
         *parts,
     }:
         batch = max(1, gpus // split) * micro * accumulation
-        found.put("training.global_batch_size", batch, f"{micro} x {accumulation} on {gpus} GPUs (--gpus)")
+        found.put("training.global_batch_size", batch, f"{micro} x {accumulation} on {counted(gpus, 'GPU')} (--gpus)")
     if str(parts.get("@dtype")).endswith("float32") and "parallel.numerics" not in settings:
         found.put("parallel.numerics", "fp32", "the dtype")
+    if each := int(found.number("@max_steps_per_epoch", 0)):
+        found.put("training.max_steps", each * math.ceil(found.number("training.epochs", 1)), f"{each} in each epoch")
     if "@beta1" in parts or "@beta2" in parts:
-        found.put("optimizer.betas", [parts.get("@beta1", 0.9), parts.get("@beta2", 0.999)], "the betas")
+        before = settings.get("optimizer.betas", ((0.9, 0.999), ""))[0]
+        found.put("optimizer.betas", [parts.get("@beta1", before[0]), parts.get("@beta2", before[1])], "the betas")
     if share := found.number("@min_lr_rate", 0):
-        found.put("optimizer.min_lr", share * found.number("optimizer.lr", 0), f"{share:g} of the rate")
+        found.put(
+            "optimizer.min_lr", float(f"{share * found.number('optimizer.lr', 0):.12g}"), f"{share:g} of the rate"
+        )
     _compose_data(found)
     _compose_adapter(found)
 
@@ -265,6 +339,12 @@ def _compose_data(found: Imported) -> None:
         or {"evaluation.fraction", "evaluation.paths", "@evals_per_epoch"} & {*settings, *parts}
     ):
         found.put("evaluation.every", "epoch", "evaluations")
+    if not found.number("evaluation.fraction", 0):
+        settings.pop("evaluation.fraction", None)
+    if not {"evaluation.fraction", "evaluation.paths"} & {*settings}:
+        found.drop("evaluation.every", "there is no data to evaluate on: set evaluation.fraction or .paths")
+    if any(name.startswith("tracking.") for name in settings) and "tracking.to" not in settings:
+        found.put("tracking.to", ["wandb"], "its project")
     for name in ("fraction", "paths", "micro_batch_size") if "evaluation.every" not in settings else ():
         found.drop(f"evaluation.{name}", "nothing is evaluated")
     for part, ours in (("@text_field", "text"), ("@messages_field", "messages")):
@@ -285,7 +365,7 @@ def _compose_data(found: Imported) -> None:
 def _compose_adapter(found: Imported) -> None:
     parts, settings = found.parts, found.settings
     others = [name for name in settings if name.startswith("adapter.") and name != "adapter.kind"]
-    if "adapter.kind" not in settings and others:
+    if "adapter.kind" not in settings and any(not settings[name][1].startswith(OF_PROGRAM) for name in others):
         found.put("adapter.kind", "lora", "its rank")
     if settings.get("adapter.kind", ("none",))[0] == "none":
         for name in ("adapter.kind", *others):
@@ -309,6 +389,7 @@ def toml_of(found: Imported, recipe: Path, program: str) -> str:
             lines.append(f"{name.partition('.')[2]} = {json.dumps(value, ensure_ascii=False)}  # {source}")
     for title, told in (
         ("not possible", found.refused),
+        ("otherwise here", found.others),
         ("not known", found.unknown),
         ("without effect here", found.idle),
     ):
@@ -318,7 +399,7 @@ def toml_of(found: Imported, recipe: Path, program: str) -> str:
 
 def _as_type(name: str, value: Any) -> Any:
     """A value as its setting's type, where a recipe has another: 1 for true, 3.0 for 3, a text for a list."""
-    if TYPES[name] is int and isinstance(value, float | bool) and value == int(value):
+    if TYPES[name] is int and isinstance(value, float | bool) and math.isfinite(value) and value == int(value):
         return int(value)
     if TYPES[name] is bool and isinstance(value, int):
         return bool(value)
@@ -364,6 +445,7 @@ def main(argv: Sequence[str]) -> int:
     for line in (
         *(f"not possible: {each}" for each in found.refused),
         *(f"not known: {each}" for each in found.unknown),
+        *(f"otherwise here: {each}" for each in found.others),
     ):
         print(line)
     print(f"train with it: {program_name()} launch HOSTS --config {args.output}")

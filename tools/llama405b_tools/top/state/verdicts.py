@@ -1,22 +1,8 @@
 """What stands out: hosts and GPUs against the others, and a run's pace, levels, phases and steps against its own past. Pure.
 
-What stands out: the GPU or host that deviates from the others, and whether the run hangs.
-
-Deviations are judged against the median of the run's GPUs of that model, because a run is as fast as its slowest rank. Unknown
-values are never judged.
-
-How fast the steps of a run are, against the plan and against the same run before.
-
-What all GPUs and links of a run do together, against their own last ten minutes.
-
-A fall of everybody is no deviation from the median of the others, and is seen here. A run may idle in every step (an
-update on the CPU) or while it saves: what is judged is a fall that lasts longer than any before.
-
-How long a run's phases take, against what they usually take.
-
-What was seen of a run before a moment, against which that moment is judged.
-
-How the steps of a run go: their loss against what was usual, and whether heartbeats and metrics agree.
+Deviations are judged against the median of the run's GPUs of that model, because a run is as fast as its slowest rank. Unknown values are
+never judged. A fall of everybody is no deviation from the median of the others: what all GPUs and links do is judged against their last ten
+minutes. A run may idle in every step (an update on the CPU) or while it saves: what is judged is a fall that lasts longer than any before.
 """
 
 import bisect
