@@ -30,13 +30,7 @@ from llama405b_tools.verbs import predict
 
 GPUS = 8
 OF_PROGRAM = "default of "  # a program: what a setting is from
-LOADERS = (
-    "json",
-    "csv",
-    "parquet",
-    "text",
-    "arrow",
-)  # what Hugging Face's datasets call files, whose names stand elsewhere
+LOADERS = ("json", "csv", "parquet", "text", "arrow")  # instead of a path: its files' names stand elsewhere
 PACKED = "batches of whole records: sequences are packed here, so a step of as many sequences has more records, and an epoch fewer steps"
 DEFAULT = "default:"  # before the setting that a program's own default is of
 OF_MLP = TARGETS[4:]
@@ -46,8 +40,6 @@ WEAK = (0, "0", "auto", "none")  # what stands if no other key says anything
 LISTS = ("lora_target_modules", "report_to", "train_file", "validation_file")  # flags with several words
 OTHER_TARGETS = {"output_proj": "o_proj", "w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 NOTHING: tuple[Any, ...] = (None, False, "", "none", "null", "false", 0, [], {})
-
-
 # Parts of recipes that no setting is made of, where they are there.
 OF_NO_SETTING = {
     "@template_text": "a chat template within the recipe: write it into a file, and name that in data.chat_template",
