@@ -287,7 +287,8 @@ def _with_file(found: Imported, key: str, value: Any, beside: Path) -> None:
         found.refused.append(f"{key} = {value}: that file is not here; put it there, or import it by itself")
         return
     more = imported(read_recipe(path), "deepspeed", -1)
-    found.settings |= {name: (each, f"{key}: {source}") for name, (each, source) in more.settings.items()}
+    for name, (each, source) in more.settings.items():
+        found.put(name, each, f"{key}: {source}")
     found.parts |= more.parts
     found.idle += [f"{key}: {line}" for line in more.idle]
     found.refused += [f"{key}: {line}" for line in more.refused]
@@ -299,7 +300,7 @@ def _compose(found: Imported, gpus: int) -> None:
     parts, settings = found.parts, found.settings
     micro, accumulation = int(found.number("training.micro_batch_size", 1)), int(found.number("@accumulation", 1))
     per_node = int(found.number("@per_node", 0) * found.number("@nodes", 1))
-    gpus = gpus or int(found.number("@gpus", per_node or GPUS))
+    gpus = parts["@gpus"] = gpus or int(found.number("@gpus", per_node or GPUS))
     split = math.prod(int(found.number(f"parallel.{name}", 1)) for name in ("tp", "cp", "pp"))
     if "training.global_batch_size" not in settings and {"training.micro_batch_size", "@accumulation"} & {
         *settings,
@@ -442,7 +443,7 @@ def main(argv: Sequence[str]) -> int:
         print(line)
     print(f"train with it: {program_name()} launch HOSTS --config {args.output}")
     try:
-        predict.main(["--config", str(args.output), "--gpus", str(args.gpus or found.parts.get("@gpus") or GPUS)])
+        predict.main(["--config", str(args.output), "--gpus", str(found.parts["@gpus"])])
     except UserError as error:  # its model is not here, or the settings do not go together
         print(f"no plan: {error}")
     return FAILED if found.refused or found.unknown else GOOD
