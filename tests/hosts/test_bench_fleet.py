@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 
-from hosts_rig import processes
+from hosts_rig import nothing_stays
 from ops_rig import benchmark
 
 
@@ -16,7 +16,7 @@ def test_fleet(hosts, operator):
     for name in ("bare paramiko, true", "llama405b status", "llama405b launch, all checks"):
         assert re.search(rf"^{re.escape(name)} +\d+\.\d\d +\d+\.\d +\d+\.\d\d$", done.stdout, re.MULTILINE), done.stdout
     for i in (1, 2, 3):
-        assert processes(hosts, i) == []
+        assert nothing_stays(hosts, i)
 
 
 @pytest.mark.soak
@@ -27,7 +27,7 @@ def test_top(hosts, operator):
         assert re.search(rf"^{re.escape(name)} +\d+\.\d +\d+ ", done.stdout, re.MULTILINE), done.stdout
     assert re.search(r"from a change on a host to the screen: median \d\.\d s, at most \d\.\d s of 9", done.stdout)
     for i in (1, 2, 3):
-        assert processes(hosts, i) == []
+        assert nothing_stays(hosts, i)
 
 
 @pytest.mark.soak

@@ -5,7 +5,7 @@ import re
 import shlex
 import sys
 
-from hosts_rig import processes
+from hosts_rig import nothing_stays
 from llama405b.spec.probes import decode
 
 N_HOSTS = 4
@@ -82,7 +82,7 @@ def test_four_good_hosts(hosts, operator):
         assert len(reached) == 3
         assert all(found["fault"] == "" for peer in reached.values() for found in peer["reached"].values())
         assert all(len(peer["reached"]) == 2 for peer in reached.values())  # the rendezvous port, and an ephemeral one
-        assert processes(hosts, i) == []  # nothing stays, tmux neither
+        assert nothing_stays(hosts, i)  # nothing stays, tmux neither
         assert hosts.exec(i, "sh", "-c", f"ls -A {hosts.workdir(i)}").stdout == ""
         assert hosts.exec(i, "sh", "-c", "ls /tmp | grep -c llama405b-doctor || true").stdout.strip() == "0"
 
@@ -152,7 +152,7 @@ def test_deep_measures_devices_and_links(hosts, operator):
     pairs = {frozenset((f"node-{a}", f"node-{b}")) for a, b in ((1, 2), (1, 3), (2, 3))}
     assert {frozenset(link.hosts) for link in links.figures} == pairs
     for i in (1, 2, 3):
-        assert processes(hosts, i) == []
+        assert nothing_stays(hosts, i)
 
 
 def test_a_dead_host_does_not_hide_the_others(hosts, operator):

@@ -6,7 +6,7 @@ import shlex
 
 import pytest
 
-from hosts_rig import processes
+from hosts_rig import nothing_stays, processes
 from ops_rig import FAKE_TRAINER, wait_for
 
 N_HOSTS = 2
@@ -52,7 +52,7 @@ def test_a_guard_on_a_host_brings_the_run_back_and_a_stop_ends_it(hosts, operato
     refused = operator(*launch)
     assert refused.returncode == 2, refused.stdout
     assert re.search(r"--guard-on: from node-1, node-2: .*node-2.*known_hosts", refused.stderr), refused.stderr
-    assert processes(hosts, 1) == []
+    assert nothing_stays(hosts, 1)
 
     give_key(hosts, 1)
     hosts.exec(1, "sed", "-i.bak", f"s/.* node-2$/{hosts.address(1)} node-2/", "/etc/hosts")
@@ -90,7 +90,7 @@ def test_a_guard_on_a_host_brings_the_run_back_and_a_stop_ends_it(hosts, operato
     assert len(guards(hosts, 1)) == 1
 
     assert operator("stop", "--run", "g", "--grace", "0").returncode == 0
-    assert processes(hosts, 1) == []
+    assert nothing_stays(hosts, 1)
     assert "dismissed: the run is stopped" in read(hosts, 1, "guard.log")
     assert hosts.exec(1, "sh", "-c", "ls /tmp/tmux-*/ 2>/dev/null", check=False).stdout == ""
     assert not read(hosts, 1, "status/.node-1.guard-order")

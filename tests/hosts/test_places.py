@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from conftest import ONE_THREAD, ROOT
-from hosts_rig import processes
+from hosts_rig import nothing_stays
 from ops_rig import FAKE_TRAINER
 
 N_HOSTS, HOST_USERS = 2, ("root",)
@@ -58,7 +58,7 @@ def test_the_operator_is_on_the_first_host(hosts, by):
     finally:
         hosts.exec(1, "sh", "-c", f"printf %s '{kept}' >/root/.ssh/authorized_keys")
     for i in (1, 2):
-        assert processes(hosts, i) == []
+        assert nothing_stays(hosts, i)
 
 
 def test_networks_of_their_own_change_nothing(hosts, operator):

@@ -11,7 +11,7 @@ import time
 import pytest
 
 from conftest import ROOT
-from hosts_rig import processes
+from hosts_rig import nothing_stays, processes
 from llama405b.settings.config import DEMO_MODEL
 from ops_rig import FAKE_TRAINER, PACED, wait_for
 
@@ -208,7 +208,7 @@ def test_a_host_that_does_not_start_stops_the_others(hosts, operator):
         assert "node-3: tmux could not start a session" in words
         assert "nothing is left running" in words
         for i in (1, 2, 3):
-            assert processes(hosts, i) == []
+            assert nothing_stays(hosts, i)
     finally:
         hosts.exec(3, "mv", "/usr/bin/tmux.away", "/usr/bin/tmux")
 
@@ -325,7 +325,7 @@ def test_a_dead_host_means_nothing_is_started(hosts, operator):
     assert "node-3: " in words
     assert "Nothing was started" in words
     for i in (1, 2):
-        assert processes(hosts, i) == []
+        assert nothing_stays(hosts, i)
         assert words.count(f"node-{i}") == 0
     state = operator("status")
     assert state.returncode == 1

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from hosts_rig import processes
+from hosts_rig import nothing_stays
 
 pytestmark = pytest.mark.timeout(900)
 N_HOSTS, BLANK = 3, True
@@ -63,7 +63,7 @@ def test_three_commands_to_the_first_step(hosts, project, type_in):
     assert run.returncode == 0, run.stdout + run.stderr
     assert "step 1/2" in run.stdout
     for i, directory in project.items():
-        assert processes(hosts, i) == []
+        assert nothing_stays(hosts, i)
         status = json.loads(hosts.exec(i, "cat", f"{directory}/runs/first/status/node-{i}.json").stdout)
         assert status["exit_code"] == 0
 

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 from conftest import ONE_THREAD, ROOT
-from hosts_rig import processes
+from hosts_rig import nothing_stays
 from ops_rig import FAKE_TRAINER, wait_for
 
 HOST_USERS = ("root",)
@@ -40,7 +40,7 @@ def test_a_run_survives_the_loss_of_a_host_by_its_shared_checkpoints(hosts, tmp_
     assert follower.returncode == 1, out
     assert "FAILED  node-3: cannot be reached" in err, err
     for i in (1, 2):
-        assert processes(hosts, i) == []
+        assert nothing_stays(hosts, i)
     hosts.boot(3)
     hosts._wait()
     state = cli(tmp_path, "status", "--run", "r", env=hosts.env()).stdout  # it is back, on an empty disk

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from conftest import ROOT
+from ops_rig import wait_for
 
 KEY = os.getpid() % 250  # of this process: two can have hosts at once, and what a killed one left is in nobody's way
 NET = f"10.213.{KEY}"
@@ -75,6 +76,11 @@ def processes(hosts, i):
     lines = hosts.exec(i, "ps", "-wweo", "args", "--no-headers").stdout.splitlines()
     quiet = ("/bin/bash -c", "sshd:", "sleep 3600", "ps -wweo", "[")
     return [line for line in lines if not line.startswith(quiet)]
+
+
+def nothing_stays(hosts, i):
+    """Whether nothing of ours runs on a host: what a connection served has until it has seen that this is closed."""
+    return wait_for(lambda: not processes(hosts, i), 10, lambda: processes(hosts, i))
 
 
 class Hosts:
