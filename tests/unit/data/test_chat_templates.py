@@ -271,8 +271,8 @@ def test_the_date_of_a_template_is_that_of_the_run(demo, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(model)
     today, _ = tokenised(tmp_path / "a.jsonl", model, tmp_path / "cache")
     fixed, _ = tokenised(tmp_path / "a.jsonl", model, tmp_path / "cache", template_date="2024-02-29")
-    assert datetime.date.today().strftime("Today Date: %d %b %Y") in tokenizer.decode(today & ~MARKS)
-    assert "Today Date: 29 Feb 2024" in tokenizer.decode(fixed & ~MARKS)
+    assert datetime.date.today().strftime("Date: %d %b %Y") in tokenizer.decode(today & ~MARKS)
+    assert "Date: 29 Feb 2024" in tokenizer.decode(fixed & ~MARKS)
     assert dated(Data(), tokenizer, "2020-01-01").template_date == "2020-01-01"
     assert dated(Data(template_date="2021-01-01"), tokenizer, "2020-01-01").template_date == "2021-01-01"
     tokenizer.chat_template = template_of("qwen3")
@@ -321,7 +321,7 @@ def test_arguments_reach_the_template_and_unknown_ones_are_refused(tokenizer):
         .rendered(chat)
         .documents
     )
-    assert "Today Date: May\n" in segments[0][0]
+    assert "Date: May\n" in segments[0][0]
     tokenizer.chat_template = "{% generation %}{{ mode }}{% endgeneration %}{%- break %}"
     assert names_in(tokenizer) == {"mode"}
 
