@@ -180,7 +180,6 @@ def main(args: argparse.Namespace) -> int:
     export = Export(found.digest, dtype, dict(plan_files(llama.tensors(), dtype, one_file=args.one_file)))
     write(export, found, args.out)
     finish(export, small, card, args.out, llama.layers)
-    agree_on_tokens(args.out)
     if args.verify:
         verify(args.out)
     size = f"{counted(len(export.files), 'file')}, {export.n_bytes / 1e9:.2f} GB in {dtype}"
@@ -409,6 +408,7 @@ def finish(export: Export, small: Path, card: str, out: Path, layers: int) -> No
         write_small(small, out)
         write_card(card, out)
         (out / "config.json").write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
+        agree_on_tokens(out)
         if len(export.files) > 1:
             (out / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
@@ -418,11 +418,14 @@ def agree_on_tokens(out: Path) -> None:
     file = out / models.TOKENIZER_CONFIG
     if is_read_as_it_is(out):
         return
-    before = read_hf_json(file) if file.is_file() else {}
-    after = before | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    before = file.read_bytes() if file.is_file() else None
+    after = (read_hf_json(file) if before else {}) | {"tokenizer_class": "PreTrainedTokenizerFast"}
     file.write_text(json.dumps(after, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     if not is_read_as_it_is(out):
-        file.write_text(json.dumps(before, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        if before is None:
+            file.unlink()
+        else:
+            file.write_bytes(before)
         print(
             f"warning: {out}: AutoTokenizer, by which transformers and vLLM read it, has other tokens than its tokenizer.json, which was "
             "trained with; read it with PreTrainedTokenizerFast"

@@ -6,6 +6,7 @@ import shutil
 import pytest
 from tokenizers import Tokenizer
 
+from llama405b.commands.export import agree_on_tokens
 from llama405b.contract.errors import UserError
 from llama405b.data.tokenizer import is_read_as_it_is, read_tokenizer
 from llama405b.spec.models import check_checkpoint, grown_vocabulary, small_contents
@@ -81,6 +82,28 @@ def test_the_ids_are_those_of_tokenizer_json_whatever_the_class(model, family, n
             assert said[0].startswith(
                 "tokenizer: tokenizer.json is read as it is; by GPT2Tokenizer, which the model's files ask for, it would"
             )
+
+
+def test_an_export_names_a_class_that_reads_its_tokenizer_as_it_is(model, capsys):
+    change(model, "tokenizer.json", pre_tokenizer=DIGITS)
+    change(model, "tokenizer_config.json", tokenizer_class="GPT2Tokenizer")
+    assert not is_read_as_it_is(model)
+    agree_on_tokens(model)
+    assert is_read_as_it_is(model)
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("has_config", [True, False])
+def test_an_export_whose_family_has_one_class_alone_is_warned_of_and_stays_as_it_was(model, capsys, has_config):
+    change(model, "config.json", model_type="qwen2")
+    change(model, "tokenizer.json", pre_tokenizer=DIGITS)
+    change(model, "tokenizer_config.json", tokenizer_class="Qwen2Tokenizer")
+    if not has_config:
+        (model / "tokenizer_config.json").unlink()
+    before = {path.name: path.read_bytes() for path in model.iterdir() if path.is_file()}
+    agree_on_tokens(model)
+    assert {path.name: path.read_bytes() for path in model.iterdir() if path.is_file()} == before
+    assert "AutoTokenizer, by which transformers and vLLM read it, has other tokens" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
