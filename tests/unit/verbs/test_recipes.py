@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import tomllib
+from pathlib import Path
 
 import pytest
 from transformers import training_args
@@ -38,7 +39,7 @@ def test_a_recipe_is_known_by_its_keys(program):
                 place = place.setdefault(part, {}) if isinstance(place, dict) else {}
             if isinstance(place, dict):
                 place.setdefault(last, 1)
-        assert recipes.program_of(recipe) == program, group["recipes"]
+        assert recipes.program_of(recipe, Path("r.yaml")) == program, group["recipes"]
 
 
 @pytest.fixture
@@ -305,7 +306,7 @@ def test_it_is_written_once_and_planned(imported, demo, tmp_path, capsys):
     with pytest.raises(UserError, match=r"--output: my\.toml exists; name another file"):
         recipes.main(["r.yaml", "-o", "my.toml"])
     (tmp_path / "r.yaml").write_text(text + "lora_r: 8\nfsdp_offload_params: true\nparallelism_config_tp_size: 3\n")
-    assert recipes.main(["r.yaml", "-o", "bad.toml"]) in (0, 1)
+    assert recipes.main(["r.yaml", "-o", "bad.toml"]) == 0
     assert "no plan: --" in capsys.readouterr().out
 
 
@@ -316,7 +317,7 @@ def test_it_is_written_once_and_planned(imported, demo, tmp_path, capsys):
         ("a.yaml", "- 1\n- 2\n", "a.yaml: holds no settings; name a file in YAML, JSON or TOML, or a shell script"),
         ("a.toml", "a = ", "a.toml: cannot be read as a recipe ("),
         ("a.sh", "train 'unclosed", "a.sh: cannot be read as a recipe (No closing quotation)"),
-        ("a.yaml", "a: 1\n", "no program is known that has the keys a; name it with --from"),
+        ("a.yaml", "a: 1\n", "a.yaml: no program is known that has the keys a; name it with --from"),
         ("a.yaml", None, "a.yaml: cannot be read as a recipe (No such file or directory)"),
     ],
 )

@@ -29,7 +29,6 @@ from llama405b_tools.hosts.fleet import program_name
 from llama405b_tools.verbs import predict
 
 GPUS = 8
-OF_PROGRAM = "default of "  # a program: what a setting is from
 LOADERS = ("json", "csv", "parquet", "text", "arrow")  # instead of a path: its files' names stand elsewhere
 PACKED = "batches of whole records: sequences are packed here, so a step of as many sequences has more records, and an epoch fewer steps"
 DEFAULT = "default:"  # before the setting that a program's own default is of
@@ -52,6 +51,7 @@ OF_NO_SETTING = {
 class Imported:
     """A recipe in our settings."""
 
+    default: str  # what a setting is from that a recipe leaves out, as the program has it
     settings: dict[str, tuple[Any, str]] = dataclasses.field(default_factory=dict)  # values, and what they are from
     idle: list[str] = dataclasses.field(default_factory=list)  # keys without effect, and why
     refused: list[str] = dataclasses.field(default_factory=list)  # what cannot be done, and what instead
@@ -78,7 +78,7 @@ class Imported:
     def drop(self, setting: str, why: str) -> None:
         """Leave out a setting."""
         source = self.settings.pop(setting, ("", ""))[1]
-        if source and not source.startswith(OF_PROGRAM):
+        if source and source != self.default:
             self.idle.append(f"{source}: {why}")
 
     def number(self, name: str, default: float) -> Any:
@@ -131,10 +131,8 @@ def of_line(text: str) -> dict[str, Any]:
     for at, word in enumerate(words):
         if not (match := re.fullmatch(r"--([\w.-]+)(?:=(.*))?", word, re.DOTALL)):
             continue
-        name, after = (
-            match[1].replace("-", "_"),
-            list(itertools.takewhile(lambda each: not each.startswith("--"), words[at + 1 :])),
-        )
+        name = match[1].replace("-", "_")
+        after = list(itertools.takewhile(lambda each: not each.startswith("--"), words[at + 1 :]))
         if match[2] is None and len(after) > 1 and name in LISTS:
             found[name] = after
             continue
@@ -145,7 +143,7 @@ def of_line(text: str) -> dict[str, Any]:
     return found
 
 
-def program_of(recipe: Mapping[str, Any]) -> str:
+def program_of(recipe: Mapping[str, Any], path: Path) -> str:
     """Return the program whose own table knows the most keys of a recipe.
 
     Raises:
@@ -153,7 +151,9 @@ def program_of(recipe: Mapping[str, Any]) -> str:
     """
     keys = {key for key, _ in flat(recipe)}
     if not any(row_of(key, name) for key in keys for name in PROGRAMS):
-        raise UserError(f"no program is known that has the keys {', '.join(sorted(keys)[:4])}; name it with --from")
+        raise UserError(
+            f"{path}: no program is known that has the keys {', '.join(sorted(keys)[:4])}; name it with --from"
+        )
     return max(
         PROGRAMS,
         key=lambda name: (sum(row_of(key, name) is not None for key in keys), sum(key in table(name) for key in keys)),
@@ -232,7 +232,7 @@ def imported(recipe: Mapping[str, Any], program: str, gpus: int = 0, beside: Pat
 
     ``gpus``: of the run; 0: as it says itself; -1: it is a part of another recipe.
     """
-    found = Imported()
+    found = Imported(f"default of {program}")
     for key, value in flat(recipe):
         row = row_of(key, program)
         if row is None:
@@ -247,7 +247,7 @@ def imported(recipe: Mapping[str, Any], program: str, gpus: int = 0, beside: Pat
         if row.key.startswith(DEFAULT) and row.setting not in found.settings:
             value = json.loads(row.how)
             value = 2 * found.number("adapter.rank", 1) if value == "2 * rank" else value
-            found.put(row.setting, value, f"{OF_PROGRAM}{program}")
+            found.put(row.setting, value, found.default)
     if program in ("trl", "axolotl", "llama-factory") and not found.parts.get("@packing"):
         found.others.append(PACKED)
     _compose(found, gpus)
@@ -302,10 +302,8 @@ def _compose(found: Imported, gpus: int) -> None:
     per_node = int(found.number("@per_node", 0) * found.number("@nodes", 1))
     gpus = parts["@gpus"] = gpus or int(found.number("@gpus", per_node or GPUS))
     split = math.prod(int(found.number(f"parallel.{name}", 1)) for name in ("tp", "cp", "pp"))
-    if "training.global_batch_size" not in settings and {"training.micro_batch_size", "@accumulation"} & {
-        *settings,
-        *parts,
-    }:
+    of_batch = {"training.micro_batch_size", "@accumulation"}
+    if "training.global_batch_size" not in settings and of_batch & {*settings, *parts}:
         batch = max(1, gpus // split) * micro * accumulation
         found.put("training.global_batch_size", batch, f"{micro} x {accumulation} on {counted(gpus, 'GPU')} (--gpus)")
     if str(parts.get("@dtype")).endswith("float32") and "parallel.numerics" not in settings:
@@ -358,7 +356,7 @@ def _compose_data(found: Imported) -> None:
 def _compose_adapter(found: Imported) -> None:
     parts, settings = found.parts, found.settings
     others = [name for name in settings if name.startswith("adapter.") and name != "adapter.kind"]
-    if "adapter.kind" not in settings and any(not settings[name][1].startswith(OF_PROGRAM) for name in others):
+    if "adapter.kind" not in settings and any(settings[name][1] != found.default for name in others):
         found.put("adapter.kind", "lora", "its rank")
     if settings.get("adapter.kind", ("none",))[0] == "none":
         for name in ("adapter.kind", *others):
@@ -422,7 +420,7 @@ def main(argv: Sequence[str]) -> int:
     if args.output and args.output.exists():
         raise UserError(f"--output: {args.output} exists; name another file")
     recipe = read_recipe(args.recipe)
-    program = args.program or program_of(recipe)
+    program = args.program or program_of(recipe, args.recipe)
     found = imported(recipe, program, args.gpus, args.recipe.parent)
     text = toml_of(found, args.recipe, program)
     if args.output is None:
@@ -432,9 +430,8 @@ def main(argv: Sequence[str]) -> int:
         write_atomic(args.output, text)
     except OSError as error:
         raise UserError(f"--output: {args.output} cannot be written ({reason_of(error)}); name another file") from None
-    print(
-        f"{args.output}: {counted(len(found.settings), 'setting')} of a recipe of {program}; {len(found.idle)} keys have no effect here"
-    )
+    made, idle = counted(len(found.settings), "setting"), counted(len(found.idle), "key")
+    print(f"{args.output}: {made} of a recipe of {program}; without effect here: {idle}")
     for line in (
         *(f"not possible: {each}" for each in found.refused),
         *(f"not known: {each}" for each in found.unknown),
