@@ -298,9 +298,8 @@ class Metrics:
     num_alloc_retries: int = 0
     num_ooms: int = 0  # so far in this attempt: and that did not suffice
     own: Mapping[str, float] = dataclasses.field(default_factory=dict)  # what the user's module adds, by name
-    all_tokens_per_s: float = (
-        0.0  # also those that are only read, and padding, as the plan counts; 0: an earlier version wrote it
-    )
+    # also those that are only read, and padding, as the plan counts; 0: an earlier version wrote it
+    all_tokens_per_s: float = 0.0
 
     @property
     def rate(self) -> float:

@@ -153,7 +153,7 @@ OF_VALUES = {
 }
 
 
-OURS = {key.rpartition(".")[2] for key in TYPES}
+OURS = {key.rpartition(".")[2] for key in TYPES}  # names that are no other program's
 
 
 def instead_of(name: str) -> str:

@@ -205,12 +205,13 @@ def accept_changes(path: str, before: RunIdentity, now: RunIdentity, allowed: Se
             f"--resume: {path} was saved with adapter {changes['adapter']}; set --adapter.kind, .rank, .alpha and .targets back, or "
             "begin another run with another --checkpoint.dir"
         )
-    said = f"{path} was saved with other settings ({', '.join(map(' '.join, changes.items()))}){anew}"
-    if not same_data(before, now):
-        changes.pop(STEPS, None)  # which follow from the data
-    if ALL not in allowed and not changes.keys() <= {*allowed}:
-        said = f"{path} was saved with other settings ({', '.join(map(' '.join, changes.items()))}){anew}"
-        names = ",".join([*allowed, *(name for name in changes if name not in allowed)])
+    # Steps that follow from other data are accepted with that.
+    to_accept = {name: words for name, words in changes.items() if name != STEPS or same_data(before, now)}
+    refuses = ALL not in allowed and not to_accept.keys() <= {*allowed}
+    told = to_accept if refuses else changes
+    said = f"{path} was saved with other settings ({', '.join(map(' '.join, told.items()))}){anew}"
+    if refuses:
+        names = ",".join([*allowed, *(name for name in to_accept if name not in allowed)])
         raise UserError(f"--resume: {said}; set them back, or accept this with --checkpoint.allow_changes {names}")
     return said
 

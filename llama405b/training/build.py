@@ -522,6 +522,7 @@ def build_trainer(config: Config, resume: str, context: RankContext, stop: StopS
     log_reading(config, batches, start, done, context)
     context.journal.resumed_at(done, start.steps, anew=chosen.wanted == "no")
     reader = build_reader(config.training, config.data.workers, batches, start, context)
+    epoch_steps = batches.steps_of_epoch(config.training.global_batch_size)
     return Trainer(
         config=config,
         context=context,
@@ -535,9 +536,7 @@ def build_trainer(config: Config, resume: str, context: RankContext, stop: StopS
             saving, updater, start.identity, config.checkpoint, context, restart_s=time.monotonic() - began
         ),
         requests=Requests(context, stop),
-        evaluator=build_evaluator(
-            config, passes, held_out, prompts, context, batches.steps_of_epoch(config.training.global_batch_size)
-        ),
+        evaluator=build_evaluator(config, passes, held_out, prompts, context, epoch_steps),
         busy=watch_units(config.parallel, module, context),
         host_inputs=build_host_inputs(config, module, llama, context),
         evaluates_first=chosen.found is None and not collectives.broadcast_object(context.journal.began_evaluated),
