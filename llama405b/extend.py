@@ -1,18 +1,18 @@
-"""Room for code of the user's own, without a fork: a module whose functions a run calls by name (``--extend my_module.py``).
+"""Call functions of the user's own module during a run, without a fork (``--extend my_module.py``).
 
 ::
 
-    def metrics(moment) -> Mapping[str, float]       # after each step: beside it in metrics.jsonl, and in trackers
-    def loss(logits_TV, targets_T) -> Tensor         # in place of cross-entropy: summed over the tokens
+    def metrics(moment) -> Mapping[str, float]       # after each step: added to metrics.jsonl and to trackers
+    def loss(logits_TV, targets_T) -> Tensor         # replaces cross-entropy: the sum over the tokens
     READS = ("*.pgn",)
-    def documents(path) -> Iterator[str | dict]      # of files with such names: texts, or records as in JSON Lines
+    def documents(path) -> Iterator[str | dict]      # of files that READS matches: texts, or records as in JSON Lines
     EVERY = 100
-    def every(moment) -> None                        # after each step that EVERY divides
-    def saved(moment, path) -> None                  # a checkpoint that is complete
+    def every(moment) -> None                        # after each step that is a multiple of EVERY
+    def saved(moment, path) -> None                  # a checkpoint is complete
     def evaluated(moment, loss) -> None
 
-Each is called on every rank, so that it may use collectives. What it raises ends the run, and names it. One module for each process,
-as Python itself has one: ``use`` it, then ask ``current``.
+Each function is called on every rank, so it may use collectives. An exception ends the run with a message that names the function. A
+process has one module: load it with ``use``, get it with ``current``.
 
 Shape suffixes: T tokens, V vocabulary.
 """
@@ -41,11 +41,11 @@ Loss = Callable[["Tensor", "Tensor"], "Tensor"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Moment:
-    """Where a run is when it calls a function of the module."""
+    """State of a run when it calls a function of the module."""
 
-    step: int  # the last one that was taken; 0: none
-    steps: int  # of the whole run
-    metrics: Metrics | None  # of that step; None: it was skipped, or there was none
+    step: int  # the last finished step; 0: none
+    steps: int  # total steps of the run
+    metrics: Metrics | None  # of that step; None: the step was skipped, or there is none
     model: "nn.Module"  # sharded: its parameters are DTensors, unless one rank has all of them
     rank: int
     world: int
@@ -54,18 +54,18 @@ class Moment:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Extension:
-    """A module of the user's; without one, nothing is called."""
+    """The user's module; without one, nothing is called."""
 
     declared: Declared = Declared()
     module: ModuleType | None = None
 
     @property
     def loss(self) -> Loss | None:
-        """What computes the loss in place of cross-entropy; None: it does."""
+        """The function that computes the loss; None: cross-entropy."""
         return self._loss if "loss" in self.declared.functions else None
 
     def metrics(self, moment: Moment) -> dict[str, float]:
-        """Return what is to stand beside a step's metrics: a number that is not finite has none to show, and does not."""
+        """Return the user's metrics of a step; omit numbers that are not finite."""
         found = self._call("metrics", moment)
         if found is None:
             return {}
@@ -78,20 +78,20 @@ class Extension:
         return {name: float(value) for name, value in found.items() if math.isfinite(value)}
 
     def after_step(self, moment: Moment) -> None:
-        """Have it do what it does every so many steps."""
+        """Call ``every`` if the step is a multiple of EVERY."""
         if self.declared.every and moment.step % self.declared.every == 0:
             self._call("every", moment)
 
     def saved(self, moment: Moment, path: Path) -> None:
-        """Tell it of a checkpoint."""
+        """Call ``saved`` for a complete checkpoint."""
         self._call("saved", moment, path)
 
     def evaluated(self, moment: Moment, loss: float | None) -> None:
-        """Tell it of an evaluation; None: its loss is no finite number."""
+        """Call ``evaluated`` after an evaluation; ``loss`` None: it is not finite."""
         self._call("evaluated", moment, loss)
 
     def documents(self, path: Path) -> Iterator[Any]:
-        """Yield the documents of a file that it reads."""
+        """Yield the documents that the module reads from a file."""
         with self._named("documents"):
             yield from self.module.documents(path)  # type: ignore[union-attr]
 
@@ -111,7 +111,7 @@ class Extension:
 
     @contextlib.contextmanager
     def _named(self, function: str) -> Iterator[None]:
-        """Say whose fault it is."""
+        """Raise exceptions of the module as RunError with file, line and function."""
         try:
             yield
         except (UserError, GeneratorExit):
@@ -145,7 +145,7 @@ def current() -> Extension:
 def _imported(path: str, module: str) -> ModuleType:
     try:
         return _loaded(path) if module.endswith(".py") else importlib.import_module(module)
-    except Exception as error:  # noqa: BLE001 - it may raise what it likes
+    except Exception as error:  # noqa: BLE001 - the module may raise anything
         raise UserError(f"--extend: {_where(error, path)}: {type(error).__name__}: {error}") from None
 
 
@@ -155,13 +155,15 @@ def _loaded(path: str) -> ModuleType:
     assert spec.loader
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
-    sys.path.append(str(Path(path).absolute().parent))  # for what it imports from beside it, which shadows nothing
+    sys.path.append(
+        str(Path(path).absolute().parent)
+    )  # for imports from its own directory; last, so that they shadow nothing
     spec.loader.exec_module(module)
     return module
 
 
 def _where(error: Exception, path: str) -> str:
-    """Return the innermost line of the module that is in a traceback."""
+    """Return ``path:line`` of the innermost frame of the module in a traceback; without one, the path."""
     lines = [
         frame.lineno
         for frame in traceback.extract_tb(error.__traceback__)

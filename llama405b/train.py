@@ -1,4 +1,4 @@
-"""The training program, one process per rank, under torchrun (``-m llama405b.train``)."""
+"""The training program: torchrun starts one process per rank (``-m llama405b.train``)."""
 
 import contextlib
 import dataclasses
@@ -29,7 +29,7 @@ from llama405b.training.requests import StopSignal
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run a training command; returns the exit code."""
+    """Run a training command; return the exit code."""
     heartbeat: HeartbeatWriter | None = None
     try:
         asked = command.parse(argv)
@@ -40,7 +40,9 @@ def main(argv: Sequence[str]) -> int:
         keep_private()
         run = RunDir(asked.run_dir)
         if asked.evaluates:
-            signal.signal(signal.SIGUSR1, lambda *_: sys.exit(GOOD))  # a stop ends it at once: there is nothing to save
+            signal.signal(
+                signal.SIGUSR1, lambda *_: sys.exit(GOOD)
+            )  # a stop ends an evaluation at once: there is nothing to save
             refuse_trained(run)
         heartbeat = HeartbeatWriter(run, ranks.place())
         ranks.record_flights(run.flight(ranks.place().rank))
@@ -69,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def ending_of(error: Exception, heartbeat: HeartbeatWriter | None) -> Cause:
-    """Return why this rank ends, as a value."""
+    """Return the cause for which this rank ends."""
     kind = CauseKind.RANK_EXIT
     peer = None
     detail = str(error)
@@ -87,16 +89,16 @@ def ending_of(error: Exception, heartbeat: HeartbeatWriter | None) -> Cause:
         kind = CauseKind.REFUSED
     elif not isinstance(error, UserError):
         detail = f"{type(error).__name__}: {error}"
-    cause = Cause(kind, peer=peer, detail=" ".join(detail.split()))  # one line, whoever wrote it
+    cause = Cause(kind, peer=peer, detail=" ".join(detail.split()))  # always one line
     if heartbeat is None:
         return cause
     return dataclasses.replace(cause, host=heartbeat.me.host, rank=heartbeat.me.rank, phase=heartbeat.record.phase)
 
 
 def tell_end(cause: Cause, heartbeat: HeartbeatWriter | None) -> None:
-    """Report why this rank ends: on standard error, in its heartbeat, and as an event if all ranks refuse."""
+    """Report why this rank ends: on standard error, in its heartbeat, and as an event if all ranks end for it."""
     print(f"llama405b train: {said_by_rank(cause)}", file=sys.stderr, flush=True)
-    if cause.kind is CauseKind.LOST_PEER:  # gloo's or NCCL's own words
+    if cause.kind is CauseKind.LOST_PEER:  # message of gloo or NCCL
         print(cause.detail, file=sys.stderr, flush=True)
     if heartbeat is None:
         return
@@ -106,19 +108,19 @@ def tell_end(cause: Cause, heartbeat: HeartbeatWriter | None) -> None:
 
 
 class _LossyOutput:
-    """A stream whose text is lost where it cannot be written: no rank ends because its log's disk is full."""
+    """A stream that drops text it cannot write: a full disk under a log must not end a rank."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
 
     def write(self, text: str) -> int:
-        """Write it, or not."""
+        """Write text; ignore OSError."""
         with contextlib.suppress(OSError):
             self.stream.write(text)
         return len(text)
 
     def flush(self) -> None:
-        """Flush what was written, or not."""
+        """Flush; ignore OSError."""
         with contextlib.suppress(OSError):
             self.stream.flush()
 
@@ -127,19 +129,19 @@ class _LossyOutput:
 
 
 def run_and_leave() -> NoReturn:
-    """Run as a program and exit immediately, without the interpreter's shutdown.
+    """Run the program and exit immediately, without the interpreter's shutdown.
 
-    During that shutdown torch's threads abort a rank while its peers die (losing its exit code and message), and a
-    stop signal finds no handler and kills the process.
+    During that shutdown, torch's threads abort a rank whose peers die (its exit code and message would be lost), and a stop signal finds
+    no handler and kills the process.
     """
-    gc.set_threshold(700)  # Python's own again, see own_python: garbage that holds a GPU's memory must not wait
+    gc.set_threshold(700)  # Python's default (see own_python): garbage that holds GPU memory must be freed soon
     code: object = FAILED
     sys.stdout, sys.stderr = _LossyOutput(sys.stdout), _LossyOutput(sys.stderr)
     try:
         code = main(sys.argv[1:])
     except SystemExit as leaving:  # argparse's --help
         code = leaving.code or GOOD
-    except BaseException:  # noqa: BLE001 - printed, as the interpreter would
+    except BaseException:  # noqa: BLE001 - printed as the interpreter would
         traceback.print_exc()
     sys.stdout.flush()
     sys.stderr.flush()

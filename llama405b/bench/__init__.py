@@ -1,1 +1,1 @@
-"""Tests of the machines that will train: links, memory, steps, and the open questions on GPUs."""
+"""Tests of the machines that will train: links, memory, steps, and open questions about GPUs."""

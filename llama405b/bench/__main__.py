@@ -1,4 +1,4 @@
-"""Measure as one of the ranks that torchrun has started; rank 0 prints what each probe found, as soon as it ends."""
+"""Run probes as one of torchrun's ranks; rank 0 prints each result as soon as its probe ends."""
 
 import argparse
 import sys
@@ -14,12 +14,14 @@ from llama405b.spec.probes import Probe, ProbeResult, encode
 def main(argv: Sequence[str]) -> int:
     """Run the program."""
     parser = argparse.ArgumentParser(prog="llama405b.bench", description=__doc__)
-    parser.add_argument("--probes", required=True, help="their names, with commas between")
+    parser.add_argument("--probes", required=True, help="names of the probes, separated by commas")
     parser.add_argument("--within", type=float, required=True, help="seconds")
     parser.add_argument("--device", choices=("auto", "cpu"), default="auto")
     parser.add_argument("--bind", choices=("auto", "off"), default="off")
-    parser.add_argument("--load", type=lambda text: reader.loads(RunShape, text, "--load"), help="the run of `rates`")
-    parser.add_argument("--directory", type=Path, help="where `rates` writes")
+    parser.add_argument(
+        "--load", type=lambda text: reader.loads(RunShape, text, "--load"), help="the planned run, for `rates`"
+    )
+    parser.add_argument("--directory", type=Path, help="directory that `rates` writes to")
     args = parser.parse_args(argv)
     options = Options(args.device, args.bind == "auto", args.load, args.directory)
     return run_here([Probe(name) for name in args.probes.split(",")], args.within, _print, options)

@@ -1,9 +1,10 @@
-"""A Triton kernel that keeps some of a GPU's multiprocessors busy for about a tenth of a second, as NCCL's do. Needs Triton."""
+"""A Triton kernel that keeps some of a GPU's multiprocessors busy for about 0.1 s, as NCCL does."""
 
 import torch
 import triton
 import triton.language as tl
 
+# 32 warps per block: large enough that no other block fits on the same multiprocessor.
 BLOCK, ROUNDS, WARPS = 8192, 400_000, 32
 
 
@@ -16,6 +17,6 @@ def spin(x, n, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: D1
 
 
 def keep_busy(count: int) -> None:
-    """Keep so many of them busy, on the current stream; each has one block that nothing else fits beside."""
+    """Keep ``count`` multiprocessors busy, on the current stream."""
     if count:
         spin[(count,)](torch.empty(count * BLOCK, device="cuda"), ROUNDS, BLOCK=BLOCK, num_warps=WARPS)

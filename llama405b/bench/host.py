@@ -1,15 +1,10 @@
-"""Probes of a host: memory, copies, links and rates.
+"""Probes of hosts: matrix products, copies, updates, collectives, links, and rates of a planned run.
 
-How acts on all ranks are timed.
-
-What a rank's device and its host do: matrix products, copies between them, AdamW and the gradient norm on the cores.
-
-What joins ranks: collectives with their results checked, and the links of every two hosts.
+Every probe runs on all ranks at once and checks its results where it can. The rates are those that the parts of a planned run attain
+alone: a layer, updates, copies, collectives and disks. Predicts nothing.
 
 Bus bandwidths are defined as in nccl-tests (PERFORMANCE.md): all-gather and reduce-scatter S (n-1)/n / t, all-reduce
 2 S (n-1)/n / t, for S bytes in total on n ranks.
-
-What the parts of a planned run attain alone, all ranks at once: a layer, updates, copies, collectives and disks. Predicts nothing.
 """
 
 import functools
@@ -41,17 +36,20 @@ GB = 1e9
 
 
 def now(me: Rank) -> float:
-    """Return the time once the device is done, in seconds."""
+    """Wait for the device, then return the monotonic time in seconds."""
     if me.on_gpu:
-        torch.cuda.synchronize()  # for the time alone: no result depends on it
+        torch.cuda.synchronize()  # for the timing only: no result depends on it
     return time.monotonic()
 
 
 def best_s(me: Rank, act: Callable[[], object]) -> float:
-    """Return the seconds of the fastest of three passes, after one, which all ranks begin together; the slowest rank's."""
+    """Return the fastest of three passes in seconds, after a warmup.
+
+    All ranks start together; the slowest rank's time counts.
+    """
     times = []
     for _ in range(4):
-        dist.barrier()
+        dist.barrier()  # so that no rank measures while another one still prepares
         began = now(me)
         act()
         times.append(now(me) - began)
@@ -59,8 +57,8 @@ def best_s(me: Rank, act: Callable[[], object]) -> float:
     return micros / 1e6
 
 
-UPDATE_BYTES = 28  # per element of FP32: weight, gradient and moments read, all but the gradient written
-NORM_ERROR = 1e-6  # relative, that is accepted
+UPDATE_BYTES = 28  # per FP32 element: reads weight, gradient and moments; writes all but the gradient
+NORM_ERROR = 1e-6  # accepted relative error
 
 
 def products(me: Rank) -> list[Figure]:
@@ -77,9 +75,9 @@ def products(me: Rank) -> list[Figure]:
 
 
 def copies(me: Rank) -> list[Figure]:
-    """Measure copies both ways while all ranks copy; each rate is the slowest rank's.
+    """Measure copies in both directions while all ranks copy; each rate is the slowest rank's.
 
-    Pinned: by torch; registered: allocated first, then pinned in one piece, as the states of ``offload = optimizer`` are.
+    Pinned: by torch. Registered: allocated first, then pinned as one block, like the states of ``offload = optimizer``.
     """
     n_bytes = copied_bytes(me)
     memory: dict[str, Callable[[], torch.Tensor]] = {
@@ -99,20 +97,20 @@ def copies(me: Rank) -> list[Figure]:
 
 
 def copied_bytes(me: Rank) -> int:
-    """Return how much is copied."""
+    """Return the number of bytes to copy."""
     return (2 << 30) if me.on_gpu else (32 << 20)
 
 
 def registered(me: Rank) -> torch.Tensor:
-    """Allocate memory as a run does for its states, and register it."""
+    """Allocate and register host memory as a run does for its states."""
     [memory] = allocate([copied_bytes(me)], me.device, lambda *_: None)
     if me.on_gpu and not memory.is_pinned():
-        raise RuntimeError("torch does not see that registered memory is pinned")
+        raise RuntimeError("torch does not report registered memory as pinned")
     return memory
 
 
 def copy_rates(me: Rank, on_host: torch.Tensor) -> dict[str, float]:
-    """Measure copies between the device and host memory, each way; returns bytes/s."""
+    """Return the bytes/s of copies between the device and host memory, by direction."""
     on_device = torch.empty_like(on_host, device=me.device)
     ways = {"to device": (on_device, on_host), "to host": (on_host, on_device)}
     return {
@@ -122,7 +120,10 @@ def copy_rates(me: Rank, on_host: torch.Tensor) -> dict[str, float]:
 
 
 def update(me: Rank) -> list[Figure]:
-    """Time updates and norms of FP32 tensors by threads; compare the norm of the largest tensor of 405B with FP64."""
+    """Time updates and norms of FP32 tensors by number of threads.
+
+    Also checks the norm of 405B's largest tensor against FP64.
+    """
     elements, longest = (1 << 28, 872_415_232) if me.on_gpu else (1 << 20, 1 << 22)
     one_update, gradient = update_of(elements), torch.randn(elements)
     figures, most = [], torch.get_num_threads()
@@ -140,7 +141,10 @@ def update(me: Rank) -> list[Figure]:
 def update_of(
     elements: int, device: str = "cpu", dtype: torch.dtype = torch.float32, *, stochastic: bool = False
 ) -> Callable[[], None]:
-    """Return what updates so many elements: in host memory, on this rank's threads."""
+    """Return a function that updates so many elements with AdamW.
+
+    By default in host memory, on this rank's threads.
+    """
     weight = torch.nn.Parameter(torch.randn(elements, device=device, dtype=dtype))
     gradient = torch.randn_like(weight.data)
     moments = {name: torch.zeros_like(gradient) for name in ("exp_avg", "exp_avg_sq")}
@@ -160,7 +164,7 @@ def _norm_error(elements: int) -> Figure:
 
 
 def first_collective(me: Rank) -> list[Figure]:
-    """Reduce one number over all ranks, twice: the first time the ranks connect."""
+    """Time two all-reduces of one number; in the first the ranks connect."""
     took = []
     for _ in range(2):
         began = now(me)
@@ -172,7 +176,7 @@ def first_collective(me: Rank) -> list[Figure]:
 
 
 def checked_collectives(me: Rank, sizes: Sequence[int] = ()) -> list[Figure]:
-    """Measure bus bandwidths at a small and at a large size, in bytes, and check every result."""
+    """Measure bus bandwidths at a small and a large size in bytes, and check every result."""
     figures = []
     for total in sizes or ((1 << 20, 1 << 30) if me.on_gpu else (1 << 16, 1 << 22)):
         n = total // 4 // me.world
@@ -200,12 +204,12 @@ def checked_collectives(me: Rank, sizes: Sequence[int] = ()) -> list[Figure]:
 
 
 def gather_seconds(me: Rank, whole: torch.Tensor, part: torch.Tensor) -> float:
-    """Time an all-gather of each rank's part."""
+    """Return the seconds of an all-gather of each rank's part."""
     return best_s(me, functools.partial(dist.all_gather_into_tensor, whole, part))
 
 
 def scatter_seconds(me: Rank, whole: torch.Tensor, part: torch.Tensor) -> float:
-    """Time a reduce-scatter into each rank's part."""
+    """Return the seconds of a reduce-scatter into each rank's part."""
     return best_s(me, functools.partial(dist.reduce_scatter_tensor, part, whole))
 
 
@@ -223,14 +227,14 @@ def host_links(me: Rank) -> list[Figure]:
 
 
 def _links_of(me: Rank, first: dict[str, int]) -> Iterator[Figure]:
-    """Take part in a round-robin tournament, in which each host has one partner per round; yields this rank's links."""
+    """Measure links in a round-robin tournament, one partner per host and round; yield this rank's links."""
     hosts = list(first)
     count = len(hosts) + len(hosts) % 2
     places = list(range(count))
     mine = hosts.index(me.host) if me.rank == first[me.host] else -1
     buffer = torch.ones((256 if me.on_gpu else 8) << 20, dtype=torch.uint8, device=me.device)
     for _ in range(count - 1):
-        dist.barrier()
+        dist.barrier()  # all links of a round are busy at the same time
         for a, b in zip(places[: count // 2], reversed(places[count // 2 :]), strict=True):
             if mine in (a, b) and max(a, b) < len(hosts):
                 other = hosts[b if mine == a else a]
@@ -241,19 +245,19 @@ def _links_of(me: Rank, first: dict[str, int]) -> Iterator[Figure]:
 
 
 def _exchange(me: Rank, buffer: torch.Tensor, other: int) -> float:
-    """Seconds to send the buffer to a rank while receiving as much; the second of two attempts."""
+    """Return the seconds to send the buffer to a rank while receiving as much; the second of two tries."""
     into, took = torch.empty_like(buffer), 0.0
     for _ in range(2):
         began = now(me)
         both_ways = [dist.P2POp(dist.isend, buffer, other), dist.P2POp(dist.irecv, into, other)]
         for work in dist.batch_isend_irecv(both_ways):
-            work.wait()  # on CPUs; on GPUs the clock waits for the device
+            work.wait()  # blocks on CPUs only; on GPUs the final time waits for the device
         took = now(me) - began
     return took
 
 
 def rates(me: Rank, load: RunShape, directory: Path) -> list[Figure]:
-    """Measure what ``predict.calibration.Alone`` holds, by its names and in its units; writes to the directory."""
+    """Measure what ``predict.calibration.Alone`` holds, by its names and in its units; write to the directory."""
     layer_s = best_s(me, layer_pass(load, me))
     n = (64 << 20) if me.on_gpu else (4 << 20)  # elements
     on_device, on_host = best_s(me, device_update(n, me)), best_s(me, update_of(n))
@@ -268,21 +272,27 @@ def rates(me: Rank, load: RunShape, directory: Path) -> list[Figure]:
 
 
 def layer_pass(load: RunShape, me: Rank) -> Callable[[], None]:
-    """Return what takes a layer forward and back, with the first attention that runs here."""
+    """Return a function that runs a layer forward and backward.
+
+    It uses the first attention kernel that works here.
+    """
     dtype = compute_dtype(load.numerics)
     *others, last = [name for name in candidates(load.attention) if not flash_lack(name, me.device, dtype)]
     for kernel in others:
         act = layer_with(kernel, load, me)
         try:
             act()
-        except Exception:  # noqa: BLE001 - whatever an installed kernel that does not fit says
+        except Exception:  # noqa: BLE001 - an installed kernel that does not fit may raise anything
             continue
         return act
     return layer_with(last, load, me)
 
 
 def layer_with(kernel: str, load: RunShape, me: Rank) -> Callable[[], None]:
-    """Build one decoder layer of the run, unsharded; returns what takes it forward and back, recomputed, over a micro-batch."""
+    """Build an unsharded decoder layer; return a function that runs it forward and backward.
+
+    With recomputation, over one micro-batch.
+    """
     shape, dtype = load.llama, compute_dtype(load.numerics)
     config = LlamaConfig(
         hidden_size=shape.hidden, intermediate_size=shape.intermediate, num_attention_heads=shape.heads,
@@ -307,7 +317,7 @@ def layer_with(kernel: str, load: RunShape, me: Rank) -> Callable[[], None]:
 
 
 def device_update(n: int, me: Rank) -> Callable[[], None]:
-    """Return what clips and updates so many elements as a run does whose states stay where it trains."""
+    """Return a function that clips and updates ``n`` elements on the device, like a run without offload."""
     module = nn.Linear(1, n, bias=False, device=me.device)
     module.weight.grad = torch.randn_like(module.weight)
     optimizer = build_optimizer(module, Optimizer())
@@ -320,7 +330,7 @@ def device_update(n: int, me: Rank) -> Callable[[], None]:
 
 
 def unit_collectives(load: RunShape, me: Rank) -> list[Figure]:
-    """Measure an all-gather and a reduce-scatter of a unit, and a small all-gather; all are 0 with one rank."""
+    """Measure an all-gather and a reduce-scatter of a unit, and a small all-gather; 0 with one rank."""
     gather = scatter = hop_s = 0.0
     if me.world > 1:
         dtype = compute_dtype(load.numerics)
@@ -329,7 +339,7 @@ def unit_collectives(load: RunShape, me: Rank) -> list[Figure]:
         few, many = torch.zeros(1, device=me.device), torch.zeros(me.world, device=me.device)
         small_s = gather_seconds(me, many, few)
         hop_s = small_s / (me.world - 1)
-        latency_s = small_s * (load.hosts > 1)  # which is counted by itself between hosts
+        latency_s = small_s * (load.hosts > 1)  # the prediction counts latency between hosts separately
         share = (me.world - 1) / me.world * whole.nbytes
         gather, scatter = (
             share / max(seconds / 2, seconds - latency_s)
@@ -339,7 +349,7 @@ def unit_collectives(load: RunShape, me: Rank) -> list[Figure]:
 
 
 def disk(directory: Path, load: RunShape, me: Rank) -> float:
-    """Measure how fast a host writes to a directory, through to its disk; returns bytes/s of all its ranks."""
+    """Return the bytes/s at which all ranks of a host write to a directory, including fsync."""
     block, blocks = os.urandom(1 << 20), 256 if me.on_gpu else 32
     directory.mkdir(parents=True, exist_ok=True)
     file = directory / f".rates-{me.rank}"

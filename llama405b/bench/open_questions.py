@@ -1,6 +1,6 @@
-"""What a few minutes of one GPU can decide: each probe is beside what was expected, and what follows, in ``spec.probes.OPEN``.
+"""Probes of questions that a few minutes on one GPU can answer; what is expected and what follows is in ``spec.probes.OPEN``.
 
-On a CPU each goes as far as it can, with small shapes; what that does not show is there, too.
+On a CPU each probe runs as far as it can, with small shapes; that table also says what this does not show.
 """
 
 import json
@@ -30,13 +30,13 @@ from llama405b.model import llama
 from llama405b.settings.schema import Model, Parallel
 from llama405b.spec.probes import Figure
 
-RANKS = 64  # of the run that is asked about: 405B
+RANKS = 64  # ranks of the 405B run in question
 HIDDEN, INTERMEDIATE, LAYERS, TENSORS = 16384, 53248, 126, 4500
 JOIN_S, FLIGHT_S = 600, 20.0
 
 
 def comms(me: Rank) -> list[Figure]:
-    """Measure what CUDA takes of the GPU's memory, and then 1 to 4 communicators."""
+    """Measure the GPU memory that CUDA takes by itself and with 1 to 4 communicators."""
     x, figures = torch.ones(1 << 20, device=me.device), []
     for count in range(5):
         if count:
@@ -49,7 +49,10 @@ def comms(me: Rank) -> list[Figure]:
 
 
 def fsdp_copies(me: Rank) -> list[Figure]:
-    """Time FSDP2's own copies of a layer of 405B on 64 ranks: out of what was gathered, and gradients before their reduce-scatter."""
+    """Time FSDP2's copies for a layer of 405B on 64 ranks.
+
+    They copy out of the all-gather, and gradients into the reduce-scatter.
+    """
     h, f = (HIDDEN, INTERMEDIATE) if me.on_gpu else (16 * RANKS, 2 * RANKS)
     shapes = [(h, h), (h // 16, h), (h // 16, h), (h, h), (f, h), (f, h), (h, f)]
     each = [rows * columns // RANKS for rows, columns in shapes]
@@ -64,7 +67,7 @@ def fsdp_copies(me: Rank) -> list[Figure]:
 
 
 def rounding(me: Rank) -> list[Figure]:
-    """Time AdamW by numerics, on this rank's threads and on its GPU."""
+    """Time AdamW with each numerics, on this rank's threads and on its GPU."""
     figures = []
     for device, count in {"cpu": 1 << 22, me.device.type: 1 << (29 if me.on_gpu else 22)}.items():
         for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16), ("bf16-stochastic", torch.bfloat16)):
@@ -74,7 +77,7 @@ def rounding(me: Rank) -> list[Figure]:
 
 
 def tokens(me: Rank) -> list[Figure]:
-    """Time a layer of 405B by tokens, as the recipe has it, fused, and in FP8."""
+    """Time a layer of 405B by number of tokens: as in the recipe, fused, and in FP8."""
     figures, offload = [], Parallel(offload="all")
     kinds = {"bf16": (offload, Model()), "fused": (offload, Model(fused=True))}
     if not (llama.compile_lack(me.device) or llama.fp8_lack(me.device)):
@@ -89,7 +92,7 @@ def tokens(me: Rank) -> list[Figure]:
 
 
 def hog(me: Rank) -> list[Figure]:
-    """Time the products of a layer of 405B while k of the GPU's multiprocessors are busy with something else."""
+    """Time the matrix products of a layer of 405B while some of the GPU's multiprocessors are busy."""
     h, f, count, dtype = (HIDDEN, INTERMEDIATE, 4096, torch.bfloat16) if me.on_gpu else (64, 128, 64, torch.float32)
     x, wide = (torch.randn(count, width, device=me.device, dtype=dtype) for width in (h, f))
     weights = [x.new_empty(h, width) for width in (h + h // 8, h, 2 * f)]
@@ -119,7 +122,7 @@ def hog(me: Rank) -> list[Figure]:
 
 
 def packed_fast(runs: Runs) -> list[Figure]:
-    """Train on documents that share sequences: plain, compiled, and in FP8; compares losses, and counts recompilations."""
+    """Train on packed documents plain, compiled and in FP8; compare losses and count recompilations."""
     os.environ["TORCH_LOGS"] = "recompiles"
     kinds: dict[str, dict[str, object]] = {"plain": {}}
     if uses_gpu(runs.device):
@@ -137,7 +140,7 @@ def packed_fast(runs: Runs) -> list[Figure]:
 
 
 def planning(me: Rank) -> list[Figure]:
-    """Time steps alone, and beside what DCP plans in Python for a save of 405B on 64 ranks."""
+    """Time steps alone, and while a thread plans a DCP save of 405B on 64 ranks in Python."""
     count, tensors = (RANKS, TENSORS) if me.on_gpu else (2, 20)
     ends, workload = threading.Event(), Workload("llama3.1-8b", 8, 2, 4096)
 
@@ -163,7 +166,7 @@ def planning(me: Rank) -> list[Figure]:
 
 
 def streams(device: str) -> list[Figure]:
-    """Time steps with offload by CUDA's hardware queues, which a process has from its start."""
+    """Time steps with offload by number of CUDA hardware queues, which a process reads at its start."""
     figures = []
     for queues in (1, 8, 32) if uses_gpu(device) else (8,):
         os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = str(queues)
@@ -172,7 +175,7 @@ def streams(device: str) -> list[Figure]:
 
 
 def _step_s(device: str) -> float:
-    """Take steps with copies both ways."""
+    """Return the seconds of a step with copies in both directions."""
     me = ranks.join(device, JOIN_S)
     layers, count = (6, 1 + STEPS) if me.on_gpu else (1, 1)
     workload, model = Workload("llama3.1-8b", layers, 4, 4096), Model(activations="host" if me.on_gpu else "device")
@@ -180,7 +183,7 @@ def _step_s(device: str) -> float:
 
 
 def hang(device: str) -> list[Figure]:
-    """Ask NCCL's flight recorder, and py-spy, of a rank whose GPU never ends what it computes."""
+    """Query NCCL's flight recorder and py-spy about a rank whose GPU kernel never ends."""
     with tempfile.TemporaryDirectory() as directory:
         record, mark = RunDir(Path(directory)).flight(0), Path(directory) / "stuck"
         with own_process(_stuck, device, record, mark) as (child, _):
@@ -189,12 +192,12 @@ def hang(device: str) -> list[Figure]:
 
 
 def _stuck(device: str, record: Path, mark: Path) -> None:
-    """Wait for a GPU that spins between two collectives."""
+    """Join, then hang on a GPU that spins between two collectives."""
     ranks.record_flights(record)
     me = ranks.join(device, JOIN_S)
     x = torch.ones(1 << 20, device=me.device)
     dist.all_reduce(x)
-    mark.write_text("soon")
+    mark.write_text("soon")  # the other process waits for this before it queries
     if not me.on_gpu:
         signal.pause()
     torch.cuda._sleep(10**12)
@@ -205,7 +208,7 @@ def _stuck(device: str, record: Path, mark: Path) -> None:
 def _flight(record: Path) -> list[Figure]:
     try:
         pipe = os.open(f"{record}.pipe", os.O_WRONLY | os.O_NONBLOCK)
-    except OSError:  # nobody reads it
+    except OSError:  # no process has the pipe open for reading
         return [Figure("pipes", 0, "")]
     os.write(pipe, b"1")
     os.close(pipe)
@@ -215,16 +218,16 @@ def _flight(record: Path) -> list[Figure]:
 
 
 def _stack(pid: int | None) -> Figure:
-    """Return where py-spy finds a process's main thread, and how deep."""
+    """Return where py-spy finds a process's main thread, and the depth of its stack."""
     with os.popen(f"'{Path(sys.executable).with_name('py-spy')}' dump --json --nonblocking --pid {pid}") as said:
-        threads = json.loads(said.read() or "[]")  # none: it is not installed, or may not look
+        threads = json.loads(said.read() or "[]")  # empty: py-spy is not installed or not permitted
     frames = [frame for each in threads if each["os_thread_id"] == pid for frame in each["frames"]]
     where = "".join(f"in {frame['name']}, line {frame['line']}" for frame in frames[:1])
     return Figure(f"py-spy: {where or 'no stack'}", len(frames), "frames")
 
 
 def _wait(file: Path) -> float:
-    """Wait a while until a file has something in it; returns how long."""
+    """Wait until a file has content, at most ``FLIGHT_S``; return the seconds waited."""
     began = time.monotonic()
     while not (file.exists() and file.stat().st_size) and time.monotonic() < began + FLIGHT_S:
         time.sleep(0.1)

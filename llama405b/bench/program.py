@@ -1,11 +1,7 @@
-"""The probes as a program: on this machine's GPU, or on the ranks of a launch.
+"""Run the probes on this machine's GPU (``llama405b bench`` without HOSTS) or on a launch's ranks.
 
-Run probes in this process's place among the ranks.
-
-One rank runs each probe in a process of its own: pinned memory is given back only when a process ends. Several ranks run
-them in their own processes, and a probe that fails ends them all.
-
-``llama405b bench`` without HOSTS: test this machine's first GPU.
+A single rank runs each probe in a process of its own, because pinned memory is released only when a process ends. Several ranks run
+them in their own processes, and a probe that fails ends all of them.
 """
 
 import argparse
@@ -43,7 +39,7 @@ from llama405b.spec.probes import (
 )
 
 TIMEOUT_S = 120
-SLOWEST = 3  # times what a probe usually takes
+SLOWEST = 3  # limit of a probe, as a multiple of its usual time
 Say = Callable[[ProbeResult], object]
 PROBES: dict[Probe, Callable[[Rank], list[Figure]]] = {
     Probe.START: host.first_collective,
@@ -79,7 +75,7 @@ ON_THE_DEMO: dict[Probe, Callable[[runs.Runs], list[Figure]]] = {
     Probe.EVALUATION: runs.evaluation,
     Probe.PACKED_FAST: open_questions.packed_fast,
 }
-# What makes processes of its own, before this one has touched the GPU.
+# Probes that start processes of their own, before this process touches the GPU.
 ALONE: dict[Probe, Callable[[str], list[Figure]]] = {
     probe: functools.partial(runs.in_a_directory, run) for probe, run in ON_THE_DEMO.items()
 } | {Probe.STREAMS: open_questions.streams, Probe.HANG: open_questions.hang}
@@ -92,7 +88,7 @@ class Options:
     device: str = "auto"
     bind: bool = False
     load: RunShape | None = None  # the planned run
-    directory: Path | None = None  # where it writes
+    directory: Path | None = None  # that the probe `rates` writes to
 
     def join(self) -> Rank:
         """Join the other ranks."""
@@ -102,7 +98,7 @@ class Options:
         return me
 
     def measure(self, probe: Probe, me: Rank | None) -> list[Figure]:
-        """Run one probe; ``me``: None for whole runs, whose ranks join by themselves."""
+        """Run one probe; ``me``: None for probes that start their own runs."""
         if me is None:
             return ALONE[probe](self.device)
         if probe is not Probe.RATES:
@@ -113,7 +109,7 @@ class Options:
 
 
 def run_here(probes: Sequence[Probe], within_s: float, say: Say, options: Options = Options()) -> int:
-    """Run probes in this process's place among the ranks, until one fails that all others need; returns the exit code."""
+    """Run probes as one of the ranks until one fails that all others depend on; return the exit code."""
     deadline = time.monotonic() + within_s
     if int(os.environ.get("WORLD_SIZE", 1)) == 1:
         code = GOOD
@@ -138,13 +134,13 @@ def run_here(probes: Sequence[Probe], within_s: float, say: Say, options: Option
             say(result)
         if result.fault:
             print(f"{probe}: {result.fault}", file=sys.stderr, flush=True)
-            os._exit(FAILED)  # the other ranks wait in a collective; torchrun ends them
+            os._exit(FAILED)  # no cleanup: the other ranks wait in a collective until torchrun ends them
     ranks.leave()
     return GOOD
 
 
 def _alone(probe: Probe, deadline: float, options: Options) -> ProbeResult:
-    """Run a probe in a process of its own, which is ended when its time is over."""
+    """Run a probe in a process of its own; kill it at its time limit."""
     left, began = deadline - time.monotonic(), time.monotonic()
     if left < _least_s(probe, uses_gpu(options.device)):
         return ProbeResult(probe, 1, 1, skipped=True)
@@ -160,23 +156,23 @@ def _least_s(probe: Probe, on_gpu: bool) -> float:
 
 
 def _joined(probe: Probe, options: Options) -> ProbeResult:
-    """Run a probe as the only rank."""
+    """Run a probe as the only rank, and return its result."""
     began = time.monotonic()
     try:
         me = None if probe in ALONE else options.join()
-    except Exception as error:  # noqa: BLE001 - whatever the driver says
+    except Exception as error:  # noqa: BLE001 - the driver may raise anything
         return ProbeResult(probe, 1, 1, seconds=time.monotonic() - began, fault=_said(error))
     return _measured(probe, me, 1, options)
 
 
 def _measured(probe: Probe, me: Rank | None, n_hosts: int, options: Options) -> ProbeResult:
-    """Run one probe; what fails is a result. ``me``: see ``Options.measure``."""
+    """Run one probe; return a failure as a result too. ``me``: see ``Options.measure``."""
     began = time.monotonic()
     figures = []
     fault = ""
     try:
         figures = options.measure(probe, me)
-    except Exception as error:  # noqa: BLE001 - whatever CUDA, NCCL or the memory says
+    except Exception as error:  # noqa: BLE001 - CUDA, NCCL and allocations may raise anything
         fault = _said(error)
     on_gpu = me.on_gpu if me else uses_gpu(options.device)
     device = torch.cuda.get_device_name() if on_gpu else "cpu"
@@ -192,7 +188,7 @@ def _said(error: Exception) -> str:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run what the verb's command line names on this machine's first GPU; returns the exit code."""
+    """Run the verb on this machine's first GPU; return the exit code."""
     if args.env or args.setup_line:
         raise UserError("bench: --env and --setup-line are for hosts; name a hosts file, or leave them out")
     tests, log = probes.chosen(args.tests), probes.Log(args.out)

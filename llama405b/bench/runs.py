@@ -1,12 +1,10 @@
-"""Probes that need a process of their own: whole runs, versions of software.
+"""Probes that need processes of their own: training runs of the demo model; software versions.
 
-Runs of the training program itself, on the demo's model: what a run uses, compared with a run that does without it.
+Each run is a fork of this process, which has already imported torch; if this process has touched a GPU, it is a fresh process. A run
+with a setting is compared with a run without it. There is only one rank, so sharding is not tested.
 
-Each is a fork of this process, which has imported torch; where that has touched a GPU, a fresh one. One rank: sharding is not shown.
-
-A call in a process of its own, which ends with this one: pinned memory, and what CUDA reads at its start, last as long as a process.
-
-What a probe ran with: versions, GPUs, and how the allocator fared. Reads no environment.
+``run_in_own_process`` calls a function in a process that ends with this one: pinned memory, and what CUDA reads at its start, last as long
+as a process. ``describe_machine`` returns versions, GPUs and allocator statistics; it reads no environment variables.
 """
 
 import contextlib
@@ -40,7 +38,7 @@ from llama405b.spec.probes import Figure, Software
 TRAINER = "llama405b.train"
 STEPS, SAVED = 4, 2
 TOLERANCE = 1e-3  # relative: GPUs may add in a different order
-BF16_TOLERANCE = 1e-2  # another kernel, or another way to shard, rounds elsewhere
+BF16_TOLERANCE = 1e-2  # another kernel or sharding rounds differently
 BASE = {
     "preset": "demo",
     "training.max_steps": STEPS,
@@ -57,14 +55,14 @@ Losses = Mapping[int, float]  # by step
 
 
 class Runs:
-    """Runs in one directory, of one model and one cache of tokens."""
+    """Training runs of the demo model in one directory, with one token cache."""
 
     def __init__(self, directory: Path, device: str) -> None:
         self.directory, self.device = directory, device
         make_demo(directory / "model")
 
     def train(self, name: str, resume: str = "no", **settings: object) -> Losses:
-        """Train; returns the losses. ``settings``: with ``__`` for the dot."""
+        """Train and return the losses; ``settings`` have ``__`` in place of the dot."""
         run = self.directory / name
         own = {key.replace("__", "."): value for key, value in settings.items()}
         paths = {"model.path": self.directory / "model"}
@@ -80,9 +78,9 @@ class Runs:
 
 
 def _run(argv: Sequence[str], log: Path) -> int:
-    """Run a module, the first of ``argv``, as the main program, in a fork if CUDA lets it; returns its exit code."""
+    """Run the module ``argv[0]`` as the main program, in a fork if CUDA permits; return its exit code."""
     parent = os.getpid()
-    if torch.cuda.is_initialized():  # by an import, such as torchao's
+    if torch.cuda.is_initialized():  # for example by importing torchao; CUDA does not work in a fork then
         return os.spawnv(os.P_WAIT, sys.executable, [*own_argv(__name__), str(parent), str(log), *argv])
     pid = os.fork()
     if not pid:
@@ -91,21 +89,21 @@ def _run(argv: Sequence[str], log: Path) -> int:
 
 
 def _be(argv: Sequence[str], log: Path, parent: int) -> NoReturn:
-    """Be that program."""
+    """Turn this process into the main program ``argv``, with its output in ``log``."""
     try:
-        end_with(parent)  # which is killed when the probe's time is over
+        end_with(parent)  # the parent is killed at the probe's time limit
         with log.open("ab") as file:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
         sys.argv = list(argv)
-        runpy.run_module(argv[0], run_name="__main__", alter_sys=True)  # it leaves by itself
-    except BaseException:  # noqa: BLE001 - this is a fork: nothing of it may go on
+        runpy.run_module(argv[0], run_name="__main__", alter_sys=True)  # exits by itself
+    except BaseException:  # noqa: BLE001 - a fork must not return into the parent's code
         traceback.print_exc()
     os._exit(1)
 
 
 def agree(losses: Mapping[str, Losses], tolerance: float) -> list[Figure]:
-    """Compare the losses of runs with the first one's, where both took a step."""
+    """Compare the losses of all runs with the first run's, step by step."""
     (first, expected), *others = losses.items()
     worst = 0.0
     for name, found in others:
@@ -122,21 +120,21 @@ def agree(losses: Mapping[str, Losses], tolerance: float) -> list[Figure]:
 
 
 def accumulation(runs: Runs) -> list[Figure]:
-    """Two micro-batches, in each place of the states."""
+    """Train with two micro-batches per step, with each value of offload."""
     places = ("none", "optimizer", "all")
     losses = {place: runs.train(place, parallel__offload=place, training__global_batch_size=4) for place in places}
     return agree(losses, TOLERANCE)
 
 
 def resume(runs: Runs) -> list[Figure]:
-    """A save beside training, and a resume from it, where the states are on the GPU: they are copied to pinned memory."""
+    """Save asynchronously and resume, with states on the GPU, so that saves use pinned memory."""
     whole = runs.train("saved", checkpoint__every=SAVED, checkpoint__keep=STEPS)
     checkpoint = runs.directory / "saved" / "checkpoints" / f"step-{SAVED:08d}"
     return agree({"no stop": whole, "a resume": runs.train("resumed", str(checkpoint))}, TOLERANCE)
 
 
 def packed(runs: Runs) -> list[Figure]:
-    """Documents that share sequences and do not see each other: by a mask, and by the kernel that is chosen here."""
+    """Train on packed documents isolated by a mask, and by the kernel that auto chooses here."""
     paths = short_documents(runs.directory / "short.jsonl")
     losses = {
         name: runs.train(f"packed-{name}", model__attention=name, data__paths=paths)
@@ -146,7 +144,7 @@ def packed(runs: Runs) -> list[Figure]:
 
 
 def short_documents(path: Path) -> Path:
-    """Write documents of which several share a sequence."""
+    """Write documents so short that several share a sequence; return the path."""
     words = ["the", "quick", "brown", "fox", "jumps", "over", "the", "lazy", "dog", "and", "runs", "away"]
     lines = [f'{{"text": "{" ".join(words[i % 7 :] * (1 + i % 9))}"}}' for i in range(400)]
     path.write_text("\n".join(lines))
@@ -154,22 +152,22 @@ def short_documents(path: Path) -> Path:
 
 
 def rank0(runs: Runs) -> list[Figure]:
-    """Weights that rank 0 reads and sends, instead of each rank its own part."""
+    """Load weights on every rank by itself, and by rank 0 for all."""
     return agree({load: runs.train(load, model__load=load) for load in ("local", "rank0")}, TOLERANCE)
 
 
 def fsdp1(runs: Runs) -> list[Figure]:
-    """FSDP1 beside FSDP2."""
+    """Train with FSDP2 and FSDP1."""
     return agree({fsdp: runs.train(fsdp, parallel__strategy=fsdp) for fsdp in ("fsdp2", "fsdp1")}, BF16_TOLERANCE)
 
 
 def evaluation(runs: Runs) -> list[Figure]:
-    """Evaluations between steps, which must not change them."""
+    """Train with and without evaluations between the steps, which must not change the losses."""
     return agree({f"one every {n}": runs.train(f"evaluated-{n}", evaluation__every=n) for n in (STEPS, 1)}, TOLERANCE)
 
 
 def in_a_directory(probe: Callable[[Runs], list[Figure]], device: str) -> list[Figure]:
-    """Run a probe in a directory that is deleted afterwards."""
+    """Run a probe in a temporary directory."""
     with tempfile.TemporaryDirectory(prefix="llama405b-bench-") as directory:
         return probe(Runs(Path(directory), device))
 
@@ -181,7 +179,8 @@ T = TypeVar("T")
 
 @contextlib.contextmanager
 def own_process(act: Callable[..., Any], *args: Any) -> Iterator[tuple[SpawnProcess, Connection]]:
-    """Call ``act`` in a fresh process, which is ended with the block; yields it, and where its result arrives."""
+    """Call ``act`` in a fresh process that is killed with the block; yield it and the connection of its result."""
+    # Not a fork: CUDA has to start anew, with the environment variables of that moment.
     context = mp.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
     child = context.Process(target=_in_child, args=(theirs, act, args))
@@ -195,7 +194,7 @@ def own_process(act: Callable[..., Any], *args: Any) -> Iterator[tuple[SpawnProc
 
 
 def in_own_process(limit_s: float | None, act: Callable[[*Args], T], *args: *Args) -> T:
-    """Return what ``act`` returns in a process of its own; ``limit_s``: of the call, None: any time."""
+    """Return what ``act`` returns in a process of its own; ``limit_s``: time limit of the call, None: no limit."""
     with own_process(act, *args) as (child, results):
         if not results.poll(limit_s):
             raise RuntimeError(f"no result after {limit_s:.0f} s")
@@ -210,11 +209,11 @@ def in_own_process(limit_s: float | None, act: Callable[[*Args], T], *args: *Arg
 def _in_child(results: Connection, act: Callable[..., Any], args: tuple[Any, ...]) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # it does not outlive its parent
     parent = mp.parent_process()
-    if parent and not parent.is_alive():  # which may have died before that
+    if parent and not parent.is_alive():  # the parent may have died before prctl
         return
-    for name in ("MASTER_ADDR", "MASTER_PORT"):  # torchrun's store is for one group
+    for name in ("MASTER_ADDR", "MASTER_PORT"):  # torchrun's store serves one process group only
         os.environ.pop(name, None)
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or cuBLAS is not deterministic
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is not deterministic without it
     results.send(act(*args))
 
 
@@ -225,12 +224,12 @@ GIB = 2**30
 
 
 def uses_gpu(device: str) -> bool:
-    """Whether what is asked to run on ``device``, auto or cpu, does on a GPU."""
+    """Return whether ``device`` (auto or cpu) means a GPU here."""
     return device != "cpu" and torch.cuda.is_available()
 
 
 def software() -> Software:
-    """Return the versions of what runs here, and its GPUs."""
+    """Return the versions of the software here, and the GPUs."""
     cuda = torch.cuda.is_available()
     devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count() if cuda else 0)]
     return Software(
@@ -246,7 +245,10 @@ def software() -> Software:
 
 
 def driver_version(path: Path = DRIVER) -> str:
-    """Return the version of NVIDIA's kernel module, "" if there is none; it has two forms, that of open modules and the older one."""
+    """Return the version of NVIDIA's kernel module, "" if there is none.
+
+    Parses the line of open modules and that of the older ones.
+    """
     try:
         first = path.read_text(encoding="utf-8", errors="replace").partition("\n")[0]
     except OSError:
@@ -256,7 +258,7 @@ def driver_version(path: Path = DRIVER) -> str:
 
 
 def allocator_stats(*, on_gpu: bool) -> dict[str, int]:
-    """Return torch's statistics of this rank's GPU and of the memory that it pinned, in bytes and calls."""
+    """Return torch's statistics of this rank's GPU memory and pinned memory, in bytes and calls."""
     if not on_gpu:
         return {}
     of_device, of_host = torch.cuda.memory_stats(), torch.cuda.host_memory_stats()

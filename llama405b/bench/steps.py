@@ -1,14 +1,11 @@
-"""Probes of whole steps: of the 405B shape, on meshes, and with each of the recipe's choices.
+"""Probes of whole steps: of the 405B shape, on meshes, and with each of the recipe's settings.
 
-Whole steps. One layer of the 405B shape in each of three places; updates hidden, and exact.
+Layers: one layer of the 405B shape with each value of offload; updates hidden under the next forward, and compared bit for bit.
+Meshes: steps of a small model with each mesh axis, and with FSDP over all ranks, which must give the same losses for the same batch.
 
-One step after another of a small model on each axis of a mesh, beside FSDP over all ranks, which learns the same from the same batch.
-
-What a step takes with each setting alone and together, beside what the plan says of it.
-
-First the knobs that the recipe leaves to whoever runs it: the embedding as a unit of its own, and offload; of FSDP1 also forward
-prefetch, and all-gathers that are not limited: FSDP2 gathers the next unit by itself, and never more than that. Then, for FSDP2, the
-settings that trade memory for speed.
+Knobs: the time and memory of a step with each setting alone and together, and what the plan predicts. First the settings that the recipe
+leaves open: the embedding as a unit of its own, and offload; for FSDP1 also forward prefetch and unlimited all-gathers, as FSDP2 always
+gathers the next unit and never more. Then, for FSDP2, the settings that trade memory for speed.
 """
 
 import dataclasses
@@ -57,8 +54,8 @@ from llama405b.spec.probes import Figure
 
 VOCAB = 8192  # small, so that the layers dominate
 PLAIN = Model()
-ROWS = 4096  # of random weights that are made at a time
-STEPS = 3  # that are timed, after one that is not
+ROWS = 4096  # rows of random weights that are generated at a time
+STEPS = 3  # timed steps, after one that is not timed
 EXACT_STEPS = 10
 TINY = {
     "vocab_size": VOCAB,
@@ -71,9 +68,9 @@ TINY = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Workload:
-    """What is trained."""
+    """The model and batch of a probe."""
 
-    shape: str  # a preset's
+    shape: str  # name of a preset
     layers: int
     batch: int  # sequences of a micro-batch
     seq_len: int
@@ -81,18 +78,18 @@ class Workload:
     vocab: int = VOCAB
 
     def config(self, me: Rank) -> LlamaConfig:
-        """Return its shape; on a CPU a tiny one, which only shows that the test works."""
+        """Return the model's configuration; on a CPU a tiny one, which only shows that the probe works."""
         known = json.loads((PRESET_DIR / "architectures.json").read_text(encoding="utf-8"))[self.shape]
         small = {} if me.on_gpu else TINY
         return LlamaConfig(**known | {"num_hidden_layers": self.layers, "vocab_size": self.vocab} | small)
 
     def tokens(self, me: Rank, step: int, number: int) -> torch.Tensor:
-        """Return ``tokens_BS`` of a step; others for each number."""
+        """Return ``tokens_BS`` of a step, different for each micro-batch number."""
         generator = torch.Generator().manual_seed(1000 * step + number)
         return torch.randint(0, VOCAB, self.batch_shape(me), generator=generator).to(me.device)
 
     def batches(self, me: Rank, step: int, numbers: Iterable[int]) -> list[Batch]:
-        """Return a step's micro-batches of these numbers."""
+        """Return a step's micro-batches with these numbers."""
         return [Batch(x, x.roll(-1, 1)) for x in (self.tokens(me, step, number) for number in numbers)]
 
     def batch_shape(self, me: Rank) -> tuple[int, int]:
@@ -100,27 +97,27 @@ class Workload:
         return (self.batch, self.seq_len) if me.on_gpu else (min(self.batch, 2), 64)
 
     def run_shape(self, parallel: Parallel, me: Rank, model: Model = PLAIN) -> RunShape:
-        """Return what the plan is told of it."""
+        """Return the run as the prediction describes it."""
         n_sequences, seq_len = self.batch_shape(me)
         training = Training(micro_batch_size=n_sequences, global_batch_size=n_sequences * me.world)
         config = Config(model, Data(seq_len=seq_len), training, parallel=parallel)
         return RunShape.of(self.llama(me), config, me.world)
 
     def llama(self, me: Rank) -> models.Llama:
-        """Return its shape as a checkpoint's config.json tells it."""
+        """Return the model's shape, parsed from its configuration."""
         return models.parse_llama(self.config(me).to_dict() | {"architectures": None}, "the model")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Timed:
-    """What a step took in the median."""
+    """Median times of a step, and the last update."""
 
     seconds: dict[str, float]  # by part
     work: UpdateWork | None
 
     @property
     def whole_s(self) -> float:
-        """The step."""
+        """Seconds of the whole step."""
         return sum(self.seconds.values())
 
 
@@ -130,7 +127,7 @@ EXACT = Workload("llama3.1-8b", layers=4, batch=1, seq_len=1024, attention="sdpa
 
 
 def _build(what: Workload, parallel: Parallel, me: Rank, settings: Model) -> tuple[nn.Module, Updater]:
-    """Build a sharded model with random weights, which are the same each time."""
+    """Build a sharded model with random weights from a fixed seed."""
     config = what.config(me)
     attention = next(name for name in candidates(what.attention) if not flash_lack(name, me.device, torch.bfloat16))
     if parallel.by_fsdp1:
@@ -172,7 +169,7 @@ def _build(what: Workload, parallel: Parallel, me: Rank, settings: Model) -> tup
 def take_steps(
     what: Workload, parallel: Parallel, me: Rank, count: int, settings: Model = PLAIN
 ) -> tuple[list[float], Timed]:
-    """Take steps; returns their losses, and what the last ``STEPS`` took."""
+    """Take steps; return their losses and the median times of the last ``STEPS``."""
     module, updater = _build(what, parallel, me, settings)
     passes = build_passes(parallel, module, me)
     batches = (what.batches(me, step, [me.rank]) for step in range(count))
@@ -186,7 +183,7 @@ def take_steps(
 def run_steps(
     passes: Passes, updater: Updater, batches: Iterable[Sequence[Batch]], me: Rank
 ) -> tuple[list[float], list[dict[str, float]], UpdateWork | None]:
-    """Take a step of each batch; returns their losses, their seconds by part, and the last one's update."""
+    """Take a step per batch; return the losses, the seconds by part, and the last step's update."""
     losses, seconds, work = [], [], None
     for microbatches in batches:
         timer = StepTimer(me.device)
@@ -200,7 +197,7 @@ def run_steps(
 
 
 def layer(place: Offload, me: Rank) -> list[Figure]:
-    """Train one decoder layer of the 405B shape; its peak beside the estimate."""
+    """Train one decoder layer of the 405B shape; compare its peak memory with the estimate."""
     parallel = Parallel(offload=place)
     if me.on_gpu:
         torch.cuda.reset_peak_memory_stats()
@@ -232,7 +229,7 @@ layer_all = functools.partial(layer, "all")
 
 
 def hiding(me: Rank) -> list[Figure]:
-    """Compare steps with updates hidden and between the steps, where a forward takes about as long as an update."""
+    """Compare hidden updates with updates between the steps, with a forward about as long as an update."""
     figures = []
     for place in ("optimizer", "all"):
         hidden, between = (
@@ -252,7 +249,10 @@ def hiding(me: Rank) -> list[Figure]:
 
 
 def exact(me: Rank) -> list[Figure]:
-    """Compare losses bit for bit: the same twice (the control), hidden and between the steps, and both places."""
+    """Compare losses bit for bit between ways of updating.
+
+    Runs: the same twice (control), hidden and sequential updates, offload all and optimizer.
+    """
     torch.use_deterministic_algorithms(True)
     runs = {
         "between the steps": Parallel(offload="all", overlap=False),
@@ -268,7 +268,7 @@ def exact(me: Rank) -> list[Figure]:
     [first, control, *others] = losses
     if losses[control] != losses[first]:
         raise RuntimeError(
-            "the same steps twice give other losses: this device is not deterministic, so nothing is shown"
+            "the same steps gave different losses twice: this device is not deterministic, so the comparison proves nothing"
         )
     for name in others:
         if losses[name] != losses[first]:
@@ -278,16 +278,16 @@ def exact(me: Rank) -> list[Figure]:
     return [Figure("runs that agree", len(runs), ""), Figure("steps", EXACT_STEPS, "")]
 
 
-WITHIN = 1e-2  # relative, of a loss: BF16 rounds elsewhere where matrices are cut
+WITHIN = 1e-2  # relative, of a loss: BF16 rounds differently in split matrices
 
 
 def beside_fsdp(parallel: Parallel, me: Rank) -> list[Figure]:
-    """Take steps with a mesh, and with FSDP over all ranks."""
+    """Compare losses and step times of a mesh with those of FSDP over all ranks."""
     plain, expected_s = _steps(Parallel(), me)
     losses, took_s = _steps(parallel, me)
     apart = [abs(loss / expected - 1) for loss, expected in zip(losses, plain, strict=True)]
-    if not all(each <= WITHIN for each in apart):  # nor is one not a number
-        raise RuntimeError(f"the losses are {losses}, and with FSDP alone {plain}")
+    if not all(each <= WITHIN for each in apart):  # written so that a NaN fails, too
+        raise RuntimeError(f"the losses are {losses}, but with FSDP alone {plain}")
     return [
         Figure("losses apart by", max(apart), ""),
         Figure("step", took_s, "s"),
@@ -302,7 +302,7 @@ hsdp = functools.partial(beside_fsdp, Parallel(dp_replicate=2))
 
 
 def _steps(parallel: Parallel, me: Rank) -> tuple[list[float], float]:
-    """Return the losses of some steps of a sequence for each rank, and the median of their seconds but the first's."""
+    """Return the losses of steps with one sequence per rank, and their median seconds (not the first's)."""
     me, config = on_mesh(me, parallel), EXACT.config(me)
     whole = llama.build_on_meta(config, EXACT.attention, fsdp.shard_dtype(parallel))
     holdings, model = holdings_of(whole, parallel, me), split(whole, parallel, me)
@@ -313,7 +313,7 @@ def _steps(parallel: Parallel, me: Rank) -> tuple[list[float], float]:
     checkpoint_activations(model)
     passes = build_passes(parallel, model, me)
     updater = build_updater(model, Optimizer(), parallel, me.device, master=master)
-    per_rank = me.world // me.dp.size  # sequences, one at a time, of a batch that has one for each rank
+    per_rank = me.world // me.dp.size  # the batch has one sequence per rank; ranks of one dp coordinate share theirs
     mine = range(me.dp.rank * per_rank, (me.dp.rank + 1) * per_rank)
     losses, seconds, _ = run_steps(passes, updater, (EXACT.batches(me, step, mine) for step in range(1 + STEPS)), me)
     del model, master, passes, updater
@@ -321,12 +321,12 @@ def _steps(parallel: Parallel, me: Rank) -> tuple[list[float], float]:
     return losses, statistics.median(sum(each.values()) for each in seconds[1:])
 
 
-# With an embedding of true size, and layers enough for inputs to come back one layer ahead.
+# A full-size embedding, and enough layers for inputs to come back one layer ahead.
 MODEL = Workload("llama3.1-8b", layers=4, batch=2, seq_len=4096, attention="sdpa", vocab=128_256)
 
 
 BASE = Parallel(wrap=WHOLE[:1])  # a layer is a unit
-Knobs = dict[str, dict[str, Any]]  # settings of [parallel] and [model], by a name
+Knobs = dict[str, dict[str, Any]]  # settings of [parallel] and [model], by label
 FSDP2: Knobs = {"embedding": {"wrap": WHOLE}, "offload": {"offload": "all"}}
 FSDP1 = FSDP2 | {
     "forward prefetch": {"forward_prefetch": True},
@@ -347,13 +347,13 @@ TOGETHER = ("loss in parts", "no checkpointing", "compiled")
 
 
 def recipes(strategy: Name) -> dict[str, Knobs]:
-    """Return what the recipe of a strategy leaves open, by name: none of its knobs, each alone, and all."""
+    """Return the settings that a strategy's recipe leaves open, by label: none, each alone, and all."""
     knobs = FSDP1 if strategy == "fsdp1" else FSDP2
     return {"none of them": {}} | {name: {name: knobs[name]} for name in knobs} | {"all of them": knobs}
 
 
 def trades(device: torch.device) -> dict[str, Knobs]:
-    """Return what else of FSDP2 runs here, by name: each alone, and some together."""
+    """Return other settings of FSDP2 that work on this device, by label: each alone, some together."""
     alone = MORE if llama.compile_lack(device) else MORE | COMPILED
     sets: list[Knobs] = [{name: alone[name]} for name in alone]
     sets += [{name: alone[name] for name in TOGETHER if name in alone}]
@@ -362,13 +362,16 @@ def trades(device: torch.device) -> dict[str, Knobs]:
 
 
 def knobs(me: Rank) -> list[Figure]:
-    """Take steps with each setting of the recipe, for FSDP2, and on GPUs for FSDP1, which torch has for no CPU: seconds and GB."""
+    """Measure steps with each setting of the recipe.
+
+    For FSDP2, and on GPUs also for FSDP1, which torch does not have for CPUs.
+    """
     found = _table("fsdp2", recipes("fsdp2"), me)
     return found + _table("fsdp1", recipes("fsdp1"), me) if me.on_gpu else found
 
 
 def more_knobs(me: Rank) -> list[Figure]:
-    """Take steps with each setting that trades memory for speed."""
+    """Measure steps with each setting that trades memory for speed."""
     return _table("fsdp2", trades(me.device), me)
 
 
@@ -379,7 +382,7 @@ def _table(strategy: Name, named: Mapping[str, Knobs], me: Rank) -> list[Figure]
         of_model = {key: value for key, value in values.items() if hasattr(PLAIN, key)}
         parallel = dataclasses.replace(BASE, **{key: values[key] for key in values.keys() - of_model.keys()})
         figures += (found := _measured(f"{strategy}, {name}", parallel, dataclasses.replace(PLAIN, **of_model), me))
-        if me.is_rank0:  # all comes at the end, if it comes to an end
+        if me.is_rank0:  # printed now, as the figures are lost if a later variant fails
             print("; ".join(f"{each.name} {each.value:.3g} {each.unit}" for each in found), file=sys.stderr, flush=True)
     return figures
 
@@ -399,7 +402,7 @@ def _measured(name: str, parallel: Parallel, model: Model, me: Rank) -> list[Fig
 
 
 def _planned(name: str, parallel: Parallel, model: Model, me: Rank) -> list[Figure]:
-    """What the plan says of it, if it knows the GPU; FSDP1 is not predicted."""
+    """Return the predicted memory, and the predicted step if the GPU is known; FSDP1 is not predicted."""
     of = torch.cuda.get_device_properties(me.device)
     gpu = gpu_like(of.name, of.total_memory, read_gpus())
     run = MODEL.run_shape(parallel, me, model)

@@ -1,4 +1,4 @@
-"""What a run learns, and whether it still does. Knows the configuration and the tokens; not tensors."""
+"""Identify what a run trains on, and check that a resume still does. Knows the configuration and the tokens; not tensors."""
 
 import dataclasses
 import hashlib
@@ -30,9 +30,9 @@ NOT_OF_THE_MODEL = {"_name_or_path", "architectures", "dtype", "torch_dtype", "t
 
 
 def identity_of(config: Config, files: Path, batches: Batches) -> RunIdentity:
-    """Return what this run learns; ``files``: the directory of the model's small files.
+    """Return the identity of this run's model, data and settings; ``files``: the directory of the model's small files.
 
-    The data's fingerprint covers its length and a sample: another corpus shows, a letter that changed may not.
+    The data's fingerprint covers its length and a sample: it tells another corpus, but may miss a letter that changed.
     """
     sample, n_tokens = hashlib.sha256(), 0
     for source in batches.mixture.sources:
@@ -41,7 +41,7 @@ def identity_of(config: Config, files: Path, batches: Batches) -> RunIdentity:
         starts = np.linspace(0, max(0, len(tokens_N) - SAMPLE_TOKENS), SAMPLES, dtype=np.int64)
         for start in np.unique(starts):
             sample.update((tokens_N[start : start + SAMPLE_TOKENS] & ~FIRST).tobytes())
-    rules = f"rules {RULES} ({config.data.special_tokens})"  # under others a position in the tokens may be another
+    rules = f"rules {RULES} ({config.data.special_tokens})"  # other rules may put a position elsewhere in the tokens
     return RunIdentity(
         model=model_of(config, files),
         data=f"{n_tokens} tokens {sample.hexdigest()[:12]}{_parts(batches)}, {rules}",
@@ -57,12 +57,12 @@ def identity_of(config: Config, files: Path, batches: Batches) -> RunIdentity:
 
 
 def model_of(config: Config, files: Path) -> str:
-    """Return the fingerprint of the model's shape, by its configuration, and with adapters of the weights beside which they are.
+    """Return the fingerprint of the model's configuration and, with adapters, of the base weights.
 
     ``files``: see ``identity_of``. All ranks call it; rank 0 has the weights.
 
     Raises:
-        UserError: It cannot read them.
+        UserError: Rank 0 cannot read the weights.
     """
     hf_config = read_hf_json(files / "config.json")
     described = {key: value for key, value in hf_config.items() if key not in NOT_OF_THE_MODEL}
@@ -71,7 +71,7 @@ def model_of(config: Config, files: Path) -> str:
 
 
 def _weights_of(config: Config) -> str:
-    """The fingerprint of frozen weights, which no checkpoint has."""
+    """Return the fingerprint of the frozen base weights, which no checkpoint contains."""
     if not config.adapter.trains or config.model.weights == "random":
         return ""
     found = ""
@@ -82,7 +82,7 @@ def _weights_of(config: Config) -> str:
 
 
 def _parts(batches: Batches) -> str:
-    """What is read of the tokens, if that is not all or they are mixed."""
+    """Describe which tokens are read, if that is not all of them or they come from several sources."""
     sources, counts = batches.mixture.sources, batches.mixture.counts
     if len(sources) == 1 and sources[0].excerpt is None and sources[0].spans_N2 is None:
         return ""
@@ -94,15 +94,15 @@ def _parts(batches: Batches) -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Beginning:
-    """Where a run begins, or goes on."""
+    """Where a run starts or resumes."""
 
     identity: RunIdentity
-    position: int  # sequences read before
+    position: int  # sequences that were read before
     steps: int  # of the whole run
 
 
 def beginning(start: CheckpointView | None, config: Config, files: Path, batches: Batches) -> Beginning:
-    """Return where a run goes on from a checkpoint; None: where it begins."""
+    """Return where a run resumes from a checkpoint; None: where a new run starts."""
     identity = identity_of(config, files, batches)
     done, position = (start.manifest.step, position_after(start, identity)) if start else (0, 0)
     training = config.training
@@ -114,10 +114,10 @@ def beginning(start: CheckpointView | None, config: Config, files: Path, batches
 
 
 def changes_at(start: CheckpointView, now: RunIdentity, allowed: Sequence[str]) -> str:
-    """Say what changes with this resume, for the log; '' if nothing does.
+    """Check what this resume changes, and return a line for the log; '' if nothing changes.
 
     Raises:
-        UserError: Something changes, and is not allowed to.
+        UserError: Something changes that is not allowed to.
     """
     before = start.manifest.identity
     if before is None:
@@ -126,20 +126,20 @@ def changes_at(start: CheckpointView, now: RunIdentity, allowed: Sequence[str]) 
 
 
 def software() -> dict[str, str]:
-    """Return the versions of what computes a step, this code among them."""
+    """Return the versions of the software that computes a step, including this code."""
     packages = {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
     return packages | {"llama405b": code_version()}
 
 
 def other_software(start: CheckpointView) -> str:
-    """Say for the log which versions are not those that saved a checkpoint; '' if all are, or it does not say."""
+    """Return a log line about versions that differ from a checkpoint's; '' if none do or none are recorded."""
     before, now = start.manifest.versions, software()
     differ = [f"{name} {before[name]} -> {now[name]}" for name in now if before.get(name, now[name]) != now[name]]
-    return given(f"{start.path} was saved by other software ({{}})", ", ".join(differ))
+    return given(f"{start.path} was saved with other versions ({{}})", ", ".join(differ))
 
 
 def position_after(start: CheckpointView, now: RunIdentity) -> int:
-    """Return how many sequences were read before a checkpoint; 0 if the data is no longer the same, in the same order."""
+    """Return how many sequences were read before a checkpoint; 0 if the data or its order has changed."""
     manifest = start.manifest
     if manifest.identity is None:
         return manifest.step * now.global_batch_size

@@ -1,7 +1,7 @@
-"""The state after one step, kept readable while training changes it.
+"""Keep the state after one step readable while training changes it.
 
-A tensor is read straight from where it lives, from its update in that step until its next one. What has not been read by
-then is copied into staging memory, and where that is full the update waits. Knows tensors, updates and threads; not files.
+A tensor is read in place between its update in that step and its next update. A tensor that has not been read by then is
+copied into staging memory; if that is full, the update waits. Knows tensors, updates and threads; not files.
 """
 
 import bisect
@@ -32,18 +32,18 @@ from llama405b.distributed.host_memory import (
 from llama405b.optim.updater import Unit
 
 BACKGROUND = 15  # niceness, of 19
-PEEKS = 20  # at the rate of reading, until updates come
+PEEKS = 20  # of the reading rate before the next update is due
 
 
 class Slab:
-    """One piece of memory, given out in parts: to the first gap that is large enough."""
+    """One block of memory, allocated in parts: first fit."""
 
     def __init__(self, memory: Tensor) -> None:
         self.memory = memory
         self.gaps = [(0, memory.numel())]  # begin and end, in order; no two touch
 
     def take(self, n_bytes: int) -> Tensor | None:
-        """Return so many bytes, or None if no gap has them."""
+        """Return a buffer of so many bytes, or None if no gap is large enough."""
         size = aligned(n_bytes)
         for i, (begin, end) in enumerate(self.gaps):
             if end - begin >= size:
@@ -52,9 +52,10 @@ class Slab:
         return None
 
     def give_back(self, buffer: Tensor) -> None:
-        """Make a gap of what was taken, one with the gaps that it touches."""
+        """Return a buffer to the gaps, and merge it with its neighbours."""
         begin = buffer.storage_offset() - self.memory.storage_offset()
         end = begin + aligned(buffer.numel())
+        # merge with the next gap, then with the previous one
         i = bisect.bisect(self.gaps, (begin, end))
         if i < len(self.gaps) and self.gaps[i][0] == end:
             end = self.gaps.pop(i)[1]
@@ -64,12 +65,12 @@ class Slab:
 
 
 class Staging:
-    """Memory for copies, which is allocated once, and used again from save to save."""
+    """Memory for copies: allocated once and reused by each save."""
 
     def __init__(self, sizes: Iterable[int], limit_bytes: int, device: torch.device, progress: Progress) -> None:
-        """Allocate what copies of tensors of these sizes, in bytes, take, or as many of them as the limit has room for.
+        """Allocate memory for copies of tensors of these sizes in bytes, up to the limit.
 
-        It is pinned if ``device``, where they are copied from, is a GPU.
+        The memory is pinned if ``device``, from which the copies are made, is a GPU.
         """
         pieces = [sum(map(aligned, sizes)) for sizes in grouped(list(sizes))]
         room = itertools.accumulate(pieces, lambda left, piece: left - piece, initial=limit_bytes)
@@ -77,22 +78,22 @@ class Staging:
         self.slabs = [Slab(memory) for memory in allocate(blocks, device, progress, "checkpoint.staging")]
 
     def take(self, n_bytes: int) -> Tensor | None:
-        """Return so many bytes, or None while there is no room."""
+        """Return a buffer of so many bytes, or None while there is no room."""
         return next((buffer for slab in self.slabs if (buffer := slab.take(n_bytes)) is not None), None)
 
     def give_back(self, buffer: Tensor) -> None:
-        """Let the next copies have it."""
+        """Free a buffer for the next copies."""
         where = buffer.untyped_storage().data_ptr()
         next(slab for slab in self.slabs if slab.memory.untyped_storage().data_ptr() == where).give_back(buffer)
 
 
 class TensorState(enum.Enum):
-    """What has become of a tensor of the state."""
+    """How far a tensor of the state has been read."""
 
     LIVE = enum.auto()  # neither read nor copied: it must not change
     READING = enum.auto()  # from where it lives: it must not change
     COPYING = enum.auto()  # it must not change
-    STAGED = enum.auto()  # copied, and not read: it may change, as from here on
+    STAGED = enum.auto()  # copied, and not read: it may change from here on
     READING_COPY = enum.auto()
     DONE = enum.auto()
 
@@ -105,8 +106,8 @@ class TrackedTensor:
     """One tensor of the state."""
 
     tensor: Tensor
-    updated: "concurrent.futures.Future[None] | None" = None  # its update in the step that is saved
-    entries: list[int] = dataclasses.field(default_factory=list)  # of the plan, that are read from it
+    updated: "concurrent.futures.Future[None] | None" = None  # completes when the step that is saved has updated it
+    entries: list[int] = dataclasses.field(default_factory=list)  # numbers in the plan that are read from it
     buffer: Tensor | None = None  # its copy
     arrived: Arrived = nothing  # in the buffer
     state: TensorState = TensorState.LIVE
@@ -114,19 +115,19 @@ class TrackedTensor:
 
 @dataclasses.dataclass(slots=True)
 class SnapshotStats:
-    """How a state was read, and what that cost."""
+    """How a state was read, and how long updates waited for it."""
 
     straight_bytes: int = 0  # from where it lives
     staged_bytes: int = 0  # from a copy
-    waited_bytes: int = 0  # of them: what an update had to wait for
+    waited_bytes: int = 0  # of them: tensors whose update had to wait
     waited_s: float = 0.0
 
 
 class CopyOnUpdate:
-    """The state after one step: read by several threads, while ``before_update`` is told what is about to change."""
+    """The state after one step, read by several threads while ``before_update`` guards what changes."""
 
     def __init__(self, units: Sequence[Unit], staging: Staging, next_update_s: float | None = None) -> None:
-        """``next_update_s``: when updates are expected to come; None: unknown, so nothing is copied ahead of them."""
+        """``next_update_s``: seconds until the next updates are due; None: unknown, nothing is copied ahead."""
         self.staging = staging
         self.stats = SnapshotStats()
         self.changed = threading.Condition()
@@ -143,7 +144,7 @@ class CopyOnUpdate:
                 unit.updated.add_done_callback(self._notify)
         gpu = next((piece.tensor.device for piece in self.live if piece.tensor.is_cuda), None)
         self.stream = torch.cuda.Stream(gpu) if gpu else None
-        if self.stream:  # copies are cheap there, and room is not
+        if self.stream:  # on a GPU, copies are cheap and memory is scarce
             self.stream.wait_stream(torch.cuda.current_stream(gpu))
             for piece in self.pieces.values():
                 if (buffer := self._room(piece)) is not None:
@@ -154,7 +155,7 @@ class CopyOnUpdate:
             threading.Thread(target=self._stage_ahead, name="stage", daemon=True).start()
 
     def plan(self, tensors: Sequence[Tensor]) -> None:
-        """Set what is to be read: ``read`` numbers it in this order. All else may change from now on."""
+        """Set the tensors that ``read`` yields, numbered in this order. All others may change from now on."""
         with self.changed:
             for number, tensor in enumerate(tensors):
                 piece = self.pieces.get(tensor.data_ptr())
@@ -173,7 +174,7 @@ class CopyOnUpdate:
     def read(self) -> Iterator[tuple[int, Tensor]]:
         """Yield each tensor of the plan with its number, in CPU memory; several threads share the work.
 
-        A tensor is valid until the next one is asked for.
+        A tensor is valid until the next one is requested.
         """
         while piece := self._next():
             try:
@@ -190,20 +191,20 @@ class CopyOnUpdate:
 
     @torch.no_grad()
     def before_update(self, tensors: Iterable[Tensor]) -> None:
-        """Return once these may change: they have been read, or copied."""
+        """Wait until these tensors may change: each has been read or copied."""
         for tensor in tensors:
             if piece := self.pieces.get(tensor.data_ptr()):
                 self._release(piece)
 
     def abandon(self) -> None:
-        """Let all of it change, and ``read`` end: the save failed."""
+        """Release all tensors and end ``read``: the save failed."""
         with self.changed:
             self.abandoned = True
             for piece in self.pieces.values():
                 self._finish(piece)
 
     def _next(self) -> TrackedTensor | None:
-        """Wait for something that can be read; None if all has been."""
+        """Wait for a tensor that can be read and return it; None if all have been read."""
         with self.changed:
             while self.left and not self.abandoned:
                 if piece := self._first():
@@ -212,17 +213,17 @@ class CopyOnUpdate:
         return None
 
     def _first(self) -> TrackedTensor | None:
-        """What to read next, so that updates wait least.
+        """Pick the tensor to read next so that updates wait least.
 
-        Before they come: what the first will change. While they come, and each tensor is copied for them: copies, which makes room,
-        and what the last will change. Where there is no room: what the next one waits for.
+        Before updates begin: the tensor that is updated first. While updates run and tensors are copied for them: copies, which
+        frees staging memory, then the tensor that is updated last. If staging is full: the tensor that an update waits for.
         """
         if self.changing and not self.starved:
             return self._take_staged() or self._take_live(-1)
         return self._take_live(0) or self._take_staged()
 
     def _take_live(self, end: int) -> TrackedTensor | None:
-        """The first (0) or the last (-1) tensor that nobody has taken, once it has been updated."""
+        """Return the first (0) or last (-1) tensor that no thread has claimed, once it has been updated."""
         while self.live:
             piece = self.live[end]
             taken = piece.state is not TensorState.LIVE
@@ -238,7 +239,7 @@ class CopyOnUpdate:
     def _take_staged(self) -> TrackedTensor | None:
         while self.staged:
             piece = self.staged.popleft()
-            if piece.state is TensorState.STAGED:  # what is not in the plan is done already
+            if piece.state is TensorState.STAGED:  # tensors outside the plan are done already
                 piece.state = TensorState.READING_COPY
                 return piece
         return None
@@ -270,7 +271,7 @@ class CopyOnUpdate:
 
     @torch.no_grad()
     def _stage_ahead(self) -> None:
-        """Copy what will not have been read when updates come, from its end, so that they need not."""
+        """Copy, from the end, tensors that will not be read before updates begin, so that these need not wait."""
         assert self.next_update_s is not None
         give_way()
         while True:
@@ -295,7 +296,7 @@ class CopyOnUpdate:
         return self.staging.take(piece.tensor.nbytes)
 
     def _stage(self, piece: TrackedTensor, buffer: Tensor) -> None:
-        """Copy a tensor that nobody reads."""
+        """Copy a tensor that no thread is reading into its staging buffer."""
         arrived = copy([(_as(piece.tensor, buffer), piece.tensor)], self.stream)
         with self.changed:
             if piece.state is TensorState.DONE:
@@ -327,7 +328,8 @@ class CopyOnUpdate:
 
 
 def give_way() -> None:
-    """Have this thread run when no other thread wants its core."""
+    """Lower the priority of this thread, so that it runs when no other thread wants its core."""
+    # on Linux, niceness is per thread
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), BACKGROUND)
 
 

@@ -1,8 +1,9 @@
-"""Reading checkpoints, merged adapters and old pickles as a model's tensors, and writing them as safetensors, tensor by tensor.
+"""Read checkpoints, merged adapters and old pickles as a model's tensors; write them as safetensors, tensor by tensor.
 
-Whatever number of ranks saved a checkpoint, it is read without a process group; every block of its files that a tensor lies in is compared
-with the manifest before. Of pickles (``pytorch_model*.bin``, or a file for each module: ``model.layers.17.pt``, whose tensors have their
-names within it, or in the model) only tensors are unpickled (``weights_only``). Knows manifests and DCP's metadata; not the model's shape.
+A checkpoint of any number of ranks is read without a process group. Each block of its files is compared with the manifest before a
+tensor in it is used. Pickles are ``pytorch_model*.bin``, or one file per module (``model.layers.17.pt``) whose tensors are named within
+the module or within the model; only their tensors are unpickled (``weights_only``). Knows manifests and DCP's metadata; not the
+model's shape.
 """
 
 import collections
@@ -53,10 +54,10 @@ T = TypeVar("T")
 
 
 class SavedWeights:
-    """The weights in a checkpoint, by name in the model."""
+    """The weights in a checkpoint, by their names in the model."""
 
     def __init__(self, path: Path) -> None:
-        """Read the manifest, and DCP's metadata once that is known to be what was saved.
+        """Read the manifest, then DCP's metadata after verifying it.
 
         Raises:
             UserError: The checkpoint is incomplete or damaged, or cannot be read.
@@ -83,17 +84,17 @@ class SavedWeights:
         self.shapes = {name: tuple(entry.size) for name, entry in self.tensors.items()}
 
     def read(self, name: str) -> Tensor:
-        """Return a whole tensor, in the dtype in which it was saved.
+        """Return a full tensor in the dtype in which it was saved.
 
         Raises:
-            UserError: A part of it is damaged, or is no tensor.
+            UserError: A part of it is damaged or is not a tensor.
         """
         entry = self.tensors[name]
         for part in self.parts[f"{WEIGHTS}{name}"]:
             self._naming_a_way_out(functools.partial(self.reader.check, *part))
         tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that there is no process group
+            warnings.simplefilter("ignore")  # torch warns that there is no process group
             try:
                 dcp.load(
                     {f"{WEIGHTS}{name}": tensor}, storage_reader=self.reader, planner=TensorPlanner(), no_dist=True
@@ -111,7 +112,7 @@ class SavedWeights:
 
 
 def has_adapter(found: SavedWeights) -> bool:
-    """Whether a checkpoint holds an adapter alone."""
+    """Whether a checkpoint contains only an adapter."""
     return any(map(is_factor, found.shapes))
 
 
@@ -119,50 +120,46 @@ def settings_of(found: SavedWeights) -> Config:
     """Return the settings that a checkpoint was saved with.
 
     Raises:
-        UserError: It has none.
+        UserError: The checkpoint has no settings file.
     """
     path = found.path / CONFIG_FILE
     if not path.is_file():
-        raise UserError(f"{path}: no such file, and only it says what the adapter is; export another step with --step")
+        raise UserError(f"{path}: no such file, so the adapter's settings are unknown; export another step with --step")
     return config.resolve(config.read_toml(path))
 
 
 class MergedWeights:
-    """W + alpha / rank * B A of each target, in FP32, and all other weights as they are."""
+    """W + alpha / rank * B A for each target, in FP32; all other weights unchanged."""
 
     def __init__(self, found: SavedWeights, base: Path, settings: Config) -> None:
         """``base``: the directory of the model.
 
         Raises:
-            UserError: It is not the one that the adapter was trained beside, or cannot be read.
+            UserError: It is not the adapter's base model, or cannot be read.
         """
         self.found, self.path, self.base, adapter = found, found.path, base, settings.adapter
         self.scaling = adapter.alpha / adapter.rank
         if not base.is_dir():
-            raise UserError(
-                f"{base}: no such directory; name that of the model beside which {found.path} was trained with --model"
-            )
+            raise UserError(f"{base}: no such directory; pass the base model of {found.path} with --model")
         if settings.model.weights == "random":
             raise UserError(
-                f"{found.path}: was trained beside random weights, so there are none to merge it into; use --adapter"
+                f"{found.path}: was trained on random weights, so there is no model to merge it into; use --adapter"
             )
         self.shapes = models.read_llama(base, settings.model.layers).tensors()
         self.layout = read_tensors(base)
         for name, shape in self.shapes.items():
             if name not in self.layout or self.layout[name].shape != shape or self.layout[name].pieces:
                 raise UserError(
-                    f"{base}: has not the whole of {name}; name a directory with all weights of the model with --model"
+                    f"{base}: {name} is missing or incomplete; pass a directory with all weights of the model with --model"
                 )
         fingerprint = fingerprint_of(self.layout)
         trained = re.search(r", weights (\w+)", found.manifest.identity.model if found.manifest.identity else "")
         if trained and not fingerprint.startswith(trained[1]):
-            raise UserError(
-                f"{base}: has not the weights beside which {found.path} was trained; name their directory with --model"
-            )
+            raise UserError(f"{base}: is not the base model of {found.path}; pass it with --model")
         self.digest = hashlib.sha256(f"{found.digest} {fingerprint}".encode()).hexdigest()
 
     def read(self, name: str) -> Tensor:
-        """Return a whole tensor; a target's in FP32."""
+        """Return a full tensor; in FP32 if the adapter targets it."""
         info = self.layout[name]
         weight: Tensor = _open(info.file).get_tensor(name)  # type: ignore[no-untyped-call]
         matrix = name.removesuffix(".weight")
@@ -173,7 +170,7 @@ class MergedWeights:
 
 
 class PeftWeights:
-    """The adapter alone, under the names that it has in peft's files."""
+    """The adapter alone, under its names in peft's files."""
 
     def __init__(self, found: SavedWeights) -> None:
         self.found, self.path = found, found.path
@@ -181,7 +178,7 @@ class PeftWeights:
         self.digest = hashlib.sha256(f"{found.digest} peft".encode()).hexdigest()
 
     def read(self, name: str) -> Tensor:
-        """Return a whole factor."""
+        """Return a full factor (A or B of a target)."""
         return self.found.read(name.removeprefix(PEFT))
 
 
@@ -194,7 +191,7 @@ MODULES = ("model.", "lm_head")
 
 
 class PickledWeights:
-    """The weights in such files, by name in the model: mapped, so that they take no memory of their own."""
+    """The weights in pickled files, by their names in the model; memory-mapped where possible."""
 
     def __init__(self, path: Path) -> None:
         """Find the files and list their tensors.
@@ -215,7 +212,7 @@ class PickledWeights:
         for file in files:
             for name, tensor in self._open(file).items():
                 if name in self.files and UNUSED_ANYWHERE not in name:
-                    raise UserError(f"{path / file}: has {name}, as {self.files[name]} does; delete one of them")
+                    raise UserError(f"{path / file}: {name} is also in {self.files[name]}; delete one of them")
                 self.files[name], self.shapes[name] = file, tuple(tensor.shape)
                 if UNUSED_ANYWHERE not in name:
                     dtypes.add(tensor.dtype)
@@ -224,7 +221,7 @@ class PickledWeights:
         self.digest = hashlib.sha256(repr(known).encode()).hexdigest()
 
     def read(self, name: str) -> Tensor:
-        """Return a whole tensor."""
+        """Return a full tensor."""
         return self._open(self.files[name])[name].detach()
 
     @functools.lru_cache(maxsize=1)  # noqa: B019 - one object per process
@@ -246,7 +243,7 @@ class PickledWeights:
 
 
 def _can_be_mapped(file: Path) -> bool:
-    """Whether torch wrote it as a zip archive, as since 1.6; older files are read whole."""
+    """Whether a file is a zip archive, as torch 1.6 and later write; older files cannot be mapped."""
     with file.open("rb") as opened:
         return opened.read(4) == b"PK\x03\x04"
 
@@ -255,14 +252,16 @@ NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 
 
 def partial_of(path: Path) -> Path:
-    """Return the file that is written first."""
+    """Return the path of the file while it is being written."""
     return path.with_name(f".{path.name}.partial")
 
 
 def write_tensors(
     path: Path, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, read: Callable[[str], Tensor]
 ) -> str:
-    """Write tensors in this order and dtype; returns the file's SHA-256. It appears under its name when it is complete.
+    """Write tensors in this order and dtype, and return the file's SHA-256.
+
+    The file appears under its name when it is complete.
 
     Raises:
         OSError: The disk is full, or cannot be written.
@@ -285,16 +284,17 @@ def write_tensors(
             put(header_bytes(entries))
             for name in shapes:
                 put(memoryview(read(name).to(dtype).contiguous().flatten().view(torch.uint8).numpy()))
+            # on the disk before the rename: a crash leaves no damaged file under the final name
             file.flush()
             os.fsync(file.fileno())
     except BaseException:
-        partial.unlink(missing_ok=True)  # or it would take the room of the next try
+        partial.unlink(missing_ok=True)  # otherwise it takes the room of the next try
         raise
     partial.rename(path)
     return digest.hexdigest()
 
 
 def sha256_of(path: Path) -> str:
-    """Return the SHA-256 of a file as it is now, as ``write_tensors`` does of what it wrote."""
+    """Return the SHA-256 of a file as it is now, in the form that ``write_tensors`` returns."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,7 +1,8 @@
-"""After a save: a copy on the next host of the ring, by a process of the node runner's, and the user's command.
+"""Act on a finished save: have it copied to the next host of the ring, and run the user's command.
 
-The owner of a directory runs the command there, once for each checkpoint, oldest first, and remembers for which it has succeeded: what an
-attempt did not come to, the next one does. One that fails is tried again, and those that follow wait for it. Knows owners and files.
+A process of the node runner makes the copies. The owner of a directory runs the command there, once for each checkpoint, oldest first,
+and records for which it has succeeded: the next attempt continues with the others. A command that fails is retried, and later
+checkpoints wait for it. Knows owners and files.
 """
 
 import collections
@@ -28,13 +29,13 @@ FOUND_WITHIN_S = 30.0
 
 
 class Replication:
-    """The copies of a run's checkpoints: each host's part on the next one."""
+    """The copies of a run's checkpoints: each host's part is copied to the next host."""
 
     def __init__(self, store: Store) -> None:
         """Join the ring, unless there is no other host.
 
         Raises:
-            UserError: On every rank: the process that copies is not running on a host.
+            UserError: On every rank: the process that copies is not running on one of the hosts.
         """
         self.store, owners = store, store.owners
         self.everywhere = self.step = self.resumed = 0
@@ -57,19 +58,19 @@ class Replication:
             self.ring = Ring(store.me.attempt, before, after, str(store.root.resolve()), store.run.name, store.keep)
 
     def begin(self, resumed: int) -> None:
-        """Have copies made from now on; ``resumed``: the step from which the run goes on, of which there may be copies."""
+        """Request copies from now on; ``resumed``: the step that the run resumed from (0: none), which may have copies."""
         self.resumed = resumed
         self._tell()
 
     @property
     def spared(self) -> set[int]:
-        """The steps that are not deleted: the newest that was copied, and the one that is being copied."""
+        """The steps that must not be deleted: the newest that was copied, and the one that is being copied."""
         return {self.everywhere or self.resumed, self.step} if self.active else set()
 
     def after_save(self, step: int, group: dist.ProcessGroup | None = None) -> None:
-        """Have all hosts copy this step, once they have copied the one before it.
+        """Request a copy of this step from all hosts, once they have copied the previous one.
 
-        All copy the same step: of what each would choose by itself, none might be whole when a host is lost.
+        All hosts copy the same step: if each chose its own, no copied step might be complete when a host is lost.
         """
         if not self.active:
             return
@@ -78,7 +79,7 @@ class Replication:
         self._tell()
 
     def survey(self, group: dist.ProcessGroup | None = None) -> int:
-        """Return the newest step of which every host has a copy on the next one, 0 if there is none; all ranks call it alike."""
+        """Return the newest step that every host has copied to the next one; 0 if there is none. A collective."""
         copied = None
         if self.store.is_owner:
             read = read_record(Copied, self.store.run.copied(self.store.me.host))
@@ -94,11 +95,11 @@ class Replication:
     def _tell(self) -> None:
         if self.ring:
             self.ring = dataclasses.replace(self.ring, step=self.step, everywhere=self.everywhere)
-            with contextlib.suppress(OSError):  # it is told again after the next save
+            with contextlib.suppress(OSError):  # it is written again after the next save
                 write_json(self.store.run.ring(self.store.me.host), self.ring)
 
     def _spot(self) -> Endpoint | None:
-        """Where this host takes copies; waits until the process that does has said so."""
+        """Wait until this host's copying process has published its endpoint; None after a timeout."""
         deadline = time.monotonic() + FOUND_WITHIN_S
         while True:
             spot = read_record(Endpoint, self.store.run.spot(self.store.me.host))
@@ -109,23 +110,23 @@ class Replication:
             time.sleep(0.1)
 
 
-RETRY_S = (5.0, 30.0, 120.0, 600.0)  # between tries; the last one repeats
-MOST_WAITING = 2  # checkpoints, of which it runs for one; more, and it is told that the command does not keep up
-TRIES_AT_END = 3  # after the last step, of a command that fails
-ENDS_WITHIN_S = 5.0  # of SIGTERM
+RETRY_S = (5.0, 30.0, 120.0, 600.0)  # between tries; the last value repeats
+MOST_WAITING = 2  # checkpoints, including the one that it runs for; with more, the command does not keep up
+TRIES_AT_END = 3  # of the command after the last step
+ENDS_WITHIN_S = 5.0  # to wait after closing, after SIGTERM, and after SIGKILL
 
 Say = Callable[[str], None]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Done:
-    """For which checkpoints the command has succeeded: ``status/HOST.after-save``."""
+    """The checkpoints for which the command has succeeded: ``status/HOST.after-save``."""
 
     digests: Mapping[str, str]  # of manifests, by name
 
 
 class AfterSave:
-    """Runs in a thread, from ``begin`` on."""
+    """Runs the user's command for each checkpoint, in a thread that ``begin`` starts."""
 
     def __init__(self, command: str, run: RunDir, host: str, say: Say, limit_s: float) -> None:
         """``limit_s``: how long the command may take for one checkpoint."""
@@ -133,27 +134,27 @@ class AfterSave:
         record = read_record(Done, run.after_save(host))
         self.done = dict(record.digests) if record else {}
         self.waiting = collections.deque[tuple[Path, str]]()  # with the digest of its manifest, oldest first
-        self.succeeded = collections.deque[tuple[int, float]]()  # steps and seconds, until somebody asks
-        self.fault = ""  # why the command failed for the oldest one, or that it holds up others; "": neither
-        self.tries, self.failures = 0, 0  # that failed: of the oldest one, and of all
-        self.hurry, self.most = False, math.inf  # at the end: failures that are enough
-        self.pid, self.began = 0, 0.0  # of the command that runs; 0: none does
+        self.succeeded = collections.deque[tuple[int, float]]()  # steps and seconds, not reported yet
+        self.fault = ""  # why the command failed for the oldest checkpoint, or that it is too slow; "": neither
+        self.tries, self.failures = 0, 0  # failed tries: for the oldest checkpoint, and in all
+        self.hurry, self.most = False, math.inf  # no more steps: retry at once, up to this many failures
+        self.pid, self.began = 0, 0.0  # of the running command; 0: none runs
         self.news, self.is_over = threading.Event(), threading.Event()
         self.thread = threading.Thread(target=self._work, name="after-save", daemon=True)
 
     @property
     def pending(self) -> frozenset[int]:
-        """Steps of the checkpoints for which the command has not succeeded yet."""
+        """The steps of the checkpoints for which the command has not succeeded yet."""
         return frozenset(step_of(path) for path, _ in list(self.waiting))
 
     def begin(self, present: Mapping[Path, str]) -> None:
-        """Begin with what is there already, of which the manifests' digests are known."""
+        """Start the thread, with the checkpoints that exist already and the digests of their manifests."""
         self.done = {path.name: digest for path, digest in present.items() if self.done.get(path.name) == digest}
         self.waiting.extend(entry for entry in present.items() if entry[0].name not in self.done)
         self.thread.start()
 
     def landed(self, path: Path, digest: str) -> None:
-        """Run the command for this checkpoint, too."""
+        """Queue a checkpoint for the command."""
         self.waiting.append((path, digest))
         if self.pid and len(self.waiting) > MOST_WAITING and not self.fault:
             took_s, behind = time.monotonic() - self.began, len(self.waiting) - 1
@@ -161,26 +162,26 @@ class AfterSave:
         self.news.set()
 
     def results(self) -> list[tuple[int, float]]:
-        """Return the step, and the seconds it took, of each success since the last call."""
+        """Return the step and the seconds of each success since the last call."""
         return [self.succeeded.popleft() for _ in range(len(self.succeeded))]
 
     def hasten(self) -> None:
-        """Try again at once, and soon after each failure: nothing else is waited for."""
+        """Retry at once, and soon after each failure: training is over and waits for this alone."""
         self.most, self.hurry = self.failures + TRIES_AT_END, True
         self.news.set()
 
     @property
     def goes_on(self) -> bool:
-        """Whether something is left to do, and has not failed too often since ``hasten``."""
+        """Whether checkpoints are waiting, and the command has not failed too often since ``hasten``."""
         return bool(self.waiting) and self.failures < self.most and self.thread.is_alive()
 
     def left_words(self) -> str:
-        """Say what was not done, and why."""
+        """Describe for which checkpoints the command has not run, and why."""
         more = given(" and {} more", len(self.waiting) - 1)
         return f"{self.waiting[0][0]}{more} on {self.host}{given(' ({})', self.fault)}"
 
     def close(self) -> None:
-        """End the thread, and the command that runs if it takes long."""
+        """End the thread; kill the running command if it does not end soon."""
         self.is_over.set()
         self.news.set()
         if not self.thread.ident:
@@ -200,10 +201,10 @@ class AfterSave:
                 self.news.clear()
             elif not self._tried(*self.waiting[0]):
                 self.news.wait(RETRY_S[0 if self.hurry else min(self.tries, len(RETRY_S)) - 1])
-                self.news.clear()  # what lands meanwhile is a reason to try again, as the end is
+                self.news.clear()  # a new checkpoint, or the end, also ends the wait
 
     def _tried(self, path: Path, digest: str) -> bool:
-        """Run the command for a checkpoint; returns whether that is done. A filesystem that fails is a failure like others."""
+        """Run the command for a checkpoint; return whether it succeeded. A filesystem error is a failure too."""
         try:
             self.fault = self._run(path, digest)
         except OSError as error:
@@ -214,12 +215,12 @@ class AfterSave:
             return True
         self.tries, self.failures = self.tries + 1, self.failures + 1
         if not self.is_over.is_set():
-            with contextlib.suppress(OSError):  # standard output, perhaps, is full
-                self.say(f"after-save: {path.name} on {self.host}: {self.fault}; it is tried again")
+            with contextlib.suppress(OSError):  # the disk behind standard output may be full
+                self.say(f"after-save: {path.name} on {self.host}: {self.fault}; will retry")
         return False
 
     def _run(self, path: Path, digest: str) -> str:
-        """Run the command, unless the checkpoint is gone; returns why it failed."""
+        """Run the command, unless the checkpoint was deleted; return why it failed, or ''."""
         if not path.exists():
             return ""
         began, step = time.monotonic(), step_of(path)
@@ -231,20 +232,20 @@ class AfterSave:
         if fault := self._shell(os.environ | env):
             return fault
         self.done[path.name] = digest
-        with contextlib.suppress(OSError):  # then it is done twice, rather than never
+        with contextlib.suppress(OSError):  # then it runs twice, rather than never
             write_json(self.run.after_save(self.host), Done(self.done))
         self.succeeded.append((step, time.monotonic() - began))
         return ""
 
     def _shell(self, env: Mapping[str, str]) -> str:
-        """Run the command in a process group of its own; returns why it failed."""
+        """Run the command in its own process group; return why it failed, or ''."""
         silent = [(os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0)]
         self.began = time.monotonic()
         argv = ["/bin/sh", "-c", self.command]  # under Slurm, SIGTERM is blocked in this process, but not there
         self.pid = os.posix_spawn(argv[0], argv, env, file_actions=silent, setpgroup=0, setsigmask=())
         late = threading.Timer(self.limit_s, os.killpg, (self.pid, signal.SIGKILL))
         late.start()
-        # its number is not given to another before it is too late to kill it
+        # WNOWAIT leaves a zombie, so that the timer cannot kill another process that got the same pid
         os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
         late.cancel()
         late.join()
@@ -252,7 +253,7 @@ class AfterSave:
         self.pid = 0
         code = os.waitstatus_to_exitcode(status)
         if code == -signal.SIGKILL and time.monotonic() - self.began >= self.limit_s:
-            return f"ended after {self.limit_s:g} s, as checkpoint.after_save_limit says"
+            return f"killed after {self.limit_s:g} s (checkpoint.after_save_limit)"
         if code < 0:
             return f"killed by signal {-code}"
         return given("exit code {}", code)

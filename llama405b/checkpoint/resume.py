@@ -1,7 +1,8 @@
-"""Choose the checkpoint to go on from, by its manifest and the sizes of its files, bring its files together, and prove it by loading it.
+"""Choose the checkpoint to resume from, gather its files, and verify it by loading it.
 
-DCP itself loads torn directories and flipped bits without an error. What a host lacks, after a change of the hosts' order or number, comes
-from those that have it, in pieces, through CPU memory and the store's group. Knows files, owners and the store.
+The choice looks at manifests and file sizes; DCP itself loads torn directories and flipped bits without an error. After a change of the
+hosts' order or number, hosts send each other missing files in pieces, through CPU memory and the store's group. Knows files, owners and
+the store.
 """
 
 import contextlib
@@ -28,30 +29,30 @@ from llama405b.distributed.ranks import Rank
 from llama405b.optim.updater import Updater
 
 PIECE_BYTES = 64 << 20
-FAILED = -1  # instead of a length: the sender cannot read
+FAILED = -1  # sent instead of a length: the sender cannot read the file
 
 
 class Gathered:
-    """A checkpoint as this rank reads it: where it is, and copies of what this host lacks."""
+    """A checkpoint as this rank reads it: its files here, and files fetched from other hosts."""
 
     def __init__(self, store: Store, found: CheckpointView, progress: Progress) -> None:
         self.store = store
         self.found = found
         self.progress = progress
-        self.path = store.directory.borrowed(found.path)  # of the copies
+        self.path = store.directory.borrowed(found.path)  # of fetched files
         self.rank, self.owner = store.me.rank, store.owner_of[store.me.rank]
         self.brought = set[str]()
-        self.places = dict[str, Path]()  # of others, once found
+        self.places = dict[str, Path]()  # of files that were not fetched, once found
         self.is_made = False
         self.sent_by: dict[tuple[str, int], int] = {}  # file and owner -> the owner that sent it
         self.have = {owner: {*found.local[owner]} for owner in store.owners}
 
     def describe(self) -> None:
-        """Bring what all ranks need: everything without tensors."""
+        """Fetch the files that all ranks need: those without tensors."""
         self.bring([name for name in self.found.manifest.files if not DATA_FILE.fullmatch(name)])
 
     def bring(self, names: Iterable[str]) -> None:
-        """Bring files that this rank needs, to where ``at`` finds them; all ranks call it alike."""
+        """Fetch the files that this rank needs, to where ``at`` finds them. A collective."""
         if self.store.shared:
             return
         needs = collectives.all_gather_objects(tuple(sorted({*names})), tuple[str, ...], self.store.group)
@@ -67,7 +68,7 @@ class Gathered:
                 ) from None
         failed = ""
         total, done = sum(self.found.manifest.files[name].bytes for name, _, to in moves if to == self.rank), 0
-        for name, source, to in moves:  # in one order on all ranks: none waits for one that waits for it
+        for name, source, to in moves:  # in the same order on all ranks, or sends and receives could deadlock
             try:
                 if self.rank == source:
                     self._send(name, to)
@@ -78,15 +79,15 @@ class Gathered:
                 failed = failed or f"{self.found.path}/{name}: {reason_of(error)} on {self.store.me.host}"
         with collectives.raise_on_all_ranks(self.store.group):
             if failed:
-                raise UserError(f"{failed}; correct that, then resume")
+                raise UserError(f"{failed}; fix that, then resume")
 
     def drop(self) -> None:
-        """Delete the copies."""
+        """Delete the fetched files."""
         if self.is_made:
             shutil.rmtree(self.path, ignore_errors=True)
 
     def _moves(self, needs: Sequence[Sequence[str]]) -> list[tuple[str, int, int]]:
-        """List what each owner lacks, and which other one sends it: those in turns that have it."""
+        """List the missing files (name, source, target); the owners that have a file take turns to send."""
         moves = []
         for owner in self.store.owners:
             wanted = {name for rank, names in enumerate(needs) if self.store.owner_of[rank] == owner for name in names}
@@ -101,14 +102,14 @@ class Gathered:
         return moves
 
     def _make_room(self, moves: Sequence[tuple[str, int, int]]) -> None:
-        """Make the directory for what is to come."""
+        """Create the directory for the files to receive, if the disk has room for them."""
         coming = [name for name, _, to in moves if to == self.rank]
         if not coming:
             return
         needed = sum(self.found.manifest.files[name].bytes for name in coming)
         free = disk_free_bytes(str(self.store.root))
         if free is not None and needed > free:
-            raise OSError(errno.ENOSPC, f"{needed / 1e9:,.2f} GB are to come, but {free / 1e9:,.2f} GB are free")
+            raise OSError(errno.ENOSPC, f"{needed / 1e9:,.2f} GB are needed, but {free / 1e9:,.2f} GB are free")
         if not self.is_made:
             self.is_made = True
             shutil.rmtree(self.path, ignore_errors=True)
@@ -116,7 +117,7 @@ class Gathered:
             (self.path / name).parent.mkdir(parents=True, exist_ok=True)
 
     def at(self, name: str) -> Path:
-        """Return where this host has a file: what was brought, its own, or a copy."""
+        """Return where this host has a file: fetched, its own, or a copy of another host's part."""
         if name in self.brought:
             return self.path / name
         if self.store.shared:
@@ -137,7 +138,7 @@ class Gathered:
                 while left:
                     content = bytearray(file.read(min(PIECE_BYTES, left)))
                     if not content:
-                        raise OSError("it shrank while it was being sent")
+                        raise OSError("the file shrank while it was being sent")
                     piece = torch.frombuffer(content, dtype=torch.uint8)
                     dist.send(torch.tensor([len(piece)]), to, self.store.group)
                     dist.send(piece, to, self.store.group)
@@ -157,14 +158,14 @@ class Gathered:
             while left > 0:
                 dist.recv(size, source, self.store.group)
                 if int(size) == FAILED:
-                    return 0  # the sender says why
+                    return 0  # the sender reports the reason
                 piece = torch.empty(int(size), dtype=torch.uint8)
                 dist.recv(piece, source, self.store.group)
                 left -= len(piece)
                 try:
                     if trouble is None:
                         file.write(memoryview(piece.numpy()))
-                except OSError as error:  # the sender does not know
+                except OSError as error:  # keep receiving: the sender does not know
                     trouble = error
         if trouble:
             raise trouble
@@ -172,21 +173,21 @@ class Gathered:
 
 
 class Resume:
-    """What ``--resume`` (no, auto, a step, a path) asks for; all ranks call it alike."""
+    """The checkpoint that ``--resume`` (no, auto, a step, a path) selects. All methods are collectives."""
 
     def __init__(self, store: Store, wanted: str, *, weights_only: bool = False) -> None:
-        """Choose. ``weights_only``: to look at a checkpoint's weights, not to go on from there: nothing is set aside.
+        """Choose the checkpoint. ``weights_only``: to read its weights, not to resume; nothing is set aside.
 
         Raises:
-            UserError: A named checkpoint is missing or incomplete; ``auto`` finds checkpoints but none that is complete, or
-            a newer one cannot be read, or none where this run has saved some; or the directory holds checkpoints of another run.
+            UserError: A named checkpoint is missing or incomplete; with ``auto``, no checkpoint is complete, a newer one cannot be
+            read, or the checkpoints that this run saved are gone; or the directory holds checkpoints of another run.
         """
         self.store = store
         self.wanted = wanted
         self.weights_only = weights_only
         self.found: CheckpointView | None = None
         self.passed_over: list[PassedOver] = []
-        self.untried = store.present()  # the newest last
+        self.untried = store.present()  # newest last
         self.n_present = len(self.untried)
         if wanted == "no":
             refuse_held(store.root, self.untried)
@@ -196,12 +197,12 @@ class Resume:
             self._choose_named()
 
     def load(self, model: torch.nn.Module, updater: Updater, me: Rank, progress: Progress) -> int:
-        """Load what was found into the shards; returns its step. All that is not used is set aside.
+        """Load the chosen checkpoint into the shards and return its step. Unused checkpoints are set aside.
 
         Raises:
-            DamagedError: A part of it is not what was saved: the shards are as they may be, and ``found`` is now the same without
-                that file, if another host has a copy, or an older one.
-            UserError: There is none, it cannot be read, or it holds what no checkpoint does.
+            DamagedError: A part of it is damaged: the shards are undefined, and ``found`` is now the same
+                without that file, if another host has a copy, or else an older checkpoint: call this again.
+            UserError: No checkpoint can be loaded, it cannot be read, or it contains what no checkpoint does.
         """
         assert self.found
         gathered = Gathered(self.store, self.found, progress)
@@ -226,11 +227,11 @@ class Resume:
 
     @property
     def _another(self) -> str:
-        """What to do instead of the named one."""
+        """What to do if the named checkpoint cannot be used."""
         return "use another one" if self.weights_only else "use another one, or auto"
 
     def _leave_out(self, gathered: Gathered, failed: CheckpointException) -> bool:
-        """Do without the files that turned out to be damaged, if other hosts have copies of them."""
+        """Drop damaged files from the choice; return whether other hosts have copies of all of them."""
         assert self.found
         local = list(self.found.local)
         available = list(self.found.available)
@@ -250,11 +251,11 @@ class Resume:
         return True
 
     def settle(self) -> None:
-        """Rename what was passed over, so that ``auto`` does not find it."""
+        """Rename the rejected checkpoints, so that ``auto`` does not find them."""
         self.store.set_aside([each.path for each in self.passed_over])
 
     def _choose_named(self) -> None:
-        """The requested checkpoint; later ones are set aside, unless they belong to another run."""
+        """Choose the requested checkpoint, and reject later ones; refuse if these belong to another run."""
         root = self.store.root
         path = named_path(root, self.wanted)
         found = self.store.look_at(path)
@@ -265,13 +266,13 @@ class Resume:
             later = []
         if later and path.parent.resolve() != root.resolve():
             raise UserError(
-                f"--checkpoint.dir: {root} holds checkpoints up to {later[-1].name}, of another run; use another directory"
+                f"--checkpoint.dir: {root} holds checkpoints up to {later[-1].name} of another run; use another directory"
             )
         self.found = found
         self.passed_over = [PassedOver(old, Fault.LATER, f"{old}: saved after {path.name}") for old in later]
 
     def _choose_newest(self) -> None:
-        """The newest that looks complete; one that may be intact is an error."""
+        """Choose the newest checkpoint that looks complete; refuse if a newer one cannot be read."""
         self.found = None
         while self.untried and not self.found:
             looked = self.store.look_at(self.untried.pop())
@@ -299,7 +300,7 @@ class Resume:
         self.passed_over.append(fault)
 
     def _reject(self, fault: PassedOver) -> None:
-        """Go on to an older checkpoint, if any will do."""
+        """Reject the chosen checkpoint; with ``auto``, choose an older one."""
         if self.wanted != "auto":
             raise UserError(f"--resume: {fault}; {self._another}")
         self._pass_over(fault)
@@ -307,7 +308,7 @@ class Resume:
 
 
 class GatheringReader(VerifiedReader):
-    """Brings the files that this rank turns out to need."""
+    """Fetches the files that this rank's plan needs, and verifies what it reads."""
 
     def __init__(self, gathered: Gathered, told: Progress) -> None:
         super().__init__(gathered.found.path, gathered.found.manifest)
@@ -318,20 +319,20 @@ class GatheringReader(VerifiedReader):
         return self.gathered.at(name)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """DCP calls this on all ranks, with what each will read."""
+        """Fetch the files of the plan; DCP calls this on all ranks."""
         self.gathered.bring(self.storage_data[item.storage_index].relative_path for item in plan.items)
         return super().prepare_local_plan(plan)
 
 
 def _refuse_unsafe(failed: CheckpointException) -> None:
-    """Have every rank refuse what one found that should not be there: nobody goes on to an older one from that unseen."""
+    """Raise on every rank if one found unsafe content: none may silently use an older checkpoint."""
     for _, (cause, _) in sorted(failed.failures.items()):
         if isinstance(cause, UnsafeError):
             raise UserError(str(cause)) from None
 
 
 def _fault(found: CheckpointView, failed: CheckpointException, hosts: tuple[str, ...]) -> PassedOver:
-    """Return why a checkpoint could not be loaded; a disk that could not be read comes first."""
+    """Return why a checkpoint could not be loaded; an unreadable disk takes precedence over damage."""
     causes = {rank: cause[0] for rank, cause in sorted(failed.failures.items())}
     for rank, cause in causes.items():
         if not isinstance(cause, DamagedError):

@@ -1,9 +1,9 @@
-"""A save beside training: snapshot, write, seal, commit. Knows the store and DCP; not when to save.
+"""Save asynchronously: snapshot, write, hash, commit. Knows the store and DCP; not when to save.
 
-A checkpoint holds the model, the optimizer (in the dtype kept, FP32 or BF16), and every rank's random state; of a model with adapters these
-alone. The step number determines the schedule and the position in the data. A rank's part is written in several threads, each block hashed
-on its way to the disk, from where training keeps the tensors (``copy_on_update``). The weights are in files of their own: whoever wants
-only them, to export a model, need not bring the rest from other hosts.
+A checkpoint holds the model, the optimizer state (in its own dtype, FP32 or BF16) and every rank's random state; with adapters, only the
+adapters and their state. The step number determines the schedule and the position in the data. Several threads write a rank's part directly
+from the tensors that training uses (``copy_on_update``), and hash each block on its way to the disk. Weights are in separate files, so that
+an export need not fetch the rest from other hosts.
 """
 
 import contextlib
@@ -50,20 +50,20 @@ from llama405b.spec.models import is_factor
 
 
 def state_to_save(updater: Updater, me: Rank) -> dict[str, Any]:
-    """Return this rank's part of what DCP saves: the very tensors, of which updates may be pending."""
+    """Return this rank's part of the state that DCP saves: the live tensors, whose updates may be pending."""
     model_state, optimizer_state = _state_of(updater)
     return {"model": model_state, "optimizer": optimizer_state, "rng": {str(me.rank): _rng_state(me)}}
 
 
 def restore(path: Path, model: nn.Module, updater: Updater, me: Rank, files: TensorReader | None = None) -> int:
-    """Load a checkpoint into the shards; returns its step. ``files``: what reads it; None: what verifies nothing.
+    """Load a checkpoint into the shards and return its step. ``files``: what reads it; None: a reader that verifies nothing.
 
-    Only tensors are read: the optimizer's settings are those of now.
+    Only tensors are read: the optimizer keeps its current settings.
     """
     master, optimizer = updater.master, updater.optimizer
     updater.wait()
     for module in model.modules():
-        if isinstance(module, FSDPModule):  # some stay gathered after a forward without a backward
+        if isinstance(module, FSDPModule):  # a unit stays gathered after a forward without a backward
             module.reshard()
     model_state, optimizer_state = _state_of(updater)
     state: dict[str, Any] = {"model": model_state, "optimizer": {"state": optimizer_state["state"]}}
@@ -71,7 +71,7 @@ def restore(path: Path, model: nn.Module, updater: Updater, me: Rank, files: Ten
     if f"rng.{me.rank}.cpu" in files.read_metadata().state_dict_metadata:
         state["rng"] = {str(me.rank): _rng_state(me)}
     dcp.load(state, storage_reader=files, planner=TensorPlanner())
-    if isinstance(model, FullyShardedDataParallel):  # it saves copies; all others were filled in place
+    if isinstance(model, FullyShardedDataParallel):  # FSDP1 returned copies; others were filled in place
         set_state_dict(master, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
     updater.sync_weights()
     rng = state.get("rng", {}).get(str(me.rank), {})
@@ -85,7 +85,7 @@ def restore(path: Path, model: nn.Module, updater: Updater, me: Rank, files: Ten
 def restore_weights(
     path: Path, model: nn.Module, updater: Updater, _me: Rank, files: TensorReader | None = None
 ) -> int:
-    """Load the weights alone, without making moments; all else: see ``restore``."""
+    """Load only the weights, without creating optimizer state; see ``restore``."""
     master = updater.master
     state: dict[str, Any] = {"model": _kept(get_model_state_dict(master))}
     dcp.load(state, storage_reader=files or TensorReader(path), planner=TensorPlanner())
@@ -96,13 +96,14 @@ def restore_weights(
 
 
 def _state_of(updater: Updater) -> tuple[dict[str, Any], Any]:
-    """Return the tensors of model and optimizer; moments before the first update are zero.
+    """Return the tensors of model and optimizer; before the first update, the moments are zero.
 
-    torch makes those by a step with gradients of zero, which counts: the first update would be corrected as if it were the second.
+    torch creates the moments by a step with zero gradients and counts it. Its step counts are reset here, or Adam's bias correction would
+    treat the first update as the second.
     """
     master, optimizer = updater.master, updater.optimizer
     if not optimizer.state:
-        optimizer.zero_grad()  # where there are gradients torch makes no moments
+        optimizer.zero_grad()  # torch creates no moments while there are gradients
         get_state_dict(master, optimizer)
         for state in optimizer.state.values():
             state["step"].zero_()
@@ -111,12 +112,12 @@ def _state_of(updater: Updater) -> tuple[dict[str, Any], Any]:
 
 
 def _kept(weights: dict[str, Any]) -> dict[str, Any]:
-    """Return the adapters, or without any all weights."""
+    """Return the adapters; all weights if there are none."""
     return {name: weight for name, weight in weights.items() if is_factor(name)} or weights
 
 
 def _rng_state(me: Rank) -> dict[str, torch.Tensor]:
-    """The state of this rank's random generators."""
+    """Return the state of this rank's random generators."""
     state = {"cpu": torch.get_rng_state()}
     if me.on_gpu:
         state["cuda"] = torch.cuda.get_rng_state()
@@ -124,11 +125,11 @@ def _rng_state(me: Rank) -> dict[str, torch.Tensor]:
 
 
 THREADS = 4  # per rank; hashing and writing release the GIL
-PIECE_BYTES = 1 << 20  # hashed while it is in the CPU's cache
+PIECE_BYTES = 1 << 20  # small enough to be hashed while it is in the CPU's cache
 
 
 class SealingWriter(dcp.FileSystemWriter):
-    """Writes into an empty directory; then knows the seals of the data files that this rank wrote."""
+    """Writes this rank's data files into an empty directory, and records their digests."""
 
     def __init__(self, path: Path, rank: int, frozen: CopyOnUpdate) -> None:
         super().__init__(path, overwrite=False)
@@ -138,16 +139,18 @@ class SealingWriter(dcp.FileSystemWriter):
         self.digests: dict[str, FileDigest] = {}
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Demand the directory that its owner made: torch would make it, below the mount point of a filesystem that is not mounted."""
+        """Check that the directory exists: torch would create it below an unmounted mount point."""
         self.directory.stat()
         return super().prepare_local_plan(plan)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
-        """Write this rank's part, and flush it to the disk; DCP tells all ranks what is raised."""
+        """Write this rank's part and flush it to the disk; DCP reports an exception to all ranks."""
         tensors = [item for item in plan.items if item.type is not WriteItemType.BYTE_IO]
         self.frozen.plan([planner.resolve_data(item).detach() for item in tensors])
         names = [f"{plan.storage_data.prefix}{number}{DEFAULT_SUFFIX}" for number in range(2 * THREADS)]
-        small = iter([item for item in plan.items if item.type is WriteItemType.BYTE_IO])  # for whoever comes first
+        small = iter(
+            [item for item in plan.items if item.type is WriteItemType.BYTE_IO]
+        )  # shared: the first thread to ask writes them
 
         def write_some(thread: int) -> list[WriteResult]:
             with (
@@ -170,7 +173,7 @@ class SealingWriter(dcp.FileSystemWriter):
 
     @contextlib.contextmanager
     def _sealing(self, name: str, *, weights: bool) -> "Iterator[_Hashing]":
-        """Open a file that is flushed to its disk at the end, and sealed; an error ends the other threads too."""
+        """Open a file that is hashed and, at the end, flushed; an error also ends the other threads."""
         try:
             with contextlib.closing(DirectFile(self.directory / name, fill=_fill)) as file:
                 yield (output := _Hashing(file))
@@ -182,26 +185,26 @@ class SealingWriter(dcp.FileSystemWriter):
 
 
 def _fill(memory: memoryview, data: memoryview) -> None:
-    """Copy without holding the GIL, which training needs meanwhile."""
+    """Copy bytes without holding the GIL, which training needs meanwhile."""
     np.frombuffer(memory, np.uint8)[:] = np.frombuffer(data, np.uint8)
 
 
 class _Hashing(io.RawIOBase):
-    """A file that is written from its beginning to its end, and hashed block by block."""
+    """A file that is written sequentially and hashed block by block."""
 
     def __init__(self, file: DirectFile) -> None:
         self.file, self.hasher = file, BlockHasher(BLOCK_BYTES)
 
     def add(self, item: WriteItem, content: "Tensor | io.BytesIO") -> WriteResult:
-        """Append what a reader of DCP's format finds there."""
+        """Append an item in DCP's format."""
         begin = self.hasher.written
         if isinstance(content, Tensor):
             if content.untyped_storage().nbytes() != content.nbytes:
-                content = content.clone()  # torch.save writes the whole of what a view is of
+                content = content.clone()  # torch.save writes the full storage of a view
             try:
                 torch.save(content, self)
             except RuntimeError as error:
-                # torch writes more as it unwinds, and tells of an "unexpected pos"
+                # as it unwinds, torch writes more and hides the disk's error behind an "unexpected pos"
                 if isinstance(error.__context__, OSError):
                     raise error.__context__ from None
                 raise
@@ -211,7 +214,7 @@ class _Hashing(io.RawIOBase):
         return WriteResult(item.index, length, _StorageInfo(self.file.path.name, begin, length))
 
     def write(self, content: "bytes | memoryview") -> int:  # type: ignore[override]
-        """Write, and hash."""
+        """Write and hash the content, and return its size."""
         view = memoryview(content).cast("B")
         for begin in range(0, len(view), PIECE_BYTES):
             piece = view[begin : begin + PIECE_BYTES]
@@ -220,15 +223,15 @@ class _Hashing(io.RawIOBase):
         return len(view)
 
     def tell(self) -> int:
-        """Return how much has been written."""
+        """Return how many bytes have been written."""
         return self.hasher.written
 
     def writable(self) -> bool:
-        """Yes."""
+        """Return True."""
         return True
 
     def flush(self) -> None:
-        """Do nothing: the file is flushed once, at its end."""
+        """Do nothing: the file is flushed once, when it is complete."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -239,11 +242,11 @@ class Saved:
     digest: str  # of the manifest
     took_s: float
     stats: SnapshotStats
-    blocked_s: float = 0.0  # how long training waited for it, or was slower beside it
+    blocked_s: float = 0.0  # how long training waited, or was slowed down
 
 
 class Saving:
-    """Writes one checkpoint at a time into a store."""
+    """Writes one checkpoint at a time into a store, in a background thread."""
 
     def __init__(
         self,
@@ -254,11 +257,11 @@ class Saving:
         *,
         delete_unsent: bool = False,
     ) -> None:
-        """``staging_bytes``: of CPU memory per host for copies; None: what is free at the first save, less some.
+        """``staging_bytes``: CPU memory per host for copies; None: a share of what is free at the first save.
 
-        ``after_save``: of an owner; ``delete_unsent``: also what it has not succeeded for.
+        ``after_save``: on owners; ``delete_unsent``: also delete checkpoints for which it has not succeeded.
         """
-        self.versions = software()  # of what runs: files may change while it does
+        self.versions = software()  # read now: files may change while the run goes on
         self.after_save = after_save
         self.delete_unsent = delete_unsent
         self.store = store
@@ -278,22 +281,22 @@ class Saving:
         return any(future is not None and not future.done() for future in (self.under_way, self.pruning))
 
     def resumed(self, done: int) -> None:
-        """Begin what goes on beside training: ``done``: steps, after which the run goes on."""
+        """Start replication and the user's command in the background; ``done``: the step that training continues from."""
         if self.replication:
             self.replication.begin(done)
         if self.after_save:
             self.after_save.begin({path: write_manifest(each)[1] for path, each in self.store.directory.own().items()})
 
     def allocate_staging(self, updater: Updater, progress: Progress = lambda *_: None) -> None:
-        """Allocate the memory for copies, on all ranks; ``begin`` does, if nobody did before.
+        """Allocate the memory for copies, on all ranks; ``begin`` does so if it was not called.
 
-        Where the state is on a GPU it is pinned, which takes minutes: so do it before the first step.
+        If the state is on a GPU, the memory is pinned, which takes minutes: call it before the first step.
 
         Raises:
             UserError: CUDA cannot pin that much.
         """
         of_host = int(free_bytes() * SPARE) if self.staging_bytes is None else self.staging_bytes
-        collectives.all_reduce_max([0])  # all have looked before one takes
+        collectives.all_reduce_max([0])  # a barrier: all ranks read the free memory before one allocates
         tensors = [tensor for unit in updater.units() for tensor in unit.tensors]
         limit = of_host // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         device = next((tensor.device for tensor in tensors), self.me.device)
@@ -302,9 +305,9 @@ class Saving:
     def begin(
         self, step: int, updater: Updater, identity: RunIdentity, reached: Reached, next_update_s: float | None = None
     ) -> None:
-        """Begin to write ``step-N``: what is written is the state now, with all updates that are pending.
+        """Start writing ``step-N``: the current state, including all pending updates.
 
-        ``reached``: where training is then; ``next_update_s``: how long until the next ones, if that is known.
+        ``reached``: how far training is; ``next_update_s``: seconds until the next updates, if known.
 
         Call it on all ranks after the same step, and ``finish`` before the next time.
         """
@@ -316,16 +319,16 @@ class Saving:
         frozen = CopyOnUpdate(updater.units(), self.staging, next_update_s)
         updater.before_update = frozen.before_update
         self.under_way = self.thread.submit(self._save, step, state, frozen, identity, reached)
-        if isinstance(updater.master, FullyShardedDataParallel):  # what its state dict refers to is its own affair
+        if isinstance(updater.master, FullyShardedDataParallel):  # FSDP1 may change what its state dict refers to: wait
             self.under_way.exception()
         self.blocked_s = time.monotonic() - began
 
     def finish(self, slowed_s: float = 0.0) -> Saved | UserError | None:
-        """Wait for what was begun; returns it, or why it could not be written: then earlier checkpoints are untouched.
+        """Wait for the save; return the checkpoint, or the error: then earlier checkpoints are untouched.
 
-        ``slowed_s``: how much longer the steps beside it took, in which updates may have waited for it.
+        ``slowed_s``: how much longer the steps during the save took, in which updates may have waited for it.
 
-        Older ones are deleted from now on, beside training: see ``pruned``.
+        Older checkpoints are deleted in the background from now on: see ``pruned``.
 
         Raises:
             UserError: Another run has taken the directory over.
@@ -346,7 +349,7 @@ class Saving:
             self.pruning = self.thread.submit(self._prune)
 
     def pruned(self) -> str:
-        """Wait until older checkpoints are deleted; returns why one could not be: that is tried again after the next save."""
+        """Wait until older checkpoints are deleted; return why one was not (the next save retries), or ''."""
         pruning, self.pruning = self.pruning, None
         return pruning.result() if pruning else ""
 
@@ -413,7 +416,7 @@ class Saving:
         return writer.digests
 
     def _share(self, final: Path) -> dict[str, bytes]:
-        """Return what rank 0 has beside tensors, and other owners lack."""
+        """Broadcast rank 0's files without tensors; return them where they are missing."""
         store, others = self.store, dict[str, bytes]()
         if store.shared:
             return {}
@@ -425,7 +428,7 @@ class Saving:
         return {} if self.me.is_rank0 else brought
 
     def _manifest(self, step: int, mine: dict[str, FileDigest], identity: RunIdentity, reached: Reached) -> Manifest:
-        """Gather what all ranks wrote."""
+        """Return the manifest of what all ranks wrote. A collective."""
         parts = collectives.all_gather_objects(mine, dict[str, FileDigest], self.store.group)
         return Manifest(
             format=2,
@@ -442,10 +445,10 @@ class Saving:
 
 
 def forget_plans() -> None:
-    """Have the next save plan anew; all ranks do it at once.
+    """Clear torch's cached save plans, so that the next save plans anew. All ranks call it together.
 
     A plan does not change in a run, so torch keeps that of the first save: 64 ranks' plans of 405B take rank 0 half a minute of
-    Python, in which its training stands still. After a save that failed, ranks could differ in what they keep.
+    Python, which stops its training. After a failed save, ranks could have different caches.
     """
     for name, cache in vars(SavePlanner).items():
         if name.startswith("_cached_"):
@@ -453,14 +456,14 @@ def forget_plans() -> None:
 
 
 def _extension() -> dict[str, str]:
-    """Return the hash of the user's module, by its file."""
+    """Return the hash of the user's module by its file name; empty if there is none."""
     found = extend.current().declared
     return {found.name: f"sha256:{found.sha256}"} if found.path else {}
 
 
 @contextlib.contextmanager
 def without_crc() -> Iterator[None]:
-    """Have torch write no CRC-32 of each tensor: the manifest has SHA-256, and the CRC halves the speed of writing."""
+    """Disable torch's CRC-32 of tensors: the manifest has SHA-256, and the CRC halves the writing speed."""
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:

@@ -1,13 +1,13 @@
-"""A directory of checkpoints: who may write there, what is complete, what is kept. Knows files and owners; not tensors, loss or data.
+"""Manage a directory of checkpoints: who may write, which are complete, which are kept. Knows files and owners; not tensors, loss or data.
 
-Leases are numbered, and the highest number counts. To take the directory over is to create the next number, which only one process can,
-on any filesystem that creates a file exclusively (flock would be simpler, but NFS does not keep it); whoever held the one before finds out
-when it next asks. A holder that neither renews nor ends its lease within ``STALE_S`` is taken for dead: by watching it, because clocks
-differ. Where its lease is gone, so is the directory, or what was mounted there: nothing is written below a mount point then.
+Leases are numbered, and the highest number counts. A process takes the directory over by creating the next number exclusively, which
+works on any filesystem that supports O_EXCL (flock is unreliable on NFS). The previous holder notices at its next check. A lease that is
+neither renewed nor ended within ``STALE_S`` is dead; others watch it for that long, because clocks differ. If a holder's lease is missing,
+the directory was removed or its filesystem unmounted; nothing is written below a bare mount point.
 
-A checkpoint is written into ``step-N.<run>.tmp`` and renamed to ``step-N`` once its manifest is there. A committed directory is never
-changed or replaced, and deleted only by the run that wrote it. There is one directory that all hosts share, or one on each host's own disk:
-of the ranks that see the same one the lowest alone changes what is there.
+A checkpoint is written into ``step-N.<run>.tmp`` and renamed to ``step-N`` once its manifest is complete. A committed directory is never
+changed or replaced, and is deleted only by the run that wrote it. All hosts share one directory, or each host has its own on its disk.
+Of the ranks that see the same directory, only the lowest (its owner) changes it.
 """
 
 import contextlib
@@ -60,10 +60,10 @@ FILE = re.compile(r"lease-(\d{8})\.json")
 
 
 class Holder:
-    """This process, as the one that writes into a directory."""
+    """The lease with which this process may write into a directory."""
 
     def __init__(self, root: Path, run: str, where: str, attempt: int) -> None:
-        self.root, self.number = root, 0  # 0: nothing held
+        self.root, self.number = root, 0  # 0: no lease held
         self.lease = Lease(run, where, attempt, uuid.uuid4().hex)
         self.mount = ""  # where its filesystem is mounted
         self.say: Callable[[str], None] = print
@@ -71,7 +71,7 @@ class Holder:
         self.renewer = threading.Thread(target=self._renew, name="lease", daemon=True)
 
     def take(self, say: Callable[[str], None]) -> None:
-        """Hold the directory from now on; waits while it is unclear whether another holder lives."""
+        """Acquire the lease; wait while it is unclear whether another holder is alive."""
         while True:
             newest = self._newest()
             self._wait_for(newest, say)
@@ -84,17 +84,17 @@ class Holder:
         self.renewer.start()
 
     def check(self) -> None:
-        """Raise if another process has taken the directory over; make it anew if it was removed."""
+        """Raise if another process has taken the directory over; recreate the directory if it was removed."""
         if not self.number:
             return
         lost = self._is_lost()
         if lost and mount_of(self.root) != self.mount:
-            raise OSError(errno.ENODEV, f"the filesystem on {self.mount} is not mounted any more")
+            raise OSError(errno.ENODEV, f"the filesystem on {self.mount} is no longer mounted")
         newest = self._newest()
         if newest > self.number or (lost and newest and not self._is_free(self._read(newest))):
             raise UserError(
-                f"{self.root}: {_named(self._read(newest))} has taken over this directory, as this run was silent for "
-                f"{STALE_S:.0f} s or was launched again; this attempt saves nothing more"
+                f"{self.root}: {_named(self._read(newest))} took over this directory because this run was silent for "
+                f"{STALE_S:.0f} s or was launched again; this attempt will save nothing more"
             )
         if lost:
             self._take_again(newest)
@@ -102,17 +102,17 @@ class Holder:
     def _take_again(self, newest: int) -> None:
         self.root.mkdir(parents=True, exist_ok=True)
         if not self._create(max(newest + 1, self.number)):
-            self.check()  # another process was faster
+            self.check()  # another process created it first: find out whether that is an error
             return
-        self.say(f"{self.root}: was removed or emptied while this run held it; the run goes on saving there")
+        self.say(f"{self.root}: was removed or emptied during the run; saving continues there")
 
     def _is_lost(self) -> bool:
-        """Whether the lease is not in the directory."""
+        """Whether this process's lease is missing from the directory."""
         found = self._read(self.number)
         return not self._path(self.number).exists() if found is None else found.token != self.lease.token
 
     def end(self) -> None:
-        """Let the next run have the directory at once."""
+        """End the lease, so that the next run can take the directory at once."""
         if self.number and not self.leaving.is_set():
             self.leaving.set()
             self.renewer.join(RENEW_S)
@@ -125,7 +125,9 @@ class Holder:
         known = self._read(number)
         if number == 0 or self._is_free(known):
             return
-        say(f"{self.root}: {_named(known)} used this directory and may be alive; watching it for {STALE_S:.0f} s")
+        say(
+            f"{self.root}: {_named(known)} used this directory and may still be running; watching it for {STALE_S:.0f} s"
+        )
         deadline = time.monotonic() + STALE_S
         while time.monotonic() < deadline:
             time.sleep(min(1.0, STALE_S / 10))
@@ -135,7 +137,7 @@ class Holder:
                 return
             if (newest, now) != (number, known):
                 raise UserError(
-                    f"--checkpoint.dir: {_named(now)} is writing checkpoints into {self.root}; stop it, or give this run its own"
+                    f"--checkpoint.dir: {_named(now)} is writing checkpoints into {self.root}; stop it, or give this run its own directory"
                 )
 
     def _is_free(self, held: Lease | None) -> bool:
@@ -146,7 +148,7 @@ class Holder:
 
     def _renew(self) -> None:
         while not self.leaving.wait(RENEW_S):
-            with contextlib.suppress(OSError):  # the next time will do
+            with contextlib.suppress(OSError):  # the next renewal will do
                 if self._newest() > self.number:
                     return
                 if not self._is_lost():
@@ -170,7 +172,7 @@ class Holder:
         try:
             self._write(number)
         except OSError:
-            self._path(number).unlink(missing_ok=True)  # nobody is to wait for it
+            self._path(number).unlink(missing_ok=True)  # so that no process waits for an empty lease
             raise
         self.number = number
         return True
@@ -180,7 +182,7 @@ class Holder:
 
 
 def mount_of(path: Path) -> str:
-    """Return where the filesystem of a path is mounted, whether or not the path exists; '' if unknown (proc(5), mountinfo)."""
+    """Return the mount point of a path, which need not exist; '' if unknown (proc(5), mountinfo)."""
     try:
         lines = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -201,16 +203,16 @@ def _named(lease: Lease | None) -> str:
     return f"run '{lease.run}' (attempt {lease.attempt}, {lease.where})"
 
 
-OLD = r"tmp-old(-[0-9a-f]{8})?"  # how the names end of what is being deleted
+OLD = r"tmp-old(-[0-9a-f]{8})?"  # suffix of a directory that is being deleted
 
 
 def directories_of(path: Path) -> list[Path]:
-    """Where a checkpoint may be on this host: what its ranks wrote, and copies of other hosts' parts."""
+    """List where a checkpoint may be on this host: its own part, and copies of other hosts' parts."""
     return [path, *replicas(path.parent, path.name)]
 
 
 def best_manifest(manifests: Iterable[Manifest]) -> Manifest | None:
-    """Return that of the checkpoint with the least evaluation loss; the oldest of several, None if none was evaluated."""
+    """Return the manifest with the lowest evaluation loss; of equals the oldest; None if none has one."""
     losses = [(each.evaluation_loss, each.step, each) for each in manifests if each.evaluation_loss is not None]
     return min(losses, key=lambda entry: entry[:2], default=(None, 0, None))[2]
 
@@ -219,29 +221,29 @@ class Directory:
     """The directory of one run's checkpoints, for the one process that changes it."""
 
     def __init__(self, root: Path, run: RunDir, host: str, attempt: int) -> None:
-        """``run``: its name marks checkpoints as its own, and its files describe them."""
+        """``run``: its name marks its checkpoints, and its files (settings, model) are copied into them."""
         self.root = root
         self.run = run
         self.host = host
         self.holder = Holder(root, run.name, f"{host}:{run.path.resolve()}", attempt)
 
     def partial(self, final: Path) -> Path:
-        """Where this run writes a checkpoint; the name tells other runs that it is not theirs."""
+        """Return the directory in which this run writes a checkpoint; its name includes the run."""
         return final.with_name(f"{final.name}.{self.run.name}.tmp")
 
     def borrowed(self, final: Path) -> Path:
-        """Where this run reads a checkpoint of which it has only a part."""
+        """Return the directory for files of a checkpoint that this run fetches from other hosts."""
         return final.with_name(f"{final.name}.{self.run.name}.tmp-read")
 
     def begin(self, final: Path) -> None:
-        """Create an empty directory to write into, after deleting what this run left half-written or half-deleted."""
+        """Create an empty directory to write into; first delete this run's half-written or half-deleted ones."""
         if final.exists():
             raise UserError(
                 f"{final}: already exists, and checkpoints are never replaced; another run may be writing here: "
                 "give this one its own --checkpoint.dir"
             )
         for leftover in self._leftovers(f"tmp(-read)?|{OLD}"):
-            shutil.rmtree(leftover, ignore_errors=True)  # what cannot be deleted takes room, and is said by ``retire``
+            shutil.rmtree(leftover, ignore_errors=True)  # what remains takes room, and is reported by ``retire``
         partial = self.partial(final)
         if partial.exists():
             self._give_up(partial)
@@ -249,7 +251,7 @@ class Directory:
         self._describe(partial)
 
     def _describe(self, partial: Path) -> None:
-        """Add what a checkpoint is understood by alone: the run's settings, the model's configuration and tokenizer."""
+        """Copy in the run's settings, and the model's configuration and tokenizer."""
         (partial / MODEL_FILES).mkdir()
         if self.run.config.is_file():
             shutil.copyfile(self.run.config, partial / CONFIG_FILE)
@@ -258,50 +260,51 @@ class Directory:
         sync_directory(str(partial / MODEL_FILES))
 
     def seal_others(self, final: Path) -> dict[str, FileDigest]:
-        """Seal what no tensors are in: DCP's metadata, and what describes the checkpoint."""
+        """Flush and hash the files without tensors: DCP's metadata, settings, model files."""
         return {name: hash_file(file, 0) for name, file in self._others(final).items()}
 
     def others(self, final: Path) -> dict[str, bytes]:
-        """Return what no tensors are in, by name."""
+        """Return the content of the files without tensors, by name."""
         return {name: file.read_bytes() for name, file in self._others(final).items()}
 
     def _others(self, final: Path) -> dict[str, Path]:
         partial = self.partial(final)
         files = {path.relative_to(partial).as_posix(): path for path in partial.rglob("*") if path.is_file()}
         if METADATA not in files:
-            raise FileNotFoundError(errno.ENOENT, "what was written into it is gone")
+            raise FileNotFoundError(errno.ENOENT, "its files have disappeared")
         return {name: file for name, file in files.items() if is_other(name)}
 
     def add(self, final: Path, files: Mapping[str, bytes]) -> None:
-        """Add files to a checkpoint that is being written."""
+        """Write files into a checkpoint that is not committed yet."""
         for name, content in files.items():
             file = self.partial(final) / name
             file.write_bytes(content)
             sync(file)
 
     def prepare(self, final: Path, manifest: Manifest) -> str:
-        """Write the manifest, so that only the final name is missing; returns the manifest's digest."""
+        """Write the manifest, after which only the rename is missing; return the manifest's digest."""
         partial = self.partial(final)
         content, digest = write_manifest(manifest)
         (partial / MANIFEST).write_bytes(content)
         sync(partial / MANIFEST)
+        # everything is on the disk before the rename makes it a checkpoint
         sync_directory(str(partial))
         return digest
 
     def commit(self, final: Path) -> None:
-        """Give the directory its final name."""
-        self.partial(final).rename(final)  # raises if another run put a checkpoint there meanwhile
+        """Rename the directory to its final name."""
+        self.partial(final).rename(final)  # fails if another run has put a checkpoint there
         sync_directory(str(self.root))
 
     def own(self) -> dict[Path, Manifest]:
-        """Return the checkpoints that this run saved, oldest first."""
+        """Return the checkpoints that this run saved, with their manifests, oldest first."""
         opened = {path: open_manifest(path, {}) for path in committed(self.root)}
         return {path: each for path, each in opened.items() if isinstance(each, Manifest) and each.run == self.run.name}
 
     def retire(self, step: int, keep: int, spared: Set[int], *, keep_best: bool = False) -> None:
-        """Delete all but the newest ``keep`` checkpoints of this run up to a step, the best if asked, and the steps to spare.
+        """Delete this run's old checkpoints; keep the newest ``keep``, protected steps and maybe the best.
 
-        What could not be deleted before is tried again.
+        Earlier deletions that failed are retried.
         """
         own = {path: manifest for path, manifest in self.own().items() if step_of(path) <= step}
         best = best_manifest(own.values()) if keep_best else None
@@ -316,7 +319,7 @@ class Directory:
             raise faults[0]
 
     def _give_up(self, path: Path) -> Path:
-        """Rename a directory before it is deleted: a kill leaves nothing that looks complete, and its name is free at once."""
+        """Rename a directory before deleting it: a kill then leaves nothing that looks complete."""
         step, _, _ = path.name.partition(".")
         return path.rename(path.with_name(f"{step}.{self.run.name}.tmp-old-{uuid.uuid4().hex[:8]}"))
 
@@ -327,7 +330,7 @@ class Directory:
             old.rename(old.with_name(f"{old.name}.{mark}"))
 
     def finish(self) -> None:
-        """Commit what an attempt before this one had prepared when it was killed: it is complete, on all hosts."""
+        """Commit the complete checkpoints that an earlier attempt wrote but was killed before renaming."""
         for partial in self._leftovers("tmp"):
             final = partial.with_name(partial.name.partition(".")[0])
             with contextlib.suppress(FileNotFoundError, MalformedError):
@@ -341,17 +344,17 @@ class Directory:
 
 
 SEEN_WITHIN_S = 15.0  # network filesystems show a new file late
-MAX_EVENTS = 10_000  # read, of this run
+MAX_EVENTS = 10_000  # of this run that are read
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CheckpointView:
-    """A checkpoint that is complete, as far as that is seen without reading its tensors."""
+    """A checkpoint that looks complete; its tensors have not been read."""
 
     path: Path  # the same on all hosts
     manifest: Manifest
-    available: tuple[frozenset[str], ...]  # files that each rank's owner has, its own or copies
-    local: tuple[frozenset[str], ...]  # of them: what is in the checkpoint itself
+    available: tuple[frozenset[str], ...]  # by rank: the files that its owner has, its own or copies
+    local: tuple[frozenset[str], ...]  # of them: those in the checkpoint's own directory
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -359,10 +362,10 @@ class LocalView:
     """A checkpoint as it is in one directory."""
 
     digest: str = ""  # of its manifest; "": it has none
-    files: tuple[str, ...] = ()  # present, and as the manifest says as far as that was checked
+    files: tuple[str, ...] = ()  # that are present and match the manifest as far as was checked
     copies: tuple[str, ...] = ()  # of other hosts' files
     fault: PassedOver | None = None  # the first
-    warning: str = ""  # of who else can write it
+    warning: str = ""  # if others can write it
 
 
 class Store:
@@ -380,10 +383,10 @@ class Store:
         shared: bool = True,
         keep_best: bool = False,
     ) -> None:
-        """``run``: its name marks checkpoints as its own, which describe it; its events have the digests of those it saved.
+        """``run``: its name marks its checkpoints, and its events have the digests of those that it saved.
 
-        ``keep_best``: beside the newest ``keep`` the one with the least evaluation loss.
-        ``shared``: all hosts see one directory; or else each has its own, by the same name.
+        ``keep_best``: also keep the checkpoint with the lowest evaluation loss, in addition to the newest ``keep``.
+        ``shared``: all hosts see one directory; otherwise each has its own of that name.
         """
         self.keep_best = keep_best
         self.root = root
@@ -397,17 +400,17 @@ class Store:
         newest: dict[str, tuple[float, str]] = {}
         for known in collectives.all_gather_objects(
             own, dict[str, tuple[float, str]]
-        ):  # rank 0 may have been on another host before
+        ):  # all ranks are asked: rank 0 may have been on another host before
             newest |= {name: entry for name, entry in known.items() if entry > newest.get(name, (0.0, ""))}
         self.saved = {name: digest for name, (_, digest) in newest.items()}  # of manifests, by path
         self.directory = Directory(root, run, me.host, me.attempt)
         self.holder = self.directory.holder
-        # Saving goes on beside training, whose collectives must not mix with its own.
+        # Saves run in a background thread: their collectives must not mix with those of training.
         self.group = dist.new_group(
             backend="gloo", timeout=datetime.timedelta(seconds=timeout_s), group_desc=ranks.BESIDE
         )
         self.hosts = tuple(collectives.all_gather_objects(me.host))  # by rank
-        self.owner_of = (0,) * me.world  # by rank: who keeps the directory that it sees
+        self.owner_of = (0,) * me.world  # by rank: the owner of the directory that it sees
         if not shared:
             self._survey()
 
@@ -418,11 +421,11 @@ class Store:
 
     @property
     def owners(self) -> list[int]:
-        """The ranks that do, each for a directory."""
+        """The ranks that change a directory, one for each directory."""
         return sorted({*self.owner_of})
 
     def take(self) -> None:
-        """Check that all ranks share the directory, and become the only run that writes into it: into all, or none.
+        """Check that all ranks can use the directory, and acquire its lease: on all owners or on none.
 
         Raises:
             UserError: A rank cannot write there, or another run is writing there.
@@ -438,19 +441,19 @@ class Store:
             raise
 
     def _try(self) -> None:
-        """Refuse a disk that does not do what a save does."""
+        """Refuse a filesystem that lacks an operation of a save."""
         if refused := refused_call(str(self.root)):
             raise UserError(
                 f"--checkpoint.dir: in {self.root}{self._on_host()} a run cannot {refused}; use another directory"
             )
 
     def check_room(self, each_bytes: int, copies: int = 0) -> None:
-        """Refuse a disk that cannot hold as many checkpoints of this size as are kept, and one that is being written.
+        """Refuse a disk that is too small for the checkpoints that are kept and one that is being written.
 
-        ``copies``: of the part of the owner before, as many.
+        ``copies``: how many copies of the previous owner's part it also keeps of each.
 
         Raises:
-            UserError: It has too little room, beside what this run has there already.
+            UserError: A disk has too little room, given what this run has there already.
         """
 
         def look() -> None:
@@ -466,29 +469,29 @@ class Store:
             except NoRoomError as error:
                 raise UserError(f"--checkpoint.dir: {self.root}{self._on_host()} {error}") from None
 
-        self.on_owners(look, self.root, fault="cannot be looked into")
+        self.on_owners(look, self.root, fault="cannot be checked")
 
     def best_loss(self) -> float:
-        """Return the least evaluation loss of this run's checkpoints; infinite if none was evaluated."""
+        """Return the lowest evaluation loss of this run's checkpoints; infinite if none was evaluated."""
         best = best_manifest(self.directory.own().values()) if self.is_owner else None
         losses = collectives.all_gather_objects(best.evaluation_loss if best else None, float | None)
         return min((loss for loss in losses if loss is not None), default=math.inf)
 
     def close(self) -> None:
-        """Let the next run write into the directory."""
+        """Release the lease."""
         self.holder.end()
 
     def _on_host(self) -> str:
         return "" if self.shared else f" on {self.me.host}"
 
     def _survey(self) -> None:
-        """Find out, with a token file of each rank, which ranks see the same directory, and that all can write to it."""
+        """Find, by a token file per rank, which ranks see the same directory; check that all can write to it."""
         run = collectives.broadcast_object(uuid.uuid4().hex)
         tokens = [f".token-{run}-{rank}" for rank in range(self.me.world)]
         with collectives.raise_on_all_ranks():
             try:
                 self.root.mkdir(parents=True, exist_ok=True)
-                if os.statvfs(self.root).f_flag & os.ST_RDONLY:  # nobody's, whoever owns it
+                if os.statvfs(self.root).f_flag & os.ST_RDONLY:  # checked first: permissions do not matter then
                     raise OSError(errno.EROFS, os.strerror(errno.EROFS))
                 if not os.access(self.root, os.R_OK | os.W_OK | os.X_OK):
                     raise PermissionError(errno.EACCES, f"it belongs to {user_of(self.root.stat().st_uid)}")
@@ -508,6 +511,7 @@ class Store:
                     "that rank 0 wrote; name a directory that all hosts share, or use --checkpoint.storage local"
                 )
         self.owner_of = tuple(collectives.all_gather_objects(0 if self.shared else min(sees)))
+        # no token is deleted before all ranks have looked
         dist.barrier(self.group)
         (self.root / tokens[self.me.rank]).unlink(missing_ok=True)
 
@@ -518,9 +522,9 @@ class Store:
         group: dist.ProcessGroup | None = None,
         fault: str = "cannot be written",
     ) -> None:
-        """Have owners do something with their directories while they hold them, and every rank refuse if one cannot.
+        """Run an action on every owner that still holds its lease; if one fails, every rank raises.
 
-        ``group``: the store's own, for what happens beside training. ``fault``: what is said of ``where`` then.
+        ``group``: the store's own group, for what runs asynchronously. ``fault``: what the error says of ``where`` then.
         """
         with collectives.raise_on_all_ranks(group):
             try:
@@ -531,13 +535,13 @@ class Store:
                 raise UserError(f"{where}: {fault} ({reason_of(error)}){self._on_host()}{remedy_of(error)}") from None
 
     def refuse_if_taken(self) -> None:
-        """Check that no other run has taken the directory over."""
+        """Refuse on all ranks if another run has taken the directory over."""
         with collectives.raise_on_all_ranks(), contextlib.suppress(OSError):
             if self.is_owner:
                 self.holder.check()
 
     def present(self) -> list[Path]:
-        """List the committed checkpoints that any owner sees, oldest first."""
+        """List the committed checkpoints that any owner sees, oldest first. A collective."""
         seen: list[str] = []
 
         def look() -> None:
@@ -548,7 +552,7 @@ class Store:
         return [self.root / name for name in sorted(names)]
 
     def set_aside(self, paths: list[Path]) -> None:
-        """Rename checkpoints so that ``auto`` does not find them; a run that saves none takes the directory for that."""
+        """Rename checkpoints so that ``auto`` does not find them; a run without the lease acquires it first."""
 
         def rename() -> None:
             if paths and not self.holder.number:
@@ -558,9 +562,9 @@ class Store:
         self.on_owners(rename, self.root)
 
     def look_at(self, path: Path) -> CheckpointView | PassedOver:
-        """Open a checkpoint; returns the first fault that is seen without reading its tensors, but an unreadable file first.
+        """Open a checkpoint, or return its first fault; unreadable files take precedence. A collective.
 
-        Warns of one that others can write.
+        Its tensors are not read. It warns if others can write the checkpoint.
         """
         views = collectives.all_gather_objects(self._see(path) if self.is_owner else LocalView(), LocalView)
         of_owners = [views[owner] for owner in self.owners]
@@ -571,7 +575,7 @@ class Store:
         missing = sorted({*manifest.files}.difference(*((*view.files, *view.copies) for view in of_owners)))
         if missing:
             damage = next((f"{fault}; " for fault in faults if fault.fault is Fault.DAMAGED), "")
-            return PassedOver(path, Fault.DAMAGED, f"{damage}{path}/{missing[0]}: on no host of this run")
+            return PassedOver(path, Fault.DAMAGED, f"{damage}{path}/{missing[0]}: not on any host of this run")
         if warning := next(filter(None, (view.warning for view in of_owners)), ""):
             self.say(warning)
         local = tuple(frozenset(views[owner].files) for owner in self.owner_of)
@@ -579,7 +583,7 @@ class Store:
         return CheckpointView(path, manifest, available, local)
 
     def _fault(self, path: Path, digests: set[str], faults: list[PassedOver]) -> PassedOver | None:
-        """What forbids to read a manifest; None: one can be read. ``digests``: of the manifests that owners see."""
+        """Return why no manifest can be used, or None. ``digests``: of the manifests that owners see."""
         unreadable = next((fault for fault in faults if fault.fault is Fault.UNREADABLE), None)
         if unreadable:
             return unreadable
@@ -588,7 +592,7 @@ class Store:
         if not digests:
             return PassedOver(path, Fault.UNREADABLE, f"{path}: no such checkpoint")
         if len(digests) > 1:
-            return PassedOver(path, Fault.DAMAGED, f"{path}: hosts have different manifests of it")
+            return PassedOver(path, Fault.DAMAGED, f"{path}: its manifest differs between hosts")
         return None
 
     def _manifest_of(self, path: Path, owner: int) -> Manifest:
@@ -601,7 +605,7 @@ class Store:
         return manifest
 
     def _see(self, path: Path) -> LocalView:
-        """What of a checkpoint is in this rank's directory: its own part, and copies of others'."""
+        """Return what this rank's directory has of a checkpoint: its own part, and copies of other parts."""
         parts = [path] if self.shared else [part for part in directories_of(path) if part.exists()]
         own = list[str]()
         copies = set[str]()
@@ -615,7 +619,7 @@ class Store:
                 continue
             _, its_digest = write_manifest(opened)
             if part != path and self.saved.get(str(path), its_digest) != its_digest:
-                continue  # a copy of what an earlier attempt saved after the same step
+                continue  # a copy from an earlier attempt, which saved the same step
             digest = digest or its_digest
             try:
                 good, why = check_files(part, opened)

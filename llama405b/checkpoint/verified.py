@@ -1,7 +1,8 @@
-"""Checkpoints are verified as they are read: each block is compared with the manifest before anything in it is used.
+"""Verify checkpoints while reading them: each block is compared with the manifest before anything in it is used.
 
-DCP unpickles its metadata, and whatever is no tensor: here, types of DCP alone, so that nothing in a checkpoint runs. A manifest tells
-whether a file is what was saved, not who saved it, or why. Knows manifests, and DCP's reader and types; not which checkpoint is wanted.
+DCP unpickles its metadata and everything that is not a tensor. Here, only DCP's own types are unpickled, so that nothing in a checkpoint
+is executed. A manifest proves that a file is what was saved, not who saved it. Knows manifests, and DCP's reader and types; not which
+checkpoint to use.
 """
 
 import collections
@@ -47,11 +48,11 @@ _OF_DCP = (
 
 
 class UnsafeError(UserError):
-    """A file holds what no checkpoint of ours does, and what might run as this user."""
+    """A file contains what our checkpoints never contain and what could run code as this user."""
 
 
 def _member(kind: object, name: str) -> object:
-    """What ``getattr`` is to a pickle: Python 3.11.0 to 3.11.3 write an enum's member so, and nothing else of ours is written so."""
+    """Stand in for ``getattr`` in a pickle, with which Python 3.11.0 to 3.11.3 write an enum's member."""
     members = dcp_types._MEM_FORMAT_ENCODING.__members__
     if kind is dcp_types._MEM_FORMAT_ENCODING and name in members:
         return members[name]
@@ -63,13 +64,13 @@ KNOWN = {
     **{("torch", name): each for name, each in vars(torch).items() if isinstance(each, torch.dtype)},
     **{
         (module, "PosixPath"): pathlib.PurePosixPath for module in ("pathlib", "pathlib._local")
-    },  # Python 3.13's has moved
+    },  # Python 3.13 moved it
     ("builtins", "getattr"): _member,
 }
 
 
 class _OnlyKnown(pickle.Unpickler):
-    """Builds DCP's own types, and refuses all else by name."""
+    """Unpickles only DCP's own types, and refuses all others by name."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in KNOWN:
@@ -78,7 +79,7 @@ class _OnlyKnown(pickle.Unpickler):
 
 
 def read_metadata(file: Path) -> Metadata:
-    """Return DCP's metadata."""
+    """Unpickle DCP's metadata safely."""
     try:
         with file.open("rb") as opened:
             found = _OnlyKnown(opened).load()
@@ -88,7 +89,7 @@ def read_metadata(file: Path) -> Metadata:
         raise
     except UnsafeError as unknown:
         raise UnsafeError(
-            f"{file}: holds {unknown}, which is no type of DCP's metadata, and might run commands as you; do not use this checkpoint"
+            f"{file}: holds {unknown}, which DCP's metadata never contains and which could run commands as you; do not use this checkpoint"
         ) from None
     except Exception as error:  # noqa: BLE001 - what is in a pickle can raise anything
         raise UserError(f"{file}: is not DCP's metadata ({type(error).__name__}); use another checkpoint") from None
@@ -96,7 +97,7 @@ def read_metadata(file: Path) -> Metadata:
 
 
 def _is_sound(found: Any) -> bool:
-    """Whether it is what it seems, as far as it is used before DCP checks it."""
+    """Whether metadata has the types that are used before DCP checks it."""
     return (
         isinstance(found, Metadata)
         and all(isinstance(name, str) and _is_entry(entry) for name, entry in found.state_dict_metadata.items())
@@ -116,7 +117,7 @@ def _is_place(where: Any) -> bool:
 
 
 class _Places(FileSystem):
-    """Where DCP finds the files of a checkpoint."""
+    """Maps the names of a checkpoint's files to paths, for DCP."""
 
     def __init__(self, at: Callable[[str], Path]) -> None:
         self.at = at
@@ -127,7 +128,7 @@ class _Places(FileSystem):
 
 
 class TensorReader(FileSystemReader):
-    """Reads tensors."""
+    """Reads tensors, and refuses pickled objects."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -138,11 +139,11 @@ class TensorReader(FileSystemReader):
         return Path(self.path) / name
 
     def read_metadata(self, *_: object, **__: object) -> Metadata:
-        """Return DCP's metadata; see the function."""
+        """Return DCP's metadata, unpickled safely."""
         return read_metadata(self.at(METADATA))
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read what this rank needs."""
+        """Read the items of this rank's plan."""
         try:
             return super().read_data(plan, planner)
         except pickle.UnpicklingError:
@@ -151,22 +152,22 @@ class TensorReader(FileSystemReader):
 
 
 class TensorPlanner(DefaultLoadPlanner):
-    """Loads tensors alone."""
+    """Loads only tensors."""
 
     def load_bytes(self, read_item: ReadItem, _value: object) -> None:
-        """Refuse what DCP would unpickle."""
+        """Refuse an item that DCP would unpickle."""
         _refuse(f"{read_item.dest_index.fqn} in the checkpoint")
 
 
 def _refuse(what: str) -> NoReturn:
-    raise UnsafeError(f"{what}: is no tensor, and might run commands as you; do not use this checkpoint")
+    raise UnsafeError(f"{what}: is not a tensor and could run commands as you; do not use this checkpoint")
 
 
 THREADS = 4  # per rank; hashing releases the GIL
 
 
 class Fault(enum.StrEnum):
-    """Why a checkpoint is not the one to resume from."""
+    """Why resume does not use a checkpoint."""
 
     DAMAGED = "damaged"  # its content is not what was saved: it will never verify
     UNREADABLE = "unreadable"  # a permission, a mount or a disk prevents reading: it may be intact
@@ -186,7 +187,7 @@ class PassedOver:
 
 
 def hash_file(path: Path, rank: int) -> FileDigest:
-    """Flush a file that ``rank`` wrote to its disk, and hash it."""
+    """Flush a file that ``rank`` wrote to its disk, and return its digest."""
     sync(path)
     size = path.stat().st_size
     return FileDigest(size, rank, tuple(block_hashes(path, range(n_blocks(size, BLOCK_BYTES)), BLOCK_BYTES)))
@@ -199,7 +200,7 @@ def sync(path: Path) -> None:
 
 
 def open_manifest(path: Path, saved: Mapping[str, str]) -> Manifest | PassedOver:
-    """Read a checkpoint's manifest; ``saved``: the digests of those this run has saved, by path."""
+    """Return a checkpoint's manifest, or why it cannot be used; ``saved``: the digests of those this run has saved, by path."""
     damaged = functools.partial(PassedOver, path, Fault.DAMAGED)
     try:
         if not path.is_dir():
@@ -219,21 +220,18 @@ def open_manifest(path: Path, saved: Mapping[str, str]) -> Manifest | PassedOver
 
 
 def warning_of(path: Path, manifest: Manifest) -> str:
-    """Warn of what others can write in a checkpoint, the first of it; '' if nobody can."""
+    """Return a warning about the first file that other users can write; '' if there is none."""
     for file in (path, path / MANIFEST, *(path / name for name in manifest.files)):
         if file.exists() and (who := others_in(file.stat())):
             return (
-                f"warning: {file}: {who}; its hashes say that it is whole, never that it is harmless: go on only if you trust "
+                f"warning: {file}: {who}; hashes prove that it is complete, not that it is safe: continue only if you trust "
                 "whoever can write it"
             )
     return ""
 
 
 def check_files(path: Path, manifest: Manifest) -> tuple[list[str], PassedOver | None]:
-    """Return the files of a checkpoint that are there, and the first fault that is seen without reading its tensors.
-
-    Tensors are verified as they are loaded.
-    """
+    """Return the files that look intact, and the first fault; tensors are verified when they are loaded."""
     good, faults = list[str](), list[PassedOver]()
     for name, sealed in manifest.files.items():
         if why := _fault_of(path / name, sealed, manifest.block_bytes):
@@ -263,7 +261,7 @@ def block_hashes(path: Path, blocks: Iterable[int], block_bytes: int) -> Iterabl
 
 
 class DamagedError(UserError):
-    """A file of a checkpoint is not what was saved."""
+    """A file of a checkpoint differs from what was saved."""
 
     def __init__(self, words: str, file: str = "") -> None:
         """``file``: its name in the checkpoint."""
@@ -272,7 +270,7 @@ class DamagedError(UserError):
 
 
 class VerifiedReader(TensorReader):
-    """Reads what matches a manifest, and refuses all else."""
+    """Reads only what matches a manifest, and refuses everything else."""
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
         super().__init__(path)
@@ -281,14 +279,14 @@ class VerifiedReader(TensorReader):
         self.told: Callable[[int, int], None] = lambda *_: None
 
     def read_metadata(self, *_: object, **__: object) -> Metadata:
-        """Return DCP's metadata, which is read once, and only if it is what was saved."""
+        """Return DCP's metadata, which is verified and read once."""
         if self.metadata is None:
             self.check(METADATA, 0, self.manifest.files[METADATA].bytes)
             self.metadata = super().read_metadata()
         return self.metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read what this rank needs, several files at a time."""
+        """Verify and read the items of this rank's plan, several files at a time."""
         of_file: dict[str, list[ReadItem]] = collections.defaultdict(list)
         for item in plan.items:
             of_file[self.storage_data[item.storage_index].relative_path].append(item)
@@ -301,6 +299,7 @@ class VerifiedReader(TensorReader):
             for item in sorted(items, key=lambda each: self.storage_data[each.storage_index].offset):
                 where = self.storage_data[item.storage_index]
                 self.check(where.relative_path, where.offset, where.length)
+                # one item at a time, right after its blocks were verified
                 super(VerifiedReader, self).read_data(dataclasses.replace(plan, items=[item]), planner)
                 with lock:
                     done += self._length(item)
@@ -313,15 +312,15 @@ class VerifiedReader(TensorReader):
         return finished
 
     def check(self, name: str, offset: int, length: int) -> None:
-        """Compare the blocks of a part of a file with the manifest."""
+        """Compare the blocks of a range of a file with the manifest; each block is read once."""
         size, sealed = self.manifest.block_bytes, self.manifest.files.get(name)
         if sealed is None:
             raise DamagedError(f"{self.path}/{name}: is not in its manifest", name)
         file = self.at(name)
         if not file.is_file() or file.stat().st_size != sealed.bytes:
-            raise DamagedError(f"{file}: missing, or not of the size that was saved", name)
+            raise DamagedError(f"{file}: missing, or its size differs from what was saved", name)
         if not 0 <= offset <= offset + length <= sealed.bytes:
-            raise DamagedError(f"{file}: ends before what should be in it", name)
+            raise DamagedError(f"{file}: is too short for what should be in it", name)
         blocks = range(offset // size, -(-(offset + length) // size))
         unknown = [block for block in blocks if (name, block) not in self.good]
         for block, found in zip(unknown, block_hashes(file, unknown, size), strict=True):

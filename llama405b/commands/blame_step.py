@@ -1,10 +1,7 @@
-"""Which document a step went wrong with: the step again, in halves.
+"""Find the bad document of a step, by the loss and gradient of each document by itself.
 
-Which document of a step is to blame: each by itself, its loss and its gradient, by the weights before the step.
-
-Knows the data's order and passes of the model; not how weights came there. Shape suffixes: B sequences, S positions.
-
-Which document of a run's step is to blame: each by itself, by the weights of the checkpoint before, without training.
+Uses the weights of the checkpoint before the step, and trains on nothing. Knows the data's order and passes of the model; not how the
+weights were loaded. Shape suffixes: B sequences, S positions.
 """
 
 import dataclasses
@@ -35,18 +32,18 @@ from llama405b.settings.schema import Config
 from llama405b.training.build import bind_to_numa_node, bring_model_files, open_data
 from llama405b.training.context import RankContext
 
-BLAMED = 5.0  # a score from which on a document is named
-OF_A_TARGET = 2.5  # nats: the standard deviation of a single target's loss, about
-OF_A_PULL = 1.5  # the same of the logarithm of a single target's gradient
-LEAST_SPREAD = 0.05  # of any measure: where all are alike, a little is not much
-NORMAL = 1.4826  # times the median deviation: the standard deviation, if that were normal
+BLAMED = 5.0  # lowest score of a document that is named
+OF_A_TARGET = 2.5  # nats: approximate standard deviation of a single target's loss
+OF_A_PULL = 1.5  # the same for the logarithm of a single target's gradient norm
+LEAST_SPREAD = 0.05  # of any measure: if all are alike, a small difference must not stand out
+NORMAL = 1.4826  # times the median absolute deviation: the standard deviation of a normal distribution
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Piece:
-    """A document, or the part of it that a sequence has."""
+    """A document, or the part of it in one sequence."""
 
-    index: int  # of the sequence, in the order of the run
+    index: int  # of the sequence in the run's order
     source: int
     place: int  # in its token file
     end: int
@@ -55,31 +52,31 @@ class Piece:
 
     @property
     def n_tokens(self) -> int:
-        """Number of its tokens."""
+        """Number of tokens."""
         return self.end - self.place
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Measured:
-    """What a piece does to the weights."""
+    """Loss and gradient norm of a document by itself."""
 
     piece: Piece
     n_targets: int
     loss: float  # nats per target
-    grad_norm: float  # of that
-    read_loss: float | None = None  # nats per token that is read, but not learnt; None: there is none
+    grad_norm: float  # of that loss
+    read_loss: float | None = None  # nats per token that is read but not trained on; None: there are none
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Scored:
-    """How far it is from the others."""
+    """A document with its score: how far it is from the others."""
 
     measured: Measured
     score: float
 
 
 def pieces_of(batches: Batches, indices: Iterable[int]) -> Iterator[Piece]:
-    """Yield the documents of sequences, in their order."""
+    """Yield the documents of these sequences, in order."""
     for index in indices:
         number, place = batches.mixture.at(index)
         source = batches.mixture.sources[number]
@@ -93,14 +90,17 @@ def pieces_of(batches: Batches, indices: Iterable[int]) -> Iterator[Piece]:
 
 
 def measure(passes: Passes, updater: Updater, me: Rank, batches: Batches, piece: Piece) -> Measured | None:
-    """Return its losses and the norm of its gradient; None if nothing of it is learnt. All ranks call it; the weights stay."""
+    """Return a document's losses and gradient norm; None if it has no target.
+
+    All ranks must call it. It does not change the weights.
+    """
     learnt = _batch(batches, piece, me, learnt=True)
     n_targets = int(all_reduce_sum(passes.n_targets(learnt)))
     if not n_targets:
         return None
     nll = passes.train([learnt], n_targets, updater, lambda _: None)
     loss = float(all_reduce_sum(nll)) / n_targets
-    norm = updater.clip(0.0)
+    norm = updater.clip(0.0)  # 0: no clipping, only the norm
     updater.zero_grad()
     read = _batch(batches, piece, me, learnt=False)
     n_read = int(all_reduce_sum(passes.n_targets(read)))
@@ -112,30 +112,34 @@ def measure(passes: Passes, updater: Updater, me: Rank, batches: Batches, piece:
 
 
 def _batch(batches: Batches, piece: Piece, me: Rank, *, learnt: bool) -> Batch:
-    """Return a piece's sequence, of which only its own targets count, and only on the first of the ranks that split a batch.
+    """Return the document's sequence with only its own targets.
 
-    ``learnt``: those that are learnt, or the others.
+    On all but the first data-parallel rank every target is masked.
+
+    ``learnt``: keep the targets that are trained on, else the tokens that are only read.
     """
     batch = batches.read([piece.index])
     targets_BS = batch.targets_BS
     if not learnt:
         window = batches.mixture.window(piece.index)[1:]
         tokens_S = torch.from_numpy((window & ~MARKS).astype(np.int64))
-        is_read_S = torch.from_numpy(window & MARKS == NOT_LEARNT)  # which nothing foretells of a document's first
+        is_read_S = torch.from_numpy(
+            window & MARKS == NOT_LEARNT
+        )  # a document's first token has no context to predict it from
         targets_BS = torch.where(is_read_S, tokens_S, IGNORE_INDEX)[None]
-    places_S = torch.arange(1, targets_BS.shape[1] + 1)  # of the targets, in the sequence
+    places_S = torch.arange(1, targets_BS.shape[1] + 1)  # positions of the targets in the sequence
     is_own_S = (places_S >= piece.offset) & (places_S < piece.offset + piece.n_tokens)
     targets_BS = torch.where(is_own_S & (me.dp.rank == 0), targets_BS, IGNORE_INDEX)
     return dataclasses.replace(batch, targets_BS=targets_BS).to(me.device)
 
 
 def scored(found: Sequence[Measured]) -> list[Scored]:
-    """Return them with the most unlike the others first.
+    """Return the documents with their scores, highest first.
 
-    The score is the greatest of how many standard deviations (robust ones: by the median deviation) these are above the median: the
-    loss; the loss less that of what is only read, which shows a mask at the wrong place; and the logarithm of the gradient's norm times
-    the square root of the targets. The gradient of n targets is their mean, so its norm falls with the square root of n, unless they
-    all pull the same way.
+    The score is the largest of three robust deviations above the median, in standard deviations (from the median absolute deviation):
+    of the loss; of the loss minus the loss of tokens that are only read, which shows a misplaced mask; and of the logarithm of the
+    gradient norm times the square root of the number of targets. The gradient of n targets is their mean, so its norm falls with the
+    square root of n unless they all point the same way.
     """
     sizes = [each.n_targets for each in found]
     losses = [each.loss for each in found]
@@ -147,7 +151,7 @@ def scored(found: Sequence[Measured]) -> list[Scored]:
 
 
 def _above(values: Sequence[float | None], sizes: Sequence[int], of_one: float) -> list[float]:
-    """Return how far above the median each value is; of few targets one may be so by chance, by ``of_one`` of a single one."""
+    """Return each value's deviation above the median; the spread grows for few targets, from ``of_one`` of a single target."""
     known = [value for value in values if value is not None and math.isfinite(value)]
     median = statistics.median(known or [0.0])
     spread = max(LEAST_SPREAD, NORMAL * statistics.median([abs(value - median) for value in known] or [0.0]))
@@ -164,7 +168,7 @@ def _deviation(value: float | None, median: float, spread: float) -> float:
 
 
 def skips_of(batches: Batches, blamed: Iterable[Scored]) -> Iterator[Skipped]:
-    """Yield what not to learn: each document as a whole, though a step has only a part of it."""
+    """Yield the documents to skip, each as a whole even if the step has only part of it."""
     for each in blamed:
         piece = each.measured.piece
         source = batches.mixture.sources[piece.source]
@@ -183,8 +187,8 @@ def _whole(source: Source, piece: Piece) -> tuple[int, int]:
 
 
 def report(step: int, scores: Sequence[Scored], skip_list: Path, shown: int = 10) -> Iterator[str]:
-    """Yield the table of a step's documents, the worst first, and what is to be done."""
-    yield f"step {step}: {counted(len(scores), 'document')}; score: how far from the others, in standard deviations"
+    """Yield the lines of a step's table of documents, highest score first, and what to do."""
+    yield f"step {step}: {counted(len(scores), 'document')}; score: distance from the other documents, in standard deviations"
     yield f"{'score':>7}  {'loss':>8}  {'grad norm':>9}  {'targets':>7}  document"
     for each in scores[:shown]:
         of = each.measured
@@ -200,10 +204,12 @@ def report(step: int, scores: Sequence[Scored], skip_list: Path, shown: int = 10
 
 
 def blame(config: Config, resume: str, step: int, context: RankContext) -> None:
-    """Measure the documents of a step by the checkpoint at the path ``resume`` (no: the model itself), and report which stand out.
+    """Measure a step's documents and log those that stand out.
+
+    Uses the weights of the checkpoint at the path ``resume`` (no: the model itself).
 
     Raises:
-        UserError: The step or the data is not what the checkpoint goes on with, or something cannot be used.
+        UserError: The step or the data does not follow the checkpoint, or a model, data or checkpoint cannot be used.
     """
     config = on_ranks(config, context.me.axes)
     bind_to_numa_node(config.parallel, context)
@@ -215,12 +221,10 @@ def blame(config: Config, resume: str, step: int, context: RankContext) -> None:
     start = beginning(chosen.found if chosen else None, config, files, batches)
     manifest = chosen.found.manifest if chosen and chosen.found else None
     if manifest and manifest.identity and manifest.identity.data != start.identity.data:
-        raise UserError(
-            f"--data.paths: the data is not what {resume} was trained with, so its step {step} had other documents"
-        )
+        raise UserError(f"--data.paths: {resume} was trained on different data, so its step {step} had other documents")
     done = manifest.step if manifest else 0
     if step <= done:
-        raise UserError(f"--blame: step {step} was taken before {resume}; name an older checkpoint")
+        raise UserError(f"--blame: {resume} is from step {step} or later; name an older checkpoint")
     write_settings(config, context)
     context.phase(Phase.LOAD)
     weights = look_at_weights(config, chosen, files, context)
@@ -233,7 +237,7 @@ def blame(config: Config, resume: str, step: int, context: RankContext) -> None:
         if one := measure(weights.passes, weights.updater, context.me, batches, piece):
             found.append(one)
     if not found:
-        raise UserError(f"--blame: step {step} has no target to learn; name another step")
+        raise UserError(f"--blame: step {step} has no target to train on; name another step")
     scores = scored(found)
     if context.me.is_rank0:
         path = context.run.skips
@@ -241,6 +245,6 @@ def blame(config: Config, resume: str, step: int, context: RankContext) -> None:
         write_atomic(context.run.blamed, "".join(reader.dumps(score) + "\n" for score in scores))
         if blamed:
             write_atomic(path, "".join(reader.dumps(skip) + "\n" for skip in skips_of(batches, blamed)))
-        context.log(f"by the weights of {weights.what}")
+        context.log(f"using the weights of {weights.what}")
         for line in report(step, scores, path):
             context.log(line)

@@ -1,4 +1,4 @@
-"""``llama405b data show | tokenize``: what a training run would learn, and texts made into tokens once for many runs."""
+"""``llama405b data show | tokenize``: show what a run would train on; tokenize texts once."""
 
 import argparse
 import contextlib
@@ -39,15 +39,18 @@ from llama405b.settings.schema import Config, Data
 from llama405b.spec import models
 
 SAMPLE_BYTES = 1 << 30
-PROVED = 1000  # records in which a conversation is looked for
-CACHE = Path("runs/.cache")  # of runs that are started in this directory
+PROVED = 1000  # records to search for a conversation
+CACHE = Path("runs/.cache")  # token cache of runs started in this directory
 GREEN, DIM, PLAIN = "\x1b[32m", "\x1b[2m", "\x1b[0m"
-COLORED, BARE = (GREEN, PLAIN, DIM, PLAIN), ("⟦", "⟧", "", "")  # before and after what is learnt, and the rest
+COLORED, BARE = (
+    (GREEN, PLAIN, DIM, PLAIN),
+    ("⟦", "⟧", "", ""),
+)  # around tokens that are trained on, and around the others
 BEGINS = "━" * 40
 
 
 def main(args: argparse.Namespace, config: Config) -> int:
-    """Do what the verb's command line names, with a run's settings; returns the exit code."""
+    """Run the verb with a run's settings; return the exit code."""
     extend.use(config.training.extend)
     model = Path(config.model.path)
     if model == Path(DEMO_MODEL) and not model.exists():
@@ -66,7 +69,7 @@ def main(args: argparse.Namespace, config: Config) -> int:
 
 @contextlib.contextmanager
 def _small_files(config: Config) -> Iterator[Path]:
-    """A directory with the files of the model's directory but its weights, as a run would have them."""
+    """Yield a temporary directory with the model's files except weights, as a run would have them."""
     with tempfile.TemporaryDirectory(prefix="llama405b-data-") as place:
         resize = config.model.resize_vocabulary
         for name, content in models.small_contents(
@@ -80,18 +83,20 @@ def _small_files(config: Config) -> Iterator[Path]:
 
 
 class Corpus(NamedTuple):
-    """What a run reads, as a plan needs it."""
+    """The size of a run's data, for the plan."""
 
-    tokens: int  # of all its steps, with padding
+    tokens: int  # of all steps, with padding
     epochs: float
-    share: float  # of the bytes that were counted; the rest is taken to be alike
+    share: float  # fraction of the bytes that were counted; the rest is assumed to be alike
 
 
 def count(config: Config) -> Corpus:
-    """Count what a run would read, by the model's tokenizer; of texts beyond ``SAMPLE_BYTES`` the first ones.
+    """Count the tokens of a run with the model's tokenizer.
+
+    Beyond ``SAMPLE_BYTES`` only the first texts are counted.
 
     Raises:
-        UserError: The data, or the tokenizer, is not here or cannot be used.
+        UserError: The data or the tokenizer is missing here or cannot be used.
     """
     model, data, training = Path(config.model.path), config.data, config.training
     models.check_directory(model)
@@ -116,7 +121,10 @@ def count(config: Config) -> Corpus:
 
 
 def _first(parts: Iterable[FilePart], n_bytes: int) -> Iterator[FilePart]:
-    """The first of these, up to about so many bytes; lines of a large file alone, where its lines are records."""
+    """Yield the first files up to about ``n_bytes``.
+
+    Of a large file with one record per line only its first lines.
+    """
     for part in parts:
         if n_bytes <= 0:
             return
@@ -126,14 +134,14 @@ def _first(parts: Iterable[FilePart], n_bytes: int) -> Iterator[FilePart]:
 
 
 def _say_if_too_long(model: Path, seq_len: int) -> None:
-    """Say so if a run would refuse sequences of this length: the tokens are the same for all."""
+    """Print a warning if a run would refuse this sequence length; tokens do not depend on it."""
     if not (model / "config.json").is_file():
         return
     llama = models.read_llama(model)
     try:
         models.check_seq_len(llama, seq_len)
     except UserError as error:
-        print(f"{error} for a run; the tokens stay the same")
+        print(f"{error} for a run; the tokens do not depend on it")
 
 
 def _tokenize(config: Data, tokenizer: Path, out: Path, workers: int) -> None:
@@ -150,7 +158,7 @@ def _tokenize(config: Data, tokenizer: Path, out: Path, workers: int) -> None:
     made = tokenize(config, tokenizer, out, workers, told)
     print(made.counts)
     print(
-        f"{out}: {made.n_tokens:,} tokens; train on them with --data.paths {out}, and the same model and data settings"
+        f"{out}: {made.n_tokens:,} tokens; train on them with --data.paths {out} and the same model and data settings"
     )
 
 
@@ -170,15 +178,18 @@ def _show(config: Config, tokenizer_dir: Path, n_sequences: int) -> None:
     decode = read_tokenizer(tokenizer_dir).decode
     steps = config.training.max_steps or batches.steps(config.training.epochs, config.training.global_batch_size or 1)
     tokens = steps * config.training.global_batch_size * config.data.seq_len
-    told = f"{tokens:,} tokens with padding; plan --tokens {tokens} tells hours and cost"
-    if tokens:  # or the batch is that of the ranks
+    told = f"{tokens:,} tokens with padding; plan --tokens {tokens} prints hours and cost"
+    if tokens:  # 0 if the batch size depends on the number of ranks
         said.append(f"the run: {counted(steps, 'step', grouped=True)}, {told}")
     for line in (*said, *describe_reading(config.data, batches), *_shown(batches, n_sequences, decode, marks)):
         print(line)
 
 
 def _proof(config: Data, tokenizer_dir: Path) -> str:
-    """Say of the first conversation of these texts whether answers follow the very tokens that inference gives a model."""
+    """Return a sentence on whether a conversation's answers follow exactly the tokens of inference.
+
+    Checks the first conversation of these texts; '' if there is none.
+    """
     if is_tokenized(config.paths):
         return ""
     tokenizer = read_tokenizer(tokenizer_dir)
@@ -186,11 +197,11 @@ def _proof(config: Data, tokenizer_dir: Path) -> str:
     texts = Documents(parts, config.max_bytes, skip=True, names=config.fields, chat=chat)
     encoder = Encoder(tokenizer, dated(config, tokenizer), texts, lambda *_: None)
     for found in itertools.islice(texts, PROVED):
-        with contextlib.suppress(UnusableError):  # which has been counted
+        with contextlib.suppress(UnusableError):  # already counted
             if isinstance(found.document, Chat):
                 exact, n = encoder.proof(found, found.document)
                 follows = (
-                    f"{counted(n, 'answer')} of {found.place} {'follows' if exact == 1 else 'follow'} the very tokens"
+                    f"{counted(n, 'answer')} of {found.place} {'follows' if exact == 1 else 'follow'} the exact tokens"
                 )
                 return f"chat template: {exact} of {follows} that apply_chat_template(add_generation_prompt=True) gives a model"
     return ""
@@ -207,7 +218,7 @@ def _shown(
         what = f"{counted(len(documents), 'document')}, {len(window_N):,} tokens, {counted(targets, 'target', grouped=True)}"
         yield f"sequence {number + 1} of {batches.n_sequences:,}: {what}"
         for document_N in documents:
-            yield BEGINS if document_N[0] & FIRST else f"{BEGINS} (which began in another sequence)"
+            yield BEGINS if document_N[0] & FIRST else f"{BEGINS} (continued from another sequence)"
             yield "".join(_parts(document_N, decode, marks))
         yield ""
 
@@ -215,7 +226,7 @@ def _shown(
 def _parts(
     document_N: NDArray[np.uint32], decode: Callable[[NDArray[np.uint32]], str], marks: tuple[str, str, str, str]
 ) -> Iterator[str]:
-    """The text of what is learnt and of what is not, in turns; control characters are dots."""
+    """Yield the text in runs of trained and untrained tokens, with marks; control characters become dots."""
     for learnt, group in itertools.groupby(document_N, lambda token: not token & NOT_LEARNT):
         text = decode(np.array(list(group)) & ~MARKS)
         before, after = marks[:2] if learnt else marks[2:]

@@ -1,7 +1,7 @@
 """Download a model or a dataset from the Hugging Face Hub, only what training needs, and verify it.
 
 Run it on the host that needs it (the first one, for a dataset); only that host needs HF_TOKEN. An interrupted download
-goes on with the files that are not complete; each of them begins again. Every file's size is checked, and its SHA-256 if the Hub has one.
+continues with the incomplete files, each from its beginning. Every file's size is checked, and its SHA-256 if the Hub has one.
 """
 
 import concurrent.futures
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 AT_ONCE = 4
 SAFETENSORS = (INDEX, "model*.safetensors")  # not the original or consolidated copies of the weights
-PICKLED_FILES = (PICKLED_INDEX, "pytorch_model*.bin")  # of models that have no others
+PICKLED_FILES = (PICKLED_INDEX, "pytorch_model*.bin")  # for models without safetensors
 READ_BYTES = 4 << 20
 
 
@@ -39,7 +39,7 @@ def _parser() -> OneLineParser:
     add = parser.add_argument
     add("name", metavar="NAME", help="owner/name, like meta-llama/Llama-3.1-405B")
     add("--dataset", action="store_true", help="NAME is a dataset, not a model")
-    files = "of a dataset, these files alone, like 'data/train-*' [all text and Parquet]"
+    files = "download only these files of a dataset, like 'data/train-*' [all text and Parquet]"
     add("--only", metavar="GLOB", help=files)
     add("--to", type=Path, metavar="DIR", help="target directory [models/<name>, or data/<name>]")
     add("--revision", default="main", help="a branch, tag or commit [main]")
@@ -62,14 +62,14 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-RECORD = ".llama405b-download.json"  # what was downloaded into a directory, once it is complete
+RECORD = ".llama405b-download.json"  # in the target directory: what was downloaded, once complete
 LOCK = ".llama405b-download.lock"
-UNFINISHED = ".cache/huggingface/download"  # where huggingface_hub keeps what it receives, below the directory
+UNFINISHED = ".cache/huggingface/download"  # where huggingface_hub keeps incomplete files, in the target directory
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Downloaded:
-    """What is complete in a directory."""
+    """The record of a complete download in its directory."""
 
     repo: str
     revision: str
@@ -78,7 +78,7 @@ class Downloaded:
 
 
 def is_complete(repo: str, revision: str, target: Path) -> str:
-    """Return the commit of which everything that was asked for is in a directory, verified and unchanged; '' if it is not."""
+    """Return the commit whose requested files are all in a directory, unchanged; '' if some are not."""
     record = read_record(Downloaded, target / RECORD)
     if not record or (record.repo, record.revision) != (repo, revision):
         return ""
@@ -88,17 +88,17 @@ def is_complete(repo: str, revision: str, target: Path) -> str:
 
 @contextlib.contextmanager
 def or_complete(repo: str, revision: str, target: Path) -> Iterator[None]:
-    """Where the Hub does not answer, be content with what is complete."""
+    """Accept a complete download if the Hub does not answer."""
     try:
         yield
     except RunError as error:
         if not (commit := is_complete(repo, revision, target)):
             raise
-        print(f"{target}: complete as of {commit}; whether {repo} has changed since is not known: {error}")
+        print(f"{target}: complete as of {commit}; whether {repo} has changed since is unknown: {error}")
 
 
 def fetch_dataset(name: str, revision: str, target: Path, only: str | None) -> None:
-    """Download and verify a dataset's files of text and tables, or those that a glob names."""
+    """Download and verify a dataset's text and table files, or those that match a glob."""
     repo = f"datasets/{name}"
     with or_complete(repo, f"{revision} {only or ''}", target), said_clearly(repo, target):
         commit, files = dataset_files(name, revision, only)
@@ -126,7 +126,7 @@ def fetch(model: str, revision: str, target: Path, *, skip_weights: bool) -> Non
     llama = models.read_llama(target)
     then = f"train with --model.path {target}"
     if is_pickled(target):
-        then = f"it has .bin files: convert them with `llama405b export {target} OUT`"
+        then = f"convert its .bin files with `llama405b export {target} OUT`"
     else:
         read_tensors(target)
     print(f"complete: {llama.parameters:,} parameters; {then}")
@@ -145,7 +145,7 @@ def _names(files: Sequence["RepoSibling"]) -> tuple[str, ...]:
 
 
 def _note(found: Downloaded, target: Path) -> None:
-    """Record what is complete; where nobody may write, it is asked of the Hub each time."""
+    """Record a complete download; without write permission the Hub is asked again each time."""
     if read_record(Downloaded, target / RECORD) != found:
         with contextlib.suppress(OSError):
             write_json(target / RECORD, found)
@@ -161,20 +161,20 @@ def _size_of(paths: Sequence[Path]) -> int:
 
 @contextlib.contextmanager
 def _alone(target: Path) -> Iterator[None]:
-    """Keep other downloads out of a directory, and delete what an interrupted one left of its files."""
+    """Lock a directory against other downloads, and delete incomplete files of an interrupted one."""
     target.mkdir(parents=True, exist_ok=True)
     with (target / LOCK).open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            why = "another download is writing into it; wait for that, or name another directory"
+            why = "another download is writing there; wait for it, or name another directory"
             raise UserError(f"{target}: {why}") from None
         except OSError:  # a file system without locks
             pass
         if left := _unfinished(target):
             size = size_words(_size_of(left))
             print(
-                f"an interrupted download left {counted(len(left), 'file')} unfinished ({size}): deleted, and begun again"
+                f"an interrupted download left {counted(len(left), 'file')} incomplete ({size}): deleted, will be downloaded again"
             )
         for path in left:
             path.unlink()
@@ -182,7 +182,7 @@ def _alone(target: Path) -> Iterator[None]:
 
 
 def _bring(repo: Repo, files: list["RepoSibling"], target: Path) -> None:
-    """Download the files that are not there, and verify them; where all are, nothing is written."""
+    """Download and verify the missing files; write nothing if there are none."""
     hashes = Hashes(target)
     lacking = [sibling for sibling in files if not holds(hashes, sibling)]
     _check_room(target, lacking)
@@ -197,7 +197,7 @@ def _bring_lacking(
     print(
         f"{repo.name} at {repo.commit}: {n_files}, {size:.2f} GB; {len(lacking)} to download into {target}", flush=True
     )
-    if lacking:  # until they are here, it is complete of no commit
+    if lacking:  # until they are here, the directory is not complete
         (target / RECORD).unlink(missing_ok=True)
     pool = concurrent.futures.ThreadPoolExecutor(AT_ONCE)
     jobs = [pool.submit(_fetch_one, repo, sibling, target, hashes) for sibling in lacking]
@@ -205,24 +205,24 @@ def _bring_lacking(
         try:
             for done, job in enumerate(concurrent.futures.as_completed(jobs), 1):
                 print(f"{done}/{len(lacking)}  {job.result()}: verified", flush=True)
-        finally:  # after a failure, files that are under way are finished
+        finally:  # after a failure, let downloads in progress finish
             pool.shutdown(wait=not isinstance(sys.exception(), KeyboardInterrupt), cancel_futures=True)
     except KeyboardInterrupt:
         print(
-            "interrupted: complete files stay; run the same command again for the others",
+            "interrupted: complete files are kept; run the same command again for the rest",
             file=sys.stderr,
             flush=True,
         )
-        os._exit(STOPPED_FOLLOWING)  # a thread cannot be ended, and its file may be large
+        os._exit(STOPPED_FOLLOWING)  # threads cannot be killed, and their files may be large
 
 
 def wanted(name: str, kinds: Sequence[str]) -> bool:
-    """Return whether training needs a file: one that describes the model, or of the kinds of weights (patterns)."""
+    """Return whether training needs a file: a small one, or weights that match ``kinds`` (patterns)."""
     return models.is_small(name) or ("/" not in name and any(fnmatch.fnmatch(name, kind) for kind in kinds))
 
 
 def _fetch_one(repo: Repo, sibling: "RepoSibling", target: Path, hashes: Hashes) -> str:
-    """Download one file and verify it; if that fails, download it once more in full."""
+    """Download and verify one file; if verification fails, download it once more; return its name."""
     from huggingface_hub import hf_hub_download
 
     name: str = sibling.rfilename
@@ -237,7 +237,7 @@ def _fetch_one(repo: Repo, sibling: "RepoSibling", target: Path, hashes: Hashes)
         if not fault:
             hashes.add(name, blocks, whole)
             return name
-    raise RunError(f"{path}: {fault}, twice; the disk or the network corrupts data: check them")
+    raise RunError(f"{path}: {fault}, twice; check the disk and the network for data corruption")
 
 
 def holds(hashes: Hashes, sibling: "RepoSibling") -> bool:
@@ -247,7 +247,7 @@ def holds(hashes: Hashes, sibling: "RepoSibling") -> bool:
 
 
 def _hash(path: Path) -> tuple[str, tuple[str, ...]]:
-    """The SHA-256 of a file, and of each of its blocks."""
+    """Return the SHA-256 of a file, and of each of its blocks."""
     whole, hasher = hashlib.sha256(), BlockHasher()
     with path.open("rb") as file:
         while chunk := file.read(READ_BYTES):
@@ -257,7 +257,7 @@ def _hash(path: Path) -> tuple[str, tuple[str, ...]]:
 
 
 def download_fault(path: Path, sha256: str, sibling: "RepoSibling") -> str:
-    """Say what is wrong with a file; '' if nothing is."""
+    """Return what is wrong with a file, as a clause; '' if nothing is."""
     size = path.stat().st_size
     if sibling.size is not None and size != sibling.size:
         return f"{size} bytes, but the Hub says {sibling.size}"
@@ -265,7 +265,7 @@ def download_fault(path: Path, sha256: str, sibling: "RepoSibling") -> str:
 
 
 def digest_of(sibling: "RepoSibling") -> str:
-    """Return the SHA-256 that the Hub has for a big file; '' for a small one."""
+    """Return the Hub's SHA-256 of a large file; '' for a small one."""
     lfs = getattr(sibling, "lfs", None)
     if not lfs:
         return ""
@@ -277,7 +277,7 @@ def _bytes_of(siblings: Sequence["RepoSibling"]) -> int:
 
 
 def _is_there(path: Path, sibling: "RepoSibling") -> bool:
-    """Whether a file has the right size: it is not fetched again if its content is right, too."""
+    """Return whether a file has the right size, so that it needs no space even if it is downloaded again."""
     return path.is_file() and path.stat().st_size == sibling.size
 
 
@@ -287,7 +287,7 @@ def _check_room(target: Path, lacking: Sequence["RepoSibling"]) -> None:
         here = here.parent
     need = _bytes_of([sibling for sibling in lacking if not _is_there(target / sibling.rfilename, sibling)])
     free = disk_free_bytes(str(here))
-    if free is not None and need > (free := free + _size_of(_unfinished(target))):  # which are deleted
+    if free is not None and need > (free := free + _size_of(_unfinished(target))):  # incomplete files are deleted
         raise UserError(
             f"--to: {target} has {size_words(free)} free, but {size_words(need)} are needed; name a directory on another disk"
         )

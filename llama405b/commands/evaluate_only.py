@@ -1,4 +1,7 @@
-"""The loss of a model, or of a checkpoint, on data that is held out, without training: no moments are made, and nothing is saved."""
+"""Evaluate a model or a checkpoint on held-out data without training.
+
+Allocates no optimizer states and saves nothing.
+"""
 
 import dataclasses
 from pathlib import Path
@@ -35,7 +38,7 @@ from llama405b.training.journal import read_metrics
 
 
 def evaluate_only(config: Config, resume: str, context: RankContext) -> None:
-    """Evaluate the model, or the checkpoint at the path ``resume`` (no: none), and report the loss as a run's first evaluation.
+    """Evaluate the model, or the checkpoint at the path ``resume`` (no: none), and log the loss as a run's first evaluation.
 
     Raises:
         UserError: The model, the data or the checkpoint cannot be used.
@@ -59,21 +62,21 @@ def evaluate_only(config: Config, resume: str, context: RankContext) -> None:
     context.journal.resumed_at(weights.step, weights.step, anew=True)
     context.journal.evaluation(weights.step, loss)
     if context.journal.lost.count:
-        raise RunError(f"the evaluation could not be kept: {context.journal.lost.detail}")
+        raise RunError(f"the evaluation could not be recorded: {context.journal.lost.detail}")
     evaluator.continue_prompts(weights.step)
 
 
 class Weights(NamedTuple):
-    """A model on its ranks, to be looked at."""
+    """A model on its ranks, for reading only."""
 
     passes: Passes
-    updater: Updater  # without an update it makes no moments
-    what: str  # in words
-    step: int  # after which they were saved
+    updater: Updater  # never updates, so it allocates no moments
+    what: str  # path, for messages
+    step: int  # after which the weights were saved; 0: none
 
 
 def look_at_weights(config: Config, chosen: Resume | None, files: Path, context: RankContext) -> Weights:
-    """Build the model with its own weights, or those of a checkpoint."""
+    """Build the model with its own weights or those of a checkpoint."""
     module, master = build_model(config, files, context, from_checkpoint=chosen is not None, trains=False)
     updater = Sequential(module, master, build_optimizer(master, config.optimizer))
     updater.sync_weights()
@@ -85,24 +88,24 @@ def look_at_weights(config: Config, chosen: Resume | None, files: Path, context:
 
 
 def write_settings(config: Config, context: RankContext) -> None:
-    """Write the settings of a run that takes no step."""
+    """Write the settings of a run that takes no steps (rank 0)."""
     if context.me.is_rank0:
-        training = dataclasses.replace(config.training, max_steps=0)  # which cluster-top would wait for
+        training = dataclasses.replace(config.training, max_steps=0)  # cluster-top would wait for steps
         write_atomic(context.run.config, to_toml(dataclasses.replace(config, training=training)))
 
 
 def refuse_trained(run: RunDir) -> None:
-    """Refuse the directory of a run that trains, before any of its files is changed."""
+    """Refuse the directory of a run that trained, before any of its files changes."""
     if any(isinstance(line, Metrics) for line in read_metrics(run.metrics)):
         raise UserError(f"--run-dir: {run.path} is the directory of a run that trained; name another one")
 
 
 def choose_checkpoint(config: Config, resume: str, files: Path, context: RankContext) -> Resume | None:
-    """Return the checkpoint at the path ``resume``; None for the model itself. Its directory is not taken, as nothing is written there."""
+    """Return the checkpoint at the path ``resume``; None for the model itself. Takes no lease, as nothing is written there."""
     if resume == "no":
         return None
     if not any(collectives.all_gather_objects(Path(resume).is_dir())):
-        raise UserError(f"--resume: {resume} is a directory on no host; name a checkpoint as the hosts see it")
+        raise UserError(f"--resume: no host has the directory {resume}; name a checkpoint by its path on the hosts")
     store = Store(
         Path(resume).parent,
         0,
@@ -118,7 +121,7 @@ def choose_checkpoint(config: Config, resume: str, files: Path, context: RankCon
 
 
 def refuse_another_model(chosen: Resume, config: Config, files: Path, context: RankContext) -> None:
-    """Refuse a checkpoint of a model of another shape; what else it was trained with does not matter here."""
+    """Refuse a checkpoint of another model or adapter; its other settings do not matter for reading."""
     assert chosen.found
     manifest, path = chosen.found.manifest, str(chosen.found.path)
     if manifest.identity:

@@ -1,4 +1,4 @@
-"""Write a checkpoint on this machine as a model that transformers, vLLM and others load; ``llama405b export`` calls it.
+"""Export a checkpoint on this machine as a model that transformers, vLLM and others load.
 
 Knows safetensors, manifests and DCP's metadata; not hosts.
 """
@@ -64,13 +64,16 @@ from llama405b.spec.models import FAMILIES, PEFT_CONFIG, PEFT_WEIGHTS, peft_conf
 from llama405b.spec.tensors import INDEX, SINGLE, is_pickled, read_hf_json
 
 NEW_TOKENS = 40
-SPARE = 1.2  # of the weights' bytes, for all else
+SPARE = 1.2  # times the weights' bytes: memory to generate with
 
 
 def try_model(directory: Path, prompt: str, n_bytes: int) -> int:
-    """Print what the model says after a prompt (greedy), with its chat template if it has one; returns the exit code."""
+    """Print the model's greedy continuation of a prompt; return the exit code.
+
+    Uses the chat template if the model has one.
+    """
     if not (directory / "tokenizer.json").is_file():
-        print(f"--try: {directory} has no tokenizer.json, so a prompt cannot be read; copy it there, and try again")
+        print(f"--try: {directory} has no tokenizer.json to read a prompt with; copy one there and try again")
         return FAILED
     device, room = _roomiest()
     if n_bytes * SPARE > room:
@@ -93,25 +96,25 @@ def try_model(directory: Path, prompt: str, n_bytes: int) -> int:
 
 
 def _roomiest() -> tuple[str, int]:
-    """Return where a model may be put, and how many bytes are free there."""
+    """Return the device for a model, and the free bytes there."""
     if torch.cuda.is_available():
         return "cuda", torch.cuda.mem_get_info()[0]
     return "cpu", free_bytes()
 
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
-FILE_BYTES = 5 * 10**9  # of each output file, at most, unless one tensor is larger
+FILE_BYTES = 5 * 10**9  # maximum size of an output file, unless one tensor is larger
 CARD, MADE = "README.md", "Trained with llama405b"
-VLLM_RANK = 16  # of adapters that vLLM takes unasked
+VLLM_RANK = 16  # largest rank that vLLM accepts without --max-lora-rank
 Shapes = dict[str, tuple[int, ...]]
 
 
 class Weights(Protocol):
-    """What can be exported."""
+    """A source of weights to export."""
 
     path: Path
-    digest: str  # of what it is
-    shapes: Shapes  # of the tensors, by name in the model
+    digest: str  # of the weights' identity
+    shapes: Shapes  # of the tensors, by the model's names
 
     def read(self, name: str) -> Tensor:
         """Return a whole tensor."""
@@ -119,7 +122,7 @@ class Weights(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Export:
-    """What is exported where."""
+    """The plan of an export: which tensors go into which file."""
 
     source: str  # digest of what is exported
     dtype: str
@@ -137,7 +140,7 @@ class Export:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Written:
-    """A file that is complete, and unchanged while size and time are these."""
+    """A complete output file; unchanged as long as size and mtime match."""
 
     bytes: int
     mtime: float
@@ -146,7 +149,7 @@ class Written:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Record:
-    """What has been exported so far."""
+    """The record of an export: the files that are complete so far."""
 
     source: str
     dtype: str
@@ -154,7 +157,7 @@ class Record:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Export what the verb's command line names, on this machine; returns the exit code."""
+    """Run the verb on this machine; return the exit code."""
     follow_users_umask()
     args.out = Path(args.out).expanduser()
     if args.push_to_hub:
@@ -167,12 +170,12 @@ def main(args: argparse.Namespace) -> int:
             raise UserError("--try: an adapter alone generates nothing; leave out --adapter")
         if args.adapter:
             if args.verify:
-                raise UserError("--verify: it is for whole models; leave out --adapter")
+                raise UserError("--verify: an adapter cannot be verified; leave out --adapter")
             return export_adapter(found, settings, card, args)
         small = find_model_files(found.path, args.source)
         found = MergedWeights(found, args.model or Path(settings.model.path), settings)
     elif args.adapter:
-        raise UserError(f"--adapter: {found.path} holds no adapter, but whole weights; leave it out")
+        raise UserError(f"--adapter: {found.path} holds full weights, not an adapter; leave it out")
     else:
         small = args.model or find_model_files(found.path, args.source)
     llama = shape_of(found, small)
@@ -191,20 +194,20 @@ def main(args: argparse.Namespace) -> int:
 
 
 def export_adapter(found: SavedWeights, settings: Config, card: str, args: argparse.Namespace) -> int:
-    """Write an adapter as peft does, with the tokenizer and template that it was trained with; returns the exit code."""
+    """Write an adapter in peft's format, with its tokenizer and chat template; return the exit code."""
     out, dtype = args.out, args.dtype or "fp32"
     weights_of = PeftWeights(found)
     export = Export(weights_of.digest, dtype, {PEFT_WEIGHTS: weights_of.shapes})
     write(export, weights_of, out)
     here = args.model or Path(settings.model.path)
-    base = str(here.resolve()) if here.is_dir() else str(here)  # for whoever loads it from another directory
+    base = str(here.resolve()) if here.is_dir() else str(here)  # absolute, so that loading works from any directory
     if not here.is_dir() and not here.is_absolute():
         print(
-            f"{base} is not here, so {out} names it as it was typed; name the model's directory with --model",
+            f"warning: {base} does not exist here, so {out} names the base model by that path; correct it with --model",
             file=sys.stderr,
         )
     with writing(out):
-        with contextlib.suppress(UserError):  # none is there
+        with contextlib.suppress(UserError):  # there are none
             write_small(find_model_files(found.path, args.source), out)
         write_card(card, out)
         (out / PEFT_CONFIG).write_text(
@@ -220,7 +223,7 @@ def export_adapter(found: SavedWeights, settings: Config, card: str, args: argpa
 
 
 def open_weights(source: str, step: int | None) -> tuple[Weights, str]:
-    """Return what is to be exported, and in which dtype if none is given."""
+    """Return the weights to export, and the dtype to use by default."""
     if is_pickled(Path(source)):
         pickled = PickledWeights(Path(source))
         return pickled, next((name for name, dtype in DTYPES.items() if dtype == pickled.dtype), "fp32")
@@ -231,16 +234,16 @@ def open_weights(source: str, step: int | None) -> tuple[Weights, str]:
 
 
 def warning_of_manifest(checkpoint: Path, digest: str) -> str:
-    """Warn of a manifest that is not what the checkpoint's run recorded as it saved it; '' if it is, or nothing was recorded."""
+    """Return a warning if a manifest differs from what its run recorded; '' if equal or not recorded."""
     events = read_records(RunEvent, RunDir(checkpoint.absolute().parents[1]).events("rank-0"), last=MAX_EVENTS)
     recorded = {event.digest for event in events if event.digest and Path(event.path).name == checkpoint.name}
     if not recorded or digest in recorded:
         return ""
-    return f"warning: {checkpoint / MANIFEST}: not as the run recorded it when it saved; it has been changed since"
+    return f"warning: {checkpoint / MANIFEST} differs from what the run recorded when it saved; it was changed since"
 
 
 def find_checkpoint(source: str, step: int | None) -> Path:
-    """Return the checkpoint that was asked for."""
+    """Return the requested checkpoint: the step, else the newest."""
     given = Path(source)
     if given.is_dir() and given.name.startswith("step-"):
         step_of(given)
@@ -265,11 +268,11 @@ def find_model_files(path: Path, source: str) -> Path:
     for candidate in candidates:
         if (candidate / "config.json").is_file():
             return candidate
-    raise UserError(f"{path}: has no config.json beside its weights; name the model's directory with --model")
+    raise UserError(f"{path}: has no config.json next to its weights; name the model's directory with --model")
 
 
 def shape_of(found: Weights, small: Path) -> models.Llama:
-    """Return the shape of the model, after a check that all of its tensors are there."""
+    """Return the model's shape, after a check that all tensors exist and fit."""
     layers = 1 + max((int(name.split(".")[2]) for name in found.shapes if name.startswith("model.layers.")), default=-1)
     llama = models.read_llama(small)
     if not 0 < layers <= llama.layers:
@@ -289,20 +292,20 @@ def shape_of(found: Weights, small: Path) -> models.Llama:
 
 
 def _refuse_unused(found: Weights, llama: models.Llama, small: Path) -> None:
-    """Refuse weights that would be lost."""
+    """Refuse weights that the exported model would not use."""
     used = {models.HEAD, *llama.tensors()}
     unused = sorted(name for name in found.shapes if name not in used and models.UNUSED_ANYWHERE not in name)
     if llama.tied and models.HEAD in found.shapes:
         unused += [models.HEAD] * (not torch.equal(found.read(models.HEAD), found.read(models.EMBEDDING)))
     if unused:
         raise UserError(
-            f"{found.path}: has {unused[0]}{and_more(unused)}, which a model of {small / 'config.json'} does not have; name the "
+            f"{found.path}: has {unused[0]}{and_more(unused)}, but a model of {small / 'config.json'} has no such tensor; name the "
             "right model's directory with --model"
         )
 
 
 def plan_files(shapes: Shapes, dtype: str, *, one_file: bool) -> Iterator[tuple[str, Shapes]]:
-    """Yield the output files and what each holds, in the model's order."""
+    """Yield each output file with its tensors, in the model's order."""
     groups: list[Shapes] = [{}]
     size = 0
     for name, shape in shapes.items():
@@ -317,7 +320,7 @@ def plan_files(shapes: Shapes, dtype: str, *, one_file: bool) -> Iterator[tuple[
 
 
 def write(export: Export, found: Weights, out: Path) -> None:
-    """Write the files that are not there yet."""
+    """Write the files that are missing."""
     done = _begin(export, out)
     lacking = [name for name in export.files if name not in done]
     need, free = sum(map(export.bytes_of, lacking)), disk_free_bytes(str(out))
@@ -326,7 +329,9 @@ def write(export: Export, found: Weights, out: Path) -> None:
     began, written = time.monotonic(), 0
     for name in lacking:
         try:
-            write_json(out / EXPORT_RECORD, Record(export.source, export.dtype, done))  # before anything is there
+            write_json(
+                out / EXPORT_RECORD, Record(export.source, export.dtype, done)
+            )  # first, so that a rerun knows the directory
             digest = write_tensors(out / name, export.files[name], DTYPES[export.dtype], found.read)
             done[name] = _written(out / name, digest)
             write_json(out / EXPORT_RECORD, Record(export.source, export.dtype, done))
@@ -344,16 +349,16 @@ def write(export: Export, found: Weights, out: Path) -> None:
 
 
 def _begin(export: Export, out: Path) -> dict[str, Written]:
-    """Return the files that an earlier call has finished."""
+    """Return the files that an earlier call finished; refuse a directory of something else."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         if refused := refused_call(str(out), saves=False, appends=False):
-            raise UserError(f"{out}: there an export cannot {refused}; name another directory")
+            raise UserError(f"{out}: an export there cannot {refused}; name another directory")
         for name in export.files:
-            partial_of(out / name).unlink(missing_ok=True)  # of a call that was killed: its room is needed
+            partial_of(out / name).unlink(missing_ok=True)  # from a killed call: its space is needed
         if not (out / EXPORT_RECORD).exists():
             if present := [path.name for path in out.iterdir() if not is_passed_over(path.name)]:
-                raise UserError(f"{out}: holds {present[0]}, which no export wrote; name another directory")
+                raise UserError(f"{out}: holds {present[0]}, which is not from an export; name another directory")
             return {}
         record = _record(out)
     except (OSError, MalformedError) as error:
@@ -361,7 +366,9 @@ def _begin(export: Export, out: Path) -> dict[str, Written]:
     if (record.source, record.dtype) != (export.source, export.dtype):
         raise UserError(f"{out}: holds an export of another checkpoint, or in another dtype; name another directory")
     if others := sorted(record.files.keys() - export.files.keys()):
-        raise UserError(f"{out}: holds {others[0]}, of the same model in other files; name another directory")
+        raise UserError(
+            f"{out}: holds {others[0]}, from an export of the same model into other files; name another directory"
+        )
     return {
         name: seal
         for name, seal in record.files.items()
@@ -379,27 +386,29 @@ def _written(path: Path, digest: str) -> Written:
 
 
 def verify(out: Path) -> None:
-    """Read back what was written, the tokenizer as others do."""
+    """Read the export back: check the files' hashes, and load the tokenizer as transformers does."""
     try:
         record = _record(out)
         damaged = [name for name, seal in record.files.items() if sha256_of(out / name) != seal.sha256]
     except (OSError, MalformedError) as error:
         raise RunError(f"{out}: cannot be read back ({reason_of(error)}); run the same command again") from None
     if damaged:
-        raise RunError(f"{out / damaged[0]}: is not as it was written; delete it and run the same command again")
-    tokens = "" if is_read_as_it_is(out) else "; its tokenizer is read otherwise by AutoTokenizer, see above"
+        raise RunError(
+            f"{out / damaged[0]}: has changed since it was written; delete it and run the same command again"
+        )
+    tokens = "" if is_read_as_it_is(out) else "; AutoTokenizer reads its tokenizer differently, see above"
     print(f"read back {counted(len(record.files), 'file')} of {out}: as written{tokens}", flush=True)
 
 
 def finish(export: Export, small: Path, card: str, out: Path, layers: int) -> None:
-    """Write what stands beside the weights: the index last, since it makes the model whole."""
+    """Write the files next to the weights: the index last, as it makes the model complete."""
     described = read_hf_json(small / "config.json")
     dtype = str(DTYPES[export.dtype]).removeprefix("torch.")
     described |= {key: dtype for key in ("dtype", "torch_dtype") if key == "dtype" or key in described}
     described["num_hidden_layers"] = layers
     described |= {key: described[key][:layers] for key in ("layer_types",) if described.get(key)}
     described["architectures"] = [FAMILIES[described["model_type"]].architecture]
-    described.pop("auto_map", None)  # of code that is not beside it
+    described.pop("auto_map", None)  # refers to code that is not exported
     index = {
         "metadata": {"total_size": export.n_bytes},
         "weight_map": {name: file for file, shapes in export.files.items() for name in shapes},
@@ -414,7 +423,10 @@ def finish(export: Export, small: Path, card: str, out: Path, layers: int) -> No
 
 
 def agree_on_tokens(out: Path) -> None:
-    """Have AutoTokenizer, by which others serve the model, read tokenizer.json as the run did; warn where the model's family forbids it."""
+    """Make AutoTokenizer, which servers use, read tokenizer.json as the run did.
+
+    Warns if the model's family forbids that.
+    """
     file = out / models.TOKENIZER_CONFIG
     if is_read_as_it_is(out):
         return
@@ -427,19 +439,22 @@ def agree_on_tokens(out: Path) -> None:
         else:
             file.write_bytes(before)
         print(
-            f"warning: {out}: AutoTokenizer, by which transformers and vLLM read it, has other tokens than its tokenizer.json, which was "
-            "trained with; read it with PreTrainedTokenizerFast"
+            f"warning: {out}: AutoTokenizer, which transformers and vLLM use, gives other tokens than tokenizer.json, which the run was "
+            "trained with; load it with PreTrainedTokenizerFast"
         )
 
 
 def write_small(small: Path, out: Path) -> None:
-    """Copy tokenizer, notices and template: one template to every reader, of which some look into tokenizer_config.json alone."""
+    """Copy tokenizer, notices and chat template.
+
+    The template also goes into tokenizer_config.json, the only place where some readers look.
+    """
     for name in models.small_names(small):
         if name != "config.json":
             shutil.copyfile(small / name, out / name)
     file, template = out / models.TOKENIZER_CONFIG, small / models.CHAT_TEMPLATE
     if not template.is_file():
-        (out / models.CHAT_TEMPLATE).unlink(missing_ok=True)  # of another call
+        (out / models.CHAT_TEMPLATE).unlink(missing_ok=True)  # from an earlier call
     if file.is_file():
         before = read_hf_json(file)
         after = {key: value for key, value in before.items() if key != "auto_map"}
@@ -450,36 +465,36 @@ def write_small(small: Path, out: Path) -> None:
 
 
 def card_of(found: Weights, name: str, *, adapter: bool) -> str:
-    """Return a model card: what was trained, and for how long."""
+    """Return the text of a model card: what was trained, and for how long."""
     lines = ["---", f"library_name: {'peft' if adapter else 'transformers'}", "---", "", f"# {name}", ""]
     made = f"{MADE} {__version__}"
     if isinstance(found, SavedWeights):
-        with contextlib.suppress(UserError):  # it has no settings
+        with contextlib.suppress(UserError):  # the checkpoint has no settings
             made += given(", from {}", Path(settings_of(found).model.path).name)
         reached = found.manifest
         read = given(", after {:,} sequences", reached.sequences or 0)
         loss = "" if reached.evaluation_loss is None else f", evaluation loss {reached.evaluation_loss:.4f}"
         made += f": step {reached.step:,}{given(' of run {}', reached.run)}{read}{loss}"
     return "\n".join(
-        [*lines, f"{made}.", "", "What licence and notices beside it say of the base model holds for it, too.", ""]
+        [*lines, f"{made}.", "", "The base model's licence and notices, included here, apply to this model, too.", ""]
     )
 
 
 def write_card(card: str, out: Path) -> None:
-    """Write a model card, unless the user has one there."""
+    """Write a model card unless the directory has one of the user's."""
     if not (out / CARD).exists() or is_ours(out / CARD):
         (out / CARD).write_text(card, encoding="utf-8")
 
 
 def is_ours(card: Path) -> bool:
-    """Whether a model card is one that ``card_of`` made, of this export or another, and nobody has changed much of it."""
+    """Whether a model card is one that ``card_of`` made, in this or another export, without large changes since."""
     text = card.read_text(encoding="utf-8", errors="replace")
     return text.startswith("---\nlibrary_name: ") and f"\n{MADE} " in text
 
 
 @contextlib.contextmanager
 def writing(out: Path) -> Iterator[None]:
-    """Say how to resume where a file cannot be written."""
+    """Turn a write error into a message that says how to resume."""
     try:
         yield
     except OSError as error:
@@ -489,7 +504,7 @@ def writing(out: Path) -> Iterator[None]:
 
 
 def create(repo: str) -> None:
-    """Create a repository, private, if it does not exist: so that access is known before hours of work."""
+    """Create a private repository if there is none, so that missing access is found before hours of work."""
     if repo.count("/") != 1:
         raise UserError(f"--push-to-hub: {repo!r} is not a model name; write owner/name")
     with said_clearly(repo, Path()):
@@ -497,7 +512,10 @@ def create(repo: str) -> None:
 
 
 def upload(directory: Path, repo: str) -> None:
-    """Upload what is not hidden, or a disk's own; what is there already is not sent again, and no card of the user's replaced."""
+    """Upload all but hidden files and a disk's own.
+
+    Keeps a model card that the user wrote on the Hub. Files that are already there are not sent again.
+    """
     print(f"uploading {directory} to {repo}", flush=True)
     left_out = [".*", *OF_DISKS, *(f"{name}/*" for name in OF_DISKS)]
     with said_clearly(repo, directory):

@@ -1,4 +1,6 @@
-"""What a configuration needs on N ranks: the full model, sharded on the meta device with a fake process group.
+"""Report what a configuration needs on N ranks.
+
+Shards the full model on the meta device, with a fake process group.
 
 Allocates no weights and uses no network. Knows shapes and dtypes; nothing about time or activation memory.
 """
@@ -29,12 +31,12 @@ GIB = 1 << 30
 
 
 def describe_shape(config: Config, preset: str, world: int) -> str:
-    """Describe units, parameters and bytes per rank, and estimate what a run takes on GPUs, as lines of text.
+    """Return lines of text on units, parameters and bytes per rank, and the estimated needs on GPUs.
 
     Raises:
         UserError: Neither the model's directory nor the preset gives its shape, or the batch does not divide evenly.
     """
-    from torch.testing._internal.distributed.fake_pg import FakeStore  # heavy, and only needed here
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # slow to import
 
     hf_config = _shape(config, preset)
     per_host = min(world, run_shape.RANKS_PER_HOST)
@@ -69,9 +71,9 @@ def describe_shape(config: Config, preset: str, world: int) -> str:
         [
             f"model        {preset or config.model.path}: {sum(sizes.values()):,} parameters{adapter}",
             f"units        {len(layers)} decoder layers of {layers[0]:,}; {', '.join(others)}",
-            f"ranks        {world} ({axes}): {mine:,} parameters on rank 0{', which holds the most' * (axes.pp == 1)}",
+            f"ranks        {world} ({axes}): {mine:,} parameters on rank 0{' (the most of any rank)' * (axes.pp == 1)}",
             f"state        {numerics}: {sum(held):.3g} bytes per parameter, {state} per rank",
-            f"gathered     at most {gathered:,.2f} GiB at a time ({largest}), twice that while the next unit is prefetched",
+            f"gathered     at most {gathered:,.2f} GiB at a time ({largest}); twice that while the next unit is prefetched",
             f"step         {counted(config.training.global_batch_size, 'sequence')} of {config.data.seq_len} tokens: "
             f"{counted(rounds, 'micro-batch', 'micro-batches')} of {config.training.micro_batch_size} on each rank",
             *on_gpu,
@@ -80,11 +82,11 @@ def describe_shape(config: Config, preset: str, world: int) -> str:
 
 
 def _shape(config: Config, preset: str) -> PreTrainedConfig:
-    """The shape from the model's directory if it exists, else the preset's known shape."""
+    """Return the configuration from the model's directory if it exists, else the preset's."""
     directory = Path(config.model.path)
     known = json.loads((PRESET_DIR / "architectures.json").read_text())
     record = read_hf_json(directory / "config.json") if directory.is_dir() else known.get(preset)
     if record is None:
-        models.read_llama(directory)  # raises; its message says what is missing
+        models.read_llama(directory)  # raises, and names what is missing
     models.check_seq_len(models.parse_llama(record, str(directory)), config.data.seq_len)
     return llama.with_layers(llama.config_of(record), config.model.layers or record["num_hidden_layers"])

@@ -1,6 +1,8 @@
-"""Send what a run's trackers have not been sent, on the host of its rank 0; a run that trains does so by itself.
+"""Upload the numbers of a run that its trackers do not have yet.
 
-Steps that were taken again after a resume keep their first values there.
+Run it on the host of rank 0. A run that trains uploads by itself.
+
+Steps that were repeated after a resume keep their first values there.
 """
 
 import argparse
@@ -25,12 +27,12 @@ from llama405b.tracking.start import END_S
 def _parser() -> OneLineParser:
     parser = OneLineParser(prog="llama405b track", description=__doc__)
     parser.add_argument("run", metavar="RUN", help="name of a run in this directory")
-    parser.add_argument("--only", choices=TRACKERS, help="send to this one of them")
+    parser.add_argument("--only", choices=TRACKERS, help="upload to this tracker only")
     parser.add_argument(
-        "--model", type=Path, metavar="DIR", help="also send W&B what export has written there, as an artifact"
+        "--model", type=Path, metavar="DIR", help="also upload the model that export wrote there to W&B, as an artifact"
     )
     parser.add_argument(
-        "--again", action="store_true", help="send everything again, as another run there: of a tracker that lost it"
+        "--again", action="store_true", help="upload everything again as another run, if the tracker lost it"
     )
     parser.add_argument("--until-closed", type=int, metavar="FD", help=argparse.SUPPRESS)
     return parser
@@ -42,14 +44,14 @@ def main(argv: Sequence[str]) -> int:
     keep_private()
     run = RunDir(Path(args.run)) if (Path(args.run) / "config.toml").is_file() else RunDir.here(args.run)
     if not run.config.is_file():
-        raise UserError(f"{args.run}: no run in this directory; name one (runs are in ./runs)")
+        raise UserError(f"{args.run}: not a run in this directory; name one (runs are in ./runs)")
     if args.model and not (args.model / EXPORT_RECORD).is_file():
         raise UserError(f"--model: {args.model} was not written by `llama405b export`; name a directory that was")
     only = args.only or ("wandb" if args.model else None)
     names = [name for name in Feed.wanted(run) if only in (None, name)]
     if not names:
         raise UserError(
-            f"{run.name}: its settings name no tracker; write --tracking.to at a launch, or add it to {run.config}"
+            f"{run.name}: its settings have no tracker; launch with --tracking.to, or add it to {run.config}"
         )
     run.tracking.mkdir(parents=True, exist_ok=True)
     codes = [send(run, name, args.until_closed, args.model, again=args.again) for name in names]
@@ -57,15 +59,15 @@ def main(argv: Sequence[str]) -> int:
 
 
 def send(run: RunDir, name: str, pipe: int | None, model: Path | None = None, *, again: bool = False) -> int:
-    """Send until the other end of a pipe is closed, and soon end then; without one, what there is now. Returns the exit code.
+    """Upload until the other end of the pipe closes; without a pipe, once. Return the exit code.
 
-    ``model``: an exported one, to send as well; ``again``: also what was sent before.
+    ``model``: directory of an exported model to upload, too; ``again``: repeat what was uploaded before.
     """
     with run.tracking_lock(name).open("w") as lock:
-        while not _locked(lock):  # the process of the attempt before may be at its end
+        while not _locked(lock):  # the previous attempt's process may be about to end
             if pipe is None or _is_closed(pipe):
                 raise UserError(
-                    f"{run.name}: its numbers are being sent to {name} already; wait until the run has ended"
+                    f"{run.name}: another process already uploads its numbers to {name}; wait until the run has ended"
                 )
         if again:
             run.sent(name).unlink(missing_ok=True)
@@ -73,7 +75,7 @@ def send(run: RunDir, name: str, pipe: int | None, model: Path | None = None, *,
         if pipe is not None:
             while not _is_closed(pipe):
                 feed.send()
-            signal.alarm(math.ceil(END_S))  # ends this process, if nobody else is there who would
+            signal.alarm(math.ceil(END_S))  # ends this process even if an upload hangs
         if model:
             feed.send(now=True)
             feed.send_model(model)
@@ -82,7 +84,7 @@ def send(run: RunDir, name: str, pipe: int | None, model: Path | None = None, *,
 
 
 def _locked(lock: TextIO) -> bool:
-    """Take a lock, if nobody has it."""
+    """Take a lock if it is free; return whether it was."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -91,7 +93,7 @@ def _locked(lock: TextIO) -> bool:
 
 
 def _is_closed(pipe: int) -> bool:
-    """Wait a moment; returns whether the other end of a pipe is closed."""
+    """Wait ``POLL_S`` at most; return whether the other end of a pipe is closed."""
     return bool(select.select([pipe], [], [], POLL_S)[0])
 
 

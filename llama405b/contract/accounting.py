@@ -1,7 +1,7 @@
-"""What a run's time went into: steps that count, starts, saves, and what failures cost. Pure.
+"""Divide a run's time into steps that count, starts, saves and failures. Pure.
 
-Goodput is the share of the time in which steps were taken that still count. Time is counted on every rank, whether it
-computes or waits: GPU-hours are seconds times ranks.
+Goodput is the share of time spent in steps that still count. Time is counted on every rank, whether it computes or waits:
+GPU-hours are seconds times ranks.
 """
 
 import dataclasses
@@ -12,27 +12,27 @@ from typing import TypeGuard
 
 from llama405b.contract.records import Cause, CauseKind
 
-SLOW_STEPS, SLOW_S = 3.0, 10.0  # usual times that a step takes, and at least this long: the rest was no training
-LATE = 2.0  # steps' usual times since the last one: from then on the run is not stepping
+SLOW_STEPS, SLOW_S = 3.0, 10.0  # a step is slow from this multiple of the usual time, and at least this long
+LATE = 2.0  # usual step times since the last step: from then on the run waits
 
 
 class Use(enum.StrEnum):
     """What time went into."""
 
     TRAINING = "training"  # steps that count, as long as they usually take, and the one that is being taken
-    SLOW = "slow"  # what steps took beyond that which were far slower: they hung for a while, or nearly
+    SLOW = "slow"  # the excess time of far slower steps, which nearly hung
     STARTING = "starting"  # from a launch to its first step: reading data, loading weights
-    SAVING = "saving"  # what steps waited for saves, and saving at a stop
+    SAVING = "saving"  # waiting for saves between steps, and the save at a stop
     PAUSES = "pauses"  # between steps, for other reasons: evaluations, profiles
     # from the last step that counts to the first one after it: repeated steps, hang, restart, loading
     FAILURES = "failures"
-    RESTARTS = "restarts"  # the same, where somebody asked for the restart
+    RESTARTS = "restarts"  # the same, for a restart that somebody asked for
     WAITING = "waiting"  # since the last step of a live run, if that is long ago
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepTaken:
-    """A step that counts: none that a resume took back."""
+    """A step that counts: a resume did not undo it."""
 
     attempt: int
     time: float  # its end
@@ -44,26 +44,26 @@ class Attempt:
     """One launch of the run."""
 
     number: int
-    ended: float | None = None  # None: it lives, or nobody recorded it
+    ended: float | None = None  # None: it is running, or nobody recorded its end
     cause: Cause | None = None  # why it failed, or was ended for a restart; None: neither
-    saves_s: float = 0.0  # for which its steps waited
+    saves_s: float = 0.0  # that its steps waited for saves
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Incident:
-    """A failure, and what it cost."""
+    """A failure, and the time that it cost."""
 
     attempt: int  # that failed
     began: float  # at the last step that counts
     failed: float  # when the attempt was ended
     resumed: float | None  # at the beginning of the first step after it; None: not yet
     cause: Cause
-    restarted: bool = False  # a later attempt lives
+    restarted: bool = False  # a later attempt is running
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Account:
-    """What a run's time went into; times by the clock of its head."""
+    """How a run's time was used; times by the clock of its head."""
 
     began: float
     until: float
@@ -73,19 +73,19 @@ class Account:
 
     @property
     def goodput(self) -> float | None:
-        """Share of the time that went into steps that count; None: there is no time yet."""
+        """The share of time spent in steps that count; None: there is no time yet."""
         total = sum(self.seconds.values())
         return self.seconds.get(Use.TRAINING, 0.0) / total if total else None
 
     def rank_hours(self, seconds: float) -> float:
-        """Return what seconds are on all ranks, in hours of one."""
+        """Convert seconds of all ranks to rank-hours."""
         return seconds * self.world / 3600
 
 
 def account(began: float, attempts: Sequence[Attempt], steps: Sequence[StepTaken], world: int, now: float) -> Account:
-    """Divide the time since a run began.
+    """Divide the time since a run began by its use.
 
-    Between a stop that was asked for and the first step of the next attempt nothing is counted: nobody wanted it to run.
+    Nothing is counted between a requested stop and the first step of the next attempt.
 
     Args:
         began: When its first attempt was launched.
@@ -111,7 +111,7 @@ def account(began: float, attempts: Sequence[Attempt], steps: Sequence[StepTaken
             _count(seconds, mine, attempt.saves_s, usual_s)
         if attempt.ended is None:
             continue
-        if failed and is_failure(attempt.cause) and not is_failure(failed.cause):  # what was asked for went wrong
+        if failed and is_failure(attempt.cause) and not is_failure(failed.cause):  # a requested restart failed
             failed = dataclasses.replace(failed, attempt=attempt.number, failed=attempt.ended, cause=attempt.cause)
         elif attempt.cause and at is not None:
             failed = failed or Incident(attempt.number, at, attempt.ended, None, attempt.cause)
@@ -121,7 +121,7 @@ def account(began: float, attempts: Sequence[Attempt], steps: Sequence[StepTaken
             at = None
     last = attempts[-1] if attempts else Attempt(0, ended=began)
     if failed:
-        until = now if last.ended is None else failed.failed  # nobody restarts it: no more is lost
+        until = now if last.ended is None else failed.failed  # nobody restarts it: count no more time
         failed = dataclasses.replace(failed, restarted=last.ended is None)
         _count_failed(seconds, incidents, failed, until)
     elif last.ended is None and at is not None:
@@ -130,7 +130,7 @@ def account(began: float, attempts: Sequence[Attempt], steps: Sequence[StepTaken
 
 
 def _count_failed(seconds: dict[Use, float], incidents: list[Incident], failed: Incident, until: float) -> None:
-    """Count what a failure cost until a moment; or a restart that somebody asked for, which is no incident."""
+    """Count the time that a failure, or a requested restart (no incident), cost until a moment."""
     lost_s = max(0.0, until - failed.began)
     if is_failure(failed.cause):
         incidents.append(failed)
@@ -147,7 +147,7 @@ def _by_attempt(steps: Iterable[StepTaken]) -> dict[int, list[StepTaken]]:
 
 
 def _count(seconds: dict[Use, float], steps: Sequence[StepTaken], saves_s: float, usual_s: float) -> None:
-    """Count the steps of an attempt, and what lies between them."""
+    """Count the steps of an attempt and the gaps between them."""
     took_s = sum(step.step_s for step in steps)
     between_s = max(0.0, steps[-1].time - (steps[0].time - steps[0].step_s) - took_s)
     slow_s = sum(step.step_s - usual_s for step in steps if step.step_s > max(SLOW_S, SLOW_STEPS * usual_s))
@@ -167,5 +167,5 @@ def _count_rest(seconds: dict[Use, float], steps: Sequence[StepTaken], rest_s: f
 
 
 def is_failure(cause: Cause | None) -> TypeGuard[Cause]:
-    """Whether an attempt that ended so has failed: not if it was asked to stop, or was done."""
+    """Whether an attempt that ended with this cause failed; not if it was asked to stop or completed."""
     return cause is not None and cause.kind is not CauseKind.STOPPED

@@ -1,11 +1,10 @@
-"""Checkpoints on disk: their names, their manifests, their copies, and the room they take. Knows forms, not tensors.
+"""Checkpoints on disk: names, manifests, copies, and the room they take. Knows the file formats; not tensors.
 
-A manifest (format 2) is two lines: a ``Manifest`` as JSON, and the SHA-256 of that line, so that it is intact or refused.
+A manifest (format 2) is two lines: a ``Manifest`` as JSON, and the SHA-256 of that line, so that a damaged one is refused.
 
-How a host's checkpoints get to the next one: what the trainer and the process that copies tell each other.
-
-The hosts that have a directory of their own form a ring. A host's copies lie on the next one, in ``of-<host>/step-N`` in its
-directory of checkpoints; a copy is complete once it has its manifest, which comes last.
+Hosts with directories of their own form a ring: each host's part of a checkpoint is copied to the next host, into
+``of-<host>/step-N`` in its checkpoint directory. A copy is complete once it has its manifest, which is sent last. The records
+below are what the trainer and the copying process write for each other.
 """
 
 import contextlib
@@ -23,12 +22,12 @@ from llama405b.contract.reader import MalformedError
 
 STEP_DIR = re.compile(r"step-(\d{8})")
 MANIFEST = "manifest.json"  # written last: a directory without it is not a checkpoint
-METADATA = ".metadata"  # DCP's own: which tensor is where
-WEIGHTS = "model."  # what the names of weights begin with, in DCP's metadata
-DATA_FILE = re.compile(r"__(\d+)_\d+\.distcp")  # DCP's too, by rank
+METADATA = ".metadata"  # DCP's own file: where each tensor is
+WEIGHTS = "model."  # prefix of the weights' names in DCP's metadata
+DATA_FILE = re.compile(r"__(\d+)_\d+\.distcp")  # DCP's data files, by rank
 CONFIG_FILE, MODEL_FILES = "config.toml", "model"  # the run's settings; the model's configuration and tokenizer
-ABOUT = re.compile(rf"{re.escape(CONFIG_FILE)}|{MODEL_FILES}/\w[\w.-]*")  # what makes a checkpoint understood alone
-LEAST_KEPT = 2  # so that one always verifies
+ABOUT = re.compile(rf"{re.escape(CONFIG_FILE)}|{MODEL_FILES}/\w[\w.-]*")  # files that describe a checkpoint
+LEAST_KEPT = 2  # so that one is intact if the other is damaged
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -43,7 +42,7 @@ class FileDigest:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RunIdentity:
-    """What makes the steps of a run comparable: after a change of any of these, it learns other things."""
+    """What a run trains on, and how: a change of any of these changes the result."""
 
     model: str
     data: str
@@ -52,19 +51,21 @@ class RunIdentity:
     numerics: str
     data_seed: int
     training_seed: int
-    packing: str = "concatenated"  # as before documents were kept apart
-    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # others; those of both are compared
-    adapter: str = "none"  # what alone is trained, and saved
-    extension: str = "none"  # the user's module, if it decides what is learnt
+    packing: str = "concatenated"  # the only packing of earlier versions
+    settings: Mapping[str, Any] = dataclasses.field(
+        default_factory=dict
+    )  # other settings; those that both runs have are compared
+    adapter: str = "none"  # if not none, only it is trained and saved
+    extension: str = "none"  # the user's module, if it changes loss or data
 
     def changes(self, now: "RunIdentity") -> dict[str, str]:
-        """Say what differs now, by name: ``64 -> 32`` of ``training.global_batch_size``."""
+        """Return what differs, by name: ``64 -> 32`` for ``training.global_batch_size``."""
         pairs = {name: (getattr(self, field), getattr(now, field)) for field, name in NAMES.items()}
         pairs |= {name: (old, now.settings[name]) for name, old in self.settings.items() if name in now.settings}
         return {name: f"{old} -> {new}" for name, (old, new) in pairs.items() if old != new}
 
 
-NAMES = {  # by field of RunIdentity: what a user calls it
+NAMES = {  # by field of RunIdentity: the setting's name
     "model": "model",
     "data": "data",
     "sequence_length": "data.seq_len",
@@ -80,7 +81,7 @@ NAMES = {  # by field of RunIdentity: what a user calls it
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Reached:
-    """Where training is after a step."""
+    """How far training is after a step."""
 
     sequences: int  # read so far
     evaluation_loss: float | None = None  # if this step was evaluated
@@ -88,7 +89,7 @@ class Reached:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Manifest:
-    """What makes a directory a checkpoint: its files by name, and what wrote them."""
+    """The record that makes a directory a checkpoint: its files by name, and the run that wrote them."""
 
     format: Literal[2]
     step: int
@@ -119,15 +120,15 @@ class Manifest:
 
 
 def is_other(name: str) -> bool:
-    """Whether a file of a checkpoint has no tensors in it; file servers and people put more into its directory, which is none."""
+    """Whether this names a checkpoint file without tensors, not a stray file that somebody added."""
     return name == METADATA or ABOUT.fullmatch(name) is not None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Lease:
-    """Who may write into a directory of checkpoints: ``lease-<8 digits>.json``, of which the highest number counts.
+    """Who may write into a checkpoint directory: ``lease-<8 digits>.json``; the highest number counts.
 
-    Its holder renews it while it lives. Nothing but that renewal is a sign of life: clocks differ.
+    Its holder renews it while it is alive. Only a change of the record is a sign of life, not its time: clocks differ.
     """
 
     run: str
@@ -171,7 +172,7 @@ def step_of(path: Path) -> int:
 
 
 def named_path(root: Path, named: str) -> Path:
-    """Return the checkpoint that is named by its step or path."""
+    """Return the path of a checkpoint that is given by its step or path."""
     return root / f"step-{int(named):08d}" if named.isdecimal() else Path(named)
 
 
@@ -183,7 +184,7 @@ def committed(root: Path) -> list[Path]:
 
 
 def refuse_held(root: Path, held: Sequence[Path]) -> None:
-    """Refuse a directory that holds checkpoints, for a run that resumes none."""
+    """Refuse a directory that already has checkpoints, for a run that does not resume."""
     if held:
         raise UserError(
             f"--checkpoint.dir: {root} holds checkpoints up to {held[-1].name}; use another directory, "
@@ -201,7 +202,7 @@ OF = "of-"  # what precedes the host's name
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where a host takes copies: ``status/.HOST.spot``, which only its user can read."""
+    """Where a host receives copies: ``status/.HOST.spot``, which only its user can read."""
 
     attempt: int
     address: str  # on the training network
@@ -215,11 +216,11 @@ class Ring:
 
     attempt: int
     before: str  # the host whose copies come here
-    after: Endpoint  # where its own go
+    after: Endpoint  # where its own copies go
     root: str  # directory of checkpoints
     run: str  # whose checkpoints are copied
     keep: int  # of each host's newest
-    step: int = 0  # what all hosts are to copy now; 0: nothing yet
+    step: int = 0  # that all hosts should copy now; 0: none yet
     everywhere: int = 0  # the newest step of which every host has a copy on the next one
 
 
@@ -242,23 +243,23 @@ def replicated_steps(root: Path) -> set[str]:
     return {path.parent.name for path in root.glob(f"{OF}*/step-*/{MANIFEST}") if STEP_DIR.fullmatch(path.parent.name)}
 
 
-LOW_SHARE, LOW_BYTES = 0.02, 1 << 30  # free, of all
+LOW_SHARE, LOW_BYTES = 0.02, 1 << 30  # free share of the disk; free bytes
 
 
 def nearly_full(free_bytes: int, total_bytes: int) -> bool:
-    """Whether a disk that a run writes to is about to fill."""
+    """Whether a disk is almost full."""
     return free_bytes < LOW_BYTES or free_bytes < LOW_SHARE * total_bytes
 
 
 class NoRoomError(Exception):
-    """A disk cannot hold the checkpoints of a run; says why and what to do, as a clause about the directory."""
+    """A disk cannot hold a run's checkpoints; the message is a clause about the directory, with a remedy."""
 
 
 def check_room(free_bytes: int | None, each_bytes: int, keep: int, there: int = 0, *, best: bool = False) -> None:
     """Check that a disk can hold ``keep`` checkpoints and one that is being written.
 
-    ``free_bytes``: None: unknown; ``each_bytes``: what one takes there, with the copy of another host's part; ``there``: how many it
-    has already; ``best``: whether one of those that are kept is the best.
+    ``free_bytes``: None: unknown; ``each_bytes``: size of one, with the copy of another host's part; ``there``: how many the disk
+    has already; ``best``: whether the best is one of those that are kept.
     """
     there = min(there, keep)
     if free_bytes is None or (keep + 1 - there) * each_bytes <= free_bytes:

@@ -1,4 +1,4 @@
-"""What a filesystem does of the calls that a run makes. Python 3.6 and the standard library: it travels with the doctor's probe."""
+"""Test which filesystem operations work, and measure free space. Python 3.6, standard library only: sent with the doctor's probe."""
 
 import errno
 import os
@@ -8,11 +8,11 @@ from typing import Optional
 
 
 def refused_call(directory: str, saves: bool = True, appends: bool = True) -> str:
-    """Try the calls of a run in a directory; returns what it cannot do there, and why, or ''.
+    """Try a run's file operations in a directory; return the first that fails, and why, or ''.
 
-    Nothing is left there, but for what others put into it and keep.
+    The trial files are deleted.
 
-    ``saves``: also those of a save, which renames directories; ``appends``: those of logs, which an export has not.
+    ``saves``: also try renaming directories, as saves do; ``appends``: also try appending, as logs do and exports do not.
     """
     place = os.path.join(directory, ".llama405b-trial-" + uuid.uuid4().hex)
     file, other = os.path.join(place, "file"), os.path.join(place, "other")
@@ -39,7 +39,7 @@ def refused_call(directory: str, saves: bool = True, appends: bool = True) -> st
         os.rmdir(renamed if saves else place)
     except OSError as error:
         if what == "delete directories" and error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.EBUSY):
-            return ""  # others put files into it, as some file servers do
+            return ""  # some file servers put files of their own into a directory
         return "%s (%s)" % (what, error.strerror or error)
     finally:
         for left in (place, renamed):
@@ -57,7 +57,7 @@ def _write(path: str, flags: int) -> None:
 
 
 def sync_directory(path: str) -> None:
-    """Flush a directory to its disk; a filesystem that cannot (CIFS, some of FUSE) says EINVAL, and is taken at that."""
+    """Flush a directory to its disk; ignored on filesystems that do not support it (CIFS, some FUSE)."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -69,14 +69,14 @@ def sync_directory(path: str) -> None:
 
 
 def disk_free_bytes(path: str) -> Optional[int]:
-    """Return what a user may still write there; None where the filesystem does not say how large it is."""
+    """Return the free bytes for a user; None if the filesystem does not report its size."""
     disk = os.statvfs(path)
     return disk.f_bavail * disk.f_frsize if disk.f_blocks else None
 
 
 def disk_free_files(path: str) -> Optional[int]:
-    """Return how many files may still be made; None if that has no limit, or is not known.
+    """Return how many files can still be created; None if unlimited or unknown.
 
-    A count of none is not believed: rclone's is that, of a disk that takes files. Whether one can be made is tried.
+    A count of 0 counts as unknown: rclone reports it for disks that do accept files. Try to create one instead.
     """
     return os.statvfs(path).f_favail or None

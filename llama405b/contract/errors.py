@@ -1,4 +1,4 @@
-"""Errors that end a program with one sentence, the exit codes that all programs share, and the words of messages. Pure.
+"""Errors that end a program with one sentence, exit codes that all programs share, and helpers to format messages. Pure.
 
 UserError            bad input: nothing was changed         exit 2
 └── RunError         a host or the run is at fault          exit 1
@@ -20,7 +20,7 @@ class UserError(Exception):
     def __reduce__(
         self,
     ) -> tuple[Callable[..., Exception], tuple[type[Exception], tuple[object, ...], dict[str, object]]]:
-        """Have it arrive as it is: torch sends what a rank raises to the others, and pickle would build it of its words."""
+        """Pickle the error with all its attributes: torch sends it to other ranks."""
         return _arrived, (type(self), self.args, vars(self))
 
 
@@ -31,13 +31,13 @@ def _arrived(kind: type[Exception], args: tuple[object, ...], state: dict[str, o
 
 
 class RunError(UserError):
-    """The input was good; a host, a rank or the run was not."""
+    """The input was valid; a host, a rank or the run failed."""
 
     exit_code = FAILED
 
 
 def code_for(faults: Sized | bool) -> int:
-    """FAILED if there are any faults, else GOOD."""
+    """Return the exit code of a check: failed if there are any faults."""
     return FAILED if faults else GOOD
 
 
@@ -45,10 +45,10 @@ _GONE = "it was removed, or its filesystem is not mounted"
 REMEDIES = {
     errno.ENOSPC: "free up space there",
     errno.EDQUOT: "free up space there: this user's quota is used up",
-    errno.EACCES: "give this user the right",
-    errno.EPERM: "give this user the right",
+    errno.EACCES: "give this user permission",
+    errno.EPERM: "give this user permission",
     errno.EROFS: "its filesystem is read-only: mount it writable again, or see dmesg there if a disk failed",
-    errno.EIO: "its disk fails: see dmesg there",
+    errno.EIO: "its disk is failing: see dmesg there",
     errno.ENOENT: _GONE,
     errno.ENOTDIR: _GONE,
     errno.ESTALE: _GONE,
@@ -79,12 +79,12 @@ def last_of(lines: Sequence[str], otherwise: str = "") -> str:
 
 
 def short(text: str, most: int = 80) -> str:
-    """Cut a text that somebody else wrote to a length that fits in a message."""
+    """Shorten a text from elsewhere so that it fits in a message."""
     return text if len(text) <= most else f"{text[:most]}…"
 
 
 def shown_name(name: str) -> str:
-    """Return the name of a file for people: bytes that are no text, and control characters, as they are written in a string."""
+    """Return a file name for display; invalid UTF-8 and control characters are escaped."""
     text = name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
@@ -95,28 +95,28 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def reason_of(error: Exception) -> str:
-    """Say why a file could not be read or written, without its path, which the message already names."""
+    """Return why a file could not be read or written, without its path."""
     if isinstance(error, UnicodeDecodeError):
         return "it is not UTF-8 text"
     return getattr(error, "strerror", None) or str(error)
 
 
 def remedy_of(error: BaseException) -> str:
-    """Return ``; free up space there``, or what else helps where a file cannot be read or written; '' if that is unknown."""
+    """Return a remedy for a file error, as ``; free up space there``; '' if none is known."""
     return given("; {}", REMEDIES.get(error.errno or 0, "") if isinstance(error, OSError) else "")
 
 
 SPAN = re.compile(r"(\d+(?:\.\d+)?)(s|m|h)?")
 SIZE = re.compile(r"(\d{1,9}(?:\.\d+)?)(MB|GB|TB)?")
-SPARE = 0.8  # of the free memory may be taken for copies of what is saved
+SPARE = 0.8  # of the free memory, for staging copies of a save
 UNITS = {"MB": 10**6, "GB": 10**9, "TB": 10**12, None: 1}
 
 
 def seconds(text: str, where: str) -> float:
-    """Read ``30s``, ``10m``, ``1h`` or plain seconds.
+    """Parse ``30s``, ``10m``, ``1h`` or plain seconds.
 
     Raises:
-        UserError: The text is none of them.
+        UserError: The text is not a valid time.
     """
     match = SPAN.fullmatch(text)
     if not match or len(match[1]) > 9:
@@ -125,7 +125,7 @@ def seconds(text: str, where: str) -> float:
 
 
 def n_bytes(text: str, where: str) -> int:
-    """Read ``500MB``, ``40GB``, ``1.5TB`` or plain bytes."""
+    """Parse ``500MB``, ``40GB``, ``1.5TB`` or plain bytes."""
     match = SIZE.fullmatch(text)
     if not match:
         raise UserError(f"{where}: {text!r} is not a valid size; write 500MB, 40GB or 1.5TB")
@@ -133,7 +133,7 @@ def n_bytes(text: str, where: str) -> int:
 
 
 def staging_bytes(text: str) -> int | None:
-    """Read ``checkpoint.staging``: a size, or auto: None.
+    """Parse ``checkpoint.staging``: a size, or auto (None).
 
     Raises:
         UserError: It is neither.
@@ -142,5 +142,5 @@ def staging_bytes(text: str) -> int | None:
 
 
 def size_words(n_bytes: float) -> str:
-    """Write bytes as ``1.50 GB``, or as ``1.50 MB`` if they are few."""
+    """Format bytes as ``1.50 GB``, or ``1.50 MB`` below 1 GB."""
     return f"{n_bytes / 1e9:,.2f} GB" if n_bytes >= 1e9 else f"{n_bytes / 1e6:,.2f} MB"

@@ -1,4 +1,4 @@
-"""What a module of the user's own defines, read without running it: ``--extend``. Knows its text; ``llama405b.extend`` runs it."""
+"""Read what the user's ``--extend`` module defines, without running it. ``llama405b.extend`` runs it."""
 
 import ast
 import dataclasses
@@ -12,20 +12,20 @@ from typing import Any
 from llama405b.contract.errors import UserError, reason_of
 
 FUNCTIONS = ("metrics", "loss", "documents", "every", "saved", "evaluated")
-LEARNS_BY = ("loss", "documents")  # what decides what a run learns
+LEARNS_BY = ("loss", "documents")  # these change what a run trains on, so its identity has the module's hash
 READS, EVERY = "READS", "EVERY"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Declared:
-    """What a module defines."""
+    """The functions and constants that the user's module defines."""
 
     path: str = ""  # "": there is none
     sha256: str = ""  # of its text
     functions: tuple[str, ...] = ()
     reads: tuple[str, ...] = ()  # patterns of the names of files whose documents it yields
     every: int = 0  # steps
-    module: str = ""  # as it was named: its file, or what Python finds it by
+    module: str = ""  # as given: a file, or an importable name
 
     @property
     def name(self) -> str:
@@ -34,20 +34,20 @@ class Declared:
 
     @property
     def described(self) -> str:
-        """What a run's identity has of it: nothing if it does not decide what is learnt."""
+        """The module's part of a run's identity; ``none`` if it changes neither loss nor data."""
         return f"{self.name} {self.sha256[:12]}" if {*LEARNS_BY} & {*self.functions} else "none"
 
     def reads_file(self, file: object) -> bool:
-        """Whether it yields the documents of a file."""
+        """Whether the module reads the documents of this file."""
         name = str(file).rpartition("/")[2]
         return any(fnmatch.fnmatch(name, pattern) for pattern in self.reads)
 
 
 def declared(module: str) -> Declared:
-    """Return what a module defines: a file that ends in ``.py``, or a module that Python finds; ``""``: nothing.
+    """Return what a ``.py`` file or an importable module defines; nothing for ``""``.
 
     Raises:
-        UserError: It is not there, is no Python, or defines nothing that is called.
+        UserError: The module is missing, is not valid Python, or defines none of the functions.
     """
     if not module:
         return Declared()
@@ -57,7 +57,7 @@ def declared(module: str) -> Declared:
         tree = ast.parse(text, str(path))
     except OSError as error:
         raise UserError(
-            f"--extend: {path}: cannot be read ({reason_of(error)}); name a Python file that every host has"
+            f"--extend: {path}: cannot be read ({reason_of(error)}); pass a Python file that exists on every host"
         ) from None
     except (SyntaxError, ValueError) as error:
         line = f":{error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
@@ -87,14 +87,12 @@ def _place_of(module: str) -> Path:
     except (ImportError, ValueError):
         spec = None
     if spec is None or not spec.origin:
-        raise UserError(
-            f"--extend: Python finds no module {module!r}; name an installed one, or a file that ends in .py"
-        )
+        raise UserError(f"--extend: no module named {module!r}; pass an installed module or a .py file")
     return Path(spec.origin)
 
 
 def _values(tree: ast.Module, path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield what it says of its functions."""
+    """Yield the constants READS and EVERY that the module assigns."""
     for node in tree.body:
         match node:
             case ast.Assign(targets=[ast.Name() as target], value=written):
@@ -120,4 +118,4 @@ def _values(tree: ast.Module, path: Path) -> Iterator[tuple[str, Any]]:
             yield READS, tuple(value)
         else:
             what = "a number of steps, such as 100" if target.id == EVERY else 'a list of patterns, such as ("*.pgn",)'
-            raise UserError(f"--extend: {path}:{node.lineno}: {target.id} must be {what}, written out")
+            raise UserError(f"--extend: {path}:{node.lineno}: {target.id} must be {what}, written as a literal")

@@ -1,6 +1,6 @@
-"""Files that no reader ever sees half-written, and whether only their owner can write them. Knows nothing about their contents.
+"""Write files atomically, read records, walk directories, and check who can write a file.
 
-Check that only a file's owner can write it. Standard library only; knows permissions, not contents.
+Readers never see a half-written file. Knows names and permissions; not contents.
 """
 
 import contextlib
@@ -27,26 +27,26 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-EVERY = 1 << 62  # of a file's records or bytes, for ``read_records``
+EVERY = 1 << 62  # no limit on the bytes that ``read_records`` reads
 
 
-USERS_UMASK = "LLAMA405B_UMASK"  # in the environment of what a program of ours starts
+USERS_UMASK = "LLAMA405B_UMASK"  # environment variable: the user's umask, for the programs that we start
 
 
 def keep_private() -> None:
-    """Have what is written from now on, also by children, be its owner's alone: a run's files."""
+    """Set the umask of this process and its children so that only the owner can read a run's files."""
     os.environ.setdefault(USERS_UMASK, f"{os.umask(UMASK):o}")
 
 
 def follow_users_umask() -> None:
-    """Write for others as the user does, whoever started this: a model is exported to be handed on."""
+    """Restore the user's own umask, whoever started this process: exported models are meant to be shared."""
     now = os.umask(UMASK)
     is_ours = now == UMASK and re.fullmatch("[0-7]{1,4}", value := os.environ.get(USERS_UMASK, ""))
-    os.umask(int(value, 8) if is_ours else now)  # else a line of the user's has set another
+    os.umask(int(value, 8) if is_ours else now)  # otherwise the user's setup line has set another
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:
-    """Replace ``path`` with a text, or bytes, so that a reader sees either the old file or the new one.
+    """Replace a file atomically: a reader sees either the old content or the new.
 
     Raises:
         OSError: The directory cannot be created or written.
@@ -64,7 +64,7 @@ def write_atomic(path: Path, content: str | bytes) -> None:
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Have an error of a file name it: the system does so where it is opened, not where it is written."""
+    """Add the file's path to an OSError: the OS names it for open(), but not for write()."""
     try:
         yield
     except OSError as error:
@@ -73,9 +73,9 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def write_json(path: Path, record: "DataclassInstance | dict[str, Json]") -> None:
-    """``write_atomic`` a dataclass (or plain value) as one line of JSON.
+    """Write a dataclass or plain value atomically, as one line of JSON.
 
-    On a full disk an existing file is overwritten in place, reusing its blocks: a status must still get out.
+    On a full disk an existing file is overwritten in place, reusing its blocks, so that a status is still written.
 
     Raises:
         OSError: The directory cannot be created or written.
@@ -87,11 +87,12 @@ def write_json(path: Path, record: "DataclassInstance | dict[str, Json]") -> Non
         if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not path.exists():
             raise
         with path.open("r+", encoding="utf-8") as file:
+            # pad to the old length, so that nothing of the old text remains
             file.write(text.rstrip().ljust(path.stat().st_size - 1) + "\n")
 
 
 def read_record(kind: type[T], path: Path) -> T | None:
-    """Read a file that holds one record; None if it does not exist (yet) or cannot be parsed."""
+    """Return the record in a file; None if it does not exist (yet) or cannot be parsed."""
     try:
         return reader.loads(kind, path.read_bytes(), path.name)
     except (OSError, reader.MalformedError):
@@ -99,7 +100,7 @@ def read_record(kind: type[T], path: Path) -> T | None:
 
 
 def read_records(kind: type[T], path: Path, last: int, last_bytes: int = EVERY) -> list[T]:
-    """Read the last records of a file with one per line, among its last bytes; lines that do not parse are skipped."""
+    """Return the last records of a file with one per line; lines that do not parse are skipped."""
     found: list[T] = []
     try:
         with path.open("rb") as file:
@@ -113,23 +114,23 @@ def read_records(kind: type[T], path: Path, last: int, last_bytes: int = EVERY) 
     return found
 
 
-OF_DISKS = (  # what file servers and systems put into directories of their own accord, beside hidden files
+OF_DISKS = (  # that file servers and systems create in directories, besides hidden files
     "lost+found", "@eaDir", "Thumbs.db", "desktop.ini", "System Volume Information", "$RECYCLE.BIN",
 )  # fmt: skip
 
 
 def is_passed_over(name: str) -> bool:
-    """Whether what has this name is hidden, or a disk's own: ``walk`` goes into no such directory, its callers leave out such files."""
+    """Whether a name is hidden or a system's: ``walk`` skips such directories, its callers such files."""
     return name.startswith(".") or name in OF_DISKS
 
 
 def walk(root: Path) -> Iterator[tuple[Path, list[str], list[str]]]:
-    """Yield the directories below one, through links but not hidden ones, each with the names of directories and files in it.
+    """Yield each directory below a root, with the names of its directories and files; follow links.
 
-    A disk's own directories are passed over; from the names of directories the caller may take those that it is not to go into.
+    System directories are skipped, and hidden ones are not entered. The caller may remove names of directories to skip them.
 
     Raises:
-        UserError: A link leads nowhere or in a circle, or a directory cannot be read: what is meant to be there is not known.
+        UserError: A link is broken or circular, or a directory cannot be read, so the content is unknown.
     """
 
     def fail(error: OSError) -> NoReturn:
@@ -147,20 +148,20 @@ def walk(root: Path) -> Iterator[tuple[Path, list[str], list[str]]]:
 
 
 def check_link(path: Path) -> None:
-    """Refuse a link to what is not there, and one to a directory that it is in.
+    """Refuse a broken link, and one to a directory that contains it.
 
     Raises:
-        UserError: It is one of these.
+        UserError: The link is one of these.
     """
     to = f"{shown_name(str(path))}: is a link to {shown_name(str(path.readlink()))}, "
     if not path.exists():
-        raise UserError(f"{to}which does not exist; complete the files, or delete the link")
+        raise UserError(f"{to}which does not exist; add the missing file, or delete the link")
     if path.is_dir() and path.resolve() in path.parent.resolve().joinpath("-").parents:
         raise UserError(f"{to}a directory that it is in; delete the link")
 
 
 def append_line(path: Path, line: str) -> None:
-    """Append a line to a file, in one write: all of it or, where the disk is full, nothing.
+    """Append a line to a file; if the disk is full, the file is cut back to its old length.
 
     Raises:
         OSError: The directory cannot be created or written.
@@ -175,14 +176,15 @@ def append_line(path: Path, line: str) -> None:
                     left = left[file.write(left) :]
         except OSError:
             with contextlib.suppress(OSError):
+                # remove what was written of the line
                 os.truncate(path, before)
             raise
 
 
 def refuse_others_writing(path: Path) -> None:
-    """Refuse a file that anyone but its owner (and root) can write: its commands run on every host.
+    """Refuse a file that others than its owner (and root) can write: its commands run on every host.
 
-    The owner's private group, which Ubuntu creates for every user, may write it.
+    The owner's private group, as Ubuntu creates it for every user, may write it.
 
     Raises:
         UserError: Others can write it, or it belongs to another user.
@@ -201,7 +203,7 @@ def refuse_others_writing(path: Path) -> None:
 
 
 def others_in(info: os.stat_result) -> str:
-    """Say who but this user (and root) can write a file, as ``is writable by everyone``; '' if nobody can."""
+    """Return which others can write a file, as ``is writable by everyone``; '' if none can."""
     if _is_foreign(info):
         return f"belongs to another user ({user_of(info.st_uid)})"
     if info.st_mode & stat.S_IWOTH:

@@ -1,13 +1,11 @@
-"""SHA-256 of each 64 MiB of files, and big files past the page cache. Standard library.
+"""Hash files in blocks of 64 MiB, and write large files past the page cache. Standard library only.
 
-What is known of the files in a directory: a SHA-256 of each 64 MiB, noted when they were downloaded or pushed.
+A SHA-256 per block locates a damaged block, and verifies a part of a file without the rest. The hashes of a directory's files are
+recorded when they are downloaded or pushed.
 
-A hash per block finds the block that is bad, and verifies some of a file without the rest.
-
-Big files that are written past the page cache, where the filesystem can.
-
-Checkpoints of hundreds of gigabytes would push everything else out of memory that training needs; and copying into the page
-cache costs more CPU than the disk: 0.5 to 2.3 s per GB, against 0.04 (docs/measurements/checkpoint.md).
+Large files are written with O_DIRECT where the filesystem supports it: checkpoints of hundreds of gigabytes would evict what training
+needs from memory, and copying into the page cache costs more CPU than writing to the disk: 0.5 to 2.3 s per GB, against 0.04
+(docs/measurements/checkpoint.md).
 """
 
 import dataclasses
@@ -25,19 +23,19 @@ from llama405b.contract.files import read_record, write_json
 
 RECORD = ".llama405b-hashes.json"
 READ_BYTES = 1 << 20
-BLOCK_BYTES = 64 << 20  # of each block but a file's last; an empty file has one, too
+BLOCK_BYTES = 64 << 20  # of each block but a file's last; an empty file has one block
 
 Blocks = tuple[str, ...]  # the SHA-256 of each, in hexadecimal
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FileHashes:
-    """A file that was verified; it has not changed since while size and time are these."""
+    """The hashes of a verified file, valid while its size and modification time are unchanged."""
 
     bytes: int
     mtime: float  # seconds
     blocks: Blocks
-    sha256: str = ""  # of the whole file, where the Hub has it
+    sha256: str = ""  # of the full file, if the Hub publishes it
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -46,7 +44,7 @@ class _Record:
 
 
 class Hashes:
-    """The record of one directory; several threads may use it."""
+    """The recorded hashes of one directory's files; safe to use from several threads."""
 
     def __init__(self, root: Path) -> None:
         self.root, self.lock = root, threading.Lock()
@@ -55,7 +53,7 @@ class Hashes:
         self.files = {name: hashes for name, hashes in known.items() if (root / name).exists()}
 
     def of(self, name: str) -> FileHashes | None:
-        """Return what is known of a file; None if it has changed since, or is not here."""
+        """Return a file's recorded hashes; None if there are none or the file has changed."""
         known = self.files.get(name)
         try:
             info = (self.root / name).stat()
@@ -64,12 +62,12 @@ class Hashes:
         return known if known and (known.bytes, known.mtime) == (info.st_size, info.st_mtime) else None
 
     def blocks_of(self, name: str) -> Blocks | None:
-        """Return what is known of a file's blocks; None as ``of``."""
+        """Return the recorded hashes of a file's blocks; None as ``of``."""
         known = self.of(name)
         return known.blocks if known else None
 
     def add(self, name: str, blocks: Blocks, sha256: str = "") -> None:
-        """Note that a file, as it is now, was verified."""
+        """Record the hashes of a file that was verified as it is now."""
         info = (self.root / name).stat()
         with self.lock:
             self.files[name] = FileHashes(info.st_size, info.st_mtime, blocks, sha256)
@@ -77,7 +75,7 @@ class Hashes:
 
 
 class BlockHasher:
-    """Hashes a stream, block by block."""
+    """Hashes a stream block by block."""
 
     def __init__(self, block_bytes: int = BLOCK_BYTES) -> None:
         self.block_bytes, self.written = block_bytes, 0
@@ -85,7 +83,7 @@ class BlockHasher:
         self.digest = hashlib.sha256()  # of the block that is not complete
 
     def update(self, data: bytes | memoryview) -> None:
-        """Go on with the stream."""
+        """Hash the next bytes of the stream."""
         view = memoryview(data)
         while view:
             piece = view[: self.block_bytes - self.written % self.block_bytes]
@@ -98,17 +96,17 @@ class BlockHasher:
 
     @property
     def blocks(self) -> Blocks:
-        """The hashes of all blocks so far, of which the last may be shorter."""
+        """The hashes of all blocks so far; the last block may be shorter."""
         if self.written % self.block_bytes or not self.complete:
             return (*self.complete, self.digest.hexdigest())
         return tuple(self.complete)
 
 
 def block_hash(descriptor: int, block: int, block_bytes: int = BLOCK_BYTES) -> str:
-    """Return the SHA-256 of a block of an open file; many threads may do that at once.
+    """Return the SHA-256 of a block of an open file; safe to call from several threads (pread).
 
     Raises:
-        OSError: It cannot be read.
+        OSError: The file cannot be read.
     """
     digest, at = hashlib.sha256(), block * block_bytes
     end = at + block_bytes
@@ -124,37 +122,38 @@ def n_blocks(size: int, block_bytes: int = BLOCK_BYTES) -> int:
 
 
 BUFFER_BYTES = 4 << 20
-ALIGNED = 4096  # what O_DIRECT demands of addresses, offsets and sizes, at most
+ALIGNED = 4096  # the largest alignment that O_DIRECT requires of addresses, offsets and sizes
 LOCAL = {
     "ext4",
     "xfs",
     "overlay",
     "tmpfs",
-}  # network filesystems write behind, which nothing here has been measured against
+}  # network filesystems write behind; O_DIRECT was not measured on them
 
 
 def fill(memory: memoryview, data: memoryview) -> None:
-    """Copy as many bytes from one place to another."""
+    """Copy bytes into a buffer of the same size."""
     memory[:] = data
 
 
 class DirectFile:
-    """A file that is written from a byte to its end; memory: one buffer."""
+    """A file that is written sequentially through one aligned buffer, with O_DIRECT where possible."""
 
     def __init__(self, path: Path, begin: int = 0, fill: Callable[[memoryview, memoryview], None] = fill) -> None:
-        """Open it, and cut it at ``begin``; ``fill`` copies into the buffer.
+        """Open the file and truncate it at ``begin``; ``fill`` copies into the buffer.
 
         Raises:
-            OSError: It cannot be written.
+            OSError: The file cannot be written.
         """
         self.path = path
         self.written = begin
         self.fill = fill
-        self.held = begin % ALIGNED  # bytes in the buffer; the file has what comes before them
+        self.held = begin % ALIGNED  # bytes in the buffer, which follow those in the file
         self.buffer = mmap.mmap(-1, BUFFER_BYTES)  # aligned to a page
         self.memory = memoryview(self.buffer)
         self.descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
+            # writes begin at an aligned offset: the unaligned end of the file is read back into the buffer
             os.ftruncate(self.descriptor, begin)
             self.memory[: self.held] = os.pread(self.descriptor, self.held, begin - self.held)
             os.lseek(self.descriptor, begin - self.held, os.SEEK_SET)
@@ -164,7 +163,7 @@ class DirectFile:
             raise
 
     def write(self, data: bytes | memoryview) -> None:
-        """Append."""
+        """Append bytes."""
         view = memoryview(data)
         while view:
             piece = view[: BUFFER_BYTES - self.held]
@@ -176,20 +175,21 @@ class DirectFile:
                 self._empty(self.held)
 
     def flush(self) -> None:
-        """Bring everything to the disk; nothing more can be written."""
+        """Write all bytes and fsync; nothing more can be written."""
+        # aligned blocks with O_DIRECT, then the unaligned tail without it
         self._empty(self.held // ALIGNED * ALIGNED)
         self._ask(direct=False)
         self._empty(self.held)
         os.fsync(self.descriptor)
 
     def close(self) -> None:
-        """Close it; what is in the buffer is lost."""
+        """Close the file; bytes in the buffer are lost."""
         os.close(self.descriptor)
         self.memory.release()
         self.buffer.close()
 
     def _empty(self, n_bytes: int) -> None:
-        """Write the first bytes of the buffer; what follows moves to its beginning."""
+        """Write the first bytes of the buffer, and move the others to its start."""
         done = 0
         try:
             while done < n_bytes:
@@ -199,12 +199,12 @@ class DirectFile:
                     if error.errno != errno.EINVAL or not self.direct:
                         raise
                     self.direct = self._ask(direct=False)  # it demands more than ALIGNED, or cannot after all
-        finally:  # after an error, too, the buffer has what the file lacks
+        finally:  # also after an error, the buffer has exactly the bytes that the file lacks
             self.memory[: self.held - done] = self.memory[done : self.held]
             self.held -= done
 
     def _ask(self, *, direct: bool) -> bool:
-        """Ask the filesystem to write past the page cache, or through it; returns whether it will write past it."""
+        """Switch O_DIRECT on or off; return whether it is on."""
         flags = fcntl.fcntl(self.descriptor, fcntl.F_GETFL) & ~os.O_DIRECT
         try:
             fcntl.fcntl(self.descriptor, fcntl.F_SETFL, flags | os.O_DIRECT * direct)
@@ -214,7 +214,7 @@ class DirectFile:
 
 
 def filesystem(path: Path) -> str:
-    """Return the type of the filesystem that a path is on, as ``ext4``; '' if unknown (proc(5), mountinfo)."""
+    """Return the filesystem type of a path, as ``ext4``; '' if unknown (proc(5), mountinfo)."""
     device = path.stat().st_dev
     wanted = f"{os.major(device)}:{os.minor(device)}"
     try:

@@ -15,12 +15,12 @@ Every file has one writer. ``HOST`` is a name from the hosts file, ``N`` a rank:
     status/HOST.blames.jsonl         agent         one ``Blame`` per failed attempt: why, as whoever ended it decided
     status/HOST.lock                 node runner   held (flock) while that host's node runner is running
     status/HOST.start.lock           agent         held while it starts the run on that host
-    status/.turn                     agent         held while it sees whether anybody else does, under whatever name
+    status/.turn                     agent         held while it checks that nobody else runs it, under any host name
     status/HOST.stop                 agent         who asked the run to stop, and the grace period
-    status/HOST.guard                agent         ``GuardState`` of the guard that was asked for, as last heard by that host
+    status/HOST.guard                agent         ``GuardState`` of the requested guard, as last received by that host
     status/.HOST.secrets             agent         until the node runner has read it
     status/.HOST.guard-order         agent         until the guard that begins on that host has read it
-    status/.HOST.spot                replicator    where that host takes copies of checkpoints (``checkpoints.Endpoint``)
+    status/.HOST.spot                replicator    where that host receives copies of checkpoints (``checkpoints.Endpoint``)
     status/.HOST.ring                that host's first rank   which host is next (``checkpoints.Ring``)
     status/HOST.after-save           that directory's owner   for which checkpoints ``checkpoint.after_save`` has succeeded
     status/HOST.copied               replicator    what the next host has (``checkpoints.Copied``)
@@ -29,7 +29,7 @@ Every file has one writer. ``HOST`` is a name from the hosts file, ``N`` a rank:
     logs/HOST/ID_*/attempt_*/N/*.log torchrun      stdout.log and stderr.log of each local rank (the node runner covers secrets)
     checkpoints/step-<8 digits>/     all ranks     complete once it has manifest.json
     checkpoints/of-HOST/step-<8 digits>/   replicator   copies of the part of the host before, with ``storage = local``
-    checkpoints/for-export/step-<8 digits>/   export   what it has brought together, until the model is written
+    checkpoints/for-export/step-<8 digits>/   export   files that it has gathered, until the model is written
     checkpoints/lease-<8 digits>.json   rank 0     who may write there (``checkpoints.Lease``); the highest number counts
     events/WRITER.jsonl              that writer   one ``RunEvent`` per line: rank-0, copies-HOST, and guard (on its machine)
     requests/ID.json                 agent         a ``RunRequest``, on the head
@@ -37,11 +37,11 @@ Every file has one writer. ``HOST`` is a name from the hosts file, ``N`` a rank:
     flight/rank-N                    NCCL          the last collectives of rank N, pickled by torch: at a timeout, or when asked
     diagnosis/WHAT-rank-N-step-S.*   rank N        profiles, memory and stacks, on request
     autopsy/TIME/                    autopsy, guard  ``report.txt``, ``stacks.txt`` and what each HOST saw (on the machine that asked)
-    black-box/TIME-VERDICT.gz        cluster-top    the ten minutes around an incident, for --replay (on the machine that it ran on)
+    black-box/TIME-VERDICT.gz        cluster-top    the ten minutes around an incident, for --replay (on the machine where it ran)
     report.html                      report        what `llama405b report` showed last (on the machine that asked)
-    tracking/NAME.json               tracker       what it was sent (``tracking.feed.Sent``); beside it its own files
+    tracking/NAME.json               tracker       what was sent to it (``tracking.feed.Sent``), next to its own files
     tracking/NAME.lock               tracker       held (flock) while it sends
-    guard.json, guard.log            guard         ``GuardState``, and what it did, for people (on the machine that it runs on)
+    guard.json, guard.log            guard         ``GuardState``, and a log for people (on the machine where it runs)
 
 A run that is a Slurm job also has these::
 
@@ -58,7 +58,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 EXPORT_RECORD = ".llama405b-export.json"  # in a directory that export has written
-UMASK = 0o077  # only the owner can read a run's files
+UMASK = 0o077  # a run's files are private to their owner
 
 
 class _Below:
@@ -72,7 +72,7 @@ class _Below:
 
 
 class _BelowEach:
-    """A path inside the run's directory for each host, rank or writer, whose name is part of the path."""
+    """A path inside the run's directory that contains the name of a host, rank or writer."""
 
     def __init__(self, form: str) -> None:
         self.form = form
@@ -133,7 +133,7 @@ class RunDir:
 
     @classmethod
     def here(cls, name: str) -> "RunDir":
-        """Return a run in this working directory."""
+        """Return the run of this name in the working directory."""
         return cls(Path("runs") / name)
 
     @property
@@ -142,5 +142,5 @@ class RunDir:
         return self.path.name
 
     def diagnosis(self, what: str, rank: int, step: int, suffix: str) -> Path:
-        """Return the path of a diagnosis, which that rank writes on request."""
+        """Return the path of a diagnosis that a rank writes on request."""
         return self.path / "diagnosis" / f"{what}-rank-{rank}-step-{step}.{suffix}"

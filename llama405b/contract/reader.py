@@ -1,8 +1,8 @@
-"""The one parser for data from other processes and machines: JSON in, a frozen dataclass or an error message out.
+"""Parse data from other processes and machines: JSON in, a frozen dataclass or an error message out.
 
-Knows types, not meanings. msgspec reads what type hints say; what it lacks is here: bounds on depth, sizes and numbers, paths, and
-fields of which only what is sound is read. Unknown keys are ignored, so that records of a newer version can be read; missing keys
-take their defaults.
+Knows types, not meanings. msgspec converts by type hints; this adds limits on depth, sizes and numbers, paths, and fields whose
+malformed items are dropped. Unknown keys are ignored, so that records of a newer version can be read; missing keys take their
+defaults.
 """
 
 import contextlib
@@ -22,10 +22,14 @@ MOST = 1e18  # largest number accepted
 MAX_DEPTH = 12
 MAX_ITEMS = 100_000  # of one list or object
 MAX_TEXT = 1 << 26  # characters of one message
-BUILDING = threading.Lock()  # held while msgspec learns a type; see _learn
+BUILDING = threading.Lock()  # held while msgspec builds the decoder of a type
 LINES: Mapping[str, bool] = {"lines": True}  # metadata of a field of text that may have line breaks
-AS_WRITTEN: Mapping[str, bool] = {"as_written": True}  # metadata of one that is compared, sent back, or cleaned later
-LEARNED: dict[Any, msgspec.json.Decoder[Any]] = {}  # one per type; kept, so that what it learned is kept
+AS_WRITTEN: Mapping[str, bool] = {
+    "as_written": True
+}  # metadata of a text that is compared, sent back, or cleaned later
+LEARNED: dict[
+    Any, msgspec.json.Decoder[Any]
+] = {}  # one per type, kept so that msgspec's information on the type stays alive
 
 
 class MalformedError(ValueError):
@@ -40,7 +44,7 @@ else:
     Json = Any  # in type hints: any JSON value
 
     class _Hint(type):
-        """msgspec leaves to ``_convert`` what it does not know, and checks that the result is an instance."""
+        """Accept every instance check, as msgspec checks what ``_convert`` returns for unknown types."""
 
         def __instancecheck__(cls, value: object) -> bool:
             return True
@@ -49,7 +53,7 @@ else:
         """In type hints: malformed items of a tuple are dropped, and a malformed ``X | None`` becomes None."""
 
     class FirstOf(Generic[T, S], metaclass=_Hint):
-        """In type hints: the first of two dataclasses that the value is; msgspec has no unions of them."""
+        """In type hints: the first of two dataclasses that matches; msgspec has no unions of dataclasses."""
 
 
 def loads(kind: type[T], text: str | bytes, where: str) -> T:
@@ -83,12 +87,12 @@ def read(kind: type[T], value: Json, where: str) -> T:
 
 
 def dumps(record: object) -> str:
-    """Write a dataclass, or plain values that contain dataclasses, as one line of JSON that ``loads`` reads."""
+    """Return a dataclass, or plain values with dataclasses in them, as one line of JSON for ``loads``."""
     return json.dumps(record, default=_members, separators=(",", ":"))
 
 
 def dumps_whole(record: object) -> str:
-    """Write a dataclass as one line of JSON with all its members, for other programs: many times faster than ``asdict``."""
+    """Return a dataclass as one line of JSON with all its fields; many times faster than ``asdict``."""
     return json.dumps(record, default=_all_members)
 
 
@@ -97,7 +101,7 @@ def _all_members(record: Any) -> dict[str, Any]:
 
 
 def _members(record: Any) -> dict[str, Any] | str:
-    """The members of a dataclass, without those that have their default."""
+    """Return the fields of a dataclass that differ from their defaults."""
     if isinstance(record, PurePath):
         return str(record)
     found = {}
@@ -109,7 +113,7 @@ def _members(record: Any) -> dict[str, Any] | str:
 
 
 def _bound(value: Any, depth: int) -> None:
-    """Put null where a number in an object or list is out of range (NaN, too)."""
+    """Replace numbers that are out of range (and NaN) by null, and check depth and sizes."""
     if depth < 0:
         raise ValueError("nested too deeply")
     if len(value) > MAX_ITEMS:
@@ -123,7 +127,7 @@ def _bound(value: Any, depth: int) -> None:
 
 
 def _convert(kind: Any, value: Any) -> Any:
-    """``msgspec.convert``, and what it calls for the types that it does not know."""
+    """Convert a value to a type; msgspec calls this again for types that it does not know."""
     if kind is Path:
         return Path(value)
     origin = typing.get_origin(kind)
@@ -137,10 +141,10 @@ def _convert(kind: Any, value: Any) -> Any:
 
 
 def _learn(kind: Any) -> None:
-    """Have msgspec learn a type, and all within it, while no other thread does.
+    """Have msgspec build the information on a type, and all types in it, under a lock.
 
-    It does so at the first use of a class and shows other threads what is half done: with 0.22, they crash the interpreter.
-    One lock for all types, because different ones may have the same class within them.
+    msgspec 0.22 builds it at the first use of a class, and another thread that sees it half-built crashes the interpreter.
+    One lock serves all types, because different types may contain the same class.
     """
     with BUILDING:
         if kind not in LEARNED:
@@ -157,7 +161,7 @@ def _first(kinds: tuple[Any, ...], value: Any) -> Any:
 
 def _sound(kind: Any, value: Any) -> Any:
     try:
-        return _convert(kind, value)  # nearly always all of it is
+        return _convert(kind, value)  # nearly always the full value is valid
     except msgspec.ValidationError:
         if typing.get_origin(kind) is not tuple:
             return None

@@ -1,18 +1,17 @@
-"""Records and events in a run's files, and why a rank, a host or a run ended: one dataclass per kind.
+"""Records in a run's files: causes, events, status, metrics and requests, one dataclass per kind.
 
-Why a rank, a host or a run ended, as values, and in words: decisions use the values, and no program parses the words.
+A cause says why a rank, a host or a run ended, as values and in words: decisions use the values, and no program parses the words.
 
-Events of a run, as they happen: ``runs/<run>/events/<writer>.jsonl``, one writer each.
-
-An event is never changed; readers merge the files. Whoever shows an event words it.
+Events are appended to ``runs/<run>/events/<writer>.jsonl``, one writer per file, and never changed. Readers merge the files, and put
+the events into words.
 
 Times are seconds since the epoch by the writer's clock; clocks may differ between hosts.
 
-What a rank shows while it cannot speak: the unit that it computes, and on a signal the stacks of its threads.
+A rank that hangs still shows the unit that it computes and, on a signal, the stacks of its threads. It keeps a file in memory open for
+that, which its user can read through ``/proc/PID/fd``: the disk may be what hangs.
 
-It is a file in memory, open in the rank as long as that lives, and readable by its user through ``/proc/PID/fd``: a disk may be
-what hangs. A ``Place`` stands at its beginning; whatever faulthandler writes follows.
-Whoever has no such file open does not catch the signal, which would end it.
+A ``Place`` is at its start, followed by what faulthandler writes.
+A process without such a file does not handle the signal and would be killed by it.
 """
 
 import dataclasses
@@ -30,12 +29,12 @@ class CauseKind(enum.StrEnum):
     """What happened."""
 
     STOPPED = "stopped"  # on request: ``by``
-    SIGNAL = "signal"  # the node runner received ``signal``, and nobody had asked it to stop
+    SIGNAL = "signal"  # the node runner received ``signal`` without a stop request
     RUNNER_KILLED = "runner killed"  # the node runner was killed; its guardian ended the rest
     NOT_STARTED = "not started"  # torchrun could not be started: ``detail``
     SETUP_FAILED = "setup failed"  # ``exit_code`` and ``detail``: the setup line
     TORCHRUN_KILLED = "torchrun killed"  # by ``signal``
-    TORCHRUN_FAILED = "torchrun failed"  # without naming a rank of this host; ``detail``: its log, and how that ends
+    TORCHRUN_FAILED = "torchrun failed"  # without naming a rank of this host; ``detail``: its log, and the log's end
     RANK_KILLED = "rank killed"  # ``rank`` by ``signal``
     RANK_EXIT = "rank exit"  # ``rank`` with ``exit_code``; ``detail``: what it raised
     REFUSED = "refused"  # the trainer refused its input, on ``rank``: it would refuse it again
@@ -47,9 +46,9 @@ class CauseKind(enum.StrEnum):
     VANISHED = "vanished"  # the host's processes are gone and left no status
     LEFTOVERS = "leftovers"  # ``count`` processes of an earlier attempt
     NEVER_STARTED = "never started"
-    NOT_KEPT = "not kept"  # whoever launched it never heard that all hosts had started, so the host ended its part
-    HALF_STOPPED = "half stopped"  # it goes on here, although ``by`` stopped it on other hosts
-    FILES_GONE = "files gone"  # the host ran the run, but has no files of it any more
+    NOT_KEPT = "not kept"  # the launch was never confirmed on this host, which ended its part
+    HALF_STOPPED = "half stopped"  # still running here, although ``by`` stopped it on other hosts
+    FILES_GONE = "files gone"  # the host took part, but the run's files are gone
     NO_RUN = "no run"  # the host does not know the run
     HUNG = "hung"  # ``rank`` has been silent for ``age_s``, in ``phase`` at ``step``
     UNREACHABLE = "unreachable"  # the operator's machine cannot reach the host; ``detail``: why
@@ -100,7 +99,7 @@ WORDS = {
     CauseKind.VANISHED: "its processes disappeared without a trace; was the machine restarted, or its disk full?",
     CauseKind.NOT_KEPT: "its launch was interrupted before every host had started",
     CauseKind.HALF_STOPPED: "still running here, although {by} stopped the run on other hosts; `stop` it here, too",
-    CauseKind.FILES_GONE: "it took part, but has no files of the run any more; was it reinstalled, or is a disk not mounted?",
+    CauseKind.FILES_GONE: "the run's files are gone from this host; was it reinstalled, or is a disk not mounted?",
     CauseKind.HUNG: "hung: {who} is silent for {age_s:.0f} s, in phase {phase} at step {step}",
     CauseKind.UNREACHABLE: "cannot be reached: {detail}",
     CauseKind.UNKNOWN: "{detail}",
@@ -108,7 +107,7 @@ WORDS = {
 
 
 def words(cause: Cause) -> str:
-    """Say in a clause what happened; '' if the kind says it all."""
+    """Describe in a clause what happened; '' if the kind says everything."""
     if cause.kind in WORDS:
         found = given("; autopsy: {}", cause.finding) or given("; {}", STUCK.get(cause.process_state))
         return _filled(WORDS[cause.kind], cause) + found
@@ -118,17 +117,17 @@ def words(cause: Cause) -> str:
 
 
 def rank_words(cause: Cause) -> str:
-    """Name a rank and its GPU: ``rank 5 (GPU 1)``."""
+    """Return the name of a rank and its GPU: ``rank 5 (GPU 1)``."""
     return f"rank {cause.rank}{given(' (GPU {})', cause.gpu)}"
 
 
 def said_by_rank(cause: Cause) -> str:
-    """Word what the rank itself reported about its end; '' if nothing."""
+    """Describe what the rank itself reported about its end; '' if nothing."""
     return _filled(SAID_BY_RANK.get(cause.kind, "{detail}"), cause)
 
 
 def signal_name(number: int) -> str:
-    """Name a signal: ``SIGKILL`` for 9."""
+    """Return the name of a signal: ``SIGKILL`` for 9."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -227,7 +226,7 @@ class NodeStatus:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Blame:
-    """Why an attempt failed, as decided once, by whoever ended it."""
+    """Why an attempt failed, as decided once by whoever ended it."""
 
     attempt: int
     host: str  # where it began
@@ -281,7 +280,7 @@ class Metrics:
     step_tokens: int = 0  # target tokens of this step, over all ranks; 0: unknown
     flops_per_token: int = 0  # of the model, forward and backward; 0: unknown
     attempt: int = 0  # launch of this run that took the step; 0: unknown
-    update_s: float | None = None  # of updates on the CPU since the step before; None: not made unit by unit there
+    update_s: float | None = None  # of updates on the CPU since the previous step; None: not updated unit by unit there
     exposed_s: float | None = None  # of them, and of the norm: what the step waited for
     update_bytes: int | None = None  # that rank 0's updates read from and wrote to CPU memory
     down_bytes: int | None = None  # of rank 0's gradients to CPU memory; on a GPU, over PCIe
@@ -313,7 +312,7 @@ class Metrics:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SpentHours:
-    """What a run has taken so far: ``spent.json``."""
+    """The GPU-hours that a run has used so far: ``spent.json``."""
 
     gpu_hours: float  # of all its attempts; of CPUs, hours of ranks
 
@@ -324,7 +323,7 @@ class SpentHours:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EvaluationMetrics:
-    """The loss on data held out where no step was taken: before the first one, or without training."""
+    """The loss on held-out data without a training step: before the first step, or in an evaluation run."""
 
     step: int  # whose weights these are; 0: before the first
     time: float  # rank 0's clock
@@ -338,7 +337,7 @@ class EvaluationMetrics:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Sample:
-    """A prompt, as the weights after a step continued it: a line of ``samples.jsonl``."""
+    """A prompt and its continuation by the weights after a step: a line of ``samples.jsonl``."""
 
     step: int
     time: float  # rank 0's clock
@@ -354,7 +353,7 @@ METRICS_LINE: Any = MetricsLine
 class StopMark:
     """Who asked a run to stop on a host: while the mark names them, the run is not restarted."""
 
-    by: str  # "": the attempt is to end, and the run's guard starts the next one
+    by: str  # "": only this attempt ends; the run's guard starts the next one
     grace_s: float = 0.0  # for the trainer to save first
     time: float = 0.0
 
@@ -378,7 +377,7 @@ class GuardState:
     """What a guard has done so far."""
 
     run: str
-    pid: int  # 0: it was asked for, and has not been heard yet
+    pid: int  # 0: it was requested, and has not reported yet
     pid_start: int
     machine: str  # the one it runs on
     limit: int  # restarts without progress that it allows
@@ -391,7 +390,7 @@ class GuardState:
     cause: Cause | None = None  # of the last incident
     command: str = ""  # what follows ``llama405b launch`` to guard the run again, whether it is running or not
     directory: str = ""  # where to type it
-    died: bool = False  # its process is gone, as its own machine finds; the guard itself never writes that
+    died: bool = False  # its process is gone, as its machine found; the guard itself never writes this
     hang_after_s: float = 0.0  # of silence between steps, after which it ends an attempt; 0: unknown
 
 
@@ -431,14 +430,14 @@ PLACE_BYTES = PLACE.size
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Place:
-    """Where in the training a rank is."""
+    """The step and FSDP unit that a rank is computing."""
 
-    step: int = 0  # under way, or the last one
-    unit: str = ""  # of FSDP, and which way: ``layers.71 backward``; "": in none
+    step: int = 0  # the current or last step
+    unit: str = ""  # FSDP unit and direction: ``layers.71 backward``; "": none
 
 
 def read_place(raw: bytes) -> Place:
-    """Read the beginning of a rank's memory; ``Place()`` if it is cut short."""
+    """Parse the start of a rank's memory file; ``Place()`` if it is cut short."""
     if len(raw) < PLACE_BYTES:
         return Place()
     step, unit = PLACE.unpack(raw[:PLACE_BYTES])

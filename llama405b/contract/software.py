@@ -1,15 +1,11 @@
-"""This program: its version, how Python starts a module of it, and processes that end with the one they work for.
+"""Identify this code, start its modules, and end worker processes together with their parent.
 
-Which code this is: its version, and a digest of both packages, the same for a checkout, a wheel and an editable install.
+The code's version includes a digest of both packages, which is the same for a checkout, a wheel and an editable install.
 
-Imports the standard library alone: doctor runs it where nothing else may be installed.
+Our modules start with the working directory last on ``sys.path``, so that a ``random.py`` there shadows no other module. Our own packages
+are still taken from that directory if it has them, whatever is installed. The user's own programs are not started this way.
 
-How Python starts a module of ours, whatever lies in the working directory: a ``random.py`` there shadows no other module.
-
-The working directory, which may hold our packages and the user's own, comes last on ``sys.path``. Our packages are still those of
-that directory if it has them, whatever is installed. A program of the user's own is not started so, and inherits nothing of it.
-
-Processes that end with the one they work for, however it ends.
+Imports only the standard library: doctor runs it where nothing else may be installed.
 """
 
 import functools
@@ -22,12 +18,12 @@ from pathlib import Path
 
 from llama405b import __version__
 
-SUFFIXES = (".py", ".toml", ".json", ".html")  # what decides what is done; compiled files and editors' copies do not
+SUFFIXES = (".py", ".toml", ".json", ".html")  # files that affect behaviour; not compiled files or editors' copies
 
 
 @functools.cache
 def code_version() -> str:
-    """Return what tells this code from any other, as a local version: ``0.2.0+1a2b3c4d5e6f``."""
+    """Return the version with a digest of the code: ``0.2.0+1a2b3c4d5e6f``."""
     return f"{__version__}+{digest_of(Path(__file__).resolve().parents[2])}"
 
 
@@ -38,14 +34,14 @@ def digest_of(root: Path) -> str:
     files = {f"{each.name}/{path.relative_to(each).as_posix()}": path for each in packages for path in each.rglob("*")}
     digest = hashlib.sha256()
     for name, path in sorted(files.items()):
-        is_editors = "/." in name or path.is_symlink()  # as Emacs's locks are, which lead nowhere
+        is_editors = "/." in name or path.is_symlink()  # such as Emacs's lock files, which are dangling links
         if name.endswith(SUFFIXES) and path.is_file() and not is_editors:
             digest.update(f"{name} {hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
     return digest.hexdigest()[:12]
 
 
-# One line, so that every login shell passes it on. No ``-P``, so that an older Python can say that it is too old.
-# What is imported lives on: collecting garbage among it at every 700 objects takes a fifth of a rank's start.
+# One line, so that every login shell passes it on. No ``-P``, so that an older Python can report that it is too old.
+# Imported objects live on: collecting garbage at every 700 new objects takes a fifth of a rank's start-up time.
 LOADER = (
     "import gc, sys; gc.set_threshold(10_000); sys.path[:] = [place for place in sys.path if place]; import os, runpy; "
     'here = [os.getcwd(), os.path.abspath("tools")]; sys.path[:0] = here; import llama405b, llama405b_tools; '
@@ -54,20 +50,21 @@ LOADER = (
 
 
 def own_argv(module: str, python: str = "") -> list[str]:
-    """Return the command that starts a module of ours, with this Python or another.
+    """Return the command that starts one of our modules, with this Python or another.
 
-    ``-P`` is for the processes that it starts in turn, to read data.
+    ``-P`` is for the worker processes that the module starts to read data.
     """
     return [python or sys.executable, "-P", "-c", LOADER, module]
 
 
 def end_with(pid: int, _worker: int = 0) -> None:
-    """End this process when another ends; call it in a process that this one started, directly or through a server.
+    """Exit when another process ends; call it in a worker that was started directly or by a fork server.
 
-    What Python and torch have for this looks at the parent, which for a fork server's children is the server, and they keep it alive.
+    Python's and torch's own means watch the parent, which for a fork server's children is the server that they keep alive.
     """
     try:
         process = os.pidfd_open(pid)
     except ProcessLookupError:
         os._exit(1)
+    # a pidfd becomes readable when its process ends
     threading.Thread(target=lambda: (select.select([process], [], []), os._exit(1)), daemon=True).start()

@@ -1,4 +1,4 @@
-"""A micro-batch: what a step reads. Knows tensors alone.
+"""A micro-batch, the input of one forward pass. Knows only tensors.
 
 Shape suffixes: B sequences, S positions.
 """
@@ -14,7 +14,7 @@ IGNORE_INDEX = -100  # a target that does not count: a prompt, or what follows t
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DocumentEnds:
-    """Where the documents of a flattened batch end: what kernels need that make no mask."""
+    """Ends of the documents in a flattened batch, for attention kernels that take no mask."""
 
     ends: Tensor  # int32, after a 0
     longest: int  # tokens
@@ -22,7 +22,7 @@ class DocumentEnds:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Batch:
-    """Packed documents, and what is to be learnt of them."""
+    """Packed documents and their training targets."""
 
     ids_BS: Tensor  # int64
     targets_BS: Tensor  # int64: each position's next token, or IGNORE_INDEX
@@ -31,7 +31,7 @@ class Batch:
 
     @property
     def document_ends(self) -> DocumentEnds:
-        """Where documents end. Counting them waits for the device, unless ``to`` brought the batch there."""
+        """The ends of documents. Counting them synchronizes with the device, unless ``to`` moved the batch there."""
         if self.known_ends:
             return self.known_ends
         n_sequences, length = self.ids_BS.shape
@@ -43,7 +43,7 @@ class Batch:
         return DocumentEnds(ends, int(ends.diff().max()))
 
     def to(self, device: torch.device) -> "Batch":
-        """Bring it to a device, with its documents' ends, which are counted before; waits for no copy."""
+        """Copy the batch and its document ends to a device. The ends are counted first; no copy is waited for."""
         ends = self.document_ends
         return Batch(
             _to(self.ids_BS, device),
@@ -53,7 +53,7 @@ class Batch:
         )
 
     def split(self, size: int) -> list["Batch"]:
-        """Return micro-batches of so many sequences."""
+        """Split into micro-batches of ``size`` sequences."""
         n_sequences = len(self.ids_BS)
         return [
             Batch(
@@ -68,5 +68,5 @@ class Batch:
 def _to(tensor: Tensor, device: torch.device) -> Tensor:
     if device.type != "cuda":
         return tensor.to(device)
-    pinned = tensor.contiguous().pin_memory()  # a view with gaps would be copied once more, to pageable memory
+    pinned = tensor.contiguous().pin_memory()  # pin_memory copies a strided view twice, through pageable memory
     return pinned.to(device, non_blocking=True)  # torch keeps the block until it has been read

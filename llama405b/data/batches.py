@@ -1,8 +1,8 @@
-"""Sequences of the data in their order: batches, what is skipped, and the processes that read ahead.
+"""The order of training sequences: batches, skipped documents, and loading in the background.
 
-A place in the order of the sequences determines what is there, so one number is the whole state, with any number of ranks and of
-processes that read ahead: what they have read and no step has used is not part of it. Documents that are skipped are ranges of a token
-file whose targets are masked in place, wherever they come in the order. Knows ranks and tokens; not the model.
+The position in the order determines each sequence, so this one number is the complete state, for any number of ranks and of workers.
+Sequences that a worker has read and no step has used are not part of it. Skipped documents are ranges of a token file whose targets
+are masked in place, wherever they appear in the order. Knows ranks and tokens; not the model.
 
 Shape suffixes: B sequences of a batch, S positions, N tokens.
 """
@@ -52,7 +52,7 @@ class Batches:
         return self.mixture.n_sequences
 
     def hold_out(self, fraction: float) -> tuple["Batches", "Batches"]:
-        """Split into what is trained on and what is held out, of each source: whole documents."""
+        """Split each source into training and held-out data, by whole documents."""
         pairs = self.mixture.hold_out(fraction)
         kept, held = ([pair[i] for pair in pairs] for i in (0, 1))
         weights, seed = self.mixture.counts if len(pairs) > 1 else (), self.mixture.seed
@@ -62,29 +62,31 @@ class Batches:
         )
 
     def steps(self, epochs: float, global_batch: int, position: int = 0) -> int:
-        """Return the number of whole steps from a position to the end of these epochs, at least one in all."""
+        """Return the number of full steps from ``position`` to the end of the epochs; at least one in all."""
         return max(0 if position else 1, int((epochs * self.n_sequences - position) // global_batch))
 
     def steps_of_epoch(self, global_batch: int) -> Fraction:
-        """Return the number of steps of one epoch, whole or not."""
+        """Return the number of steps in one epoch, as a fraction."""
         return Fraction(self.n_sequences, global_batch)
 
     def read(self, indices: Iterable[int]) -> Batch:
-        """Return the sequences at these places of the order."""
+        """Return the sequences at these positions of the order as a batch."""
         return self.batch(self.windows(indices))
 
     def windows(self, indices: Iterable[int]) -> NDArray[np.uint32]:
-        """Return their tokens, each with the one that follows: (B, S + 1)."""
+        """Return the tokens of these sequences and the token that follows each, (B, S + 1)."""
         return np.stack([self.mixture.window(index) for index in indices])
 
     def in_order(self, places: Iterable[int]) -> Batch:
-        """Return sequences by their place in the sources, one source after another."""
+        """Return sequences by their place in the concatenated sources, without shuffling."""
         return self.batch(np.stack([self.mixture.in_order(place) for place in places]))
 
     def batch(self, windows: NDArray[np.uint32]) -> Batch:
-        """Split windows of ``seq_len + 1`` tokens into what is read and what follows."""
+        """Split windows of ``seq_len + 1`` tokens into inputs and targets."""
         ids = (windows & ~MARKS).astype(np.int64)
-        ignored = windows[:, 1:] & (MARKS if self.isolated else NOT_LEARNT) != 0  # no document foretells the next
+        ignored = (
+            windows[:, 1:] & (MARKS if self.isolated else NOT_LEARNT) != 0
+        )  # loss and attention never cross documents
         targets = np.where(ignored, IGNORE_INDEX, ids[:, 1:])
         positions = self._positions(windows[:, :-1] & FIRST != 0)
         return Batch(
@@ -94,7 +96,7 @@ class Batches:
         )
 
     def _positions(self, begins: NDArray[np.bool_]) -> NDArray[np.int64] | None:
-        """Positions within documents; the rest of one that began in an earlier sequence counts from 0, too."""
+        """Return positions within documents. A document that began in an earlier sequence restarts at 0."""
         if not (self.isolated and begins[:, 1:].any()):
             return None
         places = np.arange(begins.shape[1])
@@ -110,7 +112,7 @@ def open_batches(
     say: Say,
     named: str = "--data.paths",
 ) -> Batches:
-    """Bring the tokens to every host, and open them as batches; ``named``: the option that names the texts.
+    """Copy the token files to every host and open them as batches. ``named``: the option that names the texts.
 
     Raises:
         UserError: The data cannot be used (see ``bring_tokens``), or is shorter than one sequence.
@@ -120,10 +122,10 @@ def open_batches(
 
 
 def batches_of(config: Data, cache: Path, files: list[TokenFile], named: str = "--data.paths") -> Batches:
-    """Open token files as batches; ``named``: the option that names their texts.
+    """Open token files as batches. ``named``: the option that names their texts, for errors.
 
     Raises:
-        UserError: One is shorter than one sequence, or an epoch would have nothing of it.
+        UserError: A file is shorter than one sequence, or contributes nothing to an epoch.
     """
     for part, file in zip(config.by_source, files, strict=True):
         if file.n_tokens <= config.seq_len:
@@ -142,12 +144,12 @@ SAMPLE_TOKENS, LAST_TOKENS = 1 << 20, 8  # of a source; and of a document, which
 
 
 def warnings_of_ends(config: Data, batches: Batches, tokenizer_dir: Path) -> list[str]:
-    """Warn of sources whose documents teach no token at which a model stops that is made from these files."""
+    """Return warnings for sources whose documents never end with one of the model's stop tokens."""
     lines, ends = [], generation_ends(tokenizer_dir)
     for part, source in zip(config.by_source, batches.mixture.sources, strict=True):
         tokens_N = source.tokens_N[:SAMPLE_TOKENS]
         documents = np.split(tokens_N, bounds_of(tokens_N)[1:-1])
-        if len(tokens_N) < len(source.tokens_N):  # the last one goes on
+        if len(tokens_N) < len(source.tokens_N):  # the sample may cut the last document
             documents.pop()
         learnt = [document_N[document_N & NOT_LEARNT == 0] & ~MARKS for document_N in documents]
         lasts = [tokens.tolist()[-LAST_TOKENS:] for tokens in learnt if len(tokens)]
@@ -159,20 +161,20 @@ def warnings_of_ends(config: Data, batches: Batches, tokenizer_dir: Path) -> lis
             text = tokenizer.decode([last])
             lines.append(
                 f"warning: documents of {', '.join(part.paths)} end with token {last} ({text!r}), but the model's eos_token_id is "
-                f"{', '.join(map(str, sorted(ends)))}: it would not learn to stop; make them agree: in its "
+                f"{', '.join(map(str, sorted(ends)))}: the model would not learn to stop; make them agree, in "
                 f"{GENERATION_CONFIG}, or by --data.chat_template"
             )
     return lines
 
 
 def describe_held_out(config: Data, held_out: Batches) -> list[str]:
-    """Say what is held out of each source."""
+    """Return a log line for each source: its held-out documents, tokens and sequences."""
     lines = []
     for part, source in zip(config.by_source, held_out.mixture.sources, strict=True):
         what = (
             counted(source.n_documents, "document", grouped=True)
             if source.n_documents
-            else "the longest document's end"
+            else "the end of the longest document"
         )
         of = f" of {', '.join(part.paths)}" if len(held_out.mixture.sources) > 1 else ""
         size = counted(source.n_tokens, "token", grouped=True)
@@ -183,7 +185,7 @@ def describe_held_out(config: Data, held_out: Batches) -> list[str]:
 
 
 def describe_reading(config: Data, batches: Batches) -> list[str]:
-    """Say what an epoch has of each source, and how full its sequences are."""
+    """Return a log line for each source: its share of an epoch, padding and unused tokens."""
     mixture, lines = batches.mixture, []
     for part, source, count in zip(config.by_source, mixture.sources, mixture.counts, strict=True):
         line = f"data: {counted(source.n_sequences, 'sequence', grouped=True)} of {counted(source.seq_len, 'token')}"
@@ -200,7 +202,7 @@ def describe_reading(config: Data, batches: Batches) -> list[str]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Skipped:
-    """A line of a skip list."""
+    """A line of a skip list: a token range that is masked."""
 
     source: int  # of the run's, from 0
     n_tokens: int  # of that source's token file: a list is of one data set
@@ -214,7 +216,7 @@ def read_skips(path: Path) -> tuple[Skipped, ...]:
     """Read a skip list.
 
     Raises:
-        UserError: It cannot be read, or is none.
+        UserError: It cannot be read, or is not a skip list.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -230,10 +232,10 @@ def read_skips(path: Path) -> tuple[Skipped, ...]:
 
 
 def without(mixture: Mixture, skips: Sequence[Skipped]) -> Mixture:
-    """Return a mixture whose targets in these ranges are masked.
+    """Return the mixture with the targets in these ranges masked.
 
     Raises:
-        UserError: They are of other data.
+        UserError: The ranges were made from other data.
     """
     sources = list(mixture.sources)
     for number, source in enumerate(sources):
@@ -242,25 +244,27 @@ def without(mixture: Mixture, skips: Sequence[Skipped]) -> Mixture:
             skip.n_tokens != len(source.tokens_N) or not 0 <= skip.begin < skip.end <= skip.n_tokens for skip in own
         ):
             raise UserError(
-                "--data.skip: the list is of other data (its token file has another length); name that of this run's data"
+                "--data.skip: the list was made from other data (the token file's length differs); pass a list made from this run's data"
             )
         sources[number] = dataclasses.replace(source, masked=Masked.of((skip.begin, skip.end) for skip in own))
     if any(skip.source >= len(sources) for skip in skips):
-        raise UserError("--data.skip: the list is of other data (which has more sources); name that of this run's data")
+        raise UserError(
+            "--data.skip: the list was made from other data (with more sources); pass a list made from this run's data"
+        )
     return dataclasses.replace(mixture, sources=tuple(sources))
 
 
 def words_of(skips: Sequence[Skipped]) -> str:
-    """Say what is skipped."""
+    """Return a log line with the number of skipped ranges and tokens."""
     n_tokens = sum(skip.end - skip.begin for skip in skips)
-    return f"data: {counted(len(skips), 'range')} of {counted(n_tokens, 'token', grouped=True)} not learnt, as data.skip lists them"
+    return f"data: {counted(len(skips), 'range')} of {counted(n_tokens, 'token', grouped=True)} excluded from the loss by data.skip"
 
 
 Windows = NDArray[np.uint32]  # (B, S + 1)
 
 
 class Reader:
-    """An endless iterator of steps: the micro-batches of this rank, on its device."""
+    """Iterate endlessly over steps: the micro-batches of this rank, on its device."""
 
     def __init__(
         self, batches: Batches, me: Rank, dealing: Dealing, micro: int, position: int = 0, workers: int = 0
@@ -275,7 +279,7 @@ class Reader:
         self.micro = micro
         self.position = position
         first, n_own = dealing.place(me.dp.rank)
-        self.idle = dealing.rounds - n_own  # micro-batches: those of the rank before, of which nothing is learnt
+        self.idle = dealing.rounds - n_own  # masked micro-batches of the previous rank, read to keep ranks in step
         rows = _Rows(batches, dealing.rounds * micro)
         begins = itertools.count(position + (first - self.idle) * micro, self.global_batch)
         self.windows = _by_workers(rows, begins, workers) if workers else _by_thread(rows, begins)
@@ -284,7 +288,7 @@ class Reader:
         return self
 
     def __next__(self) -> list[Batch]:
-        """Return the next step's."""
+        """Return the micro-batches of the next step."""
         windows = next(self.windows)
         self.position += self.global_batch
         batch = self.batches.batch(windows)
@@ -292,12 +296,12 @@ class Reader:
         return [part.to(self.me.device) for part in batch.split(self.micro)]
 
     def close(self) -> None:
-        """End what reads ahead."""
+        """Stop the thread or the workers that load in the background."""
         self.windows.close()
 
 
 class _Rows(Dataset[Windows]):
-    """So many sequences from a place on."""
+    """Map the first sequence's position to the windows of one rank's step."""
 
     def __init__(self, batches: Batches, each: int) -> None:
         self.batches, self.each = batches, each
@@ -315,7 +319,8 @@ def _by_thread(rows: _Rows, begins: Iterator[int]) -> Generator[Windows]:
 
 
 def _by_workers(rows: _Rows, begins: Iterator[int], workers: int) -> Generator[Windows]:
-    """From processes that have none of the rank's sockets or threads, and end with it."""
+    """Read in worker processes, which inherit no sockets or threads of the rank and end with it."""
+    # forkserver, not fork: workers must not inherit sockets and locks of the rank. The preload imports modules once for all workers.
     server = multiprocessing.get_context("forkserver")
     server.set_forkserver_preload([__name__, getattr(sys.modules["__main__"].__spec__, "name", __name__)])
     loader = DataLoader(

@@ -1,8 +1,8 @@
-"""Conversations as text: through the tokenizer's chat template, in pieces of which some are trained on. Knows no files.
+"""Render conversations with the chat template, as segments that are trained on or not. Knows no files.
 
-An answer is trained on where inference would have the model write it: after what the template renders of the messages before it with
-``add_generation_prompt``, and up to the answer's end. Where that text begins the rendering of the whole conversation for every answer, one
-document has them all; else each answer has a document of its own.
+An answer is trained on in the context that inference gives the model: after the template's rendering of the earlier messages with
+``add_generation_prompt``, and up to the answer's end. If that context is a prefix of the rendered conversation for every answer, one
+document holds all answers; otherwise each answer becomes a document.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from llama405b.settings.schema import LAST, Data
 
 Segment = tuple[str, bool]  # text, and whether it is trained on
 Span = tuple[int, int]  # of a text
-MOST_S = 10.0  # of this process's time, for the text of a conversation: it takes milliseconds
+MOST_S = 10.0  # CPU time to render one conversation, which takes milliseconds
 TODAY = "strftime_now"  # by which a template asks for the date
 OTHERWISE = "the chat template changes earlier messages when later ones follow"
 GENERATION = re.compile(r"{%-?\s*(end)?generation\s*-?%}")  # tags of transformers, around an answer
@@ -35,19 +35,19 @@ REASONING = ("reasoning_content", "reasoning", "thinking")  # of an answer, besi
 
 
 class UnusableError(ValueError):
-    """A conversation that the template cannot be used for."""
+    """The template cannot render this conversation exactly."""
 
 
 class RefusedError(UnusableError):
-    """The template itself refuses these messages."""
+    """The template raised an error for these messages."""
 
 
 class EndlessError(Exception):
-    """The template does not end."""
+    """The template did not finish in time."""
 
 
 class Rendered(NamedTuple):
-    """What the template makes of a conversation."""
+    """A rendered conversation."""
 
     documents: list[list[Segment]]  # each as its pieces
     n_chars: int  # of one document with all messages
@@ -55,10 +55,10 @@ class Rendered(NamedTuple):
 
 
 class Template:
-    """The tokenizer's chat template with a run's settings: what becomes of a conversation, and what is trained on of it.
+    """Render conversations with the tokenizer's chat template, and mark what is trained on.
 
     Raises:
-        UserError: ``data.template_arguments`` names what the template does not ask for.
+        UserError: ``data.template_arguments`` names a variable that the template does not use.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, settings: Data) -> None:
@@ -67,7 +67,7 @@ class Template:
         self.clock = clock_of(settings.template_date) if settings.template_date else ""
 
     def rendered(self, chat: Chat) -> Rendered:
-        """Render a conversation: one document with all answers where that is exact, else one per answer.
+        """Render a conversation as one document with all answers if that is exact, else as one per answer.
 
         A message of weight 0 is not trained on.
 
@@ -77,7 +77,7 @@ class Template:
         """
         whole = self.render(chat)
         if not whole:
-            raise UnusableError("the chat template writes nothing for it")
+            raise UnusableError("the chat template renders it as an empty text")
         learnt = self._learnt(chat)
         own = {i: self._own(chat, i, whole) for i in learnt}
         joint = _pieces(whole, [self._span(chat, whole, i, own) for i in learnt])
@@ -101,13 +101,13 @@ class Template:
         return Rendered(found, len(whole), _omitted(chat, learnt, found))
 
     def _learnt(self, chat: Chat) -> list[int]:
-        """The numbers of the messages that are trained on, from 0."""
+        """Return the indices of the messages that are trained on."""
         roles, kept = self.settings.train_on, [i for i, m in enumerate(chat.messages) if m.get("weight") != 0]
         last = [i for i in kept if chat.messages[i]["role"] == "assistant"][-1:]
         return [i for i in kept if chat.messages[i]["role"] in roles or (LAST in roles and i in last)]
 
     def _own(self, chat: Chat, i: int, whole: str) -> tuple[str, str] | None:
-        """What inference gives a model before message ``i``, and what it then has to write; None if the template refuses these alone."""
+        """Return message ``i`` as inference has it, prompt and answer; None if the template refuses these."""
         before = None
         try:
             after = self.render(chat, i + 1) if i + 1 < len(chat.messages) else whole
@@ -125,7 +125,7 @@ class Template:
         return before, after[self._continues(chat, i, before) :]
 
     def _begun(self, chat: Chat, i: int, before: str, after: str) -> str:
-        """An answer that the template's prompt has begun with, as ``<think>``, though the template leaves that out of what was said."""
+        """Return an answer whose opening, like ``<think>``, is in the template's prompt but not in its rendering."""
         role, content = chat.messages[i]["role"], str(chat.messages[i]["content"])
         begins = self._beginning(chat, i, i + 1)
         opening, written = before[len(begins) :], after[len(begins) :]
@@ -133,13 +133,14 @@ class Template:
         said = written.removesuffix(end)
         if not (content.startswith(opening) and content.rstrip().endswith(said.strip())):
             raise UnusableError(
-                f"message {i + 1} ({role}): the chat template's prompt for it ends with {opening!r}, and it does not begin so; write the "
+                f"message {i + 1} ({role}): the chat template's prompt for it ends with {opening!r}, but the "
+                "message does not begin with it; write the "
                 "answer's thinking into its content"
             )
         return content[len(opening) :].rstrip() + end
 
     def _continues(self, chat: Chat, i: int, before: str) -> int:
-        """Where an answer's text goes on from the template's prompt for it, which has the messages before it otherwise."""
+        """Return where an answer begins if the prompt renders the earlier messages in another way."""
         begin, asked = self._beginning(chat, i, i + 1), str(chat.messages[i - 1]["content"]).strip()
         tail = before[before.rfind(asked) :] if asked and asked in before else ""
         if not tail or tail not in begin:
@@ -147,7 +148,7 @@ class Template:
         return begin.rfind(tail) + len(tail)
 
     def _span(self, chat: Chat, whole: str, i: int, own: Mapping[int, tuple[str, str] | None]) -> Span | None:
-        """Where message ``i`` is in a rendering of all messages; None if it is not there as it is by itself."""
+        """Return the range of message ``i`` in a full rendering; None if it is rendered differently there."""
         if parts := own[i]:
             return (len(parts[0]), len(parts[0] + parts[1])) if whole.startswith("".join(parts)) else None
         begin = len(self._beginning(chat, i, len(chat.messages)))
@@ -157,19 +158,19 @@ class Template:
         return (begin, at + len(end)) if at >= 0 else None
 
     def _end(self, chat: Chat, i: int) -> str:
-        """What the template writes after what message ``i`` says: in what two conversations end in which it says different things."""
+        """Return the text after message ``i``: the common suffix of renderings that differ in its content."""
         text = "b" if str(chat.messages[i].get("content")).strip().endswith("a") else "a"
         both = (self.render(chat, i + 1)[::-1], self.render(_saying(chat, i, text), i + 1)[::-1])
         return os.path.commonprefix(both)[::-1]  # noqa: RUF071  (of texts)
 
     def _beginning(self, chat: Chat, i: int, n_messages: int) -> str:
-        """What precedes message ``i``, its header with it: where two conversations part in which it says different things."""
+        """Return header and all before message ``i``: the common prefix of renderings that differ in it."""
         text = "b" if str(chat.messages[i].get("content")).strip().startswith("a") else "a"
         both = (self.render(chat, n_messages), self.render(_saying(chat, i, text), n_messages))
         return os.path.commonprefix(both)  # noqa: RUF071  (of texts)
 
     def render(self, chat: Chat, n_messages: int | None = None, *, prompt: bool = False) -> str:
-        """Return the first messages as text; ``prompt``: and the header of an answer.
+        """Return the first ``n_messages`` as text; ``prompt``: with the header of an answer.
 
         Raises:
             RefusedError: The template refuses them.
@@ -185,6 +186,7 @@ class Template:
                         tools=chat.tools,
                         tokenize=False,
                         add_generation_prompt=prompt,
+                        # A conversation's arguments override data.template_arguments.
                         **{**self.arguments, **chat.arguments},
                     )
                 )
@@ -193,7 +195,7 @@ class Template:
 
 
 def _pieces(whole: str, spans: Sequence[Span | None]) -> list[Segment] | None:
-    """A text with these of its parts trained on, in order; None if one is not there, or begins before the one before it ends."""
+    """Split a text into segments, marking these ranges as trained on; None if one is missing or they overlap."""
     found, done = list[Segment](), 0
     for span in spans:
         if span is None or span[0] < done:
@@ -204,15 +206,15 @@ def _pieces(whole: str, spans: Sequence[Span | None]) -> list[Segment] | None:
 
 
 def _saying(chat: Chat, i: int, text: str) -> Chat:
-    """The same conversation, in which message ``i`` says something else."""
+    """Return the conversation with the content of message ``i`` replaced."""
     others = {**chat.messages[i], "content": text}
     return dataclasses.replace(chat, messages=(*chat.messages[:i], others, *chat.messages[i + 1 :]))
 
 
 def _omitted(chat: Chat, learnt: Sequence[int], documents: Sequence[Sequence[Segment]]) -> str:
-    """Name what a conversation says and the template does not write, blanks aside; '' if there is nothing.
+    """Name the first field of a conversation that the template drops, ignoring blanks; '' if there is none.
 
-    Of answers that are not trained on it may leave out the thinking.
+    The template may drop the thinking of answers that are not trained on.
     """
     text = "".join("".join(part.split()) for segments in documents for part, _ in segments)
     written = [("", "tools", tool.get("function", tool).get("name")) for tool in chat.tools or []]
@@ -227,10 +229,10 @@ def _omitted(chat: Chat, learnt: Sequence[int], documents: Sequence[Sequence[Seg
 
 
 def arguments_of(settings: Data, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """Return what the chat template is given beside a conversation: the run's date, and ``data.template_arguments``.
+    """Return the variables of ``data.template_arguments``, parsed.
 
     Raises:
-        UserError: The template does not ask for one of them.
+        UserError: The template does not use one of them, or no date although one is set.
     """
     asked = names_in(tokenizer)
     found: dict[str, Any] = {}
@@ -245,13 +247,13 @@ def arguments_of(settings: Data, tokenizer: PreTrainedTokenizerBase) -> dict[str
             found[name] = json.loads({"True": "true", "False": "false", "None": "null"}.get(value, value))
     if settings.template_date and TODAY not in asked:
         raise UserError(
-            f"--data.template_date: the chat template asks for no date ({TODAY}); leave it out, or see --data.template_arguments"
+            f"--data.template_date: the chat template asks for no date ({TODAY}); remove it, or see --data.template_arguments"
         )
     return found
 
 
 def clock_of(date: str) -> str:
-    """Return a macro that goes before a template, which asks it for the date: functions cannot be given to one."""
+    """Return a Jinja macro that gives a template the date: a template cannot be given a function."""
     day = datetime.datetime.fromisoformat(date)
     forms = [f"%{flag}{letter}" for letter in "aAbBcdDeFGHIjmMnpSTuUVwWxXyYzZ" for flag in ("-", "")]
     replaced = "".join(f" | replace({form!r}, {day.strftime(form)!r})" for form in forms)
@@ -259,19 +261,19 @@ def clock_of(date: str) -> str:
 
 
 def names_in(tokenizer: PreTrainedTokenizerBase) -> set[str]:
-    """Return the names that the chat template is given from without, but for those of a conversation and of tokens."""
+    """Return the variables that the chat template reads, without messages, tools and special tokens."""
     templates = tokenizer.chat_template or ""
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
     found = set[str]()
     for text in templates.values() if isinstance(templates, Mapping) else [templates]:
-        with contextlib.suppress(jinja2.TemplateError):  # which a conversation tells
+        with contextlib.suppress(jinja2.TemplateError):  # rendering a conversation reports it
             tree = environment.parse(GENERATION.sub("", text))
             found |= jinja2.meta.find_undeclared_variables(tree)
     return found - {*GIVEN, *environment.globals, *tokenizer.special_tokens_map}
 
 
 def dated(settings: Data, tokenizer: PreTrainedTokenizerBase, before: str = "") -> Data:
-    """Return the settings with the date that a template is given that asks for one: ``before``, of a run that goes on, else today."""
+    """Set the template's date if it uses one: ``before`` when a run resumes, else today."""
     if settings.template_date or TODAY not in names_in(tokenizer):
         return settings
     return dataclasses.replace(settings, template_date=before or datetime.date.today().isoformat())
@@ -279,7 +281,7 @@ def dated(settings: Data, tokenizer: PreTrainedTokenizerBase, before: str = "") 
 
 @contextlib.contextmanager
 def _ending_in_time() -> Iterator[None]:
-    """Raise EndlessError in the main thread, which this is, after ``MOST_S`` of computing: a template may loop without end."""
+    """Raise EndlessError in the main thread after ``MOST_S`` of CPU time, as a template may loop forever."""
 
     def strike(*_: object) -> None:
         raise EndlessError

@@ -1,4 +1,4 @@
-"""A small Llama in Hugging Face format, with a tokenizer trained on the spot, for experiments."""
+"""Create a small Llama in Hugging Face format, with a newly trained tokenizer, for experiments."""
 
 import shutil
 from pathlib import Path
@@ -53,7 +53,7 @@ def make_demo(directory: Path, *, tied: bool = False, layers: int = 3, hidden: i
 
 
 def _train_tokenizer() -> PreTrainedTokenizerFast:
-    """A byte-level BPE of ``VOCAB`` tokens."""
+    """Train a byte-level BPE of ``VOCAB`` tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

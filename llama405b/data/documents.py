@@ -1,10 +1,7 @@
-"""The records of files: text, JSON, CSV, and tables.
+"""Read documents from files: text, code, Markdown, JSON, CSV, Parquet and Arrow.
 
-The rows of Parquet files, and of datasets that Hugging Face's ``datasets`` saved (Arrow), as records.
-
-Knows the bytes of a file; not what a record means.
-
-Read documents from files: text, code, Markdown, JSON, CSV, Parquet, Arrow. Knows files; not tokens or ranks.
+Arrow is what Hugging Face's ``datasets`` saves. Knows files and records; not tokens or
+ranks. What a record means is in ``formats.document``.
 """
 
 import dataclasses
@@ -42,16 +39,16 @@ from llama405b.formats.corpus import (
 from llama405b.formats.document import FIELDS, Document, NotUtf8, Text, TooManyCells, reading_of
 
 Row = dict[str, Any]  # the values of the columns
-ROWS = 1000  # at a time: a row of text may have megabytes
-READ_BYTES = 1 << 20  # of a column at a time, where a row group is not read at once
+ROWS = 1000  # converted at a time, since a row of text may have megabytes
+READ_BYTES = 1 << 20  # of a column at a time, if a row group is not read at once
 
 
 def table_rows(
     raw: BinaryIO, fields: Sequence[str] = (), *, at_once: bool = True
 ) -> Iterator[tuple[Row | NotUtf8, float]]:
-    """Yield each row, and the share of the file that has been read; what cannot be a document's is None.
+    """Yield each row and the share of the file that was read; columns that no document uses are None.
 
-    ``fields``: as data.fields has them; ``at_once``: read whole row groups, which the Hub wants, rather than what a row needs.
+    ``fields``: data.fields; ``at_once``: read row groups in one request each, as suits the Hub, instead of only the needed bytes.
     """
     names = [name.partition("=")[2] for name in fields]
     try:
@@ -65,7 +62,7 @@ def table_rows(
 
 
 def first_rows(raw: BinaryIO, fields: Sequence[str]) -> Iterator[Row | NotUtf8]:
-    """Yield rows as ``rows_of``, for who wants the first ones alone."""
+    """Yield the rows of a table without reading whole row groups, for callers that need only a few."""
     return (row for row, _ in table_rows(raw, fields, at_once=False))
 
 
@@ -106,12 +103,12 @@ def _rows(batch: pyarrow.RecordBatch, empty: Row) -> list[Row | NotUtf8]:
 
 
 def _wanted(schema: pyarrow.Schema, names: Collection[str]) -> list[str]:
-    """The columns that a document may be in; others may be large, or nothing that Python can hold."""
+    """Return the columns that a document may use. Others may be large, or of types that Python cannot hold."""
     return [name for name in schema.names if name.lower() in FIELDS or name in names]
 
 
 def _given(value: Any) -> Any:
-    """A value without the fields that are null, in their usual order: where records differ, a table has those of all, and one order."""
+    """Drop null fields and sort the others, as a table gives each record the fields of all records."""
     match value:
         case dict():
             return {key: _given(each) for key, each in in_order(value).items()}
@@ -121,7 +118,7 @@ def _given(value: Any) -> Any:
 
 
 COUNT_BYTES = 16 << 20
-VALUE = re.compile(r"'[^']*'(, )?|\d+")  # in a reason: what is of one record
+VALUE = re.compile(r"'[^']*'(, )?|\d+")  # the parts of a reason that differ between records
 
 
 class FilePart(NamedTuple):
@@ -133,23 +130,23 @@ class FilePart(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Its bytes."""
+        """Size in bytes."""
         return (self.end or self.file.stat().st_size) - self.begin
 
 
 class DocumentPlace(NamedTuple):
-    """Where a document is."""
+    """The file and line of a document."""
 
     file: File
-    line: int = 0  # or row, from 1; 0: it is the whole file
-    after: int = 0  # so many bytes, whose lines do not count
+    line: int = 0  # or row, from 1; 0: the document is the file
+    after: int = 0  # bytes before the line 1 that ``line`` counts from
 
     def __str__(self) -> str:
         return f"{self.file}:{_count_lines(self.file, self.after) + self.line}" if self.line else str(self.file)
 
 
 class Found(NamedTuple):
-    """A document, and where it is."""
+    """A document and its location."""
 
     document: Document
     place: DocumentPlace
@@ -157,29 +154,29 @@ class Found(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LeftOut:
-    """Records that could not be used, for one reason."""
+    """Records that were skipped for one reason."""
 
     count: int
-    first: str  # where, and why
-    remedy: str  # for that one
+    first: str  # its location and the reason
+    remedy: str  # for the first one
 
     @property
     def words(self) -> str:
-        """The first of them, and what to do."""
+        """The first skipped record and its remedy."""
         return f"{self.first}{given('; {}', self.remedy)}"
 
     def times(self, count: int) -> "LeftOut":
-        """The same reason, for so many records."""
+        """Return a copy with this count."""
         return dataclasses.replace(self, count=count)
 
 
 class Documents:
-    """The documents of files, up to ``max_bytes`` of text (0: all); knows how many bytes have been read.
+    """Iterate over the documents of files, up to ``max_bytes`` of text (0: all); count the bytes read.
 
     A line of JSON Lines, an object of an array and a row of a table is a record (``document.reading_of``); any other file is one document.
 
     Raises:
-        UserError: A file cannot be read, or a line has no form that is known, and ``skip`` is not set.
+        UserError: A file cannot be read, or a record has no known form and ``skip`` is not set.
     """
 
     def __init__(
@@ -200,7 +197,7 @@ class Documents:
         self.total_bytes = int(min(self.max_bytes, sum(part.size for part, _ in parts)))
         self.done_bytes = 0
         self.left_out = dict[str, LeftOut]()  # by reason
-        self.unread = dict[str, str]()  # fields, and the file in which one is first
+        self.unread = dict[str, str]()  # unused field -> the first file that has it
 
     def __iter__(self) -> Iterator[Found]:
         """Yield the documents in the order of the files."""
@@ -216,7 +213,7 @@ class Documents:
             before = self.done_bytes
 
     def refuse(self, where: DocumentPlace, why: str, remedy: str = NAME_FIELDS) -> None:
-        """Count a record that cannot be used; ``remedy``: if there was none before that can."""
+        """Count a bad record or raise an error; ``remedy``: shown if no earlier record was usable."""
         if not self.skip:
             raise refusal(where, why, "" if self.n_good else remedy)
         kind = VALUE.sub("…", why)
@@ -224,7 +221,7 @@ class Documents:
         self.left_out[kind] = found.times(found.count + 1)
 
     def _documents_of(self, part: FilePart, form: Form) -> Iterator[tuple[Found, int]]:
-        """Each document, and the bytes of the part that have been read."""
+        """Yield each document and the number of bytes of the part that were read."""
         file, begin, end = part
         if form is Form.TABLE:
             yield from self._rows_of(file)
@@ -236,7 +233,7 @@ class Documents:
             return
         with reading(file) as raw:
             if form is Form.TEXT:
-                text = text_of(raw)  # which closes the file with itself
+                text = text_of(raw)  # closes the file when it is freed
                 if found := self._whole(text.read(), file):
                     yield found, raw.tell()
                 return
@@ -259,7 +256,7 @@ class Documents:
         return Found(Text("", text), DocumentPlace(file))
 
     def _own(self, record: Any, place: DocumentPlace) -> Found | None:
-        """A document of the user's module, of which a text is whole."""
+        """Convert an item of the user's module; a str is one document."""
         if isinstance(record, str):
             return Found(Text("", _sound(record)), place)
         return self._found(_sound(record), place)
@@ -276,19 +273,19 @@ class Documents:
 
 
 def file_parts(paths: Iterable[str]) -> list[FilePart]:
-    """Return the files that ``data.paths`` names, each whole; those of the Hub are only read when their turn comes."""
+    """Return the files that ``data.paths`` names. Files of the Hub are read only when they are reached."""
     files = (file for path in paths for file in (hub_files(path) if path.startswith(HUB) else expand([path])))
     return [FilePart(file) for file in files]
 
 
 def with_forms(parts: Iterable[FilePart]) -> Iterator[tuple[FilePart, Form]]:
-    """Tell the form of each part's file."""
+    """Yield each part with the format of its file."""
     own = extend.current().declared
     return ((part, Form.OWN if own.reads_file(part.file) else form_of(part.file)) for part in parts)
 
 
 def _first_line(raw: BinaryIO, begin: int) -> int:
-    """Go to the first line that begins there or later; returns where."""
+    """Seek to the first line that begins at ``begin`` or later, and return its offset."""
     if begin:
         raw.seek(begin - 1)
         raw.readline()
@@ -310,7 +307,7 @@ def _count_lines(file: File, n_bytes: int) -> int:
 
 
 def _sound(record: Json | NotUtf8 | TooManyCells) -> Any:
-    """Replace lone surrogates, which JSON can spell but text cannot hold, with question marks."""
+    """Replace lone surrogates, which JSON can contain and UTF-8 cannot, with question marks."""
     match record:
         case str():
             return record.encode("utf-8", "replace").decode("utf-8")

@@ -1,6 +1,8 @@
-"""Records as tokens: a uint32 each, whose highest bits mark what is read but not learnt, and where documents begin.
+"""Encode documents as uint32 tokens.
 
-A special token that a text spells is text; one that a chat template writes is that token. Knows documents and the tokenizer; not files.
+The highest bits mark tokens that are not trained on, and where documents begin.
+A special token spelled in a text stays text; one that the chat template writes becomes that token. Knows documents and the
+tokenizer; not files.
 
 Shape suffixes: N tokens.
 """
@@ -34,23 +36,24 @@ from llama405b.formats.corpus import NO_TEMPLATE
 from llama405b.formats.document import NAMED, Text
 from llama405b.settings.schema import Data
 
-ESCAPED = r"\ud800"  # what becomes of a guard where a template writes a value as source text
-GUARD = "\ud800"  # before each letter of a special token that a text spells; texts have none, since UTF-8 has none
+ESCAPED = r"\ud800"  # a guard in a value that a template wrote as source text
+GUARD = "\ud800"  # put before each letter of a special token in a text; no text contains one, as UTF-8 cannot encode it
 
 
 class Spelling:
-    """A tokenizer to which special tokens have other names, which no text can know: only what ``named`` gives them is one.
+    """Give special tokens random names that no text contains; only ``named`` writes these names.
 
-    So the tokenizer itself splits the template's text at them, as it does by their own names.
+    The backend then splits the template's text at these names, as it would at the original ones.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, parses: bool = False) -> None:
-        """``parses``: as ``data.special_tokens = parse`` says it: all special tokens have their own names, for all texts."""
+        """``parses``: special tokens in texts are tokens (``data.special_tokens = parse``)."""
         self.backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
         self.backend.no_truncation()
         self.backend.no_padding()
         self.backend.encode_special_tokens = not parses
         special = {} if parses else {n: t for n, t in self.backend.get_added_tokens_decoder().items() if t.special}
+        # Random names: no text of the data set can spell one.
         secret = secrets.token_hex(8)
         self.names = {token.content: f"<{secret}-{number}>" for number, token in special.items()}
         self.backend.add_tokens([_called(token, self.names[token.content]) for token in special.values()])
@@ -65,7 +68,7 @@ class Spelling:
         return [[self.numbers.get(token, token) for token in ids] for ids in found] if self.special else found
 
     def guarded(self, value: Any) -> Any:
-        """Return what a record says, with guards: ``named`` leaves the special tokens that it spells as they are."""
+        """Return a value with guards in the special tokens that it spells, which ``named`` keeps as text."""
         match value:
             case str() if self.special:
                 return self.special.sub(lambda found: "".join(GUARD + letter for letter in found[0]), value)
@@ -76,14 +79,14 @@ class Spelling:
         return value
 
     def named(self, text: str) -> str:
-        """Return what a template wrote of guarded values, with the names of its special tokens and without the guards."""
+        """Return a template's output without guards, with its special tokens under their random names."""
         if not self.special:
             return text
         return self.guarded_or_special.sub(lambda found: self.names.get(found[0]) or found[1], text)
 
 
 def has_guards(text: str) -> bool:
-    """Whether a guarded text spells special tokens."""
+    """Return whether an escaped text spells special tokens."""
     return GUARD in text
 
 
@@ -93,7 +96,7 @@ def without_guards(text: str) -> str:
 
 
 def _called(token: AddedToken, name: str) -> AddedToken:
-    """The same token by another name, which is read although special ones are not."""
+    """Return the token under another name, not special, so that the backend parses it in texts."""
     return AddedToken(
         name,
         single_word=token.single_word,
@@ -106,12 +109,12 @@ def _called(token: AddedToken, name: str) -> AddedToken:
 
 NOT_LEARNT = np.uint32(1 << 31)
 FIRST = np.uint32(1 << 30)  # of a document
-SAME = np.uint32(1 << 29)  # the first of a document that is of the conversation before it, too
+SAME = np.uint32(1 << 29)  # first token of a document that belongs to the same conversation as the previous one
 MARKS = NOT_LEARNT | FIRST | SAME
 ENCODE_CHARS = 4 << 20  # encoded at a time: seconds
 ENCODE_PIECES = 512
-LEAD = "\n"  # takes the space in its place
-APART = 1 << 20  # tokens between the places that are noted
+LEAD = "\n"  # a prefix that absorbs the space which some tokenizers add
+APART = 1 << 20  # tokens between two recorded offsets of a file
 
 
 @dataclasses.dataclass(slots=True)
@@ -122,18 +125,18 @@ class Counts:
     conversations: int = 0  # of them
     tokens: int = 0
     learnt: int = 0  # tokens
-    spelt: int = 0  # documents that spell special tokens, which are text
+    spelt: int = 0  # documents that spell special tokens as text
     crlf: int = 0  # documents with such line ends
     left_out: Mapping[str, LeftOut] = dataclasses.field(default_factory=dict)  # records that could not be used, by why
     # Fields of records that are not read, and the file in which one is first.
     unread: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    unanswered: int = 0  # conversations of which nothing is learnt
+    unanswered: int = 0  # conversations without a token that is trained on
     roles: tuple[str, ...] = ()  # in them
     divided: int = 0  # conversations with a document per answer
     divided_documents: int = 0  # of them
     divided_chars: int = 0  # in these documents
     joint_chars: int = 0  # in one document for each of them
-    omitted: int = 0  # conversations of whose answers the template does not write all
+    omitted: int = 0  # conversations whose answers the template drops parts of
     first_omitted: str = ""
 
     def __add__(self, other: "Counts") -> "Counts":
@@ -153,25 +156,25 @@ class Counts:
     def __str__(self) -> str:
         of_them = given(", {:,} of them conversations", self.conversations)
         share = 100 * self.learnt / max(1, self.tokens)
-        line = f"data: {counted(self.documents, 'document')}{of_them}, {self.tokens:,} tokens, {self.learnt:,} learnt ({share:.0f}%)"
+        line = f"data: {counted(self.documents, 'document')}{of_them}, {self.tokens:,} tokens, {self.learnt:,} trained on ({share:.0f}%)"
         if self.spelt:
             spell = counted(self.spelt, "document spells", "documents spell")
-            line += f"; {spell} special tokens, which are text (or tokens, with --data.special_tokens parse)"
+            line += f"; {spell} special tokens, kept as text (--data.special_tokens parse makes them tokens)"
         if self.crlf:
-            line += f"; {counted(self.crlf, 'document has', 'documents have')} CRLF line ends, which are kept"
+            line += f"; {counted(self.crlf, 'document has', 'documents have')} CRLF line endings, kept as they are"
         if self.unanswered:
             these = counted(self.unanswered, "conversation", grouped=True)
-            line += f"; nothing is learnt of {these}, with the roles {', '.join(self.roles)}"
+            line += f"; nothing is trained on in {these}: their roles are {', '.join(self.roles)}"
         if self.unread:
             names = [f"{name!r} ({file})" for name, file in self.unread.items()]
-            line += f"; not read: {', '.join(names[:NAMED])}{and_more(names, NAMED)}"
+            line += f"; unused fields: {', '.join(names[:NAMED])}{and_more(names, NAMED)}"
         if self.divided:
             these = counted(self.divided, "conversation", grouped=True)
             more = 100 * (self.divided_chars / max(1, self.joint_chars) - 1)
             line += f"; {these} became {self.divided_documents:,} documents, one per answer, with {more:.0f}% more text ({OTHERWISE})"
         if self.omitted:
             these = counted(self.omitted, "conversation", grouped=True)
-            line += f"; the chat template leaves out what answers of {these} say, the first: {self.first_omitted}"
+            line += f"; the chat template drops parts of the answers in {these}, first {self.first_omitted}"
         if self.left_out:
             kinds = [f"{found.count:,} like {found.first}" for found in self.left_out.values()]
             line += f"; {counted(self.skipped, 'record', grouped=True)} left out: {', '.join(kinds[:NAMED])}{and_more(kinds, NAMED)}"
@@ -179,27 +182,27 @@ class Counts:
 
     @property
     def skipped(self) -> int:
-        """Records that could not be used."""
+        """Number of records that were skipped."""
         return sum(found.count for found in self.left_out.values())
 
     def refuse_useless(self, settings: Data) -> None:
-        """Refuse texts of which too many records could not be used, or nothing would be learnt."""
+        """Raise an error if too many records were skipped, or nothing would be trained on."""
         if self.documents and not self.learnt:
             these = counted(self.documents, "document", grouped=True)
-            why = "they are empty; add what is to be learnt"
+            why = "they are empty; add text to train on"
             if self.roles:
                 roles = f"their roles are {', '.join(self.roles)}, and data.train_on is {', '.join(settings.train_on)}"
                 why = f"{roles}; correct one of them"
-            raise UserError(f"--data.paths: nothing of {these} would be learnt: {why}")
+            raise UserError(f"--data.paths: nothing of {these} would be trained on: {why}")
         records = counted(self.skipped, "record", grouped=True)
         first = next(iter(self.left_out.values()), None)
         if first and not self.documents:
-            raise UserError(f"--data.bad_records skip leaves nothing of {records}; the first, {first.words}")
+            raise UserError(f"--data.bad_records skip leaves nothing of {records}; first {first.words}")
         n_documents = self.documents - self.divided_documents + self.divided
         share = 100 * self.skipped / max(1, self.skipped + n_documents)
         if first and share > settings.bad_records_limit:
             raise UserError(
-                f"--data.bad_records skip leaves out {records} of {self.skipped + n_documents:,} ({share:.0f}%), the first, {first.words}; "
+                f"--data.bad_records skip leaves out {records} of {self.skipped + n_documents:,} ({share:.0f}%), first {first.words}; "
                 f"or raise --data.bad_records_limit, which is {settings.bad_records_limit:g}%"
             )
 
@@ -208,29 +211,29 @@ SUMMED = [field.name for field in dataclasses.fields(Counts) if field.type is in
 
 
 class FileOffset(NamedTuple):
-    """Where in the tokens a file begins, or goes on with another document."""
+    """The token at which a file, or a later document of it, begins."""
 
     token: int
     file: str
-    before: int  # documents of it before this one
+    before: int  # documents of the file before this token
 
 
 @dataclasses.dataclass(slots=True)
 class _Piece:
-    """Text to encode, with the tokens around it and its mark."""
+    """A piece of text to encode, with the tokens around it and its mark."""
 
     text: str
     learnt: bool
-    done_bytes: int = 0  # of all texts, with this piece
+    done_bytes: int = 0  # of all texts, up to the end of this piece
     before: list[int] = dataclasses.field(default_factory=list)
     after: list[int] = dataclasses.field(default_factory=list)
-    begins: str = ""  # a document, of this file
-    starts: bool = False  # the first text of a document
+    begins: str = ""  # the file, if a document begins here
+    starts: bool = False  # whether the text is the first of its document
     mark: np.uint32 = FIRST  # of that document's first token
 
 
 class Encoder:
-    """The tokens of documents, in their order; then knows what it has seen."""
+    """Iterate over the tokens of documents in order; afterwards ``counts`` and ``files`` describe them."""
 
     def __init__(
         self,
@@ -239,7 +242,7 @@ class Encoder:
         texts: Documents,
         progress: Callable[[int, int], None],
     ) -> None:
-        """``progress``: bytes of text done, and in all."""
+        """``progress``: called with the bytes of text that are done, and all bytes."""
         self.tokenizer = tokenizer
         self.texts = texts
         self.progress = progress
@@ -250,8 +253,8 @@ class Encoder:
         self.files = list[FileOffset]()  # every file that has tokens, and every ``APART`` of them
 
     def __iter__(self) -> Iterator[NDArray[np.uint32]]:
-        """Yield the tokens of some text at a time."""
-        # The next token is the first of a document of this file, which has had so many.
+        """Yield the tokens of one piece of text at a time."""
+        # If set: the next token begins a document of this file. ``n_documents`` counts the file's earlier documents.
         begins, mark, n_documents = "", FIRST, 0
         for batch in _batches(self._pieces()):
             for piece, ids in zip(batch, self._encoded(batch), strict=True):
@@ -274,7 +277,7 @@ class Encoder:
         counts.left_out, counts.unread = texts.left_out, texts.unread
 
     def _encoded(self, batch: Sequence[_Piece]) -> list[list[int]]:
-        """Encode pieces of text; what follows another piece without the space that some tokenizers put before a text."""
+        """Encode pieces of text, without the space that some tokenizers add, unless a piece begins a document."""
         lead = self.lead
         texts = [f"{LEAD}{piece.text}" if lead and not piece.starts else piece.text for piece in batch]
         encoded = self.spelling.encoded(texts)
@@ -284,7 +287,7 @@ class Encoder:
         ]
 
     def _began(self, file: str, before: int) -> int:
-        """Note that a document of a file begins with the next token; returns how many of it have begun."""
+        """Record that the next token begins a document of a file; return the number of its documents so far."""
         last = self.files[-1] if self.files else FileOffset(0, "", 0)
         if last.file != file:
             before = 0
@@ -293,7 +296,7 @@ class Encoder:
         return before + 1
 
     def _pieces(self) -> Iterator[_Piece]:
-        """The documents in pieces that are encoded in seconds: only a longer one is split, at the end of a line."""
+        """Yield documents in pieces that take seconds to encode; only longer ones are split, at a line end."""
         before = 0
         for found in self.texts:
             try:
@@ -317,14 +320,14 @@ class Encoder:
             pieces += own
             self.counts.spelt += any(has_guards(text) for text, _ in segments)
             self.counts.crlf += any("\r\n" in text for text, _ in segments)
-        if isinstance(found.document, Text):  # a template writes its own
+        if isinstance(found.document, Text):  # a template writes begin and end tokens itself
             end = self.tokenizer.eos_token_id
             pieces[0].before, pieces[-1].after = self.begins_with, [] if end is None else [end]
         self.counts.documents += len(documents)
         return pieces
 
     def proof(self, found: Found, chat: Chat) -> tuple[int, int]:
-        """Return how many answers follow the very tokens that inference gives a model, and how many answers are trained on.
+        """Return the number of answers whose context is exactly that of inference, and of all answers trained on.
 
         ``found``: a conversation, ``chat``; the tokens are those of transformers' apply_chat_template with add_generation_prompt.
 
@@ -360,13 +363,13 @@ class Encoder:
             made = self.template.rendered(chat)
         except EndlessError:
             raise UserError(
-                f"{found.place}: the chat template has not ended after {MOST_S:.0f} s for this conversation; correct it, or name "
+                f"{found.place}: the chat template did not finish within {MOST_S:.0f} s for this conversation; correct it, or set "
                 "another one in --data.chat_template"
             ) from None
         segments = [segment for each in made.documents for segment in each]
         if chat != document and any(ESCAPED in text for text, _ in segments) and ESCAPED not in str(document):
             raise UnusableError(
-                "the chat template escapes what it writes, so that special tokens in it would be others"
+                "the chat template escapes its output, so special tokens in it would become other tokens"
             )
         self._count(chat, made, found)
         return made.documents
@@ -389,20 +392,20 @@ class Encoder:
 
 
 def begin_tokens(tokenizer: PreTrainedTokenizerBase, bos: str) -> list[int]:
-    """Return the token before a text that is no conversation, if there is one; ``bos``: as ``data.bos`` says it.
+    """Return the token to put before a plain text, or []; ``bos``: the setting ``data.bos``.
 
     Raises:
-        UserError: The tokenizer has none, and it is to be there.
+        UserError: The tokenizer has no such token, and ``bos`` is "always".
     """
     token = tokenizer.bos_token_id
     if token is None and bos == "always":
-        raise UserError("--data.bos always: the tokenizer has no token for the begin of a text; use tokenizer")
+        raise UserError("--data.bos always: the tokenizer has no beginning-of-text token; use tokenizer")
     adds = bos == "always" or (bos == "tokenizer" and tokenizer("a")["input_ids"][:1] == [token])
     return [token] if adds and token is not None else []
 
 
 def _lead(spelling: Spelling) -> list[int]:
-    """The tokens of a line break, for tokenizers that put a space before every text, as Llama 2's does; [] for others."""
+    """Return a line break's tokens if the tokenizer puts a space before texts, as Llama 2's does; else []."""
     alone, lead, both = spelling.encoded(["b", LEAD, f"{LEAD}b"])
     return lead if both[: len(lead)] == lead and both[len(lead) :] != alone else []
 

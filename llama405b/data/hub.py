@@ -1,6 +1,6 @@
-"""The Hugging Face Hub: the files of a dataset, read where they are, and its errors as sentences.
+"""Read the files of a Hugging Face Hub dataset over the network, and turn the Hub's errors into sentences.
 
-Knows huggingface_hub; not what a file holds.
+Knows huggingface_hub; not what a file contains.
 """
 
 import contextlib
@@ -23,11 +23,11 @@ PLAIN = ("*.jsonl", "*.ndjson", "*.txt", "*.csv", "*.tsv")
 TEXTS = (*PLAIN, *(f"{kind}.gz" for kind in PLAIN), "*.md", "*.parquet")
 ADDRESS = re.compile(r"hf://datasets/(?P<name>[^/@]+/[^/@]+)(@(?P<revision>[^/]+))?(/(?P<only>.+))?")
 CLIENT = re.compile(r"httpx|httpcore|requests|urllib3")
-RANGE_BYTES = 8 << 20  # asked for at a time, at least
+RANGE_BYTES = 8 << 20  # minimum size of a range request
 
 
 class HubStat(NamedTuple):
-    """What is asked of a file's ``stat``."""
+    """The part of ``os.stat_result`` that is used."""
 
     st_size: int
     st_mtime_ns: int = 0  # a commit never changes
@@ -35,7 +35,7 @@ class HubStat(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HubFile:
-    """A file of a dataset at a commit, which is read as if it were here, and never stored."""
+    """A file of a dataset at a commit, read over the network like a local file and never stored."""
 
     dataset: str  # owner/name
     commit: str
@@ -47,20 +47,20 @@ class HubFile:
 
     @property
     def name(self) -> str:
-        """The last part of its path."""
+        """Name of the file, without directories."""
         return PurePosixPath(self.path).name
 
     @property
     def suffix(self) -> str:
-        """What its name ends in."""
+        """Suffix of the name, with the dot."""
         return PurePosixPath(self.path).suffix
 
     def stat(self) -> HubStat:
-        """Its size."""
+        """Return the size."""
         return HubStat(self.size)
 
     def open(self, mode: Literal["rb"]) -> BinaryIO:
-        """Open its bytes; they are asked for in ranges as they are read, and again if the network fails for seconds."""
+        """Open for reading. Ranges are requested as they are read, and again if the network fails for seconds."""
         from huggingface_hub import HfFileSystem
 
         with _as_os_errors():
@@ -70,7 +70,7 @@ class HubFile:
 
 
 class _Ranges(io.RawIOBase):
-    """A file of the Hub whose errors are those of any file."""
+    """A file of the Hub that raises OSError like a local file."""
 
     def __init__(self, file: Any) -> None:
         super().__init__()
@@ -92,8 +92,9 @@ class _Ranges(io.RawIOBase):
         view = memoryview(into)
         with _as_os_errors():
             content = self.file.read(len(view))
+        # A server that ignores range requests fills the cache beyond the end of the file.
         if self.file.cache.end > self.file.size:
-            raise OSError("the Hub sends whole files where parts of them are asked for")
+            raise OSError("the Hub sends whole files instead of the requested ranges")
         view[: len(content)] = content
         return len(content)
 
@@ -109,7 +110,7 @@ def _as_os_errors() -> Iterator[None]:
 
 
 def hub_files(path: str) -> list[HubFile]:
-    """Return the files that ``hf://datasets/OWNER/NAME[@REVISION][/GLOB]`` names: all of text and tables, or those of the glob."""
+    """Return the files of ``hf://datasets/OWNER/NAME[@REVISION][/GLOB]``; no glob: all texts and tables."""
     if not (found := ADDRESS.fullmatch(path)):
         raise UserError(f"--data.paths: {path!r} is not hf://datasets/OWNER/NAME[@REVISION][/GLOB]; correct it")
     name = found["name"]
@@ -119,10 +120,10 @@ def hub_files(path: str) -> list[HubFile]:
 
 
 def dataset_files(name: str, revision: str, only: str | None) -> "tuple[str, list[RepoSibling]]":
-    """Return a dataset's commit and its files of text and tables, or those that a glob names, by name.
+    """Return a dataset's commit and its files, sorted: those that match a glob, or all texts and tables.
 
     Raises:
-        UserError: It has no such file.
+        UserError: The dataset has no such file.
         Exception: As huggingface_hub raises it; see ``said_clearly``.
     """
     from huggingface_hub import HfApi
@@ -145,7 +146,7 @@ def dataset_files(name: str, revision: str, only: str | None) -> "tuple[str, lis
 def said_clearly(model: str, target: Path) -> Iterator[None]:
     """Turn errors of huggingface_hub into one sentence.
 
-    ``model``: owner/name, or datasets/owner/name; ``target``: what is written, for a full disk.
+    ``model``: owner/name, or datasets/owner/name; ``target``: the path that is written, named if the disk is full.
 
     Raises:
         UserError: The model does not exist, or access is denied.
@@ -162,7 +163,7 @@ def said_clearly(model: str, target: Path) -> Iterator[None]:
 
 
 def _refusal(error: Exception, model: str) -> UserError | None:
-    """The error if the model does not exist or this user has no access."""
+    """Return an error if the model does not exist or this user has no access."""
     from huggingface_hub import errors
 
     page = f"https://huggingface.co/{model}"
@@ -183,7 +184,7 @@ def _refusal(error: Exception, model: str) -> UserError | None:
 
 
 def _failure(error: Exception, model: str, target: Path) -> RunError | None:
-    """The error if the network or the disk failed."""
+    """Return an error if the network or the disk failed."""
     from huggingface_hub import errors
 
     causes, said = list(_causes(error)), " ".join(str(error).split())[:200]
@@ -199,7 +200,7 @@ def _failure(error: Exception, model: str, target: Path) -> RunError | None:
 
 
 def _is_of_the_network(error: BaseException) -> bool:
-    """Whether it comes from the client below huggingface_hub: a connection, a time-out, an answer that breaks off."""
+    """Return whether an error comes from the HTTP client: a failed connection, a timeout, a truncated reply."""
     return any(CLIENT.match(type(cause).__module__) for cause in _causes(error))
 
 

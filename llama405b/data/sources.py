@@ -1,6 +1,6 @@
-"""Token files as one source of sequences: packed, mixed, with documents held out, and which document a token is from.
+"""Pack token files into sequences, mix them, hold documents out, and find the document of a token.
 
-Knows tokens and their marks; not ranks or steps. A token file has a list beside it, ``.files``: where in the tokens a file of text begins
+Knows tokens and their marks; not ranks or steps. A list next to each token file, ``.files``, has the token at which a text file begins
 or, every ``APART`` tokens, goes on.
 
 Shape suffixes: S positions; N tokens, sequences, documents or stretches.
@@ -20,30 +20,30 @@ from numpy.typing import NDArray
 from llama405b.contract.errors import UserError, counted
 from llama405b.data.encode import FIRST, MARKS, NOT_LEARNT, SAME, FileOffset
 
-CHUNK = 64 << 20  # tokens looked at at a time
+CHUNK = 64 << 20  # tokens scanned at a time
 
 
 def has_prompts(tokens_N: NDArray[np.uint32]) -> bool:
-    """Whether any token but the first of a document, which nothing foretells, is only read."""
+    """Return whether any token is not trained on, first tokens of documents aside."""
     return any(bool((tokens_N[i : i + CHUNK] & MARKS == NOT_LEARNT).any()) for i in range(0, len(tokens_N), CHUNK))
 
 
 def bounds_of(tokens_N: NDArray[np.uint32]) -> NDArray[np.int64]:
-    """Return where documents begin, and where the last one ends."""
+    """Return the begin of each document and the end of the last."""
     begins = [np.flatnonzero(tokens_N[i : i + CHUNK] & FIRST) + i for i in range(0, len(tokens_N), CHUNK)]
     return np.unique(np.concatenate([[0], *begins, [len(tokens_N)]]))
 
 
 def filled_spans(n_tokens: int, seq_len: int) -> NDArray[np.int64]:
-    """Return first token and end of each sequence, (N, 2): every ``seq_len`` tokens, and what is left."""
+    """Return begin and end of each sequence, (N, 2): every ``seq_len`` tokens, and the remainder."""
     begins_N = np.arange(0, n_tokens, seq_len)
     return np.stack([begins_N, np.minimum(begins_N + seq_len, n_tokens)], axis=1)
 
 
 def whole_spans(bounds_N: NDArray[np.int64], seq_len: int, *, truncate: bool) -> NDArray[np.int64]:
-    """Return first token and end of each sequence, (N, 2): as many documents one after another as fit whole into it.
+    """Return begin and end of each sequence, (N, 2), filled with complete documents in order.
 
-    One that is longer than a sequence goes on in the next ones, unless it is truncated; ``bounds_N``: as ``bounds_of`` has it.
+    A document longer than a sequence continues in the next ones, unless it is truncated; ``bounds_N``: as ``bounds_of`` has it.
     """
     bounds = bounds_N.tolist()
     spans, begin = list[tuple[int, int]](), 0
@@ -55,19 +55,19 @@ def whole_spans(bounds_N: NDArray[np.int64], seq_len: int, *, truncate: bool) ->
     return np.array(spans, dtype=np.int64).reshape(-1, 2)
 
 
-ENOUGH = 4  # documents to evaluate on, if there are as many that are short enough: one alone may be unlike all others
+ENOUGH = 4  # documents to evaluate on, if enough are short enough: a single one may not be typical
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Excerpt:
-    """Stretches of a token file, one after another."""
+    """Ranges of a token file, concatenated."""
 
-    begins_N: NDArray[np.int64]  # of each stretch, in the file
-    ends_N: NDArray[np.int64]  # of each stretch, among the tokens of all
+    begins_N: NDArray[np.int64]  # of each range, in the file
+    ends_N: NDArray[np.int64]  # of each range, in the concatenation
 
     @classmethod
     def of(cls, documents_N2: NDArray[np.int64]) -> "Excerpt":
-        """Take documents, by begin and end; those that follow each other are one stretch."""
+        """Build from the begin and end of documents; adjacent documents become one range."""
         begins_N, ends_N = documents_N2.T
         apart_N = begins_N[1:] != ends_N[:-1]
         first_N, last_N = np.append(True, apart_N), np.append(apart_N, True)
@@ -79,7 +79,7 @@ class Excerpt:
         return int(self.ends_N[-1])
 
     def ranges(self, begin: int, end: int) -> list[tuple[int, int]]:
-        """Return where in the file these tokens are, in their order."""
+        """Return the ranges of the file that hold these tokens, in order."""
         found, number = list[tuple[int, int]](), int(np.searchsorted(self.ends_N, begin, "right"))
         while begin < end and number < len(self.ends_N):
             before = int(self.ends_N[number - 1]) if number else 0
@@ -93,11 +93,11 @@ class Excerpt:
 def divided(
     tokens_N: NDArray[np.uint32], n_held: int, draw: np.random.Generator
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Divide documents into those that are kept and those held out, (N, 2): begin and end of each.
+    """Split documents into training and held-out ones, (N, 2): begin and end of each.
 
-    Those held out have about ``n_held`` tokens, and are short and long as the others are: of documents in the order of their sizes,
-    every so many-th. Only those come into question that are short enough for ``ENOUGH`` of them, or else for one; where there are
-    too few of these, the end of the longest document is held out instead. Documents of one conversation stay together.
+    Those held out have about ``n_held`` tokens and the same mix of lengths as the others: every n-th document in order of size.
+    Only documents short enough to hold out ``ENOUGH`` of them, or else one, are candidates. If they are
+    too few, the end of the longest document is held out instead. Documents of one conversation stay together.
     """
     bounds_N = bounds_of(tokens_N)
     documents_N2 = np.stack([bounds_N[:-1], bounds_N[1:]], axis=1)
@@ -122,19 +122,19 @@ def divided(
     return documents_N2, np.array([[cut, end]])
 
 
-TURNS, HELD = 2**32 - 1, 2**32 - 2  # streams of random numbers of their own, beside those of the sources
+TURNS, HELD = 2**32 - 1, 2**32 - 2  # seeds of random streams, distinct from the numbers of sources
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Masked:
-    """Ranges of a token file that are read, but not learnt; in order, and apart."""
+    """Sorted, disjoint ranges of a token file that are read but not trained on."""
 
     begins_N: NDArray[np.int64]
     ends_N: NDArray[np.int64]
 
     @classmethod
     def of(cls, ranges: Iterable[tuple[int, int]]) -> "Masked | None":
-        """Take ranges as they come; None: there is none."""
+        """Build from ranges in any order, which may overlap; None if there is none."""
         apart = list[tuple[int, int]]()
         for begin, end in sorted(ranges):
             if apart and begin <= apart[-1][1]:
@@ -146,7 +146,7 @@ class Masked:
         return cls(begins_N, ends_N)
 
     def marked(self, tokens_N: NDArray[np.uint32], begin: int) -> NDArray[np.uint32]:
-        """Return the tokens that begin there, with those in the ranges marked as not learnt."""
+        """Return tokens of the file from ``begin``, with those in the ranges marked as not trained on."""
         end = begin + len(tokens_N)
         first, last = int(np.searchsorted(self.ends_N, begin, "right")), int(np.searchsorted(self.begins_N, end))
         if first >= last:
@@ -159,14 +159,14 @@ class Masked:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Source:
-    """The packed sequences of a token file; each token is a target in exactly one, but an isolated document's first in none."""
+    """Packed sequences of a token file; each token is a target once, an isolated document's first never."""
 
     tokens_N: NDArray[np.uint32]  # memory-mapped
     seq_len: int
     spans_N2: NDArray[np.int64] | None = None  # first token and end of each sequence; None: every S tokens
     truncate: bool = False  # documents end with their sequence
-    excerpt: Excerpt | None = None  # the tokens that are read, if not all; others count from its first
-    masked: Masked | None = None  # what is not to be learnt
+    excerpt: Excerpt | None = None  # the tokens that are read, if not all; positions count within it
+    masked: Masked | None = None  # not trained on
 
     @property
     def n_tokens(self) -> int:
@@ -180,7 +180,7 @@ class Source:
 
     @property
     def n_sequences(self) -> int:
-        """Number of sequences; without spans, what is left of the tokens after the last is read by none."""
+        """Number of sequences. Without spans, tokens after the last full sequence are not read."""
         return (self.n_tokens - 1) // self.seq_len if self.spans_N2 is None else len(self.spans_N2)
 
     @property
@@ -198,7 +198,7 @@ class Source:
         return self.n_tokens - int(np.diff(self.spans_N2).sum())
 
     def window(self, place: int) -> NDArray[np.uint32]:
-        """Return the tokens of a sequence, and the one that follows: S + 1; what is not filled is a document that is not learnt."""
+        """Return the tokens of a sequence and the next token, S + 1; padding is a document that is not trained on."""
         begin, end = self.span(place)
         found = self._tokens(begin, end + (end - begin == self.seq_len))
         if len(found) > self.seq_len:
@@ -208,14 +208,14 @@ class Source:
         return np.concatenate([found, padding])
 
     def span(self, place: int) -> tuple[int, int]:
-        """Return where a sequence is in the tokens that are read: its first, and the one after its last."""
+        """Return begin and end of a sequence within the tokens that are read."""
         if self.spans_N2 is None:
             return self.seq_len * place, self.seq_len * (place + 1)
         begin, end = self.spans_N2[place].tolist()
         return begin, end
 
     def ranges(self, begin: int, end: int) -> list[tuple[int, int]]:
-        """Return where in the file these of the tokens that are read are."""
+        """Map a range of the tokens that are read to ranges of the file."""
         return [(begin, end)] if self.excerpt is None else self.excerpt.ranges(begin, end)
 
     def _tokens(self, begin: int, end: int) -> NDArray[np.uint32]:
@@ -226,10 +226,10 @@ class Source:
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def hold_out(self, fraction: float, draw: np.random.Generator) -> tuple["Source", "Source"]:
-        """Split into what is trained on and what is held out: documents with this share of the tokens, at least a sequence of each.
+        """Split into training and held-out documents, which have this share of the tokens (>= 1 sequence).
 
         Raises:
-            UserError: There is too little for that.
+            UserError: There is too little data to split.
         """
         too_little = "--evaluation.fraction: there is only one sequence; add text, or name --evaluation.paths"
         if self.n_sequences < 2:
@@ -244,7 +244,7 @@ class Source:
         return kept, held
 
     def _of(self, documents_N2: NDArray[np.int64]) -> "Source":
-        """Read these documents alone, packed as all of them are."""
+        """Return a source of these documents only, packed in the same way."""
         spans_N2 = self.spans_N2
         if spans_N2 is not None:
             bounds_N = np.append(0, np.cumsum(np.diff(documents_N2)))
@@ -252,7 +252,7 @@ class Source:
         return dataclasses.replace(self, spans_N2=spans_N2, excerpt=Excerpt.of(documents_N2))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Another process opens the file itself; a pickled memory map would be a copy of all of it."""
+        """Pickle the file's path: another process opens it itself, and a pickled memory map would copy the data."""
         file = getattr(self.tokens_N, "filename", None)
         rest = (self.seq_len, self.spans_N2, self.truncate, self.excerpt, self.masked)
         return _opened, (self.tokens_N if file is None else Path(file), *rest)
@@ -263,7 +263,7 @@ def _opened(tokens: Path | NDArray[np.uint32], *rest: Any) -> Source:
 
 
 def open_source(file: Path, seq_len: int, documents: str = "split", *, truncate: bool = False) -> Source:
-    """Open a token file; ``documents``, ``truncate``: as the settings say it."""
+    """Open a token file as a source; ``documents``, ``truncate``: as in the settings."""
     source = _opened(file, seq_len)
     whole = documents == "whole" or (documents == "auto" and has_prompts(source.tokens_N))
     if not (whole or truncate):
@@ -276,8 +276,8 @@ def open_source(file: Path, seq_len: int, documents: str = "split", *, truncate:
 class Mixture:
     """An endless, shuffled order of the sequences of several sources.
 
-    An epoch has as many sequences as there are, and of each source its count. A source is read in passes of its own: none of its
-    sequences comes again before all have come.
+    An epoch has as many sequences as all sources together, and ``counts`` of each. Each source is read in its own passes: a sequence
+    repeats only after all others of its source were read.
     """
 
     sources: tuple[Source, ...]
@@ -286,7 +286,7 @@ class Mixture:
 
     @classmethod
     def of(cls, sources: Sequence[Source], seed: int, weights: Sequence[float] = ()) -> "Mixture":
-        """Mix by weight; without weights every sequence comes once in an epoch."""
+        """Mix by weight, rounding by largest remainder; without weights an epoch has every sequence once."""
         sizes = [source.n_sequences for source in sources]
         shares = np.array(weights or sizes, dtype=np.float64)
         exact = shares / shares.sum() * sum(sizes)
@@ -302,7 +302,7 @@ class Mixture:
         return cls(tuple(sources), seed, tuple(counts.tolist()))
 
     def hold_out(self, fraction: float) -> list[tuple[Source, Source]]:
-        """Split each source into what is trained on and what is held out."""
+        """Split each source into training and held-out data."""
         draws = (np.random.default_rng([self.seed, number, HELD]) for number in range(len(self.sources)))
         return [source.hold_out(fraction, draw) for source, draw in zip(self.sources, draws, strict=True)]
 
@@ -312,7 +312,7 @@ class Mixture:
         return sum(self.counts)
 
     def at(self, index: int) -> tuple[int, int]:
-        """Return which source, and which of its sequences, comes at ``index`` of the order."""
+        """Return the source and its sequence at ``index`` of the order."""
         epoch, place = divmod(index, self.n_sequences)
         number, nth = 0, place
         if len(self.sources) > 1:
@@ -323,18 +323,18 @@ class Mixture:
         return number, int(_order(self.seed, passed, number, size)[place])
 
     def window(self, index: int) -> NDArray[np.uint32]:
-        """Return the tokens at ``index`` of the order, and the one that follows: S + 1."""
+        """Return the tokens at ``index`` of the order and the next token, S + 1."""
         number, place = self.at(index)
         return self.sources[number].window(place)
 
     def filled(self, index: int) -> int:
-        """Return how many of the tokens at ``index`` are not padding; at most S."""
+        """Return the number of tokens at ``index`` that are not padding; at most S."""
         number, place = self.at(index)
         begin, end = self.sources[number].span(place)
         return end - begin
 
     def in_order(self, place: int) -> NDArray[np.uint32]:
-        """Return the tokens at a place in the sources, one after another, and the one that follows: S + 1."""
+        """Return the tokens at a place in the concatenated sources and the next token, S + 1."""
         for source in self.sources:
             if place < source.n_sequences:
                 return source.window(place)
@@ -344,13 +344,13 @@ class Mixture:
 
 @functools.lru_cache(maxsize=64)
 def _order(seed: int, passed: int, number: int, size: int) -> NDArray[np.int64]:
-    """The shuffle of a source's pass."""
+    """Return the shuffled order of one pass over a source."""
     return np.random.default_rng([seed, passed, number]).permutation(size)
 
 
 @functools.lru_cache(maxsize=2)
 def _turns(seed: int, epoch: int, counts: tuple[int, ...]) -> tuple[NDArray[np.uint16], NDArray[np.int64]]:
-    """Whose turn it is at each place of an epoch, and how often it was its turn before."""
+    """Return the source at each position of an epoch, and how often it came before in the epoch."""
     turns = np.repeat(np.arange(len(counts), dtype=np.uint16), counts)
     which_N = np.random.default_rng([seed, epoch, TURNS]).permutation(turns)
     nth_N = np.empty(len(which_N), dtype=np.int64)
@@ -363,7 +363,7 @@ SUFFIX = ".files"
 
 
 class Span(NamedTuple):
-    """Documents of a file, from 1."""
+    """A range of documents of a file, counted from 1, inclusive."""
 
     file: str
     first: int
@@ -374,25 +374,25 @@ class Span(NamedTuple):
 
 
 def write_offsets(tokens: Path, files: Iterable[FileOffset]) -> None:
-    """Write the list beside a token file."""
+    """Write the ``.files`` list next to a token file."""
     text = "".join(json.dumps(entry) + "\n" for entry in files)
     tokens.with_suffix(SUFFIX).write_text(text, encoding="utf-8")
 
 
 def read_offsets(tokens: Path) -> tuple[FileOffset, ...]:
-    """Return the list beside a token file; nothing if it is not there."""
+    """Return the ``.files`` list of a token file; () if there is none."""
     return _files(tokens.with_suffix(SUFFIX))
 
 
 def documents_at(mixture: Mixture, indices: Iterable[int]) -> Iterator[str]:
-    """Name the documents at these places of the order, as ``talk.jsonl 7-9``: the 7th to 9th document of that file."""
+    """Name the documents at these indices of the order, like ``talk.jsonl 7-9`` (7th to 9th of that file)."""
     for index in indices:
         number, place = mixture.at(index)
         yield from map(str, documents_in(mixture.sources[number], place))
 
 
 def documents_in(source: Source, place: int) -> list[Span]:
-    """Return the documents of a sequence; none if the list of files is not there."""
+    """Return the documents of a sequence; [] without a ``.files`` list."""
     name = getattr(source.tokens_N, "filename", None)
     files = read_offsets(Path(name)) if name else ()
     parts = source.ranges(*source.span(place))
@@ -400,7 +400,7 @@ def documents_in(source: Source, place: int) -> list[Span]:
 
 
 def name_of(source: Source, token: int) -> str:
-    """Name the document that a token of the file is in; by its place where the list of files is not there."""
+    """Name the document of a token; by the token's index without a ``.files`` list."""
     name = getattr(source.tokens_N, "filename", None)
     files = read_offsets(Path(name)) if name else ()
     spans = _documents_between(source.tokens_N, files, token, token + 1)

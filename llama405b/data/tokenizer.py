@@ -1,4 +1,4 @@
-"""A model's tokenizer: its ids are those of its tokenizer.json, whatever class its configuration names. Knows no texts or files of data."""
+"""Load a model's tokenizer with the ids of its tokenizer.json, whatever its class. Knows no data files."""
 
 import contextlib
 import logging
@@ -21,10 +21,10 @@ PROBE = (
 
 
 def read_tokenizer(directory: Path, say: Callable[[str], None] = lambda _: None) -> PreTrainedTokenizerBase:
-    """Read a model's tokenizer; ``say`` is told where its class would have had other ids than its tokenizer.json, whose are used.
+    """Load a model's tokenizer. Logs through ``say`` if its class would give other ids than tokenizer.json.
 
     Raises:
-        UserError: transformers cannot read it, or it has tokens for which the model has no embeddings.
+        UserError: transformers cannot read it, or it has tokens without an embedding in the model.
     """
     own = _file_of(directory)
     try:
@@ -32,17 +32,17 @@ def read_tokenizer(directory: Path, say: Callable[[str], None] = lambda _: None)
         if own and not (found and has_ids_of(own, found, directory)):
             name = type(found).__name__ if found else "that class"
             say(
-                f"tokenizer: tokenizer.json is read as it is; by {name}, which the model's files ask for, it would have other tokens"
+                f"tokenizer: using tokenizer.json as it is: {name}, named in the model's files, would give other tokens"
             )
             found = _as_in_file(directory)
         if found is None:
-            found = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)  # which says why
+            found = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)  # raises the reason
     except Exception as error:  # noqa: BLE001
         why = " ".join(str(error).split())
         raise UserError(f"{directory}: cannot read its tokenizer ({why}); download tokenizer.json again") from None
     settings = read_hf_json(directory / TOKENIZER_CONFIG) if (directory / TOKENIZER_CONFIG).is_file() else {}
     begins = found("a")["input_ids"][:1] == [found.bos_token_id]
-    if settings.get("add_bos_token") is (not begins):  # which transformers leaves to the file
+    if settings.get("add_bos_token") is (not begins):  # transformers leaves this to tokenizer.json
         found.add_bos_token = not begins
     if (directory / "config.json").is_file() and (n := read_hf_json(directory / "config.json").get("vocab_size")):
         refuse_beyond(directory, found.get_vocab(), n)
@@ -50,13 +50,13 @@ def read_tokenizer(directory: Path, say: Callable[[str], None] = lambda _: None)
 
 
 def is_read_as_it_is(directory: Path) -> bool:
-    """Whether AutoTokenizer, by which others serve a model, has the ids of its tokenizer.json."""
+    """Return whether AutoTokenizer, which servers use, gives the ids of tokenizer.json."""
     own, found = _file_of(directory), _by_class(directory)
     return own is None or (found is not None and has_ids_of(own, found, directory))
 
 
 def has_ids_of(own: Tokenizer, found: PreTrainedTokenizerBase, directory: Path) -> bool:
-    """Whether a tokenizer has the ids of a tokenizer.json: for the probe, for what is added there, and no tokens that no file names."""
+    """Return whether a tokenizer encodes like tokenizer.json: probe and added tokens, with no extra tokens."""
     added = [token.content for token in own.get_added_tokens_decoder().values()]
     texts = [*PROBE, "x".join(added), *(f" {PROBE[-1]}{name}\n" for name in added)]
     expected = [each.ids for each in own.encode_batch(texts, add_special_tokens=False)]
@@ -68,7 +68,7 @@ def has_ids_of(own: Tokenizer, found: PreTrainedTokenizerBase, directory: Path) 
 
 
 def _file_of(directory: Path) -> Tokenizer | None:
-    """What tokenizer.json says; None if there is none that can be read, which AutoTokenizer tells."""
+    """Load tokenizer.json; None if it cannot be read (AutoTokenizer reports that)."""
     with contextlib.suppress(Exception):
         found = Tokenizer.from_file(str(directory / "tokenizer.json"))
         found.no_padding()
@@ -78,7 +78,7 @@ def _file_of(directory: Path) -> Tokenizer | None:
 
 
 def _by_class(directory: Path) -> PreTrainedTokenizerBase | None:
-    """The tokenizer by the class that the model's files ask for; None if that cannot read it."""
+    """Load the tokenizer by the class that the model's files name; None if that fails."""
     with contextlib.suppress(Exception):
         found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
         return found
@@ -86,7 +86,7 @@ def _by_class(directory: Path) -> PreTrainedTokenizerBase | None:
 
 
 def _as_in_file(directory: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of tokenizer.json, without a class of its own, and without transformers' word that there is another."""
+    """Load tokenizer.json without the model's class, and mute transformers' warning about the other class."""
     logger = logging.getLogger("transformers.tokenization_utils_base")
     before = logger.level
     logger.setLevel(logging.ERROR)

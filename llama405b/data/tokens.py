@@ -1,9 +1,9 @@
-"""Token files: made once, by rank 0 or by `llama405b data tokenize`, and shared by all ranks of a host.
+"""Write token files once, on rank 0 or by `llama405b data tokenize`, and share them between ranks.
 
-Knows files, the tokenizer and ranks; not steps or batches. What a token is, is ``encode``'s. The file's name tells its texts, its
-tokenizer, its length and its hash, so that one that is damaged is known at the start of a run and made anew; what is in it is counted in
-a file beside it. `data tokenize` shares texts out in jobs of ``PART_BYTES``, large JSON Lines in pieces; each becomes a token file of its
-own, which a later call does not make again, and together they are one, with a record that tells a run by which rules it was made.
+Knows files, the tokenizer and ranks; not steps or batches. The token format is defined in ``encode``. A file's name has digests of
+its texts and tokenizer, its length and its hash, so that a run detects a damaged file at its start and tokenizes again. A JSON file
+next to it has the counts. `data tokenize` splits texts into jobs of ``PART_BYTES``, large JSON Lines into ranges. Each job writes a
+token file, which a later call reuses; then they are merged, with a record of the rules that made them.
 
 Shape suffixes: N tokens.
 """
@@ -42,48 +42,48 @@ from llama405b.formats.corpus import TOKENIZED, TOKENS, is_splittable, is_tokeni
 from llama405b.settings.schema import Data
 
 TOKEN_BYTES = 4
-CHUNK_TOKENS = 16 << 20  # sent at a time
+CHUNK_TOKENS = 16 << 20  # broadcast at a time
 SAY_EVERY_S = 30.0
 DIGITS = 16  # of a SHA-256
-RULES = 8  # how texts become tokens; a new number makes every token file anew
+RULES = 8  # version of the tokenization rules; a new number invalidates every token file
 Progress = Callable[[int, int], None]  # bytes done, bytes in all; 0, 0: waiting for rank 0
-Say = Callable[[str], None]  # a line for the log
+Say = Callable[[str], None]  # writes a log line
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Tokenized:
-    """What `data tokenize` has written beside the tokens."""
+    """The record that `data tokenize` writes next to the tokens."""
 
-    rules: str  # by which texts became tokens
-    texts: str  # which
+    rules: str  # digest of the tokenization rules
+    texts: str  # digest of the texts and rules
     n_tokens: int
     counts: Counts
-    digest: str = ""  # of the tokens; "": an earlier version wrote them
-    template_date: str = ""  # that the chat template was given; "": it asks for none
+    digest: str = ""  # of the tokens; "": written by an earlier version
+    template_date: str = ""  # given to the chat template; "": it uses no date
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TokenFile:
-    """A token file, whole or not yet there."""
+    """A token file, which may not exist yet on this host."""
 
     name: str  # in the cache
     n_tokens: int
     digest: str = ""  # of its bytes; "": not known
-    made: str = ""  # where `data tokenize` has written it, on hosts that see that
+    made: str = ""  # path where `data tokenize` wrote it, on hosts that can see it
 
     def path(self, cache: Path) -> Path:
-        """Where it is, or is to be, on this host."""
+        """Return its path on this host, where it is or will be."""
         return Path(self.made) if self.made and self._is_whole(Path(self.made)) else cache / self.name
 
     def is_whole(self, cache: Path) -> bool:
-        """Whether this host has it at its full size."""
+        """Return whether this host has the file at its full size."""
         return self._is_whole(self.path(cache))
 
     def _is_whole(self, path: Path) -> bool:
         return path.is_file() and path.stat().st_size == self.n_tokens * TOKEN_BYTES
 
     def is_damaged(self, cache: Path, told: Callable[[], None]) -> bool:
-        """Whether this host's file, which is whole, has other bytes than were written. Reads all of it, telling now and then."""
+        """Return whether the hash of this host's complete file is wrong. Reads all of it and reports progress."""
         path, digest = self.path(cache), hashlib.sha256()
         if not self.digest:
             return False
@@ -99,7 +99,7 @@ class TokenFile:
 
 
 def bring_tokens(config: Data, tokenizer_dir: Path, cache: Path, me: Rank, progress: Progress, say: Say) -> TokenFile:
-    """Tokenize on rank 0 (or reuse its token file), and bring the tokens to every host's ``cache``."""
+    """Tokenize on rank 0, or reuse its token file, and copy the file to the ``cache`` of every host."""
     tokens = TokenFile("", 0)
     with collectives.raise_on_all_ranks(), collectives.waiting_for_rank0(lambda: progress(0, 0)) as still_working:
         if me.is_rank0:
@@ -107,7 +107,7 @@ def bring_tokens(config: Data, tokenizer_dir: Path, cache: Path, me: Rank, progr
     tokens = collectives.broadcast_object(tokens)
     with collectives.raise_on_all_ranks():
         lacks = not tokens.is_whole(cache)
-        if me.local_rank == 0 and not me.is_rank0 and not lacks:  # rank 0 has looked, or has written it
+        if me.local_rank == 0 and not me.is_rank0 and not lacks:  # rank 0 has checked or written it
             lacks = tokens.is_damaged(cache, lambda: progress(0, 0))
     if any(collectives.all_gather_objects(lacks)):
         _send(tokens, cache, me, progress, writes=lacks and me.local_rank == 0)
@@ -116,7 +116,7 @@ def bring_tokens(config: Data, tokenizer_dir: Path, cache: Path, me: Rank, progr
 
 @dataclasses.dataclass(slots=True)
 class Report:
-    """Tells how far tokenizing is: in rank 0's heartbeat, to the ranks that wait, and now and then in the log."""
+    """Report tokenizing progress: in rank 0's heartbeat, to waiting ranks, and periodically in the log."""
 
     progress: Progress
     still_working: Callable[[], None]
@@ -124,7 +124,7 @@ class Report:
     said: float = dataclasses.field(default_factory=time.monotonic)
 
     def __call__(self, done: int = 0, total: int = 0) -> None:
-        """Tell that so many bytes of so many have been tokenized."""
+        """Report the bytes that were tokenized, of all bytes."""
         self.progress(done, total)
         self.still_working()
         if total and time.monotonic() - self.said >= SAY_EVERY_S:
@@ -133,7 +133,7 @@ class Report:
 
 
 def tokenised(config: Data, tokenizer_dir: Path, cache: Path, report: Report) -> TokenFile:
-    """Return the token file of these texts and this tokenizer, created if it does not exist or is not whole.
+    """Return the token file of these texts and this tokenizer; write it if it is missing or incomplete.
 
     Raises:
         UserError: A path matches nothing, or a file, all its records or the tokenizer cannot be used.
@@ -151,13 +151,13 @@ def tokenised(config: Data, tokenizer_dir: Path, cache: Path, report: Report) ->
 def encoded(
     parts: Sequence[FilePart], config: Data, tokenizer: PreTrainedTokenizerBase, cache: Path, report: Report
 ) -> TokenFile:
-    """Return the token file of these parts of files, created if it does not exist or is not whole."""
+    """Return the token file of these file ranges; write it if it is missing or incomplete."""
     stem = stem_of(parts, config, tokenizer)
     for found in cache.glob(f"{stem}*-*.bin"):
         n_tokens, _, digest = found.stem.removeprefix(stem).partition("-")
         tokens = TokenFile(found.name, int(n_tokens), digest)
         if tokens.is_whole(cache) and tokens.is_damaged(cache, report):
-            report.say(f"{found}: damaged; it is made anew")
+            report.say(f"{found}: damaged; tokenizing again")
         elif tokens.is_whole(cache):
             if counts := read_record(Counts, found.with_suffix(".json")):
                 report.say(str(counts))
@@ -171,7 +171,7 @@ def encoded(
     report.say(f"tokenizing {counted(len(parts), 'file')}, {texts.total_bytes / 1e6:,.1f} MB")
     encoder = Encoder(tokenizer, config, texts, report)
     tokens = _written(encoder, cache, stem)
-    with contextlib.suppress(OSError):  # they are only told
+    with contextlib.suppress(OSError):  # they are informative only
         write_json((cache / tokens.name).with_suffix(".json"), encoder.counts)
         write_offsets(cache / tokens.name, encoder.files)
     report.say(str(encoder.counts))
@@ -179,7 +179,7 @@ def encoded(
 
 
 def rules_of(config: Data, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return a digest of all that texts become tokens by: these rules, the tokenizer, its template, what is learnt."""
+    """Return a digest of everything that determines the tokens: rules, tokenizer, template, trained roles."""
     how = (
         RULES,
         tokenizer.backend_tokenizer.to_str(),
@@ -200,7 +200,7 @@ def rules_of(config: Data, tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def stem_of(parts: Sequence[FilePart], config: Data, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return what the name of these parts' tokens begins with."""
+    """Return the prefix of the token file's name for these file ranges."""
     stats = [
         (str(file), file.stat().st_size, file.stat().st_mtime_ns, *((begin, end) if end else ()))
         for file, begin, end in parts
@@ -210,11 +210,11 @@ def stem_of(parts: Sequence[FilePart], config: Data, tokenizer: PreTrainedTokeni
 
 
 def _made(directory: Path, config: Data, tokenizer: PreTrainedTokenizerBase, report: Report) -> TokenFile:
-    """Return what `data tokenize` has written, for this tokenizer and these settings but the date, which stays that of its writing."""
+    """Return the token file of `data tokenize`, if its tokenizer and settings match; its template date stays."""
     found = read_record(Tokenized, directory / TOKENIZED)
     tokens = TokenFile("", found.n_tokens, found.digest, str((directory / TOKENS).resolve())) if found else None
     if not (found and tokens and tokens.is_whole(directory)):
-        raise UserError(f"--data.paths: {directory} is not whole; run `llama405b data tokenize` again")
+        raise UserError(f"--data.paths: {directory} is incomplete; run `llama405b data tokenize` again")
     if (config.template_date or found.template_date) != found.template_date:
         raise UserError(
             f"--data.template_date: {directory} was made with {found.template_date or 'no date'}; leave it out"
@@ -233,7 +233,7 @@ def _made(directory: Path, config: Data, tokenizer: PreTrainedTokenizerBase, rep
 
 
 def _written(encoded: Iterable[NDArray[np.uint32]], cache: Path, stem: str) -> TokenFile:
-    """Write tokens to a new token file, which appears whole or not at all."""
+    """Write tokens to a new token file, which appears complete or not at all."""
     partial, n_tokens, digest = cache / f"{stem}{os.getpid()}.partial", 0, hashlib.sha256()
     try:
         cache.mkdir(parents=True, exist_ok=True)
@@ -243,12 +243,13 @@ def _written(encoded: Iterable[NDArray[np.uint32]], cache: Path, stem: str) -> T
                 digest.update(piece)
                 n_tokens += len(tokens_N)
             out.flush()
+            # On disk before the rename: from then on the name says that the file is complete.
             os.fsync(out.fileno())
         digits = digest.hexdigest()[:DIGITS]
         tokens = TokenFile(f"{stem}{n_tokens}-{digits}.bin", n_tokens, digits)
         partial.replace(cache / tokens.name)
     except OSError as error:
-        raise RunError(f"{cache}: the tokens cannot be written ({reason_of(error)}); make room there") from None
+        raise RunError(f"{cache}: the tokens cannot be written ({reason_of(error)}); free space there") from None
     finally:
         with contextlib.suppress(OSError):  # renamed, or never created
             partial.unlink()
@@ -256,7 +257,7 @@ def _written(encoded: Iterable[NDArray[np.uint32]], cache: Path, stem: str) -> T
 
 
 def _send(tokens: TokenFile, cache: Path, me: Rank, progress: Progress, *, writes: bool) -> None:
-    """Broadcast rank 0's token file; one rank of each host that lacks it writes it."""
+    """Broadcast rank 0's token file; one rank of each host without it writes it."""
     path, source = cache / tokens.name, tokens.path(cache)
     cache.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(f".{me.host}.{os.getpid()}")
@@ -267,6 +268,7 @@ def _send(tokens: TokenFile, cache: Path, me: Rank, progress: Progress, *, write
         chunk = torch.empty(size, dtype=torch.int32)
         if me.is_rank0:
             chunk = torch.from_numpy(np.fromfile(source, np.int32, size, offset=TOKEN_BYTES * begin))
+        # A collective: ranks that do not write take part, too.
         dist.broadcast(chunk, 0)
         if writes:
             with partial.open("ab") as out:
@@ -274,7 +276,9 @@ def _send(tokens: TokenFile, cache: Path, me: Rank, progress: Progress, *, write
         progress(TOKEN_BYTES * (begin + size), TOKEN_BYTES * tokens.n_tokens)
     with collectives.raise_on_all_ranks():
         if writes and partial.stat().st_size != TOKEN_BYTES * tokens.n_tokens:
-            raise RunError(f"{partial}: is not as large as the tokens written to it; check the disk of {me.host}")
+            raise RunError(
+                f"{partial}: its size differs from that of the tokens written to it; check the disk of {me.host}"
+            )
         if writes:
             with partial.open("rb+") as whole:
                 os.fsync(whole.fileno())
@@ -289,7 +293,7 @@ Told = Callable[[int, int, int], None]  # bytes done, bytes in all, tokens so fa
 
 
 def tokenize(config: Data, tokenizer_dir: Path, out: Path, workers: int, told: Told) -> Tokenized:
-    """Write the tokens of all texts to a directory.
+    """Tokenize all texts in parallel and write the tokens to a directory.
 
     Raises:
         UserError: A path matches nothing, a file, all its records or the tokenizer cannot be used, or the sources are to be mixed.
@@ -297,7 +301,7 @@ def tokenize(config: Data, tokenizer_dir: Path, out: Path, workers: int, told: T
     """
     if config.weights:
         raise UserError(
-            "data.weights: sources are mixed by the run; tokenize each by itself, with --data.paths and --out"
+            "data.weights: the training run mixes sources; tokenize each by itself with --data.paths and --out"
         )
     tokenizer, files = read_tokenizer(tokenizer_dir, print), file_parts(config.paths)
     before = read_record(Tokenized, out / TOKENIZED)
@@ -311,11 +315,11 @@ def tokenize(config: Data, tokenizer_dir: Path, out: Path, workers: int, told: T
     try:
         return _put_together(jobs, made, out, texts, config, rules_of(config, tokenizer))
     except OSError as error:
-        raise RunError(f"{out}: the tokens cannot be written ({reason_of(error)}); make room there") from None
+        raise RunError(f"{out}: the tokens cannot be written ({reason_of(error)}); free space there") from None
 
 
 def _shared_out(files: Iterable[FilePart]) -> Iterator[list[FilePart]]:
-    """Share files out in their order; those whose lines are documents in pieces, a job each."""
+    """Split files into jobs, in order; large JSON Lines files are split into ranges, one job each."""
     job, size, own = list[FilePart](), 0, extend.current().declared
     for each in files:
         splits = each.size > PART_BYTES and not own.reads_file(each.file) and is_splittable(each.file)
@@ -360,7 +364,7 @@ def _in_processes(
 
 def _begin(pid: int, module: str) -> None:
     extend.use(module)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are as many as the cores
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the pool already uses all cores
     end_with(pid)
 
 
@@ -387,6 +391,7 @@ def _put_together(
     first = 0
     before = 0
     digest = hashlib.sha256()
+    # Remove the record first, so that an interrupted merge does not look complete.
     (out / TOKENIZED).unlink(missing_ok=True)
     with (out / f".{TOKENS}").open("wb") as whole:
         for job, each in zip(jobs, made, strict=True):

@@ -1,1 +1,1 @@
-"""Ranks and what they exchange, the mesh, device and pinned memory, NUMA: what every other room stands on."""
+"""Ranks, collectives, the mesh, device and pinned memory, NUMA: the base of all other packages of the trainer."""

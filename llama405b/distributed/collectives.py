@@ -1,10 +1,9 @@
-"""What the ranks exchange outside of training, and the errors of other ranks.
+"""Exchange values, sums and errors between ranks through CPU memory, outside of training itself.
 
-Errors of another rank: one that refused its input, and one that went away. Then its message matters, not this one's.
+Two errors belong to another rank: it refused its input, or it is gone. Then its message matters, not the message of this rank.
 
-The only place that parses messages of gloo, NCCL and torch's store; ``tests/data/foreign/lost-peer`` has recordings.
-
-What the ranks exchange outside of training: values, refusals, sums; through CPU memory. Knows process groups; not the model.
+This is the only module that parses messages of gloo, NCCL and torch's store; ``tests/data/foreign/lost-peer`` has recordings. Knows
+process groups; not the model.
 """
 
 import contextlib
@@ -19,24 +18,24 @@ import torch.distributed as dist
 from llama405b.contract import reader
 from llama405b.contract.errors import UserError
 
-SIGNS = (  # parts of messages that occur in no other message
+SIGNS = (  # fragments that occur only in messages about a lost peer
     "Connection closed by peer",  # gloo
     "Connection reset",  # gloo, torch's store
     "Broken pipe",  # gloo, torch's store
-    "Timed out waiting",  # gloo, if a peer is silent
+    "Timed out waiting",  # gloo, when a peer does not answer
     "Socket Timeout",  # torch's store
-    "wait timeout after",  # torch's store, if nobody came
+    "wait timeout after",  # torch's store, when no peer connected
     "timed out",  # NCCL's watchdog, torch's store
 )
 
 
 def says_lost_peer(message: str) -> bool:
-    """Return whether a message is of a known form."""
+    """Return whether a message says that a peer is lost."""
     return any(sign in message for sign in SIGNS)
 
 
 def is_lost_peer(error: Exception) -> bool:
-    """Return whether an error means that a peer went away, by its type or message."""
+    """Return whether an error means that a peer is gone, by its type or message."""
     return isinstance(error, dist.DistBackendError | dist.DistNetworkError | dist.DistStoreError) or says_lost_peer(
         str(error)
     )
@@ -51,16 +50,16 @@ class FollowedError(UserError):
 
 
 T = TypeVar("T")
-WORKING_S = 1.0  # how often rank 0 tells those that wait for it that it is working
+WORKING_S = 1.0  # how often rank 0 tells the waiting ranks that it is still working
 
 
 def broadcast_object(value: T, kind: Any = None, group: dist.ProcessGroup | None = None, *, source: int = 0) -> T:
-    """Return one rank's value on every rank: one broadcast, where ``all_gather_objects`` would hold a copy for each rank.
+    """Return one rank's value on every rank, with one broadcast; ``all_gather_objects`` would hold a copy for each rank.
 
     ``kind``, ``group``: see ``all_gather_objects``.
 
     Raises:
-        MalformedError: That rank sent something else.
+        MalformedError: The rank sent a value of another type.
     """
     if dist.get_world_size() == 1:
         return value
@@ -69,18 +68,19 @@ def broadcast_object(value: T, kind: Any = None, group: dist.ProcessGroup | None
 
 
 def all_gather_objects(value: T, kind: Any = None, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Return all ranks' values, by rank, on every rank; sent as JSON through CPU memory.
+    """Return the values of all ranks, by rank, on every rank; they travel as JSON through CPU memory.
 
-    ``kind``: their type, needed if it is generic, like ``dict[str, int]``. ``group``: of all ranks, for what happens beside
-    training; None: the default one.
+    ``kind``: their type, needed if it is generic, like ``dict[str, int]``. ``group``: a group of all ranks for background
+    work; None: the default group.
 
     Raises:
-        MalformedError: Another rank sent something else.
+        MalformedError: Another rank sent a value of another type.
     """
     if dist.get_world_size() == 1:
         return [value]
     mine = torch.frombuffer(bytearray(reader.dumps(value).encode()), dtype=torch.uint8)
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
+    # all_gather needs tensors of one size: exchange the sizes first, then pad to the longest.
     dist.all_gather(sizes, torch.tensor([mine.numel()]), group)
     longest = int(max(sizes))
     padded = torch.zeros(longest, dtype=torch.uint8)
@@ -94,7 +94,7 @@ def all_gather_objects(value: T, kind: Any = None, group: dist.ProcessGroup | No
 
 
 def broadcast_bytes(rank: int, content: bytes, group: dist.ProcessGroup | None = None) -> bytes:
-    """Return one rank's bytes on every rank; sent through CPU memory."""
+    """Return one rank's bytes on every rank; they travel through CPU memory."""
     size = torch.tensor([len(content)])
     dist.broadcast(size, rank, group)
     buffer = torch.empty(int(size), dtype=torch.uint8)
@@ -107,13 +107,13 @@ def broadcast_bytes(rank: int, content: bytes, group: dist.ProcessGroup | None =
 
 @contextlib.contextmanager
 def raise_on_all_ranks(group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """If any rank refuses inside, all do, with the message of the lowest such rank, so that none waits for one that left.
+    """Raise on all ranks if any rank raises UserError inside, with the lowest such rank's message: none waits for a rank that left.
 
     ``group``: see ``all_gather_objects``.
 
     Raises:
-        UserError: This rank refused.
-        FollowedError: Another rank refused.
+        UserError: This rank raised it.
+        FollowedError: Another rank raised it.
     """
     error = ""
     try:
@@ -129,9 +129,10 @@ def raise_on_all_ranks(group: dist.ProcessGroup | None = None) -> Iterator[None]
 
 @contextlib.contextmanager
 def waiting_for_rank0(alive: Callable[[], None]) -> Iterator[Callable[[], None]]:
-    """Let rank 0 work for as long as it takes: no collective blocks longer than one piece of its work.
+    """Let rank 0 work for any length of time while the other ranks wait, without a collective that exceeds its timeout.
 
-    Rank 0 calls what it gets between the pieces. The others call ``alive`` meanwhile, and enter when it has left.
+    Rank 0 must call the yielded function between the pieces of its work. The others call ``alive`` while they wait, and
+    enter the block when rank 0 has left it.
     """
     if dist.get_rank() != 0:
         while any(all_reduce_max([0])):
@@ -149,18 +150,19 @@ def waiting_for_rank0(alive: Callable[[], None]) -> Iterator[Callable[[], None]]
     try:
         yield still_working
     finally:
+        # Release the waiting ranks, also after an exception.
         all_reduce_max([0])
 
 
 def all_reduce_max(mine: Sequence[int]) -> list[int]:
-    """Return the maximum over all ranks of each value, on every rank. Uses CPU memory."""
+    """Return the maximum of each value over all ranks, on every rank; through CPU memory."""
     values = torch.tensor(mine, dtype=torch.int64)
     dist.all_reduce(values, dist.ReduceOp.MAX)
     return [int(value) for value in values]
 
 
 def all_reduce_max_fields(mine: T) -> T:
-    """Return a dataclass of integers with the maximum over all ranks in each field, on every rank."""
+    """Return a dataclass of integers with the maximum of each field over all ranks, on every rank."""
     values = all_reduce_max(dataclasses.astuple(mine))  # type: ignore[call-overload]
     return type(mine)(*values)
 

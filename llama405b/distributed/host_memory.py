@@ -1,12 +1,10 @@
-"""CPU memory: how much is free, how much a rank has held at most, and pinned memory, which copies to and from a GPU need.
+"""CPU memory (free, peak, pinned), asynchronous copies between it and a GPU, and timers that do not stall the GPU.
 
-``torch.empty(pin_memory=True)`` rounds each block up to a power of two; memory that is allocated first and then registered
-with CUDA has the size that was asked for. Registering 100 GB takes a minute, and a registration within a backward can
-deadlock with NCCL's kernels: so everything is pinned at once, and never in a step.
+``torch.empty(pin_memory=True)`` rounds each block up to a power of two; memory that is allocated first and then registered with CUDA has
+exactly the requested size. Registering 100 GB takes a minute, and registering during a backward can deadlock with NCCL's kernels, so
+everything is pinned at once and never within a step.
 
-Copies between CPU memory and a GPU that nobody waits for. On a CPU they are plain.
-
-How long the parts of a step take. Uses CUDA events, so that measuring does not stall the GPU.
+Without a GPU, copies are synchronous. Timers use CUDA events. Knows devices and streams; not the model.
 """
 
 import contextlib
@@ -28,36 +26,37 @@ from torch import Tensor
 from llama405b.contract.errors import UserError
 
 GIB = 1 << 30
-PIECE_BYTES = 4 * GIB  # registered at a time, so that progress can be shown; blocks are not split
+PIECE_BYTES = 4 * GIB  # registered at a time, so that progress can be shown; a block is never split
 ALIGNED = 256
-Progress = Callable[[int, int], None]  # bytes done, bytes in all
+Progress = Callable[[int, int], None]  # done bytes, total bytes
 INSTEAD = {
     "parallel.offload": "use more hosts",
     "checkpoint.staging": "set a smaller size, such as 10GB",
     "model.activations": "leave it out",
 }
-_registered: list[Tensor] = []  # until the process ends: unmapped, it would still be registered
+_registered: list[Tensor] = []  # kept until the process ends: CUDA's registration would outlive the mapping
 
 CGROUP = Path("/sys/fs/cgroup")
 
 
 def free_bytes() -> int:
-    """Return how much memory this machine, or this container, can still give."""
+    """Return the free memory of this machine or container, in bytes."""
     fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines())
     free = int(fields["MemAvailable"].split()[0]) * 1024
     try:
         limit, used = ((CGROUP / name).read_text(encoding="ascii").strip() for name in ("memory.max", "memory.current"))
         caches = dict(line.split() for line in (CGROUP / "memory.stat").read_text(encoding="ascii").splitlines())
-    except OSError:  # another version of cgroups, or the machine's own
+    except OSError:  # cgroup v1, or the root cgroup of the machine
         return free
     if limit == "max":
         return free
+    # A cgroup counts page cache as used; the inactive part of it can be reclaimed.
     return max(0, min(free, int(limit) - int(used) + int(caches.get("inactive_file", 0))))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MemoryHeld:
-    """The most memory that this rank held so far, as ``Metrics`` has it."""
+    """Peak memory of this rank so far; the fields are those of ``Metrics``."""
 
     peak_bytes: int
     peak_allocated_bytes: int = 0
@@ -66,7 +65,7 @@ class MemoryHeld:
 
 
 def memory_held(*, on_gpu: bool) -> MemoryHeld:
-    """Return what this rank held: of its GPU, or else of CPU memory."""
+    """Return this rank's peak memory: of its GPU, or without one of the CPU."""
     if not on_gpu:
         return MemoryHeld(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
     stats = torch.cuda.memory_stats()
@@ -77,7 +76,7 @@ def memory_held(*, on_gpu: bool) -> MemoryHeld:
 def allocate(
     blocks: Sequence[int], device: torch.device, progress: Progress, setting: str = "parallel.offload"
 ) -> list[Tensor]:
-    """Return uint8 tensors of these sizes, in bytes; pinned if the device is a GPU. ``setting``: what they are for.
+    """Return uint8 tensors of these sizes in bytes, pinned if the device is a GPU; ``setting`` is named in the error.
 
     Raises:
         UserError: CUDA cannot pin that much.
@@ -98,7 +97,7 @@ def allocate(
 
 
 def grouped(blocks: Sequence[int]) -> list[list[int]]:
-    """Group blocks, in their order, into pieces that are pinned at a time: a copy must not cross from one to the next."""
+    """Group block sizes, in order, into pieces to pin: a copy must not cross the border between two registrations."""
     found: list[list[int]] = []
     for size in blocks:
         if found and sum(map(aligned, (*found[-1], size))) <= PIECE_BYTES:
@@ -109,15 +108,15 @@ def grouped(blocks: Sequence[int]) -> list[list[int]]:
 
 
 def register(piece: Tensor, done: int, total: int, setting: str = "parallel.offload") -> None:
-    """Have CUDA pin memory that is allocated already."""
+    """Pin memory that is already allocated."""
     _registered.append(piece)
-    error = int(torch.cuda.cudart().cudaHostRegister(piece.data_ptr(), piece.nbytes, 1))  # 1: for every context
+    error = int(torch.cuda.cudart().cudaHostRegister(piece.data_ptr(), piece.nbytes, 1))  # 1: cudaHostRegisterPortable
     if error:
         raise refused(done, total, f"error {error}", setting)
 
 
 def refused(done: int, total: int, why: str, setting: str = "parallel.offload") -> UserError:
-    """Say that CUDA does not pin as much memory as is needed."""
+    """Return the error for CPU memory that CUDA could not pin."""
     return UserError(
         f"--{setting}: cannot pin {total / GIB:.1f} GiB of this rank's CPU memory (CUDA stopped at {done / GIB:.1f} GiB: {why}); "
         f"raise the limit of locked memory (ulimit -l) or the container's memory, or {INSTEAD[setting]}"
@@ -125,53 +124,53 @@ def refused(done: int, total: int, why: str, setting: str = "parallel.offload") 
 
 
 def _pages(n_bytes: int) -> Tensor:
-    """Return untouched memory that begins at a page, in huge pages if the system has them."""
+    """Return page-aligned memory, untouched so far, in huge pages if the system has them."""
     if not n_bytes:
         return torch.empty(0, dtype=torch.uint8)
-    pages = mmap.mmap(-1, n_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared ones are seldom huge
+    pages = mmap.mmap(-1, n_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared mappings rarely get huge pages
     with contextlib.suppress(OSError):
         pages.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(pages, dtype=torch.uint8)
 
 
 def aligned(n_bytes: int) -> int:
-    """Return how much of a piece a block takes."""
+    """Return a size in bytes, rounded up to the alignment of blocks."""
     return -(-n_bytes // ALIGNED) * ALIGNED
 
 
-STAGE_BYTES = 256 << 20  # a power of two, as torch pins it
-READERS, READ_BYTES = 8, 16 << 20  # threads, and what each reads at a time
-Arrived = Callable[[], None]  # waits until copies have been made
+STAGE_BYTES = 256 << 20  # a power of two: torch would round up to one
+READERS, READ_BYTES = 8, 16 << 20  # threads, and bytes that each reads at a time
+Arrived = Callable[[], None]  # blocks until copies are finished
 
 
 def copy(pairs: Iterable[tuple[Tensor, Tensor]], stream: torch.cuda.Stream | None) -> Arrived:
-    """Copy to the first tensor of each pair from the second; without a stream at once. Returns what waits for it."""
+    """Copy the second tensor of each pair to the first, on a stream if given; return a function that waits for the copies."""
     with on_stream(stream):
         for to, of in pairs:
             to.copy_(of, non_blocking=True)
             if stream and of.is_cuda:
-                of.record_stream(stream)  # or its memory would be reused before it has been read
+                of.record_stream(stream)  # otherwise its memory could be reused before the copy reads it
     return stream.record_event().synchronize if stream else nothing
 
 
 def on_stream(stream: torch.cuda.Stream | None) -> AbstractContextManager[None]:
-    """Run what is inside on a stream, if there is one; without one this does not start CUDA, as torch's context would."""
+    """Run the block on a stream if given; unlike torch's context manager, do not initialize CUDA without one."""
     return torch.cuda.stream(stream) if stream else nullcontext()
 
 
 def nothing() -> None:
-    """Wait for nothing."""
+    """Do nothing: there is no copy to wait for."""
 
 
 class Stage:
-    """Brings bytes of mapped files to a device: several threads read ahead, to a GPU through two pinned buffers."""
+    """Copies bytes of mapped files to a device with several reader threads; to a GPU through two pinned buffers."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.threads = device, ThreadPoolExecutor(READERS, "reader")
         self.buffers: list[Tensor] = []
 
     def bring(self, target: Tensor, sources: Sequence[tuple[int, Tensor]]) -> None:
-        """Copy each source to where it begins in ``target`` (uint8, on the device); returns when all are there."""
+        """Copy each source to its offset in ``target`` (uint8, on the device); return when all are copied."""
         if self.device.type == "cpu":
             self._read(target, 0, sources)
             return
@@ -186,7 +185,7 @@ class Stage:
         sources: Sequence[tuple[int, Tensor]],
         stream: torch.cuda.Stream | None,
     ) -> None:
-        """Fill one buffer while the other is copied."""
+        """Fill one buffer while the other is copied to the device."""
         free: list[Arrived] = [nothing] * len(buffers)
         for number, part in enumerate(target.split(buffers[0].numel())):
             slot = number % len(buffers)
@@ -198,7 +197,7 @@ class Stage:
             arrived()
 
     def _read(self, into: Tensor, begin: int, sources: Sequence[tuple[int, Tensor]]) -> None:
-        """Fill a buffer that begins there in the target."""
+        """Fill a buffer that stands for the target from offset ``begin`` on."""
         pairs = list(_overlaps(into, begin, sources))
         list(self.threads.map(lambda pair: np.copyto(*pair), pairs))
 
@@ -206,7 +205,7 @@ class Stage:
 def _overlaps(
     into: Tensor, begin: int, sources: Iterable[tuple[int, Tensor]]
 ) -> Iterator[tuple["np.ndarray[tuple[int], np.dtype[np.uint8]]", "np.ndarray[tuple[int], np.dtype[np.uint8]]"]]:
-    """Yield what of each source belongs into the buffer, in pieces for one thread each."""
+    """Yield (buffer slice, source slice) pairs for the parts of sources that fall into the buffer, one pair per thread task."""
     for at, source in sources:
         flat = source.flatten().view(torch.uint8)
         low, high = max(at, begin), min(at + flat.numel(), begin + into.numel())
@@ -216,7 +215,7 @@ def _overlaps(
 
 
 class StepTimer:
-    """Marks the end of each part; a part may end more than once per step (micro-batches)."""
+    """Measures the parts of a step by marking their ends; a part may end more than once (micro-batches)."""
 
     def __init__(self, device: torch.device) -> None:
         self.cuda = device.type == "cuda"
@@ -227,7 +226,7 @@ class StepTimer:
         self.marks.append((part, moment(cuda=self.cuda)))
 
     def seconds(self) -> dict[str, float]:
-        """Return the seconds by part; waits for the device."""
+        """Return the seconds of each part; wait for the device."""
         if self.cuda:
             torch.cuda.synchronize()
         total: dict[str, float] = defaultdict(float)
@@ -237,7 +236,7 @@ class StepTimer:
 
 
 def moment(*, cuda: bool) -> Any:
-    """Return the time; with ``cuda`` an event, whose time is when the current stream gets there."""
+    """Return the current time; with ``cuda`` an event that takes its time when the current stream reaches it."""
     if not cuda:
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -246,7 +245,7 @@ def moment(*, cuda: bool) -> Any:
 
 
 def seconds_between(begin: Any, end: Any) -> float:
-    """Return the seconds between two moments; events must have happened, and torch refuses those that have not."""
+    """Return the seconds between two recorded times; torch raises for events that have not completed."""
     if isinstance(begin, torch.cuda.Event):
         return begin.elapsed_time(end) / 1000
     return float(end - begin)

@@ -1,13 +1,13 @@
-"""This process's place among the ranks, the process group that they form, and the cores that it runs on.
+"""This process's rank, the process group, and the CPU cores that the rank runs on.
 
-Knows torchrun's environment; not what is exchanged. Ranks follow the order of the hosts file: the node
-runner sets each host's first rank (``LLAMA405B_FIRST_RANK``), because the c10d rendezvous orders hosts by address
-and process id.
+Ranks follow the order of the hosts file: the node runner sets each host's first rank (``LLAMA405B_FIRST_RANK``), because the c10d
+rendezvous orders hosts by address and process id.
 
-Which cores a rank's threads run on: its own, of its GPU's NUMA node. Knows /sys and the scheduler.
+A rank's threads run on cores of its GPU's NUMA node. Linux places memory on the node of the thread that first touches it, so the pinned
+memory of weights and moments is local too. AdamW on the CPU is bound by memory bandwidth: with half of its bytes on the other socket it
+loses more than half of its speed.
 
-What a thread touches first is placed on its own node, so the pinned memory of weights and moments is near as well. The
-CPU's AdamW is bound by memory: half of its bytes from the other socket cost more than half of its speed.
+Knows torchrun's environment, /sys and the scheduler; not what ranks exchange.
 """
 
 import contextlib
@@ -30,15 +30,15 @@ from llama405b.spec.plan import OWN_THREADS
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Rank:
-    """This process's place among the ranks."""
+    """This process's place among all ranks."""
 
     rank: int
     world: int
     local_rank: int
     host: str  # the name in the hosts file
     device: torch.device
-    attempt: int = 1  # launches of this run so far
-    mesh: Axes | None = None  # of all ranks; None: each is a shard
+    attempt: int = 1  # number of this launch of the run, from 1
+    mesh: Axes | None = None  # of all ranks; None: plain FSDP over all of them
 
     @property
     def axes(self) -> Axes:
@@ -47,12 +47,12 @@ class Rank:
 
     @property
     def dp(self) -> Place:
-        """Place among the ranks that split the batch."""
+        """Coordinate among the ranks that split the batch."""
         return self.axes.place(self.rank, DP)
 
     @property
     def shard(self) -> Place:
-        """Place among the ranks that shard each parameter."""
+        """Coordinate among the ranks that shard each parameter."""
         return self.axes.place(self.rank, SHARD)
 
     @property
@@ -62,7 +62,7 @@ class Rank:
 
     @property
     def gpu(self) -> str:
-        """The number of its GPU on the host; "" without one."""
+        """The index of its GPU on the host; "" without one."""
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
         shown = visible[self.local_rank : self.local_rank + 1] if visible[0] else [str(self.local_rank)]
         return "".join(shown) if self.on_gpu else ""
@@ -73,15 +73,15 @@ class Rank:
         return self.rank == 0
 
 
-# What torch reads when CUDA and NCCL begin, unless the user has set it: less fragmentation; and when a collective times out,
-# a record of the last ones (where ``record_flights`` says).
+# Defaults of variables that CUDA and NCCL read at start: less fragmentation, and a dump of the last collectives when one times out
+# (to the path given to ``record_flights`` says).
 CUDA_ENV = {
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",
     "TORCH_FR_BUFFER_SIZE": "2000",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
 }
-BESIDE = "beside training"  # the description of a group that keeps the timeout it was made with
-OLDER = {  # names that users may have set, and of which torch warns
+BESIDE = "beside training"  # description of a process group that keeps its own timeout
+OLDER = {  # deprecated names that users may have set
     "PYTORCH_ALLOC_CONF": "PYTORCH_CUDA_ALLOC_CONF",
     "TORCH_FR_BUFFER_SIZE": "TORCH_NCCL_TRACE_BUFFER_SIZE",
     "TORCH_FR_DUMP_TEMP_FILE": "TORCH_NCCL_DEBUG_INFO_TEMP_FILE",
@@ -89,24 +89,24 @@ OLDER = {  # names that users may have set, and of which torch warns
 
 
 def on_mesh(me: Rank, parallel: Parallel) -> Rank:
-    """Give a rank the mesh that settings make of all ranks.
+    """Return the rank with the mesh that the settings ask for.
 
     Raises:
-        UserError: They cannot be divided so.
+        UserError: The number of ranks does not fit the mesh.
     """
     return dataclasses.replace(me, mesh=Axes.of(parallel, me.world, ranks_per_host()))
 
 
 def ranks_per_host() -> int:
-    """Return how many ranks a host has, as torchrun says; the most of any host. All ranks call it."""
+    """Return the largest number of ranks on any host, as torchrun says. All ranks must call it."""
     [most] = collectives.all_reduce_max([int(os.environ.get("LOCAL_WORLD_SIZE", 1))])
     return most
 
 
 def join(device: str, timeout_s: int) -> Rank:
-    """Join the process group: gloo for CPU tensors, and on CUDA also NCCL.
+    """Join the process group: gloo for CPU tensors and, with CUDA, NCCL.
 
-    Without torchrun's environment this is a run of one rank.
+    Without torchrun's environment the run has one rank.
 
     Raises:
         UserError: CUDA was requested and is not available.
@@ -120,26 +120,29 @@ def join(device: str, timeout_s: int) -> Rank:
         torch.cuda.set_device(me.device)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if me.on_gpu else "gloo",
+        # None: the store of torchrun, from the environment; a single process without torchrun uses a store of its own.
         store=None if "MASTER_ADDR" in os.environ else dist.HashStore(),
         rank=me.rank,
         world_size=me.world,
         timeout=datetime.timedelta(seconds=timeout_s),
-        device_id=me.device if me.on_gpu else None,  # or each peer of a send gets an NCCL communicator of its own
+        device_id=me.device if me.on_gpu else None,  # otherwise NCCL makes a communicator for each peer of a send
     )
     return me
 
 
 def set_unless_set(variables: Mapping[str, str]) -> None:
-    """Set variables of the environment that the user has not set, by these or their older names."""
+    """Set environment variables that the user has not set under these or their deprecated names."""
     for name, value in variables.items():
         if OLDER.get(name, name) not in os.environ:
             os.environ.setdefault(name, value)
 
 
 def record_flights(record: Path) -> None:
-    """Have NCCL's flight recorder write to ``record``, which ends in this rank's number, also when a byte is written to its pipe beside it.
+    """Have NCCL's flight recorder write to ``record`` on a timeout, and when a byte is written to its pipe.
 
-    Call it before ``join``. torch ends a process that cannot make its pipe, so where a filesystem has none it is not asked to.
+    The pipe is next to the file; the file's name must end in this rank's number.
+
+    Call it before ``join``. torch ends a process that cannot create its pipe, so the recorder is not enabled on a filesystem without pipes.
     """
     if not torch.cuda.is_available():
         return
@@ -147,12 +150,12 @@ def record_flights(record: Path) -> None:
     with contextlib.suppress(OSError):
         record.parent.mkdir(parents=True, exist_ok=True)
         pipe.unlink(missing_ok=True)
-        os.mkfifo(pipe)  # which torch makes again
+        os.mkfifo(pipe)  # test that pipes work here; torch makes it again
         set_unless_set({"TORCH_NCCL_DEBUG_INFO_PIPE_FILE": stem, "TORCH_FR_DUMP_TEMP_FILE": stem})
 
 
 def place(*, cuda: bool = False) -> Rank:
-    """Read this process's place from the environment alone."""
+    """Return this process's rank from its environment, without a process group."""
     local_rank, world = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     first = os.environ.get("LLAMA405B_FIRST_RANK")
     rank = int(os.environ.get("RANK", 0)) if first is None else int(first) + local_rank
@@ -163,23 +166,23 @@ def place(*, cuda: bool = False) -> Rank:
 
 
 def set_timeout(timeout_s: int) -> None:
-    """Change the timeout of all groups that steps use: loading is slow and uneven between ranks, steps are not."""
+    """Set the timeout of all groups that steps use: loading is slow and uneven between ranks, steps are not."""
     dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=timeout_s), dist.group.WORLD)
     share_timeout()
 
 
 def share_timeout() -> None:
-    """Give the default group's timeout to all others, but those ``BESIDE`` training; a mesh makes its own with torch's."""
+    """Set the default group's timeout on all other groups except ``BESIDE``; a mesh creates its groups with torch's default timeout."""
     world = dist.group.WORLD
     assert world
-    options = world._get_backend(torch.device("cpu")).options  # a fake group has none
+    options = world._get_backend(torch.device("cpu")).options  # None in a fake group
     for group in dist.distributed_c10d._world.pg_map if options else ():
         if group.group_desc != BESIDE:
             dist.distributed_c10d._set_pg_timeout(options._timeout, group)
 
 
 def leave() -> None:
-    """Leave the process group, if this process is in one."""
+    """Destroy the process group, if there is one."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -189,21 +192,19 @@ SYS = Path("/sys")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Binding:
-    """The CPUs that a rank may run on: all threads of its own physical cores."""
+    """The CPUs that a rank may run on: all hardware threads of its physical cores."""
 
     node: int  # -1: unknown
     cpus: frozenset[int]
     cores: int
 
     def __str__(self) -> str:
-        where = (
-            f"NUMA node {self.node} of its GPU" if self.node >= 0 else "this machine: its GPU's NUMA node is not known"
-        )
+        where = f"NUMA node {self.node} of its GPU" if self.node >= 0 else "this machine (NUMA node of its GPU unknown)"
         return f"bound to {counted(self.cores, 'core')} ({counted(len(self.cpus), 'CPU')}) of {where}"
 
 
 def bind(me: Rank) -> str:
-    """Bind this process to cores of its GPU's NUMA node, before torch starts threads; returns what was done, for the log."""
+    """Bind this process to cores of its GPU's NUMA node; return a line for the log. Call it before torch starts threads."""
     if not me.on_gpu:
         return ""
     nodes = [numa_node(bus_id(i)) for i in range(int(os.environ.get("LOCAL_WORLD_SIZE", 1)))]
@@ -215,13 +216,13 @@ def bind(me: Rank) -> str:
 
 
 def bus_id(device: int) -> str:
-    """Return a GPU's address on the PCI bus, as /sys names it."""
+    """Return a GPU's PCI address in the notation of /sys."""
     of = torch.cuda.get_device_properties(device)
     return f"{of.pci_domain_id:04x}:{of.pci_bus_id:02x}:{of.pci_device_id:02x}.0"
 
 
 def numa_node(bus_id: str, sys: Path = SYS) -> int:
-    """Return the NUMA node of a PCI device; -1 if it is not known."""
+    """Return the NUMA node of a PCI device; -1 if unknown."""
     try:
         return int((sys / "bus/pci/devices" / bus_id / "numa_node").read_text(encoding="ascii"))
     except (OSError, ValueError):
@@ -229,10 +230,10 @@ def numa_node(bus_id: str, sys: Path = SYS) -> int:
 
 
 def binding_of(nodes: Sequence[int], local_rank: int, allowed: Collection[int], sys: Path = SYS) -> Binding:
-    """Choose the cores of a rank, of those that are allowed. ``nodes``: of the GPU of each rank on the host; -1: unknown.
+    """Choose the cores of a rank among the allowed CPUs; ``nodes``: NUMA node of each rank's GPU on this host (-1: unknown).
 
-    Ranks share their node's physical cores evenly, and those whose node is unknown, or has no allowed core, all of them. Where
-    there are fewer cores than ranks, each may run on any.
+    Ranks of a node divide its physical cores evenly. Ranks whose node is unknown or has no allowed core divide all allowed cores.
+    If there are fewer cores than ranks, each rank may run on all of them.
     """
     usable = [node if _cores(node, allowed, sys) else -1 for node in nodes]
     node = usable[local_rank]
@@ -243,7 +244,7 @@ def binding_of(nodes: Sequence[int], local_rank: int, allowed: Collection[int], 
 
 
 def _cores(node: int, allowed: Collection[int], sys: Path) -> list[frozenset[int]]:
-    """Return the allowed CPUs of a node (-1: of all), grouped by physical core."""
+    """Return the allowed CPUs of a node (-1: all nodes), grouped by physical core."""
     cores: dict[str, set[int]] = {}
     for cpu in sorted(allowed):
         if node < 0 or (sys / f"devices/system/node/node{node}/cpu{cpu}").exists():

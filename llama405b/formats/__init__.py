@@ -1,1 +1,1 @@
-"""The forms that training data comes in; without torch."""
+"""Formats of training data. Does not import torch."""

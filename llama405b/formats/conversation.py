@@ -1,6 +1,6 @@
-"""Conversations in the forms that people have them: OpenAI's messages, ShareGPT's turns, TRL's prompts and completions.
+"""Parse conversations: OpenAI messages, ShareGPT turns, TRL prompts and completions.
 
-All become messages for a chat template: with a role that templates know, text, and tool calls whose arguments are objects.
+All become messages for a chat template, with a role that templates know, text, and tool calls whose arguments are objects.
 """
 
 import dataclasses
@@ -10,51 +10,51 @@ from typing import Any
 
 from llama405b.contract.errors import short
 
-ROLES = {  # what templates call those that records name
+ROLES = {  # role in a record -> role in a chat template
     "user": "user", "human": "user",
     "assistant": "assistant", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant",
     "model": "assistant", "function_call": "assistant",
     "system": "system", "developer": "system",
     "tool": "tool", "observation": "tool", "function": "tool", "ipython": "tool",
 }  # fmt: skip
-# Fields of tools, of calls and of JSON schemas, in the order in which servers write them.
+# Fields of tools, tool calls and JSON schemas, in the order in which servers write them.
 IN_ORDER = (
     "id", "type", "function", "name", "description", "arguments", "title", "enum", "const", "default", "items", "properties",
     "required", "additionalProperties", "parameters", "strict",
 )  # fmt: skip
-CALLS = "function_call"  # ShareGPT's role of a turn that is calls of tools, in JSON; and OpenAI's older field
-TEXTS = ("text", "input_text", "output_text")  # types of a message's part
+CALLS = "function_call"  # ShareGPT's role of a turn with tool calls in JSON, and OpenAI's older field
+TEXTS = ("text", "input_text", "output_text")  # types of a message part that hold text
 
 
 class UnusableRecordError(ValueError):
-    """A record that is no document: why, as a clause."""
+    """A record that cannot be used as a document; the message is a clause."""
 
 
 class UnknownFormError(UnusableRecordError):
-    """A record whose fields are none that are known."""
+    """A record without known fields."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Chat:
-    """A conversation, for the tokenizer's chat template: its messages, each with a role, and the tools that it may call."""
+    """A conversation for the chat template: messages with roles, and the tools that it may call."""
 
     messages: tuple[Mapping[str, Any], ...]
     tools: Any = None
-    arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # others, for the template
+    arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # further variables of the template
 
     @property
     def n_chars(self) -> int:
-        """Its length, without the roles."""
+        """Characters of content, without roles."""
         return sum(len(str(message.get("content") or "")) for message in self.messages)
 
 
 def chat_of(turns: Sequence[Any], record: Mapping[str, Any], n_read: int = 0) -> Chat:
-    """Return a conversation of messages or turns; ``n_read``: of the first of them nothing is learnt.
+    """Parse messages or turns; the first ``n_read`` of them are not trained on.
 
-    ``record``: the fields that go with it: system, tools, functions, chat_template_kwargs.
+    ``record``: the fields system, tools, functions and chat_template_kwargs.
 
     Raises:
-        UnusableRecordError: A message, or one of these fields, says what no template can be given.
+        UnusableRecordError: A message, or one of these fields, cannot be given to a template.
     """
     if not turns:
         raise UnusableRecordError("it has no messages")
@@ -68,7 +68,7 @@ def chat_of(turns: Sequence[Any], record: Mapping[str, Any], n_read: int = 0) ->
         if first["role"] != "system":
             messages.insert(0, {"role": "system", "content": system})
         elif first["content"] != system:
-            raise UnusableRecordError("its 'system' is not what its first message says; keep one of them")
+            raise UnusableRecordError("its 'system' differs from its first message; keep one of them")
     arguments = record.get("chat_template_kwargs") or {}
     if not isinstance(arguments, dict):
         raise UnusableRecordError(f"its 'chat_template_kwargs' is {short(str(arguments))}, not an object")
@@ -76,7 +76,7 @@ def chat_of(turns: Sequence[Any], record: Mapping[str, Any], n_read: int = 0) ->
 
 
 def list_of(value: Any) -> list[Any] | None:
-    """Return a list, also one that is written in JSON, as tables keep it; None if it is none."""
+    """Return a list, also from a JSON string, as tables store it; None if it is not a list."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         try:
             value = json.loads(value)
@@ -86,7 +86,7 @@ def list_of(value: Any) -> list[Any] | None:
 
 
 def _tools(record: Mapping[str, Any]) -> list[Any] | None:
-    """The tools that may be called, in the form that templates are given."""
+    """Return the tools in the form that templates expect."""
     for name in ("tools", "functions"):
         if not (value := record.get(name)):
             continue
@@ -100,13 +100,13 @@ def _tools(record: Mapping[str, Any]) -> list[Any] | None:
 
 
 def in_order(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields that are not null, the usual ones first and in the usual order."""
+    """Return the fields that are not null, known ones first in their usual order."""
     usual = {name: fields[name] for name in IN_ORDER if fields.get(name) is not None}
     return usual | {name: value for name, value in fields.items() if value is not None}
 
 
 def _function_in_order(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """A tool or a call as every form of file has it, whatever the order of the record; what it says of parameters stays as it is."""
+    """Sort the fields of a tool or call, so that all file formats give one text; parameters stay as is."""
     ordered = in_order(tool)
     return {
         name: in_order(value) if name == "function" and isinstance(value, dict) else value
@@ -115,7 +115,7 @@ def _function_in_order(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _message(turn: Any, number: int) -> dict[str, Any]:
-    """One message, in the form that templates are given."""
+    """Return a message in the form that templates expect."""
     if not isinstance(turn, dict):
         raise UnusableRecordError(f"message {number} is {short(str(turn))}, not an object with a role and content")
     named = turn.get("role", turn.get("from"))
@@ -124,9 +124,9 @@ def _message(turn: Any, number: int) -> dict[str, Any]:
     where = f"message {number} ({named})"
     role = ROLES.get(named.lower())
     if role is None:
-        raise UnusableRecordError(f"message {number} has the role {named!r}; known are {', '.join(ROLES)}")
+        raise UnusableRecordError(f"message {number} has the role {named!r}; known roles are {', '.join(ROLES)}")
     if turn.get("weight") not in (None, 0, 1):
-        raise UnusableRecordError(f"{where}: its weight is {turn['weight']!r}; only 0 and 1 can be honoured")
+        raise UnusableRecordError(f"{where}: its weight is {turn['weight']!r}; only 0 and 1 are supported")
     if turn.get("train", turn.get("training")) is False:
         turn = {**turn, "weight": 0}
     content = turn.get("content", turn.get("value"))
@@ -139,7 +139,7 @@ def _message(turn: Any, number: int) -> dict[str, Any]:
 
 
 def _text(content: Any, role: str, where: str, *, needed: bool) -> str:
-    """A message's content as text."""
+    """Return a message's content as text."""
     match content:
         case str():
             return content
@@ -150,9 +150,9 @@ def _text(content: Any, role: str, where: str, *, needed: bool) -> str:
         case [_, *_] if all(isinstance(part, dict) and "type" in part for part in content) or role != "tool":
             if other := next((part for part in content if not _is_text(part)), None):
                 kind = other.get("type") if isinstance(other, dict) else type(other).__name__
-                raise UnusableRecordError(f"{where}: a part of type {kind!r}, and only text can be trained on")
+                raise UnusableRecordError(f"{where}: a part of type {kind!r}, but only text can be trained on")
             return "".join(part["text"] for part in content)
-    if role == "tool":  # what a tool has returned
+    if role == "tool":  # the result of a tool
         return json.dumps(content, ensure_ascii=False)
     raise UnusableRecordError(f"{where}: its content is {short(str(content))}, not text")
 
@@ -162,7 +162,7 @@ def _is_text(part: Any) -> bool:
 
 
 def _calls(turn: Mapping[str, Any], written: Any, where: str) -> list[dict[str, Any]]:
-    """The calls of tools that a message makes; ``written``: its content, if that is calls."""
+    """Return the tool calls of a message; ``written``: its content, if that holds the calls."""
     found = turn.get("tool_calls")
     if written is not None:
         found = _parsed(written, f"{where}: its call")

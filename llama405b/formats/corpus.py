@@ -1,6 +1,6 @@
-"""Which files ``data.paths`` names, and what each is: told by its content, so that nothing is trained as what it is not.
+"""Find the files of ``data.paths`` and detect their formats from content.
 
-Standard library only: launch asks the same of the head before anything starts. Knows nothing of tokens or ranks.
+Standard library only: launch runs the same checks on the head before anything starts. Knows nothing of tokens or ranks.
 """
 
 import codecs
@@ -33,19 +33,19 @@ from llama405b.formats.document import (
     rows_of_csv,
 )
 
-HUB = "hf://"  # what a path begins with that names a dataset of the Hub
+HUB = "hf://"  # prefix of a path that names a dataset of the Hub
 OWNER_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")  # as the Hub names models and datasets
-STDLIB = "stdlib"  # the one path that every machine has: the source of Python's standard library
+STDLIB = "stdlib"  # a path that works on every machine: the source of Python's standard library
 NO_TEMPLATE = (
     "is a conversation, but the tokenizer has no chat template; name a file with one in --data.chat_template, or start from "
     "an instruction-tuned model"
 )
 NAME_FIELDS = "say which fields to read, like --data.fields prompt=instruction,completion=output"
-ARRAY_OF_OBJECTS = re.compile(rb"\[\s*\{")  # how one begins; other text may, too
+ARRAY_OF_OBJECTS = re.compile(rb"\[\s*\{")  # how such an array begins; other text may begin so, too
 UTF_16 = "iconv -f utf-16 -t utf-8 {0} >{0}.utf-8"
 CONVERT = "convert the file, like `iconv -f latin1 -t utf-8`"
 GZIP = b"\x1f\x8b"
-NOT_READ = {  # what files begin with that are not read as they are: what they are, and the command that makes them readable
+NOT_READ = {  # first bytes of unsupported files -> what they are, and a command that converts them
     b"\x28\xb5\x2f\xfd": ("packed by zstd", "zstd -d {}"),
     b"\xfd7zXZ\0": ("packed by xz", "xz -dk {}"),
     b"BZh": ("packed by bzip2", "bzip2 -dk {}"),
@@ -54,19 +54,19 @@ NOT_READ = {  # what files begin with that are not read as they are: what they a
     codecs.BOM_UTF16_BE: ("text in UTF-16", UTF_16),
 }
 PARQUET, ARROW_FILE, ARROW_STREAM = b"PAR1", b"ARROW1", b"\xff\xff\xff\xff"
-SAVED_DATASET, SAVED_SPLITS = "state.json", "dataset_dict.json"  # what `datasets` writes beside its files
+SAVED_DATASET, SAVED_SPLITS = "state.json", "dataset_dict.json"  # written by `datasets` next to its data files
 HEAD_BYTES = 8192  # enough to tell text from binary
-FIRST_FILES = 1000  # of a path, that launch looks into: opening all would take minutes
+FIRST_FILES = 1000  # of a path, opened by launch: opening all would take minutes
 TEXT_BYTES = bytes({7, 8, 9, 10, 12, 13, 27} | set(range(0x20, 0x100)) - {0x7F})
 TOKENIZED, TOKENS = "tokens.json", "tokens.bin"  # what `data tokenize` writes
-UNREADABLE = (OSError, EOFError, zlib.error)  # the last two: a gzip file that is cut short or damaged
+UNREADABLE = (OSError, EOFError, zlib.error)  # EOFError, zlib.error: a truncated or damaged gzip file
 
 
 FirstRows = Callable[[BinaryIO, Sequence[str]], Iterable[Json | NotUtf8]]  # of a table, with data.fields
 
 
 class Stat(Protocol):
-    """What is asked of a file."""
+    """The part of ``os.stat_result`` that is used."""
 
     @property
     def st_size(self) -> int: ...  # noqa: D102
@@ -75,7 +75,7 @@ class Stat(Protocol):
 
 
 class File(Protocol):
-    """What documents are read from: a ``Path``, or what behaves like one."""
+    """A file that documents are read from: a ``Path`` or an object that behaves like one."""
 
     @property
     def name(self) -> str: ...  # noqa: D102
@@ -86,7 +86,7 @@ class File(Protocol):
 
 
 class Form(enum.Enum):
-    """How a file holds documents."""
+    """How a file stores documents."""
 
     TEXT = "one document"
     RECORDS = "JSON Lines: a document per line"
@@ -106,15 +106,15 @@ def expand(paths: Sequence[str]) -> list[Path]:
 
 
 def is_tokenized(paths: Sequence[str]) -> bool:
-    """Whether the paths name what `data tokenize` has written.
+    """Return whether the paths name an output directory of `data tokenize`.
 
     Raises:
-        UserError: Beside other paths, which are one source with it.
+        UserError: It is given with other paths in one source.
     """
     made = [path for path in paths if (Path(path) / TOKENIZED).is_file()]
     if made and len(paths) > 1:
         raise UserError(
-            f"--data.paths: {made[0]} is tokenized already, so it is a source of its own: give each path a weight"
+            f"--data.paths: {made[0]} is already tokenized and cannot share a source: give each path a weight"
         )
     return bool(made)
 
@@ -128,13 +128,13 @@ def check_paths(
     first_rows: FirstRows = lambda *_: (),
     passes: Callable[[Path], bool] = lambda _: False,
 ) -> None:
-    """Check that the paths name files that can be trained on, by the first record of each.
+    """Check that the files of these paths can be trained on, by the first record of each.
 
-    ``names``, ``skip``: as ``data.fields`` and ``data.bad_records`` say it; ``has_template``: for conversations; ``first_rows``:
-    what reads tables, which the standard library cannot; without it nothing more of them is checked. ``passes``: files that are not.
+    ``names``, ``skip``: as in ``data.fields`` and ``data.bad_records``; ``has_template``: whether conversations can be rendered;
+    ``first_rows``: reads tables, which the standard library cannot (default: their rows are not checked); ``passes``: files to skip.
 
     Raises:
-        UserError: A path matches no file, or one of its first files has no form that is known or cannot be used.
+        UserError: A path matches no file, or one of its first files has no known format or cannot be used.
     """
     for path in paths:
         if path.startswith(HUB) or is_tokenized([path]):  # the first needs the network
@@ -173,10 +173,10 @@ def check_template(path: Path) -> Path:
 
 
 def form_of(file: File) -> Form:
-    """Tell by content (JSON Lines also by name) how a file holds documents.
+    """Detect from the content (JSON Lines also from the name) how a file stores documents.
 
     Raises:
-        UserError: It cannot be read, or is none of these.
+        UserError: It cannot be read, or has no known format.
     """
     with reading(file) as raw:
         packed = raw.read(len(ARROW_FILE))
@@ -189,7 +189,7 @@ def form_of(file: File) -> Form:
             if head.startswith(magic):
                 raise UserError(f"{file}: {what}; convert it: `{command.format(shlex.quote(str(file)))}`")
         if _is_utf_16(head):
-            raise UserError(f"{file}: text in UTF-16, it seems; convert it: `{UTF_16.format(shlex.quote(str(file)))}`")
+            raise UserError(f"{file}: probably text in UTF-16; convert it: `{UTF_16.format(shlex.quote(str(file)))}`")
     if is_binary:
         raise UserError(
             f"{file}: neither text nor JSON Lines (plain or in gzip) nor Parquet; convert it, or choose files with a glob "
@@ -215,10 +215,10 @@ def form_of(file: File) -> Form:
 
 
 def is_splittable(file: File) -> bool:
-    """Whether a file can be read from any byte on: JSON Lines that are not packed.
+    """Return whether a file can be read from any offset: JSON Lines without compression.
 
     Raises:
-        UserError: It cannot be read, or has no form that is known.
+        UserError: It cannot be read, or has no known format.
     """
     if form_of(file) is not Form.RECORDS:
         return False
@@ -228,10 +228,10 @@ def is_splittable(file: File) -> bool:
 
 @contextlib.contextmanager
 def reading(file: File) -> Iterator[BinaryIO]:
-    """Open a file's bytes, as they are stored.
+    """Open the raw bytes of a file.
 
     Raises:
-        UserError: It cannot be opened; or not be read, inside.
+        UserError: It cannot be opened, or a read within the block fails.
     """
     try:
         with file.open("rb") as raw:
@@ -241,15 +241,15 @@ def reading(file: File) -> Iterator[BinaryIO]:
 
 
 def text_of(raw: BinaryIO) -> TextIO:
-    """The text of a file's bytes, unpacked, with the line ends that it has; ``NotUtf8.of`` finds bytes that are not UTF-8."""
+    """Open raw bytes as text, with unchanged line ends; ``NotUtf8.of`` finds bytes that are not UTF-8."""
     return io.TextIOWrapper(_unpacked(raw), "utf-8-sig", "surrogateescape", newline="")
 
 
 def numbered(raw: BinaryIO, form: Form) -> Iterator[tuple[int, Json | NotUtf8 | TooManyCells]]:
-    """Each record of a file that is no table, and its line (of an array: which object it is), from 1; None if it is no JSON.
+    """Yield line (or array index) from 1 and record, None if not JSON, of a file that is not a table.
 
     Raises:
-        OSError: An array or a row breaks off, or is not what it began as.
+        OSError: An array or a row is truncated or malformed.
     """
     match form:
         case Form.ARRAY:
@@ -261,13 +261,13 @@ def numbered(raw: BinaryIO, form: Form) -> Iterator[tuple[int, Json | NotUtf8 | 
 
 
 def refusal(where: object, why: str, remedy: str = "") -> UserError:
-    """The error of a record that cannot be used; ``remedy``: where it is the first one, since all others may be like it."""
+    """Return the error of a record that cannot be used; ``remedy``: for a first record, as all may be alike."""
     skip = "leave such records out with --data.bad_records skip"
     return UserError(f"{where}: {why}; correct it, or {remedy or skip}")
 
 
 def remedy_of_form(record: object, why: object = "") -> str:
-    """What to do about the first record of a file, if it is no document; ``why``: as ``reading_of`` says it."""
+    """Return what to do if the first record of a file is not a document; ``why``: as ``reading_of`` raises it."""
     match record:
         case NotUtf8():
             return CONVERT
@@ -277,7 +277,7 @@ def remedy_of_form(record: object, why: object = "") -> str:
 
 
 def record_of(line: str) -> Json | NotUtf8:
-    """What a line of JSON Lines says; None if it is no JSON."""
+    """Parse a line of JSON Lines; None if it is not JSON."""
     return NotUtf8.of(line) or _parsed(line)
 
 
@@ -288,7 +288,7 @@ def _parsed(line: str) -> Json:
 
 
 def _matches(path: str) -> Iterator[Path]:
-    """The files that a path names, in no order."""
+    """Yield the files that a path names, unordered."""
     found = _named(path)
     first = next(found, None)
     if first is None:
@@ -317,7 +317,7 @@ def _named(path: str) -> Iterator[Path]:
 
 
 def _below(root: Path) -> Iterator[Path]:
-    """The files below a directory; what a link names that is read below it anyway is read there alone."""
+    """Yield the files below a directory; a link to something that is read below it anyway is skipped."""
     real = root.resolve()
 
     def is_read_there(link: Path) -> bool:
@@ -347,7 +347,7 @@ def _unpacked(raw: BinaryIO) -> BinaryIO:
 
 
 def _is_binary(head: bytes) -> bool:
-    """Whether bytes hold a NUL, or control characters in what is not UTF-8: Latin-1 has none."""
+    """Return whether bytes hold a NUL, or control characters in text that is not UTF-8 (Latin-1 has none)."""
     try:
         codecs.getincrementaldecoder("utf-8")().decode(head)  # the last character may be cut
     except UnicodeDecodeError:
@@ -356,7 +356,7 @@ def _is_binary(head: bytes) -> bool:
 
 
 def _is_utf_16(head: bytes) -> bool:
-    """Whether every other byte is NUL, and the others are text: what ASCII in UTF-16 is."""
+    """Return whether every other byte is NUL and the others are text, as in ASCII encoded as UTF-16."""
     pairs = (head[::2], head[1::2]), (head[1::2], head[::2])
     return any(
         letters and 10 * nuls.count(0) >= 9 * len(nuls) and not letters.translate(None, TEXT_BYTES)
@@ -365,7 +365,7 @@ def _is_utf_16(head: bytes) -> bool:
 
 
 def _begins_with_records(file: File, *, is_json: bool) -> bool:
-    """Whether the first line is a document, or the first two lines are JSON objects; of what is JSON by name, the first line."""
+    """Return whether the first line is a document, or the first two (one, if .json by name) are JSON objects."""
     with reading(file) as raw:
         lines = itertools.islice((line for line in text_of(raw) if line.strip()), 2)
         first, *more = map(_parsed, lines)
@@ -375,7 +375,7 @@ def _begins_with_records(file: File, *, is_json: bool) -> bool:
 
 
 def _begins_with_objects(file: File) -> bool:
-    """Whether it is an array whose first item is an object."""
+    """Return whether a file is an array whose first item is an object."""
     with reading(file) as raw, contextlib.suppress(NotWholeError):
         return isinstance(next(items_of(text_of(raw)), None), dict | NotUtf8)
     return False

@@ -1,8 +1,6 @@
-"""What a record says, and the records of a JSON array and of CSV.
+"""Parse records into documents by their field names, and stream records of JSON arrays and CSV.
 
-What a record says: the forms of records that are known by the names of their fields.
-
-The records of a JSON array and of CSV, one after another: a large file is never in memory.
+A large file is never in memory as a whole. Knows records and texts; not tokens.
 """
 
 import csv
@@ -17,9 +15,9 @@ from llama405b.contract.errors import and_more, counted, short
 from llama405b.contract.reader import Json
 from llama405b.formats.conversation import Chat, UnknownFormError, UnusableRecordError, chat_of, list_of
 
-NAMED = 8  # fields of a record
+NAMED = 8  # fields listed in a message
 WANTED = '{"text": …}, {"prompt": …, "completion": …} or {"messages": [{"role": …, "content": …}]}'
-ALPACA = (  # the prompts that Alpaca's fields are made for: without an input, and with one
+ALPACA = (  # Alpaca's prompts: without and with an input
     "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
     "### Instruction:\n{}\n\n### Response:\n",
     "Below is an instruction that describes a task, paired with an input that provides further context. Write a response that "
@@ -33,11 +31,11 @@ OF_CHATS = (
     "functions",
     "chat_template_kwargs",
     "parallel_tool_calls",
-)  # the last one says nothing of the text
+)  # the last one does not affect the text
 OF_LEAD = ("system", "system_prompt")
 OF_ALPACA = ("instruction", "input", "output", "history", *OF_LEAD)
 OF_DOLLY = ("instruction", "context", "response", "history", *OF_LEAD)
-ASKED = (  # a question, its answer, and what may follow the question
+ASKED = (  # fields of a question, its answer, and optional context after the question
     ("prompt", "completion", ""), ("instruction", "output", "input"), ("instruction", "response", "context"), ("prompt", "response", ""),
     ("question", "answer", ""), ("question", "response", ""),
 )  # fmt: skip
@@ -45,8 +43,8 @@ PAIR = ("user", "assistant")
 QUESTIONS = (("prompt", "response"), ("question", "answer"), ("question", "response"))
 PREFERENCES = ("chosen", "rejected")
 NOT_TEXT = ("image", "images", "audio", "audios", "video", "videos")
-SHOWN = 20  # characters before a byte that is no text
-OURS = ("text", "prompt", "completion", "messages", "tools")  # what data.fields gives another name
+SHOWN = 20  # characters shown before a byte that is not UTF-8
+OURS = ("text", "prompt", "completion", "messages", "tools")  # names that data.fields can map
 FIELDS = {
     *OURS, *CONVERSATIONS, *OF_CHATS, *PREFERENCES, "response", "instruction", "input", "output", "question", "answer", "content",
     "context", "history", "system_prompt",
@@ -55,28 +53,28 @@ FIELDS = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Text:
-    """A document: what is read but not learnt, and the text to learn."""
+    """A document: a prompt that is not trained on, and the text that is."""
 
     prompt: str
     text: str
 
     @property
     def n_chars(self) -> int:
-        """Its length."""
+        """Length in characters."""
         return len(self.prompt) + len(self.text)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NotUtf8:
-    """What was read instead of a record, or of a document: bytes that are no text."""
+    """Stands for a record or document that is not valid UTF-8."""
 
-    line: int  # of the text, from 1, in which the first of them is
-    before: str  # the text before it, in its line
+    line: int  # of the first bad byte, from 1
+    before: str  # text before the byte, in its line
     byte: int
 
     @classmethod
     def of(cls, text: str) -> "NotUtf8 | None":
-        """Look into a text that was read with "surrogateescape"; None if all of it is UTF-8."""
+        """Check a text that was decoded with "surrogateescape"; None if it is valid UTF-8."""
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
@@ -90,7 +88,7 @@ class NotUtf8:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TooManyCells:
-    """What was read instead of a record: a row of CSV with more cells than its header."""
+    """Stands for a CSV row with more cells than the header."""
 
     cells: int
     names: int
@@ -104,14 +102,14 @@ Document = Text | Chat
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Reading:
-    """What a record says, and which of its fields are not read."""
+    """The document of a record, and the record's unused fields."""
 
     document: Document
     unread: tuple[str, ...] = ()
 
 
 def document_of(record: Any, names: Sequence[str] = ()) -> Document | None:
-    """The document of a record; None if it has no form that is known, or cannot be used (see docs/data.md)."""
+    """Return the document of a record; None if its form is unknown or it cannot be used (see docs/data.md)."""
     try:
         return reading_of(record, names).document
     except UnusableRecordError:
@@ -119,13 +117,13 @@ def document_of(record: Any, names: Sequence[str] = ()) -> Document | None:
 
 
 def reading_of(record: Any, names: Sequence[str] = (), *, chat: bool = False) -> Reading:
-    """Read a record.
+    """Parse a record into a document.
 
-    ``names``: as ``data.fields`` has them, ``prompt=instruction``; a record that lacks all of these is read without them. ``chat``:
-    what is asked and answered is a conversation, as ``data.prompts`` says it.
+    ``names``: as in ``data.fields``, like ``prompt=instruction``; ignored for a record that has none of these fields. ``chat``:
+    prompt and completion become a conversation, as ``data.prompts`` sets it.
 
     Raises:
-        UnusableRecordError: It has no form that is known, or says what cannot be trained on.
+        UnusableRecordError: Its form is unknown, or it cannot be trained on.
     """
     if isinstance(record, NotUtf8 | TooManyCells):
         raise UnusableRecordError(str(record))
@@ -145,13 +143,13 @@ def reading_of(record: Any, names: Sequence[str] = (), *, chat: bool = False) ->
 
 
 def _read(record: Mapping[str, Any], *, chat: bool) -> tuple[Document, tuple[str, ...]] | None:
-    """The document of a record, and the fields that say it, in lower case; None: it has no form that is known."""
+    """Return a record's document and the fields used, in lower case; None if its form is unknown."""
     if all(map(record.get, PREFERENCES)):
         raise UnusableRecordError(
-            f"it has {' and '.join(map(repr, PREFERENCES))}, and preferences are not trained on; keep one answer"
+            f"it has {' and '.join(map(repr, PREFERENCES))}, but preference pairs are not supported; keep one answer"
         )
     if other := next((name for name in NOT_TEXT if record.get(name)), ""):
-        raise UnusableRecordError(f"it has {other!r}, and only text can be trained on")
+        raise UnusableRecordError(f"it has {other!r}, but only text can be trained on")
     for name in CONVERSATIONS:
         if (turns := list_of(record.get(name))) is not None:
             return chat_of(turns, record), (name, *OF_CHATS)
@@ -162,7 +160,7 @@ def _read(record: Mapping[str, Any], *, chat: bool) -> tuple[Document, tuple[str
 
 
 def _chat_of(record: Mapping[str, Any]) -> tuple[Chat, tuple[str, ...]] | None:
-    """As ``_text_of``, with what is asked and answered as a conversation."""
+    """As ``_text_of``, but return prompt and completion as a conversation."""
     small = {name.lower(): value for name, value in record.items()}
     for question, answer, context in ASKED:
         asked, answered = small.get(question), small.get(answer)
@@ -175,7 +173,7 @@ def _chat_of(record: Mapping[str, Any]) -> tuple[Chat, tuple[str, ...]] | None:
 
 
 def _text_of(record: Mapping[str, Any]) -> tuple[Text, tuple[str, ...]] | None:
-    """As ``_read``, of a record that is no conversation; names of its fields may be in any case."""
+    """As ``_read``, for a record that is not a conversation; the case of field names does not matter."""
     small = {name.lower(): value for name, value in record.items()}
     lead = small.get("system") or small.get("system_prompt") or ""
     before = f"{lead}{APART}" if lead and isinstance(lead, str) else ""
@@ -197,7 +195,7 @@ def _text_of(record: Mapping[str, Any]) -> tuple[Text, tuple[str, ...]] | None:
 
 
 def _alpaca(record: Mapping[str, Any], instruction: str, context: Any, answer: str) -> Text:
-    """A record of Alpaca's fields: its system text stands for the sentence that begins a prompt, and earlier turns come first."""
+    """Return an Alpaca record as text; its system text replaces the first sentence, earlier turns come first."""
     if not isinstance(context, str):
         raise UnusableRecordError(f"its input is {short(str(context))}, not text")
     system = record.get("system") or record.get("system_prompt")
@@ -210,7 +208,7 @@ def _alpaca(record: Mapping[str, Any], instruction: str, context: Any, answer: s
 
 
 def _history(record: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The earlier questions and answers of a record of Alpaca's fields."""
+    """Return the earlier questions and answers of an Alpaca record."""
     turns = record.get("history") or []
     pairs = list_of(turns)
     if pairs is None or not all(isinstance(pair, list) and list(map(type, pair)) == [str, str] for pair in pairs):
@@ -219,7 +217,7 @@ def _history(record: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def fields_of(record: Any) -> str:
-    """Name the fields that a record has, as a clause."""
+    """Return a clause that names the fields of a record."""
     if not isinstance(record, dict):
         return "it is not a JSON object"
     names = [name for name in map(str, record) if name]
@@ -236,7 +234,7 @@ DELIMITERS = ",;\t"
 
 
 class NotWholeError(OSError):
-    """A file that is not what it began as, or breaks off."""
+    """A truncated or malformed file."""
 
 
 def items_of(text: TextIO) -> Iterator[Json | NotUtf8]:
@@ -259,20 +257,20 @@ def items_of(text: TextIO) -> Iterator[Json | NotUtf8]:
 
 
 class _Items:
-    """The text of an array that has not been read as items yet."""
+    """Reads the items of a JSON array one by one from a text stream."""
 
     def __init__(self, text: TextIO) -> None:
         self.text, self.rest = text, ""
 
     def peek(self) -> str:
-        """Return the next character that is no blank, with which ``rest`` then begins; '' at the end."""
+        """Return the next non-blank character, at which ``rest`` then begins; '' at the end."""
         while not (rest := self.rest.lstrip(BLANKS)) and (more := self.text.read(CHUNK)):
             self.rest = more
         self.rest = rest
         return rest[:1]
 
     def take(self, number: int) -> Json | NotUtf8:
-        """Return the item that comes next."""
+        """Return the next item."""
         decoder = json.JSONDecoder()
         self.peek()
         while True:
@@ -280,7 +278,7 @@ class _Items:
                 item, end = decoder.raw_decode(self.rest)
             except (ValueError, RecursionError):
                 end = len(self.rest)
-            if end < len(self.rest):  # else it may go on
+            if end < len(self.rest):  # else the item may continue in the next chunk
                 read, self.rest = self.rest[:end], self.rest[end:]
                 return NotUtf8.of(read) or item
             if not (more := self.text.read(max(CHUNK, len(self.rest)))):
@@ -289,7 +287,8 @@ class _Items:
 
 
 def rows_of_csv(text: TextIO) -> Iterator[tuple[int, Json | NotUtf8 | TooManyCells]]:
-    """Yield the line that each row begins in, from 1, and its fields by the names in the first row."""
+    """Yield the first line of each row, from 1, and the row as a dict by the header's names."""
+    # The default limit of 128 KiB would refuse long texts.
     csv.field_size_limit(sys.maxsize)
     first = text.readline()
     lines = csv.reader(itertools.chain([first], text), delimiter=max(DELIMITERS, key=first.count), strict=True)

@@ -1,7 +1,7 @@
-"""Which attention a model uses, what it is told of packed documents, and the check that it must pass on each rank before the first step.
+"""Choose the attention implementation, give it the ends of documents, and check it before step 1.
 
-transformers makes a block mask for sdpa and eager where positions restart. With flash-attn it would do so only for one sequence at a time,
-after looking at every layer (which waits for the device): the kernels are told where documents end instead.
+For sdpa and eager, transformers builds a block mask where positions restart. For flash-attn it would do so only for one sequence at a
+time, after inspecting positions in every layer (which synchronizes with the device), so the kernels get the ends of documents instead.
 
 Shape suffixes: B sequences, H heads, S positions, T positions attended to, D size of a head, V vocabulary.
 """
@@ -32,9 +32,9 @@ SDPA = "sdpa"
 
 
 class Kernel(NamedTuple):
-    """An implementation that is told where documents end, and needs no mask: it runs on CUDA, in BF16."""
+    """An implementation for CUDA and BF16 that takes the ends of documents instead of a mask."""
 
-    package: str  # that it comes from; "": torch
+    package: str  # that provides it; "": torch
     capabilities: range  # the major numbers of CUDA devices
 
 
@@ -48,12 +48,12 @@ KNOWS_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torc
 
 
 def candidates(choice: str) -> tuple[str, ...]:
-    """Return the implementations to try, in this order; ``choice``: one of them, or auto."""
+    """Return the implementations to try, in order; ``choice``: an implementation, or auto."""
     return (*KERNELS, SDPA) if choice == "auto" else (choice,)
 
 
 def flash_lack(name: str, device: torch.device, dtype: torch.dtype) -> str:
-    """Say what an implementation lacks here; "" if nothing."""
+    """Return why an implementation cannot be used here, or ""."""
     if name not in KERNELS:
         return ""
     package, capabilities = KERNELS[name]
@@ -87,7 +87,7 @@ def attend_varlen(
     max_length_q: int,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Attend with torch's own kernel, in the form that transformers calls; returns (B, S, H, D).
+    """Compute attention with torch's varlen kernel, through transformers' interface; return (B, S, H, D).
 
     ``cu_seq_lens_q``: where documents end in the flattened batch, after a 0 (int32); ``max_length_q``: the longest.
     """
@@ -102,13 +102,13 @@ def attend_varlen(
 
 
 AttentionInterface.register(VARLEN, attend_varlen)
-AttentionMaskInterface.register(VARLEN, lambda *_, **__: None)  # it needs none
+AttentionMaskInterface.register(VARLEN, lambda *_, **__: None)  # it takes no mask
 
 
 def model_inputs(batch: Batch, attention: str, *, is_split: bool = False) -> dict[str, Any]:
-    """Return the model's arguments for a batch; ``attention``: its implementation.
+    """Return the model's forward arguments for a batch; ``attention``: the implementation.
 
-    ``is_split``: a rank's hidden states are a part of the sequence, from which transformers would take positions and mask.
+    ``is_split``: a rank holds a part of the sequence, from which transformers would derive wrong positions and a wrong mask.
     """
     inputs: dict[str, Any] = {"input_ids": batch.ids_BS}
     positions_BS = batch.positions_BS
@@ -127,28 +127,28 @@ def model_inputs(batch: Batch, attention: str, *, is_split: bool = False) -> dic
 
 
 def document_mask(positions_BS: Tensor) -> Tensor:
-    """Return which positions each position attends to, (B, 1, S, T): those before it in its document; each 0 begins one."""
+    """Return the causal mask within documents, (B, 1, S, T); a document begins at each position 0."""
     document_BS = (positions_BS == 0).cumsum(-1)
     same_BST = document_BS[:, :, None] == document_BS[:, None, :]
     return same_BST.tril()[:, None]
 
 
 def _added(mask_B1ST: Tensor) -> Tensor:
-    """Return what eager attention adds to its scores."""
+    """Return the additive form of a mask, for eager attention."""
     return torch.zeros(mask_B1ST.shape, device=mask_B1ST.device).masked_fill(
         ~mask_B1ST, torch.finfo(torch.bfloat16).min
     )
 
 
 def mask_bytes(attention: str, n_sequences: int, length: int) -> int:
-    """Return the size of the mask that keeps documents apart, (B, 1, S, S) of a byte each; 0 if there is none."""
+    """Return the bytes of the document mask, (B, 1, S, S) at a byte each; 0 if the implementation needs none."""
     return 0 if attention in KERNELS else n_sequences * length * length
 
 
 LARGE_MASK_GIB = 1.0
-LENGTHS = (48, 16, 64)  # of the documents
+LENGTHS = (48, 16, 64)  # of the documents in the check
 VOCABULARY = 256
-KEY_HEADS, MOST_SHARING = 2, 8  # heads that share each
+KEY_HEADS, MOST_SHARING = 2, 8  # key heads, and query heads per key head
 MOST = {torch.float32: 1e-4, torch.bfloat16: 5e-2}  # difference of logits, whose standard deviation is about 1
 TINY = {
     "vocab_size": VOCABULARY,
@@ -158,7 +158,7 @@ TINY = {
 
 
 class Attention(NamedTuple):
-    """What computes attention, and what to say of it."""
+    """The chosen attention implementation and log lines about it."""
 
     name: str
     why: str
@@ -166,10 +166,10 @@ class Attention(NamedTuple):
 
 
 def choose_attention(config: Config, hf_config: PreTrainedConfig, me: Rank) -> Attention:
-    """Choose the first implementation that runs, and computes what sdpa does, on every rank.
+    """Choose the first implementation that runs and matches sdpa on every rank.
 
     Raises:
-        UserError: On every rank, if the configured one lacks something, or computes something else, on any.
+        UserError: On every rank, if the configured one is unsupported or differs from sdpa on any rank.
     """
     dtype = compute_dtype(config.parallel.numerics)
     isolated = config.data.packing == "isolated"
@@ -198,7 +198,7 @@ def choose_attention(config: Config, hf_config: PreTrainedConfig, me: Rank) -> A
 
 def _told(config: Config, name: str, difference: float) -> list[str]:
     isolated = config.data.packing == "isolated"
-    what = "packed documents are kept apart" if isolated else "it computes what sdpa does"
+    what = "packed documents are kept apart" if isolated else "it matches sdpa"
     lines = [f"attention verified on this device: {what} (logits within {difference:.1g})"]
     mask_gib = mask_bytes(name, config.training.micro_batch_size, config.data.seq_len) / 2**30
     if isolated and mask_gib >= LARGE_MASK_GIB:
@@ -209,30 +209,33 @@ def _told(config: Config, name: str, difference: float) -> list[str]:
 
 
 class BrokenError(Exception):
-    """Attention does not compute what it should."""
+    """Attention fails, or its results differ from sdpa's."""
 
 
 def check_attention(
     config: PreTrainedConfig, attention: str, device: torch.device, dtype: torch.dtype, *, isolated: bool
 ) -> float:
-    """Compare packed documents through one small layer with heads of the model's size, with the same documents alone through sdpa.
+    """Compare packed documents in one small layer with the same documents computed alone by sdpa.
 
-    ``isolated``: whether documents that share a sequence do not attend to each other; else it is compared with one text.
+    The layer has heads of the model's size. ``isolated``: documents that share a sequence do not attend to each other; otherwise the
+    reference is one text.
 
     Returns the largest difference of the logits.
     """
     generator = torch.Generator().manual_seed(0)
     ids_BS = torch.randint(0, VOCABULARY, (1, sum(LENGTHS)), generator=generator).to(device)
     positions_BS = torch.cat([torch.arange(length) for length in LENGTHS])[None].to(device)
+    # fork_rng: the check must not advance the run's random numbers.
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.enable_grad():
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(_small(config)).to(device, dtype).eval()
+        # Gives logits a standard deviation of about 1, which the tolerances assume.
         torch.nn.init.normal_(model.lm_head.weight, std=model.config.hidden_size**-0.5)
         parts = ids_BS.split(LENGTHS, 1) if isolated else [ids_BS]
         alone_BSV, right = _computed(model, [Batch(part, part) for part in parts])
         if not (alone_BSV.isfinite().all() and right.isfinite().all()):
             raise UserError(
-                "config.json: one small layer of this model computes NaN, whatever computes attention; check rope_scaling and "
+                "config.json: one small layer of this model computes NaN with any attention; check rope_scaling and "
                 "rms_norm_eps there, or download it again"
             )
         with _refusing(attention, device):
@@ -242,13 +245,13 @@ def check_attention(
     bent = float((found - right).norm() / right.norm())
     if difference <= MOST[dtype] and bent <= MOST[dtype]:
         return difference
-    fault = "packed documents attend to each other" if isolated else "it does not compute what sdpa does"
+    fault = "packed documents attend to each other" if isolated else "its results differ from sdpa's"
     found_out = f"logits differ by {difference:.2g}, gradients by {100 * bent:.2g}%"
     raise BrokenError(f"with {attention} on {device.type} {fault} ({found_out})")
 
 
 def _small(config: PreTrainedConfig) -> PreTrainedConfig:
-    """A model of one layer, with heads of the size of this one's."""
+    """Return the config of a one-layer model with heads of the same size."""
     small, each = copy.deepcopy(config), min(MOST_SHARING, config.num_attention_heads // config.num_key_value_heads)
     heads = {"num_key_value_heads": KEY_HEADS, "num_attention_heads": KEY_HEADS * each}
     small.update(TINY | heads | {"hidden_size": head_dim(config) * KEY_HEADS * each})
@@ -257,7 +260,7 @@ def _small(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def _computed(model: PreTrainedModel, batches: Sequence[Batch]) -> tuple[Tensor, Tensor]:
-    """The logits of batches, one after the other, and the gradients of attention's weights, flat."""
+    """Return the concatenated logits of batches, and the flat gradient of attention's weights."""
     logits_BSV: Tensor = torch.cat([
         model(**model_inputs(batch, model.config._attn_implementation), use_cache=False).logits.float() for batch in batches
     ], 1)  # fmt: skip

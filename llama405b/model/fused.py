@@ -1,6 +1,7 @@
-"""RMSNorm in one kernel, and a SwiGLU that keeps two tensors, instead of transformers' own: less memory traffic, and less that is kept.
+"""RMSNorm in one kernel, and a SwiGLU that saves only two tensors.
 
-Each is used only where a check on the device finds that it computes what it should. Knows transformers' modules; not sharding or files.
+Both need less memory traffic and activation memory than transformers' own. Each is used only if a check on the device finds it
+accurate. Knows transformers' modules; not sharding or files.
 
 Shape suffixes: T tokens (B and S, flat or not), h hidden size, f intermediate size.
 """
@@ -17,20 +18,20 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from llama405b.model.llama import llama_name
 
-TOKENS, MOST_WIDE = 64, 512  # of what is checked: tokens, and features of the MLP
-WORSE = 1.5  # times the rounding errors of transformers' own
-ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 1e-3}  # an error that is no fault, relative
+TOKENS, MOST_WIDE = 64, 512  # size of the check: tokens, and features of the MLP
+WORSE = 1.5  # allowed ratio to the rounding error of transformers' own
+ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 1e-3}  # relative errors that are always allowed
 
 Forward = Callable[[Any, Tensor], Tensor]
 
 
 def norm(module: LlamaRMSNorm, x_Th: Tensor) -> Tensor:
-    """Be the forward of ``LlamaRMSNorm``: rounds once, where that rounds before and after the weight."""
+    """Replace the forward of ``LlamaRMSNorm``; rounds once instead of before and after the weight."""
     return functional.rms_norm(x_Th, (x_Th.size(-1),), module.weight, module.variance_epsilon)
 
 
 def mlp(module: LlamaMLP, x_Th: Tensor) -> Tensor:
-    """Be the forward of ``LlamaMLP``: keeps what the gate and up projections return, and nothing that is computed from them."""
+    """Replace the forward of ``LlamaMLP``; saves only the outputs of the gate and up projections."""
     weight_hf = module.down_proj.weight
     product_Tf = _SwiGLU.apply(module.gate_proj(x_Th), module.up_proj(x_Th), weight_hf)
     out_Th: Tensor = _Down.apply(product_Tf, weight_hf)
@@ -38,7 +39,10 @@ def mlp(module: LlamaMLP, x_Th: Tensor) -> Tensor:
 
 
 class _SwiGLU(torch.autograd.Function):
-    """silu(gate) * up (arXiv 2002.05202). Keeps for ``_Down``, too, so that recomputation has all, and ends, before its product."""
+    """silu(gate) * up (arXiv 2002.05202).
+
+    Saves for ``_Down``, too, so that recomputation can stop before its product.
+    """
 
     @staticmethod
     def forward(ctx: Any, gate_Tf: Tensor, up_Tf: Tensor, weight_hf: Tensor) -> Tensor:
@@ -48,17 +52,18 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
         [gradient_Tf] = gradients
-        gate_Tf, up_Tf, silu_Tf = ctx.unpacked  # activation checkpointing gives back once what was kept
-        del ctx.unpacked  # the graph lives longer
+        gate_Tf, up_Tf, silu_Tf = ctx.unpacked  # activation checkpointing unpacks saved tensors only once
+        del ctx.unpacked  # frees the tensors; the graph lives longer
         gate = torch.ops.aten.silu_backward(gradient_Tf * up_Tf, gate_Tf)
         return gate, gradient_Tf * silu_Tf, None
 
 
 class _Down(torch.autograd.Function):
-    """The down projection, which computes its input again in the backward."""
+    """The down projection, which recomputes its input in the backward."""
 
     @staticmethod
     def forward(ctx: Any, product_Tf: Tensor, weight_hf: Tensor) -> Tensor:
+        # The graph node of _SwiGLU: the backward reads its saved tensors, so that nothing is saved twice.
         ctx.keeper = product_Tf.grad_fn
         return functional.linear(product_Tf, weight_hf)
 
@@ -76,12 +81,14 @@ FORWARDS: dict[str, tuple[type[nn.Module], Forward]] = {"RMSNorm": (LlamaRMSNorm
 
 
 def lack(name: str, config: PreTrainedConfig, device: torch.device, dtype: torch.dtype) -> str:
-    """Say why one of ``FORWARDS`` is not used for a model on this device; "": it is.
+    """Return why one of ``FORWARDS`` cannot be used for a model on this device, or "".
 
-    On random input, its result and gradients must be as near to those in FP64 as transformers' own are, but for ``WORSE``.
+    On random input, its result and gradients must be as close to FP64 as transformers' own, up to a factor ``WORSE``.
     """
-    if name == "SwiGLU" and (config.hidden_act != "silu" or getattr(config, "mlp_bias", False)):  # a Llama alone has it
-        return "this model's MLP is another"
+    if name == "SwiGLU" and (
+        config.hidden_act != "silu" or getattr(config, "mlp_bias", False)
+    ):  # mlp_bias: in Llama configs only
+        return "this model's MLP is not a SwiGLU without biases"
     kind, fused = FORWARDS[name]
     small = LlamaConfig(hidden_size=config.hidden_size, intermediate_size=min(config.intermediate_size, MOST_WIDE))
     generator = torch.Generator().manual_seed(0)
@@ -96,7 +103,7 @@ def lack(name: str, config: PreTrainedConfig, device: torch.device, dtype: torch
     )
     try:
         found = _computed(fused, module.to(dtype), x_Th)
-    except Exception as error:  # noqa: BLE001 - a kernel raises what it likes
+    except Exception as error:  # noqa: BLE001 - a kernel may raise any exception
         return f"it fails on {device.type} ({' '.join(str(error).split())[:200]})"
     for mine, theirs, right in zip(found, usual, exact, strict=True):
         own, allowed = (float((each.double() - right).norm() / right.norm()) for each in (mine, theirs))
@@ -106,7 +113,7 @@ def lack(name: str, config: PreTrainedConfig, device: torch.device, dtype: torch
 
 
 def _computed(forward: Forward, module: nn.Module, x_Th: Tensor) -> list[Tensor]:
-    """Return what a forward returns, and the gradients of its sum of squares by input and weights."""
+    """Return a forward's output and the gradients of its sum of squares by input and weights."""
     x_Th = x_Th.detach().requires_grad_()
     with torch.enable_grad():
         out_Th = forward(module, x_Th)
@@ -114,7 +121,7 @@ def _computed(forward: Forward, module: nn.Module, x_Th: Tensor) -> list[Tensor]
 
 
 def fuse(model: nn.Module, name: str) -> None:
-    """Have a model's modules compute so. Call it after sharding."""
+    """Replace the forwards of a model's modules by the fused one. Call after sharding."""
     kind, fused = FORWARDS[name]
     for module in model.modules():
         if llama_name(module, model.config) == kind.__name__:

@@ -1,10 +1,10 @@
-"""The head and the loss: of the logits of all words at once, or of some words at a time.
+"""The output head and the loss: cross-entropy over the whole vocabulary, or in chunks of it.
 
-All logits take 14 bytes of each token and word: they are rounded, widened, and have a gradient of either kind. In parts (``PART`` words)
-none of that is ever there for all words: the forward keeps a sum of exponentials for each token, and the backward computes the parts
-again. The gradient of a part of the weight is one product of all tokens, as it is of the whole.
+Full logits take 14 bytes per token and vocabulary entry: they are rounded, widened, and have both gradients. In chunks (``PART`` entries)
+they never exist for the whole vocabulary: the forward keeps a log-sum-exp for each token, and the backward recomputes each chunk. The
+weight gradient of a chunk is still one matrix product over all tokens, as for the whole weight.
 
-Shape suffixes: B sequences, S positions, T tokens (B S), h hidden size, V vocabulary, or a rank's part of it, W words of a part.
+Shape suffixes: B sequences, S positions, T tokens (B S), h hidden size, V vocabulary or a rank's part of it, W entries of a chunk.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,27 +23,27 @@ PART = LOSS_PART
 
 
 class HeadLoss(Protocol):
-    """How a model's last product becomes a loss."""
+    """Computes the loss from a model's head."""
 
     def nll(self, run: Callable[[], Tensor], targets_BS: Tensor) -> Tensor:
-        """Return the negative log-likelihood of targets, summed, in nats; ``run`` computes the model, and returns what its head does."""
+        """Return the summed NLL of targets in nats; ``run``: runs the model, returns its head's output."""
 
 
 class OfLogits:
-    """Of all logits."""
+    """Cross-entropy over the full logits."""
 
     def nll(self, run: Callable[[], Tensor], targets_BS: Tensor) -> Tensor:
-        """See ``HeadLoss``; computed in FP32, or more if the logits are."""
+        """See ``HeadLoss``. Computed in FP32, or wider if the logits are."""
         logits = run().flatten(0, 1)
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return F.cross_entropy(wide, targets_BS.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
 
 
 class OfParts:
-    """Of some words' logits at a time. The model's head then returns the loss: it is in the head that FSDP has the weight."""
+    """Cross-entropy in vocabulary chunks, computed in the head, as FSDP gathers the weight only there."""
 
     def __init__(self, head: nn.Linear) -> None:
-        """Have a head compute the loss while there are targets; else it returns logits, as ever."""
+        """Replace the head's forward: it computes the loss while targets are set, and logits otherwise."""
         self.head, self.targets_BS = head, None
         self.logits, head.forward = head.forward, self._forward
 
@@ -60,7 +60,7 @@ class OfParts:
         weight_Vh, targets_T = self.head.weight, self.targets_BS.flatten()
         if not isinstance(weight_Vh, DTensor):
             return nll_of_parts(hidden_BSh.flatten(0, 1), weight_Vh, targets_T)
-        mesh = weight_Vh.device_mesh  # of tensor parallelism: each rank has some of the words
+        mesh = weight_Vh.device_mesh  # tensor parallel: each rank has a part of the vocabulary
         assert isinstance(hidden_BSh, DTensor)
         hidden_Th = hidden_BSh.to_local(grad_placements=[Partial()]).flatten(0, 1)
         first = mesh.get_local_rank() * weight_Vh.to_local().shape[0]
@@ -69,7 +69,7 @@ class OfParts:
 
 
 class OfOwn:
-    """Of all logits, by a function of the user's: (T, V) in FP32 or more, and targets (T), to a sum over tokens."""
+    """The user's loss function: full logits (T, V) in FP32 or wider, and targets (T), to a sum over tokens."""
 
     def __init__(self, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
         self.loss = loss
@@ -80,9 +80,9 @@ class OfOwn:
 
 
 def loss_of(kind: LossOf, head: nn.Linear | None, own: Callable[[Tensor, Tensor], Tensor] | None = None) -> HeadLoss:
-    """Return how a head's loss is computed; without a head, as in the first stage of a pipeline, there is none to compute.
+    """Return the loss of a head. Without a head, as in early pipeline stages, it is never computed.
 
-    ``own``: by the user's function.
+    ``own``: the user's loss function.
     """
     if own:
         return OfOwn(own)
@@ -92,16 +92,16 @@ def loss_of(kind: LossOf, head: nn.Linear | None, own: Callable[[Tensor, Tensor]
 def nll_of_parts(
     hidden_Th: Tensor, weight_Vh: Tensor, targets_T: Tensor, first: int = 0, group: dist.ProcessGroup | None = None
 ) -> Tensor:
-    """Return the negative log-likelihood of targets, summed, in nats; in FP32, or more if the hidden states are.
+    """Return the summed NLL of targets in nats, in FP32, or wider if the hidden states are.
 
-    ``group``: of the ranks that have other words; ``first``: the number of this rank's first one.
+    ``group``: the ranks that share the vocabulary; ``first``: the index of this rank's first entry.
     """
     found: Tensor = _Nll.apply(hidden_Th, weight_Vh, targets_T - first, targets_T != IGNORE_INDEX, group)
     return found
 
 
 class _Nll(torch.autograd.Function):
-    """See ``nll_of_parts``; targets are by this rank's own numbers of words."""
+    """See ``nll_of_parts``; targets are indices into this rank's part of the vocabulary."""
 
     @staticmethod
     def forward(
@@ -122,11 +122,12 @@ class _Nll(torch.autograd.Function):
             right_T = torch.where(here_T, logits_TW.gather(1, word_T1)[:, 0], right_T)
             before_T, most_T = most_T, torch.maximum(most_T, logits_TW.amax(1))
             total_T = total_T * (before_T - most_T).exp() + logits_TW.sub_(most_T[:, None]).exp_().sum(1)
-            del logits_TW  # before there are those of the next part
+            del logits_TW  # free before the next chunk allocates its own
         if group:
             before_T = most_T.clone()
             dist.all_reduce(most_T, dist.ReduceOp.MAX, group)
             sums_2T = torch.stack([total_T * (before_T - most_T).exp(), right_T])
+            # One collective for both. A target logit is 0 on the ranks that do not have the target.
             dist.all_reduce(sums_2T, group=group)
             total_T, right_T = sums_2T
         log_sum_T = most_T + total_T.log()
@@ -153,12 +154,12 @@ class _Nll(torch.autograd.Function):
 
 
 def _parts(weight_Vh: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Yield parts of a weight, and the number of the first word of each."""
+    """Yield the first index of each vocabulary chunk, and its part of the weight."""
     for start in range(0, weight_Vh.shape[0], PART):
         yield start, weight_Vh[start : start + PART]
 
 
 def _targets_in(targets_T: Tensor, start: int, size: int) -> tuple[Tensor, Tensor]:
-    """Return each token's target by its number among some words, and whether it is one of them; else the number is any."""
+    """Return each target's index in a chunk (clamped), (T, 1), and whether it is in the chunk, (T)."""
     word_T = targets_T - start
-    return word_T.clamp(0, size - 1)[:, None], (word_T >= 0) & (word_T < size)  # without waiting for the device
+    return word_T.clamp(0, size - 1)[:, None], (word_T >= 0) & (word_T < size)  # without synchronizing with the device

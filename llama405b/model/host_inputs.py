@@ -1,8 +1,8 @@
-"""Inputs of decoder layers in CPU memory: what checkpointing keeps of each between a forward and its backward.
+"""Offload the inputs of checkpointed decoder layers to CPU memory between forward and backward.
 
-An input leaves the device while its layer computes, and its memory there is given back as the next layer begins. In the backward it comes
-back one layer ahead, into one of two buffers. So a device holds two inputs, and two buffers, of however many layers. All copies are on
-one stream, and only the stream that computes waits for them. Everything is allocated before training.
+An input is copied to the host while its layer computes, and its device memory is freed when the next layer begins. The backward copies
+it back one layer ahead, into one of two buffers. So a device holds two inputs and two buffers, for any number of layers. All copies run
+on one stream, and only the compute stream waits for them. Everything is allocated before training.
 
 Shape suffixes: B sequences, S positions, h hidden size.
 """
@@ -24,19 +24,19 @@ BUFFERS = 2
 
 @dataclasses.dataclass(slots=True)
 class InputWork:
-    """What the inputs of a step's layers took."""
+    """Bytes copied and time waited for layer inputs in a step."""
 
-    input_bytes: int = 0  # that crossed, both ways
-    input_wait_s: float = 0.0  # that the device waited for them
+    input_bytes: int = 0  # copied, both ways
+    input_wait_s: float = 0.0  # the device waited for copies
 
 
 @dataclasses.dataclass(slots=True)
 class Kept:
-    """One layer's input, in CPU memory."""
+    """One layer's input in CPU memory."""
 
     slot: Tensor
-    before: "Kept | None"  # that of the layer before it, in the same forward
-    back: Tensor | None = None  # on the device again, once ``came``
+    before: "Kept | None"  # the previous layer's input, in the same forward
+    back: Tensor | None = None  # the copy on the device, complete once ``came``
     came: torch.cuda.Event | None = None
 
 
@@ -48,9 +48,9 @@ def keep_on_host(
     device: torch.device,
     pinning: Progress,
 ) -> "HostInputs":
-    """Have a model with activation checkpointing keep its layers' inputs in CPU memory.
+    """Make a model with activation checkpointing keep its layer inputs in CPU memory.
 
-    ``count``: how many wait there at most; ``shape``: of one, (B, S, h); ``dtype``: of hidden states; ``pinning`` hears of the progress.
+    ``count``: the most inputs at a time; ``shape``: of one, (B, S, h); ``dtype``: of hidden states; ``pinning``: called with progress.
 
     Raises:
         UserError: CUDA cannot pin that much.
@@ -61,12 +61,12 @@ def keep_on_host(
 
 
 class HostInputs:
-    """Keeps them for a model whose layers are wrapped for activation checkpointing."""
+    """Layer inputs in CPU memory, for a model whose layers are wrapped for activation checkpointing."""
 
     def __init__(
         self, count: int, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device, pinning: Progress
     ) -> None:
-        """Allocate memory for so many inputs at a time, each (B, S, h); ``pinning`` hears of the progress.
+        """Allocate memory for the inputs, each (B, S, h); ``pinning``: called with progress.
 
         Raises:
             UserError: CUDA cannot pin that much.
@@ -77,20 +77,22 @@ class HostInputs:
         self.free = [block.view(dtype).view(shape) for block in blocks]
         self.buffers = [torch.empty(shape, dtype=dtype, device=device) for _ in range(BUFFERS)]
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self.last: Kept | None = None  # of this forward
-        self.leaving: tuple[Tensor, torch.cuda.Event | None] | None = None  # still on the device, until it was copied
+        self.last: Kept | None = None  # input of this forward
+        self.leaving: tuple[Tensor, torch.cuda.Event | None] | None = (
+            None  # tensor still on the device, and its copy's event
+        )
         self.waits: list[tuple[Any, Any]] = []
         self.crossed = 0
 
     def attach(self, model: nn.Module) -> None:
-        """Take over what the model's wrapped layers keep."""
+        """Hook the model's wrapped layers, so that their inputs are offloaded."""
         model.register_forward_pre_hook(self._begin)
         for module in model.modules():
             if isinstance(module, CheckpointWrapper):
                 module.forward = functools.partial(self._forward, module.forward)
 
     def work(self) -> InputWork:
-        """Return what inputs took since the last call; the device must be done with it."""
+        """Return and reset the statistics since the last call; the device must have finished the step."""
         waits, self.waits = self.waits, []
         crossed, self.crossed = self.crossed, 0
         return InputWork(crossed, sum(seconds_between(*each) for each in waits))
@@ -103,7 +105,7 @@ class HostInputs:
             return forward(*args, **more)
 
     def _leave(self, saved: Tensor) -> Tensor | Kept:
-        """Copy a layer's input to CPU memory, if it is one."""
+        """Start to copy a saved tensor to CPU memory if it has the shape of a layer input."""
         if saved.shape != self.shape:
             return saved
         self._let_go()
@@ -112,13 +114,13 @@ class HostInputs:
         return kept
 
     def _let_go(self) -> None:
-        """Give back the memory of the input that left last; by then it was copied."""
+        """Wait for the copy of the latest input and free its device memory."""
         if self.leaving:
             self._wait(self.leaving[1])
         self.leaving = None
 
     def _come_back(self, kept: Tensor | Kept) -> Tensor:
-        """Return a layer's input, and begin to copy that of the layer before it."""
+        """Return a layer's input on the device, and start to copy the previous layer's."""
         if isinstance(kept, Tensor):
             return kept
         self._let_go()
@@ -132,16 +134,17 @@ class HostInputs:
         return back
 
     def _fetch(self, kept: Kept) -> None:
-        """Begin to copy an input into the buffer that was used before the last one: its layer's backward is over."""
+        """Start to copy an input into the older of the two buffers; the backward of its layer has ended."""
         buffer = self.buffers.pop(0)
         self.buffers.append(buffer)
         kept.back, kept.came = buffer, self._copy(buffer, kept.slot)
-        self.free.append(kept.slot)  # what is copied there next is copied after this
+        self.free.append(kept.slot)  # the next copy into the slot runs after this one, on the same stream
 
     def _copy(self, to: Tensor, of: Tensor) -> torch.cuda.Event | None:
-        """Copy once the stream that computes is done with both."""
+        """Start a copy after the compute stream has finished with both tensors; return its event."""
         self.crossed += of.nbytes
         if self.stream:
+            # The source must be written, and the target no longer read, before the copy starts.
             self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.no_grad(), on_stream(self.stream):
             to.copy_(of, non_blocking=True)

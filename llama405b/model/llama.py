@@ -1,8 +1,8 @@
-"""The decoder of transformers as it is trained: made on meta, with adapters, activation checkpointing, compiled layers, FP8.
+"""Prepare transformers' decoder for training: meta build, adapters, checkpointing, compile, FP8.
 
-Knows transformers' modules, and how tensor parallelism split them; not ranks, files of weights or the optimizer. FP8 (arXiv 2209.05433,
-by torchao) is of the matrix products of decoder layers: each casts its operands with one scale for each tensor, the fastest of torchao's
-recipes, so that weights, what is gathered of them, gradients, checkpoints and names stay as they are. Of adapters, see ``spec.models``.
+Knows transformers' modules and how tensor parallelism splits them; not ranks, weight files or the optimizer. FP8 (arXiv 2209.05433, by
+torchao) applies to the matrix products of decoder layers. Each casts its operands with one scale per tensor, torchao's fastest recipe;
+weights, gathered weights, gradients, checkpoints and parameter names do not change. For adapters see ``spec.models``.
 """
 
 import functools
@@ -34,30 +34,30 @@ def compute_dtype(numerics: Numerics) -> torch.dtype:
 
 
 def llama_name(module: nn.Module, config: PreTrainedConfig) -> str:
-    """Return what a module's class is called in a Llama: ``LlamaMLP`` of ``Qwen3MLP``, and of what FSDP makes of that."""
+    """Return the Llama name of a module's class: ``LlamaMLP`` for ``Qwen3MLP`` and for its FSDP subclass."""
     name, own = type(module).__name__.removeprefix("FSDP"), type(config).__name__.removesuffix("Config")
     return f"Llama{name.removeprefix(own)}" if name.startswith(own) else name
 
 
 def head_dim(config: PreTrainedConfig) -> int:
-    """Return the size of a head: not all families' configurations have it, and where it is missing or null it follows from others."""
+    """Return the size of an attention head: ``head_dim`` or, if missing or null, hidden size / heads."""
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def is_decoder_layer(module: nn.Module) -> bool:
-    """Whether a module is a decoder layer, of any family."""
+    """Return whether a module is a decoder layer of any family."""
     return type(module).__name__.endswith("DecoderLayer")
 
 
 def config_of(described: Mapping[str, Any]) -> PreTrainedConfig:
-    """Return transformers' configuration of a model that is described as in ``config.json``."""
+    """Return transformers' configuration from the contents of a ``config.json``."""
     return AutoConfig.for_model(**described)
 
 
 def read_hf_config(directory: Path, layers: int = 0) -> PreTrainedConfig:
-    """Read ``config.json``; ``layers``: cut the model down to that many decoder layers (0: all).
+    """Read ``config.json``; ``layers``: keep only this many decoder layers (0: all).
 
-    Sequences are no longer than a sliding window, so that all layers see all before, and need no mask for it.
+    Sequences are never longer than a sliding window, so sliding-window attention equals full attention and is switched off.
 
     Raises:
         UserError: transformers does not accept it, or does not know its activation.
@@ -75,7 +75,7 @@ def read_hf_config(directory: Path, layers: int = 0) -> PreTrainedConfig:
 
 
 def with_layers(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
-    """Set the number of layers, and that none has a sliding window."""
+    """Set the number of layers and switch off sliding windows; return the config."""
     config.num_hidden_layers = layers
     for name, value in (
         ("sliding_window", None),
@@ -91,7 +91,7 @@ def build_on_meta(config: PreTrainedConfig, attention: str, dtype: torch.dtype) 
     """Build the model without allocating a byte of weights.
 
     Raises:
-        UserError: It has buffers that nothing would fill: only ``restore_buffers`` does, and it knows rotary frequencies alone.
+        UserError: It has buffers that nothing would fill: ``restore_buffers`` fills only rotary frequencies.
     """
     config._attn_implementation = attention
     config.use_cache = False
@@ -100,7 +100,7 @@ def build_on_meta(config: PreTrainedConfig, attention: str, dtype: torch.dtype) 
     rotary = {name for name, module in model.named_modules() if _is_rotary(module)}
     if unknown := [name for name, _ in model.named_buffers() if name.rpartition(".")[0] not in rotary]:
         raise UserError(
-            f"--model.path: {type(model).__name__} has buffers that are in no file of weights, and would be undefined "
+            f"--model.path: {type(model).__name__} has buffers that no weight file holds, so they would be undefined "
             f"({', '.join(unknown)}); such a model cannot be trained"
         )
     model.train()
@@ -112,30 +112,33 @@ def _is_rotary(module: nn.Module) -> bool:
 
 
 def freeze(model: nn.Module, groups: Sequence[str], *, whole: bool = False) -> None:
-    """Have the parameters that ``optimizer.groups`` freezes take no gradient, or none at all. Call it before sharding."""
+    """Disable gradients of the parameters that ``optimizer.groups`` freezes, or of all. Call before sharding."""
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not whole and not is_frozen(groups, name))
 
 
 def restore_buffers(model: nn.Module, config: PreTrainedConfig, device: torch.device) -> None:
-    """Recompute the rotary frequencies, which are in no state dict, on ``device``."""
+    """Recompute the rotary frequencies on ``device``; they are in no state dict."""
     for name, module in list(model.named_modules()):
         if _is_rotary(module):
             model.get_submodule(name.rpartition(".")[0]).rotary_emb = type(module)(config).to(device)
 
 
 def tie_head(model: nn.Module) -> None:
-    """Make the head share the embedding's weight again, if the configuration says so."""
+    """Tie the head to the embedding's weight again, if the configuration says so."""
     if model.config.tie_word_embeddings:
         model.lm_head.weight = model.model.embed_tokens.weight
 
 
-PREFIXES = ("_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")  # of parameter names: this wrapper's, and FSDP1's
+PREFIXES = (
+    "_checkpoint_wrapped_module.",
+    "_fsdp_wrapped_module.",
+)  # in parameter names: of checkpoint_wrapper, and of FSDP1
 PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten._scaled_mm.default)
 
 
 def checkpoint_activations(model: nn.Module, recompute: Recompute = FULL) -> None:
-    """Have decoder layers compute activations again in the backward. Call AFTER sharding, or FSDP's units double."""
+    """Make decoder layers recompute activations in the backward. Call AFTER sharding, or FSDP's units double."""
     for parent in list(model.modules()):
         layers = [(name, each) for name, each in parent.named_children() if is_decoder_layer(each)]
         for (name, layer), kind in zip(layers, recompute.of(len(layers)), strict=True):
@@ -143,7 +146,7 @@ def checkpoint_activations(model: nn.Module, recompute: Recompute = FULL) -> Non
 
 
 def wrapped(layer: nn.Module, kind: Kind) -> nn.Module:
-    """Return a layer that computes again what its kind says."""
+    """Wrap a layer to recompute its activations in the backward, in the way that its kind says."""
     if kind == "none":
         return layer
     more: dict[str, Any] = {}
@@ -154,29 +157,29 @@ def wrapped(layer: nn.Module, kind: Kind) -> nn.Module:
 
 
 def _contexts(n_products: int) -> Any:
-    """Return torch's contexts of a layer's forward and of its recomputation."""
+    """Return torch's context managers for the forward of a layer and for its recomputation."""
     return create_selective_checkpoint_contexts(_Keeps(n_products))
 
 
 def unwrapped(name: str) -> str:
-    """Return a parameter's name without what wrappers add to it."""
+    """Return a parameter's name without the prefixes of wrappers."""
     for prefix in PREFIXES:
         name = name.replace(prefix, "")
     return name
 
 
 class _Keeps:
-    """Which operators' results one forward of a layer keeps: attention's, and those of all products but the last.
+    """Selective checkpointing policy: save the results of attention and of all matrix products but the last.
 
-    No backward needs what the last one makes, and its recomputation ends before (early stop).
+    No backward needs the result of the last product, and recomputation stops before it (early stop).
     """
 
     def __init__(self, n_products: int) -> None:
         self.n_products = n_products
-        self.seen = {False: 0, True: 0}  # products: of the forward, and of the recomputation
+        self.seen = {False: 0, True: 0}  # matrix products, by whether it is the recomputation
 
     def __call__(self, context: SelectiveCheckpointContext, op: Any, *_: Any, **__: Any) -> CheckpointPolicy:
-        """Say whether an operator's results are kept."""
+        """Return whether to save an operator's results."""
         if op in PRODUCTS:
             self.seen[context.is_recompute] += 1
             keeps = self.seen[context.is_recompute] < self.n_products
@@ -186,25 +189,25 @@ class _Keeps:
 
 
 class LoraLinear(nn.Linear):
-    """A linear layer that adds what its adapter makes of the same input."""
+    """A linear layer with a LoRA adapter on the same input."""
 
     lora_A: nn.Linear
     lora_B: nn.Linear
     scaling: float
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return W x + b + B scaling A x, scaled where it is narrow.
+        """Return W x + b + B scaling A x; scaled at the rank dimension, where the tensor is smallest.
 
-        W's product is the last one, which checkpointing then does not compute again (early stop).
+        W's product comes last, so that checkpointing does not recompute it (early stop).
         """
         added = self.lora_B(self.lora_A(x) * self.scaling)
         return super().forward(x) + added
 
 
 def add_adapters(model: nn.Module, adapter: Adapter, dtype: torch.dtype, groups: Sequence[str] = ()) -> None:
-    """Give the targets adapters of a dtype. Call it once matrices are split, and before FSDP shards them.
+    """Add adapters of a dtype to the target layers. Call after tensor parallelism, and before FSDP.
 
-    ``groups``: ``optimizer.groups``, which may freeze some.
+    ``groups``: ``optimizer.groups``, which may freeze some adapters.
     """
     for layer_name, layer in model.named_modules():
         if not is_decoder_layer(layer):
@@ -217,15 +220,16 @@ def add_adapters(model: nn.Module, adapter: Adapter, dtype: torch.dtype, groups:
 
 
 def _add(linear: nn.Linear, adapter: Adapter, dtype: torch.dtype) -> None:
-    """Make one linear layer's."""
+    """Add an adapter to one linear layer."""
     narrow, wide = (
         nn.Linear(inputs, outputs, bias=False, device="meta", dtype=dtype)
         for inputs, outputs in ((linear.in_features, adapter.rank), (adapter.rank, linear.out_features))
     )
-    if isinstance(linear.weight, DTensor):  # A is split as the matrix is by its inputs, and B by its outputs
+    if isinstance(linear.weight, DTensor):  # A is sharded like the matrix's inputs, B like its outputs
         by_inputs = linear.weight.placements == (Shard(1),)
         _place(narrow, linear.weight, Shard(1) if by_inputs else Replicate())
         _place(wide, linear.weight, Replicate() if by_inputs else Shard(0))
+    # In place: the weight keeps its name, and there is no wrapper for FSDP and checkpoints to see.
     linear.__class__ = LoraLinear
     linear.lora_A, linear.lora_B, linear.scaling = narrow, wide, adapter.alpha / adapter.rank
 
@@ -235,25 +239,26 @@ def _place(factor: nn.Linear, matrix: DTensor, placement: Placement) -> None:
     factor.weight = nn.Parameter(placed)
 
 
-COMPILERS = ("cc", "gcc", "clang")  # of C, one of which torch and Triton call
+COMPILERS = ("cc", "gcc", "clang")  # C compilers that torch and Triton call
 
 
 def compile_lack(device: torch.device) -> str:
-    """Say what this machine lacks to compile for a device; "": nothing."""
+    """Return why torch.compile cannot be used on this device, or ""."""
     if device.type == "cuda" and not find_spec("triton"):
-        return "torch.compile needs the package triton for GPUs, and it is not installed here"
+        return "torch.compile needs the package triton for GPUs, but it is not installed here"
     names = [os.environ["CC"]] if os.environ.get("CC") else COMPILERS
     if any(map(shutil.which, names)):
         return ""
-    return f"torch.compile needs a C compiler, and there is no {' or '.join(names)} here"
+    return f"torch.compile needs a C compiler, but there is no {' or '.join(names)} here"
 
 
 def compile_layers(model: nn.Module) -> None:
-    """Compile the layers' computation. Call it after sharding, and before activation checkpointing.
+    """Compile the forward of decoder layers. Call after sharding, and before activation checkpointing.
 
-    FSDP's hooks and checkpointing stay outside of the graph, which has neither a layer's name nor its number: so one serves all layers,
+    FSDP's hooks and checkpointing stay outside the graph, which has neither name nor number of a layer: one graph serves all layers,
     and parameters keep their names.
     """
+    # Cached by the class's function, so that all layers of a class share one compiled graph.
     compiled = functools.cache(functools.partial(torch.compile, fullgraph=True))
     for module in model.modules():
         if is_decoder_layer(module):
@@ -261,23 +266,21 @@ def compile_layers(model: nn.Module) -> None:
 
 
 LEAST = (8, 9)  # compute capability: Ada, Hopper, Blackwell
-MULTIPLE = 16  # of which rows and columns must be
+MULTIPLE = 16  # rows and columns must be multiples of it
 
 
 def fp8_lack(device: torch.device) -> str:
-    """Say what FP8 lacks on a device; "": nothing. A CPU emulates it."""
+    """Return why FP8 cannot be used on a device, or "". A CPU emulates it."""
     if not importlib.util.find_spec("torchao"):
         return "the package torchao is not installed; run `pip install torchao` on the hosts"
     if device.type == "cuda" and (found := torch.cuda.get_device_capability(device)) < LEAST:
         least, own = (".".join(map(str, each)) for each in (LEAST, found))
-        return (
-            f"it needs a compute capability of {least}, and {torch.cuda.get_device_name(device)} has {own}; use others"
-        )
+        return f"it needs a compute capability of {least}, but {torch.cuda.get_device_name(device)} has {own}; use newer GPUs"
     return ""
 
 
 def convert_to_fp8(model: nn.Module, device: torch.device) -> int:
-    """Have the linear layers of a model's decoder layers compute in FP8; returns how many do."""
+    """Convert the linear layers of decoder layers to FP8; return how many were converted."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     config, converted = Float8LinearConfig(emulate=device.type == "cpu"), []

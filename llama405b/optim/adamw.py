@@ -1,8 +1,10 @@
-"""AdamW: groups, its schedule, FP32 masters (the same names and shards, and no forward), and stochastic rounding to BF16.
+"""AdamW: parameter groups, learning-rate schedule, FP32 master weights, and stochastic rounding to BF16.
 
-Stochastic rounding is up or down, with the odds that make the mean right, so that updates below BF16's resolution are not lost. The odds
-come from a hash of a tensor's name, the number of an element in the whole tensor, and the step: whatever ranks hold it, and after a resume,
-an element is rounded alike. Knows parameters and step numbers; not files, flags or ranks.
+Master weights have the names and shards of the model, but no forward.
+
+Stochastic rounding goes up or down with probabilities that preserve the mean, so that updates below BF16's resolution are not lost. The
+random bits are a hash of the tensor's name, the element's index in the full tensor, and the step. An element is therefore rounded the
+same way on any number of ranks and after a resume. Knows parameters and step numbers; not files, flags or ranks.
 
 Shape suffix: C elements of a chunk.
 """
@@ -23,23 +25,23 @@ from llama405b.optim.updater import local
 from llama405b.settings.rules import Group, group_of
 from llama405b.settings.schema import Numerics, Optimizer, Parallel
 
-LOW = 0xFFFF  # the bits of FP32 that BF16 has not
+LOW = 0xFFFF  # mantissa bits of FP32 that BF16 drops
 GOLDEN = -1640531527  # 2^32 over the golden ratio, as an int32
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Elements:
-    """Which elements of a whole tensor a rank has: some of its rows, and of each some columns."""
+    """The elements of a full tensor that this rank has: a range of rows and, of each row, a range of columns."""
 
-    key: int  # of the tensor, 32 bits
+    key: int  # identifies the tensor: 32 bits of its name
     row: int = 0
     column: int = 0
-    width: int = 1  # of a row here
-    whole: int = 1  # of a row of the whole tensor
+    width: int = 1  # elements in a row of the local shard
+    whole: int = 1  # elements in a row of the full tensor
 
     @classmethod
     def of(cls, name: str, parameter: nn.Parameter) -> "Elements":
-        """Return this rank's of a parameter, which has this name in the checkpoint."""
+        """Return the elements of a parameter that this rank has; ``name`` is its name in the checkpoint."""
         shape, begin = tuple(parameter.shape), (0,) * parameter.dim()
         local = shape
         if isinstance(parameter, DTensor):
@@ -48,7 +50,7 @@ class Elements:
         return cls(zlib.crc32(name.encode()), begin[0], column, math.prod(local[1:]), math.prod(shape[1:]))
 
     def numbers(self, first: int, last: int, device: torch.device) -> Tensor:
-        """Return the numbers, in the whole tensor, of elements by their place here; int32, which may wrap."""
+        """Return the indices in the full tensor of local elements ``first`` to ``last``, as int32 that may wrap around."""
         own_C = torch.arange(first, last, device=device)
         if self.width == self.whole:
             return own_C.add_(self.row * self.whole).to(torch.int32)
@@ -57,15 +59,15 @@ class Elements:
 
 
 class Dice:
-    """The odds of a chunk of elements in one step: 16 bits for each of three tensors, weights and two moments."""
+    """Random bits for one chunk of elements in one step: 16 bits for each of three tensors (weights and two moments)."""
 
     def __init__(self, elements: Elements, first: int, last: int, step: Tensor) -> None:
-        """``step``: a number on the device of the elements, which nobody waits for."""
+        """``step``: the step number as a tensor on the device of the elements, so that the host does not wait for it."""
         mixed_C = _hashed(elements.numbers(first, last, step.device) ^ _int32(elements.key))
         self.bits_C = _hashed(mixed_C ^ _hashed(step.to(torch.int32)))
 
     def round_(self, to_C: Tensor, wide_C: Tensor) -> None:
-        """Write FP32 values as BF16, rounded; each call uses other bits."""
+        """Round FP32 values stochastically to BF16; each call uses fresh bits."""
         raised_C = wide_C.view(torch.int32) + (self.bits_C & LOW)
         to_C.copy_((raised_C & ~LOW).view(torch.float32))
         self.bits_C = _hashed(self.bits_C + GOLDEN)
@@ -73,6 +75,7 @@ class Dice:
 
 def _hashed(x_C: Tensor) -> Tensor:
     """Mix 32 bits (Wellons' lowbias32: shifts by 16, 15, 16 and two products)."""
+    # PyTorch shifts int32 arithmetically, so the masks clear the copies of the sign bit.
     x_C = x_C ^ ((x_C >> 16) & 0xFFFF)
     x_C = x_C * 0x7FEB352D
     x_C = x_C ^ ((x_C >> 15) & 0x1FFFF)
@@ -81,16 +84,16 @@ def _hashed(x_C: Tensor) -> Tensor:
 
 
 def _int32(number: int) -> int:
-    """Return 32 bits as a signed number."""
+    """Return the low 32 bits of a number as a signed int32."""
     number &= 0xFFFFFFFF
     return number - (1 << 32) if number >= 1 << 31 else number
 
 
 def master_model(model: nn.Module, parallel: Parallel) -> nn.Module:
-    """Return the module whose parameters are the weights as they are kept: ``model``, or FP32 masters on the meta device.
+    """Return the module whose parameters are the stored weights: ``model``, or FP32 masters on the meta device.
 
-    In pure BF16 only norms have masters, beside the model's other parameters: their weights are about 1, where BF16 would lose
-    every update at usual learning rates. ``model``: sharded by FSDP2, and not yet wrapped for activation checkpointing.
+    In pure BF16 only norms have masters; all other parameters are the model's own. Norm weights are near 1, where BF16 would lose
+    every update at usual learning rates. ``model``: sharded by FSDP2 and not yet wrapped for activation checkpointing.
     """
     if parallel.offload != "optimizer" and not parallel.in_bf16:
         return model
@@ -110,27 +113,28 @@ def master_model(model: nn.Module, parallel: Parallel) -> nn.Module:
 
 
 def is_norm(name: str) -> bool:
-    """Whether a parameter is a norm's, by its name: FSDP1 leaves flat pieces, so the number of dimensions does not help."""
+    """Return whether a parameter belongs to a norm, by its name: FSDP1 flattens parameters, so their dimensions do not tell."""
     return "norm" in name
 
 
 def master_pairs(model: nn.Module, master: nn.Module) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
-    """Yield each weight of the model that has a master, with it."""
+    """Yield ``(weight, master)`` for each weight of the model that has a master."""
     of = {unwrapped(name): master for name, master in master.named_parameters()}
     for name, weight in model.named_parameters():
         if (master := of[unwrapped(name)]) is not weight:
             yield weight, master
 
 
-CHUNK = (
-    1 << 20
-)  # elements of rounded moments that pass through FP32 at a time; a multiple of 16, or the last bits differ
-REST = Group("")  # what is in none that was written
+CHUNK = 1 << 20  # elements converted to FP32 at a time; a multiple of 16, or the last bits differ
+REST = Group("")  # for parameters that no configured group matches
 State = dict[str, Tensor]  # of one parameter: step, exp_avg, exp_avg_sq
 
 
 def build_optimizer(model: nn.Module, config: Optimizer) -> torch.optim.AdamW:
-    """Build fused AdamW over the shards, on the CPU if they are offloaded. Matrices decay, vectors do not, unless a group says so."""
+    """Build fused AdamW over the shards (on the CPU if offloaded).
+
+    Weight decay applies to matrices and not to vectors, unless a configured group says otherwise.
+    """
     apart = [Group.read(text) for text in config.groups]
     members: dict[tuple[float, float, bool], list[nn.Parameter]] = {
         (config.weight_decay, 1.0, False): [],
@@ -149,7 +153,7 @@ def build_optimizer(model: nn.Module, config: Optimizer) -> torch.optim.AdamW:
 
 
 def trained(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters that are not frozen, by name."""
+    """Return the trainable parameters by name."""
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
@@ -157,8 +161,8 @@ def lr_at(step: int, total_steps: int, config: Optimizer) -> float:
     """Return the learning rate of a step, counted from 1.
 
     Warmup is linear from 0; then ``min_lr + (lr - min_lr) * f``, where f falls from 1 to 0 at ``total_steps`` as the
-    half cosine of Loshchilov & Hutter (arXiv 1608.03983) or a line, or stays 1; or, with wsd, stays 1 until the last steps, in which
-    it is 1 minus the root of the share of them that is over (arXiv 2405.18392).
+    half cosine of Loshchilov & Hutter (arXiv 1608.03983) or a line, or stays 1. With wsd, f stays 1 until the decay
+    steps at the end; there it is 1 minus the square root of the fraction of decay steps taken (arXiv 2405.18392).
     """
     warmup = config.warmup_steps(total_steps)
     if step <= warmup:
@@ -177,14 +181,14 @@ def lr_at(step: int, total_steps: int, config: Optimizer) -> float:
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Set the learning rate from the next update on, of each group times its factor."""
+    """Set the learning rate for the next update: ``lr`` times the factor of each group."""
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get("lr_factor", 1.0)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Settings:
-    """How a parameter group is updated in one step: the optimizer's may change before that has happened."""
+    """A copy of one parameter group's hyperparameters for one step: the optimizer's own may change before the update runs."""
 
     lr: float
     betas: tuple[float, float]
@@ -193,23 +197,23 @@ class Settings:
 
 
 def group_settings(optimizer: torch.optim.AdamW) -> list[Settings]:
-    """Return the present settings of each parameter group."""
+    """Return the current hyperparameters of each parameter group."""
     return [
         Settings(group["lr"], group["betas"], group["weight_decay"], group["eps"]) for group in optimizer.param_groups
     ]
 
 
 def state_tensors(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-    """Return this rank's parts of weights, moments and step counts."""
+    """Return the local tensors of parameters: weights, moments and step counts."""
     return [local(tensor) for p in parameters for tensor in (p.detach(), *optimizer.state.get(p, {}).values())]
 
 
 def nothing_to_keep(_: Sequence[Tensor]) -> None:
-    """Let tensors change: nobody reads them (see ``Updater.before_update``)."""
+    """Do nothing before tensors change (the default of ``Updater.before_update``)."""
 
 
 def start_moments(optimizer: torch.optim.AdamW, parameter: nn.Parameter, dtype: torch.dtype) -> None:
-    """Set the moments of a parameter to zero, as AdamW does in its first step."""
+    """Create zero moments for a parameter, as AdamW does in its first step."""
     optimizer.state[parameter] = {
         "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
         "exp_avg": torch.zeros_like(parameter, dtype=dtype),
@@ -224,11 +228,11 @@ def update_adamw(
     settings: Settings,
     numbered: Mapping[int, Elements] | None = None,
 ) -> None:
-    """Update this rank's parts of parameters with torch's fused AdamW, and without DTensor's dispatch.
+    """Update the local tensors of parameters with torch's fused AdamW, bypassing DTensor's dispatch.
 
-    Gradients may have another dtype than the weights.
-    It takes one dtype: where moments have another than the weights they pass through FP32, chunk by chunk.
-    ``numbered``: the elements of parameters, by their ids, that are rounded stochastically; these pass through FP32, too.
+    Gradients are converted to the dtype of the weights. The fused kernel takes a single dtype: moments of another dtype than the
+    weights are converted to FP32 and back, chunk by chunk.
+    ``numbered``: the elements, by ``id(parameter)``, of parameters to round stochastically; these also pass through FP32.
     """
     if numbered:
         for parameter, state, gradient in zip(parameters, states, gradients, strict=True):
@@ -248,14 +252,16 @@ def update_adamw(
         chunks = [tensor.view(-1).split(CHUNK) for tensor in (weight, gradient, m, v)]
         for w_C, g_C, m_C, v_C in zip(*chunks, strict=True):
             m32_C, v32_C = m_C.float(), v_C.float()
-            _fused([w_C], [g_C], [m32_C], [v32_C], [step.clone()], settings)  # it counts the step
+            _fused(
+                [w_C], [g_C], [m32_C], [v32_C], [step.clone()], settings
+            )  # on a copy: the kernel increments the step, once per chunk
             m_C.copy_(m32_C)
             v_C.copy_(v32_C)
         step += 1
 
 
 def _update_rounding(weight: Tensor, state: State, gradient: Tensor, settings: Settings, elements: Elements) -> None:
-    """Update one parameter in FP32, chunk by chunk, and round weight and moments stochastically."""
+    """Update one parameter in FP32, chunk by chunk; round its weight and moments stochastically."""
     tensors = [weight, local(state["exp_avg"]), local(state["exp_avg_sq"])]
     begin = 0
     for g_C, *chunk in zip(*(each.reshape(-1).split(CHUNK) for each in (gradient, *tensors)), strict=True):
@@ -269,7 +275,7 @@ def _update_rounding(weight: Tensor, state: State, gradient: Tensor, settings: S
 
 
 def numbered(master: nn.Module, numerics: Numerics) -> dict[int, Elements]:
-    """Return the elements of parameters, by their ids, that are rounded stochastically: those in BF16, if the settings say so."""
+    """Return the elements to round stochastically, by ``id(parameter)``: BF16 parameters if ``numerics`` is bf16-stochastic."""
     if numerics != "bf16-stochastic":
         return {}
     named = ((unwrapped(name), parameter) for name, parameter in master.named_parameters())

@@ -1,8 +1,6 @@
-"""The updater for a run's settings; the one that updates at once is here.
+"""Pick the updater for a run's settings: fused AdamW on the device, or per-unit AdamW on the CPU.
 
-AdamW at once, between the backward and the next forward.
-
-Who updates the weights once the gradients are there: AdamW at once, or unit by unit on the CPU.
+The on-device updater is here. Knows settings and optimizers; not the step or the checkpoint.
 """
 
 import torch
@@ -38,7 +36,7 @@ from llama405b.settings.schema import Numerics, Optimizer, Parallel
 
 
 class Sequential:
-    """``torch.optim.AdamW`` between the backward and the next forward."""
+    """Update all weights with ``torch.optim.AdamW`` between the backward and the next forward."""
 
     def __init__(
         self,
@@ -61,13 +59,13 @@ class Sequential:
             start_moments(optimizer, parameter, parameter.dtype)
 
     def expect(self, *, last: bool) -> None:
-        """Gradients need nothing while they come."""
+        """Do nothing: gradients need no preparation."""
 
     def accumulate(self) -> None:
-        """They add up where they are."""
+        """Do nothing: autograd adds gradients up in place."""
 
     def clip(self, max_norm: float) -> float:
-        if isinstance(self.model, FullyShardedDataParallel):  # its gradients are pieces of flat ones
+        if isinstance(self.model, FullyShardedDataParallel):  # its gradients are slices of flat tensors
             return float(self.model.clip_grad_norm_(max_norm or torch.inf))
         gradients = [(p, local(p.grad)) for p in self.model.parameters() if p.grad is not None]
         counted = squares(gradient for p, gradient in gradients if is_counted(p))
@@ -91,7 +89,7 @@ class Sequential:
 
     @torch.no_grad()
     def _update_rounding(self) -> None:
-        """Update as ``torch.optim.AdamW`` does, but for how BF16 is rounded to."""
+        """Update as ``torch.optim.AdamW`` does, with stochastic rounding to BF16."""
         for group, settings in zip(self.optimizer.param_groups, group_settings(self.optimizer), strict=True):
             gradients = [local(parameter.grad) for parameter in group["params"]]
             states = [self.optimizer.state[parameter] for parameter in group["params"]]
@@ -106,16 +104,16 @@ class Sequential:
         return [Unit(state_tensors(self.optimizer, [parameter])) for parameter in trained(self.master).values()]
 
     def wait(self) -> None:
-        """Nothing is ever pending."""
+        """Do nothing: no update is ever pending."""
 
     @torch.no_grad()
     def sync_weights(self) -> None:
-        """See ``Updater``: the model computes with the weights as they are kept, but for those that have masters."""
+        """Copy the masters to the weights of the model that have one; all others are the stored weights themselves."""
         for weight, master in self.masters:
             local(weight).copy_(local(master))
 
     def work(self) -> UpdateWork | None:
-        """It is part of the step's optimizer seconds."""
+        """Return None: the update is part of the step's optimizer time."""
         return None
 
 
@@ -128,7 +126,7 @@ def build_updater(
     master: nn.Module | None = None,
     pinning: Progress = lambda *_: None,
 ) -> Updater:
-    """Build fused AdamW, hidden under the forward where ``parallel`` says so, and give the model its weights.
+    """Build the updater that ``parallel`` asks for, and give the model its weights.
 
     ``master``: see ``master_model``; None: the model. ``on_long_wait`` hears of long waits for an update, ``pinning`` how much
     memory has been pinned.

@@ -1,14 +1,14 @@
-"""States in CPU memory, updated there under the next forward: the optimizer's alone, or all.
+"""Update state in CPU memory during the next forward: optimizer state alone (``offload = optimizer``), or all state (``offload = all``).
 
-The norm is known when the backward ends; from there one thread updates the units in the order in which the next forward needs them, and a
-hook before each unit's all-gather waits for that unit alone. Every update is the one that ``torch.optim.AdamW`` would make between the
-steps, bit for bit. Updating during the backward, as others do, is not exact: clipping needs the norm of all gradients, so the update would
-be a guess, to be taken back with a copy of weights and moments (12 bytes per parameter) wherever it was wrong.
+The norm is known when the backward ends. From then on one worker thread updates the units in the order in which the next forward needs
+them, and a hook before each unit's all-gather waits for that unit only. Every update is bit for bit the one that ``torch.optim.AdamW``
+would make between the steps. Updating during the backward, as other programs do, is not exact: clipping needs the norm of all gradients,
+so an early update is a guess, and undoing a wrong one needs a copy of weights and moments (12 bytes per parameter).
 
-With ``offload = optimizer`` BF16 weights stay on the device, and FP32 masters, moments and the sum of gradients live in CPU memory: no
-weight crosses PCIe in the forward or the backward. FSDP2 hands over each unit's gradient in FP32, before it is cast to the weights' dtype:
-4 bytes per parameter come down for each micro-batch, and 2 go up per step. Only the gradient sums, one slot for gradients to be added, and
-one stage for weights are pinned.
+With ``offload = optimizer`` BF16 weights stay on the device; FP32 masters, moments and gradient sums are in CPU memory. No weight crosses
+PCIe in the forward or the backward. FSDP2 hands over each unit's gradient in FP32, before the cast to the weights' dtype: 4 bytes per
+parameter are copied to the host for each micro-batch, and 2 bytes per parameter to the device for each step. Pinned are only the gradient
+sums, one slot for a gradient to be added, and one staging buffer for weights.
 """
 
 import concurrent.futures
@@ -52,36 +52,40 @@ from llama405b.parallel.fsdp import FsdpUnit, fsdp_units
 from llama405b.settings.schema import Moments, Numerics
 
 LONG_WAIT_S = 5.0
-OnLongWait = Callable[[bool], None]  # told when a wait has become long, and when it is over
-LAUNCHING_CORES = 2  # left to the threads that launch kernels and serve NCCL
+OnLongWait = Callable[[bool], None]  # called with True when a wait becomes long, and with False when it ends
+LAUNCHING_CORES = 2  # for the threads that launch kernels and serve NCCL
 
 
 @dataclasses.dataclass(slots=True)
 class UnitState:
-    """The parameters of one FSDP unit as they are kept, and what is pending for them."""
+    """The stored parameters of one FSDP unit, and the work that is pending for them."""
 
     name: str
     groups: list[tuple[int, list[nn.Parameter]]]  # parameter group of the optimizer -> parameters
     frozen: list[nn.Parameter]
-    gathers: int  # of it, for each micro-batch
-    sums: list[list[Tensor]] = dataclasses.field(default_factory=list)  # by group, of the micro-batches so far
-    adding: "Future[list[float]] | None" = None  # of a gradient to them; returns the squares of the last one's sums
+    gathers: int  # all-gathers of the unit in each micro-batch
+    sums: list[list[Tensor]] = dataclasses.field(
+        default_factory=list
+    )  # gradient sums of the micro-batches so far, by group
+    adding: "Future[list[float]] | None" = (
+        None  # adds a gradient to the sums; after the last micro-batch returns sums of squares
+    )
     pending: "Future[None] | None" = None
 
     @property
     def trained(self) -> list[list[nn.Parameter]]:
-        """The parameters that are updated, by group."""
+        """The trainable parameters, by group."""
         return [parameters for _, parameters in self.groups]
 
     @property
     def all(self) -> list[list[nn.Parameter]]:
-        """The same, and those that are not."""
+        """The trainable parameters by group, and the frozen ones as one more group."""
         return [*self.trained, self.frozen]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class UpdateParams:
-    """How all units are updated in one step, as it was when that began."""
+    """Parameters of one step's update for all units, captured when the update begins."""
 
     settings: Sequence[Settings]  # by parameter group
     factor: float  # of the gradients
@@ -89,7 +93,31 @@ class UpdateParams:
 
 
 class OffloadedAll:
-    """Weights, gradients and moments in CPU memory (``offload = all``): FSDP copies weights and gradients itself."""
+    """Update weights, gradients and moments in CPU memory (``offload = all``); FSDP itself copies weights and gradients."""
+
+    # Timeline of one step with CUDA. Threads: "main" trains, "backward" is the thread in which autograd runs FSDP's post-backward,
+    # "update" is our single worker. Stream R is FSDP's reduce-scatter stream, stream A its all-reduce stream.
+    #
+    #  1. backward, for each unit u: FSDP reduce-scatters on R, has A wait for R, and calls the all-reduce hook with A as current stream.
+    #  2. backward, hook of u: record event E on A. It follows the device-to-host copy of the previous unit p, which was queued on A.
+    #     Wait for u's earlier add, take p's gradient from its parameters, and queue "wait for E, add p's gradient to p's sums" on update.
+    #  3. backward: FSDP queues the copy of u's gradient to pinned memory on A (non-blocking, as the gradient of u is None by now).
+    #  4. FSDP's final callback of the backward blocks on the copies that are left; then ``accumulate`` (main) queues the last unit's add.
+    #     In the last micro-batch update also takes the sums of squares after each add.
+    #  5. main, ``clip``: wait for the adds of all units; all-reduce the sums of squares; compute the clip factor.
+    #  6. main, ``update``: queue one update for each unit in forward order; return at once (without ``overlap``: wait for all of them).
+    #  7. update, for each unit: scale gradients, call ``before_update`` (a save may block here), AdamW, copy masters to weights if any.
+    #  8. main, next forward, pre-forward hook of u (runs before FSDP's own): wait for the update of u and of the units that FSDP
+    #     prefetches with it. Then FSDP copies the weights to the device and all-gathers them. No CUDA event guards this: the host waited.
+    #
+    # ``offload = optimizer`` (the subclass) differs:
+    #  2. The hook itself queues the copy of the FP32 gradient on A and records an event after it; update waits for that event. In the first
+    #     micro-batch the hook also waits for the download of the unit before the last. From the second micro-batch on, the copy goes to
+    #     one shared slot, once update has added the gradient that was there.
+    #  3. FSDP sets a BF16 gradient, which another hook discards.
+    #  7. After AdamW, update waits until the previous unit has left the one staging buffer, rounds masters to BF16 into it, and queues
+    #     their copy on the upload stream.
+    #  8. main also waits for the event after that copy.
 
     def __init__(
         self,
@@ -103,9 +131,9 @@ class OffloadedAll:
         moments: Moments = "fp32",
         numerics: Numerics = "fp32-master",
     ) -> None:
-        """Set up the moments, and put a hook before each unit of a model that FSDP2 has sharded.
+        """Create the moments, and hook into the units of a model that FSDP2 has sharded.
 
-        ``overlap``: return from a step while updates are pending. ``moments`` = fp32: in the dtype of the weights.
+        ``overlap``: return from a step while updates are pending. ``moments`` = fp32: the dtype of the weights.
         """
         self.master = master
         self.optimizer = optimizer
@@ -115,8 +143,8 @@ class OffloadedAll:
         self.factor = 1.0
         self.done, self.told = UpdateWork(), UpdateWork()
         self.before_update: BeforeUpdate = nothing_to_keep
-        self.last = True  # the gradients that come are the last of the step
-        self.coming: UnitState | None = None  # whose gradient FSDP copies to the host
+        self.last = True  # the current micro-batch is the last of the step
+        self.coming: UnitState | None = None  # the unit whose gradient FSDP is copying to the host
         group_of = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
         named = {unwrapped(name): p for name, p in master.named_parameters()}
         self.weights = {id(p): p for p in named.values()} | {id(p): weight for weight, p in master_pairs(model, master)}
@@ -142,29 +170,29 @@ class OffloadedAll:
         self.worker = ThreadPoolExecutor(1, "update", _begin, (device, torch.get_num_threads()))
 
     def expect(self, *, last: bool) -> None:
-        """See ``Updater``: from the last gradients the norm is taken as they come."""
+        """See ``Updater``: in the last micro-batch the norm is computed as gradients arrive."""
         self.last = last
 
     def accumulate(self) -> None:
-        """Take what the backward left, see ``_reduced``: FSDP has waited for it."""
+        """Take what the backward left, see ``_reduced``: its copies are finished."""
         self._take(nothing)
 
     def _reduced(self, part: UnitState, flat: Tensor) -> None:
-        """Take the gradient of the unit before from FSDP, which copies it to the host now; this one's is still to be copied.
+        """Collect the previous unit's gradient, whose copy to the host is in flight; this unit's has not started.
 
-        Gradients are added in the order in which the next backward makes more, which waits for that: there are two sets at most.
+        Adds run in the order in which the next backward makes gradients, and that backward waits for them: at most two sets exist.
         """
         arrived = nothing
         if flat.is_cuda:
             stream = torch.cuda.current_stream(flat.device)
-            flat.record_stream(stream)  # whose copy FSDP does not keep its memory for
+            flat.record_stream(stream)  # FSDP does not keep this memory alive until its copy is done
             arrived = stream.record_event().synchronize
         self._finish_adding(part)
         self._take(arrived)
         self.coming = part
 
     def _take(self, arrived: Arrived) -> None:
-        """Take a gradient from the parameters, to be added by the worker: adding to them there would block on their copy."""
+        """Move a gradient from the parameters to the worker, which adds it: left in place, FSDP would block on its copy to add to it."""
         part, self.coming = self.coming, None
         if part is None:
             return
@@ -180,7 +208,7 @@ class OffloadedAll:
             self._gather(part, arrived, lambda: None)
 
     def _gather(self, part: UnitState, arrived: Arrived, add: Callable[[], None]) -> None:
-        """Have the worker add a gradient to a unit's sums once it is there; after the last it takes their norm."""
+        """Have the worker add a gradient to a unit's sums once it has arrived; after the last one, compute sums of squares."""
 
         @torch.no_grad()
         def gather() -> list[float]:
@@ -204,14 +232,14 @@ class OffloadedAll:
         return adding.result() if adding else []
 
     def clip(self, max_norm: float) -> float:
-        """See ``Updater``; the worker scales each unit before it updates it."""
+        """See ``Updater``; the worker scales the gradients of each unit just before its update."""
         gathered = [self._finish_adding(part) for part in self.parts]
         norm = norm_over_ranks(itertools.chain(*gathered), torch.device("cpu"))
         self.factor = clip_factor(norm, max_norm)
         return norm
 
     def update(self) -> None:
-        """See ``Updater``: returns at once, unless nothing is to be hidden."""
+        """See ``Updater``: queue the updates; return immediately if updates overlap with the forward."""
         step = UpdateParams(group_settings(self.optimizer), self.factor, self.before_update)
         for part in self.parts:
             sums, part.sums = part.sums, []
@@ -228,7 +256,7 @@ class OffloadedAll:
             self.wait_unit(part)
 
     def wait_unit(self, part: UnitState) -> None:
-        """Wait for what is pending for one unit."""
+        """Wait for the pending update of one unit."""
         self._finish(part.pending)
         part.pending = None
 
@@ -259,7 +287,7 @@ class OffloadedAll:
 
     @torch.no_grad()
     def _sync_unit(self, _: UnitState, changed: Iterable[Sequence[nn.Parameter]]) -> None:
-        """Give the model some weights of a unit; FSDP gathers from those that are kept, but for what has masters."""
+        """Copy masters to the weights that have one; FSDP gathers all other weights from the stored ones."""
         for parameter in itertools.chain(*changed):
             if (weight := self.weights[id(parameter)]) is not parameter:
                 local(weight).copy_(local(parameter))
@@ -291,7 +319,7 @@ class OffloadedAll:
 def pin_for_gradients(model: nn.Module, sets: int, progress: Progress) -> None:
     """Leave torch the pinned blocks that ``sets`` of an offloaded model's gradients will take.
 
-    FSDP would pin them in the first backwards.
+    Otherwise FSDP would pin them during the first backward passes.
 
     Raises:
         UserError: CUDA cannot pin that much.
@@ -301,7 +329,9 @@ def pin_for_gradients(model: nn.Module, sets: int, progress: Progress) -> None:
     blocks = []
     for weight in weights:
         try:
-            blocks += [torch.empty_like(weight, pin_memory=True) for _ in range(sets)]  # freed together, when all exist
+            blocks += [
+                torch.empty_like(weight, pin_memory=True) for _ in range(sets)
+            ]  # freed together, so torch caches all
         except RuntimeError as error:
             raise refused(done, total, str(error).partition("\n")[0]) from None
         done += weight.nbytes * sets
@@ -309,15 +339,15 @@ def pin_for_gradients(model: nn.Module, sets: int, progress: Progress) -> None:
 
 
 def _begin(device: torch.device, threads: int) -> None:
-    """Set up the worker's thread."""
+    """Initialize the worker thread."""
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # or freeing pinned memory would make a context on GPU 0
+        torch.cuda.set_device(device)  # otherwise freeing pinned memory would create a context on GPU 0
         threads = max(1, threads - LAUNCHING_CORES)
     torch.set_num_threads(threads)
 
 
 def _taken(parameter: nn.Parameter) -> Tensor:
-    """Take this rank's gradient from a parameter."""
+    """Return the local gradient of a parameter, and set its ``grad`` to None."""
     gradient, parameter.grad = parameter.grad, None
     assert gradient is not None
     return local(gradient)
@@ -338,28 +368,28 @@ class Member:
 
     weight: nn.Parameter  # in the model, in BF16
     master: nn.Parameter
-    begin: int  # of this rank's elements in the unit's flat gradient
+    begin: int  # offset of its local elements in the unit's flat gradient
 
     def of(self, flat: Tensor) -> Tensor:
-        """Return this parameter's part of a flat tensor."""
+        """Return the view of this parameter in a flat tensor."""
         shape = local(self.master).shape
         return flat[self.begin : self.begin + shape.numel()].view(shape)
 
 
 @dataclasses.dataclass(slots=True)
 class Landing:
-    """Where a unit's gradients come down, and its weights go up."""
+    """Pinned buffer for the gradients of a unit, and the state of its copies from and to the device."""
 
-    members: dict[int, Member]  # by the master's identity
-    total: Tensor  # of the flat gradients of the micro-batches so far, in FP32 and with FSDP's padding
-    sums: list[list[Tensor]]  # parts of it, by parameter group
-    unchecked: int  # of those that are trained, whose place in the flat gradient has not been compared with FSDP's
+    members: dict[int, Member]  # by ``id(master)``
+    total: Tensor  # sum of the flat gradients so far, in FP32 with FSDP's padding
+    sums: list[list[Tensor]]  # views of the flat sum, by parameter group
+    unchecked: int  # trainable parameters whose offset has not yet been compared with FSDP's
     came: Arrived
     uploaded: Arrived
 
 
 class OffloadedOptimizer(OffloadedAll):
-    """See the module; the update itself is ``OffloadedAll``'s."""
+    """Update optimizer state in CPU memory (``offload = optimizer``); the update itself is ``OffloadedAll``'s."""
 
     def __init__(
         self,
@@ -373,7 +403,7 @@ class OffloadedOptimizer(OffloadedAll):
         moments: Moments,
         pinning: Progress,
     ) -> None:
-        """Allocate what crosses PCIe, and have FSDP hand over the gradients.
+        """Allocate the pinned buffers, and have FSDP hand over the gradients.
 
         ``pinning`` hears of the progress; all else: see ``OffloadedAll``.
         """
@@ -388,7 +418,7 @@ class OffloadedOptimizer(OffloadedAll):
         *totals, slot, stage = allocate([4 * n for n in (*sizes, max(sizes))] + [2 * most], device, pinning)
         self.slot, self.stage = slot.view(torch.float32), stage.view(torch.bfloat16)
         self.staged: Arrived = nothing
-        self.landed: tuple[Arrived, Arrived] = (nothing, nothing)  # of the last two units
+        self.landed: tuple[Arrived, Arrived] = (nothing, nothing)  # downloads of the last two units
         for part, unit, (members, *_), total in zip(self.parts, units, laid_out, totals, strict=True):
             flat = total.view(torch.float32)
             sums = [[members[id(master)].of(flat) for master in group] for group in part.trained]
@@ -399,10 +429,10 @@ class OffloadedOptimizer(OffloadedAll):
                 member.weight.register_post_accumulate_grad_hook(functools.partial(self._drop, part, member))
 
     def accumulate(self) -> None:
-        """The gradients came during the backward."""
+        """Do nothing: gradients were taken during the backward."""
 
     def _land(self, part: UnitState, flat: Tensor) -> None:
-        """Take a unit's gradient, in FP32 and reduced, from FSDP."""
+        """Copy a unit's reduced FP32 gradient from FSDP to the host."""
         landing = self.landings[part.name]
         if flat.dtype != torch.float32 or flat.numel() != landing.total.numel():
             raise RuntimeError(f"{part.name}: FSDP's gradient is {flat.dtype} of {flat.numel()}, not as expected")
@@ -410,20 +440,20 @@ class OffloadedOptimizer(OffloadedAll):
         stream = torch.cuda.current_stream(self.device) if flat.is_cuda else None
         if not part.sums:
             self.wait_unit(part)
-            self.landed[0]()  # of the unit before the last one: or flat gradients would fill the device
+            self.landed[0]()  # of the unit before the last: bounds the flat gradients that are alive on the device
             part.sums, landing.came = landing.sums, copy([(landing.total, flat)], stream)
             self.landed = (self.landed[1], landing.came)
             self._gather(part, landing.came, lambda: None)
             return
         if self.adding:
-            self.adding.result()  # which frees the slot
+            self.adding.result()  # the slot is then free
         slot = self.slot[: flat.numel()]
         came = copy([(slot, flat)], stream)
         self._gather(part, came, lambda: landing.total.add_(slot))
         self.adding = part.adding
 
     def _drop(self, part: UnitState, member: Member, weight: nn.Parameter) -> None:
-        """Drop the BF16 gradient that FSDP makes of the flat one; the first shows whether that was understood."""
+        """Discard the BF16 gradient that FSDP makes; on first use compare it with the flat one, to verify the offsets."""
         gradient, weight.grad = weight.grad, None
         landing = self.landings[part.name]
         if not landing.unchecked:
@@ -437,23 +467,23 @@ class OffloadedOptimizer(OffloadedAll):
             )
 
     def wait_unit(self, part: UnitState) -> None:
-        """Wait for what is pending for one unit, until its weights are on the device."""
+        """Wait until one unit is updated and its weights are on the device."""
         super().wait_unit(part)
         began = time.perf_counter()
         self.landings[part.name].uploaded()
         self.done.exposed_s += time.perf_counter() - began
 
     def sync_weights(self) -> None:
-        if self.uploads:  # what made the weights' memory may still be writing it
+        if self.uploads:  # kernels on the current stream may still be writing to this memory
             self.uploads.wait_stream(torch.cuda.current_stream(self.device))
         super().sync_weights()
         self.wait()
-        self.told = dataclasses.replace(self.done)  # no step's work
+        self.told = dataclasses.replace(self.done)  # this belongs to no step
 
     @torch.no_grad()
     def _sync_unit(self, part: UnitState, changed: Iterable[Sequence[nn.Parameter]]) -> None:
-        """Round some of a unit's masters to BF16, and begin to copy them to the device."""
-        self.staged()  # the unit before
+        """Round masters of a unit to BF16, and start to copy them to the device."""
+        self.staged()  # until the previous unit has left the staging buffer
         landing = self.landings[part.name]
         pairs = []
         for member in (landing.members[id(master)] for master in itertools.chain(*changed)):
@@ -467,9 +497,9 @@ class OffloadedOptimizer(OffloadedAll):
 def _lay_out(
     unit: FsdpUnit, weights: Mapping[str, nn.Parameter], masters: Mapping[str, nn.Parameter]
 ) -> tuple[dict[int, Member], int, int]:
-    """Return a unit's parameters, the length of its flat gradient, in which each begins at a multiple of the largest shard, and of all.
+    """Return a unit's parameters with their offsets, the length of its flat gradient, and the length with frozen parameters.
 
-    Those that are frozen follow: they have no gradient.
+    Each parameter takes the padded size of its largest shard. Frozen parameters come last, as they have no gradient.
     """
     sized = zip((unwrapped(each) for each in unit.parameters), unit.padded_sizes, strict=True)
     members, begin, of_gradient = {}, 0, 0

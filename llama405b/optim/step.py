@@ -18,11 +18,11 @@ class NonFiniteError(RunError):
 
 
 class SpikeError(RunError):
-    """The loss of a step is far above the last ones', and the run is to stop then; the weights are still those of the previous step."""
+    """The loss of a step spiked and the settings say to stop; the weights are still those of the previous step."""
 
 
 class NoGradientError(UserError):
-    """A step has targets, and a gradient of exactly 0; the weights are still those of the previous step."""
+    """A step with targets has a gradient of exactly 0; the weights are still those of the previous step."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class StepResult:
     loss: float  # nats per target token, over all ranks
     grad_norm: float  # L2, over all ranks, before clipping
     n_targets: int  # over all ranks
-    updated: bool = True  # False: the loss was refused
+    updated: bool = True  # False: the step was skipped because of its loss
 
 
 def train_step(
@@ -44,12 +44,12 @@ def train_step(
     refuses: Callable[[float], bool] = lambda _: False,
     lap: Lap = lambda _: None,
 ) -> StepResult | None:
-    """Run the micro-batches, which are on the device, forward and backward, clip, and update the weights once.
+    """Run the micro-batches forward and backward, clip the gradient, and update the weights once.
 
-    Returns None, on every rank, if no rank has a target: then nothing is computed, and the weights do not change.
+    The micro-batches must be on the device. Returns None on every rank if no rank has a target; the weights then do not change.
 
-    ``refuses``: told the loss, alike on all ranks; if it says so, the weights do not change.
-    ``lap`` is called with the name of each part as it ends: forward, backward, optimizer.
+    ``refuses``: called with the loss, equal on all ranks; if it returns True, the weights do not change.
+    ``lap`` is called with the name of each part when it ends: forward, backward, optimizer.
 
     Raises:
         NonFiniteError, NoGradientError: On every rank, before the weights change.
@@ -60,6 +60,7 @@ def train_step(
     nll = passes.train(microbatches, n_targets, updater, lap)
     loss = float(all_reduce_sum(nll)) / n_targets
     norm = updater.clip(max_norm)
+    # Loss and norm are equal on all ranks, so all of them take the same branch below.
     if not (math.isfinite(norm) and math.isfinite(loss)):
         updater.zero_grad()
         raise NonFiniteError(f"loss {loss:.4g}, gradient norm {norm:.4g}")

@@ -1,8 +1,6 @@
-"""What a step asks of whoever updates the weights, and the gradients' norm.
+"""The interface between a step, a checkpoint and the updater of the weights; the global gradient norm and clipping.
 
-What a step asks of whoever updates the weights, and what a checkpoint asks of the state that is updated.
-
-The global gradient norm, and clipping by it. Knows tensors and the ranks' sum; not modules.
+Knows tensors and sums over ranks; not how weights are updated.
 """
 
 import dataclasses
@@ -21,13 +19,13 @@ from llama405b.distributed.collectives import all_reduce_sum
 
 @dataclasses.dataclass(slots=True)
 class UpdateWork:
-    """What updates on the CPU took, since the last time this was asked."""
+    """Time and bytes of updates on the CPU since the last call."""
 
     update_s: float = 0.0  # the updates themselves
-    exposed_s: float = 0.0  # of which training waited for, with the norm
+    exposed_s: float = 0.0  # the part that training waited for, including the norm
     update_bytes: int = 0  # read from and written to CPU memory by the updates
-    down_bytes: int = 0  # gradients that came to CPU memory
-    up_bytes: int = 0  # weights that left it; on a GPU both cross PCIe
+    down_bytes: int = 0  # gradients copied to CPU memory
+    up_bytes: int = 0  # weights copied from CPU memory; with a GPU both cross PCIe
 
     def __sub__(self, other: "UpdateWork") -> "UpdateWork":
         return UpdateWork(*map(operator.sub, dataclasses.astuple(self), dataclasses.astuple(other)))
@@ -38,73 +36,73 @@ BeforeUpdate = Callable[[Sequence[Tensor]], None]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Unit:
-    """State that is updated in one piece."""
+    """State that is updated together."""
 
-    tensors: Sequence[Tensor]  # this rank's: weights as they are kept, moments, and how often they were updated
-    updated: "Future[None] | None" = None  # the update that is pending, or was the last
+    tensors: Sequence[Tensor]  # of this rank: stored weights, moments and step counts
+    updated: "Future[None] | None" = None  # the pending update, or the last one
 
 
 class Updater(Protocol):
-    """Clips the gradients and updates the weights; at once, or while the next forward runs."""
+    """Clips the gradients and updates the weights, immediately or during the next forward."""
 
-    master: nn.Module  # its parameters are the weights as they are kept: the model, or FP32 masters of its weights
-    optimizer: torch.optim.Optimizer  # of those
-    # told what the next steps are about to change; may wait. Pending updates call the one before
+    master: nn.Module  # its parameters are the stored weights: the model itself, or FP32 masters
+    optimizer: torch.optim.Optimizer  # of the master's parameters
+    # Called with tensors before they change; may block. Updates already queued keep their earlier callback.
     before_update: BeforeUpdate
 
     def units(self) -> list[Unit]:
-        """Return the state that changes, in the order in which it is updated."""
+        """Return the state that updates change, in update order."""
 
     def expect(self, *, last: bool) -> None:
-        """Tell, before a forward, whether the gradients of its micro-batch are the last of the step."""
+        """Announce a micro-batch before its forward; the argument says whether it is the last of the step."""
 
     def accumulate(self) -> None:
-        """Take the gradients of a micro-batch, to be added to those of the micro-batches before."""
+        """Add the gradients of a micro-batch to those of the previous micro-batches."""
 
     def clip(self, max_norm: float) -> float:
-        """Clip their global L2 norm to ``max_norm`` (0: no clipping); returns the norm before, over all ranks."""
+        """Clip the global L2 norm of the gradients to ``max_norm`` (0: no clipping); return the norm before clipping."""
 
     def update(self) -> None:
-        """Update every weight once, in whatever order and thread; a forward never sees a weight of the step before."""
+        """Update every weight once, in any order and thread; the next forward always sees updated weights."""
 
     def zero_grad(self) -> None:
         """Drop the gradients."""
 
     def wait(self) -> None:
-        """Wait until every update has been made; an update that failed is raised here, or earlier.
+        """Wait until all updates are finished; the exception of a failed update is raised here, if not earlier.
 
-        Weights and moments may be read, or replaced, only then.
+        Weights and moments may be read or replaced only after this.
         """
 
     def sync_weights(self) -> None:
-        """Give the model the weights as they are kept, after these were replaced."""
+        """Copy the stored weights to the model after they were replaced."""
 
     def work(self) -> UpdateWork | None:
-        """Return what updates took since the last call; None if they are not made unit by unit on the CPU."""
+        """Return the cost of updates since the last call; None if updates do not run unit by unit on the CPU."""
 
 
 ROWS, ROW = (
     1024,
     4096,
-)  # at a time, and elements of each that are summed in FP32, before FP64: torch's own norm is 0.4 % low for 53M elements on a CPU
+)  # a row is summed in FP32, rows are added in FP64: torch's own norm is 0.4 % too low for 53M elements on a CPU
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor."""
+    """Return the local shard of a tensor."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def squares(tensors: Iterable[Tensor]) -> list[float]:
-    """Return the sum of squared elements of each tensor, in FP64; waits for the device once, after few kernels.
+    """Return sums of squares in FP64, one for each row of each tensor; wait for the device only once.
 
-    Where tensors are joined, or cut, does not change what ``math.fsum`` makes of all of them, but for rounding in FP64.
+    How tensors are joined or split does not change the ``math.fsum`` of the result, except for rounding in FP64.
     """
     rows = [norms for tensor in tensors for norms in _row_norms(tensor.flatten())]
     return torch.stack(torch._foreach_norm(rows, 2, torch.float64)).square_().tolist() if rows else []
 
 
 def _row_norms(flat: Tensor) -> Iterator[Tensor]:
-    """Yield the norms of rows, and of what is left, in FP32, or more if the elements are."""
+    """Yield the norms of full rows and of the remainder, in FP32 or a wider dtype of the elements."""
     wide = torch.promote_types(flat.dtype, torch.float32)
     whole = flat.numel() // ROW * ROW
     if whole:
@@ -116,7 +114,7 @@ def _row_norms(flat: Tensor) -> Iterator[Tensor]:
 
 
 def is_counted(tensor: Tensor) -> bool:
-    """Return whether this rank counts its part of a tensor: of those that have the same part, the first one does."""
+    """Return whether this rank is the first of those that hold the same shard of a tensor, and so counts it in the norm."""
     if not isinstance(tensor, DTensor):
         return True
     place = tensor.device_mesh.get_coordinate() or ()
@@ -124,7 +122,7 @@ def is_counted(tensor: Tensor) -> bool:
 
 
 def norm_over_ranks(squares: Iterable[float], device: torch.device) -> float:
-    """Return the L2 norm of all ranks' gradients, of which each has its own part; in whatever order."""
+    """Return the global L2 norm from the sums of squares of each rank's shards, given in any order."""
     own = torch.full((), math.fsum(squares), dtype=torch.float64, device=device)
     return math.sqrt(float(all_reduce_sum(own)))
 
@@ -135,6 +133,6 @@ def clip_factor(norm: float, max_norm: float) -> float:
 
 
 def scale(gradients: Sequence[Tensor], factor: float) -> None:
-    """Multiply in place, unless that would change nothing, as where all parameters of a stage are frozen."""
+    """Multiply gradients in place; skip this if the factor is 1 or there are none (all parameters of a stage are frozen)."""
     if factor != 1.0 and gradients:
         torch._foreach_mul_(list(gradients), factor)

@@ -1,1 +1,1 @@
-"""How the model is split over the ranks: FSDP2, and FSDP1 as in the recipe."""
+"""Split the model over the ranks: FSDP2, tensor, context and pipeline parallelism, and FSDP1 as in the recipe."""

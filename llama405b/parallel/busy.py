@@ -1,10 +1,11 @@
-"""How long a rank itself computes in a step, without waiting for the others: FSDP2's gathers wait for the slowest rank.
+"""Measure how long a rank itself computes in a step, without its waits for other ranks (FSDP2's all-gathers wait for the slowest rank).
 
-Counted are the forward and the backward of the whole model with its loss, and what is recomputed; not, before and after each unit, FSDP2's
-part: the gather of its weights, the reduction of its gradients and the copies for both. Neither are the wait for an update
-of a unit's weights and the collectives of loss and norm.
-On a GPU the marks are events on the stream that computes, which waits for each gather before them. Gaps in which the host is too slow
-to launch kernels count as well, but for those in FSDP2's part.
+Busy time includes the forward and backward of the model with its loss, and recomputation. It excludes FSDP2's work before and after each
+unit (all-gather of weights, reduction of gradients, copies for both), waits for an update of a unit's weights, and the collectives of
+loss and norm.
+
+On a GPU the marks are events on the compute stream, which waits for each all-gather before them. Gaps in which the host launches kernels
+too slowly count as busy, except within FSDP2's work.
 """
 
 import functools
@@ -19,21 +20,21 @@ from llama405b.distributed.host_memory import moment, seconds_between
 
 
 class BusyMeter:
-    """Adds up the spans of a step. Attach it after the updater, whose hooks wait for updates: its own must come before those."""
+    """Adds up the busy spans of a step. Attach it after the updater: its hooks must run before those that wait for updates."""
 
     def __init__(self, device: torch.device) -> None:
         self.cuda = device.type == "cuda"
-        self.moments: list[Any] = []  # a span's begin, its end, the next one's begin, …
+        self.moments: list[Any] = []  # begin of a span, its end, begin of the next span, …
 
     def attach(self, model: nn.Module) -> None:
-        """Watch a model that FSDP2 has sharded.
+        """Measure a model that FSDP2 has sharded.
 
-        FSDP2's part of a backward is its own methods, which it looks up when it calls them. Hooks on tensors cannot tell it: recomputing
-        a unit calls its forward hooks again within its backward, and of the embedding, whose input has no gradient, FSDP2
-        reduces the gradient in a callback at the backward's end.
+        FSDP2's own methods in the backward are replaced on the instances, as FSDP2 looks them up at each call. Tensor hooks would not do:
+        recomputation runs forward hooks of a unit within its backward, and the gradient of the embedding, whose input has no gradient,
+        is reduced in a callback at the end of the backward.
 
         Raises:
-            AttributeError: This version of torch has no such methods; then nothing is measured.
+            AttributeError: This version of torch lacks one of these methods.
         """
         modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         for state in {id(state): state for state in map(fully_shard.state, modules)}.values():
@@ -47,20 +48,20 @@ class BusyMeter:
             module.register_forward_pre_hook(self._gathered)
 
     def seconds(self) -> float | None:
-        """Return the seconds since the last call, and begin anew; None if no span has ended.
+        """Return the busy seconds since the last call and reset; None if no span has ended.
 
-        On a GPU, call it where the step has waited for the device: it does not wait itself.
+        On a GPU, call it after the step has waited for the device; this method does not wait.
         """
         begins, ends = self.moments[::2], self.moments[1::2]
         self.moments = []
         return sum(map(seconds_between, begins, ends)) if ends else None
 
     def _gathered(self, *_: object) -> None:
-        if torch.is_grad_enabled():  # else it is an evaluation
+        if torch.is_grad_enabled():  # otherwise this is an evaluation
             self._resume()
 
     def _left_out(self, part: Callable[..., None]) -> Callable[..., None]:
-        """Return a part of FSDP2 during which nothing is counted."""
+        """Wrap a method of FSDP2 so that its time is not counted."""
 
         @functools.wraps(part)
         def call(*args: object) -> None:

@@ -1,9 +1,9 @@
-"""FSDP2, the engine, and FSDP1, the recipe in its literal form; and how far a step has got through their units.
+"""Shard a model with FSDP2 (the default) or FSDP1 (the recipe taken literally), and track which unit a step is in.
 
-FSDP2's units: every decoder layer; the embedding, whose backward pass does not need its weight; the head with its norm, kept gathered
-between forward and backward. With tied embeddings the embedding, norm and head are one unit. With FSDP1 rank 0 holds the whole model in
-CPU memory, all other ranks build it on meta, and the module states are synchronized: for users who want its options. Knows modules and
-meshes; not the optimizer.
+FSDP2's units: every decoder layer; the embedding, whose backward pass does not need its weight; the head with its norm, which stays
+gathered between forward and backward. With tied embeddings, the embedding, norm and head are one unit. With FSDP1, rank 0 holds the full
+model in CPU memory, all other ranks build it on the meta device, and FSDP1 synchronizes the module states; it exists for users who want
+FSDP1's options. Knows modules and meshes; not the optimizer.
 """
 
 import contextlib
@@ -48,7 +48,7 @@ def shard_dtype(parallel: Parallel) -> torch.dtype:
 
 
 def check_wrap(model: nn.Module, wrap: tuple[str, ...]) -> None:
-    """Refuse class names in ``wrap``, which are a Llama's, that the model does not have; lists those that it has."""
+    """Raise UserError for a class name in ``wrap`` (Llama's names) that the model does not have, and list those it has."""
     present = {llama_name(module, model.config) for module in model.modules()}
     for name in wrap:
         if name not in present:
@@ -56,24 +56,24 @@ def check_wrap(model: nn.Module, wrap: tuple[str, ...]) -> None:
 
 
 def check_units(model: nn.Module, wrap: tuple[str, ...]) -> None:
-    """Refuse units in ``wrap`` that share parameters: one within another, or within that of the head and its norm."""
+    """Raise UserError for units in ``wrap`` that share parameters: nested units, or parts of the head's unit."""
     units = [module for module in model.modules() if llama_name(module, model.config) in wrap]
     for unit in units:
         if unit in (model.model.norm, model.lm_head):
             raise UserError(
-                f"--parallel.wrap: {type(unit).__name__!r} is in the unit of the head and its norm; leave it out"
+                f"--parallel.wrap: {type(unit).__name__!r} belongs to the unit of the head and its norm; remove it"
             )
         for inner in unit.modules():
             if inner is not unit and llama_name(inner, model.config) in wrap:
-                names = f"{type(inner).__name__!r} is within {type(unit).__name__!r}"
-                raise UserError(f"--parallel.wrap: {names}, and FSDP2 takes one of them; leave out the other")
+                names = f"{type(inner).__name__!r} is inside {type(unit).__name__!r}"
+                raise UserError(f"--parallel.wrap: {names}; FSDP2 can shard only one of them, so remove the other")
 
 
 def device_mesh(axes: Axes, device_type: str) -> DeviceMesh:
-    """Make the mesh of all ranks, as DTensors have it; ``device_type``: torch's default would use any GPU.
+    """Make the DeviceMesh of all ranks; ``device_type`` is explicit because torch's default would use any GPU.
 
-    Its axes: ``pp``, ``dp_replicate``, ``shard`` (``dp_shard`` and ``cp`` together), ``tp``. Those of one rank, but for ``shard``, are
-    left out: each would cost every rank a communicator.
+    Its axes: ``pp``, ``dp_replicate``, ``shard`` (``dp_shard`` and ``cp`` together), ``tp``. Axes of size 1, except ``shard``, are
+    omitted: each would cost every rank a communicator.
     """
     sizes = {"pp": axes.pp, "dp_replicate": axes.dp_replicate, "shard": axes.size(SHARD), "tp": axes.tp}
     names = tuple(name for name, size in sizes.items() if size > 1 or name == "shard")
@@ -81,15 +81,15 @@ def device_mesh(axes: Axes, device_type: str) -> DeviceMesh:
 
 
 def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the part of a mesh that FSDP shards over, and before it that over which it keeps copies, if there are some."""
+    """Return the submesh that FSDP uses: the shard axis and, if present, the replicate axis before it."""
     names = tuple(name for name in mesh.mesh_dim_names or () if name in ("dp_replicate", "shard"))
     return mesh[names] if names != mesh.mesh_dim_names else mesh
 
 
 def shard(model: nn.Module, parallel: Parallel, device: torch.device, mesh: DeviceMesh | None = None) -> None:
-    """Turn every parameter into a DTensor, sharded over the ranks; the model stays on its (meta) device.
+    """Turn every parameter into a DTensor that is sharded over the ranks; the model stays on its (meta) device.
 
-    ``mesh``: of all ranks, see ``device_mesh``; None: each rank is a shard.
+    ``mesh``: of all ranks, see ``device_mesh``; None: plain FSDP over all ranks.
 
     Raises:
         UserError: ``parallel.wrap`` names units that share parameters.
@@ -112,7 +112,7 @@ def shard(model: nn.Module, parallel: Parallel, device: torch.device, mesh: Devi
     if embedding is not None and not tied and "Embedding" in parallel.wrap:
         unit(embedding, reshard_after_forward=bool(reshards))
         embedding.set_unshard_in_backward(False)
-    if not tied and model.lm_head is not None:  # with pipeline stages, the last one's
+    if not tied and model.lm_head is not None:  # with pipeline parallelism only the last stage has it
         unit([model.model.norm, model.lm_head], reshard_after_forward=False)
     unit(model, reshard_after_forward=False)
     if parallel.prefetch:
@@ -121,7 +121,7 @@ def shard(model: nn.Module, parallel: Parallel, device: torch.device, mesh: Devi
 
 @contextlib.contextmanager
 def _one_smaller_mesh() -> Iterator[None]:
-    """Have all units that are resharded to fewer ranks share one mesh: torch makes one, with its communicators, for each."""
+    """Let all units that are resharded to fewer ranks share one mesh: torch would make a mesh and communicators for each."""
     make, made = _fully_shard._get_post_forward_mesh_info, list[FSDPMeshInfo | None]()
 
     def once(reshard_after_forward: bool | int, of: FSDPMeshInfo) -> FSDPMeshInfo | None:
@@ -137,7 +137,7 @@ def _one_smaller_mesh() -> Iterator[None]:
 
 
 def _prefetch(model: nn.Module, ahead: int) -> None:
-    """Have each unit gather so many others before it computes: in the forward those that follow, in the backward those before."""
+    """Let each unit all-gather its next units in the forward, and its previous units in the backward, before it computes."""
     units = [unit.modules[0] for unit in fsdp_units(model)]
     for place, module in enumerate(units):
         assert isinstance(module, FSDPModule)
@@ -146,16 +146,16 @@ def _prefetch(model: nn.Module, ahead: int) -> None:
 
 
 class GradientSync:
-    """What FSDP2 leaves out after each micro-batch of a step but the last one, as the strategy says."""
+    """Turns off FSDP2's resharding or reduction after all micro-batches of a step except the last, as the strategy says."""
 
     def __init__(self, model: nn.Module, strategy: Strategy, copies: int) -> None:
-        """``copies``: of the model, whose gradients are added up."""
+        """``copies``: replicas of the model, over which gradients are summed."""
         self.modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self.strategy, self.copies = strategy, copies
         self.last = True
 
     def expect(self, *, last: bool) -> None:
-        """Tell, before a forward, whether its micro-batch is the last of the step."""
+        """Announce a micro-batch before its forward; the argument says whether it is the last of the step."""
         if last == self.last:
             return
         self.last = last
@@ -164,20 +164,22 @@ class GradientSync:
                 module.set_reshard_after_backward(last, recurse=False)
             if not self.strategy.reduces_each:
                 module.set_requires_gradient_sync(last, recurse=False)
-            elif self.copies > 1:  # the sums over shards are small, and are added up over copies at the end
+            elif (
+                self.copies > 1
+            ):  # the sums over shards are small; they are summed over replicas in the last micro-batch
                 module.set_requires_all_reduce(last, recurse=False)
 
 
 def set_last_backward(model: nn.Module, last: bool) -> None:
-    """Tell a sharded model whether a backward is the last of a step: only then does FSDP wait for all gradients."""
+    """Set whether the next backward is the last of a step: only then does FSDP wait for all gradients."""
     assert isinstance(model, FSDPModule)
     model.set_is_last_backward(last)
 
 
 def lend_gradients(model: nn.Module) -> None:
-    """Have a sharded model on GPUs make its gradients in memory that the next forward can use, once they are freed.
+    """Allocate reduce-scatter output on the compute stream so that the next forward can reuse its memory.
 
-    It saves memory where a step has one micro-batch; with more, gradients of the first are there in the forwards of the others.
+    This saves memory if a step has one micro-batch; with more, gradients of the first are alive in the forwards of the others.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -185,43 +187,45 @@ def lend_gradients(model: nn.Module) -> None:
 
 
 class ReduceScatter:
-    """FSDP2's reduce-scatter, on memory of the stream that computes.
+    """FSDP2's reduce-scatter with memory of the compute stream.
 
-    FSDP2 makes gradients on a stream of its own, and once they are freed their memory serves only that stream: for 405B on 64 GPUs
-    6 GiB more are reserved. What is done here is in order: FSDP2 has its stream wait for what was given to the other one before, and
-    ``record_stream`` keeps a gradient's memory until it was made and added.
+    FSDP2 allocates gradients on a stream of its own, and freed memory serves only that stream: for 405B on 64 GPUs this reserves 6 GiB
+    more. Using the compute stream's memory is safe: FSDP2 has its stream wait for the work that the compute stream was given before, and
+    ``record_stream`` keeps the memory of a gradient until it has been made and added.
     """
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return memory for the stream that this is called on: for a unit's whole gradients, or a rank's own."""
+        """Return memory for use on the current stream: for a unit's full gradients (input) or a rank's shard (output)."""
         used_on, made_on = torch.cuda.current_stream(device), torch.cuda.default_stream(device)
         with torch.cuda.stream(made_on):
             made = torch.empty(*size, dtype=dtype, device=device)
         if torch.are_deterministic_algorithms_enabled():
-            used_on.wait_stream(made_on)  # torch then fills new memory with NaN
-        made.record_stream(used_on)  # with one micro-batch, what reads it waits for it anyway
+            used_on.wait_stream(made_on)  # torch then fills new memory with NaN, on the compute stream
+        made.record_stream(
+            used_on
+        )  # delays nothing with one micro-batch: readers of the gradient wait for this stream anyway
         return made
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> dist.Work | None:
-        """Reduce, as FSDP2's own does."""
+        """Reduce-scatter as FSDP2's default does."""
         return dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group, async_op)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FsdpUnit:
-    """What FSDP gathers in one piece."""
+    """Parameters that FSDP gathers together."""
 
     name: str
-    modules: tuple[nn.Module, ...]  # each gathers it before its forward
+    modules: tuple[nn.Module, ...]  # FSDP gathers the unit before the forward of each of them
     parameters: tuple[str, ...]  # names in the model
-    gathers: int  # of its shards, for each forward and backward
-    padded_sizes: tuple[int, ...]  # elements of each parameter in the flat gradient of a rank's shards
+    gathers: int  # all-gathers of its shards in one forward and backward
+    padded_sizes: tuple[int, ...]  # elements of each parameter in the flat gradient of one rank, with padding
 
 
 def fsdp_units(model: nn.Module) -> list[FsdpUnit]:
-    """Return FSDP's own units in the order in which a forward gathers them; the root comes first, if it has parameters."""
+    """Return FSDP's units in the order in which a forward gathers them; the root comes first if it has parameters."""
     wrapped = {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
     owned: dict[int, list[str]] = {}
     for name, _ in model.named_parameters():
@@ -238,19 +242,20 @@ def fsdp_units(model: nn.Module) -> list[FsdpUnit]:
 
 
 def _of_group(module: nn.Module) -> tuple[int, tuple[int, ...]]:
-    """How often a unit's shards are gathered for each forward and backward, and the sizes of its parameters in a flat gradient."""
+    """Return the number of all-gathers of a unit in one forward and backward, and its parameters' sizes in the flat gradient."""
     group = fully_shard.state(module)._fsdp_param_group
     gathers = 1 + (group.post_forward_mesh_info is group.mesh_info and group.unshard_in_backward)
     return gathers, tuple(parameter.padded_sharded_param_size.numel() for parameter in group.fsdp_params)
 
 
 def take_forward(model: nn.Module) -> list[Any]:
-    """Have FSDP forget in which order the last forward went through its units; returns that.
+    """Clear and return FSDP's post-forward order.
 
-    A backward gathers ahead along it, the other way round. So where no backward follows, it would gather a unit for nobody, and
-    where other forwards come between, their units: ``give_forward`` gives it back then.
+    A backward prefetches along this order in reverse. If no backward follows a forward, or other forwards run in between, a backward
+    would prefetch the wrong units; ``give_forward``
+    sets the order again before the backward that it belongs to.
     """
-    order: list[Any] = []  # of FSDP's own groups of parameters
+    order: list[Any] = []  # FSDP's parameter groups
     for module in model.modules():
         if isinstance(module, FSDPModule) and (group := fully_shard.state(module)._fsdp_param_group):
             order = order or list(group.comm_ctx.post_forward_order)
@@ -260,14 +265,14 @@ def take_forward(model: nn.Module) -> list[Any]:
 
 
 def give_forward(model: nn.Module, order: Sequence[Any]) -> None:
-    """Have FSDP take this as the order of the last forward, whose backward follows."""
+    """Set FSDP's post-forward order to that of the forward whose backward follows."""
     take_forward(model)
     for group in order:
         group._record_post_forward()
 
 
 def units(model: nn.Module) -> Iterator[tuple[str, dict[str, nn.Parameter]]]:
-    """Yield parameters by unit, ``(unit, {name in the checkpoint: parameter})``, in the order of use."""
+    """Yield ``(unit, {name in the checkpoint: parameter})`` in the order of use."""
     found: dict[str, dict[str, nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         name = unwrapped(name)
@@ -276,21 +281,21 @@ def units(model: nn.Module) -> Iterator[tuple[str, dict[str, nn.Parameter]]]:
 
 
 def unit_of(name: str) -> str:
-    """Return the unit of a parameter, by its name in the checkpoint."""
+    """Return the name of the unit of a parameter, from the parameter's name in the checkpoint."""
     return ".".join(name.split(".")[:3]) if name.startswith("model.layers.") else name.rpartition(".")[0]
 
 
 def load_wrapped(
     directory: Path | None, config: PreTrainedConfig, attention: str, parallel: Parallel, me: Rank
 ) -> nn.Module:
-    """Load on rank 0 (None: random weights), wrap, synchronize; returns the FSDP module with its weights.
+    """Load the weights on rank 0 (``directory`` None: random), wrap, synchronize; return the FSDP1 module.
 
     Raises:
         UserError: ``parallel.wrap`` names a class that the model does not have.
     """
     model = _unwrapped(directory, config, attention, shard_dtype(parallel), me)
     check_wrap(model, parallel.wrap)
-    tied = config.tie_word_embeddings  # a weight that two modules share must stay in one unit: the root
+    tied = config.tie_word_embeddings  # two modules share this weight, so it must stay in the root unit
     classes = {
         type(m)
         for m in model.modules()
@@ -323,7 +328,7 @@ def load_wrapped(
 def _unwrapped(
     directory: Path | None, config: PreTrainedConfig, attention: str, dtype: torch.dtype, me: Rank
 ) -> PreTrainedModel:
-    """Build the model, on rank 0 with its weights; the rotary frequencies are FP32 on all ranks, or they could not be sent."""
+    """Build the model, with weights on rank 0 only; rotary frequencies are FP32 on all ranks, so that they can be broadcast."""
     if not me.is_rank0:
         meta = build_on_meta(config, attention, dtype)
         restore_buffers(meta, config, torch.device("meta"))
@@ -340,18 +345,18 @@ def _unwrapped(
     return model.train()
 
 
-Show = Callable[[str, str], Callable[[], None]]  # a unit's name and way -> what shows it
+Show = Callable[[str, str], Callable[[], None]]  # (unit name, "forward" or "backward") -> a function that shows it
 
 
 class UnitTracker:
-    """Shows each unit as its forward begins, and as its backward does; what is recomputed belongs to the backward."""
+    """Shows each unit when its forward or backward begins; recomputation counts as backward."""
 
     def __init__(self, show: Show) -> None:
         self.show = show
         self.in_backward = False
 
     def attach(self, model: nn.Module) -> None:
-        """Track a model that FSDP has sharded; of FSDP1, and where torch has changed, the forward alone."""
+        """Track a model that FSDP has sharded; with FSDP1, or a torch without the needed internals, track only the forward."""
         for name, module in model.named_modules():
             if not isinstance(module, FSDPModule | FullyShardedDataParallel):
                 continue
@@ -363,7 +368,9 @@ class UnitTracker:
             )
             state = fully_shard.state(module) if isinstance(module, FSDPModule) else None
             group = getattr(state, "_fsdp_param_group", None)
-            if group and not isinstance(group.pre_backward, functools.partial):  # one of several modules with one group
+            if group and not isinstance(
+                group.pre_backward, functools.partial
+            ):  # modules of one unit share a group: wrap its method once
                 group.pre_backward = functools.partial(self._backward, backward, group.pre_backward)
 
     def _forward(self, forward: Callable[[], None], backward: Callable[[], None], is_root: bool, *_: object) -> None:

@@ -1,9 +1,10 @@
 """Stream a checkpoint's weights into the shards, one FSDP unit at a time.
 
-``rank0``: rank 0 reads a unit from the memory-mapped files and sends each rank its part; it never holds more than
-one unit. ``local``: each rank reads its own part and nothing crosses the network. Knows safetensors and point-to-
-point sends; not the optimizer or the data. Weights are sent in the files' dtype and converted on arrival. Random
-weights, for a rehearsal, take the same paths: only the source differs; ``auto`` has each rank make its own.
+``rank0``: rank 0 reads a unit from the memory-mapped files and sends each rank its part; it never holds more than one unit. ``local``:
+each rank reads its own part and nothing crosses the network. Weights are sent in the files' dtype and converted on arrival. Random
+weights, for a rehearsal, take the same paths from another source; with ``auto`` each rank makes its own.
+
+Knows safetensors and point-to-point sends; not the optimizer or the data.
 """
 
 import dataclasses
@@ -45,11 +46,11 @@ from llama405b.spec.tensors import (
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 MEAN_ROWS = 4096  # summed at a time
-BLOCK = 1 << 15  # elements of random weights that one generator makes; so few that torch uses no other thread
+BLOCK = 1 << 15  # elements of random weights per generator: few enough that torch uses a single thread
 Unit = list[str]  # names of parameters
 Spans = dict[
     str, tuple[Box, int, int]
-]  # of a rank, by name: what it holds, where that begins in its piece, and its size in bytes
+]  # of one rank, by name: slice of the tensor, offset in the rank's piece, and size in bytes
 
 
 def load(
@@ -66,8 +67,8 @@ def load(
 ) -> str:
     """Fill the sharded meta model; returns what was done, for the log. ``random``: the shape to generate weights for.
 
-    ``holdings``: of all ranks; None: those of a model without pipeline stages. ``vocab``: rows of the embedding, if that may have more
-    than its file.
+    ``holdings``: of all ranks; None: that of a model without pipeline stages. ``vocab``: rows of the embedding, if it may have
+    more rows than the file.
 
     Raises:
         UserError: The checkpoint is not complete, or ``local`` was requested and a rank cannot read it.
@@ -98,7 +99,7 @@ def load_adapter(
     holdings: Holdings,
     progress: Progress,
 ) -> str:
-    """Fill the adapters of a model that has memory, from peft's files on rank 0 or by chance; returns what was done, for the log."""
+    """Fill the adapters of a materialized model from peft's files on rank 0, or randomly; return words for the log."""
     own = {name: parameter for name, parameter in _named(model) if is_factor(name)}
     shapes = factors(llama, adapter)
     if not adapter.path:
@@ -112,7 +113,7 @@ def load_adapter(
 
 
 def _fill(filler: "_Filler", names: Iterable[str], how: str, progress: Progress) -> None:
-    """Fill these parameters, unit by unit; ``rank0``: the same names on all ranks, else this rank's own."""
+    """Fill parameters unit by unit; with ``rank0`` all ranks pass the same names, else each rank its own."""
     fill = filler.read_own
     if how == "rank0":
         fill = filler.send if filler.me.is_rank0 else filler.receive
@@ -128,7 +129,7 @@ def _named(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def _units_of(names: Iterable[str]) -> list[Unit]:
-    """Group parameters, which are in the order of use, by unit."""
+    """Group parameter names, given in the order of use, by unit."""
     found: dict[str, Unit] = {}
     for name in names:
         found.setdefault(unit_of(name), []).append(name)
@@ -136,10 +137,10 @@ def _units_of(names: Iterable[str]) -> list[Unit]:
 
 
 def materialise(model: nn.Module, me: Rank, *, offload: bool = False, pinning: Progress | None = None) -> None:
-    """Give what is on the meta device of a sharded model memory, its tied head and its rotary buffers; the weights stay undefined.
+    """Allocate the meta tensors of a sharded model, tie its head, and compute its rotary buffers; weights stay undefined.
 
-    ``pinning`` hears of the progress where FSDP will copy the offloaded weights, which are pinned for that; None: it will not.
-    FSDP itself would pin each of them, in blocks of the next power of two.
+    ``pinning`` is called with the progress if FSDP will copy the offloaded weights, which are then pinned; None: do not pin.
+    FSDP itself would pin each weight in a block of the next power of two.
 
     Raises:
         UserError: CUDA cannot pin that much.
@@ -168,7 +169,7 @@ def refuse_not_finite(model: nn.Module, where: Path, adapters: Path | None = Non
     """Refuse weights that are NaN or infinite on any rank; ``where`` they, and adapters, come from. No copy of them is made.
 
     Raises:
-        UserError: On every rank; names the first tensor that has some.
+        UserError: On every rank; it names the first such tensor.
     """
     names, finite = zip(*((name, _is_finite(_local(p))) for name, p in model.named_parameters()), strict=True)
     first_bad = [*torch.stack(finite).tolist(), False].index(False)
@@ -182,7 +183,7 @@ def refuse_not_finite(model: nn.Module, where: Path, adapters: Path | None = Non
 
 
 class _Files:
-    """The checkpoint's files, each mapped once: whole rows are views of the page cache and cost us no memory."""
+    """The files of a checkpoint, each mapped once: full rows are views of the page cache and cost no memory."""
 
     came, own = "read the weights", "read its own part"
 
@@ -191,7 +192,7 @@ class _Files:
         self.mapped: dict[Path, mmap.mmap] = {}
 
     def read(self, name: str, box: Box) -> Tensor:
-        """Return a box of a tensor in the file's dtype, read-only."""
+        """Return a slice of a tensor, read-only, in the file's dtype."""
         info = self.layout[name]
         piece = info.piece_with(box)
         assert piece
@@ -204,7 +205,7 @@ class _Files:
         _, *widths = [last - first for first, last in piece.box]
         row = math.prod(widths)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that the buffer cannot be written to
+            warnings.simplefilter("ignore")  # torch warns that the buffer is read-only
             flat = torch.frombuffer(
                 self.mapped[info.file],
                 dtype=DTYPES[info.dtype],
@@ -215,7 +216,7 @@ class _Files:
 
 
 class _Grown(_Files):
-    """The files of a model whose vocabulary is larger here: new rows of embedding and head are the mean of those in the files."""
+    """The files of a model whose vocabulary is enlarged: new rows of embedding and head are the mean of the rows in the files."""
 
     def __init__(self, layout: Layout, vocab: int) -> None:
         self.rows = {name: layout[name].shape[0] for name in (models.EMBEDDING, models.HEAD) if name in layout}
@@ -234,7 +235,7 @@ class _Grown(_Files):
         return torch.cat([old, new])
 
     def _mean(self, name: str) -> Tensor:
-        """The mean of a tensor's rows in the file, in its dtype: summed in FP64, some rows at a time, so all ranks have the same bits."""
+        """Return the mean of a tensor's rows in its dtype; FP64 sums over fixed blocks of rows give the same bits on all ranks."""
         if name not in self.means:
             info, n_old = self.layout[name], self.rows[name]
             total = torch.zeros(info.shape[1], dtype=torch.float64)
@@ -246,9 +247,9 @@ class _Grown(_Files):
 
 
 class _Random(_Files):
-    """Random weights instead of files: the same for any number of ranks, as blocks of elements have generators of their own.
+    """Random weights instead of files; equal for any number of ranks, as each block of elements has its own generator.
 
-    Matrices are N(0, ``initializer_range``), norms 1 and biases 0, as transformers initializes a Llama.
+    Matrices are N(0, ``initializer_range``), norms are 1 and biases 0, as transformers initializes a Llama.
     """
 
     came, own = "made random weights", "made its own random weights"
@@ -259,13 +260,13 @@ class _Random(_Files):
         self.threads = ThreadPoolExecutor(torch.get_num_threads(), "random")
 
     def constant(self, name: str) -> float | None:
-        """Return what all elements of a tensor are; None: they are random."""
+        """Return the value of all elements of a tensor; None: they are random."""
         if len(self.layout[name].shape) > 1:
             return None
         return 0.0 if name.endswith(".bias") else 1.0
 
     def fill_(self, values: Tensor, _: str, generator: torch.Generator) -> Tensor:
-        """Fill a block of a tensor by chance."""
+        """Fill a block of a tensor with random values."""
         return values.normal_(0, self.std, generator=generator)
 
     def read(self, name: str, box: Box) -> Tensor:
@@ -291,7 +292,7 @@ class _Random(_Files):
 
 
 class _RandomFactors(_Random):
-    """New adapters: A is random as peft initializes it, uniform up to the inverse root of its inputs; B is 0, so they add nothing yet."""
+    """New adapters as peft initializes them: A is uniform up to 1 / sqrt(inputs), B is 0, so that they add nothing at first."""
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], seed: int) -> None:
         super().__init__(shapes, "F32", 0.0, f"{seed} ")
@@ -301,14 +302,14 @@ class _RandomFactors(_Random):
         return 0.0 if name.endswith(UP) else None
 
     def fill_(self, values: Tensor, name: str, generator: torch.Generator) -> Tensor:
-        """Fill a block of A: Kaiming's uniform with a slope of the root of 5."""
+        """Fill a block of A as Kaiming-uniform initialization with a slope of sqrt(5) does."""
         bound = self.layout[name].shape[1] ** -0.5
         return values.uniform_(-bound, bound, generator=generator)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Seen:
-    """What one rank sees of the checkpoint."""
+    """What one rank finds of the checkpoint's files."""
 
     error: str
     fingerprint: str
@@ -316,7 +317,7 @@ class _Seen:
 
 
 def _choose(directory: Path, how: str, me: Rank, holdings: Holdings) -> tuple[str, _Files]:
-    """Agree on how to load, and on what the files hold: as this rank sees it if it reads them, else as rank 0 does."""
+    """Agree with all ranks on the mode and the files' layout: as this rank sees it if it reads them, else as rank 0 does."""
     own, seen = _read(directory, me, holdings)
     how = _way(directory, how, collectives.all_gather_objects(seen))
     known = {name: TensorInfo(Path(), info.dtype, info.shape) for name, info in own.items() if me.is_rank0}
@@ -327,7 +328,7 @@ def _choose(directory: Path, how: str, me: Rank, holdings: Holdings) -> tuple[st
 
 
 def _way(directory: Path, how: str, everyone: Sequence[_Seen]) -> str:
-    """Choose rank0 or local by what each rank sees."""
+    """Choose rank0 or local from the reports of all ranks."""
     if everyone[0].error:
         raise UserError(everyone[0].error)
     lacking = [rank for rank, seen in enumerate(everyone) if seen.fingerprint != everyone[0].fingerprint]
@@ -341,14 +342,14 @@ def _way(directory: Path, how: str, everyone: Sequence[_Seen]) -> str:
     if how == "rank0" and not everyone[0].whole:
         who = given("rank {} does not have its part of the same model there, and ", next(iter(lacking), None))
         raise UserError(
-            f"{directory}: {who}rank 0 cannot send them, because it has only a part of the weights; push them again with "
-            "--shards, or push all of them"
+            f"{directory}: {who}rank 0 cannot send the weights because it has only a part of them; push again with "
+            "--shards, or push all weights"
         )
     return how
 
 
 def _read(directory: Path, me: Rank, holdings: Holdings) -> tuple[Layout, _Seen]:
-    """Return what the files hold, of parts the newest with this rank's; if they cannot be read, nothing and why."""
+    """Return the files' layout (of pushed parts the newest that has this rank's) and a report; on failure an empty layout."""
     try:
         for layout in read_layouts(directory, lambda name: is_for(name, me.rank, me.world)):
             parts = {name: info for name, info in layout.items() if info.pieces}
@@ -358,14 +359,15 @@ def _read(directory: Path, me: Rank, holdings: Holdings) -> tuple[Layout, _Seen]
         return {}, _Seen(str(error), "", whole=True)
     except OSError as error:
         return {}, _Seen(f"{directory}: {reason_of(error)}", "", whole=True)
-    why = f"{directory}: has only the parts of other ranks; push them again with --shards, for {me.axes}"
+    why = f"{directory}: has only parts of other ranks; push again with --shards, for {me.axes}"
     return {}, _Seen(why, "", whole=True)
 
 
 def _is_finite(shard: Tensor) -> Tensor:
-    """Return whether all elements are, where they are: nobody waits for a GPU."""
+    """Return whether all elements are finite, as a tensor on their device, so that the host does not wait."""
     if not shard.numel():
         return torch.ones((), dtype=torch.bool, device=shard.device)
+    # Minimum or maximum is NaN or infinite if any element is; isfinite() on all elements would allocate a mask.
     return torch.stack(torch.aminmax(shard)).isfinite().all()
 
 
@@ -374,20 +376,20 @@ def _local(parameter: nn.Parameter) -> Tensor:
 
 
 class _Filler:
-    """Fills a rank's shards, unit by unit; two units are under way, so that one is sent while another is read."""
+    """Fills a rank's shards unit by unit; two units are in flight, so that one is sent while another is read."""
 
     def __init__(self, files: _Files, me: Rank, holdings: Holdings, own: Mapping[str, nn.Parameter]) -> None:
-        """``own``: this rank's parameters."""
+        """``own``: the parameters of this rank."""
         self.files = files
         self.me = me
         self.holdings = holdings
         self.own = own
         self.stage = Stage(me.device)
-        # Two buffers for all sends or receives, in turns: malloc would leave a hole for each unit.
+        # Two alternating buffers for all sends or receives: a new allocation for each unit would fragment memory.
         self.buffers = [torch.empty(0, dtype=torch.uint8, device=me.device) for _ in range(2)]
 
     def read_own(self, parts: Sequence[Unit]) -> Iterator[None]:
-        """Each rank reads its own part."""
+        """Read this rank's slices of each unit from the files."""
         for unit in parts:
             self._read(unit)
             yield
@@ -405,7 +407,7 @@ class _Filler:
             shard.copy_(own)
 
     def receive(self, parts: Sequence[Unit]) -> Iterator[None]:
-        """Copy what this rank holds of each unit, which comes from rank 0 in one piece, while the next unit's comes."""
+        """Receive this rank's piece of each unit from rank 0, and copy it to the shards while the next piece arrives."""
         coming: list[tuple[Spans, Tensor, dist.Work | None]] = []
         for number in range(len(parts) + 1):
             if number < len(parts):
@@ -426,7 +428,7 @@ class _Filler:
                 shard.copy_(piece[begin : begin + size].view(DTYPES[self.files.layout[name].dtype]).view(shard.shape))
 
     def send(self, parts: Sequence[Unit]) -> Iterator[None]:
-        """Send every other rank its part of each unit in one piece, and read rank 0's own meanwhile."""
+        """Send every other rank its piece of each unit, and read rank 0's own slices meanwhile."""
         sending: list[list[dist.Work]] = [[], []]
         for number, unit in enumerate(parts):
             for work in sending[number % 2]:  # frees the buffer
@@ -438,10 +440,10 @@ class _Filler:
             self._read(unit)
             yield
         for work in itertools.chain(*sending):
-            work.wait()  # gloo's would be lost with their buffers; with NCCL torch keeps those
+            work.wait()  # gloo does not keep the buffers of unfinished sends alive; for NCCL, torch does
 
     def _pack(self, number: int, unit: Unit) -> Sequence[Tensor]:
-        """Bring every other rank's part of a unit into a buffer; returns each rank's piece of it."""
+        """Read every other rank's slices of a unit into one buffer; return each rank's piece of it."""
         packed = [self._spans(unit, rank) for rank in range(1, self.me.world)]
         everything = self._buffer(number, sum(n_bytes for _, n_bytes in packed))
         begins = itertools.accumulate((n_bytes for _, n_bytes in packed), initial=0)
@@ -463,9 +465,9 @@ class _Filler:
         return self.holdings.box(name, self.files.layout[name].shape, rank)
 
     def _spans(self, unit: Unit, rank: int) -> tuple[Spans, int]:
-        """What a rank holds of each tensor and its place in its piece (begin, size); and the piece's size, in bytes.
+        """Return the spans of a rank in its piece of a unit, and the size of the piece in bytes.
 
-        Wider dtypes come first, so that each tensor is aligned to its element size; pieces are aligned to 16.
+        Wider dtypes come first so that each tensor is aligned to its element size; pieces are aligned to 16 bytes.
         """
         begin = 0
         spans = {}

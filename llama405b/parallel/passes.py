@@ -1,7 +1,7 @@
-"""The forwards and backwards of a step's micro-batches: one after the other, or as a pipeline orders them. Knows modules; not the update.
+"""Run the forwards and backwards of a step's micro-batches, in a loop or as a pipeline. Knows modules; not the update.
 
-In a pipeline either direction has a group of its own, and so has what goes around from the last rank to the first: with NCCL the sends and
-receives of a group are in one order, and what goes one way never waits for what goes another.
+In a pipeline, each direction has a process group of its own, and so does each direction between the last rank and the first. NCCL runs
+the sends and receives of one group in order; with separate groups, transfers in one direction never wait for those in another.
 
 Shape suffixes: B sequences of a micro-batch, S positions of a rank's part, h hidden size, V vocabulary.
 """
@@ -28,68 +28,68 @@ from llama405b.settings.axes import Axes
 from llama405b.settings.schema import Parallel
 from llama405b.spec.rules import Pass, order_of
 
-Lap = Callable[[str], None]  # called with the name of each part as it ends: forward, backward
+Lap = Callable[[str], None]  # called with the name of each part when it ends: forward, backward
 
 
 class Accumulator(Protocol):
-    """Who takes the gradients; see ``optim.updater``."""
+    """Receiver of the gradients; see ``optim.updater``."""
 
     def expect(self, *, last: bool) -> None:
-        """Tell, before a forward, whether the gradients of its micro-batch are the last of the step."""
+        """Announce a micro-batch before its forward; the argument says whether it is the last of the step."""
 
     def accumulate(self) -> None:
         """Take the gradients of a micro-batch."""
 
 
 class Passes(Protocol):
-    """How this rank takes its part in a step's forwards and backwards."""
+    """This rank's part in the forwards and backwards of a step."""
 
     @property
     def model(self) -> nn.Module:
-        """What computes."""
+        """The module that computes."""
 
     def n_targets(self, batch: Batch) -> Tensor:
-        """Return how many targets this rank adds to those of others; each is counted once."""
+        """Return the number of targets that this rank contributes; over all ranks each target is counted once."""
 
     def train(self, microbatches: Sequence[Batch], n_targets: int, gradients: Accumulator, lap: Lap) -> Tensor:
-        """Compute the gradients of the mean over ``n_targets``, of all ranks.
+        """Compute the gradients of the mean loss over the ``n_targets`` of all ranks.
 
-        Returns the negative log-likelihood, in nats, that this rank adds to that of others.
+        Return this rank's contribution to the negative log-likelihood, in nats.
         """
 
     def evaluate(self, batch: Batch) -> Tensor:
-        """Return the negative log-likelihood of a micro-batch that this rank adds to others', in nats; keeps nothing for a backward."""
+        """Return this rank's contribution to the negative log-likelihood of a micro-batch, in nats; keep nothing for a backward."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Cut:
-    """What a rank computes of the sequences that it reads, which others read as well."""
+    """This rank's slice of a batch that its tp, cp and pp peers also read."""
 
     axes: Axes
     rank: int
-    attention: str  # what computes it
+    attention: str  # name of the attention function
 
     @property
     def counts(self) -> bool:
-        """Whether it adds its loss to that of others, which may know it as well."""
+        """Whether this rank contributes the loss: of ranks that know the same loss, only one does."""
         places = {name: self.axes.place(self.rank, (name,)).rank for name in ("tp", "pp")}
         return places["tp"] == 0 and places["pp"] == self.axes.pp - 1
 
     @property
     def is_split(self) -> bool:
-        """Whether its hidden states are a part of the sequences, or of the model."""
+        """Whether sequences or the model are split between ranks."""
         return self.axes.tp * self.axes.cp * self.axes.pp > 1
 
     def counted(self, value: Tensor) -> Tensor:
-        """Return what it adds to the values of others."""
+        """Return the value if this rank contributes the loss, else 0."""
         return value * self.counts
 
     def n_targets(self, batch: Batch) -> Tensor:
-        """Return how many targets it adds to those of others."""
+        """Return the number of targets that this rank contributes."""
         return self.counted((self._part(batch.targets_BS) != IGNORE_INDEX).sum())
 
     def inputs(self, batch: Batch) -> tuple[Batch, dict[str, Any]]:
-        """Return its part of a batch, and the model's arguments for it."""
+        """Return this rank's slice of a batch, and the model's arguments for it."""
         found = model_inputs(batch, self.attention, is_split=self.is_split)
         found |= {name: self._part(found[name]) for name in ("input_ids", "position_ids") if name in found}
         part = Batch(found["input_ids"], self._part(batch.targets_BS))
@@ -102,12 +102,12 @@ class Cut:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OneByOne:
-    """One micro-batch after the other, through the whole model."""
+    """Runs the micro-batches one after the other through the full model."""
 
     model: nn.Module
-    averaged: int  # ranks over which FSDP averages gradients
-    sync: GradientSync | None = None  # None: all that FSDP does is done for each micro-batch
-    cut: Cut | None = None  # None: the rank computes all that it reads
+    averaged: int  # number of ranks over which FSDP averages gradients
+    sync: GradientSync | None = None  # None: FSDP reshards and reduces in each micro-batch
+    cut: Cut | None = None  # None: the rank computes the full batch that it reads
     loss: HeadLoss = OfLogits()
 
     def n_targets(self, batch: Batch) -> Tensor:
@@ -145,19 +145,19 @@ class OneByOne:
 
 
 def own_value(nll: Tensor) -> Tensor:
-    """Return a loss as a plain number, in FP64, which all ranks of ``tp`` know."""
+    """Return a loss as a plain FP64 tensor, equal on all ranks of ``tp``."""
     nll = nll.detach()
     return (nll.to_local() if isinstance(nll, DTensor) else nll).double()
 
 
 def no_loss(batch: Batch) -> Tensor:
-    """Return what losses are added to."""
+    """Return a zero to which losses are added."""
     return torch.zeros((), dtype=torch.float64, device=batch.targets_BS.device)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Link:
-    """To the rank with the next stage, or the one before."""
+    """Connection to the rank with the next or the previous stage."""
 
     peer: int
     forward: dist.ProcessGroup
@@ -173,7 +173,7 @@ class Links:
 
 
 def links_of(axes: Axes, rank: int, *, is_ring: bool) -> Links:
-    """Make the groups of all pipelines, on all ranks; returns this rank's. ``is_ring``: the ends talk to each other."""
+    """Make the process groups of all pipelines, on all ranks; return this rank's links. ``is_ring``: last and first rank are linked."""
     ways = group_along(axes, "pp"), group_along(axes, "pp")
     around = (group_along(axes, "pp"), group_along(axes, "pp")) if is_ring else ways
     ranks.share_timeout()
@@ -183,7 +183,7 @@ def links_of(axes: Axes, rank: int, *, is_ring: bool) -> Links:
 
 
 class Pipeline:
-    """A rank's stages; see ``Passes``."""
+    """Runs this rank's pipeline stages; see ``Passes``."""
 
     def __init__(
         self,
@@ -196,7 +196,7 @@ class Pipeline:
         cut: Cut,
         loss: HeadLoss,
     ) -> None:
-        """``averaged``: ranks over which FSDP averages gradients."""
+        """``averaged``: number of ranks over which FSDP averages gradients."""
         self.model: nn.Module = model
         self.stage, self.cut, self.axes, self.loss = model, cut, axes, loss
         self.schedule, self.averaged, self.sync = schedule, averaged, sync
@@ -208,7 +208,7 @@ class Pipeline:
         return self.cut.n_targets(batch)
 
     def train(self, microbatches: Sequence[Batch], n_targets: int, gradients: Accumulator, lap: Lap) -> Tensor:
-        """See ``Passes``. Parts of a step alternate, so all of it is timed as its backward."""
+        """See ``Passes``. Forwards and backwards alternate, so all of it is timed as backward."""
         n_chunks = len(self.stage.chunks)
         order = order_of(self.schedule, self.axes.pp, n_chunks, self.place, len(microbatches))
         last = order[-1].micro
@@ -243,7 +243,7 @@ class Pipeline:
         return self.cut.counted(nll)
 
     def _forward(self, each: Pass, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return a chunk's input and output; of the last stage, the loss."""
+        """Return a chunk's input and output; the output of the last stage is the loss."""
         part, more = self.cut.inputs(batch)
         x = more.pop("input_ids")
         if not self._is_first(each.chunk):
@@ -260,13 +260,13 @@ class Pipeline:
         return x, output
 
     def _backward(self, each: Pass, x: Tensor, output: Tensor, n_targets: int) -> float | Tensor:
-        """Pass on the gradient of a chunk's input; returns the loss, if this is the last stage."""
+        """Run a chunk's backward and send the gradient of its input; return the loss if this is the last stage, else 0."""
         if self._is_last(each.chunk):
             (output * (self.averaged / n_targets)).backward()
         else:
             empty = torch.empty(output.shape, dtype=output.dtype, device=output.device)
             gradient = self._receive(self.links.after.peer, self.links.after.backward, empty)
-            if output.requires_grad:  # else the first stage is frozen
+            if output.requires_grad:  # False if all parameters of the first stage are frozen
                 torch.autograd.backward(output, gradient)
         if not self._is_first(each.chunk):
             assert x.grad is not None
@@ -274,7 +274,7 @@ class Pipeline:
         return own_value(output) if self._is_last(each.chunk) else 0.0
 
     def _hidden(self, part: Batch) -> Tensor:
-        """Return memory for the hidden states of a micro-batch."""
+        """Return uninitialized memory for the hidden states of a micro-batch."""
         n_sequences, length = part.ids_BS.shape
         shape = n_sequences, length // self.axes.tp, self.stage.config.hidden_size
         return torch.empty(shape, dtype=self.stage.compute_dtype, device=part.ids_BS.device)
@@ -284,6 +284,7 @@ class Pipeline:
         return into
 
     def _send(self, tensor: Tensor, peer: int, group: dist.ProcessGroup) -> None:
+        # Keep the tensor together with its work: gloo does not keep the memory of an unfinished send alive.
         kept = tensor.contiguous()
         self.sending = [(work, sent) for work, sent in self.sending if work and not work.is_completed()]
         self.sending.append((dist.isend(kept, peer, group), kept))
@@ -302,15 +303,15 @@ class Pipeline:
 
 
 def build_passes(parallel: Parallel, model: nn.Module, me: Rank) -> Passes:
-    """Return that of a model that is split over the ranks.
+    """Build the forward and backward of a model that is split over the ranks.
 
     Raises:
-        UserError: The user's module computes a loss of logits that no rank has.
+        UserError: The user's module computes a loss of full logits, but no rank has them.
     """
     own = extend.current().loss
     if own and (parallel.loss == "parts" or me.axes.tp > 1):
         raise UserError(
-            "--extend: loss() is given all logits, which no rank has with loss = parts or tp; remove one of them"
+            "--extend: loss() needs all logits, but no rank has them with loss = parts or tp; remove one of the two"
         )
     averaged, loss = me.dp.size * me.axes.cp, loss_of(parallel.loss, model.lm_head, own)
     if parallel.by_fsdp1:

@@ -1,10 +1,10 @@
-"""Split a model over the mesh: its layers over ``pp``, matrices over ``tp``, sequences over ``cp``, and what is left over the shards.
+"""Split a model over the mesh: layers over ``pp``, matrices over ``tp``, sequences over ``cp``, and the remaining parameters over shards.
 
-With tensor parallelism (arXiv 1909.08053) a rank has some of the heads, of the MLP's inner features and of the vocabulary; between the
-matrices a part of the sequence (arXiv 2205.05198), and the loss is computed where its part of the logits is. With context parallelism a
-rank has a part of every sequence; before attention ranks exchange heads for sequence, and after it back (arXiv 2309.14509), so that the
-attention function is the one that was chosen, and packed documents are kept apart as ever. transformers' modules, and the names of
-parameters, stay as they are; ``spec.tensors`` knows what each rank holds.
+With tensor parallelism (arXiv 1909.08053) a rank has a slice of the heads, of the MLP's inner features and of the vocabulary. Between the
+matrices it has a slice of the sequence (arXiv 2205.05198), and each rank computes the loss from its slice of the logits. With context
+parallelism a rank has a slice of every sequence. Ranks exchange heads for sequence before attention and back after it (arXiv 2309.14509),
+so the chosen attention function and the separation of packed documents do not change. transformers' modules and parameter names do not
+change either; ``spec.tensors`` knows what each rank holds.
 
 Shape suffixes: B sequences, H heads, S positions, D size of a head; R ranks.
 """
@@ -40,19 +40,21 @@ from llama405b.settings.axes import NAMES, Axes
 from llama405b.settings.schema import LossOf, Parallel
 from llama405b.spec.tensors import Holdings
 
-WHOLE, PART = Replicate(), Shard(1)  # of the sequence
+WHOLE, PART = Replicate(), Shard(1)  # layouts of the sequence dimension
 OF_MODEL: dict[str, ParallelStyle] = {
     "model.embed_tokens": RowwiseParallel(input_layouts=WHOLE, output_layouts=PART),
     "model.norm": SequenceParallel(),
 }
-HEADS: dict[LossOf, ParallelStyle] = {  # of logits each rank has some; the loss of parts is the same on all
+HEADS: dict[
+    LossOf, ParallelStyle
+] = {  # logits: each rank has a slice of the vocabulary; parts: the loss is computed alike on all ranks
     "logits": ColwiseParallel(input_layouts=PART, output_layouts=Shard(-1), use_local_output=False),
     "parts": ColwiseParallel(input_layouts=PART, output_layouts=WHOLE),
 }
 
 
 def split_matrices(model: nn.Module, mesh: DeviceMesh, loss: LossOf = "logits") -> None:
-    """Split the matrices of a model on the meta device over the ranks of ``mesh``, which has one axis. Call it before FSDP."""
+    """Split the matrices of a model on the meta device over the one-dimensional ``mesh``. Call it before FSDP."""
     frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
     layers = model.model.layers
     for layer in layers.values() if isinstance(layers, nn.ModuleDict) else layers:
@@ -61,9 +63,9 @@ def split_matrices(model: nn.Module, mesh: DeviceMesh, loss: LossOf = "logits") 
     ends = {name: style for name, style in (OF_MODEL | {"lm_head": HEADS[loss]}).items() if name in present}
     parallelize_module(model, mesh, ends, src_data_rank=None)
     tie_head(model)
-    for name in frozen:  # torch's styles make some parameters anew, and those of norms then take gradients
+    for name in frozen:  # torch's styles recreate some parameters, and recreated norms require gradients
         model.get_parameter(name).requires_grad_(False)
-    # FSDP warns of changes in place to what the embedding and the head return, which are views: nobody makes any.
+    # FSDP warns about in-place changes to views that the embedding and the head return; nothing changes them in place.
     warnings.filterwarnings("ignore", r"FSDP2-wrapped module \(.*\) returned a view tensor")
 
 
@@ -86,16 +88,16 @@ def _of_layer() -> dict[str, ParallelStyle]:
 
 @contextlib.contextmanager
 def loss_of_parts(tp: int) -> Iterator[None]:
-    """Compute losses, and their gradients, of logits of which each rank has a part of the vocabulary."""
+    """Let losses and their gradients be computed from logits whose vocabulary is split over the ranks."""
     with loss_parallel() if tp > 1 else contextlib.nullcontext():
         yield
 
 
-NAME = "context_parallel_"  # what precedes that of the attention function
+NAME = "context_parallel_"  # prefix for the name of the wrapped attention function
 
 
 def split_sequences(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Have a model's attention exchange heads for sequence with the other ranks of ``group``."""
+    """Make a model's attention exchange heads for sequence with the other ranks of ``group``."""
     config = model.config
     inner = ALL_ATTENTION_FUNCTIONS.get_interface(config._attn_implementation, None)
     name = f"{NAME}{config._attn_implementation}"
@@ -104,7 +106,7 @@ def split_sequences(model: nn.Module, group: dist.ProcessGroup) -> None:
 
 
 def attention_of(name: str) -> str:
-    """Return the attention function that computes, by the name of an implementation."""
+    """Return the name of the attention function that a context-parallel implementation wraps."""
     return name.removeprefix(NAME)
 
 
@@ -121,7 +123,7 @@ def _over(inner: Callable[..., Any], group: dist.ProcessGroup) -> Callable[..., 
         module: nn.Module, query_BHSD: Tensor, key_BHSD: Tensor, value_BHSD: Tensor, mask: Tensor | None, **more: Any
     ) -> tuple[Tensor, None]:
         kv_heads = key_BHSD.shape[1]
-        if kv_heads % n_ranks:  # fewer than ranks: several have the same one
+        if kv_heads % n_ranks:  # fewer key heads than ranks: several ranks get the same one
             times = query_BHSD.shape[1] // kv_heads
             key_BHSD, value_BHSD = (each.repeat_interleave(times, 1) for each in (key_BHSD, value_BHSD))
         query, key, value = (exchange(each, 1, 2, group) for each in (query_BHSD, key_BHSD, value_BHSD))
@@ -132,7 +134,7 @@ def _over(inner: Callable[..., Any], group: dist.ProcessGroup) -> Callable[..., 
 
 
 class _Grouped:
-    """A module of attention, whose heads share keys by another number."""
+    """An attention module with another number of query heads per key head."""
 
     def __init__(self, module: nn.Module, each: int) -> None:
         self.module, self.num_key_value_groups = module, each
@@ -142,13 +144,13 @@ class _Grouped:
 
 
 def exchange(x: Tensor, split: int, join: int, group: dist.ProcessGroup) -> Tensor:
-    """Give each rank its part of a dimension, and get that part of all ranks, joined in another dimension."""
+    """Send each rank its slice along one dimension; return the received slices joined along another."""
     exchanged: Tensor = _Exchange.apply(x, split, join, group)
     return exchanged
 
 
 class _Exchange(torch.autograd.Function):
-    """The backward of an exchange is the exchange back."""
+    """All-to-all whose backward is the reverse all-to-all."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, split: int, join: int, group: dist.ProcessGroup) -> Tensor:
@@ -163,35 +165,35 @@ class _Exchange(torch.autograd.Function):
 
 
 def _exchanged(x: Tensor, split: int, join: int, group: dist.ProcessGroup) -> Tensor:
-    parts_R = torch.stack(x.chunk(dist.get_world_size(group), split))  # in memory without gaps, whatever ``x`` is
+    parts_R = torch.stack(x.chunk(dist.get_world_size(group), split))  # contiguous, whatever the strides of ``x``
     came_R = torch.empty(parts_R.shape, dtype=parts_R.dtype, device=parts_R.device)
     dist.all_to_all_single(came_R, parts_R, group=group)
     return torch.cat(came_R.unbind(), join)
 
 
 class Stage(nn.Module):
-    """The stages of one rank: with the interleaved schedule several, each a chunk of its layers."""
+    """The pipeline stages of one rank; with the interleaved schedule several, each a chunk of layers."""
 
     def __init__(self, whole: PreTrainedModel, chunks: Sequence[Sequence[int]], *, first: bool, last: bool) -> None:
-        """Take what is this rank's of a whole model, which is on the meta device. ``chunks``: the layers of each stage.
+        """Take this rank's modules from a full model on the meta device. ``chunks``: the layers of each stage.
 
-        ``first``, ``last``: whether the first chunk begins with the embedding, and the last one ends with the head.
+        ``first``, ``last``: whether the first chunk begins with the embedding, and whether the last one ends with the head.
         """
         super().__init__()
         self.config = whole.config
         self.chunks = chunks
         self.model = nn.Module()
         self.model.embed_tokens = whole.model.embed_tokens if first else None
-        # The layers' numbers are names; a list would begin at 0.
+        # A dict keeps the layers' numbers in parameter names; a list would start at 0.
         self.model.layers = nn.ModuleDict({str(i): whole.model.layers[i] for chunk in chunks for i in chunk})
         self.model.norm = whole.model.norm if last else None
         self.model.rotary_emb = whole.model.rotary_emb
         self.lm_head = whole.lm_head if last else None
 
     def forward(self, x: Tensor, chunk: int, position_ids: Tensor, **more: Any) -> Tensor:
-        """Return what a chunk makes of its input: of token ids or hidden states, hidden states or logits.
+        """Run one chunk: token ids or hidden states in, hidden states or logits out.
 
-        ``more``: of each layer, see ``model_inputs``.
+        ``more``: arguments of each layer, see ``model_inputs``.
         """
         hidden_BSh = self.model.embed_tokens(x) if chunk == 0 and self.model.embed_tokens is not None else x
         mask = more.pop("attention_mask", None)
@@ -212,13 +214,13 @@ class Stage(nn.Module):
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """Of hidden states, once FSDP has sharded it."""
+        """The dtype of hidden states; call it after FSDP has sharded the module."""
         assert isinstance(self, FSDPModule)
         return fully_shard.state(self)._mp_policy.param_dtype or next(self.parameters()).dtype
 
 
 def ranks_along(axes: Axes, axis: str) -> list[list[int]]:
-    """Return the ranks of each group, in the order of their places along the axis."""
+    """Return the ranks of each group along an axis, in order of their coordinate on it."""
     others = [name for name in NAMES if name != axis]
     groups: dict[int, list[int]] = {}
     for rank in range(axes.world):
@@ -227,7 +229,7 @@ def ranks_along(axes: Axes, axis: str) -> list[list[int]]:
 
 
 def group_along(axes: Axes, axis: str) -> dist.ProcessGroup:
-    """Make the groups, on all ranks; returns this rank's."""
+    """Make the process groups along an axis, on all ranks; return this rank's group."""
     own, _ = dist.new_subgroups_by_enumeration(ranks_along(axes, axis))
     assert own
     return own
@@ -236,9 +238,9 @@ def group_along(axes: Axes, axis: str) -> dist.ProcessGroup:
 def split(
     model: PreTrainedModel, parallel: Parallel, me: Rank, before_shards: Callable[[nn.Module], None] = lambda _: None
 ) -> nn.Module:
-    """Split a model that is on the meta device; returns what this rank computes with.
+    """Split a model on the meta device; return the module that this rank computes with.
 
-    ``before_shards``: changes that, once its matrices are split.
+    ``before_shards``: called with that module after its matrices are split.
 
     Raises:
         UserError: ``parallel.wrap`` names a class that the model does not have, or units that share parameters.
@@ -261,6 +263,6 @@ def split(
 
 
 def holdings_of(model: PreTrainedModel, parallel: Parallel, me: Rank) -> Holdings:
-    """Return what all ranks hold of a model that is still whole."""
+    """Return which slices of a not yet split model each rank holds."""
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     return Holdings.of(shapes, me.axes, parallel.chunks)

@@ -1,13 +1,11 @@
-"""What was measured of a planned run on its hosts, and what it tells of that run and of others there. Pure.
+"""Measurements of a planned run on its hosts, and how far off a predicted time may be. Pure.
 
-Two kinds: the run's own steps with few of its layers, whose difference is what a layer takes, whatever these hosts do; and rates,
-each measured alone on all ranks, which take the place of data sheets for other settings.
+There are two kinds of measurements: steps of the run itself with few of its layers, whose difference is what a layer takes on these
+hosts; and rates, each measured alone on all ranks, which replace data sheets for other settings.
 
-How far off a predicted time may be, by what has been measured of such runs.
-
-A range is where a run of one more program lies with nine chances in ten, after what other programs published and nobody fitted:
-programs differ from each other by more than the runs of one do (Student's t over programs; ``scripts/fit_plan.py`` writes
-``ranges.json``, docs/plan-accuracy.md tells how). Of fewer than three programs there is none: then it is wide by assumption.
+A range holds the time of a run of one more program with nine chances in ten, judged by times that other programs published and that were
+not fitted: programs differ by more than the runs of one program do (Student's t over programs; ``scripts/fit_plan.py`` writes
+``ranges.json``; see docs/plan-accuracy.md). With fewer than three programs there is no such range; a wide one is assumed instead.
 """
 
 import dataclasses
@@ -29,13 +27,13 @@ MEMORY_SPREAD = 0.05  # of docs/measurements/plan.md on CPUs; no GPU was calibra
 
 
 def measured_layers(layers: int) -> tuple[int, int]:
-    """Return with how many layers to measure a run that has so many: fewer, as far as there are."""
+    """Return the two layer counts with which to measure a run of so many layers."""
     return FEW, min(layers, max(FEW + 1, min(MORE, layers - 1)))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Point:
-    """What steps with so many layers took, in the median."""
+    """The median times of steps with some number of layers."""
 
     layers: int  # 0: all that the model has
     micro_batch: int
@@ -50,17 +48,17 @@ class Point:
     def __post_init__(self) -> None:
         counts, times = (self.layers + 1, self.micro_batch, self.global_batch), (self.forward_s, self.backward_s)
         if min(counts) < 1 or not all(0 < each < math.inf for each in times):
-            raise ValueError("a step is of nothing, or takes no time")
+            raise ValueError("a step has no layers or no batch, or takes no time")
 
     @property
     def step_s(self) -> float:
-        """All of it."""
+        """Seconds of a whole step."""
         return self.data_s + self.forward_s + self.backward_s + self.optimizer_s
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Alone:
-    """Rates in bytes/s, each measured alone while all ranks do the same; the slowest rank's."""
+    """Rates in bytes/s, each measured alone while all ranks do the same; the slowest rank counts."""
 
     layer_s: float  # a decoder layer of a micro-batch, forward, and backward with what is computed again
     device_update: float  # AdamW, clipping and the norm, where a rank trains
@@ -80,7 +78,7 @@ class Alone:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Calibration:
-    """Measurements of steps, with fewer layers than the run has, if it has three, and rates; and of what."""
+    """Measured steps (with fewer layers, if the run has three) and rates, with their hosts and GPUs."""
 
     load: RunShape  # the planned run
     few: Point
@@ -94,22 +92,25 @@ class Calibration:
     def __post_init__(self) -> None:
         load, counts = self.load, (self.load.micro_batch, self.load.ranks_per_host, self.load.world)
         if min(counts) < 1 or not 1 <= self.few.layers <= self.more.layers <= load.llama.layers:
-            raise ValueError("its layers or ranks cannot be")
+            raise ValueError("its layers or ranks are impossible")
 
     def fits(self, load: RunShape) -> bool:
-        """Whether its steps are those of such a run: only what concerns checkpoints may differ."""
+        """Check whether the measured steps are those of this run; only checkpoint settings may differ."""
         saves = {name: getattr(self.load, name) for name in ("keep", "mtbf_s", "every", "staging_bytes")}
         return dataclasses.replace(load, **saves) == self.load
 
     def knows(self, load: RunShape, gpu: Gpu) -> bool:
-        """Whether its rates hold for such a run: the same GPUs, model, adapter, sequence, numerics, attention, packing; no tp, cp, pp."""
+        """Check whether the rates hold for a run.
+
+        They do with the same GPUs, model, adapter, sequence, numerics, attention and packing, and without tp, cp and pp.
+        """
         if load.is_split:
             return False
         same = ("llama", "seq_len", "numerics", "attention", "packing", "adapter")
         return gpu.name == self.gpu and all(getattr(load, name) == getattr(self.load, name) for name in same)
 
     def applied(self, needs: Estimate) -> Estimate:
-        """Return the run's estimate with its own steps in place of what rates give."""
+        """Return the estimate with the measured steps in place of the predicted time."""
         time = StepTime(
             forward_s=self._at_all(lambda point: point.forward_s),
             backward_s=self._at_all(lambda point: point.backward_s),
@@ -119,7 +120,7 @@ class Calibration:
         return dataclasses.replace(needs, time=time)
 
     def measured(self, cluster: Cluster) -> Cluster:
-        """Return the cluster with what its ranks attain, and what steps took there beside that."""
+        """Return the cluster with measured rates, and with the step time and memory that those do not explain."""
         paced = self._paced(cluster)
         assert paced.rates
         whole, delay_s = self._beside(paced)
@@ -132,10 +133,10 @@ class Calibration:
         )
 
     def _beside(self, paced: Cluster) -> tuple[float, float]:
-        """What steps of two micro-batches took beside the rates: a share of the time these give, and a delay of every layer."""
+        """Fit a factor on the predicted time, and a delay of every layer, to the steps of two micro-batches."""
 
         def seconds(point: Point) -> tuple[float, float]:
-            """What the rates give for a micro-batch and layer, and what it took."""
+            """Return the predicted and the measured time of a layer and micro-batch."""
             time = estimate(self._load_of(point), paced).time
             assert time
             # The host waits while a GPU computes what it was given before: no wait makes a forward faster than its rates.
@@ -159,7 +160,7 @@ class Calibration:
         )
 
     def _paced(self, cluster: Cluster) -> Cluster:
-        """The cluster with the rates that were measured alone."""
+        """Return the cluster with the standalone rates."""
         alone = self.alone
         sheet = cluster.gpu
         one_host = self.load.hosts == 1
@@ -175,7 +176,7 @@ class Calibration:
         return dataclasses.replace(cluster, nic_bytes_per_s=nic, disk_bytes_per_s=alone.disk, pace=pace, rates=rates)
 
     def _flops(self, cluster: Cluster) -> float:
-        """What a layer attains per second in the time that its elementwise work leaves, of which at least half counts."""
+        """Return a layer's FLOP/s in the time that elementwise work leaves, at least half of the layer's."""
 
         def layer(flops: float, memory: float) -> float:
             gpu = dataclasses.replace(cluster.gpu, flops=flops, memory_bytes_per_s=memory)
@@ -188,13 +189,13 @@ class Calibration:
         return layer(1.0, math.inf) / max(took / 2, took - layer(math.inf, self.alone.device_update))
 
     def _at_all(self, of: Callable[[Point], float]) -> float:
-        """The line through both, which does not fall, at all the run's layers."""
+        """Extrapolate linearly to all of the run's layers; the line does not fall."""
         slope = max(0.0, (of(self.more) - of(self.few)) / max(1, self.more.layers - self.few.layers))
         return of(self.more) + slope * (self.load.llama.layers - self.more.layers)
 
 
 def _all_of(gpu: Gpu) -> Rates:
-    """The fitted rates, but all of what a GPU's sheet says is attained, and FSDP's copies are not in it."""
+    """Return the fitted rates, with all of a data sheet attained and without FSDP's copies."""
     whole = {gpu.name: 1.0}
     return dataclasses.replace(Rates.read(), matmul=whole, attention=whole, memory=1.0, peers=1.0, copies=0.0)
 
@@ -206,7 +207,7 @@ MEASURED = frozenset({"h100-80", "h100-96-500w", "h200-141", "a100-80", "a100-40
 
 
 class Evidence(enum.StrEnum):
-    """What is known of times like these."""
+    """The kind of measurements behind a predicted time."""
 
     STEPS = "steps"  # the run's own steps, on its hosts
     RATES = "rates"  # the rates of its hosts
@@ -220,7 +221,7 @@ class Evidence(enum.StrEnum):
 
     @classmethod
     def of(cls, setting: Setting) -> "Evidence":
-        """Return what is known of a setting that nobody measured on its own hosts."""
+        """Return the evidence for a setup that was not measured on its own hosts."""
         if setting.gpu.name not in MEASURED:
             return cls.NOTHING
         if setting.frozen:
@@ -234,14 +235,14 @@ class Evidence(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Range:
-    """Where a time lies, as shares of what is predicted."""
+    """The range of a time, as shares of the prediction."""
 
     low: float
     high: float
     programs: int = 0  # it is after those of so many; 0: it is not after programs
 
     def of(self, value: float) -> tuple[float, float]:
-        """Return the least and the most that a value may be."""
+        """Return the lowest and the highest likely value."""
         return value * self.low, value * self.high
 
 
@@ -252,7 +253,7 @@ RATES = Range(0.85, 1.15)  # the same, of settings that were not measured themse
 
 
 def range_of(setting: Setting) -> Range | None:
-    """Return the range of a setting that nobody measured on its own hosts; None: its GPU was never measured."""
+    """Return the range for a setup not measured on its own hosts; None: its GPU was never measured."""
     known = Evidence.of(setting)
     if known is Evidence.NOTHING:
         return None
@@ -271,7 +272,7 @@ def _ranges() -> dict[str, Range]:
 
 
 def _alike(setting: Setting) -> Evidence:
-    """Return of which programs the runs were like it, but for where the states are."""
+    """Return the class of published runs that is like this one, except for where the states are."""
     if setting.tp * setting.cp * setting.pp > 1:
         return Evidence.MESH
     is_small = setting.gpus == 1 or setting.shape.parameters < SMALL

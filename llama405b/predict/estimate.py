@@ -1,10 +1,8 @@
-"""Memory, disk and time of a training run, estimated from shapes. Nothing here has been measured on a GPU by this project.
+"""Estimate the memory, disk and time of a training run from shapes, on given machines.
 
-Sources. Memory of a GPU: allocated ``memory``, reserved ``pools``. Time: ``step_time``. Memory of a host: ``run_shape``.
-
-Of a run's time, what makes steps that last: beside saves, restarts, and steps that a failure undoes.
-
-The machines that a prediction is for: as they were found, or as they are described.
+Sources: allocated GPU memory ``memory``, reserved GPU memory ``reserved``, time ``step_time``, host memory ``run_shape``. Goodput is the
+share of a run's time that makes steps that last: without saves, restarts, and steps that a failure undoes. Single layers and steps have
+been compared with one H200 (docs/proof.md), nothing with several GPUs. Machines are detected on hosts, or described by options.
 """
 
 import dataclasses
@@ -28,7 +26,7 @@ DISK_BYTES_PER_S = 5e9  # of one host, as checkpoints are written
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Cluster:
-    """What it is trained on, beside the number of ranks."""
+    """The hardware that a run is trained on, apart from the number of ranks."""
 
     gpu: Gpu = dataclasses.field(default_factory=lambda: read_gpus()[USUAL])
     nic_bytes_per_s: float = 400e9  # of a host: eight links of 400 Gbit/s
@@ -40,7 +38,7 @@ class Cluster:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Estimate:
-    """What it takes."""
+    """The memory, disk and time that a run takes."""
 
     run: RunShape
     peak: Peak  # of a GPU: what is allocated then
@@ -65,18 +63,18 @@ class Estimate:
 
     @property
     def reserved(self) -> Mapping[str, int]:
-        """What PyTorch reserves per GPU, by pool; empty: not known."""
+        """Bytes that PyTorch reserves per GPU, by pool; empty: not known."""
         return {} if self.on_cpu else reserved(self.run)
 
     @property
     def gpu_reserved_bytes(self) -> float | None:
-        """Its sum, with CUDA's context and NCCL's buffers: with less memory it runs slower; None: not known."""
+        """Reserved per GPU, with CUDA and NCCL: with less memory it runs slower; None: not known."""
         pools = self.reserved
         return sum(pools.values()) + self.runtime_bytes if pools else None
 
     @property
     def pinned_bytes(self) -> float:
-        """Of a host's memory, what is pinned before the first step: what crosses to GPUs, and copies of what is saved."""
+        """Bytes pinned on a host before the first step: for transfers to GPUs, and for checkpoint copies."""
         if self.on_cpu:
             return 0.0
         inputs = self.held_by_host.get(INPUTS, 0.0)
@@ -86,7 +84,7 @@ class Estimate:
 
     @property
     def pinning_s(self) -> float:
-        """How long that takes; all ranks of a host at the same time."""
+        """Seconds to pin that memory; all ranks of a host pin at the same time."""
         return self.pinned_bytes / min(self.run.world, self.run.ranks_per_host) / PINNED_BYTES_PER_S
 
     @property
@@ -96,7 +94,7 @@ class Estimate:
 
 
 def estimate(run: RunShape, cluster: Cluster | None = None, ram_bytes: float = 0.0) -> Estimate:
-    """Estimate what a run takes; by default on H100s, whose hosts have ``ram_bytes``; 0: unknown."""
+    """Estimate what a run takes, by default on H100s; hosts have ``ram_bytes``; 0: unknown."""
     cluster = cluster or Cluster()
     time, disk = _time(run, cluster), cluster.disk_bytes_per_s
     step_s = time.step_s if time else None
@@ -122,20 +120,20 @@ def estimate(run: RunShape, cluster: Cluster | None = None, ram_bytes: float = 0
 
 
 def seconds_per_step(run: RunShape, cluster: Cluster) -> float:
-    """Return the time of a step, alone; infinite for numerics that nobody timed."""
+    """Return the time of a step only; infinite for numerics without measured times."""
     time = _time(run, cluster)
     return time.step_s if time else math.inf
 
 
 def _time(run: RunShape, cluster: Cluster) -> StepTime | None:
-    """The time of a step; None for numerics that nobody timed."""
+    """Predict the time of a step; None for numerics without measured times."""
     if run.numerics == "fp32" and not cluster.rates:
         return None
     return step_time(setting_of(run, cluster), cluster.rates or Rates.read())
 
 
 def setting_of(run: RunShape, cluster: Cluster) -> Setting:
-    """Return what is trained on what, as the model of a step's time takes it."""
+    """Return a run and its cluster as the inputs of the step time model."""
     gradient = run.gradient_bytes
     weights = run.weight_bytes if run.offload == "all" else 0
     if run.adapter.trains:
@@ -172,7 +170,7 @@ def setting_of(run: RunShape, cluster: Cluster) -> Setting:
 
 
 def describe_needs(run: RunShape) -> list[str]:
-    """Say what a run takes, as lines of text."""
+    """Format what a run takes, as lines of text."""
     needs = estimate(run)
     ram = "host memory only while loading"
     if needs.host_bytes:
@@ -181,7 +179,7 @@ def describe_needs(run: RunShape) -> list[str]:
     if needs.step_s:
         time = f", about {needs.step_s:.1f} s per step on H100s"
     return [
-        f"estimate     GPU memory per rank: {_both(needs)}; {ram}{time}; compared with one GPU, not yet with several",
+        f"estimate     GPU memory per rank: {_both(needs)}; {ram}{time}; checked on one GPU, not yet on several",
         f"disk         {_gib(needs.weights_bytes)} of weights, {_gib(needs.checkpoints_bytes)} for {run.keep + 1} checkpoints",
         _saving(needs.saving),
     ]
@@ -189,8 +187,8 @@ def describe_needs(run: RunShape) -> list[str]:
 
 def _saving(found: SavingCost) -> str:
     return (
-        f"save         {_gib(found.n_bytes)} per host, {found.write_s:,.0f} s at {DISK_BYTES_PER_S / 1e9:.0f} GB/s, beside training; "
-        "what is not written when its next update comes takes CPU memory, or delays it"
+        f"save         {_gib(found.n_bytes)} per host, {found.write_s:,.0f} s at {DISK_BYTES_PER_S / 1e9:.0f} GB/s, in the background; "
+        "data not written before its next update is copied to CPU memory, or delays that update"
     )
 
 
@@ -210,7 +208,7 @@ def table_row(name: str, run: RunShape) -> str:
 
 
 def _both(needs: Estimate, *, short: bool = False) -> str:
-    """Allocated and reserved memory of a GPU, if that is known."""
+    """Format the allocated and, if it is known, the reserved memory of a GPU."""
     kept = needs.gpu_reserved_bytes
     if kept is None:
         return _gib(needs.gpu_bytes)
@@ -228,7 +226,7 @@ LEAST = 0.01  # below this share a run is said to get nowhere
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Goodput:
-    """What saves and failures leave of the time."""
+    """How a run's time divides into lasting steps, saves and failures."""
 
     share: float  # that makes steps that last
     saves_share: float  # that goes to saves
@@ -237,7 +235,7 @@ class Goodput:
 
     @property
     def arrives(self) -> bool:
-        """Whether the run gets anywhere."""
+        """Whether enough steps last for the run to make progress."""
         return self.share >= LEAST
 
 
@@ -248,8 +246,8 @@ def goodput(
 
     ``start_s``: of a start, beside reading.
 
-    A failure undoes what came after the last save that was whole, which is younger than the last that began by as long as one takes.
-    A new start reads it at the rate of writing. A save waits for the one before.
+    A failure undoes what came after the last complete save; a save completes as long after its start as it takes to write.
+    A restart reads it at the rate of writing. A save waits for the previous one.
     """
     every_s = saving.best_interval_s if cadence.auto else cadence.steps * step_s or cadence.seconds
     interval_s = max(step_s, every_s) if cadence.saves else whole_s
@@ -269,7 +267,7 @@ UNITS = {"Gb/s": 1e9 / 8, "GB/s": 1e9, "GiB": float(GIB), "TiB": 1024.0 * GIB, "
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Described:
-    """What a command line says of machines; 0 or '': nothing."""
+    """Machines as options describe them; 0 or '': not given."""
 
     nodes: int = 0
     slots: int = 0
@@ -291,14 +289,14 @@ class Described:
         nodes = self.nodes or self.gpus // max(1, slots)
         if nodes * slots != self.gpus:
             raise UserError(
-                f"--gpus: {self.gpus} are not {counted(nodes, 'host')} of {slots}; correct it, --nodes or --slots"
+                f"--gpus: {self.gpus} is not {counted(nodes, 'host')} of {slots}; correct --gpus, --nodes or --slots"
             )
         return nodes, slots
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Machines:
-    """Hosts that are alike."""
+    """A number of identical hosts."""
 
     nodes: int
     slots: int  # 0: as many as hosts with such GPUs have
@@ -310,7 +308,7 @@ class Machines:
 
     @property
     def world(self) -> int:
-        """Ranks."""
+        """Number of ranks on all hosts."""
         return self.nodes * self.slots
 
 
@@ -318,7 +316,7 @@ UNSEEN = Machines(1, 0, None, 0.0, 0.0)  # no host was asked
 
 
 def described(found: Machines, said: Described, gpus: dict[str, Gpu]) -> Machines:
-    """Return the machines that were found, with what is said of them, and assumptions for the rest.
+    """Return the detected machines, overridden by options, with assumptions for what is unknown.
 
     Raises:
         UserError: It cannot be read, or names a GPU that is not known.
@@ -354,7 +352,7 @@ def assumptions(found: Machines, said: Described, machines: Machines, *, asked: 
 
 
 def quantity(text: str, option: str, form: re.Pattern[str]) -> float:
-    """Read bytes, or bytes per second."""
+    """Parse bytes, or bytes per second."""
     if not (match := form.fullmatch(text)) or not float(match[1]):
         known = " or ".join(unit for unit in UNITS if form.fullmatch(f"1{unit}"))
         raise UserError(f"{option}: {text!r} is not a number with {known}; correct it")

@@ -1,10 +1,7 @@
-"""Machines as data: GPUs by their data sheets, the rates that a step attains, and all that a prediction takes.
+"""Hardware as data: GPUs by their data sheets, and the rates that a step attains.
 
-Hardware as data: what a GPU is by its data sheet, from ``hardware.toml`` and a user's own file. Standard library alone.
-
-Which rates a step attains: fitted, by ``scripts/fit_plan.py`` alone, from published measurements; or assumed, as priors.
-
-What is trained, on what, and how: all that a prediction takes. Standard library and msgspec alone.
+Defines the inputs of a step time prediction. GPUs come from ``hardware.toml`` and from a file of the user. Rates are fitted to published
+measurements, by ``scripts/fit_plan.py`` only, or assumed as priors. Imports the standard library and msgspec only.
 """
 
 import dataclasses
@@ -45,17 +42,18 @@ class Gpu:
 
     @classmethod
     def of_cpu(cls, memory_bytes: float) -> "Gpu":
-        """Return what stands in for a GPU where ranks train on CPUs, of which no data sheet tells anything."""
+        """Return a stand-in for a GPU where ranks train on CPUs, which no data sheet describes."""
+        # Infinite rates: no term of a data sheet bounds a CPU, only a calibration does.
         return cls("cpu", memory_bytes, *(math.inf,) * 5)
 
     @property
     def is_cpu(self) -> bool:
-        """Whether it only stands in for one."""
+        """Whether this stands in for a CPU."""
         return math.isinf(self.flops)
 
 
 def read_gpus(own: Path | None = None) -> dict[str, Gpu]:
-    """Return the GPUs of the table, and of a file of the user's in the same form, by name.
+    """Return the GPUs of the table, and of a user's file in the same format, by name.
 
     Raises:
         UserError: The file cannot be read, or lacks a number.
@@ -64,7 +62,7 @@ def read_gpus(own: Path | None = None) -> dict[str, Gpu]:
 
 
 def gpu_named(name: str, gpus: dict[str, Gpu]) -> Gpu:
-    """Return a GPU; a name without what follows the first hyphen is that of the usual kind, or of the only one.
+    """Return a GPU by name; ``h100``, without memory size, means the default kind or the only one.
 
     Raises:
         UserError: It is not in the table, or several are of that name.
@@ -74,14 +72,14 @@ def gpu_named(name: str, gpus: dict[str, Gpu]) -> Gpu:
         if kind in gpus:
             return gpus[kind]
     if kinds:
-        raise UserError(f"--gpu: {name!r} is one of several; use {' or '.join(kinds)}")
+        raise UserError(f"--gpu: {name!r} is ambiguous; use {' or '.join(kinds)}")
     raise UserError(
-        f"--gpu: {name!r} is not known{did_you_mean(name, gpus)}; known are {', '.join(gpus)}; see --hardware"
+        f"--gpu: {name!r} is not known{did_you_mean(name, gpus)}; use one of {', '.join(gpus)}, or add it with --hardware"
     )
 
 
 def gpu_like(name: str, memory_bytes: float, gpus: dict[str, Gpu]) -> Gpu | None:
-    """Return the GPU that nvidia-smi calls by this name, with about this much memory; None: it is not in the table."""
+    """Return the GPU with nvidia-smi's name and about this much memory; None: it is not in the table."""
     products = {word for word in re.split(r"[^A-Z0-9]+", name.upper()) if word}
     found = [gpu for gpu in gpus.values() if gpu.product.upper() in products]
     near = [gpu for gpu in found if abs(gpu.memory_bytes / memory_bytes - 1) < ABOUT]
@@ -125,7 +123,7 @@ NEAREST = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Rates:
-    """What share of a data sheet's rate is attained, and what no data sheet tells."""
+    """The share of each data sheet rate that is attained, and rates that no data sheet has."""
 
     matmul: Mapping[str, float]  # by GPU: matrix products, of its FLOPs
     interference: float  # of the shorter of compute and communication, the share that delays the longer
@@ -149,11 +147,11 @@ class Rates:
     @classmethod
     @functools.cache
     def read(cls) -> "Rates":
-        """Read the coefficients."""
+        """Read the fitted coefficients."""
         return cls(**json.loads(COEFFICIENTS.read_text()))
 
     def matmul_of(self, gpu: str) -> float:
-        """Of a GPU that nobody measured: that of its nearest kin."""
+        """Return the attained share of matrix products; for a GPU that was not measured, its nearest kin's."""
         return self.matmul.get(gpu) or self.matmul[NEAREST.get(gpu, "h100-80")]
 
     def attention_of(self, gpu: str) -> float:
@@ -179,7 +177,7 @@ class Shape:
     @classmethod
     @functools.lru_cache(64)
     def of(cls, llama: Llama) -> "Shape":
-        """Return a Llama's."""
+        """Return the shape of a Llama."""
         layer = sum(math.prod(shape) for name, shape in llama.tensors().items() if ".layers.0." in name)
         width, kv_width = llama.heads * llama.head_dim, llama.kv_heads * llama.head_dim
         return cls(
@@ -189,7 +187,7 @@ class Shape:
 
     @property
     def narrow(self) -> int:
-        """Weights of the last product of a layer, if checkpointing does not compute it again."""
+        """Weights of a layer's last product, which checkpointing does not compute again (early stop); else 0."""
         return 0 if self.ends_with_norm else self.hidden * self.intermediate
 
     @property
@@ -214,7 +212,7 @@ class Shape:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Setting:
-    """A shape on a cluster, with all that changes its time or memory."""
+    """A model on a cluster, with everything that changes the time of a step."""
 
     shape: Shape
     gpu: Gpu
@@ -259,17 +257,17 @@ class Setting:
 
     @property
     def frozen(self) -> bool:
-        """Whether matrices take no gradients, but adapters beside them."""
+        """Whether only adapters take gradients, and matrices none."""
         return self.trained < 1
 
     @property
     def tokens(self) -> float:
-        """Of a micro-batch, as many as a GPU computes alone: those of a sequence, and of each matrix, are split."""
+        """Tokens of a micro-batch per GPU, after ``cp`` splits sequences and ``tp`` splits matrices."""
         return self.micro_batch * self.seq_len / (self.cp * self.tp)
 
     @property
     def step_tokens(self) -> float:
-        """Of a step, for each GPU."""
+        """Tokens of a step per GPU."""
         return self.tokens * self.accumulate / self.pp
 
     @property
@@ -278,7 +276,7 @@ class Setting:
         return max(1, len(self.stages) // self.chunks)
 
     def kinds(self, place: int) -> Mapping[Kind, int]:
-        """How many layers a GPU of this place in the pipeline has, by what they compute again."""
+        """Return the layers of a GPU at this place in the pipeline, counted by kind of recomputation."""
         return self.recompute.counts(self.stages[place :: self.pp] or (self.shape.layers,))
 
     @property

@@ -1,11 +1,11 @@
-"""What a GPU's memory holds at the worst moment of a step with FSDP2 and activation checkpointing. Pure.
+"""Predict what a GPU's memory holds at the worst moment of a step with FSDP2. Pure.
 
-A step is walked through, unit by unit, as FSDP2 and autograd allocate and free; what a unit holds was read, allocation by allocation,
-from torch's FSDPMemTracker on the trainer's own modules (tests/unit/capacity/test_tracked.py compares the two). Attention is a kernel
-that needs no mask. Neither CUDA's and NCCL's own memory nor what fragments is in it.
+A step is walked through unit by unit, as FSDP2, autograd and activation checkpointing allocate and free. What a unit holds was read,
+allocation by allocation, from torch's FSDPMemTracker on the trainer's own modules (tests/ranks/test_tracked.py compares the two).
+Attention is taken to be a kernel that needs no mask. The memory of CUDA and NCCL, and fragmentation, are not included.
 
-With ``tp`` ranks have parts of a sequence between matrices, and gather it whole before each. In a pipeline other micro-batches wait for
-their backward meanwhile; the worst moment is that of the rank, and the stage, that has most.
+With ``tp`` a rank has part of each sequence between matrices, and gathers all of it before each. In a pipeline other micro-batches wait
+for their backward meanwhile; the worst moment is that of the rank and stage that hold most.
 
 T: tokens of a micro-batch; h: hidden size; f: intermediate size; V: vocabulary.
 """
@@ -36,30 +36,30 @@ LOSS_BYTES = 4  # of a logit in FP32: its copy, its log-softmax and each of two 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Peak:
-    """The worst moment."""
+    """The moment of a step at which a GPU holds most."""
 
     moment: str
     held: Mapping[str, float]  # bytes, by what they are
 
     @property
     def total(self) -> float:
-        """Bytes."""
+        """Bytes in all."""
         return sum(self.held.values())
 
 
 def peak(run: RunShape) -> Peak:
-    """Return the worst moment of a step, of the rank that has the worst one."""
+    """Return the worst moment of a step over all ranks."""
     return max((peak_of(run, stage) for stage in range(run.pp)), key=lambda each: each.total)
 
 
 def peak_of(run: RunShape, stage: int) -> Peak:
-    """Return the worst moment of a rank's step, by its place along ``pp``."""
+    """Return the worst moment of a step of the ranks at this place along ``pp``."""
     steps = [_Step(run, stage, waiting) for waiting in run.in_flight(stage)]
     return max((step.walk() for step in steps), key=lambda each: each.total)
 
 
 class _Step:
-    """A micro-batch's way through one part of a rank's model, as far as it was walked, and its worst moment so far."""
+    """A walk of one micro-batch through one stage of a rank's model, with the worst moment so far."""
 
     def __init__(self, run: RunShape, stage: int, in_flight: InFlight) -> None:
         """``in_flight``: what else the rank has begun."""
@@ -107,7 +107,10 @@ class _Step:
         self.waiting = 0.0  # of the forward: the buffer of the last all-gather
 
     def walk(self) -> Peak:
-        """Walk through it; of layers that are alike, those between the second and the second but last show nothing more."""
+        """Walk through the step and return its worst moment.
+
+        Of identical layers only the first two and the last two are walked: the others show nothing more.
+        """
         run, part, sizes, hidden = self.run, self.part, self.sizes, self.flow
         layers, telling = self.llama.layers, _telling(self.kinds)
         root = sizes.embedding if part.llama.tied or not run.embedding_apart else 0
@@ -161,7 +164,7 @@ class _Step:
         self._reduce("the embedding's gradient", sizes.embedding, sizes.embedding, sizes.embedding)
 
     def _head(self, hidden: float, last: int) -> None:
-        """The head and the loss; the units of the last layer are gathered meanwhile."""
+        """Walk through the head and the loss, while the units of the last layer are gathered."""
         run, sizes = self.run, self.sizes
         logits, loss = (size * run.tokens * self.llama.vocab for size in (run.compute_bytes, LOSS_BYTES))
         weight = run.compute_bytes * (self.trained.head or self.trained.embedding)
@@ -189,7 +192,10 @@ class _Step:
             self.held["weight gradients"] += weight
 
     def _layer(self, layer: int, hidden: float) -> None:
-        """A layer's backward. With halves, attention is gathered during the MLP's, whose unit is reduced before attention's."""
+        """Walk through a layer's backward.
+
+        With half-layer units, attention is gathered during the MLP's backward, and the MLP is reduced first.
+        """
         run = self.run
         sizes = self.sizes
         self._keep_gathered(layer + 1)
@@ -226,12 +232,12 @@ class _Step:
         self.held |= {"layer inputs": n_inputs * self.flow, "kept activations": self.kept[layers]}
 
     def _keep_gathered(self, layers: int) -> None:
-        """Set what some ranks keep gathered of so many layers, each a part."""
+        """Set the bytes that this rank keeps gathered of so many layers (``reshard_after_forward``)."""
         if self.run.kept_by:
             self.held["weights kept gathered"] = self.run.compute_bytes * layers * self.sizes.layer / self.run.kept_by
 
     def _gather(self, moment: str, unit: int, place: int) -> None:
-        """A unit's all-gather in the forward: the buffer of the one before goes when this one was copied out.
+        """Gather a unit in the forward: the previous unit's buffer is freed once this one was copied out.
 
         ``place``: of the unit in the forward, after the embedding's.
         """
@@ -250,7 +256,7 @@ class _Step:
         return self.run.compute_bytes * elements * self.several * (not self.keeps)
 
     def _regather(self, unit: int, coming: float) -> None:
-        """The same in the backward, where it was prefetched; then the buffers of those that come take so many bytes."""
+        """Gather a prefetched unit in the backward; then the next prefetched buffers take so many bytes."""
         if self.keeps:
             return
         self.held["gathered units"] += self.run.compute_bytes * unit
@@ -285,7 +291,7 @@ class _Step:
         return self.gradient_bytes * (sizes.head + layers * sizes.layer) / run.shards
 
     def _see(self, moment: str, **more: float) -> None:
-        """Remember this moment, with what is there only now, if it is the worst."""
+        """Record this moment as the peak if it is the worst so far; keyword arguments are bytes held only now."""
         total = sum(self.held.values()) + sum(more.values())
         if total > self.worst.total:
             now = {name.replace("_", " "): size for name, size in more.items()}
@@ -294,7 +300,10 @@ class _Step:
 
 
 def _waiting(run: RunShape, part: Part) -> float:
-    """Bytes of a micro-batch between its forward and its backward: inputs of the layers, and the output, or what the loss keeps."""
+    """Return the bytes of a micro-batch between its forward and its backward.
+
+    These are the layers' inputs, and the output or what the loss keeps.
+    """
     flow = run.flow_bytes
     kinds = run.recompute.counts((part.llama.layers,))
     inputs = flow + sum(
@@ -305,14 +314,17 @@ def _waiting(run: RunShape, part: Part) -> float:
 
 
 def _keeps_input(run: RunShape, kind: Kind) -> bool:
-    """Whether a layer keeps its input on the device: without checkpointing a norm has it in FP32, and in FP32 that is no copy."""
+    """Check whether a layer keeps its input on the device.
+
+    Without checkpointing a norm keeps it in FP32, which is a copy unless the run is in FP32.
+    """
     if kind == "none":
         return run.fused or run.compute_bytes == LOSS_BYTES
     return run.activations == "device"
 
 
 def _kept(run: RunShape, part: Part, kind: Kind) -> float:
-    """Bytes that a layer keeps for its backward beside its input."""
+    """Return the bytes that a layer keeps for its backward, without its input."""
     llama, size = part.llama, run.compute_bytes * run.tokens
     queries, keys = (heads * llama.head_dim for heads in (llama.heads, llama.kv_heads))
     if kind == "full":
@@ -328,13 +340,16 @@ def _kept(run: RunShape, part: Part, kind: Kind) -> float:
 
 
 def _logits_of_a_part(run: RunShape, vocab: int) -> int:
-    """Bytes of some words' logits, or of their gradients, as they are computed and in FP32."""
+    """Return the bytes of a vocabulary chunk's logits, or of their gradients, as computed and in FP32."""
     widened = LOSS_BYTES if run.compute_bytes < LOSS_BYTES else 0
     return (run.compute_bytes + widened) * run.tokens * min(vocab, LOSS_PART)
 
 
 def _saved(run: RunShape, part: Part) -> float:
-    """Bytes that a layer's recomputation leaves for its backward, beside the MLP's: it ends before the last product (early stop)."""
+    """Return the bytes that a layer's recomputation leaves for its backward, without the MLP's.
+
+    Recomputation ends before the last product (early stop).
+    """
     llama, size = part.llama, run.compute_bytes * run.tokens
     projected = (llama.heads + llama.kv_heads) * llama.head_dim
     normed = (LOSS_BYTES * run.tokens + size) * projected if llama.family.query_norms else 0
@@ -356,12 +371,12 @@ def _norm_saved(run: RunShape, part: Part, readers: tuple[str, ...]) -> float:
 
 
 def _widens(run: RunShape) -> bool:
-    """Whether norms compute in FP32, with copies."""
+    """Check whether norms compute in FP32, on copies."""
     return run.compute_bytes == 2 and not run.fused
 
 
 def _moments(run: RunShape, part: Part) -> list[tuple[str, float, float]]:
-    """A layer's backward, product by product: bytes of its weights' gradients so far, and of what else it holds."""
+    """Return a layer's backward by product: bytes of weight gradients so far, and of everything else."""
     llama = part.llama
     size = run.compute_bytes * run.tokens
     saved = _saved(run, part)
@@ -390,7 +405,7 @@ def _moments(run: RunShape, part: Part) -> list[tuple[str, float, float]]:
 
 @functools.lru_cache(256)
 def _telling(kinds: tuple[Kind, ...]) -> list[int]:
-    """Return the first two and the last two layers, and those beside one of another kind."""
+    """Return the first two and the last two layers, and those next to a layer of another kind."""
     layers = range(len(kinds))
     changes = [layer for layer in layers[1:] if kinds[layer] != kinds[layer - 1]]
     return sorted({*layers[:2], *layers[-2:], *changes, *(layer - 1 for layer in changes)})

@@ -1,20 +1,18 @@
-"""What torch's caching allocator reserves of a GPU in steps with FSDP2: arithmetic on the history in blocks.toml.
+"""Predict what torch's caching allocator reserves of a GPU in steps with FSDP2, pool by pool.
 
-How torch's caching allocator places blocks with expandable segments, and so how much it reserves.
+A pool is the address space of one stream (expandable segments); it grows at its end by whole segments. A block is placed in the smallest
+free block that is large enough, the lowest of several; in the last one only if no other is, since that one can grow. Nothing is given
+back while memory suffices. Source: c10/cuda/CUDACachingAllocator.cpp of torch 2.13 (get_free_block, try_allocate_expandable_block,
+should_split).
 
-A pool is one address space, which grows at its end by whole segments. A block is placed in the smallest free block that suffices, the
-lowest of several; in the last one only if no other does, since that one can grow. Nothing is given back while memory suffices.
-Source: c10/cuda/CUDACachingAllocator.cpp of torch 2.13 (get_free_block, try_allocate_expandable_block, should_split).
-
-What torch's allocator reserves of a GPU in steps with FSDP2, pool by pool.
-
-A block that was freed serves the stream that it was allocated on, and no other: so each stream's pool keeps what it once needed.
-FSDP2 gathers on a stream of its own (two units, and the embedding), and reduces gradients on another, from where offloaded ones go to
-the host. All else is on the stream that computes, with one micro-batch gradients that stay as well (``parallel.fsdp2``), and there free
-blocks do not always suit the next. So steps are walked through block by block, in the order that torch's own history of them has
+A freed block serves only the stream on which it was allocated, so each stream's pool keeps what it once needed. FSDP2 gathers on a stream
+of its own (two units, and the embedding), and reduces gradients on another, from which offloaded gradients go to the host. Everything else
+is on the compute stream, with one micro-batch also gradients that stay (``parallel.fsdp``),
+and there free blocks do not always suit the next request. So steps are walked through block by block, in the order of torch's own history
 (blocks.toml); tests/data/reserved.csv has what torch reserved in 74 settings.
-Only where BF16 computes, as in FP32 attention is another kernel, and layers are neither compiled nor in FP8. Sequences of a
-micro-batch count as one of as many tokens. NCCL's and CUDA's own memory is not in it, nor what loading, evaluations and saves leave.
+
+Known only for BF16 computation, as FP32 attention is another kernel, and for layers that are neither compiled nor in FP8. The sequences of
+a micro-batch count as one with as many tokens. The memory of NCCL and CUDA is not included, nor what loading, evaluations and saves leave.
 """
 
 import bisect
@@ -41,7 +39,7 @@ OUTSIDE = -1  # where small blocks begin: they are only counted
 
 
 class Block(NamedTuple):
-    """Where a block is in its pool."""
+    """The position of an allocated block in its pool."""
 
     begin: int
     size: int  # bytes
@@ -59,11 +57,11 @@ class Pool:
 
     @property
     def reserved(self) -> int:
-        """Bytes."""
+        """Bytes that the pool has reserved."""
         return self.end + -(-self.most_small // SMALL_SEGMENT) * SMALL_SEGMENT
 
     def allocate(self, n_bytes: float) -> Block:
-        """Return a block."""
+        """Allocate a block."""
         size = max(ROUND, -(-math.ceil(n_bytes) // ROUND) * ROUND)
         if size <= SMALL:
             self.small += size
@@ -76,7 +74,7 @@ class Pool:
         return Block(begin, size)
 
     def free(self, block: Block) -> None:
-        """Take it back; free neighbours become one."""
+        """Free a block, and merge it with free neighbours."""
         begin, size = block
         if begin == OUTSIDE:
             self.small -= size
@@ -89,7 +87,7 @@ class Pool:
         self._give(begin, size)
 
     def _place(self, size: int) -> int:
-        """Return where the free block begins that serves; the last one only if no other does, for it can grow."""
+        """Return the begin of the free block to use; the last one, which can grow, only if no other fits."""
         at = bisect.bisect_left(self.free_sizes, (size, -1))
         if at < len(self.free_sizes) and sum(self.free_sizes[at]) == self.end and at + 1 < len(self.free_sizes):
             at += 1
@@ -121,7 +119,7 @@ STEPS = 2  # until pools grow no more
 
 
 def reserved(run: RunShape) -> Mapping[str, int]:
-    """Return the bytes that are reserved, by what is allocated from each pool; empty: not known."""
+    """Return the reserved bytes by pool; empty: not known."""
     others = (
         run.compiled,
         run.fused and run.adapter.trains,
@@ -158,7 +156,7 @@ def reserved(run: RunShape) -> Mapping[str, int]:
 
 
 class Op(NamedTuple):
-    """What happens to a pool, or is done to an FSDP unit."""
+    """An operation on a pool or on an FSDP unit."""
 
     verb: str
     name: str = ""
@@ -167,9 +165,10 @@ class Op(NamedTuple):
 
 @functools.lru_cache(256)
 def _reserved(run: RunShape) -> Mapping[str, int]:
-    """The same, of a run that has no more than matters."""
+    """Return the reserved bytes by pool, of a run reduced to what matters."""
     steps = _Steps(run)
     for _ in range(STEPS):
+        # The first micro-batch of several allocates gradients, all later ones add to them: two show both.
         for _ in range(1 + run.accumulates):
             steps.micro_batch()
         steps.update()
@@ -178,7 +177,7 @@ def _reserved(run: RunShape) -> Mapping[str, int]:
 
 
 class _Steps:
-    """Steps of a run, as far as they were walked."""
+    """A walk through steps of a run, block by block."""
 
     def __init__(self, run: RunShape) -> None:
         self.run = run
@@ -231,18 +230,18 @@ class _Steps:
         self.adds = True
 
     def _let_go(self) -> None:
-        """Free the input that went to CPU memory last."""
+        """Free the layer input that was copied to CPU memory last."""
         if self.leaving:
             self.computing.free(self.leaving)
         self.leaving = None
 
     def update(self) -> None:
-        """Walk through AdamW, after which the gradients are gone."""
+        """Walk through AdamW, and free the gradients."""
         _free(self.computing if self.run.lends_gradients else self.reducing, self.gradients)
         self.adds = False
 
     def _make(self, kind: str, count: int) -> None:
-        """Allocate what stays of each parameter, in so many blocks."""
+        """Allocate the lasting states of each parameter, in so many blocks."""
         run, size = self.run, self.run.shard_bytes[kind] / count
         weights, added = run.llama.tensors(), factors(run.llama, run.adapter)
         if kind == "parameters" and run.frozen_bytes:
@@ -265,11 +264,12 @@ class _Steps:
             elif verb == "keep":
                 self.kept[name].append(blocks[value])
             else:
+                # The other verbs of blocks.toml are methods: gather, regather, drop, reduce, scatter, release, workspace.
                 getattr(self, f"_{verb}")(name)
         return blocks
 
     def _release(self, name: str) -> None:
-        """Free what was kept last."""
+        """Free the block that was kept last."""
         self.computing.free(self.kept[name].pop())
 
     def _workspace(self, _: str) -> None:
@@ -279,7 +279,7 @@ class _Steps:
         self.has_workspace = True
 
     def _gather(self, unit: str) -> None:
-        """Gather a unit in the forward: what the one before was gathered into is freed once this one's weights were copied out."""
+        """Gather a unit in the forward; once its weights are copied out, free the previous buffer."""
         waiting, self.gathered = self.gathered, self.ahead.pop(0) if self.ahead else self._all_gather(unit)
         self._copy_out(unit)
         _free(self.gathering, waiting)
@@ -288,7 +288,7 @@ class _Steps:
         self.ahead += [self._all_gather(each) for each in self.order[self.place + len(self.ahead) : last]]
 
     def _regather(self, unit: str) -> None:
-        """Gather it in the backward, where nothing waits."""
+        """Gather a unit in the backward; its buffer is freed at once."""
         self.place -= 1
         gathered = self.ahead.pop(0) if self.ahead else self._all_gather(unit)
         self._copy_out(unit)
@@ -298,7 +298,7 @@ class _Steps:
         self._gather_before()
 
     def _turn(self) -> None:
-        """Go from the forward to the backward, in which the head's unit, which stays gathered, has others gathered ahead."""
+        """Go from the forward to the backward; the head's unit stays gathered, and prefetches others."""
         _free(self.gathering, self.gathered)
         self.forward = False
         self.place = len(self.order) - (not self.run.llama.tied)
@@ -306,14 +306,14 @@ class _Steps:
             self._gather_before()
 
     def _gather_before(self) -> None:
-        """Gather ahead in the backward; the embedding's weight is not needed there."""
+        """Prefetch in the backward; the embedding's weight is not needed there."""
         last = max(1, self.place - self.run.prefetch)
         self.ahead += [
             self._all_gather(self.order[each]) for each in range(self.place - len(self.ahead) - 1, last - 1, -1)
         ]
 
     def _all_gather(self, unit: str) -> list[Block]:
-        """Return what a unit is gathered into; shards that are elsewhere, or of another dtype, are copied before."""
+        """Return the buffer that a unit is gathered into; host or other-dtype shards are copied first."""
         run, shards = self.run, self.units[unit]
         if run.world == 1:
             return []
@@ -324,7 +324,7 @@ class _Steps:
         return gathered
 
     def _copies(self, elements: int, pool: Pool) -> list[Block]:
-        """Return what a shard is copied into before it is gathered, if it is in host memory or has another dtype."""
+        """Return the blocks of a shard copied before its gather: from host memory, or to another dtype."""
         run = self.run
         kept = run.compute_bytes if run.offload == "optimizer" or run.adapter.trains else run.weight_bytes
         uploaded = [pool.allocate(kept * elements)] if run.offload == "all" else []
@@ -335,7 +335,10 @@ class _Steps:
         return [rounded]
 
     def _copy_out(self, unit: str) -> None:
-        """Make a unit's whole weights: of what was gathered, or on one rank of its own, each of which goes once there is the next."""
+        """Allocate a unit's full weights.
+
+        They come from the gathered buffer; on one rank from copies, each freed once the next exists.
+        """
         run, weights = self.run, list[Block]()
         before: list[Block] = []
         for elements in self.units[unit]:
@@ -347,7 +350,7 @@ class _Steps:
         self.weights[unit].append(weights)
 
     def _drop(self, unit: str) -> None:
-        """Free a unit's weights; after a forward this rank may keep a part of each."""
+        """Free a unit's weights; after a forward this rank may keep a slice of each."""
         weights, run = self.weights[unit].pop(), self.run
         if not (run.kept_by and self.forward) or unit in ("table", "head"):
             _free(self.computing, weights)
@@ -359,12 +362,12 @@ class _Steps:
         self.parts[unit].append(parts)
 
     def _reduce(self, unit: str) -> None:
-        """Gather a unit's gradients in a buffer, which lives until the next one's."""
+        """Copy a unit's gradients into a buffer, which lives until the next unit's."""
         _free(self.computing, self.reduced)
         self.reduced = [self.computing.allocate(self.run.gradient_bytes * self.run.world * sum(self.trained[unit]))]
 
     def _scatter(self, unit: str) -> None:
-        """Make the rank's own gradients of it; with offload they then leave the GPU."""
+        """Allocate the rank's gradient shard of a unit; with offload it then leaves the GPU."""
         run, elements = self.run, sum(self.trained[unit])
         pool = self.computing if run.lends_gradients else self.reducing
         gradient = pool.allocate(run.gradient_bytes * elements)
@@ -384,7 +387,7 @@ def _free(pool: Pool, blocks: list[Block]) -> None:
 
 
 def _shard(shape: Sequence[int], world: int) -> int:
-    """Return how many elements of a parameter a rank has: FSDP2 shards the first dimension, and pads it."""
+    """Return how many elements of a parameter a rank has; FSDP2 shards the first dimension, and pads it."""
     return math.ceil(shape[0] / world) * math.prod(shape[1:])
 
 
@@ -411,7 +414,7 @@ def _added(run: RunShape) -> list[int]:
 
 
 def _sections(run: RunShape) -> dict[str, list[Op]]:
-    """Return what each part of a step does."""
+    """Return the operations of each section of a step."""
     table = _table()
     found = dict(table["whole"])
     if run.halves:
@@ -475,7 +478,7 @@ def _renumbered(word: str, numbers: Mapping[int, int], last: int, now: int) -> s
 
 
 def _op(word: str, run: RunShape) -> Op:
-    """Read what a word of the table means for a run."""
+    """Parse a word of blocks.toml for a run."""
     verb, _, name = word.partition(":")
     if name.isdecimal():
         return Op("keep", verb, int(name) - 1)

@@ -1,10 +1,7 @@
-"""What is trained, and on how many ranks: what each rank holds, computes, gathers and shards. Pure.
+"""Describe a run on some number of ranks: what each rank holds, computes, gathers and shards. Pure.
 
-What one rank computes and keeps of a model: a stage of its layers, and of each matrix the part that ``tp`` leaves it.
-
-What is trained, and on how many ranks: what a parameter takes where, and what FSDP gathers and shards.
-
-Pinned memory: torch rounds blocks up to powers of two, 19 % for 405B's shards on 64 ranks.
+A rank computes some of the layers, and of each matrix the part that ``tp`` leaves it. The module knows what a parameter takes where, and
+what FSDP gathers and shards. Pinned memory: torch rounds blocks up to powers of two, 19 % for 405B's shards on 64 ranks.
 """
 
 import dataclasses
@@ -40,7 +37,7 @@ FINAL_NORM = "model.norm.weight"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Part:
-    """What a rank computes without another one between: all its layers, or of an interleaved pipeline some of them."""
+    """What a rank computes in one go: all its layers, or one stage of an interleaved pipeline."""
 
     llama: Llama  # its layers, and its share of heads, inner features and vocabulary
     embedding: bool = True  # whether it begins with that
@@ -48,7 +45,7 @@ class Part:
 
     @property
     def names(self) -> list[str]:
-        """Names of its parameters but for the layers'."""
+        """Names of the parameters outside layers."""
         return [EMBEDDING] * self.embedding + [FINAL_NORM, *[HEAD] * (not self.llama.tied)] * self.head
 
 
@@ -78,7 +75,7 @@ def layers_of_stages(llama: Llama, n_stages: int) -> tuple[int, ...]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class UnitSizes:
-    """Parameters by what FSDP gathers in one piece; numbers of elements."""
+    """Numbers of elements of what FSDP gathers in one piece."""
 
     attention: int
     mlp: int
@@ -88,7 +85,7 @@ class UnitSizes:
 
     @classmethod
     def of(cls, part: Part, adapter: Adapter = WITHOUT) -> "UnitSizes":
-        """Count those of a part, with its adapters."""
+        """Count the elements of a stage, with its adapters."""
         layer = {name: math.prod(shape) for name, shape in layer_shapes(part.llama).items()}
         others = {name: math.prod(shape) for name, shape in other_shapes(part).items()}
         tied = part.llama.tied
@@ -103,7 +100,7 @@ class UnitSizes:
 
     @classmethod
     def of_adapter(cls, part: Part, adapter: Adapter) -> "UnitSizes":
-        """Count those of adapters alone."""
+        """Count the elements of adapters only."""
         layer = {name: math.prod(shape) for name, shape in adapter_shapes(part, adapter).items()}
         of = {
             block: sum(size for name, size in layer.items() if f".{block}." in name) for block in ("self_attn", "mlp")
@@ -112,12 +109,12 @@ class UnitSizes:
 
     @classmethod
     def trained(cls, part: Part, adapter: Adapter) -> "UnitSizes":
-        """Count those that take gradients."""
+        """Count the elements that take gradients."""
         return cls.of_adapter(part, adapter) if adapter.trains else cls.of(part)
 
     @property
     def layer(self) -> int:
-        """Of a decoder layer."""
+        """Elements of a decoder layer."""
         return self.attention + self.mlp + self.norms
 
 
@@ -133,12 +130,12 @@ def layer_shapes(llama: Llama) -> dict[str, tuple[int, ...]]:
 
 
 def other_shapes(part: Part) -> dict[str, tuple[int, ...]]:
-    """Return those of all other parameters."""
+    """Return the shapes of the parameters outside layers."""
     return {name: _shapes(part.llama)[name] for name in part.names}
 
 
 def adapter_shapes(part: Part, adapter: Adapter) -> dict[str, tuple[int, int]]:
-    """Return those of a layer's adapters."""
+    """Return the shapes of a layer's adapters."""
     return factors(dataclasses.replace(part.llama, layers=1), adapter)
 
 
@@ -150,7 +147,7 @@ def shard_elements(part: Part, shards: int) -> int:
 
 
 def trained_elements(part: Part, shards: int, adapter: Adapter) -> int:
-    """Return how many it keeps of those that take gradients."""
+    """Return how many elements that take gradients a rank keeps."""
     if not adapter.trains:
         return shard_elements(part, shards)
     return part.llama.layers * _sharded(adapter_shapes(part, adapter).values(), shards)
@@ -197,7 +194,7 @@ def checkpoint_bytes_per_parameter(numerics: Numerics, moments: Moments) -> int:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RunShape:
-    """What is trained, and on how many ranks."""
+    """A run as the predictions take it: a model, its settings and a number of ranks."""
 
     llama: Llama
     numerics: Numerics
@@ -277,7 +274,7 @@ class RunShape:
         return Axes(shards, self.pp, data // shards, self.cp, self.tp)
 
     def parallel(self, asked: Parallel) -> Parallel:
-        """Return settings of a run with this split, and these places of its states."""
+        """Return the requested settings with this run's mesh, units and offload."""
         strategy = asked.strategy
         if (self.keeps_weights, self.reduces_each) != (asked.of_strategy.keeps_weights, asked.of_strategy.reduces_each):
             strategy = "zero2" if self.reduces_each else "zero1"
@@ -322,7 +319,7 @@ class RunShape:
 
     @property
     def tokens(self) -> int:
-        """Of a micro-batch, that a rank's matrices see: with ``cp`` its part of the sequences."""
+        """Tokens of a micro-batch in a rank's matrices: with ``cp`` its part of the sequences."""
         return self.micro_batch * self.seq_len // self.cp
 
     @property
@@ -347,7 +344,7 @@ class RunShape:
         )
 
     def parts(self, stage: int) -> tuple[Part, ...]:
-        """Return what a rank of this place along ``pp`` computes."""
+        """Return the stages that a rank at this place along ``pp`` computes."""
         return parts_of(self.llama, self.axes, stage, self.chunks)
 
     @property
@@ -356,7 +353,7 @@ class RunShape:
         return layers_of_stages(self.llama, self.pp * self.chunks) if self.pp > 1 else ()
 
     def in_flight(self, stage: int) -> frozenset[InFlight]:
-        """Return which micro-batches wait for their backward there while another one is computed."""
+        """Return which micro-batches wait for their backward there while another is computed."""
         if self.pp > 1:
             return in_flight(self.pp_schedule, self.pp, self.chunks, stage, self.rounds)
         return frozenset({InFlight(0, (0,), (self.accumulates,))})
@@ -372,12 +369,12 @@ class RunShape:
 
     @property
     def states_bytes(self) -> float:
-        """Bytes of a GPU, per parameter of the model, of what stays there between steps."""
+        """Bytes per model parameter that stay on a GPU between steps."""
         return self.frozen_bytes + sum(self.shard_bytes.values()) * self.trained / self.llama.parameters
 
     @property
     def frozen_bytes(self) -> int:
-        """Bytes of a GPU that a frozen parameter takes, of which there are those beside adapters."""
+        """Bytes of a GPU that a frozen parameter takes, with adapters."""
         return self.compute_bytes if self.adapter.trains and self.offload != "all" else 0
 
     @property
@@ -387,12 +384,12 @@ class RunShape:
 
     @property
     def halves(self) -> bool:
-        """Whether attention and MLP are units of their own, instead of the decoder layer."""
+        """Whether attention and MLP are FSDP units, instead of the decoder layer."""
         return {"LlamaAttention", "LlamaMLP"} <= {*self.wrap} and "LlamaDecoderLayer" not in self.wrap
 
     @property
     def embedding_apart(self) -> bool:
-        """Whether the embedding is a unit."""
+        """Whether the embedding is an FSDP unit."""
         return "Embedding" in self.wrap
 
     @property
@@ -402,17 +399,17 @@ class RunShape:
 
     @property
     def accumulates(self) -> bool:
-        """Whether a step has several micro-batches: then gradients of earlier ones are there from the start."""
+        """Whether a step has several micro-batches, so that later ones add to the gradients of earlier ones."""
         return self.rounds > 1
 
     @property
     def lends_gradients(self) -> bool:
-        """Whether gradients come from memory that the next forward uses."""
+        """Whether the next forward reuses the memory of gradients."""
         return self.offload == "none" and not self.accumulates
 
     @property
     def sums_apart(self) -> bool:
-        """Whether the sum of gradients lives in host memory beside those of the next micro-batch."""
+        """Whether host memory holds the sum of gradients as well as those of the next micro-batch."""
         apart = self.overlap or self.moments == "bf16"
         return self.offload == "all" and apart and self.accumulates
 
@@ -433,7 +430,7 @@ class RunShape:
 
     @property
     def shard_bytes(self) -> dict[str, float]:
-        """Bytes of a GPU per parameter of the shards that stay, by what they are."""
+        """Bytes per parameter that each kind of state takes on a GPU."""
         parts = {
             "none": (self.weight_bytes, self.gradient_bytes, self.moment_bytes),
             "optimizer": (2, 0, 0),
@@ -459,7 +456,7 @@ class RunShape:
 
     @property
     def host_bytes(self) -> dict[str, float]:
-        """Bytes in a host's memory, by what they are, as torch pins them."""
+        """Bytes of each kind in a host's memory, as torch pins them."""
         weight, gradient = self.weight_bytes, self.gradient_bytes
         parts = {
             "none": (0.0, 0.0, 0.0),
@@ -478,7 +475,7 @@ class RunShape:
 
     @property
     def host_elements(self) -> float:
-        """Parameters, but for adapters, that the ranks of a host keep: of a pipeline, on the host that has most of them."""
+        """Parameters, without adapters, that a host's ranks keep; in a pipeline, on the host with the most."""
         ranks = min(self.world, self.ranks_per_host)
         if self.pp > 1:
             return ranks * max(self.elements(stage) for stage in range(self.pp))
@@ -486,7 +483,7 @@ class RunShape:
 
     @property
     def passing_bytes(self) -> float:
-        """Bytes in a host's memory where a unit's gradients land to be added, in FP32, and its weights are rounded to go up.
+        """Bytes in a host's memory for a unit's incoming gradients, in FP32, and its rounded outgoing weights.
 
         Each rank has both, for its largest unit (``optim/offload.py``).
         """
@@ -499,7 +496,7 @@ class RunShape:
         return (self.gradient_bytes + self.compute_bytes) * largest * min(self.world, self.ranks_per_host)
 
     def room(self, ram_bytes: float) -> float:
-        """Bytes of a host's memory that copies of what is saved may take; ``ram_bytes``: of a host; 0: unknown."""
+        """Return the bytes of a host's memory that checkpoint copies may take; ``ram_bytes``: of a host; 0: unknown."""
         if self.staging_bytes is not None:
             return self.staging_bytes
         return SPARE * max(0.0, ram_bytes - sum(self.host_bytes.values())) if ram_bytes else math.inf

@@ -1,7 +1,8 @@
-"""What to expect of a run on a cluster, what can be changed of it, and which settings train the same steps fastest.
+"""Predict a run on a cluster, list changes that help, and search for the fastest settings.
 
-How far off a time may be: ``evidence``. The spread of memory is for a host's, and for a GPU's where only what is allocated is known. Where
-both are known no spread decides: beyond what is allocated there is only more or less time.
+All settings that the search tries train the same steps. How far off a time may be: ``calibration``. The memory spread applies to a host's
+memory, and to a GPU's where only what is allocated is known. Where what is reserved is known too, no spread applies: beyond what is
+allocated there is only more or less time.
 """
 
 import bisect
@@ -46,7 +47,7 @@ UNITS = tuple(
 
 
 class Fit(enum.IntEnum):
-    """Whether something fits."""
+    """Whether needed bytes fit into memory."""
 
     NO = 0
     MAYBE = 1  # it is within the spread
@@ -55,7 +56,7 @@ class Fit(enum.IntEnum):
 
     @classmethod
     def of(cls, needs: float, has: float, spread: float = MEMORY_SPREAD) -> "Fit":
-        """Compare bytes."""
+        """Compare needed with available bytes, within a spread."""
         if needs * (1 + spread) <= has:
             return cls.YES
         return cls.MAYBE if needs * (1 - spread) <= has else cls.NO
@@ -73,7 +74,7 @@ class Fit(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Outlook:
-    """What a run takes, beside what there is."""
+    """A run on a cluster: what it needs, and what there is."""
 
     load: RunShape
     cluster: Cluster
@@ -83,7 +84,7 @@ class Outlook:
 
     @classmethod
     def of(cls, load: RunShape, cluster: Cluster, ram_bytes: float = 0.0) -> "Outlook":
-        """Predict it.
+        """Predict a run on a cluster.
 
         Raises:
             UserError: The GPU has no FP8, and the run computes in it.
@@ -96,11 +97,11 @@ class Outlook:
         return cls(load, cluster, ram_bytes, estimate(load, cluster, ram_bytes))
 
     def of_load(self, load: RunShape) -> "Outlook":
-        """Predict something else in the same place; only what was measured of this very run is left out."""
+        """Predict another run on the same cluster; steps that were measured of this run do not apply."""
         return Outlook.of(load, self.cluster, self.ram_bytes)
 
     def calibrated(self, found: Calibration) -> "Outlook":
-        """Return it with what was measured there; unchanged if that was with other GPUs, or another model, sequence or numerics."""
+        """Apply a calibration; unchanged if that was of other GPUs, or of another model, sequence or numerics."""
         if not found.knows(self.load, self.cluster.gpu):
             return self
         cluster = found.measured(self.cluster)
@@ -110,26 +111,26 @@ class Outlook:
 
     @property
     def evidence(self) -> Evidence:
-        """What is known of times like these."""
+        """The kind of measurements behind the predicted time."""
         if self._measured:
             return Evidence.STEPS
         return Evidence.RATES if self.calibration else Evidence.of(setting_of(self.load, self.cluster))
 
     @property
     def time_range(self) -> Range | None:
-        """Where times lie; None: the GPU was never measured."""
+        """The range of times; None: the GPU was never measured."""
         if self.calibration:
             return calibration.STEPS if self._measured else calibration.RATES
         return calibration.range_of(setting_of(self.load, self.cluster))
 
     @property
     def memory_spread(self) -> float:
-        """How far off the memory of a GPU may be, as a share."""
+        """How far off a GPU's memory may be, as a share."""
         return calibration.MEMORY_SPREAD if self._measured else MEMORY_SPREAD
 
     @property
     def _measured(self) -> bool:
-        """Whether this very run was."""
+        """Whether steps of this very run were measured."""
         return self.calibration is not None and self.calibration.fits(self.load)
 
     @property
@@ -147,24 +148,24 @@ class Outlook:
 
     @property
     def host_held_bytes(self) -> dict[str, float]:
-        """Bytes in a host's memory, by what they are; copies of what is saved are among them unless they take what is free alone."""
+        """Bytes of each kind in a host's memory; with checkpoint copies, unless those take only what is free."""
         copies = self.needs.saving.staged_bytes if self.load.staging_bytes is not None else 0.0
         return {**self.needs.held_by_host, **({"copies while saving": copies} if copies else {})}
 
     @property
     def host_bytes(self) -> float:
-        """All of them."""
+        """Bytes in a host's memory."""
         return sum(self.host_held_bytes.values())
 
     @property
     def room(self) -> float:
-        """What is left of the memory that has least left, as a share; where a host's is unknown, that of a GPU."""
+        """Free share of the scarcest memory, a GPU's or a host's; only the GPU's if the host's is unknown."""
         left = [1 - (self.needs.gpu_reserved_bytes or self.needs.gpu_bytes) / self.cluster.gpu.memory_bytes]
         return min([*left, 1 - self.host_bytes / self.ram_bytes] if self.ram_bytes else left)
 
     @property
     def fit(self) -> Fit:
-        """Whether both are."""
+        """Whether both a GPU's and a host's memory are enough."""
         return min(self.gpu, self.ram)
 
     @property
@@ -174,11 +175,11 @@ class Outlook:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Of all GPUs; None: unknown for these numerics."""
+        """Tokens/s of all GPUs; None: unknown for these numerics."""
         return self.step_tokens / self.needs.step_s if self.needs.step_s else None
 
     def gain(self, other: "Outlook") -> float:
-        """How much faster a GPU of this trains than one of another, as a share."""
+        """Return by which share this trains faster per GPU than another prediction."""
         return (self.tokens_per_s or 0) / self.load.world / (other.tokens_per_s or 1) * other.load.world - 1
 
     def goodput(self, tokens: float = 0.0) -> Goodput | None:
@@ -200,7 +201,7 @@ class Outlook:
 
     @property
     def floor_s(self) -> float:
-        """What the model's FLOPs alone take at the GPUs' peak: no step is faster."""
+        """Seconds of the model's FLOPs at the GPUs' peak: the lower bound of a step."""
         flops = adapter_flops(self.load.llama, self.load.adapter, self.load.seq_len) * self.step_tokens
         return flops / self.load.world / self.cluster.gpu.flops
 
@@ -219,12 +220,12 @@ class Outlook:
 
 
 def predicts_units(wrap: Iterable[str]) -> bool:
-    """Whether the memory of such FSDP units is predicted."""
+    """Check whether the memory of these FSDP units can be predicted."""
     return {*wrap} - {"Embedding"} in UNITS
 
 
 def is_predicted(config: Config) -> bool:
-    """Whether memory and time of such a run are predicted."""
+    """Check whether memory and time of this run can be predicted."""
     return predicts_units(config.parallel.wrap) and not config.parallel.by_fsdp1
 
 
@@ -233,7 +234,7 @@ OFFLOADS: tuple[Offload, ...] = ("none", "optimizer", "all")
 
 
 def keeping_most(outlook: Outlook) -> Outlook:
-    """Return the same run with the activations of as many layers kept as surely fit, operators' results at least."""
+    """Return the run with as many layers' activations kept as surely fit: all, or operators' results."""
 
     def kept(recompute: Recompute) -> Outlook:
         return outlook.of_load(dataclasses.replace(outlook.load, recompute=recompute))
@@ -255,7 +256,7 @@ def keeping_most(outlook: Outlook) -> Outlook:
 
 
 def _beyond(outlook: Outlook) -> float:
-    """Bytes of a GPU that PyTorch reserves beyond what is allocated; 0: not known."""
+    """Return the bytes of a GPU that PyTorch reserves beyond what is allocated; 0: not known."""
     return (outlook.needs.gpu_reserved_bytes or outlook.needs.gpu_bytes) - outlook.needs.gpu_bytes
 
 
@@ -270,9 +271,9 @@ def largest_micro_batch(outlook: Outlook) -> int:
 
 
 def remedies(outlook: Outlook) -> list[tuple[str, Outlook]]:
-    """Return single changes that help, the most helpful first: what they are, and what follows.
+    """Return single changes that help, the most helpful first, each with its prediction.
 
-    While it does not surely fit, those that fit better help; then those that make it faster by more than 1 %.
+    If the run does not surely fit, changes that fit better help; else changes that make it faster by more than 1 %.
     """
     load, cluster = outlook.load, outlook.cluster
     changed = [(words, other) for words, other in _changes(load) if other != load and can_run(other, cluster)]
@@ -294,7 +295,7 @@ def remedies(outlook: Outlook) -> list[tuple[str, Outlook]]:
 
 
 def _changes(load: RunShape) -> list[tuple[str, RunShape]]:
-    """Return what can be changed alone, in words, and what is then run."""
+    """Return all single changes, each as a label and the changed run."""
     change = functools.partial(dataclasses.replace, load)
     return [
         (f"smaller units (--parallel.wrap {','.join(HALVES)})", change(wrap=HALVES)),
@@ -303,8 +304,8 @@ def _changes(load: RunShape) -> list[tuple[str, RunShape]]:
         ("--parallel.offload optimizer", change(offload="optimizer")),
         ("--parallel.offload all", change(offload="all")),
         ("--parallel.loss parts", change(loss="parts")),
-        ("--model.compile true (rounds otherwise)", change(compiled=True)),
-        ("--model.fused true (rounds otherwise)", change(fused=True)),
+        ("--model.compile true (different rounding)", change(compiled=True)),
+        ("--model.fused true (different rounding)", change(fused=True)),
         ("--model.activations host", change(activations="host")),
         (f"--parallel.reshard_after_forward {load.ranks_per_host}", change(kept_by=load.ranks_per_host)),
         ("--parallel.moments bf16 (with optimizer.betas of at most 0.99)", change(moments="bf16")),
@@ -318,7 +319,7 @@ def _changes(load: RunShape) -> list[tuple[str, RunShape]]:
 
 
 def _twice(load: RunShape) -> str:
-    """Name twice the hosts, and what that makes of the batch."""
+    """Describe twice the hosts, with the global batch that this needs."""
     batch = 2 * load.dp
     return (
         f"twice the hosts (with --training.global_batch_size {batch})"
@@ -328,7 +329,7 @@ def _twice(load: RunShape) -> str:
 
 
 def can_run(load: RunShape, cluster: Cluster) -> bool:
-    """Whether the trainer takes these settings, and their time is known on what was measured, if that was."""
+    """Check whether the trainer supports these settings on this cluster."""
     if cluster.gpu.is_cpu and load.offload != "none":
         return False
     if load.offload != "none" and load.axes.dp_replicate > 1:
@@ -367,10 +368,11 @@ OF_MESHES: tuple[Name, ...] = ("fsdp2", "zero2", "hsdp")
 
 
 def best(outlook: Outlook, moments: Sequence[Moments] = ("fp32",)) -> list[Outlook]:
-    """Return the variants, and what is faster but has run on one GPU at most: those that fit first, then those that need nothing of it.
+    """Return all variants and the fastest meshes, best first.
 
-    Of those that are near the fastest, the one with most room. Moments in BF16 that were not asked for come after the others near
-    the fastest, as they are rounded, and so do states in memory of hosts that is not known to be enough. Meshes come by speed.
+    Those that fit come first, then those that need nothing tested on one GPU at most.
+    Among those near the fastest, the one with most free memory is first. BF16 moments that were not requested come after the others near
+    the fastest, as they are rounded, and so do states in host memory of unknown size. Meshes come by speed.
     """
 
     def order(each: Outlook) -> tuple[float, ...]:
@@ -393,7 +395,7 @@ def best(outlook: Outlook, moments: Sequence[Moments] = ("fp32",)) -> list[Outlo
 
 
 def variants(outlook: Outlook, moments: Sequence[Moments] = ("fp32",)) -> Iterator[Outlook]:
-    """Yield the settings that the trainer takes for the same steps: places of the states, moments, units, micro-batches."""
+    """Yield supported runs of the same steps, with other offload, moments, units and micro-batches."""
     load = outlook.load
     dtypes = dict.fromkeys((load.moments, *moments))
     sizes = sorted({load.micro_batch, *divisors(max(1, load.global_batch // load.dp))})
@@ -404,7 +406,7 @@ def variants(outlook: Outlook, moments: Sequence[Moments] = ("fp32",)) -> Iterat
 
 
 def meshes(outlook: Outlook) -> list[Outlook]:
-    """Return the fastest other ways to split the model, sequences and batch, of those that fit, the fastest first."""
+    """Return the fastest other meshes that fit, the fastest first."""
     cluster = outlook.cluster
     if outlook.calibration or cluster.gpu.is_cpu or not outlook.tokens_per_s:  # of meshes nothing is measured
         return []
@@ -419,12 +421,12 @@ def meshes(outlook: Outlook) -> list[Outlook]:
 
 
 def fastest_first(outlook: Outlook, offloads: Sequence[Offload]) -> list[RunShape]:
-    """Return the meshes that suit a run, with states in these places, the fastest first; whether they fit is not known yet."""
+    """Return runs on all suitable meshes with these offloads, fastest first; fit is not checked."""
     return sorted(_loads(outlook, offloads), key=lambda each: seconds_per_step(each, outlook.cluster))
 
 
 def split_of(load: RunShape) -> str:
-    """Say how a run's ranks are split, in the words of settings."""
+    """Format how a run's ranks are split, in the words of settings."""
     words = [str(load.axes)]
     if load.pp > 1 and load.pp_schedule != "1f1b":
         words.append(load.pp_schedule)
@@ -434,7 +436,7 @@ def split_of(load: RunShape) -> str:
 
 
 def untried_of(load: RunShape) -> str:
-    """Say what a run needs, beside FSDP, that has run on one GPU at most, in the words of settings; '': nothing."""
+    """Return the settings of a run, besides FSDP, that were tested on one GPU at most; '': none."""
     words = [split_of(load)] if load.axes.told or load.keeps_weights else []
     if load.loss == "parts":
         words.append("--parallel.loss parts")
@@ -456,18 +458,18 @@ def untried_of(load: RunShape) -> str:
 
 
 def is_near(outlook: Outlook, fastest: float) -> bool:
-    """Whether it is as fast as another, in tokens/s, as far as a prediction can tell."""
+    """Check whether a prediction cannot be told apart from the fastest, in tokens/s."""
     return outlook.tokens_per_s is not None and outlook.tokens_per_s >= fastest * (1 - NEAR)
 
 
 def divisors(n: int) -> list[int]:
-    """Return what divides a number, in order."""
+    """Return the divisors of a number, in order."""
     small = [each for each in range(1, math.isqrt(n) + 1) if n % each == 0]
     return sorted({*small, *(n // each for each in small)})
 
 
 def _splits(load: RunShape) -> Iterator[Parallel]:
-    """Yield the ways to split a run that are tried, whether they suit it or not."""
+    """Yield the splits to try, whether they suit the run or not."""
     near = divisors(load.ranks_per_host)
     of_sequences = near if load.seq_len >= LONG else [1]
     of_layers = [size for size in divisors(load.world) if size <= LARGEST]
@@ -478,7 +480,7 @@ def _splits(load: RunShape) -> Iterator[Parallel]:
 
 
 def _axes_of(parallel: Parallel, load: RunShape) -> Axes | None:
-    """Return the mesh that settings make of a run's ranks; None: they cannot be divided so, or it does not suit the model."""
+    """Return the mesh that settings make of a run's ranks; None: it does not suit the ranks or the model."""
     try:
         axes = Axes.of(parallel, load.world, load.ranks_per_host)
         check_mesh(axes, parallel, load.llama, load.seq_len, load.ranks_per_host)
@@ -488,7 +490,7 @@ def _axes_of(parallel: Parallel, load: RunShape) -> Axes | None:
 
 
 def _loads(outlook: Outlook, offloads: Sequence[Offload]) -> Iterator[RunShape]:
-    """Yield what else the trainer takes, and whose states alone do not fill a GPU."""
+    """Yield the supported runs on other meshes whose states alone do not fill a GPU."""
     load, memory = outlook.load, outlook.cluster.gpu.memory_bytes
     for parallel in _splits(load):
         axes = _axes_of(parallel, load)
@@ -524,9 +526,9 @@ def chosen(
     cluster: Cluster | None = None,
     ram_bytes: float = 0.0,
 ) -> Config:
-    """Return a configuration with what the plan chooses in place of what is left to it; others as they are.
+    """Resolve strategy auto/3d and activation_checkpointing auto for given machines.
 
-    Activation checkpointing: what is the fastest that fits, of what is predicted; full on CPUs, and on GPUs that are in no table.
+    Activation checkpointing becomes the fastest that is predicted to fit; full on CPUs, and on GPUs that are in no table.
 
     Raises:
         UserError: The model cannot be split so over these ranks.
@@ -551,10 +553,10 @@ def _with_mesh(
     cluster: Cluster | None,
     ram_bytes: float,
 ) -> Config:
-    """Return it with its mesh.
+    """Return a configuration with its mesh resolved.
 
     auto: FSDP over all ranks if that fits, as no GPU has run more; else the fastest mesh that fits. 3d: the fastest with tp and pp.
-    On CPUs, and on GPUs that are in no table, what is the fastest on H100s; where nothing fits, what a GPU holds least of.
+    On CPUs, and on GPUs that are in no table, the fastest on H100s; if nothing fits, the mesh that needs least GPU memory.
     """
     strategy = config.parallel.strategy
     if not config.parallel.of_strategy.chosen:
@@ -577,7 +579,7 @@ def _with_mesh(
         return plain
     if not found:
         raise UserError(
-            f"--parallel.strategy: {counted(world, 'rank')} of this model cannot be split by tp and pp, as 3d does; use auto, or fsdp2"
+            f"--parallel.strategy: {counted(world, 'rank')} of this model cannot be split by tp and pp, which 3d needs; use auto or fsdp2"
         )
     best = _first_that_fits(asked, found)
     parallel = dataclasses.replace(best.load.parallel(plain.parallel), numerics=plain.parallel.numerics)
@@ -586,7 +588,10 @@ def _with_mesh(
 
 
 def _first_that_fits(asked: Outlook, loads: Sequence[RunShape]) -> Outlook:
-    """Return the first of these that fits; of none, what a GPU holds least of. What one sequence is too much for is not tried with more."""
+    """Return the first run that fits, else the one that needs least GPU memory.
+
+    A run that does not fit with one sequence is not tried with more.
+    """
     least: dict[RunShape, Outlook] = {}
     for load in loads:
         one = dataclasses.replace(load, micro_batch=1)

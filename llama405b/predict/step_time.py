@@ -1,14 +1,11 @@
-"""How long a step, a load and a save take. Pure.
+"""Predict how long a step, a load and a save take. Pure.
 
-What a GPU computes in a step, by what it is: seconds.
-
-T: tokens of a micro-batch on a GPU; S: sequence length. Sources: ``step_time``.
-
-How long a step takes: compute and communication of each unit of FSDP, and how much of one hides the other.
+A step is the compute and the communication of each FSDP unit, less what one hides of the other. T: tokens of a micro-batch on a GPU;
+S: sequence length.
 
 The form of the overlap is that of ``hidden_s``; at which rates: ``hardware``.
 
-Weights and checkpoints on disks: how long they take, what they hold of a host's memory meanwhile, and whether a disk holds them.
+Loading and saving are bound by disks and links, and hold host memory meanwhile.
 """
 
 import dataclasses
@@ -30,7 +27,7 @@ FP8_OF_LAYER, COMPILED_OF_BYTES = 0.78, 0.28
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GpuWork:
-    """Seconds of a GPU's time."""
+    """Seconds of a GPU's compute time, by kind of work."""
 
     products_s: float = 0.0  # matrix products
     attention_s: float = 0.0
@@ -38,15 +35,15 @@ class GpuWork:
 
     @property
     def total_s(self) -> float:
-        """All of it."""
+        """Seconds in all."""
         return self.products_s + self.attention_s + self.elementwise_s
 
     def times(self, products: float, attention: float, elementwise: float) -> "GpuWork":
-        """Return so much of each."""
+        """Return each kind of work times a factor."""
         return GpuWork(products * self.products_s, attention * self.attention_s, elementwise * self.elementwise_s)
 
     def __add__(self, other: "GpuWork") -> "GpuWork":
-        """Return both."""
+        """Return the sum, kind by kind."""
         return GpuWork(
             self.products_s + other.products_s,
             self.attention_s + other.attention_s,
@@ -56,14 +53,14 @@ class GpuWork:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LayerWork:
-    """Of a layer and a micro-batch."""
+    """The work of one layer and micro-batch."""
 
     forward: GpuWork
     backward: GpuWork
     again: Mapping[Kind, GpuWork]  # what checkpointing computes once more, in the backward
 
     def backward_s(self, kind: Kind) -> float:
-        """With what is computed again."""
+        """Return the seconds of the backward, with recomputation."""
         return self.backward.total_s + self.again[kind].total_s
 
 
@@ -90,7 +87,7 @@ def layer_work(setting: Setting, rates: Rates) -> LayerWork:
 
 
 def adapters_s(setting: Setting, rates: Rates, of_input: int, of_output: int) -> GpuWork:
-    """Return what a layer's adapters take, so many bytes of each feature that their matrices read, and make: memory bounds them.
+    """Return the work of a layer's adapters, bound by memory, from bytes per input and output feature.
 
     Forward, an input is read (2), and an output written, read and added to another (8). Backward, gradients of A and B read input (2)
     and output (2), and that of the input reads an output (2), is written and added to another (8).
@@ -106,7 +103,7 @@ def products_s(setting: Setting, rates: Rates, weights: float) -> float:
 
 
 def fp8_products_s(setting: Setting, rates: Rates, weights: float) -> float:
-    """Return the same in FP8; in BF16 where the GPU has none."""
+    """Return the time of products in FP8; in BF16 where the GPU has no FP8."""
     gpu = setting.gpu
     share = FP8_OF_LAYER if setting.ours else FP8_SHARE
     faster = share * gpu.fp8_flops / gpu.flops if setting.compiled else NOT_COMPILED
@@ -116,8 +113,8 @@ def fp8_products_s(setting: Setting, rates: Rates, weights: float) -> float:
 def head_s(setting: Setting, rates: Rates) -> tuple[GpuWork, GpuWork]:
     """Return what the head and the loss compute of a micro-batch, forward and backward.
 
-    Of all logits 12 bytes each in the forward, and twice that in the backward: in BF16, a copy in FP32, softmax. Of parts, operator by
-    operator, 28 and 38 (``model.head``), and the product once more.
+    All logits at once take 12 bytes each in the forward, and twice that in the backward: BF16, an FP32 copy, softmax. In chunks, operator
+    by operator, they take 28 and 38 (``model.head``), and the product once more.
     """
     product = products_s(setting, rates, setting.shape.head)
     trains = not setting.frozen
@@ -143,7 +140,7 @@ def fsdp_copies_s(setting: Setting, rates: Rates, unit: float) -> float:
 def parts_s(
     setting: Setting, rates: Rates, unit: float, kinds: Mapping[Kind, int], has_head: bool
 ) -> Mapping[str, float]:
-    """Return what a micro-batch's forward and backward compute, by what it is; ``unit``: parameters that FSDP moves for a layer.
+    """Return the compute time of a micro-batch's forward and backward, by kind; ``unit``: parameters that FSDP moves for a layer.
 
     Nothing is counted twice: the share of its FLOPs that a GPU attains was fitted to whole steps, so FSDP's copies are in the
     time of the products, and are taken out of that.
@@ -165,7 +162,7 @@ def parts_s(
 
 
 def _elementwise_s(setting: Setting, rates: Rates) -> float:
-    """Norms, rotary embedding, activation, residuals: bytes of a token and layer, counted op by op, or fused."""
+    """Return the seconds of norms, rotary embedding, activation and residuals, op by op or fused."""
     h, f = setting.shape.hidden, setting.shape.intermediate
     if setting.compiled and setting.ours:
         per_token = 80 * h + 10 * f - COMPILED_OF_BYTES * (60 * h + 4 * f)
@@ -196,19 +193,21 @@ class StepTime:
 
     @property
     def exposed_s(self) -> float | None:
-        """Of communication and copies, what nothing hides."""
+        """Seconds of communication and copies that nothing hides."""
         if self.compute_s is None:
             return None
         return max(0.0, self.forward_s + self.backward_s - self.compute_s)
 
     @property
     def step_s(self) -> float:
-        """All of it."""
+        """Seconds of the whole step."""
         return self.data_s + self.forward_s + self.backward_s + self.bubble_s + self.optimizer_s
 
 
 def step_time(setting: Setting, rates: Rates) -> StepTime:
-    """Predict a step: every layer beside the communication of its units, then the head and the loss; of a pipeline, the slowest GPU's.
+    """Predict a step: layers overlapped with their communication, then head and loss.
+
+    In a pipeline the slowest GPU counts.
 
     The GPUs of a pipeline wait (pp - 1) / chunks of the time that a micro-batch takes them (arXiv 2104.04473, section 2.2).
     """
@@ -256,7 +255,7 @@ def _of_gpu(setting: Setting, rates: Rates, place: int) -> StepTime:
 
 
 def unit_parameters(setting: Setting) -> float:
-    """Return the parameters that are moved for a layer: its own, and a share of embedding and head; of those, what ``tp`` leaves."""
+    """Return the parameters moved per layer, with a share of embedding and head, divided by ``tp``."""
     return setting.shape.parameters / setting.shape.layers / setting.tp
 
 
@@ -267,7 +266,7 @@ BACKWARD: Mapping[Kind, tuple[int, int, int]] = {"none": FORWARD, "operators": (
 
 
 def within_layer_s(setting: Setting, rates: Rates, times: tuple[int, int, int]) -> float:
-    """Return the time of what a layer communicates in between: nothing hides it."""
+    """Return the time of the tp and cp collectives within a layer, which nothing hides."""
     gathers, scatters, exchanges = times
     tokens = setting.micro_batch * setting.seq_len / setting.cp
     hidden = setting.compute_bytes * tokens * setting.shape.hidden
@@ -277,7 +276,7 @@ def within_layer_s(setting: Setting, rates: Rates, times: tuple[int, int, int]) 
 
 
 def exchange_s(setting: Setting, rates: Rates, n_bytes: float) -> float:
-    """Return the time in which each GPU of ``cp`` sends so many bytes, in equal parts, to all of them."""
+    """Return the time of an all-to-all of so many bytes over ``cp``."""
     within = setting.gpu.peers_bytes_per_s * rates.peers
     if setting.cp * setting.tp > setting.gpus_per_host:
         within = min(within, setting.nic_bytes_per_s * rates.network / setting.gpus_on_host)
@@ -285,7 +284,7 @@ def exchange_s(setting: Setting, rates: Rates, n_bytes: float) -> float:
 
 
 def between_stages_s(setting: Setting, rates: Rates) -> float:
-    """Return the time in which hidden states of a micro-batch reach the next stage, on another host if there are several."""
+    """Return the time to send a micro-batch's hidden states on, over the network if hosts are several."""
     if setting.pp == 1:
         return 0.0
     link = setting.gpu.peers_bytes_per_s * rates.peers
@@ -295,7 +294,7 @@ def between_stages_s(setting: Setting, rates: Rates) -> float:
 
 
 def host_copies_s(setting: Setting, rates: Rates, *, backward: bool) -> float:
-    """Return how long the copies of a layer take beside each other: weights up, in the backward gradients down, and its input.
+    """Return the time of a layer's simultaneous copies: weights up, gradients down, and its input.
 
     Both ways at once are slower than each alone, and all GPUs of a host share its memory.
     """
@@ -308,12 +307,12 @@ def host_copies_s(setting: Setting, rates: Rates, *, backward: bool) -> float:
 
 
 def hidden_s(compute: float, communication: float, rates: Rates) -> float:
-    """Return how long compute and communication take beside each other: the longer, and a share of the shorter."""
+    """Return the time of overlapped compute and communication: the longer, plus a share of the shorter."""
     return max(compute + rates.interference * min(compute, communication), communication)
 
 
 def in_turn_s(compute: float, communication: float, _: Rates) -> float:
-    """Return how long they take one after the other."""
+    """Return the time of compute followed by communication."""
     return compute + communication
 
 
@@ -345,10 +344,10 @@ def reduce_s(setting: Setting, rates: Rates, n_bytes: float) -> float:
 
 
 def _optimizer_s(setting: Setting, rates: Rates, next_forward_s: float) -> float:
-    """What an update takes of a step: bound by memory, on the GPU or in the host, where the next forward may hide it.
+    """Return the exposed time of an update, bound by memory; on hosts the next forward may hide it.
 
-    In a host, the copies of that forward and the update share its memory; the norm is taken as gradients come, beside the backward but
-    for those of the last unit.
+    On a host, that forward's copies and the update share memory bandwidth; the norm is computed during the backward, except for the last
+    unit's gradients.
     """
     if not setting.updates_on_host:
         per_gpu = (
@@ -373,7 +372,7 @@ WAITS = 0.1  # of what writing takes, training waits for a save beside it: 0.013
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LoadingCost:
-    """Before the first step."""
+    """The cost of loading weights before the first step."""
 
     rank0_s: float  # the first host reads and sends everything
     local_s: float  # every host reads its own part
@@ -382,7 +381,7 @@ class LoadingCost:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SavingCost:
-    """A checkpoint; of each host."""
+    """The cost of a checkpoint, per host."""
 
     n_bytes: float
     write_s: float  # beside training
@@ -412,5 +411,6 @@ def saving(
     unwritten = n_bytes * max(0.0, 1 - step_s / write_s) if step_s else 0.0
     wanted = n_bytes if at_once else unwritten
     waits_s = WAITS * write_s + max(0.0, unwritten - room) / disk
+    # At least 1 s: the best interval for a save that costs nothing would be the shortest possible.
     interval_s = best_interval(max(1.0, waits_s), write_s, mtbf_s)
     return SavingCost(n_bytes, write_s, waits_s, wanted, min(wanted, room), interval_s)

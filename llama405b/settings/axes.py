@@ -1,15 +1,12 @@
-"""What follows from settings alone: the mesh, how micro-batches are dealt, and which layers are computed again. Pure.
+"""The mesh of ranks, the split of micro-batches, and recomputed layers: arithmetic on settings alone.
 
-The ranks as a mesh with named axes: arithmetic only. Knows sizes and places; nothing of torch or groups.
+Mesh axes from the outermost to the innermost: ``pp`` pipeline stages, ``dp_replicate`` copies of the model, ``dp_shard`` shards of each
+copy, ``cp`` parts of a sequence, ``tp`` parts of each matrix. Innermost neighbors have adjacent ranks, so they share a host.
 
-Axes from the outermost to the innermost: ``pp`` pipeline stages, ``dp_replicate`` copies of the model, ``dp_shard`` shards of each copy,
-``cp`` parts of a sequence, ``tp`` parts of each matrix. Innermost neighbors have adjacent ranks, and so share a host.
+Micro-batches are split over the ranks of the batch axes, however many there are: each rank has as many as the others, or one less. In
+the last accumulation step the ranks without one take part but train on nothing.
 
-How the micro-batches of a step are dealt to the ranks that split the batch, however many there are.
-
-Each has as many as the others, or one less: in the last round those without one take part with nothing to learn.
-
-What activation checkpointing computes again in the backward, layer by layer: ``model.activation_checkpointing``.
+Knows sizes and coordinates; nothing of torch or process groups.
 """
 
 import dataclasses
@@ -31,7 +28,7 @@ SHARD = ("dp_shard", "cp")  # split each parameter
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Place:
-    """Where a rank is along one or more axes."""
+    """A rank's coordinate along one or more axes."""
 
     rank: int
     size: int
@@ -49,10 +46,10 @@ class Axes:
 
     @classmethod
     def of(cls, parallel: "Parallel", world: int, ranks_per_host: int) -> "Axes":
-        """Return the mesh that settings make of so many ranks: what the other axes leave is ``dp_shard``.
+        """Return the mesh of these settings; ``dp_shard`` is what the other axes leave of the ranks.
 
         Raises:
-            UserError: They cannot be divided so; names what would work.
+            UserError: The axes do not divide the number of ranks; the message names sizes that do.
         """
         inner = parallel.pp * parallel.cp * parallel.tp
         copies = STRATEGIES[parallel.strategy].copies
@@ -79,14 +76,14 @@ class Axes:
         return " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "dp_shard 1"
 
     def where(self, rank: int) -> str:
-        """Say where a rank is along the axes that have several: ``pp 1, dp 2, tp 5``."""
+        """Return a rank's coordinates along the axes larger than 1, like ``pp 1, dp 2, tp 5``."""
         places = {"pp": self.place(rank, ("pp",)), "dp": self.place(rank, DP)}
         places |= {name: self.place(rank, (name,)) for name in ("cp", "tp")}
         return ", ".join(f"{name} {place.rank}" for name, place in places.items() if place.size > 1)
 
     @property
     def told(self) -> str:
-        """The axes; '' if there is nothing to tell, as every rank has a shard of one copy."""
+        """Short mesh label; '' for plain FSDP."""
         return str(self) if self.dp_shard != self.world else ""
 
     @property
@@ -99,7 +96,7 @@ class Axes:
         return math.prod(getattr(self, name) for name in names)
 
     def place(self, rank: int, names: Sequence[str]) -> Place:
-        """Return a rank's place along these axes together, the first of them outermost."""
+        """Return a rank's coordinate along these axes taken together; the first is the outermost."""
         found, rest = 0, rank
         indices = {}
         for name in reversed(NAMES):
@@ -110,30 +107,30 @@ class Axes:
 
 
 def _nearest(world: int, others: int, size: int, name: str) -> str:
-    """Say which size of an axis would work, beside what the other axes take."""
+    """Return a size of the axis that works with the sizes of the other axes, as a clause."""
     if world % others:
         return "sizes whose product divides the number of ranks"
     return f"{name} {nearest_divisor(world // others, size)}"
 
 
 def nearest_divisor(size: int, wanted: int) -> int:
-    """Return the divisor of a size that is nearest to what is wanted."""
+    """Return the divisor of ``size`` that is nearest to the target."""
     return min((each for each in range(1, size + 1) if size % each == 0), key=lambda each: abs(each - wanted))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Dealing:
-    """The micro-batches of a step, for so many ranks."""
+    """How the micro-batches of a step are split over ranks."""
 
     n_micro: int
     n_ranks: int
 
     @classmethod
     def of(cls, training: "Training", n_ranks: int) -> "Dealing":
-        """Deal the configured batch; a batch of 0 is one micro-batch for each rank.
+        """Split the configured batch; a batch of 0 is one micro-batch per rank.
 
         Raises:
-            UserError: The batch is not a number of whole micro-batches; names the nearest ones that are.
+            UserError: The batch is not a multiple of the micro-batch; the message names the nearest multiples.
         """
         micro, batch = training.micro_batch_size, training.global_batch_size
         if batch % micro:
@@ -146,62 +143,65 @@ class Dealing:
 
     @property
     def rounds(self) -> int:
-        """Forwards of each rank in a step."""
+        """Forward passes of each rank in a step."""
         return -(-self.n_micro // self.n_ranks)
 
     @property
     def idle(self) -> int:
-        """How many ranks have nothing to learn in the last round."""
+        """Number of ranks without a micro-batch in the last accumulation step."""
         return self.rounds * self.n_ranks - self.n_micro
 
     @property
     def wasted(self) -> float:
-        """Share of all forwards and backwards of a step that learn nothing."""
+        """Fraction of a step's forwards and backwards that run without a micro-batch."""
         return self.idle / (self.rounds * self.n_ranks)
 
     @property
     def even(self) -> list[int]:
-        """The nearest numbers of micro-batches of which nothing is wasted."""
+        """The nearest numbers of micro-batches that leave no rank idle."""
         return [n for n in ((self.rounds - 1) * self.n_ranks, self.rounds * self.n_ranks) if n]
 
     def place(self, rank: int) -> tuple[int, int]:
-        """Return the first of a rank's micro-batches in the step, and how many it has."""
+        """Return the index of a rank's first micro-batch in the step, and its number of micro-batches."""
         each, more = divmod(self.n_micro, self.n_ranks)
         return rank * each + min(rank, more), each + (rank < more)
 
 
 def waste_note(training: "Training", n_ranks: int) -> str:
-    """Say what the last round of a step wastes, and which batches waste nothing; '' if nothing is wasted."""
+    """Return a sentence on idle ranks, with batch sizes that leave none idle; '' if no rank is idle."""
     dealing = Dealing.of(training, n_ranks)
     if not dealing.idle:
         return ""
-    of = f"the last of {dealing.rounds} rounds" if dealing.rounds > 1 else "each step"
+    of = f"the last of {dealing.rounds} accumulation steps" if dealing.rounds > 1 else "each step"
     batches = " or ".join(str(n * training.micro_batch_size) for n in dealing.even)
     return (
-        f"in {of} {dealing.idle} of {counted(n_ranks, 'rank')} {'has' if dealing.idle == 1 else 'have'} nothing to learn, which wastes "
-        f"{100 * dealing.wasted:.0f}% of a step; --training.global_batch_size {batches} wastes nothing"
+        f"in {of} {dealing.idle} of {counted(n_ranks, 'rank')} {'is' if dealing.idle == 1 else 'are'} idle ("
+        f"{100 * dealing.wasted:.0f}% of a step); --training.global_batch_size {batches} leaves none idle"
     )
 
 
 Kind = Literal["full", "operators", "none"]
-OLD = {"true": "full", "false": "none"}  # until there were more
+OLD = {"true": "full", "false": "none"}  # values from before other kinds existed
 WAYS = "write full, operators, operators:K (in the last K layers), every:N (in every Nth layer), none, or auto"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Recompute:
-    """What is computed again of a decoder layer.
+    """What the backward pass recomputes of each decoder layer (activation checkpointing).
 
-    full: all, of its input. operators: what matrix products and attention made is kept, all else computed again. none: nothing.
+    full: everything, from the layer's input. operators: everything but matrix products and attention, whose outputs are kept.
+    none: nothing.
     """
 
     kind: Kind = "full"
-    last: int | None = None  # operators: in so many layers, the last of each pipeline stage; None: in all
-    every: int = 1  # full: of every so many layers the first; none of the others
+    last: int | None = None  # operators: only in the last layers of each pipeline stage, this many; None: in all
+    every: int = 1  # full: only in the first of every N layers; the others recompute nothing
 
     @classmethod
     def read(cls, text: str) -> "Recompute":
-        """Read ``full``, ``operators``, ``operators:24``, ``every:2`` or ``none``; ``auto``, until it is chosen, is ``full``.
+        """Parse ``full``, ``operators``, ``operators:24``, ``every:2`` or ``none``.
+
+        ``auto`` counts as ``full`` until it is resolved.
 
         Raises:
             UserError: It is none of them.
@@ -220,15 +220,15 @@ class Recompute:
         raise UserError(f"model.activation_checkpointing is {text!r}; {WAYS}")
 
     def of(self, layers: int) -> tuple[Kind, ...]:
-        """Return what is done in each of so many layers of a pipeline stage."""
+        """Return the kind of recomputation for each layer of a pipeline stage."""
         return _of(self, layers)
 
     def counts(self, stages: tuple[int, ...]) -> Mapping[Kind, int]:
-        """Return in how many layers what is done, of pipeline stages of so many."""
+        """Return the number of layers of each kind; ``stages``: number of layers per pipeline stage."""
         return _counts(self, stages)
 
     def __str__(self) -> str:
-        """As it is written."""
+        """Return the setting's text."""
         if self.last is not None:
             return f"{self.kind}:{self.last}"
         return f"every:{self.every}" if self.every > 1 else self.kind

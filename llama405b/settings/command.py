@@ -1,13 +1,10 @@
-"""The training command line, and its settings as help and as a JSON Schema.
+"""The training command line: ``llama405b train``, and the command that launch plans for every rank.
 
-The settings as ``llama405b train --help`` shows them: the usual ones first, then section by section.
+Also prints the settings as help (``--help``: the usual ones first, then section by section) and as a JSON Schema for editors
+(``--schema``).
 
-The settings as a JSON Schema, for editors: ``llama405b train --schema``.
-
-The training command line: ``llama405b train``, and the command that launch plans for every rank.
-
-Needs no torch: launch checks the ranks' command with ``parse`` before any host starts. Nobody would see the
-trainer refuse a flag inside a detached tmux session.
+Needs no torch: launch checks the ranks' command with ``parse`` before any host starts. Nobody would see the trainer refuse a flag
+inside a detached tmux session.
 """
 
 import argparse
@@ -37,7 +34,7 @@ VALUES = {int: "N", float: "X", bool: "true|false", str: "TEXT"}
 
 
 def settings_help() -> str:
-    """Return every setting with its values, meaning and default; the usual ones first."""
+    """Return the help text of every setting: values, meaning and default; the usual ones first."""
     all_fields = {key: _entry(key, type_, default, text) for key, type_, default, text in fields()}
     lines = [_filled(f"presets: {', '.join(preset_names())}", ""), "", "the usual settings:"]
     lines += [all_fields.pop(key) for key in USUAL]
@@ -45,7 +42,7 @@ def settings_help() -> str:
         first_sentence = (cls.__doc__ or "").partition("\n")[0]
         lines += ["", f"[{section}] {first_sentence}"]
         lines += [entry for key, entry in all_fields.items() if key.startswith(f"{section}.")]
-    lines += ["", "In a TOML file, --optimizer.lr 2e-5 is: [optimizer] and below it lr = 2e-5"]
+    lines += ["", "In a TOML file, write --optimizer.lr 2e-5 as lr = 2e-5 under [optimizer]"]
     return "\n".join(lines)
 
 
@@ -58,7 +55,7 @@ def _entry(key: str, type_: Any, default: Any, text: str) -> str:
 
 
 def value_form(key: str) -> str:
-    """Return how a setting's value is written: ``N``, ``none|all``, ``A,B,…``."""
+    """Return a setting's value placeholder: ``N``, ``none|all``, ``A,B,…``."""
     type_ = TYPES[key]
     if key in ONE_PER_FLAG:
         return VALUES[str]
@@ -71,7 +68,7 @@ def value_form(key: str) -> str:
 
 
 def written_default(default: Any) -> str:
-    """Return a default as it is written on a command line."""
+    """Format a default value as on the command line."""
     if isinstance(default, tuple):
         return ",".join(map(str, default))
     return default if isinstance(default, str) else json.dumps(default)
@@ -107,7 +104,7 @@ SOURCES: dict[str, Json] = {
 
 
 def schema() -> dict[str, Json]:
-    """Return a schema of the TOML file: every section, with the type, the default and the meaning of each key."""
+    """Return the JSON Schema of the TOML file: type, default and meaning of each key of each section."""
     sections: dict[str, Any] = {}
     for name, cls in typing.get_type_hints(Config).items():
         description = (cls.__doc__ or "").partition("\n")[0]
@@ -151,14 +148,14 @@ def _of_type(type_: Any) -> dict[str, Any]:
 
 MAX_WORLD = 1_000_000
 EVALUATE_ONLY = "--evaluate-only"
-TRAIN = """Train a Llama: one process per rank, under torchrun. `llama405b launch` starts it on every host, and takes the same settings.
+TRAIN = """Train a Llama: one process per rank, under torchrun. `llama405b launch` starts it on every host and takes the same settings.
 
   llama405b train --preset llama3.1-8b --data.paths corpus --dry-run --world 8
   llama405b launch hosts --config my.toml --optimizer.lr 2e-5"""
 
 
 class Paragraphs(argparse.HelpFormatter):
-    """Fills each paragraph of a text; lines that begin with a space stay as they are."""
+    """Wraps paragraphs; keeps lines that begin with a space as they are."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, width=HELP_WIDTH)
@@ -172,11 +169,12 @@ class Paragraphs(argparse.HelpFormatter):
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """An argument parser whose errors are one sentence, and whose help fits a terminal."""
+    """An argument parser with one-sentence errors and help that fits a terminal."""
 
     before_parsing: ClassVar[Callable[["OneLineParser"], None] | None] = None  # tab completion reads the parser here
 
-    if not TYPE_CHECKING:  # argparse's own types hold
+    # Hidden from mypy: argparse's own annotations apply to these overrides.
+    if not TYPE_CHECKING:
 
         def __init__(self, *args, **more):
             super().__init__(*args, **{"formatter_class": Paragraphs, "allow_abbrev": False} | more)
@@ -188,7 +186,7 @@ class OneLineParser(argparse.ArgumentParser):
             return super().parse_known_args(args, namespace)
 
     def format_help(self) -> str:
-        """Return the help; what our messages quote as commands is quoted here as well, but plainly."""
+        """Return the help, with backquotes replaced by plain quotes."""
         return super().format_help().replace("`", "'")
 
     def error(self, message: str) -> NoReturn:
@@ -197,12 +195,12 @@ class OneLineParser(argparse.ArgumentParser):
 
     @property
     def options(self) -> list[str]:
-        """Every option it takes."""
+        """Every option of the parser."""
         return list(self._option_string_actions)
 
     @property
     def actions(self) -> list[argparse.Action]:
-        """Everything that it takes."""
+        """Every action of the parser: options and positional arguments."""
         return list(self._actions)
 
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
@@ -228,13 +226,13 @@ class Command:
     dry_run: bool
     world: int
     evaluates: bool  # without training
-    blames: int = 0  # without training, too: the step whose documents are measured; 0: none
+    blames: int = 0  # also without training: the step whose documents are measured; 0: none
 
 
 class PrintSchema(argparse.Action):
-    """Prints the schema of the settings, and exits."""
+    """Prints the JSON Schema of the settings and exits."""
 
-    if not TYPE_CHECKING:  # as above
+    if not TYPE_CHECKING:  # as in OneLineParser
 
         def __init__(self, *args, **more):
             super().__init__(*args, nargs=0, **more)
@@ -246,7 +244,7 @@ class PrintSchema(argparse.Action):
 
 
 def add_config(add: Callable[..., object], text: str) -> None:
-    """Add ``--config`` to a parser, which may be given several times."""
+    """Add the repeatable option ``--config`` to a parser."""
     add("--config", type=Path, action="append", default=[], metavar="FILE", help=text)
 
 
@@ -258,19 +256,19 @@ def add_resume(add: Callable[..., object]) -> None:
 
 def add_evaluate_only(add: Callable[..., object]) -> None:
     """Add ``--evaluate-only`` to a parser."""
-    text = "evaluate on the data of [evaluation] without training: the model, or with --resume PATH a checkpoint of any run"
+    text = "evaluate on the data of [evaluation] without training: the model itself, or any run's checkpoint with --resume PATH"
     add(EVALUATE_ONLY, action="store_true", help=text)
 
 
 def add_blame(add: Callable[..., object]) -> None:
-    """Add ``--blame`` to a parser: `llama405b blame` starts runs with it."""
+    """Add the hidden option ``--blame`` to a parser; `llama405b blame` starts runs with it."""
     add("--blame", type=int, default=0, metavar="STEP", help=argparse.SUPPRESS)
 
 
 def check_resume(resume: str, *, evaluates: bool = False) -> None:
     """Refuse a value of --resume that is not no, auto, a step, or a path that ends in step-<8 digits>.
 
-    ``evaluates``: without training, in a run of its own, which has no checkpoints.
+    ``evaluates``: the run only evaluates, so it has no checkpoints of its own.
     """
     if evaluates and re.fullmatch("auto|[0-9]{1,8}", resume):
         raise UserError(
@@ -296,7 +294,7 @@ def parse(argv: Sequence[str]) -> Command:
         epilog=settings_help(),
     )
     parser.add_argument("--preset", default="", help="named settings to start from")
-    add_config(parser.add_argument, "TOML file of settings; overrides the preset. Of several the later ones win")
+    add_config(parser.add_argument, "TOML file of settings; overrides the preset. May be repeated: later files win")
     parser.add_argument("--schema", action=PrintSchema, help="print a JSON Schema of that file, for editors")
     parser.add_argument(
         "--run-dir", type=Path, default=Path("runs/local"), help="where the run's files go [runs/local]"
@@ -317,7 +315,7 @@ def parse(argv: Sequence[str]) -> Command:
     check_resume(known.resume, evaluates=evaluates)
     read = [config.read_preset(known.preset), *map(config.read_toml, known.config), config.read_flags(flags)]
     settings = config.merged(*read)
-    if known.dry_run:  # the shape needs no data
+    if known.dry_run:  # a dry run reads no data, but data.paths must not be empty
         settings = {"data.paths": (("none",), "--dry-run")} | settings
     if known.evaluate_only:
         settings = to_evaluate(settings)
@@ -334,7 +332,10 @@ def parse(argv: Sequence[str]) -> Command:
 
 
 def to_evaluate(settings: Mapping[str, Setting]) -> dict[str, Setting]:
-    """Return the settings of an evaluation without training: it is due, and reads data to train on only to hold out a part."""
+    """Return the settings of an evaluation without training.
+
+    An evaluation is always due; training data is read only if part of it is held out.
+    """
     paths, fraction = (settings.get(f"evaluation.{name}", ((), ""))[0] for name in ("paths", "fraction"))
     unread = {"data.paths": (("none",), EVALUATE_ONLY)} if paths or not fraction else {}
     return unread | dict(settings) | {"evaluation.every": ("1", EVALUATE_ONLY)}

@@ -1,4 +1,4 @@
-"""The configuration: ``schema``'s dataclasses, filled from a preset, a TOML file and flags, in that order.
+"""Read the configuration: ``schema``'s dataclasses, filled from a preset, TOML files and flags, in that order.
 
 Knows how settings are written and which values are compatible. Does not use torch, so the operator's tools can
 check a training command before any host starts it. A flag is the TOML path: ``--optimizer.lr 3e-5``.
@@ -24,17 +24,17 @@ from llama405b.settings.axes import DP, Axes, Dealing, Recompute
 from llama405b.settings.rules import EPOCHS, OF_VALUES, RENAMED, STEPS, faults_of, group_text, instead_of, suggestion
 from llama405b.settings.schema import ONE_PER_FLAG, PAIRS, TYPES, Cadence, Config, Parallel, read_evaluations
 
-MAX_INT = 2**31 - 1  # of any setting: no step, byte or second count needs more
+MAX_INT = 2**31 - 1  # of any setting: no number of steps, bytes or seconds needs more
 DEMO_MODEL = "models/demo"  # rank 0 creates it if it is missing
 PRESET_DIR = Path(__file__).parent / "presets"
-# Settings that are written in a way of their own.
+# Settings with a syntax of their own.
 READERS: dict[str, Callable[[str], object]] = {
     "checkpoint.every": Cadence.read,
     "evaluation.every": read_evaluations,
     "checkpoint.staging": staging_bytes,
     "model.activation_checkpointing": Recompute.read,
 }
-NAMES = {  # of types, for people: one, and several
+NAMES = {  # for messages: singular and plural
     int: ("a whole number", "whole numbers"),
     float: ("a number", "numbers"),
     bool: ("true or false", "switches"),
@@ -46,7 +46,7 @@ Setting = tuple[Json, str]  # a value, and where it was set: "my.toml:7", "--opt
 
 
 def preset_names() -> list[str]:
-    """List the names that ``--preset`` accepts."""
+    """Return the names that ``--preset`` accepts."""
     return sorted(path.stem for path in PRESET_DIR.glob("*.toml"))
 
 
@@ -65,12 +65,15 @@ def read_preset(name: str) -> dict[str, Setting]:
 
 
 def read_files(paths: Sequence[Path]) -> dict[str, Setting]:
-    """Read files of settings, of which the later ones win."""
+    """Read TOML files of settings; later files win."""
     return merged(*map(read_toml, paths))
 
 
 def merged(*sources: Mapping[str, Setting]) -> dict[str, Setting]:
-    """Return what sources of settings say, of which later ones win: a number of epochs also over a number of steps before it."""
+    """Merge sources of settings; later ones win.
+
+    ``epochs`` in a later source also clears ``max_steps`` of an earlier one.
+    """
     settings = dict[str, Setting]()
     for source in sources:
         settings |= source
@@ -80,7 +83,7 @@ def merged(*sources: Mapping[str, Setting]) -> dict[str, Setting]:
 
 
 def unused_length(*sources: Mapping[str, Setting]) -> list[str]:
-    """Say which of max_steps and epochs is not used, where sources of settings have both."""
+    """Return a line for each place where both max_steps and epochs are set and one of them is ignored."""
     lines, last = list[str](), dict[str, Setting]()
     for source in sources:
         named = [key for key in (EPOCHS, STEPS) if source.get(key, (0, ""))[0]]  # of both in one source the last counts
@@ -88,12 +91,12 @@ def unused_length(*sources: Mapping[str, Setting]) -> list[str]:
         if named and len(last) > 1:
             [unused] = {EPOCHS, STEPS} - {named[-1]}
             (value, where), (before, there) = last[named[-1]], last.pop(unused)
-            lines.append(f"{where}: {named[-1]} is {value}; {unused}, {before} in {there}, is not used")
+            lines.append(f"{where}: {named[-1]} is {value}, so {unused} ({before} in {there}) is ignored")
     return lines
 
 
 def overridden(paths: Sequence[Path]) -> list[str]:
-    """Say which settings of a file a later one replaces, and where."""
+    """Return a line for each setting of a file that a later file replaces."""
     settings, lines = dict[str, Setting](), list[str]()
     for path in paths:
         for key, (value, where) in read_toml(path).items():
@@ -121,7 +124,7 @@ def read_toml(path: Path) -> dict[str, Setting]:
         remedy = (
             "correct it"
             if path.suffix == ".toml"
-            else f"of another program's recipe `llama405b import {path}` makes one"
+            else f"convert another program's recipe with `llama405b import {path}`"
         )
         raise UserError(f"{path}:{line}: not valid TOML ({error}); {remedy}") from None
     except (ValueError, RecursionError) as error:  # numbers or nesting beyond what Python reads
@@ -140,9 +143,9 @@ def read_toml(path: Path) -> dict[str, Setting]:
 
 
 def _spelt_out(section: str, table: Mapping[str, Json], where: str) -> Iterator[tuple[str, Json]]:
-    """Yield a section's settings, whose tables are another way to write them.
+    """Yield a section's settings, with tables rewritten as plain values.
 
-    ``[[data.sources]]`` is data.paths and data.weights; data.fields, data.template_arguments and optimizer.groups may be tables, too.
+    ``[[data.sources]]`` becomes data.paths and data.weights; data.fields, data.template_arguments and optimizer.groups may be tables.
     """
     for key, value in table.items():
         if f"{section}.{key}" in PAIRS and isinstance(value, dict):
@@ -169,7 +172,7 @@ def _spelt_out(section: str, table: Mapping[str, Json], where: str) -> Iterator[
 
 
 def split_flags(args: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split a command line into settings (``--section.key VALUE``) and the rest."""
+    """Split a command line into settings (``--section.key VALUE``) and all other arguments."""
     flags: list[str] = []
     others: list[str] = []
     pending = list(args)
@@ -185,7 +188,7 @@ def split_flags(args: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def read_flags(args: Sequence[str]) -> dict[str, Setting]:
-    """Read ``--section.key VALUE`` and ``--section.key=VALUE``; of texts each flag gives more.
+    """Read ``--section.key VALUE`` and ``--section.key=VALUE``; repeated flags add to lists of texts.
 
     Raises:
         UserError: A flag is unknown, or its value is missing or of the wrong type.
@@ -211,7 +214,7 @@ def read_flags(args: Sequence[str]) -> dict[str, Setting]:
 
 
 def resolve(settings: Mapping[str, Setting]) -> Config:
-    """Build the configuration.
+    """Build the configuration and check its values.
 
     Raises:
         UserError: Values are out of range or incompatible.
@@ -237,7 +240,7 @@ def to_flags(settings: Mapping[str, Setting]) -> list[str]:
 
 
 def mesh_flags(parallel: Parallel) -> list[str]:
-    """Return the flags of those settings that say which part of the weights a rank owns, where they are not the default."""
+    """Return flags for the non-default settings that decide which part of the weights a rank owns."""
     usual = Parallel()
     return to_flags(
         {
@@ -249,14 +252,14 @@ def mesh_flags(parallel: Parallel) -> list[str]:
 
 
 def split_flags_of(config: Config) -> list[str]:
-    """Return flags for how a configuration splits the model, the batch and a step, and what it computes again; the defaults too."""
+    """Return flags for the mesh, the batch sizes and activation checkpointing, including defaults."""
     names = [f"parallel.{name}" for name in MESH_SETTINGS]
     names += ["training.micro_batch_size", "training.global_batch_size", "model.activation_checkpointing"]
     return [f"--{name}={operator.attrgetter(name)(config)}" for name in names]
 
 
 def to_toml(config: Config) -> str:
-    """Write every field, so that a run's settings can be read back and reused."""
+    """Return every field as TOML, so that a run's settings can be read back and reused."""
     lines: list[str] = []
     for section, values in dataclasses.asdict(config).items():
         lines += [f"[{section}]", *(f"{key} = {_toml_value(value)}" for key, value in values.items()), ""]
@@ -264,34 +267,35 @@ def to_toml(config: Config) -> str:
 
 
 def _toml_value(value: Json) -> str:
-    """Write a value as TOML has it: as JSON, but that knows no surrogates, and lets DEL stand."""
+    """Format a value as TOML: as JSON, but without surrogate escapes and with DEL escaped."""
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def refuse_unknown(words: Sequence[str], options: Sequence[str] = ()) -> None:
-    """Refuse arguments that no parser accepted, all at once; ``options`` are those that one has."""
+    """Refuse arguments that no parser accepted, all in one message; ``options``: the parser's options."""
     answers = dict[str, str]()
     for word in words:
         flag = word.partition("=")[0]
         if flag.startswith("-"):
             near = suggestion(flag, TYPES, options) or "; settings are written like --optimizer.lr 1e-5"
             answers[flag] = instead_of(flag) or f"unknown option{near}"
-        elif not answers:  # else it may be the value of one
-            raise UserError(f"{word}: not expected here; settings are flags, like --optimizer.lr 1e-5")
+        elif not answers:  # after an unknown flag, a bare word may be its value
+            raise UserError(f"{word}: unexpected argument; settings are flags, like --optimizer.lr 1e-5")
     lines = [f"{flag}: {answer}" for flag, answer in answers.items()]
     if lines:
-        raise UserError("\n  ".join([f"{len(lines)} flags are not known", *lines] if len(lines) > 1 else lines))
+        raise UserError("\n  ".join([f"{len(lines)} unknown flags", *lines] if len(lines) > 1 else lines))
 
 
 def check_ranks(config: Config, axes: Axes) -> Dealing:
-    """Check a configuration against the ranks and their mesh; returns how a step's micro-batches are dealt to them.
+    """Check a configuration against the mesh; return how a step's micro-batches are split over the ranks.
 
     Raises:
-        UserError: The batch is not a number of whole micro-batches, or accumulation would give wrong gradients.
+        UserError: The batch is not a multiple of the micro-batch, or accumulation would give wrong gradients.
     """
     dealing = Dealing.of(config.training, axes.size(DP))
     if config.parallel.reuses_gradients and dealing.rounds > 1:
-        raise UserError(  # torch's FSDP1 would then use the newest gradient instead of the sum
+        # torch's FSDP1 with offload uses the newest gradient instead of the sum.
+        raise UserError(
             f"--parallel.strategy: fsdp1 with offload cannot accumulate {dealing.rounds} micro-batches; use fsdp2, or "
             f"--training.global_batch_size {config.training.micro_batch_size * dealing.n_ranks}"
         )
@@ -299,24 +303,24 @@ def check_ranks(config: Config, axes: Axes) -> Dealing:
 
 
 def on_ranks(config: Config, axes: Axes) -> Config:
-    """Return the configuration with its global batch filled in, if that follows the number of ranks."""
+    """Return the configuration with its global batch size filled in, if the number of ranks determines it."""
     batch = check_ranks(config, axes).n_micro * config.training.micro_batch_size
     return dataclasses.replace(config, training=dataclasses.replace(config.training, global_batch_size=batch))
 
 
 def known_key(key: str, where: str) -> str:
-    """Return ``key``; if it is not a setting, refuse it and name the nearest one."""
+    """Return ``key``; refuse it if it is not a setting, and name the nearest one."""
     if key in TYPES:
         return key
     if now := RENAMED.get(key):
-        raise UserError(f"{where}: {key} is called {now} now; write that")
+        raise UserError(f"{where}: {key} was renamed; use {now}")
     if instead := instead_of(key):
         raise UserError(f"{where}: {instead}")
     raise UserError(f"{where}: {key!r} is not a setting{suggestion(key, TYPES)}; see `llama405b train --help`")
 
 
 def convert(key: str, value: Json, where: str) -> Any:
-    """Return ``value`` as the field's type."""
+    """Return ``value`` as the setting's type; refuse it if it does not fit."""
     type_ = TYPES[key]
     if typing.get_origin(type_) is tuple:
         return _convert_list(key, value, where)
@@ -325,7 +329,7 @@ def convert(key: str, value: Json, where: str) -> Any:
         if value in words:
             return value
         if now := RENAMED.get(f"{key} {value}"):
-            raise UserError(f"{where}: {key} is {value!r}, which is called {now} now; write that")
+            raise UserError(f"{where}: {key} {value!r} was renamed; use {now}")
         advice = OF_VALUES.get(f"{key} {value}", f"use one of {', '.join(words)}")
         raise UserError(f"{where}: {key} is {value!r}; {advice}")
     if key in READERS:
@@ -366,7 +370,7 @@ def _is(value: Json, type_: type) -> bool:
 
 
 def _from_text(text: str, type_: Any, flag: str) -> Json:
-    """Read a flag's text as its field's type; text that does not parse is returned unchanged."""
+    """Parse a flag's text as its setting's type; return text that does not parse unchanged."""
     if typing.get_origin(type_) is tuple:
         if text.startswith("["):
             try:
@@ -384,7 +388,10 @@ def _from_text(text: str, type_: Any, flag: str) -> Json:
 
 
 def _texts_of(text: str) -> list[str]:
-    """Read a flag's text as texts, one per line, or as a list in JSON; commas belong to them, and brackets: "[INST] Hi, you"."""
+    """Parse a flag's value as texts: one per line, or a JSON list.
+
+    Commas and brackets are part of a text: "[INST] Hi, you".
+    """
     with contextlib.suppress(ValueError, RecursionError):
         if isinstance(found := json.loads(text), list) and all(isinstance(each, str) for each in found):
             return found
@@ -392,11 +399,11 @@ def _texts_of(text: str) -> list[str]:
 
 
 def _line_of(text: str, section: str, key: str | None = None) -> int:
-    """Find the line that holds a key; tomllib does not report it."""
+    """Return the number of the line that holds a key; tomllib does not report it."""
     wanted = {(section, key), ("", section), ("", f"{section}.{key}"), (f"{section}.{key}", None)}
     current = ""
     for number, line in enumerate(text.splitlines(), 1):
-        name = None  # of the section itself
+        name = None  # a heading: the section itself
         if heading := re.match(r"\s*\[{1,2}\s*([\w.\"'-]+)\s*\]", line):
             current = heading[1].strip("\"'")
         elif named := re.match(r"\s*[\"']?([\w.-]+?)[\"']?\s*=", line):

@@ -1,6 +1,6 @@
-"""What other programs call things: tables, a row for each key, of what becomes of it here. Knows files of this package alone.
+"""Tables of other programs' keys and what each maps to here. Reads only files of this package.
 
-``words`` has what people type as flags, whatever the program; the others are for recipes (``llama405b import``), and are looked into
+``words`` has flags that people type, whatever the program; the others are for recipes (``llama405b import``) and are searched
 after it.
 """
 
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 TABLES = Path(__file__).parent / "tables"
 WORDS = "words"
-# The tables in which a program's keys are looked up, its own first.
+# The tables to search for a program's keys, in order: its own first.
 PROGRAMS = {
     "axolotl": ("axolotl", "accelerate", "transformers"),
     "llama-factory": ("llama-factory", "transformers", "accelerate"),
@@ -27,23 +27,26 @@ PROGRAMS = {
 
 
 class Row(NamedTuple):
-    """What becomes of a key: a setting, a part of some (@name), nothing (''), what cannot be done (!), or is otherwise (~)."""
+    """What another program's key maps to.
+
+    ``setting`` is a setting, part of one (@name), nothing (''), something unsupported (!) or something that differs here (~).
+    """
 
     key: str
     setting: str
-    how: str  # its value is read, as ``verbs.recipes`` knows
+    how: str  # how ``verbs.recipes`` reads the value
     why: str
 
 
 @functools.cache
 def table(name: str) -> Mapping[str, Row]:
-    """Return a table, by key."""
+    """Return a table's rows by key."""
     with (TABLES / f"{name}.csv").open(encoding="utf-8", newline="") as file:
         return {row["key"]: Row(**row) for row in csv.DictReader(file)}
 
 
 def row_of(key: str, program: str) -> Row | None:
-    """Return what becomes of a recipe's key, by itself or by the longest begin of it that ends in a star; None if it is not known."""
+    """Return the row of a recipe's key, else of its longest prefix that ends in a star; None if unknown."""
     for each in PROGRAMS[program]:
         if found := table(each).get(key):
             return found
@@ -54,7 +57,10 @@ def row_of(key: str, program: str) -> Row | None:
 
 
 def word(flag: str) -> Row | None:
-    """Return what becomes of a flag that people type: ``learning_rate``, ``optimizer.lr`` in a section of another program's."""
+    """Return the row of a flag that people type, or None.
+
+    Flags are like ``learning_rate``, or like another program's ``optimizer.lr``.
+    """
     last = flag.rpartition(".")[2]
     found = [table(WORDS).get(last), *(table(each).get(name) for name in (flag, last) for each in PROGRAMS)]
     return next((row for row in found if row and not row.setting.startswith("@")), None)

@@ -1,10 +1,8 @@
-"""Which values of settings are possible, alone and together, and what an unknown one was meant to be. Pure.
+"""Rules for settings: which values are possible, alone and together, and hints for unknown names.
 
-Parameters with a learning rate or weight decay of their own, or that are not trained: ``optimizer.groups``.
-
-What an unknown flag or setting was meant to be: other programs' names for ours, what is not offered, near misses.
-
-Which values of settings are possible, and possible together: each rule yields the setting that is wrong, and what to do.
+Each rule yields the setting that is wrong and what to do about it. Parameter groups (``optimizer.groups``) have a learning rate or
+weight decay of their own, or are frozen. Suggestions for unknown flags and settings come from other programs' names, from what is not
+supported, and from near misses. Knows settings alone: no model, ranks or files.
 """
 
 import contextlib
@@ -39,27 +37,27 @@ from llama405b.settings.schema import (
 )
 
 WAY = (
-    'write "model.embed_tokens.* lr_factor=0.1 weight_decay=0", a pattern of names and one of these or both, or '
-    '"model.embed_tokens.* frozen=true"'
+    'write a name pattern with lr_factor, weight_decay or both, like "model.embed_tokens.* lr_factor=0.1 weight_decay=0", '
+    'or with frozen=true, like "model.embed_tokens.* frozen=true"'
 )
 KEYS = ("lr_factor", "weight_decay")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Group:
-    """Parameters whose names, as in the model's files, match a pattern of the shell's."""
+    """Parameters whose names in the model's files match a shell pattern."""
 
     pattern: str
     lr_factor: float = 1.0  # times the learning rate of the step
-    weight_decay: float | None = None  # None: as all others, so none of vectors
-    frozen: bool = False  # it takes no gradient and no moments
+    weight_decay: float | None = None  # None: the optimizer's, which skips vectors
+    frozen: bool = False  # no gradient and no moments
 
     @classmethod
     def read(cls, text: str) -> "Group":
-        """Read ``PATTERN lr_factor=X weight_decay=Y``, or ``PATTERN frozen=true``.
+        """Parse ``PATTERN lr_factor=X weight_decay=Y``, or ``PATTERN frozen=true``.
 
         Raises:
-            UserError: It is something else.
+            UserError: The text has another form.
         """
         pattern, *pairs = text.split() or [""]
         values: dict[str, float] = {}
@@ -75,44 +73,44 @@ class Group:
         return cls(pattern, values.get("lr_factor", 1.0), values.get("weight_decay"))
 
     def has(self, name: str) -> bool:
-        """Whether a parameter is in it."""
+        """Return whether a parameter belongs to the group."""
         return fnmatch.fnmatchcase(name, self.pattern)
 
 
 def group_of(groups: Iterable[Group], name: str) -> Group | None:
-    """Return the first group that has a parameter; None: none does."""
+    """Return the first group that matches a parameter; None if no group does."""
     return next((group for group in groups if group.has(name)), None)
 
 
 def is_frozen(texts: Sequence[str], name: str) -> bool:
-    """Whether the groups that are written so freeze a parameter."""
+    """Return whether the groups, given as texts, freeze a parameter."""
     return bool(texts) and (group_of(map(Group.read, texts), name) or Group(name)).frozen
 
 
 def check_groups(texts: Sequence[str], names: Iterable[str], parallel: Parallel) -> None:
-    """Refuse groups that do not suit the model, or cannot be frozen as it is split.
+    """Refuse groups that match no parameter of the model, or that cannot be frozen.
 
     Raises:
-        UserError: One has none of its parameters, all are frozen, or FSDP1 is to freeze some.
+        UserError: A group matches no parameter, every parameter is frozen, or FSDP1 would have to freeze some.
     """
     known = list(names)
     frozen = [name for name in known if is_frozen(texts, name)]
     why = ""
     if len(frozen) == len(known):
-        why = "every parameter is frozen, and nothing would be trained; leave out a pattern"
+        why = "every parameter is frozen, so nothing would be trained; leave out a pattern"
     elif frozen and parallel.by_fsdp1:
-        why = "fsdp1 keeps a unit's parameters in one piece, of which none is frozen alone; use fsdp2"
+        why = "fsdp1 flattens a unit's parameters into one tensor and cannot freeze some of them; use fsdp2"
     if why:
         raise UserError(f"--optimizer.groups: {why}")
     for group in map(Group.read, texts):
         if not any(map(group.has, known)):
             raise UserError(
-                f"--optimizer.groups: {group.pattern!r} matches no parameter; they are named like {known[0]}, {known[-1]}"
+                f"--optimizer.groups: {group.pattern!r} matches no parameter; names look like {known[0]}, {known[-1]}"
             )
 
 
 def group_text(table: Mapping[str, object]) -> str:
-    """Write a table of ``[[optimizer.groups]]`` as ``Group.read`` reads it."""
+    """Format a table of ``[[optimizer.groups]]`` as ``Group.read`` reads it."""
     return " ".join(
         [str(table.get("names", "")), *(f"{key}={value}" for key, value in table.items() if key != "names")]
     )
@@ -125,19 +123,19 @@ def _number(text: str) -> float:
         return math.nan
 
 
-LIKENESS = 0.8  # of 0 to 1: below, a suggestion would be a guess
-# What settings, and their values, were called until 0.2.0.
+LIKENESS = 0.8  # 0 to 1; below this a suggestion would be a guess
+# Names of settings and of their values before 0.2.0.
 RENAMED = {
     "data.learn": "data.train_on", "training.on_spike": "training.on_loss_spike", "training.spike": "training.loss_spike_factor",
     "checkpoint.place": "checkpoint.storage", "checkpoint.storage node": "local",
     "parallel.fsdp": "parallel.strategy", "parallel.offload states": "optimizer", "parallel.offload full": "all",
 }  # fmt: skip
-NO_FP16 = "FP16 loses small gradients unless the loss is scaled, which is not done here; use fp32-master, which computes in BF16"
+NO_FP16 = "FP16 needs loss scaling or it loses small gradients, and loss scaling is not supported; use fp32-master, which computes in BF16"
 NO_QLORA = (
-    "FSDP shards matrices by rows, which packed 4-bit blocks are not, and what is trained beside rounded weights is merged into others; "
-    "use lora, with --parallel.offload all where the BF16 weights do not fit"
+    "FSDP shards matrices by rows, which packed 4-bit blocks do not have, and an adapter trained on quantized weights would be merged "
+    "into unquantized ones; use lora, with --parallel.offload all if the BF16 weights do not fit"
 )
-# What is said of a setting's value that is none.
+# Advice for values that a setting does not have.
 OF_VALUES = {
     **{f"adapter.kind {name}": NO_QLORA for name in ("qlora", "4bit", "nf4")},
     **{
@@ -153,21 +151,21 @@ OF_VALUES = {
 }
 
 
-OURS = {key.rpartition(".")[2] for key in TYPES}  # names that are no other program's
+OURS = {key.rpartition(".")[2] for key in TYPES}  # last parts of our settings' names
 
 
 def instead_of(name: str) -> str:
-    """Return what to do instead of a flag or setting of another program, as a clause; '' if none of that name is known."""
+    """Return what to use instead of another program's flag or setting, as a clause; '' if unknown."""
     plain = _plain(name)
     found = None if plain.rpartition(".")[2] in OURS else word(plain)
     return found.why if found and found.setting in ("", "!") else ""
 
 
 def suggestion(name: str, settings: Collection[str], options: Iterable[str] = ()) -> str:
-    """Return `` (did you mean 'optimizer.lr'?)`` for what is no setting or option, else ''.
+    """Return `` (did you mean 'optimizer.lr'?)`` for an unknown setting or option, or '' if nothing is near.
 
-    The last part of a setting's name tells more than the section, and the same name more than a similar one, for which
-    only a section of that name is looked at.
+    The last part of a name counts more than its section, and an equal name more than a similar one. Similar names are searched only in
+    the section of that name, if there is one.
     """
     plain = _plain(name)
     section, _, last = plain.rpartition(".")
@@ -195,7 +193,7 @@ def _plain(name: str) -> str:
     return name.lstrip("-").replace("-", "_").lower()
 
 
-ALL = "all"  # changes are allowed
+ALL = "all"  # allow every change
 STEPS, EPOCHS = "training.max_steps", "training.epochs"
 CHANGES = (
     *(name for name in NAMES.values() if name != "adapter"),
@@ -205,13 +203,13 @@ CHANGES = (
 )
 
 
-MAX_BETA_BF16 = 0.99  # 1 - beta2 must be above half of BF16's step of 2^-7; at 0.999 the demo's loss was 2 % higher
+MAX_BETA_BF16 = 0.99  # 1 - beta2 must exceed half of BF16's step of 2^-7; at 0.999 the demo's loss was 2 % higher
 ABOVE_ZERO = (  # other numbers may be 0
     "adapter.rank", "adapter.alpha",
     "data.seq_len", "training.micro_batch_size", "optimizer.lr", "optimizer.eps", "timeouts.load", "timeouts.step",
     "checkpoint.mtbf", "checkpoint.after_save_limit",
 )  # fmt: skip
-# What only fsdp1 takes, with what each is by default.
+# Settings of fsdp1 alone, with their defaults.
 OF_FSDP1 = [
     (name, getattr(Parallel(), name)) for name in ("sharding_strategy", "backward_prefetch", "limit_all_gathers")
 ]
@@ -219,7 +217,7 @@ Fault = tuple[str, str]  # the setting, and a message that follows its name
 
 
 def faults_of(config: Config) -> Iterator[Fault]:
-    """Yield what is wrong with a configuration, before any rank is started."""
+    """Yield every fault of a configuration that can be found without ranks."""
     yield from _out_of_range(config)
     yield from _of_model(config.model, config.parallel, config.adapter)
     yield from _of_adapter(config.adapter, config.parallel)
@@ -248,27 +246,27 @@ def _of_model(model: Model, parallel: Parallel, adapter: Adapter) -> Iterator[Fa
     if model.attention not in ("auto", "sdpa", "eager") and parallel.numerics == "fp32":
         yield "model.attention", f"{model.attention} computes in BF16 only; use sdpa, or numerics other than fp32"
     if model.resize_vocabulary and parallel.by_fsdp1:
-        yield "model.resize_vocabulary", "fsdp1 loads the model as its files have it; use fsdp2"
+        yield "model.resize_vocabulary", "fsdp1 loads the model exactly as its files store it; use fsdp2"
     if model.resize_vocabulary and adapter.trains:
         yield (
             "model.resize_vocabulary",
-            "adapters train no embeddings, so that new ones would stay as they are; leave one of both out",
+            "adapters do not train embeddings, so new ones would stay untrained; leave one of the two out",
         )
     if model.activations == "host" and model.activation_checkpointing == "none":
-        yield "model.activations", "without activation checkpointing it would have no effect; leave it out, or use full"
+        yield "model.activations", "no effect without activation checkpointing; leave it out, or use full"
 
 
 def _of_kernels(model: Model, parallel: Parallel) -> Iterator[Fault]:
     if parallel.numerics == "fp8" and (parallel.by_fsdp1 or parallel.tp > 1):
-        yield "parallel.numerics", "fp8 is for layers that FSDP2 alone shards; use fp32-master, or fsdp2 and tp 1"
+        yield "parallel.numerics", "fp8 needs layers that only FSDP2 shards; use fp32-master, or fsdp2 with tp 1"
     if parallel.numerics == "fp8" and model.fused:
-        yield "model.fused", "it would compute the MLP in BF16; leave it out: with fp8, compile fuses the layers"
+        yield "model.fused", "a fused MLP computes in BF16, not FP8; leave it out, as compile fuses FP8 layers"
     if model.fused and parallel.tp > 1:
-        yield "model.fused", "modules that tp splits stay as they are; leave it out, or use tp 1"
+        yield "model.fused", "modules that tp splits cannot be fused; leave it out, or use tp 1"
     if not model.compile:
         return
     if model.fused:
-        yield "model.compile", "a compiled layer is fused as a whole; leave out fused or compile"
+        yield "model.compile", "compile already fuses the whole layer; leave out fused or compile"
     if model.activation_checkpointing == "auto" or model.activation_checkpointing.startswith("operators"):
         yield (
             "model.compile",
@@ -280,7 +278,7 @@ def _of_kernels(model: Model, parallel: Parallel) -> Iterator[Fault]:
             "FSDP's units must be whole layers; use fsdp2 and wrap LlamaDecoderLayer,Embedding, or leave it out",
         )
     if split := [name for name in ("tp", "cp") if getattr(parallel, name) > 1]:
-        yield "model.compile", f"layers that {split[0]} splits are not compiled; leave it out, or use {split[0]} 1"
+        yield "model.compile", f"layers that {split[0]} splits cannot be compiled; leave it out, or use {split[0]} 1"
 
 
 def _of_adapter(adapter: Adapter, parallel: Parallel) -> Iterator[Fault]:
@@ -289,25 +287,28 @@ def _of_adapter(adapter: Adapter, parallel: Parallel) -> Iterator[Fault]:
             if getattr(adapter, name) != default:
                 yield (
                     f"adapter.{name}",
-                    "without an adapter it would have no effect; add --adapter.kind lora, or leave it out",
+                    "no effect without an adapter; add --adapter.kind lora, or leave it out",
                 )
         return
     if unknown := [name for name in adapter.targets if name not in TARGETS]:
         near = suggestion(unknown[0], TARGETS)
         yield (
             "adapter.targets",
-            f"{unknown[0]!r} is no matrix of a decoder layer{near}; choose from {', '.join(TARGETS)}",
+            f"{unknown[0]!r} is not a linear layer of a decoder layer{near}; choose from {', '.join(TARGETS)}",
         )
     if not adapter.targets or len({*adapter.targets}) < len(adapter.targets):
-        yield "adapter.targets", "there are none, or one is named twice; name each matrix once"
+        yield "adapter.targets", "the list is empty or names a layer twice; name each linear layer once"
     if parallel.by_fsdp1:
-        yield "adapter.kind", "fsdp1 keeps a unit's parameters in one piece, of which none is frozen alone; use fsdp2"
+        yield (
+            "adapter.kind",
+            "fsdp1 flattens a unit's parameters into one tensor and cannot freeze some of them; use fsdp2",
+        )
     if parallel.numerics == "fp8":
-        yield "adapter.kind", "what FP8 computes has no adapters; use numerics fp32-master"
+        yield "adapter.kind", "FP8 layers cannot have adapters; use numerics fp32-master"
     if parallel.offload == "optimizer":
         yield (
             "parallel.offload",
-            "of adapters there is little to keep in CPU memory; use none, or all, which keeps the frozen weights there, too",
+            "LoRA's optimizer state is small, so offload optimizer saves nothing; use none, or all, which also offloads the frozen weights",
         )
 
 
@@ -317,23 +318,25 @@ def _of_data(data: Data) -> Iterator[Fault]:
     if data.fields and not _names_a_document(data.fields):
         yield (
             "data.fields",
-            "fields name no document; write text=FIELD, or prompt=FIELD,completion=FIELD, or messages=FIELD[,tools=FIELD]",
+            "the fields do not make up a document; write text=FIELD, or prompt=FIELD,completion=FIELD, or messages=FIELD[,tools=FIELD]",
         )
     if unknown := [role for role in data.train_on if role not in TRAINED_ON]:
         near = suggestion(unknown[0], TRAINED_ON)
-        yield "data.train_on", f"{unknown[0]!r} is no role{near}; choose from {', '.join(TRAINED_ON)}"
+        yield "data.train_on", f"{unknown[0]!r} is not a role{near}; choose from {', '.join(TRAINED_ON)}"
     for argument in data.template_arguments:
         if not re.fullmatch(r"\w+=.*", argument, re.DOTALL):
-            yield "data.template_arguments", f"{argument!r} has no value; write NAME=VALUE, as enable_thinking=false"
+            yield "data.template_arguments", f"{argument!r} has no value; write NAME=VALUE, like enable_thinking=false"
     if data.template_date and not _is_date(data.template_date):
-        yield "data.template_date", f"{data.template_date!r} is no date; write it as 2026-11-28"
+        yield "data.template_date", f"{data.template_date!r} is not a date; write it like 2026-11-28"
     if data.weights and len(data.weights) != len(data.paths):
         counts = f"{counted(len(data.weights), 'weight')} for {counted(len(data.paths), 'path')}"
         yield "data.weights", f"{counts}; give one for each"
     if not all(weight > 0 for weight in data.weights):
-        yield "data.weights", "each weight must be above 0; leave that path out"
+        yield "data.weights", "each weight must be above 0; leave out the paths that should not be read"
     if data.packing == "concatenated":
-        one_text = "with packing concatenated documents are one text, which is split; leave it out, or use isolated"
+        one_text = (
+            "packing concatenated joins the documents into one text and splits that; leave it out, or use isolated"
+        )
         if data.documents == "whole":
             yield "data.documents", one_text
         if data.long_documents == "truncate":
@@ -351,7 +354,7 @@ def _of_training(training: Training, optimizer: Optimizer) -> Iterator[Fault]:
     if optimizer.warmup > 1 and optimizer.warmup % 1:
         yield (
             "optimizer.warmup",
-            f"optimizer.warmup is {optimizer.warmup:g}; write whole steps, or a share of the run's below 1",
+            f"optimizer.warmup is {optimizer.warmup:g}; use whole steps, or a fraction of the run's steps below 1",
         )
     if factor <= 1:
         yield "training.loss_spike_factor", f"training.loss_spike_factor is {factor:g}; use more than 1"
@@ -360,7 +363,7 @@ def _of_training(training: Training, optimizer: Optimizer) -> Iterator[Fault]:
     if optimizer.min_lr > optimizer.lr:
         yield "optimizer.min_lr", f"min_lr {optimizer.min_lr} is above lr {optimizer.lr}; lower it"
     if optimizer.decay_steps and optimizer.decay != "wsd":
-        yield "optimizer.decay_steps", f"with decay {optimizer.decay} it would have no effect; leave it out, or use wsd"
+        yield "optimizer.decay_steps", f"no effect with decay {optimizer.decay}; leave it out, or use wsd"
     if 0 < training.max_steps < optimizer.decay_steps:
         yield "optimizer.decay_steps", f"{optimizer.decay_steps} is more than max_steps, {training.max_steps}; lower it"
     for text in optimizer.groups:
@@ -383,16 +386,19 @@ def _of_saving(config: Config) -> Iterator[Fault]:
     if saving.keep_best and not (config.evaluation.evaluates and saves):
         yield (
             "checkpoint.keep_best",
-            "nothing would be evaluated, or nothing saved; set evaluation.every and checkpoint.every",
+            "the run would not evaluate, or not save; set evaluation.every and checkpoint.every",
         )
     if saving.after_save and not saves:
-        yield "checkpoint.after_save", "checkpoint.every is 0, so nothing is saved; set it, or leave this out"
+        yield "checkpoint.after_save", "checkpoint.every is 0, so nothing is saved; set that, or leave after_save out"
     if saving.delete_unsent and not saving.after_save:
-        yield "checkpoint.delete_unsent", "without after_save it would have no effect; leave it out"
+        yield "checkpoint.delete_unsent", "no effect without after_save; leave it out"
     if unknown := [name for name in saving.allow_changes if name not in (*CHANGES, ALL)]:
         near = suggestion(last_of(unknown), CHANGES)
         names = ", ".join((*CHANGES, ALL))
-        yield "checkpoint.allow_changes", f"{last_of(unknown)!r} is not what a resume compares{near}; use {names}"
+        yield (
+            "checkpoint.allow_changes",
+            f"{last_of(unknown)!r} is not a setting that a resume compares{near}; use {names}",
+        )
     if saving.replicas > 1:
         yield "checkpoint.replicas", "checkpoint.replicas is above 1; use 0 or 1"
 
@@ -408,16 +414,19 @@ def _of_evaluation(config: Config) -> Iterator[Fault]:
         )
     if evaluation.prompts:
         if not evaluation.evaluates:
-            yield "evaluation.prompts", "evaluation.every is 0, so they would not be used; set it to a number of steps"
+            yield (
+                "evaluation.prompts",
+                "evaluation.every is 0, so prompts would not be used; set it to a number of steps",
+            )
         if split := [name for name in ("tp", "cp", "pp") if getattr(config.parallel, name) > 1]:
             yield (
                 "evaluation.prompts",
-                f"they are continued where ranks have whole layers; leave them out, or use {split[0]} 1",
+                f"prompts need every layer on every rank; leave them out, or use {split[0]} 1",
             )
         if not all(evaluation.prompts):
-            yield "evaluation.prompts", "one is empty; remove it"
+            yield "evaluation.prompts", "a prompt is empty; remove it"
     elif evaluation.prompt_tokens != Evaluation().prompt_tokens:
-        yield "evaluation.prompt_tokens", "without evaluation.prompts it would have no effect; leave it out"
+        yield "evaluation.prompt_tokens", "no effect without evaluation.prompts; leave it out"
     if evaluation.fraction > 0.5:
         yield "evaluation.fraction", f"fraction is {evaluation.fraction:g}; use at most 0.5"
 
@@ -426,11 +435,11 @@ def _of_tracking(tracking: Tracking) -> Iterator[Fault]:
     if unknown := [name for name in tracking.to if name not in TRACKERS]:
         yield (
             "tracking.to",
-            f"{unknown[0]!r} is no tracker that is known{suggestion(unknown[0], TRACKERS)}; use {', '.join(TRACKERS)}",
+            f"{unknown[0]!r} is not a known tracker{suggestion(unknown[0], TRACKERS)}; use {', '.join(TRACKERS)}",
         )
     for name, default in dataclasses.asdict(Tracking()).items():
         if name != "to" and "wandb" not in tracking.to and getattr(tracking, name) != default:
-            yield f"tracking.{name}", "without W&B it would have no effect; add --tracking.to wandb, or leave it out"
+            yield f"tracking.{name}", "no effect without W&B; add --tracking.to wandb, or leave it out"
 
 
 def _of_parallel(parallel: Parallel) -> Iterator[Fault]:
@@ -444,26 +453,29 @@ def _of_parallel(parallel: Parallel) -> Iterator[Fault]:
             "optimizer keeps FP32 weights in CPU memory and BF16 ones on the GPU; use all, or numerics fp32-master",
         )
     if parallel.by_fsdp1 and parallel.numerics == "bf16-stochastic":
-        yield "parallel.numerics", "with fsdp1 weights have no elements to number; use fsdp2, or pure-bf16"
+        yield (
+            "parallel.numerics",
+            "stochastic rounding numbers each weight's elements, which fsdp1 flattens; use fsdp2, or pure-bf16",
+        )
     yield from _of_axes(parallel)
     yield from _of_units(parallel)
     if not parallel.by_fsdp1:
         if parallel.forward_prefetch:
-            yield "parallel.forward_prefetch", "with FSDP2 it would have no effect; use --parallel.prefetch 1, or fsdp1"
+            yield "parallel.forward_prefetch", "no effect with FSDP2; use --parallel.prefetch 1, or fsdp1"
         for name, default in OF_FSDP1:
             if getattr(parallel, name) != default:
-                yield f"parallel.{name}", "with FSDP2 it would have no effect; leave it out, or use fsdp1"
+                yield f"parallel.{name}", "no effect with FSDP2; leave it out, or use fsdp1"
 
 
 def _of_units(parallel: Parallel) -> Iterator[Fault]:
-    """Of when FSDP gathers its units, and over which ranks it keeps them gathered."""
+    """Check when FSDP gathers its units, and over which ranks it keeps them gathered."""
     for name in ("prefetch", "reshard_after_forward"):
         if getattr(parallel, name) and (parallel.by_fsdp1 or parallel.of_strategy.keeps_weights):
             yield (
                 f"parallel.{name}",
-                f"with strategy {parallel.strategy} it would have no effect; leave it out, or use fsdp2",
+                f"no effect with strategy {parallel.strategy}; leave it out, or use fsdp2",
             )
-    # Of units within a layer torch gathers ahead in the recomputation, too, and never frees that.
+    # torch also prefetches units within a layer during recomputation, and never frees those.
     if parallel.prefetch and "LlamaDecoderLayer" not in parallel.wrap:
         yield (
             "parallel.prefetch",
@@ -472,7 +484,7 @@ def _of_units(parallel: Parallel) -> Iterator[Fault]:
     if parallel.prefetch and parallel.chunks > 1 and parallel.pp > 1:
         yield (
             "parallel.prefetch",
-            "with the interleaved schedule the next unit is not the next to be used; leave it out, or use 1f1b",
+            "the interleaved schedule does not use units in order; leave it out, or use 1f1b",
         )
     if parallel.reshard_after_forward == 1:
         yield "parallel.reshard_after_forward", "one rank would keep all weights; use zero2, or at least 2"
@@ -493,16 +505,16 @@ def _of_axes(parallel: Parallel) -> Iterator[Fault]:
                     f"strategy {parallel.strategy} chooses it; leave it out, or use strategy fsdp2",
                 )
     if parallel.pp == 1 and parallel.pp_schedule != Parallel().pp_schedule:
-        yield "parallel.pp_schedule", "with pp 1 it would have no effect; leave it out, or use more stages"
+        yield "parallel.pp_schedule", "no effect with pp 1; leave it out, or use more stages"
     for name, size in sizes.items():
         if size < 1:
             yield f"parallel.{name}", f"parallel.{name} is {size}; it must be at least 1"
     if parallel.by_fsdp1 and (several := [name for name in ("dp_replicate", *sizes) if getattr(parallel, name) > 1]):
-        yield f"parallel.{several[0]}", "with fsdp1 it would have no effect; leave it out, or use fsdp2"
+        yield f"parallel.{several[0]}", "no effect with fsdp1; leave it out, or use fsdp2"
     if parallel.offload != "none" and (parallel.dp_replicate > 1 or parallel.of_strategy.copies != "one"):
         yield (
             "parallel.offload",
-            "with copies of the model torch may corrupt gradients that are offloaded (known bugs); use none, or strategy fsdp2 without "
+            "torch may corrupt gradients that are offloaded if the model has copies (known bugs); use none, or strategy fsdp2 without "
             "dp_replicate",
         )
 
@@ -516,7 +528,7 @@ def _of_moments(parallel: Parallel, optimizer: Optimizer) -> Iterator[Fault]:
     if parallel.in_bf16:
         yield (
             key,
-            f"with numerics {parallel.numerics} the moments are BF16 already; leave it at fp32, or use numerics fp32-master",
+            f"the moments are already BF16 with numerics {parallel.numerics}; use fp32 here, or numerics fp32-master",
         )
     if beta2 > MAX_BETA_BF16:
         what = f"a step changes second moments by less than BF16 resolves where beta2 is {beta2:g}"
@@ -524,7 +536,7 @@ def _of_moments(parallel: Parallel, optimizer: Optimizer) -> Iterator[Fault]:
 
 
 def _names_a_document(names: Sequence[str]) -> bool:
-    """Whether ``data.fields`` names all that a document needs, each once."""
+    """Return whether ``data.fields`` names everything that a document needs, each once."""
     ours = sorted(name.partition("=")[0].strip() for name in names if name.partition("=")[2])
     return len(ours) == len(names) and ours in (
         ["text"],

@@ -1,6 +1,6 @@
-"""The names that people know for training on many ranks: what each sets. All of FSDP2 is one engine. Pure.
+"""The usual names of strategies for many ranks, and what each one sets. All but fsdp1 use FSDP2.
 
-A step has several micro-batches where the global batch is larger than what all ranks compute at once. ZeRO's stages: arXiv 1910.02054.
+A step has several micro-batches if the global batch is larger than what all ranks compute at once. ZeRO's stages: arXiv 1910.02054.
 """
 
 import dataclasses
@@ -10,17 +10,17 @@ if TYPE_CHECKING:
     pass
 
 Name = Literal["fsdp2", "fsdp1", "zero3", "zero2", "zero1", "ddp", "hsdp", "3d", "auto"]
-Copies = Literal["one", "hosts", "ranks"]  # of the model, where dp_replicate does not say how many
+Copies = Literal["one", "hosts", "ranks"]  # copies of the model, if dp_replicate is 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Strategy:
-    """What a name sets."""
+    """What a strategy's name sets."""
 
     copies: Copies = "one"
-    keeps_weights: bool = False  # gathered from a step's first forward to its last backward; else anew for each
-    reduces_each: bool = True  # gradients are reduced and sharded in each micro-batch; else whole until the last one
-    chosen: bool = False  # the mesh is chosen by what the plan predicts (``predict.search``)
+    keeps_weights: bool = False  # from a step's first forward to its last backward; else gathered for each one
+    reduces_each: bool = True  # else gradients stay unreduced until the last micro-batch
+    chosen: bool = False  # ``predict.search`` chooses the mesh
 
 
 STRATEGIES: dict[Name, Strategy] = {

@@ -88,7 +88,7 @@ NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token",
 OTHER_WEIGHTS = (  # what names of tensors tell, and what to do
     (
         r"\.(weight_scale(_inv)?|input_scale|weight_packed)$",
-        "quantized weights (FP8, say)",
+        "quantized weights (such as FP8)",
         "download the model in BF16",
     ),
     (r"\.(qweight|qzeros|g_idx)$", "quantized weights (GPTQ or AWQ)", "download the model in BF16"),
@@ -173,7 +173,7 @@ def _parameters(llama: Llama) -> int:
 
 
 def read_llama(directory: Path, layers: int = 0) -> Llama:
-    """Read the model's shape from ``config.json``; ``layers``: keep only that many (0: all).
+    """Read a model's shape from its ``config.json``; ``layers``: keep only that many (0: all).
 
     Raises:
         UserError: The directory does not exist, or does not hold a Llama.
@@ -193,12 +193,12 @@ def check_directory(directory: Path) -> None:
 
 
 def is_hub_name(directory: Path) -> bool:
-    """Whether it is written as the Hub names models, and not where they are downloaded to."""
+    """Check whether a path looks like a Hub model name (OWNER/NAME), not like a downloaded model's."""
     return bool(OWNER_NAME.fullmatch(str(directory))) and directory.parent != DOWNLOADS
 
 
 def how_to_get(directory: Path) -> str:
-    """How a model comes here, as a clause."""
+    """Return how to get a model, as a clause of a message."""
     if is_hub_name(directory):
         return f"run `llama405b download {directory}`, which writes {DOWNLOADS / directory.name}"
     if directory.parent == DOWNLOADS:
@@ -216,7 +216,7 @@ def parse_llama(config: Mapping[str, Any], where: str) -> Llama:
     if quantization := config.get("quantization_config"):
         shown = textwrap.shorten(str(quantization), 60, placeholder=" …")
         raise UserError(
-            f"{where}: quantization_config is {shown}; only unquantized weights can be trained, download those"
+            f"{where}: quantization_config is {shown}; only unquantized weights can be trained; download those"
         )
     _check_rope(config, where)
 
@@ -224,6 +224,7 @@ def parse_llama(config: Mapping[str, Any], where: str) -> Llama:
         value = config.get(key)
         if value is None:
             value = default
+        # bool is a subclass of int, so JSON true would pass as 1.
         if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < limit:
             raise UserError(f"{where}: {key} is {value!r}, not a positive whole number; download config.json again")
         return value
@@ -254,19 +255,19 @@ def parse_llama(config: Mapping[str, Any], where: str) -> Llama:
 
 
 def _family(config: Mapping[str, Any], where: str) -> Family:
-    """The family of a model."""
+    """Return the family of a model."""
     family, architectures = FAMILIES.get(str(config.get("model_type"))), config.get("architectures")
     if family and family.architecture in (architectures or [family.architecture]):
         return family
     *others, last = (each.architecture for each in FAMILIES.values())
     raise UserError(
         f"{where}: model_type {config.get('model_type')!r}, architectures {architectures}; only {', '.join(others)} and {last} can "
-        "be trained, all of whose layers are dense"
+        "be trained (dense models)"
     )
 
 
 def _window(config: Mapping[str, Any], family: Family) -> int:
-    """How many tokens attention sees, where that is not all."""
+    """Return how many tokens attention sees; 0: all."""
     if family.window_asked and not config.get("use_sliding_window"):
         return 0
     found = config.get("sliding_window", family.window) if family.window or family.window_asked else None
@@ -274,7 +275,7 @@ def _window(config: Mapping[str, Any], family: Family) -> int:
 
 
 def _initializer_range(config: Mapping[str, Any], where: str) -> float:
-    """The standard deviation of random weights."""
+    """Return the standard deviation of random weights."""
     found = config.get("initializer_range", 0.02)
     if not isinstance(found, int | float) or not 0 < found < 1:
         raise UserError(
@@ -289,8 +290,8 @@ def _check_rope(config: Mapping[str, Any], where: str) -> None:
     kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else rope
     if kind == "longrope":
         raise UserError(
-            f"{where}: rope type 'longrope' cannot be trained: its factors change with the longest sequence of a batch, and no Llama 3 "
-            "has it; use another model"
+            f"{where}: rope type 'longrope' cannot be trained: its factors depend on the longest sequence of a batch (no Llama 3 "
+            "uses it); use another model"
         )
     if not isinstance(kind, str) or kind not in ROPE_NEEDS:
         raise UserError(
@@ -310,7 +311,7 @@ def _is_positive(value: object) -> bool:
 def check_checkpoint(
     directory: Path, seq_len: int, layers: int = 0, *, random: bool = False, whole: bool = False, resize: bool = False
 ) -> Llama:
-    """Check what can be checked of a checkpoint without torch: shape, tensors, sizes, tokenizer, sequence length.
+    """Check a checkpoint without torch: shape, tensors, sizes, tokenizer and sequence length.
 
     ``random``: its weights will not be read; ``whole``: a part of them is not enough; ``resize``: as ``model.resize_vocabulary`` has it.
 
@@ -326,11 +327,11 @@ def check_checkpoint(
     is_part = any(info.pieces for info in tensors.values())
     if resize and is_part:
         raise UserError(
-            f"--model.resize_vocabulary: {directory} has only a part of the weights, in another division; push all"
+            f"--model.resize_vocabulary: {directory} has only part of the weights, split for the old vocabulary; push all of them"
         )
     if whole and is_part:
         raise UserError(
-            f"--parallel.strategy: fsdp1 needs all weights, but {directory} has only a part; use fsdp2, or push all"
+            f"--parallel.strategy: fsdp1 needs all weights, but {directory} has only part of them; use fsdp2, or push all of them"
         )
     _refuse_names(directory, tensors)
     for name, shape in llama.tensors().items():
@@ -353,22 +354,22 @@ def check_checkpoint(
 
 
 def _refuse_names(directory: Path, tensors: Mapping[str, TensorInfo]) -> None:
-    """Refuse weights that are quantized, are parts of adapters, or have other names than transformers gives them: say which these are."""
+    """Refuse weights that are quantized, belong to adapters, or do not have transformers' names."""
     for name in tensors:
         for pattern, what, remedy in OTHER_WEIGHTS:
             if re.search(pattern, name):
-                raise UserError(f"{tensors[name].file}: {name} is of {what}; {remedy}")
+                raise UserError(f"{tensors[name].file}: {name} belongs to {what}; {remedy}")
     last = EMBEDDING.rpartition("embed_tokens")[2]
     called = next((name for name in tensors if name.endswith(f"embed_tokens{last}")), EMBEDDING)
     if EMBEDDING not in tensors and called != EMBEDDING:
         raise UserError(
-            f"{directory}: its files call {EMBEDDING} {called!r}, and the others alike; write the model with transformers' "
-            "save_pretrained, which gives tensors their own names"
+            f"{directory}: its files call {EMBEDDING} {called!r}, and other tensors likewise; save the model with transformers' "
+            "save_pretrained, which writes the standard names"
         )
 
 
 def _refuse_unused(llama: Llama, tensors: Mapping[str, TensorInfo]) -> None:
-    """Refuse tensors that the whole model would not be given, unless nothing is lost with them."""
+    """Refuse tensors that the full model does not use, unless nothing is lost with them."""
     head, embedding = tensors.get(HEAD), tensors.get(EMBEDDING)
     if llama.tied and head and embedding and not _is_same(head, embedding):  # transformers would train both
         raise UserError(
@@ -385,7 +386,7 @@ def _refuse_unused(llama: Llama, tensors: Mapping[str, TensorInfo]) -> None:
 
 
 def _is_same(one: TensorInfo, other: TensorInfo) -> bool:
-    """Whether two tensors are equal in every byte that is here."""
+    """Check whether two tensors are equal in every byte stored here."""
     boxes = [[piece.box for piece in each.stored] for each in (one, other)]
     if (one.dtype, one.shape, boxes[0]) != (other.dtype, other.shape, boxes[1]):
         return False
@@ -401,12 +402,12 @@ def _is_same(one: TensorInfo, other: TensorInfo) -> bool:
 
 
 def is_small(name: str) -> bool:
-    """Whether a file of this name goes where the model does: configuration, tokenizer, licence and notices."""
+    """Check whether a file travels with the model: configuration, tokenizer, licence and notices."""
     return name in SMALL_FILES or bool(NOTICE.fullmatch(name))
 
 
 def small_names(directory: Path) -> list[str]:
-    """The small files that a model's directory has."""
+    """Return the names of the small files in a model's directory."""
     notices = sorted(path.name for path in directory.glob("*") if NOTICE.fullmatch(path.name))
     paths = [directory / name for name in (*SMALL_FILES, *notices)]
     return [
@@ -417,7 +418,7 @@ def small_names(directory: Path) -> list[str]:
 
 
 def small_contents(directory: Path, chat_template: str = "", *, resize: bool = False) -> dict[str, bytes]:
-    """Return the files that a rank needs beside the weights, by name.
+    """Return the contents of the files that a rank needs besides the weights, by name.
 
     ``chat_template``: a file to use instead of the tokenizer's own; ``resize``: config.json has as many embeddings as the tokenizer needs.
 
@@ -436,18 +437,18 @@ def small_contents(directory: Path, chat_template: str = "", *, resize: bool = F
 
 
 def end_ids(told: Any) -> set[int]:
-    """Return the tokens that end a text, as a tokenizer or generation_config.json names one, several, or none; others are left out."""
+    """Parse an eos_token_id, which may be one token, several or none; other values are ignored."""
     return {each for each in (told if isinstance(told, list) else [told]) if type(each) is int}
 
 
 def generation_ends(directory: Path) -> set[int]:
-    """Return the tokens at which transformers' generate, and what serves the model, end a text."""
+    """Return the tokens at which transformers' generate and inference servers end a text."""
     there = [name for name in (GENERATION_CONFIG, "config.json") if (directory / name).is_file()]
     return end_ids(read_hf_json(directory / there[0]).get("eos_token_id")) if there else set()
 
 
 def has_chat_template(directory: Path) -> bool:
-    """Whether a tokenizer has a chat template, in any of the places where transformers looks for one."""
+    """Check whether a tokenizer has a chat template, in any of the places where transformers looks."""
     if (directory / CHAT_TEMPLATE).is_file() or (directory / "chat_template.json").is_file():
         return True
     config = directory / TOKENIZER_CONFIG
@@ -462,7 +463,8 @@ def check_seq_len(llama: Llama, seq_len: int) -> None:
         )
     if llama.window and seq_len > llama.window:
         raise UserError(
-            f"--data.seq_len: {seq_len} exceeds the model's sliding window of {llama.window} tokens, which is not computed; lower it"
+            f"--data.seq_len: {seq_len} exceeds the model's sliding window of {llama.window} tokens, "
+            "and sliding-window attention is not supported; lower it"
         )
 
 
@@ -482,12 +484,12 @@ def check_tokenizer(directory: Path, llama: Llama, *, resize: bool = False) -> N
 
 
 def refuse_beyond(directory: Path, ids: Mapping[str, int], n_embeddings: int) -> None:
-    """Refuse tokens for which a model has no embeddings; ``ids``: of all tokens, by name."""
+    """Refuse tokens without an embedding in the model; ``ids``: of all tokens, by name."""
     beyond = sorted((number, name) for name, number in ids.items() if number >= n_embeddings)
     if beyond:
         names = ", ".join(f"{name!r} ({number})" for number, name in beyond[:NAMED])
         raise UserError(
-            f"{directory}: its tokenizer has {names}{and_more(beyond, NAMED)}, and the model {n_embeddings} embeddings; add some with "
+            f"{directory}: its tokenizer has {names}{and_more(beyond, NAMED)}, but the model has {n_embeddings} embeddings; add some with "
             f"--model.resize_vocabulary true, or remove these tokens from tokenizer.json, {TOKENIZER_CONFIG} or added_tokens.json"
         )
 
@@ -499,7 +501,10 @@ def grown_vocabulary(directory: Path, vocab: int) -> int:
 
 
 def token_ids(directory: Path) -> dict[str, int]:
-    """Return the ids of a tokenizer's tokens by name, with what its other files add as transformers numbers that; {}: it is incomplete."""
+    """Return a tokenizer's token ids by name; {}: it is incomplete.
+
+    Tokens that only its other files name are numbered as transformers does.
+    """
     found = _in_tokenizer(read_hf_json(directory / "tokenizer.json"))
     if not found:
         return {}
@@ -515,7 +520,7 @@ def token_ids(directory: Path) -> dict[str, int]:
 
 
 def _special_names(settings: Mapping[str, Any]) -> Iterator[str]:
-    """The tokens that tokenizer_config.json or special_tokens_map.json names."""
+    """Yield the tokens that tokenizer_config.json or special_tokens_map.json names."""
     for key, value in settings.items():
         if key in ("additional_special_tokens", "extra_special_tokens"):
             yield from map(_name_of, value.values() if isinstance(value, dict) else value or [])
@@ -532,7 +537,7 @@ def _mapping(value: Any) -> Mapping[str, Any]:
 
 
 def _in_tokenizer(tokenizer: Mapping[str, Any]) -> dict[str, int]:
-    """The ids of a parsed ``tokenizer.json``; none if it is incomplete."""
+    """Return the token ids of a parsed ``tokenizer.json``; none if it is incomplete."""
     try:
         model = tokenizer["model"]
         vocab = model["vocab"]
@@ -564,12 +569,12 @@ BESIDE_OTHERS = (
 
 
 def is_factor(name: str) -> bool:
-    """Whether a parameter is an adapter's."""
+    """Check whether a parameter belongs to an adapter."""
     return name.endswith((DOWN, UP))
 
 
 def factors(llama: Llama, adapter: Adapter) -> dict[str, tuple[int, int]]:
-    """Return an adapter's parameters by name, with their shapes, in the order of the model's; none without one."""
+    """Return the shapes of an adapter's parameters by name, in the model's order; none without an adapter."""
     found: dict[str, tuple[int, int]] = {}
     for name, shape in llama.tensors().items() if adapter.trains else ():
         matrix = name.removesuffix(".weight")
@@ -584,12 +589,12 @@ def adapter_parameters(llama: Llama, adapter: Adapter) -> int:
 
 
 def n_trained(llama: Llama, adapter: Adapter) -> int:
-    """Count the parameters that take gradients, and that a checkpoint holds."""
+    """Count the parameters that take gradients and that a checkpoint holds."""
     return adapter_parameters(llama, adapter) if adapter.trains else llama.parameters
 
 
 def adapter_bytes(llama: Llama, adapter: Adapter, parallel: Parallel) -> tuple[float, float]:
-    """Return the bytes per parameter of the model that its states take: on the device, and in CPU memory."""
+    """Return the bytes of states per model parameter, on the device and in CPU memory."""
     if not adapter.trains:
         return parallel.state_bytes
     share, frozen = adapter_parameters(llama, adapter) / llama.parameters, COMPUTE_BYTES[parallel.numerics]
@@ -598,14 +603,14 @@ def adapter_bytes(llama: Llama, adapter: Adapter, parallel: Parallel) -> tuple[f
 
 
 def adapted(llama: Llama, adapter: Adapter) -> tuple[int, int]:
-    """Return the inputs, and the outputs, of a layer's matrices that have adapters, each summed."""
+    """Return the summed input and output features of a layer's adapted matrices."""
     shapes = factors(dataclasses.replace(llama, layers=1), adapter)
     inputs = sum(shape[1] for name, shape in shapes.items() if name.endswith(DOWN))
     return inputs, sum(shape[0] for name, shape in shapes.items() if name.endswith(UP))
 
 
 def describe(adapter: Adapter) -> str:
-    """Say what an adapter is."""
+    """Describe an adapter; checkpoints store this text."""
     if not adapter.trains:
         return "none"
     targets = (
@@ -615,7 +620,10 @@ def describe(adapter: Adapter) -> str:
 
 
 def adapter_flops(llama: Llama, adapter: Adapter, seq_len: int) -> int:
-    """Count the model FLOPs of training on one token, as ``Llama.flops_per_token``: of frozen matrices four per weight, not six."""
+    """Count the model FLOPs of training on one token, as ``Llama.flops_per_token`` does.
+
+    Frozen matrices count four per weight, not six.
+    """
     whole = llama.flops_per_token(seq_len)
     if not adapter.trains:
         return whole
@@ -624,14 +632,14 @@ def adapter_flops(llama: Llama, adapter: Adapter, seq_len: int) -> int:
 
 
 def read_peft(directory: Path, llama: Llama, adapter: Adapter) -> Layout:
-    """Return where an adapter's parameters are in a directory that peft wrote.
+    """Locate an adapter's parameters in a directory that peft wrote.
 
     Raises:
         UserError: It is no LoRA, or not of this model, rank, alpha and targets.
     """
     where, file = directory / PEFT_CONFIG, directory / PEFT_WEIGHTS
     if not where.is_file():
-        raise UserError(f"--adapter.path: {where} is no file; name a directory that peft, or export --adapter, wrote")
+        raise UserError(f"--adapter.path: {where} is not a file; name a directory that peft or export --adapter wrote")
     described = read_hf_json(where)
     if described.get("peft_type") != "LORA":
         raise UserError(f"{where}: peft_type is {described.get('peft_type')!r}; only LORA can be trained")
@@ -642,7 +650,7 @@ def read_peft(directory: Path, llama: Llama, adapter: Adapter) -> Layout:
         others.append("init_lora_weights")
     if others:
         raise UserError(
-            f"{where}: {others[0]} is {described[others[0]]!r}, which is not done here; train an adapter without it"
+            f"{where}: {others[0]} is {described[others[0]]!r}, which is not supported; train an adapter without it"
         )
     if not file.is_file():
         raise UserError(f"{file}: no such file; save the adapter as safetensors, as peft does")
@@ -650,7 +658,7 @@ def read_peft(directory: Path, llama: Llama, adapter: Adapter) -> Layout:
     there = {name.removesuffix(UP).rpartition(".")[2] for name in found if name.endswith(UP)}
     if odd := sorted(there - {*TARGETS}):
         raise UserError(
-            f"{file}: {odd[0]} has an adapter, which is not done here; use one of {', '.join(TARGETS)} alone"
+            f"{file}: {odd[0]} has an adapter, which is not supported; use one of {', '.join(TARGETS)} alone"
         )
     _check_settings(where, described, there, adapter)
     expected = factors(llama, adapter)
@@ -660,7 +668,7 @@ def read_peft(directory: Path, llama: Llama, adapter: Adapter) -> Layout:
         )
     for name, shape in expected.items():
         if name not in found or found[name].shape != shape:
-            its = list(found[name].shape) if name in found else "not there"
+            its = list(found[name].shape) if name in found else "missing"
             raise UserError(f"{file}: {name} is {its}, but the model needs {list(shape)}; use an adapter of this model")
         if found[name].dtype not in ("F32", "F16", "BF16"):
             raise UserError(f"{file}: {name} is {found[name].dtype}; only F32, F16 and BF16 can be trained")
@@ -673,11 +681,11 @@ def _check_settings(where: Path, described: Mapping[str, Any], there: Collection
     rank, alpha = described.get("r"), described.get("lora_alpha")
     if not isinstance(rank, int) or not isinstance(alpha, int | float):
         raise UserError(
-            f"{where}: r is {rank!r} and lora_alpha {alpha!r}, which are no numbers; save the adapter again"
+            f"{where}: r is {rank!r} and lora_alpha {alpha!r}; both must be numbers; save the adapter again"
         )
     if (rank, alpha, {*there}) != (adapter.rank, adapter.alpha, {*adapter.targets}):
         right = f"--adapter.rank {rank} --adapter.alpha {alpha} --adapter.targets {targets}"
-        raise UserError(f"--adapter.path: {where.parent} has other settings; write {right}")
+        raise UserError(f"--adapter.path: {where.parent} has other settings; use {right}")
 
 
 def peft_config(adapter: Adapter, base: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What runs where: the types of ``plan.json``, and their reader."""
+"""The types of ``plan.json``, which says what runs on which host, and their reader."""
 
 import dataclasses
 import re
@@ -34,7 +34,7 @@ class Node:
 
     @property
     def ranks(self) -> range:
-        """Its ranks."""
+        """The ranks on this host."""
         return range(self.first_rank, self.first_rank + self.slots)
 
 
@@ -64,12 +64,12 @@ class Plan:
 
     @property
     def trains(self) -> bool:
-        """Whether it runs our trainer, which saves on a stop request and writes heartbeats."""
+        """Whether the program is our trainer, which saves on a stop request and writes heartbeats."""
         return self.program[:2] == ("-m", "llama405b.train")
 
     @property
     def saves_at_sigterm(self) -> bool:
-        """Whether SIGTERM asks it to save: Slurm sends that to all processes of a job that it preempts, or cancels."""
+        """Whether SIGTERM means save: Slurm sends it to all processes of a job that it preempts or cancels."""
         return bool(self.slurm_job) and self.trains
 
     @property
@@ -78,7 +78,7 @@ class Plan:
         return sum(node.slots for node in self.nodes)
 
     def axes(self, parallel: "Parallel") -> Axes:
-        """Return the mesh that settings make of its ranks.
+        """Return the mesh that settings make of the plan's ranks.
 
         Raises:
             UserError: They cannot be divided so.
@@ -86,11 +86,11 @@ class Plan:
         return Axes.of(parallel, self.world, max((node.slots for node in self.nodes), default=1))
 
     def node(self, name: str) -> Node:
-        """Return the part of one of its hosts."""
+        """Return a host's part of the plan; the host must be in it."""
         return next(node for node in self.nodes if node.name == name)
 
     def find(self, name: str) -> Node | None:
-        """Return the part of a host; None if it has none."""
+        """Return a host's part of the plan; None if the host is not in it."""
         return next((node for node in self.nodes if node.name == name), None)
 
 

@@ -1,11 +1,8 @@
-"""Probes, which measure hosts, in lines that rank 0 prints; and the one file of them that a stranger can send.
+"""Probes that measure hosts, the lines in which rank 0 prints results, and the bundle file.
 
-Probes, which measure hosts: what each is for, and what it tells, in lines that rank 0 prints.
-
-One file with what ``bench`` found, which a stranger can send: figures, versions, allocator statistics, and what failed.
-
-It has no secret: no environment is read, and of texts what other programs said (``fault``), in which the operator's host names, user,
-home directory and network addresses are replaced, and whatever looks like a token. Names of hosts stay if they are asked for.
+The bundle holds the figures that ``bench`` found, versions, allocator statistics, and what failed; it can be sent to strangers. It has no
+secret: no environment is read, and in the output of other programs (``fault``) the operator's host names, user, home directory and
+network addresses are replaced, and whatever looks like a token. Host names stay if the user asks for them.
 """
 
 import argparse
@@ -27,7 +24,7 @@ FIGURES_A_LINE = 500
 
 
 class Probe(enum.StrEnum):
-    """A measurement: those of ``bench``, from what needs the least to what needs the most, and others."""
+    """A measurement: first those of ``bench``, by what they need, the least first."""
 
     START = "start"
     COLLECTIVES = "collectives"
@@ -66,7 +63,7 @@ class Probe(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Question:
-    """What one GPU can decide, and nothing else here has."""
+    """A question that a run on one GPU can settle."""
 
     limit_s: int  # of its process
     expected: str  # on an H100 of 80 GB, written on 2026-11-27, before any GPU ran it
@@ -109,16 +106,18 @@ LINKS = (Probe.START, Probe.COLLECTIVES, Probe.COPIES)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class About:
-    """What a probe takes, and what is said of it."""
+    """How long a probe takes, what it proves, and what to do if it fails."""
 
     usual_s: int  # on a GPU, its process's start with it; a probe is not started if less time is left
     proves: str = ""  # a feature of docs/proof.md
     advice: str = "report it"  # where it fails
 
 
-ONE_HOLDS_ALL = "here one rank holds all states of a layer; in a run each has a part, so that this alone stops nothing"
-WHICH_WAS_LAST = "report it, and which setting was the last"
-UNDERSTOOD = "until this is understood, and report it"
+ONE_HOLDS_ALL = (
+    "one rank holds all states of a layer here; in a run they are sharded, so this failure alone blocks nothing"
+)
+WHICH_WAS_LAST = "report it, with the last setting that ran"
+UNDERSTOOD = "until the cause is known, and report it"
 # Those of one rank take what an H200 took, but for fsdp1 and evaluation.
 ABOUT = {
     Probe.START: About(15, "the first step over NCCL", "run `llama405b doctor` on these hosts; NCCL_DEBUG=INFO shows what NCCL tries"),
@@ -155,7 +154,7 @@ ABOUT = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Figure:
-    """One number."""
+    """One measured number."""
 
     name: str
     value: float
@@ -165,7 +164,7 @@ class Figure:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Software:
-    """What a probe ran with, on the host of rank 0."""
+    """The software that a probe ran with, on the host of rank 0."""
 
     node: str = ""  # the host's own name
     system: str = ""  # kernel and machine
@@ -179,7 +178,7 @@ class Software:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """What a probe found, on how many ranks."""
+    """The result of a probe, and the number of ranks."""
 
     probe: Probe
     ranks: int
@@ -207,14 +206,14 @@ class ProbeResult:
 
 
 def suits(probe: Probe, world: int) -> bool:
-    """Return whether a probe can run on so many ranks."""
+    """Check whether a probe can run on so many ranks."""
     if world == 1:
         return probe not in MANY_RANKS_ONLY
     return probe not in ONE_RANK_ONLY and (probe not in MESHES or world % 2 == 0)
 
 
 def encode(result: ProbeResult) -> Iterator[str]:
-    """Yield the lines that tell a result; each has some of its figures."""
+    """Yield the lines that encode a result; each has some of its figures."""
     figures = result.figures
     for begin in range(0, max(1, len(figures)), FIGURES_A_LINE):
         end = begin + FIGURES_A_LINE
@@ -222,7 +221,7 @@ def encode(result: ProbeResult) -> Iterator[str]:
 
 
 def decode(lines: Iterable[str]) -> Iterator[ProbeResult]:
-    """Yield the results that are whole among the lines that rank 0 printed.
+    """Yield the complete results among the lines that rank 0 printed.
 
     Raises:
         MalformedError: A line of them holds something else.
@@ -238,7 +237,7 @@ def decode(lines: Iterable[str]) -> Iterator[ProbeResult]:
 
 
 def line_of(result: ProbeResult) -> str:
-    """Say what a test found in one line, with the cause and what to do if it failed."""
+    """Format a test's result in one line, with the cause and the remedy if it failed."""
     if result.skipped:
         return f"{result.probe:13} skipped: {result.why}; run it alone with --tests {result.probe}"
     if result.fault:
@@ -253,7 +252,7 @@ def line_of(result: ProbeResult) -> str:
 
 
 def table_of(figures: Iterable[Figure]) -> list[str]:
-    """Return figures as a table in Markdown: a row for each setting, a column for each thing that was measured of any."""
+    """Return figures as a Markdown table: a row per setting, a column per measurement."""
     cells: dict[str, dict[str, str]] = {}
     for each in figures:
         setting, _, what = each.name.partition(": ")
@@ -264,7 +263,7 @@ def table_of(figures: Iterable[Figure]) -> list[str]:
 
 
 def proof_rows(results: Iterable[ProbeResult], date: str) -> list[str]:
-    """Return rows for docs/proof.md: one GPU, and several nodes, in the last two of its columns."""
+    """Return rows for docs/proof.md; its last two columns are one GPU and several hosts."""
     rows, gpus = [], [each for each in results if each.good and each.device != "cpu"]
     for probe, about in ABOUT.items():
         one = [f"{date} ({each.device})" for each in gpus if each.probe is probe and each.ranks == 1]
@@ -275,7 +274,7 @@ def proof_rows(results: Iterable[ProbeResult], date: str) -> list[str]:
 
 
 class Log:
-    """Results in a directory, those of earlier calls among them: the tests may be run in parts."""
+    """A directory of results, which may be from several calls: the tests can be run in parts."""
 
     def __init__(self, out: Path) -> None:
         """Create the directory.
@@ -286,6 +285,7 @@ class Log:
         self.out = out
         try:
             out.mkdir(parents=True, exist_ok=True)
+            # Fail now rather than after the first test: an existing directory may be read-only.
             (out / ".writable").touch()
             (out / ".writable").unlink()
         except OSError as error:
@@ -296,7 +296,7 @@ class Log:
         return UserError(f"--out: {self.out} cannot be written ({reason_of(error)}); name another directory")
 
     def add(self, result: ProbeResult) -> None:
-        """Write a result, in place of an earlier one of that test on as many ranks; one that was skipped is none.
+        """Write a result, replacing that of the test on as many ranks; a skipped test has none.
 
         Raises:
             UserError: It cannot be written.
@@ -344,16 +344,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tests",
         default=",".join(TESTS),
-        help=f"which to run, in this order: {', '.join(TESTS)} [all]; or knobs, or knobs-2, its second half, or open, "
-        f"what one GPU can still decide, the most valuable first: {', '.join(OPEN)}",
+        help=f"tests to run, in this order: {', '.join(TESTS)} [all]; or knobs, or knobs-2 (its second half), or open, "
+        f"what one GPU can still decide, most valuable first: {', '.join(OPEN)}",
     )
     parser.add_argument("--out", type=Path, default=Path("bench"), help="directory of the results [bench]")
     parser.add_argument(
         "--bundle", type=Path, metavar="FILE", help="write one file to send: figures, versions, what failed; no secret"
     )
-    parser.add_argument(
-        "--with-host-names", action="store_true", help="leave names and addresses of hosts in that file"
-    )
+    parser.add_argument("--with-host-names", action="store_true", help="keep host names and addresses in that file")
     parser.add_argument(
         "--within",
         type=lambda text: seconds(text, "--within"),
@@ -364,7 +362,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def chosen(text: str) -> list[Probe]:
-    """Return the tests that ``--tests`` names, in their order.
+    """Parse ``--tests``; return the tests in their own order.
 
     Raises:
         UserError: One is unknown, or none is named.
@@ -375,7 +373,7 @@ def chosen(text: str) -> list[Probe]:
         if name not in (*TESTS, *KNOBS, *OPEN):
             raise UserError(f"--tests: {name!r} is not a test{did_you_mean(name, TESTS)}; use {', '.join(TESTS)}")
     if not names:
-        raise UserError(f"--tests: none is named; use {', '.join(TESTS)}")
+        raise UserError(f"--tests: no test is named; use {', '.join(TESTS)}")
     return [probe for probe in (*TESTS, *KNOBS, *OPEN) if probe in names]
 
 
@@ -397,7 +395,7 @@ ADDRESSES: Covers = (
 
 
 def check_bundle(path: Path | None, *, with_host_names: bool) -> None:
-    """Refuse at once what could not be written at the end."""
+    """Refuse a bundle path that cannot be written, before the tests run."""
     if path is None:
         if with_host_names:
             raise UserError("--with-host-names is for --bundle; add --bundle FILE")
@@ -434,15 +432,16 @@ def write_bundle(
 
 
 def covers_of_names(hosts: Iterable[str]) -> Covers:
-    """Return what makes ``host-1`` and so on of each name; one that is part of another comes after it."""
+    """Return the replacements of host names by ``host-1`` and so on, the longest names first."""
     names = list(dict.fromkeys(name for name in hosts if name))
     aliases = {name: f"host-{number}" for number, name in enumerate(names, 1)}
+    # A name may contain another one: replace the longer first.
     longest_first = sorted(aliases, key=len, reverse=True)
     return [(re.compile(rf"(?<![\w.-]){re.escape(name)}(?![\w-])"), aliases[name]) for name in longest_first]
 
 
 def covered(value: Json, covers: Covers) -> Json:
-    """Return a value in whose texts nothing tells whose machines these are; keys stay as they are."""
+    """Return a value with everything that identifies the machines replaced; keys stay."""
     if isinstance(value, str):
         for pattern, instead in covers:
             value = pattern.sub(instead, value)

@@ -1,4 +1,4 @@
-"""What a model, its sequences and the hosts allow: meshes, pipeline schedules, BF16's rounding, and changes at a resume. Pure.
+"""Rules on meshes, pipeline schedules, BF16 rounding, and changes at a resume. Pure.
 
 A refused mesh names a size that would work. Schedules: gpipe, arXiv 1811.06965; 1f1b, arXiv 2006.09503; interleaved, arXiv 2104.04473,
 with two stages on each rank, and with a last group of micro-batches that may be smaller than the others.
@@ -21,7 +21,7 @@ from llama405b.spec.models import Llama, describe
 
 
 def check_mesh(axes: Axes, parallel: Parallel, llama: Llama | None, seq_len: int, ranks_per_host: int) -> None:
-    """Refuse a mesh that does not suit. ``llama``: None if it is not known yet; then only the hosts are looked at.
+    """Refuse a mesh that does not suit the model or the hosts. ``llama``: None if it is not known yet; then only the hosts are checked.
 
     Raises:
         UserError: Names the setting, why, and what to use.
@@ -33,7 +33,7 @@ def check_mesh(axes: Axes, parallel: Parallel, llama: Llama | None, seq_len: int
 def faults_of_mesh(
     axes: Axes, parallel: Parallel, llama: Llama | None, seq_len: int, ranks_per_host: int
 ) -> Iterator[tuple[str, str]]:
-    """Yield what is wrong with a mesh: the setting, and a message that follows its name."""
+    """Yield the faults of a mesh: the setting, and a message to follow its name."""
 
     def within_host(tp: int) -> bool:
         return parallel.tp_across_hosts or ranks_per_host % tp == 0
@@ -47,7 +47,7 @@ def faults_of_mesh(
         fits = _smaller(axes, parallel, "tp", within_host)
         yield (
             "parallel.tp",
-            f"tp {axes.tp} would reach over hosts of {counted(ranks_per_host, 'rank')}, and every layer would wait for the network; "
+            f"tp {axes.tp} would span hosts of {counted(ranks_per_host, 'rank')}, so every layer would wait for the network; "
             f"use {fits}, or --parallel.tp_across_hosts true",
         )
 
@@ -65,7 +65,7 @@ def _of_matrices(
     if axes.tp > 1 and llama.family.query_norms:
         yield (
             "parallel.tp",
-            f"the norms of queries and keys that a {llama.family.architecture} has are not split; use tp 1",
+            f"tp cannot split the query and key norms of a {llama.family.architecture}; use tp 1",
         )
     for what, size in divided.items():
         if size % axes.tp:
@@ -93,7 +93,7 @@ def _of_layers(axes: Axes, parallel: Parallel, llama: Llama) -> Iterator[tuple[s
     if llama.tied:
         yield (
             "parallel.pp",
-            "the embedding is also the head, and the first and the last stage would both have it; use pp 1",
+            "the embedding is also the head, so the first and the last stage would both need it; use pp 1",
         )
     if stages > llama.layers:
         fits = _smaller(axes, parallel, "pp", lambda n: n * parallel.chunks <= llama.layers)
@@ -107,12 +107,12 @@ def _of_shards(shards: int, kept_by: int) -> Iterator[tuple[str, str]]:
     instead = f"use {divisors[-1]}" if divisors else "leave it out"
     yield (
         "parallel.reshard_after_forward",
-        f"{counted(shards, 'shard')} cannot be kept by groups of {kept_by} ranks; {instead}",
+        f"{counted(shards, 'shard')} cannot be divided into groups of {kept_by} ranks; {instead}",
     )
 
 
 def _smaller(axes: Axes, parallel: Parallel, name: str, fits: Callable[[int], bool]) -> str:
-    """Name the largest size of an axis that fits and that leaves whole shards, or copies, of the other ranks."""
+    """Return the largest smaller size of an axis that fits and divides the ranks."""
     rest = DP if STRATEGIES[parallel.strategy].copies == "ranks" else ("dp_shard",)
     ranks = axes.size((name, *rest))
     smaller = (n for n in range(1, getattr(axes, name)) if ranks % n == 0 and fits(n))
@@ -125,7 +125,7 @@ ENOUGH = 0.5  # of the weights
 
 
 def rounding_note(parallel: Parallel, optimizer: Optimizer) -> str:
-    """Say how few of the weights a step changes, where they are kept in BF16; '' if it changes most."""
+    """Return a note on how few BF16 weights a step changes; '' if it changes most."""
     share = changed_share(optimizer.lr, optimizer.betas[0])
     if parallel.numerics != "pure-bf16" or share > ENOUGH:
         return ""
@@ -150,12 +150,12 @@ def changed_share(lr: float, beta1: float) -> float:
 
 
 def _within(deviations: float) -> float:
-    """The share of a normal distribution that is within so many standard deviations."""
+    """Return the share of a normal distribution within so many standard deviations."""
     return math.erf(deviations / math.sqrt(2))
 
 
 def settings_of(optimizer: Optimizer, steps: int) -> Mapping[str, Any]:
-    """Return what determines the updates: the optimizer's settings, and the run's steps if its schedule depends on them.
+    """Return the settings that determine updates, with the number of steps if the schedule needs it.
 
     ``steps``: 0 if unknown.
     """
@@ -168,9 +168,9 @@ def settings_of(optimizer: Optimizer, steps: int) -> Mapping[str, Any]:
 
 
 def as_configured(before: RunIdentity, config: Config) -> RunIdentity:
-    """Return a checkpoint's identity with these settings; whether model, data and packing are the same, only ranks see.
+    """Return a checkpoint's identity with these settings; only ranks can compare model, data and packing.
 
-    A global batch of 0 follows the number of ranks, which is not known here: it is taken for the same.
+    A global batch of 0 follows the number of ranks, which is unknown here: it is taken to be unchanged.
     """
     return dataclasses.replace(
         before,
@@ -185,7 +185,7 @@ def as_configured(before: RunIdentity, config: Config) -> RunIdentity:
 
 
 def same_data(before: RunIdentity, now: RunIdentity) -> bool:
-    """Whether both read the same sequences in the same order; how they are packed does not matter."""
+    """Check whether both read the same sequences in the same order; packing does not matter."""
     one, other = ((each.data, each.sequence_length, each.data_seed) for each in (before, now))
     return one == other
 
@@ -218,7 +218,7 @@ def accept_changes(path: str, before: RunIdentity, now: RunIdentity, allowed: Se
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Pass:
-    """A forward, or a backward, of one micro-batch through one of a rank's stages."""
+    """One forward or backward of a micro-batch through one of a rank's stages."""
 
     backward: bool
     chunk: int
@@ -227,7 +227,7 @@ class Pass:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class InFlight:
-    """What waits for its backward while a rank computes another one."""
+    """The micro-batches that wait for their backward while a rank computes another backward."""
 
     chunk: int  # of the backward
     others: tuple[int, ...]  # micro-batches that wait, by chunk
@@ -235,7 +235,7 @@ class InFlight:
     forward: bool = True  # whether a forward comes between it and the backward before
 
     def is_less(self, other: "InFlight") -> bool:
-        """Whether something else needs more memory in any case: at least as much waits and is done."""
+        """Check whether another state needs at least as much memory in every respect."""
         mine, others = (*self.others, *self.done, self.forward), (*other.others, *other.done, other.forward)
         return self.chunk == other.chunk and mine != others and all(a <= b for a, b in zip(mine, others, strict=True))
 
@@ -273,7 +273,7 @@ def order_of(schedule: str, n_ranks: int, n_chunks: int, rank: int, n_micro: int
 
 
 def _ahead(schedule: str, n_ranks: int, n_chunks: int, rank: int, n_forwards: int) -> int:
-    """How many forwards a rank of a pipeline takes before the first pair of a forward and a backward."""
+    """Return how many forwards a rank of a pipeline takes before its first forward-backward pair."""
     if schedule == "gpipe":
         return n_forwards
     if n_chunks == 1:

@@ -30,7 +30,7 @@ FIRST = "model.embed_tokens."
 
 
 def stages_of(shapes: Mapping[str, Sequence[int]], n_stages: int) -> tuple[tuple[int, ...], ...]:
-    """Return the layers of each stage, of a model with these parameters; a stage may have none."""
+    """Divide a model's layers into stages; a stage may have none."""
     sizes: dict[int, int] = collections.defaultdict(int)
     first = last = 0
     for name, shape in shapes.items():
@@ -42,6 +42,7 @@ def stages_of(shapes: Mapping[str, Sequence[int]], n_stages: int) -> tuple[tuple
         else:
             last += size
     layer = max(1, max(sizes.values(), default=1))
+    # In units of one layer. The head costs compute in the last stage; the embedding costs memory only, so it just breaks ties.
     time = [0.0] * n_stages
     time[-1] = last / layer
     parameters = list(time)
@@ -57,7 +58,7 @@ def stages_of(shapes: Mapping[str, Sequence[int]], n_stages: int) -> tuple[tuple
 
 
 def stage_of(name: str, stages: Sequence[Sequence[int]]) -> int:
-    """Return the stage that has a parameter."""
+    """Return the stage of a parameter."""
     if found := LAYER.match(name):
         return next(stage for stage, layers in enumerate(stages) if int(found[1]) in layers)
     return 0 if name.startswith(FIRST) else len(stages) - 1
@@ -71,7 +72,7 @@ INPUTS = ("o_proj", "down_proj")
 
 
 def tp_dimension(name: str) -> int | None:
-    """Return the dimension of a tensor that tensor parallelism splits; None: each of its ranks has all of it."""
+    """Return the dimension of a tensor that tensor parallelism splits; None: each rank has all of it."""
     module, _, kind = name.rpartition(".")
     module, _, factor = module.partition(".lora_")  # an adapter's A has the inputs of its matrix, and its B the outputs
     last = module.rpartition(".")[2]
@@ -96,17 +97,17 @@ class Holdings:
 
     @classmethod
     def of(cls, shapes: Mapping[str, Sequence[int]], axes: Axes, chunks: int = 1) -> "Holdings":
-        """Return those of a model with these parameters; ``chunks``: stages of each rank of a pipeline."""
+        """Return the layout of a model with these parameters; ``chunks``: stages of each rank of a pipeline."""
         return cls(axes, stages_of(shapes, axes.pp * chunks), tuple(shapes)) if axes.pp > 1 else cls(axes)
 
     def has(self, name: str, rank: int) -> bool:
-        """Return whether a tensor is in one of a rank's stages."""
+        """Check whether a tensor is in one of a rank's stages."""
         if self.axes.pp == 1:
             return True
         return stage_of(name, self.stages) % self.axes.pp == self.axes.place(rank, ("pp",)).rank
 
     def box(self, name: str, shape: Sequence[int], rank: int) -> Box:
-        """Return what a rank holds of a tensor; of another stage's, nothing."""
+        """Return the slice of a tensor that a rank holds; empty for another stage's tensor."""
         box = list(whole_box(shape))
         if not box:
             return ()
@@ -121,27 +122,27 @@ class Holdings:
 
 
 def whole_box(shape: Sequence[int]) -> Box:
-    """Return that of a whole tensor."""
+    """Return the slice of a whole tensor."""
     return tuple((0, size) for size in shape)
 
 
 def elements(box: Box) -> int:
-    """Return how many a box has."""
+    """Return the number of elements of a slice."""
     return math.prod(stop - start for start, stop in box)
 
 
 def contains(box: Box, other: Box) -> bool:
-    """Return whether all elements of another one are in a box."""
+    """Check whether a slice contains all elements of another."""
     return not elements(other) or all(a <= c and d <= b for (a, b), (c, d) in zip(box, other, strict=True))
 
 
 def within(box: Box, other: Box) -> Box:
-    """Return where another box, which it contains, is in a box that begins at 0."""
+    """Return a contained slice relative to the begin of its container."""
     return tuple((c - a, d - a) for (a, _), (c, d) in zip(box, other, strict=True))
 
 
 def merged(boxes: Iterable[Box]) -> list[Box]:
-    """Return as few boxes as neighbors make; there is one at least, which may be empty."""
+    """Merge neighboring slices into as few as possible; at least one, which may be empty."""
     given = list(boxes)
     found = sorted({box for box in given if elements(box)}) or given[:1]
     for dimension in reversed(range(len(found[0]))):
@@ -163,7 +164,7 @@ def merged(boxes: Iterable[Box]) -> list[Box]:
 
 
 def runs(shape: Sequence[int], box: Box) -> list[tuple[int, int]]:
-    """Return the elements of a box as runs of neighbors in the whole tensor: where each begins, and how long it is, in order."""
+    """Return a slice as contiguous runs (begin, length) of the whole tensor's elements, in order."""
     if not elements(box):
         return []
     inner = len(shape)  # dimensions from here on are whole
@@ -188,7 +189,7 @@ WHOLE = "llama405b.whole"  # in a header's metadata: the fingerprint of the chec
 
 
 def is_for(name: str, rank: int, world: int) -> bool:
-    """Return whether the part in a directory of this name is for a rank: one for another number of ranks may be of an older model."""
+    """Check whether a shard directory is for a rank; with another number of ranks it may be outdated."""
     found = PART_NAME.fullmatch(name)
     return found is not None and int(found[3]) == world and int(found[1]) <= rank <= int(found[2])
 
@@ -208,7 +209,7 @@ class Part:
         return f"ranks-{self.first}-{self.last}-of-{self.axes.world}"
 
     def boxes(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, list[Box]]:
-        """Return what it has of each tensor of a model, in as few pieces as neighbors make; those of other stages are left out."""
+        """Return the merged slices of each tensor that these ranks own; tensors of other stages are left out."""
         holdings, ranks = Holdings.of(shapes, self.axes, self.chunks), range(self.first, self.last + 1)
         return {
             name: merged(holdings.box(name, shape, rank) for rank in ranks)
@@ -228,7 +229,7 @@ MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Piece:
-    """A box of a tensor, in one piece of a file."""
+    """A slice of a tensor, stored contiguously in a file."""
 
     box: Box
     offset: int  # in the file, of its first byte
@@ -236,7 +237,7 @@ class Piece:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """Where one tensor is stored, or pieces of it."""
+    """Where a tensor, or slices of it, is stored."""
 
     file: Path
     dtype: str  # a key of DTYPE_BYTES
@@ -252,7 +253,7 @@ class TensorInfo:
 
     @property
     def stored(self) -> tuple[Piece, ...]:
-        """The pieces; a whole tensor is one."""
+        """The stored slices; a whole tensor is one."""
         return self.pieces or (Piece(whole_box(self.shape), self.offset),)
 
     @property
@@ -261,11 +262,11 @@ class TensorInfo:
         return sum(self.bytes_of(piece.box) for piece in self.stored)
 
     def bytes_of(self, box: Box) -> int:
-        """Return the size of a box."""
+        """Return the bytes of a slice."""
         return elements(box) * DTYPE_BYTES[self.dtype]
 
     def piece_with(self, box: Box) -> Piece | None:
-        """Return the piece that has all of a box; None if no piece does."""
+        """Return the stored slice that contains a slice; None if none does."""
         return next((piece for piece in self.stored if contains(piece.box, box)), None)
 
 
@@ -273,7 +274,7 @@ Layout = dict[str, TensorInfo]  # by name
 
 
 def read_tensors(directory: Path) -> Layout:
-    """List the checkpoint's tensors, checking that every safetensors file is complete; of parts, the first one's.
+    """List a checkpoint's tensors (of host shards the first's), and check that all files are complete.
 
     Raises:
         UserError: A file is missing, truncated or not safetensors, the index names a tensor that no file holds, two files
@@ -283,7 +284,7 @@ def read_tensors(directory: Path) -> Layout:
 
 
 def read_layouts(directory: Path, suits: Callable[[str], bool] = lambda _: True) -> Iterator[Layout]:
-    """Yield where the tensors are: once if the directory has the whole checkpoint, else for each part whose name suits, newest first.
+    """Yield the tensors of a full checkpoint once, or of each wanted host shard, newest first.
 
     Raises:
         UserError: As ``read_tensors``.
@@ -308,7 +309,7 @@ def read_layouts(directory: Path, suits: Callable[[str], bool] = lambda _: True)
 
 
 def is_pickled(directory: Path) -> bool:
-    """Return whether a directory has weights in pickles alone: an older model's, or a file for each layer."""
+    """Check whether a directory has only pickled weights: an older model's, or a file for each layer."""
     has = [(directory / name).is_file() for name in (PICKLED, PICKLED_INDEX, BY_LAYER, SINGLE, INDEX)]
     return any(has[:3]) and not any(has[3:])
 
@@ -318,7 +319,9 @@ def _read_listed(index: Path) -> Layout:
     files = [index.parent / name for name in sorted(set(weight_map.values()))]
     single = index.parent / SINGLE
     if single.is_file() and files != [single]:  # which transformers would read instead
-        raise UserError(f"{single}: is beside {INDEX}, which lists other files; delete the one that is not the model's")
+        raise UserError(
+            f"{single}: is next to {INDEX}, which lists other files; delete the one that is not the model's"
+        )
     if missing := [file for file in files if not file.is_file()]:
         raise UserError(f"{missing[0]}: missing{and_more(missing)} of {len(files)} files in the index; download them")
     tensors: Layout = {}
@@ -339,6 +342,7 @@ def read_header(path: Path) -> Layout:
     actual = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
+        # Bound the length before reading: a truncated or foreign file could name any size.
         if actual < 8 or not 2 <= length <= min(MAX_HEADER_BYTES, actual - 8):
             raise UserError(f"{path}: not a safetensors file, or truncated at {actual} bytes; download it again")
         try:
@@ -352,7 +356,7 @@ def read_header(path: Path) -> Layout:
 
 
 def _tensors_of(header: Mapping[str, Any], path: Path, begin: int) -> tuple[Layout, int]:
-    """The tensors of a parsed header, and where their bytes end; the format allows no gaps."""
+    """Return the tensors of a parsed header, and where their bytes end; the format allows no gaps."""
     infos: Layout = {}
     end = 0
     about = header.get("__metadata__", {})
@@ -366,6 +370,7 @@ def _tensors_of(header: Mapping[str, Any], path: Path, begin: int) -> tuple[Layo
             raise UserError(
                 f"{path}: {name} is {entry['dtype']}; only F32, F16 and BF16 can be trained; download the model in BF16"
             )
+        # JSON may hold floats or booleans here; those would pass the arithmetic below.
         if not all(type(n) is int for n in (start, stop, *entry["shape"])):
             raise ValueError
         held = TensorInfo(path, entry["dtype"], tuple(entry["shape"]), begin + start)
@@ -418,7 +423,7 @@ def header_bytes(entries: Mapping[str, object], about: Mapping[str, str] | None 
 
 
 def read_weight_map(index: Path) -> dict[str, str]:
-    """Return in which file each tensor is, as an index says.
+    """Return the file of each tensor, as an index says.
 
     Raises:
         UserError: It does not say that.
@@ -461,6 +466,7 @@ def fingerprint_of(tensors: Layout) -> str:
         raise UserError(f"{directory}: has files of more than one model; push them again with --shards")
     if said and (whole := said.pop()):
         return whole
+    # Sorted by name, and by content rather than by file: the digest does not depend on how tensors are spread over files.
     digest = hashlib.sha256()
     for name, info in sorted(tensors.items()):
         digest.update(repr((name, info.dtype, info.shape)).encode())

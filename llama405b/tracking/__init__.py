@@ -1,1 +1,1 @@
-"""A run's numbers, sent to trackers by a process of its own, from the files that rank 0 writes anyway."""
+"""Send metrics to trackers from a separate process, which reads the files that rank 0 writes anyway."""

@@ -1,11 +1,8 @@
-"""Sends a run's numbers to its trackers, W&B and TensorBoard.
+"""Send a run's metrics to its trackers, W&B and TensorBoard, from ``metrics.jsonl`` and rank 0's events.
 
-Trackers that a run's numbers are sent to, each by its own package: W&B, TensorBoard. Knows records; not a run's files.
-
-Feed a run's trackers from ``metrics.jsonl`` and rank 0's events, beside training: what one did not take is sent again.
-
-A tracker that is slow or fails costs no step, as this is a process of its own. Each remembers the last step that it was sent: a resume
-goes on from there, and steps that are taken again keep their first values. Knows files and sinks; not what they send to.
+This runs in a separate process, so a slow or failing tracker delays no step; what a tracker did not accept is sent again. The last step
+sent is stored for each tracker: a resumed run continues from there, and repeated steps keep their first values. Knows the run's files
+and the trackers' packages; not training.
 """
 
 import contextlib
@@ -32,39 +29,39 @@ NOT_VALUES = {"step", "time", "attempt"}
 
 
 class Sink(Protocol):
-    """What takes a run's numbers, in the order of their steps."""
+    """A tracker: receives metrics, events and samples in the order of steps."""
 
     def metrics(self, line: Metrics | EvaluationMetrics) -> None:
-        """Take a step's numbers, or those of an evaluation where no step was taken."""
+        """Send the metrics of a step, or of an evaluation without one."""
 
     def event(self, event: RunEvent) -> None:
-        """Take what happened at a step."""
+        """Send an event of a step."""
 
     def sample(self, name: str, sample: Sample) -> None:
-        """Take how a prompt was continued; ``name``: of the prompt's curve."""
+        """Send the continuation of a prompt; ``name``: of the prompt's curve."""
 
     def artifact(self, path: Path) -> None:
-        """Take a directory with an exported model."""
+        """Send a directory with an exported model."""
 
     def flush(self) -> None:
-        """Keep what was taken, so that it survives this process."""
+        """Make everything sent so far survive this process."""
 
     def end(self) -> None:
-        """Take no more, and let what is under way arrive."""
+        """Close the tracker after pending data has arrived."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Identity:
-    """What a tracker is told of a run."""
+    """Identity and settings of a run, for a tracker."""
 
     name: str
-    id: str  # the same for all attempts, and for no other run
+    id: str  # the same for all attempts, unique to the run
     directory: Path  # for the tracker's own files
     settings: Mapping[str, Any]
 
 
 class _TensorBoard(Sink):
-    """Files that `tensorboard --logdir` reads: each attempt continues the curves of those before."""
+    """Writes files for `tensorboard --logdir`; each attempt continues the earlier curves."""
 
     def __init__(self, _: Tracking, run: Identity) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -82,7 +79,7 @@ class _TensorBoard(Sink):
         self.writer.add_text(name, f"{sample.prompt} **{sample.text}**", sample.step, sample.time)
 
     def artifact(self, path: Path) -> None:
-        raise UserError(f"--model: TensorBoard takes no models, so {path} was not sent; use --only wandb")
+        raise UserError(f"--model: TensorBoard cannot store models, so {path} was not sent; use --only wandb")
 
     def flush(self) -> None:
         self.writer.flush()
@@ -92,7 +89,7 @@ class _TensorBoard(Sink):
 
 
 class _WandB(Sink):
-    """A run of W&B, online or in files for `wandb sync`; it drops what lies before its last step."""
+    """A W&B run, online or in files for `wandb sync`; W&B drops data of earlier steps than its last."""
 
     def __init__(self, tracking: Tracking, run: Identity) -> None:
         import wandb
@@ -134,20 +131,20 @@ class _WandB(Sink):
         self.run.log_artifact(found)
 
     def flush(self) -> None:
-        """W&B writes each line to its own files, and sends them by itself."""
+        """Do nothing: W&B writes each line to its own files and uploads them itself."""
 
     def end(self) -> None:
         import wandb
 
         self.run.finish()
-        wandb.teardown()  # its service writes the end of its file only then
+        wandb.teardown()  # only then does its service write the end of its file
 
 
 SINKS: dict[str, Callable[[Tracking, Identity], Sink]] = {"wandb": _WandB, "tensorboard": _TensorBoard}
 
 
 def values_of(line: Metrics | EvaluationMetrics) -> dict[str, float]:
-    """Return the numbers of a line that are known and finite, by the names that they have in metrics.jsonl."""
+    """Return the finite numbers of a line, by their names in metrics.jsonl."""
     found = {name: value for name, value in dataclasses.asdict(line).items() if name not in NOT_VALUES}
     found |= {f"own/{name}": value for name, value in found.pop("own", {}).items()}
     return {name: value for name, value in found.items() if value is not None and math.isfinite(value)}
@@ -161,28 +158,29 @@ Say = Callable[[str], None]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Sent:
-    """What a tracker has been sent so far: ``tracking/NAME.json``."""
+    """What was sent to a tracker so far, stored in ``tracking/NAME.json``."""
 
     step: int = -1  # the last one
     events: int = 0  # of rank 0's, in order
-    id: str = ""  # of the run there
+    id: str = ""  # of the run at the tracker
     sampled: int = -1  # the last step whose samples were sent
     directory: str = ""  # of the run that has this id; "": unknown
 
 
 class Tail(Generic[T]):
-    """The lines of a file, as they come."""
+    """Reads the lines of a growing file as records."""
 
     def __init__(self, path: Path, kind: Any) -> None:
         self.path, self.kind, self.offset = path, kind, 0
 
     def new(self) -> Iterator[T]:
-        """Yield what is complete and was not yet told; what cannot be read is left out."""
+        """Yield the records of complete new lines; malformed lines are skipped."""
         if not self.path.is_file():
             return
         with self.path.open("rb") as file:
             file.seek(self.offset)
             for line in file:
+                # Half a line: read again when it is complete.
                 if not line.endswith(b"\n"):
                     return
                 self.offset += len(line)
@@ -193,7 +191,7 @@ class Tail(Generic[T]):
 
 
 class Feed:
-    """One tracker's."""
+    """Sends a run's new metrics, events and samples to one tracker."""
 
     def __init__(self, name: str, run: RunDir, say: Say) -> None:
         self.name, self.run, self.say = name, run, say
@@ -203,8 +201,8 @@ class Feed:
             self.sent = self._own(reader.loads(Sent, self.state.read_text(encoding="utf-8"), str(self.state)))
         self.config = resolve(read_toml(run.config))
         self.sink: Sink | None = None
-        self.again = 0.0  # when to try, after a failure
-        self.why = ""  # it failed last
+        self.again = 0.0  # earliest time of the next try after a failure
+        self.why = ""  # of the latest failure
         self.lines: Tail[Metrics | EvaluationMetrics] = Tail(run.metrics, METRICS_LINE)
         self.events: Tail[RunEvent] = Tail(run.events("rank-0"), RunEvent)
         self.samples: Tail[Sample] = Tail(run.samples, Sample)
@@ -215,7 +213,7 @@ class Feed:
             pass
 
     def _own(self, sent: Sent) -> Sent:
-        """Return what this run has sent: a copy of another one is another run there; one that was renamed is the same."""
+        """Return the stored state of this run: empty for a copy of another run; a renamed run keeps its own."""
         other = RunDir(Path(sent.directory)).sent(self.name)
         if sent.directory in ("", str(self.run.path.resolve())) or self.name == "tensorboard":
             return sent
@@ -224,18 +222,18 @@ class Feed:
                 return sent
             if reader.loads(Sent, other.read_text(encoding="utf-8"), str(other)).id == sent.id:
                 self.say(
-                    f"tracking {self.name}: {self.run.name} is a copy of {sent.directory}, and sent as a run of its own"
+                    f"tracking {self.name}: {self.run.name} is a copy of {sent.directory}; sending it as a new run"
                 )
                 return Sent()
         return sent
 
     @staticmethod
     def wanted(run: RunDir) -> tuple[str, ...]:
-        """Return the trackers that a run's settings name."""
+        """Return the names of the trackers in a run's settings."""
         return resolve(read_toml(run.config)).tracking.to
 
     def send(self, *, now: bool = False) -> None:
-        """Send what is new; ``now``: also if it failed a moment ago."""
+        """Send what is new; ``now``: even if a failure was recent."""
         self.waiting += [line for line in self.lines.new() if line.step > self.sent.step]
         self.happened += self.events.new()
         self.said += [sample for sample in self.samples.new() if sample.step > self.sent.sampled]
@@ -246,7 +244,7 @@ class Feed:
             for take in self._in_order(sink):
                 take()
             sink.flush()
-        except Exception as error:  # noqa: BLE001 - a tracker raises what it likes
+        except Exception as error:  # noqa: BLE001 - a tracker may raise any exception
             self._failed(error)
             return
         step = max([self.sent.step, *(line.step for line in self.waiting)])
@@ -256,7 +254,7 @@ class Feed:
         self.waiting, self.happened, self.said = [], [], []
 
     def _in_order(self, sink: Sink) -> list[Callable[[], None]]:
-        """Return what there is to send, by step, as trackers want it: of each its numbers first."""
+        """Return the calls that send pending data, sorted by step; within a step, metrics come first."""
         told = [(line.step, functools.partial(sink.metrics, line)) for line in self.waiting]
         told += [
             (event.step, functools.partial(sink.event, event)) for event in self.happened if event.step is not None
@@ -265,7 +263,7 @@ class Feed:
         return [take for _, take in sorted(told, key=lambda each: each[0])]
 
     def _prompt(self, prompt: str) -> str:
-        """Return the name of a prompt's curve: its number in the settings, as many begin alike."""
+        """Return the name of a prompt's curve: its number in the settings, since prompts may begin alike."""
         prompts = (*self.config.evaluation.prompts, prompt)
         return f"prompts/{1 + prompts.index(prompt)}"
 
@@ -273,7 +271,7 @@ class Feed:
         """Send an exported model.
 
         Raises:
-            UserError: The tracker takes none.
+            UserError: The tracker cannot store models.
             RunError: It could not be sent.
         """
         try:
@@ -284,10 +282,10 @@ class Feed:
             raise RunError(
                 f"tracking {self.name}: {path} could not be sent ({_reason(error)}); run the same command again"
             ) from None
-        self.say(f"tracking {self.name}: {path} is sent as an artifact")
+        self.say(f"tracking {self.name}: sent {path} as an artifact")
 
     def end(self) -> None:
-        """Send what is left, and close the tracker."""
+        """Send pending data and close the tracker."""
         self.send(now=True)
         try:
             if self.sink:
@@ -317,8 +315,8 @@ class Feed:
 
     def _failed(self, error: Exception) -> None:
         why = _reason(error)
-        if why != self.why:  # else it was said
-            self.say(f"tracking {self.name}: {why}; what was not sent is kept")
+        if why != self.why:  # log a repeated reason only once
+            self.say(f"tracking {self.name}: {why}; keeping the metrics to send them later")
         self.why, self.sink, self.again = why, None, time.monotonic() + AGAIN_S
 
 

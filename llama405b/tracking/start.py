@@ -1,4 +1,4 @@
-"""Start what feeds a run's trackers, and end it: rank 0 does, and waits for it only when the run has ended."""
+"""Start the processes that feed a run's trackers, on rank 0, and wait for them at the end of the run."""
 
 import importlib.util
 import os
@@ -14,12 +14,12 @@ from llama405b.contract.software import own_argv
 from llama405b.settings.schema import Tracking
 from llama405b.tracking.feed import Sent
 
-END_S = 30.0  # for what is still to be sent, at the end of a run
+END_S = 30.0  # to send pending data, at the end of a run
 PROGRAM = "llama405b.commands.track"
 
 
 def check_packages(tracking: Tracking) -> None:
-    """Refuse trackers whose packages are not installed here."""
+    """Raise an error for trackers whose packages are not installed on this host."""
     for name in tracking.to:
         if not importlib.util.find_spec(name):
             raise UserError(
@@ -28,7 +28,7 @@ def check_packages(tracking: Tracking) -> None:
 
 
 class Trackers:
-    """A process for each of a run's trackers. They end when their pipe closes: with this process, however that ends."""
+    """One process for each tracker of a run; they end when their pipe closes, even if this process dies."""
 
     def __init__(
         self, names: Sequence[str], run: RunDir, say: Callable[[str], None], back_to: int | None = None
@@ -41,12 +41,12 @@ class Trackers:
         self.pids = {}
         for name in names:
             sent = read_record(Sent, run.sent(name))
-            # What a copied run brought with it is not its own: it is sent anew.
+            # The state in a copied run belongs to the original: the copy is sent from the start.
             is_its_own = sent and sent.directory in ("", str(run.path.resolve()))
             if back_to is not None and sent and is_its_own and sent.step > back_to:
                 say(
-                    f"tracking {name}: it keeps steps {back_to + 1}-{sent.step} as they were, and is sent only later ones; "
-                    f"`llama405b track {run.name} --again` sends all as another run"
+                    f"tracking {name}: it keeps steps {back_to + 1}-{sent.step} as they are and gets only later ones; "
+                    f"`llama405b track {run.name} --again` sends all steps as a new run"
                 )
             words = [*own_argv(PROGRAM), str(run.path), "--only", name, "--until-closed", str(read)]
             pid = os.spawnve(os.P_NOWAIT, sys.executable, words, os.environ | {"PYTHONPATH": places})
@@ -54,7 +54,7 @@ class Trackers:
         os.close(read)
 
     def close(self) -> None:
-        """Have them send what is left, and end those that take too long."""
+        """Let the processes send pending data, and kill those that take too long."""
         os.close(self.write)
         deadline = time.monotonic() + END_S
         while self.pids and time.monotonic() < deadline:

@@ -1,1 +1,1 @@
-"""Composition: what builds a run from its settings, the loop that takes its steps, and what is reported of it."""
+"""Build a run from its settings, run its steps, and report on it."""

@@ -1,4 +1,4 @@
-"""Everything of a run up to its first step, for training, evaluation and blame alike, each part from its own settings."""
+"""Build everything a run needs before its first step, for training, evaluation and blame; each part from its own settings."""
 
 import base64
 import contextlib
@@ -83,11 +83,13 @@ from llama405b.training.requests import Requests, StopSignal
 
 
 def choose_for_ranks(config: Config, preset: str, me: Rank) -> Config:
-    """Return the configuration with what the plan chooses for these ranks; rank 0, which has the model's files, does. All ranks call it.
+    """Return the configuration with "auto" settings resolved for these ranks. All ranks must call it.
+
+    Rank 0 resolves them, as it has the model's files.
 
     Raises:
-        UserError: The model's shape is not known, or it cannot be split so.
-        FollowedError: So it is on rank 0.
+        UserError: The model's shape is unknown, or the model cannot be split this way.
+        FollowedError: Rank 0 raised that error.
     """
     if not config.left_to_plan:
         return config
@@ -102,8 +104,8 @@ def _chosen(config: Config, preset: str, me: Rank, per_host: int) -> Config:
     llama = known_shape(config, preset)
     if llama is None:
         raise UserError(
-            f"{config.left_to_plan}: it needs the model's shape, and {config.model.path} has no config.json; download it first, add "
-            "--preset, or write another value"
+            f"{config.left_to_plan}: this needs the model's shape, but {config.model.path} has no config.json; download it first, add "
+            "--preset, or set another value"
         )
     gpu = None
     if me.on_gpu:
@@ -113,12 +115,12 @@ def _chosen(config: Config, preset: str, me: Rank, per_host: int) -> Config:
 
 
 def with_template_date(config: Config, files: Path, checkpoint: Path | None, context: RankContext) -> Config:
-    """Return the configuration with the date for a chat template that asks for one: the run's, as a checkpoint has it, else today.
+    """Return the configuration with the date for a chat template that asks for one: from a checkpoint of the run, else today.
 
-    ``files``: the directory of the tokenizer; ``checkpoint``: as this rank sees one. All ranks call it.
+    ``files``: the tokenizer's directory; ``checkpoint``: the newest that this rank sees. All ranks must call it.
     """
     data, saved = config.data, (0, "")
-    with contextlib.suppress(OSError, MalformedError):  # which are told where a checkpoint is chosen
+    with contextlib.suppress(OSError, MalformedError):  # reported later, where a checkpoint is chosen
         manifest = read_manifest((checkpoint / MANIFEST).read_bytes())[0] if checkpoint else None
         if manifest and manifest.identity:
             saved = (manifest.step, str(manifest.identity.settings.get("data.template_date", "")))
@@ -135,7 +137,7 @@ def with_template_date(config: Config, files: Path, checkpoint: Path | None, con
 
 
 def open_data(data: Data, evaluation: Evaluation, files: Path, context: RankContext) -> tuple[Batches, Batches | None]:
-    """Return what is trained on, and what is evaluated on, if anything; ``files``: the directory of the tokenizer.
+    """Return the training data and the evaluation data (None without evaluation); ``files``: the tokenizer's directory.
 
     Raises:
         UserError: The data cannot be used.
@@ -152,7 +154,7 @@ def open_data(data: Data, evaluation: Evaluation, files: Path, context: RankCont
 
 
 def open_held_out(data: Data, evaluation: Evaluation, files: Path, context: RankContext) -> Batches:
-    """Return what is evaluated on; data to train on is read only to hold out a part of it.
+    """Return the evaluation data; training data is read only to hold out a part of it.
 
     Raises:
         UserError: The data cannot be used.
@@ -177,13 +179,13 @@ def _open(data: Data, files: Path, context: RankContext, option: str = "--data.p
 
 
 def _open_apart(data: Data, evaluation: Evaluation, files: Path, context: RankContext) -> Batches:
-    """The data of ``evaluation.paths``."""
+    """Return the data of ``evaluation.paths``."""
     apart = dataclasses.replace(data, paths=evaluation.paths, weights=(), max_bytes=0, skip="")
     return _with_targets(_open(apart, files, context, "--evaluation.paths"))
 
 
 def _hold_out(batches: Batches, data: Data, evaluation: Evaluation, context: RankContext) -> tuple[Batches, Batches]:
-    """Documents of the data itself."""
+    """Hold out a fraction of the training data; return both parts."""
     batches, held_out = batches.hold_out(evaluation.fraction)
     for line in describe_held_out(data, held_out):
         context.log(line)
@@ -191,24 +193,24 @@ def _hold_out(batches: Batches, data: Data, evaluation: Evaluation, context: Ran
 
 
 def _with_targets(held_out: Batches) -> Batches:
-    """Refuse data of which nothing would be evaluated."""
+    """Return the data; raise UserError if it has no target token."""
     if not any((held_out.in_order([i]).targets_BS != IGNORE_INDEX).any() for i in range(held_out.n_sequences)):
-        raise UserError("[evaluation]: the held-out data has no target to learn; name other data, or a larger fraction")
+        raise UserError("[evaluation]: the held-out data has no target token; use other data or a larger fraction")
     return held_out
 
 
 class _Built(NamedTuple):
-    module: nn.Module  # computes
-    master: nn.Module  # its parameters are the weights that are updated
-    origin: str  # of the weights, in words
+    module: nn.Module  # runs the forward and backward
+    master: nn.Module  # its parameters are the stored weights that updates change
+    origin: str  # where the weights come from, for the log
 
 
 def build_model(
     config: Config, files: Path, context: RankContext, *, from_checkpoint: bool, trains: bool = True
 ) -> tuple[nn.Module, nn.Module]:
-    """Build the sharded model, and what holds its master weights (only their memory, if a checkpoint will fill it).
+    """Build the sharded model and its master; a master that a checkpoint will fill gets only memory.
 
-    ``files``: the directory of the model's small files. ``trains``: whether the weights will be updated, which is then said of them.
+    ``files``: the directory of the model's small files. ``trains``: whether the weights will be updated; only the log depends on it.
 
     Raises:
         UserError: The configuration does not fit the model or the device.
@@ -217,7 +219,7 @@ def build_model(
     shape = models.read_llama(files, config.model.layers)
     check_groups(config.optimizer.groups, factors(shape, config.adapter) or shape.tensors(), config.parallel)
     if config.adapter.path and not from_checkpoint:
-        with collectives.raise_on_all_ranks():  # before minutes of loading
+        with collectives.raise_on_all_ranks():  # fail before minutes of loading
             if context.me.is_rank0:
                 read_peft(Path(config.adapter.path), shape, config.adapter)
     attention = choose_attention(config, hf_config, context.me)
@@ -231,7 +233,7 @@ def build_model(
     if config.model.compile:
         with collectives.raise_on_all_ranks():
             if why := llama.compile_lack(context.me.device):
-                raise UserError(f"--model.compile: {why}; install it, or leave the setting out")
+                raise UserError(f"--model.compile: {why}; install it, or remove the setting")
         llama.compile_layers(built.module)
     kernels = _fuse(built.module, config, hf_config, context) if config.model.fused else []
     checkpoint_activations(built.module, Recompute.read(config.model.activation_checkpointing))
@@ -242,10 +244,10 @@ def build_model(
 
 
 def _fuse(module: nn.Module, config: Config, hf_config: PreTrainedConfig, context: RankContext) -> list[str]:
-    """Have modules compute in fewer kernels where every rank finds that right; returns what to say of it."""
+    """Fuse the kernels that every rank has verified; return lines for the log."""
     said = []
     for name in fused.FORWARDS:
-        why = "its products have adapters" if name == "SwiGLU" and config.adapter.trains else ""
+        why = "its linear layers have adapters" if name == "SwiGLU" and config.adapter.trains else ""
         why = why or fused.lack(name, hf_config, context.me.device, llama.compute_dtype(config.parallel.numerics))
         lacks = list(filter(None, collectives.all_gather_objects(why)))
         if not lacks:
@@ -273,7 +275,7 @@ def _by_fsdp2(
 ) -> _Built:
     parallel, me = config.parallel, context.me
     adapter, kept = config.adapter, fsdp.shard_dtype(parallel)
-    frozen = llama.compute_dtype(parallel.numerics)  # which needs no more
+    frozen = llama.compute_dtype(parallel.numerics)  # frozen weights need no FP32 copy
     whole = llama.build_on_meta(hf_config, attention.name, frozen if adapter.trains else kept)
     llama.freeze(whole, config.optimizer.groups, whole=adapter.trains)
     if parallel.numerics == "fp8":
@@ -322,12 +324,12 @@ def _by_fsdp2(
 def _described(
     config: Config, attention: Attention, context: RankContext, shape: models.Llama, took: str, *, trains: bool
 ) -> list[str]:
-    """Say what was built, and if it is trained how many bytes that takes, when weights are updated, and what rounding costs."""
+    """Return lines for the log about the model; with training also bytes per parameter, update timing and the cost of rounding."""
     parallel, me = config.parallel, context.me
     size = f" at {sum(adapter_bytes(shape, config.adapter, parallel)):.3g} bytes per parameter" if trains else ""
     what = f"{shape.parameters:,} parameters"
     if config.adapter.trains:
-        what += f", frozen, beside {adapter_parameters(shape, config.adapter):,} of {describe(config.adapter)}"
+        what += f", frozen, plus {adapter_parameters(shape, config.adapter):,} of {describe(config.adapter)}"
     updates = _update_words(parallel) if trains else ""
     recompute = f"activation checkpointing: {config.model.activation_checkpointing}"
     recompute += ", layers compiled" * config.model.compile
@@ -341,7 +343,7 @@ def _described(
 
 
 def _update_words(parallel: Parallel) -> str:
-    """Say when the weights are updated, with offload."""
+    """Return when the weights are updated, for the log; '' without offload."""
     if parallel.offload == "none":
         return ""
     if parallel.hides_update:
@@ -350,9 +352,9 @@ def _update_words(parallel: Parallel) -> str:
 
 
 def bring_model_files(model: Model, data: Data, context: RankContext, *, whole: bool) -> Path:
-    """Give every host the model's small files, as rank 0 has them; returns the directory where they are.
+    """Copy the model's small files from rank 0 to every host; return their directory.
 
-    ``whole``: the files must hold the whole model, not a host's rows. ``data``: whose sequences and template must fit.
+    ``whole``: the files must hold the full model, not one host's rows. ``data``: its sequence length and template must fit.
 
     Raises:
         UserError: On every rank, if rank 0's directory is not a complete Llama checkpoint that fits the sequences.
@@ -368,12 +370,13 @@ def bring_model_files(model: Model, data: Data, context: RankContext, *, whole: 
             partial = target / f".{name}.{os.getpid()}"
             partial.write_bytes(base64.b64decode(content))
             partial.replace(target / name)
+    # No rank may read before the files of its host are complete.
     dist.barrier()
     return target
 
 
 def _read_checked(model: Model, data: Data, context: RankContext, *, whole: bool) -> dict[str, str]:
-    """Read the small files of a complete checkpoint, by name, in base64; the demo's is made if it is not there."""
+    """Return the small files of a complete checkpoint by name, in base64; create the demo model if it is missing."""
     directory = Path(model.path)
     if directory == Path(DEMO_MODEL) and not directory.exists():
         context.log(f"making the demo's model and tokenizer in {directory}")
@@ -381,10 +384,10 @@ def _read_checked(model: Model, data: Data, context: RankContext, *, whole: bool
     random = model.weights == "random"
     grows = model.resize_vocabulary
     llama = models.check_checkpoint(directory, data.seq_len, model.layers, random=random, whole=whole, resize=grows)
-    read_hf_config(directory)  # refuses what transformers would, before anything else reads it
+    read_hf_config(directory)  # raises what transformers would raise, before anything else reads it
     if grows and (vocab := models.grown_vocabulary(directory, llama.vocab)) > llama.vocab:
         context.log(
-            f"model: {vocab - llama.vocab} embeddings are added to {llama.vocab}, for its tokenizer, each the mean of these"
+            f"model: added {vocab - llama.vocab} embeddings to {llama.vocab} to match its tokenizer; each is the mean of the old ones"
         )
     contents = models.small_contents(directory, data.chat_template, resize=grows)
     return {name: base64.b64encode(content).decode() for name, content in contents.items()}
@@ -396,9 +399,9 @@ Check = Callable[[CheckpointView], None]  # raises UserError if a checkpoint mus
 def open_checkpoints(
     settings: Checkpoint, timeout_s: int, resume: str, n_bytes: int, context: RankContext, check: Check
 ) -> tuple[Saving, Resume]:
-    """Take the directory of checkpoints, and choose the one to resume from.
+    """Lock the checkpoint directory, and choose the checkpoint to resume from.
 
-    ``timeout_s``: of the collectives beside training; ``n_bytes``: of each checkpoint.
+    ``timeout_s``: of collectives that run in the background; ``n_bytes``: size of each checkpoint.
     """
     shared = settings.storage == "shared"
     store = Store(
@@ -413,7 +416,7 @@ def open_checkpoints(
     )
     if not shared:
         what = counted(n := len(store.owners), "directory", "directories")
-        then = "and the next host a copy" if settings.copies and n > 1 else "if a host is lost, so are they"
+        then = "the next host keeps a copy" if settings.copies and n > 1 else "losing a host loses all checkpoints"
         context.log(f"checkpoints: each host keeps its part, {what} in all; {then}")
     try:
         if settings.cadence.saves:
@@ -437,13 +440,13 @@ def open_checkpoints(
 def log_changes(
     found: CheckpointView, *, begin: Callable[[CheckpointView], Beginning], allowed: Sequence[str], context: RankContext
 ) -> None:
-    """Log what changes with a resume; ``begin`` tells where the run goes on from a checkpoint."""
+    """Log what changes with a resume from a checkpoint; ``begin`` returns the start point that a checkpoint gives."""
     for said in filter(None, (other_software(found), changes_at(found, begin(found).identity, allowed))):
         context.log(said)
 
 
 def resume_run(chosen: Resume, check: Check, module: nn.Module, updater: Updater, context: RankContext) -> int:
-    """Load the chosen checkpoint, or an older one if it is damaged, and report it; returns the steps that are done."""
+    """Load the chosen checkpoint, or an older one if it is damaged, and report it; return the number of finished steps."""
     journal = context.journal
     if chosen.found is None:
         journal.event(EventKind.STARTED, step=0)
@@ -462,10 +465,10 @@ def resume_run(chosen: Resume, check: Check, module: nn.Module, updater: Updater
 def load_checkpoint(
     chosen: Resume, check: Check, module: nn.Module, updater: Updater, context: RankContext
 ) -> tuple[int, Path]:
-    """Load the chosen checkpoint, or what else will do if it is damaged; returns its step and path.
+    """Load the chosen checkpoint, or the next usable one if it is damaged; return its step and path.
 
     Raises:
-        UserError: None can be used.
+        UserError: No checkpoint can be used.
     """
     context.phase(Phase.RESUME)
     while True:
@@ -500,7 +503,7 @@ def build_trainer(config: Config, resume: str, context: RankContext, stop: StopS
     directory = Path(config.checkpoint.dir or context.run.checkpoints)
     config = with_template_date(config, files, newest_complete(directory) if resume != "no" else None, context)
     batches, held_out = open_data(config.data, config.evaluation, files, context)
-    prompts = open_prompts(config, files, held_out, context)  # one that is too long is told before weights are loaded
+    prompts = open_prompts(config, files, held_out, context)  # before weights are loaded: a prompt may be too long
     llama = models.read_llama(files, config.model.layers)
     check_mesh(context.me.axes, config.parallel, llama, config.data.seq_len, ranks_per_host())
     begin = functools.partial(beginning, config=config, files=files, batches=batches)
@@ -547,28 +550,29 @@ def build_trainer(config: Config, resume: str, context: RankContext, stop: StopS
 
 
 def start_trackers(tracking: Tracking, resume: str, done: int, context: RankContext) -> Trackers:
-    """Start what feeds the trackers, on rank 0; ``resume``: what was asked for, ``done``: the step that it came to."""
+    """Start the trackers on rank 0; ``resume``: the setting, ``done``: the step of the loaded checkpoint."""
     back_to = None if resume in ("no", "auto") else done
     return Trackers(tracking.to if context.me.is_rank0 else (), context.run, context.log, back_to)
 
 
 def bind_to_numa_node(parallel: Parallel, context: RankContext) -> None:
-    """Have this rank's threads run near its GPU, unless the settings forbid it."""
+    """Bind this rank's threads to cores near its GPU, unless the settings forbid it."""
     if parallel.numa == "auto" and (bound := bind(context.me)):
         context.log(bound)
 
 
 def watch_units(parallel: Parallel, module: nn.Module, context: RankContext) -> BusyMeter | None:
-    """Have this rank's memory show which unit it is in, and measure its own computing (``build_busy_meter``)."""
+    """Show in shared memory which unit this rank is in, and measure its busy time (``build_busy_meter``)."""
     show = context.heartbeat.memory.unit
     UnitTracker(lambda name, way: functools.partial(show, unit_label(name, way))).attach(module)
     return build_busy_meter(parallel, module, context)
 
 
 def build_busy_meter(parallel: Parallel, module: nn.Module, context: RankContext) -> BusyMeter | None:
-    """Measure this rank's own computing, where torch has the parts of FSDP2 that are to be left out; FSDP1 has none.
+    """Build the meter of this rank's busy time; None if it cannot be measured.
 
-    Not where ranks wait for each other within a forward, or between those of pipeline stages.
+    It needs FSDP2, a torch with the methods that the meter wraps, and no tp, cp or pp: there ranks wait for each other within a forward
+    or between stages.
     """
     axes = context.me.axes
     if parallel.by_fsdp1 or axes.tp * axes.cp * axes.pp > 1:
@@ -577,7 +581,7 @@ def build_busy_meter(parallel: Parallel, module: nn.Module, context: RankContext
     try:
         meter.attach(module)
     except AttributeError as error:
-        context.log(f"how long each rank itself computes is not measured: torch has changed ({error})")
+        context.log(f"busy time is off: this version of torch differs ({error})")
         return None
     return meter
 
@@ -585,7 +589,7 @@ def build_busy_meter(parallel: Parallel, module: nn.Module, context: RankContext
 def build_host_inputs(
     config: Config, module: nn.Module, llama: models.Llama, context: RankContext
 ) -> HostInputs | None:
-    """Have layers keep their inputs in CPU memory, if the settings say so; on a GPU, pin it."""
+    """Make layers keep their inputs in CPU memory (pinned with a GPU), if the settings say so."""
     if config.model.activations == "device":
         return None
     me = context.me
@@ -600,7 +604,7 @@ def build_host_inputs(
 
 
 def build_update(config: Config, module: nn.Module, master: nn.Module, context: RankContext) -> Updater:
-    """Build what updates the weights; with a GPU, pin the CPU memory that it needs."""
+    """Build the updater of the weights; with a GPU, first pin the CPU memory that it needs."""
     parallel = config.parallel
     heartbeat = context.heartbeat
     device = context.me.device
@@ -615,7 +619,7 @@ def build_update(config: Config, module: nn.Module, master: nn.Module, context: 
 
 
 def allocate_staging(config: Config, saving: Saving, updater: Updater, context: RankContext) -> None:
-    """Pin the memory for copies of what is saved, if that is on a GPU; else there is time for it at the first save."""
+    """Pin staging memory for saves of state that is on a GPU; otherwise the first save allocates it."""
     if (
         config.checkpoint.cadence.saves and context.me.on_gpu and config.parallel.offload == "none"
     ):  # alike on all ranks
@@ -624,7 +628,7 @@ def allocate_staging(config: Config, saving: Saving, updater: Updater, context: 
 
 
 def build_reader(training: Training, workers: int, batches: Batches, start: Beginning, context: RankContext) -> Reader:
-    """Build what reads this rank's micro-batches, from where the run goes on; ``workers``: processes that read ahead."""
+    """Build the loader of this rank's micro-batches from the start point; ``workers``: number of processes that read ahead."""
     return Reader(
         batches,
         context.me,
@@ -636,7 +640,7 @@ def build_reader(training: Training, workers: int, batches: Batches, start: Begi
 
 
 def build_bad_steps(training: Training, start: Beginning, reader: Reader, first: int, context: RankContext) -> BadSteps:
-    """Build what judges steps from ``first`` on, with the losses before a resume; of other data they say nothing."""
+    """Build the check of steps from ``first`` on; it starts with the losses before a resume, unless the data is new."""
     before = context.journal.losses if start.position else ()
     detector = SpikeDetector.replay(training.loss_spike_factor, before, always=training.on_loss_spike == "warn")
     losses = collectives.broadcast_object(tuple(detector.losses), tuple[float, ...])
@@ -644,7 +648,7 @@ def build_bad_steps(training: Training, start: Beginning, reader: Reader, first:
 
 
 def open_prompts(config: Config, files: Path, held_out: Batches | None, context: RankContext) -> Prompts | None:
-    """Return what is to be continued at evaluations, if anything is; ``files``: the directory of the tokenizer.
+    """Return the prompts to continue at evaluations (None: no prompts); ``files``: the tokenizer's directory.
 
     Raises:
         UserError: A prompt cannot be continued.
@@ -662,7 +666,7 @@ def build_evaluator(
     context: RankContext,
     epoch_steps: Fraction = Fraction(1),
 ) -> Evaluator | None:
-    """Build what evaluates on what is held out; None if nothing is. ``epoch_steps``: as ``Evaluation.due`` has it."""
+    """Build the evaluator of held-out data; None if there is none. ``epoch_steps``: see ``Evaluation.due``."""
     if held_out is None:
         return None
     micro = config.training.micro_batch_size
@@ -670,7 +674,7 @@ def build_evaluator(
 
 
 def log_reading(config: Config, batches: Batches, start: Beginning, done: int, context: RankContext) -> None:
-    """Log what an epoch has, what a step reads of it, and whether any step is left."""
+    """Log the size of an epoch and of a step, and whether any step is left to take."""
     for line in describe_reading(config.data, batches):
         context.log(line)
     shape = f"{config.training.global_batch_size} x {config.data.seq_len} tokens"
@@ -683,5 +687,5 @@ def log_reading(config: Config, batches: Batches, start: Beginning, done: int, c
     if note := waste_note(config.training, dp):
         context.log(note)
     if done >= start.steps:
-        left = f"no step is left to take: {done} are done, of {start.steps}"
-        context.log(f"{left}; to go on, raise training.max_steps or .epochs")
+        left = f"nothing to train: {done} of {start.steps} steps are done"
+        context.log(f"{left}; to continue, raise training.max_steps or .epochs")

@@ -1,4 +1,4 @@
-"""When a run saves, and what is reported of it. How a checkpoint is made is ``checkpoint.saving``'s."""
+"""Decide when a run saves, and report saves. ``checkpoint.saving`` makes the checkpoints."""
 
 import dataclasses
 import math
@@ -18,14 +18,14 @@ from llama405b.settings.schema import Checkpoint, best_interval
 from llama405b.training.context import RankContext
 from llama405b.training.requests import AfterStep
 
-HURRY_S = 10.0  # within the least grace of a stop
+HURRY_S = 10.0  # fits into the shortest grace period of a stop
 POLL_S = 0.5
 USUAL_STEPS = 20
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AtEnd:
-    """What one rank says while ``after_save`` is waited for; the greatest of all ranks' counts."""
+    """State of one rank while it waits for ``after_save``; the maximum over all ranks counts."""
 
     waits: int
     unsent: int  # as in ``AfterStep``
@@ -33,7 +33,7 @@ class AtEnd:
 
 
 class Checkpointer:
-    """Saves beside training, one checkpoint at a time; all ranks call it alike."""
+    """Saves in the background, one checkpoint at a time; all ranks call its methods in the same order."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class Checkpointer:
         context: RankContext,
         restart_s: float,
     ) -> None:
-        """``restart_s``: what it takes to come as far as the first step, for ``auto``."""
+        """``restart_s``: seconds from start to the first step, for ``auto``."""
         self.saving = saving
         self.updater = updater
         self.identity = identity
@@ -52,40 +52,42 @@ class Checkpointer:
         self.context = context
         self.restart_s = restart_s
         self.cadence = settings.cadence
-        self.last_began = time.monotonic()  # the last save; at first, this attempt
-        self.cost_s: float | None = None  # what the last save made training wait
-        self.took_s = 0.0  # the last save
-        self.step = 0  # of the save that is under way; 0: none is
-        self.deferred = False  # a save that was due while another was under way
-        self.requests_in_save: list[RunRequest] = []  # answered with the save that is under way
-        self.pending_requests: list[RunRequest] = []  # answered with the next one
-        self.best_loss = saving.store.best_loss() if settings.keep_best else math.inf  # the least that was saved
-        self.loss = math.inf  # the evaluation loss of the save that is under way
-        self.landed: list[Path] = []  # checkpoints, until somebody takes them
-        self.failed = 0  # saves in a row
-        self.usual_s = deque[float](maxlen=USUAL_STEPS)  # of the last steps without a save beside them
-        self.slowed_s = 0.0  # by the save that is under way, over all steps beside it
-        self.unsent = 0  # the rank, from 1, whose ``after_save`` failed when that was told last
+        self.last_began = time.monotonic()  # start of the last save; at first, start of this attempt
+        self.cost_s: float | None = None  # how long the last save blocked training
+        self.took_s = 0.0  # duration of the last save
+        self.step = 0  # step of the save in progress; 0: none
+        self.deferred = False  # a save became due while another was in progress
+        self.requests_in_save: list[RunRequest] = []  # answered when the save in progress ends
+        self.pending_requests: list[RunRequest] = []  # answered by the next save
+        self.best_loss = (
+            saving.store.best_loss() if settings.keep_best else math.inf
+        )  # lowest evaluation loss that was saved
+        self.loss = math.inf  # evaluation loss of the save in progress
+        self.landed: list[Path] = []  # complete checkpoints that were not yet reported to the user's module
+        self.failed = 0  # failed saves in a row
+        self.usual_s = deque[float](maxlen=USUAL_STEPS)  # durations of the last steps without a save in the background
+        self.slowed_s = 0.0  # total slowdown of steps by the save in progress
+        self.unsent = 0  # number, from 1, of the rank whose ``after_save`` failed at the last report; 0: none
 
     @property
     def busy(self) -> bool:
-        """Whether this rank is still writing, or deleting."""
+        """Whether this rank is still writing or deleting a checkpoint."""
         return self.saving.busy
 
     @property
     def own_unsent(self) -> int:
-        """This rank's number, from 1, if its ``after_save`` fails now; else 0."""
+        """The number of this rank, from 1, if its ``after_save`` is failing; else 0."""
         after = self.saving.after_save
         return self.context.me.rank + 1 if after and after.fault else 0
 
     def close(self) -> None:
-        """Let the next run write into the directory."""
+        """Release the checkpoint directory for the next run."""
         if self.saving.after_save:
             self.saving.after_save.close()
         self.saving.store.close()
 
     def tell_after_save(self, unsent: int) -> None:
-        """Report for which checkpoints ``after_save`` has succeeded, and a rank (from 1) for whose it fails."""
+        """Report the checkpoints for which ``after_save`` succeeded, and the rank (number from 1; 0: none) whose command fails."""
         after = self.saving.after_save
         succeeded = after.results() if after else []
         for step, took_s in succeeded:
@@ -99,7 +101,7 @@ class Checkpointer:
         self.unsent = unsent
 
     def wait_for_after_save(self, limit_s: float, stops: Callable[[], bool]) -> None:
-        """Wait on all ranks, since none may leave before the others, until ``after_save`` has succeeded for all that they keep.
+        """Wait on all ranks until ``after_save`` has succeeded for all kept checkpoints; no rank may leave before the others.
 
         ``limit_s``: how long at most; ``stops``: whether somebody asks to stop.
         """
@@ -118,24 +120,24 @@ class Checkpointer:
             time.sleep(POLL_S)
         self.tell_after_save(all_of.unsent)
         if after and after.waiting and all_of.leaves:
-            print(f"after-save: not done for {after.left_words()}; the next attempt does it", flush=True)
+            print(f"after_save still to run for {after.left_words()}; the next attempt will run it", flush=True)
         elif after and after.waiting:
             raise RunError(
-                f"checkpoint.after_save failed for {after.left_words()}; correct it and resume the run: only this is left to do"
+                f"checkpoint.after_save failed for {after.left_words()}; fix it and resume the run: only after_save is left to run"
             )
 
     def is_due(self, step: int) -> bool:
-        """Return whether to save after this step: rank 0's clock decides for all."""
+        """Return whether a save is due after this step; True only on rank 0, whose clock decides for all."""
         since_s = time.monotonic() - self.last_began
         return self.context.me.is_rank0 and self.cadence.due(step, since_s, self._interval_s())
 
     def _interval_s(self) -> float:
-        """Return how long it is from save to save as configured; 0: unknown."""
+        """Return the configured interval between saves in seconds; 0: unknown."""
         best_s = best_interval(self.cost_s, self.restart_s, self.settings.mtbf * 3600 / self.context.me.world)
         return self.cadence.interval_s(statistics.median(self.usual_s or [0.0]), best_s)
 
     def is_best(self, evaluation_loss: float | None) -> bool:
-        """Return whether to save since no evaluation loss was lower."""
+        """Return whether to save because this evaluation loss is the lowest so far."""
         return self.settings.keep_best and evaluation_loss is not None and evaluation_loss < self.best_loss
 
     def after_step(
@@ -148,10 +150,10 @@ class Checkpointer:
         ending: bool,
         step_s: float | None = None,
     ) -> None:
-        """Save if that is wished; at the end wait for it.
+        """Start a save if one is due or requested; at the end of the run wait for it.
 
-        While any rank is still writing, the next save is deferred to the first step after that; but for the best weights so far
-        the save that is under way is waited for. ``reached``: where training is; ``step_s``: what a step takes.
+        While any rank is still writing, the next save is deferred until that is finished. For the best weights so far, wait for the
+        save in progress instead. ``reached``: what was trained so far; ``step_s``: duration of the step.
         """
         asked = [request for request in requests if request.kind is RequestKind.SAVE]
         if not self.cadence.saves:
@@ -176,7 +178,7 @@ class Checkpointer:
                 raise RunError(str(fault))
 
     def finish(self) -> UserError | None:
-        """Wait for the save that is under way, and report it; returns why it failed."""
+        """Wait for the save in progress and report it; return the error if it failed."""
         if self.busy:
             self.context.phase(Phase.CHECKPOINT)
         outcome, self.slowed_s = self.saving.finish(self.slowed_s), 0.0
@@ -184,7 +186,7 @@ class Checkpointer:
         self.context.heartbeat.save(None)
         journal = self.context.journal
         if isinstance(outcome, Saved):
-            self.failed = self.unsent = 0  # what fails is told again, so that it is among the last events
+            self.failed = self.unsent = 0  # a failing after_save is reported again, so that it is among the last events
             self.landed.append(outcome.path)
             self.cost_s, self.took_s = outcome.blocked_s, outcome.took_s
             self.best_loss = min(self.best_loss, self.loss)
@@ -203,7 +205,7 @@ class Checkpointer:
         return outcome if isinstance(outcome, UserError) else None
 
     def _begin(self, step: int, reached: Reached, next_update_s: float | None) -> None:
-        """Begin to save, once older checkpoints are deleted."""
+        """Start a save after older checkpoints are deleted."""
         self._wait_for_deletion()
         self.deferred = False
         self.requests_in_save, self.pending_requests = self.pending_requests, []
@@ -215,14 +217,14 @@ class Checkpointer:
         most = self.settings.max_failures
         if most and self.failed >= most and not ending:
             raise RunError(
-                f"{counted(self.failed, 'save')} in a row have failed, so the run ends before it loses more steps: {fault}"
+                f"{counted(self.failed, 'save')} in a row failed; the run ends before it loses more steps: {fault}"
             )
 
     def _wait_for_deletion(self) -> None:
-        """Wait until older checkpoints are deleted, and report if one cannot be: the run goes on, and tries again."""
+        """Wait until older checkpoints are deleted; log a failure, which is retried after the next save."""
         fault = self.saving.pruned()
-        if fault and not self.failed:  # else the save has failed for that
-            self.context.log(f"{fault}; that is tried again after the next save")
+        if fault and not self.failed:  # otherwise the failed save already reported it
+            self.context.log(f"{fault}; retrying after the next save")
 
     def _answer(self, requests: Sequence[RunRequest], step: int, path: Path | None, why: str = "") -> None:
         for request in requests:

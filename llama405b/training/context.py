@@ -1,4 +1,4 @@
-"""What every part of a run on a rank is given: its place, the run's directory, and how it reports."""
+"""What every part of a run gets on a rank: the rank, the run's directory, and the ways to report."""
 
 import dataclasses
 
@@ -10,7 +10,7 @@ from llama405b.training.journal import HeartbeatWriter, Journal
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RankContext:
-    """A rank at work on a run."""
+    """A rank of a run, with its directory, journal and heartbeat."""
 
     me: Rank
     run: RunDir
@@ -19,14 +19,14 @@ class RankContext:
 
     @classmethod
     def of(cls, me: Rank, heartbeat: HeartbeatWriter) -> "RankContext":
-        """Return that of a rank that has joined the others."""
+        """Make the context of a rank that has joined the process group."""
         heartbeat.record = dataclasses.replace(heartbeat.record, gpu=me.gpu)
         return cls(me, heartbeat.run, Journal(heartbeat.run, me), heartbeat)
 
     def log(self, line: str) -> None:
-        """Print a line, on rank 0."""
+        """Print a line on rank 0."""
         self.journal.log(line)
 
     def phase(self, phase: Phase) -> None:
-        """Enter a phase."""
+        """Enter a phase in the heartbeat."""
         self.heartbeat.phase(phase)

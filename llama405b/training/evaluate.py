@@ -1,12 +1,9 @@
-"""Evaluation between steps: the loss on held-out documents, and prompts continued.
+"""Evaluate between steps: the loss on held-out documents, and greedy continuations of the user's prompts.
 
-A few prompts of the user's own, continued at each evaluation: greedily, by the sharded model as it is.
+The sharded model continues prompts without a cache of keys and values, so each token takes a forward of the full model; keep prompts few
+and short. All ranks compute the same continuations. Knows when an evaluation is due; not how a model is trained.
 
-Every token is a forward of the whole model, as no keys and values are kept: so they are few. All ranks compute the same.
-
-Shape suffixes: B prompts, S positions, W the positions whose next token is asked for, V vocabulary.
-
-The loss on data that is not trained on: how it is computed, and when a run does so.
+Shape suffixes: B prompts, S positions, W positions whose next token is wanted, V vocabulary.
 """
 
 import contextlib
@@ -38,14 +35,14 @@ from llama405b.training.context import RankContext
 
 
 class Prompts:
-    """What is continued, and by which tokens."""
+    """The prompts of a run, tokenized, and their continuation."""
 
     def __init__(self, settings: Evaluation, files: Path, data: Data, context: RankContext) -> None:
-        """``files``: the directory of the tokenizer."""
+        """``files``: the tokenizer's directory."""
         self.texts, self.context, self.n_new = settings.prompts, context, settings.prompt_tokens
         if split := [name for name in ("tp", "cp", "pp") if getattr(context.me.axes, name) > 1]:
             raise UserError(
-                f"--evaluation.prompts: they are continued where ranks have whole layers; leave them out, or use {split[0]} 1"
+                f"--evaluation.prompts: prompts need every layer on every rank; drop them or set {split[0]} 1"
             )
         self.tokenizer = read_tokenizer(files)
         begin, seq_len = begin_tokens(self.tokenizer, data.bos), data.seq_len
@@ -54,8 +51,8 @@ class Prompts:
         for text, prompt in zip(self.texts, self.prompts, strict=True):
             if not 0 < len(prompt) <= seq_len - self.n_new:
                 raise UserError(
-                    f"--evaluation.prompts: {text[:40]!r} is {len(prompt)} tokens; use 1 to {seq_len - self.n_new}, which leaves "
-                    f"{self.n_new} of data.seq_len to continue it"
+                    f"--evaluation.prompts: {text[:40]!r} is {len(prompt)} tokens; use 1 to {seq_len - self.n_new} to leave "
+                    f"{self.n_new} of data.seq_len for its continuation"
                 )
         self.ends = end_ids(self.tokenizer.eos_token_id) | generation_ends(files)
 
@@ -76,9 +73,9 @@ def continuations(
     device: torch.device,
     alive: Callable[[], None] = lambda: None,
 ) -> list[list[int]]:
-    """Return the most likely next tokens of each prompt, one after the other; they end at the first of ``ends``, or are ``n_new``.
+    """Return the greedy continuation of each prompt; it ends with the first of ``ends``, or after ``n_new`` tokens.
 
-    All forwards are of one shape: what follows a row's last token is not attended to by it.
+    All forwards have one shape; causal attention ignores the padding after a row's last token.
     """
     reached = [len(prompt) for prompt in prompts]
     ids_BS = torch.zeros(len(prompts), max(reached) + n_new, dtype=torch.long, device=device)
@@ -100,7 +97,7 @@ def continuations(
 
 
 def _next(model: nn.Module, ids_BS: Tensor, reached: Sequence[int]) -> list[int]:
-    """Return the token that follows each row; rank 0's, since others may round otherwise."""
+    """Return the next token of each row, as rank 0 computes it: other ranks may round differently."""
     last = sorted({length - 1 for length in reached})
     inputs = model_inputs(Batch(ids_BS, ids_BS), model.config._attn_implementation)
     logits_BWV = model(**inputs, use_cache=False, logits_to_keep=torch.tensor(last, device=ids_BS.device)).logits
@@ -122,10 +119,10 @@ def _inference(model: nn.Module) -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Evaluator:
-    """Evaluates a model on what is held out of its training."""
+    """Evaluates a model on held-out data."""
 
     settings: Evaluation
-    micro_batch_size: int  # of training, where evaluation has none of its own
+    micro_batch_size: int  # of training; used if evaluation sets none
     passes: Passes
     held_out: Batches
     context: RankContext
@@ -133,11 +130,11 @@ class Evaluator:
     epoch_steps: Fraction = Fraction(1)
 
     def is_due(self, step: int, last_step: int) -> bool:
-        """Whether to evaluate after a step."""
+        """Return whether to evaluate after a step."""
         return step == last_step or self.settings.due(step, self.epoch_steps)
 
     def evaluate(self) -> tuple[float | None, str]:
-        """Evaluate the weights as they are; returns the loss, None if it is not finite, and words about it."""
+        """Evaluate the current weights; return the loss (None if not finite) and a summary for the log."""
         heartbeat, settings = self.context.heartbeat, self.settings
         heartbeat.phase(Phase.EVAL)
         began, micro = time.monotonic(), settings.micro_batch_size or self.micro_batch_size
@@ -146,7 +143,7 @@ class Evaluator:
         return loss, f"{result}, {time.monotonic() - began:.1f} s"
 
     def continue_prompts(self, step: int) -> None:
-        """Have the weights after a step continue the prompts, and report that."""
+        """Continue the prompts with the weights after a step, and report the continuations."""
         if self.prompts:
             self.context.journal.samples(step, self.prompts.continued(self.passes.model))
 
@@ -155,13 +152,13 @@ class Evaluator:
 class Evaluated:
     """Result of an evaluation."""
 
-    loss: float  # nats per target token, over all sequences; not a number without targets
+    loss: float  # nats per target token, over all sequences; NaN without targets
     n_targets: int
     n_sequences: int
 
     @property
     def perplexity(self) -> float:
-        """``exp(loss)``; infinite if that is too large for a float."""
+        """``exp(loss)``; infinite on overflow."""
         try:
             return math.exp(self.loss)
         except OverflowError:
@@ -183,15 +180,15 @@ def evaluate(
     most: int = 0,
     alive: Callable[[], None] = lambda: None,
 ) -> Evaluated:
-    """Evaluate at most ``most`` sequences (0: all), at equal distances, ``micro`` at a time on each rank.
+    """Evaluate at most ``most`` evenly spaced sequences (0: all), ``micro`` at a time on each rank.
 
-    ``alive`` is called before each forward. All ranks take as many, as FSDP's collectives need: one without a sequence left takes
-    any, and counts none of it.
+    ``alive`` is called before each forward. FSDP's collectives need the same number of forwards on all ranks: a rank that has no
+    sequence left runs any sequence with all targets masked.
     """
     n_sequences = min(most or held_out.n_sequences, held_out.n_sequences)
     every = [i * held_out.n_sequences // n_sequences for i in range(n_sequences)]
     sums = torch.zeros(2, dtype=torch.float64, device=me.device)  # nats, targets
-    passes.model.eval()  # without dropout, whose random numbers the next step is to find as they are
+    passes.model.eval()  # no dropout: the random state of the next step must not change
     for begin in range(me.dp.rank * micro, me.dp.rank * micro + n_sequences, me.dp.size * micro):
         places = range(begin, begin + micro)
         batch = held_out.in_order(every[place % len(every)] for place in places)

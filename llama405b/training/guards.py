@@ -1,12 +1,7 @@
-"""What ends training before its last step, or leaves a step out: steps that went wrong, spikes of the loss, the budget.
+"""Guards that end training early or skip a step: bad steps (loss spikes, non-finite values, no targets) and the GPU-hour budget.
 
-Loss spikes: a loss far above those of the last steps.
-
-Steps that went wrong: a loss that spikes or is not finite, a batch with nothing to learn; what is done, and reported, about them.
-
-The GPU-hours that a run may take, over all of its attempts: it warns, and saves and stops before they are spent.
-
-Knows clocks and ``spent.json``, which rank 0 keeps; not when a step or a save happens.
+A loss spike is a loss far above the median of the last steps. The budget counts GPU-hours over all attempts of a run; it warns at 80 %, and
+stops the run early enough to save. Knows clocks and ``spent.json``, which rank 0 writes; not when a step or a save happens.
 """
 
 import collections
@@ -28,22 +23,22 @@ from llama405b.settings.schema import Training
 from llama405b.training.context import RankContext
 from llama405b.training.journal import Journal
 
-WINDOW = 64  # steps whose median is compared with
-MIN_STEPS = 16  # before these no loss is a spike
-MAX_SKIPPED = 16  # in a row: then something else is wrong
+WINDOW = 64  # a loss is compared with the median of so many steps
+MIN_STEPS = 16  # with fewer steps, no loss counts as a spike
+MAX_SKIPPED = 16  # skipped steps in a row before the run is stopped
 
 
 class SpikeDetector:
-    """The losses of the last steps."""
+    """Detects loss spikes by the median loss of the last steps."""
 
     def __init__(self, factor: float, losses: Iterable[float] = ()) -> None:
         """``factor``: times the median of the last losses, above which a loss is a spike; ``losses``: those of steps before."""
         self.factor, self.losses = factor, collections.deque(losses, maxlen=WINDOW)
-        self.skipped = 0  # steps in a row that changed no weight, for whatever reason
+        self.skipped = 0  # steps in a row that changed no weight, for any reason
 
     @classmethod
     def replay(cls, factor: float, losses: Iterable[float], *, always: bool = False) -> "SpikeDetector":
-        """Return what has seen the losses of earlier steps, as ``update`` sees them."""
+        """Return a detector that has processed the losses of earlier steps, as ``update`` does."""
         detector = cls(factor)
         for loss in losses:
             detector.update(loss, always=always)
@@ -51,11 +46,11 @@ class SpikeDetector:
 
     @property
     def median(self) -> float | None:
-        """The median of the last losses; None if there were too few steps."""
+        """The median of the last losses; None after too few steps."""
         return statistics.median(self.losses) if len(self.losses) >= MIN_STEPS else None
 
     def is_spike(self, loss: float) -> bool:
-        """Whether a loss is a spike."""
+        """Return whether a loss is a spike."""
         return self.median is not None and loss > self.factor * self.median
 
     def skip(self) -> None:
@@ -63,7 +58,7 @@ class SpikeDetector:
         self.skipped += 1
 
     def update(self, loss: float, *, always: bool = False) -> bool:
-        """Return whether a step's loss is a spike; it counts for the median if it is not, or ``always``."""
+        """Add a step's loss and return whether it is a spike; spikes do not enter the median unless ``always``."""
         is_spike = self.is_spike(loss)
         if always or not is_spike:
             self.skipped = 0
@@ -73,36 +68,36 @@ class SpikeDetector:
         return is_spike
 
 
-MAX_NAMED = 20  # documents of a step
-MIN_EMPTY = 10  # steps without targets, before most steps being so counts as a mistake
+MAX_NAMED = 20  # documents named in a report
+MIN_EMPTY = 10  # steps without targets from which on a majority of such steps is an error
 
 
 class BadSteps:
-    """Judges each step of a run; all ranks call it alike."""
+    """Checks each step of a run; all ranks call it with the same values."""
 
     def __init__(
         self, settings: Training, detector: SpikeDetector, reader: Reader, journal: Journal, first_step: int
     ) -> None:
-        """``first_step``: of this attempt."""
+        """``first_step``: the first step of this attempt."""
         self.settings = settings
         self.detector = detector
         self.reader = reader
         self.journal, self.first_step = journal, first_step
-        self.n_empty = 0  # steps with nothing to learn, in this attempt
+        self.n_empty = 0  # steps without targets in this attempt
 
     def refuses(self, loss: float) -> bool:
-        """Whether a step with this loss must not change the weights."""
+        """Return whether a step with this loss must not change the weights."""
         return self.settings.on_loss_spike != "warn" and self.detector.is_spike(loss)
 
     def count_empty(self, step: int) -> None:
-        """Report a step in which every target is masked, for example by very long prompts."""
+        """Report a step whose targets are all masked, for example by very long prompts."""
         self.n_empty += 1
         self.journal.log(f"step {step}/{self.journal.steps}  skipped: every target is masked")
         self.journal.event(EventKind.SKIPPED, step=step, count=self.n_empty)
         taken = step - self.first_step + 1
         if self.n_empty >= MIN_EMPTY and 2 * self.n_empty > taken:
             raise UserError(
-                f"--data.paths: {self.n_empty} of {taken} steps have no target to learn; remove documents whose prompts are "
+                f"--data.paths: {self.n_empty} of {taken} steps have no target token; remove documents whose prompts are "
                 "longer than --data.seq_len, or raise it"
             )
 
@@ -118,7 +113,7 @@ class BadSteps:
             ) from None
         if self.detector.skipped >= MAX_SKIPPED:
             raise NonFiniteError(
-                f"step {step}: {MAX_SKIPPED} steps in a row were left out, the last since {error}; resume from an older "
+                f"step {step}: {MAX_SKIPPED} steps in a row were skipped, the last one for: {error}; resume from an older "
                 "checkpoint, or with a lower --optimizer.lr"
             ) from None
 
@@ -137,37 +132,41 @@ class BadSteps:
             )
         if choice == "skip" and self.detector.skipped >= MAX_SKIPPED:
             raise SpikeError(
-                f"step {step}: {MAX_SKIPPED} steps in a row were left out, the last since {loss}; resume from an older "
+                f"step {step}: {MAX_SKIPPED} steps in a row were skipped, the last one for: {loss}; resume from an older "
                 "checkpoint, or with --training.on_loss_spike warn or a higher --training.loss_spike_factor"
             )
 
     def _report(self, kind: EventKind, step: int, choice: str, what: str) -> None:
-        """Log what is wrong with a step, with its documents; ``choice``: what is done about it."""
-        if not self.journal.me.is_rank0:  # others report nothing
+        """Log and record a problem of a step with its documents; ``choice``: the configured reaction."""
+        if not self.journal.me.is_rank0:  # only rank 0 reports
             return
         detail = f"{what}; its documents: {self._documents()}"
         self.journal.log(f"step {step}/{self.journal.steps}  {detail}")
         self.journal.event(kind, step=step, detail=f"{choice}: {detail}")
 
     def _documents(self) -> str:
-        """Name the first documents of the step that was read last."""
+        """Return the names of the first documents of the step that was read last."""
         end = self.reader.position
         indices = range(end - self.reader.global_batch, end)
         names = list(itertools.islice(documents_at(self.reader.batches.mixture, indices), MAX_NAMED + 1))
         return ", ".join(names[:MAX_NAMED]) + " and more" * (len(names) > MAX_NAMED) if names else "unknown"
 
 
-WARNS_AT = 0.8  # of them
+WARNS_AT = 0.8  # fraction of the budget
 KEEP_EVERY_S = 10.0
-STEPS, SAVES, ENDING_S = 2, 1.5, 5.0  # that must fit into what is left: of the time that the last ones took
-GUESSED_BYTES_PER_S = 1e9  # of a host, until it has saved
+STEPS, SAVES, ENDING_S = (
+    2,
+    1.5,
+    5.0,
+)  # what must fit into the rest: steps and saves as long as the last ones, and seconds
+GUESSED_BYTES_PER_S = 1e9  # write speed of a host, until it has saved once
 
 
 class Budget:
-    """On rank 0; on other ranks it is never spent."""
+    """The GPU-hour budget, on rank 0; on other ranks it is never spent."""
 
     def __init__(self, gpu_hours: float, context: RankContext, began: float) -> None:
-        """``gpu_hours``: 0: any number; ``began``: when this attempt did, by the monotonic clock."""
+        """``gpu_hours``: 0: unlimited; ``began``: start of this attempt, by the monotonic clock."""
         self.most, self.context, self.began = gpu_hours, context, began
         self.first_save_s = 0.0
         self.counts = context.me.is_rank0
@@ -178,7 +177,7 @@ class Budget:
         self.is_spent = False
         if gpu_hours and self.before >= gpu_hours:
             raise UserError(
-                f"--training.gpu_hours: {_hours(self.before)} of {gpu_hours:g} are spent; raise it to go on, or leave it out"
+                f"--training.gpu_hours: {_hours(self.before)} of {gpu_hours:g} are spent; raise it to continue, or remove it"
             )
         self.closed = threading.Event()
         if self.counts:
@@ -187,21 +186,21 @@ class Budget:
             self.keeper.start()
 
     def saves(self, host_bytes: float) -> None:
-        """Learn how many bytes a host saves, from which the time of the first save is guessed."""
+        """Set how many bytes a host saves, to estimate the time of the first save."""
         self.first_save_s = host_bytes / GUESSED_BYTES_PER_S
 
     @property
     def spent(self) -> float:
-        """GPU-hours of all attempts so far, from when each began to train or load."""
+        """GPU-hours of all attempts so far, each counted from when it began to load."""
         return self.before + (time.monotonic() - self.began) * self.context.me.world / 3600
 
     @property
     def left_s(self) -> float:
-        """Seconds until they are spent; 0 where none are counted."""
+        """Seconds until the budget is spent; 0 on ranks that do not count."""
         return max(0.0, self.most - self.spent) * 3600 / self.context.me.world if self.counts else 0.0
 
     def after_step(self, step_s: float, save_s: float) -> bool:
-        """Count; returns whether to stop now, so that it is saved in time. ``step_s``, ``save_s``: what the last ones took."""
+        """Return whether to stop now so that a save still fits. ``step_s``, ``save_s``: duration of the last step and save."""
         if not (self.counts and self.most):
             return False
         spent, world = self.spent, self.context.me.world
@@ -215,29 +214,29 @@ class Budget:
         return self.is_spent
 
     def keep(self) -> None:
-        """Remember what was spent, for the next attempt."""
+        """Write the spent GPU-hours for the next attempt."""
         write_json(self.context.run.spent, SpentHours(self.spent))
 
     def _keep_on(self) -> None:
-        """Keep it while the attempt loads, steps or hangs: it may end at any time."""
+        """Write regularly while the attempt loads, trains or hangs: it may be killed at any time."""
         while not self.closed.wait(KEEP_EVERY_S):
-            with contextlib.suppress(OSError):  # a full disk must not end all ranks; the next time may succeed
+            with contextlib.suppress(OSError):  # a full disk must not end all ranks; the next write may succeed
                 self.keep()
 
     def close(self) -> None:
-        """Keep it once more, for the next attempt."""
+        """Stop the writer thread, and write once more for the next attempt."""
         self.closed.set()
         if self.counts:
-            self.keeper.join()  # which writes through the same partial file
+            self.keeper.join()  # the thread writes through the same temporary file
             with contextlib.suppress(OSError):  # a run that ended well has done so
                 self.keep()
 
     @property
     def why_stopped(self) -> str:
-        """Say why the run was stopped."""
+        """Why the run was stopped, for the log."""
         return f"as {_hours(self.spent)} of {self.most:g} GPU-hours are spent" if self.is_spent else "as requested"
 
 
 def _hours(gpu_hours: float) -> str:
-    """Write them with two digits that count."""
+    """Format GPU-hours with two decimals, or below 1 with two significant digits."""
     return f"{gpu_hours:.2f}" if gpu_hours >= 1 else f"{gpu_hours:.2g}"

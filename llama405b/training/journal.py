@@ -1,7 +1,7 @@
-"""What a rank tells while it trains: the journal, its heartbeat, and what it shows of itself (``contract.records``). No torch.
+"""Reports of a rank while it trains: the journal, the heartbeat, and live progress in memory (records in ``contract.records``).
 
-Only the training thread writes a heartbeat, on disk at most once per second, and shown in memory: a rank that hangs falls silent, and
-the silence is the signal. What it shows of itself is a file in memory; Linux; elsewhere nothing is shown.
+Only the training thread writes the heartbeat, to disk at most once per second: a rank that hangs falls silent, and silence is the signal.
+Live progress is a file in memory; it exists only on Linux. Knows the run's directory; not torch.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ from llama405b.contract.records import (
 
 if TYPE_CHECKING:
     from llama405b.distributed.ranks import Rank  # needs torch
-MOST_OF = 0.98  # of the tokens: where fewer are trained on, both rates are told
+MOST_OF = 0.98  # if fewer of the tokens are trained on, print both rates
 
 
 class Journal:
@@ -50,13 +50,13 @@ class Journal:
         self.writer = f"rank-{me.rank}"
         self.tokens = 0  # target tokens so far
         self.steps = 0  # total steps of the run
-        self.losses: tuple[float, ...] = ()  # of the steps before a resume
-        self.began_evaluated = False  # before the first step, by an earlier attempt
-        self.retries = 0  # of the allocator, in this attempt
+        self.losses: tuple[float, ...] = ()  # of the steps before the resume
+        self.began_evaluated = False  # an earlier attempt evaluated the initial weights
+        self.retries = 0  # allocator retries in this attempt
         self.lost = RunEvent(0.0, self.writer, EventKind.NOT_WRITTEN, me.attempt)  # lines that could not be written
 
     def log(self, line: str) -> None:
-        """Print a line."""
+        """Print a line on rank 0."""
         if self.me.is_rank0:
             print(line, flush=True)
 
@@ -64,7 +64,7 @@ class Journal:
         self, kind: EventKind, *, step: int | None = None, path: Path | None = None, detail: str = "",
         request: str = "", cause: Cause | None = None, count: int = 0, digest: str = "", took_s: float = 0.0, blocked_s: float = 0.0,
     ) -> None:  # fmt: skip
-        """Add an event."""
+        """Append an event, on rank 0."""
         if not self.me.is_rank0:
             return
         place = str(path or "")
@@ -90,20 +90,20 @@ class Journal:
         self.began_evaluated = len(taken) < len(kept)
 
     def evaluation(self, step: int, loss: float | None) -> None:
-        """Append an evaluation where no step was taken."""
+        """Append an evaluation that follows no step."""
         if self.me.is_rank0:
             self._append(self.run.metrics, [EvaluationMetrics(step, time.time(), loss, self.me.attempt)])
 
     def samples(self, step: int, continued: Iterable[tuple[str, str]]) -> None:
-        """Append how prompts were continued, all in one write, so that nobody reads a part of them; and print it."""
+        """Append and print continuations; one write for all, so that no reader sees only a part of them."""
         found = [Sample(step, time.time(), prompt, text) for prompt, text in continued]
         if self.me.is_rank0 and found:
             self._append(self.run.samples, found)
             for each in found:
-                print(f"{each.prompt!r} continues: {each.text!r}", flush=True)
+                print(f"{each.prompt!r} → {each.text!r}", flush=True)
 
     def metrics(self, metrics: Metrics) -> None:
-        """Append one step, and print it."""
+        """Append and print the metrics of one step."""
         if not self.me.is_rank0:
             return
         self._append(self.run.metrics, [metrics])
@@ -118,7 +118,7 @@ class Journal:
         )
 
     def _append(self, path: Path, records: "Sequence[Metrics | EvaluationMetrics | Sample]") -> None:
-        """Append records, all in one write; those that cannot be written are lost and counted: training is worth more."""
+        """Append records in one write; count those that cannot be written, as training matters more."""
         before = self.lost
         try:
             append_line(path, "\n".join(map(reader.dumps, records)))
@@ -127,20 +127,22 @@ class Journal:
             count, step = before.count + len(records), records[-1].step
             self.lost = dataclasses.replace(before, count=count, step=step, path=str(path), detail=detail)
             if not before.count:
-                print(f"{path} cannot be written ({reason_of(error)}){remedy_of(error)}; training goes on", flush=True)
+                print(
+                    f"{path} cannot be written ({reason_of(error)}){remedy_of(error)}; training continues", flush=True
+                )
             return
         if before.count:
             self.lost = dataclasses.replace(before, count=0)
             lost_of = Path(before.path)
             self.event(EventKind.NOT_WRITTEN, step=before.step, path=lost_of, detail=before.detail, count=before.count)
             print(
-                f"{lost_of} is written again; {counted(before.count, 'line')} up to step {before.step} were lost",
+                f"{lost_of} is writable again; {counted(before.count, 'line')} up to step {before.step} were lost",
                 flush=True,
             )
 
 
 def read_metrics(path: Path) -> list[Metrics | EvaluationMetrics]:
-    """Read the metrics of earlier attempts, without a line that was truncated by a kill or a full disk."""
+    """Return the metrics of earlier attempts; skip lines that a kill or a full disk truncated."""
     found: list[Metrics | EvaluationMetrics] = []
     if path.is_file():
         for line in path.read_text(encoding="utf-8").splitlines():
@@ -152,34 +154,33 @@ def read_metrics(path: Path) -> list[Metrics | EvaluationMetrics]:
 
 
 class RankMemory:
-    """The step and the unit that this rank is in; from its creation on a signal has faulthandler write all stacks behind them.
+    """Shows the current step and unit in a memory file; on a signal, faulthandler appends all stacks to it.
 
-    faulthandler needs neither the interpreter's lock nor memory, so it also tells of a rank that holds the lock for ever,
-    or that waits in a collective.
+    faulthandler needs neither the GIL nor memory, so it also works when a rank holds the GIL forever or waits in a collective.
     """
 
     def __init__(self) -> None:
         self.place: mmap.mmap | bytearray = bytearray(PLACE_BYTES)
         if sys.platform != "linux":
             return
-        with contextlib.suppress(OSError):  # no memory, or no more open files allowed: a rank can train without
+        with contextlib.suppress(OSError):  # out of memory or of open files: a rank can train without it
             file = os.memfd_create(NAME)
             os.ftruncate(file, PLACE_BYTES)
-            fcntl.fcntl(file, fcntl.F_SETFL, os.O_APPEND)  # so that a reader may cut what it has read
+            fcntl.fcntl(file, fcntl.F_SETFL, os.O_APPEND)  # so that a reader may truncate what it has read
             self.place = mmap.mmap(file, PLACE_BYTES)
             faulthandler.register(SIGNAL, file=file, all_threads=True)
 
     def step(self, step: int) -> None:
-        """Show which step is under way, and that it is in no unit yet."""
+        """Show the current step, in no unit yet."""
         PLACE.pack_into(self.place, 0, step, NO_UNIT)
 
     def unit(self, label: bytes) -> None:
-        """Show which unit is computed, by its ``unit_label``: one copy of 64 bytes."""
+        """Show the current unit by its ``unit_label``: one copy of 64 bytes."""
         self.place[-UNIT_BYTES:] = label
 
 
 def unit_label(name: str, way: str) -> bytes:
-    """Return how a unit is shown: its last part that fits."""
+    """Return the label of a unit, cut at the front to fit."""
     return f"{name} {way}".encode()[-UNIT_BYTES:].ljust(UNIT_BYTES, b"\0")
 
 
@@ -197,11 +198,11 @@ class HeartbeatWriter:
         self.memory = RankMemory()
         now = time.time()
         self.record = Heartbeat(me.rank, me.host, os.getpid(), now, 0, Phase.START, now)
-        self.before = self.record  # a long wait
+        self.before = self.record  # the record before a long wait
         self._write()
 
     def phase(self, phase: Phase) -> None:
-        """Enter a phase; always writes."""
+        """Enter a phase; always write."""
         now = time.time()
         self.record = dataclasses.replace(
             self.record, phase=phase, phase_since=now, time=now, done_bytes=0, total_bytes=0
@@ -209,7 +210,7 @@ class HeartbeatWriter:
         self._write()
 
     def waits_for_update(self, waits: bool) -> None:
-        """Enter the phase of a long wait for the update of the weights, or leave it again."""
+        """Enter or leave the phase of a long wait for an update of the weights."""
         if waits:
             self.before = self.record
             self.phase(Phase.UPDATE)
@@ -220,19 +221,19 @@ class HeartbeatWriter:
     def finished_step(
         self, step: int, *, data_s: float | None = None, optimizer_s: float | None = None, busy_s: float | None = None
     ) -> None:
-        """Record a finished or skipped step; how long the parts of a skipped one took is not known."""
+        """Record a finished or skipped step; durations are unknown for a skipped one."""
         self._beat(step=step, data_s=data_s, optimizer_s=optimizer_s, busy_s=busy_s)
 
     def progress(self, done_bytes: int, total_bytes: int) -> None:
-        """Record how much of the weights is loaded."""
+        """Record how many bytes of the current phase are done."""
         self._beat(done_bytes=done_bytes, total_bytes=total_bytes)
 
     def alive(self) -> None:
-        """Record that it goes on within a phase."""
+        """Record that the rank still makes progress within a phase."""
         self._beat()
 
     def save(self, every_s: float | None) -> None:
-        """Record that a save is due, as one is every so many seconds; None: that none is any more."""
+        """Record that a save is due, and the seconds between saves; None: no save is due any more."""
         since = None if every_s is None else self.record.save_since or time.time()
         self.record = dataclasses.replace(self.record, save_since=since, save_every_s=every_s or 0.0)
         self._write()

@@ -1,4 +1,4 @@
-"""The step loop: a step, and what follows it. Knows its parts; builds none."""
+"""The training loop: each step and the work after it. Knows the parts of a run; builds none of them."""
 
 import contextlib
 import dataclasses
@@ -30,28 +30,28 @@ from llama405b.training.requests import Requests, Stop
 
 @dataclasses.dataclass(slots=True)
 class Trainer:
-    """A model on its ranks, and everything that takes its steps."""
+    """The training loop of one rank, with all of its parts."""
 
     config: Config
     context: RankContext
     passes: Passes
     updater: Updater
     reader: Reader
-    steps: range  # still to do
+    steps: range  # that are left
     flops_per_token: int
     bad_steps: BadSteps
     checkpointer: Checkpointer
     requests: Requests
     budget: Budget
     trackers: Trackers
-    evaluator: Evaluator | None  # None: nothing is held out
+    evaluator: Evaluator | None  # None: no held-out data
     busy: BusyMeter | None = None  # None: not measured
-    host_inputs: HostInputs | None = None  # None: layers' inputs stay on the device
-    evaluates_first: bool = False  # the weights that the run begins with
+    host_inputs: HostInputs | None = None  # None: layer inputs stay on the device
+    evaluates_first: bool = False  # evaluate the initial weights
     tokens: int = 0  # target tokens so far, over all ranks
 
     def take_steps(self) -> None:
-        """Run the steps, writing metrics, heartbeats and checkpoints; a stop request saves first."""
+        """Run the steps, and write metrics, heartbeats and checkpoints; on a stop request save first."""
         journal = self.context.journal
         heartbeat = self.context.heartbeat
         timeouts = self.config.timeouts
@@ -66,7 +66,11 @@ class Trainer:
         for step in self.steps:
             try:
                 metrics = self.one_step(step)
-            except (NonFiniteError, NoGradientError, SpikeError):  # on every rank
+            except (
+                NonFiniteError,
+                NoGradientError,
+                SpikeError,
+            ):  # on every rank; the save in progress must not be lost
                 self.checkpointer.finish()
                 raise
             busy_s = self.busy.seconds() if self.busy else None  # the step has waited for the device
@@ -74,7 +78,7 @@ class Trainer:
                 heartbeat.finished_step(step)
             else:
                 metrics, evaluated = self.evaluated(metrics)
-                # A slow disk, on one rank, may hold up the update there.
+                # During a save, a slow disk of one rank may delay the update there.
                 ranks.set_timeout(timeouts.load if self.checkpointer.step else timeouts.step)
                 heartbeat.finished_step(step, data_s=metrics.data_s, optimizer_s=metrics.optimizer_s, busy_s=busy_s)
                 own = extend.current().metrics(self.moment(step, metrics))
@@ -97,24 +101,24 @@ class Trainer:
         )
 
     def patience_s(self, stop: Stop) -> float:
-        """Return how long the end may wait for what follows a save."""
+        """Return how long to wait for ``after_save`` at the end of the run."""
         if stop is Stop.SPENT:
             return max(HURRY_S, self.budget.left_s)
         return HURRY_S if stop else math.inf
 
     def moment(self, step: int, metrics: Metrics | None) -> Moment:
-        """Return what the user's functions are told."""
+        """Return the argument of the user's hooks."""
         me = self.context.me
         return Moment(step, self.steps.stop - 1, metrics, self.passes.model, me.rank, me.world, self.context.run.path)
 
     def tell_saved(self, step: int, metrics: Metrics | None) -> None:
-        """Tell the user's module of what has landed since the last call."""
+        """Call the user's hook for each checkpoint that was completed since the last call."""
         for path in self.checkpointer.landed:
             extend.current().saved(self.moment(step, metrics), path)
         self.checkpointer.landed.clear()
 
     def close(self) -> None:
-        """End what reads ahead, let the next run write into the directory of checkpoints, and trackers have what is left."""
+        """Stop the loader, release the checkpoint directory, close the budget, and flush the trackers."""
         with contextlib.ExitStack() as ending:
             ending.callback(self.trackers.close)
             ending.callback(self.budget.close)
@@ -122,7 +126,7 @@ class Trainer:
             ending.callback(self.reader.close)
 
     def one_step(self, step: int) -> Metrics | None:
-        """Fetch a batch, update the weights, and measure; None if the step was left out."""
+        """Run one step and return its metrics; None if the step was skipped."""
         me, timer = self.context.me, StepTimer(self.context.me.device)
         lr = lr_at(step, self.steps.stop - 1, self.config.optimizer)
         set_lr(self.updater.optimizer, lr)
@@ -159,7 +163,7 @@ class Trainer:
         )
 
     def learn(self, step: int, timer: StepTimer) -> StepResult | None:
-        """Fetch a batch and update the weights; None if it has nothing to learn, or nothing finite came of it."""
+        """Fetch a batch and update the weights; return None if the batch has no target or the result is not finite."""
         microbatches = next(self.reader)
         timer.mark("data")
         try:
@@ -179,7 +183,7 @@ class Trainer:
         return result
 
     def evaluated(self, metrics: Metrics) -> tuple[Metrics, str]:
-        """Evaluate the weights after a step, if that is due; returns its metrics with the loss, and a line about it."""
+        """Evaluate after a step if due; return the metrics with the evaluation loss, and a line for the log."""
         if not (self.evaluator and self.evaluator.is_due(metrics.step, self.steps.stop - 1)):
             return metrics, ""
         loss, words = self.evaluator.evaluate()
@@ -188,7 +192,7 @@ class Trainer:
         return dataclasses.replace(metrics, evaluation_loss=loss), f"evaluation after step {metrics.step}: {words}"
 
     def after_step(self, step: int, metrics: Metrics | None) -> Stop:
-        """Do what is due, or was requested; returns whether to stop the run."""
+        """Do what is due or was requested after a step; return whether to stop the run."""
         step_s, loss = (metrics.step_s, metrics.evaluation_loss) if metrics else (None, None)
         requests, saver = self.requests.new(), self.checkpointer
         mine = self.requests.wishes(requests)
@@ -205,7 +209,7 @@ class Trainer:
         saver.tell_after_save(wishes.unsent)
         ending = bool(wishes.stop) or step == self.steps.stop - 1
         if ending and saver.cadence.saves:
-            ranks.set_timeout(self.config.timeouts.load)  # writing is slow and skewed, as loading is
+            ranks.set_timeout(self.config.timeouts.load)  # like loading, writing is slow and uneven between ranks
         saver.after_step(step, wishes, requests, Reached(self.reader.position, loss), ending=ending, step_s=step_s)
         self.requests.after_step(step, wishes, requests, ending=ending)
         return Stop(wishes.stop)

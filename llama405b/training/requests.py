@@ -1,10 +1,7 @@
-"""What a live run is asked to do: save, profile, show memory or stacks.
+"""Requests to a live run: stop, save, or diagnose all ranks (a profile of some steps, memory, stacks of threads).
 
-Diagnoses of a rank, on request: a profile of some steps, its memory, its threads' stacks. Files in the run's directory.
-
-What is requested of a run while it trains, and how that is carried out: a stop, a save, diagnoses of all ranks.
-
-A request is a file of the operator's that rank 0 finds between steps (``contract.records.RunRequest``); a stop is a signal.
+A request is a file that the operator's tools write and rank 0 finds between steps (``contract.records.RunRequest``); a stop is a signal.
+Diagnoses are files in the run's directory. Knows files and signals; not how a run saves or trains.
 """
 
 import dataclasses
@@ -34,7 +31,7 @@ from llama405b.training.context import RankContext
 
 
 def write_stacks(run: RunDir, me: Rank, step: int) -> Path:
-    """Write the stack of every thread of this process; returns the file."""
+    """Write the stacks of all threads of this process; return the file."""
     path = _place(run.diagnosis("stacks", me.rank, step, "txt"))
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     stacks = ((names.get(ident, ident), traceback.format_stack(top)) for ident, top in sys._current_frames().items())
@@ -43,9 +40,9 @@ def write_stacks(run: RunDir, me: Rank, step: int) -> Path:
 
 
 def write_memory(run: RunDir, me: Rank, step: int) -> Path:
-    """Write what this rank's memory holds; returns the file.
+    """Write the memory use of this rank; return the file.
 
-    On CUDA this is torch's snapshot (open it with https://pytorch.org/memory_viz), else the process's counts, in bytes.
+    On CUDA this is torch's snapshot (open it with https://pytorch.org/memory_viz), else counters of the process in bytes.
     """
     if me.on_gpu:
         path = _place(run.diagnosis("memory", me.rank, step, "pickle"))
@@ -60,7 +57,7 @@ def write_memory(run: RunDir, me: Rank, step: int) -> Path:
 
 
 class Profile:
-    """Records a trace of this rank for Perfetto, from now until ``finish``."""
+    """A trace of this rank for Perfetto, recorded from now until ``finish``."""
 
     def __init__(self, run: RunDir, me: Rank, request: str, first_step: int, steps: int) -> None:
         self.request, self.last_step = request, first_step + steps - 1
@@ -72,7 +69,7 @@ class Profile:
         self.profiler.start()
 
     def finish(self) -> Path:
-        """Write the trace, first under another name: torch reports no failure, so its end is looked for."""
+        """Write the trace under a temporary name, check that it is complete (torch reports no failure), and rename it."""
         self.profiler.stop()
         part = _place(self.path.with_suffix(".part"))
         part.unlink(missing_ok=True)
@@ -96,22 +93,23 @@ def _place(path: Path) -> Path:
     return path
 
 
-LOOK_EVERY_S = 1.0  # listing a directory on a network disk costs time
+LOOK_EVERY_S = 1.0  # listing a directory on a network disk is slow
 
 
 class StopSignal:
     """Whether the node runner asked this rank to save and stop.
 
-    It sends SIGUSR1: SIGTERM is how torchrun ends the survivors of a failure, which must not wait for a step. Slurm sends
-    SIGTERM, too, to every process of a job that it preempts, and leaves some time. There the node runner starts all ranks with
-    SIGTERM blocked, and a thread looks who sent it: a handler would wait for the collective that the rank is in.
+    The node runner sends SIGUSR1. SIGTERM must end a rank without waiting for a step: torchrun sends it to the survivors of a failure.
+    Slurm also sends SIGTERM, to every process of a job that it preempts, and then leaves some time to save. So under Slurm the node
+    runner starts all ranks with SIGTERM blocked, and a thread checks who sent it; a Python handler could not run while the rank waits
+    in a collective.
     """
 
     def __init__(self) -> None:
         self.received = False
         signal.signal(signal.SIGUSR1, self._receive)
         if signal.SIGTERM in signal.pthread_sigmask(signal.SIG_BLOCK, ()):
-            resource_tracker.ensure_running()  # which unblocks it here when it starts, as it would at the first worker
+            resource_tracker.ensure_running()  # its start unblocks SIGTERM: start it now, and not with the first worker
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
             threading.Thread(target=_end_with_torchrun, name="sigterm", daemon=True).start()
 
@@ -120,7 +118,7 @@ class StopSignal:
 
 
 def _end_with_torchrun() -> None:
-    """End this process at torchrun's SIGTERM, and at no other."""
+    """End this process on a SIGTERM from torchrun; ignore other senders."""
     torchrun = os.getppid()
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != torchrun:
         pass
@@ -129,7 +127,7 @@ def _end_with_torchrun() -> None:
 
 
 class Stop(enum.IntEnum):
-    """Whether to stop after this step; of several reasons the greatest counts."""
+    """Whether to stop after this step; the maximum over all ranks counts."""
 
     NO = 0
     ASKED = 1
@@ -138,20 +136,20 @@ class Stop(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AfterStep:
-    """What one rank wants after a step; the greatest of all ranks' is what all of them do."""
+    """Actions that one rank requests after a step; all ranks do the maximum of each field over all ranks."""
 
     stop: int = 0  # ``Stop``
-    save: int = 0  # it is due, or requested
-    still_saving: int = 0  # the save before
-    unsent: int = 0  # ``checkpoint.after_save`` fails: the rank, from 1
-    best: int = 0  # save, since no evaluation loss was lower
-    profile: int = 0  # steps
+    save: int = 0  # a save is due or requested
+    still_saving: int = 0  # the previous save is not finished
+    unsent: int = 0  # number, from 1, of the rank whose ``checkpoint.after_save`` fails
+    best: int = 0  # save: the evaluation loss is the lowest so far
+    profile: int = 0  # number of steps
     memory: int = 0
     stacks: int = 0
 
 
 class Requests:
-    """The requests of this attempt, earlier ones are ignored; and the diagnoses that they ask for."""
+    """Reads the requests of this attempt (earlier ones are ignored), and runs the diagnoses that they ask for."""
 
     def __init__(self, context: RankContext, stop: StopSignal) -> None:
         self.context, self.stop = context, stop
@@ -160,7 +158,7 @@ class Requests:
         self.profile: Profile | None = None
 
     def new(self) -> list[RunRequest]:
-        """Return the requests since the last look, on rank 0; files that are not requests are skipped."""
+        """Return the requests since the last call, on rank 0; skip files that are not requests."""
         if not self.context.me.is_rank0 or time.monotonic() < self.looked_at + LOOK_EVERY_S:
             return []
         self.looked_at = time.monotonic()
@@ -176,14 +174,14 @@ class Requests:
             return []
 
     def wishes(self, requests: Iterable[RunRequest]) -> AfterStep:
-        """Return what this rank wants for these."""
+        """Return the actions that these requests ask for."""
         steps = dict.fromkeys(RequestKind, 0)
         for request in requests:
             steps[request.kind] = max(steps[request.kind], 1, min(request.steps, MOST_PROFILED_STEPS))
         return AfterStep(stop=int(self.stop.received), **{kind.value: n for kind, n in steps.items()})
 
     def after_step(self, step: int, wishes: AfterStep, requests: Sequence[RunRequest], *, ending: bool) -> None:
-        """Do what all ranks wish, and answer; ``requests``: the new ones, on rank 0."""
+        """Write the requested diagnoses on all ranks and answer; ``requests``: the new ones, on rank 0."""
         run, me = self.context.run, self.context.me
         for kind, wished, write in (
             (RequestKind.STACKS, wishes.stacks, write_stacks),
@@ -197,14 +195,14 @@ class Requests:
         self._begin_profile(requests, wishes.profile, step)
 
     def _finish_profile(self, step: int, *, ending: bool) -> None:
-        """Write the profile if this was its last step, or the run's."""
+        """Write the profile if this was its last step, or the run ends."""
         if self.profile and (ending or step >= self.profile.last_step):
             path, why = _on_all_ranks(self.profile.finish)
             request, self.profile = self.profile.request, None
             self._answer(request, step, path, why)
 
     def _begin_profile(self, requests: Sequence[RunRequest], n_steps: int, step: int) -> None:
-        """Start a requested profile, one at a time."""
+        """Start a requested profile; only one runs at a time."""
         ids = [request.id for request in requests if request.kind is RequestKind.PROFILE]
         if n_steps and not self.profile:
             first, ids = ids[:1], ids[1:]
@@ -217,9 +215,9 @@ class Requests:
 
 
 def _on_all_ranks(write: Callable[[], Path]) -> tuple[Path | None, str]:
-    """Write a file on every rank; returns this rank's and "", once all ranks are done, or why one is missing.
+    """Write a file on every rank; when all are done return (path, "") or (path or None, reason why one is missing).
 
-    A disk that is full is no reason to end the run.
+    A full disk must not end the run.
     """
     path, why = None, ""
     try:

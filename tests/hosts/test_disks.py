@@ -62,7 +62,7 @@ long = pytest.mark.soak
         ("working directory", "quota, later", ""),
         ("checkpoints, shared", "read-only, later", "was not saved: DISK/c/step-"),
         ("checkpoints, shared", "strangers' files", ""),
-        ("export", "no rename", "DISK/out: there an export cannot rename files over others (Function not implemented); name another"),
+        ("export", "no rename", "DISK/out: an export there cannot rename files over others (Function not implemented); name another"),
         pytest.param("checkpoints, shared", "no fsync of directories", "", marks=long),
         pytest.param("working directory", "no inodes left", "", marks=long),
         pytest.param("working directory", "no size", "", marks=long),

@@ -54,7 +54,7 @@ def test_plan_asks_the_hosts_what_they_are_and_launch_refuses_what_cannot_fit(ho
         assert re.match(
             r"llama405b: a GPU has [\d.]+ GiB, but a rank would allocate about [\d,.]+ at the loss; ", refused.stderr
         )
-        assert refused.stderr.endswith("--allow-misfit starts it nonetheless. Nothing was started\n")
+        assert refused.stderr.endswith("--allow-misfit starts it anyway. Nothing was started\n")
         assert hosts.exec(1, "ls", f"{hosts.workdir(1)}/runs", check=False).stdout == ""
     finally:
         for i in range(1, N_HOSTS + 1):
@@ -71,7 +71,7 @@ def test_four_good_hosts(hosts, operator):
     # this machine's own disks may be worth a note (a roomier one elsewhere), and nothing else is but what they do not share
     [found] = [found for found in record["findings"] if " free, the working directory " not in found["what"]]
     assert (found["level"], found["hosts"]) == ("note", ["node-2", "node-3", "node-4"])
-    assert found["what"] == "cannot see what node-1 writes in /root/train_dir/runs, where checkpoints go"
+    assert found["what"] == "cannot see what node-1 writes in /root/train_dir/runs, the checkpoint directory"
     for i in range(1, 5):
         facts = record["facts"][f"node-{i}"]
         assert facts["identity"]["user"] == hosts.user(i)

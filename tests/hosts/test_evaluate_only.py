@@ -34,7 +34,7 @@ def test_a_model_is_evaluated_without_training(work, cli, demo, corpus):
     assert (shown["phase"], shown["evaluated_step"], shown["lost_steps"]) == ("DONE", 0, None)
     typo = cli(work, "launch", *only, "--run", "typo", "--follow", "--resume", "nowhere/step-00000004")
     assert typo.returncode == 1
-    assert "--resume: nowhere/step-00000004 is a directory on no host; name a checkpoint" in typo.stderr
+    assert "--resume: no host has the directory nowhere/step-00000004; name a checkpoint" in typo.stderr
     assert not (work / "nowhere").exists()
     again = cli(work, "launch", *only, "--run", "base")
     assert (again.returncode, len(again.stderr.splitlines())) == (2, 1)

@@ -48,7 +48,7 @@ def test_a_module_of_ones_own_runs_over_a_resume(work, cli, demo, corpus):
     assert [(each["step"], each["prompt"]) for each in samples] == [
         (step, prompt) for step in (0, 4, 8, 12) for prompt in ("1. e4 e5", '[Event "1')
     ]
-    assert "'1. e4 e5' continues: " in first.stdout
+    assert "'1. e4 e5' → " in first.stdout
 
     bad = MODULE.replace('{"perplexity": math.exp(min(20.0, moment.metrics.loss))}', "{}[moment.step]")
     (work / "my_module.py").write_text(bad)

@@ -54,7 +54,7 @@ def test_a_night_on_two_hosts_and_its_bundle(hosts, operator):
     assert list(_steps(other, night)) == list(range(61, 71))
     assert re.search(rf"node-2: read back 1 file of {night}-exported: as written", said["export"])
     [report] = (got / "collected/runs" / hang / "autopsy").glob("*/report.txt")
-    assert re.search(r"(?m)^HANGS  node-2: rank 1 cannot go on: it is stopped by a signal", report.read_text())
+    assert re.search(r"(?m)^HANGS  node-2: rank 1 cannot continue: it is stopped by a signal", report.read_text())
     assert list(_steps(first, hang).items())[-1] == (10, 2)
     for host, step in ((first, 60), (other, 70)):
         manifest = host / "runs" / night / f"checkpoints/step-{step:08d}/manifest.json"

@@ -99,7 +99,7 @@ def test_a_hung_run_is_ended_and_resumed_and_a_stop_ends_the_guard(work, cli, de
     wait_for(lambda: words in guard_log(work, "h"))
     assert "it is stopped by a signal" in guard_log(work, "h")
     assert re.search(
-        r"autopsy: HANGS  node-b: rank 1 cannot go on: it is stopped by a signal.* all of it in runs/h/autopsy/\S+",
+        r"autopsy: HANGS  node-b: rank 1 cannot continue: it is stopped by a signal.* full report in runs/h/autopsy/\S+",
         guard_log(work, "h"),
     )
     [report] = work.glob("runs/h/autopsy/*/report.txt")

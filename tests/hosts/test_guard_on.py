@@ -91,7 +91,7 @@ def test_a_guard_on_a_host_brings_the_run_back_and_a_stop_ends_it(hosts, operato
 
     assert operator("stop", "--run", "g", "--grace", "0").returncode == 0
     assert nothing_stays(hosts, 1)
-    assert "dismissed: the run is stopped" in read(hosts, 1, "guard.log")
+    assert "dismissed: the run was stopped" in read(hosts, 1, "guard.log")
     assert hosts.exec(1, "sh", "-c", "ls /tmp/tmux-*/ 2>/dev/null", check=False).stdout == ""
     assert not read(hosts, 1, "status/.node-1.guard-order")
 

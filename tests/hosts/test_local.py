@@ -272,7 +272,7 @@ def test_ctrl_c_only_stops_following(work, cli, demo, corpus):
     os.killpg(follower.pid, signal.SIGINT)
     out, _ = follower.communicate(timeout=20)
     assert follower.returncode == 130
-    assert "no longer following; the run continues" in out
+    assert "Detached; the run keeps going" in out
     before = heartbeat(work, "r", 1)["step"]
     wait_for(lambda: heartbeat(work, "r", 1)["step"] > before)
     assert cli(work, "status").returncode == 0
@@ -554,7 +554,7 @@ def test_deep_looks_into_the_weights(work, cli, demo, tmp_path):
     (found,) = [f for f in json.loads(done.stdout)["findings"] if str(model) in f["what"]]
     assert (found["level"], found["what"]) == (
         "bad",
-        f"{model}: {files[0].name} is not what was verified (SHA-256 of block 0)",
+        f"{model}: {files[0].name} has changed since it was verified (SHA-256 of block 0)",
     )
 
 

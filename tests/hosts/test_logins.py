@@ -108,14 +108,14 @@ def test_a_login_that_runs_no_command_is_named(operator, login):
     login("bash", "echo maintenance; exit")
     done = operator("launch", "--run", "ends", "--", "p.py")
     assert done.returncode == 1
-    assert "start-up files (such as ~/.bashrc) end it before it runs a command (maintenance)" in done.stderr
+    assert "start-up files (such as ~/.bashrc) exit before the command runs (maintenance)" in done.stderr
 
 
 @pytest.mark.parametrize(
     ("bashrc", "words"),
     [
         ("yes", "print without end; let them do that only in interactive shells"),
-        ("exec bash", "start another shell, which runs no command; let them do that only in interactive shells"),
+        ("exec bash", "start another shell, so no command can run; let them do that only in interactive shells"),
     ],
 )
 def test_start_up_files_that_let_no_command_run_end_a_verb_before_their_time_limit(operator, login, bashrc, words):
@@ -163,14 +163,14 @@ def _write(hosts, i, path, text):
 
 @pytest.mark.usefixtures("ipv6_alone")
 def test_hosts_with_ipv6_alone_are_refused_before_a_port_is_tried(operator):
-    advice = "give it one in a network that all of them reach"
+    advice = "give it an address that all of them reach"
     unfit = operator("doctor")
     assert unfit.returncode == 3
-    assert f"BAD  all hosts: no IPv4 address\n     → the hosts of a run meet over IPv4; {advice}" in unfit.stdout
+    assert f"BAD  all hosts: no IPv4 address\n     → hosts meet over IPv4; {advice}" in unfit.stdout
     assert "cannot reach" not in unfit.stdout
     refused = operator("launch", "--run", "six", "--resume", "auto", *FAKE_TRAINER, "--", "p.py")
     assert refused.returncode == 1
-    assert f"node-[1-2]: has no IPv4 address, and the hosts of a run meet over IPv4; {advice}" in refused.stderr
+    assert f"node-[1-2]: has no IPv4 address, but hosts meet over IPv4; {advice}" in refused.stderr
     assert "Nothing was started" in refused.stderr
     assert "node-2 OK" in operator("top", "--once").stdout  # ssh goes over IPv6
 

@@ -37,7 +37,7 @@ def test_a_killed_run_resumes_from_the_hosts_own_disks_in_another_order(hosts, o
     told = operator("status", "--run", "whole").stdout
     assert re.search(r"newest checkpoint: /\S+/runs/whole/checkpoints/step-00000024\n", told)
     assert "copied to the next host: step 24" in told
-    assert "checkpoints: each host keeps its part, 3 directories in all; and the next host a copy" in whole.stdout
+    assert "checkpoints: each host keeps its part, 3 directories in all; the next host keeps a copy" in whole.stdout
     assert re.search(r"next: `\S+ export whole OUT hosts` writes a model that transformers loads", whole.stdout)
     kept = [
         hosts.exec(i, "find", f"{hosts.workdir(i)}/runs/whole/checkpoints/step-00000024", "-name", "*.distcp").stdout

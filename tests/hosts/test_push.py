@@ -155,7 +155,7 @@ def test_hosts_that_share_the_directory_write_it_once(hosts, operator):
     write_llama(operator.path / "llama")
     refused = operator("push", "--shards", "llama", "--to", "/var/tmp/p/m")
     assert refused.returncode == 2
-    assert "node-2 and node-1 share /var/tmp/p/m; push all weights there, for both, without --shards" in refused.stderr
+    assert "node-2 and node-1 share /var/tmp/p/m; push all weights there, without --shards" in refused.stderr
     assert list(to.glob("ranks-*")) == []
 
 

@@ -48,7 +48,7 @@ def test_save_profile_memory_and_stacks(work, cli, demo, corpus, ask):
     assert path.endswith(f"step-{int(step):08d}")
 
     typed = cli(work, "ask", "asked", "profile", "--steps", 2)
-    others = "and beside it those of the other 1 rank, each on its host"
+    others = "the files of the other 1 rank are in the same place on their hosts"
     assert re.fullmatch(rf"a profile of 2 steps: \S+/profile-rank-0\S+ on node-a, {others}\n", typed.stdout), typed
     profile = next(event for event in reversed(ask.events("asked")) if event.kind is EventKind.ANSWERED)
     traces = sorted((work / "runs/asked/diagnosis").glob("profile-rank-*"))

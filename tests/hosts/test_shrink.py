@@ -40,7 +40,7 @@ def test_it_shrinks_and_grows_again(hosts, operator, n):
         hosts._wait()
     wait_for(lambda: f"node-{n}: back; the attempt saves and ends" in log.read_text())
     wait_for(lambda: "ended: the run finished successfully" in log.read_text())
-    assert f"running again after a restart that its guard (node-{n} is back) asked for" in log.read_text()
+    assert f"running again after a restart requested by its guard (node-{n} is back)" in log.read_text()
     expected = losses((operator.path / "runs/whole/metrics.jsonl").read_text())
     found = losses(hosts.exec(1, "cat", f"{hosts.workdir(1)}/runs/s/metrics.jsonl").stdout)
     assert found.keys() == expected.keys(), "no step is missing, or taken twice"

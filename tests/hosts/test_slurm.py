@@ -207,7 +207,7 @@ def test_a_job_that_is_preempted_saves_first_and_goes_on_afterwards(type_in, fak
     assert re.match(rf"run {run}: job {job} is PENDING", waiting)
     [end] = (type_in.place / f"runs/{run}/status/node-2.ends.jsonl").read_text().splitlines()
     assert (json.loads(end)["state"], json.loads(end)["cause"]["by"]) == ("stopped", "Slurm (SIGTERM)")
-    assert f"job {job} was preempted; it is requeued" in (type_in.place / f"runs/{run}/slurm-{job}.log").read_text()
+    assert f"job {job} was preempted; requeueing it" in (type_in.place / f"runs/{run}/slurm-{job}.log").read_text()
     assert type_in.exec("scontrol", "update", f"jobid={job}", "starttime=now").returncode == 0
     wait_for(
         lambda: re.search(rf"resumed from runs/{run}/checkpoints/step-\d+", type_in(f"logs --run {run}", 60).stdout),

@@ -82,7 +82,7 @@ def test_nvidia_smi_and_its_faults(hosts, operator, terminal):
             ("lost", r"node-2: 1 of 8 GPUs are lost(.|\n)*GPU 31/32(.|\n)*!node-2 "),
             ("old", r"node-2: gpu 5: slowed by hardware slowdown"),
             ("failed", r"node-2: NO-DRIVER .*couldn't communicate with the NVIDIA driver(.|\n)*!node-2 NO-DRIVER "),
-            ("endless", r"node-2: NO-DRIVER nvidia-smi: it prints more than 256 KiB(.|\n)*!node-2 NO-DRIVER "),
+            ("endless", r"node-2: NO-DRIVER nvidia-smi: printed more than 256 KiB(.|\n)*!node-2 NO-DRIVER "),
             ("hang", r"node-2: SMI-HUNG nvidia-smi has not answered for 1\d s(.|\n)*!node-2 SMI-HUNG "),
             ("ok", r"GPU 32/32(.|\n)* node-2 ( +96){8}"),
             ("failed", r"▲ DEGRADED +node-2: NO-DRIVER"),
@@ -208,7 +208,7 @@ def test_hosts_and_runs_are_acted_on_from_the_screen(hosts, trains, terminal):
     top.shows(r"\[nothing was done\]", 5)
     top.keys("c", "y")
     top.shows(rf"llama405b ask {trains} save hosts", 10)
-    top.shows(rf"asked; run {trains} answers after the step that it is in", 30)  # which this trainer does not
+    top.shows(rf"asked; run {trains} answers after its current step", 30)  # which this trainer does not
     asking = wait_for(lambda: children(top.pid()), 10)
     top.keys("q", "j", "!")
     top.shows(r"open a shell on node-2\?", 5)
@@ -243,7 +243,7 @@ def test_it_connects_again_to_what_froze_and_after_it_was_suspended(hosts, opera
     hosts.exec(2, "pkill", "-STOP", "-f", "sampler")
     try:
         top.shows(r"node-2 +STALE", 10)
-        top.shows(r"TIMEOUT: sent nothing for \d+ s; connecting again", 60)
+        top.shows(r"TIMEOUT: sent nothing for \d+ s; reconnecting", 60)
         top.shows(r"hosts 4/4(.|\n)*node-2 +no GPU", 30)
     finally:
         hosts.exec(2, "pkill", "-CONT", "-f", "sampler")

@@ -244,7 +244,7 @@ def test_the_window_has_the_verdict_and_gets_its_title_back(terminal, tmp_path):
 
 @pytest.mark.parametrize(
     ("args", "why"),
-    [((), "a recording cannot be acted on"), (("--read-only",), "cluster-top was started with --read-only")],
+    [((), "actions are disabled in a replay"), (("--read-only",), "cluster-top was started with --read-only")],
 )
 def test_what_cannot_be_acted_on_says_so(terminal, args, why):
     top = terminal("--replay", "demo", "--speed", "20", *args)

@@ -23,7 +23,7 @@ def apart(tmp_path, cli):
 def test_a_run_whose_checkpoints_would_have_no_common_directory_is_refused_before_it_starts(apart, tmp_path):
     done = apart("launch", "--run", "r", *DEMO)
     assert done.returncode == 1, done.stdout
-    words = "node-b: it does not see what node-a writes in runs/r/checkpoints, where the checkpoints go; "
+    words = "node-b: it does not see what node-a writes in runs/r/checkpoints, the checkpoint directory; "
     assert f"{words}{REMEDY}. Nothing was started" in done.stderr
     assert not list(tmp_path.glob("*/runs"))
 
@@ -34,7 +34,7 @@ def test_doctor_says_that_hosts_share_no_directory_and_that_the_planned_run_woul
         said = [each for each in json.loads(done.stdout)["findings"] if each["remedy"] == REMEDY]
         return [(each["level"], each["hosts"], each["what"]) for each in said], done.returncode
 
-    what = f"cannot see what node-a writes in {tmp_path}/a/runs, where checkpoints go"
+    what = f"cannot see what node-a writes in {tmp_path}/a/runs, the checkpoint directory"
     assert found("--preset", "demo") == ([("bad", ["node-b"], what)], 3)
     assert found()[0] == [("note", ["node-b"], what)]
     assert found("--preset", "demo", "--checkpoint.dir", f"{tmp_path}/c")[0] == []

@@ -52,8 +52,8 @@ def test_nothing_follows_an_export_that_failed_or_a_run_that_did_not_end_well(wo
     (work / "bad.py").write_text("raise SystemExit(3)")
     failed = cli(work, "launch", "--run", "f", "--follow", *wants[2:], "--", "bad.py")
     assert failed.returncode == 1, failed.stdout
-    assert "--when-done did not run, as the run did not end well" in failed.stderr
-    assert "its machines cost 5.00 an hour until they are given back (2 x 2.5)" in failed.stderr
+    assert "--when-done did not run, because the run did not end well" in failed.stderr
+    assert "its machines cost 5.00 an hour until they are released (2 x 2.5)" in failed.stderr
     assert not (work / "done").exists()
     jobs = (["--export", "out", "--follow", "--slurm", ""], "a job frees its nodes by itself")
     for flags, words in ((["--export", "out"], "nobody would see the end"), jobs):

@@ -33,7 +33,7 @@ def test_a_prompt_that_is_too_long_is_refused_before_weights_are_loaded(demo, co
 def test_a_resume_that_has_nothing_to_do_says_so(demo, corpus, tmp_path):
     train(tmp_path, "whole", *settings(demo, corpus, steps=4))
     done = train(tmp_path, "whole", *settings(demo, corpus, steps=4), "--resume", "auto")
-    said = "no step is left to take: 4 are done, of 4; to go on, raise training.max_steps or .epochs"
+    said = "nothing to train: 4 of 4 steps are done; to continue, raise training.max_steps or .epochs"
     assert said in done.stdout.splitlines()
 
 

@@ -63,4 +63,4 @@ def test_it_is_saved_before_its_hours_are_spent_over_all_attempts(demo, tmp_path
 
     done, _ = _train(demo, run, SECONDS, "--resume", "auto")
     assert done.returncode == 2
-    assert "are spent; raise it to go on, or leave it out" in done.stderr
+    assert "are spent; raise it to continue, or remove it" in done.stderr

@@ -238,11 +238,13 @@ def test_what_an_interrupted_download_left_is_deleted_and_begun_again(hub, cold_
                 wait_for(lambda before=before: set(left.rglob("*.incomplete")) - before)
                 if how == "interrupted":
                     other = cold_cli(tmp_path, "download", "o/tiny", env=hub["env"])
-                    assert "models/tiny: another download is writing into it; wait for that" in other.stderr
+                    assert "models/tiny: another download is writing there; wait for it" in other.stderr
                 child.send_signal(signal.SIGKILL if how == "killed" else signal.SIGINT)
             said, _ = child.communicate(timeout=50)  # a request's own time limit is longer
             assert child.returncode != 0
-            assert (b"interrupted: complete files stay; run the same command again" in said) == (how == "interrupted")
+            assert (b"interrupted: complete files are kept; run the same command again" in said) == (
+                how == "interrupted"
+            )
         hub["go on"].set()
         hub["go on"].clear()
         assert len(list(left.rglob("*.incomplete"))) <= AT_ONCE
@@ -251,14 +253,14 @@ def test_what_an_interrupted_download_left_is_deleted_and_begun_again(hub, cold_
     done = cold_cli(tmp_path, "download", "o/tiny", env=hub["env"])
     assert done.returncode == 0, done.stderr
     assert re.search(
-        r"an interrupted download left \d files? unfinished \(.* MB\): deleted, and begun again", done.stdout
+        r"an interrupted download left \d files? incomplete \(.* MB\): deleted, will be downloaded again", done.stdout
     )
     assert not list(left.rglob("*.incomplete"))
     offline = hub["env"] | {"HF_ENDPOINT": "http://127.0.0.1:9"}
     again = cold_cli(tmp_path, "download", "o/tiny", env=offline)
     assert again.returncode == 0, again.stderr
     assert (
-        f"models/tiny: complete as of {COMMIT}; whether o/tiny has changed since is not known: the Hub cannot be reached"
+        f"models/tiny: complete as of {COMMIT}; whether o/tiny has changed since is unknown: the Hub cannot be reached"
         in again.stdout
     )
     assert cold_cli(tmp_path, "download", "o/tiny", "--revision", "v1", env=offline).returncode == 1
@@ -345,4 +347,4 @@ def test_an_older_model_is_fetched_as_it_is(hub, cold_cli, tmp_path):
     found = {path.name for path in (tmp_path / "models/tiny").iterdir()}
     assert found >= {"pytorch_model-00001-of-00001.bin", "pytorch_model.bin.index.json", "config.json"}
     assert "optimizer.bin" not in found
-    assert "it has .bin files: convert them with `llama405b export models/tiny OUT`" in done.stdout
+    assert "convert its .bin files with `llama405b export models/tiny OUT`" in done.stdout

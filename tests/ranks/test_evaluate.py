@@ -344,7 +344,7 @@ def test_the_weights_of_a_checkpoint_are_evaluated_without_moments(tiny, tmp_pat
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        (["--checkpoint.keep_best", "true"], "nothing would be evaluated, or nothing saved; set evaluation.every"),
+        (["--checkpoint.keep_best", "true"], "the run would not evaluate, or not save; set evaluation.every"),
         (["--evaluation.every", "2"], "no data to evaluate on; set evaluation.paths or evaluation.fraction"),
         (["--evaluation.paths", "a"], "evaluation.every is 0, so evaluation.paths would not be used"),
         (["--evaluation.every", "2", "--evaluation.fraction", "0.6"], "fraction is 0.6; use at most 0.5"),

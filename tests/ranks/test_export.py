@@ -191,7 +191,7 @@ def test_an_interrupted_export_goes_on_where_it_was(at, tmp_path, monkeypatch, c
     assert len(written) == count
     with pytest.raises(UserError, match="another checkpoint, or in another dtype"):
         export.main(["r", str(out), "--dtype", "fp32"])
-    with pytest.raises(UserError, match="of the same model in other files; name another directory"):
+    with pytest.raises(UserError, match="of the same model into other files; name another directory"):
         export.main(["r", str(out), "--one-file"])
 
 
@@ -252,7 +252,7 @@ def test_what_is_damaged_is_not_exported(run, tmp_path, monkeypatch, damage, wor
     [
         (["nosuch", "out"], "nosuch: neither a run in this directory nor a checkpoint"),
         (["r", "out", "--step", "7"], "--step: runs/r/checkpoints has no step 7; choose from 1"),
-        (["r", "runs"], "runs: holds r, which no export wrote; name another directory"),
+        (["r", "runs"], "runs: holds r, which is not from an export; name another directory"),
         (["r", "out", "--model", "runs"], "runs/config.json: No such file or directory"),
         (["r", "out", "--push-to-hub", "name"], "--push-to-hub: 'name' is not a model name"),
     ],
@@ -281,7 +281,7 @@ def test_another_models_files_are_refused(at, tiny_tied, tmp_path):
 
 def test_what_this_machine_cannot_hold_is_not_tried(at, tmp_path, monkeypatch, capsys):
     assert export.main(["r", str(tmp_path / "out"), "--try", "x"]) == 1
-    assert "has no tokenizer.json, so a prompt cannot be read" in capsys.readouterr().out
+    assert "has no tokenizer.json to read a prompt with" in capsys.readouterr().out
     (tmp_path / "out/tokenizer.json").touch()
     monkeypatch.setattr(writing, "_roomiest", lambda: ("cpu", 1000))
     assert export.main(["r", str(tmp_path / "out"), "--try", "x"]) == 3
@@ -441,7 +441,7 @@ def test_a_file_for_each_layer_is_converted_bit_for_bit(tiny, tmp_path, full):
     assert found.keys() == state.keys()
     assert all(torch.equal(found[name], state[name]) for name in state)
     torch.save({"model.norm.weight": torch.ones(24)}, root / "lm_head.pt")
-    with pytest.raises(UserError, match=r"has model\.norm\.weight, as lm_head\.pt does; delete one of them"):
+    with pytest.raises(UserError, match=r"model\.norm\.weight is also in lm_head\.pt; delete one of them"):
         export.main([str(root), str(tmp_path / "twice")])
     (root / "lm_head.pt").unlink()
     with pytest.raises(UserError, match="lm_head"):

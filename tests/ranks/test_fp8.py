@@ -81,7 +81,7 @@ def test_a_gpu_that_has_none_is_refused(monkeypatch):
     monkeypatch.setattr(llama.importlib.util, "find_spec", lambda _: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA A100-SXM4-80GB")
     for capability, why in (
-        ((8, 0), "it needs a compute capability of 8.9, and NVIDIA A100-SXM4-80GB has 8.0; use others"),
+        ((8, 0), "it needs a compute capability of 8.9, but NVIDIA A100-SXM4-80GB has 8.0; use newer GPUs"),
         ((9, 0), ""),
     ):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=capability: found)

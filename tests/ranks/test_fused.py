@@ -87,4 +87,4 @@ def test_what_computes_something_else_is_not(monkeypatch, name, wrong, why):
 
 def test_another_mlp_stays_as_it_is():
     gelu = LlamaConfig(hidden_size=96, intermediate_size=160, hidden_act="gelu")
-    assert fused.lack("SwiGLU", gelu, CPU, torch.float32) == "this model's MLP is another"
+    assert fused.lack("SwiGLU", gelu, CPU, torch.float32) == "this model's MLP is not a SwiGLU without biases"

@@ -175,19 +175,17 @@ def test_each_rank_reads_the_part_that_its_host_has(tiny, tiny_tied, tmp_path):
 def test_a_part_that_is_not_enough_is_refused_on_all_ranks(tiny, tmp_path):
     one, two = _part(tiny, tmp_path / "a", 0, 0, 2), _part(tiny, tmp_path / "b", 1, 1, 2)
     (two / "ranks-1-1-of-2/model.safetensors.index.json").unlink()  # it was not pushed to its end
-    lacking = (
-        "rank 1 does not have its part of the same model there, and rank 0 cannot send them, because it has only a part"
-    )
+    lacking = "rank 1 does not have its part of the same model there, and rank 0 cannot send the weights because it has only a part"
     cases = {
         "auto": lacking,
         "rank0": lacking,
-        "local": f"--model.load: rank 1 cannot read the same files in {one} ({one}: has only the parts of other ranks",
+        "local": f"--model.load: rank 1 cannot read the same files in {one} ({one}: has only parts of other ranks",
     }
     more = [([one, two], "auto"), ([one, tiny], "rank0")]
     for said in run_ranks(2, _load_parts, tiny, [*(([one, one], how) for how in cases), *more]):
         assert all(words in each for words, each in zip(cases.values(), said, strict=False)), said
         assert lacking in said[3]
-        assert ": rank 0 cannot send them, because it has only a part of the weights" in said[4]
+        assert ": rank 0 cannot send the weights because it has only a part of them" in said[4]
 
 
 def _last_row_changed(model, to):

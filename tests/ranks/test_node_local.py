@@ -128,7 +128,7 @@ def test_a_lost_host_is_said_and_nothing_is_changed(tiny, hosts):
     shutil.rmtree(place / "host-1")
     said = run_ranks(4, _resume, tiny, place, 2)[0]
     assert said.startswith(f"--resume auto: {ROOT} has 2 checkpoints, but none verifies (")
-    assert "on no host of this run" in said
+    assert "not on any host of this run" in said
     assert sorted(path.name for path in (place / "host-0" / ROOT).glob("step-*")) == ["step-00000002", "step-00000004"]
 
 
@@ -167,8 +167,8 @@ def _said_at_the_start(me, place):
 @pytest.mark.parametrize(
     ("world", "where"),
     [
-        (1, "1 directory in all; if a host is lost, so are they"),
-        (2, "2 directories in all; and the next host a copy"),
+        (1, "1 directory in all; losing a host loses all checkpoints"),
+        (2, "2 directories in all; the next host keeps a copy"),
     ],
 )
 def test_a_copy_is_promised_where_there_is_a_next_host(tmp_path, world, where):

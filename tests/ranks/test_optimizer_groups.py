@@ -124,8 +124,8 @@ def test_what_is_frozen_takes_no_gradient_and_no_moments(place, model):
 @pytest.mark.parametrize(
     ("groups", "settings", "why"),
     [
-        (["* frozen=true"], {}, "every parameter is frozen, and nothing would be trained; leave out a pattern"),
-        (["*q_proj* frozen=true"], {"strategy": "fsdp1"}, "of which none is frozen alone; use fsdp2"),
+        (["* frozen=true"], {}, "every parameter is frozen, so nothing would be trained; leave out a pattern"),
+        (["*q_proj* frozen=true"], {"strategy": "fsdp1"}, "cannot freeze some of them; use fsdp2"),
         (["*norm* frozen=true", "*q_proj* frozen=true"], {"tp": 2}, ""),
         (["*q_proj* frozen=false"], {}, "optimizer.groups has"),
         (["*q_proj* frozen=true lr_factor=1"], {}, "optimizer.groups has"),

@@ -41,5 +41,5 @@ def test_another_loss_is_another(tmp_path):
 
 @pytest.mark.parametrize("settings", [{"tp": 2}, {"loss": "parts"}])
 def test_it_is_refused_where_no_rank_has_all_logits(tmp_path, settings):
-    with pytest.raises(AssertionError, match=r"--extend: loss\(\) is given all logits, which no rank has"):
+    with pytest.raises(AssertionError, match=r"--extend: loss\(\) needs all logits, but no rank has them"):
         _both(tmp_path, 2, settings)

@@ -137,4 +137,4 @@ def test_two_neighbours_lost_are_said(tiny, ring):
         shutil.rmtree(place / f"host-{lost}")
     said = run_ranks(HOSTS, _resume, tiny, place, HOSTS)[0]
     assert "none verifies" in said
-    assert "step-00000004/__1_0.distcp: on no host of this run" in said
+    assert "step-00000004/__1_0.distcp: not on any host of this run" in said

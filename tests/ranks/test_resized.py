@@ -37,12 +37,12 @@ def test_a_run_with_new_tokens(chats, tmp_path, monkeypatch, capsys):
     common = [*settings(model, talks, steps=4), "--optimizer.lr", 0.01]
     refused = train(tmp_path, "bad", *common, code=2)
     assert (
-        "its tokenizer has '<|im_start|>' (2048), '<|im_end|>' (2049), and the model 2048 embeddings; add some with "
+        "its tokenizer has '<|im_start|>' (2048), '<|im_end|>' (2049), but the model has 2048 embeddings; add some with "
         in refused.stderr
     )
     common += ["--model.resize_vocabulary", "true"]
     one = train(tmp_path, "one", *common)
-    assert "model: 128 embeddings are added to 2048, for its tokenizer, each the mean of these" in one.stdout
+    assert "model: added 128 embeddings to 2048 to match its tokenizer; each is the mean of the old ones" in one.stdout
     train(tmp_path, "two", *common, "--parallel.tp", 2, world=2)
     losses = [[m["loss"] for m in metrics(tmp_path, name).values()] for name in ("one", "two")]
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)

@@ -237,7 +237,7 @@ def test_an_old_checkpoint_that_cannot_be_deleted_fails_no_save(tiny, tmp_path):
         assert [(kind, step) for kind, step, *_ in told.events] == [("saved", step) for step in (2, 4, 6, 8, 10)]
         [said] = [line for line in told.lines if "deleted" in line]
         assert said.endswith(
-            "c: an old checkpoint cannot be deleted (step-00000002: Directory not empty); that is tried again after the next save"
+            "c: an old checkpoint cannot be deleted (step-00000002: Directory not empty); retrying after the next save"
         )
         assert (error, there) == ("", ["step-00000008", "step-00000010"])
 
@@ -274,7 +274,7 @@ def _perils(me, root, step):
 def test_what_becomes_of_the_directory_meanwhile_costs_one_save(tiny, tmp_path):
     for told, error, there in run_ranks(2, _run, tiny, tmp_path / "c", "2", (), 0.0, 8, 0, _perils):
         first, second = (event[-1] for event in told.events if event[0] == "not saved")
-        assert "step-00000002.run.tmp: cannot be written (what was written into it is gone); it was removed" in first
+        assert "step-00000002.run.tmp: cannot be written (its files have disappeared); it was removed" in first
         assert "(rank 1: No such file or directory); it was removed, or its filesystem is not mounted" in second
         assert [(kind, step) for kind, step, *_ in told.events[2:]] == [("saved", 6), ("saved", 8)]
         assert (error, there) == ("", ["step-00000006", "step-00000008"])

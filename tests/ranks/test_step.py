@@ -257,7 +257,7 @@ def test_steps_with_nothing_to_learn_are_skipped_counted_and_said(demo, tmp_path
 def test_a_run_with_nothing_to_learn_in_most_steps_is_refused(demo, tmp_path):
     done, skipped, _ = train(demo, tmp_path, "a very long question " * 400, 400)
     assert done.returncode == 2
-    assert "steps have no target to learn; " in done.stderr
+    assert "steps have no target token; " in done.stderr
     assert len(skipped) < 30
 
 

@@ -97,16 +97,14 @@ def test_it_is_made_for_a_tokenizer_and_is_a_source_of_its_own(demo, texts, tmp_
     (other / "chat_template.jinja").write_text("another")
     with pytest.raises(UserError, match="was tokenized with another tokenizer"):
         tokenised(ours, other, tmp_path / "cache", report())
-    with pytest.raises(
-        UserError, match="made is tokenized already, so it is a source of its own: give each path a weight"
-    ):
+    with pytest.raises(UserError, match="made is already tokenized and cannot share a source: give each path a weight"):
         tokenised(Data(paths=("made", "texts"), bad_records="skip"), demo, tmp_path / "cache", report())
     whole = Path("made/tokens.bin").read_bytes()
     Path("made/tokens.bin").write_bytes(b"\xff" + whole[1:])
     with pytest.raises(UserError, match=r"made/tokens\.bin is damaged; run `llama405b data tokenize` again"):
         tokenised(ours, demo, tmp_path / "cache", report())
     os.truncate("made/tokens.bin", 400)
-    with pytest.raises(UserError, match=r"--data\.paths: made is not whole; run `llama405b data tokenize` again"):
+    with pytest.raises(UserError, match=r"--data\.paths: made is incomplete; run `llama405b data tokenize` again"):
         tokenised(ours, demo, tmp_path / "cache", report())
 
 
@@ -150,7 +148,7 @@ def test_bad_input(demo, texts):
         data.main(typed(demo, "--data.bad_records", "refuse"))
     with pytest.raises(UserError, match="the following arguments are required: --out"):
         data.main(["tokenize", "--model.path", str(demo), "--data.paths", "texts"])
-    with pytest.raises(UserError, match=r"data\.weights: sources are mixed by the run; tokenize each by itself"):
+    with pytest.raises(UserError, match=r"data\.weights: the training run mixes sources; tokenize each by itself"):
         data.main(typed(demo, "--data.paths", "texts/0.jsonl,texts/1.jsonl", "--data.weights", "1,2"))
     with pytest.raises(UserError, match="--workers: 0 is too small; use 1 or more"):
         data.main(typed(demo, "--workers", "0"))
@@ -160,7 +158,7 @@ def test_texts_of_which_every_record_is_left_out_are_refused(demo, texts):
     (texts / "odd").mkdir()
     (texts / "odd" / "a.jsonl").write_text('{"q": "x", "a": "y"}\n' * 500)
     with pytest.raises(
-        UserError, match=r"leaves nothing of 500 records; the first, .*a\.jsonl:1: not .* 'q', 'a'; say which"
+        UserError, match=r"leaves nothing of 500 records; first .*a\.jsonl:1: not .* 'q', 'a'; say which"
     ):
         data.main(typed(demo, "--data.paths", "texts/odd", "--workers", "1"))
     assert not (texts.parent / "made" / TOKENIZED).exists()
@@ -172,5 +170,5 @@ def test_a_model_that_is_not_here_or_has_too_few_positions_is_said(demo, texts, 
     (texts / "odd").mkdir()
     with contextlib.suppress(UserError):  # there is no text
         data.main(typed(demo, "--data.seq_len", "2048", "--data.paths", "texts/odd"))
-    said = "--data.seq_len: 2048 exceeds the model's limit of 1024 positions; lower it for a run; the tokens stay the same\n"
+    said = "--data.seq_len: 2048 exceeds the model's limit of 1024 positions; lower it for a run; the tokens do not depend on it\n"
     assert capsys.readouterr().out.startswith(said)

@@ -206,10 +206,13 @@ def _refusal(*words):
 @pytest.mark.parametrize(
     ("wrap", "message"),
     [
-        (("LlamaDecoderLayer", "LlamaMLP"), "'LlamaMLP' is within 'LlamaDecoderLayer', and FSDP2 takes one of them"),
-        (("LlamaModel", "Embedding"), "'Embedding' is within 'LlamaModel'"),
-        (("LlamaRMSNorm",), "'LlamaRMSNorm' is in the unit of the head and its norm; leave it out"),
-        (("Linear", "Embedding"), "'Linear' is in the unit of the head and its norm; leave it out"),
+        (
+            ("LlamaDecoderLayer", "LlamaMLP"),
+            "'LlamaMLP' is inside 'LlamaDecoderLayer'; FSDP2 can shard only one of them",
+        ),
+        (("LlamaModel", "Embedding"), "'Embedding' is inside 'LlamaModel'"),
+        (("LlamaRMSNorm",), "'LlamaRMSNorm' belongs to the unit of the head and its norm; remove it"),
+        (("Linear", "Embedding"), "'Linear' belongs to the unit of the head and its norm; remove it"),
     ],
 )
 def test_units_that_share_parameters_are_refused(wrap, message):

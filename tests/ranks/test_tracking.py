@@ -131,7 +131,7 @@ def test_a_resume_goes_on_and_what_is_done_again_keeps_its_first_values(demo, tm
     said = _train(demo, run, 6, *OFFLINE, "--resume", "2")
     for name in ("wandb", "tensorboard"):
         assert (
-            f"tracking {name}: it keeps steps 3-4 as they were, and is sent only later ones; `llama405b track run --ag"
+            f"tracking {name}: it keeps steps 3-4 as they are and gets only later ones; `llama405b track run --ag"
             in said
         )
     after = _losses(run)

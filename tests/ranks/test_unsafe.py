@@ -94,7 +94,7 @@ def _refused(tiny, root):
 def test_metadata_from_elsewhere_runs_nothing(tiny, root, tmp_path):
     _change(root / STEP, lambda metadata: metadata.planner_data.update(x=Touches(tmp_path / "ran")))
     for said in _refused(tiny, root):
-        assert said.startswith(f"{root}/{STEP}/.metadata: holds 'posix.mkdir', which is no type of DCP's metadata")
+        assert said.startswith(f"{root}/{STEP}/.metadata: holds 'posix.mkdir', which DCP's metadata never contains")
     assert not (tmp_path / "ran").exists()
 
 
@@ -109,7 +109,9 @@ def test_settings_of_the_optimizer_from_elsewhere_are_not_read(tiny, root, tmp_p
 def test_what_should_be_a_tensor_and_is_not_runs_nothing(tiny, root, tmp_path):
     _evil_bytes(root / STEP, "model.model.norm.weight", Touches(tmp_path / "ran"))
     resumed, exported = _refused(tiny, root)
-    assert resumed.startswith("model.model.norm.weight in the checkpoint: is no tensor, and might run commands as you")
+    assert resumed.startswith(
+        "model.model.norm.weight in the checkpoint: is not a tensor and could run commands as you"
+    )
     assert "model.norm.weight is [], but" in exported
     assert not (tmp_path / "ran").exists()
 
@@ -127,7 +129,9 @@ def test_a_checkpoint_that_others_can_write_is_used_with_a_warning(tiny, root, c
     file = root / STEP / "__0_0.distcp"
     os.chown(file, 12345, -1)
     (root / STEP / "__1_0.distcp").chmod(0o666)
-    warning = f"warning: {file}: belongs to another user (uid 12345); its hashes say that it is whole, never that it is harmless"
+    warning = (
+        f"warning: {file}: belongs to another user (uid 12345); hashes prove that it is complete, not that it is safe"
+    )
     for path, said in run_ranks(2, _look_at, root):
         assert path == str(root / STEP)
         assert [each[: len(warning)] for each in said] == [warning]

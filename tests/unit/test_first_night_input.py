@@ -14,7 +14,7 @@ SCRIPT = ROOT / "scripts/first_night.sh"
     ("words", "said"),
     [
         ("", "name a hosts file"),
-        ("absent", "absent: cannot be read (No such file or directory); name a hosts file"),
+        ("absent", "absent: cannot be read (No such file or directory); pass the path of a hosts file"),
         ("one", "one: name two hosts, a line each"),
         ("range", "range: name two hosts, a line each"),
         ("hosts one", "one is one hosts file too many"),

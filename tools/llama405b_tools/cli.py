@@ -27,32 +27,39 @@ VERBS = {  # verb: (module with main(argv) -> exit code, what it does)
     ),
     "import": (
         "llama405b_tools.verbs.recipes",
-        "write the settings of another program's recipe as a file for --config",
+        "convert another program's recipe to a settings file for --config",
     ),
     "doctor": ("llama405b_tools.verbs.doctor", "check that the hosts are fit to train and agree with each other"),
     "setup": ("llama405b_tools.verbs.setup", "install the project and its environment on bare hosts"),
     "push": ("llama405b_tools.verbs.push", "copy code or a checkpoint to every host"),
-    "launch": ("llama405b_tools.verbs.launch", "start a run on every host, or on none"),
-    "status": ("llama405b_tools.verbs.status", "show a run's state on every host, and its progress"),
-    "report": ("llama405b_tools.verbs.report", "show a run's loss curve and where its time went, and write a page"),
+    "launch": ("llama405b_tools.verbs.launch", "start a run on all hosts or on none"),
+    "status": ("llama405b_tools.verbs.status", "show a run's progress and its state on every host"),
+    "report": ("llama405b_tools.verbs.report", "show a run's loss curve and where its time went; write an HTML page"),
     "top": ("llama405b_tools.verbs.top", "cluster-top: hosts, GPUs, ranks, training and logs on one screen"),
     "logs": ("llama405b_tools.verbs.logs", "show the logs of every rank on every host"),
-    "ask": ("llama405b_tools.verbs.ask", "have a live run save or restart, or show a profile, memory or stacks"),
-    "autopsy": ("llama405b_tools.verbs.autopsy", "say what every rank is doing, and who holds up the run"),
-    "blame": ("llama405b_tools.verbs.blame", "find the document that a step went wrong with"),
+    "ask": ("llama405b_tools.verbs.ask", "make a live run save or restart, or record a profile, memory or stacks"),
+    "autopsy": ("llama405b_tools.verbs.autopsy", "show what every rank is doing and which one holds up the run"),
+    "blame": ("llama405b_tools.verbs.blame", "find the document that made a step go wrong"),
     "attach": ("llama405b_tools.verbs.attach", "open a tmux session with one window per host"),
-    "stop": ("llama405b_tools.verbs.stop", "end a run on every host, and verify that it ended"),
+    "stop": ("llama405b_tools.verbs.stop", "stop a run on every host and verify that it stopped"),
     "train": ("llama405b.train", "run the training program (launch runs it under torchrun)"),
     "download": ("llama405b.commands.download", "download and verify a model from the Hugging Face Hub"),
-    "data": ("llama405b_tools.verbs.data", "show what a training run would learn of its data, or tokenize it once"),
+    "data": ("llama405b_tools.verbs.data", "show what a run would train on, or tokenize its data once"),
     "export": ("llama405b_tools.verbs.export", "write a checkpoint as a model that transformers and vLLM load"),
-    "track": ("llama405b.commands.track", "send a run's numbers to W&B or TensorBoard, if they were not"),
+    "track": ("llama405b.commands.track", "upload metrics that W&B or TensorBoard do not have yet"),
     "demo": ("llama405b_tools.verbs.demo", "write a small Llama checkpoint for trying things out"),
     "bench": ("llama405b_tools.verbs.bench", "test GPUs, links and memory, up to whole steps"),
 }
-MOST = 20_000  # characters of an error, which may name every host
+MOST = 20_000  # characters of an error message; it may name every host
 NO_GPU = ("download", "data", "export", "track", "demo")
-OWNERS_ALONE = ("launch", "report", "top", "logs", "autopsy", "blame")  # what they write of a run
+OWNERS_ALONE = (
+    "launch",
+    "report",
+    "top",
+    "logs",
+    "autopsy",
+    "blame",
+)  # their files about a run are readable by their owner only
 GROUPS = {
     "at your terminal": (
         "plan",
@@ -71,12 +78,12 @@ GROUPS = {
         "attach",
         "stop",
     ),
-    "on a host (train and bench need its GPUs, the others none)": ("train", "bench", *NO_GPU),
+    "on a host (only train and bench need GPUs)": ("train", "bench", *NO_GPU),
 }
 
 
 def usage() -> str:
-    """The help text."""
+    """Return the help text."""
     lines = list[str]()
     for title, verbs in GROUPS.items():
         lines += [f"{title}:"] + [f"  {verb:8} {VERBS[verb][1]}" for verb in verbs]
@@ -85,7 +92,7 @@ def usage() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a verb; returns the exit code."""
+    """Run a verb and return its exit code."""
     _open_standard_streams()
     try:
         code = _call(list(sys.argv[1:] if argv is None else argv))
@@ -93,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = int(leaving.code or GOOD)
     except OSError:
         screen.show("")
-        if not screen.settle():  # it was another file
+        if not screen.settle():  # the error was not about standard output
             raise
         code = FAILED
     if lost := screen.settle():
@@ -116,7 +123,7 @@ def _call(args: list[str]) -> int:
 
 
 def _run(args: list[str]) -> int:
-    """Run a verb; returns its exit code, and says why if it was refused or failed."""
+    """Run a verb and return its exit code; print why it was refused or failed."""
     try:
         if args[0] not in VERBS:
             raise UserError(f"unknown verb {args[0]!r}{did_you_mean(args[0], VERBS)}; use one of {', '.join(VERBS)}")
@@ -126,20 +133,21 @@ def _run(args: list[str]) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         return STOPPED_FOLLOWING
-    except BrokenPipeError:  # `| head` has what it wants
+    except BrokenPipeError:  # `| head` has read enough
         return GOOD
 
 
 def _open_standard_streams() -> None:
-    """Open those that are closed (``>&-``): a child would write into the next file that gets the number.
+    """Open closed standard streams (``>&-``); make all of them replace characters they cannot encode.
 
-    What a stream cannot encode is replaced by plain characters.
+    A later file would otherwise get the number of a closed stream, and a child would write into it.
     """
     codecs.register_error("plain", substitute)
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
+            # open() returns the lowest free descriptor, which is this number
             os.open(os.devnull, os.O_RDWR)
     sys.stdin = sys.stdin or os.fdopen(0, closefd=False)
     sys.stdout = sys.stdout or screen.nowhere(1)
@@ -155,7 +163,7 @@ def cluster_top() -> int:
 
 
 def _verb(verb: str, args: list[str]) -> int:
-    if verb == "train":  # report a bad command line before torch is imported, which takes seconds
+    if verb == "train":  # report a bad command line first: importing torch takes seconds
         command.parse(args)
     try:
         module = importlib.import_module(VERBS[verb][0])

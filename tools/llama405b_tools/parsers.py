@@ -1,7 +1,7 @@
-"""The output of a machine's programs: nvidia-smi, ip, torchrun, py-spy, ps, /proc; and NCCL's settings. Pure. Unknown values are None.
+"""Parsers of output of a machine's programs (nvidia-smi, ip, torchrun, py-spy, ps, /proc), and NCCL's settings. Pure; unknown is None.
 
-By default NCCL uses every active device, even a slow management port, and on RoCE the first address type, which may not be routed; if
-nothing works, it silently falls back to TCP sockets.
+By default NCCL uses every active device, even a slow management port, and on RoCE the first address type, which may not be routable;
+if nothing works, it silently falls back to TCP sockets.
 """
 
 import calendar
@@ -26,7 +26,7 @@ BROKEN = re.compile(rf"\[(?!{NOT_TOLD}\])|{FAILED}", re.IGNORECASE)  # how such 
 MISMATCH = re.compile("Driver/library version mismatch")  # the driver was upgraded, and the old one is still loaded
 WARNING = re.compile(r"\s*WARNING: .*", re.IGNORECASE)  # a line about a GPU that works, such as of its infoROM
 MIG_ON = (
-    "MIG is on, so a rank would have a part of it",
+    "MIG is on, so a rank would get only a slice of the GPU",
     "switch it off: nvidia-smi -i <its index> -mig 0, then reset it",
 )
 INDEX, MASK = re.compile(r"\d{1,4}", re.ASCII), re.compile(r"0x[0-9a-fA-F]+")
@@ -74,7 +74,7 @@ BF16_TFLOPS = {  # dense, from NVIDIA's data sheets; the first name contained in
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GpuReport:
-    """One GPU; None for what nvidia-smi does not report."""
+    """One GPU; None for values that nvidia-smi does not report."""
 
     index: int
     name: str
@@ -110,7 +110,7 @@ class GpuReport:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SmiAnswer:
-    """Raw output of nvidia-smi and related programs on a host; None: there is no such program."""
+    """Raw output of nvidia-smi and related programs on a host; None: not installed."""
 
     # one line per GPU, values in the order of ``fields``
     smi: str | None = dataclasses.field(default=None, metadata=LINES)
@@ -123,7 +123,7 @@ class SmiAnswer:
 
 
 def read_smi(text: str | None, fields: Sequence[str]) -> tuple[list[GpuReport], str]:
-    """Return the GPUs in nvidia-smi's answer, and what is wrong with the answer as a whole ('' if nothing)."""
+    """Return the GPUs in nvidia-smi's output, and what is wrong with the output as a whole ('' if fine)."""
     if text is None:
         return [], ""
     if text == "TIMEOUT":
@@ -144,7 +144,7 @@ def read_smi(text: str | None, fields: Sequence[str]) -> tuple[list[GpuReport], 
 
 
 def warnings(text: str | None) -> list[str]:
-    """Return the first warnings in nvidia-smi's answer; they are no fault."""
+    """Return the first warnings in nvidia-smi's output; they are not faults."""
     return [line.strip() for line in (text or "")[:MOST_TEXT].splitlines() if WARNING.match(line)][:2]
 
 
@@ -203,7 +203,7 @@ def _slowed(values: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def bf16_flops(name: str) -> float | None:
-    """Return a GPU's peak dense BF16 operations per second; None if we do not have its data sheet."""
+    """Return a GPU's peak dense BF16 operations per second; None if its data sheet is not in the table."""
     return next((1e12 * tera for tera, names in BF16_TFLOPS.items() if any(known in name for known in names)), None)
 
 
@@ -340,7 +340,7 @@ def _why(use: Sequence[RdmaPort], ports: Sequence[RdmaPort]) -> str:
 
 
 def has_rdma(ports: Sequence[RdmaPort]) -> bool:
-    """Whether falling back to TCP sockets would lose performance."""
+    """Return whether falling back to TCP sockets would lose performance."""
     return any(port.up for port in ports)
 
 
@@ -359,7 +359,10 @@ class Address:
 
 
 def is_private(address: str) -> bool:
-    """Whether an address is not publicly routable; a name counts as private, because somebody chose it."""
+    """Return whether an address is not publicly routable.
+
+    A name counts as private, because somebody chose it.
+    """
     try:
         return not ipaddress.ip_address(address).is_global
     except ValueError:
@@ -382,7 +385,7 @@ def failed_ranks(text: str) -> dict[int, int]:
 
 
 def load_per_core(text: str) -> float:
-    """Return how many processes want each core, from ``/proc/loadavg`` and the number of cores; 1 if that is not told."""
+    """Return how many processes want each core, from ``/proc/loadavg`` and the core count; 1 if unknown."""
     try:
         first, *_, cores = text.split()
         return float(first) / int(cores)
@@ -391,7 +394,7 @@ def load_per_core(text: str) -> float:
 
 
 def ended_by(text: str) -> int | None:
-    """Return the signal that torchrun itself was ended with, and that it passed on to its ranks; None if there was none."""
+    """Return the signal that ended torchrun, and that it passed on to its ranks; None if there was none."""
     match = SIGNALED.search(text)
     return int(match[1]) if match else None
 
@@ -414,7 +417,7 @@ OUTERMOST = ("<module>", "_run_module_as_main", "_run_code")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Frame:
-    """One call."""
+    """One call of a stack."""
 
     file: str  # of native code: the library
     line: int  # 0: unknown
@@ -423,7 +426,7 @@ class Frame:
 
     @property
     def is_python(self) -> bool:
-        """Whether it is Python code."""
+        """Whether it is a call in Python code."""
         return self.file.endswith(".py") or self.file.startswith("<")
 
 
@@ -443,7 +446,7 @@ class Thread:
 
 
 def read_faulthandler(text: str) -> tuple[Thread, ...]:
-    """Read the last dump of faulthandler; the main thread first. What is not of that form is left out."""
+    """Parse the last dump of faulthandler, main thread first; other lines are ignored."""
     threads: list[tuple[str, list[Frame]]] = []
     for line in text.splitlines():
         if match := THREAD.fullmatch(line):
@@ -457,7 +460,7 @@ def read_faulthandler(text: str) -> tuple[Thread, ...]:
 
 
 def read_py_spy(text: str) -> tuple[Thread, ...]:
-    """Read ``py-spy dump --json``; the main thread first; () if it is something else."""
+    """Parse ``py-spy dump --json``, main thread first; () if it is something else."""
     try:
         listed = json.loads(text)
         found = [
@@ -513,9 +516,9 @@ OF_A_FILE = frozenset(
 
 
 def syscall_of(text: str, machine: str) -> tuple[str, int | None]:
-    """Return the name of the call that ``/proc/PID/syscall`` tells, and the number of the file that it is of.
+    """Return the name of the call in ``/proc/PID/syscall`` and its file number, if it has one.
 
-    ("", None) where the process runs, or the file is empty.
+    ("", None) if the process runs, or the file is empty.
     """
     words = text.split()
     if not words or not words[0].isdigit():

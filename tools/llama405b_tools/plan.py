@@ -1,11 +1,4 @@
-"""The pages of the plan: a prediction as lines and as a record, and predictions side by side. Pure.
-
-A prediction of the plan, as lines for people and as JSON for programs.
-
-A prediction as a record, for programs: names, numbers and their units.
-
-Predictions side by side, as lines: what a search found, and what-ifs.
-"""
+"""Format predictions for `llama405b plan`: as lines, as a JSON record, and side by side. Pure."""
 
 import dataclasses
 import math
@@ -37,13 +30,15 @@ FITS = {
     Fit.MAYBE: "MAY NOT FIT",
     Fit.NO: "DOES NOT FIT",
 }
-RETRIES = "more is reserved than the GPU has: then PyTorch waits for the GPU, gives back what is free, and asks again, in each step"
+RETRIES = (
+    "PyTorch reserves more than the GPU has: in each step it waits for the GPU, frees cached blocks and allocates again"
+)
 HELPS = 3  # changes
 SMALL, SHORT_S = 0.05 * GIB, 0.05
 UNMEASURED = "never measured on this GPU"
 OWN = {  # of what was measured on the hosts
-    Evidence.STEPS: "of steps that were measured on these hosts",
-    Evidence.RATES: "of rates that were measured on these hosts",
+    Evidence.STEPS: "from steps measured on these hosts",
+    Evidence.RATES: "from rates measured on these hosts",
 }
 ALIKE = {  # what was measured of other programs
     Evidence.SMALL: "with models below 10 B parameters or one GPU",
@@ -54,7 +49,7 @@ ALIKE = {  # what was measured of other programs
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReportOptions:
-    """What is asked beside the prediction; 0: not."""
+    """What to report besides the prediction; 0: not requested."""
 
     tokens: float = 0.0  # to train on
     price: float = 0.0  # of a GPU for an hour
@@ -62,13 +57,13 @@ class ReportOptions:
 
 
 def prediction(outlook: Outlook, asked: ReportOptions) -> list[str]:
-    """Tell a prediction."""
+    """Format a prediction as lines."""
     lines = [_what(outlook), *_memory(outlook)]
     if outlook.host_bytes:
         has = (
             f" of {outlook.ram_bytes / GIB:,.0f} GiB: {FITS[outlook.ram]}"
             if outlook.ram_bytes
-            else " GiB (say --ram to compare)"
+            else " GiB (pass --ram to check)"
         )
         held = spread(outlook.host_bytes / GIB, MEMORY_SPREAD)  # which no calibration measures
         lines.append(f"host memory  {held}{has}, per host: {_parts(outlook.host_held_bytes)}")
@@ -104,18 +99,18 @@ def _memory(outlook: Outlook) -> list[str]:
     largest = f"; largest micro-batch that fits: {largest_micro_batch(outlook)}"
     lines = [
         f"{name:12} {_sizes(outlook)} {has}{largest}",
-        f"             allocated, most at {needs.peak.moment}: {_parts({**needs.peak.held, runtime: needs.runtime_bytes})}",
+        f"             allocated, peak at {needs.peak.moment}: {_parts({**needs.peak.held, runtime: needs.runtime_bytes})}",
     ]
     if needs.reserved:
         pools = _parts({**needs.reserved, runtime: needs.runtime_bytes})
-        lines.append(f"             reserved, in pools that cannot lend to each other: {pools}")
+        lines.append(f"             reserved by stream: {pools}")
     if outlook.gpu is Fit.RETRIES and needs.reserved:
         lines.append(f"             {RETRIES}")
     return lines
 
 
 def _sizes(outlook: Outlook) -> str:
-    """What is allocated of each GPU, and what PyTorch reserves, if that is known."""
+    """Format the allocated and, if known, reserved memory of a GPU."""
     needs = outlook.needs
     kept = needs.gpu_reserved_bytes
     if kept is None:
@@ -125,7 +120,7 @@ def _sizes(outlook: Outlook) -> str:
 
 
 def short_sizes(outlook: Outlook) -> str:
-    """The same, for a table."""
+    """Format the allocated and reserved memory of a GPU for a table."""
     needs = outlook.needs
     kept = needs.gpu_reserved_bytes
     beside = f"{kept / GIB:,.0f}" if kept else "?"
@@ -133,8 +128,8 @@ def short_sizes(outlook: Outlook) -> str:
 
 
 def _measured(load: RunShape, found: Calibration) -> list[str]:
-    """What was measured of it."""
-    what = "a run of other settings, whose rates these are"
+    """Return the lines on a calibration."""
+    what = "rates of a run with other settings"
     if found.fits(load):
         what = f"step and memory, with {found.few.layers} and {found.more.layers} layers"
     alone, links = found.alone, ""
@@ -152,14 +147,14 @@ def _rate(bytes_per_s: float) -> str:
 
 
 def _files(outlook: Outlook) -> list[str]:
-    """Loading and saving."""
+    """Return the lines on loading, saving and disks."""
     load, needs = outlook.load, outlook.needs
     loads, saves = needs.loading, needs.saving
     reading = f"{_took(loads.rank0_s)} if the first host reads and sends them"
     if load.hosts > 1:
         more = f" (with {loads.host_bytes / GIB:,.0f} GiB more of its memory)"
         reading += f"{more}, {_took(loads.local_s)} if each host reads its own part"
-    writing = f"{_took(saves.write_s)} beside training, which waits {_took(saves.waits_s)}{_copies(outlook)}"
+    writing = f"{_took(saves.write_s)} in the background, training waits {_took(saves.waits_s)}{_copies(outlook)}"
     if needs.pinned_bytes:
         reading += f"; pinning {needs.pinned_bytes / GIB:,.0f} GiB of each host's memory: {_took(needs.pinning_s)}"
     return [
@@ -172,19 +167,19 @@ def _files(outlook: Outlook) -> list[str]:
 
 
 def _copies(outlook: Outlook) -> str:
-    """What a save takes of a host's memory, and why it does not take more."""
+    """Format what a save takes of a host's memory, and its limit."""
     saves, limit = outlook.needs.saving, outlook.load.staging_bytes
     staged, wanted = saves.staged_bytes / GIB, saves.wanted_bytes / GIB
     if not wanted:
         return ""
     if staged == wanted:
-        return f", and up to {staged:,.0f} GiB of its memory"
+        return f", up to {staged:,.0f} GiB of host memory for copies"
     why = f"{100 * SPARE:.0f}% of what is free" if limit is None else "checkpoint.staging"
-    return f", as its memory has room for {staged:,.0f} of the {wanted:,.0f} GiB that copies would take ({why})"
+    return f", host memory has room for {staged:,.0f} of the {wanted:,.0f} GiB of copies ({why})"
 
 
 def _remedies(outlook: Outlook) -> list[str]:
-    """What would help most."""
+    """Return the lines on the changes that help most."""
     lines = []
     for words, other in remedies(outlook)[:HELPS]:
         gain = (
@@ -194,7 +189,7 @@ def _remedies(outlook: Outlook) -> list[str]:
         )
         ram = f" and {other.needs.host_bytes / GIB:,.0f} of each host" if other.needs.host_bytes else ""
         lines.append(f"{words}: {gain}{short_sizes(other)} GiB of each GPU{ram}, {FITS[other.fit]}")
-    return [f"{'would help' if i == 0 else '':12} {line}" for i, line in enumerate(lines)]
+    return [f"{'try' if i == 0 else '':12} {line}" for i, line in enumerate(lines)]
 
 
 def _parts(held: Mapping[str, float]) -> str:
@@ -210,16 +205,12 @@ def _took(seconds: float) -> str:
 
 
 def expectation(outlook: Outlook) -> str:
-    """Tell in a line what a run that begins is expected to take."""
+    """Format what a starting run is expected to take, in one line."""
     needs = outlook.needs
     step = f"a step in {between(needs.step_s, outlook.time_range)} s, " if needs.step_s else ""
     of = "rank" if outlook.cluster.gpu.is_cpu else "GPU"
     found = outlook.calibration
-    how = (
-        f"from measurements of {found.made}"
-        if found
-        else "confirmed for layers on one H200 alone, not yet for GPUs together"
-    )
+    how = f"from measurements of {found.made}" if found else "checked for layers on one H200, not yet on several GPUs"
     if not outlook.time_range:
         how = UNMEASURED
     has = outlook.cluster.gpu.memory_bytes / GIB
@@ -235,11 +226,11 @@ def _time(outlook: Outlook, asked: ReportOptions) -> list[str]:
             "check the sequence, the batch and the number of GPUs"
         )
     if not (time and outlook.tokens_per_s):
-        return [*lines, f"time         unknown: nobody has timed {outlook.load.numerics}"]
+        return [*lines, f"time         unknown: no measured times with {outlook.load.numerics}"]
     rate = outlook.tokens_per_s
     used = f", MFU {100 * outlook.mfu:.0f}%, HFU {100 * outlook.hfu:.0f}%" if outlook.mfu and outlook.hfu else ""
     lines += [
-        f"step         {between(time.step_s, outlook.time_range)} s: {_split(time)}; never below {outlook.floor_s:.1f}",
+        f"step         {between(time.step_s, outlook.time_range)} s: {_split(time)}; lower bound {outlook.floor_s:.1f}",
         *_compute(time),
         f"range        {_basis(outlook)}",
         f"rate         {rate:,.0f} tokens/s, {rate / outlook.load.world:,.0f} per GPU{used}",
@@ -255,7 +246,7 @@ def _time(outlook: Outlook, asked: ReportOptions) -> list[str]:
 
 
 def _goodput(outlook: Outlook, asked: ReportOptions) -> list[str]:
-    """What saves and failures leave of the time."""
+    """Return the line on goodput."""
     found = outlook.goodput(asked.tokens)
     if not found:
         return []
@@ -269,10 +260,10 @@ def _goodput(outlook: Outlook, asked: ReportOptions) -> list[str]:
 
 
 def _whole(outlook: Outlook, asked: ReportOptions) -> str:
-    """How long all tokens take, and what that costs."""
+    """Format how long all tokens take, and what that costs."""
     hours, within = outlook.hours(asked.tokens), outlook.time_range
     if not hours:
-        return "never, as failures undo the steps as fast as they are made"
+        return "never: failures undo steps as fast as they are made"
     gpu_hours = hours * outlook.load.world
     cost = f", {between(asked.price * gpu_hours, within)} at {asked.price:g} a GPU-hour" if asked.price else ""
     return f"{between(hours / 24, within)} days, {gpu_hours:,.0f} GPU-hours{cost}, with saves and failures"
@@ -289,41 +280,41 @@ def _split(time: StepTime) -> str:
         return ", ".join(f"{name} {seconds:.3f}" for name, seconds in parts.items())
     moved = f"communication {time.communication_s:.1f}"
     if time.copies_s:
-        moved += f" and copies to and from the host {time.copies_s:.1f}"
-    hidden = f"of which {time.exposed_s:.1f} is not hidden"
-    bubble = f"; {time.bubble_s:.1f} of waiting in the pipeline" if time.bubble_s else ""
-    return f"compute {time.compute_s:.1f}; {moved}, {hidden}{bubble}; update {time.optimizer_s:.1f}"
+        moved += f" + copies to and from the host {time.copies_s:.1f}"
+    hidden = f"({time.exposed_s:.1f} exposed)"
+    bubble = f"; pipeline bubble {time.bubble_s:.1f}" if time.bubble_s else ""
+    return f"compute {time.compute_s:.1f}; {moved} {hidden}{bubble}; update {time.optimizer_s:.1f}"
 
 
 def _compute(time: StepTime) -> list[str]:
-    """What the compute of a step is made of, if it is predicted."""
+    """Return the line on the parts of a step's compute, if it is predicted."""
     parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in time.compute_parts_s.items() if seconds >= SHORT_S)
     return [f"             compute: {parts}"] if parts else []
 
 
 def _basis(outlook: Outlook) -> str:
-    """What the range of the times rests on."""
+    """Format the basis of the range of times."""
     within, known = outlook.time_range, outlook.evidence
     if not within:
         return f"{UNMEASURED} ({outlook.cluster.gpu.name}); `plan HOSTS --calibrate` measures it on its hosts"
     if known in OWN:
         return OWN[known]
     if known is Evidence.ADAPTERS:
-        return "an assumption: no times of other programs with adapters have been compared"
+        return "rough (no published times with adapters to compare with)"
     if within.programs < FEWEST:
         programs = counted(within.programs, "other program")
         what = "in FP8" if known is Evidence.FP8 else "with offload"
-        return f"an assumption: {programs} {what} published a time, and a range takes {FEWEST}"
-    return f"holds nine of ten times of {within.programs} other programs, {ALIKE[known]}"
+        return f"rough: {programs} {what} published a time; a range needs {FEWEST}"
+    return f"covers 90% of published times of {within.programs} other programs, {ALIKE[known]}"
 
 
 def spread(value: float, share: float) -> str:
-    """Tell a number that is known to such a share of it."""
+    """Format a number with a symmetric range, a share of it."""
     return between(value, Range(1 - share, 1 + share))
 
 
 def between(value: float, within: Range | None) -> str:
-    """Tell a number, and where it lies if that is known."""
+    """Format a number, and its range if that is known."""
     digits = 3
     if value >= 1:
         digits = 0 if value >= 100 else 1
@@ -339,8 +330,8 @@ UNITS = {  # of fields, by their name or how it ends
     "_s": "seconds",
     "tokens_per_s": "tokens per second, of all GPUs",
     "_bytes_per_s": "bytes per second, one direction",
-    "_spread": "share of the value that it may be too high or too low",
-    "time_range": "least and most that a time may be, as shares of it, after so many programs; null: this GPU was never measured",
+    "_spread": "share of the value by which it may be too high or too low",
+    "time_range": "lowest and highest likely time, as shares of it, and how many programs show it; null: this GPU was never measured",
     "share": "share of the time",
     "mesh": "ranks along each axis",
     "mfu": "share",
@@ -357,7 +348,7 @@ UNITS = {  # of fields, by their name or how it ends
 
 
 def record(outlook: Outlook, machines: Machines, asked: ReportOptions) -> dict[str, object]:
-    """Return a prediction, beside what it is of."""
+    """Return a prediction and its inputs as a record for JSON."""
     needs, load, within = outlook.needs, outlook.load, outlook.time_range
     hours, goodput = outlook.hours(asked.tokens) or None, outlook.goodput(asked.tokens)
     gpu_hours = hours * load.world if hours else None
@@ -383,7 +374,7 @@ def record(outlook: Outlook, machines: Machines, asked: ReportOptions) -> dict[s
 
 
 def _inputs(outlook: Outlook, machines: Machines, asked: ReportOptions) -> Mapping[str, object]:
-    """What a prediction is of: machines, model, and settings that count."""
+    """Return the inputs of a prediction: machines, model, and the settings that matter."""
     load = outlook.load
     return {
         "nodes": machines.nodes, "slots": machines.slots, "gpu": outlook.cluster.gpu.name,
@@ -401,7 +392,7 @@ SHOWN = 8  # of a search, and as many of what has run on one GPU at most
 
 
 def ranking(found: Sequence[Outlook]) -> list[str]:
-    """Tell the first of a search."""
+    """Format the best results of a search as a table."""
     lines = ["", "  offload    moments  units   micro-batch    GPU GiB  RAM GiB   step s  tokens/s"]
     without = [each for each in found if not untried_of(each.load)]
     untried = [each for each in found if untried_of(each.load)]
@@ -418,35 +409,37 @@ def ranking(found: Sequence[Outlook]) -> list[str]:
 
 
 def _fastest(first: Outlook, untried: Sequence[Outlook]) -> list[str]:
-    """Say whether something that has run on one GPU at most is faster than what is first."""
+    """Return a line on whether something tested on one GPU at most is faster than the first."""
     if not untried:
         return []
     if only := untried_of(first.load):
-        return [f"  the first needs {only}, which has run on one GPU at most (docs/proof.md)"]
+        return [f"  the first needs {only}, tested on one GPU at most (docs/proof.md)"]
     fastest = max(untried, key=lambda each: each.tokens_per_s or 0.0)
     gain = (fastest.tokens_per_s or 0.0) / (first.tokens_per_s or math.inf) - 1
     if gain <= NEAR:
-        return ["  nothing that has run on one GPU at most is faster, as far as a prediction can tell"]
+        return ["  nothing tested on one GPU at most is predicted to be faster"]
     return [
-        f"  fastest is {untried_of(fastest.load)}, by {100 * gain:.0f}%; it has run on one GPU at most (docs/proof.md), and so is not first"
+        f"  fastest is {untried_of(fastest.load)}, by {100 * gain:.0f}%; "
+        "tested on one GPU at most so far (docs/proof.md), so it ranks lower"
     ]
 
 
 def _ties(found: Sequence[Outlook]) -> list[str]:
-    """Why the first of a search is the first, if others are as fast as far as a prediction can tell."""
+    """Return a line on why the first of a search is first, if others are about as fast."""
     like = [each for each in found if each.fit is found[0].fit]
     fastest = max((each.tokens_per_s or 0.0 for each in like), default=0.0)
     ties = sum(is_near(each, fastest) for each in like)
     if ties < 2:
         return []
     return [
-        f"  the first {ties} are within {100 * NEAR:.1f}% of the fastest, which a prediction does not tell apart: most memory to spare "
+        f"  the first {ties} are within {100 * NEAR:.1f}% of the fastest, too close for a prediction to tell apart: "
+        "most memory to spare "
         f"is first ({100 * found[0].room:.0f}%), moments in FP32 before BF16"
     ]
 
 
 def comparison(outlooks: Mapping[str, Outlook], asked: ReportOptions) -> list[str]:
-    """Tell predictions beside the first one, for so many tokens or a billion."""
+    """Format predictions next to the first one, for so many tokens or a billion."""
     tokens = asked.tokens or 1e9
     titles = ("what if", "batch", "GPU GiB", "RAM GiB", "step s", "tokens/s", "", "days", "GPU-hours", "cost")
     first = next((each.tokens_per_s for each in outlooks.values() if each.tokens_per_s), None)
@@ -471,11 +464,11 @@ def comparison(outlooks: Mapping[str, Outlook], asked: ReportOptions) -> list[st
     batches = filter(None, (_changed_batch(name, each, planned) for name, each in outlooks.items()))
     unmeasured = [f"  {name}: {UNMEASURED}" for name, each in outlooks.items() if not each.time_range]
     what = "days, GPU-hours and cost" if asked.price else "days and GPU-hours"
-    return ["", *lines, *batches, *unmeasured, f"  {what} are of {tokens:,.0f} tokens, with saves and failures"]
+    return ["", *lines, *batches, *unmeasured, f"  {what} are for {tokens:,.0f} tokens, with saves and failures"]
 
 
 def _changed_batch(name: str, outlook: Outlook, planned: Outlook) -> str:
-    """What the batch became; '' if it is the planned one."""
+    """Describe a changed global batch; '' if it is the planned one."""
     if outlook.load.global_batch == planned.load.global_batch:
         return ""
     each = f"micro-batches of {outlook.load.micro_batch} on its {outlook.load.dp:,} ranks"
@@ -484,7 +477,7 @@ def _changed_batch(name: str, outlook: Outlook, planned: Outlook) -> str:
 
 
 def _pace(outlook: Outlook, first: float | None) -> tuple[str, str, str]:
-    """Time of a step, tokens/s, and how much more that is."""
+    """Return the cells of step time, tokens/s and the change in tokens/s."""
     if not (outlook.needs.step_s and outlook.tokens_per_s):
         return "-", "-", ""
     more = f"{100 * (outlook.tokens_per_s / first - 1):+.0f}%" if first else ""
@@ -492,7 +485,7 @@ def _pace(outlook: Outlook, first: float | None) -> tuple[str, str, str]:
 
 
 def _bill(outlook: Outlook, tokens: float, price: float) -> tuple[str, ...]:
-    """Days, GPU-hours, and cost if there is a price."""
+    """Return the cells of days, GPU-hours, and cost if there is a price."""
     hours, within = outlook.hours(tokens), outlook.time_range
     if not hours:
         return ("-",) * (2 + bool(price))

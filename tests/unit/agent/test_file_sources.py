@@ -213,7 +213,10 @@ def test_what_data_cannot_be_sent_is_refused_and_what_is_left_out_is_named(tmp_p
     assert notes == (
         "left out, hidden: .hidden, a/.cache", "left out, empty directories: empty", "left out, neither files nor directories: pipe",
     )  # fmt: skip
-    for target, words in (("missing", "which does not exist; complete the files"), ("..", "a directory that it is in")):
+    for target, words in (
+        ("missing", "which does not exist; add the missing file"),
+        ("..", "a directory that it is in"),
+    ):
         (tmp_path / "a/link").symlink_to(target)
         with pytest.raises(UserError, match=f"a/link: is a link to {re.escape(target)}, {words}"):
             list_files(tmp_path)

@@ -46,7 +46,7 @@ def test_an_answer_without_end_is_cut_and_named(smi):
     asked = sampler.Smi(RETRY_S)
     state = until(asked, lambda state: state["text"])
     assert (state["hung_s"], len(json.dumps(state)) < 1000) == (0.0, True)
-    assert read_smi(state["text"], state["fields"]) == ([], "nvidia-smi: it prints more than 256 KiB")
+    assert read_smi(state["text"], state["fields"]) == ([], "nvidia-smi: printed more than 256 KiB")
     smi("ok")
     assert len(read_smi(*_answer(until(asked, lambda state: state["fields"])))[0]) == 1
     asked.end()

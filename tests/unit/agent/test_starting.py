@@ -275,7 +275,7 @@ def test_one_that_was_stopped_meanwhile_is_not_kept(work, monkeypatch):
     ("program", "said"),
     [
         ("exec sleep 600", "no answer within 0.5 s"),
-        ("exit 0", "exit code 0, and no output"),
+        ("exit 0", "exit code 0, no output"),
         ("echo hello", "hello"),
         ("echo no server running >&2; exit 1", "no server running"),
     ],

@@ -76,6 +76,6 @@ def test_doctor_tells_of_a_directory_that_tmux_refuses(servers):
     )
     assert "unsafe permissions" in refused.stderr
     assert hostprobe.inside_tmux() == {
-        "failed": f"directory {own} has unsafe permissions; run there: chmod 700 {own}, or delete it"
+        "failed": f"directory {own} has unsafe permissions; on the host, run chmod 700 {own}, or delete it"
     }
     own.chmod(0o700)

@@ -83,7 +83,7 @@ def test_what_fails_holds_up_what_follows_and_nothing_is_lost(run):
     done(found)
     assert found.pending == frozenset()
     assert found.fault == ""
-    assert said == ["after-save: step-00000002 on a: exit code 7; it is tried again"] * found.failures
+    assert said == ["after-save: step-00000002 on a: exit code 7; will retry"] * found.failures
 
 
 def test_the_tries_of_each_checkpoint_are_its_own(run):
@@ -143,12 +143,10 @@ def test_a_command_that_hangs_is_told_once_others_wait_for_it_and_is_ended_at_it
     found.close()
     found, said = started(run, f"test -e go || {{ touch go; sleep 600; }}; {NOTE}", 2, limit_s=1)
     wait_for(lambda: found.fault)
-    assert found.fault == "ended after 1 s, as checkpoint.after_save_limit says"
+    assert found.fault == "killed after 1 s (checkpoint.after_save_limit)"
     done(found)
     assert notes(run) == [2]
-    assert said == [
-        "after-save: step-00000002 on a: ended after 1 s, as checkpoint.after_save_limit says; it is tried again"
-    ]
+    assert said == ["after-save: step-00000002 on a: killed after 1 s (checkpoint.after_save_limit); will retry"]
 
 
 def test_what_failed_before_the_end_is_tried_three_times_more(run):

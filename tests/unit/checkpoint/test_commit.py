@@ -104,9 +104,9 @@ def owner(monkeypatch):
     ("number", "words"),
     [
         (errno.ENOTEMPTY, ""),
-        (errno.EACCES, "; give this user the right"),
+        (errno.EACCES, "; give this user permission"),
         (errno.EROFS, "; its filesystem is read-only: mount it writable again, or see dmesg there if a disk failed"),
-        (errno.EIO, "; its disk fails: see dmesg there"),
+        (errno.EIO, "; its disk is failing: see dmesg there"),
         (errno.ENOENT, "; it was removed, or its filesystem is not mounted"),
     ],
 )
@@ -136,7 +136,7 @@ def test_a_disk_whose_room_cannot_be_told_is_refused_in_a_sentence(owner, monkey
     owner.owners, owner.owner_of, owner.keep, owner.keep_best = [0], (0,), 2, False
     owner.directory, owner.run = types.SimpleNamespace(own=dict), RunDir(Path("/r"))
     monkeypatch.setattr(store, "disk_free_bytes", broken)
-    with pytest.raises(UserError, match=r"^/c: cannot be looked into \(Input/output error\) on node; its disk fails"):
+    with pytest.raises(UserError, match=r"^/c: cannot be checked \(Input/output error\) on node; its disk is failing"):
         Store.check_room(owner, 1)
 
 

@@ -66,7 +66,7 @@ def test_a_checkpoint_of_other_code_says_so():
     assert now["llama405b"] == code_version()
     assert said(**now, mine="sha256:1") == said() == ""  # an older manifest does not record this code
     assert said(**now | {"llama405b": "0.2.0+0000", "torch": "2.1"}) == (
-        f"c/step-00000002 was saved by other software (torch 2.1 -> {now['torch']}, llama405b 0.2.0+0000 -> {code_version()})"
+        f"c/step-00000002 was saved with other versions (torch 2.1 -> {now['torch']}, llama405b 0.2.0+0000 -> {code_version()})"
     )
     lines, begin = [], lambda _: SimpleNamespace(identity=None)
     log_changes(start(torch="2.1"), begin=begin, allowed=(), context=SimpleNamespace(log=lines.append))

@@ -74,7 +74,7 @@ def test_a_higher_attempt_of_the_same_run_takes_over_at_once(clock, hold):
     take(first := hold("a", 1))
     assert take(hold("a", 2)) == []
     assert clock.now == 0
-    with pytest.raises(UserError, match=r"run 'a' \(attempt 2, node:/w\) has taken over this directory"):
+    with pytest.raises(UserError, match=r"run 'a' \(attempt 2, node:/w\) took over this directory"):
         first.check()
 
 
@@ -92,7 +92,7 @@ def test_a_living_run_is_not_replaced(clock, hold, tmp_path, other):
 
 def test_a_dead_run_is_replaced_after_it_was_watched(clock, hold):
     take(first := hold("a"))
-    assert take(hold("b"))[0].endswith("used this directory and may be alive; watching it for 90 s")
+    assert take(hold("b"))[0].endswith("used this directory and may still be running; watching it for 90 s")
     assert clock.now >= store.STALE_S
     with pytest.raises(UserError, match="run 'b'"):
         first.check()
@@ -168,7 +168,7 @@ def test_a_directory_that_was_removed_is_made_anew(clock, hold, tmp_path):
     shutil.rmtree(tmp_path / "c")
     holder.check()
     assert leases(tmp_path / "c") == ["lease-00000001.json"]
-    assert said == [f"{tmp_path}/c: was removed or emptied while this run held it; the run goes on saving there"]
+    assert said == [f"{tmp_path}/c: was removed or emptied during the run; saving continues there"]
     holder.check()
     assert len(said) == 1
     holder.leaving.set()
@@ -217,7 +217,7 @@ def test_nothing_is_written_where_a_filesystem_is_not_mounted(clock, mounted, mo
     holder = Holder(point / below, "a", "node:/w", 1)
     said = take(holder)
     unmount()
-    with pytest.raises(OSError, match=f"the filesystem on {point} is not mounted any more") as gone:
+    with pytest.raises(OSError, match=f"the filesystem on {point} is no longer mounted") as gone:
         holder.check()
     assert gone.value.errno == errno.ENODEV
     holder.leaving.set()  # the test renews

@@ -46,7 +46,7 @@ def _read(place, content):
 )
 def test_what_is_none_of_dcps_types_is_refused_by_name(tmp_path, call, name):
     evil = Runs(call[0], call[1].format(tmp_path))
-    with pytest.raises(UserError, match=f"^{tmp_path}/.metadata: holds '{name}', which is no type of DCP's metadata"):
+    with pytest.raises(UserError, match=f"^{tmp_path}/.metadata: holds '{name}', which DCP's metadata never contains"):
         _read(tmp_path, pickle.dumps(_metadata(planner_data={"a": evil})))
     assert not (tmp_path / "ran").exists()
 
@@ -83,5 +83,5 @@ def test_an_enums_member_as_pythons_before_3_11_4_write_it_is_read_and_no_other_
     member = Runs(getattr, formats, "TORCH_CHANNELS_LAST")
     assert _read(tmp_path, pickle.dumps(_metadata(planner_data=member))).planner_data is formats.TORCH_CHANNELS_LAST
     for call in ((formats, "__class__"), (dcp.Metadata, "__init__")):
-        with pytest.raises(UserError, match=r"holds 'builtins\.getattr', which is no type of DCP's metadata"):
+        with pytest.raises(UserError, match=r"holds 'builtins\.getattr', which DCP's metadata never contains"):
             _read(tmp_path, pickle.dumps(_metadata(planner_data=Runs(getattr, *call))))

@@ -18,6 +18,6 @@ def test_a_manifest_that_was_changed_since_it_was_saved_is_told(tmp_path):
             run.events("rank-0"), reader.dumps(RunEvent(1.0, "rank-0", EventKind.SAVED, 1, 4, path, digest=digest))
         )
     assert [warning_of_manifest(checkpoint, digest) for digest in "ab"] == ["", ""]
-    said = f"warning: {checkpoint}/manifest.json: not as the run recorded it when it saved; it has been changed since"
+    said = f"warning: {checkpoint}/manifest.json differs from what the run recorded when it saved; it was changed since"
     assert warning_of_manifest(checkpoint, "c") == said
     assert warning_of_manifest(checkpoint.with_name("step-00000008"), "c") == ""

@@ -68,7 +68,7 @@ def test_a_restart_that_was_asked_for_is_no_failure():
     found = account(0.0, [Attempt(1, 120.0, ASKED), Attempt(2)], taken, 8, 180.0)
     assert spent(found) == {Use.STARTING: 60, Use.TRAINING: 80, Use.RESTARTS: 40}
     assert found.incidents == []
-    assert "lost to a restart asked for" in account_line(found, "rank-h")
+    assert "lost to a requested restart" in account_line(found, "rank-h")
     assert "failure" not in account_line(found, "rank-h")
     waits = account(0.0, [Attempt(1, 120.0, ASKED)], steps(1, 60.0, 5), 8, 180.0)
     assert spent(waits)[Use.RESTARTS] == 10

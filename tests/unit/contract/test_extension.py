@@ -58,7 +58,7 @@ def test_an_installed_module_is_found_by_its_name(monkeypatch, tmp_path):
     (tmp_path / "theirs.py").write_text("def metrics(moment): return {}")
     monkeypatch.syspath_prepend(tmp_path)
     assert (declared("theirs").name, declared("theirs").module) == ("theirs.py", "theirs")
-    with pytest.raises(UserError, match="Python finds no module 'nobodys'"):
+    with pytest.raises(UserError, match="no module named 'nobodys'"):
         declared("nobodys")
 
 

@@ -50,7 +50,7 @@ def test_a_walk_goes_through_links_and_refuses_those_that_lead_nowhere(tmp_path)
     found = {str(here / name) for here, _, files in walk(tree) for name in files if not name.startswith(".")}
     assert found == {f"{tree}/a/1", f"{tree}/b/2"}
     for name, target, words in (
-        ("dead", "nothing", "which does not exist; complete the files, or delete the link"),
+        ("dead", "nothing", "which does not exist; add the missing file, or delete the link"),
         ("round", tree, "a directory that it is in; delete the link"),
     ):
         (tree / "a" / name).symlink_to(target)

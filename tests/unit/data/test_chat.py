@@ -131,7 +131,7 @@ def test_documents_with_crlf_are_counted_and_told(demo, tmp_path, name):
     (tmp_path / name).write_bytes(text.encode() if name == "a.txt" else json.dumps({"text": text}).encode())
     (tmp_path / f"b{name}").write_text("none" if name == "a.txt" else '{"text": "none"}\r\n')
     found, lines = tokenised(f"{tmp_path}/*a.*", demo, tmp_path / "cache")
-    assert lines[-1].endswith("; 1 document has CRLF line ends, which are kept")
+    assert lines[-1].endswith("; 1 document has CRLF line endings, kept as they are")
     assert text in AutoTokenizer.from_pretrained(demo).decode(found & ~MARKS)
 
 
@@ -159,7 +159,8 @@ def test_a_file_of_conversations_becomes_tokens(tokenizer, demo, tmp_path):
     assert parts[:2] == ["two<|end|>", "two<|end|>four<|end|>"]
     assert tokenizer.decode(documents[1] & ~MARKS) == tokenizer.apply_chat_template(TALK, tokenize=False)
     n_learnt = int(((found & NOT_LEARNT) == 0).sum())
-    said = f"data: 3 documents, 2 of them conversations, {len(found):,} tokens, {n_learnt:,} learnt ({100 * n_learnt / len(found):.0f}%)"
+    share = 100 * n_learnt / len(found)
+    said = f"data: 3 documents, 2 of them conversations, {len(found):,} tokens, {n_learnt:,} trained on ({share:.0f}%)"
     assert lines[-1] == said
     again, lines = tokenised(tmp_path / "a.jsonl", demo, tmp_path / "cache")
     assert np.array_equal(again, found)
@@ -178,9 +179,7 @@ def test_bad_records_are_refused_or_counted(demo, tmp_path):
     _, lines = tokenised(file, demo, tmp_path / "cache", bad_records="skip", bad_records_limit=50.0)
     assert lines[-1].startswith("data: 2 documents, ")
     assert f"; 2 records left out: 1 like {file}:3: not " in lines[-1]
-    with pytest.raises(
-        UserError, match=r"skip leaves out 2 records of 4 \(50%\), the first, .*a\.jsonl:3: .*which is 5%$"
-    ):
+    with pytest.raises(UserError, match=r"skip leaves out 2 records of 4 \(50%\), first .*a\.jsonl:3: .*which is 5%$"):
         tokenised(file, demo, tmp_path / "cache", bad_records="skip")
     (tmp_path / "b.jsonl").write_text(json.dumps({"messages": TALK}))
     with pytest.raises(
@@ -197,7 +196,7 @@ def test_bad_records_are_refused_or_counted(demo, tmp_path):
 def test_a_conversation_of_which_the_template_writes_nothing_is_a_bad_record(demo, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(demo)
     tokenizer.chat_template = "{% for m in messages if m['role'] != 'system' %}{{ m['content'] }}{% endfor %}"
-    with pytest.raises(UnusableError, match="the chat template writes nothing for it"):
+    with pytest.raises(UnusableError, match="the chat template renders it as an empty text"):
         Template(tokenizer, Data()).rendered(Chat(({"role": "system", "content": "a"},)))
 
 
@@ -211,5 +210,7 @@ def test_a_template_that_never_ends_is_refused_with_the_conversation(demo, tmp_p
     (tmp_path / "d.jsonl").write_text(json.dumps({"messages": TALK}))
     config = Data(paths=(str(tmp_path / "d.jsonl"),), bad_records="skip")
     report = tokens.Report(lambda *_: None, lambda: None, lambda _: None)
-    with pytest.raises(UserError, match=r"d\.jsonl:1: the chat template has not ended after 0 s for this conversation"):
+    with pytest.raises(
+        UserError, match=r"d\.jsonl:1: the chat template did not finish within 0 s for this conversation"
+    ):
         tokens.tokenised(config, tmp_path / "model", tmp_path / "cache", report)

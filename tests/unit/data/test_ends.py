@@ -67,8 +67,8 @@ def test_documents_that_end_as_generate_does(warned, generation, config):
 def test_documents_that_end_otherwise(warned, generation, config, ends):
     [line] = warned(TEXTS, generation, config)
     assert line == (
-        f"warning: documents of PATH end with token {END} ('<|end_of_text|>'), but the model's eos_token_id is {ends}: it would not "
-        "learn to stop; make them agree: in its generation_config.json, or by --data.chat_template"
+        f"warning: documents of PATH end with token {END} ('<|end_of_text|>'), but the model's eos_token_id is {ends}: the model would not "
+        "learn to stop; make them agree, in generation_config.json, or by --data.chat_template"
     )
 
 

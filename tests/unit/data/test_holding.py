@@ -103,7 +103,7 @@ def test_where_no_document_is_short_enough_the_end_of_the_longest_is_held_out(tm
     from llama405b.data.batches import describe_held_out
 
     [said] = describe_held_out(Data(paths=("a.txt",)), held)
-    assert said == "evaluation: the longest document's end held out, 50 tokens in 5 sequences"
+    assert said == "evaluation: the end of the longest document held out, 50 tokens in 5 sequences"
 
 
 @pytest.mark.parametrize("lengths", [[49, 51], [49, 49, 2], [60, 40], [30, 30, 40], [25] * 4])

@@ -27,7 +27,7 @@ def test_what_is_learnt_is_marked_and_counted(show, tmp_path):
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, records)))
     settings = ("--data.paths", "a.jsonl", "--data.seq_len", "64")
     text = show(*settings, "--sequences", "3")
-    assert re.search(r"^data: 60 documents, [\d,]+ tokens, [\d,]+ learnt \(\d+%\)$", text, re.MULTILINE)
+    assert re.search(r"^data: 60 documents, [\d,]+ tokens, [\d,]+ trained on \(\d+%\)$", text, re.MULTILINE)
     assert re.search(r"^data: \d+ sequences of 64 tokens; whole documents, [\d.]+% padding$", text, re.MULTILINE)
     assert len(re.findall(r"^sequence \d of \d+: \d+ documents?, \d\d tokens, \d+ targets$", text, re.MULTILINE)) == 3
     whole = re.findall(r"^<\|begin_of_text\|>Say (\d+) ·\[31m⟦number (\d+)<\|end_of_text\|>⟧$", text, re.MULTILINE)
@@ -35,8 +35,8 @@ def test_what_is_learnt_is_marked_and_counted(show, tmp_path):
     assert all(asked == answered for asked, answered in whole)
     assert "\x1b" not in text
     assert show(*settings, "--sequences", "0").startswith("data: 60 documents, ")  # not tokenized again
-    assert "which began in another sequence" not in text
-    assert "which began in another sequence" in show(*settings, "--data.documents", "split")
+    assert "continued from another sequence" not in text
+    assert "continued from another sequence" in show(*settings, "--data.documents", "split")
 
 
 def test_bad_input(show, tmp_path):
@@ -82,7 +82,7 @@ def test_leaving_out_every_record_is_refused_with_what_to_do(show, tmp_path, rec
     (tmp_path / "no.jinja").write_text("{{ raise_exception('no') }}")
     settings = ("--data.paths", "a.jsonl", "--data.bad_records", "skip", "--data.chat_template", "no.jinja")
     for _ in range(2):  # the second time, of tokens that are there
-        with pytest.raises(UserError, match=rf"skip leaves nothing of 1,160 records; the first, a\.jsonl:1: {words}"):
+        with pytest.raises(UserError, match=rf"skip leaves nothing of 1,160 records; first a\.jsonl:1: {words}"):
             show(*settings, "--data.seq_len", "64")
 
 
@@ -105,17 +105,20 @@ def test_fields_that_are_not_read_and_conversations_without_an_answer_are_said(s
     text = show(
         "--data.paths", "a.jsonl", "--data.seq_len", "16", "--data.chat_template", "t.jinja", "--sequences", "0"
     )
-    assert "; nothing is learnt of 2 conversations, with the roles system, user; not read: 'topic' (a.jsonl)\n" in text
-    proof = "chat template: 1 of 1 answer of a.jsonl:1 follows the very tokens that apply_chat_template(add_generation_prompt=True) gives"
+    assert (
+        "; nothing is trained on in 2 conversations: their roles are system, user; unused fields: 'topic' (a.jsonl)\n"
+        in text
+    )
+    proof = "chat template: 1 of 1 answer of a.jsonl:1 follows the exact tokens that apply_chat_template(add_generation_prompt=True) gives"
     assert f"{proof} a model\n" in text
 
 
 @pytest.mark.parametrize(
     ("records", "learn", "says"),
     [
-        ([talk("user", "tool")] * 3, (), "nothing of 3 documents would be learnt: their roles are user, tool, and data.tr"),
+        ([talk("user", "tool")] * 3, (), "nothing of 3 documents would be trained on: their roles are user, tool, and data.tr"),
         ([talk("user", "assistant")], ("--data.train_on", "system"), "their roles are user, assistant, and data.train_on is system"),
-        ([talk("user", "critic")], (), "a.jsonl:1: message 2 has the role 'critic'; known are user, human, assistant, gpt, "),
+        ([talk("user", "critic")], (), "a.jsonl:1: message 2 has the role 'critic'; known roles are user, human, assistant, gpt, "),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("what", ["show", "tokenize"])

@@ -67,7 +67,7 @@ def test_ranges_that_touch_are_one():
 
 @pytest.mark.parametrize("wrong", [skip(0, 5, n_tokens=7), skip(5, 5), skip(0, 10**6), skip(0, 5, source=1)])
 def test_a_list_of_other_data_is_refused(file, wrong):
-    with pytest.raises(UserError, match=r"--data\.skip: the list is of other data"):
+    with pytest.raises(UserError, match=r"--data\.skip: the list was made from other data"):
         batches(file, skips=[wrong])
 
 
@@ -75,7 +75,7 @@ def test_a_list_is_read_as_it_is_written_and_what_is_none_is_refused(tmp_path):
     path = tmp_path / "skip.jsonl"
     path.write_text('{"source": 0, "n_tokens": 9, "begin": 1, "end": 4, "document": "a.txt 1", "why": "x"}\n\n')
     assert read_skips(path) == (Skipped(0, 9, 1, 4, "a.txt 1", "x"),)
-    assert words_of(read_skips(path)) == "data: 1 range of 3 tokens not learnt, as data.skip lists them"
+    assert words_of(read_skips(path)) == "data: 1 range of 3 tokens excluded from the loss by data.skip"
     path.write_text('{"source": 0}\n')
     with pytest.raises(UserError, match=r"skip\.jsonl:1: .*; name a list that `llama405b blame` wrote"):
         read_skips(path)

@@ -66,7 +66,7 @@ def test_a_template_that_escapes_what_it_writes_cannot_be_used_for_those_that_sp
     template = "{% for m in messages %}{{ [m['content']] | string }}" + TURN + "{% endfor %}"
     (model / "chat_template.jinja").write_text(template)
     tokenised({"messages": TALK[:2]}, model)
-    with pytest.raises(UserError, match=r"a.jsonl:1: the chat template escapes what it writes, so that special tokens"):
+    with pytest.raises(UserError, match=r"a.jsonl:1: the chat template escapes its output, so special tokens"):
         tokenised({"messages": spelling(TALK[:2], ("turn", TURN))}, model)
 
 
@@ -106,7 +106,7 @@ def test_what_messages_and_tools_spell_is_text(model):
     assert between == _as_text(
         tokenizer, learnt.removeprefix(CALL).removesuffix(TURN)
     )  # as one text, however it is spelt
-    assert "; 1 document spells special tokens, which are text (or tokens, with --data.special_tokens parse)" in said
+    assert "; 1 document spells special tokens, kept as text (--data.special_tokens parse makes them tokens)" in said
     with pytest.raises(UserError, match=r"refused: refuse <\|eot_id\|>\); correct it"):
         tokenised({"messages": [{"role": "user", "content": f"refuse {TURN}"}]}, model)
 

@@ -37,9 +37,9 @@ def test_tokens_beyond_the_embeddings_are_named(model, tmp_path, more, named):
     with pytest.raises(UserError) as refused:
         read_tokenizer(model)
     assert all(f"{name!r} (20" in str(refused.value) for name in named)
-    assert ", and the model 2048 embeddings; add some with --model.resize_vocabulary true, " in str(refused.value)
+    assert ", but the model has 2048 embeddings; add some with --model.resize_vocabulary true, " in str(refused.value)
     (tmp_path / "a.txt").write_text("some text " * 200)
-    with pytest.raises(UserError, match="and the model 2048 embeddings"):
+    with pytest.raises(UserError, match="but the model has 2048 embeddings"):
         data.main(["show", "--model.path", str(model), "--data.paths", str(tmp_path / "a.txt"), "--data.seq_len", "16"])
 
 
@@ -47,7 +47,7 @@ def test_fewer_tokens_than_embeddings_are_none_too_many(model):
     change(model, "config.json", vocab_size=2304)
     assert read_tokenizer(model).vocab_size == 2048
     change(model, "config.json", vocab_size=2047)
-    with pytest.raises(UserError, match=r"its tokenizer has '.+' \(2047\), and the model 2047 embeddings"):
+    with pytest.raises(UserError, match=r"its tokenizer has '.+' \(2047\), but the model has 2047 embeddings"):
         read_tokenizer(model)
 
 
@@ -80,7 +80,7 @@ def test_the_ids_are_those_of_tokenizer_json_whatever_the_class(model, family, n
         assert bool(said) is not is_read_as_it_is(model)
         if (family, name) == ("llama", "GPT2Tokenizer") and parts is DIGITS:
             assert said[0].startswith(
-                "tokenizer: tokenizer.json is read as it is; by GPT2Tokenizer, which the model's files ask for, it would"
+                "tokenizer: using tokenizer.json as it is: GPT2Tokenizer, named in the model's files, would"
             )
 
 
@@ -103,7 +103,7 @@ def test_an_export_whose_family_has_one_class_alone_is_warned_of_and_stays_as_it
     before = {path.name: path.read_bytes() for path in model.iterdir() if path.is_file()}
     agree_on_tokens(model)
     assert {path.name: path.read_bytes() for path in model.iterdir() if path.is_file()} == before
-    assert "AutoTokenizer, by which transformers and vLLM read it, has other tokens" in capsys.readouterr().out
+    assert "AutoTokenizer, which transformers and vLLM use, gives other tokens" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ def test_the_newest_step_of_which_everything_is_somewhere(one, two, chosen):
 
 def test_a_step_that_was_saved_twice_is_not_chosen_by_chance():
     found = {"one": _pieces((4, NEEDED, "x")), "two": _pieces((4, NEEDED, "y")), "three": _pieces((4, ["a"], "x"))}
-    with pytest.raises(UserError, match=r"r: step 4 was saved twice, and two and one have different ones; leave out"):
+    with pytest.raises(UserError, match=r"r: step 4 was saved twice, and two and one have different saves; omit"):
         choose_step(found, "r", None)
     assert choose_step({name: found[name] for name in ("one", "three")}, "r", None)[0] == 4
 

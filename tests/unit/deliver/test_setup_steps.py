@@ -72,9 +72,9 @@ def test_too_little_disk_is_told_with_the_numbers_before_pip_fills_it(work, tmp_
     work.take("localhost", Step(enough.name, enough.line.replace(" 4.9", " 0.1"), enough.remedy), locked=True)
     with pytest.raises(HostError) as failed:  # 9 PB
         work.take("localhost", Step(enough.name, enough.line.replace(" 4.9", " 9000000"), enough.remedy), locked=True)
-    assert "checking the disk failed (the packages take " in str(failed.value)
+    assert "checking the disk failed (the packages need " in str(failed.value)
     assert f" GB more in {sys.prefix}" in str(failed.value)
-    assert " GB are free there); make room there, or set workdir= on a larger disk" in str(failed.value)
+    assert " GB are free); make room there, or set workdir= on a larger disk" in str(failed.value)
 
 
 def _gone(pid):
@@ -110,7 +110,7 @@ def test_ctrl_c_ends_what_setup_started_and_says_so(tmp_path):
         out, err = setup.communicate(timeout=120)
         assert (setup.returncode, all(map(_gone, pids))) == (130, True)
         assert "localhost: ending making .venv\n" in out
-        assert err == "interrupted: nothing of it runs on the hosts; run the same command to go on\n"
+        assert err == "interrupted: nothing is left running on the hosts; run the same command to continue\n"
     finally:
         for pid in pids:
             if Path(f"/proc/{pid}").exists():

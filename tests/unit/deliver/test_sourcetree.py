@@ -94,7 +94,7 @@ def test_a_clone_loses_the_modules_that_we_removed_since_and_keeps_what_is_the_u
     assert digest_of(clone) != digest_of(root)
     lines, mine = (
         tree_of(root, OURS),
-        f"; its code differs until you run there: cd {clone} && rm ./llama405b/changed.py ./llama405b/mine.py",
+        f"; its code differs, run there: cd {clone} && rm ./llama405b/changed.py ./llama405b/mine.py",
     )
     assert push_tree(Local(), lines, str(clone)) == f"0 files sent, 3 deleted{mine}"
     assert push_tree(Local(), lines, str(clone)) == f"0 files sent, 0 deleted{mine}"
@@ -220,7 +220,7 @@ def test_what_changes_while_it_is_sent_is_said(tree, tmp_path):
     root, names = tree
     described = tree_of(root, names)
     (root / "run.sh").write_text("changed since")
-    with pytest.raises(HostError, match=r"^run\.sh differs there from what was read here; push again$"):
+    with pytest.raises(HostError, match=r"^run\.sh differs on the host from what was read here; push again$"):
         push_tree(Local(), described, str(tmp_path / "there"))
 
 

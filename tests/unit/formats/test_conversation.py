@@ -206,7 +206,7 @@ def of(*messages, **more):
         (of(), "it has no messages"),
         (
             of(USER, {"role": "critic", "content": "x"}),
-            "message 2 has the role 'critic'; known are user, human, assistant, gpt, chatgpt, bing, ",
+            "message 2 has the role 'critic'; known roles are user, human, assistant, gpt, chatgpt, bing, ",
         ),
         (of({"role": 1, "content": "a"}), "message 1 has no role"),
         (of("hi"), "message 1 is hi, not an object with a role and content"),
@@ -215,13 +215,13 @@ def of(*messages, **more):
         (of({"role": "user", "content": 3}), "message 1 (user): its content is 3, not text"),
         (
             of({"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "image", "text": "a cat"}]}),
-            "message 1 (user): a part of type 'image', and only text can be trained on",
+            "message 1 (user): a part of type 'image', but only text can be trained on",
         ),
         (
             of({"role": "tool", "content": [{"type": "image_url"}]}),
-            "message 1 (tool): a part of type 'image_url', and only text",
+            "message 1 (tool): a part of type 'image_url', but only text",
         ),
-        (of(USER, YES | {"weight": 0.5}), "message 2 (assistant): its weight is 0.5; only 0 and 1 can be honoured"),
+        (of(USER, YES | {"weight": 0.5}), "message 2 (assistant): its weight is 0.5; only 0 and 1 are supported"),
         (
             of(USER, {"role": "assistant", "tool_calls": calls("{city")}),
             "message 2 (assistant): tool call 1: its arguments '{city' cannot be read as JSON",
@@ -255,13 +255,13 @@ def of(*messages, **more):
         (of(USER, YES, system=3), "its 'system' is 3, not a text"),
         (
             of({"role": "system", "content": "S"}, USER, YES, system="T"),
-            "its 'system' is not what its first message says; keep one of them",
+            "its 'system' differs from its first message; keep one of them",
         ),
         (
             {"prompt": "p", "chosen": "c", "rejected": "r"},
-            "it has 'chosen' and 'rejected', and preferences are not trained on; keep one answer",
+            "it has 'chosen' and 'rejected', but preference pairs are not supported; keep one answer",
         ),
-        (of(USER, YES, images=["a.png"]), "it has 'images', and only text can be trained on"),
+        (of(USER, YES, images=["a.png"]), "it has 'images', but only text can be trained on"),
         ({"instruction": "Do.", "output": "o", "history": [["q"]]}, "its history is not a list of pairs of texts"),
         ({"instruction": "Do.", "input": 3, "output": "o"}, "its input is 3, not text"),
         ({"prompt": "a"}, "but its fields are 'prompt'"),

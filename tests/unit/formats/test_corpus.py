@@ -85,8 +85,8 @@ def test_what_is_neither_text_nor_records_is_refused_by_name(tmp_path, name, con
         ("a.zip", b"PK\x03\x04\x14\x00\x00\x00", "a zip archive; convert it: `unzip PATH`"),
         ("a.txt", "text".encode("utf-16"), "text in UTF-16; convert it: `iconv -f utf-16 -t utf-8 PATH >PATH.utf-8`"),
         ("a.jsonl", "文字".encode("utf-16"), "text in UTF-16; convert it: `iconv -f utf-16 -t utf-8 PATH >PATH.utf-8`"),
-        ("a.jsonl", RECORDS.encode("utf-16-le"), "text in UTF-16, it seems; convert it: `iconv -f utf-16 -t utf-8 PATH >PATH.utf-8`"),
-        ("a.jsonl", RECORDS.encode("utf-16-be"), "text in UTF-16, it seems; convert it: `iconv -f utf-16 -t utf-8 PATH >PATH.utf-8`"),
+        ("a.jsonl", RECORDS.encode("utf-16-le"), "probably text in UTF-16; convert it: `iconv -f utf-16 -t utf-8 PATH >PATH.utf-8`"),
+        ("a.jsonl", RECORDS.encode("utf-16-be"), "probably text in UTF-16; convert it: `iconv -f utf-16 -t utf-8 PATH >PATH.utf-8`"),
     ],
 )  # fmt: skip
 def test_what_a_command_makes_readable_is_refused_with_it(tmp_path, name, content, says):
@@ -230,6 +230,6 @@ def test_linked_files_and_folders_are_read_and_links_to_nothing_refused(tmp_path
     Path("corpus/a/6.txt").symlink_to("gone")
     for read in (expand, check_paths):
         with pytest.raises(
-            UserError, match=r"^corpus/a/6\.txt: is a link to gone, which does not exist; complete the files, or"
+            UserError, match=r"^corpus/a/6\.txt: is a link to gone, which does not exist; add the missing file, or"
         ):
             read([path])

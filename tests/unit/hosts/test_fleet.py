@@ -49,7 +49,7 @@ def older(tmp_path):
         ("/no/python", "", "/no/python cannot be run; run `llama405b setup rack`, or set python="),
         ("/etc/passwd", "", "/etc/passwd cannot be run; run `llama405b setup rack`, or set python="),
         ("BARE", "", "BARE has no llama405b in WORK; run `llama405b setup rack`, or set workdir= or python="),
-        ("OLDER", "", "OLDER has no msgspec, which this version needs; run `llama405b setup rack` again"),
+        ("OLDER", "", "OLDER has no msgspec; this version needs it: run `llama405b setup rack` again"),
     ],
 )
 def test_a_missing_environment_is_named_with_the_command_that_makes_it(
@@ -156,7 +156,7 @@ def test_the_last_words_of_an_agent_that_fails_are_told(tmp_path):
     with Fleet([Host("localhost", "hosts:1", workdir=str(tmp_path), python=str(wrapped))]) as fleet:
         stream = fleet.stream("localhost", "nonsense", StatusRequest("a"))
         lines = list(stream)
-        assert lines == ["['nonsense']: not an action of the agent\n"]
+        assert lines == ["['nonsense']: unknown agent action\n"]
         assert str(fleet.fault_of("localhost", lines[-1].strip())) == f"the agent failed ({lines[-1].strip()})"
 
 

@@ -61,9 +61,9 @@ def test_a_directory_may_have_a_space_as_in_a_shell():
         ("a workdir=/\u202egnp\n", r"hosts:1: contains the control character '\u202e'"),
         (
             "me@fd00::7\n",
-            "'me@fd00::7' is an IPv6 address, which a hosts file cannot name; write a name, and in ~/.ssh/config",
+            "'me@fd00::7' is an IPv6 address, but a hosts file takes only names and IPv4; write a name here, and add `Host <name>`",
         ),
-        ("[fe80::1%eth0]\n", "`Host` with that name and `HostName fe80::1%eth0`"),
+        ("[fe80::1%eth0]\n", "`Host <name>` with `HostName fe80::1%eth0`"),
         (
             "a address=fd00::7\n",
             "address=fd00::7 is an IPv6 address, but the hosts meet over IPv4; write the host's IPv4",

@@ -46,7 +46,7 @@ def keys(tmp_path_factory):
             "gpu-1",
             22,
             "",
-            f"{NEW}, nor has it a valid certificate of a @cert-authority there",
+            f"{NEW} and it has no valid certificate of a @cert-authority there",
         ),
         ("@cert-authority * KEY\nnonsense\ngpu-1 ssh-ed25519 AAAAbroken\ngpu-1 KEY", "gpu-1", 22, "", ""),
     ],
@@ -95,7 +95,7 @@ def test_a_new_host_is_recorded_where_the_settings_say_so_and_its_next_key_is_an
 )  # fmt: skip
 def test_where_no_file_keeps_the_key_of_a_new_host_that_is_said(keys, records, words):
     options = SshOptions("h", "me", records=records and Path(records))
-    assert _said(options, keys["KEY"]) == f"{NEW}, and UserKnownHostsFile {records or 'none'} keeps none; {words} AUTH"
+    assert _said(options, keys["KEY"]) == f"{NEW}; UserKnownHostsFile {records or 'none'} stores no keys; {words} AUTH"
 
 
 @pytest.mark.parametrize(("signer", "accepted"), [("KEY", True), ("OTHER", False)])
@@ -122,5 +122,5 @@ def test_a_certificate_does_not_name_its_signer_by_its_key_id(tmp_path, keys, si
 def test_without_ssh_keygen_nothing_is_accepted(tmp_path, keys, monkeypatch):
     (tmp_path / "known").touch()
     monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(HostError, match="`ssh-keygen` program, which is not installed on this machine; install it"):
+    with pytest.raises(HostError, match="with `ssh-keygen`, but it is not installed on this machine; install it"):
         known_keys(SshOptions("h", "me", known_hosts=(tmp_path / "known",)))

@@ -23,8 +23,8 @@ A = Host("a", "hosts:1")
             {"SHELL_TIMEOUT_S": 1.2, "ANSWER_WITHIN_S": 0.5},
             "read input or take more than 1 s",
         ),
-        ("exec sh", {}, "start another shell, which runs no command; let them do that only in interactive"),
-        ("cd /; exec bash --norc", {}, "start another shell, which runs no command"),
+        ("exec sh", {}, "start another shell, so no command can run; let them do that only in interactive"),
+        ("cd /; exec bash --norc", {}, "start another shell, so no command can run"),
         ('read answer; exec sh -c "$0"', {"SHELL_TIMEOUT_S": 1.2}, "read input or take more than 1 s"),
     ],
     ids=["yes", "slow", "exec sh", "exec bash", "read"],
@@ -47,7 +47,7 @@ def test_start_up_files_that_let_no_command_run_are_told(ssh_server, monkeypatch
     ("left", "within_s", "words"),
     [
         ("while sleep 0.02; do echo y; done", 1.0, "did not answer within 1 s"),
-        ("sleep 0.2; exec yes", 60.0, "it prints without end; check what its start-up files"),
+        ("sleep 0.2; exec yes", 60.0, "its output does not end; check what its start-up files"),
     ],
     ids=["slowly", "fast"],
 )
@@ -65,7 +65,7 @@ def test_what_start_up_files_leave_running_does_not_keep_a_command_for_ever(
 def test_a_command_that_was_killed_is_not_told_as_a_lost_connection(ssh_server):
     ssh_server("a")
     connection = Ssh(A)
-    with pytest.raises(HostError, match="the command was killed there; see its `dmesg"):
+    with pytest.raises(HostError, match="the command was killed on the host; run `dmesg"):
         connection.run("kill -TERM $$", "", 10.0)
     assert connection.run("echo here", "", 10.0).out == "here\n"
     connection.close()

@@ -31,7 +31,7 @@ def test_a_server_that_drops_every_connection_is_told_as_that(ssh_server):
     busy = ssh_server("a", drops=99, words=b"Exceeded MaxStartups\r\n")
     with pytest.raises(HostError) as told:
         Ssh(A)
-    words = "its sshd ends connections before a login (Exceeded MaxStartups), 5 times now; it may allow fewer logins"
+    words = "its sshd closed the connection before login (Exceeded MaxStartups), 5 times; raise MaxStartups in its"
     assert str(told.value).startswith(words)
     assert str(told.value).endswith("try `ssh -v a`")
     assert (told.value.kind, busy.seen) == ("REFUSED", 5)
@@ -41,7 +41,7 @@ def test_a_jump_host_that_drops_connections_is_named(ssh_server):
     ssh_server("hop", drops=99)
     ssh_server("a", more="  ProxyJump hop\n")
     with pytest.raises(
-        HostError, match=r"^its jump host hop: its sshd ends connections before a login, 5 times .*hop`$"
+        HostError, match=r"^its jump host hop: its sshd closed the connection before login, 5 times; .*hop`$"
     ):
         Ssh(A)
 
@@ -49,7 +49,7 @@ def test_a_jump_host_that_drops_connections_is_named(ssh_server):
 def test_a_host_that_drops_connections_behind_a_jump_host_is_named(ssh_server):
     ssh_server("hop")
     ssh_server("a", more="  ProxyJump hop\n")
-    with pytest.raises(HostError, match=r"^its sshd ends connections before a login, 5 times .* try `ssh -v a`$"):
+    with pytest.raises(HostError, match=r"^its sshd closed the connection before login, 5 times; .* try `ssh -v a`$"):
         Ssh(A)
 
 

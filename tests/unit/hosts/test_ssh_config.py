@@ -87,5 +87,5 @@ def test_a_configuration_that_others_can_write_is_refused(config, tmp_path):
 def test_a_configuration_without_a_program_to_read_it_is_refused(config, monkeypatch):
     config("Host *\n")
     monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(HostError, match="is read by the `ssh` program, which is not installed on this machine"):
+    with pytest.raises(HostError, match="is read with `ssh`, but it is not installed on this machine"):
         ssh_address(GPU_1)

@@ -56,9 +56,9 @@ def test_what_start_up_files_print_is_not_part_of_the_output(noise):
         (Channel(b"hello", silent=True), r"start-up files \(such as ~/.bashrc\) read input or take more than 30 s"),
         (
             Channel(b"this account is not available\n"),
-            r"end it before it runs a command \(this account is not available\)",
+            r"exit before the command runs \(this account is not available\)",
         ),
-        (Channel(err=b"nologin"), r"end it before it runs a command \(nologin\); try `ssh a true`"),
+        (Channel(err=b"nologin"), r"exit before the command runs \(nologin\); try `ssh a true`"),
     ],
 )
 def test_start_up_files_that_never_let_a_command_run_are_named(channel, said):

@@ -113,7 +113,7 @@ def test_a_run_needs_a_directory_that_all_hosts_see_if_it_saves_there(settings, 
     unshared = dataclasses.replace(peers("a", "b", "c"), unshared=["b", "c"])
     [found] = diagnose({"a": good() | {"marked": "/w/runs"}, "b": good(), "c": good()}, needs, links=unshared)
     assert (found.level, found.hosts) == (BAD, ("b", "c"))
-    assert found.what == "cannot see what a writes in /w/runs, where checkpoints go"
+    assert found.what == "cannot see what a writes in /w/runs, the checkpoint directory"
 
 
 def test_a_disk_that_cannot_be_written_is_one_fault_with_one_remedy():
@@ -178,10 +178,10 @@ def put(*path):
         (put("gpus", {"smi": "", "fields": FIELDS}), BAD, "nvidia-smi: nvidia-smi lists no GPU", "reboot"),
         (put("gpus", {"smi": "Failed to initialize NVML: Driver/library version mismatch\nNVML library version: 570.133\n"}), BAD, "Driver/library version mismatch", "reboot it, to load the driver"),
         (put("gpus", "smi", smi("good.csv")["smi"] + INFOROM), WARN, "nvidia-smi: WARNING: infoROM is corrupted at gpu 0000:43:00.0", "have the GPU checked"),
-        (put("gpus", {"smi": "0, A100, Enabled\n", "fields": ["index", "name", "mig.mode.current"]}), BAD, "GPU 0: MIG is on, so a rank would have a part of it", "-mig 0, then reset it, or set slots=1"),
+        (put("gpus", {"smi": "0, A100, Enabled\n", "fields": ["index", "name", "mig.mode.current"]}), BAD, "GPU 0: MIG is on, so a rank would get only a slice of the GPU", "-mig 0, then reset it, or set slots=1"),
         (put("slots", 8), BAD, "it has 2 GPUs, but slots=8", "check nvidia-smi"),
-        (put("identity", "upgraded_by", "unattended-upgrades"), WARN, "unattended-upgrades upgrades it by itself", "systemctl disable --now unattended-upgrades"),
-        (put("identity", "must_reboot", True), WARN, "it waits for a reboot", "reboot it before the run"),
+        (put("identity", "upgraded_by", "unattended-upgrades"), WARN, "unattended-upgrades installs upgrades by itself", "systemctl disable --now unattended-upgrades"),
+        (put("identity", "must_reboot", True), WARN, "a reboot is pending", "reboot it before the run"),
         (put("gpus", "xid", (DATA / "dmesg.txt").read_text().splitlines()), BAD, "Xid 79 at PCI:0000:43:00: the GPU has fallen off the bus", "reset"),
         (put("gpus", "nvlink", (DATA / "nvlink.txt").read_text()), BAD, "NVLink is down: GPU 3: link 5", "reset the GPUs"),
         (put("gpus", "apps", "4711, 61000, /usr/bin/python3\n"), WARN, "process 4711 (/usr/bin/python3) holds GPU memory", "end it"),
@@ -366,7 +366,7 @@ def test_how_hosts_reach_each_other():
     [found] = diagnose(facts, links=peers(*facts, faults=unknown))
     assert found.remedy == "put the name into /etc/hosts on all hosts, or set address= to an IP address"
     both = {host: ["10.0.0.5"] for host in facts} | {"a": ["172.17.0.1", "10.0.0.5"]}
-    docker = {(host, "a", "172.17.0.1"): "somebody else answers there" for host in "bc"}
+    docker = {(host, "a", "172.17.0.1"): "another program answers on this port" for host in "bc"}
     [found] = diagnose(facts, links=peers(*facts, faults=docker, candidates=both))
     assert (found.level, found.remedy) == (WARN, "set address=10.0.0.5 in the hosts file")
     [found] = diagnose(facts, links=peers(*facts, faults=docker, candidates=both, chosen={"a": "172.17.0.1"}))
@@ -441,7 +441,7 @@ def test_one_machine_under_several_names_is_said_unless_all_are_loopback():
         facts[host]["identity"]["machine"] = machine
     [found] = diagnose(facts)
     assert (found.level, found.hosts) == (WARN, ("a", "alias"))
-    assert found.what == "are one machine under several names"
+    assert found.what == "are the same machine under several names"
     here = {host: ["127.0.0.1"] for host in facts}
     assert diagnose(facts, links=peers(*facts, candidates=here)) == []
 
@@ -449,9 +449,9 @@ def test_one_machine_under_several_names_is_said_unless_all_are_loopback():
 def test_odd_facts_cost_no_other():
     facts = good()
     facts["kill_user_processes"] = True
-    facts |= {"identity": None, "failed": {"identity": "it did not answer in time"}}
+    facts |= {"identity": None, "failed": {"identity": "no answer in time"}}
     said = [f.what for f in diagnose({"a": facts})]
-    assert "identity unknown: it did not answer in time" in said
+    assert "identity unknown: no answer in time" in said
     twice = good()
     twice["gpus"]["xid"] = (DATA / "dmesg.txt").read_text().splitlines()[:1] * 2
     assert [f.hosts for f in diagnose({"a": twice, "b": good()})] == [("a",)]

@@ -36,7 +36,7 @@ def test_the_least_of_the_hosts_counts():
 
 def test_hosts_that_differ_are_refused():
     with pytest.raises(
-        UserError, match=r"hosts differ in their GPU \(h100-80 on a; a100-80 on b\); predict them apart"
+        UserError, match=r"hosts differ in their GPU \(h100-80 on a; a100-80 on b\); predict each kind separately"
     ):
         machines_of(HOSTS, {"a": facts(), "b": facts("NVIDIA A100-SXM4-80GB", 81920)}, GPUS)
     with pytest.raises(UserError, match=r"hosts differ in their number of ranks \(8 on a; 4 on b\)"):
@@ -66,7 +66,8 @@ def test_divided_gpus_are_refused_and_unknown_memory_is_not_none():
         gpus=SmiAnswer("0, A100, 40960, Enabled\n", ("index", "name", "memory.total", "mig.mode.current"))
     )
     with pytest.raises(
-        UserError, match=r"a: MIG is on, so a rank would have a part of it; .*, or set slots=1 to use one device of it"
+        UserError,
+        match=r"a: MIG is on, so a rank would get only a slice of the GPU; .*, or set slots=1 to use one device of it",
     ):
         machines_of(HOSTS, {"a": divided, "b": divided}, GPUS)
     unknown = facts("NVIDIA GB10", "[N/A]")

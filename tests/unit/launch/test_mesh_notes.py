@@ -13,9 +13,9 @@ UNEVEN = ["--training.global_batch_size", "3", "--training.micro_batch_size", "1
 
 @pytest.mark.parametrize(("slots", "flags", "told"), [
     (2, [], []),
-    (2, ["--parallel.tp", "2"], ["mesh: dp_shard 2 x tp 2, ranks along tp are on one host; no GPU"]),
-    (1, ["--parallel.pp", "2"], ["mesh: pp 2, ranks along pp are on several hosts; no GPU"]),
-    (2, ["--parallel.prefetch", "2", *UNEVEN], ["prefetch 2: no GPU", "note: "]),
+    (2, ["--parallel.tp", "2"], ["mesh: dp_shard 2 x tp 2, ranks along tp are on one host; untested"]),
+    (1, ["--parallel.pp", "2"], ["mesh: pp 2, ranks along pp are on several hosts; untested"]),
+    (2, ["--parallel.prefetch", "2", *UNEVEN], ["prefetch 2: untested", "note: "]),
 ], ids=str)  # fmt: skip
 def test_what_no_gpu_has_run_is_said(slots, flags, told):
     asked = command.parse(["--preset", "demo", "--data.paths", "stdlib", *flags]).config

@@ -141,7 +141,7 @@ def test_disjoint_devices_on_one_machine():
     assert devices(built(*parts)) == ["0,1", "2,3", None]
     assert devices(built(part("1", 1, "m", 0), part("2", 1, "m", 0))) == [None, None]
     assert devices(built(*parts, on_cpu=True)) == ["", "", ""]
-    with pytest.raises(UserError, match=r"a-\[1-2\] are one machine: 5 ranks on 4 GPUs; delete all but one of them"):
+    with pytest.raises(UserError, match=r"a-\[1-2\] are the same machine: 5 ranks on 4 GPUs; keep one of them"):
         built(part("a-1", 4, "m", 4), part("a-2", 1, "m", 4))
     with pytest.raises(UserError, match="slots: 1: 5 ranks on 4 GPUs; lower slots="):
         built(part("1", 5, "m", 4))

@@ -97,8 +97,8 @@ def test_hosts_with_ipv6_alone_are_told_that_the_hosts_meet_over_ipv4():
     refused = {"fd99::12": Reach("Connection refused")}
     for own, who in (({"a": eth0, "b": []}, "b"), ({"a": [], "b": eth0}, "a"), ({"a": [], "b": []}, "ab")):
         why = preflight.cut_off(A, {"a": facts(own["a"]), "b": facts(own["b"], refused)}, 20_000)
-        advice = "the hosts of a run meet over IPv4; give it one in a network that all of them reach"
-        assert why == dict.fromkeys(who, f"has no IPv4 address, and {advice}")
+        advice = "hosts meet over IPv4; give it an address that all of them reach"
+        assert why == dict.fromkeys(who, f"has no IPv4 address, but {advice}")
 
 
 def test_address_in_the_hosts_file_is_the_only_candidate():
@@ -229,7 +229,7 @@ def test_a_directory_that_holds_checkpoints_is_refused_on_the_head(monkeypatch, 
     lacking, _ = launch_facts._look_at(InputCheck("m", 64, 0, False, (), adapter=Adapter("lora", path="none")))
     assert (
         lacking
-        == "--adapter.path: none/adapter_config.json is no file; name a directory that peft, or export --adapter, wrote"
+        == "--adapter.path: none/adapter_config.json is not a file; name a directory that peft or export --adapter wrote"
     )
     assert without.startswith("--data.chat_template: none.jinja: cannot be read (No such file")
 
@@ -471,10 +471,10 @@ def test_what_was_measured_is_expected():
 def test_launch_says_how_loading_would_be_faster():
     assert note() == ""
     assert note("--model.load", "rank0") == (
-        "note: all hosts have the weights; --model.load auto would spare sending 541 GB from rank 0, at least 173 s"
+        "note: all hosts have the weights; --model.load auto avoids sending 541 GB from rank 0, at least 173 s"
     )
     sends = "note: c without the weights: rank 0 sends 541 GB"
-    push = "; `llama405b push --shards a:/m h` gives each host its own part once"
+    push = "; `llama405b push --shards a:/m h` copies each host's shards once"
     assert note(has=(812, 101, 0)) == f"{sends}, at least 173 s{push}"
     mesh = note("--parallel.tp", "4", "--parallel.strategy", "hsdp", has=(812, 101, 0))
     assert "`llama405b push --shards a:/m h --parallel.strategy=hsdp --parallel.tp=4`" in mesh

@@ -97,7 +97,7 @@ class TestRehearsal:
 
     def test_one_that_saved_nothing_is_no_success(self, fleet, capsys):
         assert rehearsed(fleet, ([steps(1, 5.0, 4.0, 3.5)], []), saved=()) == 1
-        assert "it saved nothing that can be resumed" in capsys.readouterr().out
+        assert "the run saved no checkpoint that can be resumed" in capsys.readouterr().out
 
     def test_it_takes_few_steps_keeps_few_checkpoints_and_is_tethered_to_this_process(self, fleet):
         assert rehearsed(fleet, ([steps(1, 5.0, 4.0, 3.5)], []), ([steps(2, 3.5, first=3)], [])) == 0
@@ -121,7 +121,7 @@ class TestRehearsal:
 
     def test_one_that_ends_too_early_is_no_success(self, fleet, capsys):
         assert rehearsed(fleet, ([steps(1, 5.0), over("a")], [over("b")])) == 1
-        assert "it ended before step 3" in capsys.readouterr().out
+        assert "the run ended before step 3" in capsys.readouterr().out
 
     def test_one_whose_last_step_is_skipped_goes_no_further(self, fleet, capsys):
         took = [steps(1, 5.0, 4.0), steps(1, 3.4, first=4)]

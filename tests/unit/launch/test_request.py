@@ -187,7 +187,7 @@ def test_a_budget_is_so_many_gpu_hours():
     assert asked.config.training.gpu_hours == 200
     assert "--training.gpu_hours=200.0" in asked.flags
     for wrong in (["--budget", "500"], ["--price", "-2"], ["--budget", "-1", "--price", "2"]):
-        with pytest.raises(UserError, match="--budget: it needs --price, of a GPU-hour, and both must be above 0"):
+        with pytest.raises(UserError, match="--budget: needs --price per GPU-hour, and both must be above 0"):
             request.parse_launch(["--preset", "demo", *wrong], 0.0)
     with pytest.raises(UserError, match="--budget: settings are for the trainer"):
         request.parse_launch(["--budget", "500", "--price", "2", "--", "train.py"], 0.0)

@@ -45,19 +45,19 @@ def test_options_are_read_as_sbatch_reads_them(words, found):
         ("--arr 0-1", "--array: a run is one job"),
         (
             "-N 1 --ntasks-per-node=8",
-            "--ntasks-per-node: each node has one task, which starts a rank for each of its GPUs",
+            "--ntasks-per-node: each node runs one task, which starts one rank per GPU",
         ),
-        ("-n32", "--ntasks: each node has one task"),
+        ("-n32", "--ntasks: each node runs one task"),
         ("-N 2 -W", "--wait: launch does not wait for the job's end; use --follow"),
         ("-HW", "--wait: launch"),
         ("--test-only", "--test-only: it submits no job"),
-        ("--wrap hostname", "--wrap: launch writes the job's script; name what is to run after --"),
-        ("--signal=B:USR2@60", "--signal: a run saves at the signal that launch asks for; set --time"),
+        ("--wrap hostname", "--wrap: launch writes the job's script; give the program after --"),
+        ("--signal=B:USR2@60", "--signal: launch sets the signal at which a run saves; set --time"),
         ("-o my.log", "--output: the job's log is runs/<run>/slurm-<job>.log"),
         ("-D /elsewhere", "--chdir: a run belongs to the directory it is launched in"),
         ("-M other", "--clusters: status and stop would ask this cluster"),
-        ("-N 1 train.sh", "'train.sh' is no option of sbatch; name what is to run after --"),
-        ("-N 1 : -N 2", "':' is no option of sbatch"),
+        ("-N 1 train.sh", "'train.sh' is not an option of sbatch; give the program after --"),
+        ("-N 1 : -N 2", "':' is not an option of sbatch"),
         (
             "--stepmgr train.sh",
             "--stepmgr is not in the manual of Slurm 22.05; write --stepmgr=train.sh if it takes a value",
@@ -166,7 +166,7 @@ def test_a_job_that_was_preempted_is_requeued(monkeypatch, capsys, state, requeu
     slurm._requeue_if_preempted("7")
     assert asked == ["show", *["requeue"] * requeues]
     said = capsys.readouterr().out
-    assert ("job 7 was preempted; it is requeued" in said) == requeues
-    assert (f"Slurm does not requeue it ({refused}); repeat the launch with --resume auto" in said) == (
+    assert ("job 7 was preempted; requeueing it" in said) == requeues
+    assert (f"Slurm does not requeue it ({refused}); to continue, repeat the launch with --resume auto" in said) == (
         requeues and bool(refused)
     )

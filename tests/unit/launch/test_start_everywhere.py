@@ -141,7 +141,7 @@ def test_one_machine_under_two_names_is_said(fleet):
     fleet.fakes["b"].machine = "a"
     said = []
     launch(parse_launch(["--run", "r", "--", "-m", "mine"], 0.0), list(fleet.hosts.values()), fleet, say=said.append)
-    assert said[0] == "note: a,b are one machine, whose GPUs and memory they share; delete all but one of them"
+    assert said[0] == "note: a,b are the same machine; keep one of them in the hosts file"
 
 
 def test_stop_asks_every_host_and_says_who_did_not_answer(fleet, plan):

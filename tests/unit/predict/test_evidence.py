@@ -65,18 +65,18 @@ def line(out, begins):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--preset", "llama3.1-8b"), "holds nine of ten times of 7 other programs, with models below 10 B parameters or one GPU"),
+        (("--preset", "llama3.1-8b"), "covers 90% of published times of 7 other programs, with models below 10 B parameters or one GPU"),
         (
             ("--preset", "llama3.1-70b", "--nodes", "4", "--parallel.offload", "none"),
-            "holds nine of ten times of 6 other programs, with models of 10 B parameters or more",
+            "covers 90% of published times of 6 other programs, with models of 10 B parameters or more",
         ),
         (
             ("--preset", "llama3.1-70b", "--nodes", "4", "--parallel.offload", "none", "--parallel.tp", "8"),
-            "holds nine of ten times of 3 other programs, with tp, cp or pp",
+            "covers 90% of published times of 3 other programs, with tp, cp or pp",
         ),
         (
             ("--preset", "llama3.1-405b", "--nodes", "8"),
-            "an assumption: 1 other program with offload published a time, and a range takes 3",
+            "rough: 1 other program with offload published a time; a range needs 3",
         ),
         (
             ("--preset", "llama3.1-8b", "--gpu", "b200"),

@@ -67,7 +67,7 @@ def test_a_directory_is_a_model(capsys, tmp_path):
 def test_a_short_name_is_that_of_the_usual_gpu(capsys, short, name):
     out = asked(capsys, *LARGE, "--gpu", short)[1]
     assert f"assumed      --gpu {short} is {name}" in out
-    with pytest.raises(UserError, match=r"--gpu: 'h10-80' is not known \(did you mean 'h100-80'\?\); known are "):
+    with pytest.raises(UserError, match=r"--gpu: 'h10-80' is not known \(did you mean 'h100-80'\?\); use one of "):
         predict.main([*LARGE, "--gpu", "h10-80"])
     compared = record(capsys, *LARGE, "--what-if", f"gpu={short}")["what_if"]
     assert compared[f"gpu={name}"]["inputs"]["gpu"] == name
@@ -134,7 +134,7 @@ def test_of_settings_as_fast_the_one_with_most_room_is_first(capsys):
     assert unseen[0]["settings"]["offload"] == "none"  # nobody knows whether a host has room
     note = asked(capsys, *words)[1].splitlines()[-2]
     assert note.startswith(
-        f"  the first {len(near)} are within 3.3% of the fastest, which a prediction does not tell apart"
+        f"  the first {len(near)} are within 3.3% of the fastest, too close for a prediction to tell apart"
     )
 
 
@@ -145,7 +145,7 @@ def test_copies_take_what_is_free_and_the_rest_waits(capsys):
     assert tight["saving"]["staged_bytes"] == pytest.approx(free)
     assert tight["saving"]["waits_s"] - roomy["saving"]["waits_s"] == pytest.approx((wanted - free) / 5e9)
     said = line(asked(capsys, *LARGE, "--ram", "1000GiB")[1], "saving")
-    assert "as its memory has room for 167 of the 439 GiB that copies would take (80% of what is free)" in said
+    assert "host memory has room for 167 of the 439 GiB of copies (80% of what is free)" in said
 
 
 def test_copies_of_a_size_that_was_set_are_counted(capsys):
@@ -177,7 +177,7 @@ def test_a_run_that_gets_nowhere_is_said_so(capsys):
     code, out = asked(capsys, *words, "0", "--checkpoint.mtbf", "100")
     assert (code, line(out, "1,000,000,000 tokens")) == (
         GOOD,
-        "1,000,000,000 tokens: never, as failures undo the steps as fast as they are made",
+        "1,000,000,000 tokens: never: failures undo steps as fast as they are made",
     )
     assert record(capsys, *words, "0", "--checkpoint.mtbf", "1e-6")["gpu_hours"] is None
     unsaved = record(capsys, *words, "0")

@@ -125,14 +125,14 @@ def test_a_loss_of_parts_is_written_too(tmp_path, capsys):
 
 def test_a_plan_says_whether_what_no_gpu_has_run_is_faster(capsys):
     predict.main([*LONG, "--search"])
-    assert re.search(r"\n  the first needs .*cp \d.*, which has run on one GPU", capsys.readouterr().out)
+    assert re.search(r"\n  the first needs .*cp \d.*, tested on one GPU at most", capsys.readouterr().out)
     predict.main(["--preset", "llama3.1-405b", "--nodes", "8", "--search"])
     out = capsys.readouterr().out
-    assert "  nothing that has run on one GPU at most is faster, as far as a prediction can tell\n" in out
+    assert "  nothing tested on one GPU at most is predicted to be faster\n" in out
     assert re.search(r"fits, with --model.activation_checkpointing operators:\d+\n", out)
     predict.main(["--preset", "llama3.1-405b", "--nodes", "8", "--search", "--nic", "200Gb/s"])
     assert re.search(
-        r"fastest is .*tp \d.*; it has run on one GPU at most \(docs/proof.md\), and so is not first\n",
+        r"fastest is .*tp \d.*; tested on one GPU at most so far \(docs/proof.md\), so it ranks lower\n",
         capsys.readouterr().out,
     )
 

@@ -39,7 +39,7 @@ def test_the_words_that_it_takes_are_named_as_they_are_typed():
 def test_a_program_of_the_users_own_takes_no_requests(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with running_fleet(("a", "b"), plan("-m", "mine", attempt=1, created=1.0)) as fleet:
-        with pytest.raises(UserError, match="run r is a program of your own, which takes no requests"):
+        with pytest.raises(UserError, match="run r runs your own program, which takes no requests"):
             ask.find_head(fleet, "r")
         for host in fleet.fakes.values():
             host.alive = False
@@ -61,7 +61,7 @@ def test_a_run_that_does_not_answer_is_not_waited_for_for_ever(monkeypatch):
         with pytest.raises(RunError, match="run r ended before it answered"):
             ask.request(fleet, "a", wanted, 5.0)
         faults["ask"] = '{"id": ""}'
-        with pytest.raises(RunError, match="run r is not running on a, where its rank 0 is"):
+        with pytest.raises(RunError, match="run r is not running on a, the host of its rank 0"):
             ask.request(fleet, "a", wanted, 5.0)
 
 
@@ -90,7 +90,7 @@ def test_a_restart_lets_the_run_save_at_its_end_and_says_who_asked(guarded, caps
 def test_a_run_that_cannot_save_is_not_ended(guarded):
     guarded.fakes["b"].unsaved = "step 12: No space left on device"
     head, found, told = ask.find_head(guarded, "r")
-    with pytest.raises(RunError, match=r"No space left on device.*Nothing was ended"):
+    with pytest.raises(RunError, match=r"No space left on device.*The run was not ended"):
         ask.restart(guarded, OnHosts("r", Path("hosts")), head, found, told, 60.0)
     assert stops(guarded) == []
     assert ask.restart(guarded, OnHosts("r", Path("hosts")), head, found, told, 0.0) == 0

@@ -39,12 +39,12 @@ def fleet(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--attempt", "99"], "--attempt: run r has attempts 1 to 3, and no 99"),
-        (["--attempt", "4", "--first-error"], "--attempt: run r has attempts 1 to 3, and no 4"),
-        (["--attempt", "4", "-f"], "--attempt: run r has attempts 1 to 3, and no 4"),
-        (["--host", "c"], "--host: c has nothing of run r; use one of a, b"),
+        (["--attempt", "99"], "--attempt: run r has attempts 1 to 3, not 99"),
+        (["--attempt", "4", "--first-error"], "--attempt: run r has attempts 1 to 3, not 4"),
+        (["--attempt", "4", "-f"], "--attempt: run r has attempts 1 to 3, not 4"),
+        (["--host", "c"], "--host: c has no part of run r; use one of a, b"),
         (["--host", "b", "--rank", "0-1"], "--rank: b has only ranks 2-3 of run r; correct --host or --rank"),
-        (["--host", "b", "--rank", "3", "--attempt", "4"], "--attempt: run r has attempts 1 to 3, and no 4"),
+        (["--host", "b", "--rank", "3", "--attempt", "4"], "--attempt: run r has attempts 1 to 3, not 4"),
     ],
 )
 def test_a_filter_that_nothing_can_match_is_refused_with_what_there_is(fleet, flags, said):

@@ -25,14 +25,16 @@ def test_a_run_that_no_host_has_is_answered_with_those_that_are_there(fleet):
     with pytest.raises(UserError) as refused:
         ask_hosts(fleet, "rr")
     assert str(refused.value).startswith("--run: no host has 'rr' in /w/runs; there are r; `")
-    assert str(refused.value).endswith("llama405b status --all` tells more")
+    assert str(refused.value).endswith("llama405b status --all` lists more")
     fleet.fakes["a"].plan = None
     fleet.fakes["b"].faults["status"] = HostError("gone")
     with pytest.raises(UserError) as refused:
         ask_hosts(fleet, "rr")
-    assert str(refused.value) == ("--run: no host has 'rr' in /w/runs; there are none yet (b could not be asked: gone)")
+    assert str(refused.value) == (
+        "--run: no host has 'rr' in /w/runs; there are none yet (b could not be queried: gone)"
+    )
     with pytest.raises(
-        UserError, match=r"no run on these hosts yet \(b could not be asked: gone\); `.*llama405b launch …`"
+        UserError, match=r"no run on these hosts yet \(b could not be queried: gone\); `.*llama405b launch …`"
     ):
         ask_hosts(fleet, None)
 

@@ -40,7 +40,7 @@ def arrives(monkeypatch, tmp_path):
     [
         ("/py: No module named llama405b_tools", "/py has no llama405b in /w; run `"),
         ("runs/r: Permission denied", "the agent failed (runs/r: Permission denied)"),
-        ("", "the connection was lost, or the program on the host ended"),
+        ("", "the connection was lost or the program on the host ended"),
     ],
 )
 def test_the_last_words_of_an_agent_say_why_it_ended(arrives, said, why):

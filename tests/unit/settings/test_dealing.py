@@ -28,6 +28,6 @@ def test_a_batch_is_whole_micro_batches_or_the_nearest_ones_are_named():
 def test_what_the_last_round_wastes_is_said_with_batches_that_waste_nothing():
     assert waste_note(Training(global_batch_size=64), 8) == ""
     note = waste_note(Training(global_batch_size=64, micro_batch_size=2), 7)
-    assert "in the last of 5 rounds 3 of 7 ranks have nothing to learn" in note
-    assert "9% of a step; --training.global_batch_size 56 or 70 wastes nothing" in note
-    assert "in each step 1 of 2 ranks has nothing" in waste_note(Training(global_batch_size=1), 2)
+    assert "in the last of 5 accumulation steps 3 of 7 ranks are idle" in note
+    assert "9% of a step); --training.global_batch_size 56 or 70 leaves none idle" in note
+    assert "in each step 1 of 2 ranks is idle" in waste_note(Training(global_batch_size=1), 2)

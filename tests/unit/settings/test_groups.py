@@ -27,6 +27,6 @@ def test_a_group_of_nothing_is_refused():
     check_groups(["lm_head.* lr_factor=2"], ["model.embed_tokens.weight", "lm_head.weight"], Parallel())
     with pytest.raises(
         UserError,
-        match=r"--optimizer.groups: 'head\*' matches no parameter; they are named like model.embed",
+        match=r"--optimizer.groups: 'head\*' matches no parameter; names look like model.embed",
     ):
         check_groups(["head* lr_factor=2"], ["model.embed_tokens.weight", "lm_head.weight"], Parallel())

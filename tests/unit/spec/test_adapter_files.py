@@ -59,10 +59,10 @@ def test_frozen_matrices_take_four_flops_of_a_weight_and_adapters_six():
 @pytest.mark.parametrize(
     ("adapter", "parallel", "setting", "why"),
     [
-        ({"rank": 8}, {}, "adapter.rank", "without an adapter it would have no effect"),
+        ({"rank": 8}, {}, "adapter.rank", "no effect without an adapter"),
         ({"kind": "lora", "targets": ("q_prj",)}, {}, "adapter.targets", r"did you mean 'q_proj'\?"),
-        ({"kind": "lora", "targets": ()}, {}, "adapter.targets", "there are none"),
-        ({"kind": "lora", "targets": ("q_proj", "q_proj")}, {}, "adapter.targets", "named twice"),
+        ({"kind": "lora", "targets": ()}, {}, "adapter.targets", "the list is empty"),
+        ({"kind": "lora", "targets": ("q_proj", "q_proj")}, {}, "adapter.targets", "names a layer twice"),
         ({"kind": "lora", "rank": 0}, {}, "adapter.rank", "must be above 0"),
         ({"kind": "lora"}, {"strategy": "fsdp1"}, "adapter.kind", "use fsdp2"),
         ({"kind": "lora"}, {"numerics": "fp8"}, "adapter.kind", "use numerics fp32-master"),
@@ -106,17 +106,17 @@ def test_pefts_files_are_read(tmp_path, llama):
     ("more", "adapter", "why"),
     [
         ({"peft_type": "IA3"}, LORA, "peft_type is 'IA3'; only LORA"),
-        ({"use_dora": True}, LORA, "use_dora is True, which is not done here"),
-        ({"init_lora_weights": "pissa_niter_4"}, LORA, "init_lora_weights is 'pissa_niter_4', which is not done here"),
+        ({"use_dora": True}, LORA, "use_dora is True, which is not supported"),
+        ({"init_lora_weights": "pissa_niter_4"}, LORA, "init_lora_weights is 'pissa_niter_4', which is not supported"),
         ({"alora_invocation_tokens": [1]}, LORA, "alora_invocation_tokens is"),
-        ({"r": "2"}, LORA, "r is '2' and lora_alpha 4, which are no numbers"),
-        ({"bias": "all"}, LORA, "bias is 'all', which is not done here"),
+        ({"r": "2"}, LORA, "r is '2' and lora_alpha 4; both must be numbers"),
+        ({"bias": "all"}, LORA, "bias is 'all', which is not supported"),
         ({"rank_pattern": {"q_proj": 4}}, LORA, "rank_pattern is"),
-        ({}, dataclasses.replace(LORA, rank=3), "write --adapter.rank 2 --adapter.alpha 4 --adapter.targets q_proj,down_proj"),
-        ({}, dataclasses.replace(LORA, alpha=3.0), "has other settings; write"),
-        ({}, dataclasses.replace(LORA, targets=("q_proj",)), "has other settings; write"),
+        ({}, dataclasses.replace(LORA, rank=3), "use --adapter.rank 2 --adapter.alpha 4 --adapter.targets q_proj,down_proj"),
+        ({}, dataclasses.replace(LORA, alpha=3.0), "has other settings; use"),
+        ({}, dataclasses.replace(LORA, targets=("q_proj",)), "has other settings; use"),
         ({"dtype": torch.float64}, LORA, "is F64; only F32, F16 and BF16 can be trained"),
-        ({"names": [f"{PEFT}{UP_ALONE.format(name)}" for name in ("self_attn.q_proj", "mlp.down_proj")]}, LORA, "is not there"),
+        ({"names": [f"{PEFT}{UP_ALONE.format(name)}" for name in ("self_attn.q_proj", "mlp.down_proj")]}, LORA, "is missing"),
     ],
 )  # fmt: skip
 def test_what_is_another_adapter_is_refused(tmp_path, llama, more, adapter, why):
@@ -129,7 +129,7 @@ def test_a_target_that_is_none_here_is_named(tmp_path, llama):
     assert read_peft(directory, llama, LORA)
     tensors = load_file(directory / "adapter_model.safetensors") | {f"{PEFT}lm_head.lora_B.weight": torch.zeros(4, 2)}
     save_file(tensors, directory / "adapter_model.safetensors")
-    with pytest.raises(UserError, match="lm_head has an adapter, which is not done here"):
+    with pytest.raises(UserError, match="lm_head has an adapter, which is not supported"):
         read_peft(directory, llama, LORA)
 
 

@@ -53,7 +53,7 @@ def test_each_row_is_as_it_says(settings, verdict, why):
     ("settings", "more", "words"),
     [
         ({"pp": 2}, {"llama": SMALL.__class__(6, 64, 64, 8, 4, 8, 128, True, False, False, 64)}, "the embedding is also the head"),
-        ({"tp": 4}, {"per_host": 2}, "tp 4 would reach over hosts of 2 ranks, and every layer would wait for the network; use tp 2"),
+        ({"tp": 4}, {"per_host": 2}, "tp 4 would span hosts of 2 ranks, so every layer would wait for the network; use tp 2"),
         ({"cp": 8, "tp": 1}, {"seq_len": 36}, "36 tokens of a sequence cannot be divided by 8; use cp 4"),
         ({"cp": 4, "tp": 4}, {"world": 16, "per_host": 16}, "2 attention heads on each of 4 ranks cannot be divided by 4; use cp 2"),
         ({"tp": 4}, {"seq_len": 30}, "30 tokens of a sequence cannot be divided by 4; use tp 2"),
@@ -70,7 +70,7 @@ def test_what_else_does_not_suit_is_told_with_what_would(settings, more, words):
 
 
 def test_hosts_are_looked_at_before_the_model_is_known():
-    assert "would reach over hosts of 2 ranks" in refused({"tp": 4}, llama=None, per_host=2)
+    assert "would span hosts of 2 ranks" in refused({"tp": 4}, llama=None, per_host=2)
     assert refused({"tp": 3}, llama=None, world=6, per_host=3) == ""
 
 
@@ -87,6 +87,6 @@ def test_a_name_says_how_many_copies(strategy, axes):
 
 def test_norms_of_queries_and_keys_are_not_split():
     qwen = dataclasses.replace(SMALL, family=FAMILIES["qwen3"])
-    assert "norms of queries and keys that a Qwen3ForCausalLM has are not split; use tp 1" in refused({"tp": 2}, qwen)
+    assert "tp cannot split the query and key norms of a Qwen3ForCausalLM; use tp 1" in refused({"tp": 2}, qwen)
     assert refused({"tp": 2}, dataclasses.replace(SMALL, family=FAMILIES["qwen2"])) == ""
     assert refused({"pp": 2, "cp": 2}, qwen) == ""

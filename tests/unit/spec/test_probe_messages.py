@@ -13,7 +13,7 @@ ON_GPU = ProbeResult(Probe.EXACT, 1, 1, "NVIDIA H200", "2.11", 31.6, (Figure("ru
 
 def test_tests_run_in_their_order():
     assert probes.chosen("exact,start,,start") == [Probe.START, Probe.EXACT]
-    for text, words in (("strat", "'strat' is not a test"), ("", "none is named"), (",", "none is named")):
+    for text, words in (("strat", "'strat' is not a test"), ("", "no test is named"), (",", "no test is named")):
         with pytest.raises(UserError, match=words):
             probes.chosen(text)
 

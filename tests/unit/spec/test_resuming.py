@@ -80,6 +80,6 @@ def test_what_an_older_checkpoint_does_not_record_is_not_compared():
 
 def test_a_name_that_no_resume_compares_is_refused():
     with pytest.raises(
-        UserError, match=r"'optimizer\.lrs' is not what a resume compares \(did you mean 'optimizer\.lr'\?\)"
+        UserError, match=r"'optimizer\.lrs' is not a setting that a resume compares \(did you mean 'optimizer\.lr'\?\)"
     ):
         under(checkpoint__allow_changes="optimizer.lrs")

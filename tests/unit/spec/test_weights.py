@@ -136,7 +136,7 @@ def test_config_of_another_model(copy):
 def test_tokenizer_that_does_not_fit(copy):
     edit(copy / "config.json", vocab_size=100)
     assert "its tokenizer has " in refusal(copy)
-    assert " and 1944 more, and the model 100 embeddings; " in refusal(copy)
+    assert " and 1944 more, but the model has 100 embeddings; " in refusal(copy)
     (copy / "tokenizer.json").unlink()
     assert refusal(copy).endswith("tokenizer.json: no such file; download tokenizer.json of the same model")
     (copy / "tokenizer.model").touch()
@@ -250,7 +250,7 @@ def test_two_files_with_one_tensor_are_refused(copy):
 def test_a_single_file_beside_an_index_of_others_is_refused(copy):
     single = add(copy, "x", torch.zeros(1), SINGLE)
     assert refusal(copy) == (
-        f"{single}: is beside {INDEX}, which lists other files; delete the one that is not the model's"
+        f"{single}: is next to {INDEX}, which lists other files; delete the one that is not the model's"
     )
 
 
@@ -286,7 +286,7 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
         (LLAMA3 | {"rope_theta": math.nan}, "rope_theta is nan, not a number above 0; download config.json again"),
         (
             {"rope_type": "longrope", "short_factor": [1.0] * 24, "long_factor": [2.0] * 24},
-            "rope type 'longrope' cannot be trained: its factors change with the longest sequence of a batch, ",
+            "rope type 'longrope' cannot be trained: its factors depend on the longest sequence of a batch ",
         ),
     ],
 )
@@ -344,15 +344,15 @@ LAYER = "model.layers.0.self_attn.q_proj"
 @pytest.mark.parametrize(
     ("renamed", "more", "words"),
     [
-        (str, {f"{LAYER}.weight_scale_inv": torch.ones(2)}, "weight_scale_inv is of quantized weights (FP8, say); download the"),
-        (str, {f"{LAYER}.weight_scale": torch.ones(2)}, "weight_scale is of quantized weights (FP8, say); "),
-        (str, {f"{LAYER}.qweight": torch.ones(2, dtype=torch.int32)}, "qweight is of quantized weights (GPTQ or AWQ); "),
-        (str, {f"{LAYER}.weight.absmax": torch.ones(2)}, "weight.absmax is of quantized weights (bitsandbytes); "),
-        (lambda name: name.replace("q_proj.", "q_proj.base_layer."), {}, "base_layer.weight is of an adapter that is not merged; merge"),
-        (str, {f"base_model.model.{LAYER}.lora_A.weight": torch.ones(2, 2)}, "lora_A.weight is of an adapter that is not merged; merge"),
+        (str, {f"{LAYER}.weight_scale_inv": torch.ones(2)}, "weight_scale_inv belongs to quantized weights (such as FP8); download the"),
+        (str, {f"{LAYER}.weight_scale": torch.ones(2)}, "weight_scale belongs to quantized weights (such as FP8); "),
+        (str, {f"{LAYER}.qweight": torch.ones(2, dtype=torch.int32)}, "qweight belongs to quantized weights (GPTQ or AWQ); "),
+        (str, {f"{LAYER}.weight.absmax": torch.ones(2)}, "weight.absmax belongs to quantized weights (bitsandbytes); "),
+        (lambda name: name.replace("q_proj.", "q_proj.base_layer."), {}, "base_layer.weight belongs to an adapter that is not merged"),
+        (str, {f"base_model.model.{LAYER}.lora_A.weight": torch.ones(2, 2)}, "lora_A.weight belongs to an adapter that is not merged"),
         (lambda name: f"_orig_mod.{name}", {}, "its files call model.embed_tokens.weight '_orig_mod.model.embed_tokens.weight', and"),
-        (lambda name: name.removeprefix("model."), {}, "its files call model.embed_tokens.weight 'embed_tokens.weight', and the others"),
-        (lambda name: f"module.{name}", {}, "write the model with transformers' save_pretrained, which gives tensors their own names"),
+        (lambda name: name.removeprefix("model."), {}, "its files call model.embed_tokens.weight 'embed_tokens.weight', and other"),
+        (lambda name: f"module.{name}", {}, "save the model with transformers' save_pretrained, which writes the standard names"),
     ],
 )  # fmt: skip
 def test_weights_under_other_names_are_said_to_be_what_they_are(copy, renamed, more, words):

@@ -85,7 +85,7 @@ def test_what_was_written_is_played_back_to_the_same_verdict(filled, tmp_path, m
         session.take(event)
         session.look(event)
     again = session.picture(logs=False)
-    assert "cut short" not in str(again.events[-1])
+    assert "truncated" not in str(again.events[-1])
     assert (again.verdict, again.why) == (pic.verdict, pic.why)
     assert again.training.run == pic.training.run  # the plan was sent long before
     assert KEPT_S - 20 < replay.last - replay.begin < KEPT_S + 20

@@ -69,5 +69,5 @@ def test_addresses(where, found):
 
 @pytest.mark.parametrize("where", ["", "0", "65536", "a:b", "::1:80", "1.2.3.4", "x y:9"])
 def test_what_is_no_address_is_refused(where):
-    with pytest.raises(UserError, match=r"--metrics: .* is no \[ADDR:\]PORT; use a port, such as 9405"):
+    with pytest.raises(UserError, match=r"--metrics: .* is not \[ADDR:\]PORT; use a port, such as 9405"):
         split("--metrics", where)

@@ -284,7 +284,7 @@ def test_what_cannot_be_done_says_why():
     live, file = {"is_live": True, "read_only": False}, {"has_file": True, "in_job": False}
     assert keys.refusals(**live, **file) == {}
     assert {*keys.refusals(is_live=True, read_only=True, **file)} == {*keys.ACTIONS}
-    assert keys.refusals(is_live=False, read_only=False, **file)["c"] == "a recording cannot be acted on"
+    assert keys.refusals(is_live=False, read_only=False, **file)["c"] == "actions are disabled in a replay"
     assert {*keys.refusals(**live, has_file=False, in_job=True)} == {"!"}
     assert {*keys.refusals(**live, has_file=False, in_job=False)} == {*keys.ACTIONS} - {"!"}
     screen = Screen()

@@ -23,7 +23,7 @@ def test_a_recording_says_whether_it_is_whole(tmp_path, name, cut):
     *events, last = replay(str(path), 1.0).to_the_end()
     if cut:
         assert written[: len(events)] == events
-        assert "cut short" in last.note
+        assert "truncated" in last.note
     else:
         assert events == written
         assert last.note == "the recording ends"

@@ -28,7 +28,7 @@ def test_a_sampler_that_is_stopped_is_replaced(monkeypatch):
             stopped = live.open[me].child.pid
             os.kill(stopped, signal.SIGSTOP)
             link = _until(live, lambda event: event.link and event.link[0] == "TIMEOUT").link
-            assert "connecting again" in link[1]
+            assert "reconnecting" in link[1]
             _until(live, lambda event: event.frame is not None)
             assert live.open[me].child.pid != stopped
             wait_for(lambda: processes.start_time(stopped) is None)

@@ -106,7 +106,7 @@ def test_what_was_not_taken_is_sent_at_the_end_however_soon(found, monkeypatch, 
     add(found.run, 12)
     found.end()
     assert [step for step, kind in found.sink.told if kind == "metrics"] == [0, 4, 8, 12]
-    assert capsys.readouterr().out == "tracking wandb: division by zero; what was not sent is kept\n"
+    assert capsys.readouterr().out == "tracking wandb: division by zero; keeping the metrics to send them later\n"
 
 
 def test_half_a_line_is_sent_when_it_is_whole(found):
@@ -123,7 +123,7 @@ def test_a_model_goes_to_the_run_that_is_open(found, tmp_path, capsys):
     found.send()
     found.send_model(tmp_path / "out")
     assert Fake.opened == 1
-    assert capsys.readouterr().out == f"tracking wandb: {tmp_path}/out is sent as an artifact\n"
+    assert capsys.readouterr().out == f"tracking wandb: sent {tmp_path}/out as an artifact\n"
 
 
 def test_a_model_that_is_not_taken_is_one_sentence(found, tmp_path):
@@ -166,7 +166,7 @@ def test_a_copied_run_is_another_one_and_a_renamed_one_the_same(found, tmp_path,
     feeds[0].send()
     assert len(feeds[0].sink.told) == 7  # the whole of it
     assert feeds[0].sent.id != found.sent.id
-    assert f"copied is a copy of {tmp_path.resolve()}, and sent as a run of its own" in capsys.readouterr().out
+    assert f"copied is a copy of {tmp_path.resolve()}; sending it as a new run" in capsys.readouterr().out
     elsewhere = tmp_path / "elsewhere"
     copied.rename(elsewhere)
     copied.symlink_to(elsewhere)  # moved to a larger disk, with a link where it was

@@ -63,7 +63,7 @@ def _train(fails, last, **more):
 def test_it_ends_after_five_in_a_row():
     _, step, ended = _train({1, 2, 3, 4, *range(6, 20)}, 19)
     assert step == 11  # which reports that of step 10
-    assert str(ended) == f"5 saves in a row have failed, so the run ends before it loses more steps: {FULL}"
+    assert str(ended) == f"5 saves in a row failed; the run ends before it loses more steps: {FULL}"
     assert ended.exit_code == FAILED
 
 

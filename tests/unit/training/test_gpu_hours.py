@@ -67,7 +67,7 @@ def test_attempts_that_end_while_they_load_are_counted(tmp_path, clock, attempt)
         clock.threads.pop()()  # until it is killed
         assert kept(tmp_path) == pytest.approx((n + 1) * WORLD * LOADING_S / 3600)
     assert max(clock.waits) <= 10
-    with pytest.raises(UserError, match=r"^--training\.gpu_hours: 53\.33 of 53 are spent; raise it to go on"):
+    with pytest.raises(UserError, match=r"^--training\.gpu_hours: 53\.33 of 53 are spent; raise it to continue"):
         attempt(53)
 
 

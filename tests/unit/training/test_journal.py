@@ -51,8 +51,8 @@ def test_numbers_that_cannot_be_written_are_lost_and_said_and_training_goes_on(j
     said = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("step ")]
     where = journal.run.metrics
     assert said == [
-        f"{where} cannot be written (Is a directory); training goes on",
-        f"{where} is written again; 3 lines up to step 3 were lost",
+        f"{where} cannot be written (Is a directory); training continues",
+        f"{where} is writable again; 3 lines up to step 3 were lost",
     ]
     (event,) = read_records(RunEvent, journal.run.events("rank-0"), EVERY)
     assert (event.kind, event.count, event.step, event.detail) == (

@@ -148,7 +148,7 @@ def test_not_one_step_after_another_is_left_out_spikes_included(monkeypatch):
 
     for step in range(1, MAX_SKIPPED + 2):
         take(step)
-    with pytest.raises(NonFiniteError, match=f"{MAX_SKIPPED} steps in a row were left out, the last since loss nan"):
+    with pytest.raises(NonFiniteError, match=f"{MAX_SKIPPED} steps in a row were skipped, the last one for: loss nan"):
         take(MAX_SKIPPED + 2)
 
 

@@ -138,7 +138,7 @@ frobnicate: 3
     assert "# not known:\n#   deepspeed: odd\n#   frobnicate\n" in out
     assert "#   deepspeed: zero_optimization.overlap_comm: FSDP2 decides sizes of its communication\n" in out
     code, _, out = imported(text.replace("z3.json", "there/is/none.json"))
-    assert "#   deepspeed = there/is/none.json: that file is not here; put it there, or import it by itself\n" in out
+    assert "#   deepspeed = there/is/none.json: no such file; copy it there, or import it separately\n" in out
 
 
 def test_a_shell_line(imported):
@@ -231,7 +231,7 @@ def test_flags_with_several_words_and_variables(imported):
     )
     assert (found["training.global_batch_size"], found["data.paths"]) == (32, ["*.jsonl"])
     _, _, out = imported("train.py --model_name_or_path ${NOWHERE}/x --learning_rate 1e-4\n", "run.sh")
-    assert '#   model_name_or_path = "${NOWHERE}/x": is a variable of the shell; write its value\n' in out
+    assert '#   model_name_or_path = "${NOWHERE}/x": is a shell variable; replace it by its value\n' in out
 
 
 @pytest.mark.parametrize(
@@ -317,7 +317,7 @@ def test_it_is_written_once_and_planned(imported, demo, tmp_path, capsys):
         ("a.yaml", "- 1\n- 2\n", "a.yaml: holds no settings; name a file in YAML, JSON or TOML, or a shell script"),
         ("a.toml", "a = ", "a.toml: cannot be read as a recipe ("),
         ("a.sh", "train 'unclosed", "a.sh: cannot be read as a recipe (No closing quotation)"),
-        ("a.yaml", "a: 1\n", "a.yaml: no program is known that has the keys a; name it with --from"),
+        ("a.yaml", "a: 1\n", "a.yaml: no known program has the keys a; name it with --from"),
         ("a.yaml", None, "a.yaml: cannot be read as a recipe (No such file or directory)"),
     ],
 )

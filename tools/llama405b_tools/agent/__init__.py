@@ -1,1 +1,1 @@
-"""What runs on a host, and the messages that it takes and gives."""
+"""Code that runs on a host, and the messages it exchanges with the operator's machine."""

@@ -1,6 +1,6 @@
-"""The agent on a host: handles one request from the operator's machine, then exits. Needs msgspec, and a guard paramiko.
+"""The agent on a host: handles one request from the operator's machine, then exits. Needs msgspec; a guard also needs paramiko.
 
-``python -m llama405b_tools.agent.agent ACTION`` reads one line of JSON from standard input and prints JSON, so that no
+``python -m llama405b_tools.agent.agent ACTION`` reads one line of JSON from standard input and prints JSON, so no
 argument or value ever passes through a shell. Long-running actions (``stream``, ``relay``) end when their standard
 input closes, so they die with the operator's terminal.
 """
@@ -45,7 +45,7 @@ ACTIONS = {  # action: the module of the function of that name, imported on dema
 
 
 def action(name: str) -> tuple[Callable[..., "DataclassInstance | None"], "type[DataclassInstance]"]:
-    """Return the function for an action, and the type of the request that it takes."""
+    """Return the function for an action and the type of its request."""
     act = getattr(importlib.import_module(f"llama405b_tools.{ACTIONS[name]}"), name)
     return act, act.__annotations__["request"]
 
@@ -54,9 +54,9 @@ def main() -> int:
     """Entry point of ``python -m llama405b_tools.agent.agent ACTION``."""
     keep_private()
     if sys.platform != "linux":
-        raise SystemExit(f"hosts must run Linux, and this one runs {sys.platform}")
+        raise SystemExit(f"hosts must run Linux; this one runs {sys.platform}")
     if len(sys.argv) != 2 or sys.argv[1] not in ACTIONS:
-        raise SystemExit(f"{sys.argv[1:]}: not an action of the agent")
+        raise SystemExit(f"{sys.argv[1:]}: unknown agent action")
     act, kind = action(sys.argv[1])
     try:
         request = reader.loads(kind, sys.stdin.readline(), "the request")

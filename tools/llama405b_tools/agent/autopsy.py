@@ -1,12 +1,9 @@
-"""What a run's ranks are doing on this host: their stacks, system calls and memory.
+"""What a run's ranks are doing on this host: stacks, system calls, memory, and the state of the host. Standard library; Linux.
 
-What one process is doing, from /proc and its stacks, without disturbing it. Standard library; Linux.
-
-The signal for stacks goes only to a process that catches it and shows the memory that its stacks go to: a program of the user's own
-lives on. py-spy looks at the others; it reads their memory, and only of a rank that has been silent for long it asks for native
-frames, for which it halts the process for an instant.
-
-What a run's ranks are doing on this host, and what stands around them. Standard library; Linux.
+Reads /proc and stacks without disturbing the processes. The signal that requests stacks goes only to a process that has a handler
+for it and exposes the memory the stacks are written to, so a program of the user's own is never killed by it. py-spy inspects the
+other processes by reading their memory. Native frames need the process to be paused for a moment, so they are requested only for a
+rank that has been silent for a long time.
 """
 
 import concurrent.futures
@@ -52,7 +49,7 @@ from llama405b_tools.text.words import Blocks
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EvidenceRequest:
-    """Ask what a run's ranks are doing on a host."""
+    """Ask what a run's ranks on a host are doing."""
 
     run: str
     host: str
@@ -61,7 +58,7 @@ class EvidenceRequest:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Unsent:
-    """A connection whose peer does not confirm what it was sent."""
+    """A connection whose peer does not acknowledge sent data."""
 
     peer: str  # its address
     queued_bytes: int
@@ -70,7 +67,7 @@ class Unsent:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Doing:
-    """What a process did within the window."""
+    """What a process did during the observation window."""
 
     cpu_s: float = 0.0  # of all its threads
     waited_s: float = 0.0  # for a core, of all its threads
@@ -81,7 +78,7 @@ class Doing:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RankEvidence:
-    """One rank of this host."""
+    """What was observed of one rank of this host."""
 
     rank: int
     pid: int = 0  # 0: no process of it is left
@@ -112,7 +109,7 @@ class DiskEvidence:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Progress:
-    """How the run goes, as its head knows; None: unknown."""
+    """How far the run is, as its head knows; None: unknown."""
 
     last_step: int | None = None  # of this attempt
     last_step_age_s: float | None = None
@@ -124,7 +121,7 @@ class Progress:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What stands around a host's ranks."""
+    """The state of the host around its ranks."""
 
     link_up: bool | None = None  # of the training network; None: unknown
     load: float = 0.0
@@ -140,7 +137,7 @@ class Surroundings:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HostEvidence:
-    """What one host knows of a run at one moment."""
+    """What one host knows about a run at one moment."""
 
     host: str
     now: float
@@ -166,9 +163,9 @@ SOCKET = re.compile(r"socket:\[(\d+)\]")
 
 
 def rank_processes(value: str) -> dict[int, int]:
-    """Return the process of each local rank of ``<run directory>:<host>``, not those that it started itself.
+    """Return the pid of each local rank of ``<run directory>:<host>``, without the ranks' children.
 
-    torchrun counts hosts in an order of its own: what it calls ``RANK`` is not ours.
+    torchrun orders hosts in its own way, so its ``RANK`` is not ours; ``LOCAL_RANK`` is.
     """
     local = {pid: _environment(pid).get("LOCAL_RANK", "") for pid in processes.marked(value)}
     ranks = {pid: int(number) for pid, number in local.items() if number.isdigit()}
@@ -176,7 +173,7 @@ def rank_processes(value: str) -> dict[int, int]:
 
 
 class RankMemoryReader:
-    """The memory that a rank shows (``contract.records``)."""
+    """Reads the memory that a rank exposes (``contract.records``)."""
 
     def __init__(self, pid: int, path: Path) -> None:
         self.pid, self.path = pid, path
@@ -184,7 +181,7 @@ class RankMemoryReader:
 
     @classmethod
     def of(cls, pid: int) -> "RankMemoryReader | None":
-        """Return that of a process; None if it shows none, or may not be looked at."""
+        """Return the reader for a process; None if it exposes no such memory, or this user may not read it."""
         with contextlib.suppress(OSError):
             for entry in Path(f"/proc/{pid}/fd").iterdir():
                 with contextlib.suppress(OSError):
@@ -193,22 +190,23 @@ class RankMemoryReader:
         return None
 
     def place(self) -> Place:
-        """Where the rank is."""
+        """Return where the rank is in its training."""
         with contextlib.suppress(OSError), self.path.open("rb") as file:
             return read_place(file.read(PLACE_BYTES))
         return Place()
 
     def ask(self) -> None:
-        """Have the rank write its stacks, if it catches the signal and can act on it."""
+        """Ask the rank to write its stacks, if it handles the signal and is able to act on it."""
         if processes.state(self.pid) in (*STOPPED, *GONE) or not catches(self.pid, SIGNAL):
             return
         with contextlib.suppress(OSError):
+            # Drop an earlier dump; the rank's position before it stays.
             os.truncate(self.path, PLACE_BYTES)
             os.kill(self.pid, SIGNAL)
             self.asked = True
 
     def stacks(self) -> tuple[Thread, ...]:
-        """Wait for its stacks until they are whole, or for a second; () if there are none."""
+        """Wait up to a second for the complete stacks; return () if there are none."""
         if not self.asked:
             return ()
         size, began = PLACE_BYTES, time.monotonic()
@@ -227,20 +225,23 @@ class RankMemoryReader:
 
 
 def catches(pid: int, number: int) -> bool:
-    """Whether a process has a handler for a signal."""
+    """Return whether a process has a handler for a signal."""
     return bool(int(_status(pid).get("SigCgt", "0"), 16) >> (number - 1) & 1)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Looked:
-    """What py-spy found."""
+    """The stacks that py-spy returned."""
 
     threads: tuple[Thread, ...] = ()
     why_not: str = ""
 
 
 def look_with_py_spy(pid: int, *, native: bool) -> Looked:
-    """Return the stacks of a process; ``native``: with native frames, unless it is stopped or cannot be halted."""
+    """Return the stacks of a process, from py-spy.
+
+    ``native``: with native frames, unless the process is stopped or cannot be paused.
+    """
     program = shutil.which("py-spy", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
     if program is None:
         return Looked(why_not="py-spy is not installed")
@@ -255,13 +256,13 @@ def look_with_py_spy(pid: int, *, native: bool) -> Looked:
         if halts and processes.state(pid) in STOPPED:  # py-spy was killed while it had halted it
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGCONT)
-        return Looked(why_not=f"py-spy gave no answer ({type(error).__name__})")
+        return Looked(why_not=f"py-spy did not answer ({type(error).__name__})")
     threads = read_py_spy(done.stdout)
     return Looked(threads, "" if threads else f"py-spy: {' '.join(done.stderr.split())[:200]}")
 
 
 def with_code(threads: Sequence[Thread]) -> tuple[Thread, ...]:
-    """Return them with the text of the innermost lines, as the files are now."""
+    """Return the threads with the source text of their innermost lines, as the files are now."""
     return tuple(
         dataclasses.replace(
             thread,
@@ -278,7 +279,7 @@ def with_code(threads: Sequence[Thread]) -> tuple[Thread, ...]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Counts:
-    """What a process has done so far."""
+    """Counters of a process since it started."""
 
     cpu_s: float = 0.0
     waited_s: float = 0.0
@@ -288,7 +289,7 @@ class Counts:
 
     @classmethod
     def of(cls, pid: int) -> "Counts":
-        """Read them; zeros if the process is gone."""
+        """Read the counters; zeros if the process is gone."""
         fields = _read(f"/proc/{pid}/stat").rpartition(") ")[2].split()
         if len(fields) < 13:
             return cls()
@@ -306,7 +307,7 @@ class Counts:
         )
 
     def until(self, later: "Counts") -> Doing:
-        """Return what it did in between."""
+        """Return what the process did between these counters and later ones."""
         return Doing(
             max(0.0, later.cpu_s - self.cpu_s),
             max(0.0, later.waited_s - self.waited_s),
@@ -317,7 +318,7 @@ class Counts:
 
 
 def throttled_s(pid: int) -> float:
-    """Return how long the process's control group, or one above it, has been without its share of the cores so far."""
+    """Return how long CPU limits have throttled the process so far: its control group's, or one above it."""
     found = 0.0
     for line in _read(f"/proc/{pid}/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -337,7 +338,10 @@ def throttled_s(pid: int) -> float:
 
 
 def waits_in(pid: int) -> str:
-    """Return the system call that the main thread waits in, with its file: ``write to pipe (its standard output)``; "" if none is seen."""
+    """Return the system call that the main thread waits in, with its file; "" if none is visible.
+
+    For example ``write to pipe (its standard output)``.
+    """
     name, file = syscall_of(_read(f"/proc/{pid}/syscall"), os.uname().machine)
     if file is None:
         return name
@@ -350,7 +354,7 @@ def waits_in(pid: int) -> str:
 
 
 def kernel_wait(pid: int) -> str:
-    """Return the kernel's function that the main thread waits in; "" if it runs, or that may not be seen."""
+    """Return the kernel function that the main thread waits in; "" if it runs, or /proc is unreadable."""
     found = _read(f"/proc/{pid}/wchan").strip()
     return "" if found == "0" else found
 
@@ -361,7 +365,7 @@ def swapped_bytes(pid: int) -> int:
 
 
 def unsent(pid: int) -> tuple[Unsent, ...]:
-    """Return the process's connections whose peer has not confirmed what was sent several times."""
+    """Return the process's connections whose peer has not acknowledged data after several retries."""
     own = set()
     for name in _listed(f"/proc/{pid}/fd"):
         with contextlib.suppress(OSError):
@@ -379,7 +383,7 @@ def unsent(pid: int) -> tuple[Unsent, ...]:
 
 
 def address_of(text: str) -> str:
-    """Return an address of ``/proc/net/tcp``, whose words are in the machine's order, as people write it."""
+    """Parse an address of ``/proc/net/tcp``, whose words are in host byte order, into its usual form."""
     raw = b"".join(struct.pack("=I", int(text[at : at + 8], 16)) for at in range(0, len(text), 8))
     if len(raw) == 16 and raw[:12] == bytes(10) + b"\xff\xff":
         raw = raw[12:]
@@ -405,7 +409,7 @@ def _listed(directory: str) -> list[str]:
 
 
 def _read(path: str) -> str:
-    """Return a file of /proc; '' if the process is gone, or this user may not look."""
+    """Return the text of a /proc file; '' if the process is gone, or this user may not read it."""
     try:
         return Path(path).read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -426,7 +430,7 @@ RAS_PORT, RAS_S, RAS_BYTES = 28028, 3.0, 1 << 18  # of NCCL's RAS, which a proce
 
 
 def evidence(request: EvidenceRequest) -> HostEvidence:
-    """Look at every rank of this host, over a short window."""
+    """Observe every rank of this host over a short window."""
     run, host = run_of(request.run), request.host
     plan = read_plan(run)
     node = plan.find(host)
@@ -452,7 +456,7 @@ def evidence(request: EvidenceRequest) -> HostEvidence:
 def _ranks(
     run: RunDir, plan: Plan, node: Node, least_s: float, pool: concurrent.futures.Executor
 ) -> tuple[tuple[RankEvidence, ...], float]:
-    """Return what each rank does, and the length of the window in seconds."""
+    """Return the evidence of each rank, and the length of the window in seconds."""
     launched = run.plan.stat().st_mtime  # by this host's clock, as heartbeats are: older ones are of an earlier attempt
     beats = {beat.rank: beat for beat in beats_of(run, node) if beat.time >= launched}
     began = time.monotonic()
@@ -476,7 +480,7 @@ def _ranks(
 
 
 class RankLook:
-    """One rank's process, looked at twice; the rank is asked for its stacks at once."""
+    """Observes one rank's process twice; asks the rank for its stacks on creation."""
 
     def __init__(self, pid: int) -> None:
         self.pid, self.memory = pid, RankMemoryReader.of(pid)
@@ -488,18 +492,18 @@ class RankLook:
             self.memory.ask()
 
     def read_stacks(self) -> None:
-        """Wait for the stacks that the rank was asked for."""
+        """Wait for the requested stacks."""
         self.own = self.memory.stacks() if self.memory else ()
 
     def end(self, pool: concurrent.futures.Executor, *, is_silent: bool) -> None:
-        """End the window; py-spy looks where there are no stacks, and into what is silent."""
+        """End the window; run py-spy on ranks that wrote no stacks or are silent."""
         self.doing = self.before.until(Counts.of(self.pid))
         self.waits = waits_in(self.pid), kernel_wait(self.pid)
         if is_silent or not self.own:
             self.look = pool.submit(look_with_py_spy, self.pid, native=is_silent)
 
     def evidence(self, rank: int) -> RankEvidence:
-        """Return what was seen."""
+        """Return what was observed."""
         looked = self.look.result() if self.look else Looked()
         source = "py-spy" if looked.threads else "signal"
         threads = looked.threads or self.own
@@ -520,7 +524,7 @@ class RankLook:
 
 
 def _around(run: RunDir, plan: Plan, node: Node, pool: concurrent.futures.Executor) -> Surroundings:
-    """Return what stands around the ranks."""
+    """Return the state of the host around the ranks."""
     # it may take seconds, as NCCL's answer may
     flights = pool.submit(flight_records, [run.flight(rank) for rank in node.ranks], plan.created)
     memory = dict(re.findall(r"^(\w+):\s+(\d+) kB", Path("/proc/meminfo").read_text(encoding="ascii"), re.MULTILINE))
@@ -538,7 +542,7 @@ def _around(run: RunDir, plan: Plan, node: Node, pool: concurrent.futures.Execut
 
 
 def _progress(run: RunDir, plan: Plan) -> Progress:
-    """Return the last step of this attempt, and how long steps and saves take."""
+    """Return the last step of this attempt and how long steps and saves usually take."""
     lines = read_records(METRICS_LINE, run.metrics, EVERY, LAST_STEPS * 1024)
     taken = [line for line in lines if isinstance(line, Metrics) and line.attempt == plan.attempt]
     usual_save_s, unsaved, _ = saves(run, plan.attempt, read_record(Heartbeat, run.heartbeat(0)))
@@ -551,7 +555,10 @@ def _progress(run: RunDir, plan: Plan) -> Progress:
 
 
 def _last_lines(run: RunDir, host: str, attempt: int) -> dict[int, tuple[str, ...]]:
-    """Return the last lines of each rank's output in an attempt, by local rank, of the file that was written last."""
+    """Return the last output lines of each rank in an attempt, by local rank.
+
+    They come from the rank's most recently written file.
+    """
     newest: dict[int, tuple[float, tuple[str, ...]]] = {}
     for path in run.logs(host).glob(f"*-{attempt}-*/attempt_*/*/std*.log"):
         with contextlib.suppress(OSError, ValueError), path.open("rb") as file:
@@ -567,7 +574,10 @@ def _last_lines(run: RunDir, host: str, attempt: int) -> dict[int, tuple[str, ..
 
 
 def _disks(paths: Sequence[Path]) -> tuple[DiskEvidence, ...]:
-    """Ask each filesystem for its free space; in processes of their own, since who asks one that hangs cannot be ended."""
+    """Return the free space of each filesystem.
+
+    Each is queried by a child process, because a thread that queries a hung filesystem cannot be ended.
+    """
     asked = {
         str(path): subprocess.Popen(
             ["stat", "-f", "-c", "%a %S %b", str(path)],
@@ -592,13 +602,13 @@ def _disks(paths: Sequence[Path]) -> tuple[DiskEvidence, ...]:
 
 
 class LastKernelLines(KernelLog):
-    """What the kernel logged about what may hold up a rank."""
+    """Kernel log lines about causes that can block a rank."""
 
     WORDS = KERNEL_WORDS
 
 
 def _kernel(now: float) -> tuple[str, ...] | None:
-    """Return what the kernel said lately; None if this user may not read it."""
+    """Return the recent lines of the kernel log; None if this user may not read it."""
     lines = LastKernelLines().new()  # type: ignore[no-untyped-call]
     if lines is None:
         return None
@@ -616,7 +626,7 @@ def _link_up(interface: str) -> bool | None:
 
 
 def _nccl_ras() -> str:
-    """Return what NCCL's RAS says of all ranks, if it answers here; see NCCL's guide, "RAS"."""
+    """Return NCCL RAS's status of all ranks, if it answers here; see NCCL's guide, "RAS"."""
     said = b""
     with contextlib.suppress(OSError), socket.create_connection(("localhost", RAS_PORT), 0.3) as ras:
         ras.settimeout(RAS_S)
@@ -627,9 +637,10 @@ def _nccl_ras() -> str:
 
 
 def flight_records(records: Sequence[Path], since: float) -> tuple[str, ...]:
-    """Have NCCL's flight recorder of each rank here write what it has; returns the files of this attempt, of timeouts as well.
+    """Make NCCL's flight recorder of each local rank dump; return this attempt's files.
 
-    torch looks at its pipe about every second. Without a reader, where the rank has ended or NCCL is not there, nothing is waited for.
+    Includes the files that a timeout wrote. torch checks its pipe about once a second. If the pipe has no reader (the rank has ended,
+    or NCCL is not in use), nothing waits.
     """
     asked_at, asked = time.time(), []
     for record in records:
@@ -647,7 +658,7 @@ def flight_records(records: Sequence[Path], since: float) -> tuple[str, ...]:
 
 
 def _written(record: Path) -> float:
-    """Return when a file was written; 0: never."""
+    """Return when a file was last written; 0: never."""
     with contextlib.suppress(OSError):
         return record.stat().st_mtime
     return 0.0

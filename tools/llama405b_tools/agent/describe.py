@@ -1,6 +1,6 @@
-"""What this host knows of a run, from its files: state, checkpoints, requests.
+"""What this host knows about a run from its files: state, checkpoints, and requests to rank 0 with their answers.
 
-Pass a request to a training run, and look for its answer; on the head, whose rank 0 looks for requests.
+Requests are written and answered on the head, because rank 0 polls for them there.
 """
 
 import contextlib
@@ -59,7 +59,10 @@ NO_STOP = StopMark("")
 
 
 def status(request: StatusRequest) -> StatusReply:
-    """Describe every run of this host, newest first: state, heartbeats of its ranks, last step and checkpoint."""
+    """Return the state of every run of this host, newest first.
+
+    State, heartbeats of its ranks, last step and checkpoint.
+    """
     found, strangers = [], list[str]()
     for name in [path.name for path in Path("runs").glob("*") if request.run in (None, path.name)]:
         plan = read_plan(run_of(name))
@@ -78,7 +81,10 @@ def planned(request: PlanRequest) -> Plan:
 
 
 def ends_of(run: RunDir, host: str) -> tuple[NodeStatus, ...]:
-    """Return how attempts ended on a host; the last one by its status, where the disk had no room for another line."""
+    """Return how attempts ended on a host.
+
+    If the disk had no room for the last end's line, it is taken from the status file.
+    """
     ends = tuple(read_records(NodeStatus, run.ends(host), EVERY))
     last = read_record(NodeStatus, run.status(host))
     has_ended = last is not None and last.state not in (NodeState.STARTING, NodeState.RUNNING)
@@ -86,7 +92,7 @@ def ends_of(run: RunDir, host: str) -> tuple[NodeStatus, ...]:
 
 
 def describe(run: RunDir, plan: Plan, host: str) -> HostRun:
-    """Describe one run, from its files and processes here."""
+    """Return one run's state from its files and processes here."""
     node, alive = plan.find(host), lives(run, plan, host)
     beats = beats_of(run, node)
     saved = None
@@ -123,7 +129,10 @@ def describe(run: RunDir, plan: Plan, host: str) -> HostRun:
 
 
 def lives(run: RunDir, plan: Plan, host: str) -> bool:
-    """Whether a node runner is running the plan: here, or on the node of a Slurm job whose files these are."""
+    """Return whether a node runner runs the plan, here or in a Slurm job.
+
+    A Slurm job's files may be on this machine while its node is another.
+    """
     if not plan.slurm_job:
         return runs_here(run, host)
     status = read_record(NodeStatus, run.status(host))
@@ -133,7 +142,7 @@ def lives(run: RunDir, plan: Plan, host: str) -> bool:
 
 
 def beats_of(run: RunDir, node: Node | None) -> tuple[Beat, ...]:
-    """The heartbeats of a node's ranks, by rank, each with the state of its process."""
+    """Return the heartbeats of a node's ranks, by rank, each with the state of its process."""
     if node is None:
         return ()
     beats = [read_record(Beat, run.heartbeat(rank)) for rank in node.ranks]
@@ -141,22 +150,25 @@ def beats_of(run: RunDir, node: Node | None) -> tuple[Beat, ...]:
 
 
 def stopped_by(run: RunDir, host: str) -> str:
-    """Who stopped the run here; "" if nobody did."""
+    """Return who stopped the run here; "" if nobody did."""
     return stop_mark(run, host).by
 
 
 def stop_mark(run: RunDir, host: str) -> StopMark:
-    """Who stopped the run here, and with how much time to save."""
+    """Return who stopped the run here, and the grace period for saving."""
     return read_record(StopMark, run.stop(host)) or NO_STOP
 
 
 def checkpoints_of(run: RunDir, plan: Plan) -> Path:
-    """The directory of a run's checkpoints."""
+    """Return the directory of a run's checkpoints."""
     return Path(plan.checkpoint_dir or run.checkpoints)
 
 
 def saves(run: RunDir, attempt: int, beat: Heartbeat | None) -> tuple[float, str, str]:
-    """How long saves usually take; why the newest one failed, or, by rank 0's heartbeat, is late; why the user's command fails."""
+    """Return how long saves usually take, why they fail, and why the user's command after them fails.
+
+    A save that is late by rank 0's heartbeat counts as failing.
+    """
     told = [dataclasses.asdict(event) for event in read_records(RunEvent, run.events("rank-0"), NEWEST_EVENTS)]
     of_saves = [event for event in told if event["kind"] in SAVES]
     late = overdue(of_saves, time.time(), dataclasses.asdict(beat) if beat else {})  # type: ignore[no-untyped-call]
@@ -165,7 +177,7 @@ def saves(run: RunDir, attempt: int, beat: Heartbeat | None) -> tuple[float, str
 
 
 def parts(request: PartsRequest) -> PartsReply:
-    """List them: of this host's own part of each checkpoint, and of its copies of others' parts."""
+    """List this host's checkpoint files: its own part of each checkpoint, and copies of other parts."""
     run = run_of(request.run)
     root = checkpoints_of(run, read_plan(run)).absolute()
     if not root.is_dir():
@@ -176,7 +188,7 @@ def parts(request: PartsRequest) -> PartsReply:
 
 
 def manifest_of(checkpoint: Path) -> Manifest | None:
-    """Return a checkpoint's manifest; None if there is none that can be read."""
+    """Return a checkpoint's manifest; None if it is missing or unreadable."""
     try:
         return read_manifest((checkpoint / MANIFEST).read_bytes())[0]
     except (OSError, MalformedError):
@@ -199,7 +211,7 @@ NEWEST = 100  # events among which an answer is looked for
 
 
 def ask(request: AskRequest) -> AskReply:
-    """Write a request for the trainer."""
+    """Write a request for the trainer to read."""
     run = run_of(request.run)
     if not _lives(request.run):
         return AskReply("")

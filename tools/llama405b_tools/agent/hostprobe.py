@@ -1,11 +1,11 @@
-"""What doctor runs on a bare host.
+"""The program that doctor runs on a bare host.
 
-One file that is sent through SSH's standard input and runs under Python 3.6 or newer:
-of ours it needs contract/disk.py alone, which travels with it; it leaves no change behind, and judges nothing.
+It is sent through SSH's standard input as one file and runs under Python 3.6 or newer. It needs nothing of ours but
+contract/disk.py, which is sent with it. It leaves no change behind and draws no conclusions.
 
 Line 1 of its standard input is a request (JSON). It prints the facts (one line of JSON), listens, reads a second line
-that names the peers, tries to reach them, prints what it found, and ends. It also ends when its input closes. Until then
-one of the hosts keeps a file in the directory that all are to share, for the others to look for.
+that names the peers, tries to reach them, prints the results, and ends. It also ends when its input closes. Until then
+one of the hosts keeps a canary file in the directory that all hosts are to share, for the other hosts to look for.
 """
 
 import concurrent.futures
@@ -58,16 +58,16 @@ MOST_BYTES = 4 << 20  # of a command's output
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # as PyTorch reads them
 PACKAGES = r"""
 import sys
-sys.path = [place for place in sys.path if place]  # the directory may have a random.py of the user's
+sys.path = [path for path in sys.path if path]  # the directory may have a random.py of the user's
 import json, os, re
 try:
     from importlib.metadata import distributions
-    found = {(d.metadata["Name"] or "").lower().replace("_", "-"): d.version for d in distributions()}
+    versions = {(d.metadata["Name"] or "").lower().replace("_", "-"): d.version for d in distributions()}
 except ImportError:
-    found = {}
-wanted = ("torch", "transformers", "flash-attn", "llama405b")
-packages = {name: found.get(name, "missing") for name in wanted}
-packages["nccl"] = next((v for n, v in found.items() if n.startswith("nvidia-nccl")), "missing")
+    versions = {}
+names = ("torch", "transformers", "flash-attn", "llama405b")
+packages = {name: versions.get(name, "missing") for name in names}
+packages["nccl"] = next((v for n, v in versions.items() if n.startswith("nvidia-nccl")), "missing")
 cuda = ""
 for folder in sys.path:
     try:
@@ -94,7 +94,10 @@ print(json.dumps(packages))
 
 
 def run(args, timeout=15, **more):
-    """Return a command's output, up to a bound, in English; None if there is no such program, "TIMEOUT" if it hangs."""
+    """Return a command's output in English, up to a size limit.
+
+    None if it is not installed, "TIMEOUT" if it hangs.
+    """
     if not shutil.which(args[0]):
         return None
     more["env"] = dict(more.get("env", os.environ), LC_ALL="C")
@@ -113,6 +116,7 @@ def run(args, timeout=15, **more):
     timer = threading.Timer(timeout, lambda: (late.set(), os.killpg(child.pid, signal.SIGKILL)))
     timer.daemon = True
     timer.start()
+    # Read up to a limit instead of communicate(): a command that prints without end must not fill the memory.
     with child:
         text = child.stdout.read(MOST_BYTES)
         if len(text) == MOST_BYTES:
@@ -122,7 +126,7 @@ def run(args, timeout=15, **more):
 
 
 def read(path, default=""):
-    """Return a small file's text."""
+    """Return the text of a small file."""
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
             return file.read(1 << 20)
@@ -131,7 +135,7 @@ def read(path, default=""):
 
 
 def identity():
-    """Who and what this machine is."""
+    """Return who the user is and what this machine is."""
     release = dict(line.split("=", 1) for line in read("/etc/os-release").splitlines() if "=" in line)
     return {
         "hostname": socket.gethostname(),
@@ -149,7 +153,7 @@ def identity():
 
 
 def upgraded_by():
-    """The service that installs upgrades by itself, of NVIDIA's packages too; '' if there is none."""
+    """Return the service that upgrades packages (NVIDIA's, too) automatically; '' if there is none."""
     apt = run(["apt-config", "dump"], 5) or ""
     spared = re.search(r"^Unattended-Upgrade::Package-Blacklist::.*nvidia", apt, re.M)
     if re.search(r'^APT::Periodic::Unattended-Upgrade "(?!0?")', apt, re.M) and not spared:
@@ -159,7 +163,7 @@ def upgraded_by():
 
 
 def environment(request):
-    """The target Python's packages, without importing any, and the version of the project's code."""
+    """Return the target Python's packages, without importing any, and the version of the project's code."""
     workdir = os.path.expanduser(request["workdir"])
     python = os.path.expanduser(request["python"])
     found = {"workdir": workdir, "workdir_exists": os.path.isdir(workdir), "packages": None, "code": ""}
@@ -185,7 +189,7 @@ def environment(request):
 
 
 def gpus():
-    """The output of nvidia-smi, unparsed."""
+    """Return the output of nvidia-smi, unparsed."""
     query = ["--format=csv,noheader,nounits"]
     text = run(["nvidia-smi", "--query-gpu=" + GPU_FIELDS] + query, 20)
     if text is None or text == "TIMEOUT":
@@ -206,7 +210,7 @@ def gpus():
 
 
 def rdma() -> dict:
-    """Every port of every RDMA device, from sysfs."""
+    """Return every port of every RDMA device, from sysfs."""
     ports = []
     for path in sorted(glob.glob("/sys/class/infiniband/*/ports/*")):
         parts = path.split("/")
@@ -233,7 +237,7 @@ def rdma() -> dict:
 
 
 def network() -> dict:
-    """This host's IPv4 addresses with their interfaces and speeds, and the default route's interface."""
+    """Return this host's IPv4 addresses with interfaces and speeds, and the default route's interface."""
     found = []
     for line in (run(["ip", "-4", "-o", "addr"], 5) or "").splitlines():
         words = line.split()
@@ -245,12 +249,14 @@ def network() -> dict:
 
 
 def inside_tmux():
-    """The limits of a process inside tmux, which are not those of this SSH session."""
+    """Return the limits of a process inside tmux, which may differ from those of this SSH session."""
     if not shutil.which("tmux"):
         return None
     own = os.path.join(os.environ.get("TMUX_TMPDIR") or "/tmp", "tmux-%d" % os.getuid())
     if os.path.isdir(own) and (os.stat(own).st_uid != os.getuid() or os.stat(own).st_mode & 0o007):  # as tmux has it
-        return {"failed": "directory %s has unsafe permissions; run there: chmod 700 %s, or delete it" % (own, own)}
+        return {
+            "failed": "directory %s has unsafe permissions; on the host, run chmod 700 %s, or delete it" % (own, own)
+        }
     folder = tempfile.mkdtemp(prefix="llama405b-doctor-")
     target = os.path.join(folder, "limits")
     server = ["tmux", "-S", os.path.join(folder, "socket"), "-f", "/dev/null"]
@@ -263,7 +269,7 @@ def inside_tmux():
             time.sleep(0.02)
         values = read(target).split()
         if len(values) != 2:
-            return {"failed": (text or "").strip() or "it wrote no limits"}
+            return {"failed": (text or "").strip() or "tmux wrote no limits"}
         return {"memlock_kib": values[0], "open_files": values[1]}
     finally:
         run(server + ["kill-server"], 5)
@@ -271,7 +277,7 @@ def inside_tmux():
 
 
 def memory():
-    """RAM and shared memory, in bytes."""
+    """Return RAM and shared memory in bytes."""
     info = {}
     for line in read("/proc/meminfo").splitlines():
         words = line.split()
@@ -287,7 +293,7 @@ def memory():
 
 
 def kill_user_processes():
-    """Whether logind ends a user's processes at logout, including tmux."""
+    """Return whether logind kills a user's processes, including tmux, at logout."""
     value = False
     for path in ["/etc/systemd/logind.conf"] + sorted(glob.glob("/etc/systemd/logind.conf.d/*.conf")):
         for line in read(path).splitlines():
@@ -298,7 +304,10 @@ def kill_user_processes():
 
 
 def disks(request):
-    """Filesystems that could hold weights or checkpoints, and spare drives; write rates where this user may write."""
+    """Return filesystems that could hold weights or checkpoints, and spare drives.
+
+    Write rates are measured where this user may write.
+    """
     wanted = [os.path.expanduser(path) for path in request["paths"] if path]
     saves = os.path.expanduser(request.get("saves") or "")
     places = [nearest_directory(path, request.get("rates"), path == saves) for path in wanted]
@@ -306,7 +315,7 @@ def disks(request):
 
 
 def filesystems():
-    """Filesystems larger than 1 GiB, each device once."""
+    """Return filesystems larger than 1 GiB, each device once."""
     found, seen = [], set()
     for line in read("/proc/mounts").splitlines():
         words = line.split()
@@ -324,7 +333,7 @@ def filesystems():
 
 
 def nearest_directory(path, with_rates, saves):
-    """A directory that a run would write to, or its nearest existing parent."""
+    """Return facts about a directory that a run would write to, or about its nearest existing parent."""
     here = existing(path)
     found = {"path": path, "free": disk_free_bytes(here), "writable": os.access(here, os.W_OK)}
     found["read_only"] = bool(os.statvfs(here).f_flag & os.ST_RDONLY)
@@ -337,14 +346,14 @@ def nearest_directory(path, with_rates, saves):
 
 
 def existing(path):
-    """A directory, or its nearest existing parent."""
+    """Return a directory, or its nearest existing parent."""
     while not os.path.isdir(path) and path not in ("", "/"):
         path = os.path.dirname(path)
     return path or "/"
 
 
 def leave_mark(directory: str, token: str) -> str:
-    """Leave a file in a directory, or in its nearest existing parent, for others to see; returns its path, "" if there is none."""
+    """Write a canary file in a directory or its nearest existing parent; return its path, "" on failure."""
     if not directory:
         return ""
     path = os.path.join(existing(os.path.abspath(directory)), mark_name(token))
@@ -356,7 +365,7 @@ def leave_mark(directory: str, token: str) -> str:
 
 
 def remove_mark(path: str) -> None:
-    """Remove that file, if there is one."""
+    """Remove the canary file, if there is one."""
     try:
         os.unlink(path)
     except OSError:
@@ -364,7 +373,7 @@ def remove_mark(path: str) -> None:
 
 
 def sees_mark(directory: str, token: str) -> bool:
-    """Whether the file that another host has left for a directory is seen here."""
+    """Return whether the canary file that another host wrote for a directory is visible here."""
     places = [os.path.abspath(directory)]
     while places[-1] != "/":
         places.append(os.path.dirname(places[-1]))
@@ -377,17 +386,17 @@ def sees_mark(directory: str, token: str) -> bool:
 
 
 def mark_name(token):
-    """The name of that file."""
+    """Return the name of the canary file."""
     return ".llama405b-seen-" + token.split()[-1]
 
 
 def in_workdir(request, path):
-    """The full path of a directory that a request names."""
+    """Return the full path of a directory named in a request."""
     return os.path.join(os.path.expanduser(request["workdir"]), os.path.expanduser(path))
 
 
 def spare_drives():
-    """NVMe drives that are not in use."""
+    """Return NVMe drives that are not in use."""
     mounted, found = read("/proc/mounts"), []
     for path in sorted(glob.glob("/sys/block/nvme*n*")):
         name = os.path.basename(path)
@@ -398,7 +407,7 @@ def spare_drives():
 
 
 def rates(folder):
-    """Bytes per second written to a temporary file, with fsync."""
+    """Measure the bytes per second written to a temporary file, with fsync."""
     block = os.urandom(1 << 20)
     try:
         handle, path = tempfile.mkstemp(prefix=".llama405b-doctor-", dir=folder)
@@ -418,7 +427,7 @@ def rates(folder):
 
 
 def weights(path, hashed=False):
-    """Which safetensors files of a checkpoint are missing, or have the wrong size or SHA-256."""
+    """Return which safetensors files of a checkpoint are missing, or have the wrong size or SHA-256."""
     if not path:
         return None
     path = os.path.expanduser(path)
@@ -438,7 +447,7 @@ def weights(path, hashed=False):
 
 
 def weight_files(path):
-    """The names of a checkpoint's files with tensors, and faults of its index."""
+    """Return the names of a checkpoint's tensor files, and faults of its index."""
     index = index_in(path)
     if not index:
         return ["model.safetensors"], []
@@ -451,7 +460,7 @@ def weight_files(path):
 
 
 def bad_blocks(path, names, known):
-    """Clauses on the files that are not what was verified; ``known``: by file, the SHA-256 of each block."""
+    """Return a clause per file that has changed since it was verified; ``known``: by file, the SHA-256 of each block."""
     with concurrent.futures.ThreadPoolExecutor(HASHERS) as pool:  # hashlib releases the GIL
         jobs = [
             (name, number, digest, pool.submit(sha256, os.path.join(path, name), number))
@@ -462,11 +471,11 @@ def bad_blocks(path, names, known):
     for name, number, digest, job in jobs:
         if job.result() != digest:
             first.setdefault(name, number)
-    return ["%s is not what was verified (SHA-256 of block %d)" % each for each in sorted(first.items())]
+    return ["%s has changed since it was verified (SHA-256 of block %d)" % each for each in sorted(first.items())]
 
 
 def index_in(path):
-    """The index of a checkpoint's files: its own, or the first one of its parts; "" if there is none."""
+    """Return the path of a checkpoint's index: its own, or that of its first part; "" if there is none."""
     name = "model.safetensors.index.json"
     found = sorted(glob.glob(os.path.join(glob.escape(path), "ranks-*-of-*", name)))
     if os.path.isfile(os.path.join(path, name)):
@@ -477,7 +486,7 @@ def index_in(path):
 
 
 def fault_of(path, name):
-    """What is wrong with a safetensors file, by its size and header; '' if nothing is."""
+    """Return what is wrong with a safetensors file, judging by its size and header; '' if nothing is."""
     file = os.path.join(path, name)
     try:
         actual = os.path.getsize(file)
@@ -496,7 +505,7 @@ def fault_of(path, name):
 
 
 def block_hashes(path):
-    """The SHA-256 of each block, by file, that download or push noted in a directory."""
+    """Return the SHA-256 of each block, by file, as download or push recorded them in a directory."""
     try:
         with open(os.path.join(path, ".llama405b-hashes.json"), encoding="utf-8") as file:
             return {name: entry["blocks"] for name, entry in json.load(file)["files"].items()}
@@ -505,7 +514,7 @@ def block_hashes(path):
 
 
 def sha256(path, number):
-    """The SHA-256 of a block of a file."""
+    """Return the SHA-256 of one block of a file."""
     digest, left = hashlib.sha256(), BLOCK_BYTES
     with open(path, "rb") as file:
         file.seek(number * BLOCK_BYTES)
@@ -519,7 +528,7 @@ def sha256(path, number):
 
 
 def leftovers():
-    """Processes of runs whose node runner is gone, by <run directory>:<host>."""
+    """Return processes of runs whose node runner is gone, by <run directory>:<host>."""
     found = {}
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
@@ -534,13 +543,15 @@ def leftovers():
 
 
 def has_runner(pid: int, value: str) -> bool:
-    """Whether the node runner of a process of <run directory>:<host> lives and its run knows of it: it holds a lock.
+    """Return whether a process of <run directory>:<host> has a live node runner that its run knows of.
 
-    The path is what the process sees, in a container of its own, perhaps; a lock that cannot be looked at counts as held.
+    A live node runner holds a lock. The path is the one the process sees, possibly inside a container. A lock that cannot be
+    checked counts as held.
     """
     folder, _, host = value.rpartition(":")
     try:
         with open("/proc/%d/root%s/status/%s.lock" % (pid, folder, host), "rb") as lock:
+            # Shared, so that two checks at the same time do not take each other for the holder.
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except (FileNotFoundError, NotADirectoryError):
         return False
@@ -566,6 +577,7 @@ class Listener:
         self.in_use = False
         self.port = port
         self.socket = socket.socket()
+        # Connections of an earlier check in TIME_WAIT must not make the port look taken.
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             self.socket.bind(("", port))
@@ -591,7 +603,10 @@ class Listener:
 
 
 def reach(address: str, port: int, token: str) -> dict:
-    """The fault in reaching a peer, '' if it answers with its token; and this host's address on the way."""
+    """Return why a peer cannot be reached ('' if it answers with its token), and this host's address.
+
+    The address is the one on the route to the peer.
+    """
     try:
         with socket.create_connection((address, port), timeout=CONNECT_S) as link:
             mine = link.getsockname()[0]
@@ -608,7 +623,7 @@ def reach(address: str, port: int, token: str) -> dict:
     except OSError as error:
         return {"fault": error.strerror or str(error)}
     if said.decode("utf-8", "replace") != token:
-        return {"fault": "somebody else answers there"}
+        return {"fault": "another program answers on this port"}
     return {"fault": "", "mine": mine}
 
 
@@ -655,7 +670,7 @@ def reach_all(peers):
 
 
 def main():
-    """Answer one doctor command."""
+    """Answer one doctor request."""
     request = json.loads(sys.stdin.buffer.readline().decode())
     os.umask(0o077)
     directory = in_workdir(request, request["mark"]) if request.get("mark") else ""
@@ -667,7 +682,7 @@ def main():
 
 
 def answer(request, marked):
-    """Print the facts, then how the others are reached."""
+    """Print the facts, then how the peers are reached."""
     listeners = [Listener(request["port"], request["token"]), Listener(0, request["token"])]
     facts = gather_facts(
         {
@@ -695,7 +710,7 @@ def answer(request, marked):
 
 
 def gather_facts(parts, within_s):
-    """What each part returns, at the same time; None, and why in ``failed``, of one that fails or takes too long."""
+    """Run all parts in parallel, return their results; None, with the reason in ``failed``, for a part that fails or is too slow."""
     facts, failed = {}, {}
 
     def run_part(name):
@@ -714,13 +729,13 @@ def gather_facts(parts, within_s):
     for name in parts:
         if name not in facts:
             facts[name] = None
-            failed[name] = "it did not answer in time"
+            failed[name] = "no answer in time"
     facts["failed"] = dict(failed)
     return facts
 
 
 def answer_about_peers(request):
-    """Read which other hosts to reach, and print how that went."""
+    """Read which hosts to reach, and print the results."""
     line = sys.stdin.buffer.readline().decode()
     if not line:
         return

@@ -1,8 +1,6 @@
-"""What launch asks of a host before it starts anything there, and how the host finds it out. Changes nothing.
+"""What launch must know about a host before it starts anything there, and how the host finds it out.
 
-What launch must know about a host before it starts anything.
-
-Changes nothing, but for a file that the head leaves while the others look for it.
+Changes nothing, except for a canary file that the head writes while the other hosts look for it.
 """
 
 import contextlib
@@ -58,7 +56,7 @@ from llama405b_tools.parsers import Address, Rdma
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class InputCheck:
-    """The checkpoint and the data that rank 0 will read, what they must fit, and where the run will save."""
+    """The checkpoint and data that rank 0 will read, what they must fit, and where the run will save."""
 
     model: str
     seq_len: int
@@ -83,7 +81,7 @@ EXPORT = "--export"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ProbeRequest:
-    """Ask what launch must know about this host."""
+    """Ask for what launch must know about this host."""
 
     run: str
     host: str
@@ -163,9 +161,9 @@ READS_TABLES = ("llama405b.data.documents", "first_rows")  # the trainer's, whic
 
 
 def probe(request: ProbeRequest) -> None:
-    """Print what launch must know about this host; the head keeps listening for the others until its input closes.
+    """Print what launch must know about this host; starts nothing.
 
-    Starts nothing.
+    The head keeps listening for the other hosts until its input closes.
     """
     facts, shared = _facts(request), str(Path(request.shared).expanduser()) if request.shared else ""
     if not request.is_head:
@@ -238,14 +236,14 @@ def _facts(request: ProbeRequest) -> LaunchFacts:
 
 
 def _versions(packages: Sequence[str]) -> dict[str, str]:
-    """The versions in which hosts must agree."""
+    """Return the versions in which hosts must agree."""
     python = ".".join(platform.python_version_tuple()[:2])  # patch releases are compatible
     others = {name: version_of(name) for name in packages}
     return {"python": python, **others, "llama405b": code_version()}
 
 
 def _extension(module: str) -> tuple[dict[str, str], str]:
-    """The user's module with its hash, and why it cannot be used."""
+    """Return the user's module with its hash, and why it cannot be used."""
     try:
         found = declared(module)
     except UserError as error:
@@ -254,7 +252,7 @@ def _extension(module: str) -> tuple[dict[str, str], str]:
 
 
 def _weights_bytes(path: str) -> int:
-    """Bytes of the tensors that are here; 0 if they cannot be loaded."""
+    """Return the bytes of the tensors on this host; 0 if they cannot be loaded."""
     if path:
         with contextlib.suppress(UserError, OSError):
             return sum(info.held_bytes for info in read_tensors(Path(path).expanduser()).values())
@@ -262,21 +260,24 @@ def _weights_bytes(path: str) -> int:
 
 
 def _reach(request: ProbeRequest, address: str, own: tuple[Address, ...]) -> Reach:
-    """The route to an address of the head, with this host's own address and interface on it."""
+    """Return the route to an address of the head, with this host's own address and interface on it."""
     found = reader.read(Reach, hostprobe.reach(address, request.port, request.token), address)
     interface = next((entry.interface for entry in own if entry.address == found.mine), "")
     return dataclasses.replace(found, interface="lo" if found.mine.startswith("127.") else interface)
 
 
 def _machine_id() -> str:
-    """An ID that is equal for two hosts of the hosts file that are one machine."""
+    """Return an ID that is equal for two hosts of the hosts file that are the same machine."""
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + socket.gethostname()
     return socket.gethostname()
 
 
 def _look_at(check: InputCheck | None) -> tuple[str, models.Llama | None]:
-    """'' if rank 0 can use the checkpoint, the data and where it will save, else the trainer's own sentence; and the model's shape."""
+    """Return why rank 0 cannot use its inputs or save directory ('' if it can), and the model's shape.
+
+    The reason is the trainer's own sentence.
+    """
     llama = None
     if check is None:
         return "", llama
@@ -312,7 +313,7 @@ def _look_at(check: InputCheck | None) -> tuple[str, models.Llama | None]:
 
 
 def _first_rows(raw: BinaryIO, fields: Sequence[str]) -> Iterator[reader.Json]:
-    """The first rows of a table; nothing where pyarrow is not installed."""
+    """Yield the first rows of a table; nothing if pyarrow is not installed."""
     module, function = READS_TABLES
     try:
         read = getattr(importlib.import_module(module), function)

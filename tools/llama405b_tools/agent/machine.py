@@ -1,4 +1,4 @@
-"""Facts of this host: its addresses, GPUs and programs, what is at a path, and which checkpoint a run could go on from."""
+"""Facts about this host: addresses, GPUs, programs, directories, and the checkpoint from which a run would resume."""
 
 import contextlib
 import dataclasses
@@ -37,7 +37,7 @@ class PlaceFault(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RunPlace:
-    """A directory's full path, and what stands in the way of writing or creating it, if anything."""
+    """A directory's full path, and why it cannot be written or created, if it cannot."""
 
     path: str
     fault: PlaceFault | None = None
@@ -49,7 +49,7 @@ class RunPlace:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Resumable:
-    """A checkpoint that the run would go on from."""
+    """A checkpoint from which the run would resume."""
 
     path: str
     identity: RunIdentity
@@ -60,7 +60,10 @@ VERSION_WITHIN_S = 30  # for `tmux -V` on a busy machine
 
 
 def resumable(resume: str, checkpoints: str) -> Resumable | None:
-    """Return the checkpoint that a run would go on from; if it cannot be read, the trainer says so."""
+    """Return the checkpoint from which a run would resume; None if there is none or it is unreadable.
+
+    The trainer reports an unreadable checkpoint itself.
+    """
     if resume == "no":
         return None
     root = Path(checkpoints)
@@ -72,24 +75,27 @@ def resumable(resume: str, checkpoints: str) -> Resumable | None:
 
 
 def saved_identity(directory: Path) -> str:
-    """What is equal wherever one directory is seen: not its path, nor its device, which network filesystems choose."""
+    """Return a string that is equal wherever the same directory is mounted.
+
+    It has neither the path nor the device, which network filesystems choose per host.
+    """
     there = directory if directory.exists() else directory.parent
     info, size = there.stat(), os.statvfs(there)
     return f"{info.st_ino} {info.st_uid} {info.st_mode} {size.f_blocks * size.f_frsize}"
 
 
 def rdma_ports() -> Rdma:
-    """This host's RDMA devices."""
+    """Return this host's RDMA devices."""
     return reader.read(Rdma, hostprobe.rdma(), "rdma")
 
 
 def addresses() -> tuple[Address, ...]:
-    """This host's own IPv4 addresses."""
+    """Return this host's own IPv4 addresses."""
     return tuple(reader.read(Address, each, "an address") for each in hostprobe.network()["addresses"])
 
 
 def place_of(path: str, *, saves: bool = False, appends: bool = True) -> RunPlace:
-    """The full path of a directory that the run writes to, and what stands in the way of that; see ``disk.refused_call``."""
+    """Return the full path of a directory that the run writes to, and why it cannot be written; see ``disk.refused_call``."""
     full = Path(path).expanduser()
     there = next(parent for parent in (full, *full.parents) if os.path.lexists(parent))
     if not there.exists():
@@ -106,7 +112,7 @@ def place_of(path: str, *, saves: bool = False, appends: bool = True) -> RunPlac
 
 
 def tmux_fault() -> str:
-    """What tmux answers if it does not work; "" if it does, or is not installed."""
+    """Return tmux's error if it does not work; "" if it works or is not installed."""
     try:
         done = subprocess.run(["tmux", "-V"], capture_output=True, text=True, timeout=VERSION_WITHIN_S, check=False)
     except FileNotFoundError:
@@ -119,7 +125,7 @@ def tmux_fault() -> str:
 
 
 def version_of(package: str) -> str:
-    """A package's version here, or "missing"."""
+    """Return a package's version here, or "missing"."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -127,7 +133,7 @@ def version_of(package: str) -> str:
 
 
 def gpus() -> tuple[Sequence[GpuReport], str]:
-    """The GPUs that work, and why others may not ('' if nvidia-smi is not installed)."""
+    """Return the GPUs that work, and why others may not ('' if nvidia-smi is not installed)."""
     for fields in (GPU_FIELDS, GPU_FIELDS[:-1]):  # drivers before MIG do not know the last
         query = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
         text = hostprobe.run(query)  # type: ignore[no-untyped-call]
@@ -142,12 +148,12 @@ def gpus() -> tuple[Sequence[GpuReport], str]:
 
 
 def first_gpu(found: Sequence[GpuReport]) -> tuple[str, int]:
-    """The first GPU's name and memory in bytes; '' and 0 if nvidia-smi does not say."""
+    """Return the first GPU's name and memory in bytes; '' and 0 if nvidia-smi does not report them."""
     return next(((gpu.name, gpu.memory_mib << 20) for gpu in found if gpu.memory_mib), ("", 0))
 
 
 def has_program(program: Sequence[str]) -> bool:
-    """Whether torchrun finds a program here, in the working directory; runs nothing of it."""
+    """Return whether torchrun finds a program here, in the working directory; runs nothing of it."""
     match program:
         case ["-m" | "--module", module, *_]:
             with contextlib.suppress(ValueError):  # an odd name: let torchrun say so

@@ -1,4 +1,4 @@
-"""What the operator's side and the agents tell each other: requests and replies, one dataclass each."""
+"""Messages between the operator's machine and the agents: requests and replies, one dataclass each."""
 
 import dataclasses
 import enum
@@ -80,7 +80,7 @@ class HostRun:
     launching: bool = False  # whoever launches it has not been told by all hosts yet that they have started
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be true."""
+        """Refuse a checkpoint path that does not end in a step directory."""
         if self.checkpoint and not STEP_DIR.fullmatch(self.checkpoint.rpartition("/")[2]):
             raise ValueError("its checkpoint is not step-<8 digits>")
 
@@ -127,7 +127,7 @@ class StopReply:
 
     @property
     def remains(self) -> str:
-        """What could not be ended; '' if nothing is left."""
+        """What could not be ended; '' if everything was."""
         if self.job_left:
             return "the job"
         return given("processes {}", ", ".join(map(str, self.left)))
@@ -183,7 +183,7 @@ class StreamRequest:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NodeUpdate:
-    """The state of the host's part of the run."""
+    """The state of the run on this host."""
 
     alive: bool
     status: NodeStatus | None
@@ -234,7 +234,7 @@ class AnswerRequest:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AnswerReply:
-    """The answer, if there is one, and whether the run lives, which alone can give it."""
+    """The answer, if there is one, and whether the run is alive; only a live run can still answer."""
 
     answer: RunEvent | None
     alive: bool
@@ -257,7 +257,7 @@ class AccountReply:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GuardNote:
-    """What the guard of a run does now; until the next note, it is known to have lived when this one came."""
+    """What a run's guard is doing now; it is known to have been alive when this note arrived."""
 
     run: str
     host: str
@@ -288,7 +288,7 @@ class Disk:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NoteReply:
-    """The host has taken the note."""
+    """The host has stored the note."""
 
     disks: tuple[Disk, ...] = ()  # the host's, or those that it shares
 
@@ -332,20 +332,20 @@ class Started:
 
     fault: StartFault | None = None
     by: str = ""
-    cause: Cause = Cause(CauseKind.UNKNOWN, detail="it does not say why")  # if the node runner ended
+    cause: Cause = Cause(CauseKind.UNKNOWN, detail="no reason given")  # if the node runner ended
     detail: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Kept:
-    """The host has received the order to keep its part, and does so unless it was stopped meanwhile."""
+    """The host has received the order to keep its part, and obeys unless somebody stopped the run."""
 
     stopped_by: str = ""  # who did
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PartsRequest:
-    """List what is needed to export a run's checkpoints, and is here."""
+    """List the files on this host that an export of the run's checkpoints needs."""
 
     run: str
 
@@ -363,7 +363,7 @@ class CheckpointPart:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PartsReply:
-    """What is on a host."""
+    """The checkpoint files on a host."""
 
     root: str  # directory of the run's checkpoints; "": it has none here
     parts: tuple[CheckpointPart, ...] = ()

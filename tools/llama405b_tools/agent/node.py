@@ -1,9 +1,9 @@
-"""The node runner: what tmux starts on a host, and the parent of torchrun there. Standard library only.
+"""The node runner: the process that tmux starts on a host, and the parent of torchrun there. Standard library only.
 
 ``python -m llama405b_tools.agent.node RUN_DIR HOST`` takes everything from ``RUN_DIR/plan.json``. It holds the run's lock
-on the host, ends what an earlier attempt left behind, passes the secrets only to torchrun's environment, and records the
-run's state in ``status/<host>.json``. It leaves no process behind, however it ends: a guardian, which shares its lock,
-outlives a SIGKILL of the runner just long enough to end the rest.
+on the host, ends processes that an earlier attempt left behind, passes the secrets only to torchrun's environment, and records
+the run's state in ``status/<host>.json``. It leaves no process behind, however it ends: a guardian process, which shares its
+lock, outlives a SIGKILL of the runner just long enough to end the remaining processes.
 """
 
 import contextlib
@@ -97,6 +97,7 @@ class NodeRunner:
         guardian, line = self.start_guardian()
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, self.on_signal)
+        # From here on, orphans stay descendants of this process, where the last sweep finds them even without a marker.
         processes.become_subreaper()
         processes.sweep(self.marker, spare=(guardian,))
         try:
@@ -128,7 +129,7 @@ class NodeRunner:
         return code if code >= 0 else 128 - code
 
     def on_signal(self, number: int, _frame: object) -> None:
-        """Note that the run is to end."""
+        """Record that the run is to end."""
         self.n_signals += 1
         self.stop_signal = self.stop_signal or number
 
@@ -170,7 +171,7 @@ class NodeRunner:
             self.report(NodeState.EXITED, failure, exit_code=code)
 
     def first_failure(self, code: int) -> Cause:
-        """The first failure of this attempt on this host, from torchrun's summary and the rank's heartbeat."""
+        """Return this attempt's first failure on this host, from torchrun's summary and rank heartbeats."""
         log = self.run.agent_log(self.host)
         text = log.read_text(encoding="utf-8", errors="replace").rpartition(f"\nattempt {self.plan.attempt}: ")[2]
         if setup := re.search(rf"^{SETUP_FAILED} (\d+)$", text, re.MULTILINE):
@@ -193,7 +194,7 @@ class NodeRunner:
         return failed[first]
 
     def cause_of(self, local_rank: int, exit_code: int) -> Cause:
-        """Why a rank ended, from its exit code (negative: signal) and its heartbeat."""
+        """Return why a rank ended, from its exit code (negative: signal) and its heartbeat."""
         rank = self.plan.node(self.host).first_rank + local_rank
         beat = read_record(Heartbeat, self.run.heartbeat(rank))
         gpu = beat.gpu if beat else ""
@@ -203,10 +204,11 @@ class NodeRunner:
         return dataclasses.replace(told, host=self.host, rank=rank, exit_code=exit_code, gpu=gpu)
 
     def start_guardian(self) -> tuple[int, int]:
-        """Fork the process that ends the run if this one is killed; returns its pid and a pipe to it."""
+        """Fork the process that ends the run if this one is killed; return its pid and a pipe to it."""
         read, write = os.pipe()
         os.set_inheritable(write, False)
         runner = os.getpid()
+        # Forked before any thread starts: locks that other threads hold stay locked in a child.
         pid = os.fork()
         if pid:
             os.close(read)
@@ -254,7 +256,7 @@ class NodeRunner:
 
     @contextlib.contextmanager
     def sigterm_blocked(self) -> Generator[None]:
-        """Have what is started meanwhile outlive Slurm's SIGTERM, which is for this process alone."""
+        """Make processes started in this context survive Slurm's SIGTERM, which is for this process alone."""
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM} if self.plan.saves_at_sigterm else ())
         try:
             yield
@@ -262,11 +264,14 @@ class NodeRunner:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     def end_torchrun(self, child: "subprocess.Popen[bytes]") -> None:
-        """Have torchrun end its ranks, and itself."""
+        """Signal torchrun to end its ranks and itself."""
         child.send_signal(signal.SIGHUP if self.plan.saves_at_sigterm else signal.SIGTERM)
 
     def keep_copying(self) -> None:
-        """Start what copies checkpoints to the next host, if the run wants that; again, if it was killed."""
+        """Start the process that copies checkpoints to the next host, or restart it if it was killed.
+
+        Does nothing if the run wants no copies.
+        """
         now = time.monotonic()
         lives = self.replicator is not None and self.replicator.poll() is None
         if not self.plan.replicates or lives or now - self.copying_since < AGAIN_S:
@@ -284,7 +289,10 @@ class NodeRunner:
             )
 
     def finish_copies(self, replicator: "subprocess.Popen[bytes]") -> None:
-        """Let it copy what was saved last: after a stop within its grace, and until this runner is told once more to end."""
+        """Wait until the last checkpoint is copied: after a stop, no longer than its grace period.
+
+        One more signal to this runner also ends the wait.
+        """
         assert replicator.stdin
         signals, mark = self.n_signals, stop_mark(self.run, self.host)
         until = mark.time + mark.grace_s if self.stop_signal else math.inf
@@ -297,21 +305,24 @@ class NodeRunner:
         replicator.wait()
 
     def look_for_sockets(self, data: bytes, child: "subprocess.Popen[bytes]") -> None:
-        """End the run if NCCL falls back to TCP and the plan forbids that: it would train at a crawl."""
+        """End the run if NCCL falls back to TCP and the plan forbids that: training would be very slow."""
         if self.plan.refuse_sockets and not self.fell_back and parsers.SOCKETS.encode() in data:
             self.fell_back = parsers.socket_line(data.decode("utf-8", "replace"))
             if self.fell_back:
                 self.end_torchrun(child)
 
     def take_secrets(self) -> None:
-        """Read the secrets file and delete it; whoever knows them can mask them: this process, and the guardian."""
+        """Read the secrets file and delete it.
+
+        Only this process and the guardian know the secrets from then on, and can mask them in the logs.
+        """
         self.secrets = read_secrets(self.run.secrets(self.host))
         self.hidden = pieces_of(self.secrets.values())
         self.mask = LogMask(self.run.logs(self.host), self.hidden)
         self.run.secrets(self.host).unlink(missing_ok=True)
 
     def wait(self, child: "subprocess.Popen[bytes]") -> int:
-        """Wait for torchrun; once told to stop, end it in ever harder ways, each with a time limit."""
+        """Wait for torchrun; after a stop, end it in increasingly forceful ways, each with a time limit."""
         look_at = time.monotonic() if self.plan.slurm_job else math.inf  # there no signal reaches this process alone
         while not self.stop_signal:
             code = child.poll()  # Popen.wait with a timeout would wake up twenty times a second
@@ -344,9 +355,9 @@ class NodeRunner:
         raise AssertionError("a wait without a limit timed out")
 
     def let_save(self, child: "subprocess.Popen[bytes]", grace_s: float) -> int | None:
-        """Tell the ranks to save after this step and exit; returns torchrun's exit code, None if they took too long.
+        """Tell the ranks to save after this step and exit; return torchrun's exit code, None if too slow.
 
-        Each is told once it writes heartbeats: before that, it does not handle the signal, which would kill it.
+        Each rank is signaled only once it writes heartbeats: before that it has no handler, and the signal would kill it.
         """
         deaf, deadline = set(self.plan.node(self.host).ranks), time.monotonic() + grace_s
         while (code := child.poll()) is None and time.monotonic() < deadline:
@@ -361,7 +372,7 @@ class NodeRunner:
         return code
 
     def watch_ranks(self) -> None:
-        """Note when each rank ends: torchrun looks now and then, and counts in seconds."""
+        """Record when each rank ends. torchrun polls only now and then, and its times are whole seconds."""
         slots, ends = self.plan.node(self.host).slots, select.poll()
         ranks: dict[int, int] = {}  # by the descriptor of its process
         look_until = time.monotonic() + RANKS_WITHIN_S  # it reads all of /proc
@@ -384,7 +395,10 @@ class NodeRunner:
                 ends.unregister(process)
 
     def watch_logs(self, child: "subprocess.Popen[bytes]") -> list[threading.Thread]:
-        """Start what reads this host's logs until torchrun has ended; a slow pane delays nothing but itself."""
+        """Start threads that read this host's logs until torchrun has ended.
+
+        There are two, so that a slow tmux pane delays only itself.
+        """
         threads = []
         for read in (self.note_logs, self.show_logs):
             tail = Tail(self.run.logs(self.host), from_end=True)
@@ -393,7 +407,7 @@ class NodeRunner:
         return threads
 
     def note_logs(self, child: "subprocess.Popen[bytes]", tail: Tail) -> None:
-        """Record how long each log is, and when; look for what ends the run."""
+        """Record the length of each log over time; look for lines that end the run."""
         noted = {path: size for path, (_, size) in tail.marks.items()}
         while True:
             ended = child.poll() is not None
@@ -411,12 +425,12 @@ class NodeRunner:
             self.ended.wait(LOGS_EVERY_S)
 
     def note_length(self, log: Path, n_bytes: int) -> None:
-        """Record that a log has this length now."""
+        """Record the present length of a log."""
         with contextlib.suppress(OSError):  # a full disk
             append_line(self.run.times(self.host), f"{time.time():.3f} {n_bytes} {log}")
 
     def show_logs(self, child: "subprocess.Popen[bytes]", tail: Tail) -> None:
-        """Print the logs in the tmux pane, for whoever attaches."""
+        """Print the logs in the tmux pane."""
         while True:
             ended = child.poll() is not None
             with contextlib.suppress(OSError):  # of the pane, or of a disk
@@ -428,7 +442,10 @@ class NodeRunner:
 
 
 def follows(cause: Cause) -> bool:
-    """Whether a rank ended because of another: torchrun sends SIGTERM; gloo aborts, in a thread of its own."""
+    """Return whether a rank ended because of another one.
+
+    torchrun sends SIGTERM to the other ranks; gloo aborts in a thread of its own.
+    """
     return cause.kind in (CauseKind.LOST_PEER, CauseKind.FOLLOWED) or cause.signal in (signal.SIGTERM, signal.SIGABRT)
 
 

@@ -1,12 +1,12 @@
-"""A run's processes on this host: its lock, tmux session, secrets, guard, torchrun, and Slurm's job. Linux.
+"""A run's processes on this host: lock, tmux session, secrets, guard, torchrun, and Slurm's job. Linux.
 
 - the command that the node runner starts, and its environment;
-- the processes of a run, whoever their parents are now (``start_time`` also knows macOS, where an operator's guard may run);
+- the processes of a run, whoever their parents are now (process start times also work on macOS, where an operator's guard may run);
 - whether a run is alive here: a lock that its node runner and guardian hold;
 - the tmux servers of a run and its guard, and the sockets that tmux leaves behind;
-- secrets on their way to the ranks or a guard, and out of the logs of those that print them;
-- what Slurm reports about a job: nothing else calls its programs;
-- a run's guard, as a host sees it: what it last said, and when; and the one that runs on this machine.
+- secrets on their way to the ranks or a guard, and their removal from logs;
+- what Slurm reports about a job: no other module calls its programs;
+- a run's guard, as a host sees it: its last note and when it came; and the guard that runs on this machine.
 """
 
 import contextlib
@@ -69,7 +69,7 @@ def torchrun_argv(plan: Plan, name: str, log_dir: str) -> list[str]:
 
 
 def _own(program: Sequence[str], python: str) -> Sequence[str]:
-    """Have torchrun start a module of ours as we start it; any other program as it is."""
+    """Return the command for a module of ours in the way we start it; any other program unchanged."""
     match program:
         case ["-m", module, *words] if module.startswith("llama405b."):
             return ["--no-python", *own_argv(module, python), *words]
@@ -77,9 +77,10 @@ def _own(program: Sequence[str], python: str) -> Sequence[str]:
 
 
 def _apart(program: Sequence[str]) -> list[str]:
-    """Put ``--`` before a program's name: torchrun takes what begins as a flag of its own (``--run``) from its arguments.
+    """Put ``--`` before a program's name, so that torchrun does not parse the program's own flags.
 
-    Flags of torchrun's own before the name stay before it; one with a separate value leaves open where the name is.
+    torchrun takes arguments that begin like a flag of its own (``--run``) as that flag. Its own flags before the name stay before it.
+    If one of them has a separate value, the name's position is unknown, so the command stays as it is.
     """
     n_flags = len(list(itertools.takewhile(NO_VALUE.__contains__, program)))
     if program[n_flags : n_flags + 1] and program[n_flags].startswith("-"):
@@ -117,12 +118,15 @@ EXEC_WITHIN_S = 5.0  # how long, on a busy machine, an exec may take
 
 
 def become_subreaper() -> None:
-    """Make orphans below this process its own children, so that none is lost."""
+    """Make orphaned descendants children of this process, so that none is lost."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def start_time(pid: int) -> int | None:
-    """When a process started, in clock ticks since boot (macOS: in seconds); None if it is gone or a zombie."""
+    """Return when a process started, in clock ticks since boot; None if it is gone or a zombie.
+
+    On macOS: in seconds.
+    """
     if sys.platform == "darwin":
         ps = ["ps", "-o", "stat=,lstart=", "-p", str(pid)]
         done = subprocess.run(ps, env={"LC_ALL": "C", "PATH": os.defpath}, capture_output=True, text=True, check=False)
@@ -132,7 +136,7 @@ def start_time(pid: int) -> int | None:
 
 
 def _fields(pid: int) -> list[str]:
-    """What the kernel tells of a live process after its name: state, parent, …; [] if it is gone or a zombie."""
+    """Return the fields of /proc/PID/stat after the name: state, parent, …; [] if it is gone or a zombie."""
     with contextlib.suppress(OSError):
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="latin-1").rpartition(") ")[2].split()
         return [] if fields[0] in "ZX" else fields
@@ -140,14 +144,14 @@ def _fields(pid: int) -> list[str]:
 
 
 def _living() -> Iterator[tuple[int, list[str]]]:
-    """All live processes, each with its fields."""
+    """Yield the pid and stat fields of every live process."""
     for entry in os.listdir("/proc"):  # noqa: PTH208
         if entry.isdigit() and (fields := _fields(int(entry))):
             yield int(entry), fields
 
 
 def state(pid: int) -> str:
-    """A process's state as the kernel writes it (R, S, D, T, Z, …); "" if it is gone."""
+    """Return a process's state as the kernel writes it (R, S, D, T, Z, …); "" if it is gone."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(encoding="latin-1").rpartition(") ")[2][:1]
     except OSError:
@@ -155,17 +159,17 @@ def state(pid: int) -> str:
 
 
 def same_process(pid: int, began: int) -> bool:
-    """Whether ``pid`` is still the process that started at ``began``."""
+    """Return whether ``pid`` is still the process that started at ``began``."""
     return pid > 0 and start_time(pid) == began
 
 
 def marked(value: str) -> list[int]:
-    """Processes whose environment marks them as belonging to ``<run directory>:<host>``."""
+    """Return processes whose environment marks them as belonging to ``<run directory>:<host>``."""
     return all_marked().get(value, [])
 
 
 def all_marked() -> dict[str, list[int]]:
-    """Processes of every run here that this user may inspect, by the ``<run directory>:<host>`` they belong to."""
+    """Return processes of every run here that this user may inspect, by their ``<run directory>:<host>``."""
     needle = f"{MARKER}=".encode()
     found: dict[str, list[int]] = {}
     for pid, _ in _living():
@@ -177,7 +181,7 @@ def all_marked() -> dict[str, list[int]]:
 
 
 def variables(value: str, names: Sequence[str]) -> dict[str, str]:
-    """Variables of the processes of ``<run directory>:<host>``, those of these names that are set."""
+    """Return the variables of these names that processes of ``<run directory>:<host>`` have set."""
     found = {}
     for pid in marked(value) if names else ():
         with contextlib.suppress(OSError):
@@ -189,7 +193,7 @@ def variables(value: str, names: Sequence[str]) -> dict[str, str]:
 
 
 def descendants(root: int) -> list[int]:
-    """All live processes below ``root``."""
+    """Return all live descendants of a process."""
     children: dict[int, list[int]] = {}
     for pid, fields in _living():
         children.setdefault(int(fields[1]), []).append(pid)
@@ -203,7 +207,10 @@ def descendants(root: int) -> list[int]:
 
 
 def in_exec() -> list[int]:
-    """Processes in the middle of an exec: they tell neither environment nor arguments, so nobody knows whose they are."""
+    """Return processes in the middle of an exec.
+
+    Their environment and arguments are empty for a moment, so nobody knows whose they are.
+    """
     found = []
     for pid, fields in _living():
         with contextlib.suppress(OSError):
@@ -214,9 +221,9 @@ def in_exec() -> list[int]:
 
 
 def sweep(value: str, *, below: int = 0, spare: tuple[int, ...] = (), seconds: float = 20.0) -> tuple[int, list[int]]:
-    """SIGKILL every process of ``<run directory>:<host>`` until two looks find none.
+    """SIGKILL every process of ``<run directory>:<host>`` until two scans find none.
 
-    Late in its end, and in the middle of an exec, a process tells no environment: an exec is given some seconds.
+    A process that is about to end, or in the middle of an exec, has no environment to read; an exec is given some seconds.
     Returns how many were ended, and which could not be ended within ``seconds`` (for example in state D).
     """
     ended: dict[int, int | None] = {}
@@ -241,8 +248,12 @@ def sweep(value: str, *, below: int = 0, spare: tuple[int, ...] = (), seconds: f
 
 
 def take_lock(path: Path, tries: int = 10) -> int | None:
-    """Hold the run's lock on this host until the process (and its guardian) ends; None if another process holds it."""
+    """Take the run's lock on this host; None if another process holds it.
+
+    The process, and its guardian, hold it until they end.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
+    # O_CLOEXEC: programs that are started do not inherit the lock. The guardian is forked without an exec, so it shares it.
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     for _ in range(tries):  # `status` holds it for an instant to check
         try:
@@ -256,17 +267,18 @@ def take_lock(path: Path, tries: int = 10) -> int | None:
 
 
 def is_alive(run: RunDir, host: str) -> bool:
-    """Whether a node runner (or its guardian) holds the run's lock on this host."""
+    """Return whether a node runner (or its guardian) holds the run's lock on this host."""
     return is_held(run.lock(host))
 
 
 def is_held(path: Path) -> bool:
-    """Whether a process holds a lock."""
+    """Return whether a process holds a lock."""
     try:
         descriptor = os.open(path, os.O_RDWR)
     except OSError:
         return False
     try:
+        # Shared, so that two checks at the same time do not take each other for the holder.
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError:
         return True
@@ -276,7 +288,10 @@ def is_held(path: Path) -> bool:
 
 
 def runs_here(run: RunDir, host: str) -> bool:
-    """Whether the run has not ended here: a node runner may live longer, to copy checkpoints to the next host."""
+    """Return whether the run has not ended here.
+
+    A node runner may live longer, to copy checkpoints to the next host.
+    """
     lives = is_alive(run, host)
     if not lives or not read_plan(run).replicates:
         return lives
@@ -285,20 +300,26 @@ def runs_here(run: RunDir, host: str) -> bool:
 
 
 def live_names(run: RunDir, but: AbstractSet[str]) -> list[str]:
-    """The names of other hosts under which a run of this machine is being started, or has not ended: it is its directory."""
+    """Return other host names under which this machine is starting or running the run.
+
+    They use the same run directory.
+    """
     names = {path.name.removesuffix(".lock").removesuffix(".start") for path in run.path.glob("status/*.lock")} - but
     here = [name for name in sorted(names) if runs_here(run, name) and _is_here(run, name)]
     return here or [name for name in sorted(names) if is_held(run.start_lock(name))]
 
 
 def _is_here(run: RunDir, host: str) -> bool:
-    """Whether a node runner is one of this machine: another's may hold a lock in a directory that both share."""
+    """Return whether a node runner is on this machine.
+
+    Another machine's may hold a lock in a directory that both share.
+    """
     status = read_record(NodeStatus, run.status(host))
     return status is None or same_process(status.pid, status.pid_start)
 
 
 def run_of(name: str) -> RunDir:
-    """The run's directory, below this process's working directory."""
+    """Return the run's directory, below this process's working directory."""
     return RunDir(Path.cwd() / "runs" / name)
 
 
@@ -308,18 +329,24 @@ END_WITHIN_S = 10.0  # for tmux to end a session, or to list those of a run
 
 
 def tmux_socket(run: RunDir) -> str:
-    """The name of the tmux server of a run directory on this machine: two directories may hold runs of one name."""
+    """Return the name of the tmux server of a run directory on this machine.
+
+    It has a hash of the directory, because two directories may hold runs of the same name.
+    """
     directory = hashlib.sha256(os.fsencode(run.path.resolve())).hexdigest()
     return f"{PREFIX}{run.name[:MOST_OF_NAME]}-{directory[:8]}"
 
 
 def tmux_session(host: str) -> str:
-    """The name of a host's session; tmux allows no '.' or ':' in it."""
+    """Return the name of a host's session; tmux allows no '.' or ':' in it."""
     return re.sub(r"[.:]", "_", host)
 
 
 def guard_socket(run: RunDir) -> str:
-    """The name of the tmux server of a guard on a host; no run's own, as no run's name may have a '+'."""
+    """Return the name of the tmux server of a guard on a host.
+
+    It cannot equal a run's server name, because run names have no '+'.
+    """
     return f"{tmux_socket(run)}+guard"
 
 
@@ -339,7 +366,7 @@ def start_session(server: str, session: str, argv: Sequence[str]) -> int:
         raise RunError(f"no answer within {TMUX_WITHIN_S:g} s") from None
     said = (done.stdout + done.stderr).strip()
     if done.returncode or not done.stdout.strip().isdecimal():
-        raise RunError(said or f"exit code {done.returncode}, and no output")
+        raise RunError(said or f"exit code {done.returncode}, no output")
     return int(done.stdout)
 
 
@@ -356,7 +383,7 @@ def remove_dead_sockets(ending: str = "", within_s: float = 0.5) -> None:
 
 
 def remove_own_socket(run: RunDir) -> None:
-    """Remove the socket of the run's server from inside its last session, which is about to end."""
+    """Remove the socket of the run's server from inside its last session, just before that ends."""
     path = Path(os.environ.get("TMUX", "").partition(",")[0])
     if path.name != tmux_socket(run):
         return
@@ -368,7 +395,7 @@ def remove_own_socket(run: RunDir) -> None:
 
 
 def _answers(path: Path) -> bool:
-    """Whether a server listens on a socket."""
+    """Return whether a server listens on a socket."""
     try:
         with socket.socket(socket.AF_UNIX) as probe:
             probe.connect(str(path))
@@ -389,9 +416,10 @@ def write_secrets(path: Path, secrets: dict[str, str]) -> None:
 
 
 def write_private(path: Path, text: str) -> None:
-    """Write a new file that is readable only by this user, from its first byte on."""
+    """Write a new file that only this user can read, from its first byte on."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.unlink(missing_ok=True)
+    # O_EXCL: never write a secret into a file or link that somebody has put there since the unlink.
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(text)
 
@@ -406,10 +434,10 @@ def read_secrets(path: Path) -> dict[str, str]:
 
 
 class LogMask:
-    """The pieces of secret values, and how far each log below a directory has been searched for them."""
+    """Overwrites secret values in logs; remembers how far each log has been searched."""
 
     def __init__(self, root: Path, pieces: Sequence[str]) -> None:
-        """Begin at the files' present ends: earlier attempts have searched them."""
+        """Begin at the files' present ends: earlier attempts have searched up to there."""
         self.root, self.pieces = root, [piece.encode() for piece in pieces]
         self.overlap = max(map(len, self.pieces), default=1) - 1  # of two blocks: a piece may lie across their border
         self.done: dict[Path, tuple[int, int]] = {}  # inode, and bytes
@@ -417,12 +445,12 @@ class LogMask:
             self.done[path] = (path.stat().st_ino, path.stat().st_size)
 
     def cover_all(self) -> None:
-        """Search all that was added to every log."""
+        """Search everything added to every log."""
         for path in self._logs():
             self.cover(path)
 
     def cover(self, path: Path) -> None:
-        """Search what was added to a log; what cannot be overwritten now is tried again with what is added next."""
+        """Overwrite secrets in what was added to a log; if that fails, retry with the next addition."""
         if self.pieces:
             with contextlib.suppress(OSError), path.open("r+b", buffering=0) as file:
                 inode, done = self.done.get(path, (0, 0))
@@ -432,7 +460,7 @@ class LogMask:
                 self.done[path] = now.st_ino, self._cover_from(file.fileno(), max(0, done - self.overlap))
 
     def _cover_from(self, descriptor: int, position: int) -> int:
-        """Overwrite all pieces from a position on; returns where the file ended."""
+        """Overwrite all secret values from a position on; return where the file ended."""
         while True:
             block = os.pread(descriptor, BLOCK_BYTES, position)
             for piece in self.pieces:
@@ -464,7 +492,7 @@ JOB_GONE = (
 
 
 def job_state(job: str) -> str:
-    """A job's state as Slurm writes it (PENDING, RUNNING, COMPLETED, …); COMPLETED if Slurm has forgotten it.
+    """Return a job's state as Slurm writes it (PENDING, RUNNING, …); COMPLETED if Slurm has forgotten it.
 
     Raises:
         RunError: Slurm does not answer.
@@ -476,19 +504,20 @@ def job_state(job: str) -> str:
 
 
 def why_pending(job: str) -> str:
-    """Why a job waits, in Slurm's words."""
+    """Return why a job is pending, in Slurm's words."""
     return call_slurm(["squeue", "-h", "-j", job, "-o", "%R"]).stdout.strip().strip("()") or "no reason given"
 
 
 def job_alive(job: str) -> bool:
-    """Whether anything of a job may still run."""
+    """Return whether any process of a job may still run."""
     return job_state(job) in ("RUNNING", "COMPLETING", "SUSPENDED", "STAGE_OUT", "SIGNALING", "STOPPED")
 
 
 def slurm_environment() -> dict[str, str]:
-    """Return the environment for Slurm's programs: what finds the cluster, and nothing of the job or step that this is part of.
+    """Return the environment for Slurm's programs, without variables of the enclosing job or step.
 
-    sbatch hands its environment to the job: in a shell of a step, all ranks would be bound to that step's CPUs.
+    Variables that find the cluster stay. sbatch passes its environment to the job: in a shell of a step, all ranks would be bound to
+    that step's CPUs.
     """
     of_step = ("SLURM_", "SLURMD_", "SRUN_", "PMI_", "PMIX_")
     return {name: value for name, value in os.environ.items() if name in FINDS_SLURM or not name.startswith(of_step)}
@@ -517,7 +546,7 @@ DISMISS_WITHIN_S = 10.0
 
 
 def note(request: GuardNote) -> NoteReply:
-    """Write the guard's note, unless the run is not the guard's any more, or somebody has stopped both."""
+    """Store the guard's note, unless the run is no longer the guard's, or somebody has stopped both."""
     run = run_of(request.run)
     plan = read_plan(run)
     stopped = read_record(StopMark, run.stop(request.host))
@@ -528,7 +557,7 @@ def note(request: GuardNote) -> NoteReply:
 
 
 def disks_of(*paths: Path) -> tuple[Disk, ...]:
-    """The disks that these directories are on, each once; what cannot be asked is left out."""
+    """Return the disks of these directories, each once; disks that cannot be queried are left out."""
     disks = {}
     for path in paths:
         with contextlib.suppress(OSError):
@@ -540,7 +569,7 @@ def disks_of(*paths: Path) -> tuple[Disk, ...]:
 
 
 def note_guard(run: RunDir, host: str, state: GuardState | None) -> None:
-    """Write what the guard said, with the time by this host's clock; None: no guard was asked for."""
+    """Store the guard's last state with the time by this host's clock; None: no guard was asked for."""
     if state is None:
         run.guarded(host).unlink(missing_ok=True)
     else:
@@ -548,7 +577,10 @@ def note_guard(run: RunDir, host: str, state: GuardState | None) -> None:
 
 
 def heard_guard(run: RunDir, host: str) -> GuardState | None:
-    """What this host last heard from the guard; of one that runs on this machine, whether it has died since."""
+    """Return the guard's last note to this host.
+
+    For a guard on this machine, also whether it has died since.
+    """
     state = read_record(GuardState, run.guarded(host))
     if state is None or not state.pid or not is_of_this_machine(state):
         return state
@@ -556,7 +588,10 @@ def heard_guard(run: RunDir, host: str) -> GuardState | None:
 
 
 def machine_id() -> str:
-    """Identify this boot of this machine: host name, machine ID and boot ID; two words if it has no machine ID."""
+    """Return an ID of this boot of this machine: host name, machine ID and boot ID.
+
+    Two words if it has no machine ID.
+    """
     files = (Path("/etc/machine-id"), Path("/proc/sys/kernel/random/boot_id"))
     return " ".join(
         [socket.gethostname(), *(path.read_text(encoding="ascii").strip() for path in files if path.exists())]
@@ -564,23 +599,29 @@ def machine_id() -> str:
 
 
 def identify(request: MachineRequest) -> MachineName:  # noqa: ARG001 - its type is what the agent reads
-    """Tell which machine this is."""
+    """Return which machine this is."""
     return MachineName(machine_id())
 
 
 def is_of_this_machine(guard: GuardState) -> bool:
-    """Whether a guard began on this machine, in this boot or, if the machine has an ID, an earlier one."""
+    """Return whether a guard began on this machine, in this boot.
+
+    If the machine has an ID, an earlier boot counts, too.
+    """
     machine, here = guard.machine.split(), machine_id().split()
     return machine == here or (len(machine) == 3 and machine[:2] == here[:2])
 
 
 def lives_here(guard: GuardState) -> bool:
-    """Whether a guard runs on this machine now."""
+    """Return whether a guard runs on this machine now."""
     return guard.machine.split() == machine_id().split() and same_process(guard.pid, guard.pid_start)
 
 
 def dismiss_guard(run: RunDir) -> tuple[int, ...]:
-    """End the run's guard on this machine: a run stopped on purpose must not be resumed. Returns its pid if it stays."""
+    """End the run's guard on this machine; return its pid if it stays.
+
+    A run stopped on purpose must not be resumed.
+    """
     guard = read_record(GuardState, run.guard)
     if guard is None or not lives_here(guard):
         return ()
@@ -593,7 +634,7 @@ def dismiss_guard(run: RunDir) -> tuple[int, ...]:
 
 
 def end_own_session(run: RunDir) -> None:
-    """End the session that this process, a guard that is about to end, was started in."""
+    """End the tmux session of this process, a guard that is about to end."""
     if Path(os.environ.get("TMUX", "").partition(",")[0]).name == guard_socket(run):
         end_guard_session(run)
 
@@ -607,6 +648,6 @@ def end_guard_session(run: RunDir) -> None:
 
 
 def record_blame(run: RunDir, host: str, blame: Blame) -> None:
-    """Record why an attempt failed, unless that is recorded already."""
+    """Record why an attempt failed, unless a cause is already recorded."""
     if blame.attempt not in [known.attempt for known in read_records(Blame, run.blames(host), 1)]:
         append_line(run.blames(host), reader.dumps(blame))

@@ -1,10 +1,11 @@
 """Files from host to host: the agent's part in a chain, and the process that copies a run's checkpoints. Standard library.
 
-The agent receives and passes on, or sends what is here, and reports progress.
+In a chain, the agent receives and forwards files, or sends this host's files, and reports progress.
 
-``python -m llama405b_tools.agent.relay RUN_DIR HOST`` copies this host's checkpoints to the next one, and takes those of the one before: a
-process of the node runner's. It ends when its standard input does: at once if that was closed without a word, or, after ``LAST``, once its
-newest checkpoint is copied and the host before has said that nothing more comes. The trainer says which host is next
+``python -m llama405b_tools.agent.relay RUN_DIR HOST`` copies this host's checkpoints to the next host and receives those of the previous
+one, as a child of the node runner. It ends when its standard input does: at once if that closes without a message,
+or, after ``LAST``, once its
+newest checkpoint is copied and the previous host has said that nothing more comes. The trainer decides which host is next
 (``checkpoints.Ring``).
 """
 
@@ -62,7 +63,7 @@ BYE = "nothing more"
 
 
 class Replicator:
-    """One attempt's copies, on one host."""
+    """Copies the checkpoints of one attempt on one host."""
 
     def __init__(self, run: RunDir, host: str) -> None:
         self.run = run
@@ -82,7 +83,7 @@ class Replicator:
         self.moved = 0.0  # when that was
 
     def main(self) -> None:
-        """Copy until there is nothing more to copy."""
+        """Copy until nothing is left to copy."""
         write_private(self.run.spot(self.host), json.dumps(dataclasses.asdict(self.spot)))
         for act in (self._listen_to_runner, self._take):
             threading.Thread(target=_or_end, args=(act,), daemon=True).start()
@@ -104,12 +105,12 @@ class Replicator:
                 time.sleep(LOOK_EVERY_S)
 
     def ring(self) -> Ring | None:
-        """This host's place in the ring, once the trainer has said so."""
+        """Return this host's place in the ring; None until the trainer has recorded it."""
         ring = read_record(Ring, self.run.ring(self.host))
         return ring if ring and ring.attempt == self.plan.attempt else None
 
     def _give(self, ring: Ring) -> bool:
-        """Copy the newest checkpoint to the next host, if that lacks it; returns whether that has it now."""
+        """Copy the newest checkpoint to the next host if it lacks it; return whether the next host has it now."""
         newest = next((path for path in reversed(committed(Path(ring.root))) if self._is_due(path, ring)), None)
         if newest is None or step_of(newest) == self.copied:
             return True
@@ -131,14 +132,17 @@ class Replicator:
         return True
 
     def _is_due(self, path: Path, ring: Ring) -> bool:
-        """Whether a checkpoint is this run's, and the one to copy: what the ranks name, or at the end the newest."""
+        """Return whether a checkpoint is this run's and the one to copy.
+
+        That is the step the ranks name, or at the end the newest one.
+        """
         if not self.last and step_of(path) != ring.step:
             return False
         manifest = manifest_of(path)
         return manifest is not None and manifest.run == ring.run
 
     def _send(self, ring: Ring, names: Sequence[str], directory: Path) -> None:
-        """Send files of a checkpoint; none: that nothing more comes."""
+        """Send files of a checkpoint; no files: tell the next host that nothing more comes."""
         after = ring.after
         hop = NextHop((after.address,), after.port, after.token)
         files = [f"{directory.name}/{name}" for name in names]
@@ -148,12 +152,15 @@ class Replicator:
             transfer.exactly(link, 1)  # it has all of them, and they are right
 
     def _moved(self, name: str, n_bytes: int) -> None:
-        """Note that more was sent than in the tries before: a host whose disk is full takes the same again and again."""
+        """Record when more was sent than in all earlier tries.
+
+        A host whose disk is full accepts the same bytes again and again, which is no progress.
+        """
         if (name, n_bytes) > self.farthest:
             self.farthest, self.moved = (name, n_bytes), time.monotonic()
 
     def _take(self) -> None:
-        """Take what the host before sends, one checkpoint at a time."""
+        """Receive the previous host's checkpoints, one at a time."""
         while True:
             self.taking = False
             ring = self.ring()
@@ -183,7 +190,7 @@ class Replicator:
 
 
 def _or_end(act: Callable[[], None]) -> None:
-    """Do what a thread is for; if it fails, end this process, which the node runner starts again."""
+    """Run a thread's function; if it fails, exit this process, which the node runner then restarts."""
     try:
         act()
     except Exception:  # noqa: BLE001 - of any kind
@@ -192,7 +199,10 @@ def _or_end(act: Callable[[], None]) -> None:
 
 
 def _retire(root: Path, ring: Ring) -> None:
-    """Delete copies of what the other hosts have deleted, too: all but the newest, and the newest step that is copied everywhere."""
+    """Delete copies of checkpoints that the other hosts have deleted.
+
+    Keeps the newest ones, and the newest step that is copied everywhere.
+    """
     there = committed(root)
     whole = [path for path in there if (path / MANIFEST).is_file()]
     needed = {*whole[-ring.keep :], *there[-1:]}
@@ -206,7 +216,10 @@ def _retire(root: Path, ring: Ring) -> None:
 
 
 def _sealed(manifest: Manifest | None, name: str) -> Blocks | None:
-    """The hashes of a checkpoint's file as its manifest has them: what is copied is compared with what was saved."""
+    """Return the hashes of a checkpoint's file from its manifest.
+
+    The copy is thus compared with what was saved, not with what is on this disk now.
+    """
     if manifest is None or manifest.block_bytes != BLOCK_BYTES:
         return None
     found = manifest.files.get(name.partition("/")[2])
@@ -214,9 +227,10 @@ def _sealed(manifest: Manifest | None, name: str) -> Blocks | None:
 
 
 def relay(request: RelayRequest) -> None:
-    """A host's part: report where it listens, learn which host is next, receive, and report progress once per second.
+    """Receive files and forward them; report progress every second.
 
-    Before that, every host leaves a mark and reports whose it sees: hosts that share a directory must not all write to it.
+    First it reports the port it listens on and reads which host is next. Before it reads that, every host writes a canary file and
+    reports whose files it sees: hosts that share a directory must not all write to it.
     """
     root = Path(request.to).expanduser()
     receiver = Receiver(root, request.token)
@@ -254,7 +268,7 @@ def relay(request: RelayRequest) -> None:
 
 
 def _receive(receiver: Receiver, below: NextHop | None) -> tuple[str, bool]:
-    """Receive everything; returns what went wrong, and whether that is this host's fault and would recur."""
+    """Receive everything; return what went wrong, and whether it is this host's fault and would recur."""
     try:
         receiver.run(below)
     except TimeoutError:
@@ -267,14 +281,14 @@ def _receive(receiver: Receiver, below: NextHop | None) -> tuple[str, bool]:
 
 
 def _end_with_input() -> None:
-    """Exit once the operator is gone: what arrived is kept, and the same command continues from there."""
+    """Exit once the operator is gone. Received bytes are kept, and the same command continues from there."""
     while sys.stdin.readline():
         pass
     os._exit(1)
 
 
 def send(request: SendRequest) -> None:
-    """The source's part, if a host has the files: send them to the first host of the chain."""
+    """Send this host's files to the first host of the chain."""
     root, done = Path(request.path).expanduser(), 0
     fault = ""
 

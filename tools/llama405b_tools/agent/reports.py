@@ -1,4 +1,4 @@
-"""What the head of a run knows of it for accounts and reports: what its time went into, its metrics and events."""
+"""What the head knows of a run for accounts and reports: how its time was spent, its metrics and events."""
 
 import contextlib
 import dataclasses
@@ -42,7 +42,7 @@ MEANS = ("loss", "grad_norm", "lr", "rate", "step_s", "data_s", "forward_s", "ba
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Point:
-    """Steps of one attempt that follow each other: the means of what ``Metrics`` says of each, and of some the range."""
+    """Consecutive steps of one attempt: the means of their ``Metrics``, and for some values the range."""
 
     attempt: int
     step: int  # the last one
@@ -98,7 +98,7 @@ class ReportReply:
 
 
 def points_of(steps: Sequence[Metrics], most: int = MOST_POINTS) -> Iterator[Point]:
-    """Yield steps, several of an attempt as one where there are more than ``most``."""
+    """Yield the steps as points; merge steps of an attempt if there are more than ``most``."""
     each = -(-len(steps) // most) if steps else 1
     begin = 0
     for end in range(1, len(steps) + 1):
@@ -109,7 +109,7 @@ def points_of(steps: Sequence[Metrics], most: int = MOST_POINTS) -> Iterator[Poi
 
 
 def mean_of(values: Sequence[float]) -> float:
-    """Return their mean."""
+    """Return the mean of the values."""
     return float(sum(values)) / len(values)
 
 
@@ -146,7 +146,7 @@ def evaluations_of(lines: Sequence[Metrics | EvaluationMetrics]) -> Iterator[tup
 
 
 def account_of(request: HeadRequest) -> AccountReply:
-    """Return what the run's time went into."""
+    """Return how the run's time was spent."""
     run = run_of(request.run)
     plan = read_plan(run)
     steps = [line for line in read_records(METRICS_LINE, run.metrics, EVERY) if isinstance(line, Metrics)]
@@ -157,14 +157,14 @@ def account_of(request: HeadRequest) -> AccountReply:
 def account_of_attempts(
     run: RunDir, host: str, attempts: Sequence[Attempt], steps: Sequence[Metrics], world: int
 ) -> Account | None:
-    """Return what the time of a run's attempts went into until now; None if it has taken no step."""
+    """Return how the time of a run's attempts was spent until now; None if no step was taken."""
     began = _first_launched(run, host)
     taken = [StepTaken(step.attempt, step.time, step.step_s) for step in steps]
     return account(began, attempts, taken, world, time.time()) if began and taken else None
 
 
 def _first_launched(run: RunDir, host: str) -> float:
-    """When the first attempt began there; 0 if that is not known."""
+    """Return when the first attempt began there; 0 if unknown."""
     with contextlib.suppress(OSError):
         return run.lock(host).stat().st_mtime  # its node runner made it, and nothing is ever written into it
     return 0.0
@@ -197,7 +197,7 @@ def attempts_of(run: RunDir, host: str, newest: int, steps: Sequence[Metrics], *
 
 
 def report_of(request: HeadRequest) -> ReportReply:
-    """Return what the run's files say, its curves as far as a screen can show them."""
+    """Return the contents of the run's files, with curves reduced to what a screen can show."""
     run = run_of(request.run)
     plan = read_plan(run)
     lines, alive = read_records(METRICS_LINE, run.metrics, EVERY), lives(run, plan, request.host)

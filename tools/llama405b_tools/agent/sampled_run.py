@@ -1,4 +1,4 @@
-"""What the files of a run say on a host: of the sampler, which is sent with this file before it, for any python3 from 3.6 on."""
+"""What a run's files on a host say, for the sampler, which is sent together with this file. Any python3 from 3.6 on."""
 
 import fcntl
 import glob
@@ -51,7 +51,7 @@ def parse_object(text):
 
 
 def has_died_here(guard):
-    """Whether a guard ran on this machine, in this boot or an earlier one, and is gone."""
+    """Return whether a guard ran on this machine, in this boot or an earlier one, and is gone."""
     ids = read("/etc/machine-id") + " " + read("/proc/sys/kernel/random/boot_id")
     machine, here = str(guard.get("machine")).split(), [socket.gethostname()] + ids.split()
     if not guard.get("pid") or (machine != here and (len(machine) != 3 or machine[:2] != here[:2])):
@@ -62,7 +62,7 @@ def has_died_here(guard):
 
 
 class Run:
-    """The run that is meant: what its files on this host say."""
+    """The requested run, as its files on this host describe it."""
 
     def __init__(self, request):
         self.request = request
@@ -82,13 +82,13 @@ class Run:
         self.others = []  # names of the other runs that are alive here
 
     def hear(self, data):
-        """Take input from the operator: lines of JSON that name the run to stay with; empty ones only show it is there."""
+        """Read input from the operator: lines of JSON that name the run to follow; empty lines are keepalives."""
         *lines, self.said = (self.said + data).split(b"\n")
         for line in filter(None, lines):
             self.stay = json.loads(line.decode())["stay"]
 
     def frame(self, slow):
-        """Everything that changed, and the ranks' present state."""
+        """Return everything that changed, and the ranks' present state."""
         self._find()
         if self.plan is None:
             return None
@@ -130,7 +130,7 @@ class Run:
         return found
 
     def _of_head(self):
-        """What only rank 0's host knows."""
+        """Return what only rank 0's host knows."""
         steps = re.findall(r"^max_steps = (\d+)", read(self.path + "/config.toml"), re.M)
         return {
             "metrics": self._metrics(),
@@ -141,7 +141,7 @@ class Run:
         }
 
     def _look_at_events(self):
-        """Find why the newest save failed, and how long saves take; of rank 0's host alone, which tells that."""
+        """Find why the newest save failed and how long saves take; only on rank 0's host, which reports that."""
         if self.node["first_rank"] == 0:
             events = list(self._newest_events())
             saves = [event for event in events if event.get("kind") in SAVES]
@@ -160,7 +160,10 @@ class Run:
         return filter(None, map(parse_object, lines))
 
     def _first_launched(self):
-        """When its first attempt began here: its node runner made the lock, into which nothing is ever written."""
+        """Return when its first attempt began here.
+
+        The node runner created the lock file then, and nothing ever writes to it.
+        """
         try:
             return os.stat(self._lock(self.path)).st_mtime
         except OSError:
@@ -171,17 +174,20 @@ class Run:
         return read_object("%s/status/%s%s" % (self.path, self.request["host"], suffix)) or {}
 
     def _copied_step(self):
-        """The newest checkpoint of which the next host has this one's part; None: nothing is copied."""
+        """Return the newest checkpoint of which the next host has this host's part; None: nothing is copied."""
         ring = "%s/status/.%s.ring" % (self.path, self.request["host"])
         return self._status(".copied").get("step", 0) if os.path.exists(ring) else None
 
     def _blame(self):
-        """Return why the last attempt that failed did, if whoever ended it has recorded that."""
+        """Return why the last failed attempt failed, if whoever ended it has recorded that."""
         lines = read("%s/status/%s.blames.jsonl" % (self.path, self.request["host"])).splitlines()
         return parse_object(lines[-1]) if lines else None
 
     def _guard(self):
-        """Return what the run's guard, if one was asked for, last told this host; and whether it died here since."""
+        """Return the guard's last note to this host, if the run has a guard.
+
+        It also says whether the guard has died on this machine since.
+        """
         said = self._status(".guard")
         found = {key: value for key, value in said.items() if key not in UNSENT}
         if has_died_here(found):
@@ -189,7 +195,7 @@ class Run:
         return found or None
 
     def names(self):
-        """The runs that there are instead of the one requested, the newest first."""
+        """Return the runs on this host other than the requested one, newest first."""
         plans = glob.glob("runs/*/plan.json") if self.request.get("run") else []
         try:
             plans.sort(key=os.path.getmtime, reverse=True)
@@ -198,7 +204,7 @@ class Run:
         return [os.path.basename(os.path.dirname(path)) for path in plans[:20]]
 
     def _find(self):
-        """Find the run to stay with, if this host has it; else the newest live one, else the newest."""
+        """Find the run to follow, if this host has it; else the newest live run, else the newest."""
         plans = self._plans()
         if not plans:
             self.plan = None
@@ -221,7 +227,7 @@ class Run:
             self.saved_step = self._checkpoint_step()
 
     def _plans(self):
-        """The runs of this host: whether alive, when created, path, a mark that changes with the plan, plan and node."""
+        """Return the runs of this host: alive, creation time, path, version of the plan file, plan and node."""
         found = []
         for file in glob.glob("runs/%s/plan.json" % (glob.escape(self.request.get("run") or "") or "*")):
             path = os.path.dirname(os.path.abspath(file))
@@ -239,7 +245,7 @@ class Run:
         return found
 
     def _others(self):
-        """The other runs that are alive here."""
+        """Return the other live runs on this host."""
         locks = glob.glob("runs/*/status/%s.lock" % glob.escape(self.request["host"]))
         names = {lock.split("/")[1] for lock in locks} - {os.path.basename(self.path)}
         return sorted(name for name in names if self._held("runs/" + name))
@@ -248,12 +254,13 @@ class Run:
         return "%s/status/%s.lock" % (path, self.request["host"])
 
     def _held(self, path):
-        """Whether the node runner (or its guardian) holds the run's lock here."""
+        """Return whether the node runner (or its guardian) holds the run's lock here."""
         try:
             handle = os.open(self._lock(path), os.O_RDWR)
         except OSError:
             return False
         try:
+            # Shared, so that two checks at the same time do not take each other for the holder.
             fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except OSError:
             return True
@@ -302,7 +309,7 @@ class Run:
         return round(time.time() - max(written), 1) if written else None
 
     def _metrics(self):
-        """Metrics that were added since the last call."""
+        """Return metrics added since the last call."""
         try:
             with open(self.path + "/metrics.jsonl", "rb") as file:
                 info = os.fstat(file.fileno())
@@ -326,7 +333,7 @@ class Run:
         return [metrics for metrics in found if isinstance(metrics, dict)]
 
     def _checkpoint_step(self):
-        """The newest step whose checkpoint is complete; None: there is none."""
+        """Return the newest step whose checkpoint is complete; None: there is none."""
         root = self.plan.get("checkpoint_dir") or self.path + "/checkpoints"
         try:
             names = sorted(filter(STEP_DIR.match, os.listdir(root)), reverse=True)
@@ -336,16 +343,18 @@ class Run:
 
 
 def unsaved(saves, attempt):
-    """Why the newest save failed; "" if it did not, or this attempt has not saved yet."""
+    """Return why the newest save failed; "" if it did not, or this attempt has not saved yet."""
     if not saves or saves[-1]["kind"] == "saved" or saves[-1].get("attempt") != attempt:
         return ""
     return "step %s: %s" % (saves[-1].get("step"), str(saves[-1].get("detail"))[:300])
 
 
 def overdue(saves, now, beat):
-    """Say that a save takes three times its usual time, or that a checkpoint is late by two intervals; "" if neither.
+    """Return a clause if a save or the next checkpoint is overdue; "" if neither is.
 
-    ``beat``: of rank 0, which tells since when a save is due or under way, and how long it is from save to save as configured.
+    A save is overdue after three times its usual time, a checkpoint when it is late by two intervals.
+
+    ``beat``: rank 0's heartbeat: since when a save is due or running, and the configured time between saves.
     """
     saved = [event for event in saves if event["kind"] == "saved" and isinstance(event.get("time"), float)]
     pairs = [pair for pair in zip(saved, saved[1:]) if pair[0].get("attempt") == pair[1].get("attempt")]  # noqa: RUF007 - Python 3.6
@@ -358,13 +367,16 @@ def overdue(saves, now, beat):
 
 
 def unsent(events, attempt):
-    """Where the user's command after a save fails in this attempt, and why; "" if it does not."""
+    """Return where and why the user's command after a save fails in this attempt; "" if it does not."""
     told = [event for event in events if event.get("kind") in AFTER_SAVES and event.get("attempt") == attempt]
     return str(told[-1].get("detail"))[:300] if told and told[-1]["kind"] == AFTER_SAVES[1] else ""
 
 
 def usual_s(saves):
-    """Seconds in the median (the upper one of two) that saves have taken, as the phase in which training waits for one."""
+    """Return the median seconds of past saves, keyed by the phase in which training waits for a save.
+
+    Of two medians, the upper one.
+    """
     took_s = [event.get("took_s") for event in saves if event["kind"] == "saved"]
     took_s = sorted(each for each in took_s if isinstance(each, (int, float)) and 0 < each < MOST_SAVE_S)
     return {"checkpoint": took_s[len(took_s) // 2]} if took_s else {}

@@ -1,10 +1,10 @@
-"""What cluster-top runs on a host: a frame of facts every few seconds, as a line of JSON. Leaves nothing behind.
+"""The program that cluster-top runs on a host: prints a frame of facts every few seconds, as a line of JSON. Leaves nothing behind.
 
-It is sent over SSH and run by whatever python3 the host has (3.6 or newer), so it installs nothing, and imports nothing of ours
+It is sent over SSH and run by whatever python3 the host has (3.6 or newer), so it installs nothing and imports nothing of ours
 but ``sampled_run``, which is sent before it. It ends when its standard input closes, or when it has received nothing for a minute.
 
-Counters and nvidia-smi's text are sent as they are: what they mean is decided at the operator's terminal. nvidia-smi runs
-in a thread of its own, so that a driver that hangs delays no frame.
+Counters and nvidia-smi's text are sent unparsed: the operator's terminal interprets them. nvidia-smi runs in a thread of its own,
+so that a driver that hangs delays no frame.
 """
 
 import collections
@@ -55,7 +55,7 @@ class Query:
         threading.Thread(target=self._ask, daemon=True).start()
 
     def kill(self):
-        """End it, with whatever it started, if the driver lets go of it."""
+        """Kill nvidia-smi and its children, as far as the driver releases them."""
         self.killed = True
         if self.child is not None and not self.done.is_set():
             try:
@@ -95,7 +95,7 @@ class Query:
             text = self.child.stdout.read(MOST_SMI_BYTES + 1)
             if len(text) > MOST_SMI_BYTES:
                 self.kill()
-                raise OSError(errno.EFBIG, "it prints more than %d KiB" % (MOST_SMI_BYTES >> 10))
+                raise OSError(errno.EFBIG, "printed more than %d KiB" % (MOST_SMI_BYTES >> 10))
         return text.decode("utf-8", "replace")
 
 
@@ -111,7 +111,7 @@ class Smi:
         self.silent_since = None  # when the first query without an answer began
 
     def ask(self, with_apps):
-        """Start a query, unless one is under way. One that hangs is replaced, unless too many are stuck in the driver."""
+        """Start a query, unless one is running. Replace a hung one, unless too many are stuck in the driver."""
         self.stuck = [query for query in self.stuck if not query.done.is_set()]
         if self.query and time.monotonic() > self.query.began + self.retry_s:
             self.query.kill()
@@ -125,7 +125,7 @@ class Smi:
                 self.silent_since = None
 
     def state(self):
-        """The newest answer, its age, and how long there has been none."""
+        """Return the newest reply, its age, and how long queries have been unanswered."""
         if self.query and self.query.done.wait(SMI_WAIT_S):
             self.answer = self.query.answer
             if self.query.apps is not None:  # "": no process is on a GPU any more
@@ -140,13 +140,13 @@ class Smi:
         return dict(self.answer, apps=self.apps, age_s=age_s, took_s=took_s, hung_s=hung_s)
 
     def end(self):
-        """Leave no child process behind, if the driver lets go of it."""
+        """Kill the running query, as far as the driver releases it."""
         if self.query:
             self.query.kill()
 
 
 class KernelLog:
-    """Lines of the kernel's log about GPUs and memory since the boot, if this user may read it."""
+    """Lines of the kernel's log about GPUs and memory since boot, if this user may read it."""
 
     WORDS = re.compile(rb"NVRM: Xid|Out of memory: Killed process|oom-kill")
     RECORD = re.compile(rb"\d+,\d+,(\d+),[^;]*;(.*)")  # priority, number, microseconds, flags; text
@@ -160,9 +160,10 @@ class KernelLog:
         self.read_at = 0.0  # all that was logged until then has been read
 
     def new(self):
-        """Lines since the last call, at first since the boot, the newest if they are many; None if this user may not read them.
+        """Return the lines since the last call, at first since boot; None if this user may not read them.
 
-        Each with its time in seconds since the epoch, by the host's clock.
+        If there are many, only the newest are returned. Each line comes with its time in seconds since the epoch, by the host's
+        clock.
         """
         if self.file is None:
             return None
@@ -177,6 +178,7 @@ class KernelLog:
     def _records(self):
         for _ in range(self.most):
             try:
+                # /dev/kmsg returns one record per read.
                 record = os.read(self.file, 8192)
             except BrokenPipeError:  # overwritten before it was read
                 continue
@@ -187,11 +189,11 @@ class KernelLog:
             yield record
 
     def _timed(self, match, now):
-        """The time and the text of a record.
+        """Return the time and the text of a record.
 
-        The kernel stamps records with its scheduler's clock, which like CLOCK_MONOTONIC starts with the boot and stands while
-        the machine sleeps. No clock corrects it, so it may part from CLOCK_MONOTONIC by seconds in weeks. That does not matter
-        for lines from before, which belong to an attempt of hours or to none; newer lines came since the last look.
+        The kernel stamps records with its scheduler's clock, which like CLOCK_MONOTONIC starts at boot and stops while the machine
+        sleeps. No clock corrects it, so it may drift from CLOCK_MONOTONIC by seconds in weeks. That does not matter for earlier
+        lines, which belong to an attempt of hours or to none; newer lines arrived since the last call.
         """
         logged = now - time.monotonic() + int(match.group(1)) / 1e6
         text = match.group(2).decode("utf-8", "replace").strip()
@@ -199,13 +201,13 @@ class KernelLog:
 
 
 def pci_gpus():
-    """How many NVIDIA GPUs the kernel sees."""
+    """Return how many NVIDIA GPUs the kernel sees."""
     nvidia = [path for path in glob.glob("/sys/bus/pci/devices/*") if read(path + "/vendor").strip() == "0x10de"]
     return sum(read(path + "/class").startswith("0x03") for path in nvidia)
 
 
 def cpu():
-    """Ticks since boot, in all and idle."""
+    """Return CPU ticks since boot, total and idle."""
     ticks = [int(word) for word in read("/proc/stat").partition("\n")[0].split()[1:9]]
     return {
         "total": sum(ticks),
@@ -216,7 +218,7 @@ def cpu():
 
 
 def memory():
-    """Bytes of memory, and how many processes were killed for lack of it."""
+    """Return bytes of memory, and how many processes were killed for lack of it."""
     found = {}
     for line in read("/proc/meminfo").splitlines():
         name, _, rest = line.partition(":")
@@ -231,7 +233,7 @@ def memory():
 
 
 def disks(paths):
-    """Bytes free and in total, where the run writes."""
+    """Return free and total bytes of the filesystems the run writes to."""
     found = []
     for path in paths:
         try:
@@ -244,7 +246,7 @@ def disks(paths):
 
 
 def network():
-    """Bytes received and sent by each interface, except loopback, bridges and containers."""
+    """Return bytes received and sent by each interface, except loopback, bridges and containers."""
     found = {}
     for line in read("/proc/net/dev").splitlines()[2:]:
         name, _, rest = line.partition(":")
@@ -255,7 +257,7 @@ def network():
 
 
 def infiniband():
-    """Each port's rate, state, bytes and error counters."""
+    """Return each port's rate, state, bytes and error counters."""
     found = []
     for path in sorted(glob.glob("/sys/class/infiniband/*/ports/*")):
         counters = {}
@@ -276,7 +278,7 @@ def infiniband():
 
 
 def processes(marker):
-    """The run's processes on this host: pid, state, ticks of CPU, resident bytes, local rank, command."""
+    """Return the run's processes on this host: pid, state, CPU ticks, resident bytes, local rank, command."""
     found = []
     for pid in filter(str.isdigit, os.listdir("/proc")):
         if len(found) == MOST_PROCESSES:
@@ -298,7 +300,7 @@ def processes(marker):
 
 
 def command_of(pid):
-    """The beginning of a process's command line."""
+    """Return the beginning of a process's command line."""
     with open("/proc/%s/cmdline" % pid, "rb") as file:
         words = file.read().rstrip(b"\0").split(b"\0")
     if len(words) > 4 and words[2] == b"-c" and b"run_module" in words[3]:  # ours, see contract/software.py
@@ -307,11 +309,11 @@ def command_of(pid):
 
 
 def moved(pids):
-    """Bytes that each process has read and written so far; without those of which the kernel does not tell.
+    """Return the bytes that each process has read and written so far, if the kernel reports them.
 
-    ``rchar`` and ``wchar`` are what it asked for by read and write, from wherever that came; ``read_bytes`` is what was fetched
-    from a disk for it, which is all that tells of a file that is memory-mapped, as weights are. What is in both counts twice:
-    the sum only says whether it moves. It does not count what goes through sockets by send and recv.
+    ``rchar`` and ``wchar`` count bytes requested by read and write, from any source. ``read_bytes`` counts bytes fetched from a disk,
+    the only counter of memory-mapped files such as weights. Bytes in both count twice: the sum only shows whether the process
+    moves data. It does not count send and recv on sockets.
     """
     found = []
     for pid in pids:
@@ -322,9 +324,11 @@ def moved(pids):
 
 
 def foreign(apps, ours):
-    """Processes that nvidia-smi lists on GPUs and that are not of the run: pid, user, command; None if it has listed none yet.
+    """Return processes on GPUs that are not of the run: pid, user, command; None before the first list.
 
-    ``ours``: pids of the run. What nobody here knows (it has ended, or is of another pid namespace) has no user and no command.
+    nvidia-smi lists them.
+
+    ``ours``: pids of the run. A process that is unknown here (ended, or in another pid namespace) has no user and no command.
     """
     if apps is None:
         return None
@@ -333,7 +337,7 @@ def foreign(apps, ours):
 
 
 def user_and_command(pid):
-    """The user and the command of a process; empty if it is not known here."""
+    """Return the user and the command of a process; empty if it is not known here."""
     try:
         return [user_name(os.stat("/proc/%d" % pid).st_uid), command_of(pid)]
     except OSError:
@@ -342,7 +346,7 @@ def user_and_command(pid):
 
 @functools.lru_cache(1000)
 def user_name(uid):
-    """A user's name, wherever this host looks names up; the number if that does not answer soon."""
+    """Return a user's name, wherever this host looks names up; the number if the lookup is slow."""
     try:
         done = subprocess.run(
             ["getent", "passwd", str(uid)],
@@ -358,7 +362,7 @@ def user_name(uid):
 
 
 def is_of(pid, ours):
-    """Whether a process is one of these, or was started by one of them, at whatever depth."""
+    """Return whether a process is one of these, or a descendant of one of them."""
     for _ in range(MOST_PARENTS):
         if pid in ours or pid <= 1:
             return pid in ours
@@ -368,7 +372,10 @@ def is_of(pid, ours):
 
 
 def pids_of(procs, state):
-    """The run's processes here: those with its mark, and, as another user cannot read that, those that its files name."""
+    """Return the run's processes here: those with its marker, and those named in its files.
+
+    The files are needed for another user's processes, whose marker is unreadable.
+    """
     found = {process[0] for process in procs}
     if state and state["alive"]:
         found.update(beat.get("pid") for beat in state["beats"])
@@ -385,13 +392,13 @@ class Machine:
         self.pci_gpus = 0
 
     def begin(self, slow):
-        """Start what takes a while."""
+        """Start the queries that take a while."""
         self.smi.ask(slow)
         if slow:
             self.pci_gpus = pci_gpus()
 
     def frame(self):
-        """Its part of a frame."""
+        """Return its part of a frame."""
         lines = self.kernel.new()
         return {
             "machine": self.name,
@@ -406,7 +413,7 @@ class Machine:
         }
 
     def slow_frame(self, run, state):
-        """Its part of a frame that costs more: the processes of the run, what they move, and what else is on the GPUs."""
+        """Return the costlier part of a frame: the run's processes, their I/O, and others on the GPUs."""
         procs = [] if run.plan is None else processes(("%s:%s" % (run.path, run.request["host"])).encode())
         return {
             "procs": procs,
@@ -425,7 +432,7 @@ class Elsewhere:
         """Do nothing: the host cannot be queried."""
 
     def frame(self):
-        """Its part of a frame."""
+        """Return its part of a frame."""
         return {
             "machine": self.name,
             "pci_gpus": None,
@@ -438,12 +445,12 @@ class Elsewhere:
         }
 
     def slow_frame(self, run, state):  # noqa: ARG002
-        """Its part of a frame that costs more: no process is on this machine."""
+        """Return the costlier part of a frame: no process is on this machine."""
         return {"procs": []}
 
 
 def main():
-    """Write frames until nobody listens, or until a signal."""
+    """Write frames until nobody reads them, or until a signal."""
     request = json.loads(sys.stdin.buffer.readline().decode())
     smi = Smi(request["smi_retry_s"])
 
@@ -462,6 +469,7 @@ def main():
 
 def came_along():
     """Return input that was read from the pipe together with the request."""
+    # So that peek() returns at once if nothing is buffered.
     os.set_blocking(0, False)
     try:
         return sys.stdin.buffer.peek()

@@ -1,8 +1,6 @@
 """Start a run's node runner on this host, and end it.
 
-End a run's processes on this host and check that none is left.
-
-Start a run's part on this host, and end it again unless the operator says to keep it.
+A start is undone unless the operator commits it. A stop ends all processes of the run and checks that none is left.
 """
 
 import contextlib
@@ -59,7 +57,7 @@ from llama405b_tools.agent.processes import (
 
 
 def stop(request: StopRequest) -> StopReply:
-    """End every process of the run on this host, and check whether any is left."""
+    """End every process of the run on this host, and report any that remain."""
     run, host = run_of(request.run), request.host
     plan = read_plan(run)
     if request.only not in (None, plan.rdzv_id):  # another launch's: not ours to end
@@ -87,7 +85,10 @@ def stop(request: StopRequest) -> StopReply:
 
 
 def _record_why(run: RunDir, request: StopRequest) -> tuple[int, ...]:
-    """Record who stops the run, whose guard goes then, or why it failed; returns the guard's pid if it stays."""
+    """Record who stops the run, or why it failed; return its guard's pid if that does not end.
+
+    Somebody's stop also ends the guard.
+    """
     left: tuple[int, ...] = ()
     if request.by:
         write_json(run.stop(request.host), StopMark(request.by, request.grace_s, time.time()))
@@ -101,7 +102,7 @@ def _record_why(run: RunDir, request: StopRequest) -> tuple[int, ...]:
 
 
 def _end_session(run: RunDir, host: str) -> None:
-    """End the run's tmux session, if tmux has not gone and does not hang: its processes were ended."""
+    """End the run's tmux session, unless tmux is gone or hangs: its processes have already been ended."""
     session = ["kill-session", "-t", f"={tmux_session(host)}"]
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         subprocess.run(
@@ -111,14 +112,20 @@ def _end_session(run: RunDir, host: str) -> None:
 
 
 def tether(request: StopRequest) -> None:
-    """End the run once standard input closes, unless it says before that to end nothing: the operator's process is gone."""
+    """End the run when standard input closes, unless a release message arrives before.
+
+    Standard input closes when the operator's process is gone.
+    """
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     if sys.stdin.readline() != CUT:
         stop(request)
 
 
 def stop_runner(run: RunDir, host: str, request: StopRequest) -> None:
-    """Tell the node runner to end the run, and wait; if it does not end, kill it: its guardian ends the rest."""
+    """Tell the node runner to end the run, and wait; kill it if it does not end.
+
+    Its guardian then ends the remaining processes.
+    """
     runner = read_record(NodeStatus, run.status(host))
     if runner is None or not processes.same_process(runner.pid, runner.pid_start):
         return
@@ -155,7 +162,10 @@ LOOKS = 20  # at 0.05 s
 
 
 def start(request: StartRequest) -> None:
-    """Start the run here and report it; end it again unless the operator, once all hosts have reported, says to keep it."""
+    """Start the run here and report it; end it again unless the operator commits it.
+
+    The operator commits it once all hosts have reported.
+    """
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # the operator may be gone: then there is something to end
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     plan, host = request.plan, request.host
@@ -201,7 +211,10 @@ def _start_node_runner(request: StartRequest) -> Started:
 
 
 def _stays_live(run: RunDir, ours: set[str]) -> bool:
-    """Whether the run lives under other names of this machine; one that has yet to wait for its turn holds its lock for a moment."""
+    """Return whether the run is alive under other names of this machine.
+
+    Polls for a while: a launch that still waits for its turn holds its lock for a moment.
+    """
     for _ in range(LOOKS):
         if not live_names(run, ours):
             return False
@@ -210,7 +223,7 @@ def _stays_live(run: RunDir, ours: set[str]) -> bool:
 
 
 def _write_files(request: StartRequest, run: RunDir) -> None:
-    """Replace what an earlier attempt left by what the node runner reads."""
+    """Replace files of an earlier attempt with what the node runner reads."""
     host = request.host
     run.stop(host).unlink(missing_ok=True)
     if not request.again:

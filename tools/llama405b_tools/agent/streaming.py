@@ -1,11 +1,7 @@
-"""A run's logs and records on this host, as they grow.
+"""A run's logs and records on this host, as they grow. Runs on the host; standard library only.
 
-Read what is added to growing files. Standard library; knows files and bytes, not what they mean.
-
-The logs of one run on this host, as blocks in order of time. Runs on the host; standard library only.
-
-Files appear as attempts start. A block's time comes from the line itself or from ``logs/<host>/times``, where the node
-runner records when each part of each file arrived.
+Follows growing files, and merges the logs of one run into blocks in order of time. Log files appear as attempts start. A block's
+time comes from the line itself or from ``logs/<host>/times``, where the node runner records when each part of each file arrived.
 """
 
 import bisect
@@ -49,7 +45,7 @@ Mark = tuple[int, int]  # inode and position: a file may be replaced by a longer
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Chunk:
-    """Whole lines that were added to a file."""
+    """Whole lines added to a file."""
 
     path: Path
     begin: int  # of ``data`` in the file
@@ -57,7 +53,7 @@ class Chunk:
 
 
 def whole_characters(data: bytes) -> int:
-    """Return how many bytes come before a last character of UTF-8 that is not complete."""
+    """Return how many bytes come before an incomplete last UTF-8 character."""
     for back in range(1, min(4, len(data)) + 1):
         byte = data[-back]
         if byte >= 0xC0:
@@ -68,7 +64,7 @@ def whole_characters(data: bytes) -> int:
 
 
 class Tail:
-    """Follows a file, or every ``*.log`` file below a directory, including later ones."""
+    """Follows a file, or every ``*.log`` file below a directory, including files created later."""
 
     def __init__(
         self,
@@ -81,8 +77,8 @@ class Tail:
     ) -> None:
         """Begin at the files' present ends, or at their beginnings.
 
-        ``wants`` selects files; ``most_bytes``: of what was added to a file only the end is read (0: all of it), after
-        what ``begin_at`` wants whole. ``states``: a carriage return ends a piece, too. A line longer than MAX_LINE_BYTES comes in
+        ``wants`` selects files; ``most_bytes``: only this much of the end of new data is read (0: all of it), after
+        the part that ``begin_at`` exempts. ``states``: a carriage return ends a piece, too. A line longer than MAX_LINE_BYTES comes in
         pieces.
         """
         self.states = states
@@ -97,7 +93,7 @@ class Tail:
             self.marks = {path: (path.stat().st_ino, path.stat().st_size) for path in self.files()}
 
     def files(self) -> list[Path]:
-        """The files that exist now."""
+        """Return the files that exist now."""
         found = [self.root] if self.root.is_file() else sorted(self.root.rglob("*.log"))
         return [path for path in found if self.wants(path) and path.is_file()]
 
@@ -106,12 +102,12 @@ class Tail:
         self.marks[path], self.whole_to[path] = mark, whole_to
 
     def new(self, *, final: bool = False) -> Iterator[Chunk]:
-        """Yield what was added, at most one piece per file; ``final``: include a last line without a newline."""
+        """Yield what was added, at most one chunk per file; ``final``: include a last line without a newline."""
         for path in self.files():
             yield from self.new_of(path, final=final)
 
     def new_of(self, path: Path, *, final: bool = False) -> Iterator[Chunk]:
-        """Yield what was added to one file, at most one piece."""
+        """Yield what was added to one file, at most one chunk."""
         try:
             with path.open("rb") as file:
                 inode, begin = self._begin_of(path, file)
@@ -132,7 +128,7 @@ class Tail:
             yield Chunk(path, begin, block[:end])
 
     def _begin_of(self, path: Path, file: BinaryIO) -> Mark:
-        """Return a file's inode, and from where on to read it."""
+        """Return a file's inode and the offset to read from."""
         inode, offset = self.marks.get(path, (0, 0))
         now = os.fstat(file.fileno())
         if now.st_ino != inode or now.st_size < offset:  # truncated, or another file
@@ -155,7 +151,7 @@ class Tail:
         return file.tell() - (len(rest) - state if state else 0)
 
     def all(self, *, final: bool = False) -> Iterator[Chunk]:
-        """Yield until nothing is left."""
+        """Yield chunks until nothing is left."""
         while found := list(self.new(final=final)):
             yield from found
 
@@ -164,7 +160,7 @@ ATTEMPT_DIR = re.compile(r".+-(\d+)-[0-9a-f]{8}_\w+")
 ATTEMPT_LINE = b"\nattempt "
 BATCH, BATCH_CHARS = 500, 1 << 19  # entries in one message, and their text: as JSON, up to twelve times as many bytes
 RECORDS = 1000  # in one message
-REWRITTEN = "[this log was truncated or replaced: what was not read before is missing]"
+REWRITTEN = "[this log was truncated or replaced; lines that had not been read are lost]"
 STATE_EVERY_S = 2.0  # a bar's
 STILL_S = 2.0  # after which a line that has not ended is told
 LAST_BYTES, LINE_BYTES = 1 << 22, 1 << 12  # in which the last lines are looked for, and more for many: for each so much
@@ -173,7 +169,7 @@ LONG_POLL_S, SHORT_POLL_S = 1.0, 0.05  # at most, under a flood of lines: the ho
 
 
 class HostLogs:
-    """What is new in the logs of a run."""
+    """Reads new entries of a run's logs."""
 
     def __init__(self, run: RunDir, host: str, request: StreamRequest) -> None:
         self.run = run
@@ -199,7 +195,7 @@ class HostLogs:
             self.tail.begin_at(self.root / file, (inode, offset))
 
     def poll(self, *, final: bool) -> Iterator[StreamMessage]:
-        """Yield messages until nothing is left, or for a while: entries, and the marks after them."""
+        """Yield messages until nothing is left, or for a while: entries, and the offsets after them."""
         batch: list[Entry] = []
         until = math.inf if final else time.monotonic() + self.poll_s
         while self._read(final=final):
@@ -220,7 +216,7 @@ class HostLogs:
         return StreamMessage(entries=entries, marks=marks, now=time.time(), skipped=skipped)
 
     def _read(self, *, final: bool) -> bool:
-        """Read a piece of every file that has nothing waiting; returns whether there was anything."""
+        """Read a chunk of every file that has no entries waiting; return whether there was anything."""
         self.times.read()
         found = False
         for path in self.tail.files():
@@ -238,7 +234,7 @@ class HostLogs:
         return found
 
     def _read_file(self, path: Path, file: str, *, final: bool) -> bool:
-        """Read a piece of a file; returns whether there was anything."""
+        """Read a chunk of a file; return whether there was anything."""
         now, blocks = time.monotonic(), self.blocks[file]
         is_still = self.request.follow and now > self.still.setdefault(file, now) + STILL_S
         chunk = next(iter(self.tail.new_of(path, final=final or is_still)), None)
@@ -279,7 +275,7 @@ class HostLogs:
         return self.attempt < 0 or attempt == self.attempt or (self.follow_attempts and attempt > self.attempt)
 
     def _set_begin(self, path: Path, file: str) -> None:
-        """Set where to begin in a file that is seen for the first time."""
+        """Set where to begin in a file that appears for the first time."""
         if file in self.marks:
             return
         info, offset = path.stat(), 0
@@ -293,7 +289,7 @@ class HostLogs:
 
 
 class Times:
-    """When the parts of the log files arrived: lines ``<seconds> <end in bytes> <file>``."""
+    """Arrival times of the parts of the log files: lines ``<seconds> <end in bytes> <file>``."""
 
     def __init__(self, path: Path) -> None:
         self.source = Tail(path)
@@ -301,7 +297,7 @@ class Times:
         self.seconds: dict[str, list[float]] = {}
 
     def read(self) -> None:
-        """Read what was added."""
+        """Read new lines."""
         for piece in self.source.all():
             for line in piece.data.decode("utf-8", "replace").splitlines():
                 words = line.split(" ", 2)
@@ -310,19 +306,19 @@ class Times:
                     self.seconds.setdefault(words[2], []).append(float(words[0]))
 
     def of(self, file: str, end: int) -> float | None:
-        """When the byte before ``end`` arrived; None if that is not recorded yet."""
+        """Return when the byte before ``end`` arrived; None if that is not recorded yet."""
         index = bisect.bisect_left(self.ends.get(file, []), end)
         return next(iter(self.seconds.get(file, [])[index : index + 1]), None)
 
     def begin_of(self, file: str, since: float) -> int:
-        """The position of the first part that arrived at ``since`` or later."""
+        """Return the offset of the first part that arrived at ``since`` or later."""
         self.read()
         index = bisect.bisect_left(self.seconds.get(file, []), since)
         return [0, *self.ends.get(file, [])][index]
 
 
 def _parts(entries: Sequence[Entry]) -> list[list[Entry]]:
-    """Split entries into what one message may have; the last part may take more."""
+    """Split entries into batches of one message each; more entries may be added to the last one."""
     parts, chars = [list[Entry]()], 0
     for entry in entries:
         if len(parts[-1]) == BATCH or chars > BATCH_CHARS:
@@ -353,7 +349,7 @@ STREAM_EVERY_S = 0.3
 
 
 def stream(request: StreamRequest) -> None:
-    """Print news until standard input closes, or the run is over."""
+    """Print messages until standard input closes or the run is over."""
     run, host = run_of(request.run), request.host
     logs = HostLogs(run, host, request)
     records = _Records(run)
@@ -379,7 +375,7 @@ def stream(request: StreamRequest) -> None:
 
 
 class _State:
-    """The host's state, as it changes, and its ranks' heartbeats at intervals."""
+    """Reports changes of the host's state, and its ranks' heartbeats at intervals."""
 
     def __init__(self, run: RunDir, request: StreamRequest) -> None:
         self.run, self.request = run, request
@@ -387,7 +383,7 @@ class _State:
         self.beats_at = 0.0
 
     def new(self, plan: Plan, *, alive: bool, final: bool) -> Iterator[StreamMessage]:
-        """Yield what is to be reported now."""
+        """Yield the updates that are due."""
         host = self.request.host
         blames = read_records(Blame, self.run.blames(host), 1)
         state = NodeUpdate(
@@ -417,7 +413,7 @@ class _Records:
 
 
 class _Secrets:
-    """The values of the run's secrets, as long as a process of it has them: they are in no file."""
+    """The values of the run's secrets while a process of the run has them; they are in no file."""
 
     def __init__(self, run: RunDir, host: str) -> None:
         self.run, self.host = run, host
@@ -425,7 +421,7 @@ class _Secrets:
         self.attempt = 0
 
     def pieces(self, plan: Plan, *, alive: bool) -> list[str]:
-        """Return what is to be hidden now."""
+        """Return the strings to hide now."""
         if alive and (self.attempt != plan.attempt or self.known.keys() < set(plan.secrets)):
             self.known |= processes.variables(f"{self.run.path}:{self.host}", plan.secrets)
             self.attempt = plan.attempt

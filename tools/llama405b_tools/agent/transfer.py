@@ -1,8 +1,9 @@
-"""Files down a chain of hosts: what is sent, the protocol, and the receiver, which passes them on at the same time.
+"""Files down a chain of hosts: the files that are sent, the protocol, and the receiver, which forwards them at the same time.
 
-The source sends down the chain a one-time token and the list of files; back comes how many bytes of each file all hosts below have already;
-then each file follows from that byte on, with the SHA-256 of each of its blocks, from the first on. A host writes to ``.<name>.part``,
-verifies, and renames. Bytes are sent in the clear: the training network is trusted with them, and the token only keeps strangers out.
+The source sends a one-time token and the list of files down the chain. Back comes how many bytes of each file all downstream hosts
+already have. Then each file follows from that byte on, with the SHA-256 of each of its blocks, starting with the first. A host
+writes to ``.<name>.part``, verifies, and renames. Bytes are sent in the clear: the training network is trusted, and the token only
+keeps strangers out.
 """
 
 import contextlib
@@ -35,7 +36,7 @@ LOOK = "look\n"  # sent to the hosts of a chain once all have left their marks
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RelayRequest:
-    """Receive files into a directory, and pass them on."""
+    """Receive files into a directory, and forward them."""
 
     to: str
     token: str
@@ -44,7 +45,7 @@ class RelayRequest:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RelayReady:
-    """Where the host listens, or why it cannot receive."""
+    """The port the host listens on, or why it cannot receive."""
 
     port: int = 0
     addresses: tuple[str, ...] = ()
@@ -53,7 +54,7 @@ class RelayReady:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RelaySees:
-    """The hosts whose marks are in the directory: they share it."""
+    """The hosts whose canary files are in the directory: they share it."""
 
     sees: tuple[str, ...]
 
@@ -102,7 +103,7 @@ FileList = list[tuple[str, int]]  # path below the root, bytes
 
 
 class FileSource(Protocol):
-    """Where the bytes come from."""
+    """A source of files to send."""
 
     files: FileList
     programs: tuple[str, ...]  # those that may be executed
@@ -120,10 +121,10 @@ class FileSource(Protocol):
 
 
 def open_files(root: Path, part: Part | None, names: Sequence[str] = ()) -> FileSource:
-    """Return a file, a directory or some files of it, or the part of a checkpoint.
+    """Return a source for a file, a directory or some of its files, or a host's part of a checkpoint.
 
     Raises:
-        UserError: It is to be a part, but the directory does not have a whole checkpoint.
+        UserError: A part is requested, but the directory does not have a whole checkpoint.
     """
     if part:
         return PartSource(root, part)
@@ -131,10 +132,12 @@ def open_files(root: Path, part: Part | None, names: Sequence[str] = ()) -> File
 
 
 def list_files(root: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the files below a directory (or the file itself) by name, through links, and what is not among them, in words.
+    """Return the names of the files below a directory (or of the file itself), and notes on omissions.
+
+    Follows links.
 
     Raises:
-        UserError: A link leads nowhere or in a circle, or something cannot be read: what was meant to be sent is not known.
+        UserError: A link is dangling or circular, or something is unreadable: it is not known what was meant to be sent.
     """
     if root.is_file():
         return (root.name,), ()
@@ -182,7 +185,7 @@ class DirectorySource:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Cut:
-    """A file of a part: what it begins with, and the pieces of a file of the whole that follow (offset, bytes)."""
+    """A file of a part: its header, and the pieces (offset, bytes) of a source file that follow."""
 
     header: bytes
     pieces: Sequence[tuple[int, int]] = ()
@@ -194,19 +197,19 @@ class _Cut:
 
 
 class PartSource:
-    """The rows of one host's ranks, as files of their own, and the small files beside the weights.
+    """One host's part of the weights, as files of their own, and the small files next to the weights.
 
-    A block of which the hash is known is read as a whole and verified, whatever is needed of it.
+    A block whose hash is known is always read in full and verified, however little of it is needed.
     """
 
     programs: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
     def __init__(self, root: Path, part: Part) -> None:
-        """Plan the files; the index comes last, since it makes the part whole."""
+        """Plan the files; the index comes last, since it makes the part complete."""
         tensors = read_tensors(root)
         if any(info.pieces for info in tensors.values()):
-            raise UserError(f"{root}: has only a part of the weights; push parts from where all of them are")
+            raise UserError(f"{root}: has only part of the weights; push parts from a directory that has all of them")
         self.small = DirectorySource(root, small_names(root))
         self.hashes = Hashes(root)
         by_file: dict[Path, Layout] = {}
@@ -223,7 +226,7 @@ class PartSource:
         self.files = [*self.small.files, *((name, cut.size) for name, cut in self.cuts.items())]
 
     def blocks(self, name: str) -> Blocks | None:
-        """Return what is known of a small file; a part's blocks are not those of the whole."""
+        """Return the known hashes of a small file; a part's blocks are not those of the whole file."""
         return None if name in self.cuts else self.small.blocks(name)
 
     def read(self, name: str, begin: int) -> Iterator[bytes]:
@@ -246,7 +249,7 @@ class PartSource:
 
 
 class _Verified:
-    """Reads ranges of a file, block by block where their hashes are known: each is read once, and verified."""
+    """Reads ranges of a file. If block hashes are known, reads each block once and verifies it."""
 
     def __init__(self, file: IO[bytes], hashes: Hashes) -> None:
         self.file = file
@@ -288,7 +291,7 @@ def _range(file: IO[bytes], offset: int, size: int) -> Iterator[bytes]:
 
 
 def blocks_before(blocks: Blocks, other: Blocks) -> int:
-    """Return how many blocks are equal before the first that is not."""
+    """Return how many blocks are equal before the first difference."""
     return next(
         (number for number, pair in enumerate(zip(blocks, other, strict=True)) if pair[0] != pair[1]), len(blocks)
     )
@@ -308,7 +311,7 @@ class Offer:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Present:
-    """How many bytes of each file this host and all below it have already."""
+    """How many bytes of each file this host and all downstream hosts already have."""
 
     sizes: tuple[int, ...]
 
@@ -327,11 +330,11 @@ class Link(Protocol):
 
 
 class BrokenLinkError(Exception):
-    """The host before or after this one is gone."""
+    """The connection to the previous or next host is broken."""
 
 
 def send_files(source: FileSource, token: str, link: Link, progress: Callable[[int], None]) -> None:
-    """Send everything down the chain; what all hosts below have is not read if its hashes are known.
+    """Send all files down the chain; bytes that all hosts have are not read if their hashes are known.
 
     Raises:
         BrokenLinkError: The first host is gone.
@@ -357,7 +360,7 @@ def send_files(source: FileSource, token: str, link: Link, progress: Callable[[i
 
 
 def offer(link: Link, token: str, offered: Offer) -> Sequence[int]:
-    """Offer files to the next host; returns how many bytes of each it and all below it have already."""
+    """Offer files to the next host; return how many bytes of each it and all below it already have."""
     send_bytes(link, f"{token}\n{reader.dumps(offered)}\n".encode())
     have = reader.loads(Present, line(link), "what the next host has").sizes
     if len(have) != len(offered.files):
@@ -421,7 +424,7 @@ HEX = 64  # digits of a SHA-256
 
 
 class Receiver:
-    """Receives files into ``root``, and passes them on to the next host, if there is one."""
+    """Receives files into a directory, and forwards them to the next host, if there is one."""
 
     def __init__(self, root: Path, token: str, listener: socket.socket | None = None) -> None:
         self.root, self.token = root, token
@@ -464,24 +467,28 @@ class Receiver:
             self.next.close()
 
     def _check_space(self, n_bytes: int) -> None:
-        """Check that what is lacking has room here."""
+        """Check that the missing bytes fit on the disk."""
         self.root.mkdir(parents=True, exist_ok=True)
         free = disk_free_bytes(str(self.root))
         if free is not None and n_bytes > free:
             raise OSError(f"{self.root} has {size_words(free)} free, but needs {size_words(n_bytes)}; make room")
 
     def accept(self) -> socket.socket:
-        """Accept the connection of the host that knows the token."""
+        """Accept the connection of the host that sends the token."""
         while True:
             link, _ = self.listener.accept()
             link.settimeout(STALL_S)
             with contextlib.suppress(OSError, ValueError, BrokenLinkError):
+                # In constant time: the token cannot be guessed byte by byte.
                 if hmac.compare_digest(line(link, limit=200).strip().encode(), self.token.encode()):
                     return link
             link.close()
 
     def _connect(self, below: NextHop, offered: Offer) -> Sequence[int]:
-        """Connect to the next host, and return what all hosts below have; if that fails, the chain ends here."""
+        """Connect to the next host, and return what all downstream hosts have.
+
+        If that fails, the chain ends here.
+        """
         for address in below.addresses:
             try:
                 self.next = socket.create_connection((address, below.port), CONNECT_S)
@@ -492,7 +499,7 @@ class Receiver:
         return [size for _, size in offered.files]
 
     def _present(self, name: str, size: int) -> int:
-        """How many bytes of a file are here already, whole or as a part."""
+        """Return how many bytes of a file are here already, complete or partial."""
         path = self.root / name
         if path.is_dir():
             raise OSError(
@@ -506,7 +513,7 @@ class Receiver:
         return 0
 
     def _receive(self, link: socket.socket, name: str, size: int, have: int, below_have: int) -> None:
-        """Receive what is not here or not below, write the one, and pass on the other."""
+        """Receive what this or a downstream host lacks; write and forward as needed."""
         target = _Target(self.root / name, size, have, self._known(name, size))
         position = min(have, below_have)
         self.done += position
@@ -532,7 +539,7 @@ class Receiver:
         self._settle(name, target, tuple(re.findall(f".{{{HEX}}}", said.decode())))
 
     def _settle(self, name: str, target: "_Target", said: Blocks) -> None:
-        """Give a file its name if its content is right; else keep what comes before the first block that is not."""
+        """Rename a file to its name if its content is right; else keep the bytes before the first bad block."""
         good = blocks_before(said, target.blocks)
         if good < len(said):
             target.cut(good * BLOCK_BYTES)
@@ -545,7 +552,7 @@ class Receiver:
         self.hashes.add(name, said)
 
     def _known(self, name: str, size: int) -> Blocks | None:
-        """The hashes of a file that was verified here and not touched since."""
+        """Return the hashes of a file that was verified here and not changed since."""
         known = self.hashes.of(name)
         return known.blocks if known and known.bytes == size else None
 
@@ -586,25 +593,25 @@ class _Target:
                 size -= len(chunk)
 
     def write(self, chunk: memoryview) -> None:
-        """Append a chunk; it is hashed apart, in another thread."""
+        """Append a chunk; another thread hashes it."""
         assert self.part
         self.part.write(chunk)
 
     def close(self) -> None:
-        """Flush the file to disk, and close it."""
+        """Flush the file to disk and close it."""
         if self.part:
             with contextlib.closing(self.part):
                 self.part.flush()
 
     def cut(self, n_bytes: int) -> None:
-        """Keep the first bytes alone, as a file that is not complete."""
+        """Keep only the first bytes, as a partial file."""
         partial = _partial(self.path)
         self.at.replace(partial)
         os.truncate(partial, n_bytes)
 
     @property
     def blocks(self) -> Blocks:
-        """The hashes of what is here."""
+        """The hashes of the bytes that are here."""
         return self.known or self.hasher.blocks
 
 
@@ -653,7 +660,7 @@ class _Worker:
 
 
 def _fill(link: socket.socket, buffer: memoryview) -> memoryview:
-    """Receive until the buffer is full, or the other end stops: few large pieces cost less than many small ones."""
+    """Receive until the buffer is full or the other end stops: few large chunks cost less than many."""
     got = 0
     while got < len(buffer) and (count := link.recv_into(buffer[got:])):
         got += count
@@ -661,7 +668,7 @@ def _fill(link: socket.socket, buffer: memoryview) -> memoryview:
 
 
 def _make_program(path: Path, yes: bool) -> bool:
-    """Let those who may read a file execute it, or nobody; returns whether that is so now."""
+    """Let users who may read a file execute it, or nobody; return whether the mode is right now."""
     mode = path.stat().st_mode
     wanted = mode | (mode & 0o444) >> 2 if yes else mode & ~0o111
     if bool(mode & 0o111) != yes:

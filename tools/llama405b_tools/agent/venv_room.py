@@ -1,7 +1,7 @@
-"""Whether the packages of an environment fit on this machine's disks, before pip fills them. Standard library.
+"""Check whether the packages of an environment fit on this machine's disks, before pip fills them. Standard library.
 
 ``python -m llama405b_tools.agent.venv_room DOWNLOAD_GB UNPACKED_GB`` (or ``… WHEELHOUSE``), run by the environment's own
-Python, says what is too little, and exits with 1. pip keeps what it downloads in its cache and, until all is unpacked, in a
+Python, prints what is short and exits with 1. pip keeps downloads in its cache and, until everything is unpacked, in a
 temporary directory.
 """
 
@@ -19,7 +19,7 @@ Need = tuple[Path, float]  # a directory, and bytes that will be in it
 
 
 def main(args: Sequence[str]) -> int:
-    """Say which disk has too little room; returns the exit code."""
+    """Print which disk has too little room; return the exit code."""
     if fault := too_little(_of_wheels(Path(*args)) if len(args) == 1 else _of_download(*map(float, args))):
         print(fault)
     return int(bool(fault))
@@ -42,9 +42,9 @@ def _of_download(download_gb: float, unpacked_gb: float) -> list[Need]:
 
 
 def too_little(needs: Sequence[Need]) -> str:
-    """Say which disk has too little room for what goes there; '' if all have enough.
+    """Return which disk has too little room for its packages; '' if all have enough.
 
-    What is there already, as after an interrupted setup, counts.
+    Files that are already there, as after an interrupted setup, count.
     """
     disks: dict[int, list[Need]] = {}
     for place, size in needs:
@@ -57,12 +57,12 @@ def too_little(needs: Sequence[Need]) -> str:
         lacking = sum(max(0, size - held_bytes(place)) for place, size in group)
         if lacking > free:
             names = ", ".join(str(_existing(place)) for place, _ in group)
-            return f"the packages take {lacking / GB:.1f} GB more in {names}, and {free / GB:.1f} GB are free there"
+            return f"the packages need {lacking / GB:.1f} GB more in {names}, but only {free / GB:.1f} GB are free"
     return ""
 
 
 def held_bytes(folder: Path) -> int:
-    """Bytes of the files below a directory; 0 if there is none."""
+    """Return the bytes of the files below a directory; 0 if it does not exist."""
     total = 0
     for root, _, names in os.walk(folder):
         for name in names:
@@ -72,7 +72,7 @@ def held_bytes(folder: Path) -> int:
 
 
 def _existing(place: Path) -> Path:
-    """The directory, or the nearest above it that exists."""
+    """Return the directory, or its nearest existing parent."""
     return next(parent for parent in (place, *place.parents) if parent.exists())
 
 

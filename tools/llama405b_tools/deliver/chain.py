@@ -1,8 +1,6 @@
-"""Pass files down a chain of hosts, and show how far each is.
+"""Pass files down a chain of hosts, where each host forwards data while it receives, and show the progress.
 
-Each host's progress: while files are pushed, bars on a terminal, else a line now and then; while it is set up, lines.
-
-One attempt to pass files down a chain of hosts: each host forwards data while it receives.
+A push shows bars on a terminal, else a line now and then; a setup prints lines.
 """
 
 import contextlib
@@ -41,7 +39,7 @@ SAY_EVERY_S = 10.0  # if standard output is not a terminal
 
 
 class PushProgress:
-    """Display of what the hosts report."""
+    """Show the progress that the hosts report."""
 
     def __init__(self, bars: progress.Progress | None) -> None:
         self.bars = bars
@@ -51,7 +49,7 @@ class PushProgress:
         self.noted: set[tuple[str, str]] = set()
 
     def note(self, name: str, text: str) -> None:
-        """Print what a host has to say of the files, once."""
+        """Print a host's note on the files, once."""
         if (name, text) not in self.noted:
             self.noted.add((name, text))
             line = given("{}: ", name) + text
@@ -69,7 +67,7 @@ class PushProgress:
             behind = min(self.done, key=lambda host: self.done[host])
             least = self.done[behind]
             rate = f"{least / max(0.1, time.monotonic() - self.began) / 1e6:,.0f} MB/s"
-            print(f"{least / 1e9:.2f} of {total / 1e9:.2f} GB on {behind}, the last; {rate}", flush=True)
+            print(f"{least / 1e9:.2f} of {total / 1e9:.2f} GB on {behind} (slowest); {rate}", flush=True)
 
 
 @contextlib.contextmanager
@@ -86,7 +84,7 @@ def show_progress() -> Iterator[PushProgress]:
 
 
 class StepProgress:
-    """Each host's steps: a line when one begins, and after any silence a line about those that still run."""
+    """Print each host's steps: a line when one begins, and after a silence a line about those that still run."""
 
     def __init__(self, every_s: float = SAY_EVERY_S) -> None:
         self.every_s = every_s
@@ -102,7 +100,7 @@ class StepProgress:
 
     @contextlib.contextmanager
     def of(self, host: str, step: Step) -> Iterator[Callable[[str], None]]:
-        """Say that a step begins, and take its output, line by line."""
+        """Print that a step begins, and take its output, line by line."""
         self.say(host, f"{step.name}{given(' ({})', step.comes)}")
         ended = threading.Event()
 
@@ -128,7 +126,7 @@ class StepProgress:
             yield step, {host: line for host, (each, line) in doing.items() if each == step}
 
     def _remind(self) -> None:
-        """Print one line per step that runs anywhere, if nothing was said for a while."""
+        """Print one line per step that runs anywhere, if nothing was printed for a while."""
         with self.lock:
             if time.monotonic() - self.said < self.every_s:
                 return
@@ -154,7 +152,7 @@ class Origin:
 
 
 class Chain:
-    """One attempt."""
+    """One attempt to pass files down a chain of hosts."""
 
     def __init__(
         self,
@@ -164,7 +162,7 @@ class Chain:
         targets: Mapping[str, str],
         progress: PushProgress,
     ) -> None:
-        """Plan one; ``source``: what this machine sends, None if a host does."""
+        """Plan an attempt; ``source``: what this machine sends, None if a host does."""
         self.fleet = fleet
         self.origin = origin
         self.source = source
@@ -179,7 +177,7 @@ class Chain:
         self.same: dict[str, str] = {}  # host -> an earlier one that shares its directory, and writes it for both
 
     def run(self) -> dict[str, str]:
-        """Pass the files down; returns the hosts that do not have everything, and why."""
+        """Pass the files down; return the hosts that lack some, and why."""
         try:
             ready = self._begin()
             order = self._look(ready)
@@ -193,7 +191,7 @@ class Chain:
         return self.faults
 
     def shared(self) -> dict[str, str]:
-        """Return the hosts whose directory is that of an earlier one; nothing is passed down."""
+        """Return the hosts that share an earlier host's directory; pass nothing down."""
         try:
             self._look(self._begin())
         finally:
@@ -206,7 +204,7 @@ class Chain:
             dialogue.stream.close()
 
     def _begin(self) -> dict[str, RelayReady]:
-        """Start a relay on every host; returns those that can receive."""
+        """Start a relay on every host; return those that can receive."""
 
         def begin(name: str) -> RelayReady:
             request = RelayRequest(self.targets[name], self.token, name)
@@ -222,7 +220,7 @@ class Chain:
         return {name: found for name, found in outcomes.items() if isinstance(found, RelayReady)}
 
     def _look(self, ready: Mapping[str, RelayReady]) -> list[str]:
-        """The hosts to pass files to, in order; only the first of those that share a directory."""
+        """Return the hosts to pass files to, in order; of those that share a directory, only the first."""
 
         def look(name: str) -> RelaySees:
             self.dialogues[name].say(LOOK)
@@ -238,7 +236,7 @@ class Chain:
         return [name for name in sees if name not in self.same]
 
     def _hop(self, name: str, ready: RelayReady) -> NextHop:
-        """The address at which a host receives."""
+        """Return the address at which a host receives."""
         host = self.fleet.hosts[name]
         addresses = ready.addresses
         if host.address:

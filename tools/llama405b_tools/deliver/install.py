@@ -29,7 +29,7 @@ BUILD_TOOLS = ("hatchling", "editables", "pip", "setuptools")  # what pip needs 
 
 
 def project_root() -> Path:
-    """Return the checkout that goes to the hosts: the one that this program runs from, else this directory.
+    """Return the checkout to copy to the hosts: the one that this program runs from, else this directory.
 
     Raises:
         UserError: There is none.
@@ -37,7 +37,9 @@ def project_root() -> Path:
     for root in (Path(llama405b.__file__).resolve().parent.parent, Path.cwd()):
         if all((root / name).is_file() for name in ("pyproject.toml", "constraints.txt", "llama405b/__init__.py")):
             return root
-    raise UserError("setup: this directory is not a checkout of the project, which goes to the hosts; run setup in one")
+    raise UserError(
+        "setup: this directory is not a checkout of the project, which setup copies to the hosts; run setup in one"
+    )
 
 
 def make_wheelhouse(root: Path) -> Path:
@@ -83,7 +85,7 @@ class Installed:
 
 
 class Work:
-    """The work on every host, in three parts; each part runs on all hosts in parallel."""
+    """Set up the hosts in three parts; each part runs on all hosts in parallel."""
 
     def __init__(self, fleet: Fleet, tree: SourceTree, wishes: Wishes, here: str) -> None:
         self.fleet = fleet
@@ -113,7 +115,7 @@ class Work:
         facts = setup_plan.parse_facts(said.out)
         if "arch" not in facts:
             why = last_of(said.err.strip().splitlines())[:300] or said.code
-            raise HostError(f"its shell does not run a plain script ({why}); try `ssh {name} sh`")
+            raise HostError(f"its login shell cannot run a POSIX script ({why}); try `ssh {name} sh`")
         if absent := [program for program in ("tar", "base64", "sha256sum") if f"has_{program}" not in facts]:
             raise HostError(f"{', '.join(absent)} missing; install coreutils and tar on it")
         return facts
@@ -127,7 +129,7 @@ class Work:
         return faults
 
     def make_agent(self, name: str, wheels: Path) -> bool:
-        """Make an environment for the agent, which receives the wheels, unless there is one."""
+        """Make an environment for the agent, which receives the wheels, unless one exists."""
         connection, workdir = self.fleet.connection(name), self.fleet.workdir(name)
         if connection.run(
             f"cd {shell_path(workdir)} && {self.wishes.before}{setup_plan.HAS_AGENT}", "", FACTS_TIMEOUT_S
@@ -188,7 +190,7 @@ class Work:
         return hashlib.sha256(text.encode()).hexdigest()
 
     def take(self, name: str, step: setup_plan.Step, *, locked: bool) -> str:
-        """Take a step on a host, however long it takes while the connection holds; returns its last line.
+        """Run a step on a host, without a time limit while the connection holds; return its last line.
 
         Raises:
             HostError: It failed; says why, and what to do.
@@ -221,7 +223,7 @@ class Work:
         return last
 
     def end(self) -> str:
-        """End the steps that run on the hosts, and wait: a package manager finishes first; returns what is known then."""
+        """End the running steps and wait, as a package manager finishes first; return what is known then."""
         self.ending.set()
         for step, hosts in self.progress.running():
             self.progress.say(fold_names(hosts), f"ending {step}")
@@ -232,7 +234,7 @@ class Work:
         lost = fold_names(sorted(self.lost))
         return (
             given("{}: the connection was lost, so what runs there is unknown", lost)
-            or "nothing of it runs on the hosts"
+            or "nothing is left running on the hosts"
         )
 
     def everywhere(self, wheels: Path | None, package: str) -> tuple[dict[str, Installed], dict[str, str]]:

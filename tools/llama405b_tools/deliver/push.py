@@ -1,6 +1,6 @@
-"""Send code (only what differs) or big files to where they are needed, or bring a checkpoint's parts together.
+"""Push code (only what differs) or big files to hosts, and collect a checkpoint's files on one host.
 
-Bring the weights of a checkpoint together on one host, when the hosts have its parts on their own disks.
+A checkpoint is collected for an export, when the hosts have its files on their own disks.
 """
 
 import concurrent.futures
@@ -35,7 +35,7 @@ COUNT_GPUS = "nvidia-smi -L 2>/dev/null | grep -c '^GPU '; true"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PushResult:
-    """What came of it, by host."""
+    """The result of a push, by host."""
 
     faults: dict[str, str]  # why hosts lack files
     same: dict[str, str]  # which share a directory with an earlier one
@@ -46,7 +46,7 @@ class PushResult:
 
     @classmethod
     def joined(cls, results: Sequence["PushResult"]) -> "PushResult":
-        """Join those of several hosts."""
+        """Merge the results of several hosts."""
         faults, same = dict[str, str](), dict[str, str]()
         for each in results:
             faults |= each.faults
@@ -94,7 +94,7 @@ def same_place(origin: Origin, fleet: Fleet, name: str) -> str:
 def push_code(fleet: Fleet, tree: SourceTree, to: str = "") -> int:
     """Make every host's directory equal to the tree; prints what is not sent, and one line per host."""
     ignored = ", ".join(map(shown_name, tree.ignored[:MOST_NAMED])) + and_more(tree.ignored, MOST_NAMED)
-    for note in filter(None, (*tree.notes, given("left out, as git ignores it: {}", ignored))):
+    for note in filter(None, (*tree.notes, given("left out (ignored by git): {}", ignored))):
         print(note, flush=True)
 
     def one(name: str) -> tuple[str, str]:
@@ -122,7 +122,7 @@ def push_files(fleet: Fleet, origin: Origin, targets: Mapping[str, str]) -> int:
 
 
 def push_parts(fleet: Fleet, origin: Origin, targets: Mapping[str, str], parallel: Parallel) -> int:
-    """Send each host what its ranks own, all at once; prints each host's result. ``parallel``: how the run will split the model.
+    """Send each host its ranks' shards, to all at once; print each host's result. ``parallel``: how the run will split the model.
 
     Raises:
         UserError: Two hosts share a directory: they would need all weights in it.
@@ -130,7 +130,7 @@ def push_parts(fleet: Fleet, origin: Origin, targets: Mapping[str, str], paralle
     parts, began = owned_parts(fleet, parallel), time.monotonic()
     ends = {name: f"{parts[name].name}: {VERIFIED}" for name in targets}
     has_whole = fleet.each(lambda name: _has_whole(fleet, name, targets[name]), targets)
-    ends |= {name: "all weights are there" for name, answer in has_whole.items() if answer is True}
+    ends |= {name: "already has all weights" for name, answer in has_whole.items() if answer is True}
     lacking = {name: to for name, to in targets.items() if has_whole[name] is not True}
     origins = {name: dataclasses.replace(origin, part=parts[name]) for name in lacking}
     sources = {name: _source_of(each) for name, each in origins.items()}
@@ -146,29 +146,30 @@ def push_parts(fleet: Fleet, origin: Origin, targets: Mapping[str, str], paralle
 
 
 def _all_at_once(send: Callable[[str], PushResult], names: Sequence[str]) -> list[PushResult]:
-    """Send to several hosts at the same time, in threads of its own: the fleet's serve the chains."""
+    """Send to several hosts at once, in separate threads: the fleet's threads serve the chains."""
     pool = concurrent.futures.ThreadPoolExecutor(AT_ONCE, "part")
     try:
         return [each.result() for each in [pool.submit(send, name) for name in names]]
     finally:
+        # after Ctrl-C, do not wait for transfers that are under way
         pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _refuse_shared(chain: Chain, lacking: Mapping[str, str]) -> None:
-    """Refuse to send different rows into one directory."""
+    """Refuse to send different shards into one directory."""
     for name, first in chain.shared().items():
         where = f"{name} and {first} share {lacking[name]}"
-        raise UserError(f"--shards: {where}; push all weights there, for both, without --shards")
+        raise UserError(f"--shards: {where}; push all weights there, without --shards")
 
 
 def _has_whole(fleet: Fleet, name: str, to: str) -> bool:
-    """Whether a directory on a host has the index of a whole checkpoint: it would be loaded, and not a part."""
+    """Return whether a host's directory has a full checkpoint's index: that would be loaded, not a shard."""
     files = [f"{shell_path(to)}/{file}" for file in (INDEX, SINGLE)]
     return fleet.connection(name).run(f"test -e {files[0]} || test -e {files[1]}", "", READY_S).code == 0
 
 
 def owned_parts(fleet: Fleet, parallel: Parallel) -> dict[str, Part]:
-    """Return which ranks a run on all of these hosts has on each."""
+    """Return the ranks that a run on all of these hosts has on each."""
     unknown = [name for name, host in fleet.hosts.items() if not host.slots]
     asked = fleet.each(lambda name: fleet.connection(name).run(COUNT_GPUS, "", READY_S).out, unknown)
     if faults := unanswered(asked):
@@ -210,7 +211,7 @@ def pass_down(
 
 
 def _source_of(origin: Origin) -> FileSource | None:
-    """What this machine sends; None if a host does."""
+    """Open what this machine sends; None if a host sends."""
     if origin.host:
         return None
     source = open_files(Path(origin.path), origin.part)
@@ -236,7 +237,7 @@ class Collected:
 
 
 def collect(fleet: Fleet, run: str, step: int | None) -> Collected:
-    """Bring the newest step (or this one) of which everything is on some host to the first host that has any of it.
+    """Collect the newest complete step (or this one) on the first host that has any of it.
 
     Raises:
         UserError: No host has a checkpoint of the run, or none is there as a whole.
@@ -271,9 +272,9 @@ def collect(fleet: Fleet, run: str, step: int | None) -> Collected:
 
 
 def choose_step(on_hosts: Mapping[str, PartsReply], run: str, step: int | None) -> tuple[int, Places, str]:
-    """Return the newest step of which the hosts have everything (or this one), where its files are, and what the user should know.
+    """Return the newest complete step (or this one), where its files are, and a note for the user.
 
-    A host that has several is preferred in the order of ``on_hosts``.
+    Of several hosts with a file, the first in ``on_hosts`` is chosen.
     """
     places, needed = _files_of_saves(on_hosts)
     wanted = sorted(save for save in needed if step in (None, save[0]))
@@ -288,15 +289,15 @@ def choose_step(on_hosts: Mapping[str, PartsReply], run: str, step: int | None) 
     if others := [save for save in whole if save[0] == chosen[0] and save != chosen]:
         there = [fold_names(sorted({host for host, _ in places[save].values()})) for save in (chosen, others[0])]
         raise UserError(
-            f"{run}: step {chosen[0]} was saved twice, and {there[0]} and {there[1]} have different ones; leave out the hosts "
-            f"whose save is the older, or delete it there (step-{chosen[0]:08d} below {next(iter(on_hosts.values())).root})"
+            f"{run}: step {chosen[0]} was saved twice, and {there[0]} and {there[1]} have different saves; omit the hosts "
+            f"with the older save, or delete it there (step-{chosen[0]:08d} below {next(iter(on_hosts.values())).root})"
         )
     note = f"{_lacks(run, newest, missing[newest])}; taking step {chosen[0]}" if chosen[0] < newest[0] else ""
     return chosen[0], places[chosen], note
 
 
 def _files_of_saves(on_hosts: Mapping[str, PartsReply]) -> tuple[dict[Save, Places], dict[Save, set[str]]]:
-    """Return where the files of each save are, and which files make it whole."""
+    """Return where the files of each save are, and which files make it complete."""
     places: dict[Save, Places] = {}
     needed: dict[Save, set[str]] = {}
     for host, part in [(host, part) for host, reply in on_hosts.items() for part in reply.parts]:
@@ -312,7 +313,7 @@ def _lacks(run: str, save: Save, missing: Sequence[str]) -> str:
 
 
 def _link(fleet: Fleet, head: str, path: str, places: Places) -> None:
-    """Link what the head has itself into the directory, or copy it where links are refused: a run that goes on may delete it."""
+    """Link the head's own files into the directory, or copy them: a continuing run may delete the originals."""
     lines = [f"mkdir -p {shlex.quote(f'{path}/model')}"]
     for name, (host, there) in places.items():
         if host == head:

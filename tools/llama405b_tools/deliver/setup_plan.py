@@ -1,4 +1,4 @@
-"""What setup does on a host, as shell lines. Pure: facts in, steps out. The host has sh, and none of our code."""
+"""Plan the shell steps of setup on a host from its facts. Pure. The host has sh and none of our code."""
 
 import dataclasses
 import hashlib
@@ -119,15 +119,15 @@ def plan(facts: Mapping[str, str], wishes: Wishes, wheel_python: str) -> list[St
 
 
 def plan_agent(facts: Mapping[str, str], wishes: Wishes, wheel_python: str) -> list[Step]:
-    """Plan an environment that only the agent can run in, which receives the wheels of all others."""
+    """Plan an environment for the agent alone, which then receives the wheels of all other packages."""
     install = f"{wishes.before}{INSTALL} {_wheels(facts, wishes, wheel_python)}-c constraints.txt msgspec"
     return [_environment(facts, wishes), Step("installing msgspec", install, "delete .venv on it, and run setup again")]
 
 
 def build_package(requirement: str) -> tuple[str, Step, Step]:
-    """Plan a package that must be compiled: the wheel's directory, the step that builds it once, and the one that installs it.
+    """Plan a compiled package: the wheel's directory, the step that builds it, and the one that installs it.
 
-    It is compiled against the environment's torch, and so without pip's build isolation.
+    It is compiled against the environment's torch, so without pip's build isolation.
     """
     folder = f".built-{hashlib.sha256(requirement.encode()).hexdigest()[:12]}"
     wheel = f"{PYTHON} -I -m pip wheel --disable-pip-version-check --no-deps --no-build-isolation -w {folder}.new "
@@ -168,7 +168,7 @@ def _programs(facts: Mapping[str, str]) -> list[Step]:
 
 
 def _environment(facts: Mapping[str, str], wishes: Wishes) -> Step:
-    """How the environment is made."""
+    """Return the step that makes the environment."""
     if wishes.conda:
         find = f"conda run -n {shlex.quote(wishes.conda)} sh -c 'command -v python' >.llama405b-python"
         remedy = "use one that `conda env list` shows"
@@ -190,7 +190,7 @@ def _environment(facts: Mapping[str, str], wishes: Wishes) -> Step:
 
 
 def _wheels(facts: Mapping[str, str], wishes: Wishes, wheel_python: str) -> str:
-    """The options that point pip at the wheelhouse."""
+    """Return the options that point pip at the wheelhouse."""
     found = f"{facts.get('python', 'none')} {facts['arch']}"
     if wheel_python != found and not wishes.conda:
         differ = f"the wheels are for Python {wheel_python}, but it has {found}"
@@ -199,12 +199,12 @@ def _wheels(facts: Mapping[str, str], wishes: Wishes, wheel_python: str) -> str:
 
 
 def has_no_gpu(facts: Mapping[str, str]) -> bool:
-    """Whether there is neither a GPU nor a driver for one."""
+    """Return whether there is neither a GPU nor a driver for one."""
     return "gpu" not in facts and not facts.get("driver")
 
 
 def _index(facts: Mapping[str, str], wishes: Wishes) -> tuple[str, str, Size]:
-    """The option that tells pip where to find torch, the build that fits the driver; what that downloads, and the least size."""
+    """Return pip's option for the torch build that fits the driver, what it downloads, and the minimum size."""
     if wishes.torch_index == "none":
         return "", "", CPU_SIZE
     if wishes.torch_index != "auto":
@@ -223,7 +223,10 @@ def _index(facts: Mapping[str, str], wishes: Wishes) -> tuple[str, str, Size]:
 
 
 def _container(facts: Mapping[str, str], wishes: Wishes) -> Step:
-    """A python that runs inside the image. With apptainer the processes are ours; docker would run them in its daemon."""
+    """Return the step that makes a python that runs inside the image.
+
+    With apptainer the processes are our children; docker would run them in its daemon.
+    """
     if "has_apptainer" not in facts:
         raise UserError("--container: apptainer is missing; install it, or use --python or --conda")
     image = shlex.quote(wishes.container)

@@ -1,10 +1,10 @@
-"""A source tree, and a host's copy of it: only what differs is sent, to hosts that have only sh, coreutils, findutils and tar.
+"""Copy a source tree to a host: only what differs is sent.
 
-A tree is described here, and there before and after the copy, by the same description: files with their SHA-256 and execute bit,
-links with their target. Names are bytes. Nothing that a program of the host says in words is read.
+The host needs only sh, coreutils, findutils and tar. The tree is described here, and on the host before and after the copy, in the
+same form: files with their SHA-256 and execute bit, links with their target. Names are bytes. No message of a host's program is parsed.
 
-What the tree no longer has is deleted if an earlier push sent it, or if it is code of ours that git tracks there, unchanged:
-a module that was left behind makes a host's code another one. What else is in our packages is named; nothing else is touched.
+What the tree no longer has is deleted if an earlier push sent it, or if it is our own code that git tracks there, unchanged:
+a stale module would change a host's code. Other files in our packages are reported; nothing else is touched.
 """
 
 import base64
@@ -37,7 +37,7 @@ FILE, PROGRAM, LINK = "f", "x", "l"  # kinds of entries; a program is a file tha
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Entry:
-    """What a name of the tree is: its kind, and the SHA-256 of a file (in hex) or the target of a link."""
+    """An entry of a tree: its kind, and the SHA-256 of a file (in hex) or the target of a link."""
 
     kind: str
     content: str
@@ -45,7 +45,7 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SourceTree:
-    """A tree of code: its entries by name, what the user should know of others, and what git ignores."""
+    """A tree of code: its entries by name, notes for the user on other names, and what git ignores."""
 
     root: Path
     entries: dict[str, Entry]
@@ -80,7 +80,7 @@ def _git(root: Path, *words: str) -> subprocess.CompletedProcess[bytes]:
 
 
 def _git_names(root: Path, *words: str) -> list[str]:
-    """Return what git lists; an error of git's is none of an empty tree."""
+    """Return what git lists; raise if git fails, so that an error does not look like an empty tree."""
     done = _git(root, "ls-files", *words)
     if done.returncode:
         raise _unread(root, done)
@@ -120,10 +120,10 @@ def _is_no_source(part: str) -> bool:
 
 
 def tree_of(root: Path, names: Iterable[str]) -> SourceTree:
-    """Describe the named files and links of a directory; what is not there any more is no part of it.
+    """Describe the named files and links of a directory; names that no longer exist are left out.
 
-    A link stays one if it leads to what is sent, too. Of another, to a file, the content is sent; any other is sent as it is,
-    and named.
+    A link to something that is sent stays a link. Of another link to a file, the content is sent. Any other link is sent as it is,
+    with a note.
 
     Raises:
         UserError: A file cannot be read, or they are too large for code.
@@ -162,7 +162,7 @@ def _sha256(path: Path) -> str:
 
 
 def _link_target(root: Path, name: str, reached: set[str]) -> str:
-    """Return where a link leads in what is sent, from its own place; '' if it leads elsewhere."""
+    """Return a link's target, relative to the link, if the target is sent; '' otherwise."""
     folder, target = (root / name).parent, str((root / name).readlink())
     if target.startswith("/"):
         target = os.path.relpath(target, folder)
@@ -170,7 +170,7 @@ def _link_target(root: Path, name: str, reached: set[str]) -> str:
 
 
 def push_tree(connection: Connection, tree: SourceTree, to: str) -> str:
-    """Make a host's directory equal to the tree; says how much was sent and deleted, and what deletes others of our packages.
+    """Make a host's directory equal to the tree; return what was sent and deleted, and how to delete the rest.
 
     Hosts may share the directory and be pushed to at the same time.
 
@@ -196,7 +196,7 @@ def push_tree(connection: Connection, tree: SourceTree, to: str) -> str:
     if there.code:
         raise HostError(f"{to} cannot be created or written ({_last(there.err)}); set workdir= to one of your own")
     *look_there, is_own, manifest, found, tracked = map(base64.b64decode, there.out.split("===\n"))
-    if is_own:  # what is there is what is here
+    if is_own:  # the host's directory is this tree itself
         return "0 files sent, 0 deleted"
     send = _differing(tree, *look_there)
     code = {name[2:] for name in _names(found) if name.endswith(SUFFIXES) and "/." not in name}
@@ -214,7 +214,7 @@ def push_tree(connection: Connection, tree: SourceTree, to: str) -> str:
         _checked(connection.run(f"{enter}{_unpack(f'{new}.d')}", _archive(tree, send), TIMEOUT_S))
         bits = _verified(tree, lambda: connection.run(f"{enter}{look}", names, TIMEOUT_S))
     left = " ".join(shlex.quote(f"./{shown_name(name)}") for name in sorted(odd - gone))
-    unknown = given("; its code differs until you run there: {}", left and f"cd {directory} && rm {left}")
+    unknown = given("; its code differs, run there: {}", left and f"cd {directory} && rm {left}")
     return f"{counted(len(send), 'file')} sent, {len(gone)} deleted{bits}{unknown}"
 
 
@@ -227,9 +227,9 @@ DESCRIBE = f"{KINDS} && echo === && {DIGESTS} && echo === && xargs -0r stat -c %
 
 
 def _verified(tree: SourceTree, look: Callable[[], Result]) -> str:
-    """Check that a host has the tree, but for execute bits that its file system does not keep; returns what to say of those.
+    """Check that a host has the tree; return a note if its file system does not keep execute bits.
 
-    Looks again where something differs: while others push into the same directory, a file may be gone for a moment.
+    Retry if something differs: while others push into the same directory, a file may be missing for a moment.
     """
     for delay_s in (*LOOK_AGAIN_S, None):
         there = [base64.b64decode(part) for part in _checked(look()).out.split("===\n")[:3]]
@@ -238,7 +238,7 @@ def _verified(tree: SourceTree, look: Callable[[], Result]) -> str:
             return "; its file system does not keep execute bits" if _differing(tree, *there) else ""
         if delay_s:
             time.sleep(delay_s)
-    raise HostError(f"{shown_name(wrong[0])}{and_more(wrong)} differs there from what was read here; push again")
+    raise HostError(f"{shown_name(wrong[0])}{and_more(wrong)} differs on the host from what was read here; push again")
 
 
 def _differing(tree: SourceTree, kinds: bytes, digests: bytes, modes: bytes, *, bits: bool = True) -> list[str]:
@@ -281,9 +281,9 @@ def _names_in(manifest: bytes) -> set[str]:
 
 
 def _unpack(part: str) -> str:
-    """Return a shell line: unpack an archive, moving each file atomically, as others may do the same.
+    """Return a shell line that unpacks an archive and moves each file atomically, as others may do the same.
 
-    Where a file is to be, what is left of a directory goes, unless it holds a file: then mv says so.
+    An empty directory in the place of a file is deleted; one that holds a file makes mv fail.
     """
     clear = '[ -L "../$f" ] || [ ! -d "../$f" ] || find "../$f" -type d -empty -delete'
     make = """find . -type d -exec sh -c 'cd .. && mkdir -p "$@"' sh {} +"""

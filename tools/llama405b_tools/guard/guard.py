@@ -2,8 +2,8 @@
 
 ``launch --restart N`` leaves this process running on the operator's machine; it needs no terminal. It writes ``runs/<run>/guard.log`` for
 people and ``guard.json`` for ``status``. It ends when the run finishes, when somebody stops the run, or after N restarts in a row without a
-newer checkpoint. A run may go on without hosts that stay lost, and takes them back; after one that ended well the export that was asked for
-is made, and verified, and the user's command runs.
+newer checkpoint. A run may continue without hosts that stay down, and takes them back later. After a run that ended well, the guard makes
+and verifies the requested export, and runs the user's command.
 """
 
 import collections
@@ -59,13 +59,13 @@ NOTE_TIMEOUT_S = 60.0
 
 
 def adopt(request: LaunchRequest, fleet: Fleet) -> Plan | None:
-    """Return the plan of the requested run if its guard died, with the machine or the terminal, and it is still running or finishing.
+    """Return the plan of the requested run if its guard died and it is still running or finishing; else None.
 
-    Only if it is the same run, by its hosts, program, settings and the names of its secrets. Its hosts are told then that
-    a guard was asked for.
+    It must be the same run, by its hosts, program, settings and the names of its secrets. Its hosts are then told that
+    a guard was requested.
 
     Raises:
-        UserError: Its guard lives.
+        UserError: Its guard is alive.
         HostError: A host of it was lost meanwhile.
     """
     try:
@@ -87,7 +87,7 @@ def adopt(request: LaunchRequest, fleet: Fleet) -> Plan | None:
 
 
 def _refuse_guarded(request: LaunchRequest, runs: Iterable[HostRun]) -> GuardStatus | None:
-    """Refuse a second guard; returns what is known of the first."""
+    """Refuse a second guard; return what is known of the first."""
     status = guard_of_hosts(request.run, heard_by(runs), time.time())
     if status and status.guards:
         who = f"process {status.state.pid} on {status.state.machine.partition(' ')[0]}"
@@ -99,7 +99,7 @@ def _refuse_guarded(request: LaunchRequest, runs: Iterable[HostRun]) -> GuardSta
 
 
 def _is_same(request: LaunchRequest, fleet: Fleet, plan: Plan) -> bool:
-    """Whether a plan is of this request, whatever either resumes."""
+    """Return whether a plan belongs to this request, apart from --resume."""
     resumed = dict(zip(plan.program, plan.program[1:], strict=False)).get("--resume", "")
     program = dataclasses.replace(request, resume=resumed).training_program()
     chooses = bool(request.settings.left_to_plan)  # then what was chosen follows
@@ -110,18 +110,18 @@ def _is_same(request: LaunchRequest, fleet: Fleet, plan: Plan) -> bool:
 
 
 def tell_hosts(fleet: Fleet, plan: Plan, state: GuardState) -> dict[str, NoteReply]:
-    """Tell every host of a run what its guard does; one that cannot be reached hears it the next time. Returns the answers."""
+    """Send every host of a run its guard's state; return the answers. A lost host gets it the next time."""
     notes = {node.name: GuardNote(plan.run, node.name, plan.rdzv_id, state) for node in plan.nodes}
     return replies(fleet.ask_all("note", notes, NoteReply, NOTE_TIMEOUT_S))
 
 
-NOT_WELL, LEFT = "as the run did not end well", "as nobody follows the run now"
+NOT_WELL, LEFT = "because the run did not end well", "because nobody follows the run now"
 
 
 def after_end(
     request: LaunchRequest, ending: Ending, plan: Plan, fleet: Fleet, say: Callable[[str], object]
 ) -> tuple[str, str]:
-    """Do what is to follow a good end; returns why it failed, and what is to be said of what was not done, each or ''."""
+    """Run what follows a good end; return why it failed, and a remark on what was skipped, each or ''."""
     if ending.kind is EndKind.LEFT:
         return "", _left_out(request, LEFT)
     if ending.kind is not EndKind.WELL:
@@ -131,12 +131,12 @@ def after_end(
 
 
 def not_well_words(request: LaunchRequest, plan: Plan) -> str:
-    """Say what does not follow a run that did not end well, and what its machines cost."""
+    """Return what is skipped after a run that did not end well, and what its machines cost."""
     return "; ".join(filter(None, [_left_out(request, NOT_WELL), _cost(request, plan)]))
 
 
 def _follow_up(request: LaunchRequest, plan: Plan, fleet: Fleet, say: Callable[[str], object]) -> str:
-    """Export the last checkpoint on the host of rank 0, and verify it; then run the command. Returns why one failed, or ''."""
+    """Export and verify the last checkpoint on rank 0's host, then run the command; return a fault or ''."""
     head = plan.nodes[0].name
     if request.export:
         say(f"exporting the last checkpoint to {request.export}")
@@ -161,16 +161,16 @@ def _follow_up(request: LaunchRequest, plan: Plan, fleet: Fleet, say: Callable[[
 
 
 def _left_out(request: LaunchRequest, why: str) -> str:
-    """Say what was not done, and why; "" if nothing was asked for."""
+    """Return what was skipped, and why; "" if nothing was requested."""
     asked = [flag for flag, value in (("--export", request.export), ("--when-done", request.when_done)) if value]
     return given("{} did not run, " + why, " and ".join(asked))
 
 
 def _cost(request: LaunchRequest, plan: Plan) -> str:
-    """Say what the machines of a run cost that has ended; "" without a price."""
+    """Return what the machines of an ended run cost; "" without a price."""
     if not request.price:
         return ""
-    return f"its machines cost {request.price * plan.world:,.2f} an hour until they are given back ({plan.world} x {request.price:g})"
+    return f"its machines cost {request.price * plan.world:,.2f} an hour until they are released ({plan.world} x {request.price:g})"
 
 
 class Roster:
@@ -189,20 +189,20 @@ class Roster:
         self.left_out: frozenset[str] = frozenset()  # of the attempt that runs
 
     def note_lost(self, unreached: Collection[str], now_s: float) -> None:
-        """Note which hosts could not be reached in a try to end what is left on all of them."""
+        """Note which hosts could not be reached to end what is left on them."""
         self.lost_at = {name: self.lost_at.get(name, now_s) for name in unreached}
         self.back_at = {name: at for name, at in self.back_at.items() if name not in self.lost_at}
 
     def note_back(self, reached: Collection[str], now_s: float) -> None:
-        """Note which of the hosts that are left out can be reached."""
+        """Note which of the excluded hosts can be reached."""
         self.back_at = {name: self.back_at.get(name, now_s) for name in reached}
 
     def grows(self, now_s: float) -> bool:
-        """Whether a host that is left out has been back for long enough."""
+        """Return whether an excluded host has been back for long enough."""
         return any(now_s >= at + self.after_s for at in self.back_at.values())
 
     def chosen(self, now_s: float) -> list[Host]:
-        """Return the hosts to start on: all, but for those that stay lost, as long as enough are left."""
+        """Return the hosts to start on: all but those that stay down, if enough remain."""
         if not self.least:
             return self.hosts
         stay_lost = {name for name, at in self.lost_at.items() if now_s >= at + self.after_s}
@@ -217,7 +217,7 @@ class Roster:
         self.lost_at, self.back_at = {}, {}
 
     def not_started(self, hosts: Sequence[Host]) -> None:
-        """Note that no attempt could be started on these hosts: do without those that have just come back, if there are some."""
+        """Note that no attempt could start on these hosts: exclude those that have just come back."""
         for host in hosts:
             self.back_at.pop(host.name, None)
 
@@ -227,14 +227,14 @@ SAVE_S = 1800.0  # for the save
 
 
 def found_again(fleet: Fleet, roster: Roster) -> str:
-    """Look for the hosts that are left out; returns those that are back, if one has been for long enough."""
+    """Query the excluded hosts; return those that are back, if one has been for long enough."""
     found = fleet.each(lambda name: fleet.connection(name).run("true", "", LOOK_S), roster.left_out)
     roster.note_back([name for name, answer in found.items() if not isinstance(answer, HostError)], time.monotonic())
     return fold_names(sorted(roster.back_at)) if roster.grows(time.monotonic()) else ""
 
 
 def end_to_grow(fleet: Fleet, plan: Plan, back: str) -> None:
-    """Have an attempt save and end, as for a restart that is asked for: the next one has all hosts."""
+    """Save and stop this attempt so that the next can use all hosts."""
     head = plan.nodes[0].name
     asked = Cause(CauseKind.STOPPED, head, by=f"its guard ({back} is back)")
     backend_of_plan(plan).stop_launch(fleet, plan, Blame(plan.attempt, head, asked), SAVE_S)
@@ -289,7 +289,7 @@ class Guard:
         self.limits = Limits(request.hang_after_s, first_step(request.settings.timeouts.load).hang_s)
 
     def main(self) -> int:
-        """Guard the run to its end, and tell its hosts all the while; returns the exit code."""
+        """Guard the run to its end, and keep its hosts informed; return the exit code."""
         self.say(GuardStage.WATCHING, "")
         threading.Thread(target=self.keep_beating, daemon=True).start()
         if self.request.shrink:
@@ -300,14 +300,14 @@ class Guard:
             self.end()
 
     def keep_beating(self) -> None:
-        """Beat until the guard ends, and whenever there is news."""
+        """Send heartbeats until the guard ends, and at once when there is news."""
         while not self.is_over.is_set():
             self.beat()
             self.has_news.wait(min(BEAT_S, self.request.notify_every_s or BEAT_S))
             self.has_news.clear()
 
     def keep_looking(self) -> None:
-        """Look for hosts that the run does without, until the guard ends; once one is back, have the attempt save and end."""
+        """Watch for excluded hosts until the guard ends; once one is back, have the attempt save and end."""
         while not self.is_over.wait(min(LOOK_S, self.request.shrink_after_s / 3)):
             if (
                 self.roster.left_out
@@ -316,16 +316,16 @@ class Guard:
                 and self.ending_saves
                 and (back := found_again(self.everywhere, self.roster))
             ):
-                log(f"{back}: back; the attempt saves and ends, to go on there as well")
+                log(f"{back}: back; the attempt saves and ends so that the next uses all hosts")
                 end_to_grow(self.fleet, self.plan, back)
 
     @property
     def ending_saves(self) -> bool:
-        """Whether an attempt that is ended saves first, so that no step is lost; of a program of the user's own we take it so."""
+        """Whether a stopped attempt saves first, so that no step is lost; assumed of the user's own program."""
         return (self.request.saves or self.request.config is None) and not self.unsaved
 
     def beat(self) -> None:
-        """Let the hosts know that the guard lives, and the user if it is time; a guard that hangs is to be missed."""
+        """Tell the hosts that the guard is alive, and the user if it is time; a hung guard sends nothing."""
         now = time.monotonic()
         if now > self.progress_at + STUCK_S:
             return
@@ -339,7 +339,7 @@ class Guard:
             self.notify(Notice.HEARTBEAT, f"{self.record.state}{given('; {}', self.record.message)}")
 
     def notify_once(self, notice: Notice, why: str) -> bool:
-        """Tell the user what is wrong with a run that is not over, once until it has passed; returns whether it did."""
+        """Notify the user of a problem, once until it has passed; return whether it did."""
         if not why:
             self.notified.discard(notice)
         if not why or notice in self.notified:
@@ -350,7 +350,7 @@ class Guard:
         return True
 
     def note_progress(self, watch: RunMonitor | None = None) -> bool:
-        """Note that the guard does not hang, and whether saves fail; always False: it is to follow the run to its end."""
+        """Note that the guard does not hang, and whether saves fail; return False, to follow the run to its end."""
         self.progress_at = time.monotonic()
         self.unsaved = (
             unsaved_words(watch.failed_saves) or given("no checkpoint {}", watch.late_save()) if watch else ""
@@ -361,7 +361,7 @@ class Guard:
         return False
 
     def page(self) -> None:
-        """Tell the user what happened once."""
+        """Notify the user of each pending event."""
         with contextlib.suppress(IndexError):  # there is none left
             while True:
                 event = self.pages.popleft()
@@ -369,7 +369,7 @@ class Guard:
                 self.notify(PAGES[event.kind], event.detail)
 
     def tell(self) -> dict[str, NoteReply]:
-        """Tell the hosts what the guard does now; one at a time, so that none hears the older news last."""
+        """Send the hosts the guard's state; one call at a time, so that no older state arrives last."""
         with self.telling:
             return tell_hosts(self.fleet, self.plan, self.record)
 
@@ -397,7 +397,7 @@ class Guard:
                 return FAILED
 
     def finish(self, ending: Ending) -> int:
-        """Do what is to follow the end of the run, and report it; returns the exit code."""
+        """Run what follows the end of the run, and report it; return the exit code."""
         self.has_ended = True
         stage, notice = ENDS.get(ending.kind, (GuardStage.ENDED, Notice.END))
         self.progress_at = math.inf  # for as long as what follows takes
@@ -410,7 +410,7 @@ class Guard:
         return FAILED if fault else ending.code
 
     def recover(self, ending: Ending, failure: Failure | None) -> None:
-        """Restart the run after a failure, and report both; None: somebody asked for that, which is no incident."""
+        """Restart the run after a failure, and report both; None: a requested restart, which is no incident."""
         if failure is None:
             asked = Cause(CauseKind.STOPPED, by=ending.stopped_by)
             self.record = dataclasses.replace(self.record, cause=asked)
@@ -545,14 +545,16 @@ def main() -> int:
     keep_private()
     order = reader.loads(GuardInput, sys.stdin.buffer.read(), "the guard's order")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # the order has secrets: its file must not live on as ours
+    # neither Ctrl-C nor the end of the terminal may end the guard
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     with Fleet(order.hosts) as fleet:
         guard = Guard(order.request, order.hosts, order.plan, fleet)
 
         def dismissed(*_: object) -> None:
-            guard.note(GuardStage.STOPPED, "dismissed: the run is stopped, or launched anew")
+            guard.note(GuardStage.STOPPED, "dismissed: the run was stopped or launched again")
             end_own_session(RunDir.here(order.plan.run))
+            # at once: no `finally` of the interrupted code may run
             os._exit(FAILED)
 
         signal.signal(signal.SIGTERM, dismissed)

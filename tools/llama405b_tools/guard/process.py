@@ -1,10 +1,8 @@
-"""A run's guard as a process: on this machine, or on one of the run's hosts.
+"""Start a run's guard as a process on this machine or on one of the run's hosts, and follow it.
 
-Start a run's guard on this machine, where it needs no terminal, and follow it.
+On this machine it needs no terminal; on a host of the run it outlives the operator's machine.
 
-Put a run's guard on one of its hosts, where it outlives the operator's machine.
-
-``connect`` and ``begin`` are actions of the agent on that host. The guard runs in a tmux server of its own there, and makes
+``connect`` and ``begin`` are actions of the agent on that host. The guard runs in its own tmux server there, and makes
 its own connections to the hosts of the run, with that host's keys, ``~/.ssh/config`` and ``known_hosts``.
 """
 
@@ -71,8 +69,8 @@ class GuardProcess:
                         return code if code >= 0 else FAILED
                     time.sleep(POLL_S)
         except KeyboardInterrupt:
-            stop = f"`{program_name()} stop{hosts} --run {self.run}` ends both"
-            show(f"\nno longer following; the run continues, guarded. {stop}")
+            stop = f"`{program_name()} stop{hosts} --run {self.run}` stops both"
+            show(f"\nDetached; the run keeps going, guarded. {stop}")
             return STOPPED_FOLLOWING
 
 
@@ -103,7 +101,7 @@ def spawn(request: LaunchRequest, hosts: Sequence[Host], plan: Plan) -> GuardPro
 
 
 def _spawn(order: GuardInput, path: Path) -> GuardProcess:
-    """Its order goes through a pipe, because of the secrets."""
+    """Start the guard's process; its input goes through a pipe, as it has secrets."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab") as log:
         begin = log.tell()
@@ -133,7 +131,7 @@ class ConnectRequest:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Connected:
-    """Which machine each host is, and why others could not be asked."""
+    """The machine of each host, and why other hosts could not be queried."""
 
     machines: Mapping[str, str]
     faults: Mapping[str, str]
@@ -141,7 +139,7 @@ class Connected:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Begun:
-    """The guard's process ID on its host, or why it did not begin."""
+    """The guard's process ID on its host, or why it did not start."""
 
     pid: int = 0
     fault: str = ""
@@ -172,10 +170,10 @@ def check_reach(name: str, request: LaunchRequest, fleet: Fleet) -> None:
 
 
 def begin_on(name: str, request: LaunchRequest, plan: Plan, fleet: Fleet) -> str:
-    """Start the guard of a run that is up on a host; returns where it runs, for people.
+    """Start the guard of a running run on a host; return where it runs, as text.
 
     Raises:
-        RunError: It did not begin.
+        RunError: It did not start.
     """
     order = GuardInput(request, for_others(fleet), plan)
     try:
@@ -228,4 +226,4 @@ def begin(request: GuardInput) -> Begun:
             return Begun(state.pid)
         time.sleep(0.05)
     said = last_of(run.guard_log.read_text(encoding="utf-8", errors="replace").splitlines())
-    return Begun(fault=f"the guard did not begin ({said})")
+    return Begun(fault=f"the guard did not start ({said})")

@@ -1,1 +1,1 @@
-"""The inventory, and ways to reach hosts: this machine, SSH, many at once."""
+"""The hosts file, and connections to hosts: this machine, SSH, many at once."""

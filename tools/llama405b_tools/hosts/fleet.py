@@ -1,12 +1,9 @@
-"""Many hosts at once: the hosts file, their connections, and dialogues with the agents on them.
+"""Many hosts at once: the hosts file, connections, and sessions with the agents on the hosts. Makes no decisions.
 
-A program on a host while it runs: its answers, lines of JSON with a time limit each, or its output as it comes.
-
-Parts of commands that are printed for the user to type.
-
-All hosts at once: one connection and one agent call per host, bounded concurrency. Makes no decisions.
-
-The hosts file, and what ``setup`` recorded about each host.
+- one connection and one agent call per host, with bounded concurrency;
+- a running program on a host: its replies, lines of JSON with a time limit each, or its output as it comes;
+- parts of commands that are printed for the user to type;
+- the hosts file, and what ``setup`` recorded about each host.
 """
 
 import concurrent.futures
@@ -59,12 +56,12 @@ WHILE_OPEN = (
 
 def _failed(said: str) -> HostError:
     return HostError(
-        f"the connection was lost, or the program on the host failed, before it answered{given(' ({})', said)}"
+        f"the connection was lost or the program on the host failed before it answered{given(' ({})', said)}"
     )
 
 
 class Dialogue:
-    """Sends and receives over a stream."""
+    """Exchanges JSON lines with a program over a stream."""
 
     def __init__(self, stream: Stream, fault_of: Callable[[str], HostError] = _failed) -> None:
         """``fault_of``: says why the program ended, from its last words."""
@@ -75,7 +72,7 @@ class Dialogue:
         threading.Thread(target=self._read, daemon=True).start()
 
     def answer(self, kind: type[T], timeout_s: float) -> T:
-        """Return the next answer.
+        """Return the next reply.
 
         Raises:
             HostError: It does not come within ``timeout_s``, the stream ends, or it is malformed.
@@ -124,9 +121,9 @@ def run_streaming(
     seen: Callable[[str], object],
     began: Callable[[Stream], object] = lambda _stream: None,
 ) -> str:
-    """Run a shell line, however long it takes while the connection holds; returns its exit code, '' if that broke.
+    """Run a shell line while the connection holds; return its exit code, '' if the connection broke.
 
-    It ends, with all that it started and that heeds SIGTERM, when its standard input is closed or the connection breaks.
+    The command and its children that honor SIGTERM end when its standard input closes or the connection breaks.
 
     ``seen``: gets each line of its output that is not empty, cleaned; ``began``: gets its stream.
 
@@ -158,7 +155,7 @@ def program_name() -> str:
 
 
 def command_to_type(verb: str, hosts_file: Path | None, run: str = "") -> str:
-    """Return a command that can be typed here: the program, the hosts file (None: a Slurm job has none) and the run."""
+    """Return a command to type here: the program, the hosts file (None for a Slurm job) and the run."""
     hosts = hosts_argument(hosts_file) if hosts_file else ""
     return f"{program_name()} {verb}{hosts}{given(' --run {}', run)}"
 
@@ -180,7 +177,7 @@ TOO_OLD = re.compile(r"LLAMA405B_PYTHON_TOO_OLD (\S+)")  # from the agent
 
 @functools.cache
 def is_local(host: Host) -> bool:
-    """Return whether a host's line names this machine, which then needs neither sshd nor a key to itself.
+    """Return whether a host's line names this machine, so that it needs neither sshd nor a key to itself.
 
     Another user or a port in the line means SSH. ``ssh.SameMachine`` detects all other ways to this machine.
     """
@@ -195,7 +192,7 @@ def is_local(host: Host) -> bool:
 
 
 class Fleet:
-    """Connections to hosts, opened when first needed and kept."""
+    """Connections to hosts, opened on first use and kept."""
 
     def __init__(self, hosts: Iterable[Host]) -> None:
         self.hosts = {host.name: host for host in hosts}
@@ -212,7 +209,7 @@ class Fleet:
             connection.close()
 
     def join(self, hosts: Iterable[Host]) -> None:
-        """Add hosts, each to be reached by its name, else by its address on the training network."""
+        """Add hosts, each reached by its name, or else by its address on the training network."""
         added = {host.name: host for host in hosts}
         self.hosts |= added
         for name, found in self.each(self.connection, added).items():
@@ -220,17 +217,20 @@ class Fleet:
                 self.hosts[name] = dataclasses.replace(added[name], name=added[name].address)
 
     def among(self, names: Collection[str]) -> "Fleet":
-        """Return the same fleet with some of its hosts alone; it shares the connections, and is not to be closed."""
+        """Return the same fleet with only some of its hosts. It shares the connections and must not be closed."""
         part = copy.copy(self)
         part.hosts = {name: host for name, host in self.hosts.items() if name in names}
         return part
 
     def slots(self, name: str) -> int:
-        """How many GPUs a host should have; 0: unknown, as of several names of this machine, which share them."""
+        """Return how many GPUs a host should have; 0: unknown.
+
+        It is unknown for several names of this machine, which share its GPUs.
+        """
         return 0 if self.hosts[name].loopback and len(self.hosts) > 1 else self.hosts[name].slots
 
     def each(self, act: Callable[[str], T], names: Iterable[str] | None = None) -> dict[str, T | HostError]:
-        """Call ``act`` for all hosts in parallel; a host that fails does not hold back the others' results."""
+        """Call ``act`` for all hosts in parallel; a failing host does not delay the others' results."""
         futures = {name: self.pool.submit(act, name) for name in (self.hosts if names is None else names)}
         outcomes: dict[str, T | HostError] = {}
         for name, future in futures.items():
@@ -278,7 +278,7 @@ class Fleet:
         return self.connection(name).stream(command, reader.dumps(request) + "\n")
 
     def dialogue(self, name: str, action: str, request: "DataclassInstance") -> Dialogue:
-        """Run an action of the agent that answers, and may be told more.
+        """Run an action of the agent that replies and accepts further messages.
 
         Raises:
             HostError: The host cannot be reached.
@@ -295,7 +295,7 @@ class Fleet:
                 f"{python} is Python {too_old[1]}, but llama405b needs 3.11 or newer; run `{setup}`, or set python="
             )
         if (absent := parsers.NO_MODULE.search(said)) and not absent[1].startswith("llama405b"):
-            return HostError(f"{python} has no {absent[1]}, which this version needs; run `{setup}` again")
+            return HostError(f"{python} has no {absent[1]}; this version needs it: run `{setup}` again")
         if absent:
             return HostError(f"{python} has no llama405b in {workdir}; run `{setup}`, or set workdir= or python=")
         if parsers.NO_DIRECTORY.search(said):
@@ -303,11 +303,11 @@ class Fleet:
         if cannot_run or re.match(rf"\S*sh:.*{re.escape(PurePosixPath(python).name)}\s?: ", said):  # in any language
             return HostError(f"{python} cannot be run; run `{setup}`, or set python=")
         if not said:
-            return HostError("the connection was lost, or the program on the host ended")
+            return HostError("the connection was lost or the program on the host ended")
         return HostError(f"the agent failed ({said})")
 
     def connection(self, name: str) -> Connection:
-        """Return the kept connection to a host, or open one, which all wait for who need it meanwhile.
+        """Return the open connection to a host, or open one; concurrent callers wait for the same one.
 
         Raises:
             HostError: It cannot be opened.
@@ -401,7 +401,7 @@ def read_hosts(path: Path) -> tuple[Host, ...]:
     except (OSError, UnicodeDecodeError) as error:
         why = reason_of(error)
         raise UserError(
-            f"{path}: cannot be read ({why}); name a hosts file, with one host per line, or go to the directory that has it"
+            f"{path}: cannot be read ({why}); pass the path of a hosts file (one host per line), or cd to its directory"
         ) from None
     if len(text) > MAX_CHARACTERS:
         raise UserError(f"{path}: is too large for a hosts file; name a file with one host per line")
@@ -410,25 +410,25 @@ def read_hosts(path: Path) -> tuple[Host, ...]:
 
 
 def state_directory() -> Path:
-    """Return where this machine keeps what outlives a command."""
+    """Return where this machine keeps state across commands."""
     return Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "llama405b"
 
 
 def setup_path() -> Path:
-    """Return where ``setup`` records what it made on each host, whichever hosts file named it."""
+    """Return the file in which ``setup`` records installations, whichever hosts file named the host."""
     return state_directory() / "setup.json"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Use:
-    """What ``setup`` made on a host, for all later verbs."""
+    """What ``setup`` installed on a host, for all later commands."""
 
     python: str
     workdir: str
     prefix: str  # a shell line that runs before everything else
 
     def on(self, host: Host) -> Host:
-        """Apply this to a host, except where its line says otherwise."""
+        """Return the host with this installation's settings, except where its line sets its own."""
         python, workdir = host.python or self.python, host.workdir or self.workdir
         return dataclasses.replace(host, python=python, workdir=workdir, prefix=self.prefix)
 
@@ -444,7 +444,7 @@ class _Record:
 
 
 def _key(host: Host) -> str:
-    """A host as its line addresses it, with the user; this machine has one name."""
+    """Return a host as its line addresses it, with the user; this machine has one name."""
     name = host.name
     if host.loopback:
         name = "localhost"
@@ -452,7 +452,10 @@ def _key(host: Host) -> str:
 
 
 def _use_of(host: Host, uses: Uses) -> Use:
-    """What setup made on a host: in the line's directory, or if it has none, in the usual one, else in any other."""
+    """Return what setup installed on a host.
+
+    In the line's directory; if the line has none, in the default one, else in any other.
+    """
     by_workdir = {use.workdir: use for use in uses.get(_key(host), ())}
     if host.workdir or is_local(host):
         return by_workdir.get(host.workdir or str(Path.cwd()), NOT_SET_UP)
@@ -472,7 +475,7 @@ def read_uses() -> Uses:
 
 
 def write_uses(made: Iterable[tuple[Host, Use]]) -> None:
-    """Add what ``setup`` made to its earlier records.
+    """Add new installations to the records of ``setup``.
 
     Raises:
         RunError: The file cannot be written.

@@ -99,8 +99,8 @@ def _parse_line(words: Sequence[str], where: str) -> list[Host]:
     if long := [word for word in words if len(word) > MAX_WORD]:
         raise UserError(f"{where}: {short(long[0])!r} is too long ({len(long[0])} characters); shorten it")
     if IPV6.fullmatch(address := words[0].rpartition("@")[2]):
-        how = f"write a name, and in ~/.ssh/config `Host` with that name and `HostName {address.strip('[]')}`"
-        raise UserError(f"{where}: {words[0]!r} is an IPv6 address, which a hosts file cannot name; {how}")
+        how = f"write a name here, and add `Host <name>` with `HostName {address.strip('[]')}` to ~/.ssh/config"
+        raise UserError(f"{where}: {words[0]!r} is an IPv6 address, but a hosts file takes only names and IPv4; {how}")
     user, name, port = _parse_target(words[0], where)
     options = _parse_options(words[1:], where)
     slots = int(options.pop("slots", 0))
@@ -108,7 +108,7 @@ def _parse_line(words: Sequence[str], where: str) -> list[Host]:
 
 
 def _parse_target(target: str, where: str) -> tuple[str, str, int]:
-    """Return the user ('': not said), the name and the port (0: not said)."""
+    """Return the user ('': not given), the name and the port (0: not given)."""
     match = TARGET.fullmatch(target)
     if not match:
         form = "[user@]host[:port], with letters, digits, '.', '_' and '-'"
@@ -152,7 +152,7 @@ def _check_options(options: Mapping[str, str], where: str) -> None:
 
 
 def _expand(name: str, where: str) -> list[str]:
-    """``node[08-10]`` is node08, node09, node10."""
+    """Return the names in a range: ``node[08-10]`` is node08, node09, node10."""
     span = RANGE.search(name)
     if not span:
         return [name]
@@ -164,7 +164,7 @@ def _expand(name: str, where: str) -> list[str]:
 
 
 def _check_loopback(hosts: Sequence[Host]) -> None:
-    """Refuse a loopback host among others: each of those would look for it on itself."""
+    """Refuse a loopback host among others: each other host would look for it on itself."""
     local = [host for host in hosts if host.loopback]
     if local and len(local) < len(hosts):
         first = local[0]

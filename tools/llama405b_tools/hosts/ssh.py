@@ -1,13 +1,10 @@
-"""Connections by SSH, configured and checked as ssh does it.
+"""Connections by SSH, configured and checked as ssh does it. The only module that imports paramiko.
 
-Which host keys are known. ssh's own ssh-keygen reads known_hosts: patterns, hashed names, several keys, revoked ones, authorities.
+ssh's own ssh-keygen reads known_hosts (patterns, hashed names, several keys, revoked keys, authorities), and checks the signature of a
+host's certificate.
 
-It also checks the signature of a host's certificate. What follows is as in ssh, too, except that nobody is asked.
-
-Machines reached by SSH. The only module that imports paramiko.
-
-Honors ~/.ssh/config (``transport.options_of``), the agent and known_hosts, and checks every hop's host key. Never prompts: a
-login that needs a password fails in seconds.
+Honors ~/.ssh/config (``transport.options_of``); also the agent and known_hosts. Checks the host key of every jump host, too. Never prompts,
+unlike ssh: a login that needs a password fails in seconds.
 """
 
 import base64
@@ -77,10 +74,10 @@ def ssh_keygen(*words: str, stdin: str = "") -> str:
             ["ssh-keygen", *words], input=stdin, capture_output=True, encoding="utf-8", timeout=WITHIN_S, check=False
         )
     except FileNotFoundError:
-        why = "keys are read by the `ssh-keygen` program, which is not installed on this machine"
+        why = "host keys are read with `ssh-keygen`, but it is not installed on this machine"
         raise HostError(f"{why}; install it (apt-get install openssh-client)") from None
     except subprocess.TimeoutExpired:
-        raise HostError(f"`{shlex.join(['ssh-keygen', *words])}` does not end within {WITHIN_S:.0f} s") from None
+        raise HostError(f"`{shlex.join(['ssh-keygen', *words])}` did not finish within {WITHIN_S:.0f} s") from None
     return "" if done.returncode else done.stdout
 
 
@@ -112,14 +109,14 @@ def known_keys(options: SshOptions) -> list[KnownKey]:
 
 
 def _is_key(kind: str, key: str) -> bool:
-    """Whether a line has a key; ssh passes over others."""
+    """Return whether a line has a key; ssh skips lines without one."""
     with contextlib.suppress(ValueError):
         return base64.b64decode(key, validate=True)[4 : 4 + len(kind)] == kind.encode()
     return False
 
 
 def check_host_key(name: str, options: SshOptions, known: Sequence[KnownKey], shown: str, cert: str = "") -> None:
-    """Check the key that a host shows, as its kind and base64; ``cert``: its certificate in the same form."""
+    """Check the key that a host presents, as type and base64; ``cert``: its certificate in the same form."""
     kind, key = shown.split()
     plain = [each for each in known if not each.mark]
     own = [each for each in plain if each.is_own and each.kind == kind]
@@ -128,7 +125,7 @@ def check_host_key(name: str, options: SshOptions, known: Sequence[KnownKey], sh
     if key in revoked or (said and said["signer"] in map(fingerprint, revoked)):
         if options.strict == "false":
             return
-        raise HostError("its host key is revoked in known_hosts (@revoked); give it a new one", "AUTH")
+        raise HostError("its host key is revoked in known_hosts (@revoked); give the host a new key", "AUTH")
     if any(each.key == key for each in own or plain) or (said and _vouches(known, options, said)):
         return
     keeps_none = cert and not options.records  # then ssh takes a host with a certificate on no terms
@@ -146,15 +143,15 @@ def check_host_key(name: str, options: SshOptions, known: Sequence[KnownKey], sh
             "AUTH",
         )
     if not options.records or (options.records.exists() and not options.records.is_file()):
-        keeps = f"UserKnownHostsFile {options.records or 'none'} keeps none; name a file in ~/.ssh/config"
+        keeps = f"UserKnownHostsFile {options.records or 'none'} stores no keys; name a file in ~/.ssh/config"
         accept = given(", or set StrictHostKeyChecking accept-new there", str(options.records or ""))
-        raise HostError(f"its host key is not in known_hosts, and {keeps}{accept}", "AUTH")
-    vouched = ", nor has it a valid certificate of a @cert-authority there" if len(plain) < len(known) else ""
+        raise HostError(f"its host key is not in known_hosts; {keeps}{accept}", "AUTH")
+    vouched = " and it has no valid certificate of a @cert-authority there" if len(plain) < len(known) else ""
     raise HostError(f"its host key is not in known_hosts{vouched}; run `ssh {name}` once and verify it", "AUTH")
 
 
 def _vouches(known: Sequence[KnownKey], options: SshOptions, said: re.Match[str]) -> bool:
-    """Whether a certificate is this host's, valid now, and signed by an authority that is known for it."""
+    """Return whether a certificate is this host's, valid now, and signed by a trusted authority."""
     signers = {fingerprint(each.key) for each in known if each.mark == AUTHORITY}
     names, now = said["names"].split(), time.strftime("%Y-%m-%dT%H:%M:%S")  # in local time, as it prints them
     return (
@@ -165,7 +162,7 @@ def _vouches(known: Sequence[KnownKey], options: SshOptions, said: re.Match[str]
 
 
 def _record(options: SshOptions, key: str) -> None:
-    """Add a new host's key, as ssh does; where it cannot be written, the host stays new."""
+    """Add a new host's key to known_hosts, as ssh does; if that fails, the host stays unknown."""
     name = name_of(options)
     if options.hashes:
         salt = os.urandom(20)
@@ -174,6 +171,7 @@ def _record(options: SshOptions, key: str) -> None:
     if path := options.records:
         with contextlib.suppress(OSError):
             path.parent.mkdir(mode=0o700, exist_ok=True)
+            # Append mode: another ssh may add a line at the same time.
             with path.open("a+b") as file:
                 file.seek(0)
                 begin = "" if file.read()[-1:] in (b"", b"\n") else "\n"
@@ -198,23 +196,25 @@ HOP = re.compile(r"(?:ssh://)?(?:(?P<user>[^@]+)@)?(?P<host>[A-Za-z0-9][A-Za-z0-
 
 
 class SameMachine(HostError):  # noqa: N818 - not an error but a finding
-    """The host turned out to be this machine and user: no login is needed, and a key for it may be missing."""
+    """The host is this machine and user, so no login is needed, and a key for it may be missing."""
 
 
 class DroppedError(HostError):
-    """The server ended a connection that had hardly begun."""
+    """The server closed a connection before login."""
 
     def __init__(self, name: str, said: str = "") -> None:
-        words = f"its sshd ends connections before a login{given(' ({})', said.strip())}, {1 + len(AGAIN_AFTER_S)} times now"
-        why = "it may allow fewer logins at the same time (MaxStartups in its sshd_config), or refuse this address"
+        words = (
+            f"its sshd closed the connection before login{given(' ({})', said.strip())}, {1 + len(AGAIN_AFTER_S)} times"
+        )
+        why = "raise MaxStartups in its sshd_config, or check whether it blocks this address"
         super().__init__(f"{words}; {why}; try `ssh -v {name}`", "REFUSED")
 
 
 class Ssh:
-    """One kept connection to a host; several, where its sshd allows fewer sessions on one (MaxSessions) than are needed."""
+    """A connection to a host; several, if its sshd allows too few sessions (MaxSessions) on one."""
 
     def __init__(self, host: Host) -> None:
-        """Connect, through every ProxyJump on the way."""
+        """Connect through every ProxyJump on the way."""
         self.host, self.name, self.transports = host, host.name, list[paramiko.Transport]()
         self.adding = threading.Lock()
         try:
@@ -239,7 +239,7 @@ class Ssh:
             said = err.rpartition(READY)[2].decode("utf-8", "replace")
             if code < 0 and self.is_open():  # paramiko does not tell which signal
                 last = last_of(said.strip().splitlines())
-                raise HostError(f"the command was killed there{given(': {}', last)}; see its `dmesg | tail`")
+                raise HostError(f"the command was killed on the host{given(': {}', last)}; run `dmesg | tail` there")
             if code < 0:
                 raise EOFError("no exit code received")
             return Result(code, out.decode("utf-8", "replace"), said)
@@ -267,7 +267,7 @@ class Ssh:
         return self.transport.is_active()
 
     def close(self) -> None:
-        """Close the connection and those to the jump hosts."""
+        """Close the connection and the connections to its jump hosts."""
         for transport in reversed(self.transports):
             if isinstance(transport.sock, socket.socket):
                 with contextlib.suppress(OSError):
@@ -275,7 +275,7 @@ class Ssh:
             transport.close()
 
     def _open(self, command: str) -> paramiko.Channel:
-        """Start a command in sh; its input may follow, and its output begins, where the login shell has done its part."""
+        """Start a command in sh, and wait until the login shell has passed control to it."""
         channel = self._session()
         channel.exec_command(command_line(command))
         try:
@@ -287,7 +287,7 @@ class Ssh:
         return channel
 
     def _session(self) -> paramiko.Channel:
-        """Open a session; where every connection has as many as its sshd allows, on a new one."""
+        """Open a session; on a new connection if all have as many sessions as the host's sshd allows."""
         known = list(self.ends)
         if channel := _first_session(each for each in known if each.is_active() or each is self.transport):
             return channel
@@ -306,12 +306,12 @@ class Ssh:
     def _connect(
         self, name: str, user: str, port: int, via: paramiko.Transport | None, jumps: int
     ) -> paramiko.Transport:
-        """Connect to one host: first to its jump hosts, each through the previous one."""
+        """Connect to one host, through its jump hosts in order."""
         if jumps == 0:
             raise HostError(f"ProxyJump goes through more than {MAX_JUMPS} hosts; fix the loop in ~/.ssh/config")
         options = options_of(name, user, port)
         if options.command != "none":
-            raise HostError("~/.ssh/config sets ProxyCommand for it, which is not supported; use ProxyJump")
+            raise HostError("~/.ssh/config sets ProxyCommand for it, but only ProxyJump is supported; use ProxyJump")
         if via is None:
             via = self._connect_hops(options.jumps, jumps - 1)
         with _gate(options.hostname, options.port):
@@ -322,7 +322,7 @@ class Ssh:
             return self._begin(name, options, via, may_be_here=jumps == MAX_JUMPS)
 
     def _connect_hops(self, text: str, jumps: int) -> paramiko.Transport | None:
-        """Connect to the jump hosts, each through the previous one; returns the last."""
+        """Connect to the jump hosts, each through the previous one; return the last."""
         via = None
         for hop, user, port in _hops(text):
             try:
@@ -334,7 +334,7 @@ class Ssh:
     def _begin(
         self, name: str, options: SshOptions, via: paramiko.Transport | None, *, may_be_here: bool
     ) -> paramiko.Transport:
-        """Connect and log in, once."""
+        """Connect and log in; try once."""
         sock = _socket(options.hostname, options.port, via)
         if may_be_here and _leads_here(sock, options.user):
             sock.close()
@@ -348,7 +348,7 @@ class Ssh:
 
 
 def _first_session(transports: Iterable[paramiko.Transport]) -> paramiko.Channel | None:
-    """Open a session on the first connection whose sshd allows one more; None if none does."""
+    """Open a session on the first connection whose sshd allows another; None if none does."""
     for transport in transports:
         with contextlib.suppress(paramiko.ChannelException):
             return transport.open_session(timeout=CONNECT_TIMEOUT_S)
@@ -356,18 +356,24 @@ def _first_session(transports: Iterable[paramiko.Transport]) -> paramiko.Channel
 
 
 def _lost(error: Exception) -> HostError:
-    """A connection that broke; paramiko's errors may have no words."""
+    """Return the error for a broken connection; paramiko's errors may have no text."""
     return HostError(f"the connection was lost ({str(error) or type(error).__name__})")
 
 
 @functools.cache
 def _gate(_hostname: str, _port: int) -> threading.Semaphore:
-    """Limit the connections that begin at one address, such as a jump host's, at the same time."""
+    """Return the semaphore that limits how many connections start at one address at the same time.
+
+    Many connections may start at one jump host.
+    """
     return threading.Semaphore(MOST_BEGINNING)
 
 
 def _greeting(sock: Socket, name: str) -> str:
-    """Wait until the server speaks, so that silent ones take no turn from the others; returns how it begins, '' if unknown."""
+    """Wait until the server speaks; return its first bytes, '' if unknown.
+
+    Silent servers thus take no login slot from others.
+    """
     if not isinstance(sock, socket.socket):
         return ""
     said = b""
@@ -389,7 +395,7 @@ def _silent(name: str) -> HostError:
 
 
 def _answer_to(session: Callable[[], paramiko.Channel], text: bytes) -> bytes:
-    """What a command that does nothing prints if it is given this input; b'' if it does not end soon."""
+    """Return what a no-op command prints if it is given this input; b'' if it does not end soon."""
     try:
         with contextlib.closing(session()) as channel:
             channel.exec_command("true")
@@ -401,12 +407,12 @@ def _answer_to(session: Callable[[], paramiko.Channel], text: bytes) -> bytes:
 
 
 def _read_all(channel: paramiko.Channel, deadline: float, most: int) -> bytes:
-    """Read what a command prints, to its end."""
+    """Read a command's output to its end."""
     data = bytearray()
     while piece := recv_by(channel, 1 << 16, deadline):
         data += piece
         if len(data) > most:
-            raise HostError("it prints without end; check what its start-up files (such as ~/.bashrc) leave running")
+            raise HostError("its output does not end; check what its start-up files (such as ~/.bashrc) leave running")
     return bytes(data)
 
 
@@ -420,14 +426,14 @@ def _hops(text: str) -> Iterator[tuple[str, str, int]]:
 
 
 def _leads_here(sock: Socket, user: str) -> bool:
-    """Whether a connection is to this machine's own sshd, for this user."""
+    """Return whether a connection is to this machine's own sshd, for this user."""
     if not isinstance(sock, socket.socket):
         return False
     return sock.getpeername()[:2] == (sock.getsockname()[0], 22) and user == getpass.getuser()
 
 
 def _log_in(transport: paramiko.Transport, name: str, options: SshOptions, greeting: str) -> None:
-    """Check the host's key, and log in."""
+    """Check the host's key and log in."""
     known = known_keys(options)
     transport.banner_timeout = transport.auth_timeout = CONNECT_TIMEOUT_S
     _prefer(transport, known)
@@ -446,7 +452,7 @@ def _log_in(transport: paramiko.Transport, name: str, options: SshOptions, greet
 
 
 def _prefer(transport: paramiko.Transport, known: Sequence[KnownKey]) -> None:
-    """Have the host show its certificate, if it has one, else a key of a kind that is known."""
+    """Ask the host for its certificate, if it has one, else for a key of a known type."""
     security = transport.get_security_options()
     # without the two of the first release of SSH, which are broken
     kinds = [kind for kind in security.key_types if kind not in ("ssh-rsa", "ssh-dss")]
@@ -457,7 +463,7 @@ def _prefer(transport: paramiko.Transport, known: Sequence[KnownKey]) -> None:
 
 @contextlib.contextmanager
 def _agent_keys(path: str) -> Iterator[Sequence[paramiko.AgentKey]]:
-    """The keys of an agent, which signs with them until the end; none if it does not answer."""
+    """Yield the keys of an agent, which signs with them inside the context; none if it does not answer."""
     agent = paramiko.agent.AgentSSH()
     with socket.socket(socket.AF_UNIX) as sock:
         with contextlib.suppress(*BROKEN):
@@ -468,7 +474,7 @@ def _agent_keys(path: str) -> Iterator[Sequence[paramiko.AgentKey]]:
 
 
 def _authenticate(transport: paramiko.Transport, options: SshOptions, agent_keys: Sequence[paramiko.AgentKey]) -> None:
-    """Try one key after the other, as many as the server takes."""
+    """Try one key after the other, as many as the server allows."""
     keys, locked = _keys(options, agent_keys)
     tried = 0
     for key in keys:
@@ -497,7 +503,10 @@ def _authenticate(transport: paramiko.Transport, options: SshOptions, agent_keys
 
 
 def _keys(options: SshOptions, agent_keys: Sequence[paramiko.AgentKey]) -> tuple[list[paramiko.PKey], list[Path]]:
-    """The keys to try, those that are configured first, and the files whose key neither has no passphrase nor is in the agent."""
+    """Return the keys to try, configured ones first, and the key files that are locked.
+
+    Locked: the key needs a passphrase and is not in the agent.
+    """
     of_agent: dict[str, paramiko.PKey] = {fingerprint(base64.b64encode(key.blob).decode()): key for key in agent_keys}
     keys, locked = list[paramiko.PKey](), list[Path]()
     for path in options.keys:
@@ -516,7 +525,7 @@ def _keys(options: SshOptions, agent_keys: Sequence[paramiko.AgentKey]) -> tuple
 
 
 def _refusal(error: Exception, name: str, greeting: str) -> HostError:
-    """Say why a connection failed before the login."""
+    """Return why a connection failed before login."""
     no_banner = "reading SSH protocol banner" in str(error) and not isinstance(error.__context__, TimeoutError)
     if no_banner or isinstance(error, (EOFError, ConnectionError)):
         return DroppedError(name, greeting)
@@ -527,7 +536,7 @@ def _refusal(error: Exception, name: str, greeting: str) -> HostError:
 
 
 def _socket(hostname: str, port: int, via: paramiko.Transport | None) -> Socket:
-    """A TCP connection, or a channel through a jump host."""
+    """Return a TCP connection, or a channel through a jump host."""
     try:
         if via is not None:
             return _through(via, hostname, port)
@@ -549,7 +558,7 @@ def _socket(hostname: str, port: int, via: paramiko.Transport | None) -> Socket:
 
 
 def _through(transport: paramiko.Transport, hostname: str, port: int) -> paramiko.Channel:
-    """A channel from the remote host to an address."""
+    """Open a channel from the remote host to an address."""
     return transport.open_channel("direct-tcpip", (hostname, port), ("127.0.0.1", 0), timeout=CONNECT_TIMEOUT_S)
 
 

@@ -1,8 +1,8 @@
-"""A connection to a host, what a command on it came to, and shells and programs that it does not have to have.
+"""Connections to hosts: the interface, this machine, shells with start-up files, ssh's configuration, and programs sent to hosts.
 
-The verbs only know ``Connection``; ``Local`` is this machine, ``ssh.Ssh`` is another. Lines are such that all login shells read them alike,
-whose start-up files may print, read, never end, or start another shell. What ~/.ssh/config says, OpenSSH itself reads (``ssh -G``).
-Programs are sent as one file each, which imports nothing of ours, for any Python that the host has.
+The verbs only know ``Connection``; ``Local`` is this machine, ``ssh.Ssh`` is another. Command lines are quoted so that all login
+shells read them alike. Start-up files may print, read input, never end, or start another shell. OpenSSH itself reads ~/.ssh/config
+(``ssh -G``). Programs are sent as one file each that imports nothing of ours, for any Python that the host has.
 """
 
 import collections
@@ -44,7 +44,7 @@ ENDS_WITHIN_S = 2.0  # once its stream is closed; then a local command is killed
 
 
 class HostError(RunError):
-    """A host could not be reached, or did not do what was requested; the message does not name the host.
+    """A host cannot be reached or did not do what was requested; the message does not name the host.
 
     ``kind``: AUTH (login or host key), REFUSED, TIMEOUT, or DOWN for everything else.
     """
@@ -55,7 +55,7 @@ class HostError(RunError):
 
 
 def read_message(kind: type[T], line: str, where: str) -> T:
-    """Build a message from a line that a host sent; its text is cleaned here, for all who show it.
+    """Build a message from a line that a host sent; its text is cleaned here, once for all displays.
 
     Raises:
         HostError: It is malformed.
@@ -69,7 +69,7 @@ def read_message(kind: type[T], line: str, where: str) -> T:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Result:
-    """Result of a command."""
+    """The exit code and output of a command."""
 
     code: int
     out: str
@@ -93,7 +93,7 @@ class Stream(Protocol):
         """Close the command's standard input; its output can still be read, and it may take as long as it needs."""
 
     def close(self) -> None:
-        """Close the command's standard input, which ends it, and soon its output; safe from another thread."""
+        """Close the command's standard input, which ends it and soon its output; safe from another thread."""
 
 
 class Tunnel(Protocol):
@@ -134,7 +134,7 @@ class Connection(Protocol):
         """
 
     def is_open(self) -> bool:
-        """Return whether the connection is still open, as far as is known."""
+        """Return whether the connection is still open, as far as this side knows."""
 
     def close(self) -> None:
         """Close the connection."""
@@ -168,7 +168,7 @@ class Local:
         return True
 
     def close(self) -> None:
-        """Nothing is kept open."""
+        """Do nothing: no connection is kept."""
 
 
 class _LocalStream:
@@ -190,7 +190,7 @@ class _LocalStream:
         try:
             self._write(text)
         except (OSError, ValueError):
-            raise HostError("the command ended before it read the answer") from None
+            raise HostError("the command ended before it read its input") from None
 
     def end_input(self) -> None:
         with contextlib.suppress(OSError):
@@ -204,7 +204,7 @@ class _LocalStream:
         threading.Thread(target=self._see_to_its_end).start()
 
     def _see_to_its_end(self) -> None:
-        """Kill the command if it does not end: one that is stopped never notices that its input was closed."""
+        """Kill the command if it does not end: a stopped process never notices that its input was closed."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.child.wait(ENDS_WITHIN_S)
             return
@@ -226,6 +226,7 @@ def _start(command: str, stderr: int = subprocess.PIPE) -> "subprocess.Popen[str
         encoding="utf-8",
         errors="replace",
         env=env,
+        # A process group of its own: Ctrl-C does not reach it, and killpg ends it with its children.
         start_new_session=True,
     )
 
@@ -239,7 +240,7 @@ def replies(outcomes: Outcomes[T]) -> dict[str, T]:
 
 
 def unanswered(outcomes: Outcomes[T]) -> dict[str, str]:
-    """Return why the other hosts did not answer, by host."""
+    """Return why hosts failed, by host."""
     return {name: str(found) for name, found in outcomes.items() if isinstance(found, HostError)}
 
 
@@ -251,7 +252,7 @@ def disagreements(facts: Mapping[str, Mapping[str, str]]) -> list[str]:
 
 
 def disagreement(name: str, values: Mapping[str, str]) -> tuple[str, tuple[str, ...]]:
-    """Return a clause on who differs from the majority in one fact, and those hosts; () if all agree."""
+    """Return a clause on which hosts differ from the majority in a fact, and those hosts; () if none do."""
     counts = collections.Counter(values.values())
     majority = max(counts, key=lambda value: counts[value], default="")
     odd = {host: value for host, value in values.items() if value != majority}
@@ -260,7 +261,7 @@ def disagreement(name: str, values: Mapping[str, str]) -> tuple[str, tuple[str, 
 
 
 def one_machine(machines: Mapping[str, str]) -> list[tuple[str, ...]]:
-    """Return the names that are one machine, from each name's machine ID ("": unknown)."""
+    """Return groups of names that are the same machine, from each name's machine ID ("": unknown)."""
     names: dict[str, tuple[str, ...]] = {}
     for name, machine in machines.items():
         names[machine] = (*names.get(machine, ()), name)
@@ -277,26 +278,26 @@ INTERACTIVE = "let them do that only in interactive shells"
 
 
 class Channel(Protocol):
-    """As much of a command's channel as is needed here."""
+    """The methods of a command's channel that are needed here."""
 
     def settimeout(self, timeout: float | None, /) -> None:
         """Limit each call that reads."""
 
     def recv(self, nbytes: int, /) -> bytes:
-        """Return what is there, at least one byte; b'' at the end."""
+        """Return available bytes, at least one; b'' at the end."""
 
     def recv_stderr(self, nbytes: int, /) -> bytes:
-        """Return what is there of standard error."""
+        """Return available bytes of standard error."""
 
 
 def command_line(command: str) -> str:
-    """Return what starts a command in sh, which says when it begins."""
+    """Return the line that starts a command in sh and prints a ready line before it."""
     ready = READY.decode().strip()
     return in_sh(f"echo {ready}; echo {ready} >&2; {command}")
 
 
 def recv_by(channel: Channel, size: int, deadline: float) -> bytes:
-    """Receive at least a byte; b'' at the end."""
+    """Receive at least one byte before the deadline; b'' at the end."""
     left_s = deadline - time.monotonic()
     if left_s <= 0:
         raise TimeoutError
@@ -315,7 +316,7 @@ def await_sh(channel: Channel, name: str, answer_to: Callable[[bytes], bytes]) -
             _read_on(channel, name, said, began + SLOW_S)
         except TimeoutError:
             if ANOTHER in answer_to(b"echo " + ANOTHER + b"exit\n"):
-                raise HostError(f"{FILES} start another shell, which runs no command; {INTERACTIVE}") from None
+                raise HostError(f"{FILES} start another shell, so no command can run; {INTERACTIVE}") from None
             _read_on(channel, name, said, began + SHELL_TIMEOUT_S)
     except TimeoutError:
         words = f"read input or take more than {SHELL_TIMEOUT_S:.0f} s"
@@ -323,13 +324,13 @@ def await_sh(channel: Channel, name: str, answer_to: Callable[[bytes], bytes]) -
 
 
 def _read_on(channel: Channel, name: str, said: bytearray, deadline: float) -> None:
-    """Read until the command begins."""
+    """Read until the ready line."""
     while not said.endswith(READY):
         byte = recv_by(channel, 1, deadline)  # not one more: what follows belongs to the command
         if not byte:
             noise = said.strip() or channel.recv_stderr(MOST_BYTES).strip()
             last = last_of(noise.decode("utf-8", "replace").splitlines())
-            raise HostError(f"{FILES} end it before it runs a command{given(' ({})', last)}; try `ssh {name} true`")
+            raise HostError(f"{FILES} exit before the command runs{given(' ({})', last)}; try `ssh {name} true`")
         said += byte
         if len(said) > MOST_BYTES:
             raise HostError(f"{FILES} print without end; {INTERACTIVE}")
@@ -346,9 +347,9 @@ def own_line(python: str, module: str) -> str:
 
 
 def in_sh(line: str) -> str:
-    """Return a command that runs a line in sh, whatever the login shell is that reads it: bash, zsh, csh, tcsh or fish.
+    """Return a command that runs a line in sh, for any login shell: bash, zsh, csh, tcsh or fish.
 
-    They agree on single quotes only where those hold no quote, backslash or '!'.
+    These shells agree on single quotes only if the quoted text has no quote, backslash or '!'.
     """
     quoted = re.sub(r"['\\!]", r"'\\\g<0>'", line)
     return f"exec sh -c '{quoted}'"
@@ -367,13 +368,13 @@ PARTS = {"sampler": AGENT / "sampled_run.py", "hostprobe": Path(disk.__file__)}
 
 @functools.cache
 def program_text(name: str) -> str:
-    """Return the source of ``sampler`` or ``hostprobe``: its files in one, without what imports one of them from another."""
+    """Return the source of ``sampler`` or ``hostprobe``: its files joined, without imports of ours."""
     texts = [file.read_text(encoding="utf-8") for file in (PARTS[name], AGENT / f"{name}.py")]
     return re.sub(r"^from llama405b(_tools)?\..*\n", "", "\n".join(texts), flags=re.MULTILINE)
 
 
 def standalone_input(name: str, request: Mapping[str, Any]) -> str:
-    """Return what ``command`` reads: the program, and its request as a line of JSON."""
+    """Return the standard input of a program on a host: its source, and its request as a line of JSON."""
     return f"{len(program_text(name).encode())}\n{program_text(name)}{json.dumps(request)}\n"
 
 
@@ -403,7 +404,7 @@ class SshOptions:
 
 
 def config_path() -> Path:
-    """Return the configuration that is read."""
+    """Return the path of the ssh configuration file."""
     return Path(os.environ.get("LLAMA405B_SSH_CONFIG", "~/.ssh/config")).expanduser()
 
 
@@ -451,7 +452,7 @@ def _options(said: Said, name: str, user: str, port: int) -> SshOptions:
 
 
 def _ask_ssh(path: Path, name: str, user: str, port: int) -> Said:
-    """Ask ssh what it would do, without connecting."""
+    """Return the options ssh would use for a host, without connecting."""
     argv = ["ssh", "-F", str(path), "-T", "-G", *(["-l", user] if user else []), *(["-p", str(port)] if port else [])]
     try:
         refuse_others_writing(path)  # `Match exec` runs commands
@@ -467,10 +468,10 @@ def _ask_ssh(path: Path, name: str, user: str, port: int) -> Said:
     except UserError as error:
         raise HostError(str(error)) from None
     except FileNotFoundError:
-        need = "is read by the `ssh` program, which is not installed on this machine"
+        need = "is read with `ssh`, but it is not installed on this machine"
         raise HostError(f"{path} {need}; install it (apt-get install openssh-client)") from None
     except subprocess.TimeoutExpired:
-        words = f"`ssh -F {path} -G {name}` does not end within {READ_WITHIN_S:.0f} s"
+        words = f"`ssh -F {path} -G {name}` did not finish within {READ_WITHIN_S:.0f} s"
         raise HostError(f"{words}; correct what {path} looks up or executes", "TIMEOUT") from None
     if done.returncode:
         why = "; ".join(line.rstrip(".") for line in done.stderr.splitlines() if ": terminating, " not in line)

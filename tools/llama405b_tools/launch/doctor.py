@@ -1,10 +1,7 @@
-"""Doctor: visit every host, load its GPUs and links if asked, and print what was found.
+"""Doctor: collect the facts of every host and how it reaches every other, and print the findings.
 
-A visit to every host: its facts, and how it reaches every other.
-
-What doctor prints: problems first, then all hosts side by side, those that are alike in one line.
-
-``doctor --deep``: load every GPU and link by probes, and name the outliers.
+Problems are printed first, then all hosts side by side; hosts that are alike share a line. ``doctor --deep`` also loads every GPU and
+link by probes, and names the outliers.
 """
 
 import collections
@@ -28,10 +25,10 @@ from llama405b_tools.hosts import transport
 from llama405b_tools.hosts.fleet import Dialogue, Fleet
 from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.hosts.transport import HostError, replies, unanswered
-from llama405b_tools.launch import request as asked
 from llama405b_tools.launch.host_facts import HostFacts, PeersReply
 from llama405b_tools.launch.host_rules import BAD, GIB, NOTE, WARN, Finding, Needs, Peers
 from llama405b_tools.launch.probes import run_probes
+from llama405b_tools.launch.request import parse_launch
 from llama405b_tools.text.figures import DASH, format_table
 from llama405b_tools.text.words import clean, fold_names
 
@@ -41,7 +38,7 @@ DEFAULT_PORT = 29_400  # torchrun's default
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Visit:
-    """Results of one visit to the hosts."""
+    """Results of one survey of the hosts."""
 
     facts: dict[str, HostFacts]
     lost: dict[str, str]
@@ -93,7 +90,7 @@ def _shared_directory(saving: Checkpoint) -> str:
 
 
 class _Questions:
-    """Two questions to each host in one dialogue, the second made from all answers to the first."""
+    """Two queries to each host in one session; the second depends on all hosts' answers to the first."""
 
     def __init__(self, fleet: Fleet, port: int, needs: Needs) -> None:
         self.fleet, self.head = fleet, next(iter(fleet.hosts))
@@ -150,7 +147,7 @@ class _Questions:
         return self.dialogues[name].answer(PeersReply, PEERS_TIMEOUT_S)
 
     def end(self) -> None:
-        """Tell all to end, then wait for each."""
+        """End all sessions, then wait for each."""
         for dialogue in self.dialogues.values():
             dialogue.end_input()
         for dialogue in self.dialogues.values():
@@ -179,7 +176,7 @@ def look(fleet: Fleet, port: int, needs: Needs) -> Visit:
 
 
 def _addresses_of(host: Host, found: HostFacts) -> list[str]:
-    """Addresses at which the others may reach a host: the one in the hosts file, then its own."""
+    """Return the addresses at which others may reach a host: the hosts file's, then its own."""
     own = [entry.address for entry in found.addresses]
     if host.loopback:
         own = []
@@ -240,7 +237,7 @@ def _row(name: str, visit: Visit, found: Sequence[Finding]) -> tuple[str, ...]:
 
 
 def _room(facts: HostFacts) -> tuple[str, str, str]:
-    """RAM, and the free space and write rate of the working directory's disk."""
+    """Return RAM, and the free space and write rate of the working directory's disk."""
     memory, work = facts.memory, facts.working_disk
     ram = free = rate = DASH
     if memory:
@@ -253,7 +250,7 @@ def _room(facts: HostFacts) -> tuple[str, str, str]:
 
 
 def _counted(names: Sequence[str]) -> str:
-    """Their number, and the first one's name."""
+    """Return the number of names, and the first one."""
     return f"{len(names)} {names[0]}" if names else "none"
 
 
@@ -265,7 +262,7 @@ WITHIN_S = 1800.0
 def check(hosts: Sequence[Host], fleet: Fleet) -> list[Finding]:
     """Run the probes on all hosts, and judge the results."""
     run = f"doctor-{time.strftime('%Y%m%d-%H%M%S')}"
-    request = asked.parse_launch(["--run", run, "--", "true"], time.time())
+    request = parse_launch(["--run", run, "--", "true"], time.time())
     everyone = tuple(host.name for host in hosts)
     try:
         results = run_probes(
@@ -309,7 +306,7 @@ def _slow_devices(devices: Sequence[Figure], tolerated: float) -> Iterator[Findi
     for device in devices:
         if device.value < (1 - tolerated) * middle:
             what = f"{device.name}: {device.value:.3g} TFLOP/s where the median is {middle:.3g}"
-            remedy = "look at its clocks, power and temperature; every rank waits for the slowest"
+            remedy = "check its clocks, power and temperature; every rank waits for the slowest"
             yield Finding(WARN, device.hosts, what, remedy)
 
 
@@ -323,4 +320,4 @@ def _slow_links(links: Sequence[Figure], tolerated: float) -> Iterator[Finding]:
     for link in slow:
         odd = max(link.hosts, key=lambda end: counts[end])
         what = f"{link.name}: {link.value:.2f} GB/s each way where the median is {usual:.2f}"
-        yield Finding(WARN, (odd,), what, "look at its cable, port and NCCL_IB_HCA")
+        yield Finding(WARN, (odd,), what, "check its cable, port and NCCL_IB_HCA")

@@ -1,6 +1,6 @@
-"""The probe's facts about a host: ``hostprobe``'s answer, as types, and what a prediction needs of them.
+"""Typed facts about a host, as ``hostprobe`` reports them, and the machines that a prediction needs.
 
-What it could not find out is None; ``failed`` says why.
+A fact that could not be read is None; ``failed`` says why.
 """
 
 import dataclasses
@@ -92,7 +92,7 @@ class BareDisk:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Disks:
-    """Where weights and checkpoints could go."""
+    """The disks that could hold weights and checkpoints."""
 
     filesystems: tuple[Filesystem, ...]
     unmounted_nvme: tuple[BareDisk, ...]
@@ -144,7 +144,7 @@ class HostFacts:
 
     @property
     def devices(self) -> Sequence[GpuReport]:
-        """Its GPUs that work, as far as nvidia-smi reports them."""
+        """Working GPUs that nvidia-smi reports."""
         smi = self.gpus or SmiAnswer()
         return [gpu for gpu in read_smi(smi.smi, smi.fields)[0] if not gpu.fault]
 
@@ -155,7 +155,7 @@ class HostFacts:
 
     @property
     def rdma_gbit(self) -> float:
-        """What its RDMA ports that are up carry together, in Gb/s."""
+        """Total rate of its active RDMA ports, in Gb/s."""
         return sum(port.gbit for port in self.rdma_ports if port.up)
 
     @property
@@ -200,10 +200,10 @@ class PeersReply:
 
 
 def machines_of(hosts: Sequence[Host], facts: Mapping[str, HostFacts], gpus: dict[str, Gpu]) -> Machines:
-    """Return what the hosts have.
+    """Return the hosts as machines for a prediction.
 
     Raises:
-        UserError: Some have other GPUs than the others, or one that is not in the table, or other numbers of them.
+        UserError: The hosts differ in GPU model or number of ranks, or their GPU is not in the table.
     """
     kinds: dict[str, list[str]] = {}
     slots: dict[int, list[str]] = {}
@@ -232,7 +232,7 @@ def machines_of(hosts: Sequence[Host], facts: Mapping[str, HostFacts], gpus: dic
 
 
 def _kind_of(device: GpuReport, gpus: dict[str, Gpu]) -> str:
-    """Return a GPU's name in the table, or what nvidia-smi says of one that is not there."""
+    """Return a GPU's name in the table; for an unknown one, nvidia-smi's name and its memory."""
     size = (device.memory_mib or 0) * 1024 * 1024
     known = gpu_like(device.name, size, gpus) if size else None
     memory = f"{size >> 30} GiB" if size else "memory unknown"
@@ -243,4 +243,6 @@ def _refuse_differences(what: str, hosts_of: Mapping[str, list[str]] | Mapping[i
     """Refuse hosts that differ; ``hosts_of``: by value, the hosts that have it."""
     if len(hosts_of) > 1:
         values = "; ".join(f"{value} on {names[0]}{and_more(names)}" for value, names in hosts_of.items())
-        raise UserError(f"hosts differ in their {what} ({values}); predict them apart, with hosts files of their own")
+        raise UserError(
+            f"hosts differ in their {what} ({values}); predict each kind separately, with its own hosts file"
+        )

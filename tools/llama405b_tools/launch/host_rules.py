@@ -1,4 +1,4 @@
-"""Doctor's findings on the hosts' facts: what is wrong, what it means, and what to do. Pure."""
+"""Doctor's findings on the hosts' facts: what is wrong, how bad it is, and what to do. Pure."""
 
 import collections
 import dataclasses
@@ -29,8 +29,8 @@ NETWORK = ("nfs", "nfs4", "lustre", "gpfs", "beegfs", "wekafs", "ceph")
 EXPANDABLE = "expandable_segments:True"
 ROOMIER = 4  # times the working directory's free space: worth a remark
 PREDICTED = {
-    Fit.NO: (BAD, f"that is more than the prediction may be wrong by ({100 * MEMORY_SPREAD:.0f}%)"),
-    Fit.MAYBE: (WARN, f"that is too close: the prediction may be wrong by {100 * MEMORY_SPREAD:.0f}%"),
+    Fit.NO: (BAD, f"beyond the prediction's error ({100 * MEMORY_SPREAD:.0f}%)"),
+    Fit.MAYBE: (WARN, f"too close: the prediction may be off by {100 * MEMORY_SPREAD:.0f}%"),
 }
 REPLACE = "reset that GPU or reboot; if the error returns, replace the GPU"
 
@@ -89,13 +89,13 @@ def _programs(facts: HostFacts, needs: Needs) -> Remarks:
     if place and not place.workdir_exists:
         yield BAD, f"there is no {place.workdir}", f"{setup} puts the project there; or set workdir="
     if facts.kill_user_processes and who.user != "root":
-        what = "logind ends your processes when you log out (KillUserProcesses=yes), and with them the run"
+        what = "logind kills your processes, and the run, when you log out (KillUserProcesses=yes)"
         yield BAD, what, "run there: loginctl enable-linger"
     if who.upgraded_by and facts.devices and needs.cuda:
-        what = f"{who.upgraded_by} upgrades it by itself, and may replace the driver under a run"
+        what = f"{who.upgraded_by} installs upgrades by itself, and may replace the driver during a run"
         yield WARN, what, f"systemctl disable --now {who.upgraded_by}, or exclude NVIDIA's packages from it"
     if who.must_reboot:
-        yield WARN, "it waits for a reboot, to load what was upgraded", "reboot it before the run"
+        yield WARN, "a reboot is pending to load upgrades", "reboot it before the run"
 
 
 def _packages(facts: HostFacts, needs: Needs) -> Remarks:
@@ -118,11 +118,15 @@ def _packages(facts: HostFacts, needs: Needs) -> Remarks:
 
 
 def _allocator(facts: HostFacts) -> Remarks:
-    """Check that a user's own setting of PyTorch's allocator leaves it expandable segments, which it would have without any."""
+    """Check that the user's setting of PyTorch's allocator keeps expandable segments, which we set otherwise."""
     words = facts.environment.allocator if facts.environment else ""
     if words and EXPANDABLE not in words.replace(" ", ""):
         what = f"its environment sets PyTorch's allocator to {words!r}, without {EXPANDABLE}"
-        yield WARN, what, f"unset it, or add {EXPANDABLE}: without, PyTorch keeps 9 to 15 GiB more of a GPU at 405B"
+        yield (
+            WARN,
+            what,
+            f"unset it, or add {EXPANDABLE}: without it, PyTorch reserves 9 to 15 GiB more of a GPU at 405B",
+        )
 
 
 def _cuda_build(facts: HostFacts, needs: Needs) -> Remarks:
@@ -212,11 +216,11 @@ def _gpu_memory(gpu: parsers.GpuReport, needs: Needs) -> Remarks:
     fit = Fit.on_gpu(needs.gpu_peak_bytes, room, lambda: needs.gpu_reserved_bytes or None)
     if room and fit is Fit.NO:
         what = f"{where}: {room / GIB:.0f} GiB, but a rank allocates about {needs.gpu_peak_bytes / GIB:.0f} at its peak"
-        yield BAD, what, "it does not fit; `llama405b plan` says what would"
+        yield BAD, what, "`llama405b plan` shows what fits"
     elif room and fit is Fit.RETRIES:
         takes = f"reserves about {(needs.gpu_reserved_bytes or needs.gpu_peak_bytes) / GIB:.0f}"
         what = f"{where}: {room / GIB:.0f} GiB, but PyTorch {takes}"
-        yield WARN, what, "it runs slower, with allocator retries; `llama405b plan` says what would help"
+        yield WARN, what, "it runs slower, with allocator retries; `llama405b plan` shows what helps"
 
 
 def _fabric(facts: HostFacts) -> Remarks:
@@ -305,8 +309,8 @@ def _mounts(facts: HostFacts) -> Remarks:
 
 def _leftovers(facts: HostFacts, needs: Needs) -> Remarks:
     for value, pids in (facts.leftovers or {}).items():
-        what = f"{counted(len(pids), 'process', 'processes')} left of {value.rpartition(':')[0]}, whose node runner is gone"
-        remedy = f"{needs.command_to_type('stop --orphans')} shows what they are, and ends them with --end"
+        what = f"{counted(len(pids), 'process', 'processes')} left of {value.rpartition(':')[0]} without a node runner"
+        remedy = f"{needs.command_to_type('stop --orphans')} lists them, and ends them with --end"
         yield WARN, what, remedy
 
 
@@ -399,7 +403,7 @@ class Peers:
         return next((address for address in wanted if self.all_reach(host, address, others)), "")
 
 
-NO_IPV4 = "no IPv4 address", "the hosts of a run meet over IPv4; give it one in a network that all of them reach"
+NO_IPV4 = "no IPv4 address", "hosts meet over IPv4; give it an address that all of them reach"
 
 
 def diagnose(
@@ -433,7 +437,7 @@ def _merged(findings: Sequence[Finding]) -> list[Finding]:
 
 
 def _alike(faults: Mapping[str, str]) -> dict[str, str]:
-    """Have those be equal that differ in the host's own name or address alone."""
+    """Replace a host's own name and address in its fault, if the fault then equals another host's."""
     own = {host: rf"(?<![\w.-])({re.escape(host)}|\d+(\.\d+){{3}})(?![\w-])" for host in faults}
     forms = {host: re.sub(own[host], "HOST", fault) for host, fault in faults.items()}
     counts = collections.Counter(forms.values())
@@ -450,25 +454,25 @@ def _one_machine(facts: Mapping[str, HostFacts], peers: Peers) -> Iterator[Findi
     machines = {host: each.identity.machine for host, each in facts.items() if each.identity}
     networked = {host: machine for host, machine in machines.items() if not _only_loopback(host, peers)}
     for same in one_machine(networked):
-        yield Finding(WARN, same, "are one machine under several names", "delete all but one of them")
+        yield Finding(WARN, same, "are the same machine under several names", "keep one of them in the hosts file")
 
 
 def _sharing(facts: Mapping[str, HostFacts], unshared: Sequence[str], needs: Needs) -> Finding:
-    """Report hosts on which the directory of checkpoints is not the first host's: bad if the run is to save there."""
+    """Report hosts that do not share the first host's checkpoint directory; bad if the run saves there."""
     head, its = next(iter(facts.items()))
-    what = f"cannot see what {head} writes in {its.marked}, where checkpoints go"
+    what = f"cannot see what {head} writes in {its.marked}, the checkpoint directory"
     remedy = "name a directory that all hosts share in --checkpoint.dir, or use --checkpoint.storage local"
     return Finding(BAD if needs.settings else NOTE, tuple(unshared), what, remedy)
 
 
 def _only_loopback(host: str, peers: Peers) -> bool:
-    """Whether a host is meant to be this machine: the demo's hosts are all that."""
+    """Return whether a host stands for this machine, as all hosts of the demo do."""
     candidates = peers.candidates.get(host, ())
     return bool(candidates) and all(LOOPBACK.fullmatch(address) for address in candidates)
 
 
 def _told(facts: HostFacts) -> dict[str, str | int]:
-    """What should be the same on all hosts, as far as this one reports it."""
+    """Return the values that should be equal on all hosts, as far as this one reports them."""
     told: dict[str, str | int] = {name: facts.packages[name] for name in PACKAGES if name in facts.packages}
     if python := facts.packages.get("python", "").rpartition(".")[0]:  # hosts may differ in its patch release
         told["python"] = python
@@ -497,7 +501,7 @@ def _sameness(facts: Mapping[str, HostFacts], needs: Needs) -> Iterator[Finding]
 
 
 def _address(host: str, others: Sequence[str], peers: Peers) -> Iterator[Finding]:
-    """Check that the others reach a host, at the address it claims."""
+    """Check that the others reach a host, at its configured or first address."""
     address, wanted = peers.training_address(host), peers.chosen[host]
     if not address:
         lacking, place, found = _who_cannot(host, others, peers)
@@ -523,11 +527,11 @@ def _lookups(host: str, others: Sequence[str], peers: Peers) -> Iterator[Finding
 
 
 def _who_cannot(host: str, others: Sequence[str], peers: Peers) -> tuple[Sequence[str], str, ConnectAttempt]:
-    """The hosts that reach another at none of its addresses (all, if each reaches a different one), where, and why."""
+    """Return who reaches none of a host's addresses (all, if each reaches a different one), where and why."""
     addresses = peers.candidates[host]
     lacking = [name for name in others if not any(peers.all_reach(host, each, [name]) for each in addresses)] or others
     for name in lacking:
         for place, found in peers.way(name, host).reached.items():
             if found.fault:
                 return lacking, f"{place}: ", found
-    return lacking, "", ConnectAttempt("it was not tried in time")
+    return lacking, "", ConnectAttempt("not tried in time")

@@ -1,4 +1,4 @@
-"""Build a plan from the request, the hosts' facts and the network between them. Pure; the one place that makes plans."""
+"""Build a plan from the request, the hosts' facts and the network between them. Pure; the only module that makes plans."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -31,7 +31,7 @@ class RunSpec:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HostSpec:
-    """One host's facts, as far as a plan needs them."""
+    """The facts of a host that a plan needs."""
 
     name: str
     slots: int  # ranks; 0: one per GPU, or 1 if there is none
@@ -87,6 +87,7 @@ def build_plan(spec: RunSpec, parts: Sequence[HostSpec], launch: LaunchSpec) -> 
         spread=spec.spread,
         owner=launch.owner,
         setup=spec.setup,
+        # all hosts have RDMA: NCCL over TCP would train, but far slower
         refuse_sockets=all(nccl) and not spec.allow_sockets,
         grace_s=launch.grace_s,
         slurm_job=launch.slurm_job,
@@ -95,7 +96,7 @@ def build_plan(spec: RunSpec, parts: Sequence[HostSpec], launch: LaunchSpec) -> 
 
 
 def _threads_env(part: HostSpec, ranks: int, spec: RunSpec) -> dict[str, str]:
-    """Return each rank's share of a machine's cores, unless the user says how many threads it has."""
+    """Return the variables for a rank's threads: its share of the machine's cores, unless the user sets them."""
     threads = {"OMP_NUM_THREADS": str(max(1, part.cores // ranks))}
     return threads | {OWN_THREADS: "1"} if "OMP_NUM_THREADS" in spec.env else threads
 
@@ -111,7 +112,7 @@ def places_env(places: Mapping[str, str]) -> dict[str, str]:
 
 
 def used_parts(spec: RunSpec, parts: Sequence[HostSpec]) -> Sequence[HostSpec]:
-    """Return the parts as the run uses them: without GPUs if it trains on CPUs."""
+    """Return the hosts as the run uses them: without GPUs if it trains on CPUs."""
     if not spec.on_cpu:
         return parts
     return [dataclasses.replace(part, gpus=0) for part in parts]
@@ -126,7 +127,7 @@ def nccl_reasons(part: HostSpec) -> dict[str, tuple[str, str]]:
 
 
 def _devices(parts: Sequence[HostSpec], slots: Sequence[int]) -> list[dict[str, str]]:
-    """Disjoint GPUs for hosts that are one machine."""
+    """Return each host's variables for disjoint GPUs, for hosts that are the same machine."""
     machines = [part.machine for part in parts]
     used: dict[str, int] = {}
     environments: list[dict[str, str]] = []
@@ -145,5 +146,5 @@ def _devices(parts: Sequence[HostSpec], slots: Sequence[int]) -> list[dict[str, 
 def _too_many_ranks(names: Sequence[str], ranks: int, gpus: int) -> str:
     what = f"{ranks} ranks on {counted(gpus, 'GPU')}"
     if len(names) > 1:
-        return f"slots: {fold_names(names)} are one machine: {what}; delete all but one of them, or lower slots="
+        return f"slots: {fold_names(names)} are the same machine: {what}; keep one of them, or lower slots="
     return f"slots: {names[0]}: {what}; lower slots= in the hosts file"

@@ -1,8 +1,7 @@
 """Before a launch: query every host, refuse what cannot work, and build a plan from the answers.
 
-Judge the answers of hosts before a launch: what is wrong with the request, and which hosts are not fit.
-
-Which versions of packages are known to go wrong, and with which settings: ``known_bugs.toml``.
+A fault of the request raises UserError; hosts that are not fit are named in a RunError. ``known_bugs.toml`` lists versions of packages
+that go wrong, and with which settings.
 """
 
 import dataclasses
@@ -41,7 +40,7 @@ Facts = Mapping[str, LaunchFacts]  # by host
 
 
 class UnfitError(Exception):
-    """A host cannot take part in a run; says why and what to do, as a clause that does not name the host."""
+    """A host cannot take part in a run: why, and what to do, as a clause that does not name the host."""
 
 
 def check_request(request: LaunchRequest, answers: Facts, port: int, *, again: bool = False) -> None:
@@ -101,7 +100,7 @@ def unfit_hosts(request: LaunchRequest, hosts: Sequence[Host], answers: Facts) -
 
 
 def check_host(request: LaunchRequest, host: Host, facts: LaunchFacts) -> None:
-    """Check what a host has by itself."""
+    """Check one host by its own facts."""
     _check_programs(request, facts)
     _check_places(request, facts)
     _check_disk(facts)
@@ -162,24 +161,24 @@ def _check_disk(facts: LaunchFacts) -> None:
 
 
 def shared_directory(request: LaunchRequest) -> str:
-    """The directory of checkpoints, if all hosts must see the same one; '' if not."""
+    """Return the checkpoint directory if all hosts must share it; '' otherwise."""
     if not request.saves or request.settings.checkpoint.storage == "local":
         return ""
     return request.settings.checkpoint.dir or f"runs/{request.run}/checkpoints"
 
 
 def unshared(request: LaunchRequest, answers: Facts) -> dict[str, str]:
-    """Return hosts that do not see what the head writes where the checkpoints go."""
+    """Return hosts that do not share the head's checkpoint directory, with the reason."""
     head = next(iter(answers), "")
     why = (
-        f"it does not see what {head} writes in {shared_directory(request)}, where the checkpoints go; name a directory that "
+        f"it does not see what {head} writes in {shared_directory(request)}, the checkpoint directory; name a directory that "
         "all hosts share in --checkpoint.dir, or use --checkpoint.storage local"
     )
     return {name: why for name, found in answers.items() if answers[head].shares and found.shares is False}
 
 
 def user_faults(request: LaunchRequest, answers: Facts) -> dict[str, str]:
-    """Return hosts where another user would have to use what the head's user writes: a run's files are private."""
+    """Return hosts whose user could not use the head's files: a run's files are private to one user."""
     faults: dict[str, str] = {}
     for name, found in answers.items():
         head, first = next(iter(answers.items()))
@@ -202,7 +201,7 @@ def _named(program: Sequence[str]) -> str:
 
 
 def place_words(place: RunPlace) -> str:
-    """Say what stands in the way of writing a directory."""
+    """Return why a directory cannot be written."""
     match place.fault:
         case PlaceFault.DANGLING:
             return f"{place.at} is a link to nothing"
@@ -237,7 +236,7 @@ class KnownBug:
     level: Literal["warn", "refuse"]
     what: str  # as a clause about that version
     remedy: str
-    until: str = ""  # the first version that has it no more; "": none yet
+    until: str = ""  # the first version without it; "": none yet
     link: str = ""
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # with these values alone
 
@@ -247,7 +246,7 @@ class KnownBug:
         return f"{self.remedy}{given(' ({})', self.link)}"
 
     def concerns(self, config: Config | None, versions: Mapping[str, str]) -> bool:
-        """Whether these versions with these settings have it."""
+        """Return whether these versions with these settings have the bug."""
         version, until = parsed(versions.get(self.package, "")), parsed(self.until)
         if not version or version < parsed(self.since) or (until and version >= until):
             return False
@@ -291,7 +290,7 @@ class Rendezvous:
 def probe_hosts(
     request: LaunchRequest, hosts: Sequence[Host], fleet: Fleet, *, again: bool = False
 ) -> tuple[Facts, Rendezvous]:
-    """Ask every host whether the run can start there, ``again`` perhaps, and find out where they meet."""
+    """Check that the run can start on every host (restart: ``again``), and find out where they meet."""
     head, token = hosts[0], f"llama405b {secrets.token_hex(8)}"
     listening, first, port = _ask_head(request, head, fleet, token)
     try:
@@ -389,7 +388,7 @@ def find_rendezvous(head: Host, candidates: Sequence[str], answers: Facts, port:
     return None
 
 
-NO_IPV4 = "has no IPv4 address, and the hosts of a run meet over IPv4; give it one in a network that all of them reach"
+NO_IPV4 = "has no IPv4 address, but hosts meet over IPv4; give it an address that all of them reach"
 
 
 def cut_off(head: Host, answers: Facts, port: int) -> dict[str, str]:
@@ -514,20 +513,20 @@ def _probe_request(request: LaunchRequest, host: Host, port: int, token: str, *,
 
 
 def _extras(settings: Config, *, is_head: bool) -> tuple[str, ...]:
-    """Return packages that settings need on a host: FP8's on all, and trackers' where rank 0 is."""
+    """Return the packages that settings need on a host: FP8's on all hosts, trackers' on rank 0's."""
     of_all = ("torchao",) if settings.parallel.numerics == "fp8" else ()
     return (*of_all, *settings.tracking.to) if is_head else of_all
 
 
 def hidden_addresses(meeting: Rendezvous, answers: Facts) -> dict[str, str]:
-    """Return hosts whose interface has another address first: gloo is given interfaces, and uses their first address."""
+    """Return hosts whose interface has another address first: gloo gets an interface and uses its first."""
     faults = {}
     for name, found in answers.items():
         address, interface = meeting.address[name], meeting.interface[name]
         first = next((entry.address for entry in found.own if entry.interface == interface), address)
         if first != address and interface != "lo":
             faults[name] = (
-                f"its {interface} has {first} before {address}, where the hosts find_rendezvous, but gloo uses an interface's first "
+                f"its {interface} has {first} before {address}, which the hosts use to meet, but gloo uses an interface's first "
                 f"address; put {address} first, or on an interface of its own"
             )
     return faults

@@ -1,15 +1,13 @@
-"""Short runs on the real hosts: probes, ``launch --rehearse`` and ``plan --calibrate``.
+"""Short runs on the real hosts: probes, ``launch --rehearse`` and ``plan HOSTS --calibrate``.
 
-Run probes (``llama405b.bench``) on hosts: launched like any run, with results as each ends.
+Probes (``llama405b.bench``) are launched like any run; each result is reported as it comes.
 
-``launch --rehearse``: a complete run on the real hosts, with the real layer shapes but only two layers.
+A rehearsal is a complete run on the real hosts, with the real layer shapes but only two layers. First the three tests of ``bench`` that
+need nothing: a collective, all collectives checked, copies. Then start, load (random weights, made by each rank), two steps, save, a
+third step, kill -9, resume, and the step after the checkpoint again, with the same loss. A failure is reported with its phase and host.
+The checkpoints are deleted. Every host ends its part by itself once this process is gone.
 
-First the three tests of ``bench`` that need nothing: a collective, all collectives checked, copies. Then start, load
-(random weights, which each rank makes), two steps, save, a third step, kill -9, resume, the step after the checkpoint again
-with the same loss. A failure is reported with its phase and host. Its checkpoints are deleted. Every host ends its part by
-itself once this process is gone.
-
-``plan HOSTS --calibrate``: a planned run's own steps, with random weights and few of its layers, timed on its hosts; and rates.
+A calibration times a planned run's own steps on its hosts, with random weights and few of its layers, and measures rates.
 """
 
 import contextlib
@@ -57,9 +55,9 @@ def run_probes(
     *,
     options: Sequence[str] = (),
 ) -> list[ProbeResult]:
-    """Run probes on all ranks of these hosts; ``say`` hears of each result as it comes. Nothing is left running.
+    """Run probes on all ranks of these hosts; ``say`` gets each result as it comes. Nothing is left running.
 
-    ``options``: more of the program's. The last result is a failure, if not all that can be had on so many ranks came.
+    ``options``: more options of the program. If a result that so many ranks can give is missing, the last result is a failure.
 
     Raises:
         UserError: The launch was refused.
@@ -90,7 +88,7 @@ def run_probes(
         stop_everywhere(plan, fleet)
     if len(results) < len(expected) and not any(result.fault for result in results):
         worst, took_s = watch.worst(), time.monotonic() - began
-        fault, where = (failure_words(worst), worst.host) if worst else ("it ended without a result", "")
+        fault, where = (failure_words(worst), worst.host) if worst else ("the run ended without a result", "")
         lost = expected[len(results)]
         results.append(ProbeResult(lost, plan.world, len(plan.nodes), seconds=took_s, fault=fault, failed_on=where))
         say(results[-1])
@@ -98,15 +96,15 @@ def run_probes(
 
 
 def stop_everywhere(plan: Plan, fleet: Fleet, *, hard: bool = False, discard: bool = False) -> None:
-    """End a trial run on every host, whatever attempt is there; with ``hard``, as a crash would."""
+    """Stop a trial run on every host, whatever its attempt; with ``hard``, as a crash would."""
     requests = {node.name: StopRequest(plan.run, node.name, hard=hard, discard=discard) for node in plan.nodes}
     for name, why in not_stopped(fleet.ask_all("stop", requests, StopReply, ANSWER_S)).items():
         raise RunError(f"{name}: {why}; `{fleet.command_to_type('stop', plan.run)}` ends what is left")
 
 
 LAYERS, SAVE_AT, STEPS = 2, 2, 3
-MOST_STEPS = 30  # small models take some before they are killed; a host that cannot tell that nobody watches, too
-KEEP = 2  # of the checkpoints: the newest may be of a step whose next was not taken before the kill
+MOST_STEPS = 30  # small models take some before they are killed; so does a host that cannot see that nobody watches
+KEEP = 2  # checkpoints: the step after the newest may not have been taken before the kill
 STEP_LIMIT_S, TESTS_S = 120.0, 60.0
 TOLERANCE = 1e-3  # relative, of the repeated step's loss: GPUs may add in a different order
 
@@ -162,8 +160,8 @@ def trial_of(request: LaunchRequest) -> LaunchRequest:
     config, run = request.config, f"{request.run}{REHEARSAL}"
     if config.parallel.of_strategy.chosen:
         raise UserError(
-            f"--rehearse: with its few layers --parallel.strategy {config.parallel.strategy} would choose another mesh; name a mesh, "
-            "which `plan HOSTS --search` finds"
+            f"--rehearse: with its few layers --parallel.strategy {config.parallel.strategy} would choose another mesh; name one "
+            "(`plan HOSTS --search` finds it)"
         )
     layers = max(LAYERS, config.parallel.pp * config.parallel.chunks)
     settings = {
@@ -184,7 +182,7 @@ def trial_of(request: LaunchRequest) -> LaunchRequest:
 
 
 def losses_at(step: int, fleet: Fleet, plan: Plan, load_s: float) -> dict[int, float]:
-    """Wait for a step of the rehearsal; returns the losses of all steps that were taken until it was heard of."""
+    """Wait for a step of the rehearsal; return the losses of all steps reported until then."""
     limits = Limits(STEP_LIMIT_S, first_step(load_s).hang_s)
     watch = watch_run(fleet, plan, limits, lambda watch: watch.newest_step >= step)
     losses = {each.step: each.loss for each in watch.metrics if each.attempt == plan.attempt}
@@ -195,44 +193,42 @@ def losses_at(step: int, fleet: Fleet, plan: Plan, load_s: float) -> dict[int, f
         raise RunError(f"{why}; remove documents whose prompts are longer than --data.seq_len, or raise it")
     worst = watch.worst()
     if worst is None:
-        raise RunError(f"it ended before step {step}")
+        raise RunError(f"the run ended before step {step}")
     raise RunError(f"{worst.host}: {failure_words(worst)} ({_where(worst, watch)})")
 
 
 def last_loss(fleet: Fleet, plan: Plan) -> dict[int, float]:
-    """Return the loss of the last step that was taken, by its number; {} if no host knows one."""
+    """Return the last step's loss by its step; {} if no host knows one."""
     _, last = progress(known_of(ask_hosts(fleet, plan.run)[1]).values())
     return {last.step: last.loss} if isinstance(last, Metrics) and last.attempt == plan.attempt else {}
 
 
 def saved_steps(fleet: Fleet, run: str) -> list[int]:
-    """Return the steps of the checkpoints that are there, newest first: one that is due during another save is put off."""
+    """Return the saved steps, newest first; a save that is due during another one is put off."""
     request = dict.fromkeys(fleet.hosts, PartsRequest(run))
     told = replies(fleet.ask_all("parts", request, PartsReply, STATUS_TIMEOUT_S)).values()
     return sorted({part.step for reply in told for part in reply.parts}, reverse=True)
 
 
 def step_to_repeat(saved: Sequence[int], losses: Mapping[int, float]) -> int:
-    """Return the last step that followed a kept checkpoint, and whose loss is known."""
+    """Return the newest step that followed a saved checkpoint and has a known loss."""
     if not saved:
-        raise RunError("it saved nothing that can be resumed")
+        raise RunError("the run saved no checkpoint that can be resumed")
     for step in (each + 1 for each in saved):
         if step in losses:
             return step
-    raise RunError(
-        f"it was not heard to take a step after step {saved[0]}, which it saved, so there is no loss to compare"
-    )
+    raise RunError(f"no step was reported after the saved step {saved[0]}, so there is no loss to compare")
 
 
 class Tethers:
-    """Have every host end the rehearsal by itself once this process is gone, however that came."""
+    """Leases on the hosts: every host ends the rehearsal by itself once this process is gone."""
 
     def __init__(self, plan: Plan, fleet: Fleet) -> None:
         self.plan, self.fleet = plan, fleet
         self.streams: list[Stream] = []
 
     def tie(self) -> None:
-        """Begin."""
+        """Open a lease on every host."""
         for name, found in self.fleet.each(self._tie, [node.name for node in self.plan.nodes]).items():
             if isinstance(found, HostError):
                 raise RunError(f"{name}: {found}")
@@ -241,7 +237,7 @@ class Tethers:
         self.streams.append(self.fleet.stream(name, "tether", StopRequest(self.plan.run, name, discard=True)))
 
     def cut(self) -> None:
-        """End it: the rehearsal was ended from here."""
+        """Close the leases: the rehearsal was ended from here."""
         for stream in self.streams:
             with contextlib.suppress(HostError):
                 stream.send(CUT)
@@ -249,7 +245,7 @@ class Tethers:
 
 
 def _where(worst: Failure, watch: RunMonitor) -> str:
-    """The phase of a failure: from its cause, else from the latest heartbeats of its host's ranks."""
+    """Return the phase of a failure: its cause's, else that of its host's latest heartbeats."""
     beats = watch.heard[worst.host].beats if worst.host in watch.heard else ()
     phases = [worst.cause.phase] if worst.cause.phase else sorted({str(beat.phase) for beat in beats})
     return given("in phase {}", "/".join(phases)) or "before its ranks started"
@@ -288,7 +284,7 @@ def point(
     micro_batch: int = 0,
     global_batch: int = 0,
 ) -> Point:
-    """Take steps with so many layers, 0: with all, and batches, 0: as planned; returns their medians."""
+    """Run steps with so many layers (0: all) and batch sizes (0: as planned); return their medians."""
     settings: dict[str, object] = {"model.layers": layers}
     if micro_batch:
         settings |= {"training.micro_batch_size": micro_batch, "training.global_batch_size": global_batch}
@@ -303,7 +299,7 @@ def point(
         stop_everywhere(plan, fleet)
     if watch.newest_step < MEASURED_STEPS:
         worst = watch.worst()
-        why = f"{worst.host}: {failure_words(worst)}" if worst else f"it ended before step {MEASURED_STEPS}"
+        why = f"{worst.host}: {failure_words(worst)}" if worst else f"the run ended before step {MEASURED_STEPS}"
         raise RunError(
             f"with {layers or 'all'} layers, {why}; `{fleet.command_to_type('logs', plan.run)}` shows every rank"
         )
@@ -313,7 +309,7 @@ def point(
 
 
 def alone(request: LaunchRequest, hosts: Sequence[Host], fleet: Fleet, load: RunShape) -> Alone:
-    """Measure what every part of a step attains on all ranks at once."""
+    """Measure the rate of each part of a step, on all ranks at once."""
     assert request.config
     run = f"{request.run}-rates"
     checkpoints = request.config.checkpoint.dir or str(RunDir(Path("runs", run)).checkpoints)

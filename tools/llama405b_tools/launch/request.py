@@ -1,4 +1,4 @@
-"""What is asked of ``launch``: its command line and environment files, parsed and checked. Opens no connection."""
+"""Parse and check the command line and environment files of ``launch``. Opens no connection."""
 
 import argparse
 import dataclasses
@@ -35,7 +35,7 @@ Exit codes: 0 started (with --follow: finished successfully), 1 a host or the ru
 
 
 def launch_parser() -> OneLineParser:
-    """Return the parser of ``launch``; what it does not know are settings of the trainer."""
+    """Return the parser of ``launch``; flags that it does not know are settings of the trainer."""
     parser = OneLineParser(
         prog="llama405b launch",
         description="Check every host, start torchrun on all of them or on none, and follow or guard the run if asked to.",
@@ -51,14 +51,14 @@ def launch_parser() -> OneLineParser:
     command.add_blame(add)
     add("--rehearse", action="store_true", help="only rehearse the run, with 2 layers: load, step, save, kill, resume")
     add("--follow", action="store_true", help="follow the run to its end; Ctrl-C only stops following")
-    add("--plain", action="store_true", help="follow with every step on a line, on a terminal too")
+    add("--plain", action="store_true", help="follow with every step on its own line, even on a terminal")
     add("--allow-sockets", action="store_true", help="let NCCL use TCP even though the hosts have RDMA")
-    add("--allow-misfit", action="store_true", help="start what `llama405b plan` predicts not to fit")
+    add("--allow-misfit", action="store_true", help="start even if `llama405b plan` predicts that the run does not fit")
     add("--port", type=int, default=0, help="rendezvous port on the first host [a free one]")
     add("--dry-run", action="store_true", help="print what would run where, without connecting")
     own = "a Python file with functions of your own: metrics, loss, documents, … (training.extend; docs/extending.md)"
     add("--extend", default="", metavar="FILE", help=own)
-    kept = "run CMD for each checkpoint that has landed, beside training, with its path in $LLAMA405B_CHECKPOINT (checkpoint.after_save)"
+    kept = "run CMD in the background after each complete save, with its path in $LLAMA405B_CHECKPOINT (checkpoint.after_save)"
     add("--after-save", default="", metavar="CMD", help=kept)
     _add_guard(parser.add_argument_group("guard the run"))
     _add_environment(parser.add_argument_group("environment of the ranks"))
@@ -67,7 +67,7 @@ def launch_parser() -> OneLineParser:
 
 
 def _add_guard(group: argparse._ArgumentGroup) -> None:
-    add, again = group.add_argument, "resume it on failure or hang, up to N times without a newer checkpoint [0]"
+    add, again = group.add_argument, "resume the run on failure or hang, up to N times without a newer checkpoint [0]"
     add("--restart", type=int, default=0, metavar="N", help=again)
     add(
         "--hang-after",
@@ -75,25 +75,25 @@ def _add_guard(group: argparse._ArgumentGroup) -> None:
         metavar="TIME",
         help="with --restart: end and resume the run when a rank is silent this long; cluster-top shows a hang earlier [5m]",
     )
-    fewer = "with --restart: when hosts stay lost, go on with those that are left, MIN or more, and take them back when they are back [1]"
+    fewer = "with --restart: run on at least MIN hosts while others are down; re-add them later [1]"
     add("--shrink", type=int, nargs="?", const=1, default=0, metavar="MIN", help=fewer)
-    long = "with --shrink: how long a host is lost, or back, before that [5m]"
+    long = "with --shrink: how long a host must be down, or back, before the run changes [5m]"
     add("--shrink-after", default="5m", metavar="TIME", help=long)
-    where = "run the guard on this host of the run, so that this machine may be switched off [this machine]"
+    where = "run the guard on this host of the run, so that this machine can be switched off [this machine]"
     add("--guard-on", default="", metavar="HOST", help=where)
     add("--notify", default="", metavar="CMD", help="run CMD on incident, recovery, trouble and end")
     often = "also run it this often while nothing happens, so that silence means that the guard is gone [never]"
     add("--notify-every", default="0", metavar="TIME", help=often)
-    most = "money that the run may cost, with --price: it saves and stops before that (training.gpu_hours) [any]"
+    most = "maximum cost of the run, with --price: it saves and stops before that (training.gpu_hours) [unlimited]"
     add("--budget", type=float, default=0.0, metavar="MONEY", help=most)
-    add("--price", type=float, default=0.0, metavar="MONEY", help="of a GPU-hour")
+    add("--price", type=float, default=0.0, metavar="MONEY", help="price per GPU-hour")
     add(
         "--export",
         default="",
         metavar="OUT",
-        help="when the run has ended well, write its model into OUT on the first host, and verify it",
+        help="when the run has finished, write its model to OUT on the first host and verify it",
     )
-    last = "run CMD here when the run has ended well, after the --export: to give back the machines, say"
+    last = "run CMD here when the run has finished, after --export: e.g. to release the machines"
     add("--when-done", default="", metavar="CMD", help=last)
 
 
@@ -103,7 +103,7 @@ def _add_environment(group: argparse._ArgumentGroup) -> None:
 
     add_list("--env", "K=V", "set an environment variable")
     add_list("--env-file", "FILE", "read K=V lines from FILE; names that look secret go as with --secret", Path)
-    add_list("--secret", "NAME", "pass on this environment variable through SSH's standard input only")
+    add_list("--secret", "NAME", "pass this environment variable on, only through SSH's standard input")
     before = "shell line to run before torchrun on every host, such as 'module load cuda'"
     group.add_argument("--setup-line", default="", metavar="LINE", help=before)
 
@@ -116,12 +116,12 @@ def _add_slurm(group: argparse._ArgumentGroup) -> None:
 
 
 def source_flags(known: argparse.Namespace) -> list[str]:
-    """Return the flags that say where settings come from, as they were given."""
+    """Return the flags of the settings' sources, as they were given."""
     return [*flag("--preset", known.preset), *(word for path in known.config for word in flag("--config", path))]
 
 
 def flag(name: str, value: str | Path | None) -> list[str]:
-    """Return a flag and its value, if it was given one."""
+    """Return a flag and its value; [] without a value."""
     return [name, str(value)] if value else []
 
 
@@ -141,7 +141,7 @@ def check_flags(known: argparse.Namespace) -> None:
 
 
 def _check_guard(known: argparse.Namespace) -> None:
-    """Refuse what only a guard can do, where there is none."""
+    """Refuse flags that need a guard, if there is none."""
     if known.shrink < 0:
         raise UserError(f"--shrink: {known.shrink} hosts; use 1 or more")
     for flag, value in (("--guard-on", known.guard_on), ("--notify", known.notify), ("--shrink", known.shrink)):
@@ -156,18 +156,18 @@ def _check_guard(known: argparse.Namespace) -> None:
 
 
 def _check_end(known: argparse.Namespace) -> None:
-    """Refuse what is to follow the end of the run, where nobody waits for it, or the run is none."""
+    """Refuse --export and --when-done if nobody waits for the end of the run, or for a rehearsal."""
     for flag, value in (("--export", known.export), ("--when-done", known.when_done)):
         if value and known.slurm is not None:
             raise UserError(f"{flag}: a job frees its nodes by itself; remove it, or write `launch … --follow && …`")
         if value and not (known.follow or known.restart):
             raise UserError(f"{flag}: nobody would see the end of the run; add --follow or --restart N")
         if value and known.rehearse:
-            raise UserError(f"{flag}: a rehearsal is followed by nothing; remove one of them")
+            raise UserError(f"{flag}: nothing follows a rehearsal; remove one of them")
 
 
 def _check_slurm(known: argparse.Namespace) -> None:
-    """Refuse what is not for a job, and what is only for one."""
+    """Refuse flags that a Slurm job cannot have, and flags that only a job can have."""
     if known.slurm is not None and (known.restart or known.rehearse or known.port):
         raise UserError("--slurm: --restart, --rehearse and --port are for SSH hosts; remove them")
     for flag, path in (("--cache", known.cache), ("--scratch", known.scratch)):
@@ -178,7 +178,7 @@ def _check_slurm(known: argparse.Namespace) -> None:
 
 
 def check_program(known: argparse.Namespace, program: Sequence[str], settings: Sequence[str]) -> None:
-    """Refuse a program of the user's own with what is for the trainer."""
+    """Refuse flags of the trainer together with the user's own program."""
     if not program:
         raise UserError("--: no program after it; write -- script.py ARG … or -- -m module ARG …")
     for_trainer = [*settings, *source_flags(known)]
@@ -197,7 +197,7 @@ def check_program(known: argparse.Namespace, program: Sequence[str], settings: S
 
 
 def check_export(known: argparse.Namespace, settings: Config) -> None:
-    """Refuse an export of what is not on one host, and to send one that is not made."""
+    """Refuse to export a model that no host has in full, and to send one that is not exported."""
     sends = settings.tracking.log_model and not (known.rehearse or known.evaluate_only or known.blame)
     if sends and known.slurm is not None:
         raise UserError(
@@ -329,7 +329,7 @@ class LaunchRequest:
         return shlex.join([*self.typed, "--run", self.run, "--resume", "auto", *program])
 
     def spec(self) -> RunSpec:
-        """What the plan is built from, wherever it runs."""
+        """Return what the plan is built from, on hosts or in a job."""
         return RunSpec(
             run=self.run,
             program=self.training_program(),
@@ -361,7 +361,7 @@ class LaunchRequest:
 
     @property
     def data_paths(self) -> tuple[str, ...]:
-        """The data that it reads."""
+        """The paths of the data that it reads."""
         data, held_out = self.settings.data.paths, self.settings.evaluation.paths
         return held_out if self.evaluates and held_out and not self.blames else (*data, *held_out)
 
@@ -384,7 +384,7 @@ class LaunchRequest:
             accept_changes(found.path, found.identity, now, settings.checkpoint.allow_changes)
 
     def training_program(self) -> tuple[str, ...]:
-        """What torchrun runs: the user's program, or our trainer."""
+        """Return what torchrun runs: the user's program, or our trainer."""
         if self.program:
             return self.program
         return ("-m", "llama405b.train", "--run-dir", f"runs/{self.run}", "--resume", self.resume, *self.flags)
@@ -425,7 +425,7 @@ def _hours(known: argparse.Namespace) -> list[str]:
     """Return the flag of the GPU-hours that a budget buys; none without one."""
     if known.price < 0 or known.budget < 0 or (known.budget and not known.price):
         raise UserError(
-            "--budget: it needs --price, of a GPU-hour, and both must be above 0; write --budget 500 --price 2.5"
+            "--budget: needs --price per GPU-hour, and both must be above 0; write --budget 500 --price 2.5"
         )
     if not known.budget:
         return []
@@ -501,13 +501,13 @@ def refuse_nothing_to_resume(known: argparse.Namespace, settings: Config) -> Non
 
 
 def _new_name(known: argparse.Namespace, now: float) -> str:
-    """Make a name for a run that was given none."""
+    """Return the default name of a run."""
     of = (known.preset or [Path("run"), *known.config][-1].stem) + "-evaluation" * known.evaluate_only
     return f"{of}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(now))}"
 
 
 def asked_for(request: LaunchRequest) -> GuardState:
-    """Return the record of a guard that does not run yet, on this machine."""
+    """Return the record of a requested guard that does not run yet."""
     return GuardState(
         request.run,
         0,

@@ -1,6 +1,7 @@
-"""sbatch's options, each kept, or refused since it would change what a run is; and its variables, by the same table. Pure.
+"""Which options and variables of sbatch are passed on, and which are refused, and why. Pure.
 
-Source: sbatch(1) of Slurm 22.05. An option that is not in it goes to sbatch, which refuses what it does not know.
+An option is refused if it would change what a run is. Source: sbatch(1) of Slurm 22.05. Other options are passed on; sbatch refuses what
+it does not know.
 """
 
 import dataclasses
@@ -9,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from llama405b.contract.errors import UserError
 
-# Each as name/letter, with a colon if a value follows as the next word.
+# As name/letter, with a colon if a value follows as the next word.
 KEPT = """
     account/A: acctg-freq: batch: bb: bbf: begin/b: cluster-constraint: comment: constraint/C: container: contiguous core-spec/S:
     cores-per-socket: cpu-freq: cpus-per-gpu: cpus-per-task/c: deadline: delay-boot: dependency/d: distribution/m: exclude/x:
@@ -22,16 +23,16 @@ KEPT = """
 REFUSED = {  # and what to do instead
     "array/a:": "a run is one job; launch each run by itself",
     "chdir/D:": "a run belongs to the directory it is launched in; launch from that one",
-    "clusters/M:": "status and stop would ask this cluster; set the variable SLURM_CLUSTERS, which they read, too",
+    "clusters/M:": "status and stop would ask this cluster; set SLURM_CLUSTERS, which they read as well",
     "error/e: open-mode: output/o:": "the job's log is runs/<run>/slurm-<job>.log; leave it out",
     "gpu-bind:": "the one task of a node needs all of the job's GPUs there; leave it out",
     "gpus-per-task: ntasks/n: ntasks-per-core: ntasks-per-gpu: ntasks-per-node: ntasks-per-socket: overcommit/O": (
-        "each node has one task, which starts a rank for each of its GPUs; say --nodes, --gpus-per-node and --cpus-per-task"
+        "each node runs one task, which starts one rank per GPU; use --nodes, --gpus-per-node and --cpus-per-task"
     ),
     "help/h test-only usage version/V": "it submits no job; run sbatch yourself for that",
-    "input/i: wrap:": "launch writes the job's script; name what is to run after --",
+    "input/i: wrap:": "launch writes the job's script; give the program after --",
     "signal:": (
-        "a run saves at the signal that launch asks for; set --time, of which a tenth is left for that, 5 minutes at most"
+        "launch sets the signal at which a run saves; set --time instead: a tenth of it, at most 5 minutes, is left for the save"
     ),
     "wait/W": "launch does not wait for the job's end; use --follow",
 }
@@ -54,16 +55,16 @@ def _option(word: str, why: str = "") -> Option:
 
 _ALL = [(word, "") for word in KEPT.split()] + [(word, why) for words, why in REFUSED.items() for word in words.split()]
 OPTIONS: Mapping[str, Option] = {
-    option.name: option for option in sorted((_option(*each) for each in _ALL), key=lambda each: each.name)
+    option.name: option for option in sorted((_option(*entry) for entry in _ALL), key=lambda option: option.name)
 }
 LETTERS = {option.letter: option for option in OPTIONS.values() if option.letter}
 
 
 def given(words: Sequence[str]) -> list[tuple[Option, str]]:
-    """Return the options in words, each with its value, as getopt_long(3) reads them; unknown ones are left to sbatch.
+    """Return the options in words, each with its value, as getopt_long(3) reads them; unknown ones are passed on to sbatch.
 
     Raises:
-        UserError: An option would change what a run is, or a word is none.
+        UserError: An option is refused, or a word is not an option.
     """
     found, left = list[tuple[Option, str]](), list(words)
     while left:
@@ -88,7 +89,7 @@ def given(words: Sequence[str]) -> list[tuple[Option, str]]:
                 value = ""
             found.append((option, value))
         else:
-            raise UserError(f"--slurm: {word!r} is no option of sbatch; name what is to run after --")
+            raise UserError(f"--slurm: {word!r} is not an option of sbatch; give the program after --")
     for option, value in found:
         if option.why and not (option.name == "ntasks-per-node" and value == "1"):
             raise UserError(f"--slurm: --{option.name}: {option.why}")
@@ -102,7 +103,7 @@ def _value(option: Option, left: list[str]) -> str:
 
 
 def refused_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of sbatch that would do what an option is refused for, each with why."""
+    """Return the SBATCH_ variables that stand for a refused option, each with the reason."""
     found = {}
     for variable in environment:
         if variable.startswith("SBATCH_"):
@@ -114,7 +115,10 @@ def refused_variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def time_limit_s(text: str) -> float | None:
-    """Return the seconds of a time limit as sbatch(1) writes it: minutes, M:S, H:M:S, D-H, D-H:M, D-H:M:S; None: not a time, or none."""
+    """Parse a time limit as sbatch(1) writes it into seconds; None if it is no time, or no limit.
+
+    The forms are minutes, M:S, H:M:S, D-H, D-H:M and D-H:M:S.
+    """
     match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
     if not match:
         return None

@@ -1,17 +1,13 @@
-"""Launch as a Slurm job: submit it, and each node's part in it.
-
-Runs in a Slurm job: the same node runner on each allocated node, with all state in the shared directory.
+"""Launch a run as a Slurm job: submit it, and run each node's part of it.
 
 ``runs/<run>/slurm.json`` names the job of a run. Its hosts are not reached over SSH: status, logs and stop read the files
 that all nodes share, and ask Slurm what is alive.
 
-One node's part in a Slurm job: ``srun python -m llama405b_tools.launch.slurm RUN_DIR`` on every allocated node.
+``srun python -m llama405b_tools.launch.slurm RUN_DIR`` runs on every allocated node. The nodes meet in the shared run directory: each
+writes its address and resources, the first builds the plan from them, and each becomes the node runner of its part, as on SSH hosts.
 
-With the argument ``save``, it asks the node runners to let the trainer save: the job's time is nearly over. With ``ended`` and
-an exit code, it has Slurm start a job again that was preempted.
-
-The nodes meet in the shared run directory: each writes where it is, the first builds the plan from that, and each
-becomes the node runner of its part.
+With the argument ``save``, it asks the node runners to let the trainer save, as the job's time is nearly over. With ``ended`` and
+an exit code, it has Slurm requeue a job that was preempted.
 """
 
 import contextlib
@@ -105,11 +101,11 @@ def submit(request: LaunchRequest, options: str) -> str:
     if not jobs:
         said = " ".join(done.stdout.split())[:300]
         raise RunError(
-            f"sbatch took the job, but did not say its number ({said}); look for it with squeue, and end it with scancel"
+            f"sbatch accepted the job but printed no job ID ({said}); find it with squeue and end it with scancel"
         )
     job = str(jobs[-1])
     if limit_s and request.saves:
-        print(f"it saves and stops {span(lead_s)} before its time limit of {span(limit_s)}", flush=True)
+        print(f"the run saves and stops {span(lead_s)} before its time limit of {span(limit_s)}", flush=True)
     write_json(run.job, JobRecord(job, options))
     return job
 
@@ -132,7 +128,7 @@ def _check_run(request: LaunchRequest, run: RunDir) -> None:
 
 
 def _lead_s(request: LaunchRequest, limit_s: float | None, nodes: str) -> int:
-    """Return how long before its time limit a job is told to save: a tenth of it, and what a save takes of so many nodes."""
+    """Return how long before its time limit a job is told to save: a tenth of it, or what a save takes."""
     save_s = 0.0
     n_nodes = re.match(r"\d+", nodes)
     if n_nodes and request.config and request.saves and (llama := known_shape(request.config, "")):
@@ -153,7 +149,7 @@ def _write_request(request: LaunchRequest, run: RunDir, lead_s: int) -> None:
 
 
 def _own_options(request: LaunchRequest, run: RunDir, lead_s: int) -> list[str]:
-    """Return what launch asks of sbatch; it comes last, and wins."""
+    """Return launch's own options of sbatch; they come last and win."""
     options = [
         "--parsable",
         "--ntasks-per-node=1",
@@ -177,6 +173,7 @@ def job_script(name: str, directory: Path) -> str:
             "unset PYTHONHOME",
             f"trap {shlex.quote(shlex.join([*node, 'save']))} USR1  # the job's time is nearly over",
             f"srun --ntasks=$SLURM_JOB_NUM_NODES --ntasks-per-node=1 {CPUS} --kill-on-bad-exit=0 {shlex.join(node)} &",
+            # the trap interrupts `wait`: wait again until srun has ended
             "while :; do wait $!; code=$?; kill -0 $! 2>/dev/null || break; done",
             f"{shlex.join([*node, 'ended'])} $code",
             "exit $code",
@@ -186,10 +183,10 @@ def job_script(name: str, directory: Path) -> str:
 
 
 def check_options(request: LaunchRequest, text: str) -> tuple[list[str], dict[str, str]]:
-    """Return sbatch's options as words, and what is asked of those that it has, by name.
+    """Return sbatch's options as words, and their values by name.
 
     Raises:
-        UserError: One would change what a run is.
+        UserError: An option is refused.
     """
     try:
         words = shlex.split(text)
@@ -202,7 +199,7 @@ def check_options(request: LaunchRequest, text: str) -> tuple[list[str], dict[st
 
 
 def await_plan(run: str) -> Plan:
-    """Return the plan of a job just submitted, once its nodes have met; prints what it waits for.
+    """Wait until the nodes of a job have met, and return its plan; print what it waits for.
 
     Raises:
         RunError: The job ended before that.
@@ -225,7 +222,7 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NodeWhere:
-    """What a node tells the others about itself, through the shared directory."""
+    """What a node reports about itself, through the shared directory."""
 
     job: str  # and how often it was requeued
     ready: bool = False
@@ -242,7 +239,7 @@ class NodeWhere:
 
 
 def main() -> int:
-    """Meet the others, and run this node's part; returns torchrun's exit code."""
+    """Meet the other nodes, and run this node's part; return torchrun's exit code."""
     keep_private()
     run = RunDir(Path(sys.argv[1]))
     request = read_record(JobRequest, run.job_request)
@@ -279,15 +276,18 @@ def main() -> int:
 
 
 def _requeue_if_preempted(job: str) -> None:
-    """Have Slurm start this job again: it does that only with one that runs until the partition's GraceTime is over."""
+    """Requeue this job if it was preempted.
+
+    Slurm by itself requeues only a job that runs until the partition's GraceTime is over.
+    """
     state = dict(re.findall(r"(\w+)=(\S*)", processes.call_slurm(["scontrol", "show", "job", "-o", job]).stdout))
     if not state.get("StartTime", "~") <= state.get("PreemptTime", "") < "None":  # this start of it, in ISO 8601
         return
-    print(f"job {job} was preempted; it is requeued", flush=True)
+    print(f"job {job} was preempted; requeueing it", flush=True)
     done = processes.call_slurm(["scontrol", "requeue", job])  # which ends this process, too
     if done.returncode:
         why = " ".join(done.stderr.split())
-        print(f"Slurm does not requeue it ({why}); repeat the launch with --resume auto to go on", flush=True)
+        print(f"Slurm does not requeue it ({why}); to continue, repeat the launch with --resume auto", flush=True)
 
 
 def _where(head: str, this: str, places: Mapping[str, str]) -> NodeWhere:
@@ -316,12 +316,12 @@ def _where(head: str, this: str, places: Mapping[str, str]) -> NodeWhere:
 
 
 def restart_count() -> int:
-    """How often Slurm has restarted this job: after a node failed, or after preemption."""
+    """Return how often Slurm has restarted this job, after a failed node or preemption."""
     return int(os.environ.get("SLURM_RESTART_COUNT") or 0)
 
 
 def _make_plan(run: RunDir, request: JobRequest, names: list[str], this: str) -> None:
-    """Build the plan, on the first node, from what all have written; ``this``: the job, and how often it was requeued."""
+    """Build the plan, on the first node, from all reports; ``this``: the job, and how often it was requeued."""
     found = _wait(lambda: _all_where(run, names, this), "not all nodes appeared")
     if clauses := disagreements(
         {name: {"torch": where.torch, "llama405b": where.code} for name, where in found.items()}
@@ -349,7 +349,10 @@ def _make_plan(run: RunDir, request: JobRequest, names: list[str], this: str) ->
 
 
 def _check_places(found: Mapping[str, NodeWhere]) -> None:
-    """Refuse directories that a node cannot use; a variable that is not set there stays, or leaves nothing."""
+    """Refuse directories that a node cannot use.
+
+    A variable that is not set there stays in the path, or leaves nothing of it.
+    """
     for name, where in found.items():
         for key, place in where.places.items():
             if "$" in place.path or not place.path.startswith("/"):
@@ -389,13 +392,13 @@ def _free_port() -> int:
 
 
 def _plan_of(run: RunDir, this: str) -> Plan | None:
-    """The plan of this start of the job; None until it is made."""
+    """Return the plan of this start of the job; None until there is one."""
     plan = read_plan(run)
     return plan if plan.owner == this else None
 
 
 def _all_where(run: RunDir, names: list[str], this: str) -> dict[str, NodeWhere] | None:
-    """What every node has written about itself; None until all have."""
+    """Return every node's report; None until all have written one."""
     found = {name: _where_of(run, name) for name in names}
     if all(where.job == this for where in found.values()):
         return found

@@ -1,9 +1,9 @@
-"""Check every host, plan, forecast, and start torchrun on all of them or on none.
+"""Check every host, plan and predict the run, and start torchrun on all hosts or on none.
 
-There are two steps: every host starts its node runner and answers; only when all have, each is told to keep it. A host
-that receives nothing more (the operator's terminal died, the link broke) ends what it started.
+Starting takes two steps: every host starts its node runner and answers; only after all have answered, each gets the message to keep it.
+A host that gets no further message (the operator's terminal died, the link broke) ends what it started.
 
-What a run will take on hosts that have answered: memory and time, disk space, loading; and what was measured there.
+A launch also predicts memory, time, disk space and loading on the hosts that answered, and reads what was measured on them.
 """
 
 import contextlib
@@ -68,7 +68,7 @@ Faults = Mapping[str, Started | HostError]  # hosts that did not start, and why
 
 
 class StartError(RunError):
-    """A plan did not start everywhere; something of it may be left on a host that could not be queried."""
+    """A plan did not start on every host; processes may be left on a host that could not be queried."""
 
     def __init__(self, plan: Plan, words: str) -> None:
         super().__init__(words)
@@ -87,9 +87,9 @@ def start_run(
 ) -> None:
     """Start the node runner on every host; if one does not start, stop them all.
 
-    ``stops``: when each host was told to stop an earlier launch, by its clock: any other stop is meant for this one.
+    ``stops``: when each host was asked to stop an earlier launch, by its own clock; any other stop is for this one.
     ``again``: a restart, refused if somebody has stopped the run meanwhile. ``guard``: the one that was asked for, to be
-    recorded on the hosts. ``hosts``: the argument with which the printed commands find the hosts again.
+    recorded on the hosts. ``hosts``: the hosts argument of the printed commands.
     """
     requests = {
         node.name: StartRequest(
@@ -101,7 +101,7 @@ def start_run(
     try:
         faults = _start_all(fleet, requests, starting)
     except BaseException:  # Ctrl-C as well: all or nothing
-        show("ending what was started", error=True)
+        show("stopping what was started", error=True)
         _hang_up(starting)
         stop_launch(plan, fleet)
         raise
@@ -120,7 +120,7 @@ def start_run(
 
 
 def _start_all(fleet: Fleet, requests: Mapping[str, StartRequest], starting: dict[str, Dialogue]) -> Faults:
-    """Take both steps on every host; returns what went wrong, by host."""
+    """Run both steps on every host; return faults by host."""
 
     def first(name: str) -> Started:
         starting[name] = fleet.dialogue(name, "start", requests[name])
@@ -141,7 +141,7 @@ def _start_all(fleet: Fleet, requests: Mapping[str, StartRequest], starting: dic
 
 
 def fault_words(started: Started | HostError, run: str) -> str:
-    """Why a host did not start, as a clause; '' if it did."""
+    """Return why a host did not start, as a clause; '' if it did."""
     if isinstance(started, HostError):
         return str(started)
     match started.fault:
@@ -169,7 +169,7 @@ def _hang_up(starting: Mapping[str, Dialogue]) -> None:
 
 
 def _undo(plan: Plan, faults: Faults, asked: Sequence[str], fleet: Fleet, hosts: str) -> str:
-    """End what was started on the hosts that were asked, print what happened on each, and return it as a sentence."""
+    """Stop what was started on the requested hosts, print each host's outcome, and return it as a sentence."""
     why = {name: fault_words(found, plan.run) for name, found in faults.items()}
     theirs = [name for name, found in faults.items() if isinstance(found, Started) and found.fault in NOT_OURS]
     if set(theirs) == set(asked):
@@ -190,12 +190,12 @@ WORTH_BYTES = 10 * 10**9  # below, nobody waits for it
 
 
 def save_calibration(hosts_file: Path, calibration: Calibration) -> None:
-    """Keep it beside the hosts file."""
+    """Write the calibration next to the hosts file."""
     write_atomic(_file_of(hosts_file), reader.dumps(calibration) + "\n")
 
 
 def read_calibration(hosts_file: Path, hosts: Sequence[Host]) -> Calibration | None:
-    """Return what was kept there; None: nothing, or of another version, or of other hosts."""
+    """Read the calibration of a hosts file; None if missing, of another version or of other hosts."""
     try:
         calibration = reader.loads(Calibration, _file_of(hosts_file).read_text(encoding="utf-8"), "a calibration")
     except (OSError, UnicodeDecodeError, reader.MalformedError):
@@ -204,7 +204,7 @@ def read_calibration(hosts_file: Path, hosts: Sequence[Host]) -> Calibration | N
 
 
 def has_calibration(hosts_file: Path) -> bool:
-    """Whether anything was kept."""
+    """Return whether a hosts file has a calibration."""
     return _file_of(hosts_file).exists()
 
 
@@ -215,7 +215,7 @@ def _file_of(hosts_file: Path) -> Path:
 def with_split(
     request: LaunchRequest, hosts: Sequence[Host], answers: Mapping[str, LaunchFacts], interfaces: Mapping[str, str]
 ) -> LaunchRequest:
-    """Return a request with what the plan chooses in place of what is left to it; others as they are."""
+    """Return a request with the settings left to the plan resolved; other requests unchanged."""
     config, llama = request.config, answers[hosts[0].name].llama
     if config is None or not config.left_to_plan:
         return request
@@ -234,10 +234,10 @@ def with_split(
 def expected(
     request: LaunchRequest, plan: Plan, answers: Mapping[str, LaunchFacts], measured: Calibration | None
 ) -> Outlook | None:
-    """Return what to expect of it, with what was ``measured`` on its hosts; None if that is not known.
+    """Return a prediction of the run, with the ``measured`` of its hosts; None if it cannot be predicted.
 
-    It is not of CPUs, unless they were measured, of GPUs that differ or are in no table, of other FSDP units than are predicted, of
-    an evaluation without training, and of other programs.
+    Not predicted: CPUs without measurements, GPUs that differ or are in no table, other FSDP units than the predictor knows,
+    evaluation without training, and other programs.
     """
     config, llama = request.config, answers[plan.nodes[0].name].llama
     if config is None or llama is None or request.evaluates or not is_predicted(config):
@@ -263,7 +263,7 @@ def _gpu_of(answers: Mapping[str, LaunchFacts]) -> Gpu | None:
 
 
 def refuse_misfit(outlook: Outlook) -> None:
-    """Refuse what does not fit: a host's memory by more than the prediction may be wrong, a GPU's by what must be allocated."""
+    """Refuse a run that exceeds GPU memory as allocated, or host memory by more than the prediction's error."""
     needs = outlook.needs
     if outlook.gpu is Fit.NO:
         has, takes = outlook.cluster.gpu.memory_bytes / GIB, needs.gpu_bytes / GIB
@@ -273,22 +273,20 @@ def refuse_misfit(outlook: Outlook) -> None:
         why = f"a host has {has:,.0f} GiB of memory, but the run would take about {takes:,.0f}"
     else:
         return
-    raise UserError(
-        f"{why}; `llama405b plan` says what would fit, and --allow-misfit starts it nonetheless. Nothing was started"
-    )
+    raise UserError(f"{why}; `llama405b plan` shows what fits; --allow-misfit starts it anyway. Nothing was started")
 
 
 def _link(answer: LaunchFacts, interface: str) -> float:
-    """Bytes/s that a host sends at most to others; the default where its kernel does not say."""
+    """Return the maximum rate at which a host sends, in bytes/s; a default if its kernel does not say."""
     gbit = sum(port.gbit for port in training_ports(answer.rdma.ports))
     speeds = [int(each.mbit) / 1000 for each in answer.own if each.interface == interface and each.mbit.isdecimal()]
     return (gbit or max(speeds, default=0.0)) * 1e9 / 8 or Cluster().nic_bytes_per_s
 
 
 def room_faults(request: LaunchRequest, plan: Plan, answers: Mapping[str, LaunchFacts]) -> dict[str, str]:
-    """Return why, by host; of a directory that all share, on the head alone.
+    """Return hosts without disk space for checkpoints, and why; a shared directory is checked on the head.
 
-    A run that is resumed has checkpoints there already, of which the trainer knows: it checks as well.
+    A resumed run is not checked: it already has checkpoints there, and the trainer, which knows them, checks as well.
     """
     head = plan.nodes[0]
     if not request.saves or request.resume != "no":
@@ -314,10 +312,10 @@ def room_faults(request: LaunchRequest, plan: Plan, answers: Mapping[str, Launch
 
 
 def loading_note(request: LaunchRequest, plan: Plan, answers: Mapping[str, LaunchFacts]) -> str:
-    """Say how loading would be faster; '' if it would not, or hardly.
+    """Return a note on how to load faster; '' if nothing would help much.
 
-    Where all hosts have the weights, each rank reads its own part. Otherwise rank 0 sends every other host its part, which takes
-    at least their bytes over the speed of rank 0's link. With fsdp1 it always does.
+    If all hosts have the weights, each rank reads its own shard. Otherwise, and always with fsdp1, rank 0 sends every other host its
+    shards, which takes at least their bytes over the rate of rank 0's link.
     """
     head, *others = plan.nodes
     how, parallel = request.settings.model.load, request.settings.parallel
@@ -332,25 +330,25 @@ def loading_note(request: LaunchRequest, plan: Plan, answers: Mapping[str, Launc
         path, mesh = request.settings.model.path, "".join(f" {flag}" for flag in mesh_flags(parallel))
         return (
             f"note: {fold_names(lacking)} without the weights: rank 0 sends {sent / 1e9:,.0f} GB{least}; "
-            f"`llama405b push --shards {head.name}:{path}{hosts_argument(request.hosts_file)}{mesh}` gives each host its own part once"
+            f"`llama405b push --shards {head.name}:{path}{hosts_argument(request.hosts_file)}{mesh}` copies each host's shards once"
         )
     if how == "rank0":
-        return f"note: all hosts have the weights; --model.load auto would spare sending {sent / 1e9:,.0f} GB from rank 0{least}"
+        return f"note: all hosts have the weights; --model.load auto avoids sending {sent / 1e9:,.0f} GB from rank 0{least}"
     return ""
 
 
 def _seconds(n_bytes: int, head: LaunchFacts, interface: str) -> float:
-    """How long a host's link takes for that; 0 if its speed is not known."""
+    """Return the seconds that a host's link takes to send so many bytes; 0 if its rate is unknown."""
     speeds = [int(each.mbit) for each in head.own if each.interface == interface and each.mbit.isdigit()]
     return n_bytes * 8 / (speeds[0] * 1e6) if speeds and speeds[0] else 0.0
 
 
-UNPROVED = "note: NCCL between GPUs is marked 'never run' in docs/proof.md; --rehearse tries it on these hosts first"
+UNPROVED = "note: multi-GPU NCCL is untested in this release (docs/proof.md); try --rehearse first"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CheckedLaunch:
-    """A launch whose hosts are fit for it."""
+    """A launch that passed all checks."""
 
     request: LaunchRequest  # with the mesh, if that was left to the plan
     answers: Facts
@@ -368,9 +366,9 @@ def launch(
     fewer: bool = False,
     say: Callable[[str], object] = show,
 ) -> Plan:
-    """Check, plan and start; ``say`` gets the lines that tell what is running now.
+    """Check, plan and start; ``say`` gets the lines that describe the started run.
 
-    ``again``: a restart, when whatever is wrong is a host's fault and may pass. ``fewer``: on fewer hosts than before, on which it may
+    ``again``: a restart: any fault counts as a host's and may pass. ``fewer``: on fewer hosts than before, on which it may
     not fit.
 
     Raises:
@@ -391,7 +389,7 @@ def launch(
 def check_and_plan(
     request: LaunchRequest, hosts: Sequence[Host], fleet: Fleet, *, again: bool, fewer: bool = False
 ) -> CheckedLaunch:
-    """Ask every host, refuse what cannot work, and plan the rest."""
+    """Probe every host, refuse what cannot work, and build the plan."""
     try:
         answers, meeting = probe_hosts(request, hosts, fleet, again=again)
         request = with_split(request, hosts, answers, meeting.interface)
@@ -417,7 +415,7 @@ def check_and_plan(
 def launched_lines(
     request: LaunchRequest, hosts: Sequence[Host], checked: CheckedLaunch, took_s: float
 ) -> Iterator[str]:
-    """Tell what is running now, and what to know about it."""
+    """Yield the lines that describe the started run, and notes on it."""
     answers, plan = checked.answers, checked.plan
     yield from sharing_notes(hosts, answers)
     hosts_and_ranks = f"{counted(len(plan.nodes), 'host')}, {counted(plan.world, 'rank')}"
@@ -425,7 +423,7 @@ def launched_lines(
     theirs, mine = next(iter(answers.values())).versions.get("llama405b"), code_version()
     if theirs not in (None, mine):
         setup = command_to_type("setup", request.hosts_file)
-        yield f"note: the hosts run llama405b {theirs}, and this machine {mine}; `{setup}` gives them this one"
+        yield f"note: the hosts run llama405b {theirs}, and this machine {mine}; `{setup}` updates the hosts"
     for line in nccl_lines(request, checked.parts):
         yield f"  {line}"
     yield from training_notes(request, plan, answers)
@@ -436,33 +434,33 @@ def launched_lines(
 
 
 def sharing_notes(hosts: Sequence[Host], answers: Facts) -> Iterator[str]:
-    """Say which hosts are one machine, and which other runs are on them."""
+    """Yield notes on hosts that are the same machine, and on other runs on the hosts."""
     for same in one_machine({host.name: answers[host.name].machine for host in hosts if not host.loopback}):
-        yield f"note: {fold_names(same)} are one machine, whose GPUs and memory they share; delete all but one of them"
+        yield f"note: {fold_names(same)} are the same machine; keep one of them in the hosts file"
     for name in sorted({other for facts in answers.values() for other in facts.others}):
         where = fold_names([host for host, facts in answers.items() if name in facts.others])
         yield f"note: run {name} is also alive on {where}; both share its GPUs and memory"
 
 
 def mesh_notes(config: Config, plan: Plan) -> Iterator[str]:
-    """Yield what no GPU has run yet of these settings, and where the batch is not split evenly."""
+    """Yield notes on settings that are untested on GPUs, and on an uneven split of the batch."""
     axes = plan.axes(config.parallel)
     if axes.told:
         inner = next(name for name in reversed(NAMES) if axes.size([name]) > 1)
         shares = all(node.slots % axes.size([inner]) == 0 for node in plan.nodes)
         where = "on one host" if shares else "on several hosts"
-        yield f"mesh: {axes}, ranks along {inner} are {where}; no GPU has run that yet (docs/parallel.md)"
+        yield f"mesh: {axes}, ranks along {inner} are {where}; untested on GPUs (docs/parallel.md)"
     for name in ("prefetch", "reshard_after_forward"):
         if value := getattr(config.parallel, name):
-            yield f"{name} {value}: no GPU has run that yet (docs/parallel.md)"
+            yield f"{name} {value}: untested on GPUs (docs/parallel.md)"
     if config.adapter.trains:
-        yield f"adapter: {describe(config.adapter)}; no GPU has run that yet (docs/training.md)"
+        yield f"adapter: {describe(config.adapter)}; untested on GPUs (docs/training.md)"
     if note := waste_note(config.training, axes.size(DP)):
         yield f"note: {note}"
 
 
 def training_notes(request: LaunchRequest, plan: Plan, answers: Facts) -> Iterator[str]:
-    """Say what the settings of a training run entail on these hosts."""
+    """Yield notes on known bugs, the mesh, loading and rounding of a training run."""
     if request.config is None:
         return
     for what, bug in known_bugs(request.config, next(iter(answers.values())).versions).items():

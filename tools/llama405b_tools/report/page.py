@@ -1,12 +1,7 @@
-"""The page of a report, one HTML file that needs no network; and the report in a terminal. Pure.
+"""Format a report as one HTML page that needs no network, or as lines for a terminal. Pure.
 
-The style sheet and the script of a report's page: dark or light as the reader's screen, values where the pointer is.
-
-Charts as SVG, by hand: lines or a stack of areas over time or steps, what was planned, what happened.
-
-Colors and text styles are classes of the page's style sheet, so that one drawing serves dark and light.
-
-The report in a terminal: the loss curve first, then what the time went into.
+Charts are hand-written SVG: lines or stacked areas over time or steps, with the plan and the events of the run. Colors are
+classes of the page's style sheet, so the same drawing serves dark and light screens. The script shows values at the pointer.
 """
 
 import dataclasses
@@ -146,33 +141,33 @@ Place = tuple[float, float]  # on the axes, not on the drawing
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Axis:
-    """What lies below a chart."""
+    """The horizontal axis of a chart, with its ticks, bands and marks."""
 
     end: float
     ticks: Sequence[tuple[float, str]]
     begin: float = 0.0
     kind: str = "time"  # or "step"
-    bands: Sequence[tuple[float, float, str]] = ()  # from, until, style: failures, and what else is no training
-    marks: Sequence[tuple[float, str, str]] = ()  # where, style, and words
+    bands: Sequence[tuple[float, float, str]] = ()  # begin, end, style: failures and other time without training
+    marks: Sequence[tuple[float, str, str]] = ()  # position, style, text
 
     def x(self, value: float) -> float:
-        """Return where a value is drawn."""
+        """Return the x coordinate of a value in the drawing."""
         return LEFT + INNER * (value - self.begin) / ((self.end - self.begin) or 1.0)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Curve:
-    """Values of one kind, in pieces that are not joined."""
+    """Values of one kind, in pieces that are drawn separately."""
 
     name: str
     style: str
     pieces: Sequence[Sequence[Place]]
-    dots: bool = False  # each value is a dot, as there are few
+    dots: bool = False  # draw each value as a dot: there are few
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Chart:
-    """What one drawing shows."""
+    """The content of one drawing."""
 
     title: str
     curves: Sequence[Curve]
@@ -180,11 +175,11 @@ class Chart:
     height: int = 120
     plan: float | None = None
     from_zero: bool = True
-    stacked: bool = False  # areas above each other; all have their values at the same places
-    ranges: Sequence[Sequence[tuple[float, float, float]]] = ()  # where, lowest, highest: behind the first curve
+    stacked: bool = False  # stacked areas; all curves have values at the same x
+    ranges: Sequence[Sequence[tuple[float, float, float]]] = ()  # x, lowest, highest: drawn behind the first curve
 
     def svg(self, axis: Axis) -> str:
-        """Draw it."""
+        """Return the chart as an SVG figure."""
         low, high = self._scale()
         inner = self.height - TOP - BOTTOM
 
@@ -237,7 +232,7 @@ class Chart:
                         yield f'<circle class="{curve.style}" cx="{axis.x(at):.1f}" cy="{y(value):.1f}" r="3.5"/>'
                 continue
             for piece in curve.pieces:
-                if len(piece) == 1:  # a line needs two ends
+                if len(piece) == 1:  # a line needs two points
                     piece = [*piece, piece[0]]
                 line = "L".join(f"{axis.x(at):.1f} {y(value):.1f}" for at, value in piece)
                 yield f'<path class="line {curve.style}" d="M{line}"/>'
@@ -303,13 +298,13 @@ MARKED = {
     "failed": "bad",
 }
 SHOWN_SAVES = 10
-MOST_OWN = 12  # curves of the user's module
-SMOOTH = 40  # a part of a curve's length to each side
+MOST_OWN = 12  # curves from the user's own module
+SMOOTH = 40  # the moving average spans 1/40 of a curve to each side
 GIB = 1 << 30
 
 
 def page(found: Summary) -> str:
-    """Return the page of a run."""
+    """Return a run's report as an HTML page."""
     title = html.escape(f"run {found.run}")
     rows = [[point.time - found.began, point.step, _values(found, point)] for point in found.reply.points]
     data = json.dumps(rows).replace("<", "\\u003c")
@@ -319,8 +314,8 @@ def page(found: Summary) -> str:
         '<div class="tiles">' + "".join(f'<div class="tile"><b>{html.escape(value)}</b><span>{html.escape(name)}</span></div>'
             for name, value in _tiles(found)) + "</div>",
         *(f'<p class="note">{html.escape(line)}</p>' for line in notes(found)),
-        '<div id="at" class="soft" aria-live="polite">Point at a curve to read its values; on one that Tab has chosen, press ← or →.</div>',
-        *(_charts(found) if found.reply.points or found.reply.evaluations else ["<p>No step was taken yet.</p>"]),
+        '<div id="at" class="soft" aria-live="polite">Point at a curve to read its values, or select it with Tab and press ← or →.</div>',
+        *(_charts(found) if found.reply.points or found.reply.evaluations else ["<p>No steps yet.</p>"]),
         *_samples(found.reply.samples),
         *_time(found),
         *_happened(happened(found), found.began),
@@ -334,13 +329,13 @@ def page(found: Summary) -> str:
 
 
 def notes(found: Summary) -> Iterator[str]:
-    """Yield what a reader must know to read it rightly."""
+    """Yield notes that a reader needs to interpret the report."""
     if line := idle_words(found):
         yield line
     resumed = any(event.kind is EventKind.RESUMED for event in found.reply.events)
     if found.trackers and resumed:
         names = " and ".join(found.trackers)
-        yield f"of steps that were taken again after a resume, {names} has the first values; these here are the last"
+        yield f"for steps repeated after a resume, {names} has the first values; this report has the last"
 
 
 def _about(found: Summary) -> Iterator[str]:
@@ -356,7 +351,7 @@ def _about(found: Summary) -> Iterator[str]:
 
 
 def _tiles(found: Summary) -> Iterator[tuple[str, str]]:
-    """Yield what stands above all else: what it is, and its value."""
+    """Yield the headline figures: name and value."""
     reply, account = found.reply, found.reply.account
     if reply.points:
         yield (
@@ -431,7 +426,7 @@ def _charts(found: Summary) -> Iterator[str]:
 
 
 def _timed(found: Summary, piece: Sequence[Point]) -> Iterator[list[tuple[float, Point]]]:
-    """Yield an attempt's points by their time; a step that hung is a piece of its own, as long as it took."""
+    """Yield an attempt's points by time; a step that hung is its own piece, drawn over the time it took."""
     began = {point.time: point.began for point, _ in found.slow}
     for hung, alike in itertools.groupby(piece, lambda point: began.get(point.time)):
         places = [(point.time, point) for point in alike]
@@ -440,14 +435,14 @@ def _timed(found: Summary, piece: Sequence[Point]) -> Iterator[list[tuple[float,
 
 def _memory(points: Sequence[Point], curve: Callable[[str, str, Callable[[Point], float]], Curve]) -> Chart:
     on_gpu = any(point.allocated_bytes for point in points)
-    curves = [curve("with what the allocator keeps" if on_gpu else "held", "a", lambda point: point.peak_bytes / GIB)]
+    curves = [curve("reserved by the allocator" if on_gpu else "held", "a", lambda point: point.peak_bytes / GIB)]
     if on_gpu:
         curves.append(curve("tensors", "c", lambda point: point.allocated_bytes / GIB))
-    return Chart("memory of rank 0, the most so far, GiB", curves, reading)
+    return Chart("peak memory of rank 0, GiB", curves, reading)
 
 
 def _own(pieces: Sequence[Sequence[Point]], began: float) -> Iterator[Chart]:
-    """What the user's module adds, as far as steps have it."""
+    """Yield a chart for each metric that the user's module adds."""
     names = dict.fromkeys(name for piece in pieces for point in piece for name in point.own)
     for name in list(names)[:MOST_OWN]:
         own = [[(point.time - began, point.own[name]) for point in piece if name in point.own] for piece in pieces]
@@ -455,7 +450,7 @@ def _own(pieces: Sequence[Sequence[Point]], began: float) -> Iterator[Chart]:
 
 
 def _loss(found: Summary, pieces: Sequence[Sequence[Point]]) -> str:
-    """Draw the loss by step, with its range where several steps are one point."""
+    """Return the chart of the loss by step, with a range where one point stands for several steps."""
     points = found.reply.points
     each = [[(point.step, point.loss) for point in piece] for piece in pieces]
     curves = [Curve("loss", "a", each)] if points else []
@@ -475,7 +470,7 @@ def _loss(found: Summary, pieces: Sequence[Sequence[Point]]) -> str:
 
 
 def _smooth(places: Sequence[Place], half: int) -> list[Place]:
-    """Return the mean of each value and those around it."""
+    """Return the moving average of the values."""
     around = [places[max(0, i - half) : i + half + 1] for i in range(len(places))]
     return [(at, sum(value for _, value in near) / len(near)) for (at, _), near in zip(places, around, strict=True)]
 
@@ -494,7 +489,7 @@ def _time_axis(found: Summary) -> Axis:
 
 
 def _values(found: Summary, point: Point) -> str:
-    """Say what a point shows, in a line."""
+    """Return the values of a point as one line."""
     mfu = given("  MFU {:.1f}%", found.mfu(point.rate))
     return (
         f"{step_words(point)}  {span(point.time - found.began)}  loss {point.loss:.4f}  grad {point.grad_norm:.3f}  "
@@ -515,7 +510,7 @@ def _time(found: Summary) -> Iterator[str]:
         [f'<span class="key {STYLES[use]}">{use}</span>', USES[use], *_figures(found, seconds, total_s)]
         for use, seconds in uses
     ]
-    total = "since the first launch, without the time that it was stopped"
+    total = "since the first launch, excluding the time it was stopped"
     rows.append(["<span class='key'></span>all", total, *_figures(found, total_s, total_s)])
     yield _table(["", "", "time", found.unit, "share", *(["cost"] if found.price else [])], rows, numeric=2)
     if account.incidents:
@@ -548,7 +543,7 @@ def _happened(all_of: Sequence[Happened], began: float) -> Iterator[str]:
 
 
 def _samples(samples: Sequence[Sample]) -> Iterator[str]:
-    """How prompts were continued: the last evaluation's, and all of them."""
+    """Yield the prompts' continuations: those of the last evaluation, then all."""
     if not samples:
         return
 
@@ -567,17 +562,17 @@ def _facts(found: Summary) -> Iterator[str]:
     reply = found.reply
     yield "<h2>What ran</h2>"
     versions = ", ".join(f"{name} {version}" for name, version in sorted(reply.versions.items()))
-    yield f"<p>{html.escape(versions or 'Versions of packages are known once a checkpoint was saved.')}</p>"
+    yield f"<p>{html.escape(versions or 'Package versions are known once a checkpoint is saved.')}</p>"
     if learns := reply.learns:
         yield f"<p>model: {html.escape(learns.model)}; data: {html.escape(learns.data)}</p>"
     if reply.checkpoint:
         yield f"<p>newest checkpoint: {html.escape(reply.checkpoint)}</p>"
-    yield '<p class="soft">Power and energy are not recorded in a run\'s files; cluster-top shows them while it trains.</p>'
+    yield '<p class="soft">A run\'s files do not record power or energy; cluster-top shows them during training.</p>'
     yield f"<details><summary>settings (config.toml)</summary><pre>{html.escape(reply.settings)}</pre></details>"
 
 
 def _table(headings: Sequence[str], rows: Sequence[Sequence[str]], numeric: int = 99) -> str:
-    """Return a table of cells that are HTML already; those from column ``numeric`` on are numbers."""
+    """Return an HTML table; cells are HTML already, and columns from ``numeric`` on hold numbers."""
 
     def row(cells: Sequence[str], tag: str) -> str:
         classes = [' class="n"' if i >= numeric else "" for i in range(len(cells))]
@@ -595,7 +590,7 @@ def _clock(moment: float) -> str:
 
 
 def lines_of(found: Summary, width: int, height: int, *, plain: bool) -> Iterator[str]:
-    """Yield the lines. ``plain``: without characters that a terminal may lack."""
+    """Yield the report's lines for a terminal. ``plain``: use ASCII only."""
     reply, points = found.reply, found.reply.points
     yield f"run {found.run}: {state_words(found)}"
     losses = [(float(point.step), point.loss) for point in points]
@@ -608,7 +603,7 @@ def lines_of(found: Summary, width: int, height: int, *, plain: bool) -> Iterato
         yield f"loss {points[0].loss:.4f} -> {found.last('loss'):.4f} (mean of the last {many}), {_rate(found)}"
     if evaluated:
         best = min(reply.evaluations, key=lambda each: each[2])
-        yield f"evaluation {evaluated[0][1]:.4f} -> {evaluated[-1][1]:.4f}, the lowest {best[2]:.4f} at step {best[0]}"
+        yield f"evaluation {evaluated[0][1]:.4f} -> {evaluated[-1][1]:.4f}, lowest {best[2]:.4f} at step {best[0]}"
     if account := reply.account:
         yield account_line(account, found.unit)
         if cost := found.cost(sum(account.seconds.values())):

@@ -1,11 +1,8 @@
-"""Ask all hosts of a run what its ranks are doing, and say who holds it up.
+"""Ask all hosts of a run what its ranks are doing, and diagnose who holds it up.
 
-Where each rank stands, from what its host saw of it: in which collective, or in what else.
-
-Who holds up a run, from what all its hosts saw at one moment.
-
-A rank that does something else while others wait in a collective holds them up; if all wait, the one that waits elsewhere than most;
-if all wait in the same place, the network. Nobody is blamed while the run moves.
+What each rank does (in which collective it waits, or what else it does) follows from what its host saw at one moment. A rank that does
+something else while others wait in a collective holds them up; if all wait, the one that waits in another place than most; if all wait in
+the same place, the network. Nobody is blamed while the run makes progress.
 """
 
 import collections
@@ -49,7 +46,7 @@ LIBRARY = re.compile(r"/(site|dist)-packages/|/lib/python\d|^<frozen")
 
 
 class Stand(enum.StrEnum):
-    """What keeps a rank where it is."""
+    """What a rank does, or what keeps it from running."""
 
     GONE = "gone"  # it has no process
     STOPPED = "stopped"  # by a signal, or a zombie
@@ -61,7 +58,7 @@ class Stand(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Position:
-    """Where one rank stands."""
+    """What one rank does, and where in its program."""
 
     host: str
     evidence: RankEvidence
@@ -85,18 +82,18 @@ class Position:
 
     @property
     def phase(self) -> Phase | None:
-        """Which phase its last heartbeat told."""
+        """The phase of its last heartbeat."""
         return self.evidence.beat.phase if self.evidence.beat else None
 
     @property
     def key(self) -> tuple[str, str, str, int]:
-        """Alike for those that stand at the same place."""
+        """Equal for ranks at the same place."""
         where = f"{self.frame.file}:{self.frame.line}" if self.frame and self.stand is not Stand.COLLECTIVE else ""
         return self.stand, self.what or where, self.unit, self.step
 
 
 def positions(hosts: Mapping[str, HostEvidence]) -> list[Position]:
-    """Return where each rank stands, by rank."""
+    """Return the position of each rank, by rank."""
     found = [_position(host, rank) for host in hosts.values() for rank in host.ranks]
     return sorted(found, key=lambda position: position.rank)
 
@@ -121,7 +118,10 @@ def _position(host: HostEvidence, rank: RankEvidence) -> Position:
 
 
 def _stand_of(rank: RankEvidence) -> tuple[Stand, str, Thread | None]:
-    """Return what keeps it, the collective, and the thread that tells: the one that holds it up, if the main one waits for it."""
+    """Return what a rank does, its collective, and the thread that shows it.
+
+    If the main thread waits for another thread, that is the one that shows it.
+    """
     if not rank.threads or not rank.threads[0].python:
         return Stand.UNKNOWN, "", None
     main, *others = rank.threads
@@ -184,7 +184,7 @@ FILE_CALLS = frozenset({
 
 
 class Verdict(enum.StrEnum):
-    """What is to be said of a run."""
+    """Whether a run makes progress."""
 
     MOVES = "moves"  # nobody is to blame
     HANGS = "hangs"
@@ -193,7 +193,7 @@ class Verdict(enum.StrEnum):
 
 
 class Fault(enum.StrEnum):
-    """What kind of thing holds it up."""
+    """What kind of fault holds up a run."""
 
     HOST_LOST = "host lost"
     RANK_GONE = "rank gone"
@@ -207,7 +207,7 @@ class Fault(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Group:
-    """Ranks that stand at the same place."""
+    """Ranks at the same place."""
 
     positions: tuple[Position, ...]
 
@@ -272,11 +272,11 @@ def diagnose(
         blamed = _blamed(verdict, culprit, hosts, groups)
         return blamed if verdict is Verdict.HANGS else dataclasses.replace(blamed, words=f"{blamed.words}; {why}")
     alike = f"; all {counted(len(every), 'rank')} {group_words(groups[0])}" if len(groups) == 1 else ""
-    return Diagnosis(verdict, f"{why}{alike}; nothing tells which rank or link is at fault", groups)
+    return Diagnosis(verdict, f"{why}{alike}; cannot tell which rank or link is at fault", groups)
 
 
 def grouped(every: Iterable[Position]) -> tuple[Group, ...]:
-    """Return the ranks that stand at the same place together, the largest group first."""
+    """Group the ranks that are at the same place, the largest group first."""
     found = collections.defaultdict[object, list[Position]](list)
     for position in every:
         found[position.key].append(position)
@@ -284,10 +284,10 @@ def grouped(every: Iterable[Position]) -> tuple[Group, ...]:
 
 
 def pace_of(every: Sequence[Position], hosts: Mapping[str, HostEvidence], hang_after_s: float) -> tuple[Verdict, str]:
-    """Return whether the run moves, and why that is thought."""
+    """Return whether the run makes progress, and why."""
     told = [(position, position.age_s) for position in every if position.age_s is not None and position.evidence.pid]
     if not told:
-        return Verdict.UNCLEAR, "its ranks tell nothing of their steps"
+        return Verdict.UNCLEAR, "its ranks report no steps"
     progress = next((host.progress for host in hosts.values() if host.progress != Progress()), Progress())
     newest_s = min(age_s for _, age_s in told)
     phase = next((position.phase for position, _ in told if position.phase in SLOW_PHASES), told[0][0].phase)
@@ -303,9 +303,9 @@ def pace_of(every: Sequence[Position], hosts: Mapping[str, HostEvidence], hang_a
     usual = given(", usually {}", span(progress.usual_step_s)) if progress.usual_step_s and phase is Phase.TRAIN else ""
     silent = f"no rank has moved for {span(newest_s)} (phase {phase}{usual})"
     if stands_s <= patience.odd_s and all(position.evidence.moved for position, _ in told):
-        return Verdict.MOVES, f"it goes on: phase {phase}, every rank moved while it was looked at"
+        return Verdict.MOVES, f"making progress (phase {phase}): every rank advanced during the sample"
     if stands_s <= patience.odd_s:
-        return Verdict.MOVES, f"it goes on: phase {phase}, a rank last moved {span(newest_s)} ago{usual}"
+        return Verdict.MOVES, f"making progress (phase {phase}): a rank last advanced {span(newest_s)} ago{usual}"
     if stands_s <= judge.LONG_SILENCE * patience.hang_s and (
         going := next((p for p, _ in told if _goes_on(p, hosts[p.host])), None)
     ):
@@ -315,12 +315,12 @@ def pace_of(every: Sequence[Position], hosts: Mapping[str, HostEvidence], hang_a
             f"{silent}, but rank {going.rank} works: {moved} moved in the last {hosts[going.host].window_s:.1f} s",
         )
     if stands_s <= patience.hang_s:
-        return Verdict.UNCLEAR, f"{silent}, which is no hang before {span(patience.hang_s)}"
+        return Verdict.UNCLEAR, f"{silent}; it counts as a hang after {span(patience.hang_s)}"
     return Verdict.HANGS, silent
 
 
 def _goes_on(position: Position, host: HostEvidence) -> bool:
-    """Whether a silent rank does what takes its time: reading, writing, computing before the first step."""
+    """Return whether a silent rank does slow work: reading, writing, computing before the first step."""
     if position.stand is not Stand.ELSEWHERE:
         return False
     doing, window_s = position.evidence.doing, max(host.window_s, 0.1)
@@ -330,7 +330,7 @@ def _goes_on(position: Position, host: HostEvidence) -> bool:
 
 
 def _gone(every: Sequence[Position]) -> Culprit | None:
-    """A rank that was there in this attempt, and has no process any more; of several, one that told why, or died without a word."""
+    """Return the ranks whose process is gone: one that logged why, or else all silent ones of a host."""
     gone = [
         position
         for position in every
@@ -348,7 +348,7 @@ def _gone(every: Sequence[Position]) -> Culprit | None:
     return Culprit(
         Fault.RANK_GONE,
         *_places(same),
-        f"{_ranks(same)} {verb} no process any more, and left no word",
+        f"{_ranks(same)} {verb} no process and logged no reason",
         _last_lines(first),
     )
 
@@ -359,7 +359,10 @@ def _stopped(every: Sequence[Position]) -> Culprit | None:
         return None
     why = STUCK.get(stopped[0].evidence.state.upper(), "it is stopped")
     return Culprit(
-        Fault.STOPPED, *_places(stopped), f"{_ranks(stopped)} cannot go on: {why}{_others(every)}", _stack(stopped[0])
+        Fault.STOPPED,
+        *_places(stopped),
+        f"{_ranks(stopped)} cannot continue: {why}{_others(every)}",
+        _stack(stopped[0]),
     )
 
 
@@ -369,7 +372,10 @@ def _not_answered(lost: Mapping[str, str]) -> str:
 
 
 def _elsewhere(every: Sequence[Position], hosts: Mapping[str, HostEvidence], *, hangs: bool) -> Culprit | None:
-    """Ranks that do something else while others wait; of several, those that are furthest behind. Or all, if they hang in one place."""
+    """Return ranks that do something else while others wait; of several, those that are furthest behind.
+
+    Or all ranks, if they hang in one place.
+    """
     others = [position for position in every if position.stand in (Stand.ELSEWHERE, Stand.UNKNOWN)]
     alone = len(others) < len(every) or len(every) == 1
     if not others or not (alone or (hangs and len({position.key for position in others}) == 1)):
@@ -390,7 +396,7 @@ def _is_blocked(position: Position) -> bool:
 
 
 def _doing_words(position: Position, host: HostEvidence, *, several: bool) -> tuple[Fault, str]:
-    """Say what a rank does instead of waiting with the others; ``several``: it is one of those that do."""
+    """Return what a rank does instead of waiting with the others; ``several``: it is one of those that do."""
     waits = "wait" if several else "waits"
     seen, window_s = position.evidence, max(host.window_s, 0.1)
     at = f" in {frame_words(position.frame)}" if position.frame else ""
@@ -410,14 +416,17 @@ def _doing_words(position: Position, host: HostEvidence, *, several: bool) -> tu
     if position.stand is Stand.UNKNOWN:
         return (
             Fault.ELSEWHERE,
-            f"cannot be looked into ({seen.no_stacks or 'no stacks'}), while the others wait",
+            f"cannot be inspected ({seen.no_stacks or 'no stacks'}) while the others wait",
         )
     is_, does = ("are", "do") if several else ("is", "does")
     return Fault.ELSEWHERE, f"{is_}{at}" if at else f"{does} something else"
 
 
 def _throttled(every: Sequence[Position], hosts: Mapping[str, HostEvidence]) -> Culprit | None:
-    """Ranks that wait as the others do, and whose control group keeps them, and the threads that carry their messages, from running."""
+    """Return ranks that wait like the others, and whose control group keeps them from running.
+
+    That stops the threads that carry their messages, too.
+    """
     shares = {
         position.rank: position.evidence.doing.throttled_s / max(hosts[position.host].window_s, 0.1)
         for position in every
@@ -432,7 +441,7 @@ def _throttled(every: Sequence[Position], hosts: Mapping[str, HostEvidence]) -> 
 
 
 def _link(every: Sequence[Position], hosts: Mapping[str, HostEvidence]) -> Culprit | None:
-    """The host whose link is down, or to and from which what is sent is not confirmed."""
+    """Return the host whose link is down, or whose data, sent or received, is not acknowledged."""
     down = [name for name, host in hosts.items() if host.around.link_up is False]
     if down:
         what = ", ".join(f"{hosts[name].interface} of {name}" for name in down)
@@ -446,7 +455,7 @@ def _link(every: Sequence[Position], hosts: Mapping[str, HostEvidence]) -> Culpr
             if peer != position.host:
                 votes.update((peer, position.host))
                 evidence.append(
-                    f"rank {position.rank} on {position.host}: {_bytes(unsent.queued_bytes)} to {peer} are not confirmed "
+                    f"rank {position.rank} on {position.host}: {_bytes(unsent.queued_bytes)} to {peer} are not acknowledged "
                     f"after {counted(unsent.retries, 'retry', 'retries')}"
                 )
     if not votes:
@@ -455,12 +464,12 @@ def _link(every: Sequence[Position], hosts: Mapping[str, HostEvidence]) -> Culpr
     found = tuple(sorted(name for name, n in votes.items() if n == most))
     between = f"the link between {' and '.join(found)}" if len(found) == 2 else f"the link of {fold_names(found)}"
     return Culprit(
-        Fault.LINK, found, (), f"{between} passes nothing{_others(every)}", tuple(dict.fromkeys(evidence))[:6]
+        Fault.LINK, found, (), f"{between} passes no data{_others(every)}", tuple(dict.fromkeys(evidence))[:6]
     )
 
 
 def _mismatch(every: Sequence[Position]) -> Culprit | None:
-    """Those that wait in another collective than most; of two halves, the one that is behind."""
+    """Return the ranks that wait in another collective than most; of two halves, the one that is behind."""
     waiting = [position for position in every if position.stand is Stand.COLLECTIVE]
     groups = grouped(waiting)
     if len(groups) < 2:
@@ -474,7 +483,7 @@ def _mismatch(every: Sequence[Position]) -> Culprit | None:
 def _blamed(
     verdict: Verdict, culprit: Culprit, hosts: Mapping[str, HostEvidence], groups: tuple[Group, ...]
 ) -> Diagnosis:
-    """Return the diagnosis, with what the culprit's hosts say besides."""
+    """Return the diagnosis, with further evidence from the culprit's hosts."""
     besides = []
     for name in culprit.hosts:
         if host := hosts.get(name):
@@ -505,7 +514,7 @@ def _ranks(found: Sequence[Position]) -> str:
 
 
 def _others(every: Sequence[Position]) -> str:
-    """Say where most of the others wait."""
+    """Return where most of the others wait, as a clause."""
     waiting = grouped(position for position in every if position.stand in (Stand.COLLECTIVE, Stand.DEVICE))
     if not waiting:
         return ""
@@ -515,7 +524,7 @@ def _others(every: Sequence[Position]) -> str:
 
 
 def group_words(group: Group) -> str:
-    """Say where a group stands: ``wait in all_gather_single of layers.71 backward, step 4711``."""
+    """Return where a group is: ``wait in all_gather_single of layers.71 backward, step 4711``."""
     first, verb = group.first, "waits" if len(group.positions) == 1 else "wait"
     step = given(", step {}", first.step)
     at, within = given(" of {}", first.unit) + step, given(", in {}", first.unit) + step
@@ -528,19 +537,19 @@ def group_words(group: Group) -> str:
     if first.stand is Stand.STOPPED:
         return f"stopped (state {first.evidence.state}){within}"
     if first.frame is None:
-        return f"cannot be looked into ({first.evidence.no_stacks or 'no stacks'})"
+        return f"cannot be inspected ({first.evidence.no_stacks or 'no stacks'})"
     return f"in {frame_words(first.frame)}{within}"
 
 
 def frame_words(frame: Frame) -> str:
-    """Write a call as ``data/documents.py:88 (rows): the line``."""
+    """Return a call as ``data/documents.py:88 (rows): the line``."""
     place = "/".join(frame.file.rsplit("/", 2)[-2:])
     code = frame.code.partition("  #")[0].rstrip()  # without a comment behind it
     return f"{place}:{frame.line} ({frame.function}){given(': {}', short(code, MOST_CODE))}"
 
 
 def _stack(position: Position) -> tuple[str, ...]:
-    """Return the innermost calls of the thread that was looked at."""
+    """Return the innermost calls of the thread that shows what a rank does."""
     threads = position.evidence.threads
     thread = next((each for each in threads if each.name == position.thread), threads[0] if threads else None)
     if thread is None:
@@ -580,7 +589,7 @@ class Autopsy:
         return clean(f"{self.diagnosis.verdict.upper()}  {self.diagnosis.words}")
 
     def report(self) -> list[str]:
-        """What a person reads."""
+        """Return the report for people, as lines."""
         found, ranks = self.diagnosis, [rank for host in self.hosts.values() for rank in host.ranks]
         lines = [
             f"run {self.run}, attempt {self.attempt}: {counted(len(ranks), 'rank')} on {counted(len(self.hosts), 'host')}, "
@@ -602,7 +611,7 @@ class Autopsy:
 
 
 def take_autopsy(fleet: Fleet, plan: Plan, hang_after_s: float = HANG_AFTER_S) -> Autopsy:
-    """Look at every rank of a run; hosts that do not answer are named."""
+    """Examine every rank of a run; hosts that do not answer are named."""
     began = time.monotonic()
     requests = {node.name: EvidenceRequest(plan.run, node.name) for node in plan.nodes if node.name in fleet.hosts}
 
@@ -617,7 +626,7 @@ def take_autopsy(fleet: Fleet, plan: Plan, hang_after_s: float = HANG_AFTER_S) -
 
 
 def keep_autopsy(autopsy: Autopsy) -> Path | None:
-    """Write all that was seen below the run's directory here; returns where, or None if it cannot be written."""
+    """Write an autopsy below the run's directory here; return where, or None if it cannot be written."""
     place = RunDir.here(autopsy.run).autopsies / time.strftime("%Y%m%d-%H%M%S")
     with contextlib.suppress(OSError):
         place.mkdir(parents=True, exist_ok=True, mode=0o700)  # it has lines of logs
@@ -633,19 +642,19 @@ def keep_autopsy(autopsy: Autopsy) -> Path | None:
 
 
 def examined(fleet: Fleet, plan: Plan, failure: Failure, hang_after_s: float) -> Failure:
-    """Take and keep an autopsy of an attempt that is about to be ended; returns its failure, of a hang with the culprit that was found.
+    """Take and save an autopsy of an attempt about to be ended; return its failure, a hang with its culprit.
 
     ``hang_after_s``: the limit of who ends it.
 
-    Whatever goes wrong with it, the failure is what it was: a run waits to be brought back.
+    If the autopsy fails, the failure is returned unchanged: a run waits to be restarted.
     """
     try:
         autopsy = take_autopsy(fleet, plan, hang_after_s)
         place = keep_autopsy(autopsy)
     except Exception as error:  # noqa: BLE001
-        show(f"autopsy: none, {type(error).__name__}: {error}")
+        show(f"autopsy failed: {type(error).__name__}: {error}")
         return failure
-    show(f"autopsy: {autopsy.line}{given('; all of it in {}', str(place or ''))}")
+    show(f"autopsy: {autopsy.line}{given('; full report in {}', str(place or ''))}")
     culprit = autopsy.diagnosis.culprit
     if failure.cause.kind is not CauseKind.HUNG or culprit is None or not culprit.hosts:
         return failure
@@ -657,7 +666,7 @@ def examined(fleet: Fleet, plan: Plan, failure: Failure, hang_after_s: float) ->
 
 
 def last_stacks(run: str) -> tuple[str, dict[int, list[str]]]:
-    """Return when the last autopsy was taken that is kept here, and the lines about each rank; "" and none if there is none."""
+    """Return the time of the last autopsy that is kept here, and the lines about each rank; or "" and {}."""
     kept = [path for path in sorted(RunDir.here(run).autopsies.glob("*")) if (path / REPORT).exists()]
     if not kept:
         return "", {}

@@ -1,8 +1,7 @@
-"""Where a run is, on hosts or in a Slurm job: find it, ask it, end it.
+"""Find, query and end a run on hosts, or in a Slurm job.
 
-Have a host run a verb: write a model from a checkpoint that it has, or send that.
-
-Where a run is: on hosts (over SSH, or this machine), or in a Slurm job whose files are on this machine.
+Hosts are reached over SSH, or are this machine; the files of a job are on this machine.
+A host can also be made to run a verb: to write a model from its checkpoint, or to send it.
 """
 
 import dataclasses
@@ -36,10 +35,10 @@ from llama405b_tools.text.words import fold_names
 
 
 def call_on(fleet: Fleet, host: str, words: Sequence[str], say: Callable[[str], object], setup: str = "") -> None:
-    """Run a verb there, in its working directory; ``say`` takes what it prints. ``setup``: a shell line to run before.
+    """Run a verb on a host, in its working directory; ``say`` takes what it prints. ``setup``: a shell line to run before.
 
     Raises:
-        UserError: It was refused there, which its last lines explain.
+        UserError: The host refused it; its last lines say why.
         RunError: It failed, or the connection was lost; the same command resumes.
     """
     python, workdir = shell_path(fleet.python(host)), shell_path(fleet.workdir(host))
@@ -93,7 +92,7 @@ def _until_gone(job: str, seconds: float) -> None:
 
 
 def job_waits(run: str) -> bool:
-    """Whether the job of a run has no nodes: not yet, or not again after a requeue."""
+    """Return whether the job of a run has no nodes: not yet, or not again after a requeue."""
     return not job_hosts(run) or processes.job_state(job_of(run)) == "PENDING"
 
 
@@ -105,7 +104,7 @@ def job_hosts(run: str) -> tuple[Host, ...]:
 
 
 def run_asked(run: str | None, hosts_file: Path) -> str | None:
-    """Return the run that is meant if it is a job: the one named, or the newest if there is no hosts file."""
+    """Return the requested run if it is a job: the one named, or the newest if there is no hosts file."""
     if run and re.fullmatch(r"[\w.-]+", run) and job_record(run):
         return run
     if run or hosts_file.exists():
@@ -142,7 +141,7 @@ Ends = dict[str, StopReply | HostError]  # what became of each host's part
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Waiting:
-    """A run that has no hosts to ask: not yet, or not any more."""
+    """A run that has no hosts to query: not yet, or no longer."""
 
     words: str
     is_over: bool
@@ -162,7 +161,7 @@ class Backend(Protocol):
         """
 
     def waiting(self) -> Waiting | None:
-        """Why no host can be asked; None if they can."""
+        """Return why no host can be queried; None if they can."""
 
     def stop(self, fleet: Fleet, run: str, by: str, grace_s: float) -> Ends:
         """End a run for good, after a grace period for the trainer to save."""
@@ -227,7 +226,7 @@ class InJob:
     def hosts(self) -> tuple[Host, ...]:
         hosts = job_hosts(self.name)
         if not hosts:
-            raise UserError(f"{job_words(self.name)}; it has no nodes to ask yet")
+            raise UserError(f"{job_words(self.name)}; it has no nodes to query yet")
         return hosts
 
     def waiting(self) -> Waiting | None:

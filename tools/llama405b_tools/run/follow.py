@@ -29,7 +29,7 @@ from llama405b_tools.text.words import BAR, clean, fold_ranks, without_end
 MEAN_OF = 10  # steps, because one step's loss depends on its few sequences
 POLL_S = 0.5
 RANK_0_OUT = re.compile(r"/0/stdout\.log$")
-QUIET_S = 3.0  # before the first step: after such a silence, it is said what is going on
+QUIET_S = 3.0  # before the first step: after this silence, print what the ranks are doing
 SAME_QUIET_S = 60.0  # and if that is still the same, after this one
 DOING = {
     Phase.START: "connecting to each other",
@@ -84,7 +84,7 @@ class Ending:
 
     @property
     def refused(self) -> bool:
-        """Whether the trainer refused its input, or a loss that jumped, and would refuse it again."""
+        """Whether a restart cannot help (bad input, loss spike guard)."""
         again = (CauseKind.REFUSED, CauseKind.FOLLOWED, CauseKind.SPIKE)
         return self.failure is not None and self.failure.cause.kind in again
 
@@ -94,7 +94,7 @@ class Ending:
         if self.failure:
             return f"{self.failure.host}: {failure_words(self.failure)}{log_words(self.failure, self.logs)}"
         if self.kind is EndKind.RESTART:
-            return f"a restart that {self.stopped_by} asked for"
+            return f"a restart requested by {self.stopped_by}"
         return given("stopped by {}", self.stopped_by) or "the run finished successfully"
 
 
@@ -137,14 +137,14 @@ class RunMonitor:
         return max((m.step for m in self.metrics if m.attempt == self.plan.attempt), default=0)
 
     def handle(self, arrival: HostMessage) -> list[str]:
-        """Take one message; returns the lines to print."""
+        """Take one message; return the lines to print."""
         host, news = arrival.host, arrival.news
         if isinstance(news, Unreachable):
             known = self.unreachable.get(host)
             self.unreachable[host] = news.why
             if known:
                 return []
-            return [f"{host} │ cannot be reached: {news.why}; its part may still be running; trying again"]
+            return [f"{host} │ cannot be reached: {news.why}; its processes may still be running; retrying"]
         lines = []
         if self.unreachable.pop(host, None):
             lines.append(f"{host} │ reachable again")
@@ -156,7 +156,7 @@ class RunMonitor:
         return [*lines, *self._lines(host, news)]
 
     def before_first_step(self) -> str:
-        """What the ranks do until there is a first step; '' from then on, or if the program is not our trainer."""
+        """Return what the ranks do before the first step; '' afterwards, or if the program is not our trainer."""
         if not self.plan.trains or self.failures or any(each.attempt == self.plan.attempt for each in self.metrics):
             return ""
         doing: dict[str, set[int]] = {"starting Python and PyTorch": set(range(self.plan.world))}
@@ -192,14 +192,14 @@ class RunMonitor:
                 self.pages.append(event)
 
     def late_save(self) -> str:
-        """Say that a checkpoint is late, because its save hangs; '' if it is not, or that is not known."""
+        """Return that a checkpoint is late, because its save hangs; '' if it is not, or that is not known."""
         head = self.heard.get(self.plan.nodes[0].name)
         if head is None or not head.beats:
             return ""
         return str(overdue(self.saves, head.now, dataclasses.asdict(head.beats[0])))  # type: ignore[no-untyped-call]
 
     def gives_up(self, limits: Limits | None) -> bool:
-        """Whether the other hosts had long enough to notice a failure: they may still run, but cannot continue."""
+        """Return whether the other hosts had time to notice a failure: they may still run, but cannot continue."""
         if limits and self.plan.trains:
             self.look_for_hang(limits)
         if (self.failures or self.restart_by) and self.give_up_at == math.inf:
@@ -207,7 +207,7 @@ class RunMonitor:
         return time.monotonic() > self.give_up_at
 
     def look_for_hang(self, limits: Limits) -> None:
-        """Count a rank that has been silent for too long as a failure, unless steps are taken meanwhile, which needs it."""
+        """Count a rank that is silent for too long as a failure, unless steps, which need it, still complete."""
         longest_step_s = max((metrics.step_s for metrics in self.metrics), default=0.0)
         step_limit_s = judge.between_steps(longest_step_s, limits.step_s).hang_s
         hung = judge.hung(self.heard, time.monotonic(), step_limit_s, limits.slow_s)
@@ -216,14 +216,14 @@ class RunMonitor:
             self.failures.append(hung)
 
     def _step_age_s(self) -> float:
-        """How long ago this attempt took its last step, by the head's own clock; inf if that is not known."""
+        """Return how long ago this attempt took its last step, by the head's clock; inf if that is unknown."""
         head = self.heard.get(self.plan.nodes[0].name)
         if head is None or not self.metrics or self.metrics[-1].attempt != self.plan.attempt:
             return math.inf
         return head.now - self.metrics[-1].time + time.monotonic() - head.at_s
 
     def failed_at(self, host: str) -> float:
-        """When the attempt failed, as the host saw it where it failed, by the head's clock; 0: unknown."""
+        """Return when the attempt failed, as the failed host saw it, by the head's clock; 0: unknown."""
         head, its = self.heard.get(self.plan.nodes[0].name), self.heard.get(host)
         if head is None:
             return 0.0
@@ -231,14 +231,14 @@ class RunMonitor:
         return head.now + ended_s - head.at_s
 
     def count_lost(self, now_s: float) -> None:
-        """Count the hosts that have fallen silent as unreachable: the run has failed, and others only waited for them."""
+        """Count silent hosts as unreachable: the run has failed, and the others only waited for them."""
         for host, heard in self.heard.items():
             silent_s = now_s - heard.at_s
             if host not in self.ended and silent_s > judge.HEARD_WITHIN_S:
-                self.unreachable.setdefault(host, f"nothing was heard from it for {silent_s:.0f} s")
+                self.unreachable.setdefault(host, f"no message for {silent_s:.0f} s")
 
     def worst(self) -> Failure | None:
-        """The failure to name; None if no host reported one, or the attempt was to end."""
+        """Return the failure to name; None if no host reported one, or a restart was requested."""
         if not self.failures or self.restart_by:
             return None
         lost = [Failure(host, Cause(CauseKind.UNREACHABLE, host, detail=why)) for host, why in self.unreachable.items()]
@@ -246,7 +246,7 @@ class RunMonitor:
         return judge.first_failure(found)
 
     def found(self, failure: Failure, examined: Failure) -> Failure:
-        """Put what an autopsy found in a failure's place; returns it."""
+        """Replace a failure by the one that an autopsy returned; return that."""
         self.failures = [examined if each is failure else each for each in self.failures]
         return examined
 
@@ -261,7 +261,7 @@ class RunMonitor:
             self.failures.append(failure)
 
     def _lines(self, host: str, news: StreamMessage) -> list[str]:
-        """The lines to print from a host's logs: rank 0's output, and why ranks end; of another program, all errors."""
+        """Return the lines to print of a host's logs: rank 0's output, why ranks end, another program's stderr."""
         found: list[str] = []
         for _, file, written in news.entries:
             text, how = without_end(written)
@@ -276,7 +276,7 @@ class RunMonitor:
 
 
 class IdleMessage:
-    """How long nothing was printed, and what to print then."""
+    """Track how long nothing was printed, and what to print then."""
 
     def __init__(self, monitor: RunMonitor, now_s: float) -> None:
         self.monitor = monitor
@@ -335,7 +335,7 @@ def watch_run(
 
 
 def _next_lines(streams: Streams, monitor: RunMonitor) -> list[str]:
-    """Take the next message, if one arrives in time; returns the lines to print."""
+    """Take the next message, if one arrives in time; return the lines to print."""
     with contextlib.suppress(queue.Empty):
         return monitor.handle(streams.arrivals.get(timeout=POLL_S))
     return []
@@ -352,7 +352,7 @@ def follow(
 ) -> Ending:
     """Follow a run to its end, and print how it ended; Ctrl-C only stops following.
 
-    ``hosts`` is the argument with which the printed commands find the hosts again; ``until`` is called all the while;
+    ``hosts`` is the hosts argument of the printed commands; ``until`` is called all the while;
     unless ``plain``, a terminal has the newest step in its last line.
     """
     try:
@@ -360,14 +360,14 @@ def follow(
         return summarise(watch, plan, hosts, guarded=limits is not None)
     except (KeyboardInterrupt, NobodyReadsError):
         show(
-            f"\nno longer following; the run continues. `{program_name()} logs{hosts} -f --run {plan.run}` follows again, "
-            f"`{program_name()} stop{hosts} --run {plan.run}` ends it"
+            f"\nDetached; the run keeps going. Re-attach: `{program_name()} logs{hosts} -f --run {plan.run}`. "
+            f"Stop: `{program_name()} stop{hosts} --run {plan.run}`."
         )
         return Ending(EndKind.LEFT)
 
 
 def summarise(watch: RunMonitor, plan: Plan, hosts: str = "", *, guarded: bool = False) -> Ending:
-    """Print how it ended."""
+    """Print how the run ended, and return that."""
     if watch.metrics:
         show(f"\n{plan.run}: {_progress(watch, plan)}")
     if watch.saved:
@@ -398,7 +398,7 @@ def summarise(watch: RunMonitor, plan: Plan, hosts: str = "", *, guarded: bool =
 
 
 def _export(plan: Plan, hosts: str) -> str:
-    """What to type for a model, and where."""
+    """Return the command that exports a model, and where to type it."""
     typed = f"{program_name()} export {plan.run} OUT"
     if not plan.spread or len(plan.nodes) == 1:
         return f"`{typed}`, where the checkpoint is,"
@@ -408,7 +408,7 @@ def _export(plan: Plan, hosts: str) -> str:
 
 
 def _progress(watch: RunMonitor, plan: Plan) -> str:
-    """Loss and rate from the first step to the last."""
+    """Return loss and rate from the first step to the last."""
     metrics = watch.metrics
     first = metrics[0]
     last = metrics[-1]
@@ -423,7 +423,7 @@ def _progress(watch: RunMonitor, plan: Plan) -> str:
 
 
 def _held_out(watch: RunMonitor) -> str:
-    """Loss on data held out, before the first step and after the last that was evaluated."""
+    """Return the held-out loss, before the first step and after the last that was evaluated."""
     evaluated = next((each for each in reversed(watch.metrics) if each.evaluation_loss is not None), None)
     if evaluated is None:
         return ""

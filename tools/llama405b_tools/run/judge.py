@@ -1,6 +1,6 @@
-"""Which run a verb means, its state on a host, and which host failed first; and both in words.
+"""Judge a run by its hosts' answers: its state on each, whether it hangs, which host failed first.
 
-Pure: takes answers, returns values.
+Also which run a verb means, and all of it in words. Pure: takes answers, returns values.
 """
 
 import dataclasses
@@ -18,11 +18,12 @@ from llama405b_tools.text.words import clean
 
 HEARD_WITHIN_S = (
     3 * BEATS_EVERY_S
-)  # of a host that is silent for longer, nothing is known; its connection notices far later
+)  # the state of a host that is silent for longer is unknown; its connection notices far later
 ONGOING = (NodeState.STARTING, NodeState.RUNNING)
 SLOW_PHASES = (Phase.START, Phase.DATA, Phase.LOAD, Phase.PIN, Phase.RESUME, Phase.CHECKPOINT)
 
 HANG_AFTER_S = 60.0  # --hang-after of autopsy and cluster-top, which end nothing
+# between steps, a run stalls after the longer of STALL_S and STALL_STEPS steps; HANG_STEPS: at least so many before it hangs
 STALL_S, STALL_STEPS, HANG_STEPS = 10.0, 2, 5
 LONG_SILENCE = 3  # times the silence of a hang: after that, nothing is an excuse
 SHORTEST_S, LONG_PHASE, HUNG_PHASE = 10.0, 3.0, 10.0  # times the usual time of a phase
@@ -31,25 +32,25 @@ SLACK_S = 60.0  # beyond the trainer's own timeout, so that it can report what i
 
 
 class Patience(NamedTuple):
-    """For how many seconds nothing of a run may move: what guard, autopsy and cluster-top all judge by."""
+    """How long nothing of a run may move, in seconds: the limits of guard, autopsy and cluster-top."""
 
     odd_s: float  # from then on it is not healthy
     hang_s: float  # and from then on it hangs
 
 
 def between_steps(step_s: float | None, least_s: float = HANG_AFTER_S) -> Patience:
-    """Return it for training, whose steps take so long."""
+    """Return the limits for training, with steps of this length."""
     return Patience(max(STALL_S, STALL_STEPS * (step_s or 0.0)), max(least_s, HANG_STEPS * (step_s or 0.0)))
 
 
 def in_phase(usual_s: float | None) -> Patience:
-    """Return it for a phase other than training, from the phase's begin on."""
+    """Return the limits for a phase other than training, from the phase's begin on."""
     odd_s = max(SHORTEST_S, LONG_PHASE * (usual_s or UNKNOWN_PHASE_S))
     return Patience(odd_s, odd_s * HUNG_PHASE / LONG_PHASE)
 
 
 def first_step(load_s: float) -> Patience:
-    """Return it for the first step, which compiles and connects; ``load_s``: the run's timeouts.load, 0: unknown."""
+    """Return the limits for the first step, which compiles and connects; ``load_s``: the run's timeouts.load, 0: unknown."""
     return Patience(in_phase(None).odd_s, (load_s or Timeouts().load) + SLACK_S)
 
 
@@ -102,7 +103,7 @@ class Failure:
 
 
 def choose_run(answers: Mapping[str, Sequence[HostRun]]) -> str:
-    """Return the run that is meant if none is named: the only live one, else the newest; there is at least one."""
+    """Return the run to use if none is named: the only live one, else the newest; there is at least one."""
     runs = [run for found in answers.values() for run in found]
     live = sorted({run.run for run in runs if run.alive})
     if len(live) > 1:
@@ -163,7 +164,7 @@ def failure_of(host: str, state: State) -> Failure | None:
 
 
 def half_stopped(runs: Mapping[str, HostRun]) -> list[Failure]:
-    """Return the hosts where a run goes on although it was stopped elsewhere, and nobody has told them."""
+    """Return the hosts that still run an attempt which was stopped on other hosts."""
     by = {run.status.attempt: run.stopped_by for run in runs.values() if run.stopped_by and run.status}
     return [
         Failure(name, Cause(CauseKind.HALF_STOPPED, name, by=by[run.status.attempt]))
@@ -173,7 +174,10 @@ def half_stopped(runs: Mapping[str, HostRun]) -> list[Failure]:
 
 
 def origin_of(cause: Cause) -> int:
-    """See ``Failure``. gloo may abort a rank that lost its peer, in its own thread; peers are ended with SIGTERM."""
+    """Return how likely the fault began there (see ``Failure``).
+
+    gloo may abort a rank that lost its peer, in its own thread; peers are ended with SIGTERM.
+    """
     if cause.kind in (CauseKind.LOST_PEER, CauseKind.FOLLOWED, CauseKind.TORCHRUN_FAILED):
         return 0
     aborted = cause.kind in (CauseKind.RANK_KILLED, CauseKind.TORCHRUN_KILLED) and cause.signal == signal.SIGABRT
@@ -189,27 +193,27 @@ def first_failure(failures: Sequence[Failure]) -> Failure:
 
 
 def blame_of(attempt: int, recorded: Iterable[Blame]) -> Blame | None:
-    """Return why an attempt failed, if whoever ended it has recorded that; a launch that was broken off does not know."""
+    """Return why an attempt failed, if whoever ended it recorded that; an interrupted launch did not."""
     known = [blame for blame in recorded if blame.cause.kind is not CauseKind.NOT_KEPT]
     return next((blame for blame in known if blame.attempt == attempt), None)
 
 
 def restart_by(blame: Blame | None) -> str:
-    """Return who asked for an attempt to be ended, and for the run's guard to start the next one; "": nobody did."""
+    """Return who asked for the guard to end an attempt and start the next one; "" if nobody did."""
     return blame.cause.by if blame and blame.cause.kind is CauseKind.STOPPED else ""
 
 
 def was_up(runs: Iterable[HostRun]) -> bool:
-    """Whether all hosts had started a run's last attempt, as far as they know."""
+    """Return whether all hosts had started a run's last attempt, as far as they know."""
     return not any(
         blame.attempt == run.attempt and blame.cause.kind is CauseKind.NOT_KEPT for run in runs for blame in run.blames
     )
 
 
 def with_blame(failures: Sequence[Failure], blame: Blame | None) -> list[Failure]:
-    """Return the failures of an attempt, of which the one that was decided on is then the first failure.
+    """Return the failures of an attempt, with the recorded one marked as decided, and so the first failure.
 
-    How the parts of an attempt end for a restart that was asked for is no failure.
+    The end of an attempt for a requested restart is no failure.
     """
     if blame is None:
         return list(failures)
@@ -321,7 +325,7 @@ def failure_words(failure: Failure) -> str:
 
 
 def log_words(failure: Failure | None, logs: str) -> str:
-    """Say where the log of the rank that failed is; "" if none did. ``logs``: the command for those of its run."""
+    """Return where the log of the rank that failed is; "" if none did. ``logs``: the command for those of its run."""
     rank = failure.cause.rank if failure else None
     return "" if rank is None else f"; `{logs} --rank {rank}` shows its log"
 

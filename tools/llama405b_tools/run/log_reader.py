@@ -1,10 +1,8 @@
-"""The logs of a run's hosts, merged by time and as a terminal shows them; and where a failure began.
+"""Merge and print the logs of a run's hosts, and find where a failure began.
 
-Find where a run's failure began: host, rank, signal, and the rank's traceback.
-
-The logs of a run on several hosts, merged by time: each host's clock is corrected by its measured skew.
-
-How log entries look on a terminal, in a pipe and in files: filtered, folded, colored, cleaned, redacted.
+A failure is shown with its host, rank, signal and traceback.
+Logs are merged by time, with each host's clock corrected by its measured skew. For a
+terminal, a pipe or files, entries are filtered, folded, colored, cleaned and redacted.
 """
 
 import argparse
@@ -69,7 +67,7 @@ def find_first_error(fleet: Fleet, run: str, seen: Seen, attempt: int = 0) -> tu
 
 
 def _words_of(fleet: Fleet, run: str, worst: Failure, known: HostRun, attempt: int) -> list[str]:
-    """The failed rank's traceback, or its last output; torchrun's own output if no rank is known."""
+    """Return the failed rank's traceback, or its last output; torchrun's own output if no rank is known."""
     rank = worst.cause.rank
     local_rank = rank - known.first_rank if rank is not None else -1
     texts = _stderr(fleet, run, worst.host, local_rank, attempt)
@@ -77,7 +75,7 @@ def _words_of(fleet: Fleet, run: str, worst: Failure, known: HostRun, attempt: i
 
 
 def _in_the_past(known: Mapping[str, HostRun], attempt: int) -> tuple[list[Failure], int]:
-    """The failures of an attempt (0: the newest that has any), and its number."""
+    """Return the failures of an attempt (0: the newest that has any), and its number."""
     recorded = [blame for found in known.values() for blame in found.blames]
     past = {end.attempt for found in known.values() for end in found.ends} | {blame.attempt for blame in recorded}
     for which in sorted(past, reverse=True):
@@ -88,7 +86,7 @@ def _in_the_past(known: Mapping[str, HostRun], attempt: int) -> tuple[list[Failu
 
 
 def _failures_in(known: Mapping[str, HostRun], attempt: int) -> list[Failure]:
-    """The failures of an attempt, in order of time: as long ago as each host's own clock says."""
+    """Return the failures of an attempt, oldest first, by their age on each host's own clock."""
     ends = [
         (end.time - found.now, host, end)
         for host, found in known.items()
@@ -101,9 +99,9 @@ def _failures_in(known: Mapping[str, HostRun], attempt: int) -> list[Failure]:
 
 
 def _stderr(fleet: Fleet, run: str, host: str, local_rank: int, attempt: int) -> Sequence[str]:
-    """The last traceback that a rank wrote in an attempt, else its last blocks; torchrun's own log if no rank is known.
+    """Return a rank's last traceback in an attempt, else its last blocks; torchrun's log if no rank is known.
 
-    Reads no more than the end of it, and says so where that may matter, or where the end could not be read.
+    Only the end of the log is read. A note is added where that may matter, or where the end could not be read.
     """
     request = StreamRequest(
         run, host, attempt=attempt, stderr=local_rank >= 0, agent=local_rank < 0, most_bytes=LAST_BYTES
@@ -312,7 +310,7 @@ class Show:
         self.out.flush()
 
     def _is_due(self, entry: Entry) -> bool:
-        """Whether a bar's state is shown: each on a terminal, in its place; elsewhere one a minute of each log."""
+        """Return whether to show a bar's state: always in place on a terminal, elsewhere once a minute per log."""
         where = entry.host, entry.file
         if not self.in_place and entry.time < self.bars.get(where, 0.0) + BAR_EVERY_S:
             return False
@@ -382,7 +380,7 @@ class Show:
             self.out.write(f"{prefix} │ {self._lit(line)}\n")
 
     def _in_place(self, group: Sequence[Entry]) -> None:
-        """Show a bar's state in the last line of the terminal, which the next line takes."""
+        """Show a bar's state in the last line of the terminal, which the next line overwrites."""
         self._clear()
         line = f"{where_of(group)} │ {clean(group_text(group))}"
         self.out.write(line[: shutil.get_terminal_size().columns - 1])

@@ -1,7 +1,7 @@
-"""Ask the hosts of a run: its state once, its messages as they come, what its time went into, and its guard.
+"""Query the hosts of a run: its state, its messages as they come, what its time went into, and its guard.
 
-Messages come in one queue; a connection that breaks is reopened and resumes where it was. Whether a run's guard is running is known from
-its record here, and from what the hosts heard last.
+Messages arrive in one queue; a broken connection is reopened and resumes where it was. Whether a run's guard is running is known from
+its record here, and from its latest note on the hosts.
 """
 
 import dataclasses
@@ -69,7 +69,7 @@ def operator_name() -> str:
 
 
 def ask_hosts(fleet: Fleet, run: str | None) -> tuple[str, Seen]:
-    """Find the run that is meant, and what each host knows about it.
+    """Find the requested run, and what each host knows about it.
 
     Raises:
         HostError: No host can be queried.
@@ -89,7 +89,7 @@ def ask_hosts(fleet: Fleet, run: str | None) -> tuple[str, Seen]:
 
 
 def _nothing_known(fleet: Fleet, run: str | None, outcomes: Outcomes[StatusReply]) -> UserError:
-    """Say that the hosts do not know the run, or any."""
+    """Return the error that the hosts do not know the run, or any run."""
     strangers = [name for reply in replies(outcomes).values() for name in reply.strangers]
     if strangers:
         where = fold_names(dict.fromkeys(strangers))
@@ -101,7 +101,7 @@ def _nothing_known(fleet: Fleet, run: str | None, outcomes: Outcomes[StatusReply
 
 
 def known_of(seen: Seen) -> dict[str, HostRun]:
-    """Return what the hosts that know the run say of it."""
+    """Return the run as each host that knows it reports it."""
     return {name: run for name, run in replies(seen).items() if run}
 
 
@@ -121,10 +121,10 @@ def planned(fleet: Fleet, knows: str, run: str) -> Plan:
 
 
 def ask_run(fleet: Fleet, asked: str | None, *, elsewhere: bool) -> tuple[str, Seen]:
-    """``ask_hosts``, and the other hosts of the run, too, which the hosts file lacks or names differently.
+    """Like ``ask_hosts``, with the hosts of the run that the hosts file lacks or names differently.
 
     They join the fleet under their names in the run's plan, and are reached by these or by their addresses in it, as the
-    user and through the port of a host that knows them. ``elsewhere``: its files here tell of all hosts.
+    user and through the port of a host that knows them. ``elsewhere``: the files of all hosts are on this machine.
     """
     run, seen = ask_hosts(fleet, asked)
     if elsewhere or not members_of(seen) - set(fleet.hosts):
@@ -161,20 +161,20 @@ def names_of(outcomes: Outcomes[StatusReply]) -> list[str]:
 
 
 def no_such_run(fleet: Fleet, run: str, known: Sequence[str], lost: Mapping[str, str]) -> UserError:
-    """Return the refusal of a run that no host has: where it was looked for, and which there are."""
+    """Return the error for a run that no host has: where it was searched, and which runs exist."""
     places = sorted({f"{fleet.workdir(name)}/runs" for name in fleet.hosts})
     there = "there are none yet"
     if known:
         shown = ", ".join(known[:SHOWN_RUNS]) + and_more(known, SHOWN_RUNS)
-        there = f"there are {shown}; `{fleet.command_to_type('status')} --all` tells more"
+        there = f"there are {shown}; `{fleet.command_to_type('status')} --all` lists more"
     return UserError(f"--run: no host has {run!r} in {places[0]}{and_more(places)}; {there}{_silence(lost)}")
 
 
 def _silence(lost: Mapping[str, str]) -> str:
-    """Say which hosts could not be asked."""
+    """Return which hosts could not be queried, as a clause."""
     if not lost:
         return ""
-    return f" ({fold_names(lost)} could not be asked: {next(iter(lost.values()))})"
+    return f" ({fold_names(lost)} could not be queried: {next(iter(lost.values()))})"
 
 
 def _ask_all(fleet: Fleet, run: str | None, names: Iterable[str] | None = None) -> Outcomes[StatusReply]:
@@ -201,19 +201,19 @@ def check_hosts(fleet: Fleet, run: str) -> None:
 
 
 def newest_checkpoint(fleet: Fleet, run: str) -> Path | None:
-    """The newest complete checkpoint of a run that any host sees."""
+    """Return the newest complete checkpoint of a run that any host sees."""
     told = replies(_ask_all(fleet, run)).values()
     paths = [Path(each.checkpoint) for reply in told for each in reply.runs if each.checkpoint]
     return max(paths, key=step_of, default=None)
 
 
 def seconds_to_save(seen: Seen) -> float:
-    """How long to let a run save before it ends: its last save twice, as one may be under way, and a margin."""
+    """Return how long to let a run save: twice its last save, as one may be under way, and a margin."""
     return LEAST_GRACE_S + 2 * max((run.save_s for run in known_of(seen).values()), default=0.0)
 
 
 def progress(runs: Iterable[HostRun]) -> tuple[str, Metrics | EvaluationMetrics | None]:
-    """A run's newest checkpoint ('' for none), and its last step or evaluation, from what its hosts know."""
+    """Return a run's newest checkpoint ('' for none), and its last step or evaluation."""
     found = list(runs)
     saved = max((each.checkpoint for each in found if each.checkpoint), default="")
     metrics = [each.metrics for each in found if each.metrics]
@@ -271,7 +271,7 @@ RETRY_S = 2.0
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Unreachable:
-    """The host cannot be reached now; it is tried again."""
+    """The host cannot be reached now; the connection is retried."""
 
     why: str
 
@@ -315,7 +315,7 @@ class Streams:
             stream.close()
 
     def done(self, host: str) -> None:
-        """Note that a host's message was handled, so that there is room for another."""
+        """Note that a host's message was handled, so that another may arrive."""
         if self.room:
             self.room[host].release()
 
@@ -345,7 +345,7 @@ class Streams:
             self.closing.wait(RETRY_S)
 
     def _read(self, host: str, stream: Stream, marks: dict[str, tuple[int, int]]) -> str | None:
-        """Put the stream's messages on the queue; returns None at its end, or the last words of an agent that failed."""
+        """Put the stream's messages on the queue; returns None at its end, or the last line of an agent that failed."""
         last = ""
         for line in stream:
             if not line.startswith("{"):
@@ -361,7 +361,7 @@ class Streams:
         return last
 
 
-LEAST = 0.0005  # of the time: what is told
+LEAST = 0.0005  # of the time: smaller shares are not listed
 MOST_XIDS = 3  # in the line of an incident
 
 
@@ -380,7 +380,7 @@ def account_of_head(fleet: Fleet, run: str, head: str) -> Account | None:
 
 
 def account_line(found: Account, unit: str) -> str:
-    """Write the goodput, and where the rest of the time went: ``goodput 97.1% of 7h51m: …``. ``unit``: GPU-h or rank-h."""
+    """Return the goodput, and where the rest of the time went: ``goodput 97.1% of 7h51m: …``. ``unit``: GPU-h or rank-h."""
     total_s = sum(found.seconds.values())
     spent = found.seconds
     parts = [f"{found.rank_hours(spent[Use.TRAINING]):,.1f} {unit} trained"]
@@ -388,7 +388,7 @@ def account_line(found: Account, unit: str) -> str:
     what = {
         Use.FAILURES: f"lost to {failures}",
         Use.SLOW: "lost to slow or hung steps",
-        Use.RESTARTS: "lost to a restart asked for",
+        Use.RESTARTS: "lost to a requested restart",
         Use.STARTING: "starting",
         Use.SAVING: "saving",
         Use.PAUSES: "other pauses",
@@ -401,18 +401,18 @@ def account_line(found: Account, unit: str) -> str:
 
 
 def incident_words(incident: Incident) -> str:
-    """Say why an attempt failed, and where."""
+    """Return why an attempt failed, and where."""
     host = incident.cause.host
     return given("{}: ", host) + clean(failure_words(Failure(host, incident.cause)))
 
 
 def started_words(incident: Incident) -> str:
-    """Say whether a failure has been followed by another attempt, as no step has."""
+    """Return whether another attempt followed a failure; no step has."""
     return "restarted, no step yet" if incident.restarted else "not restarted"
 
 
 def incident_line(found: Account, incident: Incident, unit: str, xids: Sequence[str] = ()) -> str:
-    """Write a failure in one line: when, what, how long until the next step, and what that cost.
+    """Return a failure in one line: when, what, how long until the next step, and what that cost.
 
     ``xids``: errors of GPUs that hosts reported meanwhile, in words: they came first.
     """
@@ -424,8 +424,8 @@ def incident_line(found: Account, incident: Incident, unit: str, xids: Sequence[
     return f"{failed}  attempt {incident.attempt}: {first}{incident_words(incident)}; {then}, {cost:,.1f} {unit}"
 
 
-BEAT_S = 20.0  # how often a guard tells the hosts of its run that it lives
-SILENT_AFTER_S = 120.0
+BEAT_S = 20.0  # how often a guard tells the hosts of its run that it is alive
+SILENT_AFTER_S = 120.0  # six heartbeats
 BEGINS_WITHIN_S = 30.0  # after it was asked for
 
 
@@ -439,8 +439,8 @@ class Life(enum.StrEnum):
 
     LIVES = "lives"
     DIED = "died"
-    ELSEWHERE = "elsewhere"  # on another machine, which its hosts have heard lately, if they were asked
-    SILENT = "silent"  # on another machine, or not begun, and its hosts have heard nothing for too long
+    ELSEWHERE = "elsewhere"  # on another machine; its hosts heard from it lately, if they were asked
+    SILENT = "silent"  # on another machine, or not started; its hosts heard nothing for too long
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -458,22 +458,22 @@ class GuardStatus:
 
     @property
     def finishes(self) -> bool:
-        """Whether the run has ended well, and what was to follow has not."""
+        """Whether the run has ended well, and what follows it has not."""
         return self.state.state is GuardStage.FINISHING
 
     @property
     def guards(self) -> bool:
-        """Whether it may bring the run back, or finish what is to follow it."""
+        """Whether it may restart the run, or finish what follows it."""
         return self.state.state in GUARDING and self.state.pid > 0 and not self.gone
 
 
 def heard_by(told: Iterable[HostRun]) -> GuardReports:
-    """Return what the hosts heard from a guard."""
+    """Return the guard's latest note on each host."""
     return [(host.now - host.guard.time, host.guard) for host in told if host.guard]
 
 
 def guard_of_hosts(run: str, heard: GuardReports, now: float) -> GuardStatus | None:
-    """The guard of a run, by what its hosts heard last; by its record here if it lives here, or has died here since.
+    """Return a run's guard by its latest note on the hosts; by its record here if it runs or died here.
 
     A host that it ran on knows at once that it died.
     """
@@ -496,7 +496,7 @@ def _same_guard(one: GuardState, other: GuardState) -> bool:
 
 
 def guard_of_run(run: str) -> GuardStatus | None:
-    """The guard of a run, by its record on this machine; None if there never was one."""
+    """Return the guard of a run by its record on this machine; None if there never was one."""
     state = read_record(GuardState, RunDir.here(run).guard)
     if state is None:
         return None
@@ -506,7 +506,7 @@ def guard_of_run(run: str) -> GuardStatus | None:
 
 
 def is_guarded(run: str) -> bool:
-    """Whether a guard of this machine may bring the run back."""
+    """Return whether a guard on this machine may restart the run."""
     found = guard_of_run(run)
     return found is not None and found.life is Life.LIVES
 
@@ -520,7 +520,7 @@ def guard_line(found: GuardStatus) -> str:
         died = (
             f"process {state.pid} on {machine} died while {state.state}"
             if state.pid
-            else f"it never began on {machine}"
+            else f"it never started on {machine}"
         )
         place = given(" in {}", shlex.quote(state.directory)) if state.directory != str(Path.cwd()) else ""
         again = (
@@ -555,14 +555,14 @@ class Notice(enum.StrEnum):
 
 
 def unsaved_words(failed: Sequence[RunEvent]) -> str:
-    """Say why the last saves failed; '' unless several did in a row."""
+    """Return why the last saves failed; '' unless several did in a row."""
     if len(failed) < SAVES_IN_A_ROW:
         return ""
     return f"the last {len(failed)} saves failed; step {failed[-1].step}: {failed[-1].detail}"
 
 
 def disk_words(hosts: Mapping[str, NoteReply]) -> str:
-    """Say which disks of the run are nearly full; '' if none is."""
+    """Return which disks of the run are nearly full; '' if none is."""
     full: dict[str, list[str]] = {}
     for name, noted in hosts.items():
         for disk in noted.disks:
@@ -572,7 +572,7 @@ def disk_words(hosts: Mapping[str, NoteReply]) -> str:
 
 
 def run_command(command: str, event: str, run: str, message: str) -> str:
-    """Run the user's command; returns why that failed, or ''."""
+    """Run the user's command; return why that failed, or ''."""
     env = os.environ | {"LLAMA405B_EVENT": event, "LLAMA405B_RUN": run, "LLAMA405B_MESSAGE": message}
     try:
         done = subprocess.run(

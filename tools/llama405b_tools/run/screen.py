@@ -1,8 +1,6 @@
-"""The operator's terminal: lines, the one live line of a followed run, and a tmux session with a window for each host.
+"""Print to the operator's terminal, with a live line for a followed run, and build a tmux session.
 
-Printing for whoever is looking: lines, and the one live line of a followed run. Nothing else depends on whether anybody is.
-
-A tmux session on this machine, with a window for each host of a run. The only module that imports libtmux.
+Nothing else depends on whether anybody reads the output. The only module that imports libtmux.
 """
 
 import os
@@ -35,7 +33,7 @@ class NobodyReadsError(Exception):
 
 
 def show(text: str, *, end: str = "\n", error: bool = False) -> bool:
-    """Print to standard output (or standard error); returns whether it is there to be read."""
+    """Print to standard output (or standard error); return whether it can be read."""
     stream = sys.stderr if error else sys.stdout
     try:
         print(text, end=end, file=stream, flush=True)
@@ -56,9 +54,9 @@ def nowhere(number: int) -> TextIO:
 
 
 def settle() -> str:
-    """Let go of what could not be printed, which the interpreter would try again at exit, and fail.
+    """Flush stdout and stderr; drop what cannot be written, so that exit does not fail.
 
-    Returns why output is lost; '' if none is, or nobody reads it.
+    Returns why output was lost; '' if none was, or nobody reads it.
     """
     for stream in (sys.stdout, sys.stderr):
         try:
@@ -71,6 +69,7 @@ def settle() -> str:
 
 
 def _discard(stream: TextIO) -> None:
+    # the interpreter flushes the stream again at exit: that must not fail
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
@@ -92,7 +91,7 @@ class PlainPrinter:
         return show("".join(f"{line}\n" for line in lines), end="")
 
     def close(self) -> None:
-        """Nothing is to be done."""
+        """Do nothing."""
 
 
 class LivePrinter:
@@ -107,7 +106,7 @@ class LivePrinter:
         self.last = 0
 
     def show(self, lines: Sequence[str]) -> bool:
-        """Print lines above the last one, or change it; of the steps, every tenth stays above."""
+        """Print lines above the live line, or update it; every tenth step stays above."""
         from rich.text import Text
 
         try:
@@ -123,7 +122,7 @@ class LivePrinter:
         return True
 
     def close(self) -> None:
-        """Take the last line away."""
+        """Remove the live line."""
         self.live.stop()
 
     def _line(self, step: int, steps: int, rest: str) -> "Table":
@@ -143,7 +142,7 @@ class LivePrinter:
 
 
 def printer(*, plain: bool) -> Printer:
-    """Return what prints a followed run: on a terminal, and unless ``plain``, with a line that changes."""
+    """Return a printer of a followed run: on a terminal, and unless ``plain``, with a live line."""
     if plain or not sys.stdout.isatty() or os.environ.get("TERM", "dumb") == "dumb":
         return PlainPrinter()
     from rich.console import Console
@@ -172,7 +171,7 @@ def window_command(host: Host, socket: str, *, writable: bool) -> str:
     return f"unset TMUX; exec {shlex.join(at_terminal(host, shlex.join(inner)))}"
 
 
-# What a user's config may say that keeps a command from running; what an older ssh does not know of it is ignored.
+# Override settings of a user's config that keep a command from running; an older ssh ignores those it does not know.
 AS_A_COMMAND = (
     "BatchMode=yes", "IgnoreUnknown=RemoteCommand,SessionType,ForkAfterAuthentication,StdinNull", "RemoteCommand=none",
     "SessionType=default", "ForkAfterAuthentication=no", "StdinNull=no", "ClearAllForwardings=yes",
@@ -215,7 +214,7 @@ def build_session(sockets: Mapping[Host, str], run: str) -> str:
             window_command=window_command(first, sockets[first], writable=False),
         )
         session.set_option("status-right-length", 60)
-        session.set_option("status-right", "Ctrl-b d leaves; the run continues")
+        session.set_option("status-right", "Ctrl-b d detaches; the run keeps going")
         for host in others:
             session.new_window(
                 host.name, attach=False, window_shell=window_command(host, sockets[host], writable=False)

@@ -1,10 +1,6 @@
-"""Figures for people: units, tables, axes and plots. Pure.
+"""Format numbers, durations, tables, axis ticks and terminal plots. Pure.
 
-Numbers for a terminal, short and with a dash for unknown values; and tables.
-
-Round numbers for the axes of a graph.
-
-A curve in a terminal, in dots of Braille: eight to a character.
+Unknown values (None) become a dash. Plots use Braille characters, each with eight dots.
 """
 
 import datetime
@@ -19,12 +15,12 @@ WIDE = 100  # columns needed for lines with all their numbers
 
 
 def number(value: float | None, form: str) -> str:
-    """Format a number; a dash if unknown."""
+    """Format a number by ``form``; a dash if it is None."""
     return DASH if value is None else format(value, form)
 
 
 def reading(value: float) -> str:
-    """Format a number with four digits, and never with an exponent: next to nothing is ``0.00``."""
+    """Format a number with four digits and never an exponent; tiny values become ``0.00``."""
     if abs(value) >= 1000:
         return f"{value:,.0f}"
     return f"{value:.4g}" if abs(value) >= 0.01 or not value else f"{value:.2f}"
@@ -41,14 +37,14 @@ def first_known(*values: float | None) -> float | None:
 
 
 def bar(percent: float | None) -> str:
-    """Draw a bar of one of eight heights; a dash if unknown."""
+    """Return a bar character of one of eight heights; a dash if unknown."""
     if percent is None:
         return DASH
     return BARS[min(7, max(0, int(percent / 12.5)))]
 
 
 def sparkline(values: Sequence[float], width: int, top: float | None = None) -> str:
-    """Draw values over time in ``width`` columns, from their minimum to their maximum (with ``top``: from 0 to it)."""
+    """Draw values over time in ``width`` columns, scaled from minimum to maximum (with ``top``: from 0 to it)."""
     if not values or width < 1:
         return ""
     columns = min(width, len(values))
@@ -61,12 +57,12 @@ def sparkline(values: Sequence[float], width: int, top: float | None = None) -> 
 
 
 def local_time(moment: float, form: str = "%H:%M:%S") -> str:
-    """Format a moment as a clock on the wall here shows it."""
+    """Format a timestamp in this machine's time zone."""
     return datetime.datetime.fromtimestamp(moment).astimezone().strftime(form)
 
 
 def stopwatch(seconds: float) -> str:
-    """Format a duration of minutes to the second: ``0:08``, ``3:20``."""
+    """Format a duration as minutes and seconds: ``0:08``, ``3:20``."""
     return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
 
 
@@ -86,7 +82,7 @@ def span(seconds: float | None) -> str:
 
 
 def amount(value: float | None) -> str:
-    """Format a number with a unit prefix: ``8.7k``."""
+    """Format a number with an SI prefix: ``8.7k``."""
     if value is None:
         return DASH
     for limit, scale, unit in ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
@@ -109,7 +105,7 @@ def gib(n_bytes: int | None) -> str:
 
 
 def middle(name: str, width: int) -> str:
-    """Shorten a long name in the middle, because its end tells hosts apart."""
+    """Shorten a long name in the middle; its end distinguishes hosts."""
     return name if len(name) <= width else f"{name[: width // 3]}…{name[len(name) - (width - width // 3 - 1) :]}"
 
 
@@ -145,7 +141,12 @@ def _multiples(low: float, high: float, step: float) -> list[float]:
 
 LABEL = 8  # columns
 BRAILLE = 0x2800
-DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # of a character, by row and column
+DOTS = (
+    (0x01, 0x08),
+    (0x02, 0x10),
+    (0x04, 0x20),
+    (0x40, 0x80),
+)  # bits of a Braille character, by row and column (Unicode block U+2800)
 
 
 def plot(
@@ -157,13 +158,13 @@ def plot(
     *,
     plain: bool = False,
 ) -> list[str]:
-    """Return ``height`` lines of at most ``width`` columns, and the axis below: a curve, and points as ``o``."""
+    """Plot a curve, and points as ``o``: ``height`` lines of at most ``width`` columns, then the axis."""
     columns, everything = max(8, width - LABEL), [*curve, *points]
     (left, right), (low, high) = (_range([place[i] for place in everything]) for i in (0, 1))
     cells = [[0] * columns for _ in range(height)]
 
     def where(x: float, y: float) -> tuple[int, int]:
-        """Column and row in dots, rows from above."""
+        """Return column and row in dots; rows count from the top."""
         across = (x - left) / (right - left) * (2 * columns - 1)
         return round(across), round((high - y) / (high - low) * (4 * height - 1))
 
@@ -196,7 +197,7 @@ def _range(values: Sequence[float]) -> tuple[float, float]:
 
 
 def _between(a: tuple[int, int], b: tuple[int, int]) -> list[tuple[int, int]]:
-    """Return the dots of a line from ``a`` to ``b``."""
+    """Return the dots on a line from ``a`` to ``b``."""
     n = max(abs(b[0] - a[0]), abs(b[1] - a[1]), 1)
     return [(a[0] + round((b[0] - a[0]) * i / n), a[1] + round((b[1] - a[1]) * i / n)) for i in range(n + 1)]
 

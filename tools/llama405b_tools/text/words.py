@@ -1,7 +1,7 @@
-"""Text for people: made safe for a terminal, folded over ranks, and the lines of logs in blocks and merged by time. Pure.
+"""Clean text for a terminal, split logs into blocks, merge them by time and fold them over ranks. Pure.
 
-A block is a line, or a whole traceback. Its time is the one at the beginning of its first line, if credible, else the time at which the
-line arrived; a line without a time follows its predecessor. Each source keeps its own order: a file, or on the operator's machine a host.
+A block is a line or a whole traceback. Its time is the timestamp at the start of its first line if credible, else the time at which the
+line arrived. Each source (a file; on the operator's machine, a host) keeps its own order.
 """
 
 import collections
@@ -33,7 +33,7 @@ PLAIN = str.maketrans("│─└┤┄▶◀●◐■▲▼✖·…—–→←�
 
 
 def clean(text: str) -> str:
-    """Clean one log block for a terminal: the last state of a progress bar, no control characters, no tokens."""
+    """Clean a log block: keep a progress bar's last state, drop control characters, redact tokens."""
     lines = [_last_written(line) for line in text.split("\n")]
     return redact(without_controls("\n".join(lines)).expandtabs())
 
@@ -44,12 +44,12 @@ def without_controls(text: str) -> str:
 
 
 def printable(line: str) -> str:
-    """Replace the control characters of a line; its length stays the same."""
+    """Replace the control characters of a line, keeping its length."""
     return LINE_CONTROLS.sub("�", line)
 
 
 def tidy(value: Any, *, lines: bool = False) -> Any:
-    """Clean all text within a value that a host sent: no control characters, and line breaks only in fields that may have them."""
+    """Remove control characters from all text in a value; keep line breaks only where a field allows them."""
     if type(value) is str:
         text = without_controls(value)
         return text if lines else BREAKS.sub(" ", text)
@@ -65,38 +65,38 @@ def tidy(value: Any, *, lines: bool = False) -> Any:
 
 
 def redact(text: str) -> str:
-    """Remove what looks like a token from ``text``, except its first letters, which tell which one it was."""
+    """Remove what looks like a token; keep its first letters to identify it."""
     text = TOKENS.sub(lambda match: f"{match[0][:4]}…REDACTED", text)
     return NAMED.sub(lambda match: match[0] if "REDACTED" in match[0] else f"{match[1]}…REDACTED", text)
 
 
 def pieces_of(secrets: Iterable[str]) -> list[str]:
-    """Return what to hide of secret values: each of their lines that is not too short to tell, the longest first."""
+    """Return the lines of secret values to hide, longest first; very short lines are not hidden."""
     lines = {line.strip() for secret in secrets for line in secret.splitlines()}
     return sorted((line for line in lines if len(line) >= LEAST_SECRET), key=len, reverse=True)
 
 
 def hide(text: str, pieces: Iterable[str]) -> str:
-    """Replace the pieces of secret values."""
+    """Replace the pieces of secret values in a text."""
     for piece in pieces:
         text = text.replace(piece, HIDDEN)
     return text
 
 
 def hide_in_json(line: str, pieces: Iterable[str]) -> str:
-    """Replace the pieces of secret values in a line of JSON, where they are escaped."""
+    """Replace the pieces of secret values in a line of JSON, which has them escaped."""
     for piece in pieces:
         line = line.replace(json.dumps(piece)[1:-1], json.dumps(HIDDEN)[1:-1])
     return line
 
 
 def _last_written(line: str) -> str:
-    """Return a line as it looks after its carriage returns: the last non-empty piece."""
+    """Return a line as it looks after its carriage returns: the last non-blank piece."""
     return next((piece for piece in reversed(line.split("\r")) if piece.strip()), "")
 
 
 def substitute(error: UnicodeError) -> tuple[str, int]:
-    """Replace what a stream cannot encode; see ``codecs.register_error``."""
+    """Replace characters that a stream cannot encode; a handler for ``codecs.register_error``."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
     plain = error.object[error.start : error.end].translate(PLAIN)
@@ -104,16 +104,16 @@ def substitute(error: UnicodeError) -> tuple[str, int]:
 
 
 MAX_BLOCK_LINES, MAX_BLOCK_BYTES = 500, 1 << 18
-MAX_LINE_BYTES = 1 << 16  # of a line; what it has more is left out
+MAX_LINE_BYTES = 1 << 16  # of a line; the rest is dropped
 BAR, UNENDED = (
     "\udc0d",
     "\udc0c",
-)  # what a block's text ends in, and no text of a file: it is being overwritten; has not ended
-CUT = " … (this line is longer; `llama405b logs -o raw` has all of it)"
+)  # last character of a block's text (lone surrogates, so never from a file): a progress bar; an unfinished line
+CUT = " … (line truncated; `llama405b logs -o raw` shows all of it)"
 SIGNS = b"0123456789 .,:;%|/\\\\#=-+<>[](){}?*_~"
 HOLE = re.compile(rb"\0{16,}")
 RATE = re.compile(r"[kKMGT]?i?B\b|\b(?:it/s|s/it)\b|\b[dhms]\b")
-CREDIBLE_S = 600.0  # between a line's own time and its arrival; beyond that, it means something else
+CREDIBLE_S = 600.0  # most that a line's own time may differ from its arrival; beyond, it is another date
 INDENTED = re.compile(rb"\s+\S|\s*$")
 IN_TRACEBACK = re.compile(rb"Traceback \(most recent call last\)|^\s*(\[rank\d+\]:\s*)?Traceback")
 PREFIX = re.compile(rb"(\[rank\d+\]:\s?|E\d{4} [\d:.]+ \d+ [\w./]+:\d+\] ?)")
@@ -131,26 +131,27 @@ class Block:
 
 
 class Blocks:
-    """Splits a file's bytes into blocks as they arrive; holds back the last one, which may continue.
+    """Splits a file's bytes into blocks as they arrive; holds back the last one because it may continue.
 
-    Of a line that is overwritten (a progress bar, by carriage returns), what differs in letters is a block; of states that do
-    not, the last one is.
+    A line overwritten by carriage returns (a progress bar) yields a block whenever its letters change; of states with the same
+    letters, only the last becomes a block.
     """
 
     def __init__(self) -> None:
         self.lines: list[bytes] = []
-        self.begin = self.lines_end = 0  # of the lines that are held back
-        self.end = 0  # of what was taken
+        self.begin = self.lines_end = 0  # offsets of the lines held back
+        self.end = 0  # offset up to which data was fed
         self.open = False  # inside a traceback
-        self.rest = b""  # the beginning of a line that has not ended
-        self.bar: Block | None = None  # the newest state of a line that is being overwritten
+        self.rest = b""  # an unfinished line
+        self.bar: Block | None = None  # the newest state of a progress bar
         self.bar_signs, self.bar_words = b"", ""
-        self.shown: Block | None = None  # the last state that was yielded
-        self.hole = 0  # bytes of NUL that the next line begins with
-        self.in_long = False  # the next bytes belong to a line of which enough was yielded
+        self.shown: Block | None = None  # the last state yielded by ``states``
+        self.hole = 0  # NUL bytes at the start of the next line
+        self.in_long = False  # inside a line whose first MAX_LINE_BYTES were yielded already
 
     def feed(self, begin: int, data: bytes) -> Iterator[Block]:
-        """Take the next bytes (or bytes from elsewhere, according to ``begin``), and yield the complete blocks."""
+        """Take the bytes at offset ``begin`` (usually the next ones) and yield the blocks they complete."""
+        # not the next bytes of the file: finish what was held back before the gap
         if begin != self.end:
             yield from self.flush()
             self.begin = self.end = begin
@@ -161,7 +162,7 @@ class Blocks:
         for line in data.splitlines(keepends=True):  # at carriage returns, too
             first, at = at, at + len(line)
             ended, in_long = line.endswith((b"\r", b"\n")), self.in_long
-            if line[0] == 0 and not in_long and not line.strip(b"\0"):  # a hole that goes on
+            if line[0] == 0 and not in_long and not line.strip(b"\0"):  # all NUL so far: a hole in the file
                 self.hole += len(line)
                 continue
             if self.hole:
@@ -178,7 +179,7 @@ class Blocks:
                 yield from self._take_line(first, at, line)
 
     def _take_state(self, begin: int, end: int, line: bytes) -> Iterator[Block]:
-        """Take a state of a bar; yields the one before if it said something else."""
+        """Take a state of a progress bar; yield the previous one if its letters differ."""
         yield from self.flush_lines()
         text, signs = _text_of([line]), line.translate(None, SIGNS)
         if not text.strip():
@@ -189,7 +190,7 @@ class Blocks:
         self.bar, self.bar_signs, self.bar_words = Block(begin, end, text), signs, words
 
     def _take_line(self, begin: int, end: int, line: bytes) -> Iterator[Block]:
-        """Take a line, or the beginning of a long one."""
+        """Take a line, or the start of a long one."""
         if self.bar:
             if words_of(_text_of([line])) != self.bar_words:
                 yield self.bar
@@ -202,17 +203,17 @@ class Blocks:
             self.begin = begin
         self.lines.append(line)
         self.lines_end = end
-        self.open = starts or (self.open and indented)  # "ValueError: …" ends it
+        self.open = starts or (self.open and indented)  # the unindented "ValueError: …" ends a traceback
 
     def flush_lines(self) -> Iterator[Block]:
-        """Yield the lines that were held back."""
+        """Yield the lines held back."""
         if self.lines:
             yield Block(self.begin, self.lines_end, _text_of(self.lines))
             self.lines = []
             self.open = False
 
     def flush(self) -> Iterator[Block]:
-        """Yield what was held back."""
+        """Yield everything held back."""
         if self.rest:
             line, self.rest = self.rest, b""
             yield from self._take_line(self.end - len(line), self.end, line)
@@ -222,13 +223,13 @@ class Blocks:
             self.bar = None
 
     def states(self, *, still: bool) -> Iterator[Block]:
-        """Yield the newest state of a bar that goes on, or (``still``) a line that has not ended; each is a block later.
+        """Yield the newest state of a progress bar, or (``still``) an unfinished line; each becomes a block later.
 
-        It ends where it begins: who reads on after it has all of the block.
+        Its end offset is its begin offset, so a reader that resumes there gets the whole block.
         """
         state = None
         if still and self.rest:
-            yield from self.flush_lines()  # they come before it
+            yield from self.flush_lines()  # these precede it
             text, begin = _text_of([self.rest]), self.end - len(self.rest)
             goes_on = self.bar and words_of(text) == self.bar_words
             state = Block(begin, begin, text + (BAR if goes_on else UNENDED))
@@ -240,7 +241,7 @@ class Blocks:
 
 
 class Pieces:
-    """Every byte of a file as it arrives, in lines and in pieces of long ones; see ``Blocks``."""
+    """Yields every byte of a file as it arrives, line by line; the raw counterpart of ``Blocks``."""
 
     def feed(self, begin: int, data: bytes) -> Iterator[Block]:
         """Yield each line or piece."""
@@ -258,12 +259,12 @@ class Pieces:
         yield from ()
 
     def states(self, *, still: bool) -> Iterator[Block]:  # noqa: ARG002
-        """Each has been yielded."""
+        """Yield nothing: every piece has been yielded."""
         yield from ()
 
 
 def _text_of(lines: Sequence[bytes]) -> str:
-    """Return the text of lines, without the last one's end; of long ones the beginning, and of holes their size."""
+    """Decode lines without the final line end; truncate long lines and replace holes by their size."""
     whole = b"".join(lines)
     if len(whole) <= MAX_LINE_BYTES and b"\0" not in whole:
         return whole.decode("utf-8", "replace").rstrip("\r\n")
@@ -282,12 +283,12 @@ def _hole(size: int) -> bytes:
 
 
 def words_of(text: str) -> str:
-    """Return the letters of a state of a bar, without units: two that have the same differ in numbers and signs alone."""
+    """Return a progress bar's letters without units: states that differ only in numbers have the same."""
     return "".join(filter(str.isalpha, RATE.sub("", ESCAPES.sub("", text))))
 
 
 def without_end(text: str) -> tuple[str, str]:
-    """Return a block's text, and BAR or UNENDED if it ends in that."""
+    """Split a block's text from its trailing mark: ``BAR``, ``UNENDED`` or ""."""
     end = text[-1:] if text.endswith((BAR, UNENDED)) else ""
     return text.removesuffix(end), end
 
@@ -300,7 +301,7 @@ def split_lines(data: bytes) -> list[bytes]:
 def time_of(text: str, arrived: float, utc_offset_s: float) -> float:
     """Return when a block was written, in seconds since the epoch by its host's clock.
 
-    ``arrived``: when it was seen; ``utc_offset_s``: of the host's local time, assumed for a time without a zone.
+    ``arrived``: when it was read; ``utc_offset_s``: offset of the host's local time, assumed for a time without a zone.
     """
     said = _said(text, arrived, datetime.timezone(datetime.timedelta(seconds=utc_offset_s)))
     if said is None or abs(said - arrived) >= CREDIBLE_S or said > arrived + 1:
@@ -336,7 +337,7 @@ class Entry:
     end: int = 0  # offset in the file, in bytes
     rank: int = -1  # -1: torchrun's own log
     stream: str = ""  # out | err; "" for torchrun's own
-    how: str = ""  # BAR or UNENDED, if its line was not ended
+    how: str = ""  # BAR or UNENDED if its line is not complete, else ""
 
     def at(self, time: float) -> "Entry":
         """Return a copy with another time."""
@@ -344,7 +345,7 @@ class Entry:
 
 
 class Merge:
-    """Takes entries source by source, and returns them in order of time as far as the order is certain."""
+    """Merges entries from several sources by time, as far as their order is certain."""
 
     def __init__(self, most: int = 0) -> None:
         """``most``: entries to keep per source; older ones are dropped and counted (0: no limit)."""
@@ -355,16 +356,16 @@ class Merge:
         self.dropped: dict[str, int] = {}
 
     def begin(self, source: str) -> None:
-        """Mark a source that may have entries: later entries of other sources wait for it."""
+        """Mark a source as open: later entries of other sources wait for it."""
         self.open.add(source)
         self.waiting.setdefault(source, collections.deque(maxlen=self.most or None))
 
     def end(self, source: str) -> None:
-        """Mark a source that has no more entries for now: the others do not wait for it."""
+        """Mark a source as closed: other sources no longer wait for it."""
         self.open.discard(source)
 
     def push(self, source: str, entries: Sequence[Entry]) -> None:
-        """Take a source's entries; its times never go backward."""
+        """Add a source's entries; their times are raised so that they never decrease."""
         self.begin(source)
         over = self.size(source) + len(entries) - self.most
         if self.most and over > 0:
@@ -375,7 +376,7 @@ class Merge:
             self.waiting[source].append(entry if entry.time == last else entry.at(last))
 
     def drop(self, source: str, count: int) -> None:
-        """Count entries of a source that are missing."""
+        """Count dropped entries of a source."""
         self.dropped[source] = self.dropped.get(source, 0) + count
 
     def size(self, source: str) -> int:
@@ -383,7 +384,7 @@ class Merge:
         return len(self.waiting.get(source, ()))
 
     def pop(self, until: float = float("-inf")) -> Iterator[Entry]:
-        """Yield, in order, the entries that nothing older can follow; up to ``until`` even if that is uncertain."""
+        """Yield in order the entries that no older one can follow; up to ``until`` even if one could."""
         heap = [(entries[0].time, source) for source, entries in self.waiting.items() if entries]
         heapq.heapify(heap)
         lacking = {source for source in self.open if not self.waiting[source]}
@@ -405,7 +406,7 @@ TAIL_DIGITS = re.compile(r"(.*?)(\d+)(\D*)")  # the last number in a name
 
 
 def is_error(entry: Entry) -> bool:
-    """Whether a block may report a failure; such blocks are shown one by one."""
+    """Return whether a block may report a failure; such blocks are never folded."""
     return bool(ERROR.search(entry.text)) or "\n" in entry.text
 
 
@@ -414,7 +415,7 @@ class _Kind:
     """The groups of one kind of line that are still open."""
 
     groups: collections.deque[list[Entry]] = dataclasses.field(default_factory=collections.deque)
-    n_out: int = 0  # groups of this kind that are complete
+    n_out: int = 0  # number of groups of this kind yielded so far
     # host and rank -> its next group, counted from the first
     next_of: dict[tuple[str, int], int] = dataclasses.field(default_factory=dict)
 
@@ -428,7 +429,7 @@ class Fold:
         self.kinds: dict[tuple[str, str], _Kind] = {}
 
     def push(self, entry: Entry) -> Iterator[Sequence[Entry]]:
-        """Take an entry; yield the groups that it completes, oldest first."""
+        """Add an entry; yield the groups that it completes, oldest first."""
         yield from self.older_than(entry.time - self.window_s)
         if is_error(entry):
             yield from self.flush()
@@ -460,7 +461,7 @@ class Fold:
 
 
 class OneByOne(Fold):
-    """Yields every entry by itself."""
+    """Yields every entry as a group of one."""
 
     def push(self, entry: Entry) -> Iterator[Sequence[Entry]]:
         """Yield the entry."""
@@ -468,7 +469,7 @@ class OneByOne(Fold):
 
 
 def group_text(group: Sequence[Entry]) -> str:
-    """Return the common text of a group, with differing numbers as ``least–most``."""
+    """Return the common text of a group; differing numbers become ``lowest–highest``."""
     if len(group) == 1:
         return group[0].text
     columns = list(zip(*(NUMBER.findall(entry.text) for entry in group), strict=True))

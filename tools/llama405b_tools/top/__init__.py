@@ -1,1 +1,1 @@
-"""cluster-top: frames in, a picture, lines on a screen."""
+"""cluster-top: turns frames from hosts into a view, and the view into lines on a screen."""

@@ -1,6 +1,6 @@
-"""cluster-top in a terminal: a Textual app that draws ``panels.screen`` and turns keys into choices.
+"""cluster-top in a terminal: a Textual app that draws the screen and handles keys.
 
-One of our own commands that runs beside the screen: its lines as they come, and its end, after its time limit at the latest.
+It also runs our own commands in the background, shows their output as it arrives, and ends them after their time limit.
 """
 
 import asyncio
@@ -45,18 +45,18 @@ from llama405b_tools.top.session import Session
 from llama405b_tools.top.state.picture import Picture, Verdict
 
 KILL_AFTER_S = 5.0  # between SIGTERM and SIGKILL
-REST_S = 1.0  # for the last lines, which a process outside of its group may hold back for ever
-UNDONE = "what it asked for may still be done"  # by the hosts: they are not asked to take it back
+REST_S = 1.0  # wait for the last lines; a process outside the group may hold the pipe open forever
+UNDONE = "the request may still be carried out"  # by the hosts, which are not asked to cancel it
 
 
 class Command:
-    """A process group of its own, so that all of it can be ended."""
+    """A command in its own process group, so that all its processes can be ended."""
 
     def __init__(self, argv: Sequence[str], limit_s: float) -> None:
-        """Start it."""
+        """Start the command."""
         self.limit_s = limit_s
         self.lines: list[str] = []
-        self.why_ended = ""  # by us, as a sentence; "": it was not
+        self.why_ended = ""  # why we ended it, as a sentence; "": we did not
         self.is_over = False
         self.lock = threading.Lock()
         self.child = subprocess.Popen(
@@ -66,6 +66,7 @@ class Command:
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
+            # its own session and process group, so that killpg also reaches its children
             start_new_session=True,
         )
 
@@ -79,7 +80,7 @@ class Command:
             self.end(f"it took longer than {span(self.limit_s)} and was ended; {UNDONE}")
             self.child.wait()
         if self.why_ended:
-            self._signal(signal.SIGKILL)  # what is left of its group
+            self._signal(signal.SIGKILL)  # whatever remains of its group
         reader.join(REST_S)
         self.is_over = True
         return self.why_ended or f"exit code {self.child.returncode}"
@@ -88,13 +89,13 @@ class Command:
         assert self.child.stdout
         with self.child.stdout as stdout:
             for line in stdout:
-                if self.is_over:  # somebody outside of its group still writes
+                if self.is_over:  # a process outside the group still writes
                     return
                 self.lines.append(clean(line.rstrip("\n")))
                 tell(list(self.lines))
 
     def end(self, why: str) -> None:
-        """Ask its processes to end, and end them if they do not; it does not wait for that."""
+        """Send SIGTERM to its processes, and SIGKILL later, without waiting."""
         with self.lock:
             if self.why_ended or self.child.poll() is not None:
                 return
@@ -105,7 +106,7 @@ class Command:
         later.start()
 
     def end_now(self) -> None:
-        """End its processes, when the screen ends: at once, for nobody would be left to do it."""
+        """End its processes at once, because the program is exiting."""
         if self.child.poll() is None:
             self._signal(signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -117,9 +118,9 @@ class Command:
             os.killpg(self.child.pid, number)
 
 
-SKIP_S, MOST_SPEED = 10.0, 64.0  # of a recording
+SKIP_S, MOST_SPEED = 10.0, 64.0  # playback of a recording
 TICK_S, DRAW_EVERY_S, DRAW_LEAST_S = 0.25, 1.0, 2.0
-DRAW_SHARE = 1 / 30  # of the time, for drawing
+DRAW_SHARE = 1 / 30  # most of the time to spend on drawing
 FIRST_ERROR = "FIRST ERROR"
 NOT_DRAWN = Picture(0.0, 0.0, "", Verdict.CONNECTING, "", 0, (), None, (), 0, 0, 0)
 
@@ -127,24 +128,24 @@ NOT_DRAWN = Picture(0.0, 0.0, "", Verdict.CONNECTING, "", 0, (), None, (), 0, 0,
 def run_app(session: Session, files: Sequence[Path] = (), on_change: str = "", exporter: Exporter | None = None) -> int:
     """Show the screen until the user quits.
 
-    Returns the exit code of the last picture, 128 + the signal, or ``READ_AGAIN`` if one of the hosts ``files`` has changed and the
-    user wants it to be read.
+    Returns the exit code of the last view, 128 + the signal number, or the reload code if the user wants changed hosts files read.
     """
     for name in (
         ("COLUMNS", "LINES") if not in_browser() else ()
-    ):  # the terminal itself reports its size, and any change of it
+    ):  # these would override the size that the terminal reports, and its changes
         os.environ.pop(name, None)
     app = TopApp(session, terminal_keeper(), files, on_change, exporter)
+    # without mouse capture, so that the terminal's text selection keeps working
     code = app.run(mouse=False)
     if code is None:
         code = app.pic.exit_code
     if code != READ_AGAIN:
-        leave_soon(code)  # even if a thread still waits for a host
+        leave_soon(code)  # even if a thread is still waiting for a host
     return code
 
 
 class Canvas(Widget):
-    """Lines of text over the whole screen; only those that change are written."""
+    """A widget of text lines over the whole screen that redraws only changed lines."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -152,7 +153,7 @@ class Canvas(Widget):
         self.look = Console()
 
     def put(self, lines: list[Text], look: Console) -> None:
-        """Show these lines, in a console's styles."""
+        """Show these lines with a console's styles."""
         before, self.lines = self.lines, lines
         changed = [y for y, line in enumerate(lines) if y >= len(before) or line != before[y]]
         if look is not self.look or len(lines) != len(before):
@@ -162,7 +163,7 @@ class Canvas(Widget):
             self.refresh(*(Region(0, y, self.size.width, 1) for y in changed))
 
     def render_line(self, y: int) -> Strip:
-        """See ``Widget.render_line``."""
+        """Return one line of the widget; see ``Widget.render_line``."""
         if y >= len(self.lines):
             return Strip.blank(self.size.width)
         line = self.lines[y]
@@ -170,7 +171,7 @@ class Canvas(Widget):
 
 
 class TopApp(App[int]):
-    """The screen and its keys."""
+    """The Textual app: the screen and its keys."""
 
     CSS = "Screen, Canvas { overflow: hidden; background: ansi_default; color: ansi_default; } Canvas { width: 100%; height: 100%; }"
     ENABLE_COMMAND_PALETTE = False
@@ -187,18 +188,18 @@ class TopApp(App[int]):
         on_change: str = "",
         exporter: Exporter | None = None,
     ) -> None:
-        self.n_colors = remembered.color_count()  # before textual, which takes NO_COLOR away
+        self.n_colors = remembered.color_count()  # before textual starts, which removes NO_COLOR from the environment
         super().__init__(ansi_color=True)
         self.restore = restore
         self.session, self.ui = session, session.ui
         session.keep()
         self.pic, self.logs = NOT_DRAWN, list[LogLine]()
-        self.past: tuple[float, Picture] | None = None  # the moment that is looked at, and its picture
+        self.past: tuple[float, Picture] | None = None  # the selected past moment and its view
         self.draw_at = 0.0  # when to draw again
         self.files = {file: _stamp(file) for file in files}
         self.hosts_file = next(iter(files), "")
         self.kept = remembered.of(self.ui)
-        self.commands: dict[str, Command] = {}  # of ours that run now, as they were typed
+        self.commands: dict[str, Command] = {}  # our running commands, by command line
         self.changes = Changes(on_change, self.write, self._complain)
         self.exporter = exporter
         self.speed = session.source.speed if isinstance(session.source, Replay) else 1.0
@@ -212,12 +213,12 @@ class TopApp(App[int]):
         self.session.cluster.note(words, self.session.source.now())
 
     def write(self, text: str) -> None:
-        """Write control sequences to the terminal, which show nothing."""
+        """Write control sequences to the terminal."""
         if self._driver is not None:
             self._driver.write(text)
 
     def compose(self) -> ComposeResult:
-        """One widget that fills the screen."""
+        """Yield the one widget that fills the screen."""
         yield Canvas()
 
     def on_mount(self) -> None:
@@ -228,12 +229,12 @@ class TopApp(App[int]):
         self.tick()
 
     def end(self, loop: asyncio.AbstractEventLoop, code: int) -> None:
-        """End after a signal, even if the terminal is gone."""
+        """Exit after a signal, even if the terminal is gone."""
         with contextlib.suppress(RuntimeError):  # the loop has ended
             loop.call_soon_threadsafe(self.exit, code)
 
     def tick(self) -> None:
-        """Take what arrived, and draw if it is time: every second, of many hosts every two."""
+        """Process events, and draw if it is time: every second, or every two if drawing is slow."""
         self.session.advance(self.session.source.now())
         begin = time.monotonic()
         if begin < self.draw_at:
@@ -246,14 +247,14 @@ class TopApp(App[int]):
         self.draw_at = begin + min(DRAW_LEAST_S, max(DRAW_EVERY_S, took_s / DRAW_SHARE))
 
     def look_at_files(self) -> None:
-        """Notice that a hosts file has changed."""
+        """Report hosts files that have changed."""
         for file, stamp in self.files.items():
             if (now := _stamp(file)) != stamp:
                 self.files[file] = now
                 self.session.cluster.note(f"{file} has changed: r reads it again", self.session.source.now())
 
     def look_again(self) -> None:
-        """Take a new picture, unless the screen is to stand still."""
+        """Update the view, unless the screen is paused."""
         pic = self.session.picture(logs=True)
         self.changes.see(pic)
         if self.exporter:
@@ -262,14 +263,14 @@ class TopApp(App[int]):
             self.pic, self.logs = pic, self.session.logs.shown()
 
     def draw(self, size: Size | None = None) -> None:
-        """Draw the picture."""
+        """Draw the current view."""
         size = size or self.size
         pic, logs = self.shown()
         lines = panels.screen(pic, self.session.trends, self.ui, logs, size.width, size.height)
         self.query_one(Canvas).put(lines, self.look)
 
     def shown(self) -> tuple[Picture, list[LogLine]]:
-        """Return the picture and the log of the moment that is looked at."""
+        """Return the view and the log lines of the selected moment."""
         ui, box = self.ui, self.session.box
         if box:
             ui.kept = box.span
@@ -277,7 +278,7 @@ class TopApp(App[int]):
             self.past = None
             return self.pic, self.logs
         if (self.past is None or self.past[0] != ui.at) and (found := box.at(ui.at)):
-            # kept as long as it is looked at: its end of the ten minutes is forgotten meanwhile
+            # keep it while it is shown: it may drop out of the ten-minute history meanwhile
             self.past = ui.at, found
         if self.past is None:
             return self.pic, self.logs
@@ -285,12 +286,12 @@ class TopApp(App[int]):
         return pic, [line for line in self.logs if line.time <= at]
 
     def on_resize(self, event: Resize) -> None:
-        """Draw for the new size."""
+        """Redraw for the new size."""
         if self.pic is not NOT_DRAWN:
             self.draw(event.size)
 
     def on_unmount(self) -> None:
-        """Give the window its title back, and end our commands that still run."""
+        """Restore the window title and end our running commands."""
         self.write(POP_TITLE)
         for command in list(self.commands.values()):
             command.end_now()
@@ -300,7 +301,7 @@ class TopApp(App[int]):
         self.exit(self.pic.exit_code)
 
     def action_suspend_process(self) -> None:
-        """Stop the job, as a terminal does: with all processes of its group, and not at all without a shell to go on from."""
+        """Suspend the process group as a terminal does; do nothing in a browser, where no shell could resume it."""
         if in_browser():
             return
         with self.suspend():
@@ -327,16 +328,16 @@ class TopApp(App[int]):
         self.draw()
 
     def _warns_of_a_stop(self) -> bool:
-        """Say once that leaving would end a command that stops the run; returns whether that was said only now."""
+        """Warn once that quitting would kill a running stop command; return whether the warning is new."""
         stops = next((title for title in self.commands if " stop " in title), "")
-        hint = f"`{stops}` has not ended; q again leaves, and ends it"
+        hint = f"`{stops}` is still running; press q again to kill it and quit"
         if not stops or self.ui.hint == hint:
             return False
         self.ui.hint = hint
         return True
 
     def act(self, name: str) -> None:
-        """Do what a key asks for: what changes the view is pure, the rest is done here."""
+        """Handle a key: ``press`` changes the user's choices, everything else happens here."""
         ui = self.ui
         pic, logs = self.shown()
         of = panels.scene(pic, self.session.trends, ui, logs)
@@ -344,7 +345,7 @@ class TopApp(App[int]):
         if isinstance(self.session.source, Replay):
             self._play(self.session.source, wanted)
         elif wanted in ("slower", "faster"):
-            ui.hint = "only a recording has a speed"
+            ui.hint = "only a recording has a playback speed"
         if wanted == "error":
             self._first_error()
         elif wanted == "end":
@@ -360,7 +361,7 @@ class TopApp(App[int]):
             self._read_again()
 
     def _play(self, source: Replay, wanted: str) -> None:
-        """Have a recording go on as the keys say."""
+        """Skip in a recording, or change its speed."""
         if wanted == "skip":
             source.skip(SKIP_S)
         elif wanted in ("slower", "faster"):
@@ -371,16 +372,16 @@ class TopApp(App[int]):
             source.play(speed)
 
     def _read_again(self) -> None:
-        """Start anew with what the hosts file says now, if there is one and nothing is lost by that."""
+        """Restart with the changed hosts file, if there is one and no recording is being written."""
         if not self.files:
             self.ui.hint = "there is no hosts file to read"
         elif self.session.recorder:
-            self.ui.hint = "not while --record writes: a recording has the hosts of its beginning"
+            self.ui.hint = "not possible with --record: a recording keeps its initial hosts"
         else:
             self.exit(READ_AGAIN)
 
     def _copy(self, of: Scene) -> None:
-        """Copy the log that is shown, else what is known; that is also shown."""
+        """Copy the visible log lines, else a diagnosis, which is also shown."""
         if self.ui.reads_log:
             lines = [line.text for line in panels.shown_logs(of, self.size.height)]
             self.ui.hint = f"copied {counted(len(lines), 'line')}"
@@ -395,7 +396,7 @@ class TopApp(App[int]):
         return f"{self.session.cluster.program} {verb}{self.session.cluster.hosts_argument}{given(' --run {}', run)}"
 
     def _do(self, key: str) -> None:
-        """Do what the user agreed to: open a shell, or run one of our own commands and show what it prints."""
+        """Run a confirmed action: open a shell, or run one of our commands and show its output."""
         fleet = self.session.fleet
         if fleet is None:
             return
@@ -414,11 +415,11 @@ class TopApp(App[int]):
             self._start(title, words, keys.ACTIONS[key].limit_s)
 
     def _start(self, title: str, words: Sequence[str], limit_s: float) -> None:
-        """Run one of our commands, and show each of its lines as it comes."""
+        """Run one of our commands and show its output as it arrives."""
         try:
             command = Command([*own_argv("llama405b_tools.cli"), *words], limit_s)
         except OSError as error:
-            self._text(title, [f"it could not be started ({reason_of(error)})"])
+            self._text(title, [f"cannot start it ({reason_of(error)})"])
             return
         self.commands[title] = command
         self.ui.running.add(title)
@@ -432,7 +433,7 @@ class TopApp(App[int]):
         threading.Thread(target=follow, daemon=True).start()
 
     def _ended(self, title: str, ended: str) -> None:
-        """Show how a command ended; if it was left, as an event."""
+        """Show how a command ended; as an event if its text is no longer shown."""
         lines = self.commands.pop(title).lines
         self.ui.running.discard(title)
         if self.ui.mode != "text" or self.ui.title != title:
@@ -443,7 +444,7 @@ class TopApp(App[int]):
         self._on_screen(self._answer, title, list(lines))
 
     def _on_screen(self, act: Callable[..., None], *args: object) -> None:
-        """Have the thread of the screen do something, if that has not been left meanwhile."""
+        """Run a function in the app's thread, unless the app is exiting."""
         if self.is_running:
             with contextlib.suppress(RuntimeError):
                 self.call_from_thread(act, *args)
@@ -452,7 +453,7 @@ class TopApp(App[int]):
         self.ui.show_text(title, lines)
 
     def _first_error(self) -> None:
-        """Show the first error: from the hosts if they are live, else from the recording's lines."""
+        """Show the first error: from the live hosts, else from the recording's log lines."""
         fleet, run = self.session.fleet, self.session.cluster.wanted or self.session.cluster.run
         if fleet is None:
             found = self.session.logs.first_error()
@@ -473,7 +474,7 @@ class TopApp(App[int]):
         threading.Thread(target=look, daemon=True).start()
 
     def _answer(self, title: str, lines: list[str]) -> None:
-        """Show an answer, if it is still waited for."""
+        """Update the shown text, if it is still the one with this title."""
         if self.ui.mode == "text" and self.ui.title == title:
             self._text(title, lines)
             self.draw()

@@ -1,8 +1,7 @@
-"""What arrived from the hosts and waits to be taken. Bounded per host: whoever sends most delays nobody else.
+"""The sources of cluster-top's events: samplers on live hosts, a recording, or the simulated incident.
 
-Where cluster-top's events come from: samplers on live hosts, a recording, or the simulated incident.
-
-A recording is a header followed by one event per line, as JSON; it is compressed if its name ends in ``.gz``.
+Events wait in a queue that is bounded per host, so that a host that sends a lot does not delay the others. A recording is a header
+followed by one event per line, as JSON; it is compressed if its name ends in ``.gz``.
 """
 
 import collections
@@ -29,26 +28,26 @@ from llama405b_tools.text.words import CONTROLS, Entry, Merge, clean, tidy
 from llama405b_tools.top.state import simulate, thresholds
 from llama405b_tools.top.state.picture import HostState
 
-NEWS = 4  # frames and links per host that wait; then the host has to
-BLOCKS = 2000  # log blocks per host that wait; then the oldest are dropped, and counted
-BLOCKS_AT_ONCE = 4000  # of all hosts that are taken at once: about a tenth of a second's work
+NEWS = 4  # queued frames and links per host; beyond that, the host has to wait
+BLOCKS = 2000  # queued log blocks per host; beyond that, the oldest are dropped and counted
+BLOCKS_AT_ONCE = 4000  # log blocks taken at once from all hosts: about 0.1 s of work
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SourceEvent:
-    """Something that arrived, or happened on this machine."""
+    """Data that arrived from a host, or an event on this machine."""
 
     t: float  # operator's clock, seconds since the epoch
     host: str
     frame: Json = None  # JSON from the sampler; the cluster parses it
     link: tuple[str, str] | None = None  # state and why
     entries: tuple[tuple[float, str, str], ...] = ()  # log blocks: operator's clock, file, text
-    dropped: int = 0  # log lines of the host that came too fast to be shown
+    dropped: int = 0  # log lines of the host that were dropped because they came too fast
     note: str = ""
 
 
 class Intake:
-    """Filled by many threads, emptied by one."""
+    """A bounded queue filled by many threads and emptied by one."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
@@ -57,26 +56,26 @@ class Intake:
         self.closed = False
 
     def put(self, event: SourceEvent) -> None:
-        """Add a host's news; wait while there is no room for it."""
+        """Add an event; wait while the host's queue is full."""
         with self.changed:
             self.changed.wait_for(lambda: self.closed or len(self.news[event.host]) < NEWS)
             self.news[event.host].append(event)
             self.changed.notify_all()
 
     def put_block(self, entry: Entry) -> None:
-        """Add a log block; never waits."""
+        """Add a log block without waiting."""
         with self.changed:
             self.blocks.push(entry.host, [entry])
             self.changed.notify_all()
 
     def drop(self, host: str, lines: int) -> None:
-        """Count lines that were dropped on the way here."""
+        """Count log lines that were dropped before they got here."""
         with self.changed:
             self.blocks.drop(host, lines)
             self.changed.notify_all()
 
     def take(self, timeout_s: float) -> list[SourceEvent]:
-        """Wait for something, and return what there is, oldest first: a bounded number of events."""
+        """Wait for events; return a bounded number of them, oldest first."""
         with self.changed:
             self.changed.wait_for(self._holds_any, timeout_s)
             news = sorted(itertools.chain.from_iterable(self.news.values()), key=lambda event: event.t)
@@ -89,7 +88,7 @@ class Intake:
         return news + [SourceEvent(now, host, dropped=lines) for host, lines in dropped.items()]
 
     def close(self) -> None:
-        """Let nobody wait any longer."""
+        """Close the queue and wake all waiting threads."""
         with self.changed:
             self.closed = True
             self.changed.notify_all()
@@ -100,9 +99,9 @@ class Intake:
 
 RETRY_S = 5.0
 MIN_INTERVAL_S, MAX_INTERVAL_S = 0.2, 60.0
-MAX_FRAME = 4 << 20  # characters; those of a host with many processes have a tenth of it
-MOST_OTHER_LINES = 1000  # of a shell's start-up files, for example
-END_OF_TIME = 1e11  # seconds since the epoch; the most that calendars can write
+MAX_FRAME = 4 << 20  # characters; frames of a host with many processes have a tenth of this
+MOST_OTHER_LINES = 1000  # lines that are no frames, such as output of a shell's start-up files
+END_OF_TIME = 1e11  # seconds since the epoch; the latest that datetime can format
 GZIP = b"\x1f\x8b"  # how a gzip file begins (RFC 1952)
 LAST_LINE = '{"end": true}'  # of a complete recording
 
@@ -125,7 +124,7 @@ class Header:
 
 
 class _Quiet:
-    """How long a host's stream has brought no frame, and how long that is tolerated; seconds since the epoch."""
+    """Watches how long a host's stream has been silent, and decides when to reconnect."""
 
     def __init__(self, interval_s: float) -> None:
         self.least_s = max(thresholds.QUIET_S, thresholds.QUIET_FRAMES * interval_s)
@@ -140,7 +139,7 @@ class _Quiet:
         self.since, self.limit_s = now, self.least_s
 
     def gives_up(self, now: float) -> bool:
-        """Return, once, whether it is too long."""
+        """Return True once when the silence exceeds the limit, which then doubles."""
         silent_s = now - self.since
         if self.gave_up_after_s or silent_s <= self.limit_s:
             return False
@@ -149,7 +148,7 @@ class _Quiet:
 
 
 class Live:
-    """A sampler on every host, over a kept connection that is made again when it breaks."""
+    """A sampler on every host, over connections that are reopened when they break."""
 
     def __init__(self, fleet: Fleet, run: str | None, interval_s: float, *, elsewhere: bool = False) -> None:
         """``elsewhere``: the hosts' files are on this machine, but the hosts are other machines."""
@@ -176,17 +175,17 @@ class Live:
         return False
 
     def events(self, until: float) -> Iterator[SourceEvent]:
-        """Yield what happened up to a moment of this source's clock; wait for the first event until then."""
+        """Yield the events up to a moment of this source's clock; wait at most until then for the first."""
         yield from self.intake.take(until - time.time())
 
     def stay(self, run: str) -> None:
-        """Have every host that knows the run report it, whatever else is live there; '': the newest live run."""
+        """Make all hosts that know the run report it; '': the newest live run."""
         if run != self.request["stay"]:
             self.request["stay"] = run
             self.news.set()
 
     def close(self) -> None:
-        """Close everything: a sampler ends with its standard input, and nothing stays on the hosts."""
+        """Close all streams; a sampler exits when its stdin closes, so nothing stays on the hosts."""
         self.closing.set()
         self.news.set()
         self.intake.close()
@@ -210,7 +209,7 @@ class Live:
             self.closing.wait(RETRY_S)
 
     def _listen(self, name: str) -> str:
-        """Take frames until they end; return the last line that is not a frame, which says why."""
+        """Queue frames until the stream ends; return the last line that is not a frame."""
         quiet, own = self.quiet[name], {"workdir": self.fleet.workdir(name), "slots": self.fleet.slots(name)}
         request = {"host": name} | own | self.request
         stdin = transport.standalone_input("sampler", request)
@@ -218,7 +217,7 @@ class Live:
         quiet.opened(time.time())
         stream = self.open[name] = connection.stream(transport.standalone_command("sampler"), stdin)
         last, n_others = "", 0
-        if self.closing.is_set():  # since the check above
+        if self.closing.is_set():  # closed since the caller's check
             stream.close()
         self.intake.put(SourceEvent(time.time(), name, link=(HostState.OK, "")))
         for line in stream:
@@ -228,18 +227,18 @@ class Live:
                 last, n_others = clean(line[:200]), n_others + 1
                 if n_others > MOST_OTHER_LINES:
                     stream.close()
-                    raise HostError(f"it prints something else all the time, such as {last!r}") from None
+                    raise HostError(f"sends lines that are not frames, such as {last!r}") from None
                 continue
             quiet.heard(time.time())
             self.intake.put(SourceEvent(time.time(), name, frame=frame))
         if quiet.gave_up_after_s:
-            raise HostError(f"sent nothing for {quiet.gave_up_after_s:.0f} s; connecting again", "TIMEOUT")
+            raise HostError(f"sent nothing for {quiet.gave_up_after_s:.0f} s; reconnecting", "TIMEOUT")
         return last
 
     def _ping(self) -> None:
-        """Send what is new, and a sign of life: a sampler that receives nothing for a minute ends.
+        """Send requests and keep-alives: a sampler exits if it receives nothing for a minute.
 
-        A stream that brings nothing is closed: no socket tells that a host, its sshd or a sampler is frozen.
+        Silent streams are closed: a socket does not show that a host, its sshd or a sampler is frozen.
         """
         while not self.closing.is_set():
             self.news.wait(thresholds.PING_S)
@@ -261,7 +260,7 @@ def _frame(line: str) -> Json:
 
 
 class Replay:
-    """Events of a recording, at their original speed times ``speed``."""
+    """Plays the events of a recording at ``speed`` times their original speed."""
 
     def __init__(self, header: Header, events: Iterator[SourceEvent], badge: str, speed: float = 1.0) -> None:
         self.hosts: Sequence[str] = header.hosts
@@ -271,11 +270,11 @@ class Replay:
         self.rest = events
         self.next: SourceEvent | None = next(events, None)
         self.begin = self.next.t if self.next else 0.0
-        self.last = self.begin  # time of the last event that was yielded
+        self.last = self.begin  # time of the last event yielded
         self.began = time.monotonic()
 
     def now(self) -> float:
-        """The moment on this source's clock, which is the recording's."""
+        """Return the current time on this source's clock, which is the recording's."""
         return self.last if self.next is None else self.begin + (time.monotonic() - self.began) * self.speed
 
     def done(self) -> bool:
@@ -283,20 +282,20 @@ class Replay:
         return self.next is None
 
     def events(self, until: float) -> Iterator[SourceEvent]:
-        """Yield what happened up to a moment of this source's clock; wait until then."""
+        """Yield the events up to a moment of this source's clock; wait until then."""
         yield from self._up_to(until)
         time.sleep(max(0.0, (until - self.now()) / self.speed) if self.speed else 0.0)
 
     def skip(self, seconds: float) -> None:
-        """Go on that much later."""
+        """Skip forward by this many seconds."""
         self.begin += seconds
 
     def play(self, speed: float) -> None:
-        """Go on at another speed, in seconds of the recording per second; 0 stands still."""
+        """Set the speed, in seconds of the recording per second; 0 pauses."""
         self.begin, self.began, self.speed = self.now(), time.monotonic(), speed
 
     def to_the_end(self) -> Iterator[SourceEvent]:
-        """Yield all that is left without waiting; the clock then stands at the last event."""
+        """Yield all remaining events without waiting; the clock then stays at the last event."""
         return self._up_to(math.inf)
 
     def _up_to(self, until: float) -> Iterator[SourceEvent]:
@@ -306,7 +305,7 @@ class Replay:
             yield event
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: no stream is open."""
 
 
 EventSource = Live | Replay
@@ -330,7 +329,7 @@ def replay(name: str, speed: float, demo_hosts: int = 8) -> Replay:
     except (ValueError, gzip.BadGzipFile, zlib.error):
         raise UserError(f"--replay: {path} is not a recording of cluster-top; make one with --record") from None
     except (OSError, EOFError) as error:
-        reason = getattr(error, "strerror", None) or "it is cut short"
+        reason = getattr(error, "strerror", None) or "it is truncated"
         raise UserError(f"--replay: {path} cannot be read ({reason}); name a recording, or demo") from None
     return Replay(header, _parsed(lines, set(header.hosts)), header.badge or "RECORDED", speed)
 
@@ -344,7 +343,7 @@ def _lines(path: Path) -> Iterator[str]:
 
 
 def _parsed(lines: Iterator[str], hosts: set[str]) -> Iterator[SourceEvent]:
-    """Yield the events up to where the file ends or becomes invalid: the machine may have died while recording."""
+    """Yield the events up to the end or the first invalid line: the machine may have died while recording."""
     last, whole = 0.0, False
     with contextlib.suppress(ValueError, OSError, EOFError, RecursionError, zlib.error):
         for line in lines:
@@ -355,7 +354,7 @@ def _parsed(lines: Iterator[str], hosts: set[str]) -> Iterator[SourceEvent]:
                 if event.host in hosts and 0 <= event.t < END_OF_TIME:
                     last = event.t
                     yield event
-    words = "the recording ends" if whole else "the recording is cut short here; what followed is unknown"
+    words = "the recording ends" if whole else "the recording is truncated here"
     yield SourceEvent(last, max(hosts), note=words)
 
 

@@ -1,8 +1,6 @@
-"""What cluster-top tells others: Prometheus, and a command, bell or title when the verdict changes.
+"""Export cluster-top's view to Prometheus, and report changes of the verdict.
 
-Serves what cluster-top knows to Prometheus.
-
-Tells that the verdict has changed: a command of the user's, the terminal's bell, its notifications and its title.
+A change runs the user's command, rings the terminal's bell, sends a terminal notification and updates the window title.
 """
 
 import contextlib
@@ -26,13 +24,13 @@ LOOPBACK = "127.0.0.1"
 
 
 class Exporter(Collector):
-    """Answers each scrape with the newest picture."""
+    """Answers each Prometheus scrape from the newest view."""
 
     def __init__(self, where: str) -> None:
         """Serve at ``[ADDR:]PORT``; without ADDR only to this machine.
 
         Raises:
-            UserError: It is no address, or cannot be listened on.
+            UserError: It is not an address, or listening fails.
         """
         self.pic: Picture | None = None
         address, port = split("--metrics", where)
@@ -46,7 +44,7 @@ class Exporter(Collector):
             ) from None
 
     def collect(self) -> Iterable[Metric]:
-        """See ``Collector.collect``."""
+        """Return the metrics of the newest view; see ``Collector.collect``."""
         families = {
             name: GaugeMetricFamily(f"llama405b_{name}", words, labels=labels.split())
             for name, (labels, words) in METRICS.items()
@@ -56,14 +54,14 @@ class Exporter(Collector):
         return [family for family in families.values() if family.samples]
 
     def close(self) -> None:
-        """Answer no longer."""
+        """Stop the server."""
         with contextlib.suppress(OSError):
             self.server.shutdown()
             self.server.server_close()
 
 
 def split(flag: str, where: str) -> tuple[str, int]:
-    """Return address and port of ``[ADDR:]PORT``; an IPv6 address stands in brackets.
+    """Parse ``[ADDR:]PORT`` into address and port; an IPv6 address is in brackets.
 
     Raises:
         UserError: It is something else.
@@ -71,12 +69,12 @@ def split(flag: str, where: str) -> tuple[str, int]:
     found = re.fullmatch(r"(?:(?:\[([0-9A-Fa-f:.]+)\]|([\w.-]+)):)?(\d{1,5})", where)
     if not found or not 0 < int(found[3]) < 1 << 16:
         raise UserError(
-            f"{flag}: {where!r} is no [ADDR:]PORT; use a port, such as 9405, or 0.0.0.0:9405 for all who reach this machine"
+            f"{flag}: {where!r} is not [ADDR:]PORT; use a port, such as 9405, or 0.0.0.0:9405 to listen on all interfaces"
         )
     return found[1] or found[2] or LOOPBACK, int(found[3])
 
 
-CALM_S = 30.0  # a verdict that is no worse than before is told after it has lasted so long
+CALM_S = 30.0  # a verdict that is not worse is reported after it has lasted this long
 RUNS = (
     Verdict.HEALTHY, Verdict.TRAINING, Verdict.RUNNING, Verdict.STARTING, Verdict.LOADING, Verdict.SAVING, Verdict.EVALUATING,
 )  # fmt: skip
@@ -84,7 +82,7 @@ PUSH_TITLE, POP_TITLE = "\x1b[22;2t", "\x1b[23;2t"  # xterm's control sequences
 
 
 class Changes:
-    """Sees every picture, and tells what is new; phases of a run that goes well are not."""
+    """Reports changes of the verdict; phases of a healthy run count as one verdict."""
 
     def __init__(
         self,
@@ -94,19 +92,19 @@ class Changes:
     ) -> None:
         """``command``: for ``/bin/sh``; '': none. ``write``: to the terminal. ``complain``: if the command fails."""
         self.command, self.write, self.complain = command, write, complain
-        self.told: Verdict | None = None  # the last one
-        self.since: tuple[Verdict, float] | None = None  # what is given now
+        self.told: Verdict | None = None  # the last verdict reported
+        self.since: tuple[Verdict, float] | None = None  # the current verdict and since when
         self.title = ""
 
     def see(self, pic: Picture) -> Verdict | None:
-        """Take a picture; returns the verdict that was told because of it."""
+        """Process a view; return the verdict if a change was reported."""
         self._entitle(pic)
         verdict = Verdict.HEALTHY if pic.verdict in RUNS else pic.verdict
         if verdict is Verdict.CONNECTING:
             return None
         if self.since is None or self.since[0] is not verdict:
             self.since = verdict, pic.time
-        if self.told is None:  # how it was found is no change
+        if self.told is None:  # the first verdict is not a change
             self.told = verdict
         worse = verdict.exit_code > self.told.exit_code
         if verdict is self.told or not (worse or pic.time - self.since[1] >= CALM_S):
@@ -118,6 +116,7 @@ class Changes:
     def _tell(self, pic: Picture, verdict: Verdict) -> None:
         run = pic.training.run if pic.training else ""
         words = without_controls(f"{given('{}: ', run)}{pic.verdict}{given(': {}', pic.why)}").replace("\n", " ")
+        # BEL for a bad verdict; then OSC 9 and OSC 777, the two common sequences for notifications
         if verdict.exit_code:
             self.write("\a")
         self.write(f"\x1b]9;{words}\x1b\\\x1b]777;notify;cluster-top;{words.replace(';', ',')}\x1b\\")
@@ -129,7 +128,7 @@ class Changes:
             self.complain(f"--on-change failed ({fault})")
 
     def _entitle(self, pic: Picture) -> None:
-        """Give the terminal's window a title: the verdict, the run and its step."""
+        """Set the window title: the verdict, the run and its step."""
         sign, _ = VERDICTS.get(pic.verdict, ("✖", ""))
         run = pic.training
         title = without_controls(f"{sign} {pic.verdict}" + (f" {run.run}{given(' {}', run.step)}" if run else ""))

@@ -1,6 +1,6 @@
-"""What a key does: to the choices of the user, or to the selected host and run. Pure.
+"""Handle keys: change the user's choices, or start an action on the selected host or run. Pure.
 
-What can be done to the selected host and run: each is a command that could be typed, and is asked before it is run.
+Each action is a command that the user could type; it runs after confirmation.
 """
 
 import shlex
@@ -17,25 +17,25 @@ from llama405b_tools.top.state.picture import GUARDED, OVER, Change, HostRow, Tr
 from llama405b_tools.top.state.trends import WINDOWS_S
 
 SHELL = "!"
-NOT_LIVE = "a recording cannot be acted on"
-PAST = "this is the past: End returns to now"
+NOT_LIVE = "actions are disabled in a replay"
+PAST = "viewing history; End returns to live"
 READ_ONLY = "cluster-top was started with --read-only"
-NO_FILE = "for that, start cluster-top with a hosts file instead of host names"
-IN_BROWSER = "a shell needs a terminal; use ssh in one"
-IN_JOB = "the nodes of a Slurm job are not reached over SSH; srun --overlap --pty opens a shell there"
+NO_FILE = "this needs a hosts file; start cluster-top with one instead of host names"
+IN_BROWSER = "a shell needs a terminal; use ssh"
+IN_JOB = "Slurm nodes are not reached over SSH; use srun --overlap --pty for a shell"
 
 
 class Action(NamedTuple):
-    """Something to do, with ``{run}`` in its words."""
+    """An action; its question and command have ``{run}`` and ``{host}`` placeholders."""
 
     question: str
     words: tuple[str, ...]  # of our command, without the hosts file; () opens a shell
-    limit_s: float = 0.0  # after which the command is ended
+    limit_s: float = 0.0  # time limit of the command
 
 
-LOOK_S = 60.0  # hosts answer an autopsy within seconds
-ASK_S = 900.0  # `ask` waits ten minutes by itself, then says what it waited for
-END_S = 3600.0  # a run has time to save, as long as its last save took, and as often again
+LOOK_S = 60.0  # an autopsy takes seconds
+ASK_S = 900.0  # `ask` itself waits ten minutes, then reports
+END_S = 3600.0  # stopping waits for a save, which may take long
 ACTIONS = {
     "a": Action(
         "look at what every rank of {run} is doing, and who holds it up", ("autopsy", "--run", "{run}"), LOOK_S
@@ -49,14 +49,14 @@ ACTIONS = {
     "S": Action("stop {run} on every host; it saves first", ("stop", "--run", "{run}"), END_S),
     SHELL: Action("open a shell on {host}", ()),
 }
-OF_LIVE = ("c", "p", "M", "R")  # what only a run that runs can do
-LINES = 20  # of the log and of the events in a diagnosis
+OF_LIVE = ("c", "p", "M", "R")  # actions that need a live run
+LINES = 20  # log lines and events in a diagnosis
 
 
 def refusals(
     *, is_live: bool, read_only: bool, has_file: bool, in_job: bool, in_browser: bool = False
 ) -> dict[str, str]:
-    """Return, by key, why something cannot be done from this screen, whatever is selected."""
+    """Return, by key, why an action is disabled on this screen, whatever is selected."""
     if read_only or not is_live:
         return dict.fromkeys(ACTIONS, READ_ONLY if read_only else NOT_LIVE)
     if in_job:
@@ -66,7 +66,7 @@ def refusals(
 
 
 def asked(ui: Ui, key: str, of: Scene) -> None:
-    """Ask whether to do it, or say why it cannot be done."""
+    """Ask for confirmation of an action, or show why it is disabled."""
     row, run = of.selected, of.pic.training
     refusal = ui.refusals.get(key, "") or (PAST if ui.is_past else "")
     if not refusal and key == SHELL and row is None:
@@ -83,30 +83,30 @@ def asked(ui: Ui, key: str, of: Scene) -> None:
 
 
 def _refused_of_run(key: str, run: TrainingStatus | None) -> str:
-    """Return why the run would not do it, as far as that is known now; "" if nothing is."""
+    """Return why an action cannot work for this run; "" if it can."""
     if run is None:
         return "there is no run on these hosts"
     if key in OF_LIVE and run.phase in OVER:
         return f"run {run.run} is not running: {run.phase}"
     if key == "R" and run.guard not in GUARDED:
-        return f"run {run.run} has no guard, which would start it again: stop it (S), and launch it with --resume auto"
+        return f"run {run.run} has no guard to restart it; stop it (S) and launch it with --resume auto"
     return ""
 
 
 def words_of(key: str, run: str, hosts_file: str) -> list[str]:
-    """Return an action as the words of our command. ``hosts_file``: '' in a Slurm job, which has none."""
+    """Return the command of an action as words. ``hosts_file``: '' in a Slurm job, which has none."""
     words = [word.format(run=run) for word in ACTIONS[key].words]
     return [*words, *([hosts_file] if hosts_file else ())]
 
 
 def shell_line(host: str, workdir: str) -> str:
-    """Return what opens a shell on a host and says so. ``workdir``: as a shell reads it."""
+    """Return the shell command that opens a shell on a host. ``workdir``: quoted for a shell."""
     said = shlex.quote(f"shell on {host}; exit returns to cluster-top")
     return f'echo {said}; cd {workdir}; exec "${{SHELL:-sh}}"'
 
 
 def diagnosis(of: Scene, commands: Sequence[str]) -> list[str]:
-    """Return what is known, as text to paste into a message. ``commands``: that show more."""
+    """Return the current state as text to paste into a message. ``commands``: to show more."""
     pic, run = of.pic, of.pic.training
     lines = [f"THE PAST: {stopwatch(of.ui.kept[1] - pic.time)} ago"] if of.ui.is_past else []
     lines.append(f"{pic.verdict}: {pic.why}".removesuffix(": "))
@@ -126,7 +126,7 @@ def diagnosis(of: Scene, commands: Sequence[str]) -> list[str]:
 
 
 def _run_words(run: TrainingStatus) -> str:
-    """Say what is known of a run, with what is not left out."""
+    """Describe the run, omitting unknown values."""
     step = given("step {:,}", run.step) + given(" of {:,}", run.steps if run.step is not None else None)
     pace = given("{:.2f} s a step", run.step_s) + given(" (planned {:.2f})", run.expected_step_s)
     saved = given("newest checkpoint step {:,}", run.checkpoint_step) or "no checkpoint yet"
@@ -144,16 +144,16 @@ def _odd(row: HostRow) -> list[str]:
     return [*state, *row.notes, *ranks]
 
 
-FAR, LEAST_ROOM = 1 << 20, 12  # lines: to the very end; for an opened host at least
+FAR, LEAST_ROOM = 1 << 20, 12  # lines: a jump beyond any end; the least for an opened host
 MOVES = {"up": -1, "k": -1, "down": 1, "j": 1}
-ASKED = {"e": "error", "y": "copy", "T": "theme", "r": "read"}  # for which more is needed than the choices
-DO = "do "  # and the key of an action
+ASKED = {"e": "error", "y": "copy", "T": "theme", "r": "read"}  # keys that the app handles, by name of what it does
+DO = "do "  # prefix of a confirmed action; its key follows
 SIDEWAYS = {"left": -20, "right": 20}
 BACK_S = {"left": -10.0, "right": 10.0, "[": -60.0, "]": 60.0}
 SPEEDS = {"<": "slower", ">": "faster"}
 TABS = {"tab": 1, "shift+tab": -1}
 VIEW_KEYS = {str(number): view for number, view in enumerate(VIEWS, 1)}
-PAGES: dict[str, Callable[[int], int]] = {  # lines to move on a screen of so many
+PAGES: dict[str, Callable[[int], int]] = {  # lines to move, by the height of the screen
     "pageup": lambda height: min(-1, 6 - height),
     "pagedown": lambda height: max(1, height - 6),
     "home": lambda _: -FAR,
@@ -192,12 +192,12 @@ def press(ui: Ui, key: str, of: Scene, width: int, height: int) -> str:
 
 
 def _comes_back(ui: Ui, key: str, came_back: bool) -> bool:
-    """Return from the past to now, if the key means that; returns whether it does. A second End is taken for the first."""
+    """Handle keys that return from the past to now; return whether this was one. A second End is ignored once."""
     if ui.is_past and (key == "end" or (key == "escape" and len(ui.path) == 1)):
         ui.at, ui.came_back = None, True
         return True
     if key == "end" and came_back:
-        ui.hint = "this is now; End again goes to the end"
+        ui.hint = "live again; press End again to go to the end"
         return True
     return False
 
@@ -211,12 +211,12 @@ def _travel(ui: Ui, by_s: float, shown: float) -> str:
     if ui.at >= last:
         ui.at, ui.came_back = None, True
     elif ui.at == first:
-        ui.hint = "no earlier moment is kept"
+        ui.hint = "this is the start of the history"
     return ""
 
 
 def _go(ui: Ui, key: str, of: Scene) -> bool:
-    """Go to another view or pane, or open something; returns whether the key means that."""
+    """Handle keys that switch views or panes or open something; return whether this was one."""
     if key in ("escape", "q", "Q"):
         _back(ui)
     elif key == "enter":
@@ -235,7 +235,7 @@ def _go(ui: Ui, key: str, of: Scene) -> bool:
 
 
 def _type(ui: Ui, key: str, of: Scene) -> None:
-    """Add to what is typed, or end it."""
+    """Handle a key while a filter or search text is typed."""
     what = ui.filter if ui.typing == "filter" else ui.log.search
     if key == "escape":
         what = ""
@@ -256,7 +256,7 @@ def _type(ui: Ui, key: str, of: Scene) -> None:
 
 
 def _back(ui: Ui) -> None:
-    """Leave one level; at the top, end what narrows the hosts."""
+    """Go back one level; at the top, clear the host filters."""
     if len(ui.path) > 1:
         ui.path.pop()
     else:
@@ -265,7 +265,7 @@ def _back(ui: Ui) -> None:
 
 
 def _open(ui: Ui, of: Scene) -> None:
-    """Open the selected host; in the host or the list of ranks, the selected rank."""
+    """Open the selected host, or in a host or the list of ranks, the selected rank."""
     if of.selected is None or ui.mode in ("text", "rank", "log", "events"):
         return
     ui.selected, ui.down = of.selected.name, 0
@@ -279,7 +279,7 @@ def _open(ui: Ui, of: Scene) -> None:
 
 
 def _move(ui: Ui, by: int, of: Scene, width: int, *, is_page: bool = False) -> None:
-    """Move what is selected, or scroll."""
+    """Move the selection, or scroll."""
     if ui.reads_log:
         ui.log.at = _scrolled([line.number for line in of.chosen_logs], ui.log.at, by)
     elif ui.reads_events:
@@ -304,7 +304,7 @@ def _move(ui: Ui, by: int, of: Scene, width: int, *, is_page: bool = False) -> N
 
 
 def _scrolled(numbers: Sequence[int], at: int | None, by: int) -> int | None:
-    """Return the number of the last line that is shown after scrolling; None at the newest, which goes on."""
+    """Return the number of the last line shown after scrolling; None to follow the newest."""
     if not numbers:
         return None
     index = len(numbers) - 1 if at is None else sum(number <= at for number in numbers) - 1
@@ -320,7 +320,7 @@ def _scrolled_events(events: Sequence[Change], at: Change | None, by: int) -> Ch
 
 
 def _find(ui: Ui, of: Scene, *, back: bool) -> None:
-    """Move to the next line of the log that has what is searched for."""
+    """Move to the next log line that matches the search."""
     found = found_at(of.chosen_logs, ui.log, back=back)
     if found is None:
         ui.hint = f"no {'earlier' if back else 'later'} line has {ui.log.search!r}"
@@ -329,7 +329,7 @@ def _find(ui: Ui, of: Scene, *, back: bool) -> None:
 
 
 def _press_in_pane(ui: Ui, key: str, of: Scene) -> bool:
-    """Do what a key means where the arrows move; returns whether it means something there."""
+    """Handle a key in the events or log pane; return whether it has a meaning there."""
     if ui.reads_events and key == "w":
         ui.wraps_events = not ui.wraps_events
         return True
@@ -337,7 +337,7 @@ def _press_in_pane(ui: Ui, key: str, of: Scene) -> bool:
 
 
 def _press_in_log(ui: Ui, key: str, of: Scene) -> bool:
-    """Do what a key means in the log; returns whether it means something there."""
+    """Handle a key in the log; return whether it has a meaning there."""
     view = ui.log
     if key == "/":
         ui.typing, view.search = "search", ""
@@ -359,7 +359,7 @@ def _press_in_log(ui: Ui, key: str, of: Scene) -> bool:
 
 
 def _choose(ui: Ui, key: str, of: Scene) -> None:
-    """Change how the hosts and graphs are shown."""
+    """Handle keys that change how hosts and graphs are shown."""
     if key == "/":
         ui.typing, ui.filter = "filter", ""
         ui.path, ui.pane = ["all"], PANES[0]

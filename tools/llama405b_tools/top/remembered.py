@@ -1,10 +1,7 @@
-"""How cluster-top begins and ends: what the terminal can show, what the user last chose, and leaving at once.
+"""Start and end of cluster-top: terminal capabilities, saved display choices, and a prompt exit.
 
-The end of cluster-top: soon after a signal or ``q``, whatever else it is doing.
-
-What cluster-top remembers from one time to the next: how the user likes to see the screen. In browsers, nothing.
-
-What this terminal can show.
+Display choices are saved between starts, except in browsers. After a signal or ``q``, the process exits within a bounded time,
+whatever its threads are doing.
 """
 
 import contextlib
@@ -28,17 +25,18 @@ from llama405b_tools.top.state.picture import QUANTITIES
 from llama405b_tools.top.state.trends import WINDOWS_S
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-READ_AGAIN = -1  # instead of an exit code: the hosts file has changed, and is to be read
+READ_AGAIN = -1  # returned instead of an exit code to restart with a changed hosts file
 LEAVE_WITHIN_S = 1.5  # then the process exits without cleanup; samplers end with their standard input
 LEAVE_SCREEN = b"\x1b[23;2t\x1b[<u\x1b[?2004l\x1b[?1004l\x1b[?1049l\x1b[?25h"  # undoes what textual sets (xterm's control sequences)
 
 
 def leave_soon(code: int, restore: Callable[[], None] = lambda: None) -> None:
-    """Have the process exit with this code, if it has not by then, after ``restore``."""
+    """Exit with this code after a time limit, calling ``restore`` first, if the process is still running."""
 
     def leave() -> None:
         with contextlib.suppress(Exception):
             restore()
+        # skips the joining of threads, one of which may wait for a host forever
         os._exit(code)
 
     last_resort = threading.Timer(LEAVE_WITHIN_S, leave)
@@ -47,14 +45,14 @@ def leave_soon(code: int, restore: Callable[[], None] = lambda: None) -> None:
 
 
 def on_signals(end: Callable[[int], None], restore: Callable[[], None] = lambda: None) -> None:
-    """Call ``end`` with the exit code when a signal asks for the end, between any two steps of the main thread."""
+    """Call ``end`` with the exit code on a termination signal, and limit the time until the process exits."""
 
     def handle(number: int, _: FrameType | None) -> None:
         leave_soon(128 + number, restore)
         end(128 + number)
 
     for number in ENDING:
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as after nohup
+        if signal.getsignal(number) is not signal.SIG_IGN:  # keep ignored signals ignored, as after nohup
             signal.signal(number, handle)
 
 
@@ -64,13 +62,14 @@ def in_browser() -> bool:
 
 
 def terminal_keeper() -> Callable[[], None]:
-    """Return a function that gives the terminal back as it is now, without waiting for it; in a browser there is none."""
+    """Return a function that restores the terminal's current state without blocking; a no-op in a browser."""
     if in_browser():
         return lambda: None
     before = termios.tcgetattr(sys.stdin)
 
     def restore() -> None:
         termios.tcsetattr(sys.stdin, termios.TCSANOW, before)
+        # a terminal that does not read must not block the exit
         os.set_blocking(sys.stderr.fileno(), False)
         os.write(sys.stderr.fileno(), LEAVE_SCREEN)
 
@@ -79,7 +78,7 @@ def terminal_keeper() -> Callable[[], None]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Remembered:
-    """The choices that outlive the program."""
+    """Display choices that are saved between starts."""
 
     sort: str = SORTS[0]
     window: int = 0
@@ -88,7 +87,7 @@ class Remembered:
     theme: str = ""  # "": by what the terminal says of its background
 
     def __post_init__(self) -> None:
-        """Refuse what another version may have written."""
+        """Refuse invalid values, such as those of another version."""
         counts = ((self.window, WINDOWS_S), (self.quantity, QUANTITIES), (self.hidden, [*COLUMNS, ""]))
         if self.sort not in SORTS or self.theme not in ("", *THEMES):
             raise ValueError
@@ -96,18 +95,18 @@ class Remembered:
             raise ValueError
 
     def put(self, ui: Ui) -> None:
-        """Choose it."""
+        """Apply the choices."""
         for field in dataclasses.fields(self):
             setattr(ui, field.name, getattr(self, field.name))
 
 
 def of(ui: Ui) -> Remembered:
-    """Return what is to be remembered."""
+    """Return the choices to save."""
     return Remembered(ui.sort, ui.window, ui.quantity, ui.hidden, ui.theme)
 
 
 def recall() -> Remembered:
-    """Return what was chosen the last time; without that, or if it cannot be read, the defaults."""
+    """Load the saved choices; return the defaults if there are none or they are unreadable."""
     with contextlib.suppress(OSError, ValueError):
         text = "{}" if in_browser() else _file().read_text(encoding="utf-8")
         return reader.loads(Remembered, text, "choices")
@@ -115,7 +114,7 @@ def recall() -> Remembered:
 
 
 def remember(chosen: Remembered) -> None:
-    """Keep the choices for the next time, if they can be written."""
+    """Save the choices for the next start; ignore write errors."""
     if in_browser():
         return
     file = _file()
@@ -130,7 +129,7 @@ def _file() -> Path:
     return state_directory() / "top.json"
 
 
-COUNTS = {None: 0, "standard": 16, "windows": 16, "256": 256, "truecolor": 256}  # by what rich finds
+COUNTS = {None: 0, "standard": 16, "windows": 16, "256": 256, "truecolor": 256}  # by rich's color system
 
 
 def color_count() -> int:
@@ -141,5 +140,5 @@ def color_count() -> int:
 
 
 def theme_for(chosen: str) -> str:
-    """Return the theme that the user has chosen; without that, the one for the terminal's background."""
+    """Return the chosen theme, or the one for the terminal's background."""
     return chosen or background(os.environ.get("COLORFGBG", ""))

@@ -1,6 +1,6 @@
-"""Serve cluster-top's screen to browsers: each that opens it gets a cluster-top of its own, by textual-serve.
+"""Serve cluster-top's screen to browsers with textual-serve; each browser gets its own cluster-top process.
 
-Only who knows the token in the address gets anything. There is no encryption: from another machine, use an SSH tunnel.
+The URL contains a secret token, and requests without it get nothing. There is no encryption: from another machine, use an SSH tunnel.
 """
 
 import secrets
@@ -16,12 +16,12 @@ from textual_serve.server import Server
 from llama405b.contract.errors import UserError, reason_of
 from llama405b.contract.software import own_argv
 
-MOST_BROWSERS = 8  # at a time: each asks the hosts by itself
+MOST_BROWSERS = 8  # at a time: each has its own connections to the hosts
 TOKEN_BYTES = 16
 
 
 class TopServer(Server):
-    """textual-serve's server, below a secret path, under whatever name it is reached."""
+    """textual-serve's server below a secret path, reachable under any host name."""
 
     def __init__(self, command: str, address: str, port: int, show: Callable[[str], object]) -> None:
         super().__init__(command, address, port, "cluster-top", templates_path=str(Path(__file__).parent / "page"))
@@ -31,7 +31,7 @@ class TopServer(Server):
 
     @property
     def url(self) -> str:
-        """Where the screen is."""
+        """The URL of the screen."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"http://{host}:{self.port}/{self.token}/"
 
@@ -41,21 +41,21 @@ class TopServer(Server):
         return app
 
     async def on_startup(self, app: web.Application) -> None:  # noqa: ARG002
-        """Say where the screen is."""
-        self.show(f"open {self.url} in a browser; Ctrl-C ends it")
+        """Print the URL of the screen."""
+        self.show(f"open {self.url} in a browser; Ctrl-C stops the server")
 
     async def handle_index(self, request: web.Request) -> web.StreamResponse:
-        """Return the page, with the address under which the browser reached this server, perhaps through a tunnel."""
+        """Return the page, using the address by which the browser reached this server, such as a tunnel's."""
         self.public_url = f"{request.scheme}://{request.host}"
         page: web.StreamResponse = await super().handle_index(request)
         return page
 
     async def handle_websocket(self, request: web.Request) -> web.WebSocketResponse:
-        """Run a cluster-top for a browser, unless too many look already, or another site's page asks."""
+        """Run a cluster-top for a browser; refuse pages of other sites and too many browsers."""
         if urlsplit(request.headers.get("Origin", f"//{request.host}")).netloc != request.host:
-            raise web.HTTPForbidden(text="the page of another site asks for this")
+            raise web.HTTPForbidden(text="request from another site's page")
         if self.n_browsers >= MOST_BROWSERS:
-            raise web.HTTPServiceUnavailable(text=f"{MOST_BROWSERS} browsers look at it already")
+            raise web.HTTPServiceUnavailable(text=f"{MOST_BROWSERS} browsers are connected already")
         self.n_browsers += 1
         try:
             return await super().handle_websocket(request)
@@ -63,7 +63,7 @@ class TopServer(Server):
             self.n_browsers -= 1
 
     def initialize_logging(self) -> None:
-        """Log nothing: the addresses have the token."""
+        """Log nothing: logged URLs would contain the token."""
 
 
 def serve(address: str, port: int, words: Sequence[str], show: Callable[[str], object]) -> None:
@@ -74,6 +74,7 @@ def serve(address: str, port: int, words: Sequence[str], show: Callable[[str], o
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
+        # bind once to report an unusable address before the server starts
         with socket.create_server((address, port), family=family):
             pass
     except OSError as error:

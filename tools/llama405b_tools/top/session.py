@@ -1,8 +1,7 @@
-"""cluster-top's state: its source of events, the picture made from them, its logs, and its last ten minutes.
+"""cluster-top's session: the source of events, the state and view made from them, the logs, and the last ten minutes.
 
-The last ten minutes of cluster-top, compressed and bounded: the screen goes back in them, and an incident has them written to a file.
-
-The logs in cluster-top: the newest lines, folded, by the same engine as ``llama405b logs``.
+The last ten minutes are kept compressed and bounded; the screen can go back in them, and an incident writes them to a file. Logs are
+folded by the same engine as ``llama405b logs``.
 """
 
 import bisect
@@ -50,24 +49,26 @@ from llama405b_tools.top.state.picture import OVER, GuardShown, Picture
 from llama405b_tools.top.state.trends import Trends
 
 KEPT_S, PART_S = 600.0, 10.0
-PART_BYTES = 24 << 20  # of events; as many of pictures
+PART_BYTES = 24 << 20  # bytes of events, and as many of views
 PICTURE_EVERY_S = 2.0
-AFTER_S = 20.0  # an incident's file has what followed, too
-MOST_FILES = 10  # of a run; then the oldest is deleted
+AFTER_S = 20.0  # write an incident's file this much later, so that it includes what followed
+MOST_FILES = 10  # files per run; then the oldest is deleted
 
 
 class BlackBox:
-    """Takes every event and picture; forgets those that are older than ten minutes, or more than there is room for."""
+    """Keeps the events and views of the last ten minutes, bounded in bytes."""
 
     def __init__(self, source: EventSource) -> None:
         self.header = _packed(reader.dumps(Header(1, tuple(source.hosts), source.interval_s, source.badge)))
-        self.parts = collections.deque[tuple[float, bytes]]()  # when each ends, and its events
-        self.lines: list[str] = []  # of the part that is being filled
+        self.parts = collections.deque[tuple[float, bytes]]()  # end time and compressed events
+        self.lines: list[str] = []  # events of the part being filled
         self.begun = 0.0
-        self.plans: dict[str, SourceEvent] = {}  # by host, the last event that tells the run's plan: it is sent once
+        self.plans: dict[
+            str, SourceEvent
+        ] = {}  # by host, the last event with the run's plan, which a sampler sends only once
         self.pictures = collections.deque[tuple[float, bytes]]()
         self.n_bytes = self.n_picture_bytes = 0
-        self.bad_at: float | None = None  # when the incident began that is to be written
+        self.bad_at: float | None = None  # start of the incident to be written; inf: written already
 
     def take(self, event: SourceEvent) -> None:
         """Keep an event."""
@@ -87,7 +88,7 @@ class BlackBox:
             self.n_bytes -= len(self.parts.popleft()[1])
 
     def see(self, pic: Picture) -> None:
-        """Keep a picture, unless the last one is as good as new."""
+        """Keep a view, unless the last one is recent."""
         if self.pictures and 0 <= pic.time - self.pictures[-1][0] < PICTURE_EVERY_S:
             return
         found = zlib.compress(pickle.dumps(pic, pickle.HIGHEST_PROTOCOL), 1)
@@ -98,11 +99,11 @@ class BlackBox:
 
     @property
     def span(self) -> tuple[float, float]:
-        """From when until when there are pictures."""
+        """The first and last time with a view."""
         return (self.pictures[0][0], self.pictures[-1][0]) if self.pictures else (0.0, 0.0)
 
     def at(self, moment: float) -> Picture | None:
-        """Return the picture of a moment, or the one before it; None if there is none."""
+        """Return the view of a moment, or the last one before it; None if there are none."""
         index = bisect.bisect_right(self.pictures, moment, key=lambda entry: entry[0])
         if not self.pictures:
             return None
@@ -110,7 +111,7 @@ class BlackBox:
         return found
 
     def incident(self, pic: Picture) -> Path | None:
-        """Write what is kept to a file a while after a run went wrong, once for each time; returns the file."""
+        """Write the history to a file a while after a run failed, once per failure; return the file."""
         if pic.verdict.exit_code < 3 or pic.training is None or not RUN_NAME.fullmatch(pic.training.run):
             self.bad_at = None
             return None
@@ -118,17 +119,17 @@ class BlackBox:
             self.bad_at = pic.time
         if not self.bad_at <= pic.time - AFTER_S:
             return None
-        self.bad_at = math.inf  # it is written only once
+        self.bad_at = math.inf  # written once per incident
         place = _place(pic.training.run)
         path = place / f"{time.strftime('%Y%m%d-%H%M%S', time.localtime(pic.time))}-{pic.verdict.lower()}.gz"
-        place.mkdir(parents=True, exist_ok=True, mode=0o700)  # it has lines of logs
+        place.mkdir(parents=True, exist_ok=True, mode=0o700)  # private: it contains log lines
         write_atomic(path, self.recording())
         for old in sorted(place.glob("*.gz"))[:-MOST_FILES]:
             old.unlink()
         return path
 
     def recording(self) -> bytes:
-        """Return what is kept as a recording; each part of it is compressed by itself, as gzip allows."""
+        """Return the history as a recording; gzip allows concatenated compressed parts."""
         first = self.parts[0][0] - PART_S if self.parts else self.begun
         plans = [dataclasses.replace(event, t=first) for event in self.plans.values() if event.t < first]
         known = [_packed("\n".join(map(reader.dumps, plans)))] if plans else []
@@ -141,45 +142,45 @@ def _packed(text: str) -> bytes:
 
 
 def _place(run: str) -> Path:
-    """Where a run's files are: beside its others if it was launched from here, else among what this user's programs keep."""
+    """Return the directory for incidents: in the run's directory if launched here, else in the state directory."""
     here = RunDir.here(run)
     if here.path.is_dir():
         return here.black_box
     return state_directory() / "black-box" / run
 
 
-KEPT, KEPT_OF_HOST = 3000, 50  # newest lines in all, and at least of each host
+KEPT, KEPT_OF_HOST = 3000, 50  # newest lines kept in all, and at least per host
 TAIL = 100  # lines of each file at first
-MOST_BYTES = 1 << 16  # of each file at a time
-MOST_CHARS = 1 << 16  # of a block
-BAR_LINES = 100  # at the end, among which the earlier state of a bar is looked for
+MOST_BYTES = 1 << 16  # bytes of each file per read
+MOST_CHARS = 1 << 16  # characters of a block
+BAR_LINES = 100  # newest lines searched for the earlier state of a progress bar
 LINE_CHARS = 1000  # wider than a screen
 
 
 class LogPane:
-    """Takes log blocks in order of time, and keeps the folded lines."""
+    """Folds log blocks that arrive in order of time, and keeps the newest lines."""
 
     def __init__(self) -> None:
-        self.command = "llama405b logs"  # what to type for all lines
+        self.command = "llama405b logs"  # command that shows all lines
         self.fold = Fold()
         self.lines: list[LogLine] = []
         self.count = 0  # lines so far
-        self.dropped: dict[str, int] = {}  # by host, lines that are missing from what came last
+        self.dropped: dict[str, int] = {}  # by host, lines dropped recently
         self.dropped_at = 0.0
 
     def take(self, host: str, entries: Sequence[tuple[float, str, str]], first_rank: int) -> None:
-        """Take blocks of one host: [operator's clock, file, text]."""
+        """Add blocks of one host: (operator's clock, file, text)."""
         for moment, file, text in entries:
             for group in self.fold.push(entry_of(host, moment, file, text, 0.0, first_rank)):
                 self._add(group)
 
     def drop(self, host: str, count: int, now: float) -> None:
-        """Count lines of a host that came too fast."""
+        """Count dropped lines of a host."""
         self.dropped[host] = self.dropped.get(host, 0) + count
         self.dropped_at = now
 
     def settle(self, now: float) -> None:
-        """Add the groups that are older than the fold's window: they are complete."""
+        """Add the groups older than the folding window, which are complete."""
         for group in self.fold.older_than(now - self.fold.window_s):
             self._add(group)
         if now > self.dropped_at + self.fold.window_s:
@@ -190,7 +191,7 @@ class LogPane:
             self._forget()
 
     def shown(self) -> list[LogLine]:
-        """Return the lines; while lines are missing, the last one says how many."""
+        """Return the lines; if lines were dropped recently, the last one says how many."""
         return [*self.lines, *self._missing()]
 
     def _missing(self) -> Iterator[LogLine]:
@@ -200,7 +201,7 @@ class LogPane:
             yield LogLine(self.dropped_at, fold_names(hosts), words, hosts=frozenset(hosts), number=self.count + 1)
 
     def _forget(self) -> None:
-        """Forget the oldest lines, but not all those of a quiet host because another one talks."""
+        """Drop the oldest lines, but keep some of every host, however much the others write."""
         kept: list[LogLine] = []
         counts: collections.Counter[str] = collections.Counter()
         for line in reversed(self.lines):
@@ -213,7 +214,7 @@ class LogPane:
         text, how = clean(group_text(group) if len(group) > 1 else group[0].text), group[0].how
         hosts, ranks = frozenset(entry.host for entry in group), frozenset(entry.rank for entry in group)
         where, error = where_of(group), is_error(group[0])
-        if how == BAR:  # in the place of its state before
+        if how == BAR:  # replace its previous state
             near = range(max(0, len(self.lines) - BAR_LINES), len(self.lines))
             for place in reversed([i for i in near if self.lines[i].is_bar and self.lines[i].where == where]):
                 self.lines[place : place + 1] = []
@@ -229,13 +230,13 @@ class LogPane:
 
 
 class LogStream:
-    """Reads the logs of a run in a thread, and adds them to the source's events."""
+    """Reads a run's logs in a thread and queues them as events of the source."""
 
     def __init__(self, source: Live, fleet: Fleet, run: str, first_ranks: Mapping[str, int]) -> None:
         request = StreamRequest(run, "", follow=True, tail=TAIL, most_bytes=MOST_BYTES)
         self.intake, self.command = source.intake, fleet.command_to_type("logs", run)
         self.reader = LogReader(fleet, run, first_ranks, request)
-        self.counted: dict[str, int] = {}  # by host, lines that are known to be missing
+        self.counted: dict[str, int] = {}  # by host, dropped lines already counted
         threading.Thread(target=self.reader.show, args=(self,), daemon=True).start()
 
     def entries(self, entries: Iterator[Entry]) -> None:
@@ -249,34 +250,34 @@ class LogStream:
                 self.counted[host] = count
 
     def note(self, text: str) -> None:
-        """See ``logs.Sink``. Omits the reason, so that a network failure folds into one line for all hosts."""
+        """Queue a note without its reason, so that a network failure folds into one line for all hosts."""
         words = f"(cluster-top cannot read logs from this host; `{self.command}` says why)"
         self.intake.put_block(Entry(time.time(), text.partition(": ")[0], "", words))
 
     def close(self) -> None:
-        """End the agents on the hosts."""
+        """Stop the agents on the hosts."""
         self.reader.streams.close()
 
 
 FIRST_S = 14.0  # for every host to answer or fail; then --once prints what it has
 PLAIN_WIDTH = 120
 GUARD_EVERY_S, ACCOUNT_EVERY_S = 3.0, 60.0
-ACCOUNT_SOON_S = 2.0  # between two, when something has happened that changes it
-ACCOUNT_SHARE = 0.01  # of the head's time, at most, for accounts
+ACCOUNT_SOON_S = 2.0  # least time between two accounts when the run changes
+ACCOUNT_SHARE = 0.01  # most of the head host's time to spend on accounts
 LOGS_WAIT_S = 4.0  # for all hosts to report the run
 
 
 class Turn(NamedTuple):
-    """What a run has come to: another one changes what its time went into."""
+    """The stage of a run; a new stage triggers a new account of its time."""
 
     run: str
     attempt: int
-    steps: bool  # whether this attempt has taken a step
+    steps: bool  # whether this attempt has taken steps
     is_over: bool
 
 
 class Session:
-    """A source of events, and the state made from them."""
+    """A source of events and the state made from them."""
 
     def __init__(
         self, source: EventSource, fleet: Fleet | None, hang_after_s: float, recorder: Recorder | None = None
@@ -291,16 +292,18 @@ class Session:
         self.log_of: tuple[str, int] | None = None  # run and attempt
         self.log_since = 0.0
         self.log_streams: list[LogStream] = []
-        self.log_hosts: set[str] = set()  # hosts they read
+        self.log_hosts: set[str] = set()  # hosts that these streams read
         self.guard_at = self.account_at = self.account_soon_at = 0.0
-        self.turn: Turn | None = None  # of which there is an account
-        # of which run, and when those began that are over
+        self.turn: Turn | None = None  # the stage at the last account
+        # run, and start times of its finished incidents
         self.incidents: tuple[str, frozenset[float]] = "", frozenset()
-        self.box: BlackBox | None = None  # if more than one picture is looked at
-        self.moment = self.awake_at = source.now()  # up to which events were taken; and when it last was awake
+        self.box: BlackBox | None = None  # if the program shows more than one view
+        self.moment = self.awake_at = (
+            source.now()
+        )  # time up to which events were processed; last time this machine was awake
 
     def advance(self, until: float) -> None:
-        """Take the events up to a moment of the source's clock; it is called at least every second."""
+        """Process the events up to a moment of the source's clock; called at least every second."""
         self.moment = until
         for event in self.source.events(until):
             self._notice_sleep()
@@ -309,15 +312,15 @@ class Session:
         self.logs.settle(self.source.now())
 
     def _notice_sleep(self) -> None:
-        """Notice that this machine slept, before what the hosts did meanwhile is judged."""
+        """Detect that this machine slept, before the hosts' events are judged."""
         now = self.source.now()
         away_s, self.awake_at = now - self.awake_at, now
         if away_s > thresholds.SLEPT_S and isinstance(self.source, Live):
             self.cluster.woke(away_s, now)
 
     def take(self, event: SourceEvent) -> None:
-        """Take one event."""
-        if self.box and self.fleet:  # a recording is a file already
+        """Process one event."""
+        if self.box and self.fleet:  # not for a recording, which is a file already
             self.box.take(event)
         if self.recorder:
             try:
@@ -337,25 +340,25 @@ class Session:
             self.logs.drop(event.host, event.dropped, event.t)
 
     def look(self, event: SourceEvent) -> None:
-        """Judge the moment of an event, so that what begins and ends between two pictures is noticed too."""
+        """Advance the state to an event's time, so that changes between two views are noticed too."""
         if event.host == self.source.hosts[-1]:
             self.cluster.advance(event.t)
 
     def picture(self, *, logs: bool) -> Picture:
-        """Return the current picture; with ``logs``, start to follow the run's logs."""
+        """Return the current view; with ``logs``, start to follow the run's logs."""
         if self.fleet and logs:
             self._follow_logs(self.fleet)
         moment = self.source.now()
         if isinstance(self.source, Replay) and not self.source.done():
             moment = self.moment
         self.cluster.advance(moment)
-        if self.fleet and time.monotonic() > self.guard_at:  # of the run that was just chosen
+        if self.fleet and time.monotonic() > self.guard_at:  # after advance, which chooses the run
             self.guard_at = time.monotonic() + GUARD_EVERY_S
             self.cluster.guard = guard_shown(self.cluster.run, self.cluster.guards_heard(moment))
         elif isinstance(self.source, Replay):
             self.cluster.guard = guard_heard(self.cluster.guards_heard(moment))
         if self.fleet and self.box and self.cluster.run and self._wants_account():
-            self.account_at = self.account_soon_at = math.inf  # until this one is answered
+            self.account_at = self.account_soon_at = math.inf  # no new request until this one returns
             threading.Thread(target=self._ask_account, args=(self.fleet, self.cluster.run), daemon=True).start()
         self._tell_incidents(moment)
         if isinstance(self.source, Live):
@@ -367,7 +370,7 @@ class Session:
         return pic
 
     def keep(self) -> None:
-        """Keep the last ten minutes from now on."""
+        """Start to keep the last ten minutes."""
         self.box = BlackBox(self.source)
 
     def _keep(self, box: BlackBox, pic: Picture) -> None:
@@ -378,27 +381,27 @@ class Session:
             written = box.incident(pic)
         except OSError as error:
             why = f"{given('{}: ', error.filename)}{reason_of(error)}{remedy_of(error)}"
-            self.cluster.note(f"the last ten minutes could not be written ({why})", pic.time)
+            self.cluster.note(f"cannot save the last ten minutes ({why})", pic.time)
             return
         if written:
             words = f"the last ten minutes are in {written}: {self.cluster.program} top --replay shows them"
             self.cluster.note(words, pic.time)
 
     def _tell_incidents(self, now: float) -> None:
-        """Note each incident once its run goes on, in one line: what, how long until the next step, and what that cost."""
+        """Report each incident once the run has resumed: cause, time to the next step, and cost."""
         run, account = self.cluster.account
         if account is None:
             return
         over = {incident.began: incident for incident in account.incidents if incident.resumed is not None}
         known, self.incidents = self.incidents, (run, frozenset(over))
-        if known[0] == run:  # else all of them were over before it was looked at
+        if known[0] == run:  # else they all ended before this run was shown
             unit = "GPU-h" if any(host.gpus for host in self.cluster.hosts.values()) else "rank-h"
             for began in sorted(over.keys() - known[1]):
                 xids = self.cluster.xids_between(began, over[began].failed)
                 self.cluster.note(f"incident: {incident_line(account, over[began], unit, xids)}", now)
 
     def _wants_account(self) -> bool:
-        """Whether it is time to ask what the run's time went into: every minute, and when an attempt begins, steps or ends."""
+        """Return whether to request a new account: every minute, and when the run's stage changes."""
         now, turn = time.monotonic(), self._turn()
         if now > self.account_at or (turn != self.turn and now > self.account_soon_at):
             self.turn = turn
@@ -412,18 +415,18 @@ class Session:
         return Turn(self.cluster.run, attempt, steps, found.phase[0] in OVER)
 
     def _ask_account(self, fleet: Fleet, run: str) -> None:
-        """Ask what the run's time went into; the screen does not wait for it."""
+        """Request the account of the run's time; runs in a thread."""
         began = time.monotonic()
         head = next((node for node, first, _ in self.cluster.found.nodes if first == 0), "")
         if head in fleet.hosts:
-            with contextlib.suppress(Exception):  # the screen was left meanwhile, and its connections closed
+            with contextlib.suppress(Exception):  # the program may be exiting, with its connections closed
                 self.cluster.account = run, account_of_head(fleet, run, head)
-        took_s = time.monotonic() - began  # the head reads all that its steps wrote
+        took_s = time.monotonic() - began  # the head host reads the whole metrics file for it
         self.account_soon_at = time.monotonic() + ACCOUNT_SOON_S
         self.account_at = time.monotonic() + max(ACCOUNT_EVERY_S, took_s / ACCOUNT_SHARE)
 
     def _follow_logs(self, fleet: Fleet) -> None:
-        """Read the logs of every host that reports the run; those present at the start are merged in order of time."""
+        """Read the logs of every host that reports the run; those known at the start are merged by time."""
         of, ranks = self.cluster.log_source()
         if of != self.log_of:
             self._change_logs(of)
@@ -435,7 +438,9 @@ class Session:
 
     def _change_logs(self, of: tuple[str, int] | None) -> None:
         self._end_logs()
-        if of and self.log_of and of[0] != self.log_of[0]:  # or another run's lines would seem to be its own
+        if (
+            of and self.log_of and of[0] != self.log_of[0]
+        ):  # else the previous run's lines would seem to belong to this one
             self.logs = LogPane()
         if of and self.fleet:
             self.logs.command = self.fleet.command_to_type("logs", of[0])
@@ -447,13 +452,13 @@ class Session:
         self.log_streams, self.log_hosts = [], set()
 
     def close(self) -> None:
-        """End everything; nothing stays on the hosts."""
+        """Close all streams; nothing stays on the hosts."""
         self._end_logs()
         self.source.close()
 
 
 def guard_shown(run: str, heard: query.GuardReports) -> GuardShown:
-    """Return what a run's guard does, wherever it runs."""
+    """Return the state of a run's guard, wherever it runs."""
     if not re.fullmatch(r"[\w.-]+", run) or not (found := query.guard_of_hosts(run, heard, time.time())):
         return GuardShown.NONE
     if found.gone:
@@ -462,7 +467,7 @@ def guard_shown(run: str, heard: query.GuardReports) -> GuardShown:
 
 
 def guard_heard(heard: query.GuardReports) -> GuardShown:
-    """Return what a run's guard did, as its hosts last heard: a recording knows no more."""
+    """Return the guard's last state as its hosts recorded it, for a replay."""
     if not heard:
         return GuardShown.NONE
     _, state = min(heard, key=lambda entry: entry[0])

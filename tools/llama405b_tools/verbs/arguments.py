@@ -1,8 +1,7 @@
-"""Command-line arguments that several verbs share, and their completion by Tab.
+"""Command-line arguments that several verbs share, and Tab completion.
 
-Tab completion: the shell asks the program itself, which asks argcomplete with the parser of the verb that is typed.
-
-Turned on with ``eval "$(register-python-argcomplete llama405b cluster-top)"``.
+To complete, the shell runs the program, which calls argcomplete with the parser of the verb being typed. Enable it with
+``eval "$(register-python-argcomplete llama405b cluster-top)"``.
 """
 
 import argparse
@@ -25,9 +24,9 @@ def add_hosts(parser: argparse.ArgumentParser) -> None:
 
 
 def hosts_of(named: Path | Sequence[str] | None) -> tuple[Host, ...]:
-    """Return the hosts that a verb is about: of a hosts file, or named one by one; () for None.
+    """Return the hosts of a hosts file or of a list of names; () for None.
 
-    What asks about a run takes ``Backend.hosts`` instead: its job's, or those that its plan names.
+    Verbs about a run use ``Backend.hosts`` instead: the hosts of its job or its plan.
     """
     if named is None:
         return ()
@@ -43,7 +42,8 @@ def verb_parser(verb: str, description: str | None) -> OneLineParser:
     parser = OneLineParser(prog=f"llama405b {verb}", description=description)
     add_hosts(parser)
     parser.add_argument(
-        "--run", help="name of the run [the only live one, else the newest; cluster-top takes the newest of several]"
+        "--run",
+        help="name of the run [the only live run, else the newest; cluster-top picks the newest of several live runs]",
     )
     return parser
 
@@ -53,9 +53,9 @@ RUNS, PRESETS = "--run", "--preset"
 
 
 def complete(verbs: Iterable[str], args: Sequence[str], run_verb: Callable[[str, list[str]], object]) -> None:
-    """Answer the shell, and exit.
+    """Print completions for the shell, and exit.
 
-    ``args``: the verb, if the program's name implies one; ``run_verb``: calls a verb, whose parser does the rest.
+    ``args``: the verb, if the program's name implies one; ``run_verb``: calls a verb, whose parser completes the rest.
     """
     import argcomplete
     from argcomplete.lexers import split_line
@@ -63,7 +63,7 @@ def complete(verbs: Iterable[str], args: Sequence[str], run_verb: Callable[[str,
     words = split_line(os.environ["COMP_LINE"], int(os.environ["COMP_POINT"]))[3]
     if not args and len(words) > 1:
         args = words[1:]
-        os.environ["_ARGCOMPLETE"] = "2"  # argcomplete is to begin after the verb
+        os.environ["_ARGCOMPLETE"] = "2"  # the number of leading words that argcomplete skips: program and verb
     if not args:
         parser = OneLineParser(prog="llama405b", add_help=False)
         parser.add_argument("verb", choices=list(verbs))
@@ -74,14 +74,14 @@ def complete(verbs: Iterable[str], args: Sequence[str], run_verb: Callable[[str,
 
 
 def _among(words: Sequence[str]) -> Callable[..., Sequence[str]]:
-    """Return a completer, as argcomplete calls it."""
+    """Return an argcomplete completer that offers these words."""
     return lambda **_: words
 
 
 def _answer(parser: OneLineParser) -> None:
     import argcomplete
 
-    OneLineParser.before_parsing = None  # argcomplete parses, too
+    OneLineParser.before_parsing = None  # argcomplete parses too, which would call this again
     if parser.prog in WITH_SETTINGS:
         for key in TYPES:
             parser.add_argument(f"--{key}")

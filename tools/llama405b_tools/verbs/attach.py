@@ -1,8 +1,8 @@
 """Watch the output of every host in tmux, with one window per host.
 
-Ctrl-b n and Ctrl-b p change the window, Ctrl-b d leaves; the run continues. The windows only show: what you type does not
-reach the run. --host NAME shows that host alone, and what you type reaches it: Ctrl-c there ends the run.
-Exits with 1 if a host could not be reached: it has no window.
+Ctrl-b n and Ctrl-b p switch windows; Ctrl-b d detaches, and the run continues. The windows are read-only: what you type does
+not reach the run. --host NAME shows only that host and passes on what you type: Ctrl-c there ends the run.
+Exits with 1 if a host could not be reached; it has no window.
 """
 
 import os
@@ -25,8 +25,8 @@ from llama405b_tools.verbs.arguments import verb_parser
 def main(argv: Sequence[str]) -> int:
     """Run the verb."""
     parser = verb_parser("attach", __doc__)
-    parser.add_argument("--host", help="show this host only, and pass on what is typed")
-    parser.add_argument("--no-attach", action="store_true", help="only print the command that shows the windows")
+    parser.add_argument("--host", help="show only this host, and pass on what you type")
+    parser.add_argument("--no-attach", action="store_true", help="only print the command that opens the windows")
     args = parser.parse(argv)
     backend = backend_of(args.run, args.hosts)
     if backend.elsewhere:
@@ -47,12 +47,14 @@ def main(argv: Sequence[str]) -> int:
     if args.host:
         attach_one(args.host, run, live)
     if not args.no_attach and not sys.stdout.isatty():
-        raise UserError("attach: standard output is not a terminal; add --no-attach to only create the session")
+        raise UserError(
+            "attach: standard output is not a terminal; add --no-attach to create the session without opening it"
+        )
     return attach_all(run, live, lost, only_print=args.no_attach)
 
 
 def attach_one(name: str, run: str, live: Mapping[Host, str]) -> NoReturn:
-    """Become the session of one host, to which what is typed is passed on."""
+    """Replace this process by one host's tmux session, with keyboard input."""
     host = next((host for host in live if host.name == name), None)
     if host is None:
         there = ", ".join(host.name for host in live)
@@ -61,9 +63,9 @@ def attach_one(name: str, run: str, live: Mapping[Host, str]) -> NoReturn:
 
 
 def attach_all(run: str, live: Mapping[Host, str], lost: Mapping[str, str], *, only_print: bool) -> int:
-    """Show every host in a window of its own, or print the command that does; returns the exit code."""
+    """Show every host in its own window, or print the command that does; return the exit code."""
     attach = ["tmux", "-L", operator_socket(run), "attach", "-t", f"={build_session(live, run)}"]
-    for name, why in lost.items():  # to be read before and after tmux has the screen
+    for name, why in lost.items():  # stays readable before tmux takes the screen and after it leaves
         print(f"- {name}: {why}; it has no window", file=sys.stderr, flush=True)
     if only_print:
         print(shlex.join(attach))

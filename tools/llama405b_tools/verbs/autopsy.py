@@ -1,7 +1,7 @@
-"""Say what every rank of a run is doing right now, and who holds it up; the run is not disturbed.
+"""Show what every rank is doing and which one holds up the run, without disturbing it.
 
-Each host tells its ranks' stacks, what they wait in, and what its kernel, disks and links say. What was seen is kept in
-runs/RUN/autopsy here. Exits with 0 if the run moves, 3 if it hangs, 1 if that cannot be told.
+Each host reports its ranks' stacks, what they wait for, and the state of its kernel, disks and links. The report is saved in
+runs/RUN/autopsy on this machine. Exits with 0 if the run makes progress, 3 if it hangs, 1 if that is unclear.
 """
 
 import json
@@ -32,14 +32,14 @@ def main(argv: Sequence[str]) -> int:
         "--hang-after",
         default=f"{HANG_AFTER_S:.0f}s",
         metavar="TIME",
-        help=f"call it hung when every rank is silent this long, and for 5 steps, as cluster-top does [{HANG_AFTER_S:.0f}s]",
+        help=f"call the run hung when every rank is silent this long and for 5 steps, as cluster-top does [{HANG_AFTER_S:.0f}s]",
     )
     args = parser.parse(argv)
     hang_after_s = seconds(args.hang_after, "--hang-after")
     backend = backend_of(args.run, args.hosts)
     if backend.elsewhere:
         raise UserError(
-            f"run {backend.run} is a Slurm job, whose nodes are not reached over SSH; where they can be, name a hosts file with them"
+            f"run {backend.run} is a Slurm job, and its nodes are not reached over SSH; if SSH works, name a hosts file that lists them"
         )
     with Fleet(backend.hosts()) as fleet:
         run, seen = ask_run(fleet, backend.run, elsewhere=False)
@@ -52,12 +52,12 @@ def main(argv: Sequence[str]) -> int:
         print(json.dumps(_record(autopsy, str(place or ""))))
     else:
         print("\n".join(autopsy.report()))
-        print(f"all of it: {place}" if place else "it could not be kept: the run's directory here cannot be written")
+        print(f"full report: {place}" if place else "not saved: the run's directory on this machine is not writable")
     return EXIT_CODES[autopsy.diagnosis.verdict]
 
 
 def _record(autopsy: Autopsy, place: str) -> dict[str, object]:
-    """The finding as JSON, for scripts."""
+    """Return the autopsy as JSON, for scripts."""
     culprit = autopsy.diagnosis.culprit
     return {
         "run": autopsy.run,

@@ -1,10 +1,10 @@
 """Test the machines that will train, from a first collective to whole steps of the 405B shape.
 
-On one GPU of the first host, one host, two hosts, and all; without HOSTS, on this machine's first GPU. Each test is a line, with
-the cause and what to do if it fails. `bench knobs [HOSTS]` measures what the recipe leaves open, each alone and all together: the
-embedding as a unit, forward prefetch, all-gathers without a limit, offload; then what trades memory for speed: the loss in parts,
-activation checkpointing, layer inputs on the host, fused and compiled layers, numerics (`--tests knobs-2`). A table
-of seconds and memory for each half, beside the plan's.
+Runs on one GPU of the first host, one host, two hosts, and all; without HOSTS, on this machine's first GPU. Each test prints a line,
+with the cause and the remedy if it fails. `bench knobs [HOSTS]` measures tuning options, each alone and all together: the embedding
+as an FSDP unit, forward prefetch, unlimited all-gathers, offload; then options that trade memory for speed: chunked loss, activation
+checkpointing, layer inputs on the host, fused and compiled layers, numerics (`--tests knobs-2`). It prints a table of seconds and
+memory for each half, next to the plan's.
 """
 
 import argparse
@@ -23,14 +23,16 @@ from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.launch import request as asked
 from llama405b_tools.launch.probes import run_probes
 
-TRAINERS_OWN = "llama405b.bench.program"  # the probes here: they need torch
+TRAINERS_OWN = "llama405b.bench.program"  # the probes that run on this machine; imported late, as they need torch
 
 
 def _parser() -> OneLineParser:
     parser = OneLineParser(prog="llama405b bench", description=__doc__)
-    parser.add_argument("hosts", nargs="?", type=Path, metavar="HOSTS", help="hosts file [this machine alone]")
+    parser.add_argument("hosts", nargs="?", type=Path, metavar="HOSTS", help="hosts file [only this machine]")
     probes.add_options(parser)
-    parser.add_argument("--env", action="append", default=[], metavar="K=V", help="set a variable of the ranks")
+    parser.add_argument(
+        "--env", action="append", default=[], metavar="K=V", help="set an environment variable of the ranks"
+    )
     parser.add_argument(
         "--setup-line", default="", metavar="LINE", help="shell line to run first, such as module load cuda"
     )
@@ -63,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
                     code = FAILED
                 if any(probe in probes.LINKS for probe in faults):
                     break
-    finally:  # what did not start is told as well
+    finally:  # also after a failure: the bundle lists tests that did not start
         if args.bundle:
             names = [name for host in hosts for name in (host.name, host.address)]
             write_bundle(args.bundle, log.results(), tests, date, names, named=args.with_host_names)
@@ -72,7 +74,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _launch_flags(args: argparse.Namespace) -> list[str]:
-    """Return what ``launch`` would be given."""
+    """Return the arguments for ``launch``."""
     run = ["--run", f"bench-{time.strftime('%Y%m%d-%H%M%S')}"]
     environment = [word for pair in args.env for word in ("--env", pair)]
     setup = ["--setup-line", args.setup_line] if args.setup_line else []
@@ -80,7 +82,7 @@ def _launch_flags(args: argparse.Namespace) -> list[str]:
 
 
 def scopes(hosts: Sequence[Host]) -> Iterator[tuple[str, list[Host]]]:
-    """Yield what to test, from little to all."""
+    """Yield the scopes to test, from one GPU to all hosts: name and hosts."""
     first = hosts[0]
     yield f"one GPU of {first.name}", [dataclasses.replace(first, slots=1)]
     if first.slots != 1:

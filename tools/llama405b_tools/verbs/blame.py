@@ -1,9 +1,9 @@
-"""Find out which document of a step is to blame for what went wrong, and write a list that leaves it out.
+"""Find the document that made a step go wrong, and write a skip list that excludes it.
 
-Every document of the step goes through the model by itself, by the weights of the newest checkpoint before, on the run's hosts:
-its loss, the norm of its gradient, and how far these are from the others'. No weight changes. This is a run of its own, which takes
-the time of as many steps as there are documents; the run itself must have ended. With --data.skip LIST a resume masks the documents
-of a list where they are. Other options are those of launch: what the run was given of --env, --setup-line, --secret; or --run NAME.
+Each document of the step is run through the model alone, with the weights of the last checkpoint before the step, on the run's hosts.
+The report shows its loss, its gradient norm, and how far they are from those of the other documents. Weights do not change. This is a
+separate run that takes about one step's time per document; the original run must have ended. Resume with --data.skip LIST to mask the
+listed documents. Other options are those of launch: repeat --env, --setup-line and --secret as for the original run; or --run NAME.
 """
 
 import tempfile
@@ -32,27 +32,25 @@ def main(argv: Sequence[str]) -> int:
         raise UserError(f"STEP: {args.step} is not a step; use 1 or more")
     backend = backend_of(check_run_name(args.run), args.hosts)
     if backend.elsewhere:
-        raise UserError(f"run {args.run} is a Slurm job; this is one, too: `{_as_job(args.run, args.step)}`")
+        raise UserError(f"run {args.run} is a Slurm job, so this must be one too: `{_as_job(args.run, args.step)}`")
     with Fleet(backend.hosts()) as fleet:
         run, seen = ask_hosts(fleet, backend.run)
         reply = ask_report(fleet, run, seen)
         if reply.alive:
             raise UserError(
-                f"run {run} still trains, on the same GPUs; `{fleet.command_to_type('stop', run)}` ends it, and saves"
+                f"run {run} is still training on the same GPUs; `{fleet.command_to_type('stop', run)}` saves and stops it"
             )
         if not reply.settings:
-            raise UserError(
-                f"run {run}: it has no config.toml; name a run of the trainer, not of a program of your own"
-            )
+            raise UserError(f"run {run}: no config.toml; name a run of the trainer, not of your own program")
         taken = max([reply.last.step if reply.last else 0, *(event.step or 0 for event in reply.events)])
         if args.step > taken + 1:
-            raise UserError(f"STEP: run {run} came to step {taken}; name one up to {taken + 1}")
+            raise UserError(f"STEP: run {run} reached step {taken}; name one up to {taken + 1}")
         found = fleet.ask(reply.hosts[0][0], "parts", PartsRequest(run), PartsReply, STATUS_TIMEOUT_S)
     before = [part for part in found.parts if part.step < args.step and not Path(part.path).parent.name.startswith(OF)]
     resume = ["--resume", max(before, key=lambda part: part.step).path] if before else []
     if not before:
         show(
-            f"no checkpoint before step {args.step} is left: by the weights that the run began with, to which all documents are new"
+            f"no checkpoint before step {args.step} is left; using the run's initial weights, which have seen none of the documents"
         )
     with tempfile.TemporaryDirectory(prefix="llama405b-blame-") as place:
         settings = Path(place) / "config.toml"
@@ -63,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _as_job(run: str, step: int) -> str:
-    """What to type for a run that is a Slurm job, whose files are on this machine."""
+    """Return the command to type for a Slurm job; its files are on this machine."""
     here = RunDir.here(run)
     before = [path for path in committed(here.checkpoints) if step_of(path) < step]
     resume = f" --resume {before[-1]}" if before else ""
@@ -72,7 +70,7 @@ def _as_job(run: str, step: int) -> str:
 
 def _parser() -> OneLineParser:
     parser = OneLineParser(prog="llama405b blame", description=__doc__)
-    parser.add_argument("run", metavar="RUN", help="name of the run, which has ended")
+    parser.add_argument("run", metavar="RUN", help="name of the run; it must have ended")
     parser.add_argument("step", metavar="STEP", type=int, help="the step that went wrong")
     add_hosts(parser)
     return parser

@@ -1,4 +1,4 @@
-"""What a training run would learn, without a GPU and without weights."""
+"""Show or tokenize the data of a training run. Needs no GPU and no weights."""
 
 import importlib
 import os
@@ -9,21 +9,21 @@ from llama405b.contract.errors import UserError
 from llama405b.settings import command
 from llama405b.settings.command import OneLineParser
 
-TRAINERS_OWN = "llama405b.commands.data"  # what reads the data: it needs torch
+TRAINERS_OWN = "llama405b.commands.data"  # reads the data; imported late, as it needs torch
 CORES = os.cpu_count() or 1
 SETTINGS = """
 
-SETTINGS are those of `llama405b train`, as for a run: --config my.toml, --data.paths corpus, …"""
-SHOW = """Print the first sequences of training as the model will read them, and the counts.
+SETTINGS are those of `llama405b train`: --config my.toml, --data.paths corpus, …"""
+SHOW = """Print the first training sequences as the model will read them, with token counts.
 
-What is learnt is green (without color: between ⟦ and ⟧), the rest is only read, and ━ begins a document."""
-TOKENIZE = """Turn the texts into tokens once, for any number of runs: name DIR in data.paths.
+Tokens that are trained on are green (without color: between ⟦ and ⟧); the others are context. ━ starts a document."""
+TOKENIZE = """Tokenize the texts once for any number of runs; then set data.paths to DIR.
 
-It can be interrupted, and continues."""
+An interrupted command continues where it stopped."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the verb; what its parser does not know are settings."""
+    """Run the verb; options that its parser does not know are settings."""
     args, settings = _parser().parse_known_args(argv)
     config = command.parse(settings).config
     for flag, least in (("sequences", 0), ("workers", 1)):
@@ -37,7 +37,7 @@ def _parser() -> OneLineParser:
     whats = parser.add_subparsers(dest="what", required=True, metavar="show | tokenize")
     show = whats.add_parser("show", help="print sequences", description=SHOW + SETTINGS)
     show.add_argument("--sequences", type=int, default=2, metavar="N", help="how many to print [2]")
-    tokenize = whats.add_parser("tokenize", help="turn texts into tokens", description=TOKENIZE + SETTINGS)
-    tokenize.add_argument("--out", type=Path, metavar="DIR", required=True, help="the directory for the tokens")
+    tokenize = whats.add_parser("tokenize", help="tokenize texts", description=TOKENIZE + SETTINGS)
+    tokenize.add_argument("--out", type=Path, metavar="DIR", required=True, help="directory to write the tokens to")
     tokenize.add_argument("--workers", type=int, default=CORES, metavar="N", help="processes [one per core]")
     return parser

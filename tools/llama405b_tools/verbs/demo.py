@@ -6,7 +6,7 @@ from pathlib import Path
 
 from llama405b.settings.command import OneLineParser
 
-TRAINERS_OWN = "llama405b.data.demo_model"  # what makes it: it needs torch
+TRAINERS_OWN = "llama405b.data.demo_model"  # imported late, as it needs torch
 
 
 def main(argv: Sequence[str]) -> int:

@@ -1,7 +1,7 @@
 """Check that the hosts are fit to train and agree with each other.
 
-Needs only sh and python3 on each host. Lists problems first, each with what to do about it. Exit code: 0 if the hosts are
-fit, 1 if there are warnings, 3 if a host is not fit.
+Needs only sh and python3 on each host. Lists problems first, each with its remedy. Exit code: 0 if the hosts are fit,
+1 if there are warnings, 3 if a host is not fit.
 """
 
 import argparse
@@ -40,7 +40,9 @@ def main(argv: Sequence[str]) -> int:
     )
     with Fleet(hosts) as fleet:
         visit = look(fleet, args.port or DEFAULT_PORT, needs)
-        lost = visit.lost | {name: f"which hosts it can reach is unknown ({why})" for name, why in visit.mute.items()}
+        lost = visit.lost | {
+            name: f"it is unknown which hosts it can reach ({why})" for name, why in visit.mute.items()
+        }
         found = host_rules.diagnose(visit.facts, lost, visit.skew_s, visit.peers, needs)
         if args.port:
             found = [*port_findings(visit.facts, args.port), *found]
@@ -59,14 +61,14 @@ def _parser() -> OneLineParser:
     parser = OneLineParser(
         prog="llama405b doctor",
         description=__doc__,
-        epilog="With --preset, --config and settings as for launch, checks memory and disks against what that run needs.",
+        epilog="With --preset, --config or settings as for launch, also checks that memory and disks suffice for that run.",
     )
     add = parser.add_argument
     add_hosts(parser)
     add(
         "--deep",
         action="store_true",
-        help="also load every GPU, measure every link and hash the weights (the project must be installed there)",
+        help="also stress every GPU, measure every link and hash the weights (needs the project installed on the hosts)",
     )
     add("--json", action="store_true", help="print facts and findings as JSON")
     add("--port", type=int, default=0, help=f"rendezvous port to try [{DEFAULT_PORT}]")

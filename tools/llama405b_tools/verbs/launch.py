@@ -1,4 +1,4 @@
-"""Start a run on every host or on none, and follow or guard it."""
+"""Start a run on all hosts or on none, and follow or guard it."""
 
 import contextlib
 import shlex
@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
         lines += next_lines(request.hosts_file, plan.run, saves=request.saves)
         guarding = None
         try:
-            if request.restart:  # before anything is printed: the screen may be gone
+            if request.restart:  # before printing anything, which fails if the terminal is gone
                 said, guarding = start_guard(request, hosts, plan, fleet)
                 lines.append(said)
         finally:
@@ -66,7 +66,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def follow_to_end(request: LaunchRequest, fleet: Fleet, plan: Plan) -> int:
-    """Follow the run, and do what is to follow a good end; returns the exit code."""
+    """Follow the run, then run the actions after a successful end; return the exit code."""
     ending = follow(fleet, plan, hosts_argument(request.hosts_file), plain=request.plain)
     fault, words = after_end(request, ending, plan, fleet, show)
     if fault:
@@ -77,14 +77,16 @@ def follow_to_end(request: LaunchRequest, fleet: Fleet, plan: Plan) -> int:
 
 
 def launch_or_adopt(request: LaunchRequest, hosts: Sequence[Host], fleet: Fleet) -> tuple[Plan, list[str]]:
-    """Launch the run, and return what there is to print; with ``--restart``, adopt a run that has lost its guard and needs one."""
+    """Launch the run or adopt one that lost its guard (``--restart``); return its plan and lines to print."""
     lines: list[str] = []
     if request.restart and (plan := guard.adopt(request, fleet)):
         lines.append(f"{plan.run}: its guard is gone; guarding it from now on")
     else:
         plan = launch(request, hosts, fleet, say=lines.append)
-        dismiss_guard(RunDir.here(plan.run))  # the guard of an earlier launch of this name
-    with contextlib.suppress(OSError):  # an earlier guard's, which is of no use; the run is up
+        dismiss_guard(RunDir.here(plan.run))  # the guard of an earlier launch with this name
+    with contextlib.suppress(
+        OSError
+    ):  # a stale file of an earlier guard; the run is up, so failing to delete it must not matter
         RunDir.here(plan.run).guard.unlink()
     return plan, lines
 
@@ -92,7 +94,7 @@ def launch_or_adopt(request: LaunchRequest, hosts: Sequence[Host], fleet: Fleet)
 def start_guard(
     request: LaunchRequest, hosts: Sequence[Host], plan: Plan, fleet: Fleet
 ) -> tuple[str, process.GuardProcess | None]:
-    """Start the guard of a run that is up, here or on a host; returns a line that says where, and the one here."""
+    """Start the guard of a live run, here or on a host; return a line that says where, and the process here."""
     try:
         if request.guard_on:
             return f"guard running {begin_on(request.guard_on, request, plan, fleet)}", None
@@ -105,7 +107,7 @@ def start_guard(
 
 
 def in_slurm(request: LaunchRequest, options: str) -> int:
-    """Submit the run as a job, and follow it if asked."""
+    """Submit the run as a Slurm job; follow it if requested."""
     if request.dry_run:
         slurm.check_options(request, options)
         print(slurm.job_script(request.run, Path.cwd() / "runs" / request.run))
@@ -122,14 +124,14 @@ def in_slurm(request: LaunchRequest, options: str) -> int:
     try:
         plan = slurm.await_plan(request.run)
     except KeyboardInterrupt:
-        print("\nno longer following; the job continues")
+        print("\ndetached; the job continues")
         return STOPPED_FOLLOWING
     with Fleet(backends.job_hosts(request.run)) as fleet:
         return follow(fleet, plan, plain=request.plain).code
 
 
 def print_dry_run(request: LaunchRequest, hosts: Sequence[Host]) -> None:
-    """Print what would run where, with <...> for values that only the hosts know."""
+    """Print what would run on each host, with <...> for values that only the hosts know."""
     plan = _likely_plan(request, hosts)
     known = all(host.slots for host in hosts)
     if request.config:
@@ -148,14 +150,14 @@ def print_dry_run(request: LaunchRequest, hosts: Sequence[Host]) -> None:
 
 
 def print_where_the_model_is(request: LaunchRequest) -> None:
-    """Print how to download a model that is written as the Hub names it, unless it is a directory here."""
+    """Print how to download a model given by its Hub name, unless it is a local directory."""
     model = Path(request.config.model.path) if request.config else None
     if model and models.is_hub_name(model) and not model.is_dir():
-        print(f"{model}: no such directory here; unless the first host has it, {models.how_to_get(model)}")
+        print(f"{model}: no such directory on this machine; unless the first host has it, {models.how_to_get(model)}")
 
 
 def _likely_plan(request: LaunchRequest, hosts: Sequence[Host]) -> Plan:
-    """Return the plan, as far as it is known before any host is asked."""
+    """Return the plan as far as it is known without contacting a host."""
     slots = [host.slots for host in hosts]
     nodes = tuple(
         Node(
@@ -185,10 +187,10 @@ def _likely_plan(request: LaunchRequest, hosts: Sequence[Host]) -> Plan:
 
 
 def next_lines(hosts_file: Path, run: str, *, saves: bool, attach: bool = True) -> list[str]:
-    """Return the commands to use next, each with what it does."""
+    """Return the commands to use next, each with its purpose."""
     hosts = hosts_argument(hosts_file)
     verbs = {
-        "top": "the whole cluster on one screen",
+        "top": "hosts, GPUs, training and logs on one screen",
         "logs": "every rank's log (-f follows)",
         "attach": "tmux on every host",
         "stop": "save, then stop" if saves else "end it on every host",

@@ -1,9 +1,9 @@
 """Show the logs of every rank on every host as one stream, in time order.
 
 Times are corrected for each host's measured clock skew. A broken connection is reopened and resumes at the right byte.
-With -f, lines that come faster than they can be shown are left out, and counted. A line of more than 64 KiB is cut (-o raw has all of
-it). Of a progress bar the newest state is shown: on a terminal in its place, else once a minute, and whatever says something else is
-a line. A line that has not ended, such as a question, is shown after two seconds.
+With -f, lines that arrive faster than they can be shown are dropped and counted. Lines over 64 KiB are truncated (-o raw shows all).
+A progress bar shows its newest state: in place on a terminal, else once a minute; a change in its words starts a new line. An
+unfinished line, such as a prompt, is shown after two seconds.
 Exits with 1 if a host could not be reached.
 """
 
@@ -30,7 +30,7 @@ def _parser() -> OneLineParser:
     add = parser.add_argument
     add("-f", "--follow", action="store_true", help="keep following until the run (and its guard) ends")
     add("--first-error", action="store_true", help="show only the first failure: host, rank, signal, traceback")
-    add("--fold", action="store_true", help="show a line once if many ranks print it; errors are never folded")
+    add("--fold", action="store_true", help="show a line once if several ranks print it; errors are never folded")
     add("--host", action="append", default=[], help="show only this host (repeatable)")
     add("--rank", default="", help="show only these ranks: 3 or 0-7,12")
     add("--stderr", action="store_true", help="show only standard error")
@@ -75,20 +75,20 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _check_filters(show: Show, hosts: Sequence[str], run: str, seen: Seen) -> None:
-    """Refuse filters that nothing in a run's logs can match."""
+    """Refuse filters that cannot match anything in the run's logs."""
     known = known_of(seen)
     newest = max((reply.attempt for reply in known.values()), default=0)
     if show.attempt > newest:
-        there = f"attempts 1 to {newest}" if newest > 1 else "attempt 1 alone"
-        raise UserError(f"--attempt: run {run} has {there}, and no {show.attempt}")
+        there = f"attempts 1 to {newest}" if newest > 1 else "only attempt 1"
+        raise UserError(f"--attempt: run {run} has {there}, not {show.attempt}")
     if missing := [name for name in hosts if seen[name] is None]:
-        raise UserError(f"--host: {missing[0]} has nothing of run {run}; use one of {', '.join(known)}")
+        raise UserError(f"--host: {missing[0]} has no part of run {run}; use one of {', '.join(known)}")
     if show.ranks:
         _check_ranks(show.ranks, hosts, run, known)
 
 
 def _check_ranks(ranks: Collection[int], hosts: Sequence[str], run: str, known: Mapping[str, HostRun]) -> None:
-    """Refuse ranks that the run does not have, or not on these hosts."""
+    """Refuse ranks that the run does not have, or that are not on these hosts."""
     world = max((reply.world for reply in known.values()), default=0)
     if world and max(ranks) >= world:
         beyond = min(rank for rank in ranks if rank >= world)
@@ -102,7 +102,7 @@ def _check_ranks(ranks: Collection[int], hosts: Sequence[str], run: str, known: 
 
 
 def _ranks_by_host(known: Mapping[str, HostRun], world: int) -> dict[str, range]:
-    """The ranks of each host of a run; {} unless all of its hosts have answered."""
+    """Return the ranks of each host of a run; {} unless all its hosts answered."""
     if any(name not in known for found in known.values() for name in found.hosts):
         return {}
     firsts = sorted((found.first_rank, name) for name, found in known.items())

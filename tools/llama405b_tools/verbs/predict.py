@@ -1,8 +1,8 @@
 """Predict whether a run fits, how long its steps take and what they cost, from shapes and data sheets.
 
-With HOSTS, asks them what they are, as doctor does; without, needs no host: say what the machines are. docs/plan-accuracy.md shows how far
-to trust it. Exit code: 0 if it fits, 1 if it runs slower than it could, as GPUs have too little memory for what PyTorch keeps, 3 if it
-does not fit.
+With HOSTS, queries their hardware as doctor does. Without, needs no host: describe the machines by options. See docs/plan-accuracy.md
+for the accuracy. Exit code: 0 if the run fits, 1 if it fits but runs slower because GPU memory is too small for what PyTorch reserves, 3
+if it does not fit.
 """
 
 import argparse
@@ -47,7 +47,7 @@ from llama405b_tools.plan import SCHEMA, UNITS, ReportOptions, comparison, predi
 from llama405b_tools.verbs.arguments import hosts_of
 from llama405b_tools.verbs.data import TRAINERS_OWN
 
-MEASURED = ("gpu", "nic", "disk")  # what a calibration tells
+MEASURED = ("gpu", "nic", "disk")  # options that a calibration replaces
 WHOLE_NUMBER = re.compile("[1-9][0-9]{0,4}")
 MOST, LARGEST = 99_999, 1e18
 
@@ -57,27 +57,36 @@ def plan_parser(description: str | None) -> OneLineParser:
     parser = OneLineParser(
         prog="llama405b plan",
         description=description,
-        epilog="Settings as for launch, such as --data.seq_len 8192, follow.",
+        epilog="Also takes settings as for launch, such as --data.seq_len 8192.",
     )
     add = parser.add_argument
-    add("hosts", nargs="?", type=Path, metavar="HOSTS", help="hosts file: ask its hosts for what is not said here")
+    add(
+        "hosts",
+        nargs="?",
+        type=Path,
+        metavar="HOSTS",
+        help="hosts file: query its hosts for what the options do not say",
+    )
     add("--preset", default="", help="preset of the planned run")
     command.add_config(add, "TOML file with the settings of the planned run; may be repeated")
     add("--nodes", type=int, help="number of hosts [1]")
-    add("--slots", type=int, help="GPUs of each [8; gb200: 4]")
-    add("--gpus", type=int, help="of all hosts, instead of --nodes")
+    add("--slots", type=int, help="GPUs per host [8; gb200: 4]")
+    add("--gpus", type=int, help="number of GPUs on all hosts, instead of --nodes")
     add("--gpu", default="", help=f"kind of GPU [{USUAL}]: {', '.join(read_gpus())}")
-    add("--hardware", type=Path, help="a file with more kinds, in the form of llama405b/predict/hardware.toml")
+    add("--hardware", type=Path, help="file with more kinds of GPU, in the format of llama405b/predict/hardware.toml")
     add("--ram", default="", help="memory of each host, like 2000GiB or 2TB [not checked]")
     add(
         "--nic",
         default="",
-        help="all network links of a host, one direction [400Gb/s for each GPU that such hosts have]",
+        help="total network bandwidth of a host, one direction [400Gb/s per GPU of such a host]",
     )
     add("--disk", default="", help="disk bandwidth of each host, for weights and checkpoints [5GB/s]")
-    add("--tokens", type=token_count, default=0.0, help="predict time and cost for so many, like 1e9 or 1B")
+    add("--tokens", type=token_count, default=0.0, help="predict time and cost for this many tokens, like 1e9 or 1B")
     add(
-        "--price", type=float, default=0.0, help="of a GPU for an hour: predict what a day and a step cost, or --tokens"
+        "--price",
+        type=float,
+        default=0.0,
+        help="price per GPU-hour: predict the cost of a day and a step, or of --tokens",
     )
     add("--measured", type=float, default=0.0, help="a claimed step time, in seconds, to check against the prediction")
     _add_answers(add)
@@ -85,7 +94,7 @@ def plan_parser(description: str | None) -> OneLineParser:
 
 
 def token_count(text: str) -> float:
-    """Read a number of tokens: ``1e9``, ``500M``, ``1.5B``, ``15T``."""
+    """Parse a number of tokens: ``1e9``, ``500M``, ``1.5B``, ``15T``."""
     found = re.fullmatch(r"(\d[\d_]*(?:\.\d+)?(?:e\d+)?)([KMBT]?)", text, re.IGNORECASE)
     if not found:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens; write 1e9, 500M or 1.5B")
@@ -93,39 +102,39 @@ def token_count(text: str) -> float:
 
 
 def _add_answers(add: Callable[..., object]) -> None:
-    """Add what else can be asked, and how it is answered."""
+    """Add the options for what-if, search, calibration and output."""
     add(
         "--what-if",
         nargs="+",
         default=[],
         metavar="NAME=VALUES",
-        help="compare other machines, like nodes=12,16 gpu=h200, with the nearest global batch that divides among them",
+        help="compare other machines, like nodes=12,16 gpu=h200, each with the nearest global batch that they divide",
     )
     add(
         "--search",
         action="store_true",
-        help="try offload, moments, FSDP units, micro-batches and meshes; of the fastest that fit, the one with most room first",
+        help="try offload, moments, FSDP units, micro-batches and meshes; of the fastest that fit, most free memory first",
     )
     add(
         "--write",
         type=Path,
-        help="with --search: write the first one's settings, if it fits, to a new TOML file for --config",
+        help="with --search: write the best settings, if they fit, to a new TOML file for --config",
     )
     add(
         "--calibrate",
         action="store_true",
-        help="measure on HOSTS what steps of this run take, with few of its layers, and what their parts attain; kept and used later",
+        help="measure on HOSTS the step times of this run with a few of its layers, and the rates of their parts; saved for later plans",
     )
     add("--json", action="store_true", help="print the numbers as JSON")
 
 
 def check_options(args: argparse.Namespace, settings: Sequence[str]) -> None:
-    """Refuse what cannot be."""
+    """Refuse options that contradict each other."""
     _check_numbers(args)
     if args.calibrate:
         _check_calibrate(args)
     if args.write and not args.search:
-        raise UserError("--write: writes what --search finds; add --search")
+        raise UserError("--write needs --search; add it")
     if args.write and os.path.lexists(args.write):
         raise UserError(f"--write: {args.write} exists; name another file")
     if not (args.preset or args.config or _is_set("model.path", args, settings)):
@@ -133,7 +142,7 @@ def check_options(args: argparse.Namespace, settings: Sequence[str]) -> None:
 
 
 def _check_numbers(args: argparse.Namespace) -> None:
-    """Refuse numbers that cannot be."""
+    """Refuse numbers out of range."""
     for name in ("nodes", "slots", "gpus"):
         if getattr(args, name) is not None and not 1 <= getattr(args, name) <= MOST:
             raise UserError(f"--{name}: {getattr(args, name)} is out of range; use 1 to {MOST}")
@@ -143,7 +152,7 @@ def _check_numbers(args: argparse.Namespace) -> None:
 
 
 def _check_calibrate(args: argparse.Namespace) -> None:
-    """Refuse to measure other machines than those of a hosts file, or what cannot be kept."""
+    """Refuse to calibrate machines other than a hosts file's, or if the result cannot be saved."""
     if not args.hosts:
         raise UserError("--calibrate: measures on hosts; name a hosts file")
     other = next(
@@ -153,35 +162,35 @@ def _check_calibrate(args: argparse.Namespace) -> None:
         raise UserError(f"{other}: --calibrate measures the hosts as they are; remove one of them")
     if not os.access(args.hosts.absolute().parent, os.W_OK):
         raise UserError(
-            f"--calibrate: {args.hosts.absolute().parent} cannot be written, and what it finds is kept there"
+            f"--calibrate: {args.hosts.absolute().parent} is not writable, and the calibration is saved there"
         )
 
 
 def described_otherwise(args: argparse.Namespace) -> str:
-    """Return what on the command line describes other machines than were measured; '' if nothing."""
+    """Return the option that describes machines other than the measured ones; '' if there is none."""
     options = [f"--{name}" for name in MEASURED if getattr(args, name)]
     words = [f"--what-if {name}={value}" for name, value in _changes(args.what_if) if name in MEASURED]
     return next(iter([*options, *words]), "")
 
 
 def no_data(args: argparse.Namespace, settings: Sequence[str]) -> list[str]:
-    """Return what names some data where none is named: a plan needs none."""
+    """Return placeholder data flags if no data is set: a plan needs none."""
     return [] if _is_set("data.paths", args, settings) else ["--data.paths=stdlib"]
 
 
 def _is_set(key: str, args: argparse.Namespace, settings: Sequence[str]) -> bool:
-    """Whether a setting is named."""
+    """Return whether a setting is set by a preset, a file or a flag."""
     named = key in (config.read_preset(args.preset) | config.read_files(args.config))
     return named or any(word.partition("=")[0] == f"--{key}" for word in settings)
 
 
 def said_of_machines(args: argparse.Namespace) -> Described:
-    """Return what the command line says of machines."""
+    """Return the machine options of the command line."""
     return Described(args.nodes or 0, args.slots or 0, args.gpu, args.ram, args.nic, args.disk, args.gpus or 0)
 
 
 def alternatives(args: argparse.Namespace, gpus: dict[str, Gpu]) -> dict[str, argparse.Namespace]:
-    """Return the command line with each change of --what-if, by its words: ``nodes=12,16`` are two."""
+    """Return the arguments for each change of --what-if, by its text: ``nodes=12,16`` is two changes."""
     found = {}
     for name, value in _changes(args.what_if):
         word = f"{name}={value}"
@@ -190,7 +199,7 @@ def alternatives(args: argparse.Namespace, gpus: dict[str, Gpu]) -> dict[str, ar
         number = name in ("nodes", "slots") and WHOLE_NUMBER.fullmatch(value)
         if not number and name not in ("gpu", "ram", "nic", "disk"):
             raise UserError(
-                f"--what-if: {word!r} is none of nodes=N, slots=N, gpu=KIND, ram=2000GiB, nic=3200Gb/s, disk=5GB/s; correct it"
+                f"--what-if: {word!r} is not a change; use nodes=N, slots=N, gpu=KIND, ram=2000GiB, nic=3200Gb/s or disk=5GB/s"
             )
         found[word] = argparse.Namespace(**vars(args) | {name: int(value) if number else value})
         _check_numbers(found[word])
@@ -198,11 +207,11 @@ def alternatives(args: argparse.Namespace, gpus: dict[str, Gpu]) -> dict[str, ar
 
 
 def _changes(words: Sequence[str]) -> list[tuple[str, str]]:
-    """``nodes=12,16`` as two."""
+    """Split ``nodes=12,16`` into its name and values."""
     return [(name, value) for name, _, values in (word.partition("=") for word in words) for value in values.split(",")]
 
 
-# Written if they differ from what was asked for.
+# Settings that --write includes only if the search changed them.
 OF_PARALLEL = ["strategy", "dp_replicate", "tp", "cp", "pp", "pp_schedule", "loss", "prefetch", "reshard_after_forward"]
 IF_CHANGED = [f"parallel.{name}" for name in OF_PARALLEL] + ["model.activation_checkpointing", "model.activations"]
 CHOSEN = ("parallel.offload", "parallel.wrap", "parallel.moments", "training.micro_batch_size")
@@ -212,17 +221,17 @@ PACKAGES = ("torch", "transformers")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Answer:
-    """What a plan answers."""
+    """The result of a plan."""
 
     outlook: Outlook
     machines: Machines
-    ranked: list[Outlook]  # of --search
-    compared: dict[str, tuple[Machines, Outlook]]  # of --what-if, by its words
+    ranked: list[Outlook]  # results of --search, best first
+    compared: dict[str, tuple[Machines, Outlook]]  # results of --what-if, by the text of the change
     options: ReportOptions
-    not_used: str  # why what was measured is not used; "": it is, or nothing was
+    not_used: str  # why the calibration is not used; "": it is used, or there is none
 
     def as_json(self) -> str:
-        """Return the numbers, for programs."""
+        """Return the numbers as JSON, for programs."""
         more = {
             "search": [record(each, self.machines, self.options) for each in self.ranked],
             "what_if": {word: record(each, machines, self.options) for word, (machines, each) in self.compared.items()},
@@ -232,7 +241,7 @@ class Answer:
         return json.dumps({"schema": SCHEMA, "units": UNITS} | own | more)
 
     def lines(self, notes: Sequence[str]) -> list[str]:
-        """Return lines for people; ``notes``: on what the prediction rests."""
+        """Return the plan as text; ``notes``: the assumptions of the prediction."""
         lines = [*prediction(self.outlook, self.options), *notes]
         if self.not_used:
             lines.append(f"not used     what was measured on these hosts: {self.not_used}")
@@ -277,7 +286,9 @@ def main(argv: Sequence[str]) -> int:
     if args.json:
         print(answer.as_json())
     else:
-        linked = measured and (measured.load.hosts > 1 or outlook.load.hosts == 1)  # or its links are assumed
+        linked = measured and (
+            measured.load.hosts > 1 or outlook.load.hosts == 1
+        )  # else the rates of its links are assumptions
         assumed = [] if linked else assumptions(found, said_of_machines(args), machines, asked=bool(hosts))
         bugs = [f"known bug    {what}; {bug.cure}" for what, bug in known_bugs(planned, machines.versions).items()]
         print("\n".join(answer.lines([*given("data         {}", counted).splitlines(), *assumed, *bugs])))
@@ -288,11 +299,11 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _counted(asked: Config) -> tuple[float, str]:
-    """Return how many tokens the run's data has, and words on them; 0 where it cannot be counted here, and why."""
+    """Return the run's number of tokens and a note on it; 0 and the reason if they cannot be counted here."""
     try:
         found = importlib.import_module(TRAINERS_OWN).count(asked)
     except (ImportError, UserError, RunError) as error:
-        return 0.0, f"not counted here ({error}); --tokens says how many there are"
+        return 0.0, f"not counted here ({error}); pass the number with --tokens"
     how = "counted" if found.share == 1 else f"by the first {100 * found.share:.2g}% of its bytes"
     return (
         found.tokens,
@@ -301,12 +312,12 @@ def _counted(asked: Config) -> tuple[float, str]:
 
 
 def _moments(asked: Config) -> tuple[Moments, ...]:
-    """Return the dtypes of the moments that a search may choose."""
+    """Return the moment dtypes that a search may choose."""
     return ("fp32", "bf16") if asked.optimizer.betas[1] <= rules.MAX_BETA_BF16 else ("fp32",)
 
 
 def _refuse_unmeasured_cpu(outlook: Outlook, why_not: str) -> None:
-    """Refuse to predict CPUs by a data sheet."""
+    """Refuse to predict CPUs without a calibration."""
     if outlook.cluster.gpu.is_cpu and not outlook.calibration:
         unused = given("; what was measured on these hosts is not used: {}", why_not)
         raise UserError(
@@ -315,21 +326,24 @@ def _refuse_unmeasured_cpu(outlook: Outlook, why_not: str) -> None:
 
 
 def _kept(args: argparse.Namespace, hosts: Sequence[Host], plan: Outlook) -> tuple[Calibration | None, str]:
-    """Return what was measured for such a run on the hosts, or why something that was is not used."""
+    """Return the hosts' calibration for such a run, or the reason why it is not used."""
     if not (hosts and has_calibration(args.hosts)):
         return None, ""
     found = read_calibration(args.hosts, hosts)
     if found is None:
         return None, "it is damaged, of another version, or of other hosts"
     if described := described_otherwise(args):
-        return None, f"{described} describes others"
+        return None, f"{described} describes other machines"
     if not found.knows(plan.load, plan.cluster.gpu):
-        return None, "it is of another model, sequence, numerics, attention, packing or GPU, or has no tp, cp or pp"
+        return (
+            None,
+            "it was made for another model, sequence length, numerics, attention, packing or GPU, or without tp, cp and pp",
+        )
     return found, ""
 
 
 def _split(asked: Config, preset: str, machines: Machines) -> Config:
-    """The configuration with what is left to the plan; as it is if the model's shape is not known."""
+    """Return the settings with auto values resolved; unchanged if the model's shape is unknown."""
     llama = known_shape(asked, preset)
     if llama is None or machines.gpu is None:
         return asked
@@ -338,7 +352,7 @@ def _split(asked: Config, preset: str, machines: Machines) -> Config:
 
 
 def _config(asked: Config, machines: Machines) -> Config:
-    """The configuration on these machines."""
+    """Return the settings for these machines; refuse what plan cannot predict."""
     axes = Axes.of(asked.parallel, machines.world, machines.slots)
     asked = config.on_ranks(asked, axes)
     if asked.parallel.by_fsdp1:
@@ -353,7 +367,7 @@ def _config(asked: Config, machines: Machines) -> Config:
 
 
 def _elsewhere(asked: Config, machines: Machines) -> Config:
-    """The configuration on other machines: with the nearest global batch of which no rank is left without a part."""
+    """Return the settings for other machines, with the nearest global batch that gives every rank a share."""
     batch = asked.training.global_batch_size
     even = Dealing.of(asked.training, Axes.of(asked.parallel, machines.world, machines.slots).size(DP)).even
     sizes = [n_micro * asked.training.micro_batch_size for n_micro in even]
@@ -364,7 +378,7 @@ def _elsewhere(asked: Config, machines: Machines) -> Config:
 
 
 def _outlook(asked: Config, preset: str, measured: Calibration | None, machines: Machines) -> Outlook:
-    """Predict the planned run, with what was measured of it or of others there."""
+    """Predict the run, using a calibration if there is one."""
     if (llama := known_shape(asked, preset)) is None:
         raise UserError(
             f"--model.path: {asked.model.path} has no config.json; {models.how_to_get(Path(asked.model.path))}, or add the "
@@ -381,32 +395,34 @@ def _outlook(asked: Config, preset: str, measured: Calibration | None, machines:
 
 
 def _calibrate(args: argparse.Namespace, settings: Sequence[str], plan: Outlook, hosts: Sequence[Host]) -> None:
-    """Measure the planned run on the hosts, and keep what is found."""
+    """Measure the planned run on the hosts and save the calibration."""
     if plan.load.is_split:
-        raise UserError("--calibrate: it measures runs without tp, cp and pp; leave them out")
+        raise UserError("--calibrate: measures only runs without tp, cp and pp; remove them")
     if len(plan.load.recompute.counts((plan.load.llama.layers,))) > 1:
         raise UserError(
-            "--calibrate: it measures layers that are alike; use --model.activation_checkpointing full, operators or none"
+            "--calibrate: measures only runs with identical layers; use --model.activation_checkpointing full, operators or none"
         )
     words = [str(args.hosts), "--run", f"calibrate-{time.strftime('%Y%m%d-%H%M%S')}", *source_flags(args), *settings]
     request = asked_launch.parse_launch([*words, *no_data(args, settings)], time.time())
     if left := request.settings.left_to_plan:
         raise UserError(
-            f"--calibrate: its runs have few layers, for which {left} would choose something else; write what it stands for"
+            f"--calibrate: its runs have few layers, for which {left} would choose something else; set it explicitly"
         )
     if request.on_cpu and plan.load.offload != "none":
-        raise UserError("--calibrate: on CPUs it measures --parallel.offload none alone; use that")
+        raise UserError("--calibrate: on CPUs, only --parallel.offload none can be measured; use it")
     with Fleet(hosts) as fleet:
         found = calibrate(request, hosts, fleet, plan.load, plan.cluster.gpu, time.strftime("%Y-%m-%d"))
     try:
         save_calibration(args.hosts, found)
     except OSError as error:
-        raise RunError(f"{args.hosts}: what was measured cannot be kept beside it ({reason_of(error)})") from None
+        raise RunError(f"{args.hosts}: the calibration cannot be saved next to it ({reason_of(error)})") from None
 
 
 def _found(args: argparse.Namespace, hosts: Sequence[Host], gpus: dict[str, Gpu], *, on_cpu: bool) -> Machines:
-    """Return what is found on the hosts."""
-    versions = {name: version_of(name) for name in PACKAGES}  # here, where hosts get theirs from
+    """Return the machines: as detected on the hosts, or unknown without hosts."""
+    versions = {
+        name: version_of(name) for name in PACKAGES
+    }  # versions on this machine; setup installs the same on the hosts
     found = _asked_hosts(hosts, gpus) if hosts else dataclasses.replace(UNSEEN, versions=versions)
     if on_cpu:
         found = dataclasses.replace(found, gpu=Gpu.of_cpu(found.ram_bytes / max(1, found.slots)))
@@ -418,17 +434,17 @@ def _found(args: argparse.Namespace, hosts: Sequence[Host], gpus: dict[str, Gpu]
 
 
 def _asked_hosts(hosts: Sequence[Host], gpus: dict[str, Gpu]) -> Machines:
-    """Ask the hosts."""
+    """Query the hosts' hardware."""
     with Fleet(hosts) as fleet:
         visit = look(fleet, DEFAULT_PORT, Needs())
     if visit.lost:
         name, why = next(iter(visit.lost.items()))
-        raise RunError(f"{name}: {why}; fix that, or describe the machines: --nodes, --gpu, --slots, --ram, --nic")
+        raise RunError(f"{name}: {why}; fix that, or describe the machines with --nodes, --gpu, --slots, --ram, --nic")
     return machines_of(hosts, visit.facts, gpus)
 
 
 def _write(args: argparse.Namespace, settings: Sequence[str], asked: Config, chosen: Outlook) -> None:
-    """Write what the command line and its file set, with what the search chose."""
+    """Write the settings of the command line and its files, with those that the search chose."""
     load = chosen.load
     model = dataclasses.replace(asked.model, activation_checkpointing=str(load.recompute), activations=load.activations)
     training = dataclasses.replace(asked.training, micro_batch_size=load.micro_batch)

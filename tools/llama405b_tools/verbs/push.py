@@ -1,12 +1,12 @@
 """Push code (only what differs) or large files (along a chain) to the hosts.
 
-Files in a git work tree that git does not ignore are pushed as code. Everything else goes along a chain: each host passes
+In a git work tree, the files that git does not ignore are pushed as code. Everything else goes along a chain: each host passes
 data on as it receives it, so many hosts take about as long as one. An interrupted push resumes at the byte where it
 stopped; every file is verified by its SHA-256. PATH may be HOST:PATH if a host already has the files.
 
-With --shards each host gets only the part of the weights that its ranks own, if a run has all hosts of the hosts file, in its
-order: of a model for 8 hosts an eighth each. The trainer then loads it without sending anything. Give the settings
-of the run that say how it splits the model, like --parallel.tp 8.
+With --shards, each host gets only the weights that its ranks own, for a run on all hosts of the hosts file in its order: with
+8 hosts, an eighth each. The trainer then loads them without network traffic. Pass the run's settings that split the model, like
+--parallel.tp 8.
 """
 
 from collections.abc import Sequence
@@ -51,11 +51,13 @@ def main(argv: Sequence[str]) -> int:
 
 
 def splitting(flags: Sequence[str], *, shards: bool) -> Parallel:
-    """Return the settings that say how a run splits the model."""
+    """Parse the settings that say how a run splits the model."""
     settings = config.read_flags(flags)
     for key, (_, where) in settings.items():
         if not shards or not key.startswith("parallel."):
-            raise UserError(f"{where}: not expected here; with --shards push takes settings like --parallel.tp 8")
+            raise UserError(
+                f"{where}: unexpected setting; push takes only settings like --parallel.tp 8, with --shards"
+            )
     parallel = Parallel(**{key.partition(".")[2]: value for key, (value, _) in settings.items()})  # type: ignore[arg-type]
     for key, fault in faults_of(Config(parallel=parallel)):
         if key in settings:

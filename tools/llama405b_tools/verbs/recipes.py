@@ -1,8 +1,8 @@
-"""Write the settings of another program's recipe as a TOML file of ours, and plan them.
+"""Convert another program's recipe to a TOML settings file, and plan the run.
 
 RECIPE is a file of axolotl, LLaMA-Factory, torchtune, Automodel, torchtitan, DeepSpeed or accelerate, arguments of transformers or TRL
-(YAML, JSON or TOML), or a shell script with such a line. Each setting stands beside the key that it is from; keys that have no effect
-here, and what cannot be done, stand below with the reason. Exit code: 0, or 1 if something cannot be done, or a key is not known.
+(YAML, JSON or TOML), or a shell script with such a command. Each setting names its source key in a comment; keys that have no effect
+or are not supported are listed below with the reason. Exit code: 0, or 1 if a key is unsupported or unknown.
 """
 
 import contextlib
@@ -29,17 +29,23 @@ from llama405b_tools.hosts.fleet import program_name
 from llama405b_tools.verbs import predict
 
 GPUS = 8
-LOADERS = ("json", "csv", "parquet", "text", "arrow")  # instead of a path: its files' names stand elsewhere
+LOADERS = (
+    "json",
+    "csv",
+    "parquet",
+    "text",
+    "arrow",
+)  # loader names that appear in place of a path; other keys name the files
 PACKED = "batches of whole records: sequences are packed here, so a step of as many sequences has more records, and an epoch fewer steps"
-DEFAULT = "default:"  # before the setting that a program's own default is of
+DEFAULT = "default:"  # prefix of table rows that hold a program's own default for a setting
 OF_MLP = TARGETS[4:]
-JOINED = ("data.paths", "evaluation.paths", "tracking.to", "data.template_arguments")  # lists of several keys
-STRONG = {"parallel.numerics": "fp8", "parallel.offload": "all"}  # what stands, whatever another key says
-WEAK = (0, "0", "auto", "none")  # what stands if no other key says anything
-LISTS = ("lora_target_modules", "report_to", "train_file", "validation_file")  # flags with several words
+JOINED = ("data.paths", "evaluation.paths", "tracking.to", "data.template_arguments")  # lists merged from several keys
+STRONG = {"parallel.numerics": "fp8", "parallel.offload": "all"}  # these values win over any other key
+WEAK = (0, "0", "auto", "none")  # these values lose against any other key
+LISTS = ("lora_target_modules", "report_to", "train_file", "validation_file")  # flags that take several values
 OTHER_TARGETS = {"output_proj": "o_proj", "w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 NOTHING: tuple[Any, ...] = (None, False, "", "none", "null", "false", 0, [], {})
-# Parts of recipes that no setting is made of, where they are there.
+# Recipe keys that no setting can express, with the advice to show.
 OF_NO_SETTING = {
     "@template_text": "a chat template within the recipe: write it into a file, and name that in data.chat_template",
     "@completion_only False": 'training on prompts: write the records as {"text": …}, or use data.train_on',
@@ -49,18 +55,20 @@ OF_NO_SETTING = {
 
 @dataclasses.dataclass(slots=True)
 class Imported:
-    """A recipe in our settings."""
+    """A recipe converted to settings, with everything that could not be converted."""
 
-    default: str  # what a setting is from that a recipe leaves out, as the program has it
-    settings: dict[str, tuple[Any, str]] = dataclasses.field(default_factory=dict)  # values, and what they are from
-    idle: list[str] = dataclasses.field(default_factory=list)  # keys without effect, and why
-    refused: list[str] = dataclasses.field(default_factory=list)  # what cannot be done, and what instead
-    others: list[str] = dataclasses.field(default_factory=list)  # what is otherwise here
+    default: str  # source to name for settings that come from the program's defaults
+    settings: dict[str, tuple[Any, str]] = dataclasses.field(default_factory=dict)  # value and source key by setting
+    idle: list[str] = dataclasses.field(default_factory=list)  # keys without effect here, with the reason
+    refused: list[str] = dataclasses.field(default_factory=list)  # unsupported keys, with the alternative
+    others: list[str] = dataclasses.field(default_factory=list)  # what works differently here
     unknown: list[str] = dataclasses.field(default_factory=list)
-    parts: dict[str, Any] = dataclasses.field(default_factory=dict)  # of settings, by @name
+    parts: dict[str, Any] = dataclasses.field(
+        default_factory=dict
+    )  # values that several keys combine to a setting, by @name
 
     def put(self, setting: str, value: Any, source: str) -> None:
-        """Note a setting, or that its value is none; several lists of one key are one."""
+        """Set a setting, or note that its value is invalid; lists from one key are merged."""
         try:
             value = config.convert(setting, _as_type(setting, value), source)
         except UserError as fault:
@@ -76,13 +84,13 @@ class Imported:
         self.settings[setting] = value, source
 
     def drop(self, setting: str, why: str) -> None:
-        """Leave out a setting."""
+        """Remove a setting and note why."""
         source = self.settings.pop(setting, ("", ""))[1]
         if source and source != self.default:
             self.idle.append(f"{source}: {why}")
 
     def number(self, name: str, default: float) -> Any:
-        """Return a setting, or a part of one, that is a number."""
+        """Return the positive number of a setting or part, else the default."""
         value = self.parts.get(name, self.settings.get(name, (default, ""))[0])
         if isinstance(value, str) and value.isdecimal():
             value = int(value)
@@ -90,7 +98,7 @@ class Imported:
 
 
 def flat(value: Any, before: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield keys with dots, and their values; those of a list of tables have brackets."""
+    """Yield dotted keys and their values; keys of a list of tables end in brackets."""
     if isinstance(value, dict) and value:
         for key, each in value.items():
             yield from flat(each, f"{before}.{key}" if before else str(key))
@@ -123,7 +131,7 @@ def read_recipe(path: Path) -> dict[str, Any]:
 
 
 def of_line(text: str) -> dict[str, Any]:
-    """Return the flags of a shell script's commands; other words are programs, and files."""
+    """Return the flags of a shell script's commands, ignoring all other words."""
     found = dict[str, Any]()
     variables = dict(re.findall(r"^(?:export )?(\w+)=(\S+)$", text, re.MULTILINE))
     text = re.sub(r"\$\{?(\w+)\}?", lambda match: variables.get(match[1], match[0]), text)
@@ -144,16 +152,14 @@ def of_line(text: str) -> dict[str, Any]:
 
 
 def program_of(recipe: Mapping[str, Any], path: Path) -> str:
-    """Return the program whose own table knows the most keys of a recipe.
+    """Return the program whose own table knows most keys of a recipe.
 
     Raises:
         UserError: None knows any.
     """
     keys = {key for key, _ in flat(recipe)}
     if not any(row_of(key, name) for key in keys for name in PROGRAMS):
-        raise UserError(
-            f"{path}: no program is known that has the keys {', '.join(sorted(keys)[:4])}; name it with --from"
-        )
+        raise UserError(f"{path}: no known program has the keys {', '.join(sorted(keys)[:4])}; name it with --from")
     return max(
         PROGRAMS,
         key=lambda name: (sum(row_of(key, name) is not None for key in keys), sum(key in table(name) for key in keys)),
@@ -161,8 +167,8 @@ def program_of(recipe: Mapping[str, Any], path: Path) -> str:
 
 
 def convert(row: Row, value: Any) -> tuple[Any, str]:
-    """Return a value as the setting takes it, and words for what cannot be; None and '': it has no effect."""
-    if isinstance(value, str):  # 2e-5 is text to YAML
+    """Convert a value to its setting's; return it and the reason if unsupported (None, '': no effect)."""
+    if isinstance(value, str):  # YAML reads 2e-5 as text
         with contextlib.suppress(ValueError):
             value = float(value) if re.fullmatch(r"[\d.]+e-?\d+", value, re.IGNORECASE) else value
     if "=" in row.how and isinstance(value, list) and value:
@@ -177,7 +183,7 @@ def convert(row: Row, value: Any) -> tuple[Any, str]:
     if row.how == "auto" and value == "auto":
         return None, ""
     if isinstance(value, str) and "$" in value and row.setting:
-        return None, "is a variable of the shell; write its value"
+        return None, "is a shell variable; replace it by its value"
     if row.how == "files" and value and not all("." in word or "/" in word for word in _words(value)):
         return None, row.why
     if row.setting in ("!", "~"):
@@ -192,7 +198,7 @@ def convert(row: Row, value: Any) -> tuple[Any, str]:
 
 
 def _model(value: str) -> str:
-    """A model's directory: that of a name on the Hub is where download puts it."""
+    """Return a model's directory; for a Hub name, where `llama405b download` puts it."""
     is_name = value.count("/") == 1 and not value.startswith((".", "/", "~")) and not Path(value).exists()
     return f"models/{value.partition('/')[2]}" if is_name else value
 
@@ -202,7 +208,7 @@ def _words(value: str | list[str]) -> list[str]:
 
 
 def _data(value: str | list[str]) -> list[str]:
-    """Files, or names of datasets on the Hub."""
+    """Return files and Hub datasets as data.paths takes them."""
     is_file = re.compile(
         r".*\.(jsonl?|csv|tsv|parquet|arrow|txt|md|gz|zst)|[^/]*|[./~].*|hf:.*|.*/.*/.*|.*\*.*", re.DOTALL
     )
@@ -230,7 +236,7 @@ READS: dict[str, Callable[[Any], Any]] = {
 def imported(recipe: Mapping[str, Any], program: str, gpus: int = 0, beside: Path = Path()) -> Imported:
     """Return a recipe in our settings; ``beside``: where files lie that it names.
 
-    ``gpus``: of the run; 0: as it says itself; -1: it is a part of another recipe.
+    ``gpus``: number of GPUs; 0: as the recipe says; -1: it is a file that another recipe includes.
     """
     found = Imported(f"default of {program}")
     for key, value in flat(recipe):
@@ -253,13 +259,13 @@ def imported(recipe: Mapping[str, Any], program: str, gpus: int = 0, beside: Pat
     _compose(found, gpus)
     try:
         config.resolve({"model.path": ("m", ""), "data.paths": (("d",), ""), **found.settings})
-    except UserError as fault:  # settings that do not go together
+    except UserError as fault:  # settings that contradict each other
         found.refused.append(str(fault))
     return found
 
 
 def _take(found: Imported, row: Row, key: str, value: Any) -> None:
-    """Note what a key says where it belongs."""
+    """Convert one key and record the result."""
     try:
         became, why = convert(row, value)
     except (AttributeError, TypeError, ValueError, OverflowError):
@@ -281,10 +287,10 @@ def _take(found: Imported, row: Row, key: str, value: Any) -> None:
 
 
 def _with_file(found: Imported, key: str, value: Any, beside: Path) -> None:
-    """Add what a file of DeepSpeed says."""
+    """Import a DeepSpeed file that the recipe names."""
     path = next((each for each in (beside / str(value), Path(str(value))) if each.is_file()), None)
     if path is None:
-        found.refused.append(f"{key} = {value}: that file is not here; put it there, or import it by itself")
+        found.refused.append(f"{key} = {value}: no such file; copy it there, or import it separately")
         return
     more = imported(read_recipe(path), "deepspeed", -1)
     for name, (each, source) in more.settings.items():
@@ -296,7 +302,7 @@ def _with_file(found: Imported, key: str, value: Any, beside: Path) -> None:
 
 
 def _compose(found: Imported, gpus: int) -> None:
-    """Make settings of their parts."""
+    """Set the settings that combine several keys."""
     parts, settings = found.parts, found.settings
     micro, accumulation = int(found.number("training.micro_batch_size", 1)), int(found.number("@accumulation", 1))
     per_node = int(found.number("@per_node", 0) * found.number("@nodes", 1))
@@ -371,7 +377,7 @@ def _compose_adapter(found: Imported) -> None:
 
 
 def toml_of(found: Imported, recipe: Path, program: str) -> str:
-    """Return the file: settings by section, each beside what it is from, and below what is not among them."""
+    """Return the TOML file: settings by section with their source keys, then all other keys."""
     lines = [f"# {recipe.name}, a recipe of {program}, in the settings of llama405b (docs/import.md)"]
     for section, names in itertools.groupby(sorted(found.settings), lambda name: name.partition(".")[0]):
         lines += ["", f"[{section}]"]
@@ -389,7 +395,7 @@ def toml_of(found: Imported, recipe: Path, program: str) -> str:
 
 
 def _as_type(name: str, value: Any) -> Any:
-    """A value as its setting's type, where a recipe has another: 1 for true, 3.0 for 3, a text for a list."""
+    """Return a value in its setting's type: 1 becomes true, 3.0 becomes 3, text becomes a list."""
     if TYPES[name] is int and isinstance(value, float | bool) and math.isfinite(value) and value == int(value):
         return int(value)
     if TYPES[name] is bool and isinstance(value, int):
@@ -403,9 +409,13 @@ def main(argv: Sequence[str]) -> int:
     """Run the verb."""
     parser = OneLineParser(prog="llama405b import", description=__doc__)
     parser.add_argument("recipe", type=Path, metavar="RECIPE", help="the recipe's file")
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the settings there [print them]")
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the settings to FILE [print them]")
     parser.add_argument(
-        "--from", dest="program", metavar="PROGRAM", choices=PROGRAMS, help="whose recipe it is [seen by its keys]"
+        "--from",
+        dest="program",
+        metavar="PROGRAM",
+        choices=PROGRAMS,
+        help="program of the recipe [detected by its keys]",
     )
     parser.add_argument(
         "--gpus",
@@ -441,6 +451,6 @@ def main(argv: Sequence[str]) -> int:
     print(f"train with it: {program_name()} launch HOSTS --config {args.output}")
     try:
         predict.main(["--config", str(args.output), "--gpus", str(found.parts["@gpus"])])
-    except UserError as error:  # its model is not here, or the settings do not go together
+    except UserError as error:  # the model is not on this machine, or settings contradict each other
         print(f"no plan: {error}")
     return FAILED if found.refused or found.unknown else GOOD

@@ -1,7 +1,7 @@
-"""Show a run's loss curve and what its time went into, and write all of it as a page that needs no network.
+"""Show a run's loss curve and where its time went, and write an HTML page that needs no network.
 
-The page has the loss, evaluations, gradient norm, tokens/s and MFU beside the plan's, the parts of a step, memory, saves, failures
-and their causes on one axis of time, GPU-hours by what they went into, versions and settings. While a run trains, and after.
+The page shows loss, evaluations, gradient norm, tokens/s and MFU compared with the plan, step phases, memory, saves, and failures
+with their causes on one time axis; GPU-hours by use; versions and settings. Works during and after training.
 """
 
 import os
@@ -24,25 +24,25 @@ from llama405b_tools.run.backends import backend_of
 from llama405b_tools.run.query import Seen, ask_run
 from llama405b_tools.verbs.arguments import add_hosts
 
-GATHER_TIMEOUT_S = 120.0  # a long run's metrics are a hundred megabytes
+GATHER_TIMEOUT_S = 120.0  # a long run's metrics can be a hundred megabytes
 
 
 def report_of_run(fleet: Fleet, run: str, seen: Seen) -> ReportReply:
-    """Ask the host of rank 0."""
+    """Fetch the report from the host of rank 0; refuse if it has no steps."""
     reply = ask_report(fleet, run, seen)
     if not (reply.points or reply.evaluations):
         raise UserError(
-            f"run {run}: no step is in its metrics; it takes none yet, or it is a program of your own, which writes none"
+            f"run {run}: its metrics have no step; it has not taken one yet, or it runs your own program, which writes none"
         )
     return reply
 
 
 def ask_report(fleet: Fleet, run: str, seen: Seen) -> ReportReply:
-    """Ask the host of rank 0, whatever there is to report."""
+    """Fetch the report from the host of rank 0, even if it is empty."""
     head = next((name for name, known in replies(seen).items() if known and known.first_rank == 0), "")
     if head not in fleet.hosts:
         lost = next((f": {name}: {why}" for name, why in seen.items() if isinstance(why, HostError)), "")
-        raise RunError(f"run {run}: the host of its rank 0, which has its metrics, cannot be asked{lost}")
+        raise RunError(f"run {run}: cannot reach the host of its rank 0, which has its metrics{lost}")
     return fleet.ask(head, "report_of", HeadRequest(run, head), ReportReply, GATHER_TIMEOUT_S)
 
 
@@ -67,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
         write_atomic(out, page(summary))
     except OSError as error:
         raise UserError(f"--out: {out} cannot be written: {reason_of(error)}; name another file") from None
-    print(f"the whole report: {out}")
+    print(f"full report: {out}")
     return GOOD
 
 
@@ -75,12 +75,14 @@ def _parser() -> OneLineParser:
     parser = OneLineParser(prog="llama405b report", description=__doc__)
     parser.add_argument("run", metavar="RUN", help="name of the run")
     add_hosts(parser)
-    parser.add_argument("--out", type=Path, metavar="FILE", help="the page [runs/RUN/report.html, or RUN.html]")
-    parser.add_argument("--price", type=float, default=0.0, metavar="MONEY", help="of a GPU-hour")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="where to write the page [runs/RUN/report.html, or RUN.html]"
+    )
+    parser.add_argument("--price", type=float, default=0.0, metavar="MONEY", help="price per GPU-hour")
     return parser
 
 
 def _place(run: str) -> Path:
-    """Where the page belongs: beside a run's files if it was launched from here."""
+    """Return the default path of the page: in the run's directory if it was launched from here."""
     here = RunDir.here(run)
     return here.report if os.access(here.path, os.W_OK) else Path(f"{run}.html")

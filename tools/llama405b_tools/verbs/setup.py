@@ -1,7 +1,7 @@
 """Install the project and one locked environment on hosts that have only sh and sshd.
 
-Later verbs use the environment that setup found or created. Running it again does only what is left to do. Hosts are set up
-in parallel, and one that fails does not hold up the others.
+Later verbs use the environment that setup found or created. Running it again does only what is missing. Hosts are set up in
+parallel; a host that fails does not delay the others.
 """
 
 import platform
@@ -28,18 +28,18 @@ def main(argv: Sequence[str]) -> int:
     how.add_argument("--conda", default="", metavar="ENV", help="install into this conda environment")
     how.add_argument("--container", default="", metavar="IMAGE", help="run in this image, with apptainer")
     add("--module", default="", metavar="LINE", help="shell line to run first, such as 'module load python/3.12'")
-    add("--offline", action="store_true", help="install from wheels downloaded on this machine and pushed")
+    add("--offline", action="store_true", help="install from wheels that this machine downloads and pushes")
     add(
         "--build",
         default="",
         metavar="REQ",
-        help="package to compile on the first host and push to all as a wheel, such as flash-attn",
+        help="package to build on the first host and push to all as a wheel, such as flash-attn",
     )
     add(
         "--torch-index",
         default="auto",
         metavar="URL",
-        help="package index for torch, or none for pip's default [the one for the host's driver]",
+        help="package index for torch, or none for pip's default [the index for the host's driver]",
     )
     args = parser.parse(argv)
     root = project_root()
@@ -55,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
         try:
             made, faults = work.everywhere(wheels, args.build)
         except KeyboardInterrupt:
-            print(f"interrupted: {work.end()}; run the same command to go on", file=sys.stderr)
+            print(f"interrupted: {work.end()}; run the same command to continue", file=sys.stderr)
             raise
     write_uses((host, made[host.name].use) for host in hosts if host.name in made)
     now = {name: found.said for name, found in made.items()} | {name: f"FAILED: {why}" for name, why in faults.items()}

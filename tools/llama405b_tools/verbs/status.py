@@ -1,4 +1,4 @@
-"""Show a run's state on every host, and its progress."""
+"""Show a run's progress and its state on every host."""
 
 import dataclasses
 import json
@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the verb."""
     parser = verb_parser("status", __doc__)
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--all", action="store_true", help="list the newest runs of these hosts instead")
+    parser.add_argument("--all", action="store_true", help="list the newest runs on these hosts instead")
     args = parser.parse(argv)
     if args.all and args.run:
         raise UserError("--run cannot be used with --all, which lists every run")
@@ -57,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def print_run(run: str, seen: Seen, account: Account | None, *, as_json: bool, logs: str) -> int:
-    """Print what the hosts say of a run; returns the exit code. ``logs``: the command that shows its logs."""
+    """Print the hosts' reports on a run; return the exit code. ``logs``: the command that shows its logs."""
     known = known_of(seen)
     failures, told = failures_of(seen), list(known.values())
     guard = guard_of(run, told, is_needed=bool(failures))
@@ -87,7 +87,7 @@ def print_run(run: str, seen: Seen, account: Account | None, *, as_json: bool, l
 
 
 def guard_of(run: str, told: Sequence[HostRun], *, is_needed: bool) -> GuardStatus | None:
-    """Return the run's guard; None if there is none, or it is gone and was not needed any more."""
+    """Return the run's guard; None if there is none, or it is gone and no longer needed."""
     guard = guard_of_hosts(run, heard_by(told), time.time())
     if guard and guard.gone and not (is_needed or guard.finishes or any(found.alive for found in told)):
         return None
@@ -103,7 +103,7 @@ def _record(
     *,
     is_good: bool,
 ) -> dict[str, Json]:
-    """The status as JSON, for scripts."""
+    """Return the status as JSON, for scripts."""
     hosts: dict[str, Json] = {}
     for name, found in seen.items():
         if isinstance(found, HostError):
@@ -117,7 +117,7 @@ def _record(
 
 
 def print_runs(fleet: Fleet, *, as_json: bool) -> int:
-    """Print every run that the hosts know, and which hosts could not be asked."""
+    """Print every run that the hosts know, and the hosts that could not be reached."""
     outcomes = all_runs(fleet)
     lost, runs = unanswered(outcomes), query.by_run(outcomes)
     if as_json:
@@ -127,14 +127,14 @@ def print_runs(fleet: Fleet, *, as_json: bool) -> int:
     if runs:
         print(format_table(query.HEADINGS, [query.row(name, of) for name, of in runs.items()]), flush=True)
     elif not lost:
-        print("no run on these hosts yet")
+        print("no runs on these hosts")
     for name, why in lost.items():
         print(f"{name}: UNREACHABLE: {why}")
     return code_for(lost)
 
 
 def print_progress(on_hosts: Sequence[HostRun]) -> None:
-    """Print the last step and the newest checkpoint, if any host knows them."""
+    """Print the last step and the newest checkpoint, if a host knows them."""
     saved, last = progress(on_hosts)
     only_evaluates = isinstance(last, EvaluationMetrics)
     if isinstance(last, EvaluationMetrics):
@@ -147,16 +147,16 @@ def print_progress(on_hosts: Sequence[HostRun]) -> None:
     for unsaved in {run.unsaved for run in on_hosts} - {""}:
         print(f"NOT SAVED: {unsaved}")
     for unsent in {run.unsent for run in on_hosts} - {""}:
-        print(f"AFTER SAVE FAILED: {unsent}; no checkpoint is deleted before it succeeds")
+        print(f"AFTER SAVE FAILED: {unsent}; checkpoints are kept until it succeeds")
 
 
 def print_copies(found: Mapping[str, HostRun]) -> None:
-    """Print the newest checkpoint that outlives a host, and why a newer one is not copied."""
+    """Print the newest checkpoint that survives the loss of a host, and why a newer one is not replicated."""
     copies = {name: each.copied for name, each in found.items() if each.copied}
     if not copies:
         return
     least = min(copy.step for copy in copies.values())
-    what = f"step {least}" if least else "nothing yet; losing a host would lose all checkpoints"
+    what = f"step {least}" if least else "nothing yet; losing one host loses all checkpoints"
     print(f"copied to the next host: {what}")
     for name, copy in copies.items():
         if copy.fault:
@@ -172,7 +172,7 @@ def _row(name: str, found: HostRun | HostError | None, standing: State | None) -
     beats = found.heartbeats
     steps = sorted(beat.step for beat in beats)
     phases = "/".join(sorted({str(beat.phase) for beat in beats}))
-    age_s = max(found.now - beat.time for beat in beats)  # both by that host's clock
+    age_s = max(found.now - beat.time for beat in beats)  # both times are by that host's clock
     return (
         name,
         state,

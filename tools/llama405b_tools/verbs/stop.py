@@ -1,4 +1,4 @@
-"""Stop a run: let the trainer save, end every process on every host, and verify that none is left."""
+"""Stop a run: let the trainer save, end its processes on every host, and verify that none is left."""
 
 import sys
 from collections.abc import Sequence
@@ -26,16 +26,16 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--grace",
         metavar="TIME",
-        help="time for the trainer to save first; 0: none [30s, and twice what its last save took]",
+        help="time for the trainer to save first; 0: do not wait [30s plus twice the time of its last save]",
     )
-    parser.add_argument("--orphans", action="store_true", help="list what is left of runs whose node runner is gone")
-    parser.add_argument("--end", action="store_true", help="with --orphans: end them")
+    parser.add_argument("--orphans", action="store_true", help="list processes left by runs whose node runner is gone")
+    parser.add_argument("--end", action="store_true", help="with --orphans: end these processes")
     args = parser.parse(argv)
     grace_s = None if args.grace is None else seconds(args.grace, "--grace")
     if args.end and not args.orphans:
         raise UserError("--end needs --orphans; plain `stop` already ends the run")
     if args.orphans and args.run:
-        raise UserError("--run cannot be used with --orphans, which looks at every run")
+        raise UserError("--run cannot be used with --orphans, which checks every run")
     if args.orphans:
         with Fleet(hosts_of(args.hosts)) as fleet:
             return print_orphans(fleet, end=args.end)
@@ -43,9 +43,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def end_run(backend: Backend, grace_s: float | None) -> int:
-    """End the run, print each host's state before and after, and return the exit code.
+    """Stop the run, print each host's state before and after, and return the exit code.
 
-    ``grace_s``: time for the trainer to save; None: as long as its last saves suggest.
+    ``grace_s``: time for the trainer to save; None: derived from its last saves.
     """
     if backend.waiting():
         gone = backend.cancel()
@@ -68,12 +68,12 @@ def end_run(backend: Backend, grace_s: float | None) -> int:
     print_saved(list(told.values()), grace_s)
     left = not_stopped(ends)
     for name, why in list(left.items())[:1]:
-        print(f"{name}: {why}; run the same command again once it can be reached")
+        print(f"{name}: {why}; run the same command again when it can be reached")
     return code_for(left)
 
 
 def print_saved(ends: Sequence[StopReply], grace_s: float) -> None:
-    """Print the checkpoint that the run can resume from, how many steps it would repeat, and if a save was cut off, that."""
+    """Print the checkpoint to resume from, how many steps a resume repeats, and whether a save was cut off."""
     nodes = [end.node for end in ends if end.known and end.node]
     saved, metrics = progress(nodes)
     if not isinstance(metrics, Metrics):
@@ -86,7 +86,7 @@ def print_saved(ends: Sequence[StopReply], grace_s: float) -> None:
 
 
 def _was_saving(nodes: Sequence[HostRun]) -> bool:
-    """Whether a save was cut off for which time would have helped."""
+    """Return whether a save was cut off that more time would have completed."""
     if any(node.unsaved for node in nodes):
         return False
     return any(beat.phase is Phase.CHECKPOINT for node in nodes for beat in node.heartbeats)

@@ -1,7 +1,7 @@
 """Show every host, GPU and rank, the training and its logs on one screen.
 
 HOSTS is a hosts file or host names; --replay needs none. Nothing is installed on a host: a small sampler is sent over SSH
-and ends with the connection. Exit code (on quitting, and with --once, --json and --watch): 0 as it should be, 1 degraded,
+and exits with the connection. Exit code (on quitting, and with --once, --json and --watch): 0 healthy, 1 degraded,
 3 hung, failed or down.
 """
 
@@ -57,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
         live = Live(fleet, backend.run, args.interval, elsewhere=backend.elsewhere)
         code = _show(args, live, fleet, hang_after_s, in_job=backend.elsewhere)
     if code == READ_AGAIN:
-        os.execv(sys.executable, sys.orig_argv)  # as it was called
+        os.execv(sys.executable, sys.orig_argv)  # restart with the same command line
     return code
 
 
@@ -71,11 +71,11 @@ def _check(args: argparse.Namespace) -> None:
         (args.replay and own, "--replay: a recording has its own hosts and run; remove HOSTS, --run and --record"),
         (
             args.metrics and (args.json or args.once) and not args.watch,
-            "--metrics answers as long as it runs; remove --once or --json, or add --watch",
+            "--metrics needs a running cluster-top; remove --once or --json, or add --watch",
         ),
         (
             args.on_change and (args.json or args.once) and not args.watch,
-            "--on-change needs more than one look; remove --once or --json, or add --watch",
+            "--on-change needs repeated samples; remove --once or --json, or add --watch",
         ),
         (
             args.serve and (args.json or args.once or args.watch or args.plain or args.record or args.metrics),
@@ -99,22 +99,22 @@ def _parser() -> OneLineParser:
     add("hosts", nargs="*", metavar="HOSTS", help="hosts file or host names [hosts]")
     add(
         "--run",
-        help="name of the run [the newest live one, else the newest; other verbs refuse to choose among live ones]",
+        help="name of the run [the newest live run, else the newest; other verbs refuse to choose between live runs]",
     )
     add("--interval", type=float, default=2.0, metavar="S", help="seconds between samples [2]")
     add(
         "--hang-after",
         default=f"{HANG_AFTER_S:.0f}s",
         metavar="TIME",
-        help=f"show a rank that is silent this long, and for 5 steps, as hung; ends nothing, unlike launch's [{HANG_AFTER_S:.0f}s]",
+        help=f"show a rank as hung when it is silent this long and for 5 steps; unlike launch's, it stops nothing [{HANG_AFTER_S:.0f}s]",
     )
-    add("--sort", choices=SORTS, help="order of the hosts [on a terminal's screen as the last time, else worst]")
+    add("--sort", choices=SORTS, help="order of the hosts [on a terminal as last time, else worst]")
     add("--filter", default="", metavar="TEXT", help="show only hosts whose name, state or notes contain TEXT")
-    add("--odd", action="store_true", help="show only hosts that stand out")
+    add("--odd", action="store_true", help="show only unhealthy hosts")
     add(
         "--theme",
         choices=THEMES,
-        help="colors for a dark or a light background [on a terminal's screen as the last time, else as COLORFGBG says]",
+        help="colors for a dark or light background [on a terminal as last time, else from COLORFGBG]",
     )
     add("--once", action="store_true", help="print once and exit")
     add("--json", action="store_true", help="print JSON once (docs/cluster-top-json.md has the schema)")
@@ -124,23 +124,23 @@ def _parser() -> OneLineParser:
         "--on-change",
         default="",
         metavar="CMD",
-        help="run CMD with /bin/sh when the verdict changes, as launch's --notify does (LLAMA405B_EVENT, _RUN, _MESSAGE)",
+        help="run CMD with /bin/sh when the verdict changes, as launch's --notify does (sets LLAMA405B_EVENT, _RUN, _MESSAGE)",
     )
     add(
         "--read-only",
         action=argparse.BooleanOptionalAction,
-        help="take away the keys that act on hosts and runs [with --serve, unless --no-read-only]",
+        help="disable the keys that act on hosts and runs [default with --serve; --no-read-only enables them]",
     )
-    add("--serve", metavar="[ADDR:]PORT", help="show the screen in browsers; without ADDR only on this machine")
-    add("--metrics", metavar="[ADDR:]PORT", help="answer Prometheus there; without ADDR only on this machine")
-    add("--record", type=Path, metavar="FILE", help="record everything that arrives to FILE (.gz compresses)")
+    add("--serve", metavar="[ADDR:]PORT", help="serve the screen to browsers; without ADDR only on this machine")
+    add("--metrics", metavar="[ADDR:]PORT", help="serve Prometheus metrics; without ADDR only on this machine")
+    add("--record", type=Path, metavar="FILE", help="record all received data to FILE (.gz compresses)")
     add("--replay", metavar="FILE", help="play back a recording; demo is a simulated incident on 64 GPUs")
     add("--speed", type=float, default=1.0, metavar="X", help="playback speed of --replay [1]")
     return parser
 
 
 def _serve(where: str, argv: Sequence[str]) -> int:
-    """Serve the screen with the same arguments; nothing may be acted on unless that is said."""
+    """Serve the screen with the same arguments; actions are disabled unless enabled explicitly."""
     address, port = split("--serve", where)
     try:
         from llama405b_tools.top.serve import serve
@@ -149,12 +149,12 @@ def _serve(where: str, argv: Sequence[str]) -> int:
             f"--serve needs {missing.name}, which is not installed; `{shlex.quote(sys.executable)} -m pip install "
             "textual-serve` installs it"
         ) from None
-    serve(address, port, ["--read-only", *argv], screen.show)  # a later --no-read-only counts
+    serve(address, port, ["--read-only", *argv], screen.show)  # a --no-read-only in argv comes later and wins
     return GOOD
 
 
 def named_hosts(words: Sequence[str]) -> tuple[Host, ...]:
-    """Return the hosts that are named, or those of ./hosts."""
+    """Return the named hosts, or those of ./hosts."""
     if not words and not HERE.exists():
         raise UserError("hosts: no such file; name a hosts file or hosts, or try `cluster-top --replay demo`")
     return hosts_of(words or HERE)
@@ -168,12 +168,12 @@ def _show(
         recorder = Recorder(args.record, source) if args.record else None
         session = leaving.enter_context(contextlib.closing(Session(source, fleet, hang_after_s, recorder)))
         if recorder:
-            leaving.callback(recorder.close)  # first of all: closing the rest may take a while
+            leaving.callback(recorder.close)  # closed first (last callback): closing the others may take a while
         on_signals(sys.exit)
         files = files_of(fleet) if fleet else []
         session.cluster.wanted = args.run or ""
         session.cluster.program, session.cluster.hosts_argument = program_name(), "".join(map(hosts_argument, files))
-        streams = (sys.stdin, sys.stdout, sys.stderr)  # textual reads the first, and draws on the last
+        streams = (sys.stdin, sys.stdout, sys.stderr)  # textual reads stdin and draws on stderr
         at_terminal = all(each.isatty() for each in streams) and os.environ.get("TERM", "") not in ("", "dumb")
         prints = args.json or args.once or args.plain or args.watch or not (at_terminal or in_browser())
         if not prints:
@@ -195,12 +195,12 @@ def _show(
 
 
 def files_of(fleet: Fleet) -> list[Path]:
-    """Return the hosts file that names a fleet's hosts; none for host names, and in a Slurm job."""
+    """Return the hosts files of a fleet's hosts; none for host names or in a Slurm job."""
     return sorted({file for host in fleet.hosts.values() if (file := file_of(host)) and file.is_file()})
 
 
 def _print(args: argparse.Namespace, session: Session, exporter: Exporter | None) -> int:
-    """Print once, or every ``--watch`` seconds as long as somebody may read it; with ``--metrics`` alone only answer that."""
+    """Print once, or every ``--watch`` seconds while stdout is open; with only ``--metrics``, print nothing."""
     goes_on = bool(args.watch or args.metrics)
     if goes_on:
         session.keep()
@@ -219,7 +219,7 @@ def _print(args: argparse.Namespace, session: Session, exporter: Exporter | None
 
 
 def _await_run(session: Session) -> None:
-    """Wait until a host reports the run that was named, if one was."""
+    """Wait until a host reports the run of --run, if given."""
     wanted, hosts = session.cluster.wanted, session.cluster.hosts.values()
     if not session.fleet or not wanted:
         return
@@ -240,14 +240,14 @@ def _await_run(session: Session) -> None:
 
 
 def _pass(session: Session, seconds: float) -> None:
-    """Take what arrives within this time."""
+    """Process events for this many seconds."""
     until = session.source.now() + seconds
     while session.source.now() < until and not session.source.done():
         session.advance(min(until, session.source.now() + 0.5))
 
 
 def _await_all(session: Session, *, watches: bool) -> None:
-    """Wait until every host has sent two frames (rates need two) or cannot be reached; read a recording to its end."""
+    """Wait for two frames of each host (rates need two) or its failure; read a recording to its end."""
     if isinstance(session.source, Replay) and not watches:
         for event in session.source.to_the_end():
             session.take(event)
@@ -257,7 +257,7 @@ def _await_all(session: Session, *, watches: bool) -> None:
 
 
 def _await_hosts(session: Session, within_s: float, is_enough: Callable[[], bool] = lambda: False) -> None:
-    """Take what arrives until every host has sent two frames or cannot be reached, or it is enough."""
+    """Process events until every host sent two frames or is unreachable, or ``is_enough()``."""
     source, hosts = session.source, session.cluster.hosts.values()
     deadline = source.now() + within_s
     while source.now() < deadline and not source.done() and not is_enough():
@@ -273,7 +273,7 @@ def _put(args: argparse.Namespace, session: Session, pic: Picture) -> bool:
     width = shutil.get_terminal_size((PLAIN_WIDTH, 24)).columns
     color: Literal["auto"] | None = "auto" if tty and not args.plain else None
     look = theme(remembered.theme_for(session.ui.theme), remembered.color_count() if color else 0)
-    text = io.StringIO()  # not straight to the terminal: rich would exit in its own way if nobody reads
+    text = io.StringIO()  # not written directly: on a closed pipe, rich would exit in its own way
     console = Console(
         file=text,
         width=width,

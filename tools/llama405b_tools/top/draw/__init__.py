@@ -1,1 +1,1 @@
-"""A picture as lines of text. Pure."""
+"""Draw a view as lines of text. Pure."""

@@ -1,10 +1,6 @@
-"""Lines, columns, gauges and graphs over time, and the styles of values. Pure.
+"""Draw headings, gauges and graphs over time, and choose the styles of values. Pure.
 
-Lines, columns and gauges, of which the screen is put together.
-
-Graphs over time, with axes and units.
-
-The styles of values: what stands out is marked, and what is no longer heard is dim.
+Unusual values are marked; values of hosts that no longer report are dim.
 """
 
 import itertools
@@ -19,11 +15,11 @@ from llama405b_tools.top.state.picture import HostRow, HostState
 from llama405b_tools.top.state.trends import Bucket
 
 EIGHTHS = " ▏▎▍▌▋▊▉█"
-GAP = 1  # columns between what stands side by side
+GAP = 1  # columns between panes
 
 
 def rule(title: str, width: int, *, right: str = "", focused: bool = False) -> Text:
-    """Return a heading as wide as its pane; what stands at the right is omitted if there is no room."""
+    """Return a heading as wide as its pane; ``right`` is omitted if there is no room."""
     style = "focus" if focused else "title"
     line = Text().append(f"── {title} ", style)
     room = width - line.cell_len - len(right) - 2
@@ -34,18 +30,18 @@ def rule(title: str, width: int, *, right: str = "", focused: bool = False) -> T
 
 
 def fitted(line: Text, width: int) -> Text:
-    """Return the line exactly so wide."""
+    """Cut or pad a line to exactly this width."""
     line.truncate(width, overflow="ellipsis", pad=True)
     return line
 
 
 def tall(lines: Sequence[Text], height: int) -> list[Text]:
-    """Return exactly so many lines."""
+    """Cut or pad to exactly this many lines."""
     return [*lines[:height], *(Text() for _ in range(height - len(lines)))]
 
 
 def beside(panes: Sequence[tuple[Sequence[Text], int]]) -> list[Text]:
-    """Put panes, each with its width, side by side."""
+    """Join panes, each with its width, side by side."""
     joined = []
     for row in itertools.zip_longest(*(lines for lines, _ in panes)):
         line = Text()
@@ -63,7 +59,7 @@ def divided(width: int, n: int) -> list[int]:
 
 
 def gauge(share: float | None, width: int) -> str:
-    """Draw a share of 1 as a bar of so many columns, by eighths of a column; the rest is light."""
+    """Draw a share (0 to 1) as a bar of this many columns, in eighths of a column."""
     if share is None:
         return "·" * width
     eighths = round(8 * width * min(1.0, max(0.0, share)))
@@ -72,7 +68,7 @@ def gauge(share: float | None, width: int) -> str:
 
 
 def runs(cells: Iterable[tuple[str, str]]) -> Text:
-    """Join characters, each with its style; equal styles that follow each other become one piece."""
+    """Join styled characters into a text, merging neighbors of equal style."""
     pieces: list[tuple[str, str]] = []
     for char, style in cells:
         if pieces and pieces[-1][1] == style:
@@ -82,40 +78,40 @@ def runs(cells: Iterable[tuple[str, str]]) -> Text:
     return Text.assemble(*pieces)
 
 
-LABEL = 7  # columns of the axis of values
-PLANNED = {" ": "plan", BARS[-1]: "plan.on"}  # where the dotted line is drawn, and how
-LEAST_LINES = 3  # of a graph, with its title and the axis of time
+LABEL = 7  # columns of the value axis
+PLANNED = {" ": "plan", BARS[-1]: "plan.on"}  # characters that the dotted plan line may replace, and its style there
+LEAST_LINES = 3  # of a graph, including its title and time axis
 
 
 class Axis(NamedTuple):
-    """The time that all graphs show."""
+    """The time span that graphs show."""
 
     begin: float
     end: float
-    marks: Sequence[tuple[float, str]] = ()  # moments, and the letter of what happened
+    marks: Sequence[tuple[float, str]] = ()  # time and letter of each event
     end_name: str = "now"
 
     def column(self, time: float, n: int) -> int:
-        """Return the column of a moment; outside of ``range(n)`` if it is not shown."""
+        """Return the column of a moment; outside ``range(n)`` if it is not shown."""
         return math.floor((time - self.begin) / (self.end - self.begin) * n)
 
 
 class Scale(NamedTuple):
-    """The axis of values."""
+    """The value axis of a graph."""
 
     low: float
     high: float
     words: Callable[[float], str]
 
     def level(self, value: float, n: int) -> int:
-        """Return how many eighths of ``n`` lines a value takes; at least one, if it is above the lowest."""
+        """Return the height of a value in eighths of ``n`` lines; at least one if above the lowest."""
         share = (value - self.low) / (self.high - self.low)
         eighths = round(8 * n * min(1.0, max(0.0, share)))
         return max(eighths, int(value > self.low))
 
 
 def from_zero(values: Iterable[float], words: Callable[[float], str]) -> Scale:
-    """Return a scale from 0 to a round number that is not below any value."""
+    """Return a scale from 0 to a round number at or above all values."""
     most = max(values, default=0.0)
     if most <= 0:
         return Scale(0.0, 1.0, words)
@@ -125,7 +121,7 @@ def from_zero(values: Iterable[float], words: Callable[[float], str]) -> Scale:
 
 
 def around(values: Sequence[float], words: Callable[[float], str]) -> Scale:
-    """Return a scale that the values fill, with some room below."""
+    """Return a scale from just below the lowest value to the highest."""
     if not values:
         return Scale(0.0, 1.0, words)
     low, high = min(values), max(values)
@@ -146,7 +142,7 @@ def chart(
 ) -> list[Text]:
     """Draw a graph of ``height`` lines: its title, the values as a filled area, and the axis of time.
 
-    ``columns``: a bucket per column; where nothing is known, nothing is drawn. ``plan``: a dotted line. ``style``: of the area.
+    ``columns``: a bucket per column, None draws nothing. ``plan``: a dotted line. ``style``: of the area.
     """
     n, width = height - 2, len(columns) + LABEL
     levels = [None if bucket is None else scale.level(bucket.mean, n) for bucket in columns]
@@ -162,7 +158,7 @@ def chart(
 
 
 def _label(scale: Scale, i: int, n: int) -> str:
-    """Name the highest value, the one in the middle and the lowest, each on its line."""
+    """Return the label of line ``i``: the highest, middle and lowest lines have one."""
     named = {n - 1: scale.high, 0: scale.low}
     if n >= 5:
         named[n // 2] = (scale.low + scale.high) / 2
@@ -171,7 +167,7 @@ def _label(scale: Scale, i: int, n: int) -> str:
 
 
 def _cell(level: int | None, i: int) -> str:
-    """Return what a column shows in line ``i`` from below."""
+    """Return a column's character in line ``i``, counted from the bottom."""
     part = 0 if level is None else level - 8 * i
     if part <= 0:
         return " "
@@ -179,7 +175,7 @@ def _cell(level: int | None, i: int) -> str:
 
 
 def time_axis(axis: Axis, width: int) -> Text:
-    """Draw the axis of time below a graph: how long ago, and what happened."""
+    """Draw the time axis below a graph: how long ago, and the letters of events."""
     cells = ["─"] * width
     length_s = axis.end - axis.begin
     words = [(0, f"-{span(length_s)}"), (width // 2, f"-{span(length_s / 2)}"), (width, axis.end_name)]
@@ -198,7 +194,7 @@ def time_axis(axis: Axis, width: int) -> Text:
 
 
 def means(columns: Iterable[Bucket | None]) -> Iterator[float]:
-    """Yield the known values of columns."""
+    """Yield the means of the columns that have values."""
     return (bucket.mean for bucket in columns if bucket)
 
 
@@ -207,24 +203,24 @@ ODD, OLD = "odd", "old"
 
 
 def is_victim(row: HostRow) -> bool:
-    """Whether the run failed there because it failed elsewhere, or nobody knows yet where."""
+    """Return whether the run failed on this host because another host failed, or the origin is unknown."""
     return row.state is HostState.FAILED and not row.is_culprit
 
 
 def row_style(row: HostRow) -> str:
-    """Return the style of a host's state and of why it is so."""
+    """Return the style of a host's state and its reason."""
     return OLD if is_victim(row) else STYLES[row.severity]
 
 
 def style_of(row: HostRow, *, odd: bool) -> str:
-    """Return the style of a value: what stands out is marked; what is no longer heard, and a victim's, is dim."""
+    """Return the style of a value: marked if ``odd``; dim if its host is silent or a victim."""
     if not row.is_heard or is_victim(row):
         return OLD
     return (STYLES[row.severity] or ODD) if odd else ""
 
 
 def pieced(row: HostRow, pieces: Iterable[tuple[str, str]], odd_in: Collection[str]) -> Text:
-    """Join pieces of text, each with the field that it shows ('': none), in the style of its value."""
+    """Join pieces of text, each with the field it shows ('': none), styled by that field."""
     line = Text()
     for text, field in pieces:
         line.append(text, style_of(row, odd=field in odd_in))

@@ -1,6 +1,6 @@
-"""One host or rank in detail, all ranks, and the graphs. Pure.
+"""Draw one host or rank in detail, the list of ranks, and the graphs. Pure.
 
-The graphs: loss, tokens per second, the parts of a step, power, network and memory.
+Graphs: loss, tokens per second, parts of a step, power, network and memory.
 """
 
 import dataclasses
@@ -53,7 +53,7 @@ from llama405b_tools.top.state.trends import UNKNOWN, Bucket, Series, Trends
 
 
 def selected_rank(row: HostRow, ui: Ui) -> RankRow | None:
-    """Return the selected rank of a host: unless one is chosen, the one that stands out, else the first."""
+    """Return a host's selected rank; without a selection, its first unusual rank, else its first."""
     chosen = next((rank for rank in row.ranks if rank.rank == ui.rank), None)
     odd = next((rank for rank in row.ranks if rank.odd), None)
     return chosen or odd or next(iter(row.ranks), None)
@@ -94,7 +94,7 @@ def rank_page(
     width: int,
     room: int,
 ) -> list[Text]:
-    """Draw one rank: its process and GPU, how each quantity went, and its log lines."""
+    """Draw one rank: its process and GPU, each quantity over time, and its log lines."""
     place = given(": {}", mesh.where(rank.rank) if mesh else "")
     lines = [rule(f"rank {rank.rank} on {row.name}{place}", width), _rank_line(row, rank)]
     at = next((i for i in range(n_units(row)) if rank_at(row, i) is rank), None)
@@ -116,7 +116,7 @@ def _newest(lines: Sequence[LogLine], ui: Ui, room: int, width: int) -> list[Tex
 
 
 def _histories(row: HostRow, at: int, trends: Trends, axis: Axis, ui: Ui, width: int) -> list[Text]:
-    """Draw a line per quantity over time, for a host's GPU (else rank)."""
+    """Draw each quantity of a host's GPU (or rank) as a line over time."""
     before = itertools.takewhile(lambda entry: entry[0] != row.name, trends.layout)
     unit, n = at + sum(size for _, size in before), max(4, width - 30)
     lines = [rule("over time", width)]
@@ -133,7 +133,7 @@ def _histories(row: HostRow, at: int, trends: Trends, axis: Axis, ui: Ui, width:
 
 
 def rank_table(pic: Picture, rows: Sequence[HostRow], ui: Ui, width: int, room: int) -> list[Text]:
-    """Draw the ranks of all hosts, the worst first, around the selected one."""
+    """Draw the ranks of all hosts, unusual ones first, scrolled to the selected one."""
     ranks = ranks_in_order(rows)
     at = next((i for i, (row, rank) in enumerate(ranks) if row.name == ui.selected and rank.rank == ui.rank), 0)
     begin = max(0, min(at - (room - 2) // 2, len(ranks) - room + 1))
@@ -146,7 +146,7 @@ def rank_table(pic: Picture, rows: Sequence[HostRow], ui: Ui, width: int, room: 
 
 
 def ranks_in_order(rows: Sequence[HostRow]) -> list[tuple[HostRow, RankRow]]:
-    """Return the ranks of all hosts, what stands out first."""
+    """Return the ranks of all hosts, unusual ones first."""
     ranks = [(row, rank) for row in rows for rank in row.ranks]
     return sorted(ranks, key=lambda entry: (not entry[1].odd, entry[1].rank))
 
@@ -176,7 +176,7 @@ def _process_line(row: HostRow, process: ProcessRow) -> Text:
 
 
 def gpu_lines(row: HostRow, width: int) -> list[Text]:
-    """Draw the GPUs of a host, one per line, with their ranks; why one stands out is below it if there is no room."""
+    """Draw a host's GPUs, one per line, with their ranks and what is unusual about them."""
     if not row.gpus:
         return []
     return [
@@ -190,7 +190,7 @@ def _gauge(percent: float | None, width: int) -> str:
 
 
 def _gpu(row: HostRow, gpu: GpuCell, width: int) -> Iterator[Text]:
-    """Yield a GPU's line, and a second one for why it stands out if the first has no room for it."""
+    """Yield a GPU's line, and a second with its note if the first has no room."""
     rank = next((rank for rank in row.ranks if rank.rank == gpu.rank), None)
     bars = max(0, min(24, (width - 88) // 2)) if width >= 100 else 0
     memory = share(gpu.used_mib, gpu.memory_mib)
@@ -217,8 +217,8 @@ def _gpu(row: HostRow, gpu: GpuCell, width: int) -> Iterator[Text]:
 
 
 LEAST = 7  # lines of a graph
-LEAST_KW = 0.001  # that a graph of power goes up to
-OTHER = 0.05  # of a step: what is told if its parts do not explain it
+LEAST_KW = 0.001  # least top of the power graph's scale
+OTHER = 0.05  # share of a step not explained by its parts, from which it is shown as "else"
 STEPPING = (RunPhase.TRAINING, RunPhase.SAVING, RunPhase.EVALUATING)
 PARTS = (("data", "data_s"), ("fwd", "forward_s"), ("bwd", "backward_s"), ("opt", "optimizer_s"))
 PERCENTS = {"memory_pct": "GPU memory, the fullest", "ram_pct": "RAM, the fullest host", "cpu_pct": "CPU, all hosts"}
@@ -234,7 +234,7 @@ class Graph(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Graphs:
-    """What there is to draw at a moment."""
+    """The data of all graphs at one moment."""
 
     pic: Picture
     trends: Trends
@@ -243,7 +243,7 @@ class Graphs:
     seen: Axis
 
     def known(self) -> list[Graph]:
-        """Return the graphs of what is known, the most important first."""
+        """Return the graphs that have data, most important first."""
         run = self.pic.training
         graphs = []
         if run and run.step is not None and run.step_s:
@@ -251,7 +251,7 @@ class Graphs:
         return [*graphs, *self.hardware()]
 
     def hardware(self) -> list[Graph]:
-        """Return the graphs of what the hosts tell of their hardware."""
+        """Return the hardware graphs that have data."""
         graphs = []
         sums = self.trends.sums
         if "power_kw" in sums:
@@ -264,7 +264,7 @@ class Graphs:
         return graphs
 
     def column(self, width: int, height: int) -> list[Text]:
-        """Draw as many graphs as fit, one above the other, over exactly ``height`` lines."""
+        """Draw as many graphs as fit, stacked, in exactly ``height`` lines."""
         shown = self.known()[: max(1, height // LEAST)]
         heights = [LEAST] * len(shown)
         rest = height - LEAST * len(shown)
@@ -281,7 +281,7 @@ class Graphs:
         return beside([(graph.draw(w, height), w) for graph, w in zip(shown, divided(width, len(shown)), strict=True)])
 
     def rate(self, width: int, height: int) -> list[Text]:
-        """Draw the graph that matters most if there is room for one."""
+        """Draw the most important graph, for a screen with room for one."""
         shown = self.known()
         return shown[min(1, len(shown) - 1)].draw(width, height) if shown else []
 
@@ -321,12 +321,12 @@ class Graphs:
 
     @staticmethod
     def _planned(run: TrainingStatus, rates: Sequence[float]) -> float | None:
-        """Return the tokens per second of a step as planned."""
+        """Return the tokens per second that the plan predicts; None without a plan."""
         rate = run.all_tokens_per_s or (statistics.median(rates) if rates else None)
         return rate * run.step_s / run.expected_step_s if rate and run.step_s and run.expected_step_s else None
 
     def _step(self, run: TrainingStatus) -> Drawn:
-        """Draw the parts of a step now, and if there is room how long steps took."""
+        """Return a function that draws the parts of a step and, with room, step times."""
 
         def draw(width: int, height: int) -> list[Text]:
             plan = given(" (plan {:.1f})", run.expected_step_s)
@@ -362,7 +362,7 @@ class Graphs:
             )
 
     def _slowest(self) -> str:
-        """Name the rank that computes longest, and by how much."""
+        """Return the slowest rank and by how much it exceeds the median; "" with fewer than two ranks."""
         busy = [(rank.busy_s, rank.rank) for row in self.pic.hosts for rank in row.ranks if rank.busy_s is not None]
         if len(busy) < 2:
             return ""
@@ -384,7 +384,7 @@ class Graphs:
         )
 
     def network(self, width: int, height: int) -> list[Text]:
-        """Draw what all hosts send and receive together."""
+        """Draw the total traffic of all hosts."""
         columns = self._columns(self.trends.sums["network_gbit"], self.seen, width)
         found = [*means(columns)]
         run = self.pic.training
@@ -408,12 +408,12 @@ class Graphs:
 
 
 def _style(run: TrainingStatus) -> str:
-    """Return the style of what the steps told: dim, if there are no steps now."""
+    """Return the style of step metrics: dim if no steps are being taken."""
     return OLD if run.is_stale or run.phase not in STEPPING else "chart"
 
 
 def axes_of(trends: Trends, window: int, now: float) -> tuple[Axis, Axis]:
-    """Return the time that graphs show, up to the moment of the picture: of the steps, and of what was seen by cluster-top."""
+    """Return the time axes up to the view's moment: of the steps, and of the samples."""
     marks = [mark for mark in trends.marks if mark.time <= now]
     steps, seen = trends.begins(window, now)
     return Axis(steps, now, marks), Axis(seen, now, marks)

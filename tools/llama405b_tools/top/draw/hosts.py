@@ -1,8 +1,6 @@
-"""The hosts: one per line with all its numbers, or in columns with a cell of heat per GPU. Pure.
+"""Draw hosts one per line or in columns with a heat cell per GPU, and the heat map. Pure.
 
-Cells of heat: every GPU (else rank) now, and over time.
-
-A cell is a bar whose height is the magnitude, so it reads without color too; with colors, the ramp fills it.
+A heat cell stands for a GPU (or a rank without GPUs). It is a bar whose height is the value, so it is readable without color.
 """
 
 import itertools
@@ -33,14 +31,14 @@ from llama405b_tools.top.state.picture import (
 from llama405b_tools.top.state.trends import UNKNOWN, Layout, Trends
 
 NO_VALUE = ("·", OLD)
-NAME = 14  # columns of a row's name
+NAME = 14  # columns of a map row's name
 Cell = tuple[str, str]  # character, style
 CELLS: list[Cell] = [(char, f"heat.{level}") for level, char in enumerate(BARS)]
 LEVELS = len(BARS) - 1  # the hottest
 
 
 class Scaled(NamedTuple):
-    """A quantity, and its coldest and hottest value now."""
+    """A quantity with the values of its coldest and hottest cell."""
 
     quantity: Quantity
     low: float
@@ -68,7 +66,7 @@ def scaled(index: int, rows: Sequence[HostRow]) -> Scaled:
 
 
 def cells(row: HostRow, by: Scaled, n_columns: int = 1) -> Text:
-    """Draw one cell per GPU (else rank) of a host, of so many columns; what stands out has a sign instead of a bar."""
+    """Draw one cell per GPU (or rank) of a host, ``n_columns`` wide; an unusual GPU is ``!``."""
     drawn = [by.cell(by.quantity.of(row, i)) for i in range(n_units(row))]
     for i, gpu in enumerate(row.gpus):
         if gpu.odd and row.is_heard:
@@ -79,7 +77,7 @@ def cells(row: HostRow, by: Scaled, n_columns: int = 1) -> Text:
 
 
 def numbers(row: HostRow, by: Scaled) -> Text:
-    """Draw a number per GPU, four columns wide, on its color; ``!`` marks what stands out."""
+    """Draw a number per GPU, four columns wide, on its color; ``!`` marks unusual GPUs."""
     line = Text()
     for i, gpu in enumerate(row.gpus):
         value = by.quantity.of(row, i)
@@ -97,7 +95,7 @@ def _odd_style(row: HostRow, gpu: GpuCell) -> str:
 
 
 def three(value: float | None) -> str:
-    """Write a number in three columns."""
+    """Format a number in three columns."""
     if value is None:
         return "  —"
     if value < 9.95:
@@ -106,17 +104,17 @@ def three(value: float | None) -> str:
 
 
 class Row(NamedTuple):
-    """Some GPUs that share a line of the map."""
+    """The GPUs that share one line of the heat map."""
 
     name: str
     hosts: Sequence[str]
-    begin: int  # of all GPUs in the order of the layout
+    begin: int  # index among all GPUs, in the order of the layout
     end: int
-    first: int = 0  # of the host's, if there is one host
+    first: int = 0  # index within the host, if the line shows one host
 
 
 def rows_of(layout: Layout, n_lines: int) -> list[Row]:
-    """Divide the GPUs among at most so many lines: several per host, else several hosts each."""
+    """Divide the GPUs among at most ``n_lines`` lines: several lines per host, else several hosts per line."""
     begins = list(itertools.accumulate((n for _, n in layout), initial=0))
     for per_line in range(1, 17):
         if sum(-(-n // per_line) for _, n in layout) <= n_lines:
@@ -141,7 +139,7 @@ def _parts(layout: Layout, begins: Sequence[int], per_line: int) -> Iterator[Row
 def heat_map(
     hosts: Sequence[HostRow], trends: Trends, index: int, window: int, axis: Axis, width: int, height: int
 ) -> list[Text]:
-    """Draw a quantity of every GPU (else rank) over time: a sick GPU is a line, a slow switch a block."""
+    """Draw a quantity of every GPU (or rank) over time: a bad GPU shows as a line, a slow switch as a block."""
     quantity = QUANTITIES[index]
     groups = rows_of(trends.layout, height - 2)
     n = width - NAME - 2
@@ -164,7 +162,7 @@ def heat_map(
 
 
 def _shows(row: HostRow, group: Row) -> bool:
-    """Whether what stands out on a host is in this line: its GPUs that do so, if there are any."""
+    """Return whether this map row shows a host's unusual GPUs; True if none of them is unusual."""
     indices = [i for i, gpu in enumerate(row.gpus) if gpu.odd]
     return (
         not indices
@@ -180,13 +178,13 @@ def _worst(quantity: Quantity, values: Sequence[float]) -> float | None:
 
 
 def _legend(by: Scaled) -> Text:
-    """Draw what the colors mean, from the coldest to the hottest value."""
+    """Draw the color legend, from the coldest to the hottest value."""
     words = [f"{value:,.0f}" if value >= 10 or value == 0 else f"{value:.2g}" for value in (by.low, by.high)]
     return Text().append(f" {words[0]} ", "title").append_text(runs(CELLS)).append(f" {words[1]}  m: other ", "title")
 
 
 def _scaled_by(quantity: Quantity, columns: Sequence[Sequence[float] | None]) -> list[float]:
-    """Return the values that the scale of a map is made of: the highest ever, or all that are known now."""
+    """Return the values that define a map's scale: the maxima over time, or all current values."""
     known = [column for column in columns if column]
     if quantity.around:
         return [value for column in known[-1:] for value in column if value != UNKNOWN]
@@ -194,7 +192,7 @@ def _scaled_by(quantity: Quantity, columns: Sequence[Sequence[float] | None]) ->
 
 
 def _name(group: Row, hosts: Sequence[HostRow]) -> Text:
-    """Begin a line of the map with its sign and name: that of the host, or of its GPUs that stand out."""
+    """Start a map row with its sign and name."""
     sign, style = " ", ""
     odd = [row for row in hosts if (row.notes or row.severity or row.is_culprit) and _shows(row, group)]
     if any(row.is_culprit for row in odd):
@@ -213,25 +211,25 @@ SORT_KEYS: dict[str, Callable[[HostRow], tuple[float, ...]]] = {  # unknown valu
 }
 MAX_CELLS = 8  # GPUs shown as numbers; more are shown as cells
 WITHOUT_GPUS = {False: "no GPU", True: "unknown", None: "— GPU"}  # by whether the host has any
-FIGURES, STEP = 16, 7  # columns for a host's power, temperature and step; for the step alone
+FIGURES, STEP = 16, 7  # columns for power, temperature and step; for the step only
 SPARK = 10  # columns of a host's history
-ROOM = 30  # the least columns for what stands out on a host
+ROOM = 30  # least columns for a host's note
 
 
 class Grid(NamedTuple):
-    """What the hosts are drawn with."""
+    """Everything needed to draw the hosts."""
 
     pic: Picture
     ui: Ui
     trends: Trends
     axis: Axis
-    quantity: int  # that the cells show
+    quantity: int  # index of the quantity that the cells show
     focused: bool = True
-    is_text: bool = False  # to be printed: every host's state is told, also OK
+    is_text: bool = False  # printed as text: every host's state is shown, including OK
 
 
 def ordered(pic: Picture, ui: Ui) -> list[HostRow]:
-    """Return the hosts to show, in order."""
+    """Return the hosts that pass the filter, sorted."""
     words = ui.filter.lower()
     rows = [row for row in pic.hosts if words in f"{row.name} {row.state} {row.why} {' '.join(row.notes)}".lower()]
     if ui.odd_only:
@@ -240,13 +238,13 @@ def ordered(pic: Picture, ui: Ui) -> list[HostRow]:
 
 
 def selected_row(rows: Sequence[HostRow], ui: Ui, about: str) -> HostRow | None:
-    """Return the selected host; until the user selects one, the one that the verdict is about, else the first."""
+    """Return the selected host; without a selection, the verdict's host, else the first."""
     wanted = ui.selected or about
     return next((row for row in rows if row.name == wanted), next(iter(rows), None))
 
 
 def none_shown(ui: Ui) -> str:
-    """Say that no host is shown, and why."""
+    """Return the message that no host is shown, and why."""
     return f"no host{given(' that stands out', ui.odd_only)}{given(' matches {!r}', ui.filter)}"
 
 
@@ -266,7 +264,7 @@ def _title(of: Grid, rows: Sequence[HostRow], pages: int, page: int) -> str:
 
 
 def _wide(of: Grid, rows: Sequence[HostRow], width: int) -> list[Text]:
-    """Draw one line per host, and one for all."""
+    """Draw one line per host, and a summary line."""
     by = scaled(of.quantity, of.pic.hosts)
     n_gpus, names = max((len(row.gpus) for row in rows), default=0), _name_width(rows, 22)
     area = (4 * n_gpus if n_gpus <= MAX_CELLS else n_gpus) or 8
@@ -307,7 +305,7 @@ def _wide(of: Grid, rows: Sequence[HostRow], width: int) -> list[Text]:
 
 
 def _sparks(of: Grid, index: int, width: int) -> dict[str, Text]:
-    """Draw each host's history of a quantity (-1: of its CPU), on the scale of all."""
+    """Draw each host's history of a quantity (-1: CPU), on a common scale."""
     if width < 1:
         return {}
     if index < 0:
@@ -321,7 +319,7 @@ def _sparks(of: Grid, index: int, width: int) -> dict[str, Text]:
     }
 
 
-BEFORE = (Phase.START, Phase.DATA, Phase.LOAD, Phase.PIN, Phase.RESUME)  # of a rank that takes no step yet
+BEFORE = (Phase.START, Phase.DATA, Phase.LOAD, Phase.PIN, Phase.RESUME)  # phases of a rank before its first step
 HEADINGS = {"cpu_pct": "CPU%", "ram_pct": "RAM%", "disk": "DISK", "step": "STEP", "busy": "BUSY", "age": "AGE"}
 WIDTHS = {"cpu_pct": 5, "ram_pct": 5, "disk": 6, "step": 7, "busy": 6, "age": 6}
 
@@ -348,7 +346,7 @@ def _figures(row: HostRow, columns: Sequence[str]) -> Text:
 
 
 def _area(row: HostRow, by: Scaled, width: int) -> Text:
-    """Draw the GPUs of a host: numbers, cells if there are many, words if there are none."""
+    """Draw a host's GPUs: as numbers, as cells if there are many, or a text if there are none."""
     if row.state in (HostState.CONNECTING, *LINK_STATES):
         return Text(DASH, OLD)
     if not row.gpus:
@@ -357,7 +355,7 @@ def _area(row: HostRow, by: Scaled, width: int) -> Text:
 
 
 def _summary(rows: Sequence[HostRow], by: Scaled, indent: int, area: int) -> Text:
-    """Draw a line for all hosts: medians, sums, and how far the ranks are apart."""
+    """Draw the summary line: medians, totals, and the spread of the ranks."""
     heard = [row for row in rows if row.is_heard]
     line = Text().append(f"  {'median':{indent - 2}}", "title")
     medians = ""
@@ -381,7 +379,7 @@ def _summary(rows: Sequence[HostRow], by: Scaled, indent: int, area: int) -> Tex
 
 
 def gbits(value: float) -> str:
-    """Write a rate in Gb/s with its unit."""
+    """Format a rate in Gb/s or Tb/s with its unit."""
     if value >= 1000:
         return f"{value / 1e3:.1f} Tb/s"
     return f"{value:.{2 if value < 10 else 0}f} Gb/s"
@@ -392,7 +390,7 @@ def _name_width(rows: Sequence[HostRow], most: int) -> int:
 
 
 def _named(row: HostRow, name_width: int, *, is_selected: bool) -> Text:
-    """Begin a host's line, up to its name."""
+    """Start a host's line with its markers and name."""
     style = style_of(row, odd=bool(row.severity or row.notes))
     line = Text().append("▶" if is_selected else " ", "focus")
     odd = "!" if row.notes or row.severity else " "
@@ -402,7 +400,7 @@ def _named(row: HostRow, name_width: int, *, is_selected: bool) -> Text:
 
 
 def network_line(row: HostRow, *, is_selected: bool) -> Text:
-    """Draw what a host sends and receives, and what stands out on it."""
+    """Draw a host's network rates and its first note."""
     line = _named(row, 22, is_selected=is_selected)
     rates = f"RDMA {gbit(row.ib_bytes_per_s):>8}  interface {gbit(row.net_bytes_per_s):>8}  "
     line.append_text(pieced(row, [(rates, "ib_bytes_per_s")], row.odd_in))
@@ -410,7 +408,7 @@ def network_line(row: HostRow, *, is_selected: bool) -> Text:
 
 
 class _Columns(NamedTuple):
-    """How hosts share lines."""
+    """The layout of hosts in columns."""
 
     name: int  # columns of a name
     cells: int  # of a host's GPUs
@@ -422,7 +420,7 @@ class _Columns(NamedTuple):
 
 
 def _columns(rows: Sequence[HostRow], width: int, room: int) -> _Columns:
-    """Lay hosts out in columns, with their figures if all then fit in ``room`` lines."""
+    """Compute the column layout; figures are included if all hosts then fit in ``room`` lines."""
     cells, name = max([7, *map(n_units, rows)]), _name_width(rows, 16)
     least = 2 + name + 1 + cells + 1 + 1  # a sign, and a gap
     with_figures = max(1, width // (least + FIGURES))

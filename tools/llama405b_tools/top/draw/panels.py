@@ -1,10 +1,7 @@
-"""The screen of cluster-top: a picture in, lines of rich text out. Pure; used by the app, ``--once`` and the tests.
+"""Draw cluster-top's screen: a view in, lines of rich text out. Pure.
 
-The first lines of cluster-top: the verdict, what runs where, how far it is, and what to do next.
-
-If a line is too long, its least important parts are omitted.
-
-High power is good and is not colored as a deviation; deviations are, and also have a sign.
+The first lines show the verdict, what runs where, its progress, and what to do next. Lines that are too long lose their least
+important parts. Deviations have a color and a sign.
 """
 
 import textwrap
@@ -60,7 +57,7 @@ from llama405b_tools.top.state.picture import (
 )
 from llama405b_tools.top.state.trends import WINDOW_WORDS, Trends
 
-Part = tuple[int, Text]  # the highest number is omitted first
+Part = tuple[int, Text]  # priority: the part with the highest number is omitted first
 VERDICTS = {
     Verdict.HEALTHY: ("●", "ok"),
     **dict.fromkeys((Verdict.DEGRADED, Verdict.RESTARTING), ("▲", "warn")),
@@ -70,11 +67,11 @@ VERDICTS = {
     **dict.fromkeys((Verdict.DONE, Verdict.STOPPED, Verdict.NO_RUN), ("■", "over")),
 }
 PHASE_STYLES = {RunPhase.HUNG: "bad", RunPhase.FAILED: "bad"}
-BAR = 10  # the least columns of the bar of progress
+BAR = 10  # least columns of the progress bar
 
 
 def headline(pic: Picture, width: int, max_lines: int | None = None, *, ago_s: float | None = None) -> list[Text]:
-    """Return the verdict, what runs where, its progress, and what to do.
+    """Return the first lines: verdict, what runs where, progress, and what to do.
 
     ``max_lines``: of the verdict, as bars as wide as the screen; None: it is text to be printed. ``ago_s``: of a picture of
     the past, how old it is; it has a bar that says so, and its verdict is none.
@@ -141,7 +138,7 @@ def _gpus_seen(pic: Picture) -> str:
 
 
 def _parts(run: TrainingStatus, pic: Picture, width: int) -> Iterator[Part]:
-    """Yield the parts of the second line that follow the run's phase."""
+    """Yield the parts of the status line after the run's phase."""
     yield 2, _alarm(f"net {run.network or DASH}", when=run.network == "SOCKET")
     yield 1, _marked(_risk(run, pic, short=width < WIDE), run, "checkpoint_step")
     if run.attempt > 1:
@@ -157,7 +154,7 @@ def _parts(run: TrainingStatus, pic: Picture, width: int) -> Iterator[Part]:
 
 
 def _alarm(words: str, *, when: bool) -> Text:
-    """Return the words, red if something is wrong."""
+    """Return the text, red if ``when``."""
     return Text(words, "bad" if when else "")
 
 
@@ -178,13 +175,13 @@ def _risk(run: TrainingStatus, pic: Picture, *, short: bool) -> str:
 
 def _no_run(pic: Picture) -> Text:
     if not pic.fresh:
-        return Text("no host has reported: it is unknown whether a run is live", OLD)
+        return Text("no host has reported yet, so it is unknown whether a run is live", OLD)
     where = pic.workdirs[0] if len(pic.workdirs) == 1 else "their working directories"
     return Text(f"no run in {where} on these hosts; `llama405b launch` starts one", OLD)
 
 
 def _progress(run: TrainingStatus, width: int, *, bars: bool) -> Text:
-    """Draw how far the run is, as a bar that takes the room that is left, and how fast."""
+    """Draw the progress and speed of the run; the bar takes the remaining room."""
     if run.phase is RunPhase.LOADING and run.total_bytes:
         done_bytes, total = run.done_bytes or 0, run.total_bytes
         words = f"loading {done_bytes / 1e9:,.1f} of {total / 1e9:,.1f} GB "
@@ -212,7 +209,7 @@ def _progress(run: TrainingStatus, width: int, *, bars: bool) -> Text:
 
 
 def _with_bar(first: Text, share: float | None, parts: Sequence[Part], width: int, *, bars: bool) -> Text:
-    """Join parts, with a bar of the room that is left after the first."""
+    """Join parts, with a bar in the remaining room after the first."""
     if share is None:
         return _joined(first, parts, width, "  ")
     percent = f" {100 * share:.0f}%"
@@ -230,7 +227,7 @@ def _evaluated(run: TrainingStatus) -> str:
 
 
 def _moved(run: TrainingStatus) -> str:
-    """Say how long updates on the CPU take, how fast rank 0's are, and what crosses between its memory and its device."""
+    """Describe CPU optimizer updates: their time, memory bandwidth, and traffic between host and device."""
     if run.update_s is None:
         return ""
     words = f"update {number(run.update_s, '.2f')} of which waited {number(run.exposed_s, '.2f')}"
@@ -241,12 +238,12 @@ def _moved(run: TrainingStatus) -> str:
 
 
 def _marked(words: str, run: TrainingStatus, field: str) -> Text:
-    """Return the words that show a field, marked if it stands out."""
+    """Return the text of a field, marked if the field is unusual."""
     return Text().append(words, ODD if field in run.odd_in else "")
 
 
 def _joined(first: Text, parts: Sequence[Part], width: int, between: str = " │ ") -> Text:
-    """Join as many parts as fit; those with the highest number are omitted first."""
+    """Join as many parts as fit, omitting those with the highest number first."""
     kept = list(parts)
     while kept and first.cell_len + sum(len(between) + part.cell_len for _, part in kept) > width:
         kept.remove(max(kept, key=lambda entry: entry[0]))
@@ -258,25 +255,25 @@ def _joined(first: Text, parts: Sequence[Part], width: int, between: str = " │
 
 
 VERDICT_LINES = 2  # on a screen
-BROAD = 160  # columns from which on the graphs stand beside the rest
-LEAST_MAP = 6  # lines of a map of heat, with its heading and axis
-LEFT = 0.6  # of the columns, for the hosts
+BROAD = 160  # columns from which graphs are drawn next to the hosts
+LEAST_MAP = 6  # lines of a heat map, including its heading and axis
+LEFT = 0.6  # share of the columns for the hosts
 
 
 class Scene(NamedTuple):
-    """What is drawn, and how it is looked at."""
+    """Everything that is drawn: the view, the user's choices, and what derives from them."""
 
     pic: Picture
     trends: Trends
     ui: Ui
     logs: Sequence[LogLine]
-    axes: tuple[Axis, Axis]  # of the steps, and of all else
+    axes: tuple[Axis, Axis]  # of the steps, and of the samples
     rows: Sequence[HostRow]  # the hosts to show, in order
     selected: HostRow | None
 
     @property
     def graphs(self) -> Graphs:
-        """The graphs."""
+        """The graphs of this view."""
         return Graphs(self.pic, self.trends, self.ui.window, *self.axes)
 
     @property
@@ -286,13 +283,13 @@ class Scene(NamedTuple):
         return Grid(self.pic, self.ui, self.trends, self.axes[1], quantity_of(self.pic, self.ui), focused)
 
     def heat_map(self, width: int, height: int, quantity: int | None = None) -> list[Text]:
-        """Draw a quantity (the chosen one) of every GPU over time."""
+        """Draw a quantity (by default the chosen one) of every GPU over time."""
         which = quantity_of(self.pic, self.ui) if quantity is None else quantity
         return hosts.heat_map(self.pic.hosts, self.trends, which, self.ui.window, self.axes[1], width, height)
 
     @property
     def chosen_logs(self) -> list[LogLine]:
-        """The log lines that the user wants to see."""
+        """The log lines that pass the user's filters."""
         row = self.selected
         rank = selected_rank(row, self.ui) if row else None
         return chosen_lines(self.logs, self.ui.log, row.name if row else "", rank.rank if rank else None)
@@ -308,13 +305,13 @@ class Scene(NamedTuple):
 
 
 def quantity_of(pic: Picture, ui: Ui) -> int:
-    """Return the chosen quantity; the first that is known, if nothing is known of it."""
+    """Return the chosen quantity, or the first with data if it has none."""
     there = available(pic.hosts)
     return ui.quantity if ui.quantity in there or not there else there[0]
 
 
 def scene(pic: Picture, trends: Trends, ui: Ui, logs: Sequence[LogLine]) -> Scene:
-    """Return what is drawn."""
+    """Return the context for drawing this view."""
     rows = ordered(pic, ui)
     steps, seen = axes_of(trends, ui.window, pic.time)
     if ui.is_past:
@@ -323,7 +320,7 @@ def scene(pic: Picture, trends: Trends, ui: Ui, logs: Sequence[LogLine]) -> Scen
 
 
 def screen(pic: Picture, trends: Trends, ui: Ui, logs: Sequence[LogLine], width: int, height: int) -> list[Text]:
-    """Draw exactly ``height`` lines of ``width`` columns; the past has an edge at its left."""
+    """Draw exactly ``height`` lines of ``width`` columns; a past view has an edge on the left."""
     ago_s = max(0.0, ui.kept[1] - pic.time) if ui.is_past else None
     edge = Text("│", "bar.past") if ui.is_past else Text()
     inner = max(1, width - edge.cell_len)
@@ -368,12 +365,12 @@ def shown_logs(of: Scene, height: int) -> list[LogLine]:
 
 
 def whole_text(ui: Ui, width: int) -> list[str]:
-    """Return all lines of a text, wrapped to this width."""
+    """Return the lines of the shown text, wrapped to this width."""
     return [part for line in ui.lines for part in wrapped(line, width)]
 
 
 def listed(pic: Picture, ui: Ui, width: int) -> list[Text]:
-    """Draw everything, without a screen's limit: every host, what stands out, and the events."""
+    """Draw everything without a height limit: all hosts, their notes, and the events."""
     rows = ordered(pic, ui)
     if not rows:
         return [*headline(pic, width), Text(none_shown(ui))]
@@ -397,7 +394,7 @@ def _hosts(of: Scene, width: int, room: int) -> list[Text]:
 
 
 def _all(of: Scene, width: int, room: int) -> list[Text]:
-    """Draw everything that the size has room for."""
+    """Draw the overview, as much as the size has room for."""
     if width >= BROAD:
         left = max(WIDE, int(LEFT * width))
         return beside([(_main(of, left, room), left), (of.graphs.column(width - left - GAP, room), width - left - GAP)])
@@ -407,7 +404,7 @@ def _all(of: Scene, width: int, room: int) -> list[Text]:
 
 
 def _main(of: Scene, width: int, room: int) -> list[Text]:
-    """Draw hosts, the selected one, every GPU over time, events and log, one above the other."""
+    """Draw hosts, the selected host, the heat map, events and log, stacked."""
     n_log = min(len(of.chosen_logs) + 1, max(4, room // 4))
     n_events = min(len(of.pic.events) + 1, max(3, room // 6))
     lines = _hosts(of, width, room - n_events - n_log - 1)
@@ -421,7 +418,7 @@ def _main(of: Scene, width: int, room: int) -> list[Text]:
 
 
 def _more(of: Scene, width: int, room: int) -> list[Text]:
-    """Draw the GPUs of the selected host, and every GPU over time, as far as there is room."""
+    """Draw the selected host's GPUs and the heat map, as far as there is room."""
     lines = gpu_lines(of.selected, width) if of.selected else []
     if len(lines) > room:
         lines = []
@@ -432,7 +429,7 @@ def _more(of: Scene, width: int, room: int) -> list[Text]:
 
 
 def _medium(of: Scene, width: int, room: int) -> list[Text]:
-    """Draw three graphs side by side, hosts, the selected one, then events beside the log."""
+    """Draw three graphs side by side, hosts, the selected host, then events next to the log."""
     halves = (width - GAP) // 2
     n_tail = min(max(len(of.pic.events), len(of.chosen_logs)) + 1, max(3, room // 5))
     n_graph = 7 if room >= 24 and of.graphs.known() else 0
@@ -449,7 +446,7 @@ def _medium(of: Scene, width: int, room: int) -> list[Text]:
 
 
 def _small(of: Scene, width: int, room: int) -> list[Text]:
-    """Draw one graph if there is room, the hosts, the newest events, and the log if there still is room."""
+    """Draw one graph if there is room, the hosts, the newest events, and the log if room remains."""
     n_events = min(len(of.pic.events), 2) + 1
     lines = _hosts(of, width, max(3, room - n_events - 1))
     rest = room - len(lines) - n_events
@@ -468,7 +465,7 @@ def _gpus(of: Scene, width: int, room: int) -> list[Text]:
 
 
 def _network(of: Scene, width: int, room: int) -> list[Text]:
-    """Draw what every host sends and receives, now and over time, and what stands out about its ports."""
+    """Draw every host's traffic, now and over time, and notes about its ports."""
     lines = of.graphs.network(width, max(6, room // 4))
     lines += of.heat_map(width, min(room // 2, len(of.trends.layout) + 2), NETWORK)
     lines.append(rule("HOSTS: RDMA and the busiest interface, both directions, in Gb/s", width))
@@ -476,7 +473,7 @@ def _network(of: Scene, width: int, room: int) -> list[Text]:
 
 
 def _to_the_bottom(pane: Sequence[Text], room: int) -> list[Text]:
-    """Move the lines below a heading to the bottom: they stay where they are if the verdict takes another line."""
+    """Align the lines below a heading to the bottom, so that they do not move if the verdict grows a line."""
     return [*pane[:1], *(Text() for _ in range(room - len(pane))), *pane[1:]]
 
 

@@ -1,7 +1,7 @@
-"""The user's choices and keys, the lines of logs, events and help, and what the names of styles look like. Pure.
+"""The user's choices, the key help, log and event lines, and the themes. Pure.
 
-The drawing modules name a style by what it says (``bad``, ``warn``, ``old``, ``heat.7``); only this module knows colors. The
-background is always the terminal's own.
+Drawing modules name styles by meaning (``bad``, ``warn``, ``old``, ``heat.7``); only this module knows colors. The background is
+always the terminal's own.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from llama405b_tools.top.state.picture import POWER, Change, Level
 VIEWS = ("all", "gpus", "ranks", "network", "log", "events")  # keys 1 to 6
 PANES = ("hosts", "events", "log")  # of view "all"
 SORTS = ("worst", "name", "power", "step", "temperature")
-COLUMNS = ("cpu_pct", "ram_pct", "disk", "step", "busy", "age")  # of a host, that can be left out
+COLUMNS = ("cpu_pct", "ram_pct", "disk", "step", "busy", "age")  # columns of a host that can be hidden
 KEYS = "1-6 views  ↑↓ ⏎ open  Tab pane  ← → back in time  / find  m heat  +- time  Space pause  a why  ? keys  q quit"
 SHORT_KEYS = "1-6 ↑↓ ⏎ Tab ← → / s m + - Space a e ? q"
 LOG_KEYS = "↑↓ PgUp End  / n N find  f all  L errors  F host/rank  w wrap  ←→  y copy  Esc q back  ? keys"
@@ -66,12 +66,12 @@ States: OK, STALE (no frame for 3 intervals), AUTH, REFUSED, TIMEOUT, DOWN (no c
 
 @dataclasses.dataclass(slots=True)
 class LogView:
-    """What is shown of the log."""
+    """How the log is shown."""
 
-    at: int | None = None  # number of the last line that is shown; None: the newest, whatever comes
-    all_lines: bool = False  # also those that each step prints
+    at: int | None = None  # number of the last line shown; None: follow the newest
+    all_lines: bool = False  # include the lines that every step prints
     errors_only: bool = False
-    only: str = ""  # "host" or "rank": the chosen one
+    only: str = ""  # "host" or "rank": only lines of the selected one
     wraps: bool = False
     left: int = 0  # columns moved sideways
     search: str = ""
@@ -79,9 +79,11 @@ class LogView:
 
 @dataclasses.dataclass(slots=True)
 class Ui:
-    """The user's choices."""
+    """The user's choices and what is open on the screen."""
 
-    path: list[str] = dataclasses.field(default_factory=lambda: ["all"])  # a view, what was opened in it, a text
+    path: list[str] = dataclasses.field(
+        default_factory=lambda: ["all"]
+    )  # view, then what was opened in it, then a text
     pane: str = PANES[0]
     selected: str = ""  # host
     rank: int | None = None  # selected on that host; None: the one that stands out, else the first
@@ -94,26 +96,28 @@ class Ui:
     hidden: int = 0  # columns of a host that are left out, from the first
     theme: str = ""  # of ``THEMES``; "": by what the terminal says of its background
     paused: bool = False
-    at: float | None = None  # the moment that is looked at; None: now
-    came_back: bool = False  # by the last key, from the past to now
-    kept: tuple[float, float] = (0.0, 0.0)  # from when until when one can go back
-    events_at: Change | None = None  # the last event that is shown; None: the newest
-    wraps_events: bool = False  # beside other things; alone they always are
+    at: float | None = None  # the past moment shown; None: now
+    came_back: bool = False  # whether the last key returned from the past to now
+    kept: tuple[float, float] = (0.0, 0.0)  # first and last moment of the history
+    events_at: Change | None = None  # the last event shown; None: the newest
+    wraps_events: bool = False  # in the overview; the events view always wraps
     down: int = 0  # lines that a text or a host is scrolled down
     log: LogView = dataclasses.field(default_factory=LogView)
-    stacks: Mapping[int, Sequence[str]] = dataclasses.field(default_factory=dict)  # by rank, of the last autopsy
-    stacks_of: str = ""  # when that was
+    stacks: Mapping[int, Sequence[str]] = dataclasses.field(
+        default_factory=dict
+    )  # stack by rank, from the last autopsy
+    stacks_of: str = ""  # time of that autopsy
     title: str = ""
     lines: Sequence[str] = ()  # of a text
-    running: set[str] = dataclasses.field(default_factory=set)  # titles of our commands that have not ended
+    running: set[str] = dataclasses.field(default_factory=set)  # titles of our running commands
     hint: str = ""  # about the last key
-    refusals: Mapping[str, str] = dataclasses.field(default_factory=dict)  # by key, why something cannot be done
-    pending: str = ""  # the key of what is to be done, if the user agrees
-    question: str = ""  # whether he does
+    refusals: Mapping[str, str] = dataclasses.field(default_factory=dict)  # by key, why an action is disabled
+    pending: str = ""  # key of the action that waits for confirmation
+    question: str = ""  # the question shown for it
 
     @property
     def is_past(self) -> bool:
-        """Whether another moment than now is looked at."""
+        """Whether a past moment is shown."""
         return self.at is not None
 
     @property
@@ -122,14 +126,14 @@ class Ui:
         return self.path[-1]
 
     def show_text(self, title: str, lines: Sequence[str]) -> None:
-        """Show a text, above what is shown; a text that is shown is replaced."""
+        """Show a text on top of the view, replacing a shown text."""
         if self.mode != "text":
             self.path.append("text")
         self.title, self.lines, self.down = title, lines, 0
 
     @property
     def is_running(self) -> bool:
-        """Whether the text that is shown is of a command that has not ended."""
+        """Whether the shown text belongs to a running command."""
         return self.mode == "text" and self.title in self.running
 
     @property
@@ -162,7 +166,7 @@ class LogLine:
 
 
 def chosen_lines(logs: Sequence[LogLine], view: LogView, host: str, rank: int | None) -> list[LogLine]:
-    """Return the lines that the user wants to see. ``host`` and ``rank``: those that are selected."""
+    """Return the lines that pass the user's filters. ``host`` and ``rank``: the selected ones."""
     wanted: list[Callable[[LogLine], bool]] = []
     if not view.all_lines:
         wanted.append(lambda line: not STEP.match(line.text))
@@ -176,7 +180,7 @@ def chosen_lines(logs: Sequence[LogLine], view: LogView, host: str, rank: int | 
 
 
 def log_pane(chosen: Sequence[LogLine], view: LogView, room: int, width: int, *, focused: bool = False) -> list[Text]:
-    """Return the newest of the chosen lines; while somebody reads, those up to where he is."""
+    """Draw the newest of the chosen lines, or those up to the scroll position."""
     if room < 1:
         return []
     end = len(chosen) if view.at is None else sum(line.number <= view.at for line in chosen)
@@ -190,7 +194,7 @@ def log_pane(chosen: Sequence[LogLine], view: LogView, room: int, width: int, *,
 
 
 def log_title(view: LogView) -> str:
-    """Name what the log shows."""
+    """Return the log's title, which names its filters."""
     words = "all lines" if view.all_lines else "without step lines"
     if view.errors_only:
         words = "errors"
@@ -215,7 +219,7 @@ def log_lines(entry: LogLine, view: LogView, width: int) -> list[Text]:
 
 
 def found_at(chosen: Sequence[LogLine], view: LogView, *, back: bool) -> int | None:
-    """Return the number of the next line (``back``: the one before) that contains what is searched for."""
+    """Return the number of the next (``back``: previous) line that contains the search text."""
     newest = chosen[-1].number if chosen else 0
     at = newest + 1 if view.at is None else view.at
     hits = [line.number for line in chosen if view.search.lower() in line.text.lower()]
@@ -227,7 +231,7 @@ def found_at(chosen: Sequence[LogLine], view: LogView, *, back: bool) -> int | N
 def events_pane(
     events: Sequence[Change], at: Change | None, room: int, width: int, *, wraps: bool = False, focused: bool = False
 ) -> list[Text]:
-    """Return the newest events; while somebody reads, those up to where he is."""
+    """Draw the newest events, or those up to the scroll position."""
     if room < 1:
         return []
     end = events.index(at) + 1 if at in events else len(events)
@@ -266,11 +270,11 @@ def wrapped(line: str, width: int) -> list[str]:
 
 
 def clock(moment: float) -> Text:
-    """Begin a line with a time of day, which alone is dim: a style of the whole ``Text`` would be of all that follows."""
+    """Return a dim time of day to start a line; a base style of ``Text`` would dim everything appended too."""
     return Text().append(f"{local_time(moment)} ", "old")
 
 
-N_HEAT = 8  # of heat, from cold to hot: as many as there are bars
+N_HEAT = 8  # heat levels, cold to hot; one per bar character
 THEMES = ("dark", "light")
 PLAIN = {  # without colors; 16 colors have no ramp
     "": "none",
@@ -283,7 +287,7 @@ PLAIN = {  # without colors; 16 colors have no ramp
     "focus": "bold",
     "chart": "none",
     "plan": "none",
-    "plan.on": "none",  # across the filled area of a graph
+    "plan.on": "none",  # the plan line across the filled area of a graph
     "where": "none",
     "found": "reverse",
     "keys": "reverse",
@@ -341,14 +345,14 @@ COLORS = {
 
 
 def theme(name: str, n_colors: int) -> Theme:
-    """Return the styles for a background (``THEMES``), on a terminal with so many colors (0: none, or NO_COLOR is set)."""
+    """Return the theme for a background (``THEMES``) and number of colors (0: none, or NO_COLOR is set)."""
     if n_colors < 256:
         return Theme(PLAIN if n_colors < 16 else SIXTEEN, inherit=False)
     return Theme(SIXTEEN | COLORS[name] | _ramp(*RAMPS[name]), inherit=False)
 
 
 def _ramp(colors: Sequence[int], inks: Sequence[int]) -> dict[str, str]:
-    """Return the cells of heat: full blocks (``heat``), and numbers on them (``cell``)."""
+    """Return the styles of heat cells: full blocks (``heat``) and numbers on them (``cell``)."""
     heat = {f"heat.{i}": f"color({color}) on color({color})" for i, color in enumerate(colors)}
     cell = {
         f"cell.{i}": f"color({ink}) on color({color})" for i, (color, ink) in enumerate(zip(colors, inks, strict=True))
@@ -357,13 +361,13 @@ def _ramp(colors: Sequence[int], inks: Sequence[int]) -> dict[str, str]:
 
 
 def segments(line: Text, look: Console) -> list[Segment]:
-    """Return a line's pieces with their styles; ``Text.render`` omits the style of a line without pieces."""
+    """Return a line's styled segments; ``Text.render`` ignores the base style of a line without spans."""
     if line.spans:
         return [part for part in line.render(look) if part.text != "\n"]
     return [Segment(line.plain, look.get_style(line.style))]
 
 
 def background(colorfgbg: str) -> str:
-    """Return the theme for what a terminal says of its background in COLORFGBG: ``15;0``, and so on; dark if unknown."""
+    """Return the theme for COLORFGBG, such as ``15;0``; dark if unknown."""
     last = colorfgbg.rpartition(";")[2]
     return "light" if last in ("7", "15") else "dark"

@@ -1,1 +1,1 @@
-"""What the hosts report, folded into a picture, with judgments. Pure."""
+"""Fold the hosts' reports into a view, with judgments. Pure."""

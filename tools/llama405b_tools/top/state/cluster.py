@@ -53,7 +53,7 @@ from llama405b_tools.top.state.picture import (
 )
 from llama405b_tools.top.state.verdicts import BEHIND, FREE, HALTED, HEAT, MISSING, BeatId, Note, Past, full_disks
 
-LESS_POWER = 0.8  # of its limit, for a GPU that is too hot
+LESS_POWER = 0.8  # share of its power limit to suggest for a hot GPU
 ABOUT_HOSTS = {
     HostState.AUTH: "check its user and key with `ssh {host}`; cluster-top tries again every few seconds",
     HostState.REFUSED: "start sshd on {host}, or correct its port in the hosts file; cluster-top tries again by itself",
@@ -85,7 +85,7 @@ def advice(
     about: str,
     form: str,
 ) -> str:
-    """Return what to do; "" if there is nothing.
+    """Return advice on what to do; "" if there is none.
 
     ``about``: the host that the verdict is about. ``form``: of a command, with ``{}`` for the verb.
     """
@@ -100,7 +100,7 @@ def advice(
             soon = guard_acts_in_s(found)
             when = "" if soon is None else f" in {stopwatch(soon)}"
             return woken + (
-                f"its guard ends it{when}, and starts it again from the newest checkpoint; a says what hangs, and why"
+                f"its guard ends it{when}, and starts it again from the newest checkpoint; a shows what hangs and why"
             )
         return f"{woken}a says why; `{commands['stop']}{of_run}` ends it; {checked}"
     if verdict is Verdict.FAILED:
@@ -122,7 +122,7 @@ def advice(
 
 
 def guard_acts_in_s(found: Moment) -> float | None:
-    """In how long the run's guard ends what hangs between steps, by what it told the hosts; None: unknown, or in another phase."""
+    """Return the seconds until the run's guard ends a hang between steps; None: unknown, or another phase."""
     limits = [run.guard.hang_after_s for run in found.told.values() if run.guard and run.guard.hang_after_s]
     silent = judge.silent_rank(found.telling, 0.0, math.inf)
     if not (limits and silent) or silent.beat.phase is not Phase.TRAIN:
@@ -132,7 +132,7 @@ def guard_acts_in_s(found: Moment) -> float | None:
 
 
 def _wake(found: Moment) -> str:
-    """Return what lets the first rank that is stopped by a signal go on; "" if none is."""
+    """Return the command that continues the first rank stopped by a signal; "" if there is none."""
     for name, beat, note in found.halted[:1]:
         if note is HALTED["T"]:
             return f"`kill -CONT {beat.pid}` on {name} lets rank {beat.rank} go on"
@@ -140,7 +140,7 @@ def _wake(found: Moment) -> str:
 
 
 def _about(found: Moment, notes: Sequence[Note], worst: HostRow | None, run: TrainingStatus | None) -> str:
-    """Return what to do about the first reason that the verdict gives; ``worst``: the host that it is about."""
+    """Return advice on the verdict's first reason; ``worst``: the host it is about."""
     if found.halted:
         of_run = given(" --run {}", run.run if run else "")
         return _wake(found) or f"a says what the other ranks wait for; `{{stop}}{of_run}` ends it"
@@ -167,12 +167,12 @@ def _about(found: Moment, notes: Sequence[Note], worst: HostRow | None, run: Tra
 
 
 def _verbatim(words: str) -> str:
-    """Return words without anything for ``format`` to fill in: a path may have braces."""
+    """Escape braces for ``str.format``: a path may contain them."""
     return words.replace("{", "{{").replace("}", "}}")
 
 
 def _about_note(found: Moment, row: HostRow) -> str:
-    """Return what to do about the first thing that stands out on a host, if it is a hot GPU or a full disk."""
+    """Return advice on a host's first note, if it is about a hot GPU or a full disk; else ""."""
     host, note = found.hosts[row.name], next(iter(found.notes[row.name]), NOT_ODD)
     if FREE in note.fields:
         return f"{_what_fills(host)}; delete what is not needed, such as checkpoints of earlier runs"
@@ -189,13 +189,13 @@ def _about_note(found: Moment, row: HostRow) -> str:
 
 
 def _what_fills(host: HostView) -> str:
-    """Name the command that shows what fills a host's disk."""
+    """Return a sentence with the command that shows what fills a host's disk."""
     path, _ = full_disks(host.frame)[0]
     return f"`du -xhd2 {shlex.quote(path)} | sort -h | tail` on {host.name} shows what fills it"
 
 
 def _worst(rows: Sequence[HostRow]) -> str:
-    """Name the host that is worst off; "" if all are well."""
+    """Return the host with the most severe problem; "" if there is none."""
     bad = [row for row in rows if row.severity or row.notes]
     return max(bad, key=lambda row: (row.severity, len(row.notes))).name if bad else ""
 
@@ -210,18 +210,18 @@ PHASES = {
 
 
 class Reason(NamedTuple):
-    """Why the verdict is what it is."""
+    """A reason for the verdict."""
 
-    host: str  # that it is about; "" if it is about the run
+    host: str  # host that it is about; "" for the run
     words: str
 
 
 def overall_verdict(
     found: Moment, notes: Sequence[Note], rows: Sequence[HostRow], training: TrainingStatus | None
 ) -> tuple[Verdict, str, str]:
-    """Return the verdict, why, and the host that this is about ("": none).
+    """Return the verdict, its reason, and the host that it is about ("": none).
 
-    What ends a run comes before what slows it, then what is not yet known, then its phase.
+    Order: what ends a run, what slows it, what is not known yet, its phase.
     ``notes``: what stands out about the run.
     """
     if found.hang:
@@ -249,7 +249,7 @@ def overall_verdict(
 
 
 def _failure(found: Moment) -> str:
-    """Say where the run failed; as long as that may still turn out, only that it did."""
+    """Describe where the run failed, or that the origin is not known yet."""
     if found.is_unblamed:
         hosts = counted(len({failure.host for failure in found.failures}), "host")
         return f"ranks on {hosts} lost contact with others; which one failed first is not known yet"
@@ -258,7 +258,7 @@ def _failure(found: Moment) -> str:
 
 
 def _end(found: Moment, run: TrainingStatus) -> tuple[Verdict, str]:
-    """Return the verdict on a run that has ended, and what it lost."""
+    """Return the verdict on a run that ended, and the reason."""
     if found.restart_by:
         return Verdict.STOPPED, f"for a restart that {found.restart_by} asked for, and no guard starts the next attempt"
     if found.blamed and run.phase is RunPhase.STOPPED:
@@ -277,7 +277,7 @@ def _end(found: Moment, run: TrainingStatus) -> tuple[Verdict, str]:
 
 
 def _phase(found: Moment, run: TrainingStatus | None) -> tuple[Verdict, str]:
-    """Return what a run does in which nothing stands out. Only one that trains at the expected pace is healthy."""
+    """Return the verdict on a run without problems; it is healthy only if it trains at the expected pace."""
     if run is None:
         return Verdict.NO_RUN, ""
     if run.phase is RunPhase.TRAINING:
@@ -300,7 +300,7 @@ def _of_state(row: HostRow) -> Reason:
 def _reasons(
     found: Moment, notes: Sequence[Note], rows: Sequence[HostRow], training: TrainingStatus | None
 ) -> list[Reason]:
-    """Return what slows the run, or may slow it, worst first; a cause comes before its symptom: a step that is slow."""
+    """Return what slows the run or may slow it, worst first; causes come before symptoms such as slow steps."""
     reasons = [Reason(name, f"{name}: rank {beat.rank}: {note.words}") for name, beat, note in found.halted]
     missing = [(name, note) for name, each in found.notes.items() for note in each if note.key.startswith(MISSING)]
     reasons += [Reason(name, f"{name}: {note.words}") for name, note in missing]
@@ -319,20 +319,20 @@ def _reasons(
 
 DIGITS = re.compile(r"\d+", re.ASCII)
 KEPT_METRICS, KEPT_EVENTS = 5000, 500
-RUN_TROUBLE = (HostState.FAILED, HostState.HUNG)  # trouble of the run on a host, not of the host
+RUN_TROUBLE = (HostState.FAILED, HostState.HUNG)  # states that come from the run, not from the host itself
 LEVELS = {
     **dict.fromkeys(RUN_TROUBLE, Level.BAD),
     **dict.fromkeys((HostState.STALE, HostState.SMI_HUNG, HostState.NO_DRIVER), Level.WARNING),
-}  # of states noted when a host is judged; a link's trouble is noted as it happens
+}  # event level by state; link states are reported as they happen, not here
 LINKS = {str(state): state for state in (HostState.OK, *LINK_STATES)}
 
 
 class Trouble(NamedTuple):
-    """Something that is wrong now, and has been noted."""
+    """A problem that exists now and has been reported as an event."""
 
     key: str  # text without the numbers that change
     text: str
-    of_run: bool  # of the run that is shown: over when another run is shown
+    of_run: bool  # belongs to the shown run, and ends when another run is shown
 
 
 class ClusterState:
@@ -352,12 +352,12 @@ class ClusterState:
         self.load = NOT_LOADING
         self.standing: dict[tuple[str, str], Trouble] = {}  # by host and kind
         self.events: collections.deque[Change] = collections.deque(maxlen=KEPT_EVENTS)
-        self.alive_at = 0.0  # when the run that is shown was last seen alive
+        self.alive_at = 0.0  # when the shown run was last alive
         self.stay = ""  # the run that hosts keep reporting; "" to show the newest live run
         self.guard = GuardShown.NONE
-        self.account: tuple[str, Account | None] = ("", None)  # of which run, and what its time went into
+        self.account: tuple[str, Account | None] = ("", None)  # run name, and the account of its time
         self.wanted = ""  # the run requested by --run
-        # of a command to type: its name, and what names the hosts file
+        # parts of a command for the user to type: program name, and hosts file argument
         self.program, self.hosts_argument = "llama405b", ""
         self.away = NOT_AWAY
         self.past = Past()  # of the run that is shown
@@ -365,16 +365,16 @@ class ClusterState:
         self.notes: Sequence[Note] = ()  # what stands out about the run then
 
     def note(self, text: str, now: float) -> None:
-        """Note something that happened on the operator's machine."""
+        """Add an event of the operator's machine."""
         self._event(now, "", Level.WARNING, text)
 
     def woke(self, away_s: float, now: float) -> None:
-        """Note that nothing was taken for a while, because this machine slept or cluster-top was suspended."""
+        """Record that this machine slept or cluster-top was suspended for a while."""
         self.away = Away(now, away_s)
         self._event(now, "", Level.NOTE, str(self.away))
 
     def link(self, host: str, state: str, why: str, now: float) -> None:
-        """Take the state of a connection: OK, or AUTH, REFUSED, TIMEOUT or DOWN, and why."""
+        """Set the state of a host's connection: OK, AUTH, REFUSED, TIMEOUT or DOWN, with the reason."""
         known, found = self.hosts[host], LINKS.get(state, HostState.DOWN)
         if found is HostState.OK:
             self._over(host, "link", now)
@@ -385,7 +385,7 @@ class ClusterState:
         known.linked_at = now
 
     def take(self, host: str, arrived: Json, now: float) -> None:
-        """Take a frame, as parsed JSON."""
+        """Process a frame, given as parsed JSON."""
         try:
             frame = reader.read(Frame, arrived, "frame")
         except reader.MalformedError as error:
@@ -396,14 +396,14 @@ class ClusterState:
         if frame.run:
             metrics = self.metrics_of[frame.run.name]
             for each in frame.run.metrics:
-                if each.step_s is None and each.evaluation_loss is None:  # another trainer's line, of something else
+                if each.step_s is None and each.evaluation_loss is None:  # another trainer's line about something else
                     continue
-                while metrics and metrics[-1].step >= each.step:  # a resumed run steps back
+                while metrics and metrics[-1].step >= each.step:  # a resumed run repeats steps: drop the old ones
                     metrics.pop()
                 metrics.append(each)
 
     def advance(self, now: float) -> None:
-        """Advance to a moment: choose the run to show, note what is new and what is over."""
+        """Advance to a moment: choose the run to show, and report new and resolved problems."""
         self._choose(now)
         found = self.found = self._look(now)
         remember(found)
@@ -411,7 +411,9 @@ class ClusterState:
         self.notes = run_notes(found)
         if not found.hang and not found.failures:
             self._tell_of_run(self.notes, now)
-        if found.hang and found.states[found.hang.host][0] is not HostState.HUNG:  # which says so itself
+        if (
+            found.hang and found.states[found.hang.host][0] is not HostState.HUNG
+        ):  # the host's own state reports it otherwise
             words = f"HUNG: {found.hang.host}: {found.hang.words}"
             self._say("", "hang", Level.BAD, "hang", words, now, of_run=True)
         elif not found.hang:
@@ -428,7 +430,7 @@ class ClusterState:
             self.load = LoadBegan(now, *found.loaded)
 
     def guards_heard(self, now: float) -> list[tuple[float, GuardState]]:
-        """Return what the hosts last heard from the guard of the run that is shown, and how many seconds ago."""
+        """Return each host's last report from the shown run's guard, with its age in seconds."""
         told = [(host, host.run(self.run)) for host in self.hosts.values()]
         return [
             (host.clock(now) - run.guard.time, run.guard)
@@ -437,7 +439,7 @@ class ClusterState:
         ]
 
     def picture(self) -> Picture:
-        """Return the picture at the moment last passed to ``advance``."""
+        """Return the view at the moment last passed to ``advance``."""
         found = self.found
         rows = [host.row(self.run, found.judged(name), found.now) for name, host in self.hosts.items()]
         account = self.account[1] if self.account[0] == self.run else None
@@ -477,7 +479,7 @@ class ClusterState:
         )
 
     def steps(self) -> Iterator[tuple[float, StepMetrics]]:
-        """Yield the shown run's steps, newest first, each with its time by the clock of the pictures."""
+        """Yield the shown run's steps, newest first, with their time by the operator's clock."""
         head = self.found.head
         if head is None:
             return
@@ -487,7 +489,7 @@ class ClusterState:
                 yield each.time - ahead_s, each
 
     def xids_between(self, began: float, until: float) -> list[str]:
-        """Return the Xids that the run's hosts reported in some time by the clock of its head, in order, each once."""
+        """Return the distinct Xids of the run's hosts in a time span by the head's clock, in order."""
         if self.found.head is None:
             return []
         now, found = self.found.now, []
@@ -501,7 +503,7 @@ class ClusterState:
         return next((first for name, first, _ in nodes_of(self.hosts, self.run) if name == host), 0)
 
     def log_source(self) -> tuple[tuple[str, int] | None, dict[str, int]]:
-        """Return the run and attempt whose logs to read, and the first rank of each host that has them."""
+        """Return the run and attempt whose logs to read, and each host's first rank."""
         told = self.found.told
         if not told or not self.found.nodes:
             return None, {}
@@ -531,7 +533,7 @@ class ClusterState:
         self.created = best.created
 
     def _eligible(self, told: Sequence[RunFrame], now: float) -> Sequence[RunFrame]:
-        """Return the shown run while it is live or may come back, and while no other is live; else all runs."""
+        """Return the shown run's reports if it is live, may restart, or no other run is live; else all reports."""
         ours = [run for run in told if run.name == self.run]
         lives = any(run.alive for run in ours)
         if lives:
@@ -546,7 +548,7 @@ class ClusterState:
         return told
 
     def _tell_of_run(self, notes: Sequence[Note], now: float) -> None:
-        """Note what is new about the run as a whole, and what is over."""
+        """Report new and resolved notes about the run as a whole."""
         keys = {note.key for note in notes}
         for host, kind in list(self.standing):
             if not host and kind not in keys and self.standing[host, kind].of_run:
@@ -555,14 +557,14 @@ class ClusterState:
             self._say("", note.key, Level.WARNING, note.key, note.words, now, of_run=True)
 
     def _tell_if(self, kind: str, words: str, now: float) -> None:
-        """Note something about the run as a whole, if there are words for it; else that it is over."""
+        """Report a problem of the run if there is text for it; else report it as resolved."""
         if words:
             self._say("", kind, Level.WARNING, words, words, now)
         else:
             self._over("", kind, now)
 
     def _tell(self, name: str, state: HostState, why: str, notes: Sequence[Note], now: float) -> None:
-        """Note what is new about a host."""
+        """Report new and resolved problems of a host."""
         if state in LEVELS:
             self._say(name, "state", LEVELS[state], state, f"{state}: {why}", now, of_run=state in RUN_TROUBLE)
         else:
@@ -576,19 +578,19 @@ class ClusterState:
     def _say(
         self, host: str, kind: str, level: Level, key: str, text: str, now: float, *, of_run: bool = False
     ) -> None:
-        """Note that something is wrong, if that is new; numbers that change do not count."""
+        """Report a problem if its key is new; changing numbers in the text do not count."""
         before = self.standing.get((host, kind))
         if before is None or before.key != key:
             self._event(now, host, level, text)
         self.standing[host, kind] = Trouble(key, text, of_run)
 
     def _over(self, host: str, kind: str, now: float) -> None:
-        """Note that something is no longer wrong."""
+        """Report a problem as resolved."""
         if before := self.standing.pop((host, kind), None):
             self._event(now, host, Level.NOTE, f"no longer: {before.text}")
 
     def _fold_events(self, now: float) -> None:
-        """Make one of what was noted now of several hosts alike, such as that they lost contact."""
+        """Merge events of this moment that are equal on several hosts."""
         alike: dict[tuple[Level, str], list[Change]] = {}
         while self.events and self.events[-1].time == now:
             event = self.events.pop()
@@ -604,7 +606,7 @@ class ClusterState:
 
 
 def _in_all(hosts: Iterable[HostView], count: Callable[[HostView], int]) -> int:
-    """Sum over machines: two names in the hosts file may be the same machine."""
+    """Sum over machines, since two names in the hosts file may be the same machine."""
     machines: dict[str, int] = {}
     for host in hosts:
         machines[host.frame.machine] = max(machines.get(host.frame.machine, 0), count(host))

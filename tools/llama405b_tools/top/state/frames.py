@@ -1,7 +1,7 @@
-"""A sampler's frame, as types: what a host reports about itself and the run, every few seconds. Pure.
+"""The types of a sampler's frame: a host's report about itself and the run, every few seconds. Pure.
 
-Counters and nvidia-smi's text are raw. ``contract.reader`` refuses a malformed frame; it only omits heartbeats and
-metrics that are malformed.
+Counters and nvidia-smi's text are raw. ``contract.reader`` refuses malformed frames, but only drops malformed heartbeats and
+metrics.
 """
 
 import dataclasses
@@ -67,7 +67,7 @@ class IbPort:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SmiFrame:
-    """nvidia-smi's newest answer, and how long the latest query has gone without one."""
+    """nvidia-smi's newest output, and how long the current query has been waiting."""
 
     text: str | None
     hung_s: float
@@ -105,7 +105,7 @@ class StepMetrics:
         return self.all_tokens_per_s or self.tokens_per_s
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be true."""
+        """Refuse negative values."""
         times = (
             self.step_s,
             self.data_s,

@@ -1,8 +1,6 @@
-"""One host, from its frames: whether they are fresh, its programs, its rates, its row of the picture. Pure.
+"""The state of one host, from its frames: freshness, processes, GPUs, rates, and its row of the view. Pure.
 
-Which programs run on one host and use its GPUs: the run's ranks, and others.
-
-Knows nothing about other hosts; deviations from them, and the state of the run, are passed in.
+Knows nothing about other hosts; deviations from them and the state of the run are passed in.
 """
 
 import collections
@@ -31,7 +29,7 @@ TICKS = 100  # per second, as Linux reports CPU time to user space
 
 @dataclasses.dataclass(slots=True)
 class Programs:
-    """The programs of one host, from its frames."""
+    """The processes of one host: the run's ranks and other users of its GPUs."""
 
     apps: Sequence[tuple[int, str, int | None]] = ()  # on its GPUs, as nvidia-smi lists them: pid, the GPU's uuid, MiB
     procs: Processes = ()  # of the run
@@ -40,7 +38,7 @@ class Programs:
     # not of the run: user and command by pid
     foreign: Mapping[int, tuple[str, str]] = dataclasses.field(default_factory=dict)
     io: Mapping[int, int] = dataclasses.field(default_factory=dict)  # bytes read and written by pid
-    moved_at: float = -math.inf  # when the run's were last seen to read or write much; operator's clock
+    moved_at: float = -math.inf  # when the run's processes last read or wrote much; operator's clock
     rows: tuple[ProcessRow, ...] = ()
 
     def take_apps(self, answer: str) -> None:
@@ -58,15 +56,15 @@ class Programs:
         self.rows = self._rows(on)
 
     def rank_of(self, beats: Sequence[Beat], on: Sequence[GpuReport]) -> dict[int, int]:
-        """Return the rank on each GPU, by the GPU's index, as far as nvidia-smi lists the ranks' processes."""
+        """Return ranks by GPU index, for the processes that nvidia-smi lists."""
         ranks = {beat.pid: beat.rank for beat in beats}
         index_of = {gpu.uuid: gpu.index for gpu in on}
         return {index_of[uuid]: ranks[pid] for pid, uuid, _ in self.apps if pid in ranks and uuid in index_of}
 
     def foreign_notes(self, on: Sequence[GpuReport]) -> Iterator[Note]:
-        """Yield the processes on these GPUs that are not of the run.
+        """Yield notes on processes on these GPUs that do not belong to the run.
 
-        In a container, pids of the machine may mean nothing, not even those of the run: then unknown ones are left out.
+        In a container, nvidia-smi's pids may be of another namespace; then unknown processes are not reported.
         """
         index_of = {gpu.uuid: gpu.index for gpu in on}
         told = {pid for pid, *_ in self.procs} & {pid for pid, *_ in self.apps}
@@ -115,7 +113,7 @@ def _whole(text: str) -> int | None:
 
 HISTORY = 120
 MOST_XIDS = 20
-BUSY_STEPS, BUSY_LEAST = 5, 3  # kept of each rank; and needed to judge one
+BUSY_STEPS, BUSY_LEAST = 5, 3  # steps kept per rank, and needed to judge one
 Odd = Mapping[tuple[str, int], Note]  # by host and index of a GPU or rank, why it stands out
 NOT_ODD = Note("", "")
 
@@ -129,19 +127,19 @@ class Xid(NamedTuple):
 
 
 class Judged(NamedTuple):
-    """What is judged about a host at one moment."""
+    """The judgment of a host at one moment."""
 
     state: HostState
     why: str
     is_culprit: bool
-    notes: Sequence[Note]  # what stands out on it, worst first
+    notes: Sequence[Note]  # worst first
     gpus: Odd
     ranks: Odd
 
 
 @dataclasses.dataclass(slots=True)
 class HostView:
-    """What is known about a host."""
+    """The state of a host, updated by frames."""
 
     name: str
     link: HostState = HostState.CONNECTING  # or OK, AUTH, REFUSED, TIMEOUT, DOWN
@@ -151,20 +149,22 @@ class HostView:
     frame: Frame = NO_FRAME
     before: Frame = NO_FRAME  # the frame before
     earlier: collections.deque[tuple[float, Frame]] = dataclasses.field(default_factory=collections.deque)  # minutes
-    best_rates: dict[str, float] = dataclasses.field(default_factory=dict)  # of ports that were ever active, in Gb/s
+    best_rates: dict[str, float] = dataclasses.field(
+        default_factory=dict
+    )  # best rate of each port that was ever active, in Gb/s
     gpus: list[GpuReport] = dataclasses.field(default_factory=list)
     gpus_before: list[GpuReport] = dataclasses.field(default_factory=list)  # in the frame before
     smi_fault: str = ""
-    expected: frozenset[str] = frozenset()  # UUIDs of the GPUs that it has had since it was started
+    expected: frozenset[str] = frozenset()  # UUIDs of the GPUs seen since the machine booted
     programs: Programs = dataclasses.field(default_factory=Programs)
     xids: collections.deque[Xid] = dataclasses.field(default_factory=lambda: collections.deque(maxlen=MOST_XIDS))
     # by rank: step, seconds
     busy: dict[int, collections.deque[tuple[int, float]]] = dataclasses.field(default_factory=dict)
-    plans: dict[str, RunFrame] = dataclasses.field(default_factory=dict)  # by run, the frame that had its nodes
+    plans: dict[str, RunFrame] = dataclasses.field(default_factory=dict)  # by run, the report that had its nodes
     history: collections.deque[float] = dataclasses.field(default_factory=lambda: collections.deque(maxlen=HISTORY))
 
     def take(self, frame: Frame, now: float) -> None:
-        """Take a frame."""
+        """Process a frame."""
         self.before = self.frame
         self.frame = frame
         self.heard_at = now
@@ -196,12 +196,12 @@ class HostView:
                 known_of.append((beat.step, beat.busy_s))
 
     def busy_s(self, rank: int) -> float | None:
-        """Return the median seconds that a rank computes in a step, over the last few; None: too few are known."""
+        """Return a rank's median compute seconds per step, over the last few; None if there are too few."""
         took = [took_s for _, took_s in self.busy.get(rank, ())]
         return statistics.median(took) if len(took) >= BUSY_LEAST else None
 
     def _keep(self, frame: Frame, now: float) -> None:
-        """Keep a frame, for what is counted over minutes."""
+        """Keep frames of the last minutes, for counters."""
         if not self.earlier or now - self.earlier[-1][0] > thresholds.COUNTERS_S / 10:
             self.earlier.append((now, frame))
         while len(self.earlier) > 1 and now - self.earlier[0][0] > thresholds.COUNTERS_S:
@@ -211,7 +211,7 @@ class HostView:
                 self.best_rates[port.name] = max(self.best_rates.get(port.name, 0.0), port.gbit_per_s)
 
     def _take_smi(self, smi: SmiFrame) -> None:
-        """Take nvidia-smi's answer; while it is slow the last one holds, and when it hangs nothing is known."""
+        """Process nvidia-smi's output; while it is slow the last one is kept, and if it hangs readings are unknown."""
         self.gpus_before = self.gpus
         if smi.hung_s > thresholds.SMI_HUNG_S:
             self.gpus = [_unknown(gpu) for gpu in self.gpus]
@@ -221,7 +221,7 @@ class HostView:
             self.smi_fault = clean("; ".join([*filter(None, [fault]), *parsers.warnings(smi.text)]))[:200]
 
     def _expect(self) -> None:
-        """Expect the GPUs that two answers in a row agree on, and miss those lost since the machine was started."""
+        """Update the expected GPUs: those that two outputs in a row agree on, since the machine booted."""
         before, found = _uuids(self.gpus_before), _uuids(self.gpus)
         if self.frame.machine != self.before.machine:
             self.expected = frozenset()
@@ -230,18 +230,18 @@ class HostView:
 
     @property
     def expected_gpus(self) -> int:
-        """How many GPUs it should have: as many as it had, as the kernel sees, or as its ``slots=`` says if it has any."""
+        """The number of GPUs it should have: as seen before, by the kernel, or by ``slots=`` if it has any."""
         found = max(len(self.expected), len(self.gpus), self.frame.pci_gpus or 0)
         return max(found, self.frame.slots) if found or self.frame.smi.text is not None else 0
 
     def run(self, name: str) -> RunFrame | None:
-        """Return what it reports about a run; None if it does not know it."""
+        """Return its report on a run; None if it does not know the run."""
         run = self.frame.run
         return run if run and run.name == name else None
 
     @property
     def is_heard(self) -> bool:
-        """Whether a frame ever came."""
+        """Whether it has ever sent a frame."""
         return self.frame is not NO_FRAME
 
     @property
@@ -250,7 +250,7 @@ class HostView:
         return self.before is not NO_FRAME or self.link in LINK_STATES
 
     def is_fresh(self, now: float, interval_s: float) -> bool:
-        """Whether frames arrive."""
+        """Return whether its last frame is recent."""
         return self.is_heard and now - self.heard_at <= thresholds.STALE_FRAMES * interval_s
 
     def clock(self, now: float) -> float:
@@ -258,7 +258,7 @@ class HostView:
         return self.frame.now + now - self.heard_at
 
     def state(self, trouble: tuple[HostState, str] | None, now: float, interval_s: float) -> tuple[HostState, str]:
-        """Return its state and why; ``trouble``: the run's on this host, which counts if the host reports."""
+        """Return its state and the reason; ``trouble``: the run's problem on it, used if the host reports."""
         if self.link in LINK_STATES:
             return self.link, self.why
         if not self.is_fresh(now, interval_s):
@@ -282,7 +282,7 @@ class HostView:
         return None
 
     def row(self, run_name: str, judged: Judged, now: float) -> HostRow:
-        """Return its row of the picture."""
+        """Return its row of the view."""
         frame, run = self.frame, self.run(run_name)
         odd_ranks = [judged.ranks.get((self.name, beat.rank), NOT_ODD) for beat in (run.beats if run else ())]
         ranks = tuple(map(functools.partial(_rank, self.clock(now)), run.beats if run else (), odd_ranks))
@@ -313,7 +313,7 @@ class HostView:
 
     @property
     def ib_rate(self) -> float | None:
-        """Bytes per second that it sends and receives over RDMA."""
+        """Bytes per second sent and received over RDMA."""
         return self._rate(_ib)
 
     def new_xids(self, run_name: str) -> list[Xid]:
@@ -323,18 +323,18 @@ class HostView:
         return [xid for xid in self.xids if xid.time >= since]
 
     def gpu_of(self, xid: Xid) -> int | None:
-        """Return the index of an Xid's GPU; None if it is not among those that nvidia-smi lists, or not yet."""
+        """Return the index of an Xid's GPU; None if nvidia-smi does not list that GPU."""
         address = parsers.address_of(xid.bus)
         return next((gpu.index for gpu in self.gpus if address and parsers.address_of(gpu.bus) == address), None)
 
     def gpus_of(self, run_name: str, beat: Beat) -> list[GpuReport]:
-        """Return the GPU of a rank; all of the host's if it is not known which is its."""
+        """Return the GPU of a rank; all of the host's GPUs if it is unknown."""
         run = self.run(run_name)
         indices = [i for i, rank in self.rank_of(run).items() if rank == beat.rank] if run else []
         return [gpu for gpu in self.gpus if gpu.index in indices] or self.gpus
 
     def rank_of(self, run: RunFrame) -> dict[int, int]:
-        """Return the rank on each GPU, by the GPU's index: by nvidia-smi's processes, else (in a container) by order."""
+        """Return ranks by GPU index: from nvidia-smi's processes, else (in a container) by order."""
         by_pid = self.programs.rank_of(run.beats, self.gpus)
         plan = self.plans.get(run.name)
         node = next((node for node in (plan.nodes or () if plan else ()) if node[0] == self.name), None)
@@ -344,7 +344,7 @@ class HostView:
         return {gpu.index: first + i for i, gpu in enumerate(self.gpus[:n_ranks])}
 
     def notes(self, run_name: str, odd: Odd) -> list[Note]:
-        """Return what stands out on it, worst first; GPUs with the same note share one."""
+        """Return its notes, worst first; GPUs with equal notes share one."""
         if not self.is_heard:
             return []
         notes = []
@@ -363,8 +363,10 @@ class HostView:
         notes += [Note(words, words) for words in unplaced]
         notes += self.programs.foreign_notes(self.gpus)
         states = {row.state for row in self.programs.rows if row.rank is not None}
-        if (run := self.run(run_name)) and run.alive and not run.beats and states == {"T"}:  # else each rank is named
-            notes.append(Note("stopped", "every process of the run is stopped by a signal here"))
+        if (
+            (run := self.run(run_name)) and run.alive and not run.beats and states == {"T"}
+        ):  # with heartbeats, each stopped rank has its own note
+            notes.append(Note("stopped", "all processes of the run on this host are stopped by a signal"))
         return [*notes, *verdicts.host_notes(self.frame, self.earlier[0][1], self.best_rates)]
 
     def _cells(self, ranks: Sequence[RankRow], odd: Odd) -> tuple[GpuCell, ...]:
@@ -396,7 +398,7 @@ class HostView:
         )
 
     def _level(self) -> float | None:
-        """Return its GPUs' mean power (else utilization) in percent; its CPU's utilization if it has none."""
+        """Return the GPUs' mean power (or utilization) in percent; without GPUs, the CPU's utilization."""
         powers = known(share(gpu.power_w, gpu.power_limit_w) for gpu in self.gpus)
         if found := powers or known(gpu.utilization for gpu in self.gpus):
             return float(statistics.mean(found))
@@ -416,13 +418,13 @@ class HostView:
         old = bytes_of(self.before)
         seconds = self.frame.now - self.before.now
         flowed = [new[key] - old[key] for key in new if key in old]
-        if seconds <= 0 or min(flowed, default=-1) < 0:  # counters that were reset tell nothing
+        if seconds <= 0 or min(flowed, default=-1) < 0:  # counters were reset
             return None
         return max(flowed) / seconds
 
 
 def _unknown(gpu: GpuReport) -> GpuReport:
-    """Return the GPU with its readings unknown."""
+    """Return the GPU with all readings set to unknown."""
     return dataclasses.replace(gpu, utilization=None, power_w=None, temperature_c=None, clock_mhz=None, used_mib=None)
 
 

@@ -1,8 +1,6 @@
-"""What is known at one moment about the hosts, the shown run and its training, and what it means. Pure.
+"""Derive facts and judgments about the hosts, the shown run and its training at one moment. Pure.
 
-What stands out about the run as a whole at a moment.
-
-What is known of the training itself, for the picture: steps, rates, network, what is at risk.
+Includes the notes on the run as a whole, and the training status of the view: steps, rates, network, and steps at risk.
 """
 
 import dataclasses
@@ -40,13 +38,13 @@ from llama405b_tools.top.state.verdicts import (
 
 
 class Away(NamedTuple):
-    """This machine slept, or cluster-top was suspended: for a while, a lost connection says nothing about its host."""
+    """A time when this machine slept or cluster-top was suspended; lost connections then do not blame hosts."""
 
     until: float  # when it came back
     seconds: float
 
     def lasts(self, now: float) -> bool:
-        """Return whether hosts may not have been connected again yet."""
+        """Return whether hosts may still be reconnecting."""
         return now < self.until + thresholds.RECONNECT_S
 
     def __str__(self) -> str:
@@ -58,7 +56,7 @@ NOT_AWAY = Away(-math.inf, 0.0)
 
 @dataclasses.dataclass(frozen=True)
 class Moment:
-    """The hosts at one moment; everything else is derived, once."""
+    """The hosts and metrics at one moment; everything else is derived lazily, once."""
 
     now: float
     interval_s: float
@@ -77,7 +75,7 @@ class Moment:
 
     @functools.cached_property
     def heard(self) -> Mapping[str, RunFrame]:
-        """What each host with fresh frames reports about the run."""
+        """The reports on the run from hosts with fresh frames."""
         return {host.name: run for host in self.fresh if (run := host.run(self.run))}
 
     @functools.cached_property
@@ -87,7 +85,7 @@ class Moment:
 
     @functools.cached_property
     def told(self) -> Mapping[str, RunFrame]:
-        """The last report on the run from each host that knows it."""
+        """The last report on the run from each host that knows it, fresh or not."""
         return {name: run for name, host in self.hosts.items() if (run := host.run(self.run))}
 
     @functools.cached_property
@@ -102,7 +100,7 @@ class Moment:
 
     @functools.cached_property
     def odd(self) -> Odd:
-        """The GPUs with an error, and those that also stood out in the frame before: frames are up to an interval apart."""
+        """The GPUs with an Xid, and those that deviate in two frames in a row (frames are not simultaneous)."""
         hosts = self.ours or self.fresh
         compared = {name: self.hosts[name].rank_of(run) for name, run in self.heard.items() if run.alive}
         now = verdicts.odd_gpus({host.name: host.gpus for host in hosts}, compared)
@@ -117,7 +115,7 @@ class Moment:
 
     @functools.cached_property
     def notes(self) -> Mapping[str, Sequence[Note]]:
-        """What stands out, by host."""
+        """The notes on each host."""
         found = {name: host.notes(self.run, self.odd) for name, host in self.hosts.items()}
         for name, rank, note in self.slow_ranks:
             found[name].append(Note(f"rank {rank} {note.key}", f"rank {rank}: {note.words}"))
@@ -127,13 +125,13 @@ class Moment:
 
     @functools.cached_property
     def halted(self) -> Sequence[tuple[str, Beat, Note]]:
-        """The ranks of the live run that cannot go on, by host and heartbeat, and why."""
+        """The live run's ranks that cannot continue: host, heartbeat and reason."""
         beats = [(name, beat) for name, run in self.heard.items() if run.alive for beat in run.beats]
         return list(verdicts.halted_ranks(beats))
 
     @functools.cached_property
     def slow_ranks(self) -> Sequence[tuple[str, int, Note]]:
-        """The ranks that delay the others, by host and number, and why; those that cannot go on first."""
+        """The ranks that delay the others: host, rank and reason; halted ranks first."""
         beats = [(name, beat) for name, run in self.heard.items() for beat in run.beats]
         step_s = self.median("step_s")
         found = [(name, beat.rank, note) for name, beat, note in self.halted]
@@ -145,7 +143,7 @@ class Moment:
 
     @functools.cached_property
     def odd_ranks(self) -> Odd:
-        """The ranks that stand out: that delay the others, have failed or hang."""
+        """The unusual ranks: those that delay the others, failed or hang."""
         failed = {
             (name, beat.rank): Note("failed", "it has failed", ("phase",))
             for name, run in self.heard.items()
@@ -158,19 +156,19 @@ class Moment:
         return found
 
     def judged(self, name: str) -> Judged:
-        """Return what is judged about a host."""
+        """Return the judgment of a host."""
         return Judged(*self.states[name], name == self.culprit, self.notes[name], self.odd, self.odd_ranks)
 
     @functools.cached_property
     def culprit(self) -> str:
-        """The host where a hang or failure began; "" if there is none, or if that is not known yet."""
+        """The host where a hang or failure began; "" if there is none or it is not known yet."""
         if self.hang:
             return self.hang.host
         return judge.first_failure(self.failures).host if self.failures and not self.is_unblamed else ""
 
     @functools.cached_property
     def is_unblamed(self) -> bool:
-        """Whether ranks only lost contact with others so far, and the one that failed first may yet be heard of."""
+        """Whether all failures so far are lost contacts, so that the first failure may still be reported."""
         if any(failure.origin for failure in self.failures):
             return False
         ends = [
@@ -183,22 +181,22 @@ class Moment:
 
     @functools.cached_property
     def others(self) -> Sequence[str]:
-        """The other runs that are live on its hosts."""
+        """Other live runs on its hosts."""
         return sorted({name for run in self.heard.values() for name in run.others} - {self.run})
 
     @functools.cached_property
     def blamed(self) -> Blame | None:
-        """Why this attempt was ended, if whoever ended it has recorded that."""
+        """The recorded reason why this attempt was ended, if there is one."""
         recorded = [run.blame for run in self.heard.values() if run.blame]
         return judge.blame_of(max((run.attempt for run in self.heard.values()), default=0), recorded)
 
     @functools.cached_property
     def restart_by(self) -> str:
-        """Who asked for this attempt to end, and for the run's guard to start the next one; "": nobody did."""
+        """Who requested a restart of this attempt; "": nobody."""
         return judge.restart_by(self.blamed)
 
     def _beatless(self) -> Iterator[tuple[str, Note]]:
-        """Yield the hosts whose ranks have no heartbeat, or one that stands, while the run trains."""
+        """Yield notes on hosts whose ranks have no or stale heartbeats although the run trains."""
         if not self.measured or self.measured.since_s < self.patience_s:
             return
         for name, first, n_ranks in self.nodes:
@@ -215,12 +213,12 @@ class Moment:
 
     @functools.cached_property
     def plans(self) -> Sequence[RunFrame]:
-        """What its hosts told of the run's plan."""
+        """The hosts' reports that contain the run's plan."""
         return [plan for host in self.hosts.values() if (plan := host.plans.get(self.run))]
 
     @functools.cached_property
     def planned_s(self) -> float | None:
-        """The step that was predicted; None if nothing was."""
+        """The predicted seconds per step; None without a prediction."""
         return max((plan.expected_step_s for plan in self.plans if plan.expected_step_s > 0), default=None)
 
     @functools.cached_property
@@ -230,7 +228,7 @@ class Moment:
 
     @functools.cached_property
     def stay(self) -> Stay | None:
-        """The phase that the others wait for and its time, while the run lives and does not train."""
+        """The phase that holds up the live run, and its time; None while it trains."""
         clocks = {name: self.hosts[name].clock(self.now) for name in self.heard}
         beats = [(name, beat) for name, run in self.heard.items() if run.alive for beat in run.beats]
         phase = verdicts.waited_for({beat.phase for _, beat in beats})
@@ -242,14 +240,14 @@ class Moment:
 
     @functools.cached_property
     def still_s(self) -> float:
-        """Seconds since anything of the run moved: a heartbeat, a log line, or bytes that its processes read or write."""
+        """Seconds since the run's last activity: a heartbeat, a log line, or I/O of its processes."""
         beats = [age_s for each in self.beats.values() for _, age_s in each]
         files = [self.now - host.programs.moved_at for host in self.ours]
         return min([*beats, *self._log_ages(), *files], default=0.0)
 
     @functools.cached_property
     def states(self) -> Mapping[str, tuple[HostState, str]]:
-        """Each host's state, and why."""
+        """Each host's state and its reason."""
         trouble = {failure.host: (HostState.FAILED, verdicts.trouble_words(failure)) for failure in self.failures}
         if self.hang:
             trouble[self.hang.host] = (HostState.HUNG, self.hang.words)
@@ -258,25 +256,25 @@ class Moment:
 
     @functools.cached_property
     def awaited(self) -> Sequence[HostView]:
-        """The hosts that may not have been connected again since this machine slept."""
+        """The hosts that may still be reconnecting after this machine slept."""
         hosts = self.hosts.values() if self.away.lasts(self.now) else ()
         return [host for host in hosts if host.link in LINK_STATES or not host.is_fresh(self.now, self.interval_s)]
 
     @functools.cached_property
     def failures(self) -> Sequence[Failure]:
-        """Failures reported by node runners, and by failed ranks whose node runner has yet to end."""
+        """Failures reported by node runners, and by failed ranks whose node runner has not ended yet."""
         states = {name: judge.state_of(run.status, alive=run.alive) for name, run in self.heard.items() if run.status}
         found = [failure for name, state in states.items() if (failure := judge.failure_of(name, state))]
         for name, beats in self.beats.items():
             found += [Failure(name, judge.cause_of_rank(beat)) for beat, _ in beats if beat.phase is Phase.FAILED]
         if not found:
             return []
-        if max(failure.origin for failure in found) < 2:  # the others only say what followed
+        if max(failure.origin for failure in found) < 2:  # all known failures are consequences
             found += self._known_before()
         return judge.with_blame(found, self.blamed)
 
     def _known_before(self) -> Iterator[Failure]:
-        """Yield the rank that was gone before any failed, and the hosts that are not heard, nor were when their part ended."""
+        """Yield earlier causes: a rank that vanished before any failure, and hosts that are unreachable."""
         if gone := self.past.gone.get(max(run.attempt for run in self.heard.values())):
             yield gone
         for host in [self.hosts[name] for name, _, _ in self.nodes if name in self.hosts and not self.restart_by]:
@@ -287,18 +285,18 @@ class Moment:
 
     @functools.cached_property
     def beats(self) -> Mapping[str, Sequence[tuple[Beat, float]]]:
-        """By host, the live ranks' heartbeats and their age in seconds, by that host's clock."""
+        """By host, the live ranks' heartbeats with their age in seconds by that host's clock."""
         clocks = {name: self.hosts[name].clock(self.now) for name, run in self.heard.items() if run.alive}
         return {name: [(beat, now - beat.time) for beat in self.heard[name].beats] for name, now in clocks.items()}
 
     @functools.cached_property
     def head(self) -> HostView | None:
-        """The host that writes the metrics, if it reports."""
+        """The host that writes the metrics (of rank 0), if it reports."""
         return next((self.hosts[name] for name, first, _ in self.nodes if first == 0 and name in self.heard), None)
 
     @functools.cached_property
     def measured(self) -> Measured | None:
-        """What the metrics tell about this attempt; None if that is unknown."""
+        """The last step and its times in this attempt, by the metrics; None if unknown."""
         if self.head is None:
             return None
         return verdicts.measured(self.metrics, self.heard[self.head.name].attempt, self.head.clock(self.now))
@@ -310,7 +308,7 @@ class Moment:
 
     @functools.cached_property
     def late(self) -> Mapping[str, Sequence[Beat]]:
-        """By host, the heartbeats that stand although the metrics go on: they tell nothing about their ranks."""
+        """By host, heartbeats that are stale although metrics continue, so they say nothing about their ranks."""
         if not self.measured:
             return {}
         oldest_s = self.measured.age_s + self.patience_s
@@ -326,11 +324,11 @@ class Moment:
 
     @functools.cached_property
     def hang(self) -> Hang | None:
-        """The rank that the others wait for, if that is a hang."""
+        """The hang at this moment, if there is one."""
         return self._silence() or self._stuck_phase()
 
     def _silence(self) -> Hang | None:
-        """Return the rank that has been silent for too long in training."""
+        """Return the hang of a rank that has been silent for too long in training."""
         limit_s = judge.between_steps(self.median("step_s"), self.hang_after_s).hang_s
         slow_s = judge.first_step(max((plan.load_s for plan in self.plans), default=0.0)).hang_s
         found = judge.silent_rank(self.telling, limit_s, slow_s)
@@ -348,7 +346,7 @@ class Moment:
         return Hang(found.host, found.age_s, words, beat)
 
     def _absent(self) -> Iterator[tuple[str, str]]:
-        """Yield the hosts that are not heard, and those of which ranks have no heartbeat, each with why."""
+        """Yield hosts that do not report, or lack heartbeats of ranks, each with the reason."""
         for host in self.unheard:
             yield host.name, host.state(None, self.now, self.interval_s)[1] or "it does not report the run"
         for name, first, n_ranks in self.nodes:
@@ -359,7 +357,7 @@ class Moment:
                 yield name, f"no heartbeat from {fold_ranks(missing)}"
 
     def _stuck_phase(self) -> Hang | None:
-        """Return the rank that stays ten times the usual time in a phase other than training, while nothing moves."""
+        """Return the hang of a phase other than training that takes ten times its usual time without activity."""
         stay = self.stay
         if (
             not stay
@@ -385,7 +383,7 @@ class Moment:
 
     @functools.cached_property
     def phase(self) -> tuple[RunPhase, float | None]:
-        """The run's phase, and the seconds it has been in it."""
+        """The run's phase, and how many seconds it has lasted."""
         if self.hang:
             return RunPhase.HUNG, self.hang.age_s
         if self.failures:
@@ -412,19 +410,19 @@ class Moment:
         return verdicts.shown_phase(beat.phase for run in self.heard.values() for beat in run.beats), since_s
 
     def _ended_s(self) -> list[float]:
-        """Return how many seconds ago each node runner ended, by its host's clock, as far as that is told."""
+        """Return how many seconds ago each node runner ended, by its host's clock, where known."""
         ended = {name: run.status.time for name, run in self.heard.items() if run.status and not run.alive}
         return [max(0.0, self.hosts[name].clock(self.now) - at) for name, at in ended.items() if at]
 
     @functools.cached_property
     def loaded(self) -> tuple[int, int]:
-        """Bytes of weights (before, of text and tokens) that all ranks have now, and will have in the end."""
+        """Bytes of weights (earlier: of text and tokens) that all ranks have loaded, and in total."""
         beats = [beat for run in self.heard.values() for beat in run.beats if 0 <= beat.done_bytes <= beat.total_bytes]
         return sum(beat.done_bytes for beat in beats), sum(beat.total_bytes for beat in beats)
 
     @functools.cached_property
     def recent(self) -> Sequence[StepMetrics]:
-        """The last five steps; those of the last minute, if they are shorter."""
+        """The last steps: at least five, and at least a minute."""
         return [*itertools.islice(reversed(self.metrics), n_recent(reversed(self.metrics)))]
 
     def median(self, key: str) -> float | None:
@@ -433,7 +431,7 @@ class Moment:
         return statistics.median(values) if values else None
 
     def _over(self) -> RunPhase:
-        """Return the phase of a run that is live on no reporting host."""
+        """Return the phase of a run that no reporting host has live."""
         if self.unheard:
             return RunPhase.UNKNOWN
         statuses = [run.status for run in self.heard.values() if run.status]
@@ -455,12 +453,12 @@ LIVE = (RunPhase.STARTING, RunPhase.LOADING, *MOVING)
 
 
 def run_notes(found: Moment) -> Sequence[Note]:
-    """Return what stands out about the run, worst first; nothing once it hangs or has failed."""
+    """Return the notes on the run, worst first; none once it hangs or has failed."""
     phase, _ = found.phase
     notes = list(_long_phase(found)) if phase in LIVE else []
     if phase not in MOVING:
         return notes
-    if found.unsaved:  # it loses work, while all else costs time
+    if found.unsaved:  # first, as it loses work; all else only costs time
         notes.append(Note(UNSAVED, f"not saved: {found.unsaved}", ("checkpoint_step",)))
     if unsent := clean(next((run.unsent for run in found.told.values() if run.unsent), "")):
         notes.append(Note("unsent", f"after save failed: {unsent}", ("checkpoint_step",)))
@@ -476,7 +474,7 @@ def run_notes(found: Moment) -> Sequence[Note]:
 
 
 def stall(found: Moment) -> Iterator[Note]:
-    """Yield that no rank has moved for twice what a step takes, which may become a hang."""
+    """Yield a note if no rank has moved for twice the usual step time, which may become a hang."""
     step_s = found.paces.usual_s
     beats = list(itertools.chain.from_iterable(found.telling.values()))
     if not step_s or any(beat.phase is not Phase.TRAIN for beat, _ in beats):
@@ -487,7 +485,7 @@ def stall(found: Moment) -> Iterator[Note]:
 
 
 def remember(found: Moment) -> None:
-    """Add what is seen now to the past, against which later moments are judged."""
+    """Add this moment to the run's history, against which later moments are judged."""
     if found.head and found.heard[found.head.name].alive:
         for beat in found.heard[found.head.name].beats[:1]:
             found.past.times.see(beat.phase, beat.phase_since)
@@ -503,7 +501,7 @@ def remember(found: Moment) -> None:
 
 
 def _long_phase(found: Moment) -> Iterator[Note]:
-    """Yield that a phase lasts longer than it usually does; or, if that is not known, that nothing moves in it."""
+    """Yield a note if a phase lasts longer than usual or, without a usual time, shows no activity."""
     if not found.stay or found.stay.lasts_s < in_phase(found.stay.usual_s).odd_s:
         return
     if found.stay.usual_s is not None or found.still_s >= found.hang_after_s:
@@ -511,7 +509,7 @@ def _long_phase(found: Moment) -> Iterator[Note]:
 
 
 def _falls(found: Moment) -> Iterator[Note]:
-    """Yield that all GPUs draw less than before, or all links carry less."""
+    """Yield notes if all GPUs draw less power, or all links carry less, than before."""
     if power := found.past.power_w.fall(found.interval_s):
         n_gpus = sum(len(host.gpus) for host in found.ours)
         words = f"the power of all {n_gpus} GPUs fell from {_from_to(power, n_gpus / 1e3, '.1f')} kW"
@@ -523,19 +521,19 @@ def _falls(found: Moment) -> Iterator[Note]:
 
 
 def _from_to(fall: Fall, factor: float, form: str) -> str:
-    """Write a fall, of all together: ``43.1 to 8.5``."""
+    """Format a fall of the total: ``43.1 to 8.5``."""
     return f"{factor * fall.usual:{form}} to {factor * fall.now:{form}}"
 
 
 class LoadBegan(NamedTuple):
-    """When loading (or tokenizing) this many bytes was first seen, and how far along it was."""
+    """The start of loading (or tokenizing): when it was first seen, and its progress then."""
 
     time: float
     done_bytes: float
     total_bytes: int
 
     def eta_s(self, now: float, done: int, total: int) -> float | None:
-        """Return the seconds until all is done, at the rate so far."""
+        """Return the seconds until loading ends, at the rate so far."""
         if done <= self.done_bytes:
             return None
         return (total - done) * (now - self.time) / (done - self.done_bytes)
@@ -588,7 +586,7 @@ def _steps(found: Moment) -> int | None:
 
 
 def _stepping(shown: TrainingStatus, found: Moment, last: StepMetrics) -> TrainingStatus:
-    """Add what its steps tell."""
+    """Add the values that come from steps."""
     phase = shown.phase
     step_s = found.median("step_s")
     rate = tokens_per_s = None
@@ -597,10 +595,10 @@ def _stepping(shown: TrainingStatus, found: Moment, last: StepMetrics) -> Traini
     evaluated = next((each for each in reversed(found.metrics) if each.evaluation_loss is not None), None)
     if evaluated:
         shown = dataclasses.replace(shown, evaluation_loss=evaluated.evaluation_loss, evaluated_step=evaluated.step)
-    if last.step_s is None:  # no step was taken, and none is at risk
+    if last.step_s is None:  # only an evaluation: no steps are at risk
         return dataclasses.replace(shown, step=last.step)
     step = last.step
-    if shown.is_stale:  # what the other hosts' ranks say is newer
+    if shown.is_stale:  # the other hosts' heartbeats are newer
         beats = [beat.step for each in found.beats.values() for beat, _ in each]
         step = max(step, min(beats, default=0))
     if phase in MOVING and not shown.is_stale:
@@ -635,14 +633,14 @@ def _stepping(shown: TrainingStatus, found: Moment, last: StepMetrics) -> Traini
 
 
 def _is_stale(found: Moment) -> bool:
-    """Whether a live run's steps are no longer as they were: none came for long, or the host that tells them is not heard."""
+    """Return whether a live run's step values are outdated: it stalls, or the head host does not report."""
     if found.phase[0] not in (*MOVING, RunPhase.HUNG):
         return False
     return found.hang is not None or any(stall(found)) or found.head is None
 
 
 def _mfu_pct(found: Moment, rate: float | None, flops_per_token: float | None, world: int) -> float | None:
-    """Model FLOPs utilization: the model's FLOPs over the peak of the GPUs, if they are all the same model."""
+    """Return model FLOPs utilization in percent, if all GPUs are the same model; None if unknown."""
     peaks = {parsers.bf16_flops(gpu.name) for host in found.ours for gpu in host.gpus}
     peak = peaks.pop() if len(peaks) == 1 else None
     if not (rate and flops_per_token and peak and world):
@@ -658,7 +656,7 @@ def _age_s(host: HostView) -> float | None:
 
 
 def _network(found: Moment) -> str:
-    """Return what the training's collectives use: "IB 8x400", "SOCKET"; "" if unknown."""
+    """Return the transport of the collectives: "IB 8x400", "SOCKET", "gloo"; "" if unknown."""
     said = {run.net for run in found.heard.values()} - {""}
     if "SOCKET" in said:
         return "SOCKET"
@@ -671,7 +669,7 @@ def _network(found: Moment) -> str:
 
 
 def _ports(host: HostView, named: str) -> str:
-    """Return how many active ports a host has, and their Gb/s; only the named ports, if any are named."""
+    """Return the number of a host's active ports and their Gb/s; only of named ports, if any are named."""
     ports = [port for port in host.frame.ib if "ACTIVE" in port.state and port.rate.strip()]
     rates = [port.rate.split()[0] for port in ports if not named or port.device in named]
     return f" {len(rates)}x{rates[0]}" if rates else ""

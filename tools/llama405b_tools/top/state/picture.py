@@ -1,10 +1,7 @@
-"""What cluster-top knows at one moment, as values: for the screen, ``--json`` and Prometheus. Pure.
+"""The values that cluster-top shows at one moment: for the screen, ``--json`` and Prometheus. Pure.
 
-``None`` is unknown (a dash on screen), never 0. Times are seconds; ages count from the moment of the picture.
-
-What a cell of heat may show of a GPU or its rank.
-
-What is unknown, and what a host no longer tells, is left out: a graph then has a gap instead of an old value.
+``None`` means unknown (a dash on screen), never 0. Times are in seconds; ages count from the view's time. Metrics with unknown or
+outdated values are omitted, so that a graph has a gap instead of an old value.
 """
 
 import dataclasses
@@ -196,12 +193,12 @@ class HostRow:
 
     @property
     def is_heard(self) -> bool:
-        """Whether its values are of now; else they are the last that were heard."""
+        """Whether its values are current; else they are the last ones received."""
         return self.state not in UNHEARD
 
     @property
     def severity(self) -> int:
-        """0 good, 1 not as it should be, 2 useless to the run."""
+        """0: good, 1: degraded, 2: useless to the run."""
         return SEVERITY[self.state]
 
     @property
@@ -287,7 +284,7 @@ class Level(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Change:
-    """Something that changed."""
+    """An event: a change of a host or the run."""
 
     time: float  # when it was noticed; operator's clock, seconds since the epoch
     host: str
@@ -297,7 +294,7 @@ class Change:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Picture:
-    """Everything at one moment."""
+    """The whole cluster at one moment."""
 
     time: float  # operator's clock, seconds since the epoch
     interval_s: float
@@ -317,16 +314,16 @@ class Picture:
 
 
 class Quantity(NamedTuple):
-    """Something that every GPU (else rank) has."""
+    """A quantity of every GPU (or rank), as a heat map shows it."""
 
     name: str
     unit: str
     of: Callable[[HostRow, int], float | None]
     worst: Callable[[Iterable[float]], float]  # of several
     worst_name: str
-    between: tuple[float, float] | None  # the coldest and the hottest value; None: 0 and the highest there is
-    around: bool = False  # whether the median is in the middle of the scale
-    least: float = 0.0  # the hottest value is at least this: noise is no heat
+    between: tuple[float, float] | None  # coldest and hottest value; None: 0 and the maximum
+    around: bool = False  # whether the scale is centered on the median
+    least: float = 0.0  # lower bound of the hottest value, so that noise stays cold
 
     def scale(self, values: Sequence[float]) -> tuple[float, float]:
         """Return the coldest and the hottest value, given all values."""
@@ -339,14 +336,14 @@ class Quantity(NamedTuple):
 
 
 def rank_at(row: HostRow, i: int) -> RankRow | None:
-    """Return the rank on a host's GPU; without GPUs, its i-th rank."""
+    """Return the rank on a host's i-th GPU; without GPUs, its i-th rank."""
     if i < len(row.gpus):
         return next((rank for rank in row.ranks if rank.rank == row.gpus[i].rank), None)
     return row.ranks[i] if i < len(row.ranks) else None
 
 
 def n_units(row: HostRow) -> int:
-    """Return how many GPUs a host has; without them, how many ranks."""
+    """Return the number of a host's GPUs; without GPUs, of its ranks."""
     return len(row.gpus) or len(row.ranks)
 
 
@@ -369,7 +366,7 @@ def _busy(row: HostRow, i: int) -> float | None:
     return rank.busy_s if rank else None
 
 
-LEAST_GBIT = 0.01  # what an idle host's own services send and receive is less
+LEAST_GBIT = 0.01  # background traffic of an idle host is less
 LOWEST, HIGHEST = (min, "lowest"), (max, "highest")
 QUANTITIES = (
     Quantity("power", "% of limit", _gpu("power_pct"), *LOWEST, (0.0, 100.0)),
@@ -384,7 +381,7 @@ POWER, UTILIZATION, MEMORY, TEMPERATURE, CLOCK, NETWORK, BUSY = range(len(QUANTI
 
 
 def available(rows: Sequence[HostRow]) -> list[int]:
-    """Return which quantities some host tells."""
+    """Return the indices of the quantities that some host has."""
     return [
         i
         for i, each in enumerate(QUANTITIES)
@@ -445,7 +442,7 @@ class Sample(NamedTuple):
 
 
 def samples(pic: Picture) -> Iterator[Sample]:
-    """Yield everything that is known."""
+    """Yield all metrics with known values."""
     found: list[Found] = [("verdict", (str(pic.verdict),), 1.0), ("exit_code", (), float(pic.exit_code))]
     if pic.training:
         found += _of_run(pic.training)

@@ -1,6 +1,6 @@
-"""An incident on a simulated cluster: frames as the sampler would send them, for the demo and the tests. Pure.
+"""Simulate an incident on a cluster, as frames like the sampler's, for the demo and the tests. Pure.
 
-The screen is marked SIMULATED. N hosts with eight H100s each train, one GPU is slowed by heat, a rank hangs, and the
+The screen is marked SIMULATED. N hosts with eight H100s each train; one GPU is slowed by heat, a rank hangs, and the
 guard restarts the run from its checkpoint. nvidia-smi's fields are in its own format.
 """
 
@@ -36,7 +36,7 @@ Event = dict[str, Json]
 
 
 class _Stage(NamedTuple):
-    """What all hosts do for some time."""
+    """What all hosts do during one phase of the incident."""
 
     phase: str
     power: float  # share of a GPU's limit
@@ -54,7 +54,7 @@ GONE = _Stage("train", 0.17, 345, 0, "S", 0.03, 0.0)
 
 
 class Script(NamedTuple):
-    """When what happens, in seconds from BEGIN."""
+    """The times of the incident's events, in seconds from BEGIN."""
 
     hot: float
     cooled: float

@@ -1,9 +1,6 @@
-"""How things went, as far back as is known, in a bounded number of buckets. Pure.
+"""Keep quantities over minutes, hours and the whole run, in a bounded number of buckets. Pure.
 
-Quantities over minutes, hours and a whole run, in a bounded number of buckets.
-
-``take`` is called with every picture; what is drawn of it ends at the moment of a picture, so a screen that stands still can
-be drawn again.
+``take`` is called with every view. Graphs end at a view's time, so a paused screen can be redrawn.
 """
 
 import array
@@ -34,7 +31,7 @@ UNKNOWN = -1.0  # in an array
 
 
 class Bucket(NamedTuple):
-    """What a quantity was in a time."""
+    """Count, sum and range of a quantity's values in one time bucket."""
 
     n: int
     total: float
@@ -47,25 +44,25 @@ class Bucket(NamedTuple):
         return self.total / self.n
 
     def joined(self, other: "Bucket") -> "Bucket":
-        """Return both as one."""
+        """Return the union of two buckets."""
         low, high = min(self.low, other.low), max(self.high, other.high)
         return Bucket(self.n + other.n, self.total + other.total, low, high)
 
 
 @dataclasses.dataclass(slots=True)
 class Series:
-    """One quantity, in buckets of each window's length; those of the whole run grow with it."""
+    """One quantity over time, in buckets per window; those of the whole run grow with it."""
 
     rings: tuple[dict[int, Bucket], ...] = dataclasses.field(default_factory=lambda: tuple({} for _ in WINDOWS_S))
     run_bucket_s: float = WINDOWS_S[0] / N_BUCKETS
     last: float = -math.inf  # time of the last value
 
     def bucket_s(self, window: int) -> float:
-        """Return how long a bucket is."""
+        """Return the length of a bucket in seconds."""
         return self.run_bucket_s if math.isinf(WINDOWS_S[window]) else WINDOWS_S[window] / N_BUCKETS
 
     def add(self, time: float, value: float | None) -> None:
-        """Add a value, later than those before."""
+        """Add a value; its time must be later than the last."""
         if value is None or time <= self.last:
             return
         self.last = time
@@ -78,7 +75,7 @@ class Series:
             self._double()
 
     def _double(self) -> None:
-        """Make the buckets of the whole run twice as long."""
+        """Double the length of the whole run's buckets."""
         ring = self.rings[-1]
         before = list(ring.items())
         ring.clear()
@@ -89,7 +86,7 @@ class Series:
     def columns(self, window: int, begin: float, end: float, n: int) -> list[Bucket | None]:
         """Return ``n`` columns from ``begin`` to ``end``; None where nothing is known.
 
-        A value lasts until the next one, if that is not much later than those before were apart.
+        A value is held until the next one, up to about twice the usual gap between values.
         """
         ring, bucket_s = self.rings[window], self.bucket_s(window)
         inside = [(at, ring[at]) for at in ring if (at + 1) * bucket_s > begin and at * bucket_s <= end]
@@ -111,13 +108,13 @@ class Series:
         return columns
 
     def begins(self, window: int) -> float:
-        """Return when its first known value of a window was; infinity if there is none."""
+        """Return the time of a window's first value; infinity if there is none."""
         return next(iter(self.rings[window]), math.inf) * self.bucket_s(window)
 
 
 @dataclasses.dataclass(slots=True)
 class Grid:
-    """One quantity of every GPU (else rank) of every host, in columns of each window's length."""
+    """One quantity of every GPU (or rank) of every host over time, in columns per window."""
 
     columns: tuple[dict[int, "array.array[float]"], ...] = dataclasses.field(
         default_factory=lambda: tuple({} for _ in WINDOWS_S)
@@ -128,7 +125,7 @@ class Grid:
     run_column_s: float = WINDOWS_S[0] / N_COLUMNS
 
     def column_s(self, window: int) -> float:
-        """Return how long a column is."""
+        """Return the length of a column in seconds."""
         return self.run_column_s if math.isinf(WINDOWS_S[window]) else WINDOWS_S[window] / N_COLUMNS
 
     def add(self, time: float, values: "array.array[float]") -> None:
@@ -149,7 +146,7 @@ class Grid:
             ring.update(kept)
 
     def change(self, remap: Callable[["array.array[float]"], "array.array[float]"]) -> None:
-        """Give every column another order."""
+        """Reorder the values of every column."""
         for ring in self.columns:
             for at in ring:
                 ring[at] = remap(ring[at])
@@ -161,7 +158,7 @@ class Grid:
 def _mean(
     before: "array.array[float]", counts: "array.array[float]", new: "array.array[float]"
 ) -> tuple["array.array[float]", "array.array[float]"]:
-    """Return the mean of what was known, and of how many values each is."""
+    """Return the means updated with new values, and the count behind each."""
     means, ns = array.array("f"), array.array("f")
     for mean, n, value in zip(before, counts, new, strict=True):
         if value < 0:
@@ -173,13 +170,13 @@ def _mean(
     return means, ns
 
 
-LEAST_S = 20.0  # shown at first
+LEAST_S = 20.0  # shortest time span shown
 KEPT_MARKS = 500
 Layout = tuple[tuple[str, int], ...]  # hosts in order, and how many GPUs (else ranks) each has
 
 
 class Mark(NamedTuple):
-    """Something that happened at a moment."""
+    """An event on the time axis."""
 
     time: float
     kind: str  # s: save, e: evaluation, r: restart
@@ -187,7 +184,7 @@ class Mark(NamedTuple):
 
 @dataclasses.dataclass(slots=True)
 class Trends:
-    """What was seen since cluster-top was started, and of the run's steps also what its head told of before."""
+    """Everything sampled since cluster-top started, plus the run's earlier steps from its metrics."""
 
     run: str = ""
     steps: dict[str, Series] = dataclasses.field(default_factory=lambda: collections.defaultdict(Series))
@@ -244,7 +241,7 @@ class Trends:
             "cpu_pct": _mean_of(known(row.cpu_pct for row in heard)),
         }
         for name, value in sums.items():
-            if value is not None:  # or there would be a graph of nothing
+            if value is not None:  # else there would be an empty graph
                 self.sums[name].add(pic.time, value)
         self._lay_out(pic.hosts)
         for quantity, grid in zip(QUANTITIES, self.grids, strict=True):
@@ -258,7 +255,7 @@ class Trends:
         return values
 
     def _lay_out(self, rows: Sequence[HostRow]) -> None:
-        """Keep the order of the hosts; a host that has more GPUs than before moves those behind it."""
+        """Update the layout of hosts; a host with more GPUs than before shifts those after it."""
         before = dict(self.layout)
         layout = tuple((row.name, max(before.get(row.name, 0), n_units(row))) for row in rows)
         if layout == self.layout:
@@ -278,7 +275,7 @@ class Trends:
             grid.change(remap)
 
     def begins(self, window: int, now: float) -> tuple[float, float]:
-        """Return where a window begins, for the steps and for all else: its length before now, or where something is known."""
+        """Return where a window begins for steps and for samples: its length before now, or the first value."""
         steps, sums = (
             min((series.begins(window) for series in found.values()), default=now) for found in (self.steps, self.sums)
         )

@@ -1,8 +1,8 @@
-"""What stands out: hosts and GPUs against the others, and a run's pace, levels, phases and steps against its own past. Pure.
+"""Find deviations: hosts and GPUs against the others, and a run's pace, power, phases and steps against its own past. Pure.
 
-Deviations are judged against the median of the run's GPUs of that model, because a run is as fast as its slowest rank. Unknown values are
-never judged. A fall of everybody is no deviation from the median of the others: what all GPUs and links do is judged against their last ten
-minutes. A run may idle in every step (an update on the CPU) or while it saves: what is judged is a fall that lasts longer than any before.
+GPUs are judged against the median of the run's GPUs of the same model, because a run is as fast as its slowest rank. Unknown values are
+never judged. A fall of all GPUs or links together is judged against their last ten minutes. A run may idle in every step (an update on
+the CPU) or while it saves, so only a fall that lasts longer than any before counts.
 """
 
 import bisect
@@ -27,7 +27,7 @@ from llama405b_tools.top.state import thresholds
 from llama405b_tools.top.state.frames import Frame, Ram, StepMetrics
 from llama405b_tools.top.state.picture import RunPhase, known
 
-ALONE = {"data_s": "its batch", "optimizer_s": "clipping and update"}  # what each rank does alone
+ALONE = {"data_s": "its batch", "optimizer_s": "clipping and update"}  # parts of a step that each rank does on its own
 IB_ERRORS = {
     "symbol_error": "symbol errors",
     "link_downed": "link downs",
@@ -43,11 +43,11 @@ BeatId = tuple[str, int, float]  # identifies a silent rank's last heartbeat: ho
 
 
 class Note(NamedTuple):
-    """Something that stands out."""
+    """A finding about a host, GPU, rank or run."""
 
     key: str  # words without the numbers that change
     words: str
-    fields: tuple[str, ...] = ()  # of the row or cell that is drawn: those that show it
+    fields: tuple[str, ...] = ()  # fields of the drawn row or cell that show it
 
 
 HALTED = {
@@ -58,7 +58,7 @@ HALTED = {
 
 
 class Hang(NamedTuple):
-    """A rank that is silent, or a host that the others wait for."""
+    """A hang: the rank or host that the others wait for."""
 
     host: str
     age_s: float
@@ -69,7 +69,7 @@ class Hang(NamedTuple):
 def odd_gpus(
     gpus: Mapping[str, Sequence[GpuReport]], compared: Mapping[str, Collection[int]]
 ) -> dict[tuple[str, int], Note]:
-    """Return the GPUs that stand out, by host and index, each with its reason.
+    """Return the GPUs that deviate, by host and index, each with a note.
 
     ``compared``: by host, the indices of those that have a rank: they are compared with others of their model.
     """
@@ -104,7 +104,7 @@ class Usual(NamedTuple):
 
 
 def _oddities(gpu: GpuReport, usual: Usual) -> Iterator[Note]:
-    """Yield what stands out about one GPU."""
+    """Yield notes on one GPU."""
     if gpu.fault:
         yield Note("fault", gpu.fault)
     if gpu.slowed:
@@ -121,7 +121,7 @@ def _oddities(gpu: GpuReport, usual: Usual) -> Iterator[Note]:
 
 
 def _below(gpu: GpuReport, usual: Usual) -> Iterator[Note]:
-    """Yield power and clock below those of the others, which are busy."""
+    """Yield notes if power or clock are below the median of busy GPUs."""
     share = _share(gpu)
     if share is not None and share < thresholds.LOW_POWER * usual.power:
         yield Note("power", f"power {100 * share:.0f}% (median {100 * usual.power:.0f}%)", ("power_w",))
@@ -130,9 +130,9 @@ def _below(gpu: GpuReport, usual: Usual) -> Iterator[Note]:
 
 
 def halted_ranks(everyone: Sequence[tuple[str, Beat]]) -> Iterator[tuple[str, Beat, Note]]:
-    """Yield host and heartbeat of the ranks that cannot go on: their process is stopped, has ended or is gone.
+    """Yield host, heartbeat and note of ranks that cannot continue: their process is stopped, ended or gone.
 
-    A host on which no rank's process is found does not see them (they are in a container).
+    A host that sees none of its ranks' processes is skipped: they run in a container.
     """
     seen = {host for host, beat in everyone if beat.state}
     for host, beat in everyone:
@@ -141,7 +141,7 @@ def halted_ranks(everyone: Sequence[tuple[str, Beat]]) -> Iterator[tuple[str, Be
 
 
 def slow_ranks(everyone: Sequence[tuple[str, Beat]], step_s: float) -> Iterator[tuple[str, int, Note]]:
-    """Yield host and number of the ranks that delay the others: slow in what each does alone (batch, update)."""
+    """Yield ranks that delay the others by slow local work (batch, update): host, rank and note."""
     for key, what in ALONE.items():
         took = [(host, beat.rank, getattr(beat, key)) for host, beat in everyone]
         median = _median((took_s for _, _, took_s in took), math.inf)
@@ -156,7 +156,7 @@ def slow_ranks(everyone: Sequence[tuple[str, Beat]], step_s: float) -> Iterator[
 
 
 def behind(busy: Sequence[tuple[float, str, int]], step_s: float) -> Iterator[tuple[str, int, Note]]:
-    """Yield the rank that computes longer than the median rank, and what that costs: the others wait for it in every step.
+    """Yield the slowest rank if it is well behind the median rank; the others wait for it in every step.
 
     ``busy``: seconds of each rank in a step, its host and number.
     """
@@ -179,7 +179,7 @@ def _median(values: Iterable[float | None], otherwise: float) -> float:
 
 
 def host_notes(frame: Frame, before: Frame, best: Mapping[str, float]) -> list[Note]:
-    """Return what stands out on a host other than its GPUs.
+    """Return the notes on a host except those on its GPUs.
 
     ``before``: an earlier frame, for counters that have grown since; ``best``: of RDMA ports that were ever active, the best
     rate in Gb/s.
@@ -196,7 +196,7 @@ def _memory_notes(memory: Ram, before: Ram) -> Iterator[Note]:
 
 
 def full_disks(frame: Frame) -> list[tuple[str, int]]:
-    """Return the paths that a run writes to whose disk is nearly full, each with the bytes left."""
+    """Return the run's paths on nearly full disks, each with the free bytes."""
     return [(path, free) for path, free, total in frame.disks if nearly_full(free, total)]
 
 
@@ -224,7 +224,7 @@ def _port_notes(frame: Frame, before: Frame, best: Mapping[str, float]) -> Itera
 def is_hang(
     beat: Beat, age_s: float, gpus: Sequence[GpuReport], ages: Sequence[float], *, sure: bool, long: bool
 ) -> bool:
-    """Whether a silence is a hang: it may not be one if the rank's GPUs are busy or log lines arrive.
+    """Return whether a silence is a hang; it may not be if the rank's GPUs are busy or log lines arrive.
 
     ``ages``: seconds since the last log line on each host. ``sure``: it already was a hang. ``long``: the silence is so
     long that nothing is an excuse: NCCL keeps a GPU busy while it waits.
@@ -248,14 +248,14 @@ def hang_words(beat: Beat, age_s: float, gpus: Sequence[GpuReport], ages: Sequen
 
 
 def trouble_words(failure: Failure) -> str:
-    """Describe a failure: of a node runner that has ended, or of a rank whose node runner is about to end."""
+    """Describe a failure of a node runner, or of a rank whose node runner has not ended yet."""
     if failure.state or failure.decided or failure.cause.rank is None:
         return failure_words(failure)
     return f"{rank_words(failure.cause)} failed{given(': {}', clean(said_by_rank(failure.cause)))}"
 
 
 class Pace(NamedTuple):
-    """Seconds of a step: of the last ones, and what is expected."""
+    """The recent and the expected seconds per step."""
 
     recent_s: float
     expected_s: float
@@ -263,12 +263,12 @@ class Pace(NamedTuple):
 
     @property
     def is_slow(self) -> bool:
-        """Whether the last steps are slower than they should be."""
+        """Whether recent steps are slower than expected."""
         return self.expected_s < thresholds.PACE * self.recent_s
 
     @property
     def words(self) -> str:
-        """How long a step takes, and how much that differs from what is expected: ``a step takes 6.00 s, 3% more than planned``."""
+        """Compare recent and expected step time: ``a step takes 6.00 s, 3% more than planned``."""
         percent = round(100 * (self.recent_s / self.expected_s - 1))
         measure = "planned" if self.is_planned else "usual"
         if not percent:
@@ -279,14 +279,14 @@ class Pace(NamedTuple):
 
 @dataclasses.dataclass(slots=True)
 class Paces:
-    """The pace and the usual step, computed anew only when there is a new step: both look at thousands of them."""
+    """Caches the pace and the usual step time, which are computed from thousands of steps."""
 
     key: tuple[int, StepMetrics | None, float | None] = (0, None, None)
     pace: Pace | None = None
     usual_s: float | None = None
 
     def look(self, metrics: Sequence[StepMetrics], planned_s: float | None) -> "Paces":
-        """Return them for these steps."""
+        """Return the values for these steps, recomputed only if there is a new step."""
         key = len(metrics), metrics[-1] if metrics else None, planned_s
         if key != self.key:
             self.key, self.pace, self.usual_s = key, pace(metrics, planned_s), usual_s(metrics)
@@ -294,7 +294,7 @@ class Paces:
 
 
 def usual_s(metrics: Sequence[StepMetrics]) -> float | None:
-    """Return the median step of the run's best ten minutes, so that a run that has been slow for hours is not the measure."""
+    """Return the median step time of the run's best ten minutes, so that slow hours do not set the norm."""
     took = [each.step_s for each in metrics if each.step_s]
     return min(map(statistics.median, _blocks(took)), default=None)
 
@@ -312,10 +312,10 @@ def _blocks(took: Sequence[float]) -> Iterator[Sequence[float]]:
 
 
 def pace(metrics: Sequence[StepMetrics], planned_s: float | None) -> Pace | None:
-    """Return the pace of the last five steps, or of the last minute if they are shorter; None if it is not known yet.
+    """Return the pace of the last steps (at least five, and a minute); None if it is not known yet.
 
-    The first step of an attempt, which connects and compiles, is not judged. A run without a plan is judged against its own
-    first steps as soon as there are as many of them.
+    The first step of an attempt is excluded: it connects and compiles. A run without a plan is compared with its own
+    first steps, once there are as many of them.
     """
     attempt = list(itertools.takewhile(lambda each: each.attempt == metrics[-1].attempt, reversed(metrics)))[:-1]
     n = n_recent(attempt)
@@ -328,12 +328,12 @@ def pace(metrics: Sequence[StepMetrics], planned_s: float | None) -> Pace | None
     expected = [(value_s, is_planned) for value_s, is_planned in ((planned_s, True), (own_s, False)) if value_s]
     if not expected:
         return None
-    recent_s = statistics.mean(sorted(recent)[:-1])  # without the slowest: one slow step is no pace
+    recent_s = statistics.mean(sorted(recent)[:-1])  # without the slowest: a single slow step does not count
     return Pace(recent_s, *min(expected))
 
 
 def n_recent(newest_first: Iterable[StepMetrics]) -> int:
-    """Return how many of the steps make five steps and a minute; all, if they do not."""
+    """Return how many steps make up at least five steps and a minute; all, if there are fewer."""
     n, sum_s = 0, 0.0
     for each in newest_first:
         n, sum_s = n + 1, sum_s + (each.step_s or 0.0)
@@ -343,7 +343,7 @@ def n_recent(newest_first: Iterable[StepMetrics]) -> int:
 
 
 def slow_note(found: Pace | None) -> Iterator[Note]:
-    """Yield that the last steps are slower than expected, and by how much."""
+    """Yield a note if recent steps are slower than expected."""
     if found and found.is_slow:
         than = "planned" if found.is_planned else "usual"
         factor = found.recent_s / found.expected_s
@@ -352,7 +352,7 @@ def slow_note(found: Pace | None) -> Iterator[Note]:
 
 
 class Fall(NamedTuple):
-    """A level that has fallen."""
+    """A fall of a quantity below its usual level."""
 
     usual: float
     now: float
@@ -361,7 +361,7 @@ class Fall(NamedTuple):
 
 @dataclasses.dataclass(slots=True)
 class Level:
-    """One quantity over the last ten minutes in which the run trained."""
+    """One quantity over the last ten minutes of training."""
 
     # time, value
     samples: collections.deque[tuple[float, float]] = dataclasses.field(default_factory=collections.deque)
@@ -375,7 +375,7 @@ class Level:
             self.samples.popleft()
 
     def fall(self, every_s: float) -> Fall | None:
-        """Return how far it has fallen; None if it has not, or for no longer than it did before."""
+        """Return the current fall; None if there is none, or it is no longer than earlier ones."""
         values = [value for _, value in self.samples]
         if len(values) < thresholds.LEVEL_SAMPLES:
             return None
@@ -393,7 +393,7 @@ class Level:
 
 
 def _low_runs(samples: Sequence[tuple[float, float]], limit: float) -> list[tuple[float, float]]:
-    """Return when the value was below the limit, each time from its first to its last sample."""
+    """Return the time spans below the limit, each from its first to its last sample."""
     runs: list[tuple[float, float]] = []
     was_low = False
     for moment, value in samples:
@@ -405,7 +405,7 @@ def _low_runs(samples: Sequence[tuple[float, float]], limit: float) -> list[tupl
     return runs
 
 
-KEPT = 9  # times of a phase
+KEPT = 9  # durations kept per phase
 SHOWN = {
     Phase.FAILED: RunPhase.FAILED,
     Phase.START: RunPhase.STARTING,
@@ -431,7 +431,7 @@ ACTS = {
 
 
 class Stay(NamedTuple):
-    """A run in a phase other than training: for how long, and how long it usually takes."""
+    """How long a phase other than training has lasted, and how long it usually takes."""
 
     phase: Phase
     lasts_s: float
@@ -439,39 +439,39 @@ class Stay(NamedTuple):
 
     @property
     def words(self) -> str:
-        """How long it lasts: ``saving for 38m00s, usually 12s``."""
+        """Describe it: ``saving for 38m, usually 12s``."""
         usual = "" if self.usual_s is None else f", usually {span(self.usual_s)}"
         return f"{ACTS[self.phase]} for {span(self.lasts_s)}{usual}"
 
 
 @dataclasses.dataclass(slots=True)
 class PhaseTimes:
-    """How long each phase took so far, as far as that was seen."""
+    """The observed durations of each phase."""
 
     took: dict[Phase, collections.deque[float]] = dataclasses.field(default_factory=dict)
     current: tuple[Phase, float] | None = None  # and since when, by the clock of its rank
 
     def see(self, phase: Phase, since: float) -> None:
-        """Take the phase of one rank, always of the same."""
+        """Record the current phase of one rank, always the same rank."""
         if self.current and self.current[1] < since:
             before, began = self.current
             self.took.setdefault(before, collections.deque(maxlen=KEPT)).append(since - began)
         self.current = phase, since
 
     def usual_s(self, phase: Phase, told: Mapping[str, float]) -> float | None:
-        """Return the median time of a phase: as seen, else as the host tells; None if it is unknown."""
+        """Return the median duration of a phase: observed, else as the host reports; None if unknown."""
         if phase in self.took:
             return statistics.median(self.took[phase])
         return told.get(phase)
 
 
 def waited_for(phases: Container[Phase]) -> Phase:
-    """Return the phase of the rank that the others wait for."""
+    """Return the phase of the rank that holds up the others."""
     return next((phase for phase in SHOWN if phase in phases), Phase.START)
 
 
 def shown_phase(phases: Iterable[Phase]) -> RunPhase:
-    """Return one phase for all ranks: the one that the others wait for."""
+    """Return the run's phase: that of the rank that holds up the others."""
     return SHOWN[waited_for({*phases})]
 
 
@@ -487,7 +487,7 @@ class Past:
 
 
 class Measured(NamedTuple):
-    """The steps of this attempt, by the metrics and by the clock of the host that writes them."""
+    """The last step of this attempt and its times, by the clock of the host that writes the metrics."""
 
     step: int  # the last
     age_s: float  # since the last
@@ -495,7 +495,7 @@ class Measured(NamedTuple):
 
 
 def measured(metrics: Sequence[StepMetrics], attempt: int, now: float) -> Measured | None:
-    """Return what the metrics tell about an attempt; None if it has none, or if they do not tell their attempt and time."""
+    """Return an attempt's last step and times; None without metrics that have attempt and time."""
     if not metrics or metrics[-1].attempt != attempt:
         return None
     first = metrics[bisect.bisect_left(metrics, attempt, key=operator.attrgetter("attempt"))]
@@ -505,13 +505,13 @@ def measured(metrics: Sequence[StepMetrics], attempt: int, now: float) -> Measur
 
 
 def seconds_between(metrics: Sequence[StepMetrics], saved: int, step: int) -> float:
-    """Return how long the steps after one took: what was measured, and their mean for those of which there are no metrics."""
+    """Return the seconds of the steps after a checkpoint; steps without metrics count with the mean."""
     took = known(each.step_s for each in metrics if each.step > saved) or known([metrics[-1].step_s])
     return statistics.mean(took) * max(0, step - saved) if took else 0.0
 
 
 def unusual(metrics: Sequence[StepMetrics]) -> Iterator[Note]:
-    """Yield what stands out about the last steps, other than how long they take."""
+    """Yield notes on the last steps, except on their duration."""
     last = metrics[-1]
     if last.step_s is None:
         return
@@ -527,7 +527,7 @@ def unusual(metrics: Sequence[StepMetrics]) -> Iterator[Note]:
 
 
 def _high_loss(losses: Sequence[float | None]) -> Iterator[Note]:
-    """Yield that the loss stays above its median: the higher it is, the sooner that is told."""
+    """Yield a note if the loss stays above its median; the higher, the sooner."""
     for times, n in thresholds.HIGH_LOSS:
         if usual := _exceeded(losses, times, n):
             words = f"the loss is {losses[-1]:.4g}, for {n} steps above {times:g} times its median of {usual:.4g}"
@@ -536,14 +536,14 @@ def _high_loss(losses: Sequence[float | None]) -> Iterator[Note]:
 
 
 def _retries(metrics: Sequence[StepMetrics]) -> int:
-    """Return how many more the allocator of rank 0 counts than some steps before, in this attempt."""
+    """Return the allocator retries of rank 0 within the recent steps of this attempt."""
     recent = [each for each in metrics if each.attempt == metrics[-1].attempt][-thresholds.RECENT_STEPS :]
     counts = [each.num_alloc_retries for each in recent if each.num_alloc_retries is not None]
     return max(0, counts[-1] - counts[0]) if counts else 0
 
 
 def _exceeded(values: Sequence[float | None], times: float, n: int) -> float | None:
-    """Return the median of the values before the last ``n``, if each of these exceeds so many times the median."""
+    """Return the median before the last ``n`` values, if each of these exceeds it ``times`` times."""
     before, recent = known(values[:-n]), known(values[-n:])
     if len(before) < thresholds.USUAL_LOSS_STEPS or not recent:
         return None
@@ -565,7 +565,7 @@ def without_heartbeat(ranks: range, beats: Sequence[Beat], late: Sequence[Beat])
 
 
 def without_metrics(found: Measured | None, beats: Sequence[tuple[Beat, float]], patience_s: float) -> Iterator[Note]:
-    """Yield that the metrics stand while the ranks of the host that writes them go on.
+    """Yield a note if the metrics have stopped while the ranks of the host that writes them continue.
 
     ``beats``: theirs, with the age of each. Steps without a target have no metrics, and never are many in a row.
     """
