@@ -49,7 +49,7 @@ def test_save_profile_memory_and_stacks(work, cli, demo, corpus, ask):
 
     typed = cli(work, "ask", "asked", "profile", "--steps", 2)
     others = "the files of the other 1 rank are in the same place on their hosts"
-    assert re.fullmatch(rf"a profile of 2 steps: \S+/profile-rank-0\S+ on node-a, {others}\n", typed.stdout), typed
+    assert re.fullmatch(rf"a profile of 2 steps: \S+/profile-rank-0\S+ on node-a; {others}\n", typed.stdout), typed
     profile = next(event for event in reversed(ask.events("asked")) if event.kind is EventKind.ANSWERED)
     traces = sorted((work / "runs/asked/diagnosis").glob("profile-rank-*"))
     assert [path.name.split("-step-")[0] for path in traces] == ["profile-rank-0", "profile-rank-1"]

@@ -229,7 +229,7 @@ def test_one_tensor_at_a_time_is_in_memory(at, tmp_path, monkeypatch):
     [
         (lambda step: flip(step / ".metadata"), ".metadata: its content does not match its checksum"),
         (lambda step: flip(data_file(step, 0, "0-3")), r"__0_\d.distcp: its content does not match its checksum"),
-        (lambda step: data_file(step, 0, "0-3").write_bytes(b""), r"__0_\d.distcp: missing, or not of the size"),
+        (lambda step: data_file(step, 0, "0-3").write_bytes(b""), r"__0_\d.distcp: missing, or its size differs "),
         (lambda step: flip(step / "manifest.json"), "its manifest does not verify"),
         (lambda step: (step / "manifest.json").unlink(), "has no manifest"),
     ],
@@ -460,7 +460,7 @@ def test_an_older_models_file_is_not_trusted(tiny, tmp_path, monkeypatch):
         ("torn", lambda file: file.write_bytes(file.read_bytes()[:-3000]), "cannot be read"),
         ("gone", lambda file: file.unlink(), "missing; download the files of the index"),
         ("list", lambda file: torch.save([torch.ones(1)], file), "is not a dictionary of tensors"),
-        ("more", lambda file: torch.save(torch.load(file) | {"x": torch.ones(1)}, file), "has x, which a model of"),
+        ("more", lambda file: torch.save(torch.load(file) | {"x": torch.ones(1)}, file), "has x, but a model of"),
     ):
         _pickle(tiny, tmp_path / name)
         file = tmp_path / name / "pytorch_model-00002-of-00002.bin"
