@@ -74,7 +74,7 @@ class Rank:
 
 
 # Defaults of variables that CUDA and NCCL read at start: less fragmentation, and a dump of the last collectives when one times out
-# (to the path given to ``record_flights`` says).
+# (where ``record_flights`` says).
 CUDA_ENV = {
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",
     "TORCH_FR_BUFFER_SIZE": "2000",
