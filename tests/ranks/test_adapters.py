@@ -213,7 +213,7 @@ def test_peft_loads_what_is_exported_and_merging_computes_the_same(demo, tmp_pat
     wrong = _run(demo, tmp_path / "wrong", *more, "--adapter.rank", 4)
     assert wrong.returncode == 2
     assert "--adapter.path: " in wrong.stderr
-    assert "write --adapter.rank 3 --adapter.alpha 32.0 --adapter.targets q_proj,k_proj,v_proj" in wrong.stderr
+    assert "use --adapter.rank 3 --adapter.alpha 32.0 --adapter.targets q_proj,k_proj,v_proj" in wrong.stderr
 
 
 def test_what_is_merged_into_other_weights_is_refused_and_its_own_files_are_kept(demo, tmp_path, monkeypatch):
