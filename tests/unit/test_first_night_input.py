@@ -14,7 +14,10 @@ SCRIPT = ROOT / "scripts/first_night.sh"
     ("words", "said"),
     [
         ("", "name a hosts file"),
-        ("absent", "absent: cannot be read (No such file or directory); pass the path of a hosts file"),
+        (
+            "absent",
+            "absent: cannot be read (No such file or directory); pass the path of a hosts file (one host per line), or cd to its directory",
+        ),
         ("one", "one: name two hosts, a line each"),
         ("range", "range: name two hosts, a line each"),
         ("hosts one", "one is one hosts file too many"),

@@ -339,6 +339,7 @@ def rewritten(directory, renamed, more=()):
 
 
 LAYER = "model.layers.0.self_attn.q_proj"
+UNMERGED = "belongs to an adapter that is not merged; merge"
 
 
 @pytest.mark.parametrize(
@@ -348,8 +349,8 @@ LAYER = "model.layers.0.self_attn.q_proj"
         (str, {f"{LAYER}.weight_scale": torch.ones(2)}, "weight_scale belongs to quantized weights (such as FP8); "),
         (str, {f"{LAYER}.qweight": torch.ones(2, dtype=torch.int32)}, "qweight belongs to quantized weights (GPTQ or AWQ); "),
         (str, {f"{LAYER}.weight.absmax": torch.ones(2)}, "weight.absmax belongs to quantized weights (bitsandbytes); "),
-        (lambda name: name.replace("q_proj.", "q_proj.base_layer."), {}, "base_layer.weight belongs to an adapter that is not merged"),
-        (str, {f"base_model.model.{LAYER}.lora_A.weight": torch.ones(2, 2)}, "lora_A.weight belongs to an adapter that is not merged"),
+        (lambda name: name.replace("q_proj.", "q_proj.base_layer."), {}, f"base_layer.weight {UNMERGED}"),
+        (str, {f"base_model.model.{LAYER}.lora_A.weight": torch.ones(2, 2)}, f"lora_A.weight {UNMERGED}"),
         (lambda name: f"_orig_mod.{name}", {}, "its files call model.embed_tokens.weight '_orig_mod.model.embed_tokens.weight', and"),
         (lambda name: name.removeprefix("model."), {}, "its files call model.embed_tokens.weight 'embed_tokens.weight', and other"),
         (lambda name: f"module.{name}", {}, "save the model with transformers' save_pretrained, which writes the standard names"),

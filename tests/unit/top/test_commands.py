@@ -156,7 +156,7 @@ def test_q_never_hangs_on_a_command(monkeypatch):
         await screen.until(lambda: screen.top.commands["llama405b stop --run r"].lines, pilot)
         screen.command = screen.top.commands["llama405b stop --run r"]
         await pilot.press("q")
-        assert "press q again" in screen.top.ui.hint
+        assert "press q again to kill it and quit" in screen.top.ui.hint
         assert screen.top._exit is False
         await pilot.press("j", "q")
         assert screen.top._exit is False  # another key came between
