@@ -20,15 +20,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.update import UNITS, WIDTH, Case, Trace, stand_in_model
-from llama405b.checkpoint.saving import THREADS, Saved, Saving
+from llama405b.checkpoint.saving import THREADS, CheckpointSaver, SavedCheckpoint
 from llama405b.checkpoint.store import Store
-from llama405b.contract.checkpoints import Reached, RunIdentity
+from llama405b.contract.checkpoints import RunIdentity, TrainedSoFar
 from llama405b.contract.errors import UserError
 from llama405b.contract.paths import RunDir
 from llama405b.distributed import ranks
 from llama405b.distributed.ranks import Rank
 from llama405b.optim.adamw import build_optimizer, state_tensors
-from llama405b.optim.offload import OffloadedAll, UnitState, UpdateParams
+from llama405b.optim.offload import HostUpdater, UnitState, UpdateParams
 from llama405b.settings.schema import Optimizer
 
 SHARES = (0.5, 4.0)  # of a step: what a save takes
@@ -50,10 +50,10 @@ class _Training:
             owner = nn.Module()
             master.add_module(name.partition(".")[0], owner)
             owner.weight = nn.Parameter(torch.randn(n_bytes // BYTES_PER_PARAMETER // UNITS))
-        self.updater = OffloadedAll(
+        self.updater = HostUpdater(
             self.model, master, build_optimizer(master, Optimizer()), torch.device("cpu"), lambda _: None
         )
-        self.updater._update = self._stand_in
+        self.updater._update_unit = self._stand_in
         self.x, self.step_s = torch.randn(2, WIDTH), 0.0
 
     def _stand_in(self, part: UnitState, _sums: Sequence[Sequence[Tensor]], step: UpdateParams) -> None:
@@ -80,25 +80,25 @@ class _Saves:
     def __init__(self, training: _Training, directory: Path, me: Rank) -> None:
         self.training, self.number = training, 0
         self.store = Store(directory / "checkpoints", KEEP, me, run=RunDir(directory))
-        self.store.take()
-        self.saving = Saving(self.store)
+        self.store.acquire()
+        self.saving = CheckpointSaver(self.store)
 
     def begin(self, *, beside: bool = False) -> None:
         """Begin the next one."""
         self.number += 1
         self.saving.begin(
-            self.number, self.training.updater, IDENTITY, Reached(0), self.training.step_s if beside else None
+            self.number, self.training.updater, IDENTITY, TrainedSoFar(0), self.training.step_s if beside else None
         )
 
-    def finish(self) -> Saved:
+    def finish(self) -> SavedCheckpoint:
         """Wait for it.
 
         Raises:
             UserError: It could not be written.
         """
         outcome = self.saving.finish()
-        self.saving.pruned()
-        if not isinstance(outcome, Saved):
+        self.saving.finish_pruning()
+        if not isinstance(outcome, SavedCheckpoint):
             raise outcome or UserError("checkpoint: nothing was saved")
         return outcome
 
@@ -107,7 +107,7 @@ def bench_checkpoint(gb: float, saves: int, directory: Path | None) -> tuple[dic
     """Measure what ``saves`` checkpoints of ``gb`` GB cost: see the module."""
     n_bytes = int(gb * 1e9)
     with tempfile.TemporaryDirectory(dir=directory, prefix="bench-checkpoint-") as scratch:
-        me = ranks.join("cpu", 600)
+        me = ranks.join_process_group("cpu", 600)
         try:
             training = _Training(n_bytes)
             work = _Saves(training, Path(scratch), me)

@@ -22,8 +22,15 @@ from pathlib import Path
 from llama405b.contract.errors import RunError
 from llama405b.contract.hashes import BlockHasher
 from llama405b_tools.agent import transfer
-from llama405b_tools.agent.transfer import ACCEPT_S, CHUNK, DirectorySource, NextHop, Receiver, list_files
-from llama405b_tools.text.figures import format_table
+from llama405b_tools.agent.transfer import (
+    ACCEPT_TIMEOUT_S,
+    CHUNK_BYTES,
+    DirectorySource,
+    NextHost,
+    Receiver,
+    list_files,
+)
+from llama405b_tools.text.figures import format_columns
 
 PORT, TOKEN = 29_417, "bench"
 N_FILES = 4
@@ -74,7 +81,7 @@ def copies(gb: float, mbit: int, repeat: int, directory: Path | None) -> int:
                 f"{memory / (1 << 20):.0f}",
             )
         )
-    print(format_table(("form", "seconds", "GB/s", "sender: CPU s/GB", "receiver: CPU s/GB", "extra MiB"), rows))
+    print(format_columns(("form", "seconds", "GB/s", "sender: CPU s/GB", "receiver: CPU s/GB", "extra MiB"), rows))
     ours, plain = (float(row[2]) for row in rows)
     print(f"ours / plain: {ours / plain:.2f}")
     if mbit:
@@ -85,10 +92,10 @@ def copies(gb: float, mbit: int, repeat: int, directory: Path | None) -> int:
 def write_files(directory: Path, n_bytes: int) -> None:
     """Write a few files of bytes that cannot be compressed, and flush them."""
     directory.mkdir()
-    piece = secrets.token_bytes(CHUNK)
+    piece = secrets.token_bytes(CHUNK_BYTES)
     for number in range(N_FILES):
         with (directory / f"{number}.distcp").open("wb") as file:
-            for _ in range(n_bytes // N_FILES // CHUNK):
+            for _ in range(n_bytes // N_FILES // CHUNK_BYTES):
                 file.write(piece)
             file.flush()
             os.fsync(file.fileno())
@@ -155,17 +162,17 @@ def _end(form: str, end: str, path: Path, address: str) -> Ended:
         link = receiver.accept()
         began = time.monotonic()
         receiver.receive(link, None)
-        if receiver.bad:
-            raise SystemExit(receiver.bad)
+        if receiver.faults:
+            raise SystemExit(receiver.faults)
     elif form == "ours":
         began = time.monotonic()
-        with transfer.connect_to(NextHop((address,), PORT, TOKEN)) as link:
+        with transfer.connect_to_host(NextHost((address,), PORT, TOKEN)) as link:
             transfer.send_files(
-                DirectorySource(path, list_files(path)[0], known=known.get), TOKEN, link, lambda _: None
+                DirectorySource(path, list_files(path)[0], known_blocks=known.get), TOKEN, link, lambda _: None
             )
     elif listener:
         path.mkdir()
-        listener.settimeout(ACCEPT_S)
+        listener.settimeout(ACCEPT_TIMEOUT_S)
         link = listener.accept()[0]
         began = time.monotonic()
         _receive_plainly(link, path)
@@ -180,13 +187,13 @@ def _end(form: str, end: str, path: Path, address: str) -> Ended:
 
 
 def _receive_plainly(link: socket.socket, path: Path) -> None:
-    buffer = memoryview(bytearray(CHUNK))
+    buffer = memoryview(bytearray(CHUNK_BYTES))
     while header := link.recv(64, socket.MSG_WAITALL):
         name, size = header.decode().split()
         left = int(size)
         with (path / name).open("wb", buffering=0) as file:
             while left:
-                count = link.recv_into(buffer[: min(CHUNK, left)])
+                count = link.recv_into(buffer[: min(CHUNK_BYTES, left)])
                 if not count:
                     raise SystemExit("the sender stopped")
                 file.write(buffer[:count])
@@ -199,7 +206,7 @@ def _hashes(path: Path) -> dict[str, tuple[str, ...]]:
     for file in path.iterdir():
         hasher = BlockHasher()
         with file.open("rb") as opened:
-            while chunk := opened.read(CHUNK):
+            while chunk := opened.read(CHUNK_BYTES):
                 hasher.update(chunk)
         found[file.name] = hasher.blocks
     return found

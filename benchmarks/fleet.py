@@ -14,15 +14,15 @@ from pathlib import Path
 
 from benchmarks.rig import BARE_RUN, Cost, Said, checked, least, now, stub_launch, stubbed
 from llama405b.contract import reader
-from llama405b.contract.errors import UserError, given
+from llama405b.contract.errors import UserError, fmt_if
 from llama405b_tools.agent.launch_facts import LaunchFacts, ProbeRequest
-from llama405b_tools.agent.messages import KEEP, Kept, Started, StartRequest
-from llama405b_tools.hosts.fleet import MAX_AT_ONCE, Dialogue, Fleet
+from llama405b_tools.agent.messages import COMMIT, Committed, StartReply, StartRequest
+from llama405b_tools.hosts.fleet import MAX_AT_ONCE, Fleet, JsonSession
 from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.hosts.ssh import Ssh
 from llama405b_tools.run.backends import stop_launch
 from llama405b_tools.run.query import STATUS_TIMEOUT_S, ask_hosts
-from llama405b_tools.text.figures import format_table
+from llama405b_tools.text.figures import format_columns
 
 
 def fleet(hosts: Sequence[Host], path: Path, repeat: int, *, launches: bool) -> int:
@@ -39,7 +39,7 @@ def fleet(hosts: Sequence[Host], path: Path, repeat: int, *, launches: bool) -> 
         (name, f"{cost.wall_s:.2f}", f"{cost.cpu_s / len(hosts) * 1000:.1f}", f"{cost.wall_s / bare.wall_s:.2f}")
         for name, cost in rows
     ]
-    print(format_table((f"{len(hosts)} hosts", "wall s", "CPU ms per host", "x bare true"), shown), flush=True)
+    print(format_columns((f"{len(hosts)} hosts", "wall s", "CPU ms per host", "x bare true"), shown), flush=True)
     if launches:
         print(f"launch: {rows[-1][1].wall_s / rows[-2][1].wall_s:.2f} x the bare fan-out of the same commands")
     return 0
@@ -48,7 +48,7 @@ def fleet(hosts: Sequence[Host], path: Path, repeat: int, *, launches: bool) -> 
 def _fan_outs(hosts: Sequence[Host]) -> dict[str, Callable[[], None]]:
     """Return ways to run ``true`` on every host, with every installed tool."""
     names = ",".join(host.name for host in hosts)
-    ssh = given("-F {}", os.environ.get("LLAMA405B_SSH_CONFIG"))
+    ssh = fmt_if("-F {}", os.environ.get("LLAMA405B_SSH_CONFIG"))
     found: dict[str, Callable[[], None]] = {"bare paramiko, true": lambda: _bare(hosts, _true)}
     if shutil.which("pdsh"):
         env = os.environ | {"PDSH_SSH_ARGS_APPEND": ssh}
@@ -88,13 +88,13 @@ def _replay(hosts: Sequence[Host], said: Said) -> Cost:
                 asks = dataclasses.replace(request, run=BARE_RUN)
             elif isinstance(request, StartRequest):
                 asks = dataclasses.replace(request, plan=other)
-            dialogue = Dialogue(connection.stream(found.command(host.name, action), reader.dumps(asks) + "\n"))
+            dialogue = JsonSession(connection.stream(found.command(host.name, action), reader.dumps(asks) + "\n"))
             if isinstance(request, StartRequest):
-                dialogue.answer(Started, STATUS_TIMEOUT_S)
-                dialogue.say(KEEP)
-                dialogue.answer(Kept, STATUS_TIMEOUT_S)
+                dialogue.receive(StartReply, STATUS_TIMEOUT_S)
+                dialogue.send(COMMIT)
+                dialogue.receive(Committed, STATUS_TIMEOUT_S)
             else:
-                dialogue.answer(LaunchFacts, STATUS_TIMEOUT_S)
+                dialogue.receive(LaunchFacts, STATUS_TIMEOUT_S)
             dialogue.end_input()
             dialogue.close()
 

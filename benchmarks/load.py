@@ -35,7 +35,7 @@ from llama405b.model import llama as model
 from llama405b.parallel import fsdp, load_weights
 from llama405b.settings.schema import Numerics, Parallel
 from llama405b.spec import models
-from llama405b.spec.tensors import INDEX, chunk, read_tensors
+from llama405b.spec.tensors import INDEX_FILE, read_tensors, shard_range
 
 Figures = dict[str, float]  # of one way of loading, by name
 GIB = 1 << 30
@@ -132,7 +132,7 @@ def write_random(directory: Path, gb: float) -> models.Llama:
         tensors = {name: torch.empty(shape, dtype=torch.bfloat16).normal_(std=0.02) for name, shape in shapes.items()}
         save_file(tensors, directory / file, {"format": "pt"})
     index = {name: file for file, shapes in groups.items() for name in shapes}
-    (directory / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    (directory / INDEX_FILE).write_text(json.dumps({"metadata": {}, "weight_map": index}))
     return llama
 
 
@@ -190,7 +190,7 @@ def _rank(
     parallel = Parallel(numerics=numerics)
     master = fsdp.shard_dtype(parallel)
     module = model.build_on_meta(config, "sdpa", torch.bfloat16 if form == "careful" else master)
-    fsdp.shard(module, parallel, me.device)
+    fsdp.shard_model(module, parallel, me.device)
     dist.barrier()  # do not count the connections and buffers of the first collective
     with _Peak() as peak:
         began = time.perf_counter()
@@ -206,12 +206,12 @@ def _rank(
     shards = read if form == "plain" else sum(p.data.to_local().nbytes for p in module.parameters())
     if me.is_rank0:
         results.put({"seconds": seconds, "shard_bytes": shards, "peak_above_shards_bytes": peak.above - shards})
-    ranks.leave()
+    ranks.leave_process_group()
 
 
 def _baseline(module: Any, directory: Path, me: ranks.Rank, dtype: torch.dtype) -> None:
     whole = LlamaForCausalLM.from_pretrained(directory, dtype=dtype).state_dict() if me.is_rank0 else {}
-    load_weights.materialise(module, me)
+    load_weights.materialize(module, me)
     set_model_state_dict(module, whole, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
 
 
@@ -220,7 +220,7 @@ def _read_plainly(directory: Path, me: ranks.Rank) -> int:
     pieces = []
     for info in read_tensors(directory).values():
         row_bytes = info.n_bytes // info.shape[0]
-        start, stop = chunk(info.shape[0], me.rank, me.world)
+        start, stop = shard_range(info.shape[0], me.index, me.world_size)
         pieces.append(np.empty((stop - start) * row_bytes, dtype=np.uint8))
         with info.file.open("rb", buffering=0) as file:
             file.seek(info.offset + start * row_bytes)

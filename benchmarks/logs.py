@@ -9,7 +9,7 @@ from pathlib import Path
 from benchmarks.rig import RUN, SETTLE_S, checked, least, ssh_argv, stub_launch
 from llama405b.contract.errors import UserError
 from llama405b_tools.hosts.inventory import Host
-from llama405b_tools.text.figures import format_table
+from llama405b_tools.text.figures import format_columns
 
 
 def logs(hosts: Sequence[Host], path: Path, lines: int, repeat: int) -> int:
@@ -25,7 +25,9 @@ def logs(hosts: Sequence[Host], path: Path, lines: int, repeat: int) -> int:
         ("llama405b logs --fold", least(lambda: checked([*argv, "--fold"]), repeat)),
     ]
     shown = [(name, f"{cost.wall_s:.2f}", f"{total / cost.wall_s:,.0f}", f"{cost.cpu_s:.2f}") for name, cost in rows]
-    print(format_table((f"{len(hosts)} hosts, {total:,} lines", "wall s", "lines/s", "CPU s here"), shown), flush=True)
+    print(
+        format_columns((f"{len(hosts)} hosts, {total:,} lines", "wall s", "lines/s", "CPU s here"), shown), flush=True
+    )
     return 0
 
 

@@ -4,18 +4,18 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from llama405b.contract.errors import GOOD, RunError
-from llama405b.predict.calibration import Point
+from llama405b.contract.errors import EXIT_OK, RunError
+from llama405b.predict.calibration import MeasuredStep
 from llama405b.predict.estimate import Cluster, Estimate
 from llama405b.predict.hardware import Gpu
-from llama405b.predict.run_shape import RunShape
-from llama405b.predict.search import Outlook, known_shape
+from llama405b.predict.run_shape import PredictedRun
+from llama405b.predict.search import Prediction, find_model_shape
 from llama405b.settings.axes import Axes
-from llama405b.settings.config import on_ranks
+from llama405b.settings.config import with_global_batch
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.launch import request as asked
-from llama405b_tools.launch.probes import calibrate, point
+from llama405b_tools.launch.probes import calibrate, measure_steps
 from llama405b_tools.launch.request import LaunchRequest
 
 GB = 1e9
@@ -41,15 +41,15 @@ def predicted(hosts: Sequence[Host], file: Path, repeat: int) -> int:
     with Fleet(hosts) as fleet:
         for number in range(1, repeat + 1):
             request = _request(file)
-            whole = point(request, hosts, fleet, 0)
+            whole = measure_steps(request, hosts, fleet, 0)
             plan = _uncalibrated(request, world)
-            found = calibrate(request, hosts, fleet, plan.load, plan.cluster.gpu, "")
-            _tell(f"{number}", plan.calibrated(found).needs, whole)
+            found = calibrate(request, hosts, fleet, plan.run, plan.cluster.gpu, "")
+            _tell(f"{number}", plan.with_calibration(found).needs, whole)
             for name, flags in OTHERS.items():
                 other = _request(file, *flags)
-                needs = _uncalibrated(other, world).calibrated(found).needs
-                _tell(f"{number}  {name}", needs, point(other, hosts, fleet, 0))
-    return GOOD
+                needs = _uncalibrated(other, world).with_calibration(found).needs
+                _tell(f"{number}  {name}", needs, measure_steps(other, hosts, fleet, 0))
+    return EXIT_OK
 
 
 def _request(file: Path, *flags: str) -> LaunchRequest:
@@ -57,15 +57,17 @@ def _request(file: Path, *flags: str) -> LaunchRequest:
     return asked.parse_launch([str(file), "--run", run, "--preset", "demo", *flags], time.time())
 
 
-def _uncalibrated(request: LaunchRequest, world: int) -> Outlook:
+def _uncalibrated(request: LaunchRequest, world: int) -> Prediction:
     assert request.config
-    if (llama := known_shape(request.config, "demo")) is None:
+    if (llama := find_model_shape(request.config, "demo")) is None:
         raise RunError("the demo's model is not on this machine; run this where the first host runs")
-    cluster = Cluster(Gpu.of_cpu(0.0)) if request.on_cpu else Cluster()
-    return Outlook.of(RunShape.of(llama, on_ranks(request.config, Axes(dp_shard=world)), world), cluster)
+    cluster = Cluster(Gpu.for_cpu(0.0)) if request.on_cpu else Cluster()
+    return Prediction.from_run(
+        PredictedRun.from_config(llama, with_global_batch(request.config, Axes(dp_shard=world)), world), cluster
+    )
 
 
-def _tell(what: str, needs: Estimate, whole: Point) -> None:
+def _tell(what: str, needs: Estimate, whole: MeasuredStep) -> None:
     assert needs.time
     pairs = [(name, getattr(needs.time, name), getattr(whole, name)) for name in TIMES]
     pairs.append(("memory_gb", (needs.gpu_reserved_bytes or needs.gpu_bytes) / GB, whole.peak_bytes / GB))

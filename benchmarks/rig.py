@@ -101,7 +101,7 @@ def stub_run(hosts: Sequence[Host], path: Path, program: str = "stub", said: Sai
     request = asked.parse_launch([str(path), "--run", RUN, "--resume", "auto", *anywhere, "--", program], time.time())
     stubbed_hosts = stubbed(hosts)
     with Fleet(hosts) as found:
-        found.each(functools.partial(_write_stub, found))
+        found.call_each(functools.partial(_write_stub, found))
     heard: Said = {}
     with Overheard(stubbed_hosts, heard) as found:
         begin = now()

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from llama405b.contract.errors import GOOD, UserError
+from llama405b.contract.errors import EXIT_OK, UserError
 from llama405b.settings.command import OneLineParser
 from llama405b_tools.hosts.fleet import read_hosts
 from llama405b_tools.verbs.arguments import add_hosts
@@ -55,7 +55,7 @@ def here(args: argparse.Namespace) -> int:
     """Measure on this machine, and print the report."""
     report, text = _measured(args)
     print(json.dumps(report) if args.json else text)
-    return GOOD
+    return EXIT_OK
 
 
 def _measured(args: argparse.Namespace) -> tuple[dict[str, Any], str]:

@@ -22,7 +22,7 @@ from llama405b.optim.adamw import build_optimizer
 from llama405b.optim.build_updater import build_updater
 from llama405b.optim.step import train_step
 from llama405b.parallel import fsdp, load_weights
-from llama405b.parallel.passes import OneByOne
+from llama405b.parallel.passes import MicrobatchLoop
 from llama405b.settings.schema import Optimizer, Parallel
 from llama405b.spec import models
 
@@ -35,7 +35,7 @@ SEQ = 128
 
 def bench_step(pairs: int) -> tuple[dict[str, Any], str]:
     """Take ``pairs`` steps each, in turns."""
-    me = ranks.join("cpu", 60)
+    me = ranks.join_process_group("cpu", 60)
     try:
         ours, by_hand = in_turns(_ours(me), _by_hand(me), pairs, time.process_time)
     finally:
@@ -48,9 +48,9 @@ def bench_step(pairs: int) -> tuple[dict[str, Any], str]:
 def _model(me: Rank) -> nn.Module:
     config = LlamaConfig(**SHAPE)
     module = llama.build_on_meta(config, "sdpa", torch.float32)
-    fsdp.shard(module, Parallel(numerics="fp32"), me.device)
+    fsdp.shard_model(module, Parallel(numerics="fp32"), me.device)
     shape = models.parse_llama(config.to_dict() | {"architectures": None}, "the benchmark's model")
-    load_weights.load(module, Path(), "local", me, lambda *_: None, random=shape)
+    load_weights.load(module, Path(), "local", me, lambda *_: None, random_shape=shape)
     checkpoint_activations(module)
     return module
 
@@ -59,7 +59,7 @@ def _ours(me: Rank) -> Callable[[], object]:
     module = _model(me)
     updater = build_updater(module, Optimizer(), Parallel(numerics="fp32"), me.device)
     x = torch.randint(0, SHAPE["vocab_size"], (1, SEQ))
-    return lambda: train_step(OneByOne(module, 1), updater, [Batch(x, x.roll(-1))], max_norm=1.0)
+    return lambda: train_step(MicrobatchLoop(module, 1), updater, [Batch(x, x.roll(-1))], max_norm=1.0)
 
 
 def _by_hand(me: Rank) -> Callable[[], object]:

@@ -20,14 +20,14 @@ from pathlib import Path
 
 from benchmarks.rig import RUN, least, ssh_argv, stub_run
 from llama405b.contract import reader
-from llama405b.contract.errors import UserError, given
+from llama405b.contract.errors import UserError, fmt_if
 from llama405b.contract.records import Heartbeat, Phase
 from llama405b_tools.hosts.fleet import MAX_AT_ONCE, Fleet
 from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.hosts.transport import shell_path
-from llama405b_tools.text.figures import format_table
+from llama405b_tools.text.figures import format_columns
 from llama405b_tools.top import event_sources
-from llama405b_tools.top.state.frames import Frame
+from llama405b_tools.top.state.frames import HostFrame
 
 INTERVAL_S = 2.0
 COLUMNS, LINES = 200, 60
@@ -117,13 +117,13 @@ def top(hosts: Sequence[Host], path: Path, seconds: float, repeat: int) -> int:
             name,
             f"{100 * share:.1f}",
             f"{1000 * INTERVAL_S * share:.0f}",
-            given("{:.0f}", megabytes),
+            fmt_if("{:.0f}", megabytes),
             f"{rows[0][1] / share:.0f}" if share else "",  # '' if it took less than a tick
         )
         for name, share, megabytes in rows
     ]
     heads = (f"{len(hosts)} hosts", "% of a core", "CPU ms per refresh", "RSS MB", "times cheaper")
-    print(format_table(heads, shown_rows), flush=True)
+    print(format_columns(heads, shown_rows), flush=True)
     print(
         f"refresh every {INTERVAL_S:g} s; screen {COLUMNS}x{LINES}; a run and its logs on {len(hosts[:RUN_HOSTS])} of the hosts"
     )
@@ -176,12 +176,12 @@ def _delay(fleet: Fleet, shown: Top, step: int) -> float:
 
 def _sampler(fleet: Fleet, seconds: float) -> tuple[float, float]:
     """Return CPU seconds per second and megabytes of one sampler, by its own count."""
-    found: list[Frame] = []
-    with contextlib.closing(event_sources.Live(fleet, RUN, INTERVAL_S)) as live:
+    found: list[HostFrame] = []
+    with contextlib.closing(event_sources.LiveSource(fleet, RUN, INTERVAL_S)) as live:
         end = live.now() + seconds
         while live.now() < end:
             arrived = [event.frame for event in live.events(end) if event.frame is not None]
-            found += [reader.read(Frame, frame, "frame") for frame in arrived]
+            found += [reader.build_record(HostFrame, frame, "frame") for frame in arrived]
     first, last = found[1], found[-1]
     assert first.own
     assert last.own

@@ -24,10 +24,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 from benchmarks.pairs import in_turns, ratio_of
-from llama405b.contract.errors import UserError, counted, reason_of
+from llama405b.contract.errors import UserError, pluralize, reason_of
 from llama405b.distributed import ranks
-from llama405b.optim.adamw import Settings, State, build_optimizer, update_adamw
-from llama405b.optim.offload import OffloadedAll, UnitState, UpdateParams
+from llama405b.optim.adamw import AdamWParams, AdamWState, build_optimizer, update_adamw
+from llama405b.optim.offload import HostUpdater, UnitState, UpdateParams
 from llama405b.settings.schema import Optimizer
 
 UPDATE_BYTES, TRIAD_BYTES = 28, 12  # per FP32 element: four read and three written; two read and one written
@@ -40,12 +40,12 @@ def bench_optimizer(elements: int, pairs: int) -> tuple[dict[str, Any], str]:
     parts = [torch.randn(elements // 8) for _ in range(8)]
     moments = [torch.zeros_like(part) for part in parts for _ in range(2)]
     parameters = [nn.Parameter(part) for part in parts]
-    states: list[State] = [
+    states: list[AdamWState] = [
         {"step": torch.zeros(()), "exp_avg": moments[2 * i], "exp_avg_sq": moments[2 * i + 1]}
         for i in range(len(parts))
     ]
     gradients = [torch.randn_like(part) for part in parts]
-    settings = Settings(1e-5, (0.9, 0.95), 0.1, 1e-8)
+    settings = AdamWParams(1e-5, (0.9, 0.95), 0.1, 1e-8)
     a, b = torch.randn(elements), torch.randn(elements)
 
     def update() -> None:
@@ -67,7 +67,7 @@ def bench_optimizer(elements: int, pairs: int) -> tuple[dict[str, Any], str]:
         "torch": torch.__version__,
     }
     rates = f"update {statistics.median(speeds[0]) / 1e9:.1f} GB/s, triad {statistics.median(speeds[1]) / 1e9:.1f} GB/s"
-    return report, f"{rates} on {counted(torch.get_num_threads(), 'thread')}; update / triad {ratio}"
+    return report, f"{rates} on {pluralize(torch.get_num_threads(), 'thread')}; update / triad {ratio}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -150,14 +150,14 @@ def measure_overlap(case: Case, steps: int) -> tuple[Steps, Trace]:
     """Take steps of ``UNITS`` units; returns how long they took, and what ran when."""
     trace = Trace()
     model = stand_in_model(case, trace)
-    updater = OffloadedAll(model, model, build_optimizer(model, Optimizer()), torch.device("cpu"), lambda _: None)
-    update, numbers = updater._update, {part.name: i for i, part in enumerate(updater.parts)}
+    updater = HostUpdater(model, model, build_optimizer(model, Optimizer()), torch.device("cpu"), lambda _: None)
+    update, numbers = updater._update_unit, {part.name: i for i, part in enumerate(updater.unit_states)}
 
     def stand_in(part: UnitState, sums: Sequence[Sequence[Tensor]], step: UpdateParams) -> None:
         trace.span("update", numbers[part.name], case.update)
         update(part, sums, step)
 
-    updater._update = stand_in
+    updater._update_unit = stand_in
     x, rows = torch.randn(2, WIDTH), []
     for _ in range(1 + steps):
         marks = [time.perf_counter()]
@@ -180,7 +180,7 @@ def bench_overlap(unit_s: float, steps: int, trace_file: Path | None) -> tuple[d
     if trace_file:
         _write(trace_file, "")  # or it would be found out only after the measurement
     lines, results = ["backward  update    step / bound   waited for / bound"], []
-    ranks.join("cpu", 60)
+    ranks.join_process_group("cpu", 60)
     try:
         for backward in (2.0, 3.0):
             bare, _ = measure_overlap(Case(unit_s, backward * unit_s, 0.0), steps)

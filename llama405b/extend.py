@@ -30,17 +30,17 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from llama405b.contract.errors import RunError, UserError
-from llama405b.contract.extension import Declared, declared
+from llama405b.contract.extension import ExtensionModule, read_extension
 from llama405b.contract.records import Metrics
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-Loss = Callable[["Tensor", "Tensor"], "Tensor"]
+LossFunction = Callable[["Tensor", "Tensor"], "Tensor"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Moment:
+class HookContext:
     """State of a run when it calls a function of the module."""
 
     step: int  # the last finished step; 0: none
@@ -52,65 +52,68 @@ class Moment:
     run: Path  # its directory
 
 
+Moment = HookContext  # its name until 0.2.0, which modules of users import
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Extension:
     """The user's module; without one, nothing is called."""
 
-    declared: Declared = Declared()
+    declared: ExtensionModule = ExtensionModule()
     module: ModuleType | None = None
 
     @property
-    def loss(self) -> Loss | None:
+    def loss(self) -> LossFunction | None:
         """The function that computes the loss; None: cross-entropy."""
         return self._loss if "loss" in self.declared.functions else None
 
-    def metrics(self, moment: Moment) -> dict[str, float]:
+    def metrics(self, moment: HookContext) -> dict[str, float]:
         """Return the user's metrics of a step; omit numbers that are not finite."""
-        found = self._call("metrics", moment)
-        if found is None:
+        result = self._call("metrics", moment)
+        if result is None:
             return {}
-        if not isinstance(found, Mapping) or not all(
-            isinstance(name, str) and _is_number(value) for name, value in found.items()
+        if not isinstance(result, Mapping) or not all(
+            isinstance(name, str) and _is_number(value) for name, value in result.items()
         ):
             raise RunError(
-                f"{self.declared.path}: metrics() returned {str(found)[:80]}; return numbers by name, such as {{'lag': 1.5}}"
+                f"{self.declared.path}: metrics() returned {str(result)[:80]}; return numbers by name, such as {{'lag': 1.5}}"
             )
-        return {name: float(value) for name, value in found.items() if math.isfinite(value)}
+        return {name: float(value) for name, value in result.items() if math.isfinite(value)}
 
-    def after_step(self, moment: Moment) -> None:
+    def after_step(self, moment: HookContext) -> None:
         """Call ``every`` if the step is a multiple of EVERY."""
         if self.declared.every and moment.step % self.declared.every == 0:
             self._call("every", moment)
 
-    def saved(self, moment: Moment, path: Path) -> None:
+    def saved(self, moment: HookContext, path: Path) -> None:
         """Call ``saved`` for a complete checkpoint."""
         self._call("saved", moment, path)
 
-    def evaluated(self, moment: Moment, loss: float | None) -> None:
+    def evaluated(self, moment: HookContext, loss: float | None) -> None:
         """Call ``evaluated`` after an evaluation; ``loss`` None: it is not finite."""
         self._call("evaluated", moment, loss)
 
     def documents(self, path: Path) -> Iterator[Any]:
         """Yield the documents that the module reads from a file."""
-        with self._named("documents"):
+        with self._blame_module("documents"):
             yield from self.module.documents(path)  # type: ignore[union-attr]
 
     def _loss(self, logits_TV: "Tensor", targets_T: "Tensor") -> "Tensor":
-        found: Tensor = self._call("loss", logits_TV, targets_T)
-        if getattr(found, "shape", None) != ():
+        result: Tensor = self._call("loss", logits_TV, targets_T)
+        if getattr(result, "shape", None) != ():
             raise RunError(
-                f"{self.declared.path}: loss() returned {str(found)[:80]}; return a tensor with one number, the sum over tokens"
+                f"{self.declared.path}: loss() returned {str(result)[:80]}; return a tensor with one number, the sum over tokens"
             )
-        return found
+        return result
 
     def _call(self, function: str, *args: Any) -> Any:
         if function not in self.declared.functions:
             return None
-        with self._named(function):
+        with self._blame_module(function):
             return getattr(self.module, function)(*args)
 
     @contextlib.contextmanager
-    def _named(self, function: str) -> Iterator[None]:
+    def _blame_module(self, function: str) -> Iterator[None]:
         """Raise exceptions of the module as RunError with file, line and function."""
         try:
             yield
@@ -118,7 +121,7 @@ class Extension:
             raise
         except Exception as error:
             raise RunError(
-                f"{_where(error, self.declared.path)}: {function}() raised {type(error).__name__}: {error}"
+                f"{_error_location(error, self.declared.path)}: {function}() raised {type(error).__name__}: {error}"
             ) from error
 
 
@@ -132,8 +135,8 @@ def use(module: str) -> Extension:
         UserError: It cannot be loaded.
     """
     global _current
-    found = declared(module)
-    _current = Extension(found, _imported(found.path, module)) if found.path else Extension()
+    declaration = read_extension(module)
+    _current = Extension(declaration, _import_module(declaration.path, module)) if declaration.path else Extension()
     return _current
 
 
@@ -142,14 +145,14 @@ def current() -> Extension:
     return _current
 
 
-def _imported(path: str, module: str) -> ModuleType:
+def _import_module(path: str, module: str) -> ModuleType:
     try:
-        return _loaded(path) if module.endswith(".py") else importlib.import_module(module)
+        return _load_file(path) if module.endswith(".py") else importlib.import_module(module)
     except Exception as error:  # noqa: BLE001 - the module may raise anything
-        raise UserError(f"--extend: {_where(error, path)}: {type(error).__name__}: {error}") from None
+        raise UserError(f"--extend: {_error_location(error, path)}: {type(error).__name__}: {error}") from None
 
 
-def _loaded(path: str) -> ModuleType:
+def _load_file(path: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location("llama405b_extension", path)
     assert spec
     assert spec.loader
@@ -162,7 +165,7 @@ def _loaded(path: str) -> ModuleType:
     return module
 
 
-def _where(error: Exception, path: str) -> str:
+def _error_location(error: Exception, path: str) -> str:
     """Return ``path:line`` of the innermost frame of the module in a traceback; without one, the path."""
     lines = [
         frame.lineno

@@ -14,15 +14,15 @@ from llama405b import extend
 from llama405b.commands.blame_step import blame
 from llama405b.commands.evaluate_only import evaluate_only, refuse_trained
 from llama405b.commands.shape import describe_shape
-from llama405b.contract.errors import FAILED, GOOD, REFUSED, UserError
-from llama405b.contract.files import keep_private
+from llama405b.contract.errors import EXIT_FAILED, EXIT_OK, EXIT_REFUSED, UserError
+from llama405b.contract.files import set_private_umask
 from llama405b.contract.paths import RunDir
-from llama405b.contract.records import Cause, CauseKind, EventKind, Phase, said_by_rank
+from llama405b.contract.records import Cause, CauseKind, EventKind, Phase, describe_rank_exit
 from llama405b.distributed import ranks
-from llama405b.distributed.collectives import FollowedError, is_lost_peer
+from llama405b.distributed.collectives import PeerFailedError, is_lost_peer
 from llama405b.optim.step import NonFiniteError, SpikeError
 from llama405b.settings import command
-from llama405b.training.build import build_trainer, choose_for_ranks
+from llama405b.training.build import build_trainer, resolve_config
 from llama405b.training.context import RankContext
 from llama405b.training.journal import HeartbeatWriter, Journal
 from llama405b.training.requests import StopSignal
@@ -32,79 +32,79 @@ def main(argv: Sequence[str]) -> int:
     """Run a training command; return the exit code."""
     heartbeat: HeartbeatWriter | None = None
     try:
-        asked = command.parse(argv)
+        invocation = command.parse(argv)
         stop = StopSignal()
-        if asked.dry_run:
-            print(describe_shape(asked.config, asked.preset, asked.world))
+        if invocation.dry_run:
+            print(describe_shape(invocation.config, invocation.preset, invocation.world_size))
             return 0
-        keep_private()
-        run = RunDir(asked.run_dir)
-        if asked.evaluates:
+        set_private_umask()
+        run = RunDir(invocation.run_dir)
+        if invocation.is_evaluation:
             signal.signal(
-                signal.SIGUSR1, lambda *_: sys.exit(GOOD)
+                signal.SIGUSR1, lambda *_: sys.exit(EXIT_OK)
             )  # a stop ends an evaluation at once: there is nothing to save
             refuse_trained(run)
-        heartbeat = HeartbeatWriter(run, ranks.place())
-        ranks.record_flights(run.flight(ranks.place().rank))
-        me = ranks.join(asked.config.parallel.device, asked.config.timeouts.load)
-        extend.use(asked.config.training.extend)
-        config = choose_for_ranks(asked.config, asked.preset, me)
-        context = RankContext.of(ranks.on_mesh(me, config.parallel), heartbeat)
-        if asked.blames:
-            blame(config, asked.resume, asked.blames, context)
-        elif asked.evaluates:
-            evaluate_only(config, asked.resume, context)
+        heartbeat = HeartbeatWriter(run, ranks.rank_from_environment())
+        ranks.enable_flight_recorder(run.flight(ranks.rank_from_environment().index))
+        rank = ranks.join_process_group(invocation.config.parallel.device, invocation.config.timeouts.load)
+        extend.use(invocation.config.training.extend)
+        config = resolve_config(invocation.config, invocation.preset, rank)
+        context = RankContext.from_rank(ranks.with_mesh(rank, config.parallel), heartbeat)
+        if invocation.blame_step:
+            blame(config, invocation.resume, invocation.blame_step, context)
+        elif invocation.is_evaluation:
+            evaluate_only(config, invocation.resume, context)
         else:
-            with contextlib.closing(build_trainer(config, asked.resume, context, stop)) as trainer:
-                trainer.take_steps()
-        heartbeat.phase(Phase.DONE)
-        ranks.leave()
+            with contextlib.closing(build_trainer(config, invocation.resume, context, stop)) as trainer:
+                trainer.run_steps()
+        heartbeat.enter_phase(Phase.DONE)
+        ranks.leave_process_group()
     except Exception as error:
-        cause = ending_of(error, heartbeat)
-        tell_end(cause, heartbeat)
+        cause = cause_of(error, heartbeat)
+        report_end(cause, heartbeat)
         if cause.kind is CauseKind.LOST_PEER:
-            return FAILED
+            return EXIT_FAILED
         if isinstance(error, UserError):
             return error.exit_code
         raise
     return 0
 
 
-def ending_of(error: Exception, heartbeat: HeartbeatWriter | None) -> Cause:
+def cause_of(error: Exception, heartbeat: HeartbeatWriter | None) -> Cause:
     """Return the cause for which this rank ends."""
     kind = CauseKind.RANK_EXIT
     peer = None
     detail = str(error)
     if is_lost_peer(error):
         kind, detail = CauseKind.LOST_PEER, detail[:300]
-    elif isinstance(error, FollowedError):
+    elif isinstance(error, PeerFailedError):
         kind = CauseKind.FOLLOWED
         peer = error.peer
-        detail = error.words
+        detail = error.message
     elif isinstance(error, NonFiniteError):
         kind = CauseKind.NOT_FINITE
     elif isinstance(error, SpikeError):
         kind = CauseKind.SPIKE
-    elif isinstance(error, UserError) and error.exit_code == REFUSED:
+    elif isinstance(error, UserError) and error.exit_code == EXIT_REFUSED:
         kind = CauseKind.REFUSED
     elif not isinstance(error, UserError):
         detail = f"{type(error).__name__}: {error}"
     cause = Cause(kind, peer=peer, detail=" ".join(detail.split()))  # always one line
     if heartbeat is None:
         return cause
-    return dataclasses.replace(cause, host=heartbeat.me.host, rank=heartbeat.me.rank, phase=heartbeat.record.phase)
+    return dataclasses.replace(cause, host=heartbeat.rank.host, rank=heartbeat.rank.index, phase=heartbeat.record.phase)
 
 
-def tell_end(cause: Cause, heartbeat: HeartbeatWriter | None) -> None:
+def report_end(cause: Cause, heartbeat: HeartbeatWriter | None) -> None:
     """Report why this rank ends: on standard error, in its heartbeat, and as an event if all ranks end for it."""
-    print(f"llama405b train: {said_by_rank(cause)}", file=sys.stderr, flush=True)
+    print(f"llama405b train: {describe_rank_exit(cause)}", file=sys.stderr, flush=True)
     if cause.kind is CauseKind.LOST_PEER:  # message of gloo or NCCL
         print(cause.detail, file=sys.stderr, flush=True)
     if heartbeat is None:
         return
-    heartbeat.failed(cause)
+    heartbeat.record_failure(cause)
     if cause.kind in (CauseKind.REFUSED, CauseKind.FOLLOWED, CauseKind.NOT_FINITE, CauseKind.SPIKE):
-        Journal(heartbeat.run, heartbeat.me).event(EventKind.REFUSED, cause=cause)
+        Journal(heartbeat.run, heartbeat.rank).write_event(EventKind.REFUSED, cause=cause)
 
 
 class _LossyOutput:
@@ -128,25 +128,25 @@ class _LossyOutput:
         return getattr(self.stream, name)
 
 
-def run_and_leave() -> NoReturn:
+def run_and_exit() -> NoReturn:
     """Run the program and exit immediately, without the interpreter's shutdown.
 
     During that shutdown, torch's threads abort a rank whose peers die (its exit code and message would be lost), and a stop signal finds
     no handler and kills the process.
     """
     gc.set_threshold(700)  # Python's default (see own_python): garbage that holds GPU memory must be freed soon
-    code: object = FAILED
+    code: object = EXIT_FAILED
     sys.stdout, sys.stderr = _LossyOutput(sys.stdout), _LossyOutput(sys.stderr)
     try:
         code = main(sys.argv[1:])
-    except SystemExit as leaving:  # argparse's --help
-        code = leaving.code or GOOD
+    except SystemExit as system_exit:  # argparse's --help
+        code = system_exit.code or EXIT_OK
     except BaseException:  # noqa: BLE001 - printed as the interpreter would
         traceback.print_exc()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code if isinstance(code, int) else FAILED)
+    os._exit(code if isinstance(code, int) else EXIT_FAILED)
 
 
 if __name__ == "__main__":
-    run_and_leave()
+    run_and_exit()

@@ -23,18 +23,18 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from llama405b.commands.blame_step import BLAMED, measure, pieces_of, scored
-from llama405b.data.batches import batches_of
+from llama405b.commands.blame_step import MIN_BLAMED_SCORE, iterate_documents, measure_document, score_documents
+from llama405b.data.batches import batches_from_files
 from llama405b.data.demo_model import make_demo
 from llama405b.data.tokenizer import read_tokenizer
-from llama405b.data.tokens import Report, tokenised
-from llama405b.distributed.ranks import Rank, on_mesh
+from llama405b.data.tokens import ProgressReport, load_or_tokenize
+from llama405b.distributed.ranks import Rank, with_mesh
 from llama405b.model import llama
 from llama405b.optim.adamw import build_optimizer
-from llama405b.optim.build_updater import Sequential
+from llama405b.optim.build_updater import OnDeviceUpdate
 from llama405b.parallel.load_weights import load
-from llama405b.parallel.passes import build_passes
-from llama405b.parallel.split import holdings_of, split
+from llama405b.parallel.passes import build_forward_backward
+from llama405b.parallel.split import shard_layout_of, split_model
 from llama405b.settings.schema import Data, Optimizer, Parallel
 
 SEQ, DOCUMENTS, UNSEEN, LONGEST = 256, 64, 1200, 900
@@ -150,13 +150,13 @@ def judge(place, documents, args):
     """Plant, measure, and count."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     parallel = Parallel(numerics="fp32", device="cpu")
-    me = on_mesh(Rank(0, 1, 0, "here", torch.device("cpu")), parallel)
+    me = with_mesh(Rank(0, 1, 0, "here", torch.device("cpu")), parallel)
     whole = llama.build_on_meta(llama.read_hf_config(place / "learnt"), "sdpa", llama.compute_dtype("fp32"))
-    holdings = holdings_of(whole, parallel, me)
-    model = split(whole, parallel, me)
-    load(model, place / "learnt", "rank0", me, lambda *_: None, holdings=holdings)
-    updater = Sequential(model, model, build_optimizer(model, Optimizer()))
-    passes, tokenizer = build_passes(parallel, model, me), read_tokenizer(place / "learnt")
+    holdings = shard_layout_of(whole, parallel, me)
+    model = split_model(whole, parallel, me)
+    load(model, place / "learnt", "rank0", me, lambda *_: None, shard_layout=holdings)
+    updater = OnDeviceUpdate(model, model, build_optimizer(model, Optimizer()))
+    passes, tokenizer = build_forward_backward(parallel, model, me), read_tokenizer(place / "learnt")
     first, named, scores = collections.Counter(), collections.Counter(), []
     draw = random.Random(args.seed)
     for kind in [kind for kind in KINDS for _ in range(args.each)] + [""] * args.healthy:
@@ -166,15 +166,19 @@ def judge(place, documents, args):
             step.insert(at, planted(kind, documents, tokenizer, draw))
         write(place / "step.jsonl", step)
         data = Data(paths=(str(place / "step.jsonl"),), seq_len=SEQ, long_documents="truncate")
-        batches = batches_of(data, place, [tokenised(data, place / "learnt", place, Report(*[lambda *_: None] * 3))])
-        pieces = pieces_of(batches, range(batches.n_sequences))
-        result = scored(list(filter(None, (measure(passes, updater, me, batches, piece) for piece in pieces))))
+        batches = batches_from_files(
+            data, place, [load_or_tokenize(data, place / "learnt", place, ProgressReport(*[lambda *_: None] * 3))]
+        )
+        pieces = iterate_documents(batches, range(batches.n_sequences))
+        result = score_documents(
+            list(filter(None, (measure_document(passes, updater, me, batches, piece) for piece in pieces)))
+        )
         for file in place.glob("tokens-*"):
             file.unlink()
         if kind:
             worst = result[0].measured.piece.name.endswith(f"step.jsonl {at + 1}")
             first[kind] += worst
-            named[kind] += worst and result[0].score >= BLAMED
+            named[kind] += worst and result[0].score >= MIN_BLAMED_SCORE
         else:
             scores.append(result[0].score)
         print(
@@ -185,7 +189,7 @@ def judge(place, documents, args):
     for kind in KINDS:
         print(f"{kind}: first of {DOCUMENTS} in {first[kind]} of {args.each} steps, blamed in {named[kind]}")
     print(f"all: first in {first.total()} of {args.each * len(KINDS)}, blamed in {named.total()}")
-    blamed = sum(score >= BLAMED for score in scores)
+    blamed = sum(score >= MIN_BLAMED_SCORE for score in scores)
     said = f"the highest score is {statistics.median(scores or [0]):.1f} in the median, at most {max(scores, default=0):.1f}"
     print(f"healthy: {said}; blamed in {blamed} of {len(scores)}")
 

@@ -32,7 +32,7 @@ def main(hosts: str, stamp: str, out: str) -> int:
             with tarfile.open(fileobj=io.BytesIO(packed)) as files:
                 files.extractall(place, filter="data")
 
-        failed = {name: error for name, error in fleet.each(bring).items() if error}
+        failed = {name: error for name, error in fleet.call_each(bring).items() if error}
     print("\n".join(f"{name}: {error}" for name, error in failed.items()))
     return bool(failed)
 

@@ -6,12 +6,12 @@ FIRST_NIGHT is ``SIGNAL STEP ID``; a run in which it happened has a file with th
 import os
 import signal
 
-from llama405b.extend import Moment
+from llama405b.extend import HookContext
 
 EVERY = 1
 
 
-def every(moment: Moment) -> None:
+def every(moment: HookContext) -> None:
     """After each step."""
     name, step, which = os.environ["FIRST_NIGHT"].split()
     done = moment.run / f"fault-{which}"

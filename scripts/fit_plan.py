@@ -15,8 +15,8 @@ from pathlib import Path
 
 import plan_ranges
 
-from llama405b.predict.calibration import RANGES
-from llama405b.predict.hardware import COEFFICIENTS, Rates
+from llama405b.predict.calibration import RANGES_FILE
+from llama405b.predict.hardware import COEFFICIENTS_FILE, Rates
 from published import BYTES, MESHES, UNSEEN, read_rows
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -145,9 +145,9 @@ def write(document, begin, end, new):
 if __name__ == "__main__":
     all_rows, unseen, meshes = read_rows(), read_rows(UNSEEN), read_rows(MESHES)
     fitted = fit(all_rows)
-    COEFFICIENTS.write_text(written(fitted))
+    COEFFICIENTS_FILE.write_text(written(fitted))
     evidence = plan_ranges.points([*all_rows, *unseen, *meshes], fitted)
-    RANGES.write_text(plan_ranges.written(evidence))
+    RANGES_FILE.write_text(plan_ranges.written(evidence))
     write(DOCUMENT, BEGIN, END, table(all_rows, fitted))
     write(DOCUMENT, MESHES_BEGIN, MESHES_END, "\n".join(rows_table(meshes, fitted)))
     write(UNSEEN_DOCUMENT, RANGES_BEGIN, RANGES_END, plan_ranges.table(evidence))

@@ -28,7 +28,7 @@ TRAIN = (
     "--preset demo --model.path models/demo --data.paths corpus.jsonl --data.seq_len 64 --parallel.device cpu "
     "--training.global_batch_size 2 --training.micro_batch_size 1 --checkpoint.every 2"
 )
-INSIDE = {"a step": "Trainer.one_step", "a save": "Checkpointer.after_step", "a resume": "resume_run"}
+INSIDE = {"a step": "Trainer.run_step", "a save": "Checkpointer.after_step", "a resume": "resume_run"}
 KEY = "TopApp.on_key"
 PROFILED = """
 import collections, json, os, sys, threading

@@ -19,13 +19,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from llama405b.data.batch import Batch
 from llama405b.model import llama
-from llama405b.model.llama import unwrapped
+from llama405b.model.llama import strip_wrappers
 from llama405b.optim.adamw import master_model, master_pairs
 from llama405b.optim.build_updater import build_updater
 from llama405b.optim.step import train_step
-from llama405b.optim.updater import local
-from llama405b.parallel.fsdp import shard, shard_dtype
-from llama405b.parallel.passes import OneByOne
+from llama405b.optim.updater import local_tensor
+from llama405b.parallel.fsdp import shard_dtype, shard_model
+from llama405b.parallel.passes import MicrobatchLoop
 from llama405b.settings.schema import Optimizer, Parallel
 
 BEFORE, STEPS, BATCH, LENGTH, LAST = 3000, 500, 8, 64, 100
@@ -39,7 +39,9 @@ SHAPE = {
 
 def main():
     steps = int(sys.argv[1]) if sys.argv[1:] else STEPS
-    kinds = sys.argv[2:] or [each for each in NUMERICS if each != "fp8" or not llama.fp8_lack(torch.device("cpu"))]
+    kinds = sys.argv[2:] or [
+        each for each in NUMERICS if each != "fp8" or not llama.fp8_unsupported_reason(torch.device("cpu"))
+    ]
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     text = b"".join(file.read_bytes() for file in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")))
     ids = torch.frombuffer(bytearray(text), dtype=torch.uint8)
@@ -68,13 +70,13 @@ def trained(start, numerics, rate, ids, steps, seed):
     model.load_state_dict(start)
     if numerics == "fp8":
         llama.convert_to_fp8(model, torch.device("cpu"))
-    shard(model, parallel, torch.device("cpu"))
+    shard_model(model, parallel, torch.device("cpu"))
     master = master_model(model, parallel)
     with torch.no_grad():
         for weight, kept in master_pairs(model, master):
-            local(kept).copy_(local(weight))
+            local_tensor(kept).copy_(local_tensor(weight))
     updater = build_updater(model, Optimizer(lr=rate, weight_decay=0.0), parallel, torch.device("cpu"), master=master)
-    passes, draw = OneByOne(model, 1), torch.Generator().manual_seed(seed)
+    passes, draw = MicrobatchLoop(model, 1), torch.Generator().manual_seed(seed)
     losses, shares = [], []
     for step in range(steps):
         at = torch.randint(0, len(ids) - LENGTH - 1, (BATCH,), generator=draw)
@@ -85,12 +87,12 @@ def trained(start, numerics, rate, ids, steps, seed):
             now = matrices(master)
             changed = sum(int((now[name].bfloat16() != w.bfloat16()).sum()) for name, w in before.items())
             shares.append(changed / sum(w.numel() for w in before.values()))
-    whole = {unwrapped(name): local(p.detach()).clone() for name, p in master.named_parameters()}
+    whole = {strip_wrappers(name): local_tensor(p.detach()).clone() for name, p in master.named_parameters()}
     return whole, losses, statistics.mean(shares)
 
 
 def matrices(master):
-    return {name: local(p.detach()) for name, p in master.named_parameters() if p.dim() > 1}
+    return {name: local_tensor(p.detach()) for name, p in master.named_parameters() if p.dim() > 1}
 
 
 if __name__ == "__main__":

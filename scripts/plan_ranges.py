@@ -4,7 +4,7 @@ import json
 import math
 import statistics
 
-from llama405b.predict.calibration import FEWEST, Evidence
+from llama405b.predict.calibration import MIN_PROGRAMS, Evidence
 
 T_95 = (6.31, 2.92, 2.35, 2.13, 2.02, 1.94, 1.89, 1.86, 1.83)  # Student's t, one-sided, by degrees of freedom from 1
 KINDS = (Evidence.LARGE, Evidence.SMALL, Evidence.MESH)
@@ -15,7 +15,7 @@ def points(rows, rates):
     found = {}
     for row in rows:
         if row.is_evidence:
-            programs = found.setdefault(Evidence.of(row.setting), {})
+            programs = found.setdefault(Evidence.from_setup(row.setting), {})
             programs.setdefault(row.program, []).append(row.slowness(rates))
     return found
 
@@ -43,7 +43,7 @@ def ranges(found):
         low, high = spread(list(found[kind].values()))
         kept[kind] = _range(low, high, len(found[kind]))
     offload = found[Evidence.OFFLOAD]
-    assert len(offload) < FEWEST, "there are enough for a range of their own"
+    assert len(offload) < MIN_PROGRAMS, "there are enough for a range of their own"
     kept[Evidence.OFFLOAD] = _range(0.0, max(x for each in offload.values() for x in each), len(offload))
     return kept
 
@@ -93,6 +93,8 @@ def table(found):
 
 def _words(kept):
     words = f"{100 * (kept['low'] - 1):+.0f}% to {100 * (kept['high'] - 1):+.0f}% of a time, after {kept['programs']} programs"
-    if kept["programs"] >= FEWEST:
+    if kept["programs"] >= MIN_PROGRAMS:
         return words
-    return f"beside that, up to {100 * (kept['high'] - 1):+.0f}%, after 1 program: fewer than {FEWEST} make no range"
+    return (
+        f"beside that, up to {100 * (kept['high'] - 1):+.0f}%, after 1 program: fewer than {MIN_PROGRAMS} make no range"
+    )

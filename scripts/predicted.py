@@ -13,7 +13,7 @@ import torch
 
 from llama405b.bench.steps import STEPS, Workload, take_steps
 from llama405b.distributed import ranks
-from llama405b.predict.search import HALVES, WHOLE
+from llama405b.predict.search import HALF_LAYER_UNITS, LAYER_UNITS
 from llama405b.settings.schema import Parallel
 
 TIMEOUT_S = 120
@@ -21,18 +21,18 @@ GIB = 1 << 30
 PARTS = ("forward", "backward", "optimizer")
 # Layers, S, settings.
 ROWS = (
-    (2, 8192, Parallel(numerics="pure-bf16", wrap=WHOLE)),
-    (2, 8192, Parallel(numerics="pure-bf16", wrap=HALVES)),
-    (2, 8192, Parallel(numerics="pure-bf16", wrap=HALVES, offload="all")),
-    (1, 8192, Parallel(wrap=HALVES, offload="optimizer")),
-    (1, 8192, Parallel(wrap=HALVES, offload="all")),
-    (1, 4096, Parallel(numerics="pure-bf16", wrap=WHOLE)),
+    (2, 8192, Parallel(numerics="pure-bf16", wrap=LAYER_UNITS)),
+    (2, 8192, Parallel(numerics="pure-bf16", wrap=HALF_LAYER_UNITS)),
+    (2, 8192, Parallel(numerics="pure-bf16", wrap=HALF_LAYER_UNITS, offload="all")),
+    (1, 8192, Parallel(wrap=HALF_LAYER_UNITS, offload="optimizer")),
+    (1, 8192, Parallel(wrap=HALF_LAYER_UNITS, offload="all")),
+    (1, 4096, Parallel(numerics="pure-bf16", wrap=LAYER_UNITS)),
 )
 
 
 def measure(layers, seq_len, parallel):
     """Print what one row's steps took, and their memory."""
-    me = ranks.join("cuda", TIMEOUT_S)
+    me = ranks.join_process_group("cuda", TIMEOUT_S)
     what = Workload("llama3.1-405b", layers, batch=1, seq_len=seq_len, vocab=128_256)
     _, timed = take_steps(what, parallel, me, 1 + STEPS)
     stats = torch.cuda.memory_stats()
@@ -47,7 +47,7 @@ def measure(layers, seq_len, parallel):
         "halves" if "LlamaMLP" in parallel.wrap else "layers",
     ]
     print(f"| {' | '.join(map(str, [*place, *times, waited, *memory]))} |", flush=True)
-    ranks.leave()
+    ranks.leave_process_group()
 
 
 def main(words):

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from llama405b.settings.command import USUAL, OneLineParser, value_form, written_default
-from llama405b.settings.schema import Config, fields
+from llama405b.settings.command import COMMON_SETTINGS, OneLineParser, format_default, value_form
+from llama405b.settings.schema import Config, setting_fields
 from llama405b_tools import cli
 from llama405b_tools.launch.sbatch import OPTIONS
 
@@ -31,17 +31,17 @@ class ParserMet(BaseException):  # not an Exception: nothing on the way may hand
 
 def settings() -> str:
     """Return every setting, section by section."""
-    lines = ["", f"The usual ones: {', '.join(f'`{key}`' for key in USUAL)}."]
+    lines = ["", f"The usual ones: {', '.join(f'`{key}`' for key in COMMON_SETTINGS)}."]
     for section, cls in typing.get_type_hints(Config).items():
         lines += ["", f"## {section}", "", _plain((cls.__doc__ or "").partition("\n")[0]), ""]
         lines += ["| setting | value | default | meaning |", "|---|---|---|---|"]
-        lines += [_setting(*each) for each in fields() if each[0].startswith(f"{section}.")]
+        lines += [_setting(*each) for each in setting_fields() if each[0].startswith(f"{section}.")]
     return "\n".join([*lines, ""])
 
 
 def _setting(key: str, _: Any, default: Any, text: str) -> str:
     choices = ", ".join(f"`{each}`" for each in value_form(key).split("|"))
-    shown = "" if default in ("", ()) else f"`{written_default(default)}`"
+    shown = "" if default in ("", ()) else f"`{format_default(default)}`"
     return f"| `{key}` | {choices} | {shown} | {_plain(text)} |"
 
 
@@ -128,10 +128,10 @@ def written(path: Path, text: str) -> str:
 
 def sbatch_options() -> str:
     """Return sbatch's options: those that are kept, and why others are refused."""
-    kept = ", ".join(f"`--{option.name}`" for option in OPTIONS.values() if not option.why)
+    kept = ", ".join(f"`--{option.name}`" for option in OPTIONS.values() if not option.refusal)
     lines = ["", "| refused | because |", "|---|---|"]
-    for why in dict.fromkeys(option.why for option in OPTIONS.values() if option.why):
-        names = ", ".join(f"`--{option.name}`" for option in OPTIONS.values() if option.why == why)
+    for why in dict.fromkeys(option.refusal for option in OPTIONS.values() if option.refusal):
+        names = ", ".join(f"`--{option.name}`" for option in OPTIONS.values() if option.refusal == why)
         lines.append(f"| {names} | {_plain(why)} |")
     return "\n".join([*lines, "", f"Kept: {kept}.", ""])
 

@@ -2,10 +2,11 @@
 
     .venv/bin/python scripts/removed_waits.py [WORDS]
 
-A wait is a call of ``wait_event``, ``wait_stream``, ``record_stream``, ``synchronize`` or a ``Work``'s ``wait``, or of what ``copy`` gave
-back (an ``Arrived``), found by the code's syntax in llama405b/. ``WORDS``: only those whose file or code has them. Each is taken out in a
-copy of this checkout, and the tests named here for its file run with the stand-in's checks. Prints a table; docs/measurements/standin.md
-keeps it. Exit code 1 if one is not found, and no comment on its line says why it stays. A quarter of an hour.
+A wait is a call of ``wait_event``, ``wait_stream``, ``record_stream``, ``synchronize`` or a ``Work``'s ``wait``, or of what
+``async_copy`` gave back (a ``WaitForCopy``), found by the code's syntax in llama405b/. ``WORDS``: only those whose file or code has
+them. Each is taken out in a copy of this checkout, and the tests named here for its file run with the stand-in's checks. Prints a table;
+docs/measurements/standin.md keeps it. Exit code 1 if one is not found, and no comment on its line says why it stays. A quarter of an
+hour.
 """
 
 import ast
@@ -24,8 +25,8 @@ from mutations import LEFT_OUT, ROOT, install
 
 METHODS = ("wait_event", "wait_stream", "record_stream", "synchronize")
 # Whose ``wait`` is not for the device.
-OTHERS = ("self", "updater", "self.updater", "concurrent.futures", "self.changed", "self.leaving")
-ARRIVED = "Arrived"  # the type of what waits for copies, as annotations name it
+OTHERS = ("self", "updater", "self.updater", "concurrent.futures", "self.condition", "self.end_requested")
+ARRIVED = "WaitForCopy"  # the type of what waits for copies, as annotations name it
 MISSED = "NOT FOUND"
 NOTHING = "(lambda *_, **__: None)"
 LOSSES = "tests/standin/test_losses.py"
@@ -95,7 +96,7 @@ def waits(path: Path) -> Iterator[Wait]:
     arrived = names_of_arrived(tree)
     for node in ast.walk(tree):
         callee = node.func if isinstance(node, ast.Call) else None
-        if callee is not None and (is_method(callee) or name_of(callee) in arrived):
+        if callee is not None and (is_method(callee) or is_arrived(callee, arrived)):
             node_at = callee
         elif isinstance(node, ast.Return) and is_method(returned := first_value(node.value)):
             node_at = returned  # to be called later
@@ -132,12 +133,16 @@ def first_value(node: ast.AST | None) -> ast.AST | None:
 
 def names_of_arrived(tree: ast.AST) -> set[str]:
     """Return the names of variables, fields and arguments that wait for copies, as they are annotated."""
-    annotated = {
+    return {
         name_of(node.target if isinstance(node, ast.AnnAssign) else node)
         for node in ast.walk(tree)
         if isinstance(node, ast.AnnAssign | ast.arg) and node.annotation and ARRIVED in ast.unparse(node.annotation)
     }
-    return annotated | {"arrived"} if annotated else set()
+
+
+def is_arrived(callee: ast.AST, arrived: set[str]) -> bool:
+    """Whether this waits for copies: by its name, or as the variable ``wait`` of a loop over such."""
+    return name_of(callee) in arrived or bool(arrived and isinstance(callee, ast.Name) and callee.id == "wait")
 
 
 def name_of(node: ast.AST) -> str:

@@ -17,9 +17,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from llama405b.predict.memory import peak
-from llama405b.predict.reserved import reserved
-from llama405b.predict.run_shape import RunShape
+from llama405b.predict.memory import find_peak
+from llama405b.predict.reserved import predict_reserved
+from llama405b.predict.run_shape import PredictedRun
 from llama405b.settings.axes import Recompute
 from llama405b.settings.config import PRESET_DIR
 from llama405b.settings.schema import Adapter
@@ -65,12 +65,12 @@ class Setting:
         """As the plan takes it."""
         llama = parse_llama(ARCHITECTURES[self.model], self.model)
         batch = self.micro_batches * self.micro_batch * self.world
-        shape = RunShape(llama, self.numerics, self.offload, self.world, self.seq_len, self.micro_batch, batch)
+        shape = PredictedRun(llama, self.numerics, self.offload, self.world, self.seq_len, self.micro_batch, batch)
         return dataclasses.replace(
             shape,
             wrap=tuple(self.wrap.split(",")),
             loss=self.loss,
-            recompute=Recompute.read(self.recompute),
+            recompute=Recompute.parse(self.recompute),
             activations=self.activations,
             prefetch=self.prefetch,
             kept_by=self.reshard_after_forward,
@@ -167,7 +167,7 @@ def main():
         if not {*words} <= {*line}:
             continue
         measured = measure(setting)
-        expected = peak(setting.run).total, sum(reserved(setting.run).values())
+        expected = find_peak(setting.run).total, sum(predict_reserved(setting.run).values())
         beside = zip(("allocated", "reserved"), expected, strict=True)
         print(*line, *(f"{name} {measured[name] / GIB:.2f} GiB ({n / measured[name] - 1:+.1%})" for name, n in beside))
         rows.append(values | measured)
@@ -236,7 +236,7 @@ def join_alone():
         join(backend.replace("gloo", "fake"), **(more | {"store": dist.HashStore()}))
 
     dist.init_process_group = joined
-    return ranks.join("cuda", TIMEOUT_S)
+    return ranks.join_process_group("cuda", TIMEOUT_S)
 
 
 def build(setting, config, me):
@@ -244,7 +244,7 @@ def build(setting, config, me):
     import torch
 
     from llama405b.model import fused, llama
-    from llama405b.model.host_inputs import keep_on_host
+    from llama405b.model.host_inputs import offload_inputs
     from llama405b.model.llama import add_adapters, checkpoint_activations
     from llama405b.optim import adamw, build_updater
     from llama405b.parallel import fsdp, load_weights
@@ -262,28 +262,28 @@ def build(setting, config, me):
     )
     kept = fsdp.shard_dtype(parallel)
     frozen = llama.compute_dtype(parallel.numerics) if setting.lora else kept
-    module = llama.build_on_meta(llama.config_of(config), "sdpa", frozen)
-    llama.freeze(module, (), whole=bool(setting.lora))
+    module = llama.build_on_meta(llama.config_from_dict(config), "sdpa", frozen)
+    llama.freeze(module, (), freeze_all=bool(setting.lora))
     if setting.lora:
         add_adapters(module, setting.adapter, kept)
-    fsdp.shard(module, parallel, me.device)
-    if setting.run.lends_gradients:
-        fsdp.lend_gradients(module)
+    fsdp.shard_model(module, parallel, me.device)
+    if setting.run.reuses_gradient_memory:
+        fsdp.allocate_grads_on_compute_stream(module)
     master = adamw.master_model(module, parallel)
-    load_weights.materialise(
-        module, me, offload=parallel.offload == "all", pinning=nothing if parallel.offload == "all" else None
+    load_weights.materialize(
+        module, me, offload=parallel.offload == "all", on_pin_progress=nothing if parallel.offload == "all" else None
     )
     if master is not module:
-        load_weights.materialise(master, me, offload=parallel.offload != "none")
+        load_weights.materialize(master, me, offload=parallel.offload != "none")
     for name in fused.FORWARDS if setting.fused else ():
         fused.fuse(module, name)
-    checkpoint_activations(module, Recompute.read(setting.recompute))
+    checkpoint_activations(module, Recompute.parse(setting.recompute))
     update = build_updater.build_updater(module, Optimizer(), parallel, me.device, master=master)
-    for landing in getattr(update, "landings", {}).values():
-        landing.unchecked = 0  # there is no gradient to compare
+    for landing in getattr(update, "grad_buffers", {}).values():
+        landing.n_unchecked = 0  # there is no gradient to compare
     if setting.activations == "host":
         run = setting.run
-        keep_on_host(module, run.inputs_on_host(0), run.input_shape, torch.bfloat16, me.device, nothing)
+        offload_inputs(module, run.inputs_on_host(0), run.input_shape, torch.bfloat16, me.device, nothing)
     return module, update
 
 
@@ -308,26 +308,26 @@ def leave_out(*, on_host):
             norm_over_ranks(squares, device)
         return 1.0
 
-    host_inputs.allocate = untouched
+    host_inputs.allocate_blocks = untouched
     step.all_reduce_sum = lambda _: torch.ones(())
     build_updater.norm_over_ranks = any_norm
     if not on_host:
         return
-    offload.start_moments, offload.norm_over_ranks = no_moments, lambda *_: 1.0
-    offload.squares = lambda _: []
-    load_weights.allocate = offload.allocate = untouched
-    offload.OffloadedAll._update = nothing
-    offload.OffloadedOptimizer._sync_unit = nothing
-    offload._add = nothing
+    offload.init_moments, offload.norm_over_ranks = no_moments, lambda *_: 1.0
+    offload.square_sums = lambda _: []
+    load_weights.allocate_blocks = offload.allocate_blocks = untouched
+    offload.HostUpdater._update_unit = nothing
+    offload.OptimizerOffload._sync_unit = nothing
+    offload._add_gradients = nothing
     offload._add_slot = nothing
 
 
 def passes_of(setting, module):
     """Return the trainer's own forwards and backwards."""
-    from llama405b.model.head import loss_of
-    from llama405b.parallel.passes import OneByOne
+    from llama405b.model.head import make_head_loss
+    from llama405b.parallel.passes import MicrobatchLoop
 
-    return OneByOne(module, setting.world, loss=loss_of(setting.loss, module.lm_head))
+    return MicrobatchLoop(module, setting.world, loss=make_head_loss(setting.loss, module.lm_head))
 
 
 def take_step(setting, passes, update, me):

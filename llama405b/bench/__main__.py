@@ -5,10 +5,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from llama405b.bench.program import Options, run_here
+from llama405b.bench.program import Options, run_probes_here
 from llama405b.contract import reader
-from llama405b.predict.run_shape import RunShape
-from llama405b.spec.probes import Probe, ProbeResult, encode
+from llama405b.predict.run_shape import PredictedRun
+from llama405b.spec.probes import Probe, ProbeResult, encode_result
 
 
 def main(argv: Sequence[str]) -> int:
@@ -19,16 +19,16 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--device", choices=("auto", "cpu"), default="auto")
     parser.add_argument("--bind", choices=("auto", "off"), default="off")
     parser.add_argument(
-        "--load", type=lambda text: reader.loads(RunShape, text, "--load"), help="the planned run, for `rates`"
+        "--load", type=lambda text: reader.loads(PredictedRun, text, "--load"), help="the planned run, for `rates`"
     )
     parser.add_argument("--directory", type=Path, help="directory that `rates` writes to")
     args = parser.parse_args(argv)
     options = Options(args.device, args.bind == "auto", args.load, args.directory)
-    return run_here([Probe(name) for name in args.probes.split(",")], args.within, _print, options)
+    return run_probes_here([Probe(name) for name in args.probes.split(",")], args.within, _print_result, options)
 
 
-def _print(result: ProbeResult) -> None:
-    print(*encode(result), sep="\n", flush=True)
+def _print_result(result: ProbeResult) -> None:
+    print(*encode_result(result), sep="\n", flush=True)
 
 
 if __name__ == "__main__":

@@ -17,173 +17,183 @@ from pathlib import Path
 import torch
 
 from llama405b.bench import host, open_questions, runs, steps
-from llama405b.bench.host import rates
-from llama405b.bench.runs import allocator_stats, in_own_process, software, uses_gpu
-from llama405b.bench.steps import knobs, more_knobs
-from llama405b.contract.errors import FAILED, GOOD, UserError
+from llama405b.bench.host import measure_rates
+from llama405b.bench.runs import allocator_stats, describe_machine, run_in_own_process, uses_gpu
+from llama405b.bench.steps import measure_knobs, measure_more_knobs
+from llama405b.contract.errors import EXIT_FAILED, EXIT_OK, UserError
 from llama405b.distributed import collectives, ranks
 from llama405b.distributed.ranks import Rank
-from llama405b.predict.run_shape import RunShape
+from llama405b.predict.run_shape import PredictedRun
 from llama405b.spec import probes
 from llama405b.spec.probes import (
-    ABOUT,
     GPU_ONLY,
-    LINKS,
-    OPEN,
+    OPEN_QUESTIONS,
+    PROBE_INFO,
+    REHEARSAL_PROBES,
     Figure,
     Probe,
     ProbeResult,
     check_bundle,
-    suits,
+    supports_world_size,
     write_bundle,
 )
 
 TIMEOUT_S = 120
-SLOWEST = 3  # limit of a probe, as a multiple of its usual time
-Say = Callable[[ProbeResult], object]
-PROBES: dict[Probe, Callable[[Rank], list[Figure]]] = {
-    Probe.START: host.first_collective,
-    Probe.COLLECTIVES: host.checked_collectives,
-    Probe.COPIES: host.copies,
-    Probe.UPDATE: host.update,
-    Probe.LAYER_NONE: steps.layer_none,
-    Probe.LAYER_OPTIMIZER: steps.layer_optimizer,
-    Probe.LAYER_ALL: steps.layer_all,
-    Probe.HIDING: steps.hiding,
-    Probe.EXACT: steps.exact,
+SLOW_FACTOR = 3  # limit of a probe, as a multiple of its usual time
+ResultCallback = Callable[[ProbeResult], object]
+PROBE_FUNCTIONS: dict[Probe, Callable[[Rank], list[Figure]]] = {
+    Probe.START: host.measure_first_collective,
+    Probe.COLLECTIVES: host.measure_collectives,
+    Probe.COPIES: host.measure_copies,
+    Probe.UPDATE: host.measure_update,
+    Probe.LAYER_NONE: steps.measure_layer_none,
+    Probe.LAYER_OPTIMIZER: steps.measure_layer_optimizer,
+    Probe.LAYER_ALL: steps.measure_layer_all,
+    Probe.HIDING: steps.measure_hiding,
+    Probe.EXACT: steps.compare_exact,
     Probe.TP: steps.tp,
     Probe.CP: steps.cp,
     Probe.PP: steps.pp,
     Probe.HSDP: steps.hsdp,
-    Probe.PRODUCTS: host.products,
-    Probe.HOST_LINKS: host.host_links,
-    Probe.KNOBS: knobs,
-    Probe.KNOBS_2: more_knobs,
-    Probe.COMMS: open_questions.comms,
-    Probe.FSDP_COPIES: open_questions.fsdp_copies,
-    Probe.ROUNDING: open_questions.rounding,
-    Probe.TOKENS: open_questions.tokens,
-    Probe.HOG: open_questions.hog,
-    Probe.PLANNING: open_questions.planning,
+    Probe.PRODUCTS: host.measure_products,
+    Probe.HOST_LINKS: host.measure_host_links,
+    Probe.KNOBS: measure_knobs,
+    Probe.KNOBS_2: measure_more_knobs,
+    Probe.COMMS: open_questions.measure_comms,
+    Probe.FSDP_COPIES: open_questions.measure_fsdp_copies,
+    Probe.ROUNDING: open_questions.measure_rounding,
+    Probe.TOKENS: open_questions.measure_tokens,
+    Probe.HOG: open_questions.measure_hog,
+    Probe.PLANNING: open_questions.measure_planning,
 }
-ON_THE_DEMO: dict[Probe, Callable[[runs.Runs], list[Figure]]] = {
-    Probe.ACCUMULATION: runs.accumulation,
-    Probe.RESUME: runs.resume,
-    Probe.PACKED: runs.packed,
-    Probe.RANK0: runs.rank0,
-    Probe.FSDP1: runs.fsdp1,
-    Probe.EVALUATION: runs.evaluation,
-    Probe.PACKED_FAST: open_questions.packed_fast,
+DEMO_PROBES: dict[Probe, Callable[[runs.DemoRuns], list[Figure]]] = {
+    Probe.ACCUMULATION: runs.compare_accumulation,
+    Probe.RESUME: runs.compare_resume,
+    Probe.PACKED: runs.compare_packed,
+    Probe.RANK0: runs.compare_rank0,
+    Probe.FSDP1: runs.compare_fsdp1,
+    Probe.EVALUATION: runs.compare_evaluation,
+    Probe.PACKED_FAST: open_questions.compare_packed_fast,
 }
 # Probes that start processes of their own, before this process touches the GPU.
-ALONE: dict[Probe, Callable[[str], list[Figure]]] = {
-    probe: functools.partial(runs.in_a_directory, run) for probe, run in ON_THE_DEMO.items()
-} | {Probe.STREAMS: open_questions.streams, Probe.HANG: open_questions.hang}
+OWN_PROCESS_PROBES: dict[Probe, Callable[[str], list[Figure]]] = {
+    probe: functools.partial(runs.run_in_temporary_directory, run) for probe, run in DEMO_PROBES.items()
+} | {Probe.STREAMS: open_questions.measure_streams, Probe.HANG: open_questions.measure_hang}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Options:
-    """How probes run; ``rates`` alone needs the last two."""
+    """How probes run; ``measure_rates`` alone needs the last two."""
 
     device: str = "auto"
     bind: bool = False
-    load: RunShape | None = None  # the planned run
+    run: PredictedRun | None = None  # the planned run
     directory: Path | None = None  # that the probe `rates` writes to
 
     def join(self) -> Rank:
         """Join the other ranks."""
-        me = ranks.join(self.device, TIMEOUT_S)
+        rank = ranks.join_process_group(self.device, TIMEOUT_S)
         if self.bind:
-            ranks.bind(me)
-        return me
+            ranks.bind_cores(rank)
+        return rank
 
-    def measure(self, probe: Probe, me: Rank | None) -> list[Figure]:
-        """Run one probe; ``me``: None for probes that start their own runs."""
-        if me is None:
-            return ALONE[probe](self.device)
+    def measure(self, probe: Probe, rank: Rank | None) -> list[Figure]:
+        """Run one probe; ``rank``: None for probes that start their own runs."""
+        if rank is None:
+            return OWN_PROCESS_PROBES[probe](self.device)
         if probe is not Probe.RATES:
-            return PROBES[probe](me)
-        assert self.load
+            return PROBE_FUNCTIONS[probe](rank)
+        assert self.run
         assert self.directory
-        return rates(me, self.load, self.directory)
+        return measure_rates(rank, self.run, self.directory)
 
 
-def run_here(probes: Sequence[Probe], within_s: float, say: Say, options: Options = Options()) -> int:
+def run_probes_here(
+    probes: Sequence[Probe], within_s: float, on_result: ResultCallback, options: Options = Options()
+) -> int:
     """Run probes as one of the ranks until one fails that all others depend on; return the exit code."""
     deadline = time.monotonic() + within_s
     if int(os.environ.get("WORLD_SIZE", 1)) == 1:
-        code = GOOD
+        code = EXIT_OK
         for probe in probes:
-            if not suits(probe, 1) or (probe in GPU_ONLY and not uses_gpu(options.device)):
+            if not supports_world_size(probe, 1) or (probe in GPU_ONLY and not uses_gpu(options.device)):
                 continue
-            result = _alone(probe, deadline, options)
-            say(result)
+            result = _run_isolated(probe, deadline, options)
+            on_result(result)
             if result.fault:
-                code = FAILED
-            if result.fault and probe in LINKS:
+                code = EXIT_FAILED
+            if result.fault and probe in REHEARSAL_PROBES:
                 break
         return code
-    me = options.join()
-    n_hosts = len(set(collectives.all_gather_objects(me.host)))
+    rank = options.join()
+    n_hosts = len(set(collectives.all_gather_objects(rank.host)))
     for probe in probes:
-        if not suits(probe, me.world):
+        if not supports_world_size(probe, rank.world_size):
             continue
-        [late] = collectives.all_reduce_max([int(deadline - time.monotonic() < _least_s(probe, me.on_gpu))])
-        result = ProbeResult(probe, me.world, n_hosts, skipped=True) if late else _measured(probe, me, n_hosts, options)
-        if me.is_rank0:
-            say(result)
+        [is_late] = collectives.all_reduce_max([int(deadline - time.monotonic() < _min_time_s(probe, rank.on_gpu))])
+        result = (
+            ProbeResult(probe, rank.world_size, n_hosts, skipped=True)
+            if is_late
+            else _run_probe(probe, rank, n_hosts, options)
+        )
+        if rank.is_rank0:
+            on_result(result)
         if result.fault:
             print(f"{probe}: {result.fault}", file=sys.stderr, flush=True)
-            os._exit(FAILED)  # no cleanup: the other ranks wait in a collective until torchrun ends them
-    ranks.leave()
-    return GOOD
+            os._exit(EXIT_FAILED)  # no cleanup: the other ranks wait in a collective until torchrun ends them
+    ranks.leave_process_group()
+    return EXIT_OK
 
 
-def _alone(probe: Probe, deadline: float, options: Options) -> ProbeResult:
+def _run_isolated(probe: Probe, deadline: float, options: Options) -> ProbeResult:
     """Run a probe in a process of its own; kill it at its time limit."""
-    left, began = deadline - time.monotonic(), time.monotonic()
-    if left < _least_s(probe, uses_gpu(options.device)):
+    remaining_s, start = deadline - time.monotonic(), time.monotonic()
+    if remaining_s < _min_time_s(probe, uses_gpu(options.device)):
         return ProbeResult(probe, 1, 1, skipped=True)
-    limit_s = OPEN[probe].limit_s if probe in OPEN else max(TIMEOUT_S, SLOWEST * ABOUT[probe].usual_s)
+    limit_s = (
+        OPEN_QUESTIONS[probe].limit_s
+        if probe in OPEN_QUESTIONS
+        else max(TIMEOUT_S, SLOW_FACTOR * PROBE_INFO[probe].usual_s)
+    )
     try:
-        return in_own_process(min(left, limit_s), _joined, probe, options)
+        return run_in_own_process(min(remaining_s, limit_s), _run_as_only_rank, probe, options)
     except RuntimeError as error:
-        return ProbeResult(probe, 1, 1, seconds=time.monotonic() - began, fault=str(error))
+        return ProbeResult(probe, 1, 1, seconds=time.monotonic() - start, fault=str(error))
 
 
-def _least_s(probe: Probe, on_gpu: bool) -> float:
-    return ABOUT[probe].usual_s if on_gpu else 0.0
+def _min_time_s(probe: Probe, on_gpu: bool) -> float:
+    return PROBE_INFO[probe].usual_s if on_gpu else 0.0
 
 
-def _joined(probe: Probe, options: Options) -> ProbeResult:
+def _run_as_only_rank(probe: Probe, options: Options) -> ProbeResult:
     """Run a probe as the only rank, and return its result."""
-    began = time.monotonic()
+    start = time.monotonic()
     try:
-        me = None if probe in ALONE else options.join()
+        rank = None if probe in OWN_PROCESS_PROBES else options.join()
     except Exception as error:  # noqa: BLE001 - the driver may raise anything
-        return ProbeResult(probe, 1, 1, seconds=time.monotonic() - began, fault=_said(error))
-    return _measured(probe, me, 1, options)
+        return ProbeResult(probe, 1, 1, seconds=time.monotonic() - start, fault=_describe_error(error))
+    return _run_probe(probe, rank, 1, options)
 
 
-def _measured(probe: Probe, me: Rank | None, n_hosts: int, options: Options) -> ProbeResult:
-    """Run one probe; return a failure as a result too. ``me``: see ``Options.measure``."""
-    began = time.monotonic()
+def _run_probe(probe: Probe, rank: Rank | None, n_hosts: int, options: Options) -> ProbeResult:
+    """Run one probe; return a failure as a result too. ``rank``: see ``Options.measure``."""
+    start = time.monotonic()
     figures = []
     fault = ""
     try:
-        figures = options.measure(probe, me)
+        figures = options.measure(probe, rank)
     except Exception as error:  # noqa: BLE001 - CUDA, NCCL and allocations may raise anything
-        fault = _said(error)
-    on_gpu = me.on_gpu if me else uses_gpu(options.device)
+        fault = _describe_error(error)
+    on_gpu = rank.on_gpu if rank else uses_gpu(options.device)
     device = torch.cuda.get_device_name() if on_gpu else "cpu"
-    seconds = time.monotonic() - began
+    seconds = time.monotonic() - start
     result = ProbeResult(
-        probe, me.world if me else 1, n_hosts, device, torch.__version__, seconds, tuple(figures), fault
+        probe, rank.world_size if rank else 1, n_hosts, device, torch.__version__, seconds, tuple(figures), fault
     )
-    return dataclasses.replace(result, software=software(), allocator=allocator_stats(on_gpu=on_gpu))
+    return dataclasses.replace(result, software=describe_machine(), allocator=allocator_stats(on_gpu=on_gpu))
 
 
-def _said(error: Exception) -> str:
+def _describe_error(error: Exception) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:400]
 
 
@@ -191,15 +201,15 @@ def main(args: argparse.Namespace) -> int:
     """Run the verb on this machine's first GPU; return the exit code."""
     if args.env or args.setup_line:
         raise UserError("bench: --env and --setup-line are for hosts; name a hosts file, or leave them out")
-    tests, log = probes.chosen(args.tests), probes.Log(args.out)
+    tests, log = probes.select_tests(args.tests), probes.ResultDirectory(args.out)
     check_bundle(args.bundle, with_host_names=args.with_host_names)
 
-    def say(result: probes.ProbeResult) -> None:
+    def on_result(result: probes.ProbeResult) -> None:
         log.add(result)
-        print(probes.line_of(result), flush=True)
+        print(probes.format_result(result), flush=True)
 
-    code, date = run_here(tests, args.within, say), time.strftime("%Y-%m-%d")
-    print(log.block(date))
+    code, date = run_probes_here(tests, args.within, on_result), time.strftime("%Y-%m-%d")
+    print(log.format_report(date))
     if args.bundle:
-        write_bundle(args.bundle, log.results(), tests, date, [platform.node()], named=args.with_host_names)
+        write_bundle(args.bundle, log.results(), tests, date, [platform.node()], keep_names=args.with_host_names)
     return code

@@ -31,15 +31,15 @@ import torch
 from llama405b.contract import reader
 from llama405b.contract.paths import RunDir
 from llama405b.contract.records import METRICS_LINE, Metrics
-from llama405b.contract.software import end_with, own_argv
+from llama405b.contract.software import exit_with_process, module_argv
 from llama405b.data.demo_model import make_demo
 from llama405b.spec.probes import Figure, Software
 
 TRAINER = "llama405b.train"
-STEPS, SAVED = 4, 2
+STEPS, SAVED_STEP = 4, 2
 TOLERANCE = 1e-3  # relative: GPUs may add in a different order
 BF16_TOLERANCE = 1e-2  # another kernel or sharding rounds differently
-BASE = {
+BASE_SETTINGS = {
     "preset": "demo",
     "training.max_steps": STEPS,
     "training.micro_batch_size": 2,
@@ -54,7 +54,7 @@ BASE = {
 Losses = Mapping[int, float]  # by step
 
 
-class Runs:
+class DemoRuns:
     """Training runs of the demo model in one directory, with one token cache."""
 
     def __init__(self, directory: Path, device: str) -> None:
@@ -63,35 +63,40 @@ class Runs:
 
     def train(self, name: str, resume: str = "no", **settings: object) -> Losses:
         """Train and return the losses; ``settings`` have ``__`` in place of the dot."""
-        run = self.directory / name
-        own = {key.replace("__", "."): value for key, value in settings.items()}
+        run_dir = self.directory / name
+        overrides = {key.replace("__", "."): value for key, value in settings.items()}
         paths = {"model.path": self.directory / "model"}
-        flags = [f"--{key}={value}" for key, value in (BASE | paths | {"parallel.device": self.device} | own).items()]
+        flags = [
+            f"--{key}={value}"
+            for key, value in (BASE_SETTINGS | paths | {"parallel.device": self.device} | overrides).items()
+        ]
         log = self.directory / f"{name}.log"
-        code = _run([TRAINER, "--run-dir", str(run), "--resume", resume, *flags], log)
+        code = _run_module([TRAINER, "--run-dir", str(run_dir), "--resume", resume, *flags], log)
         if code:
-            last = (log.read_text(errors="replace").strip().splitlines() or ["no output"])[-1]
-            raise RuntimeError(f"the run with {' '.join(map(str, own.items()))} ended with exit code {code}: {last}")
-        rows = RunDir(run).metrics.read_text().splitlines()
+            last_line = (log.read_text(errors="replace").strip().splitlines() or ["no output"])[-1]
+            raise RuntimeError(
+                f"the run with {' '.join(map(str, overrides.items()))} ended with exit code {code}: {last_line}"
+            )
+        rows = RunDir(run_dir).metrics.read_text().splitlines()
         metrics = [reader.loads(METRICS_LINE, row, "metrics") for row in rows]
-        return {each.step: each.loss for each in metrics if isinstance(each, Metrics)}
+        return {record.step: record.loss for record in metrics if isinstance(record, Metrics)}
 
 
-def _run(argv: Sequence[str], log: Path) -> int:
+def _run_module(argv: Sequence[str], log: Path) -> int:
     """Run the module ``argv[0]`` as the main program, in a fork if CUDA permits; return its exit code."""
     parent = os.getpid()
     if torch.cuda.is_initialized():  # for example by importing torchao; CUDA does not work in a fork then
-        return os.spawnv(os.P_WAIT, sys.executable, [*own_argv(__name__), str(parent), str(log), *argv])
+        return os.spawnv(os.P_WAIT, sys.executable, [*module_argv(__name__), str(parent), str(log), *argv])
     pid = os.fork()
     if not pid:
-        _be(argv, log, parent)
+        _become(argv, log, parent)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def _be(argv: Sequence[str], log: Path, parent: int) -> NoReturn:
+def _become(argv: Sequence[str], log: Path, parent: int) -> NoReturn:
     """Turn this process into the main program ``argv``, with its output in ``log``."""
     try:
-        end_with(parent)  # the parent is killed at the probe's time limit
+        exit_with_process(parent)  # the parent is killed at the probe's time limit
         with log.open("ab") as file:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
@@ -102,45 +107,47 @@ def _be(argv: Sequence[str], log: Path, parent: int) -> NoReturn:
     os._exit(1)
 
 
-def agree(losses: Mapping[str, Losses], tolerance: float) -> list[Figure]:
+def compare_losses(losses: Mapping[str, Losses], tolerance: float) -> list[Figure]:
     """Compare the losses of all runs with the first run's, step by step."""
-    (first, expected), *others = losses.items()
-    worst = 0.0
-    for name, found in others:
-        if max(found, default=0) != max(expected, default=0):
-            ends = max(found, default=0), max(expected, default=0)
+    (first, expected), *other_runs = losses.items()
+    max_error = 0.0
+    for name, actual in other_runs:
+        if max(actual, default=0) != max(expected, default=0):
+            ends = max(actual, default=0), max(expected, default=0)
             raise RuntimeError(f"{name} ended after step {ends[0]}, {first} after {ends[1]}")
-        for step, loss in found.items():
-            worst = max(worst, error := abs(loss - expected[step]) / abs(expected[step]))
+        for step, loss in actual.items():
+            max_error = max(max_error, error := abs(loss - expected[step]) / abs(expected[step]))
             if not error <= tolerance or not math.isfinite(loss):
                 raise RuntimeError(
                     f"step {step} has loss {loss:.6f} with {name}, but {expected[step]:.6f} with {first}"
                 )
-    return [Figure("runs that agree", len(losses), ""), Figure("relative difference", worst, "")]
+    return [Figure("runs that agree", len(losses), ""), Figure("relative difference", max_error, "")]
 
 
-def accumulation(runs: Runs) -> list[Figure]:
+def compare_accumulation(runs: DemoRuns) -> list[Figure]:
     """Train with two micro-batches per step, with each value of offload."""
-    places = ("none", "optimizer", "all")
-    losses = {place: runs.train(place, parallel__offload=place, training__global_batch_size=4) for place in places}
-    return agree(losses, TOLERANCE)
+    offloads = ("none", "optimizer", "all")
+    losses = {
+        offload: runs.train(offload, parallel__offload=offload, training__global_batch_size=4) for offload in offloads
+    }
+    return compare_losses(losses, TOLERANCE)
 
 
-def resume(runs: Runs) -> list[Figure]:
+def compare_resume(runs: DemoRuns) -> list[Figure]:
     """Save asynchronously and resume, with states on the GPU, so that saves use pinned memory."""
-    whole = runs.train("saved", checkpoint__every=SAVED, checkpoint__keep=STEPS)
-    checkpoint = runs.directory / "saved" / "checkpoints" / f"step-{SAVED:08d}"
-    return agree({"no stop": whole, "a resume": runs.train("resumed", str(checkpoint))}, TOLERANCE)
+    uninterrupted = runs.train("saved", checkpoint__every=SAVED_STEP, checkpoint__keep=STEPS)
+    checkpoint = runs.directory / "saved" / "checkpoints" / f"step-{SAVED_STEP:08d}"
+    return compare_losses({"no stop": uninterrupted, "a resume": runs.train("resumed", str(checkpoint))}, TOLERANCE)
 
 
-def packed(runs: Runs) -> list[Figure]:
+def compare_packed(runs: DemoRuns) -> list[Figure]:
     """Train on packed documents isolated by a mask, and by the kernel that auto chooses here."""
     paths = short_documents(runs.directory / "short.jsonl")
     losses = {
         name: runs.train(f"packed-{name}", model__attention=name, data__paths=paths)
         for name in ("eager", "sdpa", "auto")
     }
-    return agree(losses, BF16_TOLERANCE)
+    return compare_losses(losses, BF16_TOLERANCE)
 
 
 def short_documents(path: Path) -> Path:
@@ -151,25 +158,29 @@ def short_documents(path: Path) -> Path:
     return path
 
 
-def rank0(runs: Runs) -> list[Figure]:
+def compare_rank0(runs: DemoRuns) -> list[Figure]:
     """Load weights on every rank by itself, and by rank 0 for all."""
-    return agree({load: runs.train(load, model__load=load) for load in ("local", "rank0")}, TOLERANCE)
+    return compare_losses({load: runs.train(load, model__load=load) for load in ("local", "rank0")}, TOLERANCE)
 
 
-def fsdp1(runs: Runs) -> list[Figure]:
+def compare_fsdp1(runs: DemoRuns) -> list[Figure]:
     """Train with FSDP2 and FSDP1."""
-    return agree({fsdp: runs.train(fsdp, parallel__strategy=fsdp) for fsdp in ("fsdp2", "fsdp1")}, BF16_TOLERANCE)
+    return compare_losses(
+        {strategy: runs.train(strategy, parallel__strategy=strategy) for strategy in ("fsdp2", "fsdp1")}, BF16_TOLERANCE
+    )
 
 
-def evaluation(runs: Runs) -> list[Figure]:
+def compare_evaluation(runs: DemoRuns) -> list[Figure]:
     """Train with and without evaluations between the steps, which must not change the losses."""
-    return agree({f"one every {n}": runs.train(f"evaluated-{n}", evaluation__every=n) for n in (STEPS, 1)}, TOLERANCE)
+    return compare_losses(
+        {f"one every {n}": runs.train(f"evaluated-{n}", evaluation__every=n) for n in (STEPS, 1)}, TOLERANCE
+    )
 
 
-def in_a_directory(probe: Callable[[Runs], list[Figure]], device: str) -> list[Figure]:
+def run_in_temporary_directory(probe: Callable[[DemoRuns], list[Figure]], device: str) -> list[Figure]:
     """Run a probe in a temporary directory."""
     with tempfile.TemporaryDirectory(prefix="llama405b-bench-") as directory:
-        return probe(Runs(Path(directory), device))
+        return probe(DemoRuns(Path(directory), device))
 
 
 PR_SET_PDEATHSIG = 1
@@ -178,24 +189,24 @@ T = TypeVar("T")
 
 
 @contextlib.contextmanager
-def own_process(act: Callable[..., Any], *args: Any) -> Iterator[tuple[SpawnProcess, Connection]]:
-    """Call ``act`` in a fresh process that is killed with the block; yield it and the connection of its result."""
+def spawned_process(function: Callable[..., Any], *args: Any) -> Iterator[tuple[SpawnProcess, Connection]]:
+    """Call ``function`` in a fresh process that is killed with the block; yield it and the connection of its result."""
     # Not a fork: CUDA has to start anew, with the environment variables of that moment.
     context = mp.get_context("spawn")
-    ours, theirs = context.Pipe(duplex=False)
-    child = context.Process(target=_in_child, args=(theirs, act, args))
+    receiver, sender = context.Pipe(duplex=False)
+    child = context.Process(target=_run_child, args=(sender, function, args))
     child.start()
-    theirs.close()
+    sender.close()
     try:
-        yield child, ours
+        yield child, receiver
     finally:
         child.kill()
         child.join()
 
 
-def in_own_process(limit_s: float | None, act: Callable[[*Args], T], *args: *Args) -> T:
-    """Return what ``act`` returns in a process of its own; ``limit_s``: time limit of the call, None: no limit."""
-    with own_process(act, *args) as (child, results):
+def run_in_own_process(limit_s: float | None, function: Callable[[*Args], T], *args: *Args) -> T:
+    """Return what ``function`` returns in a process of its own; ``limit_s``: time limit of the call, None: no limit."""
+    with spawned_process(function, *args) as (child, results):
         if not results.poll(limit_s):
             raise RuntimeError(f"no result after {limit_s:.0f} s")
         try:
@@ -206,7 +217,7 @@ def in_own_process(limit_s: float | None, act: Callable[[*Args], T], *args: *Arg
         return result
 
 
-def _in_child(results: Connection, act: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _run_child(results: Connection, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # it does not outlive its parent
     parent = mp.parent_process()
     if parent and not parent.is_alive():  # the parent may have died before prctl
@@ -214,7 +225,7 @@ def _in_child(results: Connection, act: Callable[..., Any], args: tuple[Any, ...
     for name in ("MASTER_ADDR", "MASTER_PORT"):  # torchrun's store serves one process group only
         os.environ.pop(name, None)
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is not deterministic without it
-    results.send(act(*args))
+    results.send(function(*args))
 
 
 DRIVER = Path("/proc/driver/nvidia/version")
@@ -228,19 +239,19 @@ def uses_gpu(device: str) -> bool:
     return device != "cpu" and torch.cuda.is_available()
 
 
-def software() -> Software:
+def describe_machine() -> Software:
     """Return the versions of the software here, and the GPUs."""
-    cuda = torch.cuda.is_available()
-    devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count() if cuda else 0)]
+    has_cuda = torch.cuda.is_available()
+    devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count() if has_cuda else 0)]
     return Software(
         node=platform.node(),
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
         python=platform.python_version(),
         transformers=importlib.metadata.version("transformers"),
         cuda=torch.version.cuda or "",
-        nccl=".".join(map(str, torch.cuda.nccl.version())) if cuda else "",
+        nccl=".".join(map(str, torch.cuda.nccl.version())) if has_cuda else "",
         driver=driver_version(),
-        gpus=tuple(f"{each.name}, {each.total_memory / GIB:.1f} GiB" for each in devices),
+        gpus=tuple(f"{device.name}, {device.total_memory / GIB:.1f} GiB" for device in devices),
     )
 
 
@@ -250,10 +261,10 @@ def driver_version(path: Path = DRIVER) -> str:
     Parses the line of open modules and that of the older ones.
     """
     try:
-        first = path.read_text(encoding="utf-8", errors="replace").partition("\n")[0]
+        first_line = path.read_text(encoding="utf-8", errors="replace").partition("\n")[0]
     except OSError:
         return ""
-    version = re.search(r"Kernel Module\s+(?:for \S+\s+)?(\d[\d.]*)", first)
+    version = re.search(r"Kernel Module\s+(?:for \S+\s+)?(\d[\d.]*)", first_line)
     return version[1] if version else ""
 
 
@@ -261,13 +272,16 @@ def allocator_stats(*, on_gpu: bool) -> dict[str, int]:
     """Return torch's statistics of this rank's GPU memory and pinned memory, in bytes and calls."""
     if not on_gpu:
         return {}
-    of_device, of_host = torch.cuda.memory_stats(), torch.cuda.host_memory_stats()
-    stats = {f"{name}_peak": of_device[f"{name}.all.peak"] for name in PEAKS} | {
-        name: of_device[name] for name in COUNTS
+    device_stats, host_stats = torch.cuda.memory_stats(), torch.cuda.host_memory_stats()
+    stats = {f"{name}_peak": device_stats[f"{name}.all.peak"] for name in PEAKS} | {
+        name: device_stats[name] for name in COUNTS
     }
-    return stats | {"pinned_bytes_peak": of_host["allocated_bytes.peak"], "num_host_alloc": of_host["num_host_alloc"]}
+    return stats | {
+        "pinned_bytes_peak": host_stats["allocated_bytes.peak"],
+        "num_host_alloc": host_stats["num_host_alloc"],
+    }
 
 
 if __name__ == "__main__":
     [_parent, _log, *_argv] = sys.argv[1:]
-    _be(_argv, Path(_log), int(_parent))
+    _become(_argv, Path(_log), int(_parent))

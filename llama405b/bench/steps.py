@@ -28,33 +28,33 @@ from transformers import LlamaConfig
 from llama405b.bench.host import GB
 from llama405b.data.batch import Batch
 from llama405b.distributed.host_memory import StepTimer
-from llama405b.distributed.ranks import Rank, on_mesh
+from llama405b.distributed.ranks import Rank, with_mesh
 from llama405b.model import fused, llama
-from llama405b.model.attention import candidates, flash_lack
-from llama405b.model.host_inputs import keep_on_host
+from llama405b.model.attention import attention_candidates, attention_unsupported_reason
+from llama405b.model.host_inputs import offload_inputs
 from llama405b.model.llama import checkpoint_activations
 from llama405b.optim.adamw import master_model
 from llama405b.optim.build_updater import build_updater
 from llama405b.optim.step import train_step
 from llama405b.optim.updater import Updater, UpdateWork
 from llama405b.parallel import fsdp, load_weights
-from llama405b.parallel.passes import Passes, build_passes
-from llama405b.parallel.split import holdings_of, split
+from llama405b.parallel.passes import ForwardBackward, build_forward_backward
+from llama405b.parallel.split import shard_layout_of, split_model
 from llama405b.predict import estimate
 from llama405b.predict.estimate import RUNTIME_BYTES, Cluster
-from llama405b.predict.hardware import gpu_like, read_gpus
-from llama405b.predict.run_shape import RunShape
-from llama405b.predict.search import WHOLE, Outlook
+from llama405b.predict.hardware import match_gpu, read_gpus
+from llama405b.predict.run_shape import PredictedRun
+from llama405b.predict.search import LAYER_UNITS, Prediction
 from llama405b.settings.axes import Recompute
 from llama405b.settings.config import PRESET_DIR
 from llama405b.settings.schema import Config, Data, Model, Offload, Optimizer, Parallel, Training
-from llama405b.settings.strategies import Name
+from llama405b.settings.strategies import StrategyName
 from llama405b.spec import models
 from llama405b.spec.probes import Figure
 
 VOCAB = 8192  # small, so that the layers dominate
-PLAIN = Model()
-ROWS = 4096  # rows of random weights that are generated at a time
+DEFAULT_MODEL = Model()
+ROWS_PER_FILL = 4096  # rows of random weights that are generated at a time
 STEPS = 3  # timed steps, after one that is not timed
 EXACT_STEPS = 10
 TINY = {
@@ -77,46 +77,46 @@ class Workload:
     attention: str = "auto"
     vocab: int = VOCAB
 
-    def config(self, me: Rank) -> LlamaConfig:
+    def config(self, rank: Rank) -> LlamaConfig:
         """Return the model's configuration; on a CPU a tiny one, which only shows that the probe works."""
-        known = json.loads((PRESET_DIR / "architectures.json").read_text(encoding="utf-8"))[self.shape]
-        small = {} if me.on_gpu else TINY
-        return LlamaConfig(**known | {"num_hidden_layers": self.layers, "vocab_size": self.vocab} | small)
+        architectures = json.loads((PRESET_DIR / "architectures.json").read_text(encoding="utf-8"))[self.shape]
+        overrides = {} if rank.on_gpu else TINY
+        return LlamaConfig(**architectures | {"num_hidden_layers": self.layers, "vocab_size": self.vocab} | overrides)
 
-    def tokens(self, me: Rank, step: int, number: int) -> torch.Tensor:
+    def tokens(self, rank: Rank, step: int, number: int) -> torch.Tensor:
         """Return ``tokens_BS`` of a step, different for each micro-batch number."""
         generator = torch.Generator().manual_seed(1000 * step + number)
-        return torch.randint(0, VOCAB, self.batch_shape(me), generator=generator).to(me.device)
+        return torch.randint(0, VOCAB, self.batch_shape(rank), generator=generator).to(rank.device)
 
-    def batches(self, me: Rank, step: int, numbers: Iterable[int]) -> list[Batch]:
+    def batches(self, rank: Rank, step: int, numbers: Iterable[int]) -> list[Batch]:
         """Return a step's micro-batches with these numbers."""
-        return [Batch(x, x.roll(-1, 1)) for x in (self.tokens(me, step, number) for number in numbers)]
+        return [Batch(x, x.roll(-1, 1)) for x in (self.tokens(rank, step, number) for number in numbers)]
 
-    def batch_shape(self, me: Rank) -> tuple[int, int]:
+    def batch_shape(self, rank: Rank) -> tuple[int, int]:
         """Return ``(B, S)`` of a rank's micro-batch."""
-        return (self.batch, self.seq_len) if me.on_gpu else (min(self.batch, 2), 64)
+        return (self.batch, self.seq_len) if rank.on_gpu else (min(self.batch, 2), 64)
 
-    def run_shape(self, parallel: Parallel, me: Rank, model: Model = PLAIN) -> RunShape:
+    def run_shape(self, parallel: Parallel, rank: Rank, model: Model = DEFAULT_MODEL) -> PredictedRun:
         """Return the run as the prediction describes it."""
-        n_sequences, seq_len = self.batch_shape(me)
-        training = Training(micro_batch_size=n_sequences, global_batch_size=n_sequences * me.world)
+        n_sequences, seq_len = self.batch_shape(rank)
+        training = Training(micro_batch_size=n_sequences, global_batch_size=n_sequences * rank.world_size)
         config = Config(model, Data(seq_len=seq_len), training, parallel=parallel)
-        return RunShape.of(self.llama(me), config, me.world)
+        return PredictedRun.from_config(self.llama(rank), config, rank.world_size)
 
-    def llama(self, me: Rank) -> models.Llama:
+    def llama(self, rank: Rank) -> models.Llama:
         """Return the model's shape, parsed from its configuration."""
-        return models.parse_llama(self.config(me).to_dict() | {"architectures": None}, "the model")
+        return models.parse_llama(self.config(rank).to_dict() | {"architectures": None}, "the model")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Timed:
+class StepTiming:
     """Median times of a step, and the last update."""
 
     seconds: dict[str, float]  # by part
     work: UpdateWork | None
 
     @property
-    def whole_s(self) -> float:
+    def total_s(self) -> float:
         """Seconds of the whole step."""
         return sum(self.seconds.values())
 
@@ -126,68 +126,74 @@ HIDING = Workload("llama3.1-8b", layers=8, batch=16, seq_len=4096)  # its forwar
 EXACT = Workload("llama3.1-8b", layers=4, batch=1, seq_len=1024, attention="sdpa")  # flash-attn is not deterministic
 
 
-def _build(what: Workload, parallel: Parallel, me: Rank, settings: Model) -> tuple[nn.Module, Updater]:
+def _build_model(
+    workload: Workload, parallel: Parallel, rank: Rank, model_settings: Model
+) -> tuple[nn.Module, Updater]:
     """Build a sharded model with random weights from a fixed seed."""
-    config = what.config(me)
-    attention = next(name for name in candidates(what.attention) if not flash_lack(name, me.device, torch.bfloat16))
-    if parallel.by_fsdp1:
-        module = fsdp.load_wrapped(None, config, attention, parallel, me)
+    config = workload.config(rank)
+    attention = next(
+        name
+        for name in attention_candidates(workload.attention)
+        if not attention_unsupported_reason(name, rank.device, torch.bfloat16)
+    )
+    if parallel.is_fsdp1:
+        module = fsdp.load_fsdp1(None, config, attention, parallel, rank)
         checkpoint_activations(module)
-        return module, build_updater(module, Optimizer(), parallel, me.device)
+        return module, build_updater(module, Optimizer(), parallel, rank.device)
     module = llama.build_on_meta(config, attention, fsdp.shard_dtype(parallel))
     if parallel.numerics == "fp8":
-        llama.convert_to_fp8(module, me.device)
-    fsdp.shard(module, parallel, me.device)
-    if me.on_gpu and parallel.offload == "none":
-        fsdp.lend_gradients(module)
+        llama.convert_to_fp8(module, rank.device)
+    fsdp.shard_model(module, parallel, rank.device)
+    if rank.on_gpu and parallel.offload == "none":
+        fsdp.allocate_grads_on_compute_stream(module)
     master = master_model(module, parallel)
     if parallel.offload == "all":
-        load_weights.materialise(module, me, offload=True, pinning=lambda *_: None)
-    load_weights.materialise(master, me, offload=parallel.offload != "none")
-    load_weights.materialise(module, me)
-    generator = torch.Generator(me.device).manual_seed(0)
+        load_weights.materialize(module, rank, offload=True, on_pin_progress=lambda *_: None)
+    load_weights.materialize(master, rank, offload=parallel.offload != "none")
+    load_weights.materialize(module, rank)
+    generator = torch.Generator(rank.device).manual_seed(0)
     for parameter in master.parameters():
         assert isinstance(parameter.data, DTensor)
-        own = parameter.data.to_local()
-        if own.ndim == 1:
-            own.fill_(1)
+        local = parameter.data.to_local()
+        if local.ndim == 1:
+            local.fill_(1)
             continue
-        for rows in own.split(ROWS):
-            rows.copy_(0.02 * torch.randn(rows.shape, device=me.device, generator=generator))
-    for name in fused.FORWARDS if settings.fused else ():
-        if not fused.lack(name, config, me.device, llama.compute_dtype(parallel.numerics)):
+        for rows in local.split(ROWS_PER_FILL):
+            rows.copy_(0.02 * torch.randn(rows.shape, device=rank.device, generator=generator))
+    for name in fused.FORWARDS if model_settings.fused else ():
+        if not fused.unsupported_reason(name, config, rank.device, llama.compute_dtype(parallel.numerics)):
             fused.fuse(module, name)
-    if settings.compile:
+    if model_settings.compile:
         llama.compile_layers(module)
-    checkpoint_activations(module, Recompute.read(settings.activation_checkpointing))
-    if settings.activations == "host":
-        run, dtype = what.run_shape(parallel, me, settings), llama.compute_dtype(parallel.numerics)
-        keep_on_host(module, run.inputs_on_host(0), run.input_shape, dtype, me.device, lambda *_: None)
-    return module, build_updater(module, Optimizer(), parallel, me.device, master=master)
+    checkpoint_activations(module, Recompute.parse(model_settings.activation_checkpointing))
+    if model_settings.activations == "host":
+        run, dtype = workload.run_shape(parallel, rank, model_settings), llama.compute_dtype(parallel.numerics)
+        offload_inputs(module, run.inputs_on_host(0), run.input_shape, dtype, rank.device, lambda *_: None)
+    return module, build_updater(module, Optimizer(), parallel, rank.device, master=master)
 
 
 def take_steps(
-    what: Workload, parallel: Parallel, me: Rank, count: int, settings: Model = PLAIN
-) -> tuple[list[float], Timed]:
+    workload: Workload, parallel: Parallel, rank: Rank, count: int, model_settings: Model = DEFAULT_MODEL
+) -> tuple[list[float], StepTiming]:
     """Take steps; return their losses and the median times of the last ``STEPS``."""
-    module, updater = _build(what, parallel, me, settings)
-    passes = build_passes(parallel, module, me)
-    batches = (what.batches(me, step, [me.rank]) for step in range(count))
-    losses, seconds, work = run_steps(passes, updater, batches, me)
+    module, updater = _build_model(workload, parallel, rank, model_settings)
+    passes = build_forward_backward(parallel, module, rank)
+    batches = (workload.batches(rank, step, [rank.index]) for step in range(count))
+    losses, seconds, work = run_steps(passes, updater, batches, rank)
     del module, passes, updater
     gc.collect()  # or its memory would be there beside the next model's
-    median = {part: statistics.median(each[part] for each in seconds[-STEPS:]) for part in seconds[0]}
-    return losses, Timed(median, work)
+    median = {part: statistics.median(step_seconds[part] for step_seconds in seconds[-STEPS:]) for part in seconds[0]}
+    return losses, StepTiming(median, work)
 
 
 def run_steps(
-    passes: Passes, updater: Updater, batches: Iterable[Sequence[Batch]], me: Rank
+    passes: ForwardBackward, updater: Updater, batches: Iterable[Sequence[Batch]], rank: Rank
 ) -> tuple[list[float], list[dict[str, float]], UpdateWork | None]:
     """Take a step per batch; return the losses, the seconds by part, and the last step's update."""
     losses, seconds, work = [], [], None
     for microbatches in batches:
-        timer = StepTimer(me.device)
-        result = train_step(passes, updater, microbatches, max_norm=1.0, lap=timer.mark)
+        timer = StepTimer(rank.device)
+        result = train_step(passes, updater, microbatches, max_norm=1.0, on_phase_end=timer.mark)
         assert result, "every token is a target"
         losses.append(result.loss)
         seconds.append(timer.seconds())
@@ -196,59 +202,60 @@ def run_steps(
     return losses, seconds, work
 
 
-def layer(place: Offload, me: Rank) -> list[Figure]:
+def measure_layer(offload: Offload, rank: Rank) -> list[Figure]:
     """Train one decoder layer of the 405B shape; compare its peak memory with the estimate."""
-    parallel = Parallel(offload=place)
-    if me.on_gpu:
+    parallel = Parallel(offload=offload)
+    if rank.on_gpu:
         torch.cuda.reset_peak_memory_stats()
-    losses, timed = take_steps(LAYER, parallel, me, 1 + STEPS)
+    losses, timing = take_steps(LAYER, parallel, rank, 1 + STEPS)
     if not all(map(math.isfinite, losses)):
         raise RuntimeError(f"the losses are {losses}")
-    figures = [Figure(part, seconds, "s") for part, seconds in timed.seconds.items()]
-    if timed.work:
+    figures = [Figure(part, seconds, "s") for part, seconds in timing.seconds.items()]
+    if timing.work:
         figures += [
-            Figure("update", timed.work.update_s, "s"),
-            Figure("waited", timed.work.exposed_s, "s"),
-            Figure("host memory", timed.work.update_bytes / GB / max(1e-9, timed.work.update_s), "GB/s"),
-            Figure("down", timed.work.down_bytes / GB, "GB"),
-            Figure("up", timed.work.up_bytes / GB, "GB"),
+            Figure("update", timing.work.update_s, "s"),
+            Figure("waited", timing.work.exposed_s, "s"),
+            Figure("host memory", timing.work.update_bytes / GB / max(1e-9, timing.work.update_s), "GB/s"),
+            Figure("down", timing.work.down_bytes / GB, "GB"),
+            Figure("up", timing.work.up_bytes / GB, "GB"),
         ]
-    counted = estimate.estimate(LAYER.run_shape(parallel, me))
-    if me.on_gpu:
+    predicted = estimate.estimate(LAYER.run_shape(parallel, rank))
+    if rank.on_gpu:
         peak = torch.cuda.max_memory_allocated()
         figures.append(Figure("peak", peak / GB, "GB"))
-        figures.append(Figure("counted", (counted.gpu_bytes - estimate.RUNTIME_BYTES) / GB, "GB"))
+        figures.append(Figure("counted", (predicted.gpu_bytes - estimate.RUNTIME_BYTES) / GB, "GB"))
         figures.append(Figure("reserved", torch.cuda.max_memory_reserved() / GB, "GB"))
-        figures.append(Figure("counted reserved", sum(counted.reserved.values()) / GB, "GB"))
+        figures.append(Figure("counted reserved", sum(predicted.reserved_by_pool.values()) / GB, "GB"))
     return figures
 
 
-layer_none = functools.partial(layer, "none")
-layer_optimizer = functools.partial(layer, "optimizer")
-layer_all = functools.partial(layer, "all")
+measure_layer_none = functools.partial(measure_layer, "none")
+measure_layer_optimizer = functools.partial(measure_layer, "optimizer")
+measure_layer_all = functools.partial(measure_layer, "all")
 
 
-def hiding(me: Rank) -> list[Figure]:
+def measure_hiding(rank: Rank) -> list[Figure]:
     """Compare hidden updates with updates between the steps, with a forward about as long as an update."""
     figures = []
-    for place in ("optimizer", "all"):
-        hidden, between = (
-            take_steps(HIDING, Parallel(offload=place, overlap=overlap), me, 1 + STEPS)[1] for overlap in (True, False)
+    for offload in ("optimizer", "all"):
+        hidden, sequential = (
+            take_steps(HIDING, Parallel(offload=offload, overlap=overlap), rank, 1 + STEPS)[1]
+            for overlap in (True, False)
         )
         assert hidden.work
         bound = hidden.seconds["backward"] + max(hidden.seconds["forward"], hidden.work.update_s)
         figures += [
-            Figure(f"{place}: forward", hidden.seconds["forward"], "s"),
+            Figure(f"{offload}: forward", hidden.seconds["forward"], "s"),
             Figure("update / forward", hidden.work.update_s / hidden.seconds["forward"], ""),
             Figure("waited", hidden.work.exposed_s, "s"),
-            Figure("step hidden", hidden.whole_s, "s"),
-            Figure("step between" if place == "optimizer" else "step by torch", between.whole_s, "s"),
-            Figure("hidden / bound", hidden.whole_s / bound, ""),
+            Figure("step hidden", hidden.total_s, "s"),
+            Figure("step between" if offload == "optimizer" else "step by torch", sequential.total_s, "s"),
+            Figure("hidden / bound", hidden.total_s / bound, ""),
         ]
     return figures
 
 
-def exact(me: Rank) -> list[Figure]:
+def compare_exact(rank: Rank) -> list[Figure]:
     """Compare losses bit for bit between ways of updating.
 
     Runs: the same twice (control), hidden and sequential updates, offload all and optimizer.
@@ -262,7 +269,7 @@ def exact(me: Rank) -> list[Figure]:
         "optimizer, hidden": Parallel(offload="optimizer"),
     }
     try:
-        losses = {name: take_steps(EXACT, parallel, me, EXACT_STEPS)[0] for name, parallel in runs.items()}
+        losses = {name: take_steps(EXACT, parallel, rank, EXACT_STEPS)[0] for name, parallel in runs.items()}
     finally:
         torch.use_deterministic_algorithms(False)
     [first, control, *others] = losses
@@ -278,61 +285,67 @@ def exact(me: Rank) -> list[Figure]:
     return [Figure("runs that agree", len(runs), ""), Figure("steps", EXACT_STEPS, "")]
 
 
-WITHIN = 1e-2  # relative, of a loss: BF16 rounds differently in split matrices
+LOSS_TOLERANCE = 1e-2  # relative, of a loss: BF16 rounds differently in split matrices
 
 
-def beside_fsdp(parallel: Parallel, me: Rank) -> list[Figure]:
+def compare_with_fsdp(parallel: Parallel, rank: Rank) -> list[Figure]:
     """Compare losses and step times of a mesh with those of FSDP over all ranks."""
-    plain, expected_s = _steps(Parallel(), me)
-    losses, took_s = _steps(parallel, me)
-    apart = [abs(loss / expected - 1) for loss, expected in zip(losses, plain, strict=True)]
-    if not all(each <= WITHIN for each in apart):  # written so that a NaN fails, too
-        raise RuntimeError(f"the losses are {losses}, but with FSDP alone {plain}")
+    fsdp_losses, fsdp_step_s = _take_mesh_steps(Parallel(), rank)
+    losses, step_s = _take_mesh_steps(parallel, rank)
+    differences = [abs(loss / expected - 1) for loss, expected in zip(losses, fsdp_losses, strict=True)]
+    if not all(difference <= LOSS_TOLERANCE for difference in differences):  # written so that a NaN fails, too
+        raise RuntimeError(f"the losses are {losses}, but with FSDP alone {fsdp_losses}")
     return [
-        Figure("losses apart by", max(apart), ""),
-        Figure("step", took_s, "s"),
-        Figure("step by FSDP", expected_s, "s"),
+        Figure("losses apart by", max(differences), ""),
+        Figure("step", step_s, "s"),
+        Figure("step by FSDP", fsdp_step_s, "s"),
     ]
 
 
-tp = functools.partial(beside_fsdp, Parallel(tp=2))
-cp = functools.partial(beside_fsdp, Parallel(cp=2))
-pp = functools.partial(beside_fsdp, Parallel(pp=2))
-hsdp = functools.partial(beside_fsdp, Parallel(dp_replicate=2))
+tp = functools.partial(compare_with_fsdp, Parallel(tp=2))
+cp = functools.partial(compare_with_fsdp, Parallel(cp=2))
+pp = functools.partial(compare_with_fsdp, Parallel(pp=2))
+hsdp = functools.partial(compare_with_fsdp, Parallel(dp_replicate=2))
 
 
-def _steps(parallel: Parallel, me: Rank) -> tuple[list[float], float]:
+def _take_mesh_steps(parallel: Parallel, rank: Rank) -> tuple[list[float], float]:
     """Return the losses of steps with one sequence per rank, and their median seconds (not the first's)."""
-    me, config = on_mesh(me, parallel), EXACT.config(me)
-    whole = llama.build_on_meta(config, EXACT.attention, fsdp.shard_dtype(parallel))
-    holdings, model = holdings_of(whole, parallel, me), split(whole, parallel, me)
+    rank, config = with_mesh(rank, parallel), EXACT.config(rank)
+    full = llama.build_on_meta(config, EXACT.attention, fsdp.shard_dtype(parallel))
+    layout, model = shard_layout_of(full, parallel, rank), split_model(full, parallel, rank)
     master = master_model(model, parallel)
     if master is not model:
-        load_weights.materialise(model, me)
-    load_weights.load(master, Path(), "local", me, lambda *_: None, random=EXACT.llama(me), holdings=holdings)
+        load_weights.materialize(model, rank)
+    load_weights.load(
+        master, Path(), "local", rank, lambda *_: None, random_shape=EXACT.llama(rank), shard_layout=layout
+    )
     checkpoint_activations(model)
-    passes = build_passes(parallel, model, me)
-    updater = build_updater(model, Optimizer(), parallel, me.device, master=master)
-    per_rank = me.world // me.dp.size  # the batch has one sequence per rank; ranks of one dp coordinate share theirs
-    mine = range(me.dp.rank * per_rank, (me.dp.rank + 1) * per_rank)
-    losses, seconds, _ = run_steps(passes, updater, (EXACT.batches(me, step, mine) for step in range(1 + STEPS)), me)
+    passes = build_forward_backward(parallel, model, rank)
+    updater = build_updater(model, Optimizer(), parallel, rank.device, master=master)
+    per_rank = (
+        rank.world_size // rank.dp.size
+    )  # the batch has one sequence per rank; ranks of one dp coordinate share theirs
+    numbers = range(rank.dp.rank * per_rank, (rank.dp.rank + 1) * per_rank)
+    losses, seconds, _ = run_steps(
+        passes, updater, (EXACT.batches(rank, step, numbers) for step in range(1 + STEPS)), rank
+    )
     del model, master, passes, updater
     gc.collect()  # or its memory would be there beside the next model's
-    return losses, statistics.median(sum(each.values()) for each in seconds[1:])
+    return losses, statistics.median(sum(step_seconds.values()) for step_seconds in seconds[1:])
 
 
 # A full-size embedding, and enough layers for inputs to come back one layer ahead.
-MODEL = Workload("llama3.1-8b", layers=4, batch=2, seq_len=4096, attention="sdpa", vocab=128_256)
+KNOBS_WORKLOAD = Workload("llama3.1-8b", layers=4, batch=2, seq_len=4096, attention="sdpa", vocab=128_256)
 
 
-BASE = Parallel(wrap=WHOLE[:1])  # a layer is a unit
+BASE_PARALLEL = Parallel(wrap=LAYER_UNITS[:1])  # a layer is a unit
 Knobs = dict[str, dict[str, Any]]  # settings of [parallel] and [model], by label
-FSDP2: Knobs = {"embedding": {"wrap": WHOLE}, "offload": {"offload": "all"}}
-FSDP1 = FSDP2 | {
+FSDP2_KNOBS: Knobs = {"embedding": {"wrap": LAYER_UNITS}, "offload": {"offload": "all"}}
+FSDP1_KNOBS = FSDP2_KNOBS | {
     "forward prefetch": {"forward_prefetch": True},
     "all-gathers not limited": {"limit_all_gathers": False},
 }
-MORE: Knobs = {
+TRADE_KNOBS: Knobs = {
     "loss in parts": {"loss": "parts"},
     "operators": {"activation_checkpointing": "operators"},
     "no checkpointing": {"activation_checkpointing": "none"},
@@ -341,73 +354,83 @@ MORE: Knobs = {
     "pure-bf16": {"numerics": "pure-bf16"},
     "bf16-stochastic": {"numerics": "bf16-stochastic"},
 }
-COMPILED: Knobs = {"compiled": {"compile": True}}
-FP8: Knobs = COMPILED | {"fp8": {"numerics": "fp8"}}
-TOGETHER = ("loss in parts", "no checkpointing", "compiled")
+COMPILE_KNOBS: Knobs = {"compiled": {"compile": True}}
+FP8_KNOBS: Knobs = COMPILE_KNOBS | {"fp8": {"numerics": "fp8"}}
+COMBINED_KNOBS = ("loss in parts", "no checkpointing", "compiled")
 
 
-def recipes(strategy: Name) -> dict[str, Knobs]:
+def recipe_variants(strategy: StrategyName) -> dict[str, Knobs]:
     """Return the settings that a strategy's recipe leaves open, by label: none, each alone, and all."""
-    knobs = FSDP1 if strategy == "fsdp1" else FSDP2
+    knobs = FSDP1_KNOBS if strategy == "fsdp1" else FSDP2_KNOBS
     return {"none of them": {}} | {name: {name: knobs[name]} for name in knobs} | {"all of them": knobs}
 
 
-def trades(device: torch.device) -> dict[str, Knobs]:
+def trade_variants(device: torch.device) -> dict[str, Knobs]:
     """Return other settings of FSDP2 that work on this device, by label: each alone, some together."""
-    alone = MORE if llama.compile_lack(device) else MORE | COMPILED
-    sets: list[Knobs] = [{name: alone[name]} for name in alone]
-    sets += [{name: alone[name] for name in TOGETHER if name in alone}]
-    sets += [FP8] if "compiled" in alone and not llama.fp8_lack(device) else []
-    return {" + ".join(each): each for each in sets}
+    available = TRADE_KNOBS if llama.compile_unsupported_reason(device) else TRADE_KNOBS | COMPILE_KNOBS
+    sets: list[Knobs] = [{name: available[name]} for name in available]
+    sets += [{name: available[name] for name in COMBINED_KNOBS if name in available}]
+    sets += [FP8_KNOBS] if "compiled" in available and not llama.fp8_unsupported_reason(device) else []
+    return {" + ".join(variant): variant for variant in sets}
 
 
-def knobs(me: Rank) -> list[Figure]:
+def measure_knobs(rank: Rank) -> list[Figure]:
     """Measure steps with each setting of the recipe.
 
     For FSDP2, and on GPUs also for FSDP1, which torch does not have for CPUs.
     """
-    found = _table("fsdp2", recipes("fsdp2"), me)
-    return found + _table("fsdp1", recipes("fsdp1"), me) if me.on_gpu else found
+    figures = _measure_variants("fsdp2", recipe_variants("fsdp2"), rank)
+    return figures + _measure_variants("fsdp1", recipe_variants("fsdp1"), rank) if rank.on_gpu else figures
 
 
-def more_knobs(me: Rank) -> list[Figure]:
+def measure_more_knobs(rank: Rank) -> list[Figure]:
     """Measure steps with each setting that trades memory for speed."""
-    return _table("fsdp2", trades(me.device), me)
+    return _measure_variants("fsdp2", trade_variants(rank.device), rank)
 
 
-def _table(strategy: Name, named: Mapping[str, Knobs], me: Rank) -> list[Figure]:
+def _measure_variants(strategy: StrategyName, variants: Mapping[str, Knobs], rank: Rank) -> list[Figure]:
     figures = []
-    for name, together in named.items():
-        values: dict[str, Any] = functools.reduce(operator.or_, together.values(), {"strategy": strategy})
-        of_model = {key: value for key, value in values.items() if hasattr(PLAIN, key)}
-        parallel = dataclasses.replace(BASE, **{key: values[key] for key in values.keys() - of_model.keys()})
-        figures += (found := _measured(f"{strategy}, {name}", parallel, dataclasses.replace(PLAIN, **of_model), me))
-        if me.is_rank0:  # printed now, as the figures are lost if a later variant fails
-            print("; ".join(f"{each.name} {each.value:.3g} {each.unit}" for each in found), file=sys.stderr, flush=True)
+    for name, variant in variants.items():
+        values: dict[str, Any] = functools.reduce(operator.or_, variant.values(), {"strategy": strategy})
+        model_values = {key: value for key, value in values.items() if hasattr(DEFAULT_MODEL, key)}
+        parallel = dataclasses.replace(
+            BASE_PARALLEL, **{key: values[key] for key in values.keys() - model_values.keys()}
+        )
+        figures += (
+            measured := _measure_variant(
+                f"{strategy}, {name}", parallel, dataclasses.replace(DEFAULT_MODEL, **model_values), rank
+            )
+        )
+        if rank.is_rank0:  # printed now, as the figures are lost if a later variant fails
+            print(
+                "; ".join(f"{figure.name} {figure.value:.3g} {figure.unit}" for figure in measured),
+                file=sys.stderr,
+                flush=True,
+            )
     return figures
 
 
-def _measured(name: str, parallel: Parallel, model: Model, me: Rank) -> list[Figure]:
-    if me.on_gpu:
+def _measure_variant(name: str, parallel: Parallel, model: Model, rank: Rank) -> list[Figure]:
+    if rank.on_gpu:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    _, timed = take_steps(MODEL, parallel, me, 1 + STEPS, model)
-    found = [Figure(f"{name}: {part}", timed.seconds[part], "s") for part in ("forward", "backward")]
-    found.append(Figure(f"{name}: step", timed.whole_s, "s"))
-    if not me.on_gpu:
-        return found
-    found.append(Figure(f"{name}: peak", torch.cuda.max_memory_allocated() / GB, "GB"))
-    found.append(Figure(f"{name}: reserved", torch.cuda.max_memory_reserved() / GB, "GB"))
-    return found if parallel.by_fsdp1 else found + _planned(name, parallel, model, me)
+    _, timing = take_steps(KNOBS_WORKLOAD, parallel, rank, 1 + STEPS, model)
+    figures = [Figure(f"{name}: {part}", timing.seconds[part], "s") for part in ("forward", "backward")]
+    figures.append(Figure(f"{name}: step", timing.total_s, "s"))
+    if not rank.on_gpu:
+        return figures
+    figures.append(Figure(f"{name}: peak", torch.cuda.max_memory_allocated() / GB, "GB"))
+    figures.append(Figure(f"{name}: reserved", torch.cuda.max_memory_reserved() / GB, "GB"))
+    return figures if parallel.is_fsdp1 else figures + _predict_variant(name, parallel, model, rank)
 
 
-def _planned(name: str, parallel: Parallel, model: Model, me: Rank) -> list[Figure]:
+def _predict_variant(name: str, parallel: Parallel, model: Model, rank: Rank) -> list[Figure]:
     """Return the predicted memory, and the predicted step if the GPU is known; FSDP1 is not predicted."""
-    of = torch.cuda.get_device_properties(me.device)
-    gpu = gpu_like(of.name, of.total_memory, read_gpus())
-    run = MODEL.run_shape(parallel, me, model)
-    needs = Outlook.of(run, Cluster(gpu) if gpu else Cluster()).needs
-    found = [Figure(f"{name}: planned peak", (needs.gpu_bytes - RUNTIME_BYTES) / GB, "GB")]
-    if needs.reserved:
-        found.append(Figure(f"{name}: planned reserved", sum(needs.reserved.values()) / GB, "GB"))
-    return [*found, Figure(f"{name}: planned step", needs.step_s, "s")] if gpu and needs.step_s else found
+    properties = torch.cuda.get_device_properties(rank.device)
+    gpu = match_gpu(properties.name, properties.total_memory, read_gpus())
+    run = KNOBS_WORKLOAD.run_shape(parallel, rank, model)
+    needs = Prediction.from_run(run, Cluster(gpu) if gpu else Cluster()).needs
+    figures = [Figure(f"{name}: planned peak", (needs.gpu_bytes - RUNTIME_BYTES) / GB, "GB")]
+    if needs.reserved_by_pool:
+        figures.append(Figure(f"{name}: planned reserved", sum(needs.reserved_by_pool.values()) / GB, "GB"))
+    return [*figures, Figure(f"{name}: planned step", needs.step_s, "s")] if gpu and needs.step_s else figures

@@ -19,20 +19,20 @@ import torch
 from torch import Tensor
 
 from llama405b.distributed.host_memory import (
-    ALIGNED,
-    Arrived,
-    Progress,
-    aligned,
-    allocate,
-    copy,
-    grouped,
-    nothing,
+    ALIGNMENT,
+    OnByteProgress,
+    WaitForCopy,
+    align_up,
+    allocate_blocks,
+    async_copy,
+    group_blocks,
+    no_wait,
     on_stream,
 )
-from llama405b.optim.updater import Unit
+from llama405b.optim.updater import UpdateUnit
 
-BACKGROUND = 15  # niceness, of 19
-PEEKS = 20  # of the reading rate before the next update is due
+BACKGROUND_NICENESS = 15  # niceness, of 19
+N_RATE_CHECKS = 20  # of the reading rate before the next update is due
 
 
 class Slab:
@@ -42,19 +42,19 @@ class Slab:
         self.memory = memory
         self.gaps = [(0, memory.numel())]  # begin and end, in order; no two touch
 
-    def take(self, n_bytes: int) -> Tensor | None:
+    def allocate(self, n_bytes: int) -> Tensor | None:
         """Return a buffer of so many bytes, or None if no gap is large enough."""
-        size = aligned(n_bytes)
+        size = align_up(n_bytes)
         for i, (begin, end) in enumerate(self.gaps):
             if end - begin >= size:
                 self.gaps[i : i + 1] = [(begin + size, end)] * (end - begin > size)
                 return self.memory[begin : begin + n_bytes]
         return None
 
-    def give_back(self, buffer: Tensor) -> None:
+    def free(self, buffer: Tensor) -> None:
         """Return a buffer to the gaps, and merge it with its neighbours."""
         begin = buffer.storage_offset() - self.memory.storage_offset()
-        end = begin + aligned(buffer.numel())
+        end = begin + align_up(buffer.numel())
         # merge with the next gap, then with the previous one
         i = bisect.bisect(self.gaps, (begin, end))
         if i < len(self.gaps) and self.gaps[i][0] == end:
@@ -67,24 +67,30 @@ class Slab:
 class Staging:
     """Memory for copies: allocated once and reused by each save."""
 
-    def __init__(self, sizes: Iterable[int], limit_bytes: int, device: torch.device, progress: Progress) -> None:
+    def __init__(
+        self, sizes: Iterable[int], limit_bytes: int, device: torch.device, on_progress: OnByteProgress
+    ) -> None:
         """Allocate memory for copies of tensors of these sizes in bytes, up to the limit.
 
         The memory is pinned if ``device``, from which the copies are made, is a GPU.
         """
-        pieces = [sum(map(aligned, sizes)) for sizes in grouped(list(sizes))]
-        room = itertools.accumulate(pieces, lambda left, piece: left - piece, initial=limit_bytes)
-        blocks = [min(piece, left) // ALIGNED * ALIGNED for piece, left in zip(pieces, room, strict=False) if left > 0]
-        self.slabs = [Slab(memory) for memory in allocate(blocks, device, progress, "checkpoint.staging")]
+        pieces = [sum(map(align_up, sizes)) for sizes in group_blocks(list(sizes))]
+        remaining_bytes = itertools.accumulate(pieces, lambda remaining, piece: remaining - piece, initial=limit_bytes)
+        blocks = [
+            min(piece, remaining) // ALIGNMENT * ALIGNMENT
+            for piece, remaining in zip(pieces, remaining_bytes, strict=False)
+            if remaining > 0
+        ]
+        self.slabs = [Slab(memory) for memory in allocate_blocks(blocks, device, on_progress, "checkpoint.staging")]
 
-    def take(self, n_bytes: int) -> Tensor | None:
+    def allocate(self, n_bytes: int) -> Tensor | None:
         """Return a buffer of so many bytes, or None while there is no room."""
-        return next((buffer for slab in self.slabs if (buffer := slab.take(n_bytes)) is not None), None)
+        return next((buffer for slab in self.slabs if (buffer := slab.allocate(n_bytes)) is not None), None)
 
-    def give_back(self, buffer: Tensor) -> None:
+    def free(self, buffer: Tensor) -> None:
         """Free a buffer for the next copies."""
-        where = buffer.untyped_storage().data_ptr()
-        next(slab for slab in self.slabs if slab.memory.untyped_storage().data_ptr() == where).give_back(buffer)
+        address = buffer.untyped_storage().data_ptr()
+        next(slab for slab in self.slabs if slab.memory.untyped_storage().data_ptr() == address).free(buffer)
 
 
 class TensorState(enum.Enum):
@@ -98,7 +104,7 @@ class TensorState(enum.Enum):
     DONE = enum.auto()
 
 
-BOUND = (TensorState.LIVE, TensorState.READING, TensorState.COPYING)  # an update must wait
+BLOCKING_STATES = (TensorState.LIVE, TensorState.READING, TensorState.COPYING)  # an update must wait
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -106,10 +112,12 @@ class TrackedTensor:
     """One tensor of the state."""
 
     tensor: Tensor
-    updated: "concurrent.futures.Future[None] | None" = None  # completes when the step that is saved has updated it
+    pending_update: "concurrent.futures.Future[None] | None" = (
+        None  # completes when the step that is saved has updated it
+    )
     entries: list[int] = dataclasses.field(default_factory=list)  # numbers in the plan that are read from it
     buffer: Tensor | None = None  # its copy
-    arrived: Arrived = nothing  # in the buffer
+    wait_copied: WaitForCopy = no_wait  # in the buffer
     state: TensorState = TensorState.LIVE
 
 
@@ -117,221 +125,227 @@ class TrackedTensor:
 class SnapshotStats:
     """How a state was read, and how long updates waited for it."""
 
-    straight_bytes: int = 0  # from where it lives
+    in_place_bytes: int = 0  # from where it lives
     staged_bytes: int = 0  # from a copy
-    waited_bytes: int = 0  # of them: tensors whose update had to wait
-    waited_s: float = 0.0
+    wait_bytes: int = 0  # of them: tensors whose update had to wait
+    wait_s: float = 0.0
 
 
 class CopyOnUpdate:
     """The state after one step, read by several threads while ``before_update`` guards what changes."""
 
-    def __init__(self, units: Sequence[Unit], staging: Staging, next_update_s: float | None = None) -> None:
+    def __init__(self, units: Sequence[UpdateUnit], staging: Staging, next_update_s: float | None = None) -> None:
         """``next_update_s``: seconds until the next updates are due; None: unknown, nothing is copied ahead."""
         self.staging = staging
         self.stats = SnapshotStats()
-        self.changed = threading.Condition()
-        self.pieces = {
-            t.data_ptr(): TrackedTensor(t, unit.updated) for unit in units for t in unit.tensors if t.numel()
+        self.condition = threading.Condition()
+        self.tracked_tensors = {
+            t.data_ptr(): TrackedTensor(t, unit.last_update) for unit in units for t in unit.tensors if t.numel()
         }
-        self.live = collections.deque(self.pieces.values())  # in the order in which updates will want to change them
-        self.staged: collections.deque[TrackedTensor] = collections.deque()
-        self.left = len(self.pieces)
-        self.untouched_bytes = sum(piece.tensor.nbytes for piece in self.live)  # of what is neither read nor copied
-        self.changing = self.starved = self.abandoned = False  # updates have begun; one waits for room; the save failed
+        self.live_queue = collections.deque(
+            self.tracked_tensors.values()
+        )  # in the order in which updates will want to change them
+        self.staged_queue: collections.deque[TrackedTensor] = collections.deque()
+        self.n_unfinished = len(self.tracked_tensors)
+        self.untouched_bytes = sum(
+            entry.tensor.nbytes for entry in self.live_queue
+        )  # of what is neither read nor copied
+        self.is_updating = self.is_starved = self.is_abandoned = (
+            False  # updates have begun; one waits for room; the save failed
+        )
         for unit in units:
-            if unit.updated:
-                unit.updated.add_done_callback(self._notify)
-        gpu = next((piece.tensor.device for piece in self.live if piece.tensor.is_cuda), None)
+            if unit.last_update:
+                unit.last_update.add_done_callback(self._wake_waiters)
+        gpu = next((entry.tensor.device for entry in self.live_queue if entry.tensor.is_cuda), None)
         self.stream = torch.cuda.Stream(gpu) if gpu else None
         if self.stream:  # on a GPU, copies are cheap and memory is scarce
             self.stream.wait_stream(torch.cuda.current_stream(gpu))
-            for piece in self.pieces.values():
-                if (buffer := self._room(piece)) is not None:
-                    self._claim(piece, TensorState.COPYING)
-                    self._stage(piece, buffer)
-        self.began, self.next_update_s = time.perf_counter(), next_update_s
+            for entry in self.tracked_tensors.values():
+                if (buffer := self._allocate_buffer(entry)) is not None:
+                    self._claim(entry, TensorState.COPYING)
+                    self._copy_to_staging(entry, buffer)
+        self.start_s, self.next_update_s = time.perf_counter(), next_update_s
         if next_update_s is not None and self.stream is None:
-            threading.Thread(target=self._stage_ahead, name="stage", daemon=True).start()
+            threading.Thread(target=self._copy_ahead, name="stage", daemon=True).start()
 
     def plan(self, tensors: Sequence[Tensor]) -> None:
         """Set the tensors that ``read`` yields, numbered in this order. All others may change from now on."""
-        with self.changed:
+        with self.condition:
             for number, tensor in enumerate(tensors):
-                piece = self.pieces.get(tensor.data_ptr())
-                if piece is None:  # nobody changes it
-                    piece = TrackedTensor(tensor)
-                    self.live.appendleft(piece)
-                    self.left += 1
+                entry = self.tracked_tensors.get(tensor.data_ptr())
+                if entry is None:  # nobody changes it
+                    entry = TrackedTensor(tensor)
+                    self.live_queue.appendleft(entry)
+                    self.n_unfinished += 1
                     self.untouched_bytes += tensor.nbytes
-                if piece.tensor.shape != tensor.shape:
-                    raise RuntimeError(f"{tuple(tensor.shape)} elements are saved of {tuple(piece.tensor.shape)}")
-                piece.entries.append(number)
-            for piece in self.pieces.values():
-                if not piece.entries:
-                    self._finish(piece)
+                if entry.tensor.shape != tensor.shape:
+                    raise RuntimeError(f"{tuple(tensor.shape)} elements are saved of {tuple(entry.tensor.shape)}")
+                entry.entries.append(number)
+            for entry in self.tracked_tensors.values():
+                if not entry.entries:
+                    self._finish(entry)
 
     def read(self) -> Iterator[tuple[int, Tensor]]:
         """Yield each tensor of the plan with its number, in CPU memory; several threads share the work.
 
         A tensor is valid until the next one is requested.
         """
-        while piece := self._next():
+        while entry := self._wait_for_readable():
             try:
-                if piece.updated:
-                    piece.updated.result()
-                piece.arrived()
+                if entry.pending_update:
+                    entry.pending_update.result()
+                entry.wait_copied()
                 with on_stream(self.stream):
-                    found = piece.tensor if piece.buffer is None else _as(piece.tensor, piece.buffer)
-                    content = found.detach().cpu()
-                yield from ((number, content) for number in piece.entries)
+                    source = entry.tensor if entry.buffer is None else _view_like(entry.tensor, entry.buffer)
+                    content = source.detach().cpu()
+                yield from ((number, content) for number in entry.entries)
             finally:
-                with self.changed:
-                    self._finish(piece)
+                with self.condition:
+                    self._finish(entry)
 
     @torch.no_grad()
     def before_update(self, tensors: Iterable[Tensor]) -> None:
         """Wait until these tensors may change: each has been read or copied."""
         for tensor in tensors:
-            if piece := self.pieces.get(tensor.data_ptr()):
-                self._release(piece)
+            if entry := self.tracked_tensors.get(tensor.data_ptr()):
+                self._wait_or_copy(entry)
 
     def abandon(self) -> None:
         """Release all tensors and end ``read``: the save failed."""
-        with self.changed:
-            self.abandoned = True
-            for piece in self.pieces.values():
-                self._finish(piece)
+        with self.condition:
+            self.is_abandoned = True
+            for entry in self.tracked_tensors.values():
+                self._finish(entry)
 
-    def _next(self) -> TrackedTensor | None:
+    def _wait_for_readable(self) -> TrackedTensor | None:
         """Wait for a tensor that can be read and return it; None if all have been read."""
-        with self.changed:
-            while self.left and not self.abandoned:
-                if piece := self._first():
-                    return piece
-                self.changed.wait()
+        with self.condition:
+            while self.n_unfinished and not self.is_abandoned:
+                if entry := self._pick_readable():
+                    return entry
+                self.condition.wait()
         return None
 
-    def _first(self) -> TrackedTensor | None:
+    def _pick_readable(self) -> TrackedTensor | None:
         """Pick the tensor to read next so that updates wait least.
 
         Before updates begin: the tensor that is updated first. While updates run and tensors are copied for them: copies, which
         frees staging memory, then the tensor that is updated last. If staging is full: the tensor that an update waits for.
         """
-        if self.changing and not self.starved:
-            return self._take_staged() or self._take_live(-1)
-        return self._take_live(0) or self._take_staged()
+        if self.is_updating and not self.is_starved:
+            return self._pop_staged() or self._pop_live(-1)
+        return self._pop_live(0) or self._pop_staged()
 
-    def _take_live(self, end: int) -> TrackedTensor | None:
+    def _pop_live(self, end: int) -> TrackedTensor | None:
         """Return the first (0) or last (-1) tensor that no thread has claimed, once it has been updated."""
-        while self.live:
-            piece = self.live[end]
-            taken = piece.state is not TensorState.LIVE
-            if not taken and piece.updated and not piece.updated.done():
+        while self.live_queue:
+            entry = self.live_queue[end]
+            is_claimed = entry.state is not TensorState.LIVE
+            if not is_claimed and entry.pending_update and not entry.pending_update.done():
                 return None
-            del self.live[end]
-            if taken:
+            del self.live_queue[end]
+            if is_claimed:
                 continue
-            self._claim(piece, TensorState.READING)
-            return piece
+            self._claim(entry, TensorState.READING)
+            return entry
         return None
 
-    def _take_staged(self) -> TrackedTensor | None:
-        while self.staged:
-            piece = self.staged.popleft()
-            if piece.state is TensorState.STAGED:  # tensors outside the plan are done already
-                piece.state = TensorState.READING_COPY
-                return piece
+    def _pop_staged(self) -> TrackedTensor | None:
+        while self.staged_queue:
+            entry = self.staged_queue.popleft()
+            if entry.state is TensorState.STAGED:  # tensors outside the plan are done already
+                entry.state = TensorState.READING_COPY
+                return entry
         return None
 
-    def _claim(self, piece: TrackedTensor, state: TensorState) -> None:
-        piece.state = state
-        self.untouched_bytes -= piece.tensor.nbytes
+    def _claim(self, entry: TrackedTensor, state: TensorState) -> None:
+        entry.state = state
+        self.untouched_bytes -= entry.tensor.nbytes
 
-    def _release(self, piece: TrackedTensor) -> None:
-        began = time.perf_counter()
-        waited = False
+    def _wait_or_copy(self, entry: TrackedTensor) -> None:
+        start_s = time.perf_counter()
+        has_waited = False
         buffer = None
-        with self.changed:
-            while piece.state in BOUND:
-                self.changing = True
-                live = piece.state is TensorState.LIVE
-                if live and (buffer := self._room(piece)) is not None:
-                    self._claim(piece, TensorState.COPYING)
+        with self.condition:
+            while entry.state in BLOCKING_STATES:
+                self.is_updating = True
+                is_live = entry.state is TensorState.LIVE
+                if is_live and (buffer := self._allocate_buffer(entry)) is not None:
+                    self._claim(entry, TensorState.COPYING)
                     break
-                waited, self.starved = True, live
-                self.changed.wait()
-            self.starved = False
-            if waited:
-                self.stats.waited_bytes += piece.tensor.nbytes
-                self.stats.waited_s += time.perf_counter() - began
+                has_waited, self.is_starved = True, is_live
+                self.condition.wait()
+            self.is_starved = False
+            if has_waited:
+                self.stats.wait_bytes += entry.tensor.nbytes
+                self.stats.wait_s += time.perf_counter() - start_s
         if buffer is not None:
-            self._stage(piece, buffer)
-        piece.arrived()
+            self._copy_to_staging(entry, buffer)
+        entry.wait_copied()
 
     @torch.no_grad()
-    def _stage_ahead(self) -> None:
+    def _copy_ahead(self) -> None:
         """Copy, from the end, tensors that will not be read before updates begin, so that these need not wait."""
         assert self.next_update_s is not None
-        give_way()
+        lower_thread_priority()
         while True:
-            with self.changed:
-                if self.changing or self.abandoned or not self.untouched_bytes:
+            with self.condition:
+                if self.is_updating or self.is_abandoned or not self.untouched_bytes:
                     return
-                passed_s = time.perf_counter() - self.began
-                read_by_then = self.stats.straight_bytes / passed_s * (self.next_update_s - passed_s)
-                piece = self._take_live(-1) if self.untouched_bytes > read_by_then else None
-                if piece is None:
-                    self.changed.wait(self.next_update_s / PEEKS)
+                elapsed_s = time.perf_counter() - self.start_s
+                readable_bytes = self.stats.in_place_bytes / elapsed_s * (self.next_update_s - elapsed_s)
+                entry = self._pop_live(-1) if self.untouched_bytes > readable_bytes else None
+                if entry is None:
+                    self.condition.wait(self.next_update_s / N_RATE_CHECKS)
                     continue
-                piece.state, buffer = TensorState.COPYING, self._room(piece)
+                entry.state, buffer = TensorState.COPYING, self._allocate_buffer(entry)
                 if buffer is None:
-                    piece.state = TensorState.LIVE
-                    self.untouched_bytes += piece.tensor.nbytes
-                    self.live.append(piece)
+                    entry.state = TensorState.LIVE
+                    self.untouched_bytes += entry.tensor.nbytes
+                    self.live_queue.append(entry)
                     return
-            self._stage(piece, buffer)
+            self._copy_to_staging(entry, buffer)
 
-    def _room(self, piece: TrackedTensor) -> Tensor | None:
-        return self.staging.take(piece.tensor.nbytes)
+    def _allocate_buffer(self, entry: TrackedTensor) -> Tensor | None:
+        return self.staging.allocate(entry.tensor.nbytes)
 
-    def _stage(self, piece: TrackedTensor, buffer: Tensor) -> None:
+    def _copy_to_staging(self, entry: TrackedTensor, buffer: Tensor) -> None:
         """Copy a tensor that no thread is reading into its staging buffer."""
-        arrived = copy([(_as(piece.tensor, buffer), piece.tensor)], self.stream)
-        with self.changed:
-            if piece.state is TensorState.DONE:
-                self.staging.give_back(buffer)
+        wait_copied = async_copy([(_view_like(entry.tensor, buffer), entry.tensor)], self.stream)
+        with self.condition:
+            if entry.state is TensorState.DONE:
+                self.staging.free(buffer)
                 return
-            piece.buffer = buffer
-            piece.arrived = arrived
-            piece.state = TensorState.STAGED
-            self.staged.append(piece)
+            entry.buffer = buffer
+            entry.wait_copied = wait_copied
+            entry.state = TensorState.STAGED
+            self.staged_queue.append(entry)
             self.stats.staged_bytes += buffer.numel()
-            self.changed.notify_all()
+            self.condition.notify_all()
 
-    def _finish(self, piece: TrackedTensor) -> None:
-        if piece.state is TensorState.DONE:
+    def _finish(self, entry: TrackedTensor) -> None:
+        if entry.state is TensorState.DONE:
             return
-        if piece.state is TensorState.LIVE:
-            self.untouched_bytes -= piece.tensor.nbytes
-        piece.state = TensorState.DONE
-        self.left -= 1
-        if piece.buffer is not None:
-            self.staging.give_back(piece.buffer)
-        elif piece.entries:
-            self.stats.straight_bytes += piece.tensor.nbytes
-        self.changed.notify_all()
+        if entry.state is TensorState.LIVE:
+            self.untouched_bytes -= entry.tensor.nbytes
+        entry.state = TensorState.DONE
+        self.n_unfinished -= 1
+        if entry.buffer is not None:
+            self.staging.free(entry.buffer)
+        elif entry.entries:
+            self.stats.in_place_bytes += entry.tensor.nbytes
+        self.condition.notify_all()
 
-    def _notify(self, _: object) -> None:
-        with self.changed:
-            self.changed.notify_all()
+    def _wake_waiters(self, _: object) -> None:
+        with self.condition:
+            self.condition.notify_all()
 
 
-def give_way() -> None:
+def lower_thread_priority() -> None:
     """Lower the priority of this thread, so that it runs when no other thread wants its core."""
     # on Linux, niceness is per thread
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), BACKGROUND)
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), BACKGROUND_NICENESS)
 
 
-def _as(tensor: Tensor, buffer: Tensor) -> Tensor:
+def _view_like(tensor: Tensor, buffer: Tensor) -> Tensor:
     return buffer.view(tensor.dtype).view(tensor.shape)

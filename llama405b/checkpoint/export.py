@@ -27,25 +27,25 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from llama405b.checkpoint.verified import (
     DamagedError,
-    PassedOver,
+    RejectedCheckpoint,
     TensorPlanner,
     VerifiedReader,
     open_manifest,
-    warning_of,
+    write_access_warning,
 )
-from llama405b.contract.checkpoints import CONFIG_FILE, WEIGHTS, write_manifest
+from llama405b.contract.checkpoints import CONFIG_FILE, WEIGHTS_PREFIX, write_manifest
 from llama405b.contract.errors import UserError, and_more, reason_of
 from llama405b.settings import config
 from llama405b.settings.schema import Config
 from llama405b.spec import models
-from llama405b.spec.models import DOWN, PEFT, UNUSED_ANYWHERE, UP, is_factor
+from llama405b.spec.models import IGNORED_TENSOR, LORA_A, LORA_B, PEFT_PREFIX, is_lora_name
 from llama405b.spec.tensors import (
-    BY_LAYER,
     DTYPE_BYTES,
-    PICKLED,
-    PICKLED_INDEX,
-    fingerprint_of,
-    header_bytes,
+    LAYER_PICKLE_FILE,
+    PICKLED_FILE,
+    PICKLED_INDEX_FILE,
+    build_header,
+    compute_fingerprint,
     read_tensors,
     read_weight_map,
 )
@@ -62,24 +62,24 @@ class SavedWeights:
         Raises:
             UserError: The checkpoint is incomplete or damaged, or cannot be read.
         """
-        opened = open_manifest(path, {})
-        if isinstance(opened, PassedOver):
-            raise UserError(f"{opened}; export another step with --step")
+        manifest = open_manifest(path, {})
+        if isinstance(manifest, RejectedCheckpoint):
+            raise UserError(f"{manifest}; export another step with --step")
         try:
-            self.warning = warning_of(path, opened)
+            self.warning = write_access_warning(path, manifest)
         except OSError as error:
             raise UserError(f"{path}: cannot be read ({reason_of(error)}); make it readable") from None
-        self.path, self.manifest = path, opened
-        self.reader = VerifiedReader(path, opened)
-        metadata = self._naming_a_way_out(self.reader.read_metadata)
-        self.parts = collections.defaultdict(list)  # of a tensor: file, offset, length
-        for index, where in (metadata.storage_data or {}).items():
-            self.parts[index.fqn].append((where.relative_path, where.offset, where.length))
-        _, self.digest = write_manifest(opened)
+        self.path, self.manifest = path, manifest
+        self.reader = VerifiedReader(path, manifest)
+        metadata = self._read_or_refuse(self.reader.read_metadata)
+        self.file_ranges = collections.defaultdict(list)  # of a tensor: file, offset, length
+        for index, info in (metadata.storage_data or {}).items():
+            self.file_ranges[index.fqn].append((info.relative_path, info.offset, info.length))
+        _, self.digest = write_manifest(manifest)
         self.tensors: dict[str, TensorStorageMetadata] = {
-            name.removeprefix(WEIGHTS): entry
+            name.removeprefix(WEIGHTS_PREFIX): entry
             for name, entry in metadata.state_dict_metadata.items()
-            if name.startswith(WEIGHTS) and isinstance(entry, TensorStorageMetadata)
+            if name.startswith(WEIGHTS_PREFIX) and isinstance(entry, TensorStorageMetadata)
         }
         self.shapes = {name: tuple(entry.size) for name, entry in self.tensors.items()}
 
@@ -90,39 +90,42 @@ class SavedWeights:
             UserError: A part of it is damaged or is not a tensor.
         """
         entry = self.tensors[name]
-        for part in self.parts[f"{WEIGHTS}{name}"]:
-            self._naming_a_way_out(functools.partial(self.reader.check, *part))
+        for file_range in self.file_ranges[f"{WEIGHTS_PREFIX}{name}"]:
+            self._read_or_refuse(functools.partial(self.reader.check, *file_range))
         tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns that there is no process group
             try:
                 dcp.load(
-                    {f"{WEIGHTS}{name}": tensor}, storage_reader=self.reader, planner=TensorPlanner(), no_dist=True
+                    {f"{WEIGHTS_PREFIX}{name}": tensor},
+                    storage_reader=self.reader,
+                    planner=TensorPlanner(),
+                    no_dist=True,
                 )
-            except CheckpointException as failed:
-                [(cause, _)] = failed.failures.values()
+            except CheckpointException as error:
+                [(cause, _)] = error.failures.values()
                 raise UserError(f"{self.path}: {name} cannot be read ({reason_of(cause)})") from None
         return tensor
 
-    def _naming_a_way_out(self, read: Callable[[], T]) -> T:
+    def _read_or_refuse(self, read: Callable[[], T]) -> T:
         try:
             return read()
-        except DamagedError as fault:
-            raise UserError(f"{fault}; export another step with --step") from None
+        except DamagedError as error:
+            raise UserError(f"{error}; export another step with --step") from None
 
 
-def has_adapter(found: SavedWeights) -> bool:
+def is_adapter_only(checkpoint: SavedWeights) -> bool:
     """Whether a checkpoint contains only an adapter."""
-    return any(map(is_factor, found.shapes))
+    return any(map(is_lora_name, checkpoint.shapes))
 
 
-def settings_of(found: SavedWeights) -> Config:
+def saved_settings(checkpoint: SavedWeights) -> Config:
     """Return the settings that a checkpoint was saved with.
 
     Raises:
         UserError: The checkpoint has no settings file.
     """
-    path = found.path / CONFIG_FILE
+    path = checkpoint.path / CONFIG_FILE
     if not path.is_file():
         raise UserError(f"{path}: no such file, so the adapter's settings are unknown; export another step with --step")
     return config.resolve(config.read_toml(path))
@@ -131,63 +134,65 @@ def settings_of(found: SavedWeights) -> Config:
 class MergedWeights:
     """W + alpha / rank * B A for each target, in FP32; all other weights unchanged."""
 
-    def __init__(self, found: SavedWeights, base: Path, settings: Config) -> None:
+    def __init__(self, checkpoint: SavedWeights, base: Path, settings: Config) -> None:
         """``base``: the directory of the model.
 
         Raises:
             UserError: It is not the adapter's base model, or cannot be read.
         """
-        self.found, self.path, self.base, adapter = found, found.path, base, settings.adapter
+        self.checkpoint, self.path, self.base, adapter = checkpoint, checkpoint.path, base, settings.adapter
         self.scaling = adapter.alpha / adapter.rank
         if not base.is_dir():
-            raise UserError(f"{base}: no such directory; pass the base model of {found.path} with --model")
+            raise UserError(f"{base}: no such directory; pass the base model of {checkpoint.path} with --model")
         if settings.model.weights == "random":
             raise UserError(
-                f"{found.path}: was trained on random weights, so there is no model to merge it into; use --adapter"
+                f"{checkpoint.path}: was trained on random weights, so there is no model to merge it into; use --adapter"
             )
         self.shapes = models.read_llama(base, settings.model.layers).tensors()
         self.layout = read_tensors(base)
         for name, shape in self.shapes.items():
-            if name not in self.layout or self.layout[name].shape != shape or self.layout[name].pieces:
+            if name not in self.layout or self.layout[name].shape != shape or self.layout[name].slices:
                 raise UserError(
                     f"{base}: {name} is missing or incomplete; pass a directory with all weights of the model with --model"
                 )
-        fingerprint = fingerprint_of(self.layout)
-        trained = re.search(r", weights (\w+)", found.manifest.identity.model if found.manifest.identity else "")
-        if trained and not fingerprint.startswith(trained[1]):
-            raise UserError(f"{base}: is not the base model of {found.path}; pass it with --model")
-        self.digest = hashlib.sha256(f"{found.digest} {fingerprint}".encode()).hexdigest()
+        fingerprint = compute_fingerprint(self.layout)
+        match = re.search(
+            r", weights (\w+)", checkpoint.manifest.identity.model if checkpoint.manifest.identity else ""
+        )
+        if match and not fingerprint.startswith(match[1]):
+            raise UserError(f"{base}: is not the base model of {checkpoint.path}; pass it with --model")
+        self.digest = hashlib.sha256(f"{checkpoint.digest} {fingerprint}".encode()).hexdigest()
 
     def read(self, name: str) -> Tensor:
         """Return a full tensor; in FP32 if the adapter targets it."""
         info = self.layout[name]
-        weight: Tensor = _open(info.file).get_tensor(name)  # type: ignore[no-untyped-call]
+        weight: Tensor = _open_safetensors(info.file).get_tensor(name)  # type: ignore[no-untyped-call]
         matrix = name.removesuffix(".weight")
-        if matrix + UP not in self.found.shapes:
+        if matrix + LORA_B not in self.checkpoint.shapes:
             return weight
-        down, up = (self.found.read(matrix + factor).float() for factor in (DOWN, UP))
+        down, up = (self.checkpoint.read(matrix + factor).float() for factor in (LORA_A, LORA_B))
         return torch.addmm(weight.float(), up, down, alpha=self.scaling)
 
 
 class PeftWeights:
     """The adapter alone, under its names in peft's files."""
 
-    def __init__(self, found: SavedWeights) -> None:
-        self.found, self.path = found, found.path
-        self.shapes = {f"{PEFT}{name}": shape for name, shape in found.shapes.items()}
-        self.digest = hashlib.sha256(f"{found.digest} peft".encode()).hexdigest()
+    def __init__(self, checkpoint: SavedWeights) -> None:
+        self.checkpoint, self.path = checkpoint, checkpoint.path
+        self.shapes = {f"{PEFT_PREFIX}{name}": shape for name, shape in checkpoint.shapes.items()}
+        self.digest = hashlib.sha256(f"{checkpoint.digest} peft".encode()).hexdigest()
 
     def read(self, name: str) -> Tensor:
         """Return a full factor (A or B of a target)."""
-        return self.found.read(name.removeprefix(PEFT))
+        return self.checkpoint.read(name.removeprefix(PEFT_PREFIX))
 
 
 @functools.lru_cache(maxsize=1)
-def _open(file: Path) -> safe_open:
+def _open_safetensors(file: Path) -> safe_open:
     return safe_open(file, framework="pt")
 
 
-MODULES = ("model.", "lm_head")
+MODULE_PREFIXES = ("model.", "lm_head")
 
 
 class PickledWeights:
@@ -199,11 +204,11 @@ class PickledWeights:
         Raises:
             UserError: A file is missing, damaged, or contains something other than tensors.
         """
-        self.path, files = path, [PICKLED]
-        if (path / BY_LAYER).is_file():
-            files = sorted(file.name for file in path.glob("*.pt") if file.stem.startswith(MODULES))
-        elif (path / PICKLED_INDEX).is_file():
-            files = sorted({Path(name).name for name in read_weight_map(path / PICKLED_INDEX).values()})
+        self.path, files = path, [PICKLED_FILE]
+        if (path / LAYER_PICKLE_FILE).is_file():
+            files = sorted(file.name for file in path.glob("*.pt") if file.stem.startswith(MODULE_PREFIXES))
+        elif (path / PICKLED_INDEX_FILE).is_file():
+            files = sorted({Path(name).name for name in read_weight_map(path / PICKLED_INDEX_FILE).values()})
         if missing := [name for name in files if not (path / name).is_file()]:
             raise UserError(f"{path / missing[0]}: missing{and_more(missing)}; download the files of the index")
         self.files: dict[str, str] = {}  # by tensor
@@ -211,14 +216,14 @@ class PickledWeights:
         dtypes: set[torch.dtype] = set()
         for file in files:
             for name, tensor in self._open(file).items():
-                if name in self.files and UNUSED_ANYWHERE not in name:
+                if name in self.files and IGNORED_TENSOR not in name:
                     raise UserError(f"{path / file}: {name} is also in {self.files[name]}; delete one of them")
                 self.files[name], self.shapes[name] = file, tuple(tensor.shape)
-                if UNUSED_ANYWHERE not in name:
+                if IGNORED_TENSOR not in name:
                     dtypes.add(tensor.dtype)
         self.dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32  # holds all weights exactly
-        known = [(name, (path / name).stat().st_size, (path / name).stat().st_mtime) for name in files]
-        self.digest = hashlib.sha256(repr(known).encode()).hexdigest()
+        file_stats = [(name, (path / name).stat().st_size, (path / name).stat().st_mtime) for name in files]
+        self.digest = hashlib.sha256(repr(file_stats).encode()).hexdigest()
 
     def read(self, name: str) -> Tensor:
         """Return a full tensor."""
@@ -228,30 +233,33 @@ class PickledWeights:
     def _open(self, name: str) -> dict[str, Tensor]:
         file = self.path / name
         try:
-            content = torch.load(file, "cpu", weights_only=True, mmap=_can_be_mapped(file))
+            content = torch.load(file, "cpu", weights_only=True, mmap=_is_zip_archive(file))
         except pickle.UnpicklingError:
             raise UserError(
                 f"{file}: contains more than tensors, or is damaged; download it from a source that you trust"
             ) from None
         except (OSError, RuntimeError, EOFError) as error:
             raise UserError(f"{file}: cannot be read ({reason_of(error)}); download it again") from None
-        if not isinstance(content, dict) or not all(isinstance(each, Tensor) for each in content.values()):
+        if not isinstance(content, dict) or not all(isinstance(tensor, Tensor) for tensor in content.values()):
             raise UserError(f"{file}: is not a dictionary of tensors; only weights can be converted")
         if file.suffix == ".pt":
-            return {name if name.startswith(MODULES) else f"{file.stem}.{name}": each for name, each in content.items()}
+            return {
+                name if name.startswith(MODULE_PREFIXES) else f"{file.stem}.{name}": tensor
+                for name, tensor in content.items()
+            }
         return content
 
 
-def _can_be_mapped(file: Path) -> bool:
+def _is_zip_archive(file: Path) -> bool:
     """Whether a file is a zip archive, as torch 1.6 and later write; older files cannot be mapped."""
-    with file.open("rb") as opened:
-        return opened.read(4) == b"PK\x03\x04"
+    with file.open("rb") as stream:
+        return stream.read(4) == b"PK\x03\x04"
 
 
-NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
+DTYPE_NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 
 
-def partial_of(path: Path) -> Path:
+def partial_file(path: Path) -> Path:
     """Return the path of the file while it is being written."""
     return path.with_name(f".{path.name}.partial")
 
@@ -266,24 +274,24 @@ def write_tensors(
     Raises:
         OSError: The disk is full, or cannot be written.
     """
-    partial = partial_of(path)
+    partial = partial_file(path)
     digest = hashlib.sha256()
     begin = 0
     entries: dict[str, object] = {}
     for name, shape in shapes.items():
-        end = begin + math.prod(shape) * DTYPE_BYTES[NAMES[dtype]]
-        entries[name] = {"dtype": NAMES[dtype], "shape": shape, "data_offsets": [begin, end]}
+        end = begin + math.prod(shape) * DTYPE_BYTES[DTYPE_NAMES[dtype]]
+        entries[name] = {"dtype": DTYPE_NAMES[dtype], "shape": shape, "data_offsets": [begin, end]}
         begin = end
     try:
         with partial.open("wb") as file:
 
-            def put(content: bytes | memoryview) -> None:
+            def write_chunk(content: bytes | memoryview) -> None:
                 digest.update(content)
                 file.write(content)
 
-            put(header_bytes(entries))
+            write_chunk(build_header(entries))
             for name in shapes:
-                put(memoryview(read(name).to(dtype).contiguous().flatten().view(torch.uint8).numpy()))
+                write_chunk(memoryview(read(name).to(dtype).contiguous().flatten().view(torch.uint8).numpy()))
             # on the disk before the rename: a crash leaves no damaged file under the final name
             file.flush()
             os.fsync(file.fileno())
@@ -294,7 +302,7 @@ def write_tensors(
     return digest.hexdigest()
 
 
-def sha256_of(path: Path) -> str:
+def file_sha256(path: Path) -> str:
     """Return the SHA-256 of a file as it is now, in the form that ``write_tensors`` returns."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -18,164 +18,171 @@ from torch.distributed.checkpoint import LoadPlan
 from torch.distributed.checkpoint.api import CheckpointException
 
 from llama405b.checkpoint.saving import restore, restore_weights
-from llama405b.checkpoint.store import CheckpointView, Store, directories_of
-from llama405b.checkpoint.verified import DamagedError, Fault, PassedOver, UnsafeError, VerifiedReader
-from llama405b.contract.checkpoints import DATA_FILE, named_path, refuse_held, step_of
+from llama405b.checkpoint.store import CheckpointView, Store, part_directories
+from llama405b.checkpoint.verified import CheckpointFault, DamagedError, RejectedCheckpoint, UnsafeError, VerifiedReader
+from llama405b.contract.checkpoints import DATA_FILE, named_path, refuse_existing, step_of
 from llama405b.contract.disk import disk_free_bytes
-from llama405b.contract.errors import UserError, counted, reason_of, remedy_of
+from llama405b.contract.errors import UserError, pluralize, reason_of, remedy_of
 from llama405b.distributed import collectives
-from llama405b.distributed.host_memory import Progress
+from llama405b.distributed.host_memory import OnByteProgress
 from llama405b.distributed.ranks import Rank
 from llama405b.optim.updater import Updater
 
 PIECE_BYTES = 64 << 20
-FAILED = -1  # sent instead of a length: the sender cannot read the file
+READ_FAILED = -1  # sent instead of a length: the sender cannot read the file
 
 
-class Gathered:
+class FileGatherer:
     """A checkpoint as this rank reads it: its files here, and files fetched from other hosts."""
 
-    def __init__(self, store: Store, found: CheckpointView, progress: Progress) -> None:
+    def __init__(self, store: Store, checkpoint: CheckpointView, on_progress: OnByteProgress) -> None:
         self.store = store
-        self.found = found
-        self.progress = progress
-        self.path = store.directory.borrowed(found.path)  # of fetched files
-        self.rank, self.owner = store.me.rank, store.owner_of[store.me.rank]
-        self.brought = set[str]()
-        self.places = dict[str, Path]()  # of files that were not fetched, once found
-        self.is_made = False
-        self.sent_by: dict[tuple[str, int], int] = {}  # file and owner -> the owner that sent it
-        self.have = {owner: {*found.local[owner]} for owner in store.owners}
+        self.checkpoint = checkpoint
+        self.on_progress = on_progress
+        self.path = store.directory.copies_path(checkpoint.path)  # of fetched files
+        self.rank, self.owner = store.rank.index, store.owner_of[store.rank.index]
+        self.fetched_names = set[str]()
+        self.local_paths = dict[str, Path]()  # of files that were not fetched, once found
+        self.has_directory = False
+        self.sender_of: dict[tuple[str, int], int] = {}  # file and owner -> the owner that sent it
+        self.owner_files = {owner: {*checkpoint.local[owner]} for owner in store.owners}
 
-    def describe(self) -> None:
+    def fetch_metadata_files(self) -> None:
         """Fetch the files that all ranks need: those without tensors."""
-        self.bring([name for name in self.found.manifest.files if not DATA_FILE.fullmatch(name)])
+        self.fetch([name for name in self.checkpoint.manifest.files if not DATA_FILE.fullmatch(name)])
 
-    def bring(self, names: Iterable[str]) -> None:
-        """Fetch the files that this rank needs, to where ``at`` finds them. A collective."""
+    def fetch(self, names: Iterable[str]) -> None:
+        """Fetch the files that this rank needs, to where ``path_of`` finds them. A collective."""
         if self.store.shared:
             return
-        needs = collectives.all_gather_objects(tuple(sorted({*names})), tuple[str, ...], self.store.group)
-        moves = self._moves(needs)
+        needed_names = collectives.all_gather_objects(tuple(sorted({*names})), tuple[str, ...], self.store.group)
+        moves = self._plan_moves(needed_names)
         if not moves:
             return
         with collectives.raise_on_all_ranks(self.store.group):
             try:
-                self._make_room(moves)
+                self._prepare_directory(moves)
             except OSError as error:
                 raise UserError(
-                    f"{self.found.path}: {reason_of(error)} on {self.store.me.host}{remedy_of(error)}"
+                    f"{self.checkpoint.path}: {reason_of(error)} on {self.store.rank.host}{remedy_of(error)}"
                 ) from None
-        failed = ""
-        total, done = sum(self.found.manifest.files[name].bytes for name, _, to in moves if to == self.rank), 0
-        for name, source, to in moves:  # in the same order on all ranks, or sends and receives could deadlock
+        failure = ""
+        total_bytes, received_bytes = (
+            sum(self.checkpoint.manifest.files[name].bytes for name, _, target in moves if target == self.rank),
+            0,
+        )
+        for name, source, target in moves:  # in the same order on all ranks, or sends and receives could deadlock
             try:
                 if self.rank == source:
-                    self._send(name, to)
-                elif self.rank == to:
-                    done += self._receive(name, source)
-                    self.progress(done, total)
+                    self._send(name, target)
+                elif self.rank == target:
+                    received_bytes += self._receive(name, source)
+                    self.on_progress(received_bytes, total_bytes)
             except OSError as error:
-                failed = failed or f"{self.found.path}/{name}: {reason_of(error)} on {self.store.me.host}"
+                failure = failure or f"{self.checkpoint.path}/{name}: {reason_of(error)} on {self.store.rank.host}"
         with collectives.raise_on_all_ranks(self.store.group):
-            if failed:
-                raise UserError(f"{failed}; fix that, then resume")
+            if failure:
+                raise UserError(f"{failure}; fix that, then resume")
 
-    def drop(self) -> None:
+    def delete_copies(self) -> None:
         """Delete the fetched files."""
-        if self.is_made:
+        if self.has_directory:
             shutil.rmtree(self.path, ignore_errors=True)
 
-    def _moves(self, needs: Sequence[Sequence[str]]) -> list[tuple[str, int, int]]:
+    def _plan_moves(self, needed_names: Sequence[Sequence[str]]) -> list[tuple[str, int, int]]:
         """List the missing files (name, source, target); the owners that have a file take turns to send."""
         moves = []
         for owner in self.store.owners:
-            wanted = {name for rank, names in enumerate(needs) if self.store.owner_of[rank] == owner for name in names}
-            for number, name in enumerate(sorted(wanted - self.have[owner])):
-                sources = [other for other in self.store.owners if name in self.found.available[other]]
+            owner_needs = {
+                name for rank, names in enumerate(needed_names) if self.store.owner_of[rank] == owner for name in names
+            }
+            for number, name in enumerate(sorted(owner_needs - self.owner_files[owner])):
+                sources = [candidate for candidate in self.store.owners if name in self.checkpoint.available[candidate]]
                 source = owner if owner in sources else sources[number % len(sources)]
-                self.sent_by[name, owner] = source
-                self.have[owner].add(name)
+                self.sender_of[name, owner] = source
+                self.owner_files[owner].add(name)
                 if source != owner:
                     moves.append((name, source, owner))
-        self.brought.update(name for name, _, to in moves if to == self.owner)
+        self.fetched_names.update(name for name, _, target in moves if target == self.owner)
         return moves
 
-    def _make_room(self, moves: Sequence[tuple[str, int, int]]) -> None:
+    def _prepare_directory(self, moves: Sequence[tuple[str, int, int]]) -> None:
         """Create the directory for the files to receive, if the disk has room for them."""
-        coming = [name for name, _, to in moves if to == self.rank]
-        if not coming:
+        incoming_names = [name for name, _, target in moves if target == self.rank]
+        if not incoming_names:
             return
-        needed = sum(self.found.manifest.files[name].bytes for name in coming)
-        free = disk_free_bytes(str(self.store.root))
-        if free is not None and needed > free:
-            raise OSError(errno.ENOSPC, f"{needed / 1e9:,.2f} GB are needed, but {free / 1e9:,.2f} GB are free")
-        if not self.is_made:
-            self.is_made = True
+        needed_bytes = sum(self.checkpoint.manifest.files[name].bytes for name in incoming_names)
+        free_bytes = disk_free_bytes(str(self.store.root))
+        if free_bytes is not None and needed_bytes > free_bytes:
+            raise OSError(
+                errno.ENOSPC, f"{needed_bytes / 1e9:,.2f} GB are needed, but {free_bytes / 1e9:,.2f} GB are free"
+            )
+        if not self.has_directory:
+            self.has_directory = True
             shutil.rmtree(self.path, ignore_errors=True)
-        for name in coming:
+        for name in incoming_names:
             (self.path / name).parent.mkdir(parents=True, exist_ok=True)
 
-    def at(self, name: str) -> Path:
+    def path_of(self, name: str) -> Path:
         """Return where this host has a file: fetched, its own, or a copy of another host's part."""
-        if name in self.brought:
+        if name in self.fetched_names:
             return self.path / name
         if self.store.shared:
-            return self.found.path / name
-        if name not in self.places:
-            self.places[name] = self._place_of(name)
-        return self.places[name]
+            return self.checkpoint.path / name
+        if name not in self.local_paths:
+            self.local_paths[name] = self._find_path(name)
+        return self.local_paths[name]
 
-    def _place_of(self, name: str) -> Path:
-        size = self.found.manifest.files[name].bytes
-        places = [part / name for part in directories_of(self.found.path)]
-        return next((place for place in places if place.is_file() and place.stat().st_size == size), places[0])
+    def _find_path(self, name: str) -> Path:
+        size = self.checkpoint.manifest.files[name].bytes
+        paths = [directory / name for directory in part_directories(self.checkpoint.path)]
+        return next((path for path in paths if path.is_file() and path.stat().st_size == size), paths[0])
 
-    def _send(self, name: str, to: int) -> None:
-        left = self.found.manifest.files[name].bytes
+    def _send(self, name: str, target: int) -> None:
+        remaining_bytes = self.checkpoint.manifest.files[name].bytes
         try:
-            with self.at(name).open("rb", buffering=0) as file:
-                while left:
-                    content = bytearray(file.read(min(PIECE_BYTES, left)))
+            with self.path_of(name).open("rb", buffering=0) as file:
+                while remaining_bytes:
+                    content = bytearray(file.read(min(PIECE_BYTES, remaining_bytes)))
                     if not content:
                         raise OSError("the file shrank while it was being sent")
                     piece = torch.frombuffer(content, dtype=torch.uint8)
-                    dist.send(torch.tensor([len(piece)]), to, self.store.group)
-                    dist.send(piece, to, self.store.group)
-                    left -= len(piece)
+                    dist.send(torch.tensor([len(piece)]), target, self.store.group)
+                    dist.send(piece, target, self.store.group)
+                    remaining_bytes -= len(piece)
         except OSError:
-            dist.send(torch.tensor([FAILED]), to, self.store.group)
+            dist.send(torch.tensor([READ_FAILED]), target, self.store.group)
             raise
 
     def _receive(self, name: str, source: int) -> int:
-        left, size = self.found.manifest.files[name].bytes, torch.zeros(1, dtype=torch.int64)
-        trouble: OSError | None = None
+        remaining_bytes, length = self.checkpoint.manifest.files[name].bytes, torch.zeros(1, dtype=torch.int64)
+        write_error: OSError | None = None
         with contextlib.ExitStack() as stack:
             try:
                 file = stack.enter_context((self.path / name).open("wb"))
             except OSError as error:
-                trouble = error
-            while left > 0:
-                dist.recv(size, source, self.store.group)
-                if int(size) == FAILED:
+                write_error = error
+            while remaining_bytes > 0:
+                dist.recv(length, source, self.store.group)
+                if int(length) == READ_FAILED:
                     return 0  # the sender reports the reason
-                piece = torch.empty(int(size), dtype=torch.uint8)
+                piece = torch.empty(int(length), dtype=torch.uint8)
                 dist.recv(piece, source, self.store.group)
-                left -= len(piece)
+                remaining_bytes -= len(piece)
                 try:
-                    if trouble is None:
+                    if write_error is None:
                         file.write(memoryview(piece.numpy()))
                 except OSError as error:  # keep receiving: the sender does not know
-                    trouble = error
-        if trouble:
-            raise trouble
-        return self.found.manifest.files[name].bytes
+                    write_error = error
+        if write_error:
+            raise write_error
+        return self.checkpoint.manifest.files[name].bytes
 
 
 class Resume:
     """The checkpoint that ``--resume`` (no, auto, a step, a path) selects. All methods are collectives."""
 
-    def __init__(self, store: Store, wanted: str, *, weights_only: bool = False) -> None:
+    def __init__(self, store: Store, requested: str, *, weights_only: bool = False) -> None:
         """Choose the checkpoint. ``weights_only``: to read its weights, not to resume; nothing is set aside.
 
         Raises:
@@ -183,159 +190,164 @@ class Resume:
             read, or the checkpoints that this run saved are gone; or the directory holds checkpoints of another run.
         """
         self.store = store
-        self.wanted = wanted
+        self.requested = requested
         self.weights_only = weights_only
-        self.found: CheckpointView | None = None
-        self.passed_over: list[PassedOver] = []
-        self.untried = store.present()  # newest last
-        self.n_present = len(self.untried)
-        if wanted == "no":
-            refuse_held(store.root, self.untried)
-        elif wanted == "auto":
+        self.checkpoint: CheckpointView | None = None
+        self.rejected: list[RejectedCheckpoint] = []
+        self.candidates = store.list_checkpoints()  # newest last
+        self.n_present = len(self.candidates)
+        if requested == "no":
+            refuse_existing(store.root, self.candidates)
+        elif requested == "auto":
             self._choose_newest()
         else:
             self._choose_named()
 
-    def load(self, model: torch.nn.Module, updater: Updater, me: Rank, progress: Progress) -> int:
+    def load(self, model: torch.nn.Module, updater: Updater, rank: Rank, on_progress: OnByteProgress) -> int:
         """Load the chosen checkpoint into the shards and return its step. Unused checkpoints are set aside.
 
         Raises:
-            DamagedError: A part of it is damaged: the shards are undefined, and ``found`` is now the same
+            DamagedError: A part of it is damaged: the shards are undefined, and ``checkpoint`` is now the same
                 without that file, if another host has a copy, or else an older checkpoint: call this again.
             UserError: No checkpoint can be loaded, it cannot be read, or it contains what no checkpoint does.
         """
-        assert self.found
-        gathered = Gathered(self.store, self.found, progress)
+        assert self.checkpoint
+        gatherer = FileGatherer(self.store, self.checkpoint, on_progress)
         try:
-            gathered.describe()
-            reader = GatheringReader(gathered, progress)
+            gatherer.fetch_metadata_files()
+            reader = GatheringReader(gatherer, on_progress)
             with collectives.raise_on_all_ranks():
                 reader.read_metadata()
-            load = restore_weights if self.weights_only else restore
-            done = load(self.found.path, model, updater, me, reader)
-        except CheckpointException as failed:
-            _refuse_unsafe(failed)
-            fault = _fault(self.found, failed, self.store.hosts)
-            if fault.fault is Fault.DAMAGED and self._leave_out(gathered, failed):
+            restore_checkpoint = restore_weights if self.weights_only else restore
+            step = restore_checkpoint(self.checkpoint.path, model, updater, rank, reader)
+        except CheckpointException as error:
+            _refuse_unsafe(error)
+            fault = find_load_fault(self.checkpoint, error, self.store.hosts)
+            if fault.fault is CheckpointFault.DAMAGED and self._exclude_damaged_files(gatherer, error):
                 raise DamagedError(f"{fault}; loading its copy instead") from None
-            self._reject(fault)
-            raise DamagedError(f"{fault}; loading {self.found.path} instead") from None
+            self._reject_and_choose_older(fault)
+            raise DamagedError(f"{fault}; loading {self.checkpoint.path} instead") from None
         finally:
-            gathered.drop()
-        self.settle()
-        return done
+            gatherer.delete_copies()
+        self.set_aside_rejected()
+        return step
 
     @property
-    def _another(self) -> str:
+    def _other_checkpoint_remedy(self) -> str:
         """What to do if the named checkpoint cannot be used."""
         return "use another one" if self.weights_only else "use another one, or auto"
 
-    def _leave_out(self, gathered: Gathered, failed: CheckpointException) -> bool:
+    def _exclude_damaged_files(self, gatherer: FileGatherer, error: CheckpointException) -> bool:
         """Drop damaged files from the choice; return whether other hosts have copies of all of them."""
-        assert self.found
-        local = list(self.found.local)
-        available = list(self.found.available)
+        assert self.checkpoint
+        local = list(self.checkpoint.local)
+        available = list(self.checkpoint.available)
         owner_of = self.store.owner_of
-        for rank, cause in failed.failures.items():
+        for rank, cause in error.failures.items():
             assert isinstance(cause[0], DamagedError)
             file, owner = cause[0].file, owner_of[rank]
-            if file not in self.found.manifest.files:
+            if file not in self.checkpoint.manifest.files:
                 return False
-            sender = gathered.sent_by.get((file, owner), owner)
-            for other in [other for other, its in enumerate(owner_of) if its == sender]:
-                local[other] = local[other] - {file}
-                available[other] = available[other] - {file}
-        if {*self.found.manifest.files} - set().union(*available):
+            sender = gatherer.sender_of.get((file, owner), owner)
+            for other_rank in [other_rank for other_rank, other_owner in enumerate(owner_of) if other_owner == sender]:
+                local[other_rank] = local[other_rank] - {file}
+                available[other_rank] = available[other_rank] - {file}
+        if {*self.checkpoint.manifest.files} - set().union(*available):
             return False
-        self.found = dataclasses.replace(self.found, local=tuple(local), available=tuple(available))
+        self.checkpoint = dataclasses.replace(self.checkpoint, local=tuple(local), available=tuple(available))
         return True
 
-    def settle(self) -> None:
+    def set_aside_rejected(self) -> None:
         """Rename the rejected checkpoints, so that ``auto`` does not find them."""
-        self.store.set_aside([each.path for each in self.passed_over])
+        self.store.set_aside([rejected.path for rejected in self.rejected])
 
     def _choose_named(self) -> None:
         """Choose the requested checkpoint, and reject later ones; refuse if these belong to another run."""
         root = self.store.root
-        path = named_path(root, self.wanted)
-        found = self.store.look_at(path)
-        if isinstance(found, PassedOver):
-            raise UserError(f"--resume: {found}; {self._another}")
-        later = [each for each in self.untried if step_of(each) > step_of(path)]
+        path = named_path(root, self.requested)
+        view = self.store.open_checkpoint(path)
+        if isinstance(view, RejectedCheckpoint):
+            raise UserError(f"--resume: {view}; {self._other_checkpoint_remedy}")
+        later_paths = [candidate for candidate in self.candidates if step_of(candidate) > step_of(path)]
         if self.weights_only:
-            later = []
-        if later and path.parent.resolve() != root.resolve():
+            later_paths = []
+        if later_paths and path.parent.resolve() != root.resolve():
             raise UserError(
-                f"--checkpoint.dir: {root} holds checkpoints up to {later[-1].name} of another run; use another directory"
+                f"--checkpoint.dir: {root} holds checkpoints up to {later_paths[-1].name} of another run; use another directory"
             )
-        self.found = found
-        self.passed_over = [PassedOver(old, Fault.LATER, f"{old}: saved after {path.name}") for old in later]
+        self.checkpoint = view
+        self.rejected = [
+            RejectedCheckpoint(later_path, CheckpointFault.LATER, f"{later_path}: saved after {path.name}")
+            for later_path in later_paths
+        ]
 
     def _choose_newest(self) -> None:
         """Choose the newest checkpoint that looks complete; refuse if a newer one cannot be read."""
-        self.found = None
-        while self.untried and not self.found:
-            looked = self.store.look_at(self.untried.pop())
-            if isinstance(looked, CheckpointView):
-                self.found = looked
+        self.checkpoint = None
+        while self.candidates and not self.checkpoint:
+            view = self.store.open_checkpoint(self.candidates.pop())
+            if isinstance(view, CheckpointView):
+                self.checkpoint = view
             else:
-                self._pass_over(looked)
-        known = [path for path in self.store.saved if Path(path).parent == self.store.root]
-        if known and not self.n_present:
+                self._add_rejected(view)
+        saved_paths = [path for path in self.store.saved_digests if Path(path).parent == self.store.root]
+        if saved_paths and not self.n_present:
             raise UserError(
-                f"--resume auto: {self.store.root} is empty, but this run saved {Path(max(known)).name} there; is its filesystem "
+                f"--resume auto: {self.store.root} is empty, but this run saved {Path(max(saved_paths)).name} there; is its filesystem "
                 "mounted? To start from the model's weights, use another --run"
             )
-        if self.passed_over and not self.found:
+        if self.rejected and not self.checkpoint:
             raise UserError(
-                f"--resume auto: {self.store.root} has {counted(self.n_present, 'checkpoint')}, but none verifies "
-                f"({'; '.join(map(str, self.passed_over))}); to start from the model's weights, use another --checkpoint.dir"
+                f"--resume auto: {self.store.root} has {pluralize(self.n_present, 'checkpoint')}, but none verifies "
+                f"({'; '.join(map(str, self.rejected))}); to start from the model's weights, use another --checkpoint.dir"
             )
 
-    def _pass_over(self, fault: PassedOver) -> None:
-        if fault.fault is Fault.UNREADABLE:
+    def _add_rejected(self, fault: RejectedCheckpoint) -> None:
+        if fault.fault is CheckpointFault.UNREADABLE:
             raise UserError(
                 f"--resume auto: {fault}; it may be intact: make it readable, or go back to an earlier step with --resume STEP"
             )
-        self.passed_over.append(fault)
+        self.rejected.append(fault)
 
-    def _reject(self, fault: PassedOver) -> None:
+    def _reject_and_choose_older(self, fault: RejectedCheckpoint) -> None:
         """Reject the chosen checkpoint; with ``auto``, choose an older one."""
-        if self.wanted != "auto":
-            raise UserError(f"--resume: {fault}; {self._another}")
-        self._pass_over(fault)
+        if self.requested != "auto":
+            raise UserError(f"--resume: {fault}; {self._other_checkpoint_remedy}")
+        self._add_rejected(fault)
         self._choose_newest()
 
 
 class GatheringReader(VerifiedReader):
     """Fetches the files that this rank's plan needs, and verifies what it reads."""
 
-    def __init__(self, gathered: Gathered, told: Progress) -> None:
-        super().__init__(gathered.found.path, gathered.found.manifest)
-        self.gathered, self.told = gathered, told
+    def __init__(self, gatherer: FileGatherer, on_progress: OnByteProgress) -> None:
+        super().__init__(gatherer.checkpoint.path, gatherer.checkpoint.manifest)
+        self.gatherer, self.on_progress = gatherer, on_progress
 
-    def at(self, name: str) -> Path:
+    def path_of(self, name: str) -> Path:
         """Return where this host has a file."""
-        return self.gathered.at(name)
+        return self.gatherer.path_of(name)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Fetch the files of the plan; DCP calls this on all ranks."""
-        self.gathered.bring(self.storage_data[item.storage_index].relative_path for item in plan.items)
+        self.gatherer.fetch(self.storage_data[item.storage_index].relative_path for item in plan.items)
         return super().prepare_local_plan(plan)
 
 
-def _refuse_unsafe(failed: CheckpointException) -> None:
+def _refuse_unsafe(error: CheckpointException) -> None:
     """Raise on every rank if one found unsafe content: none may silently use an older checkpoint."""
-    for _, (cause, _) in sorted(failed.failures.items()):
+    for _, (cause, _) in sorted(error.failures.items()):
         if isinstance(cause, UnsafeError):
             raise UserError(str(cause)) from None
 
 
-def _fault(found: CheckpointView, failed: CheckpointException, hosts: tuple[str, ...]) -> PassedOver:
+def find_load_fault(
+    checkpoint: CheckpointView, error: CheckpointException, hosts: tuple[str, ...]
+) -> RejectedCheckpoint:
     """Return why a checkpoint could not be loaded; an unreadable disk takes precedence over damage."""
-    causes = {rank: cause[0] for rank, cause in sorted(failed.failures.items())}
+    causes = {rank: cause[0] for rank, cause in sorted(error.failures.items())}
     for rank, cause in causes.items():
         if not isinstance(cause, DamagedError):
-            why = f"{found.path}: cannot be read ({reason_of(cause)}) on {hosts[rank]}"
-            return PassedOver(found.path, Fault.UNREADABLE, why)
-    return PassedOver(found.path, Fault.DAMAGED, str(next(iter(causes.values()))))
+            reason = f"{checkpoint.path}: cannot be read ({reason_of(cause)}) on {hosts[rank]}"
+            return RejectedCheckpoint(checkpoint.path, CheckpointFault.UNREADABLE, reason)
+    return RejectedCheckpoint(checkpoint.path, CheckpointFault.DAMAGED, str(next(iter(causes.values()))))

@@ -34,29 +34,37 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from llama405b import extend
-from llama405b.checkpoint.compatibility import software
-from llama405b.checkpoint.copy_on_update import CopyOnUpdate, SnapshotStats, Staging, give_way
+from llama405b.checkpoint.compatibility import software_versions
+from llama405b.checkpoint.copy_on_update import CopyOnUpdate, SnapshotStats, Staging, lower_thread_priority
 from llama405b.checkpoint.replication import AfterSave, Replication
 from llama405b.checkpoint.store import Store
 from llama405b.checkpoint.verified import TensorPlanner, TensorReader
-from llama405b.contract.checkpoints import WEIGHTS, FileDigest, Manifest, Reached, RunIdentity, step_of, write_manifest
-from llama405b.contract.errors import SPARE, UserError, reason_of, remedy_of
+from llama405b.contract.checkpoints import (
+    WEIGHTS_PREFIX,
+    FileDigest,
+    Manifest,
+    RunIdentity,
+    TrainedSoFar,
+    step_of,
+    write_manifest,
+)
+from llama405b.contract.errors import STAGING_SHARE, UserError, reason_of, remedy_of
 from llama405b.contract.hashes import BLOCK_BYTES, BlockHasher, DirectFile
 from llama405b.distributed import collectives
-from llama405b.distributed.host_memory import Progress, free_bytes
+from llama405b.distributed.host_memory import OnByteProgress, free_bytes
 from llama405b.distributed.ranks import Rank
 from llama405b.optim.updater import Updater
-from llama405b.spec.models import is_factor
+from llama405b.spec.models import is_lora_name
 
 
-def state_to_save(updater: Updater, me: Rank) -> dict[str, Any]:
+def state_to_save(updater: Updater, rank: Rank) -> dict[str, Any]:
     """Return this rank's part of the state that DCP saves: the live tensors, whose updates may be pending."""
-    model_state, optimizer_state = _state_of(updater)
-    return {"model": model_state, "optimizer": optimizer_state, "rng": {str(me.rank): _rng_state(me)}}
+    model_state, optimizer_state = _model_and_optimizer_state(updater)
+    return {"model": model_state, "optimizer": optimizer_state, "rng": {str(rank.index): _rng_state(rank)}}
 
 
-def restore(path: Path, model: nn.Module, updater: Updater, me: Rank, files: TensorReader | None = None) -> int:
-    """Load a checkpoint into the shards and return its step. ``files``: what reads it; None: a reader that verifies nothing.
+def restore(path: Path, model: nn.Module, updater: Updater, rank: Rank, reader: TensorReader | None = None) -> int:
+    """Load a checkpoint into the shards and return its step. ``reader``: what reads it; None: a reader that verifies nothing.
 
     Only tensors are read: the optimizer keeps its current settings.
     """
@@ -65,16 +73,16 @@ def restore(path: Path, model: nn.Module, updater: Updater, me: Rank, files: Ten
     for module in model.modules():
         if isinstance(module, FSDPModule):  # a unit stays gathered after a forward without a backward
             module.reshard()
-    model_state, optimizer_state = _state_of(updater)
+    model_state, optimizer_state = _model_and_optimizer_state(updater)
     state: dict[str, Any] = {"model": model_state, "optimizer": {"state": optimizer_state["state"]}}
-    files = files or TensorReader(path)
-    if f"rng.{me.rank}.cpu" in files.read_metadata().state_dict_metadata:
-        state["rng"] = {str(me.rank): _rng_state(me)}
-    dcp.load(state, storage_reader=files, planner=TensorPlanner())
+    reader = reader or TensorReader(path)
+    if f"rng.{rank.index}.cpu" in reader.read_metadata().state_dict_metadata:
+        state["rng"] = {str(rank.index): _rng_state(rank)}
+    dcp.load(state, storage_reader=reader, planner=TensorPlanner())
     if isinstance(model, FullyShardedDataParallel):  # FSDP1 returned copies; others were filled in place
         set_state_dict(master, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
     updater.sync_weights()
-    rng = state.get("rng", {}).get(str(me.rank), {})
+    rng = state.get("rng", {}).get(str(rank.index), {})
     if "cpu" in rng:
         torch.set_rng_state(rng["cpu"])
     if "cuda" in rng:
@@ -83,19 +91,19 @@ def restore(path: Path, model: nn.Module, updater: Updater, me: Rank, files: Ten
 
 
 def restore_weights(
-    path: Path, model: nn.Module, updater: Updater, _me: Rank, files: TensorReader | None = None
+    path: Path, model: nn.Module, updater: Updater, _rank: Rank, reader: TensorReader | None = None
 ) -> int:
     """Load only the weights, without creating optimizer state; see ``restore``."""
     master = updater.master
-    state: dict[str, Any] = {"model": _kept(get_model_state_dict(master))}
-    dcp.load(state, storage_reader=files or TensorReader(path), planner=TensorPlanner())
+    state: dict[str, Any] = {"model": _adapters_or_all(get_model_state_dict(master))}
+    dcp.load(state, storage_reader=reader or TensorReader(path), planner=TensorPlanner())
     if isinstance(model, FullyShardedDataParallel):
         set_model_state_dict(master, state["model"])
     updater.sync_weights()
     return step_of(path)
 
 
-def _state_of(updater: Updater) -> tuple[dict[str, Any], Any]:
+def _model_and_optimizer_state(updater: Updater) -> tuple[dict[str, Any], Any]:
     """Return the tensors of model and optimizer; before the first update, the moments are zero.
 
     torch creates the moments by a step with zero gradients and counts it. Its step counts are reset here, or Adam's bias correction would
@@ -108,18 +116,18 @@ def _state_of(updater: Updater) -> tuple[dict[str, Any], Any]:
         for state in optimizer.state.values():
             state["step"].zero_()
     weights, moments = get_state_dict(master, optimizer)
-    return _kept(weights), moments
+    return _adapters_or_all(weights), moments
 
 
-def _kept(weights: dict[str, Any]) -> dict[str, Any]:
+def _adapters_or_all(weights: dict[str, Any]) -> dict[str, Any]:
     """Return the adapters; all weights if there are none."""
-    return {name: weight for name, weight in weights.items() if is_factor(name)} or weights
+    return {name: weight for name, weight in weights.items() if is_lora_name(name)} or weights
 
 
-def _rng_state(me: Rank) -> dict[str, torch.Tensor]:
+def _rng_state(rank: Rank) -> dict[str, torch.Tensor]:
     """Return the state of this rank's random generators."""
     state = {"cpu": torch.get_rng_state()}
-    if me.on_gpu:
+    if rank.on_gpu:
         state["cuda"] = torch.cuda.get_rng_state()
     return state
 
@@ -128,14 +136,14 @@ THREADS = 4  # per rank; hashing and writing release the GIL
 PIECE_BYTES = 1 << 20  # small enough to be hashed while it is in the CPU's cache
 
 
-class SealingWriter(dcp.FileSystemWriter):
+class HashingWriter(dcp.FileSystemWriter):
     """Writes this rank's data files into an empty directory, and records their digests."""
 
-    def __init__(self, path: Path, rank: int, frozen: CopyOnUpdate) -> None:
+    def __init__(self, path: Path, rank: int, snapshot: CopyOnUpdate) -> None:
         super().__init__(path, overwrite=False)
         self.directory = path
         self.rank = rank
-        self.frozen = frozen
+        self.snapshot = snapshot
         self.digests: dict[str, FileDigest] = {}
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -146,50 +154,50 @@ class SealingWriter(dcp.FileSystemWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
         """Write this rank's part and flush it to the disk; DCP reports an exception to all ranks."""
         tensors = [item for item in plan.items if item.type is not WriteItemType.BYTE_IO]
-        self.frozen.plan([planner.resolve_data(item).detach() for item in tensors])
+        self.snapshot.plan([planner.resolve_data(item).detach() for item in tensors])
         names = [f"{plan.storage_data.prefix}{number}{DEFAULT_SUFFIX}" for number in range(2 * THREADS)]
-        small = iter(
+        bytes_items = iter(
             [item for item in plan.items if item.type is WriteItemType.BYTE_IO]
         )  # shared: the first thread to ask writes them
 
         def write_some(thread: int) -> list[WriteResult]:
             with (
-                self._sealing(names[thread], weights=True) as weights,
-                self._sealing(names[THREADS + thread], weights=False) as others,
+                self._open_hashed(names[thread], weights=True) as weights_file,
+                self._open_hashed(names[THREADS + thread], weights=False) as other_file,
             ):
-                found = [others.add(item, planner.resolve_data(item)) for item in small]
-                for number, tensor in self.frozen.read():
+                results = [other_file.add(item, planner.resolve_data(item)) for item in bytes_items]
+                for number, tensor in self.snapshot.read():
                     item = tensors[number]
-                    output = weights if item.index.fqn.startswith(WEIGHTS) else others
-                    found.append(output.add(item, tensor))
-                return found
+                    output = weights_file if item.index.fqn.startswith(WEIGHTS_PREFIX) else other_file
+                    results.append(output.add(item, tensor))
+                return results
 
-        with ThreadPoolExecutor(THREADS, "writer", give_way) as threads:
+        with ThreadPoolExecutor(THREADS, "writer", lower_thread_priority) as threads:
             parts = [threads.submit(write_some, thread) for thread in range(THREADS)]
-        done: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
-        done.set_result([result for part in parts for result in part.result()])
-        assert len(done.value()) == len(plan.items)
-        return done
+        future: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
+        future.set_result([result for part in parts for result in part.result()])
+        assert len(future.value()) == len(plan.items)
+        return future
 
     @contextlib.contextmanager
-    def _sealing(self, name: str, *, weights: bool) -> "Iterator[_Hashing]":
+    def _open_hashed(self, name: str, *, weights: bool) -> "Iterator[_HashingFile]":
         """Open a file that is hashed and, at the end, flushed; an error also ends the other threads."""
         try:
-            with contextlib.closing(DirectFile(self.directory / name, fill=_fill)) as file:
-                yield (output := _Hashing(file))
+            with contextlib.closing(DirectFile(self.directory / name, copy=_copy_without_gil)) as file:
+                yield (output := _HashingFile(file))
                 file.flush()
         except BaseException:
-            self.frozen.abandon()
+            self.snapshot.abandon()
             raise
-        self.digests[name] = FileDigest(output.hasher.written, self.rank, output.hasher.blocks, weights=weights)
+        self.digests[name] = FileDigest(output.hasher.n_bytes, self.rank, output.hasher.blocks, weights=weights)
 
 
-def _fill(memory: memoryview, data: memoryview) -> None:
+def _copy_without_gil(memory: memoryview, data: memoryview) -> None:
     """Copy bytes without holding the GIL, which training needs meanwhile."""
     np.frombuffer(memory, np.uint8)[:] = np.frombuffer(data, np.uint8)
 
 
-class _Hashing(io.RawIOBase):
+class _HashingFile(io.RawIOBase):
     """A file that is written sequentially and hashed block by block."""
 
     def __init__(self, file: DirectFile) -> None:
@@ -197,7 +205,7 @@ class _Hashing(io.RawIOBase):
 
     def add(self, item: WriteItem, content: "Tensor | io.BytesIO") -> WriteResult:
         """Append an item in DCP's format."""
-        begin = self.hasher.written
+        begin = self.hasher.n_bytes
         if isinstance(content, Tensor):
             if content.untyped_storage().nbytes() != content.nbytes:
                 content = content.clone()  # torch.save writes the full storage of a view
@@ -210,7 +218,7 @@ class _Hashing(io.RawIOBase):
                 raise
         else:
             self.write(content.getbuffer())
-        length = self.hasher.written - begin
+        length = self.hasher.n_bytes - begin
         return WriteResult(item.index, length, _StorageInfo(self.file.path.name, begin, length))
 
     def write(self, content: "bytes | memoryview") -> int:  # type: ignore[override]
@@ -224,7 +232,7 @@ class _Hashing(io.RawIOBase):
 
     def tell(self) -> int:
         """Return how many bytes have been written."""
-        return self.hasher.written
+        return self.hasher.n_bytes
 
     def writable(self) -> bool:
         """Return True."""
@@ -235,17 +243,17 @@ class _Hashing(io.RawIOBase):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Saved:
+class SavedCheckpoint:
     """A checkpoint that was written."""
 
     path: Path
     digest: str  # of the manifest
-    took_s: float
+    elapsed_s: float
     stats: SnapshotStats
     blocked_s: float = 0.0  # how long training waited, or was slowed down
 
 
-class Saving:
+class CheckpointSaver:
     """Writes one checkpoint at a time into a store, in a background thread."""
 
     def __init__(
@@ -261,33 +269,35 @@ class Saving:
 
         ``after_save``: on owners; ``delete_unsent``: also delete checkpoints for which it has not succeeded.
         """
-        self.versions = software()  # read now: files may change while the run goes on
+        self.versions = software_versions()  # read now: files may change while the run goes on
         self.after_save = after_save
         self.delete_unsent = delete_unsent
         self.store = store
-        self.me = store.me
+        self.rank = store.rank
         self.staging_bytes = staging_bytes
         self.replication = replication
         self.staging: Staging | None = None
         self.thread = ThreadPoolExecutor(1, "checkpoint")
-        self.under_way: Future[Saved] | None = None
-        self.pruning: Future[str] | None = None
+        self.save_future: Future[SavedCheckpoint] | None = None
+        self.prune_future: Future[str] | None = None
         self.step = 0  # of the last save
         self.blocked_s = 0.0
 
     @property
-    def busy(self) -> bool:
+    def is_busy(self) -> bool:
         """Whether this rank is still writing, or deleting."""
-        return any(future is not None and not future.done() for future in (self.under_way, self.pruning))
+        return any(future is not None and not future.done() for future in (self.save_future, self.prune_future))
 
-    def resumed(self, done: int) -> None:
-        """Start replication and the user's command in the background; ``done``: the step that training continues from."""
+    def start_background_work(self, resume_step: int) -> None:
+        """Start replication and the user's command in the background; ``resume_step``: the step that training continues from."""
         if self.replication:
-            self.replication.begin(done)
+            self.replication.begin(resume_step)
         if self.after_save:
-            self.after_save.begin({path: write_manifest(each)[1] for path, each in self.store.directory.own().items()})
+            self.after_save.begin(
+                {path: write_manifest(manifest)[1] for path, manifest in self.store.directory.own_checkpoints().items()}
+            )
 
-    def allocate_staging(self, updater: Updater, progress: Progress = lambda *_: None) -> None:
+    def allocate_staging(self, updater: Updater, on_progress: OnByteProgress = lambda *_: None) -> None:
         """Allocate the memory for copies, on all ranks; ``begin`` does so if it was not called.
 
         If the state is on a GPU, the memory is pinned, which takes minutes: call it before the first step.
@@ -295,100 +305,111 @@ class Saving:
         Raises:
             UserError: CUDA cannot pin that much.
         """
-        of_host = int(free_bytes() * SPARE) if self.staging_bytes is None else self.staging_bytes
+        host_bytes = int(free_bytes() * STAGING_SHARE) if self.staging_bytes is None else self.staging_bytes
         collectives.all_reduce_max([0])  # a barrier: all ranks read the free memory before one allocates
         tensors = [tensor for unit in updater.units() for tensor in unit.tensors]
-        limit = of_host // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        device = next((tensor.device for tensor in tensors), self.me.device)
-        self.staging = Staging((tensor.nbytes for tensor in tensors), limit, device, progress)
+        limit_bytes = host_bytes // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        device = next((tensor.device for tensor in tensors), self.rank.device)
+        self.staging = Staging((tensor.nbytes for tensor in tensors), limit_bytes, device, on_progress)
 
     def begin(
-        self, step: int, updater: Updater, identity: RunIdentity, reached: Reached, next_update_s: float | None = None
+        self,
+        step: int,
+        updater: Updater,
+        identity: RunIdentity,
+        progress: TrainedSoFar,
+        next_update_s: float | None = None,
     ) -> None:
         """Start writing ``step-N``: the current state, including all pending updates.
 
-        ``reached``: how far training is; ``next_update_s``: seconds until the next updates, if known.
+        ``progress``: how far training is; ``next_update_s``: seconds until the next updates, if known.
 
         Call it on all ranks after the same step, and ``finish`` before the next time.
         """
-        began, self.step = time.monotonic(), step
+        start_s, self.step = time.monotonic(), step
         if self.staging is None:
             self.allocate_staging(updater)
         assert self.staging
-        state = state_to_save(updater, self.me)
-        frozen = CopyOnUpdate(updater.units(), self.staging, next_update_s)
-        updater.before_update = frozen.before_update
-        self.under_way = self.thread.submit(self._save, step, state, frozen, identity, reached)
+        state = state_to_save(updater, self.rank)
+        snapshot = CopyOnUpdate(updater.units(), self.staging, next_update_s)
+        updater.before_update = snapshot.before_update
+        self.save_future = self.thread.submit(self._save, step, state, snapshot, identity, progress)
         if isinstance(updater.master, FullyShardedDataParallel):  # FSDP1 may change what its state dict refers to: wait
-            self.under_way.exception()
-        self.blocked_s = time.monotonic() - began
+            self.save_future.exception()
+        self.blocked_s = time.monotonic() - start_s
 
-    def finish(self, slowed_s: float = 0.0) -> Saved | UserError | None:
+    def finish(self, slowdown_s: float = 0.0) -> SavedCheckpoint | UserError | None:
         """Wait for the save; return the checkpoint, or the error: then earlier checkpoints are untouched.
 
-        ``slowed_s``: how much longer the steps during the save took, in which updates may have waited for it.
+        ``slowdown_s``: how much longer the steps during the save took, in which updates may have waited for it.
 
-        Older checkpoints are deleted in the background from now on: see ``pruned``.
+        Older checkpoints are deleted in the background from now on: see ``finish_pruning``.
 
         Raises:
             UserError: Another run has taken the directory over.
         """
-        if self.under_way is None:
+        if self.save_future is None:
             return None
-        began = time.monotonic()
-        under_way = self.under_way
-        self.under_way = None
+        start_s = time.monotonic()
+        future = self.save_future
+        self.save_future = None
         try:
-            saved = under_way.result()
-            blocked_s = self.blocked_s + max(saved.stats.waited_s, slowed_s) + time.monotonic() - began
-            return dataclasses.replace(saved, blocked_s=blocked_s)
+            checkpoint = future.result()
+            blocked_s = self.blocked_s + max(checkpoint.stats.wait_s, slowdown_s) + time.monotonic() - start_s
+            return dataclasses.replace(checkpoint, blocked_s=blocked_s)
         except UserError as error:
-            self.store.refuse_if_taken()
+            self.store.check_lease()
             return error
         finally:
-            self.pruning = self.thread.submit(self._prune)
+            self.prune_future = self.thread.submit(self._prune)
 
-    def pruned(self) -> str:
+    def finish_pruning(self) -> str:
         """Wait until older checkpoints are deleted; return why one was not (the next save retries), or ''."""
-        pruning, self.pruning = self.pruning, None
-        return pruning.result() if pruning else ""
+        future, self.prune_future = self.prune_future, None
+        return future.result() if future else ""
 
     def _save(
-        self, step: int, state: dict[str, Any], frozen: CopyOnUpdate, identity: RunIdentity, reached: Reached
-    ) -> Saved:
-        began, store = time.monotonic(), self.store
-        if self.me.on_gpu:
-            torch.cuda.set_device(self.me.device)
+        self, step: int, state: dict[str, Any], snapshot: CopyOnUpdate, identity: RunIdentity, progress: TrainedSoFar
+    ) -> SavedCheckpoint:
+        start_s, store = time.monotonic(), self.store
+        if self.rank.on_gpu:
+            torch.cuda.set_device(self.rank.device)
         final = store.root / f"step-{step:08d}"
-        partial, directory = store.directory.partial(final), store.directory
+        partial, directory = store.directory.partial_path(final), store.directory
         try:
-            store.on_owners(lambda: directory.begin(final), partial, store.group)
-            mine = self._write(partial, state, frozen)
-            others = self._share(final)
-            store.on_owners(lambda: directory.add(final, others), partial, store.group)
-            store.on_owners(
-                lambda: mine.update(directory.seal_others(final) if self.me.is_rank0 else {}), partial, store.group
+            store.run_on_owners(lambda: directory.begin(final), partial, store.group)
+            local_digests = self._write(partial, state, snapshot)
+            metadata_files = self._share_metadata_files(final)
+            store.run_on_owners(lambda: directory.add_files(final, metadata_files), partial, store.group)
+            store.run_on_owners(
+                lambda: local_digests.update(directory.hash_metadata_files(final) if self.rank.is_rank0 else {}),
+                partial,
+                store.group,
             )
-            manifest = self._manifest(step, mine, identity, reached)
-            store.on_owners(
-                lambda: store.saved.update({str(final): directory.prepare(final, manifest)}), partial, store.group
+            manifest = self._gather_manifest(step, local_digests, identity, progress)
+            store.run_on_owners(
+                lambda: store.saved_digests.update({str(final): directory.write_manifest_file(final, manifest)}),
+                partial,
+                store.group,
             )
-            store.on_owners(lambda: directory.commit(final), final, store.group)
+            store.run_on_owners(lambda: directory.commit(final), final, store.group)
         finally:
-            frozen.abandon()
+            snapshot.abandon()
         if self.replication:
-            self.replication.after_save(step, store.group)
+            self.replication.request_copies(step, store.group)
         if self.after_save:
-            self.after_save.landed(final, store.saved[str(final)])
-        return Saved(final, store.saved.get(str(final), ""), time.monotonic() - began, frozen.stats)
+            self.after_save.enqueue(final, store.saved_digests[str(final)])
+        return SavedCheckpoint(
+            final, store.saved_digests.get(str(final), ""), time.monotonic() - start_s, snapshot.stats
+        )
 
     def _prune(self) -> str:
-        store, spared = self.store, self.replication.spared if self.replication else set[int]()
+        store, protected_steps = self.store, self.replication.protected_steps if self.replication else set[int]()
         if self.after_save and not self.delete_unsent:
-            spared = spared | self.after_save.pending
+            protected_steps = protected_steps | self.after_save.pending_steps
         try:
-            store.on_owners(
-                lambda: store.directory.retire(self.step, store.keep, spared, keep_best=store.keep_best),
+            store.run_on_owners(
+                lambda: store.directory.delete_old(self.step, store.keep, protected_steps, keep_best=store.keep_best),
                 store.root,
                 store.group,
                 "an old checkpoint cannot be deleted",
@@ -397,8 +418,8 @@ class Saving:
             return str(error)
         return ""
 
-    def _write(self, partial: Path, state: dict[str, Any], frozen: CopyOnUpdate) -> dict[str, FileDigest]:
-        writer = SealingWriter(partial, self.me.rank, frozen)
+    def _write(self, partial: Path, state: dict[str, Any], snapshot: CopyOnUpdate) -> dict[str, FileDigest]:
+        writer = HashingWriter(partial, self.rank.index, snapshot)
         try:
             with without_crc():
                 dcp.save(
@@ -407,44 +428,48 @@ class Saving:
                     planner=DefaultSavePlanner(enable_plan_caching=True),
                     process_group=self.store.group,
                 )
-        except dcp.api.CheckpointException as failed:
-            forget_plans()
-            causes = {rank: cause for rank, (cause, _) in sorted(failed.failures.items())}
-            said = "; ".join(f"rank {rank}: {reason_of(cause)}" for rank, cause in causes.items())
+        except dcp.api.CheckpointException as error:
+            clear_plan_caches()
+            causes = {rank: cause for rank, (cause, _) in sorted(error.failures.items())}
+            reasons = "; ".join(f"rank {rank}: {reason_of(cause)}" for rank, cause in causes.items())
             remedy = next(filter(None, map(remedy_of, causes.values())), "")
-            raise UserError(f"{partial}: the checkpoint could not be written ({said}){remedy}") from None
+            raise UserError(f"{partial}: the checkpoint could not be written ({reasons}){remedy}") from None
         return writer.digests
 
-    def _share(self, final: Path) -> dict[str, bytes]:
+    def _share_metadata_files(self, final: Path) -> dict[str, bytes]:
         """Broadcast rank 0's files without tensors; return them where they are missing."""
-        store, others = self.store, dict[str, bytes]()
+        store, files = self.store, dict[str, bytes]()
         if store.shared:
             return {}
-        store.on_owners(
-            lambda: others.update(store.directory.others(final) if self.me.is_rank0 else {}), final, store.group
+        store.run_on_owners(
+            lambda: files.update(store.directory.read_metadata_files(final) if self.rank.is_rank0 else {}),
+            final,
+            store.group,
         )
-        names = collectives.broadcast_object(tuple(others), tuple[str, ...], store.group)
-        brought = {name: collectives.broadcast_bytes(0, others.get(name, b""), store.group) for name in names}
-        return {} if self.me.is_rank0 else brought
+        names = collectives.broadcast_object(tuple(files), tuple[str, ...], store.group)
+        received_files = {name: collectives.broadcast_bytes(0, files.get(name, b""), store.group) for name in names}
+        return {} if self.rank.is_rank0 else received_files
 
-    def _manifest(self, step: int, mine: dict[str, FileDigest], identity: RunIdentity, reached: Reached) -> Manifest:
+    def _gather_manifest(
+        self, step: int, local_digests: dict[str, FileDigest], identity: RunIdentity, progress: TrainedSoFar
+    ) -> Manifest:
         """Return the manifest of what all ranks wrote. A collective."""
-        parts = collectives.all_gather_objects(mine, dict[str, FileDigest], self.store.group)
+        parts = collectives.all_gather_objects(local_digests, dict[str, FileDigest], self.store.group)
         return Manifest(
             format=2,
             step=step,
-            files=dict(sorted((name, sealed) for part in parts for name, sealed in part.items())),
-            world_size=self.me.world,
+            files=dict(sorted((name, digest) for part in parts for name, digest in part.items())),
+            world_size=self.rank.world_size,
             run=self.store.run.name,
             hosts=self.store.hosts,
             identity=identity,
-            sequences=reached.sequences,
-            evaluation_loss=reached.evaluation_loss,
-            versions=self.versions | _extension(),
+            sequences=progress.sequences,
+            evaluation_loss=progress.evaluation_loss,
+            versions=self.versions | _extension_version(),
         )
 
 
-def forget_plans() -> None:
+def clear_plan_caches() -> None:
     """Clear torch's cached save plans, so that the next save plans anew. All ranks call it together.
 
     A plan does not change in a run, so torch keeps that of the first save: 64 ranks' plans of 405B take rank 0 half a minute of
@@ -455,18 +480,18 @@ def forget_plans() -> None:
             cache.clear()
 
 
-def _extension() -> dict[str, str]:
+def _extension_version() -> dict[str, str]:
     """Return the hash of the user's module by its file name; empty if there is none."""
-    found = extend.current().declared
-    return {found.name: f"sha256:{found.sha256}"} if found.path else {}
+    extension = extend.current().declared
+    return {extension.name: f"sha256:{extension.sha256}"} if extension.path else {}
 
 
 @contextlib.contextmanager
 def without_crc() -> Iterator[None]:
     """Disable torch's CRC-32 of tensors: the manifest has SHA-256, and the CRC halves the writing speed."""
-    before = torch.serialization.get_crc32_options()
+    previous = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:
         yield
     finally:
-        torch.serialization.set_crc32_options(before)
+        torch.serialization.set_crc32_options(previous)

@@ -13,34 +13,34 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from llama405b.checkpoint.compatibility import beginning
-from llama405b.commands.evaluate_only import choose_checkpoint, look_at_weights, write_settings
+from llama405b.checkpoint.compatibility import start_point
+from llama405b.commands.evaluate_only import choose_checkpoint, load_model, write_settings
 from llama405b.contract import reader
-from llama405b.contract.errors import UserError, counted
+from llama405b.contract.errors import UserError, pluralize
 from llama405b.contract.files import write_atomic
 from llama405b.contract.records import Phase
 from llama405b.data.batch import IGNORE_INDEX, Batch
-from llama405b.data.batches import Batches, Skipped
-from llama405b.data.encode import FIRST, MARKS, NOT_LEARNT
-from llama405b.data.sources import Source, name_of
+from llama405b.data.batches import Batches, SkippedRange
+from llama405b.data.encode import DOCUMENT_START, MARKS, NOT_TRAINED
+from llama405b.data.sources import Source, document_name
 from llama405b.distributed.collectives import all_reduce_sum
 from llama405b.distributed.ranks import Rank
 from llama405b.optim.updater import Updater
-from llama405b.parallel.passes import Passes
-from llama405b.settings.config import on_ranks
+from llama405b.parallel.passes import ForwardBackward
+from llama405b.settings.config import with_global_batch
 from llama405b.settings.schema import Config
-from llama405b.training.build import bind_to_numa_node, bring_model_files, open_data
+from llama405b.training.build import bind_to_numa_node, distribute_model_files, open_data
 from llama405b.training.context import RankContext
 
-BLAMED = 5.0  # lowest score of a document that is named
-OF_A_TARGET = 2.5  # nats: approximate standard deviation of a single target's loss
-OF_A_PULL = 1.5  # the same for the logarithm of a single target's gradient norm
-LEAST_SPREAD = 0.05  # of any measure: if all are alike, a small difference must not stand out
-NORMAL = 1.4826  # times the median absolute deviation: the standard deviation of a normal distribution
+MIN_BLAMED_SCORE = 5.0  # lowest score of a document that is named
+TARGET_LOSS_STD = 2.5  # nats: approximate standard deviation of a single target's loss
+LOG_GRADIENT_STD = 1.5  # the same for the logarithm of a single target's gradient norm
+MIN_SPREAD = 0.05  # of any measure: if all are alike, a small difference must not stand out
+MAD_TO_STD = 1.4826  # times the median absolute deviation: the standard deviation of a normal distribution
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Piece:
+class DocumentInStep:
     """A document, or the part of it in one sequence."""
 
     index: int  # of the sequence in the run's order
@@ -57,10 +57,10 @@ class Piece:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Measured:
+class DocumentEffect:
     """Loss and gradient norm of a document by itself."""
 
-    piece: Piece
+    piece: DocumentInStep
     n_targets: int
     loss: float  # nats per target
     grad_norm: float  # of that loss
@@ -68,72 +68,74 @@ class Measured:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Scored:
+class ScoredDocument:
     """A document with its score: how far it is from the others."""
 
-    measured: Measured
+    measured: DocumentEffect
     score: float
 
 
-def pieces_of(batches: Batches, indices: Iterable[int]) -> Iterator[Piece]:
+def iterate_documents(batches: Batches, indices: Iterable[int]) -> Iterator[DocumentInStep]:
     """Yield the documents of these sequences, in order."""
     for index in indices:
-        number, place = batches.mixture.at(index)
+        number, place = batches.mixture.locate(index)
         source = batches.mixture.sources[number]
         begin, end = source.span(place)
         offset = 0
-        for start, stop in source.ranges(begin, end + (end - begin == source.seq_len and end < source.n_tokens)):
-            firsts = np.flatnonzero(source.tokens_N[start + 1 : stop] & FIRST) + start + 1
+        for start, stop in source.file_ranges(begin, end + (end - begin == source.seq_len and end < source.n_tokens)):
+            firsts = np.flatnonzero(source.tokens_N[start + 1 : stop] & DOCUMENT_START) + start + 1
             for first, last in zip([start, *firsts.tolist()], [*firsts.tolist(), stop], strict=True):
-                yield Piece(index, number, first, last, offset + first - start, name_of(source, first))
+                yield DocumentInStep(index, number, first, last, offset + first - start, document_name(source, first))
             offset += stop - start
 
 
-def measure(passes: Passes, updater: Updater, me: Rank, batches: Batches, piece: Piece) -> Measured | None:
+def measure_document(
+    passes: ForwardBackward, updater: Updater, rank: Rank, batches: Batches, document: DocumentInStep
+) -> DocumentEffect | None:
     """Return a document's losses and gradient norm; None if it has no target.
 
     All ranks must call it. It does not change the weights.
     """
-    learnt = _batch(batches, piece, me, learnt=True)
-    n_targets = int(all_reduce_sum(passes.n_targets(learnt)))
+    trained = _build_batch(batches, document, rank, is_trained=True)
+    n_targets = int(all_reduce_sum(passes.n_targets(trained)))
     if not n_targets:
         return None
-    nll = passes.train([learnt], n_targets, updater, lambda _: None)
+    nll = passes.train([trained], n_targets, updater, lambda _: None)
     loss = float(all_reduce_sum(nll)) / n_targets
     norm = updater.clip(0.0)  # 0: no clipping, only the norm
     updater.zero_grad()
-    read = _batch(batches, piece, me, learnt=False)
-    n_read = int(all_reduce_sum(passes.n_targets(read)))
-    read_loss = None
-    if n_read:
+    untrained = _build_batch(batches, document, rank, is_trained=False)
+    n_untrained = int(all_reduce_sum(passes.n_targets(untrained)))
+    untrained_loss = None
+    if n_untrained:
         with torch.no_grad():
-            read_loss = float(all_reduce_sum(passes.evaluate(read))) / n_read
-    return Measured(piece, n_targets, loss, norm, read_loss)
+            untrained_loss = float(all_reduce_sum(passes.evaluate(untrained))) / n_untrained
+    return DocumentEffect(document, n_targets, loss, norm, untrained_loss)
 
 
-def _batch(batches: Batches, piece: Piece, me: Rank, *, learnt: bool) -> Batch:
+def _build_batch(batches: Batches, document: DocumentInStep, rank: Rank, *, is_trained: bool) -> Batch:
     """Return the document's sequence with only its own targets.
 
     On all but the first data-parallel rank every target is masked.
 
-    ``learnt``: keep the targets that are trained on, else the tokens that are only read.
+    ``is_trained``: keep the targets that are trained on, else the tokens that are only read.
     """
-    batch = batches.read([piece.index])
+    batch = batches.read([document.index])
     targets_BS = batch.targets_BS
-    if not learnt:
-        window = batches.mixture.window(piece.index)[1:]
+    if not is_trained:
+        window = batches.mixture.window(document.index)[1:]
         tokens_S = torch.from_numpy((window & ~MARKS).astype(np.int64))
         is_read_S = torch.from_numpy(
-            window & MARKS == NOT_LEARNT
+            window & MARKS == NOT_TRAINED
         )  # a document's first token has no context to predict it from
         targets_BS = torch.where(is_read_S, tokens_S, IGNORE_INDEX)[None]
     places_S = torch.arange(1, targets_BS.shape[1] + 1)  # positions of the targets in the sequence
-    is_own_S = (places_S >= piece.offset) & (places_S < piece.offset + piece.n_tokens)
-    targets_BS = torch.where(is_own_S & (me.dp.rank == 0), targets_BS, IGNORE_INDEX)
-    return dataclasses.replace(batch, targets_BS=targets_BS).to(me.device)
+    is_own_S = (places_S >= document.offset) & (places_S < document.offset + document.n_tokens)
+    targets_BS = torch.where(is_own_S & (rank.dp.rank == 0), targets_BS, IGNORE_INDEX)
+    return dataclasses.replace(batch, targets_BS=targets_BS).to(rank.device)
 
 
-def scored(found: Sequence[Measured]) -> list[Scored]:
+def score_documents(effects: Sequence[DocumentEffect]) -> list[ScoredDocument]:
     """Return the documents with their scores, highest first.
 
     The score is the largest of three robust deviations above the median, in standard deviations (from the median absolute deviation):
@@ -141,22 +143,26 @@ def scored(found: Sequence[Measured]) -> list[Scored]:
     gradient norm times the square root of the number of targets. The gradient of n targets is their mean, so its norm falls with the
     square root of n unless they all point the same way.
     """
-    sizes = [each.n_targets for each in found]
-    losses = [each.loss for each in found]
-    gaps = [None if each.read_loss is None else each.loss - each.read_loss for each in found]
-    pulls = [math.log(max(each.grad_norm, 1e-30) * math.sqrt(each.n_targets)) for each in found]
-    deviations = (_above(losses, sizes, OF_A_TARGET), _above(gaps, sizes, OF_A_TARGET), _above(pulls, sizes, OF_A_PULL))
-    scores = [Scored(each, max(above)) for each, *above in zip(found, *deviations, strict=True)]
-    return sorted(scores, key=lambda each: -each.score)
+    sizes = [item.n_targets for item in effects]
+    losses = [item.loss for item in effects]
+    gaps = [None if item.read_loss is None else item.loss - item.read_loss for item in effects]
+    log_gradients = [math.log(max(item.grad_norm, 1e-30) * math.sqrt(item.n_targets)) for item in effects]
+    deviations = (
+        _deviations_above(losses, sizes, TARGET_LOSS_STD),
+        _deviations_above(gaps, sizes, TARGET_LOSS_STD),
+        _deviations_above(log_gradients, sizes, LOG_GRADIENT_STD),
+    )
+    scores = [ScoredDocument(item, max(above)) for item, *above in zip(effects, *deviations, strict=True)]
+    return sorted(scores, key=lambda item: -item.score)
 
 
-def _above(values: Sequence[float | None], sizes: Sequence[int], of_one: float) -> list[float]:
-    """Return each value's deviation above the median; the spread grows for few targets, from ``of_one`` of a single target."""
-    known = [value for value in values if value is not None and math.isfinite(value)]
-    median = statistics.median(known or [0.0])
-    spread = max(LEAST_SPREAD, NORMAL * statistics.median([abs(value - median) for value in known] or [0.0]))
+def _deviations_above(values: Sequence[float | None], sizes: Sequence[int], single_std: float) -> list[float]:
+    """Return each value's deviation above the median; the spread grows for few targets, from ``single_std`` of a single target."""
+    finite = [value for value in values if value is not None and math.isfinite(value)]
+    median = statistics.median(finite or [0.0])
+    spread = max(MIN_SPREAD, MAD_TO_STD * statistics.median([abs(value - median) for value in finite] or [0.0]))
     return [
-        _deviation(value, median, math.hypot(spread, of_one / math.sqrt(n)))
+        _deviation(value, median, math.hypot(spread, single_std / math.sqrt(n)))
         for value, n in zip(values, sizes, strict=True)
     ]
 
@@ -167,39 +173,41 @@ def _deviation(value: float | None, median: float, spread: float) -> float:
     return max(0.0, value - median) / spread if math.isfinite(value) else math.inf
 
 
-def skips_of(batches: Batches, blamed: Iterable[Scored]) -> Iterator[Skipped]:
+def iterate_skips(batches: Batches, blamed: Iterable[ScoredDocument]) -> Iterator[SkippedRange]:
     """Yield the documents to skip, each as a whole even if the step has only part of it."""
-    for each in blamed:
-        piece = each.measured.piece
-        source = batches.mixture.sources[piece.source]
-        begin, end = _whole(source, piece)
-        why = f"loss {each.measured.loss:.4f}, gradient norm {each.measured.grad_norm:.3f}, score {each.score:.1f}"
-        yield Skipped(piece.source, len(source.tokens_N), begin, end, piece.name, why)
+    for entry in blamed:
+        document = entry.measured.piece
+        source = batches.mixture.sources[document.source]
+        begin, end = _document_span(source, document)
+        reason = (
+            f"loss {entry.measured.loss:.4f}, gradient norm {entry.measured.grad_norm:.3f}, score {entry.score:.1f}"
+        )
+        yield SkippedRange(document.source, len(source.tokens_N), begin, end, document.name, reason)
 
 
-def _whole(source: Source, piece: Piece) -> tuple[int, int]:
-    begin, end = piece.place, piece.end
-    while begin > 0 and not source.tokens_N[begin] & FIRST:
+def _document_span(source: Source, document: DocumentInStep) -> tuple[int, int]:
+    begin, end = document.place, document.end
+    while begin > 0 and not source.tokens_N[begin] & DOCUMENT_START:
         begin -= 1
-    while end < len(source.tokens_N) and not source.tokens_N[end] & FIRST:
+    while end < len(source.tokens_N) and not source.tokens_N[end] & DOCUMENT_START:
         end += 1
     return begin, end
 
 
-def report(step: int, scores: Sequence[Scored], skip_list: Path, shown: int = 10) -> Iterator[str]:
+def report_lines(step: int, scores: Sequence[ScoredDocument], skip_list: Path, max_shown: int = 10) -> Iterator[str]:
     """Yield the lines of a step's table of documents, highest score first, and what to do."""
-    yield f"step {step}: {counted(len(scores), 'document')}; score: distance from the other documents, in standard deviations"
+    yield f"step {step}: {pluralize(len(scores), 'document')}; score: distance from the other documents, in standard deviations"
     yield f"{'score':>7}  {'loss':>8}  {'grad norm':>9}  {'targets':>7}  document"
-    for each in scores[:shown]:
-        of = each.measured
-        yield f"{each.score:7.1f}  {of.loss:8.4f}  {of.grad_norm:9.3f}  {of.n_targets:7,}  {of.piece.name}"
-    if len(scores) > shown:
-        yield f"… and {len(scores) - shown} more"
-    blamed = [each for each in scores if each.score >= BLAMED]
+    for entry in scores[:max_shown]:
+        effect = entry.measured
+        yield f"{entry.score:7.1f}  {effect.loss:8.4f}  {effect.grad_norm:9.3f}  {effect.n_targets:7,}  {effect.piece.name}"
+    if len(scores) > max_shown:
+        yield f"… and {len(scores) - max_shown} more"
+    blamed = [entry for entry in scores if entry.score >= MIN_BLAMED_SCORE]
     if not blamed:
-        yield f"no document stands out: none has a score of {BLAMED:g}"
+        yield f"no document stands out: none has a score of {MIN_BLAMED_SCORE:g}"
         return
-    names = ", ".join(each.measured.piece.name for each in blamed)
+    names = ", ".join(entry.measured.piece.name for entry in blamed)
     yield f"to blame: {names}; resume with --data.skip {skip_list} to leave {'it' if len(blamed) == 1 else 'them'} out"
 
 
@@ -211,40 +219,40 @@ def blame(config: Config, resume: str, step: int, context: RankContext) -> None:
     Raises:
         UserError: The step or the data does not follow the checkpoint, or a model, data or checkpoint cannot be used.
     """
-    config = on_ranks(config, context.me.axes)
+    config = with_global_batch(config, context.rank.axes)
     bind_to_numa_node(config.parallel, context)
-    files = bring_model_files(config.model, config.data, context, whole=config.parallel.by_fsdp1)
-    chosen = choose_checkpoint(config, resume, files, context)
-    context.phase(Phase.DATA)
+    files = distribute_model_files(config.model, config.data, context, needs_all=config.parallel.is_fsdp1)
+    checkpoint = choose_checkpoint(config, resume, files, context)
+    context.enter_phase(Phase.DATA)
     unmasked = dataclasses.replace(config.data, skip="")
     batches, _ = open_data(unmasked, config.evaluation, files, context)
-    start = beginning(chosen.found if chosen else None, config, files, batches)
-    manifest = chosen.found.manifest if chosen and chosen.found else None
+    start = start_point(checkpoint.checkpoint if checkpoint else None, config, files, batches)
+    manifest = checkpoint.checkpoint.manifest if checkpoint and checkpoint.checkpoint else None
     if manifest and manifest.identity and manifest.identity.data != start.identity.data:
         raise UserError(f"--data.paths: {resume} was trained on different data, so its step {step} had other documents")
-    done = manifest.step if manifest else 0
-    if step <= done:
+    checkpoint_step = manifest.step if manifest else 0
+    if step <= checkpoint_step:
         raise UserError(f"--blame: {resume} is from step {step} or later; name an older checkpoint")
     write_settings(config, context)
-    context.phase(Phase.LOAD)
-    weights = look_at_weights(config, chosen, files, context)
-    context.phase(Phase.EVAL)
-    each = config.training.global_batch_size
-    first = start.position + (step - 1 - done) * each
-    found = []
-    for piece in pieces_of(batches, range(first, first + each)):
-        context.heartbeat.alive()
-        if one := measure(weights.passes, weights.updater, context.me, batches, piece):
-            found.append(one)
-    if not found:
+    context.enter_phase(Phase.LOAD)
+    weights = load_model(config, checkpoint, files, context)
+    context.enter_phase(Phase.EVAL)
+    batch_size = config.training.global_batch_size
+    first = start.position + (step - 1 - checkpoint_step) * batch_size
+    effects = []
+    for document in iterate_documents(batches, range(first, first + batch_size)):
+        context.heartbeat.record_alive()
+        if effect := measure_document(weights.passes, weights.updater, context.rank, batches, document):
+            effects.append(effect)
+    if not effects:
         raise UserError(f"--blame: step {step} has no target to train on; name another step")
-    scores = scored(found)
-    if context.me.is_rank0:
+    scores = score_documents(effects)
+    if context.rank.is_rank0:
         path = context.run.skips
-        blamed = [score for score in scores if score.score >= BLAMED]
+        blamed = [score for score in scores if score.score >= MIN_BLAMED_SCORE]
         write_atomic(context.run.blamed, "".join(reader.dumps(score) + "\n" for score in scores))
         if blamed:
-            write_atomic(path, "".join(reader.dumps(skip) + "\n" for skip in skips_of(batches, blamed)))
-        context.log(f"using the weights of {weights.what}")
-        for line in report(step, scores, path):
+            write_atomic(path, "".join(reader.dumps(skip) + "\n" for skip in iterate_skips(batches, blamed)))
+        context.log(f"using the weights of {weights.label}")
+        for line in report_lines(step, scores, path):
             context.log(line)

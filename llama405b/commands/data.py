@@ -16,22 +16,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llama405b import extend
-from llama405b.contract.errors import UserError, counted
+from llama405b.contract.errors import UserError, pluralize
 from llama405b.data.batches import (
     Batches,
-    batches_of,
+    batches_from_files,
+    describe_epoch,
     describe_held_out,
-    describe_reading,
+    end_token_warnings,
+    mask_skipped,
     read_skips,
-    warnings_of_ends,
-    without,
 )
-from llama405b.data.chat_template import UnusableError, dated
+from llama405b.data.chat_template import UnusableChatError, add_template_date
 from llama405b.data.demo_model import make_demo
-from llama405b.data.documents import Documents, FilePart, file_parts, with_forms
-from llama405b.data.encode import FIRST, MARKS, NOT_LEARNT, Encoder
+from llama405b.data.documents import Documents, FileRange, detect_formats, list_file_ranges
+from llama405b.data.encode import DOCUMENT_START, MARKS, NOT_TRAINED, Encoder
 from llama405b.data.tokenizer import read_tokenizer
-from llama405b.data.tokens import Report, encoded, tokenised, tokenize
+from llama405b.data.tokens import ProgressReport, load_or_encode, load_or_tokenize, tokenize
 from llama405b.formats.conversation import Chat
 from llama405b.formats.corpus import is_splittable, is_tokenized
 from llama405b.settings.config import DEMO_MODEL
@@ -39,14 +39,14 @@ from llama405b.settings.schema import Config, Data
 from llama405b.spec import models
 
 SAMPLE_BYTES = 1 << 30
-PROVED = 1000  # records to search for a conversation
+MAX_CHECKED_RECORDS = 1000  # records to search for a conversation
 CACHE = Path("runs/.cache")  # token cache of runs started in this directory
 GREEN, DIM, PLAIN = "\x1b[32m", "\x1b[2m", "\x1b[0m"
-COLORED, BARE = (
+COLOR_MARKS, PLAIN_MARKS = (
     (GREEN, PLAIN, DIM, PLAIN),
     ("⟦", "⟧", "", ""),
 )  # around tokens that are trained on, and around the others
-BEGINS = "━" * 40
+SEPARATOR = "━" * 40
 
 
 def main(args: argparse.Namespace, config: Config) -> int:
@@ -57,32 +57,32 @@ def main(args: argparse.Namespace, config: Config) -> int:
         print(f"making the demo's model and tokenizer in {model}")
         make_demo(model)
     models.check_directory(model)
-    with _small_files(config) as place:
+    with _small_files_dir(config) as directory:
         if args.what == "tokenize":
-            _say_if_too_long(model, config.data.seq_len)
-            _tokenize(config.data, place, args.out, args.workers)
+            _warn_if_too_long(model, config.data.seq_len)
+            _tokenize(config.data, directory, args.out, args.workers)
         else:
             models.check_seq_len(models.read_llama(model), config.data.seq_len)
-            _show(config, place, args.sequences)
+            _show_sequences(config, directory, args.sequences)
     return 0
 
 
 @contextlib.contextmanager
-def _small_files(config: Config) -> Iterator[Path]:
+def _small_files_dir(config: Config) -> Iterator[Path]:
     """Yield a temporary directory with the model's files except weights, as a run would have them."""
-    with tempfile.TemporaryDirectory(prefix="llama405b-data-") as place:
+    with tempfile.TemporaryDirectory(prefix="llama405b-data-") as directory:
         resize = config.model.resize_vocabulary
-        for name, content in models.small_contents(
+        for name, content in models.read_small_files(
             Path(config.model.path), config.data.chat_template, resize=resize
         ).items():
-            (Path(place) / name).write_bytes(content)
+            (Path(directory) / name).write_bytes(content)
         try:
-            yield Path(place)
+            yield Path(directory)
         except UserError as error:
-            raise UserError(str(error).replace(place, config.model.path)) from None
+            raise UserError(str(error).replace(directory, config.model.path)) from None
 
 
-class Corpus(NamedTuple):
+class CorpusSize(NamedTuple):
     """The size of a run's data, for the plan."""
 
     tokens: int  # of all steps, with padding
@@ -90,7 +90,7 @@ class Corpus(NamedTuple):
     share: float  # fraction of the bytes that were counted; the rest is assumed to be alike
 
 
-def count(config: Config) -> Corpus:
+def count_tokens(config: Config) -> CorpusSize:
     """Count the tokens of a run with the model's tokenizer.
 
     Beyond ``SAMPLE_BYTES`` only the first texts are counted.
@@ -100,27 +100,30 @@ def count(config: Config) -> Corpus:
     """
     model, data, training = Path(config.model.path), config.data, config.training
     models.check_directory(model)
-    report = Report(lambda *_: None, lambda: None, lambda line: print(line, file=sys.stderr))
+    report = ProgressReport(lambda *_: None, lambda: None, lambda line: print(line, file=sys.stderr))
     n_read, n_bytes, files = 0, 0, []
-    with _small_files(config) as place:
-        tokenizer = read_tokenizer(place)
-        for part in data.by_source:
+    with _small_files_dir(config) as directory:
+        tokenizer = read_tokenizer(directory)
+        for part in data.sources:
             if is_tokenized(part.paths):
-                files.append(tokenised(part, place, CACHE, report))
+                files.append(load_or_tokenize(part, directory, CACHE, report))
                 continue
-            whole = file_parts(part.paths)
-            some = list(_first(whole, SAMPLE_BYTES // len(data.by_source)))
-            n_read, n_bytes = n_read + sum(each.size for each in some), n_bytes + sum(each.size for each in whole)
-            files.append(encoded(some, dated(part, tokenizer), tokenizer, CACHE, report))
+            all_parts = list_file_ranges(part.paths)
+            sampled = list(_first_parts(all_parts, SAMPLE_BYTES // len(data.sources)))
+            n_read, n_bytes = (
+                n_read + sum(file_part.size for file_part in sampled),
+                n_bytes + sum(file_part.size for file_part in all_parts),
+            )
+            files.append(load_or_encode(sampled, add_template_date(part, tokenizer), tokenizer, CACHE, report))
     n_bytes = min(n_bytes, data.max_bytes or n_bytes)
     share = min(1.0, n_read / n_bytes) if n_bytes else 1.0
-    n_sequences = batches_of(data, CACHE, files).n_sequences / share * (1 - config.evaluation.fraction)
+    n_sequences = batches_from_files(data, CACHE, files).n_sequences / share * (1 - config.evaluation.fraction)
     steps = training.max_steps or max(1, int(training.epochs * n_sequences // training.global_batch_size))
     n_sequences_read = steps * training.global_batch_size
-    return Corpus(n_sequences_read * data.seq_len, n_sequences_read / n_sequences, share)
+    return CorpusSize(n_sequences_read * data.seq_len, n_sequences_read / n_sequences, share)
 
 
-def _first(parts: Iterable[FilePart], n_bytes: int) -> Iterator[FilePart]:
+def _first_parts(parts: Iterable[FileRange], n_bytes: int) -> Iterator[FileRange]:
     """Yield the first files up to about ``n_bytes``.
 
     Of a large file with one record per line only its first lines.
@@ -128,12 +131,12 @@ def _first(parts: Iterable[FilePart], n_bytes: int) -> Iterator[FilePart]:
     for part in parts:
         if n_bytes <= 0:
             return
-        splits = part.size > n_bytes and is_splittable(part.file)
-        yield FilePart(part.file, 0, n_bytes) if splits else part
+        is_split = part.size > n_bytes and is_splittable(part.file)
+        yield FileRange(part.file, 0, n_bytes) if is_split else part
         n_bytes -= part.size
 
 
-def _say_if_too_long(model: Path, seq_len: int) -> None:
+def _warn_if_too_long(model: Path, seq_len: int) -> None:
     """Print a warning if a run would refuse this sequence length; tokens do not depend on it."""
     if not (model / "config.json").is_file():
         return
@@ -145,47 +148,53 @@ def _say_if_too_long(model: Path, seq_len: int) -> None:
 
 
 def _tokenize(config: Data, tokenizer: Path, out: Path, workers: int) -> None:
-    began = time.monotonic()
+    start = time.monotonic()
 
-    def told(done: int, total: int, n_tokens: int) -> None:
-        rate = done / (time.monotonic() - began)
-        left_s = (total - done) / rate if rate else 0.0
+    def on_progress(n_done: int, total: int, n_tokens: int) -> None:
+        rate = n_done / (time.monotonic() - start)
+        remaining_s = (total - n_done) / rate if rate else 0.0
         print(
-            f"{done / 1e6:,.0f} of {total / 1e6:,.0f} MB: {n_tokens:,} tokens, {rate / 1e6:.1f} MB/s, {left_s:,.0f} s left",
+            f"{n_done / 1e6:,.0f} of {total / 1e6:,.0f} MB: {n_tokens:,} tokens, {rate / 1e6:.1f} MB/s, {remaining_s:,.0f} s left",
             flush=True,
         )
 
-    made = tokenize(config, tokenizer, out, workers, told)
-    print(made.counts)
+    tokenized = tokenize(config, tokenizer, out, workers, on_progress)
+    print(tokenized.counts)
     print(
-        f"{out}: {made.n_tokens:,} tokens; train on them with --data.paths {out} and the same model and data settings"
+        f"{out}: {tokenized.n_tokens:,} tokens; train on them with --data.paths {out} and the same model and data settings"
     )
 
 
-def _show(config: Config, tokenizer_dir: Path, n_sequences: int) -> None:
-    report = Report(lambda *_: None, lambda: None, print)
-    files = [tokenised(part, tokenizer_dir, CACHE, report) for part in config.data.by_source]
-    batches = batches_of(config.data, CACHE, files)
+def _show_sequences(config: Config, tokenizer_dir: Path, n_sequences: int) -> None:
+    report = ProgressReport(lambda *_: None, lambda: None, print)
+    files = [load_or_tokenize(part, tokenizer_dir, CACHE, report) for part in config.data.sources]
+    batches = batches_from_files(config.data, CACHE, files)
     if config.data.skip:
-        batches = dataclasses.replace(batches, mixture=without(batches.mixture, read_skips(Path(config.data.skip))))
+        batches = dataclasses.replace(
+            batches, mixture=mask_skipped(batches.mixture, read_skips(Path(config.data.skip)))
+        )
     evaluation = config.evaluation
-    said = warnings_of_ends(config.data, batches, tokenizer_dir)
-    if evaluation.evaluates and not evaluation.paths:
+    lines = end_token_warnings(config.data, batches, tokenizer_dir)
+    if evaluation.is_enabled and not evaluation.paths:
         batches, held_out = batches.hold_out(evaluation.fraction)
-        said += describe_held_out(config.data, held_out)
-    said += filter(None, (_proof(part, tokenizer_dir) for part in config.data.by_source))
-    marks = COLORED if sys.stdout.isatty() and not os.environ.get("NO_COLOR") else BARE
+        lines += describe_held_out(config.data, held_out)
+    lines += filter(None, (_check_chat_template(part, tokenizer_dir) for part in config.data.sources))
+    marks = COLOR_MARKS if sys.stdout.isatty() and not os.environ.get("NO_COLOR") else PLAIN_MARKS
     decode = read_tokenizer(tokenizer_dir).decode
-    steps = config.training.max_steps or batches.steps(config.training.epochs, config.training.global_batch_size or 1)
+    steps = config.training.max_steps or batches.n_steps(config.training.epochs, config.training.global_batch_size or 1)
     tokens = steps * config.training.global_batch_size * config.data.seq_len
-    told = f"{tokens:,} tokens with padding; plan --tokens {tokens} prints hours and cost"
+    cost_hint = f"{tokens:,} tokens with padding; plan --tokens {tokens} prints hours and cost"
     if tokens:  # 0 if the batch size depends on the number of ranks
-        said.append(f"the run: {counted(steps, 'step', grouped=True)}, {told}")
-    for line in (*said, *describe_reading(config.data, batches), *_shown(batches, n_sequences, decode, marks)):
+        lines.append(f"the run: {pluralize(steps, 'step', thousands=True)}, {cost_hint}")
+    for line in (
+        *lines,
+        *describe_epoch(config.data, batches),
+        *_format_sequences(batches, n_sequences, decode, marks),
+    ):
         print(line)
 
 
-def _proof(config: Data, tokenizer_dir: Path) -> str:
+def _check_chat_template(config: Data, tokenizer_dir: Path) -> str:
     """Return a sentence on whether a conversation's answers follow exactly the tokens of inference.
 
     Checks the first conversation of these texts; '' if there is none.
@@ -193,41 +202,39 @@ def _proof(config: Data, tokenizer_dir: Path) -> str:
     if is_tokenized(config.paths):
         return ""
     tokenizer = read_tokenizer(tokenizer_dir)
-    parts, chat = list(with_forms(file_parts(config.paths))), config.prompts == "chat"
+    parts, chat = list(detect_formats(list_file_ranges(config.paths))), config.prompts == "chat"
     texts = Documents(parts, config.max_bytes, skip=True, names=config.fields, chat=chat)
-    encoder = Encoder(tokenizer, dated(config, tokenizer), texts, lambda *_: None)
-    for found in itertools.islice(texts, PROVED):
-        with contextlib.suppress(UnusableError):  # already counted
-            if isinstance(found.document, Chat):
-                exact, n = encoder.proof(found, found.document)
-                follows = (
-                    f"{counted(n, 'answer')} of {found.place} {'follows' if exact == 1 else 'follow'} the exact tokens"
-                )
+    encoder = Encoder(tokenizer, add_template_date(config, tokenizer), texts, lambda *_: None)
+    for record in itertools.islice(texts, MAX_CHECKED_RECORDS):
+        with contextlib.suppress(UnusableChatError):  # already counted
+            if isinstance(record.document, Chat):
+                exact, n_answers = encoder.count_exact_answers(record, record.document)
+                follows = f"{pluralize(n_answers, 'answer')} of {record.location} {'follows' if exact == 1 else 'follow'} the exact tokens"
                 return f"chat template: {exact} of {follows} that apply_chat_template(add_generation_prompt=True) gives a model"
     return ""
 
 
-def _shown(
+def _format_sequences(
     batches: Batches, n_sequences: int, decode: Callable[[NDArray[np.uint32]], str], marks: tuple[str, str, str, str]
 ) -> Iterator[str]:
     for number in range(min(n_sequences, batches.n_sequences)):
-        window_N = batches.mixture.window(number)[: batches.mixture.filled(number)]
+        window_N = batches.mixture.window(number)[: batches.mixture.n_filled(number)]
         targets = int((batches.read([number]).targets_BS >= 0).sum())
-        documents = np.split(window_N, np.flatnonzero(window_N & FIRST))
-        documents = [each for each in documents if len(each)]
-        what = f"{counted(len(documents), 'document')}, {len(window_N):,} tokens, {counted(targets, 'target', grouped=True)}"
-        yield f"sequence {number + 1} of {batches.n_sequences:,}: {what}"
+        documents = np.split(window_N, np.flatnonzero(window_N & DOCUMENT_START))
+        documents = [tokens_N for tokens_N in documents if len(tokens_N)]
+        summary = f"{pluralize(len(documents), 'document')}, {len(window_N):,} tokens, {pluralize(targets, 'target', thousands=True)}"
+        yield f"sequence {number + 1} of {batches.n_sequences:,}: {summary}"
         for document_N in documents:
-            yield BEGINS if document_N[0] & FIRST else f"{BEGINS} (continued from another sequence)"
-            yield "".join(_parts(document_N, decode, marks))
+            yield SEPARATOR if document_N[0] & DOCUMENT_START else f"{SEPARATOR} (continued from another sequence)"
+            yield "".join(_format_document(document_N, decode, marks))
         yield ""
 
 
-def _parts(
+def _format_document(
     document_N: NDArray[np.uint32], decode: Callable[[NDArray[np.uint32]], str], marks: tuple[str, str, str, str]
 ) -> Iterator[str]:
     """Yield the text in runs of trained and untrained tokens, with marks; control characters become dots."""
-    for learnt, group in itertools.groupby(document_N, lambda token: not token & NOT_LEARNT):
+    for is_trained, group in itertools.groupby(document_N, lambda token: not token & NOT_TRAINED):
         text = decode(np.array(list(group)) & ~MARKS)
-        before, after = marks[:2] if learnt else marks[2:]
+        before, after = marks[:2] if is_trained else marks[2:]
         yield before + "".join(c if c.isprintable() or c in "\n\t" else "·" for c in text) + after

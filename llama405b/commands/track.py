@@ -15,13 +15,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
-from llama405b.contract.errors import FAILED, GOOD, UserError
-from llama405b.contract.files import keep_private
+from llama405b.contract.errors import EXIT_FAILED, EXIT_OK, UserError
+from llama405b.contract.files import set_private_umask
 from llama405b.contract.paths import EXPORT_RECORD, RunDir
 from llama405b.settings.command import OneLineParser
 from llama405b.settings.schema import TRACKERS
-from llama405b.tracking.feed import POLL_S, Feed
-from llama405b.tracking.start import END_S
+from llama405b.tracking.feed import POLL_S, TrackerFeed
+from llama405b.tracking.start import CLOSE_TIMEOUT_S
 
 
 def _parser() -> OneLineParser:
@@ -41,49 +41,49 @@ def _parser() -> OneLineParser:
 def main(argv: Sequence[str]) -> int:
     """Run the verb."""
     args = _parser().parse(argv)
-    keep_private()
-    run = RunDir(Path(args.run)) if (Path(args.run) / "config.toml").is_file() else RunDir.here(args.run)
+    set_private_umask()
+    run = RunDir(Path(args.run)) if (Path(args.run) / "config.toml").is_file() else RunDir.from_name(args.run)
     if not run.config.is_file():
         raise UserError(f"{args.run}: not a run in this directory; name one (runs are in ./runs)")
     if args.model and not (args.model / EXPORT_RECORD).is_file():
         raise UserError(f"--model: {args.model} was not written by `llama405b export`; name a directory that was")
     only = args.only or ("wandb" if args.model else None)
-    names = [name for name in Feed.wanted(run) if only in (None, name)]
+    names = [name for name in TrackerFeed.tracker_names(run) if only in (None, name)]
     if not names:
         raise UserError(
             f"{run.name}: its settings have no tracker; launch with --tracking.to, or add it to {run.config}"
         )
     run.tracking.mkdir(parents=True, exist_ok=True)
-    codes = [send(run, name, args.until_closed, args.model, again=args.again) for name in names]
+    codes = [send_metrics(run, name, args.until_closed, args.model, resend=args.again) for name in names]
     return max(codes)
 
 
-def send(run: RunDir, name: str, pipe: int | None, model: Path | None = None, *, again: bool = False) -> int:
+def send_metrics(run: RunDir, name: str, pipe: int | None, model: Path | None = None, *, resend: bool = False) -> int:
     """Upload until the other end of the pipe closes; without a pipe, once. Return the exit code.
 
-    ``model``: directory of an exported model to upload, too; ``again``: repeat what was uploaded before.
+    ``model``: directory of an exported model to upload, too; ``resend``: repeat what was uploaded before.
     """
     with run.tracking_lock(name).open("w") as lock:
-        while not _locked(lock):  # the previous attempt's process may be about to end
+        while not _try_lock(lock):  # the previous attempt's process may be about to end
             if pipe is None or _is_closed(pipe):
                 raise UserError(
                     f"{run.name}: another process already uploads its numbers to {name}; wait until the run has ended"
                 )
-        if again:
+        if resend:
             run.sent(name).unlink(missing_ok=True)
-        feed = Feed(name, run, say)
+        feed = TrackerFeed(name, run, print_line)
         if pipe is not None:
             while not _is_closed(pipe):
                 feed.send()
-            signal.alarm(math.ceil(END_S))  # ends this process even if an upload hangs
+            signal.alarm(math.ceil(CLOSE_TIMEOUT_S))  # ends this process even if an upload hangs
         if model:
             feed.send(now=True)
             feed.send_model(model)
         feed.end()
-    return FAILED if feed.waiting else GOOD
+    return EXIT_FAILED if feed.pending_lines else EXIT_OK
 
 
-def _locked(lock: TextIO) -> bool:
+def _try_lock(lock: TextIO) -> bool:
     """Take a lock if it is free; return whether it was."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -97,7 +97,7 @@ def _is_closed(pipe: int) -> bool:
     return bool(select.select([pipe], [], [], POLL_S)[0])
 
 
-def say(line: str) -> None:
+def print_line(line: str) -> None:
     """Print a line."""
     print(line, flush=True)
 

@@ -13,10 +13,10 @@ from typing import TypeGuard
 from llama405b.contract.records import Cause, CauseKind
 
 SLOW_STEPS, SLOW_S = 3.0, 10.0  # a step is slow from this multiple of the usual time, and at least this long
-LATE = 2.0  # usual step times since the last step: from then on the run waits
+LATE_STEPS = 2.0  # usual step times since the last step: from then on the run waits
 
 
-class Use(enum.StrEnum):
+class TimeUse(enum.StrEnum):
     """What time went into."""
 
     TRAINING = "training"  # steps that count, as long as they usually take, and the one that is being taken
@@ -31,7 +31,7 @@ class Use(enum.StrEnum):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class StepTaken:
+class CountedStep:
     """A step that counts: a resume did not undo it."""
 
     attempt: int
@@ -68,102 +68,110 @@ class Account:
     began: float
     until: float
     world: int
-    seconds: Mapping[Use, float]
+    seconds: Mapping[TimeUse, float]
     incidents: Sequence[Incident]
 
     @property
     def goodput(self) -> float | None:
         """The share of time spent in steps that count; None: there is no time yet."""
         total = sum(self.seconds.values())
-        return self.seconds.get(Use.TRAINING, 0.0) / total if total else None
+        return self.seconds.get(TimeUse.TRAINING, 0.0) / total if total else None
 
     def rank_hours(self, seconds: float) -> float:
         """Convert seconds of all ranks to rank-hours."""
         return seconds * self.world / 3600
 
 
-def account(began: float, attempts: Sequence[Attempt], steps: Sequence[StepTaken], world: int, now: float) -> Account:
+def account_time(
+    start_time: float, attempts: Sequence[Attempt], steps: Sequence[CountedStep], world_size: int, end_time: float
+) -> Account:
     """Divide the time since a run began by its use.
 
     Nothing is counted between a requested stop and the first step of the next attempt.
 
     Args:
-        began: When its first attempt was launched.
+        start_time: When its first attempt was launched.
         attempts: Its launches, in order; the last one may live.
         steps: Those that count, in order of time.
-        world: How many ranks it has.
-        now: The moment up to which a live run is counted.
+        world_size: How many ranks it has.
+        end_time: The moment up to which a live run is counted.
     """
-    seconds = dict.fromkeys(Use, 0.0)
+    seconds = dict.fromkeys(TimeUse, 0.0)
     incidents: list[Incident] = []
-    of, usual_s = _by_attempt(steps), statistics.median([step.step_s for step in steps] or [0.0])
-    at: float | None = began  # None: it was stopped on request
-    failed: Incident | None = None
+    steps_by_attempt, usual_s = _group_by_attempt(steps), statistics.median([step.step_s for step in steps] or [0.0])
+    counted_until: float | None = start_time  # None: it was stopped on request
+    incident: Incident | None = None
     for attempt in attempts:
-        mine = of.get(attempt.number, [])
-        if mine:
-            first = mine[0].time - mine[0].step_s
-            if failed:
-                _count_failed(seconds, incidents, dataclasses.replace(failed, resumed=first), first)
-            elif at is not None:
-                seconds[Use.STARTING] += max(0.0, first - at)
-            failed, at = None, mine[-1].time
-            _count(seconds, mine, attempt.saves_s, usual_s)
+        attempt_steps = steps_by_attempt.get(attempt.number, [])
+        if attempt_steps:
+            first_start = attempt_steps[0].time - attempt_steps[0].step_s
+            if incident:
+                _count_incident(seconds, incidents, dataclasses.replace(incident, resumed=first_start), first_start)
+            elif counted_until is not None:
+                seconds[TimeUse.STARTING] += max(0.0, first_start - counted_until)
+            incident, counted_until = None, attempt_steps[-1].time
+            _count_steps(seconds, attempt_steps, attempt.saves_s, usual_s)
         if attempt.ended is None:
             continue
-        if failed and is_failure(attempt.cause) and not is_failure(failed.cause):  # a requested restart failed
-            failed = dataclasses.replace(failed, attempt=attempt.number, failed=attempt.ended, cause=attempt.cause)
-        elif attempt.cause and at is not None:
-            failed = failed or Incident(attempt.number, at, attempt.ended, None, attempt.cause)
-        elif not failed:
-            if at is not None:
-                seconds[Use.SAVING if mine else Use.STARTING] += max(0.0, attempt.ended - at)
-            at = None
-    last = attempts[-1] if attempts else Attempt(0, ended=began)
-    if failed:
-        until = now if last.ended is None else failed.failed  # nobody restarts it: count no more time
-        failed = dataclasses.replace(failed, restarted=last.ended is None)
-        _count_failed(seconds, incidents, failed, until)
-    elif last.ended is None and at is not None:
-        _count_rest(seconds, of.get(last.number, []), now - at)
-    return Account(began, now, world, seconds, incidents)
+        if incident and is_failure(attempt.cause) and not is_failure(incident.cause):  # a requested restart failed
+            incident = dataclasses.replace(incident, attempt=attempt.number, failed=attempt.ended, cause=attempt.cause)
+        elif attempt.cause and counted_until is not None:
+            incident = incident or Incident(attempt.number, counted_until, attempt.ended, None, attempt.cause)
+        elif not incident:
+            if counted_until is not None:
+                seconds[TimeUse.SAVING if attempt_steps else TimeUse.STARTING] += max(
+                    0.0, attempt.ended - counted_until
+                )
+            counted_until = None
+    last_attempt = attempts[-1] if attempts else Attempt(0, ended=start_time)
+    if incident:
+        incident_end = (
+            end_time if last_attempt.ended is None else incident.failed
+        )  # nobody restarts it: count no more time
+        incident = dataclasses.replace(incident, restarted=last_attempt.ended is None)
+        _count_incident(seconds, incidents, incident, incident_end)
+    elif last_attempt.ended is None and counted_until is not None:
+        _count_since_last_step(seconds, steps_by_attempt.get(last_attempt.number, []), end_time - counted_until)
+    return Account(start_time, end_time, world_size, seconds, incidents)
 
 
-def _count_failed(seconds: dict[Use, float], incidents: list[Incident], failed: Incident, until: float) -> None:
+def _count_incident(
+    seconds: dict[TimeUse, float], incidents: list[Incident], incident: Incident, end_time: float
+) -> None:
     """Count the time that a failure, or a requested restart (no incident), cost until a moment."""
-    lost_s = max(0.0, until - failed.began)
-    if is_failure(failed.cause):
-        incidents.append(failed)
-        seconds[Use.FAILURES] += lost_s
+    lost_s = max(0.0, end_time - incident.began)
+    if is_failure(incident.cause):
+        incidents.append(incident)
+        seconds[TimeUse.FAILURES] += lost_s
     else:
-        seconds[Use.RESTARTS] += lost_s
+        seconds[TimeUse.RESTARTS] += lost_s
 
 
-def _by_attempt(steps: Iterable[StepTaken]) -> dict[int, list[StepTaken]]:
-    found: dict[int, list[StepTaken]] = {}
+def _group_by_attempt(steps: Iterable[CountedStep]) -> dict[int, list[CountedStep]]:
+    groups: dict[int, list[CountedStep]] = {}
     for step in steps:
-        found.setdefault(step.attempt, []).append(step)
-    return found
+        groups.setdefault(step.attempt, []).append(step)
+    return groups
 
 
-def _count(seconds: dict[Use, float], steps: Sequence[StepTaken], saves_s: float, usual_s: float) -> None:
+def _count_steps(seconds: dict[TimeUse, float], steps: Sequence[CountedStep], saves_s: float, usual_s: float) -> None:
     """Count the steps of an attempt and the gaps between them."""
-    took_s = sum(step.step_s for step in steps)
-    between_s = max(0.0, steps[-1].time - (steps[0].time - steps[0].step_s) - took_s)
+    steps_s = sum(step.step_s for step in steps)
+    gaps_s = max(0.0, steps[-1].time - (steps[0].time - steps[0].step_s) - steps_s)
     slow_s = sum(step.step_s - usual_s for step in steps if step.step_s > max(SLOW_S, SLOW_STEPS * usual_s))
-    seconds[Use.TRAINING] += took_s - slow_s
-    seconds[Use.SLOW] += slow_s
-    seconds[Use.SAVING] += min(between_s, saves_s)
-    seconds[Use.PAUSES] += between_s - min(between_s, saves_s)
+    seconds[TimeUse.TRAINING] += steps_s - slow_s
+    seconds[TimeUse.SLOW] += slow_s
+    seconds[TimeUse.SAVING] += min(gaps_s, saves_s)
+    seconds[TimeUse.PAUSES] += gaps_s - min(gaps_s, saves_s)
 
 
-def _count_rest(seconds: dict[Use, float], steps: Sequence[StepTaken], rest_s: float) -> None:
+def _count_since_last_step(seconds: dict[TimeUse, float], steps: Sequence[CountedStep], since_last_s: float) -> None:
     """Count the time since the last step of a live run, or since it was launched."""
     if not steps:
-        seconds[Use.STARTING] += max(0.0, rest_s)
+        seconds[TimeUse.STARTING] += max(0.0, since_last_s)
         return
     usual_s = statistics.median(step.step_s for step in steps[-50:])
-    seconds[Use.TRAINING if rest_s <= LATE * usual_s else Use.WAITING] += max(0.0, rest_s)
+    seconds[TimeUse.TRAINING if since_last_s <= LATE_STEPS * usual_s else TimeUse.WAITING] += max(0.0, since_last_s)
 
 
 def is_failure(cause: Cause | None) -> TypeGuard[Cause]:

@@ -16,18 +16,18 @@ from pathlib import Path
 from typing import Any, Literal
 
 from llama405b.contract import reader
-from llama405b.contract.errors import UserError, counted, size_words
+from llama405b.contract.errors import UserError, format_size, pluralize
 from llama405b.contract.hashes import BLOCK_BYTES, n_blocks
 from llama405b.contract.reader import MalformedError
 
 STEP_DIR = re.compile(r"step-(\d{8})")
 MANIFEST = "manifest.json"  # written last: a directory without it is not a checkpoint
 METADATA = ".metadata"  # DCP's own file: where each tensor is
-WEIGHTS = "model."  # prefix of the weights' names in DCP's metadata
+WEIGHTS_PREFIX = "model."  # prefix of the weights' names in DCP's metadata
 DATA_FILE = re.compile(r"__(\d+)_\d+\.distcp")  # DCP's data files, by rank
 CONFIG_FILE, MODEL_FILES = "config.toml", "model"  # the run's settings; the model's configuration and tokenizer
-ABOUT = re.compile(rf"{re.escape(CONFIG_FILE)}|{MODEL_FILES}/\w[\w.-]*")  # files that describe a checkpoint
-LEAST_KEPT = 2  # so that one is intact if the other is damaged
+DESCRIPTION_FILE = re.compile(rf"{re.escape(CONFIG_FILE)}|{MODEL_FILES}/\w[\w.-]*")  # files that describe a checkpoint
+MIN_KEPT = 2  # so that one is intact if the other is damaged
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -58,14 +58,16 @@ class RunIdentity:
     adapter: str = "none"  # if not none, only it is trained and saved
     extension: str = "none"  # the user's module, if it changes loss or data
 
-    def changes(self, now: "RunIdentity") -> dict[str, str]:
+    def changes(self, current: "RunIdentity") -> dict[str, str]:
         """Return what differs, by name: ``64 -> 32`` for ``training.global_batch_size``."""
-        pairs = {name: (getattr(self, field), getattr(now, field)) for field, name in NAMES.items()}
-        pairs |= {name: (old, now.settings[name]) for name, old in self.settings.items() if name in now.settings}
+        pairs = {name: (getattr(self, field), getattr(current, field)) for field, name in SETTING_NAMES.items()}
+        pairs |= {
+            name: (old, current.settings[name]) for name, old in self.settings.items() if name in current.settings
+        }
         return {name: f"{old} -> {new}" for name, (old, new) in pairs.items() if old != new}
 
 
-NAMES = {  # by field of RunIdentity: the setting's name
+SETTING_NAMES = {  # by field of RunIdentity: the setting's name
     "model": "model",
     "data": "data",
     "sequence_length": "data.seq_len",
@@ -80,7 +82,7 @@ NAMES = {  # by field of RunIdentity: the setting's name
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Reached:
+class TrainedSoFar:
     """How far training is after a step."""
 
     sequences: int  # read so far
@@ -107,21 +109,21 @@ class Manifest:
         """Refuse a manifest that does not describe all files of a checkpoint."""
         if self.world_size < 1 or self.block_bytes < 1:
             raise ValueError(f"world size {self.world_size} and block size {self.block_bytes} are not both positive")
-        for name, seal in self.files.items():
-            if not DATA_FILE.fullmatch(name) and not is_other(name):
+        for name, digest in self.files.items():
+            if not DATA_FILE.fullmatch(name) and not is_metadata_file(name):
                 raise ValueError(f"{name!r} is not a file of a checkpoint")
-            if len(seal.blocks) != n_blocks(seal.bytes, self.block_bytes):
-                raise ValueError(f"{name} of {seal.bytes} bytes cannot have {len(seal.blocks)} blocks")
+            if len(digest.blocks) != n_blocks(digest.bytes, self.block_bytes):
+                raise ValueError(f"{name} of {digest.bytes} bytes cannot have {len(digest.blocks)} blocks")
         if METADATA not in self.files:
             raise ValueError(f"it lacks {METADATA}")
-        writers = {seal.rank for name, seal in self.files.items() if DATA_FILE.fullmatch(name)}
+        writers = {digest.rank for name, digest in self.files.items() if DATA_FILE.fullmatch(name)}
         if writers != set(range(self.world_size)):
-            raise ValueError(f"it has files of {counted(len(writers), 'rank')}, not of all {self.world_size}")
+            raise ValueError(f"it has files of {pluralize(len(writers), 'rank')}, not of all {self.world_size}")
 
 
-def is_other(name: str) -> bool:
+def is_metadata_file(name: str) -> bool:
     """Whether this names a checkpoint file without tensors, not a stray file that somebody added."""
-    return name == METADATA or ABOUT.fullmatch(name) is not None
+    return name == METADATA or DESCRIPTION_FILE.fullmatch(name) is not None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -171,33 +173,33 @@ def step_of(path: Path) -> int:
     return int(match[1])
 
 
-def named_path(root: Path, named: str) -> Path:
+def named_path(root: Path, name: str) -> Path:
     """Return the path of a checkpoint that is given by its step or path."""
-    return root / f"step-{int(named):08d}" if named.isdecimal() else Path(named)
+    return root / f"step-{int(name):08d}" if name.isdecimal() else Path(name)
 
 
-def committed(root: Path) -> list[Path]:
+def list_committed(root: Path) -> list[Path]:
     """List the checkpoint directories by step, oldest first."""
     with contextlib.suppress(FileNotFoundError):
         return sorted(path for path in root.iterdir() if STEP_DIR.fullmatch(path.name))
     return []
 
 
-def refuse_held(root: Path, held: Sequence[Path]) -> None:
+def refuse_existing(root: Path, checkpoints: Sequence[Path]) -> None:
     """Refuse a directory that already has checkpoints, for a run that does not resume."""
-    if held:
+    if checkpoints:
         raise UserError(
-            f"--checkpoint.dir: {root} holds checkpoints up to {held[-1].name}; use another directory, "
+            f"--checkpoint.dir: {root} holds checkpoints up to {checkpoints[-1].name}; use another directory, "
             "or continue with --resume auto"
         )
 
 
-def newest_complete(root: Path) -> Path | None:
+def find_newest_complete(root: Path) -> Path | None:
     """Return the newest checkpoint that looks complete; it is not verified."""
-    return next((path for path in reversed(committed(root)) if (path / MANIFEST).exists()), None)
+    return next((path for path in reversed(list_committed(root)) if (path / MANIFEST).exists()), None)
 
 
-OF = "of-"  # what precedes the host's name
+REPLICA_PREFIX = "of-"  # what precedes the host's name
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -225,7 +227,7 @@ class Ring:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Copied:
+class CopiedStep:
     """The newest step of which the next host has this host's part: ``status/HOST.copied``."""
 
     step: int = 0
@@ -235,18 +237,22 @@ class Copied:
 
 def replicas(root: Path, step: str) -> list[Path]:
     """Return the complete copies of other hosts' parts of a checkpoint, ``step-<8 digits>``."""
-    return sorted(path for path in root.glob(f"{OF}*/{step}") if (path / MANIFEST).is_file())
+    return sorted(path for path in root.glob(f"{REPLICA_PREFIX}*/{step}") if (path / MANIFEST).is_file())
 
 
 def replicated_steps(root: Path) -> set[str]:
     """Return the names of the checkpoints of which there are complete copies."""
-    return {path.parent.name for path in root.glob(f"{OF}*/step-*/{MANIFEST}") if STEP_DIR.fullmatch(path.parent.name)}
+    return {
+        path.parent.name
+        for path in root.glob(f"{REPLICA_PREFIX}*/step-*/{MANIFEST}")
+        if STEP_DIR.fullmatch(path.parent.name)
+    }
 
 
 LOW_SHARE, LOW_BYTES = 0.02, 1 << 30  # free share of the disk; free bytes
 
 
-def nearly_full(free_bytes: int, total_bytes: int) -> bool:
+def is_nearly_full(free_bytes: int, total_bytes: int) -> bool:
     """Whether a disk is almost full."""
     return free_bytes < LOW_BYTES or free_bytes < LOW_SHARE * total_bytes
 
@@ -255,20 +261,22 @@ class NoRoomError(Exception):
     """A disk cannot hold a run's checkpoints; the message is a clause about the directory, with a remedy."""
 
 
-def check_room(free_bytes: int | None, each_bytes: int, keep: int, there: int = 0, *, best: bool = False) -> None:
+def check_disk_space(
+    free_bytes: int | None, checkpoint_bytes: int, keep: int, n_present: int = 0, *, keep_best: bool = False
+) -> None:
     """Check that a disk can hold ``keep`` checkpoints and one that is being written.
 
-    ``free_bytes``: None: unknown; ``each_bytes``: size of one, with the copy of another host's part; ``there``: how many the disk
-    has already; ``best``: whether the best is one of those that are kept.
+    ``free_bytes``: None: unknown; ``checkpoint_bytes``: size of one, with the copy of another host's part; ``n_present``: how many the disk
+    has already; ``keep_best``: whether the best is one of those that are kept.
     """
-    there = min(there, keep)
-    if free_bytes is None or (keep + 1 - there) * each_bytes <= free_bytes:
+    n_present = min(n_present, keep)
+    if free_bytes is None or (keep + 1 - n_present) * checkpoint_bytes <= free_bytes:
         return
-    fits = free_bytes // each_bytes + there - 1 - best
+    max_kept = free_bytes // checkpoint_bytes + n_present - 1 - keep_best
     remedy = "use another directory"
-    if fits >= LEAST_KEPT:
-        remedy = f"use --checkpoint.keep {fits}, or another directory"
+    if max_kept >= MIN_KEPT:
+        remedy = f"use --checkpoint.keep {max_kept}, or another directory"
     raise NoRoomError(
-        f"has {size_words(free_bytes)} free, but a checkpoint takes {size_words(each_bytes)}, {keep} are kept, and one more "
+        f"has {format_size(free_bytes)} free, but a checkpoint takes {format_size(checkpoint_bytes)}, {keep} are kept, and one more "
         f"is being written; {remedy}"
     )

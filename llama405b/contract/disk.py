@@ -7,43 +7,43 @@ import uuid
 from typing import Optional
 
 
-def refused_call(directory: str, saves: bool = True, appends: bool = True) -> str:
+def unsupported_operation(directory: str, saves: bool = True, appends: bool = True) -> str:
     """Try a run's file operations in a directory; return the first that fails, and why, or ''.
 
     The trial files are deleted.
 
     ``saves``: also try renaming directories, as saves do; ``appends``: also try appending, as logs do and exports do not.
     """
-    place = os.path.join(directory, ".llama405b-trial-" + uuid.uuid4().hex)
-    file, other = os.path.join(place, "file"), os.path.join(place, "other")
-    renamed = place + "-renamed"
-    what = "make directories"
+    trial_dir = os.path.join(directory, ".llama405b-trial-" + uuid.uuid4().hex)
+    file, other_file = os.path.join(trial_dir, "file"), os.path.join(trial_dir, "other")
+    renamed = trial_dir + "-renamed"
+    operation = "make directories"
     try:
-        os.mkdir(place, 0o700)
-        what = "write and fsync files"
+        os.mkdir(trial_dir, 0o700)
+        operation = "write and fsync files"
         _write(file, os.O_CREAT | os.O_EXCL)
-        _write(other, os.O_CREAT)
+        _write(other_file, os.O_CREAT)
         if appends:
-            what = "append to files"
+            operation = "append to files"
             _write(file, os.O_APPEND)
-        what = "rename files over others"
-        os.replace(other, file)
-        what = "fsync directories"
-        sync_directory(place)
+        operation = "rename files over others"
+        os.replace(other_file, file)
+        operation = "fsync directories"
+        sync_directory(trial_dir)
         if saves:
-            what = "rename directories"
-            os.rename(place, renamed)
-        what = "delete files"
-        os.unlink(os.path.join(renamed if saves else place, "file"))
-        what = "delete directories"
-        os.rmdir(renamed if saves else place)
+            operation = "rename directories"
+            os.rename(trial_dir, renamed)
+        operation = "delete files"
+        os.unlink(os.path.join(renamed if saves else trial_dir, "file"))
+        operation = "delete directories"
+        os.rmdir(renamed if saves else trial_dir)
     except OSError as error:
-        if what == "delete directories" and error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.EBUSY):
+        if operation == "delete directories" and error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.EBUSY):
             return ""  # some file servers put files of their own into a directory
-        return "%s (%s)" % (what, error.strerror or error)
+        return "%s (%s)" % (operation, error.strerror or error)
     finally:
-        for left in (place, renamed):
-            shutil.rmtree(left, ignore_errors=True)
+        for leftover in (trial_dir, renamed):
+            shutil.rmtree(leftover, ignore_errors=True)
     return ""
 
 

@@ -12,12 +12,12 @@ from typing import Any
 from llama405b.contract.errors import UserError, reason_of
 
 FUNCTIONS = ("metrics", "loss", "documents", "every", "saved", "evaluated")
-LEARNS_BY = ("loss", "documents")  # these change what a run trains on, so its identity has the module's hash
+IDENTITY_FUNCTIONS = ("loss", "documents")  # these change what a run trains on, so its identity has the module's hash
 READS, EVERY = "READS", "EVERY"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Declared:
+class ExtensionModule:
     """The functions and constants that the user's module defines."""
 
     path: str = ""  # "": there is none
@@ -33,9 +33,9 @@ class Declared:
         return Path(self.path).name
 
     @property
-    def described(self) -> str:
+    def identity_label(self) -> str:
         """The module's part of a run's identity; ``none`` if it changes neither loss nor data."""
-        return f"{self.name} {self.sha256[:12]}" if {*LEARNS_BY} & {*self.functions} else "none"
+        return f"{self.name} {self.sha256[:12]}" if {*IDENTITY_FUNCTIONS} & {*self.functions} else "none"
 
     def reads_file(self, file: object) -> bool:
         """Whether the module reads the documents of this file."""
@@ -43,15 +43,15 @@ class Declared:
         return any(fnmatch.fnmatch(name, pattern) for pattern in self.reads)
 
 
-def declared(module: str) -> Declared:
+def read_extension(module: str) -> ExtensionModule:
     """Return what a ``.py`` file or an importable module defines; nothing for ``""``.
 
     Raises:
         UserError: The module is missing, is not valid Python, or defines none of the functions.
     """
     if not module:
-        return Declared()
-    path = _place_of(module)
+        return ExtensionModule()
+    path = _find_module_file(module)
     try:
         text = path.read_bytes()
         tree = ast.parse(text, str(path))
@@ -65,10 +65,10 @@ def declared(module: str) -> Declared:
             f"--extend: {path}{line}: is not valid Python ({getattr(error, 'msg', error)}); correct it"
         ) from None
     functions = tuple(node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.name in FUNCTIONS)
-    values = dict(_values(tree, path))
+    values = dict(_read_values(tree, path))
     if not functions:
         raise UserError(f"--extend: {path} defines none of {', '.join(FUNCTIONS)}; see docs/extending.md")
-    found = Declared(
+    extension = ExtensionModule(
         str(path), hashlib.sha256(text).hexdigest(), functions, values.get(READS, ()), values.get(EVERY, 0), module
     )
     for function, value, example in (("documents", READS, '("*.pgn",)'), ("every", EVERY, "100")):
@@ -76,10 +76,10 @@ def declared(module: str) -> Declared:
             raise UserError(
                 f"--extend: {path}: {function}() and {value} belong together; write {value} = {example}, or remove the other"
             )
-    return found
+    return extension
 
 
-def _place_of(module: str) -> Path:
+def _find_module_file(module: str) -> Path:
     if module.endswith(".py"):
         return Path(module)
     try:
@@ -91,20 +91,20 @@ def _place_of(module: str) -> Path:
     return Path(spec.origin)
 
 
-def _values(tree: ast.Module, path: Path) -> Iterator[tuple[str, Any]]:
+def _read_values(tree: ast.Module, path: Path) -> Iterator[tuple[str, Any]]:
     """Yield the constants READS and EVERY that the module assigns."""
     for node in tree.body:
         match node:
-            case ast.Assign(targets=[ast.Name() as target], value=written):
+            case ast.Assign(targets=[ast.Name() as target], value=expression):
                 pass
-            case ast.AnnAssign(target=ast.Name() as target, value=ast.expr() as written):
+            case ast.AnnAssign(target=ast.Name() as target, value=ast.expr() as expression):
                 pass
             case _:
                 continue
         if target.id not in (READS, EVERY):
             continue
         try:
-            value = ast.literal_eval(written)
+            value = ast.literal_eval(expression)
         except ValueError:
             value = None
         if target.id == EVERY and isinstance(value, int) and value > 0:
@@ -113,9 +113,11 @@ def _values(tree: ast.Module, path: Path) -> Iterator[tuple[str, Any]]:
             target.id == READS
             and isinstance(value, tuple | list)
             and value
-            and all(isinstance(each, str) for each in value)
+            and all(isinstance(pattern, str) for pattern in value)
         ):
             yield READS, tuple(value)
         else:
-            what = "a number of steps, such as 100" if target.id == EVERY else 'a list of patterns, such as ("*.pgn",)'
-            raise UserError(f"--extend: {path}:{node.lineno}: {target.id} must be {what}, written as a literal")
+            expected = (
+                "a number of steps, such as 100" if target.id == EVERY else 'a list of patterns, such as ("*.pgn",)'
+            )
+            raise UserError(f"--extend: {path}:{node.lineno}: {target.id} must be {expected}, written as a literal")

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from llama405b.contract import reader
-from llama405b.contract.errors import UserError, reason_of, remedy_of, shown_name
+from llama405b.contract.errors import UserError, printable_name, reason_of, remedy_of
 from llama405b.contract.paths import UMASK
 from llama405b.contract.reader import Json
 
@@ -27,22 +27,22 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-EVERY = 1 << 62  # no limit on the bytes that ``read_records`` reads
+UNLIMITED = 1 << 62  # no limit on the bytes that ``read_records`` reads
 
 
 USERS_UMASK = "LLAMA405B_UMASK"  # environment variable: the user's umask, for the programs that we start
 
 
-def keep_private() -> None:
+def set_private_umask() -> None:
     """Set the umask of this process and its children so that only the owner can read a run's files."""
     os.environ.setdefault(USERS_UMASK, f"{os.umask(UMASK):o}")
 
 
-def follow_users_umask() -> None:
+def restore_users_umask() -> None:
     """Restore the user's own umask, whoever started this process: exported models are meant to be shared."""
-    now = os.umask(UMASK)
-    is_ours = now == UMASK and re.fullmatch("[0-7]{1,4}", value := os.environ.get(USERS_UMASK, ""))
-    os.umask(int(value, 8) if is_ours else now)  # otherwise the user's setup line has set another
+    current = os.umask(UMASK)
+    is_ours = current == UMASK and re.fullmatch("[0-7]{1,4}", value := os.environ.get(USERS_UMASK, ""))
+    os.umask(int(value, 8) if is_ours else current)  # otherwise the user's setup line has set another
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:
@@ -52,7 +52,7 @@ def write_atomic(path: Path, content: str | bytes) -> None:
         OSError: The directory cannot be created or written.
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}")
-    with naming(path):
+    with add_path_to_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             partial.write_bytes(content.encode() if isinstance(content, str) else content)
@@ -63,7 +63,7 @@ def write_atomic(path: Path, content: str | bytes) -> None:
 
 
 @contextlib.contextmanager
-def naming(path: Path) -> Iterator[None]:
+def add_path_to_errors(path: Path) -> Iterator[None]:
     """Add the file's path to an OSError: the OS names it for open(), but not for write()."""
     try:
         yield
@@ -99,29 +99,29 @@ def read_record(kind: type[T], path: Path) -> T | None:
         return None
 
 
-def read_records(kind: type[T], path: Path, last: int, last_bytes: int = EVERY) -> list[T]:
+def read_records(kind: type[T], path: Path, last: int, last_bytes: int = UNLIMITED) -> list[T]:
     """Return the last records of a file with one per line; lines that do not parse are skipped."""
-    found: list[T] = []
+    records: list[T] = []
     try:
         with path.open("rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - last_bytes))
             lines = file.read().splitlines()[-last:]
     except OSError:
-        return found
+        return records
     for line in lines:
         with contextlib.suppress(reader.MalformedError):
-            found.append(reader.loads(kind, line, path.name))
-    return found
+            records.append(reader.loads(kind, line, path.name))
+    return records
 
 
-OF_DISKS = (  # that file servers and systems create in directories, besides hidden files
+SYSTEM_NAMES = (  # that file servers and systems create in directories, besides hidden files
     "lost+found", "@eaDir", "Thumbs.db", "desktop.ini", "System Volume Information", "$RECYCLE.BIN",
 )  # fmt: skip
 
 
-def is_passed_over(name: str) -> bool:
+def is_hidden_or_system(name: str) -> bool:
     """Whether a name is hidden or a system's: ``walk`` skips such directories, its callers such files."""
-    return name.startswith(".") or name in OF_DISKS
+    return name.startswith(".") or name in SYSTEM_NAMES
 
 
 def walk(root: Path) -> Iterator[tuple[Path, list[str], list[str]]]:
@@ -134,17 +134,17 @@ def walk(root: Path) -> Iterator[tuple[Path, list[str], list[str]]]:
     """
 
     def fail(error: OSError) -> NoReturn:
-        where = shown_name(str(error.filename))
-        raise UserError(f"{where}: cannot be read ({reason_of(error)}){remedy_of(error)}") from None
+        filename = printable_name(str(error.filename))
+        raise UserError(f"{filename}: cannot be read ({reason_of(error)}){remedy_of(error)}") from None
 
-    for folder, below, files in os.walk(root, followlinks=True, onerror=fail):
-        here = Path(folder)
-        below[:] = [name for name in below if name not in OF_DISKS]
-        for path in [here / name for name in (*below, *files) if not name.startswith(".")]:
+    for folder, subdirectories, files in os.walk(root, followlinks=True, onerror=fail):
+        directory = Path(folder)
+        subdirectories[:] = [name for name in subdirectories if name not in SYSTEM_NAMES]
+        for path in [directory / name for name in (*subdirectories, *files) if not name.startswith(".")]:
             if path.is_symlink():
                 check_link(path)
-        yield here, below, files
-        below[:] = [name for name in below if not name.startswith(".")]
+        yield directory, subdirectories, files
+        subdirectories[:] = [name for name in subdirectories if not name.startswith(".")]
 
 
 def check_link(path: Path) -> None:
@@ -153,11 +153,11 @@ def check_link(path: Path) -> None:
     Raises:
         UserError: The link is one of these.
     """
-    to = f"{shown_name(str(path))}: is a link to {shown_name(str(path.readlink()))}, "
+    prefix = f"{printable_name(str(path))}: is a link to {printable_name(str(path.readlink()))}, "
     if not path.exists():
-        raise UserError(f"{to}which does not exist; add the missing file, or delete the link")
+        raise UserError(f"{prefix}which does not exist; add the missing file, or delete the link")
     if path.is_dir() and path.resolve() in path.parent.resolve().joinpath("-").parents:
-        raise UserError(f"{to}a directory that it is in; delete the link")
+        raise UserError(f"{prefix}a directory that it is in; delete the link")
 
 
 def append_line(path: Path, line: str) -> None:
@@ -166,22 +166,22 @@ def append_line(path: Path, line: str) -> None:
     Raises:
         OSError: The directory cannot be created or written.
     """
-    left = memoryview(f"{line}\n".encode())
-    with naming(path):
+    remaining = memoryview(f"{line}\n".encode())
+    with add_path_to_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        before = path.stat().st_size if path.exists() else 0
+        previous_size = path.stat().st_size if path.exists() else 0
         try:
             with path.open("ab", buffering=0) as file:
-                while left:
-                    left = left[file.write(left) :]
+                while remaining:
+                    remaining = remaining[file.write(remaining) :]
         except OSError:
             with contextlib.suppress(OSError):
                 # remove what was written of the line
-                os.truncate(path, before)
+                os.truncate(path, previous_size)
             raise
 
 
-def refuse_others_writing(path: Path) -> None:
+def check_only_owner_writes(path: Path) -> None:
     """Refuse a file that others than its owner (and root) can write: its commands run on every host.
 
     The owner's private group, as Ubuntu creates it for every user, may write it.
@@ -191,33 +191,34 @@ def refuse_others_writing(path: Path) -> None:
         OSError: The file does not exist.
     """
     info = path.stat()
-    why = others_in(info)
-    if not why or not stat.S_ISREG(info.st_mode):
+    reason = write_access_problem(info)
+    if not reason or not stat.S_ISREG(info.st_mode):
         return
-    if _is_foreign(info):
-        raise UserError(f"{path}: {why}; copy it to a file of your own")
-    who = "o" if info.st_mode & stat.S_IWOTH else "g"
+    if _belongs_to_other_user(info):
+        raise UserError(f"{path}: {reason}; copy it to a file of your own")
+    mode_class = "o" if info.st_mode & stat.S_IWOTH else "g"
     raise UserError(
-        f"{path}: {why}, who could then run commands as you; run: chmod {who}-w {path} (on a disk without modes, keep it elsewhere)"
+        f"{path}: {reason}, who could then run commands as you; run: chmod {mode_class}-w {path} (on a disk without "
+        f"modes, keep it elsewhere)"
     )
 
 
-def others_in(info: os.stat_result) -> str:
+def write_access_problem(info: os.stat_result) -> str:
     """Return which others can write a file, as ``is writable by everyone``; '' if none can."""
-    if _is_foreign(info):
-        return f"belongs to another user ({user_of(info.st_uid)})"
+    if _belongs_to_other_user(info):
+        return f"belongs to another user ({user_name(info.st_uid)})"
     if info.st_mode & stat.S_IWOTH:
         return "is writable by everyone"
-    if info.st_mode & stat.S_IWGRP and not _private_group(info.st_gid, info.st_uid):
+    if info.st_mode & stat.S_IWGRP and not _is_private_group(info.st_gid, info.st_uid):
         return "is writable by its group"
     return ""
 
 
-def _is_foreign(info: os.stat_result) -> bool:
+def _belongs_to_other_user(info: os.stat_result) -> bool:
     return info.st_uid not in (os.getuid(), 0)
 
 
-def _private_group(gid: int, uid: int) -> bool:
+def _is_private_group(gid: int, uid: int) -> bool:
     try:
         group, owner = grp.getgrgid(gid), pwd.getpwuid(uid)
     except KeyError:
@@ -225,7 +226,7 @@ def _private_group(gid: int, uid: int) -> bool:
     return group.gr_name == owner.pw_name and owner.pw_gid == gid and set(group.gr_mem) <= {owner.pw_name}
 
 
-def user_of(uid: int) -> str:
+def user_name(uid: int) -> str:
     """Return a user's name."""
     try:
         return pwd.getpwuid(uid).pw_name

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from llama405b.contract.files import read_record, write_json
 
-RECORD = ".llama405b-hashes.json"
+RECORD_NAME = ".llama405b-hashes.json"
 READ_BYTES = 1 << 20
 BLOCK_BYTES = 64 << 20  # of each block but a file's last; an empty file has one block
 
@@ -39,67 +39,67 @@ class FileHashes:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Record:
+class _HashRecord:
     files: Mapping[str, FileHashes]  # by path below the directory
 
 
-class Hashes:
+class HashStore:
     """The recorded hashes of one directory's files; safe to use from several threads."""
 
     def __init__(self, root: Path) -> None:
         self.root, self.lock = root, threading.Lock()
-        record = read_record(_Record, root / RECORD)
-        known = record.files if record else {}
-        self.files = {name: hashes for name, hashes in known.items() if (root / name).exists()}
+        record = read_record(_HashRecord, root / RECORD_NAME)
+        recorded_files = record.files if record else {}
+        self.files = {name: hashes for name, hashes in recorded_files.items() if (root / name).exists()}
 
-    def of(self, name: str) -> FileHashes | None:
+    def find(self, name: str) -> FileHashes | None:
         """Return a file's recorded hashes; None if there are none or the file has changed."""
-        known = self.files.get(name)
+        hashes = self.files.get(name)
         try:
             info = (self.root / name).stat()
         except OSError:
             return None
-        return known if known and (known.bytes, known.mtime) == (info.st_size, info.st_mtime) else None
+        return hashes if hashes and (hashes.bytes, hashes.mtime) == (info.st_size, info.st_mtime) else None
 
-    def blocks_of(self, name: str) -> Blocks | None:
-        """Return the recorded hashes of a file's blocks; None as ``of``."""
-        known = self.of(name)
-        return known.blocks if known else None
+    def find_blocks(self, name: str) -> Blocks | None:
+        """Return the recorded hashes of a file's blocks; None as ``find``."""
+        hashes = self.find(name)
+        return hashes.blocks if hashes else None
 
     def add(self, name: str, blocks: Blocks, sha256: str = "") -> None:
         """Record the hashes of a file that was verified as it is now."""
         info = (self.root / name).stat()
         with self.lock:
             self.files[name] = FileHashes(info.st_size, info.st_mtime, blocks, sha256)
-            write_json(self.root / RECORD, _Record(self.files))
+            write_json(self.root / RECORD_NAME, _HashRecord(self.files))
 
 
 class BlockHasher:
     """Hashes a stream block by block."""
 
     def __init__(self, block_bytes: int = BLOCK_BYTES) -> None:
-        self.block_bytes, self.written = block_bytes, 0
-        self.complete: list[str] = []
+        self.block_bytes, self.n_bytes = block_bytes, 0
+        self.complete_blocks: list[str] = []
         self.digest = hashlib.sha256()  # of the block that is not complete
 
     def update(self, data: bytes | memoryview) -> None:
         """Hash the next bytes of the stream."""
         view = memoryview(data)
         while view:
-            piece = view[: self.block_bytes - self.written % self.block_bytes]
+            piece = view[: self.block_bytes - self.n_bytes % self.block_bytes]
             view = view[len(piece) :]
             self.digest.update(piece)
-            self.written += len(piece)
-            if self.written % self.block_bytes == 0:
-                self.complete.append(self.digest.hexdigest())
+            self.n_bytes += len(piece)
+            if self.n_bytes % self.block_bytes == 0:
+                self.complete_blocks.append(self.digest.hexdigest())
                 self.digest = hashlib.sha256()
 
     @property
     def blocks(self) -> Blocks:
         """The hashes of all blocks so far; the last block may be shorter."""
-        if self.written % self.block_bytes or not self.complete:
-            return (*self.complete, self.digest.hexdigest())
-        return tuple(self.complete)
+        if self.n_bytes % self.block_bytes or not self.complete_blocks:
+            return (*self.complete_blocks, self.digest.hexdigest())
+        return tuple(self.complete_blocks)
 
 
 def block_hash(descriptor: int, block: int, block_bytes: int = BLOCK_BYTES) -> str:
@@ -108,11 +108,11 @@ def block_hash(descriptor: int, block: int, block_bytes: int = BLOCK_BYTES) -> s
     Raises:
         OSError: The file cannot be read.
     """
-    digest, at = hashlib.sha256(), block * block_bytes
-    end = at + block_bytes
-    while piece := os.pread(descriptor, min(READ_BYTES, end - at), at):
+    digest, offset = hashlib.sha256(), block * block_bytes
+    end = offset + block_bytes
+    while piece := os.pread(descriptor, min(READ_BYTES, end - offset), offset):
         digest.update(piece)
-        at += len(piece)
+        offset += len(piece)
     return digest.hexdigest()
 
 
@@ -122,8 +122,8 @@ def n_blocks(size: int, block_bytes: int = BLOCK_BYTES) -> int:
 
 
 BUFFER_BYTES = 4 << 20
-ALIGNED = 4096  # the largest alignment that O_DIRECT requires of addresses, offsets and sizes
-LOCAL = {
+DIRECT_ALIGNMENT = 4096  # the largest alignment that O_DIRECT requires of addresses, offsets and sizes
+LOCAL_FILESYSTEMS = {
     "ext4",
     "xfs",
     "overlay",
@@ -131,7 +131,7 @@ LOCAL = {
 }  # network filesystems write behind; O_DIRECT was not measured on them
 
 
-def fill(memory: memoryview, data: memoryview) -> None:
+def copy_bytes(memory: memoryview, data: memoryview) -> None:
     """Copy bytes into a buffer of the same size."""
     memory[:] = data
 
@@ -139,25 +139,25 @@ def fill(memory: memoryview, data: memoryview) -> None:
 class DirectFile:
     """A file that is written sequentially through one aligned buffer, with O_DIRECT where possible."""
 
-    def __init__(self, path: Path, begin: int = 0, fill: Callable[[memoryview, memoryview], None] = fill) -> None:
-        """Open the file and truncate it at ``begin``; ``fill`` copies into the buffer.
+    def __init__(self, path: Path, begin: int = 0, copy: Callable[[memoryview, memoryview], None] = copy_bytes) -> None:
+        """Open the file and truncate it at ``begin``; ``copy`` copies into the buffer.
 
         Raises:
             OSError: The file cannot be written.
         """
         self.path = path
-        self.written = begin
-        self.fill = fill
-        self.held = begin % ALIGNED  # bytes in the buffer, which follow those in the file
+        self.end = begin
+        self.copy = copy
+        self.n_buffered = begin % DIRECT_ALIGNMENT  # bytes in the buffer, which follow those in the file
         self.buffer = mmap.mmap(-1, BUFFER_BYTES)  # aligned to a page
         self.memory = memoryview(self.buffer)
         self.descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             # writes begin at an aligned offset: the unaligned end of the file is read back into the buffer
             os.ftruncate(self.descriptor, begin)
-            self.memory[: self.held] = os.pread(self.descriptor, self.held, begin - self.held)
-            os.lseek(self.descriptor, begin - self.held, os.SEEK_SET)
-            self.direct = filesystem(path) in LOCAL and self._ask(direct=True)
+            self.memory[: self.n_buffered] = os.pread(self.descriptor, self.n_buffered, begin - self.n_buffered)
+            os.lseek(self.descriptor, begin - self.n_buffered, os.SEEK_SET)
+            self.is_direct = filesystem_type(path) in LOCAL_FILESYSTEMS and self._set_direct(direct=True)
         except BaseException:
             self.close()
             raise
@@ -166,20 +166,20 @@ class DirectFile:
         """Append bytes."""
         view = memoryview(data)
         while view:
-            piece = view[: BUFFER_BYTES - self.held]
-            self.fill(self.memory[self.held : self.held + len(piece)], piece)
-            self.held += len(piece)
-            self.written += len(piece)
+            piece = view[: BUFFER_BYTES - self.n_buffered]
+            self.copy(self.memory[self.n_buffered : self.n_buffered + len(piece)], piece)
+            self.n_buffered += len(piece)
+            self.end += len(piece)
             view = view[len(piece) :]
-            if self.held == BUFFER_BYTES:
-                self._empty(self.held)
+            if self.n_buffered == BUFFER_BYTES:
+                self._write_out(self.n_buffered)
 
     def flush(self) -> None:
         """Write all bytes and fsync; nothing more can be written."""
         # aligned blocks with O_DIRECT, then the unaligned tail without it
-        self._empty(self.held // ALIGNED * ALIGNED)
-        self._ask(direct=False)
-        self._empty(self.held)
+        self._write_out(self.n_buffered // DIRECT_ALIGNMENT * DIRECT_ALIGNMENT)
+        self._set_direct(direct=False)
+        self._write_out(self.n_buffered)
         os.fsync(self.descriptor)
 
     def close(self) -> None:
@@ -188,22 +188,22 @@ class DirectFile:
         self.memory.release()
         self.buffer.close()
 
-    def _empty(self, n_bytes: int) -> None:
+    def _write_out(self, n_bytes: int) -> None:
         """Write the first bytes of the buffer, and move the others to its start."""
-        done = 0
+        n_written = 0
         try:
-            while done < n_bytes:
+            while n_written < n_bytes:
                 try:
-                    done += os.write(self.descriptor, self.memory[done:n_bytes])
+                    n_written += os.write(self.descriptor, self.memory[n_written:n_bytes])
                 except OSError as error:
-                    if error.errno != errno.EINVAL or not self.direct:
+                    if error.errno != errno.EINVAL or not self.is_direct:
                         raise
-                    self.direct = self._ask(direct=False)  # it demands more than ALIGNED, or cannot after all
+                    self.is_direct = self._set_direct(direct=False)  # it demands more than ALIGNED, or cannot after all
         finally:  # also after an error, the buffer has exactly the bytes that the file lacks
-            self.memory[: self.held - done] = self.memory[done : self.held]
-            self.held -= done
+            self.memory[: self.n_buffered - n_written] = self.memory[n_written : self.n_buffered]
+            self.n_buffered -= n_written
 
-    def _ask(self, *, direct: bool) -> bool:
+    def _set_direct(self, *, direct: bool) -> bool:
         """Switch O_DIRECT on or off; return whether it is on."""
         flags = fcntl.fcntl(self.descriptor, fcntl.F_GETFL) & ~os.O_DIRECT
         try:
@@ -213,13 +213,13 @@ class DirectFile:
         return direct
 
 
-def filesystem(path: Path) -> str:
+def filesystem_type(path: Path) -> str:
     """Return the filesystem type of a path, as ``ext4``; '' if unknown (proc(5), mountinfo)."""
     device = path.stat().st_dev
-    wanted = f"{os.major(device)}:{os.minor(device)}"
+    device_number = f"{os.major(device)}:{os.minor(device)}"
     try:
         text = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
-    found = re.search(rf"^\d+ \d+ {wanted} .* - (\S+)", text, re.MULTILINE)
-    return found[1] if found else ""
+    match = re.search(rf"^\d+ \d+ {device_number} .* - (\S+)", text, re.MULTILINE)
+    return match[1] if match else ""

@@ -23,7 +23,7 @@ Every file has one writer. ``HOST`` is a name from the hosts file, ``N`` a rank:
     status/.HOST.spot                replicator    where that host receives copies of checkpoints (``checkpoints.Endpoint``)
     status/.HOST.ring                that host's first rank   which host is next (``checkpoints.Ring``)
     status/HOST.after-save           that directory's owner   for which checkpoints ``checkpoint.after_save`` has succeeded
-    status/HOST.copied               replicator    what the next host has (``checkpoints.Copied``)
+    status/HOST.copied               replicator    what the next host has (``checkpoints.CopiedStep``)
     logs/HOST/torchrun.log           node runner   torchrun's own output
     logs/HOST/times                  node runner   when each part of each log arrived
     logs/HOST/ID_*/attempt_*/N/*.log torchrun      stdout.log and stderr.log of each local rank (the node runner covers secrets)
@@ -61,24 +61,24 @@ EXPORT_RECORD = ".llama405b-export.json"  # in a directory that export has writt
 UMASK = 0o077  # a run's files are private to their owner
 
 
-class _Below:
+class _RunPath:
     """A path inside the run's directory."""
 
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def __get__(self, run: "RunDir", _: type["RunDir"]) -> Path:
-        return run.path / self.name
+    def __get__(self, run_dir: "RunDir", _: type["RunDir"]) -> Path:
+        return run_dir.path / self.name
 
 
-class _BelowEach:
+class _NamedRunPath:
     """A path inside the run's directory that contains the name of a host, rank or writer."""
 
-    def __init__(self, form: str) -> None:
-        self.form = form
+    def __init__(self, template: str) -> None:
+        self.template = template
 
-    def __get__(self, run: "RunDir", _: type["RunDir"]) -> Callable[[str | int], Path]:
-        return lambda whose: run.path / self.form.format(whose)
+    def __get__(self, run_dir: "RunDir", _: type["RunDir"]) -> Callable[[str | int], Path]:
+        return lambda name: run_dir.path / self.template.format(name)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -87,52 +87,52 @@ class RunDir:
 
     path: Path
 
-    plan = _Below("plan.json")
-    config = _Below("config.toml")
-    metrics = _Below("metrics.jsonl")
-    checkpoints = _Below("checkpoints")  # unless the configuration says otherwise
-    requests = _Below("requests")
-    spot = _BelowEach("status/.{}.spot")
-    ring = _BelowEach("status/.{}.ring")
-    copied = _BelowEach("status/{}.copied")
-    after_save = _BelowEach("status/{}.after-save")
-    model = _BelowEach("model/{}")
-    heartbeat = _BelowEach("heartbeat/rank-{}.json")
-    events = _BelowEach("events/{}.jsonl")
-    status = _BelowEach("status/{}.json")
-    ends = _BelowEach("status/{}.ends.jsonl")
-    blames = _BelowEach("status/{}.blames.jsonl")
-    lock = _BelowEach("status/{}.lock")
-    start_lock = _BelowEach("status/{}.start.lock")
-    turn = _Below("status/.turn")
-    stop = _BelowEach("status/{}.stop")  # a new launch deletes it
-    guarded = _BelowEach("status/{}.guard")  # a launch without a guard, and a stop, delete it
-    secrets = _BelowEach("status/.{}.secrets")
-    logs = _BelowEach("logs/{}")
-    agent_log = _BelowEach("logs/{}/torchrun.log")
-    times = _BelowEach("logs/{}/times")
-    samples = _Below("samples.jsonl")
-    blamed = _Below("blamed.jsonl")
-    skips = _Below("skip.jsonl")
-    spent = _Below("spent.json")
-    tracking = _Below("tracking")
-    tracking_lock = _BelowEach("tracking/{}.lock")
-    sent = _BelowEach("tracking/{}.json")
-    flight = _BelowEach("flight/rank-{}")  # torch adds .pipe
-    autopsies = _Below("autopsy")
-    black_box = _Below("black-box")
-    report = _Below("report.html")
-    guard = _Below("guard.json")
-    guard_log = _Below("guard.log")
-    guard_order = _BelowEach("status/.{}.guard-order")
-    job = _Below("slurm.json")
-    job_request = _Below("request.json")
-    job_script = _Below("job.sh")
-    job_secrets = _Below("status/.slurm.secrets")
-    where = _BelowEach("status/{}.where")
+    plan = _RunPath("plan.json")
+    config = _RunPath("config.toml")
+    metrics = _RunPath("metrics.jsonl")
+    checkpoints = _RunPath("checkpoints")  # unless the configuration says otherwise
+    requests = _RunPath("requests")
+    spot = _NamedRunPath("status/.{}.spot")
+    ring = _NamedRunPath("status/.{}.ring")
+    copied = _NamedRunPath("status/{}.copied")
+    after_save = _NamedRunPath("status/{}.after-save")
+    model = _NamedRunPath("model/{}")
+    heartbeat = _NamedRunPath("heartbeat/rank-{}.json")
+    events = _NamedRunPath("events/{}.jsonl")
+    status = _NamedRunPath("status/{}.json")
+    ends = _NamedRunPath("status/{}.ends.jsonl")
+    blames = _NamedRunPath("status/{}.blames.jsonl")
+    lock = _NamedRunPath("status/{}.lock")
+    start_lock = _NamedRunPath("status/{}.start.lock")
+    turn = _RunPath("status/.turn")
+    stop = _NamedRunPath("status/{}.stop")  # a new launch deletes it
+    guarded = _NamedRunPath("status/{}.guard")  # a launch without a guard, and a stop, delete it
+    secrets = _NamedRunPath("status/.{}.secrets")
+    logs = _NamedRunPath("logs/{}")
+    agent_log = _NamedRunPath("logs/{}/torchrun.log")
+    times = _NamedRunPath("logs/{}/times")
+    samples = _RunPath("samples.jsonl")
+    blamed = _RunPath("blamed.jsonl")
+    skips = _RunPath("skip.jsonl")
+    spent = _RunPath("spent.json")
+    tracking = _RunPath("tracking")
+    tracking_lock = _NamedRunPath("tracking/{}.lock")
+    sent = _NamedRunPath("tracking/{}.json")
+    flight = _NamedRunPath("flight/rank-{}")  # torch adds .pipe
+    autopsies = _RunPath("autopsy")
+    black_box = _RunPath("black-box")
+    report = _RunPath("report.html")
+    guard = _RunPath("guard.json")
+    guard_log = _RunPath("guard.log")
+    guard_order = _NamedRunPath("status/.{}.guard-order")
+    job = _RunPath("slurm.json")
+    job_request = _RunPath("request.json")
+    job_script = _RunPath("job.sh")
+    job_secrets = _RunPath("status/.slurm.secrets")
+    where = _NamedRunPath("status/{}.where")
 
     @classmethod
-    def here(cls, name: str) -> "RunDir":
+    def from_name(cls, name: str) -> "RunDir":
         """Return the run of this name in the working directory."""
         return cls(Path("runs") / name)
 
@@ -141,6 +141,6 @@ class RunDir:
         """The run's name."""
         return self.path.name
 
-    def diagnosis(self, what: str, rank: int, step: int, suffix: str) -> Path:
+    def diagnosis(self, kind: str, rank: int, step: int, suffix: str) -> Path:
         """Return the path of a diagnosis that a rank writes on request."""
-        return self.path / "diagnosis" / f"{what}-rank-{rank}-step-{step}.{suffix}"
+        return self.path / "diagnosis" / f"{kind}-rank-{rank}-step-{step}.{suffix}"

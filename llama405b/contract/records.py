@@ -10,7 +10,7 @@ Times are seconds since the epoch by the writer's clock; clocks may differ betwe
 A rank that hangs still shows the unit that it computes and, on a signal, the stacks of its threads. It keeps a file in memory open for
 that, which its user can read through ``/proc/PID/fd``: the disk may be what hangs.
 
-A ``Place`` is at its start, followed by what faulthandler writes.
+A ``TrainingPosition`` is at its start, followed by what faulthandler writes.
 A process without such a file does not handle the signal and would be killed by it.
 """
 
@@ -21,7 +21,7 @@ import struct
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
-from llama405b.contract.errors import given
+from llama405b.contract.errors import fmt_if
 from llama405b.contract.reader import LINES, FirstOf
 
 
@@ -76,16 +76,16 @@ class Cause:
     gpu: str = ""  # of ``rank``: its number on the host
 
 
-STUCK = {
+PROCESS_STATE_NOTES = {
     "T": "it is stopped by a signal",
     "D": "it is waiting for a disk or driver that does not respond",
     "Z": "its process has ended, and torchrun has not noticed",
 }  # by process state
-SAID_BY_RANK = {  # how a rank reports its own end; other kinds: the detail alone
+RANK_TEMPLATES = {  # how a rank reports its own end; other kinds: the detail alone
     CauseKind.LOST_PEER: "lost contact with another rank in phase {phase}",
     CauseKind.FOLLOWED: "rank {peer} failed: {detail}",
 }
-WORDS = {
+CAUSE_TEMPLATES = {
     CauseKind.STOPPED: "stopped by {by}",
     CauseKind.SIGNAL: "stopped by {signal}",
     CauseKind.RUNNER_KILLED: "the node runner was killed",
@@ -106,24 +106,24 @@ WORDS = {
 }
 
 
-def words(cause: Cause) -> str:
+def describe_cause(cause: Cause) -> str:
     """Describe in a clause what happened; '' if the kind says everything."""
-    if cause.kind in WORDS:
-        found = given("; autopsy: {}", cause.finding) or given("; {}", STUCK.get(cause.process_state))
-        return _filled(WORDS[cause.kind], cause) + found
+    if cause.kind in CAUSE_TEMPLATES:
+        suffix = fmt_if("; autopsy: {}", cause.finding) or fmt_if("; {}", PROCESS_STATE_NOTES.get(cause.process_state))
+        return _fill_template(CAUSE_TEMPLATES[cause.kind], cause) + suffix
     if cause.rank is None:
         return cause.detail
-    return f"{rank_words(cause)} exited with {cause.exit_code}{given(': {}', said_by_rank(cause))}"
+    return f"{rank_label(cause)} exited with {cause.exit_code}{fmt_if(': {}', describe_rank_exit(cause))}"
 
 
-def rank_words(cause: Cause) -> str:
+def rank_label(cause: Cause) -> str:
     """Return the name of a rank and its GPU: ``rank 5 (GPU 1)``."""
-    return f"rank {cause.rank}{given(' (GPU {})', cause.gpu)}"
+    return f"rank {cause.rank}{fmt_if(' (GPU {})', cause.gpu)}"
 
 
-def said_by_rank(cause: Cause) -> str:
+def describe_rank_exit(cause: Cause) -> str:
     """Describe what the rank itself reported about its end; '' if nothing."""
-    return _filled(SAID_BY_RANK.get(cause.kind, "{detail}"), cause)
+    return _fill_template(RANK_TEMPLATES.get(cause.kind, "{detail}"), cause)
 
 
 def signal_name(number: int) -> str:
@@ -134,9 +134,11 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def _filled(form: str, cause: Cause) -> str:
+def _fill_template(template: str, cause: Cause) -> str:
     values = {name: getattr(cause, name) for name in ("peer", "exit_code", "phase", "step", "by", "detail")}
-    return form.format(**values, who=rank_words(cause), age_s=cause.age_s or 0.0, signal=signal_name(cause.signal or 0))
+    return template.format(
+        **values, who=rank_label(cause), age_s=cause.age_s or 0.0, signal=signal_name(cause.signal or 0)
+    )
 
 
 class EventKind(enum.StrEnum):
@@ -225,7 +227,7 @@ class NodeStatus:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Blame:
+class FailureRecord:
     """Why an attempt failed, as decided once by whoever ended it."""
 
     attempt: int
@@ -336,7 +338,7 @@ class EvaluationMetrics:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Sample:
+class PromptSample:
     """A prompt and its continuation by the weights after a step: a line of ``samples.jsonl``."""
 
     step: int
@@ -369,7 +371,7 @@ class GuardStage(enum.StrEnum):
     GAVE_UP = "gave up"
 
 
-GUARDING = (GuardStage.WATCHING, GuardStage.RECOVERING, GuardStage.FINISHING)
+ACTIVE_GUARD_STAGES = (GuardStage.WATCHING, GuardStage.RECOVERING, GuardStage.FINISHING)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -403,7 +405,7 @@ class RequestKind(enum.StrEnum):
     STACKS = "stacks"  # the stack of every thread of each rank
 
 
-MOST_PROFILED_STEPS = 100  # by one request: a longer trace cannot be opened
+MAX_PROFILED_STEPS = 100  # by one request: a longer trace cannot be opened
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -421,24 +423,24 @@ class RunRequest:
     steps: int = 1  # to profile
 
 
-SIGNAL = 39  # a real-time signal: Python, torch, CUDA and NCCL use none
-NAME = "llama405b-rank"
+STACKS_SIGNAL = 39  # a real-time signal: Python, torch, CUDA and NCCL use none
+MEMORY_FILE_NAME = "llama405b-rank"
 UNIT_BYTES = 64
-PLACE = struct.Struct(f"<q{UNIT_BYTES}s")
-PLACE_BYTES = PLACE.size
+POSITION_STRUCT = struct.Struct(f"<q{UNIT_BYTES}s")
+POSITION_BYTES = POSITION_STRUCT.size
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Place:
+class TrainingPosition:
     """The step and FSDP unit that a rank is computing."""
 
     step: int = 0  # the current or last step
     unit: str = ""  # FSDP unit and direction: ``layers.71 backward``; "": none
 
 
-def read_place(raw: bytes) -> Place:
-    """Parse the start of a rank's memory file; ``Place()`` if it is cut short."""
-    if len(raw) < PLACE_BYTES:
-        return Place()
-    step, unit = PLACE.unpack(raw[:PLACE_BYTES])
-    return Place(step, unit.rstrip(b"\0").decode("utf-8", "replace"))
+def parse_position(raw: bytes) -> TrainingPosition:
+    """Parse the start of a rank's memory file; ``TrainingPosition()`` if it is cut short."""
+    if len(raw) < POSITION_BYTES:
+        return TrainingPosition()
+    step, unit = POSITION_STRUCT.unpack(raw[:POSITION_BYTES])
+    return TrainingPosition(step, unit.rstrip(b"\0").decode("utf-8", "replace"))

@@ -18,24 +18,28 @@ from pathlib import Path
 
 from llama405b import __version__
 
-SUFFIXES = (".py", ".toml", ".json", ".html")  # files that affect behaviour; not compiled files or editors' copies
+CODE_SUFFIXES = (".py", ".toml", ".json", ".html")  # files that affect behaviour; not compiled files or editors' copies
 
 
 @functools.cache
 def code_version() -> str:
     """Return the version with a digest of the code: ``0.2.0+1a2b3c4d5e6f``."""
-    return f"{__version__}+{digest_of(Path(__file__).resolve().parents[2])}"
+    return f"{__version__}+{code_digest(Path(__file__).resolve().parents[2])}"
 
 
-def digest_of(root: Path) -> str:
+def code_digest(root: Path) -> str:
     """Return the digest of the code below a checkout, or a directory of installed packages."""
     tools = root / "tools/llama405b_tools"
     packages = (root / "llama405b", tools if tools.is_dir() else root / "llama405b_tools")
-    files = {f"{each.name}/{path.relative_to(each).as_posix()}": path for each in packages for path in each.rglob("*")}
+    files = {
+        f"{package.name}/{path.relative_to(package).as_posix()}": path
+        for package in packages
+        for path in package.rglob("*")
+    }
     digest = hashlib.sha256()
     for name, path in sorted(files.items()):
-        is_editors = "/." in name or path.is_symlink()  # such as Emacs's lock files, which are dangling links
-        if name.endswith(SUFFIXES) and path.is_file() and not is_editors:
+        is_editor_file = "/." in name or path.is_symlink()  # such as Emacs's lock files, which are dangling links
+        if name.endswith(CODE_SUFFIXES) and path.is_file() and not is_editor_file:
             digest.update(f"{name} {hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
     return digest.hexdigest()[:12]
 
@@ -49,7 +53,7 @@ LOADER = (
 )
 
 
-def own_argv(module: str, python: str = "") -> list[str]:
+def module_argv(module: str, python: str = "") -> list[str]:
     """Return the command that starts one of our modules, with this Python or another.
 
     ``-P`` is for the worker processes that the module starts to read data.
@@ -57,7 +61,7 @@ def own_argv(module: str, python: str = "") -> list[str]:
     return [python or sys.executable, "-P", "-c", LOADER, module]
 
 
-def end_with(pid: int, _worker: int = 0) -> None:
+def exit_with_process(pid: int, _worker: int = 0) -> None:
     """Exit when another process ends; call it in a worker that was started directly or by a fork server.
 
     Python's and torch's own means watch the parent, which for a fork server's children is the server that they keep alive.

@@ -17,7 +17,7 @@ class DocumentEnds:
     """Ends of the documents in a flattened batch, for attention kernels that take no mask."""
 
     ends: Tensor  # int32, after a 0
-    longest: int  # tokens
+    max_length: int  # tokens
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -46,10 +46,10 @@ class Batch:
         """Copy the batch and its document ends to a device. The ends are counted first; no copy is waited for."""
         ends = self.document_ends
         return Batch(
-            _to(self.ids_BS, device),
-            _to(self.targets_BS, device),
-            None if self.positions_BS is None else _to(self.positions_BS, device),
-            DocumentEnds(_to(ends.ends, device), ends.longest),
+            _copy_to_device(self.ids_BS, device),
+            _copy_to_device(self.targets_BS, device),
+            None if self.positions_BS is None else _copy_to_device(self.positions_BS, device),
+            DocumentEnds(_copy_to_device(ends.ends, device), ends.max_length),
         )
 
     def split(self, size: int) -> list["Batch"]:
@@ -65,7 +65,7 @@ class Batch:
         ]
 
 
-def _to(tensor: Tensor, device: torch.device) -> Tensor:
+def _copy_to_device(tensor: Tensor, device: torch.device) -> Tensor:
     if device.type != "cuda":
         return tensor.to(device)
     pinned = tensor.contiguous().pin_memory()  # pin_memory copies a strided view twice, through pageable memory

@@ -25,18 +25,18 @@ from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset
 
 from llama405b.contract import reader
-from llama405b.contract.errors import RunError, UserError, counted, reason_of
+from llama405b.contract.errors import RunError, UserError, pluralize, reason_of
 from llama405b.contract.reader import MalformedError
-from llama405b.contract.software import end_with
+from llama405b.contract.software import exit_with_process
 from llama405b.data.batch import IGNORE_INDEX, Batch
-from llama405b.data.encode import FIRST, MARKS, NOT_LEARNT
-from llama405b.data.sources import Masked, Mixture, bounds_of, open_source
+from llama405b.data.encode import DOCUMENT_START, MARKS, NOT_TRAINED
+from llama405b.data.sources import MaskedRanges, Mixture, document_bounds, open_source
 from llama405b.data.tokenizer import read_tokenizer
-from llama405b.data.tokens import Progress, Say, TokenFile, bring_tokens
+from llama405b.data.tokens import OnProgress, Say, TokenFile, distribute_tokens
 from llama405b.distributed.ranks import Rank
-from llama405b.settings.axes import Dealing
+from llama405b.settings.axes import MicrobatchSplit
 from llama405b.settings.schema import Data
-from llama405b.spec.models import GENERATION_CONFIG, generation_ends
+from llama405b.spec.models import GENERATION_CONFIG, read_end_ids
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -54,41 +54,41 @@ class Batches:
     def hold_out(self, fraction: float) -> tuple["Batches", "Batches"]:
         """Split each source into training and held-out data, by whole documents."""
         pairs = self.mixture.hold_out(fraction)
-        kept, held = ([pair[i] for pair in pairs] for i in (0, 1))
+        train_sources, held_out_sources = ([pair[i] for pair in pairs] for i in (0, 1))
         weights, seed = self.mixture.counts if len(pairs) > 1 else (), self.mixture.seed
         return (
-            Batches(Mixture.of(kept, seed, weights), self.isolated),
-            Batches(Mixture.of(held, seed), self.isolated),
+            Batches(Mixture.from_weights(train_sources, seed, weights), self.isolated),
+            Batches(Mixture.from_weights(held_out_sources, seed), self.isolated),
         )
 
-    def steps(self, epochs: float, global_batch: int, position: int = 0) -> int:
+    def n_steps(self, epochs: float, global_batch: int, position: int = 0) -> int:
         """Return the number of full steps from ``position`` to the end of the epochs; at least one in all."""
         return max(0 if position else 1, int((epochs * self.n_sequences - position) // global_batch))
 
-    def steps_of_epoch(self, global_batch: int) -> Fraction:
+    def steps_per_epoch(self, global_batch: int) -> Fraction:
         """Return the number of steps in one epoch, as a fraction."""
         return Fraction(self.n_sequences, global_batch)
 
     def read(self, indices: Iterable[int]) -> Batch:
         """Return the sequences at these positions of the order as a batch."""
-        return self.batch(self.windows(indices))
+        return self.make_batch(self.windows(indices))
 
     def windows(self, indices: Iterable[int]) -> NDArray[np.uint32]:
         """Return the tokens of these sequences and the token that follows each, (B, S + 1)."""
         return np.stack([self.mixture.window(index) for index in indices])
 
-    def in_order(self, places: Iterable[int]) -> Batch:
+    def read_unshuffled(self, places: Iterable[int]) -> Batch:
         """Return sequences by their place in the concatenated sources, without shuffling."""
-        return self.batch(np.stack([self.mixture.in_order(place) for place in places]))
+        return self.make_batch(np.stack([self.mixture.unshuffled_window(place) for place in places]))
 
-    def batch(self, windows: NDArray[np.uint32]) -> Batch:
+    def make_batch(self, windows: NDArray[np.uint32]) -> Batch:
         """Split windows of ``seq_len + 1`` tokens into inputs and targets."""
         ids = (windows & ~MARKS).astype(np.int64)
-        ignored = (
-            windows[:, 1:] & (MARKS if self.isolated else NOT_LEARNT) != 0
+        ignore_mask = (
+            windows[:, 1:] & (MARKS if self.isolated else NOT_TRAINED) != 0
         )  # loss and attention never cross documents
-        targets = np.where(ignored, IGNORE_INDEX, ids[:, 1:])
-        positions = self._positions(windows[:, :-1] & FIRST != 0)
+        targets = np.where(ignore_mask, IGNORE_INDEX, ids[:, 1:])
+        positions = self._positions(windows[:, :-1] & DOCUMENT_START != 0)
         return Batch(
             torch.from_numpy(ids[:, :-1]),
             torch.from_numpy(targets),
@@ -107,60 +107,60 @@ def open_batches(
     config: Data,
     tokenizer_dir: Path,
     cache: Path,
-    me: Rank,
-    progress: Progress,
+    rank: Rank,
+    on_progress: OnProgress,
     say: Say,
-    named: str = "--data.paths",
+    option: str = "--data.paths",
 ) -> Batches:
-    """Copy the token files to every host and open them as batches. ``named``: the option that names the texts.
+    """Copy the token files to every host and open them as batches. ``option``: the option that names the texts.
 
     Raises:
-        UserError: The data cannot be used (see ``bring_tokens``), or is shorter than one sequence.
+        UserError: The data cannot be used (see ``distribute_tokens``), or is shorter than one sequence.
     """
-    files = [bring_tokens(part, tokenizer_dir, cache, me, progress, say) for part in config.by_source]
-    return batches_of(config, cache, files, named)
+    files = [distribute_tokens(part, tokenizer_dir, cache, rank, on_progress, say) for part in config.sources]
+    return batches_from_files(config, cache, files, option)
 
 
-def batches_of(config: Data, cache: Path, files: list[TokenFile], named: str = "--data.paths") -> Batches:
-    """Open token files as batches. ``named``: the option that names their texts, for errors.
+def batches_from_files(config: Data, cache: Path, files: list[TokenFile], option: str = "--data.paths") -> Batches:
+    """Open token files as batches. ``option``: the option that names their texts, for errors.
 
     Raises:
         UserError: A file is shorter than one sequence, or contributes nothing to an epoch.
     """
-    for part, file in zip(config.by_source, files, strict=True):
+    for part, file in zip(config.sources, files, strict=True):
         if file.n_tokens <= config.seq_len:
-            which = f" ({', '.join(part.paths)})" if len(files) > 1 else ""
+            source_label = f" ({', '.join(part.paths)})" if len(files) > 1 else ""
             raise UserError(
-                f"{named}: {file.n_tokens} tokens{which} are fewer than one sequence of {config.seq_len}; add text, or lower "
+                f"{option}: {file.n_tokens} tokens{source_label} are fewer than one sequence of {config.seq_len}; add text, or lower "
                 "--data.seq_len"
             )
     documents = "split" if config.packing == "concatenated" else config.documents
     truncate = config.long_documents == "truncate"
     sources = [open_source(file.path(cache), config.seq_len, documents, truncate=truncate) for file in files]
-    return Batches(Mixture.of(sources, config.seed, config.weights), isolated=config.packing == "isolated")
+    return Batches(Mixture.from_weights(sources, config.seed, config.weights), isolated=config.packing == "isolated")
 
 
 SAMPLE_TOKENS, LAST_TOKENS = 1 << 20, 8  # of a source; and of a document, which a template may end with a line break
 
 
-def warnings_of_ends(config: Data, batches: Batches, tokenizer_dir: Path) -> list[str]:
+def end_token_warnings(config: Data, batches: Batches, tokenizer_dir: Path) -> list[str]:
     """Return warnings for sources whose documents never end with one of the model's stop tokens."""
-    lines, ends = [], generation_ends(tokenizer_dir)
-    for part, source in zip(config.by_source, batches.mixture.sources, strict=True):
+    lines, ends = [], read_end_ids(tokenizer_dir)
+    for part, source in zip(config.sources, batches.mixture.sources, strict=True):
         tokens_N = source.tokens_N[:SAMPLE_TOKENS]
-        documents = np.split(tokens_N, bounds_of(tokens_N)[1:-1])
+        documents = np.split(tokens_N, document_bounds(tokens_N)[1:-1])
         if len(tokens_N) < len(source.tokens_N):  # the sample may cut the last document
             documents.pop()
-        learnt = [document_N[document_N & NOT_LEARNT == 0] & ~MARKS for document_N in documents]
-        lasts = [tokens.tolist()[-LAST_TOKENS:] for tokens in learnt if len(tokens)]
-        if len(lasts) > 1 and ends and not any(ends & {*last} for last in lasts):
+        targets = [document_N[document_N & NOT_TRAINED == 0] & ~MARKS for document_N in documents]
+        tails = [tokens.tolist()[-LAST_TOKENS:] for tokens in targets if len(tokens)]
+        if len(tails) > 1 and ends and not any(ends & {*tail} for tail in tails):
             tokenizer = read_tokenizer(tokenizer_dir)
-            special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
-            closing = [next((token for token in reversed(last) if token in special), last[-1]) for last in lasts]
-            [(last, _)] = collections.Counter(closing).most_common(1)
-            text = tokenizer.decode([last])
+            special_ids = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
+            end_tokens = [next((token for token in reversed(tail) if token in special_ids), tail[-1]) for tail in tails]
+            [(end_token, _)] = collections.Counter(end_tokens).most_common(1)
+            text = tokenizer.decode([end_token])
             lines.append(
-                f"warning: documents of {', '.join(part.paths)} end with token {last} ({text!r}), but the model's eos_token_id is "
+                f"warning: documents of {', '.join(part.paths)} end with token {end_token} ({text!r}), but the model's eos_token_id is "
                 f"{', '.join(map(str, sorted(ends)))}: the model would not learn to stop; make them agree, in "
                 f"{GENERATION_CONFIG}, or by --data.chat_template"
             )
@@ -170,38 +170,40 @@ def warnings_of_ends(config: Data, batches: Batches, tokenizer_dir: Path) -> lis
 def describe_held_out(config: Data, held_out: Batches) -> list[str]:
     """Return a log line for each source: its held-out documents, tokens and sequences."""
     lines = []
-    for part, source in zip(config.by_source, held_out.mixture.sources, strict=True):
-        what = (
-            counted(source.n_documents, "document", grouped=True)
+    for part, source in zip(config.sources, held_out.mixture.sources, strict=True):
+        held_documents = (
+            pluralize(source.n_documents, "document", thousands=True)
             if source.n_documents
             else "the end of the longest document"
         )
-        of = f" of {', '.join(part.paths)}" if len(held_out.mixture.sources) > 1 else ""
-        size = counted(source.n_tokens, "token", grouped=True)
+        source_label = f" of {', '.join(part.paths)}" if len(held_out.mixture.sources) > 1 else ""
+        size = pluralize(source.n_tokens, "token", thousands=True)
         lines.append(
-            f"evaluation: {what}{of} held out, {size} in {counted(source.n_sequences, 'sequence', grouped=True)}"
+            f"evaluation: {held_documents}{source_label} held out, {size} in {pluralize(source.n_sequences, 'sequence', thousands=True)}"
         )
     return lines
 
 
-def describe_reading(config: Data, batches: Batches) -> list[str]:
+def describe_epoch(config: Data, batches: Batches) -> list[str]:
     """Return a log line for each source: its share of an epoch, padding and unused tokens."""
     mixture, lines = batches.mixture, []
-    for part, source, count in zip(config.by_source, mixture.sources, mixture.counts, strict=True):
-        line = f"data: {counted(source.n_sequences, 'sequence', grouped=True)} of {counted(source.seq_len, 'token')}"
+    for part, source, count in zip(config.sources, mixture.sources, mixture.counts, strict=True):
+        line = (
+            f"data: {pluralize(source.n_sequences, 'sequence', thousands=True)} of {pluralize(source.seq_len, 'token')}"
+        )
         if len(mixture.sources) > 1:
             share = f"{100 * count / batches.n_sequences:.0f}% of an epoch"
             line += f" from {', '.join(part.paths)}: {share}, {count / source.n_sequences:.2f} passes"
         if source.spans_N2 is not None:
             line += f"; whole documents, {100 * source.padding:.1f}% padding"
-        if source.unread:
-            line += f"; {counted(source.unread, 'token', grouped=True)} unused"
+        if source.n_unread:
+            line += f"; {pluralize(source.n_unread, 'token', thousands=True)} unused"
         lines.append(line)
     return lines
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Skipped:
+class SkippedRange:
     """A line of a skip list: a token range that is masked."""
 
     source: int  # of the run's, from 0
@@ -212,7 +214,7 @@ class Skipped:
     why: str = ""
 
 
-def read_skips(path: Path) -> tuple[Skipped, ...]:
+def read_skips(path: Path) -> tuple[SkippedRange, ...]:
     """Read a skip list.
 
     Raises:
@@ -221,7 +223,7 @@ def read_skips(path: Path) -> tuple[Skipped, ...]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
         return tuple(
-            reader.loads(Skipped, line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()
+            reader.loads(SkippedRange, line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()
         )
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(
@@ -231,7 +233,7 @@ def read_skips(path: Path) -> tuple[Skipped, ...]:
         raise UserError(f"--data.skip: {error}; name a list that `llama405b blame` wrote") from None
 
 
-def without(mixture: Mixture, skips: Sequence[Skipped]) -> Mixture:
+def mask_skipped(mixture: Mixture, skips: Sequence[SkippedRange]) -> Mixture:
     """Return the mixture with the targets in these ranges masked.
 
     Raises:
@@ -239,14 +241,17 @@ def without(mixture: Mixture, skips: Sequence[Skipped]) -> Mixture:
     """
     sources = list(mixture.sources)
     for number, source in enumerate(sources):
-        own = [skip for skip in skips if skip.source == number]
+        source_skips = [skip for skip in skips if skip.source == number]
         if any(
-            skip.n_tokens != len(source.tokens_N) or not 0 <= skip.begin < skip.end <= skip.n_tokens for skip in own
+            skip.n_tokens != len(source.tokens_N) or not 0 <= skip.begin < skip.end <= skip.n_tokens
+            for skip in source_skips
         ):
             raise UserError(
                 "--data.skip: the list was made from other data (the token file's length differs); pass a list made from this run's data"
             )
-        sources[number] = dataclasses.replace(source, masked=Masked.of((skip.begin, skip.end) for skip in own))
+        sources[number] = dataclasses.replace(
+            source, masked_ranges=MaskedRanges.from_ranges((skip.begin, skip.end) for skip in source_skips)
+        )
     if any(skip.source >= len(sources) for skip in skips):
         raise UserError(
             "--data.skip: the list was made from other data (with more sources); pass a list made from this run's data"
@@ -254,35 +259,43 @@ def without(mixture: Mixture, skips: Sequence[Skipped]) -> Mixture:
     return dataclasses.replace(mixture, sources=tuple(sources))
 
 
-def words_of(skips: Sequence[Skipped]) -> str:
+def describe_skipped(skips: Sequence[SkippedRange]) -> str:
     """Return a log line with the number of skipped ranges and tokens."""
     n_tokens = sum(skip.end - skip.begin for skip in skips)
-    return f"data: {counted(len(skips), 'range')} of {counted(n_tokens, 'token', grouped=True)} excluded from the loss by data.skip"
+    return f"data: {pluralize(len(skips), 'range')} of {pluralize(n_tokens, 'token', thousands=True)} excluded from the loss by data.skip"
 
 
 Windows = NDArray[np.uint32]  # (B, S + 1)
 
 
-class Reader:
+class BatchLoader:
     """Iterate endlessly over steps: the micro-batches of this rank, on its device."""
 
     def __init__(
-        self, batches: Batches, me: Rank, dealing: Dealing, micro: int, position: int = 0, workers: int = 0
+        self,
+        batches: Batches,
+        rank: Rank,
+        split: MicrobatchSplit,
+        micro_batch_size: int,
+        position: int = 0,
+        workers: int = 0,
     ) -> None:
         """``position``: sequences that were read before, over all ranks; ``workers``: processes that read ahead; 0: a thread.
 
-        ``dealing``: of the step's micro-batches, of ``micro`` sequences each, to the ranks that split the batch.
+        ``split``: of the step's micro-batches, of ``micro_batch_size`` sequences each, to the ranks that split the batch.
         """
         self.batches = batches
-        self.me = me
-        self.global_batch = dealing.n_micro * micro
-        self.micro = micro
+        self.rank = rank
+        self.global_batch = split.n_microbatches * micro_batch_size
+        self.micro_batch_size = micro_batch_size
         self.position = position
-        first, n_own = dealing.place(me.dp.rank)
-        self.idle = dealing.rounds - n_own  # masked micro-batches of the previous rank, read to keep ranks in step
-        rows = _Rows(batches, dealing.rounds * micro)
-        begins = itertools.count(position + (first - self.idle) * micro, self.global_batch)
-        self.windows = _by_workers(rows, begins, workers) if workers else _by_thread(rows, begins)
+        first, n_local = split.first_and_count(rank.dp.rank)
+        self.n_idle = (
+            split.grad_accum_steps - n_local
+        )  # masked micro-batches of the previous rank, read to keep ranks in step
+        dataset = _WindowDataset(batches, split.grad_accum_steps * micro_batch_size)
+        begins = itertools.count(position + (first - self.n_idle) * micro_batch_size, self.global_batch)
+        self.windows = _read_by_workers(dataset, begins, workers) if workers else _read_by_thread(dataset, begins)
 
     def __iter__(self) -> Iterator[list[Batch]]:
         return self
@@ -291,55 +304,55 @@ class Reader:
         """Return the micro-batches of the next step."""
         windows = next(self.windows)
         self.position += self.global_batch
-        batch = self.batches.batch(windows)
-        batch.targets_BS[: self.idle * self.micro] = IGNORE_INDEX
-        return [part.to(self.me.device) for part in batch.split(self.micro)]
+        batch = self.batches.make_batch(windows)
+        batch.targets_BS[: self.n_idle * self.micro_batch_size] = IGNORE_INDEX
+        return [part.to(self.rank.device) for part in batch.split(self.micro_batch_size)]
 
     def close(self) -> None:
         """Stop the thread or the workers that load in the background."""
         self.windows.close()
 
 
-class _Rows(Dataset[Windows]):
+class _WindowDataset(Dataset[Windows]):
     """Map the first sequence's position to the windows of one rank's step."""
 
-    def __init__(self, batches: Batches, each: int) -> None:
-        self.batches, self.each = batches, each
+    def __init__(self, batches: Batches, n_sequences: int) -> None:
+        self.batches, self.n_sequences = batches, n_sequences
 
     def __getitem__(self, begin: int) -> Windows:
-        return self.batches.windows(range(begin, begin + self.each))
+        return self.batches.windows(range(begin, begin + self.n_sequences))
 
 
-def _by_thread(rows: _Rows, begins: Iterator[int]) -> Generator[Windows]:
-    with ThreadPoolExecutor(1, "read-ahead") as thread:
-        coming = thread.submit(rows.__getitem__, next(begins))
+def _read_by_thread(dataset: _WindowDataset, begins: Iterator[int]) -> Generator[Windows]:
+    with ThreadPoolExecutor(1, "read-ahead") as executor:
+        pending = executor.submit(dataset.__getitem__, next(begins))
         while True:
-            ready, coming = coming, thread.submit(rows.__getitem__, next(begins))
-            yield ready.result()
+            future, pending = pending, executor.submit(dataset.__getitem__, next(begins))
+            yield future.result()
 
 
-def _by_workers(rows: _Rows, begins: Iterator[int], workers: int) -> Generator[Windows]:
+def _read_by_workers(dataset: _WindowDataset, begins: Iterator[int], workers: int) -> Generator[Windows]:
     """Read in worker processes, which inherit no sockets or threads of the rank and end with it."""
     # forkserver, not fork: workers must not inherit sockets and locks of the rank. The preload imports modules once for all workers.
     server = multiprocessing.get_context("forkserver")
     server.set_forkserver_preload([__name__, getattr(sys.modules["__main__"].__spec__, "name", __name__)])
     loader = DataLoader(
-        rows,
+        dataset,
         sampler=begins,
         batch_size=None,
         num_workers=workers,
-        collate_fn=_as_it_is,
+        collate_fn=_no_collate,
         multiprocessing_context=server,
-        worker_init_fn=functools.partial(end_with, os.getpid()),
+        worker_init_fn=functools.partial(exit_with_process, os.getpid()),
     )
     try:
         yield from loader
     except RuntimeError as error:
-        why = " ".join(str(error).split())
+        reason = " ".join(str(error).split())
         raise RunError(
-            f"--data.workers: a process that reads ahead died ({why}); check the host's memory, or use fewer"
+            f"--data.workers: a process that reads ahead died ({reason}); check the host's memory, or use fewer"
         ) from None
 
 
-def _as_it_is(windows: Windows) -> Windows:
+def _no_collate(windows: Windows) -> Windows:
     return windows

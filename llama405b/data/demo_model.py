@@ -8,8 +8,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from llama405b.contract.errors import UserError
-from llama405b.data.documents import Documents, FilePart
-from llama405b.formats.corpus import STDLIB, Form, expand
+from llama405b.data.documents import Documents, FileRange
+from llama405b.formats.corpus import STDLIB, FileFormat, expand_paths
 from llama405b.formats.document import Text
 
 VOCAB = 2048
@@ -63,8 +63,10 @@ def _train_tokenizer() -> PreTrainedTokenizerFast:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    source = Documents([(FilePart(file), Form.TEXT) for file in expand([STDLIB])], TOKENIZER_TEXT_BYTES, skip=True)
-    texts = (found.document.text for found in source if isinstance(found.document, Text))
+    source = Documents(
+        [(FileRange(file), FileFormat.TEXT) for file in expand_paths([STDLIB])], TOKENIZER_TEXT_BYTES, skip=True
+    )
+    texts = (item.document.text for item in source if isinstance(item.document, Text))
     tokenizer.train_from_iterator(texts, trainer)
     begin = (BEGIN, tokenizer.token_to_id(BEGIN))
     tokenizer.post_processor = processors.TemplateProcessing(single=f"{BEGIN} $A", special_tokens=[begin])

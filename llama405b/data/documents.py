@@ -16,46 +16,48 @@ import pyarrow.ipc
 import pyarrow.parquet
 
 from llama405b import extend
-from llama405b.contract.errors import given
+from llama405b.contract.errors import fmt_if
 from llama405b.contract.reader import Json
 from llama405b.data.hub import hub_files
-from llama405b.formats.conversation import UnusableRecordError, in_order
+from llama405b.formats.conversation import UnusableRecordError, sort_fields
 from llama405b.formats.corpus import (
     ARROW_FILE,
     HUB,
     NAME_FIELDS,
     PARQUET,
     File,
-    Form,
-    expand,
-    form_of,
-    numbered,
-    reading,
-    record_of,
-    refusal,
-    remedy_of_form,
-    text_of,
+    FileFormat,
+    detect_format,
+    expand_paths,
+    format_remedy,
+    iterate_records,
+    open_stored,
+    open_text,
+    parse_json_line,
+    record_error,
 )
-from llama405b.formats.document import FIELDS, Document, NotUtf8, Text, TooManyCells, reading_of
+from llama405b.formats.document import KNOWN_FIELDS, Document, NotUtf8, Text, TooManyCells, parse_record
 
 Row = dict[str, Any]  # the values of the columns
-ROWS = 1000  # converted at a time, since a row of text may have megabytes
+ROWS_PER_BATCH = 1000  # converted at a time, since a row of text may have megabytes
 READ_BYTES = 1 << 20  # of a column at a time, if a row group is not read at once
 
 
-def table_rows(
-    raw: BinaryIO, fields: Sequence[str] = (), *, at_once: bool = True
+def iterate_table(
+    raw: BinaryIO, fields: Sequence[str] = (), *, prefetch: bool = True
 ) -> Iterator[tuple[Row | NotUtf8, float]]:
     """Yield each row and the share of the file that was read; columns that no document uses are None.
 
-    ``fields``: data.fields; ``at_once``: read row groups in one request each, as suits the Hub, instead of only the needed bytes.
+    ``fields``: data.fields; ``prefetch``: read row groups in one request each, as suits the Hub, instead of only the needed bytes.
     """
     names = [name.partition("=")[2] for name in fields]
     try:
         is_parquet = raw.read(len(PARQUET)) == PARQUET
         raw.seek(0)
         yield from (
-            _of_parquet(raw, names, at_once=at_once) if is_parquet else _of_arrow(pyarrow.PythonFile(raw, "r"), names)
+            _parquet_rows(raw, names, prefetch=prefetch)
+            if is_parquet
+            else _arrow_rows(pyarrow.PythonFile(raw, "r"), names)
         )
     except (pyarrow.ArrowException, ValueError, OverflowError) as error:  # the last two: values that Python cannot hold
         raise OSError(" ".join(str(error).split())) from None
@@ -63,21 +65,21 @@ def table_rows(
 
 def first_rows(raw: BinaryIO, fields: Sequence[str]) -> Iterator[Row | NotUtf8]:
     """Yield the rows of a table without reading whole row groups, for callers that need only a few."""
-    return (row for row, _ in table_rows(raw, fields, at_once=False))
+    return (row for row, _ in iterate_table(raw, fields, prefetch=False))
 
 
-def _of_parquet(file: BinaryIO, names: Collection[str], *, at_once: bool) -> Iterator[tuple[Row | NotUtf8, float]]:
-    buffer_size = 0 if at_once else READ_BYTES
-    with pyarrow.parquet.ParquetFile(file, pre_buffer=at_once, buffer_size=buffer_size) as table:
-        total, done = max(1, table.metadata.num_rows), 0
+def _parquet_rows(file: BinaryIO, names: Collection[str], *, prefetch: bool) -> Iterator[tuple[Row | NotUtf8, float]]:
+    buffer_size = 0 if prefetch else READ_BYTES
+    with pyarrow.parquet.ParquetFile(file, pre_buffer=prefetch, buffer_size=buffer_size) as table:
+        total, n_rows = max(1, table.metadata.num_rows), 0
         empty = dict.fromkeys(table.schema_arrow.names)
-        for batch in table.iter_batches(ROWS, columns=_wanted(table.schema_arrow, names)):
-            for row in _rows(batch, empty):
-                done += 1
-                yield row, done / total
+        for batch in table.iter_batches(ROWS_PER_BATCH, columns=_document_columns(table.schema_arrow, names)):
+            for row in _batch_rows(batch, empty):
+                n_rows += 1
+                yield row, n_rows / total
 
 
-def _of_arrow(file: pyarrow.NativeFile, names: Collection[str]) -> Iterator[tuple[Row | NotUtf8, float]]:
+def _arrow_rows(file: pyarrow.NativeFile, names: Collection[str]) -> Iterator[tuple[Row | NotUtf8, float]]:
     with file as raw:
         is_file = raw.read(len(ARROW_FILE)) == ARROW_FILE
         raw.seek(0)
@@ -86,42 +88,45 @@ def _of_arrow(file: pyarrow.NativeFile, names: Collection[str]) -> Iterator[tupl
             batches = (table.get_batch(i) for i in range(table.num_record_batches))
         else:
             batches = iter(pyarrow.ipc.open_stream(raw))
-        for whole in batches:
-            batch, empty = whole.select(_wanted(whole.schema, names)), dict.fromkeys(whole.schema.names)
-            for begin in range(0, batch.num_rows, ROWS):
-                for row in _rows(batch.slice(begin, ROWS), empty):
+        for full_batch in batches:
+            batch, empty = (
+                full_batch.select(_document_columns(full_batch.schema, names)),
+                dict.fromkeys(full_batch.schema.names),
+            )
+            for begin in range(0, batch.num_rows, ROWS_PER_BATCH):
+                for row in _batch_rows(batch.slice(begin, ROWS_PER_BATCH), empty):
                     yield row, raw.tell() / max(1, raw.size())
 
 
-def _rows(batch: pyarrow.RecordBatch, empty: Row) -> list[Row | NotUtf8]:
+def _batch_rows(batch: pyarrow.RecordBatch, empty: Row) -> list[Row | NotUtf8]:
     try:
-        return [empty | _given(row) for row in batch.to_pylist()]
+        return [empty | _without_nulls(row) for row in batch.to_pylist()]
     except UnicodeDecodeError as error:
         if batch.num_rows > 1:
-            return [row for i in range(batch.num_rows) for row in _rows(batch.slice(i, 1), empty)]
-        return [NotUtf8.of(error.object.decode("utf-8", "surrogateescape")) or empty]
+            return [row for i in range(batch.num_rows) for row in _batch_rows(batch.slice(i, 1), empty)]
+        return [NotUtf8.from_text(error.object.decode("utf-8", "surrogateescape")) or empty]
 
 
-def _wanted(schema: pyarrow.Schema, names: Collection[str]) -> list[str]:
+def _document_columns(schema: pyarrow.Schema, names: Collection[str]) -> list[str]:
     """Return the columns that a document may use. Others may be large, or of types that Python cannot hold."""
-    return [name for name in schema.names if name.lower() in FIELDS or name in names]
+    return [name for name in schema.names if name.lower() in KNOWN_FIELDS or name in names]
 
 
-def _given(value: Any) -> Any:
+def _without_nulls(value: Any) -> Any:
     """Drop null fields and sort the others, as a table gives each record the fields of all records."""
     match value:
         case dict():
-            return {key: _given(each) for key, each in in_order(value).items()}
+            return {key: _without_nulls(item) for key, item in sort_fields(value).items()}
         case list():
-            return [_given(each) for each in value]
+            return [_without_nulls(item) for item in value]
     return value
 
 
 COUNT_BYTES = 16 << 20
-VALUE = re.compile(r"'[^']*'(, )?|\d+")  # the parts of a reason that differ between records
+RECORD_VALUE = re.compile(r"'[^']*'(, )?|\d+")  # the parts of a reason that differ between records
 
 
-class FilePart(NamedTuple):
+class FileRange(NamedTuple):
     """A file, or the lines that begin between two bytes of it."""
 
     file: File
@@ -134,26 +139,26 @@ class FilePart(NamedTuple):
         return (self.end or self.file.stat().st_size) - self.begin
 
 
-class DocumentPlace(NamedTuple):
+class DocumentLocation(NamedTuple):
     """The file and line of a document."""
 
     file: File
     line: int = 0  # or row, from 1; 0: the document is the file
-    after: int = 0  # bytes before the line 1 that ``line`` counts from
+    skipped_bytes: int = 0  # bytes before the line 1 that ``line`` counts from
 
     def __str__(self) -> str:
-        return f"{self.file}:{_count_lines(self.file, self.after) + self.line}" if self.line else str(self.file)
+        return f"{self.file}:{_count_lines(self.file, self.skipped_bytes) + self.line}" if self.line else str(self.file)
 
 
-class Found(NamedTuple):
+class LocatedDocument(NamedTuple):
     """A document and its location."""
 
     document: Document
-    place: DocumentPlace
+    location: DocumentLocation
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class LeftOut:
+class SkippedRecords:
     """Records that were skipped for one reason."""
 
     count: int
@@ -161,11 +166,11 @@ class LeftOut:
     remedy: str  # for the first one
 
     @property
-    def words(self) -> str:
+    def summary(self) -> str:
         """The first skipped record and its remedy."""
-        return f"{self.first}{given('; {}', self.remedy)}"
+        return f"{self.first}{fmt_if('; {}', self.remedy)}"
 
-    def times(self, count: int) -> "LeftOut":
+    def with_count(self, count: int) -> "SkippedRecords":
         """Return a copy with this count."""
         return dataclasses.replace(self, count=count)
 
@@ -173,7 +178,8 @@ class LeftOut:
 class Documents:
     """Iterate over the documents of files, up to ``max_bytes`` of text (0: all); count the bytes read.
 
-    A line of JSON Lines, an object of an array and a row of a table is a record (``document.reading_of``); any other file is one document.
+    A line of JSON Lines, an object of an array and a row of a table is a record (``document.parse_record``).
+    Any other file is one document.
 
     Raises:
         UserError: A file cannot be read, or a record has no known form and ``skip`` is not set.
@@ -181,7 +187,7 @@ class Documents:
 
     def __init__(
         self,
-        parts: Sequence[tuple[FilePart, Form]],
+        parts: Sequence[tuple[FileRange, FileFormat]],
         max_bytes: int = 0,
         *,
         skip: bool = False,
@@ -192,99 +198,103 @@ class Documents:
         self.parts = parts
         self.skip = skip
         self.names, self.chat = names, chat
-        self.n_good = 0
+        self.n_usable = 0
         self.max_bytes = max_bytes or float("inf")
         self.total_bytes = int(min(self.max_bytes, sum(part.size for part, _ in parts)))
-        self.done_bytes = 0
-        self.left_out = dict[str, LeftOut]()  # by reason
+        self.n_read_bytes = 0
+        self.skipped_records = dict[str, SkippedRecords]()  # by reason
         self.unread = dict[str, str]()  # unused field -> the first file that has it
 
-    def __iter__(self) -> Iterator[Found]:
+    def __iter__(self) -> Iterator[LocatedDocument]:
         """Yield the documents in the order of the files."""
-        room, before = self.max_bytes, 0
-        for part, form in self.parts:
-            for found, at in self._documents_of(part, form):
-                if room <= 0:
+        remaining_chars, previous_bytes = self.max_bytes, 0
+        for part, file_format in self.parts:
+            for item, part_bytes in self._read_part(part, file_format):
+                if remaining_chars <= 0:
                     return
-                self.done_bytes = min(self.total_bytes, before + at)
-                yield found
-                self.n_good += 1
-                room -= found.document.n_chars
-            before = self.done_bytes
+                self.n_read_bytes = min(self.total_bytes, previous_bytes + part_bytes)
+                yield item
+                self.n_usable += 1
+                remaining_chars -= item.document.n_chars
+            previous_bytes = self.n_read_bytes
 
-    def refuse(self, where: DocumentPlace, why: str, remedy: str = NAME_FIELDS) -> None:
+    def reject(self, location: DocumentLocation, reason: str, remedy: str = NAME_FIELDS) -> None:
         """Count a bad record or raise an error; ``remedy``: shown if no earlier record was usable."""
         if not self.skip:
-            raise refusal(where, why, "" if self.n_good else remedy)
-        kind = VALUE.sub("…", why)
-        found = self.left_out.get(kind) or LeftOut(0, f"{where}: {why}", remedy)
-        self.left_out[kind] = found.times(found.count + 1)
+            raise record_error(location, reason, "" if self.n_usable else remedy)
+        kind = RECORD_VALUE.sub("…", reason)
+        skipped = self.skipped_records.get(kind) or SkippedRecords(0, f"{location}: {reason}", remedy)
+        self.skipped_records[kind] = skipped.with_count(skipped.count + 1)
 
-    def _documents_of(self, part: FilePart, form: Form) -> Iterator[tuple[Found, int]]:
+    def _read_part(self, part: FileRange, file_format: FileFormat) -> Iterator[tuple[LocatedDocument, int]]:
         """Yield each document and the number of bytes of the part that were read."""
         file, begin, end = part
-        if form is Form.TABLE:
-            yield from self._rows_of(file)
+        if file_format is FileFormat.TABLE:
+            yield from self._read_table(file)
             return
-        if form is Form.OWN:
+        if file_format is FileFormat.USER:
             for number, record in enumerate(extend.current().documents(Path(str(file))), 1):
-                if found := self._own(record, DocumentPlace(file, number)):
-                    yield found, 0
+                if item := self._user_document(record, DocumentLocation(file, number)):
+                    yield item, 0
             return
-        with reading(file) as raw:
-            if form is Form.TEXT:
-                text = text_of(raw)  # closes the file when it is freed
-                if found := self._whole(text.read(), file):
-                    yield found, raw.tell()
+        with open_stored(file) as raw:
+            if file_format is FileFormat.TEXT:
+                text = open_text(raw)  # closes the file when it is freed
+                if item := self._text_document(text.read(), file):
+                    yield item, raw.tell()
                 return
-            after = _first_line(raw, begin)
-            for number, record in _lines(raw, end) if end else numbered(raw, form):
-                if found := self._found(_sound(record), DocumentPlace(file, number, after)):
-                    yield found, raw.tell() - begin
+            skipped_bytes = _seek_line(raw, begin)
+            for number, record in _read_lines(raw, end) if end else iterate_records(raw, file_format):
+                if item := self._record_document(
+                    _replace_surrogates(record), DocumentLocation(file, number, skipped_bytes)
+                ):
+                    yield item, raw.tell() - begin
 
-    def _rows_of(self, file: File) -> Iterator[tuple[Found, int]]:
-        with reading(file) as raw:  # whose errors it names
+    def _read_table(self, file: File) -> Iterator[tuple[LocatedDocument, int]]:
+        with open_stored(file) as raw:  # whose errors it names
             size = file.stat().st_size
-            for number, (row, share) in enumerate(table_rows(raw, self.names), 1):
-                if found := self._found(row, DocumentPlace(file, number)):
-                    yield found, int(share * size)
+            for number, (row, share) in enumerate(iterate_table(raw, self.names), 1):
+                if item := self._record_document(row, DocumentLocation(file, number)):
+                    yield item, int(share * size)
 
-    def _whole(self, text: str, file: File) -> Found | None:
-        if bad := NotUtf8.of(text):
-            self.refuse(DocumentPlace(file, bad.line), str(bad), remedy_of_form(bad))
+    def _text_document(self, text: str, file: File) -> LocatedDocument | None:
+        if not_utf8 := NotUtf8.from_text(text):
+            self.reject(DocumentLocation(file, not_utf8.line), str(not_utf8), format_remedy(not_utf8))
             return None
-        return Found(Text("", text), DocumentPlace(file))
+        return LocatedDocument(Text("", text), DocumentLocation(file))
 
-    def _own(self, record: Any, place: DocumentPlace) -> Found | None:
+    def _user_document(self, record: Any, place: DocumentLocation) -> LocatedDocument | None:
         """Convert an item of the user's module; a str is one document."""
         if isinstance(record, str):
-            return Found(Text("", _sound(record)), place)
-        return self._found(_sound(record), place)
+            return LocatedDocument(Text("", _replace_surrogates(record)), place)
+        return self._record_document(_replace_surrogates(record), place)
 
-    def _found(self, record: Any, place: DocumentPlace) -> Found | None:
+    def _record_document(self, record: Any, place: DocumentLocation) -> LocatedDocument | None:
         try:
-            found = reading_of(record, self.names, chat=self.chat)
-        except UnusableRecordError as why:
-            self.refuse(place, str(why), remedy_of_form(record, why))
+            parsed = parse_record(record, self.names, chat=self.chat)
+        except UnusableRecordError as error:
+            self.reject(place, str(error), format_remedy(record, error))
             return None
-        for name in found.unread:
+        for name in parsed.unread:
             self.unread.setdefault(name, str(place.file))
-        return Found(found.document, place)
+        return LocatedDocument(parsed.document, place)
 
 
-def file_parts(paths: Iterable[str]) -> list[FilePart]:
+def list_file_ranges(paths: Iterable[str]) -> list[FileRange]:
     """Return the files that ``data.paths`` names. Files of the Hub are read only when they are reached."""
-    files = (file for path in paths for file in (hub_files(path) if path.startswith(HUB) else expand([path])))
-    return [FilePart(file) for file in files]
+    files = (file for path in paths for file in (hub_files(path) if path.startswith(HUB) else expand_paths([path])))
+    return [FileRange(file) for file in files]
 
 
-def with_forms(parts: Iterable[FilePart]) -> Iterator[tuple[FilePart, Form]]:
+def detect_formats(parts: Iterable[FileRange]) -> Iterator[tuple[FileRange, FileFormat]]:
     """Yield each part with the format of its file."""
-    own = extend.current().declared
-    return ((part, Form.OWN if own.reads_file(part.file) else form_of(part.file)) for part in parts)
+    user_module = extend.current().declared
+    return (
+        (part, FileFormat.USER if user_module.reads_file(part.file) else detect_format(part.file)) for part in parts
+    )
 
 
-def _first_line(raw: BinaryIO, begin: int) -> int:
+def _seek_line(raw: BinaryIO, begin: int) -> int:
     """Seek to the first line that begins at ``begin`` or later, and return its offset."""
     if begin:
         raw.seek(begin - 1)
@@ -292,27 +302,29 @@ def _first_line(raw: BinaryIO, begin: int) -> int:
     return raw.tell()
 
 
-def _lines(raw: BinaryIO, end: int) -> Iterator[tuple[int, Json | NotUtf8]]:
-    """As ``numbered``, of the lines that begin before ``end``."""
+def _read_lines(raw: BinaryIO, end: int) -> Iterator[tuple[int, Json | NotUtf8]]:
+    """As ``iterate_records``, of the lines that begin before ``end``."""
     for number in itertools.count(1):
         if raw.tell() >= end or not (line := raw.readline()):
             return
         if line.strip():
-            yield number, record_of(line.decode("utf-8-sig", "surrogateescape"))
+            yield number, parse_json_line(line.decode("utf-8-sig", "surrogateescape"))
 
 
 def _count_lines(file: File, n_bytes: int) -> int:
-    with reading(file) as raw:
-        return sum(raw.read(min(COUNT_BYTES, n_bytes - at)).count(b"\n") for at in range(0, n_bytes, COUNT_BYTES))
+    with open_stored(file) as raw:
+        return sum(
+            raw.read(min(COUNT_BYTES, n_bytes - offset)).count(b"\n") for offset in range(0, n_bytes, COUNT_BYTES)
+        )
 
 
-def _sound(record: Json | NotUtf8 | TooManyCells) -> Any:
+def _replace_surrogates(record: Json | NotUtf8 | TooManyCells) -> Any:
     """Replace lone surrogates, which JSON can contain and UTF-8 cannot, with question marks."""
     match record:
         case str():
             return record.encode("utf-8", "replace").decode("utf-8")
         case list():
-            return [_sound(each) for each in record]
+            return [_replace_surrogates(item) for item in record]
         case dict():
-            return {_sound(key): _sound(value) for key, value in record.items()}
+            return {_replace_surrogates(key): _replace_surrogates(value) for key, value in record.items()}
     return record

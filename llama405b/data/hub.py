@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
     from huggingface_hub.hf_api import RepoSibling
 
-PLAIN = ("*.jsonl", "*.ndjson", "*.txt", "*.csv", "*.tsv")
-TEXTS = (*PLAIN, *(f"{kind}.gz" for kind in PLAIN), "*.md", "*.parquet")
+PLAIN_PATTERNS = ("*.jsonl", "*.ndjson", "*.txt", "*.csv", "*.tsv")
+TEXT_PATTERNS = (*PLAIN_PATTERNS, *(f"{kind}.gz" for kind in PLAIN_PATTERNS), "*.md", "*.parquet")
 ADDRESS = re.compile(r"hf://datasets/(?P<name>[^/@]+/[^/@]+)(@(?P<revision>[^/]+))?(/(?P<only>.+))?")
-CLIENT = re.compile(r"httpx|httpcore|requests|urllib3")
+CLIENT_MODULES = re.compile(r"httpx|httpcore|requests|urllib3")
 RANGE_BYTES = 8 << 20  # minimum size of a range request
 
 
@@ -64,12 +64,12 @@ class HubFile:
         from huggingface_hub import HfFileSystem
 
         with _as_os_errors():
-            place = f"datasets/{self.dataset}@{self.commit}/{self.path}"
-            ranges = HfFileSystem().open(place, mode, block_size=RANGE_BYTES, size=self.size)
-            return io.BufferedReader(_Ranges(ranges))
+            repo_path = f"datasets/{self.dataset}@{self.commit}/{self.path}"
+            ranges = HfFileSystem().open(repo_path, mode, block_size=RANGE_BYTES, size=self.size)
+            return io.BufferedReader(_RangeFile(ranges))
 
 
-class _Ranges(io.RawIOBase):
+class _RangeFile(io.RawIOBase):
     """A file of the Hub that raises OSError like a local file."""
 
     def __init__(self, file: Any) -> None:
@@ -104,49 +104,49 @@ def _as_os_errors() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if isinstance(error, OSError) or _is_of_the_network(error):
+        if isinstance(error, OSError) or _is_network_error(error):
             raise OSError(" ".join(str(error).split())[:200] or type(error).__name__) from None
         raise
 
 
 def hub_files(path: str) -> list[HubFile]:
     """Return the files of ``hf://datasets/OWNER/NAME[@REVISION][/GLOB]``; no glob: all texts and tables."""
-    if not (found := ADDRESS.fullmatch(path)):
+    if not (match := ADDRESS.fullmatch(path)):
         raise UserError(f"--data.paths: {path!r} is not hf://datasets/OWNER/NAME[@REVISION][/GLOB]; correct it")
-    name = found["name"]
-    with said_clearly(f"datasets/{name}", Path()):
-        commit, files = dataset_files(name, found["revision"] or "main", found["only"])
-    return [HubFile(name, commit, each.rfilename, each.size or 0) for each in files]
+    name = match["name"]
+    with explain_hub_errors(f"datasets/{name}", Path()):
+        commit, files = dataset_files(name, match["revision"] or "main", match["only"])
+    return [HubFile(name, commit, file.rfilename, file.size or 0) for file in files]
 
 
-def dataset_files(name: str, revision: str, only: str | None) -> "tuple[str, list[RepoSibling]]":
+def dataset_files(name: str, revision: str, pattern: str | None) -> "tuple[str, list[RepoSibling]]":
     """Return a dataset's commit and its files, sorted: those that match a glob, or all texts and tables.
 
     Raises:
         UserError: The dataset has no such file.
-        Exception: As huggingface_hub raises it; see ``said_clearly``.
+        Exception: As huggingface_hub raises it; see ``explain_hub_errors``.
     """
     from huggingface_hub import HfApi
 
     info = HfApi().dataset_info(name, revision=revision, files_metadata=True)
-    everything = sorted(
-        (each for each in info.siblings or () if each.rfilename != "README.md"), key=lambda each: str(each.rfilename)
+    repo_files = sorted(
+        (file for file in info.siblings or () if file.rfilename != "README.md"), key=lambda file: str(file.rfilename)
     )
-    kinds = [only] if only else TEXTS
-    files = [each for each in everything if any(fnmatch.fnmatch(each.rfilename, kind) for kind in kinds)]
+    patterns = [pattern] if pattern else TEXT_PATTERNS
+    files = [file for file in repo_files if any(fnmatch.fnmatch(file.rfilename, glob) for glob in patterns)]
     if not files:
-        there = ", ".join(each.rfilename for each in everything[:5])
+        examples = ", ".join(file.rfilename for file in repo_files[:5])
         raise UserError(
-            f"{name}: has no file {only or 'of text or Parquet'} (it has {there or 'none'}); name some of them"
+            f"{name}: has no file {pattern or 'of text or Parquet'} (it has {examples or 'none'}); name some of them"
         )
     return str(info.sha), files
 
 
 @contextlib.contextmanager
-def said_clearly(model: str, target: Path) -> Iterator[None]:
+def explain_hub_errors(repo: str, target: Path) -> Iterator[None]:
     """Turn errors of huggingface_hub into one sentence.
 
-    ``model``: owner/name, or datasets/owner/name; ``target``: the path that is written, named if the disk is full.
+    ``repo``: owner/name, or datasets/owner/name; ``target``: the path that is written, named if the disk is full.
 
     Raises:
         UserError: The model does not exist, or access is denied.
@@ -157,55 +157,55 @@ def said_clearly(model: str, target: Path) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:
-        if told := _refusal(error, model) or _failure(error, model, target):
-            raise told from None
+        if explained := _access_error(error, repo) or _transfer_error(error, repo, target):
+            raise explained from None
         raise
 
 
-def _refusal(error: Exception, model: str) -> UserError | None:
+def _access_error(error: Exception, repo: str) -> UserError | None:
     """Return an error if the model does not exist or this user has no access."""
     from huggingface_hub import errors
 
-    page = f"https://huggingface.co/{model}"
-    for kind, sentence in (  # the first is a subclass of the last
+    page = f"https://huggingface.co/{repo}"
+    for error_type, sentence in (  # the first is a subclass of the last
         (
             errors.GatedRepoError,
-            f"{model}: access is gated (403); accept the license at {page}, then export the HF_TOKEN of that account",
+            f"{repo}: access is gated (403); accept the license at {page}, then export the HF_TOKEN of that account",
         ),
-        (errors.RevisionNotFoundError, f"--revision: {model} has no such revision; see {page}/commits"),
+        (errors.RevisionNotFoundError, f"--revision: {repo} has no such revision; see {page}/commits"),
         (
             errors.RepositoryNotFoundError,
-            f"{model}: not found on the Hub, or private (401); check the name, or export HF_TOKEN",
+            f"{repo}: not found on the Hub, or private (401); check the name, or export HF_TOKEN",
         ),
     ):
-        if isinstance(error, kind):
+        if isinstance(error, error_type):
             return UserError(sentence)
     return None
 
 
-def _failure(error: Exception, model: str, target: Path) -> RunError | None:
+def _transfer_error(error: Exception, repo: str, target: Path) -> RunError | None:
     """Return an error if the network or the disk failed."""
     from huggingface_hub import errors
 
-    causes, said = list(_causes(error)), " ".join(str(error).split())[:200]
+    causes, text = list(_causes(error)), " ".join(str(error).split())[:200]
     if any(isinstance(cause, OSError) and cause.errno == errno.ENOSPC for cause in causes):
         return RunError(f"{target}: the disk is full; free space, then run the same command again")
     if isinstance(error, errors.HfHubHTTPError):
-        return RunError(f"{model}: the Hub refused ({said}); run the same command again")
+        return RunError(f"{repo}: the Hub refused ({text}); run the same command again")
     if isinstance(error, OSError) and error.filename:
         return RunError(f"{error.filename}: {error.strerror}; fix that, then run the same command again")
-    if isinstance(error, OSError) or _is_of_the_network(error):
-        return RunError(f"the Hub cannot be reached ({said}); check the network, then run the same command again")
+    if isinstance(error, OSError) or _is_network_error(error):
+        return RunError(f"the Hub cannot be reached ({text}); check the network, then run the same command again")
     return None
 
 
-def _is_of_the_network(error: BaseException) -> bool:
+def _is_network_error(error: BaseException) -> bool:
     """Return whether an error comes from the HTTP client: a failed connection, a timeout, a truncated reply."""
-    return any(CLIENT.match(type(cause).__module__) for cause in _causes(error))
+    return any(CLIENT_MODULES.match(type(cause).__module__) for cause in _causes(error))
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    seen: BaseException | None = error
-    while seen is not None:
-        yield seen
-        seen = seen.__cause__ or seen.__context__
+    current: BaseException | None = error
+    while current is not None:
+        yield current
+        current = current.__cause__ or current.__context__

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from llama405b.contract import reader
 from llama405b.contract.errors import UserError
 
-SIGNS = (  # fragments that occur only in messages about a lost peer
+LOST_PEER_MESSAGES = (  # fragments that occur only in messages about a lost peer
     "Connection closed by peer",  # gloo
     "Connection reset",  # gloo, torch's store
     "Broken pipe",  # gloo, torch's store
@@ -31,7 +31,7 @@ SIGNS = (  # fragments that occur only in messages about a lost peer
 
 def says_lost_peer(message: str) -> bool:
     """Return whether a message says that a peer is lost."""
-    return any(sign in message for sign in SIGNS)
+    return any(fragment in message for fragment in LOST_PEER_MESSAGES)
 
 
 def is_lost_peer(error: Exception) -> bool:
@@ -41,16 +41,16 @@ def is_lost_peer(error: Exception) -> bool:
     )
 
 
-class FollowedError(UserError):
+class PeerFailedError(UserError):
     """Another rank refused its input, so all ranks stop."""
 
-    def __init__(self, peer: int, words: str) -> None:
-        super().__init__(f"rank {peer} failed: {words}")
-        self.peer, self.words = peer, words
+    def __init__(self, peer: int, message: str) -> None:
+        super().__init__(f"rank {peer} failed: {message}")
+        self.peer, self.message = peer, message
 
 
 T = TypeVar("T")
-WORKING_S = 1.0  # how often rank 0 tells the waiting ranks that it is still working
+WORKING_INTERVAL_S = 1.0  # how often rank 0 tells the waiting ranks that it is still working
 
 
 def broadcast_object(value: T, kind: Any = None, group: dist.ProcessGroup | None = None, *, source: int = 0) -> T:
@@ -63,8 +63,8 @@ def broadcast_object(value: T, kind: Any = None, group: dist.ProcessGroup | None
     """
     if dist.get_world_size() == 1:
         return value
-    own = reader.dumps(value).encode() if dist.get_rank() == source else b""
-    return reader.loads(kind or type(value), broadcast_bytes(source, own, group), f"what rank {source} sent")
+    content = reader.dumps(value).encode() if dist.get_rank() == source else b""
+    return reader.loads(kind or type(value), broadcast_bytes(source, content, group), f"what rank {source} sent")
 
 
 def all_gather_objects(value: T, kind: Any = None, group: dist.ProcessGroup | None = None) -> list[T]:
@@ -78,18 +78,18 @@ def all_gather_objects(value: T, kind: Any = None, group: dist.ProcessGroup | No
     """
     if dist.get_world_size() == 1:
         return [value]
-    mine = torch.frombuffer(bytearray(reader.dumps(value).encode()), dtype=torch.uint8)
+    local = torch.frombuffer(bytearray(reader.dumps(value).encode()), dtype=torch.uint8)
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
     # all_gather needs tensors of one size: exchange the sizes first, then pad to the longest.
-    dist.all_gather(sizes, torch.tensor([mine.numel()]), group)
-    longest = int(max(sizes))
-    padded = torch.zeros(longest, dtype=torch.uint8)
-    padded[: mine.numel()] = mine
-    everyone = [torch.empty(longest, dtype=torch.uint8) for _ in sizes]
-    dist.all_gather(everyone, padded, group)
+    dist.all_gather(sizes, torch.tensor([local.numel()]), group)
+    max_size = int(max(sizes))
+    padded = torch.zeros(max_size, dtype=torch.uint8)
+    padded[: local.numel()] = local
+    buffers = [torch.empty(max_size, dtype=torch.uint8) for _ in sizes]
+    dist.all_gather(buffers, padded, group)
     return [
         reader.loads(kind or type(value), raw[: int(size)].numpy().tobytes(), f"what rank {rank} sent")
-        for rank, (raw, size) in enumerate(zip(everyone, sizes, strict=True))
+        for rank, (raw, size) in enumerate(zip(buffers, sizes, strict=True))
     ]
 
 
@@ -118,53 +118,53 @@ def raise_on_all_ranks(group: dist.ProcessGroup | None = None) -> Iterator[None]
     error = ""
     try:
         yield
-    except UserError as found:
-        error = str(found)
-    for rank, words in enumerate(all_gather_objects(error, group=group)):
-        if words and rank == dist.get_rank():
-            raise UserError(words)
-        if words:
-            raise FollowedError(rank, words)
+    except UserError as user_error:
+        error = str(user_error)
+    for rank, message in enumerate(all_gather_objects(error, group=group)):
+        if message and rank == dist.get_rank():
+            raise UserError(message)
+        if message:
+            raise PeerFailedError(rank, message)
 
 
 @contextlib.contextmanager
-def waiting_for_rank0(alive: Callable[[], None]) -> Iterator[Callable[[], None]]:
+def waiting_for_rank0(on_wait: Callable[[], None]) -> Iterator[Callable[[], None]]:
     """Let rank 0 work for any length of time while the other ranks wait, without a collective that exceeds its timeout.
 
-    Rank 0 must call the yielded function between the pieces of its work. The others call ``alive`` while they wait, and
+    Rank 0 must call the yielded function between the pieces of its work. The others call ``on_wait`` while they wait, and
     enter the block when rank 0 has left it.
     """
     if dist.get_rank() != 0:
         while any(all_reduce_max([0])):
-            alive()
+            on_wait()
         yield lambda: None
         return
-    told = time.monotonic()
+    last_report_s = time.monotonic()
 
-    def still_working() -> None:
-        nonlocal told
-        if time.monotonic() - told >= WORKING_S:
+    def report_working() -> None:
+        nonlocal last_report_s
+        if time.monotonic() - last_report_s >= WORKING_INTERVAL_S:
             all_reduce_max([1])
-            told = time.monotonic()
+            last_report_s = time.monotonic()
 
     try:
-        yield still_working
+        yield report_working
     finally:
         # Release the waiting ranks, also after an exception.
         all_reduce_max([0])
 
 
-def all_reduce_max(mine: Sequence[int]) -> list[int]:
+def all_reduce_max(local_values: Sequence[int]) -> list[int]:
     """Return the maximum of each value over all ranks, on every rank; through CPU memory."""
-    values = torch.tensor(mine, dtype=torch.int64)
+    values = torch.tensor(local_values, dtype=torch.int64)
     dist.all_reduce(values, dist.ReduceOp.MAX)
     return [int(value) for value in values]
 
 
-def all_reduce_max_fields(mine: T) -> T:
+def all_reduce_max_fields(local: T) -> T:
     """Return a dataclass of integers with the maximum of each field over all ranks, on every rank."""
-    values = all_reduce_max(dataclasses.astuple(mine))  # type: ignore[call-overload]
-    return type(mine)(*values)
+    values = all_reduce_max(dataclasses.astuple(local))  # type: ignore[call-overload]
+    return type(local)(*values)
 
 
 def all_reduce_sum(value: torch.Tensor) -> torch.Tensor:

@@ -27,9 +27,9 @@ from llama405b.contract.errors import UserError
 
 GIB = 1 << 30
 PIECE_BYTES = 4 * GIB  # registered at a time, so that progress can be shown; a block is never split
-ALIGNED = 256
-Progress = Callable[[int, int], None]  # done bytes, total bytes
-INSTEAD = {
+ALIGNMENT = 256
+OnByteProgress = Callable[[int, int], None]  # done bytes, total bytes
+ALTERNATIVES = {
     "parallel.offload": "use more hosts",
     "checkpoint.staging": "set a smaller size, such as 10GB",
     "model.activations": "leave it out",
@@ -55,7 +55,7 @@ def free_bytes() -> int:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class MemoryHeld:
+class PeakMemory:
     """Peak memory of this rank so far; the fields are those of ``Metrics``."""
 
     peak_bytes: int
@@ -64,66 +64,67 @@ class MemoryHeld:
     num_ooms: int = 0
 
 
-def memory_held(*, on_gpu: bool) -> MemoryHeld:
+def peak_memory(*, on_gpu: bool) -> PeakMemory:
     """Return this rank's peak memory: of its GPU, or without one of the CPU."""
     if not on_gpu:
-        return MemoryHeld(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+        return PeakMemory(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
     stats = torch.cuda.memory_stats()
     names = ("reserved_bytes.all.peak", "allocated_bytes.all.peak", "num_alloc_retries", "num_ooms")
-    return MemoryHeld(*(stats.get(name, 0) for name in names))
+    return PeakMemory(*(stats.get(name, 0) for name in names))
 
 
-def allocate(
-    blocks: Sequence[int], device: torch.device, progress: Progress, setting: str = "parallel.offload"
+def allocate_blocks(
+    blocks: Sequence[int], device: torch.device, on_progress: OnByteProgress, setting: str = "parallel.offload"
 ) -> list[Tensor]:
     """Return uint8 tensors of these sizes in bytes, pinned if the device is a GPU; ``setting`` is named in the error.
 
     Raises:
         UserError: CUDA cannot pin that much.
     """
-    found: list[Tensor] = []
-    total, done = sum(blocks), 0
-    for sizes in grouped(blocks):
-        piece = _pages(sum(map(aligned, sizes)))
+    tensors: list[Tensor] = []
+    total_bytes, done_bytes = sum(blocks), 0
+    for sizes in group_blocks(blocks):
+        piece = _map_pages(sum(map(align_up, sizes)))
         if device.type == "cuda":
-            register(piece, done, total, setting)
+            register_pinned(piece, done_bytes, total_bytes, setting)
         begin = 0
         for size in sizes:
-            found.append(piece[begin : begin + size])
-            begin += aligned(size)
-        done += sum(sizes)
-        progress(done, total)
-    return found
+            tensors.append(piece[begin : begin + size])
+            begin += align_up(size)
+        done_bytes += sum(sizes)
+        on_progress(done_bytes, total_bytes)
+    return tensors
 
 
-def grouped(blocks: Sequence[int]) -> list[list[int]]:
+def group_blocks(blocks: Sequence[int]) -> list[list[int]]:
     """Group block sizes, in order, into pieces to pin: a copy must not cross the border between two registrations."""
-    found: list[list[int]] = []
+    groups: list[list[int]] = []
     for size in blocks:
-        if found and sum(map(aligned, (*found[-1], size))) <= PIECE_BYTES:
-            found[-1].append(size)
+        if groups and sum(map(align_up, (*groups[-1], size))) <= PIECE_BYTES:
+            groups[-1].append(size)
         else:
-            found.append([size])
-    return found
+            groups.append([size])
+    return groups
 
 
-def register(piece: Tensor, done: int, total: int, setting: str = "parallel.offload") -> None:
+def register_pinned(piece: Tensor, done_bytes: int, total_bytes: int, setting: str = "parallel.offload") -> None:
     """Pin memory that is already allocated."""
     _registered.append(piece)
     error = int(torch.cuda.cudart().cudaHostRegister(piece.data_ptr(), piece.nbytes, 1))  # 1: cudaHostRegisterPortable
     if error:
-        raise refused(done, total, f"error {error}", setting)
+        raise pinning_error(done_bytes, total_bytes, f"error {error}", setting)
 
 
-def refused(done: int, total: int, why: str, setting: str = "parallel.offload") -> UserError:
+def pinning_error(done_bytes: int, total_bytes: int, reason: str, setting: str = "parallel.offload") -> UserError:
     """Return the error for CPU memory that CUDA could not pin."""
     return UserError(
-        f"--{setting}: cannot pin {total / GIB:.1f} GiB of this rank's CPU memory (CUDA stopped at {done / GIB:.1f} GiB: {why}); "
-        f"raise the limit of locked memory (ulimit -l) or the container's memory, or {INSTEAD[setting]}"
+        f"--{setting}: cannot pin {total_bytes / GIB:.1f} GiB of this rank's CPU memory (CUDA stopped at "
+        f"{done_bytes / GIB:.1f} GiB: {reason}); "
+        f"raise the limit of locked memory (ulimit -l) or the container's memory, or {ALTERNATIVES[setting]}"
     )
 
 
-def _pages(n_bytes: int) -> Tensor:
+def _map_pages(n_bytes: int) -> Tensor:
     """Return page-aligned memory, untouched so far, in huge pages if the system has them."""
     if not n_bytes:
         return torch.empty(0, dtype=torch.uint8)
@@ -133,24 +134,24 @@ def _pages(n_bytes: int) -> Tensor:
     return torch.frombuffer(pages, dtype=torch.uint8)
 
 
-def aligned(n_bytes: int) -> int:
+def align_up(n_bytes: int) -> int:
     """Return a size in bytes, rounded up to the alignment of blocks."""
-    return -(-n_bytes // ALIGNED) * ALIGNED
+    return -(-n_bytes // ALIGNMENT) * ALIGNMENT
 
 
 STAGE_BYTES = 256 << 20  # a power of two: torch would round up to one
-READERS, READ_BYTES = 8, 16 << 20  # threads, and bytes that each reads at a time
-Arrived = Callable[[], None]  # blocks until copies are finished
+N_READERS, READ_BYTES = 8, 16 << 20  # threads, and bytes that each reads at a time
+WaitForCopy = Callable[[], None]  # blocks until copies are finished
 
 
-def copy(pairs: Iterable[tuple[Tensor, Tensor]], stream: torch.cuda.Stream | None) -> Arrived:
+def async_copy(pairs: Iterable[tuple[Tensor, Tensor]], stream: torch.cuda.Stream | None) -> WaitForCopy:
     """Copy the second tensor of each pair to the first, on a stream if given; return a function that waits for the copies."""
     with on_stream(stream):
-        for to, of in pairs:
-            to.copy_(of, non_blocking=True)
-            if stream and of.is_cuda:
-                of.record_stream(stream)  # otherwise its memory could be reused before the copy reads it
-    return stream.record_event().synchronize if stream else nothing
+        for target, source in pairs:
+            target.copy_(source, non_blocking=True)
+            if stream and source.is_cuda:
+                source.record_stream(stream)  # otherwise its memory could be reused before the copy reads it
+    return stream.record_event().synchronize if stream else no_wait
 
 
 def on_stream(stream: torch.cuda.Stream | None) -> AbstractContextManager[None]:
@@ -158,27 +159,27 @@ def on_stream(stream: torch.cuda.Stream | None) -> AbstractContextManager[None]:
     return torch.cuda.stream(stream) if stream else nullcontext()
 
 
-def nothing() -> None:
+def no_wait() -> None:
     """Do nothing: there is no copy to wait for."""
 
 
-class Stage:
+class DeviceStager:
     """Copies bytes of mapped files to a device with several reader threads; to a GPU through two pinned buffers."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.threads = device, ThreadPoolExecutor(READERS, "reader")
+        self.device, self.threads = device, ThreadPoolExecutor(N_READERS, "reader")
         self.buffers: list[Tensor] = []
 
-    def bring(self, target: Tensor, sources: Sequence[tuple[int, Tensor]]) -> None:
+    def copy_to_device(self, target: Tensor, sources: Sequence[tuple[int, Tensor]]) -> None:
         """Copy each source to its offset in ``target`` (uint8, on the device); return when all are copied."""
         if self.device.type == "cpu":
             self._read(target, 0, sources)
             return
         if not self.buffers:
             self.buffers = [torch.empty(STAGE_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-        self._through(self.buffers, target, sources, torch.cuda.current_stream(self.device))
+        self._copy_through_buffers(self.buffers, target, sources, torch.cuda.current_stream(self.device))
 
-    def _through(
+    def _copy_through_buffers(
         self,
         buffers: Sequence[Tensor],
         target: Tensor,
@@ -186,32 +187,32 @@ class Stage:
         stream: torch.cuda.Stream | None,
     ) -> None:
         """Fill one buffer while the other is copied to the device."""
-        free: list[Arrived] = [nothing] * len(buffers)
+        wait_until_free: list[WaitForCopy] = [no_wait] * len(buffers)
         for number, part in enumerate(target.split(buffers[0].numel())):
             slot = number % len(buffers)
-            free[slot]()
+            wait_until_free[slot]()
             buffer = buffers[slot][: part.numel()]
             self._read(buffer, number * buffers[0].numel(), sources)
-            free[slot] = copy([(part, buffer)], stream)
-        for arrived in free:
-            arrived()
+            wait_until_free[slot] = async_copy([(part, buffer)], stream)
+        for wait in wait_until_free:
+            wait()
 
-    def _read(self, into: Tensor, begin: int, sources: Sequence[tuple[int, Tensor]]) -> None:
+    def _read(self, buffer: Tensor, begin: int, sources: Sequence[tuple[int, Tensor]]) -> None:
         """Fill a buffer that stands for the target from offset ``begin`` on."""
-        pairs = list(_overlaps(into, begin, sources))
+        pairs = list(_overlaps(buffer, begin, sources))
         list(self.threads.map(lambda pair: np.copyto(*pair), pairs))
 
 
 def _overlaps(
-    into: Tensor, begin: int, sources: Iterable[tuple[int, Tensor]]
+    buffer: Tensor, begin: int, sources: Iterable[tuple[int, Tensor]]
 ) -> Iterator[tuple["np.ndarray[tuple[int], np.dtype[np.uint8]]", "np.ndarray[tuple[int], np.dtype[np.uint8]]"]]:
     """Yield (buffer slice, source slice) pairs for the parts of sources that fall into the buffer, one pair per thread task."""
-    for at, source in sources:
+    for offset, source in sources:
         flat = source.flatten().view(torch.uint8)
-        low, high = max(at, begin), min(at + flat.numel(), begin + into.numel())
+        low, high = max(offset, begin), min(offset + flat.numel(), begin + buffer.numel())
         for first in range(low, high, READ_BYTES):
             last = min(first + READ_BYTES, high)
-            yield into[first - begin : last - begin].numpy(), flat[first - at : last - at].numpy()
+            yield buffer[first - begin : last - begin].numpy(), flat[first - offset : last - offset].numpy()
 
 
 class StepTimer:
@@ -219,23 +220,23 @@ class StepTimer:
 
     def __init__(self, device: torch.device) -> None:
         self.cuda = device.type == "cuda"
-        self.marks: list[tuple[str, Any]] = [("", moment(cuda=self.cuda))]
+        self.marks: list[tuple[str, Any]] = [("", record_time(cuda=self.cuda))]
 
     def mark(self, part: str) -> None:
         """Mark the end of ``part``."""
-        self.marks.append((part, moment(cuda=self.cuda)))
+        self.marks.append((part, record_time(cuda=self.cuda)))
 
     def seconds(self) -> dict[str, float]:
         """Return the seconds of each part; wait for the device."""
         if self.cuda:
             torch.cuda.synchronize()
-        total: dict[str, float] = defaultdict(float)
+        seconds_by_part: dict[str, float] = defaultdict(float)
         for (_, begin), (part, end) in zip(self.marks, self.marks[1:], strict=False):
-            total[part] += seconds_between(begin, end)
-        return total
+            seconds_by_part[part] += event_seconds(begin, end)
+        return seconds_by_part
 
 
-def moment(*, cuda: bool) -> Any:
+def record_time(*, cuda: bool) -> Any:
     """Return the current time; with ``cuda`` an event that takes its time when the current stream reaches it."""
     if not cuda:
         return time.perf_counter()
@@ -244,7 +245,7 @@ def moment(*, cuda: bool) -> Any:
     return event
 
 
-def seconds_between(begin: Any, end: Any) -> float:
+def event_seconds(begin: Any, end: Any) -> float:
     """Return the seconds between two recorded times; torch raises for events that have not completed."""
     if isinstance(begin, torch.cuda.Event):
         return begin.elapsed_time(end) / 1000

@@ -21,9 +21,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from llama405b.contract.errors import UserError, counted
+from llama405b.contract.errors import UserError, pluralize
 from llama405b.distributed import collectives
-from llama405b.settings.axes import DP, SHARD, Axes, Place
+from llama405b.settings.axes import DP_AXES, SHARD_AXES, Axes, Coordinate
 from llama405b.settings.schema import Parallel
 from llama405b.spec.plan import OWN_THREADS
 
@@ -32,8 +32,8 @@ from llama405b.spec.plan import OWN_THREADS
 class Rank:
     """This process's place among all ranks."""
 
-    rank: int
-    world: int
+    index: int
+    world_size: int
     local_rank: int
     host: str  # the name in the hosts file
     device: torch.device
@@ -43,17 +43,17 @@ class Rank:
     @property
     def axes(self) -> Axes:
         """The mesh of all ranks."""
-        return self.mesh or Axes(dp_shard=self.world)
+        return self.mesh or Axes(dp_shard=self.world_size)
 
     @property
-    def dp(self) -> Place:
+    def dp(self) -> Coordinate:
         """Coordinate among the ranks that split the batch."""
-        return self.axes.place(self.rank, DP)
+        return self.axes.coordinate(self.index, DP_AXES)
 
     @property
-    def shard(self) -> Place:
+    def shard(self) -> Coordinate:
         """Coordinate among the ranks that shard each parameter."""
-        return self.axes.place(self.rank, SHARD)
+        return self.axes.coordinate(self.index, SHARD_AXES)
 
     @property
     def on_gpu(self) -> bool:
@@ -64,46 +64,46 @@ class Rank:
     def gpu(self) -> str:
         """The index of its GPU on the host; "" without one."""
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-        shown = visible[self.local_rank : self.local_rank + 1] if visible[0] else [str(self.local_rank)]
-        return "".join(shown) if self.on_gpu else ""
+        gpu_numbers = visible[self.local_rank : self.local_rank + 1] if visible[0] else [str(self.local_rank)]
+        return "".join(gpu_numbers) if self.on_gpu else ""
 
     @property
     def is_rank0(self) -> bool:
         """Whether this is rank 0."""
-        return self.rank == 0
+        return self.index == 0
 
 
 # Defaults of variables that CUDA and NCCL read at start: less fragmentation, and a dump of the last collectives when one times out
-# (where ``record_flights`` says).
+# (where ``enable_flight_recorder`` says).
 CUDA_ENV = {
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",
     "TORCH_FR_BUFFER_SIZE": "2000",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
 }
-BESIDE = "beside training"  # description of a process group that keeps its own timeout
-OLDER = {  # deprecated names that users may have set
+BACKGROUND_GROUP = "beside training"  # description of a process group that keeps its own timeout
+OLDER_NAMES = {  # deprecated names that users may have set
     "PYTORCH_ALLOC_CONF": "PYTORCH_CUDA_ALLOC_CONF",
     "TORCH_FR_BUFFER_SIZE": "TORCH_NCCL_TRACE_BUFFER_SIZE",
     "TORCH_FR_DUMP_TEMP_FILE": "TORCH_NCCL_DEBUG_INFO_TEMP_FILE",
 }
 
 
-def on_mesh(me: Rank, parallel: Parallel) -> Rank:
+def with_mesh(rank: Rank, parallel: Parallel) -> Rank:
     """Return the rank with the mesh that the settings ask for.
 
     Raises:
         UserError: The number of ranks does not fit the mesh.
     """
-    return dataclasses.replace(me, mesh=Axes.of(parallel, me.world, ranks_per_host()))
+    return dataclasses.replace(rank, mesh=Axes.from_parallel(parallel, rank.world_size, ranks_per_host()))
 
 
 def ranks_per_host() -> int:
     """Return the largest number of ranks on any host, as torchrun says. All ranks must call it."""
-    [most] = collectives.all_reduce_max([int(os.environ.get("LOCAL_WORLD_SIZE", 1))])
-    return most
+    [max_ranks] = collectives.all_reduce_max([int(os.environ.get("LOCAL_WORLD_SIZE", 1))])
+    return max_ranks
 
 
-def join(device: str, timeout_s: int) -> Rank:
+def join_process_group(device: str, timeout_s: int) -> Rank:
     """Join the process group: gloo for CPU tensors and, with CUDA, NCCL.
 
     Without torchrun's environment the run has one rank.
@@ -114,55 +114,56 @@ def join(device: str, timeout_s: int) -> Rank:
     cuda = torch.cuda.is_available()
     if device == "cuda" and not cuda:
         raise UserError("--parallel.device: cuda was requested, but torch sees no GPU; use cpu, or fix the driver")
-    me = place(cuda=cuda and device != "cpu")
-    if me.on_gpu:
-        set_unless_set(CUDA_ENV)
-        torch.cuda.set_device(me.device)
+    rank = rank_from_environment(cuda=cuda and device != "cpu")
+    if rank.on_gpu:
+        set_default_env(CUDA_ENV)
+        torch.cuda.set_device(rank.device)
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if me.on_gpu else "gloo",
+        "cpu:gloo,cuda:nccl" if rank.on_gpu else "gloo",
         # None: the store of torchrun, from the environment; a single process without torchrun uses a store of its own.
         store=None if "MASTER_ADDR" in os.environ else dist.HashStore(),
-        rank=me.rank,
-        world_size=me.world,
+        rank=rank.index,
+        world_size=rank.world_size,
         timeout=datetime.timedelta(seconds=timeout_s),
-        device_id=me.device if me.on_gpu else None,  # otherwise NCCL makes a communicator for each peer of a send
+        device_id=rank.device if rank.on_gpu else None,  # otherwise NCCL makes a communicator for each peer of a send
     )
-    return me
+    return rank
 
 
-def set_unless_set(variables: Mapping[str, str]) -> None:
+def set_default_env(variables: Mapping[str, str]) -> None:
     """Set environment variables that the user has not set under these or their deprecated names."""
     for name, value in variables.items():
-        if OLDER.get(name, name) not in os.environ:
+        if OLDER_NAMES.get(name, name) not in os.environ:
             os.environ.setdefault(name, value)
 
 
-def record_flights(record: Path) -> None:
-    """Have NCCL's flight recorder write to ``record`` on a timeout, and when a byte is written to its pipe.
+def enable_flight_recorder(path: Path) -> None:
+    """Have NCCL's flight recorder write to ``path`` on a timeout, and when a byte is written to its pipe.
 
     The pipe is next to the file; the file's name must end in this rank's number.
 
-    Call it before ``join``. torch ends a process that cannot create its pipe, so the recorder is not enabled on a filesystem without pipes.
+    Call it before ``join_process_group``. torch ends a process that cannot create its pipe, so the recorder is not enabled on a
+    filesystem without pipes.
     """
     if not torch.cuda.is_available():
         return
-    stem, pipe = str(record)[: -len(str(place().rank))], Path(f"{record}.pipe")
+    stem, pipe = str(path)[: -len(str(rank_from_environment().index))], Path(f"{path}.pipe")
     with contextlib.suppress(OSError):
-        record.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         pipe.unlink(missing_ok=True)
         os.mkfifo(pipe)  # test that pipes work here; torch makes it again
-        set_unless_set({"TORCH_NCCL_DEBUG_INFO_PIPE_FILE": stem, "TORCH_FR_DUMP_TEMP_FILE": stem})
+        set_default_env({"TORCH_NCCL_DEBUG_INFO_PIPE_FILE": stem, "TORCH_FR_DUMP_TEMP_FILE": stem})
 
 
-def place(*, cuda: bool = False) -> Rank:
+def rank_from_environment(*, cuda: bool = False) -> Rank:
     """Return this process's rank from its environment, without a process group."""
-    local_rank, world = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    first = os.environ.get("LLAMA405B_FIRST_RANK")
-    rank = int(os.environ.get("RANK", 0)) if first is None else int(first) + local_rank
+    local_rank, world_size = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    first_rank = os.environ.get("LLAMA405B_FIRST_RANK")
+    rank = int(os.environ.get("RANK", 0)) if first_rank is None else int(first_rank) + local_rank
     host = os.environ.get("LLAMA405B_HOST", socket.gethostname())
     attempt = int(os.environ.get("LLAMA405B_ATTEMPT", 1))
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
-    return Rank(rank, world, local_rank, host, device, attempt)
+    return Rank(rank, world_size, local_rank, host, device, attempt)
 
 
 def set_timeout(timeout_s: int) -> None:
@@ -172,16 +173,16 @@ def set_timeout(timeout_s: int) -> None:
 
 
 def share_timeout() -> None:
-    """Set the default group's timeout on all other groups except ``BESIDE``; a mesh creates its groups with torch's default timeout."""
+    """Set the default group's timeout on all groups but ``BACKGROUND_GROUP``: a mesh creates its groups with torch's default."""
     world = dist.group.WORLD
     assert world
     options = world._get_backend(torch.device("cpu")).options  # None in a fake group
     for group in dist.distributed_c10d._world.pg_map if options else ():
-        if group.group_desc != BESIDE:
+        if group.group_desc != BACKGROUND_GROUP:
             dist.distributed_c10d._set_pg_timeout(options._timeout, group)
 
 
-def leave() -> None:
+def leave_process_group() -> None:
     """Destroy the process group, if there is one."""
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -191,7 +192,7 @@ SYS = Path("/sys")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Binding:
+class CpuBinding:
     """The CPUs that a rank may run on: all hardware threads of its physical cores."""
 
     node: int  # -1: unknown
@@ -199,26 +200,28 @@ class Binding:
     cores: int
 
     def __str__(self) -> str:
-        where = f"NUMA node {self.node} of its GPU" if self.node >= 0 else "this machine (NUMA node of its GPU unknown)"
-        return f"bound to {counted(self.cores, 'core')} ({counted(len(self.cpus), 'CPU')}) of {where}"
+        location = (
+            f"NUMA node {self.node} of its GPU" if self.node >= 0 else "this machine (NUMA node of its GPU unknown)"
+        )
+        return f"bound to {pluralize(self.cores, 'core')} ({pluralize(len(self.cpus), 'CPU')}) of {location}"
 
 
-def bind(me: Rank) -> str:
+def bind_cores(rank: Rank) -> str:
     """Bind this process to cores of its GPU's NUMA node; return a line for the log. Call it before torch starts threads."""
-    if not me.on_gpu:
+    if not rank.on_gpu:
         return ""
     nodes = [numa_node(bus_id(i)) for i in range(int(os.environ.get("LOCAL_WORLD_SIZE", 1)))]
-    found = binding_of(nodes, me.local_rank, os.sched_getaffinity(0))
-    os.sched_setaffinity(0, found.cpus)
+    binding = choose_binding(nodes, rank.local_rank, os.sched_getaffinity(0))
+    os.sched_setaffinity(0, binding.cpus)
     if OWN_THREADS not in os.environ:
-        torch.set_num_threads(found.cores)
-    return f"cores: {found}; {torch.get_num_threads()} threads{' (OMP_NUM_THREADS)' * (OWN_THREADS in os.environ)}"
+        torch.set_num_threads(binding.cores)
+    return f"cores: {binding}; {torch.get_num_threads()} threads{' (OMP_NUM_THREADS)' * (OWN_THREADS in os.environ)}"
 
 
 def bus_id(device: int) -> str:
     """Return a GPU's PCI address in the notation of /sys."""
-    of = torch.cuda.get_device_properties(device)
-    return f"{of.pci_domain_id:04x}:{of.pci_bus_id:02x}:{of.pci_device_id:02x}.0"
+    properties = torch.cuda.get_device_properties(device)
+    return f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
 
 
 def numa_node(bus_id: str, sys: Path = SYS) -> int:
@@ -229,21 +232,25 @@ def numa_node(bus_id: str, sys: Path = SYS) -> int:
         return -1
 
 
-def binding_of(nodes: Sequence[int], local_rank: int, allowed: Collection[int], sys: Path = SYS) -> Binding:
+def choose_binding(nodes: Sequence[int], local_rank: int, allowed: Collection[int], sys: Path = SYS) -> CpuBinding:
     """Choose the cores of a rank among the allowed CPUs; ``nodes``: NUMA node of each rank's GPU on this host (-1: unknown).
 
     Ranks of a node divide its physical cores evenly. Ranks whose node is unknown or has no allowed core divide all allowed cores.
     If there are fewer cores than ranks, each rank may run on all of them.
     """
-    usable = [node if _cores(node, allowed, sys) else -1 for node in nodes]
+    usable = [node if _cores_of_node(node, allowed, sys) else -1 for node in nodes]
     node = usable[local_rank]
-    cores, sharing = _cores(node, allowed, sys), usable.count(node)
-    place = usable[:local_rank].count(node)
-    own = cores[place * len(cores) // sharing : (place + 1) * len(cores) // sharing] if len(cores) >= sharing else cores
-    return Binding(node, frozenset().union(*own), len(own) if len(cores) >= sharing else 1)
+    cores, n_sharing = _cores_of_node(node, allowed, sys), usable.count(node)
+    index = usable[:local_rank].count(node)
+    rank_cores = (
+        cores[index * len(cores) // n_sharing : (index + 1) * len(cores) // n_sharing]
+        if len(cores) >= n_sharing
+        else cores
+    )
+    return CpuBinding(node, frozenset().union(*rank_cores), len(rank_cores) if len(cores) >= n_sharing else 1)
 
 
-def _cores(node: int, allowed: Collection[int], sys: Path) -> list[frozenset[int]]:
+def _cores_of_node(node: int, allowed: Collection[int], sys: Path) -> list[frozenset[int]]:
     """Return the allowed CPUs of a node (-1: all nodes), grouped by physical core."""
     cores: dict[str, set[int]] = {}
     for cpu in sorted(allowed):

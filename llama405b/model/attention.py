@@ -24,7 +24,7 @@ from llama405b.contract.errors import UserError
 from llama405b.data.batch import Batch
 from llama405b.distributed import collectives
 from llama405b.distributed.ranks import Rank
-from llama405b.model.llama import compute_dtype, head_dim, with_layers
+from llama405b.model.llama import compute_dtype, head_dim, set_layers
 from llama405b.settings.schema import Config
 
 VARLEN = "varlen"
@@ -44,15 +44,15 @@ KERNELS = {  # the fastest first
     "flash_attention_2": Kernel("flash-attn", range(8, 13)),
     VARLEN: Kernel("", range(8, 13)),
 }
-KNOWS_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch >= 2.12
+HAS_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch >= 2.12
 
 
-def candidates(choice: str) -> tuple[str, ...]:
+def attention_candidates(choice: str) -> tuple[str, ...]:
     """Return the implementations to try, in order; ``choice``: an implementation, or auto."""
     return (*KERNELS, SDPA) if choice == "auto" else (choice,)
 
 
-def flash_lack(name: str, device: torch.device, dtype: torch.dtype) -> str:
+def attention_unsupported_reason(name: str, device: torch.device, dtype: torch.dtype) -> str:
     """Return why an implementation cannot be used here, or ""."""
     if name not in KERNELS:
         return ""
@@ -61,13 +61,13 @@ def flash_lack(name: str, device: torch.device, dtype: torch.dtype) -> str:
         return "flash-attn and varlen need CUDA"
     if dtype is not torch.bfloat16:
         return "flash-attn and varlen compute in BF16 only"
-    if package and not _installed(package):
+    if package and not _is_installed(package):
         return f"{package} is not installed"
     major, minor = torch.cuda.get_device_capability(device)
     return "" if major in capabilities else f"{package or name} is not for GPUs of compute capability {major}.{minor}"
 
 
-def _installed(package: str) -> bool:
+def _is_installed(package: str) -> bool:
     try:
         importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -91,13 +91,13 @@ def attend_varlen(
 
     ``cu_seq_lens_q``: where documents end in the flattened batch, after a 0 (int32); ``max_length_q``: the longest.
     """
-    query, key, value = (each.transpose(1, 2).flatten(0, 1) for each in (query_BHSD, key_BHSD, value_BHSD))
-    groups: dict[str, bool] = {"enable_gqa": True} if KNOWS_GROUPS else {}
-    if not KNOWS_GROUPS:
-        shared = query.size(1) // key.size(1)
-        key, value = key.repeat_interleave(shared, 1), value.repeat_interleave(shared, 1)
-    ends, longest = cu_seq_lens_q, max_length_q
-    out = varlen_attn(query, key, value, ends, ends, longest, longest, scale=scaling, window_size=(-1, 0), **groups)
+    query, key, value = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query_BHSD, key_BHSD, value_BHSD))
+    gqa: dict[str, bool] = {"enable_gqa": True} if HAS_GQA else {}
+    if not HAS_GQA:
+        group_size = query.size(1) // key.size(1)
+        key, value = key.repeat_interleave(group_size, 1), value.repeat_interleave(group_size, 1)
+    ends, max_length = cu_seq_lens_q, max_length_q
+    out = varlen_attn(query, key, value, ends, ends, max_length, max_length, scale=scaling, window_size=(-1, 0), **gqa)
     return out.unflatten(0, (len(query_BHSD), -1)), None
 
 
@@ -117,12 +117,12 @@ def model_inputs(batch: Batch, attention: str, *, is_split: bool = False) -> dic
     if positions_BS is not None:
         inputs["position_ids"] = positions_BS
     if attention in KERNELS:
-        found = batch.document_ends
-        inputs |= {"cu_seq_lens_q": found.ends, "cu_seq_lens_k": found.ends}
-        inputs |= {"max_length_q": found.longest, "max_length_k": found.longest}
+        document_ends = batch.document_ends
+        inputs |= {"cu_seq_lens_q": document_ends.ends, "cu_seq_lens_k": document_ends.ends}
+        inputs |= {"max_length_q": document_ends.max_length, "max_length_k": document_ends.max_length}
     elif is_split and positions_BS is not None and (batch.positions_BS is not None or attention == "eager"):
         mask_B1ST = document_mask(positions_BS)
-        inputs["attention_mask"] = mask_B1ST if attention == "sdpa" else _added(mask_B1ST)
+        inputs["attention_mask"] = mask_B1ST if attention == "sdpa" else _additive_mask(mask_B1ST)
     return inputs
 
 
@@ -133,7 +133,7 @@ def document_mask(positions_BS: Tensor) -> Tensor:
     return same_BST.tril()[:, None]
 
 
-def _added(mask_B1ST: Tensor) -> Tensor:
+def _additive_mask(mask_B1ST: Tensor) -> Tensor:
     """Return the additive form of a mask, for eager attention."""
     return torch.zeros(mask_B1ST.shape, device=mask_B1ST.device).masked_fill(
         ~mask_B1ST, torch.finfo(torch.bfloat16).min
@@ -146,26 +146,26 @@ def mask_bytes(attention: str, n_sequences: int, length: int) -> int:
 
 
 LARGE_MASK_GIB = 1.0
-LENGTHS = (48, 16, 64)  # of the documents in the check
-VOCABULARY = 256
-KEY_HEADS, MOST_SHARING = 2, 8  # key heads, and query heads per key head
-MOST = {torch.float32: 1e-4, torch.bfloat16: 5e-2}  # difference of logits, whose standard deviation is about 1
-TINY = {
-    "vocab_size": VOCABULARY,
+CHECK_LENGTHS = (48, 16, 64)  # of the documents in the check
+CHECK_VOCAB = 256
+KEY_HEADS, MAX_SHARING = 2, 8  # key heads, and query heads per key head
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}  # difference of logits, whose standard deviation is about 1
+TINY_CONFIG = {
+    "vocab_size": CHECK_VOCAB,
     "intermediate_size": 64,
     "tie_word_embeddings": False,
 } | dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
 
 
-class Attention(NamedTuple):
+class AttentionChoice(NamedTuple):
     """The chosen attention implementation and log lines about it."""
 
     name: str
-    why: str
-    checked: list[str]
+    reason: str
+    log_lines: list[str]
 
 
-def choose_attention(config: Config, hf_config: PreTrainedConfig, me: Rank) -> Attention:
+def choose_attention(config: Config, hf_config: PreTrainedConfig, rank: Rank) -> AttentionChoice:
     """Choose the first implementation that runs and matches sdpa on every rank.
 
     Raises:
@@ -174,32 +174,34 @@ def choose_attention(config: Config, hf_config: PreTrainedConfig, me: Rank) -> A
     dtype = compute_dtype(config.parallel.numerics)
     isolated = config.data.packing == "isolated"
 
-    def tried(name: str) -> tuple[float, str]:
-        if why := flash_lack(name, me.device, dtype):
-            return 0.0, why
+    def try_attention(name: str) -> tuple[float, str]:
+        if reason := attention_unsupported_reason(name, rank.device, dtype):
+            return 0.0, reason
         try:
-            return check_attention(hf_config, name, me.device, dtype, isolated=isolated), ""
-        except BrokenError as error:
+            return check_attention(hf_config, name, rank.device, dtype, isolated=isolated), ""
+        except AttentionCheckError as error:
             return 0.0, str(error)
 
-    *others, last = candidates(config.model.attention)
-    lacks = dict[str, None]()
-    for name in others:
-        difference, why = tried(name)
-        if not (found := list(filter(None, collectives.all_gather_objects(why)))):
-            return Attention(name, "; ".join([*lacks, "the first that runs here"]), _told(config, name, difference))
-        lacks[found[0]] = None
+    *preferred, fallback = attention_candidates(config.model.attention)
+    reasons = dict[str, None]()
+    for name in preferred:
+        difference, reason = try_attention(name)
+        if not (failures := list(filter(None, collectives.all_gather_objects(reason)))):
+            return AttentionChoice(
+                name, "; ".join([*reasons, "the first that runs here"]), _check_lines(config, name, difference)
+            )
+        reasons[failures[0]] = None
     with collectives.raise_on_all_ranks():
-        difference, why = tried(last)
-        if why:
-            raise UserError(f"--model.attention: {why}; use sdpa")
-    return Attention(last, "; ".join(lacks) or "as configured", _told(config, last, difference))
+        difference, reason = try_attention(fallback)
+        if reason:
+            raise UserError(f"--model.attention: {reason}; use sdpa")
+    return AttentionChoice(fallback, "; ".join(reasons) or "as configured", _check_lines(config, fallback, difference))
 
 
-def _told(config: Config, name: str, difference: float) -> list[str]:
+def _check_lines(config: Config, name: str, difference: float) -> list[str]:
     isolated = config.data.packing == "isolated"
-    what = "packed documents are kept apart" if isolated else "it matches sdpa"
-    lines = [f"attention verified on this device: {what} (logits within {difference:.1g})"]
+    finding = "packed documents are kept apart" if isolated else "it matches sdpa"
+    lines = [f"attention verified on this device: {finding} (logits within {difference:.1g})"]
     mask_gib = mask_bytes(name, config.training.micro_batch_size, config.data.seq_len) / 2**30
     if isolated and mask_gib >= LARGE_MASK_GIB:
         lines.append(
@@ -208,7 +210,7 @@ def _told(config: Config, name: str, difference: float) -> list[str]:
     return lines
 
 
-class BrokenError(Exception):
+class AttentionCheckError(Exception):
     """Attention fails, or its results differ from sdpa's."""
 
 
@@ -223,56 +225,58 @@ def check_attention(
     Returns the largest difference of the logits.
     """
     generator = torch.Generator().manual_seed(0)
-    ids_BS = torch.randint(0, VOCABULARY, (1, sum(LENGTHS)), generator=generator).to(device)
-    positions_BS = torch.cat([torch.arange(length) for length in LENGTHS])[None].to(device)
+    ids_BS = torch.randint(0, CHECK_VOCAB, (1, sum(CHECK_LENGTHS)), generator=generator).to(device)
+    positions_BS = torch.cat([torch.arange(length) for length in CHECK_LENGTHS])[None].to(device)
     # fork_rng: the check must not advance the run's random numbers.
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.enable_grad():
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(_small(config)).to(device, dtype).eval()
+        model = AutoModelForCausalLM.from_config(_tiny_config(config)).to(device, dtype).eval()
         # Gives logits a standard deviation of about 1, which the tolerances assume.
         torch.nn.init.normal_(model.lm_head.weight, std=model.config.hidden_size**-0.5)
-        parts = ids_BS.split(LENGTHS, 1) if isolated else [ids_BS]
-        alone_BSV, right = _computed(model, [Batch(part, part) for part in parts])
-        if not (alone_BSV.isfinite().all() and right.isfinite().all()):
+        parts = ids_BS.split(CHECK_LENGTHS, 1) if isolated else [ids_BS]
+        expected_BSV, expected_gradient = _logits_and_gradients(model, [Batch(part, part) for part in parts])
+        if not (expected_BSV.isfinite().all() and expected_gradient.isfinite().all()):
             raise UserError(
                 "config.json: one small layer of this model computes NaN with any attention; check rope_scaling and "
                 "rms_norm_eps there, or download it again"
             )
-        with _refusing(attention, device):
+        with _kernel_errors(attention, device):
             model.set_attn_implementation(attention)
-            packed_BSV, found = _computed(model, [Batch(ids_BS, ids_BS, positions_BS if isolated else None)])
-    difference = float((packed_BSV - alone_BSV).abs().max())
-    bent = float((found - right).norm() / right.norm())
-    if difference <= MOST[dtype] and bent <= MOST[dtype]:
+            packed_BSV, gradient = _logits_and_gradients(
+                model, [Batch(ids_BS, ids_BS, positions_BS if isolated else None)]
+            )
+    difference = float((packed_BSV - expected_BSV).abs().max())
+    gradient_error = float((gradient - expected_gradient).norm() / expected_gradient.norm())
+    if difference <= TOLERANCE[dtype] and gradient_error <= TOLERANCE[dtype]:
         return difference
     fault = "packed documents attend to each other" if isolated else "its results differ from sdpa's"
-    found_out = f"logits differ by {difference:.2g}, gradients by {100 * bent:.2g}%"
-    raise BrokenError(f"with {attention} on {device.type} {fault} ({found_out})")
+    details = f"logits differ by {difference:.2g}, gradients by {100 * gradient_error:.2g}%"
+    raise AttentionCheckError(f"with {attention} on {device.type} {fault} ({details})")
 
 
-def _small(config: PreTrainedConfig) -> PreTrainedConfig:
+def _tiny_config(config: PreTrainedConfig) -> PreTrainedConfig:
     """Return the config of a one-layer model with heads of the same size."""
-    small, each = copy.deepcopy(config), min(MOST_SHARING, config.num_attention_heads // config.num_key_value_heads)
-    heads = {"num_key_value_heads": KEY_HEADS, "num_attention_heads": KEY_HEADS * each}
-    small.update(TINY | heads | {"hidden_size": head_dim(config) * KEY_HEADS * each})
-    with_layers(small, 1)._attn_implementation = "sdpa"
-    return small
+    tiny, n_shared = copy.deepcopy(config), min(MAX_SHARING, config.num_attention_heads // config.num_key_value_heads)
+    heads = {"num_key_value_heads": KEY_HEADS, "num_attention_heads": KEY_HEADS * n_shared}
+    tiny.update(TINY_CONFIG | heads | {"hidden_size": head_dim(config) * KEY_HEADS * n_shared})
+    set_layers(tiny, 1)._attn_implementation = "sdpa"
+    return tiny
 
 
-def _computed(model: PreTrainedModel, batches: Sequence[Batch]) -> tuple[Tensor, Tensor]:
+def _logits_and_gradients(model: PreTrainedModel, batches: Sequence[Batch]) -> tuple[Tensor, Tensor]:
     """Return the concatenated logits of batches, and the flat gradient of attention's weights."""
     logits_BSV: Tensor = torch.cat([
         model(**model_inputs(batch, model.config._attn_implementation), use_cache=False).logits.float() for batch in batches
     ], 1)  # fmt: skip
     weights = list(model.model.layers[0].self_attn.parameters())
     gradients = torch.autograd.grad(logits_BSV.square().sum(), weights)
-    return logits_BSV.detach(), torch.cat([each.flatten().float() for each in gradients])
+    return logits_BSV.detach(), torch.cat([gradient.flatten().float() for gradient in gradients])
 
 
 @contextlib.contextmanager
-def _refusing(attention: str, device: torch.device) -> Iterator[None]:
+def _kernel_errors(attention: str, device: torch.device) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # noqa: BLE001  (kernels raise what they like)
-        why = " ".join(str(error).split())[:200]
-        raise BrokenError(f"{attention} fails on {device.type} ({why})") from None
+        reason = " ".join(str(error).split())[:200]
+        raise AttentionCheckError(f"{attention} fails on {device.type} ({reason})") from None

@@ -18,30 +18,30 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from llama405b.model.llama import llama_name
 
-TOKENS, MOST_WIDE = 64, 512  # size of the check: tokens, and features of the MLP
-WORSE = 1.5  # allowed ratio to the rounding error of transformers' own
-ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 1e-3}  # relative errors that are always allowed
+CHECK_TOKENS, MAX_WIDTH = 64, 512  # size of the check: tokens, and features of the MLP
+MAX_ERROR_RATIO = 1.5  # allowed ratio to the rounding error of transformers' own
+ROUNDING_ERROR = {torch.float32: 1e-5, torch.bfloat16: 1e-3}  # relative errors that are always allowed
 
 Forward = Callable[[Any, Tensor], Tensor]
 
 
-def norm(module: LlamaRMSNorm, x_Th: Tensor) -> Tensor:
+def fused_norm(module: LlamaRMSNorm, x_Th: Tensor) -> Tensor:
     """Replace the forward of ``LlamaRMSNorm``; rounds once instead of before and after the weight."""
     return functional.rms_norm(x_Th, (x_Th.size(-1),), module.weight, module.variance_epsilon)
 
 
-def mlp(module: LlamaMLP, x_Th: Tensor) -> Tensor:
+def fused_mlp(module: LlamaMLP, x_Th: Tensor) -> Tensor:
     """Replace the forward of ``LlamaMLP``; saves only the outputs of the gate and up projections."""
     weight_hf = module.down_proj.weight
     product_Tf = _SwiGLU.apply(module.gate_proj(x_Th), module.up_proj(x_Th), weight_hf)
-    out_Th: Tensor = _Down.apply(product_Tf, weight_hf)
+    out_Th: Tensor = _DownProjection.apply(product_Tf, weight_hf)
     return out_Th
 
 
 class _SwiGLU(torch.autograd.Function):
     """silu(gate) * up (arXiv 2002.05202).
 
-    Saves for ``_Down``, too, so that recomputation can stop before its product.
+    Saves for ``_DownProjection``, too, so that recomputation can stop before its product.
     """
 
     @staticmethod
@@ -58,7 +58,7 @@ class _SwiGLU(torch.autograd.Function):
         return gate, gradient_Tf * silu_Tf, None
 
 
-class _Down(torch.autograd.Function):
+class _DownProjection(torch.autograd.Function):
     """The down projection, which recomputes its input in the backward."""
 
     @staticmethod
@@ -77,42 +77,47 @@ class _Down(torch.autograd.Function):
         return gradient_Th @ weight_hf, weight
 
 
-FORWARDS: dict[str, tuple[type[nn.Module], Forward]] = {"RMSNorm": (LlamaRMSNorm, norm), "SwiGLU": (LlamaMLP, mlp)}
+FORWARDS: dict[str, tuple[type[nn.Module], Forward]] = {
+    "RMSNorm": (LlamaRMSNorm, fused_norm),
+    "SwiGLU": (LlamaMLP, fused_mlp),
+}
 
 
-def lack(name: str, config: PreTrainedConfig, device: torch.device, dtype: torch.dtype) -> str:
+def unsupported_reason(name: str, config: PreTrainedConfig, device: torch.device, dtype: torch.dtype) -> str:
     """Return why one of ``FORWARDS`` cannot be used for a model on this device, or "".
 
-    On random input, its result and gradients must be as close to FP64 as transformers' own, up to a factor ``WORSE``.
+    On random input, its result and gradients must be as close to FP64 as transformers' own, up to a factor ``MAX_ERROR_RATIO``.
     """
     if name == "SwiGLU" and (
         config.hidden_act != "silu" or getattr(config, "mlp_bias", False)
     ):  # mlp_bias: in Llama configs only
         return "this model's MLP is not a SwiGLU without biases"
     kind, fused = FORWARDS[name]
-    small = LlamaConfig(hidden_size=config.hidden_size, intermediate_size=min(config.intermediate_size, MOST_WIDE))
+    small = LlamaConfig(hidden_size=config.hidden_size, intermediate_size=min(config.intermediate_size, MAX_WIDTH))
     generator = torch.Generator().manual_seed(0)
     module = kind(config.hidden_size, config.rms_norm_eps) if kind is LlamaRMSNorm else kind(small)
     for weight in module.parameters():
         weight.data.normal_(1 if weight.ndim == 1 else 0, weight.size(-1) ** -0.5, generator=generator)
-    x_Th = torch.randn(TOKENS, config.hidden_size, generator=generator)
+    x_Th = torch.randn(CHECK_TOKENS, config.hidden_size, generator=generator)
     module, x_Th = module.to(device, dtype), x_Th.to(device, dtype)
-    usual, exact = (
-        _computed(type(module).forward, module, x_Th),
-        _computed(type(module).forward, module.double(), x_Th.double()),
+    usual_values, exact_values = (
+        _result_and_gradients(type(module).forward, module, x_Th),
+        _result_and_gradients(type(module).forward, module.double(), x_Th.double()),
     )
     try:
-        found = _computed(fused, module.to(dtype), x_Th)
+        fused_values = _result_and_gradients(fused, module.to(dtype), x_Th)
     except Exception as error:  # noqa: BLE001 - a kernel may raise any exception
         return f"it fails on {device.type} ({' '.join(str(error).split())[:200]})"
-    for mine, theirs, right in zip(found, usual, exact, strict=True):
-        own, allowed = (float((each.double() - right).norm() / right.norm()) for each in (mine, theirs))
-        if not own <= max(WORSE * allowed, ROUNDING[dtype]):
-            return f"it rounds by {own:.1g} on {device.type}, and transformers' own by {allowed:.1g}"
+    for fused_value, usual_value, exact_value in zip(fused_values, usual_values, exact_values, strict=True):
+        fused_error, usual_error = (
+            float((value.double() - exact_value).norm() / exact_value.norm()) for value in (fused_value, usual_value)
+        )
+        if not fused_error <= max(MAX_ERROR_RATIO * usual_error, ROUNDING_ERROR[dtype]):
+            return f"it rounds by {fused_error:.1g} on {device.type}, and transformers' own by {usual_error:.1g}"
     return ""
 
 
-def _computed(forward: Forward, module: nn.Module, x_Th: Tensor) -> list[Tensor]:
+def _result_and_gradients(forward: Forward, module: nn.Module, x_Th: Tensor) -> list[Tensor]:
     """Return a forward's output and the gradients of its sum of squares by input and weights."""
     x_Th = x_Th.detach().requires_grad_()
     with torch.enable_grad():

@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.activations import ACT2FN
 
 from llama405b.contract.errors import UserError
-from llama405b.settings.axes import FULL, Kind, Recompute
+from llama405b.settings.axes import FULL_RECOMPUTE, Recompute, RecomputeKind
 from llama405b.settings.rules import is_frozen
 from llama405b.settings.schema import COMPUTE_BYTES, Adapter, Numerics
 
@@ -35,8 +35,8 @@ def compute_dtype(numerics: Numerics) -> torch.dtype:
 
 def llama_name(module: nn.Module, config: PreTrainedConfig) -> str:
     """Return the Llama name of a module's class: ``LlamaMLP`` for ``Qwen3MLP`` and for its FSDP subclass."""
-    name, own = type(module).__name__.removeprefix("FSDP"), type(config).__name__.removesuffix("Config")
-    return f"Llama{name.removeprefix(own)}" if name.startswith(own) else name
+    name, family = type(module).__name__.removeprefix("FSDP"), type(config).__name__.removesuffix("Config")
+    return f"Llama{name.removeprefix(family)}" if name.startswith(family) else name
 
 
 def head_dim(config: PreTrainedConfig) -> int:
@@ -49,9 +49,9 @@ def is_decoder_layer(module: nn.Module) -> bool:
     return type(module).__name__.endswith("DecoderLayer")
 
 
-def config_of(described: Mapping[str, Any]) -> PreTrainedConfig:
+def config_from_dict(description: Mapping[str, Any]) -> PreTrainedConfig:
     """Return transformers' configuration from the contents of a ``config.json``."""
-    return AutoConfig.for_model(**described)
+    return AutoConfig.for_model(**description)
 
 
 def read_hf_config(directory: Path, layers: int = 0) -> PreTrainedConfig:
@@ -65,16 +65,16 @@ def read_hf_config(directory: Path, layers: int = 0) -> PreTrainedConfig:
     try:
         config = AutoConfig.from_pretrained(directory)
     except Exception as error:  # noqa: BLE001
-        why = " ".join(str(error).split())
-        raise UserError(f"{directory / 'config.json'}: transformers rejects it ({why}); download it again") from None
+        reason = " ".join(str(error).split())
+        raise UserError(f"{directory / 'config.json'}: transformers rejects it ({reason}); download it again") from None
     if config.hidden_act not in ACT2FN:
         raise UserError(
             f"{directory / 'config.json'}: transformers has no activation {config.hidden_act!r} (hidden_act); download it again"
         )
-    return with_layers(config, layers or config.num_hidden_layers)
+    return set_layers(config, layers or config.num_hidden_layers)
 
 
-def with_layers(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
+def set_layers(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
     """Set the number of layers and switch off sliding windows; return the config."""
     config.num_hidden_layers = layers
     for name, value in (
@@ -98,10 +98,10 @@ def build_on_meta(config: PreTrainedConfig, attention: str, dtype: torch.dtype) 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config).to(dtype)
     rotary = {name for name, module in model.named_modules() if _is_rotary(module)}
-    if unknown := [name for name, _ in model.named_buffers() if name.rpartition(".")[0] not in rotary]:
+    if unknown_buffers := [name for name, _ in model.named_buffers() if name.rpartition(".")[0] not in rotary]:
         raise UserError(
             f"--model.path: {type(model).__name__} has buffers that no weight file holds, so they would be undefined "
-            f"({', '.join(unknown)}); such a model cannot be trained"
+            f"({', '.join(unknown_buffers)}); such a model cannot be trained"
         )
     model.train()
     return model
@@ -111,10 +111,10 @@ def _is_rotary(module: nn.Module) -> bool:
     return type(module).__name__.endswith("RotaryEmbedding")
 
 
-def freeze(model: nn.Module, groups: Sequence[str], *, whole: bool = False) -> None:
+def freeze(model: nn.Module, groups: Sequence[str], *, freeze_all: bool = False) -> None:
     """Disable gradients of the parameters that ``optimizer.groups`` freezes, or of all. Call before sharding."""
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(not whole and not is_frozen(groups, name))
+        parameter.requires_grad_(not freeze_all and not is_frozen(groups, name))
 
 
 def restore_buffers(model: nn.Module, config: PreTrainedConfig, device: torch.device) -> None:
@@ -130,45 +130,45 @@ def tie_head(model: nn.Module) -> None:
         model.lm_head.weight = model.model.embed_tokens.weight
 
 
-PREFIXES = (
+WRAPPER_PREFIXES = (
     "_checkpoint_wrapped_module.",
     "_fsdp_wrapped_module.",
 )  # in parameter names: of checkpoint_wrapper, and of FSDP1
-PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten._scaled_mm.default)
+MATMUL_OPS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten._scaled_mm.default)
 
 
-def checkpoint_activations(model: nn.Module, recompute: Recompute = FULL) -> None:
+def checkpoint_activations(model: nn.Module, recompute: Recompute = FULL_RECOMPUTE) -> None:
     """Make decoder layers recompute activations in the backward. Call AFTER sharding, or FSDP's units double."""
     for parent in list(model.modules()):
-        layers = [(name, each) for name, each in parent.named_children() if is_decoder_layer(each)]
-        for (name, layer), kind in zip(layers, recompute.of(len(layers)), strict=True):
-            setattr(parent, name, wrapped(layer, kind))
+        layers = [(name, child) for name, child in parent.named_children() if is_decoder_layer(child)]
+        for (name, layer), kind in zip(layers, recompute.layer_kinds(len(layers)), strict=True):
+            setattr(parent, name, with_recompute(layer, kind))
 
 
-def wrapped(layer: nn.Module, kind: Kind) -> nn.Module:
+def with_recompute(layer: nn.Module, kind: RecomputeKind) -> nn.Module:
     """Wrap a layer to recompute its activations in the backward, in the way that its kind says."""
     if kind == "none":
         return layer
-    more: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     if kind == "operators":
         n_products = sum(isinstance(module, nn.Linear) for module in layer.modules())
-        more["context_fn"] = functools.partial(_contexts, n_products)
-    return checkpoint_wrapper(layer, checkpoint_impl=CheckpointImpl.NO_REENTRANT, **more)
+        options["context_fn"] = functools.partial(_selective_contexts, n_products)
+    return checkpoint_wrapper(layer, checkpoint_impl=CheckpointImpl.NO_REENTRANT, **options)
 
 
-def _contexts(n_products: int) -> Any:
+def _selective_contexts(n_products: int) -> Any:
     """Return torch's context managers for the forward of a layer and for its recomputation."""
-    return create_selective_checkpoint_contexts(_Keeps(n_products))
+    return create_selective_checkpoint_contexts(_SavePolicy(n_products))
 
 
-def unwrapped(name: str) -> str:
+def strip_wrappers(name: str) -> str:
     """Return a parameter's name without the prefixes of wrappers."""
-    for prefix in PREFIXES:
+    for prefix in WRAPPER_PREFIXES:
         name = name.replace(prefix, "")
     return name
 
 
-class _Keeps:
+class _SavePolicy:
     """Selective checkpointing policy: save the results of attention and of all matrix products but the last.
 
     No backward needs the result of the last product, and recomputation stops before it (early stop).
@@ -176,16 +176,16 @@ class _Keeps:
 
     def __init__(self, n_products: int) -> None:
         self.n_products = n_products
-        self.seen = {False: 0, True: 0}  # matrix products, by whether it is the recomputation
+        self.n_seen = {False: 0, True: 0}  # matrix products, by whether it is the recomputation
 
     def __call__(self, context: SelectiveCheckpointContext, op: Any, *_: Any, **__: Any) -> CheckpointPolicy:
         """Return whether to save an operator's results."""
-        if op in PRODUCTS:
-            self.seen[context.is_recompute] += 1
-            keeps = self.seen[context.is_recompute] < self.n_products
+        if op in MATMUL_OPS:
+            self.n_seen[context.is_recompute] += 1
+            must_save = self.n_seen[context.is_recompute] < self.n_products
         else:
-            keeps = "attn" in str(op) or "attention" in str(op)
-        return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
+            must_save = "attn" in str(op) or "attention" in str(op)
+        return CheckpointPolicy.MUST_SAVE if must_save else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 class LoraLinear(nn.Linear):
@@ -200,8 +200,8 @@ class LoraLinear(nn.Linear):
 
         W's product comes last, so that checkpointing does not recompute it (early stop).
         """
-        added = self.lora_B(self.lora_A(x) * self.scaling)
-        return super().forward(x) + added
+        update = self.lora_B(self.lora_A(x) * self.scaling)
+        return super().forward(x) + update
 
 
 def add_adapters(model: nn.Module, adapter: Adapter, dtype: torch.dtype, groups: Sequence[str] = ()) -> None:
@@ -214,39 +214,39 @@ def add_adapters(model: nn.Module, adapter: Adapter, dtype: torch.dtype, groups:
             continue
         for name, linear in list(layer.named_modules(prefix=layer_name)):
             if isinstance(linear, nn.Linear) and name.rpartition(".")[2] in adapter.targets:
-                _add(linear, adapter, dtype)
+                _add_adapter(linear, adapter, dtype)
                 for factor, parameter in linear.named_parameters(prefix=name):
                     parameter.requires_grad_(".lora_" in factor and not is_frozen(groups, factor))
 
 
-def _add(linear: nn.Linear, adapter: Adapter, dtype: torch.dtype) -> None:
+def _add_adapter(linear: nn.Linear, adapter: Adapter, dtype: torch.dtype) -> None:
     """Add an adapter to one linear layer."""
-    narrow, wide = (
+    lora_a, lora_b = (
         nn.Linear(inputs, outputs, bias=False, device="meta", dtype=dtype)
         for inputs, outputs in ((linear.in_features, adapter.rank), (adapter.rank, linear.out_features))
     )
     if isinstance(linear.weight, DTensor):  # A is sharded like the matrix's inputs, B like its outputs
         by_inputs = linear.weight.placements == (Shard(1),)
-        _place(narrow, linear.weight, Shard(1) if by_inputs else Replicate())
-        _place(wide, linear.weight, Replicate() if by_inputs else Shard(0))
+        _distribute_factor(lora_a, linear.weight, Shard(1) if by_inputs else Replicate())
+        _distribute_factor(lora_b, linear.weight, Replicate() if by_inputs else Shard(0))
     # In place: the weight keeps its name, and there is no wrapper for FSDP and checkpoints to see.
     linear.__class__ = LoraLinear
-    linear.lora_A, linear.lora_B, linear.scaling = narrow, wide, adapter.alpha / adapter.rank
+    linear.lora_A, linear.lora_B, linear.scaling = lora_a, lora_b, adapter.alpha / adapter.rank
 
 
-def _place(factor: nn.Linear, matrix: DTensor, placement: Placement) -> None:
-    placed = distribute_tensor(factor.weight.data, matrix.device_mesh, [placement], src_data_rank=None)
-    factor.weight = nn.Parameter(placed)
+def _distribute_factor(factor: nn.Linear, matrix: DTensor, placement: Placement) -> None:
+    weight = distribute_tensor(factor.weight.data, matrix.device_mesh, [placement], src_data_rank=None)
+    factor.weight = nn.Parameter(weight)
 
 
-COMPILERS = ("cc", "gcc", "clang")  # C compilers that torch and Triton call
+C_COMPILERS = ("cc", "gcc", "clang")  # C compilers that torch and Triton call
 
 
-def compile_lack(device: torch.device) -> str:
+def compile_unsupported_reason(device: torch.device) -> str:
     """Return why torch.compile cannot be used on this device, or ""."""
     if device.type == "cuda" and not find_spec("triton"):
         return "torch.compile needs the package triton for GPUs, but it is not installed here"
-    names = [os.environ["CC"]] if os.environ.get("CC") else COMPILERS
+    names = [os.environ["CC"]] if os.environ.get("CC") else C_COMPILERS
     if any(map(shutil.which, names)):
         return ""
     return f"torch.compile needs a C compiler, but there is no {' or '.join(names)} here"
@@ -265,17 +265,17 @@ def compile_layers(model: nn.Module) -> None:
             module.forward = functools.partial(compiled(type(module).forward), module)
 
 
-LEAST = (8, 9)  # compute capability: Ada, Hopper, Blackwell
-MULTIPLE = 16  # rows and columns must be multiples of it
+MIN_FP8_CAPABILITY = (8, 9)  # compute capability: Ada, Hopper, Blackwell
+FP8_MULTIPLE = 16  # rows and columns must be multiples of it
 
 
-def fp8_lack(device: torch.device) -> str:
+def fp8_unsupported_reason(device: torch.device) -> str:
     """Return why FP8 cannot be used on a device, or "". A CPU emulates it."""
     if not importlib.util.find_spec("torchao"):
         return "the package torchao is not installed; run `pip install torchao` on the hosts"
-    if device.type == "cuda" and (found := torch.cuda.get_device_capability(device)) < LEAST:
-        least, own = (".".join(map(str, each)) for each in (LEAST, found))
-        return f"it needs a compute capability of {least}, but {torch.cuda.get_device_name(device)} has {own}; use newer GPUs"
+    if device.type == "cuda" and (capability := torch.cuda.get_device_capability(device)) < MIN_FP8_CAPABILITY:
+        minimum, actual = (".".join(map(str, version)) for version in (MIN_FP8_CAPABILITY, capability))
+        return f"it needs a compute capability of {minimum}, but {torch.cuda.get_device_name(device)} has {actual}; use newer GPUs"
     return ""
 
 
@@ -283,15 +283,15 @@ def convert_to_fp8(model: nn.Module, device: torch.device) -> int:
     """Convert the linear layers of decoder layers to FP8; return how many were converted."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-    config, converted = Float8LinearConfig(emulate=device.type == "cpu"), []
+    config, converted_names = Float8LinearConfig(emulate=device.type == "cpu"), []
 
-    def chosen(module: nn.Module, name: str) -> bool:
+    def is_convertible(module: nn.Module, name: str) -> bool:
         assert isinstance(module, nn.Linear)
-        suits = module.in_features % MULTIPLE == module.out_features % MULTIPLE == 0
-        converted.extend([name] * suits)
-        return suits
+        is_multiple = module.in_features % FP8_MULTIPLE == module.out_features % FP8_MULTIPLE == 0
+        converted_names.extend([name] * is_multiple)
+        return is_multiple
 
     for layer in model.modules():
         if is_decoder_layer(layer):
-            convert_to_float8_training(layer, module_filter_fn=chosen, config=config)
-    return len(converted)
+            convert_to_float8_training(layer, module_filter_fn=is_convertible, config=config)
+    return len(converted_names)

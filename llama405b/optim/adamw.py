@@ -20,70 +20,72 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim.adamw import adamw
 
-from llama405b.model.llama import unwrapped
-from llama405b.optim.updater import local
-from llama405b.settings.rules import Group, group_of
+from llama405b.model.llama import strip_wrappers
+from llama405b.optim.updater import local_tensor
+from llama405b.settings.rules import ParameterGroup, find_group
 from llama405b.settings.schema import Numerics, Optimizer, Parallel
 
-LOW = 0xFFFF  # mantissa bits of FP32 that BF16 drops
+DROPPED_BITS = 0xFFFF  # mantissa bits of FP32 that BF16 drops
 GOLDEN = -1640531527  # 2^32 over the golden ratio, as an int32
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Elements:
+class LocalElements:
     """The elements of a full tensor that this rank has: a range of rows and, of each row, a range of columns."""
 
     key: int  # identifies the tensor: 32 bits of its name
     row: int = 0
     column: int = 0
     width: int = 1  # elements in a row of the local shard
-    whole: int = 1  # elements in a row of the full tensor
+    full_width: int = 1  # elements in a row of the full tensor
 
     @classmethod
-    def of(cls, name: str, parameter: nn.Parameter) -> "Elements":
+    def from_parameter(cls, name: str, parameter: nn.Parameter) -> "LocalElements":
         """Return the elements of a parameter that this rank has; ``name`` is its name in the checkpoint."""
         shape, begin = tuple(parameter.shape), (0,) * parameter.dim()
-        local = shape
+        local_shape = shape
         if isinstance(parameter, DTensor):
-            local, begin = compute_local_shape_and_global_offset(shape, parameter.device_mesh, parameter.placements)
+            local_shape, begin = compute_local_shape_and_global_offset(
+                shape, parameter.device_mesh, parameter.placements
+            )
         column = begin[1] if len(shape) > 1 else 0
-        return cls(zlib.crc32(name.encode()), begin[0], column, math.prod(local[1:]), math.prod(shape[1:]))
+        return cls(zlib.crc32(name.encode()), begin[0], column, math.prod(local_shape[1:]), math.prod(shape[1:]))
 
-    def numbers(self, first: int, last: int, device: torch.device) -> Tensor:
+    def global_indices(self, first: int, last: int, device: torch.device) -> Tensor:
         """Return the indices in the full tensor of local elements ``first`` to ``last``, as int32 that may wrap around."""
-        own_C = torch.arange(first, last, device=device)
-        if self.width == self.whole:
-            return own_C.add_(self.row * self.whole).to(torch.int32)
-        rows_C = own_C.div(self.width, rounding_mode="floor").add_(self.row)
-        return (rows_C * self.whole + own_C % self.width + self.column).to(torch.int32)
+        local_C = torch.arange(first, last, device=device)
+        if self.width == self.full_width:
+            return local_C.add_(self.row * self.full_width).to(torch.int32)
+        rows_C = local_C.div(self.width, rounding_mode="floor").add_(self.row)
+        return (rows_C * self.full_width + local_C % self.width + self.column).to(torch.int32)
 
 
-class Dice:
+class RoundingNoise:
     """Random bits for one chunk of elements in one step: 16 bits for each of three tensors (weights and two moments)."""
 
-    def __init__(self, elements: Elements, first: int, last: int, step: Tensor) -> None:
+    def __init__(self, elements: LocalElements, first: int, last: int, step: Tensor) -> None:
         """``step``: the step number as a tensor on the device of the elements, so that the host does not wait for it."""
-        mixed_C = _hashed(elements.numbers(first, last, step.device) ^ _int32(elements.key))
-        self.bits_C = _hashed(mixed_C ^ _hashed(step.to(torch.int32)))
+        seed_C = _hash_bits(elements.global_indices(first, last, step.device) ^ _to_int32(elements.key))
+        self.bits_C = _hash_bits(seed_C ^ _hash_bits(step.to(torch.int32)))
 
-    def round_(self, to_C: Tensor, wide_C: Tensor) -> None:
+    def round_(self, out_C: Tensor, fp32_C: Tensor) -> None:
         """Round FP32 values stochastically to BF16; each call uses fresh bits."""
-        raised_C = wide_C.view(torch.int32) + (self.bits_C & LOW)
-        to_C.copy_((raised_C & ~LOW).view(torch.float32))
-        self.bits_C = _hashed(self.bits_C + GOLDEN)
+        noisy_C = fp32_C.view(torch.int32) + (self.bits_C & DROPPED_BITS)
+        out_C.copy_((noisy_C & ~DROPPED_BITS).view(torch.float32))
+        self.bits_C = _hash_bits(self.bits_C + GOLDEN)
 
 
-def _hashed(x_C: Tensor) -> Tensor:
+def _hash_bits(x_C: Tensor) -> Tensor:
     """Mix 32 bits (Wellons' lowbias32: shifts by 16, 15, 16 and two products)."""
     # PyTorch shifts int32 arithmetically, so the masks clear the copies of the sign bit.
     x_C = x_C ^ ((x_C >> 16) & 0xFFFF)
     x_C = x_C * 0x7FEB352D
     x_C = x_C ^ ((x_C >> 15) & 0x1FFFF)
-    x_C = x_C * _int32(0x846CA68B)
+    x_C = x_C * _to_int32(0x846CA68B)
     return x_C ^ ((x_C >> 16) & 0xFFFF)
 
 
-def _int32(number: int) -> int:
+def _to_int32(number: int) -> int:
     """Return the low 32 bits of a number as a signed int32."""
     number &= 0xFFFFFFFF
     return number - (1 << 32) if number >= 1 << 31 else number
@@ -95,20 +97,20 @@ def master_model(model: nn.Module, parallel: Parallel) -> nn.Module:
     In pure BF16 only norms have masters; all other parameters are the model's own. Norm weights are near 1, where BF16 would lose
     every update at usual learning rates. ``model``: sharded by FSDP2 and not yet wrapped for activation checkpointing.
     """
-    if parallel.offload != "optimizer" and not parallel.in_bf16:
+    if parallel.offload != "optimizer" and not parallel.is_bf16:
         return model
     master = nn.Module()
     master.config = model.config
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        *path, last = unwrapped(name).split(".")
+        *path, leaf = strip_wrappers(name).split(".")
         owner = master
-        for step in path:
-            if not hasattr(owner, step):
-                owner.add_module(step, nn.Module())
-            owner = owner.get_submodule(step)
+        for child in path:
+            if not hasattr(owner, child):
+                owner.add_module(child, nn.Module())
+            owner = owner.get_submodule(child)
         if parallel.offload == "optimizer" or (is_norm(name) and parameter.requires_grad):
             parameter = nn.Parameter(torch.empty_like(parameter, dtype=torch.float32), parameter.requires_grad)
-        owner.register_parameter(last, parameter)
+        owner.register_parameter(leaf, parameter)
     return master
 
 
@@ -119,15 +121,15 @@ def is_norm(name: str) -> bool:
 
 def master_pairs(model: nn.Module, master: nn.Module) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
     """Yield ``(weight, master)`` for each weight of the model that has a master."""
-    of = {unwrapped(name): master for name, master in master.named_parameters()}
+    masters = {strip_wrappers(name): master for name, master in master.named_parameters()}
     for name, weight in model.named_parameters():
-        if (master := of[unwrapped(name)]) is not weight:
+        if (master := masters[strip_wrappers(name)]) is not weight:
             yield weight, master
 
 
 CHUNK = 1 << 20  # elements converted to FP32 at a time; a multiple of 16, or the last bits differ
-REST = Group("")  # for parameters that no configured group matches
-State = dict[str, Tensor]  # of one parameter: step, exp_avg, exp_avg_sq
+DEFAULT_GROUP = ParameterGroup("")  # for parameters that no configured group matches
+AdamWState = dict[str, Tensor]  # of one parameter: step, exp_avg, exp_avg_sq
 
 
 def build_optimizer(model: nn.Module, config: Optimizer) -> torch.optim.AdamW:
@@ -135,14 +137,14 @@ def build_optimizer(model: nn.Module, config: Optimizer) -> torch.optim.AdamW:
 
     Weight decay applies to matrices and not to vectors, unless a configured group says otherwise.
     """
-    apart = [Group.read(text) for text in config.groups]
+    custom_groups = [ParameterGroup.parse(text) for text in config.groups]
     members: dict[tuple[float, float, bool], list[nn.Parameter]] = {
         (config.weight_decay, 1.0, False): [],
         (0.0, 1.0, True): [],
     }
-    for name, parameter in trained(model).items():
+    for name, parameter in trainable_parameters(model).items():
         is_vector = is_norm(name) or name.endswith(".bias")
-        group = group_of(apart, unwrapped(name)) or REST
+        group = find_group(custom_groups, strip_wrappers(name)) or DEFAULT_GROUP
         decay = config.weight_decay * (not is_vector) if group.weight_decay is None else group.weight_decay
         members.setdefault((decay, group.lr_factor, is_vector), []).append(parameter)
     groups = [
@@ -152,7 +154,7 @@ def build_optimizer(model: nn.Module, config: Optimizer) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
 
 
-def trained(model: nn.Module) -> dict[str, nn.Parameter]:
+def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the trainable parameters by name."""
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
@@ -164,18 +166,18 @@ def lr_at(step: int, total_steps: int, config: Optimizer) -> float:
     half cosine of Loshchilov & Hutter (arXiv 1608.03983) or a line, or stays 1. With wsd, f stays 1 until the decay
     steps at the end; there it is 1 minus the square root of the fraction of decay steps taken (arXiv 2405.18392).
     """
-    warmup = config.warmup_steps(total_steps)
-    if step <= warmup:
-        return config.lr * step / warmup
-    falls = total_steps - warmup
+    warmup_steps = config.warmup_steps(total_steps)
+    if step <= warmup_steps:
+        return config.lr * step / warmup_steps
+    decay_steps = total_steps - warmup_steps
     if config.decay == "wsd":
-        falls = min(falls, config.decay_steps or math.ceil(total_steps / 10))
-    done = min(1.0, max(0.0, (step - (total_steps - falls)) / max(1, falls)))
+        decay_steps = min(decay_steps, config.decay_steps or math.ceil(total_steps / 10))
+    decay_progress = min(1.0, max(0.0, (step - (total_steps - decay_steps)) / max(1, decay_steps)))
     factor = {
-        "cosine": 0.5 * (1 + math.cos(math.pi * done)),
-        "linear": 1 - done,
+        "cosine": 0.5 * (1 + math.cos(math.pi * decay_progress)),
+        "linear": 1 - decay_progress,
         "constant": 1.0,
-        "wsd": 1 - math.sqrt(done),
+        "wsd": 1 - math.sqrt(decay_progress),
     }[config.decay]
     return config.min_lr + (config.lr - config.min_lr) * factor
 
@@ -187,7 +189,7 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Settings:
+class AdamWParams:
     """A copy of one parameter group's hyperparameters for one step: the optimizer's own may change before the update runs."""
 
     lr: float
@@ -196,23 +198,24 @@ class Settings:
     eps: float
 
 
-def group_settings(optimizer: torch.optim.AdamW) -> list[Settings]:
+def group_params(optimizer: torch.optim.AdamW) -> list[AdamWParams]:
     """Return the current hyperparameters of each parameter group."""
     return [
-        Settings(group["lr"], group["betas"], group["weight_decay"], group["eps"]) for group in optimizer.param_groups
+        AdamWParams(group["lr"], group["betas"], group["weight_decay"], group["eps"])
+        for group in optimizer.param_groups
     ]
 
 
 def state_tensors(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
     """Return the local tensors of parameters: weights, moments and step counts."""
-    return [local(tensor) for p in parameters for tensor in (p.detach(), *optimizer.state.get(p, {}).values())]
+    return [local_tensor(tensor) for p in parameters for tensor in (p.detach(), *optimizer.state.get(p, {}).values())]
 
 
-def nothing_to_keep(_: Sequence[Tensor]) -> None:
+def ignore_update(_: Sequence[Tensor]) -> None:
     """Do nothing before tensors change (the default of ``Updater.before_update``)."""
 
 
-def start_moments(optimizer: torch.optim.AdamW, parameter: nn.Parameter, dtype: torch.dtype) -> None:
+def init_moments(optimizer: torch.optim.AdamW, parameter: nn.Parameter, dtype: torch.dtype) -> None:
     """Create zero moments for a parameter, as AdamW does in its first step."""
     optimizer.state[parameter] = {
         "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
@@ -223,72 +226,74 @@ def start_moments(optimizer: torch.optim.AdamW, parameter: nn.Parameter, dtype: 
 
 def update_adamw(
     parameters: Sequence[nn.Parameter],
-    states: Sequence[State],
+    states: Sequence[AdamWState],
     gradients: Sequence[Tensor],
-    settings: Settings,
-    numbered: Mapping[int, Elements] | None = None,
+    params: AdamWParams,
+    elements_by_id: Mapping[int, LocalElements] | None = None,
 ) -> None:
     """Update the local tensors of parameters with torch's fused AdamW, bypassing DTensor's dispatch.
 
     Gradients are converted to the dtype of the weights. The fused kernel takes a single dtype: moments of another dtype than the
     weights are converted to FP32 and back, chunk by chunk.
-    ``numbered``: the elements, by ``id(parameter)``, of parameters to round stochastically; these also pass through FP32.
+    ``elements_by_id``: the elements, by ``id(parameter)``, of parameters to round stochastically; these also pass through FP32.
     """
-    if numbered:
+    if elements_by_id:
         for parameter, state, gradient in zip(parameters, states, gradients, strict=True):
-            if elements := numbered.get(id(parameter)):
-                _update_rounding(local(parameter), state, gradient, settings, elements)
+            if elements := elements_by_id.get(id(parameter)):
+                _update_with_rounding(local_tensor(parameter), state, gradient, params, elements)
             else:
-                update_adamw([parameter], [state], [gradient], settings)
+                update_adamw([parameter], [state], [gradient], params)
         return
-    weights = [local(parameter) for parameter in parameters]
+    weights = [local_tensor(parameter) for parameter in parameters]
     gradients = [gradient.to(weight.dtype) for gradient, weight in zip(gradients, weights, strict=True)]
-    first, second = ([local(state[name]) for state in states] for name in ("exp_avg", "exp_avg_sq"))
+    first, second = ([local_tensor(state[name]) for state in states] for name in ("exp_avg", "exp_avg_sq"))
     steps = [state["step"] for state in states]
     if first[0].dtype == weights[0].dtype:
-        _fused(weights, gradients, first, second, steps, settings)
+        _fused_adamw(weights, gradients, first, second, steps, params)
         return
     for weight, gradient, m, v, step in zip(weights, gradients, first, second, steps, strict=True):
         chunks = [tensor.view(-1).split(CHUNK) for tensor in (weight, gradient, m, v)]
         for w_C, g_C, m_C, v_C in zip(*chunks, strict=True):
             m32_C, v32_C = m_C.float(), v_C.float()
-            _fused(
-                [w_C], [g_C], [m32_C], [v32_C], [step.clone()], settings
+            _fused_adamw(
+                [w_C], [g_C], [m32_C], [v32_C], [step.clone()], params
             )  # on a copy: the kernel increments the step, once per chunk
             m_C.copy_(m32_C)
             v_C.copy_(v32_C)
         step += 1
 
 
-def _update_rounding(weight: Tensor, state: State, gradient: Tensor, settings: Settings, elements: Elements) -> None:
+def _update_with_rounding(
+    weight: Tensor, state: AdamWState, gradient: Tensor, params: AdamWParams, elements: LocalElements
+) -> None:
     """Update one parameter in FP32, chunk by chunk; round its weight and moments stochastically."""
-    tensors = [weight, local(state["exp_avg"]), local(state["exp_avg_sq"])]
+    tensors = [weight, local_tensor(state["exp_avg"]), local_tensor(state["exp_avg_sq"])]
     begin = 0
-    for g_C, *chunk in zip(*(each.reshape(-1).split(CHUNK) for each in (gradient, *tensors)), strict=True):
-        w32_C, m32_C, v32_C = (each.float() for each in chunk)
-        _fused([w32_C], [g_C.float()], [m32_C], [v32_C], [state["step"].clone()], settings)
-        dice = Dice(elements, begin, begin + len(g_C), state["step"])
-        for to_C, wide_C in zip(chunk, (w32_C, m32_C, v32_C), strict=True):
-            dice.round_(to_C, wide_C)
+    for g_C, *chunk in zip(*(tensor.reshape(-1).split(CHUNK) for tensor in (gradient, *tensors)), strict=True):
+        w32_C, m32_C, v32_C = (tensor.float() for tensor in chunk)
+        _fused_adamw([w32_C], [g_C.float()], [m32_C], [v32_C], [state["step"].clone()], params)
+        noise = RoundingNoise(elements, begin, begin + len(g_C), state["step"])
+        for out_C, fp32_C in zip(chunk, (w32_C, m32_C, v32_C), strict=True):
+            noise.round_(out_C, fp32_C)
         begin += len(g_C)
     state["step"] += 1
 
 
-def numbered(master: nn.Module, numerics: Numerics) -> dict[int, Elements]:
+def stochastic_elements(master: nn.Module, numerics: Numerics) -> dict[int, LocalElements]:
     """Return the elements to round stochastically, by ``id(parameter)``: BF16 parameters if ``numerics`` is bf16-stochastic."""
     if numerics != "bf16-stochastic":
         return {}
-    named = ((unwrapped(name), parameter) for name, parameter in master.named_parameters())
-    return {id(p): Elements.of(name, p) for name, p in named if p.dtype == torch.bfloat16}
+    named_parameters = ((strip_wrappers(name), parameter) for name, parameter in master.named_parameters())
+    return {id(p): LocalElements.from_parameter(name, p) for name, p in named_parameters if p.dtype == torch.bfloat16}
 
 
-def _fused(
+def _fused_adamw(
     weights: Sequence[Tensor],
     gradients: Sequence[Tensor],
     first: Sequence[Tensor],
     second: Sequence[Tensor],
     steps: Sequence[Tensor],
-    settings: Settings,
+    params: AdamWParams,
 ) -> None:
     adamw(
         list(weights),
@@ -299,10 +304,10 @@ def _fused(
         list(steps),
         fused=True,
         amsgrad=False,
-        beta1=settings.betas[0],
-        beta2=settings.betas[1],
-        lr=settings.lr,
-        weight_decay=settings.weight_decay,
-        eps=settings.eps,
+        beta1=params.betas[0],
+        beta2=params.betas[1],
+        lr=params.lr,
+        weight_decay=params.weight_decay,
+        eps=params.eps,
         maximize=False,
     )

@@ -7,35 +7,35 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from llama405b.distributed.host_memory import Progress
+from llama405b.distributed.host_memory import OnByteProgress
 from llama405b.optim.adamw import (
     build_optimizer,
-    group_settings,
+    group_params,
+    ignore_update,
+    init_moments,
     master_pairs,
-    nothing_to_keep,
-    numbered,
-    start_moments,
     state_tensors,
-    trained,
+    stochastic_elements,
+    trainable_parameters,
     update_adamw,
 )
-from llama405b.optim.offload import OffloadedAll, OffloadedOptimizer, OnLongWait
+from llama405b.optim.offload import HostUpdater, OnLongWait, OptimizerOffload
 from llama405b.optim.updater import (
     BeforeUpdate,
-    Unit,
     Updater,
+    UpdateUnit,
     UpdateWork,
     clip_factor,
-    is_counted,
-    local,
+    is_first_replica,
+    local_tensor,
     norm_over_ranks,
-    scale,
-    squares,
+    scale_gradients,
+    square_sums,
 )
 from llama405b.settings.schema import Numerics, Optimizer, Parallel
 
 
-class Sequential:
+class OnDeviceUpdate:
     """Update all weights with ``torch.optim.AdamW`` between the backward and the next forward."""
 
     def __init__(
@@ -52,13 +52,13 @@ class Sequential:
         self.master = master
         self.optimizer = optimizer
         self.reuses_gradients = reuses_gradients
-        self.before_update: BeforeUpdate = nothing_to_keep
+        self.before_update: BeforeUpdate = ignore_update
         self.masters = list(master_pairs(model, master))
-        self.numbered = numbered(master, numerics)
-        for parameter in trained(master).values():
-            start_moments(optimizer, parameter, parameter.dtype)
+        self.elements_by_id = stochastic_elements(master, numerics)
+        for parameter in trainable_parameters(master).values():
+            init_moments(optimizer, parameter, parameter.dtype)
 
-    def expect(self, *, last: bool) -> None:
+    def begin_microbatch(self, *, is_last: bool) -> None:
         """Do nothing: gradients need no preparation."""
 
     def accumulate(self) -> None:
@@ -67,10 +67,10 @@ class Sequential:
     def clip(self, max_norm: float) -> float:
         if isinstance(self.model, FullyShardedDataParallel):  # its gradients are slices of flat tensors
             return float(self.model.clip_grad_norm_(max_norm or torch.inf))
-        gradients = [(p, local(p.grad)) for p in self.model.parameters() if p.grad is not None]
-        counted = squares(gradient for p, gradient in gradients if is_counted(p))
-        norm = norm_over_ranks(counted, local(next(self.model.parameters())).device)
-        scale([gradient for _, gradient in gradients], clip_factor(norm, max_norm))
+        gradients = [(p, local_tensor(p.grad)) for p in self.model.parameters() if p.grad is not None]
+        sums = square_sums(gradient for p, gradient in gradients if is_first_replica(p))
+        norm = norm_over_ranks(sums, local_tensor(next(self.model.parameters())).device)
+        scale_gradients([gradient for _, gradient in gradients], clip_factor(norm, max_norm))
         return norm
 
     def update(self) -> None:
@@ -80,28 +80,31 @@ class Sequential:
             if weight.requires_grad:
                 assert weight.grad is not None
                 master.grad = weight.grad.to(master.dtype)
-        if self.numbered:
-            self._update_rounding()
+        if self.elements_by_id:
+            self._update_with_rounding()
         else:
             self.optimizer.step()
         self.sync_weights()
         self.zero_grad()
 
     @torch.no_grad()
-    def _update_rounding(self) -> None:
+    def _update_with_rounding(self) -> None:
         """Update as ``torch.optim.AdamW`` does, with stochastic rounding to BF16."""
-        for group, settings in zip(self.optimizer.param_groups, group_settings(self.optimizer), strict=True):
-            gradients = [local(parameter.grad) for parameter in group["params"]]
+        for group, params in zip(self.optimizer.param_groups, group_params(self.optimizer), strict=True):
+            gradients = [local_tensor(parameter.grad) for parameter in group["params"]]
             states = [self.optimizer.state[parameter] for parameter in group["params"]]
-            update_adamw(group["params"], states, gradients, settings, self.numbered)
+            update_adamw(group["params"], states, gradients, params, self.elements_by_id)
 
     def zero_grad(self) -> None:
         self.optimizer.zero_grad(set_to_none=not self.reuses_gradients)
         for weight, _ in self.masters:
             weight.grad = None
 
-    def units(self) -> list[Unit]:
-        return [Unit(state_tensors(self.optimizer, [parameter])) for parameter in trained(self.master).values()]
+    def units(self) -> list[UpdateUnit]:
+        return [
+            UpdateUnit(state_tensors(self.optimizer, [parameter]))
+            for parameter in trainable_parameters(self.master).values()
+        ]
 
     def wait(self) -> None:
         """Do nothing: no update is ever pending."""
@@ -110,7 +113,7 @@ class Sequential:
     def sync_weights(self) -> None:
         """Copy the masters to the weights of the model that have one; all others are the stored weights themselves."""
         for weight, master in self.masters:
-            local(weight).copy_(local(master))
+            local_tensor(weight).copy_(local_tensor(master))
 
     def work(self) -> UpdateWork | None:
         """Return None: the update is part of the step's optimizer time."""
@@ -124,11 +127,11 @@ def build_updater(
     device: torch.device,
     on_long_wait: OnLongWait = lambda _: None,
     master: nn.Module | None = None,
-    pinning: Progress = lambda *_: None,
+    on_progress: OnByteProgress = lambda *_: None,
 ) -> Updater:
     """Build the updater that ``parallel`` asks for, and give the model its weights.
 
-    ``master``: see ``master_model``; None: the model. ``on_long_wait`` hears of long waits for an update, ``pinning`` how much
+    ``master``: see ``master_model``; None: the model. ``on_long_wait`` hears of long waits for an update, ``on_progress`` how much
     memory has been pinned.
 
     Raises:
@@ -139,14 +142,16 @@ def build_updater(
     overlap, moments, numerics = parallel.overlap, parallel.moments, parallel.numerics
     updater: Updater
     if parallel.offload == "optimizer":
-        updater = OffloadedOptimizer(
-            model, master, optimizer, device, on_long_wait, pinning=pinning, overlap=overlap, moments=moments
+        updater = OptimizerOffload(
+            model, master, optimizer, device, on_long_wait, on_progress=on_progress, overlap=overlap, moments=moments
         )
     elif parallel.updates_by_unit:
-        updater = OffloadedAll(
+        updater = HostUpdater(
             model, master, optimizer, device, on_long_wait, overlap=overlap, moments=moments, numerics=numerics
         )
     else:
-        updater = Sequential(model, master, optimizer, reuses_gradients=parallel.reuses_gradients, numerics=numerics)
+        updater = OnDeviceUpdate(
+            model, master, optimizer, reuses_gradients=parallel.reuses_gradients, numerics=numerics
+        )
     updater.sync_weights()
     return updater

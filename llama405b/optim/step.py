@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from llama405b.contract.errors import RunError, UserError, counted
+from llama405b.contract.errors import RunError, UserError, pluralize
 from llama405b.data.batch import Batch
 from llama405b.distributed.collectives import all_reduce_sum
 from llama405b.optim.updater import Updater
-from llama405b.parallel.passes import Lap, Passes
+from llama405b.parallel.passes import ForwardBackward, OnPhaseEnd
 
 
 class NonFiniteError(RunError):
@@ -36,28 +36,28 @@ class StepResult:
 
 
 def train_step(
-    passes: Passes,
+    forward_backward: ForwardBackward,
     updater: Updater,
     microbatches: Sequence[Batch],
     *,
     max_norm: float,
-    refuses: Callable[[float], bool] = lambda _: False,
-    lap: Lap = lambda _: None,
+    refuses_loss: Callable[[float], bool] = lambda _: False,
+    on_phase_end: OnPhaseEnd = lambda _: None,
 ) -> StepResult | None:
     """Run the micro-batches forward and backward, clip the gradient, and update the weights once.
 
     The micro-batches must be on the device. Returns None on every rank if no rank has a target; the weights then do not change.
 
-    ``refuses``: called with the loss, equal on all ranks; if it returns True, the weights do not change.
-    ``lap`` is called with the name of each part when it ends: forward, backward, optimizer.
+    ``refuses_loss``: called with the loss, equal on all ranks; if it returns True, the weights do not change.
+    ``on_phase_end`` is called with the name of each part when it ends: forward, backward, optimizer.
 
     Raises:
         NonFiniteError, NoGradientError: On every rank, before the weights change.
     """
-    n_targets = int(all_reduce_sum(torch.stack([passes.n_targets(batch) for batch in microbatches]).sum()))
+    n_targets = int(all_reduce_sum(torch.stack([forward_backward.n_targets(batch) for batch in microbatches]).sum()))
     if n_targets == 0:
         return None
-    nll = passes.train(microbatches, n_targets, updater, lap)
+    nll = forward_backward.train(microbatches, n_targets, updater, on_phase_end)
     loss = float(all_reduce_sum(nll)) / n_targets
     norm = updater.clip(max_norm)
     # Loss and norm are equal on all ranks, so all of them take the same branch below.
@@ -67,12 +67,12 @@ def train_step(
     if norm == 0:
         updater.zero_grad()
         raise NoGradientError(
-            f"--training: a step with {counted(n_targets, 'target')} and loss {loss:.4g} has a gradient of exactly 0: its loss "
+            f"--training: a step with {pluralize(n_targets, 'target')} and loss {loss:.4g} has a gradient of exactly 0: its loss "
             "depends on no weight that is trained; see loss() in --extend, and the model's code"
         )
-    if refuses(loss):
+    if refuses_loss(loss):
         updater.zero_grad()
         return StepResult(loss, norm, n_targets, updated=False)
     updater.update()
-    lap("optimizer")
+    on_phase_end("optimizer")
     return StepResult(loss, norm, n_targets)

@@ -35,11 +35,11 @@ BeforeUpdate = Callable[[Sequence[Tensor]], None]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Unit:
+class UpdateUnit:
     """State that is updated together."""
 
     tensors: Sequence[Tensor]  # of this rank: stored weights, moments and step counts
-    updated: "Future[None] | None" = None  # the pending update, or the last one
+    last_update: "Future[None] | None" = None  # the pending update, or the last one
 
 
 class Updater(Protocol):
@@ -50,10 +50,10 @@ class Updater(Protocol):
     # Called with tensors before they change; may block. Updates already queued keep their earlier callback.
     before_update: BeforeUpdate
 
-    def units(self) -> list[Unit]:
+    def units(self) -> list[UpdateUnit]:
         """Return the state that updates change, in update order."""
 
-    def expect(self, *, last: bool) -> None:
+    def begin_microbatch(self, *, is_last: bool) -> None:
         """Announce a micro-batch before its forward; the argument says whether it is the last of the step."""
 
     def accumulate(self) -> None:
@@ -81,18 +81,18 @@ class Updater(Protocol):
         """Return the cost of updates since the last call; None if updates do not run unit by unit on the CPU."""
 
 
-ROWS, ROW = (
+ROWS_AT_A_TIME, ROW_ELEMENTS = (
     1024,
     4096,
 )  # a row is summed in FP32, rows are added in FP64: torch's own norm is 0.4 % too low for 53M elements on a CPU
 
 
-def local(tensor: Tensor) -> Tensor:
+def local_tensor(tensor: Tensor) -> Tensor:
     """Return the local shard of a tensor."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def squares(tensors: Iterable[Tensor]) -> list[float]:
+def square_sums(tensors: Iterable[Tensor]) -> list[float]:
     """Return sums of squares in FP64, one for each row of each tensor; wait for the device only once.
 
     How tensors are joined or split does not change the ``math.fsum`` of the result, except for rounding in FP64.
@@ -103,28 +103,32 @@ def squares(tensors: Iterable[Tensor]) -> list[float]:
 
 def _row_norms(flat: Tensor) -> Iterator[Tensor]:
     """Yield the norms of full rows and of the remainder, in FP32 or a wider dtype of the elements."""
-    wide = torch.promote_types(flat.dtype, torch.float32)
-    whole = flat.numel() // ROW * ROW
-    if whole:
-        rows = flat[:whole].view(-1, ROW)
-        parts = rows.split(ROWS if flat.device.type == "cpu" else len(rows))  # converting BF16 copies on a CPU
-        yield torch.cat([torch.linalg.vector_norm(part, dim=1, dtype=wide) for part in parts])
-    if flat.numel() > whole:
-        yield torch.linalg.vector_norm(flat[whole:], dtype=wide).view(1)
+    dtype = torch.promote_types(flat.dtype, torch.float32)
+    n_in_full_rows = flat.numel() // ROW_ELEMENTS * ROW_ELEMENTS
+    if n_in_full_rows:
+        rows = flat[:n_in_full_rows].view(-1, ROW_ELEMENTS)
+        parts = rows.split(
+            ROWS_AT_A_TIME if flat.device.type == "cpu" else len(rows)
+        )  # converting BF16 copies on a CPU
+        yield torch.cat([torch.linalg.vector_norm(part, dim=1, dtype=dtype) for part in parts])
+    if flat.numel() > n_in_full_rows:
+        yield torch.linalg.vector_norm(flat[n_in_full_rows:], dtype=dtype).view(1)
 
 
-def is_counted(tensor: Tensor) -> bool:
+def is_first_replica(tensor: Tensor) -> bool:
     """Return whether this rank is the first of those that hold the same shard of a tensor, and so counts it in the norm."""
     if not isinstance(tensor, DTensor):
         return True
-    place = tensor.device_mesh.get_coordinate() or ()
-    return not any(at for at, placement in zip(place, tensor.placements, strict=True) if placement.is_replicate())
+    coordinate = tensor.device_mesh.get_coordinate() or ()
+    return not any(
+        index for index, placement in zip(coordinate, tensor.placements, strict=True) if placement.is_replicate()
+    )
 
 
-def norm_over_ranks(squares: Iterable[float], device: torch.device) -> float:
+def norm_over_ranks(sums: Iterable[float], device: torch.device) -> float:
     """Return the global L2 norm from the sums of squares of each rank's shards, given in any order."""
-    own = torch.full((), math.fsum(squares), dtype=torch.float64, device=device)
-    return math.sqrt(float(all_reduce_sum(own)))
+    local_sum = torch.full((), math.fsum(sums), dtype=torch.float64, device=device)
+    return math.sqrt(float(all_reduce_sum(local_sum)))
 
 
 def clip_factor(norm: float, max_norm: float) -> float:
@@ -132,7 +136,7 @@ def clip_factor(norm: float, max_norm: float) -> float:
     return min(1.0, max_norm / (norm + 1e-6)) if max_norm else 1.0
 
 
-def scale(gradients: Sequence[Tensor], factor: float) -> None:
+def scale_gradients(gradients: Sequence[Tensor], factor: float) -> None:
     """Multiply gradients in place; skip this if the factor is 1 or there are none (all parameters of a stage are frozen)."""
     if factor != 1.0 and gradients:
         torch._foreach_mul_(list(gradients), factor)

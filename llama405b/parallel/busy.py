@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from llama405b.distributed.host_memory import moment, seconds_between
+from llama405b.distributed.host_memory import event_seconds, record_time
 
 
 class BusyMeter:
@@ -39,13 +39,13 @@ class BusyMeter:
         modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         for state in {id(state): state for state in map(fully_shard.state, modules)}.values():
             if group := state._fsdp_param_group:
-                group.pre_backward = self._left_out(group.pre_backward)
-                group.post_backward = self._left_out(group.post_backward)
+                group.pre_backward = self._exclude(group.pre_backward)
+                group.post_backward = self._exclude(group.post_backward)
             end = state._root_post_backward_final_callback
             state._root_post_backward_final_callback = functools.partial(self._end_backward, end)
         for module in modules:
             module.register_forward_pre_hook(self._pause, prepend=True)
-            module.register_forward_pre_hook(self._gathered)
+            module.register_forward_pre_hook(self._resume_after_gather)
 
     def seconds(self) -> float | None:
         """Return the busy seconds since the last call and reset; None if no span has ended.
@@ -54,37 +54,37 @@ class BusyMeter:
         """
         begins, ends = self.moments[::2], self.moments[1::2]
         self.moments = []
-        return sum(map(seconds_between, begins, ends)) if ends else None
+        return sum(map(event_seconds, begins, ends)) if ends else None
 
-    def _gathered(self, *_: object) -> None:
+    def _resume_after_gather(self, *_: object) -> None:
         if torch.is_grad_enabled():  # otherwise this is an evaluation
             self._resume()
 
-    def _left_out(self, part: Callable[..., None]) -> Callable[..., None]:
+    def _exclude(self, function: Callable[..., None]) -> Callable[..., None]:
         """Wrap a method of FSDP2 so that its time is not counted."""
 
-        @functools.wraps(part)
+        @functools.wraps(function)
         def call(*args: object) -> None:
-            counts = self._counts
+            was_counting = self._is_counting
             self._pause()
-            part(*args)
-            if counts:
+            function(*args)
+            if was_counting:
                 self._resume()
 
         return call
 
-    def _end_backward(self, end: Callable[[], None]) -> None:
+    def _end_backward(self, final_callback: Callable[[], None]) -> None:
         self._pause()
-        end()
+        final_callback()
 
     @property
-    def _counts(self) -> bool:
+    def _is_counting(self) -> bool:
         return len(self.moments) % 2 == 1
 
     def _pause(self, *_: object) -> None:
-        if self._counts:
-            self.moments.append(moment(cuda=self.cuda))
+        if self._is_counting:
+            self.moments.append(record_time(cuda=self.cuda))
 
     def _resume(self) -> None:
-        if not self._counts:
-            self.moments.append(moment(cuda=self.cuda))
+        if not self._is_counting:
+            self.moments.append(record_time(cuda=self.cuda))

@@ -36,23 +36,23 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from llama405b.contract.errors import UserError
 from llama405b.distributed.ranks import Rank
-from llama405b.model.llama import build_on_meta, llama_name, restore_buffers, tie_head, unwrapped
-from llama405b.settings.axes import SHARD, Axes
+from llama405b.model.llama import build_on_meta, llama_name, restore_buffers, strip_wrappers, tie_head
+from llama405b.settings.axes import SHARD_AXES, Axes
 from llama405b.settings.schema import FP32_MASTERS, Parallel
 from llama405b.settings.strategies import Strategy
 
 
 def shard_dtype(parallel: Parallel) -> torch.dtype:
     """Return the dtype of the shards that FSDP gathers from."""
-    return torch.bfloat16 if parallel.in_bf16 or parallel.offload == "optimizer" else torch.float32
+    return torch.bfloat16 if parallel.is_bf16 or parallel.offload == "optimizer" else torch.float32
 
 
 def check_wrap(model: nn.Module, wrap: tuple[str, ...]) -> None:
     """Raise UserError for a class name in ``wrap`` (Llama's names) that the model does not have, and list those it has."""
-    present = {llama_name(module, model.config) for module in model.modules()}
+    class_names = {llama_name(module, model.config) for module in model.modules()}
     for name in wrap:
-        if name not in present:
-            raise UserError(f"--parallel.wrap: the model has no {name!r}; choose from {', '.join(sorted(present))}")
+        if name not in class_names:
+            raise UserError(f"--parallel.wrap: the model has no {name!r}; choose from {', '.join(sorted(class_names))}")
 
 
 def check_units(model: nn.Module, wrap: tuple[str, ...]) -> None:
@@ -69,13 +69,13 @@ def check_units(model: nn.Module, wrap: tuple[str, ...]) -> None:
                 raise UserError(f"--parallel.wrap: {names}; FSDP2 can shard only one of them, so remove the other")
 
 
-def device_mesh(axes: Axes, device_type: str) -> DeviceMesh:
+def make_device_mesh(axes: Axes, device_type: str) -> DeviceMesh:
     """Make the DeviceMesh of all ranks; ``device_type`` is explicit because torch's default would use any GPU.
 
     Its axes: ``pp``, ``dp_replicate``, ``shard`` (``dp_shard`` and ``cp`` together), ``tp``. Axes of size 1, except ``shard``, are
     omitted: each would cost every rank a communicator.
     """
-    sizes = {"pp": axes.pp, "dp_replicate": axes.dp_replicate, "shard": axes.size(SHARD), "tp": axes.tp}
+    sizes = {"pp": axes.pp, "dp_replicate": axes.dp_replicate, "shard": axes.size(SHARD_AXES), "tp": axes.tp}
     names = tuple(name for name, size in sizes.items() if size > 1 or name == "shard")
     return dist.init_device_mesh(device_type, tuple(sizes[name] for name in names), mesh_dim_names=names)
 
@@ -86,97 +86,97 @@ def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
     return mesh[names] if names != mesh.mesh_dim_names else mesh
 
 
-def shard(model: nn.Module, parallel: Parallel, device: torch.device, mesh: DeviceMesh | None = None) -> None:
+def shard_model(model: nn.Module, parallel: Parallel, device: torch.device, mesh: DeviceMesh | None = None) -> None:
     """Turn every parameter into a DTensor that is sharded over the ranks; the model stays on its (meta) device.
 
-    ``mesh``: of all ranks, see ``device_mesh``; None: plain FSDP over all ranks.
+    ``mesh``: of all ranks, see ``make_device_mesh``; None: plain FSDP over all ranks.
 
     Raises:
         UserError: ``parallel.wrap`` names units that share parameters.
     """
     check_units(model, parallel.wrap)
-    mesh = data_mesh(mesh or device_mesh(Axes(dp_shard=dist.get_world_size()), device.type))
-    reshards: bool | int = parallel.reshard_after_forward or not parallel.of_strategy.keeps_weights
+    mesh = data_mesh(mesh or make_device_mesh(Axes(dp_shard=dist.get_world_size()), device.type))
+    reshard: bool | int = parallel.reshard_after_forward or not parallel.strategy_spec.keeps_weights_gathered
     offload: OffloadPolicy = OffloadPolicy()
     if parallel.offload == "all":
         offload = CPUOffloadPolicy(pin_memory=device.type == "cuda")
     precision = MixedPrecisionPolicy()
     if parallel.numerics in FP32_MASTERS:
         precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    unit = functools.partial(fully_shard, mesh=mesh, mp_policy=precision, offload_policy=offload)
+    shard_unit = functools.partial(fully_shard, mesh=mesh, mp_policy=precision, offload_policy=offload)
     tied, embedding = model.config.tie_word_embeddings, model.model.embed_tokens
-    with _one_smaller_mesh() if parallel.reshard_after_forward else contextlib.nullcontext():
+    with _shared_post_forward_mesh() if parallel.reshard_after_forward else contextlib.nullcontext():
         for module in list(model.modules()):
             if llama_name(module, model.config) in parallel.wrap and module is not embedding:
-                unit(module, reshard_after_forward=reshards)
+                shard_unit(module, reshard_after_forward=reshard)
     if embedding is not None and not tied and "Embedding" in parallel.wrap:
-        unit(embedding, reshard_after_forward=bool(reshards))
+        shard_unit(embedding, reshard_after_forward=bool(reshard))
         embedding.set_unshard_in_backward(False)
     if not tied and model.lm_head is not None:  # with pipeline parallelism only the last stage has it
-        unit([model.model.norm, model.lm_head], reshard_after_forward=False)
-    unit(model, reshard_after_forward=False)
+        shard_unit([model.model.norm, model.lm_head], reshard_after_forward=False)
+    shard_unit(model, reshard_after_forward=False)
     if parallel.prefetch:
-        _prefetch(model, parallel.prefetch)
+        _set_prefetch(model, parallel.prefetch)
 
 
 @contextlib.contextmanager
-def _one_smaller_mesh() -> Iterator[None]:
+def _shared_post_forward_mesh() -> Iterator[None]:
     """Let all units that are resharded to fewer ranks share one mesh: torch would make a mesh and communicators for each."""
-    make, made = _fully_shard._get_post_forward_mesh_info, list[FSDPMeshInfo | None]()
+    make_mesh_info, mesh_infos = _fully_shard._get_post_forward_mesh_info, list[FSDPMeshInfo | None]()
 
-    def once(reshard_after_forward: bool | int, of: FSDPMeshInfo) -> FSDPMeshInfo | None:
-        if not made:
-            made.append(make(reshard_after_forward, of))
-        return made[0]
+    def make_once(reshard_after_forward: bool | int, mesh_info: FSDPMeshInfo) -> FSDPMeshInfo | None:
+        if not mesh_infos:
+            mesh_infos.append(make_mesh_info(reshard_after_forward, mesh_info))
+        return mesh_infos[0]
 
-    _fully_shard._get_post_forward_mesh_info = once
+    _fully_shard._get_post_forward_mesh_info = make_once
     try:
         yield
     finally:
-        _fully_shard._get_post_forward_mesh_info = make
+        _fully_shard._get_post_forward_mesh_info = make_mesh_info
 
 
-def _prefetch(model: nn.Module, ahead: int) -> None:
+def _set_prefetch(model: nn.Module, n_ahead: int) -> None:
     """Let each unit all-gather its next units in the forward, and its previous units in the backward, before it computes."""
     units = [unit.modules[0] for unit in fsdp_units(model)]
-    for place, module in enumerate(units):
+    for index, module in enumerate(units):
         assert isinstance(module, FSDPModule)
-        module.set_modules_to_forward_prefetch(units[place + 1 : place + 1 + ahead])
-        module.set_modules_to_backward_prefetch(units[max(0, place - ahead) : place][::-1])
+        module.set_modules_to_forward_prefetch(units[index + 1 : index + 1 + n_ahead])
+        module.set_modules_to_backward_prefetch(units[max(0, index - n_ahead) : index][::-1])
 
 
 class GradientSync:
     """Turns off FSDP2's resharding or reduction after all micro-batches of a step except the last, as the strategy says."""
 
-    def __init__(self, model: nn.Module, strategy: Strategy, copies: int) -> None:
-        """``copies``: replicas of the model, over which gradients are summed."""
+    def __init__(self, model: nn.Module, strategy: Strategy, n_replicas: int) -> None:
+        """``n_replicas``: replicas of the model, over which gradients are summed."""
         self.modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        self.strategy, self.copies = strategy, copies
-        self.last = True
+        self.strategy, self.n_replicas = strategy, n_replicas
+        self.is_last = True
 
-    def expect(self, *, last: bool) -> None:
+    def begin_microbatch(self, *, is_last: bool) -> None:
         """Announce a micro-batch before its forward; the argument says whether it is the last of the step."""
-        if last == self.last:
+        if is_last == self.is_last:
             return
-        self.last = last
+        self.is_last = is_last
         for module in self.modules:
-            if self.strategy.keeps_weights:
-                module.set_reshard_after_backward(last, recurse=False)
-            if not self.strategy.reduces_each:
-                module.set_requires_gradient_sync(last, recurse=False)
+            if self.strategy.keeps_weights_gathered:
+                module.set_reshard_after_backward(is_last, recurse=False)
+            if not self.strategy.reduces_every_microbatch:
+                module.set_requires_gradient_sync(is_last, recurse=False)
             elif (
-                self.copies > 1
+                self.n_replicas > 1
             ):  # the sums over shards are small; they are summed over replicas in the last micro-batch
-                module.set_requires_all_reduce(last, recurse=False)
+                module.set_requires_all_reduce(is_last, recurse=False)
 
 
-def set_last_backward(model: nn.Module, last: bool) -> None:
+def set_last_backward(model: nn.Module, is_last: bool) -> None:
     """Set whether the next backward is the last of a step: only then does FSDP wait for all gradients."""
     assert isinstance(model, FSDPModule)
-    model.set_is_last_backward(last)
+    model.set_is_last_backward(is_last)
 
 
-def lend_gradients(model: nn.Module) -> None:
+def allocate_grads_on_compute_stream(model: nn.Module) -> None:
     """Allocate reduce-scatter output on the compute stream so that the next forward can reuse its memory.
 
     This saves memory if a step has one micro-batch; with more, gradients of the first are alive in the forwards of the others.
@@ -196,15 +196,15 @@ class ReduceScatter:
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return memory for use on the current stream: for a unit's full gradients (input) or a rank's shard (output)."""
-        used_on, made_on = torch.cuda.current_stream(device), torch.cuda.default_stream(device)
-        with torch.cuda.stream(made_on):
-            made = torch.empty(*size, dtype=dtype, device=device)
+        reduce_stream, compute_stream = torch.cuda.current_stream(device), torch.cuda.default_stream(device)
+        with torch.cuda.stream(compute_stream):
+            buffer = torch.empty(*size, dtype=dtype, device=device)
         if torch.are_deterministic_algorithms_enabled():
-            used_on.wait_stream(made_on)  # torch then fills new memory with NaN, on the compute stream
-        made.record_stream(
-            used_on
+            reduce_stream.wait_stream(compute_stream)  # torch then fills new memory with NaN, on the compute stream
+        buffer.record_stream(
+            reduce_stream
         )  # delays nothing with one micro-batch: readers of the gradient wait for this stream anyway
-        return made
+        return buffer
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
@@ -220,39 +220,44 @@ class FsdpUnit:
     name: str
     modules: tuple[nn.Module, ...]  # FSDP gathers the unit before the forward of each of them
     parameters: tuple[str, ...]  # names in the model
-    gathers: int  # all-gathers of its shards in one forward and backward
+    n_gathers: int  # all-gathers of its shards in one forward and backward
     padded_sizes: tuple[int, ...]  # elements of each parameter in the flat gradient of one rank, with padding
 
 
 def fsdp_units(model: nn.Module) -> list[FsdpUnit]:
     """Return FSDP's units in the order in which a forward gathers them; the root comes first if it has parameters."""
-    wrapped = {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
-    owned: dict[int, list[str]] = {}
+    fsdp_modules = {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
+    names_by_state: dict[int, list[str]] = {}
     for name, _ in model.named_parameters():
-        owner = max((prefix for prefix in wrapped if not prefix or name.startswith(f"{prefix}.")), key=len)
-        owned.setdefault(id(fully_shard.state(wrapped[owner])), []).append(name)
+        owner = max((prefix for prefix in fsdp_modules if not prefix or name.startswith(f"{prefix}.")), key=len)
+        names_by_state.setdefault(id(fully_shard.state(fsdp_modules[owner])), []).append(name)
     modules: dict[int, dict[str, nn.Module]] = {}
-    for name, module in wrapped.items():
+    for name, module in fsdp_modules.items():
         modules.setdefault(id(fully_shard.state(module)), {})[name] = module
     return [
-        FsdpUnit(next(iter(found)), tuple(found.values()), tuple(owned[state]), *_of_group(next(iter(found.values()))))
-        for state, found in modules.items()
-        if state in owned
+        FsdpUnit(
+            next(iter(unit_modules)),
+            tuple(unit_modules.values()),
+            tuple(names_by_state[state]),
+            *_gathers_and_sizes(next(iter(unit_modules.values()))),
+        )
+        for state, unit_modules in modules.items()
+        if state in names_by_state
     ]
 
 
-def _of_group(module: nn.Module) -> tuple[int, tuple[int, ...]]:
+def _gathers_and_sizes(module: nn.Module) -> tuple[int, tuple[int, ...]]:
     """Return the number of all-gathers of a unit in one forward and backward, and its parameters' sizes in the flat gradient."""
     group = fully_shard.state(module)._fsdp_param_group
-    gathers = 1 + (group.post_forward_mesh_info is group.mesh_info and group.unshard_in_backward)
-    return gathers, tuple(parameter.padded_sharded_param_size.numel() for parameter in group.fsdp_params)
+    n_gathers = 1 + (group.post_forward_mesh_info is group.mesh_info and group.unshard_in_backward)
+    return n_gathers, tuple(parameter.padded_sharded_param_size.numel() for parameter in group.fsdp_params)
 
 
-def take_forward(model: nn.Module) -> list[Any]:
+def pop_prefetch_order(model: nn.Module) -> list[Any]:
     """Clear and return FSDP's post-forward order.
 
     A backward prefetches along this order in reverse. If no backward follows a forward, or other forwards run in between, a backward
-    would prefetch the wrong units; ``give_forward``
+    would prefetch the wrong units; ``restore_prefetch_order``
     sets the order again before the backward that it belongs to.
     """
     order: list[Any] = []  # FSDP's parameter groups
@@ -264,36 +269,36 @@ def take_forward(model: nn.Module) -> list[Any]:
     return order
 
 
-def give_forward(model: nn.Module, order: Sequence[Any]) -> None:
+def restore_prefetch_order(model: nn.Module, order: Sequence[Any]) -> None:
     """Set FSDP's post-forward order to that of the forward whose backward follows."""
-    take_forward(model)
+    pop_prefetch_order(model)
     for group in order:
         group._record_post_forward()
 
 
-def units(model: nn.Module) -> Iterator[tuple[str, dict[str, nn.Parameter]]]:
+def parameters_by_unit(model: nn.Module) -> Iterator[tuple[str, dict[str, nn.Parameter]]]:
     """Yield ``(unit, {name in the checkpoint: parameter})`` in the order of use."""
-    found: dict[str, dict[str, nn.Parameter]] = {}
+    by_unit: dict[str, dict[str, nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
-        name = unwrapped(name)
-        found.setdefault(unit_of(name), {})[name] = parameter
-    yield from found.items()
+        name = strip_wrappers(name)
+        by_unit.setdefault(unit_name(name), {})[name] = parameter
+    yield from by_unit.items()
 
 
-def unit_of(name: str) -> str:
+def unit_name(name: str) -> str:
     """Return the name of the unit of a parameter, from the parameter's name in the checkpoint."""
     return ".".join(name.split(".")[:3]) if name.startswith("model.layers.") else name.rpartition(".")[0]
 
 
-def load_wrapped(
-    directory: Path | None, config: PreTrainedConfig, attention: str, parallel: Parallel, me: Rank
+def load_fsdp1(
+    directory: Path | None, config: PreTrainedConfig, attention: str, parallel: Parallel, rank: Rank
 ) -> nn.Module:
     """Load the weights on rank 0 (``directory`` None: random), wrap, synchronize; return the FSDP1 module.
 
     Raises:
         UserError: ``parallel.wrap`` names a class that the model does not have.
     """
-    model = _unwrapped(directory, config, attention, shard_dtype(parallel), me)
+    model = _build_unwrapped(directory, config, attention, shard_dtype(parallel), rank)
     check_wrap(model, parallel.wrap)
     tied = config.tie_word_embeddings  # two modules share this weight, so it must stay in the root unit
     classes = {
@@ -302,34 +307,34 @@ def load_wrapped(
         if llama_name(m, config) in parallel.wrap and not (tied and type(m) is nn.Embedding)
     }
 
-    def materialise(module: nn.Module) -> None:
-        module.to_empty(device=me.device, recurse=False)
+    def materialize(module: nn.Module) -> None:
+        module.to_empty(device=rank.device, recurse=False)
         tie_head(model)  # to_empty unties it
 
-    mixed = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=True)
+    precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=True)
     wrapped = FullyShardedDataParallel(
         model,
         auto_wrap_policy=functools.partial(transformer_auto_wrap_policy, transformer_layer_cls=classes),
         sync_module_states=True,
-        param_init_fn=None if me.is_rank0 else materialise,
-        device_id=me.device,
+        param_init_fn=None if rank.is_rank0 else materialize,
+        device_id=rank.device,
         sharding_strategy=ShardingStrategy[parallel.sharding_strategy],
-        mixed_precision=mixed if parallel.numerics == "fp32-master" else None,
+        mixed_precision=precision if parallel.numerics == "fp32-master" else None,
         cpu_offload=CPUOffload(offload_params=parallel.offload == "all"),
         backward_prefetch=BackwardPrefetch.__members__.get(parallel.backward_prefetch),
         forward_prefetch=parallel.forward_prefetch,
         limit_all_gathers=parallel.limit_all_gathers,
         use_orig_params=True,
     )
-    restore_buffers(wrapped, config, me.device)
+    restore_buffers(wrapped, config, rank.device)
     return wrapped
 
 
-def _unwrapped(
-    directory: Path | None, config: PreTrainedConfig, attention: str, dtype: torch.dtype, me: Rank
+def _build_unwrapped(
+    directory: Path | None, config: PreTrainedConfig, attention: str, dtype: torch.dtype, rank: Rank
 ) -> PreTrainedModel:
     """Build the model, with weights on rank 0 only; rotary frequencies are FP32 on all ranks, so that they can be broadcast."""
-    if not me.is_rank0:
+    if not rank.is_rank0:
         meta = build_on_meta(config, attention, dtype)
         restore_buffers(meta, config, torch.device("meta"))
         return meta
@@ -345,14 +350,16 @@ def _unwrapped(
     return model.train()
 
 
-Show = Callable[[str, str], Callable[[], None]]  # (unit name, "forward" or "backward") -> a function that shows it
+MarkerFactory = Callable[
+    [str, str], Callable[[], None]
+]  # (unit name, "forward" or "backward") -> a function that shows it
 
 
 class UnitTracker:
     """Shows each unit when its forward or backward begins; recomputation counts as backward."""
 
-    def __init__(self, show: Show) -> None:
-        self.show = show
+    def __init__(self, make_marker: MarkerFactory) -> None:
+        self.make_marker = make_marker
         self.in_backward = False
 
     def attach(self, model: nn.Module) -> None:
@@ -360,24 +367,26 @@ class UnitTracker:
         for name, module in model.named_modules():
             if not isinstance(module, FSDPModule | FullyShardedDataParallel):
                 continue
-            path = unwrapped(f"{name}.").removeprefix("model.")
+            path = strip_wrappers(f"{name}.").removeprefix("model.")
             short = path.rstrip(".") or "the model"
-            forward, backward = self.show(short, "forward"), self.show(short, "backward")
+            mark_forward, mark_backward = self.make_marker(short, "forward"), self.make_marker(short, "backward")
             module.register_forward_pre_hook(
-                functools.partial(self._forward, forward, backward, module is model), prepend=True
+                functools.partial(self._forward, mark_forward, mark_backward, module is model), prepend=True
             )
             state = fully_shard.state(module) if isinstance(module, FSDPModule) else None
             group = getattr(state, "_fsdp_param_group", None)
             if group and not isinstance(
                 group.pre_backward, functools.partial
             ):  # modules of one unit share a group: wrap its method once
-                group.pre_backward = functools.partial(self._backward, backward, group.pre_backward)
+                group.pre_backward = functools.partial(self._backward, mark_backward, group.pre_backward)
 
-    def _forward(self, forward: Callable[[], None], backward: Callable[[], None], is_root: bool, *_: object) -> None:
+    def _forward(
+        self, mark_forward: Callable[[], None], mark_backward: Callable[[], None], is_root: bool, *_: object
+    ) -> None:
         self.in_backward = self.in_backward and not is_root
-        (backward if self.in_backward else forward)()
+        (mark_backward if self.in_backward else mark_forward)()
 
-    def _backward(self, show: Callable[[], None], part: Callable[..., None], *args: object) -> None:
+    def _backward(self, mark: Callable[[], None], pre_backward: Callable[..., None], *args: object) -> None:
         self.in_backward = True
-        show()
-        part(*args)
+        mark()
+        pre_backward(*args)

@@ -16,23 +16,26 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
-from llama405b.predict.estimate import RUNTIME_BYTES, Cluster, Estimate, estimate, setting_of
-from llama405b.predict.hardware import Gpu, Rates, Setting
-from llama405b.predict.run_shape import WITHOUT, RunShape
+from llama405b.predict.estimate import RUNTIME_BYTES, Cluster, Estimate, estimate, training_setup
+from llama405b.predict.hardware import Gpu, Rates, TrainingSetup
+from llama405b.predict.run_shape import NO_ADAPTER, PredictedRun
 from llama405b.predict.step_time import StepTime, layer_work
 
-FEW, MORE = 1, 3  # layers
-WHOLE = (0.5, 2.0)  # the span of what a layer may take of what its parts do alone, before it is taken for noise
-MEMORY_SPREAD = 0.05  # of docs/measurements/plan.md on CPUs; no GPU was calibrated yet
+FEW_LAYERS, MORE_LAYERS = 1, 3  # layers
+PLAUSIBLE_FACTOR = (
+    0.5,
+    2.0,
+)  # the span of what a layer may take of what its parts do alone, before it is taken for noise
+MEASURED_MEMORY_SPREAD = 0.05  # of docs/measurements/plan.md on CPUs; no GPU was calibrated yet
 
 
-def measured_layers(layers: int) -> tuple[int, int]:
+def layers_to_measure(layers: int) -> tuple[int, int]:
     """Return the two layer counts with which to measure a run of so many layers."""
-    return FEW, min(layers, max(FEW + 1, min(MORE, layers - 1)))
+    return FEW_LAYERS, min(layers, max(FEW_LAYERS + 1, min(MORE_LAYERS, layers - 1)))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Point:
+class MeasuredStep:
     """The median times of steps with some number of layers."""
 
     layers: int  # 0: all that the model has
@@ -47,7 +50,7 @@ class Point:
 
     def __post_init__(self) -> None:
         counts, times = (self.layers + 1, self.micro_batch, self.global_batch), (self.forward_s, self.backward_s)
-        if min(counts) < 1 or not all(0 < each < math.inf for each in times):
+        if min(counts) < 1 or not all(0 < elapsed_s < math.inf for elapsed_s in times):
             raise ValueError("a step has no layers or no batch, or takes no time")
 
     @property
@@ -57,7 +60,7 @@ class Point:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Alone:
+class StandaloneRates:
     """Rates in bytes/s, each measured alone while all ranks do the same; the slowest rank counts."""
 
     layer_s: float  # a decoder layer of a micro-batch, forward, and backward with what is computed again
@@ -71,8 +74,8 @@ class Alone:
 
     def __post_init__(self) -> None:
         links = {self.gather, self.scatter, self.hop_s}
-        alone = {self.layer_s, self.device_update, self.host_update, self.copies, self.disk}
-        if not all(0 < each < math.inf for each in (alone | links if any(links) else alone)):
+        local_rates = {self.layer_s, self.device_update, self.host_update, self.copies, self.disk}
+        if not all(0 < rate < math.inf for rate in (local_rates | links if any(links) else local_rates)):
             raise ValueError("a rate is not positive")
 
 
@@ -80,130 +83,145 @@ class Alone:
 class Calibration:
     """Measured steps (with fewer layers, if the run has three) and rates, with their hosts and GPUs."""
 
-    load: RunShape  # the planned run
-    few: Point
-    more: Point
-    other: Point | None  # as ``more``, with another micro-batch; None: that failed
-    alone: Alone
+    load: PredictedRun  # the planned run
+    few: MeasuredStep
+    more: MeasuredStep
+    other: MeasuredStep | None  # as ``more``, with another micro-batch; None: that failed
+    alone: StandaloneRates
     hosts: tuple[str, ...]  # their names
     gpu: str  # of each
     made: str  # the day
 
     def __post_init__(self) -> None:
-        load, counts = self.load, (self.load.micro_batch, self.load.ranks_per_host, self.load.world)
-        if min(counts) < 1 or not 1 <= self.few.layers <= self.more.layers <= load.llama.layers:
+        run, counts = self.load, (self.load.micro_batch, self.load.ranks_per_host, self.load.world)
+        if min(counts) < 1 or not 1 <= self.few.layers <= self.more.layers <= run.llama.layers:
             raise ValueError("its layers or ranks are impossible")
 
-    def fits(self, load: RunShape) -> bool:
+    def matches_run(self, run: PredictedRun) -> bool:
         """Check whether the measured steps are those of this run; only checkpoint settings may differ."""
-        saves = {name: getattr(self.load, name) for name in ("keep", "mtbf_s", "every", "staging_bytes")}
-        return dataclasses.replace(load, **saves) == self.load
+        save_settings = {name: getattr(self.load, name) for name in ("keep", "mtbf_s", "every", "staging_bytes")}
+        return dataclasses.replace(run, **save_settings) == self.load
 
-    def knows(self, load: RunShape, gpu: Gpu) -> bool:
+    def covers_run(self, run: PredictedRun, gpu: Gpu) -> bool:
         """Check whether the rates hold for a run.
 
         They do with the same GPUs, model, adapter, sequence, numerics, attention and packing, and without tp, cp and pp.
         """
-        if load.is_split:
+        if run.is_split:
             return False
-        same = ("llama", "seq_len", "numerics", "attention", "packing", "adapter")
-        return gpu.name == self.gpu and all(getattr(load, name) == getattr(self.load, name) for name in same)
+        fields = ("llama", "seq_len", "numerics", "attention", "packing", "adapter")
+        return gpu.name == self.gpu and all(getattr(run, name) == getattr(self.load, name) for name in fields)
 
-    def applied(self, needs: Estimate) -> Estimate:
+    def with_measured_steps(self, needs: Estimate) -> Estimate:
         """Return the estimate with the measured steps in place of the predicted time."""
         time = StepTime(
-            forward_s=self._at_all(lambda point: point.forward_s),
-            backward_s=self._at_all(lambda point: point.backward_s),
-            optimizer_s=self._at_all(lambda point: point.optimizer_s),
-            data_s=self._at_all(lambda point: point.data_s),
+            forward_s=self._extrapolate(lambda point: point.forward_s),
+            backward_s=self._extrapolate(lambda point: point.backward_s),
+            optimizer_s=self._extrapolate(lambda point: point.optimizer_s),
+            data_s=self._extrapolate(lambda point: point.data_s),
         )
         return dataclasses.replace(needs, time=time)
 
-    def measured(self, cluster: Cluster) -> Cluster:
+    def with_measured_rates(self, cluster: Cluster) -> Cluster:
         """Return the cluster with measured rates, and with the step time and memory that those do not explain."""
-        paced = self._paced(cluster)
-        assert paced.rates
-        whole, delay_s = self._beside(paced)
-        like = estimate(self._load_of(self.more), cluster)
-        kept = sum(like.reserved.values()) or like.peak.total  # as the peak that was measured: what PyTorch kept
+        calibrated = self._with_rates(cluster)
+        assert calibrated.rates
+        time_factor, delay_s = self._unexplained_time(calibrated)
+        measured_estimate = estimate(self._run_at(self.more), cluster)
+        predicted_bytes = (
+            sum(measured_estimate.reserved_by_pool.values()) or measured_estimate.peak.total
+        )  # as the peak that was measured: what PyTorch kept
         return dataclasses.replace(
-            paced,
-            rates=dataclasses.replace(paced.rates, whole=whole, delay_s=delay_s),
-            runtime_bytes=(0 if cluster.gpu.is_cpu else RUNTIME_BYTES) + max(0.0, self.more.peak_bytes - kept),
+            calibrated,
+            rates=dataclasses.replace(calibrated.rates, whole=time_factor, delay_s=delay_s),
+            runtime_bytes=(0 if cluster.gpu.is_cpu else RUNTIME_BYTES)
+            + max(0.0, self.more.peak_bytes - predicted_bytes),
         )
 
-    def _beside(self, paced: Cluster) -> tuple[float, float]:
+    def _unexplained_time(self, calibrated: Cluster) -> tuple[float, float]:
         """Fit a factor on the predicted time, and a delay of every layer, to the steps of two micro-batches."""
 
-        def seconds(point: Point) -> tuple[float, float]:
+        def layer_seconds(point: MeasuredStep) -> tuple[float, float]:
             """Return the predicted and the measured time of a layer and micro-batch."""
-            time = estimate(self._load_of(point), paced).time
+            time = estimate(self._run_at(point), calibrated).time
             assert time
             # The host waits while a GPU computes what it was given before: no wait makes a forward faster than its rates.
             forward_s = max(point.forward_s - point.waited_s, min(point.forward_s, time.forward_s))
-            passes = point.layers * self._load_of(point).rounds  # forwards of a layer in a step
+            passes = point.layers * self._run_at(point).grad_accum_steps  # forwards of a layer in a step
             return (time.forward_s + time.backward_s) / passes, (forward_s + point.backward_s) / passes
 
-        given, took = seconds(self.more)
-        other_given, other_took = seconds(self.other) if self.other else (given, took)
-        if given != other_given:
-            whole = (took - other_took) / (given - other_given)
-            delay_s = took - whole * given
-            if WHOLE[0] <= whole <= WHOLE[1] and delay_s >= 0:
-                return whole, delay_s
-        return took / given, 0.0
+        predicted_s, measured_s = layer_seconds(self.more)
+        other_predicted_s, other_measured_s = layer_seconds(self.other) if self.other else (predicted_s, measured_s)
+        if predicted_s != other_predicted_s:
+            factor = (measured_s - other_measured_s) / (predicted_s - other_predicted_s)
+            delay_s = measured_s - factor * predicted_s
+            if PLAUSIBLE_FACTOR[0] <= factor <= PLAUSIBLE_FACTOR[1] and delay_s >= 0:
+                return factor, delay_s
+        return measured_s / predicted_s, 0.0
 
-    def _load_of(self, point: Point) -> RunShape:
+    def _run_at(self, point: MeasuredStep) -> PredictedRun:
         llama = dataclasses.replace(self.load.llama, layers=point.layers)
         return dataclasses.replace(
             self.load, llama=llama, micro_batch=point.micro_batch, global_batch=point.global_batch
         )
 
-    def _paced(self, cluster: Cluster) -> Cluster:
+    def _with_rates(self, cluster: Cluster) -> Cluster:
         """Return the cluster with the standalone rates."""
-        alone = self.alone
+        measured = self.alone
         sheet = cluster.gpu
-        one_host = self.load.hosts == 1
-        rates = _all_of(sheet)
+        is_one_host = self.load.hosts == 1
+        rates = _rates_at_full(sheet)
         peers, nic = sheet.peers_bytes_per_s * Rates.read().peers, cluster.nic_bytes_per_s
-        if alone.gather:
-            rates = dataclasses.replace(rates, scatter=alone.scatter / alone.gather)
-            peers = alone.gather if one_host or sheet.is_cpu else peers
-        if alone.gather and not one_host:
-            rates, nic = dataclasses.replace(rates, network=1.0, hop_s=alone.hop_s), alone.gather
-        ram = alone.host_update / rates.update  # a data sheet's, of which AdamW would attain what it did
-        pace = Gpu(sheet.name, sheet.memory_bytes, self._flops(cluster), alone.device_update, peers, alone.copies, ram)
-        return dataclasses.replace(cluster, nic_bytes_per_s=nic, disk_bytes_per_s=alone.disk, pace=pace, rates=rates)
+        if measured.gather:
+            rates = dataclasses.replace(rates, scatter=measured.scatter / measured.gather)
+            peers = measured.gather if is_one_host or sheet.is_cpu else peers
+        if measured.gather and not is_one_host:
+            rates, nic = dataclasses.replace(rates, network=1.0, hop_s=measured.hop_s), measured.gather
+        ram = measured.host_update / rates.update  # a data sheet's, of which AdamW would attain what it did
+        attained = Gpu(
+            sheet.name,
+            sheet.memory_bytes,
+            self._layer_flops_per_s(cluster),
+            measured.device_update,
+            peers,
+            measured.copies,
+            ram,
+        )
+        return dataclasses.replace(
+            cluster, nic_bytes_per_s=nic, disk_bytes_per_s=measured.disk, attained=attained, rates=rates
+        )
 
-    def _flops(self, cluster: Cluster) -> float:
+    def _layer_flops_per_s(self, cluster: Cluster) -> float:
         """Return a layer's FLOP/s in the time that elementwise work leaves, at least half of the layer's."""
 
-        def layer(flops: float, memory: float) -> float:
+        def layer_s(flops: float, memory: float) -> float:
             gpu = dataclasses.replace(cluster.gpu, flops=flops, memory_bytes_per_s=memory)
-            whole = dataclasses.replace(self.load, adapter=WITHOUT)  # as the probe trains it
-            setting = setting_of(whole, dataclasses.replace(cluster, pace=gpu))
-            work = layer_work(setting, _all_of(gpu))
+            unadapted = dataclasses.replace(self.load, adapter=NO_ADAPTER)  # as the probe trains it
+            setup = training_setup(unadapted, dataclasses.replace(cluster, attained=gpu))
+            work = layer_work(setup, _rates_at_full(gpu))
             return work.forward.total_s + work.backward_s("full")
 
-        took = self.alone.layer_s
-        return layer(1.0, math.inf) / max(took / 2, took - layer(math.inf, self.alone.device_update))
+        measured_s = self.alone.layer_s
+        return layer_s(1.0, math.inf) / max(measured_s / 2, measured_s - layer_s(math.inf, self.alone.device_update))
 
-    def _at_all(self, of: Callable[[Point], float]) -> float:
+    def _extrapolate(self, value_of: Callable[[MeasuredStep], float]) -> float:
         """Extrapolate linearly to all of the run's layers; the line does not fall."""
-        slope = max(0.0, (of(self.more) - of(self.few)) / max(1, self.more.layers - self.few.layers))
-        return of(self.more) + slope * (self.load.llama.layers - self.more.layers)
+        slope = max(0.0, (value_of(self.more) - value_of(self.few)) / max(1, self.more.layers - self.few.layers))
+        return value_of(self.more) + slope * (self.load.llama.layers - self.more.layers)
 
 
-def _all_of(gpu: Gpu) -> Rates:
+def _rates_at_full(gpu: Gpu) -> Rates:
     """Return the fitted rates, with all of a data sheet attained and without FSDP's copies."""
-    whole = {gpu.name: 1.0}
-    return dataclasses.replace(Rates.read(), matmul=whole, attention=whole, memory=1.0, peers=1.0, copies=0.0)
+    full_share = {gpu.name: 1.0}
+    return dataclasses.replace(Rates.read(), matmul=full_share, attention=full_share, memory=1.0, peers=1.0, copies=0.0)
 
 
-RANGES = Path(__file__).with_name("ranges.json")
-SMALL = 10e9  # parameters; below, launches of kernels count, and programs differ by more
-FEWEST = 3  # programs that make a range
-MEASURED = frozenset({"h100-80", "h100-96-500w", "h200-141", "a100-80", "a100-40"})  # GPUs of which rates are known
+RANGES_FILE = Path(__file__).with_name("ranges.json")
+SMALL_MODEL = 10e9  # parameters; below, launches of kernels count, and programs differ by more
+MIN_PROGRAMS = 3  # programs that make a range
+MEASURED_GPUS = frozenset(
+    {"h100-80", "h100-96-500w", "h200-141", "a100-80", "a100-40"}
+)  # GPUs of which rates are known
 
 
 class Evidence(enum.StrEnum):
@@ -220,60 +238,64 @@ class Evidence(enum.StrEnum):
     NOTHING = "nothing"  # no one has timed this GPU
 
     @classmethod
-    def of(cls, setting: Setting) -> "Evidence":
+    def from_setup(cls, setup: TrainingSetup) -> "Evidence":
         """Return the evidence for a setup that was not measured on its own hosts."""
-        if setting.gpu.name not in MEASURED:
+        if setup.gpu.name not in MEASURED_GPUS:
             return cls.NOTHING
-        if setting.frozen:
+        if setup.is_adapter:
             return cls.ADAPTERS
-        if setting.fp8:
+        if setup.fp8:
             return cls.FP8
-        if setting.updates_on_host:
+        if setup.updates_on_host:
             return cls.OFFLOAD
-        return _alike(setting)
+        return _comparable_programs(setup)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Range:
+class TimeRange:
     """The range of a time, as shares of the prediction."""
 
     low: float
     high: float
     programs: int = 0  # it is after those of so many; 0: it is not after programs
 
-    def of(self, value: float) -> tuple[float, float]:
+    def bounds(self, value: float) -> tuple[float, float]:
         """Return the lowest and the highest likely value."""
         return value * self.low, value * self.high
 
 
-STEPS = Range(0.90, 1.10)  # of docs/measurements/plan.md, on CPUs; no GPU was calibrated yet
-FP8 = Range(0.85, 1.13, 2)  # a factor of the others: five published rows, of two programs (docs/plan-accuracy.md)
-ADAPTERS = Range(0.85, 1.18)  # a factor of the others, by assumption: no program's times with LoRA have been compared
-RATES = Range(0.85, 1.15)  # the same, of settings that were not measured themselves
+STEPS_RANGE = TimeRange(0.90, 1.10)  # of docs/measurements/plan.md, on CPUs; no GPU was calibrated yet
+FP8_RANGE = TimeRange(
+    0.85, 1.13, 2
+)  # a factor of the others: five published rows, of two programs (docs/plan-accuracy.md)
+ADAPTERS_RANGE = TimeRange(
+    0.85, 1.18
+)  # a factor of the others, by assumption: no program's times with LoRA have been compared
+RATES_RANGE = TimeRange(0.85, 1.15)  # the same, of settings that were not measured themselves
 
 
-def range_of(setting: Setting) -> Range | None:
+def find_time_range(setup: TrainingSetup) -> TimeRange | None:
     """Return the range for a setup not measured on its own hosts; None: its GPU was never measured."""
-    known = Evidence.of(setting)
-    if known is Evidence.NOTHING:
+    evidence = Evidence.from_setup(setup)
+    if evidence is Evidence.NOTHING:
         return None
-    alike = _ranges()[_alike(setting)]
-    offload = setting.updates_on_host, _ranges()[Evidence.OFFLOAD]
-    for applies, more in (offload, (setting.fp8, FP8), (setting.frozen, ADAPTERS)):
-        if applies:
-            alike = Range(alike.low * more.low, alike.high * more.high, more.programs)
-    return alike
+    time_range = _read_ranges()[_comparable_programs(setup)]
+    offload = setup.updates_on_host, _read_ranges()[Evidence.OFFLOAD]
+    for is_in_use, factor in (offload, (setup.fp8, FP8_RANGE), (setup.is_adapter, ADAPTERS_RANGE)):
+        if is_in_use:
+            time_range = TimeRange(time_range.low * factor.low, time_range.high * factor.high, factor.programs)
+    return time_range
 
 
 @functools.cache
-def _ranges() -> dict[str, Range]:
+def _read_ranges() -> dict[str, TimeRange]:
     """The ranges of other programs, by what is known; that of ``OFFLOAD`` is a factor of the other's."""
-    return {name: Range(**found) for name, found in json.loads(RANGES.read_text()).items()}
+    return {name: TimeRange(**fields) for name, fields in json.loads(RANGES_FILE.read_text()).items()}
 
 
-def _alike(setting: Setting) -> Evidence:
+def _comparable_programs(setup: TrainingSetup) -> Evidence:
     """Return the class of published runs that is like this one, except for where the states are."""
-    if setting.tp * setting.cp * setting.pp > 1:
+    if setup.tp * setup.cp * setup.pp > 1:
         return Evidence.MESH
-    is_small = setting.gpus == 1 or setting.shape.parameters < SMALL
+    is_small = setup.gpus == 1 or setup.shape.parameters < SMALL_MODEL
     return Evidence.SMALL if is_small else Evidence.LARGE

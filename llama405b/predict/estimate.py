@@ -10,14 +10,22 @@ import math
 import re
 from collections.abc import Mapping
 
-from llama405b.contract.errors import UserError, counted
-from llama405b.predict.hardware import GIB, USUAL, Gpu, Rates, Setting, Shape, gpu_named, read_gpus
-from llama405b.predict.memory import Peak, peak
-from llama405b.predict.reserved import reserved
-from llama405b.predict.run_shape import INPUTS, PINNED_KINDS, RunShape
-from llama405b.predict.step_time import BYTES, LoadingCost, SavingCost, StepTime, loading, saving, step_time
-from llama405b.settings.schema import Cadence, share_that_counts
-from llama405b.spec.models import adapted
+from llama405b.contract.errors import UserError, pluralize
+from llama405b.predict.hardware import DEFAULT_GPU, GIB, Gpu, ModelShape, Rates, TrainingSetup, find_gpu, read_gpus
+from llama405b.predict.memory import Peak, find_peak
+from llama405b.predict.reserved import predict_reserved
+from llama405b.predict.run_shape import LAYER_INPUTS, PINNED_KINDS, PredictedRun
+from llama405b.predict.step_time import (
+    WEIGHT_BYTES,
+    LoadingCost,
+    SavingCost,
+    StepTime,
+    loading_cost,
+    saving_cost,
+    step_time,
+)
+from llama405b.settings.schema import Cadence, useful_fraction
+from llama405b.spec.models import adapted_features
 
 RUNTIME_BYTES = 2 * GIB  # CUDA's context and NCCL's buffers
 PINNED_BYTES_PER_S = 100e9 / 60  # by a rank: registering 100 GB takes about a minute; a prior
@@ -28,10 +36,10 @@ DISK_BYTES_PER_S = 5e9  # of one host, as checkpoints are written
 class Cluster:
     """The hardware that a run is trained on, apart from the number of ranks."""
 
-    gpu: Gpu = dataclasses.field(default_factory=lambda: read_gpus()[USUAL])
+    gpu: Gpu = dataclasses.field(default_factory=lambda: read_gpus()[DEFAULT_GPU])
     nic_bytes_per_s: float = 400e9  # of a host: eight links of 400 Gbit/s
     disk_bytes_per_s: float = DISK_BYTES_PER_S  # of a host, reading weights and writing checkpoints
-    pace: Gpu | None = None  # what its GPUs attain, measured; None: shares of their data sheet
+    attained: Gpu | None = None  # what its GPUs attain, measured; None: shares of their data sheet
     rates: Rates | None = None  # of that pace; None: the fitted ones
     runtime_bytes: float = RUNTIME_BYTES  # of a GPU, beside the peak
 
@@ -40,9 +48,9 @@ class Cluster:
 class Estimate:
     """The memory, disk and time that a run takes."""
 
-    run: RunShape
+    run: PredictedRun
     peak: Peak  # of a GPU: what is allocated then
-    held_by_host: Mapping[str, float]  # bytes of RAM per host
+    host_bytes_by_kind: Mapping[str, float]  # bytes of RAM per host
     weights_bytes: int  # of disk, for the files in BF16
     checkpoints_bytes: int  # of disk, while one more than ``keep`` is being written
     time: StepTime | None  # None: unknown for these numerics
@@ -54,7 +62,7 @@ class Estimate:
     @property
     def host_bytes(self) -> float:
         """Bytes of RAM per host; 0: only what loading needs."""
-        return sum(self.held_by_host.values())
+        return sum(self.host_bytes_by_kind.values())
 
     @property
     def gpu_bytes(self) -> float:
@@ -62,14 +70,14 @@ class Estimate:
         return self.peak.total + self.runtime_bytes
 
     @property
-    def reserved(self) -> Mapping[str, int]:
+    def reserved_by_pool(self) -> Mapping[str, int]:
         """Bytes that PyTorch reserves per GPU, by pool; empty: not known."""
-        return {} if self.on_cpu else reserved(self.run)
+        return {} if self.on_cpu else predict_reserved(self.run)
 
     @property
     def gpu_reserved_bytes(self) -> float | None:
         """Reserved per GPU, with CUDA and NCCL: with less memory it runs slower; None: not known."""
-        pools = self.reserved
+        pools = self.reserved_by_pool
         return sum(pools.values()) + self.runtime_bytes if pools else None
 
     @property
@@ -77,10 +85,10 @@ class Estimate:
         """Bytes pinned on a host before the first step: for transfers to GPUs, and for checkpoint copies."""
         if self.on_cpu:
             return 0.0
-        inputs = self.held_by_host.get(INPUTS, 0.0)
+        inputs = self.host_bytes_by_kind.get(LAYER_INPUTS, 0.0)
         if self.run.offload == "none":
-            return inputs + self.saving.staged_bytes * Cadence.read(self.run.every).saves
-        return inputs + sum(self.held_by_host.get(name, 0.0) for name in PINNED_KINDS[self.run.offload])
+            return inputs + self.saving.staged_bytes * Cadence.parse(self.run.every).is_enabled
+        return inputs + sum(self.host_bytes_by_kind.get(name, 0.0) for name in PINNED_KINDS[self.run.offload])
 
     @property
     def pinning_s(self) -> float:
@@ -93,55 +101,55 @@ class Estimate:
         return self.time.step_s if self.time else None
 
 
-def estimate(run: RunShape, cluster: Cluster | None = None, ram_bytes: float = 0.0) -> Estimate:
+def estimate(run: PredictedRun, cluster: Cluster | None = None, ram_bytes: float = 0.0) -> Estimate:
     """Estimate what a run takes, by default on H100s; hosts have ``ram_bytes``; 0: unknown."""
     cluster = cluster or Cluster()
-    time, disk = _time(run, cluster), cluster.disk_bytes_per_s
+    time, disk = _predict_step_time(run, cluster), cluster.disk_bytes_per_s
     step_s = time.step_s if time else None
     return Estimate(
         run=run,
-        peak=peak(run),
-        held_by_host=run.host_bytes,
-        weights_bytes=BYTES * run.llama.parameters,
+        peak=find_peak(run),
+        host_bytes_by_kind=run.host_bytes,
+        weights_bytes=WEIGHT_BYTES * run.llama.parameters,
         checkpoints_bytes=(run.keep + 1) * run.checkpoint_bytes,
         time=time,
-        loading=loading(run.llama, run.hosts, disk, cluster.nic_bytes_per_s),
-        saving=saving(
+        loading=loading_cost(run.llama, run.hosts, disk, cluster.nic_bytes_per_s),
+        saving=saving_cost(
             run.checkpoint_bytes / run.hosts,
             disk,
             step_s,
             run.mtbf_s / run.world,
-            run.room(ram_bytes),
-            at_once=run.offload == "none" and not cluster.gpu.is_cpu,
+            run.max_staging_bytes(ram_bytes),
+            copies_all=run.offload == "none" and not cluster.gpu.is_cpu,
         ),
         runtime_bytes=cluster.runtime_bytes,
         on_cpu=cluster.gpu.is_cpu,
     )
 
 
-def seconds_per_step(run: RunShape, cluster: Cluster) -> float:
+def seconds_per_step(run: PredictedRun, cluster: Cluster) -> float:
     """Return the time of a step only; infinite for numerics without measured times."""
-    time = _time(run, cluster)
+    time = _predict_step_time(run, cluster)
     return time.step_s if time else math.inf
 
 
-def _time(run: RunShape, cluster: Cluster) -> StepTime | None:
+def _predict_step_time(run: PredictedRun, cluster: Cluster) -> StepTime | None:
     """Predict the time of a step; None for numerics without measured times."""
     if run.numerics == "fp32" and not cluster.rates:
         return None
-    return step_time(setting_of(run, cluster), cluster.rates or Rates.read())
+    return step_time(training_setup(run, cluster), cluster.rates or Rates.read())
 
 
-def setting_of(run: RunShape, cluster: Cluster) -> Setting:
+def training_setup(run: PredictedRun, cluster: Cluster) -> TrainingSetup:
     """Return a run and its cluster as the inputs of the step time model."""
     gradient = run.gradient_bytes
     weights = run.weight_bytes if run.offload == "all" else 0
-    if run.adapter.trains:
+    if run.adapter.is_enabled:
         weights = run.compute_bytes * (run.offload == "all")
-    return Setting(
-        Shape.of(run.llama), cluster.pace or cluster.gpu, run.world, run.ranks_per_host, cluster.nic_bytes_per_s, run.seq_len,
-        run.micro_batch, run.rounds, gradient,
-        units=1 + run.halves,
+    return TrainingSetup(
+        ModelShape.from_llama(run.llama), cluster.attained or cluster.gpu, run.world, run.ranks_per_host, cluster.nic_bytes_per_s,
+        run.seq_len, run.micro_batch, run.grad_accum_steps, gradient,
+        units=1 + run.has_half_layer_units,
         update_bytes=run.update_bytes_per_parameter,
         updates_on_host=run.offload != "none",
         norm_bytes=gradient * run.overlap,
@@ -152,76 +160,78 @@ def setting_of(run: RunShape, cluster: Cluster) -> Setting:
         tp=run.tp,
         cp=run.cp,
         stages=run.stages,
-        chunks=run.chunks if run.pp > 1 else 1,
+        chunks=run.virtual_stages if run.pp > 1 else 1,
         reshard=not run.keeps_weights,
         gathers_once=run.keeps_weights,
-        loss_of_parts=run.loss == "parts",
-        kept_by=run.kept_by,
-        ours=True,
+        has_chunked_loss=run.loss == "parts",
+        reshard_group_size=run.kept_by,
+        is_this_trainer=True,
         compiled=run.compiled,
         fused=run.fused,
         fp8=run.numerics == "fp8",
-        inputs_copied=run.activations == "host",
+        offloads_inputs=run.activations == "host",
         recompute=run.recompute,
         reduces_once=not run.reduces_each,
-        trained=run.trained / run.llama.parameters,
-        adapted=adapted(run.llama, run.adapter),
+        trained_share=run.trained_parameters / run.llama.parameters,
+        adapted_features=adapted_features(run.llama, run.adapter),
     )  # fmt: skip
 
 
-def describe_needs(run: RunShape) -> list[str]:
+def describe_estimate(run: PredictedRun) -> list[str]:
     """Format what a run takes, as lines of text."""
-    needs = estimate(run)
+    estimated = estimate(run)
     ram = "host memory only while loading"
-    if needs.host_bytes:
-        ram = f"{_gib(needs.host_bytes)} of RAM per host ({run.hosts} of {run.world // run.hosts} ranks)"
+    if estimated.host_bytes:
+        ram = f"{_format_gib(estimated.host_bytes)} of RAM per host ({run.hosts} of {run.world // run.hosts} ranks)"
     time = ""
-    if needs.step_s:
-        time = f", about {needs.step_s:.1f} s per step on H100s"
+    if estimated.step_s:
+        time = f", about {estimated.step_s:.1f} s per step on H100s"
     return [
-        f"estimate     GPU memory per rank: {_both(needs)}; {ram}{time}; checked on one GPU, not yet on several",
-        f"disk         {_gib(needs.weights_bytes)} of weights, {_gib(needs.checkpoints_bytes)} for {run.keep + 1} checkpoints",
-        _saving(needs.saving),
+        f"estimate     GPU memory per rank: {_format_gpu_memory(estimated)}; {ram}{time}; checked on one GPU, not yet on several",
+        f"disk         {_format_gib(estimated.weights_bytes)} of weights, {_format_gib(estimated.checkpoints_bytes)} "
+        f"for {run.keep + 1} checkpoints",
+        _format_saving(estimated.saving),
     ]
 
 
-def _saving(found: SavingCost) -> str:
+def _format_saving(cost: SavingCost) -> str:
     return (
-        f"save         {_gib(found.n_bytes)} per host, {found.write_s:,.0f} s at {DISK_BYTES_PER_S / 1e9:.0f} GB/s, in the background; "
+        f"save         {_format_gib(cost.n_bytes)} per host, {cost.write_s:,.0f} s at {DISK_BYTES_PER_S / 1e9:.0f} "
+        f"GB/s, in the background; "
         "data not written before its next update is copied to CPU memory, or delays that update"
     )
 
 
-def table_row(name: str, run: RunShape) -> str:
+def table_row(name: str, run: PredictedRun) -> str:
     """Return a run as a row of the table in README and docs/plan.md."""
     needs = estimate(run)
     ram, time = "-", "-"
     if needs.host_bytes:
-        ram = _gib(needs.host_bytes)
+        ram = _format_gib(needs.host_bytes)
     if needs.step_s:
         time = f"{needs.step_s:.0f} s"
     cells = [
-        name, run.numerics, run.offload, f"{run.world}", _both(needs, short=True), ram, _gib(needs.weights_bytes),
-        _gib(needs.checkpoints_bytes), time,
+        name, run.numerics, run.offload, f"{run.world}", _format_gpu_memory(needs, short=True), ram, _format_gib(needs.weights_bytes),
+        _format_gib(needs.checkpoints_bytes), time,
     ]  # fmt: skip
     return f"| {' | '.join(cells)} |"
 
 
-def _both(needs: Estimate, *, short: bool = False) -> str:
+def _format_gpu_memory(needs: Estimate, *, short: bool = False) -> str:
     """Format the allocated and, if it is known, the reserved memory of a GPU."""
-    kept = needs.gpu_reserved_bytes
-    if kept is None:
-        return _gib(needs.gpu_bytes)
-    words = (" /", "") if short else (" GiB allocated,", " reserved")
-    return f"{needs.gpu_bytes / GIB:,.0f}{words[0]} {_gib(kept)}{words[1]}"
+    reserved_bytes = needs.gpu_reserved_bytes
+    if reserved_bytes is None:
+        return _format_gib(needs.gpu_bytes)
+    labels = (" /", "") if short else (" GiB allocated,", " reserved")
+    return f"{needs.gpu_bytes / GIB:,.0f}{labels[0]} {_format_gib(reserved_bytes)}{labels[1]}"
 
 
-def _gib(n_bytes: float) -> str:
+def _format_gib(n_bytes: float) -> str:
     return f"{n_bytes / GIB:,.0f} GiB"
 
 
 RESTART_S = 60.0  # to notice a failure, end all ranks and start them anew, before anything is read; a prior
-LEAST = 0.01  # below this share a run is said to get nowhere
+MIN_GOODPUT = 0.01  # below this share a run is said to get nowhere
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -234,15 +244,15 @@ class Goodput:
     mtbf_s: float  # between failures, of the run
 
     @property
-    def arrives(self) -> bool:
+    def makes_progress(self) -> bool:
         """Whether enough steps last for the run to make progress."""
-        return self.share >= LEAST
+        return self.share >= MIN_GOODPUT
 
 
-def goodput(
-    saving: SavingCost, cadence: Cadence, step_s: float, mtbf_s: float, whole_s: float, start_s: float = 0.0
+def predict_goodput(
+    saving: SavingCost, cadence: Cadence, step_s: float, mtbf_s: float, training_s: float, start_s: float = 0.0
 ) -> Goodput | None:
-    """Predict it; ``mtbf_s``: between failures of the run; ``whole_s``: of its steps, which are all lost if it never saves; 0: unknown.
+    """Predict it; ``mtbf_s``: between failures of the run; ``training_s``: of its steps, which are all lost if it never saves; 0: unknown.
 
     ``start_s``: of a start, beside reading.
 
@@ -250,23 +260,23 @@ def goodput(
     A restart reads it at the rate of writing. A save waits for the previous one.
     """
     every_s = saving.best_interval_s if cadence.auto else cadence.steps * step_s or cadence.seconds
-    interval_s = max(step_s, every_s) if cadence.saves else whole_s
+    interval_s = max(step_s, every_s) if cadence.is_enabled else training_s
     if not interval_s:
         return None
-    cost_s = max(saving.waits_s, saving.write_s - interval_s) if cadence.saves else 0.0
-    restart_s = RESTART_S + start_s + 2 * saving.write_s * cadence.saves
-    share = share_that_counts(interval_s, cost_s, restart_s, mtbf_s)
+    cost_s = max(saving.waits_s, saving.write_s - interval_s) if cadence.is_enabled else 0.0
+    restart_s = RESTART_S + start_s + 2 * saving.write_s * cadence.is_enabled
+    share = useful_fraction(interval_s, cost_s, restart_s, mtbf_s)
     return Goodput(share, cost_s / (interval_s + cost_s), interval_s, mtbf_s)
 
 
 LINK_BYTES_PER_S = 50e9  # of a GPU to other hosts, assumed: 400 Gbit/s
-RATE = re.compile(r"([0-9]{1,9}(?:[.][0-9]{1,9})?) *(Gb/s|GB/s)")
-SIZE = re.compile(r"([0-9]{1,9}(?:[.][0-9]{1,9})?) *(GiB|TiB|GB|TB)")
-UNITS = {"Gb/s": 1e9 / 8, "GB/s": 1e9, "GiB": float(GIB), "TiB": 1024.0 * GIB, "GB": 1e9, "TB": 1e12}
+RATE_PATTERN = re.compile(r"([0-9]{1,9}(?:[.][0-9]{1,9})?) *(Gb/s|GB/s)")
+SIZE_PATTERN = re.compile(r"([0-9]{1,9}(?:[.][0-9]{1,9})?) *(GiB|TiB|GB|TB)")
+UNIT_VALUES = {"Gb/s": 1e9 / 8, "GB/s": 1e9, "GiB": float(GIB), "TiB": 1024.0 * GIB, "GB": 1e9, "TB": 1e12}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Described:
+class MachineOptions:
     """Machines as options describe them; 0 or '': not given."""
 
     nodes: int = 0
@@ -277,7 +287,7 @@ class Described:
     disk: str = ""
     gpus: int = 0  # of all hosts
 
-    def sizes(self, slots: int) -> tuple[int, int]:
+    def host_and_gpu_counts(self, slots: int) -> tuple[int, int]:
         """Return hosts and GPUs of each, 0: not said; ``slots``: of such hosts.
 
         Raises:
@@ -289,7 +299,7 @@ class Described:
         nodes = self.nodes or self.gpus // max(1, slots)
         if nodes * slots != self.gpus:
             raise UserError(
-                f"--gpus: {self.gpus} is not {counted(nodes, 'host')} of {slots}; correct --gpus, --nodes or --slots"
+                f"--gpus: {self.gpus} is not {pluralize(nodes, 'host')} of {slots}; correct --gpus, --nodes or --slots"
             )
         return nodes, slots
 
@@ -307,53 +317,57 @@ class Machines:
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)  # of packages, on the first
 
     @property
-    def world(self) -> int:
+    def world_size(self) -> int:
         """Number of ranks on all hosts."""
         return self.nodes * self.slots
 
 
-UNSEEN = Machines(1, 0, None, 0.0, 0.0)  # no host was asked
+UNKNOWN_MACHINES = Machines(1, 0, None, 0.0, 0.0)  # no host was asked
 
 
-def described(found: Machines, said: Described, gpus: dict[str, Gpu]) -> Machines:
+def apply_machine_options(detected: Machines, options: MachineOptions, gpus: dict[str, Gpu]) -> Machines:
     """Return the detected machines, overridden by options, with assumptions for what is unknown.
 
     Raises:
         UserError: It cannot be read, or names a GPU that is not known.
     """
-    gpu = gpu_named(said.gpu, gpus) if said.gpu else found.gpu or gpus[USUAL]
-    is_usual = not found.slots or (found.gpu is not None and found.slots == found.gpu.per_host)
-    slots = gpu.per_host if is_usual else found.slots  # other GPUs come in other numbers
-    nic = quantity(said.nic, "--nic", RATE) if said.nic else found.nic_bytes_per_s
-    n_said, slots_said = said.sizes(slots)
+    gpu = find_gpu(options.gpu, gpus) if options.gpu else detected.gpu or gpus[DEFAULT_GPU]
+    is_default_count = not detected.slots or (detected.gpu is not None and detected.slots == detected.gpu.per_host)
+    slots = gpu.per_host if is_default_count else detected.slots  # other GPUs come in other numbers
+    nic = parse_quantity(options.nic, "--nic", RATE_PATTERN) if options.nic else detected.nic_bytes_per_s
+    n_hosts, n_slots = options.host_and_gpu_counts(slots)
     return Machines(
-        nodes=n_said or found.nodes,
-        slots=slots_said or slots,
+        nodes=n_hosts or detected.nodes,
+        slots=n_slots or slots,
         gpu=gpu,
-        ram_bytes=quantity(said.ram, "--ram", SIZE) if said.ram else found.ram_bytes,
+        ram_bytes=parse_quantity(options.ram, "--ram", SIZE_PATTERN) if options.ram else detected.ram_bytes,
         nic_bytes_per_s=nic or gpu.per_host * LINK_BYTES_PER_S,
-        disk_bytes_per_s=quantity(said.disk, "--disk", RATE) if said.disk else found.disk_bytes_per_s,
-        versions=found.versions,
+        disk_bytes_per_s=parse_quantity(options.disk, "--disk", RATE_PATTERN)
+        if options.disk
+        else detected.disk_bytes_per_s,
+        versions=detected.versions,
     )
 
 
-def assumptions(found: Machines, said: Described, machines: Machines, *, asked: bool) -> list[str]:
-    """Say what is neither found nor described; ``asked``: whether hosts were."""
+def describe_assumptions(
+    detected: Machines, options: MachineOptions, machines: Machines, *, hosts_asked: bool
+) -> list[str]:
+    """Say what is neither found nor described; ``hosts_asked``: whether hosts were."""
     assert machines.gpu, "a kind of GPU was chosen"
-    assumed = []
-    if said.gpu and machines.gpu.name != said.gpu:
-        assumed.append(f"--gpu {said.gpu} is {machines.gpu.name}")
-    elif not (said.gpu or asked):
-        assumed.append(f"GPUs are {machines.gpu.name}")
-    if machines.nodes > 1 and not said.nic and not found.nic_bytes_per_s:
-        unseen = " (no active RDMA link was found)" if asked else ""
-        assumed.append(f"{machines.nic_bytes_per_s * 8 / 1e9:,.0f} Gbit/s a host{unseen}")
-    return [f"assumed      {'; '.join(assumed)}"] if assumed else []
+    parts = []
+    if options.gpu and machines.gpu.name != options.gpu:
+        parts.append(f"--gpu {options.gpu} is {machines.gpu.name}")
+    elif not (options.gpu or hosts_asked):
+        parts.append(f"GPUs are {machines.gpu.name}")
+    if machines.nodes > 1 and not options.nic and not detected.nic_bytes_per_s:
+        link_note = " (no active RDMA link was found)" if hosts_asked else ""
+        parts.append(f"{machines.nic_bytes_per_s * 8 / 1e9:,.0f} Gbit/s a host{link_note}")
+    return [f"assumed      {'; '.join(parts)}"] if parts else []
 
 
-def quantity(text: str, option: str, form: re.Pattern[str]) -> float:
+def parse_quantity(text: str, option: str, pattern: re.Pattern[str]) -> float:
     """Parse bytes, or bytes per second."""
-    if not (match := form.fullmatch(text)) or not float(match[1]):
-        known = " or ".join(unit for unit in UNITS if form.fullmatch(f"1{unit}"))
-        raise UserError(f"{option}: {text!r} is not a number with {known}; correct it")
-    return float(match[1]) * UNITS[match[2]]
+    if not (match := pattern.fullmatch(text)) or not float(match[1]):
+        units = " or ".join(unit for unit in UNIT_VALUES if pattern.fullmatch(f"1{unit}"))
+        raise UserError(f"{option}: {text!r} is not a number with {units}; correct it")
+    return float(match[1]) * UNIT_VALUES[match[2]]

@@ -14,15 +14,15 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from llama405b.contract.errors import UserError, did_you_mean, reason_of
-from llama405b.settings.axes import FULL, Kind, Recompute
+from llama405b.settings.axes import FULL_RECOMPUTE, Recompute, RecomputeKind
 from llama405b.spec.models import Llama
 
-TABLE = Path(__file__).with_name("hardware.toml")
+HARDWARE_FILE = Path(__file__).with_name("hardware.toml")
 GIB = 1 << 30
-ABOUT = 0.1
-USUAL = "h100-80"
-USUAL_RAM = 614.4  # GB/s of a host's memory: two sockets with eight channels of DDR5-4800
-LARGEST = 1e9  # of any number in the file
+MEMORY_TOLERANCE = 0.1
+DEFAULT_GPU = "h100-80"
+DEFAULT_RAM_GB_S = 614.4  # GB/s of a host's memory: two sockets with eight channels of DDR5-4800
+MAX_NUMBER = 1e9  # of any number in the file
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Gpu:
     fp8_flops: float = 0.0  # dense; 0: it has none
 
     @classmethod
-    def of_cpu(cls, memory_bytes: float) -> "Gpu":
+    def for_cpu(cls, memory_bytes: float) -> "Gpu":
         """Return a stand-in for a GPU where ranks train on CPUs, which no data sheet describes."""
         # Infinite rates: no term of a data sheet bounds a CPU, only a calibration does.
         return cls("cpu", memory_bytes, *(math.inf,) * 5)
@@ -52,23 +52,23 @@ class Gpu:
         return math.isinf(self.flops)
 
 
-def read_gpus(own: Path | None = None) -> dict[str, Gpu]:
+def read_gpus(path: Path | None = None) -> dict[str, Gpu]:
     """Return the GPUs of the table, and of a user's file in the same format, by name.
 
     Raises:
         UserError: The file cannot be read, or lacks a number.
     """
-    return _parsed(TABLE) | (_parsed(own) if own else {})
+    return _parse_gpus(HARDWARE_FILE) | (_parse_gpus(path) if path else {})
 
 
-def gpu_named(name: str, gpus: dict[str, Gpu]) -> Gpu:
+def find_gpu(name: str, gpus: dict[str, Gpu]) -> Gpu:
     """Return a GPU by name; ``h100``, without memory size, means the default kind or the only one.
 
     Raises:
         UserError: It is not in the table, or several are of that name.
     """
     kinds = [kind for kind in gpus if kind.partition("-")[0] == name.lower()]
-    for kind in (name, name.lower(), USUAL if USUAL in kinds else "", *kinds[: len(kinds) == 1]):
+    for kind in (name, name.lower(), DEFAULT_GPU if DEFAULT_GPU in kinds else "", *kinds[: len(kinds) == 1]):
         if kind in gpus:
             return gpus[kind]
     if kinds:
@@ -78,42 +78,42 @@ def gpu_named(name: str, gpus: dict[str, Gpu]) -> Gpu:
     )
 
 
-def gpu_like(name: str, memory_bytes: float, gpus: dict[str, Gpu]) -> Gpu | None:
+def match_gpu(name: str, memory_bytes: float, gpus: dict[str, Gpu]) -> Gpu | None:
     """Return the GPU with nvidia-smi's name and about this much memory; None: it is not in the table."""
     products = {word for word in re.split(r"[^A-Z0-9]+", name.upper()) if word}
-    found = [gpu for gpu in gpus.values() if gpu.product.upper() in products]
-    near = [gpu for gpu in found if abs(gpu.memory_bytes / memory_bytes - 1) < ABOUT]
-    return min(near, key=lambda gpu: abs(gpu.memory_bytes - memory_bytes), default=None)
+    candidates = [gpu for gpu in gpus.values() if gpu.product.upper() in products]
+    matches = [gpu for gpu in candidates if abs(gpu.memory_bytes / memory_bytes - 1) < MEMORY_TOLERANCE]
+    return min(matches, key=lambda gpu: abs(gpu.memory_bytes - memory_bytes), default=None)
 
 
-def _number(gpu: dict[str, object], key: str) -> float:
-    found = float(str(gpu[key]))
-    if not 0 < found <= LARGEST:
-        raise ValueError(f"{key} is {found:g}")
-    return found
+def _positive_number(gpu: dict[str, object], key: str) -> float:
+    value = float(str(gpu[key]))
+    if not 0 < value <= MAX_NUMBER:
+        raise ValueError(f"{key} is {value:g}")
+    return value
 
 
-def _parsed(file: Path) -> dict[str, Gpu]:
+def _parse_gpus(file: Path) -> dict[str, Gpu]:
     try:
         table = tomllib.loads(file.read_text(encoding="utf-8"))
         return {
             name: Gpu(
-                name, _number(gpu, "memory_gib") * GIB, _number(gpu, "tflops") * 1e12, _number(gpu, "hbm_gb_s") * 1e9,
-                _number(gpu, "nvlink_gb_s") * 1e9, _number(gpu, "pcie_gb_s") * 1e9,
-                _number({"ram_gb_s": USUAL_RAM} | gpu, "ram_gb_s") * 1e9, str(gpu.get("product", "")),
-                max(1, round(_number({"gpus_per_host": 8} | gpu, "gpus_per_host"))),
-                _number(gpu, "fp8_tflops") * 1e12 if "fp8_tflops" in gpu else 0.0,
+                name, _positive_number(gpu, "memory_gib") * GIB, _positive_number(gpu, "tflops") * 1e12, _positive_number(gpu,
+                "hbm_gb_s") * 1e9, _positive_number(gpu, "nvlink_gb_s") * 1e9, _positive_number(gpu, "pcie_gb_s") * 1e9,
+                _positive_number({"ram_gb_s": DEFAULT_RAM_GB_S} | gpu, "ram_gb_s") * 1e9, str(gpu.get("product", "")),
+                max(1, round(_positive_number({"gpus_per_host": 8} | gpu, "gpus_per_host"))),
+                _positive_number(gpu, "fp8_tflops") * 1e12 if "fp8_tflops" in gpu else 0.0,
             )
             for name, gpu in table["gpu"].items()
         }  # fmt: skip
     except OSError as error:
         raise UserError(f"--hardware: {file}: cannot be read ({reason_of(error)}); correct the path") from None
     except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
-        raise UserError(f"--hardware: {file}: {error}; write [gpu.NAME] with the fields of {TABLE}") from None
+        raise UserError(f"--hardware: {file}: {error}; write [gpu.NAME] with the fields of {HARDWARE_FILE}") from None
 
 
-COEFFICIENTS = Path(__file__).with_name("coefficients.json")
-NEAREST = {
+COEFFICIENTS_FILE = Path(__file__).with_name("coefficients.json")
+NEAREST_GPU = {
     "h200-141": "h100-80",
     "b200-180": "h100-80",
     "gb200-186": "h100-80",
@@ -148,19 +148,19 @@ class Rates:
     @functools.cache
     def read(cls) -> "Rates":
         """Read the fitted coefficients."""
-        return cls(**json.loads(COEFFICIENTS.read_text()))
+        return cls(**json.loads(COEFFICIENTS_FILE.read_text()))
 
-    def matmul_of(self, gpu: str) -> float:
+    def matmul_share(self, gpu: str) -> float:
         """Return the attained share of matrix products; for a GPU that was not measured, its nearest kin's."""
-        return self.matmul.get(gpu) or self.matmul[NEAREST.get(gpu, "h100-80")]
+        return self.matmul.get(gpu) or self.matmul[NEAREST_GPU.get(gpu, "h100-80")]
 
-    def attention_of(self, gpu: str) -> float:
-        """As ``matmul_of``."""
-        return self.attention.get(gpu) or self.attention[NEAREST.get(gpu, "h100-80")]
+    def attention_share(self, gpu: str) -> float:
+        """As ``matmul_share``."""
+        return self.attention.get(gpu) or self.attention[NEAREST_GPU.get(gpu, "h100-80")]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Shape:
+class ModelShape:
     """A decoder-only transformer. Counts of weights are of matrix products alone, without biases and norms."""
 
     layers: int
@@ -176,7 +176,7 @@ class Shape:
 
     @classmethod
     @functools.lru_cache(64)
-    def of(cls, llama: Llama) -> "Shape":
+    def from_llama(cls, llama: Llama) -> "ModelShape":
         """Return the shape of a Llama."""
         layer = sum(math.prod(shape) for name, shape in llama.tensors().items() if ".layers.0." in name)
         width, kv_width = llama.heads * llama.head_dim, llama.kv_heads * llama.head_dim
@@ -186,7 +186,7 @@ class Shape:
         )  # fmt: skip
 
     @property
-    def narrow(self) -> int:
+    def unrepeated_weights(self) -> int:
         """Weights of a layer's last product, which checkpointing does not compute again (early stop); else 0."""
         return 0 if self.ends_with_norm else self.hidden * self.intermediate
 
@@ -207,14 +207,14 @@ class Shape:
 
     def recomputed_flops(self, seq_len: int, layers: int) -> float:
         """Return what checkpointing computes again for a token: the forward of so many layers, up to the last product (early stop)."""
-        return 2.0 * layers * (self.matrices - self.narrow + self.width * seq_len)
+        return 2.0 * layers * (self.matrices - self.unrepeated_weights + self.width * seq_len)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Setting:
+class TrainingSetup:
     """A model on a cluster, with everything that changes the time of a step."""
 
-    shape: Shape
+    shape: ModelShape
     gpu: Gpu
     gpus: int
     gpus_per_host: int
@@ -223,7 +223,7 @@ class Setting:
     micro_batch: int = 1
     accumulate: int = 1
     reduce_bytes: int = 4  # per gradient
-    recompute: Recompute = FULL
+    recompute: Recompute = FULL_RECOMPUTE
     products_kept: float = 1.0  # where that is of operators: as a share; torchtitan keeps every second
     reshard: bool = True  # parameters are gathered again in the backward
     compiled: bool = False
@@ -234,7 +234,9 @@ class Setting:
     norm_bytes: float = 0.0
     copied_up: float = 0.0  # bytes per parameter from host memory, in each forward and backward
     copied_down: float = 0.0  # the same, to host memory, in each backward
-    inputs_copied: bool = False  # each layer's input goes to host memory in the forward, and comes back in the backward
+    offloads_inputs: bool = (
+        False  # each layer's input goes to host memory in the forward, and comes back in the backward
+    )
     units: int = 1  # of FSDP in a layer
     # GPUs among which FSDP shards what they all compute; 0: all that the axes leave; fewer: HSDP; 1: DDP
     sharded_over: int = 0
@@ -246,19 +248,22 @@ class Setting:
     compute_bytes: int = 2  # of a gathered weight: BF16
     gathers_once: bool = False  # in a step, not in each of its micro-batches
     reduces_once: bool = False
-    kept_by: int = 0  # GPUs that keep a unit gathered between forward and backward; 0: all gather it again
+    reshard_group_size: int = 0  # GPUs that keep a unit gathered between forward and backward; 0: all gather it again
     fused: bool = False  # norms
     fp8: bool = False  # the layers' products
-    loss_of_parts: bool = False  # of some words' logits at a time, which the backward computes again
+    has_chunked_loss: bool = False  # of some words' logits at a time, which the backward computes again
     # share of the parameters that take gradients; below 1 those are adapters, and matrices take none
-    trained: float = 1.0
-    adapted: tuple[int, int] = (0, 0)  # inputs and outputs of a layer's matrices that have adapters, each summed
-    ours: bool = False  # this trainer's layers, one of which was measured
+    trained_share: float = 1.0
+    adapted_features: tuple[int, int] = (
+        0,
+        0,
+    )  # inputs and outputs of a layer's matrices that have adapters, each summed
+    is_this_trainer: bool = False  # this trainer's layers, one of which was measured
 
     @property
-    def frozen(self) -> bool:
+    def is_adapter(self) -> bool:
         """Whether only adapters take gradients, and matrices none."""
-        return self.trained < 1
+        return self.trained_share < 1
 
     @property
     def tokens(self) -> float:
@@ -275,9 +280,9 @@ class Setting:
         """GPUs of a pipeline."""
         return max(1, len(self.stages) // self.chunks)
 
-    def kinds(self, place: int) -> Mapping[Kind, int]:
+    def layer_counts(self, stage: int) -> Mapping[RecomputeKind, int]:
         """Return the layers of a GPU at this place in the pipeline, counted by kind of recomputation."""
-        return self.recompute.counts(self.stages[place :: self.pp] or (self.shape.layers,))
+        return self.recompute.count_kinds(self.stages[stage :: self.pp] or (self.shape.layers,))
 
     @property
     def hosts(self) -> int:

@@ -17,20 +17,23 @@ import itertools
 from collections.abc import Mapping
 
 from llama405b.predict.run_shape import (
-    NORMS,
-    Part,
-    RunShape,
+    FP32_NORMS,
+    PredictedRun,
+    StageSpec,
     UnitSizes,
-    adapter_shapes,
+    layer_adapter_shapes,
     norm_elements,
     trained_elements,
 )
-from llama405b.settings.axes import Kind
-from llama405b.settings.schema import LOSS_PART
+from llama405b.settings.axes import RecomputeKind
+from llama405b.settings.schema import VOCAB_CHUNK
 from llama405b.spec.rules import InFlight
 
-BUFFERS = 2  # on the device, for layers' inputs that come back from CPU memory (model.host_inputs)
-OF_ATTENTION, OF_MLP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")  # what reads the norm before each
+INPUT_BUFFERS = 2  # on the device, for layers' inputs that come back from CPU memory (model.host_inputs)
+ATTENTION_INPUTS, MLP_INPUTS = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+)  # what reads the norm before each
 LOSS_BYTES = 4  # of a logit in FP32: its copy, its log-softmax and each of two gradients
 
 
@@ -39,202 +42,241 @@ class Peak:
     """The moment of a step at which a GPU holds most."""
 
     moment: str
-    held: Mapping[str, float]  # bytes, by what they are
+    bytes_by_kind: Mapping[str, float]  # bytes, by what they are
 
     @property
     def total(self) -> float:
         """Bytes in all."""
-        return sum(self.held.values())
+        return sum(self.bytes_by_kind.values())
 
 
-def peak(run: RunShape) -> Peak:
+def find_peak(run: PredictedRun) -> Peak:
     """Return the worst moment of a step over all ranks."""
-    return max((peak_of(run, stage) for stage in range(run.pp)), key=lambda each: each.total)
+    return max((find_stage_peak(run, stage) for stage in range(run.pp)), key=lambda candidate: candidate.total)
 
 
-def peak_of(run: RunShape, stage: int) -> Peak:
+def find_stage_peak(run: PredictedRun, stage: int) -> Peak:
     """Return the worst moment of a step of the ranks at this place along ``pp``."""
-    steps = [_Step(run, stage, waiting) for waiting in run.in_flight(stage)]
-    return max((step.walk() for step in steps), key=lambda each: each.total)
+    walks = [_MemoryWalk(run, stage, in_flight) for in_flight in run.in_flight(stage)]
+    return max((memory_walk.walk() for memory_walk in walks), key=lambda candidate: candidate.total)
 
 
-class _Step:
+class _MemoryWalk:
     """A walk of one micro-batch through one stage of a rank's model, with the worst moment so far."""
 
-    def __init__(self, run: RunShape, stage: int, in_flight: InFlight) -> None:
+    def __init__(self, run: PredictedRun, stage: int, in_flight: InFlight) -> None:
         """``in_flight``: what else the rank has begun."""
-        kept = run.parts(stage)
-        part = kept[in_flight.chunk]
-        self.run, self.part, self.llama = run, part, part.llama
-        self.sizes, self.trained = UnitSizes.of(part, run.adapter), UnitSizes.trained(part, run.adapter)
+        specs = run.stage_specs(stage)
+        spec = specs[in_flight.virtual_stage]
+        self.run, self.spec, self.llama = run, spec, spec.llama
+        self.sizes, self.trained_sizes = (
+            UnitSizes.from_spec(spec, run.adapter),
+            UnitSizes.from_trained(spec, run.adapter),
+        )
         self.in_flight = in_flight
-        of_chunks = [trained_elements(each, run.shards, run.adapter) for each in kept]
-        trained = sum(of_chunks)
-        self.held: dict[str, float] = collections.defaultdict(float)
-        self.held |= {name: trained * size for name, size in run.shard_bytes.items() if name != "gradients"}
-        self.held["parameters"] += run.frozen_bytes * run.elements(stage)
-        self.held[NORMS] = run.norm_bytes * sum(norm_elements(each, run.shards) for each in kept)
-        self.flow = run.flow_bytes
-        waiting = zip(in_flight.others, kept, strict=True)
-        self.held["micro-batches in flight"] = sum(count * _waiting(run, each) for count, each in waiting)
+        elements_by_chunk = [trained_elements(chunk_spec, run.shards, run.adapter) for chunk_spec in specs]
+        n_trained = sum(elements_by_chunk)
+        self.live_bytes: dict[str, float] = collections.defaultdict(float)
+        self.live_bytes |= {name: n_trained * size for name, size in run.shard_bytes.items() if name != "gradients"}
+        self.live_bytes["parameters"] += run.frozen_bytes * run.stage_elements(stage)
+        self.live_bytes[FP32_NORMS] = run.norm_bytes * sum(
+            norm_elements(chunk_spec, run.shards) for chunk_spec in specs
+        )
+        self.hidden_bytes = run.hidden_bytes
+        waiting_by_chunk = zip(in_flight.waiting, specs, strict=True)
+        self.live_bytes["micro-batches in flight"] = sum(
+            count * _in_flight_bytes(run, chunk_spec) for count, chunk_spec in waiting_by_chunk
+        )
         self.gradient_bytes = run.shard_bytes["gradients"]
-        later = in_flight.done[in_flight.chunk]  # gradients of earlier micro-batches are there
-        self.sums_shards = later and run.reduces_each
-        self.sums_whole = later and not run.reduces_each
+        adds_to_grads = in_flight.had_backward[in_flight.virtual_stage]  # gradients of earlier micro-batches are there
+        self.sums_shards = adds_to_grads and run.reduces_each
+        self.sums_full = adds_to_grads and not run.reduces_each
         if run.reduces_each:
-            there = sum(size for size, done in zip(of_chunks, in_flight.done, strict=True) if done)
-            self.held["gradients"] += there * self.gradient_bytes
-        if self.sums_whole:
-            self.held["whole gradients"] = sum(
-                self._whole(UnitSizes.trained(each, run.adapter), each.llama.layers) for each in kept
+            elements_with_grads = sum(
+                size for size, has_grads in zip(elements_by_chunk, in_flight.had_backward, strict=True) if has_grads
             )
-        self.keeps = run.keeps_weights
-        self.saved, self.moments = _saved(run, part), _moments(run, part)
-        self.kinds = run.recompute.of(part.llama.layers)
-        self.inputs = [0, *itertools.accumulate(_keeps_input(run, kind) for kind in self.kinds)]
-        of_kind = {kind: _kept(run, part, kind) for kind in {*self.kinds}}
-        self.kept = [0.0, *itertools.accumulate(map(of_kind.__getitem__, self.kinds))]  # by so many layers
-        self.several = run.shards > 1  # one rank gathers nothing
-        self.units = (self.sizes.attention, self.sizes.mlp) if run.halves else (self.sizes.layer,)
+            self.live_bytes["gradients"] += elements_with_grads * self.gradient_bytes
+        if self.sums_full:
+            self.live_bytes["whole gradients"] = sum(
+                self._unreduced_grad_bytes(UnitSizes.from_trained(chunk_spec, run.adapter), chunk_spec.llama.layers)
+                for chunk_spec in specs
+            )
+        self.keeps_weights = run.keeps_weights
+        self.saved_bytes, self.backward_phases = _saved_bytes(run, spec), _backward_phases(run, spec)
+        self.kinds = run.recompute.layer_kinds(spec.llama.layers)
+        self.input_counts = [0, *itertools.accumulate(_keeps_input(run, kind) for kind in self.kinds)]
+        bytes_by_kind = {kind: _kept_bytes(run, spec, kind) for kind in {*self.kinds}}
+        self.kept_bytes = [0.0, *itertools.accumulate(map(bytes_by_kind.__getitem__, self.kinds))]  # by so many layers
+        self.is_sharded = run.shards > 1  # one rank gathers nothing
+        self.units = (self.sizes.attention, self.sizes.mlp) if run.has_half_layer_units else (self.sizes.layer,)
         self.order = [
-            *self.units * part.llama.layers,
+            *self.units * spec.llama.layers,
             self.sizes.head,
         ]  # as a forward gathers them, after the embedding
-        if run.pp > 1 and any(in_flight.done):  # only after a step's last backward does FSDP free the last buffer
-            last = self.sizes.embedding or (self.sizes.attention if run.halves else self.sizes.layer)
-            self.held["reduce-scatter buffers"] = run.gradient_bytes * last
-        self.worst = Peak("", {})
-        self.waiting = 0.0  # of the forward: the buffer of the last all-gather
+        if run.pp > 1 and any(
+            in_flight.had_backward
+        ):  # only after a step's last backward does FSDP free the last buffer
+            last_unit = self.sizes.embedding or (self.sizes.attention if run.has_half_layer_units else self.sizes.layer)
+            self.live_bytes["reduce-scatter buffers"] = run.gradient_bytes * last_unit
+        self.peak = Peak("", {})
+        self.last_gather_bytes = 0.0  # of the forward: the buffer of the last all-gather
 
     def walk(self) -> Peak:
         """Walk through the step and return its worst moment.
 
         Of identical layers only the first two and the last two are walked: the others show nothing more.
         """
-        run, part, sizes, hidden = self.run, self.part, self.sizes, self.flow
-        layers, telling = self.llama.layers, _telling(self.kinds)
-        root = sizes.embedding if part.llama.tied or not run.embedding_apart else 0
+        run, spec, sizes, hidden = self.run, self.spec, self.sizes, self.hidden_bytes
+        layers, layers_to_walk = self.llama.layers, _layers_to_walk(self.kinds)
+        root = sizes.embedding if spec.llama.tied or not run.has_embedding_unit else 0
         if root:
             self._gather("the embedding's forward", root, 0)
-        elif part.embedding:
+        elif spec.has_embedding:
             self._gather("the embedding's forward", sizes.embedding, 0)
-            self.held["gathered units"] *= self.keeps
-        before = self.held["gathered units"]
-        for layer in telling:
-            self._keep(layer, 1)
-            self._keep_gathered(layer)
-            self.held["gathered units"] = before + self.keeps * run.compute_bytes * layer * sizes.layer
+            self.live_bytes["gathered units"] *= self.keeps_weights
+        gathered_bytes = self.live_bytes["gathered units"]
+        for layer in layers_to_walk:
+            self._set_kept_layers(layer, 1)
+            self._set_kept_gathered(layer)
+            self.live_bytes["gathered units"] = (
+                gathered_bytes + self.keeps_weights * run.compute_bytes * layer * sizes.layer
+            )
             for place, unit in enumerate(self.units, 1 + layer * len(self.units)):
                 self._gather("a layer's forward", unit, place)
-                self.held["gathered units"] -= run.compute_bytes * unit * (not self.keeps)
-        if not self.in_flight.forward:
-            self.worst = Peak("", {})
-        self._keep_gathered(layers)
-        self._keep(layers, more=run.activations == "host")  # the last one's, until a layer's backward begins
-        last = sizes.mlp if run.halves else sizes.layer
-        if part.head:
-            self._head(hidden, last)
+                self.live_bytes["gathered units"] -= run.compute_bytes * unit * (not self.keeps_weights)
+        if not self.in_flight.after_forward:
+            self.peak = Peak("", {})
+        self._set_kept_gathered(layers)
+        self._set_kept_layers(
+            layers, n_extra=run.activations == "host"
+        )  # the last one's, until a layer's backward begins
+        last_unit = sizes.mlp if run.has_half_layer_units else sizes.layer
+        if spec.has_head:
+            self._walk_head(hidden, last_unit)
         else:
-            self.held["all-gather buffers"] = self.waiting = 0
-            self.held["stage's output"] = 2 * hidden  # and its gradient
-            self.held["activations"] = hidden  # the gradient that flows
-        for layer in reversed(telling):
-            self._keep(layer + 1)
-            if self.keeps and not run.accumulates:  # else all stay until the last micro-batch
-                self.held["gathered units"] = before + run.compute_bytes * (layer + 1) * sizes.layer
-            if self.sums_whole:  # as in the last micro-batch, whose units are reduced one after the other
-                self.held["whole gradients"] = self._whole(self.trained, layer + 1, head=False)
-            self.held["gradients"] = self._reduced(layers - 1 - layer)
-            self._layer(layer, hidden)
-        self._keep(0)
-        self.held["whole gradients"] = self.sums_whole * self._whole(self.trained, 0, head=False)
-        self.held["gradients"] = self._reduced(layers)
-        if part.embedding and self.trained.embedding:
-            self._embedding_backward(root)
-        return self.worst
+            self.live_bytes["all-gather buffers"] = self.last_gather_bytes = 0
+            self.live_bytes["stage's output"] = 2 * hidden  # and its gradient
+            self.live_bytes["activations"] = hidden  # the gradient that flows
+        for layer in reversed(layers_to_walk):
+            self._set_kept_layers(layer + 1)
+            if self.keeps_weights and not run.accumulates:  # else all stay until the last micro-batch
+                self.live_bytes["gathered units"] = gathered_bytes + run.compute_bytes * (layer + 1) * sizes.layer
+            if self.sums_full:  # as in the last micro-batch, whose units are reduced one after the other
+                self.live_bytes["whole gradients"] = self._unreduced_grad_bytes(
+                    self.trained_sizes, layer + 1, head=False
+                )
+            self.live_bytes["gradients"] = self._grad_shard_bytes(layers - 1 - layer)
+            self._walk_layer_backward(layer, hidden)
+        self._set_kept_layers(0)
+        self.live_bytes["whole gradients"] = self.sums_full * self._unreduced_grad_bytes(
+            self.trained_sizes, 0, head=False
+        )
+        self.live_bytes["gradients"] = self._grad_shard_bytes(layers)
+        if spec.has_embedding and self.trained_sizes.embedding:
+            self._walk_embedding_backward(root)
+        return self.peak
 
-    def _embedding_backward(self, root: int) -> None:
+    def _walk_embedding_backward(self, root: int) -> None:
         run, sizes = self.run, self.sizes
-        weight = run.compute_bytes * sizes.embedding
-        self._see("the embedding's backward", weight_gradients=weight * (1 + self.llama.tied))
-        self.held["weight gradients"] = self.held["activations"] = 0
+        weight_bytes = run.compute_bytes * sizes.embedding
+        self._record_moment("the embedding's backward", weight_gradients=weight_bytes * (1 + self.llama.tied))
+        self.live_bytes["weight gradients"] = self.live_bytes["activations"] = 0
         if run.tp > 1:  # DTensor makes the gradient of the whole vocabulary, before it keeps a part
-            self.held["whole embedding's gradient"] = (run.tp + self.llama.tied) * weight
-        self.held["gathered units"] += 0 if root or self.keeps else weight  # it is not gathered in the backward
+            self.live_bytes["whole embedding's gradient"] = (run.tp + self.llama.tied) * weight_bytes
+        self.live_bytes["gathered units"] += (
+            0 if root or self.keeps_weights else weight_bytes
+        )  # it is not gathered in the backward
         self._reduce("the embedding's gradient", sizes.embedding, sizes.embedding, sizes.embedding)
 
-    def _head(self, hidden: float, last: int) -> None:
+    def _walk_head(self, hidden: float, last_unit: int) -> None:
         """Walk through the head and the loss, while the units of the last layer are gathered."""
         run, sizes = self.run, self.sizes
         logits, loss = (size * run.tokens * self.llama.vocab for size in (run.compute_bytes, LOSS_BYTES))
-        weight = run.compute_bytes * (self.trained.head or self.trained.embedding)
+        weight_bytes = run.compute_bytes * (self.trained_sizes.head or self.trained_sizes.embedding)
         if sizes.head:
             self._gather("the head's forward", sizes.head, len(self.order))
-        self.held["activations"] = hidden * (4 if run.compute_bytes == 2 else 3) - hidden * run.adapter.trains
+        self.live_bytes["activations"] = hidden * (4 if run.compute_bytes == 2 else 3) - hidden * run.adapter.is_enabled
         if run.loss == "parts":
-            logits = _logits_of_a_part(run, self.llama.vocab)
-            of_hidden = LOSS_BYTES * run.tokens * self.llama.hidden  # the sum over parts
-            whole = run.compute_bytes * run.tokens * self.llama.hidden * (run.tp > 1)
-            self._see("the head's forward", logits=logits, activations=whole)
-            self.waiting = 0
-            self.held["all-gather buffers"] = self._coming(len(self.order), last)
-            self._see("the head's backward", logits=logits, activations=whole + of_hidden, weight_gradients=weight)
+            logits = _logits_chunk_bytes(run, self.llama.vocab)
+            hidden_grad_bytes = LOSS_BYTES * run.tokens * self.llama.hidden  # the sum over parts
+            gathered_hidden_bytes = run.compute_bytes * run.tokens * self.llama.hidden * (run.tp > 1)
+            self._record_moment("the head's forward", logits=logits, activations=gathered_hidden_bytes)
+            self.last_gather_bytes = 0
+            self.live_bytes["all-gather buffers"] = self._prefetched_bytes(len(self.order), last_unit)
+            self._record_moment(
+                "the head's backward",
+                logits=logits,
+                activations=gathered_hidden_bytes + hidden_grad_bytes,
+                weight_gradients=weight_bytes,
+            )
         else:
-            self._see("the head's forward", logits=logits)
-            self.held["all-gather buffers"] = self.waiting = 0
-            self._see("the loss", logits=(3 if run.tp == 1 else 4) * loss)  # torch's loss_parallel makes one more
-            self.held["all-gather buffers"] = self._coming(len(self.order), last)
-            self._see("the head's backward", logits=logits, activations=hidden, weight_gradients=weight)
-        self.held["activations"] = hidden  # the gradient that flows
+            self._record_moment("the head's forward", logits=logits)
+            self.live_bytes["all-gather buffers"] = self.last_gather_bytes = 0
+            self._record_moment(
+                "the loss", logits=(3 if run.tp == 1 else 4) * loss
+            )  # torch's loss_parallel makes one more
+            self.live_bytes["all-gather buffers"] = self._prefetched_bytes(len(self.order), last_unit)
+            self._record_moment("the head's backward", logits=logits, activations=hidden, weight_gradients=weight_bytes)
+        self.live_bytes["activations"] = hidden  # the gradient that flows
         if sizes.head:
-            self._reduce("the head's gradient", sizes.head, self.trained.head, self.trained.head)
+            self._reduce("the head's gradient", sizes.head, self.trained_sizes.head, self.trained_sizes.head)
         else:
-            self.held["weight gradients"] += weight
+            self.live_bytes["weight gradients"] += weight_bytes
 
-    def _layer(self, layer: int, hidden: float) -> None:
+    def _walk_layer_backward(self, layer: int, hidden: float) -> None:
         """Walk through a layer's backward.
 
         With half-layer units, attention is gathered during the MLP's backward, and the MLP is reduced first.
         """
         run = self.run
         sizes = self.sizes
-        self._keep_gathered(layer + 1)
-        if not run.halves:
-            self._regather(sizes.layer, self._coming(1 + layer, bool(layer) * sizes.layer))
-            self._keep_gathered(layer)
-            self.held["kept activations"] = self.kept[layer]
-            for part, weights, more in self.moments:
-                self._see(f"the backward of a layer's {part}", weight_gradients=weights, activations=more)
-            self._reduce("a layer's gradient", sizes.layer, self.trained.layer, 0)
+        self._set_kept_gathered(layer + 1)
+        if not run.has_half_layer_units:
+            self._regather(sizes.layer, self._prefetched_bytes(1 + layer, bool(layer) * sizes.layer))
+            self._set_kept_gathered(layer)
+            self.live_bytes["kept activations"] = self.kept_bytes[layer]
+            for phase, weight_grads, activation_bytes in self.backward_phases:
+                self._record_moment(
+                    f"the backward of a layer's {phase}", weight_gradients=weight_grads, activations=activation_bytes
+                )
+            self._reduce("a layer's gradient", sizes.layer, self.trained_sizes.layer, 0)
             return
-        whole = not run.adapter.trains
-        self._regather(sizes.mlp, self.run.compute_bytes * sizes.attention * self.several)
+        trains_weights = not run.adapter.is_enabled
+        self._regather(sizes.mlp, self.run.compute_bytes * sizes.attention * self.is_sharded)
         self._regather(sizes.attention, 0)
-        self._keep_gathered(layer)
-        self.held["kept activations"] = self.kept[layer]
-        for part, weights, more in self.moments:
-            if part == "norm":
-                self.held["activations"] = hidden + self.saved
-                last = self.llama.hidden * self.llama.intermediate
-                self._reduce("an MLP's gradient", sizes.mlp, self.trained.mlp, last * whole)
-                self.held["activations"] = hidden
-            elif part == "attention":
-                self.held["all-gather buffers"] = self._coming(2 * layer, bool(layer) * sizes.mlp)
-            of_mlp = run.compute_bytes * 3 * self.llama.hidden * self.llama.intermediate
-            there = 0 if part == "MLP" else of_mlp * whole
-            self._see(f"the backward of a layer's {part}", weight_gradients=weights - there, activations=more)
-        last = self.llama.hidden * self.llama.heads * self.llama.head_dim
-        self._reduce("an attention's gradient", sizes.attention, self.trained.attention, last * whole)
+        self._set_kept_gathered(layer)
+        self.live_bytes["kept activations"] = self.kept_bytes[layer]
+        for phase, weight_grads, activation_bytes in self.backward_phases:
+            if phase == "norm":
+                self.live_bytes["activations"] = hidden + self.saved_bytes
+                last_product = self.llama.hidden * self.llama.intermediate
+                self._reduce("an MLP's gradient", sizes.mlp, self.trained_sizes.mlp, last_product * trains_weights)
+                self.live_bytes["activations"] = hidden
+            elif phase == "attention":
+                self.live_bytes["all-gather buffers"] = self._prefetched_bytes(2 * layer, bool(layer) * sizes.mlp)
+            mlp_grads = run.compute_bytes * 3 * self.llama.hidden * self.llama.intermediate
+            freed_bytes = 0 if phase == "MLP" else mlp_grads * trains_weights
+            self._record_moment(
+                f"the backward of a layer's {phase}",
+                weight_gradients=weight_grads - freed_bytes,
+                activations=activation_bytes,
+            )
+        last_product = self.llama.hidden * self.llama.heads * self.llama.head_dim
+        self._reduce(
+            "an attention's gradient", sizes.attention, self.trained_sizes.attention, last_product * trains_weights
+        )
 
-    def _keep(self, layers: int, more: int = 0) -> None:
-        """Set what so many layers keep; ``more``: hidden states on their way."""
-        n_inputs = self.inputs[layers] + more + BUFFERS * (self.run.activations == "host")
-        self.held |= {"layer inputs": n_inputs * self.flow, "kept activations": self.kept[layers]}
+    def _set_kept_layers(self, layers: int, n_extra: int = 0) -> None:
+        """Set what so many layers keep; ``n_extra``: hidden states on their way."""
+        n_inputs = self.input_counts[layers] + n_extra + INPUT_BUFFERS * (self.run.activations == "host")
+        self.live_bytes |= {"layer inputs": n_inputs * self.hidden_bytes, "kept activations": self.kept_bytes[layers]}
 
-    def _keep_gathered(self, layers: int) -> None:
+    def _set_kept_gathered(self, layers: int) -> None:
         """Set the bytes that this rank keeps gathered of so many layers (``reshard_after_forward``)."""
         if self.run.kept_by:
-            self.held["weights kept gathered"] = self.run.compute_bytes * layers * self.sizes.layer / self.run.kept_by
+            self.live_bytes["weights kept gathered"] = (
+                self.run.compute_bytes * layers * self.sizes.layer / self.run.kept_by
+            )
 
     def _gather(self, moment: str, unit: int, place: int) -> None:
         """Gather a unit in the forward: the previous unit's buffer is freed once this one was copied out.
@@ -242,78 +284,85 @@ class _Step:
         ``place``: of the unit in the forward, after the embedding's.
         """
         size = self.run.compute_bytes * unit
-        self.held["gathered units"] += size
-        ahead = self.run.compute_bytes * sum(self.order[place : place + self.run.prefetch])
-        self.held["all-gather buffers"] = (size + (ahead if self.run.prefetch else self.waiting)) * self.several
-        self._see(moment)
-        self.waiting = size * self.several
-        self.held["all-gather buffers"] = self.waiting + ahead * self.several
+        self.live_bytes["gathered units"] += size
+        prefetched_bytes = self.run.compute_bytes * sum(self.order[place : place + self.run.prefetch])
+        self.live_bytes["all-gather buffers"] = (
+            size + (prefetched_bytes if self.run.prefetch else self.last_gather_bytes)
+        ) * self.is_sharded
+        self._record_moment(moment)
+        self.last_gather_bytes = size * self.is_sharded
+        self.live_bytes["all-gather buffers"] = self.last_gather_bytes + prefetched_bytes * self.is_sharded
 
-    def _coming(self, place: int, usual: int) -> float:
-        """Bytes of the buffers of units that are gathered while the one of a place goes backward; ``usual``: elements without prefetch."""
-        ahead = sum(self.order[max(0, place - 1 - self.run.prefetch) : place - 1])
-        elements = ahead if self.run.prefetch else usual
-        return self.run.compute_bytes * elements * self.several * (not self.keeps)
+    def _prefetched_bytes(self, place: int, n_default: int) -> float:
+        """Bytes of the units gathered while the one of a place goes backward; ``n_default``: elements without prefetch."""
+        n_prefetched = sum(self.order[max(0, place - 1 - self.run.prefetch) : place - 1])
+        elements = n_prefetched if self.run.prefetch else n_default
+        return self.run.compute_bytes * elements * self.is_sharded * (not self.keeps_weights)
 
-    def _regather(self, unit: int, coming: float) -> None:
+    def _regather(self, unit: int, prefetched_bytes: float) -> None:
         """Gather a prefetched unit in the backward; then the next prefetched buffers take so many bytes."""
-        if self.keeps:
+        if self.keeps_weights:
             return
-        self.held["gathered units"] += self.run.compute_bytes * unit
-        self._see("an all-gather of the backward")
-        self.held["all-gather buffers"] = coming
+        self.live_bytes["gathered units"] += self.run.compute_bytes * unit
+        self._record_moment("an all-gather of the backward")
+        self.live_bytes["all-gather buffers"] = prefetched_bytes
 
-    def _reduce(self, moment: str, unit: int, trained: int, last: int) -> None:
-        """A unit's reduce-scatter, after its weights were freed; only the gradient of ``last`` elements outlives the copy.
+    def _reduce(self, moment: str, unit: int, trained: int, n_surviving: int) -> None:
+        """A unit's reduce-scatter, after its weights were freed; only the gradient of ``n_surviving`` elements outlives the copy.
 
-        Its buffer stays until the next one. ``trained``: elements of the unit that have gradients.
+        Its buffer stays until the next one. ``trained_sizes``: elements of the unit that have gradients.
         """
         run = self.run
-        self.held["gathered units"] -= run.compute_bytes * unit * (not (self.keeps and run.accumulates))
-        if self.sums_whole:
-            self.held["whole gradients"] = max(0.0, self.held["whole gradients"] - run.gradient_bytes * trained)
-        self.held["reduce-scatter buffers"] = run.gradient_bytes * trained
-        self._see(moment, weight_gradients=run.compute_bytes * trained)
+        self.live_bytes["gathered units"] -= run.compute_bytes * unit * (not (self.keeps_weights and run.accumulates))
+        if self.sums_full:
+            self.live_bytes["whole gradients"] = max(
+                0.0, self.live_bytes["whole gradients"] - run.gradient_bytes * trained
+            )
+        self.live_bytes["reduce-scatter buffers"] = run.gradient_bytes * trained
+        self._record_moment(moment, weight_gradients=run.compute_bytes * trained)
         # FSDP casts the sum to the weights' dtype, which the trainer drops.
-        cast = run.compute_bytes * (run.offload == "optimizer")
-        reduced = (run.gradient_bytes + cast) * trained / run.shards
-        self._see(moment, weight_gradients=run.compute_bytes * last, gradients=reduced)
+        cast_bytes = run.compute_bytes * (run.offload == "optimizer")
+        reduced_bytes = (run.gradient_bytes + cast_bytes) * trained / run.shards
+        self._record_moment(moment, weight_gradients=run.compute_bytes * n_surviving, gradients=reduced_bytes)
 
-    def _whole(self, sizes: UnitSizes, layers: int, *, head: bool = True) -> float:
+    def _unreduced_grad_bytes(self, sizes: UnitSizes, layers: int, *, head: bool = True) -> float:
         """Bytes of gradients that are not reduced yet; with ``tp`` the embedding's is of the whole vocabulary."""
         return self.run.gradient_bytes * (self.run.tp * sizes.embedding + layers * sizes.layer + head * sizes.head)
 
-    def _reduced(self, layers: int) -> float:
+    def _grad_shard_bytes(self, layers: int) -> float:
         """Bytes of the shards of gradients, once so many layers have theirs."""
-        run, sizes = self.run, self.trained
+        run, sizes = self.run, self.trained_sizes
         if self.sums_shards:
-            return self.held["gradients"]
+            return self.live_bytes["gradients"]
         return self.gradient_bytes * (sizes.head + layers * sizes.layer) / run.shards
 
-    def _see(self, moment: str, **more: float) -> None:
+    def _record_moment(self, moment: str, **extra: float) -> None:
         """Record this moment as the peak if it is the worst so far; keyword arguments are bytes held only now."""
-        total = sum(self.held.values()) + sum(more.values())
-        if total > self.worst.total:
-            now = {name.replace("_", " "): size for name, size in more.items()}
-            held = {name: self.held.get(name, 0.0) + now.get(name, 0.0) for name in {**self.held, **now}}
-            self.worst = Peak(moment, {name: size for name, size in held.items() if size})
+        total = sum(self.live_bytes.values()) + sum(extra.values())
+        if total > self.peak.total:
+            extra_by_kind = {name.replace("_", " "): size for name, size in extra.items()}
+            bytes_by_kind = {
+                name: self.live_bytes.get(name, 0.0) + extra_by_kind.get(name, 0.0)
+                for name in {**self.live_bytes, **extra_by_kind}
+            }
+            self.peak = Peak(moment, {name: size for name, size in bytes_by_kind.items() if size})
 
 
-def _waiting(run: RunShape, part: Part) -> float:
+def _in_flight_bytes(run: PredictedRun, spec: StageSpec) -> float:
     """Return the bytes of a micro-batch between its forward and its backward.
 
     These are the layers' inputs, and the output or what the loss keeps.
     """
-    flow = run.flow_bytes
-    kinds = run.recompute.counts((part.llama.layers,))
-    inputs = flow + sum(
-        count * (_kept(run, part, kind) + flow * _keeps_input(run, kind)) for kind, count in kinds.items()
+    hidden_bytes = run.hidden_bytes
+    kinds = run.recompute.count_kinds((spec.llama.layers,))
+    input_bytes = hidden_bytes + sum(
+        count * (_kept_bytes(run, spec, kind) + hidden_bytes * _keeps_input(run, kind)) for kind, count in kinds.items()
     )
-    logits = LOSS_BYTES * run.tokens * part.llama.vocab * (run.loss == "logits")
-    return inputs + (logits + _norm_saved(run, part, ())) * part.head
+    logits_bytes = LOSS_BYTES * run.tokens * spec.llama.vocab * (run.loss == "logits")
+    return input_bytes + (logits_bytes + _norm_saved_bytes(run, spec, ())) * spec.has_head
 
 
-def _keeps_input(run: RunShape, kind: Kind) -> bool:
+def _keeps_input(run: PredictedRun, kind: RecomputeKind) -> bool:
     """Check whether a layer keeps its input on the device.
 
     Without checkpointing a norm keeps it in FP32, which is a copy unless the run is in FP32.
@@ -323,63 +372,65 @@ def _keeps_input(run: RunShape, kind: Kind) -> bool:
     return run.activations == "device"
 
 
-def _kept(run: RunShape, part: Part, kind: Kind) -> float:
+def _kept_bytes(run: PredictedRun, spec: StageSpec, kind: RecomputeKind) -> float:
     """Return the bytes that a layer keeps for its backward, without its input."""
-    llama, size = part.llama, run.compute_bytes * run.tokens
+    llama, size = spec.llama, run.compute_bytes * run.tokens
     queries, keys = (heads * llama.head_dim for heads in (llama.heads, llama.kv_heads))
     if kind == "full":
         return 0.0
     if kind == "none":
-        exchanged = queries * (run.cp > 1)  # of attention, between heads and sequence
-        product = not run.adapter.trains or "down_proj" in run.adapter.targets  # which no frozen matrix keeps
-        wide = 2 if run.fused and not run.adapter.trains else 3 + product
-        return _saved(run, part) + size * (wide * llama.intermediate + exchanged)
+        exchanged_features = queries * (run.cp > 1)  # of attention, between heads and sequence
+        keeps_product = not run.adapter.is_enabled or "down_proj" in run.adapter.targets  # which no frozen matrix keeps
+        wide = 2 if run.fused and not run.adapter.is_enabled else 3 + keeps_product
+        return _saved_bytes(run, spec) + size * (wide * llama.intermediate + exchanged_features)
     sums = LOSS_BYTES * run.tokens * llama.heads  # of attention, in FP32
-    added = sum(shape[0] for shape in adapter_shapes(part, run.adapter).values())  # what both factors make
-    return size * (2 * queries + 2 * keys + llama.hidden + 2 * llama.intermediate + added) + sums
+    adapter_outputs = sum(
+        shape[0] for shape in layer_adapter_shapes(spec, run.adapter).values()
+    )  # what both factors make
+    return size * (2 * queries + 2 * keys + llama.hidden + 2 * llama.intermediate + adapter_outputs) + sums
 
 
-def _logits_of_a_part(run: RunShape, vocab: int) -> int:
+def _logits_chunk_bytes(run: PredictedRun, vocab: int) -> int:
     """Return the bytes of a vocabulary chunk's logits, or of their gradients, as computed and in FP32."""
-    widened = LOSS_BYTES if run.compute_bytes < LOSS_BYTES else 0
-    return (run.compute_bytes + widened) * run.tokens * min(vocab, LOSS_PART)
+    widened_bytes = LOSS_BYTES if run.compute_bytes < LOSS_BYTES else 0
+    return (run.compute_bytes + widened_bytes) * run.tokens * min(vocab, VOCAB_CHUNK)
 
 
-def _saved(run: RunShape, part: Part) -> float:
+def _saved_bytes(run: PredictedRun, spec: StageSpec) -> float:
     """Return the bytes that a layer's recomputation leaves for its backward, without the MLP's.
 
     Recomputation ends before the last product (early stop).
     """
-    llama, size = part.llama, run.compute_bytes * run.tokens
+    llama, size = spec.llama, run.compute_bytes * run.tokens
     projected = (llama.heads + llama.kv_heads) * llama.head_dim
     normed = (LOSS_BYTES * run.tokens + size) * projected if llama.family.query_norms else 0
-    norms = _norm_saved(run, part, OF_ATTENTION) + _norm_saved(run, part, OF_MLP)
-    narrow = size * run.adapter.rank * len(run.adapter.targets) * run.adapter.trains
+    norms = _norm_saved_bytes(run, spec, ATTENTION_INPUTS) + _norm_saved_bytes(run, spec, MLP_INPUTS)
+    narrow = size * run.adapter.rank * len(run.adapter.targets) * run.adapter.is_enabled
     return norms + size * 2 * projected + normed + narrow
 
 
-def _norm_saved(run: RunShape, part: Part, readers: tuple[str, ...]) -> float:
+def _norm_saved_bytes(run: PredictedRun, spec: StageSpec, readers: tuple[str, ...]) -> float:
     """Bytes that a norm keeps, and what reads it: its input, in FP32, what it makes of it, and that times its weight, which ``tp`` gathers.
 
     One that is frozen or fused keeps its input alone, which for a layer's first is the layer's, if it is no copy. Frozen matrices
     (``readers``) keep what they read only where there are adapters beside.
     """
-    whole = run.compute_bytes * run.tokens * part.llama.hidden
-    own = (2 if _widens(run) else 0.5) + (not run.fused and not run.adapter.trains)
-    read = not run.adapter.trains or not {*readers}.isdisjoint(run.adapter.targets)
-    return whole * read + own * whole / run.tp
+    full_bytes = run.compute_bytes * run.tokens * spec.llama.hidden
+    norm_factor = (2 if _widens_norms(run) else 0.5) + (not run.fused and not run.adapter.is_enabled)
+    keeps_output = not run.adapter.is_enabled or not {*readers}.isdisjoint(run.adapter.targets)
+    return full_bytes * keeps_output + norm_factor * full_bytes / run.tp
 
 
-def _widens(run: RunShape) -> bool:
+def _widens_norms(run: PredictedRun) -> bool:
     """Check whether norms compute in FP32, on copies."""
     return run.compute_bytes == 2 and not run.fused
 
 
-def _moments(run: RunShape, part: Part) -> list[tuple[str, float, float]]:
+def _backward_phases(run: PredictedRun, spec: StageSpec) -> list[tuple[str, float, float]]:
     """Return a layer's backward by product: bytes of weight gradients so far, and of everything else."""
-    llama = part.llama
+    llama = spec.llama
     size = run.compute_bytes * run.tokens
-    saved = _saved(run, part)
+    saved = _saved_bytes(run, spec)
     w = size * llama.hidden
     u = w / run.tp
     gathered = w * (run.tp > 1)
@@ -387,24 +438,24 @@ def _moments(run: RunShape, part: Part) -> list[tuple[str, float, float]]:
     q = size * llama.heads * llama.head_dim
     k = size * llama.kv_heads * llama.head_dim
     weight, out = (run.compute_bytes * llama.hidden * n for n in (llama.intermediate, llama.heads * llama.head_dim))
-    wide = _widens(run)
-    rest = saved - (4 if wide else 3 - run.fused) * u
-    if run.adapter.trains:
-        rest = saved - _norm_saved(run, part, OF_MLP)
+    widens = _widens_norms(run)
+    attention_saved = saved - (4 if widens else 3 - run.fused) * u
+    if run.adapter.is_enabled:
+        attention_saved = saved - _norm_saved_bytes(run, spec, MLP_INPUTS)
         weight = out = 0
-    of_layer = UnitSizes.trained(part, run.adapter).layer
+    layer_elements = UnitSizes.from_trained(spec, run.adapter).layer
     return [
         ("MLP", weight, saved + gathered + 6 * g),
         ("MLP", 2 * weight, saved + w + 3 * g),
         ("MLP", 3 * weight, saved + 2 * w + g),
-        ("norm", 3 * weight, saved + (8 if wide else 2) * u),
-        ("attention", 3 * weight + out, rest + w + q + 2 * k),
-        ("attention", run.compute_bytes * of_layer, (12 if wide else 5) * u),
+        ("norm", 3 * weight, saved + (8 if widens else 2) * u),
+        ("attention", 3 * weight + out, attention_saved + w + q + 2 * k),
+        ("attention", run.compute_bytes * layer_elements, (12 if widens else 5) * u),
     ]
 
 
 @functools.lru_cache(256)
-def _telling(kinds: tuple[Kind, ...]) -> list[int]:
+def _layers_to_walk(kinds: tuple[RecomputeKind, ...]) -> list[int]:
     """Return the first two and the last two layers, and those next to a layer of another kind."""
     layers = range(len(kinds))
     changes = [layer for layer in layers[1:] if kinds[layer] != kinds[layer - 1]]

@@ -25,20 +25,20 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from llama405b.predict.memory import BUFFERS
-from llama405b.predict.run_shape import Part, RunShape, adapter_shapes
+from llama405b.predict.memory import INPUT_BUFFERS
+from llama405b.predict.run_shape import PredictedRun, StageSpec, layer_adapter_shapes
 from llama405b.settings.axes import Axes
-from llama405b.settings.schema import LOSS_PART, TARGETS
-from llama405b.spec.models import LLAMA, factors
+from llama405b.settings.schema import ADAPTER_TARGETS, VOCAB_CHUNK
+from llama405b.spec.models import LLAMA, lora_shapes
 
 MIB = 1 << 20
-ROUND = 512  # bytes, of each block: kMinBlockSize
-SMALL = MIB  # up to this, blocks are in a pool of their own: kSmallSize
+BLOCK_MULTIPLE = 512  # bytes, of each block: kMinBlockSize
+MAX_SMALL_BLOCK = MIB  # up to this, blocks are in a pool of their own: kSmallSize
 SEGMENT, SMALL_SEGMENT = 20 * MIB, 2 * MIB  # by which pools grow: kLargeBuffer, kSmallBuffer
-OUTSIDE = -1  # where small blocks begin: they are only counted
+SMALL_BLOCK_BEGIN = -1  # where small blocks begin: they are only counted
 
 
-class Block(NamedTuple):
+class CachedBlock(NamedTuple):
     """The position of an allocated block in its pool."""
 
     begin: int
@@ -50,7 +50,7 @@ class Pool:
 
     def __init__(self) -> None:
         self.end = 0  # of what is mapped
-        self.small = self.most_small = 0
+        self.small_bytes = self.max_small_bytes = 0
         self.free_sizes: list[tuple[int, int]] = []  # (size, begin), in order
         self.sizes: dict[int, int] = {}  # of free blocks, by where they begin
         self.begins: dict[int, int] = {}  # and by where they end
@@ -58,84 +58,88 @@ class Pool:
     @property
     def reserved(self) -> int:
         """Bytes that the pool has reserved."""
-        return self.end + -(-self.most_small // SMALL_SEGMENT) * SMALL_SEGMENT
+        return self.end + -(-self.max_small_bytes // SMALL_SEGMENT) * SMALL_SEGMENT
 
-    def allocate(self, n_bytes: float) -> Block:
+    def allocate(self, n_bytes: float) -> CachedBlock:
         """Allocate a block."""
-        size = max(ROUND, -(-math.ceil(n_bytes) // ROUND) * ROUND)
-        if size <= SMALL:
-            self.small += size
-            self.most_small = max(self.most_small, self.small)
-            return Block(OUTSIDE, size)
-        begin = self._place(size)
-        free = self._take(begin)
+        size = max(BLOCK_MULTIPLE, -(-math.ceil(n_bytes) // BLOCK_MULTIPLE) * BLOCK_MULTIPLE)
+        if size <= MAX_SMALL_BLOCK:
+            self.small_bytes += size
+            self.max_small_bytes = max(self.max_small_bytes, self.small_bytes)
+            return CachedBlock(SMALL_BLOCK_BEGIN, size)
+        begin = self._find_free(size)
+        free = self._remove_free(begin)
         if free > size:
-            self._give(begin + size, free - size)
-        return Block(begin, size)
+            self._add_free(begin + size, free - size)
+        return CachedBlock(begin, size)
 
-    def free(self, block: Block) -> None:
+    def free(self, block: CachedBlock) -> None:
         """Free a block, and merge it with free neighbours."""
         begin, size = block
-        if begin == OUTSIDE:
-            self.small -= size
+        if begin == SMALL_BLOCK_BEGIN:
+            self.small_bytes -= size
             return
-        if (before := self.begins.get(begin)) is not None:
-            size += self._take(before)
-            begin = before
+        if (previous := self.begins.get(begin)) is not None:
+            size += self._remove_free(previous)
+            begin = previous
         if begin + size in self.sizes:
-            size += self._take(begin + size)
-        self._give(begin, size)
+            size += self._remove_free(begin + size)
+        self._add_free(begin, size)
 
-    def _place(self, size: int) -> int:
+    def _find_free(self, size: int) -> int:
         """Return the begin of the free block to use; the last one, which can grow, only if no other fits."""
-        at = bisect.bisect_left(self.free_sizes, (size, -1))
-        if at < len(self.free_sizes) and sum(self.free_sizes[at]) == self.end and at + 1 < len(self.free_sizes):
-            at += 1
-        if at < len(self.free_sizes):
-            return self.free_sizes[at][1]
-        last = self.begins.get(self.end, self.end)
-        free = self._take(last) if last < self.end else 0
+        index = bisect.bisect_left(self.free_sizes, (size, -1))
+        if (
+            index < len(self.free_sizes)
+            and sum(self.free_sizes[index]) == self.end
+            and index + 1 < len(self.free_sizes)
+        ):
+            index += 1
+        if index < len(self.free_sizes):
+            return self.free_sizes[index][1]
+        last_begin = self.begins.get(self.end, self.end)
+        free = self._remove_free(last_begin) if last_begin < self.end else 0
         grown = -(-(size - free) // SEGMENT) * SEGMENT
         self.end += grown
-        self._give(last, free + grown)
-        return last
+        self._add_free(last_begin, free + grown)
+        return last_begin
 
-    def _give(self, begin: int, size: int) -> None:
+    def _add_free(self, begin: int, size: int) -> None:
         bisect.insort(self.free_sizes, (size, begin))
         self.sizes[begin] = size
         self.begins[begin + size] = begin
 
-    def _take(self, begin: int) -> int:
+    def _remove_free(self, begin: int) -> int:
         size = self.sizes.pop(begin)
         del self.begins[begin + size]
         del self.free_sizes[bisect.bisect_left(self.free_sizes, (size, begin))]
         return size
 
 
-TABLE = Path(__file__).with_name("blocks.toml")
+BLOCKS_FILE = Path(__file__).with_name("blocks.toml")
 WORKSPACE = 32 << 20  # of cuBLAS on Hopper (ATen/cuda/CublasHandlePool.cpp); elsewhere 8 MiB
 SM_BLOCKS = 132 * 16  # of 128 threads, that an H100 runs at a time
-STEPS = 2  # until pools grow no more
+N_STEPS = 2  # until pools grow no more
 
 
-def reserved(run: RunShape) -> Mapping[str, int]:
+def predict_reserved(run: PredictedRun) -> Mapping[str, int]:
     """Return the reserved bytes by pool; empty: not known."""
-    others = (
+    unsupported = (
         run.compiled,
-        run.fused and run.adapter.trains,
+        run.fused and run.adapter.is_enabled,
         run.numerics == "fp8",
         run.keeps_weights,
         run.axes != Axes(run.world),
     )
-    keeps_normed = run.llama.family.query_norms and "none" in run.recompute.of(run.llama.layers)
-    others_adapted = run.adapter.trains and (
-        {*run.adapter.targets} != {*TARGETS} or run.halves or not run.embedding_apart
+    keeps_normed = run.llama.family.query_norms and "none" in run.recompute.layer_kinds(run.llama.layers)
+    unsupported_adapter = run.adapter.is_enabled and (
+        {*run.adapter.targets} != {*ADAPTER_TARGETS} or run.has_half_layer_units or not run.has_embedding_unit
     )
-    if run.compute_bytes != 2 or any(others) or keeps_normed or others_adapted:
+    if run.compute_bytes != 2 or any(unsupported) or keeps_normed or unsupported_adapter:
         return {}
     batch = run.micro_batch * run.world * (1 + run.accumulates)  # more micro-batches need no more than two
-    return _reserved(
-        RunShape(
+    return _walk_pools(
+        PredictedRun(
             dataclasses.replace(run.llama, family=LLAMA, attention_bias=False, mlp_bias=False),  # vectors are small
             run.numerics,
             run.offload,
@@ -155,7 +159,7 @@ def reserved(run: RunShape) -> Mapping[str, int]:
     )
 
 
-class Op(NamedTuple):
+class PoolOp(NamedTuple):
     """An operation on a pool or on an FSDP unit."""
 
     verb: str
@@ -164,10 +168,10 @@ class Op(NamedTuple):
 
 
 @functools.lru_cache(256)
-def _reserved(run: RunShape) -> Mapping[str, int]:
+def _walk_pools(run: PredictedRun) -> Mapping[str, int]:
     """Return the reserved bytes by pool, of a run reduced to what matters."""
-    steps = _Steps(run)
-    for _ in range(STEPS):
+    steps = _PoolWalk(run)
+    for _ in range(N_STEPS):
         # The first micro-batch of several allocates gradients, all later ones add to them: two show both.
         for _ in range(1 + run.accumulates):
             steps.micro_batch()
@@ -176,93 +180,95 @@ def _reserved(run: RunShape) -> Mapping[str, int]:
     return {name: pool.reserved for name, pool in (pools | {"rounding gradients": steps.rounding}).items()}
 
 
-class _Steps:
+class _PoolWalk:
     """A walk through steps of a run, block by block."""
 
-    def __init__(self, run: RunShape) -> None:
+    def __init__(self, run: PredictedRun) -> None:
         self.run = run
         self.computing, self.gathering, self.reducing, self.rounding = Pool(), Pool(), Pool(), Pool()
-        self.sections = _sections(run)
-        self.units = _units(run)
-        self.trained = {"layer": _added(run)} if run.adapter.trains else self.units
-        self.weights: dict[str, list[list[Block]]] = {name: [] for name in self.units}  # of gathered units
-        self.kept: dict[str, list[Block]] = {"input": [], "flow": [], "shared": [], "rotary": []}
-        self.gathered: list[Block] = []  # what the forward's last unit was gathered into
-        self.ahead: list[list[Block]] = []  # what units that come next were gathered into
+        self.sections = _build_sections(run)
+        self.units = _unit_elements(run)
+        self.trained = {"layer": _adapter_elements(run)} if run.adapter.is_enabled else self.units
+        self.weights: dict[str, list[list[CachedBlock]]] = {name: [] for name in self.units}  # of gathered units
+        self.kept_blocks: dict[str, list[CachedBlock]] = {"input": [], "flow": [], "shared": [], "rotary": []}
+        self.gather_buffer: list[CachedBlock] = []  # what the forward's last unit was gathered into
+        self.prefetched: list[list[CachedBlock]] = []  # what units that come next were gathered into
         # What this rank keeps gathered of units, until their backward.
-        self.parts: dict[str, list[list[Block]]] = {name: [] for name in self.units}
-        layer = ["attention", "mlp"] if run.halves else ["layer"]
+        self.kept_parts: dict[str, list[list[CachedBlock]]] = {name: [] for name in self.units}
+        layer = ["attention", "mlp"] if run.has_half_layer_units else ["layer"]
         self.order = ["table", *layer * run.llama.layers, *["head"] * (not run.llama.tied)]
-        self.place = 0  # in that order, of the unit that comes next; in the backward, of the one that came last
+        self.position = 0  # in that order, of the unit that comes next; in the backward, of the one that came last
         self.forward = True
-        self.reduced: list[Block] = []  # what the last unit was reduced from
-        self.gradients: list[Block] = []
-        self.adds = self.has_workspace = False
-        self._make("parameters", 1)
-        self._make("moments", 2)
-        self.on_host = run.activations == "host"
-        self.leaving: Block | None = None  # the input that is copied to CPU memory
-        for _ in range(BUFFERS * self.on_host):
-            self.computing.allocate(run.flow_bytes)
+        self.reduce_buffer: list[CachedBlock] = []  # what the last unit was reduced from
+        self.gradients: list[CachedBlock] = []
+        self.adds_gradients = self.has_workspace = False
+        self._allocate_states("parameters", 1)
+        self._allocate_states("moments", 2)
+        self.inputs_on_host = run.activations == "host"
+        self.offloading_input: CachedBlock | None = None  # the input that is copied to CPU memory
+        for _ in range(INPUT_BUFFERS * self.inputs_on_host):
+            self.computing.allocate(run.hidden_bytes)
 
     def micro_batch(self) -> None:
         """Walk through a forward and a backward."""
-        kinds = ["" if kind == "full" else f"_{kind}" for kind in self.run.recompute.of(self.run.llama.layers)]
-        self.place, self.forward = 0, True
-        self._section("embedding")
-        forwards = list[list[Block]]()
+        kinds = ["" if kind == "full" else f"_{kind}" for kind in self.run.recompute.layer_kinds(self.run.llama.layers)]
+        self.position, self.forward = 0, True
+        self._walk_section("embedding")
+        forwards = list[list[CachedBlock]]()
         for kind in kinds:
-            if self.on_host and kind != "_none":
-                self._let_go()
-                self.leaving = self.kept["input"].pop() if forwards else None  # the first one's: see below
-            forwards.append(self._section(f"forward{kind}"))
+            if self.inputs_on_host and kind != "_none":
+                self._free_offloaded_input()
+                self.offloading_input = (
+                    self.kept_blocks["input"].pop() if forwards else None
+                )  # the first one's: see below
+            forwards.append(self._walk_section(f"forward{kind}"))
             if kind == "_none" and len(forwards) > 1 and not self.run.fused:
                 # The first one's goes in the head, as transformers keeps it until then; a fused norm keeps its input.
-                self.computing.free(self.kept["input"].pop(-2))
-        self._section("head")
-        self._turn()
+                self.computing.free(self.kept_blocks["input"].pop(-2))
+        self._walk_section("head")
+        self._start_backward()
         for kind, blocks in zip(reversed(kinds), reversed(forwards), strict=True):
             if kind != "_none":
-                self._let_go()
-            self._section(f"backward{kind}", blocks)
-        self._section("end")
-        _free(self.computing, self.reduced)
-        self.adds = True
+                self._free_offloaded_input()
+            self._walk_section(f"backward{kind}", blocks)
+        self._walk_section("end")
+        _free_blocks(self.computing, self.reduce_buffer)
+        self.adds_gradients = True
 
-    def _let_go(self) -> None:
+    def _free_offloaded_input(self) -> None:
         """Free the layer input that was copied to CPU memory last."""
-        if self.leaving:
-            self.computing.free(self.leaving)
-        self.leaving = None
+        if self.offloading_input:
+            self.computing.free(self.offloading_input)
+        self.offloading_input = None
 
     def update(self) -> None:
         """Walk through AdamW, and free the gradients."""
-        _free(self.computing if self.run.lends_gradients else self.reducing, self.gradients)
-        self.adds = False
+        _free_blocks(self.computing if self.run.reuses_gradient_memory else self.reducing, self.gradients)
+        self.adds_gradients = False
 
-    def _make(self, kind: str, count: int) -> None:
+    def _allocate_states(self, kind: str, count: int) -> None:
         """Allocate the lasting states of each parameter, in so many blocks."""
         run, size = self.run, self.run.shard_bytes[kind] / count
-        weights, added = run.llama.tensors(), factors(run.llama, run.adapter)
+        weights, factor_shapes = run.llama.tensors(), lora_shapes(run.llama, run.adapter)
         if kind == "parameters" and run.frozen_bytes:
             for shape in weights.values():
-                self.computing.allocate(run.frozen_bytes * _shard(shape, run.world))
-        for shape in (added or weights).values() if size else ():
+                self.computing.allocate(run.frozen_bytes * _shard_elements(shape, run.world))
+        for shape in (factor_shapes or weights).values() if size else ():
             for _ in range(count):
-                self.computing.allocate(size * _shard(shape, run.world))
+                self.computing.allocate(size * _shard_elements(shape, run.world))
 
-    def _section(self, section: str, of_forward: Sequence[Block] = ()) -> list[Block]:
-        """Walk through a section; returns its blocks. ``of_forward``: those of the same layer's forward."""
-        blocks: list[Block] = []
+    def _walk_section(self, section: str, forward_blocks: Sequence[CachedBlock] = ()) -> list[CachedBlock]:
+        """Walk through a section; returns its blocks. ``forward_blocks``: those of the same layer's forward."""
+        blocks: list[CachedBlock] = []
         for verb, name, value in self.sections[section]:
             if verb == "allocate":
                 blocks.append(self.computing.allocate(value))
             elif verb == "free":
                 self.computing.free(blocks[value])
             elif verb == "free_of_forward":
-                self.computing.free(of_forward[value])
+                self.computing.free(forward_blocks[value])
             elif verb == "keep":
-                self.kept[name].append(blocks[value])
+                self.kept_blocks[name].append(blocks[value])
             else:
                 # The other verbs of blocks.toml are methods: gather, regather, drop, reduce, scatter, release, workspace.
                 getattr(self, f"_{verb}")(name)
@@ -270,7 +276,7 @@ class _Steps:
 
     def _release(self, name: str) -> None:
         """Free the block that was kept last."""
-        self.computing.free(self.kept[name].pop())
+        self.computing.free(self.kept_blocks[name].pop())
 
     def _workspace(self, _: str) -> None:
         """Allocate cuBLAS's own memory, which stays, at the first product."""
@@ -280,58 +286,66 @@ class _Steps:
 
     def _gather(self, unit: str) -> None:
         """Gather a unit in the forward; once its weights are copied out, free the previous buffer."""
-        waiting, self.gathered = self.gathered, self.ahead.pop(0) if self.ahead else self._all_gather(unit)
+        previous_buffer, self.gather_buffer = (
+            self.gather_buffer,
+            self.prefetched.pop(0) if self.prefetched else self._all_gather(unit),
+        )
         self._copy_out(unit)
-        _free(self.gathering, waiting)
-        self.place += 1
-        last = self.place + self.run.prefetch
-        self.ahead += [self._all_gather(each) for each in self.order[self.place + len(self.ahead) : last]]
+        _free_blocks(self.gathering, previous_buffer)
+        self.position += 1
+        end = self.position + self.run.prefetch
+        self.prefetched += [
+            self._all_gather(next_unit) for next_unit in self.order[self.position + len(self.prefetched) : end]
+        ]
 
     def _regather(self, unit: str) -> None:
         """Gather a unit in the backward; its buffer is freed at once."""
-        self.place -= 1
-        gathered = self.ahead.pop(0) if self.ahead else self._all_gather(unit)
+        self.position -= 1
+        gathered = self.prefetched.pop(0) if self.prefetched else self._all_gather(unit)
         self._copy_out(unit)
-        _free(self.gathering, gathered)
+        _free_blocks(self.gathering, gathered)
         if self.run.kept_by:
-            _free(self.computing, self.parts[unit].pop())
-        self._gather_before()
+            _free_blocks(self.computing, self.kept_parts[unit].pop())
+        self._prefetch_backward()
 
-    def _turn(self) -> None:
+    def _start_backward(self) -> None:
         """Go from the forward to the backward; the head's unit stays gathered, and prefetches others."""
-        _free(self.gathering, self.gathered)
+        _free_blocks(self.gathering, self.gather_buffer)
         self.forward = False
-        self.place = len(self.order) - (not self.run.llama.tied)
+        self.position = len(self.order) - (not self.run.llama.tied)
         if not self.run.llama.tied:
-            self._gather_before()
+            self._prefetch_backward()
 
-    def _gather_before(self) -> None:
+    def _prefetch_backward(self) -> None:
         """Prefetch in the backward; the embedding's weight is not needed there."""
-        last = max(1, self.place - self.run.prefetch)
-        self.ahead += [
-            self._all_gather(self.order[each]) for each in range(self.place - len(self.ahead) - 1, last - 1, -1)
+        lowest = max(1, self.position - self.run.prefetch)
+        self.prefetched += [
+            self._all_gather(self.order[index])
+            for index in range(self.position - len(self.prefetched) - 1, lowest - 1, -1)
         ]
 
-    def _all_gather(self, unit: str) -> list[Block]:
+    def _all_gather(self, unit: str) -> list[CachedBlock]:
         """Return the buffer that a unit is gathered into; host or other-dtype shards are copied first."""
         run, shards = self.run, self.units[unit]
         if run.world == 1:
             return []
         is_kept = run.kept_by and not self.forward
-        copies = [] if is_kept else [block for elements in shards for block in self._copies(elements, self.gathering)]
+        copies = (
+            [] if is_kept else [block for elements in shards for block in self._copy_shard(elements, self.gathering)]
+        )
         gathered = [self.gathering.allocate(run.compute_bytes * run.world * sum(shards))]
-        _free(self.gathering, copies)
+        _free_blocks(self.gathering, copies)
         return gathered
 
-    def _copies(self, elements: int, pool: Pool) -> list[Block]:
+    def _copy_shard(self, elements: int, pool: Pool) -> list[CachedBlock]:
         """Return the blocks of a shard copied before its gather: from host memory, or to another dtype."""
         run = self.run
-        kept = run.compute_bytes if run.offload == "optimizer" or run.adapter.trains else run.weight_bytes
-        uploaded = [pool.allocate(kept * elements)] if run.offload == "all" else []
-        if kept == run.compute_bytes:
+        shard_bytes = run.compute_bytes if run.offload == "optimizer" or run.adapter.is_enabled else run.weight_bytes
+        uploaded = [pool.allocate(shard_bytes * elements)] if run.offload == "all" else []
+        if shard_bytes == run.compute_bytes:
             return uploaded
         rounded = pool.allocate(run.compute_bytes * elements)
-        _free(pool, uploaded)
+        _free_blocks(pool, uploaded)
         return [rounded]
 
     def _copy_out(self, unit: str) -> None:
@@ -339,159 +353,165 @@ class _Steps:
 
         They come from the gathered buffer; on one rank from copies, each freed once the next exists.
         """
-        run, weights = self.run, list[Block]()
-        before: list[Block] = []
+        run, weights = self.run, list[CachedBlock]()
+        previous: list[CachedBlock] = []
         for elements in self.units[unit]:
-            own = self._copies(elements, self.computing) if run.world == 1 else []
-            _free(self.computing, before)
-            before = own
+            copies = self._copy_shard(elements, self.computing) if run.world == 1 else []
+            _free_blocks(self.computing, previous)
+            previous = copies
             weights.append(self.computing.allocate(run.compute_bytes * run.world * elements))
-        _free(self.computing, before)
+        _free_blocks(self.computing, previous)
         self.weights[unit].append(weights)
 
     def _drop(self, unit: str) -> None:
         """Free a unit's weights; after a forward this rank may keep a slice of each."""
         weights, run = self.weights[unit].pop(), self.run
         if not (run.kept_by and self.forward) or unit in ("table", "head"):
-            _free(self.computing, weights)
+            _free_blocks(self.computing, weights)
             return
-        parts = list[Block]()
+        parts = list[CachedBlock]()
         for elements, block in zip(self.units[unit], weights, strict=True):
             parts.append(self.computing.allocate(run.compute_bytes * run.world * elements // run.kept_by))
             self.computing.free(block)
-        self.parts[unit].append(parts)
+        self.kept_parts[unit].append(parts)
 
     def _reduce(self, unit: str) -> None:
         """Copy a unit's gradients into a buffer, which lives until the next unit's."""
-        _free(self.computing, self.reduced)
-        self.reduced = [self.computing.allocate(self.run.gradient_bytes * self.run.world * sum(self.trained[unit]))]
+        _free_blocks(self.computing, self.reduce_buffer)
+        self.reduce_buffer = [
+            self.computing.allocate(self.run.gradient_bytes * self.run.world * sum(self.trained[unit]))
+        ]
 
     def _scatter(self, unit: str) -> None:
         """Allocate the rank's gradient shard of a unit; with offload it then leaves the GPU."""
         run, elements = self.run, sum(self.trained[unit])
-        pool = self.computing if run.lends_gradients else self.reducing
+        pool = self.computing if run.reuses_gradient_memory else self.reducing
         gradient = pool.allocate(run.gradient_bytes * elements)
         if run.offload == "optimizer":
             self.rounding.free(self.rounding.allocate(run.compute_bytes * elements))
-        if run.offload == "none" and not self.adds:
+        if run.offload == "none" and not self.adds_gradients:
             self.gradients.append(gradient)
         else:
             pool.free(gradient)
 
 
-def _free(pool: Pool, blocks: list[Block]) -> None:
+def _free_blocks(pool: Pool, blocks: list[CachedBlock]) -> None:
     """Free blocks, and forget them."""
     for block in blocks:
         pool.free(block)
     blocks.clear()
 
 
-def _shard(shape: Sequence[int], world: int) -> int:
+def _shard_elements(shape: Sequence[int], world: int) -> int:
     """Return how many elements of a parameter a rank has; FSDP2 shards the first dimension, and pads it."""
     return math.ceil(shape[0] / world) * math.prod(shape[1:])
 
 
-def _units(run: RunShape) -> dict[str, list[int]]:
+def _unit_elements(run: PredictedRun) -> dict[str, list[int]]:
     """Return the elements that a rank has of each parameter of a unit; ``table`` is the embedding's."""
     llama = run.llama
     shapes = dataclasses.replace(llama, layers=1).tensors()
-    of = {name.split(".")[-2]: _shard(shape, run.world) for name, shape in shapes.items()}
-    attention = [of[name] for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
-    mlp = [of[name] for name in ("gate_proj", "up_proj", "down_proj")]
-    norms = [of[name] for name in ("input_layernorm", "post_attention_layernorm")]
+    elements = {name.split(".")[-2]: _shard_elements(shape, run.world) for name, shape in shapes.items()}
+    attention = [elements[name] for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
+    mlp = [elements[name] for name in ("gate_proj", "up_proj", "down_proj")]
+    norms = [elements[name] for name in ("input_layernorm", "post_attention_layernorm")]
     return {
         "attention": attention,
         "mlp": mlp,
-        "layer": [*attention, *mlp, *norms, *_added(run)],
-        "table": [of["embed_tokens"], *[of["norm"]] * llama.tied],
-        "head": [of["embed_tokens"], of["norm"]],
+        "layer": [*attention, *mlp, *norms, *_adapter_elements(run)],
+        "table": [elements["embed_tokens"], *[elements["norm"]] * llama.tied],
+        "head": [elements["embed_tokens"], elements["norm"]],
     }
 
 
-def _added(run: RunShape) -> list[int]:
+def _adapter_elements(run: PredictedRun) -> list[int]:
     """Return the elements that a rank has of each of a layer's adapters."""
-    return [_shard(shape, run.world) for shape in adapter_shapes(Part(run.llama), run.adapter).values()]
+    return [
+        _shard_elements(shape, run.world) for shape in layer_adapter_shapes(StageSpec(run.llama), run.adapter).values()
+    ]
 
 
-def _sections(run: RunShape) -> dict[str, list[Op]]:
+def _build_sections(run: PredictedRun) -> dict[str, list[PoolOp]]:
     """Return the operations of each section of a step."""
-    table = _table()
-    found = dict(table["whole"])
-    if run.halves:
-        found |= table["halves"]
+    table = _read_blocks()
+    sections = dict(table["whole"])
+    if run.has_half_layer_units:
+        sections |= table["halves"]
     if run.llama.tied:
-        found |= table["tied"]
-    elif not run.embedding_apart:
-        found |= table["root"]
+        sections |= table["tied"]
+    elif not run.has_embedding_unit:
+        sections |= table["root"]
     if run.fused:
-        found |= (
+        sections |= (
             table["fused"]
-            | (table["fused_halves"] if run.halves else {})
+            | (table["fused_halves"] if run.has_half_layer_units else {})
             | (table["fused_tied"] if run.llama.tied else {})
         )
-    if run.adapter.trains:
-        found = table["lora"] | (table["lora_tied"] if run.llama.tied else {})
-    words = {name: text.split() for name, text in found.items()}
+    if run.adapter.is_enabled:
+        sections = table["lora"] | (table["lora_tied"] if run.llama.tied else {})
+    words_by_section = {name: text.split() for name, text in sections.items()}
     on_host = run.activations == "host"
-    for name in [each for each in words if on_host and each in ("backward", "backward_operators")]:
-        words[name] = [word for word in words[name] if word != "-input"]
-    if on_host or (run.recompute.of(run.llama.layers)[0] == "none" and not run.fused):
-        words["head"].insert(words["head"].index("-input"), "-input")  # the first layer's, beside the last one's output
+    for name in [key for key in words_by_section if on_host and key in ("backward", "backward_operators")]:
+        words_by_section[name] = [word for word in words_by_section[name] if word != "-input"]
+    if on_host or (run.recompute.layer_kinds(run.llama.layers)[0] == "none" and not run.fused):
+        words_by_section["head"].insert(
+            words_by_section["head"].index("-input"), "-input"
+        )  # the first layer's, beside the last one's output
     if run.loss == "parts":
-        words["head"] = _head_of_parts(words["head"], run.llama.vocab)
-    return {name: [_op(word, run) for word in section] for name, section in words.items()}
+        words_by_section["head"] = _chunk_head(words_by_section["head"], run.llama.vocab)
+    return {name: [_parse_op(word, run) for word in section] for name, section in words_by_section.items()}
 
 
-def _head_of_parts(words: Sequence[str], vocab: int) -> list[str]:
+def _chunk_head(words: Sequence[str], vocab: int) -> list[str]:
     """Return what the head does if it computes the loss of some words at a time (``model.head``), in place of all logits."""
-    sizes = [min(LOSS_PART, vocab - start) for start in range(0, vocab, LOSS_PART)]
-    before = list(words[: words.index("2TV")])
-    made = count = sum(not word.startswith("-") and ":" not in word for word in before)
-    found = list(before)
+    sizes = [min(VOCAB_CHUNK, vocab - start) for start in range(0, vocab, VOCAB_CHUNK)]
+    prefix = list(words[: words.index("2TV")])
+    n_before = count = sum(not word.startswith("-") and ":" not in word for word in prefix)
+    result = list(prefix)
     for size in sizes:  # logits, and in FP32
-        found += [f"{2 * size}T", f"{4 * size}T", f"-{count + 1}", f"-{count + 2}"]
+        result += [f"{2 * size}T", f"{4 * size}T", f"-{count + 1}", f"-{count + 2}"]
         count += 2
     trains = "2hV" in words
-    of_hidden, of_weight = count + 1, count + 2
-    found += ["4Th", *["2hV"] * trains]
+    hidden_grad, weight_grad = count + 1, count + 2
+    result += ["4Th", *["2hV"] * trains]
     count += 1 + trains
     for size in sizes:  # the same, their gradient, and that of the hidden states
-        found += [f"{2 * size}T", f"{4 * size}T", f"-{count + 1}", f"{2 * size}T", f"-{count + 2}"]
-        found += ["2Th", f"-{count + 4}", f"-{count + 3}"]
+        result += [f"{2 * size}T", f"{4 * size}T", f"-{count + 1}", f"{2 * size}T", f"-{count + 2}"]
+        result += ["2Th", f"-{count + 4}", f"-{count + 3}"]
         count += 4
-    found += ["2Th", f"-{of_hidden}"]
-    hidden = made + 7 + trains  # of all logits, by the numbers that the rest has, after its gradient is freed
-    numbers = {made + 7: of_weight, hidden: count + 1}
-    rest = words[words.index(f"-{made + 6}") + 1 :]
+    result += ["2Th", f"-{hidden_grad}"]
+    hidden = n_before + 7 + trains  # of all logits, by the numbers that the rest has, after its gradient is freed
+    numbers = {n_before + 7: weight_grad, hidden: count + 1}
+    suffix = words[words.index(f"-{n_before + 6}") + 1 :]
     if not trains:
-        rest = [f"-{made}", *rest]  # what the head reads, which no gradient of a frozen weight keeps
-    return found + [_renumbered(word, numbers, hidden, count + 1) for word in rest]
+        suffix = [f"-{n_before}", *suffix]  # what the head reads, which no gradient of a frozen weight keeps
+    return result + [_renumber(word, numbers, hidden, count + 1) for word in suffix]
 
 
-def _renumbered(word: str, numbers: Mapping[int, int], last: int, now: int) -> str:
-    """Return a word with the new number of the block that it names, of those that come after ``last``, which is ``now``."""
-    named = re.fullmatch(r"(-|\w+:)(\d+)", word)
-    if not named:
+def _renumber(word: str, numbers: Mapping[int, int], after: int, new_number: int) -> str:
+    """Return a word with the new number of the block that it names, of those that come after ``after``, which is ``new_number``."""
+    match = re.fullmatch(r"(-|\w+:)(\d+)", word)
+    if not match:
         return word
-    old = int(named[2])
-    return f"{named[1]}{numbers.get(old, old + (now - last) * (old > last))}"
+    number = int(match[2])
+    return f"{match[1]}{numbers.get(number, number + (new_number - after) * (number > after))}"
 
 
-def _op(word: str, run: RunShape) -> Op:
+def _parse_op(word: str, run: PredictedRun) -> PoolOp:
     """Parse a word of blocks.toml for a run."""
     verb, _, name = word.partition(":")
     if name.isdecimal():
-        return Op("keep", verb, int(name) - 1)
+        return PoolOp("keep", verb, int(name) - 1)
     if name:
-        return Op(verb, name)
+        return PoolOp(verb, name)
     if word.startswith("-f") and word[2:].isdecimal():
-        return Op("free_of_forward", value=int(word[2:]) - 1)
+        return PoolOp("free_of_forward", value=int(word[2:]) - 1)
     if word.startswith("-"):
-        return Op("free", value=int(word[1:]) - 1) if word[1:].isdecimal() else Op("release", word[1:])
-    return Op("allocate", value=_bytes(word, run))
+        return PoolOp("free", value=int(word[1:]) - 1) if word[1:].isdecimal() else PoolOp("release", word[1:])
+    return PoolOp("allocate", value=_parse_bytes(word, run))
 
 
-def _bytes(word: str, run: RunShape) -> int:
+def _parse_bytes(word: str, run: PredictedRun) -> int:
     """Return the bytes of a block: a number times sizes, each of a letter."""
     llama = run.llama
     if word == "sum":
@@ -519,6 +539,6 @@ def _sum_bytes(hidden: int, tokens: int) -> int:
 
 
 @functools.cache
-def _table() -> dict[str, dict[str, str]]:
-    with TABLE.open("rb") as file:
+def _read_blocks() -> dict[str, dict[str, str]]:
+    with BLOCKS_FILE.open("rb") as file:
         return tomllib.load(file)

@@ -9,49 +9,49 @@ import functools
 import math
 from collections.abc import Iterable
 
-from llama405b.contract.errors import SPARE
-from llama405b.settings.axes import DP, FULL, SHARD, Axes, Recompute
+from llama405b.contract.errors import STAGING_SHARE
+from llama405b.settings.axes import DP_AXES, FULL_RECOMPUTE, SHARD_AXES, Axes, Recompute
 from llama405b.settings.schema import (
+    BF16_NUMERICS,
     COMPUTE_BYTES,
     FP32_MASTERS,
-    IN_BF16,
     Activations,
     Adapter,
     Checkpoint,
     Config,
     Data,
-    LossOf,
+    LossMode,
     Moments,
     Numerics,
     Offload,
     Parallel,
     PipelineSchedule,
 )
-from llama405b.spec.models import EMBEDDING, HEAD, Llama, factors, n_trained
-from llama405b.spec.rules import InFlight, in_flight
-from llama405b.spec.tensors import stages_of
+from llama405b.spec.models import EMBEDDING, HEAD, Llama, lora_shapes, n_trained_parameters
+from llama405b.spec.rules import InFlight, find_in_flight
+from llama405b.spec.tensors import split_layers
 
-WITHOUT = Adapter()
+NO_ADAPTER = Adapter()
 FINAL_NORM = "model.norm.weight"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Part:
+class StageSpec:
     """What a rank computes in one go: all its layers, or one stage of an interleaved pipeline."""
 
     llama: Llama  # its layers, and its share of heads, inner features and vocabulary
-    embedding: bool = True  # whether it begins with that
-    head: bool = True  # whether it ends with that, and its norm
+    has_embedding: bool = True  # whether it begins with that
+    has_head: bool = True  # whether it ends with that, and its norm
 
     @property
-    def names(self) -> list[str]:
+    def non_layer_names(self) -> list[str]:
         """Names of the parameters outside layers."""
-        return [EMBEDDING] * self.embedding + [FINAL_NORM, *[HEAD] * (not self.llama.tied)] * self.head
+        return [EMBEDDING] * self.has_embedding + [FINAL_NORM, *[HEAD] * (not self.llama.tied)] * self.has_head
 
 
-def parts_of(llama: Llama, axes: Axes, stage: int, chunks: int = 1) -> tuple[Part, ...]:
-    """Return what a rank of this place along ``pp`` computes, one after the other; ``chunks``: stages of each rank."""
-    own = dataclasses.replace(
+def build_stage_specs(llama: Llama, axes: Axes, stage: int, virtual_stages: int = 1) -> tuple[StageSpec, ...]:
+    """Return what a rank of this place along ``pp`` computes, one after the other; ``virtual_stages``: stages of each rank."""
+    local = dataclasses.replace(
         llama,
         heads=llama.heads // axes.tp,
         kv_heads=llama.kv_heads // axes.tp,
@@ -59,18 +59,18 @@ def parts_of(llama: Llama, axes: Axes, stage: int, chunks: int = 1) -> tuple[Par
         vocab=llama.vocab // axes.tp,
     )
     if axes.pp == 1:
-        return (Part(own),)
-    layers = layers_of_stages(llama, axes.pp * chunks)
+        return (StageSpec(local),)
+    layers = layers_per_stage(llama, axes.pp * virtual_stages)
     return tuple(
-        Part(dataclasses.replace(own, layers=layers[each]), each == 0, each == len(layers) - 1)
-        for each in range(stage, len(layers), axes.pp)
+        StageSpec(dataclasses.replace(local, layers=layers[index]), index == 0, index == len(layers) - 1)
+        for index in range(stage, len(layers), axes.pp)
     )
 
 
 @functools.lru_cache(64)
-def layers_of_stages(llama: Llama, n_stages: int) -> tuple[int, ...]:
+def layers_per_stage(llama: Llama, n_stages: int) -> tuple[int, ...]:
     """Return how many layers each stage has."""
-    return tuple(len(stage) for stage in stages_of(llama.tensors(), n_stages))
+    return tuple(len(stage) for stage in split_layers(llama.tensors(), n_stages))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -84,33 +84,35 @@ class UnitSizes:
     head: int  # with the last norm; 0: the embedding is the head
 
     @classmethod
-    def of(cls, part: Part, adapter: Adapter = WITHOUT) -> "UnitSizes":
+    def from_spec(cls, spec: StageSpec, adapter: Adapter = NO_ADAPTER) -> "UnitSizes":
         """Count the elements of a stage, with its adapters."""
-        layer = {name: math.prod(shape) for name, shape in layer_shapes(part.llama).items()}
-        others = {name: math.prod(shape) for name, shape in other_shapes(part).items()}
-        tied = part.llama.tied
-        added = cls.of_adapter(part, adapter)
+        layer_sizes = {name: math.prod(shape) for name, shape in layer_shapes(spec.llama).items()}
+        non_layer_sizes = {name: math.prod(shape) for name, shape in non_layer_shapes(spec).items()}
+        tied = spec.llama.tied
+        adapter_sizes = cls.from_adapter(spec, adapter)
         return cls(
-            attention=added.attention + sum(size for name, size in layer.items() if ".self_attn." in name),
-            mlp=added.mlp + sum(size for name, size in layer.items() if ".mlp." in name),
-            norms=sum(size for name, size in layer.items() if "layernorm" in name),
-            embedding=sum(others.values()) if tied else others.pop(EMBEDDING, 0),
-            head=0 if tied else sum(others.values()),
+            attention=adapter_sizes.attention
+            + sum(size for name, size in layer_sizes.items() if ".self_attn." in name),
+            mlp=adapter_sizes.mlp + sum(size for name, size in layer_sizes.items() if ".mlp." in name),
+            norms=sum(size for name, size in layer_sizes.items() if "layernorm" in name),
+            embedding=sum(non_layer_sizes.values()) if tied else non_layer_sizes.pop(EMBEDDING, 0),
+            head=0 if tied else sum(non_layer_sizes.values()),
         )
 
     @classmethod
-    def of_adapter(cls, part: Part, adapter: Adapter) -> "UnitSizes":
+    def from_adapter(cls, spec: StageSpec, adapter: Adapter) -> "UnitSizes":
         """Count the elements of adapters only."""
-        layer = {name: math.prod(shape) for name, shape in adapter_shapes(part, adapter).items()}
-        of = {
-            block: sum(size for name, size in layer.items() if f".{block}." in name) for block in ("self_attn", "mlp")
+        layer_sizes = {name: math.prod(shape) for name, shape in layer_adapter_shapes(spec, adapter).items()}
+        by_block = {
+            block: sum(size for name, size in layer_sizes.items() if f".{block}." in name)
+            for block in ("self_attn", "mlp")
         }
-        return cls(attention=of["self_attn"], mlp=of["mlp"], norms=0, embedding=0, head=0)
+        return cls(attention=by_block["self_attn"], mlp=by_block["mlp"], norms=0, embedding=0, head=0)
 
     @classmethod
-    def trained(cls, part: Part, adapter: Adapter) -> "UnitSizes":
+    def from_trained(cls, spec: StageSpec, adapter: Adapter) -> "UnitSizes":
         """Count the elements that take gradients."""
-        return cls.of_adapter(part, adapter) if adapter.trains else cls.of(part)
+        return cls.from_adapter(spec, adapter) if adapter.is_enabled else cls.from_spec(spec)
 
     @property
     def layer(self) -> int:
@@ -119,81 +121,84 @@ class UnitSizes:
 
 
 @functools.lru_cache(256)
-def _shapes(llama: Llama) -> dict[str, tuple[int, ...]]:
+def _one_layer_shapes(llama: Llama) -> dict[str, tuple[int, ...]]:
     """Return the parameters' shapes, of one layer alone."""
     return dataclasses.replace(llama, layers=1).tensors()
 
 
 def layer_shapes(llama: Llama) -> dict[str, tuple[int, ...]]:
     """Return the shapes of a layer's parameters."""
-    return {name: shape for name, shape in _shapes(llama).items() if name.startswith("model.layers.")}
+    return {name: shape for name, shape in _one_layer_shapes(llama).items() if name.startswith("model.layers.")}
 
 
-def other_shapes(part: Part) -> dict[str, tuple[int, ...]]:
+def non_layer_shapes(spec: StageSpec) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the parameters outside layers."""
-    return {name: _shapes(part.llama)[name] for name in part.names}
+    return {name: _one_layer_shapes(spec.llama)[name] for name in spec.non_layer_names}
 
 
-def adapter_shapes(part: Part, adapter: Adapter) -> dict[str, tuple[int, int]]:
+def layer_adapter_shapes(spec: StageSpec, adapter: Adapter) -> dict[str, tuple[int, int]]:
     """Return the shapes of a layer's adapters."""
-    return factors(dataclasses.replace(part.llama, layers=1), adapter)
+    return lora_shapes(dataclasses.replace(spec.llama, layers=1), adapter)
 
 
-def shard_elements(part: Part, shards: int) -> int:
+def shard_elements(spec: StageSpec, shards: int) -> int:
     """Return how many elements a rank keeps of all parameters but adapters: FSDP2 shards the first dimension, and pads it."""
-    return _sharded(other_shapes(part).values(), shards) + part.llama.layers * _sharded(
-        layer_shapes(part.llama).values(), shards
+    return _sharded_elements(non_layer_shapes(spec).values(), shards) + spec.llama.layers * _sharded_elements(
+        layer_shapes(spec.llama).values(), shards
     )
 
 
-def trained_elements(part: Part, shards: int, adapter: Adapter) -> int:
+def trained_elements(spec: StageSpec, shards: int, adapter: Adapter) -> int:
     """Return how many elements that take gradients a rank keeps."""
-    if not adapter.trains:
-        return shard_elements(part, shards)
-    return part.llama.layers * _sharded(adapter_shapes(part, adapter).values(), shards)
+    if not adapter.is_enabled:
+        return shard_elements(spec, shards)
+    return spec.llama.layers * _sharded_elements(layer_adapter_shapes(spec, adapter).values(), shards)
 
 
-def _sharded(shapes: Iterable[tuple[int, ...]], shards: int) -> int:
+def _sharded_elements(shapes: Iterable[tuple[int, ...]], shards: int) -> int:
     return sum(math.ceil(shape[0] / shards) * math.prod(shape[1:]) for shape in shapes)
 
 
-def norm_elements(part: Part, shards: int) -> int:
+def norm_elements(spec: StageSpec, shards: int) -> int:
     """Return how many elements a rank keeps of all norms."""
-    of_layer = sum(math.ceil(size / shards) for name, (size, *_) in layer_shapes(part.llama).items() if "norm" in name)
-    return part.llama.layers * of_layer + part.head * math.ceil(part.llama.hidden / shards)
+    per_layer = sum(math.ceil(size / shards) for name, (size, *_) in layer_shapes(spec.llama).items() if "norm" in name)
+    return spec.llama.layers * per_layer + spec.has_head * math.ceil(spec.llama.hidden / shards)
 
 
-def held_elements(llama: Llama, axes: Axes, rank: int, chunks: int = 1) -> int:
-    """Return how many elements a rank keeps of all parameters on any mesh, with the rows that FSDP2 pads; ``chunks``: see ``parts_of``."""
-    parts = parts_of(llama, axes, axes.place(rank, ("pp",)).rank, chunks)
-    return sum(shard_elements(part, axes.size(SHARD)) for part in parts)
+def rank_elements(llama: Llama, axes: Axes, rank: int, virtual_stages: int = 1) -> int:
+    """Return the elements a rank keeps of all parameters, with the rows that FSDP2 pads.
+
+    ``virtual_stages``: see ``build_stage_specs``.
+    """
+    specs = build_stage_specs(llama, axes, axes.coordinate(rank, ("pp",)).rank, virtual_stages)
+    return sum(shard_elements(spec, axes.size(SHARD_AXES)) for spec in specs)
 
 
 RANKS_PER_HOST = 8
-PINNED = 1.19  # gradients, which torch pins in blocks of powers of two; all else is pinned as large as it is
-KINDS = ("parameters", "gradients", "moments")
-GRADIENT = {
+PINNED_FACTOR = 1.19  # gradients, which torch pins in blocks of powers of two; all else is pinned as large as it is
+STATE_KINDS = ("parameters", "gradients", "moments")
+GRADIENT_BYTES = {
     **dict.fromkeys(FP32_MASTERS, 4),
-    **dict.fromkeys(IN_BF16, 2),
+    **dict.fromkeys(BF16_NUMERICS, 2),
     "fp32": 4,
 }  # bytes per parameter, kept and reduced
 # More bytes per parameter of a norm: its master, and moments; and of those in a checkpoint, which has the master alone.
-NORM = {**dict.fromkeys(IN_BF16, 4 + 4), **dict.fromkeys(FP32_MASTERS, 0), "fp32": 0}
-NORM_SAVED = {**dict.fromkeys(IN_BF16, 2 + 4), **dict.fromkeys(FP32_MASTERS, 0), "fp32": 0}
-PASSING = "on their way"  # of a unit at a time, gradients and weights
-INPUTS = "layer inputs"
-PINNED_KINDS = {"optimizer": ("gradients", PASSING), "all": ("parameters", "gradients")}  # what crosses to GPUs
-NORMS = "norms in FP32"  # their masters, and what their moments take more
+NORM_BYTES = {**dict.fromkeys(BF16_NUMERICS, 4 + 4), **dict.fromkeys(FP32_MASTERS, 0), "fp32": 0}
+NORM_CHECKPOINT_BYTES = {**dict.fromkeys(BF16_NUMERICS, 2 + 4), **dict.fromkeys(FP32_MASTERS, 0), "fp32": 0}
+IN_TRANSFER = "on their way"  # of a unit at a time, gradients and weights
+LAYER_INPUTS = "layer inputs"
+PINNED_KINDS = {"optimizer": ("gradients", IN_TRANSFER), "all": ("parameters", "gradients")}  # what crosses to GPUs
+FP32_NORMS = "norms in FP32"  # their masters, and what their moments take more
 
 
 def checkpoint_bytes_per_parameter(numerics: Numerics, moments: Moments) -> int:
     """Return what a checkpoint holds of a parameter: its weight and two moments, in bytes."""
-    weight = GRADIENT[numerics]
+    weight = GRADIENT_BYTES[numerics]
     return weight + (4 if moments == "bf16" else 2 * weight)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class RunShape:
+class PredictedRun:
     """A run as the predictions take it: a model, its settings and a number of ranks."""
 
     llama: Llama
@@ -220,17 +225,17 @@ class RunShape:
     pp_schedule: PipelineSchedule = Parallel().pp_schedule
     keeps_weights: bool = False  # see ``Strategy``
     reduces_each: bool = True
-    loss: LossOf = "logits"
-    recompute: Recompute = FULL
+    loss: LossMode = "logits"
+    recompute: Recompute = FULL_RECOMPUTE
     activations: Activations = "device"
     compiled: bool = False  # memory is taken as that without
     fused: bool = False  # likewise
     prefetch: int = 0  # FSDP units that are gathered ahead; 0: one, in the backward
     kept_by: int = 0  # ranks that keep a unit gathered between forward and backward; 0: none do
-    adapter: Adapter = WITHOUT  # what alone is trained
+    adapter: Adapter = NO_ADAPTER  # what alone is trained
 
     @classmethod
-    def of(cls, llama: Llama, config: Config, world: int, axes: Axes | None = None) -> "RunShape":
+    def from_config(cls, llama: Llama, config: Config, world: int, axes: Axes | None = None) -> "PredictedRun":
         """Return what a configuration trains, on ``world`` ranks; ``axes``: None: each is a shard."""
         return cls(
             llama,
@@ -241,7 +246,7 @@ class RunShape:
             config.training.micro_batch_size,
             config.training.global_batch_size,
             config.checkpoint.keep,
-            config.parallel.overlap and not config.parallel.by_fsdp1,
+            config.parallel.overlap and not config.parallel.is_fsdp1,
             config.parallel.moments,
             config.parallel.wrap,
             mtbf_s=config.checkpoint.mtbf * 3600,
@@ -254,10 +259,10 @@ class RunShape:
             cp=config.parallel.cp,
             pp=config.parallel.pp,
             pp_schedule=config.parallel.pp_schedule,
-            keeps_weights=config.parallel.of_strategy.keeps_weights,
-            reduces_each=config.parallel.of_strategy.reduces_each,
+            keeps_weights=config.parallel.strategy_spec.keeps_weights_gathered,
+            reduces_each=config.parallel.strategy_spec.reduces_every_microbatch,
             loss=config.parallel.loss,
-            recompute=Recompute.read(config.model.activation_checkpointing),
+            recompute=Recompute.parse(config.model.activation_checkpointing),
             activations=config.model.activations,
             compiled=config.model.compile,
             fused=config.model.fused,
@@ -273,16 +278,19 @@ class RunShape:
         shards = self.dp_shard or data
         return Axes(shards, self.pp, data // shards, self.cp, self.tp)
 
-    def parallel(self, asked: Parallel) -> Parallel:
+    def parallel_settings(self, requested: Parallel) -> Parallel:
         """Return the requested settings with this run's mesh, units and offload."""
-        strategy = asked.strategy
-        if (self.keeps_weights, self.reduces_each) != (asked.of_strategy.keeps_weights, asked.of_strategy.reduces_each):
+        strategy = requested.strategy
+        if (self.keeps_weights, self.reduces_each) != (
+            requested.strategy_spec.keeps_weights_gathered,
+            requested.strategy_spec.reduces_every_microbatch,
+        ):
             strategy = "zero2" if self.reduces_each else "zero1"
             if not self.keeps_weights:
                 strategy = "fsdp2"
         copies = self.axes.dp_replicate if strategy != "ddp" else 0
         return dataclasses.replace(
-            asked,
+            requested,
             strategy=strategy,
             dp_replicate=copies if copies > 1 else 0,
             tp=self.tp,
@@ -300,12 +308,12 @@ class RunShape:
     @property
     def shards(self) -> int:
         """Ranks among which FSDP shards what they all compute."""
-        return self.axes.size(SHARD)
+        return self.axes.size(SHARD_AXES)
 
     @property
     def dp(self) -> int:
         """Ranks that split the batch."""
-        return self.axes.size(DP)
+        return self.axes.size(DP_AXES)
 
     @property
     def is_split(self) -> bool:
@@ -313,7 +321,7 @@ class RunShape:
         return self.world != self.dp
 
     @property
-    def chunks(self) -> int:
+    def virtual_stages(self) -> int:
         """Pipeline stages of each rank."""
         return 2 if self.pp_schedule == "interleaved" else 1
 
@@ -323,7 +331,7 @@ class RunShape:
         return self.micro_batch * self.seq_len // self.cp
 
     @property
-    def flow_bytes(self) -> int:
+    def hidden_bytes(self) -> int:
         """Bytes of a micro-batch's hidden states between layers, as a rank has them."""
         return self.compute_bytes * self.tokens // self.tp * self.llama.hidden
 
@@ -336,46 +344,47 @@ class RunShape:
         """Return how many inputs of layers wait in CPU memory at most, of a rank of this place along ``pp``."""
         if self.activations == "device":
             return 0
-        kinds = [self.recompute.of(part.llama.layers) for part in self.parts(stage)]
-        kept = [sum(kind != "none" for kind in of_part) for of_part in kinds]
+        kinds_by_part = [self.recompute.layer_kinds(spec.llama.layers) for spec in self.stage_specs(stage)]
+        kept_counts = [sum(kind != "none" for kind in layer_kinds) for layer_kinds in kinds_by_part]
         return max(
-            sum(count * n for count, n in zip(each.others, kept, strict=True)) + kept[each.chunk]
-            for each in self.in_flight(stage)
+            sum(count * n for count, n in zip(state.waiting, kept_counts, strict=True))
+            + kept_counts[state.virtual_stage]
+            for state in self.in_flight(stage)
         )
 
-    def parts(self, stage: int) -> tuple[Part, ...]:
+    def stage_specs(self, stage: int) -> tuple[StageSpec, ...]:
         """Return the stages that a rank at this place along ``pp`` computes."""
-        return parts_of(self.llama, self.axes, stage, self.chunks)
+        return build_stage_specs(self.llama, self.axes, stage, self.virtual_stages)
 
     @property
     def stages(self) -> tuple[int, ...]:
         """Layers of each pipeline stage; (): there is no pipeline."""
-        return layers_of_stages(self.llama, self.pp * self.chunks) if self.pp > 1 else ()
+        return layers_per_stage(self.llama, self.pp * self.virtual_stages) if self.pp > 1 else ()
 
     def in_flight(self, stage: int) -> frozenset[InFlight]:
         """Return which micro-batches wait for their backward there while another is computed."""
         if self.pp > 1:
-            return in_flight(self.pp_schedule, self.pp, self.chunks, stage, self.rounds)
+            return find_in_flight(self.pp_schedule, self.pp, self.virtual_stages, stage, self.grad_accum_steps)
         return frozenset({InFlight(0, (0,), (self.accumulates,))})
 
-    def elements(self, stage: int) -> int:
+    def stage_elements(self, stage: int) -> int:
         """Return how many elements a rank there keeps of all parameters but adapters."""
-        return sum(shard_elements(part, self.shards) for part in self.parts(stage))
+        return sum(shard_elements(spec, self.shards) for spec in self.stage_specs(stage))
 
     @property
-    def trained(self) -> int:
+    def trained_parameters(self) -> int:
         """Parameters that take gradients."""
-        return n_trained(self.llama, self.adapter)
+        return n_trained_parameters(self.llama, self.adapter)
 
     @property
     def states_bytes(self) -> float:
         """Bytes per model parameter that stay on a GPU between steps."""
-        return self.frozen_bytes + sum(self.shard_bytes.values()) * self.trained / self.llama.parameters
+        return self.frozen_bytes + sum(self.shard_bytes.values()) * self.trained_parameters / self.llama.parameters
 
     @property
     def frozen_bytes(self) -> int:
         """Bytes of a GPU that a frozen parameter takes, with adapters."""
-        return self.compute_bytes if self.adapter.trains and self.offload != "all" else 0
+        return self.compute_bytes if self.adapter.is_enabled and self.offload != "all" else 0
 
     @property
     def hosts(self) -> int:
@@ -383,35 +392,35 @@ class RunShape:
         return max(1, self.world // self.ranks_per_host)
 
     @property
-    def halves(self) -> bool:
+    def has_half_layer_units(self) -> bool:
         """Whether attention and MLP are FSDP units, instead of the decoder layer."""
         return {"LlamaAttention", "LlamaMLP"} <= {*self.wrap} and "LlamaDecoderLayer" not in self.wrap
 
     @property
-    def embedding_apart(self) -> bool:
+    def has_embedding_unit(self) -> bool:
         """Whether the embedding is an FSDP unit."""
         return "Embedding" in self.wrap
 
     @property
-    def rounds(self) -> int:
+    def grad_accum_steps(self) -> int:
         """Forwards of each rank in a step."""
         return max(1, -(-self.global_batch // (self.micro_batch * self.dp)))
 
     @property
     def accumulates(self) -> bool:
         """Whether a step has several micro-batches, so that later ones add to the gradients of earlier ones."""
-        return self.rounds > 1
+        return self.grad_accum_steps > 1
 
     @property
-    def lends_gradients(self) -> bool:
+    def reuses_gradient_memory(self) -> bool:
         """Whether the next forward reuses the memory of gradients."""
         return self.offload == "none" and not self.accumulates
 
     @property
-    def sums_apart(self) -> bool:
+    def has_separate_gradient_sum(self) -> bool:
         """Whether host memory holds the sum of gradients as well as those of the next micro-batch."""
-        apart = self.overlap or self.moments == "bf16"
-        return self.offload == "all" and apart and self.accumulates
+        is_separate = self.overlap or self.moments == "bf16"
+        return self.offload == "all" and is_separate and self.accumulates
 
     @property
     def compute_bytes(self) -> int:
@@ -421,27 +430,27 @@ class RunShape:
     @property
     def gradient_bytes(self) -> int:
         """Bytes of a gradient, as it is reduced."""
-        return GRADIENT[self.numerics]
+        return GRADIENT_BYTES[self.numerics]
 
     @property
     def norm_bytes(self) -> int:
         """Bytes of a GPU that a norm's parameter takes beyond the others'."""
-        return NORM[self.numerics] * (self.offload == "none") * (not self.adapter.trains)
+        return NORM_BYTES[self.numerics] * (self.offload == "none") * (not self.adapter.is_enabled)
 
     @property
     def shard_bytes(self) -> dict[str, float]:
         """Bytes per parameter that each kind of state takes on a GPU."""
-        parts = {
+        sizes = {
             "none": (self.weight_bytes, self.gradient_bytes, self.moment_bytes),
             "optimizer": (2, 0, 0),
             "all": (0, 0, 0),
         }[self.offload]
-        return dict(zip(KINDS, parts, strict=True))
+        return dict(zip(STATE_KINDS, sizes, strict=True))
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of a parameter as it is kept."""
-        return GRADIENT[self.numerics]  # they have one dtype
+        return GRADIENT_BYTES[self.numerics]  # they have one dtype
 
     @property
     def moment_bytes(self) -> int:
@@ -451,58 +460,72 @@ class RunShape:
     @property
     def checkpoint_bytes(self) -> int:
         """Bytes of one checkpoint on disk, over all ranks."""
-        norms = NORM_SAVED[self.numerics] * norm_elements(Part(self.llama), 1) * (not self.adapter.trains)
-        return checkpoint_bytes_per_parameter(self.numerics, self.moments) * self.trained + norms
+        norms = (
+            NORM_CHECKPOINT_BYTES[self.numerics]
+            * norm_elements(StageSpec(self.llama), 1)
+            * (not self.adapter.is_enabled)
+        )
+        return checkpoint_bytes_per_parameter(self.numerics, self.moments) * self.trained_parameters + norms
 
     @property
     def host_bytes(self) -> dict[str, float]:
         """Bytes of each kind in a host's memory, as torch pins them."""
         weight, gradient = self.weight_bytes, self.gradient_bytes
-        parts = {
+        sizes = {
             "none": (0.0, 0.0, 0.0),
             "optimizer": (weight, gradient, self.moment_bytes),
-            "all": (weight, gradient * (1 + self.sums_apart) * PINNED, self.moment_bytes),
+            "all": (weight, gradient * (1 + self.has_separate_gradient_sum) * PINNED_FACTOR, self.moment_bytes),
         }[self.offload]
-        share = self.trained / self.llama.parameters
-        found = {name: size * share * self.host_elements for name, size in zip(KINDS, parts, strict=True) if size}
-        if self.adapter.trains and self.offload == "all":
-            found["parameters"] += self.compute_bytes * self.host_elements
-        norms = NORM[self.numerics] * norm_elements(Part(self.llama), 1) / self.hosts * (not self.adapter.trains)
-        inputs = self.flow_bytes * max(self.inputs_on_host(stage) for stage in range(self.pp))
+        share = self.trained_parameters / self.llama.parameters
+        by_kind = {
+            name: size * share * self.host_elements for name, size in zip(STATE_KINDS, sizes, strict=True) if size
+        }
+        if self.adapter.is_enabled and self.offload == "all":
+            by_kind["parameters"] += self.compute_bytes * self.host_elements
+        norms = (
+            NORM_BYTES[self.numerics]
+            * norm_elements(StageSpec(self.llama), 1)
+            / self.hosts
+            * (not self.adapter.is_enabled)
+        )
+        inputs = self.hidden_bytes * max(self.inputs_on_host(stage) for stage in range(self.pp))
         ranks = min(self.world, self.ranks_per_host)
-        more = {NORMS: norms * bool(found), PASSING: self.passing_bytes, INPUTS: inputs * ranks}
-        return found | {name: size for name, size in more.items() if size}
+        extra = {FP32_NORMS: norms * bool(by_kind), IN_TRANSFER: self.transfer_bytes, LAYER_INPUTS: inputs * ranks}
+        return by_kind | {name: size for name, size in extra.items() if size}
 
     @property
     def host_elements(self) -> float:
         """Parameters, without adapters, that a host's ranks keep; in a pipeline, on the host with the most."""
         ranks = min(self.world, self.ranks_per_host)
         if self.pp > 1:
-            return ranks * max(self.elements(stage) for stage in range(self.pp))
+            return ranks * max(self.stage_elements(stage) for stage in range(self.pp))
         return self.llama.parameters * ranks / self.world
 
     @property
-    def passing_bytes(self) -> float:
+    def transfer_bytes(self) -> float:
         """Bytes in a host's memory for a unit's incoming gradients, in FP32, and its rounded outgoing weights.
 
         Each rank has both, for its largest unit (``optim/offload.py``).
         """
         if self.offload != "optimizer":
             return 0.0
-        found = [UnitSizes.of(part) for stage in range(self.pp) for part in self.parts(stage)]
-        units = [max(each.attention, each.mlp) if self.halves else each.layer for each in found]
-        ends = [size for each in found for size in (each.embedding, each.head)]
+        sizes = [UnitSizes.from_spec(spec) for stage in range(self.pp) for spec in self.stage_specs(stage)]
+        units = [
+            max(unit_sizes.attention, unit_sizes.mlp) if self.has_half_layer_units else unit_sizes.layer
+            for unit_sizes in sizes
+        ]
+        ends = [size for unit_sizes in sizes for size in (unit_sizes.embedding, unit_sizes.head)]
         largest = math.ceil(max(*units, *ends) / self.shards)
         return (self.gradient_bytes + self.compute_bytes) * largest * min(self.world, self.ranks_per_host)
 
-    def room(self, ram_bytes: float) -> float:
+    def max_staging_bytes(self, ram_bytes: float) -> float:
         """Return the bytes of a host's memory that checkpoint copies may take; ``ram_bytes``: of a host; 0: unknown."""
         if self.staging_bytes is not None:
             return self.staging_bytes
-        return SPARE * max(0.0, ram_bytes - sum(self.host_bytes.values())) if ram_bytes else math.inf
+        return STAGING_SHARE * max(0.0, ram_bytes - sum(self.host_bytes.values())) if ram_bytes else math.inf
 
     @property
     def update_bytes_per_parameter(self) -> int:
         """Bytes that an update reads and writes."""
-        published = 2 * (self.offload == "optimizer")
-        return 2 * (self.weight_bytes + self.moment_bytes) + self.gradient_bytes + published
+        bf16_copy = 2 * (self.offload == "optimizer")
+        return 2 * (self.weight_bytes + self.moment_bytes) + self.gradient_bytes + bf16_copy

@@ -21,23 +21,23 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn
 from llama405b.contract.errors import UserError, did_you_mean
 from llama405b.contract.reader import Json
 from llama405b.settings import config
-from llama405b.settings.config import Setting, preset_names
-from llama405b.settings.schema import ONE_PER_FLAG, TYPES, Config, fields
+from llama405b.settings.config import SourcedValue, preset_names
+from llama405b.settings.schema import ONE_PER_FLAG, SETTING_TYPES, Config, setting_fields
 
 HELP_WIDTH = 80
-USUAL = (
+COMMON_SETTINGS = (
     "model.path", "data.paths", "data.seq_len", "training.global_batch_size", "training.max_steps", "optimizer.lr",
     "parallel.offload", "checkpoint.dir",
 )  # fmt: skip
 INDENT = " " * 6
-VALUES = {int: "N", float: "X", bool: "true|false", str: "TEXT"}
+VALUE_FORMS = {int: "N", float: "X", bool: "true|false", str: "TEXT"}
 
 
 def settings_help() -> str:
     """Return the help text of every setting: values, meaning and default; the usual ones first."""
-    all_fields = {key: _entry(key, type_, default, text) for key, type_, default, text in fields()}
-    lines = [_filled(f"presets: {', '.join(preset_names())}", ""), "", "the usual settings:"]
-    lines += [all_fields.pop(key) for key in USUAL]
+    all_fields = {key: _format_setting(key, type_, default, text) for key, type_, default, text in setting_fields()}
+    lines = [_fill(f"presets: {', '.join(preset_names())}", ""), "", "the usual settings:"]
+    lines += [all_fields.pop(key) for key in COMMON_SETTINGS]
     for section, cls in typing.get_type_hints(Config).items():
         first_sentence = (cls.__doc__ or "").partition("\n")[0]
         lines += ["", f"[{section}] {first_sentence}"]
@@ -46,41 +46,45 @@ def settings_help() -> str:
     return "\n".join(lines)
 
 
-def _entry(key: str, type_: Any, default: Any, text: str) -> str:
-    shown = "" if default in ("", ()) else f" [{written_default(default)}]"
+def _format_setting(key: str, type_: Any, default: Any, text: str) -> str:
+    default_note = "" if default in ("", ()) else f" [{format_default(default)}]"
     head = f"  --{key} {value_form(key)}"
     if len(head) > HELP_WIDTH:
         head, text = f"  --{key} NAME", f"{', '.join(typing.get_args(type_))}; {text}"
-    return f"{head}\n{_filled(text + shown, INDENT)}"
+    return f"{head}\n{_fill(text + default_note, INDENT)}"
 
 
 def value_form(key: str) -> str:
     """Return a setting's value placeholder: ``N``, ``none|all``, ``A,B,…``."""
-    type_ = TYPES[key]
+    type_ = SETTING_TYPES[key]
     if key in ONE_PER_FLAG:
-        return VALUES[str]
+        return VALUE_FORMS[str]
     if typing.get_origin(type_) is Literal:
         return "|".join(typing.get_args(type_))
     if typing.get_origin(type_) is tuple:
-        each, *others = typing.get_args(type_)
-        return ",".join([VALUES[each]] * (1 + len(others))).replace("TEXT,TEXT", "A,B,…").replace("X,X", "X,Y")
-    return VALUES[type_]
+        item_type, *more_types = typing.get_args(type_)
+        return (
+            ",".join([VALUE_FORMS[item_type]] * (1 + len(more_types)))
+            .replace("TEXT,TEXT", "A,B,…")
+            .replace("X,X", "X,Y")
+        )
+    return VALUE_FORMS[type_]
 
 
-def written_default(default: Any) -> str:
+def format_default(default: Any) -> str:
     """Format a default value as on the command line."""
     if isinstance(default, tuple):
         return ",".join(map(str, default))
     return default if isinstance(default, str) else json.dumps(default)
 
 
-def _filled(text: str, indent: str) -> str:
+def _fill(text: str, indent: str) -> str:
     return textwrap.fill(text, HELP_WIDTH, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
 
 
-DRAFT = "https://json-schema.org/draft/2020-12/schema"
-NAMES: dict[Any, str] = {int: "integer", float: "number", bool: "boolean", str: "string"}
-GROUP: dict[str, Json] = {
+SCHEMA_DRAFT = "https://json-schema.org/draft/2020-12/schema"
+JSON_TYPES: dict[Any, str] = {int: "integer", float: "number", bool: "boolean", str: "string"}
+GROUP_SCHEMA: dict[str, Json] = {
     "type": "object",
     "properties": {
         "names": {"type": "string"},
@@ -91,7 +95,7 @@ GROUP: dict[str, Json] = {
     "required": ["names"],
     "additionalProperties": False,
 }
-SOURCES: dict[str, Json] = {
+SOURCES_SCHEMA: dict[str, Json] = {
     "description": "data.paths and data.weights in one: [[data.sources]]",
     "type": "array",
     "items": {
@@ -103,31 +107,31 @@ SOURCES: dict[str, Json] = {
 }
 
 
-def schema() -> dict[str, Json]:
+def json_schema() -> dict[str, Json]:
     """Return the JSON Schema of the TOML file: type, default and meaning of each key of each section."""
     sections: dict[str, Any] = {}
     for name, cls in typing.get_type_hints(Config).items():
         description = (cls.__doc__ or "").partition("\n")[0]
         sections[name] = {"type": "object", "description": description, "properties": {}, "additionalProperties": False}
-    for key, type_, default, text in fields():
+    for key, type_, default, text in setting_fields():
         section, _, name = key.partition(".")
-        found = _of_type(type_) | {
+        property_schema = _type_schema(type_) | {
             "description": text,
             "default": list(default) if isinstance(default, tuple) else default,
         }
-        sections[section]["properties"][name] = found
+        sections[section]["properties"][name] = property_schema
     data, optimizer = (sections[name]["properties"] for name in ("data", "optimizer"))
-    data["sources"] = SOURCES
-    for name, each in (("fields", {"type": "string"}), ("template_arguments", True)):
-        table: Json = {"type": "object", "additionalProperties": each}
-        data[name] = {"anyOf": [_of_type(tuple[str, ...]), table]} | {
+    data["sources"] = SOURCES_SCHEMA
+    for name, item_schema in (("fields", {"type": "string"}), ("template_arguments", True)):
+        table: Json = {"type": "object", "additionalProperties": item_schema}
+        data[name] = {"anyOf": [_type_schema(tuple[str, ...]), table]} | {
             key: data[name][key] for key in ("description", "default")
         }
-    optimizer["groups"]["items"] = {"anyOf": [{"type": "string"}, GROUP]}
+    optimizer["groups"]["items"] = {"anyOf": [{"type": "string"}, GROUP_SCHEMA]}
     for section in ("checkpoint", "evaluation"):
         sections[section]["properties"]["every"]["type"] = ["string", "integer"]  # of steps
     return {
-        "$schema": DRAFT,
+        "$schema": SCHEMA_DRAFT,
         "title": "Settings of llama405b",
         "type": "object",
         "properties": sections,
@@ -135,37 +139,38 @@ def schema() -> dict[str, Json]:
     }
 
 
-def _of_type(type_: Any) -> dict[str, Any]:
+def _type_schema(type_: Any) -> dict[str, Any]:
     if typing.get_origin(type_) is Literal:
         return {"enum": list(typing.get_args(type_))}
     if typing.get_origin(type_) is tuple:
-        each, *others = typing.get_args(type_)
-        found = {"type": "array", "items": {"type": NAMES[each]}}
-        n = 1 + len(others)
-        return found if Ellipsis in others else found | {"minItems": n, "maxItems": n}
-    return {"type": NAMES[type_]}
+        item_type, *more_types = typing.get_args(type_)
+        array = {"type": "array", "items": {"type": JSON_TYPES[item_type]}}
+        n = 1 + len(more_types)
+        return array if Ellipsis in more_types else array | {"minItems": n, "maxItems": n}
+    return {"type": JSON_TYPES[type_]}
 
 
-MAX_WORLD = 1_000_000
+MAX_WORLD_SIZE = 1_000_000
 EVALUATE_ONLY = "--evaluate-only"
-TRAIN = """Train a Llama: one process per rank, under torchrun. `llama405b launch` starts it on every host and takes the same settings.
+TRAIN_DESCRIPTION = """\
+Train a Llama: one process per rank, under torchrun. `llama405b launch` starts it on every host and takes the same settings.
 
   llama405b train --preset llama3.1-8b --data.paths corpus --dry-run --world 8
   llama405b launch hosts --config my.toml --optimizer.lr 2e-5"""
 
 
-class Paragraphs(argparse.HelpFormatter):
+class ParagraphFormatter(argparse.HelpFormatter):
     """Wraps paragraphs; keeps lines that begin with a space as they are."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, width=HELP_WIDTH)
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
-        filled = []
+        paragraphs = []
         for is_free, group in itertools.groupby(text.strip("\n").splitlines(), lambda line: line[:1].strip() != ""):
             lines = list(group)
-            filled += [textwrap.fill(" ".join(lines), width)] if is_free else lines
-        return textwrap.indent("\n".join(filled), indent)
+            paragraphs += [textwrap.fill(" ".join(lines), width)] if is_free else lines
+        return textwrap.indent("\n".join(paragraphs), indent)
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -176,8 +181,8 @@ class OneLineParser(argparse.ArgumentParser):
     # Hidden from mypy: argparse's own annotations apply to these overrides.
     if not TYPE_CHECKING:
 
-        def __init__(self, *args, **more):
-            super().__init__(*args, **{"formatter_class": Paragraphs, "allow_abbrev": False} | more)
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **{"formatter_class": ParagraphFormatter, "allow_abbrev": False} | kwargs)
 
         def parse_known_args(self, args=None, namespace=None):
             """See ``argparse``."""
@@ -209,14 +214,14 @@ class OneLineParser(argparse.ArgumentParser):
         Raises:
             UserError: Anything in it is wrong.
         """
-        known, rest = self.parse_known_args(argv)
+        parsed, rest = self.parse_known_args(argv)
         for word in rest:
             self.error(f"{word}: unknown option or argument{did_you_mean(word.partition('=')[0], self.options)}")
-        return known
+        return parsed
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Command:
+class TrainCommand:
     """A training command, parsed and checked."""
 
     config: Config
@@ -224,9 +229,9 @@ class Command:
     run_dir: Path
     resume: str
     dry_run: bool
-    world: int
-    evaluates: bool  # without training
-    blames: int = 0  # also without training: the step whose documents are measured; 0: none
+    world_size: int
+    is_evaluation: bool  # without training
+    blame_step: int = 0  # also without training: the step whose documents are measured; 0: none
 
 
 class PrintSchema(argparse.Action):
@@ -234,12 +239,12 @@ class PrintSchema(argparse.Action):
 
     if not TYPE_CHECKING:  # as in OneLineParser
 
-        def __init__(self, *args, **more):
-            super().__init__(*args, nargs=0, **more)
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, nargs=0, **kwargs)
 
         def __call__(self, *_):
             """See ``argparse``."""
-            print(json.dumps(schema(), indent=2))
+            print(json.dumps(json_schema(), indent=2))
             raise SystemExit(0)
 
 
@@ -265,12 +270,12 @@ def add_blame(add: Callable[..., object]) -> None:
     add("--blame", type=int, default=0, metavar="STEP", help=argparse.SUPPRESS)
 
 
-def check_resume(resume: str, *, evaluates: bool = False) -> None:
+def check_resume(resume: str, *, is_evaluation: bool = False) -> None:
     """Refuse a value of --resume that is not no, auto, a step, or a path that ends in step-<8 digits>.
 
-    ``evaluates``: the run only evaluates, so it has no checkpoints of its own.
+    ``is_evaluation``: the run only evaluates, so it has no checkpoints of its own.
     """
-    if evaluates and re.fullmatch("auto|[0-9]{1,8}", resume):
+    if is_evaluation and re.fullmatch("auto|[0-9]{1,8}", resume):
         raise UserError(
             f"{EVALUATE_ONLY}: --resume is {resume!r}; name the checkpoint by its path, like --resume "
             "runs/RUN/checkpoints/step-00000100, or leave it out for the model itself"
@@ -281,7 +286,7 @@ def check_resume(resume: str, *, evaluates: bool = False) -> None:
         )
 
 
-def parse(argv: Sequence[str]) -> Command:
+def parse(argv: Sequence[str]) -> TrainCommand:
     """Parse a training command.
 
     Raises:
@@ -290,7 +295,7 @@ def parse(argv: Sequence[str]) -> Command:
     parser = OneLineParser(
         prog="llama405b train",
         usage="llama405b train [--preset NAME] [--config FILE] [--SECTION.KEY VALUE …]",
-        description=TRAIN,
+        description=TRAIN_DESCRIPTION,
         epilog=settings_help(),
     )
     parser.add_argument("--preset", default="", help="named settings to start from")
@@ -306,36 +311,36 @@ def parse(argv: Sequence[str]) -> Command:
         "--dry-run", action="store_true", help="shard the model on the meta device and report what it needs"
     )
     parser.add_argument("--world", type=int, default=1, help="number of ranks for --dry-run [1]")
-    flags, others = config.split_flags(argv)
-    known, rest = parser.parse_known_args(others)
+    flags, other_args = config.split_flags(argv)
+    parsed, rest = parser.parse_known_args(other_args)
     config.refuse_unknown(rest, parser.options)
-    if not 1 <= known.world <= MAX_WORLD:
-        raise UserError(f"--world: {known.world} is out of range; use 1 to {MAX_WORLD}")
-    evaluates = known.evaluate_only or bool(known.blame)
-    check_resume(known.resume, evaluates=evaluates)
-    read = [config.read_preset(known.preset), *map(config.read_toml, known.config), config.read_flags(flags)]
-    settings = config.merged(*read)
-    if known.dry_run:  # a dry run reads no data, but data.paths must not be empty
+    if not 1 <= parsed.world <= MAX_WORLD_SIZE:
+        raise UserError(f"--world: {parsed.world} is out of range; use 1 to {MAX_WORLD_SIZE}")
+    is_evaluation = parsed.evaluate_only or bool(parsed.blame)
+    check_resume(parsed.resume, is_evaluation=is_evaluation)
+    sources = [config.read_preset(parsed.preset), *map(config.read_toml, parsed.config), config.read_flags(flags)]
+    settings = config.merge_sources(*sources)
+    if parsed.dry_run:  # a dry run reads no data, but data.paths must not be empty
         settings = {"data.paths": (("none",), "--dry-run")} | settings
-    if known.evaluate_only:
-        settings = to_evaluate(settings)
-    return Command(
+    if parsed.evaluate_only:
+        settings = evaluation_settings(settings)
+    return TrainCommand(
         config.resolve(settings),
-        known.preset,
-        known.run_dir,
-        known.resume,
-        known.dry_run,
-        known.world,
-        evaluates,
-        known.blame,
+        parsed.preset,
+        parsed.run_dir,
+        parsed.resume,
+        parsed.dry_run,
+        parsed.world,
+        is_evaluation,
+        parsed.blame,
     )
 
 
-def to_evaluate(settings: Mapping[str, Setting]) -> dict[str, Setting]:
+def evaluation_settings(settings: Mapping[str, SourcedValue]) -> dict[str, SourcedValue]:
     """Return the settings of an evaluation without training.
 
     An evaluation is always due; training data is read only if part of it is held out.
     """
     paths, fraction = (settings.get(f"evaluation.{name}", ((), ""))[0] for name in ("paths", "fraction"))
-    unread = {"data.paths": (("none",), EVALUATE_ONLY)} if paths or not fraction else {}
-    return unread | dict(settings) | {"evaluation.every": ("1", EVALUATE_ONLY)}
+    placeholder = {"data.paths": (("none",), EVALUATE_ONLY)} if paths or not fraction else {}
+    return placeholder | dict(settings) | {"evaluation.every": ("1", EVALUATE_ONLY)}

@@ -17,24 +17,41 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from llama405b.contract.errors import UserError, did_you_mean, last_of, reason_of, staging_bytes
-from llama405b.contract.files import refuse_others_writing
+from llama405b.contract.errors import UserError, did_you_mean, last_or, parse_staging_bytes, reason_of
+from llama405b.contract.files import check_only_owner_writes
 from llama405b.contract.reader import Json
-from llama405b.settings.axes import DP, Axes, Dealing, Recompute
-from llama405b.settings.rules import EPOCHS, OF_VALUES, RENAMED, STEPS, faults_of, group_text, instead_of, suggestion
-from llama405b.settings.schema import ONE_PER_FLAG, PAIRS, TYPES, Cadence, Config, Parallel, read_evaluations
+from llama405b.settings.axes import DP_AXES, Axes, MicrobatchSplit, Recompute
+from llama405b.settings.rules import (
+    EPOCHS,
+    RENAMED,
+    STEPS,
+    VALUE_ADVICE,
+    find_faults,
+    foreign_advice,
+    format_group,
+    suggest_setting,
+)
+from llama405b.settings.schema import (
+    ONE_PER_FLAG,
+    PAIR_SETTINGS,
+    SETTING_TYPES,
+    Cadence,
+    Config,
+    Parallel,
+    parse_evaluation_interval,
+)
 
 MAX_INT = 2**31 - 1  # of any setting: no number of steps, bytes or seconds needs more
 DEMO_MODEL = "models/demo"  # rank 0 creates it if it is missing
 PRESET_DIR = Path(__file__).parent / "presets"
 # Settings with a syntax of their own.
-READERS: dict[str, Callable[[str], object]] = {
-    "checkpoint.every": Cadence.read,
-    "evaluation.every": read_evaluations,
-    "checkpoint.staging": staging_bytes,
-    "model.activation_checkpointing": Recompute.read,
+PARSERS: dict[str, Callable[[str], object]] = {
+    "checkpoint.every": Cadence.parse,
+    "evaluation.every": parse_evaluation_interval,
+    "checkpoint.staging": parse_staging_bytes,
+    "model.activation_checkpointing": Recompute.parse,
 }
-NAMES = {  # for messages: singular and plural
+TYPE_NAMES = {  # for messages: singular and plural
     int: ("a whole number", "whole numbers"),
     float: ("a number", "numbers"),
     bool: ("true or false", "switches"),
@@ -42,7 +59,7 @@ NAMES = {  # for messages: singular and plural
 }
 SWITCHES = {"true": True, "on": True, "yes": True, "1": True, "false": False, "off": False, "no": False, "0": False}
 MESH_SETTINGS = ("strategy", "dp_replicate", "tp", "cp", "pp", "pp_schedule")
-Setting = tuple[Json, str]  # a value, and where it was set: "my.toml:7", "--optimizer.lr" or "preset demo"
+SourcedValue = tuple[Json, str]  # a value, and where it was set: "my.toml:7", "--optimizer.lr" or "preset demo"
 
 
 def preset_names() -> list[str]:
@@ -50,7 +67,7 @@ def preset_names() -> list[str]:
     return sorted(path.stem for path in PRESET_DIR.glob("*.toml"))
 
 
-def read_preset(name: str) -> dict[str, Setting]:
+def read_preset(name: str) -> dict[str, SourcedValue]:
     """Read a preset's settings; none for ''.
 
     Raises:
@@ -64,17 +81,17 @@ def read_preset(name: str) -> dict[str, Setting]:
     return {key: (value, f"preset {name}") for key, (value, _) in read_toml(PRESET_DIR / f"{name}.toml").items()}
 
 
-def read_files(paths: Sequence[Path]) -> dict[str, Setting]:
+def read_toml_files(paths: Sequence[Path]) -> dict[str, SourcedValue]:
     """Read TOML files of settings; later files win."""
-    return merged(*map(read_toml, paths))
+    return merge_sources(*map(read_toml, paths))
 
 
-def merged(*sources: Mapping[str, Setting]) -> dict[str, Setting]:
+def merge_sources(*sources: Mapping[str, SourcedValue]) -> dict[str, SourcedValue]:
     """Merge sources of settings; later ones win.
 
     ``epochs`` in a later source also clears ``max_steps`` of an earlier one.
     """
-    settings = dict[str, Setting]()
+    settings = dict[str, SourcedValue]()
     for source in sources:
         settings |= source
         if EPOCHS in source and settings.get(STEPS, (0, ""))[0] and not source.get(STEPS, (0, ""))[0]:
@@ -82,45 +99,49 @@ def merged(*sources: Mapping[str, Setting]) -> dict[str, Setting]:
     return settings
 
 
-def unused_length(*sources: Mapping[str, Setting]) -> list[str]:
+def describe_unused_length(*sources: Mapping[str, SourcedValue]) -> list[str]:
     """Return a line for each place where both max_steps and epochs are set and one of them is ignored."""
-    lines, last = list[str](), dict[str, Setting]()
+    lines, latest = list[str](), dict[str, SourcedValue]()
     for source in sources:
-        named = [key for key in (EPOCHS, STEPS) if source.get(key, (0, ""))[0]]  # of both in one source the last counts
-        last |= {key: source[key] for key in named}
-        if named and len(last) > 1:
-            [unused] = {EPOCHS, STEPS} - {named[-1]}
-            (value, where), (before, there) = last[named[-1]], last.pop(unused)
-            lines.append(f"{where}: {named[-1]} is {value}, so {unused} ({before} in {there}) is ignored")
+        given_keys = [
+            key for key in (EPOCHS, STEPS) if source.get(key, (0, ""))[0]
+        ]  # of both in one source the last counts
+        latest |= {key: source[key] for key in given_keys}
+        if given_keys and len(latest) > 1:
+            [unused] = {EPOCHS, STEPS} - {given_keys[-1]}
+            (value, origin), (previous, previous_origin) = latest[given_keys[-1]], latest.pop(unused)
+            lines.append(
+                f"{origin}: {given_keys[-1]} is {value}, so {unused} ({previous} in {previous_origin}) is ignored"
+            )
     return lines
 
 
-def overridden(paths: Sequence[Path]) -> list[str]:
+def describe_overrides(paths: Sequence[Path]) -> list[str]:
     """Return a line for each setting of a file that a later file replaces."""
-    settings, lines = dict[str, Setting](), list[str]()
+    settings, lines = dict[str, SourcedValue](), list[str]()
     for path in paths:
-        for key, (value, where) in read_toml(path).items():
-            before, there = settings.get(key, (value, ""))
-            if before != value:
-                lines.append(f"{where}: {key} is {value}; it was {before} in {there}")
-            settings[key] = value, where
+        for key, (value, origin) in read_toml(path).items():
+            previous, previous_origin = settings.get(key, (value, ""))
+            if previous != value:
+                lines.append(f"{origin}: {key} is {value}; it was {previous} in {previous_origin}")
+            settings[key] = value, origin
     return lines
 
 
-def read_toml(path: Path) -> dict[str, Setting]:
+def read_toml(path: Path) -> dict[str, SourcedValue]:
     """Read ``[section] key = value`` pairs as dotted keys, each with its file and line.
 
     Raises:
         UserError: The file cannot be read, is not TOML, or holds an unknown key or an invalid value.
     """
     try:
-        refuse_others_writing(path)
+        check_only_owner_writes(path)
         text = path.read_text(encoding="utf-8")
         tables = tomllib.loads(text)
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read ({reason_of(error)}); check the path") from None
     except tomllib.TOMLDecodeError as error:
-        line = last_of(re.findall(r"at line (\d+)", str(error)), "1")
+        line = last_or(re.findall(r"at line (\d+)", str(error)), "1")
         remedy = (
             "correct it"
             if path.suffix == ".toml"
@@ -129,43 +150,43 @@ def read_toml(path: Path) -> dict[str, Setting]:
         raise UserError(f"{path}:{line}: not valid TOML ({error}); {remedy}") from None
     except (ValueError, RecursionError) as error:  # numbers or nesting beyond what Python reads
         raise UserError(f"{path}: cannot be read as TOML ({' '.join(str(error).split())}); correct it") from None
-    settings: dict[str, Setting] = {}
+    settings: dict[str, SourcedValue] = {}
     for section, table in tables.items():
-        where = f"{path}:{_line_of(text, section)}"
+        origin = f"{path}:{_find_line(text, section)}"
         if not isinstance(table, dict):
             sections = ", ".join(f"[{field.name}]" for field in dataclasses.fields(Config))
-            raise UserError(f"{where}: {section!r} is outside a section; move it under one of {sections}")
-        for key, value in _spelt_out(section, table, f"{path}:{_line_of(text, 'data', 'sources')}"):
-            where = f"{path}:{_line_of(text, section, key)}"
-            dotted = known_key(f"{section}.{key}", where)
-            settings[dotted] = convert(dotted, value, where), where
+            raise UserError(f"{origin}: {section!r} is outside a section; move it under one of {sections}")
+        for key, value in _expand_tables(section, table, f"{path}:{_find_line(text, 'data', 'sources')}"):
+            origin = f"{path}:{_find_line(text, section, key)}"
+            full_key = check_key(f"{section}.{key}", origin)
+            settings[full_key] = coerce(full_key, value, origin), origin
     return settings
 
 
-def _spelt_out(section: str, table: Mapping[str, Json], where: str) -> Iterator[tuple[str, Json]]:
+def _expand_tables(section: str, table: Mapping[str, Json], origin: str) -> Iterator[tuple[str, Json]]:
     """Yield a section's settings, with tables rewritten as plain values.
 
     ``[[data.sources]]`` becomes data.paths and data.weights; data.fields, data.template_arguments and optimizer.groups may be tables.
     """
     for key, value in table.items():
-        if f"{section}.{key}" in PAIRS and isinstance(value, dict):
-            yield key, [f"{name}={each if isinstance(each, str) else json.dumps(each)}" for name, each in value.items()]
+        if f"{section}.{key}" in PAIR_SETTINGS and isinstance(value, dict):
+            yield key, [f"{name}={item if isinstance(item, str) else json.dumps(item)}" for name, item in value.items()]
             continue
         if (section, key) == ("optimizer", "groups") and isinstance(value, list):
-            yield key, [group_text(each) if isinstance(each, dict) else each for each in value]
+            yield key, [format_group(item) if isinstance(item, dict) else item for item in value]
             continue
         if (section, key) != ("data", "sources"):
             yield key, value
             continue
         paths, weights = list[Json](), list[Json]()
-        for each in value if isinstance(value, list) else [value]:
-            match each:
+        for item in value if isinstance(value, list) else [value]:
+            match item:
                 case {"path": str(path), "weight": int() | float() as weight, **others} if not others:
                     paths.append(path)
                     weights.append(weight)
                 case _:
                     raise UserError(
-                        f'{where}: a source is {each!r}; write path = "…" and weight = 0.5, and nothing else'
+                        f'{origin}: a source is {item!r}; write path = "…" and weight = 0.5, and nothing else'
                     )
         yield "paths", paths
         yield "weights", weights
@@ -174,7 +195,7 @@ def _spelt_out(section: str, table: Mapping[str, Json], where: str) -> Iterator[
 def split_flags(args: Sequence[str]) -> tuple[list[str], list[str]]:
     """Split a command line into settings (``--section.key VALUE``) and all other arguments."""
     flags: list[str] = []
-    others: list[str] = []
+    other_args: list[str] = []
     pending = list(args)
     while pending:
         word = pending.pop(0)
@@ -183,54 +204,54 @@ def split_flags(args: Sequence[str]) -> tuple[list[str], list[str]]:
             if "=" not in word and pending and not pending[0].startswith("--"):
                 flags.append(pending.pop(0))
         else:
-            others.append(word)
-    return flags, others
+            other_args.append(word)
+    return flags, other_args
 
 
-def read_flags(args: Sequence[str]) -> dict[str, Setting]:
+def read_flags(args: Sequence[str]) -> dict[str, SourcedValue]:
     """Read ``--section.key VALUE`` and ``--section.key=VALUE``; repeated flags add to lists of texts.
 
     Raises:
         UserError: A flag is unknown, or its value is missing or of the wrong type.
     """
-    settings: dict[str, Setting] = {}
+    settings: dict[str, SourcedValue] = {}
     texts = collections.defaultdict[str, list[str]](list)
     rest = list(args)
     while rest:
         flag, equals, value = rest.pop(0).partition("=")
-        key = known_key(flag[2:], flag)
+        key = check_key(flag[2:], flag)
         if not equals:
             if rest and not rest[0].startswith("--"):
                 value = rest.pop(0)
-            elif TYPES[key] is bool:
+            elif SETTING_TYPES[key] is bool:
                 value = "true"
             else:
                 raise UserError(f"{flag}: no value given; write {flag} VALUE")
         if key in ONE_PER_FLAG:
-            texts[key] += _texts_of(value)
-        found: Json = [*texts[key]] if key in ONE_PER_FLAG else _from_text(value, TYPES[key], flag)
-        settings[key] = convert(key, found, flag), flag
+            texts[key] += _parse_texts(value)
+        parsed: Json = [*texts[key]] if key in ONE_PER_FLAG else _parse_flag(value, SETTING_TYPES[key], flag)
+        settings[key] = coerce(key, parsed, flag), flag
     return settings
 
 
-def resolve(settings: Mapping[str, Setting]) -> Config:
+def resolve(settings: Mapping[str, SourcedValue]) -> Config:
     """Build the configuration and check its values.
 
     Raises:
         UserError: Values are out of range or incompatible.
     """
-    chosen: dict[str, dict[str, Json]] = collections.defaultdict(dict)
+    by_section: dict[str, dict[str, Json]] = collections.defaultdict(dict)
     for key, (value, _) in settings.items():
         section, _, name = key.partition(".")
-        chosen[section][name] = value
-    config = Config(**{section: cls(**chosen[section]) for section, cls in typing.get_type_hints(Config).items()})
-    for key, fault in faults_of(config):
-        _, where = settings.get(key, (None, f"--{key}"))
-        raise UserError(f"{where}: {fault}")
+        by_section[section][name] = value
+    config = Config(**{section: cls(**by_section[section]) for section, cls in typing.get_type_hints(Config).items()})
+    for key, fault in find_faults(config):
+        _, origin = settings.get(key, (None, f"--{key}"))
+        raise UserError(f"{origin}: {fault}")
     return config
 
 
-def to_flags(settings: Mapping[str, Setting]) -> list[str]:
+def to_flags(settings: Mapping[str, SourcedValue]) -> list[str]:
     """Write settings as flags that ``read_flags`` reads back to the same values."""
     flags: list[str] = []
     for key, (value, _) in sorted(settings.items()):
@@ -241,17 +262,17 @@ def to_flags(settings: Mapping[str, Setting]) -> list[str]:
 
 def mesh_flags(parallel: Parallel) -> list[str]:
     """Return flags for the non-default settings that decide which part of the weights a rank owns."""
-    usual = Parallel()
+    defaults = Parallel()
     return to_flags(
         {
             f"parallel.{name}": (getattr(parallel, name), "")
             for name in MESH_SETTINGS
-            if getattr(parallel, name) != getattr(usual, name)
+            if getattr(parallel, name) != getattr(defaults, name)
         }
     )
 
 
-def split_flags_of(config: Config) -> list[str]:
+def layout_flags(config: Config) -> list[str]:
     """Return flags for the mesh, the batch sizes and activation checkpointing, including defaults."""
     names = [f"parallel.{name}" for name in MESH_SETTINGS]
     names += ["training.micro_batch_size", "training.global_batch_size", "model.activation_checkpointing"]
@@ -277,8 +298,8 @@ def refuse_unknown(words: Sequence[str], options: Sequence[str] = ()) -> None:
     for word in words:
         flag = word.partition("=")[0]
         if flag.startswith("-"):
-            near = suggestion(flag, TYPES, options) or "; settings are written like --optimizer.lr 1e-5"
-            answers[flag] = instead_of(flag) or f"unknown option{near}"
+            hint = suggest_setting(flag, SETTING_TYPES, options) or "; settings are written like --optimizer.lr 1e-5"
+            answers[flag] = foreign_advice(flag) or f"unknown option{hint}"
         elif not answers:  # after an unknown flag, a bare word may be its value
             raise UserError(f"{word}: unexpected argument; settings are flags, like --optimizer.lr 1e-5")
     lines = [f"{flag}: {answer}" for flag, answer in answers.items()]
@@ -286,82 +307,84 @@ def refuse_unknown(words: Sequence[str], options: Sequence[str] = ()) -> None:
         raise UserError("\n  ".join([f"{len(lines)} unknown flags", *lines] if len(lines) > 1 else lines))
 
 
-def check_ranks(config: Config, axes: Axes) -> Dealing:
+def check_ranks(config: Config, axes: Axes) -> MicrobatchSplit:
     """Check a configuration against the mesh; return how a step's micro-batches are split over the ranks.
 
     Raises:
         UserError: The batch is not a multiple of the micro-batch, or accumulation would give wrong gradients.
     """
-    dealing = Dealing.of(config.training, axes.size(DP))
-    if config.parallel.reuses_gradients and dealing.rounds > 1:
+    microbatches = MicrobatchSplit.from_training(config.training, axes.size(DP_AXES))
+    if config.parallel.reuses_gradients and microbatches.grad_accum_steps > 1:
         # torch's FSDP1 with offload uses the newest gradient instead of the sum.
         raise UserError(
-            f"--parallel.strategy: fsdp1 with offload cannot accumulate {dealing.rounds} micro-batches; use fsdp2, or "
-            f"--training.global_batch_size {config.training.micro_batch_size * dealing.n_ranks}"
+            f"--parallel.strategy: fsdp1 with offload cannot accumulate {microbatches.grad_accum_steps} micro-batches; use fsdp2, or "
+            f"--training.global_batch_size {config.training.micro_batch_size * microbatches.n_ranks}"
         )
-    return dealing
+    return microbatches
 
 
-def on_ranks(config: Config, axes: Axes) -> Config:
+def with_global_batch(config: Config, axes: Axes) -> Config:
     """Return the configuration with its global batch size filled in, if the number of ranks determines it."""
-    batch = check_ranks(config, axes).n_micro * config.training.micro_batch_size
+    batch = check_ranks(config, axes).n_microbatches * config.training.micro_batch_size
     return dataclasses.replace(config, training=dataclasses.replace(config.training, global_batch_size=batch))
 
 
-def known_key(key: str, where: str) -> str:
+def check_key(key: str, origin: str) -> str:
     """Return ``key``; refuse it if it is not a setting, and name the nearest one."""
-    if key in TYPES:
+    if key in SETTING_TYPES:
         return key
-    if now := RENAMED.get(key):
-        raise UserError(f"{where}: {key} was renamed; use {now}")
-    if instead := instead_of(key):
-        raise UserError(f"{where}: {instead}")
-    raise UserError(f"{where}: {key!r} is not a setting{suggestion(key, TYPES)}; see `llama405b train --help`")
+    if new_name := RENAMED.get(key):
+        raise UserError(f"{origin}: {key} was renamed; use {new_name}")
+    if advice := foreign_advice(key):
+        raise UserError(f"{origin}: {advice}")
+    raise UserError(
+        f"{origin}: {key!r} is not a setting{suggest_setting(key, SETTING_TYPES)}; see `llama405b train --help`"
+    )
 
 
-def convert(key: str, value: Json, where: str) -> Any:
+def coerce(key: str, value: Json, origin: str) -> Any:
     """Return ``value`` as the setting's type; refuse it if it does not fit."""
-    type_ = TYPES[key]
+    type_ = SETTING_TYPES[key]
     if typing.get_origin(type_) is tuple:
-        return _convert_list(key, value, where)
+        return _coerce_list(key, value, origin)
     if typing.get_origin(type_) is Literal:
-        words = typing.get_args(type_)
-        if value in words:
+        choices = typing.get_args(type_)
+        if value in choices:
             return value
-        if now := RENAMED.get(f"{key} {value}"):
-            raise UserError(f"{where}: {key} {value!r} was renamed; use {now}")
-        advice = OF_VALUES.get(f"{key} {value}", f"use one of {', '.join(words)}")
-        raise UserError(f"{where}: {key} is {value!r}; {advice}")
-    if key in READERS:
-        return _read_by(READERS[key], value, where)
-    if _is(value, type_):
+        if new_name := RENAMED.get(f"{key} {value}"):
+            raise UserError(f"{origin}: {key} {value!r} was renamed; use {new_name}")
+        advice = VALUE_ADVICE.get(f"{key} {value}", f"use one of {', '.join(choices)}")
+        raise UserError(f"{origin}: {key} is {value!r}; {advice}")
+    if key in PARSERS:
+        return _parse_with(PARSERS[key], value, origin)
+    if _has_type(value, type_):
         return type_(value)
-    raise UserError(f"{where}: {key} is {value!r}; use {NAMES[type_][0]}")
+    raise UserError(f"{origin}: {key} is {value!r}; use {TYPE_NAMES[type_][0]}")
 
 
-def _read_by(reads: Callable[[str], object], value: Json, where: str) -> str:
+def _parse_with(parser: Callable[[str], object], value: Json, origin: str) -> str:
     text = str(value) if isinstance(value, str | int) and not isinstance(value, bool) else json.dumps(value)
     try:
-        reads(text)
+        parser(text)
     except UserError as fault:
-        raise UserError(f"{where}: {fault}") from None
+        raise UserError(f"{origin}: {fault}") from None
     return text
 
 
-def _convert_list(key: str, value: Json, where: str) -> tuple[Json, ...]:
-    allowed = typing.get_args(TYPES[key])
-    inner, is_free = allowed[0], allowed[-1] is Ellipsis
+def _coerce_list(key: str, value: Json, origin: str) -> tuple[Json, ...]:
+    item_types = typing.get_args(SETTING_TYPES[key])
+    item_type, is_any_length = item_types[0], item_types[-1] is Ellipsis
     if (
         isinstance(value, list | tuple)
-        and (is_free or len(value) == len(allowed))
-        and all(_is(each, inner) for each in value)
+        and (is_any_length or len(value) == len(item_types))
+        and all(_has_type(item, item_type) for item in value)
     ):
-        return tuple(inner(each) for each in value)
-    takes = "a list of" if is_free else str(len(allowed))
-    raise UserError(f"{where}: {key} is {value!r}; use {takes} {NAMES[inner][1]}")
+        return tuple(item_type(item) for item in value)
+    expected = "a list of" if is_any_length else str(len(item_types))
+    raise UserError(f"{origin}: {key} is {value!r}; use {expected} {TYPE_NAMES[item_type][1]}")
 
 
-def _is(value: Json, type_: type) -> bool:
+def _has_type(value: Json, type_: type) -> bool:
     if isinstance(value, int) and abs(value) > MAX_INT:
         return False
     if type_ is float:
@@ -369,7 +392,7 @@ def _is(value: Json, type_: type) -> bool:
     return isinstance(value, type_) and (type_ is bool or not isinstance(value, bool))
 
 
-def _from_text(text: str, type_: Any, flag: str) -> Json:
+def _parse_flag(text: str, type_: Any, flag: str) -> Json:
     """Parse a flag's text as its setting's type; return text that does not parse unchanged."""
     if typing.get_origin(type_) is tuple:
         if text.startswith("["):
@@ -377,8 +400,8 @@ def _from_text(text: str, type_: Any, flag: str) -> Json:
                 return json.loads(text)
             except (ValueError, RecursionError):
                 raise UserError(f'{flag}: {text!r} is not a list; write it as a,b or ["a", "b"]') from None
-        inner = typing.get_args(type_)[0]
-        return [_from_text(part, inner, flag) for part in text.split(",") if part]
+        item_type = typing.get_args(type_)[0]
+        return [_parse_flag(part, item_type, flag) for part in text.split(",") if part]
     if type_ is bool:
         return SWITCHES.get(text.lower(), text)
     if type_ in (int, float):
@@ -387,29 +410,29 @@ def _from_text(text: str, type_: Any, flag: str) -> Json:
     return text
 
 
-def _texts_of(text: str) -> list[str]:
+def _parse_texts(text: str) -> list[str]:
     """Parse a flag's value as texts: one per line, or a JSON list.
 
     Commas and brackets are part of a text: "[INST] Hi, you".
     """
     with contextlib.suppress(ValueError, RecursionError):
-        if isinstance(found := json.loads(text), list) and all(isinstance(each, str) for each in found):
-            return found
+        if isinstance(parsed := json.loads(text), list) and all(isinstance(item, str) for item in parsed):
+            return parsed
     return [line for line in text.replace("\r\n", "\n").split("\n") if line.strip()] or [text]
 
 
-def _line_of(text: str, section: str, key: str | None = None) -> int:
+def _find_line(text: str, section: str, key: str | None = None) -> int:
     """Return the number of the line that holds a key; tomllib does not report it."""
-    wanted = {(section, key), ("", section), ("", f"{section}.{key}"), (f"{section}.{key}", None)}
+    targets = {(section, key), ("", section), ("", f"{section}.{key}"), (f"{section}.{key}", None)}
     current = ""
     for number, line in enumerate(text.splitlines(), 1):
         name = None  # a heading: the section itself
         if heading := re.match(r"\s*\[{1,2}\s*([\w.\"'-]+)\s*\]", line):
             current = heading[1].strip("\"'")
-        elif named := re.match(r"\s*[\"']?([\w.-]+?)[\"']?\s*=", line):
-            name = named[1]
+        elif assignment := re.match(r"\s*[\"']?([\w.-]+?)[\"']?\s*=", line):
+            name = assignment[1]
         else:
             continue
-        if (current, name) in wanted:
+        if (current, name) in targets:
             return number
     return 1

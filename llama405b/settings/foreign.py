@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-TABLES = Path(__file__).parent / "tables"
-WORDS = "words"
+TABLE_DIR = Path(__file__).parent / "tables"
+FLAG_TABLE = "words"
 # The tables to search for a program's keys, in order: its own first.
-PROGRAMS = {
+PROGRAM_TABLES = {
     "axolotl": ("axolotl", "accelerate", "transformers"),
     "llama-factory": ("llama-factory", "transformers", "accelerate"),
     "torchtune": ("torchtune",),
@@ -26,7 +26,7 @@ PROGRAMS = {
 }
 
 
-class Row(NamedTuple):
+class ForeignKey(NamedTuple):
     """What another program's key maps to.
 
     ``setting`` is a setting, part of one (@name), nothing (''), something unsupported (!) or something that differs here (~).
@@ -39,28 +39,36 @@ class Row(NamedTuple):
 
 
 @functools.cache
-def table(name: str) -> Mapping[str, Row]:
+def foreign_keys(name: str) -> Mapping[str, ForeignKey]:
     """Return a table's rows by key."""
-    with (TABLES / f"{name}.csv").open(encoding="utf-8", newline="") as file:
-        return {row["key"]: Row(**row) for row in csv.DictReader(file)}
+    with (TABLE_DIR / f"{name}.csv").open(encoding="utf-8", newline="") as file:
+        return {row["key"]: ForeignKey(**row) for row in csv.DictReader(file)}
 
 
-def row_of(key: str, program: str) -> Row | None:
+def find_recipe_key(key: str, program: str) -> ForeignKey | None:
     """Return the row of a recipe's key, else of its longest prefix that ends in a star; None if unknown."""
-    for each in PROGRAMS[program]:
-        if found := table(each).get(key):
-            return found
-    begins = [row for each in PROGRAMS[program] for row in table(each).values() if row.key.endswith("*")]
+    for table_name in PROGRAM_TABLES[program]:
+        if match := foreign_keys(table_name).get(key):
+            return match
+    prefixes = [
+        row
+        for table_name in PROGRAM_TABLES[program]
+        for row in foreign_keys(table_name).values()
+        if row.key.endswith("*")
+    ]
     return max(
-        (row for row in begins if f"{key}.".startswith(row.key[:-1])), key=lambda row: len(row.key), default=None
+        (row for row in prefixes if f"{key}.".startswith(row.key[:-1])), key=lambda row: len(row.key), default=None
     )
 
 
-def word(flag: str) -> Row | None:
+def find_flag(flag: str) -> ForeignKey | None:
     """Return the row of a flag that people type, or None.
 
     Flags are like ``learning_rate``, or like another program's ``optimizer.lr``.
     """
-    last = flag.rpartition(".")[2]
-    found = [table(WORDS).get(last), *(table(each).get(name) for name in (flag, last) for each in PROGRAMS)]
-    return next((row for row in found if row and not row.setting.startswith("@")), None)
+    leaf = flag.rpartition(".")[2]
+    matches = [
+        foreign_keys(FLAG_TABLE).get(leaf),
+        *(foreign_keys(table_name).get(name) for name in (flag, leaf) for table_name in PROGRAM_TABLES),
+    ]
+    return next((row for row in matches if row and not row.setting.startswith("@")), None)

@@ -15,15 +15,15 @@ import operator
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
-from llama405b.contract.checkpoints import LEAST_KEPT, NAMES
-from llama405b.contract.errors import UserError, counted, given, last_of
-from llama405b.settings.foreign import word
+from llama405b.contract.checkpoints import MIN_KEPT, SETTING_NAMES
+from llama405b.contract.errors import UserError, fmt_if, last_or, pluralize
+from llama405b.settings.foreign import find_flag
 from llama405b.settings.schema import (
+    ADAPTER_TARGETS,
     FP32_MASTERS,
-    TARGETS,
+    SETTING_TYPES,
     TRACKERS,
-    TRAINED_ON,
-    TYPES,
+    TRAIN_ON_ROLES,
     Adapter,
     Config,
     Data,
@@ -33,18 +33,18 @@ from llama405b.settings.schema import (
     Parallel,
     Tracking,
     Training,
-    fields,
+    setting_fields,
 )
 
-WAY = (
+GROUP_HINT = (
     'write a name pattern with lr_factor, weight_decay or both, like "model.embed_tokens.* lr_factor=0.1 weight_decay=0", '
     'or with frozen=true, like "model.embed_tokens.* frozen=true"'
 )
-KEYS = ("lr_factor", "weight_decay")
+GROUP_KEYS = ("lr_factor", "weight_decay")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Group:
+class ParameterGroup:
     """Parameters whose names in the model's files match a shell pattern."""
 
     pattern: str
@@ -53,7 +53,7 @@ class Group:
     frozen: bool = False  # no gradient and no moments
 
     @classmethod
-    def read(cls, text: str) -> "Group":
+    def parse(cls, text: str) -> "ParameterGroup":
         """Parse ``PATTERN lr_factor=X weight_decay=Y``, or ``PATTERN frozen=true``.
 
         Raises:
@@ -65,26 +65,29 @@ class Group:
             return cls(pattern, frozen=True)
         for pair in pairs:
             name, _, number = pair.partition("=")
-            values[name] = _number(number)
+            values[name] = _parse_number(number)
         if not (
-            pattern and values.keys() <= {*KEYS} and values and all(0 <= each < math.inf for each in values.values())
+            pattern
+            and values.keys() <= {*GROUP_KEYS}
+            and values
+            and all(0 <= value < math.inf for value in values.values())
         ):
-            raise UserError(f"optimizer.groups has {text!r}; {WAY}")
+            raise UserError(f"optimizer.groups has {text!r}; {GROUP_HINT}")
         return cls(pattern, values.get("lr_factor", 1.0), values.get("weight_decay"))
 
-    def has(self, name: str) -> bool:
+    def matches(self, name: str) -> bool:
         """Return whether a parameter belongs to the group."""
         return fnmatch.fnmatchcase(name, self.pattern)
 
 
-def group_of(groups: Iterable[Group], name: str) -> Group | None:
+def find_group(groups: Iterable[ParameterGroup], name: str) -> ParameterGroup | None:
     """Return the first group that matches a parameter; None if no group does."""
-    return next((group for group in groups if group.has(name)), None)
+    return next((group for group in groups if group.matches(name)), None)
 
 
 def is_frozen(texts: Sequence[str], name: str) -> bool:
     """Return whether the groups, given as texts, freeze a parameter."""
-    return bool(texts) and (group_of(map(Group.read, texts), name) or Group(name)).frozen
+    return bool(texts) and (find_group(map(ParameterGroup.parse, texts), name) or ParameterGroup(name)).frozen
 
 
 def check_groups(texts: Sequence[str], names: Iterable[str], parallel: Parallel) -> None:
@@ -93,37 +96,37 @@ def check_groups(texts: Sequence[str], names: Iterable[str], parallel: Parallel)
     Raises:
         UserError: A group matches no parameter, every parameter is frozen, or FSDP1 would have to freeze some.
     """
-    known = list(names)
-    frozen = [name for name in known if is_frozen(texts, name)]
-    why = ""
-    if len(frozen) == len(known):
-        why = "every parameter is frozen, so nothing would be trained; leave out a pattern"
-    elif frozen and parallel.by_fsdp1:
-        why = "fsdp1 flattens a unit's parameters into one tensor and cannot freeze some of them; use fsdp2"
-    if why:
-        raise UserError(f"--optimizer.groups: {why}")
-    for group in map(Group.read, texts):
-        if not any(map(group.has, known)):
+    all_names = list(names)
+    frozen = [name for name in all_names if is_frozen(texts, name)]
+    problem = ""
+    if len(frozen) == len(all_names):
+        problem = "every parameter is frozen, so nothing would be trained; leave out a pattern"
+    elif frozen and parallel.is_fsdp1:
+        problem = "fsdp1 flattens a unit's parameters into one tensor and cannot freeze some of them; use fsdp2"
+    if problem:
+        raise UserError(f"--optimizer.groups: {problem}")
+    for group in map(ParameterGroup.parse, texts):
+        if not any(map(group.matches, all_names)):
             raise UserError(
-                f"--optimizer.groups: {group.pattern!r} matches no parameter; names look like {known[0]}, {known[-1]}"
+                f"--optimizer.groups: {group.pattern!r} matches no parameter; names look like {all_names[0]}, {all_names[-1]}"
             )
 
 
-def group_text(table: Mapping[str, object]) -> str:
-    """Format a table of ``[[optimizer.groups]]`` as ``Group.read`` reads it."""
+def format_group(table: Mapping[str, object]) -> str:
+    """Format a table of ``[[optimizer.groups]]`` as ``ParameterGroup.parse`` reads it."""
     return " ".join(
         [str(table.get("names", "")), *(f"{key}={value}" for key, value in table.items() if key != "names")]
     )
 
 
-def _number(text: str) -> float:
+def _parse_number(text: str) -> float:
     try:
         return float(text)
     except ValueError:
         return math.nan
 
 
-LIKENESS = 0.8  # 0 to 1; below this a suggestion would be a guess
+MIN_SIMILARITY = 0.8  # 0 to 1; below this a suggestion would be a guess
 # Names of settings and of their values before 0.2.0.
 RENAMED = {
     "data.learn": "data.train_on", "training.on_spike": "training.on_loss_spike", "training.spike": "training.loss_spike_factor",
@@ -136,7 +139,7 @@ NO_QLORA = (
     "into unquantized ones; use lora, with --parallel.offload all if the BF16 weights do not fit"
 )
 # Advice for values that a setting does not have.
-OF_VALUES = {
+VALUE_ADVICE = {
     **{f"adapter.kind {name}": NO_QLORA for name in ("qlora", "4bit", "nf4")},
     **{
         f"parallel.strategy {name}": f"use {name.lower()}"
@@ -151,52 +154,54 @@ OF_VALUES = {
 }
 
 
-OURS = {key.rpartition(".")[2] for key in TYPES}  # last parts of our settings' names
+OWN_NAMES = {key.rpartition(".")[2] for key in SETTING_TYPES}  # last parts of our settings' names
 
 
-def instead_of(name: str) -> str:
+def foreign_advice(name: str) -> str:
     """Return what to use instead of another program's flag or setting, as a clause; '' if unknown."""
-    plain = _plain(name)
-    found = None if plain.rpartition(".")[2] in OURS else word(plain)
-    return found.why if found and found.setting in ("", "!") else ""
+    normalized = _normalize(name)
+    foreign = None if normalized.rpartition(".")[2] in OWN_NAMES else find_flag(normalized)
+    return foreign.why if foreign and foreign.setting in ("", "!") else ""
 
 
-def suggestion(name: str, settings: Collection[str], options: Iterable[str] = ()) -> str:
+def suggest_setting(name: str, settings: Collection[str], options: Iterable[str] = ()) -> str:
     """Return `` (did you mean 'optimizer.lr'?)`` for an unknown setting or option, or '' if nothing is near.
 
     The last part of a name counts more than its section, and an equal name more than a similar one. Similar names are searched only in
     the section of that name, if there is one.
     """
-    plain = _plain(name)
-    section, _, last = plain.rpartition(".")
+    normalized = _normalize(name)
+    section, _, leaf = normalized.rpartition(".")
     by_last: dict[str, list[str]] = {}
     for key in settings:
         by_last.setdefault(key.rpartition(".")[2], []).append(key)
-    by_option = {f"--{_plain(option)}": [option] for option in options}
-    foreign = word(plain)
-    found = (
-        by_option.get(f"--{plain}")
-        or by_last.get(last)
+    by_option = {f"--{_normalize(option)}": [option] for option in options}
+    foreign = find_flag(normalized)
+    matches = (
+        by_option.get(f"--{normalized}")
+        or by_last.get(leaf)
         or [row.setting for row in [foreign] if row and row.setting in settings]
     )
-    if not found:
-        near = difflib.get_close_matches(f"--{plain}", by_option, 1, LIKENESS) if plain == last else []
-        found = [option for each in near for option in by_option[each]]
-    if not found:
-        within = [key for key in settings if key.startswith(f"{section}.")] or list(settings)
-        near = difflib.get_close_matches(last, [key.rpartition(".")[2] for key in within], 1, LIKENESS)
-        found = [key for key in within if key.rpartition(".")[2] in near]
-    return given(" (did you mean {}?)", " or ".join(map(repr, found)))
+    if not matches:
+        similar = (
+            difflib.get_close_matches(f"--{normalized}", by_option, 1, MIN_SIMILARITY) if normalized == leaf else []
+        )
+        matches = [option for flag in similar for option in by_option[flag]]
+    if not matches:
+        candidates = [key for key in settings if key.startswith(f"{section}.")] or list(settings)
+        similar = difflib.get_close_matches(leaf, [key.rpartition(".")[2] for key in candidates], 1, MIN_SIMILARITY)
+        matches = [key for key in candidates if key.rpartition(".")[2] in similar]
+    return fmt_if(" (did you mean {}?)", " or ".join(map(repr, matches)))
 
 
-def _plain(name: str) -> str:
+def _normalize(name: str) -> str:
     return name.lstrip("-").replace("-", "_").lower()
 
 
-ALL = "all"  # allow every change
+ALL_CHANGES = "all"  # allow every change
 STEPS, EPOCHS = "training.max_steps", "training.epochs"
-CHANGES = (
-    *(name for name in NAMES.values() if name != "adapter"),
+COMPARED_SETTINGS = (
+    *(name for name in SETTING_NAMES.values() if name != "adapter"),
     *(f"optimizer.{field.name}" for field in dataclasses.fields(Optimizer)),
     STEPS,
     "data.template_date",
@@ -210,29 +215,29 @@ ABOVE_ZERO = (  # other numbers may be 0
     "checkpoint.mtbf", "checkpoint.after_save_limit",
 )  # fmt: skip
 # Settings of fsdp1 alone, with their defaults.
-OF_FSDP1 = [
+FSDP1_DEFAULTS = [
     (name, getattr(Parallel(), name)) for name in ("sharding_strategy", "backward_prefetch", "limit_all_gathers")
 ]
 Fault = tuple[str, str]  # the setting, and a message that follows its name
 
 
-def faults_of(config: Config) -> Iterator[Fault]:
+def find_faults(config: Config) -> Iterator[Fault]:
     """Yield every fault of a configuration that can be found without ranks."""
-    yield from _out_of_range(config)
-    yield from _of_model(config.model, config.parallel, config.adapter)
-    yield from _of_adapter(config.adapter, config.parallel)
-    yield from _of_kernels(config.model, config.parallel)
-    yield from _of_data(config.data)
-    yield from _of_training(config.training, config.optimizer)
-    yield from _of_saving(config)
-    yield from _of_evaluation(config)
-    yield from _of_tracking(config.tracking)
-    yield from _of_parallel(config.parallel)
-    yield from _of_moments(config.parallel, config.optimizer)
+    yield from _check_ranges(config)
+    yield from _check_model(config.model, config.parallel, config.adapter)
+    yield from _check_adapter(config.adapter, config.parallel)
+    yield from _check_kernels(config.model, config.parallel)
+    yield from _check_data(config.data)
+    yield from _check_training(config.training, config.optimizer)
+    yield from _check_checkpoint(config)
+    yield from _check_evaluation(config)
+    yield from _check_tracking(config.tracking)
+    yield from _check_parallel(config.parallel)
+    yield from _check_moments(config.parallel, config.optimizer)
 
 
-def _out_of_range(config: Config) -> Iterator[Fault]:
-    for key, type_, _, _ in fields():
+def _check_ranges(config: Config) -> Iterator[Fault]:
+    for key, type_, _, _ in setting_fields():
         value = operator.attrgetter(key)(config)
         if type_ in (int, float) and value <= 0 and key in ABOVE_ZERO:
             yield key, f"{key} is {value}; it must be above 0"
@@ -240,14 +245,14 @@ def _out_of_range(config: Config) -> Iterator[Fault]:
             yield key, f"{key} is {value}; it must be at least 0"
 
 
-def _of_model(model: Model, parallel: Parallel, adapter: Adapter) -> Iterator[Fault]:
+def _check_model(model: Model, parallel: Parallel, adapter: Adapter) -> Iterator[Fault]:
     if not model.path:
         yield "model.path", "no model given; name a checkpoint directory or a preset"
     if model.attention not in ("auto", "sdpa", "eager") and parallel.numerics == "fp32":
         yield "model.attention", f"{model.attention} computes in BF16 only; use sdpa, or numerics other than fp32"
-    if model.resize_vocabulary and parallel.by_fsdp1:
+    if model.resize_vocabulary and parallel.is_fsdp1:
         yield "model.resize_vocabulary", "fsdp1 loads the model exactly as its files store it; use fsdp2"
-    if model.resize_vocabulary and adapter.trains:
+    if model.resize_vocabulary and adapter.is_enabled:
         yield (
             "model.resize_vocabulary",
             "adapters do not train embeddings, so new ones would stay untrained; leave one of the two out",
@@ -256,8 +261,8 @@ def _of_model(model: Model, parallel: Parallel, adapter: Adapter) -> Iterator[Fa
         yield "model.activations", "no effect without activation checkpointing; leave it out, or use full"
 
 
-def _of_kernels(model: Model, parallel: Parallel) -> Iterator[Fault]:
-    if parallel.numerics == "fp8" and (parallel.by_fsdp1 or parallel.tp > 1):
+def _check_kernels(model: Model, parallel: Parallel) -> Iterator[Fault]:
+    if parallel.numerics == "fp8" and (parallel.is_fsdp1 or parallel.tp > 1):
         yield "parallel.numerics", "fp8 needs layers that only FSDP2 shards; use fp32-master, or fsdp2 with tp 1"
     if parallel.numerics == "fp8" and model.fused:
         yield "model.fused", "a fused MLP computes in BF16, not FP8; leave it out, as compile fuses FP8 layers"
@@ -272,7 +277,7 @@ def _of_kernels(model: Model, parallel: Parallel) -> Iterator[Fault]:
             "model.compile",
             "in a compiled layer torch cannot tell operators apart; use activation_checkpointing full, every:N or none",
         )
-    if parallel.by_fsdp1 or "LlamaDecoderLayer" not in parallel.wrap:
+    if parallel.is_fsdp1 or "LlamaDecoderLayer" not in parallel.wrap:
         yield (
             "model.compile",
             "FSDP's units must be whole layers; use fsdp2 and wrap LlamaDecoderLayer,Embedding, or leave it out",
@@ -281,8 +286,8 @@ def _of_kernels(model: Model, parallel: Parallel) -> Iterator[Fault]:
         yield "model.compile", f"layers that {split[0]} splits cannot be compiled; leave it out, or use {split[0]} 1"
 
 
-def _of_adapter(adapter: Adapter, parallel: Parallel) -> Iterator[Fault]:
-    if not adapter.trains:
+def _check_adapter(adapter: Adapter, parallel: Parallel) -> Iterator[Fault]:
+    if not adapter.is_enabled:
         for name, default in dataclasses.asdict(Adapter()).items():
             if getattr(adapter, name) != default:
                 yield (
@@ -290,15 +295,15 @@ def _of_adapter(adapter: Adapter, parallel: Parallel) -> Iterator[Fault]:
                     "no effect without an adapter; add --adapter.kind lora, or leave it out",
                 )
         return
-    if unknown := [name for name in adapter.targets if name not in TARGETS]:
-        near = suggestion(unknown[0], TARGETS)
+    if unknown := [name for name in adapter.targets if name not in ADAPTER_TARGETS]:
+        hint = suggest_setting(unknown[0], ADAPTER_TARGETS)
         yield (
             "adapter.targets",
-            f"{unknown[0]!r} is not a linear layer of a decoder layer{near}; choose from {', '.join(TARGETS)}",
+            f"{unknown[0]!r} is not a linear layer of a decoder layer{hint}; choose from {', '.join(ADAPTER_TARGETS)}",
         )
     if not adapter.targets or len({*adapter.targets}) < len(adapter.targets):
         yield "adapter.targets", "the list is empty or names a layer twice; name each linear layer once"
-    if parallel.by_fsdp1:
+    if parallel.is_fsdp1:
         yield (
             "adapter.kind",
             "fsdp1 flattens a unit's parameters into one tensor and cannot freeze some of them; use fsdp2",
@@ -312,7 +317,7 @@ def _of_adapter(adapter: Adapter, parallel: Parallel) -> Iterator[Fault]:
         )
 
 
-def _of_data(data: Data) -> Iterator[Fault]:
+def _check_data(data: Data) -> Iterator[Fault]:
     if not data.paths:
         yield "data.paths", "no data given; name files, folders or globs"
     if data.fields and not _names_a_document(data.fields):
@@ -320,16 +325,16 @@ def _of_data(data: Data) -> Iterator[Fault]:
             "data.fields",
             "the fields do not make up a document; write text=FIELD, or prompt=FIELD,completion=FIELD, or messages=FIELD[,tools=FIELD]",
         )
-    if unknown := [role for role in data.train_on if role not in TRAINED_ON]:
-        near = suggestion(unknown[0], TRAINED_ON)
-        yield "data.train_on", f"{unknown[0]!r} is not a role{near}; choose from {', '.join(TRAINED_ON)}"
+    if unknown := [role for role in data.train_on if role not in TRAIN_ON_ROLES]:
+        hint = suggest_setting(unknown[0], TRAIN_ON_ROLES)
+        yield "data.train_on", f"{unknown[0]!r} is not a role{hint}; choose from {', '.join(TRAIN_ON_ROLES)}"
     for argument in data.template_arguments:
         if not re.fullmatch(r"\w+=.*", argument, re.DOTALL):
             yield "data.template_arguments", f"{argument!r} has no value; write NAME=VALUE, like enable_thinking=false"
     if data.template_date and not _is_date(data.template_date):
         yield "data.template_date", f"{data.template_date!r} is not a date; write it like 2026-11-28"
     if data.weights and len(data.weights) != len(data.paths):
-        counts = f"{counted(len(data.weights), 'weight')} for {counted(len(data.paths), 'path')}"
+        counts = f"{pluralize(len(data.weights), 'weight')} for {pluralize(len(data.paths), 'path')}"
         yield "data.weights", f"{counts}; give one for each"
     if not all(weight > 0 for weight in data.weights):
         yield "data.weights", "each weight must be above 0; leave out the paths that should not be read"
@@ -349,7 +354,7 @@ def _is_date(text: str) -> bool:
     return False
 
 
-def _of_training(training: Training, optimizer: Optimizer) -> Iterator[Fault]:
+def _check_training(training: Training, optimizer: Optimizer) -> Iterator[Fault]:
     factor, betas = training.loss_spike_factor, list(optimizer.betas)
     if optimizer.warmup > 1 and optimizer.warmup % 1:
         yield (
@@ -368,52 +373,52 @@ def _of_training(training: Training, optimizer: Optimizer) -> Iterator[Fault]:
         yield "optimizer.decay_steps", f"{optimizer.decay_steps} is more than max_steps, {training.max_steps}; lower it"
     for text in optimizer.groups:
         try:
-            Group.read(text)
+            ParameterGroup.parse(text)
         except UserError as fault:
             yield "optimizer.groups", str(fault)
     if not all(0 <= beta < 1 for beta in betas):
         yield "optimizer.betas", f"betas are {betas}; each must be at least 0 and below 1"
 
 
-def _of_saving(config: Config) -> Iterator[Fault]:
-    saving = config.checkpoint
-    saves = saving.cadence.saves
-    if saves and saving.keep < LEAST_KEPT:
+def _check_checkpoint(config: Config) -> Iterator[Fault]:
+    checkpoint = config.checkpoint
+    is_saving = checkpoint.cadence.is_enabled
+    if is_saving and checkpoint.keep < MIN_KEPT:
         yield (
             "checkpoint.keep",
-            f"checkpoint.keep is {saving.keep}; keep at least {LEAST_KEPT}, so that one always verifies",
+            f"checkpoint.keep is {checkpoint.keep}; keep at least {MIN_KEPT}, so that one always verifies",
         )
-    if saving.keep_best and not (config.evaluation.evaluates and saves):
+    if checkpoint.keep_best and not (config.evaluation.is_enabled and is_saving):
         yield (
             "checkpoint.keep_best",
             "the run would not evaluate, or not save; set evaluation.every and checkpoint.every",
         )
-    if saving.after_save and not saves:
+    if checkpoint.after_save and not is_saving:
         yield "checkpoint.after_save", "checkpoint.every is 0, so nothing is saved; set that, or leave after_save out"
-    if saving.delete_unsent and not saving.after_save:
+    if checkpoint.delete_unsent and not checkpoint.after_save:
         yield "checkpoint.delete_unsent", "no effect without after_save; leave it out"
-    if unknown := [name for name in saving.allow_changes if name not in (*CHANGES, ALL)]:
-        near = suggestion(last_of(unknown), CHANGES)
-        names = ", ".join((*CHANGES, ALL))
+    if unknown := [name for name in checkpoint.allow_changes if name not in (*COMPARED_SETTINGS, ALL_CHANGES)]:
+        hint = suggest_setting(last_or(unknown), COMPARED_SETTINGS)
+        names = ", ".join((*COMPARED_SETTINGS, ALL_CHANGES))
         yield (
             "checkpoint.allow_changes",
-            f"{last_of(unknown)!r} is not a setting that a resume compares{near}; use {names}",
+            f"{last_or(unknown)!r} is not a setting that a resume compares{hint}; use {names}",
         )
-    if saving.replicas > 1:
+    if checkpoint.replicas > 1:
         yield "checkpoint.replicas", "checkpoint.replicas is above 1; use 0 or 1"
 
 
-def _of_evaluation(config: Config) -> Iterator[Fault]:
+def _check_evaluation(config: Config) -> Iterator[Fault]:
     evaluation = config.evaluation
-    if evaluation.evaluates and not (evaluation.paths or evaluation.fraction):
+    if evaluation.is_enabled and not (evaluation.paths or evaluation.fraction):
         yield "evaluation.every", "no data to evaluate on; set evaluation.paths or evaluation.fraction"
-    if evaluation.paths and not evaluation.evaluates:
+    if evaluation.paths and not evaluation.is_enabled:
         yield (
             "evaluation.every",
             "evaluation.every is 0, so evaluation.paths would not be used; set it to a number of steps",
         )
     if evaluation.prompts:
-        if not evaluation.evaluates:
+        if not evaluation.is_enabled:
             yield (
                 "evaluation.prompts",
                 "evaluation.every is 0, so prompts would not be used; set it to a number of steps",
@@ -431,46 +436,46 @@ def _of_evaluation(config: Config) -> Iterator[Fault]:
         yield "evaluation.fraction", f"fraction is {evaluation.fraction:g}; use at most 0.5"
 
 
-def _of_tracking(tracking: Tracking) -> Iterator[Fault]:
+def _check_tracking(tracking: Tracking) -> Iterator[Fault]:
     if unknown := [name for name in tracking.to if name not in TRACKERS]:
         yield (
             "tracking.to",
-            f"{unknown[0]!r} is not a known tracker{suggestion(unknown[0], TRACKERS)}; use {', '.join(TRACKERS)}",
+            f"{unknown[0]!r} is not a known tracker{suggest_setting(unknown[0], TRACKERS)}; use {', '.join(TRACKERS)}",
         )
     for name, default in dataclasses.asdict(Tracking()).items():
         if name != "to" and "wandb" not in tracking.to and getattr(tracking, name) != default:
             yield f"tracking.{name}", "no effect without W&B; add --tracking.to wandb, or leave it out"
 
 
-def _of_parallel(parallel: Parallel) -> Iterator[Fault]:
-    if parallel.by_fsdp1 and parallel.device == "cpu":
+def _check_parallel(parallel: Parallel) -> Iterator[Fault]:
+    if parallel.is_fsdp1 and parallel.device == "cpu":
         yield "parallel.strategy", "torch does not support fsdp1 on CPU; use fsdp2"
-    if parallel.offload == "optimizer" and parallel.by_fsdp1:
+    if parallel.offload == "optimizer" and parallel.is_fsdp1:
         yield "parallel.offload", "optimizer needs fsdp2; use it, or all"
     if parallel.offload == "optimizer" and parallel.numerics not in FP32_MASTERS:
         yield (
             "parallel.offload",
             "optimizer keeps FP32 weights in CPU memory and BF16 ones on the GPU; use all, or numerics fp32-master",
         )
-    if parallel.by_fsdp1 and parallel.numerics == "bf16-stochastic":
+    if parallel.is_fsdp1 and parallel.numerics == "bf16-stochastic":
         yield (
             "parallel.numerics",
             "stochastic rounding numbers each weight's elements, which fsdp1 flattens; use fsdp2, or pure-bf16",
         )
-    yield from _of_axes(parallel)
-    yield from _of_units(parallel)
-    if not parallel.by_fsdp1:
+    yield from _check_axes(parallel)
+    yield from _check_units(parallel)
+    if not parallel.is_fsdp1:
         if parallel.forward_prefetch:
             yield "parallel.forward_prefetch", "no effect with FSDP2; use --parallel.prefetch 1, or fsdp1"
-        for name, default in OF_FSDP1:
+        for name, default in FSDP1_DEFAULTS:
             if getattr(parallel, name) != default:
                 yield f"parallel.{name}", "no effect with FSDP2; leave it out, or use fsdp1"
 
 
-def _of_units(parallel: Parallel) -> Iterator[Fault]:
+def _check_units(parallel: Parallel) -> Iterator[Fault]:
     """Check when FSDP gathers its units, and over which ranks it keeps them gathered."""
     for name in ("prefetch", "reshard_after_forward"):
-        if getattr(parallel, name) and (parallel.by_fsdp1 or parallel.of_strategy.keeps_weights):
+        if getattr(parallel, name) and (parallel.is_fsdp1 or parallel.strategy_spec.keeps_weights_gathered):
             yield (
                 f"parallel.{name}",
                 f"no effect with strategy {parallel.strategy}; leave it out, or use fsdp2",
@@ -481,7 +486,7 @@ def _of_units(parallel: Parallel) -> Iterator[Fault]:
             "parallel.prefetch",
             "units within a layer would stay gathered; leave it out, or use wrap LlamaDecoderLayer,Embedding",
         )
-    if parallel.prefetch and parallel.chunks > 1 and parallel.pp > 1:
+    if parallel.prefetch and parallel.virtual_stages > 1 and parallel.pp > 1:
         yield (
             "parallel.prefetch",
             "the interleaved schedule does not use units in order; leave it out, or use 1f1b",
@@ -495,9 +500,9 @@ def _of_units(parallel: Parallel) -> Iterator[Fault]:
         )
 
 
-def _of_axes(parallel: Parallel) -> Iterator[Fault]:
+def _check_axes(parallel: Parallel) -> Iterator[Fault]:
     sizes = {name: getattr(parallel, name) for name in ("tp", "cp", "pp")}
-    if parallel.of_strategy.chosen:
+    if parallel.strategy_spec.is_auto:
         for name in ("dp_replicate", *sizes):
             if getattr(parallel, name) != getattr(Parallel(), name):
                 yield (
@@ -509,9 +514,9 @@ def _of_axes(parallel: Parallel) -> Iterator[Fault]:
     for name, size in sizes.items():
         if size < 1:
             yield f"parallel.{name}", f"parallel.{name} is {size}; it must be at least 1"
-    if parallel.by_fsdp1 and (several := [name for name in ("dp_replicate", *sizes) if getattr(parallel, name) > 1]):
-        yield f"parallel.{several[0]}", "no effect with fsdp1; leave it out, or use fsdp2"
-    if parallel.offload != "none" and (parallel.dp_replicate > 1 or parallel.of_strategy.copies != "one"):
+    if parallel.is_fsdp1 and (split_axes := [name for name in ("dp_replicate", *sizes) if getattr(parallel, name) > 1]):
+        yield f"parallel.{split_axes[0]}", "no effect with fsdp1; leave it out, or use fsdp2"
+    if parallel.offload != "none" and (parallel.dp_replicate > 1 or parallel.strategy_spec.copies != "one"):
         yield (
             "parallel.offload",
             "torch may corrupt gradients that are offloaded if the model has copies (known bugs); use none, or strategy fsdp2 without "
@@ -519,26 +524,26 @@ def _of_axes(parallel: Parallel) -> Iterator[Fault]:
         )
 
 
-def _of_moments(parallel: Parallel, optimizer: Optimizer) -> Iterator[Fault]:
+def _check_moments(parallel: Parallel, optimizer: Optimizer) -> Iterator[Fault]:
     if parallel.moments != "bf16":
         return
     key, beta2 = "parallel.moments", optimizer.betas[1]
     if not parallel.updates_on_cpu:
         yield key, "bf16 moments need offload optimizer or all, and FSDP2; set them, or use fp32"
-    if parallel.in_bf16:
+    if parallel.is_bf16:
         yield (
             key,
             f"the moments are already BF16 with numerics {parallel.numerics}; use fp32 here, or numerics fp32-master",
         )
     if beta2 > MAX_BETA_BF16:
-        what = f"a step changes second moments by less than BF16 resolves where beta2 is {beta2:g}"
-        yield key, f"{what}; use fp32, or at most {MAX_BETA_BF16}"
+        reason = f"a step changes second moments by less than BF16 resolves where beta2 is {beta2:g}"
+        yield key, f"{reason}; use fp32, or at most {MAX_BETA_BF16}"
 
 
 def _names_a_document(names: Sequence[str]) -> bool:
     """Return whether ``data.fields`` names everything that a document needs, each once."""
-    ours = sorted(name.partition("=")[0].strip() for name in names if name.partition("=")[2])
-    return len(ours) == len(names) and ours in (
+    keys = sorted(name.partition("=")[0].strip() for name in names if name.partition("=")[2])
+    return len(keys) == len(names) and keys in (
         ["text"],
         ["completion", "prompt"],
         ["messages"],

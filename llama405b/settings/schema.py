@@ -12,18 +12,18 @@ from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any, Literal
 
-from llama405b.contract.errors import UserError, seconds, staging_bytes
-from llama405b.settings.strategies import STRATEGIES, Name, Strategy
+from llama405b.contract.errors import UserError, parse_seconds, parse_staging_bytes
+from llama405b.settings.strategies import STRATEGIES, Strategy, StrategyName
 
-FIRST_S = 600.0  # before the first save with auto, when the cost of a save is unknown
-LEAST_S = 60.0
-MOST_EXPONENT = 700.0  # math.exp overflows a float above about 709
+FIRST_INTERVAL_S = 600.0  # before the first save with auto, when the cost of a save is unknown
+MIN_INTERVAL_S = 60.0
+MAX_EXPONENT = 700.0  # math.exp overflows a float above about 709
 
 
 EPOCH = "epoch"  # of evaluation.every
 
 
-def read_evaluations(text: str) -> str:
+def parse_evaluation_interval(text: str) -> str:
     """Check and return ``100`` or ``epoch``; ``0``: never.
 
     Raises:
@@ -43,7 +43,7 @@ class Cadence:
     auto: bool = False
 
     @classmethod
-    def read(cls, text: str) -> "Cadence":
+    def parse(cls, text: str) -> "Cadence":
         """Parse ``100``, ``10m`` or ``auto``; ``0``: never.
 
         Raises:
@@ -53,32 +53,32 @@ class Cadence:
             return cls(auto=True)
         if text.isdecimal() and len(text) < 10:
             return cls(steps=int(text))
-        found = 0.0
+        duration_s = 0.0
         with contextlib.suppress(UserError):
-            found = seconds(text, "")
-        if not found or text[-1].isdecimal():
+            duration_s = parse_seconds(text, "")
+        if not duration_s or text[-1].isdecimal():
             raise UserError(
                 f"checkpoint.every is {text!r}; write a number of steps, a time like 10m, or auto; 0: never"
             )
-        return cls(seconds=found)
+        return cls(seconds=duration_s)
 
     @property
-    def saves(self) -> bool:
+    def is_enabled(self) -> bool:
         """Whether the run saves at all."""
         return self != Cadence()
 
-    def due(self, step: int, since_s: float, best_s: float) -> bool:
-        """Return whether to save after this step, ``since_s`` after the last save; ``best_s``: see ``best_interval``."""
+    def is_due(self, step: int, since_s: float, best_s: float) -> bool:
+        """Return whether to save after this step, ``since_s`` after the last save; ``best_s``: see ``best_interval_s``."""
         if self.steps:
             return step % self.steps == 0
-        return self.saves and since_s >= self.interval_s(0.0, best_s)
+        return self.is_enabled and since_s >= self.interval_s(0.0, best_s)
 
     def interval_s(self, step_s: float, best_s: float) -> float:
         """Return the seconds between saves for steps of ``step_s``; 0: unknown."""
         return self.steps * step_s or (best_s if self.auto else self.seconds)
 
 
-def best_interval(cost_s: float | None, restart_s: float, mtbf_s: float) -> float:
+def best_interval_s(cost_s: float | None, restart_s: float, mtbf_s: float) -> float:
     """Return the interval in seconds that loses the least time to saves and to steps a failure undoes.
 
     ``sqrt(2 C (M + R)) - C`` for saves that block for C, restarts that take R, and a mean time M between failures: J. T. Daly, A higher
@@ -87,30 +87,30 @@ def best_interval(cost_s: float | None, restart_s: float, mtbf_s: float) -> floa
     of 16,384 GPUs in 54 days).
     """
     if cost_s is None:
-        return FIRST_S
-    return max(LEAST_S, math.sqrt(2 * cost_s * (mtbf_s + restart_s)) - cost_s)
+        return FIRST_INTERVAL_S
+    return max(MIN_INTERVAL_S, math.sqrt(2 * cost_s * (mtbf_s + restart_s)) - cost_s)
 
 
-def share_that_counts(interval_s: float, cost_s: float, restart_s: float, mtbf_s: float) -> float:
+def useful_fraction(interval_s: float, cost_s: float, restart_s: float, mtbf_s: float) -> float:
     """Return the fraction of time spent on lasting steps, not on saves, restarts or undone steps.
 
-    ``t exp(-R / M) / (M (exp((t + C) / M) - 1))`` for t between saves: Daly's complete model (as for ``best_interval``, equation 20),
+    ``t exp(-R / M) / (M (exp((t + C) / M) - 1))`` for t between saves: Daly's complete model (as for ``best_interval_s``, equation 20),
     where failures come at random, and during saves and restarts as well.
     """
-    together = (interval_s + cost_s) / mtbf_s
-    if together > MOST_EXPONENT:
+    exponent = (interval_s + cost_s) / mtbf_s
+    if exponent > MAX_EXPONENT:
         return 0.0
-    return interval_s / mtbf_s * math.exp(-restart_s / mtbf_s) / math.expm1(together)
+    return interval_s / mtbf_s * math.exp(-restart_s / mtbf_s) / math.expm1(exponent)
 
 
 Numerics = Literal["fp32-master", "fp8", "pure-bf16", "bf16-stochastic", "fp32"]
 FP32_MASTERS = ("fp32-master", "fp8")  # FP32 weights, gradients and moments; gathered in BF16
-IN_BF16 = ("pure-bf16", "bf16-stochastic")  # weights, gradients and moments; both take the same memory
+BF16_NUMERICS = ("pure-bf16", "bf16-stochastic")  # weights, gradients and moments; both take the same memory
 PipelineSchedule = Literal["1f1b", "interleaved", "gpipe"]
 Offload = Literal["none", "optimizer", "all"]
 Moments = Literal["fp32", "bf16"]
-LossOf = Literal["logits", "parts"]
-TARGETS = (
+LossMode = Literal["logits", "parts"]
+ADAPTER_TARGETS = (
     "q_proj",
     "k_proj",
     "v_proj",
@@ -121,12 +121,16 @@ TARGETS = (
 )  # linear layers that can have an adapter
 Activations = Literal["device", "host"]
 TRACKERS = ("wandb", "tensorboard")
-LOSS_PART = 16_384  # vocabulary entries; at least the hidden size, so that their logits take no less than the gradient of hidden states
+VOCAB_CHUNK = 16_384  # vocabulary entries; at least the hidden size, so that their logits take no less than the gradient of hidden states
 # Cost of each choice of numerics, in bytes per parameter: weight + gradient + two moments.
-BYTES_PER_PARAMETER = {**dict.fromkeys(FP32_MASTERS, 4 + 4 + 8), **dict.fromkeys(IN_BF16, 2 + 2 + 4), "fp32": 4 + 4 + 8}
+BYTES_PER_PARAMETER = {
+    **dict.fromkeys(FP32_MASTERS, 4 + 4 + 8),
+    **dict.fromkeys(BF16_NUMERICS, 2 + 2 + 4),
+    "fp32": 4 + 4 + 8,
+}
 COMPUTE_BYTES = {
     **dict.fromkeys(FP32_MASTERS, 2),
-    **dict.fromkeys(IN_BF16, 2),
+    **dict.fromkeys(BF16_NUMERICS, 2),
     "fp32": 4,
 }  # bytes of a gathered parameter
 
@@ -179,7 +183,7 @@ class Model:
     weights: Literal["files", "random"] = option("files", "random: generate them on rank 0 instead of reading files")
 
     @property
-    def chooses_recompute(self) -> bool:
+    def is_recompute_auto(self) -> bool:
         """Whether the prediction chooses what is recomputed."""
         return self.activation_checkpointing == "auto"
 
@@ -193,14 +197,14 @@ class Adapter:
     )
     rank: int = option(16, "inner dimension of the two matrices")
     alpha: float = option(32.0, "the product is scaled by alpha / rank")
-    targets: tuple[str, ...] = option(TARGETS, "linear layers to adapt")
+    targets: tuple[str, ...] = option(ADAPTER_TARGETS, "linear layers to adapt")
     path: str = option(
         "",
         "initial adapter in peft's format, with the same rank, alpha and targets; default: random, with a product of 0",
     )
 
     @property
-    def trains(self) -> bool:
+    def is_enabled(self) -> bool:
         """Whether an adapter is trained, so that the model's own weights are frozen."""
         return self.kind != "none"
 
@@ -279,7 +283,7 @@ class Data:
     workers: int = option(0, "processes per rank that read sequences ahead; 0: one thread")
 
     @property
-    def by_source(self) -> tuple["Data", ...]:
+    def sources(self) -> tuple["Data", ...]:
         """The sources to mix: one per path if there are weights, else all paths as one."""
         if not self.weights:
             return (self,)
@@ -345,7 +349,7 @@ class Optimizer:
 class Parallel:
     """How the model is split over the ranks."""
 
-    strategy: Name = option(
+    strategy: StrategyName = option(
         "fsdp2",
         "fsdp2: fully_shard; zero3: the same; zero2: weights stay gathered during a step; zero1: gradients too, until its last "
         "micro-batch; ddp: a copy of the model on each rank; hsdp: a copy on each host; 3d: the fastest tp, pp and sharding; "
@@ -377,7 +381,7 @@ class Parallel:
         "N: keep weights gathered over N neighboring ranks, such as those of a host, between forward and backward, so backward gathers "
         "only from those; 0: gather from all ranks again",
     )
-    loss: LossOf = option(
+    loss: LossMode = option(
         "logits",
         "logits: cross-entropy over the whole vocabulary at once; parts: 16,384 vocabulary entries at a time, with less memory and their "
         "product computed twice",
@@ -399,33 +403,33 @@ class Parallel:
     @property
     def state_bytes(self) -> tuple[int, int]:
         """Bytes per parameter of weights, gradients and moments: on the device and in CPU memory."""
-        whole = BYTES_PER_PARAMETER[self.numerics] - 4 * (self.moments == "bf16")
-        return {"none": (whole, 0), "optimizer": (2, whole), "all": (0, whole)}[self.offload]
+        total = BYTES_PER_PARAMETER[self.numerics] - 4 * (self.moments == "bf16")
+        return {"none": (total, 0), "optimizer": (2, total), "all": (0, total)}[self.offload]
 
     @property
-    def in_bf16(self) -> bool:
+    def is_bf16(self) -> bool:
         """Whether weights, gradients and moments are BF16."""
-        return self.numerics in IN_BF16
+        return self.numerics in BF16_NUMERICS
 
     @property
-    def chunks(self) -> int:
+    def virtual_stages(self) -> int:
         """Pipeline stages of each rank."""
         return 2 if self.pp_schedule == "interleaved" else 1
 
     @property
-    def of_strategy(self) -> Strategy:
+    def strategy_spec(self) -> Strategy:
         """The settings behind the strategy's name."""
         return STRATEGIES[self.strategy]
 
     @property
-    def by_fsdp1(self) -> bool:
+    def is_fsdp1(self) -> bool:
         """Whether FSDP1 (FullyShardedDataParallel) shards the model; every other strategy uses FSDP2."""
         return self.strategy == "fsdp1"
 
     @property
     def updates_on_cpu(self) -> bool:
         """Whether the CPU updates the weights, unit by unit."""
-        return self.offload != "none" and not self.by_fsdp1
+        return self.offload != "none" and not self.is_fsdp1
 
     @property
     def updates_by_unit(self) -> bool:
@@ -443,7 +447,7 @@ class Parallel:
 
         FSDP1 needs that with offload; FSDP2 would block on copies.
         """
-        return self.offload == "all" and self.by_fsdp1
+        return self.offload == "all" and self.is_fsdp1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -497,12 +501,12 @@ class Checkpoint:
     @property
     def staging_bytes(self) -> int | None:
         """CPU memory per host for copies of what is saved; None: auto."""
-        return staging_bytes(self.staging)
+        return parse_staging_bytes(self.staging)
 
     @property
     def cadence(self) -> Cadence:
         """When to save."""
-        return Cadence.read(self.every)
+        return Cadence.parse(self.every)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -535,11 +539,11 @@ class Evaluation:
     prompt_tokens: int = option(32, "tokens of each continuation; each token takes a forward of the whole model")
 
     @property
-    def evaluates(self) -> bool:
+    def is_enabled(self) -> bool:
         """Whether the run evaluates at all."""
         return self.every != "0"
 
-    def due(self, step: int, epoch_steps: Fraction) -> bool:
+    def is_due(self, step: int, epoch_steps: Fraction) -> bool:
         """Return whether to evaluate after a step; ``epoch_steps``: steps per epoch, possibly fractional."""
         if self.every == EPOCH:
             return step // epoch_steps > (step - 1) // epoch_steps
@@ -578,14 +582,14 @@ class Config:
     tracking: Tracking = Tracking()
 
     @property
-    def left_to_plan(self) -> str:
+    def auto_setting(self) -> str:
         """The flag of the setting that the prediction chooses; '' if there is none."""
-        if self.parallel.of_strategy.chosen:
+        if self.parallel.strategy_spec.is_auto:
             return f"--parallel.strategy {self.parallel.strategy}"
-        return "--model.activation_checkpointing auto" if self.model.chooses_recompute else ""
+        return "--model.activation_checkpointing auto" if self.model.is_recompute_auto else ""
 
 
-def fields() -> Iterator[tuple[str, Any, Any, str]]:
+def setting_fields() -> Iterator[tuple[str, Any, Any, str]]:
     """Yield every field as ``(section.key, type, default, help)``."""
     for section, cls in typing.get_type_hints(Config).items():
         hints = typing.get_type_hints(cls)
@@ -593,8 +597,8 @@ def fields() -> Iterator[tuple[str, Any, Any, str]]:
             yield f"{section}.{field.name}", hints[field.name], field.default, field.metadata["help"]
 
 
-TYPES: dict[str, Any] = {key: type_ for key, type_, _, _ in fields()}
-LAST = "last"  # in data.train_on: only the last answer
-TRAINED_ON = ("assistant", LAST, "user", "system", "tool")
-PAIRS = ("data.fields", "data.template_arguments")  # lists of NAME=VALUE; in TOML also tables
+SETTING_TYPES: dict[str, Any] = {key: type_ for key, type_, _, _ in setting_fields()}
+LAST_ANSWER = "last"  # in data.train_on: only the last answer
+TRAIN_ON_ROLES = ("assistant", LAST_ANSWER, "user", "system", "tool")
+PAIR_SETTINGS = ("data.fields", "data.template_arguments")  # lists of NAME=VALUE; in TOML also tables
 ONE_PER_FLAG = ("evaluation.prompts", "data.template_arguments")  # lists whose entries may contain commas

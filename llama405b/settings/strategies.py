@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     pass
 
-Name = Literal["fsdp2", "fsdp1", "zero3", "zero2", "zero1", "ddp", "hsdp", "3d", "auto"]
+StrategyName = Literal["fsdp2", "fsdp1", "zero3", "zero2", "zero1", "ddp", "hsdp", "3d", "auto"]
 Copies = Literal["one", "hosts", "ranks"]  # copies of the model, if dp_replicate is 0
 
 
@@ -18,19 +18,19 @@ class Strategy:
     """What a strategy's name sets."""
 
     copies: Copies = "one"
-    keeps_weights: bool = False  # from a step's first forward to its last backward; else gathered for each one
-    reduces_each: bool = True  # else gradients stay unreduced until the last micro-batch
-    chosen: bool = False  # ``predict.search`` chooses the mesh
+    keeps_weights_gathered: bool = False  # from a step's first forward to its last backward; else gathered for each one
+    reduces_every_microbatch: bool = True  # else gradients stay unreduced until the last micro-batch
+    is_auto: bool = False  # ``predict.search`` chooses the mesh
 
 
-STRATEGIES: dict[Name, Strategy] = {
+STRATEGIES: dict[StrategyName, Strategy] = {
     "fsdp2": Strategy(),
     "fsdp1": Strategy(),
     "zero3": Strategy(),
-    "zero2": Strategy(keeps_weights=True),
-    "zero1": Strategy(keeps_weights=True, reduces_each=False),
-    "ddp": Strategy(copies="ranks", keeps_weights=True, reduces_each=False),
+    "zero2": Strategy(keeps_weights_gathered=True),
+    "zero1": Strategy(keeps_weights_gathered=True, reduces_every_microbatch=False),
+    "ddp": Strategy(copies="ranks", keeps_weights_gathered=True, reduces_every_microbatch=False),
     "hsdp": Strategy(copies="hosts"),
-    "3d": Strategy(chosen=True),
-    "auto": Strategy(chosen=True),
+    "3d": Strategy(is_auto=True),
+    "auto": Strategy(is_auto=True),
 }

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from llama405b.contract.errors import UserError, and_more
 from llama405b.formats.corpus import OWNER_NAME, check_template
-from llama405b.settings.schema import COMPUTE_BYTES, TARGETS, Adapter, Parallel
+from llama405b.settings.schema import ADAPTER_TARGETS, COMPUTE_BYTES, Adapter, Parallel
 from llama405b.spec.tensors import Layout, TensorInfo, read_header, read_hf_json, read_tensors
 
 
@@ -30,7 +30,7 @@ class Family:
     norms: tuple[str, str] = ("input_layernorm", "post_attention_layernorm")
     ends_with_norm: bool = False  # a layer: norms follow attention and the MLP, instead of being before them
     window: int | None = None  # of attention, where config.json does not say
-    window_asked: bool = False  # only if use_sliding_window is true
+    window_needs_flag: bool = False  # only if use_sliding_window is true
 
     @property
     def architecture(self) -> str:
@@ -41,8 +41,8 @@ class Family:
 FAMILIES = {  # by model_type
     "llama": Family("Llama"),
     "mistral": Family("Mistral", biases="none", window=4096),
-    "qwen2": Family("Qwen2", biases="qkv", window_asked=True),
-    "qwen3": Family("Qwen3", query_norms="head", window_asked=True),
+    "qwen2": Family("Qwen2", biases="qkv", window_needs_flag=True),
+    "qwen3": Family("Qwen3", query_norms="head", window_needs_flag=True),
     "olmo2": Family(
         "Olmo2",
         query_norms="all",
@@ -65,12 +65,14 @@ SMALL_FILES = (  # what a rank needs if it does not have the directory
     "added_tokens.json",
     CHAT_TEMPLATE,
 )
-NOTICE = re.compile(r"(LICEN[CS]E|COPYING|NOTICE|USE_POLICY)[\w.-]*", re.IGNORECASE)  # what a licence wants passed on
+NOTICE_NAME = re.compile(
+    r"(LICEN[CS]E|COPYING|NOTICE|USE_POLICY)[\w.-]*", re.IGNORECASE
+)  # what a licence wants passed on
 MAX_NOTICE_BYTES = 1 << 20
-DOWNLOADS = Path("models")  # in the working directory: where `llama405b download` writes
+DOWNLOAD_DIR = Path("models")  # in the working directory: where `llama405b download` writes
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-UNUSED_ANYWHERE = "rotary_emb.inv_freq"  # old checkpoints hold it; transformers computes it, and so does the trainer
-ROPE_NEEDS = {  # transformers' types of rotary embedding, and the numbers that each must be given
+IGNORED_TENSOR = "rotary_emb.inv_freq"  # old checkpoints hold it; transformers computes it, and so does the trainer
+ROPE_REQUIRED_KEYS = {  # transformers' types of rotary embedding, and the numbers that each must be given
     "default": (),
     "linear": ("factor",),
     "dynamic": ("factor",),
@@ -78,14 +80,14 @@ ROPE_NEEDS = {  # transformers' types of rotary embedding, and the numbers that 
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "proportional": (),
 }
-POSITIVE = ("rope_theta", "original_max_position_embeddings", "attention_factor")  # where they are given
-CONVERTS = (
+POSITIVE_KEYS = ("rope_theta", "original_max_position_embeddings", "attention_factor")  # where they are given
+CONVERT_TOKENIZER_COMMAND = (
     "python -c \"from transformers import AutoTokenizer; AutoTokenizer.from_pretrained('{0}').save_pretrained('{0}')\""
 )
-ROWS = 128  # of which an embedding that grows has a multiple, so that kernels and ranks divide it
-NAMED = 4  # tokens in a message
-NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-OTHER_WEIGHTS = (  # what names of tensors tell, and what to do
+VOCABULARY_MULTIPLE = 128  # of which an embedding that grows has a multiple, so that kernels and ranks divide it
+MAX_NAMED_TOKENS = 4  # tokens in a message
+SPECIAL_TOKEN_KEYS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+UNSUPPORTED_WEIGHTS = (  # what names of tensors tell, and what to do
     (
         r"\.(weight_scale(_inv)?|input_scale|weight_packed)$",
         "quantized weights (such as FP8)",
@@ -99,7 +101,7 @@ OTHER_WEIGHTS = (  # what names of tensors tell, and what to do
         "merge it (peft's merge_and_unload), or name the base model here and the adapter in --adapter.path",
     ),
 )
-COMPARED_BYTES = 16 << 20  # at a time
+COMPARE_CHUNK_BYTES = 16 << 20  # at a time
 MAX_LAYERS = 10_000
 
 
@@ -130,10 +132,10 @@ class Llama:
         attention = {"q_proj": (q, hidden), "k_proj": (kv, hidden), "v_proj": (kv, hidden), "o_proj": (hidden, q)}
         wide, narrow = (self.intermediate, hidden), (hidden, self.intermediate)
         mlp = {"gate_proj": wide, "up_proj": wide, "down_proj": narrow}
-        asked = tuple(attention) if self.attention_bias else ()
-        biased = {*{"asked": asked, "qkv": ("q_proj", "k_proj", "v_proj"), "none": ()}[self.family.biases]}
+        all_projections = tuple(attention) if self.attention_bias else ()
+        biased = {*{"asked": all_projections, "qkv": ("q_proj", "k_proj", "v_proj"), "none": ()}[self.family.biases]}
         biased |= {*mlp} if self.mlp_bias else set()
-        normed = {"head": (self.head_dim, self.head_dim), "all": (q, kv)}.get(self.family.query_norms, ())
+        norm_sizes = {"head": (self.head_dim, self.head_dim), "all": (q, kv)}.get(self.family.query_norms, ())
         shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (self.vocab, hidden)}
         for i in range(self.layers):
             layer = f"model.layers.{i}."
@@ -142,7 +144,7 @@ class Llama:
                     shapes[f"{layer}{block}.{name}.weight"] = shape
                     if name in biased:
                         shapes[f"{layer}{block}.{name}.bias"] = shape[:1]
-            for name, size in zip(("q_norm", "k_norm"), normed, strict=False):
+            for name, size in zip(("q_norm", "k_norm"), norm_sizes, strict=False):
                 shapes[f"{layer}self_attn.{name}.weight"] = (size,)
             for name in self.family.norms:
                 shapes[f"{layer}{name}.weight"] = (hidden,)
@@ -189,36 +191,36 @@ def read_llama(directory: Path, layers: int = 0) -> Llama:
 def check_directory(directory: Path) -> None:
     """Refuse a model whose directory does not exist, and say how to get it."""
     if not directory.is_dir():
-        raise UserError(f"{directory}: no such directory; {how_to_get(directory)}, or point --model.path at it")
+        raise UserError(f"{directory}: no such directory; {download_hint(directory)}, or point --model.path at it")
 
 
 def is_hub_name(directory: Path) -> bool:
     """Check whether a path looks like a Hub model name (OWNER/NAME), not like a downloaded model's."""
-    return bool(OWNER_NAME.fullmatch(str(directory))) and directory.parent != DOWNLOADS
+    return bool(OWNER_NAME.fullmatch(str(directory))) and directory.parent != DOWNLOAD_DIR
 
 
-def how_to_get(directory: Path) -> str:
+def download_hint(directory: Path) -> str:
     """Return how to get a model, as a clause of a message."""
     if is_hub_name(directory):
-        return f"run `llama405b download {directory}`, which writes {DOWNLOADS / directory.name}"
-    if directory.parent == DOWNLOADS:
+        return f"run `llama405b download {directory}`, which writes {DOWNLOAD_DIR / directory.name}"
+    if directory.parent == DOWNLOAD_DIR:
         return f"run `llama405b download OWNER/{directory.name}`, which writes it"
     return "download the model into it"
 
 
-def parse_llama(config: Mapping[str, Any], where: str) -> Llama:
+def parse_llama(config: Mapping[str, Any], source: str) -> Llama:
     """Read the model's shape from a parsed ``config.json``.
 
     Raises:
         UserError: It does not describe a model of ``FAMILIES`` that can be trained.
     """
-    family = _family(config, where)
+    family = _find_family(config, source)
     if quantization := config.get("quantization_config"):
         shown = textwrap.shorten(str(quantization), 60, placeholder=" …")
         raise UserError(
-            f"{where}: quantization_config is {shown}; only unquantized weights can be trained; download those"
+            f"{source}: quantization_config is {shown}; only unquantized weights can be trained; download those"
         )
-    _check_rope(config, where)
+    _check_rope(config, source)
 
     def number(key: str, default: int | None = None, limit: int = 1 << 31) -> int:
         value = config.get(key)
@@ -226,14 +228,14 @@ def parse_llama(config: Mapping[str, Any], where: str) -> Llama:
             value = default
         # bool is a subclass of int, so JSON true would pass as 1.
         if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < limit:
-            raise UserError(f"{where}: {key} is {value!r}, not a positive whole number; download config.json again")
+            raise UserError(f"{source}: {key} is {value!r}, not a positive whole number; download config.json again")
         return value
 
     heads, hidden = number("num_attention_heads"), number("hidden_size")
     kv_heads = number("num_key_value_heads", heads)
     if hidden % heads or heads % kv_heads:
         raise UserError(
-            f"{where}: hidden_size {hidden}, {heads} attention heads and {kv_heads} key-value heads do not divide evenly; "
+            f"{source}: hidden_size {hidden}, {heads} attention heads and {kv_heads} key-value heads do not divide evenly; "
             "download config.json again"
         )
     return Llama(
@@ -248,60 +250,61 @@ def parse_llama(config: Mapping[str, Any], where: str) -> Llama:
         attention_bias=bool(config.get("attention_bias", False)),
         mlp_bias=family is LLAMA and bool(config.get("mlp_bias", False)),
         max_positions=number("max_position_embeddings", 2048),
-        initializer_range=_initializer_range(config, where),
+        initializer_range=_find_initializer_range(config, source),
         family=family,
-        window=_window(config, family),
+        window=_find_window(config, family),
     )
 
 
-def _family(config: Mapping[str, Any], where: str) -> Family:
+def _find_family(config: Mapping[str, Any], source: str) -> Family:
     """Return the family of a model."""
     family, architectures = FAMILIES.get(str(config.get("model_type"))), config.get("architectures")
     if family and family.architecture in (architectures or [family.architecture]):
         return family
-    *others, last = (each.architecture for each in FAMILIES.values())
+    *first_names, last_name = (known_family.architecture for known_family in FAMILIES.values())
     raise UserError(
-        f"{where}: model_type {config.get('model_type')!r}, architectures {architectures}; only {', '.join(others)} and {last} can "
+        f"{source}: model_type {config.get('model_type')!r}, architectures {architectures}; only "
+        f"{', '.join(first_names)} and {last_name} can "
         "be trained (dense models)"
     )
 
 
-def _window(config: Mapping[str, Any], family: Family) -> int:
+def _find_window(config: Mapping[str, Any], family: Family) -> int:
     """Return how many tokens attention sees; 0: all."""
-    if family.window_asked and not config.get("use_sliding_window"):
+    if family.window_needs_flag and not config.get("use_sliding_window"):
         return 0
-    found = config.get("sliding_window", family.window) if family.window or family.window_asked else None
-    return found if isinstance(found, int) else 0
+    window = config.get("sliding_window", family.window) if family.window or family.window_needs_flag else None
+    return window if isinstance(window, int) else 0
 
 
-def _initializer_range(config: Mapping[str, Any], where: str) -> float:
+def _find_initializer_range(config: Mapping[str, Any], source: str) -> float:
     """Return the standard deviation of random weights."""
-    found = config.get("initializer_range", 0.02)
-    if not isinstance(found, int | float) or not 0 < found < 1:
+    value = config.get("initializer_range", 0.02)
+    if not isinstance(value, int | float) or not 0 < value < 1:
         raise UserError(
-            f"{where}: initializer_range is {found!r}, not a number between 0 and 1; download config.json again"
+            f"{source}: initializer_range is {value!r}, not a number between 0 and 1; download config.json again"
         )
-    return float(found)
+    return float(value)
 
 
-def _check_rope(config: Mapping[str, Any], where: str) -> None:
+def _check_rope(config: Mapping[str, Any], source: str) -> None:
     """Refuse a rotary embedding that transformers does not know, that lacks a number, or whose numbers make NaN."""
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else rope
     if kind == "longrope":
         raise UserError(
-            f"{where}: rope type 'longrope' cannot be trained: its factors depend on the longest sequence of a batch (no Llama 3 "
+            f"{source}: rope type 'longrope' cannot be trained: its factors depend on the longest sequence of a batch (no Llama 3 "
             "uses it); use another model"
         )
-    if not isinstance(kind, str) or kind not in ROPE_NEEDS:
+    if not isinstance(kind, str) or kind not in ROPE_REQUIRED_KEYS:
         raise UserError(
-            f"{where}: rope type {kind!r} is not one of {', '.join(ROPE_NEEDS)}; download config.json again"
+            f"{source}: rope type {kind!r} is not one of {', '.join(ROPE_REQUIRED_KEYS)}; download config.json again"
         )
-    if lacking := [key for key in ROPE_NEEDS[kind] if not _is_positive(rope.get(key))]:
-        raise UserError(f"{where}: rope type {kind!r} has no valid {', '.join(lacking)}; download config.json again")
+    if missing := [key for key in ROPE_REQUIRED_KEYS[kind] if not _is_positive(rope.get(key))]:
+        raise UserError(f"{source}: rope type {kind!r} has no valid {', '.join(missing)}; download config.json again")
     for key, value in (*config.items(), *(rope.items() if isinstance(rope, dict) else ())):
-        if key in POSITIVE and value is not None and not _is_positive(value):
-            raise UserError(f"{where}: {key} is {value!r}, not a number above 0; download config.json again")
+        if key in POSITIVE_KEYS and value is not None and not _is_positive(value):
+            raise UserError(f"{source}: {key} is {value!r}, not a number above 0; download config.json again")
 
 
 def _is_positive(value: object) -> bool:
@@ -309,11 +312,18 @@ def _is_positive(value: object) -> bool:
 
 
 def check_checkpoint(
-    directory: Path, seq_len: int, layers: int = 0, *, random: bool = False, whole: bool = False, resize: bool = False
+    directory: Path,
+    seq_len: int,
+    layers: int = 0,
+    *,
+    random: bool = False,
+    needs_all: bool = False,
+    resize: bool = False,
 ) -> Llama:
     """Check a checkpoint without torch: shape, tensors, sizes, tokenizer and sequence length.
 
-    ``random``: its weights will not be read; ``whole``: a part of them is not enough; ``resize``: as ``model.resize_vocabulary`` has it.
+    ``random``: its weights will not be read; ``needs_all``: a part of them is not enough; ``resize``: as ``model.resize_vocabulary``
+    has it.
 
     Raises:
         UserError: Something would fail later, on every host, after minutes of loading.
@@ -324,19 +334,19 @@ def check_checkpoint(
     if random:
         return llama
     tensors = read_tensors(directory)
-    is_part = any(info.pieces for info in tensors.values())
-    if resize and is_part:
+    is_partial = any(info.slices for info in tensors.values())
+    if resize and is_partial:
         raise UserError(
             f"--model.resize_vocabulary: {directory} has only part of the weights, split for the old vocabulary; push all of them"
         )
-    if whole and is_part:
+    if needs_all and is_partial:
         raise UserError(
             f"--parallel.strategy: fsdp1 needs all weights, but {directory} has only part of them; use fsdp2, or push all of them"
         )
     _refuse_names(directory, tensors)
     for name, shape in llama.tensors().items():
         info = tensors.get(name)
-        if not info and is_part:  # another stage's
+        if not info and is_partial:  # another stage's
             continue
         if not info:
             raise UserError(f"{directory}: no file contains {name}, which config.json needs; download the weights")
@@ -356,14 +366,14 @@ def check_checkpoint(
 def _refuse_names(directory: Path, tensors: Mapping[str, TensorInfo]) -> None:
     """Refuse weights that are quantized, belong to adapters, or do not have transformers' names."""
     for name in tensors:
-        for pattern, what, remedy in OTHER_WEIGHTS:
+        for pattern, kind, remedy in UNSUPPORTED_WEIGHTS:
             if re.search(pattern, name):
-                raise UserError(f"{tensors[name].file}: {name} belongs to {what}; {remedy}")
-    last = EMBEDDING.rpartition("embed_tokens")[2]
-    called = next((name for name in tensors if name.endswith(f"embed_tokens{last}")), EMBEDDING)
-    if EMBEDDING not in tensors and called != EMBEDDING:
+                raise UserError(f"{tensors[name].file}: {name} belongs to {kind}; {remedy}")
+    suffix = EMBEDDING.rpartition("embed_tokens")[2]
+    actual = next((name for name in tensors if name.endswith(f"embed_tokens{suffix}")), EMBEDDING)
+    if EMBEDDING not in tensors and actual != EMBEDDING:
         raise UserError(
-            f"{directory}: its files call {EMBEDDING} {called!r}, and other tensors likewise; save the model with transformers' "
+            f"{directory}: its files call {EMBEDDING} {actual!r}, and other tensors likewise; save the model with transformers' "
             "save_pretrained, which writes the standard names"
         )
 
@@ -371,13 +381,13 @@ def _refuse_names(directory: Path, tensors: Mapping[str, TensorInfo]) -> None:
 def _refuse_unused(llama: Llama, tensors: Mapping[str, TensorInfo]) -> None:
     """Refuse tensors that the full model does not use, unless nothing is lost with them."""
     head, embedding = tensors.get(HEAD), tensors.get(EMBEDDING)
-    if llama.tied and head and embedding and not _is_same(head, embedding):  # transformers would train both
+    if llama.tied and head and embedding and not _has_equal_bytes(head, embedding):  # transformers would train both
         raise UserError(
             f"{head.file}: {HEAD} differs from {EMBEDDING}, but config.json ties them; set tie_word_embeddings to false "
             "there to train both, or delete the tensor"
         )
     used = {HEAD, *llama.tensors()}
-    unused = sorted(name for name in tensors if name not in used and UNUSED_ANYWHERE not in name)
+    unused = sorted(name for name in tensors if name not in used and IGNORED_TENSOR not in name)
     if unused:
         raise UserError(
             f"{tensors[unused[0]].file}: contains {unused[0]}{and_more(unused)}, which config.json says the model does not "
@@ -385,30 +395,30 @@ def _refuse_unused(llama: Llama, tensors: Mapping[str, TensorInfo]) -> None:
         )
 
 
-def _is_same(one: TensorInfo, other: TensorInfo) -> bool:
+def _has_equal_bytes(tensor: TensorInfo, other: TensorInfo) -> bool:
     """Check whether two tensors are equal in every byte stored here."""
-    boxes = [[piece.box for piece in each.stored] for each in (one, other)]
-    if (one.dtype, one.shape, boxes[0]) != (other.dtype, other.shape, boxes[1]):
+    slices = [[piece.box for piece in info.stored_slices] for info in (tensor, other)]
+    if (tensor.dtype, tensor.shape, slices[0]) != (other.dtype, other.shape, slices[1]):
         return False
-    with one.file.open("rb") as first, other.file.open("rb") as second:
-        for piece, its in zip(one.stored, other.stored, strict=True):
-            first.seek(piece.offset)
-            second.seek(its.offset)
-            left = one.bytes_of(piece.box)
-            sizes = [min(COMPARED_BYTES, left - begin) for begin in range(0, left, COMPARED_BYTES)]
-            if not all(first.read(size) == second.read(size) for size in sizes):
+    with tensor.file.open("rb") as file, other.file.open("rb") as other_file:
+        for piece, other_piece in zip(tensor.stored_slices, other.stored_slices, strict=True):
+            file.seek(piece.offset)
+            other_file.seek(other_piece.offset)
+            n_bytes = tensor.slice_bytes(piece.box)
+            sizes = [min(COMPARE_CHUNK_BYTES, n_bytes - begin) for begin in range(0, n_bytes, COMPARE_CHUNK_BYTES)]
+            if not all(file.read(size) == other_file.read(size) for size in sizes):
                 return False
     return True
 
 
-def is_small(name: str) -> bool:
+def is_small_file(name: str) -> bool:
     """Check whether a file travels with the model: configuration, tokenizer, licence and notices."""
-    return name in SMALL_FILES or bool(NOTICE.fullmatch(name))
+    return name in SMALL_FILES or bool(NOTICE_NAME.fullmatch(name))
 
 
-def small_names(directory: Path) -> list[str]:
+def small_file_names(directory: Path) -> list[str]:
     """Return the names of the small files in a model's directory."""
-    notices = sorted(path.name for path in directory.glob("*") if NOTICE.fullmatch(path.name))
+    notices = sorted(path.name for path in directory.glob("*") if NOTICE_NAME.fullmatch(path.name))
     paths = [directory / name for name in (*SMALL_FILES, *notices)]
     return [
         path.name
@@ -417,7 +427,7 @@ def small_names(directory: Path) -> list[str]:
     ]
 
 
-def small_contents(directory: Path, chat_template: str = "", *, resize: bool = False) -> dict[str, bytes]:
+def read_small_files(directory: Path, chat_template: str = "", *, resize: bool = False) -> dict[str, bytes]:
     """Return the contents of the files that a rank needs besides the weights, by name.
 
     ``chat_template``: a file to use instead of the tokenizer's own; ``resize``: config.json has as many embeddings as the tokenizer needs.
@@ -425,26 +435,26 @@ def small_contents(directory: Path, chat_template: str = "", *, resize: bool = F
     Raises:
         UserError: The template cannot be read.
     """
-    paths = {name: directory / name for name in small_names(directory)}
+    paths = {name: directory / name for name in small_file_names(directory)}
     if chat_template:
         paths[CHAT_TEMPLATE] = check_template(Path(chat_template))
-    found = {name: path.read_bytes() for name, path in paths.items()}
+    contents = {name: path.read_bytes() for name, path in paths.items()}
     if resize and "config.json" in paths:
-        described = read_hf_json(paths["config.json"])
-        described["vocab_size"] = grown_vocabulary(directory, described["vocab_size"])
-        found["config.json"] = json.dumps(described, indent=2).encode()
-    return found
+        config = read_hf_json(paths["config.json"])
+        config["vocab_size"] = grow_vocabulary(directory, config["vocab_size"])
+        contents["config.json"] = json.dumps(config, indent=2).encode()
+    return contents
 
 
-def end_ids(told: Any) -> set[int]:
+def parse_end_ids(value: Any) -> set[int]:
     """Parse an eos_token_id, which may be one token, several or none; other values are ignored."""
-    return {each for each in (told if isinstance(told, list) else [told]) if type(each) is int}
+    return {token_id for token_id in (value if isinstance(value, list) else [value]) if type(token_id) is int}
 
 
-def generation_ends(directory: Path) -> set[int]:
+def read_end_ids(directory: Path) -> set[int]:
     """Return the tokens at which transformers' generate and inference servers end a text."""
-    there = [name for name in (GENERATION_CONFIG, "config.json") if (directory / name).is_file()]
-    return end_ids(read_hf_json(directory / there[0]).get("eos_token_id")) if there else set()
+    names = [name for name in (GENERATION_CONFIG, "config.json") if (directory / name).is_file()]
+    return parse_end_ids(read_hf_json(directory / names[0]).get("eos_token_id")) if names else set()
 
 
 def has_chat_template(directory: Path) -> bool:
@@ -472,71 +482,71 @@ def check_tokenizer(directory: Path, llama: Llama, *, resize: bool = False) -> N
     """Refuse a tokenizer that is missing, incomplete, or has ids beyond the embedding's rows, which ``resize`` would add."""
     path = directory / "tokenizer.json"
     if not path.is_file():
-        make = (
-            f"; or make it from tokenizer.model: pip install sentencepiece protobuf, then {CONVERTS.format(directory)}"
-        )
-        makes = make if (directory / "tokenizer.model").is_file() else ""
-        raise UserError(f"{path}: no such file; download tokenizer.json of the same model{makes}")
-    if not (ids := token_ids(directory)):
+        command = CONVERT_TOKENIZER_COMMAND.format(directory)
+        conversion = f"; or make it from tokenizer.model: pip install sentencepiece protobuf, then {command}"
+        hint = conversion if (directory / "tokenizer.model").is_file() else ""
+        raise UserError(f"{path}: no such file; download tokenizer.json of the same model{hint}")
+    if not (ids := read_token_ids(directory)):
         raise UserError(f"{path}: not a readable tokenizer; download it again")
     if not resize:
-        refuse_beyond(directory, ids, llama.vocab)
+        check_token_ids(directory, ids, llama.vocab)
 
 
-def refuse_beyond(directory: Path, ids: Mapping[str, int], n_embeddings: int) -> None:
+def check_token_ids(directory: Path, ids: Mapping[str, int], n_embeddings: int) -> None:
     """Refuse tokens without an embedding in the model; ``ids``: of all tokens, by name."""
     beyond = sorted((number, name) for name, number in ids.items() if number >= n_embeddings)
     if beyond:
-        names = ", ".join(f"{name!r} ({number})" for number, name in beyond[:NAMED])
+        names = ", ".join(f"{name!r} ({number})" for number, name in beyond[:MAX_NAMED_TOKENS])
         raise UserError(
-            f"{directory}: its tokenizer has {names}{and_more(beyond, NAMED)}, but the model has {n_embeddings} embeddings; add some with "
+            f"{directory}: its tokenizer has {names}{and_more(beyond, MAX_NAMED_TOKENS)}, but the model has "
+            f"{n_embeddings} embeddings; add some with "
             f"--model.resize_vocabulary true, or remove these tokens from tokenizer.json, {TOKENIZER_CONFIG} or added_tokens.json"
         )
 
 
-def grown_vocabulary(directory: Path, vocab: int) -> int:
-    """Return how many embeddings a model is given that has ``vocab``, for its tokenizer: a multiple of ``ROWS`` where that has more."""
-    needed = max(token_ids(directory).values(), default=0) + 1
-    return vocab if needed <= vocab else -(-needed // ROWS) * ROWS
+def grow_vocabulary(directory: Path, vocab: int) -> int:
+    """Return the embeddings of a model with ``vocab``: more, a multiple of ``VOCABULARY_MULTIPLE``, if its tokenizer needs them."""
+    needed = max(read_token_ids(directory).values(), default=0) + 1
+    return vocab if needed <= vocab else -(-needed // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
 
 
-def token_ids(directory: Path) -> dict[str, int]:
+def read_token_ids(directory: Path) -> dict[str, int]:
     """Return a tokenizer's token ids by name; {}: it is incomplete.
 
     Tokens that only its other files name are numbered as transformers does.
     """
-    found = _in_tokenizer(read_hf_json(directory / "tokenizer.json"))
-    if not found:
+    ids = _parse_token_ids(read_hf_json(directory / "tokenizer.json"))
+    if not ids:
         return {}
     files = [directory / name for name in ("added_tokens.json", TOKENIZER_CONFIG, "special_tokens_map.json")]
-    added, settings, special = (read_hf_json(path) if path.is_file() else {} for path in files)
+    added_tokens, settings, special = (read_hf_json(path) if path.is_file() else {} for path in files)
     names = [
-        *sorted(added, key=lambda name: str(added[name])),
-        *map(_name_of, _mapping(settings.get("added_tokens_decoder")).values()),
+        *sorted(added_tokens, key=lambda name: str(added_tokens[name])),
+        *map(_token_name, _as_mapping(settings.get("added_tokens_decoder")).values()),
     ]
     for name in (*names, *_special_names(settings), *_special_names(special)):
-        found.setdefault(name, max(found.values()) + 1)  # whatever number a file says
-    return found
+        ids.setdefault(name, max(ids.values()) + 1)  # whatever number a file says
+    return ids
 
 
 def _special_names(settings: Mapping[str, Any]) -> Iterator[str]:
     """Yield the tokens that tokenizer_config.json or special_tokens_map.json names."""
     for key, value in settings.items():
         if key in ("additional_special_tokens", "extra_special_tokens"):
-            yield from map(_name_of, value.values() if isinstance(value, dict) else value or [])
-        elif key in NAMED_TOKENS and value:
-            yield _name_of(value)
+            yield from map(_token_name, value.values() if isinstance(value, dict) else value or [])
+        elif key in SPECIAL_TOKEN_KEYS and value:
+            yield _token_name(value)
 
 
-def _name_of(token: Any) -> str:
-    return str(_mapping(token).get("content", token))
+def _token_name(token: Any) -> str:
+    return str(_as_mapping(token).get("content", token))
 
 
-def _mapping(value: Any) -> Mapping[str, Any]:
+def _as_mapping(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _in_tokenizer(tokenizer: Mapping[str, Any]) -> dict[str, int]:
+def _parse_token_ids(tokenizer: Mapping[str, Any]) -> dict[str, int]:
     """Return the token ids of a parsed ``tokenizer.json``; none if it is incomplete."""
     try:
         model = tokenizer["model"]
@@ -550,16 +560,19 @@ def _in_tokenizer(tokenizer: Mapping[str, Any]) -> dict[str, int]:
         return {}
 
 
-DOWN, UP = ".lora_A.weight", ".lora_B.weight"  # what peft calls A (rank, inputs) and B (outputs, rank), beside a matrix
-PEFT = "base_model.model."  # what the names in its files begin with
+LORA_A, LORA_B = (
+    ".lora_A.weight",
+    ".lora_B.weight",
+)  # what peft calls A (rank, inputs) and B (outputs, rank), beside a matrix
+PEFT_PREFIX = "base_model.model."  # what the names in its files begin with
 PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # What peft's other kinds of LoRA set, and this one does not.
-OTHERS = (
+UNSUPPORTED_PEFT_SETTINGS = (
     "use_dora", "use_rslora", "use_qalora", "use_bdlora", "fan_in_fan_out", "rank_pattern", "alpha_pattern", "layers_to_transform",
     "layer_replication", "modules_to_save", "trainable_token_indices", "target_parameters", "lora_bias", "alora_invocation_tokens",
     "kasa_config", "arrow_config", "monteclora_config",
 )  # fmt: skip
-BESIDE_OTHERS = (
+UNSUPPORTED_INITIALIZATIONS = (
     "pissa",
     "olora",
     "corda",
@@ -568,53 +581,55 @@ BESIDE_OTHERS = (
 )  # beginnings that take themselves out of the weights beside which they are
 
 
-def is_factor(name: str) -> bool:
+def is_lora_name(name: str) -> bool:
     """Check whether a parameter belongs to an adapter."""
-    return name.endswith((DOWN, UP))
+    return name.endswith((LORA_A, LORA_B))
 
 
-def factors(llama: Llama, adapter: Adapter) -> dict[str, tuple[int, int]]:
+def lora_shapes(llama: Llama, adapter: Adapter) -> dict[str, tuple[int, int]]:
     """Return the shapes of an adapter's parameters by name, in the model's order; none without an adapter."""
-    found: dict[str, tuple[int, int]] = {}
-    for name, shape in llama.tensors().items() if adapter.trains else ():
+    shapes: dict[str, tuple[int, int]] = {}
+    for name, shape in llama.tensors().items() if adapter.is_enabled else ():
         matrix = name.removesuffix(".weight")
         if len(shape) == 2 and matrix.rpartition(".")[2] in adapter.targets:
-            found |= {matrix + DOWN: (adapter.rank, shape[1]), matrix + UP: (shape[0], adapter.rank)}
-    return found
+            shapes |= {matrix + LORA_A: (adapter.rank, shape[1]), matrix + LORA_B: (shape[0], adapter.rank)}
+    return shapes
 
 
-def adapter_parameters(llama: Llama, adapter: Adapter) -> int:
+def n_adapter_parameters(llama: Llama, adapter: Adapter) -> int:
     """Count an adapter's parameters."""
-    return sum(map(math.prod, factors(llama, adapter).values()))
+    return sum(map(math.prod, lora_shapes(llama, adapter).values()))
 
 
-def n_trained(llama: Llama, adapter: Adapter) -> int:
+def n_trained_parameters(llama: Llama, adapter: Adapter) -> int:
     """Count the parameters that take gradients and that a checkpoint holds."""
-    return adapter_parameters(llama, adapter) if adapter.trains else llama.parameters
+    return n_adapter_parameters(llama, adapter) if adapter.is_enabled else llama.parameters
 
 
 def adapter_bytes(llama: Llama, adapter: Adapter, parallel: Parallel) -> tuple[float, float]:
     """Return the bytes of states per model parameter, on the device and in CPU memory."""
-    if not adapter.trains:
+    if not adapter.is_enabled:
         return parallel.state_bytes
-    share, frozen = adapter_parameters(llama, adapter) / llama.parameters, COMPUTE_BYTES[parallel.numerics]
-    device, host = (share * each for each in parallel.state_bytes)
+    share, frozen = n_adapter_parameters(llama, adapter) / llama.parameters, COMPUTE_BYTES[parallel.numerics]
+    device, host = (share * n_bytes for n_bytes in parallel.state_bytes)
     return (device, host + frozen) if parallel.offload == "all" else (device + frozen, host)
 
 
-def adapted(llama: Llama, adapter: Adapter) -> tuple[int, int]:
+def adapted_features(llama: Llama, adapter: Adapter) -> tuple[int, int]:
     """Return the summed input and output features of a layer's adapted matrices."""
-    shapes = factors(dataclasses.replace(llama, layers=1), adapter)
-    inputs = sum(shape[1] for name, shape in shapes.items() if name.endswith(DOWN))
-    return inputs, sum(shape[0] for name, shape in shapes.items() if name.endswith(UP))
+    shapes = lora_shapes(dataclasses.replace(llama, layers=1), adapter)
+    inputs = sum(shape[1] for name, shape in shapes.items() if name.endswith(LORA_A))
+    return inputs, sum(shape[0] for name, shape in shapes.items() if name.endswith(LORA_B))
 
 
-def describe(adapter: Adapter) -> str:
+def adapter_label(adapter: Adapter) -> str:
     """Describe an adapter; checkpoints store this text."""
-    if not adapter.trains:
+    if not adapter.is_enabled:
         return "none"
     targets = (
-        "all matrices" if {*adapter.targets} == {*TARGETS} else ",".join(sorted(adapter.targets, key=TARGETS.index))
+        "all matrices"
+        if {*adapter.targets} == {*ADAPTER_TARGETS}
+        else ",".join(sorted(adapter.targets, key=ADAPTER_TARGETS.index))
     )
     return f"{adapter.kind} of rank {adapter.rank}, alpha {adapter.alpha:g}, beside {targets}"
 
@@ -624,11 +639,11 @@ def adapter_flops(llama: Llama, adapter: Adapter, seq_len: int) -> int:
 
     Frozen matrices count four per weight, not six.
     """
-    whole = llama.flops_per_token(seq_len)
-    if not adapter.trains:
-        return whole
-    frozen = sum(math.prod(shape) for name, shape in llama.tensors().items() if name.endswith("_proj.weight"))
-    return whole - 2 * (frozen + llama.vocab * llama.hidden) + 6 * adapter_parameters(llama, adapter)
+    full_flops = llama.flops_per_token(seq_len)
+    if not adapter.is_enabled:
+        return full_flops
+    frozen_weights = sum(math.prod(shape) for name, shape in llama.tensors().items() if name.endswith("_proj.weight"))
+    return full_flops - 2 * (frozen_weights + llama.vocab * llama.hidden) + 6 * n_adapter_parameters(llama, adapter)
 
 
 def read_peft(directory: Path, llama: Llama, adapter: Adapter) -> Layout:
@@ -637,55 +652,61 @@ def read_peft(directory: Path, llama: Llama, adapter: Adapter) -> Layout:
     Raises:
         UserError: It is no LoRA, or not of this model, rank, alpha and targets.
     """
-    where, file = directory / PEFT_CONFIG, directory / PEFT_WEIGHTS
-    if not where.is_file():
-        raise UserError(f"--adapter.path: {where} is not a file; name a directory that peft or export --adapter wrote")
-    described = read_hf_json(where)
-    if described.get("peft_type") != "LORA":
-        raise UserError(f"{where}: peft_type is {described.get('peft_type')!r}; only LORA can be trained")
-    others = [key for key in OTHERS if described.get(key)]
-    if described.get("bias", "none") != "none":
-        others.append("bias")
-    if str(described.get("init_lora_weights")).lower().startswith(BESIDE_OTHERS):
-        others.append("init_lora_weights")
-    if others:
+    config_path, weights_path = directory / PEFT_CONFIG, directory / PEFT_WEIGHTS
+    if not config_path.is_file():
         raise UserError(
-            f"{where}: {others[0]} is {described[others[0]]!r}, which is not supported; train an adapter without it"
+            f"--adapter.path: {config_path} is not a file; name a directory that peft or export --adapter wrote"
         )
-    if not file.is_file():
-        raise UserError(f"{file}: no such file; save the adapter as safetensors, as peft does")
-    found = {name.removeprefix(PEFT): info for name, info in read_header(file).items()}
-    there = {name.removesuffix(UP).rpartition(".")[2] for name in found if name.endswith(UP)}
-    if odd := sorted(there - {*TARGETS}):
+    config = read_hf_json(config_path)
+    if config.get("peft_type") != "LORA":
+        raise UserError(f"{config_path}: peft_type is {config.get('peft_type')!r}; only LORA can be trained")
+    unsupported = [key for key in UNSUPPORTED_PEFT_SETTINGS if config.get(key)]
+    if config.get("bias", "none") != "none":
+        unsupported.append("bias")
+    if str(config.get("init_lora_weights")).lower().startswith(UNSUPPORTED_INITIALIZATIONS):
+        unsupported.append("init_lora_weights")
+    if unsupported:
         raise UserError(
-            f"{file}: {odd[0]} has an adapter, which is not supported; use one of {', '.join(TARGETS)} alone"
+            f"{config_path}: {unsupported[0]} is {config[unsupported[0]]!r}, which is not supported; train an adapter without it"
         )
-    _check_settings(where, described, there, adapter)
-    expected = factors(llama, adapter)
-    if unknown := sorted(found.keys() - expected.keys()):
+    if not weights_path.is_file():
+        raise UserError(f"{weights_path}: no such file; save the adapter as safetensors, as peft does")
+    tensors = {name.removeprefix(PEFT_PREFIX): info for name, info in read_header(weights_path).items()}
+    targets = {name.removesuffix(LORA_B).rpartition(".")[2] for name in tensors if name.endswith(LORA_B)}
+    if unknown_targets := sorted(targets - {*ADAPTER_TARGETS}):
         raise UserError(
-            f"{file}: has {unknown[0]}{and_more(unknown)}, of another model or kind; use an adapter of this model"
+            f"{weights_path}: {unknown_targets[0]} has an adapter, which is not supported; use one of {', '.join(ADAPTER_TARGETS)} alone"
+        )
+    _check_peft_settings(config_path, config, targets, adapter)
+    expected = lora_shapes(llama, adapter)
+    if unknown := sorted(tensors.keys() - expected.keys()):
+        raise UserError(
+            f"{weights_path}: has {unknown[0]}{and_more(unknown)}, of another model or kind; use an adapter of this model"
         )
     for name, shape in expected.items():
-        if name not in found or found[name].shape != shape:
-            its = list(found[name].shape) if name in found else "missing"
-            raise UserError(f"{file}: {name} is {its}, but the model needs {list(shape)}; use an adapter of this model")
-        if found[name].dtype not in ("F32", "F16", "BF16"):
-            raise UserError(f"{file}: {name} is {found[name].dtype}; only F32, F16 and BF16 can be trained")
-    return found
+        if name not in tensors or tensors[name].shape != shape:
+            actual = list(tensors[name].shape) if name in tensors else "missing"
+            raise UserError(
+                f"{weights_path}: {name} is {actual}, but the model needs {list(shape)}; use an adapter of this model"
+            )
+        if tensors[name].dtype not in ("F32", "F16", "BF16"):
+            raise UserError(f"{weights_path}: {name} is {tensors[name].dtype}; only F32, F16 and BF16 can be trained")
+    return tensors
 
 
-def _check_settings(where: Path, described: Mapping[str, Any], there: Collection[str], adapter: Adapter) -> None:
-    """Refuse settings that are not those of an adapter that is to be gone on with; ``there``: its targets."""
-    targets = ",".join(name for name in TARGETS if name in there)
-    rank, alpha = described.get("r"), described.get("lora_alpha")
+def _check_peft_settings(
+    config_path: Path, config: Mapping[str, Any], target_names: Collection[str], adapter: Adapter
+) -> None:
+    """Refuse settings that are not those of an adapter that is to be gone on with; ``target_names``: its targets."""
+    targets = ",".join(name for name in ADAPTER_TARGETS if name in target_names)
+    rank, alpha = config.get("r"), config.get("lora_alpha")
     if not isinstance(rank, int) or not isinstance(alpha, int | float):
         raise UserError(
-            f"{where}: r is {rank!r} and lora_alpha {alpha!r}; both must be numbers; save the adapter again"
+            f"{config_path}: r is {rank!r} and lora_alpha {alpha!r}; both must be numbers; save the adapter again"
         )
-    if (rank, alpha, {*there}) != (adapter.rank, adapter.alpha, {*adapter.targets}):
-        right = f"--adapter.rank {rank} --adapter.alpha {alpha} --adapter.targets {targets}"
-        raise UserError(f"--adapter.path: {where.parent} has other settings; use {right}")
+    if (rank, alpha, {*target_names}) != (adapter.rank, adapter.alpha, {*adapter.targets}):
+        flags = f"--adapter.rank {rank} --adapter.alpha {alpha} --adapter.targets {targets}"
+        raise UserError(f"--adapter.path: {config_path.parent} has other settings; use {flags}")
 
 
 def peft_config(adapter: Adapter, base: str) -> dict[str, Any]:
@@ -698,6 +719,6 @@ def peft_config(adapter: Adapter, base: str) -> dict[str, Any]:
         "lora_alpha": adapter.alpha,
         "lora_dropout": 0.0,
         "bias": "none",
-        "target_modules": sorted(adapter.targets, key=TARGETS.index),
+        "target_modules": sorted(adapter.targets, key=ADAPTER_TARGETS.index),
         "inference_mode": True,
     }

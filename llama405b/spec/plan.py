@@ -73,7 +73,7 @@ class Plan:
         return bool(self.slurm_job) and self.trains
 
     @property
-    def world(self) -> int:
+    def world_size(self) -> int:
         """Number of ranks over all hosts."""
         return sum(node.slots for node in self.nodes)
 
@@ -83,13 +83,13 @@ class Plan:
         Raises:
             UserError: They cannot be divided so.
         """
-        return Axes.of(parallel, self.world, max((node.slots for node in self.nodes), default=1))
+        return Axes.from_parallel(parallel, self.world_size, max((node.slots for node in self.nodes), default=1))
 
     def node(self, name: str) -> Node:
         """Return a host's part of the plan; the host must be in it."""
         return next(node for node in self.nodes if node.name == name)
 
-    def find(self, name: str) -> Node | None:
+    def find_node(self, name: str) -> Node | None:
         """Return a host's part of the plan; None if the host is not in it."""
         return next((node for node in self.nodes if node.name == name), None)
 
@@ -97,17 +97,19 @@ class Plan:
 NO_PLAN = Plan("", 0, 0.0, "", "", (), (), ())
 
 
-def read_plan(run: RunDir) -> Plan:
+def read_plan(run_dir: RunDir) -> Plan:
     """Read the newest plan of a run; ``NO_PLAN``, which has no nodes, if none can be read."""
-    return read_record(Plan, run.plan) or NO_PLAN
+    return read_record(Plan, run_dir.plan) or NO_PLAN
 
 
-def check_run_name(run: str) -> str:
+def check_run_name(run_name: str) -> str:
     """Return the name if it is valid.
 
     Raises:
         UserError: It is not usable as a directory and a tmux server name.
     """
-    if not RUN_NAME.fullmatch(run):
-        raise UserError(f"--run: {run!r} is not a valid run name; use letters, digits, '.', '_' and '-', at most 100")
-    return run
+    if not RUN_NAME.fullmatch(run_name):
+        raise UserError(
+            f"--run: {run_name!r} is not a valid run name; use letters, digits, '.', '_' and '-', at most 100"
+        )
+    return run_name

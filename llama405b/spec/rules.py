@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from llama405b.contract.checkpoints import RunIdentity
-from llama405b.contract.errors import UserError, counted
-from llama405b.settings.axes import DP, SHARD, Axes
-from llama405b.settings.rules import ALL, STEPS
+from llama405b.contract.errors import UserError, pluralize
+from llama405b.settings.axes import DP_AXES, SHARD_AXES, Axes
+from llama405b.settings.rules import ALL_CHANGES, STEPS
 from llama405b.settings.schema import Config, Optimizer, Parallel
 from llama405b.settings.strategies import STRATEGIES
-from llama405b.spec.models import Llama, describe
+from llama405b.spec.models import Llama, adapter_label
 
 
 def check_mesh(axes: Axes, parallel: Parallel, llama: Llama | None, seq_len: int, ranks_per_host: int) -> None:
@@ -26,11 +26,11 @@ def check_mesh(axes: Axes, parallel: Parallel, llama: Llama | None, seq_len: int
     Raises:
         UserError: Names the setting, why, and what to use.
     """
-    for key, fault in faults_of_mesh(axes, parallel, llama, seq_len, ranks_per_host):
+    for key, fault in find_mesh_faults(axes, parallel, llama, seq_len, ranks_per_host):
         raise UserError(f"--{key}: {fault}")
 
 
-def faults_of_mesh(
+def find_mesh_faults(
     axes: Axes, parallel: Parallel, llama: Llama | None, seq_len: int, ranks_per_host: int
 ) -> Iterator[tuple[str, str]]:
     """Yield the faults of a mesh: the setting, and a message to follow its name."""
@@ -39,20 +39,20 @@ def faults_of_mesh(
         return parallel.tp_across_hosts or ranks_per_host % tp == 0
 
     if llama:
-        yield from _of_matrices(axes, parallel, llama, seq_len, within_host)
-        yield from _of_sequences(axes, parallel, llama, seq_len)
-        yield from _of_layers(axes, parallel, llama)
-    yield from _of_shards(axes.size(SHARD), parallel.reshard_after_forward)
+        yield from _find_tp_faults(axes, parallel, llama, seq_len, within_host)
+        yield from _find_cp_faults(axes, parallel, llama, seq_len)
+        yield from _find_pp_faults(axes, parallel, llama)
+    yield from _find_reshard_faults(axes.size(SHARD_AXES), parallel.reshard_after_forward)
     if not within_host(axes.tp):
-        fits = _smaller(axes, parallel, "tp", within_host)
+        fits = _largest_fit(axes, parallel, "tp", within_host)
         yield (
             "parallel.tp",
-            f"tp {axes.tp} would span hosts of {counted(ranks_per_host, 'rank')}, so every layer would wait for the network; "
+            f"tp {axes.tp} would span hosts of {pluralize(ranks_per_host, 'rank')}, so every layer would wait for the network; "
             f"use {fits}, or --parallel.tp_across_hosts true",
         )
 
 
-def _of_matrices(
+def _find_tp_faults(
     axes: Axes, parallel: Parallel, llama: Llama, seq_len: int, within_host: Callable[[int], bool]
 ) -> Iterator[tuple[str, str]]:
     divided = {
@@ -67,27 +67,27 @@ def _of_matrices(
             "parallel.tp",
             f"tp cannot split the query and key norms of a {llama.family.architecture}; use tp 1",
         )
-    for what, size in divided.items():
+    for label, size in divided.items():
         if size % axes.tp:
-            fits = _smaller(
-                axes, parallel, "tp", lambda n: within_host(n) and not any(each % n for each in divided.values())
+            fits = _largest_fit(
+                axes, parallel, "tp", lambda n: within_host(n) and not any(count % n for count in divided.values())
             )
-            yield "parallel.tp", f"{size} {what} cannot be divided by {axes.tp}; use {fits}"
+            yield "parallel.tp", f"{size} {label} cannot be divided by {axes.tp}; use {fits}"
 
 
-def _of_sequences(axes: Axes, parallel: Parallel, llama: Llama, seq_len: int) -> Iterator[tuple[str, str]]:
+def _find_cp_faults(axes: Axes, parallel: Parallel, llama: Llama, seq_len: int) -> Iterator[tuple[str, str]]:
     divided = {"attention heads": llama.heads // axes.tp, "tokens of a sequence": seq_len // axes.tp}
     if llama.heads % axes.tp or seq_len % axes.tp:
         return  # told of tp
-    for what, size in divided.items():
+    for label, size in divided.items():
         if size % axes.cp:
-            fits = _smaller(axes, parallel, "cp", lambda n: not any(each % n for each in divided.values()))
-            each = f" on each of {axes.tp} ranks" if axes.tp > 1 else ""
-            yield "parallel.cp", f"{size} {what}{each} cannot be divided by {axes.cp}; use {fits}"
+            fits = _largest_fit(axes, parallel, "cp", lambda n: not any(count % n for count in divided.values()))
+            per_rank = f" on each of {axes.tp} ranks" if axes.tp > 1 else ""
+            yield "parallel.cp", f"{size} {label}{per_rank} cannot be divided by {axes.cp}; use {fits}"
 
 
-def _of_layers(axes: Axes, parallel: Parallel, llama: Llama) -> Iterator[tuple[str, str]]:
-    stages = axes.pp * parallel.chunks
+def _find_pp_faults(axes: Axes, parallel: Parallel, llama: Llama) -> Iterator[tuple[str, str]]:
+    stages = axes.pp * parallel.virtual_stages
     if axes.pp == 1:
         return
     if llama.tied:
@@ -96,42 +96,42 @@ def _of_layers(axes: Axes, parallel: Parallel, llama: Llama) -> Iterator[tuple[s
             "the embedding is also the head, so the first and the last stage would both need it; use pp 1",
         )
     if stages > llama.layers:
-        fits = _smaller(axes, parallel, "pp", lambda n: n * parallel.chunks <= llama.layers)
-        yield "parallel.pp", f"{counted(llama.layers, 'layer')} cannot be divided into {stages} stages; use {fits}"
+        fits = _largest_fit(axes, parallel, "pp", lambda n: n * parallel.virtual_stages <= llama.layers)
+        yield "parallel.pp", f"{pluralize(llama.layers, 'layer')} cannot be divided into {stages} stages; use {fits}"
 
 
-def _of_shards(shards: int, kept_by: int) -> Iterator[tuple[str, str]]:
-    if not kept_by or (shards % kept_by == 0 and kept_by < shards):
+def _find_reshard_faults(shards: int, group_size: int) -> Iterator[tuple[str, str]]:
+    if not group_size or (shards % group_size == 0 and group_size < shards):
         return
-    divisors = [n for n in range(2, min(kept_by, shards)) if shards % n == 0]
-    instead = f"use {divisors[-1]}" if divisors else "leave it out"
+    divisors = [n for n in range(2, min(group_size, shards)) if shards % n == 0]
+    remedy = f"use {divisors[-1]}" if divisors else "leave it out"
     yield (
         "parallel.reshard_after_forward",
-        f"{counted(shards, 'shard')} cannot be divided into groups of {kept_by} ranks; {instead}",
+        f"{pluralize(shards, 'shard')} cannot be divided into groups of {group_size} ranks; {remedy}",
     )
 
 
-def _smaller(axes: Axes, parallel: Parallel, name: str, fits: Callable[[int], bool]) -> str:
+def _largest_fit(axes: Axes, parallel: Parallel, name: str, fits: Callable[[int], bool]) -> str:
     """Return the largest smaller size of an axis that fits and divides the ranks."""
-    rest = DP if STRATEGIES[parallel.strategy].copies == "ranks" else ("dp_shard",)
-    ranks = axes.size((name, *rest))
+    other_axes = DP_AXES if STRATEGIES[parallel.strategy].copies == "ranks" else ("dp_shard",)
+    ranks = axes.size((name, *other_axes))
     smaller = (n for n in range(1, getattr(axes, name)) if ranks % n == 0 and fits(n))
     return f"{name} {max(smaller, default=1)}"
 
 
-STD = 0.02  # of a weight: Llama's initializer_range
-EXPONENTS = range(-60, 2)  # of weights in BF16 that count
-ENOUGH = 0.5  # of the weights
+WEIGHT_STD = 0.02  # of a weight: Llama's initializer_range
+BF16_EXPONENTS = range(-60, 2)  # of weights in BF16 that count
+MOST_WEIGHTS = 0.5  # of the weights
 
 
 def rounding_note(parallel: Parallel, optimizer: Optimizer) -> str:
     """Return a note on how few BF16 weights a step changes; '' if it changes most."""
     share = changed_share(optimizer.lr, optimizer.betas[0])
-    if parallel.numerics != "pure-bf16" or share > ENOUGH:
+    if parallel.numerics != "pure-bf16" or share > MOST_WEIGHTS:
         return ""
-    norms = " and none of the norms'" * parallel.by_fsdp1  # which have no FP32 masters there
+    norms_note = " and none of the norms'" * parallel.is_fsdp1  # which have no FP32 masters there
     return (
-        f"with numerics pure-bf16 a step at learning rate {optimizer.lr:g} changes about {100 * share:.2g}% of the weights{norms}; "
+        f"with numerics pure-bf16 a step at learning rate {optimizer.lr:g} changes about {100 * share:.2g}% of the weights{norms_note}; "
         "BF16 rounds the other updates away: use fp32-master, or a higher --optimizer.lr"
     )
 
@@ -144,138 +144,160 @@ def changed_share(lr: float, beta1: float) -> float:
     """
     update = lr * math.sqrt((1 - beta1) / (1 + beta1))
     return sum(
-        (_within(2.0 ** (e + 1) / STD) - _within(2.0**e / STD)) * (1 - _within(2.0 ** (e - 8) / update))
-        for e in EXPONENTS
+        (_normal_share_within(2.0 ** (e + 1) / WEIGHT_STD) - _normal_share_within(2.0**e / WEIGHT_STD))
+        * (1 - _normal_share_within(2.0 ** (e - 8) / update))
+        for e in BF16_EXPONENTS
     )
 
 
-def _within(deviations: float) -> float:
+def _normal_share_within(deviations: float) -> float:
     """Return the share of a normal distribution within so many standard deviations."""
     return math.erf(deviations / math.sqrt(2))
 
 
-def settings_of(optimizer: Optimizer, steps: int) -> Mapping[str, Any]:
+def update_settings(optimizer: Optimizer, steps: int) -> Mapping[str, Any]:
     """Return the settings that determine updates, with the number of steps if the schedule needs it.
 
     ``steps``: 0 if unknown.
     """
-    found = {f"optimizer.{name}": value for name, value in dataclasses.asdict(optimizer).items()}
-    found |= {f"optimizer.{name}": list(getattr(optimizer, name)) for name in ("betas", "groups")}  # as JSON has them
-    falls = optimizer.decay != "constant" and optimizer.min_lr != optimizer.lr
-    if steps > optimizer.warmup_steps(steps) and (falls or 0 < optimizer.warmup < 1):
-        found[STEPS] = steps
-    return found
+    settings = {f"optimizer.{name}": value for name, value in dataclasses.asdict(optimizer).items()}
+    settings |= {
+        f"optimizer.{name}": list(getattr(optimizer, name)) for name in ("betas", "groups")
+    }  # as JSON has them
+    is_decaying = optimizer.decay != "constant" and optimizer.min_lr != optimizer.lr
+    if steps > optimizer.warmup_steps(steps) and (is_decaying or 0 < optimizer.warmup < 1):
+        settings[STEPS] = steps
+    return settings
 
 
-def as_configured(before: RunIdentity, config: Config) -> RunIdentity:
+def with_config(previous: RunIdentity, config: Config) -> RunIdentity:
     """Return a checkpoint's identity with these settings; only ranks can compare model, data and packing.
 
     A global batch of 0 follows the number of ranks, which is unknown here: it is taken to be unchanged.
     """
     return dataclasses.replace(
-        before,
+        previous,
         sequence_length=config.data.seq_len,
-        global_batch_size=config.training.global_batch_size or before.global_batch_size,
+        global_batch_size=config.training.global_batch_size or previous.global_batch_size,
         numerics=config.parallel.numerics,
         data_seed=config.data.seed,
         training_seed=config.training.seed,
-        adapter=describe(config.adapter),
-        settings=settings_of(config.optimizer, config.training.max_steps),
+        adapter=adapter_label(config.adapter),
+        settings=update_settings(config.optimizer, config.training.max_steps),
     )
 
 
-def same_data(before: RunIdentity, now: RunIdentity) -> bool:
+def reads_same_data(previous: RunIdentity, current: RunIdentity) -> bool:
     """Check whether both read the same sequences in the same order; packing does not matter."""
-    one, other = ((each.data, each.sequence_length, each.data_seed) for each in (before, now))
-    return one == other
+    first, second = ((identity.data, identity.sequence_length, identity.data_seed) for identity in (previous, current))
+    return first == second
 
 
-def accept_changes(path: str, before: RunIdentity, now: RunIdentity, allowed: Sequence[str]) -> str:
+def check_resume_changes(path: str, previous: RunIdentity, current: RunIdentity, allowed: Sequence[str]) -> str:
     """Say what changes with a resume from ``path``, for the log; '' if nothing does.
 
     Raises:
         UserError: Something changes that is not in ``allowed``.
     """
-    changes = before.changes(now)
+    changes = previous.changes(current)
     if not changes:
         return ""
-    anew = "" if same_data(before, now) else ", so the data is read from its beginning"
-    if before.adapter != now.adapter:  # then it holds other tensors
+    restart_note = "" if reads_same_data(previous, current) else ", so the data is read from its beginning"
+    if previous.adapter != current.adapter:  # then it holds other tensors
         raise UserError(
             f"--resume: {path} was saved with adapter {changes['adapter']}; set --adapter.kind, .rank, .alpha and .targets back, or "
             "begin another run with another --checkpoint.dir"
         )
     # Steps that follow from other data are accepted with that.
-    to_accept = {name: words for name, words in changes.items() if name != STEPS or same_data(before, now)}
-    refuses = ALL not in allowed and not to_accept.keys() <= {*allowed}
-    told = to_accept if refuses else changes
-    said = f"{path} was saved with other settings ({', '.join(map(' '.join, told.items()))}){anew}"
-    if refuses:
+    to_accept = {
+        name: change for name, change in changes.items() if name != STEPS or reads_same_data(previous, current)
+    }
+    is_refused = ALL_CHANGES not in allowed and not to_accept.keys() <= {*allowed}
+    shown = to_accept if is_refused else changes
+    message = f"{path} was saved with other settings ({', '.join(map(' '.join, shown.items()))}){restart_note}"
+    if is_refused:
         names = ",".join([*allowed, *(name for name in to_accept if name not in allowed)])
-        raise UserError(f"--resume: {said}; set them back, or accept this with --checkpoint.allow_changes {names}")
-    return said
+        raise UserError(f"--resume: {message}; set them back, or accept this with --checkpoint.allow_changes {names}")
+    return message
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Pass:
+class MicrobatchPass:
     """One forward or backward of a micro-batch through one of a rank's stages."""
 
-    backward: bool
-    chunk: int
-    micro: int
+    is_backward: bool
+    virtual_stage: int
+    microbatch: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class InFlight:
     """The micro-batches that wait for their backward while a rank computes another backward."""
 
-    chunk: int  # of the backward
-    others: tuple[int, ...]  # micro-batches that wait, by chunk
-    done: tuple[bool, ...]  # whether a chunk had a backward before, by chunk
-    forward: bool = True  # whether a forward comes between it and the backward before
+    virtual_stage: int  # of the backward
+    waiting: tuple[int, ...]  # micro-batches that wait, by chunk
+    had_backward: tuple[bool, ...]  # whether a chunk had a backward before, by chunk
+    after_forward: bool = True  # whether a forward comes between it and the backward before
 
-    def is_less(self, other: "InFlight") -> bool:
+    def is_dominated_by(self, other: "InFlight") -> bool:
         """Check whether another state needs at least as much memory in every respect."""
-        mine, others = (*self.others, *self.done, self.forward), (*other.others, *other.done, other.forward)
-        return self.chunk == other.chunk and mine != others and all(a <= b for a, b in zip(mine, others, strict=True))
+        values, other_values = (
+            (*self.waiting, *self.had_backward, self.after_forward),
+            (*other.waiting, *other.had_backward, other.after_forward),
+        )
+        return (
+            self.virtual_stage == other.virtual_stage
+            and values != other_values
+            and all(a <= b for a, b in zip(values, other_values, strict=True))
+        )
 
 
 @functools.lru_cache(1024)
-def in_flight(schedule: str, n_ranks: int, n_chunks: int, rank: int, n_micro: int) -> frozenset[InFlight]:
-    """Return what occurs in a step, but for what is less than something else that does; see ``order_of``."""
-    waiting, done = [0] * n_chunks, [False] * n_chunks
-    found = set()
+def find_in_flight(schedule: str, n_ranks: int, n_virtual_stages: int, rank: int, n_micro: int) -> frozenset[InFlight]:
+    """Return what occurs in a step, but for what is less than something else that does; see ``pipeline_order``."""
+    waiting, had_backward = [0] * n_virtual_stages, [False] * n_virtual_stages
+    states = set()
     forward = False
-    for each in order_of(schedule, n_ranks, n_chunks, rank, n_micro):
-        if each.backward:
-            waiting[each.chunk] -= 1
-            found.add(InFlight(each.chunk, tuple(waiting), tuple(done), forward))
-            done[each.chunk] = True
+    for step in pipeline_order(schedule, n_ranks, n_virtual_stages, rank, n_micro):
+        if step.is_backward:
+            waiting[step.virtual_stage] -= 1
+            states.add(InFlight(step.virtual_stage, tuple(waiting), tuple(had_backward), forward))
+            had_backward[step.virtual_stage] = True
         else:
-            waiting[each.chunk] += 1
-        forward = not each.backward
-    return frozenset(each for each in found if not any(each.is_less(other) for other in found))
+            waiting[step.virtual_stage] += 1
+        forward = not step.is_backward
+    return frozenset(state for state in states if not any(state.is_dominated_by(other) for other in states))
 
 
-def order_of(schedule: str, n_ranks: int, n_chunks: int, rank: int, n_micro: int) -> list[Pass]:
+def pipeline_order(schedule: str, n_ranks: int, n_virtual_stages: int, rank: int, n_micro: int) -> list[MicrobatchPass]:
     """Return what a rank does, one after the other.
 
-    ``n_ranks``: of the pipeline; ``n_chunks``: stages on each; stage k is chunk k // n_ranks of rank k % n_ranks.
+    ``n_ranks``: of the pipeline; ``n_virtual_stages``: stages on each; stage k is chunk k // n_ranks of rank k % n_ranks.
     """
     groups = [range(begin, min(begin + n_ranks, n_micro)) for begin in range(0, n_micro, n_ranks)]
-    if n_chunks == 1:
+    if n_virtual_stages == 1:
         groups = [range(n_micro)]
-    forwards = [Pass(False, chunk, micro) for group in groups for chunk in range(n_chunks) for micro in group]
-    backwards = [Pass(True, chunk, micro) for group in groups for chunk in reversed(range(n_chunks)) for micro in group]
-    ahead = _ahead(schedule, n_ranks, n_chunks, rank, len(forwards))
-    pairs = zip(forwards[ahead:], backwards, strict=False)
-    return [*forwards[:ahead], *itertools.chain(*pairs), *backwards[len(forwards) - ahead :]]
+    forwards = [
+        MicrobatchPass(False, virtual_stage, microbatch)
+        for group in groups
+        for virtual_stage in range(n_virtual_stages)
+        for microbatch in group
+    ]
+    backwards = [
+        MicrobatchPass(True, virtual_stage, microbatch)
+        for group in groups
+        for virtual_stage in reversed(range(n_virtual_stages))
+        for microbatch in group
+    ]
+    n_warmup = _n_warmup_forwards(schedule, n_ranks, n_virtual_stages, rank, len(forwards))
+    pairs = zip(forwards[n_warmup:], backwards, strict=False)
+    return [*forwards[:n_warmup], *itertools.chain(*pairs), *backwards[len(forwards) - n_warmup :]]
 
 
-def _ahead(schedule: str, n_ranks: int, n_chunks: int, rank: int, n_forwards: int) -> int:
+def _n_warmup_forwards(schedule: str, n_ranks: int, n_virtual_stages: int, rank: int, n_forwards: int) -> int:
     """Return how many forwards a rank of a pipeline takes before its first forward-backward pair."""
     if schedule == "gpipe":
         return n_forwards
-    if n_chunks == 1:
+    if n_virtual_stages == 1:
         return min(n_forwards, n_ranks - rank - 1)
-    return min(n_forwards, 2 * (n_ranks - rank - 1) + (n_chunks - 1) * n_ranks)
+    return min(n_forwards, 2 * (n_ranks - rank - 1) + (n_virtual_stages - 1) * n_ranks)

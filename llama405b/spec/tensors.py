@@ -23,33 +23,33 @@ from pathlib import Path
 from typing import Any
 
 from llama405b.contract.errors import UserError, and_more
-from llama405b.settings.axes import SHARD, Axes
+from llama405b.settings.axes import SHARD_AXES, Axes
 
-LAYER = re.compile(r"model\.layers\.(\d+)\.")
-FIRST = "model.embed_tokens."
+LAYER_NAME = re.compile(r"model\.layers\.(\d+)\.")
+EMBEDDING_PREFIX = "model.embed_tokens."
 
 
-def stages_of(shapes: Mapping[str, Sequence[int]], n_stages: int) -> tuple[tuple[int, ...], ...]:
+def split_layers(shapes: Mapping[str, Sequence[int]], n_stages: int) -> tuple[tuple[int, ...], ...]:
     """Divide a model's layers into stages; a stage may have none."""
     sizes: dict[int, int] = collections.defaultdict(int)
-    first = last = 0
+    first_size = last_size = 0
     for name, shape in shapes.items():
         size = math.prod(shape)
-        if found := LAYER.match(name):
-            sizes[int(found[1])] += size
-        elif name.startswith(FIRST):
-            first += size
+        if match := LAYER_NAME.match(name):
+            sizes[int(match[1])] += size
+        elif name.startswith(EMBEDDING_PREFIX):
+            first_size += size
         else:
-            last += size
-    layer = max(1, max(sizes.values(), default=1))
+            last_size += size
+    layer_size = max(1, max(sizes.values(), default=1))
     # In units of one layer. The head costs compute in the last stage; the embedding costs memory only, so it just breaks ties.
     time = [0.0] * n_stages
-    time[-1] = last / layer
+    time[-1] = last_size / layer_size
     parameters = list(time)
-    parameters[0] += first / layer
+    parameters[0] += first_size / layer_size
     counts = [0] * n_stages
     for _ in sizes:
-        stage = min(range(n_stages), key=lambda each: (time[each], parameters[each]))
+        stage = min(range(n_stages), key=lambda candidate: (time[candidate], parameters[candidate]))
         counts[stage] += 1
         time[stage] += 1
         parameters[stage] += 1
@@ -57,38 +57,38 @@ def stages_of(shapes: Mapping[str, Sequence[int]], n_stages: int) -> tuple[tuple
     return tuple(tuple(next(layers) for _ in range(count)) for count in counts)
 
 
-def stage_of(name: str, stages: Sequence[Sequence[int]]) -> int:
+def find_stage(name: str, stages: Sequence[Sequence[int]]) -> int:
     """Return the stage of a parameter."""
-    if found := LAYER.match(name):
-        return next(stage for stage, layers in enumerate(stages) if int(found[1]) in layers)
-    return 0 if name.startswith(FIRST) else len(stages) - 1
+    if match := LAYER_NAME.match(name):
+        return next(stage for stage, layers in enumerate(stages) if int(match[1]) in layers)
+    return 0 if name.startswith(EMBEDDING_PREFIX) else len(stages) - 1
 
 
-Range = tuple[int, int]  # [start, stop)
-Box = tuple[Range, ...]  # by dimension
+IndexRange = tuple[int, int]  # [start, stop)
+TensorSlice = tuple[IndexRange, ...]  # by dimension
 # Which dimension of a module's weight tensor parallelism splits (arXiv 1909.08053, section 3): its outputs, or its inputs.
-OUTPUTS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head")
-INPUTS = ("o_proj", "down_proj")
+OUTPUT_SPLIT_MODULES = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head")
+INPUT_SPLIT_MODULES = ("o_proj", "down_proj")
 
 
 def tp_dimension(name: str) -> int | None:
     """Return the dimension of a tensor that tensor parallelism splits; None: each rank has all of it."""
     module, _, kind = name.rpartition(".")
     module, _, factor = module.partition(".lora_")  # an adapter's A has the inputs of its matrix, and its B the outputs
-    last = module.rpartition(".")[2]
-    if last in OUTPUTS:
+    module_name = module.rpartition(".")[2]
+    if module_name in OUTPUT_SPLIT_MODULES:
         return 0 if factor != "A" else None
-    return 1 if last in INPUTS and kind == "weight" and factor != "B" else None
+    return 1 if module_name in INPUT_SPLIT_MODULES and kind == "weight" and factor != "B" else None
 
 
-def chunk(size: int, rank: int, n_ranks: int) -> Range:
+def shard_range(size: int, rank: int, n_ranks: int) -> IndexRange:
     """Return a rank's indices: torch.chunk's split, which DTensor's Shard uses."""
-    each = -(-size // n_ranks)
-    return min(rank * each, size), min((rank + 1) * each, size)
+    shard_size = -(-size // n_ranks)
+    return min(rank * shard_size, size), min((rank + 1) * shard_size, size)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Holdings:
+class ShardLayout:
     """What the ranks of a mesh hold of a model."""
 
     axes: Axes
@@ -96,76 +96,78 @@ class Holdings:
     names: tuple[str, ...] = ()  # of a pipeline's parameters, in the order of use
 
     @classmethod
-    def of(cls, shapes: Mapping[str, Sequence[int]], axes: Axes, chunks: int = 1) -> "Holdings":
-        """Return the layout of a model with these parameters; ``chunks``: stages of each rank of a pipeline."""
-        return cls(axes, stages_of(shapes, axes.pp * chunks), tuple(shapes)) if axes.pp > 1 else cls(axes)
+    def from_shapes(cls, shapes: Mapping[str, Sequence[int]], axes: Axes, virtual_stages: int = 1) -> "ShardLayout":
+        """Return the layout of a model with these parameters; ``virtual_stages``: stages of each rank of a pipeline."""
+        return cls(axes, split_layers(shapes, axes.pp * virtual_stages), tuple(shapes)) if axes.pp > 1 else cls(axes)
 
-    def has(self, name: str, rank: int) -> bool:
+    def has_tensor(self, name: str, rank: int) -> bool:
         """Check whether a tensor is in one of a rank's stages."""
         if self.axes.pp == 1:
             return True
-        return stage_of(name, self.stages) % self.axes.pp == self.axes.place(rank, ("pp",)).rank
+        return find_stage(name, self.stages) % self.axes.pp == self.axes.coordinate(rank, ("pp",)).rank
 
-    def box(self, name: str, shape: Sequence[int], rank: int) -> Box:
+    def slice_of(self, name: str, shape: Sequence[int], rank: int) -> TensorSlice:
         """Return the slice of a tensor that a rank holds; empty for another stage's tensor."""
-        box = list(whole_box(shape))
+        box = list(full_slice(shape))
         if not box:
             return ()
-        tp, shard = self.axes.place(rank, ("tp",)), self.axes.place(rank, SHARD)
+        tp, shard = self.axes.coordinate(rank, ("tp",)), self.axes.coordinate(rank, SHARD_AXES)
         dimension = tp_dimension(name)
         if dimension is not None:
-            box[dimension] = chunk(shape[dimension], tp.rank, tp.size)
-        first, last = box[0]
-        start, stop = chunk(last - first, shard.rank, shard.size)
-        box[0] = (first + start, first + stop) if self.has(name, rank) else (0, 0)
+            box[dimension] = shard_range(shape[dimension], tp.rank, tp.size)
+        begin, end = box[0]
+        start, stop = shard_range(end - begin, shard.rank, shard.size)
+        box[0] = (begin + start, begin + stop) if self.has_tensor(name, rank) else (0, 0)
         return tuple(box)
 
 
-def whole_box(shape: Sequence[int]) -> Box:
+def full_slice(shape: Sequence[int]) -> TensorSlice:
     """Return the slice of a whole tensor."""
     return tuple((0, size) for size in shape)
 
 
-def elements(box: Box) -> int:
+def count_elements(box: TensorSlice) -> int:
     """Return the number of elements of a slice."""
     return math.prod(stop - start for start, stop in box)
 
 
-def contains(box: Box, other: Box) -> bool:
+def slice_contains(box: TensorSlice, other: TensorSlice) -> bool:
     """Check whether a slice contains all elements of another."""
-    return not elements(other) or all(a <= c and d <= b for (a, b), (c, d) in zip(box, other, strict=True))
+    return not count_elements(other) or all(a <= c and d <= b for (a, b), (c, d) in zip(box, other, strict=True))
 
 
-def within(box: Box, other: Box) -> Box:
+def relative_slice(box: TensorSlice, other: TensorSlice) -> TensorSlice:
     """Return a contained slice relative to the begin of its container."""
     return tuple((c - a, d - a) for (a, _), (c, d) in zip(box, other, strict=True))
 
 
-def merged(boxes: Iterable[Box]) -> list[Box]:
+def merge_slices(boxes: Iterable[TensorSlice]) -> list[TensorSlice]:
     """Merge neighboring slices into as few as possible; at least one, which may be empty."""
-    given = list(boxes)
-    found = sorted({box for box in given if elements(box)}) or given[:1]
-    for dimension in reversed(range(len(found[0]))):
-        joined: list[Box] = []
+    unmerged = list(boxes)
+    result = sorted({box for box in unmerged if count_elements(box)}) or unmerged[:1]
+    for dimension in reversed(range(len(result[0]))):
+        joined: list[TensorSlice] = []
 
-        def others(box: Box, at: int = dimension) -> Box:
-            return (*box[:at], *box[at + 1 :])
+        def other_ranges(box: TensorSlice, axis: int = dimension) -> TensorSlice:
+            return (*box[:axis], *box[axis + 1 :])
 
-        for _, group in itertools.groupby(sorted(found, key=lambda box: (others(box), box[dimension])), others):
+        for _, group in itertools.groupby(
+            sorted(result, key=lambda box: (other_ranges(box), box[dimension])), other_ranges
+        ):
             for box in group:
                 last = joined[-1] if joined else None
-                if last and others(last) == others(box) and last[dimension][1] == box[dimension][0]:
-                    both = (last[dimension][0], box[dimension][1])
-                    joined[-1] = (*last[:dimension], both, *last[dimension + 1 :])
+                if last and other_ranges(last) == other_ranges(box) and last[dimension][1] == box[dimension][0]:
+                    union = (last[dimension][0], box[dimension][1])
+                    joined[-1] = (*last[:dimension], union, *last[dimension + 1 :])
                 else:
                     joined.append(box)
-        found = sorted(joined)
-    return found
+        result = sorted(joined)
+    return result
 
 
-def runs(shape: Sequence[int], box: Box) -> list[tuple[int, int]]:
+def contiguous_runs(shape: Sequence[int], box: TensorSlice) -> list[tuple[int, int]]:
     """Return a slice as contiguous runs (begin, length) of the whole tensor's elements, in order."""
-    if not elements(box):
+    if not count_elements(box):
         return []
     inner = len(shape)  # dimensions from here on are whole
     while inner and box[inner - 1] == (0, shape[inner - 1]):
@@ -177,25 +179,25 @@ def runs(shape: Sequence[int], box: Box) -> list[tuple[int, int]]:
     length = (stop - start) * sizes[inner - 1]
     outer = itertools.product(*(range(*box[dimension]) for dimension in range(inner - 1)))
     return [
-        (sum(at * sizes[dimension] for dimension, at in enumerate(place)) + start * sizes[inner - 1], length)
+        (sum(index * sizes[dimension] for dimension, index in enumerate(place)) + start * sizes[inner - 1], length)
         for place in outer
     ]
 
 
-PART_NAME = re.compile(r"ranks-(\d{1,6})-(\d{1,6})-of-(\d{1,6})")
+HOST_SHARD_NAME = re.compile(r"ranks-(\d{1,6})-(\d{1,6})-of-(\d{1,6})")
 # in a header's metadata: by entry, its tensor's name and shape, and which box of that it is
-PIECES = "llama405b.pieces"
-WHOLE = "llama405b.whole"  # in a header's metadata: the fingerprint of the checkpoint
+SLICES_KEY = "llama405b.pieces"
+FINGERPRINT_KEY = "llama405b.whole"  # in a header's metadata: the fingerprint of the checkpoint
 
 
-def is_for(name: str, rank: int, world: int) -> bool:
+def is_shard_for(name: str, rank: int, world: int) -> bool:
     """Check whether a shard directory is for a rank; with another number of ranks it may be outdated."""
-    found = PART_NAME.fullmatch(name)
-    return found is not None and int(found[3]) == world and int(found[1]) <= rank <= int(found[2])
+    match = HOST_SHARD_NAME.fullmatch(name)
+    return match is not None and int(match[3]) == world and int(match[1]) <= rank <= int(match[2])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Part:
+class HostShard:
     """What the ranks from ``first`` to ``last`` of a mesh own."""
 
     first: int
@@ -206,32 +208,32 @@ class Part:
     @property
     def name(self) -> str:
         """Name of its directory."""
-        return f"ranks-{self.first}-{self.last}-of-{self.axes.world}"
+        return f"ranks-{self.first}-{self.last}-of-{self.axes.world_size}"
 
-    def boxes(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, list[Box]]:
+    def slices(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, list[TensorSlice]]:
         """Return the merged slices of each tensor that these ranks own; tensors of other stages are left out."""
-        holdings, ranks = Holdings.of(shapes, self.axes, self.chunks), range(self.first, self.last + 1)
+        layout, ranks = ShardLayout.from_shapes(shapes, self.axes, self.chunks), range(self.first, self.last + 1)
         return {
-            name: merged(holdings.box(name, shape, rank) for rank in ranks)
+            name: merge_slices(layout.slice_of(name, shape, rank) for rank in ranks)
             for name, shape in shapes.items()
-            if any(holdings.has(name, rank) for rank in ranks)
+            if any(layout.has_tensor(name, rank) for rank in ranks)
         }
 
 
 DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
-PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"  # of older models
-BY_LAYER = "model.layers.0.pt"  # of models with a file for each module
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+PICKLED_FILE, PICKLED_INDEX_FILE = "pytorch_model.bin", "pytorch_model.bin.index.json"  # of older models
+LAYER_PICKLE_FILE = "model.layers.0.pt"  # of models with a file for each module
 SAMPLE_BYTES = 4096  # of each end of each tensor: training changes every tensor, or some rows, as those of added tokens
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Piece:
+class StoredSlice:
     """A slice of a tensor, stored contiguously in a file."""
 
-    box: Box
+    box: TensorSlice
     offset: int  # in the file, of its first byte
 
 
@@ -243,8 +245,8 @@ class TensorInfo:
     dtype: str  # a key of DTYPE_BYTES
     shape: tuple[int, ...]  # of the whole tensor
     offset: int = 0  # in the file, of the first byte of a whole tensor
-    pieces: tuple[Piece, ...] = ()  # that the file has of it; none: it has all of it
-    whole: str = ""  # fingerprint of the checkpoint that the pieces are of
+    slices: tuple[StoredSlice, ...] = ()  # that the file has of it; none: it has all of it
+    source_fingerprint: str = ""  # fingerprint of the checkpoint that the pieces are of
 
     @property
     def n_bytes(self) -> int:
@@ -252,22 +254,22 @@ class TensorInfo:
         return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
     @property
-    def stored(self) -> tuple[Piece, ...]:
+    def stored_slices(self) -> tuple[StoredSlice, ...]:
         """The stored slices; a whole tensor is one."""
-        return self.pieces or (Piece(whole_box(self.shape), self.offset),)
+        return self.slices or (StoredSlice(full_slice(self.shape), self.offset),)
 
     @property
-    def held_bytes(self) -> int:
+    def stored_bytes(self) -> int:
         """Size of what the file holds."""
-        return sum(self.bytes_of(piece.box) for piece in self.stored)
+        return sum(self.slice_bytes(piece.box) for piece in self.stored_slices)
 
-    def bytes_of(self, box: Box) -> int:
+    def slice_bytes(self, box: TensorSlice) -> int:
         """Return the bytes of a slice."""
-        return elements(box) * DTYPE_BYTES[self.dtype]
+        return count_elements(box) * DTYPE_BYTES[self.dtype]
 
-    def piece_with(self, box: Box) -> Piece | None:
+    def find_slice(self, box: TensorSlice) -> StoredSlice | None:
         """Return the stored slice that contains a slice; None if none does."""
-        return next((piece for piece in self.stored if contains(piece.box, box)), None)
+        return next((piece for piece in self.stored_slices if slice_contains(piece.box, box)), None)
 
 
 Layout = dict[str, TensorInfo]  # by name
@@ -283,57 +285,64 @@ def read_tensors(directory: Path) -> Layout:
     return next(read_layouts(directory))
 
 
-def read_layouts(directory: Path, suits: Callable[[str], bool] = lambda _: True) -> Iterator[Layout]:
+def read_layouts(directory: Path, is_wanted: Callable[[str], bool] = lambda _: True) -> Iterator[Layout]:
     """Yield the tensors of a full checkpoint once, or of each wanted host shard, newest first.
 
     Raises:
         UserError: As ``read_tensors``.
     """
-    if (directory / INDEX).is_file():
-        yield _read_listed(directory / INDEX)
+    if (directory / INDEX_FILE).is_file():
+        yield _read_indexed(directory / INDEX_FILE)
         return
-    if (directory / SINGLE).is_file():
-        yield read_header(directory / SINGLE)
+    if (directory / SINGLE_FILE).is_file():
+        yield read_header(directory / SINGLE_FILE)
         return
-    parts = [path / INDEX for path in sorted(directory.glob("ranks-*")) if PART_NAME.fullmatch(path.name)]
-    parts = [index for index in parts if index.is_file()]  # else it was not pushed to its end
-    parts.sort(key=lambda index: index.parent.stat().st_mtime, reverse=True)  # renaming what arrived changes that
-    if not parts and is_pickled(directory):
-        kind = ".pt" if (directory / BY_LAYER).is_file() else ".bin"
+    indexes = [path / INDEX_FILE for path in sorted(directory.glob("ranks-*")) if HOST_SHARD_NAME.fullmatch(path.name)]
+    indexes = [index for index in indexes if index.is_file()]  # else it was not pushed to its end
+    indexes.sort(key=lambda index: index.parent.stat().st_mtime, reverse=True)  # renaming what arrived changes that
+    if not indexes and is_pickled(directory):
+        kind = ".pt" if (directory / LAYER_PICKLE_FILE).is_file() else ".bin"
         raise UserError(f"{directory}: has {kind} files; convert them with `llama405b export {directory} OUT`")
-    if not parts:
-        raise UserError(f"{directory}: has neither {INDEX} nor {SINGLE}; download the weights in safetensors format")
-    for index in parts:
-        if suits(index.parent.name):
-            yield _read_listed(index)
+    if not indexes:
+        raise UserError(
+            f"{directory}: has neither {INDEX_FILE} nor {SINGLE_FILE}; download the weights in safetensors format"
+        )
+    for index in indexes:
+        if is_wanted(index.parent.name):
+            yield _read_indexed(index)
 
 
 def is_pickled(directory: Path) -> bool:
     """Check whether a directory has only pickled weights: an older model's, or a file for each layer."""
-    has = [(directory / name).is_file() for name in (PICKLED, PICKLED_INDEX, BY_LAYER, SINGLE, INDEX)]
-    return any(has[:3]) and not any(has[3:])
+    exists = [
+        (directory / name).is_file()
+        for name in (PICKLED_FILE, PICKLED_INDEX_FILE, LAYER_PICKLE_FILE, SINGLE_FILE, INDEX_FILE)
+    ]
+    return any(exists[:3]) and not any(exists[3:])
 
 
-def _read_listed(index: Path) -> Layout:
+def _read_indexed(index: Path) -> Layout:
     weight_map = read_weight_map(index)
     files = [index.parent / name for name in sorted(set(weight_map.values()))]
-    single = index.parent / SINGLE
+    single = index.parent / SINGLE_FILE
     if single.is_file() and files != [single]:  # which transformers would read instead
         raise UserError(
-            f"{single}: is next to {INDEX}, which lists other files; delete the one that is not the model's"
+            f"{single}: is next to {INDEX_FILE}, which lists other files; delete the one that is not the model's"
         )
     if missing := [file for file in files if not file.is_file()]:
         raise UserError(f"{missing[0]}: missing{and_more(missing)} of {len(files)} files in the index; download them")
     tensors: Layout = {}
     for file in files:
         header = read_header(file)
-        if twice := sorted(tensors.keys() & header.keys()):
-            other = tensors[twice[0]].file.name
-            raise UserError(f"{file}: contains {twice[0]}{and_more(twice)}, as {other} does; download both again")
+        if duplicates := sorted(tensors.keys() & header.keys()):
+            other = tensors[duplicates[0]].file.name
+            raise UserError(
+                f"{file}: contains {duplicates[0]}{and_more(duplicates)}, as {other} does; download both again"
+            )
         tensors |= header
-    for name, said in weight_map.items():
-        if name not in tensors or tensors[name].file.name != said:
-            raise UserError(f"{index}: lists {name} in {said}, which does not contain it; download both again")
+    for name, file_name in weight_map.items():
+        if name not in tensors or tensors[name].file.name != file_name:
+            raise UserError(f"{index}: lists {name} in {file_name}, which does not contain it; download both again")
     return tensors
 
 
@@ -347,7 +356,7 @@ def read_header(path: Path) -> Layout:
             raise UserError(f"{path}: not a safetensors file, or truncated at {actual} bytes; download it again")
         try:
             header = json.loads(file.read(length))
-            infos, end = _tensors_of(header, path, 8 + length)
+            infos, end = _parse_header(header, path, 8 + length)
         except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
             raise UserError(f"{path}: its safetensors header cannot be read; download it again") from None
     if actual != 8 + length + end:
@@ -355,13 +364,13 @@ def read_header(path: Path) -> Layout:
     return infos
 
 
-def _tensors_of(header: Mapping[str, Any], path: Path, begin: int) -> tuple[Layout, int]:
+def _parse_header(header: Mapping[str, Any], path: Path, begin: int) -> tuple[Layout, int]:
     """Return the tensors of a parsed header, and where their bytes end; the format allows no gaps."""
     infos: Layout = {}
     end = 0
-    about = header.get("__metadata__", {})
-    cut, whole = json.loads(about.get(PIECES, "{}")), str(about.get(WHOLE, ""))
-    if whole and not cut:
+    metadata = header.get("__metadata__", {})
+    slices, source_fingerprint = json.loads(metadata.get(SLICES_KEY, "{}")), str(metadata.get(FINGERPRINT_KEY, ""))
+    if source_fingerprint and not slices:
         raise UserError(f"{path}: an older version pushed it; push it again with --shards")
     entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
     for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
@@ -373,51 +382,58 @@ def _tensors_of(header: Mapping[str, Any], path: Path, begin: int) -> tuple[Layo
         # JSON may hold floats or booleans here; those would pass the arithmetic below.
         if not all(type(n) is int for n in (start, stop, *entry["shape"])):
             raise ValueError
-        held = TensorInfo(path, entry["dtype"], tuple(entry["shape"]), begin + start)
-        if start != end or stop - start != held.n_bytes:
+        info = TensorInfo(path, entry["dtype"], tuple(entry["shape"]), begin + start)
+        if start != end or stop - start != info.n_bytes:
             raise ValueError
-        if name in cut:
-            name, held = _piece_of(held, cut[name], whole)
-            held = dataclasses.replace(held, pieces=(*(infos[name].pieces if name in infos else ()), *held.pieces))
-        infos[name] = held
+        if name in slices:
+            name, info = _parse_slice(info, slices[name], source_fingerprint)
+            info = dataclasses.replace(info, slices=(*(infos[name].slices if name in infos else ()), *info.slices))
+        infos[name] = info
         end = stop
     return infos, end
 
 
-def _piece_of(held: TensorInfo, of: Sequence[Any], whole: str) -> tuple[str, TensorInfo]:
-    """Return the name of the tensor of which an entry is a piece, and the piece; ``of``: that name, its shape, the box."""
-    name, shape, ranges = of
+def _parse_slice(info: TensorInfo, entry: Sequence[Any], source_fingerprint: str) -> tuple[str, TensorInfo]:
+    """Return the name of the tensor of which an entry is a piece, and the piece; ``entry``: that name, its shape, the box."""
+    name, shape, ranges = entry
     box = tuple((start, stop) for start, stop in ranges)
     fits = all(0 <= start <= stop <= size for (start, stop), size in zip(box, shape, strict=True))
-    if not fits or held.shape != tuple(stop - start for start, stop in box):
+    if not fits or info.shape != tuple(stop - start for start, stop in box):
         raise ValueError
-    return name, dataclasses.replace(held, shape=tuple(shape), pieces=(Piece(box, held.offset),), whole=whole)
+    return name, dataclasses.replace(
+        info, shape=tuple(shape), slices=(StoredSlice(box, info.offset),), source_fingerprint=source_fingerprint
+    )
 
 
-def part_file(header: Layout, boxes: Mapping[str, Sequence[Box]], whole: str) -> tuple[bytes, list[tuple[int, int]]]:
+def cut_host_shard(
+    header: Layout, boxes: Mapping[str, Sequence[TensorSlice]], source_fingerprint: str
+) -> tuple[bytes, list[tuple[int, int]]]:
     """Cut a part out of a safetensors file: what comes before the tensors, and the ranges of the file (offset, bytes).
 
-    ``boxes``: what the part has of each tensor, see ``Part.boxes``. ``whole``: the fingerprint of the checkpoint.
+    ``boxes``: what the part has of each tensor, see ``HostShard.slices``. ``source_fingerprint``: the fingerprint of the checkpoint.
     """
     entries: dict[str, object] = {}
-    pieces: dict[str, tuple[str, tuple[int, ...], Box]] = {}
+    pieces: dict[str, tuple[str, tuple[int, ...], TensorSlice]] = {}
     ranges: list[tuple[int, int]] = []
     begin = 0
     for name, info in sorted(header.items(), key=lambda item: item[1].offset):
         for number, box in enumerate(boxes.get(name, ())):
             entry = f"{name}#{number}" if number else name
-            size, each = info.bytes_of(box), DTYPE_BYTES[info.dtype]
+            size, element_bytes = info.slice_bytes(box), DTYPE_BYTES[info.dtype]
             shape = tuple(stop - start for start, stop in box)
             entries[entry] = {"dtype": info.dtype, "shape": shape, "data_offsets": (begin, begin + size)}
             pieces[entry] = name, info.shape, box
-            ranges += [(info.offset + at * each, length * each) for at, length in runs(info.shape, box)]
+            ranges += [
+                (info.offset + begin_element * element_bytes, length * element_bytes)
+                for begin_element, length in contiguous_runs(info.shape, box)
+            ]
             begin += size
-    return header_bytes(entries, {PIECES: json.dumps(pieces), WHOLE: whole}), ranges
+    return build_header(entries, {SLICES_KEY: json.dumps(pieces), FINGERPRINT_KEY: source_fingerprint}), ranges
 
 
-def header_bytes(entries: Mapping[str, object], about: Mapping[str, str] | None = None) -> bytes:
-    """Return what a safetensors file begins with; ``about``: its metadata."""
-    text = json.dumps({"__metadata__": {"format": "pt", **(about or {})}, **entries}, separators=(",", ":")).encode()
+def build_header(entries: Mapping[str, object], metadata: Mapping[str, str] | None = None) -> bytes:
+    """Return what a safetensors file begins with; ``metadata``: its metadata."""
+    text = json.dumps({"__metadata__": {"format": "pt", **(metadata or {})}, **entries}, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the data begins at a multiple of 8
     return len(text).to_bytes(8, "little") + text
 
@@ -451,7 +467,7 @@ def read_hf_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def fingerprint_of(tensors: Layout) -> str:
+def compute_fingerprint(tensors: Layout) -> str:
     """Return what tells a checkpoint from others, however its tensors are spread over files; a part says that of its whole.
 
     It is the SHA-256 of each tensor's name, dtype, shape, and first and last ``SAMPLE_BYTES``.
@@ -460,12 +476,12 @@ def fingerprint_of(tensors: Layout) -> str:
         UserError: The files of a part are from more than one checkpoint.
         OSError: A file cannot be read.
     """
-    said = {info.whole for info in tensors.values()}
-    if len(said) > 1:
+    sources = {info.source_fingerprint for info in tensors.values()}
+    if len(sources) > 1:
         directory = next(iter(tensors.values())).file.parent
         raise UserError(f"{directory}: has files of more than one model; push them again with --shards")
-    if said and (whole := said.pop()):
-        return whole
+    if sources and (source := sources.pop()):
+        return source
     # Sorted by name, and by content rather than by file: the digest does not depend on how tensors are spread over files.
     digest = hashlib.sha256()
     for name, info in sorted(tensors.items()):

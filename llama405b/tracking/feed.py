@@ -17,18 +17,18 @@ from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 from llama405b.contract import reader
-from llama405b.contract.errors import RunError, UserError, counted
+from llama405b.contract.errors import RunError, UserError, pluralize
 from llama405b.contract.files import write_json
 from llama405b.contract.paths import RunDir
 from llama405b.contract.reader import MalformedError
-from llama405b.contract.records import METRICS_LINE, EvaluationMetrics, Metrics, RunEvent, Sample
+from llama405b.contract.records import METRICS_LINE, EvaluationMetrics, Metrics, PromptSample, RunEvent
 from llama405b.settings.config import read_toml, resolve
 from llama405b.settings.schema import Tracking
 
-NOT_VALUES = {"step", "time", "attempt"}
+NOT_METRICS = {"step", "time", "attempt"}
 
 
-class Sink(Protocol):
+class Tracker(Protocol):
     """A tracker: receives metrics, events and samples in the order of steps."""
 
     def metrics(self, line: Metrics | EvaluationMetrics) -> None:
@@ -37,7 +37,7 @@ class Sink(Protocol):
     def event(self, event: RunEvent) -> None:
         """Send an event of a step."""
 
-    def sample(self, name: str, sample: Sample) -> None:
+    def sample(self, name: str, sample: PromptSample) -> None:
         """Send the continuation of a prompt; ``name``: of the prompt's curve."""
 
     def artifact(self, path: Path) -> None:
@@ -51,7 +51,7 @@ class Sink(Protocol):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Identity:
+class TrackedRun:
     """Identity and settings of a run, for a tracker."""
 
     name: str
@@ -60,22 +60,22 @@ class Identity:
     settings: Mapping[str, Any]
 
 
-class _TensorBoard(Sink):
+class _TensorBoard(Tracker):
     """Writes files for `tensorboard --logdir`; each attempt continues the earlier curves."""
 
-    def __init__(self, _: Tracking, run: Identity) -> None:
+    def __init__(self, _: Tracking, run: TrackedRun) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         self.writer = SummaryWriter(str(run.directory / "tensorboard"))
 
     def metrics(self, line: Metrics | EvaluationMetrics) -> None:
-        for name, value in values_of(line).items():
+        for name, value in metric_values(line).items():
             self.writer.add_scalar(name, value, line.step, line.time)
 
     def event(self, event: RunEvent) -> None:
         self.writer.add_scalar(f"events/{event.kind}", 1, event.step, event.time)
 
-    def sample(self, name: str, sample: Sample) -> None:
+    def sample(self, name: str, sample: PromptSample) -> None:
         self.writer.add_text(name, f"{sample.prompt} **{sample.text}**", sample.step, sample.time)
 
     def artifact(self, path: Path) -> None:
@@ -88,14 +88,14 @@ class _TensorBoard(Sink):
         self.writer.close()
 
 
-class _WandB(Sink):
+class _WandB(Tracker):
     """A W&B run, online or in files for `wandb sync`; W&B drops data of earlier steps than its last."""
 
-    def __init__(self, tracking: Tracking, run: Identity) -> None:
+    def __init__(self, tracking: Tracking, run: TrackedRun) -> None:
         import wandb
 
         run.directory.mkdir(parents=True, exist_ok=True)
-        self.name, self.last = run.name, 0
+        self.name, self.last_step = run.name, 0
         self.run = wandb.init(
             entity=tracking.entity or None,
             project=tracking.project,
@@ -111,24 +111,24 @@ class _WandB(Sink):
         )
 
     def metrics(self, line: Metrics | EvaluationMetrics) -> None:
-        self.last = line.step
-        self.run.log(values_of(line), step=line.step)
+        self.last_step = line.step
+        self.run.log(metric_values(line), step=line.step)
 
     def event(self, event: RunEvent) -> None:
-        self.run.log({f"events/{event.kind}": 1}, step=max(self.last, event.step or 0))
+        self.run.log({f"events/{event.kind}": 1}, step=max(self.last_step, event.step or 0))
 
-    def sample(self, name: str, sample: Sample) -> None:
+    def sample(self, name: str, sample: PromptSample) -> None:
         import wandb
 
-        words = html.escape(f"{sample.prompt} → {sample.text}")
-        self.run.log({name: wandb.Html(words)}, step=max(self.last, sample.step))
+        text = html.escape(f"{sample.prompt} → {sample.text}")
+        self.run.log({name: wandb.Html(text)}, step=max(self.last_step, sample.step))
 
     def artifact(self, path: Path) -> None:
         import wandb
 
-        found = wandb.Artifact(f"{self.name}-model", type="model")
-        found.add_dir(str(path))
-        self.run.log_artifact(found)
+        artifact = wandb.Artifact(f"{self.name}-model", type="model")
+        artifact.add_dir(str(path))
+        self.run.log_artifact(artifact)
 
     def flush(self) -> None:
         """Do nothing: W&B writes each line to its own files and uploads them itself."""
@@ -140,24 +140,24 @@ class _WandB(Sink):
         wandb.teardown()  # only then does its service write the end of its file
 
 
-SINKS: dict[str, Callable[[Tracking, Identity], Sink]] = {"wandb": _WandB, "tensorboard": _TensorBoard}
+SINKS: dict[str, Callable[[Tracking, TrackedRun], Tracker]] = {"wandb": _WandB, "tensorboard": _TensorBoard}
 
 
-def values_of(line: Metrics | EvaluationMetrics) -> dict[str, float]:
+def metric_values(line: Metrics | EvaluationMetrics) -> dict[str, float]:
     """Return the finite numbers of a line, by their names in metrics.jsonl."""
-    found = {name: value for name, value in dataclasses.asdict(line).items() if name not in NOT_VALUES}
-    found |= {f"own/{name}": value for name, value in found.pop("own", {}).items()}
-    return {name: value for name, value in found.items() if value is not None and math.isfinite(value)}
+    values = {name: value for name, value in dataclasses.asdict(line).items() if name not in NOT_METRICS}
+    values |= {f"own/{name}": value for name, value in values.pop("own", {}).items()}
+    return {name: value for name, value in values.items() if value is not None and math.isfinite(value)}
 
 
 POLL_S = 1.0
-AGAIN_S = 60.0  # after a failure
+RETRY_S = 60.0  # after a failure
 T = TypeVar("T")
 Say = Callable[[str], None]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Sent:
+class SentState:
     """What was sent to a tracker so far, stored in ``tracking/NAME.json``."""
 
     step: int = -1  # the last one
@@ -167,13 +167,13 @@ class Sent:
     directory: str = ""  # of the run that has this id; "": unknown
 
 
-class Tail(Generic[T]):
+class LineReader(Generic[T]):
     """Reads the lines of a growing file as records."""
 
-    def __init__(self, path: Path, kind: Any) -> None:
-        self.path, self.kind, self.offset = path, kind, 0
+    def __init__(self, path: Path, record_type: Any) -> None:
+        self.path, self.record_type, self.offset = path, record_type, 0
 
-    def new(self) -> Iterator[T]:
+    def read_new(self) -> Iterator[T]:
         """Yield the records of complete new lines; malformed lines are skipped."""
         if not self.path.is_file():
             return
@@ -185,84 +185,93 @@ class Tail(Generic[T]):
                     return
                 self.offset += len(line)
                 try:
-                    yield reader.loads(self.kind, line, self.path.name)
+                    yield reader.loads(self.record_type, line, self.path.name)
                 except MalformedError:
                     continue
 
 
-class Feed:
+class TrackerFeed:
     """Sends a run's new metrics, events and samples to one tracker."""
 
     def __init__(self, name: str, run: RunDir, say: Say) -> None:
         self.name, self.run, self.say = name, run, say
-        self.state = run.sent(name)
-        self.sent = Sent()
-        if self.state.is_file():
-            self.sent = self._own(reader.loads(Sent, self.state.read_text(encoding="utf-8"), str(self.state)))
+        self.state_path = run.sent(name)
+        self.sent_state = SentState()
+        if self.state_path.is_file():
+            self.sent_state = self._own_state(
+                reader.loads(SentState, self.state_path.read_text(encoding="utf-8"), str(self.state_path))
+            )
         self.config = resolve(read_toml(run.config))
-        self.sink: Sink | None = None
-        self.again = 0.0  # earliest time of the next try after a failure
-        self.why = ""  # of the latest failure
-        self.lines: Tail[Metrics | EvaluationMetrics] = Tail(run.metrics, METRICS_LINE)
-        self.events: Tail[RunEvent] = Tail(run.events("rank-0"), RunEvent)
-        self.samples: Tail[Sample] = Tail(run.samples, Sample)
-        self.said: list[Sample] = []
-        self.waiting: list[Metrics | EvaluationMetrics] = []
-        self.happened: list[RunEvent] = []
-        for _ in zip(range(self.sent.events), self.events.new(), strict=False):
+        self.sink: Tracker | None = None
+        self.retry_at = 0.0  # earliest time of the next try after a failure
+        self.last_error = ""  # of the latest failure
+        self.lines: LineReader[Metrics | EvaluationMetrics] = LineReader(run.metrics, METRICS_LINE)
+        self.events: LineReader[RunEvent] = LineReader(run.events("rank-0"), RunEvent)
+        self.samples: LineReader[PromptSample] = LineReader(run.samples, PromptSample)
+        self.pending_samples: list[PromptSample] = []
+        self.pending_lines: list[Metrics | EvaluationMetrics] = []
+        self.pending_events: list[RunEvent] = []
+        for _ in zip(range(self.sent_state.events), self.events.read_new(), strict=False):
             pass
 
-    def _own(self, sent: Sent) -> Sent:
+    def _own_state(self, sent: SentState) -> SentState:
         """Return the stored state of this run: empty for a copy of another run; a renamed run keeps its own."""
         other = RunDir(Path(sent.directory)).sent(self.name)
         if sent.directory in ("", str(self.run.path.resolve())) or self.name == "tensorboard":
             return sent
         with contextlib.suppress(OSError, MalformedError):
-            if other.samefile(self.state):  # by another path
+            if other.samefile(self.state_path):  # by another path
                 return sent
-            if reader.loads(Sent, other.read_text(encoding="utf-8"), str(other)).id == sent.id:
+            if reader.loads(SentState, other.read_text(encoding="utf-8"), str(other)).id == sent.id:
                 self.say(
                     f"tracking {self.name}: {self.run.name} is a copy of {sent.directory}; sending it as a new run"
                 )
-                return Sent()
+                return SentState()
         return sent
 
     @staticmethod
-    def wanted(run: RunDir) -> tuple[str, ...]:
+    def tracker_names(run: RunDir) -> tuple[str, ...]:
         """Return the names of the trackers in a run's settings."""
         return resolve(read_toml(run.config)).tracking.to
 
     def send(self, *, now: bool = False) -> None:
         """Send what is new; ``now``: even if a failure was recent."""
-        self.waiting += [line for line in self.lines.new() if line.step > self.sent.step]
-        self.happened += self.events.new()
-        self.said += [sample for sample in self.samples.new() if sample.step > self.sent.sampled]
-        if not (self.waiting or self.happened or self.said) or (time.monotonic() < self.again and not now):
+        self.pending_lines += [line for line in self.lines.read_new() if line.step > self.sent_state.step]
+        self.pending_events += self.events.read_new()
+        self.pending_samples += [sample for sample in self.samples.read_new() if sample.step > self.sent_state.sampled]
+        if not (self.pending_lines or self.pending_events or self.pending_samples) or (
+            time.monotonic() < self.retry_at and not now
+        ):
             return
         try:
-            sink = self._opened()
-            for take in self._in_order(sink):
-                take()
+            sink = self._open_sink()
+            for call in self._ordered_calls(sink):
+                call()
             sink.flush()
         except Exception as error:  # noqa: BLE001 - a tracker may raise any exception
-            self._failed(error)
+            self._note_failure(error)
             return
-        step = max([self.sent.step, *(line.step for line in self.waiting)])
-        events = self.sent.events + len(self.happened)
-        sampled = max([self.sent.sampled, *(sample.step for sample in self.said)])
-        self._keep(dataclasses.replace(self.sent, step=step, events=events, sampled=sampled))
-        self.waiting, self.happened, self.said = [], [], []
+        step = max([self.sent_state.step, *(line.step for line in self.pending_lines)])
+        events = self.sent_state.events + len(self.pending_events)
+        sampled = max([self.sent_state.sampled, *(sample.step for sample in self.pending_samples)])
+        self._save_state(dataclasses.replace(self.sent_state, step=step, events=events, sampled=sampled))
+        self.pending_lines, self.pending_events, self.pending_samples = [], [], []
 
-    def _in_order(self, sink: Sink) -> list[Callable[[], None]]:
+    def _ordered_calls(self, sink: Tracker) -> list[Callable[[], None]]:
         """Return the calls that send pending data, sorted by step; within a step, metrics come first."""
-        told = [(line.step, functools.partial(sink.metrics, line)) for line in self.waiting]
-        told += [
-            (event.step, functools.partial(sink.event, event)) for event in self.happened if event.step is not None
+        calls = [(line.step, functools.partial(sink.metrics, line)) for line in self.pending_lines]
+        calls += [
+            (event.step, functools.partial(sink.event, event))
+            for event in self.pending_events
+            if event.step is not None
         ]
-        told += [(each.step, functools.partial(sink.sample, self._prompt(each.prompt), each)) for each in self.said]
-        return [take for _, take in sorted(told, key=lambda each: each[0])]
+        calls += [
+            (sample.step, functools.partial(sink.sample, self._curve_name(sample.prompt), sample))
+            for sample in self.pending_samples
+        ]
+        return [call for _, call in sorted(calls, key=lambda step_call: step_call[0])]
 
-    def _prompt(self, prompt: str) -> str:
+    def _curve_name(self, prompt: str) -> str:
         """Return the name of a prompt's curve: its number in the settings, since prompts may begin alike."""
         prompts = (*self.config.evaluation.prompts, prompt)
         return f"prompts/{1 + prompts.index(prompt)}"
@@ -275,7 +284,7 @@ class Feed:
             RunError: It could not be sent.
         """
         try:
-            self._opened().artifact(path)
+            self._open_sink().artifact(path)
         except UserError:
             raise
         except Exception as error:  # noqa: BLE001 - as above
@@ -291,33 +300,33 @@ class Feed:
             if self.sink:
                 self.sink.end()
         except Exception as error:  # noqa: BLE001 - see above
-            self._failed(error)
-        if self.waiting:
-            lines = counted(len(self.waiting), "step was", "steps were")
+            self._note_failure(error)
+        if self.pending_lines:
+            lines = pluralize(len(self.pending_lines), "step was", "steps were")
             self.say(f"tracking {self.name}: {lines} not sent; `llama405b track {self.run.name}` sends them")
 
-    def _opened(self) -> Sink:
+    def _open_sink(self) -> Tracker:
         if self.sink:
             return self.sink
-        if not self.sent.id:
-            self._keep(dataclasses.replace(self.sent, id=uuid.uuid4().hex[:8]))
+        if not self.sent_state.id:
+            self._save_state(dataclasses.replace(self.sent_state, id=uuid.uuid4().hex[:8]))
         settings = dataclasses.asdict(self.config)
         del settings["checkpoint"]["after_save"]  # a command may hold a secret
         self.sink = SINKS[self.name](
-            self.config.tracking, Identity(self.run.name, self.sent.id, self.run.tracking, settings)
+            self.config.tracking, TrackedRun(self.run.name, self.sent_state.id, self.run.tracking, settings)
         )
         return self.sink
 
-    def _keep(self, sent: Sent) -> None:
-        self.sent = dataclasses.replace(sent, directory=str(self.run.path.resolve()))
-        self.state.parent.mkdir(parents=True, exist_ok=True)
-        write_json(self.state, self.sent)
+    def _save_state(self, sent: SentState) -> None:
+        self.sent_state = dataclasses.replace(sent, directory=str(self.run.path.resolve()))
+        self.state_path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(self.state_path, self.sent_state)
 
-    def _failed(self, error: Exception) -> None:
-        why = _reason(error)
-        if why != self.why:  # log a repeated reason only once
-            self.say(f"tracking {self.name}: {why}; keeping the metrics to send them later")
-        self.why, self.sink, self.again = why, None, time.monotonic() + AGAIN_S
+    def _note_failure(self, error: Exception) -> None:
+        reason = _reason(error)
+        if reason != self.last_error:  # log a repeated reason only once
+            self.say(f"tracking {self.name}: {reason}; keeping the metrics to send them later")
+        self.last_error, self.sink, self.retry_at = reason, None, time.monotonic() + RETRY_S
 
 
 def _reason(error: Exception) -> str:

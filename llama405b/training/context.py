@@ -12,21 +12,21 @@ from llama405b.training.journal import HeartbeatWriter, Journal
 class RankContext:
     """A rank of a run, with its directory, journal and heartbeat."""
 
-    me: Rank
+    rank: Rank
     run: RunDir
     journal: Journal
     heartbeat: HeartbeatWriter
 
     @classmethod
-    def of(cls, me: Rank, heartbeat: HeartbeatWriter) -> "RankContext":
+    def from_rank(cls, rank: Rank, heartbeat: HeartbeatWriter) -> "RankContext":
         """Make the context of a rank that has joined the process group."""
-        heartbeat.record = dataclasses.replace(heartbeat.record, gpu=me.gpu)
-        return cls(me, heartbeat.run, Journal(heartbeat.run, me), heartbeat)
+        heartbeat.record = dataclasses.replace(heartbeat.record, gpu=rank.gpu)
+        return cls(rank, heartbeat.run, Journal(heartbeat.run, rank), heartbeat)
 
     def log(self, line: str) -> None:
         """Print a line on rank 0."""
         self.journal.log(line)
 
-    def phase(self, phase: Phase) -> None:
+    def enter_phase(self, phase: Phase) -> None:
         """Enter a phase in the heartbeat."""
-        self.heartbeat.phase(phase)
+        self.heartbeat.enter_phase(phase)

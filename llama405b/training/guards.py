@@ -16,8 +16,8 @@ from collections.abc import Iterable
 from llama405b.contract.errors import UserError
 from llama405b.contract.files import read_record, write_json
 from llama405b.contract.records import EventKind, SpentHours
-from llama405b.data.batches import Reader
-from llama405b.data.sources import documents_at
+from llama405b.data.batches import BatchLoader
+from llama405b.data.sources import document_names_at
 from llama405b.optim.step import NonFiniteError, SpikeError, StepResult
 from llama405b.settings.schema import Training
 from llama405b.training.context import RankContext
@@ -34,14 +34,14 @@ class SpikeDetector:
     def __init__(self, factor: float, losses: Iterable[float] = ()) -> None:
         """``factor``: times the median of the last losses, above which a loss is a spike; ``losses``: those of steps before."""
         self.factor, self.losses = factor, collections.deque(losses, maxlen=WINDOW)
-        self.skipped = 0  # steps in a row that changed no weight, for any reason
+        self.n_skipped = 0  # steps in a row that changed no weight, for any reason
 
     @classmethod
-    def replay(cls, factor: float, losses: Iterable[float], *, always: bool = False) -> "SpikeDetector":
+    def from_losses(cls, factor: float, losses: Iterable[float], *, count_spikes: bool = False) -> "SpikeDetector":
         """Return a detector that has processed the losses of earlier steps, as ``update`` does."""
         detector = cls(factor)
         for loss in losses:
-            detector.update(loss, always=always)
+            detector.update(loss, count_spikes=count_spikes)
         return detector
 
     @property
@@ -53,18 +53,18 @@ class SpikeDetector:
         """Return whether a loss is a spike."""
         return self.median is not None and loss > self.factor * self.median
 
-    def skip(self) -> None:
+    def count_skipped(self) -> None:
         """Count a step that changed no weight."""
-        self.skipped += 1
+        self.n_skipped += 1
 
-    def update(self, loss: float, *, always: bool = False) -> bool:
-        """Add a step's loss and return whether it is a spike; spikes do not enter the median unless ``always``."""
+    def update(self, loss: float, *, count_spikes: bool = False) -> bool:
+        """Add a step's loss and return whether it is a spike; spikes do not enter the median unless ``count_spikes``."""
         is_spike = self.is_spike(loss)
-        if always or not is_spike:
-            self.skipped = 0
+        if count_spikes or not is_spike:
+            self.n_skipped = 0
             self.losses.append(loss)
         else:
-            self.skip()
+            self.count_skipped()
         return is_spike
 
 
@@ -76,7 +76,7 @@ class BadSteps:
     """Checks each step of a run; all ranks call it with the same values."""
 
     def __init__(
-        self, settings: Training, detector: SpikeDetector, reader: Reader, journal: Journal, first_step: int
+        self, settings: Training, detector: SpikeDetector, reader: BatchLoader, journal: Journal, first_step: int
     ) -> None:
         """``first_step``: the first step of this attempt."""
         self.settings = settings
@@ -85,7 +85,7 @@ class BadSteps:
         self.journal, self.first_step = journal, first_step
         self.n_empty = 0  # steps without targets in this attempt
 
-    def refuses(self, loss: float) -> bool:
+    def refuses_loss(self, loss: float) -> bool:
         """Return whether a step with this loss must not change the weights."""
         return self.settings.on_loss_spike != "warn" and self.detector.is_spike(loss)
 
@@ -93,25 +93,25 @@ class BadSteps:
         """Report a step whose targets are all masked, for example by very long prompts."""
         self.n_empty += 1
         self.journal.log(f"step {step}/{self.journal.steps}  skipped: every target is masked")
-        self.journal.event(EventKind.SKIPPED, step=step, count=self.n_empty)
-        taken = step - self.first_step + 1
-        if self.n_empty >= MIN_EMPTY and 2 * self.n_empty > taken:
+        self.journal.write_event(EventKind.SKIPPED, step=step, count=self.n_empty)
+        n_steps = step - self.first_step + 1
+        if self.n_empty >= MIN_EMPTY and 2 * self.n_empty > n_steps:
             raise UserError(
-                f"--data.paths: {self.n_empty} of {taken} steps have no target token; remove documents whose prompts are "
+                f"--data.paths: {self.n_empty} of {n_steps} steps have no target token; remove documents whose prompts are "
                 "longer than --data.seq_len, or raise it"
             )
 
     def check_finite(self, step: int, error: NonFiniteError) -> None:
         """Report a loss or gradient that is not finite, with the documents of its step."""
         choice = self.settings.on_nonfinite
-        self.detector.skip()
+        self.detector.count_skipped()
         self._report(EventKind.NOT_FINITE, step, choice, f"{error}; the weights are still those of step {step - 1}")
         if choice == "stop":
             raise NonFiniteError(
                 f"step {step}: {error}; the weights are still those of step {step - 1}; the log names its documents; resume "
                 "with --training.on_nonfinite skip, without these documents, or with a lower --optimizer.lr"
             ) from None
-        if self.detector.skipped >= MAX_SKIPPED:
+        if self.detector.n_skipped >= MAX_SKIPPED:
             raise NonFiniteError(
                 f"step {step}: {MAX_SKIPPED} steps in a row were skipped, the last one for: {error}; resume from an older "
                 "checkpoint, or with a lower --optimizer.lr"
@@ -120,123 +120,134 @@ class BadSteps:
     def check_spike(self, step: int, result: StepResult) -> None:
         """Report a loss spike, with the documents of its step."""
         median, choice = self.detector.median, self.settings.on_loss_spike
-        if not self.detector.update(result.loss, always=choice == "warn"):
+        if not self.detector.update(result.loss, count_spikes=choice == "warn"):
             return
         loss = f"loss {result.loss:.4f} is {result.loss / (median or math.inf):.1f} times the median of the last steps"
-        what = "" if result.updated else f"; the weights are still those of step {step - 1}"
-        self._report(EventKind.SPIKE, step, choice, f"{loss}{what}")
+        weights_note = "" if result.updated else f"; the weights are still those of step {step - 1}"
+        self._report(EventKind.SPIKE, step, choice, f"{loss}{weights_note}")
         if choice == "stop":
             raise SpikeError(
                 f"step {step}: {loss}; the log names its documents; resume from the last checkpoint, with "
                 "--training.on_loss_spike skip or without these documents"
             )
-        if choice == "skip" and self.detector.skipped >= MAX_SKIPPED:
+        if choice == "skip" and self.detector.n_skipped >= MAX_SKIPPED:
             raise SpikeError(
                 f"step {step}: {MAX_SKIPPED} steps in a row were skipped, the last one for: {loss}; resume from an older "
                 "checkpoint, or with --training.on_loss_spike warn or a higher --training.loss_spike_factor"
             )
 
-    def _report(self, kind: EventKind, step: int, choice: str, what: str) -> None:
+    def _report(self, kind: EventKind, step: int, choice: str, problem: str) -> None:
         """Log and record a problem of a step with its documents; ``choice``: the configured reaction."""
-        if not self.journal.me.is_rank0:  # only rank 0 reports
+        if not self.journal.rank.is_rank0:  # only rank 0 reports
             return
-        detail = f"{what}; its documents: {self._documents()}"
+        detail = f"{problem}; its documents: {self._documents()}"
         self.journal.log(f"step {step}/{self.journal.steps}  {detail}")
-        self.journal.event(kind, step=step, detail=f"{choice}: {detail}")
+        self.journal.write_event(kind, step=step, detail=f"{choice}: {detail}")
 
     def _documents(self) -> str:
         """Return the names of the first documents of the step that was read last."""
         end = self.reader.position
         indices = range(end - self.reader.global_batch, end)
-        names = list(itertools.islice(documents_at(self.reader.batches.mixture, indices), MAX_NAMED + 1))
+        names = list(itertools.islice(document_names_at(self.reader.batches.mixture, indices), MAX_NAMED + 1))
         return ", ".join(names[:MAX_NAMED]) + " and more" * (len(names) > MAX_NAMED) if names else "unknown"
 
 
-WARNS_AT = 0.8  # fraction of the budget
-KEEP_EVERY_S = 10.0
-STEPS, SAVES, ENDING_S = (
+WARN_FRACTION = 0.8  # fraction of the budget
+WRITE_INTERVAL_S = 10.0
+RESERVED_STEPS, RESERVED_SAVES, RESERVED_S = (
     2,
     1.5,
     5.0,
 )  # what must fit into the rest: steps and saves as long as the last ones, and seconds
-GUESSED_BYTES_PER_S = 1e9  # write speed of a host, until it has saved once
+ASSUMED_BYTES_PER_S = 1e9  # write speed of a host, until it has saved once
 
 
 class Budget:
     """The GPU-hour budget, on rank 0; on other ranks it is never spent."""
 
-    def __init__(self, gpu_hours: float, context: RankContext, began: float) -> None:
-        """``gpu_hours``: 0: unlimited; ``began``: start of this attempt, by the monotonic clock."""
-        self.most, self.context, self.began = gpu_hours, context, began
+    def __init__(self, gpu_hours: float, context: RankContext, start_s: float) -> None:
+        """``gpu_hours``: 0: unlimited; ``start_s``: start of this attempt, by the monotonic clock."""
+        self.max_gpu_hours, self.context, self.start_s = gpu_hours, context, start_s
         self.first_save_s = 0.0
-        self.counts = context.me.is_rank0
-        self.before = 0.0
-        if self.counts and (kept := read_record(SpentHours, context.run.spent)):
-            self.before = kept.gpu_hours
-        self.warned = False
+        self.is_counting = context.rank.is_rank0
+        self.previous_gpu_hours = 0.0
+        if self.is_counting and (record := read_record(SpentHours, context.run.spent)):
+            self.previous_gpu_hours = record.gpu_hours
+        self.has_warned = False
         self.is_spent = False
-        if gpu_hours and self.before >= gpu_hours:
+        if gpu_hours and self.previous_gpu_hours >= gpu_hours:
             raise UserError(
-                f"--training.gpu_hours: {_hours(self.before)} of {gpu_hours:g} are spent; raise it to continue, or remove it"
+                f"--training.gpu_hours: {_format_hours(self.previous_gpu_hours)} of {gpu_hours:g} are spent; raise it "
+                f"to continue, or remove it"
             )
         self.closed = threading.Event()
-        if self.counts:
-            self.keep()
-            self.keeper = threading.Thread(target=self._keep_on, name="budget", daemon=True)
-            self.keeper.start()
+        if self.is_counting:
+            self.write()
+            self.writer = threading.Thread(target=self._write_regularly, name="budget", daemon=True)
+            self.writer.start()
 
-    def saves(self, host_bytes: float) -> None:
+    def set_save_size(self, host_bytes: float) -> None:
         """Set how many bytes a host saves, to estimate the time of the first save."""
-        self.first_save_s = host_bytes / GUESSED_BYTES_PER_S
+        self.first_save_s = host_bytes / ASSUMED_BYTES_PER_S
 
     @property
-    def spent(self) -> float:
+    def spent_gpu_hours(self) -> float:
         """GPU-hours of all attempts so far, each counted from when it began to load."""
-        return self.before + (time.monotonic() - self.began) * self.context.me.world / 3600
+        return self.previous_gpu_hours + (time.monotonic() - self.start_s) * self.context.rank.world_size / 3600
 
     @property
-    def left_s(self) -> float:
+    def remaining_s(self) -> float:
         """Seconds until the budget is spent; 0 on ranks that do not count."""
-        return max(0.0, self.most - self.spent) * 3600 / self.context.me.world if self.counts else 0.0
+        return (
+            max(0.0, self.max_gpu_hours - self.spent_gpu_hours) * 3600 / self.context.rank.world_size
+            if self.is_counting
+            else 0.0
+        )
 
     def after_step(self, step_s: float, save_s: float) -> bool:
         """Return whether to stop now so that a save still fits. ``step_s``, ``save_s``: duration of the last step and save."""
-        if not (self.counts and self.most):
+        if not (self.is_counting and self.max_gpu_hours):
             return False
-        spent, world = self.spent, self.context.me.world
-        if spent >= WARNS_AT * self.most and not self.warned:
-            self.warned = True
-            words = f"{_hours(spent)} of {self.most:g} GPU-hours are spent (--training.gpu_hours)"
-            self.context.log(words)
-            self.context.journal.event(EventKind.BUDGET, detail=words)
-        left_s = STEPS * step_s + SAVES * (save_s or self.first_save_s) + ENDING_S
-        self.is_spent = spent + left_s * world / 3600 >= self.most
+        spent_gpu_hours, world_size = self.spent_gpu_hours, self.context.rank.world_size
+        if spent_gpu_hours >= WARN_FRACTION * self.max_gpu_hours and not self.has_warned:
+            self.has_warned = True
+            message = (
+                f"{_format_hours(spent_gpu_hours)} of {self.max_gpu_hours:g} GPU-hours are spent (--training.gpu_hours)"
+            )
+            self.context.log(message)
+            self.context.journal.write_event(EventKind.BUDGET, detail=message)
+        reserve_s = RESERVED_STEPS * step_s + RESERVED_SAVES * (save_s or self.first_save_s) + RESERVED_S
+        self.is_spent = spent_gpu_hours + reserve_s * world_size / 3600 >= self.max_gpu_hours
         return self.is_spent
 
-    def keep(self) -> None:
+    def write(self) -> None:
         """Write the spent GPU-hours for the next attempt."""
-        write_json(self.context.run.spent, SpentHours(self.spent))
+        write_json(self.context.run.spent, SpentHours(self.spent_gpu_hours))
 
-    def _keep_on(self) -> None:
+    def _write_regularly(self) -> None:
         """Write regularly while the attempt loads, trains or hangs: it may be killed at any time."""
-        while not self.closed.wait(KEEP_EVERY_S):
+        while not self.closed.wait(WRITE_INTERVAL_S):
             with contextlib.suppress(OSError):  # a full disk must not end all ranks; the next write may succeed
-                self.keep()
+                self.write()
 
     def close(self) -> None:
         """Stop the writer thread, and write once more for the next attempt."""
         self.closed.set()
-        if self.counts:
-            self.keeper.join()  # the thread writes through the same temporary file
+        if self.is_counting:
+            self.writer.join()  # the thread writes through the same temporary file
             with contextlib.suppress(OSError):  # a run that ended well has done so
-                self.keep()
+                self.write()
 
     @property
-    def why_stopped(self) -> str:
+    def stop_reason(self) -> str:
         """Why the run was stopped, for the log."""
-        return f"as {_hours(self.spent)} of {self.most:g} GPU-hours are spent" if self.is_spent else "as requested"
+        return (
+            f"as {_format_hours(self.spent_gpu_hours)} of {self.max_gpu_hours:g} GPU-hours are spent"
+            if self.is_spent
+            else "as requested"
+        )
 
 
-def _hours(gpu_hours: float) -> str:
+def _format_hours(gpu_hours: float) -> str:
     """Format GPU-hours with two decimals, or below 1 with two significant digits."""
     return f"{gpu_hours:.2f}" if gpu_hours >= 1 else f"{gpu_hours:.2g}"

@@ -17,15 +17,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llama405b.contract import reader
-from llama405b.contract.errors import counted, reason_of, remedy_of
-from llama405b.contract.files import EVERY, append_line, read_records, write_atomic, write_json
+from llama405b.contract.errors import pluralize, reason_of, remedy_of
+from llama405b.contract.files import UNLIMITED, append_line, read_records, write_atomic, write_json
 from llama405b.contract.paths import RunDir
 from llama405b.contract.records import (
+    MEMORY_FILE_NAME,
     METRICS_LINE,
-    NAME,
-    PLACE,
-    PLACE_BYTES,
-    SIGNAL,
+    POSITION_BYTES,
+    POSITION_STRUCT,
+    STACKS_SIGNAL,
     UNIT_BYTES,
     Cause,
     EvaluationMetrics,
@@ -33,175 +33,189 @@ from llama405b.contract.records import (
     Heartbeat,
     Metrics,
     Phase,
+    PromptSample,
     RunEvent,
-    Sample,
 )
 
 if TYPE_CHECKING:
     from llama405b.distributed.ranks import Rank  # needs torch
-MOST_OF = 0.98  # if fewer of the tokens are trained on, print both rates
+TRAINED_SHARE = 0.98  # if fewer of the tokens are trained on, print both rates
 
 
 class Journal:
     """Rank 0's ``metrics.jsonl`` and ``events/rank-0.jsonl``, and its standard output."""
 
-    def __init__(self, run: RunDir, me: "Rank") -> None:
-        self.run, self.me = run, me
-        self.writer = f"rank-{me.rank}"
+    def __init__(self, run: RunDir, rank: "Rank") -> None:
+        self.run, self.rank = run, rank
+        self.writer = f"rank-{rank.index}"
         self.tokens = 0  # target tokens so far
         self.steps = 0  # total steps of the run
         self.losses: tuple[float, ...] = ()  # of the steps before the resume
-        self.began_evaluated = False  # an earlier attempt evaluated the initial weights
-        self.retries = 0  # allocator retries in this attempt
-        self.lost = RunEvent(0.0, self.writer, EventKind.NOT_WRITTEN, me.attempt)  # lines that could not be written
+        self.evaluated_at_start = False  # an earlier attempt evaluated the initial weights
+        self.n_retries = 0  # allocator retries in this attempt
+        self.not_written = RunEvent(
+            0.0, self.writer, EventKind.NOT_WRITTEN, rank.attempt
+        )  # lines that could not be written
 
     def log(self, line: str) -> None:
         """Print a line on rank 0."""
-        if self.me.is_rank0:
+        if self.rank.is_rank0:
             print(line, flush=True)
 
-    def event(
+    def write_event(
         self, kind: EventKind, *, step: int | None = None, path: Path | None = None, detail: str = "",
         request: str = "", cause: Cause | None = None, count: int = 0, digest: str = "", took_s: float = 0.0, blocked_s: float = 0.0,
     ) -> None:  # fmt: skip
         """Append an event, on rank 0."""
-        if not self.me.is_rank0:
+        if not self.rank.is_rank0:
             return
-        place = str(path or "")
-        now, attempt = time.time(), self.me.attempt
+        path_text = str(path or "")
+        now, attempt = time.time(), self.rank.attempt
         event = RunEvent(
-            now, self.writer, kind, attempt, step, place, count, cause, request, detail, digest, took_s, blocked_s
+            now, self.writer, kind, attempt, step, path_text, count, cause, request, detail, digest, took_s, blocked_s
         )
         with contextlib.suppress(OSError):  # a full disk on this host must not end all ranks
             append_line(self.run.events(self.writer), reader.dumps(event))
 
-    def resumed_at(self, done: int, steps: int, *, anew: bool = False) -> None:
-        """Keep the metrics up to step ``done``, after which the run resumes; ``steps``: its total; ``anew``: keep none."""
+    def resume_after(self, step: int, steps: int, *, restart: bool = False) -> None:
+        """Keep the metrics up to step ``step``, after which the run resumes; ``steps``: its total; ``restart``: keep none."""
         self.steps = steps
-        if not self.me.is_rank0:
+        if not self.rank.is_rank0:
             return
-        kept = [] if anew else [line for line in read_metrics(self.run.metrics) if line.step <= done]
-        write_atomic(self.run.metrics, "".join(reader.dumps(line) + "\n" for line in kept))
-        samples = [] if anew else [each for each in read_records(Sample, self.run.samples, EVERY) if each.step <= done]
-        write_atomic(self.run.samples, "".join(reader.dumps(each) + "\n" for each in samples))
-        taken = [line for line in kept if isinstance(line, Metrics)]
-        self.tokens = taken[-1].tokens if taken else 0
-        self.losses = tuple(metrics.loss for metrics in taken)
-        self.began_evaluated = len(taken) < len(kept)
+        lines = [] if restart else [line for line in read_metrics(self.run.metrics) if line.step <= step]
+        write_atomic(self.run.metrics, "".join(reader.dumps(line) + "\n" for line in lines))
+        samples = (
+            []
+            if restart
+            else [sample for sample in read_records(PromptSample, self.run.samples, UNLIMITED) if sample.step <= step]
+        )
+        write_atomic(self.run.samples, "".join(reader.dumps(sample) + "\n" for sample in samples))
+        step_metrics = [line for line in lines if isinstance(line, Metrics)]
+        self.tokens = step_metrics[-1].tokens if step_metrics else 0
+        self.losses = tuple(metrics.loss for metrics in step_metrics)
+        self.evaluated_at_start = len(step_metrics) < len(lines)
 
-    def evaluation(self, step: int, loss: float | None) -> None:
+    def write_evaluation(self, step: int, loss: float | None) -> None:
         """Append an evaluation that follows no step."""
-        if self.me.is_rank0:
-            self._append(self.run.metrics, [EvaluationMetrics(step, time.time(), loss, self.me.attempt)])
+        if self.rank.is_rank0:
+            self._append(self.run.metrics, [EvaluationMetrics(step, time.time(), loss, self.rank.attempt)])
 
-    def samples(self, step: int, continued: Iterable[tuple[str, str]]) -> None:
+    def write_samples(self, step: int, continuations: Iterable[tuple[str, str]]) -> None:
         """Append and print continuations; one write for all, so that no reader sees only a part of them."""
-        found = [Sample(step, time.time(), prompt, text) for prompt, text in continued]
-        if self.me.is_rank0 and found:
-            self._append(self.run.samples, found)
-            for each in found:
-                print(f"{each.prompt!r} → {each.text!r}", flush=True)
+        samples = [PromptSample(step, time.time(), prompt, text) for prompt, text in continuations]
+        if self.rank.is_rank0 and samples:
+            self._append(self.run.samples, samples)
+            for sample in samples:
+                print(f"{sample.prompt!r} → {sample.text!r}", flush=True)
 
-    def metrics(self, metrics: Metrics) -> None:
+    def write_metrics(self, metrics: Metrics) -> None:
         """Append and print the metrics of one step."""
-        if not self.me.is_rank0:
+        if not self.rank.is_rank0:
             return
         self._append(self.run.metrics, [metrics])
-        more, self.retries = metrics.num_alloc_retries - self.retries, metrics.num_alloc_retries
-        retried = f"  {counted(more, 'allocator retry', 'allocator retries')}: GPU memory is short" if more > 0 else ""
-        few = f" ({metrics.tokens_per_s:,.0f} trained on)" if metrics.tokens_per_s < MOST_OF * metrics.rate else ""
-        own = "".join(f"  {name} {value:.4g}" for name, value in metrics.own.items())
+        new_retries, self.n_retries = metrics.num_alloc_retries - self.n_retries, metrics.num_alloc_retries
+        retry_note = (
+            f"  {pluralize(new_retries, 'allocator retry', 'allocator retries')}: GPU memory is short"
+            if new_retries > 0
+            else ""
+        )
+        trained_note = (
+            f" ({metrics.tokens_per_s:,.0f} trained on)" if metrics.tokens_per_s < TRAINED_SHARE * metrics.rate else ""
+        )
+        user_metrics = "".join(f"  {name} {value:.4g}" for name, value in metrics.own.items())
         print(
             f"step {metrics.step}/{self.steps}  loss {metrics.loss:.4f}  grad {metrics.grad_norm:.3f}  lr {metrics.lr:.2e}  "
-            f"{metrics.rate:,.0f} tokens/s{few}  {metrics.step_s:.2f} s{own}{retried}",
+            f"{metrics.rate:,.0f} tokens/s{trained_note}  {metrics.step_s:.2f} s{user_metrics}{retry_note}",
             flush=True,
         )
 
-    def _append(self, path: Path, records: "Sequence[Metrics | EvaluationMetrics | Sample]") -> None:
+    def _append(self, path: Path, records: "Sequence[Metrics | EvaluationMetrics | PromptSample]") -> None:
         """Append records in one write; count those that cannot be written, as training matters more."""
-        before = self.lost
+        previous = self.not_written
         try:
             append_line(path, "\n".join(map(reader.dumps, records)))
         except OSError as error:
             detail = f"{path}: {reason_of(error)}{remedy_of(error)}"
-            count, step = before.count + len(records), records[-1].step
-            self.lost = dataclasses.replace(before, count=count, step=step, path=str(path), detail=detail)
-            if not before.count:
+            count, step = previous.count + len(records), records[-1].step
+            self.not_written = dataclasses.replace(previous, count=count, step=step, path=str(path), detail=detail)
+            if not previous.count:
                 print(
                     f"{path} cannot be written ({reason_of(error)}){remedy_of(error)}; training continues", flush=True
                 )
             return
-        if before.count:
-            self.lost = dataclasses.replace(before, count=0)
-            lost_of = Path(before.path)
-            self.event(EventKind.NOT_WRITTEN, step=before.step, path=lost_of, detail=before.detail, count=before.count)
+        if previous.count:
+            self.not_written = dataclasses.replace(previous, count=0)
+            lost_path = Path(previous.path)
+            self.write_event(
+                EventKind.NOT_WRITTEN, step=previous.step, path=lost_path, detail=previous.detail, count=previous.count
+            )
             print(
-                f"{lost_of} is writable again; {counted(before.count, 'line')} up to step {before.step} were lost",
+                f"{lost_path} is writable again; {pluralize(previous.count, 'line')} up to step {previous.step} were lost",
                 flush=True,
             )
 
 
 def read_metrics(path: Path) -> list[Metrics | EvaluationMetrics]:
     """Return the metrics of earlier attempts; skip lines that a kill or a full disk truncated."""
-    found: list[Metrics | EvaluationMetrics] = []
+    records: list[Metrics | EvaluationMetrics] = []
     if path.is_file():
         for line in path.read_text(encoding="utf-8").splitlines():
             try:
-                found.append(reader.loads(METRICS_LINE, line, path.name))
+                records.append(reader.loads(METRICS_LINE, line, path.name))
             except reader.MalformedError:
                 continue
-    return found
+    return records
 
 
-class RankMemory:
+class LiveProgress:
     """Shows the current step and unit in a memory file; on a signal, faulthandler appends all stacks to it.
 
     faulthandler needs neither the GIL nor memory, so it also works when a rank holds the GIL forever or waits in a collective.
     """
 
     def __init__(self) -> None:
-        self.place: mmap.mmap | bytearray = bytearray(PLACE_BYTES)
+        self.memory: mmap.mmap | bytearray = bytearray(POSITION_BYTES)
         if sys.platform != "linux":
             return
         with contextlib.suppress(OSError):  # out of memory or of open files: a rank can train without it
-            file = os.memfd_create(NAME)
-            os.ftruncate(file, PLACE_BYTES)
+            file = os.memfd_create(MEMORY_FILE_NAME)
+            os.ftruncate(file, POSITION_BYTES)
             fcntl.fcntl(file, fcntl.F_SETFL, os.O_APPEND)  # so that a reader may truncate what it has read
-            self.place = mmap.mmap(file, PLACE_BYTES)
-            faulthandler.register(SIGNAL, file=file, all_threads=True)
+            self.memory = mmap.mmap(file, POSITION_BYTES)
+            faulthandler.register(STACKS_SIGNAL, file=file, all_threads=True)
 
-    def step(self, step: int) -> None:
+    def show_step(self, step: int) -> None:
         """Show the current step, in no unit yet."""
-        PLACE.pack_into(self.place, 0, step, NO_UNIT)
+        POSITION_STRUCT.pack_into(self.memory, 0, step, NO_UNIT)
 
-    def unit(self, label: bytes) -> None:
+    def show_unit(self, label: bytes) -> None:
         """Show the current unit by its ``unit_label``: one copy of 64 bytes."""
-        self.place[-UNIT_BYTES:] = label
+        self.memory[-UNIT_BYTES:] = label
 
 
-def unit_label(name: str, way: str) -> bytes:
+def unit_label(name: str, direction: str) -> bytes:
     """Return the label of a unit, cut at the front to fit."""
-    return f"{name} {way}".encode()[-UNIT_BYTES:].ljust(UNIT_BYTES, b"\0")
+    return f"{name} {direction}".encode()[-UNIT_BYTES:].ljust(UNIT_BYTES, b"\0")
 
 
 NO_UNIT = bytes(UNIT_BYTES)
 
 
-INTERVAL_S = 1.0
+WRITE_INTERVAL_S = 1.0
 
 
 class HeartbeatWriter:
     """Writes ``heartbeat/rank-N.json``."""
 
-    def __init__(self, run: RunDir, me: "Rank") -> None:
-        self.run, self.me = run, me
-        self.memory = RankMemory()
+    def __init__(self, run: RunDir, rank: "Rank") -> None:
+        self.run, self.rank = run, rank
+        self.live_progress = LiveProgress()
         now = time.time()
-        self.record = Heartbeat(me.rank, me.host, os.getpid(), now, 0, Phase.START, now)
-        self.before = self.record  # the record before a long wait
+        self.record = Heartbeat(rank.index, rank.host, os.getpid(), now, 0, Phase.START, now)
+        self.record_before_wait = self.record  # the record before a long wait
         self._write()
 
-    def phase(self, phase: Phase) -> None:
+    def enter_phase(self, phase: Phase) -> None:
         """Enter a phase; always write."""
         now = time.time()
         self.record = dataclasses.replace(
@@ -209,47 +223,47 @@ class HeartbeatWriter:
         )
         self._write()
 
-    def waits_for_update(self, waits: bool) -> None:
+    def record_update_wait(self, is_waiting: bool) -> None:
         """Enter or leave the phase of a long wait for an update of the weights."""
-        if waits:
-            self.before = self.record
-            self.phase(Phase.UPDATE)
+        if is_waiting:
+            self.record_before_wait = self.record
+            self.enter_phase(Phase.UPDATE)
         else:
-            self.record = dataclasses.replace(self.before, time=time.time())
+            self.record = dataclasses.replace(self.record_before_wait, time=time.time())
             self._write()
 
-    def finished_step(
+    def record_step(
         self, step: int, *, data_s: float | None = None, optimizer_s: float | None = None, busy_s: float | None = None
     ) -> None:
         """Record a finished or skipped step; durations are unknown for a skipped one."""
         self._beat(step=step, data_s=data_s, optimizer_s=optimizer_s, busy_s=busy_s)
 
-    def progress(self, done_bytes: int, total_bytes: int) -> None:
+    def record_progress(self, done_bytes: int, total_bytes: int) -> None:
         """Record how many bytes of the current phase are done."""
         self._beat(done_bytes=done_bytes, total_bytes=total_bytes)
 
-    def alive(self) -> None:
+    def record_alive(self) -> None:
         """Record that the rank still makes progress within a phase."""
         self._beat()
 
-    def save(self, every_s: float | None) -> None:
+    def record_save(self, every_s: float | None) -> None:
         """Record that a save is due, and the seconds between saves; None: no save is due any more."""
-        since = None if every_s is None else self.record.save_since or time.time()
-        self.record = dataclasses.replace(self.record, save_since=since, save_every_s=every_s or 0.0)
+        save_since = None if every_s is None else self.record.save_since or time.time()
+        self.record = dataclasses.replace(self.record, save_since=save_since, save_every_s=every_s or 0.0)
         self._write()
 
-    def failed(self, cause: Cause) -> None:
+    def record_failure(self, cause: Cause) -> None:
         """Record why this rank ends."""
         self.record = dataclasses.replace(self.record, cause=cause)
-        self.phase(Phase.FAILED)
+        self.enter_phase(Phase.FAILED)
 
-    def _beat(self, **news: float | None) -> None:
-        self.record = dataclasses.replace(self.record, **news)  # type: ignore[arg-type]
+    def _beat(self, **changes: float | None) -> None:
+        self.record = dataclasses.replace(self.record, **changes)  # type: ignore[arg-type]
         now = time.time()
-        if now - self.record.time >= INTERVAL_S:
+        if now - self.record.time >= WRITE_INTERVAL_S:
             self.record = dataclasses.replace(self.record, time=now)
             self._write()
 
     def _write(self) -> None:
         with contextlib.suppress(OSError):  # a full disk on this host must not end all ranks
-            write_json(self.run.heartbeat(self.me.rank), self.record)
+            write_json(self.run.heartbeat(self.rank.index), self.record)

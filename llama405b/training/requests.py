@@ -24,31 +24,33 @@ import torch
 from llama405b.contract.errors import reason_of
 from llama405b.contract.files import read_record
 from llama405b.contract.paths import RunDir
-from llama405b.contract.records import MOST_PROFILED_STEPS, EventKind, RequestKind, RunRequest
+from llama405b.contract.records import MAX_PROFILED_STEPS, EventKind, RequestKind, RunRequest
 from llama405b.distributed import collectives
 from llama405b.distributed.ranks import Rank
 from llama405b.training.context import RankContext
 
 
-def write_stacks(run: RunDir, me: Rank, step: int) -> Path:
+def write_stacks(run: RunDir, rank: Rank, step: int) -> Path:
     """Write the stacks of all threads of this process; return the file."""
-    path = _place(run.diagnosis("stacks", me.rank, step, "txt"))
+    path = _make_parent(run.diagnosis("stacks", rank.index, step, "txt"))
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    stacks = ((names.get(ident, ident), traceback.format_stack(top)) for ident, top in sys._current_frames().items())
+    stacks = (
+        (names.get(ident, ident), traceback.format_stack(frame)) for ident, frame in sys._current_frames().items()
+    )
     path.write_text("\n".join(f"{name}:\n{''.join(lines)}" for name, lines in stacks), encoding="utf-8")
     return path
 
 
-def write_memory(run: RunDir, me: Rank, step: int) -> Path:
+def write_memory(run: RunDir, rank: Rank, step: int) -> Path:
     """Write the memory use of this rank; return the file.
 
     On CUDA this is torch's snapshot (open it with https://pytorch.org/memory_viz), else counters of the process in bytes.
     """
-    if me.on_gpu:
-        path = _place(run.diagnosis("memory", me.rank, step, "pickle"))
+    if rank.on_gpu:
+        path = _make_parent(run.diagnosis("memory", rank.index, step, "pickle"))
         torch.cuda.memory._dump_snapshot(str(path))
         return path
-    path = _place(run.diagnosis("memory", me.rank, step, "json"))
+    path = _make_parent(run.diagnosis("memory", rank.index, step, "json"))
     fields = (line.split(":", 1) for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines())
     counts = {name: int(rest.split()[0]) * 1024 for name, rest in fields if rest.rstrip().endswith(" kB")}
     counts["most_resident"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -59,11 +61,11 @@ def write_memory(run: RunDir, me: Rank, step: int) -> Path:
 class Profile:
     """A trace of this rank for Perfetto, recorded from now until ``finish``."""
 
-    def __init__(self, run: RunDir, me: Rank, request: str, first_step: int, steps: int) -> None:
-        self.request, self.last_step = request, first_step + steps - 1
-        self.path = run.diagnosis("profile", me.rank, first_step, "json")
+    def __init__(self, run: RunDir, rank: Rank, request: str, first_step: int, n_steps: int) -> None:
+        self.request, self.last_step = request, first_step + n_steps - 1
+        self.path = run.diagnosis("profile", rank.index, first_step, "json")
         activities = [torch.profiler.ProfilerActivity.CPU]
-        if me.on_gpu:
+        if rank.on_gpu:
             activities.append(torch.profiler.ProfilerActivity.CUDA)
         self.profiler = torch.profiler.profile(activities=activities)
         self.profiler.start()
@@ -71,13 +73,13 @@ class Profile:
     def finish(self) -> Path:
         """Write the trace under a temporary name, check that it is complete (torch reports no failure), and rename it."""
         self.profiler.stop()
-        part = _place(self.path.with_suffix(".part"))
-        part.unlink(missing_ok=True)
-        self.profiler.export_chrome_trace(str(part))
-        if not _last_bytes(part).rstrip().endswith(b"}"):
-            part.unlink(missing_ok=True)
+        partial = _make_parent(self.path.with_suffix(".part"))
+        partial.unlink(missing_ok=True)
+        self.profiler.export_chrome_trace(str(partial))
+        if not _last_bytes(partial).rstrip().endswith(b"}"):
+            partial.unlink(missing_ok=True)
             raise OSError("torch did not write the whole trace")
-        return part.replace(self.path)
+        return partial.replace(self.path)
 
 
 def _last_bytes(path: Path) -> bytes:
@@ -88,12 +90,12 @@ def _last_bytes(path: Path) -> bytes:
         return file.read()
 
 
-def _place(path: Path) -> Path:
+def _make_parent(path: Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     return path
 
 
-LOOK_EVERY_S = 1.0  # listing a directory on a network disk is slow
+POLL_INTERVAL_S = 1.0  # listing a directory on a network disk is slow
 
 
 class StopSignal:
@@ -106,7 +108,7 @@ class StopSignal:
     """
 
     def __init__(self) -> None:
-        self.received = False
+        self.is_received = False
         signal.signal(signal.SIGUSR1, self._receive)
         if signal.SIGTERM in signal.pthread_sigmask(signal.SIG_BLOCK, ()):
             resource_tracker.ensure_running()  # its start unblocks SIGTERM: start it now, and not with the first worker
@@ -114,7 +116,7 @@ class StopSignal:
             threading.Thread(target=_end_with_torchrun, name="sigterm", daemon=True).start()
 
     def _receive(self, *_: object) -> None:
-        self.received = True
+        self.is_received = True
 
 
 def _end_with_torchrun() -> None:
@@ -130,19 +132,19 @@ class Stop(enum.IntEnum):
     """Whether to stop after this step; the maximum over all ranks counts."""
 
     NO = 0
-    ASKED = 1
-    SPENT = 2  # the budget is
+    REQUESTED = 1
+    BUDGET_SPENT = 2  # the budget is
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class AfterStep:
+class AfterStepActions:
     """Actions that one rank requests after a step; all ranks do the maximum of each field over all ranks."""
 
     stop: int = 0  # ``Stop``
     save: int = 0  # a save is due or requested
     still_saving: int = 0  # the previous save is not finished
-    unsent: int = 0  # number, from 1, of the rank whose ``checkpoint.after_save`` fails
-    best: int = 0  # save: the evaluation loss is the lowest so far
+    after_save_failed_rank: int = 0  # number, from 1, of the rank whose ``checkpoint.after_save`` fails
+    save_best: int = 0  # save: the evaluation loss is the lowest so far
     profile: int = 0  # number of steps
     memory: int = 0
     stacks: int = 0
@@ -153,78 +155,78 @@ class Requests:
 
     def __init__(self, context: RankContext, stop: StopSignal) -> None:
         self.context, self.stop = context, stop
-        self.seen = set(self._names())
-        self.looked_at = 0.0
+        self.seen = set(self._paths())
+        self.last_poll_s = 0.0
         self.profile: Profile | None = None
 
-    def new(self) -> list[RunRequest]:
+    def poll(self) -> list[RunRequest]:
         """Return the requests since the last call, on rank 0; skip files that are not requests."""
-        if not self.context.me.is_rank0 or time.monotonic() < self.looked_at + LOOK_EVERY_S:
+        if not self.context.rank.is_rank0 or time.monotonic() < self.last_poll_s + POLL_INTERVAL_S:
             return []
-        self.looked_at = time.monotonic()
-        paths = [path for path in self._names() if path not in self.seen]
+        self.last_poll_s = time.monotonic()
+        paths = [path for path in self._paths() if path not in self.seen]
         self.seen.update(paths)
-        read = [(path, read_record(RunRequest, path)) for path in paths]
-        return [request for path, request in read if request and request.id == path.stem]
+        records = [(path, read_record(RunRequest, path)) for path in paths]
+        return [request for path, request in records if request and request.id == path.stem]
 
-    def _names(self) -> list[Path]:
+    def _paths(self) -> list[Path]:
         try:
             return sorted(path for path in self.context.run.requests.iterdir() if path.suffix == ".json")
         except OSError:
             return []
 
-    def wishes(self, requests: Iterable[RunRequest]) -> AfterStep:
+    def requested_actions(self, requests: Iterable[RunRequest]) -> AfterStepActions:
         """Return the actions that these requests ask for."""
-        steps = dict.fromkeys(RequestKind, 0)
+        values = dict.fromkeys(RequestKind, 0)
         for request in requests:
-            steps[request.kind] = max(steps[request.kind], 1, min(request.steps, MOST_PROFILED_STEPS))
-        return AfterStep(stop=int(self.stop.received), **{kind.value: n for kind, n in steps.items()})
+            values[request.kind] = max(values[request.kind], 1, min(request.steps, MAX_PROFILED_STEPS))
+        return AfterStepActions(stop=int(self.stop.is_received), **{kind.value: n for kind, n in values.items()})
 
-    def after_step(self, step: int, wishes: AfterStep, requests: Sequence[RunRequest], *, ending: bool) -> None:
+    def after_step(self, step: int, actions: AfterStepActions, requests: Sequence[RunRequest], *, ending: bool) -> None:
         """Write the requested diagnoses on all ranks and answer; ``requests``: the new ones, on rank 0."""
-        run, me = self.context.run, self.context.me
-        for kind, wished, write in (
-            (RequestKind.STACKS, wishes.stacks, write_stacks),
-            (RequestKind.MEMORY, wishes.memory, write_memory),
+        run, rank = self.context.run, self.context.rank
+        for kind, is_requested, write in (
+            (RequestKind.STACKS, actions.stacks, write_stacks),
+            (RequestKind.MEMORY, actions.memory, write_memory),
         ):
-            if wished:
-                path, why = _on_all_ranks(functools.partial(write, run, me, step))
+            if is_requested:
+                path, reason = _write_on_all_ranks(functools.partial(write, run, rank, step))
                 for request in [request for request in requests if request.kind is kind]:
-                    self._answer(request.id, step, path, why)
+                    self._answer(request.id, step, path, reason)
         self._finish_profile(step, ending=ending)
-        self._begin_profile(requests, wishes.profile, step)
+        self._begin_profile(requests, actions.profile, step)
 
     def _finish_profile(self, step: int, *, ending: bool) -> None:
         """Write the profile if this was its last step, or the run ends."""
         if self.profile and (ending or step >= self.profile.last_step):
-            path, why = _on_all_ranks(self.profile.finish)
-            request, self.profile = self.profile.request, None
-            self._answer(request, step, path, why)
+            path, reason = _write_on_all_ranks(self.profile.finish)
+            request_id, self.profile = self.profile.request, None
+            self._answer(request_id, step, path, reason)
 
     def _begin_profile(self, requests: Sequence[RunRequest], n_steps: int, step: int) -> None:
         """Start a requested profile; only one runs at a time."""
         ids = [request.id for request in requests if request.kind is RequestKind.PROFILE]
         if n_steps and not self.profile:
-            first, ids = ids[:1], ids[1:]
-            self.profile = Profile(self.context.run, self.context.me, "".join(first), step + 1, n_steps)
+            profile_ids, ids = ids[:1], ids[1:]
+            self.profile = Profile(self.context.run, self.context.rank, "".join(profile_ids), step + 1, n_steps)
         for request in ids:
             self._answer(request, step, None, "another profile is being taken")
 
-    def _answer(self, request: str, step: int, path: Path | None, why: str) -> None:
-        self.context.journal.event(EventKind.ANSWERED, step=step, path=path, request=request, detail=why)
+    def _answer(self, request_id: str, step: int, path: Path | None, reason: str) -> None:
+        self.context.journal.write_event(EventKind.ANSWERED, step=step, path=path, request=request_id, detail=reason)
 
 
-def _on_all_ranks(write: Callable[[], Path]) -> tuple[Path | None, str]:
+def _write_on_all_ranks(write: Callable[[], Path]) -> tuple[Path | None, str]:
     """Write a file on every rank; when all are done return (path, "") or (path or None, reason why one is missing).
 
     A full disk must not end the run.
     """
-    path, why = None, ""
+    path, reason = None, ""
     try:
         path = write()
     except OSError as error:
-        why = f"the file could not be written ({reason_of(error)})"
-    [lacking] = collectives.all_reduce_max([int(path is None)])
-    if lacking and path:
-        why = "another rank could not write its file"
-    return path, why
+        reason = f"the file could not be written ({reason_of(error)})"
+    [is_missing] = collectives.all_reduce_max([int(path is None)])
+    if is_missing and path:
+        reason = "another rank could not write its file"
+    return path, reason

@@ -15,9 +15,9 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 
 from llama405b_tools.hosts import ssh as ours
 from llama405b_tools.hosts.inventory import Host
-from llama405b_tools.hosts.ssh import MOST_CONNECTIONS, Ssh
+from llama405b_tools.hosts.ssh import MAX_CONNECTIONS, Ssh
 from llama405b_tools.hosts.transport import HostError
-from llama405b_tools.run.screen import at_terminal
+from llama405b_tools.run.screen import terminal_command
 from ops_rig import wait_for
 
 SSHD = shutil.which("sshd", path="/usr/sbin:/usr/bin")
@@ -89,7 +89,7 @@ def sshd(place, *more):
 @pytest.fixture
 def both(keys, tmp_path, monkeypatch):
     """Have ssh and this program log in with the same files; returns what each did: whether it came in, and recorded what."""
-    monkeypatch.setattr(ours, "AGAIN_AFTER_S", ())
+    monkeypatch.setattr(ours, "RETRY_DELAYS_S", ())
     monkeypatch.setenv("LLAMA405B_SSH_CONFIG", str(tmp_path / "config"))
 
     def logs_in(port, settings, known=""):
@@ -216,17 +216,17 @@ def test_where_sshd_allows_few_sessions_on_a_connection_there_are_several(both, 
             assert [next(iter(stream)) for stream in streams] == [f"{i}\n" for i in range(5)]
             assert connection.run("echo more", "", 30.0).out == "more\n"
             assert len(connection.transports) == -(-6 // most)
-            for _ in range(MOST_CONNECTIONS if most == 1 else 1):  # as a firewall does, again and again
-                for transport in connection.ends[1:]:
+            for _ in range(MAX_CONNECTIONS if most == 1 else 1):  # as a firewall does, again and again
+                for transport in connection.session_transports[1:]:
                     transport.close()
                 assert connection.run("echo more", "", 30.0).out == "more\n"
-                assert len(connection.ends) == 2
+                assert len(connection.session_transports) == 2
             for stream in streams:
                 stream.close()
             # sshd confirms the end of a channel after it has released its session.
             wait_for(lambda: connection.transport._channels.get(streams[0].channel.chanid) is None)
             assert connection.run("echo again", "", 30.0).out == "again\n"
-            assert len(connection.ends) == 2
+            assert len(connection.session_transports) == 2
 
 
 def test_what_a_user_s_config_says_keeps_no_command_from_running(both, keys, tmp_path):
@@ -253,7 +253,7 @@ def test_what_a_user_s_config_says_keeps_no_command_from_running(both, keys, tmp
             with contextlib.closing(Ssh(Host("h", "hosts:1"))) as connection:
                 assert connection.run("echo it ran", "", 30.0).out == "it ran\n"
             done = subprocess.run(
-                at_terminal(Host("h", "hosts:1"), "echo it ran"),
+                terminal_command(Host("h", "hosts:1"), "echo it ran"),
                 capture_output=True,
                 text=True,
                 timeout=60,

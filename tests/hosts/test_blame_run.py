@@ -7,7 +7,7 @@ import re
 import pytest
 
 from conftest import HOSTS, ONE_HOST
-from llama405b.commands.blame_step import pieces_of
+from llama405b.commands.blame_step import iterate_documents
 from llama405b.data.batches import Batches
 from llama405b.data.sources import Mixture, open_source
 from ops_rig import fake_trainer, settings, wait_for
@@ -45,9 +45,11 @@ def _corpus(path):
 def _step_of(work, name):
     """The step that reads a document first."""
     [tokens] = (work / "runs/.cache").glob("tokens-*.bin")
-    batches = Batches(Mixture.of([open_source(tokens, SEQ, "auto")], 0))
+    batches = Batches(Mixture.from_weights([open_source(tokens, SEQ, "auto")], 0))
     for step in range(1, 99):
-        if any(piece.name.endswith(name) for piece in pieces_of(batches, range((step - 1) * BATCH, step * BATCH))):
+        if any(
+            piece.name.endswith(name) for piece in iterate_documents(batches, range((step - 1) * BATCH, step * BATCH))
+        ):
             return step
     raise AssertionError(name)
 

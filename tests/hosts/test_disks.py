@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from llama405b.contract.disk import disk_free_bytes, disk_free_files, refused_call, sync_directory
+from llama405b.contract.disk import disk_free_bytes, disk_free_files, sync_directory, unsupported_operation
 from llama405b_tools.agent import hostprobe, processes
 
 pytest.importorskip("fuse", reason="NOT RUN: needs fusepy and libfuse2")
@@ -30,18 +30,18 @@ def test_a_disk_is_tried_with_the_calls_of_a_run(tmp_path):
     with odd_disk(disk) as become:
         for odd in ODDS:
             become(odd)
-            said = refused_call(str(disk))
+            said = unsupported_operation(str(disk))
             assert said == REFUSED.get(odd, ""), odd
             without_saves = "" if odd == "no rename of directories" else said
-            assert refused_call(str(disk), saves=False) == without_saves, odd
+            assert unsupported_operation(str(disk), saves=False) == without_saves, odd
             of_export = "" if odd == "no append" else without_saves
-            assert refused_call(str(disk), saves=False, appends=False) == of_export, odd
+            assert unsupported_operation(str(disk), saves=False, appends=False) == of_export, odd
             assert (disk_free_bytes(str(disk)) is None) == (odd == "no size")
             assert (disk_free_files(str(disk)) is None) == (odd in ("no size", "no inodes left"))
             sync_directory(str(disk))
-            seen = hostprobe.nearest_directory(str(disk), True, True)
+            seen = hostprobe.read_directory_facts(str(disk), True, True)
             assert (seen.get("refuses", said), seen["read_only"]) == (said, False), odd
-            assert [each.total_bytes > 0 for each in processes.disks_of(disk)] == [True] * (odd != "no size")
+            assert [each.total_bytes > 0 for each in processes.list_disks(disk)] == [True] * (odd != "no size")
             become()
             left = [name for path in disk.iterdir() for name in path.iterdir()]
             assert {name.name for name in left} <= {STRANGERS[0]}, odd

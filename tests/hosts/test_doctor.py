@@ -6,7 +6,7 @@ import shlex
 import sys
 
 from hosts_rig import nothing_stays
-from llama405b.spec.probes import decode
+from llama405b.spec.probes import decode_results
 
 N_HOSTS = 4
 
@@ -147,7 +147,7 @@ def test_deep_measures_devices_and_links(hosts, operator):
     )
     assert [line.split(":")[0] for line in done.stderr.splitlines()] == ["products", "host-links", "collectives"]
     out = hosts.exec(1, "sh", "-c", f"cat $(find {hosts.workdir(1)}/runs/doctor-* -name stdout.log)").stdout
-    devices, links, _ = decode(out.splitlines())
+    devices, links, _ = decode_results(out.splitlines())
     assert [device.hosts for device in devices.figures] == [(f"node-{i}",) for i in (1, 2, 3)]
     pairs = {frozenset((f"node-{a}", f"node-{b}")) for a, b in ((1, 2), (1, 3), (2, 3))}
     assert {frozenset(link.hosts) for link in links.figures} == pairs

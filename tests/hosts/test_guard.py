@@ -111,7 +111,9 @@ def test_a_hung_run_is_ended_and_resumed_and_a_stop_ends_the_guard(work, cli, de
     guard = json.loads((work / "runs/h/guard.json").read_text())
     stopped = cli(work, "stop", "--run", "h")
     assert stopped.returncode == 0, stopped.stdout + stopped.stderr
-    assert not processes.same_process(guard["pid"], guard["pid_start"])  # a zombie counts as gone: PID 1 may not reap
+    assert not processes.is_same_process(
+        guard["pid"], guard["pid_start"]
+    )  # a zombie counts as gone: PID 1 may not reap
     assert "guard: stopped" in cli(work, "status", "--run", "h").stdout
 
 
@@ -211,7 +213,7 @@ def kill_guard(work, run):
         lambda: all(json.loads(note.read_text())["pid"] == guard["pid"] for note in notes)
     )  # its hosts have heard it
     os.kill(guard["pid"], signal.SIGKILL)
-    wait_for(lambda: not processes.same_process(guard["pid"], guard["pid_start"]))
+    wait_for(lambda: not processes.is_same_process(guard["pid"], guard["pid_start"]))
 
 
 def type_what_status_says(work, cli, run):

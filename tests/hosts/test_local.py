@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from conftest import HOSTS, ONE_HOST, ROOT
-from llama405b.contract.hashes import Hashes
+from llama405b.contract.hashes import HashStore
 from llama405b.contract.paths import RunDir
 from llama405b_tools.agent import hostprobe
 from llama405b_tools.agent.processes import tmux_socket
@@ -539,11 +539,11 @@ def test_deep_looks_into_the_weights(work, cli, demo, tmp_path):
     shutil.copytree(demo, model)
     files = sorted(model.glob("*.safetensors"))
     (work / "hosts").write_text("node-a address=localhost slots=1\n")
-    assert hostprobe.weights(str(model), hashed=True)["unhashed"] == len(files)
-    hashes = Hashes(model)
+    assert hostprobe.check_weights(str(model), check_hashes=True)["unhashed"] == len(files)
+    hashes = HashStore(model)
     for path in files:
         hashes.add(path.name, (hashlib.sha256(path.read_bytes()).hexdigest(),))
-    known = hostprobe.weights(str(model), hashed=True)
+    known = hostprobe.check_weights(str(model), check_hashes=True)
     assert (known["unhashed"], known["faults"]) == (0, [])
     data = bytearray(files[0].read_bytes())
     data[-1] ^= 1

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from conftest import ROOT
-from llama405b_tools.text.words import CUT, MAX_LINE_BYTES
+from llama405b_tools.text.words import CUT_NOTE, MAX_LINE_BYTES
 from ops_rig import FAKE_TRAINER, wait_for
 
 TALK = """
@@ -125,7 +125,7 @@ def test_bars_and_long_lines_hide_nothing_and_a_question_is_shown(work, cli):
         each["text"] for each in records(cli(work, "logs", "--rank", "0", "-o", "json")) if each["stream"] == "out"
     ]
     assert {"WARNING: shard 10 is corrupt, skipping", "done", "after it", "Overwrite /data/out? [y/N] "} < set(lines)
-    assert [line for line in lines if line.startswith("xxx")] == ["x" * MAX_LINE_BYTES + CUT]
+    assert [line for line in lines if line.startswith("xxx")] == ["x" * MAX_LINE_BYTES + CUT_NOTE]
     assert [line[:20] for line in lines if line.startswith("Loading")] == [
         "Loading shards:  50%",
         "Loading shards:  99%",

@@ -60,7 +60,7 @@ def test_save_profile_memory_and_stacks(work, cli, demo, corpus, ask):
     assert memory["VmRSS"] > 50 << 20
 
     stacks = (work / ask("asked", RequestKind.STACKS).path).read_text()
-    assert "take_steps" in stacks
+    assert "run_steps" in stacks
 
     env = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tools'}", "PATH": os.environ["PATH"]}
     top = Terminal([sys.executable, "-m", "llama405b_tools.cli", "top"], work, env)

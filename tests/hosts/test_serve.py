@@ -62,7 +62,7 @@ async def _look(url, server):
                 return seen
 
             await shows(rb"HEALTHY")
-            assert len(processes.descendants(server.pid)) == 1  # for this browser
+            assert len(processes.find_descendants(server.pid)) == 1  # for this browser
             await screen.send_json(["stdin", "S"])
             await shows(rb"--read-only")
             await screen.send_json(["resize", {"width": 80, "height": 24}])
@@ -72,7 +72,7 @@ async def _look(url, server):
 def test_the_screen_is_shown_to_who_knows_the_token(serve):
     server, url = serve
     asyncio.run(_look(url, server))
-    wait_for(lambda: processes.descendants(server.pid) == [], 20)  # the browser was closed
+    wait_for(lambda: processes.find_descendants(server.pid) == [], 20)  # the browser was closed
 
 
 @pytest.mark.parametrize("args", [["--serve", "x"], ["--serve", "8405", "--once"], ["--serve", "1.2.3.4:8405"]])

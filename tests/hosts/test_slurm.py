@@ -241,7 +241,7 @@ def test_a_job_whose_time_is_over_saves_first(type_in):
     assert type_in.exec("scancel", "--batch", "--signal=USR1", job).returncode == 0
 
     def over():
-        return type_in.exec("squeue", "-h", "-j", job, "-o", "%T").stdout.strip() in ("", *processes.JOB_GONE)
+        return type_in.exec("squeue", "-h", "-j", job, "-o", "%T").stdout.strip() in ("", *processes.JOB_END_STATES)
 
     wait_for(over, 150, lambda: said_of(type_in, "t"))
     state = type_in("status --run t")

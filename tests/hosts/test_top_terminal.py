@@ -100,8 +100,8 @@ def test_where_no_shell_could_continue_it_ctrl_z_does_nothing(terminal):
 
 def test_q_leaves_one_level_and_the_selection_stays_on_the_screen(terminal, tmp_path):
     recording = tmp_path / "many.jsonl"
-    names = simulate.names(128)
-    frames = [event for event in simulate.incident(128, seconds=3.0) if "frame" in event]
+    names = simulate.host_names(128)
+    frames = [event for event in simulate.simulate_incident(128, seconds=3.0) if "frame" in event]
     header = {"llama405b_recording": 1, "hosts": names, "interval_s": 2.0}
     recording.write_text("".join(json.dumps(line) + "\n" for line in (header, *frames)))
     top = terminal("--replay", str(recording), "--sort", "name", size=(80, 24))

@@ -123,7 +123,7 @@ def test_what_is_kept_and_where_changes_no_bit(model):
 
 def _new(me, model, _):
     loss = mesh_rig.train(me, model, steps=1, adapter=_adapter(), lr=0.0)
-    return loss, mesh_rig.single(model, steps=1)[0] if me.rank == 0 else None
+    return loss, mesh_rig.single(model, steps=1)[0] if me.index == 0 else None
 
 
 def test_a_new_one_adds_nothing_and_is_the_same_for_any_number_of_ranks(model):
@@ -149,7 +149,7 @@ FLAGS = (
 
 def _run(model, run, *flags, world=2):
     argv = [*FLAGS, "--model.path", model, "--run-dir", run, *flags]
-    return run_program("llama405b.train:run_and_leave", *argv, cwd=run.parent, world=world, timeout_s=200)
+    return run_program("llama405b.train:run_and_exit", *argv, cwd=run.parent, world=world, timeout_s=200)
 
 
 def _steps(run):

@@ -11,7 +11,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from llama405b.contract.errors import UserError
 from llama405b.model import attention
-from llama405b.model.attention import BrokenError, check_attention
+from llama405b.model.attention import AttentionCheckError, check_attention
 
 CPU = torch.device("cpu")
 SHAPES = [
@@ -65,14 +65,14 @@ def test_a_model_that_computes_nan_is_not_called_a_fault_of_attention():
 def test_a_backend_that_cannot_isolate_is_refused(broken, dtype):
     config = LlamaConfig(hidden_size=256, **SHAPES[0])
     with pytest.raises(
-        BrokenError, match=r"with blind on cpu packed documents attend to each other \(logits differ by "
+        AttentionCheckError, match=r"with blind on cpu packed documents attend to each other \(logits differ by "
     ):
         check_attention(config, "blind", CPU, dtype, isolated=True)
     assert check_attention(config, "blind", CPU, dtype, isolated=False) < 0.05
     for name in ("nan", "bent"):
-        with pytest.raises(BrokenError, match=f"with {name} on cpu its results differ from sdpa's"):
+        with pytest.raises(AttentionCheckError, match=f"with {name} on cpu its results differ from sdpa's"):
             check_attention(config, name, CPU, dtype, isolated=False)
-    with pytest.raises(BrokenError, match=r"absent fails on cpu \(.*\)"):
+    with pytest.raises(AttentionCheckError, match=r"absent fails on cpu \(.*\)"):
         check_attention(config, "absent", CPU, dtype, isolated=False)
 
 
@@ -94,7 +94,7 @@ def _by_document(query, key, value, ends_q, ends_k, longest_q, longest_k, *, sca
 @pytest.mark.parametrize("shape", SHAPES)
 def test_varlen_is_told_where_documents_end(monkeypatch, shape, knows_groups):
     monkeypatch.setattr(attention, "varlen_attn", _by_document)
-    monkeypatch.setattr(attention, "KNOWS_GROUPS", knows_groups)
+    monkeypatch.setattr(attention, "HAS_GQA", knows_groups)
     config = LlamaConfig(hidden_size=256, **shape)
     for isolated in (True, False):
         assert check_attention(config, "varlen", CPU, torch.float32, isolated=isolated) < 1e-5
@@ -103,25 +103,31 @@ def test_varlen_is_told_where_documents_end(monkeypatch, shape, knows_groups):
         "varlen_attn",
         lambda q, k, v, e, *more, **also: _by_document(q, k, v, e[[0, -1]], e, len(q), 0, **also),
     )
-    with pytest.raises(BrokenError, match="packed documents attend to each other"):
+    with pytest.raises(AttentionCheckError, match="packed documents attend to each other"):
         check_attention(config, "varlen", CPU, torch.float32, isolated=True)
 
 
 def test_what_can_run_is_found_by_device_and_package(monkeypatch):
     cuda, bf16 = torch.device("cuda"), torch.bfloat16
-    assert attention.candidates("eager") == ("eager",)
-    names = attention.candidates("auto")
+    assert attention.attention_candidates("eager") == ("eager",)
+    names = attention.attention_candidates("auto")
     assert names == ("flash_attention_4", "flash_attention_3", "flash_attention_2", "varlen", "sdpa")
-    assert {attention.flash_lack(name, CPU, bf16) for name in names} == {"flash-attn and varlen need CUDA", ""}
+    assert {attention.attention_unsupported_reason(name, CPU, bf16) for name in names} == {
+        "flash-attn and varlen need CUDA",
+        "",
+    }
     packages, major = set(), 9
-    monkeypatch.setattr(attention, "_installed", lambda package: package in packages)
+    monkeypatch.setattr(attention, "_is_installed", lambda package: package in packages)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (major, 0))
 
     def first():
-        return next(name for name in names if not attention.flash_lack(name, cuda, bf16))
+        return next(name for name in names if not attention.attention_unsupported_reason(name, cuda, bf16))
 
-    assert attention.flash_lack("flash_attention_3", cuda, bf16) == "flash-attn-3 is not installed"
-    assert attention.flash_lack("varlen", cuda, torch.float32) == "flash-attn and varlen compute in BF16 only"
+    assert attention.attention_unsupported_reason("flash_attention_3", cuda, bf16) == "flash-attn-3 is not installed"
+    assert (
+        attention.attention_unsupported_reason("varlen", cuda, torch.float32)
+        == "flash-attn and varlen compute in BF16 only"
+    )
     assert first() == "varlen"
     for package, name in (
         ("flash-attn", "flash_attention_2"),
@@ -132,7 +138,7 @@ def test_what_can_run_is_found_by_device_and_package(monkeypatch):
         assert first() == name
     packages, major = {"flash-attn-3"}, 10
     assert (
-        attention.flash_lack("flash_attention_3", cuda, bf16)
+        attention.attention_unsupported_reason("flash_attention_3", cuda, bf16)
         == "flash-attn-3 is not for GPUs of compute capability 10.0"
     )
     assert first() == "varlen"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from llama405b.settings.schema import Data, Evaluation
-from llama405b.spec.models import end_ids
+from llama405b.spec.models import parse_end_ids
 from llama405b.training.evaluate import Prompts
 from ops_rig import settings, train
 
@@ -93,10 +93,10 @@ def test_evaluations_at_the_end_of_each_epoch(demo, corpus, tmp_path):
     found = [json.loads(line) for line in (tmp_path / "runs/e/metrics.jsonl").read_text().splitlines()]
     last = max(each["step"] for each in found)
     assert [each["step"] for each in found if each.get("evaluation_loss")] == [0, -(-n // 4), -(-2 * n // 4), last]
-    assert not Evaluation().evaluates
-    assert [step for step in range(1, 12) if Evaluation(every="epoch").due(step, Fraction(5, 2))] == [3, 5, 8, 10]
-    assert [step for step in range(1, 12) if Evaluation(every="epoch").due(step, Fraction(10, 3))] == [4, 7, 10]
-    assert [step for step in range(1, 12) if Evaluation(every="5").due(step, Fraction(5, 2))] == [5, 10]
+    assert not Evaluation().is_enabled
+    assert [step for step in range(1, 12) if Evaluation(every="epoch").is_due(step, Fraction(5, 2))] == [3, 5, 8, 10]
+    assert [step for step in range(1, 12) if Evaluation(every="epoch").is_due(step, Fraction(10, 3))] == [4, 7, 10]
+    assert [step for step in range(1, 12) if Evaluation(every="5").is_due(step, Fraction(5, 2))] == [5, 10]
 
 
 @pytest.mark.parametrize(
@@ -107,6 +107,6 @@ def test_a_sample_ends_where_the_tokenizer_or_generate_would(demo, tmp_path, tol
     files = tmp_path / "files"
     shutil.copytree(demo, files)
     (files / "generation_config.json").write_text(json.dumps({"eos_token_id": told}))
-    context = types.SimpleNamespace(me=types.SimpleNamespace(axes=types.SimpleNamespace(tp=1, cp=1, pp=1)))
+    context = types.SimpleNamespace(rank=types.SimpleNamespace(axes=types.SimpleNamespace(tp=1, cp=1, pp=1)))
     prompts = Prompts(Evaluation(prompts=("def",)), files, Data(seq_len=64), context)
-    assert prompts.ends == end_ids(prompts.tokenizer.eos_token_id) | ids
+    assert prompts.end_tokens == parse_end_ids(prompts.tokenizer.eos_token_id) | ids

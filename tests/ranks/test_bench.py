@@ -17,8 +17,17 @@ from benchmarks import load as bench_load
 from benchmarks.pairs import ratio_of
 from conftest import ROOT
 from llama405b.bench import open_questions
-from llama405b.bench.runs import agree
-from llama405b.spec.probes import ABOUT, KNOBS, MANY_RANKS_ONLY, MESHES, OPEN, TESTS, WHOLE_RUNS, Probe
+from llama405b.bench.runs import compare_losses
+from llama405b.spec.probes import (
+    BENCH_PROBES,
+    FULL_RUN_PROBES,
+    KNOB_PROBES,
+    MANY_RANKS_ONLY,
+    MESH_PROBES,
+    OPEN_QUESTIONS,
+    PROBE_INFO,
+    Probe,
+)
 from ops_rig import benchmark, wait_for
 from ranks_rig import run_ranks
 
@@ -73,7 +82,7 @@ def test_each_test_of_a_host_passes_in_a_process_of_its_own(tmp_path, cli):
 def _measured(me, probes):
     from llama405b.bench import program
 
-    return [program._measured(probe, me, 1, program.Options()) for probe in probes]
+    return [program._run_probe(probe, me, 1, program.Options()) for probe in probes]
 
 
 def test_one_rank_passes_every_other_test(tmp_path):
@@ -82,8 +91,8 @@ def test_one_rank_passes_every_other_test(tmp_path):
         _measured,
         [
             test
-            for test in (*TESTS, *KNOBS, *OPEN)
-            if test not in (*BY_PROCESS, *BY_HAND, *WHOLE_RUNS, *MANY_RANKS_ONLY)
+            for test in (*BENCH_PROBES, *KNOB_PROBES, *OPEN_QUESTIONS)
+            if test not in (*BY_PROCESS, *BY_HAND, *FULL_RUN_PROBES, *MANY_RANKS_ONLY)
         ],
     )
     assert [(result.probe, result.fault) for result in results if result.fault] == []
@@ -100,20 +109,20 @@ def test_one_rank_passes_every_other_test(tmp_path):
 
 
 def test_a_part_of_a_test_runs_in_a_process_of_its_own():
-    [step] = open_questions.streams("cpu")
+    [step] = open_questions.measure_streams("cpu")
     assert step.name == "8 queues: step"
     assert step.value > 0
 
 
 def test_a_rank_that_hangs_is_looked_at_by_py_spy():
-    pipes, stack = open_questions.hang("cpu")
+    pipes, stack = open_questions.measure_hang("cpu")
     assert (pipes.name, pipes.value) == ("pipes", 0)  # gloo has no flight recorder
     assert re.fullmatch(r"py-spy: in \w+, line \d+", stack.name)
     assert stack.value >= 2
 
 
 def test_two_ranks_learn_the_same_on_each_axis():
-    for results in run_ranks(2, _measured, MESHES):
+    for results in run_ranks(2, _measured, MESH_PROBES):
         assert [(result.probe, result.fault) for result in results if result.fault] == []
         assert {figure.name for result in results for figure in result.figures} == {
             "losses apart by",
@@ -126,7 +135,7 @@ def test_a_mesh_that_learns_something_else_is_told(monkeypatch):
     from llama405b.bench import steps
 
     losses = iter([([2.0, 1.0], 0.1), ([2.0, 1.1], 0.1), ([2.0, 1.0], 0.1), ([2.0, float("nan")], 0.1)])
-    monkeypatch.setattr(steps, "_steps", lambda *_: next(losses))
+    monkeypatch.setattr(steps, "_take_mesh_steps", lambda *_: next(losses))
     for _ in range(2):
         with pytest.raises(RuntimeError, match=r"the losses are \[2.0, "):
             steps.tp(None)
@@ -151,7 +160,7 @@ def test_a_whole_run_ends_with_its_probe(tmp_path, forks):
     (tmp_path / "sleeper.py").write_text("import os, time; print(os.getpid(), flush=True); time.sleep(600)\n")
     program = "from pathlib import Path; from llama405b.bench import runs"
     program += "" if forks else "; runs.torch.cuda.is_initialized = lambda: True"
-    program += "; runs._run(['sleeper'], Path('log'))"
+    program += "; runs._run_module(['sleeper'], Path('log'))"
     env = os.environ | {"PYTHONPATH": f"{ROOT}:{tmp_path}"}
     probe = subprocess.Popen([sys.executable, "-c", program], cwd=tmp_path, env=env)
     log = tmp_path / "log"
@@ -166,17 +175,17 @@ def test_a_whole_run_ends_with_its_probe(tmp_path, forks):
 
 
 def test_runs_that_differ_or_end_early_are_told():
-    assert agree({"a": {1: 2.0, 2: 1.0}, "b": {2: 1.0005}}, 1e-3)[0].value == 2
+    assert compare_losses({"a": {1: 2.0, 2: 1.0}, "b": {2: 1.0005}}, 1e-3)[0].value == 2
     with pytest.raises(RuntimeError, match=r"step 2 has loss 1\.100000 with b, but 1\.000000 with a"):
-        agree({"a": {1: 2.0, 2: 1.0}, "b": {1: 2.0, 2: 1.1}}, 1e-3)
+        compare_losses({"a": {1: 2.0, 2: 1.0}, "b": {1: 2.0, 2: 1.1}}, 1e-3)
     with pytest.raises(RuntimeError, match="step 2 has loss nan"):
-        agree({"a": {2: 1.0}, "b": {2: float("nan")}}, 1e-3)
+        compare_losses({"a": {2: 1.0}, "b": {2: float("nan")}}, 1e-3)
     with pytest.raises(RuntimeError, match="b ended after step 1, a after 2"):
-        agree({"a": {1: 2.0, 2: 1.0}, "b": {1: 2.0}}, 1e-3)
+        compare_losses({"a": {1: 2.0, 2: 1.0}, "b": {1: 2.0}}, 1e-3)
 
 
 def test_all_tests_of_a_gpu_fit_into_their_time():
-    assert sum(ABOUT[test].usual_s for test in TESTS if test not in MANY_RANKS_ONLY) <= 0.95 * 540
+    assert sum(PROBE_INFO[test].usual_s for test in BENCH_PROBES if test not in MANY_RANKS_ONLY) <= 0.95 * 540
 
 
 def test_one_whose_process_dies_or_takes_too_long_has_failed(tmp_path, cli):
@@ -214,7 +223,7 @@ def test_a_device_that_cannot_be_used_is_said_and_nothing_else_is_tried(tmp_path
 def _collectives(me):
     from llama405b.bench import host
 
-    return [figure.name for figure in host.checked_collectives(me, [1 << 27])]
+    return [figure.name for figure in host.measure_collectives(me, [1 << 27])]
 
 
 def test_collectives_are_right_on_any_number_of_ranks():
@@ -224,8 +233,8 @@ def test_collectives_are_right_on_any_number_of_ranks():
 def _host_links(me):
     from llama405b.bench import host
 
-    me = dataclasses.replace(me, host="ab"[me.rank // 2])  # two ranks on a, one on b
-    return host.products(me), host.host_links(me)
+    me = dataclasses.replace(me, host="ab"[me.index // 2])  # two ranks on a, one on b
+    return host.measure_products(me), host.measure_host_links(me)
 
 
 def test_every_rank_knows_all_devices_and_links():

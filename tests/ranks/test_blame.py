@@ -9,9 +9,17 @@ import torch
 import torch.nn.functional as F
 from transformers import LlamaForCausalLM
 
-from llama405b.commands.blame_step import BLAMED, Measured, Piece, pieces_of, report, scored, skips_of
+from llama405b.commands.blame_step import (
+    MIN_BLAMED_SCORE,
+    DocumentEffect,
+    DocumentInStep,
+    iterate_documents,
+    iterate_skips,
+    report_lines,
+    score_documents,
+)
 from llama405b.data.batches import Batches
-from llama405b.data.encode import FIRST, NOT_LEARNT
+from llama405b.data.encode import DOCUMENT_START, NOT_TRAINED
 from llama405b.data.sources import Mixture, open_source
 from ranks_rig import run_ranks
 
@@ -22,28 +30,28 @@ LENGTHS = [5, 20, 3, 9, 16, 1, 11, 30, 2, 7] * 6
 def _file(path):
     draw = np.random.default_rng(0)
     tokens_N = draw.integers(0, mesh_rig.VOCABULARY, sum(LENGTHS), dtype=np.uint32)
-    tokens_N[::7] |= NOT_LEARNT
-    tokens_N[np.cumsum([0, *LENGTHS])[:-1]] |= FIRST
+    tokens_N[::7] |= NOT_TRAINED
+    tokens_N[np.cumsum([0, *LENGTHS])[:-1]] |= DOCUMENT_START
     tokens_N.tofile(path)
     return path
 
 
 def _batches(path):
-    return Batches(Mixture.of([open_source(path, SEQ)], 1))
+    return Batches(Mixture.from_weights([open_source(path, SEQ)], 1))
 
 
 def _measure(me, directory, path, settings):
-    from llama405b.commands.blame_step import measure
-    from llama405b.distributed.ranks import on_mesh
+    from llama405b.commands.blame_step import measure_document
+    from llama405b.distributed.ranks import with_mesh
     from llama405b.settings.schema import Optimizer, Parallel
 
     parallel = Parallel(numerics="fp32", **settings)
-    me = on_mesh(me, parallel)
+    me = with_mesh(me, parallel)
     batches = _batches(path)
     with mesh_rig.in_dtype():
         model, passes, updater = mesh_rig.build(me, directory, parallel, Optimizer(), torch.float64)
         before = mesh_rig.whole_weights(model)
-        found = [measure(passes, updater, me, batches, piece) for piece in pieces_of(batches, STEP)]
+        found = [measure_document(passes, updater, me, batches, piece) for piece in iterate_documents(batches, STEP)]
         updater.wait()
         after = mesh_rig.whole_weights(model)
     assert all(torch.equal(before[name], after[name]) for name in before)
@@ -58,11 +66,11 @@ def _alone(directory, path):
         _batches(path),
     )
     found = []
-    for piece in pieces_of(batches, STEP):
+    for piece in iterate_documents(batches, STEP):
         window = torch.from_numpy(batches.mixture.window(piece.index).astype(np.int64))
         own = window[piece.offset : piece.offset + piece.n_tokens]
-        ids = own & ~int(FIRST | NOT_LEARNT)
-        targets = torch.where(own[1:] & int(FIRST | NOT_LEARNT) != 0, -100, ids[1:])
+        ids = own & ~int(DOCUMENT_START | NOT_TRAINED)
+        targets = torch.where(own[1:] & int(DOCUMENT_START | NOT_TRAINED) != 0, -100, ids[1:])
         if not (targets != -100).any():
             continue
         logits = model(ids[None, :-1]).logits[0]
@@ -70,7 +78,7 @@ def _alone(directory, path):
         model.zero_grad()
         loss.backward(retain_graph=True)
         norm = math.sqrt(sum(float(p.grad.square().sum()) for p in model.parameters()))
-        is_read = own[1:] & int(FIRST | NOT_LEARNT) == int(NOT_LEARNT)
+        is_read = own[1:] & int(DOCUMENT_START | NOT_TRAINED) == int(NOT_TRAINED)
         read = F.cross_entropy(logits, torch.where(is_read, ids[1:], -100)).item() if is_read.any() else None
         found.append((int((targets != -100).sum()), loss.item(), norm, read))
     return found
@@ -96,13 +104,13 @@ def test_each_document_is_measured_as_if_it_were_alone(tmp_path, world, settings
 def test_pieces_are_all_tokens_of_a_step_once(tmp_path):
     batches = _batches(_file(tmp_path / "a.bin"))
     for index in STEP:
-        pieces = list(pieces_of(batches, [index]))
+        pieces = list(iterate_documents(batches, [index]))
         assert [piece.offset for piece in pieces] == np.cumsum([0, *(piece.n_tokens for piece in pieces)])[:-1].tolist()
         assert sum(piece.n_tokens for piece in pieces) == len(batches.mixture.window(index))
 
 
 def _measured(loss, norm, n_targets=100, place=0, read=5.0):
-    return Measured(Piece(0, 0, place, place + 5, 0, f"a {place}"), n_targets, loss, norm, read)
+    return DocumentEffect(DocumentInStep(0, 0, place, place + 5, 0, f"a {place}"), n_targets, loss, norm, read)
 
 
 def test_what_stands_out_is_first_and_only_that_is_blamed(tmp_path):
@@ -111,29 +119,31 @@ def test_what_stands_out_is_first_and_only_that_is_blamed(tmp_path):
         _measured(*pair, place=i)
         for i, pair in enumerate(zip(draw.normal(4, 0.4, 63), draw.lognormal(1, 0.2, 63), strict=True))
     ]
-    assert scored(healthy)[0].score < BLAMED
+    assert score_documents(healthy)[0].score < MIN_BLAMED_SCORE
     for odd in (
         _measured(12.0, 3.0, place=99),
         _measured(4.0, 60.0, place=99),
         _measured(4.0, 3.0, read=1.0, place=99),
         _measured(math.nan, math.nan, place=99),
     ):
-        scores = scored([*healthy, odd])
+        scores = score_documents([*healthy, odd])
         assert scores[0].measured is odd
-        assert [each.score >= BLAMED for each in scores[:2]] == [True, False]
-        assert next(reversed(list(report(7, scores, tmp_path / "skip.jsonl")))).startswith(
+        assert [each.score >= MIN_BLAMED_SCORE for each in scores[:2]] == [True, False]
+        assert next(reversed(list(report_lines(7, scores, tmp_path / "skip.jsonl")))).startswith(
             "to blame: a 99; resume with --data.skip "
         )
-    assert list(report(7, scored(healthy), tmp_path))[-1].startswith("no document stands out")
-    assert scored([_measured(4.0, 1.0), _measured(4.01, 1.0)])[0].score < BLAMED  # alike
-    assert scored([*healthy, _measured(9.0, 3.0, n_targets=2)])[0].score < BLAMED  # two targets tell little
+    assert list(report_lines(7, score_documents(healthy), tmp_path))[-1].startswith("no document stands out")
+    assert score_documents([_measured(4.0, 1.0), _measured(4.01, 1.0)])[0].score < MIN_BLAMED_SCORE  # alike
+    assert (
+        score_documents([*healthy, _measured(9.0, 3.0, n_targets=2)])[0].score < MIN_BLAMED_SCORE
+    )  # two targets tell little
 
 
 def test_a_skip_list_has_whole_documents(tmp_path):
     batches = _batches(_file(tmp_path / "a.bin"))
     bounds = np.cumsum([0, *LENGTHS]).tolist()
-    for piece in pieces_of(batches, range(batches.n_sequences)):
-        [skip] = skips_of(batches, scored([Measured(piece, 1, 1.0, 1.0)]))
+    for piece in iterate_documents(batches, range(batches.n_sequences)):
+        [skip] = iterate_skips(batches, score_documents([DocumentEffect(piece, 1, 1.0, 1.0)]))
         assert skip.begin in bounds
         assert skip.end in bounds
         assert bounds.index(skip.end) == bounds.index(skip.begin) + 1

@@ -18,7 +18,7 @@ STEP_S, SAVE_S = 10.0, 2.0  # so the last 28 s are for what is still to be done
 
 def trainer():
     """Be the trainer on one of the ranks, by a clock of its own: each step takes ten seconds, and nothing else takes any time."""
-    from llama405b.train import run_and_leave
+    from llama405b.train import run_and_exit
     from llama405b.training import build, guards
 
     steps = []
@@ -33,7 +33,7 @@ def trainer():
             return super().after_step(STEP_S, SAVE_S)
 
     build.Budget = Budget
-    run_and_leave()
+    run_and_exit()
 
 
 def _train(model, run, seconds, *flags):

@@ -47,7 +47,7 @@ def _measured(me, directory, form, place, accumulation):
     module, updater = build(me, directory, **FORMS[form])
     meter = BusyMeter(me.device)
     meter.attach(module)
-    if me.rank == SLOW_RANK:
+    if me.index == SLOW_RANK:
         _slow_down(module, place)
     seen, busy = [], []
     for step in STEPS:
@@ -92,7 +92,14 @@ def _between(me, directory):
     busy, waited = [], []
     for step in STEPS[1:]:
         updater.work()
-        take(me, module, updater, step, accumulation=2, lap=lambda part: time.sleep(4 * SLOW_S * (part == "backward")))
+        take(
+            me,
+            module,
+            updater,
+            step,
+            accumulation=2,
+            on_phase_end=lambda part: time.sleep(4 * SLOW_S * (part == "backward")),
+        )
         busy.append(meter.seconds())
         waited.append(updater.work().exposed_s)
     return min(busy), min(waited)

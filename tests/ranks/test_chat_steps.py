@@ -43,19 +43,19 @@ def _data(file):
 
 
 def _train(me, model, file, cache):
-    from llama405b.data.batches import Reader, open_batches
+    from llama405b.data.batches import BatchLoader, open_batches
     from llama405b.optim.adamw import set_lr
     from llama405b.optim.step import train_step
-    from llama405b.parallel.passes import OneByOne
-    from llama405b.settings.axes import Dealing
+    from llama405b.parallel.passes import MicrobatchLoop
+    from llama405b.settings.axes import MicrobatchSplit
     from update_rig import build
 
     batches = open_batches(_data(file), model, cache, me, lambda *_: None, lambda _: None)
     module, updater = build(me, model, overlap=True)
     set_lr(updater.optimizer, LR)
     losses = [
-        train_step(OneByOne(module, me.dp.size), updater, micro, max_norm=0.0).loss
-        for micro in itertools.islice(Reader(batches, me, Dealing(GLOBAL // 2, me.dp.size), 2), STEPS)
+        train_step(MicrobatchLoop(module, me.dp.size), updater, micro, max_norm=0.0).loss
+        for micro in itertools.islice(BatchLoader(batches, me, MicrobatchSplit(GLOBAL // 2, me.dp.size), 2), STEPS)
     ]
     updater.wait()
     return losses

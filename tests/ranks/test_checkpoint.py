@@ -28,11 +28,11 @@ def _trainer(me, directory, load_weights=True):
     from llama405b.settings.schema import Optimizer, Parallel
 
     module = llama.build_on_meta(llama.read_hf_config(directory), "sdpa", torch.float32)
-    fsdp.shard(module, Parallel(numerics="fp32"), me.device)
+    fsdp.shard_model(module, Parallel(numerics="fp32"), me.device)
     if load_weights:
         load_weights.load(module, directory, "auto", me, lambda *_: None)
     else:
-        load_weights.materialise(module, me)
+        load_weights.materialize(module, me)
     checkpoint_activations(module)
     return module, build_updater(module, Optimizer(lr=1e-2), Parallel(), me.device)
 
@@ -40,13 +40,13 @@ def _trainer(me, directory, load_weights=True):
 def _step(me, module, updater, number):
     from llama405b.data.batch import Batch
     from llama405b.optim.step import train_step
-    from llama405b.parallel.passes import OneByOne
+    from llama405b.parallel.passes import MicrobatchLoop
 
     generator = torch.Generator().manual_seed(number)
     ids = torch.randint(0, 131, (6, 17), generator=generator)
-    each = 6 // me.world
-    x, y = ids[me.rank * each :][:each, :-1], ids[me.rank * each :][:each, 1:]
-    return train_step(OneByOne(module, me.dp.size), updater, [Batch(x, y)], max_norm=1.0).loss
+    each = 6 // me.world_size
+    x, y = ids[me.index * each :][:each, :-1], ids[me.index * each :][:each, 1:]
+    return train_step(MicrobatchLoop(module, me.dp.size), updater, [Batch(x, y)], max_norm=1.0).loss
 
 
 IDENTITY = ("a model", "some data", 16, 6, "fp32", 0, 0)
@@ -64,12 +64,12 @@ def _save_four(me, directory, root, tear_at=None, keep=3, run="run"):
 
     module, updater = _trainer(me, directory)
     store = _store(me, root, keep, run)
-    store.take()
+    store.acquire()
     losses = []
     for number in range(1, 9):
         losses.append(_step(me, module, updater, number))
         if number % 2 == 0:
-            if number == tear_at and me.rank == 1:
+            if number == tear_at and me.index == 1:
                 of_write.FileDigest = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
             save(store, number, updater)
     store.close()
@@ -82,13 +82,13 @@ def _resume(me, directory, root, resume="auto"):
     from llama405b.contract.errors import UserError
 
     module, updater = _trainer(me, directory, load_weights=False)
-    torch.manual_seed(99 + me.rank)
+    torch.manual_seed(99 + me.index)
     done = None
     with contextlib.closing(_store(me, root)) as store:
         try:
             chosen = Resume(store, resume)
-            while done is None and chosen.found:
-                path = chosen.found.path
+            while done is None and chosen.checkpoint:
+                path = chosen.checkpoint.path
                 with contextlib.suppress(DamagedError):
                     done = chosen.load(module, updater, me, lambda *_: None)
         except UserError as error:
@@ -96,7 +96,7 @@ def _resume(me, directory, root, resume="auto"):
         if done is None:
             return None, [], []
         losses = [_step(me, module, updater, number) for number in range(done + 1, 9)]
-        return path.name, [str(each) for each in chosen.passed_over], losses
+        return path.name, [str(each) for each in chosen.rejected], losses
 
 
 @pytest.fixture(scope="module")
@@ -262,8 +262,8 @@ def _find(me, root, resume):
     with contextlib.closing(_store(me, root)) as store:
         try:
             chosen = Resume(store, resume)
-            chosen.settle()
-            return [str(chosen.found and chosen.found.path), str(chosen.passed_over)]
+            chosen.set_aside_rejected()
+            return [str(chosen.checkpoint and chosen.checkpoint.path), str(chosen.rejected)]
         except UserError as error:
             return str(error)
 
@@ -323,10 +323,10 @@ def _prove(me, root):
     from llama405b.checkpoint import store as checkpoint
     from llama405b.contract.errors import UserError
 
-    checkpoint.SEEN_WITHIN_S = 1.0
+    checkpoint.VISIBILITY_TIMEOUT_S = 1.0
     store = _store(me, Path(root) / ("shared" if me.is_rank0 else "elsewhere"))
     try:
-        store.take()
+        store.acquire()
     except UserError as error:
         return str(error)
     return "shared"
@@ -345,7 +345,7 @@ def _prove_as_another_user(me, root):
     if not me.is_rank0:
         os.setresuid(65534, 65534, 0)
     try:
-        store.take()
+        store.acquire()
     except UserError as error:
         return str(error)
     finally:
@@ -372,7 +372,7 @@ def _prove_where_it_is_mounted_read_only(me, root):
 
     os.statvfs, os.access = mounted, lambda path, mode: access(path, mode) and not mode & os.W_OK
     try:
-        _store(me, root).take()
+        _store(me, root).acquire()
     except UserError as error:
         return str(error)
     return "taken"
@@ -446,7 +446,7 @@ def _crc_while_saving(me, directory, root):
 
     of_saving.dcp.save = watched
     with contextlib.closing(_store(me, root)) as store:
-        store.take()
+        store.acquire()
         save(store, 1, updater)
     return [*seen, torch.serialization.get_crc32_options()]
 
@@ -463,12 +463,12 @@ def _sealed_while_writing(me, directory, root, fails):
 
     of_write.BLOCK_BYTES = 10_000
     _, updater = _trainer(me, directory)
-    writes, write, blocks, pauses = of_write._Hashing.write, of_saving.Saving._write, [], [0.5]
+    writes, write, blocks, pauses = of_write._HashingFile.write, of_saving.CheckpointSaver._write, [], [0.5]
 
     def full(hashing, content):
         if hashing.file.path.name.endswith("_0.distcp"):
             time.sleep(pauses.pop() if pauses else 0)  # so that the other threads have something to write, too
-        elif me.rank == 1:
+        elif me.index == 1:
             raise fails
         return writes(hashing, content)
 
@@ -480,11 +480,11 @@ def _sealed_while_writing(me, directory, root, fails):
         return {}  # their blocks are not those of a manifest
 
     if fails:
-        of_write._Hashing.write = full
+        of_write._HashingFile.write = full
     else:
-        of_saving.Saving._write = compared
+        of_saving.CheckpointSaver._write = compared
     with contextlib.closing(_store(me, root)) as store:
-        store.take()
+        store.acquire()
         try:
             save(store, 1, updater)
         except (UserError, ValueError) as error:
@@ -517,7 +517,7 @@ def _room(me, root, keep, free, each):
 
     of_store.disk_free_bytes = lambda _: free
     try:
-        _store(me, root, keep).check_room(each)
+        _store(me, root, keep).check_disk_space(each)
     except UserError as error:
         return str(error)
     return ""

@@ -63,7 +63,7 @@ def test_products_of_a_step_are_those_that_are_not_kept():
     products, attentions = {}, {}
     for kind in ("none", "operators", "operators:2", "every:2", "full"):
         model, seen = LlamaForCausalLM(config), collections.Counter()
-        checkpoint_activations(model, Recompute.read(kind))
+        checkpoint_activations(model, Recompute.parse(kind))
         with Counter():
             model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
         products[kind] = seen["aten.mm.default"]

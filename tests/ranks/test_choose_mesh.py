@@ -15,7 +15,7 @@ def _train(demo, corpus, work, world, *flags):
         "--parallel.device", "cpu", "--run-dir", work / "run",
     )  # fmt: skip
     work.mkdir()
-    return run_program("llama405b.train:run_and_leave", *argv, *flags, cwd=work, world=world)
+    return run_program("llama405b.train:run_and_exit", *argv, *flags, cwd=work, world=world)
 
 
 def _of(done, work):

@@ -29,12 +29,12 @@ def _count(me, directory, settings):
     from torch.utils._python_dispatch import TorchDispatchMode
 
     from llama405b.distributed import ranks
-    from llama405b.distributed.ranks import on_mesh
+    from llama405b.distributed.ranks import with_mesh
     from llama405b.optim.step import train_step
     from llama405b.settings.schema import Optimizer, Parallel
 
     found = collections.Counter()
-    beside = dist.new_group(timeout=datetime.timedelta(seconds=99), group_desc=ranks.BESIDE)
+    beside = dist.new_group(timeout=datetime.timedelta(seconds=99), group_desc=ranks.BACKGROUND_GROUP)
 
     def timeouts():
         groups = [group for group in dist.distributed_c10d._world.pg_map if group is not beside]
@@ -48,7 +48,7 @@ def _count(me, directory, settings):
             return func(*args, **(kwargs or {}))
 
     parallel = Parallel(numerics="fp32", **settings)
-    me = on_mesh(me, parallel)
+    me = with_mesh(me, parallel)
     _, passes, updater = mesh_rig.build(me, directory, parallel, Optimizer(), torch.float32)
     each = mesh_rig.BATCH // (MICRO * me.dp.size)
     for step in range(2):  # the first one sets up

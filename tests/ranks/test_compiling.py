@@ -20,14 +20,14 @@ def _trained(me, directory):
     import torch._dynamo
     from torch._dynamo.utils import counters
 
-    from llama405b.distributed.ranks import on_mesh
+    from llama405b.distributed.ranks import with_mesh
     from llama405b.optim.step import train_step
     from llama405b.settings.schema import Optimizer, Parallel
 
     losses, names = [], []
     for compiles in (False, True):
         parallel = Parallel()
-        me = on_mesh(me, parallel)
+        me = with_mesh(me, parallel)
         _, passes, updater = mesh_rig.build(
             me, directory, parallel, Optimizer(lr=1e-3), torch.float32, recompute="every:2", compiles=compiles
         )

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from llama405b.model.attention import KERNELS, flash_lack
+from llama405b.model.attention import KERNELS, attention_unsupported_reason
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="NOT RUN: no GPU")]
 
@@ -19,23 +19,23 @@ def _losses(directory, kind, offload, numerics="fp32", overlap=True, seen=lambda
     from llama405b.optim.offload import pin_for_gradients
     from llama405b.optim.step import train_step
     from llama405b.parallel import fsdp, load_weights
-    from llama405b.parallel.passes import OneByOne
+    from llama405b.parallel.passes import MicrobatchLoop
     from llama405b.settings.schema import Optimizer, Parallel
 
-    me = ranks.join("cuda", 60)
+    me = ranks.join_process_group("cuda", 60)
     try:
         parallel = Parallel(strategy=kind, offload=offload, numerics=numerics, overlap=overlap)
         config = llama.read_hf_config(directory)
         if kind == "fsdp1":
-            master = module = fsdp.load_wrapped(directory, config, "sdpa", parallel, me)
+            master = module = fsdp.load_fsdp1(directory, config, "sdpa", parallel, me)
         else:
             module = llama.build_on_meta(config, "sdpa", fsdp.shard_dtype(parallel))
-            fsdp.shard(module, parallel, me.device)
+            fsdp.shard_model(module, parallel, me.device)
             master = master_model(module, parallel)
             if offload == "all":
-                load_weights.materialise(module, me, offload=True, pinning=lambda *_: None)
+                load_weights.materialize(module, me, offload=True, on_pin_progress=lambda *_: None)
             elif master is not module:
-                load_weights.materialise(module, me)
+                load_weights.materialize(module, me)
             load_weights.load(master, directory, "rank0", me, lambda *_: None, offload=offload != "none")
         checkpoint_activations(module)
         if offload == "all":
@@ -45,12 +45,12 @@ def _losses(directory, kind, offload, numerics="fp32", overlap=True, seen=lambda
         for step in range(10):
             seen(step)
             ids = ((torch.arange(17) + step) % 131).repeat(6, 1).to(me.device)
-            result = train_step(OneByOne(module, 1), updater, [Batch(ids[:, :-1], ids[:, 1:])], max_norm=1.0)
+            result = train_step(MicrobatchLoop(module, 1), updater, [Batch(ids[:, :-1], ids[:, 1:])], max_norm=1.0)
             losses.append(result.loss)
         updater.wait()
         return losses
     finally:
-        ranks.leave()
+        ranks.leave_process_group()
 
 
 def test_fsdp1_and_fsdp2_with_and_without_offload_agree(tiny):
@@ -100,7 +100,7 @@ def test_attention_keeps_packed_documents_apart(attention):
     from llama405b.model.attention import check_attention
 
     cuda = torch.device("cuda")
-    if why := flash_lack(attention, cuda, torch.bfloat16):
+    if why := attention_unsupported_reason(attention, cuda, torch.bfloat16):
         pytest.skip(f"NOT RUN: {why}")
     for heads in ({"num_attention_heads": 128, "num_key_value_heads": 8}, {"num_attention_heads": 32}):
         config = LlamaConfig(hidden_size=heads["num_attention_heads"] * 128, **heads)

@@ -21,11 +21,11 @@ def eight_steps():
     from llama405b.bench.steps import EXACT, take_steps
     from llama405b.distributed import ranks
 
-    me = ranks.join("cuda", 60)
+    me = ranks.join_process_group("cuda", 60)
     torch.use_deterministic_algorithms(True)
     yield lambda parallel, model: take_steps(EXACT, parallel, me, 8, model)[0]
     torch.use_deterministic_algorithms(False)
-    ranks.leave()
+    ranks.leave_process_group()
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +47,6 @@ def test_what_is_computed_again_changes_no_bit(eight_steps, usual, kind, activat
 @pytest.mark.parametrize("name", ROUNDED_OTHERWISE)
 def test_what_rounds_otherwise_learns_the_same(eight_steps, usual, name):
     parallel, model, apart = ROUNDED_OTHERWISE[name]
-    if model.compile and (why := llama.compile_lack(torch.device("cuda"))):
+    if model.compile and (why := llama.compile_unsupported_reason(torch.device("cuda"))):
         pytest.skip(f"NOT RUN: {why}")
     assert eight_steps(parallel, model) == pytest.approx(usual, abs=apart)

@@ -20,7 +20,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from llama405b.commands.download import AT_ONCE
+from llama405b.commands.download import MAX_PARALLEL
 from llama405b.contract.errors import UserError
 from llama405b.data.hub import hub_files
 from llama405b_tools.verbs import data
@@ -247,7 +247,7 @@ def test_what_an_interrupted_download_left_is_deleted_and_begun_again(hub, cold_
             )
         hub["go on"].set()
         hub["go on"].clear()
-        assert len(list(left.rglob("*.incomplete"))) <= AT_ONCE
+        assert len(list(left.rglob("*.incomplete"))) <= MAX_PARALLEL
     hub["stalls"] = ""
     (left / "x.incomplete").write_bytes(b"of an older try")
     done = cold_cli(tmp_path, "download", "o/tiny", env=hub["env"])

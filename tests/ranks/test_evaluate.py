@@ -13,10 +13,10 @@ from transformers import LlamaForCausalLM
 from llama405b.contract.paths import RunDir
 from llama405b.contract.records import Metrics, Phase
 from llama405b.data.batches import Batches
-from llama405b.data.encode import FIRST, NOT_LEARNT
+from llama405b.data.encode import DOCUMENT_START, NOT_TRAINED
 from llama405b.data.sources import Mixture, Source
 from llama405b.distributed.ranks import Rank
-from llama405b.parallel.passes import OneByOne
+from llama405b.parallel.passes import MicrobatchLoop
 from llama405b.training.journal import Journal, read_metrics
 from ranks_rig import run_program, run_ranks
 
@@ -27,9 +27,9 @@ CASES = [(1, 0), (3, 0), (4, 5), (20, 0)]  # sequences at a time, and at most
 def _batches():
     draw = np.random.default_rng(4)
     tokens_N = draw.integers(0, 131, 11 * SEQ + 1).astype(np.uint32)
-    tokens_N[draw.random(len(tokens_N)) < 0.3] |= NOT_LEARNT
-    tokens_N[::7] |= FIRST
-    return Batches(Mixture.of([Source(tokens_N, SEQ)], 0))
+    tokens_N[draw.random(len(tokens_N)) < 0.3] |= NOT_TRAINED
+    tokens_N[::7] |= DOCUMENT_START
+    return Batches(Mixture.from_weights([Source(tokens_N, SEQ)], 0))
 
 
 def _evaluate(me, directory):
@@ -37,10 +37,10 @@ def _evaluate(me, directory):
     from update_rig import build, take
 
     module, updater = build(me, directory, overlap=True)
-    found = [evaluate(OneByOne(module, me.dp.size), _batches(), me, micro, most) for micro, most in CASES]
+    found = [evaluate(MicrobatchLoop(module, me.dp.size), _batches(), me, micro, most) for micro, most in CASES]
     for step in range(2):  # the next one waits for an update that is hidden under its forward
         take(me, module, updater, step)
-        found.append(evaluate(OneByOne(module, me.dp.size), _batches(), me, 2))
+        found.append(evaluate(MicrobatchLoop(module, me.dp.size), _batches(), me, 2))
     loss = take(me, module, updater, 2)[0]
     updater.wait()
     return [(each.loss, each.n_targets, each.n_sequences) for each in found], loss
@@ -50,7 +50,7 @@ def _plainly(directory, n_sequences):
     model, batches = LlamaForCausalLM.from_pretrained(directory), _batches()
     nats, n_targets = 0.0, 0
     for sequence in [i * 11 // n_sequences for i in range(n_sequences)]:
-        batch = batches.in_order([sequence])
+        batch = batches.read_unshuffled([sequence])
         with torch.no_grad():
             logits = model(input_ids=batch.ids_BS, position_ids=batch.positions_BS, use_cache=False).logits
         nats += float(F.cross_entropy(logits[0], batch.targets_BS[0], ignore_index=-100, reduction="sum"))
@@ -80,7 +80,7 @@ def _gathered_in_a_step(me, directory, evaluates):
     module, updater = build(me, directory, overlap=True)
     take(me, module, updater, 0)
     if evaluates:
-        evaluate(OneByOne(module, me.dp.size), _batches(), me, 2)
+        evaluate(MicrobatchLoop(module, me.dp.size), _batches(), me, 2)
     gather, found = of_torch.foreach_all_gather, []
 
     def note(parameters, *args):
@@ -106,7 +106,7 @@ def _train(work, demo, *settings, world=1):
         "parallel.device": "cpu", "parallel.numerics": "fp32", "checkpoint.every": 0,
     }  # fmt: skip
     typed = [word for key, value in flags.items() for word in (f"--{key}", str(value))]
-    return run_program("llama405b.train:run_and_leave", "--run-dir", "runs/r", *typed, *settings, cwd=work, world=world)
+    return run_program("llama405b.train:run_and_exit", "--run-dir", "runs/r", *typed, *settings, cwd=work, world=world)
 
 
 @pytest.mark.parametrize("how", [("--evaluation.fraction", "0.1"), ("--evaluation.paths", "held.txt")])
@@ -175,30 +175,35 @@ def _takes_steps(me, directory, kind, evaluates):
     for layer in module.modules():
         if hasattr(layer, "attention_dropout"):
             layer.attention_dropout = 0.1  # the steps draw random numbers
-    torch.manual_seed(me.rank)
+    torch.manual_seed(me.index)
     logged, taken, phases = [], [], []
     steps = [batch(step, me, 2) for step in range(3)]
     nothing = types.SimpleNamespace
-    journal = nothing(log=logged.append, evaluation=lambda *found: logged.append(found), metrics=taken.append, steps=3)
-    memory = nothing(step=lambda _: None, unit=lambda _: None)
-    heartbeat = nothing(phase=phases.append, alive=lambda: None, finished_step=lambda *_, **__: None, memory=memory)
+    journal = nothing(
+        log=logged.append, write_evaluation=lambda *found: logged.append(found), write_metrics=taken.append, steps=3
+    )
+    memory = nothing(show_step=lambda _: None, show_unit=lambda _: None)
+    heartbeat = nothing(
+        enter_phase=phases.append, record_alive=lambda: None, record_step=lambda *_, **__: None, live_progress=memory
+    )
     context = RankContext(me, RunDir(Path()), journal, heartbeat)
     compared = []  # with the best loss that was saved
     saver = nothing(
-        step=0, took_s=0.0, landed=[], cadence=nothing(saves=False), busy=False, is_due=lambda _: False,
+        saving_step=0, save_s=0.0, new_checkpoints=[], cadence=nothing(is_enabled=False), is_busy=False, is_due=lambda _: False,
         is_best=lambda loss: bool(compared.append(loss)),
-        after_step=lambda *_, **__: None, own_unsent=0, tell_after_save=lambda _: None, wait_for_after_save=lambda *_: None,
+        after_step=lambda *_, **__: None, local_failed_rank=0, report_after_save=lambda _: None,
+        wait_for_after_save=lambda *_: None,
     )  # fmt: skip
     bad_steps = BadSteps(Config().training, SpikeDetector(3.0), None, journal, 1)
-    passes = OneByOne(module, me.dp.size)
-    budget = nothing(after_step=lambda *_: False, keep=lambda: None)
+    passes = MicrobatchLoop(module, me.dp.size)
+    budget = nothing(after_step=lambda *_: False, write=lambda: None)
     evaluator = Evaluator(Evaluation(every="2", micro_batch_size=2), 1, passes, _batches(), context)
     trainer = Trainer(
         Config(), context, passes, updater, Reads(steps), range(1, 4), 0, bad_steps, saver,
-        Requests(context, nothing(received=False)), budget, nothing(close=lambda: None), evaluator,
-        evaluates_first=evaluates,
+        Requests(context, nothing(is_received=False)), budget, nothing(close=lambda: None), evaluator,
+        evaluate_first=evaluates,
     )  # fmt: skip
-    trainer.take_steps()
+    trainer.run_steps()
     return [(each.loss, each.grad_norm) for each in taken], logged, phases, compared
 
 
@@ -213,7 +218,7 @@ def _fsdp1(me, directory):
 
     init_utils._check_module_states_for_sync_module_states = lambda _states: None  # torch's refusal on CPU
     parallel = Parallel(numerics="fp32", strategy="fsdp1")
-    module = fsdp.load_wrapped(directory, llama.read_hf_config(directory), "sdpa", parallel, me)
+    module = fsdp.load_fsdp1(directory, llama.read_hf_config(directory), "sdpa", parallel, me)
     checkpoint_activations(module)
     return module, build_updater(module, Optimizer(lr=3e-3), parallel, me.device)
 
@@ -291,19 +296,19 @@ def test_a_checkpoint_is_evaluated_without_training(demo, trained):
 
 def test_an_attempt_that_saved_nothing_has_evaluated_for_those_after_it(tmp_path):
     run, me = RunDir(tmp_path), Rank(0, 1, 0, "a", torch.device("cpu"))
-    Journal(run, me).evaluation(0, 7.5)
-    Journal(run, me).metrics(Metrics(1, 0.0, 5.0, 1.0, 1e-5, 8, 8.0, 1.0, 0.1, 0.5, 0.3, 0.1))
+    Journal(run, me).write_evaluation(0, 7.5)
+    Journal(run, me).write_metrics(Metrics(1, 0.0, 5.0, 1.0, 1e-5, 8, 8.0, 1.0, 0.1, 0.5, 0.3, 0.1))
     for anew, left in ((False, 1), (True, 0)):
         journal = Journal(run, me)
-        journal.resumed_at(0, 9, anew=anew)
-        assert (journal.began_evaluated, journal.losses, journal.tokens) == (not anew, (), 0)
+        journal.resume_after(0, 9, restart=anew)
+        assert (journal.evaluated_at_start, journal.losses, journal.tokens) == (not anew, (), 0)
         assert len(read_metrics(run.metrics)) == left
 
 
 def _evaluated_from(me, directory, root):
     """By engine: the loss after two steps, and that of the weights alone, loaded from a checkpoint of it; and moments made."""
     from llama405b.checkpoint.saving import restore_weights
-    from llama405b.optim.build_updater import Sequential
+    from llama405b.optim.build_updater import OnDeviceUpdate
     from llama405b.training.evaluate import evaluate
     from update_rig import build, dcp_save, take
 
@@ -320,15 +325,15 @@ def _evaluated_from(me, directory, root):
             take(me, module, updater, step)
         path = Path(root) / name / "step-00000002"
         updater.wait()
-        trained = evaluate(OneByOne(module, me.dp.size), _batches(), me, 2).loss
+        trained = evaluate(MicrobatchLoop(module, me.dp.size), _batches(), me, 2).loss
         dcp_save(updater, me, path)
         fresh, other = make()
-        alone = Sequential(fresh, other.master, other.optimizer)
+        alone = OnDeviceUpdate(fresh, other.master, other.optimizer)
         alone.optimizer.state.clear()
         done = restore_weights(path, fresh, alone, me)
         found[name] = (
             trained,
-            evaluate(OneByOne(fresh, me.dp.size), _batches(), me, 2).loss,
+            evaluate(MicrobatchLoop(fresh, me.dp.size), _batches(), me, 2).loss,
             done,
             len(alone.optimizer.state),
         )

@@ -23,7 +23,7 @@ def test_it_runs(name, demo, tmp_path):
         small["data.chat_template"] = "examples/chat.jinja"
     typed = [word for key, value in small.items() for word in (f"--{key}", str(value))]
     done = run_program(
-        "llama405b.train:run_and_leave",
+        "llama405b.train:run_and_exit",
         "--run-dir",
         tmp_path / "runs/r",
         "--config",

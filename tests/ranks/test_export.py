@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from llama405b.commands import export as writing
 from llama405b.contract.errors import RunError, UserError
-from llama405b.contract.files import USERS_UMASK, keep_private
+from llama405b.contract.files import USERS_UMASK, set_private_umask
 from llama405b.contract.paths import RunDir
 from llama405b.settings.config import to_toml
 from llama405b.settings.schema import Config
@@ -47,7 +47,7 @@ def _save(me, directory, root, steps, form):
         (run.model(me.host) / "LICENSE.txt").write_text("terms")
         run.config.write_text(to_toml(Config()))
     with contextlib.closing(Store(run.checkpoints, 2, me, run=run)) as store:
-        store.take()
+        store.acquire()
         save(store, steps, updater)
     with torch.no_grad():
         logits = module(input_ids=HELD[:, :-1], use_cache=False).logits
@@ -154,7 +154,7 @@ def test_every_reader_finds_the_template_of_the_training_and_no_code_that_is_not
     out, users = tmp_path / "out", os.umask(0o022)
     monkeypatch.delenv(USERS_UMASK, raising=False)
     try:
-        keep_private()  # as launch, a guard and an agent do before they start an export
+        set_private_umask()  # as launch, a guard and an agent do before they start an export
         assert export.main(["r", str(out), "--model", str(small)]) == 0
     finally:
         os.umask(users)
@@ -229,7 +229,10 @@ def test_one_tensor_at_a_time_is_in_memory(at, tmp_path, monkeypatch):
     [
         (lambda step: flip(step / ".metadata"), ".metadata: its content does not match its checksum"),
         (lambda step: flip(data_file(step, 0, "0-3")), r"__0_\d.distcp: its content does not match its checksum"),
-        (lambda step: data_file(step, 0, "0-3").write_bytes(b""), r"__0_\d.distcp: missing, or its size differs "),
+        (
+            lambda step: data_file(step, 0, "0-3").write_bytes(b""),
+            r"__0_\d.distcp: missing, or its size differs from what was saved",
+        ),
         (lambda step: flip(step / "manifest.json"), "its manifest does not verify"),
         (lambda step: (step / "manifest.json").unlink(), "has no manifest"),
     ],
@@ -283,7 +286,7 @@ def test_what_this_machine_cannot_hold_is_not_tried(at, tmp_path, monkeypatch, c
     assert export.main(["r", str(tmp_path / "out"), "--try", "x"]) == 1
     assert "has no tokenizer.json to read a prompt with" in capsys.readouterr().out
     (tmp_path / "out/tokenizer.json").touch()
-    monkeypatch.setattr(writing, "_roomiest", lambda: ("cpu", 1000))
+    monkeypatch.setattr(writing, "_pick_device", lambda: ("cpu", 1000))
     assert export.main(["r", str(tmp_path / "out"), "--try", "x"]) == 3
     said = capsys.readouterr().out
     assert "but this machine has 0.0 GB; give " in said
@@ -387,7 +390,7 @@ def test_it_is_uploaded_whole(at, tmp_path, cold_cli):
 
 def test_the_held_batch_is_not_one_that_was_trained_on():
     class Me:
-        world, rank = 1, 0
+        world_size, index = 1, 0
 
     trained = [x for number in range(1, 3) for x in (each.ids_BS for each in batch(number, Me, 1))]
     assert not any(bool((row[:16] == HELD[0, :16]).all()) for x in trained for row in x)

@@ -78,7 +78,7 @@ def _of_transformers(directory):
     groups = [{"params": [p], "weight_decay": 0.1 * (p.ndim > 1)} for p in model.parameters()]
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8)
     for step in (1, 2):
-        [packed] = batch(step, type("Alone", (), {"world": 1, "rank": 0}), 1)
+        [packed] = batch(step, type("Alone", (), {"world_size": 1, "index": 0}), 1)
         logits = model(input_ids=packed.ids_BS, use_cache=False).logits
         loss = F.cross_entropy(logits.view(-1, VOCABULARY), packed.targets_BS.flatten())
         for group in optimizer.param_groups:

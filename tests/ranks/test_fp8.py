@@ -22,10 +22,10 @@ FLAGS = (
 
 def trainer():
     """Be the trainer on one of the ranks, with torchao."""
-    from llama405b.train import run_and_leave
+    from llama405b.train import run_and_exit
 
     sys.path.append(str(TORCHAO))
-    run_and_leave()
+    run_and_exit()
 
 
 def _train(model, run, numerics, *flags, program="test_fp8:trainer"):
@@ -71,7 +71,7 @@ def test_it_learns_as_bf16_does_and_saves_the_same(demo, tmp_path):
 
 
 def test_without_torchao_it_is_refused(demo, tmp_path):
-    done = _train(demo, tmp_path / "run", "fp8", program="llama405b.train:run_and_leave")
+    done = _train(demo, tmp_path / "run", "fp8", program="llama405b.train:run_and_exit")
     assert done.returncode == 2
     said = "--parallel.numerics fp8: the package torchao is not installed; run `pip install torchao` on the hosts, or use fp32-master"
     assert said in done.stdout + done.stderr
@@ -85,4 +85,4 @@ def test_a_gpu_that_has_none_is_refused(monkeypatch):
         ((9, 0), ""),
     ):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=capability: found)
-        assert llama.fp8_lack(torch.device("cuda")) == why
+        assert llama.fp8_unsupported_reason(torch.device("cuda")) == why

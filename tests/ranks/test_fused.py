@@ -29,14 +29,14 @@ def test_two_ranks_learn_as_with_transformers_own(tmp_path, recompute):
 def _trained(me, directory, recompute):
     from torch.utils.flop_counter import FlopCounterMode
 
-    from llama405b.distributed.ranks import on_mesh
+    from llama405b.distributed.ranks import with_mesh
     from llama405b.optim.step import train_step
     from llama405b.settings.schema import Optimizer, Parallel
 
     found = []
     for fuses in (False, True):
         parallel = Parallel(numerics="fp32")
-        me = on_mesh(me, parallel)
+        me = with_mesh(me, parallel)
         model, passes, updater = mesh_rig.build(
             me, directory, parallel, Optimizer(lr=1e-3), torch.float32, recompute=recompute
         )
@@ -52,7 +52,7 @@ def _trained(me, directory, recompute):
 
 
 def test_an_mlp_keeps_what_its_projections_return_and_nothing_else():
-    assert [_kept(forward) for forward in (LlamaMLP.forward, fused.mlp)] == [4, 2]
+    assert [_kept(forward) for forward in (LlamaMLP.forward, fused.fused_mlp)] == [4, 2]
 
 
 def _kept(forward):
@@ -67,24 +67,27 @@ def _kept(forward):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", fused.FORWARDS)
 def test_what_computes_as_well_is_used(name, dtype):
-    assert fused.lack(name, CONFIG, CPU, dtype) == ""
+    assert fused.unsupported_reason(name, CONFIG, CPU, dtype) == ""
 
 
 @pytest.mark.parametrize(
     ("name", "wrong", "why"),
     [
-        ("RMSNorm", lambda module, x: fused.norm(module, x) * 1.02, "rounds by"),
-        ("RMSNorm", lambda module, x: fused.norm(module, x.detach() + 0 * x), "rounds by"),
-        ("SwiGLU", lambda module, x: fused.mlp(module, x) * float("nan"), "rounds by nan"),
+        ("RMSNorm", lambda module, x: fused.fused_norm(module, x) * 1.02, "rounds by"),
+        ("RMSNorm", lambda module, x: fused.fused_norm(module, x.detach() + 0 * x), "rounds by"),
+        ("SwiGLU", lambda module, x: fused.fused_mlp(module, x) * float("nan"), "rounds by nan"),
         ("SwiGLU", lambda module, x: module.nothing(x), "it fails on cpu"),
     ],
 )
 def test_what_computes_something_else_is_not(monkeypatch, name, wrong, why):
     kind, _ = fused.FORWARDS[name]
     monkeypatch.setitem(fused.FORWARDS, name, (kind, wrong))
-    assert why in fused.lack(name, CONFIG, CPU, torch.bfloat16)
+    assert why in fused.unsupported_reason(name, CONFIG, CPU, torch.bfloat16)
 
 
 def test_another_mlp_stays_as_it_is():
     gelu = LlamaConfig(hidden_size=96, intermediate_size=160, hidden_act="gelu")
-    assert fused.lack("SwiGLU", gelu, CPU, torch.float32) == "this model's MLP is not a SwiGLU without biases"
+    assert (
+        fused.unsupported_reason("SwiGLU", gelu, CPU, torch.float32)
+        == "this model's MLP is not a SwiGLU without biases"
+    )

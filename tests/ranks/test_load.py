@@ -9,7 +9,7 @@ import torch
 from safetensors import safe_open
 from transformers import LlamaForCausalLM
 
-from llama405b.spec.tensors import chunk, fingerprint_of, read_tensors
+from llama405b.spec.tensors import compute_fingerprint, read_tensors, shard_range
 from ranks_rig import run_program, run_ranks
 from tiny_models import write_llama
 
@@ -33,7 +33,7 @@ def _load_and_compare(me, directory, numerics, checkpointing):
         config = llama.read_hf_config(directory)
         parallel = Parallel(numerics=numerics)
         module = llama.build_on_meta(config, "sdpa", fsdp.shard_dtype(parallel))
-        fsdp.shard(module, parallel, me.device)
+        fsdp.shard_model(module, parallel, me.device)
         if checkpointing:
             checkpoint_activations(module)
         calls = []
@@ -42,9 +42,9 @@ def _load_and_compare(me, directory, numerics, checkpointing):
         )
         assert calls[-1][0] == calls[-1][1] == sum(t.numel() * t.element_size() for t in whole.values())
         seen = set()
-        for _, parameters in fsdp.units(module):
+        for _, parameters in fsdp.parameters_by_unit(module):
             for name, parameter in parameters.items():
-                start, stop = chunk(whole[name].shape[0], me.rank, me.world)
+                start, stop = shard_range(whole[name].shape[0], me.index, me.world_size)
                 local = parameter.to_local()
                 expected = whole[name][start:stop].to(local.dtype)
                 if not torch.equal(local, expected):
@@ -79,7 +79,7 @@ def _load_where_only_rank0_reads(me, directory, how):
     from llama405b.settings.schema import Parallel
 
     module = llama.build_on_meta(llama.read_hf_config(directory), "sdpa", torch.float32)
-    fsdp.shard(module, Parallel(numerics="fp32"), me.device)
+    fsdp.shard_model(module, Parallel(numerics="fp32"), me.device)
     mine = Path(directory) if me.is_rank0 else Path("/nonexistent")
     try:
         return load_weights.load(module, mine, how, me, lambda *_: None)
@@ -100,12 +100,12 @@ def _load_random_layers(me, directory, way):
     from llama405b.settings.schema import Parallel
     from llama405b.spec import models
 
-    load_weights.BLOCK = 1000  # so that blocks and rows do not agree
+    load_weights.BLOCK_ELEMENTS = 1000  # so that blocks and rows do not agree
     module = llama.build_on_meta(llama.read_hf_config(directory, 1), "sdpa", torch.float32)
-    fsdp.shard(module, Parallel(numerics="fp32"), me.device)
+    fsdp.shard_model(module, Parallel(numerics="fp32"), me.device)
     calls = []
     how = load_weights.load(
-        module, Path("/nonexistent"), way, me, lambda *c: calls.append(c), random=models.read_llama(directory, 1)
+        module, Path("/nonexistent"), way, me, lambda *c: calls.append(c), random_shape=models.read_llama(directory, 1)
     )
     assert calls[-1][0] == calls[-1][1]
     assert len(module.model.layers) == 1
@@ -131,10 +131,10 @@ def test_random_weights_of_a_model_cut_short_are_the_same_for_any_number_of_rank
 def _part(model, to, first, last, world, chunks=1):
     """What push --shards would send to a host."""
     from llama405b.settings.axes import Axes
-    from llama405b.spec.tensors import Part
+    from llama405b.spec.tensors import HostShard
     from llama405b_tools.agent.transfer import open_files
 
-    source = open_files(model, Part(first, last, world if isinstance(world, Axes) else Axes(world), chunks))
+    source = open_files(model, HostShard(first, last, world if isinstance(world, Axes) else Axes(world), chunks))
     for name, _ in source.files:
         (to / name).parent.mkdir(parents=True, exist_ok=True)
         (to / name).write_bytes(b"".join(source.read(name, 0)))
@@ -150,14 +150,14 @@ def _load_parts(me, model, cases):
     whole, found = _read(model), []
     for directories, how in cases:
         module = llama.build_on_meta(llama.read_hf_config(model), "sdpa", torch.float32)
-        fsdp.shard(module, Parallel(numerics="fp32"), me.device)
+        fsdp.shard_model(module, Parallel(numerics="fp32"), me.device)
         try:
-            found.append(load_weights.load(module, directories[me.rank], how, me, lambda *_: None))
+            found.append(load_weights.load(module, directories[me.index], how, me, lambda *_: None))
         except UserError as error:
             found.append(str(error))
             continue
         for name, parameter in module.named_parameters():
-            start, stop = chunk(whole[name].shape[0], me.rank, me.world)
+            start, stop = shard_range(whole[name].shape[0], me.index, me.world_size)
             assert torch.equal(parameter.to_local(), whole[name][start:stop])
     return found
 
@@ -204,7 +204,7 @@ def test_rows_of_two_models_are_never_mixed(tiny, tmp_path):
         name: info.shape for name, info in read_tensors(tiny).items()
     }
     model = _last_row_changed(tiny, tmp_path / "changed")
-    assert fingerprint_of(read_tensors(tiny)) != fingerprint_of(read_tensors(model))
+    assert compute_fingerprint(read_tensors(tiny)) != compute_fingerprint(read_tensors(model))
     one, old = _part(tiny, tmp_path / "a", 0, 0, 2), _part(other, tmp_path / "b", 1, 1, 2)
     torn = _part(tiny, tmp_path / "c", 1, 1, 2)
     file = sorted((torn / "ranks-1-1-of-2").glob("*.safetensors"))[0].name
@@ -230,15 +230,15 @@ def _refusal(me, directory):
     from llama405b.settings.schema import Parallel
 
     module = llama.build_on_meta(llama.read_hf_config(directory), "sdpa", torch.float32)
-    fsdp.shard(module, Parallel(), me.device)
+    fsdp.shard_model(module, Parallel(), me.device)
     load_weights.load(module, directory, "auto", me, lambda *_: None)
-    load_weights.refuse_not_finite(module, directory)
-    if me.rank == 1:
+    load_weights.check_weights_finite(module, directory)
+    if me.index == 1:
         shards = dict(module.named_parameters())
         shards["model.layers.2.mlp.up_proj.weight"].data.to_local()[3, 3] = torch.nan
         shards["lm_head.weight"].data.to_local()[0, 0] = torch.inf
     with pytest.raises(UserError) as refused:
-        load_weights.refuse_not_finite(module, directory)
+        load_weights.check_weights_finite(module, directory)
     return str(refused.value)
 
 
@@ -263,7 +263,7 @@ def test_a_run_refuses_weights_that_are_not_finite(demo, corpus, tmp_path):
         "--training.max_steps=1",
         "--parallel.device=cpu",
     ]
-    done = run_program("llama405b.train:run_and_leave", "--run-dir", "x", *flags, cwd=tmp_path)
+    done = run_program("llama405b.train:run_and_exit", "--run-dir", "x", *flags, cwd=tmp_path)
     assert done.returncode == 2
     assert "llama405b train: model: model.norm.weight has weights that are NaN or infinite; " in done.stderr
     assert "Traceback" not in done.stderr

@@ -20,11 +20,11 @@ WORLD, PER_HOST = 6, 2
 
 def _load(me, directory, place, vocab=0):
     """``vocab``: embeddings of the model here, if it has more than the files."""
-    from llama405b.distributed.ranks import on_mesh
+    from llama405b.distributed.ranks import with_mesh
     from llama405b.model import llama
-    from llama405b.model.llama import unwrapped
+    from llama405b.model.llama import strip_wrappers
     from llama405b.parallel import load_weights
-    from llama405b.parallel.split import holdings_of, split
+    from llama405b.parallel.split import shard_layout_of, split_model
     from llama405b.settings.schema import Parallel
 
     whole, faults = _read(directory), []
@@ -33,23 +33,23 @@ def _load(me, directory, place, vocab=0):
         whole[name] = torch.cat([whole[name], mean.expand(vocab - len(whole[name]), -1)])
     for number, settings in enumerate(MESHES):
         parallel = Parallel(numerics="fp32", **settings)
-        here = on_mesh(me, parallel)
-        part = place / f"{number}-host-{me.rank // PER_HOST}"
+        here = with_mesh(me, parallel)
+        part = place / f"{number}-host-{me.index // PER_HOST}"
         for how, source in (("rank0", directory), ("local", directory), ("local", part))[: 2 if vocab else 3]:
             config = llama.read_hf_config(directory)
             config.vocab_size = vocab or config.vocab_size
             model = llama.build_on_meta(config, "sdpa", torch.float32)
-            holdings, model = holdings_of(model, parallel, here), split(model, parallel, here)
-            said = load_weights.load(model, source, how, here, lambda *_: None, holdings=holdings, vocab=vocab)
+            holdings, model = shard_layout_of(model, parallel, here), split_model(model, parallel, here)
+            said = load_weights.load(model, source, how, here, lambda *_: None, shard_layout=holdings, vocab=vocab)
             assert said == {"rank0": "rank 0 read the weights and sent each rank its part"}.get(
                 how, "each rank read its own part"
             )
             for name, parameter in model.named_parameters():
-                box = tuple(slice(*each) for each in holdings.box(name, whole[name].shape, here.rank))
+                box = tuple(slice(*each) for each in holdings.slice_of(name, whole[name].shape, here.index))
                 if not torch.equal(parameter.to_local(), whole[name][box]):
                     faults.append(f"{name} by {how} of {settings}")
-            mine = {unwrapped(name) for name, _ in model.named_parameters()}
-            assert mine == {name for name in whole if holdings.has(name, here.rank)}
+            mine = {strip_wrappers(name) for name, _ in model.named_parameters()}
+            assert mine == {name for name in whole if holdings.has_tensor(name, here.index)}
     return faults
 
 
@@ -62,10 +62,10 @@ def test_each_rank_gets_what_it_holds(tmp_path, biases):
     model = write_llama(tmp_path / "model", layers=7, dtype=torch.bfloat16, **shape)
     for number, settings in enumerate(MESHES):
         parallel = Parallel(**settings)
-        axes = Axes.of(parallel, WORLD, PER_HOST)
+        axes = Axes.from_parallel(parallel, WORLD, PER_HOST)
         for host in range(WORLD // PER_HOST):
             first = host * PER_HOST
-            _part(model, tmp_path / f"{number}-host-{host}", first, first + PER_HOST - 1, axes, parallel.chunks)
+            _part(model, tmp_path / f"{number}-host-{host}", first, first + PER_HOST - 1, axes, parallel.virtual_stages)
     assert run_ranks(WORLD, _load, model, tmp_path) == [[]] * WORLD
 
 

@@ -19,11 +19,11 @@ FORMS = {
 def _steps(me, module, updater, steps):
     from llama405b.optim.adamw import set_lr
     from llama405b.optim.step import train_step
-    from llama405b.parallel.passes import OneByOne
+    from llama405b.parallel.passes import MicrobatchLoop
 
     set_lr(updater.optimizer, LR)
     micro = [batch(step, me, 2) for step in steps]
-    return [train_step(OneByOne(module, me.dp.size), updater, each, max_norm=0.5).loss for each in micro]
+    return [train_step(MicrobatchLoop(module, me.dp.size), updater, each, max_norm=0.5).loss for each in micro]
 
 
 def _norms(updater):

@@ -16,7 +16,7 @@ ROOT = Path("checkpoints")  # by the same name on every host
 
 def _on_host(me, hosts, order=None):
     """Be a rank on the host that is ``order``'s for it: its directory is this process's."""
-    host = (order or range(hosts))[me.rank * hosts // me.world]
+    host = (order or range(hosts))[me.index * hosts // me.world_size]
     os.chdir(hosts_dir(host))
     return host
 
@@ -39,7 +39,7 @@ def _save(me, directory, place, hosts, steps=(2, 4)):
     _on_host(me, hosts)
     module, updater = build(me, directory, offload="optimizer", overlap=True)
     store = _store(me)
-    store.take()
+    store.acquire()
     for step in range(1, steps[-1] + 1):
         take(me, module, updater, step)
         if step in steps:
@@ -59,9 +59,9 @@ def _resume(me, directory, place, hosts, order=None, wanted="auto"):
     module, updater = build(me, directory, offload="optimizer", overlap=True)
     store, brought, done = _store(me), [], None
     try:
-        store.take()
+        store.acquire()
         chosen = Resume(store, wanted)
-        while done is None and chosen.found:
+        while done is None and chosen.checkpoint:
             try:
                 done = chosen.load(module, updater, me, lambda n, _: brought.append(n))
             except DamagedError as fault:
@@ -72,7 +72,7 @@ def _resume(me, directory, place, hosts, order=None, wanted="auto"):
         store.close()
     after = [take(me, module, updater, step) for step in range(done + 1, 7)] if done else []
     left = sorted(path.name for path in ROOT.iterdir() if path.is_dir())
-    return done, after, bits(module, updater), left, [str(each) for each in chosen.passed_over]
+    return done, after, bits(module, updater), left, [str(each) for each in chosen.rejected]
 
 
 @pytest.fixture(scope="module")
@@ -156,9 +156,9 @@ def _said_at_the_start(me, place):
     from llama405b.training.build import open_checkpoints
 
     os.environ["HOSTS"] = str(place)
-    _on_host(me, me.world)
+    _on_host(me, me.world_size)
     said = []
-    context = types.SimpleNamespace(me=me, run=RunDir(Path("run")), log=said.append)
+    context = types.SimpleNamespace(rank=me, run=RunDir(Path("run")), log=said.append)
     saving, _ = open_checkpoints(Checkpoint(storage="local", every="0"), 60, "no", 1, context, lambda _: None)
     saving.store.close()
     return said

@@ -159,7 +159,7 @@ def test_places_agree_and_a_resumed_run_goes_on(demo, tmp_path, numerics):
             where = run / "resumed" if resumed else run
             place = ("--run-dir", where, "--parallel.offload", offload, "--parallel.numerics", numerics)
             argv = [*FLAGS, "--model.path", demo, *place]
-            done = run_program("llama405b.train:run_and_leave", *argv, *saved, cwd=tmp_path, world=2, timeout_s=200)
+            done = run_program("llama405b.train:run_and_exit", *argv, *saved, cwd=tmp_path, world=2, timeout_s=200)
             assert done.returncode == 0, done.stdout + done.stderr
             rows = [json.loads(row) for row in (where / "metrics.jsonl").read_text().splitlines()]
             losses[offload, resumed] = [(row["loss"], row["grad_norm"]) for row in rows if "loss" in row]

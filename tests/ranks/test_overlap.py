@@ -88,7 +88,7 @@ def _sets(me, directory):
 
     module, updater = build(me, directory, overlap=True)
     made, most, added = collections.defaultdict(list), 0, []
-    taken, add = offload._taken, offload._add
+    taken, add = offload._take_gradient, offload._add_gradients
 
     def watched(parameter):
         nonlocal most
@@ -103,10 +103,10 @@ def _sets(me, directory):
         add(sums, gradients)
         added.append(sums[0][0].data_ptr())
 
-    with mock.patch.multiple(offload, _taken=watched, _add=slowly):
+    with mock.patch.multiple(offload, _take_gradient=watched, _add_gradients=slowly):
         take(me, module, updater, 1, accumulation=4)
         updater.wait()
-    return most, len(added), len(updater.parts)
+    return most, len(added), len(updater.unit_states)
 
 
 def test_there_are_two_sets_of_gradients_at_most(tiny):
@@ -124,7 +124,7 @@ def test_so_it_does_with_other_units(tiny, form):
 def _side_by_side(me, directory, form):
     """What was pending when a step returned; then when units were updated, and when the layers of the next forward ended."""
     module, updater = build(me, directory, **FORMS[form][1])
-    gate, updates, forwards, update = threading.Event(), {}, [], updater._update
+    gate, updates, forwards, update = threading.Event(), {}, [], updater._update_unit
 
     def timed(part, *args):
         gate.wait(20)
@@ -135,19 +135,19 @@ def _side_by_side(me, directory, form):
     def ended(*_):
         forwards.append(time.perf_counter())
 
-    updater._update = timed
+    updater._update_unit = timed
     for layer in module.model.layers:
         layer.register_forward_hook(ended)
     take(me, module, updater, 1)
-    pending = [not part.pending.done() for part in updater.parts]
+    pending = [not part.pending_update.done() for part in updater.unit_states]
     forwards.clear()
     gate.set()
     with torch.no_grad():
         module(input_ids=batch(0, me, 1)[0].ids_BS, use_cache=False)
     updater.wait()
-    layers = [updates[part.name] for part in updater.parts if ".layers." in part.name]
+    layers = [updates[part.name] for part in updater.unit_states if ".layers." in part.name]
     beside = sum(ended < later for ended, later in zip(forwards, layers[1:], strict=False))
-    return all(pending), list(updates) == [part.name for part in updater.parts], beside, len(layers)
+    return all(pending), list(updates) == [part.name for part in updater.unit_states], beside, len(layers)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -202,14 +202,14 @@ def test_the_tests_see_a_wait_that_is_missing(tiny, tmp_path, form):
 
 def _raises(me, directory, form):
     module, updater = build(me, directory, **FORMS[form][1])
-    update, said = updater._update, []
+    update, said = updater._update_unit, []
 
     def fail_in_the_third(part, *args):
-        if part is updater.parts[2] and me.rank == 0:
+        if part is updater.unit_states[2] and me.index == 0:
             raise MemoryError("no more memory")
         update(part, *args)
 
-    updater._update = fail_in_the_third
+    updater._update_unit = fail_in_the_third
     take(me, module, updater, 1)
     for act in (updater.wait, functools.partial(module, input_ids=batch(0, me, 1)[0].ids_BS)):
         try:
@@ -255,7 +255,7 @@ def _refused(me, directory, form):
         for steps in ((1, 2, 3), (1, 3)):
             module, updater = build(me, directory, **each)
             for step in steps:
-                take(me, module, updater, step, 3, refuses=lambda _, step=step: step == 2)
+                take(me, module, updater, step, 3, refuses_loss=lambda _, step=step: step == 2)
             found.append(bits(module, updater))
     return [same(found[0], other) for other in found[1:]]
 
@@ -268,7 +268,7 @@ def test_a_step_whose_loss_is_refused_leaves_no_trace(tiny, form):
 
 def _long_wait(me, directory):
     module, updater = build(me, directory, overlap=True)
-    heard, gate, update = [], threading.Event(), updater._update
+    heard, gate, update = [], threading.Event(), updater._update_unit
 
     def gated(*args):
         gate.wait(20)
@@ -278,7 +278,7 @@ def _long_wait(me, directory):
         heard.append(now)
         gate.set()
 
-    updater._update, updater.on_long_wait = gated, waits
+    updater._update_unit, updater.on_long_wait = gated, waits
     from llama405b.optim import offload as of_updater
 
     of_updater.LONG_WAIT_S = 0.05
@@ -295,8 +295,8 @@ def _backlog(me, directory, form):
     """The most additions that wait at a time, and where each micro-batch's backward had ended among those that began."""
     module, updater = build(me, directory, **FORMS[form][1])
     of_updater = sys.modules[type(updater).__module__]
-    add, submit, most, gathering, ended, asked = of_updater._add, updater.worker.submit, [], [], [], []
-    accumulate, expect = updater.accumulate, updater.expect
+    add, submit, most, gathering, ended, asked = of_updater._add_gradients, updater.worker.submit, [], [], [], []
+    accumulate, expect = updater.accumulate, updater.begin_microbatch
 
     def slow_add(*args):
         time.sleep(0.01)
@@ -304,24 +304,26 @@ def _backlog(me, directory, form):
 
     def counted(act, *args):
         future = submit(act, *args)
-        if act.__name__ == "gather":
+        if act.__name__ == "wait_and_add":
             gathering.append(future)
-            most.append(sum(not each.done() for each in gathering[len(updater.parts) :]))  # the first are not added to
+            most.append(
+                sum(not each.done() for each in gathering[len(updater.unit_states) :])
+            )  # the first are not added to
         return future
 
     def backward_ended():
         ended.append(len(gathering))
         accumulate()
 
-    def asked_for(*, last):
-        asked.append(last)
-        expect(last=last)
+    def asked_for(*, is_last):
+        asked.append(is_last)
+        expect(is_last=is_last)
 
-    of_updater._add, updater.worker.submit = slow_add, counted
-    updater.accumulate, updater.expect = backward_ended, asked_for
+    of_updater._add_gradients, updater.worker.submit = slow_add, counted
+    updater.accumulate, updater.begin_microbatch = backward_ended, asked_for
     take(me, module, updater, 1, accumulation=12)
     n_squares = [len(each.result()) for each in gathering]
-    return max(most), len(updater.parts), ended, asked, n_squares
+    return max(most), len(updater.unit_states), ended, asked, n_squares
 
 
 @pytest.mark.parametrize(("form", "late"), [("all", 1), ("optimizer", 0)])

@@ -89,15 +89,15 @@ def test_flash_attention_is_told_where_documents_end():
 
 def _train(me, directory):
     from llama405b.optim.step import train_step
-    from llama405b.parallel.passes import OneByOne
+    from llama405b.parallel.passes import MicrobatchLoop
     from update_rig import build
 
     module, updater = build(me, directory, overlap=True)
-    each = len(LENGTHS) // me.world
+    each = len(LENGTHS) // me.world_size
     losses = []
     for step in range(STEPS):
-        micro = _packed(_documents(step)[me.rank * each :][:each]).split(1 + step % 2)
-        losses.append(train_step(OneByOne(module, me.dp.size), updater, micro, max_norm=0.0).loss)
+        micro = _packed(_documents(step)[me.index * each :][:each]).split(1 + step % 2)
+        losses.append(train_step(MicrobatchLoop(module, me.dp.size), updater, micro, max_norm=0.0).loss)
     updater.wait()
     return losses
 

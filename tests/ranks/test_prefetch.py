@@ -38,9 +38,9 @@ def _trained(me, directory, settings):
 
 def _slow_updates(model, passes, updater):
     """Updates that a forward would overtake if it did not wait for them."""
-    update = getattr(updater, "_update", None)
+    update = getattr(updater, "_update_unit", None)
     if update:
-        updater._update = lambda *args: (time.sleep(0.02), update(*args))
+        updater._update_unit = lambda *args: (time.sleep(0.02), update(*args))
 
 
 def test_a_backward_gathers_from_those_that_keep_a_unit(tmp_path):

@@ -11,7 +11,7 @@ NEW, NO_END = 6, 10_000
 
 
 def _continue(me, directory):
-    from llama405b.training.evaluate import continuations
+    from llama405b.training.evaluate import generate_continuations
     from update_rig import build, take
 
     results = []
@@ -20,13 +20,13 @@ def _continue(me, directory):
         steps, found = [], []
         for step in range(3):
             if continues:
-                found.append(continuations(module, PROMPTS, NEW, {NO_END}, me.device))
+                found.append(generate_continuations(module, PROMPTS, NEW, {NO_END}, me.device))
             steps.append(take(me, module, updater, step))
         updater.wait()
         assert module.training
         results.append(steps)
-    last = continuations(module, PROMPTS, NEW, {NO_END}, me.device)
-    ended = continuations(module, PROMPTS, NEW, {last[0][1]}, me.device)
+    last = generate_continuations(module, PROMPTS, NEW, {NO_END}, me.device)
+    ended = generate_continuations(module, PROMPTS, NEW, {last[0][1]}, me.device)
     return results, found, last, ended
 
 

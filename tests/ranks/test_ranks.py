@@ -20,7 +20,7 @@ def _say(me):
     dist.all_gather = note
     known = {"tokenizer.json": "x" * 1000} if me.is_rank0 else {}
     said = collectives.broadcast_object(known, dict[str, str])
-    return said, sum(gathered), collectives.all_gather_objects(me.rank), sum(gathered)
+    return said, sum(gathered), collectives.all_gather_objects(me.index), sum(gathered)
 
 
 def test_what_one_rank_says_is_not_gathered_from_all():
@@ -44,7 +44,7 @@ def _found(me, root):
         return gather(into, *args, **more)
 
     dist.all_gather = note
-    found = store.look_at(root / "step-00000001")
+    found = store.open_checkpoint(root / "step-00000001")
     return str(found)[:200], max(gathered), (root / "step-00000001/manifest.json").stat().st_size
 
 

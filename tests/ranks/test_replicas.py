@@ -52,21 +52,21 @@ def _save(me, directory, place, steps):
     from llama405b.checkpoint import replication, saving
     from llama405b.checkpoint.store import Store
 
-    os.chdir(Path(place) / f"host-{me.rank}")
+    os.chdir(Path(place) / f"host-{me.index}")
     module, updater = build(me, directory, offload="optimizer", overlap=True)
     store = Store(ROOT, 2, me, run=RunDir(RUN), shared=False)
-    store.take()
+    store.acquire()
     copies, everywhere = replication.Replication(store), []
     copies.begin(0)
-    made = saving.Saving.__init__
-    saving.Saving.__init__ = lambda self, store: made(self, store, replication=copies)
+    made = saving.CheckpointSaver.__init__
+    saving.CheckpointSaver.__init__ = lambda self, store: made(self, store, replication=copies)
     for step in range(1, steps[-1] + 1):
         take(me, module, updater, step)
         if step in steps:
             save(store, step, updater)
             Path(ROOT, f"step-{step:08d}", "Thumbs.db").touch()  # of a file server; it is no part of the checkpoint
-            wait_for(lambda step=step: copies.survey() >= step)
-            everywhere.append(copies.everywhere)
+            wait_for(lambda step=step: copies.update_replicated_step() >= step)
+            everywhere.append(copies.replicated_step)
     store.close()
     return [take(me, module, updater, step) for step in (5, 6)], everywhere
 

@@ -22,7 +22,7 @@ def _through(me, directory, root, meshes):
     from llama405b.checkpoint.saving import restore
     from llama405b.checkpoint.store import Store
     from llama405b.contract.paths import RunDir
-    from llama405b.distributed.ranks import on_mesh
+    from llama405b.distributed.ranks import with_mesh
     from llama405b.optim.step import train_step
     from llama405b.settings.schema import Optimizer, Parallel
     from update_rig import save
@@ -33,7 +33,7 @@ def _through(me, directory, root, meshes):
         nonlocal number
         number += 1
         store = Store(Path(root), 100, alone, run=RunDir(Path(root).parent / "run"))
-        store.take()
+        store.acquire()
         save(store, number, updater)
         store.close()
         return Path(root) / f"step-{number:08d}"
@@ -41,7 +41,7 @@ def _through(me, directory, root, meshes):
     last = None
     for step, settings in enumerate(meshes):
         parallel = Parallel(numerics="fp32", **settings)
-        me = on_mesh(alone, parallel)
+        me = with_mesh(alone, parallel)
         model, passes, updater = mesh_rig.build(me, directory, parallel, Optimizer(lr=1e-2), torch.float64)
         if last:
             restore(last, model, updater, me)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from llama405b.optim.step import NonFiniteError
-from llama405b.parallel.passes import OneByOne
+from llama405b.parallel.passes import MicrobatchLoop
 from llama405b.settings.schema import Config
 from llama405b.training.loop import Trainer
 from ranks_rig import run_ranks
@@ -28,13 +28,13 @@ FORMS = {
 
 
 def _saving(me, root, staging=None):
-    from llama405b.checkpoint.saving import Saving
+    from llama405b.checkpoint.saving import CheckpointSaver
     from llama405b.checkpoint.store import Store
     from llama405b.contract.paths import RunDir
 
     store = Store(Path(root), 2, me, run=RunDir(Path(root).parent / "run"))
-    store.take()
-    return store, Saving(store, staging)
+    store.acquire()
+    return store, CheckpointSaver(store, staging)
 
 
 def _identity():
@@ -47,7 +47,7 @@ def _slow_disk(seconds_a_tensor):
     """Have this rank's threads write at a steady rate, one at a time."""
     from llama405b.checkpoint import saving as of_write
 
-    add, disk = of_write._Hashing.add, threading.Lock()
+    add, disk = of_write._HashingFile.add, threading.Lock()
 
     def slowly(self, item, content):
         if isinstance(content, torch.Tensor):
@@ -55,17 +55,17 @@ def _slow_disk(seconds_a_tensor):
                 time.sleep(seconds_a_tensor)
         return add(self, item, content)
 
-    of_write._Hashing.add = slowly
+    of_write._HashingFile.add = slowly
 
 
 def _train(me, directory, root, form, share=None):
     """Save after a step, and train on: beside the save, with staging for a share of the state; or after it (None)."""
-    from llama405b.contract.checkpoints import Reached
+    from llama405b.contract.checkpoints import TrainedSoFar
 
     module, updater = build(me, directory, **FORMS[form])
     if FORMS[form]["overlap"]:
         slow(updater, 0.01)  # so that updates are pending when the save begins
-    torch.manual_seed(me.rank)  # the checkpoint has its state
+    torch.manual_seed(me.index)  # the checkpoint has its state
     for step in range(1, SAVED + 1):
         began = time.monotonic()
         take(me, module, updater, step)
@@ -76,14 +76,14 @@ def _train(me, directory, root, form, share=None):
     if share is not None:
         _slow_disk(STEPS_A_SAVE * step_s / len(tensors))
     saving.begin(
-        SAVED, updater, _identity(), Reached(0), step_s if share == 1 else None
+        SAVED, updater, _identity(), TrainedSoFar(0), step_s if share == 1 else None
     )  # with room, what is late is copied ahead
     saved = saving.finish() if share is None else None
     seen, beside = [], 0
     for step in range(SAVED + 1, LAST + 1):
         time.sleep(STEP_S * (share is not None))  # the device computes
         seen.append(take(me, module, updater, step))
-        beside += saving.busy
+        beside += saving.is_busy
     saved = saved or saving.finish()
     store.close()
     return seen, bits(module, updater), saved, beside, whole
@@ -122,12 +122,12 @@ def test_what_lands_is_the_state_after_the_step(tiny, tmp_path, form, share):
         assert losses == also
         assert same(state, and_state)
         assert steps >= 1 + (share > 0)  # without staging the first updates wait for all of it
-        assert saved.stats.straight_bytes > 0
+        assert saved.stats.in_place_bytes > 0
         assert (saved.stats.staged_bytes > 0) == (share > 0)
         if share < 1:  # of whole: the rest, but for what was written straight
-            assert saved.stats.waited_bytes > 0
-            assert saved.blocked_s >= saved.stats.waited_s > 0
-        assert saved.stats.straight_bytes + saved.stats.staged_bytes >= whole
+            assert saved.stats.wait_bytes > 0
+            assert saved.blocked_s >= saved.stats.wait_s > 0
+        assert saved.stats.in_place_bytes + saved.stats.staged_bytes >= whole
     one, other = (_content(root / f"step-{SAVED:08d}", tmp_path) for root in roots)
     assert _equal(one, other)
     assert len(one["model"]) > 10
@@ -142,13 +142,13 @@ class _Told:
     def log(self, line):
         self.lines.append(line)
 
-    def event(self, kind, *, step, detail="", path=None, request="", **_):
+    def write_event(self, kind, *, step, detail="", path=None, request="", **_):
         self.events.append((str(kind), step, request, bool(path), detail))
 
-    def phase(self, phase):
+    def enter_phase(self, phase):
         self.phases.append(str(phase))
 
-    def save(self, every_s):
+    def record_save(self, every_s):
         pass
 
 
@@ -160,34 +160,34 @@ def _run(me, directory, root, every, fails_at=(), slow=0.0, steps=8, request_at=
     from torch.distributed.checkpoint import default_planner
 
     from llama405b.checkpoint import saving as of_write
-    from llama405b.contract.checkpoints import Reached
+    from llama405b.contract.checkpoints import TrainedSoFar
     from llama405b.contract.errors import UserError
     from llama405b.contract.records import RequestKind, RunRequest
     from llama405b.distributed import collectives
     from llama405b.settings.schema import Checkpoint
     from llama405b.training.checkpointer import Checkpointer
-    from llama405b.training.requests import AfterStep
+    from llama405b.training.requests import AfterStepActions
 
     module, updater = build(me, directory, offload="optimizer", overlap=True)
     store, saving = _saving(me, root)
     told = _Told()
-    context = types.SimpleNamespace(me=me, journal=told, log=told.log, phase=told.phase, heartbeat=told)
+    context = types.SimpleNamespace(rank=me, journal=told, log=told.log, enter_phase=told.enter_phase, heartbeat=told)
     saver = Checkpointer(saving, updater, _identity(), Checkpoint(every=every), context, restart_s=1.0)
-    write = of_write._Hashing.write
+    write = of_write._HashingFile.write
 
     def failing(hashing, content):
         time.sleep(slow * step_s)
-        if me.rank == 1 and saver.step in fails_at:
+        if me.index == 1 and saver.saving_step in fails_at:
             raise OSError(errno.ENOSPC, "No space left on device")
         return write(hashing, content)
 
     plan = default_planner.create_default_global_save_plan
 
     def planning(plans):
-        told.planned.append(saver.step)
+        told.planned.append(saver.saving_step)
         return plan(plans)
 
-    of_write._Hashing.write, default_planner.create_default_global_save_plan = failing, planning
+    of_write._HashingFile.write, default_planner.create_default_global_save_plan = failing, planning
     error, step_s = "", 0.0
     for step in range(1, steps + 1):
         if before_step:
@@ -195,12 +195,14 @@ def _run(me, directory, root, every, fails_at=(), slow=0.0, steps=8, request_at=
         began = time.monotonic()
         take(me, module, updater, step)
         step_s = time.monotonic() - began
-        while saver.busy and not slow:  # steps are longer than saves
+        while saver.is_busy and not slow:  # steps are longer than saves
             time.sleep(0.01)
         asked = [RunRequest("r", RequestKind.SAVE, "me", 0.0)] if step == request_at else []
-        wishes = AfterStep(save=int(bool(asked) or saver.is_due(step)), still_saving=int(saver.busy))
+        wishes = AfterStepActions(save=int(bool(asked) or saver.is_due(step)), still_saving=int(saver.is_busy))
         try:
-            saver.after_step(step, collectives.all_reduce_max_fields(wishes), asked, Reached(0), ending=step == steps)
+            saver.after_step(
+                step, collectives.all_reduce_max_fields(wishes), asked, TrainedSoFar(0), ending=step == steps
+            )
         except UserError as refused:
             error = str(refused)
     store.close()
@@ -253,7 +255,7 @@ def _perils(me, root, step):
     """Step 2 is removed while it is written; step 4 rank 1 does not see, as where a mount is gone; then the directory is removed."""
     from llama405b.checkpoint import saving
 
-    write, made = saving.Saving._write, saving.SealingWriter.__init__
+    write, made = saving.CheckpointSaver._write, saving.HashingWriter.__init__
 
     def removed(self, partial, *args):
         digests = write(self, partial, *args)
@@ -266,7 +268,7 @@ def _perils(me, root, step):
         made(writer, root.with_name("elsewhere") / path.name if is_unseen else path, rank, frozen)
 
     if step == 1:
-        saving.Saving._write, saving.SealingWriter.__init__ = removed, unseen
+        saving.CheckpointSaver._write, saving.HashingWriter.__init__ = removed, unseen
     if step == 6 and me.is_rank0:
         root.rename(root.with_name("gone"))
 
@@ -304,18 +306,18 @@ def test_a_save_under_way_is_finished_before_a_run_ends_at_a_loss_that_is_not_fi
         context=types.SimpleNamespace(journal=_Told(), heartbeat=_Told()),
         steps=range(5, 9),
         evaluator=None,
-        one_step=diverges,
+        run_step=diverges,
         checkpointer=types.SimpleNamespace(finish=lambda: finished.append(1)),
     )
     with pytest.raises(NonFiniteError):
-        Trainer.take_steps(trainer)
+        Trainer.run_steps(trainer)
     assert finished == [1]
 
 
 def _after_a_masked_step(me, directory, root):
     """Train from the start, save after a first step without a target and train on; and resume from what was saved."""
     from llama405b.checkpoint.saving import restore
-    from llama405b.contract.checkpoints import Reached
+    from llama405b.contract.checkpoints import TrainedSoFar
     from llama405b.data.batch import IGNORE_INDEX, Batch
     from llama405b.optim.step import train_step
 
@@ -326,9 +328,9 @@ def _after_a_masked_step(me, directory, root):
 
     def save_first(module, updater):
         masked = [Batch(each.ids_BS, torch.full_like(each.targets_BS, IGNORE_INDEX)) for each in batch(0, me, 1)]
-        assert train_step(OneByOne(module, me.dp.size), updater, masked, max_norm=0.5) is None
+        assert train_step(MicrobatchLoop(module, me.dp.size), updater, masked, max_norm=0.5) is None
         store, saving = _saving(me, root)
-        saving.begin(1, updater, _identity(), Reached(12))
+        saving.begin(1, updater, _identity(), TrainedSoFar(12))
         assert saving.finish().path.name == "step-00000001"
         store.close()
 

@@ -33,7 +33,7 @@ def trainer():
     from llama405b import train as program
     from llama405b.distributed import ranks
 
-    place, init = ranks.place, dist.init_process_group
+    place, init = ranks.rank_from_environment, dist.init_process_group
 
     def on_first(*, cuda=False):
         return dataclasses.replace(place(cuda=cuda), device=torch.device("cuda", 0))
@@ -41,7 +41,7 @@ def trainer():
     def over_gloo(_, **rest):
         return init("cpu:gloo,cuda:gloo", **rest | {"device_id": None})
 
-    ranks.place, dist.init_process_group = on_first, over_gloo
+    ranks.rank_from_environment, dist.init_process_group = on_first, over_gloo
     return program.main(sys.argv[1:])
 
 

@@ -24,7 +24,7 @@ def _train(demo, place, choice):
         "evaluation.fraction": 0.0,
     }  # fmt: skip
     words = [f"--{key}={value}" for key, value in flags.items()]
-    done = run_program("llama405b.train:run_and_leave", "--preset", "demo", "--run-dir", "x", *words, cwd=place)
+    done = run_program("llama405b.train:run_and_exit", "--preset", "demo", "--run-dir", "x", *words, cwd=place)
     events = [json.loads(line) for line in (place / "x/events/rank-0.jsonl").read_text().splitlines()]
     return done, [event for event in events if event["kind"] == "spike"], read_metrics(place / "x/metrics.jsonl")
 

@@ -11,7 +11,7 @@ from update_rig import bits, build, dcp_save, same, slow, take
 
 
 def _bytes(me, directory, moments):
-    from llama405b.optim.updater import local
+    from llama405b.optim.updater import local_tensor
 
     module, updater = build(me, directory, overlap=True, offload="optimizer", moments=moments)
     for _ in range(2):
@@ -21,11 +21,11 @@ def _bytes(me, directory, moments):
     masters = list(updater.master.parameters())
     states = [updater.optimizer.state[master] for master in masters]
     found = {
-        "parameters": sum(local(master).numel() for master in masters),
-        "shards": sum(local(weight).nbytes for weight in module.parameters()),
-        "masters": sum(local(master).nbytes for master in masters),
-        "moments": sum(local(state[name]).nbytes for state in states for name in ("exp_avg", "exp_avg_sq")),
-        "sums": sum(landing.total.nbytes for landing in updater.landings.values()),
+        "parameters": sum(local_tensor(master).numel() for master in masters),
+        "shards": sum(local_tensor(weight).nbytes for weight in module.parameters()),
+        "masters": sum(local_tensor(master).nbytes for master in masters),
+        "moments": sum(local_tensor(state[name]).nbytes for state in states for name in ("exp_avg", "exp_avg_sq")),
+        "sums": sum(buffer.flat_sum.nbytes for buffer in updater.grad_buffers.values()),
         "slot": updater.slot.nbytes,
         "stage": updater.stage.nbytes,
         "gradients": sum(weight.grad is not None for weight in module.parameters()),
@@ -141,7 +141,7 @@ def test_checkpoints_are_the_same_wherever_the_states_are(request, tmp_path, sav
 
 def _other_layout(me, directory, change):
     module, updater = build(me, directory, overlap=True, offload="optimizer")
-    landing = next(found for name, found in updater.landings.items() if ".layers." in name)
+    landing = next(found for name, found in updater.grad_buffers.items() if ".layers." in name)
     change(landing)
     try:
         take(me, module, updater, 1)
@@ -156,7 +156,7 @@ def _swap(landing):
 
 
 def _shorten(landing):
-    landing.total = landing.total[:-1]
+    landing.flat_sum = landing.flat_sum[:-1]
 
 
 def test_gradients_that_fsdp_lays_out_otherwise_are_refused(tiny):
@@ -168,13 +168,13 @@ def _waits(me, directory, offload):
     """What is counted where gradients are added, slowly, and nothing is updated."""
     module, updater = build(me, directory, overlap=True, offload=offload)
     of_updater = sys.modules[type(updater).__module__]
-    add = of_updater._add
+    add = of_updater._add_gradients
 
     def slow_add(*args):
         time.sleep(0.02)
         add(*args)
 
-    of_updater._add, updater._update = slow_add, lambda *_: None
+    of_updater._add_gradients, updater._update_unit = slow_add, lambda *_: None
     take(me, module, updater, 1, accumulation=3)
     updater.wait()
     return updater.work()
@@ -189,7 +189,7 @@ def test_adding_gradients_is_no_update(tiny, offload):
 
 def _other_moments(me, directory, root):
     from llama405b.checkpoint.saving import restore
-    from llama405b.optim.updater import local
+    from llama405b.optim.updater import local_tensor
 
     found = {}
     for saved in ("fp32", "bf16"):
@@ -211,7 +211,7 @@ def _other_moments(me, directory, root):
                 for n in before
                 for a, b in zip(before[n][2:], after[n][2:], strict=True)
             )
-            master = {local(state["exp_avg"]).dtype for state in updater.optimizer.state.values()}
+            master = {local_tensor(state["exp_avg"]).dtype for state in updater.optimizer.state.values()}
             found[saved, read] = (same_weights, same_moments, master)
     return found
 

@@ -37,7 +37,7 @@ def _sharded(me, directory, *, offload=False, checkpointing=True, numerics="fp32
 
     parallel = Parallel(numerics=numerics, offload="all" if offload else "none")
     module = llama.build_on_meta(llama.read_hf_config(directory), "sdpa", shard.shard_dtype(parallel))
-    shard.shard(module, parallel, me.device)
+    shard.shard_model(module, parallel, me.device)
     load_weights.load(module, directory, "rank0", me, lambda *_: None, offload=offload)
     if checkpointing:
         checkpoint_activations(module)
@@ -47,7 +47,7 @@ def _sharded(me, directory, *, offload=False, checkpointing=True, numerics="fp32
 def _losses(me, directory, micro=None, offload=False, tied_fsdp1=False, kind="fsdp2", numerics="fp32", overlap=False):
     from llama405b.optim.build_updater import build_updater
     from llama405b.optim.step import train_step
-    from llama405b.parallel.passes import OneByOne
+    from llama405b.parallel.passes import MicrobatchLoop
     from llama405b.settings.schema import Optimizer, Parallel
 
     if kind == "fsdp1":
@@ -58,7 +58,7 @@ def _losses(me, directory, micro=None, offload=False, tied_fsdp1=False, kind="fs
         from llama405b.parallel import fsdp
 
         init_utils._check_module_states_for_sync_module_states = lambda _states: None  # torch's refusal on CPU
-        module = fsdp.load_wrapped(
+        module = fsdp.load_fsdp1(
             directory, llama.read_hf_config(directory), "sdpa", Parallel(numerics="fp32", strategy="fsdp1"), me
         )
         checkpoint_activations(module)
@@ -66,13 +66,13 @@ def _losses(me, directory, micro=None, offload=False, tied_fsdp1=False, kind="fs
         module = _sharded(me, directory, offload=offload, numerics=numerics)
     parallel = Parallel(strategy=kind, offload="all" if offload else "none", overlap=overlap)
     updater = build_updater(module, Optimizer(lr=3e-3), parallel, me.device)
-    each = GLOBAL_BATCH // me.world
+    each = GLOBAL_BATCH // me.world_size
     losses, norms = [], []
     for x, y in _batches():
-        x, y = x[me.rank * each :][:each], y[me.rank * each :][:each]
+        x, y = x[me.index * each :][:each], y[me.index * each :][:each]
         size = micro or each
         parts = Batch(x, y).split(size)
-        result = train_step(OneByOne(module, me.dp.size), updater, parts, max_norm=1.0)
+        result = train_step(MicrobatchLoop(module, me.dp.size), updater, parts, max_norm=1.0)
         losses.append(result.loss)
         norms.append(result.grad_norm)
     return losses, norms
@@ -146,7 +146,7 @@ def _count(me, directory):
 
     from llama405b.optim.build_updater import build_updater
     from llama405b.optim.step import train_step
-    from llama405b.parallel.passes import OneByOne
+    from llama405b.parallel.passes import MicrobatchLoop
     from llama405b.settings.schema import Optimizer, Parallel
 
     module = _sharded(me, directory)
@@ -155,7 +155,7 @@ def _count(me, directory):
     counts = []
     for _ in range(2):
         with CommDebugMode() as comm:
-            train_step(OneByOne(module, me.dp.size), updater, [Batch(x[:3], y[:3])], max_norm=1.0)
+            train_step(MicrobatchLoop(module, me.dp.size), updater, [Batch(x[:3], y[:3])], max_norm=1.0)
         by_name = {str(op): n for op, n in comm.get_comm_counts().items()}
         counts.append(
             (
@@ -176,17 +176,17 @@ def test_each_unit_costs_what_it_must(tiny, tiny_tied):
 def _poison(me, directory, factor, where):
     from llama405b.optim.build_updater import build_updater
     from llama405b.optim.step import NoGradientError, NonFiniteError, train_step
-    from llama405b.parallel.passes import OneByOne
+    from llama405b.parallel.passes import MicrobatchLoop
     from llama405b.settings.schema import Optimizer, Parallel
 
     module = _sharded(me, directory)
     updater = build_updater(module, Optimizer(), Parallel(), me.device)
     before = [p.to_local().clone() for p in module.parameters()]
-    if me.rank in where:
+    if me.index in where:
         module.model.norm.register_forward_hook(lambda *args: args[2] * factor)
     x, y = _batches()[0]
     try:
-        train_step(OneByOne(module, me.dp.size), updater, [Batch(x[:3], y[:3])], max_norm=1.0)
+        train_step(MicrobatchLoop(module, me.dp.size), updater, [Batch(x[:3], y[:3])], max_norm=1.0)
     except (NonFiniteError, NoGradientError) as error:
         same = all(torch.equal(b, p.to_local()) for b, p in zip(before, module.parameters(), strict=True))
         return str(error), same
@@ -209,17 +209,19 @@ def test_nan_on_one_rank_or_no_gradient_stops_all_before_the_weights_change(tiny
 def _masked(me, directory):
     from llama405b.optim.build_updater import build_updater
     from llama405b.optim.step import train_step
-    from llama405b.parallel.passes import OneByOne
+    from llama405b.parallel.passes import MicrobatchLoop
     from llama405b.settings.schema import Optimizer, Parallel
 
     module = _sharded(me, directory)
     updater = build_updater(module, Optimizer(), Parallel(), me.device)
     before = [p.to_local().clone() for p in module.parameters()]
     x, y = (each[:3] for each in _batches()[0])
-    nothing = train_step(OneByOne(module, me.dp.size), updater, [Batch(x, torch.full_like(y, -100))], max_norm=1.0)
+    nothing = train_step(
+        MicrobatchLoop(module, me.dp.size), updater, [Batch(x, torch.full_like(y, -100))], max_norm=1.0
+    )
     same = all(torch.equal(b, p.to_local()) for b, p in zip(before, module.parameters(), strict=True))
-    mine = y if me.rank == 1 else torch.full_like(y, -100)
-    one_rank = train_step(OneByOne(module, me.dp.size), updater, [Batch(x, mine)], max_norm=1.0)
+    mine = y if me.index == 1 else torch.full_like(y, -100)
+    one_rank = train_step(MicrobatchLoop(module, me.dp.size), updater, [Batch(x, mine)], max_norm=1.0)
     return nothing, same, one_rank.n_targets
 
 
@@ -236,7 +238,7 @@ def train(demo, place, prompt, steps):
     flags = {"model.path": demo, "data.paths": place / "d.jsonl", "data.seq_len": 8, "training.global_batch_size": 1,
              "training.micro_batch_size": 1, "training.max_steps": steps, "checkpoint.every": 0}  # fmt: skip
     words = [f"--{key}={value}" for key, value in flags.items()]
-    done = run_program("llama405b.train:run_and_leave", "--preset", "demo", "--run-dir", "x", *words, cwd=place)
+    done = run_program("llama405b.train:run_and_exit", "--preset", "demo", "--run-dir", "x", *words, cwd=place)
     events = [json.loads(line) for line in (place / "x/events/rank-0.jsonl").read_text().splitlines()]
     metrics = place / "x/metrics.jsonl"
     lines = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
@@ -287,7 +289,7 @@ def _rotary_dtypes(me, directory):
 
     init_utils._check_module_states_for_sync_module_states = lambda _states: None  # torch's refusal on CPU
     parallel = Parallel(numerics="pure-bf16", strategy="fsdp1")
-    module = fsdp.load_wrapped(directory, llama.read_hf_config(directory), "sdpa", parallel, me)
+    module = fsdp.load_fsdp1(directory, llama.read_hf_config(directory), "sdpa", parallel, me)
     weights = {parameter.dtype for parameter in module.parameters()}
     return weights, {buffer.dtype for name, buffer in module.named_buffers() if "inv_freq" in name}
 

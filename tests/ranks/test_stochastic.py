@@ -45,24 +45,24 @@ def _updated(me, directory, settings, numerics):
     import torch
     from torch.distributed.tensor import DTensor, distribute_tensor
 
-    from llama405b.distributed.ranks import on_mesh
-    from llama405b.model.llama import unwrapped
-    from llama405b.optim.updater import local
+    from llama405b.distributed.ranks import with_mesh
+    from llama405b.model.llama import strip_wrappers
+    from llama405b.optim.updater import local_tensor
     from llama405b.settings.schema import Optimizer, Parallel
 
     parallel = Parallel(numerics=numerics, **settings)
-    me = on_mesh(me, parallel)
+    me = with_mesh(me, parallel)
     _, _, updater = mesh_rig.build(me, directory, parallel, Optimizer(lr=1e-5, weight_decay=0.0), torch.bfloat16)
     before = mesh_rig.whole_weights(updater.master)
     for step in range(3):
         for name, parameter in updater.master.named_parameters():
-            generator = torch.Generator().manual_seed(zlib.crc32(f"{unwrapped(name)} {step}".encode()))
+            generator = torch.Generator().manual_seed(zlib.crc32(f"{strip_wrappers(name)} {step}".encode()))
             whole = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
             if isinstance(parameter, DTensor):
                 whole = distribute_tensor(whole, parameter.device_mesh, parameter.placements)
             parameter.grad = whole
-        for part in getattr(updater, "parts", ()):
-            part.sums = [[local(p.grad) for p in members] for _, members in part.groups]
+        for part in getattr(updater, "unit_states", ()):
+            part.sums = [[local_tensor(p.grad) for p in members] for _, members in part.groups]
         updater.update()
         updater.wait()
     found = mesh_rig.whole_weights(updater.master)

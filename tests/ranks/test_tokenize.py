@@ -16,8 +16,8 @@ import pytest
 from conftest import ROOT
 from llama405b.contract.errors import UserError
 from llama405b.data import tokens as of_tokenize
-from llama405b.data.sources import documents_in, open_source, read_offsets
-from llama405b.data.tokens import Report, tokenised
+from llama405b.data.sources import documents_in_sequence, open_source, read_offsets
+from llama405b.data.tokens import ProgressReport, load_or_tokenize
 from llama405b.formats.corpus import TOKENIZED, TOKENS
 from llama405b.settings.schema import Data
 from llama405b_tools.verbs import data
@@ -44,12 +44,12 @@ def typed(demo, *more):
 
 
 def report():
-    return Report(lambda *_: None, lambda: None, lambda _: None)
+    return ProgressReport(lambda *_: None, lambda: None, lambda _: None)
 
 
 def test_they_are_the_tokens_that_a_run_would_make(demo, texts, capsys):
     config = Data(paths=("texts",), bad_records="skip")
-    expected = tokenised(config, demo, texts.parent / "cache", report())
+    expected = load_or_tokenize(config, demo, texts.parent / "cache", report())
     data.main(typed(demo))
     lines = capsys.readouterr().out.splitlines()
     assert sum(line.endswith("s left") for line in lines) > 3
@@ -60,7 +60,7 @@ def test_they_are_the_tokens_that_a_run_would_make(demo, texts, capsys):
     assert read_offsets(texts.parent / "made" / TOKENS) == read_offsets(texts.parent / "cache" / expected.name)
     assert sorted(path.name for path in (texts.parent / "made").iterdir()) == ["tokens.bin", "tokens.files", TOKENIZED]
 
-    made = tokenised(Data(paths=("made",), bad_records="skip"), demo, texts.parent / "none", report())
+    made = load_or_tokenize(Data(paths=("made",), bad_records="skip"), demo, texts.parent / "none", report())
     assert np.array_equal(np.fromfile(made.path(texts.parent / "none"), np.uint32), np.frombuffer(whole, np.uint32))
     before = (texts.parent / "made" / TOKENS).stat().st_mtime_ns
     data.main(typed(demo))
@@ -74,14 +74,16 @@ def test_a_large_file_of_records_is_shared_out_in_pieces(demo, texts, capsys):
     lines[300] = '{"no": 1}'
     (texts / "3.jsonl").write_bytes(b"\xef\xbb\xbf" + "\r\n".join(lines).encode())
     config = Data(paths=("texts",), bad_records="skip")
-    expected = tokenised(config, demo, texts.parent / "cache", report())
+    expected = load_or_tokenize(config, demo, texts.parent / "cache", report())
     data.main(typed(demo))
     assert "2 records left out: 2 like texts/3.jsonl:301: not " in capsys.readouterr().out
     cache, made = texts.parent / "cache" / expected.name, texts.parent / "made" / TOKENS
     assert made.read_bytes() == cache.read_bytes()
     assert len(read_offsets(made)) > len(read_offsets(cache)) + 5  # pieces
     sources = [open_source(file, 64, "split", truncate=False) for file in (cache, made)]
-    first, second = ([str(span) for place in range(s.n_sequences) for span in documents_in(s, place)] for s in sources)
+    first, second = (
+        [str(span) for place in range(s.n_sequences) for span in documents_in_sequence(s, place)] for s in sources
+    )
     assert first == second
     assert any(span.startswith("texts/3.jsonl 39") for span in first)
     with pytest.raises(UserError, match=r"texts/3\.jsonl:301: not .*; correct it, or leave such records out"):
@@ -92,20 +94,20 @@ def test_it_is_made_for_a_tokenizer_and_is_a_source_of_its_own(demo, texts, tmp_
     data.main(typed(demo))
     ours = Data(paths=("made",), bad_records="skip")
     with pytest.raises(UserError, match=r"--data\.paths: made was tokenized with another tokenizer, chat template, "):
-        tokenised(Data(paths=("made",)), demo, tmp_path / "cache", report())
+        load_or_tokenize(Data(paths=("made",)), demo, tmp_path / "cache", report())
     other = shutil.copytree(demo, tmp_path / "other")
     (other / "chat_template.jinja").write_text("another")
     with pytest.raises(UserError, match="was tokenized with another tokenizer"):
-        tokenised(ours, other, tmp_path / "cache", report())
+        load_or_tokenize(ours, other, tmp_path / "cache", report())
     with pytest.raises(UserError, match="made is already tokenized and cannot share a source: give each path a weight"):
-        tokenised(Data(paths=("made", "texts"), bad_records="skip"), demo, tmp_path / "cache", report())
+        load_or_tokenize(Data(paths=("made", "texts"), bad_records="skip"), demo, tmp_path / "cache", report())
     whole = Path("made/tokens.bin").read_bytes()
     Path("made/tokens.bin").write_bytes(b"\xff" + whole[1:])
     with pytest.raises(UserError, match=r"made/tokens\.bin is damaged; run `llama405b data tokenize` again"):
-        tokenised(ours, demo, tmp_path / "cache", report())
+        load_or_tokenize(ours, demo, tmp_path / "cache", report())
     os.truncate("made/tokens.bin", 400)
     with pytest.raises(UserError, match=r"--data\.paths: made is incomplete; run `llama405b data tokenize` again"):
-        tokenised(ours, demo, tmp_path / "cache", report())
+        load_or_tokenize(ours, demo, tmp_path / "cache", report())
 
 
 def test_it_continues_after_a_kill_and_leaves_no_process(demo, texts):
@@ -132,7 +134,7 @@ def test_it_continues_after_a_kill_and_leaves_no_process(demo, texts):
     assert kept == {path.name: path.stat().st_mtime_ns for path in parts.glob("*.bin") if path.name in kept}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
-    expected = tokenised(Data(paths=("texts",), bad_records="skip"), demo, texts.parent / "cache", report())
+    expected = load_or_tokenize(Data(paths=("texts",), bad_records="skip"), demo, texts.parent / "cache", report())
     assert (texts.parent / "made" / TOKENS).stat().st_size == 4 * expected.n_tokens
 
 

@@ -33,7 +33,7 @@ def test_a_token_file_that_is_damaged_on_any_host_is_made_anew(corpus, demo, tmp
 def _tokenise_for_long(me, corpus, demo, caches):
     """Rank 0 reads text for longer than a collective may block; returns how often each rank told that it is alive."""
     from llama405b.data import encode, tokens
-    from llama405b.data.documents import DocumentPlace, Found
+    from llama405b.data.documents import DocumentLocation, LocatedDocument
     from llama405b.distributed import ranks
     from llama405b.formats.document import Text
 
@@ -45,10 +45,10 @@ def _tokenise_for_long(me, corpus, demo, caches):
             began = time.monotonic()
             while time.monotonic() < began + TIMEOUT_S + 4:
                 time.sleep(0.05)
-                yield Found(Text("", "text " * 50), DocumentPlace(Path("slow.txt")))
+                yield LocatedDocument(Text("", "text " * 50), DocumentLocation(Path("slow.txt")))
             yield from super().__iter__()
 
-    tokens.Documents, encode.ENCODE_PIECES = Slow, 2
+    tokens.Documents, encode.ENCODE_CHUNKS = Slow, 2
     _bring(me, corpus, demo, caches, lambda *bytes_: told.append(bytes_))
     return told
 

@@ -10,9 +10,9 @@ import pytest
 
 from llama405b.contract.errors import UserError
 from llama405b.predict.estimate import estimate
-from llama405b.predict.memory import peak_of
-from llama405b.predict.run_shape import NORMS, Part, RunShape, held_elements, shard_elements
-from llama405b.predict.search import HALVES, WHOLE
+from llama405b.predict.memory import find_stage_peak
+from llama405b.predict.run_shape import FP32_NORMS, PredictedRun, StageSpec, rank_elements, shard_elements
+from llama405b.predict.search import HALF_LAYER_UNITS, LAYER_UNITS
 from llama405b.settings.axes import Axes, Recompute
 from llama405b.settings.config import PRESET_DIR
 from llama405b.settings.schema import Parallel
@@ -31,8 +31,8 @@ MODELS = [
 NUMERICS, PLACES = ("pure-bf16", "fp32-master", "fp32"), ("none", "all")
 BATCHES = [(512, 1), (4096, 1), (8192, 2)]  # length and number of sequences
 GRID = [
-    *itertools.product(MODELS, NUMERICS, PLACES, (WHOLE, HALVES), BATCHES),
-    *itertools.product(MODELS, ["fp32-master"], ["optimizer"], (WHOLE, HALVES), BATCHES),
+    *itertools.product(MODELS, NUMERICS, PLACES, (LAYER_UNITS, HALF_LAYER_UNITS), BATCHES),
+    *itertools.product(MODELS, ["fp32-master"], ["optimizer"], (LAYER_UNITS, HALF_LAYER_UNITS), BATCHES),
 ]
 
 
@@ -53,16 +53,16 @@ def _compare(model, numerics, offload, wrap, batch):
     config = PRESETS[name] | ({"num_hidden_layers": layers} if layers else {})
     tracked = track(config, Parallel(numerics=numerics, offload=offload, wrap=wrap), world, seq_len, micro_batch)
     llama = parse_llama(config, name)
-    load = RunShape(llama, numerics, offload, world, seq_len, micro_batch, world * micro_batch, wrap=wrap)
-    shards = load.weight_bytes * shard_elements(Part(llama), world)
+    load = PredictedRun(llama, numerics, offload, world, seq_len, micro_batch, world * micro_batch, wrap=wrap)
+    shards = load.weight_bytes * shard_elements(StageSpec(llama), world)
     if offload == "optimizer":
-        shards = load.shard_bytes["parameters"] * shard_elements(Part(llama), world)
+        shards = load.shard_bytes["parameters"] * shard_elements(StageSpec(llama), world)
         assert (tracked.before, tracked.after) == (shards, shards)  # gradients are in host memory
     else:
         assert (tracked.before, tracked.after) == (shards, 2 * shards)
     found = estimate(load)
-    moments = found.peak.held.get("moments", 0)  # the tracker sees no optimizer
-    assert moments == (load.moment_bytes * shard_elements(Part(llama), world) if offload == "none" else 0)
+    moments = found.peak.bytes_by_kind.get("moments", 0)  # the tracker sees no optimizer
+    assert moments == (load.moment_bytes * shard_elements(StageSpec(llama), world) if offload == "none" else 0)
     assert found.peak.total - moments == pytest.approx(tracked.peak, rel=0.01)
 
 
@@ -80,16 +80,16 @@ def test_each_strategy_takes_what_torch_tracks(model, strategy):
         PRESETS[name] | {"num_hidden_layers": layers},
         Parallel(numerics="fp32-master", strategy=strategy),
     )
-    axes = Axes.of(parallel, world, 2)
+    axes = Axes.from_parallel(parallel, world, 2)
     tracked = track(config, parallel, world, batch, 1, axes)
     llama = parse_llama(config, name)
-    load = RunShape(
+    load = PredictedRun(
         llama, "fp32-master", "none", world, batch, 1, world, dp_shard=axes.dp_shard, keeps_weights=strategy != "hsdp",
     )  # fmt: skip
-    shards = load.weight_bytes * shard_elements(Part(llama), axes.dp_shard)
+    shards = load.weight_bytes * shard_elements(StageSpec(llama), axes.dp_shard)
     assert (tracked.before, tracked.after) == (shards, 2 * shards)
     found = estimate(load)
-    assert found.peak.total - found.peak.held["moments"] == pytest.approx(tracked.peak, rel=0.03)
+    assert found.peak.total - found.peak.bytes_by_kind["moments"] == pytest.approx(tracked.peak, rel=0.03)
     assert found.gpu_reserved_bytes is None
 
 
@@ -132,24 +132,25 @@ def test_each_axis_takes_what_torch_tracks(seq_len, mesh):
     axes, stage, n_micro, more = MESHES[mesh]
     config = PRESETS["llama3.1-8b"] | {"num_hidden_layers": 8}
     sizes = {name: getattr(axes, name) for name in ("tp", "cp", "pp")}
-    recompute = Recompute.read(more.get("recompute", "full"))
+    recompute = Recompute.parse(more.get("recompute", "full"))
     activations = more.get("activations", "device")
     more = {name: value for name, value in more.items() if name not in ("recompute", "activations")}
     parallel = Parallel(**({"numerics": "fp32-master"} | sizes | more), dp_replicate=axes.dp_replicate)
-    rank = stage * axes.world // axes.pp
+    rank = stage * axes.world_size // axes.pp
     llama = parse_llama(config, "8b")
-    load = RunShape(
-        llama, parallel.numerics, parallel.offload, axes.world, seq_len, 1, n_micro * axes.dp_shard * axes.dp_replicate,
+    load = PredictedRun(
+        llama, parallel.numerics, parallel.offload, axes.world_size, seq_len, 1, n_micro * axes.dp_shard * axes.dp_replicate,
         dp_shard=axes.dp_shard if axes.dp_replicate > 1 else 0, **sizes, pp_schedule=parallel.pp_schedule,
-        keeps_weights=parallel.of_strategy.keeps_weights, reduces_each=parallel.of_strategy.reduces_each, loss=parallel.loss,
+        keeps_weights=parallel.strategy_spec.keeps_weights_gathered, reduces_each=parallel.strategy_spec.reduces_every_microbatch,
+        loss=parallel.loss,
         recompute=recompute, activations=activations, prefetch=parallel.prefetch, kept_by=parallel.reshard_after_forward,
     )  # fmt: skip
     on_host = load if activations == "host" else None
-    tracked = track(config, parallel, axes.world, seq_len, 1, axes, rank, n_micro, recompute, on_host)
+    tracked = track(config, parallel, axes.world_size, seq_len, 1, axes, rank, n_micro, recompute, on_host)
     assert load.axes == axes
-    assert tracked.before == load.weight_bytes * held_elements(llama, axes, rank, parallel.chunks)
-    found = peak_of(load, stage)
-    assert found.total - found.held.get("moments", 0) == pytest.approx(tracked.peak, rel=0.03)
+    assert tracked.before == load.weight_bytes * rank_elements(llama, axes, rank, parallel.virtual_stages)
+    found = find_stage_peak(load, stage)
+    assert found.total - found.bytes_by_kind.get("moments", 0) == pytest.approx(tracked.peak, rel=0.03)
 
 
 @pytest.mark.parametrize("numerics", NUMERICS)
@@ -158,22 +159,22 @@ def test_the_optimizer_takes_what_it_keeps(model, numerics):
     (name, layers, world), parallel = model, Parallel(numerics=numerics)
     config = PRESETS[name] | {"num_hidden_layers": layers}
     llama = parse_llama(config, name)
-    load = RunShape(llama, numerics, "none", world, 512, 1, world)
-    held = estimate(load).peak.held
+    load = PredictedRun(llama, numerics, "none", world, 512, 1, world)
+    held = estimate(load).peak.bytes_by_kind
     kept, _ = optimizer_bytes(config, parallel, world)
-    assert held["moments"] + held.get(NORMS, 0) == kept
+    assert held["moments"] + held.get(FP32_NORMS, 0) == kept
     assert load.checkpoint_bytes == optimizer_bytes(config, parallel, 1)[1]
-    assert (numerics == "pure-bf16") == (kept != load.moment_bytes * shard_elements(Part(llama), world))
+    assert (numerics == "pure-bf16") == (kept != load.moment_bytes * shard_elements(StageSpec(llama), world))
 
 
 @pytest.mark.parametrize("moments", ["fp32", "bf16"])
-@pytest.mark.parametrize("wrap", [WHOLE, HALVES])
+@pytest.mark.parametrize("wrap", [LAYER_UNITS, HALF_LAYER_UNITS])
 @pytest.mark.parametrize("model", MODELS)
 def test_a_host_keeps_what_the_trainer_allocates_there(model, wrap, moments):
     name, layers, world = model
     config = PRESETS[name] | {"num_hidden_layers": layers}
     kept = host_bytes(config, Parallel(numerics="fp32-master", offload="optimizer", wrap=wrap, moments=moments), world)
-    load = RunShape(
+    load = PredictedRun(
         parse_llama(config, name), "fp32-master", "optimizer", world, moments=moments, wrap=wrap, ranks_per_host=1
     )
     assert sum(load.host_bytes.values()) == pytest.approx(kept, rel=0.01)
@@ -184,7 +185,7 @@ def test_units_are_predicted_within_a_percent_or_refused():
     verdicts = []
     for wrap in (("LlamaDecoderLayer",), ("LlamaAttention", "LlamaMLP"), ("LlamaAttention",)):
         tracked = track(config, Parallel(numerics="pure-bf16", offload="all", wrap=wrap), 8, 512, 1)
-        load = RunShape(parse_llama(config, "8b"), "pure-bf16", "all", 8, 512, 1, 8, wrap=wrap)
+        load = PredictedRun(parse_llama(config, "8b"), "pure-bf16", "all", 8, 512, 1, 8, wrap=wrap)
         is_exact = estimate(load).peak.total == pytest.approx(tracked.peak, rel=0.01)
         verdicts.append((is_exact, _refusal("--preset", "llama3.1-8b", "--parallel.wrap", ",".join(wrap))))
     assert verdicts[:2] == [(True, "")] * 2
@@ -222,7 +223,7 @@ def test_units_that_share_parameters_are_refused(wrap, message):
 
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("wrap", [WHOLE, HALVES])
+@pytest.mark.parametrize("wrap", [LAYER_UNITS, HALF_LAYER_UNITS])
 @pytest.mark.parametrize(
     ("numerics", "offload"), [("pure-bf16", "none"), ("pure-bf16", "all"), ("fp32-master", "optimizer")]
 )

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from llama405b.predict.memory import peak_of
-from llama405b.predict.run_shape import RunShape
-from llama405b.predict.search import HALVES
+from llama405b.predict.memory import find_stage_peak
+from llama405b.predict.run_shape import PredictedRun
+from llama405b.predict.search import HALF_LAYER_UNITS
 from llama405b.settings.axes import Axes, Recompute
 from llama405b.settings.config import PRESET_DIR
 from llama405b.settings.schema import Adapter, Parallel
@@ -19,7 +19,7 @@ CASES = {  # preset, layers, ranks, tokens, adapter, settings, recomputation
     "405B": ("llama3.1-405b", 3, 64, 4096, ALL, {}, "full"),
     "tied": ("llama3.2-1b", 4, 3, 8192, FEW, {}, "full"),
     "offload": ("llama3.1-405b", 3, 16, 8192, FEW, {"offload": "all", "loss": "parts"}, "full"),
-    "halves": ("llama3.1-8b", 4, 8, 4096, FEW, {"wrap": HALVES, "numerics": "pure-bf16"}, "full"),
+    "halves": ("llama3.1-8b", 4, 8, 4096, FEW, {"wrap": HALF_LAYER_UNITS, "numerics": "pure-bf16"}, "full"),
     "fp32": ("llama3.1-8b", 4, 8, 4096, ALL, {"numerics": "fp32", "loss": "parts"}, "full"),
     "none": ("llama3.1-8b", 4, 8, 8192, FEW, {"loss": "parts"}, "none"),
     "operators": ("llama3.1-8b", 4, 8, 8192, ALL, {"loss": "parts"}, "operators"),
@@ -31,13 +31,13 @@ CASES = {  # preset, layers, ranks, tokens, adapter, settings, recomputation
 @pytest.mark.parametrize("case", CASES)
 def test_a_step_takes_what_torch_tracks(case):
     name, layers, world, seq_len, adapter, settings, kind = CASES[case]
-    config, recompute = PRESETS[name] | {"num_hidden_layers": layers}, Recompute.read(kind)
+    config, recompute = PRESETS[name] | {"num_hidden_layers": layers}, Recompute.parse(kind)
     parallel = Parallel(**{"numerics": "fp32-master"} | settings)
-    axes = Axes.of(parallel, world, 8)
+    axes = Axes.from_parallel(parallel, world, 8)
     tracked = track(config, parallel, world, seq_len, 1, axes, recompute=recompute, adapter=adapter)
-    run = RunShape(
+    run = PredictedRun(
         parse_llama(config, name), parallel.numerics, parallel.offload, world, seq_len, 1, axes.size(("dp_shard",)),
         wrap=parallel.wrap, loss=parallel.loss, recompute=recompute, adapter=adapter, tp=axes.tp, cp=axes.cp,
     )  # fmt: skip
-    found = peak_of(run, 0)
-    assert found.total - found.held.get("moments", 0) == pytest.approx(tracked.peak, rel=0.02)
+    found = find_stage_peak(run, 0)
+    assert found.total - found.bytes_by_kind.get("moments", 0) == pytest.approx(tracked.peak, rel=0.02)

@@ -12,7 +12,7 @@ import pytest
 
 from conftest import ROOT
 from llama405b.commands import track
-from llama405b.contract.errors import FAILED, GOOD, UserError
+from llama405b.contract.errors import EXIT_FAILED, EXIT_OK, UserError
 from llama405b_tools.verbs import export
 from ranks_rig import run_program
 
@@ -40,7 +40,7 @@ def _packages(monkeypatch):
 def trainer():
     """Be the trainer on one of the ranks, with the trackers' packages; where W&B is dead, its time is over when the others have ended."""
     from llama405b.tracking import start
-    from llama405b.train import run_and_leave
+    from llama405b.train import run_and_exit
     from llama405b.training import build
 
     sys.path.append(str(TRACKERS))
@@ -49,24 +49,24 @@ def trainer():
     def monotonic():
         [trackers] = closing
         alone = [*trackers.pids.values()] == ["wandb"] and trackers.run.sent("wandb").exists()
-        return start.END_S if alone and "WANDB_BASE_URL" in os.environ else 0.0
+        return start.CLOSE_TIMEOUT_S if alone and "WANDB_BASE_URL" in os.environ else 0.0
 
-    class Trackers(start.Trackers):
+    class Trackers(start.TrackerProcesses):
         def close(self):
             closing.append(self)
             start.time = types.SimpleNamespace(monotonic=monotonic, sleep=time.sleep)
             super().close()
 
-    build.Trackers = Trackers
-    run_and_leave()
+    build.TrackerProcesses = Trackers
+    run_and_exit()
 
 
 def trainer_without():
     """Be the trainer without them."""
-    from llama405b.train import run_and_leave
+    from llama405b.train import run_and_exit
 
     sys.path.remove(str(TRACKERS))
-    run_and_leave()
+    run_and_exit()
 
 
 def _train(model, run, steps, *flags, env=None):
@@ -153,10 +153,10 @@ def test_a_resume_goes_on_and_what_is_done_again_keeps_its_first_values(demo, tm
     assert sampled == curves["prompts/1/text_summary"] == [0, 2, 4, 6]
 
     monkeypatch.chdir(tmp_path)
-    assert export.main(["run", "out"]) == GOOD
+    assert export.main(["run", "out"]) == EXIT_OK
     with pytest.raises(UserError, match="run/model was not written by `llama405b export`"):
         track.main(["run", "--model", "run/model"])
-    assert track.main(["run", "--model", "out"]) == GOOD
+    assert track.main(["run", "--model", "out"]) == EXIT_OK
     children = Path("/proc/self/task").glob("*/children")
     ours = [pid for each in children for pid in each.read_text().split()]
     assert "wandb-core\n" not in [Path(f"/proc/{pid}/comm").read_text() for pid in ours]  # so all is in its files
@@ -185,14 +185,14 @@ def test_a_tracker_that_is_dead_costs_no_step_and_is_sent_all_later(demo, tmp_pa
     settings = run / "config.toml"
     settings.write_text(settings.read_text().replace("offline = false", "offline = true"))
     monkeypatch.chdir(tmp_path)
-    assert track.main(["run"]) == GOOD
+    assert track.main(["run"]) == EXIT_OK
     assert [int(row["_step"]) for row in _of_wandb(run)[0]] == [0, 1, 2, 3]
     assert json.loads((run / "tracking/wandb.json").read_text())["step"] == 3
 
     shutil.rmtree(run / "tracking/tensorboard")
     (run / "tracking/tensorboard.json").unlink()
     (run / "tracking/tensorboard").write_text("in the way")
-    assert track.main(["run", "--only", "tensorboard"]) == FAILED
+    assert track.main(["run", "--only", "tensorboard"]) == EXIT_FAILED
     told = capfd.readouterr().out
     assert "tracking tensorboard: " in told
     assert "4 steps were not sent; `llama405b track run` sends them" in told

@@ -121,7 +121,7 @@ def _look_at(me, root):
     from llama405b.contract.paths import RunDir
 
     said = []
-    found = Store(root, 3, me, run=RunDir(root.parent / "run"), say=said.append).look_at(root / STEP)
+    found = Store(root, 3, me, run=RunDir(root.parent / "run"), say=said.append).open_checkpoint(root / STEP)
     return str(found.path), said
 
 

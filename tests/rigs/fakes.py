@@ -7,28 +7,28 @@ from llama405b.contract import reader
 from llama405b.contract.records import NodeState, NodeStatus
 from llama405b_tools.agent import agent
 from llama405b_tools.agent.autopsy import HostEvidence
-from llama405b_tools.agent.launch_facts import LaunchFacts, Reach
-from llama405b_tools.agent.machine import RunPlace
+from llama405b_tools.agent.launch_facts import HeadRoute, LaunchFacts
+from llama405b_tools.agent.machine import DirectoryCheck
 from llama405b_tools.agent.messages import (
-    CUT,
-    KEEP,
+    COMMIT,
+    RELEASE,
     AccountReply,
     CheckpointPart,
+    Committed,
     HostRun,
-    Kept,
     NodeUpdate,
     NoteReply,
     PartsReply,
-    Started,
+    StartReply,
     StatusReply,
     StopReply,
     StreamMessage,
 )
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.inventory import Host
-from llama405b_tools.hosts.transport import HostError, Result
+from llama405b_tools.hosts.transport import CommandResult, HostError
 from llama405b_tools.parsers import Rdma
-from llama405b_tools.run.autopsy import LOAD
+from llama405b_tools.run.autopsy import LOAD_COMMAND
 
 
 class FakeHost:
@@ -54,18 +54,18 @@ class FakeHost:
         return [fault] if fault is not None else [reader.dumps(each) for each in getattr(self, action)(request)]
 
     def probe(self, request):
-        head = {address: Reach("", "10.0.0.9", "eth0") for address in request.candidates}
+        head = {address: HeadRoute("", "10.0.0.9", "eth0") for address in request.candidates}
         alive = self.alive and request.run == self.plan.run
         gpus = self.gpus.pop(0) if len(self.gpus) > 1 else self.gpus[0]
         yield LaunchFacts({}, True, "", True, False, self.plan.attempt if self.plan else 0, "", alive, (), (), self.machine,
-                          gpus, Rdma(), 2, "", False, (), head, "/w", RunPlace("/w/runs/r"), {}, 1 << 40, None, "",
+                          gpus, Rdma(), 2, "", False, (), head, "/w", DirectoryCheck("/w/runs/r"), {}, 1 << 40, None, "",
                           stopped_by=self.stopped_by, stopped_at=self.stopped_at)  # fmt: skip
 
     def start(self, request):
         self.plan, self.alive = request.plan, True
         self.noted = self.noted if request.again else request.guard
         self.status = NodeStatus(self.name, NodeState.RUNNING, request.plan.attempt, 1, 1)
-        yield Started()
+        yield StartReply()
 
     def planned(self, request):
         yield self.plan
@@ -84,7 +84,7 @@ class FakeHost:
         yield self.receipt
 
     def keep(self):
-        return [reader.dumps(Kept())]
+        return [reader.dumps(Committed())]
 
     def hang_up(self):
         self.alive = False
@@ -131,15 +131,15 @@ class FakeConnection:
 
     def run(self, command, stdin, timeout_s):
         self.host.waits[command.rpartition(" ")[2]] = timeout_s
-        if command == LOAD:
-            return Result(0, self.host.load, "")
+        if command == LOAD_COMMAND:
+            return CommandResult(0, self.host.load, "")
         if command == "true":
             if isinstance(fault := self.host.faults.get("true"), Exception):
                 raise fault
-            return Result(0, "", "")
+            return CommandResult(0, "", "")
         action, request = _asked(command, stdin)
         answer = self.host.answer(action, request) if action != "status" else self._status(request)
-        return Result(0, "\n".join(answer) + "\n", "")
+        return CommandResult(0, "\n".join(answer) + "\n", "")
 
     def _status(self, request):
         self.host.heard.append(("status", request))
@@ -172,8 +172,8 @@ class FakeStream:
     def send(self, text):
         if isinstance(fault := self.host.faults.get("keep"), BaseException):
             raise fault
-        self.kept = text in (KEEP, CUT)
-        for line in self.host.keep() if text == KEEP else ():
+        self.kept = text in (COMMIT, RELEASE)
+        for line in self.host.keep() if text == COMMIT else ():
             self.lines.put(line)
 
     def end_input(self):
@@ -202,7 +202,7 @@ class FakeFleet(Fleet):
 
 def _asked(command, stdin):
     action = command.rpartition(" ")[2]
-    return action, reader.loads(agent.action(action)[1], stdin, "the request")
+    return action, reader.loads(agent.load_action(action)[1], stdin, "the request")
 
 
 @contextlib.contextmanager

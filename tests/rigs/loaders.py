@@ -72,7 +72,7 @@ def trained(family, place, *, adapter=True):
     kinds = {"whole": ()} | ({"adapter": ("--adapter.kind", "lora", "--parallel.numerics", "fp32")} if adapter else {})
     for name, more in kinds.items():
         run = place / name
-        done = run_program("llama405b.train:run_and_leave", *settings, "--run-dir", run, *more, cwd=place)
+        done = run_program("llama405b.train:run_and_exit", *settings, "--run-dir", run, *more, cwd=place)
         assert done.returncode == 0, done.stdout + done.stderr
         exported[name] = place / f"{name}-export"
         export(run, exported[name], *(["--adapter"] if more else ["--dtype", "bf16"]))

@@ -52,11 +52,11 @@ def packed(step):
 
 def micro_batches(step, me, micro):
     """This rank's, as its reader deals them."""
-    from llama405b.settings.axes import Dealing
+    from llama405b.settings.axes import MicrobatchSplit
 
-    dealing, batch = Dealing(BATCH // micro, me.dp.size), packed(step)
-    first, n_own = dealing.place(me.dp.rank)
-    idle = dealing.rounds - n_own
+    dealing, batch = MicrobatchSplit(BATCH // micro, me.dp.size), packed(step)
+    first, n_own = dealing.first_and_count(me.dp.rank)
+    idle = dealing.grad_accum_steps - n_own
     rows = slice((first - idle) * micro, (first + n_own) * micro)
     own = Batch(batch.ids_BS[rows], batch.targets_BS[rows].clone(), batch.positions_BS[rows])
     own.targets_BS[: idle * micro] = -100
@@ -79,14 +79,14 @@ def train(
     adapter=None,
 ):
     """Train; returns each step's loss and norm, and the whole weights afterwards."""
-    from llama405b.distributed.ranks import on_mesh
+    from llama405b.distributed.ranks import with_mesh
     from llama405b.model import head
     from llama405b.optim.step import train_step
     from llama405b.settings.schema import Optimizer, Parallel
 
-    head.PART = WORDS
+    head.VOCAB_CHUNK = WORDS
     parallel = Parallel(numerics="fp32", **(settings or {}))
-    me = on_mesh(me, parallel)
+    me = with_mesh(me, parallel)
     optimizer = Optimizer(lr=lr, groups=groups)
     model, passes, updater = build(me, directory, parallel, optimizer, dtype, recompute=recompute, adapter=adapter)
     if activations == "host":
@@ -104,7 +104,7 @@ def train(
 
 def keep_on_host(me, directory, model, parallel, recompute, micro, dtype):
     from llama405b.model import host_inputs
-    from llama405b.predict.run_shape import RunShape
+    from llama405b.predict.run_shape import PredictedRun
     from llama405b.settings.schema import Config, Data, Model, Training
     from llama405b.spec.models import read_llama
 
@@ -114,9 +114,9 @@ def keep_on_host(me, directory, model, parallel, recompute, micro, dtype):
         Training(global_batch_size=BATCH, micro_batch_size=micro),
         parallel=parallel,
     )
-    run = RunShape.of(read_llama(directory), config, me.world, me.axes)
-    count = run.inputs_on_host(me.axes.place(me.rank, ("pp",)).rank)
-    return host_inputs.keep_on_host(model, count, run.input_shape, dtype, me.device, lambda *_: None)
+    run = PredictedRun.from_config(read_llama(directory), config, me.world_size, me.axes)
+    count = run.inputs_on_host(me.axes.coordinate(me.index, ("pp",)).rank)
+    return host_inputs.offload_inputs(model, count, run.input_shape, dtype, me.device, lambda *_: None)
 
 
 def build(me, directory, parallel, optimizer, dtype, *, recompute="full", how="rank0", compiles=False, adapter=None):
@@ -124,35 +124,37 @@ def build(me, directory, parallel, optimizer, dtype, *, recompute="full", how="r
     from llama405b.model.llama import add_adapters, checkpoint_activations, compile_layers
     from llama405b.optim.build_updater import build_updater
     from llama405b.parallel import load_weights
-    from llama405b.parallel.passes import build_passes
-    from llama405b.parallel.split import holdings_of, split
+    from llama405b.parallel.passes import build_forward_backward
+    from llama405b.parallel.split import shard_layout_of, split_model
     from llama405b.settings.axes import Recompute
     from llama405b.spec.models import read_llama
 
     config = llama.read_hf_config(directory)
     whole = llama.build_on_meta(config, "sdpa", dtype)
-    llama.freeze(whole, optimizer.groups, whole=bool(adapter))
-    holdings = holdings_of(whole, parallel, me)
+    llama.freeze(whole, optimizer.groups, freeze_all=bool(adapter))
+    holdings = shard_layout_of(whole, parallel, me)
     adapt = functools.partial(add_adapters, adapter=adapter, dtype=dtype, groups=optimizer.groups)
-    model = split(whole, parallel, me, *[adapt] * bool(adapter))
-    load_weights.load(model, directory, how, me, lambda *_: None, offload=parallel.offload != "none", holdings=holdings)
+    model = split_model(whole, parallel, me, *[adapt] * bool(adapter))
+    load_weights.load(
+        model, directory, how, me, lambda *_: None, offload=parallel.offload != "none", shard_layout=holdings
+    )
     if adapter:
         load_weights.load_adapter(model, read_llama(directory), adapter, 0, me, holdings, lambda *_: None)
     if compiles:
         compile_layers(model)
-    checkpoint_activations(model, Recompute.read(recompute))
+    checkpoint_activations(model, Recompute.parse(recompute))
     updater = build_updater(model, optimizer, parallel, me.device)
-    return model, build_passes(parallel, model, me), updater
+    return model, build_forward_backward(parallel, model, me), updater
 
 
 def whole_weights(model):
     """Every weight in one piece, by its name in the file."""
     from torch.distributed.tensor import DTensor
 
-    from llama405b.model.llama import unwrapped
+    from llama405b.model.llama import strip_wrappers
 
     return {
-        unwrapped(name): (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
+        strip_wrappers(name): (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
         for name, p in model.named_parameters()
     }
 

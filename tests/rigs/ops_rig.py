@@ -40,7 +40,7 @@ def fake_trainer(demo, corpus, steps=12):
 def train(work, run, *flags, world=1, code=0):
     """Train in a run's directory without a launch, by ranks that start in no time; returns the completed process."""
     (work / "runs" / run).mkdir(parents=True, exist_ok=True)
-    done = run_program("llama405b.train:run_and_leave", *flags, "--run-dir", f"runs/{run}", cwd=work, world=world)
+    done = run_program("llama405b.train:run_and_exit", *flags, "--run-dir", f"runs/{run}", cwd=work, world=world)
     assert done.returncode == code, done.stdout + done.stderr
     return done
 

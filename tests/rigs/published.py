@@ -10,8 +10,8 @@ import json
 import math
 from pathlib import Path
 
-from llama405b.predict.hardware import GIB, Rates, Setting, Shape, read_gpus
-from llama405b.predict.run_shape import layers_of_stages
+from llama405b.predict.hardware import GIB, ModelShape, Rates, TrainingSetup, read_gpus
+from llama405b.predict.run_shape import layers_per_stage
 from llama405b.predict.step_time import step_time
 from llama405b.settings.axes import Recompute
 from llama405b.settings.config import PRESET_DIR
@@ -61,7 +61,7 @@ class Row:
     metric: str
     value: float
     not_modelled: str  # why there is no prediction; '' if there is
-    setting: Setting | None
+    setting: TrainingSetup | None
     state_bytes: int  # of a parameter, sharded over the GPUs
     anchor: "Row | None"  # of memory: the row of the same software on 8 GPUs
     cells: dict[str, str]
@@ -106,16 +106,16 @@ def shape_of(model):
         hidden, layers = MPT[model]
         layer = 12 * hidden * hidden + 2 * hidden  # no biases
         n = layers * layer + (MPT_VOCAB + MPT_POSITIONS + 1) * hidden
-        return Shape(layers, hidden, hidden, hidden, 4 * hidden, False, MPT_VOCAB, n, layer)
+        return ModelShape(layers, hidden, hidden, hidden, 4 * hidden, False, MPT_VOCAB, n, layer)
     if model in LLAMA3:
-        return Shape.of(parse_llama(LLAMA3[model], model))
+        return ModelShape.from_llama(parse_llama(LLAMA3[model], model))
     known = OTHERS.get(model) or (*LLAMA2[model], 32_000, False)
     hidden, intermediate, layers, heads, kv_heads, vocab, tied = known
     shape = {
         "hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": layers, "num_attention_heads": heads,
         "num_key_value_heads": kv_heads, "vocab_size": vocab, "tie_word_embeddings": tied, "head_dim": HEAD_DIM,
     }  # fmt: skip
-    return Shape.of(parse_llama(LLAMA3["llama3-8b"] | shape, model))
+    return ModelShape.from_llama(parse_llama(LLAMA3["llama3-8b"] | shape, model))
 
 
 def read_rows(file=ROWS):
@@ -135,7 +135,7 @@ def read_rows(file=ROWS):
 
 
 def _setting(cells, gpus):
-    setting = Setting(
+    setting = TrainingSetup(
         shape_of(cells["model"]), gpus[cells["gpu"]], int(cells["gpus"]), int(cells["gpus_per_node"]),
         float(cells["nic_gbit_per_node"]) * 1e9 / 8, int(cells["seq_len"]), int(cells["micro_batch"]), int(cells["grad_accum"]),
         int(cells["reduce_bytes"]), *RECOMPUTED[cells["checkpointing"]], cells["reshard"] == "1", cells["compile"] == "1",
@@ -149,7 +149,7 @@ def _told(setting, cells):
     if cells.get("tp"):
         pp, chunks, once = int(cells["pp"]), int(cells["chunks"]), cells["once"] == "1"
         llama = parse_llama(LLAMA3[cells["model"]], cells["model"])
-        stages = layers_of_stages(llama, pp * chunks) if pp > 1 else ()
+        stages = layers_per_stage(llama, pp * chunks) if pp > 1 else ()
         return dataclasses.replace(
             setting,
             tp=int(cells["tp"]),

@@ -138,7 +138,7 @@ def _rank(rank, world, port, scratch, environment, target, args):
     from llama405b.distributed import ranks
 
     try:
-        me = ranks.join("cpu", 60)
+        me = ranks.join_process_group("cpu", 60)
         outcome = ("value", target(me, *args))
     except BaseException:
         outcome = ("raised", traceback.format_exc())

@@ -14,7 +14,7 @@ step_of_loss = 0
 
 def main():
     record = Path(os.environ["RECORD"]) / f"{os.environ['LAUNCH']}-{os.environ.get('RANK', 0)}.jsonl"
-    compute, take = functional.cross_entropy, Trainer.one_step
+    compute, take = functional.cross_entropy, Trainer.run_step
 
     def computing(logits, targets, **options):
         with record.open("a") as file:
@@ -27,8 +27,8 @@ def main():
         step_of_loss = step
         return take(trainer, step)
 
-    functional.cross_entropy, Trainer.one_step = computing, taking
-    train.run_and_leave()
+    functional.cross_entropy, Trainer.run_step = computing, taking
+    train.run_and_exit()
 
 
 if __name__ == "__main__":

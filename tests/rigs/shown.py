@@ -8,11 +8,11 @@ from rich.console import Console
 from situations import SITUATIONS, Situation, watch
 
 from llama405b_tools.top.draw import panels
-from llama405b_tools.top.draw.ui import LogLine, Ui, segments, theme
+from llama405b_tools.top.draw.ui import LogLine, Ui, make_theme, styled_segments
 from llama405b_tools.top.session import LogPane
 from llama405b_tools.top.state import simulate
 from llama405b_tools.top.state.cluster import ClusterState
-from llama405b_tools.top.state.picture import Picture
+from llama405b_tools.top.state.picture import ClusterView
 from llama405b_tools.top.state.trends import Trends
 
 HOT, HUNG, LOADING = 84.0, simulate.HUNG + 80, 14.0
@@ -22,31 +22,31 @@ HOT, HUNG, LOADING = 84.0, simulate.HUNG + 80, 14.0
 class Shown:
     """All that the screen is drawn from."""
 
-    pic: Picture
+    pic: ClusterView
     trends: Trends
     logs: list[LogLine]
 
     def screen(self, width, height, ui=None, **new):
         """Draw it; ``new``: fields of the picture."""
         pic = dataclasses.replace(self.pic, **new)
-        return panels.screen(pic, self.trends, ui or Ui(), self.logs, width, height)
+        return panels.draw_screen(pic, self.trends, ui or Ui(), self.logs, width, height)
 
 
 @functools.cache
 def played(n_hosts, seconds, script=simulate.INCIDENT):
     """Return what is shown of the simulated incident after some time."""
-    names = simulate.names(n_hosts)
+    names = simulate.host_names(n_hosts)
     cluster, logs, trends = ClusterState(names, 2.0, badge="SIMULATED"), LogPane(), Trends()
-    for event in simulate.incident(n_hosts, seconds=seconds, script=script):
+    for event in simulate.simulate_incident(n_hosts, seconds=seconds, script=script):
         if "frame" in event:
-            cluster.take(event["host"], event["frame"], event["t"])
+            cluster.take_frame(event["host"], event["frame"], event["t"])
             if event["host"] == names[-1]:
                 cluster.advance(event["t"])
-                trends.take(cluster.picture(), cluster.steps())
+                trends.take(cluster.make_view(), cluster.steps())
         else:
             logs.take(event["host"], event["entries"], cluster.first_rank(event["host"]))
-    logs.settle(event["t"] + 10)
-    return Shown(cluster.picture(), trends, list(logs.lines))
+    logs.add_complete(event["t"] + 10)
+    return Shown(cluster.make_view(), trends, list(logs.lines))
 
 
 @functools.cache
@@ -60,9 +60,9 @@ def in_situation(name):
             for event in spoken:
                 logs.take(event["host"], event["entries"], cluster.first_rank(event["host"]))
         spoken.clear()
-        trends.take(cluster.picture(), cluster.steps())
-    logs.settle(cluster.found.now + 10)
-    return Shown(cluster.picture(), trends, list(logs.lines))
+        trends.take(cluster.make_view(), cluster.steps())
+    logs.add_complete(cluster.snapshot.now + 10)
+    return Shown(cluster.make_view(), trends, list(logs.lines))
 
 
 def text_of(lines):
@@ -72,8 +72,8 @@ def text_of(lines):
 
 def blank_share(lines, n_colors=256):
     """Return the share of cells in which nothing is drawn: a space without a background."""
-    look = Console(file=io.StringIO(), theme=theme("dark", n_colors), color_system="256", legacy_windows=False)
-    pieces = [part for line in lines for part in segments(line, look)]
+    look = Console(file=io.StringIO(), theme=make_theme("dark", n_colors), color_system="256", legacy_windows=False)
+    pieces = [part for line in lines for part in styled_segments(line, look)]
     cells = [(char, part.style) for part in pieces for char in part.text]
     blank = [char for char, style in cells if char == " " and not (style and (style.bgcolor or style.reverse))]
     return len(blank) / len(cells)

@@ -13,7 +13,7 @@ from typing import Any
 
 from llama405b_tools.top.state import simulate
 from llama405b_tools.top.state.cluster import ClusterState
-from llama405b_tools.top.state.picture import GuardShown, Picture
+from llama405b_tools.top.state.picture import ClusterView, GuardShown
 
 BEGIN_S, INTERVAL_S, N_HOSTS = 126.0, 2.0, 8
 STEP = simulate.CALM.step(BEGIN_S)  # the last one before
@@ -23,7 +23,7 @@ Edit = Callable[[str, Frame, float], None]
 NODE = {"host": "h", "state": "exited", "attempt": 1, "pid": 1, "pid_start": 1, "exit_code": 1}
 
 
-class Slow(simulate.Script):
+class Slow(simulate.IncidentScript):
     """Steps that take several times as long from the beginning of the situation on."""
 
     factor = 2.0
@@ -46,9 +46,9 @@ class Situation:
     says: tuple[tuple[str, str, float], ...]  # verdict, pattern of its reason, seconds until then at most
     before: str  # what the first edition of the screen said, and when
     lasts_s: float = 30.0
-    script: simulate.Script = simulate.CALM
+    script: simulate.IncidentScript = simulate.CALM
     culprit: str = ""  # the one host that may be blamed
-    check: Callable[[Picture], object] = lambda _: True
+    check: Callable[[ClusterView], object] = lambda _: True
     guard: GuardShown = GuardShown.NONE
 
 
@@ -59,9 +59,9 @@ def watch(
 
     ``read``: takes log lines. ``begun``: the cluster as it is when the situation begins; rounds before are left out.
     """
-    names = simulate.names(N_HOSTS)
+    names = simulate.host_names(N_HOSTS)
     cluster = begun or ClusterState(names, INTERVAL_S)
-    for event in simulate.incident(N_HOSTS, INTERVAL_S, BEGIN_S + situation.lasts_s, situation.script):
+    for event in simulate.simulate_incident(N_HOSTS, INTERVAL_S, BEGIN_S + situation.lasts_s, situation.script):
         t = event["t"] - simulate.BEGIN - BEGIN_S
         if begun and t < 0:
             continue
@@ -73,7 +73,7 @@ def watch(
             cluster.guard = situation.guard
             situation.edit(event["host"], frame, t)
         if not frame.get("lost"):
-            cluster.take(event["host"], frame, event["t"])
+            cluster.take_frame(event["host"], frame, event["t"])
         if event["host"] == names[-1]:
             cluster.advance(event["t"])
             yield t, cluster
@@ -84,23 +84,23 @@ def as_sent(frame: Frame) -> Frame:
     return json.loads(json.dumps(frame))
 
 
-def play(situation: Situation) -> list[tuple[float, Picture]]:
+def play(situation: Situation) -> list[tuple[float, ClusterView]]:
     """Return a picture after each round of frames, with the seconds since the situation began."""
     calm, begun = _until(situation.script)
-    return [*calm, *((t, cluster.picture()) for t, cluster in watch(situation, begun=copy.deepcopy(begun)))]
+    return [*calm, *((t, cluster.make_view()) for t, cluster in watch(situation, begun=copy.deepcopy(begun)))]
 
 
 @functools.cache
-def _until(script: simulate.Script) -> tuple[list[tuple[float, Picture]], ClusterState]:
+def _until(script: simulate.IncidentScript) -> tuple[list[tuple[float, ClusterView]], ClusterState]:
     """Return the pictures before any situation of a script, and the cluster when it begins."""
     rounds = [
-        (t, cluster.picture(), cluster)
+        (t, cluster.make_view(), cluster)
         for t, cluster in watch(Situation("", lambda *_: None, (), "", lasts_s=0.0, script=script))
     ]
     return [(t, picture) for t, picture, _ in rounds], rounds[-1][2]
 
 
-def said(situation: Situation, pictures: list[tuple[float, Picture]]) -> list[float | None]:
+def said(situation: Situation, pictures: list[tuple[float, ClusterView]]) -> list[float | None]:
     """Return after how many seconds each of its verdicts was given, and stayed until the next; None: never."""
     after = [entry for entry in pictures if entry[0] >= 0]
     times: list[float | None] = []

@@ -101,7 +101,7 @@ def trainer():
     from llama405b import train as program
     from llama405b.training.loop import Trainer
 
-    steps, one_step = [], Trainer.one_step
+    steps, one_step = [], Trainer.run_step
 
     def counted(self, step):
         before = counts()
@@ -109,7 +109,7 @@ def trainer():
         steps.append({kind: [n - before[kind][0], size - before[kind][1]] for kind, (n, size) in counts().items()})
         return metrics
 
-    Trainer.one_step = counted
+    Trainer.run_step = counted
     try:
         return program.main(sys.argv[1:])
     finally:
@@ -144,15 +144,15 @@ def profiled_trainer():
     from llama405b.training import requests
     from llama405b.training.loop import Trainer
 
-    one_step = Trainer.one_step
+    one_step = Trainer.run_step
 
     def requesting(self, step):
-        if step == 2 and self.context.me.is_rank0:
+        if step == 2 and self.context.rank.is_rank0:
             self.context.run.requests.mkdir(exist_ok=True)
             write_json(self.context.run.requests / "p.json", RunRequest("p", RequestKind.PROFILE, "me", time.time()))
         return one_step(self, step)
 
-    Trainer.one_step, requests.LOOK_EVERY_S = requesting, 0.0
+    Trainer.run_step, requests.POLL_INTERVAL_S = requesting, 0.0
     return trainer()
 
 
@@ -161,25 +161,25 @@ def climber():
     import torch
 
     from llama405b.bench import host, program, steps
-    from llama405b.spec.probes import WHOLE_RUNS, Probe
+    from llama405b.spec.probes import FULL_RUN_PROBES, Probe
 
     def on_cpu(me):
         return dataclasses.replace(me, device=torch.device("cpu"))
 
     steps.HIDING, steps.EXACT = (dataclasses.replace(each, layers=2) for each in (steps.HIDING, steps.EXACT))
     steps.EXACT_STEPS = 4
-    config, tokens, copied = steps.Workload.config, steps.Workload.tokens, host.copied_bytes
+    config, tokens, copied = steps.Workload.config, steps.Workload.tokens, host.n_copied_bytes
     steps.Workload.config = lambda what, me: config(what, on_cpu(me))
     steps.Workload.tokens = lambda what, me, step, number: tokens(what, on_cpu(me), step, number).to(me.device)
-    host.copied_bytes = lambda me: copied(on_cpu(me))
-    program.PROBES[Probe.COLLECTIVES] = functools.partial(host.checked_collectives, sizes=(1 << 16, 1 << 20))
+    host.n_copied_bytes = lambda me: copied(on_cpu(me))
+    program.PROBE_FUNCTIONS[Probe.COLLECTIVES] = functools.partial(host.measure_collectives, sizes=(1 << 16, 1 << 20))
     options = program.Options("cuda")
-    if all(Probe(name) in WHOLE_RUNS for name in sys.argv[1:]):  # in forks, which must find the device untouched
+    if all(Probe(name) in FULL_RUN_PROBES for name in sys.argv[1:]):  # in forks, which must find the device untouched
         os.environ["STANDIN_CHECK"] = "2"  # a finding ends the run: nobody counts them there
         me = None
     else:
         me = options.join()
-    results = [program._measured(Probe(name), me, 1, options) for name in sys.argv[1:]]
+    results = [program._run_probe(Probe(name), me, 1, options) for name in sys.argv[1:]]
     faults = {result.probe: result.fault for result in results if result.fault}
     figures = {result.probe: len(result.figures) for result in results}
     found = {kind: counts()[kind][0] for kind in FOUND}

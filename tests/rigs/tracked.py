@@ -24,16 +24,16 @@ from transformers import LlamaConfig
 from llama405b.data.batch import Batch
 from llama405b.distributed.ranks import Rank
 from llama405b.model import attention  # noqa: F401  # registers varlen
-from llama405b.model.host_inputs import keep_on_host
+from llama405b.model.host_inputs import offload_inputs
 from llama405b.model.llama import add_adapters, build_on_meta, checkpoint_activations, compute_dtype, freeze, tie_head
-from llama405b.optim.adamw import build_optimizer, master_model, start_moments
-from llama405b.optim.offload import OffloadedOptimizer
-from llama405b.optim.updater import local
-from llama405b.parallel.fsdp import device_mesh, shard, shard_dtype
-from llama405b.parallel.passes import build_passes
-from llama405b.parallel.split import split
-from llama405b.predict.run_shape import RunShape
-from llama405b.settings.axes import FULL, Axes, Recompute
+from llama405b.optim.adamw import build_optimizer, init_moments, master_model
+from llama405b.optim.offload import OptimizerOffload
+from llama405b.optim.updater import local_tensor
+from llama405b.parallel.fsdp import make_device_mesh, shard_dtype, shard_model
+from llama405b.parallel.passes import build_forward_backward
+from llama405b.parallel.split import split_model
+from llama405b.predict.run_shape import PredictedRun
+from llama405b.settings.axes import FULL_RECOMPUTE, Axes, Recompute
 from llama405b.settings.schema import Adapter, Optimizer, Parallel
 
 ON_HOST = ("Sharded Param", "Sharded Grad")  # with offload = all
@@ -99,8 +99,8 @@ def track(
     axes: Axes | None = None,
     rank: int = 0,
     n_micro: int = 1,
-    recompute: Recompute = FULL,
-    on_host: RunShape | None = None,
+    recompute: Recompute = FULL_RECOMPUTE,
+    on_host: PredictedRun | None = None,
     adapter: Adapter | None = None,
 ) -> Tracked:
     """Track the forwards and backwards of a step, of a model in the form of config.json.
@@ -113,7 +113,7 @@ def track(
     me = Rank(rank, world, 0, "host", torch.device("cpu"), mesh=axes)
     try:
         model = _split(config, parallel, me, adapter).train()
-        passes = build_passes(parallel, model, me)
+        passes = build_forward_backward(parallel, model, me)
         with FakeTensorMode(allow_non_fake_inputs=True):
             model.to_empty(device="cpu")
             tie_head(model)
@@ -140,8 +140,10 @@ def _split(config: dict, parallel: Parallel, me: Rank, adapter: Adapter | None) 
     kept = shard_dtype(parallel)
     frozen = compute_dtype(parallel.numerics) if adapter else kept
     whole = build_on_meta(LlamaConfig(**config), "varlen", frozen)
-    freeze(whole, (), whole=bool(adapter))
-    return split(whole, parallel, me, *[functools.partial(add_adapters, adapter=adapter, dtype=kept)] * bool(adapter))
+    freeze(whole, (), freeze_all=bool(adapter))
+    return split_model(
+        whole, parallel, me, *[functools.partial(add_adapters, adapter=adapter, dtype=kept)] * bool(adapter)
+    )
 
 
 @contextlib.contextmanager
@@ -164,34 +166,34 @@ def _only_what_ranks_have():
 class Unheard:
     """Takes no gradients: they stay where FSDP leaves them."""
 
-    def expect(self, *, last: bool) -> None:
-        """See ``Accumulator``."""
+    def begin_microbatch(self, *, is_last: bool) -> None:
+        """See ``GradientAccumulator``."""
 
     def accumulate(self) -> None:
-        """See ``Accumulator``."""
+        """See ``GradientAccumulator``."""
 
 
-def _offload(model: nn.Module, master: nn.Module, parallel: Parallel) -> OffloadedOptimizer:
+def _offload(model: nn.Module, master: nn.Module, parallel: Parallel) -> OptimizerOffload:
     """Let the trainer's own hooks take the gradients to host memory."""
     if model.config.tie_word_embeddings:
-        master.lm_head.weight = master.model.embed_tokens.weight  # as ``materialise`` does
+        master.lm_head.weight = master.model.embed_tokens.weight  # as ``materialize`` does
     optimizer, moments = build_optimizer(master, Optimizer()), parallel.moments
-    updater = OffloadedOptimizer(
-        model, master, optimizer, torch.device("cpu"), _hear, overlap=True, moments=moments, pinning=_hear
+    updater = OptimizerOffload(
+        model, master, optimizer, torch.device("cpu"), _hear, overlap=True, moments=moments, on_progress=_hear
     )
     updater.worker = Idle()
-    for landing in updater.landings.values():
-        landing.unchecked = 0  # values, which fakes have not
-        landing.total = landing.total.to(HOST)
+    for landing in updater.grad_buffers.values():
+        landing.n_unchecked = 0  # values, which fakes have not
+        landing.flat_sum = landing.flat_sum.to(HOST)
     return updater
 
 
-def _inputs_on_host(model: nn.Module, run: RunShape, me: Rank) -> None:
+def _inputs_on_host(model: nn.Module, run: PredictedRun, me: Rank) -> None:
     """Let the trainer's own hooks take the inputs of layers to host memory."""
     dtype = torch.bfloat16 if run.compute_bytes == 2 else torch.float32
-    count = run.inputs_on_host(me.axes.place(me.rank, ("pp",)).rank)
-    inputs = keep_on_host(model, count, run.input_shape, dtype, torch.device("cpu"), _hear)
-    inputs.free = [slot.to(HOST) for slot in inputs.free]
+    count = run.inputs_on_host(me.axes.coordinate(me.index, ("pp",)).rank)
+    inputs = offload_inputs(model, count, run.input_shape, dtype, torch.device("cpu"), _hear)
+    inputs.free_slots = [slot.to(HOST) for slot in inputs.free_slots]
     model.input_buffers = inputs.buffers  # for the tracker, which counts what a model has
 
 
@@ -216,11 +218,11 @@ def host_bytes(config: dict, parallel: Parallel, world: int) -> int:
         model = build_on_meta(LlamaConfig(**config), "sdpa", shard_dtype(parallel))
         if model.config.tie_word_embeddings:
             model.lm_head.weight = model.model.embed_tokens.weight
-        shard(model, parallel, torch.device("cpu"), device_mesh(Axes(dp_shard=world), "cpu"))
+        shard_model(model, parallel, torch.device("cpu"), make_device_mesh(Axes(dp_shard=world), "cpu"))
         master = master_model(model, parallel)
         updater = _offload(model, master, parallel)
         states = [t for state in updater.optimizer.state.values() for t in state.values() if t.dim()]
-        sums = [landing.total for landing in updater.landings.values()]
+        sums = [landing.flat_sum for landing in updater.grad_buffers.values()]
         return _bytes([*master.parameters(), *states, *sums, updater.slot, updater.stage])
     finally:
         dist.destroy_process_group()
@@ -234,11 +236,11 @@ def optimizer_bytes(config: dict, parallel: Parallel, world: int) -> tuple[int, 
         model = build_on_meta(config, "sdpa", shard_dtype(parallel))
         if config.tie_word_embeddings:
             model.lm_head.weight = model.model.embed_tokens.weight
-        shard(model, parallel, torch.device("cpu"), device_mesh(Axes(dp_shard=world), "cpu"))
+        shard_model(model, parallel, torch.device("cpu"), make_device_mesh(Axes(dp_shard=world), "cpu"))
         kept, own = master_model(model, parallel), {id(p) for p in model.parameters()}
         optimizer = torch.optim.AdamW(kept.parameters())
         for parameter in kept.parameters():
-            start_moments(optimizer, parameter, parameter.dtype)
+            init_moments(optimizer, parameter, parameter.dtype)
         moments = [t for state in optimizer.state.values() for t in state.values() if t.dim()]
         weights, masters = list(kept.parameters()), [p for p in kept.parameters() if id(p) not in own]
         return _bytes([*moments, *masters]), _bytes([*moments, *weights])
@@ -248,4 +250,4 @@ def optimizer_bytes(config: dict, parallel: Parallel, world: int) -> tuple[int, 
 
 def _bytes(tensors: list[torch.Tensor]) -> int:
     """This rank's, which as the first needs no padding."""
-    return sum(local(t).numel() * t.dtype.itemsize for t in tensors)
+    return sum(local_tensor(t).numel() * t.dtype.itemsize for t in tensors)

@@ -14,9 +14,9 @@ def batch(step, me, accumulation):
     generator = torch.Generator().manual_seed(step)
     ids = torch.randint(0, VOCABULARY, (BATCH, SEQ + 1), generator=generator)
     if step % 3:
-        ids = (ids[:, :1] + torch.arange(SEQ + 1)) % VOCABULARY  # each token foretells the next
-    each = BATCH // me.world
-    mine = ids[me.rank * each :][:each]
+        ids = (ids[:, :1] + torch.arange(SEQ + 1)) % VOCABULARY  # each token predicts the next
+    each = BATCH // me.world_size
+    mine = ids[me.index * each :][:each]
     return [Batch(part[:, :-1], part[:, 1:]) for part in mine.tensor_split(min(accumulation, each))]
 
 
@@ -41,12 +41,12 @@ def build(
     numerics = numerics or ("fp32" if offload == "all" else "fp32-master")
     parallel = Parallel(numerics=numerics, offload=offload, overlap=overlap, wrap=wrap, **more)
     module = llama.build_on_meta(llama.read_hf_config(directory), "sdpa", fsdp.shard_dtype(parallel))
-    fsdp.shard(module, parallel, me.device)
+    fsdp.shard_model(module, parallel, me.device)
     master = master_model(module, parallel) if masters else module
     if offload == "all":
-        load_weights.materialise(module, me, offload=True, pinning=lambda *_: None)
+        load_weights.materialize(module, me, offload=True, on_pin_progress=lambda *_: None)
     load_weights.load(master, directory, "rank0", me, lambda *_: None, offload=True)
-    load_weights.materialise(module, me)
+    load_weights.materialize(module, me)
     checkpoint_activations(module)
     return module, build_updater(module, Optimizer(lr=3e-3), parallel, me.device, master=master)
 
@@ -54,39 +54,43 @@ def build(
 def take(me, module, updater, step, accumulation=1, max_norm=0.5, **more):
     from llama405b.optim.adamw import set_lr
     from llama405b.optim.step import train_step
-    from llama405b.parallel.passes import OneByOne
+    from llama405b.parallel.passes import MicrobatchLoop
 
     set_lr(updater.optimizer, 3e-3 / (1 + step / 50))  # each step another, as a schedule has it
     micro = batch(step, me, accumulation)
-    result = train_step(OneByOne(module, me.dp.size), updater, micro, max_norm=max_norm, **more)
+    result = train_step(MicrobatchLoop(module, me.dp.size), updater, micro, max_norm=max_norm, **more)
     return result.loss, result.grad_norm
 
 
 def bits(module, updater):
     """Weights as they are kept and as the model has them, and moments, of this rank."""
-    from llama405b.model.llama import unwrapped
-    from llama405b.optim.updater import local
+    from llama405b.model.llama import strip_wrappers
+    from llama405b.optim.updater import local_tensor
 
     updater.wait()
     found = {}
-    computed = {unwrapped(name): p for name, p in module.named_parameters()}
+    computed = {strip_wrappers(name): p for name, p in module.named_parameters()}
     for name, parameter in updater.master.named_parameters():
-        name = unwrapped(name)
+        name = strip_wrappers(name)
         state = updater.optimizer.state[parameter]
-        rounded = local(computed[name]).to(torch.bfloat16)
-        found[name] = [rounded, local(parameter), *(local(state[key]) for key in ("exp_avg", "exp_avg_sq", "step"))]
+        rounded = local_tensor(computed[name]).to(torch.bfloat16)
+        found[name] = [
+            rounded,
+            local_tensor(parameter),
+            *(local_tensor(state[key]) for key in ("exp_avg", "exp_avg_sq", "step")),
+        ]
     return {name: [tensor.detach().clone() for tensor in tensors] for name, tensors in found.items()}
 
 
 def slow(updater, seconds=0.001):
     """Slow every update down, so that it would still run where nobody waited for it."""
-    update = updater._update
+    update = updater._update_unit
 
     def slow(*args):
         time.sleep(seconds)
         update(*args)
 
-    updater._update = slow
+    updater._update_unit = slow
 
 
 def same(one, other):
@@ -105,11 +109,11 @@ def dcp_save(updater, me, path):
 
 def save(store, step, updater):
     """Save as a run does, wait for it, and raise why it failed."""
-    from llama405b.checkpoint.saving import Saving
-    from llama405b.contract.checkpoints import Reached, RunIdentity
+    from llama405b.checkpoint.saving import CheckpointSaver
+    from llama405b.contract.checkpoints import RunIdentity, TrainedSoFar
 
-    saving = Saving(store)
-    saving.begin(step, updater, RunIdentity(*IDENTITY), Reached(step * 12))
+    saving = CheckpointSaver(store)
+    saving.begin(step, updater, RunIdentity(*IDENTITY), TrainedSoFar(step * 12))
     outcome = saving.finish()
     saving.thread.shutdown()  # when older checkpoints are deleted, too
     if isinstance(outcome, Exception):

@@ -2,12 +2,15 @@
 
 import pytest
 
-from llama405b.spec.probes import KNOBS, MANY_RANKS_ONLY, ONE_RANK_ONLY, TESTS, WHOLE_RUNS, Probe
+from llama405b.spec.probes import BENCH_PROBES, FULL_RUN_PROBES, KNOB_PROBES, MANY_RANKS_ONLY, ONE_RANK_ONLY, Probe
 from standin_rig import NOTHING
 
-ALONE = [*(probe for probe in TESTS if probe not in (*MANY_RANKS_ONLY, *WHOLE_RUNS, Probe.UPDATE)), *KNOBS]
-TOGETHER = [*(probe for probe in TESTS if probe not in ONE_RANK_ONLY), *KNOBS]
-ONLY_TOGETHER = [probe for probe in TESTS if probe in MANY_RANKS_ONLY]
+ALONE = [
+    *(probe for probe in BENCH_PROBES if probe not in (*MANY_RANKS_ONLY, *FULL_RUN_PROBES, Probe.UPDATE)),
+    *KNOB_PROBES,
+]
+TOGETHER = [*(probe for probe in BENCH_PROBES if probe not in ONE_RANK_ONLY), *KNOB_PROBES]
+ONLY_TOGETHER = [probe for probe in BENCH_PROBES if probe in MANY_RANKS_ONLY]
 
 
 @pytest.mark.parametrize(
@@ -26,7 +29,7 @@ def test_each_passes(standin, world, probes):
         assert (allocator["num_ooms"], allocator["num_alloc_retries"]) == (0, 0)
 
 
-@pytest.mark.parametrize("probe", WHOLE_RUNS)
+@pytest.mark.parametrize("probe", FULL_RUN_PROBES)
 def test_whole_runs_agree(standin, probe):
     [each] = standin.climb([probe], 1)
     assert each["faults"] == {}

@@ -15,11 +15,13 @@ def test_it_is_copied_after_its_update_and_before_the_next(standin):
 
 def _snapshot():
     from llama405b.checkpoint.copy_on_update import CopyOnUpdate, Staging
-    from llama405b.optim.updater import Unit
+    from llama405b.optim.updater import UpdateUnit
 
     weight = torch.zeros(N, device="cuda")
     weight.add_(1)
-    state = CopyOnUpdate([Unit([weight], None)], Staging([weight.nbytes], 1 << 30, weight.device, lambda *_: None))
+    state = CopyOnUpdate(
+        [UpdateUnit([weight], None)], Staging([weight.nbytes], 1 << 30, weight.device, lambda *_: None)
+    )
     state.plan([weight])
     state.before_update([weight])
     weight.add_(1)
@@ -39,24 +41,24 @@ def _sync_weights(directory):
     from llama405b.model import llama
     from llama405b.optim.adamw import master_model, master_pairs
     from llama405b.optim.build_updater import build_updater
-    from llama405b.optim.updater import local
+    from llama405b.optim.updater import local_tensor
     from llama405b.parallel import fsdp, load_weights
     from llama405b.settings.schema import Optimizer, Parallel
 
-    me, parallel = ranks.join("cuda", 60), Parallel(offload="optimizer", numerics="fp32-master")
+    me, parallel = ranks.join_process_group("cuda", 60), Parallel(offload="optimizer", numerics="fp32-master")
     module = llama.build_on_meta(llama.read_hf_config(directory), "eager", fsdp.shard_dtype(parallel))
-    fsdp.shard(module, parallel, me.device)
+    fsdp.shard_model(module, parallel, me.device)
     master = master_model(module, parallel)
-    load_weights.materialise(module, me)
+    load_weights.materialize(module, me)
     load_weights.load(master, directory, "local", me, lambda *_: None, offload=True)
     updater = build_updater(module, Optimizer(), parallel, me.device, master=master)
     torch.cuda.synchronize()
     for weight in module.parameters():
-        local(weight.data).zero_()
+        local_tensor(weight.data).zero_()
     updater.sync_weights()
     torch.cuda.synchronize()
     right = all(
-        torch.equal(local(w.data).cpu().float(), local(m.data).bfloat16().float())
+        torch.equal(local_tensor(w.data).cpu().float(), local_tensor(m.data).bfloat16().float())
         for w, m in master_pairs(module, master)
     )
     return right, {kind: counts()[kind][0] for kind in FOUND}

@@ -12,7 +12,7 @@ import pytest
 from conftest import ROOT
 from llama405b.contract.paths import UMASK
 from llama405b.contract.software import code_version
-from llama405b.settings.schema import TYPES
+from llama405b.settings.schema import SETTING_TYPES
 from llama405b_tools import cli
 
 
@@ -41,7 +41,7 @@ def test_the_version_tells_this_code_from_any_other(capsys):
 NO_TORCH = """import sys
 for name in ("torch", "transformers", "numpy", "huggingface_hub", "tokenizers", "pyarrow", "safetensors"):
     sys.modules[name] = None
-from llama405b.settings.schema import TYPES
+from llama405b.settings.schema import SETTING_TYPES
 from llama405b_tools import cli
 sys.exit(cli.main(sys.argv[1:]))"""
 
@@ -85,6 +85,21 @@ def test_a_verb_whose_packages_are_missing_says_so(words, tmp_path):
     done = without_torch(*words)
     assert done.returncode == 2
     assert re.fullmatch(rf"llama405b: {words[0]} needs \w+, which is not installed; in a checkout: .*\n", done.stderr)
+
+
+def test_what_other_programs_call_a_verb_is_answered_with_ours():
+    for word, command in cli.SYNONYMS.items():
+        verb, *options = command.split()
+        assert word not in cli.VERBS
+        assert verb in cli.VERBS
+        if options:
+            done = subprocess.run(
+                [sys.executable, "-m", "llama405b_tools.cli", verb, "--help"],
+                capture_output=True,
+                text=True,
+                check=True,
+            )
+            assert options[0] in done.stdout
 
 
 def test_unknown_verb(capsys):
@@ -176,6 +191,8 @@ def test_true_shape_of_405b():
         (["launch", "--"], "--: no program after it"),
         (["stop", "--end"], "--end needs --orphans"),
         (["statsu"], "unknown verb 'statsu' (did you mean 'status'?)"),
+        (["ps", "hosts"], "unknown verb 'ps' (here it is 'status'); use one of plan, "),
+        (["tail"], "unknown verb 'tail' (here it is 'logs --follow')"),
         (["launch", "--flow"], "--flow: unknown option (did you mean '--follow'?)"),
         (
             ["status", "--jsno"],
@@ -209,7 +226,7 @@ def test_the_help_of_train_shows_the_usual_settings_first_and_each_once(capsys):
     said = capsys.readouterr().out
     named = re.findall(r"^  --([a-z_]+\.[a-z_0-9]+) ", said, re.MULTILINE)
     assert named[:3] == ["model.path", "data.paths", "data.seq_len"]
-    assert sorted(named) == sorted(TYPES)
+    assert sorted(named) == sorted(SETTING_TYPES)
     assert "llama405b launch hosts --config my.toml --optimizer.lr 2e-5" in said
 
 

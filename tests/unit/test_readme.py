@@ -8,7 +8,7 @@ import pytest
 from conftest import ROOT
 from llama405b.contract.records import Metrics
 from llama405b.predict.estimate import table_row
-from llama405b.predict.run_shape import RunShape
+from llama405b.predict.run_shape import PredictedRun
 from llama405b.settings import command, config
 from llama405b.settings.axes import Axes
 from llama405b.spec.models import parse_llama
@@ -62,7 +62,7 @@ def test_the_estimates_are_those_that_are_computed(name, count):
     rows = re.findall(r"^\| (llama3\S+) \| (\S+) \| (none|optimizer|all) \| (\d+) \|.*$", text, re.MULTILINE)
     assert len(rows) == count
     for model, numerics, offload, gpus in rows:
-        load = RunShape(parse_llama(shapes[model], model), numerics, offload, int(gpus))
+        load = PredictedRun(parse_llama(shapes[model], model), numerics, offload, int(gpus))
         assert table_row(model, load) in text
 
 

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from llama405b.settings.schema import TYPES
+from llama405b.settings.schema import SETTING_TYPES
 from llama405b_tools import cli
 from scripts import reference
 
@@ -18,7 +18,7 @@ def test_it_is_what_the_program_says(path):
 
 def test_every_setting_is_there():
     rows = re.findall(r"^(?:\||-) `([\w.]+)`", (reference.DOCS / "settings.md").read_text(), re.MULTILINE)
-    assert rows == [*TYPES]
+    assert rows == [*SETTING_TYPES]
 
 
 @pytest.mark.parametrize("verb", cli.VERBS)

@@ -73,7 +73,7 @@ def test_judgements_do_not_depend_on_our_sentences(rewritten):
     done = judge(rewritten)
     assert done.returncode == 0, done.stdout[-3000:]
     said = subprocess.run(
-        [sys.executable, "-c", "from llama405b.contract.records import WORDS; print(WORDS)"],
+        [sys.executable, "-c", "from llama405b.contract.records import CAUSE_TEMPLATES; print(CAUSE_TEMPLATES)"],
         cwd=rewritten, capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert "zz zz" in said.stdout  # they really are other words
@@ -85,9 +85,8 @@ def test_one_that_does_is_found(rewritten):
     before = path.read_text()
     decides = re.compile(r"    if cause\.kind in \(CauseKind\.LOST_PEER, .*?\):\n")
     assert decides.search(before)
-    by_words = (
-        "    from llama405b.contract.records import words\n    if 'lost contact with another rank' in words(cause):\n"
-    )
+    by_words = "    from llama405b.contract.records import describe_cause\n"
+    by_words += "    if 'lost contact with another rank' in describe_cause(cause):\n"
     path.write_text(decides.sub(by_words, before))
     try:
         assert judge(rewritten).returncode == 1

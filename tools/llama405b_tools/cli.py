@@ -13,12 +13,12 @@ except ModuleNotFoundError:
     sys.stderr.write("llama405b: msgspec is not installed; in a checkout, run `bash launch.sh`, which installs it\n")
     sys.exit(2)
 
-from llama405b.contract.errors import FAILED, GOOD, STOPPED_FOLLOWING, UserError, did_you_mean, short
-from llama405b.contract.files import keep_private
+from llama405b.contract.errors import EXIT_DETACHED, EXIT_FAILED, EXIT_OK, UserError, did_you_mean, fmt_if, shorten
+from llama405b.contract.files import set_private_umask
 from llama405b.contract.software import code_version
 from llama405b.settings import command
 from llama405b_tools.run import screen
-from llama405b_tools.text.words import substitute, without_controls
+from llama405b_tools.text.words import replace_unencodable, strip_controls
 
 VERBS = {  # verb: (module with main(argv) -> exit code, what it does)
     "plan": (
@@ -50,9 +50,14 @@ VERBS = {  # verb: (module with main(argv) -> exit code, what it does)
     "demo": ("llama405b_tools.verbs.demo", "write a small Llama checkpoint for trying things out"),
     "bench": ("llama405b_tools.verbs.bench", "test GPUs, links and memory, up to whole steps"),
 }
-MOST = 20_000  # characters of an error message; it may name every host
+# What other programs call what these verbs do.
+SYNONYMS = {
+    "ps": "status", "ls": "status", "kill": "stop", "cancel": "stop", "down": "stop", "up": "launch", "run": "launch",
+    "resume": "launch --resume auto", "eval": "launch --evaluate-only", "tail": "logs --follow", "check": "doctor", "init": "setup",
+}  # fmt: skip
+MAX_ERROR_CHARS = 20_000  # characters of an error message; it may name every host
 NO_GPU = ("download", "data", "export", "track", "demo")
-OWNERS_ALONE = (
+PRIVATE_OUTPUT_VERBS = (
     "launch",
     "report",
     "top",
@@ -95,46 +100,47 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a verb and return its exit code."""
     _open_standard_streams()
     try:
-        code = _call(list(sys.argv[1:] if argv is None else argv))
-    except SystemExit as leaving:  # argparse's --help
-        code = int(leaving.code or GOOD)
+        code = _dispatch(list(sys.argv[1:] if argv is None else argv))
+    except SystemExit as system_exit:  # argparse's --help
+        code = int(system_exit.code or EXIT_OK)
     except OSError:
         screen.show("")
-        if not screen.settle():  # the error was not about standard output
+        if not screen.flush_output():  # the error was not about standard output
             raise
-        code = FAILED
-    if lost := screen.settle():
-        screen.show(f"llama405b: cannot write to standard output ({lost})", error=True)
-        return FAILED
+        code = EXIT_FAILED
+    if write_error := screen.flush_output():
+        screen.show(f"llama405b: cannot write to standard output ({write_error})", error=True)
+        return EXIT_FAILED
     return code
 
 
-def _call(args: list[str]) -> int:
+def _dispatch(args: list[str]) -> int:
     if "_ARGCOMPLETE" in os.environ:
-        importlib.import_module("llama405b_tools.verbs.arguments").complete(VERBS, args, _verb)
-        return GOOD
+        importlib.import_module("llama405b_tools.verbs.arguments").complete(VERBS, args, _import_and_run)
+        return EXIT_OK
     if not args or args[0] in ("-h", "--help", "help"):
         print(usage())
         return 0 if args else 2
     if args[0] == "--version" or args[1:] == ["--version"]:
         print(f"llama405b {code_version()}")
         return 0
-    return _run(args)
+    return _run_verb(args)
 
 
-def _run(args: list[str]) -> int:
+def _run_verb(args: list[str]) -> int:
     """Run a verb and return its exit code; print why it was refused or failed."""
     try:
         if args[0] not in VERBS:
-            raise UserError(f"unknown verb {args[0]!r}{did_you_mean(args[0], VERBS)}; use one of {', '.join(VERBS)}")
-        return _verb(args[0], args[1:])
+            hint = fmt_if(" (here it is {!r})", SYNONYMS.get(args[0])) or did_you_mean(args[0], VERBS)
+            raise UserError(f"unknown verb {args[0]!r}{hint}; use one of {', '.join(VERBS)}")
+        return _import_and_run(args[0], args[1:])
     except UserError as error:
-        screen.show(f"llama405b: {without_controls(short(str(error), MOST))}", error=True)
+        screen.show(f"llama405b: {strip_controls(shorten(str(error), MAX_ERROR_CHARS))}", error=True)
         return error.exit_code
     except KeyboardInterrupt:
-        return STOPPED_FOLLOWING
+        return EXIT_DETACHED
     except BrokenPipeError:  # `| head` has read enough
-        return GOOD
+        return EXIT_OK
 
 
 def _open_standard_streams() -> None:
@@ -142,7 +148,7 @@ def _open_standard_streams() -> None:
 
     A later file would otherwise get the number of a closed stream, and a child would write into it.
     """
-    codecs.register_error("plain", substitute)
+    codecs.register_error("plain", replace_unencodable)
     for number in range(3):
         try:
             os.fstat(number)
@@ -150,8 +156,8 @@ def _open_standard_streams() -> None:
             # open() returns the lowest free descriptor, which is this number
             os.open(os.devnull, os.O_RDWR)
     sys.stdin = sys.stdin or os.fdopen(0, closefd=False)
-    sys.stdout = sys.stdout or screen.nowhere(1)
-    sys.stderr = sys.stderr or screen.nowhere(2)
+    sys.stdout = sys.stdout or screen.null_stream(1)
+    sys.stderr = sys.stderr or screen.null_stream(2)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="plain")
@@ -162,19 +168,19 @@ def cluster_top() -> int:
     return main(["top", *sys.argv[1:]])
 
 
-def _verb(verb: str, args: list[str]) -> int:
+def _import_and_run(verb: str, args: list[str]) -> int:
     if verb == "train":  # report a bad command line first: importing torch takes seconds
         command.parse(args)
     try:
         module = importlib.import_module(VERBS[verb][0])
-        if verb in OWNERS_ALONE:
-            keep_private()
+        if verb in PRIVATE_OUTPUT_VERBS:
+            set_private_umask()
         return int(module.main(args))
-    except ModuleNotFoundError as missing:
-        if (missing.name or "").partition(".")[0] in ("llama405b", "llama405b_tools"):
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] in ("llama405b", "llama405b_tools"):
             raise
         raise UserError(
-            f"{verb} needs {missing.name}, which is not installed; in a checkout: uv tool install '.[train]', "
+            f"{verb} needs {error.name}, which is not installed; in a checkout: uv tool install '.[train]', "
             "or .venv/bin/llama405b after `bash launch.sh`"
         ) from None
 

@@ -13,16 +13,16 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 
-from llama405b.contract.errors import and_more, given
+from llama405b.contract.errors import and_more, fmt_if
 from llama405b.contract.reader import LINES
 
-NOT_TOLD = (
+UNREPORTED = (
     r"(?:N/A|Not Supported|Not Found|Function Not Found|No Data|Deprecated|Requested functionality has been deprecated|"
     r"Insufficient Permissions)"
 )
 FAILED = r"(?:ERR!|Unknown Error|GPU is lost|GPU requires reset)"
-UNKNOWN = re.compile(rf"\[.*\]|{NOT_TOLD}|{FAILED}|", re.IGNORECASE)
-BROKEN = re.compile(rf"\[(?!{NOT_TOLD}\])|{FAILED}", re.IGNORECASE)  # how such a value begins
+UNKNOWN = re.compile(rf"\[.*\]|{UNREPORTED}|{FAILED}|", re.IGNORECASE)
+BROKEN = re.compile(rf"\[(?!{UNREPORTED}\])|{FAILED}", re.IGNORECASE)  # how such a value begins
 MISMATCH = re.compile("Driver/library version mismatch")  # the driver was upgraded, and the old one is still loaded
 WARNING = re.compile(r"\s*WARNING: .*", re.IGNORECASE)  # a line about a GPU that works, such as of its infoROM
 MIG_ON = (
@@ -30,18 +30,18 @@ MIG_ON = (
     "switch it off: nvidia-smi -i <its index> -mig 0, then reset it",
 )
 INDEX, MASK = re.compile(r"\d{1,4}", re.ASCII), re.compile(r"0x[0-9a-fA-F]+")
-MOST_TEXT, MOST_GPUS = 256 << 10, 64  # characters of an answer, and GPUs in it, that are believed
-MOST_MIB, MOST_W, MOST_C, MOST_MHZ = 1 << 24, 10_000, 200, 10_000  # of one GPU: more cannot be true
-PEAK = 2.0  # times its limit that a GPU may draw for a moment
-PENDING = ("retired_pages.pending", "remapped_rows.pending")
-REASONS = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")  # in newer and in older drivers
-SLOWED = {  # bits of clocks_event_reasons.active (nvml.h) that mean something is wrong
+MAX_TEXT_CHARS, MAX_GPUS = 256 << 10, 64  # characters of an answer, and GPUs in it, that are believed
+MAX_MIB, MAX_W, MAX_C, MAX_MHZ = 1 << 24, 10_000, 200, 10_000  # of one GPU: more cannot be true
+PEAK_POWER_FACTOR = 2.0  # times its limit that a GPU may draw for a moment
+PENDING_FIELDS = ("retired_pages.pending", "remapped_rows.pending")
+REASON_FIELDS = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")  # in newer and in older drivers
+SLOWDOWN_REASONS = {  # bits of clocks_event_reasons.active (nvml.h) that mean something is wrong
     0x8: "hardware slowdown",
     0x20: "software thermal slowdown",
     0x40: "hardware thermal slowdown",
     0x80: "hardware power brake",
 }
-THERMAL = (SLOWED[0x20], SLOWED[0x40])
+THERMAL_REASONS = (SLOWDOWN_REASONS[0x20], SLOWDOWN_REASONS[0x40])
 XID = re.compile(r"NVRM: Xid \(([^)]*)\): (\d{1,4})\b,? ?(.*)", re.ASCII)
 ADDRESS = re.compile(r"([0-9a-f]{4,8}):([0-9a-f]{2}):([0-9a-f]{2})\b", re.IGNORECASE)
 XIDS = {  # from NVIDIA's list of Xid errors: those that end a training run
@@ -88,7 +88,7 @@ class GpuReport:
     pcie_width: int | None = None
     pcie_width_max: int | None = None
     temperature_c: int | None = None
-    slowed: tuple[str, ...] = ()
+    slowdowns: tuple[str, ...] = ()
     uuid: str = ""
     bus: str = ""  # PCI address
     utilization: int | None = None  # percent of the last sample period in which a kernel ran
@@ -122,98 +122,98 @@ class SmiAnswer:
     fabric_manager: str = ""  # from systemctl: active, inactive, failed
 
 
-def read_smi(text: str | None, fields: Sequence[str]) -> tuple[list[GpuReport], str]:
+def parse_smi(text: str | None, fields: Sequence[str]) -> tuple[list[GpuReport], str]:
     """Return the GPUs in nvidia-smi's output, and what is wrong with the output as a whole ('' if fine)."""
     if text is None:
         return [], ""
     if text == "TIMEOUT":
         return [], "nvidia-smi does not answer: a GPU or the driver hangs"
-    if len(text) > MOST_TEXT:
-        return [], f"nvidia-smi printed {len(text) >> 10} KiB; only {MOST_TEXT >> 10} KiB are read"
-    found, other = {}, []
+    if len(text) > MAX_TEXT_CHARS:
+        return [], f"nvidia-smi printed {len(text) >> 10} KiB; only {MAX_TEXT_CHARS >> 10} KiB are read"
+    gpus, other_lines = {}, []
     for line in text.splitlines():
-        gpu = _gpu(line, fields)
+        gpu = _parse_gpu(line, fields)
         if gpu:
-            found[gpu.uuid or gpu.index] = gpu
+            gpus[gpu.uuid or gpu.index] = gpu
         elif line.strip() and not WARNING.match(line):
-            other.append(line.strip())
-    if len(found) > MOST_GPUS:
-        return [], f"nvidia-smi lists {len(found)} GPUs; a machine has at most {MOST_GPUS}"
-    nothing = "" if found else "nvidia-smi lists no GPU"
-    return list(found.values()), "; ".join(other[:2]) or nothing
+            other_lines.append(line.strip())
+    if len(gpus) > MAX_GPUS:
+        return [], f"nvidia-smi lists {len(gpus)} GPUs; a machine has at most {MAX_GPUS}"
+    no_gpu = "" if gpus else "nvidia-smi lists no GPU"
+    return list(gpus.values()), "; ".join(other_lines[:2]) or no_gpu
 
 
-def warnings(text: str | None) -> list[str]:
+def smi_warnings(text: str | None) -> list[str]:
     """Return the first warnings in nvidia-smi's output; they are not faults."""
-    return [line.strip() for line in (text or "")[:MOST_TEXT].splitlines() if WARNING.match(line)][:2]
+    return [line.strip() for line in (text or "")[:MAX_TEXT_CHARS].splitlines() if WARNING.match(line)][:2]
 
 
-def _gpu(line: str, fields: Sequence[str]) -> GpuReport | None:
-    told = [value.strip() for value in line.split(",")]
-    if (more := len(told) - len(fields)) > 0 and "name" in fields:  # commas in its name
-        at = fields.index("name")
-        told[at : at + more + 1] = [", ".join(told[at : at + more + 1])]
-    if len(told) != len(fields):
+def _parse_gpu(line: str, fields: Sequence[str]) -> GpuReport | None:
+    cells = [value.strip() for value in line.split(",")]
+    if (n_extra := len(cells) - len(fields)) > 0 and "name" in fields:  # commas in its name
+        name_index = fields.index("name")
+        cells[name_index : name_index + n_extra + 1] = [", ".join(cells[name_index : name_index + n_extra + 1])]
+    if len(cells) != len(fields):
         return None
-    values = dict(zip(fields, told, strict=True))
+    values = dict(zip(fields, cells, strict=True))
     if not INDEX.fullmatch(values.get("index", "")):
         return None
-    memory_mib, limit_w = _int(values.get("memory.total"), MOST_MIB), _float(values.get("power.limit"), MOST_W)
+    memory_mib, limit_w = _int(values.get("memory.total"), MAX_MIB), _float(values.get("power.limit"), MAX_W)
     return GpuReport(
         index=int(values["index"]),
-        name=_known(values.get("name", "")),
+        name=_known_text(values.get("name", "")),
         memory_mib=memory_mib,
-        used_mib=_int(values.get("memory.used"), memory_mib or MOST_MIB),
-        driver=_known(values.get("driver_version", "")),
+        used_mib=_int(values.get("memory.used"), memory_mib or MAX_MIB),
+        driver=_known_text(values.get("driver_version", "")),
         ecc_errors=_int(values.get("ecc.errors.uncorrected.volatile.total")),
         pages_pending=_pages_pending(values),
         power_limit_w=limit_w,
-        power_max_w=_float(values.get("power.max_limit"), MOST_W),
+        power_max_w=_float(values.get("power.max_limit"), MAX_W),
         pcie_width=_int(values.get("pcie.link.width.current")),
         pcie_width_max=_int(values.get("pcie.link.width.max")),
-        temperature_c=_int(values.get("temperature.gpu"), MOST_C),
-        slowed=_slowed(values),
-        uuid=_known(values.get("uuid", "")),
-        bus=_known(values.get("pci.bus_id", "")),
+        temperature_c=_int(values.get("temperature.gpu"), MAX_C),
+        slowdowns=_slowdowns(values),
+        uuid=_known_text(values.get("uuid", "")),
+        bus=_known_text(values.get("pci.bus_id", "")),
         utilization=_int(values.get("utilization.gpu"), 100),
-        power_w=_float(values.get("power.draw"), PEAK * (limit_w or MOST_W)),
-        clock_mhz=_int(values.get("clocks.sm"), MOST_MHZ),
+        power_w=_float(values.get("power.draw"), PEAK_POWER_FACTOR * (limit_w or MAX_W)),
+        clock_mhz=_int(values.get("clocks.sm"), MAX_MHZ),
         mig=values.get("mig.mode.current") == "Enabled",
         fault=_fault(values) if BROKEN.search(line) else "",
     )
 
 
 def _fault(values: Mapping[str, str]) -> str:
-    broken = {name: value.strip("[]") for name, value in values.items() if BROKEN.match(value)}
-    unread = f"{next(iter(broken), '')}{and_more(broken)} cannot be read"
-    return given(f"{{}} ({unread})", ", ".join(dict.fromkeys(broken.values())))
+    broken_values = {name: value.strip("[]") for name, value in values.items() if BROKEN.match(value)}
+    clause = f"{next(iter(broken_values), '')}{and_more(broken_values)} cannot be read"
+    return fmt_if(f"{{}} ({clause})", ", ".join(dict.fromkeys(broken_values.values())))
 
 
 def _pages_pending(values: Mapping[str, str]) -> bool | None:
-    pending = [known for name in PENDING if (known := _known(values.get(name, "")))]
-    return any(value.lower() not in ("no", "0") for value in pending) if pending else None
+    pending_values = [text for name in PENDING_FIELDS if (text := _known_text(values.get(name, "")))]
+    return any(value.lower() not in ("no", "0") for value in pending_values) if pending_values else None
 
 
-def _slowed(values: Mapping[str, str]) -> tuple[str, ...]:
-    said = next((values[name] for name in REASONS if name in values), "")
-    if not MASK.fullmatch(said):
+def _slowdowns(values: Mapping[str, str]) -> tuple[str, ...]:
+    mask_text = next((values[name] for name in REASON_FIELDS if name in values), "")
+    if not MASK.fullmatch(mask_text):
         return ()
-    mask = int(said, 16)
-    return tuple(name for bit, name in SLOWED.items() if mask & bit)
+    mask = int(mask_text, 16)
+    return tuple(name for bit, name in SLOWDOWN_REASONS.items() if mask & bit)
 
 
 def bf16_flops(name: str) -> float | None:
     """Return a GPU's peak dense BF16 operations per second; None if its data sheet is not in the table."""
-    return next((1e12 * tera for tera, names in BF16_TFLOPS.items() if any(known in name for known in names)), None)
+    return next((1e12 * tera for tera, names in BF16_TFLOPS.items() if any(model in name for model in names)), None)
 
 
-def xids(lines: Sequence[str]) -> list[tuple[str, int, str]]:
+def parse_xids(lines: Sequence[str]) -> list[tuple[str, int, str]]:
     """Return the Xid errors in the kernel log: PCI address, number, meaning."""
     matches = [match for line in lines if (match := XID.search(line))]
     return [(match[1], int(match[2]), XIDS.get(int(match[2]), "see NVIDIA's list of Xid errors")) for match in matches]
 
 
-def address_of(text: str) -> tuple[int, int, int] | None:
+def parse_pci_address(text: str) -> tuple[int, int, int] | None:
     """Return domain, bus and device of a PCI address, however it is written; None if there is none.
 
     The kernel log has ``PCI:0000:1b:00``, in MIG mode with the instance after it; nvidia-smi has ``00000000:1B:00.0``.
@@ -223,7 +223,7 @@ def address_of(text: str) -> tuple[int, int, int] | None:
     return None
 
 
-def foreign(apps: str | None) -> list[tuple[int, str]]:
+def parse_gpu_processes(apps: str | None) -> list[tuple[int, str]]:
     """Return the processes that hold GPU memory: pid and name."""
     rows = [[part.strip() for part in line.split(",", 2)] for line in (apps or "").splitlines()]
     return [(int(row[0]), row[-1]) for row in rows if len(row) >= 3 and re.fullmatch(r"\d{1,9}", row[0], re.ASCII)]
@@ -231,37 +231,37 @@ def foreign(apps: str | None) -> list[tuple[int, str]]:
 
 def nvlinks_down(text: str | None) -> list[str]:
     """Return ``GPU 3: link 5`` for every inactive NVLink."""
-    found, gpu = [], ""
+    links, gpu = [], ""
     for line in (text or "").splitlines():
         if match := re.match(r"GPU (\d+):", line):
             gpu = match[1]
         elif match := re.match(r"\s*Link (\d+): .*inactive", line, re.IGNORECASE):
-            found.append(f"GPU {gpu}: link {match[1]}")
-    return found
+            links.append(f"GPU {gpu}: link {match[1]}")
+    return links
 
 
-def _known(text: str) -> str:
+def _known_text(text: str) -> str:
     return "" if UNKNOWN.fullmatch(text) else text
 
 
-def _int(text: str | None, most: float = math.inf) -> int | None:
-    number = _float(text, most)
+def _int(text: str | None, max_value: float = math.inf) -> int | None:
+    number = _float(text, max_value)
     return None if number is None else int(number)
 
 
-def _float(text: str | None, most: float = math.inf) -> float | None:
-    """Return a number from 0 to ``most``; None if it cannot be true."""
+def _float(text: str | None, max_value: float = math.inf) -> float | None:
+    """Return a number from 0 to ``max_value``; None if it cannot be true."""
     if text is None:
         return None
     try:
         number = float(text)
     except ValueError:
         return None
-    return number if math.isfinite(number) and 0 <= number <= most else None
+    return number if math.isfinite(number) and 0 <= number <= max_value else None
 
 
 NCCL_DEBUG_LINES = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET"}
-SOCKETS = "NET/Socket"
+SOCKET_TRANSPORT = "NET/Socket"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -277,7 +277,7 @@ class RdmaPort:
     netdevs: tuple[str, ...]
 
     @property
-    def up(self) -> bool:
+    def is_up(self) -> bool:
         """Whether the port is active."""
         return "ACTIVE" in self.state.upper()
 
@@ -288,12 +288,12 @@ class RdmaPort:
         return float(rate[1]) if rate else 0.0
 
     @property
-    def roce(self) -> bool:
+    def is_roce(self) -> bool:
         """Whether the link is Ethernet."""
         return self.link_layer == "Ethernet"
 
     @property
-    def efa(self) -> bool:
+    def is_efa(self) -> bool:
         """Whether the device is an AWS EFA."""
         return self.device.startswith(("efa", "rdmap"))
 
@@ -313,40 +313,47 @@ class Rdma:
 
 def training_ports(ports: Sequence[RdmaPort]) -> list[RdmaPort]:
     """Return the ports to train over: the fastest that are up; InfiniBand before RoCE."""
-    up = [port for port in ports if port.up and not port.efa]
-    kind = [port for port in up if not port.roce] or up
-    fastest = max((port.gbit for port in kind), default=0.0)
-    return [port for port in kind if port.gbit == fastest]
+    active_ports = [port for port in ports if port.is_up and not port.is_efa]
+    fabric_ports = [port for port in active_ports if not port.is_roce] or active_ports
+    fastest = max((port.gbit for port in fabric_ports), default=0.0)
+    return [port for port in fabric_ports if port.gbit == fastest]
 
 
 def nccl_env(ports: Sequence[RdmaPort], interface: str) -> dict[str, tuple[str, str]]:
     """Return NCCL's settings for one host, each with its reason; ``interface``: the one on the route to the head."""
     env = {"NCCL_SOCKET_IFNAME": (interface, "on the route to the first host")}
-    if any(port.efa for port in ports):
+    if any(port.is_efa for port in ports):
         env["FI_PROVIDER"] = ("efa", "the host has EFA devices; NCCL needs the aws-ofi-nccl plugin for them")
-    use = training_ports(ports)
-    if use:
-        env["NCCL_IB_HCA"] = ("=" + ",".join(f"{port.device}:{port.port}" for port in use), _why(use, ports))
-    indices = {port.gid_index for port in use if port.roce}
+    training = training_ports(ports)
+    if training:
+        env["NCCL_IB_HCA"] = (
+            "=" + ",".join(f"{port.device}:{port.port}" for port in training),
+            _hca_reason(training, ports),
+        )
+    indices = {port.gid_index for port in training if port.is_roce}
     if len(indices) == 1 and None not in indices:
         env["NCCL_IB_GID_INDEX"] = (str(indices.pop()), "RoCE v2 with an IPv4 address, the same on all ports")
     return env
 
 
-def _why(use: Sequence[RdmaPort], ports: Sequence[RdmaPort]) -> str:
-    kind = "RoCE" if use[0].roce else "InfiniBand"
-    slower = sorted({port.device for port in ports if port.up and port not in use})
-    return f"{len(use)} {kind} ports of {use[0].gbit:g} Gb/s are up{given('; slower: {}', ', '.join(slower))}"
+def _hca_reason(training: Sequence[RdmaPort], ports: Sequence[RdmaPort]) -> str:
+    fabric = "RoCE" if training[0].is_roce else "InfiniBand"
+    slower = sorted({port.device for port in ports if port.is_up and port not in training})
+    return (
+        f"{len(training)} {fabric} ports of {training[0].gbit:g} Gb/s are up{fmt_if('; slower: {}', ', '.join(slower))}"
+    )
 
 
 def has_rdma(ports: Sequence[RdmaPort]) -> bool:
     """Return whether falling back to TCP sockets would lose performance."""
-    return any(port.up for port in ports)
+    return any(port.is_up for port in ports)
 
 
-def socket_line(text: str) -> str:
+def find_socket_line(text: str) -> str:
     """Return the line in which NCCL reports that it uses TCP sockets; '' if there is none."""
-    return next((line for line in text.splitlines() if SOCKETS in line and "NCCL INFO" in line and "Using" in line), "")
+    return next(
+        (line for line in text.splitlines() if SOCKET_TRANSPORT in line and "NCCL INFO" in line and "Using" in line), ""
+    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -371,12 +378,12 @@ def is_private(address: str) -> bool:
 
 FAILED_RANK = re.compile(r"^  rank\s*: \d+ \(local_rank: (\d+)\)\n  exitcode\s*: (-?\d+)", re.MULTILINE)
 SIGNALED = re.compile(r"SignalException: Process \d+ got signal: (\d+)")
-STARTED = "%a %b %d %H:%M:%S %Y"  # 24 characters, in local time
+PS_TIME_FORMAT = "%a %b %d %H:%M:%S %Y"  # 24 characters, in local time
 NO_DIRECTORY = re.compile(r"\bcd: ")
 NO_MODULE = re.compile(r"No module named '?(\w+)")
 
 
-def failed_ranks(text: str) -> dict[int, int]:
+def parse_failed_ranks(text: str) -> dict[int, int]:
     """Return the local ranks that torchrun saw fail on its host, each with its exit code (negative: signal).
 
     The first is its "first observed failure": the lowest of those that it saw within a second.
@@ -387,36 +394,36 @@ def failed_ranks(text: str) -> dict[int, int]:
 def load_per_core(text: str) -> float:
     """Return how many processes want each core, from ``/proc/loadavg`` and the core count; 1 if unknown."""
     try:
-        first, *_, cores = text.split()
-        return float(first) / int(cores)
+        load, *_, cores = text.split()
+        return float(load) / int(cores)
     except (ValueError, ZeroDivisionError):
         return 1.0
 
 
-def ended_by(text: str) -> int | None:
+def parse_torchrun_signal(text: str) -> int | None:
     """Return the signal that ended torchrun, and that it passed on to its ranks; None if there was none."""
     match = SIGNALED.search(text)
     return int(match[1]) if match else None
 
 
-def began_at(text: str) -> int | None:
+def parse_ps_start(text: str) -> int | None:
     """Return when the process started, in seconds by its clock; None if it is gone or a zombie."""
-    state, _, started = text.strip().partition(" ")
+    state, _, start_text = text.strip().partition(" ")
     if not state or state.startswith("Z"):
         return None
     try:
-        return calendar.timegm(datetime.datetime.strptime(started.strip(), STARTED).timetuple())
+        return calendar.timegm(datetime.datetime.strptime(start_text.strip(), PS_TIME_FORMAT).timetuple())
     except ValueError:
         return None
 
 
 THREAD = re.compile(r"(Current thread|Thread) (0x[0-9a-f]+)(?: \[([^\]]*)\])? \(most recent call first\):")
 FRAME = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')
-OUTERMOST = ("<module>", "_run_module_as_main", "_run_code")
+OUTERMOST_FUNCTIONS = ("<module>", "_run_module_as_main", "_run_code")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Frame:
+class StackFrame:
     """One call of a stack."""
 
     file: str  # of native code: the library
@@ -435,46 +442,46 @@ class Thread:
     """One thread's calls, innermost first."""
 
     name: str
-    frames: tuple[Frame, ...]
+    frames: tuple[StackFrame, ...]
     is_main: bool = False
     has_gil: bool = False
 
     @property
-    def python(self) -> tuple[Frame, ...]:
+    def python_frames(self) -> tuple[StackFrame, ...]:
         """Its calls in Python, innermost first."""
         return tuple(frame for frame in self.frames if frame.is_python)
 
 
-def read_faulthandler(text: str) -> tuple[Thread, ...]:
+def parse_faulthandler(text: str) -> tuple[Thread, ...]:
     """Parse the last dump of faulthandler, main thread first; other lines are ignored."""
-    threads: list[tuple[str, list[Frame]]] = []
+    threads: list[tuple[str, list[StackFrame]]] = []
     for line in text.splitlines():
         if match := THREAD.fullmatch(line):
             threads.append((match[3] or match[2], []))
         elif threads and (match := FRAME.fullmatch(line)):
-            threads[-1][1].append(Frame(match[1], int(match[2]) if match[2].isdigit() else 0, match[3]))
-    mains = [name for name, frames in threads if frames and frames[-1].function in OUTERMOST]
+            threads[-1][1].append(StackFrame(match[1], int(match[2]) if match[2].isdigit() else 0, match[3]))
+    mains = [name for name, frames in threads if frames and frames[-1].function in OUTERMOST_FUNCTIONS]
     main = ["", *(name for name, _ in threads), *mains][-1]  # faulthandler writes the oldest thread last
-    found = [Thread(name, tuple(frames), is_main=name == main) for name, frames in threads]
-    return tuple(sorted(found, key=lambda thread: not thread.is_main))
+    parsed_threads = [Thread(name, tuple(frames), is_main=name == main) for name, frames in threads]
+    return tuple(sorted(parsed_threads, key=lambda thread: not thread.is_main))
 
 
-def read_py_spy(text: str) -> tuple[Thread, ...]:
+def parse_py_spy(text: str) -> tuple[Thread, ...]:
     """Parse ``py-spy dump --json``, main thread first; () if it is something else."""
     try:
-        listed = json.loads(text)
-        found = [
+        thread_dumps = json.loads(text)
+        threads = [
             Thread(
-                each["thread_name"] or f"thread {each['os_thread_id']}",
-                tuple(Frame(frame["filename"], frame["line"], frame["name"]) for frame in each["frames"]),
-                is_main=each["os_thread_id"] == each["pid"],
-                has_gil=each["owns_gil"],
+                thread_dump["thread_name"] or f"thread {thread_dump['os_thread_id']}",
+                tuple(StackFrame(frame["filename"], frame["line"], frame["name"]) for frame in thread_dump["frames"]),
+                is_main=thread_dump["os_thread_id"] == thread_dump["pid"],
+                has_gil=thread_dump["owns_gil"],
             )
-            for each in listed
+            for thread_dump in thread_dumps
         ]
     except (ValueError, KeyError, TypeError):
         return ()
-    return tuple(sorted(found, key=lambda thread: not thread.is_main))
+    return tuple(sorted(threads, key=lambda thread: not thread.is_main))
 
 
 X86_64 = {
@@ -490,8 +497,8 @@ AARCH64 = {
     83: "fdatasync", 95: "waitid", 98: "futex", 101: "nanosleep", 115: "clock_nanosleep", 202: "accept", 203: "connect",
     206: "sendto", 207: "recvfrom", 211: "sendmsg", 212: "recvmsg", 260: "wait4", 267: "syncfs", 276: "rename", 291: "statx",
 }  # fmt: skip
-TABLES: Mapping[str, Mapping[int, str]] = {"x86_64": X86_64, "aarch64": AARCH64}
-OF_A_FILE = frozenset(
+SYSCALL_TABLES: Mapping[str, Mapping[int, str]] = {"x86_64": X86_64, "aarch64": AARCH64}
+FILE_SYSCALLS = frozenset(
     (
         "read",
         "write",
@@ -515,7 +522,7 @@ OF_A_FILE = frozenset(
 )  # fmt: skip - the first argument is a file's number
 
 
-def syscall_of(text: str, machine: str) -> tuple[str, int | None]:
+def parse_syscall(text: str, machine: str) -> tuple[str, int | None]:
     """Return the name of the call in ``/proc/PID/syscall`` and its file number, if it has one.
 
     ("", None) if the process runs, or the file is empty.
@@ -524,5 +531,5 @@ def syscall_of(text: str, machine: str) -> tuple[str, int | None]:
     if not words or not words[0].isdigit():
         return "", None
     number = int(words[0])
-    name = TABLES.get(machine, {}).get(number, f"system call {number}")
-    return name, int(words[1], 16) if name in OF_A_FILE and len(words) > 1 else None
+    name = SYSCALL_TABLES.get(machine, {}).get(number, f"system call {number}")
+    return name, int(words[1], 16) if name in FILE_SYSCALLS and len(words) > 1 else None

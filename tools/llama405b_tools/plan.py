@@ -4,43 +4,43 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
-from llama405b.contract.errors import SPARE, counted, given
-from llama405b.predict.calibration import FEWEST, Calibration, Evidence, Range
+from llama405b.contract.errors import STAGING_SHARE, fmt_if, pluralize
+from llama405b.predict.calibration import MIN_PROGRAMS, Calibration, Evidence, TimeRange
 from llama405b.predict.estimate import Machines
 from llama405b.predict.hardware import GIB
-from llama405b.predict.run_shape import RunShape
+from llama405b.predict.run_shape import PredictedRun
 from llama405b.predict.search import (
     MEMORY_SPREAD,
-    NEAR,
+    NEAR_SHARE,
     Fit,
-    Outlook,
-    is_near,
+    Prediction,
+    is_near_fastest,
     largest_micro_batch,
     remedies,
-    untried_of,
+    untested_features,
 )
 from llama405b.predict.step_time import StepTime
-from llama405b.settings.axes import waste_note
-from llama405b.settings.schema import IN_BF16, Parallel, Training
-from llama405b.spec.models import describe
+from llama405b.settings.axes import idle_rank_note
+from llama405b.settings.schema import BF16_NUMERICS, Parallel, Training
+from llama405b.spec.models import adapter_label
 
-FITS = {
+FIT_LABELS = {
     Fit.YES: "fits",
     Fit.RETRIES: "RUNS SLOWER, WITH ALLOCATOR RETRIES",
     Fit.MAYBE: "MAY NOT FIT",
     Fit.NO: "DOES NOT FIT",
 }
-RETRIES = (
+RETRIES_NOTE = (
     "PyTorch reserves more than the GPU has: in each step it waits for the GPU, frees cached blocks and allocates again"
 )
-HELPS = 3  # changes
-SMALL, SHORT_S = 0.05 * GIB, 0.05
+MAX_REMEDIES = 3  # changes
+MIN_SHOWN_BYTES, MIN_SHOWN_S = 0.05 * GIB, 0.05
 UNMEASURED = "never measured on this GPU"
-OWN = {  # of what was measured on the hosts
+MEASURED_BASIS = {  # of what was measured on the hosts
     Evidence.STEPS: "from steps measured on these hosts",
     Evidence.RATES: "from rates measured on these hosts",
 }
-ALIKE = {  # what was measured of other programs
+PROGRAMS_BASIS = {  # what was measured of other programs
     Evidence.SMALL: "with models below 10 B parameters or one GPU",
     Evidence.LARGE: "with models of 10 B parameters or more",
     Evidence.MESH: "with tp, cp or pp",
@@ -56,147 +56,151 @@ class ReportOptions:
     measured: float = 0.0  # seconds that a step is said to take
 
 
-def prediction(outlook: Outlook, asked: ReportOptions) -> list[str]:
+def format_prediction(prediction: Prediction, options: ReportOptions) -> list[str]:
     """Format a prediction as lines."""
-    lines = [_what(outlook), *_memory(outlook)]
-    if outlook.host_bytes:
-        has = (
-            f" of {outlook.ram_bytes / GIB:,.0f} GiB: {FITS[outlook.ram]}"
-            if outlook.ram_bytes
+    lines = [_format_run(prediction), *_memory_lines(prediction)]
+    if prediction.host_bytes:
+        limit = (
+            f" of {prediction.ram_bytes / GIB:,.0f} GiB: {FIT_LABELS[prediction.ram_fit]}"
+            if prediction.ram_bytes
             else " GiB (pass --ram to check)"
         )
-        held = spread(outlook.host_bytes / GIB, MEMORY_SPREAD)  # which no calibration measures
-        lines.append(f"host memory  {held}{has}, per host: {_parts(outlook.host_held_bytes)}")
-    lines += [*_time(outlook, asked), *_files(outlook)]
-    load = outlook.load
-    batch = Training(global_batch_size=load.global_batch, micro_batch_size=load.micro_batch)
-    if note := waste_note(batch, load.dp):
-        lines.append(f"waste        {note}")
-    if outlook.calibration:
-        lines += _measured(outlook.load, outlook.calibration)
-    return [*lines, *_remedies(outlook)]
+        needed = format_spread(prediction.host_bytes / GIB, MEMORY_SPREAD)  # which no calibration measures
+        lines.append(f"host memory  {needed}{limit}, per host: {_format_parts(prediction.host_bytes_by_kind)}")
+    lines += [*_time_lines(prediction, options), *_storage_lines(prediction)]
+    run = prediction.run
+    batch = Training(global_batch_size=run.global_batch, micro_batch_size=run.micro_batch)
+    if idle_note := idle_rank_note(batch, run.dp):
+        lines.append(f"waste        {idle_note}")
+    if prediction.calibration:
+        lines += _calibration_lines(prediction.run, prediction.calibration)
+    return [*lines, *_remedy_lines(prediction)]
 
 
-def _what(outlook: Outlook) -> str:
-    load = outlook.load
-    cluster = outlook.cluster
-    n = outlook.load.llama.parameters
+def _format_run(prediction: Prediction) -> str:
+    run = prediction.run
+    cluster = prediction.cluster
+    n = prediction.run.llama.parameters
     size = f"{n / 1e9:,.1f} B" if n >= 1e9 else f"{n / 1e6:,.1f} M"
-    adapter = f", frozen, with {describe(load.adapter)}," if load.adapter.trains else ""
+    adapter = f", frozen, with {adapter_label(run.adapter)}," if run.adapter.is_enabled else ""
     network = f", {cluster.nic_bytes_per_s * 8 / 1e9:,.0f} Gbit/s a host" if not cluster.gpu.is_cpu else ""
     return (
-        f"{size} parameters{adapter} on {load.hosts} x {load.ranks_per_host} {cluster.gpu.name}{network}"
-        f"{given(', as {}', load.axes.told)}; "
-        f"{load.numerics}, offload {load.offload}, micro-batch {load.micro_batch} of {load.seq_len:,} tokens, "
-        f"{outlook.step_tokens:,} tokens a step"
+        f"{size} parameters{adapter} on {run.hosts} x {run.ranks_per_host} {cluster.gpu.name}{network}"
+        f"{fmt_if(', as {}', run.axes.label)}; "
+        f"{run.numerics}, offload {run.offload}, micro-batch {run.micro_batch} of {run.seq_len:,} tokens, "
+        f"{prediction.step_tokens:,} tokens a step"
     )
 
 
-def _memory(outlook: Outlook) -> list[str]:
-    needs, gpu = outlook.needs, outlook.cluster.gpu
+def _memory_lines(prediction: Prediction) -> list[str]:
+    needs, gpu = prediction.needs, prediction.cluster.gpu
     name, runtime = ("rank memory", "PyTorch") if gpu.is_cpu else ("GPU memory", "CUDA and NCCL")
-    has = f"of {gpu.memory_bytes / GIB:,.0f} GiB: {FITS[outlook.gpu]}"
-    largest = f"; largest micro-batch that fits: {largest_micro_batch(outlook)}"
+    limit = f"of {gpu.memory_bytes / GIB:,.0f} GiB: {FIT_LABELS[prediction.gpu_fit]}"
+    largest = f"; largest micro-batch that fits: {largest_micro_batch(prediction)}"
     lines = [
-        f"{name:12} {_sizes(outlook)} {has}{largest}",
-        f"             allocated, peak at {needs.peak.moment}: {_parts({**needs.peak.held, runtime: needs.runtime_bytes})}",
+        f"{name:12} {_format_gpu_memory(prediction)} {limit}{largest}",
+        f"             allocated, peak at {needs.peak.moment}: {_format_parts({**needs.peak.bytes_by_kind, runtime: needs.runtime_bytes})}",
     ]
-    if needs.reserved:
-        pools = _parts({**needs.reserved, runtime: needs.runtime_bytes})
+    if needs.reserved_by_pool:
+        pools = _format_parts({**needs.reserved_by_pool, runtime: needs.runtime_bytes})
         lines.append(f"             reserved by stream: {pools}")
-    if outlook.gpu is Fit.RETRIES and needs.reserved:
-        lines.append(f"             {RETRIES}")
+    if prediction.gpu_fit is Fit.RETRIES and needs.reserved_by_pool:
+        lines.append(f"             {RETRIES_NOTE}")
     return lines
 
 
-def _sizes(outlook: Outlook) -> str:
+def _format_gpu_memory(prediction: Prediction) -> str:
     """Format the allocated and, if known, reserved memory of a GPU."""
-    needs = outlook.needs
-    kept = needs.gpu_reserved_bytes
-    if kept is None:
-        held = spread(needs.gpu_bytes / GIB, outlook.memory_spread)
-        return held if outlook.cluster.gpu.is_cpu else f"{held} allocated"
-    return f"{needs.gpu_bytes / GIB:,.1f} GiB allocated / {kept / GIB:,.1f} reserved"
+    needs = prediction.needs
+    reserved_bytes = needs.gpu_reserved_bytes
+    if reserved_bytes is None:
+        allocated = format_spread(needs.gpu_bytes / GIB, prediction.memory_spread)
+        return allocated if prediction.cluster.gpu.is_cpu else f"{allocated} allocated"
+    return f"{needs.gpu_bytes / GIB:,.1f} GiB allocated / {reserved_bytes / GIB:,.1f} reserved"
 
 
-def short_sizes(outlook: Outlook) -> str:
+def format_short_memory(prediction: Prediction) -> str:
     """Format the allocated and reserved memory of a GPU for a table."""
-    needs = outlook.needs
-    kept = needs.gpu_reserved_bytes
-    beside = f"{kept / GIB:,.0f}" if kept else "?"
-    return f"{needs.gpu_bytes / GIB:,.0f} / {beside}"
+    needs = prediction.needs
+    reserved_bytes = needs.gpu_reserved_bytes
+    reserved = f"{reserved_bytes / GIB:,.0f}" if reserved_bytes else "?"
+    return f"{needs.gpu_bytes / GIB:,.0f} / {reserved}"
 
 
-def _measured(load: RunShape, found: Calibration) -> list[str]:
+def _calibration_lines(run: PredictedRun, calibration: Calibration) -> list[str]:
     """Return the lines on a calibration."""
-    what = "rates of a run with other settings"
-    if found.fits(load):
-        what = f"step and memory, with {found.few.layers} and {found.more.layers} layers"
-    alone, links = found.alone, ""
-    if alone.gather:
-        links = f", all-gather {_rate(alone.gather)}, reduce-scatter {_rate(alone.scatter)}"
+    subject = "rates of a run with other settings"
+    if calibration.matches_run(run):
+        subject = f"step and memory, with {calibration.few.layers} and {calibration.more.layers} layers"
+    rates, links = calibration.alone, ""
+    if rates.gather:
+        links = f", all-gather {_format_rate(rates.gather)}, reduce-scatter {_format_rate(rates.scatter)}"
     return [
-        f"measured     on these hosts on {found.made}: {what}",
-        f"             a layer {alone.layer_s:.3f} s; GB/s: AdamW {_rate(alone.device_update)} of a rank, {_rate(alone.host_update)} "
-        f"in a host's memory, copies {_rate(alone.copies)}{links}, writing {_rate(alone.disk)}",
+        f"measured     on these hosts on {calibration.made}: {subject}",
+        f"             a layer {rates.layer_s:.3f} s; GB/s: AdamW {_format_rate(rates.device_update)} of a rank, "
+        f"{_format_rate(rates.host_update)} "
+        f"in a host's memory, copies {_format_rate(rates.copies)}{links}, writing {_format_rate(rates.disk)}",
     ]
 
 
-def _rate(bytes_per_s: float) -> str:
+def _format_rate(bytes_per_s: float) -> str:
     return f"{bytes_per_s / 1e9:,.3g}"
 
 
-def _files(outlook: Outlook) -> list[str]:
+def _storage_lines(prediction: Prediction) -> list[str]:
     """Return the lines on loading, saving and disks."""
-    load, needs = outlook.load, outlook.needs
-    loads, saves = needs.loading, needs.saving
-    reading = f"{_took(loads.rank0_s)} if the first host reads and sends them"
-    if load.hosts > 1:
-        more = f" (with {loads.host_bytes / GIB:,.0f} GiB more of its memory)"
-        reading += f"{more}, {_took(loads.local_s)} if each host reads its own part"
-    writing = f"{_took(saves.write_s)} in the background, training waits {_took(saves.waits_s)}{_copies(outlook)}"
+    run, needs = prediction.run, prediction.needs
+    loading, saving = needs.loading, needs.saving
+    reading = f"{_format_duration(loading.rank0_s)} if the first host reads and sends them"
+    if run.hosts > 1:
+        memory_note = f" (with {loading.host_bytes / GIB:,.0f} GiB more of its memory)"
+        reading += f"{memory_note}, {_format_duration(loading.local_s)} if each host reads its own part"
+    writing = f"{_format_duration(saving.write_s)} in the background, training waits {_format_duration(saving.waits_s)}"
+    writing += _format_copies(prediction)
     if needs.pinned_bytes:
-        reading += f"; pinning {needs.pinned_bytes / GIB:,.0f} GiB of each host's memory: {_took(needs.pinning_s)}"
+        reading += (
+            f"; pinning {needs.pinned_bytes / GIB:,.0f} GiB of each host's memory: {_format_duration(needs.pinning_s)}"
+        )
     return [
         f"loading      {needs.weights_bytes / GIB:,.0f} GiB of weights: {reading}",
-        f"saving       {load.checkpoint_bytes / GIB:,.0f} GiB a checkpoint, {saves.n_bytes / GIB:,.0f} of each host: {writing}; "
-        f"best every {_took(saves.best_interval_s)}",
-        f"disk         {needs.checkpoints_bytes / GIB:,.0f} GiB for {load.keep + 1} checkpoints; "
-        f"read and written at {_rate(outlook.cluster.disk_bytes_per_s)} GB/s of each host (--disk)",
+        f"saving       {run.checkpoint_bytes / GIB:,.0f} GiB a checkpoint, {saving.n_bytes / GIB:,.0f} of each host: {writing}; "
+        f"best every {_format_duration(saving.best_interval_s)}",
+        f"disk         {needs.checkpoints_bytes / GIB:,.0f} GiB for {run.keep + 1} checkpoints; "
+        f"read and written at {_format_rate(prediction.cluster.disk_bytes_per_s)} GB/s of each host (--disk)",
     ]
 
 
-def _copies(outlook: Outlook) -> str:
+def _format_copies(prediction: Prediction) -> str:
     """Format what a save takes of a host's memory, and its limit."""
-    saves, limit = outlook.needs.saving, outlook.load.staging_bytes
-    staged, wanted = saves.staged_bytes / GIB, saves.wanted_bytes / GIB
-    if not wanted:
+    saving, limit = prediction.needs.saving, prediction.run.staging_bytes
+    staged_gib, wanted_gib = saving.staged_bytes / GIB, saving.wanted_bytes / GIB
+    if not wanted_gib:
         return ""
-    if staged == wanted:
-        return f", up to {staged:,.0f} GiB of host memory for copies"
-    why = f"{100 * SPARE:.0f}% of what is free" if limit is None else "checkpoint.staging"
-    return f", host memory has room for {staged:,.0f} of the {wanted:,.0f} GiB of copies ({why})"
+    if staged_gib == wanted_gib:
+        return f", up to {staged_gib:,.0f} GiB of host memory for copies"
+    reason = f"{100 * STAGING_SHARE:.0f}% of what is free" if limit is None else "checkpoint.staging"
+    return f", host memory has room for {staged_gib:,.0f} of the {wanted_gib:,.0f} GiB of copies ({reason})"
 
 
-def _remedies(outlook: Outlook) -> list[str]:
+def _remedy_lines(prediction: Prediction) -> list[str]:
     """Return the lines on the changes that help most."""
     lines = []
-    for words, other in remedies(outlook)[:HELPS]:
+    for label, other in remedies(prediction)[:MAX_REMEDIES]:
         gain = (
-            f"{round(100 * other.gain(outlook)):+d}% tokens/s per GPU, "
-            if other.tokens_per_s and outlook.tokens_per_s
+            f"{round(100 * other.speedup_over(prediction)):+d}% tokens/s per GPU, "
+            if other.tokens_per_s and prediction.tokens_per_s
             else ""
         )
         ram = f" and {other.needs.host_bytes / GIB:,.0f} of each host" if other.needs.host_bytes else ""
-        lines.append(f"{words}: {gain}{short_sizes(other)} GiB of each GPU{ram}, {FITS[other.fit]}")
+        lines.append(f"{label}: {gain}{format_short_memory(other)} GiB of each GPU{ram}, {FIT_LABELS[other.fit]}")
     return [f"{'try' if i == 0 else '':12} {line}" for i, line in enumerate(lines)]
 
 
-def _parts(held: Mapping[str, float]) -> str:
-    return ", ".join(f"{name} {size / GIB:,.1f}" for name, size in held.items() if size >= SMALL)
+def _format_parts(bytes_by_kind: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {size / GIB:,.1f}" for name, size in bytes_by_kind.items() if size >= MIN_SHOWN_BYTES)
 
 
-def _took(seconds: float) -> str:
+def _format_duration(seconds: float) -> str:
     if seconds < 600:
         return f"{seconds:,.0f} s"
     if seconds < 7200:
@@ -204,72 +208,85 @@ def _took(seconds: float) -> str:
     return f"{seconds / 3600:,.1f} h"
 
 
-def expectation(outlook: Outlook) -> str:
+def format_expectation(prediction: Prediction) -> str:
     """Format what a starting run is expected to take, in one line."""
-    needs = outlook.needs
-    step = f"a step in {between(needs.step_s, outlook.time_range)} s, " if needs.step_s else ""
-    of = "rank" if outlook.cluster.gpu.is_cpu else "GPU"
-    found = outlook.calibration
-    how = f"from measurements of {found.made}" if found else "checked for layers on one H200, not yet on several GPUs"
-    if not outlook.time_range:
-        how = UNMEASURED
-    has = outlook.cluster.gpu.memory_bytes / GIB
-    slower = "; slower, with allocator retries" if outlook.gpu is Fit.RETRIES else ""
-    return f"expected: {step}{_sizes(outlook)} of {has:,.0f} GiB of each {of}{slower}; {how}"
+    needs = prediction.needs
+    step = f"a step in {format_range(needs.step_s, prediction.time_range)} s, " if needs.step_s else ""
+    device = "rank" if prediction.cluster.gpu.is_cpu else "GPU"
+    calibration = prediction.calibration
+    basis = (
+        f"from measurements of {calibration.made}"
+        if calibration
+        else "checked for layers on one H200, not yet on several GPUs"
+    )
+    if not prediction.time_range:
+        basis = UNMEASURED
+    memory_gib = prediction.cluster.gpu.memory_bytes / GIB
+    slower = "; slower, with allocator retries" if prediction.gpu_fit is Fit.RETRIES else ""
+    return (
+        f"expected: {step}{_format_gpu_memory(prediction)} of {memory_gib:,.0f} GiB of each {device}{slower}; {basis}"
+    )
 
 
-def _time(outlook: Outlook, asked: ReportOptions) -> list[str]:
-    time, lines = outlook.needs.time, list[str]()
-    if asked.measured and asked.measured < outlook.floor_s:
+def _time_lines(prediction: Prediction, options: ReportOptions) -> list[str]:
+    time, lines = prediction.needs.time, list[str]()
+    if options.measured and options.measured < prediction.floor_s:
         lines.append(
-            f"IMPOSSIBLE   a step of {asked.measured:g} s: the model's FLOPs alone take {outlook.floor_s:.1f} s at the GPUs' peak; "
+            f"IMPOSSIBLE   a step of {options.measured:g} s: the model's FLOPs alone take {prediction.floor_s:.1f} s at the GPUs' peak; "
             "check the sequence, the batch and the number of GPUs"
         )
-    if not (time and outlook.tokens_per_s):
-        return [*lines, f"time         unknown: no measured times with {outlook.load.numerics}"]
-    rate = outlook.tokens_per_s
-    used = f", MFU {100 * outlook.mfu:.0f}%, HFU {100 * outlook.hfu:.0f}%" if outlook.mfu and outlook.hfu else ""
+    if not (time and prediction.tokens_per_s):
+        return [*lines, f"time         unknown: no measured times with {prediction.run.numerics}"]
+    rate = prediction.tokens_per_s
+    utilization = (
+        f", MFU {100 * prediction.mfu:.0f}%, HFU {100 * prediction.hfu:.0f}%"
+        if prediction.mfu and prediction.hfu
+        else ""
+    )
     lines += [
-        f"step         {between(time.step_s, outlook.time_range)} s: {_split(time)}; lower bound {outlook.floor_s:.1f}",
-        *_compute(time),
-        f"range        {_basis(outlook)}",
-        f"rate         {rate:,.0f} tokens/s, {rate / outlook.load.world:,.0f} per GPU{used}",
-        *_goodput(outlook, asked),
+        f"step         {format_range(time.step_s, prediction.time_range)} s: {_format_split(time)}; lower bound {prediction.floor_s:.1f}",
+        *_compute_lines(time),
+        f"range        {_format_basis(prediction)}",
+        f"rate         {rate:,.0f} tokens/s, {rate / prediction.run.world:,.0f} per GPU{utilization}",
+        *_goodput_lines(prediction, options),
     ]
-    if asked.tokens:
-        lines.append(f"{asked.tokens:,.0f} tokens: {_whole(outlook, asked)}")
-    elif asked.price:
-        hourly = asked.price * outlook.load.world
-        step = between(hourly * time.step_s / 3600, outlook.time_range)
-        lines.append(f"cost         {hourly * 24:,.0f} a day, {step} a step, at {asked.price:g} a GPU-hour")
+    if options.tokens:
+        lines.append(f"{options.tokens:,.0f} tokens: {_format_total(prediction, options)}")
+    elif options.price:
+        hourly = options.price * prediction.run.world
+        step = format_range(hourly * time.step_s / 3600, prediction.time_range)
+        lines.append(f"cost         {hourly * 24:,.0f} a day, {step} a step, at {options.price:g} a GPU-hour")
     return lines
 
 
-def _goodput(outlook: Outlook, asked: ReportOptions) -> list[str]:
+def _goodput_lines(prediction: Prediction, options: ReportOptions) -> list[str]:
     """Return the line on goodput."""
-    found = outlook.goodput(asked.tokens)
-    if not found:
+    goodput = prediction.goodput(options.tokens)
+    if not goodput:
         return []
-    failures = (
-        f"failures, one in {_took(found.mtbf_s)} (checkpoint.mtbf), {100 * (1 - found.saves_share - found.share):.1f}%"
-    )
-    saves = f"saves, every {_took(found.interval_s)} of training, take {100 * found.saves_share:.1f}%"
-    if not found.saves_share:
+    failures_percent = 100 * (1 - goodput.saves_share - goodput.share)
+    failures = f"failures, one in {_format_duration(goodput.mtbf_s)} (checkpoint.mtbf), {failures_percent:.1f}%"
+    saves = f"saves, every {_format_duration(goodput.interval_s)} of training, take {100 * goodput.saves_share:.1f}%"
+    if not goodput.saves_share:
         saves = "nothing is saved (checkpoint.every)"
-    return [f"goodput      {100 * found.share:.1f}%: {saves}; {failures}"]
+    return [f"goodput      {100 * goodput.share:.1f}%: {saves}; {failures}"]
 
 
-def _whole(outlook: Outlook, asked: ReportOptions) -> str:
+def _format_total(prediction: Prediction, options: ReportOptions) -> str:
     """Format how long all tokens take, and what that costs."""
-    hours, within = outlook.hours(asked.tokens), outlook.time_range
+    hours, time_range = prediction.hours(options.tokens), prediction.time_range
     if not hours:
         return "never: failures undo steps as fast as they are made"
-    gpu_hours = hours * outlook.load.world
-    cost = f", {between(asked.price * gpu_hours, within)} at {asked.price:g} a GPU-hour" if asked.price else ""
-    return f"{between(hours / 24, within)} days, {gpu_hours:,.0f} GPU-hours{cost}, with saves and failures"
+    gpu_hours = hours * prediction.run.world
+    cost = (
+        f", {format_range(options.price * gpu_hours, time_range)} at {options.price:g} a GPU-hour"
+        if options.price
+        else ""
+    )
+    return f"{format_range(hours / 24, time_range)} days, {gpu_hours:,.0f} GPU-hours{cost}, with saves and failures"
 
 
-def _split(time: StepTime) -> str:
+def _format_split(time: StepTime) -> str:
     if time.compute_s is None or time.exposed_s is None:
         parts = {
             "forward": time.forward_s,
@@ -286,46 +303,48 @@ def _split(time: StepTime) -> str:
     return f"compute {time.compute_s:.1f}; {moved} {hidden}{bubble}; update {time.optimizer_s:.1f}"
 
 
-def _compute(time: StepTime) -> list[str]:
+def _compute_lines(time: StepTime) -> list[str]:
     """Return the line on the parts of a step's compute, if it is predicted."""
-    parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in time.compute_parts_s.items() if seconds >= SHORT_S)
+    parts = ", ".join(
+        f"{name} {seconds:.1f}" for name, seconds in time.compute_parts_s.items() if seconds >= MIN_SHOWN_S
+    )
     return [f"             compute: {parts}"] if parts else []
 
 
-def _basis(outlook: Outlook) -> str:
+def _format_basis(prediction: Prediction) -> str:
     """Format the basis of the range of times."""
-    within, known = outlook.time_range, outlook.evidence
-    if not within:
-        return f"{UNMEASURED} ({outlook.cluster.gpu.name}); `plan HOSTS --calibrate` measures it on its hosts"
-    if known in OWN:
-        return OWN[known]
-    if known is Evidence.ADAPTERS:
+    time_range, evidence = prediction.time_range, prediction.evidence
+    if not time_range:
+        return f"{UNMEASURED} ({prediction.cluster.gpu.name}); `plan HOSTS --calibrate` measures it on its hosts"
+    if evidence in MEASURED_BASIS:
+        return MEASURED_BASIS[evidence]
+    if evidence is Evidence.ADAPTERS:
         return "rough (no published times with adapters to compare with)"
-    if within.programs < FEWEST:
-        programs = counted(within.programs, "other program")
-        what = "in FP8" if known is Evidence.FP8 else "with offload"
-        return f"rough: {programs} {what} published a time; a range needs {FEWEST}"
-    return f"covers 90% of published times of {within.programs} other programs, {ALIKE[known]}"
+    if time_range.programs < MIN_PROGRAMS:
+        programs = pluralize(time_range.programs, "other program")
+        technique = "in FP8" if evidence is Evidence.FP8 else "with offload"
+        return f"rough: {programs} {technique} published a time; a range needs {MIN_PROGRAMS}"
+    return f"covers 90% of published times of {time_range.programs} other programs, {PROGRAMS_BASIS[evidence]}"
 
 
-def spread(value: float, share: float) -> str:
+def format_spread(value: float, share: float) -> str:
     """Format a number with a symmetric range, a share of it."""
-    return between(value, Range(1 - share, 1 + share))
+    return format_range(value, TimeRange(1 - share, 1 + share))
 
 
-def between(value: float, within: Range | None) -> str:
+def format_range(value: float, time_range: TimeRange | None) -> str:
     """Format a number, and its range if that is known."""
     digits = 3
     if value >= 1:
         digits = 0 if value >= 100 else 1
-    if not within:
+    if not time_range:
         return f"{value:,.{digits}f}"
-    low, high = within.of(value)
+    low, high = time_range.bounds(value)
     return f"{value:,.{digits}f} ({low:,.{digits}f} to {high:,.{digits}f})"
 
 
-SCHEMA = 2  # of the record: raised when a field is renamed, removed, or means something else
-UNITS = {  # of fields, by their name or how it ends
+SCHEMA_VERSION = 2  # of the record: raised when a field is renamed, removed, or means something else
+FIELD_UNITS = {  # of fields, by their name or how it ends
     "_bytes": "bytes",
     "_s": "seconds",
     "tokens_per_s": "tokens per second, of all GPUs",
@@ -347,148 +366,154 @@ UNITS = {  # of fields, by their name or how it ends
 }
 
 
-def record(outlook: Outlook, machines: Machines, asked: ReportOptions) -> dict[str, object]:
+def prediction_record(prediction: Prediction, machines: Machines, options: ReportOptions) -> dict[str, object]:
     """Return a prediction and its inputs as a record for JSON."""
-    needs, load, within = outlook.needs, outlook.load, outlook.time_range
-    hours, goodput = outlook.hours(asked.tokens) or None, outlook.goodput(asked.tokens)
-    gpu_hours = hours * load.world if hours else None
+    needs, run, time_range = prediction.needs, prediction.run, prediction.time_range
+    hours, goodput = prediction.hours(options.tokens) or None, prediction.goodput(options.tokens)
+    gpu_hours = hours * run.world if hours else None
     return {
-        "inputs": _inputs(outlook, machines, asked),
-        "fits": outlook.fit.name.lower(), "gpu_bytes": needs.gpu_bytes, "host_bytes": outlook.host_bytes,
-        "gpu_reserved_bytes": needs.gpu_reserved_bytes, "gpu_reserved_by_pool_bytes": needs.reserved,
-        "gpu_held_bytes": needs.peak.held, "peak_moment": needs.peak.moment, "host_held_bytes": outlook.host_held_bytes,
+        "inputs": _record_inputs(prediction, machines, options),
+        "fits": prediction.fit.name.lower(), "gpu_bytes": needs.gpu_bytes, "host_bytes": prediction.host_bytes,
+        "gpu_reserved_bytes": needs.gpu_reserved_bytes, "gpu_reserved_by_pool_bytes": needs.reserved_by_pool,
+        "gpu_held_bytes": needs.peak.bytes_by_kind, "peak_moment": needs.peak.moment, "host_held_bytes": prediction.host_bytes_by_kind,
         "loading": dataclasses.asdict(needs.loading), "saving": dataclasses.asdict(needs.saving),
         "pinned_bytes": needs.pinned_bytes, "pinning_s": needs.pinning_s,
-        "memory_spread": outlook.memory_spread, "time_range": dataclasses.asdict(within) if within else None,
-        "evidence": outlook.evidence, "calibrated": bool(outlook.calibration),
+        "memory_spread": prediction.memory_spread, "time_range": dataclasses.asdict(time_range) if time_range else None,
+        "evidence": prediction.evidence, "calibrated": bool(prediction.calibration),
         "time": dataclasses.asdict(needs.time) | {"step_s": needs.step_s} if needs.time else None,
-        "floor_s": outlook.floor_s, "tokens_per_s": outlook.tokens_per_s, "mfu": outlook.mfu, "hfu": outlook.hfu,
+        "floor_s": prediction.floor_s, "tokens_per_s": prediction.tokens_per_s, "mfu": prediction.mfu, "hfu": prediction.hfu,
         "goodput": dataclasses.asdict(goodput) if goodput else None,
-        "hours": hours, "gpu_hours": gpu_hours, "cost": gpu_hours * asked.price if gpu_hours and asked.price else None,
-        "cost_per_day": 24 * load.world * asked.price if asked.price else None, "checkpoint_bytes": load.checkpoint_bytes,
-        "settings": {"offload": load.offload, "moments": load.moments, "wrap": load.wrap, "micro_batch_size": load.micro_batch,
-                     "strategy": load.parallel(Parallel()).strategy, "loss": load.loss,
-                     "activation_checkpointing": str(load.recompute), "activations": load.activations},
-        "mesh": dataclasses.asdict(load.axes),
+        "hours": hours, "gpu_hours": gpu_hours, "cost": gpu_hours * options.price if gpu_hours and options.price else None,
+        "cost_per_day": 24 * run.world * options.price if options.price else None, "checkpoint_bytes": run.checkpoint_bytes,
+        "settings": {"offload": run.offload, "moments": run.moments, "wrap": run.wrap, "micro_batch_size": run.micro_batch,
+                     "strategy": run.parallel_settings(Parallel()).strategy, "loss": run.loss,
+                     "activation_checkpointing": str(run.recompute), "activations": run.activations},
+        "mesh": dataclasses.asdict(run.axes),
     }  # fmt: skip
 
 
-def _inputs(outlook: Outlook, machines: Machines, asked: ReportOptions) -> Mapping[str, object]:
+def _record_inputs(prediction: Prediction, machines: Machines, options: ReportOptions) -> Mapping[str, object]:
     """Return the inputs of a prediction: machines, model, and the settings that matter."""
-    load = outlook.load
+    run = prediction.run
     return {
-        "nodes": machines.nodes, "slots": machines.slots, "gpu": outlook.cluster.gpu.name,
-        "gpu_memory_bytes": outlook.cluster.gpu.memory_bytes, "ram_bytes": machines.ram_bytes or None,
+        "nodes": machines.nodes, "slots": machines.slots, "gpu": prediction.cluster.gpu.name,
+        "gpu_memory_bytes": prediction.cluster.gpu.memory_bytes, "ram_bytes": machines.ram_bytes or None,
         "nic_bytes_per_s": machines.nic_bytes_per_s, "disk_bytes_per_s": machines.disk_bytes_per_s,
-        "parameters": load.llama.parameters, "layers": load.llama.layers, "numerics": load.numerics, "overlap": load.overlap,
-        "adapter": describe(load.adapter),
-        "seq_len": load.seq_len, "global_batch_size": outlook.load.global_batch, "attention": load.attention, "packing": load.packing,
-        "keep": load.keep, "every": load.every, "mtbf_s": load.mtbf_s, "staging_bytes": load.staging_bytes,
-        "tokens": asked.tokens or None, "price": asked.price or None, "measured_s": asked.measured or None,
+        "parameters": run.llama.parameters, "layers": run.llama.layers, "numerics": run.numerics, "overlap": run.overlap,
+        "adapter": adapter_label(run.adapter),
+        "seq_len": run.seq_len, "global_batch_size": prediction.run.global_batch, "attention": run.attention, "packing": run.packing,
+        "keep": run.keep, "every": run.every, "mtbf_s": run.mtbf_s, "staging_bytes": run.staging_bytes,
+        "tokens": options.tokens or None, "price": options.price or None, "measured_s": options.measured or None,
     }  # fmt: skip
 
 
-SHOWN = 8  # of a search, and as many of what has run on one GPU at most
+MAX_SHOWN = 8  # of a search, and as many of what has run on one GPU at most
 
 
-def ranking(found: Sequence[Outlook]) -> list[str]:
+def ranking_lines(predictions: Sequence[Prediction]) -> list[str]:
     """Format the best results of a search as a table."""
     lines = ["", "  offload    moments  units   micro-batch    GPU GiB  RAM GiB   step s  tokens/s"]
-    without = [each for each in found if not untried_of(each.load)]
-    untried = [each for each in found if untried_of(each.load)]
-    for each in [*without[:SHOWN], *untried[:SHOWN]]:
-        units = "halves" if each.load.halves else "layers"
-        moments = "bf16" if each.load.numerics in IN_BF16 else each.load.moments
-        time = f"{each.needs.step_s:8.1f} {each.tokens_per_s:9,.0f}" if each.needs.step_s else "        -         -"
-        lines.append(
-            f"  {each.load.offload:9}  {moments:7}  {units:6}  {each.load.micro_batch:11}  "
-            f"{short_sizes(each):>9}  {each.host_bytes / GIB:7,.0f} {time}  {FITS[each.fit]}"
-            + given(", with {}", untried_of(each.load))
+    tested = [candidate for candidate in predictions if not untested_features(candidate.run)]
+    untested = [candidate for candidate in predictions if untested_features(candidate.run)]
+    for candidate in [*tested[:MAX_SHOWN], *untested[:MAX_SHOWN]]:
+        units = "halves" if candidate.run.has_half_layer_units else "layers"
+        moments = "bf16" if candidate.run.numerics in BF16_NUMERICS else candidate.run.moments
+        time = (
+            f"{candidate.needs.step_s:8.1f} {candidate.tokens_per_s:9,.0f}"
+            if candidate.needs.step_s
+            else "        -         -"
         )
-    return [*lines, *_ties(without), *_fastest(found[0], untried)]
+        lines.append(
+            f"  {candidate.run.offload:9}  {moments:7}  {units:6}  {candidate.run.micro_batch:11}  "
+            f"{format_short_memory(candidate):>9}  {candidate.host_bytes / GIB:7,.0f} {time}  {FIT_LABELS[candidate.fit]}"
+            + fmt_if(", with {}", untested_features(candidate.run))
+        )
+    return [*lines, *_tie_lines(tested), *_fastest_lines(predictions[0], untested)]
 
 
-def _fastest(first: Outlook, untried: Sequence[Outlook]) -> list[str]:
+def _fastest_lines(first: Prediction, untested: Sequence[Prediction]) -> list[str]:
     """Return a line on whether something tested on one GPU at most is faster than the first."""
-    if not untried:
+    if not untested:
         return []
-    if only := untried_of(first.load):
-        return [f"  the first needs {only}, tested on one GPU at most (docs/proof.md)"]
-    fastest = max(untried, key=lambda each: each.tokens_per_s or 0.0)
+    if features := untested_features(first.run):
+        return [f"  the first needs {features}, tested on one GPU at most (docs/proof.md)"]
+    fastest = max(untested, key=lambda candidate: candidate.tokens_per_s or 0.0)
     gain = (fastest.tokens_per_s or 0.0) / (first.tokens_per_s or math.inf) - 1
-    if gain <= NEAR:
+    if gain <= NEAR_SHARE:
         return ["  nothing tested on one GPU at most is predicted to be faster"]
     return [
-        f"  fastest is {untried_of(fastest.load)}, by {100 * gain:.0f}%; "
+        f"  fastest is {untested_features(fastest.run)}, by {100 * gain:.0f}%; "
         "tested on one GPU at most so far (docs/proof.md), so it ranks lower"
     ]
 
 
-def _ties(found: Sequence[Outlook]) -> list[str]:
+def _tie_lines(predictions: Sequence[Prediction]) -> list[str]:
     """Return a line on why the first of a search is first, if others are about as fast."""
-    like = [each for each in found if each.fit is found[0].fit]
-    fastest = max((each.tokens_per_s or 0.0 for each in like), default=0.0)
-    ties = sum(is_near(each, fastest) for each in like)
-    if ties < 2:
+    same_fit = [candidate for candidate in predictions if candidate.fit is predictions[0].fit]
+    fastest = max((candidate.tokens_per_s or 0.0 for candidate in same_fit), default=0.0)
+    n_ties = sum(is_near_fastest(candidate, fastest) for candidate in same_fit)
+    if n_ties < 2:
         return []
     return [
-        f"  the first {ties} are within {100 * NEAR:.1f}% of the fastest, too close for a prediction to tell apart: "
+        f"  the first {n_ties} are within {100 * NEAR_SHARE:.1f}% of the fastest, too close for a prediction to tell apart: "
         "most memory to spare "
-        f"is first ({100 * found[0].room:.0f}%), moments in FP32 before BF16"
+        f"is first ({100 * predictions[0].spare_share:.0f}%), moments in FP32 before BF16"
     ]
 
 
-def comparison(outlooks: Mapping[str, Outlook], asked: ReportOptions) -> list[str]:
+def comparison_lines(predictions: Mapping[str, Prediction], options: ReportOptions) -> list[str]:
     """Format predictions next to the first one, for so many tokens or a billion."""
-    tokens = asked.tokens or 1e9
+    tokens = options.tokens or 1e9
     titles = ("what if", "batch", "GPU GiB", "RAM GiB", "step s", "tokens/s", "", "days", "GPU-hours", "cost")
-    first = next((each.tokens_per_s for each in outlooks.values() if each.tokens_per_s), None)
-    rows = [titles[: 9 + bool(asked.price)]]
-    for name, each in outlooks.items():
-        ram = spread(each.host_bytes / GIB, MEMORY_SPREAD) if each.host_bytes else "-"
+    base_rate = next((prediction.tokens_per_s for prediction in predictions.values() if prediction.tokens_per_s), None)
+    rows = [titles[: 9 + bool(options.price)]]
+    for name, prediction in predictions.items():
+        ram = format_spread(prediction.host_bytes / GIB, MEMORY_SPREAD) if prediction.host_bytes else "-"
         rows.append(
             (
                 name,
-                f"{each.load.global_batch:,}",
-                short_sizes(each),
+                f"{prediction.run.global_batch:,}",
+                format_short_memory(prediction),
                 ram,
-                *_pace(each, first),
-                *_bill(each, tokens, asked.price),
+                *_speed_cells(prediction, base_rate),
+                *_cost_cells(prediction, tokens, options.price),
             )
         )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     cells = ["  " + "  ".join(map(str.ljust, row, widths)) for row in rows]
-    verdicts = ["", *(FITS[each.fit] for each in outlooks.values())]
+    verdicts = ["", *(FIT_LABELS[prediction.fit] for prediction in predictions.values())]
     lines = [f"{line}  {verdict}".rstrip() for line, verdict in zip(cells, verdicts, strict=True)]
-    planned = next(iter(outlooks.values()))
-    batches = filter(None, (_changed_batch(name, each, planned) for name, each in outlooks.items()))
-    unmeasured = [f"  {name}: {UNMEASURED}" for name, each in outlooks.items() if not each.time_range]
-    what = "days, GPU-hours and cost" if asked.price else "days and GPU-hours"
-    return ["", *lines, *batches, *unmeasured, f"  {what} are for {tokens:,.0f} tokens, with saves and failures"]
+    planned = next(iter(predictions.values()))
+    batches = filter(
+        None, (_describe_batch_change(name, prediction, planned) for name, prediction in predictions.items())
+    )
+    unmeasured = [f"  {name}: {UNMEASURED}" for name, prediction in predictions.items() if not prediction.time_range]
+    totals = "days, GPU-hours and cost" if options.price else "days and GPU-hours"
+    return ["", *lines, *batches, *unmeasured, f"  {totals} are for {tokens:,.0f} tokens, with saves and failures"]
 
 
-def _changed_batch(name: str, outlook: Outlook, planned: Outlook) -> str:
+def _describe_batch_change(name: str, prediction: Prediction, planned: Prediction) -> str:
     """Describe a changed global batch; '' if it is the planned one."""
-    if outlook.load.global_batch == planned.load.global_batch:
+    if prediction.run.global_batch == planned.run.global_batch:
         return ""
-    each = f"micro-batches of {outlook.load.micro_batch} on its {outlook.load.dp:,} ranks"
-    batch = f"--training.global_batch_size {outlook.load.global_batch}"
-    return f"  {name}: {batch}, as {planned.load.global_batch} sequences do not divide into {each}"
+    division = f"micro-batches of {prediction.run.micro_batch} on its {prediction.run.dp:,} ranks"
+    batch = f"--training.global_batch_size {prediction.run.global_batch}"
+    return f"  {name}: {batch}, as {planned.run.global_batch} sequences do not divide into {division}"
 
 
-def _pace(outlook: Outlook, first: float | None) -> tuple[str, str, str]:
+def _speed_cells(prediction: Prediction, base_rate: float | None) -> tuple[str, str, str]:
     """Return the cells of step time, tokens/s and the change in tokens/s."""
-    if not (outlook.needs.step_s and outlook.tokens_per_s):
+    if not (prediction.needs.step_s and prediction.tokens_per_s):
         return "-", "-", ""
-    more = f"{100 * (outlook.tokens_per_s / first - 1):+.0f}%" if first else ""
-    return between(outlook.needs.step_s, outlook.time_range), f"{outlook.tokens_per_s:,.0f}", more
+    change = f"{100 * (prediction.tokens_per_s / base_rate - 1):+.0f}%" if base_rate else ""
+    return format_range(prediction.needs.step_s, prediction.time_range), f"{prediction.tokens_per_s:,.0f}", change
 
 
-def _bill(outlook: Outlook, tokens: float, price: float) -> tuple[str, ...]:
+def _cost_cells(prediction: Prediction, tokens: float, price: float) -> tuple[str, ...]:
     """Return the cells of days, GPU-hours, and cost if there is a price."""
-    hours, within = outlook.hours(tokens), outlook.time_range
+    hours, time_range = prediction.hours(tokens), prediction.time_range
     if not hours:
         return ("-",) * (2 + bool(price))
-    gpu_hours = hours * outlook.load.world
-    bill = (between(hours / 24, within), f"{gpu_hours:,.0f}")
-    return (*bill, between(price * gpu_hours, within)) if price else bill
+    gpu_hours = hours * prediction.run.world
+    cells = (format_range(hours / 24, time_range), f"{gpu_hours:,.0f}")
+    return (*cells, format_range(price * gpu_hours, time_range)) if price else cells

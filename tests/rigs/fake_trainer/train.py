@@ -17,10 +17,10 @@ import types
 from pathlib import Path
 
 from llama405b.contract import checkpoints
-from llama405b.contract.errors import FAILED, UserError
+from llama405b.contract.errors import EXIT_FAILED, UserError
 from llama405b.contract.files import write_atomic
 from llama405b.contract.paths import UMASK, RunDir
-from llama405b.contract.records import Cause, CauseKind, EventKind, Metrics, Phase, said_by_rank
+from llama405b.contract.records import Cause, CauseKind, EventKind, Metrics, Phase, describe_rank_exit
 from llama405b.settings import command
 from llama405b.settings.config import to_toml
 from llama405b.spec.plan import read_plan
@@ -39,7 +39,7 @@ class Peers:
         if me.is_rank0:
             with socket.create_server(("", address[1])) as server:
                 server.settimeout(MEET_S)
-                self.links = [server.accept()[0] for _ in range(1, me.world)]
+                self.links = [server.accept()[0] for _ in range(1, me.world_size)]
         else:
             self.links = [self._reach(address)]
         for link in self.links:
@@ -77,9 +77,9 @@ class Peers:
 
 
 def place(run):
-    rank, world = int(os.environ["RANK"]), read_plan(run).world
+    rank, world = int(os.environ["RANK"]), read_plan(run).world_size
     attempt, host = int(os.environ["LLAMA405B_ATTEMPT"]), os.environ["LLAMA405B_HOST"]
-    return types.SimpleNamespace(rank=rank, world=world, host=host, attempt=attempt, is_rank0=rank == 0)
+    return types.SimpleNamespace(index=rank, world_size=world, host=host, attempt=attempt, is_rank0=rank == 0)
 
 
 def save(directory, step, me, run, config, peers):
@@ -87,7 +87,7 @@ def save(directory, step, me, run, config, peers):
     final = directory / f"step-{step:08d}"
     partial = final.with_name(f"{final.name}.partial")
     partial.mkdir(parents=True, exist_ok=True)
-    (partial / f"__{me.rank}_0.distcp").write_text(f"rank {me.rank}, step {step}")
+    (partial / f"__{me.index}_0.distcp").write_text(f"rank {me.index}, step {step}")
     peers.any(False)  # all have written
     digest = ""
     if me.is_rank0:
@@ -100,12 +100,12 @@ def save(directory, step, me, run, config, peers):
             for path in sorted(partial.iterdir())
         }
         manifest = checkpoints.Manifest(
-            2, step, files, me.world, run=run.name, sequences=step * config.training.global_batch_size
+            2, step, files, me.world_size, run=run.name, sequences=step * config.training.global_batch_size
         )
         content, digest = checkpoints.write_manifest(manifest)
         (partial / checkpoints.MANIFEST).write_bytes(content)
         partial.rename(final)
-        for old in checkpoints.committed(directory)[: -config.checkpoint.keep]:
+        for old in checkpoints.list_committed(directory)[: -config.checkpoint.keep]:
             shutil.rmtree(old)
     return final, digest
 
@@ -122,10 +122,10 @@ def resume_from(directory, resume):
         UserError: There is none, or there is one where none is wanted.
     """
     if resume == "no":
-        checkpoints.refuse_held(directory, checkpoints.committed(directory))
+        checkpoints.refuse_existing(directory, checkpoints.list_committed(directory))
         return None
     if resume == "auto":
-        return checkpoints.newest_complete(directory)
+        return checkpoints.find_newest_complete(directory)
     path = checkpoints.named_path(directory, resume)
     if not (path / checkpoints.MANIFEST).exists():
         raise UserError(f"--resume: {path} is no checkpoint")
@@ -136,33 +136,33 @@ def train(asked, run, me, heartbeat, told):
     config, journal = asked.config, Journal(run, me)
     directory = Path(config.checkpoint.dir or run.checkpoints)
     peers = Peers(me)
-    heartbeat.phase(Phase.DATA)
+    heartbeat.enter_phase(Phase.DATA)
     found = resume_from(directory, asked.resume)
     peers.any(False)  # all have looked
-    heartbeat.phase(Phase.LOAD)
+    heartbeat.enter_phase(Phase.LOAD)
     done = checkpoints.step_of(found) if found else 0
     if me.is_rank0:
         write_atomic(run.config, to_toml(config))
         if found:
             checkpoints.read_manifest((found / checkpoints.MANIFEST).read_bytes())
             journal.log(f"resumed from {found}")
-        journal.event(EventKind.RESUMED if found else EventKind.STARTED, step=done, path=found)
-    journal.resumed_at(done, config.training.max_steps)
-    heartbeat.phase(Phase.TRAIN)
+        journal.write_event(EventKind.RESUMED if found else EventKind.STARTED, step=done, path=found)
+    journal.resume_after(done, config.training.max_steps)
+    heartbeat.enter_phase(Phase.TRAIN)
     for step in range(done + 1, config.training.max_steps + 1):
         time.sleep(STEP_S)
         stops = peers.any(bool(told))
-        heartbeat.finished_step(step, data_s=0.01, optimizer_s=0.01)
-        journal.metrics(metrics(step, me, config))
+        heartbeat.record_step(step, data_s=0.01, optimizer_s=0.01)
+        journal.write_metrics(metrics(step, me, config))
         ends = stops or step == config.training.max_steps
         cadence = config.checkpoint.cadence
-        if cadence.saves and (ends or (cadence.steps and step % cadence.steps == 0)):
-            heartbeat.phase(Phase.CHECKPOINT)
+        if cadence.is_enabled and (ends or (cadence.steps and step % cadence.steps == 0)):
+            heartbeat.enter_phase(Phase.CHECKPOINT)
             path, digest = save(directory, step, me, run, config, peers)
-            journal.event(EventKind.SAVED, step=step, path=path, digest=digest, took_s=0.01)
-            heartbeat.phase(Phase.TRAIN)
+            journal.write_event(EventKind.SAVED, step=step, path=path, digest=digest, took_s=0.01)
+            heartbeat.enter_phase(Phase.TRAIN)
         if stops:
-            journal.event(EventKind.STOPPED, step=step)
+            journal.write_event(EventKind.STOPPED, step=step)
             journal.log(f"stopped after step {step}, as requested")
             break
     peers.any(False)  # none leaves before the others are done
@@ -190,11 +190,11 @@ def main():
         train(asked, run, me, heartbeat, told)
     except (OSError, UserError) as error:
         kind = CauseKind.REFUSED if isinstance(error, UserError) else CauseKind.LOST_PEER
-        cause = Cause(kind, host=me.host, rank=me.rank, phase=heartbeat.record.phase, detail=str(error))
-        print(f"llama405b train: {said_by_rank(cause)}", file=sys.stderr, flush=True)
-        heartbeat.failed(cause)
-        return error.exit_code if isinstance(error, UserError) else FAILED
-    heartbeat.phase(Phase.DONE)
+        cause = Cause(kind, host=me.host, rank=me.index, phase=heartbeat.record.phase, detail=str(error))
+        print(f"llama405b train: {describe_rank_exit(cause)}", file=sys.stderr, flush=True)
+        heartbeat.record_failure(cause)
+        return error.exit_code if isinstance(error, UserError) else EXIT_FAILED
+    heartbeat.enter_phase(Phase.DONE)
     return 0
 
 

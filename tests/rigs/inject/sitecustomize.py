@@ -178,10 +178,10 @@ class Injection:
             self.act()
 
     def install(self, loop):
-        step_of, learn, after = loop.Trainer.one_step, loop.train_step, loop.Trainer.after_step
+        step_of, learn, after = loop.Trainer.run_step, loop.train_step, loop.Trainer.after_step
         now = {"step": 0}
 
-        def one_step(trainer, step):
+        def run_step(trainer, step):
             now["step"] = step
             self.due("data", step)
             return step_of(trainer, step)
@@ -193,8 +193,11 @@ class Injection:
                     layers[1].register_forward_pre_hook(lambda *_: self.due("forward", now["step"])),
                     layers[0].register_full_backward_pre_hook(lambda *_: self.due("backward", now["step"])),
                 ]
-                lap = more["lap"]
-                more["lap"] = lambda part: (lap(part), part == "backward" and self.due("optimizer", now["step"]))
+                lap = more["on_phase_end"]
+                more["on_phase_end"] = lambda part: (
+                    lap(part),
+                    part == "backward" and self.due("optimizer", now["step"]),
+                )
                 found = learn(passes, updater, batches, **more)
                 for hook in hooks:
                     hook.remove()
@@ -206,7 +209,7 @@ class Injection:
             self.due("save", step)
             return after(trainer, step, metrics)
 
-        loop.Trainer.one_step, loop.train_step, loop.Trainer.after_step = one_step, train_step, after_step
+        loop.Trainer.run_step, loop.train_step, loop.Trainer.after_step = run_step, train_step, after_step
 
 
 class Finder(importlib.abc.MetaPathFinder):

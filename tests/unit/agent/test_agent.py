@@ -19,7 +19,7 @@ def test_an_agent_outlives_a_connection_that_broke():
             there.close()
             here.send(b"to nobody")
 
-        agent.action = lambda name: (act, MachineRequest)
+        agent.load_action = lambda name: (act, MachineRequest)
         sys.argv = ["agent", "identify"]
         agent.main()
     """

@@ -18,9 +18,9 @@ def test_checkpoints_of_another_user_do_not_hide_the_run(tmp_path, monkeypatch):
         raise PermissionError(13, "Permission denied", str(root))
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(describe, "newest_complete", denied)
+    monkeypatch.setattr(describe, "find_newest_complete", denied)
     nodes = (Node("a", 1, 0, "/w", "/py", "", "", {}),)
-    write_json(RunDir.here("r").plan, Plan("r", 1, 0.0, "r-1-x", "a:1", ("-m", "llama405b.train"), (), nodes))
+    write_json(RunDir.from_name("r").plan, Plan("r", 1, 0.0, "r-1-x", "a:1", ("-m", "llama405b.train"), (), nodes))
     [run] = describe.status(StatusRequest("a")).runs
     assert (run.run, run.checkpoint) == ("r", None)
 
@@ -28,7 +28,7 @@ def test_checkpoints_of_another_user_do_not_hide_the_run(tmp_path, monkeypatch):
 def test_a_host_that_has_the_files_of_a_run_but_no_part_names_its_hosts(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     nodes = tuple(Node(name, 1, 0, "/w", "/py", "", "", {}) for name in "ab")
-    write_json(RunDir.here("r").plan, Plan("r", 1, 0.0, "r-1-x", "a:1", (), (), nodes))
+    write_json(RunDir.from_name("r").plan, Plan("r", 1, 0.0, "r-1-x", "a:1", (), (), nodes))
     reply = describe.status(StatusRequest("10.0.0.1", "r"))
     assert (reply.runs, reply.strangers) == ((), ("a", "b"))
     assert describe.status(StatusRequest("10.0.0.1")).strangers == ()
@@ -58,12 +58,12 @@ def test_what_the_last_save_took_and_which_failed_since(tmp_path, events, told):
     run = RunDir(tmp_path / "r")
     for event in events:
         append_line(run.events("rank-0"), event)
-    assert describe.saves(run, 1, None)[:2] == told
+    assert describe.read_save_state(run, 1, None)[:2] == told
 
 
 def test_a_save_that_failed_before_a_restart_is_not_told_of_the_attempt_since(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    run, nodes = RunDir.here("r"), (Node("a", 1, 0, "/w", "/py", "", "", {}),)
+    run, nodes = RunDir.from_name("r"), (Node("a", 1, 0, "/w", "/py", "", "", {}),)
     append_line(run.events("rank-0"), _event(EventKind.NOT_SAVED, 8, detail="full"))
     for attempt, unsaved in ((1, "step 8: full"), (2, "")):
         write_json(run.plan, Plan("r", attempt, 0.0, "x", "a:1", ("-m", "llama405b.train"), (), nodes))
@@ -74,9 +74,9 @@ def test_a_launch_that_is_under_way_is_told(tmp_path):
     run = RunDir(tmp_path / "r")
     plan = Plan("r", 1, 0.0, "r-1-x", "a:1", (), (), (Node("a", 1, 0, "/w", "/py", "", "", {}),))
     held = processes.take_lock(run.start_lock("a"))
-    assert describe.describe(run, plan, "a").launching
+    assert describe.describe_run(run, plan, "a").launching
     os.close(held)
-    assert not describe.describe(run, plan, "a").launching
+    assert not describe.describe_run(run, plan, "a").launching
 
 
 @pytest.mark.parametrize("copies", [True, False])
@@ -85,10 +85,10 @@ def test_a_node_runner_that_only_copies_counts_as_ended(tmp_path, copies):
     nodes = (Node("a", 1, 0, "/w", "/py", "", "", {}),)
     write_json(run.plan, Plan("r", 1, 0.0, "r-1-x", "a:1", (), (), nodes, replicates=copies))
     held = processes.take_lock(run.lock("a"))
-    assert processes.runs_here(run, "a")
+    assert processes.is_run_active(run, "a")
     write_json(run.status("a"), NodeStatus("a", NodeState.RUNNING, 1, 5, 5))
-    assert processes.runs_here(run, "a")
+    assert processes.is_run_active(run, "a")
     write_json(run.status("a"), NodeStatus("a", NodeState.EXITED, 1, 5, 5, exit_code=1))
-    assert processes.runs_here(run, "a") != copies
+    assert processes.is_run_active(run, "a") != copies
     os.close(held)
-    assert not processes.runs_here(run, "a")
+    assert not processes.is_run_active(run, "a")

@@ -14,11 +14,11 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from llama405b.contract.errors import UserError
-from llama405b.contract.hashes import BLOCK_BYTES, BlockHasher, Hashes
+from llama405b.contract.hashes import BLOCK_BYTES, BlockHasher, HashStore
 from llama405b.settings.axes import Axes
-from llama405b.spec.tensors import Holdings, Part, elements, read_layouts, read_tensors
+from llama405b.spec.tensors import HostShard, ShardLayout, count_elements, read_layouts, read_tensors
 from llama405b_tools.agent import transfer
-from llama405b_tools.agent.transfer import DirectorySource, NextHop, Receiver, list_files, open_files
+from llama405b_tools.agent.transfer import DirectorySource, NextHost, Receiver, list_files, open_files
 from tiny_models import write_llama
 
 TOKEN = "secret"
@@ -45,7 +45,7 @@ def _send(source, root, below=None):
 
     ends = threading.Thread(target=receive)
     ends.start()
-    with transfer.connect_to(NextHop(("127.0.0.1",), receiver.port, TOKEN)) as link:
+    with transfer.connect_to_host(NextHost(("127.0.0.1",), receiver.port, TOKEN)) as link:
 
         class Counted:
             recv = link.recv
@@ -60,13 +60,13 @@ def _send(source, root, below=None):
         finally:
             link.close()
             ends.join(20)
-    return receiver.bad, sum(crossed)
+    return receiver.faults, sum(crossed)
 
 
 def _note(root, name):
     hasher = BlockHasher()
     hasher.update((root / name).read_bytes())
-    Hashes(root).add(name, hasher.blocks)
+    HashStore(root).add(name, hasher.blocks)
 
 
 @pytest.fixture
@@ -129,9 +129,9 @@ def test_a_host_passes_on_what_the_next_one_lacks(big, tmp_path, first, second):
     two = Receiver(tmp_path / "two", TOKEN)
     below = threading.Thread(target=two.run, args=(None,))
     below.start()
-    bad, _ = _send(open_files(big, None), tmp_path / "one", NextHop(("127.0.0.1",), two.port, TOKEN))
+    bad, _ = _send(open_files(big, None), tmp_path / "one", NextHost(("127.0.0.1",), two.port, TOKEN))
     below.join(20)
-    assert (bad, two.bad, below.is_alive()) == ([], [], False)
+    assert (bad, two.faults, below.is_alive()) == ([], [], False)
     assert all((tmp_path / name / "big").read_bytes() == content for name in ("one", "two"))
 
 
@@ -143,31 +143,31 @@ def test_a_host_passes_on_what_the_next_one_lacks(big, tmp_path, first, second):
     ],
 )  # fmt: skip
 def test_the_parts_of_all_hosts_are_the_whole(tmp_path, axes, each, chunks):
-    world, model = axes.world, write_llama(tmp_path / "m", dtype=torch.bfloat16)
+    world, model = axes.world_size, write_llama(tmp_path / "m", dtype=torch.bfloat16)
     whole = read_tensors(model)
     bits = {}
     for file in model.glob("*.safetensors"):
         with safe_open(file, framework="pt") as tensors:
             bits |= {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
     seen = {name: torch.zeros(info.shape, dtype=torch.int32) for name, info in whole.items()}
-    holdings = Holdings.of({name: info.shape for name, info in whole.items()}, axes, chunks)
+    holdings = ShardLayout.from_shapes({name: info.shape for name, info in whole.items()}, axes, chunks)
     for first in range(0, world, each):
-        part = Part(first, first + each - 1, axes, chunks)
+        part = HostShard(first, first + each - 1, axes, chunks)
         assert _send(open_files(model, part), tmp_path / part.name)[0] == []
         [layout] = read_layouts(tmp_path / part.name)
         ranks = range(first, first + each)
-        assert layout.keys() == {name for name in whole if any(holdings.has(name, rank) for rank in ranks)}
+        assert layout.keys() == {name for name in whole if any(holdings.has_tensor(name, rank) for rank in ranks)}
         for name, info in layout.items():
             assert (info.shape, info.dtype) == (whole[name].shape, whole[name].dtype)
             content = info.file.read_bytes()
-            for piece in info.pieces:
+            for piece in info.slices:
                 inside = tuple(slice(*each) for each in piece.box)
                 expected = bits[name][inside].contiguous().view(torch.uint8).numpy().tobytes()
-                assert content[piece.offset :][: info.bytes_of(piece.box)] == expected
+                assert content[piece.offset :][: info.slice_bytes(piece.box)] == expected
                 seen[name][inside] += 1
-            boxes = [holdings.box(name, info.shape, rank) for rank in ranks if holdings.has(name, rank)]
-            assert all(info.piece_with(box) for box in boxes)
-            assert info.held_bytes <= 2 * sum(map(elements, boxes)), "no more than its ranks need"
+            boxes = [holdings.slice_of(name, info.shape, rank) for rank in ranks if holdings.has_tensor(name, rank)]
+            assert all(info.find_slice(box) for box in boxes)
+            assert info.stored_bytes <= 2 * sum(map(count_elements, boxes)), "no more than its ranks need"
         assert (tmp_path / part.name / "config.json").is_file()
     assert all((count > 0).all() for count in seen.values())
 
@@ -184,9 +184,9 @@ def test_a_part_is_verified_by_the_blocks_of_the_whole(tmp_path):
         file.seek(2 * BLOCK_BYTES + 100)  # of the last rank alone
         file.write(b"x")
     os.utime(model / "model.safetensors", ns=(info.st_atime_ns, info.st_mtime_ns))
-    assert _send(open_files(model, Part(0, 0, Axes(3))), tmp_path / "to")[0] == []
+    assert _send(open_files(model, HostShard(0, 0, Axes(3))), tmp_path / "to")[0] == []
     with pytest.raises(OSError, match=r"model.safetensors is damaged \(SHA-256 of block 2\); delete it"):
-        _send(open_files(model, Part(2, 2, Axes(3))), tmp_path / "other")
+        _send(open_files(model, HostShard(2, 2, Axes(3))), tmp_path / "other")
     assert not list(Path(tmp_path / "other").rglob("*.safetensors"))
 
 
@@ -228,14 +228,14 @@ def test_a_file_that_appears_while_it_is_sent_is_written_over(tmp_path, monkeypa
     source.mkdir()
     to.mkdir()
     (source / "Thumbs.db").write_text("right")
-    look = Receiver._present
+    look = Receiver._present_bytes
 
     def present(self, name, size):
         here = look(self, name, size)
         (to / name).write_text("wrong")  # of the same length, by a file server
         return here
 
-    monkeypatch.setattr(Receiver, "_present", present)
+    monkeypatch.setattr(Receiver, "_present_bytes", present)
     assert _send(open_files(source, None), to)[0] == []
     assert (to / "Thumbs.db").read_text() == "right"
 
@@ -254,5 +254,5 @@ def test_programs_stay_programs_and_a_directory_in_the_way_is_named(tmp_path):
     with pytest.raises(
         OSError, match=r"to/run\.sh is a directory there, not a file; delete it, or choose another directory"
     ):
-        receiver._present("run.sh", 1)
+        receiver._present_bytes("run.sh", 1)
     assert sorted(path.name for path in to.iterdir()) == [".llama405b-hashes.json", "run.sh"]

@@ -10,13 +10,13 @@ import pytest
 from llama405b.contract import reader
 from llama405b.contract.files import append_line, read_records, write_json
 from llama405b.contract.paths import RunDir
-from llama405b.contract.records import Blame, Cause, CauseKind, GuardState
+from llama405b.contract.records import Cause, CauseKind, FailureRecord, GuardState
 from llama405b.spec.plan import Node, Plan
 from llama405b_tools.agent import processes
 from llama405b_tools.agent.autopsy import EvidenceRequest, evidence
 from llama405b_tools.agent.describe import status
 from llama405b_tools.agent.messages import GuardNote, StatusRequest, StopRequest
-from llama405b_tools.agent.processes import machine_id, note, record_blame
+from llama405b_tools.agent.processes import machine_id, note, record_failure
 from llama405b_tools.agent.starting import stop
 from llama405b_tools.run import query
 
@@ -28,8 +28,8 @@ GUARD = GuardState("r", 7, 8, "laptop x y", 5, command="--restart 5 --run r --re
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    write_json(RunDir.here("r").plan, PLAN)
-    return RunDir.here("r")
+    write_json(RunDir.from_name("r").plan, PLAN)
+    return RunDir.from_name("r")
 
 
 def told():
@@ -44,8 +44,8 @@ def test_a_guard_that_died_here_is_known_at_once_wherever_the_operator_is(run):
     before_boot = dataclasses.replace(lives, machine=" ".join([*machine_id().split()[:-1], "another-boot"]))
     for guard, gone in ((dataclasses.replace(lives, pid=2**22 + 1), True), (before_boot, True), (lives, False)):
         note(GuardNote("r", "a", "r-2-x", guard))
-        found = query.guard_of_hosts("r", [*query.heard_by([told()]), (0.1, guard)], 1000.0)
-        assert (found.gone, found.guards) == (gone, not gone)
+        found = query.guard_of_hosts("r", [*query.guard_reports([told()]), (0.1, guard)], 1000.0)
+        assert (found.is_gone, found.is_guarding) == (gone, not gone)
 
 
 def test_a_host_whose_disk_is_full_still_tells_how_full_it_is(run, monkeypatch):
@@ -58,18 +58,26 @@ def test_a_host_whose_disk_is_full_still_tells_how_full_it_is(run, monkeypatch):
 
 
 def test_the_first_who_decides_why_an_attempt_failed_is_kept(run):
-    for blame in (Blame(1, "b", HUNG), Blame(2, "a", HUNG), Blame(2, "c", Cause(CauseKind.LOST_PEER, "c", 2))):
-        record_blame(run, "a", blame)
-    assert read_records(Blame, run.blames("a"), 9) == [Blame(1, "b", HUNG), Blame(2, "a", HUNG)]
-    assert told().blames == (Blame(1, "b", HUNG), Blame(2, "a", HUNG))
+    for blame in (
+        FailureRecord(1, "b", HUNG),
+        FailureRecord(2, "a", HUNG),
+        FailureRecord(2, "c", Cause(CauseKind.LOST_PEER, "c", 2)),
+    ):
+        record_failure(run, "a", blame)
+    assert read_records(FailureRecord, run.blames("a"), 9) == [FailureRecord(1, "b", HUNG), FailureRecord(2, "a", HUNG)]
+    assert told().blames == (FailureRecord(1, "b", HUNG), FailureRecord(2, "a", HUNG))
 
 
 def test_the_last_records_are_those_in_a_file_s_last_bytes(run):
-    blames = [Blame(attempt, "b", HUNG) for attempt in (1, 2, 3)]
+    blames = [FailureRecord(attempt, "b", HUNG) for attempt in (1, 2, 3)]
     for blame in blames:
         append_line(run.blames("a"), reader.dumps(blame))
     size = run.blames("a").stat().st_size // 3
-    assert [read_records(Blame, run.blames("a"), 9, size * n // 2) for n in (1, 3, 9)] == [[], blames[2:], blames]
+    assert [read_records(FailureRecord, run.blames("a"), 9, size * n // 2) for n in (1, 3, 9)] == [
+        [],
+        blames[2:],
+        blames,
+    ]
 
 
 def test_a_look_at_the_ranks_leaves_no_thread_waiting_for_more(run, monkeypatch):
@@ -89,7 +97,7 @@ def test_a_look_at_the_ranks_leaves_no_thread_waiting_for_more(run, monkeypatch)
 
 def test_ending_a_launch_records_why_and_ending_another_does_not(run):
     for only, known in (("r-1-x", 0), ("r-2-x", 1)):
-        stop(StopRequest("r", "a", only=only, blame=Blame(2, "b", HUNG)))
+        stop(StopRequest("r", "a", only=only, blame=FailureRecord(2, "b", HUNG)))
         assert len(told().blames) == known
 
 

@@ -14,7 +14,7 @@ import pytest
 from llama405b.contract import reader
 from llama405b_tools.agent import launch_facts, machine
 from llama405b_tools.agent.launch_facts import InputCheck
-from llama405b_tools.agent.machine import RunPlace, has_program
+from llama405b_tools.agent.machine import DirectoryCheck, has_program
 from llama405b_tools.launch.preflight import place_words
 from llama405b_tools.parsers import MIG_ON
 
@@ -22,8 +22,8 @@ ON_READ_ONLY = """
 import json, sys
 from llama405b.contract import reader
 from llama405b_tools.agent import hostprobe, machine
-place = reader.dumps(machine.place_of(sys.argv[1] + "/runs/r"))
-print(json.dumps([json.loads(place), hostprobe.nearest_directory(sys.argv[1], False, False)]))
+place = reader.dumps(machine.check_writable_directory(sys.argv[1] + "/runs/r"))
+print(json.dumps([json.loads(place), hostprobe.read_directory_facts(sys.argv[1], False, False)]))
 """
 
 
@@ -60,7 +60,7 @@ def test_gpus_that_do_not_work_are_not_counted(tmp_path, monkeypatch, lines, gpu
     (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\nprintf '%s\\n' {shlex.join(lines)}\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    found, said = machine.gpus()
+    found, said = machine.list_working_gpus()
     assert ([gpu.index for gpu in found], said) == (gpus, fault)
     assert machine.first_gpu(found) == (("H100", 81559 << 20) if gpus else ("", 0))
 
@@ -71,7 +71,7 @@ case "$*" in *mig.mode*) echo 'Field "mig.mode.current" is not a valid field to 
 """)
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    found, said = machine.gpus()
+    found, said = machine.list_working_gpus()
     assert ([gpu.index for gpu in found], said) == ([0], "")
 
 
@@ -82,7 +82,7 @@ def test_a_read_only_filesystem_is_not_told_as_its_owners(tmp_path):
         ["unshare", "--mount", "sh", "-c", inside], env=os.environ, capture_output=True, text=True, check=True
     )
     place, seen = json.loads(done.stdout)
-    said = place_words(reader.read(RunPlace, place, "a place"))
+    said = place_words(reader.build_record(DirectoryCheck, place, "a place"))
     assert said == f"the filesystem of {tmp_path} is read-only (after an I/O error, dmesg says why)"
     assert (seen["writable"], seen.get("read_only")) == (False, True)
 
@@ -106,7 +106,7 @@ def saved(to, form, record):
 def test_the_first_row_of_a_table_is_looked_at_where_pyarrow_is_there(demo, tmp_path, monkeypatch, form):
     def fault(record, *fields):
         check = InputCheck(str(demo), 64, 0, False, (saved(tmp_path, form, record),), fields=fields)
-        return launch_facts._look_at(check)[0]
+        return launch_facts._check_inputs(check)[0]
 
     assert "but its fields are 'q', 'a'; correct it, or say which fields to read" in fault({"q": "x", "a": "y"})
     assert ":1: is a conversation, but the tokenizer has no chat template; " in fault({"messages": TALK})

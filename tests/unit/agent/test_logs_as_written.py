@@ -9,9 +9,17 @@ from llama405b.contract.paths import RunDir
 from llama405b.contract.reader import dumps
 from llama405b_tools.agent import autopsy, streaming
 from llama405b_tools.agent.messages import StreamRequest
-from llama405b_tools.agent.streaming import REWRITTEN, HostLogs
+from llama405b_tools.agent.streaming import REWRITTEN_NOTICE, HostLogs
 from llama405b_tools.hosts.transport import MAX_LINE
-from llama405b_tools.text.words import BAR, CUT, MAX_LINE_BYTES, UNENDED, _text_of, without_end, words_of
+from llama405b_tools.text.words import (
+    BAR_MARK,
+    CUT_NOTE,
+    MAX_LINE_BYTES,
+    UNENDED_MARK,
+    _decode_lines,
+    split_mark,
+    state_letters,
+)
 
 SEEDS = [*range(20), *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(20, 100))]
 
@@ -71,8 +79,8 @@ def plain(data):
         states = [state for state in line.removesuffix(b"\r").split(b"\r") if state.strip()] or [b""]
         kept = []
         for state in states:
-            text = _text_of([state])
-            if kept and words_of(kept[-1]) == words_of(text):
+            text = _decode_lines([state])
+            if kept and state_letters(kept[-1]) == state_letters(text):
                 kept.pop()
             kept.append(text)
         found += kept
@@ -86,8 +94,8 @@ def test_raw_has_every_byte_once_and_in_order(seed, logs_of):
     data = b"".join(written(draw)) + draw.choice((b"", b"Overwrite? [y/N] "))
     path.write_bytes(data)
     found = texts(make(whole=True), final=True)
-    ends = ["" if text.endswith(UNENDED) else "\n" for text in found]
-    assert "".join(text.removesuffix(UNENDED) + end for text, end in zip(found, ends, strict=True)) == data.decode(
+    ends = ["" if text.endswith(UNENDED_MARK) else "\n" for text in found]
+    assert "".join(text.removesuffix(UNENDED_MARK) + end for text, end in zip(found, ends, strict=True)) == data.decode(
         "utf-8", "replace"
     )
 
@@ -103,8 +111,8 @@ def test_text_has_every_line_once_and_in_order_or_says_what_is_left_out(seed, lo
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_what_is_followed_is_each_line_once_whatever_is_done_to_the_file(seed, logs_of, monkeypatch):
-    monkeypatch.setattr(streaming, "STILL_S", 0.0)
-    monkeypatch.setattr(streaming, "STATE_EVERY_S", 0.0)
+    monkeypatch.setattr(streaming, "STALE_LINE_S", 0.0)
+    monkeypatch.setattr(streaming, "BAR_INTERVAL_S", 0.0)
     monkeypatch.setattr(streaming, "LONG_POLL_S", 0.0)
     make, path = logs_of
     draw, lines, found = random.Random(seed), [], []
@@ -136,11 +144,12 @@ def test_what_is_followed_is_each_line_once_whatever_is_done_to_the_file(seed, l
         found += texts(logs, final=False)
     for _ in range(4):
         found += texts(logs, final=False)
-    said = [line for text in found for line in without_end(text)[0].split("\n")]
+    said = [line for text in found for line in split_mark(text)[0].split("\n")]
     odd = [line for line in said if line not in lines]
     assert [line for line in said if line in lines] == lines
     assert all(
-        line in ("", REWRITTEN, "after a hole") or re.fullmatch(r"\0*|\[[\d,]+ NUL bytes\]", line) for line in odd
+        line in ("", REWRITTEN_NOTICE, "after a hole") or re.fullmatch(r"\0*|\[[\d,]+ NUL bytes\]", line)
+        for line in odd
     )
 
 
@@ -151,16 +160,16 @@ def test_a_bar_is_told_as_it_goes_and_what_is_no_state_of_it_is_a_line(logs_of, 
     with path.open("wb", buffering=0) as file:
         file.write(b"start\n\rLoading 1%|#  |\rLoading 2%|#  |")
         found = texts(logs, final=False) + texts(logs, final=False)
-        assert [text for text in found if text != "start"] == [f"Loading 1%|#  |{BAR}"]
+        assert [text for text in found if text != "start"] == [f"Loading 1%|#  |{BAR_MARK}"]
         file.write(b"\rERROR: x\rLoading 3%|## |\rLoading 4")
         assert texts(logs, final=False) == ["Loading 2%|#  |", "ERROR: x"]
-        logs.told.clear()
+        logs.state_sent_at.clear()
         file.write(b"%|## |\r\n")
         assert [text for _ in range(3) for text in texts(logs, final=False)] == ["Loading 4%|## |"]
 
 
 def test_a_slow_bar_is_a_bar_and_who_returns_has_an_open_line_whole(logs_of, monkeypatch):
-    for name in ("STILL_S", "STATE_EVERY_S", "LONG_POLL_S"):
+    for name in ("STALE_LINE_S", "BAR_INTERVAL_S", "LONG_POLL_S"):
         monkeypatch.setattr(streaming, name, 0.0)
     make, path = logs_of
     logs, found = make(follow=True), []
@@ -169,10 +178,10 @@ def test_a_slow_bar_is_a_bar_and_who_returns_has_an_open_line_whole(logs_of, mon
             file.write(b"\rstep %d" % state)
             for _ in range(3):
                 found += texts(logs, final=False)
-        assert found == [f"step 0{UNENDED}", *(f"step {state}{BAR}" for state in range(1, 5))]
+        assert found == [f"step 0{UNENDED_MARK}", *(f"step {state}{BAR_MARK}" for state in range(1, 5))]
         file.write(b"\r\nhello wor")
         [*_, message] = [message for _ in range(4) for message in logs.poll(final=False)]
-        assert [text for _, _, text in message.entries] == ["step 4", f"hello wor{UNENDED}"]
+        assert [text for _, _, text in message.entries] == ["step 4", f"hello wor{UNENDED_MARK}"]
         file.write(b"ld\n")
         assert texts(make(marks=message.marks), final=True) == ["hello world"]
 
@@ -182,7 +191,7 @@ def test_no_end_of_a_line_is_taken_for_another_s(logs_of, whole):
     make, path = logs_of
     path.write_bytes(b"one\r\ntwo\f\nthree\r\r\n")
     found = texts(make(whole=whole), final=True)
-    assert not any(without_end(text)[1] for text in found)
+    assert not any(split_mark(text)[1] for text in found)
     assert [text.rstrip("\r") for text in found] == ["one", "two\f", "three", *[""] * (not whole)]
 
 
@@ -198,7 +207,7 @@ def test_of_a_log_s_end_no_more_is_read_than_is_asked_for(logs_of):
 def test_a_long_line_is_cut_once(logs_of):
     make, path = logs_of
     path.write_bytes(b"a" * (25 << 20) + b"\nthe real reason\n")
-    assert texts(make(), final=True) == ["a" * MAX_LINE_BYTES + CUT, "the real reason"]
+    assert texts(make(), final=True) == ["a" * MAX_LINE_BYTES + CUT_NOTE, "the real reason"]
 
 
 def test_an_autopsy_has_a_bar_s_last_state_and_what_was_said_before(logs_of):

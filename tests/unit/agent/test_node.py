@@ -63,7 +63,7 @@ def test_the_times_of_log_lines_do_not_wait_for_the_pane(run, monkeypatch):
             wait_for(lambda size=size: run.times("a").exists() and f" {size} rank.log\n" in run.times("a").read_text())
     finally:
         child.code = 0
-        runner.ended.set()
+        runner.torchrun_ended.set()
         pane.takes.set()
         for thread in threads:
             thread.join(30)
@@ -80,7 +80,7 @@ def test_where_somebody_ended_torchrun_it_began_not_where_its_peers_lost_contact
     run.agent_log("a").write_text(
         (ROOT / "tests/data/foreign/torchrun/ended.log").read_text().replace("attempt 1", "attempt 3")
     )
-    own = NodeRunner(run, "a").first_failure(1)
+    own = NodeRunner(run, "a").find_first_failure(1)
     assert own == Cause(CauseKind.TORCHRUN_KILLED, "a", signal=15, exit_code=1)
     peers = [Failure(name, Cause(CauseKind.LOST_PEER, name)) for name in ("b", "c")]
     assert judge.first_failure([*peers, Failure("a", own)]).host == "a"
@@ -101,15 +101,15 @@ def two_failed(run):
 def test_a_word_of_a_lost_peer_is_not_the_cause_where_the_end_of_the_peer_is_known(two_failed, run, ends):
     lost = Cause(CauseKind.LOST_PEER, "a", 0, phase="train")
     write_json(run.heartbeat(0), Heartbeat(0, "a", 1, 0.0, 0, Phase.FAILED, 0.0, cause=lost))
-    two_failed.rank_ends = ends
-    assert two_failed.first_failure(1) == Cause(CauseKind.RANK_KILLED, "a", 1, signal=9)
+    two_failed.rank_end_times = ends
+    assert two_failed.find_first_failure(1) == Cause(CauseKind.RANK_KILLED, "a", 1, signal=9)
     write_json(
         run.heartbeat(0), Heartbeat(0, "a", 1, 0.0, 0, Phase.TRAIN, 0.0)
     )  # or it leaves no word, as a program of the user's own
-    assert two_failed.first_failure(1).rank == (0 if ends.get(0, 0.0) < ends.get(1, 0.0) else 1)
+    assert two_failed.find_first_failure(1).rank == (0 if ends.get(0, 0.0) < ends.get(1, 0.0) else 1)
     write_json(run.heartbeat(0), Heartbeat(0, "a", 1, 0.0, 0, Phase.FAILED, 0.0, cause=lost))
-    two_failed.rank_ends = {0: 70.0, 1: 100.0}  # torchrun ended it, as it did not go
-    assert two_failed.first_failure(1).kind is CauseKind.LOST_PEER
+    two_failed.rank_end_times = {0: 70.0, 1: 100.0}  # torchrun ended it, as it did not go
+    assert two_failed.find_first_failure(1).kind is CauseKind.LOST_PEER
 
 
 @pytest.mark.parametrize("first", [0, 1])
@@ -120,9 +120,9 @@ def test_the_rank_that_ended_first_is_named_whichever_torchrun_names(two_failed,
     watch.start()
     for n in (first, 1 - first):
         ranks[n].kill()
-        wait_for(lambda n=n: n in two_failed.rank_ends)
+        wait_for(lambda n=n: n in two_failed.rank_end_times)
     watch.join(60)
-    assert two_failed.first_failure(1).rank == first
+    assert two_failed.find_first_failure(1).rank == first
     for rank in ranks:
         rank.wait()
 
@@ -131,8 +131,8 @@ def test_a_failure_has_its_ranks_gpu_and_the_time_at_which_that_was_seen_to_end(
     write_json(run.heartbeat(1), Heartbeat(1, "a", 1, 0.0, 0, Phase.TRAIN, 0.0, gpu="3"))
     monkeypatch.setattr(node_runner.time, "time", lambda: 1000.0)
     monkeypatch.setattr(node_runner.time, "monotonic", lambda: 90.0)
-    two_failed.rank_ends = {1: 70.0, 0: 84.0}
-    two_failed.report_end(1)
+    two_failed.rank_end_times = {1: 70.0, 0: 84.0}
+    two_failed.write_final_status(1)
     status = read_record(NodeStatus, run.status("a"))
     assert status.cause == Cause(CauseKind.RANK_KILLED, "a", 1, signal=9, gpu="3")
     assert status.time == 980.0
@@ -140,10 +140,10 @@ def test_a_failure_has_its_ranks_gpu_and_the_time_at_which_that_was_seen_to_end(
 
 def test_where_torchrun_failed_without_a_rank_its_last_line_is_told(run):
     runner, log = NodeRunner(run, "a"), run.agent_log("a")
-    runner.hidden = ["canary"]
+    runner.secret_parts = ["canary"]
     for text, last in (("Traceback:\nImportError: no canary here\n", " (ImportError: no …REDACTED here)"), ("", "")):
         log.write_text(f'attempt 2: []\nold\nattempt 3: ["py"]\n{text}')
-        assert runner.first_failure(1).detail == f"{log}{last}"
+        assert runner.find_first_failure(1).detail == f"{log}{last}"
 
 
 @pytest.mark.parametrize(("by", "state"), [("me", NodeState.STOPPED), ("", NodeState.EXITED)])
@@ -153,7 +153,7 @@ def test_where_a_stop_reached_another_host_first_the_run_was_stopped(run, by, st
     write_json(run.heartbeat(0), Heartbeat(0, "a", 1, 0.0, 0, Phase.EVAL, 0.0, cause=Cause(CauseKind.LOST_PEER, "a")))
     if by:
         write_json(run.stop("a"), StopMark(by))
-    NodeRunner(run, "a").report_end(1)
+    NodeRunner(run, "a").write_final_status(1)
     assert read_record(NodeStatus, run.status("a")).state is state
 
 

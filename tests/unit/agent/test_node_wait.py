@@ -55,7 +55,7 @@ def waited(tmp_path, monkeypatch):
         write_json(run.plan, Plan("r", 1, 5.0, "r-1-x", "a:1", ("-m", "mine"), (), nodes, slurm_job=slurm_job))
         runner, child = NodeRunner(run, "a"), Torchrun(clock)
         call.runner = runner
-        monkeypatch.setattr(node_runner, "stop_mark", lambda *_: types.SimpleNamespace(by="", grace_s=0.0))
+        monkeypatch.setattr(node_runner, "read_stop_mark", lambda *_: types.SimpleNamespace(by="", grace_s=0.0))
         with monkeypatch.context() as patch:
             patch.setattr(RunDir, "stop", lambda _, host: stop(host))
             code = runner.wait(child)
@@ -90,6 +90,6 @@ def test_a_disk_that_takes_no_log_ends_no_training(tmp_path):
     write_json(run.plan, Plan("r", 1, 5.0, "r-1-x", "a:1", ("-m", "mine"), (), nodes, replicates=True))
     runner = NodeRunner(run, "a")
     assert not runner.run.agent_log("a").parent.exists()
-    runner.keep_copying()
+    runner.ensure_replicator()
     assert runner.replicator is None
-    assert runner.copying_since  # it is tried again later
+    assert runner.replicator_started_at  # it is tried again later

@@ -10,12 +10,12 @@ import pytest
 
 from llama405b.contract.files import write_json
 from llama405b.contract.paths import RunDir
-from llama405b.contract.software import own_argv
+from llama405b.contract.software import module_argv
 from llama405b.spec.plan import Node, Plan
 from llama405b_tools.agent import hostprobe, processes, sampler, starting
 from llama405b_tools.agent.messages import OrphansRequest
 from llama405b_tools.agent.processes import MARKER, take_lock
-from llama405b_tools.agent.streaming import _Secrets
+from llama405b_tools.agent.streaming import _SecretValues
 from ops_rig import wait_for
 
 
@@ -32,10 +32,10 @@ def test_sweep_ends_orphans_and_the_stubborn_and_no_one_else(tmp_path):
     other = subprocess.Popen(["sleep", "60"], env=os.environ | {MARKER: value + "2"})
     try:
         parent.wait(120)
-        wait_for(lambda: len(processes.marked(value)) == 2)
-        ended, left = processes.sweep(value)
+        wait_for(lambda: len(processes.find_marked(value)) == 2)
+        ended, left = processes.kill_marked(value)
         assert (ended, left) == (2, [])
-        assert processes.marked(value) == []
+        assert processes.find_marked(value) == []
         assert other.poll() is None
     finally:
         other.kill()
@@ -46,46 +46,46 @@ def test_sweep_waits_for_those_that_tell_no_environment(monkeypatch):
     """In the middle of an exec, and late in its end, a process is not among the marked."""
     looks = iter([[], [7], [], [], [], []])
     alive = iter([11, 11, 11, None, None])  # its start time, until it is a zombie
-    monkeypatch.setattr(processes, "marked", lambda value: next(looks))
+    monkeypatch.setattr(processes, "find_marked", lambda value: next(looks))
     monkeypatch.setattr(processes, "start_time", lambda pid: next(alive))
     killed = []
     monkeypatch.setattr(processes.os, "kill", lambda pid, number: killed.append(pid))
-    assert processes.sweep("run:host") == (1, [])
+    assert processes.kill_marked("run:host") == (1, [])
     assert killed == [7, 7, 7]  # seen once more after it had told no environment, and until it was gone
 
 
 def test_sweep_waits_for_an_exec(monkeypatch):
     looks, execs = iter([[], [], [], [7], [], []]), iter([[7], [7], [7], [], []])
     killed = []
-    monkeypatch.setattr(processes, "marked", lambda value: next(looks))
-    monkeypatch.setattr(processes, "in_exec", lambda: next(execs))
+    monkeypatch.setattr(processes, "find_marked", lambda value: next(looks))
+    monkeypatch.setattr(processes, "find_in_exec", lambda: next(execs))
     monkeypatch.setattr(processes, "start_time", lambda pid: None if killed else 11)
     monkeypatch.setattr(processes.os, "kill", lambda pid, number: killed.append(pid))
-    assert processes.sweep("run:host") == (1, [])
+    assert processes.kill_marked("run:host") == (1, [])
     assert killed == [7]
 
 
 def test_zombies_and_threads_of_the_kernel_are_in_no_exec():
     child = subprocess.Popen(["true"])
-    wait_for(lambda: processes.state(child.pid) == "Z")
-    assert not {child.pid, 2} & set(processes.in_exec())  # both tell no environment and no arguments
+    wait_for(lambda: processes.process_state(child.pid) == "Z")
+    assert not {child.pid, 2} & set(processes.find_in_exec())  # both tell no environment and no arguments
     child.wait()
 
 
 def test_a_pid_alone_proves_nothing():
     began = processes.start_time(os.getpid())
-    assert processes.same_process(os.getpid(), began)
-    assert not processes.same_process(os.getpid(), began + 1)
+    assert processes.is_same_process(os.getpid(), began)
+    assert not processes.is_same_process(os.getpid(), began + 1)
     assert processes.start_time(2**22 + 1) is None
 
 
 def test_the_values_of_a_runs_secrets_are_known_while_it_lives(tmp_path):
     plan = Plan("r", 1, 0.0, "r-1-x", "a:1", ("x",), ("MY_KEY", "OTHER"), ())
-    secrets = _Secrets(RunDir(tmp_path / "r"), "a")
+    secrets = _SecretValues(RunDir(tmp_path / "r"), "a")
     env = {MARKER: f"{tmp_path}/r:a", "MY_KEY": "correct horse", "PATH": os.environ["PATH"]}
     child = subprocess.Popen(["sleep", "60"], env=env)
     try:
-        wait_for(lambda: processes.marked(env[MARKER]))
+        wait_for(lambda: processes.find_marked(env[MARKER]))
         assert secrets.pieces(plan, alive=True) == ["correct horse"]
     finally:
         child.kill()
@@ -97,7 +97,7 @@ def test_the_values_of_a_runs_secrets_are_known_while_it_lives(tmp_path):
 def _process_of(value, *before):
     child = subprocess.Popen([*before, "sleep", "60"], env=os.environ | {MARKER: value})
     try:
-        wait_for(lambda: processes.marked(value))
+        wait_for(lambda: processes.find_marked(value))
         yield child
     finally:
         child.kill()
@@ -107,7 +107,7 @@ def _process_of(value, *before):
 def _is_left(value):
     """Whether doctor and `stop --orphans` call a run's processes leftovers; they agree."""
     told = value in {each.value for each in starting.orphans(OrphansRequest(end=False)).orphans}
-    assert (value in hostprobe.leftovers()) is told
+    assert (value in hostprobe.find_leftovers()) is told
     return told
 
 
@@ -139,10 +139,10 @@ def test_a_run_in_a_container_is_no_leftover_though_its_directory_is_not_seen_fr
 
 def test_a_command_of_ours_is_shown_by_its_module(tmp_path):
     child = subprocess.Popen(
-        [*own_argv("llama405b_tools.cli"), "top", "--replay", "-"], stdin=subprocess.PIPE, cwd=tmp_path
+        [*module_argv("llama405b_tools.cli"), "top", "--replay", "-"], stdin=subprocess.PIPE, cwd=tmp_path
     )
     try:
-        shown = wait_for(lambda: sampler.command_of(child.pid))
+        shown = wait_for(lambda: sampler.read_command(child.pid))
     finally:
         child.kill()
         child.communicate()

@@ -7,7 +7,7 @@ import pytest
 from llama405b.contract.checkpoints import Endpoint, Ring, replicas, replicated_steps
 from llama405b.contract.paths import RunDir
 from llama405b_tools.agent import relay
-from llama405b_tools.agent.relay import _retire
+from llama405b_tools.agent.relay import _delete_old_copies
 
 
 def _copies(root, host, *steps, whole=True):
@@ -35,7 +35,7 @@ def test_the_newest_copies_stay_and_the_step_that_is_copied_everywhere(tmp_path,
     _copies(tmp_path, "a", 1, 2, 3)
     _copies(tmp_path, "z", 1, 2)  # the host before this one, in an earlier order
     ring = Ring(1, "a", Endpoint(1, "127.0.0.1", 1, "t"), str(tmp_path), "r", 2, everywhere=everywhere)
-    _retire(tmp_path / "of-a", ring)
+    _delete_old_copies(tmp_path / "of-a", ring)
     assert _left(tmp_path) == left
 
 
@@ -54,18 +54,24 @@ def test_a_copier_tries_again_after_the_last_word_however_long_it_has_failed(tmp
     monkeypatch.setattr(relay, "write_private", lambda *_: None)
     monkeypatch.setattr(relay.threading, "Thread", lambda **_: types.SimpleNamespace(start=lambda: None))
     copier, tried = object.__new__(relay.Replicator), []
-    copier.run, copier.host, copier.spot = RunDir(tmp_path), "a", Endpoint(1, "127.0.0.1", 1, "t")
-    copier.last, copier.gone, copier.taking, copier.heard, copier.moved = False, True, False, 0.0, 0.0
+    copier.run, copier.host, copier.endpoint = RunDir(tmp_path), "a", Endpoint(1, "127.0.0.1", 1, "t")
+    (
+        copier.is_finishing,
+        copier.is_upstream_done,
+        copier.is_receiving,
+        copier.last_received_at,
+        copier.last_progress_at,
+    ) = False, True, False, 0.0, 0.0
 
     def give(_):
-        tried.append(copier.last)
-        if not copier.last and clock.now > 1e6 + since_s:
-            copier.last, copier.moved = True, clock.now  # as _listen_to_runner does
+        tried.append(copier.is_finishing)
+        if not copier.is_finishing and clock.now > 1e6 + since_s:
+            copier.is_finishing, copier.last_progress_at = True, clock.now  # as _listen_to_runner does
         clock.now += 120  # it stalls
         return False
 
-    copier.ring, copier._give, copier._send = (
-        lambda: Ring(1, "b", copier.spot, str(tmp_path), "r", 2),
+    copier.read_ring, copier._copy_newest, copier._send = (
+        lambda: Ring(1, "b", copier.endpoint, str(tmp_path), "r", 2),
         give,
         lambda *_: None,
     )

@@ -40,42 +40,42 @@ def test_processes_on_gpus_that_are_not_of_the_run_are_told_with_user_and_comman
     below = start("sh", "-c", "sleep 603 >&- & echo $!; wait")
     started = int(below.stdout.readline())
     me = pwd.getpwuid(os.getuid()).pw_name
-    command = f"{sys.executable} -c {waits} {'x' * 300}"[: sampler.MOST_COMMAND]
+    command = f"{sys.executable} -c {waits} {'x' * 300}"[: sampler.MAX_COMMAND_CHARS]
     apps = listed(of_run.pid, other.pid, other.pid, started, GONE)  # one process may be on several GPUs
-    assert sampler.foreign(apps, {of_run.pid, below.pid}) == [[other.pid, me, command], [GONE, "", ""]]
-    assert sampler.foreign(apps, {os.getpid()}) == [[GONE, "", ""]]  # which has started all of them
+    assert sampler.foreign_processes(apps, {of_run.pid, below.pid}) == [[other.pid, me, command], [GONE, "", ""]]
+    assert sampler.foreign_processes(apps, {os.getpid()}) == [[GONE, "", ""]]  # which has started all of them
     os.kill(started, 9)
 
 
 def test_what_is_no_list_has_no_processes():
-    assert sampler.foreign(None, set()) is None
-    assert sampler.foreign("", set()) == []
-    assert sampler.foreign("NVIDIA-SMI has failed\n[N/A], GPU-1, 5\n99999999999, GPU-1, 5\n", set()) == []
+    assert sampler.foreign_processes(None, set()) is None
+    assert sampler.foreign_processes("", set()) == []
+    assert sampler.foreign_processes("NVIDIA-SMI has failed\n[N/A], GPU-1, 5\n99999999999, GPU-1, 5\n", set()) == []
 
 
 def test_a_run_of_another_user_is_known_by_what_its_files_say():
     state = {"alive": True, "beats": [{"pid": 7}, {"rank": 1}], "status": {"pid": 8}}
-    assert sampler.pids_of([[5, "S", 1, 1, "0", "x"]], state) == {5, 7, 8, None}
-    assert sampler.pids_of([], {**state, "status": None}) == {7, None}
-    assert sampler.pids_of([], {**state, "alive": False}) == set()  # others may have the numbers now
-    assert sampler.pids_of([], None) == set()
+    assert sampler.find_run_pids([[5, "S", 1, 1, "0", "x"]], state) == {5, 7, 8, None}
+    assert sampler.find_run_pids([], {**state, "status": None}) == {7, None}
+    assert sampler.find_run_pids([], {**state, "alive": False}) == set()  # others may have the numbers now
+    assert sampler.find_run_pids([], None) == set()
 
 
 def test_a_user_without_a_name_is_a_number(monkeypatch):
-    sampler.user_name.cache_clear()
-    assert sampler.user_name(0) == "root"
-    assert sampler.user_name(4_123_456_789) == "4123456789"
+    sampler.find_user_name.cache_clear()
+    assert sampler.find_user_name(0) == "root"
+    assert sampler.find_user_name(4_123_456_789) == "4123456789"
     monkeypatch.setenv("PATH", "/nowhere")
-    assert sampler.user_name(4_123_456_788) == "4123456788"  # there is nothing to ask
+    assert sampler.find_user_name(4_123_456_788) == "4123456788"  # there is nothing to ask
 
 
 def test_names_that_are_slow_to_come_are_not_waited_for(tmp_path, monkeypatch):
-    sampler.user_name.cache_clear()
+    sampler.find_user_name.cache_clear()
     (tmp_path / "getent").write_text("#!/bin/sh\nexec sleep 600\n")
     (tmp_path / "getent").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setattr(sampler, "USER_WAIT_S", 0.1)
-    assert sampler.user_name(4_123_456_787) == "4123456787"
+    assert sampler.find_user_name(4_123_456_787) == "4123456787"
 
 
 def test_a_process_that_ends_leaves_the_list(tmp_path, monkeypatch):
@@ -87,7 +87,7 @@ def test_a_process_that_ends_leaves_the_list(tmp_path, monkeypatch):
     smi = sampler.Smi(30.0)
 
     def apps():
-        smi.ask(True)
+        smi.start_query(True)
         return smi.state().get("apps")
 
     for text in (listed(7), ""):
@@ -115,7 +115,7 @@ def test_bytes_that_a_process_reads_are_counted(start, tmp_path):
         child.stdin.write(line)
         child.stdin.flush()
         assert child.stdout.readline() == line
-        return sampler.moved([child.pid])[0][1]
+        return sampler.sample_io([child.pid])[0][1]
 
     first, idle, moved = after("wait\n"), after("wait\n"), after("read\n")
     assert idle - first < 1000
@@ -126,8 +126,8 @@ def test_what_the_kernel_does_not_tell_is_left_out(tmp_path, monkeypatch):
     counts = {
         f"/proc/{pid}/io": text for pid, text in ((5, ""), (6, "rchar: 10\nwchar: 7\nsyscr: 900\nread_bytes: 4096\n"))
     }
-    monkeypatch.setattr(sampler, "read", lambda path: counts[path])
-    assert sampler.moved([5, 6]) == [[6, 4113]]
+    monkeypatch.setattr(sampler, "read_small_text", lambda path: counts[path])
+    assert sampler.sample_io([5, 6]) == [[6, 4113]]
     monkeypatch.undo()
-    assert sampler.moved([GONE]) == []
+    assert sampler.sample_io([GONE]) == []
     assert Path(f"/proc/{os.getpid()}/io").exists()

@@ -125,32 +125,32 @@ def test_why_the_last_attempt_failed_is_told(runs, told, tmp_path):
 
 
 def test_a_line_without_end_does_not_stop_the_metrics(tmp_path):
-    run, path = sampler.Run({"host": "a"}), tmp_path / "metrics.jsonl"
+    run, path = sampler.SampledRun({"host": "a"}), tmp_path / "metrics.jsonl"
     run.path = str(tmp_path)
     path.write_text('{"step": 1}\n')
-    assert run._metrics() == [{"step": 1}]
+    assert run._new_metrics() == [{"step": 1}]
     with path.open("a") as file:
         file.write("x" * (sampled_run.FIRST_METRICS_BYTES + 5))
-    assert run._metrics() == []
+    assert run._new_metrics() == []
     with path.open("a") as file:
         file.write('{"step": 2}\n{"step": 3}\n')
-    assert run._metrics() == [{"step": 3}]
+    assert run._new_metrics() == [{"step": 3}]
     with path.open("a") as file:
         file.write('{"step": 4}')
-    assert run._metrics() == []  # it may not be complete
+    assert run._new_metrics() == []  # it may not be complete
     with path.open("a") as file:
         file.write("\n")
-    assert run._metrics() == [{"step": 4}]
+    assert run._new_metrics() == [{"step": 4}]
 
 
 def test_why_the_newest_save_failed_and_how_long_they_take(runs, tmp_path):
     runs("r", 1.0, alive=True)
-    run = sampler.Run({"host": "a"})
+    run = sampler.SampledRun({"host": "a"})
     run.path, run.plan, run.node = str(tmp_path / "runs/r"), {"attempt": 2}, {"first_rank": 0}
 
     def look():
-        run._look_at_events()
-        return run.unsaved, run.usual_s.get("checkpoint")
+        run._read_events()
+        return run.save_error, run.usual_phase_s.get("checkpoint")
 
     assert look() == ("", None)
     events = tmp_path / "runs/r/events/rank-0.jsonl"
@@ -197,20 +197,20 @@ def test_a_save_that_takes_too_long_is_told_to_screen_status_and_autopsy(
     )
     write_json(run.heartbeat(0), beat)
     monkeypatch.setattr(describe.time, "time", lambda: now)
-    assert describe.saves(run, 2, beat)[1] == said
-    assert describe.saves(run, 2, None)[1] == ""  # it does not live
-    monkeypatch.setattr(sampler.Run, "_is_alive", lambda _: True)
-    screen = sampler.Run({"host": "a"})
+    assert describe.read_save_state(run, 2, beat)[1] == said
+    assert describe.read_save_state(run, 2, None)[1] == ""  # it does not live
+    monkeypatch.setattr(sampler.SampledRun, "_is_alive", lambda _: True)
+    screen = sampler.SampledRun({"host": "a"})
     screen.path, screen.plan, screen.node = str(run.path), {"attempt": 2}, {"first_rank": 0}
-    screen._look_at_events()
-    assert screen.unsaved == said
+    screen._read_events()
+    assert screen.save_error == said
 
 
 @pytest.mark.parametrize("took_s", [0.0, -1.0, float("nan"), float("inf"), 1e300, "12", None])
 def test_a_save_that_took_no_time_that_can_be_true_is_not_counted(took_s):
     event = json.loads(json.dumps({"kind": "saved", "took_s": took_s}))
-    assert sampled_run.usual_s([event]) == {}
-    assert sampled_run.usual_s([event, {"kind": "saved", "took_s": 3}, {"kind": "saved"}]) == {"checkpoint": 3}
+    assert sampled_run.median_save_s([event]) == {}
+    assert sampled_run.median_save_s([event, {"kind": "saved", "took_s": 3}, {"kind": "saved"}]) == {"checkpoint": 3}
 
 
 def test_only_the_head_tells_how_long_saves_take(runs, told, tmp_path):

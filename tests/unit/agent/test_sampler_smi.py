@@ -5,7 +5,7 @@ import json
 import pytest
 
 from llama405b_tools.agent import hostprobe, sampler
-from llama405b_tools.parsers import read_smi
+from llama405b_tools.parsers import parse_smi
 from ops_rig import wait_for
 
 RETRY_S = 0.5
@@ -37,7 +37,7 @@ def until(smi, condition):
 
 
 def frame(smi):
-    smi.ask(True)
+    smi.start_query(True)
     return smi.state()
 
 
@@ -46,9 +46,9 @@ def test_an_answer_without_end_is_cut_and_named(smi):
     asked = sampler.Smi(RETRY_S)
     state = until(asked, lambda state: state["text"])
     assert (state["hung_s"], len(json.dumps(state)) < 1000) == (0.0, True)
-    assert read_smi(state["text"], state["fields"]) == ([], "nvidia-smi: printed more than 256 KiB")
+    assert parse_smi(state["text"], state["fields"]) == ([], "nvidia-smi: printed more than 256 KiB")
     smi("ok")
-    assert len(read_smi(*_answer(until(asked, lambda state: state["fields"])))[0]) == 1
+    assert len(parse_smi(*_answer(until(asked, lambda state: state["fields"])))[0]) == 1
     asked.end()
 
 
@@ -64,7 +64,7 @@ def test_one_that_hangs_is_replaced_when_it_is_well_again(smi, tmp_path):
     assert state["hung_s"] >= RETRY_S
     smi("ok")
     state = until(asked, lambda state: state["text"])
-    assert (state["hung_s"], len(read_smi(*_answer(state))[0])) == (0.0, 1)
+    assert (state["hung_s"], len(parse_smi(*_answer(state))[0])) == (0.0, 1)
     asked.end()
 
 
@@ -81,27 +81,27 @@ def test_a_query_that_was_killed_asks_nothing_more(monkeypatch):
         query.kill()
         return ""
 
-    monkeypatch.setattr(sampler.Query, "_run", run)
-    assert sampler.Query(list(sampler.REASONS), True).done.wait(60)
+    monkeypatch.setattr(sampler.SmiQuery, "_run", run)
+    assert sampler.SmiQuery(list(sampler.REASONS), True).done.wait(60)
     assert len(asked) == 1
 
 
 @pytest.mark.slow
 def test_processes_that_cannot_be_killed_do_not_pile_up(smi, tmp_path, monkeypatch):
     smi("hang")
-    monkeypatch.setattr(sampler.Query, "kill", lambda query: None)  # the driver does not let go
+    monkeypatch.setattr(sampler.SmiQuery, "kill", lambda query: None)  # the driver does not let go
     asked = sampler.Smi(RETRY_S)
-    until(asked, lambda _: len(asked.stuck) == sampler.MOST_STUCK)
-    wait_for(lambda: begun(tmp_path) == sampler.MOST_STUCK)
+    until(asked, lambda _: len(asked.stuck_queries) == sampler.MAX_STUCK)
+    wait_for(lambda: begun(tmp_path) == sampler.MAX_STUCK)
     frame(asked)
-    assert (len(asked.stuck), asked.query) == (sampler.MOST_STUCK, None)
+    assert (len(asked.stuck_queries), asked.query) == (sampler.MAX_STUCK, None)
     monkeypatch.undo()
-    for query in asked.stuck:
+    for query in asked.stuck_queries:
         query.kill()
 
 
 def test_the_probe_bounds_every_command(smi):
     smi("endless")
-    assert len(hostprobe.run(["nvidia-smi"])) == hostprobe.MOST_BYTES
+    assert len(hostprobe.run(["nvidia-smi"])) == hostprobe.MAX_OUTPUT_BYTES
     smi("hang")
     assert hostprobe.run(["nvidia-smi"], 0.5) == "TIMEOUT"

@@ -20,7 +20,7 @@ def test_wherever_a_value_lies_it_is_overwritten_and_nothing_else(tmp_path, monk
         for part in (more[:cut], more[cut:]):
             with log.open("ab") as file:
                 file.write(part)
-            mask.cover(log)
+            mask.redact(log)
         plain += more
     covered = plain.replace(LONG.encode(), b"REDACTED".ljust(len(LONG), b"*")).replace(SHORT.encode(), b"REDACT")
     assert log.read_bytes() == covered
@@ -29,11 +29,11 @@ def test_wherever_a_value_lies_it_is_overwritten_and_nothing_else(tmp_path, monk
 def test_a_log_shorter_than_the_longest_value_is_searched(tmp_path):
     mask = LogMask(tmp_path, (LONG, SHORT))
     (tmp_path / "b.log").write_text(f"{SHORT}\n")
-    mask.cover_all()
+    mask.redact_all()
     assert (tmp_path / "b.log").read_text() == "REDACT\n"
     (tmp_path / "new").write_text(f"another file\n{LONG}\n")
     (tmp_path / "new").replace(tmp_path / "b.log")
-    mask.cover_all()
+    mask.redact_all()
     assert LONG not in (tmp_path / "b.log").read_text()
 
 
@@ -42,6 +42,6 @@ def test_a_log_that_cannot_be_written_now_is_tried_again(tmp_path, monkeypatch):
     log.write_text(LONG)
     with monkeypatch.context() as full:
         full.setattr(os, "pwrite", lambda *_: os.close(-1))  # an OSError
-        mask.cover_all()
-    mask.cover_all()
+        mask.redact_all()
+    mask.redact_all()
     assert LONG not in log.read_text()

@@ -17,7 +17,7 @@ from llama405b_tools.hosts import transport
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.launch.host_facts import HostFacts
-from llama405b_tools.top.state.frames import Frame
+from llama405b_tools.top.state.frames import HostFrame
 
 
 def pythons():
@@ -64,7 +64,7 @@ def test_the_sampler_speaks_as_the_screen_reads(shadowed):
         {"run": None, "interval_s": 1.0, "deaf_s": 60.0, "smi_retry_s": 30.0, "workdir": str(shadowed), "host": "a"},
         shadowed,
     )
-    frame = reader.loads(Frame, line, "frame")
+    frame = reader.loads(HostFrame, line, "frame")
     assert frame.cpu.total > 0
     assert frame.run is None
 
@@ -105,6 +105,6 @@ def test_the_agent_tells_a_python_older_than_ours(tmp_path):
     done = subprocess.run([sys.executable, "-c", older], capture_output=True, text=True, check=False, cwd=tmp_path)
     assert done.returncode == 1
     fleet = Fleet([Host("a", "my hosts:1", workdir="/w", python="/py")])
-    said = str(fleet.fault_of("a", done.stderr.strip()))
+    said = str(fleet.explain_fault("a", done.stderr.strip()))
     assert said.startswith("/py is Python 3.10, but llama405b needs 3.11 or newer; run `")
     assert said.endswith("llama405b setup 'my hosts'`, or set python=")

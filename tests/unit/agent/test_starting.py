@@ -26,8 +26,16 @@ from llama405b.contract.records import CauseKind, GuardState, NodeState, NodeSta
 from llama405b.spec.plan import Node, Plan, read_plan
 from llama405b_tools.agent import describe, launch_facts, machine, processes, starting
 from llama405b_tools.agent.launch_facts import ProbeRequest
-from llama405b_tools.agent.machine import PlaceFault, RunPlace
-from llama405b_tools.agent.messages import ANSWER_WITHIN_S, CUT, KEEP, Started, StartFault, StartRequest, StopRequest
+from llama405b_tools.agent.machine import DirectoryCheck, DirectoryFault
+from llama405b_tools.agent.messages import (
+    COMMIT,
+    RELEASE,
+    START_REPLY_TIMEOUT_S,
+    StartFault,
+    StartReply,
+    StartRequest,
+    StopRequest,
+)
 from llama405b_tools.agent.processes import tmux_socket
 from ops_rig import wait_for
 
@@ -70,7 +78,7 @@ def give_up_once_it_runs(monkeypatch, work):
 
     def monotonic():
         passed.append((work / "pid").exists() and (work / "pid").read_text().endswith("\n"))
-        return starting.START_WITHIN_S * sum(passed)
+        return starting.START_TIMEOUT_S * sum(passed)
 
     monkeypatch.setattr(starting, "time", types.SimpleNamespace(monotonic=monotonic, sleep=time.sleep))
 
@@ -97,14 +105,14 @@ def test_a_run_is_its_directory_on_a_machine_whatever_its_host_is_called(work, m
     asked = reader.loads(
         ProbeRequest, '{"run": "r", "host": "10.0.0.1", "port": 0, "token": "", "packages": [], "places": {}}', ""
     )
-    facts = launch_facts._facts(asked)
+    facts = launch_facts._collect_facts(asked)
     assert (facts.alive, facts.alive_as) == (False, ("gpu-1",) if alive else ())
-    assert launch_facts._facts(dataclasses.replace(asked, run="other")).others == (("r",) if alive else ())
+    assert launch_facts._collect_facts(dataclasses.replace(asked, run="other")).others == (("r",) if alive else ())
     other = Plan("r", 2, 0.0, "r-2-y", "10.0.0.1:1", (), (), (Node("10.0.0.1", 1, 0, str(work), "/py", "", "", {}),))
     claims = []
     monkeypatch.setattr(starting, "take_lock", lambda *args: claims.append(processes.take_lock(*args)) or claims[-1])
     assert starting._start_node_runner(StartRequest("gpu-2", mine, {}, (0,), again)).fault is StartFault.TMUX
-    assert processes.live_names(run, {"gpu-1"}) == ["gpu-2"]  # as long as its agent starts it
+    assert processes.find_live_names(run, {"gpu-1"}) == ["gpu-2"]  # as long as its agent starts it
     os.close(claims[-1])
     fault = StartFault.TAKEN if taken else StartFault.TMUX
     assert starting._start_node_runner(StartRequest("10.0.0.1", other, {}, (0,), again)).fault is fault
@@ -132,7 +140,7 @@ def test_of_two_launches_under_two_names_of_a_host_one_is_refused_at_whatever_mo
 
 def test_one_that_has_yet_to_wait_for_its_turn_is_not_in_the_way(work, monkeypatch):
     """It holds its own lock for a moment: both would be refused."""
-    run = processes.run_of("r")
+    run = processes.resolve_run_dir("r")
     monkeypatch.setattr(starting, "start_session", lambda *_: (_ for _ in ()).throw(RunError("no tmux")))
     other = processes.take_lock(run.start_lock("10.0.0.1"))
     threading.Timer(0.4, lambda: os.close(other)).start()
@@ -179,7 +187,7 @@ def test_a_tethered_run_ends_with_its_operator(work, monkeypatch, cut):
     command = [sys.executable, "-m", "llama405b_tools.agent.agent", "tether"]
     path = {"PYTHONPATH": f"{ROOT}:{ROOT}/tools"}
     agent = subprocess.Popen(command, cwd=work, env=os.environ | path, stdin=subprocess.PIPE, text=True)
-    agent.stdin.write(reader.dumps(StopRequest("r", "a")) + "\n" + (CUT if cut else ""))
+    agent.stdin.write(reader.dumps(StopRequest("r", "a")) + "\n" + (RELEASE if cut else ""))
     agent.stdin.close()  # as when the operator's process is killed
     assert agent.wait(60) == 0
     lives = runner.poll() is None
@@ -214,9 +222,9 @@ def test_a_node_runner_and_a_tmux_that_need_more_than_20_s_are_waited_for(work, 
 
     monkeypatch.setattr(starting.time, "sleep", sleep)
     monkeypatch.setattr(starting.time, "monotonic", lambda: len(slept) * 25.0)
-    assert starting._await_torchrun(run, "a", os.getpid()).fault is None
-    assert processes.TMUX_WITHIN_S > 20
-    assert ANSWER_WITHIN_S > processes.TMUX_WITHIN_S + starting.START_WITHIN_S
+    assert starting._wait_for_torchrun(run, "a", os.getpid()).fault is None
+    assert processes.TMUX_START_TIMEOUT_S > 20
+    assert START_REPLY_TIMEOUT_S > processes.TMUX_START_TIMEOUT_S + starting.START_TIMEOUT_S
 
 
 RUNS = 'mkdir -p $RUN/status; echo "{\\"host\\": \\"a\\", \\"state\\": \\"running\\", ' + (
@@ -229,13 +237,13 @@ def test_a_node_runner_that_is_stopped_at_once_was_stopped(work):
     write_json(run.stop("a"), StopMark("you@there"))
     gone = subprocess.Popen(["true"])
     gone.wait()
-    started = starting._await_torchrun(run, "a", gone.pid)
+    started = starting._wait_for_torchrun(run, "a", gone.pid)
     assert (started.fault, started.by) == (StartFault.STOPPED_SINCE, "you@there")
 
 
 def test_one_that_nobody_keeps_leaves_a_note_that_not_all_hosts_had_started(work, monkeypatch):
     assert not start_with(RUNS.replace("$RUN", f"runs/r{os.getpid()}"), work, monkeypatch).get("fault")
-    (blame,) = describe.describe(run := RunDir(work / f"runs/r{os.getpid()}"), read_plan(run), "a").blames
+    (blame,) = describe.describe_run(run := RunDir(work / f"runs/r{os.getpid()}"), read_plan(run), "a").blames
     assert (blame.attempt, blame.cause.kind) == (1, CauseKind.NOT_KEPT)
 
 
@@ -243,7 +251,7 @@ def test_a_stop_that_the_launch_does_not_know_is_meant_for_it(work, monkeypatch)
     run = RunDir(work / "runs" / "r")
     plan = Plan("r", 2, time.time(), "r-2-x", "a:1", ("x",), (), (Node("a", 1, 0, "/w", "/py", "", "", {}),))
     monkeypatch.setattr(starting, "start_session", lambda *_: os.getpid())
-    monkeypatch.setattr(starting, "_await_torchrun", lambda *_: Started())
+    monkeypatch.setattr(starting, "_wait_for_torchrun", lambda *_: StartReply())
     write_json(run.stop("a"), StopMark("you@there", 0.0, 7.0))
     assert starting._start_node_runner(StartRequest("a", plan, {}, (0,), known_stop=7.0)).fault is None
     assert not run.stop("a").exists()
@@ -256,11 +264,11 @@ def test_one_that_was_stopped_meanwhile_is_not_kept(work, monkeypatch):
     run, ended = RunDir(work / "runs" / "r"), []
     plan = Plan("r", 1, time.time(), "r-1-x", "a:1", ("x",), (), ())
     monkeypatch.setattr(
-        starting, "_start_node_runner", lambda _: write_json(run.stop("a"), StopMark("you@there")) or Started()
+        starting, "_start_node_runner", lambda _: write_json(run.stop("a"), StopMark("you@there")) or StartReply()
     )
     monkeypatch.setattr(starting, "stop", ended.append)
     monkeypatch.setattr(sys, "stdin", keep := (work / "keep").open("w+"))
-    keep.write(KEEP)
+    keep.write(COMMIT)
     keep.seek(0)
     monkeypatch.setattr(starting.select, "select", lambda *_: ([keep], [], []))
     monkeypatch.setattr(sys, "stdout", said := io.StringIO())
@@ -285,8 +293,8 @@ def test_a_tmux_that_hangs_or_lies_is_told_and_not_waited_for(work, monkeypatch,
     (work / "bin/tmux").write_text(f"#!/bin/sh\n{program}\n")
     (work / "bin/tmux").chmod(0o755)
     monkeypatch.setenv("PATH", f"{work}/bin:{os.environ['PATH']}")
-    monkeypatch.setattr(processes, "TMUX_WITHIN_S", 0.5 if "0.5 s" in said else 60)
-    monkeypatch.setattr(starting, "END_WITHIN_S", 0.5)
+    monkeypatch.setattr(processes, "TMUX_START_TIMEOUT_S", 0.5 if "0.5 s" in said else 60)
+    monkeypatch.setattr(starting, "TMUX_END_TIMEOUT_S", 0.5)
     answer = start_with("exec sleep 600", work, monkeypatch)
     assert (answer["fault"], answer["detail"]) == ("tmux", said)
 
@@ -305,19 +313,19 @@ def test_a_tmux_that_does_not_work_is_found_before_the_start(work, monkeypatch, 
     (work / "tmux").write_text(f"#!/bin/sh\n{program}\n")
     (work / "tmux").chmod(0o755)
     monkeypatch.setenv("PATH", f"{work}:{os.environ['PATH']}")
-    monkeypatch.setattr(machine, "VERSION_WITHIN_S", 0.5 if "0.5 s" in fault else 60)
+    monkeypatch.setattr(machine, "VERSION_TIMEOUT_S", 0.5 if "0.5 s" in fault else 60)
     assert machine.tmux_fault() == fault
 
 
 def test_what_stands_in_the_way_of_a_run_directory(work):
-    assert machine.place_of(str(work / "runs/r")).fault is None
+    assert machine.check_writable_directory(str(work / "runs/r")).fault is None
     (work / "runs").symlink_to("/nowhere/runs")
-    assert machine.place_of(str(work / "runs/r")) == RunPlace(
-        str(work / "runs/r"), PlaceFault.DANGLING, str(work / "runs")
+    assert machine.check_writable_directory(str(work / "runs/r")) == DirectoryCheck(
+        str(work / "runs/r"), DirectoryFault.DANGLING, str(work / "runs")
     )
     (work / "runs").unlink()
     (work / "runs").touch()
-    assert machine.place_of(str(work / "runs/r")).fault is PlaceFault.NO_DIRECTORY
+    assert machine.check_writable_directory(str(work / "runs/r")).fault is DirectoryFault.NO_DIRECTORY
 
 
 def test_an_agent_that_fails_says_why_in_one_line(work):

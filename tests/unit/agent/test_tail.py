@@ -1,12 +1,12 @@
-from llama405b_tools.agent.streaming import Tail
+from llama405b_tools.agent.streaming import FileFollower
 
 
 def drain(tail, **how):
-    return [(piece.path.name, piece.begin, piece.data) for piece in tail.new(**how)]
+    return [(piece.path.name, piece.offset, piece.data) for piece in tail.read_new(**how)]
 
 
 def test_whole_lines_once_in_files_that_appear_later(tmp_path):
-    tail = Tail(tmp_path)
+    tail = FileFollower(tmp_path)
     (tmp_path / "a.log").write_text("one\ntw")
     assert drain(tail) == [("a.log", 0, b"one\n")]
     assert drain(tail) == []
@@ -26,28 +26,28 @@ def test_whole_lines_once_in_files_that_appear_later(tmp_path):
 def test_a_long_log_is_handed_out_whole(tmp_path):
     text = "\n".join([*(f"{i} " + "x" * 90 for i in range(30_000)), "Traceback, and no newline"]).encode()
     (tmp_path / "a.log").write_bytes(text)
-    tail = Tail(tmp_path)
-    assert b"".join(piece.data for piece in tail.all(final=True)) == text
-    assert list(tail.all(final=True)) == []
+    tail = FileFollower(tmp_path)
+    assert b"".join(piece.data for piece in tail.read_all(final=True)) == text
+    assert list(tail.read_all(final=True)) == []
 
 
 def test_from_the_end_and_from_a_mark(tmp_path):
     path = tmp_path / "a.log"
     path.write_text("old\nolder\n")
-    assert drain(Tail(tmp_path, from_end=True)) == []
-    tail = Tail(tmp_path)
-    tail.begin_at(path, (path.stat().st_ino, 4))
+    assert drain(FileFollower(tmp_path, from_end=True)) == []
+    tail = FileFollower(tmp_path)
+    tail.set_position(path, (path.stat().st_ino, 4))
     assert drain(tail) == [("a.log", 4, b"older\n")]
-    other = Tail(tmp_path)
-    other.begin_at(path, (path.stat().st_ino + 1, 4))  # of a file that is gone
+    other = FileFollower(tmp_path)
+    other.set_position(path, (path.stat().st_ino + 1, 4))  # of a file that is gone
     assert drain(other) == [("a.log", 0, b"old\nolder\n")]
-    assert drain(Tail(path)) == [("a.log", 0, b"old\nolder\n")]
+    assert drain(FileFollower(path)) == [("a.log", 0, b"old\nolder\n")]
 
 
 def test_of_a_flood_only_the_end_is_read_and_the_rest_counted(tmp_path):
     path = tmp_path / "a.log"
     path.write_text("".join(f"line {i}\n" for i in range(10)))
-    tail = Tail(tmp_path, most_bytes=100)
+    tail = FileFollower(tmp_path, max_bytes=100)
     assert len(drain(tail)) == 1
     with path.open("a") as file:
         file.write("".join(f"line {i}\n" for i in range(10, 100_000)))

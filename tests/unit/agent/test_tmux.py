@@ -41,7 +41,7 @@ def test_only_sockets_of_our_servers_that_ended_are_removed(servers):
         subprocess.run(["tmux", "-L", name, "kill-server"], check=True, timeout=20)
     lock = live.with_name("llama405b-live.lock")
     lock.touch()
-    remove_dead_sockets(ending="llama405b-dead", within_s=10)
+    remove_dead_sockets(ending_socket="llama405b-dead", within_s=10)
     assert not dead.exists()
     assert all(path.exists() for path in (live, other, lock))
 
@@ -69,13 +69,13 @@ def test_a_run_with_the_longest_name_has_a_socket(servers):
 
 def test_doctor_tells_of_a_directory_that_tmux_refuses(servers):
     own = servers("a").parent
-    assert "failed" not in hostprobe.inside_tmux()
+    assert "failed" not in hostprobe.read_tmux_limits()
     own.chmod(0o755)
     refused = subprocess.run(
         ["tmux", "-L", "b", "-f", "/dev/null", "new-session", "-d"], capture_output=True, text=True, check=False
     )
     assert "unsafe permissions" in refused.stderr
-    assert hostprobe.inside_tmux() == {
+    assert hostprobe.read_tmux_limits() == {
         "failed": f"directory {own} has unsafe permissions; on the host, run chmod 700 {own}, or delete it"
     }
     own.chmod(0o700)

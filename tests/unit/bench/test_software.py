@@ -5,7 +5,7 @@ import platform
 import pytest
 import torch
 
-from llama405b.bench.runs import allocator_stats, driver_version, software
+from llama405b.bench.runs import allocator_stats, describe_machine, driver_version
 
 
 @pytest.mark.parametrize(
@@ -27,6 +27,6 @@ def test_the_drivers_version(tmp_path, text, version):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="NOT RUN: there is a GPU")
 def test_without_a_gpu():
-    found = software()
+    found = describe_machine()
     assert (found.python, found.node, found.gpus, found.nccl) == (platform.python_version(), platform.node(), (), "")
     assert allocator_stats(on_gpu=False) == {}

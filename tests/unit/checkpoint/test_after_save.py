@@ -20,7 +20,7 @@ NOTE = "echo $LLAMA405B_STEP $LLAMA405B_RUN ${LLAMA405B_CHECKPOINT##*/} >>notes"
 def run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(replication, "RETRY_S", (0.1,))
-    found = RunDir.here("r")
+    found = RunDir.from_name("r")
     (found.path / "status").mkdir(parents=True)
     return found
 
@@ -45,8 +45,8 @@ def started(run, command, *steps, digest="d", limit_s=600):
 
 def done(found):
     """As the end of a run waits for it."""
-    found.hasten()
-    wait_for(lambda: not found.goes_on)
+    found.retry_now()
+    wait_for(lambda: not found.has_work)
     found.close()
 
 
@@ -65,23 +65,23 @@ def test_the_command_may_be_ended_where_the_rank_has_sigterm_blocked(run, monkey
 
 def test_once_for_each_oldest_first(run):
     found, _ = started(run, NOTE, 2, 4)
-    found.landed(checkpoint(run, 6), "d6")
+    found.enqueue(checkpoint(run, 6), "d6")
     done(found)
     assert notes(run) == [2, 4, 6]
-    assert [step for step, _ in found.results()] == [2, 4, 6]
-    assert found.results() == []
+    assert [step for step, _ in found.pop_successes()] == [2, 4, 6]
+    assert found.pop_successes() == []
     assert (run.path.parent.parent / "notes").read_text().splitlines()[0] == "2 r step-00000002"
 
 
 def test_what_fails_holds_up_what_follows_and_nothing_is_lost(run):
     found, said = started(run, f"test -e go || exit 7; {NOTE}", 2)
     wait_for(lambda: found.fault == "exit code 7")
-    found.landed(checkpoint(run, 4), "d4")
-    assert found.pending == {2, 4}
+    found.enqueue(checkpoint(run, 4), "d4")
+    assert found.pending_steps == {2, 4}
     Path("go").touch()
     wait_for(lambda: notes(run) == [2, 4])
     done(found)
-    assert found.pending == frozenset()
+    assert found.pending_steps == frozenset()
     assert found.fault == ""
     assert said == ["after-save: step-00000002 on a: exit code 7; will retry"] * found.failures
 
@@ -90,7 +90,7 @@ def test_the_tries_of_each_checkpoint_are_its_own(run):
     found, _ = started(run, "test $LLAMA405B_STEP = 2 && test -e tried || { touch tried; exit 7; }", 2, 4)
     wait_for(lambda: found.failures > 1)
     found.close()
-    assert (found.failures - found.tries, found.pending) == (1, {4})  # the first failure was of step 2
+    assert (found.failures - found.tries, found.pending_steps) == (1, {4})  # the first failure was of step 2
 
 
 def test_the_next_attempt_does_what_this_one_did_not(run):
@@ -115,7 +115,7 @@ def test_what_was_deleted_meanwhile_is_passed_over(run):
     found = AfterSave(NOTE, run, "a", print, 600)
     path.rmdir()
     found.begin({path: "d2"})
-    found.landed(checkpoint(run, 4), "d4")
+    found.enqueue(checkpoint(run, 4), "d4")
     done(found)
     assert notes(run) == [4]
 
@@ -127,16 +127,16 @@ def test_the_end_waits_for_it_and_gives_up_after_three_failures(run):
     failing, said = started(run, "exit 3", 2, 4)
     done(failing)
     assert len(said) >= 3
-    assert failing.left_words() == "runs/r/checkpoints/step-00000004 on a (exit code 3)"
+    assert failing.describe_pending() == "runs/r/checkpoints/step-00000004 on a (exit code 3)"
 
 
 def test_a_command_that_hangs_is_told_once_others_wait_for_it_and_is_ended_at_its_limit(run, monkeypatch):
-    monkeypatch.setattr(replication, "ENDS_WITHIN_S", 0.3)
+    monkeypatch.setattr(replication, "JOIN_TIMEOUT_S", 0.3)
     found, said = started(run, f"test -e go || sleep 600; {NOTE}", 2)
     wait_for(lambda: found.pid)
     told = []
     for step in (4, 6):
-        found.landed(checkpoint(run, step), f"d{step}")
+        found.enqueue(checkpoint(run, step), f"d{step}")
         told.append(found.fault)
     assert re.fullmatch("still running after [0-9]+ s, and 2 checkpoints wait for it", told[1]), told
     assert told[0] == ""
@@ -151,11 +151,11 @@ def test_a_command_that_hangs_is_told_once_others_wait_for_it_and_is_ended_at_it
 
 def test_what_failed_before_the_end_is_tried_three_times_more(run):
     found, _ = started(run, "exit 3", 2)
-    wait_for(lambda: found.failures >= replication.TRIES_AT_END)
-    found.hasten()
-    assert found.goes_on
+    wait_for(lambda: found.failures >= replication.MAX_FINAL_FAILURES)
+    found.retry_now()
+    assert found.has_work
     done(found)
-    assert found.failures >= 2 * replication.TRIES_AT_END
+    assert found.failures >= 2 * replication.MAX_FINAL_FAILURES
 
 
 def test_a_filesystem_that_fails_is_a_failure_like_others(run, monkeypatch):
@@ -176,7 +176,7 @@ def test_a_filesystem_that_fails_is_a_failure_like_others(run, monkeypatch):
 
 
 def test_a_stop_does_not_wait_long_and_leaves_no_process(run, monkeypatch):
-    monkeypatch.setattr(replication, "ENDS_WITHIN_S", 0.3)
+    monkeypatch.setattr(replication, "JOIN_TIMEOUT_S", 0.3)
     found, _ = started(run, "echo $$ >pid; trap '' TERM; sleep 600; sleep 600", 2)
     pid_file = run.path.parent.parent / "pid"
     wait_for(lambda: pid_file.exists() and pid_file.read_text().strip())

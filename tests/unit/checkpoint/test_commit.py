@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from llama405b.checkpoint import replication, store
-from llama405b.checkpoint.store import Directory, Store
+from llama405b.checkpoint.store import CheckpointDirectory, Store
 from llama405b.checkpoint.verified import hash_file
 from llama405b.contract.checkpoints import Manifest, write_manifest
 from llama405b.contract.errors import UserError
@@ -21,7 +21,7 @@ from llama405b.contract.paths import RunDir
 @pytest.fixture
 def directory(tmp_path):
     (tmp_path / "c").mkdir()
-    return Directory(tmp_path / "c", RunDir(tmp_path / "r"), "node", 1)
+    return CheckpointDirectory(tmp_path / "c", RunDir(tmp_path / "r"), "node", 1)
 
 
 def _checkpoint(directory, step):
@@ -62,13 +62,13 @@ def test_what_cannot_be_deleted_is_named_and_all_else_is_deleted(directory, in_u
         _checkpoint(directory, step)
     in_use.add("step-00000001")
     with pytest.raises(OSError, match="step-00000001: Directory not empty"):
-        directory.retire(4, 2, set())
+        directory.delete_old(4, 2, set())
     assert _steps(directory) == ["step-00000001", "step-00000003", "step-00000004"]
     assert not (directory.root / "step-00000001").exists()  # nothing that is half-deleted looks complete
     with pytest.raises(OSError, match=r"step-00000001.r.tmp-old-\w+: Directory not empty"):
-        directory.retire(4, 2, set())
+        directory.delete_old(4, 2, set())
     in_use.clear()
-    directory.retire(4, 2, set())
+    directory.delete_old(4, 2, set())
     assert _steps(directory) == ["step-00000003", "step-00000004"]
 
 
@@ -80,11 +80,11 @@ def test_a_save_begins_beside_what_cannot_be_deleted(directory, in_use, ending):
     in_use.add("step-00000004")
     final = directory.root / "step-00000004"
     directory.begin(final)
-    assert [path.name for path in directory.partial(final).iterdir()] == ["model"]
+    assert [path.name for path in directory.partial_path(final).iterdir()] == ["model"]
     directory.begin(directory.root / "step-00000005")  # nor later
     _checkpoint(directory, 4)
     in_use.clear()
-    directory.retire(5, 1, set())
+    directory.delete_old(5, 1, set())
     directory.begin(directory.root / "step-00000006")
     assert _steps(directory) == ["step-00000004", "step-00000006"]
 
@@ -94,9 +94,12 @@ def owner(monkeypatch):
     """A store's rank 0, alone."""
     monkeypatch.setattr(store.collectives, "raise_on_all_ranks", lambda *_: contextlib.nullcontext())
     found = types.SimpleNamespace(
-        root=Path("/c"), is_owner=True, holder=types.SimpleNamespace(check=lambda: None), _on_host=lambda: " on node"
+        root=Path("/c"),
+        is_owner=True,
+        holder=types.SimpleNamespace(check=lambda: None),
+        _host_clause=lambda: " on node",
     )
-    found.on_owners = functools.partial(Store.on_owners, found)
+    found.run_on_owners = functools.partial(Store.run_on_owners, found)
     return found
 
 
@@ -115,7 +118,7 @@ def test_room_is_asked_for_where_it_helps(owner, number, words):
         raise OSError(number, os.strerror(number))
 
     with pytest.raises(UserError) as refused:
-        owner.on_owners(fails, Path("/c/step-1"))
+        owner.run_on_owners(fails, Path("/c/step-1"))
     assert str(refused.value) == f"/c/step-1: cannot be written ({os.strerror(number)}) on node{words}"
 
 
@@ -123,21 +126,21 @@ def test_a_directory_that_cannot_be_listed_is_not_called_unwritable(owner, monke
     def closed(_):
         raise PermissionError(errno.EACCES, "Permission denied")
 
-    monkeypatch.setattr(store, "committed", closed)
+    monkeypatch.setattr(store, "list_committed", closed)
     with pytest.raises(UserError, match=r"^/c: cannot be listed \(Permission denied\) on node; give"):
-        Store.present(owner)
+        Store.list_checkpoints(owner)
 
 
 def test_a_disk_whose_room_cannot_be_told_is_refused_in_a_sentence(owner, monkeypatch):
     def broken(_):
         raise OSError(errno.EIO, "Input/output error")
 
-    owner.me = types.SimpleNamespace(rank=0, world=1)
+    owner.rank = types.SimpleNamespace(index=0, world_size=1)
     owner.owners, owner.owner_of, owner.keep, owner.keep_best = [0], (0,), 2, False
-    owner.directory, owner.run = types.SimpleNamespace(own=dict), RunDir(Path("/r"))
+    owner.directory, owner.run = types.SimpleNamespace(own_checkpoints=dict), RunDir(Path("/r"))
     monkeypatch.setattr(store, "disk_free_bytes", broken)
     with pytest.raises(UserError, match=r"^/c: cannot be checked \(Input/output error\) on node; its disk is failing"):
-        Store.check_room(owner, 1)
+        Store.check_disk_space(owner, 1)
 
 
 def test_a_copy_that_cannot_be_asked_for_fails_no_save(monkeypatch):
@@ -149,11 +152,11 @@ def test_a_copy_that_cannot_be_asked_for_fails_no_save(monkeypatch):
             raise OSError(errno.ENOSPC, "No space left on device")
 
     ring = object.__new__(replication.Replication)
-    ring.active, ring.step, ring.everywhere, ring.resumed = True, 0, 0, 0
+    ring.is_active, ring.step, ring.replicated_step, ring.resume_step = True, 0, 0, 0
     ring.ring = replication.Ring(1, "b", replication.Endpoint(1, "a", 1, "t"), "/c", "r", 2)
-    ring.store = types.SimpleNamespace(run=RunDir(Path("/r")), me=types.SimpleNamespace(host="a"))
-    ring.survey = lambda _: 0
+    ring.store = types.SimpleNamespace(run=RunDir(Path("/r")), rank=types.SimpleNamespace(host="a"))
+    ring.update_replicated_step = lambda _: 0
     monkeypatch.setattr(replication, "write_json", write)
-    ring.after_save(4)
-    ring.after_save(8)  # it is told again what to copy
+    ring.request_copies(4)
+    ring.request_copies(8)  # it is told again what to copy
     assert told == [4, 4]

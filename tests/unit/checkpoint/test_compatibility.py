@@ -5,13 +5,13 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from llama405b.checkpoint.compatibility import identity_of, other_software, software
+from llama405b.checkpoint.compatibility import describe_version_changes, identity_of, software_versions
 from llama405b.contract.software import code_version
 from llama405b.data.batches import Batches
-from llama405b.data.encode import FIRST, NOT_LEARNT
+from llama405b.data.encode import DOCUMENT_START, NOT_TRAINED
 from llama405b.data.sources import Mixture, Source
 from llama405b.settings.config import Config
-from llama405b.spec.rules import same_data
+from llama405b.spec.rules import reads_same_data
 from llama405b.training.build import log_changes
 
 
@@ -19,12 +19,14 @@ def test_how_documents_are_packed_is_part_of_it_but_not_where_they_begin(tmp_pat
     (tmp_path / "config.json").write_text("{}")
     plain = np.arange(5000, dtype=np.uint32)  # without marks
     marked = plain.copy()
-    marked[::50] |= FIRST
+    marked[::50] |= DOCUMENT_START
     masked = marked.copy()
-    masked[7] |= NOT_LEARNT
+    masked[7] |= NOT_TRAINED
 
     def identity(tokens_N, *, isolated):
-        return identity_of(Config(), tmp_path, Batches(Mixture.of([Source(tokens_N, 16)], 0), isolated=isolated))
+        return identity_of(
+            Config(), tmp_path, Batches(Mixture.from_weights([Source(tokens_N, 16)], 0), isolated=isolated)
+        )
 
     before = identity(plain, isolated=False)
     assert identity(marked, isolated=False) == before
@@ -34,19 +36,19 @@ def test_how_documents_are_packed_is_part_of_it_but_not_where_they_begin(tmp_pat
 
 def test_a_position_counts_under_the_rules_by_which_texts_became_tokens(tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text("{}")
-    batches, ours = Batches(Mixture.of([Source(np.arange(5000, dtype=np.uint32), 16)], 0)), Config()
+    batches, ours = Batches(Mixture.from_weights([Source(np.arange(5000, dtype=np.uint32), 16)], 0)), Config()
     parses = dataclasses.replace(ours, data=dataclasses.replace(ours.data, special_tokens="parse"))
     before = identity_of(ours, tmp_path, batches)
-    assert not same_data(before, identity_of(parses, tmp_path, batches))
-    monkeypatch.setattr("llama405b.checkpoint.compatibility.RULES", 1000)
-    assert not same_data(before, identity_of(ours, tmp_path, batches))
+    assert not reads_same_data(before, identity_of(parses, tmp_path, batches))
+    monkeypatch.setattr("llama405b.checkpoint.compatibility.RULES_VERSION", 1000)
+    assert not reads_same_data(before, identity_of(ours, tmp_path, batches))
 
 
 def test_which_documents_are_held_out_is_part_of_it(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     tokens_N = np.arange(6000, dtype=np.uint32)
-    tokens_N[::6] |= FIRST
-    whole = Batches(Mixture.of([Source(tokens_N, 600)], 0))
+    tokens_N[::6] |= DOCUMENT_START
+    whole = Batches(Mixture.from_weights([Source(tokens_N, 600)], 0))
     first, second = (
         identity_of(Config(), tmp_path, whole.hold_out(fraction)[0]).data for fraction in (0.1, 0.101)
     )  # as many sequences
@@ -60,14 +62,14 @@ def test_a_checkpoint_of_other_code_says_so():
         return SimpleNamespace(path="c/step-00000002", manifest=manifest)
 
     def said(**versions):
-        return other_software(start(**versions))
+        return describe_version_changes(start(**versions))
 
-    now = software()
+    now = software_versions()
     assert now["llama405b"] == code_version()
     assert said(**now, mine="sha256:1") == said() == ""  # an older manifest does not record this code
     assert said(**now | {"llama405b": "0.2.0+0000", "torch": "2.1"}) == (
         f"c/step-00000002 was saved with other versions (torch 2.1 -> {now['torch']}, llama405b 0.2.0+0000 -> {code_version()})"
     )
     lines, begin = [], lambda _: SimpleNamespace(identity=None)
-    log_changes(start(torch="2.1"), begin=begin, allowed=(), context=SimpleNamespace(log=lines.append))
+    log_changes(start(torch="2.1"), start_point_of=begin, allowed=(), context=SimpleNamespace(log=lines.append))
     assert lines[0] == said(torch="2.1")

@@ -10,7 +10,7 @@ import types
 import pytest
 
 from llama405b.checkpoint import store
-from llama405b.checkpoint.store import Holder
+from llama405b.checkpoint.store import LeaseHolder
 from llama405b.contract.checkpoints import Lease
 from llama405b.contract.errors import UserError
 from llama405b.contract.files import read_record
@@ -32,7 +32,7 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch):
-    monkeypatch.setattr(store, "RENEW_S", 3600.0)  # holders renew when the test says so
+    monkeypatch.setattr(store, "RENEW_EVERY_S", 3600.0)  # holders renew when the test says so
     return Clock(monkeypatch)
 
 
@@ -41,18 +41,18 @@ def hold(tmp_path):
     held = []
 
     def make(run, attempt=1, where="node:/w"):
-        holder = Holder(tmp_path, run, where, attempt)
+        holder = LeaseHolder(tmp_path, run, where, attempt)
         held.append(holder)
         return holder
 
     yield make
     for holder in held:
-        holder.leaving.set()
+        holder.end_requested.set()
 
 
 def take(holder):
     said = []
-    holder.take(said.append)
+    holder.acquire(said.append)
     return said
 
 
@@ -63,7 +63,7 @@ def leases(root):
 def test_a_run_that_ended_leaves_the_directory_at_once(clock, hold, tmp_path):
     first = hold("a")
     assert take(first) == []
-    first.end()
+    first.release()
     second = hold("b")
     assert take(second) == []
     assert leases(tmp_path) == ["lease-00000002.json"]
@@ -100,7 +100,7 @@ def test_a_dead_run_is_replaced_after_it_was_watched(clock, hold):
 
 def test_a_run_that_ends_while_it_is_watched_is_replaced_then(clock, hold):
     take(first := hold("a"))
-    clock.meanwhile = first.end
+    clock.meanwhile = first.release
     take(hold("b"))
     assert clock.now < store.STALE_S
 
@@ -123,26 +123,26 @@ def test_a_holder_that_wakes_up_after_a_takeover_does_not_renew(clock, hold, tmp
     take(first := hold("a"))
     take(second := hold("a", 2))
     first.leaving = threading.Event()
-    monkeypatch.setattr(store, "RENEW_S", 0.0)
+    monkeypatch.setattr(store, "RENEW_EVERY_S", 0.0)
     first._renew()  # returns: it has nothing to renew any more
     assert leases(tmp_path) == ["lease-00000002.json"]
     second.check()
 
 
 def test_it_is_renewed_while_it_is_held(hold, tmp_path, monkeypatch):
-    monkeypatch.setattr(store, "RENEW_S", 0.01)
+    monkeypatch.setattr(store, "RENEW_EVERY_S", 0.01)
     take(holder := hold("a"))
     path = tmp_path / "lease-00000001.json"
     seen = set()
     wait_for(lambda: seen.add(read_record(Lease, path).renewed) or len(seen) > 2)
-    holder.end()
+    holder.release()
     assert read_record(Lease, path).ended
 
 
 def test_a_run_that_holds_no_directory_needs_none(hold, tmp_path):
-    holder = Holder(tmp_path / "absent", "a", "node:/w", 1)
+    holder = LeaseHolder(tmp_path / "absent", "a", "node:/w", 1)
     holder.check()
-    holder.end()
+    holder.release()
     assert leases(tmp_path) == []
 
 
@@ -156,13 +156,13 @@ def test_a_lease_that_cannot_be_written_is_not_held_and_keeps_nobody_waiting(clo
         with pytest.raises(OSError, match="No space left"):
             take(holder)
         holder.check()
-        holder.end()
+        holder.release()
     assert leases(tmp_path) == []
     assert take(hold("b")) == []
 
 
 def test_a_directory_that_was_removed_is_made_anew(clock, hold, tmp_path):
-    holder = Holder(tmp_path / "c", "a", "node:/w", 1)
+    holder = LeaseHolder(tmp_path / "c", "a", "node:/w", 1)
     (tmp_path / "c").mkdir()
     said = take(holder)
     shutil.rmtree(tmp_path / "c")
@@ -171,7 +171,7 @@ def test_a_directory_that_was_removed_is_made_anew(clock, hold, tmp_path):
     assert said == [f"{tmp_path}/c: was removed or emptied during the run; saving continues there"]
     holder.check()
     assert len(said) == 1
-    holder.leaving.set()
+    holder.end_requested.set()
 
 
 @pytest.mark.parametrize("way", ["its run's", "another's"])
@@ -182,9 +182,9 @@ def test_a_directory_that_another_run_has_made_anew_is_its(clock, hold, tmp_path
     if way == "another's":
         with pytest.raises(UserError, match="run 'b'"):
             first.check()
-        first.end()
+        first.release()
     else:
-        second.end()
+        second.release()
         first.check()
         assert leases(tmp_path) == ["lease-00000001.json", "lease-00000002.json"]
         with pytest.raises(UserError, match="run 'a'"):
@@ -214,14 +214,14 @@ def mounted(tmp_path):
 @pytest.mark.parametrize("below", ["", "c"])
 def test_nothing_is_written_where_a_filesystem_is_not_mounted(clock, mounted, monkeypatch, below):
     point, mount, unmount = mounted
-    holder = Holder(point / below, "a", "node:/w", 1)
+    holder = LeaseHolder(point / below, "a", "node:/w", 1)
     said = take(holder)
     unmount()
     with pytest.raises(OSError, match=f"the filesystem on {point} is no longer mounted") as gone:
         holder.check()
     assert gone.value.errno == errno.ENODEV
-    holder.leaving.set()  # the test renews
-    holder.leaving = types.SimpleNamespace(wait=lambda _: next(turns), is_set=lambda: False, set=lambda: None)
+    holder.end_requested.set()  # the test renews
+    holder.end_requested = types.SimpleNamespace(wait=lambda _: next(turns), is_set=lambda: False, set=lambda: None)
     turns = iter([False, True])
     holder._renew()
     assert list(point.iterdir()) == []
@@ -233,5 +233,5 @@ def test_nothing_is_written_where_a_filesystem_is_not_mounted(clock, mounted, mo
     assert said == []
     unmount()
     holder.renewer = types.SimpleNamespace(join=lambda _: None)
-    holder.end()
+    holder.release()
     assert list(point.iterdir()) == []

@@ -76,8 +76,8 @@ class Cluster:
         path.mkdir()
         for rank in range(WORLD):
             store = types.SimpleNamespace(group=None)
-            of_rank = types.SimpleNamespace(me=types.SimpleNamespace(rank=rank), store=store)
-            saving.Saving._write(of_rank, path, state_of(rank, **what), Frozen())
+            of_rank = types.SimpleNamespace(rank=types.SimpleNamespace(index=rank), store=store)
+            saving.CheckpointSaver._write(of_rank, path, state_of(rank, **what), Frozen())
         local = [self._local_plan(rank, *each) for rank, each in enumerate(self.called)]
         self.sent = sum(map(len, local))
         planners, writers = zip(*((more["planner"], more["storage_writer"]) for _, more in self.called), strict=True)
@@ -92,15 +92,15 @@ class Cluster:
         planner, writer = more["planner"], more["storage_writer"]
         planner._cached_plans_key = f"rank {rank}"  # torch keeps plans by process
         planner.set_up_planner(state, writer.storage_meta(), rank == 0)
-        writer.set_up_storage_writer(rank == 0, rank=rank, use_collectives=True)
+        writer.set_up_storage_writer(rank == 0, index=rank, use_collectives=True)
         return pickle.dumps(writer.prepare_local_plan(planner.create_local_plan()))
 
 
 @pytest.fixture
 def cluster(tmp_path, monkeypatch):
-    saving.forget_plans()
+    saving.clear_plan_caches()
     yield Cluster(tmp_path, monkeypatch)
-    saving.forget_plans()
+    saving.clear_plan_caches()
 
 
 def check(path, value, rows=3, own=()):

@@ -7,7 +7,7 @@ import types
 import pytest
 import torch
 
-from llama405b.checkpoint.saving import _Hashing
+from llama405b.checkpoint.saving import _HashingFile
 
 
 class Disk:
@@ -23,9 +23,9 @@ class Disk:
 
 
 def save(room):
-    file = _Hashing(Disk(room))
+    file = _HashingFile(Disk(room))
     file.add(types.SimpleNamespace(index=None), torch.zeros(100))
-    return file.hasher.written
+    return file.hasher.n_bytes
 
 
 def test_whatever_write_the_disk_refuses_its_error_is_told():

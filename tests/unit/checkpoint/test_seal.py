@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from llama405b.checkpoint.verified import Fault, PassedOver, check_files, hash_file, open_manifest
+from llama405b.checkpoint.verified import CheckpointFault, RejectedCheckpoint, check_files, hash_file, open_manifest
 from llama405b.contract.checkpoints import Manifest, write_manifest
 
 
@@ -60,9 +60,9 @@ def test_it_is_passed_over_and_named(tmp_path, damage, words):
     path = _checkpoint(tmp_path, 8)
     damage(path)
     found = open_manifest(path, {})
-    if not isinstance(found, PassedOver):
+    if not isinstance(found, RejectedCheckpoint):
         _, found = check_files(path, found)
-    assert found.fault is Fault.DAMAGED
+    assert found.fault is CheckpointFault.DAMAGED
     assert words in found.why
 
 

@@ -22,7 +22,7 @@ def held(staging):
 def test_all_that_is_saved_fits_where_there_is_room():
     sizes = [4, 1000, 4, 70_000, 0, 4]
     room = staging(sizes, 1 << 20)
-    assert all(room.take(size) is not None for size in sizes)
+    assert all(room.allocate(size) is not None for size in sizes)
     assert held(room) == sum(-(-size // 256) * 256 for size in sizes)  # not a power of two, as torch pins
 
 
@@ -43,12 +43,12 @@ def test_what_is_given_back_is_whole_again(monkeypatch):
         if taken and chance.random() < 0.5:
             buffer, content = taken.pop(chance.randrange(len(taken)))
             assert bool((buffer == content).all())  # no other has written into it
-            room.give_back(buffer)
-        elif (buffer := room.take(chance.choice([4, 256, 3000, 12_345]))) is None:
+            room.free(buffer)
+        elif (buffer := room.allocate(chance.choice([4, 256, 3000, 12_345]))) is None:
             refused += 1
         else:
             taken.append((buffer.fill_(number % 251), number % 251))
     assert refused
     for buffer, _ in taken:
-        room.give_back(buffer)
+        room.free(buffer)
     assert [slab.gaps for slab in room.slabs] == first

@@ -5,7 +5,7 @@ import shutil
 import pytest
 
 from conftest import ROOT
-from llama405b.contract.software import code_version, digest_of
+from llama405b.contract.software import code_digest, code_version
 
 PACKAGES = {"llama405b": "llama405b", "tools/llama405b_tools": "llama405b_tools"}  # in a checkout, and installed
 
@@ -27,20 +27,20 @@ def test_a_checkout_with_compiled_files_and_a_wheel_have_one_digest(checkout, tm
     (tmp_path / "llama405b/optim/.#adamw.py").symlink_to("ann@desk.4711:1")  # an editor's lock
     (tmp_path / "llama405b/.ipynb_checkpoints").mkdir()
     (tmp_path / "llama405b/.ipynb_checkpoints/adamw.py").touch()
-    assert digest_of(tmp_path) == digest_of(checkout)
-    assert code_version().endswith(f"+{digest_of(checkout)}")
+    assert code_digest(tmp_path) == code_digest(checkout)
+    assert code_version().endswith(f"+{code_digest(checkout)}")
 
 
 @pytest.mark.parametrize(
     "file", ["llama405b/optim/adamw.py", "llama405b/predict/hardware.toml", "tools/llama405b_tools/agent/node.py"]
 )
 def test_a_change_of_either_package_shows(checkout, file):
-    path, before = checkout / file, digest_of(checkout)
+    path, before = checkout / file, code_digest(checkout)
     content = path.read_text()
     path.write_text(content + "\n")
-    assert digest_of(checkout) != before
+    assert code_digest(checkout) != before
     path.write_text(content)
     path.rename(path.with_stem("renamed"))
-    assert digest_of(checkout) != before
+    assert code_digest(checkout) != before
     path.with_stem("renamed").rename(path)
-    assert digest_of(checkout) == before
+    assert code_digest(checkout) == before

@@ -8,9 +8,9 @@ import random
 import pytest
 
 from llama405b.contract import hashes
-from llama405b.contract.hashes import ALIGNED, BUFFER_BYTES, DirectFile, filesystem
+from llama405b.contract.hashes import BUFFER_BYTES, DIRECT_ALIGNMENT, DirectFile, filesystem_type
 
-CONTENT = random.Random(0).randbytes(2 * BUFFER_BYTES + 3 * ALIGNED + 17)
+CONTENT = random.Random(0).randbytes(2 * BUFFER_BYTES + 3 * DIRECT_ALIGNMENT + 17)
 
 
 def _write(path, begin, sizes):
@@ -21,21 +21,23 @@ def _write(path, begin, sizes):
     file.write(CONTENT[at:])
     file.flush()
     file.close()
-    assert file.written == len(CONTENT)
+    assert file.end == len(CONTENT)
     return file
 
 
-@pytest.mark.parametrize("begin", [0, 1, ALIGNED, BUFFER_BYTES - 1, BUFFER_BYTES + ALIGNED + 5, len(CONTENT)])
+@pytest.mark.parametrize(
+    "begin", [0, 1, DIRECT_ALIGNMENT, BUFFER_BYTES - 1, BUFFER_BYTES + DIRECT_ALIGNMENT + 5, len(CONTENT)]
+)
 @pytest.mark.parametrize("past_the_cache", [True, False])
 def test_the_file_is_what_was_written(tmp_path, monkeypatch, begin, past_the_cache):
     if not past_the_cache:
-        monkeypatch.setattr(hashes, "LOCAL", set())
+        monkeypatch.setattr(hashes, "LOCAL_FILESYSTEMS", set())
     path = tmp_path / "file"
     path.write_bytes(CONTENT[:begin] + b"of an earlier attempt" * (begin % 2))
-    file = _write(path, begin, [0, 1, ALIGNED, 7, BUFFER_BYTES])
+    file = _write(path, begin, [0, 1, DIRECT_ALIGNMENT, 7, BUFFER_BYTES])
     assert path.read_bytes() == CONTENT
-    if filesystem(tmp_path) in ("ext4", "xfs"):
-        assert file.direct == past_the_cache
+    if filesystem_type(tmp_path) in ("ext4", "xfs"):
+        assert file.is_direct == past_the_cache
 
 
 def test_a_filesystem_that_cannot_after_all(tmp_path, monkeypatch):
@@ -48,9 +50,9 @@ def test_a_filesystem_that_cannot_after_all(tmp_path, monkeypatch):
         return write(descriptor, data)
 
     monkeypatch.setattr(hashes.os, "write", refuse)
-    assert not _write(tmp_path / "file", 0, []).direct
+    assert not _write(tmp_path / "file", 0, []).is_direct
     assert (tmp_path / "file").read_bytes() == CONTENT
-    assert calls[0] == (filesystem(tmp_path) in ("ext4", "xfs"))
+    assert calls[0] == (filesystem_type(tmp_path) in ("ext4", "xfs"))
     assert not any(calls[1:])
 
 
@@ -83,7 +85,7 @@ def test_mounts_with_odd_names(tmp_path, monkeypatch):
         (["", "odd"], ""),
     ):
         monkeypatch.setattr(hashes.Path, "read_text", lambda *_, lines=lines, **__: "\n".join(lines))
-        assert filesystem(tmp_path) == found
+        assert filesystem_type(tmp_path) == found
 
 
 def test_a_full_disk_is_an_error(tmp_path, monkeypatch):

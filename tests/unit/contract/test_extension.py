@@ -6,7 +6,7 @@ import pytest
 
 from llama405b import extend
 from llama405b.contract.errors import RunError, UserError
-from llama405b.contract.extension import declared
+from llama405b.contract.extension import read_extension
 
 
 @pytest.fixture
@@ -22,17 +22,17 @@ def module(tmp_path, monkeypatch):
 
 
 def test_it_is_read_and_not_run(module):
-    found = declared(
+    found = read_extension(
         module("raise SystemExit\nREADS: tuple = ['*.pgn', 'a-*']\ndef documents(path): yield ''\ndef other(): ...")
     )
     assert (found.functions, found.reads, found.every) == (("documents",), ("*.pgn", "a-*"), 0)
     assert [found.reads_file(f"x/{name}") for name in ("1.pgn", "a-b", "b")] == [True, True, False]
-    assert found.described == f"own.py {found.sha256[:12]}"
-    assert declared("").path == ""
+    assert found.identity_label == f"own.py {found.sha256[:12]}"
+    assert read_extension("").path == ""
 
 
 def test_only_what_decides_what_is_learnt_is_part_of_what_a_run_is(module):
-    assert declared(module("def metrics(moment): return {}")).described == "none"
+    assert read_extension(module("def metrics(moment): return {}")).identity_label == "none"
 
 
 @pytest.mark.parametrize(
@@ -50,16 +50,16 @@ def test_only_what_decides_what_is_learnt_is_part_of_what_a_run_is(module):
 )
 def test_what_cannot_be_used_is_refused(module, text, why):
     with pytest.raises(UserError) as refused:
-        declared(module(text))
+        read_extension(module(text))
     assert why in str(refused.value)
 
 
 def test_an_installed_module_is_found_by_its_name(monkeypatch, tmp_path):
     (tmp_path / "theirs.py").write_text("def metrics(moment): return {}")
     monkeypatch.syspath_prepend(tmp_path)
-    assert (declared("theirs").name, declared("theirs").module) == ("theirs.py", "theirs")
+    assert (read_extension("theirs").name, read_extension("theirs").module) == ("theirs.py", "theirs")
     with pytest.raises(UserError, match="no module named 'nobodys'"):
-        declared("nobodys")
+        read_extension("nobodys")
 
 
 @pytest.mark.parametrize(

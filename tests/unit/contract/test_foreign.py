@@ -6,10 +6,10 @@ import pytest
 import torch.distributed as dist
 
 from conftest import ROOT
-from llama405b.contract.records import words
+from llama405b.contract.records import describe_cause
 from llama405b.distributed.collectives import is_lost_peer, says_lost_peer
-from llama405b.train import ending_of, tell_end
-from llama405b_tools.parsers import ended_by, failed_ranks
+from llama405b.train import cause_of, report_end
+from llama405b_tools.parsers import parse_failed_ranks, parse_torchrun_signal
 
 FOREIGN = ROOT / "tests/data/foreign"
 
@@ -20,12 +20,12 @@ def test_a_lost_peer(path):
 
 
 def test_what_gloo_says_of_a_lost_peer_is_in_the_log_of_the_rank_alone(capsys):
-    cause = ending_of(dist.DistBackendError((FOREIGN / "lost-peer/gloo-peer-died.txt").read_text()), None)
+    cause = cause_of(dist.DistBackendError((FOREIGN / "lost-peer/gloo-peer-died.txt").read_text()), None)
     assert "pair.cc" in cause.detail
-    assert words(dataclasses.replace(cause, rank=3, exit_code=1, phase="train")) == (
+    assert describe_cause(dataclasses.replace(cause, rank=3, exit_code=1, phase="train")) == (
         "rank 3 exited with 1: lost contact with another rank in phase train"
     )
-    tell_end(cause, None)
+    report_end(cause, None)
     assert capsys.readouterr().err.splitlines()[1:] == [cause.detail]
 
 
@@ -39,13 +39,13 @@ def test_what_is_no_lost_peer():
     ("rank-killed", {0: -9}), ("rank-exited", {0: 1}), ("two-failed", {0: 1, 1: -9}),
 ])  # fmt: skip
 def test_torchruns_summary(name, found):
-    assert failed_ranks((FOREIGN / f"torchrun/{name}.log").read_text()) == found
+    assert parse_failed_ranks((FOREIGN / f"torchrun/{name}.log").read_text()) == found
 
 
 @pytest.mark.parametrize(("name", "number"), [("ended", 15), ("rank-killed", None), ("rank-exited", None)])
 def test_the_signal_that_ended_torchrun(name, number):
-    assert ended_by((FOREIGN / f"torchrun/{name}.log").read_text()) == number
+    assert parse_torchrun_signal((FOREIGN / f"torchrun/{name}.log").read_text()) == number
 
 
 def test_a_log_without_a_summary():
-    assert failed_ranks("ModuleNotFoundError: No module named 'x'") == {}
+    assert parse_failed_ranks("ModuleNotFoundError: No module named 'x'") == {}

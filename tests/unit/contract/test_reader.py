@@ -104,21 +104,21 @@ def test_what_is_written_is_read_back():
 )
 def test_what_is_malformed_is_named(change, words):
     with pytest.raises(MalformedError) as refused:
-        reader.read(Outer, {"text": "", "inner": {"x": 1}} | change, "it")
+        reader.build_record(Outer, {"text": "", "inner": {"x": 1}} | change, "it")
     assert str(refused.value) == words
 
 
 def test_unknown_keys_are_passed_over_and_unsound_items_left_out():
     value = {"text": "", "inner": {"x": 1, "new": 1}, "sound": [{"x": 1}, {}, 3], "hopefully": {"x": "?"}, "newer": {}}
-    found = reader.read(Outer, value | {"number": 1e20, "raw": [float("nan")]}, "it")
+    found = reader.build_record(Outer, value | {"number": 1e20, "raw": [float("nan")]}, "it")
     assert (found.sound, found.hopefully, found.number, found.raw) == ((Inner(1),), None, None, [None])
 
 
 def test_the_first_type_that_fits_is_read():
     value = {"text": "", "inner": {"x": 1}, "either": {"name": "n", "x": 1, "z": 1}}
-    assert reader.read(Outer, value, "it").either == Other(1, 1)
+    assert reader.build_record(Outer, value, "it").either == Other(1, 1)
     value["either"].pop("z")
-    assert reader.read(Outer, value, "it").either == Named("n")
+    assert reader.build_record(Outer, value, "it").either == Named("n")
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_depth_and_size_are_bounded(monkeypatch):
     for _ in range(50):
         deep = {"below": [deep]}
     with pytest.raises(MalformedError, match="nested too deeply"):
-        reader.read(Tree, deep, "it")
+        reader.build_record(Tree, deep, "it")
     monkeypatch.setattr(reader, "MAX_TEXT", 10)
     with pytest.raises(MalformedError, match="is larger than"):
         reader.loads(Inner, '{"x": 1, "y": 2.0}', "it")
@@ -156,7 +156,7 @@ def test_no_value_in_any_place_breaks_it():
             at[key] = draw.choice(odd)
             break
         with contextlib.suppress(MalformedError):
-            assert isinstance(reader.read(Outer, value, "it"), Outer)
+            assert isinstance(reader.build_record(Outer, value, "it"), Outer)
 
 
 class Light(enum.StrEnum):
@@ -173,7 +173,7 @@ class Lamp:
 
 def test_a_record_for_other_programs_is_written_with_all_its_members():
     lamp = Lamp(Light.GREEN, parts=(Lamp(Light.GREEN, "b"),))
-    assert json.loads(reader.dumps_whole(lamp)) == dataclasses.asdict(lamp) | {
+    assert json.loads(reader.dumps_all_fields(lamp)) == dataclasses.asdict(lamp) | {
         "parts": [dataclasses.asdict(part) | {"parts": []} for part in lamp.parts]
     }
 
@@ -185,7 +185,7 @@ def test_one_thread_at_a_time_has_msgspec_learn_a_type_and_each_type_once(monkey
     def decoder(kind, **options):
         at_once.append(1)
         assert len(at_once) == 1
-        assert reader.BUILDING.locked()
+        assert reader.DECODER_LOCK.locked()
         time.sleep(0.01)  # others would come in meanwhile
         built.append(kind)
         made = real(kind, **options)
@@ -209,5 +209,5 @@ def test_what_is_within_sound_parts_is_learned_under_the_lock_too():
 
     whole = dataclasses.make_dataclass("Whole", [("parts", SoundOnly[tuple[Part, ...]])])
     reader.loads(whole, '{"parts": [{"x": 1}]}', "it")
-    assert whole in reader.LEARNED
-    assert tuple[Part, ...] in reader.LEARNED
+    assert whole in reader.DECODERS
+    assert tuple[Part, ...] in reader.DECODERS

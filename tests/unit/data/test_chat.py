@@ -10,11 +10,11 @@ from transformers import AutoTokenizer
 
 from llama405b.contract.errors import UserError
 from llama405b.data import tokens
-from llama405b.data.chat_template import Template, UnusableError
-from llama405b.data.encode import FIRST, MARKS, NOT_LEARNT
+from llama405b.data.chat_template import ChatTemplate, UnusableChatError
+from llama405b.data.encode import DOCUMENT_START, MARKS, NOT_TRAINED
 from llama405b.formats.conversation import Chat
 from llama405b.formats.corpus import check_template
-from llama405b.formats.document import ALPACA, Text, document_of
+from llama405b.formats.document import ALPACA, Text, parse_document
 from llama405b.settings.schema import Data
 
 # In the form of Llama 3: a header with the role, two newlines, the text without blanks at its ends, an end of turn.
@@ -46,7 +46,7 @@ def tokenizer(demo):
 
 
 def learnt(tokenizer, messages, learn=("assistant",)):
-    [segments] = Template(tokenizer, Data(train_on=learn)).rendered(Chat(tuple(messages))).documents
+    [segments] = ChatTemplate(tokenizer, Data(train_on=learn)).render_documents(Chat(tuple(messages))).documents
     whole = tokenizer.apply_chat_template(messages, tokenize=False)
     assert "".join(text for text, _ in segments) == whole
     return [text for text, is_learnt in segments if is_learnt]
@@ -86,16 +86,16 @@ def test_what_a_template_writes_before_the_first_message_is_not_learnt(tokenizer
 )
 def test_what_the_template_cannot_do_is_said(tokenizer, template, messages, words):
     tokenizer.chat_template = template
-    with pytest.raises(UnusableError, match=words):
-        Template(tokenizer, Data()).rendered(Chat(tuple(messages)))
+    with pytest.raises(UnusableChatError, match=words):
+        ChatTemplate(tokenizer, Data()).render_documents(Chat(tuple(messages)))
 
 
 def test_forms_of_records():
     turns = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}, {"from": "tool", "value": "c"}]
-    chat = document_of({"conversations": turns})
+    chat = parse_document({"conversations": turns})
     assert [(m["role"], m["content"]) for m in chat.messages] == [("user", "a"), ("assistant", "b"), ("tool", "c")]
-    assert document_of({"prompt": "a", "completion": "b"}) == Text("a", "b")
-    assert document_of({"text": "a", "more": 1}) == Text("", "a")
+    assert parse_document({"prompt": "a", "completion": "b"}) == Text("a", "b")
+    assert parse_document({"text": "a", "more": 1}) == Text("", "a")
 
 
 @pytest.mark.parametrize(
@@ -111,16 +111,16 @@ def test_forms_of_records():
     ],
 )
 def test_common_forms_are_known_by_the_names_of_their_fields(record, document):
-    assert document_of(record) == document
+    assert parse_document(record) == document
 
 
 def test_fields_of_other_names_are_read_as_it_was_said():
     names = ("prompt=q", "completion=a")
-    assert document_of({"q": "x", "a": "y", "text": "t"}, names) == Text("x", "y")
-    assert document_of({"text": "t"}, names) == Text("", "t")
-    assert document_of({"q": "x", "text": "t"}, names) is None
+    assert parse_document({"q": "x", "a": "y", "text": "t"}, names) == Text("x", "y")
+    assert parse_document({"text": "t"}, names) == Text("", "t")
+    assert parse_document({"q": "x", "text": "t"}, names) is None
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    assert document_of({"talk": [{"role": "user", "content": parts}]}, ("messages=talk",)) == Chat(
+    assert parse_document({"talk": [{"role": "user", "content": parts}]}, ("messages=talk",)) == Chat(
         ({"role": "user", "content": "ab"},)
     )
 
@@ -143,8 +143,8 @@ def with_template(demo, to, template):
 
 def tokenised(path, demo, cache, **more):
     lines = []
-    report = tokens.Report(lambda *_: None, lambda: None, lines.append)
-    made = tokens.tokenised(Data(paths=(str(path),), **more), demo, cache, report)
+    report = tokens.ProgressReport(lambda *_: None, lambda: None, lines.append)
+    made = tokens.load_or_tokenize(Data(paths=(str(path),), **more), demo, cache, report)
     return np.fromfile(cache / made.name, np.uint32), lines
 
 
@@ -154,11 +154,11 @@ def test_a_file_of_conversations_becomes_tokens(tokenizer, demo, tmp_path):
         "\n".join(json.dumps({"messages": TALK[:n]}) for n in (3, 5)) + '\n{"text": "plain"}\n'
     )
     found, lines = tokenised(tmp_path / "a.jsonl", demo, tmp_path / "cache")
-    documents = np.split(found, np.flatnonzero(found & FIRST)[1:])
-    parts = [tokenizer.decode((each[(each & NOT_LEARNT) == 0]) & ~MARKS) for each in documents]
+    documents = np.split(found, np.flatnonzero(found & DOCUMENT_START)[1:])
+    parts = [tokenizer.decode((each[(each & NOT_TRAINED) == 0]) & ~MARKS) for each in documents]
     assert parts[:2] == ["two<|end|>", "two<|end|>four<|end|>"]
     assert tokenizer.decode(documents[1] & ~MARKS) == tokenizer.apply_chat_template(TALK, tokenize=False)
-    n_learnt = int(((found & NOT_LEARNT) == 0).sum())
+    n_learnt = int(((found & NOT_TRAINED) == 0).sum())
     share = 100 * n_learnt / len(found)
     said = f"data: 3 documents, 2 of them conversations, {len(found):,} tokens, {n_learnt:,} trained on ({share:.0f}%)"
     assert lines[-1] == said
@@ -166,7 +166,7 @@ def test_a_file_of_conversations_becomes_tokens(tokenizer, demo, tmp_path):
     assert np.array_equal(again, found)
     assert lines == [said]  # and nothing was tokenized
     both, _ = tokenised(tmp_path / "a.jsonl", demo, tmp_path / "cache", train_on=("assistant", "user"))
-    assert int(((both & NOT_LEARNT) == 0).sum()) > n_learnt
+    assert int(((both & NOT_TRAINED) == 0).sum()) > n_learnt
 
 
 def test_bad_records_are_refused_or_counted(demo, tmp_path):
@@ -196,21 +196,21 @@ def test_bad_records_are_refused_or_counted(demo, tmp_path):
 def test_a_conversation_of_which_the_template_writes_nothing_is_a_bad_record(demo, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(demo)
     tokenizer.chat_template = "{% for m in messages if m['role'] != 'system' %}{{ m['content'] }}{% endfor %}"
-    with pytest.raises(UnusableError, match="the chat template renders it as an empty text"):
-        Template(tokenizer, Data()).rendered(Chat(({"role": "system", "content": "a"},)))
+    with pytest.raises(UnusableChatError, match="the chat template renders it as an empty text"):
+        ChatTemplate(tokenizer, Data()).render_documents(Chat(({"role": "system", "content": "a"},)))
 
 
 @pytest.mark.timeout(60)
 def test_a_template_that_never_ends_is_refused_with_the_conversation(demo, tmp_path, monkeypatch):
-    monkeypatch.setattr("llama405b.data.encode.MOST_S", 0.3)
-    monkeypatch.setattr("llama405b.data.chat_template.MOST_S", 0.3)
+    monkeypatch.setattr("llama405b.data.encode.MAX_RENDER_S", 0.3)
+    monkeypatch.setattr("llama405b.data.chat_template.MAX_RENDER_S", 0.3)
     shutil.copytree(demo, tmp_path / "model")
     loops = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
     (tmp_path / "model/chat_template.jinja").write_text(loops)
     (tmp_path / "d.jsonl").write_text(json.dumps({"messages": TALK}))
     config = Data(paths=(str(tmp_path / "d.jsonl"),), bad_records="skip")
-    report = tokens.Report(lambda *_: None, lambda: None, lambda _: None)
+    report = tokens.ProgressReport(lambda *_: None, lambda: None, lambda _: None)
     with pytest.raises(
         UserError, match=r"d\.jsonl:1: the chat template did not finish within 0 s for this conversation"
     ):
-        tokens.tokenised(config, tmp_path / "model", tmp_path / "cache", report)
+        tokens.load_or_tokenize(config, tmp_path / "model", tmp_path / "cache", report)

@@ -16,10 +16,16 @@ from transformers import AutoTokenizer
 
 from llama405b.contract.errors import UserError
 from llama405b.data import tokens
-from llama405b.data.chat_template import TODAY, Template, UnusableError, dated, names_in
-from llama405b.data.documents import Documents, file_parts, with_forms
-from llama405b.data.encode import FIRST, MARKS, NOT_LEARNT, SAME, Encoder
-from llama405b.data.sources import bounds_of, divided
+from llama405b.data.chat_template import (
+    DATE_FUNCTION,
+    ChatTemplate,
+    UnusableChatError,
+    add_template_date,
+    template_variables,
+)
+from llama405b.data.documents import Documents, detect_formats, list_file_ranges
+from llama405b.data.encode import DOCUMENT_START, MARKS, NOT_TRAINED, SAME_CHAT, Encoder
+from llama405b.data.sources import document_bounds, split_documents
 from llama405b.formats.conversation import Chat
 from llama405b.settings.schema import Data
 
@@ -92,7 +98,7 @@ def template_of(name):
 
 def settings_of(tokenizer, name, **more):
     tokenizer.chat_template = template_of(name)
-    return dated(Data(**more), tokenizer, "2026-02-03")
+    return add_template_date(Data(**more), tokenizer, "2026-02-03")
 
 
 @pytest.mark.parametrize(("name", "which"), CASES)
@@ -100,8 +106,8 @@ def settings_of(tokenizer, name, **more):
 def test_each_answer_follows_what_inference_gives_and_is_what_it_leaves(tokenizer, name, which, turns):
     chat, settings = CHATS[which], settings_of(tokenizer, name, turns=turns)
     n_answers = sum(message["role"] == "assistant" for message in chat.messages)
-    template = Template(tokenizer, settings)
-    made = template.rendered(chat)
+    template = ChatTemplate(tokenizer, settings)
+    made = template.render_documents(chat)
     learnt, exact = list[str](), 0
     for segments in made.documents:
         for i, (text, is_learnt) in enumerate(segments):
@@ -135,84 +141,88 @@ def test_each_answer_follows_what_inference_gives_and_is_what_it_leaves(tokenize
 def test_so_do_the_tokens(tokenizer, tmp_path, name, which):
     chat, settings = CHATS[which], settings_of(tokenizer, name)
     (tmp_path / "a.jsonl").write_text(json.dumps({"messages": chat.messages, "tools": chat.tools}))
-    texts = Documents(list(with_forms(file_parts([str(tmp_path / "a.jsonl")]))))
+    texts = Documents(list(detect_formats(list_file_ranges([str(tmp_path / "a.jsonl")]))))
     [found] = texts
     encoder = Encoder(tokenizer, settings, texts, lambda *_: None)
     n_answers = sum(message["role"] == "assistant" for message in chat.messages)
-    assert encoder.proof(found, found.document) == (n_answers, n_answers)
+    assert encoder.count_exact_answers(found, found.document) == (n_answers, n_answers)
 
 
 def test_only_the_last_answer(tokenizer):
-    made = Template(tokenizer, settings_of(tokenizer, "qwen3", train_on=("last",))).rendered(CHATS["three answers"])
+    made = ChatTemplate(tokenizer, settings_of(tokenizer, "qwen3", train_on=("last",))).render_documents(
+        CHATS["three answers"]
+    )
     [segments] = made.documents
     assert [text for text, learnt in segments if learnt] == ["<think>\nso n2\n</think>\n\nn2<|im_end|>\n"]
 
 
 def test_joint_is_refused_where_it_is_not_exact(tokenizer):
-    template = Template(tokenizer, settings_of(tokenizer, "qwen3", turns="joint"))
-    assert len(template.rendered(CHATS["one answer"]).documents) == 1
-    with pytest.raises(UnusableError, match="changes earlier messages when later ones follow"):
-        template.rendered(CHATS["three answers"])
+    template = ChatTemplate(tokenizer, settings_of(tokenizer, "qwen3", turns="joint"))
+    assert len(template.render_documents(CHATS["one answer"]).documents) == 1
+    with pytest.raises(UnusableChatError, match="changes earlier messages when later ones follow"):
+        template.render_documents(CHATS["three answers"])
 
 
 def test_an_answer_without_the_thinking_that_the_prompt_begins_is_refused(tokenizer):
-    template = Template(tokenizer, settings_of(tokenizer, "deepseek-r1-distill"))
+    template = ChatTemplate(tokenizer, settings_of(tokenizer, "deepseek-r1-distill"))
     with pytest.raises(
-        UnusableError,
+        UnusableChatError,
         match=r"message 2 \(assistant\): the chat template's prompt for it ends with '<think>\\n', but the",
     ):
-        template.rendered(Chat((turn("user", "a"), turn("assistant", "b"))))
+        template.render_documents(Chat((turn("user", "a"), turn("assistant", "b"))))
 
 
 def test_messages_that_the_template_refuses_by_themselves(tokenizer):
     """A system text alone (Qwen 3.5), tools without a question (Llama 3.1), a greeting before the first question."""
     both = settings_of(tokenizer, "qwen3.5", train_on=("user", "assistant"))
     chat = Chat((turn("system", "S"), turn("user", "Q"), turn("assistant", "A")))
-    [segments] = Template(tokenizer, both).rendered(chat).documents
+    [segments] = ChatTemplate(tokenizer, both).render_documents(chat).documents
     assert [text for text, learnt in segments if learnt] == ["Q<|im_end|>\n", "\n</think>\n\nA<|im_end|>\n"]
     greeting = Chat((turn("system", "S"), turn("assistant", "Hello a"), turn("user", "Q"), turn("assistant", "A")))
-    [segments] = Template(tokenizer, settings_of(tokenizer, "qwen3.5")).rendered(greeting).documents
+    [segments] = ChatTemplate(tokenizer, settings_of(tokenizer, "qwen3.5")).render_documents(greeting).documents
     assert [text for text, learnt in segments if learnt] == ["Hello a<|im_end|>\n", "\n</think>\n\nA<|im_end|>\n"]
     longer = dataclasses.replace(greeting, messages=(*greeting.messages, turn("user", "R"), turn("assistant", "B")))
-    made = Template(tokenizer, settings_of(tokenizer, "qwen3.5")).rendered(longer)
+    made = ChatTemplate(tokenizer, settings_of(tokenizer, "qwen3.5")).render_documents(longer)
     assert [[text for text, learnt in segments if learnt] for segments in made.documents] == [
         ["Hello a<|im_end|>\n", "\n</think>\n\nA<|im_end|>\n"],
         ["\n</think>\n\nB<|im_end|>\n"],
     ]
     both = settings_of(tokenizer, "llama-3.1", train_on=("user", "assistant"))
-    [segments] = Template(tokenizer, both).rendered(dataclasses.replace(chat, tools=TOOLS)).documents
+    [segments] = ChatTemplate(tokenizer, both).render_documents(dataclasses.replace(chat, tools=TOOLS)).documents
     assert [text for text, learnt in segments if learnt] == ["Q<|eot_id|>", "A<|eot_id|>"]
 
 
 def test_what_a_template_leaves_out_of_an_answer_is_named(tokenizer, tmp_path):
     beside = Chat((turn("user", "1?"), turn("assistant", "I add.", tool_calls=[CALL])))
     assert (
-        Template(tokenizer, settings_of(tokenizer, "llama-3.1")).rendered(beside).omitted
+        ChatTemplate(tokenizer, settings_of(tokenizer, "llama-3.1")).render_documents(beside).omission
         == "message 2 (assistant): its content"
     )
-    assert not Template(tokenizer, settings_of(tokenizer, "qwen3")).rendered(beside).omitted
+    assert not ChatTemplate(tokenizer, settings_of(tokenizer, "qwen3")).render_documents(beside).omission
     thought = Chat((turn("user", "1?"), turn("assistant", "2", reasoning_content="1 + 1")))
     words = "message 2 (assistant): its reasoning_content"
-    assert Template(tokenizer, settings_of(tokenizer, "qwen2.5")).rendered(thought).omitted == words
-    assert not Template(tokenizer, settings_of(tokenizer, "qwen3")).rendered(thought).omitted
+    assert ChatTemplate(tokenizer, settings_of(tokenizer, "qwen2.5")).render_documents(thought).omission == words
+    assert not ChatTemplate(tokenizer, settings_of(tokenizer, "qwen3")).render_documents(thought).omission
 
 
 def test_calls_and_tools_that_a_template_does_not_know_are_named(tokenizer):
-    assert Template(tokenizer, settings_of(tokenizer, "olmo2")).rendered(CHATS["calls"]).omitted == "tools"
+    assert ChatTemplate(tokenizer, settings_of(tokenizer, "olmo2")).render_documents(CHATS["calls"]).omission == "tools"
     without = dataclasses.replace(CHATS["calls"], tools=None)
     assert (
-        Template(tokenizer, settings_of(tokenizer, "olmo2")).rendered(without).omitted
+        ChatTemplate(tokenizer, settings_of(tokenizer, "olmo2")).render_documents(without).omission
         == "message 3 (assistant): its tool_calls"
     )
     for name in ("qwen2.5", "qwen3", "qwen3.5", "llama-3.1"):
-        assert not Template(tokenizer, settings_of(tokenizer, name)).rendered(CHATS["calls"]).omitted
+        assert not ChatTemplate(tokenizer, settings_of(tokenizer, name)).render_documents(CHATS["calls"]).omission
     for name in NAMES:  # thinking that a prompt begins is not left out
-        assert not Template(tokenizer, settings_of(tokenizer, name)).rendered(CHATS["three answers"]).omitted, name
+        assert (
+            not ChatTemplate(tokenizer, settings_of(tokenizer, name)).render_documents(CHATS["three answers"]).omission
+        ), name
 
 
 def test_an_answer_may_begin_as_the_thinking_ends(tokenizer):
     chat = Chat((turn("user", "4?"), turn("assistant", "<think>\nso\n</think><answer>4</answer>")))
-    [segments] = Template(tokenizer, settings_of(tokenizer, "deepseek-r1-distill")).rendered(chat).documents
+    [segments] = ChatTemplate(tokenizer, settings_of(tokenizer, "deepseek-r1-distill")).render_documents(chat).documents
     assert segments[-1] == (f"so\n</think><answer>4</answer>{tokenizer.eos_token}", True)
 
 
@@ -242,8 +252,11 @@ def model_with(demo, to, name):
 
 def tokenised(path, model, cache, **more):
     lines = []
-    made = tokens.tokenised(
-        Data(paths=(str(path),), **more), model, cache, tokens.Report(lambda *_: None, lambda: None, lines.append)
+    made = tokens.load_or_tokenize(
+        Data(paths=(str(path),), **more),
+        model,
+        cache,
+        tokens.ProgressReport(lambda *_: None, lambda: None, lines.append),
     )
     return np.fromfile(cache / made.name, np.uint32), lines
 
@@ -255,12 +268,14 @@ def test_a_conversation_with_a_document_per_answer_is_counted_and_never_divided_
     assert lines[-1].startswith("data: 61 documents, 20 of them conversations, ")
     assert "; 20 conversations became 60 documents, one per answer, with 1" in lines[-1]
     assert "% more text (the chat template changes earlier messages when later ones follow)" in lines[-1]
-    begins = found[bounds_of(found)[:-1]]
-    assert [bool(begin & SAME) for begin in begins] == [False, True, True] * 20 + [False]
-    assert all(begin & FIRST for begin in begins)
-    conversation = dict(zip(bounds_of(found)[:-1].tolist(), np.cumsum(begins & SAME == 0).tolist(), strict=True))
+    begins = found[document_bounds(found)[:-1]]
+    assert [bool(begin & SAME_CHAT) for begin in begins] == [False, True, True] * 20 + [False]
+    assert all(begin & DOCUMENT_START for begin in begins)
+    conversation = dict(
+        zip(document_bounds(found)[:-1].tolist(), np.cumsum(begins & SAME_CHAT == 0).tolist(), strict=True)
+    )
     for seed in range(20):
-        kept_N2, held_N2 = divided(found, len(found) // 10, np.random.default_rng(seed))
+        kept_N2, held_N2 = split_documents(found, len(found) // 10, np.random.default_rng(seed))
         kept, held = ({conversation[begin] for begin, _ in each.tolist()} for each in (kept_N2, held_N2))
         assert held
         assert not kept & held
@@ -274,12 +289,12 @@ def test_the_date_of_a_template_is_that_of_the_run(demo, tmp_path):
     fixed, _ = tokenised(tmp_path / "a.jsonl", model, tmp_path / "cache", template_date="2024-02-29")
     assert datetime.date.today().strftime("Date: %d %b %Y") in tokenizer.decode(today & ~MARKS)
     assert "Date: 29 Feb 2024" in tokenizer.decode(fixed & ~MARKS)
-    assert dated(Data(), tokenizer, "2020-01-01").template_date == "2020-01-01"
-    assert dated(Data(template_date="2021-01-01"), tokenizer, "2020-01-01").template_date == "2021-01-01"
+    assert add_template_date(Data(), tokenizer, "2020-01-01").template_date == "2020-01-01"
+    assert add_template_date(Data(template_date="2021-01-01"), tokenizer, "2020-01-01").template_date == "2021-01-01"
     tokenizer.chat_template = template_of("qwen3")
-    assert dated(Data(), tokenizer, "2020-01-01").template_date == ""
+    assert add_template_date(Data(), tokenizer, "2020-01-01").template_date == ""
     with pytest.raises(UserError, match=r"--data\.template_date: the chat template asks for no date"):
-        Template(tokenizer, Data(template_date="2024-02-29"))
+        ChatTemplate(tokenizer, Data(template_date="2024-02-29"))
 
 
 def test_tokens_that_were_made_another_day_keep_their_date(demo, tmp_path):
@@ -290,11 +305,11 @@ def test_tokens_that_were_made_another_day_keep_their_date(demo, tmp_path):
     assert made.template_date == "2024-02-29"
     again = tokens.tokenize(dataclasses.replace(config, template_date=""), model, tmp_path / "out", 1, lambda *_: None)
     assert again == made
-    report = tokens.Report(lambda *_: None, lambda: None, lambda _: None)
-    used = tokens.tokenised(Data(paths=(str(tmp_path / "out"),)), model, tmp_path / "cache", report)
+    report = tokens.ProgressReport(lambda *_: None, lambda: None, lambda _: None)
+    used = tokens.load_or_tokenize(Data(paths=(str(tmp_path / "out"),)), model, tmp_path / "cache", report)
     assert used.n_tokens == made.n_tokens
     with pytest.raises(UserError, match=r"--data\.template_date: .*out was made with 2024-02-29; leave it out"):
-        tokens.tokenised(
+        tokens.load_or_tokenize(
             Data(paths=(str(tmp_path / "out"),), template_date="2030-01-01"), model, tmp_path / "cache", report
         )
 
@@ -302,29 +317,29 @@ def test_tokens_that_were_made_another_day_keep_their_date(demo, tmp_path):
 def test_arguments_reach_the_template_and_unknown_ones_are_refused(tokenizer):
     chat = Chat((turn("user", "a"), turn("assistant", "b")))
     [segments] = (
-        Template(tokenizer, settings_of(tokenizer, "qwen3", template_arguments=("enable_thinking=false",)))
-        .rendered(chat)
+        ChatTemplate(tokenizer, settings_of(tokenizer, "qwen3", template_arguments=("enable_thinking=false",)))
+        .render_documents(chat)
         .documents
     )
     assert [text for text, learnt in segments if learnt] == ["b<|im_end|>\n"]
     own = dataclasses.replace(chat, arguments={"enable_thinking": False})
-    assert Template(tokenizer, settings_of(tokenizer, "qwen3")).rendered(own).documents == [segments]
+    assert ChatTemplate(tokenizer, settings_of(tokenizer, "qwen3")).render_documents(own).documents == [segments]
     otherwise = settings_of(tokenizer, "qwen3", template_arguments=("enable_thinking=true",))
-    assert Template(tokenizer, otherwise).rendered(own).documents == [segments]  # the record's own counts
+    assert ChatTemplate(tokenizer, otherwise).render_documents(own).documents == [segments]  # the record's own counts
     with pytest.raises(
         UserError, match=r"asks for no 'enable_thinkin'; it asks for content, enable_thinking, thought; correct it"
     ):
-        Template(tokenizer, settings_of(tokenizer, "qwen3", template_arguments=("enable_thinkin=false",)))
+        ChatTemplate(tokenizer, settings_of(tokenizer, "qwen3", template_arguments=("enable_thinkin=false",)))
     settings_of(tokenizer, "llama-3.2")
-    assert names_in(tokenizer) > {"date_string", TODAY}
+    assert template_variables(tokenizer) > {"date_string", DATE_FUNCTION}
     [segments] = (
-        Template(tokenizer, Data(template_arguments=("date_string=May",), template_date="2024-02-29"))
-        .rendered(chat)
+        ChatTemplate(tokenizer, Data(template_arguments=("date_string=May",), template_date="2024-02-29"))
+        .render_documents(chat)
         .documents
     )
     assert "Date: May\n" in segments[0][0]
     tokenizer.chat_template = "{% generation %}{{ mode }}{% endgeneration %}{%- break %}"
-    assert names_in(tokenizer) == {"mode"}
+    assert template_variables(tokenizer) == {"mode"}
 
 
 def test_what_is_before_a_text_is_what_the_tokenizer_puts_there(demo, tmp_path):
@@ -355,7 +370,7 @@ def test_a_tokenizer_s_own_word_on_its_first_token_counts(demo, tmp_path, adds):
     found, _ = tokenised(tmp_path / "a.jsonl", model, tmp_path / "cache")
     begin = AutoTokenizer.from_pretrained(demo).bos_token_id
     assert bool(found[0] & ~MARKS == begin) is adds
-    assert not found[1] & NOT_LEARNT
+    assert not found[1] & NOT_TRAINED
 
 
 def test_tools_and_calls_have_the_same_tokens_in_every_form_of_file(demo, tmp_path):

@@ -8,12 +8,12 @@ import pyarrow.parquet
 import pytest
 
 from llama405b.contract.errors import UserError
-from llama405b.data.documents import Documents, FilePart, with_forms
-from llama405b.formats.corpus import Form, expand
+from llama405b.data.documents import Documents, FileRange, detect_formats
+from llama405b.formats.corpus import FileFormat, expand_paths
 
 
 def read(*files, max_bytes=0, skip=False):
-    return Documents(list(with_forms(map(FilePart, files))), max_bytes, skip=skip)
+    return Documents(list(detect_formats(map(FileRange, files))), max_bytes, skip=skip)
 
 
 def documents_of(*files):
@@ -26,15 +26,15 @@ def test_documents(tmp_path):
     (tmp_path / "b.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n\n")
     (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress((tmp_path / "b.jsonl").read_bytes()))
     records = [("", "x"), ("p", "c")]
-    assert documents_of(*expand([str(tmp_path)])) == [("", "café"), *records, *records]
+    assert documents_of(*expand_paths([str(tmp_path)])) == [("", "café"), *records, *records]
     (tmp_path / "half.jsonl").write_text('{"text": "a\\ud800b"}')  # JSON can spell half of a character
     assert documents_of(tmp_path / "half.jsonl") == [("", "a?b")]
-    assert [str(found.place) for found in read(tmp_path / "a.txt", tmp_path / "b.jsonl")] == [
+    assert [str(found.location) for found in read(tmp_path / "a.txt", tmp_path / "b.jsonl")] == [
         f"{tmp_path}/a.txt",
         f"{tmp_path}/b.jsonl:1",
         f"{tmp_path}/b.jsonl:2",
     ]
-    assert expand([f"{tmp_path}/*.txt"]) == [tmp_path / "a.txt"]
+    assert expand_paths([f"{tmp_path}/*.txt"]) == [tmp_path / "a.txt"]
 
 
 def test_bad_documents_are_named(tmp_path):
@@ -49,7 +49,7 @@ def test_how_far_reading_has_come_is_known_in_bytes_of_the_files(tmp_path):
     files = [tmp_path / "a.txt", tmp_path / "b.jsonl.gz", tmp_path / "a.txt"]
     texts = read(*files)
     assert texts.total_bytes == sum(file.stat().st_size for file in files)
-    seen = [texts.done_bytes for _ in texts]
+    seen = [texts.n_read_bytes for _ in texts]
     assert seen == sorted(seen)
     assert (seen[0], seen[-1]) == (300, texts.total_bytes)
     assert len(list(read(*files, max_bytes=300))) == 1
@@ -62,9 +62,9 @@ def test_rows_of_parquet_are_records(tmp_path):
     rows = [{"text": f"text {i}", "source": None} for i in range(2500)]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet", row_group_size=700)
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([TALK]), tmp_path / "b.parquet")
-    found = list(texts := read(*expand([f"{tmp_path}/*.parquet"])))
+    found = list(texts := read(*expand_paths([f"{tmp_path}/*.parquet"])))
     assert [each.document.text for each in found[:-1]] == [row["text"] for row in rows]
-    assert (str(found[1700].place), texts.done_bytes) == (f"{tmp_path}/a.parquet:1701", texts.total_bytes)
+    assert (str(found[1700].location), texts.n_read_bytes) == (f"{tmp_path}/a.parquet:1701", texts.total_bytes)
     asked, called = (dict(message) for message in found[-1].document.messages)  # without the null fields
     assert asked == TALK["messages"][0]
     assert called == {"role": "assistant", "content": "", "tool_calls": [{"name": "f", "arguments": {}}]}
@@ -80,12 +80,12 @@ def test_a_dataset_that_was_saved_is_read_and_one_of_several_splits_is_not(tmp_p
         stream.write_table(table)
     (saved / "state.json").write_text("{}")
     (saved / "dataset_info.json").write_text('{"description": "text"}')
-    assert documents_of(*expand([str(saved)])) == [("p", "c0"), ("p", "c1"), ("p", "c2")]
+    assert documents_of(*expand_paths([str(saved)])) == [("p", "c0"), ("p", "c1"), ("p", "c2")]
     (tmp_path / "saved" / "dataset_dict.json").write_text('{"splits": ["train"]}')
     with pytest.raises(
         UserError, match=r"saved' is a dataset of several splits \(train\); name one, like .*saved/train"
     ):
-        expand([str(tmp_path / "saved")])
+        expand_paths([str(tmp_path / "saved")])
 
 
 def test_bad_tables_are_named(tmp_path):
@@ -153,7 +153,7 @@ def test_bytes_that_are_not_utf_8_are_a_bad_record(tmp_path, name):
         list(read(file))
     texts = read(file, skip=True)
     assert [found.document.text for found in texts] == ["ok"] * (name not in ("a.txt", "a.gz"))
-    [left_out] = texts.left_out.values()
+    [left_out] = texts.skipped_records.values()
     assert (left_out.count, left_out.first.partition(" is")[0].endswith("two caf'")) == (1, True)
 
 
@@ -166,9 +166,9 @@ def test_after_a_good_record_such_bytes_may_be_skipped_and_their_line_is_named(t
         list(read(tmp_path / "b.txt", tmp_path / "a.txt"))
     lines = b'{"text": "x"}\n' * 3 + b'{"text": "\xff"}\n'
     (tmp_path / "c.jsonl").write_bytes(lines)
-    part = FilePart(tmp_path / "c.jsonl", 10, len(lines))
+    part = FileRange(tmp_path / "c.jsonl", 10, len(lines))
     with pytest.raises(UserError, match=r"c.jsonl:4: the byte 0xff after '.*\"' is not UTF-8"):
-        list(Documents([(part, Form.RECORDS)]))
+        list(Documents([(part, FileFormat.RECORDS)]))
 
 
 def test_line_ends_are_the_same_in_every_form(tmp_path):

@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from llama405b.data import tokens
-from llama405b.data.batches import batches_of, warnings_of_ends
+from llama405b.data.batches import batches_from_files, end_token_warnings
 from llama405b.settings.schema import Data
 
 TEXTS = [{"text": f"text number {n}"} for n in range(9)]
@@ -30,9 +30,9 @@ def warned(demo, tmp_path):
         path = tmp_path / "a.jsonl"
         path.write_text("".join(json.dumps(record) + "\n" for record in records))
         data = Data(paths=(str(path),), seq_len=8)
-        report = tokens.Report(lambda *_: None, lambda: None, lambda _: None)
-        made = tokens.tokenised(data, files, tmp_path / "cache", report)
-        found = warnings_of_ends(data, batches_of(data, tmp_path / "cache", [made]), files)
+        report = tokens.ProgressReport(lambda *_: None, lambda: None, lambda _: None)
+        made = tokens.load_or_tokenize(data, files, tmp_path / "cache", report)
+        found = end_token_warnings(data, batches_from_files(data, tmp_path / "cache", [made]), files)
         return [line.replace(str(path), "PATH") for line in found]
 
     return call

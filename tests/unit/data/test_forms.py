@@ -10,7 +10,7 @@ import pyarrow.parquet
 import pytest
 
 from llama405b.data import tokens
-from llama405b.data.encode import FIRST
+from llama405b.data.encode import DOCUMENT_START
 from llama405b.settings.schema import Data
 
 ODD = 'say\r\n"it"; é,\t☃'  # what each form writes in its own way
@@ -51,11 +51,11 @@ def test_records_give_the_same_tokens_in_every_form(demo, tmp_path, kind):
     assert len(found) == 6
     for path, tokens_N in zip(paths, found, strict=True):
         assert np.array_equal(tokens_N, found[0]), path
-    assert np.count_nonzero(found[0] & FIRST) == 30
+    assert np.count_nonzero(found[0] & DOCUMENT_START) == 30
 
 
 def tokenised(path, demo, cache, fields):
-    report = tokens.Report(lambda *_: None, lambda: None, lambda _: None)
+    report = tokens.ProgressReport(lambda *_: None, lambda: None, lambda _: None)
     config = Data(paths=(path,), **({"fields": fields} if fields else {}))
-    made = tokens.tokenised(config, demo, cache, report)
+    made = tokens.load_or_tokenize(config, demo, cache, report)
     return np.fromfile(cache / made.name, np.uint32)

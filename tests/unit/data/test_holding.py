@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from llama405b.contract.errors import UserError
-from llama405b.data.batches import Batches, Reader
-from llama405b.data.encode import FIRST, MARKS, NOT_LEARNT, FileOffset
-from llama405b.data.sources import Mixture, documents_in, open_source, write_offsets
+from llama405b.data.batches import Batches, BatchLoader
+from llama405b.data.encode import DOCUMENT_START, MARKS, NOT_TRAINED, FileOffset
+from llama405b.data.sources import Mixture, documents_in_sequence, open_source, write_offsets
 from llama405b.distributed.ranks import Rank
-from llama405b.settings.axes import Dealing
+from llama405b.settings.axes import MicrobatchSplit
 from llama405b.settings.schema import Data
 
 SEQ = 10
@@ -24,20 +24,20 @@ def file_of(path, lengths, begin=1):
     tokens_N = np.arange(begin, begin + sum(lengths), dtype=np.uint32)
     bounds = np.cumsum([0, *lengths])
     documents = [set(tokens_N[b:e].tolist()) for b, e in itertools.pairwise(bounds)]
-    tokens_N[bounds[:-1]] |= FIRST
+    tokens_N[bounds[:-1]] |= DOCUMENT_START
     tokens_N.tofile(path)
     return documents
 
 
 def read(batches):
     """All tokens that are read, and padding as 0."""
-    windows = [batches.mixture.in_order(i)[:-1] for i in range(batches.n_sequences)]
+    windows = [batches.mixture.unshuffled_window(i)[:-1] for i in range(batches.n_sequences)]
     return np.concatenate(windows) & ~MARKS
 
 
 def batches_of(*files, documents="split", truncate=False, seed=0):
     sources = [open_source(file, SEQ, documents, truncate=truncate) for file in files]
-    return Batches(Mixture.of(sources, seed))
+    return Batches(Mixture.from_weights(sources, seed))
 
 
 def test_a_little_less_or_more_than_a_document_is_still_a_whole_document(tmp_path):
@@ -84,7 +84,7 @@ def test_every_number_of_ranks_trains_on_the_same_and_so_do_other_processes(tmp_
     expected = kept.read(range(6)).ids_BS
     for world in (1, 2, 3):
         ranks = [Rank(number, world, number, "h", torch.device("cpu")) for number in range(world)]
-        readers = [Reader(kept, each, Dealing(6, len(ranks)), 1) for each in ranks]
+        readers = [BatchLoader(kept, each, MicrobatchSplit(6, len(ranks)), 1) for each in ranks]
         assert torch.equal(torch.cat([each.ids_BS for reader in readers for each in next(reader)]), expected)
         for reader in readers:
             reader.close()
@@ -148,7 +148,7 @@ def test_it_is_said_what_is_held_out(tmp_path):
 def test_at_least_a_sequence_is_held_out_and_no_target_of_it_is_lost(tmp_path):
     file_of(tmp_path / "a.bin", [5] * 100)
     _, held = batches_of(tmp_path / "a.bin").hold_out(0.001)
-    targets = held.in_order(range(held.n_sequences)).targets_BS
+    targets = held.read_unshuffled(range(held.n_sequences)).targets_BS
     assert (held.n_sequences, int((targets >= 0).sum())) == (1, 8)
     assert held.mixture.sources[0].n_documents == 2  # the first token of each is no target
     file_of(tmp_path / "a.bin", [3, SEQ - 2])
@@ -165,7 +165,7 @@ def test_documents_of_what_is_left_are_named(tmp_path):
         source = batches.mixture.sources[0]
         for place in range(source.n_sequences):
             tokens = {*(source.window(place)[:-1] & ~MARKS).tolist()} - {0}
-            numbers = {n for span in documents_in(source, place) for n in range(span.first, span.last + 1)}
+            numbers = {n for span in documents_in_sequence(source, place) for n in range(span.first, span.last + 1)}
             assert set().union(*(documents[n - 1] for n in numbers)) == tokens
 
 
@@ -173,10 +173,10 @@ def test_prompts_stay_unlearnt_in_what_is_held_out(tmp_path):
     documents = file_of(tmp_path / "a.bin", [6] * 100)
     tokens_N = np.fromfile(tmp_path / "a.bin", np.uint32)
     prompts = {token for document in documents for token in sorted(document)[:3]}
-    tokens_N[np.isin(tokens_N & ~MARKS, list(prompts))] |= NOT_LEARNT
+    tokens_N[np.isin(tokens_N & ~MARKS, list(prompts))] |= NOT_TRAINED
     tokens_N.tofile(tmp_path / "a.bin")
     for batches in batches_of(tmp_path / "a.bin", documents="auto").hold_out(0.2):
-        targets = batches.in_order(range(batches.n_sequences)).targets_BS
+        targets = batches.read_unshuffled(range(batches.n_sequences)).targets_BS
         learnt = {*targets[targets >= 0].tolist()}
         assert not learnt & prompts
         assert len(learnt) == 3 * batches.mixture.sources[0].n_documents

@@ -5,7 +5,7 @@ import pytest
 
 from llama405b.data import sources
 from llama405b.data.batches import Batches
-from llama405b.data.encode import FIRST, MARKS, NOT_LEARNT
+from llama405b.data.encode import DOCUMENT_START, MARKS, NOT_TRAINED
 from llama405b.data.sources import Mixture, Source, open_source
 
 SEQ = 12
@@ -14,19 +14,21 @@ SEQ = 12
 @pytest.fixture(params=[3, 1 << 20])
 def documents(request, monkeypatch):
     """Token files of documents, some longer than a sequence; each token is another. Looked at in pieces of two sizes."""
-    monkeypatch.setattr(sources, "CHUNK", request.param)
+    monkeypatch.setattr(sources, "CHUNK_TOKENS", request.param)
     draw = random.Random(request.param)
     lengths = [draw.choice([1, 3, 5, SEQ - 1, SEQ, SEQ + 1, 3 * SEQ + 2]) for _ in range(60)]
     tokens_N = np.arange(1, sum(lengths) + 1, dtype=np.uint32)
     begins = np.cumsum([0, *lengths[:-1]])
-    tokens_N[begins] |= FIRST
+    tokens_N[begins] |= DOCUMENT_START
     return tokens_N, [np.arange(b + 1, b + n + 1) for b, n in zip(begins, lengths, strict=True)]
 
 
 @pytest.mark.parametrize("truncate", [False, True])
 def test_what_fits_into_a_sequence_is_never_split(documents, truncate):
     tokens_N, whole = documents
-    source = Source(tokens_N, SEQ, sources.whole_spans(sources.bounds_of(tokens_N), SEQ, truncate=truncate))
+    source = Source(
+        tokens_N, SEQ, sources.whole_document_spans(sources.document_bounds(tokens_N), SEQ, truncate=truncate)
+    )
     read = [source.window(i)[:-1] & ~MARKS for i in range(source.n_sequences)]
     assert all(len(each) == SEQ for each in read)
     for document in whole:
@@ -44,19 +46,19 @@ def test_what_fits_into_a_sequence_is_never_split(documents, truncate):
     kept = [document[:SEQ] if truncate else document for document in whole]
     assert np.array_equal(found[found > 0], np.concatenate(kept))
     assert source.padding == pytest.approx((found == 0).mean())
-    assert source.unread == sum(map(len, whole)) - sum(map(len, kept))
+    assert source.n_unread == sum(map(len, whole)) - sum(map(len, kept))
 
 
 def test_as_many_documents_stand_in_a_sequence_as_fit_into_it():
     bounds_N = np.cumsum([0, 5, 7, SEQ, 3, 9, 1, SEQ + 1, 2])
-    found = sources.whole_spans(bounds_N, SEQ, truncate=False)
+    found = sources.whole_document_spans(bounds_N, SEQ, truncate=False)
     assert found.tolist() == [[0, 12], [12, 24], [24, 36], [36, 37], [37, 49], [49, 52]]
 
 
 def test_every_target_of_whole_documents_comes_once_and_padding_is_no_target(documents):
     tokens_N, whole = documents
-    source = Source(tokens_N, SEQ, sources.whole_spans(sources.bounds_of(tokens_N), SEQ, truncate=False))
-    batch = Batches(Mixture.of([source], 0)).in_order(range(source.n_sequences))
+    source = Source(tokens_N, SEQ, sources.whole_document_spans(sources.document_bounds(tokens_N), SEQ, truncate=False))
+    batch = Batches(Mixture.from_weights([source], 0)).read_unshuffled(range(source.n_sequences))
     targets = sorted(batch.targets_BS[batch.targets_BS >= 0].tolist())
     assert targets == [int(token) for document in whole for token in document[1:]]
     assert batch.positions_BS.max() == SEQ - 1
@@ -64,9 +66,9 @@ def test_every_target_of_whole_documents_comes_once_and_padding_is_no_target(doc
 
 def test_documents_are_whole_where_parts_are_only_read(documents, tmp_path):
     tokens_N, _ = documents
-    tokens_N[0] |= NOT_LEARNT  # nothing foretells it
+    tokens_N[0] |= NOT_TRAINED  # nothing foretells it
     tokens_N.tofile(tmp_path / "text.bin")
-    tokens_N[-1] |= NOT_LEARNT
+    tokens_N[-1] |= NOT_TRAINED
     tokens_N.tofile(tmp_path / "talk.bin")
     chosen = {
         (name, how): open_source(tmp_path / f"{name}.bin", SEQ, how).spans_N2 is not None
@@ -74,4 +76,4 @@ def test_documents_are_whole_where_parts_are_only_read(documents, tmp_path):
         for how in ("auto", "whole", "split")
     }
     assert [how for how, whole in chosen.items() if whole] == [("text", "whole"), ("talk", "auto"), ("talk", "whole")]
-    assert open_source(tmp_path / "text.bin", SEQ, "auto", truncate=True).unread > 0
+    assert open_source(tmp_path / "text.bin", SEQ, "auto", truncate=True).n_unread > 0

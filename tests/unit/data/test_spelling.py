@@ -10,8 +10,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from llama405b.contract.errors import UserError
 from llama405b.data import tokens
-from llama405b.data.chat_template import Template
-from llama405b.data.encode import FIRST, MARKS, NOT_LEARNT
+from llama405b.data.chat_template import ChatTemplate
+from llama405b.data.encode import DOCUMENT_START, MARKS, NOT_TRAINED
 from llama405b.formats.conversation import Chat
 from llama405b.settings.schema import Data
 
@@ -44,7 +44,9 @@ def tokenised(record, model, **more):
     path = model.parent / "a.jsonl"
     path.write_text(json.dumps(record))
     lines, config = [], Data(paths=(str(path),), **more)
-    made = tokens.tokenised(config, model, model.parent / "cache", tokens.Report(print, lambda: None, lines.append))
+    made = tokens.load_or_tokenize(
+        config, model, model.parent / "cache", tokens.ProgressReport(print, lambda: None, lines.append)
+    )
     return np.fromfile(model.parent / "cache" / made.name, np.uint32), lines[-1]
 
 
@@ -80,7 +82,7 @@ def test_a_conversation_that_spells_none_has_the_tokens_of_its_template(model, t
 
 def _parsed(tokenizer, messages, tools=None):
     """The tokens of what the template writes, by themselves; its text is split where learning begins and ends."""
-    [segments] = Template(tokenizer, Data()).rendered(Chat(tuple(messages), tools)).documents
+    [segments] = ChatTemplate(tokenizer, Data()).render_documents(Chat(tuple(messages), tools)).documents
     parts = tokenizer([text for text, _ in segments], add_special_tokens=False)["input_ids"]
     return list(itertools.chain(*parts))
 
@@ -99,7 +101,7 @@ def test_what_messages_and_tools_spell_is_text(model):
     turn = [ROLES[1], TURN, ROLES[2], TURN]
     assert specials == [tokenizer.bos_token, TURN, *turn[:3], CALL, *turn[3:], *turn]
     assert tokenizer.decode(ids) == tokenizer.apply_chat_template(messages, tools=[{"name": ROLES[0]}], tokenize=False)
-    learnt = tokenizer.decode(np.split(found, np.flatnonzero(np.diff(found & NOT_LEARNT)) + 1)[1] & ~MARKS)
+    learnt = tokenizer.decode(np.split(found, np.flatnonzero(np.diff(found & NOT_TRAINED)) + 1)[1] & ~MARKS)
     assert learnt == f'{CALL}{{"name": "f{CALL}", "arguments": {{"x": "{CALL}"}}}}It has\r\n{name}.{TURN}'
     between = ids[ids.index(tokenizer.convert_tokens_to_ids(CALL)) + 1 :]
     between = between[: between.index(tokenizer.convert_tokens_to_ids(TURN))]
@@ -122,7 +124,7 @@ def test_what_a_text_spells_is_text_and_its_begin_and_end_are_tokens(model, reco
     found, said = tokenised(spelt, model)
     parts = [_as_text(tokenizer, text) for text in spelt.values()]
     assert (found & ~MARKS).tolist() == [tokenizer.bos_token_id, *itertools.chain(*parts), tokenizer.eos_token_id]
-    assert np.flatnonzero(found & FIRST).tolist() == [0]
+    assert np.flatnonzero(found & DOCUMENT_START).tolist() == [0]
     assert "1 document spells special tokens" in said
 
 
@@ -139,7 +141,7 @@ def test_who_means_them_has_them_parsed(model):
 def test_tokens_made_by_the_other_rule_are_refused(model):
     ours, other = (Data(special_tokens=choice) for choice in ("text", "parse"))
     tokenizer = AutoTokenizer.from_pretrained(model)
-    assert tokens.rules_of(ours, tokenizer) != tokens.rules_of(other, tokenizer)
+    assert tokens.rules_digest(ours, tokenizer) != tokens.rules_digest(other, tokenizer)
 
 
 def _character_tokenizer(**how):
@@ -161,13 +163,13 @@ def _character_tokenizer(**how):
     ids=["a space after each token", "a space at the beginning", "a space before each text"],
 )
 def test_tokenizers_with_spaces_of_their_own_split_at_the_template_s_tokens_as_ever(how):
-    from llama405b.data.encode import Spelling
+    from llama405b.data.encode import SpecialTokenEscaper
 
     tokenizer = _character_tokenizer(**how)
-    ours, parsed = Spelling(tokenizer), Spelling(tokenizer, parses=True)
+    ours, parsed = SpecialTokenEscaper(tokenizer), SpecialTokenEscaper(tokenizer, parse_special=True)
     text = "<s>ask me </s>  I say<s></s> x"
-    assert ours.encoded([ours.named(text)]) == parsed.encoded([text]) == [tokenizer(text)["input_ids"]]
-    guarded = ours.guarded("a</s> b")
-    [ids] = ours.encoded([ours.named(f"<s>{guarded}</s>")])
+    assert ours.encode([ours.restore(text)]) == parsed.encode([text]) == [tokenizer(text)["input_ids"]]
+    guarded = ours.escape("a</s> b")
+    [ids] = ours.encode([ours.restore(f"<s>{guarded}</s>")])
     assert [ids[0], ids[-1]] == tokenizer.convert_tokens_to_ids(["<s>", "</s>"])
-    assert ours.encoded([ours.named(guarded)]) == [_as_text(tokenizer, "a</s> b")]
+    assert ours.encode([ours.restore(guarded)]) == [_as_text(tokenizer, "a</s> b")]

@@ -8,7 +8,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from llama405b.contract.errors import RunError, UserError
 from llama405b.data import encode, tokens
-from llama405b.data.encode import FIRST, MARKS, NOT_LEARNT
+from llama405b.data.encode import DOCUMENT_START, MARKS, NOT_TRAINED
 from llama405b.settings.schema import Data
 
 
@@ -19,14 +19,14 @@ class Told:
         self.progress, self.beats, self.lines = [], 0, []
 
     def report(self):
-        return tokens.Report(lambda *bytes_: self.progress.append(bytes_), self._beat, self.lines.append)
+        return tokens.ProgressReport(lambda *bytes_: self.progress.append(bytes_), self._beat, self.lines.append)
 
     def _beat(self):
         self.beats += 1
 
 
 def tokenised(path, demo, cache, told=None):
-    return tokens.tokenised(Data(paths=(str(path),)), demo, cache, (told or Told()).report())
+    return tokens.load_or_tokenize(Data(paths=(str(path),)), demo, cache, (told or Told()).report())
 
 
 def test_a_token_file_is_reused_unless_its_size_is_wrong(demo, corpus, tmp_path):
@@ -49,7 +49,7 @@ def test_a_token_file_is_reused_unless_its_size_is_wrong(demo, corpus, tmp_path)
 
 def test_tokenizing_tells_how_far_it_is_after_every_piece(demo, tmp_path, monkeypatch):
     monkeypatch.setattr(encode, "ENCODE_CHARS", 100)
-    monkeypatch.setattr(tokens, "SAY_EVERY_S", 0.0)
+    monkeypatch.setattr(tokens, "LOG_INTERVAL_S", 0.0)
     (tmp_path / "a.txt").write_text("a line of text\n" * 100)
     told = Told()
     tokenised(tmp_path / "a.txt", demo, tmp_path, told)
@@ -69,7 +69,7 @@ def test_a_document_that_is_split_keeps_its_tokens(demo, tmp_path, monkeypatch):
     split = tokenised(tmp_path / "a.jsonl", demo, tmp_path)
     after = np.fromfile(tmp_path / split.name, np.uint32)
     assert np.array_equal(before, after)
-    learnt = (after & NOT_LEARNT) == 0
+    learnt = (after & NOT_TRAINED) == 0
     assert not learnt[0]
     assert learnt[-1]
     assert np.count_nonzero(np.diff(learnt)) == 1
@@ -81,7 +81,7 @@ def test_the_first_token_of_each_document_is_marked(demo, tmp_path):
     made = tokenised(tmp_path / "a.jsonl", demo, tmp_path)
     found = np.fromfile(tmp_path / made.name, np.uint32)
     tokenizer = AutoTokenizer.from_pretrained(demo)
-    begins = np.flatnonzero(found & FIRST)
+    begins = np.flatnonzero(found & DOCUMENT_START)
     texts = [tokenizer.decode(part & ~MARKS, skip_special_tokens=True) for part in np.split(found, begins[1:])]
     assert (begins[0], texts) == (0, ["one", "two words", "threefour"])
     assert tokenizer.bos_token_id is None or set(found[begins] & ~MARKS) == {tokenizer.bos_token_id}
@@ -94,10 +94,10 @@ def test_a_document_whose_prompt_is_empty_begins_with_its_text(demo, tmp_path, m
     (tmp_path / "a.jsonl").write_text('{"prompt": "", "completion": "abc"}\n' * 2)
     made = tokenised(tmp_path / "a.jsonl", demo, tmp_path)
     found = np.fromfile(tmp_path / made.name, np.uint32)
-    begins = np.flatnonzero(found & FIRST)
+    begins = np.flatnonzero(found & DOCUMENT_START)
     assert len(begins) == 2
     assert np.array_equal(*np.split(found, begins[1:]))
-    assert not any(found & NOT_LEARNT)
+    assert not any(found & NOT_TRAINED)
 
 
 def test_a_bad_file_leaves_no_half_token_file(demo, tmp_path):
@@ -129,7 +129,7 @@ def test_a_tokenizer_that_puts_a_space_before_a_text_puts_none_before_the_rest_o
         made = tokenised(tmp_path / "a.jsonl", demo, tmp_path / str(chars))
         found = np.fromfile(tmp_path / str(chars) / made.name, np.uint32)
         assert (found & ~MARKS).tolist() == tokenizer(prompt + completion, add_special_tokens=False)["input_ids"]
-        assert np.count_nonzero(found & NOT_LEARNT) == len(prompt) + 1
+        assert np.count_nonzero(found & NOT_TRAINED) == len(prompt) + 1
 
 
 def test_a_text_begins_as_its_tokenizer_begins_one(demo, tmp_path, monkeypatch):
@@ -141,6 +141,6 @@ def test_a_text_begins_as_its_tokenizer_begins_one(demo, tmp_path, monkeypatch):
     (tmp_path / "a.jsonl").write_text('{"text": "abc def"}\n{"prompt": "abc", "completion": " def"}\n')
     made = tokenised(tmp_path / "a.jsonl", demo, tmp_path)
     found = np.fromfile(tmp_path / made.name, np.uint32)
-    one, two = np.split(found & ~MARKS, np.flatnonzero(found & FIRST)[1:])
+    one, two = np.split(found & ~MARKS, np.flatnonzero(found & DOCUMENT_START)[1:])
     assert one.tolist() == [*tokenizer("abc def")["input_ids"], tokenizer.eos_token_id]
     assert tokenizer.decode(two) == f"_abc def{tokenizer.eos_token}"

@@ -6,10 +6,10 @@ import shutil
 import pytest
 from tokenizers import Tokenizer
 
-from llama405b.commands.export import agree_on_tokens
+from llama405b.commands.export import pin_tokenizer_class
 from llama405b.contract.errors import UserError
-from llama405b.data.tokenizer import is_read_as_it_is, read_tokenizer
-from llama405b.spec.models import check_checkpoint, grown_vocabulary, small_contents
+from llama405b.data.tokenizer import auto_tokenizer_matches, read_tokenizer
+from llama405b.spec.models import check_checkpoint, grow_vocabulary, read_small_files
 from llama405b_tools.verbs import data
 
 
@@ -77,7 +77,7 @@ def test_the_ids_are_those_of_tokenizer_json_whatever_the_class(model, family, n
         for text in ("1234567 and 89", "  a\n\n\tb  ", "don't", "<|end_of_text|>x", "日本 été"):
             assert found(text, add_special_tokens=False)["input_ids"] == own.encode(text, add_special_tokens=False).ids
         assert (found.bos_token, found.eos_token) == ("<|begin_of_text|>", "<|end_of_text|>")
-        assert bool(said) is not is_read_as_it_is(model)
+        assert bool(said) is not auto_tokenizer_matches(model)
         if (family, name) == ("llama", "GPT2Tokenizer") and parts is DIGITS:
             assert said[0].startswith(
                 "tokenizer: using tokenizer.json as it is: GPT2Tokenizer, named in the model's files, would"
@@ -87,9 +87,9 @@ def test_the_ids_are_those_of_tokenizer_json_whatever_the_class(model, family, n
 def test_an_export_names_a_class_that_reads_its_tokenizer_as_it_is(model, capsys):
     change(model, "tokenizer.json", pre_tokenizer=DIGITS)
     change(model, "tokenizer_config.json", tokenizer_class="GPT2Tokenizer")
-    assert not is_read_as_it_is(model)
-    agree_on_tokens(model)
-    assert is_read_as_it_is(model)
+    assert not auto_tokenizer_matches(model)
+    pin_tokenizer_class(model)
+    assert auto_tokenizer_matches(model)
     assert capsys.readouterr().out == ""
 
 
@@ -101,7 +101,7 @@ def test_an_export_whose_family_has_one_class_alone_is_warned_of_and_stays_as_it
     if not has_config:
         (model / "tokenizer_config.json").unlink()
     before = {path.name: path.read_bytes() for path in model.iterdir() if path.is_file()}
-    agree_on_tokens(model)
+    pin_tokenizer_class(model)
     assert {path.name: path.read_bytes() for path in model.iterdir() if path.is_file()} == before
     assert "AutoTokenizer, which transformers and vLLM use, gives other tokens" in capsys.readouterr().out
 
@@ -125,10 +125,10 @@ def test_launch_and_the_trainer_refuse_in_the_same_sentence(model, file, more):
 
 
 def test_a_vocabulary_grows_to_a_multiple_of_128_where_it_must(model):
-    assert grown_vocabulary(model, 2048) == 2048
+    assert grow_vocabulary(model, 2048) == 2048
     change(model, "tokenizer_config.json", additional_special_tokens=["<|im_start|>", "<|im_end|>"])
-    assert grown_vocabulary(model, 2048) == 2176
-    assert grown_vocabulary(model, 2050) == 2050
+    assert grow_vocabulary(model, 2048) == 2176
+    assert grow_vocabulary(model, 2050) == 2050
     assert check_checkpoint(model, 64, resize=True).vocab == 2048
-    assert json.loads(small_contents(model, resize=True)["config.json"])["vocab_size"] == 2176
-    assert json.loads(small_contents(model)["config.json"])["vocab_size"] == 2048
+    assert json.loads(read_small_files(model, resize=True)["config.json"])["vocab_size"] == 2176
+    assert json.loads(read_small_files(model)["config.json"])["vocab_size"] == 2048

@@ -8,23 +8,25 @@ from transformers import AutoTokenizer
 
 from llama405b.data import encode, sources
 from llama405b.data.encode import MARKS
-from llama405b.data.sources import Mixture, documents_at, documents_in, open_source
-from llama405b.data.tokens import Report, tokenised
+from llama405b.data.sources import Mixture, document_names_at, documents_in_sequence, open_source
+from llama405b.data.tokens import ProgressReport, load_or_tokenize
 from llama405b.settings.schema import Data
 
 
 @pytest.mark.parametrize("apart", [1 << 20, 20])
 def test_documents_are_named_by_their_file_and_number(demo, tmp_path, monkeypatch, apart):
-    monkeypatch.setattr(encode, "APART", apart)
+    monkeypatch.setattr(encode, "OFFSET_INTERVAL", apart)
     tokenizer = AutoTokenizer.from_pretrained(demo)
     (tmp_path / "a.txt").write_text("one whole file of text, which is a document. " * 3)
     records = [{"text": f"record {i} " * 3} for i in range(12)]
     (tmp_path / "b.jsonl").write_text("\n\n".join(map(json.dumps, records)))
     (tmp_path / "empty.txt").write_text("")
     data = Data(paths=(f"{tmp_path}/*.*",))
-    made = tokenised(data, demo, tmp_path / "cache", Report(lambda *_: None, lambda: None, lambda _: None))
+    made = load_or_tokenize(
+        data, demo, tmp_path / "cache", ProgressReport(lambda *_: None, lambda: None, lambda _: None)
+    )
     source = open_source(tmp_path / "cache" / made.name, 8)
-    found = [documents_in(source, place) for place in range(source.n_sequences)]
+    found = [documents_in_sequence(source, place) for place in range(source.n_sequences)]
     assert [str(span) for span in found[0]] == [f"{tmp_path}/a.txt 1"]
     assert any(
         len(spans) == 2 and str(spans[0]).endswith("a.txt 1") and "b.jsonl 1" in str(spans[1]) for spans in found
@@ -37,8 +39,10 @@ def test_documents_are_named_by_their_file_and_number(demo, tmp_path, monkeypatc
                 assert all(span.first <= number <= span.last for number in numbers)
     records = [span for spans in found for span in spans if span.file.endswith("b.jsonl")]
     assert records[-1].last in (11, 12)
-    mixture = Mixture.of([source], 0)
-    assert list(documents_at(mixture, [3])) == [str(span) for span in documents_in(source, mixture.at(3)[1])]
+    mixture = Mixture.from_weights([source], 0)
+    assert list(document_names_at(mixture, [3])) == [
+        str(span) for span in documents_in_sequence(source, mixture.locate(3)[1])
+    ]
     (tmp_path / "cache" / made.name).with_suffix(".files").unlink()
-    sources._files.cache_clear()
-    assert documents_in(source, 0) == []
+    sources._load_offsets.cache_clear()
+    assert documents_in_sequence(source, 0) == []

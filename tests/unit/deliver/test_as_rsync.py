@@ -92,7 +92,7 @@ def _send(root, to, cut=1 << 40):
         with socket.create_connection(("127.0.0.1", receiver.port)) as link:
             send_files(open_files(root, None), "token", Cut(link, cut), lambda _: None)
             received.result(60)
-    return receiver.bad
+    return receiver.faults
 
 
 def _mend_links(root):

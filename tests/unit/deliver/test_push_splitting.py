@@ -4,11 +4,11 @@ import pytest
 
 from llama405b.contract.errors import UserError
 from llama405b.settings.schema import Parallel
-from llama405b_tools.verbs.push import splitting
+from llama405b_tools.verbs.push import parse_parallel
 
 
 def test_settings_of_the_mesh_are_taken():
-    assert splitting(["--parallel.tp", "8", "--parallel.pp=4"], shards=True) == Parallel(tp=8, pp=4)
+    assert parse_parallel(["--parallel.tp", "8", "--parallel.pp=4"], shards=True) == Parallel(tp=8, pp=4)
 
 
 @pytest.mark.parametrize(
@@ -23,5 +23,5 @@ def test_settings_of_the_mesh_are_taken():
 )
 def test_what_no_run_could_have_is_refused_with_its_flag(flags, shards):
     with pytest.raises(UserError) as refused:
-        splitting(flags, shards=shards)
+        parse_parallel(flags, shards=shards)
     assert str(refused.value).startswith(f"{flags[0]}: ")

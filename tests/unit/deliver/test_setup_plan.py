@@ -4,7 +4,7 @@ import pytest
 
 from llama405b.contract.errors import UserError
 from llama405b_tools.deliver import setup_plan
-from llama405b_tools.deliver.setup_plan import Wishes
+from llama405b_tools.deliver.setup_plan import SetupOptions
 
 BARE = {
     "arch": "x86_64",
@@ -21,13 +21,13 @@ BARE = {
 def lines(facts=None, **wishes):
     return {
         step.name: step.line
-        for step in setup_plan.plan(BARE | (facts or {}), Wishes(stamp="s", **wishes), "3.12 x86_64")
+        for step in setup_plan.plan_setup(BARE | (facts or {}), SetupOptions(stamp="s", **wishes), "3.12 x86_64")
     }
 
 
 def test_facts_come_from_a_plain_shell():
     facts = setup_plan.parse_facts(
-        subprocess.run(["sh", "-s"], input=setup_plan.FACTS, capture_output=True, text=True, check=True).stdout
+        subprocess.run(["sh", "-s"], input=setup_plan.FACTS_SCRIPT, capture_output=True, text=True, check=True).stdout
     )
     assert facts["arch"] in ("x86_64", "aarch64")
     assert facts["has_tar"] == "yes"
@@ -47,7 +47,7 @@ def test_the_systems_python_where_it_will_do():
 )
 def test_uv_where_it_will_not(facts, python):
     facts = {key: value for key, value in (BARE | facts).items() if value or key == "driver"}
-    steps = {s.name: s.line for s in setup_plan.plan(facts, Wishes(stamp="s"), "")}
+    steps = {s.name: s.line for s in setup_plan.plan_setup(facts, SetupOptions(stamp="s"), "")}
     assert f"uv venv -q --allow-existing --seed --python {python} .venv" in steps["making .venv"]
     assert "astral.sh/uv/install.sh" in steps["making .venv"]
 
@@ -64,17 +64,17 @@ def test_torchs_build_follows_the_driver(driver, build):
 
 def test_programs_by_root_or_sudo_or_not_at_all():
     bare = {key: value for key, value in BARE.items() if key not in ("has_tmux", "has_ip")}
-    root = setup_plan.plan(bare | {"uid": "0"}, Wishes(), "")[0]
-    _, _, apt = root.line.partition(f"; done; {setup_plan.WHOLE}")
+    root = setup_plan.plan_setup(bare | {"uid": "0"}, SetupOptions(), "")[0]
+    _, _, apt = root.line.partition(f"; done; {setup_plan.UNINTERRUPTED}")
     assert apt.startswith("apt-get update -qq && env DEBIAN_FRONTEND=noninteractive apt-get -o DPkg::Lock::Timeout=")
     assert apt.endswith(" install -y -qq tmux iproute2")
-    assert "sudo -n apt-get" in setup_plan.plan(bare | {"sudo": "yes"}, Wishes(), "")[0].line
+    assert "sudo -n apt-get" in setup_plan.plan_setup(bare | {"sudo": "yes"}, SetupOptions(), "")[0].line
     by_hand = "run there as root: apt-get update && apt-get install -y tmux iproute2"
     with pytest.raises(UserError, match=by_hand):
-        setup_plan.plan(bare, Wishes(), "")
+        setup_plan.plan_setup(bare, SetupOptions(), "")
     with pytest.raises(UserError, match="run there as root: dnf install -y tmux iproute"):
-        setup_plan.plan(
-            {key: value for key, value in bare.items() if key != "has_apt-get"} | {"has_dnf": "yes"}, Wishes(), ""
+        setup_plan.plan_setup(
+            {key: value for key, value in bare.items() if key != "has_apt-get"} | {"has_dnf": "yes"}, SetupOptions(), ""
         )
 
 
@@ -85,23 +85,27 @@ def test_apt_is_not_waited_for_where_it_is_not_in_use():
 
 def test_without_a_gpu_the_small_pytorch_is_taken_where_it_can_be_had():
     def step(facts):
-        [found] = [s for s in setup_plan.plan(BARE | facts, Wishes(stamp="s"), "") if s.name == "installing packages"]
+        [found] = [
+            s
+            for s in setup_plan.plan_setup(BARE | facts, SetupOptions(stamp="s"), "")
+            if s.name == "installing packages"
+        ]
         return found
 
     small = step({"cpu_index": "yes"})
     assert "--extra-index-url https://download.pytorch.org/whl/cpu " in small.line
-    assert small.comes == "PyTorch for CPU: 0.3 GB to download"
-    assert step({}).comes == "0.3 GB to download; 2.7 GB if pip finds only PyTorch for CUDA"
+    assert small.download == "PyTorch for CPU: 0.3 GB to download"
+    assert step({}).download == "0.3 GB to download; 2.7 GB if pip finds only PyTorch for CUDA"
     for gpu in ({"gpu": "yes"}, {"driver": "580.65.06"}):
         assert "/whl/cpu " not in step({"cpu_index": "yes"} | gpu).line
-    assert step({"driver": "580.65.06"}).comes == "PyTorch for CUDA: 2.7 GB to download"
+    assert step({"driver": "580.65.06"}).download == "PyTorch for CUDA: 2.7 GB to download"
 
 
 def test_other_ways():
     assert lines(module="module load python/3.12")["checking"].startswith("module load python/3.12 && ")
     assert "conda run -n 'my env'" in lines(conda="my env")["finding the conda environment"]
     assert "--no-index --find-links .wheelhouse " in lines(offline=".wheelhouse")["installing packages"]
-    container = setup_plan.plan(BARE | {"has_apptainer": "yes"}, Wishes(container="docker://x/y:1"), "")
+    container = setup_plan.plan_setup(BARE | {"has_apptainer": "yes"}, SetupOptions(container="docker://x/y:1"), "")
     assert "exec apptainer exec --nv" in container[0].line
 
 

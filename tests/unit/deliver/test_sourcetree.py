@@ -8,8 +8,8 @@ import subprocess
 import pytest
 
 from llama405b.contract.errors import UserError
-from llama405b.contract.software import digest_of
-from llama405b_tools.deliver.source_tree import MANIFEST, git_tree, push_tree, tree_of
+from llama405b.contract.software import code_digest
+from llama405b_tools.deliver.source_tree import MANIFEST, describe_tree, git_tree, push_tree
 from llama405b_tools.hosts.transport import HostError, Local
 
 
@@ -47,7 +47,7 @@ def tree(tmp_path):
 def test_several_may_push_to_one_directory_at_once(tree, tmp_path, calls_of):
     root, names = tree
     places = calls_of("tar")  # where each unpacks: two tars in one place trip each other
-    lines, to = tree_of(root, names), str(tmp_path / "there")
+    lines, to = describe_tree(root, names), str(tmp_path / "there")
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         sent = [pool.submit(push_tree, Local(), lines, to) for _ in range(8)]
     assert f"{len(names)} files sent, 0 deleted" in [job.result() for job in sent]
@@ -62,11 +62,11 @@ def test_several_may_push_to_one_directory_at_once(tree, tmp_path, calls_of):
 def test_what_is_gone_here_goes_there_and_what_is_not_ours_stays(tree, tmp_path):
     root, names = tree
     there = tmp_path / "there"
-    push_tree(Local(), tree_of(root, names), str(there))
+    push_tree(Local(), describe_tree(root, names), str(there))
     (there / "notes.txt").write_text("mine")
     (root / "run.sh").write_text("#!/bin/sh\necho new\n")
     kept = [name for name in names if not name.endswith("module_7.py")]
-    assert push_tree(Local(), tree_of(root, kept), str(there)) == "1 file sent, 1 deleted"
+    assert push_tree(Local(), describe_tree(root, kept), str(there)) == "1 file sent, 1 deleted"
     assert (there / "run.sh").read_text().endswith("new\n")
     assert not (there / "part 2/module_7.py").exists()
     assert (there / "notes.txt").read_text() == "mine"
@@ -91,9 +91,9 @@ def test_a_clone_loses_the_modules_that_we_removed_since_and_keeps_what_is_the_u
         subprocess.run(["git", "-C", clone, *words.split()], check=True)
     _write(clone, "llama405b/mine.py", "llama405b/.hidden/mine.py", "llama405b/__pycache__/old.pyc")
     (clone / "llama405b/changed.py").write_text("somebody's work, which git has not\n")
-    assert digest_of(clone) != digest_of(root)
+    assert code_digest(clone) != code_digest(root)
     lines, mine = (
-        tree_of(root, OURS),
+        describe_tree(root, OURS),
         f"; its code differs, run there: cd {clone} && rm ./llama405b/changed.py ./llama405b/mine.py",
     )
     assert push_tree(Local(), lines, str(clone)) == f"0 files sent, 3 deleted{mine}"
@@ -101,7 +101,7 @@ def test_a_clone_loses_the_modules_that_we_removed_since_and_keeps_what_is_the_u
     assert [name for name in old if (clone / name).exists()] == []
     assert [name for name in kept if not (clone / name).exists()] == []
     subprocess.run(mine.partition("there: ")[2], shell=True, check=True)
-    assert digest_of(clone) == digest_of(root)
+    assert code_digest(clone) == code_digest(root)
     assert push_tree(Local(), lines, str(clone)) == "0 files sent, 0 deleted"
 
 
@@ -111,7 +111,7 @@ def test_code_of_the_users_own_leaves_our_packages_beside_it_alone(tmp_path):
     _write(clone, *OURS)
     for words in ("init -q", "add ."):
         subprocess.run(["git", "-C", clone, *words.split()], check=True)
-    assert push_tree(Local(), tree_of(root, ["train.py"]), str(clone)) == "1 file sent, 0 deleted"
+    assert push_tree(Local(), describe_tree(root, ["train.py"]), str(clone)) == "1 file sent, 0 deleted"
     assert [name for name in OURS if not (clone / name).exists()] == []
 
 
@@ -120,9 +120,9 @@ def test_a_file_that_cannot_be_put_in_its_place_is_said(tree, tmp_path):
     (tmp_path / "there/run.sh").mkdir(parents=True)
     (tmp_path / "there/run.sh/mine").write_text("not ours")
     with pytest.raises(HostError, match=r"the files could not be written \(mv: .*run\.sh"):
-        push_tree(Local(), tree_of(root, names), str(tmp_path / "there"))
+        push_tree(Local(), describe_tree(root, names), str(tmp_path / "there"))
     assert not list((tmp_path / "there").glob(f"{MANIFEST}.*"))
-    assert push_tree(Local(), tree_of(root, []), str(tmp_path / "there")) == f"0 files sent, {len(names)} deleted"
+    assert push_tree(Local(), describe_tree(root, []), str(tmp_path / "there")) == f"0 files sent, {len(names)} deleted"
     assert names_of(tmp_path / "there") == [MANIFEST, "run.sh/mine"]
 
 
@@ -132,28 +132,28 @@ def test_a_directory_that_became_a_file_and_a_file_that_became_a_directory(tree,
     (root / "deep/er").mkdir(parents=True)
     (root / "deep/er/a.py").write_text("a")
     (root / "flat").write_text("b")
-    push_tree(Local(), tree_of(root, names_of(root)), str(there))
+    push_tree(Local(), describe_tree(root, names_of(root)), str(there))
     shutil.rmtree(root / "deep")
     (root / "deep").write_text("c")
     (root / "flat").unlink()
     (root / "flat").mkdir()
     (root / "flat/d.py").write_text("d")
     names = names_of(root)
-    assert push_tree(Local(), tree_of(root, names), str(there)) == "2 files sent, 2 deleted"
+    assert push_tree(Local(), describe_tree(root, names), str(there)) == "2 files sent, 2 deleted"
     assert names_of(there) == sorted([MANIFEST, *names])
 
 
 def test_an_empty_tree_deletes_what_an_earlier_push_sent(tree, tmp_path):
     root, names = tree
     there = tmp_path / "there"
-    push_tree(Local(), tree_of(root, names), str(there))
-    assert push_tree(Local(), tree_of(root, []), str(there)) == f"0 files sent, {len(names)} deleted"
+    push_tree(Local(), describe_tree(root, names), str(there))
+    assert push_tree(Local(), describe_tree(root, []), str(there)) == f"0 files sent, {len(names)} deleted"
     assert names_of(there) == [MANIFEST]
 
 
 def test_what_has_not_changed_is_hashed_once(tree, tmp_path, calls_of):
     root, names = tree
-    lines, to = tree_of(root, names), str(tmp_path / "there")
+    lines, to = describe_tree(root, names), str(tmp_path / "there")
     push_tree(Local(), lines, to)
     calls = calls_of("sha256sum")
     assert push_tree(Local(), lines, to) == "0 files sent, 0 deleted"
@@ -195,7 +195,7 @@ def test_links_lead_where_they_did_or_are_named(tmp_path):
         "inside": "shared", "absolute": root / "shared/a.yaml", "file": "../outside/b.yaml", "folder": "../outside", "missing": "nowhere",
     }.items():  # fmt: skip
         (root / name).symlink_to(target)
-    tree = tree_of(root, ["shared/a.yaml", "inside", "absolute", "file", "folder", "missing"])
+    tree = describe_tree(root, ["shared/a.yaml", "inside", "absolute", "file", "folder", "missing"])
     note = "note: {} is sent as a link to {}, which is not sent"
     assert tree.notes == (note.format("folder", "../outside"), note.format("missing", "nowhere"))
     push_tree(Local(), tree, str(there))
@@ -203,22 +203,22 @@ def test_links_lead_where_they_did_or_are_named(tmp_path):
     assert (there / "file").read_text() == "# outside/b.yaml\n"
     assert not (there / "file").is_symlink()
     assert (there / "missing").is_symlink()
-    assert push_tree(Local(), tree_of(root, ["shared/a.yaml"]), str(there)) == "0 files sent, 5 deleted"
+    assert push_tree(Local(), describe_tree(root, ["shared/a.yaml"]), str(there)) == "0 files sent, 5 deleted"
     assert not (there / "missing").is_symlink()
 
 
 def test_a_change_of_the_execute_bit_alone_is_sent(tree, tmp_path):
     root, names = tree
     there = tmp_path / "there"
-    push_tree(Local(), tree_of(root, names), str(there))
+    push_tree(Local(), describe_tree(root, names), str(there))
     (root / "run.sh").chmod(0o644)
-    assert push_tree(Local(), tree_of(root, names), str(there)) == "1 file sent, 0 deleted"
+    assert push_tree(Local(), describe_tree(root, names), str(there)) == "1 file sent, 0 deleted"
     assert not (there / "run.sh").stat().st_mode & 0o111
 
 
 def test_what_changes_while_it_is_sent_is_said(tree, tmp_path):
     root, names = tree
-    described = tree_of(root, names)
+    described = describe_tree(root, names)
     (root / "run.sh").write_text("changed since")
     with pytest.raises(HostError, match=r"^run\.sh differs on the host from what was read here; push again$"):
         push_tree(Local(), described, str(tmp_path / "there"))
@@ -242,7 +242,7 @@ def test_a_push_onto_the_tree_itself_changes_nothing(tree, tmp_path):
     (root / "link").symlink_to("../outside")
     (tmp_path / "by another name").symlink_to(root)
     for to in (root, tmp_path / "by another name"):
-        assert push_tree(Local(), tree_of(root, [*names, "link"]), str(to)) == "0 files sent, 0 deleted"
+        assert push_tree(Local(), describe_tree(root, [*names, "link"]), str(to)) == "0 files sent, 0 deleted"
         assert (root / "link").is_symlink()
         assert names_of(root) == sorted([*names, "link"])
 
@@ -258,12 +258,12 @@ def test_where_execute_bits_cannot_be_kept_the_content_counts(tree, tmp_path):
 
     for n_sent in (len(names), len(names) - 1):
         said = f"{n_sent} files sent, 0 deleted; its file system does not keep execute bits"
-        assert push_tree(Fixed(), tree_of(root, names), str(tmp_path / "there")) == said
+        assert push_tree(Fixed(), describe_tree(root, names), str(tmp_path / "there")) == said
 
 
 def test_a_file_that_is_gone_since_is_said(tree, tmp_path):
     root, names = tree
-    described = tree_of(root, names)
+    described = describe_tree(root, names)
     (root / "run.sh").unlink()
     with pytest.raises(HostError, match=r"^run\.sh cannot be read any more \(No such file or directory\); push again$"):
         push_tree(Local(), described, str(tmp_path / "there"))

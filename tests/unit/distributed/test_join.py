@@ -24,7 +24,7 @@ def test_a_rank_on_cuda_shares_one_communicator_and_sets_what_the_user_has_not(m
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
     monkeypatch.setattr(ranks.dist, "init_process_group", init)
-    ranks.join("cuda", 60)
+    ranks.join_process_group("cuda", 60)
     assert (asked["backend"], asked["device_id"]) == ("cpu:gloo,cuda:nccl", torch.device("cuda", 3))
     assert (asked["conf"], asked["ring"]) == ("expandable_segments:True", "5")
     assert "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ  # its older name, of which torch warns

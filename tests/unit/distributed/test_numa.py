@@ -33,10 +33,10 @@ def cores(*cpus):
 
 def test_ranks_of_one_node_have_physical_cores_of_their_own(sys):
     everything = range(16)
-    assert ranks.binding_of([1, 1, 0], 0, everything, sys) == ranks.Binding(1, cores(4, 5), 2)
-    assert ranks.binding_of([1, 1, 0], 1, everything, sys) == ranks.Binding(1, cores(6, 7), 2)
-    assert ranks.binding_of([1, 1, 0], 2, everything, sys) == ranks.Binding(0, cores(0, 1, 2, 3), 4)
-    assert [ranks.binding_of([1] * 3, rank, everything, sys).cpus for rank in range(3)] == [
+    assert ranks.choose_binding([1, 1, 0], 0, everything, sys) == ranks.CpuBinding(1, cores(4, 5), 2)
+    assert ranks.choose_binding([1, 1, 0], 1, everything, sys) == ranks.CpuBinding(1, cores(6, 7), 2)
+    assert ranks.choose_binding([1, 1, 0], 2, everything, sys) == ranks.CpuBinding(0, cores(0, 1, 2, 3), 4)
+    assert [ranks.choose_binding([1] * 3, rank, everything, sys).cpus for rank in range(3)] == [
         cores(4),
         cores(5),
         cores(6, 7),
@@ -44,29 +44,29 @@ def test_ranks_of_one_node_have_physical_cores_of_their_own(sys):
 
 
 def test_a_cgroup_s_cpus_count(sys):
-    assert ranks.binding_of([1], 0, {0, 1, 6, 14}, sys) == ranks.Binding(1, frozenset({6, 14}), 1)
-    assert ranks.binding_of([1], 0, {0, 1}, sys) == ranks.Binding(-1, frozenset({0, 1}), 2)  # none of its node's
+    assert ranks.choose_binding([1], 0, {0, 1, 6, 14}, sys) == ranks.CpuBinding(1, frozenset({6, 14}), 1)
+    assert ranks.choose_binding([1], 0, {0, 1}, sys) == ranks.CpuBinding(-1, frozenset({0, 1}), 2)  # none of its node's
 
 
 def test_where_the_node_is_unknown_ranks_share_all_physical_cores(sys, tmp_path_factory):
     """As in most virtual machines: with threads as many as CPUs, each rank would have all of them, and twice where cores have two."""
-    machine = [ranks.binding_of([-1] * 4, rank, range(16), sys) for rank in range(4)]
+    machine = [ranks.choose_binding([-1] * 4, rank, range(16), sys) for rank in range(4)]
     assert [each.cpus for each in machine] == [cores(0, 1), cores(2, 3), cores(4, 5), cores(6, 7)]
     assert {each.cores for each in machine} == {2}
-    assert ranks.binding_of([-1], 0, range(4), tmp_path_factory.mktemp("nothing")) == ranks.Binding(
+    assert ranks.choose_binding([-1], 0, range(4), tmp_path_factory.mktemp("nothing")) == ranks.CpuBinding(
         -1, frozenset(range(4)), 4
     )
 
 
 def test_more_ranks_than_cores_may_run_on_any(sys):
-    assert ranks.binding_of([1] * 8, 7, range(16), sys) == ranks.Binding(1, cores(4, 5, 6, 7), 1)
+    assert ranks.choose_binding([1] * 8, 7, range(16), sys) == ranks.CpuBinding(1, cores(4, 5, 6, 7), 1)
 
 
 def test_a_rank_without_a_gpu_is_not_bound(monkeypatch):
     from llama405b.distributed.ranks import Rank
 
     monkeypatch.setattr(ranks.os, "sched_setaffinity", lambda *_: pytest.fail("bound"))
-    assert ranks.bind(Rank(0, 1, 0, "a", ranks.torch.device("cpu"))) == ""
+    assert ranks.bind_cores(Rank(0, 1, 0, "a", ranks.torch.device("cpu"))) == ""
 
 
 @pytest.mark.parametrize("own", [True, False])
@@ -82,8 +82,8 @@ def test_the_users_number_of_threads_is_kept(monkeypatch, own):
     monkeypatch.setattr(ranks.torch, "get_num_threads", lambda: (threads or [3])[-1])
     monkeypatch.setattr(ranks.os, "sched_setaffinity", lambda *_: None)
     monkeypatch.setattr(ranks, "bus_id", lambda _: "0")
-    monkeypatch.setattr(ranks, "binding_of", lambda *_: ranks.Binding(0, frozenset({0, 1}), 8))
-    said = ranks.bind(Rank(0, 1, 0, "a", ranks.torch.device("cuda", 0)))
+    monkeypatch.setattr(ranks, "choose_binding", lambda *_: ranks.CpuBinding(0, frozenset({0, 1}), 8))
+    said = ranks.bind_cores(Rank(0, 1, 0, "a", ranks.torch.device("cuda", 0)))
     assert threads == ([] if own else [8])
     assert said.startswith("cores: bound to 8 cores (2 CPUs) of NUMA node 0 of its GPU; ")
     assert said.endswith("; 3 threads (OMP_NUM_THREADS)" if own else "; 8 threads")

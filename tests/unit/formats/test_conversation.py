@@ -5,7 +5,7 @@ import json
 import pytest
 
 from llama405b.formats.conversation import Chat, UnusableRecordError
-from llama405b.formats.document import ALPACA, Text, document_of, reading_of
+from llama405b.formats.document import ALPACA, Text, parse_document, parse_record
 
 USER, YES = {"role": "user", "content": "A?"}, {"role": "assistant", "content": "B"}
 TOOL = {"name": "f", "parameters": {"type": "object"}}
@@ -22,7 +22,7 @@ def calls(*arguments, **more):
 
 def said(record, names=()):
     """Its messages without what is usual, and the tools."""
-    chat = document_of(record, names)
+    chat = parse_document(record, names)
     return [(m["role"], m["content"], m.get("tool_calls"), m.get("weight")) for m in chat.messages], chat.tools
 
 
@@ -143,12 +143,12 @@ def test_what_a_conversation_says_is_in_it(record, messages, tools):
 def test_a_conversation_of_another_name_has_its_system_and_tools():
     record = {"dialog": [turn("human", "A?"), turn("gpt", "B")], "system": "S", "tools": [TOOL], "id": 7}
     assert said(record, ("messages=dialog",)) == (plain(("system", "S")) + ASKED, [TOOL])
-    assert reading_of(record, ("messages=dialog",)).unread == ("id",)
+    assert parse_record(record, ("messages=dialog",)).unread == ("id",)
 
 
 def test_what_else_a_message_has_reaches_the_template():
     message = {"role": "assistant", "content": "B", "reasoning_content": "r", "name": "n"}
-    assert document_of({"messages": [USER, message]}) == Chat((USER, message))
+    assert parse_document({"messages": [USER, message]}) == Chat((USER, message))
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ def test_what_else_a_message_has_reaches_the_template():
     ],
 )
 def test_columns_of_questions_and_instructions(record, document):
-    assert document_of(record) == document
+    assert parse_document(record) == document
 
 
 @pytest.mark.parametrize(
@@ -193,7 +193,7 @@ def test_columns_of_questions_and_instructions(record, document):
     ],
 )
 def test_fields_that_are_not_read_are_known(record, unread):
-    assert reading_of(record).unread == unread
+    assert parse_record(record).unread == unread
 
 
 def of(*messages, **more):
@@ -271,7 +271,7 @@ def of(*messages, **more):
     ],
 )
 def test_what_cannot_be_trained_on_is_said(record, why):
-    assert document_of(record) is None
+    assert parse_document(record) is None
     with pytest.raises(UnusableRecordError) as refused:
-        reading_of(record)
+        parse_record(record)
     assert why in str(refused.value)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from llama405b.contract.errors import UserError
-from llama405b.formats.corpus import Form, check_paths, expand, form_of
+from llama405b.formats.corpus import FileFormat, check_paths, detect_format, expand_paths
 
 RECORDS = '{"text": "x"}\n{"prompt": "p", "completion": "c"}\n'
 NEITHER = "neither text nor JSON Lines (plain or in gzip) nor Parquet; convert it, or choose files with a glob like 'corpus/**/*.md'"
@@ -17,27 +17,27 @@ NEITHER = "neither text nor JSON Lines (plain or in gzip) nor Parquet; convert i
 @pytest.mark.parametrize(
     ("name", "content", "form"),
     [
-        ("a.jsonl", RECORDS.encode(), Form.RECORDS),
-        ("a.JSONL", RECORDS.encode(), Form.RECORDS),
-        ("a.jsonl.gz", gzip.compress(RECORDS.encode(), mtime=0), Form.RECORDS),
-        ("a.md", gzip.compress(b"# text that nobody calls .gz", mtime=0), Form.TEXT),
-        ("a.json", RECORDS.encode(), Form.RECORDS),
-        ("a.json", b"\xef\xbb\xbf\n" + RECORDS.encode(), Form.RECORDS),
-        ("a.json", b'{"messages": []}\n{"messages": []}\n', Form.RECORDS),  # which the reader refuses by line
-        ("one-long-line.json", b'{"name": "x"}', Form.RECORDS),
-        ("one-long-line.txt", b'{"name": "x"}', Form.TEXT),
-        ("latin-1.txt", b"caf\xe9\r\n\ttab", Form.TEXT),
-        ("odd.py", b"a = '\x01\x1f'\n", Form.TEXT),
-        ("cut.txt", "é".encode() * 5000, Form.TEXT),  # the head ends within a character
-        ("empty", b"", Form.TEXT),
-        ("a.txt", b"PAR1\x15\x00\x15\x10hello\x00\x00PAR1", Form.TABLE),
-        ("a.arrow", b"ARROW1\x00\x00", Form.TABLE),
-        ("a.arrow", b"\xff\xff\xff\xff\x10\x00\x00\x00", Form.TABLE),
+        ("a.jsonl", RECORDS.encode(), FileFormat.RECORDS),
+        ("a.JSONL", RECORDS.encode(), FileFormat.RECORDS),
+        ("a.jsonl.gz", gzip.compress(RECORDS.encode(), mtime=0), FileFormat.RECORDS),
+        ("a.md", gzip.compress(b"# text that nobody calls .gz", mtime=0), FileFormat.TEXT),
+        ("a.json", RECORDS.encode(), FileFormat.RECORDS),
+        ("a.json", b"\xef\xbb\xbf\n" + RECORDS.encode(), FileFormat.RECORDS),
+        ("a.json", b'{"messages": []}\n{"messages": []}\n', FileFormat.RECORDS),  # which the reader refuses by line
+        ("one-long-line.json", b'{"name": "x"}', FileFormat.RECORDS),
+        ("one-long-line.txt", b'{"name": "x"}', FileFormat.TEXT),
+        ("latin-1.txt", b"caf\xe9\r\n\ttab", FileFormat.TEXT),
+        ("odd.py", b"a = '\x01\x1f'\n", FileFormat.TEXT),
+        ("cut.txt", "é".encode() * 5000, FileFormat.TEXT),  # the head ends within a character
+        ("empty", b"", FileFormat.TEXT),
+        ("a.txt", b"PAR1\x15\x00\x15\x10hello\x00\x00PAR1", FileFormat.TABLE),
+        ("a.arrow", b"ARROW1\x00\x00", FileFormat.TABLE),
+        ("a.arrow", b"\xff\xff\xff\xff\x10\x00\x00\x00", FileFormat.TABLE),
     ],
 )
 def test_a_file_is_what_its_content_says(tmp_path, name, content, form):
     (tmp_path / name).write_bytes(content)
-    assert form_of(tmp_path / name) is form
+    assert detect_format(tmp_path / name) is form
 
 
 @pytest.mark.parametrize(
@@ -55,9 +55,9 @@ def test_a_file_is_what_its_content_says(tmp_path, name, content, form):
 )
 def test_an_array_of_objects_and_csv_are_records(tmp_path, name, content, form):
     (tmp_path / name).write_bytes(content)
-    assert form_of(tmp_path / name).name == form
+    assert detect_format(tmp_path / name).name == form
     (tmp_path / "link.md").write_text("[a link](there) and more")
-    assert form_of(tmp_path / "link.md") is Form.TEXT
+    assert detect_format(tmp_path / "link.md") is FileFormat.TEXT
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_an_array_of_objects_and_csv_are_records(tmp_path, name, content, form):
 def test_what_is_neither_text_nor_records_is_refused_by_name(tmp_path, name, content):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError) as caught:
-        form_of(tmp_path / name)
+        detect_format(tmp_path / name)
     assert str(caught.value) == f"{tmp_path / name}: {NEITHER}"
 
 
@@ -92,7 +92,7 @@ def test_what_is_neither_text_nor_records_is_refused_by_name(tmp_path, name, con
 def test_what_a_command_makes_readable_is_refused_with_it(tmp_path, name, content, says):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError) as caught:
-        form_of(tmp_path / name)
+        detect_format(tmp_path / name)
     path = str(tmp_path / name)
     assert str(caught.value) == f"{path}: {says.replace('PATH', path)}"
 
@@ -100,18 +100,18 @@ def test_what_a_command_makes_readable_is_refused_with_it(tmp_path, name, conten
 def test_texts_that_begin_like_archives_are_text(tmp_path):
     for text in ("BZh is how bzip2 begins", "PK and others"):
         (tmp_path / "a.txt").write_text(text)
-        assert form_of(tmp_path / "a.txt") is Form.TEXT
+        assert detect_format(tmp_path / "a.txt") is FileFormat.TEXT
 
 
 def test_a_damaged_gzip_file_is_refused_by_name(tmp_path):
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(RECORDS.encode(), mtime=0)[:-9])
     with pytest.raises(UserError, match=r"a\.jsonl\.gz: cannot be read \(Compressed file ended.*leave it out"):
-        form_of(tmp_path / "a.jsonl.gz")
+        detect_format(tmp_path / "a.jsonl.gz")
 
 
 @pytest.mark.slow
 def test_every_file_of_the_standard_library_is_text():
-    assert {form_of(file) for file in expand(["stdlib"])} == {Form.TEXT}
+    assert {detect_format(file) for file in expand_paths(["stdlib"])} == {FileFormat.TEXT}
 
 
 def test_paths_that_match_nothing_or_hold_a_binary_are_refused(tmp_path):
@@ -129,10 +129,10 @@ def test_hidden_files_are_left_out_but_not_what_is_below_a_hidden_or_parent_fold
     (corpus / ".git").mkdir(parents=True)
     (corpus / ".git" / "c").write_text("no")
     (corpus / "a.txt").write_text("yes")
-    assert expand([str(corpus)]) == [corpus / "a.txt"]
+    assert expand_paths([str(corpus)]) == [corpus / "a.txt"]
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
-    assert expand(["../.data/corpus"]) == [Path("../.data/corpus/a.txt")]
+    assert expand_paths(["../.data/corpus"]) == [Path("../.data/corpus/a.txt")]
 
 
 @pytest.mark.parametrize("content", ['{\n  "text": "x"\n}\n', "[1, 2]", '"x"', "", "[]", '["text"]', "no JSON"])
@@ -141,7 +141,7 @@ def test_json_that_holds_no_records_is_refused(tmp_path, content):
     with pytest.raises(
         UserError, match=r"a\.json: JSON, but neither an array of objects nor an object per line; write "
     ):
-        form_of(tmp_path / "a.json")
+        detect_format(tmp_path / "a.json")
 
 
 @pytest.mark.parametrize(
@@ -193,7 +193,7 @@ def test_a_text_that_begins_with_a_bracket_is_not_read_to_its_end(tmp_path, monk
             return n_bytes[-1]
 
     monkeypatch.setattr(Path, "open", lambda path, _: io.BufferedReader(Counting(path)))
-    assert form_of(tmp_path / "play.md") is Form.TEXT
+    assert detect_format(tmp_path / "play.md") is FileFormat.TEXT
     assert sum(n_bytes) < 1 << 20
 
 
@@ -223,12 +223,12 @@ def test_linked_files_and_folders_are_read_and_links_to_nothing_refused(tmp_path
         Path("corpus/a/@eaDir/1.txt").mkdir(parents=True)  # as Synology's servers have for each file
         Path("corpus/a/@eaDir/1.txt/SYNOINDEX.txt").write_text("x")
         Path("corpus/a/Thumbs.db").write_text("x")
-    assert [str(file) for file in expand([path])] == sorted(
+    assert [str(file) for file in expand_paths([path])] == sorted(
         ["corpus/a/1.txt", "corpus/a/5.txt", "corpus/b/3.txt", *below]
     )
     check_paths([path])
     Path("corpus/a/6.txt").symlink_to("gone")
-    for read in (expand, check_paths):
+    for read in (expand_paths, check_paths):
         with pytest.raises(
             UserError, match=r"^corpus/a/6\.txt: is a link to gone, which does not exist; add the missing file, or"
         ):

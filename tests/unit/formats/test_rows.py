@@ -6,8 +6,8 @@ import pytest
 from llama405b.contract.errors import UserError
 from llama405b.formats import document
 from llama405b.formats.conversation import UnusableRecordError
-from llama405b.formats.corpus import form_of, numbered, reading
-from llama405b.formats.document import TooManyCells, reading_of
+from llama405b.formats.corpus import detect_format, iterate_records, open_stored
+from llama405b.formats.document import TooManyCells, parse_record
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ from llama405b.formats.document import TooManyCells, reading_of
         ),
         (
             "a.json",
-            '[{"text": "x"}, {}]' + " " * document.CHUNK + "]",
+            '[{"text": "x"}, {}]' + " " * document.READ_CHARS + "]",
             r"cannot be read \(more follows the array of 2 objects",
         ),
         ("a.csv", "text,source,text\nx,y,z\n", r"cannot be read \(two columns are called 'text'\)"),
@@ -41,8 +41,8 @@ from llama405b.formats.document import TooManyCells, reading_of
 )
 def test_what_breaks_off_is_refused(tmp_path, name, content, words):
     (tmp_path / name).write_text(content)
-    with pytest.raises(UserError, match=words), reading(tmp_path / name) as raw:
-        list(numbered(raw, form_of(tmp_path / name)))
+    with pytest.raises(UserError, match=words), open_stored(tmp_path / name) as raw:
+        list(iterate_records(raw, detect_format(tmp_path / name)))
 
 
 def test_objects_are_read_whatever_piece_of_the_text_they_end_in(monkeypatch):
@@ -50,13 +50,13 @@ def test_objects_are_read_whatever_piece_of_the_text_they_end_in(monkeypatch):
     for indent in (None, 2):
         text = json.dumps(items, indent=indent)
         for chunk in (1, 7, 64):
-            monkeypatch.setattr(document, "CHUNK", chunk)
-            assert list(document.items_of(io.StringIO(text))) == items
+            monkeypatch.setattr(document, "READ_CHARS", chunk)
+            assert list(document.iterate_array(io.StringIO(text))) == items
 
 
 def test_rows_have_their_header_s_names_and_their_line():
     text = 'text; source\n"a; ""b""\r\nc";x\n\nd;y;z\ne\n'
     expected = [(2, {"text": 'a; "b"\r\nc', "source": "x"}), (5, TooManyCells(3, 2)), (6, {"text": "e"})]
-    assert list(document.rows_of_csv(io.StringIO(text, newline=""))) == expected
+    assert list(document.iterate_csv_rows(io.StringIO(text, newline=""))) == expected
     with pytest.raises(UnusableRecordError, match=r"^the row has 3 cells, but the header has 2$"):
-        reading_of(TooManyCells(3, 2))
+        parse_record(TooManyCells(3, 2))

@@ -14,7 +14,7 @@ from llama405b.contract import reader
 from llama405b.contract.errors import UserError
 from llama405b.contract.files import write_json
 from llama405b.contract.paths import RunDir
-from llama405b.contract.records import Blame, Cause, CauseKind, EventKind, GuardStage, GuardState, RunEvent
+from llama405b.contract.records import Cause, CauseKind, EventKind, FailureRecord, GuardStage, GuardState, RunEvent
 from llama405b.settings.schema import Checkpoint, Config
 from llama405b.spec.plan import Plan
 from llama405b_tools.agent import processes
@@ -64,15 +64,15 @@ def guarded(fleet, *lives, checkpoints=(), more=()):
 
     watchman.restart = restart
     code = watchman.main()
-    return code, reader.loads(GuardState, RunDir.here("r").guard.read_text(), "guard.json")
+    return code, reader.loads(GuardState, RunDir.from_name("r").guard.read_text(), "guard.json")
 
 
 def events():
-    path = RunDir.here("r").events("guard")
+    path = RunDir.from_name("r").events("guard")
     return [reader.loads(RunEvent, line, "event") for line in path.read_text().splitlines()] if path.exists() else []
 
 
-ASKED = Blame(1, "a", Cause(CauseKind.STOPPED, "a", by="ann@desk"))
+ASKED = FailureRecord(1, "a", Cause(CauseKind.STOPPED, "a", by="ann@desk"))
 FAILS = {"a": over("a", LOST), "b": over("b", KILLED)}
 WELL = {"a": over("a"), "b": over("b")}
 
@@ -94,7 +94,7 @@ def restarted(host):
 
 def test_a_restart_that_was_asked_for_is_neither_failure_nor_try(fleet, monkeypatch):
     told = []
-    monkeypatch.setattr(guard, "run_command", lambda command, event, run, message: told.append(event) or "")
+    monkeypatch.setattr(guard, "run_notify_command", lambda command, event, run, message: told.append(event) or "")
     asked = {"a": restarted("a"), "b": over("b", LOST)}
     code, record = guarded(fleet, asked, WELL, more=("--notify", "cat"))
     assert (code, record.state, record.restarts, record.in_vain) == (0, GuardStage.ENDED, 1, 0)
@@ -107,7 +107,7 @@ LOST_HOST = HostError("b: no route to host")
 
 
 def test_a_run_goes_on_without_a_host_that_stays_lost_and_takes_it_back(fleet, monkeypatch):
-    monkeypatch.setattr(guard, "LOOK_S", 0.01)
+    monkeypatch.setattr(guard, "RETURN_CHECK_S", 0.01)
     a, b = (fleet.fakes[name] for name in ("a", "b"))
     real, runs_on, grown = Guard.relaunch, [], []
 
@@ -123,10 +123,10 @@ def test_a_run_goes_on_without_a_host_that_stays_lost_and_takes_it_back(fleet, m
 
     def end_to_grow(fleet, plan, back):
         cause = Cause(CauseKind.STOPPED, "a", by=f"its guard, as {back} is back")
-        grown.append(([*fleet.hosts], back, Blame(plan.attempt, "a", cause)))
+        grown.append(([*fleet.hosts], back, FailureRecord(plan.attempt, "a", cause)))
 
     monkeypatch.setattr(Guard, "relaunch", relaunch)
-    monkeypatch.setattr(guard, "end_to_grow", end_to_grow)
+    monkeypatch.setattr(guard, "stop_to_grow", end_to_grow)
     a.lives, b.lives = [[over("a", LOST)], alone(), [WELL["a"]]], [[over("b", KILLED)], [WELL["b"]]]
     asked, hosts = dataclasses.replace(request("--shrink"), shrink_after_s=0.05), list(fleet.hosts.values())
     watchman = Guard(asked, hosts, launch(asked, hosts, fleet), fleet)
@@ -143,17 +143,17 @@ def test_a_run_goes_on_without_a_host_that_stays_lost_and_takes_it_back(fleet, m
 )
 def test_a_host_that_is_back_waits_while_ending_would_lose_steps(fleet, monkeypatch, every, unsaved, grows):
     grown = []
-    monkeypatch.setattr(guard, "LOOK_S", 0.01)
-    monkeypatch.setattr(guard, "found_again", lambda everywhere, roster: "b")
-    monkeypatch.setattr(guard, "end_to_grow", lambda fleet, plan, back: (grown.append(back), watchman.is_over.set()))
+    monkeypatch.setattr(guard, "RETURN_CHECK_S", 0.01)
+    monkeypatch.setattr(guard, "find_returned", lambda everywhere, roster: "b")
+    monkeypatch.setattr(guard, "stop_to_grow", lambda fleet, plan, back: (grown.append(back), watchman.is_over.set()))
     asked, hosts = request("--shrink"), list(fleet.hosts.values())
     watchman = Guard(asked, hosts, launch(asked, hosts, fleet), fleet)
     config = None if every is None else Config(checkpoint=Checkpoint(every=every))
     watchman.request, watchman.unsaved = dataclasses.replace(asked, config=config), unsaved
-    watchman.roster = types.SimpleNamespace(left_out=["b"])
+    watchman.roster = types.SimpleNamespace(excluded=["b"])
     end = threading.Timer(120 if grows else 0.3, watchman.is_over.set)
     end.start()
-    watchman.keep_looking()
+    watchman.watch_for_returns()
     end.cancel()
     assert grown == (["b"] if grows else [])
 
@@ -257,7 +257,7 @@ def test_what_hosts_say_reaches_log_and_command_without_their_escapes(fleet, tmp
         host.lives = [[over(name, dataclasses.replace(LOST, detail=odd))], [news, over(name, stopped_by=f"ann{odd}")]]
     asked, hosts = request("--notify", "cat >>notes"), list(fleet.hosts.values())
     assert Guard(asked, hosts, launch(asked, hosts, fleet), fleet).main() == 1
-    for text in (capsys.readouterr().out, (tmp_path / "notes").read_text(), RunDir.here("r").guard.read_text()):
+    for text in (capsys.readouterr().out, (tmp_path / "notes").read_text(), RunDir.from_name("r").guard.read_text()):
         assert "forged" in text
         assert not set(text) & {"\x1b", "\x07", "\x9b", "\r"}
         assert not any(line.startswith("guard  forged") for line in text.splitlines())
@@ -267,16 +267,16 @@ def test_a_guard_that_died_is_known_to_be_gone_and_its_run_can_be_guarded_again(
     plan = launch(request(), list(fleet.hosts.values()), fleet)
     for stage in (GuardStage.WATCHING, GuardStage.RECOVERING):
         dead = GuardState("r", 2**22 + 1, 1, processes.machine_id(), 2, stage)
-        write_json(RunDir.here("r").guard, dead)
-        assert query.guard_of_run("r").gone
+        write_json(RunDir.from_name("r").guard, dead)
+        assert query.local_guard("r").is_gone
         fleet.fakes["a"].noted = dead  # as it was last heard there, at the same moment
         said = dataclasses.replace(dead, time=900.0)
-        write_json(RunDir.here("r").guard, said)
-        found = query.guard_of_hosts("r", query.heard_by([fleet.fakes["a"].run()]), 800.0)
-        assert (found.state, found.gone, found.heard_at) == (said, True, 900.0)
+        write_json(RunDir.from_name("r").guard, said)
+        found = query.guard_of_hosts("r", query.guard_reports([fleet.fakes["a"].run()]), 800.0)
+        assert (found.state, found.is_gone, found.heard_at) == (said, True, 900.0)
         assert not query.is_guarded("r")
-        assert guard.adopt(request(), fleet) == plan
-    assert guard.adopt(parse_launch(["--run", "r", "--restart", "2", "--", "-m", "other"], 0.0), fleet) is None
+        assert guard.adopt_run(request(), fleet) == plan
+    assert guard.adopt_run(parse_launch(["--run", "r", "--restart", "2", "--", "-m", "other"], 0.0), fleet) is None
 
 
 def test_a_guard_is_begun_again_whatever_characters_the_program_and_its_setup_line_have(fleet):
@@ -285,8 +285,10 @@ def test_a_guard_is_begun_again_whatever_characters_the_program_and_its_setup_li
     asked = parse_launch([*flags, "--", "-m", "mine", odd], 0.0)
     plan = launch(asked, list(fleet.hosts.values()), fleet)
     assert plan.program[-1] == plan.nodes[0].env["A"] == odd
-    write_json(RunDir.here("r").guard, GuardState("r", 2**22 + 1, 1, processes.machine_id(), 2, GuardStage.WATCHING))
-    assert guard.adopt(asked, fleet) == plan
+    write_json(
+        RunDir.from_name("r").guard, GuardState("r", 2**22 + 1, 1, processes.machine_id(), 2, GuardStage.WATCHING)
+    )
+    assert guard.adopt_run(asked, fleet) == plan
 
 
 def test_what_follows_the_end_is_a_part_of_the_run_that_another_guard_takes_up(fleet, tmp_path):
@@ -294,22 +296,27 @@ def test_what_follows_the_end_is_a_part_of_the_run_that_another_guard_takes_up(f
     plan = launch(asked, hosts, fleet)
     for name, host in fleet.fakes.items():
         host.alive, host.status = False, over(name).node.status
-    dead = GuardState("r", 2**22 + 1, 1, processes.machine_id(), 2, GuardStage.FINISHING, command=asked.again)
-    write_json(RunDir.here("r").guard, dead)
-    guard.tell_hosts(fleet, plan, dead)
+    dead = GuardState(
+        "r", 2**22 + 1, 1, processes.machine_id(), 2, GuardStage.FINISHING, command=asked.resume_arguments
+    )
+    write_json(RunDir.from_name("r").guard, dead)
+    guard.send_guard_note(fleet, plan, dead)
     told = [host.run() for host in fleet.fakes.values()]
-    assert status.guard_of("r", told, is_needed=False).gone
-    assert guard.adopt(asked, fleet) == plan
-    RunDir.here("r").guard.unlink()
+    assert status.find_needed_guard("r", told, is_needed=False).is_gone
+    assert guard.adopt_run(asked, fleet) == plan
+    RunDir.from_name("r").guard.unlink()
     for name, host in fleet.fakes.items():
         host.lives = [[over(name)]]
     (tmp_path / "well").touch()
     stages, watchman = [], Guard(asked, hosts, plan, fleet)
-    watchman.note = lambda stage, message, real=watchman.note: (stages.append(stage), real(stage, message))
+    watchman.write_record = lambda stage, message, real=watchman.write_record: (
+        stages.append(stage),
+        real(stage, message),
+    )
     assert watchman.main() == 0
     assert stages == [GuardStage.WATCHING, GuardStage.FINISHING, GuardStage.ENDED]
     assert paged(tmp_path) == ["done"]
-    assert (fleet.fakes["b"].noted.state, guard.adopt(asked, fleet)) == (GuardStage.ENDED, None)
+    assert (fleet.fakes["b"].noted.state, guard.adopt_run(asked, fleet)) == (GuardStage.ENDED, None)
 
 
 def test_a_guard_adopts_a_run_whose_mesh_was_chosen(fleet):
@@ -321,8 +328,8 @@ def test_a_guard_adopts_a_run_whose_mesh_was_chosen(fleet):
     chosen = dataclasses.replace(plan, program=(*program, "--parallel.tp=2", "--parallel.pp=2"))
     for host in fleet.fakes.values():
         host.plan = chosen
-    assert guard.adopt(asked("3d"), fleet) == chosen
-    assert guard.adopt(asked("auto"), fleet) is None
+    assert guard.adopt_run(asked("3d"), fleet) == chosen
+    assert guard.adopt_run(asked("auto"), fleet) is None
 
 
 def test_a_guard_elsewhere_is_known_by_what_it_tells_the_hosts(fleet):
@@ -330,27 +337,27 @@ def test_a_guard_elsewhere_is_known_by_what_it_tells_the_hosts(fleet):
     asked = fleet.fakes["a"].noted
     assert (asked.pid, asked.limit, asked.command) == (0, 2, "--restart 2 --run r --resume auto -- -m mine")
     other = GuardState("r", 1, 1, "elsewhere x y", 2)
-    write_json(RunDir.here("r").guard, other)
-    guard.tell_hosts(fleet, plan, other)
-    told = query.heard_by(host.run() for host in fleet.fakes.values())
-    assert query.guard_of_hosts("r", told, 1000.0).guards
+    write_json(RunDir.from_name("r").guard, other)
+    guard.send_guard_note(fleet, plan, other)
+    told = query.guard_reports(host.run() for host in fleet.fakes.values())
+    assert query.guard_of_hosts("r", told, 1000.0).is_guarding
     with pytest.raises(UserError):
-        guard.adopt(request(), fleet)
+        guard.adopt_run(request(), fleet)
     for host in fleet.fakes.values():
         host.now += 2 * query.SILENT_AFTER_S
-    told = query.heard_by(host.run() for host in fleet.fakes.values())
+    told = query.guard_reports(host.run() for host in fleet.fakes.values())
     found = query.guard_of_hosts("r", told, 1000.0)
-    assert (found.gone, found.heard_at) == (True, 1000.0 - 2 * query.SILENT_AFTER_S)
-    assert guard.adopt(request(), fleet) == plan
+    assert (found.is_gone, found.heard_at) == (True, 1000.0 - 2 * query.SILENT_AFTER_S)
+    assert guard.adopt_run(request(), fleet) == plan
     assert fleet.fakes["b"].noted.machine == processes.machine_id()  # it is asked for here, now
 
 
 def test_a_guard_that_ended_here_says_nothing_of_one_elsewhere(fleet):
     plan = launch(request(), list(fleet.hosts.values()), fleet)
-    write_json(RunDir.here("r").guard, GuardState("r", 5, 1, processes.machine_id(), 2, GuardStage.ENDED))
-    guard.tell_hosts(fleet, plan, GuardState("r", 1, 1, "elsewhere x y", 2))
-    found = query.guard_of_hosts("r", query.heard_by([fleet.fakes["a"].run()]), 1000.0)
-    assert (found.guards, found.state.machine) == (True, "elsewhere x y")
+    write_json(RunDir.from_name("r").guard, GuardState("r", 5, 1, processes.machine_id(), 2, GuardStage.ENDED))
+    guard.send_guard_note(fleet, plan, GuardState("r", 1, 1, "elsewhere x y", 2))
+    found = query.guard_of_hosts("r", query.guard_reports([fleet.fakes["a"].run()]), 1000.0)
+    assert (found.is_guarding, found.state.machine) == (True, "elsewhere x y")
 
 
 def test_a_guard_that_never_began_is_gone(fleet):
@@ -358,8 +365,8 @@ def test_a_guard_that_never_began_is_gone(fleet):
     for now, gone in ((1.0, False), (2 * query.BEGINS_WITHIN_S, True)):
         for host in fleet.fakes.values():
             host.now = now
-        found = query.guard_of_hosts("r", query.heard_by([host.run() for host in fleet.fakes.values()]), 1000.0)
-        assert (found.guards, found.gone) == (False, gone)
+        found = query.guard_of_hosts("r", query.guard_reports([host.run() for host in fleet.fakes.values()]), 1000.0)
+        assert (found.is_guarding, found.is_gone) == (False, gone)
 
 
 def test_the_hosts_hear_how_the_guard_ended(fleet):
@@ -372,16 +379,16 @@ def test_a_heartbeat_comes_when_it_is_due_and_not_from_a_guard_that_hangs(fleet,
     asked = request("--notify", "echo $LLAMA405B_EVENT >>notes", "--notify-every", "1h")
     hosts = list(fleet.hosts.values())
     watchman = Guard(asked, hosts, launch(asked, hosts, fleet), fleet)
-    watchman.beat()
+    watchman.send_heartbeat()
     assert not (tmp_path / "notes").exists()
     watchman.notified_at -= 3600
     watchman.progress_at -= 2 * guard.STUCK_S
     fleet.fakes["a"].noted = None
-    watchman.beat()
+    watchman.send_heartbeat()
     assert (fleet.fakes["a"].noted, (tmp_path / "notes").exists()) == (None, False)
     watchman.note_progress()
     for _ in range(2):
-        watchman.beat()
+        watchman.send_heartbeat()
     assert (tmp_path / "notes").read_text() == "heartbeat\n"
     assert fleet.fakes["a"].noted.pid == os.getpid()
 
@@ -403,13 +410,13 @@ def test_what_it_says_to_type_guards_the_same_run_again(fleet, resume):
     ]
     asked = parse_launch(argv, 0.0)
     plan = launch(asked, list(fleet.hosts.values()), fleet)
-    assert guard.adopt(parse_launch(shlex.split(asked.again), 0.0), fleet) == plan
+    assert guard.adopt_run(parse_launch(shlex.split(asked.resume_arguments), 0.0), fleet) == plan
 
 
 def test_a_run_that_is_being_stopped_is_not_guarded_again(fleet):
     launch(request(), list(fleet.hosts.values()), fleet)
     fleet.fakes["b"].stopped_by = "you@there"
-    assert guard.adopt(request(), fleet) is None
+    assert guard.adopt_run(request(), fleet) is None
     with pytest.raises(UserError, match="you@there"):
         launch(request(), list(fleet.hosts.values()), fleet)
 
@@ -440,13 +447,13 @@ def test_a_run_that_does_not_come_back_is_paged_once(fleet, tmp_path, monkeypatc
     tries = [why for why in reasons for _ in range(4)]
 
     def stop(asked, real=fleet.fakes["b"].stop):
-        found.beat()  # as its thread does meanwhile
+        found.send_heartbeat()  # as its thread does meanwhile
         if tries:
             raise HostError(tries.pop())
         yield from real(asked)
 
     found, fleet.fakes["b"].stop = watchman(fleet), stop
-    found.say(GuardStage.RECOVERING, "a: hung")
+    found.set_stage(GuardStage.RECOVERING, "a: hung")
     found.restart()
     assert paged(tmp_path) == ["waiting: a: hung"]
 
@@ -459,7 +466,7 @@ def test_saves_that_fail_in_a_row_are_paged_once_until_one_succeeds(fleet, tmp_p
             event = RunEvent(0.0, "rank-0", kind, 1, step, detail="No space left on device")
             watch.handle(HostMessage("a", StreamMessage(events=(event,)), 0.0))
             found.note_progress(watch)
-            found.beat()
+            found.send_heartbeat()
         return paged(tmp_path)
 
     assert saves(EventKind.NOT_SAVED, EventKind.SAVED, EventKind.NOT_SAVED) == []
@@ -476,13 +483,13 @@ def test_what_happened_once_is_paged_once_even_if_it_has_passed_meanwhile(fleet,
     watch.handle(HostMessage("a", StreamMessage(events=events), 0.0))
     found.note_progress(watch)
     for _ in range(2):
-        found.beat()
+        found.send_heartbeat()
     assert paged(tmp_path) == ["after save failed: why of after save failed", "budget: why of budget"]
 
 
 def test_a_disk_that_fills_is_paged_once_until_there_is_room(fleet, tmp_path, monkeypatch):
     found = watchman(fleet)
-    run = RunDir.here("r")
+    run = RunDir.from_name("r")
     run.path.mkdir(parents=True, exist_ok=True)
     write_json(run.plan, fleet.fakes["a"].plan)
     for free in (1 << 40, 1 << 28, 1 << 28, 1 << 40, 1 << 28):
@@ -490,7 +497,7 @@ def test_a_disk_that_fills_is_paged_once_until_there_is_room(fleet, tmp_path, mo
         monkeypatch.setattr(os, "statvfs", lambda _, disk=disk: disk)
         receipt = processes.note(GuardNote("r", "a", "x", found.record))  # as the agent on a would
         fleet.fakes["a"].receipt = receipt
-        found.beat()
+        found.send_heartbeat()
     told = paged(tmp_path)
     assert len(told) == 2
     assert all(each.startswith("disk full: ") and str(run.path.absolute()) in each for each in told)

@@ -16,7 +16,7 @@ from ops_rig import wait_for
 
 WAYS = {
     "ask": lambda fleet: fleet.ask("a", "status", StatusRequest("a"), StatusReply, 20),
-    "dialogue": lambda fleet: fleet.dialogue("a", "status", StatusRequest("a")).answer(StatusReply, 20),
+    "dialogue": lambda fleet: fleet.open_session("a", "status", StatusRequest("a")).receive(StatusReply, 20),
 }
 
 
@@ -132,7 +132,7 @@ def test_threads_that_need_a_host_share_its_connection_or_its_fault(monkeypatch,
 
     monkeypatch.setattr(fleets, "_connect", connect)
     with Fleet([Host("a", "hosts:1")]) as fleet:
-        fleet.opening = meeting
+        fleet.pending_connections = meeting
         asked = [fleet.pool.submit(fleet.connection, "a") for _ in range(3)]
         found = {each.exception() or each.result() for each in asked}
     assert (len(made), len(found), meeting) == (1, 1, {})
@@ -157,7 +157,7 @@ def test_the_last_words_of_an_agent_that_fails_are_told(tmp_path):
         stream = fleet.stream("localhost", "nonsense", StatusRequest("a"))
         lines = list(stream)
         assert lines == ["['nonsense']: unknown agent action\n"]
-        assert str(fleet.fault_of("localhost", lines[-1].strip())) == f"the agent failed ({lines[-1].strip()})"
+        assert str(fleet.explain_fault("localhost", lines[-1].strip())) == f"the agent failed ({lines[-1].strip()})"
 
 
 @pytest.mark.parametrize(
@@ -165,4 +165,4 @@ def test_the_last_words_of_an_agent_that_fails_are_told(tmp_path):
     [("a slots=8\nb", 8), ("localhost slots=8", 8), ("a address=localhost slots=2\nb address=localhost", 0)],
 )
 def test_slots_are_gpus_unless_several_names_share_this_machine(lines, slots):
-    assert Fleet(parse_hosts(lines, "hosts")).slots(lines.partition(" ")[0]) == slots
+    assert Fleet(parse_hosts(lines, "hosts")).expected_gpus(lines.partition(" ")[0]) == slots

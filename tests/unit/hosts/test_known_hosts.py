@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from llama405b_tools.hosts.ssh import check_host_key, fingerprint, known_keys
+from llama405b_tools.hosts.ssh import check_host_key, find_known_keys, fingerprint
 from llama405b_tools.hosts.transport import HostError, SshOptions
 
 pytestmark = pytest.mark.skipif(not shutil.which("ssh-keygen"), reason="NOT RUN: needs ssh-keygen")
@@ -58,7 +58,7 @@ def test_which_keys_are_known(tmp_path, keys, line, host, port, alias, said, has
     path.write_text(f"{line}\n")
     if hashed:
         subprocess.run(["ssh-keygen", "-q", "-H", "-f", path], check=False, capture_output=True)
-    options = SshOptions(host, "me", port, alias=alias, known_hosts=(path,), records=path)
+    options = SshOptions(host, "me", port, alias=alias, known_hosts=(path,), record_path=path)
     found = _said(options, keys["KEY"])
     assert said.replace("FILE", str(path)) in found
     assert found.endswith(" AUTH") if said else not found
@@ -66,7 +66,7 @@ def test_which_keys_are_known(tmp_path, keys, line, host, port, alias, said, has
 
 def _said(options, key):
     try:
-        check_host_key("a", options, known_keys(options), key)
+        check_host_key("a", options, find_known_keys(options), key)
     except HostError as error:
         return f"{error} {error.kind}"
     return ""
@@ -76,7 +76,7 @@ def _said(options, key):
 @pytest.mark.parametrize("strict", ["accept-new", "false"])
 def test_a_new_host_is_recorded_where_the_settings_say_so_and_its_next_key_is_another(tmp_path, keys, strict, hashes):
     path = tmp_path / "new" / "known_hosts"
-    options = SshOptions("h", "me", 2222, known_hosts=(path,), records=path, strict=strict, hashes=hashes)
+    options = SshOptions("h", "me", 2222, known_hosts=(path,), record_path=path, strict=strict, hash_names=hashes)
     assert _said(options, keys["KEY"]) == ""
     text = path.read_text()
     assert text.startswith("|1|" if hashes else f"[h]:2222 {keys['KEY']}\n")
@@ -94,7 +94,7 @@ def test_a_new_host_is_recorded_where_the_settings_say_so_and_its_next_key_is_an
     ],
 )  # fmt: skip
 def test_where_no_file_keeps_the_key_of_a_new_host_that_is_said(keys, records, words):
-    options = SshOptions("h", "me", records=records and Path(records))
+    options = SshOptions("h", "me", record_path=records and Path(records))
     assert _said(options, keys["KEY"]) == f"{NEW}; UserKnownHostsFile {records or 'none'} stores no keys; {words} AUTH"
 
 
@@ -112,7 +112,7 @@ def test_a_certificate_does_not_name_its_signer_by_its_key_id(tmp_path, keys, si
     options = SshOptions("h", "me", known_hosts=(tmp_path / "known",))
     key, cert = (" ".join((tmp_path / name).read_text().split()[:2]) for name in ("host.pub", "host-cert.pub"))
     try:
-        check_host_key("a", options, known_keys(options), key, cert)
+        check_host_key("a", options, find_known_keys(options), key, cert)
     except HostError:
         assert not accepted
     else:
@@ -123,4 +123,4 @@ def test_without_ssh_keygen_nothing_is_accepted(tmp_path, keys, monkeypatch):
     (tmp_path / "known").touch()
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(HostError, match="with `ssh-keygen`, but it is not installed on this machine; install it"):
-        known_keys(SshOptions("h", "me", known_hosts=(tmp_path / "known",)))
+        find_known_keys(SshOptions("h", "me", known_hosts=(tmp_path / "known",)))

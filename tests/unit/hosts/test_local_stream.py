@@ -13,7 +13,7 @@ from ops_rig import wait_for
 
 @pytest.fixture
 def impatient(monkeypatch):
-    monkeypatch.setattr(transport, "ENDS_WITHIN_S", 0.3)
+    monkeypatch.setattr(transport, "CLOSE_TIMEOUT_S", 0.3)
 
 
 def test_a_command_that_is_stopped_is_killed_with_what_it_started(impatient):
@@ -21,7 +21,7 @@ def test_a_command_that_is_stopped_is_killed_with_what_it_started(impatient):
     lines = iter(stream)
     started = int(next(lines))
     os.killpg(stream.child.pid, signal.SIGSTOP)
-    wait_for(lambda: processes.state(stream.child.pid) == "T", 10)
+    wait_for(lambda: processes.process_state(stream.child.pid) == "T", 10)
     stream.close()
     try:
         wait_for(lambda: stream.child.poll() is not None, 10)
@@ -30,7 +30,7 @@ def test_a_command_that_is_stopped_is_killed_with_what_it_started(impatient):
         raise
     assert list(lines) == []
     assert stream.child.returncode == -signal.SIGKILL
-    wait_for(lambda: processes.state(started) in ("", "Z"), 10)
+    wait_for(lambda: processes.process_state(started) in ("", "Z"), 10)
 
 
 def test_one_that_ends_with_its_input_is_not_killed():

@@ -20,7 +20,7 @@ A = Host("a", "hosts:1")
         ("exec yes", {}, r"start-up files \(such as ~/.bashrc\) print without end; let them do that only in"),
         (
             "while echo; do sleep 0.01; done",
-            {"SHELL_TIMEOUT_S": 1.2, "ANSWER_WITHIN_S": 0.5},
+            {"SHELL_TIMEOUT_S": 1.2, "SHELL_PROBE_TIMEOUT_S": 0.5},
             "read input or take more than 1 s",
         ),
         ("exec sh", {}, "start another shell, so no command can run; let them do that only in interactive"),
@@ -32,9 +32,10 @@ A = Host("a", "hosts:1")
 def test_start_up_files_that_let_no_command_run_are_told(ssh_server, monkeypatch, shell, limits, words):
     """By what they do, however long that takes here; where they go on for ever, once their time is over."""
     for name, value in (
-        {"SHELL_TIMEOUT_S": 60.0, "SLOW_S": 0.5, "MOST_BYTES": 1 << 11, "ANSWER_WITHIN_S": 60.0} | limits
+        {"SHELL_TIMEOUT_S": 60.0, "SLOW_STARTUP_S": 0.5, "MAX_STARTUP_BYTES": 1 << 11, "SHELL_PROBE_TIMEOUT_S": 60.0}
+        | limits
     ).items():
-        monkeypatch.setattr(ssh if name == "ANSWER_WITHIN_S" else transport, name, value)
+        monkeypatch.setattr(ssh if name == "SHELL_PROBE_TIMEOUT_S" else transport, name, value)
     ssh_server("a", shell=("sh", "-c", shell))
     connection = Ssh(A)
     with pytest.raises(HostError, match=words):
@@ -54,7 +55,7 @@ def test_start_up_files_that_let_no_command_run_are_told(ssh_server, monkeypatch
 def test_what_start_up_files_leave_running_does_not_keep_a_command_for_ever(
     ssh_server, monkeypatch, left, within_s, words
 ):
-    monkeypatch.setattr(ssh, "MOST_OUTPUT", 1 << 16)
+    monkeypatch.setattr(ssh, "MAX_OUTPUT_BYTES", 1 << 16)
     ssh_server("a", shell=("sh", "-c", f'({left}) & exec sh -c "$0"'))
     connection = Ssh(A)
     with pytest.raises(HostError, match=words):

@@ -15,7 +15,7 @@ A = Host("a", "hosts:1")
 
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch):
-    monkeypatch.setattr(ssh, "AGAIN_AFTER_S", (0.01, 0.02, 0.02, 0.04), raising=False)
+    monkeypatch.setattr(ssh, "RETRY_DELAYS_S", (0.01, 0.02, 0.02, 0.04), raising=False)
 
 
 @pytest.mark.parametrize("words", [b"", b"Exceeded MaxStartups\r\n"], ids=["in silence", "with a word"])
@@ -55,4 +55,4 @@ def test_a_host_that_drops_connections_behind_a_jump_host_is_named(ssh_server):
 
 @pytest.mark.parametrize("error", [EOFError(), ConnectionResetError(104, "Connection reset by peer")])
 def test_a_connection_that_ends_while_it_begins_is_dropped_whichever_side_notices(error):
-    assert isinstance(ssh._refusal(error, "a", ""), ssh.DroppedError)
+    assert isinstance(ssh._explain_failure(error, "a", ""), ssh.DroppedError)

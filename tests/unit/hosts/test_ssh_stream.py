@@ -6,7 +6,7 @@ import pytest
 
 from llama405b_tools.hosts import transport
 from llama405b_tools.hosts.ssh import _SshStream
-from llama405b_tools.hosts.transport import READY, HostError, await_sh
+from llama405b_tools.hosts.transport import READY_LINE, HostError, wait_for_shell
 
 
 class Channel:
@@ -45,8 +45,8 @@ def test_an_error_without_words_is_named_by_its_type():
 
 @pytest.mark.parametrize("noise", [b"", b"welcome\n", b"no newline", b'{"a": 1}\n', b"\xff\n{"])
 def test_what_start_up_files_print_is_not_part_of_the_output(noise):
-    channel = Channel(noise + READY + b"{1}\n")
-    await_sh(channel, "a", lambda text: b"")
+    channel = Channel(noise + READY_LINE + b"{1}\n")
+    wait_for_shell(channel, "a", lambda text: b"")
     assert list(_SshStream(channel)) == ["{1}\n"]
 
 
@@ -63,5 +63,5 @@ def test_what_start_up_files_print_is_not_part_of_the_output(noise):
 )
 def test_start_up_files_that_never_let_a_command_run_are_named(channel, said):
     with pytest.raises(HostError, match=said):
-        await_sh(channel, "a", lambda text: b"")
+        wait_for_shell(channel, "a", lambda text: b"")
     assert transport.SHELL_TIMEOUT_S == 30.0

@@ -14,9 +14,9 @@ from llama405b.spec.probes import Figure, Probe, ProbeResult
 from llama405b_tools import parsers
 from llama405b_tools.hosts.inventory import parse_hosts
 from llama405b_tools.launch import doctor, host_rules
-from llama405b_tools.launch.doctor import Visit, needs_of
+from llama405b_tools.launch.doctor import Survey, estimate_requirements
 from llama405b_tools.launch.host_facts import HostFacts, PeerReach
-from llama405b_tools.launch.host_rules import BAD, NOTE, WARN, Needs, Peers
+from llama405b_tools.launch.host_rules import BAD, NOTE, WARN, Peers, Requirements
 
 DATA = ROOT / "tests/data/doctor"
 FIELDS = [
@@ -82,15 +82,15 @@ def peers(*hosts, faults=None, chosen=None, candidates=None):
                     for address in candidates[b]
                     for port in (29400, 40000)
                 }
-                reach[a][b] = reader.read(PeerReach, {"resolves": ["10.0.0.5", 0.01], "reached": reached}, b)
+                reach[a][b] = reader.build_record(PeerReach, {"resolves": ["10.0.0.5", 0.01], "reached": reached}, b)
     return Peers(
         reach, candidates, {host: [29400, 40000] for host in hosts}, {h: (chosen or {}).get(h, "") for h in hosts}
     )
 
 
 def diagnose(facts, needs=None, skew=None, lost=None, links=None):
-    read = {host: reader.read(HostFacts, each, host) for host, each in facts.items()}
-    return host_rules.diagnose(read, lost or {}, skew or {}, links or peers(*facts), needs or Needs())
+    read = {host: reader.build_record(HostFacts, each, host) for host, each in facts.items()}
+    return host_rules.list_findings(read, lost or {}, skew or {}, links or peers(*facts), needs or Requirements())
 
 
 def test_good_hosts_have_nothing_to_be_said():
@@ -108,8 +108,8 @@ def test_good_hosts_have_nothing_to_be_said():
 )
 def test_a_run_needs_a_directory_that_all_hosts_see_if_it_saves_there(settings, shared):
     asked = command.parse(["--preset", "demo", *settings]).config
-    needs = needs_of(asked, "demo", parse_hosts("a\nb\nc\n", "hosts"))
-    assert (needs.settings, needs.shared) == (asked, shared)
+    needs = estimate_requirements(asked, "demo", parse_hosts("a\nb\nc\n", "hosts"))
+    assert (needs.settings, needs.shared_directory) == (asked, shared)
     unshared = dataclasses.replace(peers("a", "b", "c"), unshared=["b", "c"])
     [found] = diagnose({"a": good() | {"marked": "/w/runs"}, "b": good(), "c": good()}, needs, links=unshared)
     assert (found.level, found.hosts) == (BAD, ("b", "c"))
@@ -229,23 +229,23 @@ def test_a_value_that_no_working_gpu_has_is_a_fault_and_tells_nothing_else(value
     assert [(finding.level, finding.what) for finding in found] == [
         (BAD, f"GPU 1: {value} (name and 15 more cannot be read)")
     ]
-    assert [gpu.index for gpu in reader.read(HostFacts, facts, "a").devices] == [0]
+    assert [gpu.index for gpu in reader.build_record(HostFacts, facts, "a").devices] == [0]
 
 
 def test_names_with_commas_are_read():
-    [gpu], fault = parsers.read_smi("0, Tesla V100, SXM2, 32510", ("index", "name", "memory.total"))
+    [gpu], fault = parsers.parse_smi("0, Tesla V100, SXM2, 32510", ("index", "name", "memory.total"))
     assert (gpu.name, gpu.memory_mib, fault) == ("Tesla V100, SXM2", 32510, "")
-    assert parsers.foreign("4711, 610, /opt/a, b/python3\n") == [(4711, "/opt/a, b/python3")]
+    assert parsers.parse_gpu_processes("4711, 610, /opt/a, b/python3\n") == [(4711, "/opt/a, b/python3")]
 
 
 @pytest.mark.parametrize("value", ["N/A", "Not Supported", "Requested functionality has been deprecated"])
 def test_what_a_driver_does_not_tell_is_no_fault(value):
-    [gpu], fault = parsers.read_smi(f"0, H100, [{value}]", ("index", "name", "clocks.sm"))
+    [gpu], fault = parsers.parse_smi(f"0, H100, [{value}]", ("index", "name", "clocks.sm"))
     assert (gpu.clock_mhz, gpu.fault, fault) == (None, "", "")
 
 
 def test_unknown_is_unknown():
-    [gpu] = parsers.read_smi(smi("unknown.csv")["smi"], FIELDS)[0]
+    [gpu] = parsers.parse_smi(smi("unknown.csv")["smi"], FIELDS)[0]
     assert (gpu.used_mib, gpu.ecc_errors, gpu.power_limit_w, gpu.pages_pending) == (None, None, None, None)
     assert gpu.memory_mib == 24564
     assert not gpu.fault
@@ -267,21 +267,23 @@ def test_an_allocator_without_expandable_segments_keeps_more(words, told):
     found = diagnose({"a": facts})
     assert [(each.level, repr(words) in each.what) for each in found] == [(WARN, True)] * told
     assert all("add expandable_segments:True" in each.remedy for each in found)
-    assert diagnose({"a": facts}, Needs(cuda=False)) == []
+    assert diagnose({"a": facts}, Requirements(uses_gpus=False)) == []
 
 
 def test_what_a_run_needs():
-    found = diagnose({"a": good()}, Needs(ram_bytes=3 << 40))
+    found = diagnose({"a": good()}, Requirements(ram_bytes=3 << 40))
     assert "2048 GiB of RAM, but the run needs 3072" in found[0].what
-    found = diagnose({"a": good()}, Needs(gpu_bytes=94 << 30))
+    found = diagnose({"a": good()}, Requirements(gpu_bytes=94 << 30))
     assert "GPU 0: 80 GiB, but each rank's state takes 94" in found[0].what
-    assert diagnose({"a": good() | {"gpus": smi("bad.csv")}}, Needs(cuda=False)) == []
+    assert diagnose({"a": good() | {"gpus": smi("bad.csv")}}, Requirements(uses_gpus=False)) == []
 
 
 def test_what_a_run_would_need_at_its_peak_is_an_estimate_and_a_warning():
     hosts = parse_hosts("node[01-08] slots=8", "hosts")
     flags = ["--preset", "llama3.1-405b", "--data.paths", "x", "--parallel.numerics", "pure-bf16"]
-    resident = needs_of(command.parse([*flags, "--parallel.offload", "none"]).config, "llama3.1-405b", hosts)
+    resident = estimate_requirements(
+        command.parse([*flags, "--parallel.offload", "none"]).config, "llama3.1-405b", hosts
+    )
     assert resident.gpu_bytes < 48 << 30  # which fits, but its peak does not fit 40
     assert 75 << 30 < resident.gpu_peak_bytes < 80 << 30
     assert resident.mesh == ""
@@ -294,7 +296,7 @@ def test_what_a_run_would_need_at_its_peak_is_an_estimate_and_a_warning():
     assert diagnose({"a": good()}, dataclasses.replace(unknown, gpu_peak_bytes=70 << 30)) == []
     found = diagnose({"a": good()}, dataclasses.replace(resident, gpu_peak_bytes=81 << 30))
     assert (found[0].level, "allocates about 81 at its peak" in found[0].what) == (BAD, True)
-    offloaded = needs_of(command.parse(flags).config, "llama3.1-405b", hosts)
+    offloaded = estimate_requirements(command.parse(flags).config, "llama3.1-405b", hosts)
     assert offloaded.ram_bytes < offloaded.ram_peak_bytes < 1.1 * offloaded.ram_bytes  # pinned blocks are rounded up
     found = diagnose({"a": good()}, dataclasses.replace(offloaded, ram_peak_bytes=3 << 40))
     assert "takes about 3072 with pinning" in found[0].what
@@ -304,7 +306,7 @@ def test_what_a_run_would_need_at_its_peak_is_an_estimate_and_a_warning():
 def test_the_mesh_that_the_ranks_make_is_said(split):
     hosts = parse_hosts("node[01-08] slots=8", "hosts")
     words = [word for name, size in zip(split[::2], split[1::2], strict=True) for word in (f"--parallel.{name}", size)]
-    needs = needs_of(
+    needs = estimate_requirements(
         command.parse(["--preset", "llama3.1-405b", "--data.paths", "x", *words]).config, "llama3.1-405b", hosts
     )
     assert " x tp " in needs.mesh
@@ -315,21 +317,21 @@ def test_versions_that_are_known_to_go_wrong_are_told_with_the_planned_settings(
     facts = good()
     put("environment", "packages", "torch", "2.15.0")(facts)
     states = command.parse(["--preset", "llama3.1-405b", "--data.paths", "x", "--parallel.offload", "optimizer"]).config
-    found = diagnose({"a": facts}, Needs(settings=states))
+    found = diagnose({"a": facts}, Requirements(settings=states))
     assert [each.level for each in found] == [WARN, WARN]
     assert [each.what.partition(" 2.15.0 ")[2][:25] for each in found] == [
         "is newer than what this w",
         "keeps the FP32 gradients ",
     ]
     assert "https://github.com/pytorch/pytorch/pull/179443" in found[1].remedy
-    [newer] = diagnose({"a": facts}, Needs())
+    [newer] = diagnose({"a": facts}, Requirements())
     assert newer.remedy.startswith("use 2.13, or run")
 
 
 def test_remedies_can_be_typed():
     facts = good()
     put("environment", "packages", "torch", "missing")(facts)
-    [found] = diagnose({"a": facts}, Needs(program=".venv/bin/llama405b", hosts=" 'my hosts'"))
+    [found] = diagnose({"a": facts}, Requirements(program=".venv/bin/llama405b", hosts_arg=" 'my hosts'"))
     assert found.remedy == "`.venv/bin/llama405b setup 'my hosts'` installs it"
 
 
@@ -350,8 +352,8 @@ def test_clocks_and_dead_hosts():
 
 
 def test_a_clock_that_agrees_is_not_behind_by_nothing():
-    facts = {"a": reader.read(HostFacts, good(), "a")}
-    visit = Visit(facts, {}, {"a": -0.01}, {"a": 1.0}, peers("a"), {})
+    facts = {"a": reader.build_record(HostFacts, good(), "a")}
+    visit = Survey(facts, {}, {"a": -0.01}, {"a": 1.0}, peers("a"), {})
     assert doctor._row("a", visit, ())[3] == "+0.0 s"
 
 
@@ -385,12 +387,12 @@ def test_hosts_that_differ_in_their_own_name_alone_are_one_line(capsys):
     lost = {f"gpu-{i}": f"no answer from 10.0.0.{i}:22; try `ssh -v gpu-{i}`" for i in range(1, 9)} | {
         "x-1": "it ended (x-1)"
     }
-    facts = {host: reader.read(HostFacts, good(), host) for host in ("a-1", "a-2")}
+    facts = {host: reader.build_record(HostFacts, good(), host) for host in ("a-1", "a-2")}
     found = diagnose({"a-1": good(), "a-2": good()}, lost=lost)
     assert [(f.hosts, f.remedy) for f in found] == [
         (tuple(lost)[:8], "no answer from HOST:22; try `ssh -v HOST`"), (("x-1",), "it ended (x-1)"),
     ]  # fmt: skip
-    visit = Visit(facts, lost, dict.fromkeys(facts, 0.0), dict.fromkeys(facts, 1.0), peers(*facts), {})
+    visit = Survey(facts, lost, dict.fromkeys(facts, 0.0), dict.fromkeys(facts, 1.0), peers(*facts), {})
     doctor.print_report(visit, found, [*facts, *lost], deep=True)
     rows = [line.split()[:2] for line in capsys.readouterr().out.splitlines()[5:-2]]
     assert rows == [["host", "fit"], ["a-[1-2]", "yes"], ["gpu-[1-8],x-1", "NO"]]
@@ -411,12 +413,14 @@ def test_what_nccl_is_told():
 
 def test_the_line_by_which_nccl_falls_back():
     fallen = "h:1:1 [0] NCCL INFO NET/Socket : Using [0]eth0:10.0.0.5<0>"
-    assert parsers.socket_line(f"x\n{fallen}\ny") == fallen
-    assert parsers.socket_line("h:1:1 [0] NCCL INFO NET/IB : Using [0]mlx5_0:1/IB [RO]; OOB eth0:10.0.0.5<0>") == ""
+    assert parsers.find_socket_line(f"x\n{fallen}\ny") == fallen
+    assert (
+        parsers.find_socket_line("h:1:1 [0] NCCL INFO NET/IB : Using [0]mlx5_0:1/IB [RO]; OOB eth0:10.0.0.5<0>") == ""
+    )
 
 
 def test_the_odd_one_out():
-    from llama405b_tools.launch.doctor import judge
+    from llama405b_tools.launch.doctor import judge_results
 
     devices = tuple(
         Figure(f"rank {i} (cuda {i % 2})", 610.0 if i == 5 else 700.0, "TFLOP/s", (f"h{i // 2}",)) for i in range(8)
@@ -428,7 +432,9 @@ def test_the_odd_one_out():
     )
     rates = tuple(Figure(name, rate, "GB/s") for rate in (1.0, 30.0) for name in ("all-gather", "all-reduce"))
     figures = {Probe.PRODUCTS: devices, Probe.HOST_LINKS: links, Probe.COLLECTIVES: rates}
-    found = list(judge([ProbeResult(probe, 8, 4, "NVIDIA H200", figures=each) for probe, each in figures.items()]))
+    found = list(
+        judge_results([ProbeResult(probe, 8, 4, "NVIDIA H200", figures=each) for probe, each in figures.items()])
+    )
     assert [f.hosts for f in found if f.level == WARN] == [("h2",), ("h3",), ("h3",), ("h3",)]
     assert re.search(r"rank 5 \(cuda 1\): 610 TFLOP/s where the median is 700", found[0].what)
     assert found[-1].level == NOTE

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from llama405b.contract.errors import UserError
-from llama405b.predict.hardware import GIB, gpu_like, read_gpus
+from llama405b.predict.hardware import GIB, match_gpu, read_gpus
 from llama405b_tools.hosts.inventory import parse_hosts
 from llama405b_tools.launch.host_facts import HostFacts, Memory, machines_of
 from llama405b_tools.parsers import Rdma, RdmaPort, SmiAnswer
@@ -57,7 +57,7 @@ def test_hosts_that_differ_are_refused():
     ],
 )  # fmt: skip
 def test_names_of_nvidia_smi(name, gib, kind):
-    found = gpu_like(name, gib * GIB, GPUS)
+    found = match_gpu(name, gib * GIB, GPUS)
     assert (found.name if found else None) == kind
 
 

@@ -12,7 +12,7 @@ from llama405b.spec.plan import OWN_THREADS, Node, Plan, check_run_name
 from llama405b_tools.agent.processes import node_env, tmux_session, torchrun_argv
 from llama405b_tools.hosts import transport
 from llama405b_tools.hosts.fleet import agent_command
-from llama405b_tools.hosts.transport import disagreements
+from llama405b_tools.hosts.transport import list_disagreements
 from llama405b_tools.launch import request
 from llama405b_tools.launch.placement import HostSpec, LaunchSpec, RunSpec, build_plan, first_ranks
 from llama405b_tools.parsers import Rdma, RdmaPort
@@ -63,7 +63,7 @@ def test_the_users_own_cache_of_models_is_left_alone():
     assert "HF_HOME" not in node_env(plan(), "a", "/w/runs/r")
     places = dataclasses.replace(plan().nodes[0], env={"HF_HOME": "/nvme/hf"})  # cache= in the hosts file
     assert node_env(dataclasses.replace(plan(), nodes=(places,)), "a", "/w/runs/r")["HF_HOME"] == "/nvme/hf"
-    assert "HF_HOME" in transport.ENV  # what reaches a host that is this machine
+    assert "HF_HOME" in transport.INHERITED_VARIABLES  # what reaches a host that is this machine
 
 
 def test_torchrun_takes_the_arguments():
@@ -171,8 +171,8 @@ def test_a_run_with_rdma_everywhere_refuses_sockets():
 
 def test_who_differs_from_the_majority():
     facts = {"a": {"torch": "2.13"}, "b": {"torch": "2.12"}, "c": {"torch": "2.13"}}
-    assert disagreements(facts) == ["torch is 2.13 on most hosts, but b has 2.12"]
-    assert disagreements({"a": {"x": "1"}, "b": {"x": "1"}}) == []
+    assert list_disagreements(facts) == ["torch is 2.13 on most hosts, but b has 2.12"]
+    assert list_disagreements({"a": {"x": "1"}, "b": {"x": "1"}}) == []
 
 
 def test_names():

@@ -7,24 +7,24 @@ from fakes import FakeFleet
 
 from llama405b.contract.checkpoints import METADATA, FileDigest, Manifest, RunIdentity, write_manifest
 from llama405b.contract.errors import UserError
-from llama405b.predict.calibration import Alone, Calibration, Point
+from llama405b.predict.calibration import Calibration, MeasuredStep, StandaloneRates
 from llama405b.predict.search import Fit
 from llama405b.settings.config import PRESET_DIR
 from llama405b.settings.schema import Adapter
 from llama405b.spec.models import parse_llama
 from llama405b.spec.plan import Node, Plan
-from llama405b.spec.rules import settings_of
+from llama405b.spec.rules import update_settings
 from llama405b_tools.agent import launch_facts, machine
-from llama405b_tools.agent.launch_facts import InputCheck, LaunchFacts, Reach
-from llama405b_tools.agent.machine import PlaceFault, RunPlace
+from llama405b_tools.agent.launch_facts import HeadRoute, InputCheck, LaunchFacts
+from llama405b_tools.agent.machine import DirectoryCheck, DirectoryFault
 from llama405b_tools.hosts.inventory import Host, parse_hosts
 from llama405b_tools.launch import preflight, slurm
 from llama405b_tools.launch.preflight import Rendezvous
-from llama405b_tools.launch.probes import trial_of
+from llama405b_tools.launch.probes import rehearsal_request
 from llama405b_tools.launch.request import parse_launch
-from llama405b_tools.launch.start import expected, loading_note, refuse_misfit, room_faults
+from llama405b_tools.launch.start import disk_room_faults, loading_note, predict_launch, refuse_misfit
 from llama405b_tools.parsers import Address, Rdma
-from llama405b_tools.plan import expectation
+from llama405b_tools.plan import format_expectation
 
 A = Host("a", "hosts:1")
 LARGE = parse_llama(json.loads((PRESET_DIR / "architectures.json").read_text())["llama3.1-405b"], "405B")
@@ -41,7 +41,7 @@ def facts(own, head=None):
     return LaunchFacts(
         versions={}, tmux=True, tmux_fault="", ip=True, run_exists=False, attempt=0, owner="", alive=False, others=(), leftovers=(),
         machine="m", gpus=0, rdma=Rdma(), cores=2, port_fault="", port_in_use=False, own=addresses, head=head or {},
-        workdir="/w", run_place=RunPlace("/w/runs/r"), places={}, free_bytes=1 << 40, free_files=None, input_fault="",
+        workdir="/w", run_place=DirectoryCheck("/w/runs/r"), places={}, free_bytes=1 << 40, free_files=None, input_fault="",
     )  # fmt: skip
 
 
@@ -62,14 +62,14 @@ def answers(*faults):
         for interface, address in OWN["a"] if name != "a" else ():
             fault = "no answer within 3 s" if (name, address) in faults else ""
             mine = dict(own).get(interface, own[-1][1])
-            tried[address] = Reach(fault, mine, interface)
+            tried[address] = HeadRoute(fault, mine, interface)
         found[name] = facts([(i, a, "1000") for i, a in own], tried)
     return found
 
 
 def test_the_first_address_that_all_reach():
     said = answers(("b", "172.31.1.5"), ("c", "172.31.1.5"))
-    candidates = preflight.candidates_of(A, said["a"])
+    candidates = preflight.head_candidates(A, said["a"])
     assert candidates[:2] == ["172.31.1.5", "10.0.0.1"]
     way = preflight.find_rendezvous(A, candidates[:2], said, 20_000)
     assert (way.head, way.port) == ("10.0.0.1", 20_000)
@@ -80,31 +80,31 @@ def test_the_first_address_that_all_reach():
 def test_who_does_not_get_there_is_told_what_was_tried():
     said = answers(("b", "172.31.1.5"), ("b", "10.0.0.1"))
     assert preflight.find_rendezvous(A, ["172.31.1.5", "10.0.0.1"], said, 20_000) is None
-    faults = preflight.cut_off(A, said, 20_000)
+    faults = preflight.hosts_cut_off(A, said, 20_000)
     assert list(faults) == ["b"]
     assert "172.31.1.5 (no answer within 3 s), 10.0.0.1 (no answer within 3 s)" in faults["b"]
 
 
 def test_a_name_without_an_address_is_not_called_a_firewall():
-    said = {"a": facts([]), "b": facts([], {"train-1": Reach("Name or service not known", unresolved=True)})}
-    why = preflight.cut_off(A, said, 20_000)["b"]
+    said = {"a": facts([]), "b": facts([], {"train-1": HeadRoute("Name or service not known", unresolved=True)})}
+    why = preflight.hosts_cut_off(A, said, 20_000)["b"]
     assert "at train-1 (Name or service not known); put the name into its /etc/hosts, or give a an IP address" in why
     assert "open TCP ports" not in why
 
 
 def test_hosts_with_ipv6_alone_are_told_that_the_hosts_meet_over_ipv4():
     eth0 = [("eth0", "172.31.1.5", "1000")]
-    refused = {"fd99::12": Reach("Connection refused")}
+    refused = {"fd99::12": HeadRoute("Connection refused")}
     for own, who in (({"a": eth0, "b": []}, "b"), ({"a": [], "b": eth0}, "a"), ({"a": [], "b": []}, "ab")):
-        why = preflight.cut_off(A, {"a": facts(own["a"]), "b": facts(own["b"], refused)}, 20_000)
+        why = preflight.hosts_cut_off(A, {"a": facts(own["a"]), "b": facts(own["b"], refused)}, 20_000)
         advice = "hosts meet over IPv4; give it an address that all of them reach"
         assert why == dict.fromkeys(who, f"has no IPv4 address, but {advice}")
 
 
 def test_address_in_the_hosts_file_is_the_only_candidate():
-    assert preflight.candidates_of(Host("a", "hosts:1", address="10.0.0.1"), answers()["a"]) == ["10.0.0.1"]
+    assert preflight.head_candidates(Host("a", "hosts:1", address="10.0.0.1"), answers()["a"]) == ["10.0.0.1"]
     for line in ("localhost", "a address=localhost", "a address=127.0.1.1", "a address=::1"):
-        assert preflight.candidates_of(parse_hosts(line, "hosts")[0], answers()["a"]) == ["127.0.0.1"]
+        assert preflight.head_candidates(parse_hosts(line, "hosts")[0], answers()["a"]) == ["127.0.0.1"]
 
 
 def test_fast_private_networks_come_first():
@@ -115,7 +115,7 @@ def test_fast_private_networks_come_first():
         ("x", "10.9.9.9", "-1"),
     ]
     answer = facts(own)
-    assert preflight.candidates_of(A, answer)[:4] == ["10.0.0.1", "192.168.1.5", "10.9.9.9", "8.8.4.4"]
+    assert preflight.head_candidates(A, answer)[:4] == ["10.0.0.1", "192.168.1.5", "10.9.9.9", "8.8.4.4"]
 
 
 def test_a_program_that_no_host_has_is_refused_and_one_that_some_lack_is_their_fault():
@@ -163,7 +163,7 @@ def test_what_is_refused_before_anything_starts(seen, words):
 def test_a_restart_on_some_of_its_hosts_is_not_refused_for_what_the_others_have():
     request = parse_launch(["--run", "r", "--preset", "demo", "--resume", "auto"], 0.0)
     answers = {"a": dataclasses.replace(facts([]), alive_as=("b",), run_exists=True)}
-    preflight.check_request(request, answers, 20_000, again=True)
+    preflight.check_request(request, answers, 20_000, is_restart=True)
 
 
 def test_an_evaluation_without_training_never_gets_into_the_directory_of_another_run():
@@ -222,11 +222,11 @@ def test_a_directory_that_holds_checkpoints_is_refused_on_the_head(monkeypatch, 
     monkeypatch.setattr(launch_facts.models, "check_checkpoint", lambda *_, **__: LARGE)
     monkeypatch.setattr(launch_facts.corpus, "check_paths", lambda *_, **__: None)
     (tmp_path / "c/step-00000040").mkdir(parents=True)
-    seen = [launch_facts._look_at(InputCheck("m", 64, 0, False, (), where)) for where in ("c", "", "other")]
+    seen = [launch_facts._check_inputs(InputCheck("m", 64, 0, False, (), where)) for where in ("c", "", "other")]
     assert seen[0][0].startswith("--checkpoint.dir: c holds checkpoints up to step-00000040; use another directory")
     assert seen[1:] == [("", LARGE), ("", LARGE)]
-    without, _ = launch_facts._look_at(InputCheck("m", 64, 0, False, (), template="none.jinja"))
-    lacking, _ = launch_facts._look_at(InputCheck("m", 64, 0, False, (), adapter=Adapter("lora", path="none")))
+    without, _ = launch_facts._check_inputs(InputCheck("m", 64, 0, False, (), template="none.jinja"))
+    lacking, _ = launch_facts._check_inputs(InputCheck("m", 64, 0, False, (), adapter=Adapter("lora", path="none")))
     assert (
         lacking
         == "--adapter.path: none/adapter_config.json is not a file; name a directory that peft or export --adapter wrote"
@@ -265,7 +265,7 @@ def test_the_directory_of_checkpoints_is_tried_before_the_start():
     asked = preflight._probe_request(saving("--checkpoint.dir", "/shared/c"), A, 20_000, "token")
     assert asked.places == {"--checkpoint.dir": "/shared/c"}
     said = dataclasses.replace(
-        facts([]), places={"--checkpoint.dir": RunPlace("/shared/c", PlaceFault.DENIED, "/shared", "bob")}
+        facts([]), places={"--checkpoint.dir": DirectoryCheck("/shared/c", DirectoryFault.DENIED, "/shared", "bob")}
     )
     assert "--checkpoint.dir=/shared/c cannot be created or written" in fault_of(saving(), A, said)
     assert preflight._probe_request(saving("--checkpoint.every", "0"), A, 20_000, "token").places == {}
@@ -285,11 +285,11 @@ def test_the_directory_of_checkpoints_is_tried_before_the_start():
             "its disk is out of inodes (3 more files can be created at /w); delete files, or set workdir=",
         ),
         (
-            {"run_place": RunPlace("/w/runs/r", PlaceFault.DENIED, "/w", "bob")},
+            {"run_place": DirectoryCheck("/w/runs/r", DirectoryFault.DENIED, "/w", "bob")},
             "/w/runs/r cannot be written: /w belongs to bob, and you cannot write it; fix that, or set workdir=",
         ),
         (
-            {"places": {"cache": RunPlace("/nvme/hf", PlaceFault.DANGLING, "/nvme")}},
+            {"places": {"cache": DirectoryCheck("/nvme/hf", DirectoryFault.DANGLING, "/nvme")}},
             "cache=/nvme/hf cannot be created or written: /nvme is a link to nothing; name a directory of your own",
         ),
     ],
@@ -324,7 +324,7 @@ def test_a_host_has_the_gpus_that_its_ranks_need(slots, gpus, fault, said):
 
 def test_a_disk_that_became_read_only_is_the_hosts_fault_and_not_the_names():
     request = parse_launch(["--run", "r", "--resume", "auto", "--", "x.py"], 0.0)
-    place = RunPlace("/w/runs/r", PlaceFault("read-only"), "/w/runs/r")
+    place = DirectoryCheck("/w/runs/r", DirectoryFault("read-only"), "/w/runs/r")
     answer = dataclasses.replace(facts([]), run_exists=True, run_place=place)
     preflight.check_request(request, {"a": answer}, 1)
     assert fault_of(request, A, answer) == (
@@ -336,7 +336,7 @@ def test_a_disk_that_became_read_only_is_the_hosts_fault_and_not_the_names():
 @pytest.mark.parametrize("resume", ["no", "auto"])
 def test_a_run_directory_of_another_user_is_a_name_to_avoid(resume):
     request = parse_launch(["--run", "r", "--resume", resume, "--", "x.py"], 0.0)
-    place = RunPlace("/w/runs/r", PlaceFault.DENIED, "/w/runs/r", "bob")
+    place = DirectoryCheck("/w/runs/r", DirectoryFault.DENIED, "/w/runs/r", "bob")
     said = {"a": dataclasses.replace(facts([]), run_exists=True, run_place=place)}
     with pytest.raises(
         UserError, match="--run: 'r' on a: /w/runs/r belongs to bob, and you cannot write it; choose an"
@@ -354,7 +354,7 @@ def planned(flags, each, mbit="25000"):
     way = Rendezvous("10.0.0.1", 20_000, {name: said[name].own[0].address for name in said}, dict.fromkeys(said, "ib0"))
     hosts = [Host(name, "h:1", slots=8) for name in said]
     parts = [preflight.host_spec(host, said[host.name], way) for host in hosts]
-    return request, preflight.plan_of(request, parts, said, way, 0.0), said
+    return request, preflight.build_launch_plan(request, parts, said, way, 0.0), said
 
 
 def note(*flags, has=(812, 812, 812), mbit="25000"):
@@ -364,13 +364,13 @@ def note(*flags, has=(812, 812, 812), mbit="25000"):
 
 def room_of(*free_gb, llama=LARGE):
     """What three hosts with so much room say."""
-    places = [{"--checkpoint.dir": RunPlace("/c", free_bytes=size * 10**9)} for size in free_gb]
+    places = [{"--checkpoint.dir": DirectoryCheck("/c", free_bytes=size * 10**9)} for size in free_gb]
     return [{"places": each, "llama": llama} for each in places]
 
 
 def room(*flags, free_gb=(5000, 5000, 5000), llama=LARGE):
     """What launch says of three hosts' disks for checkpoints."""
-    return room_faults(*planned(flags, room_of(*free_gb, llama=llama)))
+    return disk_room_faults(*planned(flags, room_of(*free_gb, llama=llama)))
 
 
 @pytest.mark.parametrize(("free_gb", "short"), [(390, []), (370, ["a"])])
@@ -379,8 +379,8 @@ def test_a_rehearsal_needs_room_for_the_few_checkpoints_that_it_keeps(free_gb, s
     request, plan, said = planned(
         ("--checkpoint.dir", "/c", "--checkpoint.keep", "9"), room_of(free_gb, 0, 0, llama=small)
     )
-    assert list(room_faults(trial_of(request), plan, said)) == short
-    assert list(room_faults(request, plan, said)) == ["a"]
+    assert list(disk_room_faults(rehearsal_request(request), plan, said)) == short
+    assert list(disk_room_faults(request, plan, said)) == ["a"]
 
 
 def test_disks_are_counted_before_a_launch():
@@ -401,7 +401,7 @@ def test_disks_are_counted_before_a_launch():
     request, plan, said = planned(node, room_of(9740, 9740, 9740))
     plan = dataclasses.replace(plan, nodes=tuple(uneven))
     # Of 8 ranks a has 6 and a copy of c's one, b has one and a copy of a's six, c has two: 12,784 GB twice, and 3,653 GB.
-    assert list(room_faults(request, plan, said)) == ["a", "b"]
+    assert list(disk_room_faults(request, plan, said)) == ["a", "b"]
     assert room("--checkpoint.dir", "/c", "--resume", "auto") == {}
     assert room("--checkpoint.dir", "/c", "--checkpoint.every", "0") == {}
     assert room("--checkpoint.dir", "/c", llama=None) == {}
@@ -410,7 +410,7 @@ def test_disks_are_counted_before_a_launch():
 def outlook(*flags, gpu="NVIDIA H100 80GB HBM3", mib=81559, llama=LARGE, ram_gib=2000, measured=None, **more):
     """What launch expects of a run on three hosts of eight such GPUs."""
     has = {"gpu": gpu, "gpu_bytes": mib << 20, "llama": llama, "memory_bytes": ram_gib << 30, **more}
-    return expected(*planned(("--training.global_batch_size", "24", *flags), [has] * 3), measured)
+    return predict_launch(*planned(("--training.global_batch_size", "24", *flags), [has] * 3), measured)
 
 
 def misfit(found):
@@ -425,14 +425,14 @@ def misfit(found):
 def test_what_cannot_fit_is_known_before_a_launch():
     offloaded = ("--parallel.offload", "optimizer", "--data.seq_len", "2048")
     found = outlook(*offloaded, ram_gib=4000)
-    assert (misfit(found), found.load.hosts, found.load.ranks_per_host) == ("", 3, 8)
+    assert (misfit(found), found.run.hosts, found.run.ranks_per_host) == ("", 3, 8)
     assert found.cluster.gpu.name == "h100-80"
     assert found.cluster.nic_bytes_per_s == 25e9 / 8  # its link's, without RDMA
     assert outlook(*offloaded, mib=0) is None
     assert misfit(outlook()).startswith("a GPU has 80.0 GiB, but a rank would allocate about 284.3 at ")
     tight = outlook(*offloaded, ram_gib=4000)
-    assert (tight.gpu, misfit(tight)) == (Fit.RETRIES, "")
-    assert "reserved of 80 GiB of each GPU; slower, with allocator retries; " in expectation(tight)
+    assert (tight.gpu_fit, misfit(tight)) == (Fit.RETRIES, "")
+    assert "reserved of 80 GiB of each GPU; slower, with allocator retries; " in format_expectation(tight)
     assert misfit(outlook(*offloaded)) == ""  # 2,022 of 2,000 GiB: within what the prediction may be wrong
     assert (
         misfit(outlook(*offloaded, ram_gib=1500))
@@ -447,7 +447,7 @@ def test_what_cannot_fit_is_known_before_a_launch():
     assert outlook(gpu="NVIDIA Q9000") is None
     assert outlook(llama=None) is None
     request, plan, said = planned((), [{"llama": LARGE, "gpu": name, "gpu_bytes": 1 << 36} for name in "abc"])
-    assert expected(request, plan, said, None) is None
+    assert predict_launch(request, plan, said, None) is None
 
 
 def test_nothing_is_expected_of_units_that_are_not_predicted():
@@ -457,13 +457,13 @@ def test_nothing_is_expected_of_units_that_are_not_predicted():
 def test_what_was_measured_is_expected():
     flags = ("--parallel.offload", "optimizer")
     plain = outlook(*flags)
-    few, more = (Point(layers, 1, 24, 0.0, 0.1 * layers, 0.3 * layers, 0.5, 20 << 30) for layers in (1, 3))
-    alone = Alone(0.3, 1e12, 100e9, 20e9, 100e9, 90e9, 1e-5, 2e9)
-    measured = Calibration(plain.load, few, more, None, alone, ("a", "b", "c"), "h100-80", "today")
+    few, more = (MeasuredStep(layers, 1, 24, 0.0, 0.1 * layers, 0.3 * layers, 0.5, 20 << 30) for layers in (1, 3))
+    alone = StandaloneRates(0.3, 1e12, 100e9, 20e9, 100e9, 90e9, 1e-5, 2e9)
+    measured = Calibration(plain.run, few, more, None, alone, ("a", "b", "c"), "h100-80", "today")
     assert outlook(*flags, measured=measured).needs.step_s == pytest.approx(126 * 0.4 + 0.5)
     assert outlook("--parallel.offload", "all", measured=measured).calibration == measured
     assert outlook(*flags, measured=dataclasses.replace(measured, gpu="h200-141")) == plain
-    on_cpus = dataclasses.replace(plain.load, offload="none")
+    on_cpus = dataclasses.replace(plain.run, offload="none")
     measured = dataclasses.replace(measured, load=on_cpus, gpu="cpu")
     assert outlook("--parallel.device", "cpu", measured=measured).cluster.gpu.is_cpu
 
@@ -504,7 +504,7 @@ def test_weights_are_counted_only_where_they_can_be_loaded(tiny, tmp_path):
 def test_a_resume_that_another_batch_size_forbids_is_refused_before_anything_starts(tmp_path, monkeypatch):
     given = ["--run", "r", "--resume", "--model.path", "m", "--data.paths", "d", "--training.max_steps", "9"]
     settings = parse_launch(given, 0.0).config
-    identity = RunIdentity("m", "d", 4096, 64, "fp32-master", 0, 0, "isolated", settings_of(settings.optimizer, 9))
+    identity = RunIdentity("m", "d", 4096, 64, "fp32-master", 0, 0, "isolated", update_settings(settings.optimizer, 9))
     step = tmp_path / "step-00000004"
     step.mkdir()
     seals = {name: FileDigest(0, 0, ("0" * 64,)) for name in (METADATA, "__0_0.distcp")}
@@ -512,8 +512,8 @@ def test_a_resume_that_another_batch_size_forbids_is_refused_before_anything_sta
 
     def launch(*more):
         request = parse_launch([*given, "--checkpoint.dir", str(tmp_path), *more], 0.0)
-        asked = preflight._inputs(request)
-        found = machine.resumable(asked.resume, asked.checkpoints)
+        asked = preflight._input_check(request)
+        found = machine.find_resume_checkpoint(asked.resume, asked.checkpoints)
         said = {"a": dataclasses.replace(facts([]), resumable=found), "b": facts([])}
         nodes = tuple(Node(name, 1, i, "/w", "/py", "", "", {}) for i, name in enumerate("ab"))
         plan = Plan("r", 2, 0.0, "r", "a:1", request.training_program(), (), nodes)

@@ -7,7 +7,7 @@ from llama405b_tools.agent import hostprobe
 
 def test_the_setting_of_the_allocator_is_the_one_that_pytorch_reads(monkeypatch, tmp_path):
     def allocator():
-        return hostprobe.environment({"workdir": str(tmp_path), "python": sys.executable})["allocator"]
+        return hostprobe.read_environment({"workdir": str(tmp_path), "python": sys.executable})["allocator"]
 
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
     monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)

@@ -101,7 +101,9 @@ class TestRehearsal:
 
     def test_it_takes_few_steps_keeps_few_checkpoints_and_is_tethered_to_this_process(self, fleet):
         assert rehearsed(fleet, ([steps(1, 5.0, 4.0, 3.5)], []), ([steps(2, 3.5, first=3)], [])) == 0
-        config = probes.trial_of(parse_launch(["--run", "r", "--preset", "demo", "--data.paths", "x"], 0.0)).config
+        config = probes.rehearsal_request(
+            parse_launch(["--run", "r", "--preset", "demo", "--data.paths", "x"], 0.0)
+        ).config
         assert (config.training.max_steps, config.checkpoint.keep) == (30, 2)
         actions = [action for action, _ in fleet.fakes["b"].heard]
         assert actions.index("tether") < actions.index("stop")

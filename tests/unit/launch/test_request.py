@@ -3,7 +3,7 @@ import os
 import pytest
 
 from llama405b.contract.errors import UserError
-from llama405b.contract.files import refuse_others_writing
+from llama405b.contract.files import check_only_owner_writes
 from llama405b.settings import command
 from llama405b_tools.launch import request
 
@@ -51,10 +51,10 @@ def test_a_bad_line_of_an_env_file_is_named(tmp_path):
 
 
 def test_times():
-    assert [request.seconds(text, "--x") for text in ("30", "30s", "1.5m", "2h")] == [30, 30, 90, 7200]
+    assert [request.parse_seconds(text, "--x") for text in ("30", "30s", "1.5m", "2h")] == [30, 30, 90, 7200]
     for text in ("", "x", "-1", "1d", "1e9", "s"):
         with pytest.raises(UserError, match="--x: "):
-            request.seconds(text, "--x")
+            request.parse_seconds(text, "--x")
 
 
 @pytest.mark.parametrize(
@@ -72,16 +72,16 @@ def test_options_that_do_not_fit(words, fault):
 
 
 def test_a_rehearsal_keeps_the_shapes_and_cuts_the_rest(tmp_path):
-    from llama405b_tools.launch.probes import trial_of
+    from llama405b_tools.launch.probes import rehearsal_request
 
     whole = parse("--rehearse", "--run", "r", "--checkpoint.dir", "/shared/r/", "--optimizer.lr", "0.01")
-    trial = trial_of(whole)
+    trial = rehearsal_request(whole)
     assert trial.run == "r-rehearsal"
     assert (trial.config.model.layers, trial.config.model.weights) == (2, "random")
     assert trial.config.checkpoint.dir == "/shared/r/r-rehearsal"
     assert trial.config.optimizer == whole.config.optimizer
     assert trial.config.data == whole.config.data
-    never = trial_of(parse("--rehearse", "--checkpoint.every", "0"))
+    never = rehearsal_request(parse("--rehearse", "--checkpoint.every", "0"))
     assert never.config.checkpoint.every == "0"
 
 
@@ -89,20 +89,20 @@ def test_files_that_others_may_write_are_refused(tmp_path):
     path = tmp_path / "hosts"
     path.write_text("a\n")
     path.chmod(0o644)
-    refuse_others_writing(path)
+    check_only_owner_writes(path)
     path.chmod(0o666)
     with pytest.raises(UserError, match="is writable by everyone"):
-        refuse_others_writing(path)
+        check_only_owner_writes(path)
     path.chmod(0o664)
-    refuse_others_writing(path)  # the owner's own group
+    check_only_owner_writes(path)  # the owner's own group
     if os.getuid() == 0:
         os.chown(path, 0, 1)
         with pytest.raises(UserError, match="is writable by its group"):
-            refuse_others_writing(path)
+            check_only_owner_writes(path)
         os.chown(path, 12345, 0)
         path.chmod(0o644)
         with pytest.raises(UserError, match="belongs to another user"):
-            refuse_others_writing(path)
+            check_only_owner_writes(path)
 
 
 @pytest.mark.parametrize("words", [["--resume", "auto"], ["--resume"], ["--resume", "5"]])
@@ -137,8 +137,8 @@ def test_no_trial_evaluates_more_than_a_moment():
     from llama405b_tools.launch import probes
 
     request = parse("--evaluation.every", "5", "--evaluation.paths", "held.txt", "--rehearse")
-    assert probes.trial_of(request).config.evaluation.max_sequences == 1
-    assert not probes._trial_of(request, "2", {}).config.evaluation.evaluates
+    assert probes.rehearsal_request(request).config.evaluation.max_sequences == 1
+    assert not probes._calibration_request(request, "2", {}).config.evaluation.is_enabled
 
 
 ONLY = "--evaluate-only"
@@ -178,7 +178,7 @@ def test_an_evaluation_without_training_is_a_run_of_its_own(tmp_path):
     assert found.data_paths == ("x",)
     of_training = request.parse_launch([*known, ONLY, "--evaluation.fraction", "0.1", "--data.paths", "d"], 0.0)
     assert of_training.data_paths == ("d",)
-    assert of_training.config.evaluation.evaluates
+    assert of_training.config.evaluation.is_enabled
 
 
 def test_a_budget_is_so_many_gpu_hours():

@@ -5,7 +5,7 @@ from fakes import FakeFleet, over
 
 from llama405b.contract.errors import RunError
 from llama405b.contract.records import Cause, CauseKind
-from llama405b.spec.probes import Figure, Probe, ProbeResult, encode
+from llama405b.spec.probes import Figure, Probe, ProbeResult, encode_result
 from llama405b_tools.agent.messages import StreamMessage
 from llama405b_tools.hosts.transport import HostError
 from llama405b_tools.launch.probes import run_probes
@@ -27,7 +27,9 @@ def fleet(monkeypatch, tmp_path):
 
 
 def said(*results):
-    return [StreamMessage(entries=((0.0, "a/0/stdout.log", line),)) for result in results for line in encode(result)]
+    return [
+        StreamMessage(entries=((0.0, "a/0/stdout.log", line),)) for result in results for line in encode_result(result)
+    ]
 
 
 def measured(fleet, on_a, on_b, probes, *flags):
@@ -82,13 +84,13 @@ def test_a_host_that_fails_is_named_with_the_probe_it_was_on(fleet):
     killed = over("b", Cause(CauseKind.RANK_KILLED, "b", 1, signal=9))
     found = measured(fleet, said(GOOD), [killed], [Probe.START, Probe.COLLECTIVES])
     assert found[0] == GOOD
-    assert (found[1].probe, found[1].good) == (Probe.COLLECTIVES, False)
-    assert found[1].why == "b: exited 1: rank 1 was killed by SIGKILL"
+    assert (found[1].probe, found[1].passed) == (Probe.COLLECTIVES, False)
+    assert found[1].failure_reason == "b: exited 1: rank 1 was killed by SIGKILL"
 
 
 def test_a_program_that_ends_without_a_result_has_failed(fleet):
     [found] = measured(fleet, [over("a")], [over("b")], [Probe.START])
-    assert (found.probe, found.good) == (Probe.START, False)
+    assert (found.probe, found.passed) == (Probe.START, False)
 
 
 @pytest.mark.parametrize(("failed", "scopes"), [(Probe.LAYER_NONE, 3), (Probe.COPIES, 1)])

@@ -12,13 +12,13 @@ from llama405b_tools import cli
 from llama405b_tools.agent.processes import slurm_environment
 from llama405b_tools.launch import slurm
 from llama405b_tools.launch.request import parse_launch
-from llama405b_tools.launch.sbatch import OPTIONS, given, refused_variables, time_limit_s
+from llama405b_tools.launch.sbatch import OPTIONS, parse_options, refused_variables, time_limit_s
 
 MANUAL = (ROOT / "tests/data/foreign/slurm/sbatch-22.05-options.txt").read_text().splitlines()
 
 
 def test_every_option_of_the_manual_is_in_the_table_as_it_is_there():
-    assert {(o.name, o.letter or "-", o.valued) for o in OPTIONS.values()} == {
+    assert {(o.name, o.letter or "-", o.takes_value) for o in OPTIONS.values()} == {
         (name, letter, value == "value") for name, letter, value in map(str.split, MANUAL)
     }
 
@@ -34,7 +34,7 @@ def test_every_option_of_the_manual_is_in_the_table_as_it_is_there():
     ],
 )  # fmt: skip
 def test_options_are_read_as_sbatch_reads_them(words, found):
-    assert {option.name: value for option, value in given(shlex.split(words))} == found
+    assert {option.name: value for option, value in parse_options(shlex.split(words))} == found
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_options_are_read_as_sbatch_reads_them(words, found):
 )
 def test_what_would_change_a_run_is_refused(words, says):
     with pytest.raises(UserError, match="--slurm: ") as refused:
-        given(shlex.split(words))
+        parse_options(shlex.split(words))
     assert says in str(refused.value)
 
 

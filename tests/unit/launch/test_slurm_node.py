@@ -6,11 +6,11 @@ from llama405b.contract.errors import UserError
 from llama405b.contract.files import write_json
 from llama405b.contract.paths import RunDir
 from llama405b.spec.plan import read_plan
-from llama405b_tools.agent.machine import RunPlace, place_of
+from llama405b_tools.agent.machine import DirectoryCheck, check_writable_directory
 from llama405b_tools.launch import slurm
 from llama405b_tools.launch.placement import RunSpec
 from llama405b_tools.launch.request import parse_launch
-from llama405b_tools.launch.slurm import JobRequest, NodeWhere
+from llama405b_tools.launch.slurm import JobRequest, NodeReport
 from llama405b_tools.parsers import Address
 
 THIS = "job 7"
@@ -21,7 +21,7 @@ TERMS = RunSpec("r", ("-m", "mine"), {}, ())
 def run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    monkeypatch.setattr(slurm, "MEET_S", 0.3)
+    monkeypatch.setattr(slurm, "RENDEZVOUS_S", 0.3)
     return RunDir(tmp_path / "runs/r")
 
 
@@ -34,7 +34,7 @@ def meet(run, **nodes):
 
 
 def where(mine, *, head="10.0.0.1", **more):
-    return NodeWhere(
+    return NodeReport(
         THIS, head=head, mine=mine, own=(Address("eth0", mine, ""),), machine=mine, gpus=2, cores=8, **more
     )
 
@@ -50,7 +50,7 @@ def test_the_nodes_meet_where_the_others_see_the_first_one(run):
 
 
 def test_cache_and_scratch_are_each_nodes_own(run, monkeypatch):
-    places = {"cache": RunPlace("/nvme/hf"), "scratch": RunPlace("/nvme/7")}
+    places = {"cache": DirectoryCheck("/nvme/hf"), "scratch": DirectoryCheck("/nvme/7")}
     plan = meet(run, a=where("10.0.0.1", places=places), b=where("10.0.0.2"))
     assert plan.node("a").env["HF_HOME"] == "/nvme/hf"
     assert plan.node("a").env["TMPDIR"] == "/nvme/7"
@@ -59,14 +59,16 @@ def test_cache_and_scratch_are_each_nodes_own(run, monkeypatch):
 
 def test_a_place_that_cannot_be_written_is_refused(run):
     with pytest.raises(SystemExit, match="b: --cache: /etc/passwd/hf cannot be created or written"):
-        meet(run, a=where("10.0.0.1"), b=where("10.0.0.2", places={"cache": place_of("/etc/passwd/hf")}))
+        meet(
+            run, a=where("10.0.0.1"), b=where("10.0.0.2", places={"cache": check_writable_directory("/etc/passwd/hf")})
+        )
 
 
 @pytest.mark.parametrize(("path", "there"), [("$NOPE", "$NOPE"), ("/nvme/${NOPE}", "/nvme/${NOPE}"), ("$EMPTY", ".")])
 def test_a_place_whose_variable_is_not_set_is_refused(run, monkeypatch, path, there):
     monkeypatch.delenv("NOPE", raising=False)
     monkeypatch.setenv("EMPTY", "")
-    found = slurm._where("localhost", THIS, {"scratch": path})
+    found = slurm._node_report("localhost", THIS, {"scratch": path})
     with pytest.raises(SystemExit) as refused:
         meet(run, a=found)
     assert str(refused.value).startswith(f"a: --scratch: {there!r} is not a full path on that node;")
@@ -102,5 +104,5 @@ def test_nodes_that_differ_or_do_not_come_make_no_plan(run):
         with pytest.raises(SystemExit, match="the nodes differ"):
             meet(run, a=where("10.0.0.1", **{what: "2.13.0"}), b=where("10.0.0.2", **{what: "2.12.0"}))
     with pytest.raises(SystemExit, match="not all nodes appeared"):
-        meet(run, a=where("10.0.0.1"), b=NodeWhere("job 6"))
+        meet(run, a=where("10.0.0.1"), b=NodeReport("job 6"))
     assert not read_plan(run).nodes

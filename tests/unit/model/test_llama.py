@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from llama405b.contract.errors import UserError
-from llama405b.model.llama import build_on_meta, config_of
+from llama405b.model.llama import build_on_meta, config_from_dict
 from llama405b.spec.models import FAMILIES
 
 SHAPE = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 9}
@@ -12,7 +12,7 @@ SHAPE |= {"num_key_value_heads": 1, "head_dim": 4, "pad_token_id": 0}
 
 
 def build(model_type):
-    return build_on_meta(config_of({"model_type": model_type, **SHAPE}), "sdpa", torch.bfloat16)
+    return build_on_meta(config_from_dict({"model_type": model_type, **SHAPE}), "sdpa", torch.bfloat16)
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)

@@ -23,4 +23,4 @@ def test_a_model_as_published_is_built_and_checked(name, tmp_path):
     assert {key: tuple(each.shape) for key, each in model.named_parameters()} == llama.tensors()
     for isolated in (True, False):
         assert check_attention(config, "eager", CPU, torch.float32, isolated=isolated) < 1e-4
-    assert [fused.lack(each, config, CPU, torch.float32) for each in fused.FORWARDS] == ["", ""]
+    assert [fused.unsupported_reason(each, config, CPU, torch.float32) for each in fused.FORWARDS] == ["", ""]

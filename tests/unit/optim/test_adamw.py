@@ -30,7 +30,7 @@ def test_linear_and_constant():
 def test_rounded_moments_are_updated_chunk_by_chunk_as_in_fp32(monkeypatch):
     monkeypatch.setattr(adamw, "CHUNK", 64)
     torch.manual_seed(0)
-    settings = adamw.Settings(1e-2, (0.9, 0.95), 0.1, 1e-8)
+    settings = adamw.AdamWParams(1e-2, (0.9, 0.95), 0.1, 1e-8)
     weight, gradient = torch.randn(10, 31), torch.randn(10, 31)
     by_torch = torch.nn.Parameter(weight.clone())
     ours = torch.nn.Parameter(weight.clone())

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from llama405b.optim.adamw import Dice, Elements
+from llama405b.optim.adamw import LocalElements, RoundingNoise
 
 
 def rounded(wide_C, elements=None, step=3, first=0):
-    elements = elements or Elements(77, whole=len(wide_C), width=len(wide_C))
+    elements = elements or LocalElements(77, full_width=len(wide_C), width=len(wide_C))
     to_C = torch.empty(len(wide_C), dtype=torch.bfloat16)
-    Dice(elements, first, first + len(wide_C), torch.tensor(float(step))).round_(to_C, wide_C)
+    RoundingNoise(elements, first, first + len(wide_C), torch.tensor(float(step))).round_(to_C, wide_C)
     return to_C
 
 
@@ -32,13 +32,17 @@ def test_what_bf16_has_stays():
 def test_neighbors_steps_and_tensors_are_rounded_apart():
     wide_C = torch.full((1 << 16,), 1.001)
     up_C = rounded(wide_C) > 1.0
-    for other_C in (up_C.roll(1), rounded(wide_C, step=4) > 1.0, rounded(wide_C, Elements(78, whole=1, width=1)) > 1.0):
+    for other_C in (
+        up_C.roll(1),
+        rounded(wide_C, step=4) > 1.0,
+        rounded(wide_C, LocalElements(78, full_width=1, width=1)) > 1.0,
+    ):
         both = (up_C & other_C).float().mean().item()
         assert both == pytest.approx(up_C.float().mean().item() * other_C.float().mean().item(), abs=0.01)
 
 
 def test_each_call_uses_other_bits():
-    wide_C, dice = torch.full((1 << 16,), 1.001), Dice(Elements(1), 0, 1 << 16, torch.tensor(1.0))
+    wide_C, dice = torch.full((1 << 16,), 1.001), RoundingNoise(LocalElements(1), 0, 1 << 16, torch.tensor(1.0))
     found = [torch.empty(1 << 16, dtype=torch.bfloat16) for _ in range(3)]
     for each in found:
         dice.round_(each, wide_C)
@@ -48,9 +52,9 @@ def test_each_call_uses_other_bits():
 
 def test_parts_of_a_tensor_are_rounded_as_the_whole():
     wide_RC = torch.randn(6, 10, generator=torch.Generator().manual_seed(0))
-    whole_RC = rounded(wide_RC.flatten(), Elements(5, whole=10, width=10)).view(6, 10)
+    whole_RC = rounded(wide_RC.flatten(), LocalElements(5, full_width=10, width=10)).view(6, 10)
     for rows, columns in ((slice(2, 5), slice(0, 10)), (slice(0, 6), slice(4, 7)), (slice(3, 6), slice(7, 10))):
         own = wide_RC[rows, columns].reshape(-1)
-        elements = Elements(5, rows.start, columns.start, columns.stop - columns.start, 10)
+        elements = LocalElements(5, rows.start, columns.start, columns.stop - columns.start, 10)
         parts = torch.cat([rounded(own[at : at + 4], elements, first=at) for at in range(0, len(own), 4)])
         assert torch.equal(parts, whole_RC[rows, columns].reshape(-1))

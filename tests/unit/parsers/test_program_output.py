@@ -12,11 +12,11 @@ RUNNING, NEXT_SECOND = "Ss   Sun Nov  9 08:01:33 2026    \n", "S+   Sun Nov  9 0
 
 @pytest.mark.parametrize("text", ["", "\n", "Z    Sun Nov  9 08:01:33 2026\n", "ps: illegal option -- x\n"])
 def test_a_process_that_is_gone_has_no_start_time(text):
-    assert parsers.began_at(text) is None
+    assert parsers.parse_ps_start(text) is None
 
 
 def test_a_start_time_tells_processes_apart():
-    assert parsers.began_at(NEXT_SECOND) - parsers.began_at(RUNNING) == 1
+    assert parsers.parse_ps_start(NEXT_SECOND) - parsers.parse_ps_start(RUNNING) == 1
 
 
 def test_a_mac_knows_its_processes_from_ps(tmp_path, monkeypatch):
@@ -24,7 +24,7 @@ def test_a_mac_knows_its_processes_from_ps(tmp_path, monkeypatch):
     (tmp_path / "ps").chmod(0o755)
     monkeypatch.setattr(processes.sys, "platform", "darwin")
     monkeypatch.setattr(os, "defpath", str(tmp_path))
-    assert processes.same_process(7, parsers.began_at(RUNNING))
+    assert processes.is_same_process(7, parsers.parse_ps_start(RUNNING))
     assert processes.start_time(8) is None
 
 

@@ -2,7 +2,7 @@
 
 import json
 
-from llama405b_tools.parsers import read_faulthandler, read_py_spy, syscall_of
+from llama405b_tools.parsers import parse_faulthandler, parse_py_spy, parse_syscall
 
 DUMP = """Thread 0x00007effe6e1d6c0 (most recent call first):
   File "/tmp/fh.py", line 5 in <lambda>
@@ -15,7 +15,7 @@ Current thread 0x00007effe788ab80 (most recent call first):
 
 
 def test_the_main_thread_comes_first():
-    main, other = read_faulthandler(DUMP)
+    main, other = parse_faulthandler(DUMP)
     assert main.is_main
     assert [(frame.file, frame.line, frame.function) for frame in main.frames] == [
         ("/tmp/a b.py", 6, "f"),
@@ -26,13 +26,13 @@ def test_the_main_thread_comes_first():
 
 def test_of_several_dumps_in_a_row_none_is_lost_and_names_of_threads_are_taken():
     newer = DUMP.replace("Thread 0x00007effe6e1d6c0 (", "Thread 0x00007effe6e1d6c0 [writer] (")  # since Python 3.14
-    assert [thread.name for thread in read_faulthandler(newer)] == ["0x00007effe788ab80", "writer"]
+    assert [thread.name for thread in parse_faulthandler(newer)] == ["0x00007effe788ab80", "writer"]
 
 
 def test_a_dump_that_is_cut_short_or_something_else():
-    assert read_faulthandler("") == ()
-    assert read_faulthandler('Segmentation fault\n  File "x.py", line 1 in f') == ()
-    [cut] = read_faulthandler(DUMP[:70])
+    assert parse_faulthandler("") == ()
+    assert parse_faulthandler('Segmentation fault\n  File "x.py", line 1 in f') == ()
+    [cut] = parse_faulthandler(DUMP[:70])
     assert cut.frames == ()
 
 
@@ -41,18 +41,18 @@ def test_py_spy_tells_native_frames_and_who_holds_the_lock():
     call = {"name": "run", "filename": "/w/train.py", "line": 7}
     thread = {"pid": 7, "thread_name": None, "os_thread_id": 8, "owns_gil": True, "frames": [frame, call]}
     main = thread | {"thread_name": "MainThread", "os_thread_id": 7, "owns_gil": False, "frames": [call]}
-    first, second = read_py_spy(json.dumps([thread, main]))
+    first, second = parse_py_spy(json.dumps([thread, main]))
     assert first.is_main
     assert second.has_gil
-    assert [frame.function for frame in second.python] == ["run"]
-    assert read_py_spy("Error: Permission denied") == ()
-    assert read_py_spy('[{"pid": 1}]') == ()
+    assert [frame.function for frame in second.python_frames] == ["run"]
+    assert parse_py_spy("Error: Permission denied") == ()
+    assert parse_py_spy('[{"pid": 1}]') == ()
 
 
 def test_system_calls_have_names_and_files():
-    assert syscall_of("1 0x5 0x7f 0x10000 0x0 0x0 0x0 0x7ffe 0x7f24\n", "x86_64") == ("write", 5)
-    assert syscall_of("202 0x7f 0x80 0x0 0x0 0x0 0x0 0x7ffe 0x7f24", "x86_64") == ("futex", None)
-    assert syscall_of("64 0x5 0x7f 0x10000 0x0 0x0 0x0 0x7ffe 0x7f24", "aarch64") == ("write", 5)
-    assert syscall_of("running\n", "x86_64") == ("", None)
-    assert syscall_of("", "x86_64") == ("", None)
-    assert syscall_of("999 0x5", "x86_64") == ("system call 999", None)
+    assert parse_syscall("1 0x5 0x7f 0x10000 0x0 0x0 0x0 0x7ffe 0x7f24\n", "x86_64") == ("write", 5)
+    assert parse_syscall("202 0x7f 0x80 0x0 0x0 0x0 0x0 0x7ffe 0x7f24", "x86_64") == ("futex", None)
+    assert parse_syscall("64 0x5 0x7f 0x10000 0x0 0x0 0x0 0x7ffe 0x7f24", "aarch64") == ("write", 5)
+    assert parse_syscall("running\n", "x86_64") == ("", None)
+    assert parse_syscall("", "x86_64") == ("", None)
+    assert parse_syscall("999 0x5", "x86_64") == ("system call 999", None)

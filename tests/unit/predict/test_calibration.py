@@ -6,29 +6,38 @@ import json
 import pytest
 
 from llama405b.contract import reader
-from llama405b.predict.calibration import Alone, Calibration, Evidence, Point, Range, measured_layers
+from llama405b.predict.calibration import (
+    Calibration,
+    Evidence,
+    MeasuredStep,
+    StandaloneRates,
+    TimeRange,
+    layers_to_measure,
+)
 from llama405b.predict.estimate import RUNTIME_BYTES, Cluster, estimate
 from llama405b.predict.hardware import Gpu, Rates, read_gpus
-from llama405b.predict.run_shape import RunShape
-from llama405b.predict.search import Fit, Outlook, best, remedies
+from llama405b.predict.run_shape import PredictedRun
+from llama405b.predict.search import Fit, Prediction, rank_variants, remedies
 from llama405b.spec.models import Llama
 from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.launch import start
 
 LLAMA = Llama(12, 256, 704, 4, 2, 64, 2048, False, False, False, 1024)
-LOAD = RunShape(LLAMA, "fp32", "none", 2, 256, 4, 8, ranks_per_host=1)
+LOAD = PredictedRun(LLAMA, "fp32", "none", 2, 256, 4, 8, ranks_per_host=1)
 MIB = 1 << 20
-ALONE = Alone(0.2, 30e9, 20e9, 12e9, 1e9, 0.5e9, 1e-4, 2e9)
-BIG = RunShape(
+ALONE = StandaloneRates(0.2, 30e9, 20e9, 12e9, 1e9, 0.5e9, 1e-4, 2e9)
+BIG = PredictedRun(
     Llama(80, 8192, 28672, 64, 8, 128, 128256, False, False, False, 8192), "fp32-master", "optimizer", 32, 4096, 1, 32
 )
 
 
 def calibration(few=(0.01, 0.1, 0.2, 0.01, 600 * MIB), more=(0.01, 0.2, 0.5, 0.02, 700 * MIB)):
-    return Calibration(LOAD, Point(1, 4, 8, *few), Point(3, 4, 8, *more), None, ALONE, ("a", "b"), "cpu", "today")
+    return Calibration(
+        LOAD, MeasuredStep(1, 4, 8, *few), MeasuredStep(3, 4, 8, *more), None, ALONE, ("a", "b"), "cpu", "today"
+    )
 
 
-RATES = Alone(0.12, 2e12, 150e9, 40e9, 150e9, 120e9, 2e-5, 4e9)
+RATES = StandaloneRates(0.12, 2e12, 150e9, 40e9, 150e9, 120e9, 2e-5, 4e9)
 
 
 def measured(load=BIG, layer_s=0.2, delay_s=0.0, alone=RATES):
@@ -36,17 +45,17 @@ def measured(load=BIG, layer_s=0.2, delay_s=0.0, alone=RATES):
 
     def point(layers, micro):
         step_s = layers * (micro * (layer_s - delay_s) + delay_s)
-        return Point(layers, micro, micro * load.world, 0.0, step_s / 3, step_s * 2 / 3, 0.1, 30 << 30)
+        return MeasuredStep(layers, micro, micro * load.world, 0.0, step_s / 3, step_s * 2 / 3, 0.1, 30 << 30)
 
     return Calibration(load, point(1, 1), point(3, 1), point(3, 2), alone, ("a",), "h100-80", "today")
 
 
 def outlook(load=LOAD, has=4096 * MIB):
-    return Outlook.of(load, Cluster(Gpu.of_cpu(has)), 2 * has)
+    return Prediction.from_run(load, Cluster(Gpu.for_cpu(has)), 2 * has)
 
 
 def test_all_layers_follow_from_a_few():
-    found = outlook().calibrated(calibration())
+    found = outlook().with_calibration(calibration())
     time = found.needs.time
     assert time.forward_s == pytest.approx(0.1 + 11 * 0.05)
     assert time.backward_s == pytest.approx(0.2 + 11 * 0.15)
@@ -58,18 +67,18 @@ def test_all_layers_follow_from_a_few():
     shape = dataclasses.replace(LLAMA, layers=3)
     three = estimate(dataclasses.replace(LOAD, llama=shape)).peak.total
     assert found.needs.gpu_bytes == pytest.approx(700 * MIB + estimate(LOAD).peak.total - three)
-    assert (found.evidence, found.time_range) == (Evidence.STEPS, Range(0.9, 1.1))
+    assert (found.evidence, found.time_range) == (Evidence.STEPS, TimeRange(0.9, 1.1))
     assert found.memory_spread < outlook().memory_spread
 
 
 def test_more_layers_are_never_faster():
     noisy = calibration(more=(0.01, 0.09, 0.5, 0.02, 700 * MIB))
-    assert outlook().calibrated(noisy).needs.time.forward_s == 0.09
+    assert outlook().with_calibration(noisy).needs.time.forward_s == 0.09
 
 
 def test_what_fits_is_judged_by_what_was_measured():
-    needs = outlook().calibrated(calibration()).needs.gpu_bytes
-    assert [outlook(has=needs * share).calibrated(calibration()).gpu for share in (0.94, 1.04, 1.06)] == [
+    needs = outlook().with_calibration(calibration()).needs.gpu_bytes
+    assert [outlook(has=needs * share).with_calibration(calibration()).gpu_fit for share in (0.94, 1.04, 1.06)] == [
         Fit.NO,
         Fit.MAYBE,
         Fit.YES,
@@ -79,8 +88,8 @@ def test_what_fits_is_judged_by_what_was_measured():
 def test_what_was_reserved_is_compared_with_what_is_predicted_to_be():
     found = measured(BIG)
     like = estimate(dataclasses.replace(BIG, llama=dataclasses.replace(BIG.llama, layers=3)))
-    more = dataclasses.replace(found.more, peak_bytes=sum(like.reserved.values()) + 1024 * MIB)
-    needs = Outlook.of(BIG, Cluster()).calibrated(dataclasses.replace(found, more=more)).needs
+    more = dataclasses.replace(found.more, peak_bytes=sum(like.reserved_by_pool.values()) + 1024 * MIB)
+    needs = Prediction.from_run(BIG, Cluster()).with_calibration(dataclasses.replace(found, more=more)).needs
     plain = estimate(BIG)
     assert needs.gpu_bytes == plain.gpu_bytes + 1024 * MIB
     assert needs.gpu_reserved_bytes == plain.gpu_reserved_bytes + 1024 * MIB
@@ -88,52 +97,52 @@ def test_what_was_reserved_is_compared_with_what_is_predicted_to_be():
 
 def test_it_is_used_for_the_run_that_it_was_made_for_alone():
     found = calibration()
-    assert outlook().calibrated(found).calibration == found
+    assert outlook().with_calibration(found).calibration == found
     for change in ({"keep": 9}, {"mtbf_s": 9.0}):
         assert (
-            outlook(dataclasses.replace(LOAD, **change)).calibrated(found).needs.time
-            == found.applied(estimate(LOAD)).time
+            outlook(dataclasses.replace(LOAD, **change)).with_calibration(found).needs.time
+            == found.with_measured_steps(estimate(LOAD)).time
         )
     for change in ({"micro_batch": 2}, {"world": 4}, {"wrap": ("LlamaAttention", "LlamaMLP", "Embedding")}):
-        other = outlook(dataclasses.replace(LOAD, **change)).calibrated(found)
+        other = outlook(dataclasses.replace(LOAD, **change)).with_calibration(found)
         assert other.calibration == found
         assert other.needs.time.data_s == 0
-        assert (other.evidence, other.time_range) == (Evidence.RATES, Range(0.85, 1.15))
+        assert (other.evidence, other.time_range) == (Evidence.RATES, TimeRange(0.85, 1.15))
         assert other.memory_spread == outlook().memory_spread
     for change in ({"seq_len": 128}, {"numerics": "pure-bf16"}, {"llama": dataclasses.replace(LLAMA, layers=13)}):
         other = outlook(dataclasses.replace(LOAD, **change))
-        assert other.calibrated(found) == other
-    other = Outlook.of(LOAD, Cluster())
-    assert other.calibrated(found) == other  # another GPU
+        assert other.with_calibration(found) == other
+    other = Prediction.from_run(LOAD, Cluster())
+    assert other.with_calibration(found) == other  # another GPU
 
 
 def step(load, found, **change):
-    cluster = found.measured(Cluster())
+    cluster = found.with_measured_rates(Cluster())
     return estimate(dataclasses.replace(load, **change), cluster).time
 
 
 def test_rates_give_the_layer_that_was_measured():
-    found = measured().measured(Cluster())
+    found = measured().with_measured_rates(Cluster())
     alone = dataclasses.replace(found.rates, whole=1.0, delay_s=0.0)
     computed = estimate(BIG, dataclasses.replace(found, rates=alone)).time.compute_s
-    head = 3 * 2 * 128256 * 8192 * 4096 / found.pace.flops
+    head = 3 * 2 * 128256 * 8192 * 4096 / found.attained.flops
     assert computed == pytest.approx(80 * 0.12 + head, rel=0.02)
 
 
 @pytest.mark.parametrize(("whole", "delay_s"), [(1.0, 0.0), (0.9, 0.03), (1.3, 0.0), (1.1, 0.2)])
 def test_steps_of_two_micro_batches_tell_a_share_from_a_delay(whole, delay_s):
-    truth = measured().measured(Cluster())
+    truth = measured().with_measured_rates(Cluster())
     truth = dataclasses.replace(truth, rates=dataclasses.replace(truth.rates, whole=whole, delay_s=delay_s))
 
     def point(layers, micro):
         shape = dataclasses.replace(BIG.llama, layers=layers)
         time = estimate(dataclasses.replace(BIG, llama=shape, micro_batch=micro, global_batch=32 * micro), truth).time
-        return Point(layers, micro, 32 * micro, 0.0, time.forward_s, time.backward_s, 0.1, 30 << 30)
+        return MeasuredStep(layers, micro, 32 * micro, 0.0, time.forward_s, time.backward_s, 0.1, 30 << 30)
 
     found = dataclasses.replace(measured(), few=point(1, 1), more=point(3, 1), other=point(3, 2))
-    rates = found.measured(Cluster()).rates
+    rates = found.with_measured_rates(Cluster()).rates
     assert (rates.whole, rates.delay_s) == pytest.approx((whole, delay_s), abs=1e-9)
-    once = dataclasses.replace(found, other=None).measured(Cluster()).rates
+    once = dataclasses.replace(found, other=None).with_measured_rates(Cluster()).rates
     assert once.delay_s == 0
     assert once.whole > whole if delay_s else once.whole == pytest.approx(whole)
 
@@ -142,8 +151,8 @@ def test_noise_is_not_taken_for_a_delay():
     found = measured()
     for took in (0.1, 3.0):  # twice the tokens, faster; and four times as slow
         other = dataclasses.replace(found.other, forward_s=took, backward_s=took)
-        rates = dataclasses.replace(found, other=other).measured(Cluster()).rates
-        assert rates == dataclasses.replace(found, other=None).measured(Cluster()).rates
+        rates = dataclasses.replace(found, other=other).with_measured_rates(Cluster()).rates
+        assert rates == dataclasses.replace(found, other=None).with_measured_rates(Cluster()).rates
 
 
 def test_other_settings_follow_from_the_rates():
@@ -179,26 +188,26 @@ def test_a_slower_part_is_slower(change, slower):
 
 
 def test_links_between_hosts_and_within_one_are_told_apart():
-    assert measured().measured(Cluster()).nic_bytes_per_s == 150e9
+    assert measured().with_measured_rates(Cluster()).nic_bytes_per_s == 150e9
     one_host = dataclasses.replace(BIG, world=8, global_batch=8)
-    found = measured(one_host).measured(Cluster())
+    found = measured(one_host).with_measured_rates(Cluster())
     assert found.nic_bytes_per_s == Cluster().nic_bytes_per_s
-    assert found.pace.peers_bytes_per_s == 150e9
+    assert found.attained.peers_bytes_per_s == 150e9
     one_rank = dataclasses.replace(BIG, world=1, global_batch=1, ranks_per_host=1)
     found = measured(
         one_rank, alone=dataclasses.replace(measured().alone, gather=0.0, scatter=0.0, hop_s=0.0)
-    ).measured(Cluster())
+    ).with_measured_rates(Cluster())
     assert found.nic_bytes_per_s == Cluster().nic_bytes_per_s
-    assert found.pace.peers_bytes_per_s == pytest.approx(0.75 * read_gpus()["h100-80"].peers_bytes_per_s)
+    assert found.attained.peers_bytes_per_s == pytest.approx(0.75 * read_gpus()["h100-80"].peers_bytes_per_s)
     assert estimate(one_rank, found).time.communication_s == 0
 
 
 def test_a_search_where_it_was_measured_compares_what_cpus_can_do():
-    found = outlook().calibrated(calibration())
-    ranked = best(found)
-    assert {each.load.offload for each in ranked} == {"none"}
+    found = outlook().with_calibration(calibration())
+    ranked = rank_variants(found)
+    assert {each.run.offload for each in ranked} == {"none"}
     assert all(each.needs.step_s > 0 for each in ranked)
-    assert len({each.load.micro_batch for each in ranked}) > 1
+    assert len({each.run.micro_batch for each in ranked}) > 1
     words = " ".join(words for words, _ in remedies(found))
     assert "offload" not in words
     assert "numerics" not in words
@@ -206,7 +215,7 @@ def test_a_search_where_it_was_measured_compares_what_cpus_can_do():
 
 @pytest.mark.parametrize(("layers", "measured"), [(126, (1, 3)), (4, (1, 3)), (3, (1, 2)), (2, (1, 2)), (1, (1, 1))])
 def test_fewer_layers_are_measured_than_the_run_has(layers, measured):
-    assert measured_layers(layers) == measured
+    assert layers_to_measure(layers) == measured
 
 
 def test_it_survives_being_kept():
@@ -219,7 +228,7 @@ def test_waiting_for_updates_is_not_taken_for_the_forward():
         dataclasses.replace(point, forward_s=point.forward_s + 0.5, waited_s=0.5) for point in (found.more, found.other)
     ]
     waited = dataclasses.replace(found, more=waits[0], other=waits[1])
-    assert waited.measured(Cluster()).rates == found.measured(Cluster()).rates
+    assert waited.with_measured_rates(Cluster()).rates == found.with_measured_rates(Cluster()).rates
 
 
 def test_it_is_kept_for_its_hosts(tmp_path):
@@ -253,8 +262,8 @@ def test_what_cannot_have_been_measured_is_not_read(tmp_path, part, change):
 
 def test_a_host_that_waits_while_its_gpu_computes_is_no_slower():
     found = measured()
-    cluster = found.measured(Cluster())
-    forward_s = [estimate(found._load_of(point), cluster).time.forward_s for point in (found.more, found.other)]
+    cluster = found.with_measured_rates(Cluster())
+    forward_s = [estimate(found._run_at(point), cluster).time.forward_s for point in (found.more, found.other)]
     more, other = (
         dataclasses.replace(point, forward_s=s, backward_s=2 * s, waited_s=0.9 * s)
         for point, s in zip((found.more, found.other), forward_s, strict=True)
@@ -263,20 +272,20 @@ def test_a_host_that_waits_while_its_gpu_computes_is_no_slower():
     alone = dataclasses.replace(
         waits, more=dataclasses.replace(more, waited_s=0), other=dataclasses.replace(other, waited_s=0)
     )
-    assert waits.measured(Cluster()).rates.whole > 0.8 * alone.measured(Cluster()).rates.whole
+    assert waits.with_measured_rates(Cluster()).rates.whole > 0.8 * alone.with_measured_rates(Cluster()).rates.whole
 
 
 def test_cuda_and_nccl_are_counted_beside_what_the_allocator_held():
-    assert measured().measured(Cluster()).runtime_bytes >= RUNTIME_BYTES
-    assert outlook().calibrated(calibration()).cluster.runtime_bytes < 700 * MIB
+    assert measured().with_measured_rates(Cluster()).runtime_bytes >= RUNTIME_BYTES
+    assert outlook().with_calibration(calibration()).cluster.runtime_bytes < 700 * MIB
 
 
 def test_hosts_that_differ_and_batches_that_do_not_divide():
     uneven = dataclasses.replace(BIG, world=12, ranks_per_host=8, global_batch=12)
     assert uneven.host_bytes["moments"] == pytest.approx(8 * BIG.llama.parameters * 8 / 12)
     rest = dataclasses.replace(BIG, world=24, global_batch=64)
-    assert Outlook.of(rest, Cluster()).step_tokens == 64 * 4096
+    assert Prediction.from_run(rest, Cluster()).step_tokens == 64 * 4096
 
 
 def test_a_step_of_all_layers_is_measured_too():
-    assert Point(0, 4, 8, 0.0, 0.1, 0.2, 0.01, 600 * MIB).step_s == pytest.approx(0.31)
+    assert MeasuredStep(0, 4, 8, 0.0, 0.1, 0.2, 0.01, 600 * MIB).step_s == pytest.approx(0.31)

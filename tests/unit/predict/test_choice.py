@@ -8,10 +8,10 @@ import pytest
 from llama405b.contract.errors import UserError
 from llama405b.predict.estimate import Cluster
 from llama405b.predict.hardware import read_gpus
-from llama405b.predict.run_shape import RunShape
-from llama405b.predict.search import Fit, Outlook, chosen
+from llama405b.predict.run_shape import PredictedRun
+from llama405b.predict.search import Fit, Prediction, resolve_auto
 from llama405b.settings.axes import Axes
-from llama405b.settings.config import PRESET_DIR, on_ranks, split_flags_of
+from llama405b.settings.config import PRESET_DIR, layout_flags, with_global_batch
 from llama405b.settings.schema import Config
 from llama405b.spec.models import parse_llama
 from llama405b.spec.rules import check_mesh
@@ -33,19 +33,19 @@ def asked(strategy, seq_len=4096, batch=64, **parallel):
 
 
 def predicted(config, llama, world):
-    load = dataclasses.replace(RunShape.of(llama, config, world), ranks_per_host=8)
-    return Outlook.of(load, H100, RAM)
+    load = dataclasses.replace(PredictedRun.from_config(llama, config, world), ranks_per_host=8)
+    return Prediction.from_run(load, H100, RAM)
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2", "zero2", "hsdp"])
 def test_others_are_left_alone(strategy):
     config = asked(strategy)
-    assert chosen(config, LARGE, 64, 8, H100, RAM) is config
+    assert resolve_auto(config, LARGE, 64, 8, H100, RAM) is config
 
 
 def test_auto_is_fsdp2_where_that_fits():
     config = asked("auto", offload="all")
-    assert chosen(config, LARGE, 64, 8, H100, RAM) == dataclasses.replace(
+    assert resolve_auto(config, LARGE, 64, 8, H100, RAM) == dataclasses.replace(
         config, parallel=dataclasses.replace(config.parallel, strategy="fsdp2")
     )
 
@@ -53,7 +53,7 @@ def test_auto_is_fsdp2_where_that_fits():
 def test_auto_is_the_fastest_mesh_that_fits_where_fsdp2_does_not():
     plain = asked("fsdp2", 32_768, 32)
     assert predicted(plain, LARGE, 128).fit < Fit.RETRIES
-    mesh = chosen(asked("auto", 32_768, 32), LARGE, 128, 8, H100, RAM)
+    mesh = resolve_auto(asked("auto", 32_768, 32), LARGE, 128, 8, H100, RAM)
     assert mesh.parallel.cp > 1
     assert predicted(mesh, LARGE, 128).fit >= Fit.RETRIES
     assert mesh.training.global_batch_size == 32
@@ -61,35 +61,35 @@ def test_auto_is_the_fastest_mesh_that_fits_where_fsdp2_does_not():
 
 @pytest.mark.parametrize(("llama", "world"), [(LARGE, 64), (SMALL, 8), (SMALL, 16)])
 def test_3d_splits_matrices_and_layers_so_that_it_suits_the_model(llama, world):
-    mesh = chosen(asked("3d", numerics="pure-bf16"), llama, world, 8, H100, RAM)
-    axes = Axes.of(mesh.parallel, world, 8)
+    mesh = resolve_auto(asked("3d", numerics="pure-bf16"), llama, world, 8, H100, RAM)
+    axes = Axes.from_parallel(mesh.parallel, world, 8)
     assert min(axes.tp, axes.pp) > 1
     check_mesh(axes, mesh.parallel, llama, mesh.data.seq_len, 8)
-    assert on_ranks(mesh, axes) == mesh
+    assert with_global_batch(mesh, axes) == mesh
 
 
 def test_3d_of_too_few_ranks_is_refused():
     for world in (1, 2):
         with pytest.raises(UserError):
-            chosen(asked("3d"), SMALL, world, 8, H100, RAM)
+            resolve_auto(asked("3d"), SMALL, world, 8, H100, RAM)
 
 
 def test_where_nothing_fits_it_is_what_a_gpu_holds_least_of():
-    mesh = chosen(asked("auto"), LARGE, 8, 8, H100, RAM)
+    mesh = resolve_auto(asked("auto"), LARGE, 8, 8, H100, RAM)
     assert predicted(mesh, LARGE, 8).fit < Fit.RETRIES
 
 
 def test_fp32_and_a_batch_of_one_each():
     """Of which nothing is predicted, and which depends on the mesh."""
-    mesh = chosen(asked("3d", batch=0, numerics="fp32"), SMALL, 8, 8)
+    mesh = resolve_auto(asked("3d", batch=0, numerics="fp32"), SMALL, 8, 8)
     assert mesh.parallel.numerics == "fp32"
     assert mesh.training.global_batch_size % mesh.training.micro_batch_size == 0 < mesh.training.global_batch_size
 
 
 def test_the_choice_is_the_same_once_it_is_made():
-    mesh = chosen(asked("3d", numerics="pure-bf16"), LARGE, 64, 8, H100, RAM)
-    assert chosen(mesh, LARGE, 64, 8, H100, RAM) is mesh
-    flags = dict(flag.removeprefix("--").split("=") for flag in split_flags_of(mesh))
+    mesh = resolve_auto(asked("3d", numerics="pure-bf16"), LARGE, 64, 8, H100, RAM)
+    assert resolve_auto(mesh, LARGE, 64, 8, H100, RAM) is mesh
+    flags = dict(flag.removeprefix("--").split("=") for flag in layout_flags(mesh))
     assert flags["parallel.strategy"] == mesh.parallel.strategy != "3d"
     for name in ("tp", "cp", "pp", "dp_replicate", "pp_schedule"):
         assert flags[f"parallel.{name}"] == str(getattr(mesh.parallel, name))

@@ -5,9 +5,9 @@ import json
 
 import pytest
 
-from llama405b.predict.estimate import Cluster, setting_of
-from llama405b.predict.hardware import Rates, Setting, read_gpus
-from llama405b.predict.run_shape import RunShape
+from llama405b.predict.estimate import Cluster, training_setup
+from llama405b.predict.hardware import Rates, TrainingSetup, read_gpus
+from llama405b.predict.run_shape import PredictedRun
 from llama405b.predict.step_time import fsdp_copies_s, host_copies_s, step_time
 from llama405b.settings.axes import Recompute
 from llama405b.settings.config import PRESET_DIR
@@ -17,17 +17,18 @@ SHAPES = json.loads((PRESET_DIR / "architectures.json").read_text())
 RATES, HBM = Rates.read(), 3350e9
 
 
-def setting(model="llama3.1-405b", world=64, offload="all", **change) -> Setting:
-    load = RunShape(parse_llama(SHAPES[model], model), "fp32-master", offload, world, global_batch=world)
-    return dataclasses.replace(setting_of(load, Cluster()), **change)
+def setting(model="llama3.1-405b", world=64, offload="all", **change) -> TrainingSetup:
+    load = PredictedRun(parse_llama(SHAPES[model], model), "fp32-master", offload, world, global_batch=world)
+    return dataclasses.replace(training_setup(load, Cluster()), **change)
 
 
 @pytest.mark.parametrize(("model", "world"), [("llama3.1-405b", 64), ("llama3.1-8b", 8), ("llama3.2-1b", 1)])
 @pytest.mark.parametrize("recompute", ["none", "operators", "operators:5", "every:2", "full"])
 def test_parts_are_all_of_the_compute_and_none_twice(model, world, recompute):
-    found = step_time(setting(model, world, recompute=Recompute.read(recompute), accumulate=3), RATES)
+    found = step_time(setting(model, world, recompute=Recompute.parse(recompute), accumulate=3), RATES)
     without = step_time(
-        setting(model, world, recompute=Recompute.read(recompute), accumulate=3), dataclasses.replace(RATES, copies=0.0)
+        setting(model, world, recompute=Recompute.parse(recompute), accumulate=3),
+        dataclasses.replace(RATES, copies=0.0),
     )
     assert sum(found.compute_parts_s.values()) == pytest.approx(found.compute_s)
     assert found.compute_s == pytest.approx(without.compute_s)  # FSDP's copies are in what was fitted
@@ -75,7 +76,7 @@ def test_copies_of_both_ways_share_a_link_and_all_of_a_host_its_memory():
 
 def test_an_input_leaves_in_the_forward_and_comes_back_in_the_backward():
     entry = 2 * 4096 * setting().shape.hidden
-    kept = setting(copied_up=0.0, copied_down=0.0, inputs_copied=True)
+    kept = setting(copied_up=0.0, copied_down=0.0, offloads_inputs=True)
     for each in (False, True):
         assert host_copies_s(kept, RATES, backward=each) == pytest.approx(
             max(entry / 55e9, 8 * entry / (0.75 * 614.4e9))
@@ -84,7 +85,7 @@ def test_an_input_leaves_in_the_forward_and_comes_back_in_the_backward():
 
 def test_what_a_host_keeps_gathered_needs_no_network_in_the_backward():
     slow = setting(nic_bytes_per_s=10e9)
-    one, two = (step_time(each, RATES) for each in (slow, dataclasses.replace(slow, kept_by=8)))
+    one, two = (step_time(each, RATES) for each in (slow, dataclasses.replace(slow, reshard_group_size=8)))
     gathered = slow.shape.parameters * 2
     saved = gathered * 63 / 64 / (10e9 * RATES.network) - gathered * 7 / 8 / (slow.gpu.peers_bytes_per_s * RATES.peers)
     assert one.forward_s == two.forward_s
@@ -112,8 +113,8 @@ def test_an_update_in_a_host_s_memory_takes_what_that_memory_gives():
 def test_a_layer_gains_what_an_h200_measured(change, gain):
     """docs/measurements/gpu-bench.md: a layer of 405B with 8,192 words, of 8,192 tokens."""
     llama = parse_llama(SHAPES["llama3.1-405b"] | {"num_hidden_layers": 1, "vocab_size": 8192}, "one")
-    load = RunShape(llama, "fp32-master", "none", 1, global_batch=1, seq_len=8192)
-    plain = setting_of(load, Cluster(gpu=read_gpus()["h200-141"]))
+    load = PredictedRun(llama, "fp32-master", "none", 1, global_batch=1, seq_len=8192)
+    plain = training_setup(load, Cluster(gpu=read_gpus()["h200-141"]))
     without, found = (step_time(each, RATES) for each in (plain, dataclasses.replace(plain, **change)))
     passes = (found.forward_s + found.backward_s) / (without.forward_s + without.backward_s)
     assert passes == pytest.approx(1 - gain, abs=0.005)

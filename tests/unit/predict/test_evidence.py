@@ -5,14 +5,14 @@ import json
 
 import pytest
 
-from llama405b.predict.calibration import Evidence, range_of
-from llama405b.predict.estimate import Cluster, setting_of
+from llama405b.predict.calibration import Evidence, find_time_range
+from llama405b.predict.estimate import Cluster, training_setup
 from llama405b.predict.hardware import read_gpus
-from llama405b.predict.run_shape import RunShape
-from llama405b.predict.search import Outlook
+from llama405b.predict.run_shape import PredictedRun
+from llama405b.predict.search import Prediction
 from llama405b.settings.config import PRESET_DIR
 from llama405b.spec.models import parse_llama
-from llama405b_tools.plan import expectation
+from llama405b_tools.plan import format_expectation
 from llama405b_tools.verbs import predict
 
 SHAPES = json.loads((PRESET_DIR / "architectures.json").read_text())
@@ -29,25 +29,27 @@ CASES = [
 
 
 def load(model, world, offload):
-    return RunShape(parse_llama(SHAPES[model], model), "fp32-master", offload, world, global_batch=world)
+    return PredictedRun(parse_llama(SHAPES[model], model), "fp32-master", offload, world, global_batch=world)
 
 
 @pytest.mark.parametrize(("model", "world", "offload", "gpu", "known"), CASES)
 def test_what_is_known_of_a_setting(model, world, offload, gpu, known):
-    outlook = Outlook.of(load(model, world, offload), Cluster(read_gpus()[gpu]))
+    outlook = Prediction.from_run(load(model, world, offload), Cluster(read_gpus()[gpu]))
     assert outlook.evidence is known
     assert (outlook.time_range is None) == (known is Evidence.NOTHING)
-    assert ("; never measured on this GPU" in expectation(outlook)) == (known is Evidence.NOTHING)
+    assert ("; never measured on this GPU" in format_expectation(outlook)) == (known is Evidence.NOTHING)
 
 
 def test_splitting_more_than_parameters_is_other_evidence():
     split = dataclasses.replace(load("llama3.1-405b", 64, "none"), tp=8)
-    outlook = Outlook.of(split, Cluster())
+    outlook = Prediction.from_run(split, Cluster())
     assert (outlook.evidence, outlook.time_range.programs) == (Evidence.MESH, 3)
 
 
 def test_offload_is_wide_and_lopsided():
-    with_it, without = (range_of(setting_of(load("llama3.1-405b", 64, place), Cluster())) for place in ("all", "none"))
+    with_it, without = (
+        find_time_range(training_setup(load("llama3.1-405b", 64, place), Cluster())) for place in ("all", "none")
+    )
     assert with_it.low == without.low
     assert with_it.high - 1 > 1.5 * (without.high - 1)
     assert (with_it.programs, without.programs) == (1, 6)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from llama405b.predict.hardware import Shape
+from llama405b.predict.hardware import ModelShape
 from llama405b.settings.config import PRESET_DIR
 from llama405b.spec.models import parse_llama
 
@@ -17,17 +17,17 @@ S = 256
 def test_parameters_are_those_of_the_modules(name):
     import torch
 
-    from llama405b.model.llama import build_on_meta, config_of
+    from llama405b.model.llama import build_on_meta, config_from_dict
 
-    shape = Shape.of(parse_llama(PRESETS[name], name))
-    module = build_on_meta(config_of(PRESETS[name]), "sdpa", torch.bfloat16)
+    shape = ModelShape.from_llama(parse_llama(PRESETS[name], name))
+    module = build_on_meta(config_from_dict(PRESETS[name]), "sdpa", torch.bfloat16)
     if module.config.tie_word_embeddings:
         module.lm_head.weight = module.model.embed_tokens.weight
     assert shape.parameters == sum(p.numel() for p in module.parameters())
     assert shape.layer_parameters == sum(p.numel() for p in module.model.layers[0].parameters())
     linear = [m.weight.numel() for m in module.model.layers[0].modules() if isinstance(m, torch.nn.Linear)]
     last = 0 if name == "olmo2-7b" else module.model.layers[0].mlp.down_proj.weight.numel()
-    assert (shape.matrices, shape.narrow) == (sum(linear), last)
+    assert (shape.matrices, shape.unrepeated_weights) == (sum(linear), last)
 
 
 @pytest.mark.parametrize("again", [False, True])
@@ -36,10 +36,10 @@ def test_flops_are_those_that_torch_counts(name, again):
     import torch
     from torch.utils.flop_counter import FlopCounterMode
 
-    from llama405b.model.llama import build_on_meta, checkpoint_activations, config_of, with_layers
+    from llama405b.model.llama import build_on_meta, checkpoint_activations, config_from_dict, set_layers
 
-    config = with_layers(config_of(PRESETS[name]), 2)
-    shape = Shape.of(parse_llama(PRESETS[name] | {"num_hidden_layers": 2}, name))
+    config = set_layers(config_from_dict(PRESETS[name]), 2)
+    shape = ModelShape.from_llama(parse_llama(PRESETS[name] | {"num_hidden_layers": 2}, name))
     module = build_on_meta(config, "eager", torch.bfloat16)
     if again:
         checkpoint_activations(module)

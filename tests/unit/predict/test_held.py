@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from llama405b.predict.run_shape import Part, held_elements, shard_elements
+from llama405b.predict.run_shape import StageSpec, rank_elements, shard_elements
 from llama405b.settings.axes import Axes
 from llama405b.settings.config import PRESET_DIR
 from llama405b.settings.schema import Parallel
@@ -23,12 +23,12 @@ def of_modules(rank, world, parallel):
 
     from llama405b.distributed.ranks import Rank
     from llama405b.model.llama import build_on_meta
-    from llama405b.parallel.split import split
+    from llama405b.parallel.split import split_model
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     try:
-        me = Rank(rank, world, 0, "", torch.device("cpu"), mesh=Axes.of(parallel, world, 8))
-        model = split(build_on_meta(LlamaConfig(**RECORD), "sdpa", torch.bfloat16), parallel, me)
+        me = Rank(rank, world, 0, "", torch.device("cpu"), mesh=Axes.from_parallel(parallel, world, 8))
+        model = split_model(build_on_meta(LlamaConfig(**RECORD), "sdpa", torch.bfloat16), parallel, me)
         return sum(p.to_local().numel() for p in model.parameters())
     finally:
         dist.destroy_process_group()
@@ -43,13 +43,13 @@ def of_modules(rank, world, parallel):
     ],
 )
 def test_it_is_what_the_modules_have(parallel, ranks):
-    axes = Axes.of(parallel, 64, 8)
+    axes = Axes.from_parallel(parallel, 64, 8)
     for rank in ranks:
-        assert held_elements(LARGE, axes, rank, parallel.chunks) == of_modules(rank, 64, parallel)
+        assert rank_elements(LARGE, axes, rank, parallel.virtual_stages) == of_modules(rank, 64, parallel)
 
 
 def test_all_ranks_of_a_copy_have_the_model_and_the_norms_of_each_tp_rank():
     axes = Axes(2, pp=4, tp=8)
     norms = (2 * LARGE.layers + 1) * LARGE.hidden
-    assert sum(held_elements(LARGE, axes, rank) for rank in range(64)) == LARGE.parameters + (axes.tp - 1) * norms
-    assert held_elements(LARGE, Axes(64), 0) == shard_elements(Part(LARGE), 64)
+    assert sum(rank_elements(LARGE, axes, rank) for rank in range(64)) == LARGE.parameters + (axes.tp - 1) * norms
+    assert rank_elements(LARGE, Axes(64), 0) == shard_elements(StageSpec(LARGE), 64)

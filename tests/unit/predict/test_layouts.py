@@ -5,24 +5,24 @@ import json
 
 import pytest
 
-from llama405b.predict.hardware import Rates, Setting, Shape, read_gpus
-from llama405b.predict.run_shape import layers_of_stages
+from llama405b.predict.hardware import ModelShape, Rates, TrainingSetup, read_gpus
+from llama405b.predict.run_shape import layers_per_stage
 from llama405b.predict.step_time import (
-    BACKWARD,
-    FORWARD,
+    BACKWARD_COLLECTIVES,
+    FORWARD_COLLECTIVES,
     exchange_s,
     gather_s,
+    layer_communication_s,
     reduce_s,
     ring_s,
     step_time,
-    within_layer_s,
 )
 from llama405b.settings.config import PRESET_DIR
 from llama405b.spec.models import parse_llama
 
 LLAMA = parse_llama(json.loads((PRESET_DIR / "architectures.json").read_text())["llama3.1-8b"], "8b")
-SHAPE = Shape.of(LLAMA)
-FSDP = Setting(SHAPE, read_gpus()["h100-80"], 64, 8, 400e9, 4096)
+SHAPE = ModelShape.from_llama(LLAMA)
+FSDP = TrainingSetup(SHAPE, read_gpus()["h100-80"], 64, 8, 400e9, 4096)
 RATES = dataclasses.replace(Rates.read(), hop_s=0.0)
 LINK, PEERS = 400e9 * RATES.network, 450e9 * RATES.peers
 
@@ -70,8 +70,8 @@ def test_tp_splits_the_work_and_sends_hidden_states():
         alone.compute_parts_s["matrix products"] / 8, rel=0.1
     )
     whole = 2 * 4096 * SHAPE.hidden * 7 / 8 / PEERS  # of a gather, in BF16
-    assert within_layer_s(tp, RATES, FORWARD) == pytest.approx(4 * whole)
-    assert within_layer_s(tp, RATES, BACKWARD["full"]) == pytest.approx(7 * whole)
+    assert layer_communication_s(tp, RATES, FORWARD_COLLECTIVES) == pytest.approx(4 * whole)
+    assert layer_communication_s(tp, RATES, BACKWARD_COLLECTIVES["full"]) == pytest.approx(7 * whole)
     assert found.exposed_s >= SHAPE.layers * 11 * whole
     assert gather_s(tp, RATES, 8e9) == pytest.approx(8e9 * 7 / 8 / (LINK / 8))  # eight rings share a host's links
     assert found.optimizer_s == pytest.approx(alone.optimizer_s)
@@ -81,12 +81,12 @@ def test_cp_exchanges_heads_within_a_host_or_between():
     near, far = layout(cp=8), layout(cp=16)
     assert near.shards == far.shards == 64
     heads = 2 * 4096 / 8 * 2 * (SHAPE.width + SHAPE.kv_width)  # queries and outputs, keys and values
-    assert within_layer_s(near, RATES, FORWARD) == pytest.approx(heads * 7 / 8 / PEERS)
+    assert layer_communication_s(near, RATES, FORWARD_COLLECTIVES) == pytest.approx(heads * 7 / 8 / PEERS)
     assert exchange_s(far, RATES, 1e9) == pytest.approx(1e9 * 15 / 16 / (LINK / 8))
 
 
 def test_a_pipeline_waits_for_its_first_and_last_micro_batch():
-    stages, halves = layers_of_stages(LLAMA, 4), layers_of_stages(LLAMA, 8)
+    stages, halves = layers_per_stage(LLAMA, 4), layers_per_stage(LLAMA, 8)
     found = step_time(layout(stages=stages, accumulate=8), RATES)
     assert found.bubble_s == pytest.approx((found.forward_s + found.backward_s) * 3 / 8)
     interleaved = step_time(layout(stages=halves, chunks=2, accumulate=8), RATES)

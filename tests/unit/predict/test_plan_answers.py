@@ -6,7 +6,7 @@ import re
 import pytest
 
 from conftest import ROOT
-from llama405b.contract.errors import GOOD, UNFIT, UserError
+from llama405b.contract.errors import EXIT_OK, EXIT_UNFIT, UserError
 from llama405b.predict.hardware import GIB
 from llama405b.settings.config import PRESET_DIR
 from llama405b_tools.verbs import predict
@@ -151,7 +151,7 @@ def test_copies_take_what_is_free_and_the_rest_waits(capsys):
 def test_copies_of_a_size_that_was_set_are_counted(capsys):
     words = [*LARGE, "--ram", "1000GiB", "--checkpoint.staging"]
     code, out = asked(capsys, *words, "400GB")
-    assert (code, "of 1,000 GiB: DOES NOT FIT" in out) == (UNFIT, True)
+    assert (code, "of 1,000 GiB: DOES NOT FIT" in out) == (EXIT_UNFIT, True)
     assert "copies while saving 372.5" in line(out, "host memory")
     found = record(capsys, *words, "0")
     assert (found["fits"], found["saving"]["staged_bytes"]) == ("yes", 0)
@@ -176,7 +176,7 @@ def test_a_run_that_gets_nowhere_is_said_so(capsys):
     words = [*LARGE, "--tokens", "1e9", "--price", "2", "--checkpoint.every"]
     code, out = asked(capsys, *words, "0", "--checkpoint.mtbf", "100")
     assert (code, line(out, "1,000,000,000 tokens")) == (
-        GOOD,
+        EXIT_OK,
         "1,000,000,000 tokens: never: failures undo steps as fast as they are made",
     )
     assert record(capsys, *words, "0", "--checkpoint.mtbf", "1e-6")["gpu_hours"] is None

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from llama405b.contract.errors import FAILED, GOOD, UNFIT, UserError
+from llama405b.contract.errors import EXIT_FAILED, EXIT_OK, EXIT_UNFIT, UserError
 from llama405b.settings import config
 from llama405b_tools import plan
 from llama405b_tools.verbs import predict
@@ -29,7 +29,7 @@ def test_which_settings_on_four_hosts(capsys, tmp_path):
     file = tmp_path / "best.toml"
     words = [*LARGE, "--nodes", "4", "--ram", "2000GiB", "--search"]
     code, out = asked(capsys, *words, "--write", str(file))
-    assert code == GOOD
+    assert code == EXIT_OK
     table = [line.split() for line in out.partition("\n\n")[2].splitlines() if line.startswith("  ")]
     assert table[0][0] == "offload"
     on_meshes = table.pop()
@@ -37,19 +37,19 @@ def test_which_settings_on_four_hosts(capsys, tmp_path):
     assert on_meshes[:3] == ["fastest", "is", "dp_shard"] or on_meshes[:3] == ["nothing", "tested", "on"]
     table = [row for row in table if "fits," not in row]  # but with a mesh
     verdicts = [" ".join(row[10:]) for row in table[1:]]
-    assert verdicts == sorted(verdicts, key=[*plan.FITS.values()].index)
+    assert verdicts == sorted(verdicts, key=[*plan.FIT_LABELS.values()].index)
     rates = [
         float(row[9].replace(",", "")) for row, verdict in zip(table[1:], verdicts, strict=True) if verdict == "fits"
     ]
     assert min(rates[:ties]) > 0.967 * max(rates)
     assert rates[ties:] == sorted(rates[ties:], reverse=True)
     written = config.read_toml(file)
-    assert set(written) == {*predict.CHOSEN}  # and no data
+    assert set(written) == {*predict.SEARCHED_SETTINGS}  # and no data
     config.resolve(config.read_preset("llama3.1-405b") | written | config.read_flags(["--data.paths=x"]))
     with pytest.raises(UserError, match=r"--write: .*best\.toml exists; name another file"):
         predict.main([*words, "--write", str(file)])
     none = tmp_path / "none.toml"
-    assert asked(capsys, *LARGE, "--ram", "100GiB", "--search", "--write", str(none))[0] == UNFIT
+    assert asked(capsys, *LARGE, "--ram", "100GiB", "--search", "--write", str(none))[0] == EXIT_UNFIT
     assert not none.exists()
     again = record(capsys, "--config", str(file), *words)[1]
     assert [again["settings"]["offload"], str(again["settings"]["micro_batch_size"])] == [table[1][0], table[1][3]]
@@ -59,10 +59,10 @@ def test_which_settings_on_four_hosts(capsys, tmp_path):
 def test_a_model_that_does_not_fit_is_said_so(capsys):
     words = ["--preset", "llama3.1-70b", "--nodes", "2", "--gpu", "a100-40"]
     code, out = asked(capsys, *words)
-    assert (code, "of 40 GiB: DOES NOT FIT" in out) == (UNFIT, True)
+    assert (code, "of 40 GiB: DOES NOT FIT" in out) == (EXIT_UNFIT, True)
     assert record(capsys, *words)[1]["fits"] == "no"
-    assert record(capsys, *words, "--parallel.offload", "optimizer", "--ram", "1TiB")[0] == GOOD
-    assert record(capsys, *words, "--parallel.offload", "optimizer", "--ram", "300GiB")[0] == UNFIT
+    assert record(capsys, *words, "--parallel.offload", "optimizer", "--ram", "1TiB")[0] == EXIT_OK
+    assert record(capsys, *words, "--parallel.offload", "optimizer", "--ram", "300GiB")[0] == EXIT_UNFIT
 
 
 def test_between_allocated_and_reserved_it_is_slower(capsys, tmp_path):
@@ -78,12 +78,16 @@ def test_between_allocated_and_reserved_it_is_slower(capsys, tmp_path):
         own.write_text(f"[gpu.mine]\nmemory_gib = {has}\n{sheet}")
         return asked(capsys, *words[:-2], "--hardware", str(own), "--gpu", "mine")
 
-    assert on(reserved + 0.1)[0] == GOOD
+    assert on(reserved + 0.1)[0] == EXIT_OK
     code, out = on(reserved - 0.1)
-    assert (code, "GiB: RUNS SLOWER, WITH ALLOCATOR RETRIES" in out, plan.RETRIES in out) == (FAILED, True, True)
-    assert on(allocated + 0.1)[0] == FAILED
+    assert (code, "GiB: RUNS SLOWER, WITH ALLOCATOR RETRIES" in out, plan.RETRIES_NOTE in out) == (
+        EXIT_FAILED,
+        True,
+        True,
+    )
+    assert on(allocated + 0.1)[0] == EXIT_FAILED
     code, out = on(allocated - 0.1)
-    assert (code, "DOES NOT FIT" in out, plan.RETRIES in out) == (UNFIT, True, False)
+    assert (code, "DOES NOT FIT" in out, plan.RETRIES_NOTE in out) == (EXIT_UNFIT, True, False)
 
 
 def test_what_is_reserved_in_fp32_is_not_known(capsys):
@@ -155,7 +159,7 @@ def test_what_helps_most_is_said_first(capsys):
     wrap = ["--parallel.wrap", "LlamaAttention,LlamaMLP,Embedding"]
     code, found = record(capsys, *words, *wrap)
     sizes = [round(found[name] / (1 << 30)) for name in ("gpu_bytes", "gpu_reserved_bytes")]
-    assert (code, found["fits"], sizes) == (FAILED, "retries", [70, 85])
+    assert (code, found["fits"], sizes) == (EXIT_FAILED, "retries", [70, 85])
     small = ["--preset", "llama3.1-70b", "--nodes", "2", "--gpu", "a100-40"]
     [other] = [line for line in asked(capsys, *small)[1].splitlines() if "--parallel.offload all: " in line]
     away, there = (record(capsys, *small, "--parallel.offload", place)[1]["tokens_per_s"] for place in ("all", "none"))
@@ -189,7 +193,7 @@ def test_a_gpu_of_the_users_own(capsys, tmp_path):
     file = tmp_path / "own.toml"
     file.write_text("[gpu.mine]\nmemory_gib = 1000\ntflops = 989\nhbm_gb_s = 3350\nnvlink_gb_s = 450\npcie_gb_s = 55\n")
     own = ["--hardware", str(file), "--gpu", "mine", "--parallel.offload", "none"]
-    assert record(capsys, *LARGE, "--nodes", "8", *own)[0] == GOOD
+    assert record(capsys, *LARGE, "--nodes", "8", *own)[0] == EXIT_OK
     file.write_text("[gpu.mine]\nmemory_gib = 1000\n")
     with pytest.raises(UserError, match=r"--hardware: .*own\.toml: 'tflops'; write \[gpu\.NAME\] with the fields of "):
         predict.main([*LARGE, *own])
@@ -290,7 +294,7 @@ def test_it_needs_no_torch():
 
 def test_a_plan_tells_what_is_known_to_go_wrong_with_the_versions(capsys, monkeypatch):
     monkeypatch.setattr(
-        predict, "version_of", lambda package: {"torch": "2.15.0"}.get(package, "missing"), raising=False
+        predict, "package_version", lambda package: {"torch": "2.15.0"}.get(package, "missing"), raising=False
     )
     out = asked(capsys, *LARGE, "--nodes", "8", "--parallel.offload", "optimizer")[1]
     assert (

@@ -26,8 +26,8 @@ from fit_plan import (
     table,
     written,
 )
-from llama405b.predict.calibration import FEWEST, MEASURED, RANGES, Evidence, range_of
-from llama405b.predict.hardware import COEFFICIENTS, Rates
+from llama405b.predict.calibration import MEASURED_GPUS, MIN_PROGRAMS, RANGES_FILE, Evidence, find_time_range
+from llama405b.predict.hardware import COEFFICIENTS_FILE, Rates
 from published import MESHES, ROWS, UNSEEN, read_rows
 
 FROZEN = {  # since 0.3.0: what a later change gains is shown against these, so nobody fits them again to make it true
@@ -71,7 +71,7 @@ def test_the_coefficients_are_what_the_fitted_rows_give_and_no_other_changes_the
         out = csv.DictWriter(file, list(cells[0]))
         out.writeheader()
         out.writerows(row | {"value": 2 * float(row["value"])} if row["subset"] == subset else row for row in cells)
-    assert (written(fit(read_rows(tmp_path / "rows.csv"))) == COEFFICIENTS.read_text()) is (subset == "held-out")
+    assert (written(fit(read_rows(tmp_path / "rows.csv"))) == COEFFICIENTS_FILE.read_text()) is (subset == "held-out")
 
 
 def test_it_is_as_close_as_it_says(rows):
@@ -109,20 +109,20 @@ def test_the_document_has_the_ranges_and_the_unseen_rows(evidence, unseen):
 
 
 def test_the_ranges_are_what_the_other_rows_give(evidence):
-    assert RANGES.read_text() == plan_ranges.written(evidence)
+    assert RANGES_FILE.read_text() == plan_ranges.written(evidence)
 
 
 def test_a_range_holds_nine_of_ten_points_of_its_programs_or_says_that_they_are_few(rows, unseen, meshes):
     rates, inside = Rates.read(), {}
     for row in [*rows, *unseen, *meshes]:
-        if row.is_evidence and (within := range_of(row.setting)):
+        if row.is_evidence and (within := find_time_range(row.setting)):
             held = within.low <= math.exp(row.slowness(rates)) <= within.high
-            found = inside.setdefault((Evidence.of(row.setting), within.programs), {})
+            found = inside.setdefault((Evidence.from_setup(row.setting), within.programs), {})
             found.setdefault(row.program, []).append(held)
     assert {kind for kind, _ in inside} == {Evidence.LARGE, Evidence.SMALL, Evidence.MESH, Evidence.OFFLOAD}
     for (kind, said), programs in inside.items():
         assert said == len(programs)
-        assert (kind is Evidence.OFFLOAD) == (said < FEWEST)
+        assert (kind is Evidence.OFFLOAD) == (said < MIN_PROGRAMS)
         assert statistics.mean(held for each in programs.values() for held in each) >= 0.9
         assert statistics.mean(statistics.mean(each) for each in programs.values()) >= 0.9
 
@@ -130,7 +130,7 @@ def test_a_range_holds_nine_of_ten_points_of_its_programs_or_says_that_they_are_
 @pytest.mark.parametrize("kind", plan_ranges.KINDS)
 def test_a_range_made_without_a_program_holds_nine_of_ten_points_that_are_left_out_so(evidence, kind):
     found = [(len(logs), alone) for each, _, logs, _, alone in plan_ranges.coverage(evidence) if each is kind]
-    assert len(found) >= FEWEST
+    assert len(found) >= MIN_PROGRAMS
     assert sum(n * alone for n, alone in found) / sum(n for n, _ in found) >= 0.9
 
 
@@ -150,8 +150,8 @@ def test_a_program_counts_the_same_however_many_points_it_has():
 
 def test_rates_of_a_gpu_count_only_where_some_were_published(rows, unseen):
     found = {row.setting.gpu.name for row in [*rows, *unseen] if row.is_evidence}
-    assert found >= MEASURED
-    others = [row for row in unseen if row.is_evidence and row.setting.gpu.name not in MEASURED]
+    assert found >= MEASURED_GPUS
+    others = [row for row in unseen if row.is_evidence and row.setting.gpu.name not in MEASURED_GPUS]
     assert {row.setting.gpu.name for row in others} == {"b200-180", "mi300x-192", "a6000-48"}
     assert max(row.slowness(Rates.read()) for row in others) > math.log(2)  # no range of the others would hold that
-    assert not any(range_of(row.setting) for row in others)
+    assert not any(find_time_range(row.setting) for row in others)

@@ -6,8 +6,8 @@ import dataclasses
 import pytest
 
 from conftest import ROOT
-from llama405b.predict.memory import peak
-from llama405b.predict.reserved import MIB, SEGMENT, SMALL_SEGMENT, Pool, reserved
+from llama405b.predict.memory import find_peak
+from llama405b.predict.reserved import MIB, SEGMENT, SMALL_SEGMENT, Pool, predict_reserved
 from reserved import SETTINGS, Setting
 
 with (ROOT / "tests/data/reserved.csv").open(encoding="ascii") as file:
@@ -25,8 +25,8 @@ def setting_of(row):
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: " ".join(row[name] for name in FIELDS))
 def test_both_are_what_the_allocator_had(row):
     run = setting_of(row).run
-    assert peak(run).total == pytest.approx(int(row["allocated"]), rel=WITHIN)
-    found = reserved(run)
+    assert find_peak(run).total == pytest.approx(int(row["allocated"]), rel=WITHIN)
+    found = predict_reserved(run)
     assert sum(found.values()) == pytest.approx(int(row["reserved"]), rel=WITHIN)
     pools = sorted((int(n_bytes) for n_bytes in row["pools"].split()), reverse=True)
     expected = sorted((n_bytes for n_bytes in found.values() if n_bytes), reverse=True)
@@ -41,8 +41,8 @@ def test_a_layer_of_405b_on_one_rank_takes_what_the_allocator_had(place, allocat
     """As `llama405b bench` trains one, measured like the table: there a unit's own gradients, and what is made of them, are large."""
     run = Setting("llama3.1-405b", 1, place).run
     run = dataclasses.replace(run, llama=dataclasses.replace(run.llama, layers=1, vocab=8192))
-    assert peak(run).total == pytest.approx(allocated, rel=WITHIN)
-    assert sum(reserved(run).values()) == pytest.approx(kept, rel=WITHIN)
+    assert find_peak(run).total == pytest.approx(allocated, rel=WITHIN)
+    assert sum(predict_reserved(run).values()) == pytest.approx(kept, rel=WITHIN)
 
 
 def test_the_table_is_of_the_settings_that_are_measured():
@@ -51,7 +51,7 @@ def test_the_table_is_of_the_settings_that_are_measured():
 
 def test_fp32_is_not_known():
     run = SETTINGS[0].run
-    assert reserved(dataclasses.replace(run, numerics="fp32", offload="none")) == {}
+    assert predict_reserved(dataclasses.replace(run, numerics="fp32", offload="none")) == {}
 
 
 def test_a_pool_grows_by_segments_and_takes_the_smallest_free_block():

@@ -10,9 +10,18 @@ import pytest
 from llama405b.predict import search
 from llama405b.predict.estimate import Cluster
 from llama405b.predict.hardware import read_gpus
-from llama405b.predict.run_shape import RunShape
-from llama405b.predict.search import Fit, Outlook, best, keeping_most, meshes, split_of, untried_of, variants
-from llama405b.settings.axes import FULL, Axes, Recompute
+from llama405b.predict.run_shape import PredictedRun
+from llama405b.predict.search import (
+    Fit,
+    Prediction,
+    fastest_meshes,
+    format_split,
+    keep_most_activations,
+    rank_variants,
+    untested_features,
+    variants,
+)
+from llama405b.settings.axes import FULL_RECOMPUTE, Axes, Recompute
 from llama405b.settings.config import PRESET_DIR
 from llama405b.settings.schema import Parallel
 from llama405b.spec.models import parse_llama
@@ -36,8 +45,8 @@ LONG = [
 
 
 def outlook(llama, world, seq_len, batch, offload="none", gpu="h100-80"):
-    return Outlook.of(
-        RunShape(llama, "fp32-master", offload, world, seq_len, 1, batch), Cluster(read_gpus()[gpu]), 2e12
+    return Prediction.from_run(
+        PredictedRun(llama, "fp32-master", offload, world, seq_len, 1, batch), Cluster(read_gpus()[gpu]), 2e12
     )
 
 
@@ -45,51 +54,53 @@ def outlook(llama, world, seq_len, batch, offload="none", gpu="h100-80"):
     "asked", [outlook(LARGE, 64, 4096, 64, "all"), outlook(LARGE, 128, 32768, 32), outlook(SMALL, 8, 4096, 64)]
 )
 def test_meshes_suit_the_run_and_fit(asked):
-    found = meshes(asked)
-    assert 0 < len(found) == len({split_of(each.load) for each in found})
+    found = fastest_meshes(asked)
+    assert 0 < len(found) == len({format_split(each.run) for each in found})
     for each in found:
         assert each.fit is Fit.YES
-        assert untried_of(each.load)
+        assert untested_features(each.run)
         assert each.step_tokens == asked.step_tokens
-        parallel = each.load.parallel(Parallel())
-        axes = Axes.of(parallel, each.load.world, 8)
-        assert axes == each.load.axes
-        check_mesh(axes, parallel, each.load.llama, each.load.seq_len, 8)
+        parallel = each.run.parallel_settings(Parallel())
+        axes = Axes.from_parallel(parallel, each.run.world, 8)
+        assert axes == each.run.axes
+        check_mesh(axes, parallel, each.run.llama, each.run.seq_len, 8)
     assert [each.needs.step_s for each in found] == sorted(each.needs.step_s for each in found)
 
 
 def test_what_needs_no_mesh_comes_first_where_it_fits():
-    first = best(outlook(SMALL, 8, 4096, 64))[0]
-    assert (first.fit, untried_of(first.load)) == (Fit.YES, "")
-    first = best(outlook(LARGE, 128, 32768, 32))[0]
-    assert (first.fit, first.load.cp > 1) == (Fit.YES, True)  # sequences are too long for one GPU
+    first = rank_variants(outlook(SMALL, 8, 4096, 64))[0]
+    assert (first.fit, untested_features(first.run)) == (Fit.YES, "")
+    first = rank_variants(outlook(LARGE, 128, 32768, 32))[0]
+    assert (first.fit, first.run.cp > 1) == (Fit.YES, True)  # sequences are too long for one GPU
 
 
 def test_where_logits_do_not_fit_their_loss_is_computed_in_parts():
-    first = best(outlook(SMALL, 4, 65536, 4))[0]
-    assert (first.fit, first.load.loss, untried_of(first.load)) == (Fit.YES, "parts", "--parallel.loss parts")
-    assert first.of_load(dataclasses.replace(first.load, loss="logits")).fit is not Fit.YES
+    first = rank_variants(outlook(SMALL, 4, 65536, 4))[0]
+    assert (first.fit, first.run.loss, untested_features(first.run)) == (Fit.YES, "parts", "--parallel.loss parts")
+    assert first.with_run(dataclasses.replace(first.run, loss="logits")).fit is not Fit.YES
 
 
 def test_a_search_offers_no_units_that_the_trainer_does_not_gather_ahead():
     asked = outlook(SMALL, 8, 4096, 64)
-    ahead = asked.of_load(dataclasses.replace(asked.load, prefetch=1))
-    assert {each.load.halves for each in variants(asked)} == {True, False}
-    assert {each.load.halves for each in variants(ahead)} == {False}
+    ahead = asked.with_run(dataclasses.replace(asked.run, prefetch=1))
+    assert {each.run.has_half_layer_units for each in variants(asked)} == {True, False}
+    assert {each.run.has_half_layer_units for each in variants(ahead)} == {False}
 
 
 def test_a_slow_network_makes_tensor_parallelism_the_fastest():
     slow = Cluster(read_gpus()["h100-80"], nic_bytes_per_s=25e9)
-    asked = Outlook.of(RunShape(LARGE, "pure-bf16", "none", 64, 4096, 1, 64), slow)
-    found = meshes(asked)
-    assert found[0].load.tp * found[0].load.pp > 1
-    assert found[0].tokens_per_s > 1.3 * max(each.tokens_per_s for each in best(asked) if not untried_of(each.load))
+    asked = Prediction.from_run(PredictedRun(LARGE, "pure-bf16", "none", 64, 4096, 1, 64), slow)
+    found = fastest_meshes(asked)
+    assert found[0].run.tp * found[0].run.pp > 1
+    assert found[0].tokens_per_s > 1.3 * max(
+        each.tokens_per_s for each in rank_variants(asked) if not untested_features(each.run)
+    )
 
 
 def test_a_search_of_405b_takes_no_longer_than_one_waits(monkeypatch):
     timed, real = [], search.seconds_per_step
     monkeypatch.setattr(search, "seconds_per_step", lambda *args: (timed.append(1), real(*args))[1])
-    best(outlook(LARGE, 64, 4096, 64, "all"), ("fp32", "bf16"))
+    rank_variants(outlook(LARGE, 64, 4096, 64, "all"), ("fp32", "bf16"))
     assert 300 < len(timed) < 3000  # 600 take 2 s on an idle core
 
 
@@ -141,17 +152,18 @@ def test_a_plan_says_whether_what_no_gpu_has_run_is_faster(capsys):
     "asked", [outlook(LARGE, 64, 4096, 64, "all"), outlook(SMALL, 8, 4096, 64), outlook(LARGE, 128, 32768, 32)]
 )
 def test_as_many_layers_keep_their_activations_as_fit(asked):
-    most = keeping_most(asked)
-    if most.load.recompute.last:
-        more = dataclasses.replace(most.load.recompute, last=most.load.recompute.last + 1)
-        assert (most.gpu, most.of_load(dataclasses.replace(most.load, recompute=more)).gpu is Fit.YES) == (
+    most = keep_most_activations(asked)
+    if most.run.recompute.last:
+        more = dataclasses.replace(most.run.recompute, last=most.run.recompute.last + 1)
+        assert (most.gpu_fit, most.with_run(dataclasses.replace(most.run, recompute=more)).gpu_fit is Fit.YES) == (
             Fit.YES,
             False,
         )
         assert most.needs.step_s < asked.needs.step_s
-    elif most.load.recompute == FULL:
+    elif most.run.recompute == FULL_RECOMPUTE:
         assert (
-            asked.of_load(dataclasses.replace(asked.load, recompute=Recompute("operators", last=1))).gpu is not Fit.YES
+            asked.with_run(dataclasses.replace(asked.run, recompute=Recompute("operators", last=1))).gpu_fit
+            is not Fit.YES
         )
     else:
-        assert (most.load.recompute.kind, most.gpu) == ("none", Fit.YES)
+        assert (most.run.recompute.kind, most.gpu_fit) == ("none", Fit.YES)

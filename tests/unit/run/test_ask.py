@@ -11,7 +11,7 @@ from run_rig import plan
 from llama405b.contract.errors import RunError, UserError
 from llama405b.contract.records import CauseKind, Metrics, RequestKind
 from llama405b_tools.agent.messages import AskRequest
-from llama405b_tools.run.backends import OnHosts
+from llama405b_tools.run.backends import HostsBackend
 from llama405b_tools.verbs import ask
 
 
@@ -48,7 +48,7 @@ def test_a_program_of_the_users_own_takes_no_requests(tmp_path, monkeypatch):
 
 
 def test_a_run_that_does_not_answer_is_not_waited_for_for_ever(monkeypatch):
-    monkeypatch.setattr(ask, "LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(ask, "POLL_S", 0.01)
     wanted = AskRequest("r", RequestKind.STACKS, "me@here")
     with running_fleet(("a",), plan("-m", "llama405b.train", attempt=1, created=1.0)) as fleet:
         faults = fleet.fakes["a"].faults
@@ -56,13 +56,13 @@ def test_a_run_that_does_not_answer_is_not_waited_for_for_ever(monkeypatch):
         with pytest.raises(
             RunError, match=r"run r has not answered for 0\.1s: its step is longer than that, or it hangs"
         ):
-            ask.request(fleet, "a", wanted, 0.1)
+            ask.send_request(fleet, "a", wanted, 0.1)
         faults["answer"] = '{"answer": null, "alive": false}'
         with pytest.raises(RunError, match="run r ended before it answered"):
-            ask.request(fleet, "a", wanted, 5.0)
+            ask.send_request(fleet, "a", wanted, 5.0)
         faults["ask"] = '{"id": ""}'
         with pytest.raises(RunError, match="run r is not running on a, the host of its rank 0"):
-            ask.request(fleet, "a", wanted, 5.0)
+            ask.send_request(fleet, "a", wanted, 5.0)
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def stops(fleet):
 
 def test_a_restart_lets_the_run_save_at_its_end_and_says_who_asked(guarded, capsys):
     head, found, told = ask.find_head(guarded, "r")
-    assert ask.restart(guarded, OnHosts("r", Path("hosts")), head, found, told, 60.0) == 0
+    assert ask.restart(guarded, HostsBackend("r", Path("hosts")), head, found, told, 60.0) == 0
     [stop] = stops(guarded)
     assert (stop.grace_s, stop.by, stop.blame.attempt, stop.blame.cause.kind) == (60.0, "", 3, CauseKind.STOPPED)
     assert not [action for action, _ in guarded.fakes["a"].heard if action == "ask"]  # it has saved before
@@ -91,9 +91,9 @@ def test_a_run_that_cannot_save_is_not_ended(guarded):
     guarded.fakes["b"].unsaved = "step 12: No space left on device"
     head, found, told = ask.find_head(guarded, "r")
     with pytest.raises(RunError, match=r"No space left on device.*The run was not ended"):
-        ask.restart(guarded, OnHosts("r", Path("hosts")), head, found, told, 60.0)
+        ask.restart(guarded, HostsBackend("r", Path("hosts")), head, found, told, 60.0)
     assert stops(guarded) == []
-    assert ask.restart(guarded, OnHosts("r", Path("hosts")), head, found, told, 0.0) == 0
+    assert ask.restart(guarded, HostsBackend("r", Path("hosts")), head, found, told, 0.0) == 0
     assert [stop.grace_s for stop in stops(guarded)] == [0.0]
 
 
@@ -108,4 +108,4 @@ def test_a_run_that_cannot_save_is_not_ended(guarded):
 def test_what_a_restart_repeats_is_said(guarded, step, saved, words):
     [node] = guarded.fakes["a"].status_reply("r").runs
     metrics = Metrics(step, 1.0, 2.0, 1.0, 1e-3, 10, 1.0, 1.0, 0.1, 0.4, 0.4, 0.1)
-    assert ask._where([dataclasses.replace(node, metrics=metrics, checkpoint=saved)]) == words
+    assert ask._describe_end([dataclasses.replace(node, metrics=metrics, checkpoint=saved)]) == words

@@ -8,11 +8,11 @@ from llama405b.contract import reader
 from llama405b.contract.files import append_line
 from llama405b.contract.paths import RunDir
 from llama405b.spec.plan import Node, Plan
-from llama405b_tools.agent.autopsy import HostEvidence, RankEvidence, _disks, _progress
-from llama405b_tools.parsers import Frame, Thread
-from llama405b_tools.run.autopsy import Autopsy, diagnose, keep_autopsy, last_stacks, take_autopsy
+from llama405b_tools.agent.autopsy import HostEvidence, RankEvidence, _check_disks, _read_progress
+from llama405b_tools.parsers import StackFrame, Thread
+from llama405b_tools.run.autopsy import Autopsy, diagnose_run, last_stacks, save_autopsy, take_autopsy
 
-MAIN = Thread("main", (Frame("/w/llama405b/data/documents.py", 88, "rows", "file.read(n)"),), is_main=True)
+MAIN = Thread("main", (StackFrame("/w/llama405b/data/documents.py", 88, "rows", "file.read(n)"),), is_main=True)
 
 
 def test_what_was_seen_of_each_rank_is_read_again(tmp_path, monkeypatch):
@@ -20,7 +20,7 @@ def test_what_was_seen_of_each_rank_is_read_again(tmp_path, monkeypatch):
     assert last_stacks("r") == ("", {})
     ranks = (RankEvidence(3, pid=7, state="S", threads=(MAIN,), source="signal"), RankEvidence(4))
     hosts = {"gpu-1": HostEvidence("gpu-1", 10.0, 1, alive=True, window_s=1.5, ranks=ranks)}
-    place = keep_autopsy(Autopsy("r", 1, hosts, {}, diagnose(hosts, {}), 1.0))
+    place = save_autopsy(Autopsy("r", 1, hosts, {}, diagnose_run(hosts, {}), 1.0))
     assert place.stat().st_mode & 0o777 == 0o700
     when, stacks = last_stacks("r")
     assert when == place.name
@@ -35,22 +35,22 @@ def test_a_host_with_much_to_do_is_waited_for():
     plan = Plan(
         "r", 1, 5.0, "", "", (), (), tuple(Node(name, 1, n, "/w", "/py", "", "", {}) for n, name in enumerate("abc"))
     )
-    assert take_autopsy(fleet, plan).lost == {}
+    assert take_autopsy(fleet, plan).unreachable == {}
     assert [fleet.fakes[name].waits["evidence"] for name in "abc"] == [9.0, 22.5, 60.0]
 
 
 def test_a_host_says_how_long_its_run_may_take_to_load(tmp_path):
     plan = Plan("r", 1, 5.0, "", "", (), (), (), load_s=7.0)
     run = RunDir(tmp_path / "runs/r")
-    assert _progress(run, plan).load_s == 7.0
+    assert _read_progress(run, plan).load_s == 7.0
     append_line(run.metrics, reader.dumps(metrics(1, 5.0, 1)))
-    assert _progress(run, plan).load_s == 7.0
+    assert _read_progress(run, plan).load_s == 7.0
 
 
 @pytest.mark.parametrize("name", ["there", "not there"])
 def test_what_is_free_in_a_directory_that_is_not_there_is_unknown(tmp_path, name):
     (tmp_path / "there").mkdir()
-    (found,) = _disks([tmp_path / name])
+    (found,) = _check_disks([tmp_path / name])
     assert (found.answers, bool(found.free_bytes)) == (True, name == "there")
     assert found.free_bytes != 0
 
@@ -59,6 +59,6 @@ def test_where_nothing_can_be_written_the_finding_still_stands(tmp_path, monkeyp
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").write_text("")
     hosts = {"gpu-1": HostEvidence("gpu-1", 10.0)}
-    found = Autopsy("r", 1, hosts, {}, diagnose(hosts, {}), 1.0)
-    assert keep_autopsy(found) is None
+    found = Autopsy("r", 1, hosts, {}, diagnose_run(hosts, {}), 1.0)
+    assert save_autopsy(found) is None
     assert found.report()

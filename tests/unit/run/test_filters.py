@@ -17,7 +17,7 @@ from llama405b_tools.agent import streaming
 from llama405b_tools.agent.streaming import HostLogs
 from llama405b_tools.hosts.transport import HostError
 from llama405b_tools.run import log_reader
-from llama405b_tools.text.words import BAR, UNENDED, Entry
+from llama405b_tools.text.words import BAR_MARK, UNENDED_MARK, LogEntry
 from llama405b_tools.verbs import logs
 
 
@@ -64,7 +64,7 @@ def test_only_a_filter_that_nothing_can_match_is_refused(fleet):
 
 def _request(*flags):
     args = logs._parser().parse([*flags])
-    return log_reader.Show(args).request("r", follow=args.follow, forever=False)
+    return log_reader.LogPrinter(args).request("r", follow=args.follow, forever=False)
 
 
 @pytest.mark.slow
@@ -96,7 +96,7 @@ def test_what_waits_for_a_follower_is_bounded_and_counted(tmp_path, monkeypatch,
 
 
 def test_how_much_was_left_out_is_said_now_and_then_and_at_the_end(capsys):
-    show = log_reader.Show(logs._parser().parse(["-f"]))
+    show = log_reader.LogPrinter(logs._parser().parse(["-f"]))
     for count in range(1, 2000):
         show.dropped({"a": count})
     show.close()
@@ -112,17 +112,18 @@ def test_a_bar_is_in_its_place_on_a_terminal_and_once_a_minute_elsewhere(monkeyp
     monkeypatch.setattr("sys.stdout", out)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("NO_COLOR", "1")
-    show = log_reader.Show(logs._parser().parse(["--save", str(tmp_path)]))
+    show = log_reader.LogPrinter(logs._parser().parse(["--save", str(tmp_path)]))
     said = [
-        (0.0, "Loading 1%", BAR),
-        (2.0, "Loading 2%", BAR),
+        (0.0, "Loading 1%", BAR_MARK),
+        (2.0, "Loading 2%", BAR_MARK),
         (4.0, "WARNING: x", ""),
-        (59.0, "Loading 8%", BAR),
-        (61.0, "Loading 9%", BAR),
+        (59.0, "Loading 8%", BAR_MARK),
+        (61.0, "Loading 9%", BAR_MARK),
     ]
-    said += [(62.0, "Loading 100%", ""), (63.0, "Go on? ", UNENDED), (70.0, "Go on? y", "")]
+    said += [(62.0, "Loading 100%", ""), (63.0, "Go on? ", UNENDED_MARK), (70.0, "Go on? y", "")]
     show.entries(
-        Entry(1000.0 + moment, "a", "x/0/stdout.log", text, rank=0, stream="out", how=how) for moment, text, how in said
+        LogEntry(1000.0 + moment, "a", "x/0/stdout.log", text, rank=0, stream="out", mark=how)
+        for moment, text, how in said
     )
     show.close()
     shown = [line.rpartition(" │ ")[2] for line in re.split(r"\n|\r\x1b\[K", out.getvalue())]

@@ -14,13 +14,13 @@ TRACEBACK = "Traceback (most recent call last):\n  x\nValueError: no"
 class Endless:
     """A host's stream that sends one more message for each that was handled."""
 
-    def __init__(self, fleet, hosts, request, records_of="", most=0):
-        assert most, "nothing bounds what is read ahead"
+    def __init__(self, fleet, hosts, request, records_of="", max_waiting=0):
+        assert max_waiting, "nothing bounds what is read ahead"
         self.arrivals, self.texts = queue.Queue(), iter(TEXTS)
-        for _ in range(most):
-            self.done(hosts[0])
+        for _ in range(max_waiting):
+            self.release(hosts[0])
 
-    def done(self, host):
+    def release(self, host):
         entries = tuple((0.0, "a/0/err.log", text) for text in [next(self.texts, None)] if text)
         self.arrivals.put(HostMessage(host, StreamMessage(entries=entries, end=not entries), 0.0))
 
@@ -35,8 +35,8 @@ def test_a_log_is_read_piece_by_piece_and_only_the_end_is_kept(monkeypatch, trac
         texts[trace_at] = TRACEBACK
     monkeypatch.setitem(globals(), "TEXTS", texts)
     monkeypatch.setattr(log_reader, "Streams", Endless)
-    found = list(log_reader._stderr(None, "r", "a", 0, 1))
-    assert found == ([TRACEBACK] if trace_at else texts[-log_reader.LAST :])
+    found = list(log_reader._read_stderr(None, "r", "a", 0, 1))
+    assert found == ([TRACEBACK] if trace_at else texts[-log_reader.MAX_LAST_BLOCKS :])
 
 
 TEXTS = []

@@ -8,9 +8,9 @@ from fakes import running_fleet
 from run_rig import ended, metrics, plan, take
 
 from llama405b.contract.records import Cause, CauseKind, EventKind, Phase, RunEvent
-from llama405b_tools.agent.messages import Beat, NodeUpdate
+from llama405b_tools.agent.messages import NodeUpdate, RankHeartbeat
 from llama405b_tools.run import follow
-from llama405b_tools.run.follow import Ending, EndKind, Limits, RunMonitor, watch_run
+from llama405b_tools.run.follow import Ending, EndKind, HangLimits, RunMonitor, watch_run
 from llama405b_tools.run.judge import Failure
 from llama405b_tools.run.query import HostMessage, Unreachable
 
@@ -28,11 +28,11 @@ def foreign():
 
 def test_who_is_lost_is_named_before_who_waits_for_it(watch):
     watch.handle(HostMessage("b", Unreachable("no answer"), 0.0))
-    take(watch, "a", beats=(Beat(0, "a", 5, 0.0, 7, Phase.TRAIN, -5.0),), now=1000.0)
-    watch.look_for_hang(Limits(300.0, 3600.0))
-    worst = watch.worst()
+    take(watch, "a", beats=(RankHeartbeat(0, "a", 5, 0.0, 7, Phase.TRAIN, -5.0),), now=1000.0)
+    watch.check_hang(HangLimits(300.0, 3600.0))
+    worst = watch.worst_failure()
     assert (worst.host, worst.cause.kind) == ("b", CauseKind.UNREACHABLE)
-    assert watch.hangs
+    assert watch.is_hung
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def test_who_is_lost_is_named_before_who_waits_for_it(watch):
 def test_a_guard_is_told_of_a_save_that_takes_too_long(watch, since, late):
     saved = RunEvent(100.0, "rank-0", EventKind.SAVED, 1, 10, took_s=5.0)  # by an earlier attempt
     assert watch.late_save() == ""
-    beat = Beat(0, "a", 5, 999.0, 35, Phase.TRAIN, 0.0, save_since=since, save_every_s=900.0)
+    beat = RankHeartbeat(0, "a", 5, 999.0, 35, Phase.TRAIN, 0.0, save_since=since, save_every_s=900.0)
     take(watch, "a", events=(saved,), beats=(beat,), now=1000.0)
     assert watch.late_save() == late
 
@@ -59,14 +59,14 @@ def watched(tmp_path, monkeypatch):
             clock.now += 1
             for rank, (host, heard_until) in enumerate({"a": a_until, "b": b_until}.items()):
                 if clock.now < heard_until:
-                    beats = (Beat(rank, host, 5, min(clock.now, 4.0), 7, Phase.TRAIN, -5.0),)
+                    beats = (RankHeartbeat(rank, host, 5, min(clock.now, 4.0), 7, Phase.TRAIN, -5.0),)
                     take(watch, host, beats=beats, now=clock.now)
             if a_ends and clock.now == a_until:
                 take(watch, "a", node=a_ends)
             return clock.now == 60
 
         with running_fleet(("a", "b"), followed := plan("-m", "llama405b.train")) as fleet:
-            return watch_run(fleet, followed, Limits(hang_after_s, 3600.0), until)
+            return watch_run(fleet, followed, HangLimits(hang_after_s, 3600.0), until)
 
     return until_the_end
 
@@ -76,7 +76,7 @@ def watched(tmp_path, monkeypatch):
 )
 def test_the_host_whose_link_is_cut_is_named_before_its_connection_notices(watched, a_until, a_ends):
     """From b nothing comes any more; a hangs, or reports that it has lost contact."""
-    worst = watched(22.0, a_until, 5, a_ends).worst()
+    worst = watched(22.0, a_until, 5, a_ends).worst_failure()
     assert (worst.host, worst.cause.kind) == ("b", CauseKind.UNREACHABLE)
 
 
@@ -90,28 +90,34 @@ def test_a_rank_whose_heartbeat_stands_does_not_hang_while_steps_are_taken(watch
     now = 1000.0
     for step_age_s, hangs in ((20.0, False), (400.0, True)):
         last = dataclasses.replace(metrics(50, 3.0, 2), time=now - step_age_s)
-        take(watch, "a", metrics=(last,), beats=(Beat(0, "a", 50, now - step_age_s, 50, Phase.TRAIN, 0.0),), now=now)
-        take(watch, "b", beats=(Beat(1, "b", 5, 0.0, 7, Phase.TRAIN, -5.0),), now=now)
-        watch.look_for_hang(Limits(300.0, 3600.0))
-        assert watch.hangs is hangs
+        take(
+            watch,
+            "a",
+            metrics=(last,),
+            beats=(RankHeartbeat(0, "a", 50, now - step_age_s, 50, Phase.TRAIN, 0.0),),
+            now=now,
+        )
+        take(watch, "b", beats=(RankHeartbeat(1, "b", 5, 0.0, 7, Phase.TRAIN, -5.0),), now=now)
+        watch.check_hang(HangLimits(300.0, 3600.0))
+        assert watch.is_hung is hangs
 
 
 def test_a_host_that_is_only_lost_is_no_failure(watch):
     watch.handle(HostMessage("b", Unreachable("no answer"), 0.0))
-    assert watch.worst() is None
+    assert watch.worst_failure() is None
     assert len(watch.handle(HostMessage("b", Unreachable("no answer"), 0.0))) == 0  # said once
     assert len(take(watch, "b", end=True)) == 1  # and that it is back
 
 
 def test_a_host_back_without_its_files_was_started_once(watch):
     take(watch, "b", node=NodeUpdate(False, None, ""))
-    assert (watch.worst().host, watch.worst().cause.kind) == ("b", CauseKind.FILES_GONE)
+    assert (watch.worst_failure().host, watch.worst_failure().cause.kind) == ("b", CauseKind.FILES_GONE)
 
 
 def test_where_the_failure_began_is_named_whoever_ends_first(watch):
     take(watch, "a", node=ended(Cause(CauseKind.LOST_PEER, "a", 0)))
     take(watch, "b", node=ended(Cause(CauseKind.RANK_KILLED, "b", 1, signal=9)))
-    assert (watch.worst().host, [*watch.ended]) == ("b", ["a", "b"])
+    assert (watch.worst_failure().host, [*watch.ended_at]) == ("b", ["a", "b"])
 
 
 def test_the_newest_step_is_of_this_attempt(watch):
@@ -133,7 +139,7 @@ def test_what_was_saved_is_an_event_of_this_attempt(watch):
     [(CauseKind.REFUSED, True), (CauseKind.FOLLOWED, True), (CauseKind.RANK_EXIT, False), (CauseKind.HUNG, False)],
 )
 def test_a_refusal_is_known_by_its_kind(kind, refused):
-    assert Ending(EndKind.FAILED, Failure("a", Cause(kind))).refused is refused
+    assert Ending(EndKind.FAILED, Failure("a", Cause(kind))).would_fail_again is refused
 
 
 def test_exit_codes():

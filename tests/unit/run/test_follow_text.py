@@ -8,7 +8,7 @@ import pytest
 from run_rig import ended, metrics, plan, take
 
 from llama405b.contract.records import Cause, CauseKind, EvaluationMetrics, EventKind, Phase, RunEvent
-from llama405b_tools.agent.messages import Beat
+from llama405b_tools.agent.messages import RankHeartbeat
 from llama405b_tools.run import follow
 from llama405b_tools.run.follow import QUIET_S, SAME_QUIET_S, EndKind, IdleMessage, RunMonitor, summarise
 
@@ -28,11 +28,11 @@ def test_a_silence_before_the_first_step_is_explained(watch):
     silence = IdleMessage(watch, 100.0)
     assert silence.due(100.0 + QUIET_S - 1) == []
     assert silence.due(110.0) == ["10 s: starting Python and PyTorch (ranks 0-1)"]
-    take(watch, "b", beats=(Beat(1, "b", 5, 0.0, 0, Phase.DATA, 0.0),), now=0.0)
+    take(watch, "b", beats=(RankHeartbeat(1, "b", 5, 0.0, 0, Phase.DATA, 0.0),), now=0.0)
     silence.since_s = 111.0
     assert silence.due(121.0) == ["21 s: starting Python and PyTorch (rank 0), reading the data (rank 1)"]
-    take(watch, "a", beats=(Beat(0, "a", 5, 0.0, 0, Phase.LOAD, 0.0),), now=0.0)
-    take(watch, "b", beats=(Beat(1, "b", 5, 0.0, 0, Phase.LOAD, 0.0),), now=0.0)
+    take(watch, "a", beats=(RankHeartbeat(0, "a", 5, 0.0, 0, Phase.LOAD, 0.0),), now=0.0)
+    take(watch, "b", beats=(RankHeartbeat(1, "b", 5, 0.0, 0, Phase.LOAD, 0.0),), now=0.0)
     assert silence.due(131.0) == ["31 s: loading the weights (ranks 0-1)"]
     assert silence.due(131.0 + SAME_QUIET_S - 1) == []  # the same is not repeated so often
     assert silence.due(131.0 + SAME_QUIET_S) == ["91 s: loading the weights (ranks 0-1)"]
@@ -43,10 +43,10 @@ def test_a_silence_before_the_first_step_is_explained(watch):
 def test_an_evaluation_before_the_first_step_is_no_step(watch, capsys):
     silence = IdleMessage(watch, 100.0)
     for host, rank in (("a", 0), ("b", 1)):
-        take(watch, host, beats=(Beat(rank, host, 5, 0.0, 0, Phase.EVAL, 0.0),), now=0.0)
+        take(watch, host, beats=(RankHeartbeat(rank, host, 5, 0.0, 0, Phase.EVAL, 0.0),), now=0.0)
     assert silence.due(110.0) == ["10 s: evaluating (ranks 0-1)"]
     take(watch, "a", metrics=(EvaluationMetrics(0, 0.0, 7.6, 2),))
-    take(watch, "b", beats=(Beat(1, "b", 5, 0.0, 0, Phase.TRAIN, 0.0),), now=0.0)
+    take(watch, "b", beats=(RankHeartbeat(1, "b", 5, 0.0, 0, Phase.TRAIN, 0.0),), now=0.0)
     assert silence.due(120.0) == ["20 s: evaluating (rank 0), taking the first step (rank 1)"]
     summarise(watch, watch.plan)
     assert "steps" not in capsys.readouterr().out

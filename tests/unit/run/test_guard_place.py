@@ -18,7 +18,7 @@ ARGV = ["--run", "r", "--", "-m", "mine"]
 def fleet(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     with FakeFleet(("a", "b")) as found:
-        monkeypatch.setattr(launch, "hosts_of", lambda _: tuple(found.hosts.values()))
+        monkeypatch.setattr(launch, "resolve_hosts", lambda _: tuple(found.hosts.values()))
         monkeypatch.setattr(launch, "Fleet", lambda _: contextlib.nullcontext(found))
         yield found
 

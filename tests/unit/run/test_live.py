@@ -62,6 +62,6 @@ def test_a_screen_that_is_gone_is_noticed(terminal):
 def test_only_a_terminal_has_such_a_line(monkeypatch, plain, terminal, term, kind):
     monkeypatch.setattr(screen.sys.stdout, "isatty", lambda: terminal)
     monkeypatch.setenv("TERM", term)
-    made = screen.printer(plain=plain)
+    made = screen.make_printer(plain=plain)
     made.close()
     assert type(made) is kind

@@ -9,11 +9,11 @@ from run_rig import plan
 from llama405b.contract.errors import UserError
 from llama405b.contract.files import write_json
 from llama405b.contract.paths import RunDir
-from llama405b.contract.records import Blame, Cause, CauseKind, GuardState, NodeState, NodeStatus
+from llama405b.contract.records import Cause, CauseKind, FailureRecord, GuardState, NodeState, NodeStatus
 from llama405b_tools.agent import processes
 from llama405b_tools.agent.messages import StatusReply
 from llama405b_tools.hosts.transport import HostError
-from llama405b_tools.run.judge import Standing
+from llama405b_tools.run.judge import RunState
 from llama405b_tools.run.query import ask_hosts, failures_of, states_of
 from llama405b_tools.verbs import status, stop
 
@@ -95,7 +95,7 @@ def test_a_refused_stop_leaves_the_guard(fleet, tmp_path):
         host.plan = None
     pid = processes.start_time(1)
     guard = GuardState("r", 1, pid, processes.machine_id(), 1)
-    write_json(RunDir.here("r").guard, guard)
+    write_json(RunDir.from_name("r").guard, guard)
     ended = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stop, "dismiss_guard", ended.append)
@@ -119,9 +119,9 @@ def test_a_run_that_is_stopped_on_some_hosts_only_is_not_well(fleet):
 def test_a_host_that_an_interrupted_launch_did_not_reach_has_lost_no_files(fleet):
     fleet.hosts |= {"a": fleet.hosts["b"]}
     fleet.fakes["b"].plan = None
-    assert states_of(ask_hosts(fleet, "r")[1])["b"].standing is Standing.FILES_GONE
-    fleet.fakes["a"].blames = (Blame(2, "a", Cause(CauseKind.NOT_KEPT, "a")),)
+    assert states_of(ask_hosts(fleet, "r")[1])["b"].state is RunState.FILES_GONE
+    fleet.fakes["a"].blames = (FailureRecord(2, "a", Cause(CauseKind.NOT_KEPT, "a")),)
     fleet.fakes["a"].alive, fleet.fakes["a"].status = False, NodeStatus("a", NodeState.KILLED, 2, 1, 1, signal=15)
     _, seen = ask_hosts(fleet, "r")
-    assert states_of(seen)["b"].standing is Standing.NEVER_STARTED
+    assert states_of(seen)["b"].state is RunState.NEVER_STARTED
     assert CauseKind.NOT_KEPT not in [failure.cause.kind for failure in failures_of(seen)]

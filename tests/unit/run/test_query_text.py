@@ -43,6 +43,6 @@ def test_a_run_that_no_host_has_is_answered_with_those_that_are_there(fleet):
     ("pid", "words"), [(7, "last heard at {} (process 7 on far died"), (0, "asked for at {} (it never")]
 )
 def test_of_a_guard_that_is_gone_it_is_told_when_it_was_heard_and_not_since_when(pid, words):
-    gone = query.GuardStatus(GuardState("r", pid, 1, "far x y", 2), query.Life.SILENT, 0.0)
+    gone = query.GuardStatus(GuardState("r", pid, 1, "far x y", 2), query.GuardLiveness.SILENT, 0.0)
     at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(0))
     assert query.guard_line(gone).startswith(f"guard: GONE, {words.format(at)}")

@@ -23,6 +23,6 @@ def test_every_run_with_its_hosts_and_states_newest_first():
         "gpu-2": StatusReply((run("new", at, alive=True), run("old", 1.0, exit_code=3))),
         "gpu-3": HostError("gone"),
     }
-    rows = [query.row(name, known) for name, known in query.by_run(outcomes).items()]
+    rows = [query.run_row(name, known) for name, known in query.hosts_by_run(outcomes).items()]
     assert rows[0] == ("new", "2026-11-21 08:30", "gpu-[1-2]", "running", "—")
     assert (rows[1][0], rows[1][3]) == ("old", "finished on gpu-1; exited 3 on gpu-2")

@@ -42,7 +42,7 @@ FRONT = "-m llama405b_tools.cli"
 def test_a_stream_that_broke_stays_broken(nobody, monkeypatch):
     monkeypatch.setattr(sys, "stdout", nobody)
     assert [screen.show("x") for _ in range(4)] == [False] * 4
-    assert screen.settle() == ""  # which is no fault
+    assert screen.flush_output() == ""  # which is no fault
 
 
 def test_what_one_message_says_is_printed_at_once(monkeypatch, tmp_path):

@@ -6,7 +6,7 @@ from fakes import FakeHost, over, running_fleet
 from run_rig import plan
 
 from llama405b.contract.records import Cause, CauseKind, EvaluationMetrics, Phase
-from llama405b_tools.agent.messages import Beat, StopReply
+from llama405b_tools.agent.messages import RankHeartbeat, StopReply
 from llama405b_tools.run.query import ask_hosts
 from llama405b_tools.verbs.status import print_progress, print_run
 from llama405b_tools.verbs.stop import print_saved
@@ -26,7 +26,7 @@ def test_a_failure_says_its_gpu_and_whose_log_to_read(monkeypatch, tmp_path, cap
 def test_an_evaluation_without_a_step_is_no_training(capsys):
     host = FakeHost("a")
     host.plan = plan("-m", "llama405b.train")
-    beat = Beat(0, "a", 5, 0.0, 0, Phase.DONE, 0.0)
+    beat = RankHeartbeat(0, "a", 5, 0.0, 0, Phase.DONE, 0.0)
     found = dataclasses.replace(host.run(), metrics=EvaluationMetrics(0, 0.0, 7.65, 1), heartbeats=(beat,))
     print_progress([found])
     assert capsys.readouterr().out == "evaluation of step 0: loss 7.6500\n"

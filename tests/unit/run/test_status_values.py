@@ -11,12 +11,12 @@ from run_rig import plan
 
 from llama405b.contract.errors import UserError
 from llama405b.contract.records import Cause, CauseKind, NodeState, Phase
-from llama405b_tools.agent.messages import Beat, NodeUpdate, StreamMessage
+from llama405b_tools.agent.messages import NodeUpdate, RankHeartbeat, StreamMessage
 from llama405b_tools.hosts.transport import HostError
 from llama405b_tools.run import judge, log_reader
-from llama405b_tools.run.follow import Limits, watch_run
-from llama405b_tools.run.judge import Failure, Standing, failure_words
-from llama405b_tools.run.query import ask_hosts, failures_of, newest_checkpoint, row, states_of
+from llama405b_tools.run.follow import HangLimits, watch_run
+from llama405b_tools.run.judge import Failure, RunState, failure_words
+from llama405b_tools.run.query import ask_hosts, failures_of, newest_checkpoint, run_row, states_of
 from llama405b_tools.verbs import status
 
 
@@ -64,35 +64,35 @@ def test_a_host_back_without_its_files_is_not_one_that_was_never_started(fleet):
     fleet.fakes["b"].plan = None
     _, seen = ask_hosts(fleet, "r")
     assert [failure.cause.kind for failure in failures_of(seen)] == [CauseKind.FILES_GONE]
-    assert states_of(seen)["b"].standing is Standing.FILES_GONE
+    assert states_of(seen)["b"].state is RunState.FILES_GONE
 
 
-@pytest.mark.parametrize(("on_b", "standing"), [(None, Standing.FILES_GONE), ("plan", Standing.NEVER_STARTED)])
+@pytest.mark.parametrize(("on_b", "standing"), [(None, RunState.FILES_GONE), ("plan", RunState.NEVER_STARTED)])
 def test_a_host_that_a_launch_has_not_come_to_yet_is_starting(fleet, on_b, standing):
     a, b = fleet.fakes["a"], fleet.fakes["b"]
     b.alive, b.plan, real = False, on_b and b.plan, a.run
-    assert states_of(ask_hosts(fleet, "r")[1])["b"].standing is standing
+    assert states_of(ask_hosts(fleet, "r")[1])["b"].state is standing
     a.run = lambda: dataclasses.replace(real(), launching=True)
     _, seen = ask_hosts(fleet, "r")
-    assert ({name: each.standing for name, each in states_of(seen).items()}["b"], failures_of(seen)) == (
-        Standing.STARTING,
+    assert ({name: each.state for name, each in states_of(seen).items()}["b"], failures_of(seen)) == (
+        RunState.STARTING,
         [],
     )
-    assert "never started" not in row("r", {name: run for name, run in seen.items() if run})[3]
+    assert "never started" not in run_row("r", {name: run for name, run in seen.items() if run})[3]
 
 
 def hang(fleet):
     """Rank 1 of a run on a and b falls silent, and whoever follows the run ends it."""
     following = plan("-m", "llama405b.train", attempt=1, created=1.0)
-    old = Beat(1, "b", 5, 0.0, 7, Phase.TRAIN, -5.0, state="T")
+    old = RankHeartbeat(1, "b", 5, 0.0, 7, Phase.TRAIN, -5.0, state="T")
     for name, host in fleet.fakes.items():
         beats = (old,) if name == "b" else ()
         host.lives = [[StreamMessage(node=NodeUpdate(True, None, "")), StreamMessage(beats=beats, now=1000.0)]]
-    watch = watch_run(fleet, following, Limits(300.0, 3600.0))
+    watch = watch_run(fleet, following, HangLimits(300.0, 3600.0))
     for name, host in fleet.fakes.items():  # what each node runner saw of it
         seen = Cause(CauseKind.SIGNAL, name, signal=15)
         host.status = dataclasses.replace(over(name, seen).node.status, state=NodeState.KILLED, signal=15)
-    return watch.worst()
+    return watch.worst_failure()
 
 
 def test_a_hang_is_told_by_every_verb_as_whoever_ended_it_decided(fleet):

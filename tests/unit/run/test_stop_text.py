@@ -6,7 +6,7 @@ from fakes import FakeHost
 from run_rig import metrics, plan
 
 from llama405b.contract.records import Phase
-from llama405b_tools.agent.messages import Beat, StopReply
+from llama405b_tools.agent.messages import RankHeartbeat, StopReply
 from llama405b_tools.verbs.stop import print_saved
 
 HINT = "; it was still saving: --grace 120s would have given it more time"
@@ -16,7 +16,7 @@ def ended(phase, *, was_alive=True, saved="/w/runs/r/checkpoints/step-00000008",
     """A host whose rank was last heard in this phase, at step 10."""
     host = FakeHost("a")
     host.plan, host.checkpoint = plan("-m", "llama405b.train"), saved
-    beat = Beat(0, "a", 5, 0.0, 10, phase, 0.0)
+    beat = RankHeartbeat(0, "a", 5, 0.0, 10, phase, 0.0)
     node = dataclasses.replace(host.run(), metrics=metrics(10, 1.0, 2), heartbeats=(beat,), unsaved=unsaved)
     return StopReply(True, was_alive, node=node)
 

@@ -21,14 +21,14 @@ from llama405b_tools.top import event_sources
 def arrives(monkeypatch, tmp_path):
     """The first message of host a, which says this."""
     monkeypatch.chdir(tmp_path)
-    write_json(RunDir.here("r").plan, Plan("r", 1, 0.0, "r-1-x", "a:1", ("x",), ("MY_KEY", "OTHER"), ()))
+    write_json(RunDir.from_name("r").plan, Plan("r", 1, 0.0, "r-1-x", "a:1", ("x",), ("MY_KEY", "OTHER"), ()))
     with FakeFleet(("a",)) as fleet:
 
         def first(said):
             fleet.fakes["a"].faults["stream"] = said
             streams = Streams(fleet, ["a"], StreamRequest("r", ""))
             try:
-                return streams.arrivals.get(timeout=120).news
+                return streams.arrivals.get(timeout=120).message
             finally:
                 streams.close()
 
@@ -69,4 +69,4 @@ def test_what_a_host_sends_is_cleaned_as_it_arrives_but_for_line_breaks_and_what
     smi = SmiAnswer("a, 1\nb, 2\n", apps="1\n2", nvlink="GPU 0\n\t Link")  # which are read line by line
     assert read_message(SmiAnswer, reader.dumps(smi), "it") == smi
     frame = json.dumps({"smi": {"text": odd}, "kernel": [odd, 1, None]})
-    assert event_sources._frame(frame) == {"smi": {"text": lines}, "kernel": [lines, 1, None]}
+    assert event_sources._parse_frame(frame) == {"smi": {"text": lines}, "kernel": [lines, 1, None]}

@@ -4,7 +4,7 @@ import pytest
 
 from llama405b.contract.errors import UserError
 from llama405b.settings import config
-from llama405b.settings.schema import FIRST_S, Cadence, best_interval, share_that_counts
+from llama405b.settings.schema import FIRST_INTERVAL_S, Cadence, best_interval_s, useful_fraction
 
 
 @pytest.mark.parametrize(
@@ -18,8 +18,8 @@ from llama405b.settings.schema import FIRST_S, Cadence, best_interval, share_tha
     ],
 )
 def test_steps_times_and_auto_are_read(text, cadence, tmp_path):
-    assert Cadence.read(text) == cadence
-    assert cadence.saves == (text != "0")
+    assert Cadence.parse(text) == cadence
+    assert cadence.is_enabled == (text != "0")
     flag = config.read_flags(["--checkpoint.every", text])
     (tmp_path / "c.toml").write_text(f'[checkpoint]\nevery = "{text}"\n')
     assert config.read_toml(tmp_path / "c.toml")["checkpoint.every"][0] == flag["checkpoint.every"][0] == text
@@ -37,10 +37,10 @@ def test_anything_else_is_refused(value):
 
 
 def test_it_is_due_by_steps_or_by_time():
-    assert [step for step in range(1, 10) if Cadence(steps=4).due(step, 1e9, 0)] == [4, 8]
-    assert [s for s in (0, 599, 600, 900) if Cadence(seconds=600).due(3, s, 0)] == [600, 900]
-    assert [s for s in (0, 599, 600, 900) if Cadence(auto=True).due(3, s, 599.5)] == [600, 900]
-    assert not Cadence().due(4, 1e9, 0)
+    assert [step for step in range(1, 10) if Cadence(steps=4).is_due(step, 1e9, 0)] == [4, 8]
+    assert [s for s in (0, 599, 600, 900) if Cadence(seconds=600).is_due(3, s, 0)] == [600, 900]
+    assert [s for s in (0, 599, 600, 900) if Cadence(auto=True).is_due(3, s, 599.5)] == [600, 900]
+    assert not Cadence().is_due(4, 1e9, 0)
 
 
 def test_the_best_interval_loses_the_least():
@@ -50,21 +50,21 @@ def test_the_best_interval_loses_the_least():
         """Of the time: to saving, and on average to half an interval and a restart at each failure."""
         return cost_s / (interval_s + cost_s) + (interval_s / 2 + restart_s) / mtbf_s
 
-    best_s = best_interval(cost_s, restart_s, mtbf_s)
+    best_s = best_interval_s(cost_s, restart_s, mtbf_s)
     assert lost(best_s) < min(lost(0.8 * best_s), lost(1.25 * best_s))
     assert best_s == pytest.approx(math.sqrt(2 * cost_s * mtbf_s), rel=0.05)
-    assert best_interval(None, restart_s, mtbf_s) == FIRST_S
+    assert best_interval_s(None, restart_s, mtbf_s) == FIRST_INTERVAL_S
 
 
 def test_the_best_interval_leaves_the_most_time_for_steps():
     cost_s, restart_s, mtbf_s = 60.0, 600.0, 12 * 3600.0
-    best_s = best_interval(cost_s, restart_s, mtbf_s)
-    shares = [share_that_counts(factor * best_s, cost_s, restart_s, mtbf_s) for factor in (0.8, 1.0, 1.25)]
+    best_s = best_interval_s(cost_s, restart_s, mtbf_s)
+    shares = [useful_fraction(factor * best_s, cost_s, restart_s, mtbf_s) for factor in (0.8, 1.0, 1.25)]
     assert max(shares) == shares[1]
     lost = cost_s / (best_s + cost_s) + (best_s / 2 + restart_s) / mtbf_s
     assert shares[1] == pytest.approx(1 - lost, abs=0.005)
 
 
 def test_without_failures_only_saves_take_time():
-    assert share_that_counts(900.0, 100.0, 600.0, 1e12) == pytest.approx(0.9)
-    assert share_that_counts(1e6, 0.0, 0.0, 1e3) == 0.0
+    assert useful_fraction(900.0, 100.0, 600.0, 1e12) == pytest.approx(0.9)
+    assert useful_fraction(1e6, 0.0, 0.0, 1e3) == 0.0

@@ -188,16 +188,16 @@ def test_what_had_another_name_is_refused_with_the_name_of_now(key, value, words
 def test_the_demo_fits_any_number_of_ranks(world):
     demo = command.parse(["--preset", "demo"]).config
     axes = Axes(dp_shard=world)
-    assert config.check_ranks(demo, axes).rounds == 1
-    assert config.on_ranks(demo, axes).training.global_batch_size == 4 * world
+    assert config.check_ranks(demo, axes).grad_accum_steps == 1
+    assert config.with_global_batch(demo, axes).training.global_batch_size == 4 * world
     fixed = command.parse([*GIVEN, "--training.global_batch_size", "8"]).config
-    assert config.on_ranks(fixed, axes) == fixed
+    assert config.with_global_batch(fixed, axes) == fixed
 
 
 def test_fsdp1_with_offload_does_not_accumulate():
     flags = [*GIVEN, "--parallel.strategy", "fsdp1", "--parallel.offload", "all", "--training.global_batch_size", "64"]
     chosen = command.parse(flags).config
-    assert config.check_ranks(chosen, Axes(dp_shard=64)).rounds == 1
+    assert config.check_ranks(chosen, Axes(dp_shard=64)).grad_accum_steps == 1
     refused = refusal(config.check_ranks, chosen, Axes(dp_shard=32))
     assert "fsdp1 with offload cannot accumulate 2 micro-batches" in refused
 
@@ -206,7 +206,7 @@ def test_help_names_every_setting(capsys):
     with pytest.raises(SystemExit):
         command.parse(["--help"])
     text = capsys.readouterr().out
-    for key, _, _, _ in schema.fields():
+    for key, _, _, _ in schema.setting_fields():
         assert f"--{key} " in text
 
 
@@ -217,7 +217,7 @@ def test_sources_are_paths_with_weights(tmp_path):
     (tmp_path / "c.toml").write_text("[model]\npath = 'm'\n" + tables)
     data = config.resolve(config.read_toml(tmp_path / "c.toml")).data
     assert (data.paths, data.weights) == (("a", "b/*"), (2.0, 0.5))
-    assert [part.paths for part in data.by_source] == [("a",), ("b/*",)]
+    assert [part.paths for part in data.sources] == [("a",), ("b/*",)]
     typed = ["--model.path", "m", "--data.paths", "a,b/*", "--data.weights", "2,0.5"]
     assert config.resolve(config.read_flags(typed)).data == data
 
@@ -268,7 +268,7 @@ def test_of_several_files_the_later_one_wins_and_says_what_it_replaced(tmp_path,
     words = ["--preset", "demo", *(word for file in files for word in ("--config", str(file)))]
     assert command.parse(words).config.optimizer.lr == 2e-3
     line = f"{files[1]}:3: optimizer.lr is 0.002; it was 0.001 in {files[0]}:2"
-    assert config.overridden(files) == [line]
+    assert config.describe_overrides(files) == [line]
     asked = request.parse_launch([*words, "--run", "r"], 0.0)
     assert (asked.config.optimizer.lr, asked.overridden) == (2e-3, (line,))
 
@@ -284,7 +284,7 @@ def test_the_schema_knows_every_setting_and_takes_what_is_shipped():
     found = printed_schema()
     jsonschema.Draft202012Validator.check_schema(found)
     known = {f"{section}.{key}" for section, of in found["properties"].items() for key in of["properties"]}
-    assert known == {*schema.TYPES, "data.sources"}
+    assert known == {*schema.SETTING_TYPES, "data.sources"}
     files = [*config.PRESET_DIR.glob("*.toml"), *(ROOT / "examples").glob("*.toml")]
     assert len(files) > 10
     for file in files:
@@ -335,12 +335,12 @@ def test_of_epochs_and_steps_the_later_source_wins_and_the_other_is_named(
     settings = [f"--training.{name}={value}" for name, value in flags.items()]
     paths = [Path(f"{number}.toml") for number in range(len(files))]
     sources = [config.read_preset(preset), *map(config.read_toml, paths), config.read_flags(settings)]
-    found = config.merged(*sources)
+    found = config.merge_sources(*sources)
     assert (found.get(LENGTHS[0], (1, ""))[0], found.get(LENGTHS[1], (0, ""))[0]) == length
-    assert config.unused_length(*sources) == said
-    on_hosts = ["--preset", preset] * bool(preset) + config.to_flags(config.merged(*sources[1:]))
+    assert config.describe_unused_length(*sources) == said
+    on_hosts = ["--preset", preset] * bool(preset) + config.to_flags(config.merge_sources(*sources[1:]))
     flags_there, _ = config.split_flags(on_hosts)
-    there = config.merged(config.read_preset(preset), config.read_flags(flags_there))
+    there = config.merge_sources(config.read_preset(preset), config.read_flags(flags_there))
     assert [there.get(key) and there[key][0] for key in LENGTHS] == [
         found.get(key) and found[key][0] for key in LENGTHS
     ]

@@ -4,7 +4,7 @@ import pytest
 
 from llama405b.contract.errors import UserError
 from llama405b.settings.config import read_toml
-from llama405b.settings.rules import Group, check_groups, group_of
+from llama405b.settings.rules import ParameterGroup, check_groups, find_group
 from llama405b.settings.schema import Parallel
 
 
@@ -17,10 +17,14 @@ def test_tables_are_what_flags_are(tmp_path):
     )
     file.write_text("".join(f"[[optimizer.groups]]\n{table}\n" for table in tables))
     [(texts, _)] = read_toml(file).values()
-    groups = [Group.read(text) for text in texts]
-    assert groups == [Group("lm_head.*", 0.5), Group("*norm*", 1.0, 0.0), Group("*bias", frozen=True)]
-    assert group_of(groups, "model.norm.weight") is groups[1]
-    assert group_of(groups, "model.layers.0.mlp.up_proj.weight") is None
+    groups = [ParameterGroup.parse(text) for text in texts]
+    assert groups == [
+        ParameterGroup("lm_head.*", 0.5),
+        ParameterGroup("*norm*", 1.0, 0.0),
+        ParameterGroup("*bias", frozen=True),
+    ]
+    assert find_group(groups, "model.norm.weight") is groups[1]
+    assert find_group(groups, "model.layers.0.mlp.up_proj.weight") is None
 
 
 def test_a_group_of_nothing_is_refused():

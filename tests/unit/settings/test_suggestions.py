@@ -4,8 +4,8 @@ import pytest
 
 from llama405b.contract.errors import UserError
 from llama405b.settings import config
-from llama405b.settings.foreign import PROGRAMS, TABLES, WORDS, table
-from llama405b.settings.schema import TYPES
+from llama405b.settings.foreign import FLAG_TABLE, PROGRAM_TABLES, TABLE_DIR, foreign_keys
+from llama405b.settings.schema import SETTING_TYPES
 from llama405b_tools.launch import request
 
 
@@ -54,12 +54,12 @@ def test_what_is_like_nothing_is_not_guessed_at(typed):
 
 
 def test_every_row_says_what_becomes_of_its_key():
-    assert {path.stem for path in TABLES.iterdir()} == {WORDS, *PROGRAMS}
-    for name in (WORDS, *PROGRAMS):
-        for row in table(name).values():
-            assert row.setting in TYPES or row.setting.startswith("@") or row.why, (name, row)
-    assert not {key.rpartition(".")[2] for key in TYPES} & {*table(WORDS)}
-    assert len(table(WORDS)) > 200
+    assert {path.stem for path in TABLE_DIR.iterdir()} == {FLAG_TABLE, *PROGRAM_TABLES}
+    for name in (FLAG_TABLE, *PROGRAM_TABLES):
+        for row in foreign_keys(name).values():
+            assert row.setting in SETTING_TYPES or row.setting.startswith("@") or row.why, (name, row)
+    assert not {key.rpartition(".")[2] for key in SETTING_TYPES} & {*foreign_keys(FLAG_TABLE)}
+    assert len(foreign_keys(FLAG_TABLE)) > 200
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,10 @@ from safetensors.torch import load_file, save_file
 
 from llama405b.contract.errors import UserError
 from llama405b.settings.config import PRESET_DIR
-from llama405b.settings.rules import faults_of
+from llama405b.settings.rules import find_faults
 from llama405b.settings.schema import Adapter, Config, Data, Model, Parallel
 from llama405b.spec import models
-from llama405b.spec.models import PEFT, factors, parse_llama, read_peft
+from llama405b.spec.models import PEFT_PREFIX, lora_shapes, parse_llama, read_peft
 from llama405b.spec.tensors import tp_dimension
 
 PRESETS = json.loads((PRESET_DIR / "architectures.json").read_text())
@@ -30,16 +30,16 @@ def llama():
 
 def test_each_target_of_each_layer_has_two(llama):
     layer = "model.layers.0."
-    assert factors(llama, LORA) == {
+    assert lora_shapes(llama, LORA) == {
         f"{layer}self_attn.q_proj.lora_A.weight": (2, 8),
         f"{layer}self_attn.q_proj.lora_B.weight": (8, 2),
         f"{layer}mlp.down_proj.lora_A.weight": (2, 12),
         f"{layer}mlp.down_proj.lora_B.weight": (8, 2),
     }
-    assert factors(llama, Adapter()) == {}
-    assert models.n_trained(llama, LORA) == 16 + 16 + 24 + 16
-    assert models.n_trained(llama, Adapter()) == llama.parameters
-    assert models.adapted(llama, LORA) == (8 + 12, 8 + 8)
+    assert lora_shapes(llama, Adapter()) == {}
+    assert models.n_trained_parameters(llama, LORA) == 16 + 16 + 24 + 16
+    assert models.n_trained_parameters(llama, Adapter()) == llama.parameters
+    assert models.adapted_features(llama, LORA) == (8 + 12, 8 + 8)
 
 
 def test_they_are_split_as_their_matrix_is():
@@ -52,7 +52,7 @@ def test_frozen_matrices_take_four_flops_of_a_weight_and_adapters_six():
     lora = Adapter("lora")
     usual, found = whole.flops_per_token(4096), models.adapter_flops(whole, lora, 4096)
     attention = 6 * whole.layers * whole.heads * whole.head_dim * 4096
-    assert found == (usual - attention) * 2 // 3 + attention + 6 * models.adapter_parameters(whole, lora)
+    assert found == (usual - attention) * 2 // 3 + attention + 6 * models.n_adapter_parameters(whole, lora)
     assert models.adapter_flops(whole, Adapter(), 4096) == usual
 
 
@@ -72,7 +72,7 @@ def test_frozen_matrices_take_four_flops_of_a_weight_and_adapters_six():
 )
 def test_settings_that_do_not_go_together_are_refused(adapter, parallel, setting, why):
     config = Config(Model("m"), Data(("d",)), parallel=Parallel(**parallel), adapter=Adapter(**adapter))
-    found = dict(faults_of(config))
+    found = dict(find_faults(config))
     assert [*found][:1] == ([setting] if setting else [])
     if setting:
         assert re.search(why, found[setting])
@@ -81,7 +81,7 @@ def test_settings_that_do_not_go_together_are_refused(adapter, parallel, setting
 def written(directory, llama, *, names=None, dtype=torch.float32, **more):
     """Write an adapter as peft does."""
     directory.mkdir()
-    shapes = {f"{PEFT}{name}": shape for name, shape in factors(llama, LORA).items()}
+    shapes = {f"{PEFT_PREFIX}{name}": shape for name, shape in lora_shapes(llama, LORA).items()}
     save_file(
         {name: torch.zeros(shapes[name], dtype=dtype) for name in names or shapes},
         directory / "adapter_model.safetensors",
@@ -99,7 +99,7 @@ def written(directory, llama, *, names=None, dtype=torch.float32, **more):
 
 def test_pefts_files_are_read(tmp_path, llama):
     found = read_peft(written(tmp_path / "a", llama, use_dora=False, modules_to_save=None), llama, LORA)
-    assert {name: info.shape for name, info in found.items()} == factors(llama, LORA)
+    assert {name: info.shape for name, info in found.items()} == lora_shapes(llama, LORA)
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_pefts_files_are_read(tmp_path, llama):
         ({}, dataclasses.replace(LORA, alpha=3.0), "has other settings; use"),
         ({}, dataclasses.replace(LORA, targets=("q_proj",)), "has other settings; use"),
         ({"dtype": torch.float64}, LORA, "is F64; only F32, F16 and BF16 can be trained"),
-        ({"names": [f"{PEFT}{UP_ALONE.format(name)}" for name in ("self_attn.q_proj", "mlp.down_proj")]}, LORA, "is missing"),
+        ({"names": [f"{PEFT_PREFIX}{UP_ALONE.format(name)}" for name in ("self_attn.q_proj", "mlp.down_proj")]}, LORA, "is missing"),
     ],
 )  # fmt: skip
 def test_what_is_another_adapter_is_refused(tmp_path, llama, more, adapter, why):
@@ -127,7 +127,9 @@ def test_what_is_another_adapter_is_refused(tmp_path, llama, more, adapter, why)
 def test_a_target_that_is_none_here_is_named(tmp_path, llama):
     directory = written(tmp_path / "a", llama, init_lora_weights="gaussian")
     assert read_peft(directory, llama, LORA)
-    tensors = load_file(directory / "adapter_model.safetensors") | {f"{PEFT}lm_head.lora_B.weight": torch.zeros(4, 2)}
+    tensors = load_file(directory / "adapter_model.safetensors") | {
+        f"{PEFT_PREFIX}lm_head.lora_B.weight": torch.zeros(4, 2)
+    }
     save_file(tensors, directory / "adapter_model.safetensors")
     with pytest.raises(UserError, match="lm_head has an adapter, which is not supported"):
         read_peft(directory, llama, LORA)
@@ -135,7 +137,7 @@ def test_a_target_that_is_none_here_is_named(tmp_path, llama):
 
 @pytest.mark.parametrize(("offload", "expected"), [("none", (2, 0)), ("all", (0, 2))])
 def test_states_are_frozen_weights_and_what_adapters_take(llama, offload, expected):
-    share = models.adapter_parameters(llama, LORA) / llama.parameters
+    share = models.n_adapter_parameters(llama, LORA) / llama.parameters
     found = models.adapter_bytes(llama, LORA, Parallel(offload=offload))
     assert found == pytest.approx([base + share * 16 * bool(base) for base in expected])
     assert models.adapter_bytes(llama, Adapter(), Parallel(offload=offload)) == (

@@ -7,7 +7,7 @@ import pytest
 from llama405b.contract.errors import UserError
 from llama405b.contract.software import code_version
 from llama405b.spec import probes
-from llama405b.spec.probes import OPEN, Figure, Probe, ProbeResult, Software
+from llama405b.spec.probes import OPEN_QUESTIONS, Figure, Probe, ProbeResult, Software
 
 FAULT = (
     "RuntimeError: gpu-1.example.org: connect to 10.1.2.3 and fe80::1:2:3:4%eth0 from bob@gpu-1 failed; /home/ann/model is not there; "
@@ -34,19 +34,19 @@ def _written(path, **how):
 
 
 def test_it_has_figures_versions_the_allocator_and_what_failed(tmp_path):
-    found = _written(tmp_path / "b.json", named=False)
+    found = _written(tmp_path / "b.json", keep_names=False)
     [result] = found["results"]
     assert (result["device"], result["torch"], result["software"]["driver"]) == ("NVIDIA H100", "2.13.0", "580.82")
     assert result["allocator"] == {"num_ooms": 1}
     assert result["figures"][0]["value"] == 3.5
     assert found["without_result"] == ["copies", "hog"]
-    assert found["expected"] == {"hog": OPEN[Probe.HOG].expected}
+    assert found["expected"] == {"hog": OPEN_QUESTIONS[Probe.HOG].expected}
     assert found["llama405b"] == code_version()
     assert "RuntimeError" in result["fault"]
 
 
 def test_it_has_no_name_address_user_or_secret(tmp_path):
-    text = json.dumps(_written(tmp_path / "b.json", named=False))
+    text = json.dumps(_written(tmp_path / "b.json", keep_names=False))
     for word in ("gpu-1", "example.org", "real-name", "10.1.2.3", "fe80", "ann", "bob", "abc.def", "hf_"):
         assert word not in text, word
     [result] = json.loads(text)["results"]
@@ -56,7 +56,7 @@ def test_it_has_no_name_address_user_or_secret(tmp_path):
 
 
 def test_names_are_there_if_they_are_asked_for_and_secrets_never(tmp_path):
-    text = json.dumps(_written(tmp_path / "b.json", named=True))
+    text = json.dumps(_written(tmp_path / "b.json", keep_names=True))
     for word in ("gpu-1.example.org", "real-name", "10.1.2.3"):
         assert word in text
     for word in ("abc.def", "hf_ABC"):

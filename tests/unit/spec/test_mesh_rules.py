@@ -8,7 +8,7 @@ import pytest
 from conftest import ROOT
 from llama405b.contract.errors import UserError
 from llama405b.settings.axes import Axes
-from llama405b.settings.rules import faults_of
+from llama405b.settings.rules import find_faults
 from llama405b.settings.schema import Config, Data, Model, Parallel
 from llama405b.spec.models import FAMILIES, Llama
 from llama405b.spec.rules import check_mesh
@@ -25,12 +25,12 @@ def refused(settings, llama=SMALL, world=8, per_host=8, seq_len=32):
     """Why settings are refused on some ranks; '' if they are not."""
     parallel = Parallel(**{"numerics": "fp32", **settings})
     faults = [
-        fault for _, fault in faults_of(Config(model=Model(path="m"), data=Data(paths=("d",)), parallel=parallel))
+        fault for _, fault in find_faults(Config(model=Model(path="m"), data=Data(paths=("d",)), parallel=parallel))
     ]
     if faults:
         return faults[0]
     try:
-        axes = Axes.of(parallel, world, per_host)
+        axes = Axes.from_parallel(parallel, world, per_host)
         check_mesh(axes, parallel, llama, seq_len, per_host)
     except UserError as error:
         return str(error)
@@ -82,7 +82,7 @@ def test_a_host_is_no_limit_where_that_is_said():
     ("strategy", "axes"), [("ddp", Axes(1, dp_replicate=16)), ("hsdp", Axes(8, dp_replicate=2)), ("zero1", Axes(16))]
 )
 def test_a_name_says_how_many_copies(strategy, axes):
-    assert Axes.of(Parallel(strategy=strategy), 16, 8) == axes
+    assert Axes.from_parallel(Parallel(strategy=strategy), 16, 8) == axes
 
 
 def test_norms_of_queries_and_keys_are_not_split():

@@ -9,13 +9,13 @@ from llama405b.contract.checkpoints import RunIdentity, read_manifest, write_man
 from llama405b.contract.errors import UserError
 from llama405b.settings import config
 from llama405b.settings.schema import Config, Optimizer
-from llama405b.spec.rules import accept_changes, as_configured, settings_of
+from llama405b.spec.rules import check_resume_changes, update_settings, with_config
 
 PATH = "c/step-00000004"
 
 
 def before(steps=120, **optimizer):
-    settings = settings_of(Optimizer(**optimizer), steps)
+    settings = update_settings(Optimizer(**optimizer), steps)
     identity = RunIdentity("config 1", "900 tokens 2", 4096, 64, "fp32-master", 0, 0, "isolated", settings)
     return read_manifest(write_manifest(dataclasses.replace(MANIFEST, identity=identity))[0])[0].identity
 
@@ -25,7 +25,7 @@ def under(**changes):
     flags = ["--model.path=m", "--data.paths=d", "--training.max_steps=120"]
     flags += [f"--{key.replace('__', '.')}={value}" for key, value in changes.items()]
     settings = config.resolve(config.read_flags(flags))
-    return accept_changes(PATH, before(), as_configured(before(), settings), settings.checkpoint.allow_changes)
+    return check_resume_changes(PATH, before(), with_config(before(), settings), settings.checkpoint.allow_changes)
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_another_adapter_cannot_be_accepted():
     for allowed in ((), ("all",)):
         now = dataclasses.replace(before(), adapter="lora of rank 8")
         with pytest.raises(UserError, match=r"was saved with adapter none -> lora of rank 8; set --adapter\.kind"):
-            accept_changes(PATH, before(), now, allowed)
+            check_resume_changes(PATH, before(), now, allowed)
     with pytest.raises(
         UserError, match=r"adapter none -> lora of rank 4, alpha 32, beside q_proj,v_proj; set --adapter\.kind"
     ):
@@ -69,13 +69,13 @@ def test_nothing_is_said_of_what_stays():
 @pytest.mark.parametrize("same", [{"decay": "constant"}, {"min_lr": 1e-5}, {"warmup": 300}])
 def test_more_steps_of_the_same_schedule_are_ordinary(same):
     optimizer = Optimizer(**same)
-    now = dataclasses.replace(before(), settings=settings_of(optimizer, 200))
+    now = dataclasses.replace(before(), settings=update_settings(optimizer, 200))
     assert before(**same).changes(now) == {}
 
 
 def test_what_an_older_checkpoint_does_not_record_is_not_compared():
     old = dataclasses.replace(before(), settings={})
-    assert accept_changes(PATH, old, as_configured(old, Config()), ()) == ""
+    assert check_resume_changes(PATH, old, with_config(old, Config()), ()) == ""
 
 
 def test_a_name_that_no_resume_compares_is_refused():

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from llama405b.spec.rules import InFlight, Pass, in_flight, order_of
+from llama405b.spec.rules import InFlight, MicrobatchPass, find_in_flight, pipeline_order
 
 CASES = [
     (schedule, n_ranks, 2 if schedule == "interleaved" else 1, n_micro)
@@ -23,13 +23,13 @@ def played(orders, n_ranks, n_chunks):
             if at[rank] == len(order):
                 continue
             each = order[at[rank]]
-            stage = each.chunk * n_ranks + rank
-            if each.backward:
-                needs = (True, stage + 1, each.micro) if stage < last else (False, stage, each.micro)
+            stage = each.virtual_stage * n_ranks + rank
+            if each.is_backward:
+                needs = (True, stage + 1, each.microbatch) if stage < last else (False, stage, each.microbatch)
             else:
-                needs = (False, stage - 1, each.micro) if stage else None
+                needs = (False, stage - 1, each.microbatch) if stage else None
             if needs is None or needs in done:
-                ready.append((rank, (each.backward, stage, each.micro)))
+                ready.append((rank, (each.is_backward, stage, each.microbatch)))
         assert ready, "every rank waits for another one"
         for rank, what in ready:
             assert what not in done
@@ -41,7 +41,7 @@ def played(orders, n_ranks, n_chunks):
 
 @pytest.mark.parametrize(("schedule", "n_ranks", "n_chunks", "n_micro"), CASES)
 def test_every_pass_is_taken_once_and_none_waits_for_ever(schedule, n_ranks, n_chunks, n_micro):
-    orders = [order_of(schedule, n_ranks, n_chunks, rank, n_micro) for rank in range(n_ranks)]
+    orders = [pipeline_order(schedule, n_ranks, n_chunks, rank, n_micro) for rank in range(n_ranks)]
     rounds, done = played(orders, n_ranks, n_chunks)
     assert len(done) == 2 * n_micro * n_ranks * n_chunks
     if n_chunks == 1:
@@ -52,8 +52,8 @@ def test_every_pass_is_taken_once_and_none_waits_for_ever(schedule, n_ranks, n_c
 
 @pytest.mark.parametrize("n_micro", [4, 8, 16])
 def test_two_stages_on_each_rank_wait_half_as_long(n_micro):
-    plain, _ = played([order_of("1f1b", 4, 1, rank, n_micro) for rank in range(4)], 4, 1)
-    halves, _ = played([order_of("interleaved", 4, 2, rank, n_micro) for rank in range(4)], 4, 2)
+    plain, _ = played([pipeline_order("1f1b", 4, 1, rank, n_micro) for rank in range(4)], 4, 1)
+    halves, _ = played([pipeline_order("interleaved", 4, 2, rank, n_micro) for rank in range(4)], 4, 2)
     waits, waits_halves = 2 * plain - 4 * n_micro, halves - 4 * n_micro  # in passes of half a stage
     assert waits_halves <= waits / 2 + 1
 
@@ -62,20 +62,27 @@ def held(order):
     """The most micro-batches of which a rank has the activations at once."""
     inside, most = 0, 0
     for each in order:
-        inside += -1 if each.backward else 1
+        inside += -1 if each.is_backward else 1
         most = max(most, inside)
     return most
 
 
 def test_1f1b_holds_as_many_as_the_stages_that_follow_and_gpipe_all():
-    assert [held(order_of("1f1b", 4, 1, rank, 16)) for rank in range(4)] == [4, 3, 2, 1]
-    assert [held(order_of("gpipe", 4, 1, rank, 16)) for rank in range(4)] == [16] * 4
-    assert order_of("1f1b", 2, 1, 1, 2) == [Pass(False, 0, 0), Pass(True, 0, 0), Pass(False, 0, 1), Pass(True, 0, 1)]
+    assert [held(pipeline_order("1f1b", 4, 1, rank, 16)) for rank in range(4)] == [4, 3, 2, 1]
+    assert [held(pipeline_order("gpipe", 4, 1, rank, 16)) for rank in range(4)] == [16] * 4
+    assert pipeline_order("1f1b", 2, 1, 1, 2) == [
+        MicrobatchPass(False, 0, 0),
+        MicrobatchPass(True, 0, 0),
+        MicrobatchPass(False, 0, 1),
+        MicrobatchPass(True, 0, 1),
+    ]
 
 
 def test_what_waits_while_a_backward_is_computed():
-    assert in_flight("1f1b", 4, 1, 3, 6) == {InFlight(0, (0,), (True,))}  # a later one has gradients as well
-    assert in_flight("1f1b", 4, 1, 0, 6) == {InFlight(0, (3,), (True,))}  # in the first stage as many as ranks follow
-    first, then = InFlight(0, (2,), (False,)), InFlight(0, (1,), (True,), forward=False)
-    assert in_flight("gpipe", 2, 1, 1, 3) == {first, then}  # no forward comes between backwards
-    assert {each.chunk for each in in_flight("interleaved", 2, 2, 0, 4)} == {0, 1}
+    assert find_in_flight("1f1b", 4, 1, 3, 6) == {InFlight(0, (0,), (True,))}  # a later one has gradients as well
+    assert find_in_flight("1f1b", 4, 1, 0, 6) == {
+        InFlight(0, (3,), (True,))
+    }  # in the first stage as many as ranks follow
+    first, then = InFlight(0, (2,), (False,)), InFlight(0, (1,), (True,), after_forward=False)
+    assert find_in_flight("gpipe", 2, 1, 1, 3) == {first, then}  # no forward comes between backwards
+    assert {each.virtual_stage for each in find_in_flight("interleaved", 2, 2, 0, 4)} == {0, 1}

@@ -1,7 +1,7 @@
 """What goes where a model does, beside its weights."""
 
-from llama405b.commands.download import wanted
-from llama405b.spec.models import MAX_NOTICE_BYTES, is_small, small_contents
+from llama405b.commands.download import is_needed
+from llama405b.spec.models import MAX_NOTICE_BYTES, is_small_file, read_small_files
 
 
 def test_notices_go_where_the_model_does(tmp_path):
@@ -21,7 +21,7 @@ def test_notices_go_where_the_model_does(tmp_path):
     (tmp_path / "LICENSES").mkdir()
     (tmp_path / "NOTICE.bin").write_bytes(bytes(MAX_NOTICE_BYTES + 1))
     (tmp_path / "COPYING").symlink_to("nowhere")
-    assert [*small_contents(tmp_path)] == [
+    assert [*read_small_files(tmp_path)] == [
         "config.json",
         "LICENCE-MIT",
         "LICENSE",
@@ -35,10 +35,10 @@ def test_a_name_that_a_host_is_sent_is_one_of_a_file():
     """Rank 0 sends them by name to all hosts, which write them."""
     assert not any(
         map(
-            is_small,
+            is_small_file,
             ("LICENSE/../../x", "../LICENSE", "original/LICENSE", ".LICENSE", "LICENSE\n", "model.safetensors", ""),
         )
     )
-    assert wanted("LICENSE", ["*.safetensors"])
-    assert not wanted("original/LICENSE", ["*.safetensors"])
-    assert not wanted("README.md", ["*.safetensors"])
+    assert is_needed("LICENSE", ["*.safetensors"])
+    assert not is_needed("original/LICENSE", ["*.safetensors"])
+    assert not is_needed("README.md", ["*.safetensors"])

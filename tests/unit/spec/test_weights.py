@@ -17,7 +17,7 @@ from llama405b.model import llama
 from llama405b.settings import config
 from llama405b.spec import models
 from llama405b.spec.models import FAMILIES
-from llama405b.spec.tensors import INDEX, SINGLE, read_tensors
+from llama405b.spec.tensors import INDEX_FILE, SINGLE_FILE, read_tensors
 from tiny_models import write_llama
 
 
@@ -196,7 +196,7 @@ def add(directory, name, tensor, file=""):
     shard = directory / (file or min(path.name for path in directory.glob("*.safetensors")))
     held = load_file(shard) if shard.exists() else {}
     save_file(held | {name: tensor}, shard, {"format": "pt"})
-    index = directory / INDEX
+    index = directory / INDEX_FILE
     if not file:
         edit(index, weight_map=json.loads(index.read_text())["weight_map"] | {name: shard.name})
     return shard
@@ -248,9 +248,9 @@ def test_two_files_with_one_tensor_are_refused(copy):
 
 
 def test_a_single_file_beside_an_index_of_others_is_refused(copy):
-    single = add(copy, "x", torch.zeros(1), SINGLE)
+    single = add(copy, "x", torch.zeros(1), SINGLE_FILE)
     assert refusal(copy) == (
-        f"{single}: is next to {INDEX}, which lists other files; delete the one that is not the model's"
+        f"{single}: is next to {INDEX_FILE}, which lists other files; delete the one that is not the model's"
     )
 
 
@@ -296,8 +296,8 @@ def test_rope_that_makes_nan_or_changes_with_the_batch_is_refused_by_name(copy, 
 
 
 def test_the_types_of_rope_are_those_of_transformers(copy):
-    assert {*models.ROPE_NEEDS, "longrope"} == {"default", *ROPE_INIT_FUNCTIONS}
-    for kind, needs in models.ROPE_NEEDS.items():
+    assert {*models.ROPE_REQUIRED_KEYS, "longrope"} == {"default", *ROPE_INIT_FUNCTIONS}
+    for kind, needs in models.ROPE_REQUIRED_KEYS.items():
         rope = {"rope_type": kind, "rope_theta": 10000.0, "original_max_position_embeddings": 64}
         numbers = {"factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
         edit(copy / "config.json", rope_parameters=rope | {key: numbers[key] for key in needs})
@@ -334,8 +334,8 @@ def rewritten(directory, renamed, more=()):
     for file in directory.glob("*.safetensors"):
         tensors |= load_file(file)
         file.unlink()
-    (directory / INDEX).unlink(missing_ok=True)
-    save_file({renamed(name): value for name, value in tensors.items()} | dict(more), directory / SINGLE)
+    (directory / INDEX_FILE).unlink(missing_ok=True)
+    save_file({renamed(name): value for name, value in tensors.items()} | dict(more), directory / SINGLE_FILE)
 
 
 LAYER = "model.layers.0.self_attn.q_proj"
@@ -363,8 +363,8 @@ def test_weights_under_other_names_are_said_to_be_what_they_are(copy, renamed, m
 
 def test_a_model_in_fp8_is_refused_as_that(copy):
     rewritten(copy, str)
-    tensors = load_file(copy / SINGLE)
+    tensors = load_file(copy / SINGLE_FILE)
     matrices = [name for name in tensors if name.endswith("proj.weight")]
     tensors |= {name: tensors[name].to(torch.float8_e4m3fn) for name in matrices}
-    save_file(tensors | {f"{name}_scale_inv": torch.ones(1) for name in matrices}, copy / SINGLE)
+    save_file(tensors | {f"{name}_scale_inv": torch.ones(1) for name in matrices}, copy / SINGLE_FILE)
     assert "is F8_E4M3; only F32, F16 and BF16 can be trained; download the model in BF16" in refusal(copy)

@@ -6,20 +6,20 @@ import random
 
 import pytest
 
-from llama405b_tools.text.figures import format_table
+from llama405b_tools.text.figures import format_columns
 from llama405b_tools.text.words import (
-    Blocks,
-    Entry,
-    Fold,
-    Merge,
+    BlockSplitter,
+    LogEntry,
+    LogFolder,
+    LogMerger,
     clean,
+    common_text,
     fold_names,
-    group_text,
-    hide,
-    hide_in_json,
-    pieces_of,
-    time_of,
-    where_of,
+    format_hosts_and_ranks,
+    hide_secrets,
+    hide_secrets_in_json,
+    parse_log_time,
+    secret_lines,
 )
 
 TRACE = """Traceback (most recent call last):
@@ -40,7 +40,7 @@ RANK_TRACE = "".join(f"[rank3]: {line}\n" for line in TRACE.splitlines())
 def test_a_traceback_stays_whole_however_it_arrives(trace, seed):
     data = f"before\n{trace}after\n".encode()
     lines = data.splitlines(keepends=True)
-    blocks, cut = Blocks(), random.Random(seed)
+    blocks, cut = BlockSplitter(), random.Random(seed)
     found, begin = [], 0
     while lines:
         count = cut.randint(1, len(lines))
@@ -65,20 +65,20 @@ def test_times_in_lines():
         "2026-11-21T08:30:15.250+02:00 x",
         "W1121 08:30:15.250000 4711 x.cpp:3] y",
     ):
-        assert time_of(text, at + 3, 7200.0) == pytest.approx(at, abs=1e-3), text
+        assert parse_log_time(text, at + 3, 7200.0) == pytest.approx(at, abs=1e-3), text
     assert (
-        time_of("2026-11-21 08:30:15,250", at + 7200, 7200.0) == at + 7200
+        parse_log_time("2026-11-21 08:30:15,250", at + 7200, 7200.0) == at + 7200
     )  # not credible: it is about something else
-    assert time_of("2026-99-99 08:30:15", at, 0.0) == at
-    assert time_of("no time", at, 0.0) == at
+    assert parse_log_time("2026-99-99 08:30:15", at, 0.0) == at
+    assert parse_log_time("no time", at, 0.0) == at
 
 
 def entry(time, host="a", text="x", rank=0):
-    return Entry(time, host, "f", text, rank=rank, stream="out")
+    return LogEntry(time, host, "f", text, rank=rank, stream="out")
 
 
 def test_merge_waits_for_who_may_say_something_older():
-    merge = Merge()
+    merge = LogMerger()
     merge.begin("a")
     merge.begin("b")
     merge.push("a", [entry(1.0), entry(3.0), entry(2.0)])  # a source's own order stands
@@ -92,7 +92,7 @@ def test_merge_waits_for_who_may_say_something_older():
 
 
 def test_merge_drops_the_oldest_and_counts():
-    merge = Merge(most=10)
+    merge = LogMerger(max_waiting=10)
     merge.begin("a")
     merge.push("a", [entry(float(i)) for i in range(25)])
     assert merge.dropped == {"a": 15}
@@ -101,12 +101,12 @@ def test_merge_drops_the_oldest_and_counts():
 
 def test_many_sources_come_out_in_order():
     draw = random.Random(0)
-    merge, everything = Merge(), []
+    merge, everything = LogMerger(), []
     for source in "abcde":
         merge.begin(source)
     for _ in range(200):
         source = draw.choice("abcde")
-        new = [entry(merge.last.get(source, 0.0) + draw.random(), source) for _ in range(draw.randint(0, 5))]
+        new = [entry(merge.last_times.get(source, 0.0) + draw.random(), source) for _ in range(draw.randint(0, 5))]
         merge.push(source, sorted(new, key=lambda e: e.time))
         everything += merge.pop()
     for source in "abcde":
@@ -117,11 +117,13 @@ def test_many_sources_come_out_in_order():
 
 
 def folded(entries):
-    fold, groups = Fold(), []
+    fold, groups = LogFolder(), []
     for each in entries:
         groups += fold.push(each)
     groups += fold.flush()
-    return [(where_of(group), group_text(group) if len(group) > 1 else group[0].text) for group in groups]
+    return [
+        (format_hosts_and_ranks(group), common_text(group) if len(group) > 1 else group[0].text) for group in groups
+    ]
 
 
 def test_the_same_line_of_many_ranks_is_one():
@@ -130,7 +132,7 @@ def test_the_same_line_of_many_ranks_is_one():
     assert (
         len(folded([*lines, entry(1.2, "gpu-01", "step 13 loss 4 lr 1e-05")])) == 2
     )  # the same rank again: a new line
-    assert len(folded([lines[0], lines[1].at(99.0)])) == 2  # long after
+    assert len(folded([lines[0], lines[1].with_time(99.0)])) == 2  # long after
 
 
 def test_errors_are_never_folded():
@@ -145,13 +147,13 @@ def test_what_only_looks_alike_is_not_folded():
 
 def test_a_progress_bar_is_one_line():
     bar = b"Loading: 10%\rLoading: 20%\rLoading: 30%\n"
-    blocks = Blocks()
+    blocks = BlockSplitter()
     found = [*blocks.feed(0, bar), *blocks.flush()]
     assert [clean(block.text) for block in found] == ["Loading: 30%"]
 
 
 def test_merge_gives_back_memory_while_a_source_is_never_empty():
-    merge = Merge()
+    merge = LogMerger()
     merge.begin("a")
     merge.begin("quiet")
     for i in range(5000):
@@ -192,23 +194,23 @@ def test_nothing_a_terminal_would_obey_and_no_token(raw, shown):
 
 
 def test_a_flood_of_one_kind_folds_line_by_line():
-    folding = Fold(60.0)
+    folding = LogFolder(60.0)
     for step in range(5000):
         for rank in range(4):
-            assert list(folding.push(Entry(0.0, "a", "f", f"step {step}", rank=rank))) == []
+            assert list(folding.push(LogEntry(0.0, "a", "f", f"step {step}", rank=rank))) == []
     groups = list(folding.flush())
-    assert [group_text(group) for group in groups] == [f"step {step}" for step in range(5000)]
+    assert [common_text(group) for group in groups] == [f"step {step}" for step in range(5000)]
     assert {len(group) for group in groups} == {4}
     assert folding.kinds == {}
 
 
 def test_secrets_are_hidden_by_their_value_and_every_line_of_it():
-    pieces = pieces_of(["correct horse", '-----KEY-----\nzürich "q"\n', "abc", "correct horse battery"])
+    pieces = secret_lines(["correct horse", '-----KEY-----\nzürich "q"\n', "abc", "correct horse battery"])
     text = 'correct horse battery, correct horse; -----KEY-----\n  zürich "q" abc'
     hidden = "…REDACTED, …REDACTED; …REDACTED\n  …REDACTED abc"  # what is shorter than 6 letters could be anything
-    assert hide(text, pieces) == hidden
-    assert json.loads(hide_in_json(json.dumps([text, 7]), pieces)) == [hidden, 7]
+    assert hide_secrets(text, pieces) == hidden
+    assert json.loads(hide_secrets_in_json(json.dumps([text, 7]), pieces)) == [hidden, 7]
 
 
 def test_a_table_shows_no_control_characters():
-    assert format_table(("host", "now"), [("a", "\x1b[31mred\n")]) == "host  now\na     �[31mred�"
+    assert format_columns(("host", "now"), [("a", "\x1b[31mred\n")]) == "host  now\na     �[31mred�"

@@ -15,7 +15,7 @@ from llama405b_tools.agent import sampler
 from llama405b_tools.text.words import CONTROLS
 from llama405b_tools.top.draw import panels
 from llama405b_tools.top.draw.ui import VIEWS, Ui
-from llama405b_tools.top.event_sources import Live
+from llama405b_tools.top.event_sources import LiveSource
 from llama405b_tools.top.state import picture, simulate
 from llama405b_tools.top.state.cluster import ClusterState
 from llama405b_tools.top.state.picture import GuardShown, HostState
@@ -26,14 +26,14 @@ T0, NAN, INF = simulate.BEGIN, float("nan"), float("inf")
 
 def play(n_hosts=4, seconds=100.0, change=None, **more):
     """Play the incident so far; ``change``: edits or drops (None) an event before it is taken."""
-    cluster = ClusterState(simulate.names(n_hosts), 2.0, **more)
+    cluster = ClusterState(simulate.host_names(n_hosts), 2.0, **more)
     last = T0
-    for event in simulate.incident(n_hosts, seconds=seconds):
+    for event in simulate.simulate_incident(n_hosts, seconds=seconds):
         event = change(as_sent(event)) if change else event
         if event and "frame" in event:
-            cluster.take(event["host"], event["frame"], event["t"])
+            cluster.take_frame(event["host"], event["frame"], event["t"])
             last = event["t"]
-            if event["host"] == simulate.names(n_hosts)[-1]:
+            if event["host"] == simulate.host_names(n_hosts)[-1]:
                 cluster.advance(last)
     return cluster, look(cluster, last)
 
@@ -41,7 +41,7 @@ def play(n_hosts=4, seconds=100.0, change=None, **more):
 def look(cluster, now):
     """Go on to a moment, and look."""
     cluster.advance(now)
-    return cluster.picture()
+    return cluster.make_view()
 
 
 def test_it_stays_with_its_run_and_says_so_when_it_goes_over():
@@ -57,8 +57,8 @@ def test_it_stays_with_its_run_and_says_so_when_it_goes_over():
     }
 
     def send(host, seconds, **run):
-        frame = next(simulate.incident(2, seconds=2.0))["frame"] | {"run": run or None, "now": T0 + seconds}
-        cluster.take(host, frame, T0 + seconds)
+        frame = next(simulate.simulate_incident(2, seconds=2.0))["frame"] | {"run": run or None, "now": T0 + seconds}
+        cluster.take_frame(host, frame, T0 + seconds)
         return look(cluster, T0 + seconds)
 
     assert send("gpu-1", 61, **other, alive=True).training.run == "llama-405b"
@@ -68,12 +68,12 @@ def test_it_stays_with_its_run_and_says_so_when_it_goes_over():
 
 def test_a_run_that_died_is_left_after_a_minute_where_another_lives_on_few_hosts():
     cluster, _ = play(4, 60.0)
-    for event in simulate.incident(4, seconds=2.0):
+    for event in simulate.simulate_incident(4, seconds=2.0):
         if "frame" in event:
             dead = event["frame"]["run"] | {"alive": False, "beats": [], "name": "llama-405b"}
             new = dead | {"name": "new", "alive": True, "created": T0 + 55, "status": None}
             run = new if event["host"] == "gpu-4" else dead
-            cluster.take(event["host"], event["frame"] | {"run": run, "now": T0 + 62}, T0 + 62)
+            cluster.take_frame(event["host"], event["frame"] | {"run": run, "now": T0 + 62}, T0 + 62)
     assert look(cluster, T0 + 63).training.run == "llama-405b"
     assert look(cluster, T0 + 63 + 60).training.run == "new"
 
@@ -230,8 +230,8 @@ def test_a_host_is_stale_by_its_frames_and_an_average_says_so():
 
 def test_links_that_are_not_made_say_why():
     cluster, _ = play(seconds=20)
-    for host, state in zip(simulate.names(4), ("AUTH", "REFUSED", "TIMEOUT", "DOWN"), strict=True):
-        cluster.link(host, state, f"why {state}", T0 + 21)
+    for host, state in zip(simulate.host_names(4), ("AUTH", "REFUSED", "TIMEOUT", "DOWN"), strict=True):
+        cluster.set_link(host, state, f"why {state}", T0 + 21)
     pic = look(cluster, T0 + 21)
     assert [host.state for host in pic.hosts] == ["AUTH", "REFUSED", "TIMEOUT", "DOWN"]
     assert (pic.verdict, pic.exit_code) == ("DOWN", 3)
@@ -289,9 +289,9 @@ def test_faults_of_the_driver():
     assert row(pic, "gpu-1").notes[0] == "1 of 8 GPUs are lost"
     assert (pic.gpus_seen, pic.gpus_expected, pic.verdict) == (31, 32, "DEGRADED")
     cluster = ClusterState(["gpu-1"], 2.0)
-    frame = next(simulate.incident(1))["frame"]
+    frame = next(simulate.simulate_incident(1))["frame"]
     none(frame)
-    cluster.take("gpu-1", frame, T0)
+    cluster.take_frame("gpu-1", frame, T0)
     assert (look(cluster, T0).hosts[0].has_gpu, look(cluster, T0).hosts[0].state) == (False, "OK")
 
 
@@ -444,13 +444,13 @@ def test_two_names_of_one_machine_count_its_gpus_once():
 def test_the_schema_is_documented():
     text = (ROOT / "docs/cluster-top-json.md").read_text()
     for kind in (
-        picture.Picture,
+        picture.ClusterView,
         picture.HostRow,
         picture.GpuCell,
         picture.RankRow,
         picture.ProcessRow,
         picture.TrainingStatus,
-        picture.Change,
+        picture.ClusterEvent,
     ):
         for field in dataclasses.fields(kind):
             assert f"`{field.name}`" in text, f"{kind.__name__}.{field.name}"
@@ -490,7 +490,7 @@ def test_the_plan_tells_what_a_step_was_expected_to_take(told, shown):
 
 @pytest.mark.slow
 def test_no_frame_however_broken_ends_it():
-    events = [event for event in simulate.incident(2, seconds=60) if "frame" in event]
+    events = [event for event in simulate.simulate_incident(2, seconds=60) if "frame" in event]
     full, after = events[-4]["frame"], events[-2]["frame"]
     full["run"] |= {"nccl": {"NCCL_IB_HCA": "mlx5"}, "nodes": [["gpu-1", 0, 8], ["gpu-2", 8, 8]]}
     paths = list(leaves(full))
@@ -518,17 +518,17 @@ def test_no_frame_however_broken_ends_it():
             )
         ):
             cluster = ClusterState(["gpu-1"], 2.0)
-            cluster.take("gpu-1", broken(full, path, value), T0)
+            cluster.take_frame("gpu-1", broken(full, path, value), T0)
             first = look(cluster, T0)
             opened = ["all", (*VIEWS[1:], "host", "rank")[(number + place) % 7]]
             trends = Trends()
             trends.take(first, cluster.steps())
-            lines = panels.screen(first, trends, Ui(path=opened[: 1 + place % 2]), [], 120, 40) + panels.listed(
-                first, Ui(), 120
-            )
+            lines = panels.draw_screen(
+                first, trends, Ui(path=opened[: 1 + place % 2]), [], 120, 40
+            ) + panels.draw_listing(first, Ui(), 120)
             assert not any(CONTROLS.search(line.plain) or "\n" in line.plain for line in lines)
             json.dumps(dataclasses.asdict(first), allow_nan=False)
-            cluster.take("gpu-1", after, T0 + 2)
+            cluster.take_frame("gpu-1", after, T0 + 2)
             assert look(cluster, T0 + 2).hosts[0].state == HostState.OK
             refused += first.hosts[0].state == HostState.DOWN
             assert first.hosts[0].state in picture.SEVERITY, path
@@ -537,7 +537,7 @@ def test_no_frame_however_broken_ends_it():
 
 def test_a_frame_that_cannot_be_read_is_named():
     cluster = ClusterState(["a"], 2.0)
-    cluster.take("a", {"now": "soon"}, T0)
+    cluster.take_frame("a", {"now": "soon"}, T0)
     assert (
         look(cluster, T0).why
         == "a: DOWN its sampler sends frames that cannot be read (frame.now: expected `float`, got `str`)"
@@ -583,41 +583,41 @@ def test_a_log_line_now_and_then_does_not_end_a_hang():
 
 def test_a_slow_nvidia_smi_is_not_a_missing_driver():
     cluster = ClusterState(["a"], 2.0)
-    frames = [event["frame"] for event in simulate.incident(1, seconds=50) if "frame" in event]
-    cluster.take("a", frames[0] | {"smi": {"text": None, "hung_s": 1.0}}, T0)
+    frames = [event["frame"] for event in simulate.simulate_incident(1, seconds=50) if "frame" in event]
+    cluster.take_frame("a", frames[0] | {"smi": {"text": None, "hung_s": 1.0}}, T0)
     first = look(cluster, T0)
     assert (first.hosts[0].state, first.hosts[0].has_gpu, first.hosts[0].notes) == (HostState.OK, True, ())
-    cluster.take("a", frames[1], T0 + 2)
+    cluster.take_frame("a", frames[1], T0 + 2)
     assert look(cluster, T0 + 2).gpus_seen == 8
-    cluster.take("a", frames[2] | {"smi": {"text": None, "hung_s": 3.0}}, T0 + 4)
+    cluster.take_frame("a", frames[2] | {"smi": {"text": None, "hung_s": 3.0}}, T0 + 4)
     assert look(cluster, T0 + 4).gpus_seen == 8
-    cluster.take("a", frames[3] | {"smi": {"text": None, "hung_s": 0.0}}, T0 + 6)
+    cluster.take_frame("a", frames[3] | {"smi": {"text": None, "hung_s": 0.0}}, T0 + 6)
     assert look(cluster, T0 + 6).hosts[0].state == HostState.NO_DRIVER
 
 
 def test_a_port_that_went_down_stays_down():
     cluster = ClusterState(["a"], 2.0)
-    frame = next(event["frame"] for event in simulate.incident(1) if "frame" in event)
+    frame = next(event["frame"] for event in simulate.simulate_incident(1) if "frame" in event)
     down = as_sent(frame)
     down["ib"][3]["state"] = "1: DOWN"
-    cluster.take("a", frame, T0)
+    cluster.take_frame("a", frame, T0)
     for moment in range(2, 2000, 50):
-        cluster.take("a", down, T0 + moment)
+        cluster.take_frame("a", down, T0 + moment)
     assert look(cluster, T0 + 1953).hosts[0].notes == ("mlx5_3/1 is down",)
 
 
 def test_the_run_that_lives_is_shown_and_stays_when_it_fails():
     cluster = ClusterState(["a", "b"], 2.0)
-    frame = next(event["frame"] for event in simulate.incident(1) if "frame" in event)
+    frame = next(event["frame"] for event in simulate.simulate_incident(1) if "frame" in event)
     lives = frame["run"] | {"name": "A", "created": 10.0, "nodes": [["a", 0, 8]]}
     ended = {"alive": False, "status": NODE}
     dead = frame["run"] | ended | {"name": "B", "created": 20.0, "nodes": [["b", 0, 24]], "beats": []}
-    cluster.take("a", frame | {"run": lives}, T0)
-    cluster.take("b", frame | {"run": dead}, T0)
+    cluster.take_frame("a", frame | {"run": lives}, T0)
+    cluster.take_frame("b", frame | {"run": dead}, T0)
     shown = look(cluster, T0).training
     assert (shown.run, shown.world) == ("A", 8)
-    cluster.take("a", frame | {"run": lives | ended}, T0 + 2)
-    cluster.take("b", frame | {"run": dead}, T0 + 2)
+    cluster.take_frame("a", frame | {"run": lives | ended}, T0 + 2)
+    cluster.take_frame("b", frame | {"run": dead}, T0 + 2)
     shown = look(cluster, T0 + 2).training
     assert (shown.run, shown.world, shown.phase) == ("A", 8, "FAILED")
 
@@ -627,17 +627,17 @@ def test_nobody_heard_is_nothing_known():
     run = look(cluster, T0 + 400).training
     assert (run.phase, run.eta_s, run.tokens_per_s, run.mfu_pct) == ("UNKNOWN", None, None, None)
     cluster = ClusterState(["a"], 2.0)
-    cluster.link("a", "OK", "", T0)
+    cluster.set_link("a", "OK", "", T0)
     assert look(cluster, T0 + 5).hosts[0].state == HostState.CONNECTING
     assert look(cluster, T0 + 60).hosts[0].why == "no frame since it was reached 60 s ago"
-    cluster.wanted = "nosuch"
-    cluster.link("a", "OK", "", T0)
-    cluster.take("a", next(simulate.incident(1))["frame"] | {"run": None}, T0 + 61)
+    cluster.requested_run = "nosuch"
+    cluster.set_link("a", "OK", "", T0)
+    cluster.take_frame("a", next(simulate.simulate_incident(1))["frame"] | {"run": None}, T0 + 61)
     assert look(cluster, T0 + 61).why == "no host knows a run 'nosuch'"
 
 
 def test_the_time_that_loading_takes_again_is_counted_anew():
-    _, pic = play(seconds=simulate.AGAIN + 12)
+    _, pic = play(seconds=simulate.RESTARTED + 12)
     assert pic.training.phase == "LOADING"
     assert pic.training.eta_s == pytest.approx(10, abs=2)
 
@@ -683,13 +683,13 @@ def test_the_rank_that_keeps_the_others_waiting_is_named():
 
 
 def test_hosts_are_told_with_which_run_to_stay_until_it_is_over():
-    frame = next(event["frame"] for event in simulate.incident(1) if "frame" in event)
+    frame = next(event["frame"] for event in simulate.simulate_incident(1) if "frame" in event)
     run = frame["run"] | {"name": "A", "created": 10.0, "nodes": [["a", 0, 8]], "others": ["B"]}
 
     def stay(seconds, **now):
-        cluster.take("a", frame | {"run": run | now}, T0 + seconds)
+        cluster.take_frame("a", frame | {"run": run | now}, T0 + seconds)
         cluster.advance(T0 + seconds)
-        return cluster.run, cluster.stay
+        return cluster.run, cluster.followed_run
 
     for end in (NODE, None):  # it failed, or its host lost it: its guard may bring it back
         cluster = ClusterState(["a"], 2.0)
@@ -721,11 +721,11 @@ def test_what_is_stayed_with_is_said_to_every_sampler_at_once():
             pass
 
     with FakeFleet(("a",)) as fleet:
-        live = Live(fleet, None, 2.0)
-        live.open["a"] = Stream()
-        live.stay("A")
+        live = LiveSource(fleet, None, 2.0)
+        live.streams["a"] = Stream()
+        live.follow_run("A")
         assert said.get(timeout=120) == '{"stay": "A"}\n'
-        live.stay("A")
-        live.stay("")
+        live.follow_run("A")
+        live.follow_run("")
         assert said.get(timeout=120) == '{"stay": ""}\n'
         live.close()

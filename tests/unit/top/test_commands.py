@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from llama405b_tools.top import app, event_sources
-from llama405b_tools.top.app import Command
+from llama405b_tools.top.app import ChildProcess
 from llama405b_tools.top.session import Session
 from ops_rig import Patience, wait_for
 
@@ -33,33 +33,33 @@ def is_gone(pid):
 
 def test_a_command_that_ends_by_itself_tells_its_lines_as_they_come():
     told = []
-    command = Command([sys.executable, "-c", "print('a', flush=True); print('b'); exit(3)"], 60.0)
+    command = ChildProcess([sys.executable, "-c", "print('a', flush=True); print('b'); exit(3)"], 60.0)
     assert command.follow(told.append) == "exit code 3"
     assert told[-1] == command.lines == ["a", "b"]
     assert told[0] == ["a"]
 
 
 def test_after_its_limit_all_of_it_is_ended_and_it_says_so():
-    command = Command([sys.executable, "-c", STUBBORN], 1.5)
-    ends = command.child.wait
-    command.child.wait = lambda limit_s=None: (wait_for(lambda: command.lines), ends(limit_s))[1]
+    command = ChildProcess([sys.executable, "-c", STUBBORN], 1.5)
+    ends = command.process.wait
+    command.process.wait = lambda limit_s=None: (wait_for(lambda: command.lines), ends(limit_s))[1]
     assert command.follow(lambda lines: None) == (
         "it took longer than 1.5s and was ended; the request may still be carried out"
     )
-    assert command.child.returncode == -9
+    assert command.process.returncode == -9
     wait_for(lambda: is_gone(int(command.lines[0])))
 
 
 def test_the_user_ends_it_and_nobody_waits_for_that(monkeypatch):
     monkeypatch.setattr(app, "KILL_AFTER_S", 600.0)
-    command, said = Command([sys.executable, "-c", STUBBORN], 600.0), []
+    command, said = ChildProcess([sys.executable, "-c", STUBBORN], 600.0), []
     follower = threading.Thread(target=lambda: said.append(command.follow(lambda lines: None)))
     follower.start()
     wait_for(lambda: command.lines)
-    command.end("you ended it")
-    command.end("and again")
-    assert command.child.poll() is None  # it has time to end by itself
-    os.killpg(command.child.pid, 9)
+    command.terminate("you ended it")
+    command.terminate("and again")
+    assert command.process.poll() is None  # it has time to end by itself
+    os.killpg(command.process.pid, 9)
     follower.join()
     assert said == ["you ended it"]
     wait_for(lambda: is_gone(int(command.lines[0])))
@@ -67,20 +67,20 @@ def test_the_user_ends_it_and_nobody_waits_for_that(monkeypatch):
 
 def test_a_process_outside_that_keeps_the_pipe_open_holds_nothing_up():
     away = "import subprocess; print(subprocess.Popen(['sh', '-c', 'sleep 3; echo late; exec sleep 600'], start_new_session=True).pid)"
-    command, told = Command([sys.executable, "-c", away], 60.0), []
+    command, told = ChildProcess([sys.executable, "-c", away], 60.0), []
     assert command.follow(told.append) == "exit code 0"
     assert not is_gone(int(command.lines[0]))
-    wait_for(lambda: command.child.stdout.closed)  # at its next line, which nobody is told of
+    wait_for(lambda: command.process.stdout.closed)  # at its next line, which nobody is told of
     assert len(told) == len(command.lines) == 1
     os.kill(int(command.lines[0]), 9)
 
 
 def test_the_end_of_the_screen_ends_it_at_once():
-    command = Command([sys.executable, "-c", STUBBORN], 600.0)
+    command = ChildProcess([sys.executable, "-c", STUBBORN], 600.0)
     threading.Thread(target=command.follow, args=(lambda lines: None,), daemon=True).start()
     wait_for(lambda: command.lines)
-    command.end_now()
-    wait_for(lambda: is_gone(command.child.pid) and is_gone(int(command.lines[0])))
+    command.terminate_now()
+    wait_for(lambda: is_gone(command.process.pid) and is_gone(int(command.lines[0])))
 
 
 class Screen:
@@ -88,17 +88,17 @@ class Screen:
 
     def __init__(self, monkeypatch, program):
         def command(argv, limit_s):
-            made = Command([sys.executable, "-c", program], limit_s)
-            ends = made.child.wait
-            made.child.wait = lambda limit_s=None: (self.may_end.wait(), ends(limit_s))[1]
+            made = ChildProcess([sys.executable, "-c", program], limit_s)
+            ends = made.process.wait
+            made.process.wait = lambda limit_s=None: (self.may_end.wait(), ends(limit_s))[1]
             return made
 
         self.may_end = threading.Event()
         self.may_end.set()
-        monkeypatch.setattr(app, "Command", command)
-        monkeypatch.setattr(app, "on_signals", lambda *_: None)
-        monkeypatch.setattr(app.remembered, "remember", lambda _: None)
-        self.top = app.TopApp(Session(event_sources.replay("demo", 1.0), None, 60.0), lambda: None)
+        monkeypatch.setattr(app, "ChildProcess", command)
+        monkeypatch.setattr(app, "handle_signals", lambda *_: None)
+        monkeypatch.setattr(app.remembered, "save_choices", lambda _: None)
+        self.top = app.TopApp(Session(event_sources.open_replay("demo", 1.0), None, 60.0), lambda: None)
 
     def run(self, acts):
         async def within():
@@ -125,17 +125,17 @@ class Screen:
 def test_on_the_screen_a_command_is_ended_by_its_limit_by_x_or_left(monkeypatch):
     async def acts(screen, pilot):
         top = screen.top
-        top._start("llama405b autopsy", ["autopsy"], 1.0)
-        top._text("llama405b autopsy", ["…"])
+        top._start_command("llama405b autopsy", ["autopsy"], 1.0)
+        top._show_text("llama405b autopsy", ["…"])
         await screen.until(lambda: "it took longer than 1.0s" in screen.text[-1], pilot)
-        top._start("llama405b ask r save", ["ask", "r", "save"], 600.0)
-        top._text("llama405b ask r save", ["…"])
+        top._start_command("llama405b ask r save", ["ask", "r", "save"], 600.0)
+        top._show_text("llama405b ask r save", ["…"])
         await pilot.press("x")
         await screen.until(lambda: "you ended it" in screen.text[-1], pilot)
         assert not any("you ended it" in text for text in screen.said)
         screen.may_end.clear()
-        top._start("llama405b ask r memory", ["ask", "r", "memory"], 1.0)
-        top._text("llama405b ask r memory", ["…"])
+        top._start_command("llama405b ask r memory", ["ask", "r", "memory"], 1.0)
+        top._show_text("llama405b ask r memory", ["…"])
         await pilot.press("escape")
         assert top.ui.path == ["all"]
         screen.may_end.set()
@@ -143,7 +143,7 @@ def test_on_the_screen_a_command_is_ended_by_its_limit_by_x_or_left(monkeypatch)
             lambda: any(text.startswith("`llama405b ask r memory`: it took") for text in screen.said), pilot
         )
         assert not top.commands
-        assert not top.ui.running
+        assert not top.ui.running_titles
 
     Screen(monkeypatch, STUBBORN).run(acts)
 
@@ -152,7 +152,7 @@ def test_q_never_hangs_on_a_command(monkeypatch):
     screen = Screen(monkeypatch, STUBBORN)
 
     async def acts(screen, pilot):
-        screen.top._start("llama405b stop --run r", ["stop", "--run", "r"], 600.0)
+        screen.top._start_command("llama405b stop --run r", ["stop", "--run", "r"], 600.0)
         await screen.until(lambda: screen.top.commands["llama405b stop --run r"].lines, pilot)
         screen.command = screen.top.commands["llama405b stop --run r"]
         await pilot.press("q")
@@ -164,4 +164,4 @@ def test_q_never_hangs_on_a_command(monkeypatch):
 
     screen.run(acts)
     assert screen.top._exit is True
-    wait_for(lambda: is_gone(screen.command.child.pid))  # long before its 600 s
+    wait_for(lambda: is_gone(screen.command.process.pid))  # long before its 600 s

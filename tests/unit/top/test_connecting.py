@@ -6,7 +6,7 @@ import pytest
 
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.inventory import parse_hosts
-from llama405b_tools.top.event_sources import Live
+from llama405b_tools.top.event_sources import LiveSource
 
 DEAD = 130
 
@@ -26,7 +26,7 @@ def test_dead_hosts_at_the_head_of_the_file_delay_nobody(tmp_path, monkeypatch, 
         monkeypatch.setenv("LLAMA405B_SSH_CONFIG", str(tmp_path / "config"))
         names = [*(f"dead-{i}\n" for i in range(1, DEAD + 1)), f"{me}\n"]
         with Fleet(parse_hosts("".join(names), "hosts")) as fleet:
-            live, seen = Live(fleet, None, 1.0), []
+            live, seen = LiveSource(fleet, None, 1.0), []
             while not any(event.host == me and event.frame is not None for event in seen):
                 seen += live.events(live.now() + 1)
             live.close()

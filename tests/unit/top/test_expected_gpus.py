@@ -7,7 +7,7 @@ from llama405b_tools.top.state.cluster import ClusterState
 from llama405b_tools.top.state.picture import HostState
 
 T0 = simulate.BEGIN
-FRAME = next(event["frame"] for event in simulate.incident(1) if "frame" in event)
+FRAME = next(event["frame"] for event in simulate.simulate_incident(1) if "frame" in event)
 LINES = FRAME["smi"]["text"].splitlines(keepends=True)
 
 
@@ -23,9 +23,9 @@ def seen(*answers, pci_gpus=(8,), machines=(), slots=0):
     for i, text in enumerate(answers):
         machine = machines[i] if machines else "m"
         smi = {"smi": FRAME["smi"] | {"text": text}, "slots": slots}
-        cluster.take("gpu-1", FRAME | smi | {"pci_gpus": pci_gpus[: i + 1][-1], "machine": machine}, T0 + 2 * i)
+        cluster.take_frame("gpu-1", FRAME | smi | {"pci_gpus": pci_gpus[: i + 1][-1], "machine": machine}, T0 + 2 * i)
         cluster.advance(T0 + 2 * i)
-    return cluster.picture()
+    return cluster.make_view()
 
 
 def test_megabytes_of_valid_lines_are_not_believed_and_leave_nothing():

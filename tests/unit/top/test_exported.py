@@ -9,12 +9,12 @@ from shown import HOT, HUNG, played
 
 from conftest import ROOT
 from llama405b.contract.errors import UserError
-from llama405b_tools.top.exporter import split
-from llama405b_tools.top.state.picture import METRICS, HostState, samples
+from llama405b_tools.top.exporter import parse_listen_address
+from llama405b_tools.top.state.picture import METRICS, HostState, metric_samples
 
 
 def told(pic):
-    return {(sample.name, *sample.labels): sample.value for sample in samples(pic)}
+    return {(sample.name, *sample.labels): sample.value for sample in metric_samples(pic)}
 
 
 def test_the_values_are_those_of_the_picture_in_base_units():
@@ -35,7 +35,7 @@ def test_the_values_are_those_of_the_picture_in_base_units():
 
 def test_every_sample_has_the_labels_that_are_documented():
     for seconds in (HOT, HUNG):
-        for sample in samples(played(8, seconds).pic):
+        for sample in metric_samples(played(8, seconds).pic):
             assert len(sample.labels) == len(METRICS[sample.name][0].split()), sample
 
 
@@ -64,10 +64,10 @@ def test_the_documentation_and_the_dashboard_know_the_same_metrics():
     [("9405", ("127.0.0.1", 9405)), ("0.0.0.0:1", ("0.0.0.0", 1)), ("[::1]:65535", ("::1", 65535)), ("ops.lan:80", ("ops.lan", 80))],
 )  # fmt: skip
 def test_addresses(where, found):
-    assert split("--metrics", where) == found
+    assert parse_listen_address("--metrics", where) == found
 
 
 @pytest.mark.parametrize("where", ["", "0", "65536", "a:b", "::1:80", "1.2.3.4", "x y:9"])
 def test_what_is_no_address_is_refused(where):
     with pytest.raises(UserError, match=r"--metrics: .* is not \[ADDR:\]PORT; use a port, such as 9405"):
-        split("--metrics", where)
+        parse_listen_address("--metrics", where)

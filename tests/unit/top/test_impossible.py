@@ -15,14 +15,14 @@ T0 = simulate.BEGIN
 def play(change, seconds=50.0):
     """The first host, and the run, after so much of the incident; ``change`` edits the host's frames."""
     cluster = ClusterState(["gpu-1"], 2.0)
-    for event in simulate.incident(1, seconds=seconds):
+    for event in simulate.simulate_incident(1, seconds=seconds):
         if "frame" in event:
             frame = as_sent(event["frame"])
             change(frame)
-            cluster.take("gpu-1", frame, event["t"])
+            cluster.take_frame("gpu-1", frame, event["t"])
             last = event["t"]
     cluster.advance(last)
-    pic = cluster.picture()
+    pic = cluster.make_view()
     return pic.hosts[0], pic.training
 
 

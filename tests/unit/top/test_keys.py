@@ -8,13 +8,13 @@ import subprocess
 import pytest
 from shown import HOT, HUNG, played, text_of
 
-from llama405b_tools.text.figures import reading
+from llama405b_tools.text.figures import format_number
 from llama405b_tools.top import keys, remembered
-from llama405b_tools.top.draw.panels import scene, shown_logs
+from llama405b_tools.top.draw.panels import render_context, shown_logs
 from llama405b_tools.top.draw.ui import COLUMNS, LogLine, Ui
 from llama405b_tools.top.keys import press
 from llama405b_tools.top.session import Session
-from llama405b_tools.top.state.picture import Change, GuardShown, Level, RunPhase
+from llama405b_tools.top.state.picture import ClusterEvent, GuardShown, RunPhase, Severity
 from llama405b_tools.verbs import top
 
 SIZE = (120, 40)
@@ -34,7 +34,7 @@ class Screen:
     def press(self, *keys, size=SIZE):
         said = ""
         for key in keys:
-            of = scene(self.shown.pic, self.shown.trends, self.ui, self.shown.logs)
+            of = render_context(self.shown.pic, self.shown.trends, self.ui, self.shown.logs)
             said = press(self.ui, key, of, *size)
         return said
 
@@ -116,15 +116,17 @@ def test_the_selection_stays_on_the_screen():
 
 
 def test_tab_chooses_what_the_arrows_move_in():
-    screen = Screen(logs=lines(40), events=tuple(Change(1e9 + i, "", Level.NOTE, f"event {i}") for i in range(40)))
+    screen = Screen(
+        logs=lines(40), events=tuple(ClusterEvent(1e9 + i, "", Severity.NOTE, f"event {i}") for i in range(40))
+    )
     screen.press("tab", "up", "up")
-    assert screen.ui.events_at == screen.shown.pic.events[37]
+    assert screen.ui.last_event == screen.shown.pic.events[37]
     assert "2 newer, End" in screen.text((200, 60))
     screen.press("tab", "up")
-    assert screen.ui.log.at == 39
+    assert screen.ui.log.last_number == 39
     screen.press("shift+tab", "end")
-    assert screen.ui.events_at is None
-    assert screen.ui.log.at == 39
+    assert screen.ui.last_event is None
+    assert screen.ui.log.last_number == 39
     screen.press("escape", "j")
     assert screen.ui.selected == "gpu-1"
 
@@ -148,17 +150,17 @@ def test_the_log_is_searched_filtered_wrapped_and_moved():
     screen.press("f")
     assert "step 7/9" in screen.text()
     screen.press("/", *"LINE", "space", *"12", "enter")
-    assert screen.ui.log.at == 12
+    assert screen.ui.log.last_number == 12
     screen.press("N")
     assert screen.ui.hint == "no later line has 'LINE 12'"
     screen.press("end", "/", *"line 2", "enter", "n")
-    assert screen.ui.log.at == 28  # the one before 29
+    assert screen.ui.log.last_number == 28  # the one before 29
     styles = {str(span.style) for line in screen.shown.screen(*SIZE, screen.ui) for span in line.spans}
     assert "found" in styles
     screen.press("end", "L")
     assert {
         line.number
-        for line in shown_logs(scene(screen.shown.pic, screen.shown.trends, screen.ui, screen.shown.logs), 40)
+        for line in shown_logs(render_context(screen.shown.pic, screen.shown.trends, screen.ui, screen.shown.logs), 40)
     } == {10, 20, 30, 40, 50, 60}
     screen.press("L", "F")
     screen.ui.selected = "gpu-2"
@@ -174,7 +176,7 @@ def test_the_log_is_searched_filtered_wrapped_and_moved():
 
 
 def test_what_is_cut_says_so_and_is_read_whole():
-    events = tuple(Change(1e9 + i, "", Level.NOTE, f"event {i} {'word ' * 14}end") for i in range(9))
+    events = tuple(ClusterEvent(1e9 + i, "", Severity.NOTE, f"event {i} {'word ' * 14}end") for i in range(9))
     screen = Screen(logs=lines(40), events=events)
     cut = screen.text().split("── EVENTS")[1].splitlines()[1:-1]
     assert all(row[:59].endswith("…") and row.endswith("…") for row in cut)  # events at the left, the log at the right
@@ -268,7 +270,7 @@ def test_nothing_is_done_before_the_user_agrees():
 def test_every_command_has_a_limit_and_x_ends_it_while_it_is_shown():
     assert all(bool(action.limit_s) == bool(action.words) for action in keys.ACTIONS.values())
     screen = Screen()
-    screen.ui.running = {"llama405b autopsy"}
+    screen.ui.running_titles = {"llama405b autopsy"}
     assert screen.press("x") == ""
     assert "no such key" in screen.ui.hint
     screen.ui.show_text("llama405b autopsy", ["…"])
@@ -290,7 +292,7 @@ def test_what_cannot_be_done_says_why():
     screen = Screen()
     screen.ui.refusals = {"S": "not here"}
     screen.press("S")
-    assert (screen.ui.pending, screen.ui.hint) == ("", "not here")
+    assert (screen.ui.pending_key, screen.ui.hint) == ("", "not here")
     screen.shown = dataclasses.replace(screen.shown, pic=dataclasses.replace(screen.shown.pic, training=None))
     screen.press("c")
     assert screen.ui.hint == "there is no run on these hosts"
@@ -316,12 +318,12 @@ def test_what_the_run_would_not_do_is_not_asked(key, change, hint):
     screen.shown = dataclasses.replace(screen.shown, pic=dataclasses.replace(screen.shown.pic, training=run))
     screen.press(key)
     assert screen.ui.hint.startswith(hint)
-    assert bool(screen.ui.pending) is not bool(hint)
+    assert bool(screen.ui.pending_key) is not bool(hint)
 
 
 def test_actions_are_commands_that_can_be_typed():
-    assert keys.words_of("c", "r", "my-hosts") == ["ask", "r", "save", "my-hosts"]
-    assert keys.words_of("S", "r", "") == ["stop", "--run", "r"]
+    assert keys.action_command("c", "r", "my-hosts") == ["ask", "r", "save", "my-hosts"]
+    assert keys.action_command("S", "r", "") == ["stop", "--run", "r"]
 
 
 def test_a_shell_says_where_it_is_and_how_to_come_back(tmp_path):
@@ -334,7 +336,9 @@ def test_a_shell_says_where_it_is_and_how_to_come_back(tmp_path):
 
 def test_the_diagnosis_is_whole_without_the_screen():
     shown = played(8, HUNG)
-    text = "\n".join(keys.diagnosis(scene(shown.pic, shown.trends, Ui(), shown.logs), ["llama405b status"]))
+    text = "\n".join(
+        keys.format_diagnosis(render_context(shown.pic, shown.trends, Ui(), shown.logs), ["llama405b status"])
+    )
     assert text.startswith("HUNG: gpu-3: rank 21 is silent for 78 s at step 1200")
     assert "\ngpu-3: rank 21 at step 1200, heard 78 s ago: the others wait for it\n" in text
     assert "next: " in text
@@ -344,18 +348,18 @@ def test_the_diagnosis_is_whole_without_the_screen():
 
 def test_the_diagnosis_is_of_what_is_known_in_figures_for_people():
     shown = played(8, HUNG)
-    text = "\n".join(keys.diagnosis(scene(shown.pic, shown.trends, Ui(), shown.logs), ()))
+    text = "\n".join(keys.format_diagnosis(render_context(shown.pic, shown.trends, Ui(), shown.logs), ()))
     assert not re.search(r"\d\.\d{5,}|None|more:", text)
     run = dataclasses.replace(shown.pic.training, loss=4.337370872497559, step_s=0.29056881, expected_step_s=None)
     bare = dataclasses.replace(shown.pic, training=run, events=())
-    text = "\n".join(keys.diagnosis(scene(bare, shown.trends, Ui(), []), ()))
+    text = "\n".join(keys.format_diagnosis(render_context(bare, shown.trends, Ui(), []), ()))
     assert "loss 4.3374; 0.29 s a step; newest" in text
     assert "events:" not in text
     assert "log of" not in text
 
 
 def test_a_rate_of_next_to_nothing_has_no_exponent():
-    assert [reading(value) for value in (1.473e-06, 0.0, 0.0123, 96.4321, 3071.6)] == [
+    assert [format_number(value) for value in (1.473e-06, 0.0, 0.0123, 96.4321, 3071.6)] == [
         "0.00",
         "0",
         "0.0123",
@@ -366,37 +370,37 @@ def test_a_rate_of_next_to_nothing_has_no_exponent():
 
 def test_what_is_printed_or_served_does_not_depend_on_what_a_screen_remembered(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    chosen = remembered.Remembered("name", 1, 1, 1, "light")
-    remembered.remember(chosen)
+    chosen = remembered.SavedChoices("name", 1, 1, 1, "light")
+    remembered.save_choices(chosen)
     shown = []
-    monkeypatch.setattr(top, "on_signals", lambda _: None)
-    for place in ("llama405b_tools.verbs.top._print", "llama405b_tools.top.app.run_app"):
+    monkeypatch.setattr(top, "handle_signals", lambda _: None)
+    for place in ("llama405b_tools.verbs.top._print_views", "llama405b_tools.top.app.run_app"):
         monkeypatch.setattr(place, lambda *args: shown.append(next(each for each in args if isinstance(each, Session))))
     for words in (["--once"], ["--json"], ["--plain"], ["--watch", "1"]):
         top.main(["--replay", "demo", *words])
     monkeypatch.setenv("TEXTUAL_DRIVER", "textual.drivers.web_driver:WebDriver")  # as --serve sets it
     top.main(["--replay", "demo"])
-    assert [remembered.of(session.ui) for session in shown] == [remembered.Remembered()] * 5
-    remembered.remember(remembered.Remembered())
+    assert [remembered.current_choices(session.ui) for session in shown] == [remembered.SavedChoices()] * 5
+    remembered.save_choices(remembered.SavedChoices())
     monkeypatch.delenv("TEXTUAL_DRIVER")
-    assert remembered.recall() == chosen
+    assert remembered.load_choices() == chosen
 
 
 def test_choices_are_remembered_and_a_file_of_another_version_is_not_believed(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     ui = Ui()
-    remembered.recall().put(ui)
+    remembered.load_choices().apply(ui)
     assert ui == Ui()
     ui.sort, ui.window, ui.quantity, ui.hidden, ui.theme = "power", 2, 3, 1, "light"
-    remembered.remember(remembered.of(ui))
+    remembered.save_choices(remembered.current_choices(ui))
     again = Ui()
-    remembered.recall().put(again)
+    remembered.load_choices().apply(again)
     assert again == ui
     for text in ("", "{", '{"sort": "size"}', '{"window": 9}', '{"quantity": -1}', '{"theme": "pink"}', "[]"):
         (tmp_path / "llama405b/top.json").write_text(text)
-        assert remembered.recall() == remembered.Remembered(), text
+        assert remembered.load_choices() == remembered.SavedChoices(), text
     (tmp_path / "llama405b/top.json").unlink()
     (tmp_path / "llama405b").rmdir()
     (tmp_path / "llama405b").write_text("a file where the directory should be")
-    remembered.remember(remembered.of(ui))
-    assert remembered.recall() == remembered.Remembered()
+    remembered.save_choices(remembered.current_choices(ui))
+    assert remembered.load_choices() == remembered.SavedChoices()

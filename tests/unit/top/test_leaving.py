@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-BUSY = "from llama405b_tools.top.remembered import on_signals; on_signals(print); print('on', flush=True)\nwhile True: pass"
+BUSY = "from llama405b_tools.top.remembered import handle_signals; handle_signals(print); print('on', flush=True)\nwhile True: pass"
 
 
 @pytest.mark.slow

@@ -7,20 +7,20 @@ from pathlib import Path
 
 import pytest
 
-from llama405b_tools.top.event_sources import Recorder, replay
+from llama405b_tools.top.event_sources import Recorder, open_replay
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["r.jsonl", "r.gz"])
 @pytest.mark.parametrize("cut", [0, 30])
 def test_a_recording_says_whether_it_is_whole(tmp_path, name, cut):
-    path, source = tmp_path / name, replay("demo", 1.0)
-    recorder, written = Recorder(path, source), list(source.to_the_end())[:-1]
+    path, source = tmp_path / name, open_replay("demo", 1.0)
+    recorder, written = Recorder(path, source), list(source.remaining_events())[:-1]
     for event in written:
         recorder.write(event)
     recorder.close()
     path.write_bytes(path.read_bytes()[: -cut or None])
-    *events, last = replay(str(path), 1.0).to_the_end()
+    *events, last = open_replay(str(path), 1.0).remaining_events()
     if cut:
         assert written[: len(events)] == events
         assert "truncated" in last.note

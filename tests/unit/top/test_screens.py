@@ -14,11 +14,21 @@ from shown import HOT, HUNG, LOADING, blank_share, in_situation, played, text_of
 
 from conftest import ROOT
 from llama405b_tools.top.draw import hosts
-from llama405b_tools.top.draw.hosts import scaled
-from llama405b_tools.top.draw.panels import listed, scene
-from llama405b_tools.top.draw.ui import HELP, PLAIN, THEMES, VIEWS, Ui, background, event_line, segments, theme
+from llama405b_tools.top.draw.hosts import heat_scale
+from llama405b_tools.top.draw.panels import draw_listing, render_context
+from llama405b_tools.top.draw.ui import (
+    HELP,
+    PLAIN,
+    THEMES,
+    VIEWS,
+    Ui,
+    detect_background,
+    draw_event,
+    make_theme,
+    styled_segments,
+)
 from llama405b_tools.top.state import simulate
-from llama405b_tools.top.state.picture import LEAST_GBIT, NETWORK, QUANTITIES, HostState, Level
+from llama405b_tools.top.state.picture import MIN_GBIT, NETWORK, QUANTITIES, HostState, Severity
 from llama405b_tools.top.state.trends import Trends
 
 SCREENS = ROOT / "tests/data/screens"
@@ -64,7 +74,7 @@ def test_a_screen(state, width, height):
     text = text_of(lines)
     same(SCREENS / f"{state}-{width}x{height}.txt", text)
     if state == "64x8" and width >= 120:  # the promise: all of them on one screen
-        assert all(name in text for name in simulate.names(64))
+        assert all(name in text for name in simulate.host_names(64))
 
 
 @pytest.mark.slow
@@ -96,7 +106,7 @@ def test_any_size_is_drawn(size, view):
 @pytest.mark.parametrize(("width", "height"), SIZES)
 def test_every_host_of_many_is_on_a_page(width, height):
     shown = played(256, 4.0)
-    names = simulate.names(256)
+    names = simulate.host_names(256)
     seen = set()
     for name in names[::7] + names[-1:]:
         text = text_of(shown.screen(width, height, Ui(sort="name", selected=name)))
@@ -108,9 +118,9 @@ def test_every_host_of_many_is_on_a_page(width, height):
 @pytest.mark.slow
 def test_sorting_and_filtering():
     pic = played(8, HOT).pic
-    names = lambda **more: [row.name for row in hosts.ordered(pic, Ui(**more))]  # noqa: E731
+    names = lambda **more: [row.name for row in hosts.shown_hosts(pic, Ui(**more))]  # noqa: E731
     assert names()[0] == names(sort="power")[0] == names(sort="temperature")[0] == "gpu-3"
-    assert names(sort="name") == simulate.names(8)
+    assert names(sort="name") == simulate.host_names(8)
     assert names(odd_only=True) == ["gpu-3"]
     assert names(filter="THERMAL") == ["gpu-3"]
     assert names(filter="gpu-5") == ["gpu-5"]
@@ -131,14 +141,14 @@ def test_a_style_is_of_a_piece_or_of_a_line_in_one_style(view):
     shown = played(8, HUNG)
     lines = shown.screen(120, 40, Ui(path=["all", view], selected="gpu-3"))
     assert [line.plain for line in lines if line.style and line.spans] == []
-    bad = next(event_line(event) for event in shown.pic.events if event.level is Level.BAD)
+    bad = next(draw_event(event) for event in shown.pic.events if event.level is Severity.BAD)
     assert {str(span.style): bad.plain[span.start : span.end] for span in bad.spans}["old"] == bad.plain[:9]
 
 
 @pytest.mark.parametrize("name", THEMES)
 @pytest.mark.parametrize("n_colors", [0, 16, 256])
 def test_every_style_is_in_every_theme(name, n_colors):
-    known = {*theme(name, n_colors).styles}
+    known = {*make_theme(name, n_colors).styles}
     assert {*PLAIN} <= known
     for state in STATES.values() if n_colors == 256 else [STATES["hung"]]:
         for size in SIZES:
@@ -147,15 +157,19 @@ def test_every_style_is_in_every_theme(name, n_colors):
 
 
 def test_without_colors_nothing_is_colored():
-    look = Console(file=io.StringIO(), theme=theme("dark", 0), color_system="256", legacy_windows=False)
-    styles = [part.style for line in played(8, HUNG).screen(120, 40) for part in segments(line, look)]
+    look = Console(file=io.StringIO(), theme=make_theme("dark", 0), color_system="256", legacy_windows=False)
+    styles = [part.style for line in played(8, HUNG).screen(120, 40) for part in styled_segments(line, look)]
     assert not any(style and (style.color or style.bgcolor) for style in styles)
     assert any(style and style.reverse and style.bold for style in styles)
 
 
 def test_the_background_that_a_terminal_tells():
-    assert (background("15;0"), background("0;15"), background("0;default;7")) == ("dark", "light", "light")
-    assert background("") == background("x") == "dark"
+    assert (detect_background("15;0"), detect_background("0;15"), detect_background("0;default;7")) == (
+        "dark",
+        "light",
+        "light",
+    )
+    assert detect_background("") == detect_background("x") == "dark"
 
 
 def without_gpus(pic):
@@ -275,22 +289,22 @@ def test_there_is_no_graph_of_what_nobody_knows():
 
 def test_a_sick_gpu_is_a_line_and_a_fall_of_all_a_block():
     shown = played(8, HUNG)
-    of = scene(shown.pic, shown.trends, Ui(), shown.logs)
-    lines = [line.plain for line in of.heat_map(100, 66)]  # a line for each GPU
+    of = render_context(shown.pic, shown.trends, Ui(), shown.logs)
+    lines = [line.plain for line in of.draw_heat_map(100, 66)]  # a line for each GPU
     sick = next(line for line in lines if "gpu-3 3 " in line)
     well = next(line for line in lines if "gpu-3 4 " in line)
     assert re.search(r"█+[▄▅]+█+▂+$", sick.rstrip())
     assert re.search(r"█+▂+$", well.rstrip())
     assert not re.search(r"[▄▅]", well.split("█", 1)[1])
-    links = [line.plain for line in of.heat_map(100, 10, NETWORK)]
+    links = [line.plain for line in of.draw_heat_map(100, 10, NETWORK)]
     assert re.search(r"█+▁+$", links[1].rstrip())  # by what they carried before, not by the nothing of now
     assert [line[:7] for line in links if line[0] == "✖"] == ["✖gpu-3 "]
 
 
 def test_only_the_line_of_the_gpu_that_stands_out_is_marked():
     shown = played(8, HOT)
-    of = scene(shown.pic, shown.trends, Ui(), shown.logs)
-    assert [line.plain[:9] for line in of.heat_map(100, 26) if line.plain[0] != " "] == ["── every ", "!gpu-3 3-"]
+    of = render_context(shown.pic, shown.trends, Ui(), shown.logs)
+    assert [line.plain[:9] for line in of.draw_heat_map(100, 26) if line.plain[0] != " "] == ["── every ", "!gpu-3 3-"]
 
 
 def test_what_to_do_next_is_one_line():
@@ -308,8 +322,8 @@ def test_what_to_do_next_is_one_line():
 
 
 def test_as_text_every_host_is_listed():
-    text = "".join(f"{line.plain}\n" for line in listed(played(8, HOT).pic, Ui(), 120))
-    assert all(re.search(rf"[ !]{name} ", text) for name in simulate.names(8))
+    text = "".join(f"{line.plain}\n" for line in draw_listing(played(8, HOT).pic, Ui(), 120))
+    assert all(re.search(rf"[ !]{name} ", text) for name in simulate.host_names(8))
     assert "! gpu-3: gpu 3: slowed by" in text
     assert text.splitlines()[0].startswith("▲ DEGRADED  gpu-3: gpu 3: slowed by")
 
@@ -317,7 +331,7 @@ def test_as_text_every_host_is_listed():
 def test_the_screenshot_of_the_readme():
     console = Console(
         file=io.StringIO(), width=120, record=True, force_terminal=True, color_system="truecolor", legacy_windows=False,
-        theme=theme("dark", 256),
+        theme=make_theme("dark", 256),
     )  # fmt: skip
     console.print(Group(*played(8, HUNG).screen(120, 40)), no_wrap=True)
     same(ROOT / "docs/cluster-top.svg", console.export_svg(title="cluster-top --replay demo", unique_id="cluster-top"))
@@ -329,6 +343,6 @@ def test_next_to_nothing_is_low_and_not_hot():
     idle = tuple(
         dataclasses.replace(row, net_bytes_per_s=12.5 * i, ib_bytes_per_s=None) for i, row in enumerate(shown.pic.hosts)
     )
-    by = scaled(NETWORK, idle)
-    assert (by.low, by.high, {by.level(by.quantity.of(row, 0)) for row in idle}) == (0.0, LEAST_GBIT, {0})
+    by = heat_scale(NETWORK, idle)
+    assert (by.low, by.high, {by.level(by.quantity.value_of(row, 0)) for row in idle}) == (0.0, MIN_GBIT, {0})
     assert QUANTITIES[NETWORK].scale([0.0, 2.0]) == (0.0, 2.0)

@@ -10,7 +10,7 @@ from llama405b_tools.agent import processes
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.inventory import parse_hosts
 from llama405b_tools.top import event_sources
-from llama405b_tools.top.event_sources import Live
+from llama405b_tools.top.event_sources import LiveSource
 from llama405b_tools.top.state import thresholds
 from ops_rig import Patience, wait_for
 
@@ -22,15 +22,15 @@ def test_a_sampler_that_is_stopped_is_replaced(monkeypatch):
     monkeypatch.setattr(event_sources, "RETRY_S", 0.2)
     me = socket.gethostname()
     with Fleet(parse_hosts(f"{me} address=localhost\n", "hosts")) as fleet:
-        live = Live(fleet, None, 0.2)
+        live = LiveSource(fleet, None, 0.2)
         try:
             _until(live, lambda event: event.frame is not None)
-            stopped = live.open[me].child.pid
+            stopped = live.streams[me].child.pid
             os.kill(stopped, signal.SIGSTOP)
             link = _until(live, lambda event: event.link and event.link[0] == "TIMEOUT").link
             assert "reconnecting" in link[1]
             _until(live, lambda event: event.frame is not None)
-            assert live.open[me].child.pid != stopped
+            assert live.streams[me].child.pid != stopped
             wait_for(lambda: processes.start_time(stopped) is None)
         finally:
             live.close()

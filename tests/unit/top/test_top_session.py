@@ -14,19 +14,19 @@ from llama405b.contract.errors import UserError
 from llama405b.contract.records import Cause, CauseKind
 from llama405b_tools.top import event_sources
 from llama405b_tools.top import session as sessions
-from llama405b_tools.top.event_sources import Live, SourceEvent
-from llama405b_tools.top.session import Session, guard_shown
+from llama405b_tools.top.event_sources import LiveSource, SourceEvent
+from llama405b_tools.top.session import Session, current_guard
 from llama405b_tools.top.state import simulate, thresholds
 from llama405b_tools.top.state.cluster import ClusterState
-from llama405b_tools.top.state.picture import GuardShown, HostState, Level, Verdict
+from llama405b_tools.top.state.picture import ClusterVerdict, GuardShown, HostState, Severity
 from llama405b_tools.verbs import top
 from ops_rig import wait_for
 
-FRAME = json.dumps(next(simulate.incident(1))["frame"])
+FRAME = json.dumps(next(simulate.simulate_incident(1))["frame"])
 T0 = 1_800_000_000.0
 
 
-class Quiet(Live):
+class Quiet(LiveSource):
     """Live hosts of which nothing is heard; its clock stands until somebody waits."""
 
     def __init__(self, interval_s=2.0):
@@ -43,7 +43,7 @@ class Quiet(Live):
         while self.waking:
             yield self.waking.pop(0)
 
-    def stay(self, run):
+    def follow_run(self, run):
         pass
 
 
@@ -55,25 +55,25 @@ def session():
 def test_time_without_a_look_is_time_away(session):
     for _ in range(200):
         session.advance(session.source.now() + 0.5)
-    assert session.picture(logs=False).why == "hosts that have not answered: 2"
+    assert session.make_view(logs=False).why == "hosts that have not answered: 2"
     woken = session.source.now() + 92
     frame = SourceEvent(woken, "a", frame=json.loads(FRAME))  # it waited in a socket
     session.source.waking = [frame, SourceEvent(woken, "a", link=("DOWN", "the sampler ended"))]
     session.advance(session.source.now())
-    pic = session.picture(logs=False)
-    assert (pic.verdict, pic.exit_code, pic.why) == (Verdict.CONNECTING, 1, "away 92 s; reconnecting")
+    pic = session.make_view(logs=False)
+    assert (pic.verdict, pic.exit_code, pic.why) == (ClusterVerdict.CONNECTING, 1, "away 92 s; reconnecting")
     assert {row.state for row in pic.hosts} == {HostState.CONNECTING}
-    assert [event.level for event in pic.events] == [Level.NOTE]
+    assert [event.level for event in pic.events] == [Severity.NOTE]
     for _ in range(int(2 * thresholds.RECONNECT_S)):
         session.advance(session.source.now() + 0.5)
-    assert session.picture(logs=False).hosts[0].state is HostState.DOWN
+    assert session.make_view(logs=False).hosts[0].state is HostState.DOWN
 
 
 def test_to_wait_for_hosts_is_not_to_be_away():
     session = Session(Quiet(60.0), None, 60.0)
-    top._await_all(session, watches=False)
+    top._await_first_frames(session, watches=False)
     assert session.source.now() > T0 + thresholds.SLEPT_S
-    top._pass(session, 60.0)
+    top._advance_for(session, 60.0)
     assert not session.cluster.events
 
 
@@ -102,10 +102,12 @@ def test_a_host_that_sends_nothing_more_is_connected_again(monkeypatch):
         (thresholds, "QUIET_S", 0.3), (thresholds, "QUIET_FRAMES", 0), (thresholds, "PING_S", 0.02), (event_sources, "RETRY_S", 0.01),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, value)
-    fleet = types.SimpleNamespace(hosts={"a": None}, forgotten=[], workdir=lambda name: "/w", slots=lambda name: 0)
+    fleet = types.SimpleNamespace(
+        hosts={"a": None}, forgotten=[], workdir=lambda name: "/w", expected_gpus=lambda name: 0
+    )
     fleet.connection = lambda name: Frozen()
     fleet.forget = lambda name, unless_open=False: fleet.forgotten.append((name, unless_open))
-    live, links = Live(fleet, None, 2.0), []
+    live, links = LiveSource(fleet, None, 2.0), []
     try:
         while len(links) < 5:
             links += [event.link for event in live.events(live.now() + 10) if event.link]
@@ -117,23 +119,23 @@ def test_a_host_that_sends_nothing_more_is_connected_again(monkeypatch):
 
 
 def test_a_host_is_given_longer_each_time_until_it_is_heard():
-    quiet = event_sources._Quiet(2.0)
+    quiet = event_sources._SilenceWatch(2.0)
     now, waits = T0, []
     for _ in range(7):
-        quiet.opened(now)
+        quiet.on_open(now)
         while not quiet.gives_up(now):
             now += 1.0
         waits.append(quiet.gave_up_after_s)
     assert waits == [31, 61, 121, 241, 481, 601, 601]
-    quiet.opened(now)
-    quiet.heard(now)
+    quiet.on_open(now)
+    quiet.on_frame(now)
     assert (quiet.gives_up(now + 30), quiet.gives_up(now + 31)) == (False, True)
 
 
 @pytest.mark.parametrize(("silent_s", "shown"), [(5.0, GuardShown.WATCHING), (600.0, GuardShown.GONE)])
 def test_a_guard_on_another_machine_is_known_by_what_it_told_the_hosts(session, tmp_path, monkeypatch, silent_s, shown):
     monkeypatch.chdir(tmp_path)
-    frame = next(each["frame"] for each in simulate.incident(10) if each.get("frame") and each["frame"]["run"])
+    frame = next(each["frame"] for each in simulate.simulate_incident(10) if each.get("frame") and each["frame"]["run"])
     heard = {
         "run": frame["run"]["name"],
         "pid": 7,
@@ -144,8 +146,8 @@ def test_a_guard_on_another_machine_is_known_by_what_it_told_the_hosts(session, 
     }
     session.take(SourceEvent(T0, "a", frame=frame | {"run": frame["run"] | {"guard": heard}}))
     session.cluster.advance(T0)
-    assert guard_shown(session.cluster.run, session.cluster.guards_heard(T0)) is shown
-    assert guard_shown(session.cluster.run, []) is GuardShown.NONE
+    assert current_guard(session.cluster.run, session.cluster.guard_reports(T0)) is shown
+    assert current_guard(session.cluster.run, []) is GuardShown.NONE
 
 
 def test_an_incident_is_one_line_once_its_run_goes_on(session):
@@ -164,7 +166,7 @@ def test_an_incident_is_one_line_once_its_run_goes_on(session):
 
     def told(*resumed, run="r"):
         session.cluster.account = run, account(*resumed)
-        session._tell_incidents(T0 + 9000)
+        session._note_incidents(T0 + 9000)
         return [event.text for event in session.cluster.events if "next step after" in event.text]
 
     assert told(T0 + 1300, None) == []  # over before anybody looked; and one that is not over
@@ -182,10 +184,10 @@ def incident(began, failed, resumed):
 
 def test_an_incident_names_the_xid_that_it_began_with(session):
     """By the clocks of its hosts, which differ: that of gpu-3 is two minutes ahead."""
-    names, ahead_s = simulate.names(4), 120.0
+    names, ahead_s = simulate.host_names(4), 120.0
     session.cluster = ClusterState(names, 2.0)
     lines = {12.0: 31, 20.0: 79, 22.0: 79, 40.0: 48}  # seconds after the beginning, and the number
-    for event in simulate.incident(4, seconds=60):
+    for event in simulate.simulate_incident(4, seconds=60):
         if "frame" not in event:
             continue
         frame, since = as_sent(event["frame"]), event["t"] - simulate.BEGIN
@@ -194,15 +196,15 @@ def test_an_incident_names_the_xid_that_it_began_with(session):
             new = [at for at in lines if since - 2 < at <= since]
             frame["kernel"] = [f"NVRM: Xid (PCI:0000:20:00): {lines[at]}, pid=1, x" for at in new]
             frame["kernel_times"] = [simulate.BEGIN + ahead_s + at for at in new]
-        session.cluster.take(event["host"], frame, event["t"])
+        session.cluster.take_frame(event["host"], frame, event["t"])
         session.cluster.advance(event["t"])
-    head = session.cluster.found.head
+    head = session.cluster.snapshot.head_host
     begin = simulate.BEGIN + head.clock(event["t"]) - event["t"]
     run = session.cluster.run
 
     def told(*incidents):
         session.cluster.account = run, Account(begin, begin + 60, 8, {}, incidents)
-        session._tell_incidents(event["t"])
+        session._note_incidents(event["t"])
         return [each.text for each in session.cluster.events if each.text.startswith("incident")]
 
     assert told(incident(begin + 15, begin + 30, None)) == []
@@ -217,15 +219,15 @@ def test_an_incident_names_the_xid_that_it_began_with(session):
 
 def test_the_account_is_asked_for_again_when_an_attempt_begins_steps_or_ends(session, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    names, asked = simulate.names(2), []
+    names, asked = simulate.host_names(2), []
     session.cluster = ClusterState(names, 2.0)
     session.fleet = types.SimpleNamespace(hosts=dict.fromkeys(names))
     session.source.hosts = names
-    session.keep()
+    session.start_history()
     monkeypatch.setattr(sessions, "account_of_head", lambda *_: asked.append(1))
     monkeypatch.setattr(sessions, "ACCOUNT_SOON_S", 0.0)
     frames, nodes = {}, None
-    for each in simulate.incident(2, seconds=80):
+    for each in simulate.simulate_incident(2, seconds=80):
         if "frame" in each:
             frames[each["host"]] = each["frame"]
             nodes = nodes or (each["frame"]["run"] or {}).get("nodes")
@@ -240,7 +242,7 @@ def test_the_account_is_asked_for_again_when_an_attempt_begins_steps_or_ends(ses
             for name in names:
                 run = frames[name]["run"] | {"nodes": nodes, "metrics": []} | new
                 session.take(SourceEvent(moment[0], name, frame=frames[name] | {"now": moment[0], "run": run}))
-            session.picture(logs=False)
+            session.make_view(logs=False)
             wait_for(lambda: session.account_at < float("inf"), 10)
         return len(asked)
 

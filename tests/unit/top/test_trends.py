@@ -7,11 +7,11 @@ import random
 import pytest
 from shown import HOT, played
 
-from llama405b_tools.top.draw.charts import Axis, around, chart, from_zero
-from llama405b_tools.top.draw.hosts import rows_of
+from llama405b_tools.top.draw.charts import TimeAxis, draw_chart, scale_around, scale_from_zero
+from llama405b_tools.top.draw.hosts import split_map_rows
 from llama405b_tools.top.state import simulate
 from llama405b_tools.top.state.picture import POWER
-from llama405b_tools.top.state.trends import N_BUCKETS, N_COLUMNS, UNKNOWN, WINDOWS_S, Grid, Series, Trends
+from llama405b_tools.top.state.trends import N_BUCKETS, N_COLUMNS, UNKNOWN, WINDOWS_S, Series, TrendGrid, Trends
 
 DAY = 86_400
 
@@ -51,7 +51,7 @@ def test_what_is_unknown_or_older_is_not_added():
 
 
 def test_a_grid_keeps_means_of_what_is_known():
-    grid = Grid()
+    grid = TrendGrid()
     for t, values in ((0, [1, UNKNOWN]), (1, [3, 4]), (2, [UNKNOWN, UNKNOWN]), (400, [9, 9])):
         grid.add(1e9 + t, array.array("f", values))
     assert next(iter(grid.columns[0].values())).tolist() == [2.0, 4.0]
@@ -105,27 +105,29 @@ def test_marks_of_saves_evaluations_and_restarts():
 )
 def test_rows_of_the_map(n_lines, name):
     layout = tuple((f"gpu-{i}", 8) for i in range(1, 9))
-    rows = rows_of(layout, n_lines)
+    rows = split_map_rows(layout, n_lines)
     assert (len(rows), rows[0].name) == (n_lines, name)
     assert [rows[0].begin, *(row.end for row in rows)] == sorted({0, *(row.begin for row in rows), 64})
-    assert rows_of((), 5) == []
+    assert split_map_rows((), 5) == []
 
 
 @pytest.mark.parametrize("most", [1e-9, 0.3, 1, 7.01, 9024, 44.8, 3e12])
 def test_scales_are_round_and_hold_every_value(most):
-    scale = from_zero([0, most], str)
+    scale = scale_from_zero([0, most], str)
     assert most * 0.998 <= scale.high <= 2 * most
     assert scale.level(most, 5) > 0.45 * 40
     assert scale.level(0, 5) == 0
-    low = around([most, 2 * most], str)
+    low = scale_around([most, 2 * most], str)
     assert low.low < most < 2 * most == low.high
 
 
 def test_a_graph_of_nothing_and_of_one_value():
-    axis = Axis(0.0, 60.0)
-    empty = [line.plain for line in chart("x", "y", [None] * 30, from_zero([], "{:.0f}".format), axis, 6)]
+    axis = TimeAxis(0.0, 60.0)
+    empty = [line.plain for line in draw_chart("x", "y", [None] * 30, scale_from_zero([], "{:.0f}".format), axis, 6)]
     assert [line[7:].strip() for line in empty[1:-1]] == [""] * 4
     series = Series()
     series.add(30.0, 5.0)
-    flat = [line.plain for line in chart("x", "", series.columns(0, 0.0, 60.0, 30), around([5.0], str), axis, 6)]
+    flat = [
+        line.plain for line in draw_chart("x", "", series.columns(0, 0.0, 60.0, 30), scale_around([5.0], str), axis, 6)
+    ]
     assert any("█" in line for line in flat)

@@ -9,7 +9,7 @@ from llama405b.contract import reader
 from llama405b.contract.errors import RunError, UserError
 from llama405b.contract.files import append_line
 from llama405b.contract.paths import RunDir
-from llama405b.contract.records import EvaluationMetrics, EventKind, RunEvent, Sample
+from llama405b.contract.records import EvaluationMetrics, EventKind, PromptSample, RunEvent
 from llama405b.settings.command import parse
 from llama405b.settings.config import to_toml
 from llama405b.tracking import feed
@@ -55,9 +55,9 @@ def found(tmp_path, monkeypatch):
     run.config.write_text(to_toml(parse(["--preset", "demo", "--tracking.to", "wandb"]).config))
     for step in (0, 4, 8):
         append_line(run.metrics, reader.dumps(EvaluationMetrics(step, 1.0, 2.0, 1)))
-        append_line(run.samples, reader.dumps(Sample(step, 1.0, "a", "b")))
+        append_line(run.samples, reader.dumps(PromptSample(step, 1.0, "a", "b")))
     append_line(run.events("rank-0"), reader.dumps(RunEvent(1.0, "rank-0", EventKind.SAVED, 1, 4)))
-    return feed.Feed("wandb", run, print)
+    return feed.TrackerFeed("wandb", run, print)
 
 
 def test_all_is_sent_by_step_and_of_each_the_numbers_first(found):
@@ -70,7 +70,7 @@ def test_all_is_sent_again_to_a_tracker_that_lost_it(found, monkeypatch):
     said = []
     monkeypatch.setattr(Fake, "end", lambda self: said.append(self.told))
     found.run.tracking.mkdir(exist_ok=True)
-    codes = [track.send(found.run, "wandb", None, again=again) for again in (False, False, True)]
+    codes = [track.send_metrics(found.run, "wandb", None, resend=again) for again in (False, False, True)]
     assert codes == [0, 0, 0]
     first, again = said  # at the second time there was nothing to send
     assert len(first) == 7
@@ -79,7 +79,7 @@ def test_all_is_sent_again_to_a_tracker_that_lost_it(found, monkeypatch):
 
 def add(run, step):
     append_line(run.metrics, reader.dumps(EvaluationMetrics(step, 1.0, 2.0, 1)))
-    append_line(run.samples, reader.dumps(Sample(step, 1.0, "a", "b")))
+    append_line(run.samples, reader.dumps(PromptSample(step, 1.0, "a", "b")))
     append_line(run.events("rank-0"), reader.dumps(RunEvent(1.0, "rank-0", EventKind.SAVED, 1, step)))
 
 
@@ -87,13 +87,13 @@ def add(run, step):
 def test_the_next_attempt_sends_nothing_again(found, kind):
     found.send()
     for step in (12, 16, 20):
-        again = feed.Feed("wandb", found.run, print)
+        again = feed.TrackerFeed("wandb", found.run, print)
         again.send()
         assert again.sink is None
         add(found.run, step)
         again.send()
         assert [step for step, of in again.sink.told if of == kind] == [step]
-        assert again.sent.id == found.sent.id
+        assert again.sent_state.id == found.sent_state.id
 
 
 def test_what_was_not_taken_is_sent_at_the_end_however_soon(found, monkeypatch, capsys):
@@ -149,8 +149,8 @@ def test_prompts_that_begin_alike_have_curves_of_their_own_and_no_command_is_sen
     asked = parse([*words, "--evaluation.every", "1", "--checkpoint.after_save", "curl -H s3cr3t"])
     found.run.config.write_text(to_toml(asked.config))
     for prompt in prompts:
-        append_line(found.run.samples, reader.dumps(Sample(9, 1.0, prompt, "b")))
-    again = feed.Feed("wandb", found.run, print)
+        append_line(found.run.samples, reader.dumps(PromptSample(9, 1.0, prompt, "b")))
+    again = feed.TrackerFeed("wandb", found.run, print)
     again.send()
     assert {"prompts/1", "prompts/2"} <= again.sink.names
     _, identity = again.sink.given
@@ -161,16 +161,16 @@ def test_a_copied_run_is_another_one_and_a_renamed_one_the_same(found, tmp_path,
     found.send()
     copied, renamed = tmp_path / "copied", tmp_path / "renamed"
     shutil.copytree(tmp_path, copied, ignore=shutil.ignore_patterns("copied"))
-    feeds = [feed.Feed("wandb", RunDir(copied), print) for _ in range(2)]
-    assert feeds[0].sent == feed.Sent()
+    feeds = [feed.TrackerFeed("wandb", RunDir(copied), print) for _ in range(2)]
+    assert feeds[0].sent_state == feed.SentState()
     feeds[0].send()
     assert len(feeds[0].sink.told) == 7  # the whole of it
-    assert feeds[0].sent.id != found.sent.id
+    assert feeds[0].sent_state.id != found.sent_state.id
     assert f"copied is a copy of {tmp_path.resolve()}; sending it as a new run" in capsys.readouterr().out
     elsewhere = tmp_path / "elsewhere"
     copied.rename(elsewhere)
     copied.symlink_to(elsewhere)  # moved to a larger disk, with a link where it was
-    assert feed.Feed("wandb", RunDir(copied), print).sent == feeds[0].sent
+    assert feed.TrackerFeed("wandb", RunDir(copied), print).sent_state == feeds[0].sent_state
     copied.unlink()
     elsewhere.rename(renamed)
-    assert feed.Feed("wandb", RunDir(renamed), print).sent == feeds[0].sent
+    assert feed.TrackerFeed("wandb", RunDir(renamed), print).sent_state == feeds[0].sent_state

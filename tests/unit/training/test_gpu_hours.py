@@ -47,9 +47,9 @@ def attempt(tmp_path, clock):
 
     def begin(gpu_hours, said=None, *, is_rank0=True):
         said = [] if said is None else said
-        journal = SimpleNamespace(event=lambda kind, detail: said.append(kind.value))
-        me = SimpleNamespace(is_rank0=is_rank0, world=WORLD)
-        context = SimpleNamespace(me=me, run=RunDir(tmp_path), journal=journal, log=said.append)
+        journal = SimpleNamespace(write_event=lambda kind, detail: said.append(kind.value))
+        me = SimpleNamespace(is_rank0=is_rank0, world_size=WORLD)
+        context = SimpleNamespace(rank=me, run=RunDir(tmp_path), journal=journal, log=said.append)
         return guards.Budget(gpu_hours, context, clock.now)
 
     return begin
@@ -76,26 +76,26 @@ def test_it_stops_in_time_for_two_steps_and_a_save_and_says_how_much(tmp_path, c
     clock.now += 56.25  # an hour of 64 GPUs
     first.close()
     second = attempt(2.0, said)
-    second.saves(30e9)  # 30 s, and 1.5 times that
+    second.set_save_size(30e9)  # 30 s, and 1.5 times that
     assert not second.after_step(2.0, 0.0)
     clock.now += 56.25 - 45 - 5 - 4 - 0.5
     assert not second.after_step(2.0, 0.0)
     assert said == []
     clock.now += 1
     assert second.after_step(2.0, 0.0)
-    assert second.why_stopped == "as 1.05 of 2 GPU-hours are spent"
+    assert second.stop_reason == "as 1.05 of 2 GPU-hours are spent"
     assert not second.after_step(2.0, 10.0)  # it has saved in less
     clock.now += 36
     assert second.after_step(2.0, 10.0)
     assert said == ["1.69 of 2 GPU-hours are spent (--training.gpu_hours)", "budget"]
-    assert second.left_s == pytest.approx(17.5)
+    assert second.remaining_s == pytest.approx(17.5)
 
 
 def test_a_line_has_as_many_digits_as_count(clock, attempt):
     small = attempt(0.1)
     clock.now += 5.0
     assert small.after_step(1.0, 0.0)
-    assert small.why_stopped == "as 0.089 of 0.1 GPU-hours are spent"
+    assert small.stop_reason == "as 0.089 of 0.1 GPU-hours are spent"
 
 
 def test_other_ranks_and_runs_without_a_budget_are_never_stopped(tmp_path, clock, attempt):

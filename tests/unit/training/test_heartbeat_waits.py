@@ -19,16 +19,16 @@ def test_a_heartbeat_has_the_number_of_the_gpu(tmp_path, monkeypatch, visible, g
     for device, shown in ((torch.device("cuda", 1), gpu), (torch.device("cpu"), "")):
         me = Rank(9, 16, 1, "b", device)
         heartbeat = HeartbeatWriter(RunDir(tmp_path), me)
-        RankContext.of(me, heartbeat).phase(Phase.TRAIN)
+        RankContext.from_rank(me, heartbeat).enter_phase(Phase.TRAIN)
         assert read_record(Heartbeat, RunDir(tmp_path).heartbeat(9)).gpu == shown
 
 
 def test_after_a_long_wait_the_phase_has_lasted_as_long_as_before(tmp_path):
     heartbeat = HeartbeatWriter(RunDir(tmp_path), Rank(0, 1, 0, "a", torch.device("cpu")))
-    heartbeat.phase(Phase.TRAIN)
+    heartbeat.enter_phase(Phase.TRAIN)
     began = heartbeat.record.phase_since
-    heartbeat.waits_for_update(True)
+    heartbeat.record_update_wait(True)
     assert heartbeat.record.phase is Phase.UPDATE
-    heartbeat.waits_for_update(False)
+    heartbeat.record_update_wait(False)
     assert (heartbeat.record.phase, heartbeat.record.phase_since) == (Phase.TRAIN, began)
     assert heartbeat.record.time > began

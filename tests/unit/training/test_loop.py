@@ -15,7 +15,7 @@ from llama405b.distributed.ranks import Rank
 from llama405b.optim.step import NonFiniteError, StepResult
 from llama405b.settings.schema import Config
 from llama405b.training.context import RankContext
-from llama405b.training.evaluate import Evaluated, Evaluator
+from llama405b.training.evaluate import EvaluationResult, Evaluator
 from llama405b.training.guards import MAX_SKIPPED, BadSteps, SpikeDetector
 from llama405b.training.journal import HeartbeatWriter
 from llama405b.training.loop import Trainer
@@ -37,7 +37,7 @@ class Script:
 class Scripted(Trainer):
     """Takes the steps of a script, where None is one that is skipped."""
 
-    def one_step(self, step):
+    def run_step(self, step):
         return next(self.reader)
 
     def after_step(self, step, metrics):
@@ -53,12 +53,14 @@ def take(tmp_path, monkeypatch):
     def run(*script, **more):
         me = Rank(0, 1, 0, "a", torch.device("cpu"))
         journal = types.SimpleNamespace(
-            metrics=lambda _: None, log=lambda _: None, event=lambda *_, **__: None, steps=9
+            write_metrics=lambda _: None, log=lambda _: None, write_event=lambda *_, **__: None, steps=9
         )
         heartbeat = HeartbeatWriter(RunDir(tmp_path), me)
         parts = {field.name: None for field in dataclasses.fields(Trainer) if field.default is dataclasses.MISSING}
-        parts["checkpointer"] = types.SimpleNamespace(step=0, wait_for_after_save=lambda *_: None, landed=[])
-        parts["passes"] = types.SimpleNamespace(model=None)
+        parts["checkpointer"] = types.SimpleNamespace(
+            saving_step=0, wait_for_after_save=lambda *_: None, new_checkpoints=[]
+        )
+        parts["forward_backward"] = types.SimpleNamespace(model=None)
         parts["updater"] = types.SimpleNamespace(wait=lambda: None)
         parts["evaluator"] = None
         context = RankContext(me, RunDir(tmp_path), more.pop("journal", journal), heartbeat)
@@ -66,17 +68,18 @@ def take(tmp_path, monkeypatch):
         if settings := more.pop("evaluation", None):
             more["evaluator"] = Evaluator(settings, 1, None, None, context)
         trainer = Scripted(**parts | more)
-        trainer.take_steps()
+        trainer.run_steps()
         return timeouts, heartbeat.record
 
     return run
 
 
 def test_an_evaluation_is_told_after_its_step(take, monkeypatch):
-    monkeypatch.setattr("llama405b.training.evaluate.evaluate", lambda *_: Evaluated(1.5, 8, 1))
+    monkeypatch.setattr("llama405b.training.evaluate.evaluate", lambda *_: EvaluationResult(1.5, 8, 1))
     logged = []
     journal = types.SimpleNamespace(
-        metrics=lambda metrics: logged.append(f"step {metrics.step}, {metrics.evaluation_loss}"), log=logged.append
+        write_metrics=lambda metrics: logged.append(f"step {metrics.step}, {metrics.evaluation_loss}"),
+        log=logged.append,
     )
     evaluation = dataclasses.replace(Config().evaluation, every=2)
     take(dataclasses.replace(TAKEN, step=2), journal=journal, evaluation=evaluation)
@@ -94,17 +97,17 @@ def _meets(monkeypatch, *outcomes, **choices):
     """A trainer whose steps come out so: a loss, or "nan"; returns it, what it logs, and its events."""
     script, logged, events = iter(outcomes), [], []
 
-    def train_step(*_, refuses, **__):
+    def train_step(*_, refuses_loss, **__):
         outcome = next(script)
         if outcome == "nan":
             raise NonFiniteError("loss nan, gradient norm nan")
-        return StepResult(outcome, 1.0, 8, updated=not refuses(outcome))
+        return StepResult(outcome, 1.0, 8, updated=not refuses_loss(outcome))
 
     monkeypatch.setattr("llama405b.training.loop.train_step", train_step)
-    monkeypatch.setattr("llama405b.training.guards.documents_at", lambda *_: ["d.jsonl 7"])
+    monkeypatch.setattr("llama405b.training.guards.document_names_at", lambda *_: ["d.jsonl 7"])
     me = Rank(0, 1, 0, "a", torch.device("cpu"))
     journal = types.SimpleNamespace(
-        me=me, log=logged.append, event=lambda kind, **more: events.append((kind, more["step"])), steps=9
+        rank=me, log=logged.append, write_event=lambda kind, **more: events.append((kind, more["step"])), steps=9
     )
     parts = {field.name: None for field in dataclasses.fields(Trainer) if field.default is dataclasses.MISSING}
     reader = Script(itertools.repeat([]))
@@ -123,7 +126,7 @@ def _meets(monkeypatch, *outcomes, **choices):
 def test_a_step_that_is_not_finite_ends_the_run_with_its_documents(monkeypatch):
     trainer, logged, events = _meets(monkeypatch, "nan")
     with pytest.raises(NonFiniteError, match=r"step 4: loss nan, .* with --training\.on_nonfinite skip"):
-        trainer.learn(4, StepTimer(trainer.context.me.device))
+        trainer.train_batch(4, StepTimer(trainer.context.rank.device))
     assert logged == [
         "step 4/9  loss nan, gradient norm nan; the weights are still those of step 3; its documents: d.jsonl 7"
     ]
@@ -132,7 +135,7 @@ def test_a_step_that_is_not_finite_ends_the_run_with_its_documents(monkeypatch):
 
 def test_a_step_that_is_not_finite_can_be_left_out(monkeypatch):
     trainer, _, events = _meets(monkeypatch, 2.0, "nan", 2.5, on_nonfinite="skip")
-    results = [trainer.learn(step, StepTimer(trainer.context.me.device)) for step in (1, 2, 3)]
+    results = [trainer.train_batch(step, StepTimer(trainer.context.rank.device)) for step in (1, 2, 3)]
     assert [result and result.loss for result in results] == [2.0, None, 2.5]
     assert events == [(EventKind.NOT_FINITE, 2)]
     assert trainer.bad_steps.n_empty == 0
@@ -143,7 +146,7 @@ def test_not_one_step_after_another_is_left_out_spikes_included(monkeypatch):
     trainer, _, _ = _meets(monkeypatch, "nan", 2.0, *outcomes[::-1], on_nonfinite="skip")
 
     def take(step):
-        if result := trainer.learn(step, StepTimer(trainer.context.me.device)):
+        if result := trainer.train_batch(step, StepTimer(trainer.context.rank.device)):
             trainer.bad_steps.check_spike(step, result)
 
     for step in range(1, MAX_SKIPPED + 2):

@@ -25,9 +25,9 @@ def step(**more):
     ],
 )
 def test_a_step_s_line(tmp_path, capsys, all_tokens, words):
-    me = types.SimpleNamespace(is_rank0=True, rank=0, attempt=1)
+    me = types.SimpleNamespace(is_rank0=True, index=0, attempt=1)
     journal = Journal(RunDir(tmp_path), me)
-    journal.metrics(step(all_tokens_per_s=all_tokens))
+    journal.write_metrics(step(all_tokens_per_s=all_tokens))
     line = capsys.readouterr().out.strip()
     assert line.endswith(words)
     rate = STEP.search(line.replace("1/0", "1/9"))[4]

@@ -13,7 +13,7 @@ stop = StopSignal()
 worker = multiprocessing.get_context("forkserver").Process(target=time.sleep, args=(60,), daemon=True)
 worker.start()  # as those that read the data
 for _ in sys.stdin:
-    print(stop.received, worker.is_alive(), flush=True)
+    print(stop.is_received, worker.is_alive(), flush=True)
 """
 
 

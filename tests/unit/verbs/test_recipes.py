@@ -11,7 +11,7 @@ from transformers import training_args
 from conftest import ROOT
 from llama405b.contract.errors import UserError
 from llama405b.settings import command
-from llama405b.settings.foreign import PROGRAMS, row_of, table
+from llama405b.settings.foreign import PROGRAM_TABLES, find_recipe_key, foreign_keys
 from llama405b_tools.verbs import recipes
 
 PUBLISHED = json.loads((ROOT / "tests/data/recipes/published.json").read_text())
@@ -24,11 +24,11 @@ def test_every_key_of_published_recipes_and_of_trainers_is_known():
         sum(len(group["recipes"]) for name, groups in PUBLISHED.items() if name != "deepspeed" for group in groups) > 60
     )
     for program, keys in {**KEYS, "transformers": ARGUMENTS}.items():
-        assert not [key for key in keys if row_of(key, program) is None], program
-    assert row_of("frobnicate", "axolotl") is None
+        assert not [key for key in keys if find_recipe_key(key, program) is None], program
+    assert find_recipe_key("frobnicate", "axolotl") is None
 
 
-@pytest.mark.parametrize("program", [name for name in PUBLISHED if name in PROGRAMS])
+@pytest.mark.parametrize("program", [name for name in PUBLISHED if name in PROGRAM_TABLES])
 def test_a_recipe_is_known_by_its_keys(program):
     for group in PUBLISHED[program]:
         recipe = {}
@@ -39,7 +39,7 @@ def test_a_recipe_is_known_by_its_keys(program):
                 place = place.setdefault(part, {}) if isinstance(place, dict) else {}
             if isinstance(place, dict):
                 place.setdefault(last, 1)
-        assert recipes.program_of(recipe, Path("r.yaml")) == program, group["recipes"]
+        assert recipes.detect_program(recipe, Path("r.yaml")) == program, group["recipes"]
 
 
 @pytest.fixture
@@ -285,7 +285,7 @@ def test_what_is_otherwise_here_is_said(imported):
     )
     assert "# otherwise here:\n" in out
     assert (
-        "#   batches of whole records: sequences are packed here, so a step of as many sequences has more records"
+        "#   batches of whole records: sequences are packed here, so a step has more records, and an epoch fewer steps"
         in out
     )
     assert (
@@ -332,8 +332,8 @@ def test_what_is_no_recipe(tmp_path, monkeypatch, name, text, words):
 
 def test_the_page_counts_the_tables():
     page = (ROOT / "docs/import.md").read_text()
-    for name in PROGRAMS:
-        rows = [row for row in table(name).values() if not row.key.startswith(recipes.DEFAULT)]
+    for name in PROGRAM_TABLES:
+        rows = [row for row in foreign_keys(name).values() if not row.key.startswith(recipes.DEFAULT_PREFIX)]
         kinds = (
             [row.setting not in ("", "!", "~") for row in rows],
             [not row.setting for row in rows],

@@ -14,8 +14,8 @@ if sys.version_info < (3, 11):  # noqa: UP036 - the host's: it can read this fil
     sys.exit(f"LLAMA405B_PYTHON_TOO_OLD {sys.version_info[0]}.{sys.version_info[1]}")
 
 from llama405b.contract import reader
-from llama405b.contract.errors import given, reason_of
-from llama405b.contract.files import keep_private
+from llama405b.contract.errors import fmt_if, reason_of
+from llama405b.contract.files import set_private_umask
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -44,28 +44,28 @@ ACTIONS = {  # action: the module of the function of that name, imported on dema
 }
 
 
-def action(name: str) -> tuple[Callable[..., "DataclassInstance | None"], "type[DataclassInstance]"]:
+def load_action(name: str) -> tuple[Callable[..., "DataclassInstance | None"], "type[DataclassInstance]"]:
     """Return the function for an action and the type of its request."""
-    act = getattr(importlib.import_module(f"llama405b_tools.{ACTIONS[name]}"), name)
-    return act, act.__annotations__["request"]
+    function = getattr(importlib.import_module(f"llama405b_tools.{ACTIONS[name]}"), name)
+    return function, function.__annotations__["request"]
 
 
 def main() -> int:
     """Entry point of ``python -m llama405b_tools.agent.agent ACTION``."""
-    keep_private()
+    set_private_umask()
     if sys.platform != "linux":
         raise SystemExit(f"hosts must run Linux; this one runs {sys.platform}")
     if len(sys.argv) != 2 or sys.argv[1] not in ACTIONS:
         raise SystemExit(f"{sys.argv[1:]}: unknown agent action")
-    act, kind = action(sys.argv[1])
+    function, request_type = load_action(sys.argv[1])
     try:
-        request = reader.loads(kind, sys.stdin.readline(), "the request")
+        request = reader.loads(request_type, sys.stdin.readline(), "the request")
     except reader.MalformedError as error:
         raise SystemExit(f"{sys.argv[1]}: {error}; do both ends run the same version?") from None
     try:
-        reply = act(request)
+        reply = function(request)
     except OSError as error:
-        raise SystemExit(f"{given('{}: ', error.filename)}{reason_of(error)}") from None
+        raise SystemExit(f"{fmt_if('{}: ', error.filename)}{reason_of(error)}") from None
     if reply is not None:
         print(reader.dumps(reply), flush=True)
     return 0

@@ -24,27 +24,27 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from llama405b.contract.files import EVERY, read_record, read_records
+from llama405b.contract.files import UNLIMITED, read_record, read_records
 from llama405b.contract.paths import RunDir
 from llama405b.contract.reader import LINES
 from llama405b.contract.records import (
+    MEMORY_FILE_NAME,
     METRICS_LINE,
-    NAME,
-    PLACE_BYTES,
-    SIGNAL,
+    POSITION_BYTES,
+    STACKS_SIGNAL,
     Heartbeat,
     Metrics,
-    Place,
-    read_place,
+    TrainingPosition,
+    parse_position,
 )
 from llama405b.spec.plan import Node, Plan, read_plan
 from llama405b_tools.agent import processes
-from llama405b_tools.agent.describe import beats_of, checkpoints_of, lives, saves
-from llama405b_tools.agent.messages import Beat
-from llama405b_tools.agent.processes import run_of
+from llama405b_tools.agent.describe import checkpoint_root, is_run_alive, read_heartbeats, read_save_state
+from llama405b_tools.agent.messages import RankHeartbeat
+from llama405b_tools.agent.processes import resolve_run_dir
 from llama405b_tools.agent.sampler import KernelLog
-from llama405b_tools.parsers import Thread, read_faulthandler, read_py_spy, syscall_of
-from llama405b_tools.text.words import Blocks
+from llama405b_tools.parsers import Thread, parse_faulthandler, parse_py_spy, parse_syscall
+from llama405b_tools.text.words import BlockSplitter
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class EvidenceRequest:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Unsent:
+class StalledConnection:
     """A connection whose peer does not acknowledge sent data."""
 
     peer: str  # its address
@@ -66,7 +66,7 @@ class Unsent:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Doing:
+class ProcessActivity:
     """What a process did during the observation window."""
 
     cpu_s: float = 0.0  # of all its threads
@@ -86,14 +86,14 @@ class RankEvidence:
     # the main thread's system call, with the file if it is of one; "": it runs, or that may not be seen
     waits_in: str = ""
     kernel_wait: str = ""  # the kernel's function that it waits in
-    doing: Doing = dataclasses.field(default_factory=Doing)
+    doing: ProcessActivity = dataclasses.field(default_factory=ProcessActivity)
     swapped_bytes: int = 0
     threads: tuple[Thread, ...] = ()  # the main thread first
     source: str = ""  # of the stacks: signal, py-spy, or ""
     no_stacks: str = ""  # why there are none
-    place: Place | None = None  # None: the program is not our trainer
-    beat: Beat | None = None
-    unsent: tuple[Unsent, ...] = ()
+    place: TrainingPosition | None = None  # None: the program is not our trainer
+    beat: RankHeartbeat | None = None
+    unsent: tuple[StalledConnection, ...] = ()
     log: tuple[str, ...] = ()  # the last lines that it wrote
     moved: bool = False  # while it was looked at: its heartbeat is a newer one then
 
@@ -108,7 +108,7 @@ class DiskEvidence:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Progress:
+class RunProgress:
     """How far the run is, as its head knows; None: unknown."""
 
     last_step: int | None = None  # of this attempt
@@ -120,7 +120,7 @@ class Progress:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Surroundings:
+class HostConditions:
     """The state of the host around its ranks."""
 
     link_up: bool | None = None  # of the training network; None: unknown
@@ -147,19 +147,19 @@ class HostEvidence:
     interface: str = ""
     window_s: float = 0.0
     ranks: tuple[RankEvidence, ...] = ()
-    progress: Progress = dataclasses.field(default_factory=Progress)
-    around: Surroundings = dataclasses.field(default_factory=Surroundings)
+    progress: RunProgress = dataclasses.field(default_factory=RunProgress)
+    around: HostConditions = dataclasses.field(default_factory=HostConditions)
 
 
-STACKS_WITHIN_S = 1.0
-SETTLED_S = 0.08  # without more of it, a dump is whole
-PY_SPY_S = 6.0
+STACKS_TIMEOUT_S = 1.0
+DUMP_SETTLE_S = 0.08  # without more of it, a dump is whole
+PY_SPY_TIMEOUT_S = 6.0
 CODE_FRAMES = 8  # of each thread, whose lines are read
-MOST_FRAMES = 60
-RETRIES = 3  # of one segment, or of asking for room: more than a second without an answer
-PROBES = "04"  # the timer that runs in /proc/net/tcp: the peer had no room
-STOPPED, GONE = ("T", "t"), ("", "Z", "X")
-SOCKET = re.compile(r"socket:\[(\d+)\]")
+MAX_FRAMES = 60
+MIN_RETRIES = 3  # of one segment, or of asking for room: more than a second without an answer
+WINDOW_PROBE_TIMER = "04"  # the timer that runs in /proc/net/tcp: the peer had no room
+STOPPED_STATES, GONE_STATES = ("T", "t"), ("", "Z", "X")
+SOCKET_LINK = re.compile(r"socket:\[(\d+)\]")
 
 
 def rank_processes(value: str) -> dict[int, int]:
@@ -167,9 +167,9 @@ def rank_processes(value: str) -> dict[int, int]:
 
     torchrun orders hosts in its own way, so its ``RANK`` is not ours; ``LOCAL_RANK`` is.
     """
-    local = {pid: _environment(pid).get("LOCAL_RANK", "") for pid in processes.marked(value)}
-    ranks = {pid: int(number) for pid, number in local.items() if number.isdigit()}
-    return {number: pid for pid, number in ranks.items() if int(_status(pid).get("PPid", "0")) not in ranks}
+    env_values = {pid: _read_environment(pid).get("LOCAL_RANK", "") for pid in processes.find_marked(value)}
+    ranks = {pid: int(number) for pid, number in env_values.items() if number.isdigit()}
+    return {number: pid for pid, number in ranks.items() if int(_read_status(pid).get("PPid", "0")) not in ranks}
 
 
 class RankMemoryReader:
@@ -177,91 +177,93 @@ class RankMemoryReader:
 
     def __init__(self, pid: int, path: Path) -> None:
         self.pid, self.path = pid, path
-        self.asked = False
+        self.has_requested = False
 
     @classmethod
-    def of(cls, pid: int) -> "RankMemoryReader | None":
+    def from_pid(cls, pid: int) -> "RankMemoryReader | None":
         """Return the reader for a process; None if it exposes no such memory, or this user may not read it."""
         with contextlib.suppress(OSError):
             for entry in Path(f"/proc/{pid}/fd").iterdir():
                 with contextlib.suppress(OSError):
-                    if str(entry.readlink()).startswith(f"/memfd:{NAME} "):
+                    if str(entry.readlink()).startswith(f"/memfd:{MEMORY_FILE_NAME} "):
                         return cls(pid, entry)
         return None
 
-    def place(self) -> Place:
+    def read_position(self) -> TrainingPosition:
         """Return where the rank is in its training."""
         with contextlib.suppress(OSError), self.path.open("rb") as file:
-            return read_place(file.read(PLACE_BYTES))
-        return Place()
+            return parse_position(file.read(POSITION_BYTES))
+        return TrainingPosition()
 
-    def ask(self) -> None:
+    def request_stacks(self) -> None:
         """Ask the rank to write its stacks, if it handles the signal and is able to act on it."""
-        if processes.state(self.pid) in (*STOPPED, *GONE) or not catches(self.pid, SIGNAL):
+        if processes.process_state(self.pid) in (*STOPPED_STATES, *GONE_STATES) or not handles_signal(
+            self.pid, STACKS_SIGNAL
+        ):
             return
         with contextlib.suppress(OSError):
             # Drop an earlier dump; the rank's position before it stays.
-            os.truncate(self.path, PLACE_BYTES)
-            os.kill(self.pid, SIGNAL)
-            self.asked = True
+            os.truncate(self.path, POSITION_BYTES)
+            os.kill(self.pid, STACKS_SIGNAL)
+            self.has_requested = True
 
-    def stacks(self) -> tuple[Thread, ...]:
+    def wait_for_stacks(self) -> tuple[Thread, ...]:
         """Wait up to a second for the complete stacks; return () if there are none."""
-        if not self.asked:
+        if not self.has_requested:
             return ()
-        size, began = PLACE_BYTES, time.monotonic()
-        grown = began
+        size, start = POSITION_BYTES, time.monotonic()
+        last_growth = start
         with contextlib.suppress(OSError):
-            while (now := time.monotonic()) < began + STACKS_WITHIN_S:
-                if (found := self.path.stat().st_size) != size:
-                    size, grown = found, now
-                elif size > PLACE_BYTES and now > grown + SETTLED_S:
+            while (now := time.monotonic()) < start + STACKS_TIMEOUT_S:
+                if (new_size := self.path.stat().st_size) != size:
+                    size, last_growth = new_size, now
+                elif size > POSITION_BYTES and now > last_growth + DUMP_SETTLE_S:
                     break
                 time.sleep(0.01)
             with self.path.open("rb") as file:
-                file.seek(PLACE_BYTES)
-                return read_faulthandler(file.read().decode("utf-8", "replace"))
+                file.seek(POSITION_BYTES)
+                return parse_faulthandler(file.read().decode("utf-8", "replace"))
         return ()
 
 
-def catches(pid: int, number: int) -> bool:
+def handles_signal(pid: int, signal_number: int) -> bool:
     """Return whether a process has a handler for a signal."""
-    return bool(int(_status(pid).get("SigCgt", "0"), 16) >> (number - 1) & 1)
+    return bool(int(_read_status(pid).get("SigCgt", "0"), 16) >> (signal_number - 1) & 1)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Looked:
+class PySpyStacks:
     """The stacks that py-spy returned."""
 
     threads: tuple[Thread, ...] = ()
-    why_not: str = ""
+    failure: str = ""
 
 
-def look_with_py_spy(pid: int, *, native: bool) -> Looked:
+def dump_with_py_spy(pid: int, *, native: bool) -> PySpyStacks:
     """Return the stacks of a process, from py-spy.
 
     ``native``: with native frames, unless the process is stopped or cannot be paused.
     """
     program = shutil.which("py-spy", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
     if program is None:
-        return Looked(why_not="py-spy is not installed")
-    state = processes.state(pid)
-    if state in GONE:
-        return Looked(why_not="the process is gone")
-    halts = native and state not in (*STOPPED, "D")  # letting it go would wake one that is stopped
-    argv = [program, "dump", "--json", "--native" if halts else "--nonblocking", "--pid", str(pid)]
+        return PySpyStacks(failure="py-spy is not installed")
+    state = processes.process_state(pid)
+    if state in GONE_STATES:
+        return PySpyStacks(failure="the process is gone")
+    pauses = native and state not in (*STOPPED_STATES, "D")  # letting it go would wake one that is stopped
+    argv = [program, "dump", "--json", "--native" if pauses else "--nonblocking", "--pid", str(pid)]
     try:
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=PY_SPY_S, check=False)
+        result = subprocess.run(argv, capture_output=True, text=True, timeout=PY_SPY_TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
-        if halts and processes.state(pid) in STOPPED:  # py-spy was killed while it had halted it
+        if pauses and processes.process_state(pid) in STOPPED_STATES:  # py-spy was killed while it had halted it
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGCONT)
-        return Looked(why_not=f"py-spy did not answer ({type(error).__name__})")
-    threads = read_py_spy(done.stdout)
-    return Looked(threads, "" if threads else f"py-spy: {' '.join(done.stderr.split())[:200]}")
+        return PySpyStacks(failure=f"py-spy did not answer ({type(error).__name__})")
+    threads = parse_py_spy(result.stdout)
+    return PySpyStacks(threads, "" if threads else f"py-spy: {' '.join(result.stderr.split())[:200]}")
 
 
-def with_code(threads: Sequence[Thread]) -> tuple[Thread, ...]:
+def add_source_lines(threads: Sequence[Thread]) -> tuple[Thread, ...]:
     """Return the threads with the source text of their innermost lines, as the files are now."""
     return tuple(
         dataclasses.replace(
@@ -270,7 +272,7 @@ def with_code(threads: Sequence[Thread]) -> tuple[Thread, ...]:
                 dataclasses.replace(frame, code=linecache.getline(frame.file, frame.line).strip()[:160])
                 if n < CODE_FRAMES and frame.is_python
                 else frame
-                for n, frame in enumerate(thread.frames[:MOST_FRAMES])
+                for n, frame in enumerate(thread.frames[:MAX_FRAMES])
             ),
         )
         for thread in threads
@@ -278,7 +280,7 @@ def with_code(threads: Sequence[Thread]) -> tuple[Thread, ...]:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Counts:
+class ProcessCounters:
     """Counters of a process since it started."""
 
     cpu_s: float = 0.0
@@ -288,16 +290,18 @@ class Counts:
     major_faults: int = 0
 
     @classmethod
-    def of(cls, pid: int) -> "Counts":
+    def from_pid(cls, pid: int) -> "ProcessCounters":
         """Read the counters; zeros if the process is gone."""
-        fields = _read(f"/proc/{pid}/stat").rpartition(") ")[2].split()
+        fields = _read_text(f"/proc/{pid}/stat").rpartition(") ")[2].split()
         if len(fields) < 13:
             return cls()
-        io = dict(line.split(": ") for line in _read(f"/proc/{pid}/io").splitlines() if ": " in line)
-        waits = [_read(f"/proc/{pid}/task/{task}/schedstat").split() for task in _listed(f"/proc/{pid}/task")]
+        io = dict(line.split(": ") for line in _read_text(f"/proc/{pid}/io").splitlines() if ": " in line)
+        schedstats = [
+            _read_text(f"/proc/{pid}/task/{task}/schedstat").split() for task in _list_directory(f"/proc/{pid}/task")
+        ]
         return cls(
             (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"),
-            sum(int(each[1]) for each in waits if len(each) == 3) / 1e9,
+            sum(int(schedstat[1]) for schedstat in schedstats if len(schedstat) == 3) / 1e9,
             throttled_s(pid),
             int(io.get("rchar", 0))
             + int(io.get("wchar", 0))
@@ -306,9 +310,9 @@ class Counts:
             int(fields[9]),
         )
 
-    def until(self, later: "Counts") -> Doing:
+    def activity_until(self, later: "ProcessCounters") -> ProcessActivity:
         """Return what the process did between these counters and later ones."""
-        return Doing(
+        return ProcessActivity(
             max(0.0, later.cpu_s - self.cpu_s),
             max(0.0, later.waited_s - self.waited_s),
             max(0.0, later.throttled_s - self.throttled_s),
@@ -319,8 +323,8 @@ class Counts:
 
 def throttled_s(pid: int) -> float:
     """Return how long CPU limits have throttled the process so far: its control group's, or one above it."""
-    found = 0.0
-    for line in _read(f"/proc/{pid}/cgroup").splitlines():
+    longest_s = 0.0
+    for line in _read_text(f"/proc/{pid}/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and "cpu" not in controllers.split(","):
             continue
@@ -331,18 +335,20 @@ def throttled_s(pid: int) -> float:
         )
         for group in (Path(path), *Path(path).parents):
             for root in roots:
-                stat = dict(each.split() for each in _read(f"{root}{group}/cpu.stat").splitlines() if " " in each)
+                stat = dict(
+                    entry.split() for entry in _read_text(f"{root}{group}/cpu.stat").splitlines() if " " in entry
+                )
                 seconds = (int(stat.get("throttled_time", 0)) / 1e9, int(stat.get("throttled_usec", 0)) / 1e6)
-                found = max(found, *seconds)
-    return found
+                longest_s = max(longest_s, *seconds)
+    return longest_s
 
 
-def waits_in(pid: int) -> str:
+def blocking_syscall(pid: int) -> str:
     """Return the system call that the main thread waits in, with its file; "" if none is visible.
 
     For example ``write to pipe (its standard output)``.
     """
-    name, file = syscall_of(_read(f"/proc/{pid}/syscall"), os.uname().machine)
+    name, file = parse_syscall(_read_text(f"/proc/{pid}/syscall"), os.uname().machine)
     if file is None:
         return name
     stream = {0: " (its standard input)", 1: " (its standard output)", 2: " (its standard error)"}.get(file, "")
@@ -355,60 +361,60 @@ def waits_in(pid: int) -> str:
 
 def kernel_wait(pid: int) -> str:
     """Return the kernel function that the main thread waits in; "" if it runs, or /proc is unreadable."""
-    found = _read(f"/proc/{pid}/wchan").strip()
-    return "" if found == "0" else found
+    function = _read_text(f"/proc/{pid}/wchan").strip()
+    return "" if function == "0" else function
 
 
 def swapped_bytes(pid: int) -> int:
     """Return how much of a process is in swap."""
-    return int(_status(pid).get("VmSwap", "0 kB").split()[0]) * 1024
+    return int(_read_status(pid).get("VmSwap", "0 kB").split()[0]) * 1024
 
 
-def unsent(pid: int) -> tuple[Unsent, ...]:
+def stalled_connections(pid: int) -> tuple[StalledConnection, ...]:
     """Return the process's connections whose peer has not acknowledged data after several retries."""
-    own = set()
-    for name in _listed(f"/proc/{pid}/fd"):
+    inodes = set()
+    for name in _list_directory(f"/proc/{pid}/fd"):
         with contextlib.suppress(OSError):
-            if match := SOCKET.fullmatch(os.readlink(f"/proc/{pid}/fd/{name}")):  # noqa: PTH115
-                own.add(match[1])
-    found = []
+            if match := SOCKET_LINK.fullmatch(os.readlink(f"/proc/{pid}/fd/{name}")):  # noqa: PTH115
+                inodes.add(match[1])
+    connections = []
     for table in ("tcp", "tcp6"):
-        for line in _read(f"/proc/{pid}/net/{table}").splitlines()[1:]:
+        for line in _read_text(f"/proc/{pid}/net/{table}").splitlines()[1:]:
             words = line.split()
-            queued, timer = int(words[4].split(":")[0], 16), words[5].split(":")[0]
-            retries = int(words[8]) if timer == PROBES else int(words[6], 16)
-            if words[9] in own and queued and retries >= RETRIES:
-                found.append(Unsent(address_of(words[2].split(":")[0]), queued, retries))
-    return tuple(found)
+            queued_bytes, timer = int(words[4].split(":")[0], 16), words[5].split(":")[0]
+            retries = int(words[8]) if timer == WINDOW_PROBE_TIMER else int(words[6], 16)
+            if words[9] in inodes and queued_bytes and retries >= MIN_RETRIES:
+                connections.append(StalledConnection(parse_proc_address(words[2].split(":")[0]), queued_bytes, retries))
+    return tuple(connections)
 
 
-def address_of(text: str) -> str:
+def parse_proc_address(text: str) -> str:
     """Parse an address of ``/proc/net/tcp``, whose words are in host byte order, into its usual form."""
-    raw = b"".join(struct.pack("=I", int(text[at : at + 8], 16)) for at in range(0, len(text), 8))
+    raw = b"".join(struct.pack("=I", int(text[offset : offset + 8], 16)) for offset in range(0, len(text), 8))
     if len(raw) == 16 and raw[:12] == bytes(10) + b"\xff\xff":
         raw = raw[12:]
     if len(raw) == 4:
         return ".".join(map(str, raw))
-    return ":".join(raw[at : at + 2].hex() for at in range(0, 16, 2))
+    return ":".join(raw[offset : offset + 2].hex() for offset in range(0, 16, 2))
 
 
-def _environment(pid: int) -> dict[str, str]:
-    entries = (entry.partition("=") for entry in _read(f"/proc/{pid}/environ").split("\0"))
+def _read_environment(pid: int) -> dict[str, str]:
+    entries = (entry.partition("=") for entry in _read_text(f"/proc/{pid}/environ").split("\0"))
     return {name: value for name, _, value in entries}
 
 
-def _status(pid: int) -> dict[str, str]:
-    lines = (line.partition(":") for line in _read(f"/proc/{pid}/status").splitlines())
+def _read_status(pid: int) -> dict[str, str]:
+    lines = (line.partition(":") for line in _read_text(f"/proc/{pid}/status").splitlines())
     return {name: value.strip() for name, _, value in lines}
 
 
-def _listed(directory: str) -> list[str]:
+def _list_directory(directory: str) -> list[str]:
     with contextlib.suppress(OSError):
         return os.listdir(directory)  # noqa: PTH208
     return []
 
 
-def _read(path: str) -> str:
+def _read_text(path: str) -> str:
     """Return the text of a /proc file; '' if the process is gone, or this user may not read it."""
     try:
         return Path(path).read_text(encoding="utf-8", errors="replace")
@@ -417,141 +423,143 @@ def _read(path: str) -> str:
 
 
 SILENT_S = 15.0  # a rank that is silent for longer may be halted for an instant
-DISK_S = 1.0
-KERNEL_S = 900.0
-KERNEL_WORDS = re.compile(
+DISK_TIMEOUT_S = 1.0
+KERNEL_MAX_AGE_S = 900.0
+KERNEL_PATTERN = re.compile(
     rb"NVRM: Xid|Out of memory: Killed|oom-kill|blocked for more than|I/O error|not responding|Link is Down|"
     rb"Remounting filesystem read-only|Hardware Error|mlx5_core.*(error|fatal)"
 )
 LAST_STEPS = 50
 LAST_LINES, LAST_BYTES = 8, 1 << 14  # of each rank's output
-FLIGHT_S = 4.0  # until NCCL's flight recorder has written
-RAS_PORT, RAS_S, RAS_BYTES = 28028, 3.0, 1 << 18  # of NCCL's RAS, which a process of each host serves
+FLIGHT_TIMEOUT_S = 4.0  # until NCCL's flight recorder has written
+RAS_PORT, RAS_TIMEOUT_S, MAX_RAS_BYTES = 28028, 3.0, 1 << 18  # of NCCL's RAS, which a process of each host serves
 
 
 def evidence(request: EvidenceRequest) -> HostEvidence:
     """Observe every rank of this host over a short window."""
-    run, host = run_of(request.run), request.host
+    run, host = resolve_run_dir(request.run), request.host
     plan = read_plan(run)
-    node = plan.find(host)
+    node = plan.find_node(host)
     if node is None:
         return HostEvidence(host, time.time())
     with concurrent.futures.ThreadPoolExecutor(16) as pool:
-        around = pool.submit(_around, run, plan, node, pool)
-        ranks, window_s = _ranks(run, plan, node, request.window_s, pool)
+        conditions = pool.submit(_read_conditions, run, plan, node, pool)
+        ranks, window_s = _collect_ranks(run, plan, node, request.window_s, pool)
         return HostEvidence(
             host,
             time.time(),
             plan.attempt,
-            alive=lives(run, plan, host),
+            alive=is_run_alive(run, plan, host),
             address=node.address,
             interface=node.interface,
             window_s=window_s,
             ranks=ranks,
-            progress=_progress(run, plan) if node == plan.nodes[0] else Progress(),
-            around=around.result(),
+            progress=_read_progress(run, plan) if node == plan.nodes[0] else RunProgress(),
+            around=conditions.result(),
         )
 
 
-def _ranks(
-    run: RunDir, plan: Plan, node: Node, least_s: float, pool: concurrent.futures.Executor
+def _collect_ranks(
+    run: RunDir, plan: Plan, node: Node, min_window_s: float, pool: concurrent.futures.Executor
 ) -> tuple[tuple[RankEvidence, ...], float]:
     """Return the evidence of each rank, and the length of the window in seconds."""
-    launched = run.plan.stat().st_mtime  # by this host's clock, as heartbeats are: older ones are of an earlier attempt
-    beats = {beat.rank: beat for beat in beats_of(run, node) if beat.time >= launched}
-    began = time.monotonic()
-    local = rank_processes(f"{run.path}:{node.name}")
-    looks = {node.first_rank + number: RankLook(pid) for number, pid in local.items()}
-    for look in looks.values():
-        look.read_stacks()
-    time.sleep(max(0.0, began + least_s - time.monotonic()))
-    window_s, now = time.monotonic() - began, time.time()
-    for rank, look in looks.items():
-        look.end(pool, is_silent=rank in beats and now - beats[rank].time > SILENT_S)
-    last = {beat.rank: beat.time for beat in beats_of(run, node)}
-    moved = {rank for rank, beat in beats.items() if last.get(rank, beat.time) > beat.time}
+    launch_time = (
+        run.plan.stat().st_mtime
+    )  # by this host's clock, as heartbeats are: older ones are of an earlier attempt
+    beats = {beat.rank: beat for beat in read_heartbeats(run, node) if beat.time >= launch_time}
+    start = time.monotonic()
+    pids = rank_processes(f"{run.path}:{node.name}")
+    observers = {node.first_rank + number: RankObserver(pid) for number, pid in pids.items()}
+    for observer in observers.values():
+        observer.read_stacks()
+    time.sleep(max(0.0, start + min_window_s - time.monotonic()))
+    window_s, now = time.monotonic() - start, time.time()
+    for rank, observer in observers.items():
+        observer.finish(pool, is_silent=rank in beats and now - beats[rank].time > SILENT_S)
+    latest_times = {beat.rank: beat.time for beat in read_heartbeats(run, node)}
+    moved_ranks = {rank for rank, beat in beats.items() if latest_times.get(rank, beat.time) > beat.time}
     logs = _last_lines(run, node.name, plan.attempt)
-    found = []
+    results = []
     for rank in node.ranks:
-        seen = looks[rank].evidence(rank) if rank in looks else RankEvidence(rank)
+        rank_evidence = observers[rank].evidence(rank) if rank in observers else RankEvidence(rank)
         log = logs.get(rank - node.first_rank, ())
-        found.append(dataclasses.replace(seen, beat=beats.get(rank), log=log, moved=rank in moved))
-    return tuple(found), window_s
+        results.append(dataclasses.replace(rank_evidence, beat=beats.get(rank), log=log, moved=rank in moved_ranks))
+    return tuple(results), window_s
 
 
-class RankLook:
+class RankObserver:
     """Observes one rank's process twice; asks the rank for its stacks on creation."""
 
     def __init__(self, pid: int) -> None:
-        self.pid, self.memory = pid, RankMemoryReader.of(pid)
-        self.before, self.doing = Counts.of(pid), Doing()
+        self.pid, self.memory = pid, RankMemoryReader.from_pid(pid)
+        self.counters, self.activity = ProcessCounters.from_pid(pid), ProcessActivity()
         self.waits: tuple[str, str] = "", ""  # in which system call, and where in the kernel
-        self.own: tuple[Thread, ...] = ()  # stacks, as the rank itself wrote them
-        self.look: concurrent.futures.Future[Looked] | None = None
+        self.signal_stacks: tuple[Thread, ...] = ()  # stacks, as the rank itself wrote them
+        self.py_spy_job: concurrent.futures.Future[PySpyStacks] | None = None
         if self.memory:
-            self.memory.ask()
+            self.memory.request_stacks()
 
     def read_stacks(self) -> None:
         """Wait for the requested stacks."""
-        self.own = self.memory.stacks() if self.memory else ()
+        self.signal_stacks = self.memory.wait_for_stacks() if self.memory else ()
 
-    def end(self, pool: concurrent.futures.Executor, *, is_silent: bool) -> None:
+    def finish(self, pool: concurrent.futures.Executor, *, is_silent: bool) -> None:
         """End the window; run py-spy on ranks that wrote no stacks or are silent."""
-        self.doing = self.before.until(Counts.of(self.pid))
-        self.waits = waits_in(self.pid), kernel_wait(self.pid)
-        if is_silent or not self.own:
-            self.look = pool.submit(look_with_py_spy, self.pid, native=is_silent)
+        self.activity = self.counters.activity_until(ProcessCounters.from_pid(self.pid))
+        self.waits = blocking_syscall(self.pid), kernel_wait(self.pid)
+        if is_silent or not self.signal_stacks:
+            self.py_spy_job = pool.submit(dump_with_py_spy, self.pid, native=is_silent)
 
     def evidence(self, rank: int) -> RankEvidence:
         """Return what was observed."""
-        looked = self.look.result() if self.look else Looked()
-        source = "py-spy" if looked.threads else "signal"
-        threads = looked.threads or self.own
+        py_spy = self.py_spy_job.result() if self.py_spy_job else PySpyStacks()
+        source = "py-spy" if py_spy.threads else "signal"
+        threads = py_spy.threads or self.signal_stacks
         return RankEvidence(
             rank,
             pid=self.pid,
-            state=processes.state(self.pid),
+            state=processes.process_state(self.pid),
             waits_in=self.waits[0],
             kernel_wait=self.waits[1],
-            doing=self.doing,
+            doing=self.activity,
             swapped_bytes=swapped_bytes(self.pid),
-            threads=with_code(threads),
+            threads=add_source_lines(threads),
             source=source if threads else "",
-            no_stacks="" if threads else looked.why_not,
-            place=self.memory.place() if self.memory else None,
-            unsent=unsent(self.pid),
+            no_stacks="" if threads else py_spy.failure,
+            place=self.memory.read_position() if self.memory else None,
+            unsent=stalled_connections(self.pid),
         )
 
 
-def _around(run: RunDir, plan: Plan, node: Node, pool: concurrent.futures.Executor) -> Surroundings:
+def _read_conditions(run: RunDir, plan: Plan, node: Node, pool: concurrent.futures.Executor) -> HostConditions:
     """Return the state of the host around the ranks."""
     # it may take seconds, as NCCL's answer may
-    flights = pool.submit(flight_records, [run.flight(rank) for rank in node.ranks], plan.created)
+    flight_files = pool.submit(dump_flight_records, [run.flight(rank) for rank in node.ranks], plan.created)
     memory = dict(re.findall(r"^(\w+):\s+(\d+) kB", Path("/proc/meminfo").read_text(encoding="ascii"), re.MULTILINE))
-    return Surroundings(
-        link_up=_link_up(node.interface),
+    return HostConditions(
+        link_up=_is_link_up(node.interface),
         load=os.getloadavg()[0],
         cores=os.cpu_count() or 0,
         available_bytes=int(memory.get("MemAvailable", 0)) * 1024,
         swap_used_bytes=(int(memory.get("SwapTotal", 0)) - int(memory.get("SwapFree", 0))) * 1024,
-        disks=_disks([run.path, checkpoints_of(run, plan)]),
-        kernel=_kernel(time.time()),
-        nccl=_nccl_ras(),
-        flight_records=flights.result(),
+        disks=_check_disks([run.path, checkpoint_root(run, plan)]),
+        kernel=_read_kernel_lines(time.time()),
+        nccl=_query_nccl_ras(),
+        flight_records=flight_files.result(),
     )
 
 
-def _progress(run: RunDir, plan: Plan) -> Progress:
+def _read_progress(run: RunDir, plan: Plan) -> RunProgress:
     """Return the last step of this attempt and how long steps and saves usually take."""
-    lines = read_records(METRICS_LINE, run.metrics, EVERY, LAST_STEPS * 1024)
-    taken = [line for line in lines if isinstance(line, Metrics) and line.attempt == plan.attempt]
-    usual_save_s, unsaved, _ = saves(run, plan.attempt, read_record(Heartbeat, run.heartbeat(0)))
-    if not taken:
-        return Progress(usual_save_s=usual_save_s or None, load_s=plan.load_s)
-    between = [later.time - earlier.time for earlier, later in itertools.pairwise(taken)]
-    usual_step_s = statistics.median([taken[-1].step_s, *between])
-    age_s = time.time() - taken[-1].time
-    return Progress(taken[-1].step, age_s, usual_step_s, usual_save_s or None, unsaved, plan.load_s)
+    lines = read_records(METRICS_LINE, run.metrics, UNLIMITED, LAST_STEPS * 1024)
+    steps = [line for line in lines if isinstance(line, Metrics) and line.attempt == plan.attempt]
+    usual_save_s, unsaved, _ = read_save_state(run, plan.attempt, read_record(Heartbeat, run.heartbeat(0)))
+    if not steps:
+        return RunProgress(usual_save_s=usual_save_s or None, load_s=plan.load_s)
+    intervals_s = [later.time - earlier.time for earlier, later in itertools.pairwise(steps)]
+    usual_step_s = statistics.median([steps[-1].step_s, *intervals_s])
+    age_s = time.time() - steps[-1].time
+    return RunProgress(steps[-1].step, age_s, usual_step_s, usual_save_s or None, unsaved, plan.load_s)
 
 
 def _last_lines(run: RunDir, host: str, attempt: int) -> dict[int, tuple[str, ...]]:
@@ -559,26 +567,28 @@ def _last_lines(run: RunDir, host: str, attempt: int) -> dict[int, tuple[str, ..
 
     They come from the rank's most recently written file.
     """
-    newest: dict[int, tuple[float, tuple[str, ...]]] = {}
+    newest_by_rank: dict[int, tuple[float, tuple[str, ...]]] = {}
     for path in run.logs(host).glob(f"*-{attempt}-*/attempt_*/*/std*.log"):
         with contextlib.suppress(OSError, ValueError), path.open("rb") as file:
             info = os.fstat(file.fileno())
             file.seek(max(0, info.st_size - LAST_BYTES))
-            blocks = Blocks()
-            found = [*blocks.feed(0, file.read(LAST_BYTES)), *blocks.flush()]
-            lines = [line for block in found for line in block.text.split("\n")]
-            said = tuple(line[:300] for line in lines if line.strip())[-LAST_LINES:]
-            if said:
-                newest[int(path.parent.name)] = max(newest.get(int(path.parent.name), (0.0, ())), (info.st_mtime, said))
-    return {local_rank: said for local_rank, (_, said) in newest.items()}
+            blocks = BlockSplitter()
+            log_blocks = [*blocks.feed(0, file.read(LAST_BYTES)), *blocks.flush()]
+            lines = [line for block in log_blocks for line in block.text.split("\n")]
+            last_lines = tuple(line[:300] for line in lines if line.strip())[-LAST_LINES:]
+            if last_lines:
+                newest_by_rank[int(path.parent.name)] = max(
+                    newest_by_rank.get(int(path.parent.name), (0.0, ())), (info.st_mtime, last_lines)
+                )
+    return {local_rank: last_lines for local_rank, (_, last_lines) in newest_by_rank.items()}
 
 
-def _disks(paths: Sequence[Path]) -> tuple[DiskEvidence, ...]:
+def _check_disks(paths: Sequence[Path]) -> tuple[DiskEvidence, ...]:
     """Return the free space of each filesystem.
 
     Each is queried by a child process, because a thread that queries a hung filesystem cannot be ended.
     """
-    asked = {
+    children = {
         str(path): subprocess.Popen(
             ["stat", "-f", "-c", "%a %S %b", str(path)],
             stdin=subprocess.DEVNULL,
@@ -589,33 +599,35 @@ def _disks(paths: Sequence[Path]) -> tuple[DiskEvidence, ...]:
         for path in dict.fromkeys(paths)
         if path.parent.exists()
     }
-    found, until = [], time.monotonic() + DISK_S
-    for path, child in asked.items():
+    disks, deadline = [], time.monotonic() + DISK_TIMEOUT_S
+    for path, child in children.items():
         try:
-            free = child.communicate(timeout=max(0.0, until - time.monotonic()))[0].split()
+            free = child.communicate(timeout=max(0.0, deadline - time.monotonic()))[0].split()
             is_known = len(free) == 3 and free[2] != "0"  # else it does not say how large it is
-            found.append(DiskEvidence(path, answers=True, free_bytes=int(free[0]) * int(free[1]) if is_known else None))
+            disks.append(DiskEvidence(path, answers=True, free_bytes=int(free[0]) * int(free[1]) if is_known else None))
         except subprocess.TimeoutExpired:
             child.kill()
-            found.append(DiskEvidence(path, answers=False))
-    return tuple(found)
+            disks.append(DiskEvidence(path, answers=False))
+    return tuple(disks)
 
 
 class LastKernelLines(KernelLog):
     """Kernel log lines about causes that can block a rank."""
 
-    WORDS = KERNEL_WORDS
+    WORDS = KERNEL_PATTERN
 
 
-def _kernel(now: float) -> tuple[str, ...] | None:
+def _read_kernel_lines(now: float) -> tuple[str, ...] | None:
     """Return the recent lines of the kernel log; None if this user may not read it."""
-    lines = LastKernelLines().new()  # type: ignore[no-untyped-call]
+    lines = LastKernelLines().read_new()  # type: ignore[no-untyped-call]
     if lines is None:
         return None
-    return tuple(f"{now - at:.0f} s ago: {text}" for at, text in lines if now - at < KERNEL_S)
+    return tuple(
+        f"{now - logged_at:.0f} s ago: {text}" for logged_at, text in lines if now - logged_at < KERNEL_MAX_AGE_S
+    )
 
 
-def _link_up(interface: str) -> bool | None:
+def _is_link_up(interface: str) -> bool | None:
     try:
         return Path(f"/sys/class/net/{interface}/operstate").read_text(encoding="ascii").strip() not in (
             "down",
@@ -625,39 +637,39 @@ def _link_up(interface: str) -> bool | None:
         return None
 
 
-def _nccl_ras() -> str:
+def _query_nccl_ras() -> str:
     """Return NCCL RAS's status of all ranks, if it answers here; see NCCL's guide, "RAS"."""
-    said = b""
+    reply = b""
     with contextlib.suppress(OSError), socket.create_connection(("localhost", RAS_PORT), 0.3) as ras:
-        ras.settimeout(RAS_S)
+        ras.settimeout(RAS_TIMEOUT_S)
         ras.sendall(b"client protocol 2\ntimeout 2\nverbose status\n")
-        while len(said) < RAS_BYTES and (piece := ras.recv(1 << 16)):
-            said += piece
-    return said.decode("utf-8", "replace")
+        while len(reply) < MAX_RAS_BYTES and (piece := ras.recv(1 << 16)):
+            reply += piece
+    return reply.decode("utf-8", "replace")
 
 
-def flight_records(records: Sequence[Path], since: float) -> tuple[str, ...]:
+def dump_flight_records(records: Sequence[Path], start_time: float) -> tuple[str, ...]:
     """Make NCCL's flight recorder of each local rank dump; return this attempt's files.
 
     Includes the files that a timeout wrote. torch checks its pipe about once a second. If the pipe has no reader (the rank has ended,
     or NCCL is not in use), nothing waits.
     """
-    asked_at, asked = time.time(), []
+    requested_at, requested_records = time.time(), []
     for record in records:
         with contextlib.suppress(OSError):
             pipe = os.open(f"{record}.pipe", os.O_WRONLY | os.O_NONBLOCK)
             try:
                 os.write(pipe, b"1")
-                asked.append(record)
+                requested_records.append(record)
             finally:
                 os.close(pipe)
-    until = time.monotonic() + FLIGHT_S
-    while time.monotonic() < until and not all(_written(record) >= asked_at for record in asked):
+    deadline = time.monotonic() + FLIGHT_TIMEOUT_S
+    while time.monotonic() < deadline and not all(_modified_at(record) >= requested_at for record in requested_records):
         time.sleep(0.1)
-    return tuple(str(record) for record in records if _written(record) >= since)
+    return tuple(str(record) for record in records if _modified_at(record) >= start_time)
 
 
-def _written(record: Path) -> float:
+def _modified_at(record: Path) -> float:
     """Return when a file was last written; 0: never."""
     with contextlib.suppress(OSError):
         return record.stat().st_mtime

@@ -12,20 +12,20 @@ from pathlib import Path
 
 from llama405b.contract.checkpoints import (
     MANIFEST,
-    OF,
-    Copied,
+    REPLICA_PREFIX,
+    CopiedStep,
     Manifest,
-    committed,
-    newest_complete,
+    find_newest_complete,
+    list_committed,
     read_manifest,
     step_of,
 )
-from llama405b.contract.files import EVERY, read_record, read_records, write_json
+from llama405b.contract.files import UNLIMITED, read_record, read_records, write_json
 from llama405b.contract.paths import RunDir
 from llama405b.contract.reader import MalformedError
 from llama405b.contract.records import (
     METRICS_LINE,
-    Blame,
+    FailureRecord,
     Heartbeat,
     NodeState,
     NodeStatus,
@@ -40,20 +40,27 @@ from llama405b_tools.agent.messages import (
     AnswerRequest,
     AskReply,
     AskRequest,
-    Beat,
     CheckpointPart,
     HostRun,
     PartsReply,
     PartsRequest,
     PlanRequest,
+    RankHeartbeat,
     StatusReply,
     StatusRequest,
 )
-from llama405b_tools.agent.processes import heard_guard, is_alive, is_held, run_of, runs_here, tmux_socket
-from llama405b_tools.agent.sampled_run import SAVES, overdue, unsaved, unsent, usual_s
+from llama405b_tools.agent.processes import (
+    is_alive,
+    is_locked,
+    is_run_active,
+    read_guard_note,
+    resolve_run_dir,
+    tmux_socket,
+)
+from llama405b_tools.agent.sampled_run import SAVE_EVENTS, after_save_failure, median_save_s, overdue_save, save_failure
 
-NEWEST_RUNS = 20
-NEWEST_EVENTS = 50
+MAX_RUNS = 20
+MAX_SAVE_EVENTS = 50
 LAST_BYTES = 4096  # of the metrics file, enough for its last line
 NO_STOP = StopMark("")
 
@@ -63,42 +70,44 @@ def status(request: StatusRequest) -> StatusReply:
 
     State, heartbeats of its ranks, last step and checkpoint.
     """
-    found, strangers = [], list[str]()
+    plans, other_hosts = [], list[str]()
     for name in [path.name for path in Path("runs").glob("*") if request.run in (None, path.name)]:
-        plan = read_plan(run_of(name))
-        if plan.find(request.host):
-            found.append((name, plan))
+        plan = read_plan(resolve_run_dir(name))
+        if plan.find_node(request.host):
+            plans.append((name, plan))
         elif request.run:
-            strangers = [node.name for node in plan.nodes]
-    found.sort(key=lambda entry: entry[1].created, reverse=True)
-    described = tuple(describe(run_of(name), plan, request.host) for name, plan in found[:NEWEST_RUNS])
-    return StatusReply(described, tuple(strangers))
+            other_hosts = [node.name for node in plan.nodes]
+    plans.sort(key=lambda entry: entry[1].created, reverse=True)
+    runs = tuple(describe_run(resolve_run_dir(name), plan, request.host) for name, plan in plans[:MAX_RUNS])
+    return StatusReply(runs, tuple(other_hosts))
 
 
 def planned(request: PlanRequest) -> Plan:
     """Return the plan of a run's newest attempt."""
-    return read_plan(run_of(request.run))
+    return read_plan(resolve_run_dir(request.run))
 
 
-def ends_of(run: RunDir, host: str) -> tuple[NodeStatus, ...]:
+def list_ends(run: RunDir, host: str) -> tuple[NodeStatus, ...]:
     """Return how attempts ended on a host.
 
     If the disk had no room for the last end's line, it is taken from the status file.
     """
-    ends = tuple(read_records(NodeStatus, run.ends(host), EVERY))
-    last = read_record(NodeStatus, run.status(host))
-    has_ended = last is not None and last.state not in (NodeState.STARTING, NodeState.RUNNING)
-    return (*ends, last) if last and has_ended and last.attempt not in {end.attempt for end in ends} else ends
+    ends = tuple(read_records(NodeStatus, run.ends(host), UNLIMITED))
+    latest = read_record(NodeStatus, run.status(host))
+    has_ended = latest is not None and latest.state not in (NodeState.STARTING, NodeState.RUNNING)
+    return (*ends, latest) if latest and has_ended and latest.attempt not in {end.attempt for end in ends} else ends
 
 
-def describe(run: RunDir, plan: Plan, host: str) -> HostRun:
+def describe_run(run: RunDir, plan: Plan, host: str) -> HostRun:
     """Return one run's state from its files and processes here."""
-    node, alive = plan.find(host), lives(run, plan, host)
-    beats = beats_of(run, node)
-    saved = None
-    save_s, why, fails = saves(run, plan.attempt, next((beat for beat in beats if alive and beat.rank == 0), None))
+    node, alive = plan.find_node(host), is_run_alive(run, plan, host)
+    beats = read_heartbeats(run, node)
+    checkpoint = None
+    save_s, save_error, after_save_error = read_save_state(
+        run, plan.attempt, next((beat for beat in beats if alive and beat.rank == 0), None)
+    )
     with contextlib.suppress(OSError):  # another user's, perhaps: the host that can read them will say
-        saved = newest_complete(checkpoints_of(run, plan))
+        checkpoint = find_newest_complete(checkpoint_root(run, plan))
     return HostRun(
         run=run.name,
         created=plan.created,
@@ -106,88 +115,91 @@ def describe(run: RunDir, plan: Plan, host: str) -> HostRun:
         owner=plan.owner,
         first_rank=node.first_rank if node else 0,
         alive=alive,
-        leftovers=() if is_alive(run, host) or plan.slurm_job else tuple(processes.marked(f"{run.path}:{host}")),
+        leftovers=() if is_alive(run, host) or plan.slurm_job else tuple(processes.find_marked(f"{run.path}:{host}")),
         status=read_record(NodeStatus, run.status(host)),
         heartbeats=beats,
-        ends=ends_of(run, host)[-NEWEST_RUNS:],
+        ends=list_ends(run, host)[-MAX_RUNS:],
         stopped_by=stopped_by(run, host),
         metrics=next(iter(read_records(METRICS_LINE, run.metrics, 1, LAST_BYTES)), None),
-        checkpoint=str(saved) if saved else None,
+        checkpoint=str(checkpoint) if checkpoint else None,
         now=time.time(),
         hosts=tuple(node.name for node in plan.nodes),
-        guard=heard_guard(run, host),
-        blames=tuple(read_records(Blame, run.blames(host), NEWEST_RUNS)),
-        world=plan.world,
+        guard=read_guard_note(run, host),
+        blames=tuple(read_records(FailureRecord, run.blames(host), MAX_RUNS)),
+        world=plan.world_size,
         save_s=save_s,
-        unsaved=why,
-        unsent=fails,
-        copied=(read_record(Copied, run.copied(host)) or Copied()) if run.ring(host).exists() else None,
+        unsaved=save_error,
+        unsent=after_save_error,
+        copied=(read_record(CopiedStep, run.copied(host)) or CopiedStep()) if run.ring(host).exists() else None,
         tmux=tmux_socket(run),
         mesh=plan.mesh,
-        launching=is_held(run.start_lock(host)),
+        launching=is_locked(run.start_lock(host)),
     )
 
 
-def lives(run: RunDir, plan: Plan, host: str) -> bool:
+def is_run_alive(run: RunDir, plan: Plan, host: str) -> bool:
     """Return whether a node runner runs the plan, here or in a Slurm job.
 
     A Slurm job's files may be on this machine while its node is another.
     """
     if not plan.slurm_job:
-        return runs_here(run, host)
+        return is_run_active(run, host)
     status = read_record(NodeStatus, run.status(host))
     if status and status.attempt == plan.attempt and status.state not in (NodeState.STARTING, NodeState.RUNNING):
         return False
-    return processes.job_alive(plan.slurm_job)
+    return processes.is_job_alive(plan.slurm_job)
 
 
-def beats_of(run: RunDir, node: Node | None) -> tuple[Beat, ...]:
+def read_heartbeats(run: RunDir, node: Node | None) -> tuple[RankHeartbeat, ...]:
     """Return the heartbeats of a node's ranks, by rank, each with the state of its process."""
     if node is None:
         return ()
-    beats = [read_record(Beat, run.heartbeat(rank)) for rank in node.ranks]
-    return tuple(beat.with_state(processes.state(beat.pid)) for beat in beats if beat)
+    beats = [read_record(RankHeartbeat, run.heartbeat(rank)) for rank in node.ranks]
+    return tuple(beat.with_state(processes.process_state(beat.pid)) for beat in beats if beat)
 
 
 def stopped_by(run: RunDir, host: str) -> str:
     """Return who stopped the run here; "" if nobody did."""
-    return stop_mark(run, host).by
+    return read_stop_mark(run, host).by
 
 
-def stop_mark(run: RunDir, host: str) -> StopMark:
+def read_stop_mark(run: RunDir, host: str) -> StopMark:
     """Return who stopped the run here, and the grace period for saving."""
     return read_record(StopMark, run.stop(host)) or NO_STOP
 
 
-def checkpoints_of(run: RunDir, plan: Plan) -> Path:
+def checkpoint_root(run: RunDir, plan: Plan) -> Path:
     """Return the directory of a run's checkpoints."""
     return Path(plan.checkpoint_dir or run.checkpoints)
 
 
-def saves(run: RunDir, attempt: int, beat: Heartbeat | None) -> tuple[float, str, str]:
+def read_save_state(run: RunDir, attempt: int, beat: Heartbeat | None) -> tuple[float, str, str]:
     """Return how long saves usually take, why they fail, and why the user's command after them fails.
 
     A save that is late by rank 0's heartbeat counts as failing.
     """
-    told = [dataclasses.asdict(event) for event in read_records(RunEvent, run.events("rank-0"), NEWEST_EVENTS)]
-    of_saves = [event for event in told if event["kind"] in SAVES]
-    late = overdue(of_saves, time.time(), dataclasses.asdict(beat) if beat else {})  # type: ignore[no-untyped-call]
-    why, fails = unsaved(of_saves, attempt) or late, unsent(told, attempt)  # type: ignore[no-untyped-call]
-    return usual_s(of_saves).get("checkpoint", 0.0), why, fails  # type: ignore[no-untyped-call]
+    events = [dataclasses.asdict(event) for event in read_records(RunEvent, run.events("rank-0"), MAX_SAVE_EVENTS)]
+    save_events = [event for event in events if event["kind"] in SAVE_EVENTS]
+    overdue_text = overdue_save(save_events, time.time(), dataclasses.asdict(beat) if beat else {})  # type: ignore[no-untyped-call]
+    save_error = save_failure(save_events, attempt) or overdue_text  # type: ignore[no-untyped-call]
+    after_save_error = after_save_failure(events, attempt)  # type: ignore[no-untyped-call]
+    return median_save_s(save_events).get("checkpoint", 0.0), save_error, after_save_error  # type: ignore[no-untyped-call]
 
 
 def parts(request: PartsRequest) -> PartsReply:
     """List this host's checkpoint files: its own part of each checkpoint, and copies of other parts."""
-    run = run_of(request.run)
-    root = checkpoints_of(run, read_plan(run)).absolute()
+    run = resolve_run_dir(request.run)
+    root = checkpoint_root(run, read_plan(run)).absolute()
     if not root.is_dir():
         return PartsReply("")
-    paths = itertools.chain(committed(root), *(committed(copies) for copies in sorted(root.glob(f"{OF}*"))))
-    candidates = [_part_at(path, request.run) for path in paths]
+    paths = itertools.chain(
+        list_committed(root), *(list_committed(copies) for copies in sorted(root.glob(f"{REPLICA_PREFIX}*")))
+    )
+    candidates = [_read_part(path, request.run) for path in paths]
     return PartsReply(str(root), tuple(part for part in candidates if part))
 
 
-def manifest_of(checkpoint: Path) -> Manifest | None:
+def load_manifest(checkpoint: Path) -> Manifest | None:
     """Return a checkpoint's manifest; None if it is missing or unreadable."""
     try:
         return read_manifest((checkpoint / MANIFEST).read_bytes())[0]
@@ -195,25 +207,27 @@ def manifest_of(checkpoint: Path) -> Manifest | None:
         return None
 
 
-def _part_at(path: Path, run: str) -> CheckpointPart | None:
+def _read_part(path: Path, run: str) -> CheckpointPart | None:
     try:
         manifest, digest = read_manifest((path / MANIFEST).read_bytes())
     except (OSError, MalformedError):
         return None
     if manifest.run not in ("", run):
         return None
-    needed = {name: seal.bytes for name, seal in manifest.files.items() if seal.weights}
-    here = [name for name, size in needed.items() if (path / name).is_file() and (path / name).stat().st_size == size]
-    return CheckpointPart(step_of(path), digest, str(path), (*here, MANIFEST), (*needed, MANIFEST))
+    weight_sizes = {name: seal.bytes for name, seal in manifest.files.items() if seal.weights}
+    complete_names = [
+        name for name, size in weight_sizes.items() if (path / name).is_file() and (path / name).stat().st_size == size
+    ]
+    return CheckpointPart(step_of(path), digest, str(path), (*complete_names, MANIFEST), (*weight_sizes, MANIFEST))
 
 
-NEWEST = 100  # events among which an answer is looked for
+MAX_ANSWER_EVENTS = 100  # events among which an answer is looked for
 
 
 def ask(request: AskRequest) -> AskReply:
     """Write a request for the trainer to read."""
-    run = run_of(request.run)
-    if not _lives(request.run):
+    run = resolve_run_dir(request.run)
+    if not _is_head_alive(request.run):
         return AskReply("")
     name = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(4)}"
     record = RunRequest(name, request.kind, request.by, time.time(), request.steps)
@@ -223,13 +237,13 @@ def ask(request: AskRequest) -> AskReply:
 
 def answer(request: AnswerRequest) -> AnswerReply:
     """Return the answer to a request, if rank 0 has written it."""
-    alive = _lives(request.run)  # looked at first: a run that ends now may have answered before
-    events = read_records(RunEvent, run_of(request.run).events("rank-0"), NEWEST)
-    found = next((event for event in reversed(events) if event.request == request.id), None)
-    return AnswerReply(found, alive)
+    alive = _is_head_alive(request.run)  # looked at first: a run that ends now may have answered before
+    events = read_records(RunEvent, resolve_run_dir(request.run).events("rank-0"), MAX_ANSWER_EVENTS)
+    result_event = next((event for event in reversed(events) if event.request == request.id), None)
+    return AnswerReply(result_event, alive)
 
 
-def _lives(name: str) -> bool:
-    run = run_of(name)
+def _is_head_alive(name: str) -> bool:
+    run = resolve_run_dir(name)
     plan = read_plan(run)
-    return bool(plan.nodes) and lives(run, plan, plan.nodes[0].name)
+    return bool(plan.nodes) and is_run_alive(run, plan, plan.nodes[0].name)

@@ -27,14 +27,14 @@ import tempfile
 import threading
 import time
 
-from llama405b.contract.disk import disk_free_bytes, disk_free_files, refused_call
+from llama405b.contract.disk import disk_free_bytes, disk_free_files, unsupported_operation
 
 GPU_FIELDS = (
     "index,name,memory.total,memory.used,ecc.errors.uncorrected.volatile.total,retired_pages.pending,"
     "remapped_rows.pending,clocks.sm,power.limit,power.max_limit,clocks_event_reasons.active,"
     "pcie.link.width.current,pcie.link.width.max,temperature.gpu,mig.mode.current,driver_version"
 )
-FEW_GPU_FIELDS = "index,name,memory.total,memory.used,driver_version"
+BASIC_GPU_FIELDS = "index,name,memory.total,memory.used,driver_version"
 REAL_FILESYSTEMS = (
     "ext4",
     "xfs",
@@ -50,13 +50,13 @@ REAL_FILESYSTEMS = (
     "overlay",
 )
 PROBE_BYTES = 64 << 20
-HASHERS = 16  # blocks at a time
+N_HASH_THREADS = 16  # blocks at a time
 BLOCK_BYTES = 64 << 20  # as in contract/hashes.py
-CONNECT_S = 3.0
-SEEN_WITHIN_S = 3.0  # for a file that another host has written
-MOST_BYTES = 4 << 20  # of a command's output
-ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # as PyTorch reads them
-PACKAGES = r"""
+CONNECT_TIMEOUT_S = 3.0
+CANARY_TIMEOUT_S = 3.0  # for a file that another host has written
+MAX_OUTPUT_BYTES = 4 << 20  # of a command's output
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # as PyTorch reads them
+PACKAGES_SCRIPT = r"""
 import sys
 sys.path = [path for path in sys.path if path]  # the directory may have a random.py of the user's
 import json, os, re
@@ -93,14 +93,14 @@ print(json.dumps(packages))
 """
 
 
-def run(args, timeout=15, **more):
+def run(args, timeout=15, **popen_kwargs):
     """Return a command's output in English, up to a size limit.
 
     None if it is not installed, "TIMEOUT" if it hangs.
     """
     if not shutil.which(args[0]):
         return None
-    more["env"] = dict(more.get("env", os.environ), LC_ALL="C")
+    popen_kwargs["env"] = dict(popen_kwargs.get("env", os.environ), LC_ALL="C")
     try:
         child = subprocess.Popen(
             args,
@@ -108,24 +108,24 @@ def run(args, timeout=15, **more):
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
             start_new_session=True,
-            **more,
+            **popen_kwargs,
         )
     except OSError as error:
         return "FAILED %s" % error
-    late = threading.Event()
-    timer = threading.Timer(timeout, lambda: (late.set(), os.killpg(child.pid, signal.SIGKILL)))
+    timed_out = threading.Event()
+    timer = threading.Timer(timeout, lambda: (timed_out.set(), os.killpg(child.pid, signal.SIGKILL)))
     timer.daemon = True
     timer.start()
     # Read up to a limit instead of communicate(): a command that prints without end must not fill the memory.
     with child:
-        text = child.stdout.read(MOST_BYTES)
-        if len(text) == MOST_BYTES:
+        output = child.stdout.read(MAX_OUTPUT_BYTES)
+        if len(output) == MAX_OUTPUT_BYTES:
             os.killpg(child.pid, signal.SIGKILL)
     timer.cancel()
-    return "TIMEOUT" if late.is_set() else text.decode("utf-8", "replace")
+    return "TIMEOUT" if timed_out.is_set() else output.decode("utf-8", "replace")
 
 
-def read(path, default=""):
+def read_file(path, default=""):
     """Return the text of a small file."""
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
@@ -134,61 +134,63 @@ def read(path, default=""):
         return default
 
 
-def identity():
+def read_identity():
     """Return who the user is and what this machine is."""
-    release = dict(line.split("=", 1) for line in read("/etc/os-release").splitlines() if "=" in line)
+    release = dict(line.split("=", 1) for line in read_file("/etc/os-release").splitlines() if "=" in line)
     return {
         "hostname": socket.gethostname(),
         "os": release.get("PRETTY_NAME", "").strip('"'),
         "kernel": platform.release(),
         "arch": platform.machine(),
         "user": os.environ.get("USER") or str(os.getuid()),
-        "machine": read("/proc/sys/kernel/random/boot_id").strip() + socket.gethostname(),
+        "machine": read_file("/proc/sys/kernel/random/boot_id").strip() + socket.gethostname(),
         "cores": len(os.sched_getaffinity(0)),
-        "upgraded_by": upgraded_by(),
+        "upgraded_by": find_upgrade_service(),
         "must_reboot": os.path.exists("/run/reboot-required")
         or "Reboot is required" in (run(["needs-restarting", "-r"], 10) or ""),
         "tools": {name: bool(shutil.which(name)) for name in ("tmux", "ip", "git", "nvidia-smi", "srun")},
     }
 
 
-def upgraded_by():
+def find_upgrade_service():
     """Return the service that upgrades packages (NVIDIA's, too) automatically; '' if there is none."""
     apt = run(["apt-config", "dump"], 5) or ""
-    spared = re.search(r"^Unattended-Upgrade::Package-Blacklist::.*nvidia", apt, re.M)
-    if re.search(r'^APT::Periodic::Unattended-Upgrade "(?!0?")', apt, re.M) and not spared:
+    is_excluded = re.search(r"^Unattended-Upgrade::Package-Blacklist::.*nvidia", apt, re.M)
+    if re.search(r'^APT::Periodic::Unattended-Upgrade "(?!0?")', apt, re.M) and not is_excluded:
         return "unattended-upgrades"
     timers = ("dnf-automatic.timer", "dnf-automatic-install.timer")
-    return next((each for each in timers if (run(["systemctl", "is-enabled", each], 5) or "").strip() == "enabled"), "")
+    return next(
+        (timer for timer in timers if (run(["systemctl", "is-enabled", timer], 5) or "").strip() == "enabled"), ""
+    )
 
 
-def environment(request):
+def read_environment(request):
     """Return the target Python's packages, without importing any, and the version of the project's code."""
     workdir = os.path.expanduser(request["workdir"])
     python = os.path.expanduser(request["python"])
-    found = {"workdir": workdir, "workdir_exists": os.path.isdir(workdir), "packages": None, "code": ""}
-    found["allocator"] = next(filter(None, map(os.environ.get, ALLOCATOR)), "")
+    facts = {"workdir": workdir, "workdir_exists": os.path.isdir(workdir), "packages": None, "code": ""}
+    facts["allocator"] = next(filter(None, map(os.environ.get, ALLOCATOR_VARIABLES)), "")
     try:
-        done = subprocess.run(
-            [python, "-c", PACKAGES],
+        result = subprocess.run(
+            [python, "-c", PACKAGES_SCRIPT],
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             stdin=subprocess.DEVNULL,
-            cwd=workdir if found["workdir_exists"] else "/",
+            cwd=workdir if facts["workdir_exists"] else "/",
             env={name: value for name, value in os.environ.items() if name not in ("PYTHONHOME", "PYTHONPATH")},
             timeout=30,
         )
-        found["packages"] = json.loads(done.stdout.decode())
+        facts["packages"] = json.loads(result.stdout.decode())
     except (OSError, ValueError, subprocess.TimeoutExpired):
         pass
-    commit = run(["git", "-C", workdir, "rev-parse", "--short=12", "HEAD"], 5) if found["workdir_exists"] else None
+    commit = run(["git", "-C", workdir, "rev-parse", "--short=12", "HEAD"], 5) if facts["workdir_exists"] else None
     if commit and "fatal" not in commit:
         dirty = run(["git", "-C", workdir, "status", "--porcelain", "-uno"], 10)
-        found["code"] = commit.strip() + ("+changes" if dirty and dirty.strip() else "")
-    return found
+        facts["code"] = commit.strip() + ("+changes" if dirty and dirty.strip() else "")
+    return facts
 
 
-def gpus():
+def read_nvidia_smi():
     """Return the output of nvidia-smi, unparsed."""
     query = ["--format=csv,noheader,nounits"]
     text = run(["nvidia-smi", "--query-gpu=" + GPU_FIELDS] + query, 20)
@@ -196,7 +198,7 @@ def gpus():
         return {"smi": text}
     fields = GPU_FIELDS
     if "not a valid field" in text:
-        fields = FEW_GPU_FIELDS
+        fields = BASIC_GPU_FIELDS
         text = run(["nvidia-smi", "--query-gpu=" + fields] + query, 20)
     return {
         "smi": text,
@@ -209,7 +211,7 @@ def gpus():
     }
 
 
-def rdma() -> dict:
+def read_rdma() -> dict:
     """Return every port of every RDMA device, from sysfs."""
     ports = []
     for path in sorted(glob.glob("/sys/class/infiniband/*/ports/*")):
@@ -217,45 +219,48 @@ def rdma() -> dict:
         gids = []
         for kind in sorted(glob.glob(path + "/gid_attrs/types/*"), key=lambda p: int(os.path.basename(p))):
             index = os.path.basename(kind)
-            gid, name = read(path + "/gids/" + index).strip(), read(kind).strip()
+            gid, name = read_file(path + "/gids/" + index).strip(), read_file(kind).strip()
             if name and gid.replace(":", "").strip("0"):
-                gids.append([int(index), name, gid, read(path + "/gid_attrs/ndevs/" + index).strip()])
+                gids.append([int(index), name, gid, read_file(path + "/gid_attrs/ndevs/" + index).strip()])
         device = "/".join(parts[:-2])
         ports.append(
             {
                 "device": parts[-3],
                 "port": int(parts[-1]),
-                "state": read(path + "/state").strip(),
-                "rate": read(path + "/rate").strip(),
-                "link_layer": read(path + "/link_layer").strip(),
+                "state": read_file(path + "/state").strip(),
+                "rate": read_file(path + "/rate").strip(),
+                "link_layer": read_file(path + "/link_layer").strip(),
                 "gids": gids,
                 "netdevs": sorted(os.listdir(device + "/device/net")) if os.path.isdir(device + "/device/net") else [],
             }
         )
-    modules = read("/proc/modules")
+    modules = read_file("/proc/modules")
     return {"ports": ports, "peermem": "nvidia_peermem" in modules or "nv_peer_mem" in modules}
 
 
-def network() -> dict:
+def read_network() -> dict:
     """Return this host's IPv4 addresses with interfaces and speeds, and the default route's interface."""
-    found = []
+    addresses = []
     for line in (run(["ip", "-4", "-o", "addr"], 5) or "").splitlines():
         words = line.split()
         if len(words) > 3 and words[1] != "lo":
-            speed = read("/sys/class/net/%s/speed" % words[1]).strip()
-            found.append({"interface": words[1], "address": words[3].split("/")[0], "mbit": speed})
+            speed = read_file("/sys/class/net/%s/speed" % words[1]).strip()
+            addresses.append({"interface": words[1], "address": words[3].split("/")[0], "mbit": speed})
     route = (run(["ip", "-4", "route", "show", "default"], 5) or "").split()
-    return {"addresses": found, "default": route[route.index("dev") + 1] if "dev" in route else ""}
+    return {"addresses": addresses, "default": route[route.index("dev") + 1] if "dev" in route else ""}
 
 
-def inside_tmux():
+def read_tmux_limits():
     """Return the limits of a process inside tmux, which may differ from those of this SSH session."""
     if not shutil.which("tmux"):
         return None
-    own = os.path.join(os.environ.get("TMUX_TMPDIR") or "/tmp", "tmux-%d" % os.getuid())
-    if os.path.isdir(own) and (os.stat(own).st_uid != os.getuid() or os.stat(own).st_mode & 0o007):  # as tmux has it
+    socket_directory = os.path.join(os.environ.get("TMUX_TMPDIR") or "/tmp", "tmux-%d" % os.getuid())
+    if os.path.isdir(socket_directory) and (
+        os.stat(socket_directory).st_uid != os.getuid() or os.stat(socket_directory).st_mode & 0o007
+    ):  # as tmux has it
         return {
-            "failed": "directory %s has unsafe permissions; on the host, run chmod 700 %s, or delete it" % (own, own)
+            "failed": "directory %s has unsafe permissions; on the host, run chmod 700 %s, or delete it"
+            % (socket_directory, socket_directory)
         }
     folder = tempfile.mkdtemp(prefix="llama405b-doctor-")
     target = os.path.join(folder, "limits")
@@ -267,7 +272,7 @@ def inside_tmux():
         deadline = time.time() + 5
         while not os.path.exists(target) and time.time() < deadline:
             time.sleep(0.02)
-        values = read(target).split()
+        values = read_file(target).split()
         if len(values) != 2:
             return {"failed": (text or "").strip() or "tmux wrote no limits"}
         return {"memlock_kib": values[0], "open_files": values[1]}
@@ -276,13 +281,13 @@ def inside_tmux():
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def memory():
+def read_memory():
     """Return RAM and shared memory in bytes."""
     info = {}
-    for line in read("/proc/meminfo").splitlines():
+    for line in read_file("/proc/meminfo").splitlines():
         words = line.split()
         info[words[0].rstrip(":")] = int(words[1]) * 1024
-    limit = read("/sys/fs/cgroup/memory.max").strip()
+    limit = read_file("/sys/fs/cgroup/memory.max").strip()
     total = info.get("MemTotal", 0)
     shm = os.statvfs("/dev/shm") if os.path.isdir("/dev/shm") else None
     return {
@@ -292,32 +297,32 @@ def memory():
     }
 
 
-def kill_user_processes():
+def kills_at_logout():
     """Return whether logind kills a user's processes, including tmux, at logout."""
     value = False
     for path in ["/etc/systemd/logind.conf"] + sorted(glob.glob("/etc/systemd/logind.conf.d/*.conf")):
-        for line in read(path).splitlines():
+        for line in read_file(path).splitlines():
             key, _, text = line.strip().partition("=")
             if key.strip() == "KillUserProcesses":
                 value = text.strip().lower() in ("yes", "true", "on", "1")
     return value
 
 
-def disks(request):
+def read_disks(request):
     """Return filesystems that could hold weights or checkpoints, and spare drives.
 
     Write rates are measured where this user may write.
     """
-    wanted = [os.path.expanduser(path) for path in request["paths"] if path]
-    saves = os.path.expanduser(request.get("saves") or "")
-    places = [nearest_directory(path, request.get("rates"), path == saves) for path in wanted]
-    return {"filesystems": filesystems() + places, "unmounted_nvme": spare_drives()}
+    paths = [os.path.expanduser(path) for path in request["paths"] if path]
+    checkpoint_dir = os.path.expanduser(request.get("saves") or "")
+    directories = [read_directory_facts(path, request.get("rates"), path == checkpoint_dir) for path in paths]
+    return {"filesystems": list_filesystems() + directories, "unmounted_nvme": list_spare_drives()}
 
 
-def filesystems():
+def list_filesystems():
     """Return filesystems larger than 1 GiB, each device once."""
-    found, seen = [], set()
-    for line in read("/proc/mounts").splitlines():
+    entries, seen = [], set()
+    for line in read_file("/proc/mounts").splitlines():
         words = line.split()
         if len(words) < 3 or words[2] not in REAL_FILESYSTEMS or words[0] in seen or not os.path.isdir(words[1]):
             continue
@@ -328,35 +333,35 @@ def filesystems():
             continue
         size = stat.f_blocks * stat.f_frsize
         if size > (1 << 30):
-            found.append({"mount": words[1], "type": words[2], "size": size, "free": stat.f_bavail * stat.f_frsize})
-    return found
+            entries.append({"mount": words[1], "type": words[2], "size": size, "free": stat.f_bavail * stat.f_frsize})
+    return entries
 
 
-def nearest_directory(path, with_rates, saves):
+def read_directory_facts(path, with_rates, is_checkpoint_dir):
     """Return facts about a directory that a run would write to, or about its nearest existing parent."""
-    here = existing(path)
-    found = {"path": path, "free": disk_free_bytes(here), "writable": os.access(here, os.W_OK)}
-    found["read_only"] = bool(os.statvfs(here).f_flag & os.ST_RDONLY)
-    found["free_files"] = disk_free_files(here)
-    if found["writable"] and not found["read_only"]:
-        found["refuses"] = refused_call(here, saves)
-    if with_rates and found["writable"] and (found["free"] is None or found["free"] > 4 * PROBE_BYTES):
-        found.update(rates(here))
-    return found
+    directory = nearest_existing_directory(path)
+    facts = {"path": path, "free": disk_free_bytes(directory), "writable": os.access(directory, os.W_OK)}
+    facts["read_only"] = bool(os.statvfs(directory).f_flag & os.ST_RDONLY)
+    facts["free_files"] = disk_free_files(directory)
+    if facts["writable"] and not facts["read_only"]:
+        facts["refuses"] = unsupported_operation(directory, is_checkpoint_dir)
+    if with_rates and facts["writable"] and (facts["free"] is None or facts["free"] > 4 * PROBE_BYTES):
+        facts.update(measure_write_rates(directory))
+    return facts
 
 
-def existing(path):
+def nearest_existing_directory(path):
     """Return a directory, or its nearest existing parent."""
     while not os.path.isdir(path) and path not in ("", "/"):
         path = os.path.dirname(path)
     return path or "/"
 
 
-def leave_mark(directory: str, token: str) -> str:
+def write_canary(directory: str, token: str) -> str:
     """Write a canary file in a directory or its nearest existing parent; return its path, "" on failure."""
     if not directory:
         return ""
-    path = os.path.join(existing(os.path.abspath(directory)), mark_name(token))
+    path = os.path.join(nearest_existing_directory(os.path.abspath(directory)), canary_name(token))
     try:
         os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
     except OSError:
@@ -364,7 +369,7 @@ def leave_mark(directory: str, token: str) -> str:
     return path
 
 
-def remove_mark(path: str) -> None:
+def remove_canary(path: str) -> None:
     """Remove the canary file, if there is one."""
     try:
         os.unlink(path)
@@ -372,41 +377,41 @@ def remove_mark(path: str) -> None:
         pass
 
 
-def sees_mark(directory: str, token: str) -> bool:
+def sees_canary(directory: str, token: str) -> bool:
     """Return whether the canary file that another host wrote for a directory is visible here."""
-    places = [os.path.abspath(directory)]
-    while places[-1] != "/":
-        places.append(os.path.dirname(places[-1]))
-    deadline = time.time() + SEEN_WITHIN_S
-    while not any(os.path.exists(os.path.join(place, mark_name(token))) for place in places):
+    directories = [os.path.abspath(directory)]
+    while directories[-1] != "/":
+        directories.append(os.path.dirname(directories[-1]))
+    deadline = time.time() + CANARY_TIMEOUT_S
+    while not any(os.path.exists(os.path.join(folder, canary_name(token))) for folder in directories):
         if time.time() > deadline:
             return False
         time.sleep(0.1)
     return True
 
 
-def mark_name(token):
+def canary_name(token):
     """Return the name of the canary file."""
     return ".llama405b-seen-" + token.split()[-1]
 
 
-def in_workdir(request, path):
+def resolve_in_workdir(request, path):
     """Return the full path of a directory named in a request."""
     return os.path.join(os.path.expanduser(request["workdir"]), os.path.expanduser(path))
 
 
-def spare_drives():
+def list_spare_drives():
     """Return NVMe drives that are not in use."""
-    mounted, found = read("/proc/mounts"), []
+    mounts, drives = read_file("/proc/mounts"), []
     for path in sorted(glob.glob("/sys/block/nvme*n*")):
         name = os.path.basename(path)
-        parts = glob.glob(path + "/nvme*")
-        if "/dev/" + name not in mounted and not parts and not os.listdir(path + "/holders"):
-            found.append({"device": "/dev/" + name, "size": int(read(path + "/size", "0") or 0) * 512})
-    return found
+        partitions = glob.glob(path + "/nvme*")
+        if "/dev/" + name not in mounts and not partitions and not os.listdir(path + "/holders"):
+            drives.append({"device": "/dev/" + name, "size": int(read_file(path + "/size", "0") or 0) * 512})
+    return drives
 
 
-def rates(folder):
+def measure_write_rates(folder):
     """Measure the bytes per second written to a temporary file, with fsync."""
     block = os.urandom(1 << 20)
     try:
@@ -414,11 +419,11 @@ def rates(folder):
     except OSError:
         return {}
     try:
-        began = time.time()
+        start = time.time()
         for _ in range(PROBE_BYTES >> 20):
             os.write(handle, block)
         os.fsync(handle)
-        return {"write_per_s": PROBE_BYTES / max(time.time() - began, 1e-6)}
+        return {"write_per_s": PROBE_BYTES / max(time.time() - start, 1e-6)}
     except OSError:
         return {}
     finally:
@@ -426,73 +431,73 @@ def rates(folder):
         os.unlink(path)
 
 
-def weights(path, hashed=False):
+def check_weights(path, check_hashes=False):
     """Return which safetensors files of a checkpoint are missing, or have the wrong size or SHA-256."""
     if not path:
         return None
     path = os.path.expanduser(path)
     if not os.path.isdir(path):
         return {"path": path, "present": False}
-    names, faults = weight_files(path)
-    faults += filter(None, [fault_of(path, name) for name in names])
+    names, faults = list_weight_files(path)
+    faults += filter(None, [safetensors_fault(path, name) for name in names])
     files = [os.path.join(path, name) for name in names]
     sizes = [os.path.getsize(file) for file in files if os.path.isfile(file)]
-    config = os.path.isfile(os.path.join(path, "config.json"))
-    found = {"path": path, "present": config, "files": len(names), "bytes": sum(sizes), "faults": faults}
-    if hashed and not faults:
-        known = block_hashes(path)
-        found["unhashed"] = len([name for name in names if name not in known])
-        faults += bad_blocks(path, names, known)
-    return found
+    has_config = os.path.isfile(os.path.join(path, "config.json"))
+    facts = {"path": path, "present": has_config, "files": len(names), "bytes": sum(sizes), "faults": faults}
+    if check_hashes and not faults:
+        verified_hashes = read_block_hashes(path)
+        facts["unhashed"] = len([name for name in names if name not in verified_hashes])
+        faults += find_bad_blocks(path, names, verified_hashes)
+    return facts
 
 
-def weight_files(path):
+def list_weight_files(path):
     """Return the names of a checkpoint's tensor files, and faults of its index."""
-    index = index_in(path)
+    index = find_index(path)
     if not index:
         return ["model.safetensors"], []
     try:
         with open(os.path.join(path, index), encoding="utf-8") as file:
-            listed = sorted(set(json.load(file)["weight_map"].values()))
+            names = sorted(set(json.load(file)["weight_map"].values()))
     except (ValueError, KeyError, AttributeError):
         return ["model.safetensors"], ["%s cannot be read" % index]
-    return [os.path.join(os.path.dirname(index), name) for name in listed], []
+    return [os.path.join(os.path.dirname(index), name) for name in names], []
 
 
-def bad_blocks(path, names, known):
-    """Return a clause per file that has changed since it was verified; ``known``: by file, the SHA-256 of each block."""
-    with concurrent.futures.ThreadPoolExecutor(HASHERS) as pool:  # hashlib releases the GIL
+def find_bad_blocks(path, names, verified_hashes):
+    """Return a clause per file that has changed since it was verified; ``verified_hashes``: by file, the SHA-256 of each block."""
+    with concurrent.futures.ThreadPoolExecutor(N_HASH_THREADS) as pool:  # hashlib releases the GIL
         jobs = [
-            (name, number, digest, pool.submit(sha256, os.path.join(path, name), number))
+            (name, number, digest, pool.submit(hash_block, os.path.join(path, name), number))
             for name in names
-            for number, digest in enumerate(known.get(name, ()))
+            for number, digest in enumerate(verified_hashes.get(name, ()))
         ]
-    first = {}  # by file, its first bad block
+    first_bad = {}  # by file, its first bad block
     for name, number, digest, job in jobs:
         if job.result() != digest:
-            first.setdefault(name, number)
-    return ["%s has changed since it was verified (SHA-256 of block %d)" % each for each in sorted(first.items())]
+            first_bad.setdefault(name, number)
+    return ["%s has changed since it was verified (SHA-256 of block %d)" % item for item in sorted(first_bad.items())]
 
 
-def index_in(path):
+def find_index(path):
     """Return the path of a checkpoint's index: its own, or that of its first part; "" if there is none."""
     name = "model.safetensors.index.json"
-    found = sorted(glob.glob(os.path.join(glob.escape(path), "ranks-*-of-*", name)))
+    shard_indices = sorted(glob.glob(os.path.join(glob.escape(path), "ranks-*-of-*", name)))
     if os.path.isfile(os.path.join(path, name)):
         return name
-    if found and not os.path.isfile(os.path.join(path, "model.safetensors")):
-        return os.path.relpath(found[0], path)
+    if shard_indices and not os.path.isfile(os.path.join(path, "model.safetensors")):
+        return os.path.relpath(shard_indices[0], path)
     return ""
 
 
-def fault_of(path, name):
+def safetensors_fault(path, name):
     """Return what is wrong with a safetensors file, judging by its size and header; '' if nothing is."""
     file = os.path.join(path, name)
     try:
         actual = os.path.getsize(file)
-        with open(file, "rb") as opened:
-            length = int.from_bytes(opened.read(8), "little")
-            header = json.loads(opened.read(min(length, 100000000)).decode())
+        with open(file, "rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            header = json.loads(stream.read(min(length, 100000000)).decode())
         ends = [entry["data_offsets"][1] for key, entry in header.items() if key != "__metadata__"]
     except OSError:
         return "%s is missing" % name
@@ -504,7 +509,7 @@ def fault_of(path, name):
     return ""
 
 
-def block_hashes(path):
+def read_block_hashes(path):
     """Return the SHA-256 of each block, by file, as download or push recorded them in a directory."""
     try:
         with open(os.path.join(path, ".llama405b-hashes.json"), encoding="utf-8") as file:
@@ -513,33 +518,33 @@ def block_hashes(path):
         return {}
 
 
-def sha256(path, number):
+def hash_block(path, number):
     """Return the SHA-256 of one block of a file."""
-    digest, left = hashlib.sha256(), BLOCK_BYTES
+    digest, remaining = hashlib.sha256(), BLOCK_BYTES
     with open(path, "rb") as file:
         file.seek(number * BLOCK_BYTES)
-        while left:
-            piece = file.read(min(8 << 20, left))
+        while remaining:
+            piece = file.read(min(8 << 20, remaining))
             if not piece:
                 break
             digest.update(piece)
-            left -= len(piece)
+            remaining -= len(piece)
     return digest.hexdigest()
 
 
-def leftovers():
+def find_leftovers():
     """Return processes of runs whose node runner is gone, by <run directory>:<host>."""
-    found = {}
+    leftover_pids = {}
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
             with open("/proc/%s/environ" % pid, "rb") as file:
                 for item in file.read().split(b"\0"):
                     value = os.fsdecode(item.partition(b"=")[2])
                     if item.startswith(b"LLAMA405B_NODE=") and not has_runner(int(pid), value):
-                        found.setdefault(value, []).append(int(pid))
+                        leftover_pids.setdefault(value, []).append(int(pid))
         except OSError:
             continue
-    return found
+    return leftover_pids
 
 
 def has_runner(pid: int, value: str) -> bool:
@@ -556,11 +561,11 @@ def has_runner(pid: int, value: str) -> bool:
     except (FileNotFoundError, NotADirectoryError):
         return False
     except OSError:
-        return _in_plan("/proc/%d/root%s/plan.json" % (pid, folder), host)
+        return _is_in_plan("/proc/%d/root%s/plan.json" % (pid, folder), host)
     return False
 
 
-def _in_plan(path: str, host: str) -> bool:
+def _is_in_plan(path: str, host: str) -> bool:
     try:
         with open(path) as file:
             return host in [node["name"] for node in json.load(file)["nodes"]]
@@ -593,7 +598,7 @@ class Listener:
         while True:
             try:
                 caller, _ = self.socket.accept()
-                caller.settimeout(CONNECT_S)
+                caller.settimeout(CONNECT_TIMEOUT_S)
                 caller.sendall(self.token.encode())
                 caller.shutdown(socket.SHUT_WR)
                 caller.recv(1)  # the caller closes first
@@ -602,63 +607,63 @@ class Listener:
                 continue
 
 
-def reach(address: str, port: int, token: str) -> dict:
+def probe_peer(address: str, port: int, token: str) -> dict:
     """Return why a peer cannot be reached ('' if it answers with its token), and this host's address.
 
     The address is the one on the route to the peer.
     """
     try:
-        with socket.create_connection((address, port), timeout=CONNECT_S) as link:
-            mine = link.getsockname()[0]
-            said = b""
-            while len(said) < 200:
-                more = link.recv(200)
-                if not more:
+        with socket.create_connection((address, port), timeout=CONNECT_TIMEOUT_S) as link:
+            local_address = link.getsockname()[0]
+            reply = b""
+            while len(reply) < 200:
+                chunk = link.recv(200)
+                if not chunk:
                     break
-                said += more
+                reply += chunk
     except socket.timeout:
-        return {"fault": "no answer within %d s" % CONNECT_S, "silent": True}
+        return {"fault": "no answer within %d s" % CONNECT_TIMEOUT_S, "silent": True}
     except socket.gaierror as error:
         return {"fault": error.strerror or str(error), "unresolved": True}
     except OSError as error:
         return {"fault": error.strerror or str(error)}
-    if said.decode("utf-8", "replace") != token:
+    if reply.decode("utf-8", "replace") != token:
         return {"fault": "another program answers on this port"}
-    return {"fault": "", "mine": mine}
+    return {"fault": "", "mine": local_address}
 
 
-def reach_all(peers):
+def probe_peers(peers):
     """Try every address and port of every peer, many in parallel."""
     results, jobs = {}, []
     for peer in peers:
         results[peer["name"]] = {"resolves": None, "reached": {}}
-        for place, address in enumerate(peer["addresses"]):
-            jobs.append((place, peer, address))
+        for priority, address in enumerate(peer["addresses"]):
+            jobs.append((priority, peer, address))
     jobs.sort(key=lambda job: -job[0])  # every peer's first address first: jobs are taken from the end
     lock, pending = threading.Lock(), list(jobs)
 
-    def work():
+    def probe_pending():
         while True:
             with lock:
                 if not pending:
                     return
                 _, peer, address = pending.pop()
             for port in peer["ports"]:
-                found = reach(address, port, peer["token"])
+                result = probe_peer(address, port, peer["token"])
                 with lock:
-                    results[peer["name"]]["reached"]["%s:%d" % (address, port)] = found
-                if found.get("silent"):  # nor would it answer on another port
+                    results[peer["name"]]["reached"]["%s:%d" % (address, port)] = result
+                if result.get("silent"):  # nor would it answer on another port
                     break
 
     def resolve(peer):
-        began = time.time()
+        start = time.time()
         try:
             address = socket.gethostbyname(peer["name"])
         except OSError:
             address = ""
-        results[peer["name"]]["resolves"] = [address, round(time.time() - began, 2)]
+        results[peer["name"]]["resolves"] = [address, round(time.time() - start, 2)]
 
-    threads = [threading.Thread(target=work, daemon=True) for _ in range(min(128, len(jobs) or 1))]
+    threads = [threading.Thread(target=probe_pending, daemon=True) for _ in range(min(128, len(jobs) or 1))]
     threads += [threading.Thread(target=resolve, args=(peer,), daemon=True) for peer in peers]
     for thread in threads:
         thread.start()
@@ -673,60 +678,60 @@ def main():
     """Answer one doctor request."""
     request = json.loads(sys.stdin.buffer.readline().decode())
     os.umask(0o077)
-    directory = in_workdir(request, request["mark"]) if request.get("mark") else ""
-    mark = leave_mark(directory, request["token"])
+    directory = resolve_in_workdir(request, request["mark"]) if request.get("mark") else ""
+    canary = write_canary(directory, request["token"])
     try:
-        answer(request, directory if mark else "")
+        print_facts(request, directory if canary else "")
     finally:
-        remove_mark(mark)
+        remove_canary(canary)
 
 
-def answer(request, marked):
+def print_facts(request, canary_directory):
     """Print the facts, then how the peers are reached."""
     listeners = [Listener(request["port"], request["token"]), Listener(0, request["token"])]
     facts = gather_facts(
         {
-            "identity": identity,
-            "environment": lambda: environment(request),
-            "gpus": gpus,
-            "rdma": rdma,
-            "network": network,
-            "tmux": inside_tmux,
-            "memory": memory,
-            "disks": lambda: disks(request),
-            "weights": lambda: weights(request.get("weights"), request.get("hash")),
-            "leftovers": leftovers,
-            "kill_user_processes": kill_user_processes,
+            "identity": read_identity,
+            "environment": lambda: read_environment(request),
+            "gpus": read_nvidia_smi,
+            "rdma": read_rdma,
+            "network": read_network,
+            "tmux": read_tmux_limits,
+            "memory": read_memory,
+            "disks": lambda: read_disks(request),
+            "weights": lambda: check_weights(request.get("weights"), request.get("hash")),
+            "leftovers": find_leftovers,
+            "kill_user_processes": kills_at_logout,
         },
         request.get("within_s", 40),
     )
     facts["port_fault"] = listeners[0].fault
     facts["ports"] = [listener.port for listener in listeners if not listener.fault]
-    facts["marked"] = marked
+    facts["marked"] = canary_directory
     facts["now"] = time.time()
     print(json.dumps(facts), flush=True)
     if select.select([sys.stdin], [], [], 3600)[0]:  # all other hosts may have their turn first
-        answer_about_peers(request)
+        print_peer_facts(request)
 
 
-def gather_facts(parts, within_s):
+def gather_facts(probes, within_s):
     """Run all parts in parallel, return their results; None, with the reason in ``failed``, for a part that fails or is too slow."""
     facts, failed = {}, {}
 
-    def run_part(name):
+    def run_probe(name):
         try:
-            facts[name] = parts[name]()
+            facts[name] = probes[name]()
         except Exception as error:  # one fact that is not available must not cost the others
             facts[name] = None
             failed[name] = "%s: %s" % (type(error).__name__, error)
 
-    threads = [threading.Thread(target=run_part, args=(name,), daemon=True) for name in parts]
+    threads = [threading.Thread(target=run_probe, args=(name,), daemon=True) for name in probes]
     for thread in threads:
         thread.start()
     deadline = time.time() + within_s
     for thread in threads:
         thread.join(max(0, deadline - time.time()))
-    for name in parts:
+    for name in probes:
         if name not in facts:
             facts[name] = None
             failed[name] = "no answer in time"
@@ -734,16 +739,16 @@ def gather_facts(parts, within_s):
     return facts
 
 
-def answer_about_peers(request):
+def print_peer_facts(request):
     """Read which hosts to reach, and print the results."""
     line = sys.stdin.buffer.readline().decode()
     if not line:
         return
-    second = json.loads(line)
-    found = {"peers": reach_all(second["peers"])}
-    if second.get("mark"):
-        found["sees"] = sees_mark(in_workdir(request, second["mark"]), second["token"])
-    print(json.dumps(found), flush=True)
+    peer_request = json.loads(line)
+    facts = {"peers": probe_peers(peer_request["peers"])}
+    if peer_request.get("mark"):
+        facts["sees"] = sees_canary(resolve_in_workdir(request, peer_request["mark"]), peer_request["token"])
+    print(json.dumps(facts), flush=True)
     select.select([sys.stdin], [], [], 30)  # others may still be calling
     sys.stdin.buffer.read()
 

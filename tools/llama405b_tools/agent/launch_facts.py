@@ -18,13 +18,10 @@ from pathlib import Path
 from typing import BinaryIO
 
 from llama405b.contract import disk, reader
-from llama405b.contract.checkpoints import (
-    committed,
-    refuse_held,
-)
+from llama405b.contract.checkpoints import list_committed, refuse_existing
 from llama405b.contract.errors import UserError
-from llama405b.contract.extension import declared
-from llama405b.contract.files import user_of
+from llama405b.contract.extension import read_extension
+from llama405b.contract.files import user_name
 from llama405b.contract.paths import RunDir
 from llama405b.contract.software import code_version
 from llama405b.formats import corpus
@@ -35,22 +32,22 @@ from llama405b.spec.models import Llama, read_peft
 from llama405b.spec.plan import read_plan
 from llama405b.spec.tensors import read_tensors
 from llama405b_tools.agent import hostprobe, processes
-from llama405b_tools.agent.describe import stop_mark
+from llama405b_tools.agent.describe import read_stop_mark
 from llama405b_tools.agent.machine import (
-    Resumable,
-    RunPlace,
-    addresses,
+    DirectoryCheck,
+    ResumeCheckpoint,
+    check_writable_directory,
+    directory_identity,
+    find_resume_checkpoint,
     first_gpu,
-    gpus,
     has_program,
-    place_of,
+    list_addresses,
+    list_working_gpus,
+    package_version,
     rdma_ports,
-    resumable,
-    saved_identity,
     tmux_fault,
-    version_of,
 )
-from llama405b_tools.agent.processes import is_alive, live_names, run_of, runs_here
+from llama405b_tools.agent.processes import find_live_names, is_alive, is_run_active, resolve_run_dir
 from llama405b_tools.parsers import Address, Rdma
 
 
@@ -101,7 +98,7 @@ class ProbeRequest:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Reach:
+class HeadRoute:
     """The route from a host to an address of the head."""
 
     fault: str  # "": it answers with its token
@@ -131,10 +128,10 @@ class LaunchFacts:
     port_fault: str  # of the requested port, on the head
     port_in_use: bool
     own: tuple[Address, ...]
-    head: Mapping[str, Reach]  # by address of the head
+    head: Mapping[str, HeadRoute]  # by address of the head
     workdir: str
-    run_place: RunPlace
-    places: Mapping[str, RunPlace]
+    run_place: DirectoryCheck
+    places: Mapping[str, DirectoryCheck]
     free_bytes: int | None  # None: unknown
     free_files: int | None  # None: no limit, or unknown
     input_fault: str  # "": checkpoint and data can be used, or were not checked
@@ -154,10 +151,10 @@ class LaunchFacts:
     gpu_bytes: int = 0  # its memory
     memory_bytes: int = 0  # of the host
     shares: bool | None = None  # whether it sees what the head wrote for ``shared``; None: unknown
-    resumable: Resumable | None = None  # on the head; None: there is none, or it does not say what it is of
+    resumable: ResumeCheckpoint | None = None  # on the head; None: there is none, or it does not say what it is of
 
 
-READS_TABLES = ("llama405b.data.documents", "first_rows")  # the trainer's, which needs pyarrow
+TABLE_READER = ("llama405b.data.documents", "first_rows")  # the trainer's, which needs pyarrow
 
 
 def probe(request: ProbeRequest) -> None:
@@ -165,33 +162,35 @@ def probe(request: ProbeRequest) -> None:
 
     The head keeps listening for the other hosts until its input closes.
     """
-    facts, shared = _facts(request), str(Path(request.shared).expanduser()) if request.shared else ""
+    facts, shared_directory = _collect_facts(request), str(Path(request.shared).expanduser()) if request.shared else ""
     if not request.is_head:
-        shares = hostprobe.sees_mark(shared, request.token) if shared else None
+        shares = hostprobe.sees_canary(shared_directory, request.token) if shared_directory else None
         print(reader.dumps(dataclasses.replace(facts, shares=shares)), flush=True)
         return
-    port = hostprobe.Listener(request.port, request.token)
-    mark = hostprobe.leave_mark(shared, request.token)
+    listener = hostprobe.Listener(request.port, request.token)
+    canary = hostprobe.write_canary(shared_directory, request.token)
     try:
-        facts = dataclasses.replace(facts, port_fault=port.fault, port_in_use=port.in_use, shares=bool(mark) or None)
+        facts = dataclasses.replace(
+            facts, port_fault=listener.fault, port_in_use=listener.in_use, shares=bool(canary) or None
+        )
         print(reader.dumps(facts), flush=True)
         sys.stdin.read()
     finally:
-        hostprobe.remove_mark(mark)
+        hostprobe.remove_canary(canary)
 
 
-def _facts(request: ProbeRequest) -> LaunchFacts:
-    run, host = run_of(request.run), request.host
-    plan, here = read_plan(run), "runs" if Path("runs").exists() else "."
-    own, mark = addresses(), stop_mark(run, host)
-    fault, llama = _look_at(request.inputs)
-    extension, extension_fault = _extension(request.extension)
-    found, gpu_fault = gpus()
-    gpu, gpu_bytes = first_gpu(found)
-    others = [path for path in run.path.parent.glob("*") if path.name != run.name]
+def _collect_facts(request: ProbeRequest) -> LaunchFacts:
+    run, host = resolve_run_dir(request.run), request.host
+    plan, disk_path = read_plan(run), "runs" if Path("runs").exists() else "."
+    own_addresses, stop_record = list_addresses(), read_stop_mark(run, host)
+    input_fault, llama = _check_inputs(request.inputs)
+    extension, extension_fault = _check_extension(request.extension)
+    working_gpus, gpu_fault = list_working_gpus()
+    gpu, gpu_bytes = first_gpu(working_gpus)
+    other_runs = [path for path in run.path.parent.glob("*") if path.name != run.name]
     return LaunchFacts(
-        versions=_versions(request.packages) | extension,
-        lacks=tuple(name for name in request.extras if version_of(name) == "missing"),
+        versions=_collect_versions(request.packages) | extension,
+        lacks=tuple(name for name in request.extras if package_version(name) == "missing"),
         extension_fault=extension_fault,
         tmux=shutil.which("tmux") is not None,
         tmux_fault=tmux_fault(),
@@ -199,12 +198,12 @@ def _facts(request: ProbeRequest) -> LaunchFacts:
         run_exists=run.path.exists(),
         attempt=plan.attempt,
         owner=plan.owner,
-        alive=runs_here(run, host),
-        alive_as=tuple(live_names(run, {host})),
-        others=tuple(path.name for path in others if live_names(RunDir(path), set())),
-        leftovers=() if is_alive(run, host) else tuple(processes.marked(f"{run.path}:{host}")),
+        alive=is_run_active(run, host),
+        alive_as=tuple(find_live_names(run, {host})),
+        others=tuple(path.name for path in other_runs if find_live_names(RunDir(path), set())),
+        leftovers=() if is_alive(run, host) else tuple(processes.find_marked(f"{run.path}:{host}")),
         machine=_machine_id(),
-        gpus=len(found),
+        gpus=len(working_gpus),
         gpu_fault=gpu_fault,
         gpu=gpu,
         gpu_bytes=gpu_bytes,
@@ -213,57 +212,60 @@ def _facts(request: ProbeRequest) -> LaunchFacts:
         cores=len(os.sched_getaffinity(0)),
         port_fault="",
         port_in_use=False,
-        own=own,
-        head={address: _reach(request, address, own) for address in request.candidates},
+        own=own_addresses,
+        head={address: _find_route(request, address, own_addresses) for address in request.candidates},
         workdir=str(Path.cwd()),
-        run_place=place_of(str(run.path), saves=request.saves and CHECKPOINTS not in request.places),
+        run_place=check_writable_directory(
+            str(run.path), for_checkpoints=request.saves and CHECKPOINTS not in request.places
+        ),
         places={
-            key: place_of(path, saves=key == CHECKPOINTS, appends=key != EXPORT) for key, path in request.places.items()
+            key: check_writable_directory(path, for_checkpoints=key == CHECKPOINTS, for_appends=key != EXPORT)
+            for key, path in request.places.items()
         },
-        free_bytes=disk.disk_free_bytes(here),
-        free_files=disk.disk_free_files(here),
-        input_fault=fault,
+        free_bytes=disk.disk_free_bytes(disk_path),
+        free_files=disk.disk_free_files(disk_path),
+        input_fault=input_fault,
         llama=llama,
         has_program=has_program(request.program),
-        stopped_by=mark.by,
-        stopped_at=mark.time,
+        stopped_by=stop_record.by,
+        stopped_at=stop_record.time,
         uid=os.getuid(),
-        user=user_of(os.getuid()),
-        runs=saved_identity(Path("runs")),
+        user=user_name(os.getuid()),
+        runs=directory_identity(Path("runs")),
         weights_bytes=_weights_bytes(request.weights),
-        resumable=resumable(request.inputs.resume, request.inputs.checkpoints) if request.inputs else None,
+        resumable=find_resume_checkpoint(request.inputs.resume, request.inputs.checkpoints) if request.inputs else None,
     )
 
 
-def _versions(packages: Sequence[str]) -> dict[str, str]:
+def _collect_versions(packages: Sequence[str]) -> dict[str, str]:
     """Return the versions in which hosts must agree."""
     python = ".".join(platform.python_version_tuple()[:2])  # patch releases are compatible
-    others = {name: version_of(name) for name in packages}
-    return {"python": python, **others, "llama405b": code_version()}
+    versions = {name: package_version(name) for name in packages}
+    return {"python": python, **versions, "llama405b": code_version()}
 
 
-def _extension(module: str) -> tuple[dict[str, str], str]:
+def _check_extension(module: str) -> tuple[dict[str, str], str]:
     """Return the user's module with its hash, and why it cannot be used."""
     try:
-        found = declared(module)
+        extension = read_extension(module)
     except UserError as error:
         return {}, str(error)
-    return {found.name: found.sha256[:12]} if found.path else {}, ""
+    return {extension.name: extension.sha256[:12]} if extension.path else {}, ""
 
 
 def _weights_bytes(path: str) -> int:
     """Return the bytes of the tensors on this host; 0 if they cannot be loaded."""
     if path:
         with contextlib.suppress(UserError, OSError):
-            return sum(info.held_bytes for info in read_tensors(Path(path).expanduser()).values())
+            return sum(info.stored_bytes for info in read_tensors(Path(path).expanduser()).values())
     return 0
 
 
-def _reach(request: ProbeRequest, address: str, own: tuple[Address, ...]) -> Reach:
+def _find_route(request: ProbeRequest, address: str, own_addresses: tuple[Address, ...]) -> HeadRoute:
     """Return the route to an address of the head, with this host's own address and interface on it."""
-    found = reader.read(Reach, hostprobe.reach(address, request.port, request.token), address)
-    interface = next((entry.interface for entry in own if entry.address == found.mine), "")
-    return dataclasses.replace(found, interface="lo" if found.mine.startswith("127.") else interface)
+    route = reader.build_record(HeadRoute, hostprobe.probe_peer(address, request.port, request.token), address)
+    interface = next((entry.interface for entry in own_addresses if entry.address == route.mine), "")
+    return dataclasses.replace(route, interface="lo" if route.mine.startswith("127.") else interface)
 
 
 def _machine_id() -> str:
@@ -273,7 +275,7 @@ def _machine_id() -> str:
     return socket.gethostname()
 
 
-def _look_at(check: InputCheck | None) -> tuple[str, models.Llama | None]:
+def _check_inputs(check: InputCheck | None) -> tuple[str, models.Llama | None]:
     """Return why rank 0 cannot use its inputs or save directory ('' if it can), and the model's shape.
 
     The reason is the trainer's own sentence.
@@ -288,7 +290,7 @@ def _look_at(check: InputCheck | None) -> tuple[str, models.Llama | None]:
                 check.seq_len,
                 check.layers,
                 random=check.random,
-                whole=check.whole,
+                needs_all=check.whole,
                 resize=check.resize,
             )
         if check.adapter and llama:
@@ -302,11 +304,11 @@ def _look_at(check: InputCheck | None) -> tuple[str, models.Llama | None]:
             skip=check.skips,
             has_template=has_template,
             first_rows=_first_rows,
-            passes=declared(check.extension).reads_file,
+            is_exempt=read_extension(check.extension).reads_file,
         )
         if directory := check.new_checkpoints:
             with contextlib.suppress(OSError):  # if it cannot be read, the trainer says so
-                refuse_held(Path(directory), committed(Path(directory)))
+                refuse_existing(Path(directory), list_committed(Path(directory)))
     except UserError as error:
         return str(error), llama
     return "", llama
@@ -314,9 +316,9 @@ def _look_at(check: InputCheck | None) -> tuple[str, models.Llama | None]:
 
 def _first_rows(raw: BinaryIO, fields: Sequence[str]) -> Iterator[reader.Json]:
     """Yield the first rows of a table; nothing if pyarrow is not installed."""
-    module, function = READS_TABLES
+    module, function = TABLE_READER
     try:
-        read = getattr(importlib.import_module(module), function)
+        read_rows = getattr(importlib.import_module(module), function)
     except ImportError:
         return
-    yield from read(raw, fields)
+    yield from read_rows(raw, fields)

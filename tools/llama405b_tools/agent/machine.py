@@ -12,20 +12,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from llama405b.contract import disk, reader
-from llama405b.contract.checkpoints import (
-    MANIFEST,
-    RunIdentity,
-    named_path,
-    newest_complete,
-    read_manifest,
-)
-from llama405b.contract.errors import given, last_of
-from llama405b.contract.files import user_of
+from llama405b.contract.checkpoints import MANIFEST, RunIdentity, find_newest_complete, named_path, read_manifest
+from llama405b.contract.errors import fmt_if, last_or
+from llama405b.contract.files import user_name
 from llama405b_tools.agent import hostprobe
-from llama405b_tools.parsers import MIG_ON, Address, GpuReport, Rdma, read_smi
+from llama405b_tools.parsers import MIG_ON, Address, GpuReport, Rdma, parse_smi
 
 
-class PlaceFault(enum.StrEnum):
+class DirectoryFault(enum.StrEnum):
     """Why a directory can be neither written nor created."""
 
     NO_DIRECTORY = "no directory"
@@ -36,11 +30,11 @@ class PlaceFault(enum.StrEnum):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class RunPlace:
+class DirectoryCheck:
     """A directory's full path, and why it cannot be written or created, if it cannot."""
 
     path: str
-    fault: PlaceFault | None = None
+    fault: DirectoryFault | None = None
     at: str = ""  # the path at fault: itself, or the nearest above it that exists
     owner: str = ""  # of that
     free_bytes: int | None = None  # there, if nothing stands in the way; None: unknown
@@ -48,7 +42,7 @@ class RunPlace:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Resumable:
+class ResumeCheckpoint:
     """A checkpoint from which the run would resume."""
 
     path: str
@@ -56,10 +50,10 @@ class Resumable:
 
 
 GPU_FIELDS = ("index", "name", "memory.total", "mig.mode.current")
-VERSION_WITHIN_S = 30  # for `tmux -V` on a busy machine
+VERSION_TIMEOUT_S = 30  # for `tmux -V` on a busy machine
 
 
-def resumable(resume: str, checkpoints: str) -> Resumable | None:
+def find_resume_checkpoint(resume: str, checkpoints: str) -> ResumeCheckpoint | None:
     """Return the checkpoint from which a run would resume; None if there is none or it is unreadable.
 
     The trainer reports an unreadable checkpoint itself.
@@ -67,64 +61,66 @@ def resumable(resume: str, checkpoints: str) -> Resumable | None:
     if resume == "no":
         return None
     root = Path(checkpoints)
-    path = newest_complete(root) if resume == "auto" else named_path(root, resume)
+    path = find_newest_complete(root) if resume == "auto" else named_path(root, resume)
     with contextlib.suppress(OSError, reader.MalformedError):
         if path and (identity := read_manifest((path / MANIFEST).read_bytes())[0].identity):
-            return Resumable(str(path), identity)
+            return ResumeCheckpoint(str(path), identity)
     return None
 
 
-def saved_identity(directory: Path) -> str:
+def directory_identity(directory: Path) -> str:
     """Return a string that is equal wherever the same directory is mounted.
 
     It has neither the path nor the device, which network filesystems choose per host.
     """
-    there = directory if directory.exists() else directory.parent
-    info, size = there.stat(), os.statvfs(there)
+    target = directory if directory.exists() else directory.parent
+    info, size = target.stat(), os.statvfs(target)
     return f"{info.st_ino} {info.st_uid} {info.st_mode} {size.f_blocks * size.f_frsize}"
 
 
 def rdma_ports() -> Rdma:
     """Return this host's RDMA devices."""
-    return reader.read(Rdma, hostprobe.rdma(), "rdma")
+    return reader.build_record(Rdma, hostprobe.read_rdma(), "rdma")
 
 
-def addresses() -> tuple[Address, ...]:
+def list_addresses() -> tuple[Address, ...]:
     """Return this host's own IPv4 addresses."""
-    return tuple(reader.read(Address, each, "an address") for each in hostprobe.network()["addresses"])
+    return tuple(
+        reader.build_record(Address, address, "an address") for address in hostprobe.read_network()["addresses"]
+    )
 
 
-def place_of(path: str, *, saves: bool = False, appends: bool = True) -> RunPlace:
-    """Return the full path of a directory that the run writes to, and why it cannot be written; see ``disk.refused_call``."""
-    full = Path(path).expanduser()
-    there = next(parent for parent in (full, *full.parents) if os.path.lexists(parent))
-    if not there.exists():
-        return RunPlace(str(full), PlaceFault.DANGLING, str(there))
-    if not there.is_dir():
-        return RunPlace(str(full), PlaceFault.NO_DIRECTORY, str(there))
-    if os.statvfs(there).f_flag & os.ST_RDONLY:
-        return RunPlace(str(full), PlaceFault.READ_ONLY, str(there))
-    if not os.access(there, os.W_OK | os.X_OK):
-        return RunPlace(str(full), PlaceFault.DENIED, str(there), user_of(there.stat().st_uid))
-    if why := disk.refused_call(str(there), saves, appends):
-        return RunPlace(str(full), PlaceFault.REFUSES, str(there), why=why)
-    return RunPlace(str(full), free_bytes=disk.disk_free_bytes(str(there)))
+def check_writable_directory(path: str, *, for_checkpoints: bool = False, for_appends: bool = True) -> DirectoryCheck:
+    """Return the full path of a directory that the run writes to, and why it cannot be written; see ``disk.unsupported_operation``."""
+    full_path = Path(path).expanduser()
+    nearest = next(parent for parent in (full_path, *full_path.parents) if os.path.lexists(parent))
+    if not nearest.exists():
+        return DirectoryCheck(str(full_path), DirectoryFault.DANGLING, str(nearest))
+    if not nearest.is_dir():
+        return DirectoryCheck(str(full_path), DirectoryFault.NO_DIRECTORY, str(nearest))
+    if os.statvfs(nearest).f_flag & os.ST_RDONLY:
+        return DirectoryCheck(str(full_path), DirectoryFault.READ_ONLY, str(nearest))
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        return DirectoryCheck(str(full_path), DirectoryFault.DENIED, str(nearest), user_name(nearest.stat().st_uid))
+    if refusal := disk.unsupported_operation(str(nearest), for_checkpoints, for_appends):
+        return DirectoryCheck(str(full_path), DirectoryFault.REFUSES, str(nearest), why=refusal)
+    return DirectoryCheck(str(full_path), free_bytes=disk.disk_free_bytes(str(nearest)))
 
 
 def tmux_fault() -> str:
     """Return tmux's error if it does not work; "" if it works or is not installed."""
     try:
-        done = subprocess.run(["tmux", "-V"], capture_output=True, text=True, timeout=VERSION_WITHIN_S, check=False)
+        result = subprocess.run(["tmux", "-V"], capture_output=True, text=True, timeout=VERSION_TIMEOUT_S, check=False)
     except FileNotFoundError:
         return ""
     except (OSError, subprocess.TimeoutExpired) as error:
-        return given("no answer within {} s", getattr(error, "timeout", None)) or str(error)
-    if done.returncode == 0 and any(map(str.isdigit, done.stdout)):  # a version
+        return fmt_if("no answer within {} s", getattr(error, "timeout", None)) or str(error)
+    if result.returncode == 0 and any(map(str.isdigit, result.stdout)):  # a version
         return ""
-    return last_of((done.stderr or done.stdout).strip().splitlines(), f"exit code {done.returncode}")
+    return last_or((result.stderr or result.stdout).strip().splitlines(), f"exit code {result.returncode}")
 
 
-def version_of(package: str) -> str:
+def package_version(package: str) -> str:
     """Return a package's version here, or "missing"."""
     try:
         return importlib.metadata.version(package)
@@ -132,24 +128,26 @@ def version_of(package: str) -> str:
         return "missing"
 
 
-def gpus() -> tuple[Sequence[GpuReport], str]:
+def list_working_gpus() -> tuple[Sequence[GpuReport], str]:
     """Return the GPUs that work, and why others may not ('' if nvidia-smi is not installed)."""
     for fields in (GPU_FIELDS, GPU_FIELDS[:-1]):  # drivers before MIG do not know the last
         query = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
         text = hostprobe.run(query)  # type: ignore[no-untyped-call]
-        found, fault = read_smi(text, fields)
+        reports, fault = parse_smi(text, fields)
         if "not a valid field" not in (text or ""):
             break
-    broken = next((f"GPU {gpu.index}: {gpu.fault}" for gpu in found if gpu.fault), "")
-    working = [gpu for gpu in found if not gpu.fault]
-    if divided := [gpu for gpu in working if gpu.mig]:  # a process sees one part of one of them
-        return [gpu for gpu in working if not gpu.mig] or divided[:1], f"GPU {divided[0].index}: {'; '.join(MIG_ON)}"
-    return working, fault or broken
+    first_fault = next((f"GPU {gpu.index}: {gpu.fault}" for gpu in reports if gpu.fault), "")
+    working_gpus = [gpu for gpu in reports if not gpu.fault]
+    if mig_gpus := [gpu for gpu in working_gpus if gpu.mig]:  # a process sees one part of one of them
+        return [gpu for gpu in working_gpus if not gpu.mig] or mig_gpus[
+            :1
+        ], f"GPU {mig_gpus[0].index}: {'; '.join(MIG_ON)}"
+    return working_gpus, fault or first_fault
 
 
-def first_gpu(found: Sequence[GpuReport]) -> tuple[str, int]:
+def first_gpu(reports: Sequence[GpuReport]) -> tuple[str, int]:
     """Return the first GPU's name and memory in bytes; '' and 0 if nvidia-smi does not report them."""
-    return next(((gpu.name, gpu.memory_mib << 20) for gpu in found if gpu.memory_mib), ("", 0))
+    return next(((gpu.name, gpu.memory_mib << 20) for gpu in reports if gpu.memory_mib), ("", 0))
 
 
 def has_program(program: Sequence[str]) -> bool:

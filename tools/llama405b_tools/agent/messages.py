@@ -5,13 +5,13 @@ import enum
 from collections.abc import Mapping
 
 from llama405b.contract.accounting import Account
-from llama405b.contract.checkpoints import STEP_DIR, Copied
-from llama405b.contract.errors import given
+from llama405b.contract.checkpoints import STEP_DIR, CopiedStep
+from llama405b.contract.errors import fmt_if
 from llama405b.contract.reader import AS_WRITTEN
 from llama405b.contract.records import (
-    Blame,
     Cause,
     CauseKind,
+    FailureRecord,
     GuardState,
     Heartbeat,
     MetricsLine,
@@ -39,12 +39,12 @@ class PlanRequest:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Beat(Heartbeat):
+class RankHeartbeat(Heartbeat):
     """A rank's heartbeat, with the state of its process (R, S, D, T, …; "" if it is gone)."""
 
     state: str = ""
 
-    def with_state(self, state: str) -> "Beat":
+    def with_state(self, state: str) -> "RankHeartbeat":
         """Return the heartbeat with this process state."""
         return dataclasses.replace(self, state=state)
 
@@ -61,7 +61,7 @@ class HostRun:
     alive: bool
     leftovers: tuple[int, ...]  # processes of a run whose node runner is gone
     status: NodeStatus | None
-    heartbeats: tuple[Beat, ...]
+    heartbeats: tuple[RankHeartbeat, ...]
     ends: tuple[NodeStatus, ...]  # of its last attempts, oldest first
     stopped_by: str
     metrics: MetricsLine | None  # of the last step, or of an evaluation where none was taken
@@ -69,12 +69,12 @@ class HostRun:
     now: float
     hosts: tuple[str, ...] = ()  # every host of the run
     guard: GuardState | None = None  # as last heard from it here; None: none was asked for
-    blames: tuple[Blame, ...] = ()  # of its last attempts that failed, oldest first
+    blames: tuple[FailureRecord, ...] = ()  # of its last attempts that failed, oldest first
     world: int = 0  # ranks on all its hosts
     save_s: float = 0.0  # how long its saves usually take; 0: unknown
     unsaved: str = ""  # the newest step that could not be saved since, and why
     unsent: str = ""  # where ``checkpoint.after_save`` fails, and why
-    copied: Copied | None = None  # what the next host has of this one's checkpoints; None: nothing is copied
+    copied: CopiedStep | None = None  # what the next host has of this one's checkpoints; None: nothing is copied
     tmux: str = ""  # the name of its tmux server there
     mesh: Axes | None = None  # of its ranks; None: of another program
     launching: bool = False  # whoever launches it has not been told by all hosts yet that they have started
@@ -94,9 +94,11 @@ class StatusReply:
 
 
 KILL_AFTER_S = 10.0  # between SIGTERM and SIGKILL
-RUNNER_ENDS_S = 2 * KILL_AFTER_S  # after the grace period, until a node runner has ended its processes and said how
-ANSWER_S = 3 * RUNNER_ENDS_S  # after the grace period, until a host has ended what is left and answered
-CUT = "cut\n"  # sent to a tether, so that it ends nothing
+RUNNER_END_TIMEOUT_S = (
+    2 * KILL_AFTER_S
+)  # after the grace period, until a node runner has ended its processes and said how
+STOP_TIMEOUT_S = 3 * RUNNER_END_TIMEOUT_S  # after the grace period, until a host has ended what is left and answered
+RELEASE = "cut\n"  # sent to a tether, so that it ends nothing
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -108,7 +110,7 @@ class StopRequest:
     only: str | None = None  # the rendezvous id of one launch; another launch is not touched
     by: str = ""  # who stopped it for good; then no restart follows
     grace_s: float = 0.0  # for the trainer to save first
-    blame: Blame | None = None  # why the attempt is ended, if it failed; the first one is kept
+    blame: FailureRecord | None = None  # why the attempt is ended, if it failed; the first one is kept
     hard: bool = False  # as a crash would
     discard: bool = False  # delete a rehearsal's checkpoints
 
@@ -126,11 +128,11 @@ class StopReply:
     node: HostRun | None = None
 
     @property
-    def remains(self) -> str:
+    def survivors(self) -> str:
         """What could not be ended; '' if everything was."""
         if self.job_left:
             return "the job"
-        return given("processes {}", ", ".join(map(str, self.left)))
+        return fmt_if("processes {}", ", ".join(map(str, self.left)))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -157,8 +159,8 @@ class OrphansReply:
     orphans: tuple[Orphan, ...]
 
 
-BEATS_EVERY_S = 2.0  # how often a host sends its ranks' heartbeats, if they are asked for
-Marks = Mapping[str, tuple[int, int]]  # file below the log directory -> inode, bytes read
+HEARTBEAT_INTERVAL_S = 2.0  # how often a host sends its ranks' heartbeats, if they are asked for
+LogOffsets = Mapping[str, tuple[int, int]]  # file below the log directory -> inode, bytes read
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -178,7 +180,7 @@ class StreamRequest:
     stderr: bool = False  # only standard error
     whole: bool = False  # every byte, long lines in pieces and all states of bars
     most_bytes: int = 0  # of what a file has new; lines before them are skipped, and counted (0: none are)
-    marks: Marks = dataclasses.field(default_factory=dict)  # where an earlier reader stopped
+    marks: LogOffsets = dataclasses.field(default_factory=dict)  # where an earlier reader stopped
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -188,7 +190,7 @@ class NodeUpdate:
     alive: bool
     status: NodeStatus | None
     stopped_by: str
-    blame: Blame | None = None  # for the newest attempt that was ended, and why
+    blame: FailureRecord | None = None  # for the newest attempt that was ended, and why
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -197,11 +199,11 @@ class StreamMessage:
 
     # blocks of the logs: time, file, text as it was written, which whoever shows it cleans
     entries: tuple[tuple[float, str, str], ...] = dataclasses.field(default=(), metadata=AS_WRITTEN)
-    marks: Marks = dataclasses.field(default_factory=dict, metadata=AS_WRITTEN)  # after them
+    marks: LogOffsets = dataclasses.field(default_factory=dict, metadata=AS_WRITTEN)  # after them
     metrics: tuple[MetricsLine, ...] = ()
     events: tuple[RunEvent, ...] = ()
     node: NodeUpdate | None = None
-    beats: tuple[Beat, ...] | None = None
+    beats: tuple[RankHeartbeat, ...] | None = None
     now: float | None = None
     skipped: int = 0  # lines that were written too fast for ``most_bytes``
     end: bool = False  # nothing more will come
@@ -278,7 +280,7 @@ class MachineName:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Disk:
+class DiskSpace:
     """One that the run writes to."""
 
     path: str
@@ -290,13 +292,13 @@ class Disk:
 class NoteReply:
     """The host has stored the note."""
 
-    disks: tuple[Disk, ...] = ()  # the host's, or those that it shares
+    disks: tuple[DiskSpace, ...] = ()  # the host's, or those that it shares
 
 
-KEEP = "keep\n"  # sent to a starting host once all hosts are up
-TMUX_WITHIN_S = 60.0  # for tmux to start a session
-START_WITHIN_S = 120.0  # for the node runner to start torchrun, however busy the machine is
-ANSWER_WITHIN_S = TMUX_WITHIN_S + START_WITHIN_S + 30.0  # for a host to report it
+COMMIT = "keep\n"  # sent to a starting host once all hosts are up
+TMUX_START_TIMEOUT_S = 60.0  # for tmux to start a session
+START_TIMEOUT_S = 120.0  # for the node runner to start torchrun, however busy the machine is
+START_REPLY_TIMEOUT_S = TMUX_START_TIMEOUT_S + START_TIMEOUT_S + 30.0  # for a host to report it
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -323,11 +325,14 @@ class StartFault(enum.StrEnum):
     SLOW = "slow"  # torchrun was not started in time
 
 
-NOT_OURS = (StartFault.TAKEN, StartFault.STOPPED)  # this launch did nothing on the host, and has nothing to end there
+FAULTS_BEFORE_START = (
+    StartFault.TAKEN,
+    StartFault.STOPPED,
+)  # this launch did nothing on the host, and has nothing to end there
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Started:
+class StartReply:
     """Whether the host started, and why not."""
 
     fault: StartFault | None = None
@@ -337,7 +342,7 @@ class Started:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Kept:
+class Committed:
     """The host has received the order to keep its part, and obeys unless somebody stopped the run."""
 
     stopped_by: str = ""  # who did

@@ -31,24 +31,36 @@ from llama405b.contract import reader
 from llama405b.contract.errors import RunError, UserError
 from llama405b.contract.files import append_line, read_record, read_records, write_json
 from llama405b.contract.paths import RunDir
-from llama405b.contract.records import Blame, GuardState, NodeState, NodeStatus, StopMark
-from llama405b.contract.software import own_argv
+from llama405b.contract.records import FailureRecord, GuardState, NodeState, NodeStatus, StopMark
+from llama405b.contract.software import module_argv
 from llama405b.spec.plan import Plan, read_plan
 from llama405b_tools import parsers
-from llama405b_tools.agent.messages import TMUX_WITHIN_S, Disk, GuardNote, MachineName, MachineRequest, NoteReply
+from llama405b_tools.agent.messages import (
+    TMUX_START_TIMEOUT_S,
+    DiskSpace,
+    GuardNote,
+    MachineName,
+    MachineRequest,
+    NoteReply,
+)
 
-NO_VALUE = ("-m", "--module", "--no-python", "--no_python")  # torchrun's flags that say what a program's name means
+PROGRAM_KIND_FLAGS = (
+    "-m",
+    "--module",
+    "--no-python",
+    "--no_python",
+)  # torchrun's flags that say what a program's name means
 SETUP_FAILED = "LLAMA405B_SETUP_FAILED"  # in torchrun's log, with the exit code of the setup line
 MARKER = "LLAMA405B_NODE"  # in the environment of every process of a run: <run directory>:<host>
 
 
-def torchrun_argv(plan: Plan, name: str, log_dir: str) -> list[str]:
+def torchrun_argv(plan: Plan, host: str, log_dir: str) -> list[str]:
     """Return the command that the node runner starts.
 
     Only the head may host the store, and must: torchrun's own guess makes a second agent on one machine, or a
     stranger's agent on the same port, join a store that is not this run's.
     """
-    node = plan.node(name)
+    node = plan.node(host)
     return [
         node.python,
         "-P",  # of torchrun alone: what it starts does not inherit it
@@ -64,25 +76,25 @@ def torchrun_argv(plan: Plan, name: str, log_dir: str) -> list[str]:
         "--max-restarts=0",
         f"--log-dir={log_dir}",
         "--redirects=3",
-        *_apart(_own(plan.program, node.python)),
+        *_separate_program(_as_own_module(plan.program, node.python)),
     ]
 
 
-def _own(program: Sequence[str], python: str) -> Sequence[str]:
+def _as_own_module(program: Sequence[str], python: str) -> Sequence[str]:
     """Return the command for a module of ours in the way we start it; any other program unchanged."""
     match program:
         case ["-m", module, *words] if module.startswith("llama405b."):
-            return ["--no-python", *own_argv(module, python), *words]
+            return ["--no-python", *module_argv(module, python), *words]
     return program
 
 
-def _apart(program: Sequence[str]) -> list[str]:
+def _separate_program(program: Sequence[str]) -> list[str]:
     """Put ``--`` before a program's name, so that torchrun does not parse the program's own flags.
 
     torchrun takes arguments that begin like a flag of its own (``--run``) as that flag. Its own flags before the name stay before it.
     If one of them has a separate value, the name's position is unknown, so the command stays as it is.
     """
-    n_flags = len(list(itertools.takewhile(NO_VALUE.__contains__, program)))
+    n_flags = len(list(itertools.takewhile(PROGRAM_KIND_FLAGS.__contains__, program)))
     if program[n_flags : n_flags + 1] and program[n_flags].startswith("-"):
         return list(program)
     return [*program[:n_flags], "--", *program[n_flags:]]
@@ -96,12 +108,12 @@ def setup_argv(line: str, argv: Sequence[str]) -> list[str]:
     return ["bash", "-c", script, line, *argv]
 
 
-def node_env(plan: Plan, name: str, run_dir: str) -> dict[str, str]:
+def node_env(plan: Plan, host: str, run_dir: str) -> dict[str, str]:
     """Return what torchrun's environment has in addition to the host's own and the secrets."""
-    node = plan.node(name)
+    node = plan.node(host)
     return {
-        MARKER: f"{run_dir}:{name}",
-        "LLAMA405B_HOST": name,
+        MARKER: f"{run_dir}:{host}",
+        "LLAMA405B_HOST": host,
         "LLAMA405B_FIRST_RANK": str(node.first_rank),
         "LLAMA405B_ATTEMPT": str(plan.attempt),
         "GLOO_SOCKET_IFNAME": node.interface,
@@ -114,7 +126,7 @@ def node_env(plan: Plan, name: str, run_dir: str) -> dict[str, str]:
 
 PR_SET_CHILD_SUBREAPER = 36
 PF_KTHREAD = 0x00200000  # among a process's flags: it is a thread of the kernel
-EXEC_WITHIN_S = 5.0  # how long, on a busy machine, an exec may take
+EXEC_TIMEOUT_S = 5.0  # how long, on a busy machine, an exec may take
 
 
 def become_subreaper() -> None:
@@ -129,13 +141,15 @@ def start_time(pid: int) -> int | None:
     """
     if sys.platform == "darwin":
         ps = ["ps", "-o", "stat=,lstart=", "-p", str(pid)]
-        done = subprocess.run(ps, env={"LC_ALL": "C", "PATH": os.defpath}, capture_output=True, text=True, check=False)
-        return parsers.began_at(done.stdout)
-    fields = _fields(pid)
+        result = subprocess.run(
+            ps, env={"LC_ALL": "C", "PATH": os.defpath}, capture_output=True, text=True, check=False
+        )
+        return parsers.parse_ps_start(result.stdout)
+    fields = _read_stat(pid)
     return int(fields[19]) if fields else None
 
 
-def _fields(pid: int) -> list[str]:
+def _read_stat(pid: int) -> list[str]:
     """Return the fields of /proc/PID/stat after the name: state, parent, …; [] if it is gone or a zombie."""
     with contextlib.suppress(OSError):
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="latin-1").rpartition(") ")[2].split()
@@ -143,14 +157,14 @@ def _fields(pid: int) -> list[str]:
     return []
 
 
-def _living() -> Iterator[tuple[int, list[str]]]:
+def _iterate_live() -> Iterator[tuple[int, list[str]]]:
     """Yield the pid and stat fields of every live process."""
     for entry in os.listdir("/proc"):  # noqa: PTH208
-        if entry.isdigit() and (fields := _fields(int(entry))):
+        if entry.isdigit() and (fields := _read_stat(int(entry))):
             yield int(entry), fields
 
 
-def state(pid: int) -> str:
+def process_state(pid: int) -> str:
     """Return a process's state as the kernel writes it (R, S, D, T, Z, …); "" if it is gone."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(encoding="latin-1").rpartition(") ")[2][:1]
@@ -158,88 +172,94 @@ def state(pid: int) -> str:
         return ""
 
 
-def same_process(pid: int, began: int) -> bool:
-    """Return whether ``pid`` is still the process that started at ``began``."""
-    return pid > 0 and start_time(pid) == began
+def is_same_process(pid: int, started_at: int) -> bool:
+    """Return whether ``pid`` is still the process that started at ``started_at``."""
+    return pid > 0 and start_time(pid) == started_at
 
 
-def marked(value: str) -> list[int]:
+def find_marked(value: str) -> list[int]:
     """Return processes whose environment marks them as belonging to ``<run directory>:<host>``."""
-    return all_marked().get(value, [])
+    return find_all_marked().get(value, [])
 
 
-def all_marked() -> dict[str, list[int]]:
+def find_all_marked() -> dict[str, list[int]]:
     """Return processes of every run here that this user may inspect, by their ``<run directory>:<host>``."""
     needle = f"{MARKER}=".encode()
-    found: dict[str, list[int]] = {}
-    for pid, _ in _living():
+    pids_by_value: dict[str, list[int]] = {}
+    for pid, _ in _iterate_live():
         with contextlib.suppress(OSError):
             for variable in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
                 if variable.startswith(needle):
-                    found.setdefault(os.fsdecode(variable.removeprefix(needle)), []).append(pid)
-    return found
+                    pids_by_value.setdefault(os.fsdecode(variable.removeprefix(needle)), []).append(pid)
+    return pids_by_value
 
 
-def variables(value: str, names: Sequence[str]) -> dict[str, str]:
+def read_variables(value: str, names: Sequence[str]) -> dict[str, str]:
     """Return the variables of these names that processes of ``<run directory>:<host>`` have set."""
-    found = {}
-    for pid in marked(value) if names else ():
+    values = {}
+    for pid in find_marked(value) if names else ():
         with contextlib.suppress(OSError):
             for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
                 name, _, text = entry.decode("utf-8", "replace").partition("=")
                 if name in names:
-                    found[name] = text
-    return found
+                    values[name] = text
+    return values
 
 
-def descendants(root: int) -> list[int]:
+def find_descendants(root: int) -> list[int]:
     """Return all live descendants of a process."""
     children: dict[int, list[int]] = {}
-    for pid, fields in _living():
+    for pid, fields in _iterate_live():
         children.setdefault(int(fields[1]), []).append(pid)
-    found: list[int] = []
+    pids: list[int] = []
     pending = [root]
     while pending:
-        below = children.get(pending.pop(), [])
-        found += below
-        pending += below
-    return found
+        child_pids = children.get(pending.pop(), [])
+        pids += child_pids
+        pending += child_pids
+    return pids
 
 
-def in_exec() -> list[int]:
+def find_in_exec() -> list[int]:
     """Return processes in the middle of an exec.
 
     Their environment and arguments are empty for a moment, so nobody knows whose they are.
     """
-    found = []
-    for pid, fields in _living():
+    pids = []
+    for pid, fields in _iterate_live():
         with contextlib.suppress(OSError):
-            told = Path(f"/proc/{pid}/environ").read_bytes() or Path(f"/proc/{pid}/cmdline").read_bytes()
-            if not told and not int(fields[6]) & PF_KTHREAD:
-                found.append(pid)
-    return found
+            content = Path(f"/proc/{pid}/environ").read_bytes() or Path(f"/proc/{pid}/cmdline").read_bytes()
+            if not content and not int(fields[6]) & PF_KTHREAD:
+                pids.append(pid)
+    return pids
 
 
-def sweep(value: str, *, below: int = 0, spare: tuple[int, ...] = (), seconds: float = 20.0) -> tuple[int, list[int]]:
+def kill_marked(
+    value: str, *, root_pid: int = 0, spared_pids: tuple[int, ...] = (), timeout_s: float = 20.0
+) -> tuple[int, list[int]]:
     """SIGKILL every process of ``<run directory>:<host>`` until two scans find none.
 
     A process that is about to end, or in the middle of an exec, has no environment to read; an exec is given some seconds.
-    Returns how many were ended, and which could not be ended within ``seconds`` (for example in state D).
+    Returns how many were ended, and which could not be ended within ``timeout_s`` (for example in state D).
     """
-    ended: dict[int, int | None] = {}
-    began = time.monotonic()
-    clean_looks = 0
+    killed_starts: dict[int, int | None] = {}
+    start = time.monotonic()
+    n_clean_scans = 0
     while True:
-        left = set(marked(value)) | (set(descendants(below)) if below else set())
-        left |= {pid for pid, born in ended.items() if born is not None and same_process(pid, born)}
-        left -= {os.getpid(), *spare}
-        passed_s = time.monotonic() - began
-        clean_looks = 0 if left or (passed_s < EXEC_WITHIN_S and in_exec()) else clean_looks + 1
-        if clean_looks == 2 or passed_s > seconds:
-            return len(ended.keys() - left), sorted(left)
-        for pid in left:
-            if pid not in ended:
-                ended[pid] = start_time(pid)
+        remaining = set(find_marked(value)) | (set(find_descendants(root_pid)) if root_pid else set())
+        remaining |= {
+            pid
+            for pid, started_at in killed_starts.items()
+            if started_at is not None and is_same_process(pid, started_at)
+        }
+        remaining -= {os.getpid(), *spared_pids}
+        elapsed_s = time.monotonic() - start
+        n_clean_scans = 0 if remaining or (elapsed_s < EXEC_TIMEOUT_S and find_in_exec()) else n_clean_scans + 1
+        if n_clean_scans == 2 or elapsed_s > timeout_s:
+            return len(killed_starts.keys() - remaining), sorted(remaining)
+        for pid in remaining:
+            if pid not in killed_starts:
+                killed_starts[pid] = start_time(pid)
             try:
                 os.kill(pid, signal.SIGKILL)
             except (ProcessLookupError, PermissionError):
@@ -247,7 +267,7 @@ def sweep(value: str, *, below: int = 0, spare: tuple[int, ...] = (), seconds: f
         time.sleep(0.05)
 
 
-def take_lock(path: Path, tries: int = 10) -> int | None:
+def take_lock(path: Path, n_tries: int = 10) -> int | None:
     """Take the run's lock on this host; None if another process holds it.
 
     The process, and its guardian, hold it until they end.
@@ -255,7 +275,7 @@ def take_lock(path: Path, tries: int = 10) -> int | None:
     path.parent.mkdir(parents=True, exist_ok=True)
     # O_CLOEXEC: programs that are started do not inherit the lock. The guardian is forked without an exec, so it shares it.
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    for _ in range(tries):  # `status` holds it for an instant to check
+    for _ in range(n_tries):  # `status` holds it for an instant to check
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -268,10 +288,10 @@ def take_lock(path: Path, tries: int = 10) -> int | None:
 
 def is_alive(run: RunDir, host: str) -> bool:
     """Return whether a node runner (or its guardian) holds the run's lock on this host."""
-    return is_held(run.lock(host))
+    return is_locked(run.lock(host))
 
 
-def is_held(path: Path) -> bool:
+def is_locked(path: Path) -> bool:
     """Return whether a process holds a lock."""
     try:
         descriptor = os.open(path, os.O_RDWR)
@@ -287,45 +307,47 @@ def is_held(path: Path) -> bool:
     return False
 
 
-def runs_here(run: RunDir, host: str) -> bool:
+def is_run_active(run: RunDir, host: str) -> bool:
     """Return whether the run has not ended here.
 
     A node runner may live longer, to copy checkpoints to the next host.
     """
-    lives = is_alive(run, host)
-    if not lives or not read_plan(run).replicates:
-        return lives
+    has_runner = is_alive(run, host)
+    if not has_runner or not read_plan(run).replicates:
+        return has_runner
     status = read_record(NodeStatus, run.status(host))
     return status is None or status.state in (NodeState.STARTING, NodeState.RUNNING)
 
 
-def live_names(run: RunDir, but: AbstractSet[str]) -> list[str]:
+def find_live_names(run: RunDir, excluded: AbstractSet[str]) -> list[str]:
     """Return other host names under which this machine is starting or running the run.
 
     They use the same run directory.
     """
-    names = {path.name.removesuffix(".lock").removesuffix(".start") for path in run.path.glob("status/*.lock")} - but
-    here = [name for name in sorted(names) if runs_here(run, name) and _is_here(run, name)]
-    return here or [name for name in sorted(names) if is_held(run.start_lock(name))]
+    names = {
+        path.name.removesuffix(".lock").removesuffix(".start") for path in run.path.glob("status/*.lock")
+    } - excluded
+    local_names = [name for name in sorted(names) if is_run_active(run, name) and _is_local_runner(run, name)]
+    return local_names or [name for name in sorted(names) if is_locked(run.start_lock(name))]
 
 
-def _is_here(run: RunDir, host: str) -> bool:
+def _is_local_runner(run: RunDir, host: str) -> bool:
     """Return whether a node runner is on this machine.
 
     Another machine's may hold a lock in a directory that both share.
     """
     status = read_record(NodeStatus, run.status(host))
-    return status is None or same_process(status.pid, status.pid_start)
+    return status is None or is_same_process(status.pid, status.pid_start)
 
 
-def run_of(name: str) -> RunDir:
+def resolve_run_dir(run_name: str) -> RunDir:
     """Return the run's directory, below this process's working directory."""
-    return RunDir(Path.cwd() / "runs" / name)
+    return RunDir(Path.cwd() / "runs" / run_name)
 
 
-PREFIX = "llama405b-"
-MOST_OF_NAME = 40  # characters of a run's name in that of a socket, whose path has room for about 100
-END_WITHIN_S = 10.0  # for tmux to end a session, or to list those of a run
+SOCKET_PREFIX = "llama405b-"
+MAX_NAME_CHARS = 40  # characters of a run's name in that of a socket, whose path has room for about 100
+TMUX_END_TIMEOUT_S = 10.0  # for tmux to end a session, or to list those of a run
 
 
 def tmux_socket(run: RunDir) -> str:
@@ -334,7 +356,7 @@ def tmux_socket(run: RunDir) -> str:
     It has a hash of the directory, because two directories may hold runs of the same name.
     """
     directory = hashlib.sha256(os.fsencode(run.path.resolve())).hexdigest()
-    return f"{PREFIX}{run.name[:MOST_OF_NAME]}-{directory[:8]}"
+    return f"{SOCKET_PREFIX}{run.name[:MAX_NAME_CHARS]}-{directory[:8]}"
 
 
 def tmux_session(host: str) -> str:
@@ -358,27 +380,29 @@ def start_session(server: str, session: str, argv: Sequence[str]) -> int:
     """
     remove_dead_sockets()
     env = {key: value for key, value in os.environ.items() if key not in ("TMUX", "TMUX_PANE")}
-    new = ["new-session", "-d", "-P", "-F", "#{pane_pid}", "-s", session, "-x", "200", "-y", "50"]
-    line = ["tmux", "-L", server, "-f", "/dev/null", *new, "--", *argv]
+    new_session = ["new-session", "-d", "-P", "-F", "#{pane_pid}", "-s", session, "-x", "200", "-y", "50"]
+    command = ["tmux", "-L", server, "-f", "/dev/null", *new_session, "--", *argv]
     try:
-        done = subprocess.run(line, env=env, capture_output=True, text=True, timeout=TMUX_WITHIN_S, check=False)
+        result = subprocess.run(
+            command, env=env, capture_output=True, text=True, timeout=TMUX_START_TIMEOUT_S, check=False
+        )
     except subprocess.TimeoutExpired:
-        raise RunError(f"no answer within {TMUX_WITHIN_S:g} s") from None
-    said = (done.stdout + done.stderr).strip()
-    if done.returncode or not done.stdout.strip().isdecimal():
-        raise RunError(said or f"exit code {done.returncode}, no output")
-    return int(done.stdout)
+        raise RunError(f"no answer within {TMUX_START_TIMEOUT_S:g} s") from None
+    output = (result.stdout + result.stderr).strip()
+    if result.returncode or not result.stdout.strip().isdecimal():
+        raise RunError(output or f"exit code {result.returncode}, no output")
+    return int(result.stdout)
 
 
-def remove_dead_sockets(ending: str = "", within_s: float = 0.5) -> None:
-    """Remove the sockets of our servers that have ended; ``ending``: one that may be about to end."""
+def remove_dead_sockets(ending_socket: str = "", within_s: float = 0.5) -> None:
+    """Remove the sockets of our servers that have ended; ``ending_socket``: one that may be about to end."""
     directory = Path(os.environ.get("TMUX_TMPDIR") or "/tmp") / f"tmux-{os.getuid()}"
     deadline = time.monotonic() + within_s
-    while ending and _answers(directory / ending) and time.monotonic() < deadline:
+    while ending_socket and _is_listening(directory / ending_socket) and time.monotonic() < deadline:
         time.sleep(0.02)
-    for path in directory.glob(f"{PREFIX}*"):
+    for path in directory.glob(f"{SOCKET_PREFIX}*"):
         with contextlib.suppress(OSError):
-            if path.is_socket() and not _answers(path):
+            if path.is_socket() and not _is_listening(path):
                 path.unlink()
 
 
@@ -389,12 +413,12 @@ def remove_own_socket(run: RunDir) -> None:
         return
     sessions = ["tmux", "-S", str(path), "list-sessions"]
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-        found = subprocess.run(sessions, capture_output=True, timeout=END_WITHIN_S, check=False)
-        if len(found.stdout.splitlines()) == 1:
+        result = subprocess.run(sessions, capture_output=True, timeout=TMUX_END_TIMEOUT_S, check=False)
+        if len(result.stdout.splitlines()) == 1:
             path.unlink()
 
 
-def _answers(path: Path) -> bool:
+def _is_listening(path: Path) -> bool:
     """Return whether a server listens on a socket."""
     try:
         with socket.socket(socket.AF_UNIX) as probe:
@@ -406,7 +430,7 @@ def _answers(path: Path) -> bool:
     return True
 
 
-COVER = b"REDACTED"
+REDACTION = b"REDACTED"
 BLOCK_BYTES = 1 << 20
 
 
@@ -440,34 +464,34 @@ class LogMask:
         """Begin at the files' present ends: earlier attempts have searched up to there."""
         self.root, self.pieces = root, [piece.encode() for piece in pieces]
         self.overlap = max(map(len, self.pieces), default=1) - 1  # of two blocks: a piece may lie across their border
-        self.done: dict[Path, tuple[int, int]] = {}  # inode, and bytes
+        self.positions: dict[Path, tuple[int, int]] = {}  # inode, and bytes
         for path in self._logs():
-            self.done[path] = (path.stat().st_ino, path.stat().st_size)
+            self.positions[path] = (path.stat().st_ino, path.stat().st_size)
 
-    def cover_all(self) -> None:
+    def redact_all(self) -> None:
         """Search everything added to every log."""
         for path in self._logs():
-            self.cover(path)
+            self.redact(path)
 
-    def cover(self, path: Path) -> None:
+    def redact(self, path: Path) -> None:
         """Overwrite secrets in what was added to a log; if that fails, retry with the next addition."""
         if self.pieces:
             with contextlib.suppress(OSError), path.open("r+b", buffering=0) as file:
-                inode, done = self.done.get(path, (0, 0))
-                now = os.fstat(file.fileno())
-                if now.st_ino != inode or now.st_size < done:  # rewritten
-                    done = 0
-                self.done[path] = now.st_ino, self._cover_from(file.fileno(), max(0, done - self.overlap))
+                inode, position = self.positions.get(path, (0, 0))
+                info = os.fstat(file.fileno())
+                if info.st_ino != inode or info.st_size < position:  # rewritten
+                    position = 0
+                self.positions[path] = info.st_ino, self._redact_from(file.fileno(), max(0, position - self.overlap))
 
-    def _cover_from(self, descriptor: int, position: int) -> int:
+    def _redact_from(self, descriptor: int, position: int) -> int:
         """Overwrite all secret values from a position on; return where the file ended."""
         while True:
             block = os.pread(descriptor, BLOCK_BYTES, position)
             for piece in self.pieces:
-                at = block.find(piece)
-                while at >= 0:
-                    os.pwrite(descriptor, COVER.ljust(len(piece), b"*")[: len(piece)], position + at)
-                    at = block.find(piece, at + len(piece))
+                index = block.find(piece)
+                while index >= 0:
+                    os.pwrite(descriptor, REDACTION.ljust(len(piece), b"*")[: len(piece)], position + index)
+                    index = block.find(piece, index + len(piece))
             if len(block) <= self.overlap:
                 return position + len(block)
             position += len(block) - self.overlap
@@ -476,9 +500,9 @@ class LogMask:
         return sorted(self.root.rglob("*.log")) if self.pieces else []
 
 
-FINDS_SLURM = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT")
+CLUSTER_VARIABLES = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT")
 SLURM_TIMEOUT_S = 30.0
-JOB_GONE = (
+JOB_END_STATES = (
     "COMPLETED",
     "CANCELLED",
     "FAILED",
@@ -497,18 +521,18 @@ def job_state(job: str) -> str:
     Raises:
         RunError: Slurm does not answer.
     """
-    done = call_slurm(["squeue", "-h", "-j", job, "-o", "%T", "-t", "all"])
-    if done.returncode and "Invalid job id" not in done.stderr:
-        raise RunError(f"squeue does not answer ({' '.join(done.stderr.split())[:200]}); try it by hand")
-    return [*done.stdout.split(), "COMPLETED"][0].partition("+")[0]
+    result = call_slurm(["squeue", "-h", "-j", job, "-o", "%T", "-t", "all"])
+    if result.returncode and "Invalid job id" not in result.stderr:
+        raise RunError(f"squeue does not answer ({' '.join(result.stderr.split())[:200]}); try it by hand")
+    return [*result.stdout.split(), "COMPLETED"][0].partition("+")[0]
 
 
-def why_pending(job: str) -> str:
+def pending_reason(job: str) -> str:
     """Return why a job is pending, in Slurm's words."""
     return call_slurm(["squeue", "-h", "-j", job, "-o", "%R"]).stdout.strip().strip("()") or "no reason given"
 
 
-def job_alive(job: str) -> bool:
+def is_job_alive(job: str) -> bool:
     """Return whether any process of a job may still run."""
     return job_state(job) in ("RUNNING", "COMPLETING", "SUSPENDED", "STAGE_OUT", "SIGNALING", "STOPPED")
 
@@ -519,19 +543,23 @@ def slurm_environment() -> dict[str, str]:
     Variables that find the cluster stay. sbatch passes its environment to the job: in a shell of a step, all ranks would be bound to
     that step's CPUs.
     """
-    of_step = ("SLURM_", "SLURMD_", "SRUN_", "PMI_", "PMIX_")
-    return {name: value for name, value in os.environ.items() if name in FINDS_SLURM or not name.startswith(of_step)}
+    step_prefixes = ("SLURM_", "SLURMD_", "SRUN_", "PMI_", "PMIX_")
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name in CLUSTER_VARIABLES or not name.startswith(step_prefixes)
+    }
 
 
-def call_slurm(argv: Sequence[str], without: Collection[str] = ()) -> "subprocess.CompletedProcess[str]":
-    """Run one of Slurm's programs; ``without``: variables that it is not to see.
+def call_slurm(argv: Sequence[str], excluded: Collection[str] = ()) -> "subprocess.CompletedProcess[str]":
+    """Run one of Slurm's programs; ``excluded``: variables that it is not to see.
 
     Raises:
         UserError: It is not installed.
         RunError: It does not answer.
     """
     try:
-        env = {name: value for name, value in slurm_environment().items() if name not in without}
+        env = {name: value for name, value in slurm_environment().items() if name not in excluded}
         return subprocess.run(argv, env=env, capture_output=True, text=True, timeout=SLURM_TIMEOUT_S, check=False)
     except FileNotFoundError:
         raise UserError(f"{argv[0]} is not installed here; run this on a login node of the cluster") from None
@@ -542,21 +570,21 @@ def call_slurm(argv: Sequence[str], without: Collection[str] = ()) -> "subproces
 
 
 GUARD_SESSION = "guard"
-DISMISS_WITHIN_S = 10.0
+DISMISS_TIMEOUT_S = 10.0
 
 
 def note(request: GuardNote) -> NoteReply:
     """Store the guard's note, unless the run is no longer the guard's, or somebody has stopped both."""
-    run = run_of(request.run)
+    run = resolve_run_dir(request.run)
     plan = read_plan(run)
-    stopped = read_record(StopMark, run.stop(request.host))
-    if plan.rdzv_id == request.only and not (stopped and stopped.by):
+    stop_record = read_record(StopMark, run.stop(request.host))
+    if plan.rdzv_id == request.only and not (stop_record and stop_record.by):
         with contextlib.suppress(OSError):  # a full disk: the answer says so
-            note_guard(run, request.host, request.state)
-    return NoteReply(disks_of(run.path, Path(plan.checkpoint_dir or run.path)))
+            write_guard_note(run, request.host, request.state)
+    return NoteReply(list_disks(run.path, Path(plan.checkpoint_dir or run.path)))
 
 
-def disks_of(*paths: Path) -> tuple[Disk, ...]:
+def list_disks(*paths: Path) -> tuple[DiskSpace, ...]:
     """Return the disks of these directories, each once; disks that cannot be queried are left out."""
     disks = {}
     for path in paths:
@@ -564,11 +592,13 @@ def disks_of(*paths: Path) -> tuple[Disk, ...]:
             disk = os.statvfs(path)
             if not disk.f_blocks:  # it does not say how large it is
                 continue
-            disks[path.stat().st_dev] = Disk(str(path), disk.f_bavail * disk.f_frsize, disk.f_blocks * disk.f_frsize)
+            disks[path.stat().st_dev] = DiskSpace(
+                str(path), disk.f_bavail * disk.f_frsize, disk.f_blocks * disk.f_frsize
+            )
     return tuple(disks.values())
 
 
-def note_guard(run: RunDir, host: str, state: GuardState | None) -> None:
+def write_guard_note(run: RunDir, host: str, state: GuardState | None) -> None:
     """Store the guard's last state with the time by this host's clock; None: no guard was asked for."""
     if state is None:
         run.guarded(host).unlink(missing_ok=True)
@@ -576,15 +606,15 @@ def note_guard(run: RunDir, host: str, state: GuardState | None) -> None:
         write_json(run.guarded(host), dataclasses.replace(state, time=time.time()))
 
 
-def heard_guard(run: RunDir, host: str) -> GuardState | None:
+def read_guard_note(run: RunDir, host: str) -> GuardState | None:
     """Return the guard's last note to this host.
 
     For a guard on this machine, also whether it has died since.
     """
     state = read_record(GuardState, run.guarded(host))
-    if state is None or not state.pid or not is_of_this_machine(state):
+    if state is None or not state.pid or not is_from_this_machine(state):
         return state
-    return dataclasses.replace(state, died=not lives_here(state))
+    return dataclasses.replace(state, died=not is_guard_running(state))
 
 
 def machine_id() -> str:
@@ -603,18 +633,18 @@ def identify(request: MachineRequest) -> MachineName:  # noqa: ARG001 - its type
     return MachineName(machine_id())
 
 
-def is_of_this_machine(guard: GuardState) -> bool:
+def is_from_this_machine(guard: GuardState) -> bool:
     """Return whether a guard began on this machine, in this boot.
 
     If the machine has an ID, an earlier boot counts, too.
     """
-    machine, here = guard.machine.split(), machine_id().split()
-    return machine == here or (len(machine) == 3 and machine[:2] == here[:2])
+    machine, local_machine = guard.machine.split(), machine_id().split()
+    return machine == local_machine or (len(machine) == 3 and machine[:2] == local_machine[:2])
 
 
-def lives_here(guard: GuardState) -> bool:
+def is_guard_running(guard: GuardState) -> bool:
     """Return whether a guard runs on this machine now."""
-    return guard.machine.split() == machine_id().split() and same_process(guard.pid, guard.pid_start)
+    return guard.machine.split() == machine_id().split() and is_same_process(guard.pid, guard.pid_start)
 
 
 def dismiss_guard(run: RunDir) -> tuple[int, ...]:
@@ -623,14 +653,14 @@ def dismiss_guard(run: RunDir) -> tuple[int, ...]:
     A run stopped on purpose must not be resumed.
     """
     guard = read_record(GuardState, run.guard)
-    if guard is None or not lives_here(guard):
+    if guard is None or not is_guard_running(guard):
         return ()
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(guard.pid, signal.SIGTERM)
-    deadline = time.monotonic() + DISMISS_WITHIN_S
-    while same_process(guard.pid, guard.pid_start) and time.monotonic() < deadline:
+    deadline = time.monotonic() + DISMISS_TIMEOUT_S
+    while is_same_process(guard.pid, guard.pid_start) and time.monotonic() < deadline:
         time.sleep(0.05)
-    return (guard.pid,) if same_process(guard.pid, guard.pid_start) else ()
+    return (guard.pid,) if is_same_process(guard.pid, guard.pid_start) else ()
 
 
 def end_own_session(run: RunDir) -> None:
@@ -643,11 +673,11 @@ def end_guard_session(run: RunDir) -> None:
     """End the session that shows the log of a guard on this host, if there is one."""
     kill = ["tmux", "-L", guard_socket(run), "kill-session", "-t", f"={GUARD_SESSION}"]
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-        subprocess.run(kill, capture_output=True, timeout=END_WITHIN_S, check=False)
-    remove_dead_sockets(ending=guard_socket(run))
+        subprocess.run(kill, capture_output=True, timeout=TMUX_END_TIMEOUT_S, check=False)
+    remove_dead_sockets(ending_socket=guard_socket(run))
 
 
-def record_blame(run: RunDir, host: str, blame: Blame) -> None:
+def record_failure(run: RunDir, host: str, blame: FailureRecord) -> None:
     """Record why an attempt failed, unless a cause is already recorded."""
-    if blame.attempt not in [known.attempt for known in read_records(Blame, run.blames(host), 1)]:
+    if blame.attempt not in [record.attempt for record in read_records(FailureRecord, run.blames(host), 1)]:
         append_line(run.blames(host), reader.dumps(blame))

@@ -24,7 +24,7 @@ import sys
 import threading
 import time
 
-from llama405b_tools.agent.sampled_run import Run, read
+from llama405b_tools.agent.sampled_run import SampledRun, read_small_text
 
 REASONS = ("clocks_event_reasons.active", "clocks_throttle_reasons.active", "")  # newest name first; "": do not ask
 FIELDS = (
@@ -32,38 +32,38 @@ FIELDS = (
     "ecc.errors.uncorrected.volatile.total,driver_version"
 )
 SMI_WAIT_S = 1.0  # how long a frame waits for nvidia-smi
-MOST_STUCK = 3  # processes that hang in the driver and cannot be killed
-MOST_SMI_BYTES = 256 << 10  # of one answer; eight GPUs take 1 KiB
-MOST_PROCESSES = 1000
-MOST_KERNEL_LINES = 200
-FIRST_KERNEL_RECORDS, MOST_KERNEL_RECORDS = 1 << 17, 1000  # of any kind that are read at once: a whole log at first
-MOST_PARENTS = 100  # between a process and the run's that started it
-MOST_COMMAND = 200  # characters
+MAX_STUCK = 3  # processes that hang in the driver and cannot be killed
+MAX_SMI_BYTES = 256 << 10  # of one answer; eight GPUs take 1 KiB
+MAX_PROCESSES = 1000
+MAX_KERNEL_LINES = 200
+FIRST_KERNEL_RECORDS, MAX_KERNEL_RECORDS = 1 << 17, 1000  # of any kind that are read at once: a whole log at first
+MAX_PARENTS = 100  # between a process and the run's that started it
+MAX_COMMAND_CHARS = 200  # characters
 USER_WAIT_S = 1.0  # for the name of one user
-SLOW_EVERY_S = 10.0  # for processes and whatever else costs more
+SLOW_INTERVAL_S = 10.0  # for processes and whatever else costs more
 MARKER = b"LLAMA405B_NODE="
 
 
-class Query:
+class SmiQuery:
     """One query of nvidia-smi, in a thread of its own."""
 
     def __init__(self, reasons, with_apps):
         self.reasons, self.with_apps = reasons, with_apps
-        self.answer = self.apps = self.child = None
-        self.killed, self.took_s = False, 0.0
-        self.began, self.done = time.monotonic(), threading.Event()
-        threading.Thread(target=self._ask, daemon=True).start()
+        self.reply = self.apps = self.child = None
+        self.is_killed, self.took_s = False, 0.0
+        self.started_at, self.done = time.monotonic(), threading.Event()
+        threading.Thread(target=self._query, daemon=True).start()
 
     def kill(self):
         """Kill nvidia-smi and its children, as far as the driver releases them."""
-        self.killed = True
+        self.is_killed = True
         if self.child is not None and not self.done.is_set():
             try:
                 os.killpg(self.child.pid, signal.SIGKILL)
             except OSError:
                 pass
 
-    def _ask(self):
+    def _query(self):
         try:
             while True:
                 fields = ",".join(filter(None, [FIELDS, self.reasons[0]]))
@@ -71,15 +71,15 @@ class Query:
                 if "not a valid field" not in text or len(self.reasons) == 1:
                     break
                 self.reasons.pop(0)
-            if self.with_apps and not self.killed:
+            if self.with_apps and not self.is_killed:
                 self.apps = self._run(
                     ["--query-compute-apps=pid,gpu_uuid,used_memory", "--format=csv,noheader,nounits"]
                 )
-            self.answer = {"text": text, "fields": fields.split(",")}
+            self.reply = {"text": text, "fields": fields.split(",")}
         except OSError as error:
-            self.answer = {"text": "nvidia-smi: %s" % error.strerror, "fields": []}
+            self.reply = {"text": "nvidia-smi: %s" % error.strerror, "fields": []}
         finally:
-            self.took_s = time.monotonic() - self.began
+            self.took_s = time.monotonic() - self.started_at
             self.done.set()
 
     def _run(self, args):
@@ -90,12 +90,12 @@ class Query:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         ) as self.child:
-            if self.killed:  # meanwhile
+            if self.is_killed:  # meanwhile
                 self.kill()
-            text = self.child.stdout.read(MOST_SMI_BYTES + 1)
-            if len(text) > MOST_SMI_BYTES:
+            text = self.child.stdout.read(MAX_SMI_BYTES + 1)
+            if len(text) > MAX_SMI_BYTES:
                 self.kill()
-                raise OSError(errno.EFBIG, "printed more than %d KiB" % (MOST_SMI_BYTES >> 10))
+                raise OSError(errno.EFBIG, "printed more than %d KiB" % (MAX_SMI_BYTES >> 10))
         return text.decode("utf-8", "replace")
 
 
@@ -105,39 +105,39 @@ class Smi:
     def __init__(self, retry_s):
         self.retry_s = retry_s  # until one that does not answer is replaced
         self.reasons = list(REASONS)
-        self.query, self.stuck = None, []  # under way; killed, but not gone
-        self.answer, self.apps = None, None
-        self.answered = self.took_s = 0.0
+        self.query, self.stuck_queries = None, []  # under way; killed, but not gone
+        self.reply, self.apps = None, None
+        self.replied_at = self.took_s = 0.0
         self.silent_since = None  # when the first query without an answer began
 
-    def ask(self, with_apps):
+    def start_query(self, with_apps):
         """Start a query, unless one is running. Replace a hung one, unless too many are stuck in the driver."""
-        self.stuck = [query for query in self.stuck if not query.done.is_set()]
-        if self.query and time.monotonic() > self.query.began + self.retry_s:
+        self.stuck_queries = [query for query in self.stuck_queries if not query.done.is_set()]
+        if self.query and time.monotonic() > self.query.started_at + self.retry_s:
             self.query.kill()
-            self.stuck.append(self.query)
+            self.stuck_queries.append(self.query)
             self.query = None
-        if self.query is None and len(self.stuck) < MOST_STUCK:
+        if self.query is None and len(self.stuck_queries) < MAX_STUCK:
             if shutil.which("nvidia-smi"):
-                self.query = Query(self.reasons, with_apps)
-                self.silent_since = self.silent_since or self.query.began
+                self.query = SmiQuery(self.reasons, with_apps)
+                self.silent_since = self.silent_since or self.query.started_at
             else:
                 self.silent_since = None
 
     def state(self):
         """Return the newest reply, its age, and how long queries have been unanswered."""
         if self.query and self.query.done.wait(SMI_WAIT_S):
-            self.answer = self.query.answer
+            self.reply = self.query.reply
             if self.query.apps is not None:  # "": no process is on a GPU any more
                 self.apps = self.query.apps
-            self.answered, self.took_s = time.monotonic(), self.query.took_s
+            self.replied_at, self.took_s = time.monotonic(), self.query.took_s
             self.query = self.silent_since = None
         now = time.monotonic()
         hung_s = round(now - (self.silent_since or now), 1)
-        if self.answer is None:
+        if self.reply is None:
             return {"text": None, "hung_s": hung_s}
-        age_s, took_s = round(now - self.answered, 1), round(self.took_s, 3)
-        return dict(self.answer, apps=self.apps, age_s=age_s, took_s=took_s, hung_s=hung_s)
+        age_s, took_s = round(now - self.replied_at, 1), round(self.took_s, 3)
+        return dict(self.reply, apps=self.apps, age_s=age_s, took_s=took_s, hung_s=hung_s)
 
     def end(self):
         """Kill the running query, as far as the driver releases it."""
@@ -156,10 +156,10 @@ class KernelLog:
             self.file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
         except OSError:
             self.file = None
-        self.most = FIRST_KERNEL_RECORDS
+        self.max_records = FIRST_KERNEL_RECORDS
         self.read_at = 0.0  # all that was logged until then has been read
 
-    def new(self):
+    def read_new(self):
         """Return the lines since the last call, at first since boot; None if this user may not read them.
 
         If there are many, only the newest are returned. Each line comes with its time in seconds since the epoch, by the host's
@@ -167,16 +167,16 @@ class KernelLog:
         """
         if self.file is None:
             return None
-        records, until = collections.deque(maxlen=MOST_KERNEL_LINES), time.time()
+        records, now = collections.deque(maxlen=MAX_KERNEL_LINES), time.time()
         for record in self._records():
             if self.WORDS.search(record):
                 records.append(record)
-        found = [self._timed(match, until) for match in map(self.RECORD.match, records) if match]
-        self.most, self.read_at = MOST_KERNEL_RECORDS, until
-        return found
+        lines = [self._parse_record(match, now) for match in map(self.RECORD.match, records) if match]
+        self.max_records, self.read_at = MAX_KERNEL_RECORDS, now
+        return lines
 
     def _records(self):
-        for _ in range(self.most):
+        for _ in range(self.max_records):
             try:
                 # /dev/kmsg returns one record per read.
                 record = os.read(self.file, 8192)
@@ -188,77 +188,79 @@ class KernelLog:
                 return
             yield record
 
-    def _timed(self, match, now):
+    def _parse_record(self, match, now):
         """Return the time and the text of a record.
 
         The kernel stamps records with its scheduler's clock, which like CLOCK_MONOTONIC starts at boot and stops while the machine
         sleeps. No clock corrects it, so it may drift from CLOCK_MONOTONIC by seconds in weeks. That does not matter for earlier
         lines, which belong to an attempt of hours or to none; newer lines arrived since the last call.
         """
-        logged = now - time.monotonic() + int(match.group(1)) / 1e6
+        logged_at = now - time.monotonic() + int(match.group(1)) / 1e6
         text = match.group(2).decode("utf-8", "replace").strip()
-        return min(max(logged, self.read_at), now), text[:300]
+        return min(max(logged_at, self.read_at), now), text[:300]
 
 
-def pci_gpus():
+def count_pci_gpus():
     """Return how many NVIDIA GPUs the kernel sees."""
-    nvidia = [path for path in glob.glob("/sys/bus/pci/devices/*") if read(path + "/vendor").strip() == "0x10de"]
-    return sum(read(path + "/class").startswith("0x03") for path in nvidia)
+    nvidia_paths = [
+        path for path in glob.glob("/sys/bus/pci/devices/*") if read_small_text(path + "/vendor").strip() == "0x10de"
+    ]
+    return sum(read_small_text(path + "/class").startswith("0x03") for path in nvidia_paths)
 
 
-def cpu():
+def sample_cpu():
     """Return CPU ticks since boot, total and idle."""
-    ticks = [int(word) for word in read("/proc/stat").partition("\n")[0].split()[1:9]]
+    ticks = [int(word) for word in read_small_text("/proc/stat").partition("\n")[0].split()[1:9]]
     return {
         "total": sum(ticks),
         "idle": sum(ticks[3:5]),
         "cores": os.cpu_count(),
-        "load": read("/proc/loadavg").split()[:1],
+        "load": read_small_text("/proc/loadavg").split()[:1],
     }
 
 
-def memory():
+def sample_memory():
     """Return bytes of memory, and how many processes were killed for lack of it."""
-    found = {}
-    for line in read("/proc/meminfo").splitlines():
+    sizes = {}
+    for line in read_small_text("/proc/meminfo").splitlines():
         name, _, rest = line.partition(":")
         if name in ("MemTotal", "MemAvailable"):
-            found[name] = int(rest.split()[0]) * 1024
-    kills = re.findall(r"^oom_kill (\d+)", read("/proc/vmstat"), re.M)
+            sizes[name] = int(rest.split()[0]) * 1024
+    kills = re.findall(r"^oom_kill (\d+)", read_small_text("/proc/vmstat"), re.M)
     return {
-        "total": found.get("MemTotal"),
-        "available": found.get("MemAvailable"),
+        "total": sizes.get("MemTotal"),
+        "available": sizes.get("MemAvailable"),
         "oom_kills": next(map(int, kills), None),
     }
 
 
-def disks(paths):
+def sample_disks(paths):
     """Return free and total bytes of the filesystems the run writes to."""
-    found = []
+    entries = []
     for path in paths:
         try:
             stat = os.statvfs(path)
         except OSError:
             continue
         if stat.f_blocks:  # else it does not say how large it is
-            found.append([path, stat.f_bavail * stat.f_frsize, stat.f_blocks * stat.f_frsize])
-    return found
+            entries.append([path, stat.f_bavail * stat.f_frsize, stat.f_blocks * stat.f_frsize])
+    return entries
 
 
-def network():
+def sample_network():
     """Return bytes received and sent by each interface, except loopback, bridges and containers."""
-    found = {}
-    for line in read("/proc/net/dev").splitlines()[2:]:
+    counters = {}
+    for line in read_small_text("/proc/net/dev").splitlines()[2:]:
         name, _, rest = line.partition(":")
         words, name = rest.split(), name.strip()
         if name != "lo" and not name.startswith(("veth", "docker", "br-", "virbr")):
-            found[name] = [int(words[0]), int(words[8])]
-    return found
+            counters[name] = [int(words[0]), int(words[8])]
+    return counters
 
 
-def infiniband():
+def sample_infiniband():
     """Return each port's rate, state, bytes and error counters."""
-    found = []
+    ports = []
     for path in sorted(glob.glob("/sys/class/infiniband/*/ports/*")):
         counters = {}
         for folder, names in (
@@ -266,89 +268,91 @@ def infiniband():
             ("hw_counters", ("out_of_sequence", "packet_seq_err", "roce_adp_retrans")),
         ):
             for name in names:
-                text = read("%s/%s/%s" % (path, folder, name)).strip()
+                text = read_small_text("%s/%s/%s" % (path, folder, name)).strip()
                 if text.isdigit():
                     counters[name] = int(text)
         device = path.split("/")[4]
-        state, rate = read(path + "/state").strip(), read(path + "/rate").strip()
-        found.append(
+        state, rate = read_small_text(path + "/state").strip(), read_small_text(path + "/rate").strip()
+        ports.append(
             {"device": device, "port": path.split("/")[-1], "state": state, "rate": rate, "counters": counters}
         )
-    return found
+    return ports
 
 
-def processes(marker):
+def sample_processes(marker):
     """Return the run's processes on this host: pid, state, CPU ticks, resident bytes, local rank, command."""
-    found = []
+    rows = []
     for pid in filter(str.isdigit, os.listdir("/proc")):
-        if len(found) == MOST_PROCESSES:
+        if len(rows) == MAX_PROCESSES:
             break
         try:
             with open("/proc/%s/environ" % pid, "rb") as file:
                 environ = file.read().split(b"\0")
             if MARKER + marker not in environ:
                 continue
-            command = command_of(pid)
+            command = read_command(pid)
         except OSError:
             continue
-        words = read("/proc/%s/stat" % pid).rpartition(") ")[2].split()
+        words = read_small_text("/proc/%s/stat" % pid).rpartition(") ")[2].split()
         if len(words) > 21:
             ranks = [item[5:].decode() for item in environ if item.startswith(b"RANK=")]
             ticks, pages = int(words[11]) + int(words[12]), int(words[21])
-            found.append([int(pid), words[0], ticks, pages * os.sysconf("SC_PAGE_SIZE"), "".join(ranks[:1]), command])
-    return found
+            rows.append([int(pid), words[0], ticks, pages * os.sysconf("SC_PAGE_SIZE"), "".join(ranks[:1]), command])
+    return rows
 
 
-def command_of(pid):
+def read_command(pid):
     """Return the beginning of a process's command line."""
     with open("/proc/%s/cmdline" % pid, "rb") as file:
         words = file.read().rstrip(b"\0").split(b"\0")
     if len(words) > 4 and words[2] == b"-c" and b"run_module" in words[3]:  # ours, see contract/software.py
         words[1:4] = [b"-m"]
-    return b" ".join(words).decode("utf-8", "replace").strip()[:MOST_COMMAND]
+    return b" ".join(words).decode("utf-8", "replace").strip()[:MAX_COMMAND_CHARS]
 
 
-def moved(pids):
+def sample_io(pids):
     """Return the bytes that each process has read and written so far, if the kernel reports them.
 
     ``rchar`` and ``wchar`` count bytes requested by read and write, from any source. ``read_bytes`` counts bytes fetched from a disk,
     the only counter of memory-mapped files such as weights. Bytes in both count twice: the sum only shows whether the process
     moves data. It does not count send and recv on sockets.
     """
-    found = []
+    totals = []
     for pid in pids:
-        counts = re.findall(r"^(?:rchar|wchar|read_bytes): (\d+)$", read("/proc/%d/io" % pid), re.M)
+        counts = re.findall(r"^(?:rchar|wchar|read_bytes): (\d+)$", read_small_text("/proc/%d/io" % pid), re.M)
         if counts:
-            found.append([pid, sum(map(int, counts))])
-    return found
+            totals.append([pid, sum(map(int, counts))])
+    return totals
 
 
-def foreign(apps, ours):
+def foreign_processes(apps, run_pids):
     """Return processes on GPUs that are not of the run: pid, user, command; None before the first list.
 
     nvidia-smi lists them.
 
-    ``ours``: pids of the run. A process that is unknown here (ended, or in another pid namespace) has no user and no command.
+    ``run_pids``: pids of the run. A process that is unknown here (ended, or in another pid namespace) has no user and no command.
     """
     if apps is None:
         return None
     pids = {int(pid) for pid in re.findall(r"^\s*(\d{1,9})\s*,", apps, re.M)}
-    return [[pid] + user_and_command(pid) for pid in sorted(pids)[:MOST_PROCESSES] if not is_of(pid, ours)]
+    return [
+        [pid] + find_user_and_command(pid) for pid in sorted(pids)[:MAX_PROCESSES] if not is_descendant(pid, run_pids)
+    ]
 
 
-def user_and_command(pid):
+def find_user_and_command(pid):
     """Return the user and the command of a process; empty if it is not known here."""
     try:
-        return [user_name(os.stat("/proc/%d" % pid).st_uid), command_of(pid)]
+        return [find_user_name(os.stat("/proc/%d" % pid).st_uid), read_command(pid)]
     except OSError:
         return ["", ""]
 
 
 @functools.lru_cache(1000)
-def user_name(uid):
+def find_user_name(uid):
     """Return a user's name, wherever this host looks names up; the number if the lookup is slow."""
     try:
-        done = subprocess.run(
+        result = subprocess.run(
             ["getent", "passwd", str(uid)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -358,29 +362,29 @@ def user_name(uid):
         )
     except (OSError, subprocess.TimeoutExpired):
         return str(uid)
-    return done.stdout.partition(b":")[0].decode("utf-8", "replace") or str(uid)
+    return result.stdout.partition(b":")[0].decode("utf-8", "replace") or str(uid)
 
 
-def is_of(pid, ours):
+def is_descendant(pid, run_pids):
     """Return whether a process is one of these, or a descendant of one of them."""
-    for _ in range(MOST_PARENTS):
-        if pid in ours or pid <= 1:
-            return pid in ours
-        words = read("/proc/%d/stat" % pid).rpartition(") ")[2].split()
+    for _ in range(MAX_PARENTS):
+        if pid in run_pids or pid <= 1:
+            return pid in run_pids
+        words = read_small_text("/proc/%d/stat" % pid).rpartition(") ")[2].split()
         pid = int(words[1]) if len(words) > 1 else 0
     return False
 
 
-def pids_of(procs, state):
+def find_run_pids(procs, state):
     """Return the run's processes here: those with its marker, and those named in its files.
 
     The files are needed for another user's processes, whose marker is unreadable.
     """
-    found = {process[0] for process in procs}
+    pids = {process[0] for process in procs}
     if state and state["alive"]:
-        found.update(beat.get("pid") for beat in state["beats"])
-        found.add((state["status"] or {}).get("pid"))
-    return found
+        pids.update(beat.get("pid") for beat in state["beats"])
+        pids.add((state["status"] or {}).get("pid"))
+    return pids
 
 
 class Machine:
@@ -388,47 +392,47 @@ class Machine:
 
     def __init__(self, smi):
         self.smi, self.kernel = smi, KernelLog()
-        self.name = read("/proc/sys/kernel/random/boot_id").strip() + socket.gethostname()
+        self.name = read_small_text("/proc/sys/kernel/random/boot_id").strip() + socket.gethostname()
         self.pci_gpus = 0
 
-    def begin(self, slow):
+    def begin(self, is_slow):
         """Start the queries that take a while."""
-        self.smi.ask(slow)
-        if slow:
-            self.pci_gpus = pci_gpus()
+        self.smi.start_query(is_slow)
+        if is_slow:
+            self.pci_gpus = count_pci_gpus()
 
     def frame(self):
         """Return its part of a frame."""
-        lines = self.kernel.new()
+        lines = self.kernel.read_new()
         return {
             "machine": self.name,
             "pci_gpus": self.pci_gpus,
-            "cpu": cpu(),
-            "memory": memory(),
-            "net": network(),
-            "ib": infiniband(),
+            "cpu": sample_cpu(),
+            "memory": sample_memory(),
+            "net": sample_network(),
+            "ib": sample_infiniband(),
             "kernel": lines and [text for _, text in lines],
-            "kernel_times": [round(logged, 3) for logged, _ in lines or []],
+            "kernel_times": [round(logged_at, 3) for logged_at, _ in lines or []],
             "smi": self.smi.state(),
         }
 
     def slow_frame(self, run, state):
         """Return the costlier part of a frame: the run's processes, their I/O, and others on the GPUs."""
-        procs = [] if run.plan is None else processes(("%s:%s" % (run.path, run.request["host"])).encode())
+        procs = [] if run.plan is None else sample_processes(("%s:%s" % (run.path, run.request["host"])).encode())
         return {
             "procs": procs,
-            "io": moved(process[0] for process in procs if process[4]),
-            "foreign": foreign(self.smi.apps, pids_of(procs, state)),
+            "io": sample_io(process[0] for process in procs if process[4]),
+            "foreign": foreign_processes(self.smi.apps, find_run_pids(procs, state)),
         }
 
 
-class Elsewhere:
+class RemoteMachine:
     """A host whose files are on this machine but which is another machine."""
 
     def __init__(self, name):
         self.name = name
 
-    def begin(self, slow):
+    def begin(self, is_slow):
         """Do nothing: the host cannot be queried."""
 
     def frame(self):
@@ -467,7 +471,7 @@ def main():
         smi.end()
 
 
-def came_along():
+def read_pending_input():
     """Return input that was read from the pipe together with the request."""
     # So that peek() returns at once if nothing is buffered.
     os.set_blocking(0, False)
@@ -479,37 +483,37 @@ def came_along():
 
 def write_frames(request, smi):
     """Write frames until nothing has been received for a while."""
-    workdir, run = os.path.expanduser(request["workdir"]), Run(request)
+    workdir, run = os.path.expanduser(request["workdir"]), SampledRun(request)
     os.chdir(workdir if os.path.isdir(workdir) else "/")
-    run.hear(came_along())
-    machine = Elsewhere(request["host"]) if request.get("elsewhere") else Machine(smi)
-    heard, slow_at, tick = time.monotonic(), 0.0, time.monotonic()
-    while time.monotonic() - heard < request["deaf_s"]:
-        slow = time.monotonic() >= slow_at
-        machine.begin(slow)
-        state = run.frame(slow)
+    run.read_input(read_pending_input())
+    machine = RemoteMachine(request["host"]) if request.get("elsewhere") else Machine(smi)
+    last_input, next_slow, next_tick = time.monotonic(), 0.0, time.monotonic()
+    while time.monotonic() - last_input < request["deaf_s"]:
+        is_slow = time.monotonic() >= next_slow
+        machine.begin(is_slow)
+        state = run.frame(is_slow)
         frame = {
             **machine.frame(),
             "cwd": workdir,
             "slots": request.get("slots", 0),
-            "disks": disks(dict.fromkeys(filter(None, [os.getcwd(), (run.plan or {}).get("checkpoint_dir")]))),
+            "disks": sample_disks(dict.fromkeys(filter(None, [os.getcwd(), (run.plan or {}).get("checkpoint_dir")]))),
             "run": state,
-            "runs": [] if state else run.names(),
+            "runs": [] if state else run.list_names(),
             "own": [round(time.process_time(), 3), 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss],
             "now": time.time(),
         }
-        if slow:
-            slow_at = time.monotonic() + SLOW_EVERY_S
+        if is_slow:
+            next_slow = time.monotonic() + SLOW_INTERVAL_S
             frame.update(machine.slow_frame(run, state))
         sys.stdout.write(json.dumps(frame) + "\n")
         sys.stdout.flush()
-        tick = max(tick + request["interval_s"], time.monotonic())
-        while select.select([sys.stdin], [], [], max(0.0, tick - time.monotonic()))[0]:
-            said = os.read(0, 4096)
-            if not said:
+        next_tick = max(next_tick + request["interval_s"], time.monotonic())
+        while select.select([sys.stdin], [], [], max(0.0, next_tick - time.monotonic()))[0]:
+            data = os.read(0, 4096)
+            if not data:
                 return
-            run.hear(said)
-            heard = time.monotonic()
+            run.read_input(data)
+            last_input = time.monotonic()
 
 
 if __name__ == "__main__":

@@ -25,13 +25,13 @@ from typing import IO, ParamSpec, Protocol
 
 from llama405b.contract import reader
 from llama405b.contract.disk import disk_free_bytes
-from llama405b.contract.errors import UserError, and_more, reason_of, shown_name, size_words
+from llama405b.contract.errors import UserError, and_more, format_size, printable_name, reason_of
 from llama405b.contract.files import walk
-from llama405b.contract.hashes import BLOCK_BYTES, BlockHasher, Blocks, DirectFile, Hashes, n_blocks
-from llama405b.spec.models import small_names
-from llama405b.spec.tensors import INDEX, Layout, Part, fingerprint_of, part_file, read_tensors
+from llama405b.contract.hashes import BLOCK_BYTES, BlockHasher, Blocks, DirectFile, HashStore, n_blocks
+from llama405b.spec.models import small_file_names
+from llama405b.spec.tensors import INDEX_FILE, HostShard, Layout, compute_fingerprint, cut_host_shard, read_tensors
 
-LOOK = "look\n"  # sent to the hosts of a chain once all have left their marks
+CHECK_CANARIES = "look\n"  # sent to the hosts of a chain once all have left their marks
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -53,14 +53,14 @@ class RelayReady:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class RelaySees:
+class RelayCanaries:
     """The hosts whose canary files are in the directory: they share it."""
 
     sees: tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class NextHop:
+class NextHost:
     """The host after this one."""
 
     addresses: tuple[str, ...]
@@ -69,10 +69,10 @@ class NextHop:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Hop:
+class Downstream:
     """The next host of the chain; None at its end."""
 
-    below: NextHop | None
+    below: NextHost | None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -80,8 +80,8 @@ class SendRequest:
     """Send files of this host to the first host of a chain."""
 
     path: str
-    below: NextHop
-    part: Part | None = None  # of the checkpoint there; None: all of it
+    below: NextHost
+    part: HostShard | None = None  # of the checkpoint there; None: all of it
     names: tuple[str, ...] = ()  # of the files there; (): all
 
 
@@ -98,7 +98,7 @@ class RelayProgress:
     notes: tuple[str, ...] = ()  # for the user
 
 
-CHUNK = 4 << 20
+CHUNK_BYTES = 4 << 20
 FileList = list[tuple[str, int]]  # path below the root, bytes
 
 
@@ -112,7 +112,7 @@ class FileSource(Protocol):
     def blocks(self, name: str) -> Blocks | None:
         """Return the hashes of a file's blocks, if they are known without reading it."""
 
-    def read(self, name: str, begin: int) -> Iterator[bytes]:
+    def read(self, name: str, offset: int) -> Iterator[bytes]:
         """Yield the content of a file from a byte on.
 
         Raises:
@@ -120,14 +120,14 @@ class FileSource(Protocol):
         """
 
 
-def open_files(root: Path, part: Part | None, names: Sequence[str] = ()) -> FileSource:
+def open_files(root: Path, part: HostShard | None, names: Sequence[str] = ()) -> FileSource:
     """Return a source for a file, a directory or some of its files, or a host's part of a checkpoint.
 
     Raises:
         UserError: A part is requested, but the directory does not have a whole checkpoint.
     """
     if part:
-        return PartSource(root, part)
+        return ShardSource(root, part)
     return DirectorySource(root, *((tuple(names), ()) if names else list_files(root)))
 
 
@@ -141,20 +141,28 @@ def list_files(root: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """
     if root.is_file():
         return (root.name,), ()
-    names, hidden, empty, odd = list[str](), list[str](), list[str](), list[str]()
+    names, hidden_names, empty_directories, special_names = list[str](), list[str](), list[str](), list[str]()
 
-    for here, below, files in walk(root):
-        hidden += [str((here / name).relative_to(root)) for name in (*below, *files) if name.startswith(".")]
-        empty += [str(here.relative_to(root))] * (not below and not files)
-        for path in [here / name for name in files if not name.startswith(".")]:
+    for folder, subfolders, files in walk(root):
+        hidden_names += [
+            str((folder / name).relative_to(root)) for name in (*subfolders, *files) if name.startswith(".")
+        ]
+        empty_directories += [str(folder.relative_to(root))] * (not subfolders and not files)
+        for path in [folder / name for name in files if not name.startswith(".")]:
             if path.is_file() and not os.access(path, os.R_OK):
                 raise UserError(
-                    f"{shown_name(str(path))}: cannot be read (Permission denied); give this user the right"
+                    f"{printable_name(str(path))}: cannot be read (Permission denied); give this user the right"
                 )
-            (names if path.is_file() else odd).append(str(path.relative_to(root)))
-    why = (("hidden", hidden), ("empty directories", empty), ("neither files nor directories", odd))
+            (names if path.is_file() else special_names).append(str(path.relative_to(root)))
+    omissions = (
+        ("hidden", hidden_names),
+        ("empty directories", empty_directories),
+        ("neither files nor directories", special_names),
+    )
     notes = [
-        f"left out, {what}: {', '.join(map(shown_name, found[:5]))}{and_more(found, 5)}" for what, found in why if found
+        f"left out, {kind}: {', '.join(map(printable_name, omitted[:5]))}{and_more(omitted, 5)}"
+        for kind, omitted in omissions
+        if omitted
     ]
     return tuple(sorted(names, key=lambda name: Path(name).parts)), tuple(notes)
 
@@ -167,7 +175,7 @@ class DirectorySource:
         root: Path,
         names: Sequence[str],
         notes: tuple[str, ...] = (),
-        known: Callable[[str], Blocks | None] | None = None,
+        known_blocks: Callable[[str], Blocks | None] | None = None,
     ) -> None:
         self.root = root if root.is_dir() else root.parent
         stats = {name: (self.root / name).stat() for name in names}
@@ -175,28 +183,28 @@ class DirectorySource:
         self.files = list(self.sizes.items())
         self.programs = tuple(name for name, info in stats.items() if info.st_mode & 0o111)
         self.notes = notes
-        self.blocks = known or Hashes(self.root).blocks_of
+        self.blocks = known_blocks or HashStore(self.root).find_blocks
 
-    def read(self, name: str, begin: int) -> Iterator[bytes]:
+    def read(self, name: str, offset: int) -> Iterator[bytes]:
         """Yield the content of a file from a byte on."""
         with (self.root / name).open("rb") as file:
-            yield from _range(file, begin, self.sizes[name] - begin)
+            yield from _read_range(file, offset, self.sizes[name] - offset)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Cut:
+class _ShardFile:
     """A file of a part: its header, and the pieces (offset, bytes) of a source file that follow."""
 
     header: bytes
     pieces: Sequence[tuple[int, int]] = ()
-    whole: Path | None = None
+    source: Path | None = None
 
     @property
     def size(self) -> int:
         return len(self.header) + sum(size for _, size in self.pieces)
 
 
-class PartSource:
+class ShardSource:
     """One host's part of the weights, as files of their own, and the small files next to the weights.
 
     A block whose hash is known is always read in full and verified, however little of it is needed.
@@ -205,67 +213,75 @@ class PartSource:
     programs: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
-    def __init__(self, root: Path, part: Part) -> None:
+    def __init__(self, root: Path, part: HostShard) -> None:
         """Plan the files; the index comes last, since it makes the part complete."""
         tensors = read_tensors(root)
-        if any(info.pieces for info in tensors.values()):
+        if any(info.slices for info in tensors.values()):
             raise UserError(f"{root}: has only part of the weights; push parts from a directory that has all of them")
-        self.small = DirectorySource(root, small_names(root))
-        self.hashes = Hashes(root)
+        self.small_files = DirectorySource(root, small_file_names(root))
+        self.hashes = HashStore(root)
         by_file: dict[Path, Layout] = {}
         for name, info in tensors.items():
             by_file.setdefault(info.file, {})[name] = info
-        whole, boxes = fingerprint_of(tensors), part.boxes({name: info.shape for name, info in tensors.items()})
-        self.cuts = {
-            f"{part.name}/{path.name}": _Cut(*part_file(held, boxes, whole), path)
-            for path, held in by_file.items()
-            if held.keys() & boxes.keys()
+        fingerprint, slices = (
+            compute_fingerprint(tensors),
+            part.slices({name: info.shape for name, info in tensors.items()}),
+        )
+        self.shard_files = {
+            f"{part.name}/{path.name}": _ShardFile(*cut_host_shard(layout, slices, fingerprint), path)
+            for path, layout in by_file.items()
+            if layout.keys() & slices.keys()
         }
-        listed = {name: info.file.name for name, info in tensors.items() if name in boxes}
-        self.cuts[f"{part.name}/{INDEX}"] = _Cut(json.dumps({"metadata": {}, "weight_map": listed}).encode())
-        self.files = [*self.small.files, *((name, cut.size) for name, cut in self.cuts.items())]
+        weight_map = {name: info.file.name for name, info in tensors.items() if name in slices}
+        self.shard_files[f"{part.name}/{INDEX_FILE}"] = _ShardFile(
+            json.dumps({"metadata": {}, "weight_map": weight_map}).encode()
+        )
+        self.files = [
+            *self.small_files.files,
+            *((name, shard_file.size) for name, shard_file in self.shard_files.items()),
+        ]
 
     def blocks(self, name: str) -> Blocks | None:
         """Return the known hashes of a small file; a part's blocks are not those of the whole file."""
-        return None if name in self.cuts else self.small.blocks(name)
+        return None if name in self.shard_files else self.small_files.blocks(name)
 
-    def read(self, name: str, begin: int) -> Iterator[bytes]:
+    def read(self, name: str, offset: int) -> Iterator[bytes]:
         """Yield the content of a file from a byte on."""
-        if name not in self.cuts:
-            yield from self.small.read(name, begin)
+        if name not in self.shard_files:
+            yield from self.small_files.read(name, offset)
             return
-        for chunk in self._read_cut(self.cuts[name]):
-            yield chunk[begin:]
-            begin = max(0, begin - len(chunk))
+        for chunk in self._read_shard_file(self.shard_files[name]):
+            yield chunk[offset:]
+            offset = max(0, offset - len(chunk))
 
-    def _read_cut(self, cut: _Cut) -> Iterator[bytes]:
-        yield cut.header
-        if not cut.whole:
+    def _read_shard_file(self, shard_file: _ShardFile) -> Iterator[bytes]:
+        yield shard_file.header
+        if not shard_file.source:
             return
-        with cut.whole.open("rb") as file:
-            verified = _Verified(file, self.hashes)
-            for offset, size in cut.pieces:
-                yield from verified.read(offset, size)
+        with shard_file.source.open("rb") as file:
+            verified_reader = _HashCheckedReader(file, self.hashes)
+            for offset, size in shard_file.pieces:
+                yield from verified_reader.read(offset, size)
 
 
-class _Verified:
+class _HashCheckedReader:
     """Reads ranges of a file. If block hashes are known, reads each block once and verifies it."""
 
-    def __init__(self, file: IO[bytes], hashes: Hashes) -> None:
+    def __init__(self, file: IO[bytes], hashes: HashStore) -> None:
         self.file = file
-        self.blocks = hashes.blocks_of(Path(file.name).name)
+        self.blocks = hashes.find_blocks(Path(file.name).name)
         self.number, self.block = -1, memoryview(b"")
 
     def read(self, offset: int, size: int) -> Iterator[bytes]:
         if self.blocks is None:
-            yield from _range(self.file, offset, size)
+            yield from _read_range(self.file, offset, size)
             return
         end = offset + size
         while offset < end:
-            number, begin = divmod(offset, BLOCK_BYTES)
+            number, start = divmod(offset, BLOCK_BYTES)
             if number != self.number:
                 self._load(number)
-            piece = bytes(self.block[begin : begin + min(CHUNK, end - offset)])
+            piece = bytes(self.block[start : start + min(CHUNK_BYTES, end - offset)])
             yield piece
             offset += len(piece)
 
@@ -280,24 +296,24 @@ class _Verified:
         self.number, self.block = number, memoryview(block)
 
 
-def _range(file: IO[bytes], offset: int, size: int) -> Iterator[bytes]:
+def _read_range(file: IO[bytes], offset: int, size: int) -> Iterator[bytes]:
     file.seek(offset)
     while size:
-        chunk = file.read(min(CHUNK, size))
+        chunk = file.read(min(CHUNK_BYTES, size))
         if not chunk:
             raise OSError(f"{file.name} shrank while it was being sent")
         size -= len(chunk)
         yield chunk
 
 
-def blocks_before(blocks: Blocks, other: Blocks) -> int:
+def n_equal_blocks(blocks: Blocks, other: Blocks) -> int:
     """Return how many blocks are equal before the first difference."""
     return next(
         (number for number, pair in enumerate(zip(blocks, other, strict=True)) if pair[0] != pair[1]), len(blocks)
     )
 
 
-CONNECT_S, STALL_S = 3.0, 120.0
+CONNECT_TIMEOUT_S, STALL_TIMEOUT_S = 3.0, 120.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -310,13 +326,13 @@ class Offer:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Present:
+class PresentSizes:
     """How many bytes of each file this host and all downstream hosts already have."""
 
     sizes: tuple[int, ...]
 
 
-class Link(Protocol):
+class ByteStream(Protocol):
     """A socket, or a channel through SSH."""
 
     def sendall(self, data: bytes, /) -> object:
@@ -333,60 +349,60 @@ class BrokenLinkError(Exception):
     """The connection to the previous or next host is broken."""
 
 
-def send_files(source: FileSource, token: str, link: Link, progress: Callable[[int], None]) -> None:
+def send_files(source: FileSource, token: str, link: ByteStream, on_progress: Callable[[int], None]) -> None:
     """Send all files down the chain; bytes that all hosts have are not read if their hashes are known.
 
     Raises:
         BrokenLinkError: The first host is gone.
         OSError: A file cannot be read.
     """
-    done = 0
-    for (name, size), begin in zip(
-        source.files, offer(link, token, Offer(tuple(source.files), BLOCK_BYTES, source.programs)), strict=True
+    sent_bytes = 0
+    for (name, size), offset in zip(
+        source.files, offer_files(link, token, Offer(tuple(source.files), BLOCK_BYTES, source.programs)), strict=True
     ):
         blocks, hasher = source.blocks(name), BlockHasher()
         if blocks and len(blocks) != n_blocks(size):  # the file is not what they were noted of
             blocks = None
-        position = begin if blocks else 0
-        done += position
+        position = offset if blocks else 0
+        sent_bytes += position
         for chunk in source.read(name, position):
             if blocks is None:
                 hasher.update(chunk)
-            send_bytes(link, chunk[max(0, begin - position) :])
+            send_bytes(link, chunk[max(0, offset - position) :])
             position += len(chunk)
-            done += len(chunk)
-            progress(done)
+            sent_bytes += len(chunk)
+            on_progress(sent_bytes)
         send_bytes(link, "".join(blocks or hasher.blocks).encode())
 
 
-def offer(link: Link, token: str, offered: Offer) -> Sequence[int]:
+def offer_files(link: ByteStream, token: str, file_offer: Offer) -> Sequence[int]:
     """Offer files to the next host; return how many bytes of each it and all below it already have."""
-    send_bytes(link, f"{token}\n{reader.dumps(offered)}\n".encode())
-    have = reader.loads(Present, line(link), "what the next host has").sizes
-    if len(have) != len(offered.files):
+    send_bytes(link, f"{token}\n{reader.dumps(file_offer)}\n".encode())
+    sizes = reader.loads(PresentSizes, receive_line(link), "what the next host has").sizes
+    if len(sizes) != len(file_offer.files):
         raise reader.MalformedError("what the next host has: not one number per file")
-    return have
+    return sizes
 
 
-def connect_to(below: NextHop) -> socket.socket:
+def connect_to_host(next_host: NextHost) -> socket.socket:
     """Connect to the first address of a host that answers.
 
     Raises:
         BrokenLinkError: No address answers.
     """
-    why = "it has no address"
-    for address in below.addresses:
+    reason = "it has no address"
+    for address in next_host.addresses:
         try:
-            link = socket.create_connection((address, below.port), CONNECT_S)
+            link = socket.create_connection((address, next_host.port), CONNECT_TIMEOUT_S)
         except OSError as error:
-            why = f"{address}:{below.port}: {reason_of(error)}"
+            reason = f"{address}:{next_host.port}: {reason_of(error)}"
         else:
-            link.settimeout(STALL_S)
+            link.settimeout(STALL_TIMEOUT_S)
             return link
-    raise BrokenLinkError(why)
+    raise BrokenLinkError(reason)
 
 
-def send_bytes(link: Link, data: bytes) -> None:
+def send_bytes(link: ByteStream, data: bytes) -> None:
     """Send everything."""
     try:
         link.sendall(data)
@@ -394,7 +410,7 @@ def send_bytes(link: Link, data: bytes) -> None:
         raise BrokenLinkError(reason_of(error)) from None
 
 
-def line(link: Link, limit: int = 1 << 24) -> str:
+def receive_line(link: ByteStream, limit: int = 1 << 24) -> str:
     """Receive a line of at most ``limit`` bytes, with its end."""
     data = bytearray()
     while not data.endswith(b"\n"):
@@ -405,7 +421,7 @@ def line(link: Link, limit: int = 1 << 24) -> str:
     return data.decode()
 
 
-def exactly(link: Link, size: int) -> bytes:
+def receive_exactly(link: ByteStream, size: int) -> bytes:
     """Receive exactly ``size`` bytes."""
     data = b""
     while len(data) < size:
@@ -417,10 +433,10 @@ def exactly(link: Link, size: int) -> bytes:
 
 
 P = ParamSpec("P")
-AHEAD = 6  # buffers queued for the disk, the hashes or the next host
-ACCEPT_S = 15.0
+QUEUE_SIZE = 6  # buffers queued for the disk, the hashes or the next host
+ACCEPT_TIMEOUT_S = 15.0
 RECEIVE_BYTES = 1 << 20  # at a time
-HEX = 64  # digits of a SHA-256
+DIGEST_HEX_CHARS = 64  # digits of a SHA-256
 
 
 class Receiver:
@@ -429,197 +445,199 @@ class Receiver:
     def __init__(self, root: Path, token: str, listener: socket.socket | None = None) -> None:
         self.root, self.token = root, token
         self.listener = listener or socket.create_server(("", 0))
-        self.listener.settimeout(ACCEPT_S)
+        self.listener.settimeout(ACCEPT_TIMEOUT_S)
         self.port = self.listener.getsockname()[1]
-        self.done = self.total = 0
+        self.received_bytes = self.total_bytes = 0
         self.file = ""
-        self.bad: list[str] = []
-        self.known = 0  # files that were verified here earlier, and are not read again
+        self.faults: list[str] = []
+        self.n_verified = 0  # files that were verified here earlier, and are not read again
         self.notes: tuple[str, ...] = ()
         self.programs = frozenset[str]()
-        self.next: socket.socket | None = None
-        self.hashes = Hashes(root)
+        self.next_socket: socket.socket | None = None
+        self.hashes = HashStore(root)
         # In turns: what has been put into full queues, with one chunk in work, no longer uses the one that is next.
-        self.buffers = [memoryview(bytearray(RECEIVE_BYTES)) for _ in range(AHEAD + 2)]
+        self.buffers = [memoryview(bytearray(RECEIVE_BYTES)) for _ in range(QUEUE_SIZE + 2)]
 
-    def run(self, below: NextHop | None) -> None:
-        """Receive everything; ``below``: the next host's addresses, port and token."""
+    def run(self, next_host: NextHost | None) -> None:
+        """Receive everything; ``next_host``: the next host's addresses, port and token."""
         with contextlib.closing(self.accept()) as link:
-            self.receive(link, below)
+            self.receive(link, next_host)
 
-    def receive(self, link: socket.socket, below: NextHop | None) -> None:
+    def receive(self, link: socket.socket, next_host: NextHost | None) -> None:
         """Receive everything over a connection that ``accept`` returned; see ``run``."""
-        offered = reader.loads(Offer, line(link), "what is to come")
-        if offered.block_bytes != BLOCK_BYTES:
+        file_offer = reader.loads(Offer, receive_line(link), "what is to come")
+        if file_offer.block_bytes != BLOCK_BYTES:
             raise OSError("the source runs another version; install the same version on both")
-        files, self.programs = list(offered.files), frozenset(offered.programs)
+        files, self.programs = list(file_offer.files), frozenset(file_offer.programs)
         _refuse_outside(files)
-        mine = [self._present(name, size) for name, size in files]
-        self._check_space(sum(size - have for (_, size), have in zip(files, mine, strict=True)))
-        theirs = self._connect(below, offered) if below else mine
-        least = [min(pair) for pair in zip(mine, theirs, strict=True)]
-        send_bytes(link, f"{reader.dumps(Present(tuple(least)))}\n".encode())
-        self.total = sum(size for _, size in files)
-        for (name, size), have, below_have in zip(files, mine, theirs, strict=True):
+        local_sizes = [self._present_bytes(name, size) for name, size in files]
+        self._check_space(sum(size - local_size for (_, size), local_size in zip(files, local_sizes, strict=True)))
+        downstream_sizes = self._connect_next(next_host, file_offer) if next_host else local_sizes
+        min_sizes = [min(pair) for pair in zip(local_sizes, downstream_sizes, strict=True)]
+        send_bytes(link, f"{reader.dumps(PresentSizes(tuple(min_sizes)))}\n".encode())
+        self.total_bytes = sum(size for _, size in files)
+        for (name, size), local_size, downstream_size in zip(files, local_sizes, downstream_sizes, strict=True):
             self.file = name
-            self._receive(link, name, size, have, below_have)
-        if self.next:
-            self.next.close()
+            self._receive_file(link, name, size, local_size, downstream_size)
+        if self.next_socket:
+            self.next_socket.close()
 
     def _check_space(self, n_bytes: int) -> None:
         """Check that the missing bytes fit on the disk."""
         self.root.mkdir(parents=True, exist_ok=True)
-        free = disk_free_bytes(str(self.root))
-        if free is not None and n_bytes > free:
-            raise OSError(f"{self.root} has {size_words(free)} free, but needs {size_words(n_bytes)}; make room")
+        free_bytes = disk_free_bytes(str(self.root))
+        if free_bytes is not None and n_bytes > free_bytes:
+            raise OSError(
+                f"{self.root} has {format_size(free_bytes)} free, but needs {format_size(n_bytes)}; make room"
+            )
 
     def accept(self) -> socket.socket:
         """Accept the connection of the host that sends the token."""
         while True:
             link, _ = self.listener.accept()
-            link.settimeout(STALL_S)
+            link.settimeout(STALL_TIMEOUT_S)
             with contextlib.suppress(OSError, ValueError, BrokenLinkError):
                 # In constant time: the token cannot be guessed byte by byte.
-                if hmac.compare_digest(line(link, limit=200).strip().encode(), self.token.encode()):
+                if hmac.compare_digest(receive_line(link, limit=200).strip().encode(), self.token.encode()):
                     return link
             link.close()
 
-    def _connect(self, below: NextHop, offered: Offer) -> Sequence[int]:
+    def _connect_next(self, next_host: NextHost, file_offer: Offer) -> Sequence[int]:
         """Connect to the next host, and return what all downstream hosts have.
 
         If that fails, the chain ends here.
         """
-        for address in below.addresses:
+        for address in next_host.addresses:
             try:
-                self.next = socket.create_connection((address, below.port), CONNECT_S)
-                self.next.settimeout(STALL_S)
-                return offer(self.next, below.token, offered)
+                self.next_socket = socket.create_connection((address, next_host.port), CONNECT_TIMEOUT_S)
+                self.next_socket.settimeout(STALL_TIMEOUT_S)
+                return offer_files(self.next_socket, next_host.token, file_offer)
             except (OSError, BrokenLinkError, ValueError):
-                self.next = None
-        return [size for _, size in offered.files]
+                self.next_socket = None
+        return [size for _, size in file_offer.files]
 
-    def _present(self, name: str, size: int) -> int:
+    def _present_bytes(self, name: str, size: int) -> int:
         """Return how many bytes of a file are here already, complete or partial."""
         path = self.root / name
         if path.is_dir():
             raise OSError(
-                f"{shown_name(str(path))} is a directory there, not a file; delete it, or choose another directory"
+                f"{printable_name(str(path))} is a directory there, not a file; delete it, or choose another directory"
             )
         if path.is_file() and path.stat().st_size == size:
             return size
-        partial = _partial(path)
+        partial = _partial_path(path)
         if partial.is_file() and partial.stat().st_size <= size:
             return partial.stat().st_size
         return 0
 
-    def _receive(self, link: socket.socket, name: str, size: int, have: int, below_have: int) -> None:
+    def _receive_file(self, link: socket.socket, name: str, size: int, local_size: int, downstream_size: int) -> None:
         """Receive what this or a downstream host lacks; write and forward as needed."""
-        target = _Target(self.root / name, size, have, self._known(name, size))
-        position = min(have, below_have)
-        self.done += position
+        target = _Target(self.root / name, size, local_size, self._verified_blocks(name, size))
+        position = min(local_size, downstream_size)
+        self.received_bytes += position
         buffers = itertools.cycle(self.buffers)
-        with contextlib.closing(target), _Worker() as onward, _Worker() as disk, _Worker() as hashing:
+        with contextlib.closing(target), _Worker() as forwarder, _Worker() as disk_writer, _Worker() as hash_worker:
             try:
                 while position < size:
-                    chunk = _fill(link, next(buffers)[: size - position])
+                    chunk = _receive_into(link, next(buffers)[: size - position])
                     if not chunk:
-                        raise BrokenLinkError(f"the previous host stopped at byte {position} of {shown_name(name)}")
-                    if fresh := chunk[max(0, have - position) :]:
-                        disk.do(target.write, fresh)
-                        hashing.do(target.hasher.update, fresh)
-                    onward.do(self._pass_on, chunk[max(0, below_have - position) :])
+                        raise BrokenLinkError(f"the previous host stopped at byte {position} of {printable_name(name)}")
+                    if new_data := chunk[max(0, local_size - position) :]:
+                        disk_writer.submit(target.write, new_data)
+                        hash_worker.submit(target.hasher.update, new_data)
+                    forwarder.submit(self._forward, chunk[max(0, downstream_size - position) :])
                     position += len(chunk)
-                    self.done += len(chunk)
-                said = exactly(link, n_blocks(size) * HEX)
-                onward.do(self._pass_on, said)
-                disk.wait()
-                hashing.wait()
+                    self.received_bytes += len(chunk)
+                digests = receive_exactly(link, n_blocks(size) * DIGEST_HEX_CHARS)
+                forwarder.submit(self._forward, digests)
+                disk_writer.wait()
+                hash_worker.wait()
             except (TimeoutError, ConnectionError) as error:
                 raise BrokenLinkError(str(error)) from None
-        self._settle(name, target, tuple(re.findall(f".{{{HEX}}}", said.decode())))
+        self._finish_file(name, target, tuple(re.findall(f".{{{DIGEST_HEX_CHARS}}}", digests.decode())))
 
-    def _settle(self, name: str, target: "_Target", said: Blocks) -> None:
+    def _finish_file(self, name: str, target: "_Target", source_blocks: Blocks) -> None:
         """Rename a file to its name if its content is right; else keep the bytes before the first bad block."""
-        good = blocks_before(said, target.blocks)
-        if good < len(said):
-            target.cut(good * BLOCK_BYTES)
-            self.bad.append(f"{shown_name(name)} differs from the source (SHA-256 of block {good})")
+        n_good_blocks = n_equal_blocks(source_blocks, target.blocks)
+        if n_good_blocks < len(source_blocks):
+            target.truncate(n_good_blocks * BLOCK_BYTES)
+            self.faults.append(f"{printable_name(name)} differs from the source (SHA-256 of block {n_good_blocks})")
             return
-        target.at.replace(target.path)
-        if not _make_program(target.path, name in self.programs):
+        target.write_path.replace(target.path)
+        if not _set_executable(target.path, name in self.programs):
             self.notes = ("the execute bits of some files could not be set",)
-        self.known += target.known is not None
-        self.hashes.add(name, said)
+        self.n_verified += target.known_blocks is not None
+        self.hashes.add(name, source_blocks)
 
-    def _known(self, name: str, size: int) -> Blocks | None:
+    def _verified_blocks(self, name: str, size: int) -> Blocks | None:
         """Return the hashes of a file that was verified here and not changed since."""
-        known = self.hashes.of(name)
-        return known.blocks if known and known.bytes == size else None
+        record = self.hashes.find(name)
+        return record.blocks if record and record.bytes == size else None
 
-    def _pass_on(self, chunk: bytes | memoryview) -> None:
-        if self.next:
+    def _forward(self, chunk: bytes | memoryview) -> None:
+        if self.next_socket:
             try:
-                self.next.sendall(chunk)
+                self.next_socket.sendall(chunk)
             except OSError:
-                self.next = None
+                self.next_socket = None
 
 
 class _Target:
     """An incoming file: written as ``.<name>.part`` until it is verified, unless all of it is here."""
 
-    def __init__(self, path: Path, size: int, have: int, known: Blocks | None) -> None:
-        """Check what is here: ``have`` bytes, whose hashes may be known."""
+    def __init__(self, path: Path, size: int, present_bytes: int, known_blocks: Blocks | None) -> None:
+        """Check what is here: ``present_bytes`` bytes, whose hashes may be known."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
-        self.at = _partial(path)
-        self.known = known
+        self.write_path = _partial_path(path)
+        self.known_blocks = known_blocks
         self.hasher = BlockHasher()
         # By `have`, too: a file may have come since that was asked.
-        if have == size and path.is_file() and path.stat().st_size == size:
-            self.at = path
-        if have and not known:
-            self._hash_first(have)
-        self.part: DirectFile | None = None
-        if self.at != path:
-            self.part = DirectFile(self.at, have)
+        if present_bytes == size and path.is_file() and path.stat().st_size == size:
+            self.write_path = path
+        if present_bytes and not known_blocks:
+            self._hash_present(present_bytes)
+        self.partial_file: DirectFile | None = None
+        if self.write_path != path:
+            self.partial_file = DirectFile(self.write_path, present_bytes)
 
-    def _hash_first(self, size: int) -> None:
-        with self.at.open("rb") as file:
+    def _hash_present(self, size: int) -> None:
+        with self.write_path.open("rb") as file:
             while size:
-                chunk = file.read(min(CHUNK, size))
+                chunk = file.read(min(CHUNK_BYTES, size))
                 if not chunk:
-                    raise OSError(f"{self.at} shrank while it was being read")
+                    raise OSError(f"{self.write_path} shrank while it was being read")
                 self.hasher.update(chunk)
                 size -= len(chunk)
 
     def write(self, chunk: memoryview) -> None:
         """Append a chunk; another thread hashes it."""
-        assert self.part
-        self.part.write(chunk)
+        assert self.partial_file
+        self.partial_file.write(chunk)
 
     def close(self) -> None:
         """Flush the file to disk and close it."""
-        if self.part:
-            with contextlib.closing(self.part):
-                self.part.flush()
+        if self.partial_file:
+            with contextlib.closing(self.partial_file):
+                self.partial_file.flush()
 
-    def cut(self, n_bytes: int) -> None:
+    def truncate(self, n_bytes: int) -> None:
         """Keep only the first bytes, as a partial file."""
-        partial = _partial(self.path)
-        self.at.replace(partial)
+        partial = _partial_path(self.path)
+        self.write_path.replace(partial)
         os.truncate(partial, n_bytes)
 
     @property
     def blocks(self) -> Blocks:
         """The hashes of the bytes that are here."""
-        return self.known or self.hasher.blocks
+        return self.known_blocks or self.hasher.blocks
 
 
 class _Worker:
     """A thread that runs queued calls in order; the first error is raised in the caller."""
 
     def __init__(self) -> None:
-        self.work: queue.Queue[Callable[[], None] | None] = queue.Queue(AHEAD)
+        self.calls: queue.Queue[Callable[[], None] | None] = queue.Queue(QUEUE_SIZE)
         self.error: BaseException | None = None
         self.thread = threading.Thread(target=self._run, daemon=True)
 
@@ -630,28 +648,28 @@ class _Worker:
     def __exit__(self, *exc: object) -> None:
         self.drain()
 
-    def do(self, call: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
+    def submit(self, call: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
         """Queue a call."""
-        self._raise()
-        self.work.put(functools.partial(call, *args, **kwargs))
+        self._raise_error()
+        self.calls.put(functools.partial(call, *args, **kwargs))
 
     def wait(self) -> None:
         """Wait until all calls are done."""
         self.drain()
-        self._raise()
+        self._raise_error()
 
     def drain(self) -> None:
         """End the thread, after the calls in the queue."""
         if self.thread.is_alive():
-            self.work.put(None)
+            self.calls.put(None)
             self.thread.join()
 
-    def _raise(self) -> None:
+    def _raise_error(self) -> None:
         if self.error:
             raise self.error
 
     def _run(self) -> None:
-        while (job := self.work.get()) is not None:
+        while (job := self.calls.get()) is not None:
             if self.error is None:
                 try:
                     job()
@@ -659,25 +677,25 @@ class _Worker:
                     self.error = error
 
 
-def _fill(link: socket.socket, buffer: memoryview) -> memoryview:
+def _receive_into(link: socket.socket, buffer: memoryview) -> memoryview:
     """Receive until the buffer is full or the other end stops: few large chunks cost less than many."""
-    got = 0
-    while got < len(buffer) and (count := link.recv_into(buffer[got:])):
-        got += count
-    return buffer[:got]
+    n_received = 0
+    while n_received < len(buffer) and (n_bytes := link.recv_into(buffer[n_received:])):
+        n_received += n_bytes
+    return buffer[:n_received]
 
 
-def _make_program(path: Path, yes: bool) -> bool:
+def _set_executable(path: Path, is_executable: bool) -> bool:
     """Let users who may read a file execute it, or nobody; return whether the mode is right now."""
     mode = path.stat().st_mode
-    wanted = mode | (mode & 0o444) >> 2 if yes else mode & ~0o111
-    if bool(mode & 0o111) != yes:
+    new_mode = mode | (mode & 0o444) >> 2 if is_executable else mode & ~0o111
+    if bool(mode & 0o111) != is_executable:
         with contextlib.suppress(OSError):
-            path.chmod(stat.S_IMODE(wanted))
-    return bool(path.stat().st_mode & 0o111) == yes
+            path.chmod(stat.S_IMODE(new_mode))
+    return bool(path.stat().st_mode & 0o111) == is_executable
 
 
-def _partial(path: Path) -> Path:
+def _partial_path(path: Path) -> Path:
     return path.with_name(f".{path.name}.part")
 
 

@@ -15,23 +15,23 @@ from collections.abc import Sequence
 from pathlib import Path
 
 GB = 10**9
-Need = tuple[Path, float]  # a directory, and bytes that will be in it
+DiskNeed = tuple[Path, float]  # a directory, and bytes that will be in it
 
 
 def main(args: Sequence[str]) -> int:
     """Print which disk has too little room; return the exit code."""
-    if fault := too_little(_of_wheels(Path(*args)) if len(args) == 1 else _of_download(*map(float, args))):
-        print(fault)
-    return int(bool(fault))
+    if shortage := find_shortage(_wheel_needs(Path(*args)) if len(args) == 1 else _download_needs(*map(float, args))):
+        print(shortage)
+    return int(bool(shortage))
 
 
-def _of_wheels(wheelhouse: Path) -> list[Need]:
-    newest = {path.name.split("-")[0]: path for path in sorted(wheelhouse.glob("*.whl"), key=os.path.getmtime)}
-    sizes = [info.file_size for path in newest.values() for info in zipfile.ZipFile(path).infolist()]
+def _wheel_needs(wheelhouse: Path) -> list[DiskNeed]:
+    newest_wheels = {path.name.split("-")[0]: path for path in sorted(wheelhouse.glob("*.whl"), key=os.path.getmtime)}
+    sizes = [info.file_size for path in newest_wheels.values() for info in zipfile.ZipFile(path).infolist()]
     return [(Path(sys.prefix), sum(sizes))]
 
 
-def _of_download(download_gb: float, unpacked_gb: float) -> list[Need]:
+def _download_needs(download_gb: float, unpacked_gb: float) -> list[DiskNeed]:
     needs = [(Path(sys.prefix), unpacked_gb * GB), (Path(tempfile.gettempdir(), "pip-unpack"), download_gb * GB)]
     cache = subprocess.run(
         [sys.executable, "-I", "-m", "pip", "cache", "dir"], capture_output=True, text=True, check=False
@@ -41,27 +41,27 @@ def _of_download(download_gb: float, unpacked_gb: float) -> list[Need]:
     return needs
 
 
-def too_little(needs: Sequence[Need]) -> str:
+def find_shortage(needs: Sequence[DiskNeed]) -> str:
     """Return which disk has too little room for its packages; '' if all have enough.
 
     Files that are already there, as after an interrupted setup, count.
     """
-    disks: dict[int, list[Need]] = {}
-    for place, size in needs:
-        disks.setdefault(_existing(place).stat().st_dev, []).append((place, size))
+    disks: dict[int, list[DiskNeed]] = {}
+    for path, size in needs:
+        disks.setdefault(_nearest_existing(path).stat().st_dev, []).append((path, size))
     for group in disks.values():
-        disk = os.statvfs(_existing(group[0][0]))
-        free = disk.f_bavail * disk.f_frsize
-        if not disk.f_blocks or sum(size for _, size in group) <= free:
+        disk = os.statvfs(_nearest_existing(group[0][0]))
+        free_bytes = disk.f_bavail * disk.f_frsize
+        if not disk.f_blocks or sum(size for _, size in group) <= free_bytes:
             continue
-        lacking = sum(max(0, size - held_bytes(place)) for place, size in group)
-        if lacking > free:
-            names = ", ".join(str(_existing(place)) for place, _ in group)
-            return f"the packages need {lacking / GB:.1f} GB more in {names}, but only {free / GB:.1f} GB are free"
+        missing_bytes = sum(max(0, size - directory_bytes(path)) for path, size in group)
+        if missing_bytes > free_bytes:
+            names = ", ".join(str(_nearest_existing(path)) for path, _ in group)
+            return f"the packages need {missing_bytes / GB:.1f} GB more in {names}, but only {free_bytes / GB:.1f} GB are free"
     return ""
 
 
-def held_bytes(folder: Path) -> int:
+def directory_bytes(folder: Path) -> int:
     """Return the bytes of the files below a directory; 0 if it does not exist."""
     total = 0
     for root, _, names in os.walk(folder):
@@ -71,9 +71,9 @@ def held_bytes(folder: Path) -> int:
     return total
 
 
-def _existing(place: Path) -> Path:
+def _nearest_existing(path: Path) -> Path:
     """Return the directory, or its nearest existing parent."""
-    return next(parent for parent in (place, *place.parents) if parent.exists())
+    return next(parent for parent in (path, *path.parents) if parent.exists())
 
 
 if __name__ == "__main__":

@@ -15,27 +15,27 @@ from rich import progress
 from rich.console import Console
 
 from llama405b.contract import reader
-from llama405b.contract.errors import given
-from llama405b.spec.tensors import Part
+from llama405b.contract.errors import fmt_if
+from llama405b.spec.tensors import HostShard
 from llama405b_tools.agent import transfer
 from llama405b_tools.agent.transfer import (
-    LOOK,
+    CHECK_CANARIES,
     BrokenLinkError,
+    Downstream,
     FileSource,
-    Hop,
-    NextHop,
+    NextHost,
+    RelayCanaries,
     RelayProgress,
     RelayReady,
     RelayRequest,
-    RelaySees,
     SendRequest,
 )
-from llama405b_tools.deliver.setup_plan import Step
-from llama405b_tools.hosts.fleet import Dialogue, Fleet
-from llama405b_tools.hosts.transport import HostError, unanswered
+from llama405b_tools.deliver.setup_plan import SetupStep
+from llama405b_tools.hosts.fleet import Fleet, JsonSession
+from llama405b_tools.hosts.transport import HostError, failure_texts
 from llama405b_tools.text.words import fold_names
 
-SAY_EVERY_S = 10.0  # if standard output is not a terminal
+PRINT_EVERY_S = 10.0  # if standard output is not a terminal
 
 
 class PushProgress:
@@ -44,30 +44,30 @@ class PushProgress:
     def __init__(self, bars: progress.Progress | None) -> None:
         self.bars = bars
         self.tasks: dict[str, progress.TaskID] = {}
-        self.began, self.said = time.monotonic(), 0.0
-        self.done: dict[str, int] = {}  # bytes
+        self.started_at, self.printed_at = time.monotonic(), 0.0
+        self.done_bytes: dict[str, int] = {}  # bytes
         self.noted: set[tuple[str, str]] = set()
 
     def note(self, name: str, text: str) -> None:
         """Print a host's note on the files, once."""
         if (name, text) not in self.noted:
             self.noted.add((name, text))
-            line = given("{}: ", name) + text
+            line = fmt_if("{}: ", name) + text
             self.bars.console.print(line, markup=False, highlight=False) if self.bars else print(line, flush=True)
 
-    def at(self, name: str, done: int, total: int) -> None:
-        """Show that a host has ``done`` of ``total`` bytes."""
-        self.done[name] = done
+    def update(self, name: str, done_bytes: int, total_bytes: int) -> None:
+        """Show that a host has ``done_bytes`` of ``total_bytes`` bytes."""
+        self.done_bytes[name] = done_bytes
         if self.bars:
             if name not in self.tasks:
-                self.tasks[name] = self.bars.add_task(name, total=total)
-            self.bars.update(self.tasks[name], completed=done, total=total or 1)
-        elif time.monotonic() - self.said > SAY_EVERY_S and total:
-            self.said = time.monotonic()
-            behind = min(self.done, key=lambda host: self.done[host])
-            least = self.done[behind]
-            rate = f"{least / max(0.1, time.monotonic() - self.began) / 1e6:,.0f} MB/s"
-            print(f"{least / 1e9:.2f} of {total / 1e9:.2f} GB on {behind} (slowest); {rate}", flush=True)
+                self.tasks[name] = self.bars.add_task(name, total=total_bytes)
+            self.bars.update(self.tasks[name], completed=done_bytes, total=total_bytes or 1)
+        elif time.monotonic() - self.printed_at > PRINT_EVERY_S and total_bytes:
+            self.printed_at = time.monotonic()
+            slowest = min(self.done_bytes, key=lambda host: self.done_bytes[host])
+            min_bytes = self.done_bytes[slowest]
+            rate = f"{min_bytes / max(0.1, time.monotonic() - self.started_at) / 1e6:,.0f} MB/s"
+            print(f"{min_bytes / 1e9:.2f} of {total_bytes / 1e9:.2f} GB on {slowest} (slowest); {rate}", flush=True)
 
 
 @contextlib.contextmanager
@@ -77,65 +77,65 @@ def show_progress() -> Iterator[PushProgress]:
     if not console.is_terminal:
         yield PushProgress(None)
         return
-    name, so_far = progress.TextColumn("{task.description}"), progress.DownloadColumn()
-    rate, left = progress.TransferSpeedColumn(), progress.TimeRemainingColumn()
-    with progress.Progress(name, progress.BarColumn(), so_far, rate, left, console=console) as bars:
+    name, downloaded = progress.TextColumn("{task.description}"), progress.DownloadColumn()
+    rate, eta = progress.TransferSpeedColumn(), progress.TimeRemainingColumn()
+    with progress.Progress(name, progress.BarColumn(), downloaded, rate, eta, console=console) as bars:
         yield PushProgress(bars)
 
 
 class StepProgress:
     """Print each host's steps: a line when one begins, and after a silence a line about those that still run."""
 
-    def __init__(self, every_s: float = SAY_EVERY_S) -> None:
+    def __init__(self, every_s: float = PRINT_EVERY_S) -> None:
         self.every_s = every_s
         self.lock = threading.Lock()
-        self.began = time.monotonic()
-        self.said = 0.0
-        self.doing: dict[str, tuple[str, str]] = {}  # by host: the step, and the last line of its output
+        self.started_at = time.monotonic()
+        self.printed_at = 0.0
+        self.current_steps: dict[str, tuple[str, str]] = {}  # by host: the step, and the last line of its output
 
-    def say(self, whose: str, what: str) -> None:
+    def say(self, hosts: str, text: str) -> None:
         """Print a line."""
         with self.lock:
-            self._print(whose, what)
+            self._print(hosts, text)
 
     @contextlib.contextmanager
-    def of(self, host: str, step: Step) -> Iterator[Callable[[str], None]]:
+    def track(self, host: str, step: SetupStep) -> Iterator[Callable[[str], None]]:
         """Print that a step begins, and take its output, line by line."""
-        self.say(host, f"{step.name}{given(' ({})', step.comes)}")
+        self.say(host, f"{step.name}{fmt_if(' ({})', step.download)}")
         ended = threading.Event()
 
-        def seen(line: str) -> None:
-            self.doing[host] = step.name, line
+        def on_output(line: str) -> None:
+            self.current_steps[host] = step.name, line
 
         def remind() -> None:
             while not ended.wait(self.every_s):
                 self._remind()
 
-        seen("")
+        on_output("")
         threading.Thread(target=remind, daemon=True).start()
         try:
-            yield seen
+            yield on_output
         finally:
             ended.set()
-            del self.doing[host]
+            del self.current_steps[host]
 
-    def running(self) -> Iterator[tuple[str, dict[str, str]]]:
+    def running_steps(self) -> Iterator[tuple[str, dict[str, str]]]:
         """Yield the steps that run anywhere, each with the last line of its output by host."""
-        doing = dict(self.doing)
-        for step in sorted({step for step, _ in doing.values()}):
-            yield step, {host: line for host, (each, line) in doing.items() if each == step}
+        current = dict(self.current_steps)
+        for step in sorted({step for step, _ in current.values()}):
+            yield step, {host: line for host, (host_step, line) in current.items() if host_step == step}
 
     def _remind(self) -> None:
         """Print one line per step that runs anywhere, if nothing was printed for a while."""
         with self.lock:
-            if time.monotonic() - self.said < self.every_s:
+            if time.monotonic() - self.printed_at < self.every_s:
                 return
-            for step, hosts in self.running():
-                self._print(fold_names(hosts), f"still {step}{given(': {}', next(iter(hosts.values())))}")
+            for step, hosts in self.running_steps():
+                self._print(fold_names(hosts), f"still {step}{fmt_if(': {}', next(iter(hosts.values())))}")
 
-    def _print(self, whose: str, what: str) -> None:
-        self.said = time.monotonic()
-        print(f"{self.said - self.began:5.0f} s  {whose}: {what}", flush=True)
+    def _print(self, hosts: str, text: str) -> None:
+        self.printed_at = time.monotonic()
+        print(f"{self.printed_at - self.started_at:5.0f} s  {hosts}: {text}", flush=True)
 
 
 READY_S, SILENT_S = 30.0, 180.0
@@ -147,7 +147,7 @@ class Origin:
 
     host: str
     path: str
-    part: Part | None = None  # of the checkpoint there; None: all of it
+    part: HostShard | None = None  # of the checkpoint there; None: all of it
     names: tuple[str, ...] = ()  # of the files there; (): all
 
 
@@ -169,119 +169,123 @@ class Chain:
         self.targets = targets
         self.progress = progress
         self.token = secrets.token_hex(32)
-        self.dialogues: dict[str, Dialogue] = {}
+        self.dialogues: dict[str, JsonSession] = {}
         self.faults: dict[str, str] = {}  # by host
         self.origin_fault = ""
-        self.dead: set[str] = set()  # cannot receive, now or in another attempt
-        self.known: dict[str, int] = {}  # by host: files that were not read again
-        self.same: dict[str, str] = {}  # host -> an earlier one that shares its directory, and writes it for both
+        self.unusable: set[str] = set()  # cannot receive, now or in another attempt
+        self.n_already_verified: dict[str, int] = {}  # by host: files that were not read again
+        self.same_directory: dict[
+            str, str
+        ] = {}  # host -> an earlier one that shares its directory, and writes it for both
 
     def run(self) -> dict[str, str]:
         """Pass the files down; return the hosts that lack some, and why."""
         try:
-            ready = self._begin()
-            order = self._look(ready)
-            hops = [self._hop(name, ready[name]) for name in order]
+            ready = self._start_relays()
+            order = self._receiving_order(ready)
+            hops = [self._next_host(name, ready[name]) for name in order]
             for name, hop in itertools.zip_longest(order, hops[1:]):
-                self.dialogues[name].say(reader.dumps(Hop(hop)) + "\n")
+                self.dialogues[name].send(reader.dumps(Downstream(hop)) + "\n")
             if order:
-                self._pass_on(order, hops[0])
+                self._relay_files(order, hops[0])
         finally:
             self._close()
         return self.faults
 
-    def shared(self) -> dict[str, str]:
+    def find_shared_directories(self) -> dict[str, str]:
         """Return the hosts that share an earlier host's directory; pass nothing down."""
         try:
-            self._look(self._begin())
+            self._receiving_order(self._start_relays())
         finally:
             self._close()
-        return self.same
+        return self.same_directory
 
     def _close(self) -> None:
         for dialogue in self.dialogues.values():
             dialogue.end_input()
             dialogue.stream.close()
 
-    def _begin(self) -> dict[str, RelayReady]:
+    def _start_relays(self) -> dict[str, RelayReady]:
         """Start a relay on every host; return those that can receive."""
 
-        def begin(name: str) -> RelayReady:
+        def start_relay(name: str) -> RelayReady:
             request = RelayRequest(self.targets[name], self.token, name)
-            self.dialogues[name] = self.fleet.dialogue(name, "relay", request)
-            ready = self.dialogues[name].answer(RelayReady, READY_S)
+            self.dialogues[name] = self.fleet.open_session(name, "relay", request)
+            ready = self.dialogues[name].receive(RelayReady, READY_S)
             if ready.fault:
                 raise HostError(ready.fault)
             return ready
 
-        outcomes = self.fleet.each(begin, self.targets)
-        self.faults = unanswered(outcomes)
-        self.dead = set(self.faults)
-        return {name: found for name, found in outcomes.items() if isinstance(found, RelayReady)}
+        outcomes = self.fleet.call_each(start_relay, self.targets)
+        self.faults = failure_texts(outcomes)
+        self.unusable = set(self.faults)
+        return {name: outcome for name, outcome in outcomes.items() if isinstance(outcome, RelayReady)}
 
-    def _look(self, ready: Mapping[str, RelayReady]) -> list[str]:
+    def _receiving_order(self, ready: Mapping[str, RelayReady]) -> list[str]:
         """Return the hosts to pass files to, in order; of those that share a directory, only the first."""
 
-        def look(name: str) -> RelaySees:
-            self.dialogues[name].say(LOOK)
-            return self.dialogues[name].answer(RelaySees, READY_S)
+        def read_marks(name: str) -> RelayCanaries:
+            self.dialogues[name].send(CHECK_CANARIES)
+            return self.dialogues[name].receive(RelayCanaries, READY_S)
 
-        seen = self.fleet.each(look, ready)
-        self.faults |= unanswered(seen)
-        sees = {name: found.sees for name, found in seen.items() if isinstance(found, RelaySees)}
-        for name, marks in sees.items():
-            first = next((other for other in sees if other in marks), name)
+        outcomes = self.fleet.call_each(read_marks, ready)
+        self.faults |= failure_texts(outcomes)
+        marks_by_host = {name: outcome.sees for name, outcome in outcomes.items() if isinstance(outcome, RelayCanaries)}
+        for name, marks in marks_by_host.items():
+            first = next((other for other in marks_by_host if other in marks), name)
             if first != name:
-                self.same[name] = first
-        return [name for name in sees if name not in self.same]
+                self.same_directory[name] = first
+        return [name for name in marks_by_host if name not in self.same_directory]
 
-    def _hop(self, name: str, ready: RelayReady) -> NextHop:
+    def _next_host(self, name: str, ready: RelayReady) -> NextHost:
         """Return the address at which a host receives."""
         host = self.fleet.hosts[name]
         addresses = ready.addresses
         if host.address:
             addresses = (host.address,)
-        return NextHop(addresses, ready.port, self.token)
+        return NextHost(addresses, ready.port, self.token)
 
-    def _pass_on(self, order: Sequence[str], first: NextHop) -> None:
+    def _relay_files(self, order: Sequence[str], first: NextHost) -> None:
         """Feed the first host, and collect the result from all."""
         sender = threading.Thread(target=self._send, args=(order[0], first), daemon=True)
         sender.start()
-        ends = self.fleet.each(lambda name: self._follow(name, self.dialogues[name]), order)
+        outcomes = self.fleet.call_each(lambda name: self._read_progress(name, self.dialogues[name]), order)
         sender.join(READY_S)
-        news = {name: end for name, end in ends.items() if isinstance(end, RelayProgress)}
-        faults = unanswered(ends) | {name: end.fault for name, end in news.items() if end.fault}
-        because = given(" ({})", self.origin_fault)
-        self.faults |= {name: f"{fault}{because}" for name, fault in faults.items()}
-        self.dead |= {name for name, end in news.items() if end.own}
-        self.known = {name: end.known for name, end in news.items()}
-        self.faults |= {name: f"same as on {first}" for name, first in self.same.items() if first in self.faults}
+        results = {name: end for name, end in outcomes.items() if isinstance(end, RelayProgress)}
+        faults = failure_texts(outcomes) | {name: end.fault for name, end in results.items() if end.fault}
+        origin_note = fmt_if(" ({})", self.origin_fault)
+        self.faults |= {name: f"{fault}{origin_note}" for name, fault in faults.items()}
+        self.unusable |= {name for name, end in results.items() if end.own}
+        self.n_already_verified = {name: end.known for name, end in results.items()}
+        self.faults |= {
+            name: f"same as on {first}" for name, first in self.same_directory.items() if first in self.faults
+        }
 
-    def _send(self, first: str, below: NextHop) -> None:
+    def _send(self, first: str, downstream: NextHost) -> None:
         """Feed the first host: from this machine by TCP or through SSH, or from the host that has the files."""
         try:
             if self.source is None:
-                request = SendRequest(self.origin.path, below, self.origin.part, self.origin.names)
-                dialogue = self.fleet.dialogue(self.origin.host, "send", request)
-                self.origin_fault = self._follow(self.origin.host, dialogue).fault
+                request = SendRequest(self.origin.path, downstream, self.origin.part, self.origin.names)
+                dialogue = self.fleet.open_session(self.origin.host, "send", request)
+                self.origin_fault = self._read_progress(self.origin.host, dialogue).fault
                 return
-            with contextlib.closing(self._link(first, below)) as link:
+            with contextlib.closing(self._connect(first, downstream)) as link:
                 transfer.send_files(self.source, self.token, link, lambda _: None)
         except (OSError, HostError, BrokenLinkError, reader.MalformedError) as error:
             self.origin_fault = str(error)
 
-    def _link(self, first: str, below: NextHop) -> transfer.Link:
+    def _connect(self, first: str, downstream: NextHost) -> transfer.ByteStream:
         try:
-            return transfer.connect_to(below)
+            return transfer.connect_to_host(downstream)
         except BrokenLinkError:
-            return self.fleet.connection(first).tunnel(below.port)
+            return self.fleet.connection(first).tunnel(downstream.port)
 
-    def _follow(self, name: str, dialogue: Dialogue) -> RelayProgress:
+    def _read_progress(self, name: str, dialogue: JsonSession) -> RelayProgress:
         while True:
-            news = dialogue.answer(RelayProgress, SILENT_S)
-            for note in news.notes:
+            report = dialogue.receive(RelayProgress, SILENT_S)
+            for note in report.notes:
                 self.progress.note(name, note)
-            if news.end:
-                self.progress.at(name, news.done, news.done)
-                return news
-            self.progress.at(name, news.done, news.total)
+            if report.end:
+                self.progress.update(name, report.done, report.done)
+                return report
+            self.progress.update(name, report.done, report.total)

@@ -26,8 +26,8 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, TypeVar
 
 from llama405b.contract import reader
-from llama405b.contract.errors import RunError, UserError, given, last_of, reason_of
-from llama405b.contract.files import refuse_others_writing, write_json
+from llama405b.contract.errors import RunError, UserError, fmt_if, last_or, reason_of
+from llama405b.contract.files import check_only_owner_writes, write_json
 from llama405b_tools import parsers
 from llama405b_tools.hosts.inventory import Host, parse_hosts
 from llama405b_tools.hosts.transport import (
@@ -35,8 +35,8 @@ from llama405b_tools.hosts.transport import (
     HostError,
     Local,
     Stream,
-    options_of,
-    own_line,
+    load_ssh_options,
+    module_line,
     read_message,
     shell_path,
 )
@@ -46,47 +46,47 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 T = TypeVar("T")
-END = "llama405b-exit-code "  # after the output
+EXIT_CODE_PREFIX = "llama405b-exit-code "  # after the output
 # All that the line starts is in this shell's process group, whose other processes end with standard input. On one line, for csh.
-WHILE_OPEN = (
+RUN_WHILE_OPEN = (
     "trap : TERM; exec 3<&0 </dev/null 2>&1; {{ while read -r _; do :; done <&3; kill 0; }} >/dev/null 2>&1 & watcher=$!; "
     "({line}) 3<&-; code=$?; exec 2>/dev/null; kill $watcher; echo; echo {end}$code"
 )
 
 
-def _failed(said: str) -> HostError:
+def _default_fault(last_output: str) -> HostError:
     return HostError(
-        f"the connection was lost or the program on the host failed before it answered{given(' ({})', said)}"
+        f"the connection was lost or the program on the host failed before it answered{fmt_if(' ({})', last_output)}"
     )
 
 
-class Dialogue:
+class JsonSession:
     """Exchanges JSON lines with a program over a stream."""
 
-    def __init__(self, stream: Stream, fault_of: Callable[[str], HostError] = _failed) -> None:
-        """``fault_of``: says why the program ended, from its last words."""
-        self.stream, self.fault_of = stream, fault_of
-        self.answers: queue.Queue[tuple[str, float] | None] = queue.Queue()
-        self.heard_at = 0.0  # when the last answer arrived, by this machine's clock
-        self.last_words = ""  # its last output that was not an answer
+    def __init__(self, stream: Stream, explain_fault: Callable[[str], HostError] = _default_fault) -> None:
+        """``explain_fault``: says why the program ended, from its last words."""
+        self.stream, self.explain_fault = stream, explain_fault
+        self.replies: queue.Queue[tuple[str, float] | None] = queue.Queue()
+        self.replied_at = 0.0  # when the last answer arrived, by this machine's clock
+        self.last_output = ""  # its last output that was not an answer
         threading.Thread(target=self._read, daemon=True).start()
 
-    def answer(self, kind: type[T], timeout_s: float) -> T:
+    def receive(self, reply_type: type[T], timeout_s: float) -> T:
         """Return the next reply.
 
         Raises:
             HostError: It does not come within ``timeout_s``, the stream ends, or it is malformed.
         """
         try:
-            found = self.answers.get(timeout=timeout_s)
+            reply = self.replies.get(timeout=timeout_s)
         except queue.Empty:
             raise HostError(f"did not answer within {timeout_s:.0f} s") from None
-        if found is None:
-            raise self.fault_of(self.last_words)
-        text, self.heard_at = found
-        return read_message(kind, text, "its answer")
+        if reply is None:
+            raise self.explain_fault(self.last_output)
+        text, self.replied_at = reply
+        return read_message(reply_type, text, "its answer")
 
-    def say(self, text: str) -> None:
+    def send(self, text: str) -> None:
         """Write to its standard input.
 
         Raises:
@@ -102,43 +102,43 @@ class Dialogue:
         """Wait for it to end after ``end_input``; give up after ``within_s``."""
         deadline = time.monotonic() + max(0.0, within_s)
         with contextlib.suppress(queue.Empty):
-            while self.answers.get(timeout=max(0.0, deadline - time.monotonic())) is not None:
+            while self.replies.get(timeout=max(0.0, deadline - time.monotonic())) is not None:
                 pass
         self.stream.close()
 
     def _read(self) -> None:
         for line in self.stream:
             if line.startswith("{"):
-                self.answers.put((line, time.time()))
+                self.replies.put((line, time.time()))
             else:
-                self.last_words = line.strip()[:200] or self.last_words
-        self.answers.put(None)
+                self.last_output = line.strip()[:200] or self.last_output
+        self.replies.put(None)
 
 
 def run_streaming(
     connection: Connection,
     line: str,
-    seen: Callable[[str], object],
-    began: Callable[[Stream], object] = lambda _stream: None,
+    on_line: Callable[[str], object],
+    on_start: Callable[[Stream], object] = lambda _stream: None,
 ) -> str:
     """Run a shell line while the connection holds; return its exit code, '' if the connection broke.
 
     The command and its children that honor SIGTERM end when its standard input closes or the connection breaks.
 
-    ``seen``: gets each line of its output that is not empty, cleaned; ``began``: gets its stream.
+    ``on_line``: gets each line of its output that is not empty, cleaned; ``on_start``: gets its stream.
 
     Raises:
         HostError: It cannot be run.
     """
     code = ""
-    stream = connection.stream(WHILE_OPEN.format(line=line, end=END), "")
-    began(stream)
-    for each in stream:
-        text = clean(each.rstrip())
-        if text.startswith(END):
-            code = text.removeprefix(END)
+    stream = connection.stream(RUN_WHILE_OPEN.format(line=line, end=EXIT_CODE_PREFIX), "")
+    on_start(stream)
+    for raw_line in stream:
+        text = clean(raw_line.rstrip())
+        if text.startswith(EXIT_CODE_PREFIX):
+            code = text.removeprefix(EXIT_CODE_PREFIX)
         elif text:
-            seen(text)
+            on_line(text)
     return code
 
 
@@ -146,21 +146,21 @@ def program_name() -> str:
     """Return the program's name as this terminal finds it, for commands to type."""
     if shutil.which("llama405b"):
         return "llama405b"
-    beside = Path(sys.executable).parent / "llama405b"
-    if not beside.exists():
+    script = Path(sys.executable).parent / "llama405b"
+    if not script.exists():
         return f"{sys.executable} -m llama405b_tools.cli"
     with contextlib.suppress(ValueError):  # it is not below the current directory
-        beside = beside.relative_to(Path.cwd())
-    return str(beside)
+        script = script.relative_to(Path.cwd())
+    return str(script)
 
 
-def command_to_type(verb: str, hosts_file: Path | None, run: str = "") -> str:
+def command_to_type(verb: str, hosts_file: Path | None, run_name: str = "") -> str:
     """Return a command to type here: the program, the hosts file (None for a Slurm job) and the run."""
-    hosts = hosts_argument(hosts_file) if hosts_file else ""
-    return f"{program_name()} {verb}{hosts}{given(' --run {}', run)}"
+    hosts_arg = hosts_argument(hosts_file) if hosts_file else ""
+    return f"{program_name()} {verb}{hosts_arg}{fmt_if(' --run {}', run_name)}"
 
 
-def file_of(host: Host) -> Path | None:
+def find_hosts_file(host: Host) -> Path | None:
     """Return the hosts file that a host is from; None for the node of a Slurm job."""
     file = host.where.rpartition(":")[0]
     return Path(file) if file else None
@@ -183,10 +183,10 @@ def is_local(host: Host) -> bool:
     """
     if host.user not in ("", getpass.getuser()) or host.port:
         return False
-    if host.loopback or host.name == socket.gethostname():
+    if host.is_loopback or host.name == socket.gethostname():
         return True
-    with contextlib.suppress(OSError), socket.socket() as bound:  # only this machine's addresses can be bound
-        bound.bind((host.address, 0))
+    with contextlib.suppress(OSError), socket.socket() as sock:  # only this machine's addresses can be bound
+        sock.bind((host.address, 0))
         return bool(host.address)
     return False
 
@@ -197,7 +197,7 @@ class Fleet:
     def __init__(self, hosts: Iterable[Host]) -> None:
         self.hosts = {host.name: host for host in hosts}
         self.connections: dict[str, Connection] = {}
-        self.opening: dict[str, concurrent.futures.Future[Connection]] = {}
+        self.pending_connections: dict[str, concurrent.futures.Future[Connection]] = {}
         self.pool = concurrent.futures.ThreadPoolExecutor(MAX_AT_ONCE, "host")
 
     def __enter__(self) -> "Fleet":
@@ -208,30 +208,30 @@ class Fleet:
         for connection in list(self.connections.values()):
             connection.close()
 
-    def join(self, hosts: Iterable[Host]) -> None:
+    def add_hosts(self, hosts: Iterable[Host]) -> None:
         """Add hosts, each reached by its name, or else by its address on the training network."""
-        added = {host.name: host for host in hosts}
-        self.hosts |= added
-        for name, found in self.each(self.connection, added).items():
-            if isinstance(found, HostError) and added[name].address:
-                self.hosts[name] = dataclasses.replace(added[name], name=added[name].address)
+        added_hosts = {host.name: host for host in hosts}
+        self.hosts |= added_hosts
+        for name, outcome in self.call_each(self.connection, added_hosts).items():
+            if isinstance(outcome, HostError) and added_hosts[name].address:
+                self.hosts[name] = dataclasses.replace(added_hosts[name], name=added_hosts[name].address)
 
-    def among(self, names: Collection[str]) -> "Fleet":
+    def subset(self, names: Collection[str]) -> "Fleet":
         """Return the same fleet with only some of its hosts. It shares the connections and must not be closed."""
-        part = copy.copy(self)
-        part.hosts = {name: host for name, host in self.hosts.items() if name in names}
-        return part
+        subset = copy.copy(self)
+        subset.hosts = {name: host for name, host in self.hosts.items() if name in names}
+        return subset
 
-    def slots(self, name: str) -> int:
+    def expected_gpus(self, name: str) -> int:
         """Return how many GPUs a host should have; 0: unknown.
 
         It is unknown for several names of this machine, which share its GPUs.
         """
-        return 0 if self.hosts[name].loopback and len(self.hosts) > 1 else self.hosts[name].slots
+        return 0 if self.hosts[name].is_loopback and len(self.hosts) > 1 else self.hosts[name].slots
 
-    def each(self, act: Callable[[str], T], names: Iterable[str] | None = None) -> dict[str, T | HostError]:
-        """Call ``act`` for all hosts in parallel; a failing host does not delay the others' results."""
-        futures = {name: self.pool.submit(act, name) for name in (self.hosts if names is None else names)}
+    def call_each(self, function: Callable[[str], T], names: Iterable[str] | None = None) -> dict[str, T | HostError]:
+        """Call ``function`` for all hosts in parallel; a failing host does not delay the others' results."""
+        futures = {name: self.pool.submit(function, name) for name in (self.hosts if names is None else names)}
         outcomes: dict[str, T | HostError] = {}
         for name, future in futures.items():
             try:
@@ -245,12 +245,12 @@ class Fleet:
         return outcomes
 
     def ask_all(
-        self, action: str, requests: Mapping[str, "DataclassInstance"], reply: type[T], timeout_s: float
+        self, action: str, requests: Mapping[str, "DataclassInstance"], reply_type: type[T], timeout_s: float
     ) -> dict[str, T | HostError]:
         """Run one action of the agent on each host that has a request."""
-        return self.each(lambda name: self.ask(name, action, requests[name], reply, timeout_s), requests)
+        return self.call_each(lambda name: self.ask(name, action, requests[name], reply_type, timeout_s), requests)
 
-    def ask(self, name: str, action: str, request: "DataclassInstance", reply: type[T], timeout_s: float) -> T:
+    def ask(self, name: str, action: str, request: "DataclassInstance", reply_type: type[T], timeout_s: float) -> T:
         """Run one action of the agent on a host.
 
         Raises:
@@ -262,11 +262,11 @@ class Fleet:
         except HostError:
             self.forget(name)
             raise
-        last = last_of(result.out.splitlines())
-        if result.code or not last.startswith("{"):
-            said = last_of(result.err.strip().splitlines(), f"exit code {result.code}")
-            raise self.fault_of(name, said, cannot_run=result.code in (126, 127))
-        return read_message(reply, last, "its answer")
+        final_line = last_or(result.out.splitlines())
+        if result.code or not final_line.startswith("{"):
+            last_output = last_or(result.err.strip().splitlines(), f"exit code {result.code}")
+            raise self.explain_fault(name, last_output, cannot_run=result.code in (126, 127))
+        return read_message(reply_type, final_line, "its answer")
 
     def stream(self, name: str, action: str, request: "DataclassInstance") -> Stream:
         """Run an action of the agent that continues until its standard input is closed.
@@ -277,34 +277,38 @@ class Fleet:
         command = f"exec 2>&1; {self.command(name, action)}"  # so that its last words can be told
         return self.connection(name).stream(command, reader.dumps(request) + "\n")
 
-    def dialogue(self, name: str, action: str, request: "DataclassInstance") -> Dialogue:
+    def open_session(self, name: str, action: str, request: "DataclassInstance") -> JsonSession:
         """Run an action of the agent that replies and accepts further messages.
 
         Raises:
             HostError: The host cannot be reached.
         """
-        return Dialogue(self.stream(name, action, request), lambda said: self.fault_of(name, said))
+        return JsonSession(
+            self.stream(name, action, request), lambda last_output: self.explain_fault(name, last_output)
+        )
 
-    def fault_of(self, name: str, said: str, *, cannot_run: bool = False) -> HostError:
+    def explain_fault(self, name: str, last_output: str, *, cannot_run: bool = False) -> HostError:
         """Explain why the agent did not run on a host, from the last line that the shell or Python wrote there."""
         python = self.python(name)
         workdir = self.workdir(name)
         setup = self.command_to_type("setup")
-        if too_old := TOO_OLD.search(said):
+        if version_match := TOO_OLD.search(last_output):
             return HostError(
-                f"{python} is Python {too_old[1]}, but llama405b needs 3.11 or newer; run `{setup}`, or set python="
+                f"{python} is Python {version_match[1]}, but llama405b needs 3.11 or newer; run `{setup}`, or set python="
             )
-        if (absent := parsers.NO_MODULE.search(said)) and not absent[1].startswith("llama405b"):
-            return HostError(f"{python} has no {absent[1]}; this version needs it: run `{setup}` again")
-        if absent:
+        if (module_match := parsers.NO_MODULE.search(last_output)) and not module_match[1].startswith("llama405b"):
+            return HostError(f"{python} has no {module_match[1]}; this version needs it: run `{setup}` again")
+        if module_match:
             return HostError(f"{python} has no llama405b in {workdir}; run `{setup}`, or set workdir= or python=")
-        if parsers.NO_DIRECTORY.search(said):
+        if parsers.NO_DIRECTORY.search(last_output):
             return HostError(f"there is no directory {workdir}; run `{setup}`, or set workdir=")
-        if cannot_run or re.match(rf"\S*sh:.*{re.escape(PurePosixPath(python).name)}\s?: ", said):  # in any language
+        if cannot_run or re.match(
+            rf"\S*sh:.*{re.escape(PurePosixPath(python).name)}\s?: ", last_output
+        ):  # in any language
             return HostError(f"{python} cannot be run; run `{setup}`, or set python=")
-        if not said:
+        if not last_output:
             return HostError("the connection was lost or the program on the host ended")
-        return HostError(f"the agent failed ({said})")
+        return HostError(f"the agent failed ({last_output})")
 
     def connection(self, name: str) -> Connection:
         """Return the open connection to a host, or open one; concurrent callers wait for the same one.
@@ -312,19 +316,19 @@ class Fleet:
         Raises:
             HostError: It cannot be opened.
         """
-        mine = concurrent.futures.Future[Connection]()
-        opening = self.opening.setdefault(name, mine)
-        if opening is mine:
+        own_future = concurrent.futures.Future[Connection]()
+        future = self.pending_connections.setdefault(name, own_future)
+        if future is own_future:
             try:
-                kept = self.connections.get(name)
-                if kept is None or not kept.is_open():  # its sshd may close idle ones
+                connection = self.connections.get(name)
+                if connection is None or not connection.is_open():  # its sshd may close idle ones
                     self.forget(name)  # those to its jump hosts may be open
-                    kept = self.connections[name] = _connect(self.hosts[name])
-                mine.set_result(kept)
+                    connection = self.connections[name] = _connect(self.hosts[name])
+                own_future.set_result(connection)
             except BaseException as error:  # noqa: BLE001 - raised below, in each that waits
-                mine.set_exception(error)
-            del self.opening[name]
-        return opening.result()
+                own_future.set_exception(error)
+            del self.pending_connections[name]
+        return future.result()
 
     def forget(self, name: str, *, unless_open: bool = False) -> None:
         """Close a broken connection; the next call opens a new one. ``unless_open``: others may still be using it."""
@@ -333,9 +337,9 @@ class Fleet:
         if connection := self.connections.pop(name, None):
             connection.close()
 
-    def command_to_type(self, verb: str, run: str = "") -> str:
+    def command_to_type(self, verb: str, run_name: str = "") -> str:
         """Return a command about these hosts, to be typed by the user."""
-        return command_to_type(verb, file_of(next(iter(self.hosts.values()))), run)
+        return command_to_type(verb, find_hosts_file(next(iter(self.hosts.values()))), run_name)
 
     def command(self, name: str, action: str) -> str:
         """Return the shell line for an action on a host."""
@@ -363,22 +367,22 @@ def _connect(host: Host) -> Connection:
 
 def agent_command(python: str, workdir: str, action: str, prefix: str = "") -> str:
     """Build the shell line that runs one action of the agent on a host; its request goes to standard input."""
-    start = own_line(shell_path(python), "llama405b_tools.agent.agent")
-    return f"{given('{} && ', prefix)}cd {shell_path(workdir)} && {start} {shlex.quote(action)}"
+    start = module_line(shell_path(python), "llama405b_tools.agent.agent")
+    return f"{fmt_if('{} && ', prefix)}cd {shell_path(workdir)} && {start} {shlex.quote(action)}"
 
 
 def ssh_user(host: Host) -> str:
     """Return the user that SSH logs in as: of the hosts file, of ~/.ssh/config, or this process's."""
     if host.user or is_local(host):
         return host.user or getpass.getuser()
-    return options_of(host.name, port=host.port).user
+    return load_ssh_options(host.name, port=host.port).user
 
 
 def ssh_address(host: Host) -> str:
     """Return the address that SSH uses for a host."""
-    if host.loopback or is_local(host):
+    if host.is_loopback or is_local(host):
         return host.name
-    return options_of(host.name, host.user, host.port).hostname
+    return load_ssh_options(host.name, host.user, host.port).hostname
 
 
 MAX_CHARACTERS = 4 << 20
@@ -393,20 +397,20 @@ def read_hosts(path: Path) -> tuple[Host, ...]:
     if not str(path).isprintable():
         raise UserError(f"{str(path)!r}: the name of a hosts file cannot contain control characters; rename it")
     try:
-        refuse_others_writing(path)
+        check_only_owner_writes(path)
         if not path.is_file():  # the later commands read it again, and opening a FIFO waits for its writer
             raise UserError(f"{path}: is a directory, FIFO or device; name a file with one host per line")
         with path.open(encoding="utf-8-sig") as file:
             text = file.read(MAX_CHARACTERS + 1)
     except (OSError, UnicodeDecodeError) as error:
-        why = reason_of(error)
+        reason = reason_of(error)
         raise UserError(
-            f"{path}: cannot be read ({why}); pass the path of a hosts file (one host per line), or cd to its directory"
+            f"{path}: cannot be read ({reason}); pass the path of a hosts file (one host per line), or cd to its directory"
         ) from None
     if len(text) > MAX_CHARACTERS:
         raise UserError(f"{path}: is too large for a hosts file; name a file with one host per line")
-    uses = read_uses()
-    return tuple(_use_of(host, uses).on(host) for host in parse_hosts(text, str(path)))
+    installations = read_installations()
+    return tuple(_find_installation(host, installations).apply_to(host) for host in parse_hosts(text, str(path)))
 
 
 def state_directory() -> Path:
@@ -420,72 +424,76 @@ def setup_path() -> Path:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Use:
+class Installation:
     """What ``setup`` installed on a host, for all later commands."""
 
     python: str
     workdir: str
     prefix: str  # a shell line that runs before everything else
 
-    def on(self, host: Host) -> Host:
+    def apply_to(self, host: Host) -> Host:
         """Return the host with this installation's settings, except where its line sets its own."""
         python, workdir = host.python or self.python, host.workdir or self.workdir
         return dataclasses.replace(host, python=python, workdir=workdir, prefix=self.prefix)
 
 
-NOT_SET_UP = Use("", "", "")
+NOT_SET_UP = Installation("", "", "")
 WORKDIR = "~/llama405b"  # where setup puts the project on a host whose line does not say
-Uses = Mapping[str, Sequence[Use]]  # by host and user, one per directory; the last one made comes last
+Installations = Mapping[
+    str, Sequence[Installation]
+]  # by host and user, one per directory; the last one made comes last
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Record:
-    hosts: Mapping[str, tuple[Use, ...]]
+class _InstallationFile:
+    hosts: Mapping[str, tuple[Installation, ...]]
 
 
-def _key(host: Host) -> str:
+def _installation_key(host: Host) -> str:
     """Return a host as its line addresses it, with the user; this machine has one name."""
     name = host.name
-    if host.loopback:
+    if host.is_loopback:
         name = "localhost"
     return f"{host.user}@{name}:{host.port or 22}"
 
 
-def _use_of(host: Host, uses: Uses) -> Use:
+def _find_installation(host: Host, installations: Installations) -> Installation:
     """Return what setup installed on a host.
 
     In the line's directory; if the line has none, in the default one, else in any other.
     """
-    by_workdir = {use.workdir: use for use in uses.get(_key(host), ())}
+    by_workdir = {installation.workdir: installation for installation in installations.get(_installation_key(host), ())}
     if host.workdir or is_local(host):
         return by_workdir.get(host.workdir or str(Path.cwd()), NOT_SET_UP)
     return by_workdir.get(WORKDIR) or next(reversed(by_workdir.values()), NOT_SET_UP)
 
 
-def read_uses() -> Uses:
+def read_installations() -> Installations:
     """Read what ``setup`` recorded."""
     path = setup_path()
     if not path.is_file():
         return {}
-    refuse_others_writing(path)
+    check_only_owner_writes(path)
     try:
-        return reader.loads(_Record, path.read_text(encoding="utf-8"), path.name).hosts
+        return reader.loads(_InstallationFile, path.read_text(encoding="utf-8"), path.name).hosts
     except (OSError, ValueError):
         raise UserError(f"{path}: not written by setup; delete it, and run `{program_name()} setup` again") from None
 
 
-def write_uses(made: Iterable[tuple[Host, Use]]) -> None:
+def write_installations(new_installations: Iterable[tuple[Host, Installation]]) -> None:
     """Add new installations to the records of ``setup``.
 
     Raises:
         RunError: The file cannot be written.
     """
-    uses = {key: list(found) for key, found in read_uses().items()}
-    for host, use in made:
-        earlier = [each for each in uses.get(_key(host), ()) if each.workdir != use.workdir]
-        uses[_key(host)] = [*earlier, use]
+    installations = {key: list(entries) for key, entries in read_installations().items()}
+    for host, installation in new_installations:
+        previous = [
+            entry for entry in installations.get(_installation_key(host), ()) if entry.workdir != installation.workdir
+        ]
+        installations[_installation_key(host)] = [*previous, installation]
     try:
-        write_json(setup_path(), _Record({key: tuple(found) for key, found in uses.items()}))
+        write_json(setup_path(), _InstallationFile({key: tuple(entries) for key, entries in installations.items()}))
     except OSError as error:
         raise RunError(
             f"{setup_path()}: cannot be written ({reason_of(error)}); make it writable, and run setup again"

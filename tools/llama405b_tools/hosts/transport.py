@@ -24,23 +24,23 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from llama405b.contract import disk, reader
-from llama405b.contract.errors import RunError, UserError, given, last_of, short
-from llama405b.contract.files import USERS_UMASK, refuse_others_writing
+from llama405b.contract.errors import RunError, UserError, fmt_if, last_or, shorten
+from llama405b.contract.files import USERS_UMASK, check_only_owner_writes
 from llama405b.contract.software import LOADER
-from llama405b_tools.text.words import printable, tidy
+from llama405b_tools.text.words import clean_value, mask_controls
 
 MAX_LINE = 1 << 24  # of a stream, in case a host never ends its line
 # All that a run inherits from its launcher's environment; everything else, above all secrets, is passed explicitly.
-ENV = (
+INHERITED_VARIABLES = (
     "PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_ALL", "TMPDIR", "XDG_RUNTIME_DIR", "LD_LIBRARY_PATH", "HF_HOME",
     USERS_UMASK, "SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS",  # of a Slurm that a module brings
 )  # fmt: skip
 
 
-NOT_PLAIN = re.compile(r"\\[bfnrtu]|[^ -~\n]")  # of a line of JSON: there may be control characters in it
+NEEDS_CLEANING = re.compile(r"\\[bfnrtu]|[^ -~\n]")  # of a line of JSON: there may be control characters in it
 T = TypeVar("T")
-MOST = 1000  # characters of an error
-ENDS_WITHIN_S = 2.0  # once its stream is closed; then a local command is killed
+MAX_ERROR_CHARS = 1000  # characters of an error
+CLOSE_TIMEOUT_S = 2.0  # once its stream is closed; then a local command is killed
 
 
 class HostError(RunError):
@@ -50,25 +50,25 @@ class HostError(RunError):
     """
 
     def __init__(self, message: str, kind: str = "DOWN") -> None:
-        super().__init__(printable(short(message, MOST)))  # parts of it may come from the host
+        super().__init__(mask_controls(shorten(message, MAX_ERROR_CHARS)))  # parts of it may come from the host
         self.kind = kind
 
 
-def read_message(kind: type[T], line: str, where: str) -> T:
+def read_message(message_type: type[T], line: str, label: str) -> T:
     """Build a message from a line that a host sent; its text is cleaned here, once for all displays.
 
     Raises:
         HostError: It is malformed.
     """
     try:
-        message = reader.loads(kind, line, where)
-        return tidy(message) if NOT_PLAIN.search(line) else message
+        message = reader.loads(message_type, line, label)
+        return clean_value(message) if NEEDS_CLEANING.search(line) else message
     except ValueError as error:
         raise HostError(f"{error}; do both ends run the same version?") from None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Result:
+class CommandResult:
     """The exit code and output of a command."""
 
     code: int
@@ -112,7 +112,7 @@ class Tunnel(Protocol):
 class Connection(Protocol):
     """A way to run commands on one machine."""
 
-    def run(self, command: str, stdin: str, timeout_s: float) -> Result:
+    def run(self, command: str, stdin: str, timeout_s: float) -> CommandResult:
         """Run a shell line to completion.
 
         Raises:
@@ -143,8 +143,8 @@ class Connection(Protocol):
 class Local:
     """This machine, without sshd."""
 
-    def run(self, command: str, stdin: str, timeout_s: float) -> Result:
-        with _start(command) as child:
+    def run(self, command: str, stdin: str, timeout_s: float) -> CommandResult:
+        with _start_shell(command) as child:
             try:
                 out, err = child.communicate(stdin, timeout_s)
             except BaseException as error:  # Ctrl-C too: the command must not outlive us
@@ -153,10 +153,10 @@ class Local:
                 if isinstance(error, subprocess.TimeoutExpired):
                     raise HostError(f"did not answer within {timeout_s:.0f} s") from None
                 raise
-            return Result(child.returncode, out, err)
+            return CommandResult(child.returncode, out, err)
 
     def stream(self, command: str, stdin: str) -> Stream:
-        return _LocalStream(_start(command, stderr=subprocess.DEVNULL), stdin)  # a full pipe would stop it
+        return _LocalStream(_start_shell(command, stderr=subprocess.DEVNULL), stdin)  # a full pipe would stop it
 
     def tunnel(self, port: int) -> Tunnel:
         try:
@@ -201,12 +201,12 @@ class _LocalStream:
             return
         self.end_input()
         # Not a daemon: this process must not end before the command has, or has been killed.
-        threading.Thread(target=self._see_to_its_end).start()
+        threading.Thread(target=self._kill_if_running).start()
 
-    def _see_to_its_end(self) -> None:
+    def _kill_if_running(self) -> None:
         """Kill the command if it does not end: a stopped process never notices that its input was closed."""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.child.wait(ENDS_WITHIN_S)
+            self.child.wait(CLOSE_TIMEOUT_S)
             return
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.child.pid, signal.SIGKILL)
@@ -216,8 +216,8 @@ class _LocalStream:
         self.stdin.flush()
 
 
-def _start(command: str, stderr: int = subprocess.PIPE) -> "subprocess.Popen[str]":
-    env = {name: os.environ[name] for name in ENV if name in os.environ}
+def _start_shell(command: str, stderr: int = subprocess.PIPE) -> "subprocess.Popen[str]":
+    env = {name: os.environ[name] for name in INHERITED_VARIABLES if name in os.environ}
     return subprocess.Popen(
         ["/bin/sh", "-c", command],
         stdin=subprocess.PIPE,
@@ -236,45 +236,48 @@ Outcomes = Mapping[str, T | HostError]  # by host
 
 def replies(outcomes: Outcomes[T]) -> dict[str, T]:
     """Return the replies, by host."""
-    return {name: found for name, found in outcomes.items() if not isinstance(found, HostError)}
+    return {name: outcome for name, outcome in outcomes.items() if not isinstance(outcome, HostError)}
 
 
-def unanswered(outcomes: Outcomes[T]) -> dict[str, str]:
+def failure_texts(outcomes: Outcomes[T]) -> dict[str, str]:
     """Return why hosts failed, by host."""
-    return {name: str(found) for name, found in outcomes.items() if isinstance(found, HostError)}
+    return {name: str(outcome) for name, outcome in outcomes.items() if isinstance(outcome, HostError)}
 
 
-def disagreements(facts: Mapping[str, Mapping[str, str]]) -> list[str]:
+def list_disagreements(facts: Mapping[str, Mapping[str, str]]) -> list[str]:
     """Return which hosts differ from the majority: one clause per differing fact."""
     names = next(iter(facts.values()), {})
-    found = [disagreement(name, {host: each.get(name, "missing") for host, each in facts.items()}) for name in names]
-    return [clause for clause, odd in found if odd]
+    differences = [
+        find_disagreement(name, {host: host_facts.get(name, "missing") for host, host_facts in facts.items()})
+        for name in names
+    ]
+    return [clause for clause, odd_hosts in differences if odd_hosts]
 
 
-def disagreement(name: str, values: Mapping[str, str]) -> tuple[str, tuple[str, ...]]:
+def find_disagreement(name: str, values: Mapping[str, str]) -> tuple[str, tuple[str, ...]]:
     """Return a clause on which hosts differ from the majority in a fact, and those hosts; () if none do."""
     counts = collections.Counter(values.values())
     majority = max(counts, key=lambda value: counts[value], default="")
-    odd = {host: value for host, value in values.items() if value != majority}
-    said = ", ".join(f"{host} has {value}" for host, value in odd.items())
-    return f"{name} is {majority} on most hosts, but {said}", tuple(odd)
+    differing = {host: value for host, value in values.items() if value != majority}
+    clause = ", ".join(f"{host} has {value}" for host, value in differing.items())
+    return f"{name} is {majority} on most hosts, but {clause}", tuple(differing)
 
 
-def one_machine(machines: Mapping[str, str]) -> list[tuple[str, ...]]:
+def group_same_machine(machines: Mapping[str, str]) -> list[tuple[str, ...]]:
     """Return groups of names that are the same machine, from each name's machine ID ("": unknown)."""
     names: dict[str, tuple[str, ...]] = {}
     for name, machine in machines.items():
         names[machine] = (*names.get(machine, ()), name)
-    return [found for machine, found in names.items() if machine and len(found) > 1]
+    return [group for machine, group in names.items() if machine and len(group) > 1]
 
 
 SHELL_TIMEOUT_S = 30.0  # for the start-up files, which may load modules
-SLOW_S = 5.0  # after this, it is found out whether they started another shell
-MOST_BYTES = 1 << 16  # that they may print; they are read one by one
-READY = b"llama405b: ready\n"  # printed between what they print and what the command prints
-ANOTHER = b"llama405b: another shell\n"
-FILES = "its login shell's start-up files (such as ~/.bashrc)"
-INTERACTIVE = "let them do that only in interactive shells"
+SLOW_STARTUP_S = 5.0  # after this, it is found out whether they started another shell
+MAX_STARTUP_BYTES = 1 << 16  # that they may print; they are read one by one
+READY_LINE = b"llama405b: ready\n"  # printed between what they print and what the command prints
+SECOND_SHELL = b"llama405b: another shell\n"
+STARTUP_FILES = "its login shell's start-up files (such as ~/.bashrc)"
+INTERACTIVE_ADVICE = "let them do that only in interactive shells"
 
 
 class Channel(Protocol):
@@ -292,48 +295,52 @@ class Channel(Protocol):
 
 def command_line(command: str) -> str:
     """Return the line that starts a command in sh and prints a ready line before it."""
-    ready = READY.decode().strip()
-    return in_sh(f"echo {ready}; echo {ready} >&2; {command}")
+    ready = READY_LINE.decode().strip()
+    return wrap_in_sh(f"echo {ready}; echo {ready} >&2; {command}")
 
 
-def recv_by(channel: Channel, size: int, deadline: float) -> bytes:
+def recv_before(channel: Channel, size: int, deadline: float) -> bytes:
     """Receive at least one byte before the deadline; b'' at the end."""
-    left_s = deadline - time.monotonic()
-    if left_s <= 0:
+    remaining_s = deadline - time.monotonic()
+    if remaining_s <= 0:
         raise TimeoutError
-    channel.settimeout(left_s)
+    channel.settimeout(remaining_s)
     return channel.recv(size)
 
 
-def await_sh(channel: Channel, name: str, answer_to: Callable[[bytes], bytes]) -> None:
+def wait_for_shell(channel: Channel, name: str, probe_shell: Callable[[bytes], bytes]) -> None:
     """Read past what the start-up files print.
 
-    ``answer_to``: what another command that does nothing prints if it is given this input.
+    ``probe_shell``: what another command that does nothing prints if it is given this input.
     """
-    said, began = bytearray(), time.monotonic()
+    output, start = bytearray(), time.monotonic()
     try:
         try:
-            _read_on(channel, name, said, began + SLOW_S)
+            _read_until_ready(channel, name, output, start + SLOW_STARTUP_S)
         except TimeoutError:
-            if ANOTHER in answer_to(b"echo " + ANOTHER + b"exit\n"):
-                raise HostError(f"{FILES} start another shell, so no command can run; {INTERACTIVE}") from None
-            _read_on(channel, name, said, began + SHELL_TIMEOUT_S)
+            if SECOND_SHELL in probe_shell(b"echo " + SECOND_SHELL + b"exit\n"):
+                raise HostError(
+                    f"{STARTUP_FILES} start another shell, so no command can run; {INTERACTIVE_ADVICE}"
+                ) from None
+            _read_until_ready(channel, name, output, start + SHELL_TIMEOUT_S)
     except TimeoutError:
-        words = f"read input or take more than {SHELL_TIMEOUT_S:.0f} s"
-        raise HostError(f"{FILES} {words}; {INTERACTIVE}", "TIMEOUT") from None
+        clause = f"read input or take more than {SHELL_TIMEOUT_S:.0f} s"
+        raise HostError(f"{STARTUP_FILES} {clause}; {INTERACTIVE_ADVICE}", "TIMEOUT") from None
 
 
-def _read_on(channel: Channel, name: str, said: bytearray, deadline: float) -> None:
+def _read_until_ready(channel: Channel, name: str, output: bytearray, deadline: float) -> None:
     """Read until the ready line."""
-    while not said.endswith(READY):
-        byte = recv_by(channel, 1, deadline)  # not one more: what follows belongs to the command
+    while not output.endswith(READY_LINE):
+        byte = recv_before(channel, 1, deadline)  # not one more: what follows belongs to the command
         if not byte:
-            noise = said.strip() or channel.recv_stderr(MOST_BYTES).strip()
-            last = last_of(noise.decode("utf-8", "replace").splitlines())
-            raise HostError(f"{FILES} exit before the command runs{given(' ({})', last)}; try `ssh {name} true`")
-        said += byte
-        if len(said) > MOST_BYTES:
-            raise HostError(f"{FILES} print without end; {INTERACTIVE}")
+            noise = output.strip() or channel.recv_stderr(MAX_STARTUP_BYTES).strip()
+            final_line = last_or(noise.decode("utf-8", "replace").splitlines())
+            raise HostError(
+                f"{STARTUP_FILES} exit before the command runs{fmt_if(' ({})', final_line)}; try `ssh {name} true`"
+            )
+        output += byte
+        if len(output) > MAX_STARTUP_BYTES:
+            raise HostError(f"{STARTUP_FILES} print without end; {INTERACTIVE_ADVICE}")
 
 
 def shell_path(path: str) -> str:
@@ -341,12 +348,12 @@ def shell_path(path: str) -> str:
     return f"~/{shlex.quote(path[2:])}" if path.startswith("~/") else shlex.quote(path)
 
 
-def own_line(python: str, module: str) -> str:
-    """Return a line of sh that starts a module of ours (``software.own_argv``); ``python`` is quoted already."""
+def module_line(python: str, module: str) -> str:
+    """Return a line of sh that starts a module of ours (``software.module_argv``); ``python`` is quoted already."""
     return f"unset PYTHONHOME PYTHONPATH && exec {python} -c {shlex.quote(LOADER)} {module}"
 
 
-def in_sh(line: str) -> str:
+def wrap_in_sh(line: str) -> str:
     """Return a command that runs a line in sh, for any login shell: bash, zsh, csh, tcsh or fish.
 
     These shells agree on single quotes only if the quoted text has no quote, backslash or '!'.
@@ -361,15 +368,15 @@ def standalone_command(name: str) -> str:
     return f"exec python3 -I -c {shlex.quote(loader)} 2>&1"
 
 
-AGENT = Path(__file__).parents[1] / "agent"
+AGENT_DIRECTORY = Path(__file__).parents[1] / "agent"
 # Files of what travels to a host, besides the one of its name; they stand before it.
-PARTS = {"sampler": AGENT / "sampled_run.py", "hostprobe": Path(disk.__file__)}
+PROGRAM_PARTS = {"sampler": AGENT_DIRECTORY / "sampled_run.py", "hostprobe": Path(disk.__file__)}
 
 
 @functools.cache
 def program_text(name: str) -> str:
     """Return the source of ``sampler`` or ``hostprobe``: its files joined, without imports of ours."""
-    texts = [file.read_text(encoding="utf-8") for file in (PARTS[name], AGENT / f"{name}.py")]
+    texts = [file.read_text(encoding="utf-8") for file in (PROGRAM_PARTS[name], AGENT_DIRECTORY / f"{name}.py")]
     return re.sub(r"^from llama405b(_tools)?\..*\n", "", "\n".join(texts), flags=re.MULTILINE)
 
 
@@ -380,8 +387,8 @@ def standalone_input(name: str, request: Mapping[str, Any]) -> str:
 
 # as ssh without IdentityFile
 DEFAULT_KEYS = [f"~/.ssh/id_{kind}" for kind in ("rsa", "ecdsa", "ecdsa_sk", "ed25519", "ed25519_sk")]
-READ_WITHIN_S = 30.0  # it may look names up, and run what `Match exec` says
-Said = Mapping[str, Sequence[str]]  # by option, in small letters: its values
+SSH_CONFIG_TIMEOUT_S = 30.0  # it may look names up, and run what `Match exec` says
+SshConfigValues = Mapping[str, Sequence[str]]  # by option, in small letters: its values
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -395,89 +402,98 @@ class SshOptions:
     command: str = "none"  # ProxyCommand
     alias: str = ""  # HostKeyAlias
     known_hosts: tuple[Path, ...] = ()
-    records: Path | None = None  # the one that new hosts are added to
-    hashes: bool = False  # HashKnownHosts: those
+    record_path: Path | None = None  # the one that new hosts are added to
+    hash_names: bool = False  # HashKnownHosts: those
     strict: str = "ask"  # StrictHostKeyChecking: true, false, accept-new, or ask, which is refused: nobody is asked
     keys: tuple[Path, ...] = ()  # IdentityFile
-    only_these: bool = False  # IdentitiesOnly
+    identities_only: bool = False  # IdentitiesOnly
     agent: str = ""  # IdentityAgent: its socket
 
 
-def config_path() -> Path:
+def ssh_config_path() -> Path:
     """Return the path of the ssh configuration file."""
     return Path(os.environ.get("LLAMA405B_SSH_CONFIG", "~/.ssh/config")).expanduser()
 
 
-def options_of(name: str, user: str = "", port: int = 0) -> SshOptions:
+def load_ssh_options(name: str, user: str = "", port: int = 0) -> SshOptions:
     """Return how to reach a host; ``user`` and ``port`` take precedence over the configuration."""
-    path = config_path()
-    said = _ask_ssh(path, name, user, port) if path.is_file() else {}
-    return _options(said, name, user or getpass.getuser(), port or 22)
+    path = ssh_config_path()
+    values = _read_ssh_config(path, name, user, port) if path.is_file() else {}
+    return _build_options(values, name, user or getpass.getuser(), port or 22)
 
 
-def _options(said: Said, name: str, user: str, port: int) -> SshOptions:
-    def one(key: str, default: str) -> str:
-        return said.get(key, [default])[0]
+def _build_options(values: SshConfigValues, name: str, user: str, port: int) -> SshOptions:
+    def first_value(key: str, default: str) -> str:
+        return values.get(key, [default])[0]
 
-    def paths(words: Sequence[str]) -> tuple[Path, ...]:
-        full = [re.sub("%(.)", lambda match: tokens.get(match[1], match[0]), word) for word in words if word != "none"]
-        return tuple(Path(path).expanduser() for path in full)
+    def expand_paths(words: Sequence[str]) -> tuple[Path, ...]:
+        expanded = [
+            re.sub("%(.)", lambda match: tokens.get(match[1], match[0]), word) for word in words if word != "none"
+        ]
+        return tuple(Path(path).expanduser() for path in expanded)
 
-    hostname = one("hostname", name)
-    user = one("user", user)
-    port = int(one("port", str(port)))
-    alias, here = one("hostkeyalias", ""), socket.gethostname()
-    tokens = {"%": "%", "d": str(Path.home()), "h": hostname, "i": str(os.getuid()), "k": alias or name, "l": here}
-    tokens |= {"L": here.partition(".")[0], "n": name, "p": str(port), "r": user, "u": getpass.getuser()}
-    known = paths(one("userknownhostsfile", "~/.ssh/known_hosts ~/.ssh/known_hosts2").split())
-    known_to_all = paths(one("globalknownhostsfile", "/etc/ssh/ssh_known_hosts").split())
-    agent = one("identityagent", "SSH_AUTH_SOCK")
+    hostname = first_value("hostname", name)
+    user = first_value("user", user)
+    port = int(first_value("port", str(port)))
+    alias, local_name = first_value("hostkeyalias", ""), socket.gethostname()
+    tokens = {
+        "%": "%",
+        "d": str(Path.home()),
+        "h": hostname,
+        "i": str(os.getuid()),
+        "k": alias or name,
+        "l": local_name,
+    }
+    tokens |= {"L": local_name.partition(".")[0], "n": name, "p": str(port), "r": user, "u": getpass.getuser()}
+    user_files = expand_paths(first_value("userknownhostsfile", "~/.ssh/known_hosts ~/.ssh/known_hosts2").split())
+    global_files = expand_paths(first_value("globalknownhostsfile", "/etc/ssh/ssh_known_hosts").split())
+    agent = first_value("identityagent", "SSH_AUTH_SOCK")
     if agent == "SSH_AUTH_SOCK" or agent.startswith("$"):
         agent = os.environ.get(agent.strip("${}")) or "none"
     return SshOptions(
         hostname,
         user,
         port,
-        one("proxyjump", "none"),
-        one("proxycommand", "none"),
+        first_value("proxyjump", "none"),
+        first_value("proxycommand", "none"),
         alias,
-        (*known, *known_to_all),
-        next(iter(known), None),
-        one("hashknownhosts", "no") == "yes",
-        one("stricthostkeychecking", "ask"),
-        paths(said.get("identityfile", DEFAULT_KEYS)),
-        one("identitiesonly", "no") == "yes",
-        "".join(map(str, paths([agent]))),
+        (*user_files, *global_files),
+        next(iter(user_files), None),
+        first_value("hashknownhosts", "no") == "yes",
+        first_value("stricthostkeychecking", "ask"),
+        expand_paths(values.get("identityfile", DEFAULT_KEYS)),
+        first_value("identitiesonly", "no") == "yes",
+        "".join(map(str, expand_paths([agent]))),
     )
 
 
-def _ask_ssh(path: Path, name: str, user: str, port: int) -> Said:
+def _read_ssh_config(path: Path, name: str, user: str, port: int) -> SshConfigValues:
     """Return the options ssh would use for a host, without connecting."""
     argv = ["ssh", "-F", str(path), "-T", "-G", *(["-l", user] if user else []), *(["-p", str(port)] if port else [])]
     try:
-        refuse_others_writing(path)  # `Match exec` runs commands
-        done = subprocess.run(
+        check_only_owner_writes(path)  # `Match exec` runs commands
+        result = subprocess.run(
             [*argv, "--", name],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             encoding="utf-8",
             errors="replace",
-            timeout=READ_WITHIN_S,
+            timeout=SSH_CONFIG_TIMEOUT_S,
             check=False,
         )
     except UserError as error:
         raise HostError(str(error)) from None
     except FileNotFoundError:
-        need = "is read with `ssh`, but it is not installed on this machine"
-        raise HostError(f"{path} {need}; install it (apt-get install openssh-client)") from None
+        clause = "is read with `ssh`, but it is not installed on this machine"
+        raise HostError(f"{path} {clause}; install it (apt-get install openssh-client)") from None
     except subprocess.TimeoutExpired:
-        words = f"`ssh -F {path} -G {name}` did not finish within {READ_WITHIN_S:.0f} s"
-        raise HostError(f"{words}; correct what {path} looks up or executes", "TIMEOUT") from None
-    if done.returncode:
-        why = "; ".join(line.rstrip(".") for line in done.stderr.splitlines() if ": terminating, " not in line)
-        raise HostError(f"ssh does not accept {path} ({why}); correct it")
-    said: dict[str, list[str]] = {}
-    for line in done.stdout.splitlines():
+        problem = f"`ssh -F {path} -G {name}` did not finish within {SSH_CONFIG_TIMEOUT_S:.0f} s"
+        raise HostError(f"{problem}; correct what {path} looks up or executes", "TIMEOUT") from None
+    if result.returncode:
+        reason = "; ".join(line.rstrip(".") for line in result.stderr.splitlines() if ": terminating, " not in line)
+        raise HostError(f"ssh does not accept {path} ({reason}); correct it")
+    values: dict[str, list[str]] = {}
+    for line in result.stdout.splitlines():
         key, _, value = line.partition(" ")
-        said.setdefault(key.lower(), []).append(value)
-    return said
+        values.setdefault(key.lower(), []).append(value)
+    return values

@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 
 from llama405b.contract.errors import UserError, and_more
 from llama405b.predict.estimate import Machines
-from llama405b.predict.hardware import Gpu, gpu_like
+from llama405b.predict.hardware import Gpu, match_gpu
 from llama405b_tools.hosts.inventory import Host
-from llama405b_tools.parsers import MIG_ON, Address, GpuReport, Rdma, RdmaPort, SmiAnswer, read_smi
+from llama405b_tools.parsers import MIG_ON, Address, GpuReport, Rdma, RdmaPort, SmiAnswer, parse_smi
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Identity:
+class MachineIdentity:
     """Identity of the machine and user."""
 
     hostname: str
@@ -110,8 +110,8 @@ class WeightFiles:
     unhashed: int = 0  # files without a known SHA-256
 
 
-NOBODY = Identity("", "", "", "", {})
-NOWHERE = Environment("", workdir_exists=False, packages=None, code="")
+UNKNOWN_IDENTITY = MachineIdentity("", "", "", "", {})
+UNKNOWN_ENVIRONMENT = Environment("", workdir_exists=False, packages=None, code="")
 NO_NETWORK, NO_DISKS = Network((), ""), Disks((), ())
 
 
@@ -119,7 +119,7 @@ NO_NETWORK, NO_DISKS = Network((), ""), Disks((), ())
 class HostFacts:
     """All facts about one host."""
 
-    identity: Identity | None = None
+    identity: MachineIdentity | None = None
     environment: Environment | None = None
     gpus: SmiAnswer | None = None
     rdma: Rdma | None = None
@@ -140,13 +140,13 @@ class HostFacts:
     @property
     def packages(self) -> Mapping[str, str]:
         """Name -> version or "missing"; empty if its Python cannot be run."""
-        return (self.environment or NOWHERE).packages or {}
+        return (self.environment or UNKNOWN_ENVIRONMENT).packages or {}
 
     @property
     def devices(self) -> Sequence[GpuReport]:
         """Working GPUs that nvidia-smi reports."""
         smi = self.gpus or SmiAnswer()
-        return [gpu for gpu in read_smi(smi.smi, smi.fields)[0] if not gpu.fault]
+        return [gpu for gpu in parse_smi(smi.smi, smi.fields)[0] if not gpu.fault]
 
     @property
     def rdma_ports(self) -> Sequence[RdmaPort]:
@@ -156,7 +156,7 @@ class HostFacts:
     @property
     def rdma_gbit(self) -> float:
         """Total rate of its active RDMA ports, in Gb/s."""
-        return sum(port.gbit for port in self.rdma_ports if port.up)
+        return sum(port.gbit for port in self.rdma_ports if port.is_up)
 
     @property
     def addresses(self) -> Sequence[Address]:
@@ -205,44 +205,44 @@ def machines_of(hosts: Sequence[Host], facts: Mapping[str, HostFacts], gpus: dic
     Raises:
         UserError: The hosts differ in GPU model or number of ranks, or their GPU is not in the table.
     """
-    kinds: dict[str, list[str]] = {}
-    slots: dict[int, list[str]] = {}
+    hosts_by_kind: dict[str, list[str]] = {}
+    hosts_by_slots: dict[int, list[str]] = {}
     for host in hosts:
         devices = facts[host.name].devices
         if host.slots != 1 and any(device.mig for device in devices):
             raise UserError(f"{host.name}: {MIG_ON[0]}; {MIG_ON[1]}, or set slots=1 to use one device of it")
         for device in devices[:1]:
-            kinds.setdefault(_kind_of(device, gpus), []).append(host.name)
-        slots.setdefault(host.slots or len(devices) or 1, []).append(host.name)
-    _refuse_differences("GPU", kinds)
-    _refuse_differences("number of ranks", slots)
-    kind = next(iter(kinds), "")
-    if kind and kind not in gpus:
+            hosts_by_kind.setdefault(_gpu_kind(device, gpus), []).append(host.name)
+        hosts_by_slots.setdefault(host.slots or len(devices) or 1, []).append(host.name)
+    _refuse_differences("GPU", hosts_by_kind)
+    _refuse_differences("number of ranks", hosts_by_slots)
+    gpu_kind = next(iter(hosts_by_kind), "")
+    if gpu_kind and gpu_kind not in gpus:
         raise UserError(
-            f"{hosts[0].name}: its GPU ({kind}) is not in the table; describe it with --hardware and name it with --gpu"
+            f"{hosts[0].name}: its GPU ({gpu_kind}) is not in the table; describe it with --hardware and name it with --gpu"
         )
     return Machines(
         nodes=len(hosts),
-        slots=next(iter(slots)),
-        gpu=gpus[kind] if kind else None,
-        ram_bytes=min((each.memory.total for each in facts.values() if each.memory), default=0),
+        slots=next(iter(hosts_by_slots)),
+        gpu=gpus[gpu_kind] if gpu_kind else None,
+        ram_bytes=min((host_facts.memory.total for host_facts in facts.values() if host_facts.memory), default=0),
         nic_bytes_per_s=min(facts[host.name].rdma_gbit for host in hosts) * 1e9 / 8,
         versions=facts[hosts[0].name].packages,
     )
 
 
-def _kind_of(device: GpuReport, gpus: dict[str, Gpu]) -> str:
+def _gpu_kind(device: GpuReport, gpus: dict[str, Gpu]) -> str:
     """Return a GPU's name in the table; for an unknown one, nvidia-smi's name and its memory."""
     size = (device.memory_mib or 0) * 1024 * 1024
-    known = gpu_like(device.name, size, gpus) if size else None
+    gpu = match_gpu(device.name, size, gpus) if size else None
     memory = f"{size >> 30} GiB" if size else "memory unknown"
-    return known.name if known else f"{device.name}, {memory}"
+    return gpu.name if gpu else f"{device.name}, {memory}"
 
 
-def _refuse_differences(what: str, hosts_of: Mapping[str, list[str]] | Mapping[int, list[str]]) -> None:
-    """Refuse hosts that differ; ``hosts_of``: by value, the hosts that have it."""
-    if len(hosts_of) > 1:
-        values = "; ".join(f"{value} on {names[0]}{and_more(names)}" for value, names in hosts_of.items())
+def _refuse_differences(quantity: str, hosts_by_value: Mapping[str, list[str]] | Mapping[int, list[str]]) -> None:
+    """Refuse hosts that differ; ``hosts_by_value``: by value, the hosts that have it."""
+    if len(hosts_by_value) > 1:
+        values = "; ".join(f"{value} on {names[0]}{and_more(names)}" for value, names in hosts_by_value.items())
         raise UserError(
-            f"hosts differ in their {what} ({values}); predict each kind separately, with its own hosts file"
+            f"hosts differ in their {quantity} ({values}); predict each kind separately, with its own hosts file"
         )

@@ -3,13 +3,13 @@
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from llama405b.contract.errors import UserError, counted
+from llama405b.contract.errors import UserError, pluralize
 from llama405b.spec.plan import OWN_THREADS, Node, Plan
 from llama405b_tools import parsers
 from llama405b_tools.parsers import Rdma
 from llama405b_tools.text.words import fold_names
 
-PLACES = {"cache": "HF_HOME", "scratch": "TMPDIR"}  # key of the hosts file -> variable of the ranks
+PLACE_VARIABLES = {"cache": "HF_HOME", "scratch": "TMPDIR"}  # key of the hosts file -> variable of the ranks
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -59,20 +59,20 @@ class LaunchSpec:
     slurm_job: str = ""
 
 
-def build_plan(spec: RunSpec, parts: Sequence[HostSpec], launch: LaunchSpec) -> Plan:
+def build_plan(spec: RunSpec, hosts: Sequence[HostSpec], launch: LaunchSpec) -> Plan:
     """Build the plan of a launch."""
-    parts = used_parts(spec, parts)
-    slots = [part.slots or part.gpus or 1 for part in parts]
-    devices = _devices(parts, slots)
+    hosts = without_unused_gpus(spec, hosts)
+    slots = [host.slots or host.gpus or 1 for host in hosts]
+    devices = _visible_devices(hosts, slots)
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if spec.on_cpu else {}
-    nccl = [{name: value for name, (value, _) in nccl_reasons(part).items()} for part in parts]
+    nccl = [{name: value for name, (value, _) in nccl_reasons(host).items()} for host in hosts]
     firsts = first_ranks(slots)
     nodes = []
-    for i, part in enumerate(parts):
-        on_machine = sum(n for n, other in zip(slots, parts, strict=True) if other.machine == part.machine)
-        threads = _threads_env(part, on_machine, spec)
-        env = threads | hidden | devices[i] | nccl[i] | places_env(part.places) | dict(spec.env)
-        nodes.append(Node(part.name, slots[i], firsts[i], part.workdir, part.python, part.address, part.interface, env))
+    for i, host in enumerate(hosts):
+        ranks_on_machine = sum(n for n, other in zip(slots, hosts, strict=True) if other.machine == host.machine)
+        threads = _threads_env(host, ranks_on_machine, spec)
+        env = threads | hidden | devices[i] | nccl[i] | places_env(host.places) | dict(spec.env)
+        nodes.append(Node(host.name, slots[i], firsts[i], host.workdir, host.python, host.address, host.interface, env))
     return Plan(
         run=spec.run,
         attempt=launch.attempt,
@@ -95,9 +95,9 @@ def build_plan(spec: RunSpec, parts: Sequence[HostSpec], launch: LaunchSpec) -> 
     )
 
 
-def _threads_env(part: HostSpec, ranks: int, spec: RunSpec) -> dict[str, str]:
+def _threads_env(host: HostSpec, ranks: int, spec: RunSpec) -> dict[str, str]:
     """Return the variables for a rank's threads: its share of the machine's cores, unless the user sets them."""
-    threads = {"OMP_NUM_THREADS": str(max(1, part.cores // ranks))}
+    threads = {"OMP_NUM_THREADS": str(max(1, host.cores // ranks))}
     return threads | {OWN_THREADS: "1"} if "OMP_NUM_THREADS" in spec.env else threads
 
 
@@ -108,43 +108,43 @@ def first_ranks(slots: Sequence[int]) -> list[int]:
 
 def places_env(places: Mapping[str, str]) -> dict[str, str]:
     """Return the ranks' variables for ``cache=`` and ``scratch=`` in the hosts file."""
-    return {PLACES[key]: path for key, path in places.items()}
+    return {PLACE_VARIABLES[key]: path for key, path in places.items()}
 
 
-def used_parts(spec: RunSpec, parts: Sequence[HostSpec]) -> Sequence[HostSpec]:
+def without_unused_gpus(spec: RunSpec, hosts: Sequence[HostSpec]) -> Sequence[HostSpec]:
     """Return the hosts as the run uses them: without GPUs if it trains on CPUs."""
     if not spec.on_cpu:
-        return parts
-    return [dataclasses.replace(part, gpus=0) for part in parts]
+        return hosts
+    return [dataclasses.replace(host, gpus=0) for host in hosts]
 
 
-def nccl_reasons(part: HostSpec) -> dict[str, tuple[str, str]]:
+def nccl_reasons(host: HostSpec) -> dict[str, tuple[str, str]]:
     """Return the NCCL settings for a host's RDMA devices, each with its reason; {} if it has no GPU or no RDMA."""
-    ports = part.rdma.ports
-    if not part.gpus or not parsers.has_rdma(ports):
+    ports = host.rdma.ports
+    if not host.gpus or not parsers.has_rdma(ports):
         return {}
-    return parsers.nccl_env(ports, part.interface)
+    return parsers.nccl_env(ports, host.interface)
 
 
-def _devices(parts: Sequence[HostSpec], slots: Sequence[int]) -> list[dict[str, str]]:
+def _visible_devices(hosts: Sequence[HostSpec], slots: Sequence[int]) -> list[dict[str, str]]:
     """Return each host's variables for disjoint GPUs, for hosts that are the same machine."""
-    machines = [part.machine for part in parts]
+    machines = [host.machine for host in hosts]
     used: dict[str, int] = {}
     environments: list[dict[str, str]] = []
-    for part, count in zip(parts, slots, strict=True):
-        begin = used.get(part.machine, 0)
-        used[part.machine] = begin + count
-        if part.gpus and used[part.machine] > part.gpus:
-            names = [each.name for each in parts if each.machine == part.machine]
-            raise UserError(_too_many_ranks(names, used[part.machine], part.gpus))
+    for host, count in zip(hosts, slots, strict=True):
+        begin = used.get(host.machine, 0)
+        used[host.machine] = begin + count
+        if host.gpus and used[host.machine] > host.gpus:
+            names = [other.name for other in hosts if other.machine == host.machine]
+            raise UserError(_too_many_ranks(names, used[host.machine], host.gpus))
         ids = ",".join(str(i) for i in range(begin, begin + count))
-        shared = part.gpus and machines.count(part.machine) > 1
+        shared = host.gpus and machines.count(host.machine) > 1
         environments.append({"CUDA_VISIBLE_DEVICES": ids} if shared else {})
     return environments
 
 
 def _too_many_ranks(names: Sequence[str], ranks: int, gpus: int) -> str:
-    what = f"{ranks} ranks on {counted(gpus, 'GPU')}"
+    counts = f"{ranks} ranks on {pluralize(gpus, 'GPU')}"
     if len(names) > 1:
-        return f"slots: {fold_names(names)} are the same machine: {what}; keep one of them, or lower slots="
-    return f"slots: {names[0]}: {what}; lower slots= in the hosts file"
+        return f"slots: {fold_names(names)} are the same machine: {counts}; keep one of them, or lower slots="
+    return f"slots: {names[0]}: {counts}; lower slots= in the hosts file"

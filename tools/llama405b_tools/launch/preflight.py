@@ -17,25 +17,25 @@ from pathlib import Path
 from typing import Any, Literal
 
 from llama405b.contract import reader
-from llama405b.contract.errors import RunError, UserError, counted, given
+from llama405b.contract.errors import RunError, UserError, fmt_if, pluralize
 from llama405b.settings import command, config
 from llama405b.settings.rules import check_groups
 from llama405b.settings.schema import Config
-from llama405b.spec.models import factors
+from llama405b.spec.models import lora_shapes
 from llama405b.spec.plan import Plan
 from llama405b.spec.rules import check_mesh
 from llama405b_tools.agent.launch_facts import CHECKPOINTS, EXPORT, InputCheck, LaunchFacts, ProbeRequest
-from llama405b_tools.agent.machine import PlaceFault, RunPlace
-from llama405b_tools.hosts.fleet import Dialogue, Fleet, command_to_type, ssh_address
-from llama405b_tools.hosts.inventory import LOCAL, Host
-from llama405b_tools.hosts.transport import HostError, disagreements, replies, unanswered
-from llama405b_tools.launch.placement import HostSpec, LaunchSpec, build_plan, nccl_reasons, used_parts
+from llama405b_tools.agent.machine import DirectoryCheck, DirectoryFault
+from llama405b_tools.hosts.fleet import Fleet, JsonSession, command_to_type, ssh_address
+from llama405b_tools.hosts.inventory import LOOPBACK_ADDRESS, Host
+from llama405b_tools.hosts.transport import HostError, failure_texts, list_disagreements, replies
+from llama405b_tools.launch.placement import HostSpec, LaunchSpec, build_plan, nccl_reasons, without_unused_gpus
 from llama405b_tools.launch.request import LaunchRequest
 from llama405b_tools.parsers import is_private
 from llama405b_tools.run.query import operator_name
 from llama405b_tools.text.words import fold_names
 
-LEAST_FREE_BYTES, LEAST_FREE_FILES = 64 << 20, 1000  # for logs and heartbeats
+MIN_FREE_BYTES, MIN_FREE_FILES = 64 << 20, 1000  # for logs and heartbeats
 Facts = Mapping[str, LaunchFacts]  # by host
 
 
@@ -43,15 +43,15 @@ class UnfitError(Exception):
     """A host cannot take part in a run: why, and what to do, as a clause that does not name the host."""
 
 
-def check_request(request: LaunchRequest, answers: Facts, port: int, *, again: bool = False) -> None:
-    """Refuse what is wrong with the request rather than with a host; ``again``: a restart, on some of its hosts perhaps."""
+def check_request(request: LaunchRequest, answers: Facts, port: int, *, is_restart: bool = False) -> None:
+    """Refuse what is wrong with the request rather than with a host; ``is_restart``: a restart, on some of its hosts perhaps."""
     if answers and not any(facts.has_program for facts in answers.values()):
         raise UserError(
-            f"{_named(request.program)}: no host has it in its working directory; correct the name, or copy it there"
+            f"{_program_name(request.program)}: no host has it in its working directory; correct the name, or copy it there"
         )
     stopped_by = next((facts.stopped_by for facts in answers.values() if facts.stopped_by), "")
     for name, facts in answers.items():
-        if facts.alive or (facts.alive_as and not again):
+        if facts.alive or (facts.alive_as and not is_restart):
             _refuse_live(request, name, facts, stopped_by)
         if facts.run_exists:
             _check_existing(request, name, facts)
@@ -68,7 +68,7 @@ def _refuse_live(request: LaunchRequest, name: str, facts: LaunchFacts, stopped_
             f"--run: {request.run!r} is being stopped by {stopped_by} and still runs on {name}; once it has ended, "
             "continue it with --resume auto"
         )
-    owner = given(", launched by {}", facts.owner)
+    owner = fmt_if(", launched by {}", facts.owner)
     stop = command_to_type("stop", request.hosts_file, request.run)
     if not facts.alive:
         owner, stop = f" as {fold_names(facts.alive_as)}{owner}", command_to_type("stop", None, request.run)
@@ -76,20 +76,20 @@ def _refuse_live(request: LaunchRequest, name: str, facts: LaunchFacts, stopped_
 
 
 def _check_existing(request: LaunchRequest, name: str, facts: LaunchFacts) -> None:
-    if facts.run_place.fault not in (None, PlaceFault.READ_ONLY):
+    if facts.run_place.fault not in (None, DirectoryFault.READ_ONLY):
         raise UserError(f"--run: {request.run!r} on {name}: {place_words(facts.run_place)}; choose another name")
     if request.resume == "no" or request.evaluates:
-        raise UserError(f"--run: {request.run!r} exists on {name}; {other_name(request)}")
+        raise UserError(f"--run: {request.run!r} exists on {name}; {name_remedy(request)}")
 
 
-def other_name(request: LaunchRequest) -> str:
+def name_remedy(request: LaunchRequest) -> str:
     """Say what to do when a run of that name exists."""
     return "choose another name" if request.evaluates else "choose another name, or continue it with --resume auto"
 
 
 def unfit_hosts(request: LaunchRequest, hosts: Sequence[Host], answers: Facts) -> dict[str, str]:
     """Return the hosts that have answered, but cannot take part, each with the reason."""
-    faults = user_faults(request, answers) | unshared(request, answers)
+    faults = user_faults(request, answers) | unshared_hosts(request, answers)
     for host in hosts:
         try:
             if host.name in answers:
@@ -106,14 +106,14 @@ def check_host(request: LaunchRequest, host: Host, facts: LaunchFacts) -> None:
     _check_disk(facts)
     fault = facts.gpu_fault if request.config else ""  # a program of the user's own may need no GPU
     if not request.on_cpu and (0 < facts.gpus < host.slots or (fault and not 0 < host.slots <= facts.gpus)):
-        what = f"{counted(facts.gpus, 'GPU')}{given(' ({})', fault)}{given(', but slots={}', host.slots)}"
-        hide = given(" and hide that GPU from CUDA: --setup-line 'export CUDA_VISIBLE_DEVICES=…'", fault)
-        otherwise = f"set slots={facts.gpus}{hide}" if facts.gpus else "train on CPUs: --parallel.device cpu"
-        raise UnfitError(f"it has {what}; check nvidia-smi, or {otherwise}")
+        gpu_count = f"{pluralize(facts.gpus, 'GPU')}{fmt_if(' ({})', fault)}{fmt_if(', but slots={}', host.slots)}"
+        hide_remedy = fmt_if(" and hide that GPU from CUDA: --setup-line 'export CUDA_VISIBLE_DEVICES=…'", fault)
+        alternative = f"set slots={facts.gpus}{hide_remedy}" if facts.gpus else "train on CPUs: --parallel.device cpu"
+        raise UnfitError(f"it has {gpu_count}; check nvidia-smi, or {alternative}")
     if facts.leftovers:
-        left = counted(len(facts.leftovers), "process", "processes")
+        leftovers = pluralize(len(facts.leftovers), "process", "processes")
         stop = command_to_type("stop", request.hosts_file, request.run)
-        raise UnfitError(f"{left} of an earlier attempt left; run `{stop}` first")
+        raise UnfitError(f"{leftovers} of an earlier attempt left; run `{stop}` first")
 
 
 def _check_programs(request: LaunchRequest, facts: LaunchFacts) -> None:
@@ -128,7 +128,7 @@ def _check_programs(request: LaunchRequest, facts: LaunchFacts) -> None:
     if facts.extension_fault:
         raise UnfitError(f"{facts.extension_fault} (in {facts.workdir})")
     if not facts.has_program:
-        raise UnfitError(f"{_named(request.program)} is not in {facts.workdir}; copy it there")
+        raise UnfitError(f"{_program_name(request.program)} is not in {facts.workdir}; copy it there")
     if not facts.tmux:
         raise UnfitError("tmux is not installed; install it (apt-get update && apt-get install tmux)")
     if facts.tmux_fault:
@@ -140,24 +140,24 @@ def _check_programs(request: LaunchRequest, facts: LaunchFacts) -> None:
 def _check_places(request: LaunchRequest, facts: LaunchFacts) -> None:
     if facts.run_place.fault:
         why = place_words(facts.run_place)
-        elsewhere = ""
-        if facts.run_place.fault is PlaceFault.REFUSES and request.saves and not request.settings.checkpoint.dir:
-            elsewhere = " or, if it is only for saves, --checkpoint.dir"
-        raise UnfitError(f"{facts.run_place.path} cannot be written: {why}; fix that, or set workdir={elsewhere}")
+        checkpoint_hint = ""
+        if facts.run_place.fault is DirectoryFault.REFUSES and request.saves and not request.settings.checkpoint.dir:
+            checkpoint_hint = " or, if it is only for saves, --checkpoint.dir"
+        raise UnfitError(f"{facts.run_place.path} cannot be written: {why}; fix that, or set workdir={checkpoint_hint}")
     for key, place in facts.places.items():
         if place.fault:
             why = place_words(place)
-            other = "another directory" if place.fault is PlaceFault.REFUSES else "a directory of your own"
-            raise UnfitError(f"{key}={place.path} cannot be created or written: {why}; name {other}")
+            alternative = "another directory" if place.fault is DirectoryFault.REFUSES else "a directory of your own"
+            raise UnfitError(f"{key}={place.path} cannot be created or written: {why}; name {alternative}")
 
 
 def _check_disk(facts: LaunchFacts) -> None:
-    if facts.free_bytes is not None and facts.free_bytes < LEAST_FREE_BYTES:
+    if facts.free_bytes is not None and facts.free_bytes < MIN_FREE_BYTES:
         free = f"{facts.free_bytes / (1 << 20):.0f} MiB free at {facts.workdir}"
         raise UnfitError(f"its disk is full ({free}); make room, or set workdir= on another disk")
-    if facts.free_files is not None and facts.free_files < LEAST_FREE_FILES:
-        left = f"{counted(facts.free_files, 'more file')} can be created at {facts.workdir}"
-        raise UnfitError(f"its disk is out of inodes ({left}); delete files, or set workdir= on another disk")
+    if facts.free_files is not None and facts.free_files < MIN_FREE_FILES:
+        free_inodes = f"{pluralize(facts.free_files, 'more file')} can be created at {facts.workdir}"
+        raise UnfitError(f"its disk is out of inodes ({free_inodes}); delete files, or set workdir= on another disk")
 
 
 def shared_directory(request: LaunchRequest) -> str:
@@ -167,49 +167,49 @@ def shared_directory(request: LaunchRequest) -> str:
     return request.settings.checkpoint.dir or f"runs/{request.run}/checkpoints"
 
 
-def unshared(request: LaunchRequest, answers: Facts) -> dict[str, str]:
+def unshared_hosts(request: LaunchRequest, answers: Facts) -> dict[str, str]:
     """Return hosts that do not share the head's checkpoint directory, with the reason."""
     head = next(iter(answers), "")
     why = (
         f"it does not see what {head} writes in {shared_directory(request)}, the checkpoint directory; name a directory that "
         "all hosts share in --checkpoint.dir, or use --checkpoint.storage local"
     )
-    return {name: why for name, found in answers.items() if answers[head].shares and found.shares is False}
+    return {name: why for name, facts in answers.items() if answers[head].shares and facts.shares is False}
 
 
 def user_faults(request: LaunchRequest, answers: Facts) -> dict[str, str]:
     """Return hosts whose user could not use the head's files: a run's files are private to one user."""
     faults: dict[str, str] = {}
-    for name, found in answers.items():
-        head, first = next(iter(answers.items()))
-        shared, remedy = f"{found.workdir}/runs", "give each a workdir= of its own"
-        if found.runs != first.runs:
+    for name, facts in answers.items():
+        head, head_facts = next(iter(answers.items()))
+        shared, remedy = f"{facts.workdir}/runs", "give each a workdir= of its own"
+        if facts.runs != head_facts.runs:
             if not (shared := shared_directory(request)):
                 continue
             remedy = "save nothing with --checkpoint.every 0"
-        if found.uid != first.uid:
+        if facts.uid != head_facts.uid:
             faults[name] = (
-                f"the run would be {found.user}'s there (uid {found.uid}), but {first.user}'s on {head} (uid {first.uid}), "
+                f"the run would be {facts.user}'s there (uid {facts.uid}), but {head_facts.user}'s on {head} (uid {head_facts.uid}), "
                 f"and neither can read what the other writes in {shared}; log in as one user everywhere, or {remedy}"
             )
     return faults
 
 
-def _named(program: Sequence[str]) -> str:
+def _program_name(program: Sequence[str]) -> str:
     """A program without its own arguments: ``train.py``, ``-m mine``."""
     return " ".join(program[: 1 + program[0].startswith("-")])
 
 
-def place_words(place: RunPlace) -> str:
+def place_words(place: DirectoryCheck) -> str:
     """Return why a directory cannot be written."""
     match place.fault:
-        case PlaceFault.DANGLING:
+        case DirectoryFault.DANGLING:
             return f"{place.at} is a link to nothing"
-        case PlaceFault.DENIED:
+        case DirectoryFault.DENIED:
             return f"{place.at} belongs to {place.owner}, and you cannot write it"
-        case PlaceFault.REFUSES:
+        case DirectoryFault.REFUSES:
             return f"in {place.at} a run cannot {place.why}"
-        case PlaceFault.READ_ONLY:
+        case DirectoryFault.READ_ONLY:
             return f"the filesystem of {place.at} is read-only (after an I/O error, dmesg says why)"
         case _:
             return f"{place.at} is not a directory"
@@ -217,14 +217,14 @@ def place_words(place: RunPlace) -> str:
 
 def fault_list(faults: Mapping[str, str], n_hosts: int, end: str = ". Nothing was started") -> str:
     """Return one sentence about all hosts that are not fit."""
-    alike: dict[str, list[str]] = {}
+    hosts_by_reason: dict[str, list[str]] = {}
     for name, why in faults.items():
-        alike.setdefault(why, []).append(name)
-    clauses = "; ".join(f"{fold_names(names)}: {why}" for why, names in alike.items())
+        hosts_by_reason.setdefault(why, []).append(name)
+    clauses = "; ".join(f"{fold_names(names)}: {why}" for why, names in hosts_by_reason.items())
     return f"{clauses}{end}" if len(faults) == 1 else f"{len(faults)} of {n_hosts} hosts are not fit: {clauses}{end}"
 
 
-TABLE = Path(__file__).with_name("known_bugs.toml")
+KNOWN_BUGS_FILE = Path(__file__).with_name("known_bugs.toml")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -243,12 +243,12 @@ class KnownBug:
     @property
     def cure(self) -> str:
         """What to do, and where to read about it."""
-        return f"{self.remedy}{given(' ({})', self.link)}"
+        return f"{self.remedy}{fmt_if(' ({})', self.link)}"
 
-    def concerns(self, config: Config | None, versions: Mapping[str, str]) -> bool:
+    def applies_to(self, config: Config | None, versions: Mapping[str, str]) -> bool:
         """Return whether these versions with these settings have the bug."""
-        version, until = parsed(versions.get(self.package, "")), parsed(self.until)
-        if not version or version < parsed(self.since) or (until and version >= until):
+        version, until = parse_version(versions.get(self.package, "")), parse_version(self.until)
+        if not version or version < parse_version(self.since) or (until and version >= until):
             return False
         return all(config and operator.attrgetter(key)(config) == value for key, value in self.settings.items())
 
@@ -256,20 +256,24 @@ class KnownBug:
 def known_bugs(config: Config | None, versions: Mapping[str, str]) -> dict[str, KnownBug]:
     """Return the known bugs of these versions with these settings (None: unknown), by what to say of each."""
     return {
-        f"{bug.package} {versions[bug.package]} {bug.what}": bug for bug in table() if bug.concerns(config, versions)
+        f"{bug.package} {versions[bug.package]} {bug.what}": bug
+        for bug in load_known_bugs()
+        if bug.applies_to(config, versions)
     }
 
 
-def parsed(version: str) -> tuple[int, ...]:
+def parse_version(version: str) -> tuple[int, ...]:
     """Return the numbers that a version begins with: (2, 13, 0) of ``2.13.0+cpu``; () if it begins with none."""
     match = re.match(r"\d+(?:\.\d+)*", version)
     return tuple(map(int, match[0].split("."))) if match else ()
 
 
 @functools.cache
-def table() -> tuple[KnownBug, ...]:
+def load_known_bugs() -> tuple[KnownBug, ...]:
     """Return all known bugs."""
-    return reader.read(tuple[KnownBug, ...], tomllib.loads(TABLE.read_text(encoding="utf-8"))["bug"], TABLE.name)
+    return reader.build_record(
+        tuple[KnownBug, ...], tomllib.loads(KNOWN_BUGS_FILE.read_text(encoding="utf-8"))["bug"], KNOWN_BUGS_FILE.name
+    )
 
 
 PROBE_TIMEOUT_S = 60.0
@@ -288,50 +292,50 @@ class Rendezvous:
 
 
 def probe_hosts(
-    request: LaunchRequest, hosts: Sequence[Host], fleet: Fleet, *, again: bool = False
+    request: LaunchRequest, hosts: Sequence[Host], fleet: Fleet, *, is_restart: bool = False
 ) -> tuple[Facts, Rendezvous]:
-    """Check that the run can start on every host (restart: ``again``), and find out where they meet."""
+    """Check that the run can start on every host (restart: ``is_restart``), and find out where they meet."""
     head, token = hosts[0], f"llama405b {secrets.token_hex(8)}"
-    listening, first, port = _ask_head(request, head, fleet, token)
+    dialogue, head_facts, port = _ask_head(request, head, fleet, token)
     try:
-        candidates = candidates_of(head, first)
+        candidates = head_candidates(head, head_facts)
         requests = {
             host.name: dataclasses.replace(_probe_request(request, host, port, token), candidates=tuple(candidates))
             for host in hosts[1:]
         }
-        outcomes: dict[str, LaunchFacts | HostError] = {head.name: first}
+        outcomes: dict[str, LaunchFacts | HostError] = {head.name: head_facts}
         outcomes |= fleet.ask_all("probe", requests, LaunchFacts, PROBE_TIMEOUT_S)
     finally:
-        if listening:
-            listening.end_input()
-            listening.close()
+        if dialogue:
+            dialogue.end_input()
+            dialogue.close()
     answers = replies(outcomes)
-    check_request(request, answers, port, again=again)
-    faults = unanswered(outcomes) | unfit_hosts(request, hosts, answers)
-    meeting = find_rendezvous(head, candidates, answers, port)
-    if meeting is None:
-        raise RunError(fault_list(cut_off(head, answers, port) | faults, len(hosts)))
-    if faults := hidden_addresses(meeting, answers) | faults:
+    check_request(request, answers, port, is_restart=is_restart)
+    faults = failure_texts(outcomes) | unfit_hosts(request, hosts, answers)
+    rendezvous = find_rendezvous(head, candidates, answers, port)
+    if rendezvous is None:
+        raise RunError(fault_list(hosts_cut_off(head, answers, port) | faults, len(hosts)))
+    if faults := hidden_addresses(rendezvous, answers) | faults:
         raise RunError(fault_list(faults, len(hosts)))
-    if clauses := disagreements({name: facts.versions for name, facts in answers.items()}):
+    if clauses := list_disagreements({name: facts.versions for name, facts in answers.items()}):
         setup = command_to_type("setup", request.hosts_file)
         raise RunError(
             f"the hosts differ: {'; '.join(clauses)}; install the same versions, or run `{setup}`. Nothing was started"
         )
-    return answers, meeting
+    return answers, rendezvous
 
 
 def _ask_head(
     request: LaunchRequest, head: Host, fleet: Fleet, token: str
-) -> tuple[Dialogue | None, LaunchFacts | HostError, int]:
+) -> tuple[JsonSession | None, LaunchFacts | HostError, int]:
     """Probe the head, which then listens on the rendezvous port; tries several ports unless one is requested."""
     ports = [request.port] if request.port else random.sample(PORTS, PORT_TRIES)
     for port in ports:
         probe = _probe_request(request, head, port, token, is_head=True)
-        probe = dataclasses.replace(probe, is_head=True, inputs=_inputs(request))
+        probe = dataclasses.replace(probe, is_head=True, inputs=_input_check(request))
         try:
-            dialogue = fleet.dialogue(head.name, "probe", probe)
-            answer = dialogue.answer(LaunchFacts, PROBE_TIMEOUT_S)
+            dialogue = fleet.open_session(head.name, "probe", probe)
+            answer = dialogue.receive(LaunchFacts, PROBE_TIMEOUT_S)
         except HostError as error:
             return None, error, port
         if not answer.port_fault or port == ports[-1]:
@@ -340,7 +344,7 @@ def _ask_head(
     return dialogue, answer, port
 
 
-def _inputs(request: LaunchRequest) -> InputCheck | None:
+def _input_check(request: LaunchRequest) -> InputCheck | None:
     """Return what the head must check; None for a program of the user's own."""
     if request.config is None:
         return None
@@ -352,7 +356,7 @@ def _inputs(request: LaunchRequest) -> InputCheck | None:
         model.weights == "random",
         request.data_paths,
         request.new_checkpoints,
-        whole=request.config.parallel.by_fsdp1,
+        whole=request.config.parallel.is_fsdp1,
         template=data.chat_template,
         resume=request.resume,
         checkpoints=request.checkpoints,
@@ -364,16 +368,16 @@ def _inputs(request: LaunchRequest) -> InputCheck | None:
     )
 
 
-def candidates_of(head: Host, answer: LaunchFacts | HostError) -> list[str]:
+def head_candidates(head: Host, answer: LaunchFacts | HostError) -> list[str]:
     """Return addresses where the others may reach the head: ``address=`` only, else its own, private and fast first."""
     if head.address:
         return [head.address]
-    own = answer.own if isinstance(answer, LaunchFacts) else ()
-    ordered = sorted(own, key=lambda entry: (not is_private(entry.address), -_mbit(entry.mbit)))
+    own_addresses = answer.own if isinstance(answer, LaunchFacts) else ()
+    ordered = sorted(own_addresses, key=lambda entry: (not is_private(entry.address), -_parse_mbit(entry.mbit)))
     return list(dict.fromkeys([*(entry.address for entry in ordered), ssh_address(head)]))
 
 
-def _mbit(text: str) -> int:
+def _parse_mbit(text: str) -> int:
     return int(text) if text.lstrip("-").isdigit() else 0
 
 
@@ -391,7 +395,7 @@ def find_rendezvous(head: Host, candidates: Sequence[str], answers: Facts, port:
 NO_IPV4 = "has no IPv4 address, but hosts meet over IPv4; give it an address that all of them reach"
 
 
-def cut_off(head: Host, answers: Facts, port: int) -> dict[str, str]:
+def hosts_cut_off(head: Host, answers: Facts, port: int) -> dict[str, str]:
     """Return the hosts that do not reach the head at every address, and what to do."""
     faults: dict[str, str] = {}
     if head.name not in answers:
@@ -404,7 +408,7 @@ def cut_off(head: Host, answers: Facts, port: int) -> dict[str, str]:
         remedy = f"open TCP ports 20000-65535 between the hosts, or give {head.name} an address= that all of them reach"
         if all(reach.unresolved for reach in reached.values()):
             remedy = f"put the name into its /etc/hosts, or give {head.name} an IP address in address="
-        elif without := [each for each in (head.name, name) if not answers[each].own and not head.address]:
+        elif without := [host for host in (head.name, name) if not answers[host].own and not head.address]:
             faults |= dict.fromkeys(without, NO_IPV4)
             continue
         faults[name] = f"cannot reach {head.name} on TCP port {port} at {tried}; {remedy}"
@@ -413,32 +417,37 @@ def cut_off(head: Host, answers: Facts, port: int) -> dict[str, str]:
 
 def _rendezvous_at(candidate: str, head: Host, answers: Facts, port: int) -> Rendezvous:
     """Return how the hosts meet at an address of the head that all of them reach."""
-    own = {entry.address: entry.interface for entry in answers[head.name].own}
-    mine = candidate
-    if candidate not in own and candidate != LOCAL:
-        mine = next(iter(own), LOCAL)
-    others = {name: found.head[candidate] for name, found in answers.items() if candidate in found.head}
+    interfaces = {entry.address: entry.interface for entry in answers[head.name].own}
+    own_address = candidate
+    if candidate not in interfaces and candidate != LOOPBACK_ADDRESS:
+        own_address = next(iter(interfaces), LOOPBACK_ADDRESS)
+    attempts = {name: facts.head[candidate] for name, facts in answers.items() if candidate in facts.head}
     return Rendezvous(
         head=candidate,
         port=port,
-        address={head.name: mine, **{name: reach.mine for name, reach in others.items()}},
-        interface={head.name: own.get(mine, "lo"), **{name: reach.interface for name, reach in others.items()}},
+        address={head.name: own_address, **{name: reach.mine for name, reach in attempts.items()}},
+        interface={
+            head.name: interfaces.get(own_address, "lo"),
+            **{name: reach.interface for name, reach in attempts.items()},
+        },
     )
 
 
-def plan_of(request: LaunchRequest, parts: Sequence[HostSpec], answers: Facts, meeting: Rendezvous, now: float) -> Plan:
+def build_launch_plan(
+    request: LaunchRequest, host_specs: Sequence[HostSpec], answers: Facts, rendezvous: Rendezvous, now: float
+) -> Plan:
     """Build the plan from the answers."""
     launching = LaunchSpec(
-        attempt=1 + max(found.attempt for found in answers.values()),
+        attempt=1 + max(facts.attempt for facts in answers.values()),
         created=now,
         token=secrets.token_hex(4),
-        endpoint=f"{meeting.head}:{meeting.port}",
+        endpoint=f"{rendezvous.head}:{rendezvous.port}",
         owner=operator_name(),
     )
-    return build_plan(request.spec(), parts, launching)
+    return build_plan(request.spec(), host_specs, launching)
 
 
-def host_spec(host: Host, answer: LaunchFacts, meeting: Rendezvous) -> HostSpec:
+def host_spec(host: Host, answer: LaunchFacts, rendezvous: Rendezvous) -> HostSpec:
     """Return what a plan needs to know about a host."""
     return HostSpec(
         name=host.name,
@@ -449,8 +458,8 @@ def host_spec(host: Host, answer: LaunchFacts, meeting: Rendezvous) -> HostSpec:
         rdma=answer.rdma,
         workdir=answer.workdir,
         python=host.python or sys.executable,
-        address=meeting.address[host.name],
-        interface=meeting.interface[host.name],
+        address=rendezvous.address[host.name],
+        interface=rendezvous.interface[host.name],
         places={key: answer.places[key].path for key in host.places},
     )
 
@@ -458,28 +467,28 @@ def host_spec(host: Host, answer: LaunchFacts, meeting: Rendezvous) -> HostSpec:
 def check_training(request: LaunchRequest, plan: Plan, answers: Facts) -> None:
     """Parse the planned command with the trainer's own parser; check it against the ranks and what is resumed."""
     if request.config:
-        parsed = command.parse(plan.program[2:])
-        if parsed.config != request.config:
+        train_command = command.parse(plan.program[2:])
+        if train_command.config != request.config:
             raise UserError("the planned command does not match the request; please report this as a bug")
-        axes = plan.axes(parsed.config.parallel)
-        settings = parsed.config if request.evaluates else config.on_ranks(parsed.config, axes)
-        request.refuse_changes(next((each.resumable for each in answers.values() if each.resumable), None), settings)
+        axes = plan.axes(train_command.config.parallel)
+        settings = train_command.config if request.evaluates else config.with_global_batch(train_command.config, axes)
+        request.refuse_changes(next((facts.resumable for facts in answers.values() if facts.resumable), None), settings)
         llama, parallel = answers[plan.nodes[0].name].llama, settings.parallel
         if llama:
-            check_groups(settings.optimizer.groups, factors(llama, settings.adapter) or llama.tensors(), parallel)
+            check_groups(settings.optimizer.groups, lora_shapes(llama, settings.adapter) or llama.tensors(), parallel)
         check_mesh(axes, parallel, llama, settings.data.seq_len, max(node.slots for node in plan.nodes))
-        for what, bug in known_bugs(settings, next(iter(answers.values())).versions).items():
+        for symptom, bug in known_bugs(settings, next(iter(answers.values())).versions).items():
             if bug.level == "refuse":
-                raise UserError(f"{what}; {bug.cure}. Nothing was started")
+                raise UserError(f"{symptom}; {bug.cure}. Nothing was started")
 
 
-def nccl_lines(request: LaunchRequest, parts: Sequence[HostSpec]) -> list[str]:
+def nccl_lines(request: LaunchRequest, host_specs: Sequence[HostSpec]) -> list[str]:
     """Return one line for each NCCL setting that launch makes: for which hosts, and why."""
     lines: dict[str, list[str]] = {}
-    own = {name: f"{name}={value} (--env)" for name, value in request.env.items()}
-    for part in used_parts(request.spec(), parts):
-        for name, (value, why) in nccl_reasons(part).items():
-            lines.setdefault(own.get(name, f"{name}={value} ({why})"), []).append(part.name)
+    user_lines = {name: f"{name}={value} (--env)" for name, value in request.env.items()}
+    for host in without_unused_gpus(request.spec(), host_specs):
+        for name, (value, why) in nccl_reasons(host).items():
+            lines.setdefault(user_lines.get(name, f"{name}={value} ({why})"), []).append(host.name)
     return [f"{fold_names(names)}: {line}" for line, names in lines.items()]
 
 
@@ -495,7 +504,7 @@ def _probe_request(request: LaunchRequest, host: Host, port: int, token: str, *,
     model = request.settings.model
     weights = model.path if request.config and model.weights == "files" else ""
     shared = shared_directory(request)
-    extras = _extras(request.config, is_head=is_head) if request.config and is_known else ()
+    extras = _extra_packages(request.config, is_head=is_head) if request.config and is_known else ()
     return ProbeRequest(
         request.run,
         host.name,
@@ -512,21 +521,21 @@ def _probe_request(request: LaunchRequest, host: Host, port: int, token: str, *,
     )
 
 
-def _extras(settings: Config, *, is_head: bool) -> tuple[str, ...]:
+def _extra_packages(settings: Config, *, is_head: bool) -> tuple[str, ...]:
     """Return the packages that settings need on a host: FP8's on all hosts, trackers' on rank 0's."""
-    of_all = ("torchao",) if settings.parallel.numerics == "fp8" else ()
-    return (*of_all, *settings.tracking.to) if is_head else of_all
+    on_all_hosts = ("torchao",) if settings.parallel.numerics == "fp8" else ()
+    return (*on_all_hosts, *settings.tracking.to) if is_head else on_all_hosts
 
 
-def hidden_addresses(meeting: Rendezvous, answers: Facts) -> dict[str, str]:
+def hidden_addresses(rendezvous: Rendezvous, answers: Facts) -> dict[str, str]:
     """Return hosts whose interface has another address first: gloo gets an interface and uses its first."""
     faults = {}
-    for name, found in answers.items():
-        address, interface = meeting.address[name], meeting.interface[name]
-        first = next((entry.address for entry in found.own if entry.interface == interface), address)
-        if first != address and interface != "lo":
+    for name, facts in answers.items():
+        address, interface = rendezvous.address[name], rendezvous.interface[name]
+        first_address = next((entry.address for entry in facts.own if entry.interface == interface), address)
+        if first_address != address and interface != "lo":
             faults[name] = (
-                f"its {interface} has {first} before {address}, which the hosts use to meet, but gloo uses an interface's first "
+                f"its {interface} has {first_address} before {address}, which the hosts use to meet, but gloo uses an interface's first "
                 f"address; put {address} first, or on an interface of its own"
             )
     return faults

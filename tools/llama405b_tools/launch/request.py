@@ -9,18 +9,18 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from llama405b.contract.checkpoints import newest_complete, step_of
-from llama405b.contract.errors import UserError, given, reason_of, seconds
-from llama405b.contract.files import refuse_others_writing
+from llama405b.contract.checkpoints import find_newest_complete, step_of
+from llama405b.contract.errors import UserError, fmt_if, parse_seconds, reason_of
+from llama405b.contract.files import check_only_owner_writes
 from llama405b.contract.paths import RunDir
 from llama405b.contract.records import GuardState
 from llama405b.settings import command, config
 from llama405b.settings.command import OneLineParser
 from llama405b.settings.schema import Config
 from llama405b.spec.plan import check_run_name
-from llama405b.spec.rules import accept_changes, as_configured
+from llama405b.spec.rules import check_resume_changes, with_config
 from llama405b_tools.agent import processes
-from llama405b_tools.agent.machine import Resumable
+from llama405b_tools.agent.machine import ResumeCheckpoint
 from llama405b_tools.launch.placement import RunSpec
 
 EPILOG = """
@@ -56,10 +56,12 @@ def launch_parser() -> OneLineParser:
     add("--allow-misfit", action="store_true", help="start even if `llama405b plan` predicts that the run does not fit")
     add("--port", type=int, default=0, help="rendezvous port on the first host [a free one]")
     add("--dry-run", action="store_true", help="print what would run where, without connecting")
-    own = "a Python file with functions of your own: metrics, loss, documents, … (training.extend; docs/extending.md)"
-    add("--extend", default="", metavar="FILE", help=own)
-    kept = "run CMD in the background after each complete save, with its path in $LLAMA405B_CHECKPOINT (checkpoint.after_save)"
-    add("--after-save", default="", metavar="CMD", help=kept)
+    extend_help = (
+        "a Python file with functions of your own: metrics, loss, documents, … (training.extend; docs/extending.md)"
+    )
+    add("--extend", default="", metavar="FILE", help=extend_help)
+    after_save_help = "run CMD in the background after each complete save, with its path in $LLAMA405B_CHECKPOINT (checkpoint.after_save)"
+    add("--after-save", default="", metavar="CMD", help=after_save_help)
     _add_guard(parser.add_argument_group("guard the run"))
     _add_environment(parser.add_argument_group("environment of the ranks"))
     _add_slurm(parser.add_argument_group("Slurm"))
@@ -67,25 +69,32 @@ def launch_parser() -> OneLineParser:
 
 
 def _add_guard(group: argparse._ArgumentGroup) -> None:
-    add, again = group.add_argument, "resume the run on failure or hang, up to N times without a newer checkpoint [0]"
-    add("--restart", type=int, default=0, metavar="N", help=again)
+    add, restart_help = (
+        group.add_argument,
+        "resume the run on failure or hang, up to N times without a newer checkpoint [0]",
+    )
+    add("--restart", type=int, default=0, metavar="N", help=restart_help)
     add(
         "--hang-after",
         default="5m",
         metavar="TIME",
         help="with --restart: end and resume the run when a rank is silent this long; cluster-top shows a hang earlier [5m]",
     )
-    fewer = "with --restart: run on at least MIN hosts while others are down; re-add them later [1]"
-    add("--shrink", type=int, nargs="?", const=1, default=0, metavar="MIN", help=fewer)
-    long = "with --shrink: how long a host must be down, or back, before the run changes [5m]"
-    add("--shrink-after", default="5m", metavar="TIME", help=long)
-    where = "run the guard on this host of the run, so that this machine can be switched off [this machine]"
-    add("--guard-on", default="", metavar="HOST", help=where)
+    shrink_help = "with --restart: run on at least MIN hosts while others are down; re-add them later [1]"
+    add("--shrink", type=int, nargs="?", const=1, default=0, metavar="MIN", help=shrink_help)
+    shrink_after_help = "with --shrink: how long a host must be down, or back, before the run changes [5m]"
+    add("--shrink-after", default="5m", metavar="TIME", help=shrink_after_help)
+    guard_on_help = "run the guard on this host of the run, so that this machine can be switched off [this machine]"
+    add("--guard-on", default="", metavar="HOST", help=guard_on_help)
     add("--notify", default="", metavar="CMD", help="run CMD on incident, recovery, trouble and end")
-    often = "also run it this often while nothing happens, so that silence means that the guard is gone [never]"
-    add("--notify-every", default="0", metavar="TIME", help=often)
-    most = "maximum cost of the run, with --price: it saves and stops before that (training.gpu_hours) [unlimited]"
-    add("--budget", type=float, default=0.0, metavar="MONEY", help=most)
+    notify_every_help = (
+        "also run it this often while nothing happens, so that silence means that the guard is gone [never]"
+    )
+    add("--notify-every", default="0", metavar="TIME", help=notify_every_help)
+    budget_help = (
+        "maximum cost of the run, with --price: it saves and stops before that (training.gpu_hours) [unlimited]"
+    )
+    add("--budget", type=float, default=0.0, metavar="MONEY", help=budget_help)
     add("--price", type=float, default=0.0, metavar="MONEY", help="price per GPU-hour")
     add(
         "--export",
@@ -93,8 +102,8 @@ def _add_guard(group: argparse._ArgumentGroup) -> None:
         metavar="OUT",
         help="when the run has finished, write its model to OUT on the first host and verify it",
     )
-    last = "run CMD here when the run has finished, after --export: e.g. to release the machines"
-    add("--when-done", default="", metavar="CMD", help=last)
+    when_done_help = "run CMD here when the run has finished, after --export: e.g. to release the machines"
+    add("--when-done", default="", metavar="CMD", help=when_done_help)
 
 
 def _add_environment(group: argparse._ArgumentGroup) -> None:
@@ -104,20 +113,23 @@ def _add_environment(group: argparse._ArgumentGroup) -> None:
     add_list("--env", "K=V", "set an environment variable")
     add_list("--env-file", "FILE", "read K=V lines from FILE; names that look secret go as with --secret", Path)
     add_list("--secret", "NAME", "pass this environment variable on, only through SSH's standard input")
-    before = "shell line to run before torchrun on every host, such as 'module load cuda'"
-    group.add_argument("--setup-line", default="", metavar="LINE", help=before)
+    setup_line_help = "shell line to run before torchrun on every host, such as 'module load cuda'"
+    group.add_argument("--setup-line", default="", metavar="LINE", help=setup_line_help)
 
 
 def _add_slurm(group: argparse._ArgumentGroup) -> None:
-    add, job = group.add_argument, 'submit a job with these sbatch options, such as "-N 4 -p gpu"; needs no hosts file'
-    add("--slurm", metavar="OPTIONS", help=job)
+    add, slurm_help = (
+        group.add_argument,
+        'submit a job with these sbatch options, such as "-N 4 -p gpu"; needs no hosts file',
+    )
+    add("--slurm", metavar="OPTIONS", help=slurm_help)
     add("--cache", default="", metavar="DIR", help="HF_HOME on each node, such as '/nvme/$USER/hf'")
     add("--scratch", default="", metavar="DIR", help="TMPDIR on each node, such as '/nvme/$SLURM_JOB_ID'")
 
 
-def source_flags(known: argparse.Namespace) -> list[str]:
+def source_flags(args: argparse.Namespace) -> list[str]:
     """Return the flags of the settings' sources, as they were given."""
-    return [*flag("--preset", known.preset), *(word for path in known.config for word in flag("--config", path))]
+    return [*flag("--preset", args.preset), *(word for path in args.config for word in flag("--config", path))]
 
 
 def flag(name: str, value: str | Path | None) -> list[str]:
@@ -125,70 +137,70 @@ def flag(name: str, value: str | Path | None) -> list[str]:
     return [name, str(value)] if value else []
 
 
-def check_flags(known: argparse.Namespace) -> None:
+def check_flags(args: argparse.Namespace) -> None:
     """Refuse flags that contradict each other, or are out of range."""
-    if not 0 <= known.restart <= 1000:
-        raise UserError(f"--restart: {known.restart} times; use 0 to 1000")
-    if known.port and not 0 < known.port < 65536:
-        raise UserError(f"--port: {known.port} is out of range; use 1 to 65535")
-    _check_guard(known)
-    _check_end(known)
-    _check_slurm(known)
-    if known.rehearse and (known.restart or known.resume != "no"):
+    if not 0 <= args.restart <= 1000:
+        raise UserError(f"--restart: {args.restart} times; use 0 to 1000")
+    if args.port and not 0 < args.port < 65536:
+        raise UserError(f"--port: {args.port} is out of range; use 1 to 65535")
+    _check_guard(args)
+    _check_end(args)
+    _check_slurm(args)
+    if args.rehearse and (args.restart or args.resume != "no"):
         raise UserError("--rehearse is a run of its own; remove --restart and --resume")
-    if known.evaluate_only and (known.restart or known.rehearse):
+    if args.evaluate_only and (args.restart or args.rehearse):
         raise UserError(f"{command.EVALUATE_ONLY} takes no step; remove --restart and --rehearse")
 
 
-def _check_guard(known: argparse.Namespace) -> None:
+def _check_guard(args: argparse.Namespace) -> None:
     """Refuse flags that need a guard, if there is none."""
-    if known.shrink < 0:
-        raise UserError(f"--shrink: {known.shrink} hosts; use 1 or more")
-    for flag, value in (("--guard-on", known.guard_on), ("--notify", known.notify), ("--shrink", known.shrink)):
-        if value and not known.restart:
+    if args.shrink < 0:
+        raise UserError(f"--shrink: {args.shrink} hosts; use 1 or more")
+    for flag, value in (("--guard-on", args.guard_on), ("--notify", args.notify), ("--shrink", args.shrink)):
+        if value and not args.restart:
             raise UserError(f"{flag} needs --restart N, which guards the run; add it")
-    if known.guard_on and known.follow:
+    if args.guard_on and args.follow:
         raise UserError(
             "--follow cannot follow a guard on another machine; remove it, and use `llama405b logs -f` or `top`"
         )
-    if known.notify_every != "0" and not known.notify:
+    if args.notify_every != "0" and not args.notify:
         raise UserError("--notify-every needs --notify CMD; add it")
 
 
-def _check_end(known: argparse.Namespace) -> None:
+def _check_end(args: argparse.Namespace) -> None:
     """Refuse --export and --when-done if nobody waits for the end of the run, or for a rehearsal."""
-    for flag, value in (("--export", known.export), ("--when-done", known.when_done)):
-        if value and known.slurm is not None:
+    for flag, value in (("--export", args.export), ("--when-done", args.when_done)):
+        if value and args.slurm is not None:
             raise UserError(f"{flag}: a job frees its nodes by itself; remove it, or write `launch … --follow && …`")
-        if value and not (known.follow or known.restart):
+        if value and not (args.follow or args.restart):
             raise UserError(f"{flag}: nobody would see the end of the run; add --follow or --restart N")
-        if value and known.rehearse:
+        if value and args.rehearse:
             raise UserError(f"{flag}: nothing follows a rehearsal; remove one of them")
 
 
-def _check_slurm(known: argparse.Namespace) -> None:
+def _check_slurm(args: argparse.Namespace) -> None:
     """Refuse flags that a Slurm job cannot have, and flags that only a job can have."""
-    if known.slurm is not None and (known.restart or known.rehearse or known.port):
+    if args.slurm is not None and (args.restart or args.rehearse or args.port):
         raise UserError("--slurm: --restart, --rehearse and --port are for SSH hosts; remove them")
-    for flag, path in (("--cache", known.cache), ("--scratch", known.scratch)):
-        if path and known.slurm is None:
+    for flag, path in (("--cache", args.cache), ("--scratch", args.scratch)):
+        if path and args.slurm is None:
             raise UserError("--cache and --scratch are for --slurm; in a hosts file, use cache= and scratch=")
         if path and not path.startswith(("/", "~/", "$")):
             raise UserError(f"{flag}: {path!r} is relative; use a full path")
 
 
-def check_program(known: argparse.Namespace, program: Sequence[str], settings: Sequence[str]) -> None:
+def check_program(args: argparse.Namespace, program: Sequence[str], settings: Sequence[str]) -> None:
     """Refuse flags of the trainer together with the user's own program."""
     if not program:
         raise UserError("--: no program after it; write -- script.py ARG … or -- -m module ARG …")
-    for_trainer = [*settings, *source_flags(known)]
+    for_trainer = [*settings, *source_flags(args)]
     for_trainer += (
-        ["--budget"] * bool(known.budget)
-        + ["--after-save"] * bool(known.after_save)
-        + ["--extend"] * bool(known.extend)
-        + ["--export"] * bool(known.export)
-        + [command.EVALUATE_ONLY] * known.evaluate_only
-        + ["--rehearse"] * known.rehearse
+        ["--budget"] * bool(args.budget)
+        + ["--after-save"] * bool(args.after_save)
+        + ["--extend"] * bool(args.extend)
+        + ["--export"] * bool(args.export)
+        + [command.EVALUATE_ONLY] * args.evaluate_only
+        + ["--rehearse"] * args.rehearse
     )
     if for_trainer:
         raise UserError(
@@ -196,20 +208,20 @@ def check_program(known: argparse.Namespace, program: Sequence[str], settings: S
         )
 
 
-def check_export(known: argparse.Namespace, settings: Config) -> None:
+def check_export(args: argparse.Namespace, settings: Config) -> None:
     """Refuse to export a model that no host has in full, and to send one that is not exported."""
-    sends = settings.tracking.log_model and not (known.rehearse or known.evaluate_only or known.blame)
-    if sends and known.slurm is not None:
+    sends = settings.tracking.log_model and not (args.rehearse or args.evaluate_only or args.blame)
+    if sends and args.slurm is not None:
         raise UserError(
             "--tracking.log_model: a job writes no model; leave it out, and use `llama405b track RUN --model OUT` afterwards"
         )
-    if sends and not known.export:
+    if sends and not args.export:
         raise UserError(
             "--tracking.log_model: sends what --export writes; add --export OUT, or use `llama405b track RUN --model OUT`"
         )
-    if not known.export:
+    if not args.export:
         return
-    if known.evaluate_only or not settings.checkpoint.cadence.saves:
+    if args.evaluate_only or not settings.checkpoint.cadence.is_enabled:
         raise UserError("--export: the run saves nothing; remove it, or set --checkpoint.every")
     if settings.checkpoint.storage == "local":
         raise UserError(
@@ -217,52 +229,52 @@ def check_export(known: argparse.Namespace, settings: Config) -> None:
         )
 
 
-VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-SECRET = re.compile(r"TOKEN(?!IZ)|SECRET|PASSWORD|PASSWD|CREDENTIAL|(API|ACCESS|PRIVATE)_?KEY", re.IGNORECASE)
-OURS = ("PYTHONUNBUFFERED", "CUDA_VISIBLE_DEVICES")  # set by the run itself, which relies on them
+VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+SECRET_NAME = re.compile(r"TOKEN(?!IZ)|SECRET|PASSWORD|PASSWD|CREDENTIAL|(API|ACCESS|PRIVATE)_?KEY", re.IGNORECASE)
+RESERVED_VARIABLES = ("PYTHONUNBUFFERED", "CUDA_VISIBLE_DEVICES")  # set by the run itself, which relies on them
 
 
 def read_env(
-    pairs: Sequence[str], files: Sequence[Path], names: Sequence[str], here: Mapping[str, str]
+    pairs: Sequence[str], files: Sequence[Path], names: Sequence[str], environ: Mapping[str, str]
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the ranks' variables and secrets, from ``--env``, ``--env-file`` and ``--secret`` (looked up in ``here``)."""
-    of_files = {_checked(name, where): value for path in files for where, name, value in _env_lines(path)}
-    secrets = {name: value for name, value in of_files.items() if SECRET.search(name)}
-    env = {name: value for name, value in of_files.items() if name not in secrets}
+    """Return the ranks' variables and secrets, from ``--env``, ``--env-file`` and ``--secret`` (looked up in ``environ``)."""
+    file_values = {_check_variable(name, source): value for path in files for source, name, value in _env_lines(path)}
+    secrets = {name: value for name, value in file_values.items() if SECRET_NAME.search(name)}
+    env = {name: value for name, value in file_values.items() if name not in secrets}
     env |= dict(map(_env_pair, pairs))
-    secrets |= dict(_secret(name, here) for name in names)
+    secrets |= dict(_secret(name, environ) for name in names)
     for name, value in env.items():
         if "\0" in value or "\n" in value:
             raise UserError(f"--env: the value of {name} contains a line break; remove it")
     return env, secrets
 
 
-def _secret(name: str, here: Mapping[str, str]) -> tuple[str, str]:
-    if _checked(name.partition("=")[0], "--secret") not in here or "=" in name:
+def _secret(name: str, environ: Mapping[str, str]) -> tuple[str, str]:
+    if _check_variable(name.partition("=")[0], "--secret") not in environ or "=" in name:
         raise UserError(f"--secret: {name.partition('=')[0]} is not set here; export it, and write --secret NAME")
-    return name, here[name]
+    return name, environ[name]
 
 
 def _env_pair(pair: str) -> tuple[str, str]:
     name, equals, value = pair.partition("=")
-    if SECRET.search(name):
+    if SECRET_NAME.search(name):
         raise UserError(
             f"--env: {name} looks like a secret, which `ps` would show to everyone; export it, and write --secret {name}"
         )
     if not equals:
         raise UserError(f"--env: {pair!r} has no value; write --env NAME=VALUE")
-    return _checked(name, "--env"), value
+    return _check_variable(name, "--env"), value
 
 
 def _env_lines(path: Path) -> list[tuple[str, str, str]]:
     try:
-        refuse_others_writing(path)
+        check_only_owner_writes(path)
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(
             f"--env-file: {path} cannot be read ({reason_of(error)}); name a file of NAME=VALUE lines"
         ) from None
-    found = []
+    entries = []
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip() or line.lstrip().startswith("#"):
             continue
@@ -271,15 +283,15 @@ def _env_lines(path: Path) -> list[tuple[str, str, str]]:
             raise UserError(f"{path}:{number}: there is no '='; write NAME=VALUE")
         if len(value) > 1 and value[0] == value[-1] and value[0] in "\"'":
             value = value[1:-1]
-        found.append((f"{path}:{number}", name.strip(), value))
-    return found
+        entries.append((f"{path}:{number}", name.strip(), value))
+    return entries
 
 
-def _checked(name: str, where: str) -> str:
-    if not VARIABLE.fullmatch(name):
-        raise UserError(f"{where}: {name!r} is not a valid variable name; use letters, digits and '_'")
-    if name in OURS or name.startswith(("LLAMA405B_", "TORCHELASTIC_")):
-        raise UserError(f"{where}: {name} is set by the run itself; use another name")
+def _check_variable(name: str, source: str) -> str:
+    if not VARIABLE_NAME.fullmatch(name):
+        raise UserError(f"{source}: {name!r} is not a valid variable name; use letters, digits and '_'")
+    if name in RESERVED_VARIABLES or name.startswith(("LLAMA405B_", "TORCHELASTIC_")):
+        raise UserError(f"{source}: {name} is set by the run itself; use another name")
     return name
 
 
@@ -323,7 +335,7 @@ class LaunchRequest:
     hides_gpus: bool = False  # from a program that is not our trainer
 
     @property
-    def again(self) -> str:
+    def resume_arguments(self) -> str:
         """What to type after ``llama405b launch`` to continue this run, or to guard it if it is running."""
         program = ["--", *self.program] if self.program else []
         return shlex.join([*self.typed, "--run", self.run, "--resume", "auto", *program])
@@ -352,7 +364,7 @@ class LaunchRequest:
     @property
     def saves(self) -> bool:
         """Whether it writes checkpoints."""
-        return self.config is not None and self.config.checkpoint.cadence.saves and not self.evaluates
+        return self.config is not None and self.config.checkpoint.cadence.is_enabled and not self.evaluates
 
     @property
     def settings(self) -> Config:
@@ -377,11 +389,11 @@ class LaunchRequest:
         """The directory of the run's checkpoints."""
         return self.settings.checkpoint.dir or f"runs/{self.run}/checkpoints"
 
-    def refuse_changes(self, found: Resumable | None, settings: Config) -> None:
+    def refuse_changes(self, resumable: ResumeCheckpoint | None, settings: Config) -> None:
         """Refuse to resume what was saved with other settings."""
-        if found and not self.evaluates:  # the model is all that matters then, which only ranks compare
-            now = as_configured(found.identity, settings)
-            accept_changes(found.path, found.identity, now, settings.checkpoint.allow_changes)
+        if resumable and not self.evaluates:  # the model is all that matters then, which only ranks compare
+            current = with_config(resumable.identity, settings)
+            check_resume_changes(resumable.path, resumable.identity, current, settings.checkpoint.allow_changes)
 
     def training_program(self) -> tuple[str, ...]:
         """Return what torchrun runs: the user's program, or our trainer."""
@@ -398,115 +410,115 @@ def parse_launch(argv: Sequence[str], now: float) -> LaunchRequest:
     """
     end = [*argv, "--"].index("--")
     program = tuple(argv[end + 1 :])
-    settings, others = config.split_flags(argv[:end])
+    settings, remaining = config.split_flags(argv[:end])
     parser = launch_parser()
-    known, rest = parser.parse_known_args(others)
+    args, rest = parser.parse_known_args(remaining)
     config.refuse_unknown(rest, parser.options)
     if "--" in argv:
-        check_program(known, program, settings)
-    check_flags(known)
-    settings += _hours(known)
-    settings += [f"--training.extend={known.extend}"] if known.extend else []
-    settings += [f"--checkpoint.after_save={known.after_save}"] if known.after_save else []
-    command.check_resume(known.resume, evaluates=known.evaluate_only or bool(known.blame))
-    request = _request(known, now)
+        check_program(args, program, settings)
+    check_flags(args)
+    settings += _gpu_hours_flag(args)
+    settings += [f"--training.extend={args.extend}"] if args.extend else []
+    settings += [f"--checkpoint.after_save={args.after_save}"] if args.after_save else []
+    command.check_resume(args.resume, is_evaluation=args.evaluate_only or bool(args.blame))
+    request = _build_request(args, now)
     if program:
-        return dataclasses.replace(request, program=program, typed=_without(argv[:end], "--run", "--resume"))
-    resolved, flags = _training(known, settings)
-    check_export(known, resolved)
-    refuse_nothing_to_resume(known, resolved)
-    typed = _without(argv[:end], "--run", "--resume")
-    lengths = (config.read_preset(known.preset), *map(config.read_toml, known.config), config.read_flags(settings))
-    replaced = (*config.overridden(known.config), *config.unused_length(*lengths))
+        return dataclasses.replace(request, program=program, typed=_drop_flags(argv[:end], "--run", "--resume"))
+    resolved, flags = _resolve_settings(args, settings)
+    check_export(args, resolved)
+    refuse_nothing_to_resume(args, resolved)
+    typed = _drop_flags(argv[:end], "--run", "--resume")
+    setting_layers = (config.read_preset(args.preset), *map(config.read_toml, args.config), config.read_flags(settings))
+    replaced = (*config.describe_overrides(args.config), *config.describe_unused_length(*setting_layers))
     return dataclasses.replace(request, config=resolved, flags=flags, typed=typed, overridden=replaced)
 
 
-def _hours(known: argparse.Namespace) -> list[str]:
+def _gpu_hours_flag(args: argparse.Namespace) -> list[str]:
     """Return the flag of the GPU-hours that a budget buys; none without one."""
-    if known.price < 0 or known.budget < 0 or (known.budget and not known.price):
+    if args.price < 0 or args.budget < 0 or (args.budget and not args.price):
         raise UserError(
             "--budget: needs --price per GPU-hour, and both must be above 0; write --budget 500 --price 2.5"
         )
-    if not known.budget:
+    if not args.budget:
         return []
-    return [f"--training.gpu_hours={known.budget / known.price:g}"]
+    return [f"--training.gpu_hours={args.budget / args.price:g}"]
 
 
-def _request(known: argparse.Namespace, now: float) -> LaunchRequest:
+def _build_request(args: argparse.Namespace, now: float) -> LaunchRequest:
     """Return the request of all flags that are not settings of the trainer."""
-    env, secrets = read_env(known.env, known.env_file, known.secret, os.environ)
+    env, secrets = read_env(args.env, args.env_file, args.secret, os.environ)
     return LaunchRequest(
-        hosts_file=known.hosts,
-        run=check_run_name(known.run or _new_name(known, now)),
-        resume=known.resume,
+        hosts_file=args.hosts,
+        run=check_run_name(args.run or _default_run_name(args, now)),
+        resume=args.resume,
         env=env,
         secrets=secrets,
-        setup=known.setup_line,
-        port=known.port,
-        dry_run=known.dry_run,
-        follow=known.follow,
-        plain=known.plain,
-        restart=known.restart,
-        hang_after_s=seconds(known.hang_after, "--hang-after"),
-        shrink=known.shrink,
-        shrink_after_s=seconds(known.shrink_after, "--shrink-after"),
-        guard_on=known.guard_on,
-        notify=known.notify,
-        notify_every_s=seconds(known.notify_every, "--notify-every"),
-        rehearse=known.rehearse,
-        allow_sockets=known.allow_sockets,
-        allow_misfit=known.allow_misfit,
-        slurm=known.slurm,
-        places={key: path for key, path in (("cache", known.cache), ("scratch", known.scratch)) if path},
-        evaluates=known.evaluate_only or bool(known.blame),
-        blames=bool(known.blame),
-        export=known.export,
-        when_done=known.when_done,
-        price=known.price,
+        setup=args.setup_line,
+        port=args.port,
+        dry_run=args.dry_run,
+        follow=args.follow,
+        plain=args.plain,
+        restart=args.restart,
+        hang_after_s=parse_seconds(args.hang_after, "--hang-after"),
+        shrink=args.shrink,
+        shrink_after_s=parse_seconds(args.shrink_after, "--shrink-after"),
+        guard_on=args.guard_on,
+        notify=args.notify,
+        notify_every_s=parse_seconds(args.notify_every, "--notify-every"),
+        rehearse=args.rehearse,
+        allow_sockets=args.allow_sockets,
+        allow_misfit=args.allow_misfit,
+        slurm=args.slurm,
+        places={key: path for key, path in (("cache", args.cache), ("scratch", args.scratch)) if path},
+        evaluates=args.evaluate_only or bool(args.blame),
+        blames=bool(args.blame),
+        export=args.export,
+        when_done=args.when_done,
+        price=args.price,
         typed_in=str(Path.cwd()),
     )
 
 
-def _without(argv: Sequence[str], *flags: str) -> tuple[str, ...]:
+def _drop_flags(argv: Sequence[str], *flags: str) -> tuple[str, ...]:
     """Return the arguments without these flags and their values."""
-    kept: list[str] = []
+    remaining: list[str] = []
     flag = ""
     for argument in argv:
         is_value = flag in flags and not argument.startswith("-")  # --resume may have none
         if not is_value and argument.partition("=")[0] not in flags:
-            kept.append(argument)
+            remaining.append(argument)
         flag = argument
-    return tuple(kept)
+    return tuple(remaining)
 
 
-def _training(known: argparse.Namespace, settings: Sequence[str]) -> tuple[Config, tuple[str, ...]]:
+def _resolve_settings(args: argparse.Namespace, settings: Sequence[str]) -> tuple[Config, tuple[str, ...]]:
     """Return the trainer's settings, and equivalent flags for hosts that do not have the file."""
-    own = config.merged(*map(config.read_toml, known.config), config.read_flags(settings))
-    only = [command.EVALUATE_ONLY] * known.evaluate_only + [f"--blame={known.blame}"] * bool(known.blame)
-    flags = (*only, *flag("--preset", known.preset), *config.to_flags(own))
-    return command.parse([*source_flags(known), *only, *settings]).config, flags
+    overrides = config.merge_sources(*map(config.read_toml, args.config), config.read_flags(settings))
+    mode_flags = [command.EVALUATE_ONLY] * args.evaluate_only + [f"--blame={args.blame}"] * bool(args.blame)
+    flags = (*mode_flags, *flag("--preset", args.preset), *config.to_flags(overrides))
+    return command.parse([*source_flags(args), *mode_flags, *settings]).config, flags
 
 
-def refuse_nothing_to_resume(known: argparse.Namespace, settings: Config) -> None:
+def refuse_nothing_to_resume(args: argparse.Namespace, settings: Config) -> None:
     """Refuse to resume a run that is not named: a new one has no checkpoint."""
-    if known.run or settings.checkpoint.dir or not (known.resume == "auto" or known.resume.isdecimal()):
+    if args.run or settings.checkpoint.dir or not (args.resume == "auto" or args.resume.isdecimal()):
         return
     runs = [RunDir(path) for path in Path("runs").glob("*") if (path / "plan.json").exists()]
-    newest = max(runs, key=lambda run: run.plan.stat().st_mtime, default=None)
-    if newest is None:
+    latest_run = max(runs, key=lambda run: run.plan.stat().st_mtime, default=None)
+    if latest_run is None:
         raise UserError("--resume: nothing to resume; name the run with --run")
-    path = newest_complete(newest.checkpoints)
-    reached = given(" (step {})", step_of(path) if path else 0)
-    raise UserError(f"--resume: nothing to resume; did you mean --run {newest.name}{reached}?")
+    path = find_newest_complete(latest_run.checkpoints)
+    step_note = fmt_if(" (step {})", step_of(path) if path else 0)
+    raise UserError(f"--resume: nothing to resume; did you mean --run {latest_run.name}{step_note}?")
 
 
-def _new_name(known: argparse.Namespace, now: float) -> str:
+def _default_run_name(args: argparse.Namespace, now: float) -> str:
     """Return the default name of a run."""
-    of = (known.preset or [Path("run"), *known.config][-1].stem) + "-evaluation" * known.evaluate_only
-    return f"{of}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(now))}"
+    stem = (args.preset or [Path("run"), *args.config][-1].stem) + "-evaluation" * args.evaluate_only
+    return f"{stem}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(now))}"
 
 
-def asked_for(request: LaunchRequest) -> GuardState:
+def requested_guard(request: LaunchRequest) -> GuardState:
     """Return the record of a requested guard that does not run yet."""
     return GuardState(
         request.run,
@@ -514,7 +526,7 @@ def asked_for(request: LaunchRequest) -> GuardState:
         0,
         request.guard_on or processes.machine_id(),
         request.restart,
-        command=request.again,
+        command=request.resume_arguments,
         directory=request.typed_in,
         hang_after_s=request.hang_after_s,
     )

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from llama405b.contract.errors import UserError
 
 # As name/letter, with a colon if a value follows as the next word.
-KEPT = """
+ALLOWED = """
     account/A: acctg-freq: batch: bb: bbf: begin/b: cluster-constraint: comment: constraint/C: container: contiguous core-spec/S:
     cores-per-socket: cpu-freq: cpus-per-gpu: cpus-per-task/c: deadline: delay-boot: dependency/d: distribution/m: exclude/x:
     exclusive export: export-file: extra-node-info/B: get-user-env gid: gpu-freq: gpus/G: gpus-per-node: gpus-per-socket: gres:
@@ -44,8 +44,8 @@ class Option:
 
     name: str
     letter: str = ""
-    valued: bool = False  # a value follows, as the next word if not by an equals sign
-    why: str = ""  # it is refused; "": it is kept
+    takes_value: bool = False  # a value follows, as the next word if not by an equals sign
+    refusal: str = ""  # it is refused; "": it is kept
 
 
 def _option(word: str, why: str = "") -> Option:
@@ -53,65 +53,67 @@ def _option(word: str, why: str = "") -> Option:
     return Option(name, letter, word.endswith(":"), why)
 
 
-_ALL = [(word, "") for word in KEPT.split()] + [(word, why) for words, why in REFUSED.items() for word in words.split()]
+_ALL = [(word, "") for word in ALLOWED.split()] + [
+    (word, why) for words, why in REFUSED.items() for word in words.split()
+]
 OPTIONS: Mapping[str, Option] = {
     option.name: option for option in sorted((_option(*entry) for entry in _ALL), key=lambda option: option.name)
 }
 LETTERS = {option.letter: option for option in OPTIONS.values() if option.letter}
 
 
-def given(words: Sequence[str]) -> list[tuple[Option, str]]:
+def parse_options(arguments: Sequence[str]) -> list[tuple[Option, str]]:
     """Return the options in words, each with its value, as getopt_long(3) reads them; unknown ones are passed on to sbatch.
 
     Raises:
         UserError: An option is refused, or a word is not an option.
     """
-    found, left = list[tuple[Option, str]](), list(words)
-    while left:
-        word = left.pop(0)
+    parsed, remaining = list[tuple[Option, str]](), list(arguments)
+    while remaining:
+        word = remaining.pop(0)
         name, has_value, value = word.partition("=")
         if word.startswith("--") and len(word) > 2:
-            alike = [known for known in OPTIONS if known.startswith(name[2:])]
-            option = OPTIONS.get(name[2:]) or (OPTIONS[alike[0]] if len(alike) == 1 else Option(name[2:]))
-            if option.valued and not has_value:
-                value = _value(option, left)
-            elif option.name not in OPTIONS and not has_value and left and not left[0].startswith("-"):
+            matching = [candidate for candidate in OPTIONS if candidate.startswith(name[2:])]
+            option = OPTIONS.get(name[2:]) or (OPTIONS[matching[0]] if len(matching) == 1 else Option(name[2:]))
+            if option.takes_value and not has_value:
+                value = _pop_value(option, remaining)
+            elif option.name not in OPTIONS and not has_value and remaining and not remaining[0].startswith("-"):
                 raise UserError(
-                    f"--slurm: {word} is not in the manual of Slurm 22.05; write {word}={left[0]} if it takes a value"
+                    f"--slurm: {word} is not in the manual of Slurm 22.05; write {word}={remaining[0]} if it takes a value"
                 )
-            found.append((option, value))
+            parsed.append((option, value))
         elif word.startswith("-") and len(word) > 1:
             option, value = LETTERS.get(word[1], Option(word[1])), word[2:].removeprefix("=")
-            if option.valued and not value:
-                value = _value(option, left)
-            elif not option.valued and value:
-                left.insert(0, f"-{value}")
+            if option.takes_value and not value:
+                value = _pop_value(option, remaining)
+            elif not option.takes_value and value:
+                remaining.insert(0, f"-{value}")
                 value = ""
-            found.append((option, value))
+            parsed.append((option, value))
         else:
             raise UserError(f"--slurm: {word!r} is not an option of sbatch; give the program after --")
-    for option, value in found:
-        if option.why and not (option.name == "ntasks-per-node" and value == "1"):
-            raise UserError(f"--slurm: --{option.name}: {option.why}")
-    return found
+    for option, value in parsed:
+        if option.refusal and not (option.name == "ntasks-per-node" and value == "1"):
+            raise UserError(f"--slurm: --{option.name}: {option.refusal}")
+    return parsed
 
 
-def _value(option: Option, left: list[str]) -> str:
-    if not left:
+def _pop_value(option: Option, remaining: list[str]) -> str:
+    if not remaining:
         raise UserError(f"--slurm: --{option.name} needs a value; give one")
-    return left.pop(0)
+    return remaining.pop(0)
 
 
 def refused_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the SBATCH_ variables that stand for a refused option, each with the reason."""
-    found = {}
+    reasons = {}
     for variable in environment:
         if variable.startswith("SBATCH_"):
             name = variable.removeprefix("SBATCH_")
             option = OPTIONS.get("array" if name == "ARRAY_INX" else name.lower().replace("_", "-"))
-            if option and option.why:
-                found[variable] = option.why
-    return found
+            if option and option.refusal:
+                reasons[variable] = option.refusal
+    return reasons
 
 
 def time_limit_s(text: str) -> float | None:

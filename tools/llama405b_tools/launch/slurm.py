@@ -27,36 +27,36 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
-from llama405b.contract.checkpoints import committed, refuse_held
-from llama405b.contract.errors import RunError, UserError, given
-from llama405b.contract.files import keep_private, read_record, write_json
+from llama405b.contract.checkpoints import list_committed, refuse_existing
+from llama405b.contract.errors import RunError, UserError, fmt_if
+from llama405b.contract.files import read_record, set_private_umask, write_json
 from llama405b.contract.paths import RunDir
-from llama405b.contract.software import code_version, own_argv
+from llama405b.contract.software import code_version, module_argv
 from llama405b.predict.estimate import DISK_BYTES_PER_S
-from llama405b.predict.run_shape import RunShape
-from llama405b.predict.search import known_shape
+from llama405b.predict.run_shape import PredictedRun
+from llama405b.predict.search import find_model_shape
 from llama405b.spec.plan import Plan, read_plan
 from llama405b_tools.agent import machine, processes
 from llama405b_tools.agent.describe import stopped_by
-from llama405b_tools.agent.machine import RunPlace, place_of, resumable
-from llama405b_tools.agent.node import SLURM, NodeRunner
+from llama405b_tools.agent.machine import DirectoryCheck, check_writable_directory, find_resume_checkpoint
+from llama405b_tools.agent.node import STOPPED_BY_SLURM, NodeRunner
 from llama405b_tools.agent.processes import read_secrets, write_secrets
 from llama405b_tools.hosts.fleet import command_to_type
-from llama405b_tools.hosts.transport import disagreements
+from llama405b_tools.hosts.transport import list_disagreements
 from llama405b_tools.launch import sbatch
 from llama405b_tools.launch.placement import HostSpec, LaunchSpec, RunSpec, build_plan
-from llama405b_tools.launch.preflight import other_name, place_words
+from llama405b_tools.launch.preflight import name_remedy, place_words
 from llama405b_tools.launch.request import LaunchRequest
 from llama405b_tools.parsers import Address, Rdma
 from llama405b_tools.run import backends
 from llama405b_tools.run.backends import POLL_S, JobRecord, job_of, job_words
-from llama405b_tools.text.figures import span
+from llama405b_tools.text.figures import format_duration
 
-LIMIT = "the job's time limit"  # who stops a run whose job is nearly over
-MOST_LEAD_S = 300  # before the job's time limit, for the trainer to save, unless a save takes longer
-LEAST_LEAD_S = 20
-JOB = r"^(?:Submitted batch job )?(\d+)(?:;.*| on cluster .*)?$"
-CPUS = "${SLURM_CPUS_PER_TASK:+--cpus-per-task=$SLURM_CPUS_PER_TASK}"  # which srun does not inherit since 22.05
+TIME_LIMIT = "the job's time limit"  # who stops a run whose job is nearly over
+MAX_LEAD_S = 300  # before the job's time limit, for the trainer to save, unless a save takes longer
+MIN_LEAD_S = 20
+JOB_ID_LINE = r"^(?:Submitted batch job )?(\d+)(?:;.*| on cluster .*)?$"
+CPUS_OPTION = "${SLURM_CPUS_PER_TASK:+--cpus-per-task=$SLURM_CPUS_PER_TASK}"  # which srun does not inherit since 22.05
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -78,51 +78,56 @@ def submit(request: LaunchRequest, options: str) -> str:
     if not shutil.which("sbatch"):
         raise UserError("--slurm: sbatch is not installed here; launch from a login node of the cluster")
     run = RunDir(Path.cwd() / "runs" / request.run)
-    words, asked = check_options(request, options)
-    limit_s = sbatch.time_limit_s(asked.get("time") or os.environ.get("SBATCH_TIMELIMIT", ""))
-    lead_s = _lead_s(request, limit_s, asked.get("nodes", ""))
+    words, requested = parse_sbatch_options(request, options)
+    limit_s = sbatch.time_limit_s(requested.get("time") or os.environ.get("SBATCH_TIMELIMIT", ""))
+    lead_s = _lead_s(request, limit_s, requested.get("nodes", ""))
     is_new = not run.path.exists()
     _check_run(request, run)
     for leftover in [*run.path.glob("status/*.stop"), *run.path.glob("status/*.where")]:
         leftover.unlink()
     _write_request(request, run, lead_s)
-    refused = sbatch.refused_variables(os.environ)
-    for variable, why in refused.items():
+    refused_reasons = sbatch.refused_variables(os.environ)
+    for variable, why in refused_reasons.items():
         print(f"{variable} is not used: {why}", flush=True)
     argv = ["sbatch", *words, *_own_options(request, run, lead_s), str(run.job_script)]
-    done = processes.call_slurm(argv, without=refused)
-    if done.returncode:
+    result = processes.call_slurm(argv, excluded=refused_reasons)
+    if result.returncode:
         run.job_secrets.unlink(missing_ok=True)
         if is_new:
             shutil.rmtree(run.path)
-        why = " ".join(f"{done.stderr} {done.stdout}".split())[:300]
+        why = " ".join(f"{result.stderr} {result.stdout}".split())[:300]
         raise UserError(f"--slurm: sbatch refused ({why}); correct the options")
-    jobs = re.findall(JOB, done.stdout, re.MULTILINE)  # a site's own filters may print more, and drop --parsable
+    jobs = re.findall(
+        JOB_ID_LINE, result.stdout, re.MULTILINE
+    )  # a site's own filters may print more, and drop --parsable
     if not jobs:
-        said = " ".join(done.stdout.split())[:300]
+        output = " ".join(result.stdout.split())[:300]
         raise RunError(
-            f"sbatch accepted the job but printed no job ID ({said}); find it with squeue and end it with scancel"
+            f"sbatch accepted the job but printed no job ID ({output}); find it with squeue and end it with scancel"
         )
     job = str(jobs[-1])
     if limit_s and request.saves:
-        print(f"the run saves and stops {span(lead_s)} before its time limit of {span(limit_s)}", flush=True)
+        print(
+            f"the run saves and stops {format_duration(lead_s)} before its time limit of {format_duration(limit_s)}",
+            flush=True,
+        )
     write_json(run.job, JobRecord(job, options))
     return job
 
 
 def _check_run(request: LaunchRequest, run: RunDir) -> None:
     """Refuse a run whose name is taken, or that cannot write or resume here."""
-    if (place := place_of(str(run.path))).fault:
+    if (place := check_writable_directory(str(run.path))).fault:
         raise UserError(f"--slurm: {place.path} cannot be written: {place_words(place)}; launch from another directory")
     if run.path.exists() and (request.resume == "no" or request.evaluates):
-        raise UserError(f"--run: {request.run!r} exists here; {other_name(request)}")
+        raise UserError(f"--run: {request.run!r} exists here; {name_remedy(request)}")
     if directory := request.new_checkpoints:
         with contextlib.suppress(OSError):  # if it cannot be read, the trainer says so
-            refuse_held(Path(directory), committed(Path(directory)))
+            refuse_existing(Path(directory), list_committed(Path(directory)))
     if request.config:
-        request.refuse_changes(resumable(request.resume, request.checkpoints), request.config)
+        request.refuse_changes(find_resume_checkpoint(request.resume, request.checkpoints), request.config)
     earlier = read_record(JobRecord, run.job)
-    if earlier and processes.job_state(earlier.job) not in processes.JOB_GONE:
+    if earlier and processes.job_state(earlier.job) not in processes.JOB_END_STATES:
         stop = command_to_type("stop", None, request.run)
         raise UserError(f"--run: {request.run!r} is already job {earlier.job}; `{stop}` ends it")
 
@@ -131,18 +136,18 @@ def _lead_s(request: LaunchRequest, limit_s: float | None, nodes: str) -> int:
     """Return how long before its time limit a job is told to save: a tenth of it, or what a save takes."""
     save_s = 0.0
     n_nodes = re.match(r"\d+", nodes)
-    if n_nodes and request.config and request.saves and (llama := known_shape(request.config, "")):
-        n_bytes = RunShape.of(llama, request.config, int(n_nodes[0])).checkpoint_bytes
+    if n_nodes and request.config and request.saves and (llama := find_model_shape(request.config, "")):
+        n_bytes = PredictedRun.from_config(llama, request.config, int(n_nodes[0])).checkpoint_bytes
         save_s = 2 * n_bytes / DISK_BYTES_PER_S / int(n_nodes[0])
-    lead_s = max(LEAST_LEAD_S, save_s, min(MOST_LEAD_S, limit_s / 10 if limit_s else math.inf))
+    lead_s = max(MIN_LEAD_S, save_s, min(MAX_LEAD_S, limit_s / 10 if limit_s else math.inf))
     return int(min(lead_s, limit_s / 2 if limit_s else math.inf))
 
 
 def _write_request(request: LaunchRequest, run: RunDir, lead_s: int) -> None:
     """Write what the job's nodes read."""
     resume = request.resume if request.evaluates else "auto"
-    again = dataclasses.replace(request, resume=resume).training_program()
-    write_json(run.job_request, JobRequest(request.spec(), again, 0.8 * lead_s, request.places))
+    resume_program = dataclasses.replace(request, resume=resume).training_program()
+    write_json(run.job_request, JobRequest(request.spec(), resume_program, 0.8 * lead_s, request.places))
     if request.secrets:
         write_secrets(run.job_secrets, dict(request.secrets))
     run.job_script.write_text(job_script(request.run, run.path), encoding="utf-8")
@@ -164,7 +169,7 @@ def _own_options(request: LaunchRequest, run: RunDir, lead_s: int) -> list[str]:
 
 def job_script(name: str, directory: Path) -> str:
     """Return the batch script, which starts this node's part on every node of the job."""
-    node = [*own_argv("llama405b_tools.launch.slurm"), str(directory)]
+    node = [*module_argv("llama405b_tools.launch.slurm"), str(directory)]
     return "\n".join(
         [
             "#!/bin/sh",
@@ -172,7 +177,7 @@ def job_script(name: str, directory: Path) -> str:
             f"cd {shlex.quote(str(Path.cwd()))} || exit 2",
             "unset PYTHONHOME",
             f"trap {shlex.quote(shlex.join([*node, 'save']))} USR1  # the job's time is nearly over",
-            f"srun --ntasks=$SLURM_JOB_NUM_NODES --ntasks-per-node=1 {CPUS} --kill-on-bad-exit=0 {shlex.join(node)} &",
+            f"srun --ntasks=$SLURM_JOB_NUM_NODES --ntasks-per-node=1 {CPUS_OPTION} --kill-on-bad-exit=0 {shlex.join(node)} &",
             # the trap interrupts `wait`: wait again until srun has ended
             "while :; do wait $!; code=$?; kill -0 $! 2>/dev/null || break; done",
             f"{shlex.join([*node, 'ended'])} $code",
@@ -182,7 +187,7 @@ def job_script(name: str, directory: Path) -> str:
     )
 
 
-def check_options(request: LaunchRequest, text: str) -> tuple[list[str], dict[str, str]]:
+def parse_sbatch_options(request: LaunchRequest, text: str) -> tuple[list[str], dict[str, str]]:
     """Return sbatch's options as words, and their values by name.
 
     Raises:
@@ -192,10 +197,10 @@ def check_options(request: LaunchRequest, text: str) -> tuple[list[str], dict[st
         words = shlex.split(text)
     except ValueError as error:
         raise UserError(f'--slurm: {text!r} cannot be parsed ({error}); write it as "-N 4 -p gpu"') from None
-    asked = {option.name: value for option, value in sbatch.given(words)}
-    if "requeue" in asked and request.secrets:
+    requested = {option.name: value for option, value in sbatch.parse_options(words)}
+    if "requeue" in requested and request.secrets:
         raise UserError("--slurm: --requeue: secrets are not kept, so the job cannot start again; leave it out")
-    return words, asked
+    return words, requested
 
 
 def await_plan(run: str) -> Plan:
@@ -204,24 +209,24 @@ def await_plan(run: str) -> Plan:
     Raises:
         RunError: The job ended before that.
     """
-    said, job = "", job_of(run)
-    while (plan := read_plan(RunDir.here(run))).slurm_job != job:
-        if (words := job_words(run)) != said:
-            print(words, flush=True)
-            said = words
-        if processes.job_state(job) in processes.JOB_GONE:
+    last_printed, job = "", job_of(run)
+    while (plan := read_plan(RunDir.from_name(run))).slurm_job != job:
+        if (description := job_words(run)) != last_printed:
+            print(description, flush=True)
+            last_printed = description
+        if processes.job_state(job) in processes.JOB_END_STATES:
             raise RunError(f"job {job} ended before its nodes met; see runs/{run}/slurm-{job}.log")
         time.sleep(POLL_S)
     return plan
 
 
-MEET_S = 120.0
+RENDEZVOUS_S = 120.0
 PORTS = range(20_000, 30_000)
 T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class NodeWhere:
+class NodeReport:
     """What a node reports about itself, through the shared directory."""
 
     job: str  # and how often it was requeued
@@ -235,12 +240,12 @@ class NodeWhere:
     torch: str = ""
     code: str = ""
     rdma: Rdma = Rdma()
-    places: Mapping[str, RunPlace] = dataclasses.field(default_factory=dict)  # cache and scratch
+    places: Mapping[str, DirectoryCheck] = dataclasses.field(default_factory=dict)  # cache and scratch
 
 
 def main() -> int:
     """Meet the other nodes, and run this node's part; return torchrun's exit code."""
-    keep_private()
+    set_private_umask()
     run = RunDir(Path(sys.argv[1]))
     request = read_record(JobRequest, run.job_request)
     if request is None:
@@ -251,26 +256,31 @@ def main() -> int:
     argv = ["scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]]
     names = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=60).stdout.split()
     if sys.argv[2:] == ["save"]:
-        backends.ask_to_stop(run, names, LIMIT, request.grace_s)
+        backends.ask_to_stop(run, names, TIME_LIMIT, request.grace_s)
         return 0
     if sys.argv[2:3] == ["ended"]:
         by, failed = stopped_by(run, name), sys.argv[3] != "0"
-        if by in (SLURM, LIMIT) or (failed and not by):  # some sites have preemption send the limit's signal
+        if by in (STOPPED_BY_SLURM, TIME_LIMIT) or (
+            failed and not by
+        ):  # some sites have preemption send the limit's signal
             _requeue_if_preempted(job)
         return 0
-    this = f"job {job}{given(', requeued {} x', restarts)}"
+    start_id = f"job {job}{fmt_if(', requeued {} x', restarts)}"
     if restarts:  # a stop of the job before is not one of this job
         run.stop(name).unlink(missing_ok=True)
-    write_json(run.where(name), _where(names[0], this, request.places))
+    write_json(run.where(name), _node_report(names[0], start_id, request.places))
     if name == names[0]:
-        _make_plan(run, request, names, this)
-    _wait(lambda: _plan_of(run, this), f"{names[0]} made no plan")
+        _make_plan(run, request, names, start_id)
+    _wait_for(lambda: _current_plan(run, start_id), f"{names[0]} made no plan")
     secrets = read_secrets(run.job_secrets)
     if secrets and request.spec.secrets:
         write_secrets(run.secrets(name), secrets)
-    write_json(run.where(name), NodeWhere(this, ready=True))
+    write_json(run.where(name), NodeReport(start_id, ready=True))
     if name == names[0]:
-        _wait(lambda: all(_where_of(run, n) == NodeWhere(this, ready=True) for n in names), "a node did not get ready")
+        _wait_for(
+            lambda: all(_read_report(run, n) == NodeReport(start_id, ready=True) for n in names),
+            "a node did not get ready",
+        )
         run.job_secrets.unlink(missing_ok=True)
     return NodeRunner(run, name).main()
 
@@ -284,34 +294,34 @@ def _requeue_if_preempted(job: str) -> None:
     if not state.get("StartTime", "~") <= state.get("PreemptTime", "") < "None":  # this start of it, in ISO 8601
         return
     print(f"job {job} was preempted; requeueing it", flush=True)
-    done = processes.call_slurm(["scontrol", "requeue", job])  # which ends this process, too
-    if done.returncode:
-        why = " ".join(done.stderr.split())
+    result = processes.call_slurm(["scontrol", "requeue", job])  # which ends this process, too
+    if result.returncode:
+        why = " ".join(result.stderr.split())
         print(f"Slurm does not requeue it ({why}); to continue, repeat the launch with --resume auto", flush=True)
 
 
-def _where(head: str, this: str, places: Mapping[str, str]) -> NodeWhere:
+def _node_report(head: str, start_id: str, places: Mapping[str, str]) -> NodeReport:
     """Return this node's resources, the head's address as seen from here, and its own address on the route there."""
     try:
         target = socket.gethostbyname(head)
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((target, 9))  # sends nothing
-            mine = probe.getsockname()[0]
+            own_address = probe.getsockname()[0]
     except OSError:
-        target = mine = ""
+        target = own_address = ""
     visible = [gpu for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu]
-    return NodeWhere(
-        job=this,
+    return NodeReport(
+        job=start_id,
         head=target,
-        mine=mine,
-        own=machine.addresses(),
+        mine=own_address,
+        own=machine.list_addresses(),
         machine=socket.gethostname(),
-        gpus=len(visible) or len(machine.gpus()[0]),
+        gpus=len(visible) or len(machine.list_working_gpus()[0]),
         cores=len(os.sched_getaffinity(0)),
-        torch=machine.version_of("torch"),
+        torch=machine.package_version("torch"),
         code=code_version(),
         rdma=machine.rdma_ports(),
-        places={key: machine.place_of(os.path.expandvars(path)) for key, path in places.items()},
+        places={key: machine.check_writable_directory(os.path.expandvars(path)) for key, path in places.items()},
     )
 
 
@@ -320,19 +330,19 @@ def restart_count() -> int:
     return int(os.environ.get("SLURM_RESTART_COUNT") or 0)
 
 
-def _make_plan(run: RunDir, request: JobRequest, names: list[str], this: str) -> None:
-    """Build the plan, on the first node, from all reports; ``this``: the job, and how often it was requeued."""
-    found = _wait(lambda: _all_where(run, names, this), "not all nodes appeared")
-    if clauses := disagreements(
-        {name: {"torch": where.torch, "llama405b": where.code} for name, where in found.items()}
+def _make_plan(run: RunDir, request: JobRequest, names: list[str], start_id: str) -> None:
+    """Build the plan, on the first node, from all reports; ``start_id``: the job, and how often it was requeued."""
+    reports = _wait_for(lambda: _read_all_reports(run, names, start_id), "not all nodes appeared")
+    if clauses := list_disagreements(
+        {name: {"torch": report.torch, "llama405b": report.code} for name, report in reports.items()}
     ):
         raise SystemExit(f"the nodes differ: {'; '.join(clauses)}; install the same versions")
-    _check_places(found)
-    own = [entry.address for entry in found[names[0]].own]
-    seen = [found[name].head for name in names[1:] if found[name].head]
-    head = [*seen, *own, "127.0.0.1"][0]
-    mine = {name: where.mine for name, where in found.items()} | {names[0]: head}
-    parts = [_part(name, where, mine[name]) for name, where in found.items()]
+    _check_places(reports)
+    own_addresses = [entry.address for entry in reports[names[0]].own]
+    head_addresses = [reports[name].head for name in names[1:] if reports[name].head]
+    head = [*head_addresses, *own_addresses, "127.0.0.1"][0]
+    addresses = {name: report.mine for name, report in reports.items()} | {names[0]: head}
+    host_specs = [_host_spec(name, report, addresses[name]) for name, report in reports.items()]
     spec = request.spec
     if restart_count():
         spec = dataclasses.replace(spec, program=request.program_again)
@@ -341,20 +351,20 @@ def _make_plan(run: RunDir, request: JobRequest, names: list[str], this: str) ->
         created=time.time(),
         token=random_secrets.token_hex(4),
         endpoint=f"{head}:{_free_port()}",
-        owner=this,
+        owner=start_id,
         grace_s=request.grace_s,
         slurm_job=os.environ["SLURM_JOB_ID"],
     )
-    write_json(run.plan, build_plan(spec, parts, launching))
+    write_json(run.plan, build_plan(spec, host_specs, launching))
 
 
-def _check_places(found: Mapping[str, NodeWhere]) -> None:
+def _check_places(reports: Mapping[str, NodeReport]) -> None:
     """Refuse directories that a node cannot use.
 
     A variable that is not set there stays in the path, or leaves nothing of it.
     """
-    for name, where in found.items():
-        for key, place in where.places.items():
+    for name, report in reports.items():
+        for key, place in report.places.items():
             if "$" in place.path or not place.path.startswith("/"):
                 why = f"{place.path!r} is not a full path on that node; set its variables there, or name another directory"
                 raise SystemExit(f"{name}: --{key}: {why}")
@@ -363,20 +373,20 @@ def _check_places(found: Mapping[str, NodeWhere]) -> None:
                 raise SystemExit(f"{name}: --{key}: {why}")
 
 
-def _part(name: str, where: NodeWhere, mine: str) -> HostSpec:
-    """Return what a plan needs to know about a node; ``mine``: its address on the training network."""
+def _host_spec(name: str, report: NodeReport, address: str) -> HostSpec:
+    """Return what a plan needs to know about a node; ``address``: its address on the training network."""
     return HostSpec(
         name=name,
         slots=0,
-        machine=where.machine,
-        gpus=where.gpus,
-        cores=where.cores,
-        rdma=where.rdma,
+        machine=report.machine,
+        gpus=report.gpus,
+        cores=report.cores,
+        rdma=report.rdma,
         workdir=str(Path.cwd()),
         python=sys.executable,
-        address=mine,
-        interface=next((entry.interface for entry in where.own if entry.address == mine), "lo"),
-        places={key: place.path for key, place in where.places.items()},
+        address=address,
+        interface=next((entry.interface for entry in report.own if entry.address == address), "lo"),
+        places={key: place.path for key, place in report.places.items()},
     )
 
 
@@ -391,29 +401,29 @@ def _free_port() -> int:
             return port
 
 
-def _plan_of(run: RunDir, this: str) -> Plan | None:
+def _current_plan(run: RunDir, start_id: str) -> Plan | None:
     """Return the plan of this start of the job; None until there is one."""
     plan = read_plan(run)
-    return plan if plan.owner == this else None
+    return plan if plan.owner == start_id else None
 
 
-def _all_where(run: RunDir, names: list[str], this: str) -> dict[str, NodeWhere] | None:
+def _read_all_reports(run: RunDir, names: list[str], start_id: str) -> dict[str, NodeReport] | None:
     """Return every node's report; None until all have written one."""
-    found = {name: _where_of(run, name) for name in names}
-    if all(where.job == this for where in found.values()):
-        return found
+    reports = {name: _read_report(run, name) for name in names}
+    if all(report.job == start_id for report in reports.values()):
+        return reports
     return None
 
 
-def _where_of(run: RunDir, name: str) -> NodeWhere:
-    return read_record(NodeWhere, run.where(name)) or NodeWhere("")
+def _read_report(run: RunDir, name: str) -> NodeReport:
+    return read_record(NodeReport, run.where(name)) or NodeReport("")
 
 
-def _wait(condition: Callable[[], T | None], why: str) -> T:
-    deadline = time.monotonic() + MEET_S
+def _wait_for(condition: Callable[[], T | None], why: str) -> T:
+    deadline = time.monotonic() + RENDEZVOUS_S
     while not (value := condition()):
         if time.monotonic() > deadline:
-            raise SystemExit(f"{why} within {MEET_S:.0f} s; see the other nodes' lines in the job's log")
+            raise SystemExit(f"{why} within {RENDEZVOUS_S:.0f} s; see the other nodes' lines in the job's log")
         time.sleep(0.1)
     return value
 

@@ -11,23 +11,31 @@ import itertools
 import json
 from collections.abc import Callable, Iterator, Sequence
 
-from llama405b.contract.accounting import Use
-from llama405b.contract.errors import counted, given
-from llama405b.contract.records import EventKind, Sample
-from llama405b_tools.agent.reports import Point
+from llama405b.contract.accounting import TimeUse
+from llama405b.contract.errors import fmt_if, pluralize
+from llama405b.contract.records import EventKind, PromptSample
+from llama405b_tools.agent.reports import CurvePoint
 from llama405b_tools.report.summary import (
-    USES,
-    Happened,
+    USE_LABELS,
+    ReportEvent,
     Summary,
-    by_attempt,
-    happened,
-    idle_words,
-    spent,
-    state_words,
-    step_words,
+    describe_idle,
+    format_run_state,
+    format_steps,
+    list_events,
+    split_by_attempt,
+    time_by_use,
 )
 from llama405b_tools.run.query import account_line, incident_line, incident_words, started_words
-from llama405b_tools.text.figures import amount, number, plot, reading, span, ticks, time_ticks
+from llama405b_tools.text.figures import (
+    fmt_or_dash,
+    format_amount,
+    format_duration,
+    format_number,
+    plot,
+    round_ticks,
+    round_time_ticks,
+)
 from llama405b_tools.text.words import fold_names
 
 STYLE = """
@@ -136,11 +144,11 @@ WIDTH, LEFT, RIGHT, TOP, BOTTOM = 960, 64, 10, 8, 22  # units of the drawing
 INNER = WIDTH - LEFT - RIGHT
 PLOT = f'data-left="{LEFT}" data-inner="{INNER}"'  # where the page's script finds the values
 
-Place = tuple[float, float]  # on the axes, not on the drawing
+DataPoint = tuple[float, float]  # on the axes, not on the drawing
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Axis:
+class ChartAxis:
     """The horizontal axis of a chart, with its ticks, bands and marks."""
 
     end: float
@@ -161,7 +169,7 @@ class Curve:
 
     name: str
     style: str
-    pieces: Sequence[Sequence[Place]]
+    pieces: Sequence[Sequence[DataPoint]]
     dots: bool = False  # draw each value as a dot: there are few
 
 
@@ -171,60 +179,65 @@ class Chart:
 
     title: str
     curves: Sequence[Curve]
-    form: Callable[[float], str]  # of values
+    format_value: Callable[[float], str]  # of values
     height: int = 120
     plan: float | None = None
     from_zero: bool = True
     stacked: bool = False  # stacked areas; all curves have values at the same x
     ranges: Sequence[Sequence[tuple[float, float, float]]] = ()  # x, lowest, highest: drawn behind the first curve
 
-    def svg(self, axis: Axis) -> str:
+    def to_svg(self, axis: ChartAxis) -> str:
         """Return the chart as an SVG figure."""
-        low, high = self._scale()
+        low, high = self._value_range()
         inner = self.height - TOP - BOTTOM
 
         def y(value: float) -> float:
             return TOP + inner * (1 - (min(value, high) - low) / ((high - low) or 1.0))
 
         parts = [
-            *(_band(axis, begin, end, style, inner) for begin, end, style in axis.bands),
-            *(_level(self.form(tick), y(tick)) for tick in ticks(low, high, max(2, self.height // 40))),
-            *(_range(axis, piece, y) for piece in self.ranges),
-            *(self._stack(axis, y) if self.stacked else self._lines(axis, y)),
-            *(_mark(axis, at, style, words, inner) for at, style, words in axis.marks),
-            *(_tick(axis.x(at), words, self.height) for at, words in axis.ticks),
+            *(_band_svg(axis, begin, end, style, inner) for begin, end, style in axis.bands),
+            *(
+                _gridline_svg(self.format_value(tick), y(tick))
+                for tick in round_ticks(low, high, max(2, self.height // 40))
+            ),
+            *(_range_svg(axis, piece, y) for piece in self.ranges),
+            *(self._area_paths(axis, y) if self.stacked else self._line_paths(axis, y)),
+            *(_mark_svg(axis, at, style, words, inner) for at, style, words in axis.marks),
+            *(_tick_svg(axis.x(at), words, self.height) for at, words in axis.ticks),
         ]
         if self.plan is not None:
             parts.append(f'<path class="plan" d="M{LEFT} {y(self.plan):.1f}h{INNER}"/>')
         legend = "".join(f'<span class="key {curve.style}">{html.escape(curve.name)}</span>' for curve in self.curves)
-        planned = f'<span class="key plan">plan {html.escape(self.form(self.plan))}</span>' if self.plan else ""
+        plan_legend = (
+            f'<span class="key plan">plan {html.escape(self.format_value(self.plan))}</span>' if self.plan else ""
+        )
         return (
-            f"<figure><figcaption>{html.escape(self.title)} {legend}{planned}</figcaption>"
+            f"<figure><figcaption>{html.escape(self.title)} {legend}{plan_legend}</figcaption>"
             f'<svg viewBox="0 0 {WIDTH} {self.height}" role="img" aria-label="{html.escape(self.title)}" tabindex="0" '
             f'data-axis="{axis.kind}" data-begin="{axis.begin:.9g}" data-end="{axis.end:.9g}" {PLOT}>{"".join(parts)}'
             f'<path class="cursor" d="M0 {TOP}v{inner}"/></svg></figure>\n'
         )
 
-    def _scale(self) -> tuple[float, float]:
+    def _value_range(self) -> tuple[float, float]:
         values = [value for curve in self.curves for piece in curve.pieces for _, value in piece]
         if self.stacked:
-            values = [sum(column) for column in self._columns()]
-        values += [value for piece in self.ranges for _, *both in piece for value in both]
+            values = [sum(column) for column in self._stacked_columns()]
+        values += [value for piece in self.ranges for _, *bounds in piece for value in bounds]
         values += [] if self.plan is None else [self.plan]
         if not values:
             return 0.0, 1.0
         low, high = min(values), max(values)
         if self.from_zero:
             return min(0.0, low), 1.05 * high or 1.0
-        room = 0.05 * (high - low) or abs(high) or 1.0
-        return low - room, high + room
+        margin = 0.05 * (high - low) or abs(high) or 1.0
+        return low - margin, high + margin
 
-    def _columns(self) -> Iterator[list[float]]:
+    def _stacked_columns(self) -> Iterator[list[float]]:
         for pieces in zip(*(curve.pieces for curve in self.curves), strict=True):
             for places in zip(*pieces, strict=True):
                 yield [value for _, value in places]
 
-    def _lines(self, axis: Axis, y: Callable[[float], float]) -> Iterator[str]:
+    def _line_paths(self, axis: ChartAxis, y: Callable[[float], float]) -> Iterator[str]:
         for curve in self.curves:
             if curve.dots:
                 for piece in curve.pieces:
@@ -237,56 +250,56 @@ class Chart:
                 line = "L".join(f"{axis.x(at):.1f} {y(value):.1f}" for at, value in piece)
                 yield f'<path class="line {curve.style}" d="M{line}"/>'
 
-    def _stack(self, axis: Axis, y: Callable[[float], float]) -> Iterator[str]:
+    def _area_paths(self, axis: ChartAxis, y: Callable[[float], float]) -> Iterator[str]:
         for i in range(len(self.curves[0].pieces)):
-            below = [0.0] * len(self.curves[0].pieces[i])
+            lower = [0.0] * len(self.curves[0].pieces[i])
             for curve in self.curves:
                 piece = curve.pieces[i]
-                above = [low + value for low, (_, value) in zip(below, piece, strict=True)]
-                there = [f"{axis.x(at):.1f} {y(value):.1f}" for (at, _), value in zip(piece, above, strict=True)]
-                back = [f"{axis.x(at):.1f} {y(value):.1f}" for (at, _), value in zip(piece, below, strict=True)]
-                yield f'<path class="area {curve.style}" d="M{"L".join([*there, *reversed(back)])}Z"/>'
-                below = above
+                upper = [low + value for low, (_, value) in zip(lower, piece, strict=True)]
+                upper_path = [f"{axis.x(at):.1f} {y(value):.1f}" for (at, _), value in zip(piece, upper, strict=True)]
+                lower_path = [f"{axis.x(at):.1f} {y(value):.1f}" for (at, _), value in zip(piece, lower, strict=True)]
+                yield f'<path class="area {curve.style}" d="M{"L".join([*upper_path, *reversed(lower_path)])}Z"/>'
+                lower = upper
 
 
-def _band(axis: Axis, begin: float, end: float, style: str, inner: int) -> str:
+def _band_svg(axis: ChartAxis, begin: float, end: float, style: str, inner: int) -> str:
     x = axis.x(begin)
     return (
         f'<rect class="band {style}" x="{x:.1f}" y="{TOP}" width="{max(1.0, axis.x(end) - x):.1f}" height="{inner}"/>'
     )
 
 
-def _mark(axis: Axis, at: float, style: str, words: str, inner: int) -> str:
+def _mark_svg(axis: ChartAxis, at: float, style: str, words: str, inner: int) -> str:
     title = f"<title>{html.escape(words)}</title>"
     return f'<path class="mark {style}" d="M{axis.x(at):.1f} {TOP}v{inner}">{title}</path>'
 
 
-def _level(words: str, y: float) -> str:
+def _gridline_svg(words: str, y: float) -> str:
     line = f'<path class="grid" d="M{LEFT} {y:.1f}h{INNER}"/>'
     return f'{line}<text class="label end" x="{LEFT - 6}" y="{y + 3.5:.1f}">{html.escape(words)}</text>'
 
 
-def _tick(x: float, words: str, height: int) -> str:
+def _tick_svg(x: float, words: str, height: int) -> str:
     return f'<text class="label middle" x="{x:.1f}" y="{height - 6}">{html.escape(words)}</text>'
 
 
-def _range(axis: Axis, piece: Sequence[tuple[float, float, float]], y: Callable[[float], float]) -> str:
-    there = [f"{axis.x(at):.1f} {y(high):.1f}" for at, _, high in piece]
-    back = [f"{axis.x(at):.1f} {y(low):.1f}" for at, low, _ in reversed(piece)]
-    return f'<path class="range" d="M{"L".join([*there, *back])}Z"/>'
+def _range_svg(axis: ChartAxis, piece: Sequence[tuple[float, float, float]], y: Callable[[float], float]) -> str:
+    upper_path = [f"{axis.x(at):.1f} {y(high):.1f}" for at, _, high in piece]
+    lower_path = [f"{axis.x(at):.1f} {y(low):.1f}" for at, low, _ in reversed(piece)]
+    return f'<path class="range" d="M{"L".join([*upper_path, *lower_path])}Z"/>'
 
 
-STYLES = {
-    Use.TRAINING: "a", Use.STARTING: "e", Use.SAVING: "c", Use.PAUSES: "d", Use.SLOW: "warn", Use.FAILURES: "bad",
-    Use.RESTARTS: "b", Use.WAITING: "warn",
+USE_STYLES = {
+    TimeUse.TRAINING: "a", TimeUse.STARTING: "e", TimeUse.SAVING: "c", TimeUse.PAUSES: "d", TimeUse.SLOW: "warn", TimeUse.FAILURES: "bad",
+    TimeUse.RESTARTS: "b", TimeUse.WAITING: "warn",
 }  # fmt: skip
-PARTS = (
+STEP_PARTS = (
     ("data", "data_s", "e"),
     ("forward", "forward_s", "a"),
     ("backward", "backward_s", "d"),
     ("optimizer", "optimizer_s", "c"),
 )
-MARKED = {
+EVENT_STYLES = {
     EventKind.SAVED: "good",
     EventKind.NOT_SAVED: "bad",
     EventKind.NOT_WRITTEN: "warn",
@@ -294,32 +307,34 @@ MARKED = {
     EventKind.SPIKE: "warn",
     EventKind.NOT_FINITE: "bad",
     EventKind.STOPPED: "b",
-    Use.SLOW: "warn",
+    TimeUse.SLOW: "warn",
     "failed": "bad",
 }
-SHOWN_SAVES = 10
-MOST_OWN = 12  # curves from the user's own module
-SMOOTH = 40  # the moving average spans 1/40 of a curve to each side
+MAX_SHOWN_SAVES = 10
+MAX_USER_CURVES = 12  # curves from the user's own module
+SMOOTHING_DIVISOR = 40  # the moving average spans 1/40 of a curve to each side
 GIB = 1 << 30
 
 
-def page(found: Summary) -> str:
+def render_page(summary: Summary) -> str:
     """Return a run's report as an HTML page."""
-    title = html.escape(f"run {found.run}")
-    rows = [[point.time - found.began, point.step, _values(found, point)] for point in found.reply.points]
+    title = html.escape(f"run {summary.run}")
+    rows = [
+        [point.time - summary.start_time, point.step, _hover_text(summary, point)] for point in summary.reply.points
+    ]
     data = json.dumps(rows).replace("<", "\\u003c")
     body = "\n".join([
         f"<h1>{title}</h1>",
-        *(f'<p class="soft">{html.escape(line)}</p>' for line in _about(found)),
+        *(f'<p class="soft">{html.escape(line)}</p>' for line in _intro_lines(summary)),
         '<div class="tiles">' + "".join(f'<div class="tile"><b>{html.escape(value)}</b><span>{html.escape(name)}</span></div>'
-            for name, value in _tiles(found)) + "</div>",
-        *(f'<p class="note">{html.escape(line)}</p>' for line in notes(found)),
+            for name, value in _tiles(summary)) + "</div>",
+        *(f'<p class="note">{html.escape(line)}</p>' for line in reader_notes(summary)),
         '<div id="at" class="soft" aria-live="polite">Point at a curve to read its values, or select it with Tab and press ← or →.</div>',
-        *(_charts(found) if found.reply.points or found.reply.evaluations else ["<p>No steps yet.</p>"]),
-        *_samples(found.reply.samples),
-        *_time(found),
-        *_happened(happened(found), found.began),
-        *_facts(found),
+        *(_charts(summary) if summary.reply.points or summary.reply.evaluations else ["<p>No steps yet.</p>"]),
+        *_prompts_section(summary.reply.samples),
+        *_time_section(summary),
+        *_events_section(list_events(summary), summary.start_time),
+        *_facts_section(summary),
     ])  # fmt: skip
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
@@ -328,238 +343,263 @@ def page(found: Summary) -> str:
     )
 
 
-def notes(found: Summary) -> Iterator[str]:
+def reader_notes(summary: Summary) -> Iterator[str]:
     """Yield notes that a reader needs to interpret the report."""
-    if line := idle_words(found):
+    if line := describe_idle(summary):
         yield line
-    resumed = any(event.kind is EventKind.RESUMED for event in found.reply.events)
-    if found.trackers and resumed:
-        names = " and ".join(found.trackers)
+    has_resumed = any(event.kind is EventKind.RESUMED for event in summary.reply.events)
+    if summary.trackers and has_resumed:
+        names = " and ".join(summary.trackers)
         yield f"for steps repeated after a resume, {names} has the first values; this report has the last"
 
 
-def _about(found: Summary) -> Iterator[str]:
-    reply = found.reply
+def _intro_lines(summary: Summary) -> Iterator[str]:
+    reply = summary.reply
     hosts = ", ".join(
-        f"{fold_names(name for name, each in reply.hosts if each == ranks)}, {counted(ranks, 'rank')} each"
-        for ranks in dict.fromkeys(each for _, each in reply.hosts)
+        f"{fold_names(name for name, host_ranks in reply.hosts if host_ranks == ranks)}, {pluralize(ranks, 'rank')} each"
+        for ranks in dict.fromkeys(host_ranks for _, host_ranks in reply.hosts)
     )
-    mesh = reply.mesh.told if reply.mesh else ""
-    gpus = given(" x {}", reply.gpu)
-    yield f"{state_words(found)}; attempt {reply.attempt}, launched by {reply.owner}; as of {_clock(reply.now)}"
-    yield f"{found.world}{gpus or ' ranks'} on {hosts}{given('; ranks as {}', mesh)}"
+    mesh = reply.mesh.label if reply.mesh else ""
+    gpus = fmt_if(" x {}", reply.gpu)
+    yield f"{format_run_state(summary)}; attempt {reply.attempt}, launched by {reply.owner}; as of {_local_datetime(reply.now)}"
+    yield f"{summary.world_size}{gpus or ' ranks'} on {hosts}{fmt_if('; ranks as {}', mesh)}"
 
 
-def _tiles(found: Summary) -> Iterator[tuple[str, str]]:
+def _tiles(summary: Summary) -> Iterator[tuple[str, str]]:
     """Yield the headline figures: name and value."""
-    reply, account = found.reply, found.reply.account
+    reply, account = summary.reply, summary.reply.account
     if reply.points:
         yield (
-            f"loss of the last {counted(found.last_steps, 'step')}, from {reply.points[0].loss:.3f}",
-            f"{found.last('loss'):.4f}",
+            f"loss of the last {pluralize(summary.n_last_steps, 'step')}, from {reply.points[0].loss:.3f}",
+            f"{summary.mean_of_last('loss'):.4f}",
         )
     if reply.evaluations:
         best = min(loss for *_, loss in reply.evaluations)
         yield f"evaluation, best {best:.4f}", f"{reply.evaluations[-1][2]:.4f}"
     if reply.last:
-        rate, planned = found.last("rate"), found.planned_tokens_per_s
-        yield f"tokens/s{given(', planned {}', planned and amount(planned))}", amount(rate)
-        if mfu := found.mfu(rate):
-            yield f"MFU{given(', planned {:.1f}%', found.mfu(planned))}", f"{mfu:.1f}%"
-        yield "tokens trained on", amount(reply.last.tokens)
+        rate, planned_rate = summary.mean_of_last("rate"), summary.planned_tokens_per_s
+        yield f"tokens/s{fmt_if(', planned {}', planned_rate and format_amount(planned_rate))}", format_amount(rate)
+        if mfu := summary.mfu(rate):
+            yield f"MFU{fmt_if(', planned {:.1f}%', summary.mfu(planned_rate))}", f"{mfu:.1f}%"
+        yield "tokens trained on", format_amount(reply.last.tokens)
     if account:
         total_s = sum(account.seconds.values())
-        yield f"goodput of {span(total_s)}", f"{100 * (account.goodput or 0.0):.1f}%"
-        yield found.unit, f"{account.rank_hours(total_s):,.2f}"
-        if cost := found.cost(total_s):
-            yield f"cost, at {found.price:g} a {found.unit}", f"{cost:,.2f}"
+        yield f"goodput of {format_duration(total_s)}", f"{100 * (account.goodput or 0.0):.1f}%"
+        yield summary.hour_unit, f"{account.rank_hours(total_s):,.2f}"
+        if cost := summary.cost(total_s):
+            yield f"cost, at {summary.price:g} a {summary.hour_unit}", f"{cost:,.2f}"
 
 
-def _charts(found: Summary) -> Iterator[str]:
-    points, began = found.reply.points, found.began
-    pieces = list(by_attempt(points))
+def _charts(summary: Summary) -> Iterator[str]:
+    points, start_time = summary.reply.points, summary.start_time
+    pieces = list(split_by_attempt(points))
 
-    timed = [part for piece in pieces for part in _timed(found, piece)]
+    timed_pieces = [part for piece in pieces for part in _timed_pieces(summary, piece)]
 
-    def curve(name: str, style: str, value: Callable[[Point], float]) -> Curve:
-        return Curve(name, style, [[(time - began, value(point)) for time, point in part] for part in timed])
+    def curve(name: str, style: str, value: Callable[[CurvePoint], float]) -> Curve:
+        return Curve(
+            name, style, [[(time - start_time, value(point)) for time, point in part] for part in timed_pieces]
+        )
 
     yield "<h2>Loss by step</h2>"
-    yield _loss(found, pieces)
+    yield _loss_chart_svg(summary, pieces)
     keys = (("saved", "good"), ("resumed or stopped", "b"), ("spike or slow step", "warn"), ("failure", "bad"))
     legend = "".join(f'<span class="key {style}">{name}</span>' for name, style in keys)
     yield f"<h2>By time since the launch</h2><figcaption>{legend}</figcaption>"
-    axis = _time_axis(found)
-    evaluated = [[(time - began, loss)] for _, time, loss in found.reply.evaluations]
+    axis = _time_axis(summary)
+    evaluations = [[(time - start_time, loss)] for _, time, loss in summary.reply.evaluations]
     losses = [curve("loss", "a", lambda point: point.loss)] if points else []
     yield Chart(
         "loss, nats per target token",
-        [*losses, Curve("evaluation", "b", evaluated, dots=True)],
-        reading,
+        [*losses, Curve("evaluation", "b", evaluations, dots=True)],
+        format_number,
         from_zero=False,
-    ).svg(axis)
+    ).to_svg(axis)
     if not points:
         return
     yield Chart(
-        "gradient norm, before clipping", [curve("highest", "a", lambda point: point.grad_norm_high)], reading
-    ).svg(axis)
+        "gradient norm, before clipping", [curve("highest", "a", lambda point: point.grad_norm_high)], format_number
+    ).to_svg(axis)
     yield Chart(
         "tokens per second",
         [curve("all ranks", "a", lambda point: point.rate)],
-        amount,
-        plan=found.planned_tokens_per_s,
-    ).svg(axis)
-    if found.mfu(points[-1].rate):
+        format_amount,
+        plan=summary.planned_tokens_per_s,
+    ).to_svg(axis)
+    if summary.mfu(points[-1].rate):
         yield Chart(
-            "model FLOPs utilization", [curve("MFU", "a", lambda point: found.mfu(point.rate) or 0.0)],
-            lambda value: f"{value:.0f}%", plan=found.mfu(found.planned_tokens_per_s),
-        ).svg(axis)  # fmt: skip
-    parts = [curve(name, style, lambda point, field=field: getattr(point, field)) for name, field, style in PARTS]  # type: ignore[misc]
-    planned = found.reply.expected_step_s or None
-    yield Chart("a step, seconds", parts, reading, stacked=True, plan=planned).svg(axis)
-    yield _memory(points, curve).svg(axis)
-    for chart in _own(pieces, began):
-        yield chart.svg(axis)
+            "model FLOPs utilization", [curve("MFU", "a", lambda point: summary.mfu(point.rate) or 0.0)],
+            lambda value: f"{value:.0f}%", plan=summary.mfu(summary.planned_tokens_per_s),
+        ).to_svg(axis)  # fmt: skip
+    parts = [curve(name, style, lambda point, field=field: getattr(point, field)) for name, field, style in STEP_PARTS]  # type: ignore[misc]
+    planned_step_s = summary.reply.expected_step_s or None
+    yield Chart("a step, seconds", parts, format_number, stacked=True, plan=planned_step_s).to_svg(axis)
+    yield _memory_chart(points, curve).to_svg(axis)
+    for chart in _user_charts(pieces, start_time):
+        yield chart.to_svg(axis)
     yield Chart(
         "learning rate", [curve("of the first group", "a", lambda point: point.lr)], "{:.1e}".format, height=90
-    ).svg(axis)
+    ).to_svg(axis)
 
 
-def _timed(found: Summary, piece: Sequence[Point]) -> Iterator[list[tuple[float, Point]]]:
+def _timed_pieces(summary: Summary, piece: Sequence[CurvePoint]) -> Iterator[list[tuple[float, CurvePoint]]]:
     """Yield an attempt's points by time; a step that hung is its own piece, drawn over the time it took."""
-    began = {point.time: point.began for point, _ in found.slow}
-    for hung, alike in itertools.groupby(piece, lambda point: began.get(point.time)):
-        places = [(point.time, point) for point in alike]
-        yield places if hung is None else [(hung, places[0][1]), *places]
+    hang_starts = {point.time: point.start_time for point, _ in summary.slow_points}
+    for hang_start, group in itertools.groupby(piece, lambda point: hang_starts.get(point.time)):
+        timed_points = [(point.time, point) for point in group]
+        yield timed_points if hang_start is None else [(hang_start, timed_points[0][1]), *timed_points]
 
 
-def _memory(points: Sequence[Point], curve: Callable[[str, str, Callable[[Point], float]], Curve]) -> Chart:
+def _memory_chart(
+    points: Sequence[CurvePoint], curve: Callable[[str, str, Callable[[CurvePoint], float]], Curve]
+) -> Chart:
     on_gpu = any(point.allocated_bytes for point in points)
     curves = [curve("reserved by the allocator" if on_gpu else "held", "a", lambda point: point.peak_bytes / GIB)]
     if on_gpu:
         curves.append(curve("tensors", "c", lambda point: point.allocated_bytes / GIB))
-    return Chart("peak memory of rank 0, GiB", curves, reading)
+    return Chart("peak memory of rank 0, GiB", curves, format_number)
 
 
-def _own(pieces: Sequence[Sequence[Point]], began: float) -> Iterator[Chart]:
+def _user_charts(pieces: Sequence[Sequence[CurvePoint]], start_time: float) -> Iterator[Chart]:
     """Yield a chart for each metric that the user's module adds."""
     names = dict.fromkeys(name for piece in pieces for point in piece for name in point.own)
-    for name in list(names)[:MOST_OWN]:
-        own = [[(point.time - began, point.own[name]) for point in piece if name in point.own] for piece in pieces]
-        yield Chart(f"own: {name}", [Curve(name, "a", list(filter(None, own)))], reading, from_zero=False)
+    for name in list(names)[:MAX_USER_CURVES]:
+        curve_points = [
+            [(point.time - start_time, point.own[name]) for point in piece if name in point.own] for piece in pieces
+        ]
+        yield Chart(
+            f"own: {name}", [Curve(name, "a", list(filter(None, curve_points)))], format_number, from_zero=False
+        )
 
 
-def _loss(found: Summary, pieces: Sequence[Sequence[Point]]) -> str:
+def _loss_chart_svg(summary: Summary, pieces: Sequence[Sequence[CurvePoint]]) -> str:
     """Return the chart of the loss by step, with a range where one point stands for several steps."""
-    points = found.reply.points
-    each = [[(point.step, point.loss) for point in piece] for piece in pieces]
-    curves = [Curve("loss", "a", each)] if points else []
-    if half := len(points) // SMOOTH:
-        smooth = iter(_smooth([place for piece in each for place in piece], half))
-        smoothed = [list(itertools.islice(smooth, len(piece))) for piece in each]
-        curves = [Curve("loss", "a thin", each), Curve("smoothed", "a", smoothed)]
-    evaluated = Curve("evaluation", "b", [[(step, loss)] for step, _, loss in found.reply.evaluations], dots=True)
+    points = summary.reply.points
+    by_step = [[(point.step, point.loss) for point in piece] for piece in pieces]
+    curves = [Curve("loss", "a", by_step)] if points else []
+    if radius := len(points) // SMOOTHING_DIVISOR:
+        averages = iter(_moving_average([place for piece in by_step for place in piece], radius))
+        smooth_pieces = [list(itertools.islice(averages, len(piece))) for piece in by_step]
+        curves = [Curve("loss", "a thin", by_step), Curve("smoothed", "a", smooth_pieces)]
+    evaluation_curve = Curve(
+        "evaluation", "b", [[(step, loss)] for step, _, loss in summary.reply.evaluations], dots=True
+    )
     ranges = [
         [(point.step, point.loss_low, point.loss_high) for point in piece] for piece in pieces if piece[0].steps > 1
     ]
-    shown = [*(point.step for point in points), *(step for step, *_ in found.reply.evaluations)]
-    begin, end = min(shown), max(shown)
-    marks = [(float(step), f"{step:,.0f}") for step in ticks(begin, end, 8) if step == int(step)]
-    axis = Axis(end, marks, begin=begin, kind="step")
-    return Chart("nats per target token", [*curves, evaluated], reading, 260, from_zero=False, ranges=ranges).svg(axis)
+    shown_steps = [*(point.step for point in points), *(step for step, *_ in summary.reply.evaluations)]
+    begin, end = min(shown_steps), max(shown_steps)
+    marks = [(float(step), f"{step:,.0f}") for step in round_ticks(begin, end, 8) if step == int(step)]
+    axis = ChartAxis(end, marks, begin=begin, kind="step")
+    return Chart(
+        "nats per target token", [*curves, evaluation_curve], format_number, 260, from_zero=False, ranges=ranges
+    ).to_svg(axis)
 
 
-def _smooth(places: Sequence[Place], half: int) -> list[Place]:
+def _moving_average(points: Sequence[DataPoint], radius: int) -> list[DataPoint]:
     """Return the moving average of the values."""
-    around = [places[max(0, i - half) : i + half + 1] for i in range(len(places))]
-    return [(at, sum(value for _, value in near) / len(near)) for (at, _), near in zip(places, around, strict=True)]
+    windows = [points[max(0, i - radius) : i + radius + 1] for i in range(len(points))]
+    return [
+        (x, sum(value for _, value in window) / len(window)) for (x, _), window in zip(points, windows, strict=True)
+    ]
 
 
-def _time_axis(found: Summary) -> Axis:
-    reply, began = found.reply, found.began
-    end = max([reply.now if reply.alive else 0.0, *(point.time for point in reply.points), *(each.time for each in happened(found)),
-        *(time for _, time, _ in reply.evaluations)]) - began  # fmt: skip
+def _time_axis(summary: Summary) -> ChartAxis:
+    reply, start_time = summary.reply, summary.start_time
+    end = max([reply.now if reply.alive else 0.0, *(point.time for point in reply.points), *(event.time for event in list_events(summary)),
+        *(time for _, time, _ in reply.evaluations)]) - start_time  # fmt: skip
     account = reply.account
     bands = [
-        (each.began - began, min(end, (each.resumed or each.failed) - began), "bad")
-        for each in (account.incidents if account else ())
-    ] + [(point.began - began, point.time - began, "warn") for point, _ in found.slow]
-    marks = [(each.time - began, MARKED[each.kind], each.words) for each in happened(found) if each.kind in MARKED]
-    return Axis(end, [(at, span(at) if at else "0") for at in time_ticks(end, 8)], bands=bands, marks=marks)
-
-
-def _values(found: Summary, point: Point) -> str:
-    """Return the values of a point as one line."""
-    mfu = given("  MFU {:.1f}%", found.mfu(point.rate))
-    return (
-        f"{step_words(point)}  {span(point.time - found.began)}  loss {point.loss:.4f}  grad {point.grad_norm:.3f}  "
-        f"{amount(point.rate)} tokens/s{mfu}  {point.step_s:.2f} s  lr {point.lr:.2e}"
+        (incident.began - start_time, min(end, (incident.resumed or incident.failed) - start_time), "bad")
+        for incident in (account.incidents if account else ())
+    ] + [(point.start_time - start_time, point.time - start_time, "warn") for point, _ in summary.slow_points]
+    marks = [
+        (event.time - start_time, EVENT_STYLES[event.kind], event.words)
+        for event in list_events(summary)
+        if event.kind in EVENT_STYLES
+    ]
+    return ChartAxis(
+        end, [(at, format_duration(at) if at else "0") for at in round_time_ticks(end, 8)], bands=bands, marks=marks
     )
 
 
-def _time(found: Summary) -> Iterator[str]:
-    account = found.reply.account
+def _hover_text(summary: Summary, point: CurvePoint) -> str:
+    """Return the values of a point as one line."""
+    mfu = fmt_if("  MFU {:.1f}%", summary.mfu(point.rate))
+    return (
+        f"{format_steps(point)}  {format_duration(point.time - summary.start_time)}  loss {point.loss:.4f}  grad {point.grad_norm:.3f}  "
+        f"{format_amount(point.rate)} tokens/s{mfu}  {point.step_s:.2f} s  lr {point.lr:.2e}"
+    )
+
+
+def _time_section(summary: Summary) -> Iterator[str]:
+    account = summary.reply.account
     if not account:
         return
     total_s = sum(account.seconds.values())
-    uses = list(spent(account))
+    uses = list(time_by_use(account))
     yield "<h2>What the time went into</h2>"
-    bars = (f'<i class="{STYLES[use]}" style="width:{100 * seconds / total_s:.2f}%"></i>' for use, seconds in uses)
+    bars = (f'<i class="{USE_STYLES[use]}" style="width:{100 * seconds / total_s:.2f}%"></i>' for use, seconds in uses)
     yield f'<div class="bar">{"".join(bars)}</div>'
     rows = [
-        [f'<span class="key {STYLES[use]}">{use}</span>', USES[use], *_figures(found, seconds, total_s)]
+        [f'<span class="key {USE_STYLES[use]}">{use}</span>', USE_LABELS[use], *_use_cells(summary, seconds, total_s)]
         for use, seconds in uses
     ]
     total = "since the first launch, excluding the time it was stopped"
-    rows.append(["<span class='key'></span>all", total, *_figures(found, total_s, total_s)])
-    yield _table(["", "", "time", found.unit, "share", *(["cost"] if found.price else [])], rows, numeric=2)
+    rows.append(["<span class='key'></span>all", total, *_use_cells(summary, total_s, total_s)])
+    yield _html_table(
+        ["", "", "time", summary.hour_unit, "share", *(["cost"] if summary.price else [])], rows, numeric=2
+    )
     if account.incidents:
         yield "<h2>Failures</h2>"
         rows = [
-            [_clock(each.failed), str(each.attempt), html.escape(incident_words(each)),
-             span(each.resumed - each.began) if each.resumed else started_words(each),
-             f"{account.rank_hours((each.resumed or each.failed) - each.began):,.2f}"]
-            for each in account.incidents
+            [_local_datetime(incident.failed), str(incident.attempt), html.escape(incident_words(incident)),
+             format_duration(incident.resumed - incident.began) if incident.resumed else started_words(incident),
+             f"{account.rank_hours((incident.resumed or incident.failed) - incident.began):,.2f}"]
+            for incident in account.incidents
         ]  # fmt: skip
-        yield _table(["when", "attempt", "why", "until the next step", found.unit], rows)
+        yield _html_table(["when", "attempt", "why", "until the next step", summary.hour_unit], rows)
 
 
-def _figures(found: Summary, seconds: float, total_s: float) -> list[str]:
-    hours = f"{seconds * found.world / 3600:,.2f}"
-    cost = [number(found.cost(seconds), ",.2f")] if found.price else []
-    return [span(seconds), hours, f"{100 * seconds / total_s:.1f}%", *cost]
+def _use_cells(summary: Summary, seconds: float, total_s: float) -> list[str]:
+    hours = f"{seconds * summary.world_size / 3600:,.2f}"
+    cost = [fmt_or_dash(summary.cost(seconds), ",.2f")] if summary.price else []
+    return [format_duration(seconds), hours, f"{100 * seconds / total_s:.1f}%", *cost]
 
 
-def _happened(all_of: Sequence[Happened], began: float) -> Iterator[str]:
-    saves = [each for each in all_of if each.kind == EventKind.SAVED]
-    shown = [each for each in all_of if each.kind != EventKind.SAVED or each in saves[-SHOWN_SAVES:]]
-    rows = [[_clock(each.time), span(each.time - began), html.escape(each.words)] for each in shown]
+def _events_section(events: Sequence[ReportEvent], start_time: float) -> Iterator[str]:
+    saves = [event for event in events if event.kind == EventKind.SAVED]
+    shown_events = [event for event in events if event.kind != EventKind.SAVED or event in saves[-MAX_SHOWN_SAVES:]]
+    rows = [
+        [_local_datetime(event.time), format_duration(event.time - start_time), html.escape(event.words)]
+        for event in shown_events
+    ]
     if not rows:
         return
     yield "<h2>What happened</h2>"
-    if len(saves) > SHOWN_SAVES:
-        yield f'<p class="soft">Of {len(saves)} saves, the last {SHOWN_SAVES}.</p>'
-    yield _table(["when", "after", ""], rows)
+    if len(saves) > MAX_SHOWN_SAVES:
+        yield f'<p class="soft">Of {len(saves)} saves, the last {MAX_SHOWN_SAVES}.</p>'
+    yield _html_table(["when", "after", ""], rows)
 
 
-def _samples(samples: Sequence[Sample]) -> Iterator[str]:
+def _prompts_section(samples: Sequence[PromptSample]) -> Iterator[str]:
     """Yield the prompts' continuations: those of the last evaluation, then all."""
     if not samples:
         return
 
-    def rows(shown: Sequence[Sample]) -> list[list[str]]:
-        return [[f"{each.step}", html.escape(each.prompt), html.escape(each.text)] for each in shown]
+    def rows(shown: Sequence[PromptSample]) -> list[list[str]]:
+        return [[f"{sample.step}", html.escape(sample.prompt), html.escape(sample.text)] for sample in shown]
 
-    last = [each for each in samples if each.step == samples[-1].step]
-    yield "<h2>Prompts, continued</h2>" + _table(["step", "prompt", "continuation"], rows(last))
+    last = [sample for sample in samples if sample.step == samples[-1].step]
+    yield "<h2>Prompts, continued</h2>" + _html_table(["step", "prompt", "continuation"], rows(last))
     if len(last) < len(samples):
-        ordered = sorted(samples, key=lambda each: (each.prompt, each.step))
-        table = _table(["step", "prompt", "continuation"], rows(ordered))
+        ordered = sorted(samples, key=lambda sample: (sample.prompt, sample.step))
+        table = _html_table(["step", "prompt", "continuation"], rows(ordered))
         yield f"<details><summary>all {len(samples)}</summary>{table}</details>"
 
 
-def _facts(found: Summary) -> Iterator[str]:
-    reply = found.reply
+def _facts_section(summary: Summary) -> Iterator[str]:
+    reply = summary.reply
     yield "<h2>What ran</h2>"
     versions = ", ".join(f"{name} {version}" for name, version in sorted(reply.versions.items()))
     yield f"<p>{html.escape(versions or 'Package versions are known once a checkpoint is saved.')}</p>"
@@ -571,7 +611,7 @@ def _facts(found: Summary) -> Iterator[str]:
     yield f"<details><summary>settings (config.toml)</summary><pre>{html.escape(reply.settings)}</pre></details>"
 
 
-def _table(headings: Sequence[str], rows: Sequence[Sequence[str]], numeric: int = 99) -> str:
+def _html_table(headings: Sequence[str], rows: Sequence[Sequence[str]], numeric: int = 99) -> str:
     """Return an HTML table; cells are HTML already, and columns from ``numeric`` on hold numbers."""
 
     def row(cells: Sequence[str], tag: str) -> str:
@@ -585,36 +625,38 @@ def _table(headings: Sequence[str], rows: Sequence[Sequence[str]], numeric: int 
     return "<table>" + row(headings, "th") + "".join(row(cells, "td") for cells in rows) + "</table>"
 
 
-def _clock(moment: float) -> str:
+def _local_datetime(moment: float) -> str:
     return datetime.datetime.fromtimestamp(moment).astimezone().strftime("%Y-%m-%d %H:%M:%S")
 
 
-def lines_of(found: Summary, width: int, height: int, *, plain: bool) -> Iterator[str]:
+def format_report(summary: Summary, width: int, height: int, *, plain: bool) -> Iterator[str]:
     """Yield the report's lines for a terminal. ``plain``: use ASCII only."""
-    reply, points = found.reply, found.reply.points
-    yield f"run {found.run}: {state_words(found)}"
+    reply, points = summary.reply, summary.reply.points
+    yield f"run {summary.run}: {format_run_state(summary)}"
     losses = [(float(point.step), point.loss) for point in points]
-    evaluated = [(float(step), loss) for step, _, loss in reply.evaluations]
-    if losses or evaluated:
-        yield "loss by step" + given("; o evaluations", len(evaluated))
-        yield from plot(losses, evaluated, width, height, reading, plain=plain)
+    evaluations = [(float(step), loss) for step, _, loss in reply.evaluations]
+    if losses or evaluations:
+        yield "loss by step" + fmt_if("; o evaluations", len(evaluations))
+        yield from plot(losses, evaluations, width, height, format_number, plain=plain)
     if points:
-        many = counted(found.last_steps, "step")
-        yield f"loss {points[0].loss:.4f} -> {found.last('loss'):.4f} (mean of the last {many}), {_rate(found)}"
-    if evaluated:
-        best = min(reply.evaluations, key=lambda each: each[2])
-        yield f"evaluation {evaluated[0][1]:.4f} -> {evaluated[-1][1]:.4f}, lowest {best[2]:.4f} at step {best[0]}"
+        last_steps = pluralize(summary.n_last_steps, "step")
+        yield f"loss {points[0].loss:.4f} -> {summary.mean_of_last('loss'):.4f} (mean of the last {last_steps}), {_rate_text(summary)}"
+    if evaluations:
+        best = min(reply.evaluations, key=lambda evaluation: evaluation[2])
+        yield f"evaluation {evaluations[0][1]:.4f} -> {evaluations[-1][1]:.4f}, lowest {best[2]:.4f} at step {best[0]}"
     if account := reply.account:
-        yield account_line(account, found.unit)
-        if cost := found.cost(sum(account.seconds.values())):
-            yield f"cost {cost:,.2f} at {found.price:g} a {found.unit}"
+        yield account_line(account, summary.hour_unit)
+        if cost := summary.cost(sum(account.seconds.values())):
+            yield f"cost {cost:,.2f} at {summary.price:g} a {summary.hour_unit}"
         for incident in account.incidents:
-            yield f"  {incident_line(account, incident, found.unit)}"
-    yield from notes(found)
+            yield f"  {incident_line(account, incident, summary.hour_unit)}"
+    yield from reader_notes(summary)
 
 
-def _rate(found: Summary) -> str:
-    rate = found.last("rate")
-    mfu = given(", MFU {:.1f}%", found.mfu(rate))
-    planned = given(" (planned {})", found.reply.expected_step_s and span(found.reply.expected_step_s))
-    return f"{amount(rate)} tokens/s{mfu}, {found.last('step_s'):.2f} s per step{planned}"
+def _rate_text(summary: Summary) -> str:
+    rate = summary.mean_of_last("rate")
+    mfu = fmt_if(", MFU {:.1f}%", summary.mfu(rate))
+    plan_note = fmt_if(
+        " (planned {})", summary.reply.expected_step_s and format_duration(summary.reply.expected_step_s)
+    )
+    return f"{format_amount(rate)} tokens/s{mfu}, {summary.mean_of_last('step_s'):.2f} s per step{plan_note}"

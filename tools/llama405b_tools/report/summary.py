@@ -5,32 +5,32 @@ import statistics
 import tomllib
 from collections.abc import Iterator, Sequence
 
-from llama405b.contract.accounting import SLOW_S, SLOW_STEPS, Account, Use, is_failure
-from llama405b.contract.errors import counted, given
-from llama405b.contract.records import EventKind, RunEvent, words
-from llama405b_tools.agent.reports import Point, ReportReply
+from llama405b.contract.accounting import SLOW_S, SLOW_STEPS, Account, TimeUse, is_failure
+from llama405b.contract.errors import fmt_if, pluralize
+from llama405b.contract.records import EventKind, RunEvent, describe_cause
+from llama405b_tools.agent.reports import CurvePoint, ReportReply
 from llama405b_tools.parsers import bf16_flops
 from llama405b_tools.run.judge import Failure, failure_words, log_words
 from llama405b_tools.run.query import incident_words
-from llama405b_tools.text.figures import span
+from llama405b_tools.text.figures import format_duration
 from llama405b_tools.text.words import clean
 
-LAST = 10  # steps averaged for the latest value of a curve
-LEAST_IDLE_S = 300.0  # after a run's end, before idle hosts are mentioned
-USES = {
-    Use.TRAINING: "steps that count",
-    Use.STARTING: "starting: reading data, loading weights",
-    Use.SAVING: "steps that waited for a save, and saving at a stop",
-    Use.PAUSES: "between steps: evaluations, profiles",
-    Use.SLOW: "steps that stalled",
-    Use.FAILURES: "failures: steps taken again, hang, restart, loading",
-    Use.RESTARTS: "requested restarts",
-    Use.WAITING: "since the last step",
+LAST_STEPS = 10  # steps averaged for the latest value of a curve
+MIN_IDLE_S = 300.0  # after a run's end, before idle hosts are mentioned
+USE_LABELS = {
+    TimeUse.TRAINING: "steps that count",
+    TimeUse.STARTING: "starting: reading data, loading weights",
+    TimeUse.SAVING: "steps that waited for a save, and saving at a stop",
+    TimeUse.PAUSES: "between steps: evaluations, profiles",
+    TimeUse.SLOW: "steps that stalled",
+    TimeUse.FAILURES: "failures: steps taken again, hang, restart, loading",
+    TimeUse.RESTARTS: "requested restarts",
+    TimeUse.WAITING: "since the last step",
 }
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Happened:
+class ReportEvent:
     """An event of the run: time, kind and text."""
 
     time: float
@@ -48,23 +48,23 @@ class Summary:
     logs: str = "llama405b logs"  # the command that shows its logs
 
     @property
-    def world(self) -> int:
+    def world_size(self) -> int:
         """Number of ranks."""
         return sum(ranks for _, ranks in self.reply.hosts)
 
     @property
-    def unit(self) -> str:
+    def hour_unit(self) -> str:
         """The unit of cost: GPU-h, or rank-h without GPUs."""
         return "GPU-h" if self.reply.gpu else "rank-h"
 
     @property
-    def ended(self) -> float | None:
+    def end_time(self) -> float | None:
         """When the last attempt ended; None while the run is alive."""
         last = self.reply.attempts[-1] if self.reply.attempts else None
         return last.ended if last and not self.reply.alive else None
 
     @property
-    def began(self) -> float:
+    def start_time(self) -> float:
         """When the run was first launched, as far as is known."""
         if self.reply.account:
             return self.reply.account.began
@@ -73,13 +73,13 @@ class Summary:
     @property
     def idle_s(self) -> float:
         """Seconds since the run ended; 0 while it is alive."""
-        return 0.0 if self.ended is None else max(0.0, self.reply.now - self.ended)
+        return 0.0 if self.end_time is None else max(0.0, self.reply.now - self.end_time)
 
     @property
-    def steps(self) -> int | None:
+    def max_steps(self) -> int | None:
         """The number of steps that the settings ask for; None if they do not say."""
-        found = tomllib.loads(self.reply.settings).get("training", {}).get("max_steps", 0)
-        return found or None
+        max_steps = tomllib.loads(self.reply.settings).get("training", {}).get("max_steps", 0)
+        return max_steps or None
 
     @property
     def trackers(self) -> tuple[str, ...]:
@@ -93,100 +93,109 @@ class Summary:
         return last.rate * last.step_s / self.reply.expected_step_s if last and self.reply.expected_step_s else None
 
     @property
-    def slow(self) -> list[tuple[Point, float]]:
+    def slow_points(self) -> list[tuple[CurvePoint, float]]:
         """The points with a far slower step than usual (see ``accounting``), and their usual seconds."""
         usual_s = statistics.median([point.step_s for point in self.reply.points] or [0.0])
-        least_s = max(SLOW_S, SLOW_STEPS * usual_s) - usual_s
-        usual = [(point, point.steps * usual_s) for point in self.reply.points]
-        return [(point, its_s) for point, its_s in usual if point.time - point.began - its_s > least_s]
+        min_excess_s = max(SLOW_S, SLOW_STEPS * usual_s) - usual_s
+        expected = [(point, point.steps * usual_s) for point in self.reply.points]
+        return [
+            (point, expected_s)
+            for point, expected_s in expected
+            if point.time - point.start_time - expected_s > min_excess_s
+        ]
 
     @property
-    def ending(self) -> list[Point]:
-        """The last points, covering at least ``LAST`` steps if there are that many; newest first."""
-        found = list[Point]()
+    def last_points(self) -> list[CurvePoint]:
+        """The last points, covering at least ``LAST_STEPS`` steps if there are that many; newest first."""
+        tail = list[CurvePoint]()
         for point in reversed(self.reply.points):
-            if sum(each.steps for each in found) >= LAST:
+            if sum(entry.steps for entry in tail) >= LAST_STEPS:
                 break
-            found.append(point)
-        return found
+            tail.append(point)
+        return tail
 
     @property
-    def last_steps(self) -> int:
-        """The number of steps that ``last`` averages."""
-        return sum(point.steps for point in self.ending)
+    def n_last_steps(self) -> int:
+        """The number of steps that ``mean_of_last`` averages."""
+        return sum(point.steps for point in self.last_points)
 
-    def last(self, field: str) -> float:
+    def mean_of_last(self, field: str) -> float:
         """Return the mean of a field over the last steps."""
-        return float(sum(point.steps * getattr(point, field) for point in self.ending)) / self.last_steps
+        return float(sum(point.steps * getattr(point, field) for point in self.last_points)) / self.n_last_steps
 
     def mfu(self, rate: float | None) -> float | None:
         """Return model FLOPs utilization in percent: the model's FLOPs over the GPUs' peak; None if unknown."""
         peak, last = bf16_flops(self.reply.gpu), self.reply.last
         if not (peak and last and last.flops_per_token and rate):
             return None
-        return 100 * rate * last.flops_per_token / (peak * self.world)
+        return 100 * rate * last.flops_per_token / (peak * self.world_size)
 
     def cost(self, seconds: float) -> float | None:
         """Return the cost of running all ranks for this long; None without a price."""
-        return self.price * seconds * self.world / 3600 if self.price else None
+        return self.price * seconds * self.world_size / 3600 if self.price else None
 
 
-def state_words(found: Summary) -> str:
+def format_run_state(summary: Summary) -> str:
     """Describe the run's state."""
-    reply = found.reply
+    reply = summary.reply
     step = reply.last.step if reply.last else 0
-    of = given(" of {}", found.steps)
+    of_total = fmt_if(" of {}", summary.max_steps)
     if reply.alive:
-        return f"running, step {step}{of}"
+        return f"running, step {step}{of_total}"
     last = reply.attempts[-1] if reply.attempts else None
     if last and is_failure(last.cause):
         failure = Failure(last.cause.host, last.cause)
-        return f"failed after step {step}{of}: {failure_words(failure)}{log_words(failure, found.logs)}"
-    return f"ended after step {step}{of}, {span(found.idle_s)} ago"
+        return f"failed after step {step}{of_total}: {failure_words(failure)}{log_words(failure, summary.logs)}"
+    return f"ended after step {step}{of_total}, {format_duration(summary.idle_s)} ago"
 
 
-def idle_words(found: Summary) -> str:
+def describe_idle(summary: Summary) -> str:
     """Describe what idle hosts have cost since the run ended; "" if that is little or the run is alive."""
-    if found.idle_s < LEAST_IDLE_S or not (found.reply.gpu or found.price):
+    if summary.idle_s < MIN_IDLE_S or not (summary.reply.gpu or summary.price):
         return ""
-    hours, cost = found.idle_s * found.world / 3600, given(", {:,.2f}", found.cost(found.idle_s))
-    what = counted(found.world, "GPU" if found.reply.gpu else "rank")
+    hours, cost = summary.idle_s * summary.world_size / 3600, fmt_if(", {:,.2f}", summary.cost(summary.idle_s))
+    ranks_text = pluralize(summary.world_size, "GPU" if summary.reply.gpu else "rank")
     return (
-        f"the run ended {span(found.idle_s)} ago; if nothing else runs on its {what}, they have been idle for "
-        f"{hours:,.1f} {found.unit}{cost}"
+        f"the run ended {format_duration(summary.idle_s)} ago; if nothing else runs on its {ranks_text}, they have been idle for "
+        f"{hours:,.1f} {summary.hour_unit}{cost}"
     )
 
 
-def happened(found: Summary) -> list[Happened]:
+def list_events(summary: Summary) -> list[ReportEvent]:
     """Return all events by time: those rank 0 reported, each attempt's failure, and stalled steps."""
-    told = [Happened(event.time, event.kind, event_words(event)) for event in found.reply.events]
-    account = found.reply.account
-    failed = [Happened(each.failed, "failed", incident_words(each)) for each in (account.incidents if account else ())]
-    slow = [
-        Happened(
-            each.began, Use.SLOW, f"{step_words(each)} took {span(each.time - each.began)}, usually {span(usual_s)}"
-        )
-        for each, usual_s in found.slow
+    run_events = [ReportEvent(event.time, event.kind, describe_event(event)) for event in summary.reply.events]
+    account = summary.reply.account
+    failures = [
+        ReportEvent(incident.failed, "failed", incident_words(incident))
+        for incident in (account.incidents if account else ())
     ]
-    return sorted([*told, *failed, *slow], key=lambda each: each.time)
+    slow_steps = [
+        ReportEvent(
+            point.start_time,
+            TimeUse.SLOW,
+            f"{format_steps(point)} took {format_duration(point.time - point.start_time)}, usually {format_duration(usual_s)}",
+        )
+        for point, usual_s in summary.slow_points
+    ]
+    return sorted([*run_events, *failures, *slow_steps], key=lambda entry: entry.time)
 
 
-def step_words(point: Point) -> str:
+def format_steps(point: CurvePoint) -> str:
     """Name the steps of a point: ``step 7``, ``steps 5-7``."""
     return f"step {point.step}" if point.steps == 1 else f"steps {point.step - point.steps + 1}-{point.step}"
 
 
-def event_words(event: RunEvent) -> str:
+def describe_event(event: RunEvent) -> str:
     """Describe an event that rank 0 reported."""
     step, name = event.step, event.path.rpartition("/")[2]
-    said = {
+    sentence = {
         EventKind.STARTED: "training started from the model's weights",
         EventKind.RESUMED: f"resumed from {name}",
         EventKind.PASSED_OVER: f"skipped {name}",
-        EventKind.SAVED: f"saved {name} in {span(event.took_s)}, of which training waited {span(event.blocked_s)}",
+        EventKind.SAVED: f"saved {name} in {format_duration(event.took_s)}, of which training waited {format_duration(event.blocked_s)}",
         EventKind.NOT_SAVED: f"step {step} was not saved",
-        EventKind.NOT_WRITTEN: f"{counted(event.count, 'line')} of metrics up to step {step} were lost",
-        EventKind.AFTER_SAVE: f"checkpoint.after_save succeeded{given(' for step {}', step)}",
+        EventKind.NOT_WRITTEN: f"{pluralize(event.count, 'line')} of metrics up to step {step} were lost",
+        EventKind.AFTER_SAVE: f"checkpoint.after_save succeeded{fmt_if(' for step {}', step)}",
         EventKind.AFTER_SAVE_FAILED: "checkpoint.after_save failed",
         EventKind.BUDGET: "most of the GPU-hour budget is spent",
         EventKind.SPIKE: f"the loss of step {step} was far above the recent ones",
@@ -195,18 +204,18 @@ def event_words(event: RunEvent) -> str:
         EventKind.STOPPED: f"stopped after step {step}",
         EventKind.ANSWERED: f"carried out a request after step {step}",
     }.get(event.kind, str(event.kind))
-    why = words(event.cause) if event.cause else ""
-    return clean(said + given(": {}", event.detail or why))
+    cause_text = describe_cause(event.cause) if event.cause else ""
+    return clean(sentence + fmt_if(": {}", event.detail or cause_text))
 
 
-def spent(account: Account) -> Iterator[tuple[Use, float]]:
+def time_by_use(account: Account) -> Iterator[tuple[TimeUse, float]]:
     """Yield each use of the time with its seconds, if any."""
-    for use in USES:
+    for use in USE_LABELS:
         if account.seconds.get(use, 0.0) > 0:
             yield use, account.seconds[use]
 
 
-def by_attempt(points: Sequence[Point]) -> Iterator[list[Point]]:
+def split_by_attempt(points: Sequence[CurvePoint]) -> Iterator[list[CurvePoint]]:
     """Yield the points of each attempt."""
     for number in sorted({point.attempt for point in points}):
         yield [point for point in points if point.attempt == number]

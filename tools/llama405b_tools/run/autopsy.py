@@ -15,37 +15,37 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from llama405b.contract import reader
-from llama405b.contract.errors import counted, given, short
+from llama405b.contract.errors import fmt_if, pluralize, shorten
 from llama405b.contract.files import read_record, write_atomic
 from llama405b.contract.paths import RunDir
-from llama405b.contract.records import STUCK, Cause, CauseKind, Phase, said_by_rank
+from llama405b.contract.records import PROCESS_STATE_NOTES, Cause, CauseKind, Phase, describe_rank_exit
 from llama405b.spec.plan import Plan
-from llama405b_tools.agent.autopsy import EvidenceRequest, HostEvidence, Progress, RankEvidence
+from llama405b_tools.agent.autopsy import EvidenceRequest, HostEvidence, RankEvidence, RunProgress
 from llama405b_tools.hosts.fleet import Fleet
-from llama405b_tools.hosts.transport import replies, unanswered
-from llama405b_tools.parsers import Frame, Thread, load_per_core
+from llama405b_tools.hosts.transport import failure_texts, replies
+from llama405b_tools.parsers import StackFrame, Thread, load_per_core
 from llama405b_tools.run import judge
-from llama405b_tools.run.judge import HANG_AFTER_S, SLOW_PHASES, Failure, origin_of
+from llama405b_tools.run.judge import HANG_AFTER_S, SLOW_PHASES, Failure, score_origin
 from llama405b_tools.run.screen import show
-from llama405b_tools.text.figures import amount, span
+from llama405b_tools.text.figures import format_amount, format_duration
 from llama405b_tools.text.words import clean, fold_names, fold_ranks
 
 COLLECTIVES = re.compile(r"/torch/distributed/(distributed_c10d|_functional_collectives|rendezvous)\.py$")
 FSDP = re.compile(r"/torch/distributed/fsdp/")
-WAITS = re.compile(r"\.wait\(|\.wait_|synchronize\(")
-SYNCS = re.compile(r"synchronize\(|\.item\(|\.tolist\(|\.cpu\(|float\(all_reduce")
+WAIT_CALL = re.compile(r"\.wait\(|\.wait_|synchronize\(")
+SYNC_CALL = re.compile(r"synchronize\(|\.item\(|\.tolist\(|\.cpu\(|float\(all_reduce")
 DEVICE_LIBRARY = re.compile(r"libcuda\.so|libnccl")
 IDLE_FILES = (
     "/threading.py", "/queue.py", "/selectors.py", "/concurrent/futures/thread.py", "/concurrent/futures/_base.py",
     "/multiprocessing/connection.py", "/multiprocessing/queues.py", "/multiprocessing/popen_fork.py", "/socketserver.py",
 )  # fmt: skip
-OURS = re.compile(r"/llama405b/")
-MODEL = re.compile(r"/torch/(nn/modules/module|autograd/graph)\.py$|/torch/distributed/fsdp/")
-HELPERS = re.compile(r"/llama405b/(distributed|parallel)/")
-LIBRARY = re.compile(r"/(site|dist)-packages/|/lib/python\d|^<frozen")
+OUR_CODE = re.compile(r"/llama405b/")
+MODEL_CODE = re.compile(r"/torch/(nn/modules/module|autograd/graph)\.py$|/torch/distributed/fsdp/")
+HELPER_CODE = re.compile(r"/llama405b/(distributed|parallel)/")
+LIBRARY_CODE = re.compile(r"/(site|dist)-packages/|/lib/python\d|^<frozen")
 
 
-class Stand(enum.StrEnum):
+class RankActivity(enum.StrEnum):
     """What a rank does, or what keeps it from running."""
 
     GONE = "gone"  # it has no process
@@ -57,15 +57,15 @@ class Stand(enum.StrEnum):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Position:
+class RankPosition:
     """What one rank does, and where in its program."""
 
     host: str
     evidence: RankEvidence
     age_s: float | None  # since its last heartbeat, by its host's clock
-    stand: Stand
-    what: str = ""  # the collective
-    frame: Frame | None = None  # the innermost call of the program's own
+    activity: RankActivity
+    collective: str = ""  # the collective
+    frame: StackFrame | None = None  # the innermost call of the program's own
     thread: str = ""  # in which this is, if not the main one
     unit: str = ""  # of FSDP that it is in, and which way; "" for none, or where that is not known
 
@@ -88,91 +88,106 @@ class Position:
     @property
     def key(self) -> tuple[str, str, str, int]:
         """Equal for ranks at the same place."""
-        where = f"{self.frame.file}:{self.frame.line}" if self.frame and self.stand is not Stand.COLLECTIVE else ""
-        return self.stand, self.what or where, self.unit, self.step
+        location = (
+            f"{self.frame.file}:{self.frame.line}"
+            if self.frame and self.activity is not RankActivity.COLLECTIVE
+            else ""
+        )
+        return self.activity, self.collective or location, self.unit, self.step
 
 
-def positions(hosts: Mapping[str, HostEvidence]) -> list[Position]:
+def rank_positions(hosts: Mapping[str, HostEvidence]) -> list[RankPosition]:
     """Return the position of each rank, by rank."""
-    found = [_position(host, rank) for host in hosts.values() for rank in host.ranks]
-    return sorted(found, key=lambda position: position.rank)
+    all_positions = [_rank_position(host, rank) for host in hosts.values() for rank in host.ranks]
+    return sorted(all_positions, key=lambda position: position.rank)
 
 
-def _position(host: HostEvidence, rank: RankEvidence) -> Position:
+def _rank_position(host: HostEvidence, rank: RankEvidence) -> RankPosition:
     age_s = host.now - rank.beat.time if rank.beat else None
     if not rank.pid:
-        return Position(host.host, rank, age_s, Stand.GONE)
+        return RankPosition(host.host, rank, age_s, RankActivity.GONE)
     main = rank.threads[0] if rank.threads else None
-    stand, what, thread = _stand_of(rank)
-    told = thread or main
-    own = _own_frame(told.python if told else ())
+    activity, collective, thread = _find_activity(rank)
+    shown_thread = thread or main
+    own_frame = _own_frame(shown_thread.python_frames if shown_thread else ())
     if rank.state in ("T", "t", "Z"):
-        stand = Stand.STOPPED
+        activity = RankActivity.STOPPED
     elif rank.state == "D":
-        stand = Stand.ELSEWHERE
-    in_model = any(MODEL.search(frame.file) for frame in rank.threads[0].python) if rank.threads else rank.place
+        activity = RankActivity.ELSEWHERE
+    in_model = (
+        any(MODEL_CODE.search(frame.file) for frame in rank.threads[0].python_frames) if rank.threads else rank.place
+    )
     unit = rank.place.unit if rank.place and in_model else ""  # it stays after the backward
-    return Position(
-        host.host, rank, age_s, stand, what, own, thread.name if thread and thread is not main else "", unit
+    return RankPosition(
+        host.host,
+        rank,
+        age_s,
+        activity,
+        collective,
+        own_frame,
+        thread.name if thread and thread is not main else "",
+        unit,
     )
 
 
-def _stand_of(rank: RankEvidence) -> tuple[Stand, str, Thread | None]:
+def _find_activity(rank: RankEvidence) -> tuple[RankActivity, str, Thread | None]:
     """Return what a rank does, its collective, and the thread that shows it.
 
     If the main thread waits for another thread, that is the one that shows it.
     """
-    if not rank.threads or not rank.threads[0].python:
-        return Stand.UNKNOWN, "", None
+    if not rank.threads or not rank.threads[0].python_frames:
+        return RankActivity.UNKNOWN, "", None
     main, *others = rank.threads
-    if found := _collective(main):
-        holder = next((other for other in others if other.has_gil and other.python), None)
-        return (Stand.ELSEWHERE, "", holder) if holder else (Stand.COLLECTIVE, found, main)
+    if collective := _waiting_collective(main):
+        holder = next((other for other in others if other.has_gil and other.python_frames), None)
+        return (RankActivity.ELSEWHERE, "", holder) if holder else (RankActivity.COLLECTIVE, collective, main)
     if _waits_for_device(main):
-        return Stand.DEVICE, "", main
-    inner = main.python[0]
+        return RankActivity.DEVICE, "", main
+    inner = main.python_frames[0]
     if inner.function == "_engine_run_backward" or inner.file.endswith(IDLE_FILES):
         for other in others:  # a thread of autograd, or one of ours
-            if found := _collective(other):
-                return Stand.COLLECTIVE, found, other
-        working = [other for other in others if other.python and not other.python[0].file.endswith(IDLE_FILES)]
+            if collective := _waiting_collective(other):
+                return RankActivity.COLLECTIVE, collective, other
+        working = [
+            other for other in others if other.python_frames and not other.python_frames[0].file.endswith(IDLE_FILES)
+        ]
         device = next((other for other in working if _waits_for_device(other)), None)
         if device:
-            return Stand.DEVICE, "", device
+            return RankActivity.DEVICE, "", device
         if working and inner.file.endswith(IDLE_FILES):
-            return Stand.ELSEWHERE, "", working[0]
-    return Stand.ELSEWHERE, "", main
+            return RankActivity.ELSEWHERE, "", working[0]
+    return RankActivity.ELSEWHERE, "", main
 
 
-def _collective(thread: Thread) -> str:
+def _waiting_collective(thread: Thread) -> str:
     """Return the collective that a thread waits in; "" if in none."""
-    frames = thread.python
+    frames = thread.python_frames
     if not frames:
         return ""
     inner = frames[0]
-    waits = WAITS.search(inner.code) and (FSDP.search(inner.file) or HELPERS.search(inner.file))
+    waits = WAIT_CALL.search(inner.code) and (FSDP.search(inner.file) or HELPER_CODE.search(inner.file))
     return inner.function if waits or COLLECTIVES.search(inner.file) else ""
 
 
 def _waits_for_device(thread: Thread) -> bool:
     if any(DEVICE_LIBRARY.search(frame.file) for frame in thread.frames if not frame.is_python):
         return True
-    return bool(thread.python) and bool(SYNCS.search(thread.python[0].code))
+    return bool(thread.python_frames) and bool(SYNC_CALL.search(thread.python_frames[0].code))
 
 
-def _own_frame(frames: tuple[Frame, ...]) -> Frame | None:
+def _own_frame(frames: tuple[StackFrame, ...]) -> StackFrame | None:
     """Return the innermost call of the program's own: not of a library, and not where we only watch or wait."""
-    own = [frame for frame in frames if OURS.search(frame.file) or not LIBRARY.search(frame.file)]
-    apart = [frame for frame in own if not HELPERS.search(frame.file)]
-    return next(iter([*apart, *own, *frames]), None)
+    own_frames = [frame for frame in frames if OUR_CODE.search(frame.file) or not LIBRARY_CODE.search(frame.file)]
+    outside_helpers = [frame for frame in own_frames if not HELPER_CODE.search(frame.file)]
+    return next(iter([*outside_helpers, *own_frames, *frames]), None)
 
 
-MOVES_BYTES, BUSY = 64 << 10, 0.5  # in the window; of a core
-STARVED, RUNS = 0.5, 0.1  # of the window: that it waited for a core, and had one
+MIN_MOVED_BYTES, BUSY = 64 << 10, 0.5  # in the window; of a core
+STARVED, RUNNING = 0.5, 0.1  # of the window: that it waited for a core, and had one
 FAULTS_PER_S = 200.0  # page faults that wait for a disk
-MOST_CODE = 100  # characters of a line of a stack
+MAX_CODE = 100  # characters of a line of a stack
 SILENT_END = Cause(CauseKind.UNKNOWN)
-READS = (
+READING_CODE = (
     "/llama405b/data/",
     "/llama405b/checkpoint/",
     "/llama405b/parallel/load_weights.py",
@@ -183,7 +198,7 @@ FILE_CALLS = frozenset({
 })  # fmt: skip
 
 
-class Verdict(enum.StrEnum):
+class DiagnosisKind(enum.StrEnum):
     """Whether a run makes progress."""
 
     MOVES = "moves"  # nobody is to blame
@@ -192,7 +207,7 @@ class Verdict(enum.StrEnum):
     OVER = "over"  # no process is left
 
 
-class Fault(enum.StrEnum):
+class FaultKind(enum.StrEnum):
     """What kind of fault holds up a run."""
 
     HOST_LOST = "host lost"
@@ -206,13 +221,13 @@ class Fault(enum.StrEnum):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Group:
+class RankGroup:
     """Ranks at the same place."""
 
-    positions: tuple[Position, ...]
+    positions: tuple[RankPosition, ...]
 
     @property
-    def first(self) -> Position:
+    def first(self) -> RankPosition:
         """One of them."""
         return self.positions[0]
 
@@ -226,7 +241,7 @@ class Group:
 class Culprit:
     """What holds up a run."""
 
-    fault: Fault
+    fault: FaultKind
     hosts: tuple[str, ...]
     ranks: tuple[int, ...]  # () if it is no rank in particular
     words: str
@@ -237,339 +252,397 @@ class Culprit:
 class Diagnosis:
     """Who holds up a run."""
 
-    verdict: Verdict
+    verdict: DiagnosisKind
     words: str  # one sentence
-    groups: tuple[Group, ...] = ()
+    groups: tuple[RankGroup, ...] = ()
     culprit: Culprit | None = None
 
 
-def diagnose(
-    hosts: Mapping[str, HostEvidence], lost: Mapping[str, str], hang_after_s: float = judge.HANG_AFTER_S
+def diagnose_run(
+    hosts: Mapping[str, HostEvidence], unreachable: Mapping[str, str], hang_after_s: float = judge.HANG_AFTER_S
 ) -> Diagnosis:
-    """Return who holds up the run. ``lost``: hosts that did not answer, and why; ``hang_after_s``: as cluster-top's."""
-    every = positions(hosts)
-    groups = grouped(every)
-    if lost and not hosts:
-        return Diagnosis(Verdict.UNCLEAR, f"no host of the run answered; {_not_answered(lost)}")
-    if not lost and not any(position.evidence.pid for position in every):
-        over = Diagnosis(Verdict.OVER, "no process of the run is left on any host", groups)
-        return _blamed(Verdict.OVER, culprit, hosts, groups) if (culprit := _gone(every)) else over
-    verdict, why = pace_of(every, hosts, hang_after_s)
-    if culprit := _gone(every) or _stopped(every):
-        return _blamed(Verdict.HANGS, culprit, hosts, groups)
-    if verdict is Verdict.MOVES:
-        lacking = given("; {} did not answer", fold_names(lost))
-        lacking += given(
+    """Return who holds up the run. ``unreachable``: hosts that did not answer, and why; ``hang_after_s``: as cluster-top's."""
+    all_positions = rank_positions(hosts)
+    groups = group_ranks(all_positions)
+    if unreachable and not hosts:
+        return Diagnosis(DiagnosisKind.UNCLEAR, f"no host of the run answered; {_unanswered_words(unreachable)}")
+    if not unreachable and not any(position.evidence.pid for position in all_positions):
+        over = Diagnosis(DiagnosisKind.OVER, "no process of the run is left on any host", groups)
+        return (
+            _with_culprit(DiagnosisKind.OVER, culprit, hosts, groups)
+            if (culprit := _find_gone(all_positions))
+            else over
+        )
+    verdict, why = judge_pace(all_positions, hosts, hang_after_s)
+    if culprit := _find_gone(all_positions) or _find_stopped(all_positions):
+        return _with_culprit(DiagnosisKind.HANGS, culprit, hosts, groups)
+    if verdict is DiagnosisKind.MOVES:
+        remarks = fmt_if("; {} did not answer", fold_names(unreachable))
+        remarks += fmt_if(
             "; not saved: {}", next((host.progress.unsaved for host in hosts.values() if host.progress.unsaved), "")
         )
-        return Diagnosis(verdict, f"{why}{lacking}", groups)
-    culprit = _elsewhere(every, hosts, hangs=verdict is Verdict.HANGS)
-    if verdict is Verdict.HANGS and lost:  # which may have much to do, and be well
-        verdict, culprit = Verdict.UNCLEAR, Culprit(Fault.HOST_LOST, tuple(lost), (), _not_answered(lost))
-    elif verdict is Verdict.HANGS:
-        culprit = culprit or _throttled(every, hosts) or _link(every, hosts) or _mismatch(every)
+        return Diagnosis(verdict, f"{why}{remarks}", groups)
+    culprit = _find_elsewhere(all_positions, hosts, hangs=verdict is DiagnosisKind.HANGS)
+    if verdict is DiagnosisKind.HANGS and unreachable:  # which may have much to do, and be well
+        verdict, culprit = (
+            DiagnosisKind.UNCLEAR,
+            Culprit(FaultKind.HOST_LOST, tuple(unreachable), (), _unanswered_words(unreachable)),
+        )
+    elif verdict is DiagnosisKind.HANGS:
+        culprit = (
+            culprit
+            or _find_throttled(all_positions, hosts)
+            or _find_bad_link(all_positions, hosts)
+            or _find_mismatch(all_positions)
+        )
     if culprit:
-        blamed = _blamed(verdict, culprit, hosts, groups)
-        return blamed if verdict is Verdict.HANGS else dataclasses.replace(blamed, words=f"{blamed.words}; {why}")
-    alike = f"; all {counted(len(every), 'rank')} {group_words(groups[0])}" if len(groups) == 1 else ""
-    return Diagnosis(verdict, f"{why}{alike}; cannot tell which rank or link is at fault", groups)
+        blamed = _with_culprit(verdict, culprit, hosts, groups)
+        return blamed if verdict is DiagnosisKind.HANGS else dataclasses.replace(blamed, words=f"{blamed.words}; {why}")
+    shared_place = f"; all {pluralize(len(all_positions), 'rank')} {group_words(groups[0])}" if len(groups) == 1 else ""
+    return Diagnosis(verdict, f"{why}{shared_place}; cannot tell which rank or link is at fault", groups)
 
 
-def grouped(every: Iterable[Position]) -> tuple[Group, ...]:
+def group_ranks(all_positions: Iterable[RankPosition]) -> tuple[RankGroup, ...]:
     """Group the ranks that are at the same place, the largest group first."""
-    found = collections.defaultdict[object, list[Position]](list)
-    for position in every:
-        found[position.key].append(position)
-    return tuple(Group(tuple(each)) for each in sorted(found.values(), key=lambda each: (-len(each), each[0].rank)))
+    groups = collections.defaultdict[object, list[RankPosition]](list)
+    for position in all_positions:
+        groups[position.key].append(position)
+    return tuple(
+        RankGroup(tuple(group)) for group in sorted(groups.values(), key=lambda group: (-len(group), group[0].rank))
+    )
 
 
-def pace_of(every: Sequence[Position], hosts: Mapping[str, HostEvidence], hang_after_s: float) -> tuple[Verdict, str]:
+def judge_pace(
+    all_positions: Sequence[RankPosition], hosts: Mapping[str, HostEvidence], hang_after_s: float
+) -> tuple[DiagnosisKind, str]:
     """Return whether the run makes progress, and why."""
-    told = [(position, position.age_s) for position in every if position.age_s is not None and position.evidence.pid]
-    if not told:
-        return Verdict.UNCLEAR, "its ranks report no steps"
-    progress = next((host.progress for host in hosts.values() if host.progress != Progress()), Progress())
-    newest_s = min(age_s for _, age_s in told)
-    phase = next((position.phase for position, _ in told if position.phase in SLOW_PHASES), told[0][0].phase)
+    reporting = [
+        (position, position.age_s) for position in all_positions if position.age_s is not None and position.evidence.pid
+    ]
+    if not reporting:
+        return DiagnosisKind.UNCLEAR, "its ranks report no steps"
+    progress = next((host.progress for host in hosts.values() if host.progress != RunProgress()), RunProgress())
+    newest_s = min(age_s for _, age_s in reporting)
+    phase = next((position.phase for position, _ in reporting if position.phase in SLOW_PHASES), reporting[0][0].phase)
     if phase in SLOW_PHASES:
         usual_s = progress.usual_save_s if phase is Phase.CHECKPOINT else None
-        patience, is_still = judge.in_phase(usual_s), newest_s >= max(hang_after_s, usual_s or 0.0)
-        beats = [(hosts[position.host].now, beat) for position, _ in told if (beat := position.evidence.beat)]
-        stands_s = max(now - beat.phase_since for now, beat in beats if beat.phase is phase) if is_still else 0.0
+        limits, is_still = judge.phase_limits(usual_s), newest_s >= max(hang_after_s, usual_s or 0.0)
+        beats = [(hosts[position.host].now, beat) for position, _ in reporting if (beat := position.evidence.beat)]
+        still_s = max(now - beat.phase_since for now, beat in beats if beat.phase is phase) if is_still else 0.0
     else:
-        first = judge.first_step(progress.load_s)
-        patience = judge.between_steps(progress.usual_step_s, hang_after_s) if progress.usual_step_s else first
-        stands_s = newest_s
-    usual = given(", usually {}", span(progress.usual_step_s)) if progress.usual_step_s and phase is Phase.TRAIN else ""
-    silent = f"no rank has moved for {span(newest_s)} (phase {phase}{usual})"
-    if stands_s <= patience.odd_s and all(position.evidence.moved for position, _ in told):
-        return Verdict.MOVES, f"making progress (phase {phase}): every rank advanced during the sample"
-    if stands_s <= patience.odd_s:
-        return Verdict.MOVES, f"making progress (phase {phase}): a rank last advanced {span(newest_s)} ago{usual}"
-    if stands_s <= judge.LONG_SILENCE * patience.hang_s and (
-        going := next((p for p, _ in told if _goes_on(p, hosts[p.host])), None)
-    ):
-        moved = _bytes(going.evidence.doing.moved_bytes)
+        first = judge.first_step_limits(progress.load_s)
+        limits = judge.step_limits(progress.usual_step_s, hang_after_s) if progress.usual_step_s else first
+        still_s = newest_s
+    usual = (
+        fmt_if(", usually {}", format_duration(progress.usual_step_s))
+        if progress.usual_step_s and phase is Phase.TRAIN
+        else ""
+    )
+    silent = f"no rank has moved for {format_duration(newest_s)} (phase {phase}{usual})"
+    if still_s <= limits.stall_s and all(position.evidence.moved for position, _ in reporting):
+        return DiagnosisKind.MOVES, f"making progress (phase {phase}): every rank advanced during the sample"
+    if still_s <= limits.stall_s:
         return (
-            Verdict.MOVES,
-            f"{silent}, but rank {going.rank} works: {moved} moved in the last {hosts[going.host].window_s:.1f} s",
+            DiagnosisKind.MOVES,
+            f"making progress (phase {phase}): a rank last advanced {format_duration(newest_s)} ago{usual}",
         )
-    if stands_s <= patience.hang_s:
-        return Verdict.UNCLEAR, f"{silent}; it counts as a hang after {span(patience.hang_s)}"
-    return Verdict.HANGS, silent
+    if still_s <= judge.LONG_SILENCE * limits.hang_s and (
+        working := next((p for p, _ in reporting if _is_working(p, hosts[p.host])), None)
+    ):
+        moved = _bytes(working.evidence.doing.moved_bytes)
+        return (
+            DiagnosisKind.MOVES,
+            f"{silent}, but rank {working.rank} works: {moved} moved in the last {hosts[working.host].window_s:.1f} s",
+        )
+    if still_s <= limits.hang_s:
+        return DiagnosisKind.UNCLEAR, f"{silent}; it counts as a hang after {format_duration(limits.hang_s)}"
+    return DiagnosisKind.HANGS, silent
 
 
-def _goes_on(position: Position, host: HostEvidence) -> bool:
+def _is_working(position: RankPosition, host: HostEvidence) -> bool:
     """Return whether a silent rank does slow work: reading, writing, computing before the first step."""
-    if position.stand is not Stand.ELSEWHERE:
+    if position.activity is not RankActivity.ELSEWHERE:
         return False
     doing, window_s = position.evidence.doing, max(host.window_s, 0.1)
-    if position.frame and any(part in position.frame.file for part in READS) and doing.moved_bytes >= MOVES_BYTES:
+    if (
+        position.frame
+        and any(part in position.frame.file for part in READING_CODE)
+        and doing.moved_bytes >= MIN_MOVED_BYTES
+    ):
         return True
     return position.phase in (*SLOW_PHASES, Phase.UPDATE) and doing.cpu_s >= BUSY * window_s
 
 
-def _gone(every: Sequence[Position]) -> Culprit | None:
+def _find_gone(all_positions: Sequence[RankPosition]) -> Culprit | None:
     """Return the ranks whose process is gone: one that logged why, or else all silent ones of a host."""
-    gone = [
+    gone_positions = [
         position
-        for position in every
-        if position.stand is Stand.GONE and position.evidence.beat and position.phase is not Phase.DONE
+        for position in all_positions
+        if position.activity is RankActivity.GONE and position.evidence.beat and position.phase is not Phase.DONE
     ]
-    if not gone:
+    if not gone_positions:
         return None
-    told = {position.rank: position.evidence.beat.cause for position in gone if position.evidence.beat}
-    first = max(gone, key=lambda position: origin_of(told[position.rank] or SILENT_END))
-    if cause := told[first.rank]:
-        said = f"rank {first.rank} ended: {said_by_rank(cause)}"
-        return Culprit(Fault.RANK_GONE, *_places([first]), said, _last_lines(first))
-    same = [position for position in gone if position.host == first.host and told[position.rank] is None]
-    verb = "has" if len(same) == 1 else "have"
+    causes = {position.rank: position.evidence.beat.cause for position in gone_positions if position.evidence.beat}
+    first = max(gone_positions, key=lambda position: score_origin(causes[position.rank] or SILENT_END))
+    if cause := causes[first.rank]:
+        words = f"rank {first.rank} ended: {describe_rank_exit(cause)}"
+        return Culprit(FaultKind.RANK_GONE, *_hosts_and_ranks([first]), words, _last_lines(first))
+    silent = [position for position in gone_positions if position.host == first.host and causes[position.rank] is None]
+    verb = "has" if len(silent) == 1 else "have"
     return Culprit(
-        Fault.RANK_GONE,
-        *_places(same),
-        f"{_ranks(same)} {verb} no process and logged no reason",
+        FaultKind.RANK_GONE,
+        *_hosts_and_ranks(silent),
+        f"{_rank_words(silent)} {verb} no process and logged no reason",
         _last_lines(first),
     )
 
 
-def _stopped(every: Sequence[Position]) -> Culprit | None:
-    stopped = [position for position in every if position.stand is Stand.STOPPED]
+def _find_stopped(all_positions: Sequence[RankPosition]) -> Culprit | None:
+    stopped = [position for position in all_positions if position.activity is RankActivity.STOPPED]
     if not stopped:
         return None
-    why = STUCK.get(stopped[0].evidence.state.upper(), "it is stopped")
+    why = PROCESS_STATE_NOTES.get(stopped[0].evidence.state.upper(), "it is stopped")
     return Culprit(
-        Fault.STOPPED,
-        *_places(stopped),
-        f"{_ranks(stopped)} cannot continue: {why}{_others(every)}",
+        FaultKind.STOPPED,
+        *_hosts_and_ranks(stopped),
+        f"{_rank_words(stopped)} cannot continue: {why}{_waiting_words(all_positions)}",
         _stack(stopped[0]),
     )
 
 
-def _not_answered(lost: Mapping[str, str]) -> str:
-    name, why = next(iter(lost.items()))
-    return f"{fold_names(lost)} did not answer: {name}: {why}"
+def _unanswered_words(unreachable: Mapping[str, str]) -> str:
+    name, why = next(iter(unreachable.items()))
+    return f"{fold_names(unreachable)} did not answer: {name}: {why}"
 
 
-def _elsewhere(every: Sequence[Position], hosts: Mapping[str, HostEvidence], *, hangs: bool) -> Culprit | None:
+def _find_elsewhere(
+    all_positions: Sequence[RankPosition], hosts: Mapping[str, HostEvidence], *, hangs: bool
+) -> Culprit | None:
     """Return ranks that do something else while others wait; of several, those that are furthest behind.
 
     Or all ranks, if they hang in one place.
     """
-    others = [position for position in every if position.stand in (Stand.ELSEWHERE, Stand.UNKNOWN)]
-    alone = len(others) < len(every) or len(every) == 1
-    if not others or not (alone or (hangs and len({position.key for position in others}) == 1)):
+    busy = [
+        position for position in all_positions if position.activity in (RankActivity.ELSEWHERE, RankActivity.UNKNOWN)
+    ]
+    is_distinct = len(busy) < len(all_positions) or len(all_positions) == 1
+    if not busy or not (is_distinct or (hangs and len({position.key for position in busy}) == 1)):
         return None
-    known = [position for position in others if position.stand is Stand.ELSEWHERE] or others
-    behind = min(position.step for position in known)
-    last = [position for position in known if position.step == behind]
-    first = next((position for position in last if _is_blocked(position)), last[0])
-    same = [position for position in last if position.key == first.key]
-    fault, doing = _doing_words(first, hosts[first.host], several=len(same) > 1)
+    visible = [position for position in busy if position.activity is RankActivity.ELSEWHERE] or busy
+    behind = min(position.step for position in visible)
+    furthest_behind = [position for position in visible if position.step == behind]
+    first = next((position for position in furthest_behind if _is_blocked(position)), furthest_behind[0])
+    same_place = [position for position in furthest_behind if position.key == first.key]
+    fault, doing = _doing_words(first, hosts[first.host], several=len(same_place) > 1)
     return Culprit(
-        fault, *_places(same), f"{_ranks(same)} {doing}{_others(every)}", (*_stack(first), *_last_lines(first))
+        fault,
+        *_hosts_and_ranks(same_place),
+        f"{_rank_words(same_place)} {doing}{_waiting_words(all_positions)}",
+        (*_stack(first), *_last_lines(first)),
     )
 
 
-def _is_blocked(position: Position) -> bool:
+def _is_blocked(position: RankPosition) -> bool:
     return position.evidence.state == "D" or position.evidence.waits_in.partition(" ")[0] in FILE_CALLS
 
 
-def _doing_words(position: Position, host: HostEvidence, *, several: bool) -> tuple[Fault, str]:
+def _doing_words(position: RankPosition, host: HostEvidence, *, several: bool) -> tuple[FaultKind, str]:
     """Return what a rank does instead of waiting with the others; ``several``: it is one of those that do."""
     waits = "wait" if several else "waits"
-    seen, window_s = position.evidence, max(host.window_s, 0.1)
-    at = f" in {frame_words(position.frame)}" if position.frame else ""
+    evidence, window_s = position.evidence, max(host.window_s, 0.1)
+    location = f" in {frame_words(position.frame)}" if position.frame else ""
     if position.thread:
-        at = f"{at} (thread {position.thread})"
-    if seen.doing.major_faults > FAULTS_PER_S * window_s:
-        swap = given(", {} of it is in swap", _bytes(seen.swapped_bytes) if seen.swapped_bytes else "")
+        location = f"{location} (thread {position.thread})"
+    if evidence.doing.major_faults > FAULTS_PER_S * window_s:
+        swap = fmt_if(", {} of it is in swap", _bytes(evidence.swapped_bytes) if evidence.swapped_bytes else "")
         return (
-            Fault.STARVED,
-            f"{waits} for memory: {seen.doing.major_faults / window_s:,.0f} page faults a second{swap}{at}",
+            FaultKind.STARVED,
+            f"{waits} for memory: {evidence.doing.major_faults / window_s:,.0f} page faults a second{swap}{location}",
         )
     if _is_blocked(position):
-        call = seen.waits_in or seen.kernel_wait or "the kernel"
-        return Fault.BLOCKED, f"{waits} in {call}{given(', state {}', 'D' if seen.state == 'D' else '')}{at}"
-    if seen.doing.waited_s > STARVED * window_s and seen.doing.cpu_s < RUNS * window_s:
-        return Fault.STARVED, f"{waits} for a core: it got {seen.doing.cpu_s:.2f} s of one in {window_s:.1f} s{at}"
-    if position.stand is Stand.UNKNOWN:
+        call = evidence.waits_in or evidence.kernel_wait or "the kernel"
         return (
-            Fault.ELSEWHERE,
-            f"cannot be inspected ({seen.no_stacks or 'no stacks'}) while the others wait",
+            FaultKind.BLOCKED,
+            f"{waits} in {call}{fmt_if(', state {}', 'D' if evidence.state == 'D' else '')}{location}",
+        )
+    if evidence.doing.waited_s > STARVED * window_s and evidence.doing.cpu_s < RUNNING * window_s:
+        return (
+            FaultKind.STARVED,
+            f"{waits} for a core: it got {evidence.doing.cpu_s:.2f} s of one in {window_s:.1f} s{location}",
+        )
+    if position.activity is RankActivity.UNKNOWN:
+        return (
+            FaultKind.ELSEWHERE,
+            f"cannot be inspected ({evidence.no_stacks or 'no stacks'}) while the others wait",
         )
     is_, does = ("are", "do") if several else ("is", "does")
-    return Fault.ELSEWHERE, f"{is_}{at}" if at else f"{does} something else"
+    return FaultKind.ELSEWHERE, f"{is_}{location}" if location else f"{does} something else"
 
 
-def _throttled(every: Sequence[Position], hosts: Mapping[str, HostEvidence]) -> Culprit | None:
+def _find_throttled(all_positions: Sequence[RankPosition], hosts: Mapping[str, HostEvidence]) -> Culprit | None:
     """Return ranks that wait like the others, and whose control group keeps them from running.
 
     That stops the threads that carry their messages, too.
     """
     shares = {
         position.rank: position.evidence.doing.throttled_s / max(hosts[position.host].window_s, 0.1)
-        for position in every
+        for position in all_positions
     }
-    found = [position for position in every if shares[position.rank] > STARVED]
-    if not found:
+    throttled = [position for position in all_positions if shares[position.rank] > STARVED]
+    if not throttled:
         return None
-    gets, whose = ("gets", "its") if len(found) == 1 else ("get", "their")
-    share = min(1.0, shares[found[0].rank])
-    said = f"{_ranks(found)} {gets} no core: {whose} control group was out of its share {share:.0%} of the time"
-    return Culprit(Fault.STARVED, *_places(found), f"{said}{_others(every)}", _stack(found[0]))
+    verb, possessive = ("gets", "its") if len(throttled) == 1 else ("get", "their")
+    share = min(1.0, shares[throttled[0].rank])
+    words = f"{_rank_words(throttled)} {verb} no core: {possessive} control group was out of its share {share:.0%} of the time"
+    return Culprit(
+        FaultKind.STARVED, *_hosts_and_ranks(throttled), f"{words}{_waiting_words(all_positions)}", _stack(throttled[0])
+    )
 
 
-def _link(every: Sequence[Position], hosts: Mapping[str, HostEvidence]) -> Culprit | None:
+def _find_bad_link(all_positions: Sequence[RankPosition], hosts: Mapping[str, HostEvidence]) -> Culprit | None:
     """Return the host whose link is down, or whose data, sent or received, is not acknowledged."""
     down = [name for name, host in hosts.items() if host.around.link_up is False]
     if down:
-        what = ", ".join(f"{hosts[name].interface} of {name}" for name in down)
-        return Culprit(Fault.LINK, tuple(down), (), f"the link is down: {what}{_others(every)}")
+        links = ", ".join(f"{hosts[name].interface} of {name}" for name in down)
+        return Culprit(FaultKind.LINK, tuple(down), (), f"the link is down: {links}{_waiting_words(all_positions)}")
     names = {host.address: name for name, host in hosts.items()}
     votes: collections.Counter[str] = collections.Counter()
     evidence = []
-    for position in every:
+    for position in all_positions:
         for unsent in position.evidence.unsent:
             peer = names.get(unsent.peer, unsent.peer)
             if peer != position.host:
                 votes.update((peer, position.host))
                 evidence.append(
                     f"rank {position.rank} on {position.host}: {_bytes(unsent.queued_bytes)} to {peer} are not acknowledged "
-                    f"after {counted(unsent.retries, 'retry', 'retries')}"
+                    f"after {pluralize(unsent.retries, 'retry', 'retries')}"
                 )
     if not votes:
         return None
-    most = max(votes.values())
-    found = tuple(sorted(name for name, n in votes.items() if n == most))
-    between = f"the link between {' and '.join(found)}" if len(found) == 2 else f"the link of {fold_names(found)}"
+    max_votes = max(votes.values())
+    suspects = tuple(sorted(name for name, n in votes.items() if n == max_votes))
+    between = (
+        f"the link between {' and '.join(suspects)}" if len(suspects) == 2 else f"the link of {fold_names(suspects)}"
+    )
     return Culprit(
-        Fault.LINK, found, (), f"{between} passes no data{_others(every)}", tuple(dict.fromkeys(evidence))[:6]
+        FaultKind.LINK,
+        suspects,
+        (),
+        f"{between} passes no data{_waiting_words(all_positions)}",
+        tuple(dict.fromkeys(evidence))[:6],
     )
 
 
-def _mismatch(every: Sequence[Position]) -> Culprit | None:
+def _find_mismatch(all_positions: Sequence[RankPosition]) -> Culprit | None:
     """Return the ranks that wait in another collective than most; of two halves, the one that is behind."""
-    waiting = [position for position in every if position.stand is Stand.COLLECTIVE]
-    groups = grouped(waiting)
+    waiting = [position for position in all_positions if position.activity is RankActivity.COLLECTIVE]
+    groups = group_ranks(waiting)
     if len(groups) < 2:
         return None
-    odd = min(groups, key=lambda group: (len(group.positions), group.first.step))
-    most = groups[0] if groups[0] is not odd else groups[1]
-    said = f"{_ranks(odd.positions)} {group_words(odd)}; {_ranks(most.positions)} {group_words(most)}"
-    return Culprit(Fault.MISMATCH, *_places(odd.positions), said, _stack(odd.first))
+    odd_group = min(groups, key=lambda group: (len(group.positions), group.first.step))
+    main_group = groups[0] if groups[0] is not odd_group else groups[1]
+    words = f"{_rank_words(odd_group.positions)} {group_words(odd_group)}; {_rank_words(main_group.positions)} {group_words(main_group)}"
+    return Culprit(FaultKind.MISMATCH, *_hosts_and_ranks(odd_group.positions), words, _stack(odd_group.first))
 
 
-def _blamed(
-    verdict: Verdict, culprit: Culprit, hosts: Mapping[str, HostEvidence], groups: tuple[Group, ...]
+def _with_culprit(
+    verdict: DiagnosisKind, culprit: Culprit, hosts: Mapping[str, HostEvidence], groups: tuple[RankGroup, ...]
 ) -> Diagnosis:
     """Return the diagnosis, with further evidence from the culprit's hosts."""
-    besides = []
+    host_notes = []
     for name in culprit.hosts:
         if host := hosts.get(name):
-            besides += [
+            host_notes += [
                 f"{name}: the disk at {disk.path} does not answer" for disk in host.around.disks if not disk.answers
             ]
-            besides += [
+            host_notes += [
                 f"{name}: the disk at {disk.path} is full"
                 for disk in host.around.disks
                 if disk.answers and disk.free_bytes == 0
             ]
-            besides += [f"{name}, kernel, {line}" for line in (host.around.kernel or ())[-4:]]
-    whole = dataclasses.replace(culprit, evidence=(*culprit.evidence, *besides))
-    return Diagnosis(verdict, f"{fold_names(culprit.hosts)}: {culprit.words}", groups, whole)
+            host_notes += [f"{name}, kernel, {line}" for line in (host.around.kernel or ())[-4:]]
+    full_culprit = dataclasses.replace(culprit, evidence=(*culprit.evidence, *host_notes))
+    return Diagnosis(verdict, f"{fold_names(culprit.hosts)}: {culprit.words}", groups, full_culprit)
 
 
 def _bytes(n: int) -> str:
-    return f"{amount(n)}B"
+    return f"{format_amount(n)}B"
 
 
-def _places(found: Iterable[Position]) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    each = list(found)
-    return tuple(dict.fromkeys(position.host for position in each)), tuple(position.rank for position in each)
+def _hosts_and_ranks(positions_iter: Iterable[RankPosition]) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    position_list = list(positions_iter)
+    return tuple(dict.fromkeys(position.host for position in position_list)), tuple(
+        position.rank for position in position_list
+    )
 
 
-def _ranks(found: Sequence[Position]) -> str:
-    return fold_ranks([position.rank for position in found])
+def _rank_words(rank_list: Sequence[RankPosition]) -> str:
+    return fold_ranks([position.rank for position in rank_list])
 
 
-def _others(every: Sequence[Position]) -> str:
+def _waiting_words(all_positions: Sequence[RankPosition]) -> str:
     """Return where most of the others wait, as a clause."""
-    waiting = grouped(position for position in every if position.stand in (Stand.COLLECTIVE, Stand.DEVICE))
+    waiting = group_ranks(
+        position for position in all_positions if position.activity in (RankActivity.COLLECTIVE, RankActivity.DEVICE)
+    )
     if not waiting:
         return ""
     n_more = sum(len(group.positions) for group in waiting[1:])
-    more = f", {n_more} elsewhere" if n_more else ""
-    return f"; {counted(len(waiting[0].positions), 'rank')} {group_words(waiting[0])}{more}"
+    more_words = f", {n_more} elsewhere" if n_more else ""
+    return f"; {pluralize(len(waiting[0].positions), 'rank')} {group_words(waiting[0])}{more_words}"
 
 
-def group_words(group: Group) -> str:
+def group_words(group: RankGroup) -> str:
     """Return where a group is: ``wait in all_gather_single of layers.71 backward, step 4711``."""
     first, verb = group.first, "waits" if len(group.positions) == 1 else "wait"
-    step = given(", step {}", first.step)
-    at, within = given(" of {}", first.unit) + step, given(", in {}", first.unit) + step
-    if first.stand is Stand.COLLECTIVE:
-        return f"{verb} in {first.what}{at}"
-    if first.stand is Stand.DEVICE:
-        return f"{verb} for the GPU{at}{given(', in {}', frame_words(first.frame) if first.frame else '')}"
-    if first.stand is Stand.GONE:
+    step = fmt_if(", step {}", first.step)
+    at, within = fmt_if(" of {}", first.unit) + step, fmt_if(", in {}", first.unit) + step
+    if first.activity is RankActivity.COLLECTIVE:
+        return f"{verb} in {first.collective}{at}"
+    if first.activity is RankActivity.DEVICE:
+        return f"{verb} for the GPU{at}{fmt_if(', in {}', frame_words(first.frame) if first.frame else '')}"
+    if first.activity is RankActivity.GONE:
         return "has no process" if verb == "waits" else "have no process"
-    if first.stand is Stand.STOPPED:
+    if first.activity is RankActivity.STOPPED:
         return f"stopped (state {first.evidence.state}){within}"
     if first.frame is None:
         return f"cannot be inspected ({first.evidence.no_stacks or 'no stacks'})"
     return f"in {frame_words(first.frame)}{within}"
 
 
-def frame_words(frame: Frame) -> str:
+def frame_words(frame: StackFrame) -> str:
     """Return a call as ``data/documents.py:88 (rows): the line``."""
     place = "/".join(frame.file.rsplit("/", 2)[-2:])
     code = frame.code.partition("  #")[0].rstrip()  # without a comment behind it
-    return f"{place}:{frame.line} ({frame.function}){given(': {}', short(code, MOST_CODE))}"
+    return f"{place}:{frame.line} ({frame.function}){fmt_if(': {}', shorten(code, MAX_CODE))}"
 
 
-def _stack(position: Position) -> tuple[str, ...]:
+def _stack(position: RankPosition) -> tuple[str, ...]:
     """Return the innermost calls of the thread that shows what a rank does."""
     threads = position.evidence.threads
-    thread = next((each for each in threads if each.name == position.thread), threads[0] if threads else None)
+    thread = next(
+        (candidate for candidate in threads if candidate.name == position.thread), threads[0] if threads else None
+    )
     if thread is None:
         return ()
     native = [
-        frame.function for frame in thread.frames[: len(thread.frames) - len(thread.python)] if not frame.is_python
+        frame.function
+        for frame in thread.frames[: len(thread.frames) - len(thread.python_frames)]
+        if not frame.is_python
     ]
-    calls = [*native[:2], *(frame_words(frame) for frame in thread.python[:3])]
+    calls = [*native[:2], *(frame_words(frame) for frame in thread.python_frames[:3])]
     return (f"rank {position.rank}, innermost first: {' < '.join(calls)}",)
 
 
-def _last_lines(position: Position) -> tuple[str, ...]:
+def _last_lines(position: RankPosition) -> tuple[str, ...]:
     return tuple(f"rank {position.rank} wrote: {line}" for line in position.evidence.log[-3:])
 
 
-ANSWER_S, MOST_ANSWER_S = 9.0, 60.0  # for a host to answer, times its load per core
-LOAD = "cat /proc/loadavg; grep -c ^processor /proc/cpuinfo"
+ANSWER_S, MAX_ANSWER_S = 9.0, 60.0  # for a host to answer, times its load per core
+LOAD_COMMAND = "cat /proc/loadavg; grep -c ^processor /proc/cpuinfo"
 SHOWN_GROUPS = 12
 REPORT = "report.txt"  # written last
-FINDING = 240  # characters in an incident
+MAX_FINDING = 240  # characters in an incident
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -579,9 +652,9 @@ class Autopsy:
     run: str
     attempt: int
     hosts: dict[str, HostEvidence]
-    lost: dict[str, str]  # hosts that did not answer, and why
+    unreachable: dict[str, str]  # hosts that did not answer, and why
     diagnosis: Diagnosis
-    took_s: float
+    elapsed_s: float
 
     @property
     def line(self) -> str:
@@ -590,18 +663,18 @@ class Autopsy:
 
     def report(self) -> list[str]:
         """Return the report for people, as lines."""
-        found, ranks = self.diagnosis, [rank for host in self.hosts.values() for rank in host.ranks]
+        diagnosis, ranks = self.diagnosis, [rank for host in self.hosts.values() for rank in host.ranks]
         lines = [
-            f"run {self.run}, attempt {self.attempt}: {counted(len(ranks), 'rank')} on {counted(len(self.hosts), 'host')}, "
-            f"seen in {self.took_s:.1f} s",
+            f"run {self.run}, attempt {self.attempt}: {pluralize(len(ranks), 'rank')} on {pluralize(len(self.hosts), 'host')}, "
+            f"seen in {self.elapsed_s:.1f} s",
             self.line,
         ]
-        lines += [f"  {line}" for line in (found.culprit.evidence if found.culprit else ())]
+        lines += [f"  {line}" for line in (diagnosis.culprit.evidence if diagnosis.culprit else ())]
         lines += ["where the ranks are"]
-        lines += [f"  {fold_ranks(group.ranks)}: {group_words(group)}" for group in found.groups[:SHOWN_GROUPS]]
-        if len(found.groups) > SHOWN_GROUPS:
-            lines.append(f"  and {counted(len(found.groups) - SHOWN_GROUPS, 'more place', 'more places')}")
-        lines += [f"{name} did not answer: {why}" for name, why in self.lost.items()]
+        lines += [f"  {fold_ranks(group.ranks)}: {group_words(group)}" for group in diagnosis.groups[:SHOWN_GROUPS]]
+        if len(diagnosis.groups) > SHOWN_GROUPS:
+            lines.append(f"  and {pluralize(len(diagnosis.groups) - SHOWN_GROUPS, 'more place', 'more places')}")
+        lines += [f"{name} did not answer: {why}" for name, why in self.unreachable.items()]
         lines += [
             f"{name}: NCCL's flight recorder wrote {path}"
             for name, host in self.hosts.items()
@@ -612,36 +685,43 @@ class Autopsy:
 
 def take_autopsy(fleet: Fleet, plan: Plan, hang_after_s: float = HANG_AFTER_S) -> Autopsy:
     """Examine every rank of a run; hosts that do not answer are named."""
-    began = time.monotonic()
+    start_s = time.monotonic()
     requests = {node.name: EvidenceRequest(plan.run, node.name) for node in plan.nodes if node.name in fleet.hosts}
 
-    def look(name: str) -> HostEvidence:
-        load = load_per_core(fleet.connection(name).run(LOAD, "", ANSWER_S).out)
-        wait_s = min(MOST_ANSWER_S, ANSWER_S * max(1.0, load))
+    def examine_host(name: str) -> HostEvidence:
+        load = load_per_core(fleet.connection(name).run(LOAD_COMMAND, "", ANSWER_S).out)
+        wait_s = min(MAX_ANSWER_S, ANSWER_S * max(1.0, load))
         return fleet.ask(name, "evidence", requests[name], HostEvidence, wait_s)
 
-    outcomes = fleet.each(look, requests)
-    hosts, lost = replies(outcomes), unanswered(outcomes)
-    return Autopsy(plan.run, plan.attempt, hosts, lost, diagnose(hosts, lost, hang_after_s), time.monotonic() - began)
+    outcomes = fleet.call_each(examine_host, requests)
+    hosts, unreachable = replies(outcomes), failure_texts(outcomes)
+    return Autopsy(
+        plan.run,
+        plan.attempt,
+        hosts,
+        unreachable,
+        diagnose_run(hosts, unreachable, hang_after_s),
+        time.monotonic() - start_s,
+    )
 
 
-def keep_autopsy(autopsy: Autopsy) -> Path | None:
+def save_autopsy(autopsy: Autopsy) -> Path | None:
     """Write an autopsy below the run's directory here; return where, or None if it cannot be written."""
-    place = RunDir.here(autopsy.run).autopsies / time.strftime("%Y%m%d-%H%M%S")
+    directory = RunDir.from_name(autopsy.run).autopsies / time.strftime("%Y%m%d-%H%M%S")
     with contextlib.suppress(OSError):
-        place.mkdir(parents=True, exist_ok=True, mode=0o700)  # it has lines of logs
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)  # it has lines of logs
         lines = [line for host in autopsy.hosts.values() for rank in host.ranks for line in _rank_lines(host, rank)]
-        write_atomic(place / "stacks.txt", "\n".join([*lines, ""]))
+        write_atomic(directory / "stacks.txt", "\n".join([*lines, ""]))
         for name, host in autopsy.hosts.items():
-            write_atomic(place / f"{name}.json", reader.dumps(host) + "\n")
+            write_atomic(directory / f"{name}.json", reader.dumps(host) + "\n")
             if host.around.nccl:
-                write_atomic(place / f"{name}.nccl-ras.txt", host.around.nccl)
-        write_atomic(place / REPORT, "\n".join([*autopsy.report(), ""]))
-        return place
+                write_atomic(directory / f"{name}.nccl-ras.txt", host.around.nccl)
+        write_atomic(directory / REPORT, "\n".join([*autopsy.report(), ""]))
+        return directory
     return None
 
 
-def examined(fleet: Fleet, plan: Plan, failure: Failure, hang_after_s: float) -> Failure:
+def examine_failure(fleet: Fleet, plan: Plan, failure: Failure, hang_after_s: float) -> Failure:
     """Take and save an autopsy of an attempt about to be ended; return its failure, a hang with its culprit.
 
     ``hang_after_s``: the limit of who ends it.
@@ -650,29 +730,33 @@ def examined(fleet: Fleet, plan: Plan, failure: Failure, hang_after_s: float) ->
     """
     try:
         autopsy = take_autopsy(fleet, plan, hang_after_s)
-        place = keep_autopsy(autopsy)
+        directory = save_autopsy(autopsy)
     except Exception as error:  # noqa: BLE001
         show(f"autopsy failed: {type(error).__name__}: {error}")
         return failure
-    show(f"autopsy: {autopsy.line}{given('; full report in {}', str(place or ''))}")
+    show(f"autopsy: {autopsy.line}{fmt_if('; full report in {}', str(directory or ''))}")
     culprit = autopsy.diagnosis.culprit
     if failure.cause.kind is not CauseKind.HUNG or culprit is None or not culprit.hosts:
         return failure
     host, rank = culprit.hosts[0], next(iter(culprit.ranks), failure.cause.rank)
-    finding, ranks = short(culprit.words, FINDING), autopsy.hosts[host].ranks if host in autopsy.hosts else ()
-    gpu = next((each.beat.gpu for each in ranks if each.rank == rank and each.beat), "")
+    finding, ranks = shorten(culprit.words, MAX_FINDING), autopsy.hosts[host].ranks if host in autopsy.hosts else ()
+    gpu = next(
+        (rank_evidence.beat.gpu for rank_evidence in ranks if rank_evidence.rank == rank and rank_evidence.beat), ""
+    )
     cause = dataclasses.replace(failure.cause, host=host, rank=rank, finding=finding, gpu=gpu)
     return dataclasses.replace(failure, host=host, cause=cause)
 
 
 def last_stacks(run: str) -> tuple[str, dict[int, list[str]]]:
     """Return the time of the last autopsy that is kept here, and the lines about each rank; or "" and {}."""
-    kept = [path for path in sorted(RunDir.here(run).autopsies.glob("*")) if (path / REPORT).exists()]
-    if not kept:
+    paths = [path for path in sorted(RunDir.from_name(run).autopsies.glob("*")) if (path / REPORT).exists()]
+    if not paths:
         return "", {}
-    hosts = [host for path in kept[-1].glob("*.json") if (host := read_record(HostEvidence, path))]
-    found = {rank.rank: [clean(line) for line in _rank_lines(host, rank)] for host in hosts for rank in host.ranks}
-    return kept[-1].name, found
+    hosts = [host for path in paths[-1].glob("*.json") if (host := read_record(HostEvidence, path))]
+    lines_by_rank = {
+        rank.rank: [clean(line) for line in _rank_lines(host, rank)] for host in hosts for rank in host.ranks
+    }
+    return paths[-1].name, lines_by_rank
 
 
 def _rank_lines(host: HostEvidence, rank: RankEvidence) -> Iterator[str]:
@@ -680,8 +764,8 @@ def _rank_lines(host: HostEvidence, rank: RankEvidence) -> Iterator[str]:
     doing, calls = rank.doing, rank.waits_in or "no system call"
     yield (
         f"rank {rank.rank} on {host.host}: process {rank.pid}, state {rank.state or 'none'}, in {calls}"
-        f" ({rank.kernel_wait or 'not in the kernel'}); in {span(host.window_s)}: {doing.cpu_s:.2f} s of CPU, "
-        f"{doing.waited_s:.2f} s waiting for one, {amount(doing.moved_bytes)}B moved, {doing.major_faults} page faults"
+        f" ({rank.kernel_wait or 'not in the kernel'}); in {format_duration(host.window_s)}: {doing.cpu_s:.2f} s of CPU, "
+        f"{doing.waited_s:.2f} s waiting for one, {format_amount(doing.moved_bytes)}B moved, {doing.major_faults} page faults"
     )
     yield f"  stacks by {rank.source}" if rank.source else f"  no stacks: {rank.no_stacks or 'it has no process'}"
     for thread in rank.threads:

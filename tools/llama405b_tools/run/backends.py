@@ -13,42 +13,39 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from llama405b.contract.errors import RunError, UserError, given
+from llama405b.contract.errors import RunError, UserError, fmt_if
 from llama405b.contract.files import read_record, write_json
 from llama405b.contract.paths import RunDir
-from llama405b.contract.records import Blame, StopMark
+from llama405b.contract.records import FailureRecord, StopMark
 from llama405b.spec.plan import Plan, read_plan
 from llama405b_tools.agent import processes
-from llama405b_tools.agent.messages import (
-    ANSWER_S,
-    RUNNER_ENDS_S,
-    StopReply,
-    StopRequest,
-)
-from llama405b_tools.agent.processes import record_blame
+from llama405b_tools.agent.messages import RUNNER_END_TIMEOUT_S, STOP_TIMEOUT_S, StopReply, StopRequest
+from llama405b_tools.agent.processes import record_failure
 from llama405b_tools.hosts.fleet import Fleet, read_hosts, run_streaming
 from llama405b_tools.hosts.inventory import Host
-from llama405b_tools.hosts.transport import HostError, own_line, replies, shell_path
-from llama405b_tools.run.query import ask_hosts, host_of, plan_here
+from llama405b_tools.hosts.transport import HostError, module_line, replies, shell_path
+from llama405b_tools.run.query import ask_hosts, host_of, plan_in_directory
 from llama405b_tools.run.screen import show
 from llama405b_tools.text.words import fold_names
 
 
-def call_on(fleet: Fleet, host: str, words: Sequence[str], say: Callable[[str], object], setup: str = "") -> None:
-    """Run a verb on a host, in its working directory; ``say`` takes what it prints. ``setup``: a shell line to run before.
+def run_verb_on(
+    fleet: Fleet, host: str, arguments: Sequence[str], on_line: Callable[[str], object], setup: str = ""
+) -> None:
+    """Run a verb on a host, in its working directory; ``on_line`` takes what it prints. ``setup``: a shell line to run before.
 
     Raises:
         UserError: The host refused it; its last lines say why.
         RunError: It failed, or the connection was lost; the same command resumes.
     """
     python, workdir = shell_path(fleet.python(host)), shell_path(fleet.workdir(host))
-    before = f"{fleet.hosts[host].prefix or 'true'} && cd {workdir} && {given('{} && ', setup)}"
-    line = f"{before}{own_line(python, 'llama405b_tools.cli')} {shlex.join(words)}"
-    code = run_streaming(fleet.connection(host), line, lambda said: say(f"{host}: {said}"))
+    prefix = f"{fleet.hosts[host].prefix or 'true'} && cd {workdir} && {fmt_if('{} && ', setup)}"
+    line = f"{prefix}{module_line(python, 'llama405b_tools.cli')} {shlex.join(arguments)}"
+    code = run_streaming(fleet.connection(host), line, lambda output: on_line(f"{host}: {output}"))
     if code == "2":
-        raise UserError(f"{host}: {words[0]} was refused; see above")
+        raise UserError(f"{host}: {arguments[0]} was refused; see above")
     if code != "0":
-        why = f"{words[0]} ended with exit code {code}; see above" if code else "the connection was lost"
+        why = f"{arguments[0]} ended with exit code {code}; see above" if code else "the connection was lost"
         raise RunError(f"{host}: {why}; run the same command to resume")
 
 
@@ -71,12 +68,12 @@ def stop_job(run: RunDir, job: str, hosts: Iterable[str], by: str, grace_s: floa
     Returns whether the job is gone.
     """
     ask_to_stop(run, hosts, by, grace_s)
-    if processes.job_alive(job) and grace_s:
-        _until_gone(job, grace_s + RUNNER_ENDS_S)
-    if processes.job_state(job) not in processes.JOB_GONE:
+    if processes.is_job_alive(job) and grace_s:
+        _wait_until_gone(job, grace_s + RUNNER_END_TIMEOUT_S)
+    if processes.job_state(job) not in processes.JOB_END_STATES:
         processes.call_slurm(["scancel", job])
-        _until_gone(job, KILL_WAIT_S)
-    return processes.job_state(job) in processes.JOB_GONE
+        _wait_until_gone(job, KILL_WAIT_S)
+    return processes.job_state(job) in processes.JOB_END_STATES
 
 
 def ask_to_stop(run: RunDir, hosts: Iterable[str], by: str, grace_s: float) -> None:
@@ -85,25 +82,25 @@ def ask_to_stop(run: RunDir, hosts: Iterable[str], by: str, grace_s: float) -> N
         write_json(run.stop(host), StopMark(by, grace_s, time.time()))
 
 
-def _until_gone(job: str, seconds: float) -> None:
+def _wait_until_gone(job: str, seconds: float) -> None:
     deadline = time.monotonic() + seconds
-    while processes.job_state(job) not in processes.JOB_GONE and time.monotonic() < deadline:
+    while processes.job_state(job) not in processes.JOB_END_STATES and time.monotonic() < deadline:
         time.sleep(POLL_S)
 
 
-def job_waits(run: str) -> bool:
+def is_job_waiting(run: str) -> bool:
     """Return whether the job of a run has no nodes: not yet, or not again after a requeue."""
     return not job_hosts(run) or processes.job_state(job_of(run)) == "PENDING"
 
 
 def job_hosts(run: str) -> tuple[Host, ...]:
     """Return the nodes of a run's job, as hosts whose files are on this machine; () before the job has started."""
-    where = f"job {job_of(run)}"
-    nodes = read_plan(RunDir.here(run)).nodes
-    return tuple(Host(node.name, where, address="localhost", python=sys.executable) for node in nodes)
+    source = f"job {job_of(run)}"
+    nodes = read_plan(RunDir.from_name(run)).nodes
+    return tuple(Host(node.name, source, address="localhost", python=sys.executable) for node in nodes)
 
 
-def run_asked(run: str | None, hosts_file: Path) -> str | None:
+def find_requested_job(run: str | None, hosts_file: Path) -> str | None:
     """Return the requested run if it is a job: the one named, or the newest if there is no hosts file."""
     if run and re.fullmatch(r"[\w.-]+", run) and job_record(run):
         return run
@@ -123,7 +120,7 @@ def job_of(run: str) -> str:
 
 def job_record(run: str) -> JobRecord | None:
     """Return the job that a run was submitted as, if it was."""
-    return read_record(JobRecord, RunDir.here(run).job)
+    return read_record(JobRecord, RunDir.from_name(run).job)
 
 
 def job_words(run: str) -> str:
@@ -132,18 +129,18 @@ def job_words(run: str) -> str:
     state = processes.job_state(job)
     why = ""
     if state == "PENDING":
-        why = f" ({processes.why_pending(job)})"
+        why = f" ({processes.pending_reason(job)})"
     return f"run {run}: job {job} is {state}{why}"
 
 
-Ends = dict[str, StopReply | HostError]  # what became of each host's part
+StopOutcomes = dict[str, StopReply | HostError]  # what became of each host's part
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Waiting:
+class WaitingRun:
     """A run that has no hosts to query: not yet, or no longer."""
 
-    words: str
+    description: str
     is_over: bool
 
 
@@ -151,7 +148,9 @@ class Backend(Protocol):
     """A way to find, query and end runs."""
 
     run: str | None  # its name, if known before any host is asked
-    elsewhere: bool  # the hosts' files are on this machine, but the hosts are not: no tmux and no hardware to look at
+    has_local_files: (
+        bool  # the hosts' files are on this machine, but the hosts are not: no tmux and no hardware to look at
+    )
 
     def hosts(self) -> tuple[Host, ...]:
         """Return the hosts to ask.
@@ -160,13 +159,13 @@ class Backend(Protocol):
             UserError: There are none yet, or the hosts file cannot be read.
         """
 
-    def waiting(self) -> Waiting | None:
+    def waiting(self) -> WaitingRun | None:
         """Return why no host can be queried; None if they can."""
 
-    def stop(self, fleet: Fleet, run: str, by: str, grace_s: float) -> Ends:
+    def stop(self, fleet: Fleet, run: str, by: str, grace_s: float) -> StopOutcomes:
         """End a run for good, after a grace period for the trainer to save."""
 
-    def stop_launch(self, fleet: Fleet, plan: Plan, blame: Blame | None, grace_s: float = 0.0) -> Ends:
+    def stop_launch(self, fleet: Fleet, plan: Plan, blame: FailureRecord | None, grace_s: float = 0.0) -> StopOutcomes:
         """End the processes of one launch, and record why; another launch of the same name is not touched.
 
         ``grace_s``: for the trainer to save first.
@@ -176,47 +175,51 @@ class Backend(Protocol):
         """End a waiting run; returns whether it is gone."""
 
 
-class OnHosts:
+class HostsBackend:
     """A run on the hosts of a hosts file."""
 
-    elsewhere = False
+    has_local_files = False
 
     def __init__(self, run: str | None, hosts_file: Path) -> None:
         self.run, self.hosts_file = run, hosts_file
 
     def hosts(self) -> tuple[Host, ...]:
         """See ``Backend``; where there is no ./hosts, those of the run whose plan is in this directory."""
-        if self.hosts_file == Path("hosts") and not self.hosts_file.exists() and (plan := plan_here(self.run)).nodes:
+        if (
+            self.hosts_file == Path("hosts")
+            and not self.hosts_file.exists()
+            and (plan := plan_in_directory(self.run)).nodes
+        ):
             names = fold_names(node.name for node in plan.nodes)
             show(f"there is no hosts file here; asking {names}, where run {plan.run} was launched", error=True)
             return tuple(host_of(node) for node in plan.nodes)
         return read_hosts(self.hosts_file)
 
-    def waiting(self) -> Waiting | None:
+    def waiting(self) -> WaitingRun | None:
         """Hosts can always be asked."""
         return None
 
-    def stop(self, fleet: Fleet, run: str, by: str, grace_s: float) -> Ends:
+    def stop(self, fleet: Fleet, run: str, by: str, grace_s: float) -> StopOutcomes:
         """See ``Backend``; on all hosts in parallel."""
         requests = {name: StopRequest(run, name, by=by, grace_s=grace_s) for name in fleet.hosts}
-        return fleet.ask_all("stop", requests, StopReply, ANSWER_S + grace_s)
+        return fleet.ask_all("stop", requests, StopReply, STOP_TIMEOUT_S + grace_s)
 
-    def stop_launch(self, fleet: Fleet, plan: Plan, blame: Blame | None, grace_s: float = 0.0) -> Ends:
+    def stop_launch(self, fleet: Fleet, plan: Plan, blame: FailureRecord | None, grace_s: float = 0.0) -> StopOutcomes:
         names = [node.name for node in plan.nodes]
         requests = {
             name: StopRequest(plan.run, name, only=plan.rdzv_id, grace_s=grace_s, blame=blame) for name in names
         }
-        return fleet.ask_all("stop", requests, StopReply, ANSWER_S + grace_s)
+        return fleet.ask_all("stop", requests, StopReply, STOP_TIMEOUT_S + grace_s)
 
     def cancel(self) -> bool:
         """Runs on hosts never wait."""
         return True
 
 
-class InJob:
+class JobBackend:
     """A run that is a Slurm job."""
 
-    elsewhere = True
+    has_local_files = True
 
     def __init__(self, run: str) -> None:
         self.run: str | None = run
@@ -229,24 +232,24 @@ class InJob:
             raise UserError(f"{job_words(self.name)}; it has no nodes to query yet")
         return hosts
 
-    def waiting(self) -> Waiting | None:
-        if not job_waits(self.name):
+    def waiting(self) -> WaitingRun | None:
+        if not is_job_waiting(self.name):
             return None
         state = processes.job_state(job_of(self.name))
-        return Waiting(job_words(self.name), is_over=state in processes.JOB_GONE)
+        return WaitingRun(job_words(self.name), is_over=state in processes.JOB_END_STATES)
 
-    def stop(self, fleet: Fleet, run: str, by: str, grace_s: float) -> Ends:
+    def stop(self, fleet: Fleet, run: str, by: str, grace_s: float) -> StopOutcomes:
         """See ``Backend``; Slurm then tells whether the job is gone, and the files how the run ended."""
-        gone = stop_job(self.directory, job_of(run), fleet.hosts, by, grace_s)
-        told = replies(ask_hosts(fleet, run)[1])
-        return {name: StopReply(True, True, job_left=not gone, node=told.get(name)) for name in fleet.hosts}
+        is_gone = stop_job(self.directory, job_of(run), fleet.hosts, by, grace_s)
+        answers = replies(ask_hosts(fleet, run)[1])
+        return {name: StopReply(True, True, job_left=not is_gone, node=answers.get(name)) for name in fleet.hosts}
 
-    def stop_launch(self, fleet: Fleet, plan: Plan, blame: Blame | None, grace_s: float = 0.0) -> Ends:
+    def stop_launch(self, fleet: Fleet, plan: Plan, blame: FailureRecord | None, grace_s: float = 0.0) -> StopOutcomes:
         if blame:
             for node in plan.nodes:
-                record_blame(self.directory, node.name, blame)
-        gone = stop_job(self.directory, plan.slurm_job, fleet.hosts, "", grace_s)
-        return {name: StopReply(known=True, was_alive=True, job_left=not gone) for name in fleet.hosts}
+                record_failure(self.directory, node.name, blame)
+        is_gone = stop_job(self.directory, plan.slurm_job, fleet.hosts, "", grace_s)
+        return {name: StopReply(known=True, was_alive=True, job_left=not is_gone) for name in fleet.hosts}
 
     def cancel(self) -> bool:
         return stop_job(self.directory, job_of(self.name), (), "", 0.0)
@@ -254,16 +257,16 @@ class InJob:
 
 def backend_of(run: str | None, hosts_file: Path) -> Backend:
     """Return the backend of the run named, or of the newest job if there is no hosts file."""
-    job = run_asked(run, hosts_file)
-    return InJob(job) if job else OnHosts(run, hosts_file)
+    job = find_requested_job(run, hosts_file)
+    return JobBackend(job) if job else HostsBackend(run, hosts_file)
 
 
 def backend_of_plan(plan: Plan) -> Backend:
     """Return the backend that a plan runs on."""
-    return InJob(plan.run) if plan.slurm_job else OnHosts(plan.run, Path("hosts"))
+    return JobBackend(plan.run) if plan.slurm_job else HostsBackend(plan.run, Path("hosts"))
 
 
-def stop_launch(plan: Plan, fleet: Fleet, blame: Blame | None = None) -> dict[str, StopReply | HostError]:
+def stop_launch(plan: Plan, fleet: Fleet, blame: FailureRecord | None = None) -> dict[str, StopReply | HostError]:
     """End this launch's processes on every host; another launch of the same name is not touched.
 
     ``blame``: why it failed, to be recorded on every host.

@@ -11,27 +11,36 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from llama405b.contract.errors import FAILED, GOOD, STOPPED_FOLLOWING, counted, given
-from llama405b.contract.records import Blame, Cause, CauseKind, EvaluationMetrics, EventKind, Metrics, Phase, RunEvent
+from llama405b.contract.errors import EXIT_DETACHED, EXIT_FAILED, EXIT_OK, fmt_if, pluralize
+from llama405b.contract.records import (
+    Cause,
+    CauseKind,
+    EvaluationMetrics,
+    EventKind,
+    FailureRecord,
+    Metrics,
+    Phase,
+    RunEvent,
+)
 from llama405b.spec.plan import Plan
 from llama405b_tools.agent.messages import NodeUpdate, StopReply, StreamMessage, StreamRequest
-from llama405b_tools.agent.sampled_run import overdue
+from llama405b_tools.agent.sampled_run import overdue_save
 from llama405b_tools.hosts.fleet import Fleet, program_name
 from llama405b_tools.hosts.transport import HostError
 from llama405b_tools.run import judge
-from llama405b_tools.run.autopsy import examined
+from llama405b_tools.run.autopsy import examine_failure
 from llama405b_tools.run.backends import stop_launch
-from llama405b_tools.run.judge import Failure, HostHeartbeats, failure_words, log_words, not_stopped
+from llama405b_tools.run.judge import Failure, HostHeartbeats, failure_words, log_words, unstopped_hosts
 from llama405b_tools.run.query import HostMessage, Streams, Unreachable
-from llama405b_tools.run.screen import NobodyReadsError, PlainPrinter, Printer, printer, show
-from llama405b_tools.text.words import BAR, clean, fold_ranks, without_end
+from llama405b_tools.run.screen import NoReaderError, PlainPrinter, Printer, make_printer, show
+from llama405b_tools.text.words import BAR_MARK, clean, fold_ranks, split_mark
 
-MEAN_OF = 10  # steps, because one step's loss depends on its few sequences
+MEAN_STEPS = 10  # steps, because one step's loss depends on its few sequences
 POLL_S = 0.5
 RANK_0_OUT = re.compile(r"/0/stdout\.log$")
 QUIET_S = 3.0  # before the first step: after this silence, print what the ranks are doing
 SAME_QUIET_S = 60.0  # and if that is still the same, after this one
-DOING = {
+PHASE_WORDS = {
     Phase.START: "connecting to each other",
     Phase.DATA: "reading the data",
     Phase.LOAD: "loading the weights",
@@ -44,7 +53,7 @@ PEER_GRACE_S = 15.0  # after the first failure, for the other hosts to notice by
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Limits:
+class HangLimits:
     """How long a rank may be silent before the run counts as hung and is ended, in seconds."""
 
     step_s: float  # between steps; at least five of the longest step so far
@@ -62,9 +71,9 @@ class EndKind(enum.StrEnum):
 
 
 EXIT_CODES = {
-    EndKind.WELL: GOOD,
-    **dict.fromkeys((EndKind.FAILED, EndKind.STOPPED, EndKind.RESTART), FAILED),
-    EndKind.LEFT: STOPPED_FOLLOWING,
+    EndKind.WELL: EXIT_OK,
+    **dict.fromkeys((EndKind.FAILED, EndKind.STOPPED, EndKind.RESTART), EXIT_FAILED),
+    EndKind.LEFT: EXIT_DETACHED,
 }
 
 
@@ -83,10 +92,10 @@ class Ending:
         return EXIT_CODES[self.kind]
 
     @property
-    def refused(self) -> bool:
+    def would_fail_again(self) -> bool:
         """Whether a restart cannot help (bad input, loss spike guard)."""
-        again = (CauseKind.REFUSED, CauseKind.FOLLOWED, CauseKind.SPIKE)
-        return self.failure is not None and self.failure.cause.kind in again
+        repeatable = (CauseKind.REFUSED, CauseKind.FOLLOWED, CauseKind.SPIKE)
+        return self.failure is not None and self.failure.cause.kind in repeatable
 
     @property
     def words(self) -> str:
@@ -95,7 +104,7 @@ class Ending:
             return f"{self.failure.host}: {failure_words(self.failure)}{log_words(self.failure, self.logs)}"
         if self.kind is EndKind.RESTART:
             return f"a restart requested by {self.stopped_by}"
-        return given("stopped by {}", self.stopped_by) or "the run finished successfully"
+        return fmt_if("stopped by {}", self.stopped_by) or "the run finished successfully"
 
 
 class RunMonitor:
@@ -105,9 +114,9 @@ class RunMonitor:
         self.plan = plan
         self.metrics: list[Metrics] = []
         self.first_evaluation: float | None = None  # the loss on data held out, before the first step
-        self.ended: dict[str, float] = {}  # when each host's part did, by its own clock; 0: unknown
+        self.ended_at: dict[str, float] = {}  # when each host's part did, by its own clock; 0: unknown
         self.failures: list[Failure] = []  # in order of arrival, by the operator's clock, not the hosts'
-        self.said: collections.deque[str] = collections.deque(maxlen=3000)  # rank 0's last lines
+        self.output_lines: collections.deque[str] = collections.deque(maxlen=3000)  # rank 0's last lines
         self.saved, self.saves = "", list[dict[str, Any]]()
         self.failed_saves: list[RunEvent] = []  # since the last that succeeded
         self.after_save_fails = False
@@ -115,16 +124,16 @@ class RunMonitor:
         self.resumed = False
         self.unreachable: dict[str, str] = {}  # hosts, and why; not a failure unless a host reports one
         self.stopped: dict[str, StopReply | HostError] = {}  # how ending the rest went, if that was needed
-        self.hangs = False
+        self.is_hung = False
         self.give_up_at = math.inf  # when the other hosts are ended
         self.stopped_by = ""  # who stopped the run, if anyone did
         self.restart_by = ""  # who asked for a restart, if anyone did
-        self.heard: dict[str, HostHeartbeats] = {}  # each host's heartbeats
+        self.heartbeats: dict[str, HostHeartbeats] = {}  # each host's heartbeats
 
     @property
     def is_over(self) -> bool:
         """Whether every host's part has ended."""
-        return len(self.ended) == len(self.plan.nodes)
+        return len(self.ended_at) == len(self.plan.nodes)
 
     @property
     def can_resume(self) -> bool:
@@ -138,44 +147,50 @@ class RunMonitor:
 
     def handle(self, arrival: HostMessage) -> list[str]:
         """Take one message; return the lines to print."""
-        host, news = arrival.host, arrival.news
-        if isinstance(news, Unreachable):
-            known = self.unreachable.get(host)
-            self.unreachable[host] = news.why
-            if known:
+        host, message = arrival.host, arrival.message
+        if isinstance(message, Unreachable):
+            previous = self.unreachable.get(host)
+            self.unreachable[host] = message.why
+            if previous:
                 return []
-            return [f"{host} │ cannot be reached: {news.why}; its processes may still be running; retrying"]
+            return [f"{host} │ cannot be reached: {message.why}; its processes may still be running; retrying"]
         lines = []
         if self.unreachable.pop(host, None):
             lines.append(f"{host} │ reachable again")
-        self._take_records(news)
-        if news.beats is not None and news.now is not None:
-            self.heard[host] = HostHeartbeats(news.beats, news.now, time.monotonic())
-        if news.node and not news.node.alive:
-            self._end(host, news.node)
-        return [*lines, *self._lines(host, news)]
+        self._take_records(message)
+        if message.beats is not None and message.now is not None:
+            self.heartbeats[host] = HostHeartbeats(message.beats, message.now, time.monotonic())
+        if message.node and not message.node.alive:
+            self._end(host, message.node)
+        return [*lines, *self._lines(host, message)]
 
-    def before_first_step(self) -> str:
+    def startup_activity(self) -> str:
         """Return what the ranks do before the first step; '' afterwards, or if the program is not our trainer."""
-        if not self.plan.trains or self.failures or any(each.attempt == self.plan.attempt for each in self.metrics):
+        if (
+            not self.plan.trains
+            or self.failures
+            or any(metrics.attempt == self.plan.attempt for metrics in self.metrics)
+        ):
             return ""
-        doing: dict[str, set[int]] = {"starting Python and PyTorch": set(range(self.plan.world))}
-        for beat in [beat for heard in self.heard.values() for beat in heard.beats]:
-            for ranks in doing.values():
+        ranks_by_activity: dict[str, set[int]] = {"starting Python and PyTorch": set(range(self.plan.world_size))}
+        for beat in [beat for host_heartbeats in self.heartbeats.values() for beat in host_heartbeats.beats]:
+            for ranks in ranks_by_activity.values():
                 ranks.discard(beat.rank)
-            doing.setdefault(DOING.get(beat.phase, beat.phase), set()).add(beat.rank)
-        return ", ".join(f"{what} ({fold_ranks(sorted(ranks))})" for what, ranks in doing.items() if ranks)
+            ranks_by_activity.setdefault(PHASE_WORDS.get(beat.phase, beat.phase), set()).add(beat.rank)
+        return ", ".join(
+            f"{activity} ({fold_ranks(sorted(ranks))})" for activity, ranks in ranks_by_activity.items() if ranks
+        )
 
-    def _take_records(self, news: StreamMessage) -> None:
-        for metrics in news.metrics:  # a resumed run goes back: forget the steps it repeats
+    def _take_records(self, message: StreamMessage) -> None:
+        for metrics in message.metrics:  # a resumed run goes back: forget the steps it repeats
             if isinstance(metrics, EvaluationMetrics):
                 self.first_evaluation = metrics.evaluation_loss
                 continue
             while self.metrics and self.metrics[-1].step >= metrics.step:
                 self.metrics.pop()
             self.metrics.append(metrics)
-        self.saves += [dataclasses.asdict(event) for event in news.events if event.kind is EventKind.SAVED]
-        for event in news.events:
+        self.saves += [dataclasses.asdict(event) for event in message.events if event.kind is EventKind.SAVED]
+        for event in message.events:
             if event.attempt != self.plan.attempt:
                 continue
             self.resumed = self.resumed or event.kind is EventKind.RESUMED
@@ -193,86 +208,94 @@ class RunMonitor:
 
     def late_save(self) -> str:
         """Return that a checkpoint is late, because its save hangs; '' if it is not, or that is not known."""
-        head = self.heard.get(self.plan.nodes[0].name)
+        head = self.heartbeats.get(self.plan.nodes[0].name)
         if head is None or not head.beats:
             return ""
-        return str(overdue(self.saves, head.now, dataclasses.asdict(head.beats[0])))  # type: ignore[no-untyped-call]
+        return str(overdue_save(self.saves, head.now, dataclasses.asdict(head.beats[0])))  # type: ignore[no-untyped-call]
 
-    def gives_up(self, limits: Limits | None) -> bool:
+    def should_give_up(self, limits: HangLimits | None) -> bool:
         """Return whether the other hosts had time to notice a failure: they may still run, but cannot continue."""
         if limits and self.plan.trains:
-            self.look_for_hang(limits)
+            self.check_hang(limits)
         if (self.failures or self.restart_by) and self.give_up_at == math.inf:
-            self.give_up_at = time.monotonic() + (0 if self.hangs else PEER_GRACE_S)
+            self.give_up_at = time.monotonic() + (0 if self.is_hung else PEER_GRACE_S)
         return time.monotonic() > self.give_up_at
 
-    def look_for_hang(self, limits: Limits) -> None:
+    def check_hang(self, limits: HangLimits) -> None:
         """Count a rank that is silent for too long as a failure, unless steps, which need it, still complete."""
         longest_step_s = max((metrics.step_s for metrics in self.metrics), default=0.0)
-        step_limit_s = judge.between_steps(longest_step_s, limits.step_s).hang_s
-        hung = judge.hung(self.heard, time.monotonic(), step_limit_s, limits.slow_s)
+        step_limit_s = judge.step_limits(longest_step_s, limits.step_s).hang_s
+        hung = judge.find_hang(self.heartbeats, time.monotonic(), step_limit_s, limits.slow_s)
         if hung and not self.failures and self._step_age_s() > step_limit_s:
-            self.hangs = True
+            self.is_hung = True
             self.failures.append(hung)
 
     def _step_age_s(self) -> float:
         """Return how long ago this attempt took its last step, by the head's clock; inf if that is unknown."""
-        head = self.heard.get(self.plan.nodes[0].name)
+        head = self.heartbeats.get(self.plan.nodes[0].name)
         if head is None or not self.metrics or self.metrics[-1].attempt != self.plan.attempt:
             return math.inf
-        return head.now - self.metrics[-1].time + time.monotonic() - head.at_s
+        return head.now - self.metrics[-1].time + time.monotonic() - head.arrived_s
 
     def failed_at(self, host: str) -> float:
         """Return when the attempt failed, as the failed host saw it, by the head's clock; 0: unknown."""
-        head, its = self.heard.get(self.plan.nodes[0].name), self.heard.get(host)
+        head, host_heartbeats = self.heartbeats.get(self.plan.nodes[0].name), self.heartbeats.get(host)
         if head is None:
             return 0.0
-        ended_s = self.ended[host] - its.now + its.at_s if its and self.ended.get(host) else time.monotonic()
-        return head.now + ended_s - head.at_s
+        ended_s = (
+            self.ended_at[host] - host_heartbeats.now + host_heartbeats.arrived_s
+            if host_heartbeats and self.ended_at.get(host)
+            else time.monotonic()
+        )
+        return head.now + ended_s - head.arrived_s
 
-    def count_lost(self, now_s: float) -> None:
+    def count_unreachable(self, now_s: float) -> None:
         """Count silent hosts as unreachable: the run has failed, and the others only waited for them."""
-        for host, heard in self.heard.items():
-            silent_s = now_s - heard.at_s
-            if host not in self.ended and silent_s > judge.HEARD_WITHIN_S:
+        for host, host_heartbeats in self.heartbeats.items():
+            silent_s = now_s - host_heartbeats.arrived_s
+            if host not in self.ended_at and silent_s > judge.STALE_AFTER_S:
                 self.unreachable.setdefault(host, f"no message for {silent_s:.0f} s")
 
-    def worst(self) -> Failure | None:
+    def worst_failure(self) -> Failure | None:
         """Return the failure to name; None if no host reported one, or a restart was requested."""
         if not self.failures or self.restart_by:
             return None
-        lost = [Failure(host, Cause(CauseKind.UNREACHABLE, host, detail=why)) for host, why in self.unreachable.items()]
-        found = [*lost, *self.failures] if self.hangs else [*self.failures, *lost]  # a hung rank waits for a lost one
-        return judge.first_failure(found)
+        unreachable = [
+            Failure(host, Cause(CauseKind.UNREACHABLE, host, detail=why)) for host, why in self.unreachable.items()
+        ]
+        candidates = (
+            [*unreachable, *self.failures] if self.is_hung else [*self.failures, *unreachable]
+        )  # a hung rank waits for a lost one
+        return judge.first_failure(candidates)
 
-    def found(self, failure: Failure, examined: Failure) -> Failure:
+    def replace_failure(self, failure: Failure, examined_failure: Failure) -> Failure:
         """Replace a failure by the one that an autopsy returned; return that."""
-        self.failures = [examined if each is failure else each for each in self.failures]
-        return examined
+        self.failures = [examined_failure if entry is failure else entry for entry in self.failures]
+        return examined_failure
 
     def _end(self, host: str, node: NodeUpdate) -> None:
         self.stopped_by = self.stopped_by or node.stopped_by
         if node.blame and node.blame.attempt == self.plan.attempt:
-            self.restart_by = self.restart_by or judge.restart_by(node.blame)
-        state = judge.state_of(node.status, alive=False) if node.status else judge.FILES_GONE  # it had started
+            self.restart_by = self.restart_by or judge.restart_requester(node.blame)
+        state = judge.state_from_status(node.status, alive=False) if node.status else judge.FILES_GONE  # it had started
         failure = judge.failure_of(host, state)
-        self.ended[host] = node.status.time if node.status else 0.0
+        self.ended_at[host] = node.status.time if node.status else 0.0
         if failure:
             self.failures.append(failure)
 
-    def _lines(self, host: str, news: StreamMessage) -> list[str]:
+    def _lines(self, host: str, message: StreamMessage) -> list[str]:
         """Return the lines to print of a host's logs: rank 0's output, why ranks end, another program's stderr."""
-        found: list[str] = []
-        for _, file, written in news.entries:
-            text, how = without_end(written)
-            lines = text.split("\n") if how != BAR else []
+        printed: list[str] = []
+        for _, file, written in message.entries:
+            text, ending = split_mark(written)
+            lines = text.split("\n") if ending != BAR_MARK else []
             if host == self.plan.nodes[0].name and RANK_0_OUT.search(file):
-                self.said.extend(lines)
-                found += lines
+                self.output_lines.extend(lines)
+                printed += lines
             elif file.endswith("stderr.log"):
-                told = [line for line in lines if not self.plan.trains or line.startswith("llama405b train:")]
-                found += [f"{host} │ {line}" for line in told]
-        return found
+                errors = [line for line in lines if not self.plan.trains or line.startswith("llama405b train:")]
+                printed += [f"{host} │ {line}" for line in errors]
+        return printed
 
 
 class IdleMessage:
@@ -282,21 +305,21 @@ class IdleMessage:
         self.monitor = monitor
         self.began_s = now_s
         self.since_s = now_s
-        self.said = ""
+        self.last_words = ""
 
     def due(self, now_s: float) -> list[str]:
         """Return the line to print now, if there is one."""
-        words, quiet_s = self.monitor.before_first_step(), now_s - self.since_s
-        if not words or quiet_s < QUIET_S or (words == self.said and quiet_s < SAME_QUIET_S):
+        text, quiet_s = self.monitor.startup_activity(), now_s - self.since_s
+        if not text or quiet_s < QUIET_S or (text == self.last_words and quiet_s < SAME_QUIET_S):
             return []
-        self.said, self.since_s = words, now_s
-        return [f"{now_s - self.began_s:.0f} s: {words}"]
+        self.last_words, self.since_s = text, now_s
+        return [f"{now_s - self.began_s:.0f} s: {text}"]
 
 
 def watch_run(
     fleet: Fleet,
     plan: Plan,
-    limits: Limits | None = None,
+    limits: HangLimits | None = None,
     until: Callable[[RunMonitor], bool] = lambda _: False,
     screen: Printer | None = None,
 ) -> RunMonitor:
@@ -313,23 +336,23 @@ def watch_run(
     idle = IdleMessage(monitor, time.monotonic())
     streams = Streams(fleet, names, request, records_of=names[0])
     try:
-        while not (monitor.is_over or until(monitor) or monitor.gives_up(limits)):
+        while not (monitor.is_over or until(monitor) or monitor.should_give_up(limits)):
             lines = _next_lines(streams, monitor)
             if lines:
                 idle.since_s = time.monotonic()
             else:
                 lines = idle.due(time.monotonic())
             if lines and not screen.show([clean(line) for line in lines]) and limits is None:
-                raise NobodyReadsError
+                raise NoReaderError
     finally:
         screen.close()
         streams.close()
     if monitor.failures:
-        monitor.count_lost(time.monotonic())
-    if (worst := monitor.worst()) and not (plan.slurm_job and monitor.is_over):  # such a job ends by itself
+        monitor.count_unreachable(time.monotonic())
+    if (worst := monitor.worst_failure()) and not (plan.slurm_job and monitor.is_over):  # such a job ends by itself
         if limits and not plan.slurm_job:
-            worst = monitor.found(worst, examined(fleet, plan, worst, limits.step_s))
-        blame = Blame(plan.attempt, worst.host, worst.cause, monitor.failed_at(worst.host))
+            worst = monitor.replace_failure(worst, examine_failure(fleet, plan, worst, limits.step_s))
+        blame = FailureRecord(plan.attempt, worst.host, worst.cause, monitor.failed_at(worst.host))
         monitor.stopped = stop_launch(plan, fleet, blame)
     return monitor
 
@@ -344,88 +367,94 @@ def _next_lines(streams: Streams, monitor: RunMonitor) -> list[str]:
 def follow(
     fleet: Fleet,
     plan: Plan,
-    hosts: str = "",
-    limits: Limits | None = None,
+    hosts_arg: str = "",
+    limits: HangLimits | None = None,
     until: Callable[[RunMonitor], bool] = lambda _: False,
     *,
     plain: bool = True,
 ) -> Ending:
     """Follow a run to its end, and print how it ended; Ctrl-C only stops following.
 
-    ``hosts`` is the hosts argument of the printed commands; ``until`` is called all the while;
+    ``hosts_arg`` is the hosts argument of the printed commands; ``until`` is called all the while;
     unless ``plain``, a terminal has the newest step in its last line.
     """
     try:
-        watch = watch_run(fleet, plan, limits, until, printer(plain=plain))
-        return summarise(watch, plan, hosts, guarded=limits is not None)
-    except (KeyboardInterrupt, NobodyReadsError):
+        monitor = watch_run(fleet, plan, limits, until, make_printer(plain=plain))
+        return summarise(monitor, plan, hosts_arg, guarded=limits is not None)
+    except (KeyboardInterrupt, NoReaderError):
         show(
-            f"\nDetached; the run keeps going. Re-attach: `{program_name()} logs{hosts} -f --run {plan.run}`. "
-            f"Stop: `{program_name()} stop{hosts} --run {plan.run}`."
+            f"\nDetached; the run keeps going. Re-attach: `{program_name()} logs{hosts_arg} -f --run {plan.run}`. "
+            f"Stop: `{program_name()} stop{hosts_arg} --run {plan.run}`."
         )
         return Ending(EndKind.LEFT)
 
 
-def summarise(watch: RunMonitor, plan: Plan, hosts: str = "", *, guarded: bool = False) -> Ending:
+def summarise(monitor: RunMonitor, plan: Plan, hosts_arg: str = "", *, guarded: bool = False) -> Ending:
     """Print how the run ended, and return that."""
-    if watch.metrics:
-        show(f"\n{plan.run}: {_progress(watch, plan)}")
-    if watch.saved:
-        show(f"checkpoint: {watch.saved}")
-    command = f"{program_name()} logs{hosts} --run {plan.run}"
+    if monitor.metrics:
+        show(f"\n{plan.run}: {_progress_words(monitor, plan)}")
+    if monitor.saved:
+        show(f"checkpoint: {monitor.saved}")
+    command = f"{program_name()} logs{hosts_arg} --run {plan.run}"
     logs = f"`{command}` shows every rank"
-    again = [f"to continue, repeat the launch with --run {plan.run} --resume auto"] if watch.can_resume else []
-    if worst := watch.worst():
-        for host, why in not_stopped(watch.stopped).items():
-            show(f"{host}: {why}; run `{program_name()} stop{hosts} --run {plan.run}` again", error=True)
+    resume_hint = [f"to continue, repeat the launch with --run {plan.run} --resume auto"] if monitor.can_resume else []
+    if worst := monitor.worst_failure():
+        for host, why in unstopped_hosts(monitor.stopped).items():
+            show(f"{host}: {why}; run `{program_name()} stop{hosts_arg} --run {plan.run}` again", error=True)
         ending = Ending(EndKind.FAILED, worst, logs=f"{command} --attempt {plan.attempt}")
         show(f"FAILED  {ending.words}", error=True)
-        show("next: " + "; ".join([logs] if guarded else [logs, *again]), error=True)
+        show("next: " + "; ".join([logs] if guarded else [logs, *resume_hint]), error=True)
         return ending
-    if watch.restart_by and not watch.stopped_by:
-        ending = Ending(EndKind.RESTART, stopped_by=watch.restart_by)
+    if monitor.restart_by and not monitor.stopped_by:
+        ending = Ending(EndKind.RESTART, stopped_by=monitor.restart_by)
         show(f"attempt {plan.attempt} was ended for {ending.words}")
         return ending
-    if watch.stopped_by:
-        show("; ".join([f"stopped by {watch.stopped_by}", *again]))
-        return Ending(EndKind.STOPPED, stopped_by=watch.stopped_by)
-    own = [f"`{program_name()} launch my-hosts --config my.toml` trains your own model"] if plan.trains else []
-    export = []
-    if watch.saved:
-        export = [f"{_export(plan, hosts)} writes a model that transformers loads"]
-    show("next: " + "; ".join([*export, logs, *own]))
+    if monitor.stopped_by:
+        show("; ".join([f"stopped by {monitor.stopped_by}", *resume_hint]))
+        return Ending(EndKind.STOPPED, stopped_by=monitor.stopped_by)
+    own_model_hint = (
+        [f"`{program_name()} launch my-hosts --config my.toml` trains your own model"] if plan.trains else []
+    )
+    export_hint = []
+    if monitor.saved:
+        export_hint = [f"{_export_words(plan, hosts_arg)} writes a model that transformers loads"]
+    show("next: " + "; ".join([*export_hint, logs, *own_model_hint]))
     return Ending(EndKind.WELL)
 
 
-def _export(plan: Plan, hosts: str) -> str:
+def _export_words(plan: Plan, hosts_arg: str) -> str:
     """Return the command that exports a model, and where to type it."""
-    typed = f"{program_name()} export {plan.run} OUT"
+    command = f"{program_name()} export {plan.run} OUT"
     if not plan.spread or len(plan.nodes) == 1:
-        return f"`{typed}`, where the checkpoint is,"
+        return f"`{command}`, where the checkpoint is,"
     if plan.slurm_job:
-        return f"`{typed} HOSTS`, with a hosts file that names the job's nodes,"
-    return f"`{typed}{hosts or ' hosts'}`"
+        return f"`{command} HOSTS`, with a hosts file that names the job's nodes,"
+    return f"`{command}{hosts_arg or ' hosts'}`"
 
 
-def _progress(watch: RunMonitor, plan: Plan) -> str:
+def _progress_words(monitor: RunMonitor, plan: Plan) -> str:
     """Return loss and rate from the first step to the last."""
-    metrics = watch.metrics
+    metrics = monitor.metrics
     first = metrics[0]
     last = metrics[-1]
-    ending = metrics[-MEAN_OF:]
-    loss = sum(each.loss for each in ending) / len(ending)
-    rate = sum(each.rate * each.step_s for each in metrics) / sum(each.step_s for each in metrics)
+    recent = metrics[-MEAN_STEPS:]
+    loss = sum(step_metrics.loss for step_metrics in recent) / len(recent)
+    rate = sum(step_metrics.rate * step_metrics.step_s for step_metrics in metrics) / sum(
+        step_metrics.step_s for step_metrics in metrics
+    )
     return (
-        f"steps {first.step}-{last.step}, loss {first.loss:.3f} -> {loss:.3f} (mean of the last {len(ending)}), "
-        f"{_held_out(watch)}"
-        f"{rate:,.0f} tokens/s on {counted(plan.world, 'rank')} of {counted(len(plan.nodes), 'host')}"
+        f"steps {first.step}-{last.step}, loss {first.loss:.3f} -> {loss:.3f} (mean of the last {len(recent)}), "
+        f"{_evaluation_words(monitor)}"
+        f"{rate:,.0f} tokens/s on {pluralize(plan.world_size, 'rank')} of {pluralize(len(plan.nodes), 'host')}"
     )
 
 
-def _held_out(watch: RunMonitor) -> str:
+def _evaluation_words(monitor: RunMonitor) -> str:
     """Return the held-out loss, before the first step and after the last that was evaluated."""
-    evaluated = next((each for each in reversed(watch.metrics) if each.evaluation_loss is not None), None)
-    if evaluated is None:
+    latest = next(
+        (step_metrics for step_metrics in reversed(monitor.metrics) if step_metrics.evaluation_loss is not None), None
+    )
+    if latest is None:
         return ""
-    before = given("{:.3f} -> ", watch.first_evaluation)
-    return f"evaluation {before}{evaluated.evaluation_loss:.3f} after step {evaluated.step}, "
+    first = fmt_if("{:.3f} -> ", monitor.first_evaluation)
+    return f"evaluation {first}{latest.evaluation_loss:.3f} after step {latest.step}, "

@@ -19,132 +19,149 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from llama405b.contract.errors import UserError, counted, given, seconds
+from llama405b.contract.errors import UserError, fmt_if, parse_seconds, pluralize
 from llama405b_tools.agent.messages import HostRun, StreamRequest
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.run import judge
 from llama405b_tools.run.judge import Failure, failure_words
-from llama405b_tools.run.query import HostMessage, Seen, Streams, Unreachable, failures_of, is_guarded, known_of
+from llama405b_tools.run.query import (
+    HostMessage,
+    RunReplies,
+    Streams,
+    Unreachable,
+    failures_of,
+    host_runs_of,
+    is_guarded,
+)
 from llama405b_tools.text.words import (
-    BAR,
-    UNENDED,
-    Entry,
-    Fold,
-    Merge,
-    OneByOne,
+    BAR_MARK,
+    UNENDED_MARK,
+    LogEntry,
+    LogFolder,
+    LogMerger,
+    Unfolded,
     clean,
-    group_text,
-    redact,
-    where_of,
-    without_end,
+    common_text,
+    format_hosts_and_ranks,
+    redact_tokens,
+    split_mark,
 )
 
-ATTEMPT = re.compile(r"attempt \d+: \[")  # how the node runner begins torchrun's log
-LAST = 20  # blocks shown if there is no traceback
-READ_AHEAD = 40  # messages of a host
-LAST_BYTES = 1 << 24  # of a log in which the reason is looked for
-TRIES = 3  # to read it
+ATTEMPT_LINE = re.compile(r"attempt \d+: \[")  # how the node runner begins torchrun's log
+MAX_LAST_BLOCKS = 20  # blocks shown if there is no traceback
+MAX_WAITING_MESSAGES = 40  # messages of a host
+TAIL_BYTES = 1 << 24  # of a log in which the reason is looked for
+MAX_TRIES = 3  # to read it
 
 
-def find_first_error(fleet: Fleet, run: str, seen: Seen, attempt: int = 0) -> tuple[bool, list[str]]:
+def find_first_error(fleet: Fleet, run: str, run_replies: RunReplies, attempt: int = 0) -> tuple[bool, list[str]]:
     """Return whether a run failed, and where the failure began, as lines.
 
     ``attempt``: 0 is the newest that failed, even if the guard has restarted the run since.
     """
-    known = known_of(seen)
-    failures, which = failures_of(seen), 0
+    host_runs = host_runs_of(run_replies)
+    failures, failed_attempt = failures_of(run_replies), 0
     if attempt or not failures:
-        failures, which = _in_the_past(known, attempt)
+        failures, failed_attempt = _past_failures(host_runs, attempt)
     if not failures:
-        return False, [f"run {run}: no failure on {counted(len(seen), 'host')}{given(' in attempt {}', attempt)}"]
+        return False, [
+            f"run {run}: no failure on {pluralize(len(run_replies), 'host')}{fmt_if(' in attempt {}', attempt)}"
+        ]
     worst = judge.first_failure(failures)
-    lines = [f"run {run}{given(', attempt {}', which)}: {worst.host}: {failure_words(worst)}"]
-    if worst.host in known:
-        lines += _words_of(fleet, run, worst, known[worst.host], which)
+    lines = [f"run {run}{fmt_if(', attempt {}', failed_attempt)}: {worst.host}: {failure_words(worst)}"]
+    if worst.host in host_runs:
+        lines += _failure_output(fleet, run, worst, host_runs[worst.host], failed_attempt)
     if others := sorted({failure.host for failure in failures} - {worst.host}):
         lines.append(f"and after it: {', '.join(others)}")
     return True, lines
 
 
-def _words_of(fleet: Fleet, run: str, worst: Failure, known: HostRun, attempt: int) -> list[str]:
+def _failure_output(fleet: Fleet, run: str, worst: Failure, host_run: HostRun, attempt: int) -> list[str]:
     """Return the failed rank's traceback, or its last output; torchrun's own output if no rank is known."""
     rank = worst.cause.rank
-    local_rank = rank - known.first_rank if rank is not None else -1
-    texts = _stderr(fleet, run, worst.host, local_rank, attempt)
+    local_rank = rank - host_run.first_rank if rank is not None else -1
+    texts = _read_stderr(fleet, run, worst.host, local_rank, attempt)
     return [line for text in texts for line in clean(text).split("\n")]
 
 
-def _in_the_past(known: Mapping[str, HostRun], attempt: int) -> tuple[list[Failure], int]:
+def _past_failures(host_runs: Mapping[str, HostRun], attempt: int) -> tuple[list[Failure], int]:
     """Return the failures of an attempt (0: the newest that has any), and its number."""
-    recorded = [blame for found in known.values() for blame in found.blames]
-    past = {end.attempt for found in known.values() for end in found.ends} | {blame.attempt for blame in recorded}
-    for which in sorted(past, reverse=True):
-        blame = judge.blame_of(which, recorded)
-        if attempt in (0, which) and (failures := judge.with_blame(_failures_in(known, which), blame)):
-            return failures, which
+    recorded = [blame for host_run in host_runs.values() for blame in host_run.blames]
+    past = {end.attempt for host_run in host_runs.values() for end in host_run.ends} | {
+        blame.attempt for blame in recorded
+    }
+    for past_attempt in sorted(past, reverse=True):
+        blame = judge.find_failure_record(past_attempt, recorded)
+        if attempt in (0, past_attempt) and (
+            failures := judge.apply_failure_record(_failures_in(host_runs, past_attempt), blame)
+        ):
+            return failures, past_attempt
     return [], attempt
 
 
-def _failures_in(known: Mapping[str, HostRun], attempt: int) -> list[Failure]:
+def _failures_in(host_runs: Mapping[str, HostRun], attempt: int) -> list[Failure]:
     """Return the failures of an attempt, oldest first, by their age on each host's own clock."""
     ends = [
-        (end.time - found.now, host, end)
-        for host, found in known.items()
-        for end in found.ends
+        (end.time - host_run.now, host, end)
+        for host, host_run in host_runs.items()
+        for end in host_run.ends
         if end.attempt == attempt
     ]
     ends.sort(key=lambda entry: entry[0])
-    found = [judge.failure_of(host, judge.state_of(end, alive=False)) for _, host, end in ends]
-    return [failure for failure in found if failure]
+    failures = [judge.failure_of(host, judge.state_from_status(end, alive=False)) for _, host, end in ends]
+    return [failure for failure in failures if failure]
 
 
-def _stderr(fleet: Fleet, run: str, host: str, local_rank: int, attempt: int) -> Sequence[str]:
+def _read_stderr(fleet: Fleet, run: str, host: str, local_rank: int, attempt: int) -> Sequence[str]:
     """Return a rank's last traceback in an attempt, else its last blocks; torchrun's log if no rank is known.
 
     Only the end of the log is read. A note is added where that may matter, or where the end could not be read.
     """
     request = StreamRequest(
-        run, host, attempt=attempt, stderr=local_rank >= 0, agent=local_rank < 0, most_bytes=LAST_BYTES
+        run, host, attempt=attempt, stderr=local_rank >= 0, agent=local_rank < 0, most_bytes=TAIL_BYTES
     )
-    streams = Streams(fleet, [host], request, most=READ_AHEAD)
-    last = collections.deque[str](maxlen=LAST)
+    streams = Streams(fleet, [host], request, max_waiting=MAX_WAITING_MESSAGES)
+    last_blocks = collections.deque[str](maxlen=MAX_LAST_BLOCKS)
     traceback: tuple[str, ...] = ()
     tries = skipped = 0
     try:
         while True:
-            news = streams.arrivals.get().news
-            if isinstance(news, Unreachable):
+            message = streams.arrivals.get().message
+            if isinstance(message, Unreachable):
                 tries += 1
-                if tries == TRIES:
-                    return [*(traceback or last), f"({host}: its log could not be read to the end: {news.why})"]
+                if tries == MAX_TRIES:
+                    return [
+                        *(traceback or last_blocks),
+                        f"({host}: its log could not be read to the end: {message.why})",
+                    ]
                 continue
-            if news.end:
-                unread = given(
-                    f"({host}: only the last {LAST_BYTES >> 20} MiB were read, {{:,}} lines before them were not)",
+            if message.end:
+                unread = fmt_if(
+                    f"({host}: only the last {TAIL_BYTES >> 20} MiB were read, {{:,}} lines before them were not)",
                     skipped,
                 )
-                return traceback or [*last, *filter(None, [unread])]
-            streams.done(host)
-            skipped += news.skipped
-            for _, file, written in news.entries:
-                text = without_end(written)[0]
-                if (local_rank < 0 or f"/{local_rank}/" in file) and not ATTEMPT.match(text):
-                    last.append(text)
+                return traceback or [*last_blocks, *filter(None, [unread])]
+            streams.release(host)
+            skipped += message.skipped
+            for _, file, written in message.entries:
+                text = split_mark(written)[0]
+                if (local_rank < 0 or f"/{local_rank}/" in file) and not ATTEMPT_LINE.match(text):
+                    last_blocks.append(text)
                     traceback = (text,) if "Traceback" in text else traceback
     finally:
         streams.close()
 
 
 HOLD_S = 0.8  # while following: wait this long for older lines of other hosts
-MOST = 20_000  # entries per host that wait for a slow terminal; then the oldest are dropped, and counted
+MAX_ENTRIES = 20_000  # entries per host that wait for a slow terminal; then the oldest are dropped, and counted
 QUIET_S = 3.0  # without messages after the guard's end, until reading stops
 POLL_S = 0.2
 
 
-class Sink(Protocol):
+class LogOutput(Protocol):
     """Receiver of the merged entries: a terminal, or a pane of it."""
 
-    def entries(self, entries: Iterator[Entry]) -> None:
+    def entries(self, entries: Iterator[LogEntry]) -> None:
         """Take entries, in order."""
 
     def dropped(self, counts: Mapping[str, int]) -> None:
@@ -163,72 +180,76 @@ class LogReader:
         self.first_ranks = first_ranks
         self.follow = request.follow
         self.forever = request.forever
-        self.streams = Streams(fleet, list(first_ranks), request, most=READ_AHEAD)
-        self.merge = Merge(MOST if self.follow else 0)
-        self.going, self.away = set(first_ranks), set[str]()
+        self.streams = Streams(fleet, list(first_ranks), request, max_waiting=MAX_WAITING_MESSAGES)
+        self.merge = LogMerger(MAX_ENTRIES if self.follow else 0)
+        self.active, self.unreachable = set(first_ranks), set[str]()
         self.skew: dict[str, float] = {}  # host's clock minus this one's, seconds
-        self.owed = dict.fromkeys(first_ranks, 0)  # messages with entries not shown yet
+        self.unreleased = dict.fromkeys(first_ranks, 0)  # messages with entries not shown yet
         for host in first_ranks:
             self.merge.begin(host)
 
-    def show(self, show: Sink) -> None:
+    def show_all(self, output: LogOutput) -> None:
         """Show everything, until every host is done (or the guard, if one may restart the run)."""
         try:
             heard_at = time.monotonic()
-            while self._goes_on(heard_at):
-                for arrival in _arrived(self.streams):
-                    self._take(arrival, show)
+            while self._is_reading(heard_at):
+                for arrival in _read_arrivals(self.streams):
+                    self._handle(arrival, output)
                     heard_at = time.monotonic()
-                show.entries(self.merge.pop(time.time() - HOLD_S if self.follow else float("-inf")))
-                show.dropped(self.merge.dropped)
-                for host in self.owed:
-                    while self.owed[host] and self.merge.size(host) < MOST // 2:
-                        self.owed[host] -= 1
-                        self.streams.done(host)
-            show.entries(self.merge.pop(float("inf")))
+                output.entries(self.merge.pop(time.time() - HOLD_S if self.follow else float("-inf")))
+                output.dropped(self.merge.dropped)
+                for host in self.unreleased:
+                    while self.unreleased[host] and self.merge.size(host) < MAX_ENTRIES // 2:
+                        self.unreleased[host] -= 1
+                        self.streams.release(host)
+            output.entries(self.merge.pop(float("inf")))
         finally:
             self.streams.close()
 
-    def _goes_on(self, heard_at: float) -> bool:
-        if not self.going or self.streams.closing.is_set():
+    def _is_reading(self, heard_at: float) -> bool:
+        if not self.active or self.streams.closing.is_set():
             return False
         return not self.forever or is_guarded(self.run) or time.monotonic() < heard_at + QUIET_S
 
-    def _take(self, arrival: HostMessage, show: Sink) -> None:
-        host, news = arrival.host, arrival.news
-        if isinstance(news, Unreachable):
-            if host not in self.away:
-                show.note(f"{host}: {news.why}; trying again")
-            self.away.add(host)
+    def _handle(self, arrival: HostMessage, output: LogOutput) -> None:
+        host, message = arrival.host, arrival.message
+        if isinstance(message, Unreachable):
+            if host not in self.unreachable:
+                output.note(f"{host}: {message.why}; trying again")
+            self.unreachable.add(host)
             self.merge.end(host)
             return
-        if host in self.away:
-            self.away.discard(host)
+        if host in self.unreachable:
+            self.unreachable.discard(host)
             self.merge.begin(host)
-        self.owed[host] += 1
-        if news.now is not None:  # network delay only makes the host's clock seem behind
-            self.skew[host] = max(self.skew.get(host, float("-inf")), news.now - arrival.at)
-        if news.skipped:
-            self.merge.drop(host, news.skipped)
-        if news.entries:
+        self.unreleased[host] += 1
+        if message.now is not None:  # network delay only makes the host's clock seem behind
+            self.skew[host] = max(self.skew.get(host, float("-inf")), message.now - arrival.arrived_at)
+        if message.skipped:
+            self.merge.drop(host, message.skipped)
+        if message.entries:
             skew, first_rank = self.skew.get(host, 0.0), self.first_ranks[host]
-            self.merge.push(host, [entry_of(host, t, file, text, skew, first_rank) for t, file, text in news.entries])
+            self.merge.push(
+                host, [make_entry(host, t, file, text, skew, first_rank) for t, file, text in message.entries]
+            )
         elif self.follow:
             self.merge.end(host)  # it has nothing for now: the other hosts need not wait
-        if news.end:
-            self.going.discard(host)
+        if message.end:
+            self.active.discard(host)
             self.merge.end(host)
 
 
-def entry_of(host: str, moment: float, file: str, text: str, skew: float, first_rank: int) -> Entry:
+def make_entry(host: str, time_s: float, file: str, text: str, skew: float, first_rank: int) -> LogEntry:
     """Make an entry of a block of a host's log file, in this machine's time; the path has rank and stream."""
-    parts, (text, how) = file.split("/"), without_end(text)
+    parts, (text, ending) = file.split("/"), split_mark(text)
     if len(parts) < 3 or not parts[-2].isdigit():
-        return Entry(moment - skew, host, file, text, how=how)
-    return Entry(moment - skew, host, file, text, rank=first_rank + int(parts[-2]), stream=parts[-1][3:6], how=how)
+        return LogEntry(time_s - skew, host, file, text, mark=ending)
+    return LogEntry(
+        time_s - skew, host, file, text, rank=first_rank + int(parts[-2]), stream=parts[-1][3:6], mark=ending
+    )
 
 
-def _arrived(streams: Streams) -> Iterator[HostMessage]:
+def _read_arrivals(streams: Streams) -> Iterator[HostMessage]:
     """Yield what has arrived, after a short wait."""
     with contextlib.suppress(queue.Empty):
         yield streams.arrivals.get(timeout=POLL_S)
@@ -236,15 +257,15 @@ def _arrived(streams: Streams) -> Iterator[HostMessage]:
             yield streams.arrivals.get_nowait()
 
 
-MOST_BYTES = 1 << 20  # of each file that wait on its host while following
+MAX_BYTES = 1 << 20  # of each file that wait on its host while following
 NOTE_EVERY_S = 5.0  # about lines that were left out
-STATES = {BAR: "of a bar", UNENDED: "not ended"}
+STATES = {BAR_MARK: "of a bar", UNENDED_MARK: "not ended"}
 NOT_ENDED = " … (the line has not ended)"
 BAR_EVERY_S = 60.0  # where its state is not shown in its place
 HOST_COLORS = (36, 33, 35, 32, 34, 96, 93, 95, 92, 94)
 
 
-class Show:
+class LogPrinter:
     """Filters, folds, formats and prints entries."""
 
     def __init__(self, args: argparse.Namespace) -> None:
@@ -254,26 +275,29 @@ class Show:
             UserError: An option is invalid.
         """
         self.args, self.out = args, sys.stdout
-        self.include, self.exclude = _regexes(args.include, "--include"), _regexes(args.exclude, "--exclude")
-        self.highlight = _regexes(args.highlight, "--highlight")
-        self.ranks = _ranks(args.rank)
-        self.since_s = seconds(args.since or "0", "--since")
-        self.attempt = _attempt(args.attempt)
+        self.include, self.exclude = (
+            _compile_regexes(args.include, "--include"),
+            _compile_regexes(args.exclude, "--exclude"),
+        )
+        self.highlight = _compile_regexes(args.highlight, "--highlight")
+        self.ranks = _parse_ranks(args.rank)
+        self.since_s = parse_seconds(args.since or "0", "--since")
+        self.attempt = _parse_attempt(args.attempt)
         if args.tail is not None and args.tail < 0:
             raise UserError(f"--tail: {args.tail} is negative; use 0 or more")
         if args.follow and args.first_error:
             raise UserError("--first-error cannot be used with -f; omit one of them")
         self.color = args.output == "text" and self.out.isatty() and not os.environ.get("NO_COLOR")
-        self.show = {"text": self._lines, "json": self._json, "raw": self._raw}[args.output]
-        self.fold = Fold() if args.fold else OneByOne()
+        self.print_group = {"text": self._print_lines, "json": self._print_json, "raw": self._print_raw}[args.output]
+        self.fold = LogFolder() if args.fold else Unfolded()
         self.raw_open: tuple[str, str] | None = None  # host and file of the last line, if that has not ended
         self.in_place = args.output == "text" and self.out.isatty() and os.environ.get("TERM", "dumb") != "dumb"
         self.has_bar = False  # the terminal's last line is a bar's state
         self.bars = dict[tuple[str, str], float]()  # when a state was shown last, by host and file
         self.saved: set[Path] = set()
         self.hosts: dict[str, int] = {}
-        self.left_out: dict[str, int] = {}  # lines, by host
-        self.noted, self.note_at = dict[str, int](), 0.0
+        self.n_dropped: dict[str, int] = {}  # lines, by host
+        self.n_noted, self.note_at = dict[str, int](), 0.0
 
     def request(self, run: str, *, follow: bool, forever: bool) -> StreamRequest:
         """Build the request to the hosts."""
@@ -289,32 +313,32 @@ class Show:
             agent=args.agent,
             stderr=args.stderr,
             whole=args.output == "raw",
-            most_bytes=MOST_BYTES if follow else 0,
+            most_bytes=MAX_BYTES if follow else 0,
         )
 
-    def entries(self, entries: Iterator[Entry]) -> None:
+    def entries(self, entries: Iterator[LogEntry]) -> None:
         """Show entries, in order of arrival."""
         for entry in entries:
             if self.ranks and entry.rank not in self.ranks:
                 continue
-            if self.args.save and (self.args.output == "raw" or not entry.how):
+            if self.args.save and (self.args.output == "raw" or not entry.mark):
                 self._save(entry)
-            if entry.how == BAR and not self._is_due(entry):
+            if entry.mark == BAR_MARK and not self._is_due(entry):
                 continue
             if self._is_wanted(entry.text):
                 for group in self.fold.push(entry):
-                    self.show(group)
+                    self.print_group(group)
         if self.args.follow:
-            for group in self.fold.older_than(time.time() - self.fold.window_s):
-                self.show(group)
+            for group in self.fold.pop_older_than(time.time() - self.fold.window_s):
+                self.print_group(group)
         self.out.flush()
 
-    def _is_due(self, entry: Entry) -> bool:
+    def _is_due(self, entry: LogEntry) -> bool:
         """Return whether to show a bar's state: always in place on a terminal, elsewhere once a minute per log."""
-        where = entry.host, entry.file
-        if not self.in_place and entry.time < self.bars.get(where, 0.0) + BAR_EVERY_S:
+        log_key = entry.host, entry.file
+        if not self.in_place and entry.time < self.bars.get(log_key, 0.0) + BAR_EVERY_S:
             return False
-        self.bars[where] = entry.time
+        self.bars[log_key] = entry.time
         return True
 
     def _is_wanted(self, text: str) -> bool:
@@ -323,103 +347,103 @@ class Show:
 
     def dropped(self, counts: Mapping[str, int]) -> None:
         """Note now and then how many lines come too fast to be shown here."""
-        self.left_out = dict(counts)
+        self.n_dropped = dict(counts)
         if time.monotonic() >= self.note_at:
-            self._note_left_out()
+            self._note_dropped()
 
-    def _note_left_out(self) -> None:
-        for host, count in self.left_out.items():
-            if more := count - self.noted.get(host, 0):
+    def _note_dropped(self) -> None:
+        for host, count in self.n_dropped.items():
+            if n_more := count - self.n_noted.get(host, 0):
                 why = "they come faster than they can be shown here; `logs` without -f shows them all"
-                self.note(f"{host}: {counted(more, 'line')} left out: {why}")
-                self.noted[host], self.note_at = count, time.monotonic() + NOTE_EVERY_S
+                self.note(f"{host}: {pluralize(n_more, 'line')} left out: {why}")
+                self.n_noted[host], self.note_at = count, time.monotonic() + NOTE_EVERY_S
 
     def note(self, text: str) -> None:
         """Print a note about the reading itself."""
-        self._clear()
+        self._clear_bar()
         self.out.flush()
         print(f"- {text}", file=sys.stderr)
 
     def close(self) -> None:
         """Show what remains."""
-        self._note_left_out()
+        self._note_dropped()
         for group in self.fold.flush():
-            self.show(group)
-        self._clear()
+            self.print_group(group)
+        self._clear_bar()
         with contextlib.suppress(BrokenPipeError):
             self.out.flush()
 
-    def _raw(self, group: Sequence[Entry]) -> None:
+    def _print_raw(self, group: Sequence[LogEntry]) -> None:
         entry = group[0]
-        where = entry.host, entry.file
-        begin = "\n" if self.raw_open not in (None, where) else ""  # another file's line had not ended
-        self.raw_open, end = (where, "") if entry.how == UNENDED else (None, "\n")
-        self.out.write(f"{begin}{clean(entry.text) if self.out.isatty() else redact(entry.text)}{end}")
+        log_key = entry.host, entry.file
+        begin = "\n" if self.raw_open not in (None, log_key) else ""  # another file's line had not ended
+        self.raw_open, end = (log_key, "") if entry.mark == UNENDED_MARK else (None, "\n")
+        self.out.write(f"{begin}{clean(entry.text) if self.out.isatty() else redact_tokens(entry.text)}{end}")
 
-    def _json(self, group: Sequence[Entry]) -> None:
+    def _print_json(self, group: Sequence[LogEntry]) -> None:
         entry = group[0]
         record = {"time": round(entry.time, 3), "host": entry.host, "rank": entry.rank, "stream": entry.stream}
         if len(group) > 1:
             record |= {"hosts": sorted({e.host for e in group}), "ranks": sorted({e.rank for e in group})}
-        record |= {"state": STATES[entry.how]} if entry.how else {}
-        self.out.write(json.dumps(record | {"text": clean(group_text(group))}, ensure_ascii=False) + "\n")
+        record |= {"state": STATES[entry.mark]} if entry.mark else {}
+        self.out.write(json.dumps(record | {"text": clean(common_text(group))}, ensure_ascii=False) + "\n")
 
-    def _lines(self, group: Sequence[Entry]) -> None:
+    def _print_lines(self, group: Sequence[LogEntry]) -> None:
         entry = group[0]
-        if self.in_place and entry.how == BAR:
-            self._in_place(group)
+        if self.in_place and entry.mark == BAR_MARK:
+            self._print_in_place(group)
             return
         clock = time.strftime("%H:%M:%S", time.localtime(entry.time))
-        prefix = f"{clock} {where_of(group)} {entry.stream:3}"
+        prefix = f"{clock} {format_hosts_and_ranks(group)} {entry.stream:3}"
         if self.color:
             color = HOST_COLORS[self.hosts.setdefault(entry.host, len(self.hosts)) % len(HOST_COLORS)]
             prefix = f"\x1b[{color}m{prefix}\x1b[0m"
-        mark = NOT_ENDED if entry.how == UNENDED else ""
-        for line in clean(group_text(group) + mark).split("\n"):
-            self._clear()
-            self.out.write(f"{prefix} │ {self._lit(line)}\n")
+        mark = NOT_ENDED if entry.mark == UNENDED_MARK else ""
+        for line in clean(common_text(group) + mark).split("\n"):
+            self._clear_bar()
+            self.out.write(f"{prefix} │ {self._highlighted(line)}\n")
 
-    def _in_place(self, group: Sequence[Entry]) -> None:
+    def _print_in_place(self, group: Sequence[LogEntry]) -> None:
         """Show a bar's state in the last line of the terminal, which the next line overwrites."""
-        self._clear()
-        line = f"{where_of(group)} │ {clean(group_text(group))}"
+        self._clear_bar()
+        line = f"{format_hosts_and_ranks(group)} │ {clean(common_text(group))}"
         self.out.write(line[: shutil.get_terminal_size().columns - 1])
         self.has_bar = True
 
-    def _clear(self) -> None:
+    def _clear_bar(self) -> None:
         if self.has_bar:
             self.out.write("\r\x1b[K")
             self.has_bar = False
 
-    def _lit(self, line: str) -> str:
+    def _highlighted(self, line: str) -> str:
         for regex in self.highlight if self.color else ():
-            line = regex.sub(lambda match: given("\x1b[1;7m{}\x1b[0m", match[0]), line)
+            line = regex.sub(lambda match: fmt_if("\x1b[1;7m{}\x1b[0m", match[0]), line)
         return line
 
-    def _save(self, entry: Entry) -> None:
+    def _save(self, entry: LogEntry) -> None:
         name = f"rank-{entry.rank}.{entry.stream}.log" if entry.rank >= 0 else "torchrun.log"
         path = self.args.save / entry.host / name
         mode = "a" if path in self.saved else "w"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open(mode, encoding="utf-8") as file:  # one at a time: there are many
-                file.write(redact(entry.text) + "\n" * (entry.how != UNENDED))
+                file.write(redact_tokens(entry.text) + "\n" * (entry.mark != UNENDED_MARK))
         except OSError as error:
             raise UserError(f"--save: {path} cannot be written ({error.strerror}); name another directory") from None
         self.saved.add(path)
 
 
-def _regexes(texts: Sequence[str], flag: str) -> list[re.Pattern[str]]:
-    found = []
+def _compile_regexes(texts: Sequence[str], flag: str) -> list[re.Pattern[str]]:
+    regexes = []
     for text in texts:
         try:
-            found.append(re.compile(text))
+            regexes.append(re.compile(text))
         except re.error as error:
             raise UserError(f"{flag}: {text!r} is not a valid regular expression ({error}); correct it") from None
-    return found
+    return regexes
 
 
-def _ranks(text: str) -> set[int]:
+def _parse_ranks(text: str) -> set[int]:
     ranks: set[int] = set()
     for part in text.split(",") if text else ():
         match = re.fullmatch(r"(\d{1,6})(?:-(\d{1,6}))?", part)
@@ -429,7 +453,7 @@ def _ranks(text: str) -> set[int]:
     return ranks
 
 
-def _attempt(text: str) -> int:
+def _parse_attempt(text: str) -> int:
     if text == "all":
         return -1
     if not text.isdecimal():

@@ -11,24 +11,24 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol, TextIO
 
-from llama405b.contract.errors import UserError, given, reason_of
+from llama405b.contract.errors import UserError, fmt_if, reason_of
 from llama405b.contract.paths import RunDir
 from llama405b_tools.agent.processes import remove_dead_sockets, tmux_session, tmux_socket
-from llama405b_tools.hosts.fleet import command_to_type, file_of, is_local
+from llama405b_tools.hosts.fleet import command_to_type, find_hosts_file, is_local
 from llama405b_tools.hosts.inventory import Host
-from llama405b_tools.hosts.transport import in_sh
+from llama405b_tools.hosts.transport import wrap_in_sh
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-_lost: dict[TextIO, str] = {}  # standard streams that could not be written, and why; '': nobody reads them
+_unwritable: dict[TextIO, str] = {}  # standard streams that could not be written, and why; '': nobody reads them
 STEP = re.compile(r"step (\d+)/(\d+)  (loss \S+)  .*?([\d,]+ tokens/s)")
-EVERY = 10  # the log has every step, the terminal above its last line every tenth
+PRINT_EVERY_STEPS = 10  # the log has every step, the terminal above its last line every tenth
 BAR_WIDTH = 20
 
 
-class NobodyReadsError(Exception):
+class NoReaderError(Exception):
     """Standard output is closed, broken or full, and printing was all that was left to do."""
 
 
@@ -38,22 +38,22 @@ def show(text: str, *, end: str = "\n", error: bool = False) -> bool:
     try:
         print(text, end=end, file=stream, flush=True)
     except BrokenPipeError:
-        _lost[stream] = ""
+        _unwritable[stream] = ""
         _discard(stream)
     except (OSError, ValueError) as fault:
-        _lost[stream] = reason_of(fault)
+        _unwritable[stream] = reason_of(fault)
         return False
-    return _lost.get(stream) != ""
+    return _unwritable.get(stream) != ""
 
 
-def nowhere(number: int) -> TextIO:
+def null_stream(number: int) -> TextIO:
     """Return a file for a standard stream that was closed at the start (``>&-``)."""
     stream = os.fdopen(number, "w", closefd=False)
-    _lost[stream] = ""
+    _unwritable[stream] = ""
     return stream
 
 
-def settle() -> str:
+def flush_output() -> str:
     """Flush stdout and stderr; drop what cannot be written, so that exit does not fail.
 
     Returns why output was lost; '' if none was, or nobody reads it.
@@ -63,9 +63,9 @@ def settle() -> str:
             stream.flush()
         except OSError as fault:
             if not isinstance(fault, BrokenPipeError):
-                _lost[stream] = reason_of(fault)
+                _unwritable[stream] = reason_of(fault)
             _discard(stream)
-    return _lost.get(sys.stdout) or _lost.get(sys.stderr, "")
+    return _unwritable.get(sys.stdout) or _unwritable.get(sys.stderr, "")
 
 
 def _discard(stream: TextIO) -> None:
@@ -102,8 +102,8 @@ class LivePrinter:
 
         self.live = Live(console=console, auto_refresh=False, transient=True, redirect_stderr=False)
         self.live.start()
-        self.first: tuple[int, float] | None = None  # step, and when it was seen
-        self.last = 0
+        self.first_step: tuple[int, float] | None = None  # step, and when it was seen
+        self.last_step = 0
 
     def show(self, lines: Sequence[str]) -> bool:
         """Print lines above the live line, or update it; every tenth step stays above."""
@@ -114,7 +114,7 @@ class LivePrinter:
                 step = STEP.match(line)
                 if step:
                     self.live.update(self._line(int(step[1]), int(step[2]), f"{step[3]}  {step[4]}"))
-                if not step or int(step[1]) % EVERY == 0 or step[1] in ("1", step[2]):
+                if not step or int(step[1]) % PRINT_EVERY_STEPS == 0 or step[1] in ("1", step[2]):
                     self.live.console.print(Text(line), soft_wrap=True)
             self.live.refresh()
         except (OSError, ValueError):
@@ -125,23 +125,23 @@ class LivePrinter:
         """Remove the live line."""
         self.live.stop()
 
-    def _line(self, step: int, steps: int, rest: str) -> "Table":
+    def _line(self, step: int, steps: int, details: str) -> "Table":
         from rich.progress_bar import ProgressBar
         from rich.table import Table
         from rich.text import Text
 
         now = time.monotonic()
-        if step <= self.last:  # the run was resumed
-            self.first = None
-        self.last = step
-        first, since = self.first = self.first or (step, now)
+        if step <= self.last_step:  # the run was resumed
+            self.first_step = None
+        self.last_step = step
+        first, since = self.first_step = self.first_step or (step, now)
         line = Table.grid(padding=(0, 1))
-        eta = f"  ETA {_clock((now - since) / (step - first) * (steps - step))}" if step > first else ""
-        line.add_row(ProgressBar(steps, step, BAR_WIDTH), Text(f"{step}/{steps}{eta}  {rest}", no_wrap=True))
+        eta = f"  ETA {_format_clock((now - since) / (step - first) * (steps - step))}" if step > first else ""
+        line.add_row(ProgressBar(steps, step, BAR_WIDTH), Text(f"{step}/{steps}{eta}  {details}", no_wrap=True))
         return line
 
 
-def printer(*, plain: bool) -> Printer:
+def make_printer(*, plain: bool) -> Printer:
     """Return a printer of a followed run: on a terminal, and unless ``plain``, with a live line."""
     if plain or not sys.stdout.isatty() or os.environ.get("TERM", "dumb") == "dumb":
         return PlainPrinter()
@@ -151,16 +151,16 @@ def printer(*, plain: bool) -> Printer:
     return PlainPrinter() if not console.is_terminal or console.is_dumb_terminal else LivePrinter(console)
 
 
-def _clock(seconds: float) -> str:
+def _format_clock(seconds: float) -> str:
     """``1:02:03``, or ``2:03``."""
-    minutes, rest = divmod(round(seconds), 60)
+    minutes, remainder_s = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+    return f"{hours}:{minutes:02}:{remainder_s:02}" if hours else f"{minutes}:{remainder_s:02}"
 
 
 def operator_socket(run: str) -> str:
     """Name the operator's own tmux server for a run: never the run's, which may be on this machine too."""
-    return f"{tmux_socket(RunDir.here(run))}-attach"
+    return f"{tmux_socket(RunDir.from_name(run))}-attach"
 
 
 def window_command(host: Host, socket: str, *, writable: bool) -> str:
@@ -168,25 +168,25 @@ def window_command(host: Host, socket: str, *, writable: bool) -> str:
     inner = ["tmux", "-u", "-L", socket, "attach", "-t", f"={tmux_session(host.name)}"]
     if not writable:
         inner.append("-r")
-    return f"unset TMUX; exec {shlex.join(at_terminal(host, shlex.join(inner)))}"
+    return f"unset TMUX; exec {shlex.join(terminal_command(host, shlex.join(inner)))}"
 
 
 # Override settings of a user's config that keep a command from running; an older ssh ignores those it does not know.
-AS_A_COMMAND = (
+SSH_COMMAND_OPTIONS = (
     "BatchMode=yes", "IgnoreUnknown=RemoteCommand,SessionType,ForkAfterAuthentication,StdinNull", "RemoteCommand=none",
     "SessionType=default", "ForkAfterAuthentication=no", "StdinNull=no", "ClearAllForwardings=yes",
 )  # fmt: skip
 
 
-def at_terminal(host: Host, line: str) -> list[str]:
+def terminal_command(host: Host, line: str) -> list[str]:
     """Return the command that runs a shell line on a host, with this terminal."""
     if is_local(host):
         return ["sh", "-c", line]
-    options = {"-F": os.environ.get("LLAMA405B_SSH_CONFIG", ""), "-p": given("{}", host.port)}
+    options = {"-F": os.environ.get("LLAMA405B_SSH_CONFIG", ""), "-p": fmt_if("{}", host.port)}
     words = [word for option, value in options.items() if value for word in (option, value)]
-    target = given("{}@", host.user) + host.name
-    own = [word for option in AS_A_COMMAND for word in ("-o", option)]
-    return ["ssh", "-t", *own, *words, "--", target, in_sh(line)]
+    target = fmt_if("{}@", host.user) + host.name
+    ssh_options = [word for option in SSH_COMMAND_OPTIONS for word in ("-o", option)]
+    return ["ssh", "-t", *ssh_options, *words, "--", target, wrap_in_sh(line)]
 
 
 def build_session(sockets: Mapping[Host, str], run: str) -> str:
@@ -203,7 +203,7 @@ def build_session(sockets: Mapping[Host, str], run: str) -> str:
     os.environ.pop("TMUX", None)
     remove_dead_sockets()
     first, *others = sockets
-    name, logs = tmux_session(run), command_to_type("logs", file_of(first), run)
+    name, logs = tmux_session(run), command_to_type("logs", find_hosts_file(first), run)
     try:
         server = libtmux.Server(socket_name=operator_socket(run), config_file="/dev/null")
         session = server.new_session(

@@ -23,14 +23,14 @@ from llama405b.contract.errors import UserError
 from llama405b.contract.reader import Json
 from llama405b_tools.hosts import transport
 from llama405b_tools.hosts.fleet import Fleet
-from llama405b_tools.hosts.transport import MAX_LINE, NOT_PLAIN, HostError, Stream
-from llama405b_tools.text.words import CONTROLS, Entry, Merge, clean, tidy
+from llama405b_tools.hosts.transport import MAX_LINE, NEEDS_CLEANING, HostError, Stream
+from llama405b_tools.text.words import CONTROLS, LogEntry, LogMerger, clean, clean_value
 from llama405b_tools.top.state import simulate, thresholds
 from llama405b_tools.top.state.picture import HostState
 
-NEWS = 4  # queued frames and links per host; beyond that, the host has to wait
-BLOCKS = 2000  # queued log blocks per host; beyond that, the oldest are dropped and counted
-BLOCKS_AT_ONCE = 4000  # log blocks taken at once from all hosts: about 0.1 s of work
+MAX_WAITING_NEWS = 4  # queued frames and links per host; beyond that, the host has to wait
+MAX_WAITING_BLOCKS = 2000  # queued log blocks per host; beyond that, the oldest are dropped and counted
+MAX_BLOCKS_TAKEN = 4000  # log blocks taken at once from all hosts: about 0.1 s of work
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -46,23 +46,23 @@ class SourceEvent:
     note: str = ""
 
 
-class Intake:
+class EventQueue:
     """A bounded queue filled by many threads and emptied by one."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
         self.news: dict[str, collections.deque[SourceEvent]] = collections.defaultdict(collections.deque)
-        self.blocks = Merge(BLOCKS)
+        self.blocks = LogMerger(MAX_WAITING_BLOCKS)
         self.closed = False
 
     def put(self, event: SourceEvent) -> None:
         """Add an event; wait while the host's queue is full."""
         with self.changed:
-            self.changed.wait_for(lambda: self.closed or len(self.news[event.host]) < NEWS)
+            self.changed.wait_for(lambda: self.closed or len(self.news[event.host]) < MAX_WAITING_NEWS)
             self.news[event.host].append(event)
             self.changed.notify_all()
 
-    def put_block(self, entry: Entry) -> None:
+    def put_block(self, entry: LogEntry) -> None:
         """Add a log block without waiting."""
         with self.changed:
             self.blocks.push(entry.host, [entry])
@@ -77,14 +77,14 @@ class Intake:
     def take(self, timeout_s: float) -> list[SourceEvent]:
         """Wait for events; return a bounded number of them, oldest first."""
         with self.changed:
-            self.changed.wait_for(self._holds_any, timeout_s)
+            self.changed.wait_for(self._has_any, timeout_s)
             news = sorted(itertools.chain.from_iterable(self.news.values()), key=lambda event: event.t)
             self.news.clear()
-            blocks = list(itertools.islice(self.blocks.pop(math.inf), BLOCKS_AT_ONCE))
+            blocks = list(itertools.islice(self.blocks.pop(math.inf), MAX_BLOCKS_TAKEN))
             dropped, self.blocks.dropped = self.blocks.dropped, {}
             self.changed.notify_all()
         now = time.time()
-        news += [SourceEvent(now, each.host, entries=((each.time, each.file, each.text),)) for each in blocks]
+        news += [SourceEvent(now, entry.host, entries=((entry.time, entry.file, entry.text),)) for entry in blocks]
         return news + [SourceEvent(now, host, dropped=lines) for host, lines in dropped.items()]
 
     def close(self) -> None:
@@ -93,21 +93,21 @@ class Intake:
             self.closed = True
             self.changed.notify_all()
 
-    def _holds_any(self) -> bool:
+    def _has_any(self) -> bool:
         return bool(self.blocks.dropped or any(self.news.values()) or any(self.blocks.waiting.values()))
 
 
 RETRY_S = 5.0
 MIN_INTERVAL_S, MAX_INTERVAL_S = 0.2, 60.0
 MAX_FRAME = 4 << 20  # characters; frames of a host with many processes have a tenth of this
-MOST_OTHER_LINES = 1000  # lines that are no frames, such as output of a shell's start-up files
+MAX_OTHER_LINES = 1000  # lines that are no frames, such as output of a shell's start-up files
 END_OF_TIME = 1e11  # seconds since the epoch; the latest that datetime can format
 GZIP = b"\x1f\x8b"  # how a gzip file begins (RFC 1952)
 LAST_LINE = '{"end": true}'  # of a complete recording
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Header:
+class RecordingHeader:
     """The first line of a recording."""
 
     llama405b_recording: int
@@ -123,45 +123,45 @@ class Header:
             raise ValueError
 
 
-class _Quiet:
+class _SilenceWatch:
     """Watches how long a host's stream has been silent, and decides when to reconnect."""
 
     def __init__(self, interval_s: float) -> None:
-        self.least_s = max(thresholds.QUIET_S, thresholds.QUIET_FRAMES * interval_s)
-        self.limit_s = self.least_s
+        self.min_limit_s = max(thresholds.QUIET_S, thresholds.QUIET_FRAMES * interval_s)
+        self.limit_s = self.min_limit_s
         self.since = 0.0
         self.gave_up_after_s = 0.0
 
-    def opened(self, now: float) -> None:
+    def on_open(self, now: float) -> None:
         self.since, self.gave_up_after_s = now, 0.0
 
-    def heard(self, now: float) -> None:
-        self.since, self.limit_s = now, self.least_s
+    def on_frame(self, now: float) -> None:
+        self.since, self.limit_s = now, self.min_limit_s
 
     def gives_up(self, now: float) -> bool:
         """Return True once when the silence exceeds the limit, which then doubles."""
         silent_s = now - self.since
         if self.gave_up_after_s or silent_s <= self.limit_s:
             return False
-        self.gave_up_after_s, self.limit_s = silent_s, min(2 * self.limit_s, thresholds.QUIET_MOST_S)
+        self.gave_up_after_s, self.limit_s = silent_s, min(2 * self.limit_s, thresholds.MAX_QUIET_S)
         return True
 
 
-class Live:
+class LiveSource:
     """A sampler on every host, over connections that are reopened when they break."""
 
-    def __init__(self, fleet: Fleet, run: str | None, interval_s: float, *, elsewhere: bool = False) -> None:
-        """``elsewhere``: the hosts' files are on this machine, but the hosts are other machines."""
+    def __init__(self, fleet: Fleet, run: str | None, interval_s: float, *, files_are_local: bool = False) -> None:
+        """``files_are_local``: the hosts' files are on this machine, but the hosts are other machines."""
         self.fleet = fleet
         self.interval_s = interval_s
         self.badge = ""
-        waits = {"interval_s": interval_s, "deaf_s": thresholds.DEAF_S, "smi_retry_s": thresholds.SMI_RETRY_S}
-        self.request = {"run": run, "stay": "", "elsewhere": elsewhere} | waits
+        timeouts = {"interval_s": interval_s, "deaf_s": thresholds.DEAF_S, "smi_retry_s": thresholds.SMI_RETRY_S}
+        self.request = {"run": run, "stay": "", "elsewhere": files_are_local} | timeouts
         self.hosts: Sequence[str] = list(fleet.hosts)
-        self.intake = Intake()
-        self.open: dict[str, Stream] = {}
-        self.quiet = {name: _Quiet(interval_s) for name in self.hosts}
-        self.closing, self.news = threading.Event(), threading.Event()
+        self.intake = EventQueue()
+        self.streams: dict[str, Stream] = {}
+        self.silence = {name: _SilenceWatch(interval_s) for name in self.hosts}
+        self.closing, self.outgoing = threading.Event(), threading.Event()
         for name in self.hosts:
             threading.Thread(target=self._pump, args=(name,), daemon=True).start()
         threading.Thread(target=self._ping, daemon=True).start()
@@ -170,7 +170,7 @@ class Live:
         """The moment on this source's clock."""
         return time.time()
 
-    def done(self) -> bool:
+    def is_done(self) -> bool:
         """Whether nothing more will come."""
         return False
 
@@ -178,25 +178,25 @@ class Live:
         """Yield the events up to a moment of this source's clock; wait at most until then for the first."""
         yield from self.intake.take(until - time.time())
 
-    def stay(self, run: str) -> None:
+    def follow_run(self, run: str) -> None:
         """Make all hosts that know the run report it; '': the newest live run."""
         if run != self.request["stay"]:
             self.request["stay"] = run
-            self.news.set()
+            self.outgoing.set()
 
     def close(self) -> None:
         """Close all streams; a sampler exits when its stdin closes, so nothing stays on the hosts."""
         self.closing.set()
-        self.news.set()
+        self.outgoing.set()
         self.intake.close()
-        for stream in list(self.open.values()):
+        for stream in list(self.streams.values()):
             stream.close()
 
     def _pump(self, name: str) -> None:
         while not self.closing.is_set():
             try:
-                said = self._listen(name)
-                kind, why = HostState.DOWN, f"the sampler ended: {said or 'it printed nothing'}"
+                last_line = self._listen(name)
+                kind, why = HostState.DOWN, f"the sampler ended: {last_line or 'it printed nothing'}"
                 self.fleet.forget(name, unless_open=True)
             except HostError as error:
                 kind, why = HostState(error.kind), str(error)
@@ -210,30 +210,33 @@ class Live:
 
     def _listen(self, name: str) -> str:
         """Queue frames until the stream ends; return the last line that is not a frame."""
-        quiet, own = self.quiet[name], {"workdir": self.fleet.workdir(name), "slots": self.fleet.slots(name)}
-        request = {"host": name} | own | self.request
+        silence, host_fields = (
+            self.silence[name],
+            {"workdir": self.fleet.workdir(name), "slots": self.fleet.expected_gpus(name)},
+        )
+        request = {"host": name} | host_fields | self.request
         stdin = transport.standalone_input("sampler", request)
         connection = self.fleet.connection(name)
-        quiet.opened(time.time())
-        stream = self.open[name] = connection.stream(transport.standalone_command("sampler"), stdin)
-        last, n_others = "", 0
+        silence.on_open(time.time())
+        stream = self.streams[name] = connection.stream(transport.standalone_command("sampler"), stdin)
+        last_line, n_others = "", 0
         if self.closing.is_set():  # closed since the caller's check
             stream.close()
         self.intake.put(SourceEvent(time.time(), name, link=(HostState.OK, "")))
         for line in stream:
             try:
-                frame = _frame(line)
+                frame = _parse_frame(line)
             except ValueError:
-                last, n_others = clean(line[:200]), n_others + 1
-                if n_others > MOST_OTHER_LINES:
+                last_line, n_others = clean(line[:200]), n_others + 1
+                if n_others > MAX_OTHER_LINES:
                     stream.close()
-                    raise HostError(f"sends lines that are not frames, such as {last!r}") from None
+                    raise HostError(f"sends lines that are not frames, such as {last_line!r}") from None
                 continue
-            quiet.heard(time.time())
+            silence.on_frame(time.time())
             self.intake.put(SourceEvent(time.time(), name, frame=frame))
-        if quiet.gave_up_after_s:
-            raise HostError(f"sent nothing for {quiet.gave_up_after_s:.0f} s; reconnecting", "TIMEOUT")
-        return last
+        if silence.gave_up_after_s:
+            raise HostError(f"sent nothing for {silence.gave_up_after_s:.0f} s; reconnecting", "TIMEOUT")
+        return last_line
 
     def _ping(self) -> None:
         """Send requests and keep-alives: a sampler exits if it receives nothing for a minute.
@@ -241,45 +244,49 @@ class Live:
         Silent streams are closed: a socket does not show that a host, its sshd or a sampler is frozen.
         """
         while not self.closing.is_set():
-            self.news.wait(thresholds.PING_S)
-            self.news.clear()
+            self.outgoing.wait(thresholds.PING_S)
+            self.outgoing.clear()
             line = json.dumps({"stay": self.request["stay"]})
-            for name, stream in list(self.open.items()):
-                if self.quiet[name].gives_up(time.time()):
+            for name, stream in list(self.streams.items()):
+                if self.silence[name].gives_up(time.time()):
                     stream.close()
                 with contextlib.suppress(HostError):
                     stream.send(f"{line}\n")
 
 
-def _frame(line: str) -> Json:
+def _parse_frame(line: str) -> Json:
     """Parse a frame."""
     if len(line) > MAX_FRAME:
         raise HostError(f"its sampler sends more than {MAX_FRAME >> 20} MiB at once")
-    found: Json = json.loads(line)
-    return tidy(found, lines=True) if NOT_PLAIN.search(line) else found
+    frame: Json = json.loads(line)
+    return clean_value(frame, lines=True) if NEEDS_CLEANING.search(line) else frame
 
 
-class Replay:
+class ReplaySource:
     """Plays the events of a recording at ``speed`` times their original speed."""
 
-    def __init__(self, header: Header, events: Iterator[SourceEvent], badge: str, speed: float = 1.0) -> None:
+    def __init__(self, header: RecordingHeader, events: Iterator[SourceEvent], badge: str, speed: float = 1.0) -> None:
         self.hosts: Sequence[str] = header.hosts
         self.interval_s = header.interval_s
         self.badge = badge
         self.speed = speed
-        self.rest = events
-        self.next: SourceEvent | None = next(events, None)
-        self.begin = self.next.t if self.next else 0.0
-        self.last = self.begin  # time of the last event yielded
-        self.began = time.monotonic()
+        self.remaining = events
+        self.next_event: SourceEvent | None = next(events, None)
+        self.begin_time = self.next_event.t if self.next_event else 0.0
+        self.last_time = self.begin_time  # time of the last event yielded
+        self.began_at = time.monotonic()
 
     def now(self) -> float:
         """Return the current time on this source's clock, which is the recording's."""
-        return self.last if self.next is None else self.begin + (time.monotonic() - self.began) * self.speed
+        return (
+            self.last_time
+            if self.next_event is None
+            else self.begin_time + (time.monotonic() - self.began_at) * self.speed
+        )
 
-    def done(self) -> bool:
+    def is_done(self) -> bool:
         """Whether nothing more will come."""
-        return self.next is None
+        return self.next_event is None
 
     def events(self, until: float) -> Iterator[SourceEvent]:
         """Yield the events up to a moment of this source's clock; wait until then."""
@@ -288,78 +295,80 @@ class Replay:
 
     def skip(self, seconds: float) -> None:
         """Skip forward by this many seconds."""
-        self.begin += seconds
+        self.begin_time += seconds
 
     def play(self, speed: float) -> None:
         """Set the speed, in seconds of the recording per second; 0 pauses."""
-        self.begin, self.began, self.speed = self.now(), time.monotonic(), speed
+        self.begin_time, self.began_at, self.speed = self.now(), time.monotonic(), speed
 
-    def to_the_end(self) -> Iterator[SourceEvent]:
+    def remaining_events(self) -> Iterator[SourceEvent]:
         """Yield all remaining events without waiting; the clock then stays at the last event."""
         return self._up_to(math.inf)
 
     def _up_to(self, until: float) -> Iterator[SourceEvent]:
-        while self.next and self.next.t <= until:
-            event, self.next = self.next, next(self.rest, None)
-            self.last = event.t
+        while self.next_event and self.next_event.t <= until:
+            event, self.next_event = self.next_event, next(self.remaining, None)
+            self.last_time = event.t
             yield event
 
     def close(self) -> None:
         """Do nothing: no stream is open."""
 
 
-EventSource = Live | Replay
+EventSource = LiveSource | ReplaySource
 
 
-def replay(name: str, speed: float, demo_hosts: int = 8) -> Replay:
+def open_replay(name: str, speed: float, demo_hosts: int = 8) -> ReplaySource:
     """Open a recording, or the simulated incident (``demo``).
 
     Raises:
         UserError: The file cannot be read, or is not a recording.
     """
     if name == "demo":
-        names = simulate.names(demo_hosts)
+        names = simulate.host_names(demo_hosts)
         end = SourceEvent(simulate.BEGIN + simulate.LENGTH_S, names[-1], note="the incident ends")
-        incident = (reader.read(SourceEvent, each, "event") for each in simulate.incident(demo_hosts))
-        return Replay(Header(1, tuple(names), 2.0), itertools.chain(incident, [end]), "SIMULATED", speed)
+        incident = (
+            reader.build_record(SourceEvent, raw_event, "event") for raw_event in simulate.simulate_incident(demo_hosts)
+        )
+        return ReplaySource(RecordingHeader(1, tuple(names), 2.0), itertools.chain(incident, [end]), "SIMULATED", speed)
     path = Path(name)
     try:
-        lines = _lines(path)
-        header = reader.loads(Header, next(lines, ""), "header")
+        lines = _read_lines(path)
+        header = reader.loads(RecordingHeader, next(lines, ""), "header")
     except (ValueError, gzip.BadGzipFile, zlib.error):
         raise UserError(f"--replay: {path} is not a recording of cluster-top; make one with --record") from None
     except (OSError, EOFError) as error:
         reason = getattr(error, "strerror", None) or "it is truncated"
         raise UserError(f"--replay: {path} cannot be read ({reason}); name a recording, or demo") from None
-    return Replay(header, _parsed(lines, set(header.hosts)), header.badge or "RECORDED", speed)
+    return ReplaySource(header, _parse_events(lines, set(header.hosts)), header.badge or "RECORDED", speed)
 
 
-def _lines(path: Path) -> Iterator[str]:
+def _read_lines(path: Path) -> Iterator[str]:
     with path.open("rb") as raw:
-        zipped = raw.read(2) == GZIP
-    with _opened(path, "rt", zipped=zipped) as file:
+        is_gzip = raw.read(2) == GZIP
+    with _open_file(path, "rt", is_gzip=is_gzip) as file:
         while line := file.readline(MAX_LINE):
             yield line
 
 
-def _parsed(lines: Iterator[str], hosts: set[str]) -> Iterator[SourceEvent]:
+def _parse_events(lines: Iterator[str], hosts: set[str]) -> Iterator[SourceEvent]:
     """Yield the events up to the end or the first invalid line: the machine may have died while recording."""
-    last, whole = 0.0, False
+    last_time, is_complete = 0.0, False
     with contextlib.suppress(ValueError, OSError, EOFError, RecursionError, zlib.error):
         for line in lines:
-            whole = line.strip() == LAST_LINE
+            is_complete = line.strip() == LAST_LINE
             value = json.loads(line)
             with contextlib.suppress(reader.MalformedError):
-                event = reader.read(SourceEvent, value, "event")
+                event = reader.build_record(SourceEvent, value, "event")
                 if event.host in hosts and 0 <= event.t < END_OF_TIME:
-                    last = event.t
+                    last_time = event.t
                     yield event
-    words = "the recording ends" if whole else "the recording is truncated here"
-    yield SourceEvent(last, max(hosts), note=words)
+    words = "the recording ends" if is_complete else "the recording is truncated here"
+    yield SourceEvent(last_time, max(hosts), note=words)
 
 
-def _opened(path: Path, mode: Literal["rt", "xt"], *, zipped: bool) -> IO[str]:
-    if zipped:
+def _open_file(path: Path, mode: Literal["rt", "xt"], *, is_gzip: bool) -> IO[str]:
+    if is_gzip:
         return gzip.open(path, mode, encoding="utf-8")
     return path.open(mode, encoding="utf-8")
 
@@ -374,12 +383,12 @@ class Recorder:
             UserError: The file exists or cannot be written.
         """
         try:
-            self.file = _opened(path, "xt", zipped=path.suffix == ".gz")
+            self.file = _open_file(path, "xt", is_gzip=path.suffix == ".gz")
         except FileExistsError:
             raise UserError(f"--record: {path} exists; use another name") from None
         except OSError as error:
             raise UserError(f"--record: {path} cannot be written ({error.strerror}); use another file") from None
-        self._write(reader.dumps(Header(1, tuple(source.hosts), source.interval_s, source.badge)))
+        self._write(reader.dumps(RecordingHeader(1, tuple(source.hosts), source.interval_s, source.badge)))
 
     def write(self, event: SourceEvent) -> None:
         """Add an event.

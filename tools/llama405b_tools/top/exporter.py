@@ -14,11 +14,11 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from llama405b.contract.errors import UserError, given, reason_of
-from llama405b_tools.run.query import run_command
-from llama405b_tools.text.words import without_controls
+from llama405b.contract.errors import UserError, fmt_if, reason_of
+from llama405b_tools.run.query import run_notify_command
+from llama405b_tools.text.words import strip_controls
 from llama405b_tools.top.draw.panels import VERDICTS
-from llama405b_tools.top.state.picture import METRICS, Picture, Verdict, samples
+from llama405b_tools.top.state.picture import METRICS, ClusterVerdict, ClusterView, metric_samples
 
 LOOPBACK = "127.0.0.1"
 
@@ -26,14 +26,14 @@ LOOPBACK = "127.0.0.1"
 class Exporter(Collector):
     """Answers each Prometheus scrape from the newest view."""
 
-    def __init__(self, where: str) -> None:
+    def __init__(self, listen_address: str) -> None:
         """Serve at ``[ADDR:]PORT``; without ADDR only to this machine.
 
         Raises:
             UserError: It is not an address, or listening fails.
         """
-        self.pic: Picture | None = None
-        address, port = split("--metrics", where)
+        self.view: ClusterView | None = None
+        address, port = parse_listen_address("--metrics", listen_address)
         registry = CollectorRegistry()
         registry.register(self)
         try:
@@ -49,7 +49,7 @@ class Exporter(Collector):
             name: GaugeMetricFamily(f"llama405b_{name}", words, labels=labels.split())
             for name, (labels, words) in METRICS.items()
         }
-        for sample in samples(self.pic) if self.pic else ():
+        for sample in metric_samples(self.view) if self.view else ():
             families[sample.name].add_metric(sample.labels, sample.value)
         return [family for family in families.values() if family.samples]
 
@@ -60,78 +60,79 @@ class Exporter(Collector):
             self.server.server_close()
 
 
-def split(flag: str, where: str) -> tuple[str, int]:
+def parse_listen_address(flag: str, listen_address: str) -> tuple[str, int]:
     """Parse ``[ADDR:]PORT`` into address and port; an IPv6 address is in brackets.
 
     Raises:
         UserError: It is something else.
     """
-    found = re.fullmatch(r"(?:(?:\[([0-9A-Fa-f:.]+)\]|([\w.-]+)):)?(\d{1,5})", where)
-    if not found or not 0 < int(found[3]) < 1 << 16:
+    match = re.fullmatch(r"(?:(?:\[([0-9A-Fa-f:.]+)\]|([\w.-]+)):)?(\d{1,5})", listen_address)
+    if not match or not 0 < int(match[3]) < 1 << 16:
         raise UserError(
-            f"{flag}: {where!r} is not [ADDR:]PORT; use a port, such as 9405, or 0.0.0.0:9405 to listen on all interfaces"
+            f"{flag}: {listen_address!r} is not [ADDR:]PORT; use a port, such as 9405, or 0.0.0.0:9405 to listen on all interfaces"
         )
-    return found[1] or found[2] or LOOPBACK, int(found[3])
+    return match[1] or match[2] or LOOPBACK, int(match[3])
 
 
-CALM_S = 30.0  # a verdict that is not worse is reported after it has lasted this long
-RUNS = (
-    Verdict.HEALTHY, Verdict.TRAINING, Verdict.RUNNING, Verdict.STARTING, Verdict.LOADING, Verdict.SAVING, Verdict.EVALUATING,
+SETTLE_S = 30.0  # a verdict that is not worse is reported after it has lasted this long
+HEALTHY_VERDICTS = (
+    ClusterVerdict.HEALTHY, ClusterVerdict.TRAINING, ClusterVerdict.RUNNING, ClusterVerdict.STARTING, ClusterVerdict.LOADING,
+    ClusterVerdict.SAVING, ClusterVerdict.EVALUATING,
 )  # fmt: skip
 PUSH_TITLE, POP_TITLE = "\x1b[22;2t", "\x1b[23;2t"  # xterm's control sequences
 
 
-class Changes:
+class VerdictNotifier:
     """Reports changes of the verdict; phases of a healthy run count as one verdict."""
 
     def __init__(
         self,
         command: str = "",
         write: Callable[[str], object] = lambda _: None,
-        complain: Callable[[str], object] = lambda _: None,
+        on_error: Callable[[str], object] = lambda _: None,
     ) -> None:
-        """``command``: for ``/bin/sh``; '': none. ``write``: to the terminal. ``complain``: if the command fails."""
-        self.command, self.write, self.complain = command, write, complain
-        self.told: Verdict | None = None  # the last verdict reported
-        self.since: tuple[Verdict, float] | None = None  # the current verdict and since when
+        """``command``: for ``/bin/sh``; '': none. ``write``: to the terminal. ``on_error``: if the command fails."""
+        self.command, self.write, self.on_error = command, write, on_error
+        self.last_verdict: ClusterVerdict | None = None  # the last verdict reported
+        self.current: tuple[ClusterVerdict, float] | None = None  # the current verdict and since when
         self.title = ""
 
-    def see(self, pic: Picture) -> Verdict | None:
+    def update(self, view: ClusterView) -> ClusterVerdict | None:
         """Process a view; return the verdict if a change was reported."""
-        self._entitle(pic)
-        verdict = Verdict.HEALTHY if pic.verdict in RUNS else pic.verdict
-        if verdict is Verdict.CONNECTING:
+        self._set_title(view)
+        verdict = ClusterVerdict.HEALTHY if view.verdict in HEALTHY_VERDICTS else view.verdict
+        if verdict is ClusterVerdict.CONNECTING:
             return None
-        if self.since is None or self.since[0] is not verdict:
-            self.since = verdict, pic.time
-        if self.told is None:  # the first verdict is not a change
-            self.told = verdict
-        worse = verdict.exit_code > self.told.exit_code
-        if verdict is self.told or not (worse or pic.time - self.since[1] >= CALM_S):
+        if self.current is None or self.current[0] is not verdict:
+            self.current = verdict, view.time
+        if self.last_verdict is None:  # the first verdict is not a change
+            self.last_verdict = verdict
+        is_worse = verdict.exit_code > self.last_verdict.exit_code
+        if verdict is self.last_verdict or not (is_worse or view.time - self.current[1] >= SETTLE_S):
             return None
-        self.told = verdict
-        self._tell(pic, verdict)
+        self.last_verdict = verdict
+        self._notify(view, verdict)
         return verdict
 
-    def _tell(self, pic: Picture, verdict: Verdict) -> None:
-        run = pic.training.run if pic.training else ""
-        words = without_controls(f"{given('{}: ', run)}{pic.verdict}{given(': {}', pic.why)}").replace("\n", " ")
+    def _notify(self, view: ClusterView, verdict: ClusterVerdict) -> None:
+        run = view.training.run if view.training else ""
+        words = strip_controls(f"{fmt_if('{}: ', run)}{view.verdict}{fmt_if(': {}', view.why)}").replace("\n", " ")
         # BEL for a bad verdict; then OSC 9 and OSC 777, the two common sequences for notifications
         if verdict.exit_code:
             self.write("\a")
         self.write(f"\x1b]9;{words}\x1b\\\x1b]777;notify;cluster-top;{words.replace(';', ',')}\x1b\\")
         if self.command:
-            threading.Thread(target=self._run, args=(str(pic.verdict), run, pic.why), daemon=True).start()
+            threading.Thread(target=self._run_command, args=(str(view.verdict), run, view.why), daemon=True).start()
 
-    def _run(self, verdict: str, run: str, why: str) -> None:
-        if fault := run_command(self.command, verdict, run, why):
-            self.complain(f"--on-change failed ({fault})")
+    def _run_command(self, verdict: str, run: str, why: str) -> None:
+        if fault := run_notify_command(self.command, verdict, run, why):
+            self.on_error(f"--on-change failed ({fault})")
 
-    def _entitle(self, pic: Picture) -> None:
+    def _set_title(self, view: ClusterView) -> None:
         """Set the window title: the verdict, the run and its step."""
-        sign, _ = VERDICTS.get(pic.verdict, ("✖", ""))
-        run = pic.training
-        title = without_controls(f"{sign} {pic.verdict}" + (f" {run.run}{given(' {}', run.step)}" if run else ""))
+        sign, _ = VERDICTS.get(view.verdict, ("✖", ""))
+        run = view.training
+        title = strip_controls(f"{sign} {view.verdict}" + (f" {run.run}{fmt_if(' {}', run.step)}" if run else ""))
         if title != self.title:
             self.title = title
             self.write(f"\x1b]2;{title}\x1b\\")

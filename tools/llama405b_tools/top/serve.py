@@ -14,9 +14,9 @@ from aiohttp import web
 from textual_serve.server import Server
 
 from llama405b.contract.errors import UserError, reason_of
-from llama405b.contract.software import own_argv
+from llama405b.contract.software import module_argv
 
-MOST_BROWSERS = 8  # at a time: each has its own connections to the hosts
+MAX_BROWSERS = 8  # at a time: each has its own connections to the hosts
 TOKEN_BYTES = 16
 
 
@@ -54,8 +54,8 @@ class TopServer(Server):
         """Run a cluster-top for a browser; refuse pages of other sites and too many browsers."""
         if urlsplit(request.headers.get("Origin", f"//{request.host}")).netloc != request.host:
             raise web.HTTPForbidden(text="request from another site's page")
-        if self.n_browsers >= MOST_BROWSERS:
-            raise web.HTTPServiceUnavailable(text=f"{MOST_BROWSERS} browsers are connected already")
+        if self.n_browsers >= MAX_BROWSERS:
+            raise web.HTTPServiceUnavailable(text=f"{MAX_BROWSERS} browsers are connected already")
         self.n_browsers += 1
         try:
             return await super().handle_websocket(request)
@@ -81,5 +81,5 @@ def serve(address: str, port: int, words: Sequence[str], show: Callable[[str], o
         raise UserError(
             f"--serve: {address}:{port} cannot be listened on ({reason_of(error)}); use another port"
         ) from None
-    command = shlex.join([*own_argv("llama405b_tools.cli"), "top", *words])
+    command = shlex.join([*module_argv("llama405b_tools.cli"), "top", *words])
     TopServer(f"exec {command}", address, port, show).serve()

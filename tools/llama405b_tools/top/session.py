@@ -20,139 +20,147 @@ from pathlib import Path
 from typing import NamedTuple
 
 from llama405b.contract import reader
-from llama405b.contract.errors import given, reason_of, remedy_of
+from llama405b.contract.errors import fmt_if, reason_of, remedy_of
 from llama405b.contract.files import write_atomic
 from llama405b.contract.paths import RunDir
 from llama405b.spec.plan import RUN_NAME
 from llama405b_tools.agent.messages import StreamRequest
 from llama405b_tools.hosts.fleet import Fleet, state_directory
 from llama405b_tools.run import query
-from llama405b_tools.run.log_reader import NOT_ENDED, LogReader, entry_of
+from llama405b_tools.run.log_reader import NOT_ENDED, LogReader, make_entry
 from llama405b_tools.run.query import account_of_head, incident_line
 from llama405b_tools.text.words import (
-    BAR,
-    UNENDED,
-    Entry,
-    Fold,
+    BAR_MARK,
+    UNENDED_MARK,
+    LogEntry,
+    LogFolder,
     clean,
+    common_text,
     fold_names,
-    group_text,
+    format_hosts_and_ranks,
     is_error,
-    redact,
-    where_of,
+    redact_tokens,
 )
 from llama405b_tools.top.draw.ui import LogLine, Ui
-from llama405b_tools.top.event_sources import LAST_LINE, EventSource, Header, Live, Recorder, Replay, SourceEvent
+from llama405b_tools.top.event_sources import (
+    LAST_LINE,
+    EventSource,
+    LiveSource,
+    Recorder,
+    RecordingHeader,
+    ReplaySource,
+    SourceEvent,
+)
 from llama405b_tools.top.state import thresholds
 from llama405b_tools.top.state.cluster import ClusterState
-from llama405b_tools.top.state.picture import OVER, GuardShown, Picture
+from llama405b_tools.top.state.picture import OVER_PHASES, ClusterView, GuardShown
 from llama405b_tools.top.state.trends import Trends
 
-KEPT_S, PART_S = 600.0, 10.0
+HISTORY_S, PART_S = 600.0, 10.0
 PART_BYTES = 24 << 20  # bytes of events, and as many of views
 PICTURE_EVERY_S = 2.0
-AFTER_S = 20.0  # write an incident's file this much later, so that it includes what followed
-MOST_FILES = 10  # files per run; then the oldest is deleted
+INCIDENT_DELAY_S = 20.0  # write an incident's file this much later, so that it includes what followed
+MAX_FILES = 10  # files per run; then the oldest is deleted
 
 
 class BlackBox:
     """Keeps the events and views of the last ten minutes, bounded in bytes."""
 
     def __init__(self, source: EventSource) -> None:
-        self.header = _packed(reader.dumps(Header(1, tuple(source.hosts), source.interval_s, source.badge)))
+        self.header = _compress(reader.dumps(RecordingHeader(1, tuple(source.hosts), source.interval_s, source.badge)))
         self.parts = collections.deque[tuple[float, bytes]]()  # end time and compressed events
         self.lines: list[str] = []  # events of the part being filled
-        self.begun = 0.0
+        self.part_begin = 0.0
         self.plans: dict[
             str, SourceEvent
         ] = {}  # by host, the last event with the run's plan, which a sampler sends only once
-        self.pictures = collections.deque[tuple[float, bytes]]()
-        self.n_bytes = self.n_picture_bytes = 0
-        self.bad_at: float | None = None  # start of the incident to be written; inf: written already
+        self.views = collections.deque[tuple[float, bytes]]()
+        self.n_bytes = self.n_view_bytes = 0
+        self.incident_start: float | None = None  # start of the incident to be written; inf: written already
 
-    def take(self, event: SourceEvent) -> None:
+    def add_event(self, event: SourceEvent) -> None:
         """Keep an event."""
         self.lines.append(reader.dumps(event))
-        self.begun = self.begun or event.t
+        self.part_begin = self.part_begin or event.t
         if isinstance(event.frame, dict) and isinstance(run := event.frame.get("run"), dict) and run.get("nodes"):
             self.plans[event.host] = event
-        if event.t > self.begun + PART_S:
+        if event.t > self.part_begin + PART_S:
             self._end_part(event.t)
 
     def _end_part(self, now: float) -> None:
-        part = _packed("\n".join(self.lines))
+        part = _compress("\n".join(self.lines))
         self.parts.append((now, part))
         self.n_bytes += len(part)
-        self.lines, self.begun = [], 0.0
-        while self.parts and (self.parts[0][0] < now - KEPT_S or self.n_bytes > PART_BYTES):
+        self.lines, self.part_begin = [], 0.0
+        while self.parts and (self.parts[0][0] < now - HISTORY_S or self.n_bytes > PART_BYTES):
             self.n_bytes -= len(self.parts.popleft()[1])
 
-    def see(self, pic: Picture) -> None:
+    def add_view(self, view: ClusterView) -> None:
         """Keep a view, unless the last one is recent."""
-        if self.pictures and 0 <= pic.time - self.pictures[-1][0] < PICTURE_EVERY_S:
+        if self.views and 0 <= view.time - self.views[-1][0] < PICTURE_EVERY_S:
             return
-        found = zlib.compress(pickle.dumps(pic, pickle.HIGHEST_PROTOCOL), 1)
-        self.pictures.append((pic.time, found))
-        self.n_picture_bytes += len(found)
-        while self.pictures[0][0] < pic.time - KEPT_S or self.n_picture_bytes > PART_BYTES:
-            self.n_picture_bytes -= len(self.pictures.popleft()[1])
+        packed = zlib.compress(pickle.dumps(view, pickle.HIGHEST_PROTOCOL), 1)
+        self.views.append((view.time, packed))
+        self.n_view_bytes += len(packed)
+        while self.views[0][0] < view.time - HISTORY_S or self.n_view_bytes > PART_BYTES:
+            self.n_view_bytes -= len(self.views.popleft()[1])
 
     @property
     def span(self) -> tuple[float, float]:
         """The first and last time with a view."""
-        return (self.pictures[0][0], self.pictures[-1][0]) if self.pictures else (0.0, 0.0)
+        return (self.views[0][0], self.views[-1][0]) if self.views else (0.0, 0.0)
 
-    def at(self, moment: float) -> Picture | None:
+    def view_at(self, moment: float) -> ClusterView | None:
         """Return the view of a moment, or the last one before it; None if there are none."""
-        index = bisect.bisect_right(self.pictures, moment, key=lambda entry: entry[0])
-        if not self.pictures:
+        index = bisect.bisect_right(self.views, moment, key=lambda entry: entry[0])
+        if not self.views:
             return None
-        found: Picture = pickle.loads(zlib.decompress(self.pictures[max(0, index - 1)][1]))
-        return found
+        view: ClusterView = pickle.loads(zlib.decompress(self.views[max(0, index - 1)][1]))
+        return view
 
-    def incident(self, pic: Picture) -> Path | None:
+    def write_incident(self, view: ClusterView) -> Path | None:
         """Write the history to a file a while after a run failed, once per failure; return the file."""
-        if pic.verdict.exit_code < 3 or pic.training is None or not RUN_NAME.fullmatch(pic.training.run):
-            self.bad_at = None
+        if view.verdict.exit_code < 3 or view.training is None or not RUN_NAME.fullmatch(view.training.run):
+            self.incident_start = None
             return None
-        if self.bad_at is None:
-            self.bad_at = pic.time
-        if not self.bad_at <= pic.time - AFTER_S:
+        if self.incident_start is None:
+            self.incident_start = view.time
+        if not self.incident_start <= view.time - INCIDENT_DELAY_S:
             return None
-        self.bad_at = math.inf  # written once per incident
-        place = _place(pic.training.run)
-        path = place / f"{time.strftime('%Y%m%d-%H%M%S', time.localtime(pic.time))}-{pic.verdict.lower()}.gz"
-        place.mkdir(parents=True, exist_ok=True, mode=0o700)  # private: it contains log lines
+        self.incident_start = math.inf  # written once per incident
+        directory = _incident_directory(view.training.run)
+        path = directory / f"{time.strftime('%Y%m%d-%H%M%S', time.localtime(view.time))}-{view.verdict.lower()}.gz"
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)  # private: it contains log lines
         write_atomic(path, self.recording())
-        for old in sorted(place.glob("*.gz"))[:-MOST_FILES]:
-            old.unlink()
+        for old_file in sorted(directory.glob("*.gz"))[:-MAX_FILES]:
+            old_file.unlink()
         return path
 
     def recording(self) -> bytes:
         """Return the history as a recording; gzip allows concatenated compressed parts."""
-        first = self.parts[0][0] - PART_S if self.parts else self.begun
+        first = self.parts[0][0] - PART_S if self.parts else self.part_begin
         plans = [dataclasses.replace(event, t=first) for event in self.plans.values() if event.t < first]
-        known = [_packed("\n".join(map(reader.dumps, plans)))] if plans else []
-        rest = [_packed("\n".join(self.lines))] if self.lines else []
-        return b"".join([self.header, *known, *(part for _, part in self.parts), *rest, _packed(LAST_LINE)])
+        plan_parts = [_compress("\n".join(map(reader.dumps, plans)))] if plans else []
+        open_part = [_compress("\n".join(self.lines))] if self.lines else []
+        return b"".join([self.header, *plan_parts, *(part for _, part in self.parts), *open_part, _compress(LAST_LINE)])
 
 
-def _packed(text: str) -> bytes:
+def _compress(text: str) -> bytes:
     return gzip.compress(text.encode() + b"\n", 1)
 
 
-def _place(run: str) -> Path:
+def _incident_directory(run: str) -> Path:
     """Return the directory for incidents: in the run's directory if launched here, else in the state directory."""
-    here = RunDir.here(run)
-    if here.path.is_dir():
-        return here.black_box
+    run_dir = RunDir.from_name(run)
+    if run_dir.path.is_dir():
+        return run_dir.black_box
     return state_directory() / "black-box" / run
 
 
-KEPT, KEPT_OF_HOST = 3000, 50  # newest lines kept in all, and at least per host
-TAIL = 100  # lines of each file at first
-MOST_BYTES = 1 << 16  # bytes of each file per read
-MOST_CHARS = 1 << 16  # characters of a block
+MAX_LINES, MIN_HOST_LINES = 3000, 50  # newest lines kept in all, and at least per host
+TAIL_LINES = 100  # lines of each file at first
+MAX_FILE_BYTES = 1 << 16  # bytes of each file per read
+MAX_BLOCK_CHARS = 1 << 16  # characters of a block
 BAR_LINES = 100  # newest lines searched for the earlier state of a progress bar
 LINE_CHARS = 1000  # wider than a screen
 
@@ -162,7 +170,7 @@ class LogPane:
 
     def __init__(self) -> None:
         self.command = "llama405b logs"  # command that shows all lines
-        self.fold = Fold()
+        self.fold = LogFolder()
         self.lines: list[LogLine] = []
         self.count = 0  # lines so far
         self.dropped: dict[str, int] = {}  # by host, lines dropped recently
@@ -171,7 +179,7 @@ class LogPane:
     def take(self, host: str, entries: Sequence[tuple[float, str, str]], first_rank: int) -> None:
         """Add blocks of one host: (operator's clock, file, text)."""
         for moment, file, text in entries:
-            for group in self.fold.push(entry_of(host, moment, file, text, 0.0, first_rank)):
+            for group in self.fold.push(make_entry(host, moment, file, text, 0.0, first_rank)):
                 self._add(group)
 
     def drop(self, host: str, count: int, now: float) -> None:
@@ -179,49 +187,49 @@ class LogPane:
         self.dropped[host] = self.dropped.get(host, 0) + count
         self.dropped_at = now
 
-    def settle(self, now: float) -> None:
+    def add_complete(self, now: float) -> None:
         """Add the groups older than the folding window, which are complete."""
-        for group in self.fold.older_than(now - self.fold.window_s):
+        for group in self.fold.pop_older_than(now - self.fold.window_s):
             self._add(group)
         if now > self.dropped_at + self.fold.window_s:
-            self.lines.extend(self._missing())
+            self.lines.extend(self._missing_lines())
             self.count += bool(self.dropped)
             self.dropped.clear()
-        if len(self.lines) > KEPT:
-            self._forget()
+        if len(self.lines) > MAX_LINES:
+            self._drop_oldest()
 
-    def shown(self) -> list[LogLine]:
+    def shown_lines(self) -> list[LogLine]:
         """Return the lines; if lines were dropped recently, the last one says how many."""
-        return [*self.lines, *self._missing()]
+        return [*self.lines, *self._missing_lines()]
 
-    def _missing(self) -> Iterator[LogLine]:
+    def _missing_lines(self) -> Iterator[LogLine]:
         if self.dropped:
             hosts, lines = sorted(self.dropped), sum(self.dropped.values())
             words = f"{lines:,} lines came too fast to be shown; `{self.command}` has them"
             yield LogLine(self.dropped_at, fold_names(hosts), words, hosts=frozenset(hosts), number=self.count + 1)
 
-    def _forget(self) -> None:
+    def _drop_oldest(self) -> None:
         """Drop the oldest lines, but keep some of every host, however much the others write."""
-        kept: list[LogLine] = []
+        newest: list[LogLine] = []
         counts: collections.Counter[str] = collections.Counter()
         for line in reversed(self.lines):
             counts.update(line.hosts)
-            if len(kept) < KEPT or min(counts[host] for host in line.hosts) <= KEPT_OF_HOST:
-                kept.append(line)
-        self.lines = kept[::-1]
+            if len(newest) < MAX_LINES or min(counts[host] for host in line.hosts) <= MIN_HOST_LINES:
+                newest.append(line)
+        self.lines = newest[::-1]
 
-    def _add(self, group: Sequence[Entry]) -> None:
-        text, how = clean(group_text(group) if len(group) > 1 else group[0].text), group[0].how
+    def _add(self, group: Sequence[LogEntry]) -> None:
+        text, mark = clean(common_text(group) if len(group) > 1 else group[0].text), group[0].mark
         hosts, ranks = frozenset(entry.host for entry in group), frozenset(entry.rank for entry in group)
-        where, error = where_of(group), is_error(group[0])
-        if how == BAR:  # replace its previous state
-            near = range(max(0, len(self.lines) - BAR_LINES), len(self.lines))
-            for place in reversed([i for i in near if self.lines[i].is_bar and self.lines[i].where == where]):
-                self.lines[place : place + 1] = []
-        for line in (text + NOT_ENDED * (how == UNENDED)).split("\n"):
+        location, error = format_hosts_and_ranks(group), is_error(group[0])
+        if mark == BAR_MARK:  # replace its previous state
+            nearby = range(max(0, len(self.lines) - BAR_LINES), len(self.lines))
+            for index in reversed([i for i in nearby if self.lines[i].is_bar and self.lines[i].where == location]):
+                self.lines[index : index + 1] = []
+        for line in (text + NOT_ENDED * (mark == UNENDED_MARK)).split("\n"):
             self.count += 1
             self.lines.append(
-                LogLine(group[0].time, where, line[:LINE_CHARS], error, hosts, ranks, self.count, how == BAR)
+                LogLine(group[0].time, location, line[:LINE_CHARS], error, hosts, ranks, self.count, mark == BAR_MARK)
             )
 
     def first_error(self) -> int | None:
@@ -232,27 +240,29 @@ class LogPane:
 class LogStream:
     """Reads a run's logs in a thread and queues them as events of the source."""
 
-    def __init__(self, source: Live, fleet: Fleet, run: str, first_ranks: Mapping[str, int]) -> None:
-        request = StreamRequest(run, "", follow=True, tail=TAIL, most_bytes=MOST_BYTES)
+    def __init__(self, source: LiveSource, fleet: Fleet, run: str, first_ranks: Mapping[str, int]) -> None:
+        request = StreamRequest(run, "", follow=True, tail=TAIL_LINES, most_bytes=MAX_FILE_BYTES)
         self.intake, self.command = source.intake, fleet.command_to_type("logs", run)
         self.reader = LogReader(fleet, run, first_ranks, request)
-        self.counted: dict[str, int] = {}  # by host, dropped lines already counted
-        threading.Thread(target=self.reader.show, args=(self,), daemon=True).start()
+        self.n_reported: dict[str, int] = {}  # by host, dropped lines already counted
+        threading.Thread(target=self.reader.show_all, args=(self,), daemon=True).start()
 
-    def entries(self, entries: Iterator[Entry]) -> None:
+    def entries(self, entries: Iterator[LogEntry]) -> None:
         for entry in entries:
-            self.intake.put_block(dataclasses.replace(entry, text=redact(entry.text[:MOST_CHARS]) + entry.how))
+            self.intake.put_block(
+                dataclasses.replace(entry, text=redact_tokens(entry.text[:MAX_BLOCK_CHARS]) + entry.mark)
+            )
 
     def dropped(self, counts: Mapping[str, int]) -> None:
         for host, count in counts.items():
-            if more := count - self.counted.get(host, 0):
+            if more := count - self.n_reported.get(host, 0):
                 self.intake.drop(host, more)
-                self.counted[host] = count
+                self.n_reported[host] = count
 
     def note(self, text: str) -> None:
         """Queue a note without its reason, so that a network failure folds into one line for all hosts."""
         words = f"(cluster-top cannot read logs from this host; `{self.command}` says why)"
-        self.intake.put_block(Entry(time.time(), text.partition(": ")[0], "", words))
+        self.intake.put_block(LogEntry(time.time(), text.partition(": ")[0], "", words))
 
     def close(self) -> None:
         """Stop the agents on the hosts."""
@@ -267,7 +277,7 @@ ACCOUNT_SHARE = 0.01  # most of the head host's time to spend on accounts
 LOGS_WAIT_S = 4.0  # for all hosts to report the run
 
 
-class Turn(NamedTuple):
+class RunStage(NamedTuple):
     """The stage of a run; a new stage triggers a new account of its time."""
 
     run: str
@@ -289,39 +299,39 @@ class Session:
         self.logs = LogPane()
         self.trends = Trends()
         self.ui = Ui()
-        self.log_of: tuple[str, int] | None = None  # run and attempt
+        self.log_run: tuple[str, int] | None = None  # run and attempt
         self.log_since = 0.0
         self.log_streams: list[LogStream] = []
         self.log_hosts: set[str] = set()  # hosts that these streams read
         self.guard_at = self.account_at = self.account_soon_at = 0.0
-        self.turn: Turn | None = None  # the stage at the last account
+        self.run_stage: RunStage | None = None  # the stage at the last account
         # run, and start times of its finished incidents
         self.incidents: tuple[str, frozenset[float]] = "", frozenset()
-        self.box: BlackBox | None = None  # if the program shows more than one view
-        self.moment = self.awake_at = (
+        self.black_box: BlackBox | None = None  # if the program shows more than one view
+        self.taken_until = self.awake_at = (
             source.now()
         )  # time up to which events were processed; last time this machine was awake
 
     def advance(self, until: float) -> None:
         """Process the events up to a moment of the source's clock; called at least every second."""
-        self.moment = until
+        self.taken_until = until
         for event in self.source.events(until):
             self._notice_sleep()
             self.take(event)
         self._notice_sleep()
-        self.logs.settle(self.source.now())
+        self.logs.add_complete(self.source.now())
 
     def _notice_sleep(self) -> None:
         """Detect that this machine slept, before the hosts' events are judged."""
         now = self.source.now()
         away_s, self.awake_at = now - self.awake_at, now
-        if away_s > thresholds.SLEPT_S and isinstance(self.source, Live):
-            self.cluster.woke(away_s, now)
+        if away_s > thresholds.SLEPT_S and isinstance(self.source, LiveSource):
+            self.cluster.note_sleep(away_s, now)
 
     def take(self, event: SourceEvent) -> None:
         """Process one event."""
-        if self.box and self.fleet:  # not for a recording, which is a file already
-            self.box.take(event)
+        if self.black_box and self.fleet:  # not for a recording, which is a file already
+            self.black_box.add_event(event)
         if self.recorder:
             try:
                 self.recorder.write(event)
@@ -329,9 +339,9 @@ class Session:
                 self.recorder = None
                 self.cluster.note(f"--record: stopped, the file cannot be written ({error.strerror})", event.t)
         if event.frame is not None:
-            self.cluster.take(event.host, event.frame, event.t)
+            self.cluster.take_frame(event.host, event.frame, event.t)
         elif event.link:
-            self.cluster.link(event.host, *event.link, event.t)
+            self.cluster.set_link(event.host, *event.link, event.t)
         elif event.note:
             self.cluster.note(event.note, event.t)
         elif event.entries:
@@ -339,85 +349,85 @@ class Session:
         elif event.dropped:
             self.logs.drop(event.host, event.dropped, event.t)
 
-    def look(self, event: SourceEvent) -> None:
+    def judge(self, event: SourceEvent) -> None:
         """Advance the state to an event's time, so that changes between two views are noticed too."""
         if event.host == self.source.hosts[-1]:
             self.cluster.advance(event.t)
 
-    def picture(self, *, logs: bool) -> Picture:
+    def make_view(self, *, logs: bool) -> ClusterView:
         """Return the current view; with ``logs``, start to follow the run's logs."""
         if self.fleet and logs:
             self._follow_logs(self.fleet)
         moment = self.source.now()
-        if isinstance(self.source, Replay) and not self.source.done():
-            moment = self.moment
+        if isinstance(self.source, ReplaySource) and not self.source.is_done():
+            moment = self.taken_until
         self.cluster.advance(moment)
         if self.fleet and time.monotonic() > self.guard_at:  # after advance, which chooses the run
             self.guard_at = time.monotonic() + GUARD_EVERY_S
-            self.cluster.guard = guard_shown(self.cluster.run, self.cluster.guards_heard(moment))
-        elif isinstance(self.source, Replay):
-            self.cluster.guard = guard_heard(self.cluster.guards_heard(moment))
-        if self.fleet and self.box and self.cluster.run and self._wants_account():
+            self.cluster.guard = current_guard(self.cluster.run, self.cluster.guard_reports(moment))
+        elif isinstance(self.source, ReplaySource):
+            self.cluster.guard = recorded_guard(self.cluster.guard_reports(moment))
+        if self.fleet and self.black_box and self.cluster.run and self._needs_account():
             self.account_at = self.account_soon_at = math.inf  # no new request until this one returns
             threading.Thread(target=self._ask_account, args=(self.fleet, self.cluster.run), daemon=True).start()
-        self._tell_incidents(moment)
-        if isinstance(self.source, Live):
-            self.source.stay(self.cluster.stay)
-        pic = self.cluster.picture()
-        self.trends.take(pic, self.cluster.steps())
-        if self.box:
-            self._keep(self.box, pic)
-        return pic
+        self._note_incidents(moment)
+        if isinstance(self.source, LiveSource):
+            self.source.follow_run(self.cluster.followed_run)
+        view = self.cluster.make_view()
+        self.trends.take(view, self.cluster.steps())
+        if self.black_box:
+            self._store_view(self.black_box, view)
+        return view
 
-    def keep(self) -> None:
+    def start_history(self) -> None:
         """Start to keep the last ten minutes."""
-        self.box = BlackBox(self.source)
+        self.black_box = BlackBox(self.source)
 
-    def _keep(self, box: BlackBox, pic: Picture) -> None:
-        box.see(pic)
+    def _store_view(self, black_box: BlackBox, view: ClusterView) -> None:
+        black_box.add_view(view)
         if not self.fleet:
             return
         try:
-            written = box.incident(pic)
+            path = black_box.write_incident(view)
         except OSError as error:
-            why = f"{given('{}: ', error.filename)}{reason_of(error)}{remedy_of(error)}"
-            self.cluster.note(f"cannot save the last ten minutes ({why})", pic.time)
+            why = f"{fmt_if('{}: ', error.filename)}{reason_of(error)}{remedy_of(error)}"
+            self.cluster.note(f"cannot save the last ten minutes ({why})", view.time)
             return
-        if written:
-            words = f"the last ten minutes are in {written}: {self.cluster.program} top --replay shows them"
-            self.cluster.note(words, pic.time)
+        if path:
+            words = f"the last ten minutes are in {path}: {self.cluster.program} top --replay shows them"
+            self.cluster.note(words, view.time)
 
-    def _tell_incidents(self, now: float) -> None:
+    def _note_incidents(self, now: float) -> None:
         """Report each incident once the run has resumed: cause, time to the next step, and cost."""
         run, account = self.cluster.account
         if account is None:
             return
-        over = {incident.began: incident for incident in account.incidents if incident.resumed is not None}
-        known, self.incidents = self.incidents, (run, frozenset(over))
-        if known[0] == run:  # else they all ended before this run was shown
+        finished = {incident.began: incident for incident in account.incidents if incident.resumed is not None}
+        noted, self.incidents = self.incidents, (run, frozenset(finished))
+        if noted[0] == run:  # else they all ended before this run was shown
             unit = "GPU-h" if any(host.gpus for host in self.cluster.hosts.values()) else "rank-h"
-            for began in sorted(over.keys() - known[1]):
-                xids = self.cluster.xids_between(began, over[began].failed)
-                self.cluster.note(f"incident: {incident_line(account, over[began], unit, xids)}", now)
+            for began in sorted(finished.keys() - noted[1]):
+                xids = self.cluster.xids_between(began, finished[began].failed)
+                self.cluster.note(f"incident: {incident_line(account, finished[began], unit, xids)}", now)
 
-    def _wants_account(self) -> bool:
+    def _needs_account(self) -> bool:
         """Return whether to request a new account: every minute, and when the run's stage changes."""
-        now, turn = time.monotonic(), self._turn()
-        if now > self.account_at or (turn != self.turn and now > self.account_soon_at):
-            self.turn = turn
+        now, stage = time.monotonic(), self._current_stage()
+        if now > self.account_at or (stage != self.run_stage and now > self.account_soon_at):
+            self.run_stage = stage
             return True
         return False
 
-    def _turn(self) -> Turn:
-        found = self.cluster.found
-        attempt = max((run.attempt for run in found.told.values()), default=0)
-        steps = bool(found.metrics) and found.metrics[-1].attempt == attempt
-        return Turn(self.cluster.run, attempt, steps, found.phase[0] in OVER)
+    def _current_stage(self) -> RunStage:
+        snapshot = self.cluster.snapshot
+        attempt = max((run.attempt for run in snapshot.last_reports.values()), default=0)
+        has_steps = bool(snapshot.metrics) and snapshot.metrics[-1].attempt == attempt
+        return RunStage(self.cluster.run, attempt, has_steps, snapshot.phase[0] in OVER_PHASES)
 
     def _ask_account(self, fleet: Fleet, run: str) -> None:
         """Request the account of the run's time; runs in a thread."""
         began = time.monotonic()
-        head = next((node for node, first, _ in self.cluster.found.nodes if first == 0), "")
+        head = next((node for node, first, _ in self.cluster.snapshot.nodes if first == 0), "")
         if head in fleet.hosts:
             with contextlib.suppress(Exception):  # the program may be exiting, with its connections closed
                 self.cluster.account = run, account_of_head(fleet, run, head)
@@ -427,24 +437,24 @@ class Session:
 
     def _follow_logs(self, fleet: Fleet) -> None:
         """Read the logs of every host that reports the run; those known at the start are merged by time."""
-        of, ranks = self.cluster.log_source()
-        if of != self.log_of:
-            self._change_logs(of)
-        new = {host: rank for host, rank in ranks.items() if host not in self.log_hosts}
-        waits = len(ranks) < len(self.source.hosts) and time.monotonic() < self.log_since + LOGS_WAIT_S
-        if of and new and not waits and isinstance(self.source, Live):
-            self.log_hosts |= set(new)
-            self.log_streams.append(LogStream(self.source, fleet, of[0], new))
+        log_run, ranks = self.cluster.log_source()
+        if log_run != self.log_run:
+            self._change_logs(log_run)
+        new_hosts = {host: rank for host, rank in ranks.items() if host not in self.log_hosts}
+        is_waiting = len(ranks) < len(self.source.hosts) and time.monotonic() < self.log_since + LOGS_WAIT_S
+        if log_run and new_hosts and not is_waiting and isinstance(self.source, LiveSource):
+            self.log_hosts |= set(new_hosts)
+            self.log_streams.append(LogStream(self.source, fleet, log_run[0], new_hosts))
 
-    def _change_logs(self, of: tuple[str, int] | None) -> None:
+    def _change_logs(self, log_run: tuple[str, int] | None) -> None:
         self._end_logs()
         if (
-            of and self.log_of and of[0] != self.log_of[0]
+            log_run and self.log_run and log_run[0] != self.log_run[0]
         ):  # else the previous run's lines would seem to belong to this one
             self.logs = LogPane()
-        if of and self.fleet:
-            self.logs.command = self.fleet.command_to_type("logs", of[0])
-        self.log_of, self.log_since = of, time.monotonic()
+        if log_run and self.fleet:
+            self.logs.command = self.fleet.command_to_type("logs", log_run[0])
+        self.log_run, self.log_since = log_run, time.monotonic()
 
     def _end_logs(self) -> None:
         for stream in self.log_streams:
@@ -457,18 +467,18 @@ class Session:
         self.source.close()
 
 
-def guard_shown(run: str, heard: query.GuardReports) -> GuardShown:
+def current_guard(run: str, reports: query.GuardReports) -> GuardShown:
     """Return the state of a run's guard, wherever it runs."""
-    if not re.fullmatch(r"[\w.-]+", run) or not (found := query.guard_of_hosts(run, heard, time.time())):
+    if not re.fullmatch(r"[\w.-]+", run) or not (guard := query.guard_of_hosts(run, reports, time.time())):
         return GuardShown.NONE
-    if found.gone:
+    if guard.is_gone:
         return GuardShown.GONE
-    return GuardShown(found.state.state)
+    return GuardShown(guard.state.state)
 
 
-def guard_heard(heard: query.GuardReports) -> GuardShown:
+def recorded_guard(reports: query.GuardReports) -> GuardShown:
     """Return the guard's last state as its hosts recorded it, for a replay."""
-    if not heard:
+    if not reports:
         return GuardShown.NONE
-    _, state = min(heard, key=lambda entry: entry[0])
+    _, state = min(reports, key=lambda entry: entry[0])
     return GuardShown.GONE if state.died else GuardShown(state.state)

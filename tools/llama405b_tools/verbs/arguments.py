@@ -11,30 +11,32 @@ from pathlib import Path
 
 from llama405b.settings import config
 from llama405b.settings.command import OneLineParser
-from llama405b.settings.schema import TYPES
+from llama405b.settings.schema import SETTING_TYPES
 from llama405b_tools.hosts.fleet import read_hosts
 from llama405b_tools.hosts.inventory import Host, parse_hosts
 
-HERE = Path("hosts")
+DEFAULT_HOSTS_FILE = Path("hosts")
 
 
 def add_hosts(parser: argparse.ArgumentParser) -> None:
     """Add the HOSTS argument."""
-    parser.add_argument("hosts", nargs="?", type=Path, default=HERE, metavar="HOSTS", help="hosts file [hosts]")
+    parser.add_argument(
+        "hosts", nargs="?", type=Path, default=DEFAULT_HOSTS_FILE, metavar="HOSTS", help="hosts file [hosts]"
+    )
 
 
-def hosts_of(named: Path | Sequence[str] | None) -> tuple[Host, ...]:
+def resolve_hosts(hosts_source: Path | Sequence[str] | None) -> tuple[Host, ...]:
     """Return the hosts of a hosts file or of a list of names; () for None.
 
     Verbs about a run use ``Backend.hosts`` instead: the hosts of its job or its plan.
     """
-    if named is None:
+    if hosts_source is None:
         return ()
-    if isinstance(named, Path):
-        return read_hosts(named)
-    if len(named) == 1 and (Path(named[0]).exists() or "/" in named[0]):
-        return read_hosts(Path(named[0]))
-    return parse_hosts("\n".join(named), "HOSTS")
+    if isinstance(hosts_source, Path):
+        return read_hosts(hosts_source)
+    if len(hosts_source) == 1 and (Path(hosts_source[0]).exists() or "/" in hosts_source[0]):
+        return read_hosts(Path(hosts_source[0]))
+    return parse_hosts("\n".join(hosts_source), "HOSTS")
 
 
 def verb_parser(verb: str, description: str | None) -> OneLineParser:
@@ -48,8 +50,8 @@ def verb_parser(verb: str, description: str | None) -> OneLineParser:
     return parser
 
 
-WITH_SETTINGS = ("llama405b launch", "llama405b train", "llama405b doctor")
-RUNS, PRESETS = "--run", "--preset"
+PROGS_WITH_SETTINGS = ("llama405b launch", "llama405b train", "llama405b doctor")
+RUN_FLAG, PRESET_FLAG = "--run", "--preset"
 
 
 def complete(verbs: Iterable[str], args: Sequence[str], run_verb: Callable[[str, list[str]], object]) -> None:
@@ -69,24 +71,24 @@ def complete(verbs: Iterable[str], args: Sequence[str], run_verb: Callable[[str,
         parser.add_argument("verb", choices=list(verbs))
         argcomplete.autocomplete(parser)
     if args[0] in verbs:
-        OneLineParser.before_parsing = _answer
+        OneLineParser.before_parsing = _autocomplete
         run_verb(args[0], list(args[1:2]))
 
 
-def _among(words: Sequence[str]) -> Callable[..., Sequence[str]]:
+def _fixed_completer(words: Sequence[str]) -> Callable[..., Sequence[str]]:
     """Return an argcomplete completer that offers these words."""
     return lambda **_: words
 
 
-def _answer(parser: OneLineParser) -> None:
+def _autocomplete(parser: OneLineParser) -> None:
     import argcomplete
 
     OneLineParser.before_parsing = None  # argcomplete parses too, which would call this again
-    if parser.prog in WITH_SETTINGS:
-        for key in TYPES:
+    if parser.prog in PROGS_WITH_SETTINGS:
+        for key in SETTING_TYPES:
             parser.add_argument(f"--{key}")
-    choices = {RUNS: [path.name for path in Path("runs").glob("*")], PRESETS: config.preset_names()}
+    choices = {RUN_FLAG: [path.name for path in Path("runs").glob("*")], PRESET_FLAG: config.preset_names()}
     for action in parser.actions:
         for flag in choices.keys() & action.option_strings:
-            action.completer = _among(choices[flag])  # type: ignore[attr-defined]
+            action.completer = _fixed_completer(choices[flag])  # type: ignore[attr-defined]
     argcomplete.autocomplete(parser, always_complete_options="long")

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from llama405b.contract.checkpoints import step_of
-from llama405b.contract.errors import GOOD, RunError, UserError, counted, seconds
-from llama405b.contract.records import MOST_PROFILED_STEPS, Blame, Cause, CauseKind, RequestKind, RunEvent
+from llama405b.contract.errors import EXIT_OK, RunError, UserError, parse_seconds, pluralize
+from llama405b.contract.records import MAX_PROFILED_STEPS, Cause, CauseKind, FailureRecord, RequestKind, RunEvent
 from llama405b.settings.command import OneLineParser
 from llama405b.spec.plan import Plan, check_run_name
 from llama405b_tools.agent.messages import AnswerReply, AnswerRequest, AskReply, AskRequest, HostRun
@@ -20,22 +20,22 @@ from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.transport import replies
 from llama405b_tools.run import screen
 from llama405b_tools.run.backends import Backend, backend_of
-from llama405b_tools.run.judge import not_stopped
+from llama405b_tools.run.judge import unstopped_hosts
 from llama405b_tools.run.query import (
     STATUS_TIMEOUT_S,
     ask_hosts,
+    fetch_plan,
     guard_of_hosts,
+    guard_reports,
     head_of,
-    heard_by,
-    known_of,
+    host_runs_of,
     operator_name,
-    planned,
-    progress,
+    run_progress,
 )
-from llama405b_tools.text.figures import span
+from llama405b_tools.text.figures import format_duration
 from llama405b_tools.verbs.arguments import add_hosts
 
-LOOK_EVERY_S = 1.0
+POLL_S = 1.0
 RESTART = "restart"  # not sent to the run: its attempt is ended, and its guard starts the next
 
 
@@ -54,121 +54,127 @@ def main(argv: Sequence[str]) -> int:
         help="how long to wait for the result, including the current step [10m]",
     )
     args = parser.parse(argv)
-    wait_s = seconds(args.wait, "--wait")
+    wait_s = parse_seconds(args.wait, "--wait")
     kind = RequestKind.SAVE if args.kind == RESTART else RequestKind(args.kind)
-    if not 1 <= args.steps <= MOST_PROFILED_STEPS:
-        raise UserError(f"--steps: {args.steps}; use 1 to {MOST_PROFILED_STEPS}")
+    if not 1 <= args.steps <= MAX_PROFILED_STEPS:
+        raise UserError(f"--steps: {args.steps}; use 1 to {MAX_PROFILED_STEPS}")
     if args.steps != 1 and kind is not RequestKind.PROFILE:
         raise UserError(f"--steps: only a profile has steps; remove it, or ask for {RequestKind.PROFILE}")
     backend = backend_of(check_run_name(args.run), args.hosts)
     with Fleet(backend.hosts()) as fleet:
-        head, plan, told = find_head(fleet, args.run)
+        head, plan, host_runs = find_head(fleet, args.run)
         if args.kind == RESTART:
-            check_guarded(fleet, plan.run, told)
-            return restart(fleet, backend, head, plan, told, wait_s)
-        answer = request(fleet, head, AskRequest(args.run, kind, operator_name(), args.steps), wait_s)
-    print(words_of(kind, answer, head, plan.world, args.steps))
-    return GOOD
+            check_guarded(fleet, plan.run, host_runs)
+            return restart(fleet, backend, head, plan, host_runs, wait_s)
+        answer = send_request(fleet, head, AskRequest(args.run, kind, operator_name(), args.steps), wait_s)
+    print(describe_result(kind, answer, head, plan.world_size, args.steps))
+    return EXIT_OK
 
 
-def check_guarded(fleet: Fleet, run: str, told: Iterable[HostRun]) -> None:
+def check_guarded(fleet: Fleet, run: str, host_runs: Iterable[HostRun]) -> None:
     """Check that a run has a guard, from its hosts' reports."""
-    guard = guard_of_hosts(run, heard_by(told), time.time())
-    if guard is None or not guard.guards:
+    guard = guard_of_hosts(run, guard_reports(host_runs), time.time())
+    if guard is None or not guard.is_guarding:
         raise UserError(
             f"run {run} has no guard to restart it; `{fleet.command_to_type('stop', run)}`, then repeat the "
             "launch with --resume auto"
         )
 
 
-def restart(fleet: Fleet, backend: Backend, head: str, plan: Plan, told: Iterable[HostRun], wait_s: float) -> int:
+def restart(fleet: Fleet, backend: Backend, head: str, plan: Plan, host_runs: Iterable[HostRun], wait_s: float) -> int:
     """Make a guarded run save and end its attempt, so that its guard starts the next; return the exit code.
 
     ``wait_s``: time for the save; 0: end at once.
     """
-    known, no_save = list(told), "The run was not ended; --wait 0s ends it without saving"
-    if wait_s and (why := next((run.unsaved for run in known if run.unsaved), "")):
+    runs, no_save = list(host_runs), "The run was not ended; --wait 0s ends it without saving"
+    if wait_s and (why := next((run.unsaved for run in runs if run.unsaved), "")):
         raise RunError(f"run {plan.run}: its last save failed ({why}). {no_save}")
     if wait_s and not any(
-        run.checkpoint for run in known
+        run.checkpoint for run in runs
     ):  # no checkpoint yet, so check that it can save before ending it
         try:
-            request(fleet, head, AskRequest(plan.run, RequestKind.SAVE, operator_name()), wait_s)
+            send_request(fleet, head, AskRequest(plan.run, RequestKind.SAVE, operator_name()), wait_s)
         except RunError as error:
             raise RunError(f"{error}. {no_save}") from None
     if wait_s:
-        screen.show(f"run {plan.run} saves after its current step and ends, within {span(wait_s)}", error=True)
-    asked = Cause(CauseKind.STOPPED, head, by=operator_name())
-    ends = backend.stop_launch(fleet, plan, Blame(plan.attempt, head, asked), wait_s)
-    for name, why in not_stopped(ends).items():
+        screen.show(
+            f"run {plan.run} saves after its current step and ends, within {format_duration(wait_s)}", error=True
+        )
+    cause = Cause(CauseKind.STOPPED, head, by=operator_name())
+    stop_replies = backend.stop_launch(fleet, plan, FailureRecord(plan.attempt, head, cause), wait_s)
+    for name, why in unstopped_hosts(stop_replies).items():
         screen.show(f"{name}: {why}; its guard retries", error=True)
-    print(f"attempt {plan.attempt} is ended{_where([end.node for end in replies(ends).values() if end.node])}")
+    print(
+        f"attempt {plan.attempt} is ended{_describe_end([end.node for end in replies(stop_replies).values() if end.node])}"
+    )
     print("its guard starts the next attempt from the newest checkpoint")
-    return GOOD
+    return EXIT_OK
 
 
-def _where(nodes: Sequence[HostRun]) -> str:
+def _describe_end(nodes: Sequence[HostRun]) -> str:
     """Describe after which step an attempt ended and how much of it is saved."""
-    saved, last = progress(nodes)
-    if last is None:
+    saved, last_metrics = run_progress(nodes)
+    if last_metrics is None:
         return ""
-    lost = last.step - step_of(Path(saved)) if saved else last.step
-    if lost <= 0:
-        return f" after step {last.step}, which is saved: {saved}"
-    return f" after step {last.step}; {counted(lost, 'step')} since {saved or 'its beginning'} will be repeated"
+    lost_steps = last_metrics.step - step_of(Path(saved)) if saved else last_metrics.step
+    if lost_steps <= 0:
+        return f" after step {last_metrics.step}, which is saved: {saved}"
+    return f" after step {last_metrics.step}; {pluralize(lost_steps, 'step')} since {saved or 'its beginning'} will be repeated"
 
 
 def find_head(fleet: Fleet, run: str) -> tuple[str, Plan, Sequence[HostRun]]:
     """Return the host of a live run's rank 0, the run's plan, and its hosts' reports."""
-    _, seen = ask_hosts(fleet, run)
-    told, head = known_of(seen), head_of(seen)
-    live = [name for name, found in told.items() if found.alive]
-    if not live:
+    _, host_replies = ask_hosts(fleet, run)
+    host_runs, head = host_runs_of(host_replies), head_of(host_replies)
+    live_hosts = [name for name, host_run in host_runs.items() if host_run.alive]
+    if not live_hosts:
         raise UserError(f"run {run} is not running; `{fleet.command_to_type('status', run)}` says how it ended")
-    plan = planned(fleet, live[0], run)
+    plan = fetch_plan(fleet, live_hosts[0], run)
     if not plan.trains:
         raise UserError(f"run {run} runs your own program, which takes no requests")
     if not head:
         raise UserError(
             f"run {run} has its rank 0 on {plan.nodes[0].name}, which is not one of these hosts; name a hosts file that has it"
         )
-    return head, plan, [*told.values()]
+    return head, plan, [*host_runs.values()]
 
 
-def request(fleet: Fleet, head: str, wanted: AskRequest, wait_s: float) -> RunEvent:
+def send_request(fleet: Fleet, head: str, ask_request: AskRequest, wait_s: float) -> RunEvent:
     """Send a request to a run and return the result."""
-    asked = fleet.ask(head, "ask", wanted, AskReply, STATUS_TIMEOUT_S)
-    if not asked.id:
-        raise RunError(f"run {wanted.run} is not running on {head}, the host of its rank 0")
-    screen.show(f"asked; run {wanted.run} answers after its current step", error=True)
-    until = time.monotonic() + wait_s
-    while time.monotonic() < until:
-        found = fleet.ask(head, "answer", AnswerRequest(wanted.run, asked.id), AnswerReply, STATUS_TIMEOUT_S)
-        if found.answer and found.answer.detail:
-            raise RunError(f"run {wanted.run}: {found.answer.detail}")
-        if found.answer:
-            return found.answer
-        if not found.alive:
+    receipt = fleet.ask(head, "ask", ask_request, AskReply, STATUS_TIMEOUT_S)
+    if not receipt.id:
+        raise RunError(f"run {ask_request.run} is not running on {head}, the host of its rank 0")
+    screen.show(f"asked; run {ask_request.run} answers after its current step", error=True)
+    deadline = time.monotonic() + wait_s
+    while time.monotonic() < deadline:
+        result = fleet.ask(head, "answer", AnswerRequest(ask_request.run, receipt.id), AnswerReply, STATUS_TIMEOUT_S)
+        if result.answer and result.answer.detail:
+            raise RunError(f"run {ask_request.run}: {result.answer.detail}")
+        if result.answer:
+            return result.answer
+        if not result.alive:
             raise RunError(
-                f"run {wanted.run} ended before it answered; `{fleet.command_to_type('status', wanted.run)}` says why"
+                f"run {ask_request.run} ended before it answered; `{fleet.command_to_type('status', ask_request.run)}` says why"
             )
-        time.sleep(LOOK_EVERY_S)
+        time.sleep(POLL_S)
     raise RunError(
-        f"run {wanted.run} has not answered for {span(wait_s)}: its step is longer than that, or it hangs; "
-        f"`{fleet.command_to_type('status', wanted.run)}` shows which. A late answer still appears in the run's events"
+        f"run {ask_request.run} has not answered for {format_duration(wait_s)}: its step is longer than that, or it hangs; "
+        f"`{fleet.command_to_type('status', ask_request.run)}` shows which. A late answer still appears in the run's events"
     )
 
 
-def words_of(kind: RequestKind, answer: RunEvent, head: str, world: int, steps: int) -> str:
+def describe_result(kind: RequestKind, answer: RunEvent, head: str, world: int, steps: int) -> str:
     """Describe the result and where its files are."""
     if kind is RequestKind.SAVE:
         return f"saved step {answer.step}: {answer.path} on {head}"
-    what = (
-        f"a profile of {counted(steps, 'step')}" if kind is RequestKind.PROFILE else f"{kind} after step {answer.step}"
+    subject = (
+        f"a profile of {pluralize(steps, 'step')}"
+        if kind is RequestKind.PROFILE
+        else f"{kind} after step {answer.step}"
     )
-    others = (
-        f"; the files of the other {counted(world - 1, 'rank')} are in the same place on their hosts"
+    others_note = (
+        f"; the files of the other {pluralize(world - 1, 'rank')} are in the same place on their hosts"
         if world > 1
         else ""
     )
-    return f"{what}: {answer.path} on {head}{others}"
+    return f"{subject}: {answer.path} on {head}{others_note}"

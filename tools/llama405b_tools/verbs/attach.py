@@ -12,10 +12,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
-from llama405b.contract.errors import RunError, UserError, code_for
+from llama405b.contract.errors import RunError, UserError, exit_code_for
 from llama405b_tools.hosts.fleet import Fleet, command_to_type
 from llama405b_tools.hosts.inventory import Host
-from llama405b_tools.hosts.transport import replies, unanswered
+from llama405b_tools.hosts.transport import failure_texts, replies
 from llama405b_tools.run.backends import backend_of
 from llama405b_tools.run.query import ask_hosts
 from llama405b_tools.run.screen import build_session, operator_socket, window_command
@@ -29,45 +29,45 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--no-attach", action="store_true", help="only print the command that opens the windows")
     args = parser.parse(argv)
     backend = backend_of(args.run, args.hosts)
-    if backend.elsewhere:
+    if backend.has_local_files:
         logs = command_to_type("logs", None, args.run or "")
         raise UserError(f"attach: a Slurm job has no tmux session; `{logs} -f` shows every rank")
     with Fleet(backend.hosts()) as fleet:
-        run, seen = ask_hosts(fleet, args.run)
-    live = {fleet.hosts[name]: reply.tmux for name, reply in replies(seen).items() if reply and reply.alive}
-    lost = unanswered(seen)
-    if args.host in lost:
-        raise RunError(f"attach: {args.host}: {lost[args.host]}")
-    if lost and not live:
-        name, why = next(iter(lost.items()))
+        run, host_replies = ask_hosts(fleet, args.run)
+    sessions = {fleet.hosts[name]: reply.tmux for name, reply in replies(host_replies).items() if reply and reply.alive}
+    unreachable = failure_texts(host_replies)
+    if args.host in unreachable:
+        raise RunError(f"attach: {args.host}: {unreachable[args.host]}")
+    if unreachable and not sessions:
+        name, why = next(iter(unreachable.items()))
         raise RunError(f"attach: {name}: {why}")
-    if not live:
+    if not sessions:
         raise UserError(f"run {run} is not running on any host; `{fleet.command_to_type('logs', run)}` shows its logs")
     os.environ.pop("TMUX", None)
     if args.host:
-        attach_one(args.host, run, live)
+        attach_host(args.host, run, sessions)
     if not args.no_attach and not sys.stdout.isatty():
         raise UserError(
             "attach: standard output is not a terminal; add --no-attach to create the session without opening it"
         )
-    return attach_all(run, live, lost, only_print=args.no_attach)
+    return attach_all(run, sessions, unreachable, only_print=args.no_attach)
 
 
-def attach_one(name: str, run: str, live: Mapping[Host, str]) -> NoReturn:
+def attach_host(name: str, run: str, sessions: Mapping[Host, str]) -> NoReturn:
     """Replace this process by one host's tmux session, with keyboard input."""
-    host = next((host for host in live if host.name == name), None)
+    host = next((host for host in sessions if host.name == name), None)
     if host is None:
-        there = ", ".join(host.name for host in live)
-        raise UserError(f"--host: run {run} is not running on {name!r}; it is on {there}")
-    os.execvp("/bin/sh", ["sh", "-c", window_command(host, live[host], writable=True)])
+        host_names = ", ".join(host.name for host in sessions)
+        raise UserError(f"--host: run {run} is not running on {name!r}; it is on {host_names}")
+    os.execvp("/bin/sh", ["sh", "-c", window_command(host, sessions[host], writable=True)])
 
 
-def attach_all(run: str, live: Mapping[Host, str], lost: Mapping[str, str], *, only_print: bool) -> int:
+def attach_all(run: str, sessions: Mapping[Host, str], unreachable: Mapping[str, str], *, only_print: bool) -> int:
     """Show every host in its own window, or print the command that does; return the exit code."""
-    attach = ["tmux", "-L", operator_socket(run), "attach", "-t", f"={build_session(live, run)}"]
-    for name, why in lost.items():  # stays readable before tmux takes the screen and after it leaves
+    command = ["tmux", "-L", operator_socket(run), "attach", "-t", f"={build_session(sessions, run)}"]
+    for name, why in unreachable.items():  # stays readable before tmux takes the screen and after it leaves
         print(f"- {name}: {why}; it has no window", file=sys.stderr, flush=True)
     if only_print:
-        print(shlex.join(attach))
-        return code_for(lost)
-    return subprocess.run(attach, check=False).returncode or code_for(lost)
+        print(shlex.join(command))
+        return exit_code_for(unreachable)
+    return subprocess.run(command, check=False).returncode or exit_code_for(unreachable)

@@ -7,20 +7,20 @@ runs/RUN/autopsy on this machine. Exits with 0 if the run makes progress, 3 if i
 import json
 from collections.abc import Sequence
 
-from llama405b.contract.errors import FAILED, GOOD, UNFIT, UserError, seconds
+from llama405b.contract.errors import EXIT_FAILED, EXIT_OK, EXIT_UNFIT, UserError, parse_seconds
 from llama405b.contract.reader import dumps
 from llama405b_tools.hosts.fleet import Fleet
-from llama405b_tools.run.autopsy import Autopsy, Verdict, keep_autopsy, take_autopsy
+from llama405b_tools.run.autopsy import Autopsy, DiagnosisKind, save_autopsy, take_autopsy
 from llama405b_tools.run.backends import backend_of
 from llama405b_tools.run.judge import HANG_AFTER_S
-from llama405b_tools.run.query import ask_run, known_of, planned
+from llama405b_tools.run.query import ask_run, fetch_plan, host_runs_of
 from llama405b_tools.verbs.arguments import verb_parser
 
-EXIT_CODES: dict[Verdict, int] = {
-    Verdict.MOVES: GOOD,
-    Verdict.HANGS: UNFIT,
-    Verdict.UNCLEAR: FAILED,
-    Verdict.OVER: FAILED,
+EXIT_CODES: dict[DiagnosisKind, int] = {
+    DiagnosisKind.MOVES: EXIT_OK,
+    DiagnosisKind.HANGS: EXIT_UNFIT,
+    DiagnosisKind.UNCLEAR: EXIT_FAILED,
+    DiagnosisKind.OVER: EXIT_FAILED,
 }
 
 
@@ -35,28 +35,32 @@ def main(argv: Sequence[str]) -> int:
         help=f"call the run hung when every rank is silent this long and for 5 steps, as cluster-top does [{HANG_AFTER_S:.0f}s]",
     )
     args = parser.parse(argv)
-    hang_after_s = seconds(args.hang_after, "--hang-after")
+    hang_after_s = parse_seconds(args.hang_after, "--hang-after")
     backend = backend_of(args.run, args.hosts)
-    if backend.elsewhere:
+    if backend.has_local_files:
         raise UserError(
             f"run {backend.run} is a Slurm job, and its nodes are not reached over SSH; if SSH works, name a hosts file that lists them"
         )
     with Fleet(backend.hosts()) as fleet:
-        run, seen = ask_run(fleet, backend.run, elsewhere=False)
-        known = known_of(seen)
-        if not any(found.alive or found.leftovers for found in known.values()):
+        run, host_replies = ask_run(fleet, backend.run, has_local_files=False)
+        host_runs = host_runs_of(host_replies)
+        if not any(host_run.alive or host_run.leftovers for host_run in host_runs.values()):
             raise UserError(f"run {run} is not running; `{fleet.command_to_type('status', run)}` says how it ended")
-        autopsy = take_autopsy(fleet, planned(fleet, next(iter(known)), run), hang_after_s)
-    place = keep_autopsy(autopsy)
+        autopsy = take_autopsy(fleet, fetch_plan(fleet, next(iter(host_runs)), run), hang_after_s)
+    directory = save_autopsy(autopsy)
     if args.json:
-        print(json.dumps(_record(autopsy, str(place or ""))))
+        print(json.dumps(_json_record(autopsy, str(directory or ""))))
     else:
         print("\n".join(autopsy.report()))
-        print(f"full report: {place}" if place else "not saved: the run's directory on this machine is not writable")
+        print(
+            f"full report: {directory}"
+            if directory
+            else "not saved: the run's directory on this machine is not writable"
+        )
     return EXIT_CODES[autopsy.diagnosis.verdict]
 
 
-def _record(autopsy: Autopsy, place: str) -> dict[str, object]:
+def _json_record(autopsy: Autopsy, directory: str) -> dict[str, object]:
     """Return the autopsy as JSON, for scripts."""
     culprit = autopsy.diagnosis.culprit
     return {
@@ -65,7 +69,7 @@ def _record(autopsy: Autopsy, place: str) -> dict[str, object]:
         "verdict": autopsy.diagnosis.verdict,
         "words": autopsy.diagnosis.words,
         "culprit": json.loads(dumps(culprit)) if culprit else None,
-        "lost": autopsy.lost,
-        "took_s": autopsy.took_s,
-        "kept": place,
+        "lost": autopsy.unreachable,
+        "took_s": autopsy.elapsed_s,
+        "kept": directory,
     }

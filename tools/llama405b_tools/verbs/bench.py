@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from llama405b.contract.errors import FAILED, GOOD
+from llama405b.contract.errors import EXIT_FAILED, EXIT_OK
 from llama405b.settings.command import OneLineParser
 from llama405b.spec import probes
 from llama405b.spec.probes import ProbeResult, check_bundle, write_bundle
@@ -23,7 +23,7 @@ from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.launch import request as asked
 from llama405b_tools.launch.probes import run_probes
 
-TRAINERS_OWN = "llama405b.bench.program"  # the probes that run on this machine; imported late, as they need torch
+TRAINER_MODULE = "llama405b.bench.program"  # the probes that run on this machine; imported late, as they need torch
 
 
 def _parser() -> OneLineParser:
@@ -43,33 +43,33 @@ def main(argv: Sequence[str]) -> int:
     """Run the verb."""
     args = _parser().parse([*argv[1:], "--tests", "knobs"] if argv[:1] == ["knobs"] else argv)
     if not args.hosts:
-        return int(importlib.import_module(TRAINERS_OWN).main(args))
-    hosts, tests, log = read_hosts(args.hosts), probes.chosen(args.tests), probes.Log(args.out)
+        return int(importlib.import_module(TRAINER_MODULE).main(args))
+    hosts, tests, log = read_hosts(args.hosts), probes.select_tests(args.tests), probes.ResultDirectory(args.out)
     check_bundle(args.bundle, with_host_names=args.with_host_names)
     base = asked.parse_launch(_launch_flags(args), time.time())
-    code = GOOD
+    code = EXIT_OK
 
-    def say(result: ProbeResult) -> None:
+    def report_result(result: ProbeResult) -> None:
         log.add(result)
-        print(f"  {probes.line_of(result)}", flush=True)
+        print(f"  {probes.format_result(result)}", flush=True)
 
     date = time.strftime("%Y-%m-%d")
     try:
         with Fleet(hosts) as fleet:
-            for number, (name, part) in enumerate(scopes(hosts), 1):
+            for number, (name, scope_hosts) in enumerate(list_scopes(hosts), 1):
                 print(f"{name}:", flush=True)
                 request = dataclasses.replace(base, run=f"{base.run}-{number}")
-                found = run_probes(request, part, fleet, tests, args.within, say)
-                faults = [result.probe for result in found if result.fault]
-                if faults:
-                    code = FAILED
-                if any(probe in probes.LINKS for probe in faults):
+                results = run_probes(request, scope_hosts, fleet, tests, args.within, report_result)
+                failed_probes = [result.probe for result in results if result.fault]
+                if failed_probes:
+                    code = EXIT_FAILED
+                if any(probe in probes.REHEARSAL_PROBES for probe in failed_probes):
                     break
     finally:  # also after a failure: the bundle lists tests that did not start
         if args.bundle:
             names = [name for host in hosts for name in (host.name, host.address)]
-            write_bundle(args.bundle, log.results(), tests, date, names, named=args.with_host_names)
-    print(log.block(date))
+            write_bundle(args.bundle, log.results(), tests, date, names, keep_names=args.with_host_names)
+    print(log.format_report(date))
     return code
 
 
@@ -81,7 +81,7 @@ def _launch_flags(args: argparse.Namespace) -> list[str]:
     return [str(args.hosts), *run, *environment, *setup, "--", "true"]
 
 
-def scopes(hosts: Sequence[Host]) -> Iterator[tuple[str, list[Host]]]:
+def list_scopes(hosts: Sequence[Host]) -> Iterator[tuple[str, list[Host]]]:
     """Yield the scopes to test, from one GPU to all hosts: name and hosts."""
     first = hosts[0]
     yield f"one GPU of {first.name}", [dataclasses.replace(first, slots=1)]

@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from llama405b.contract.checkpoints import OF, committed, step_of
+from llama405b.contract.checkpoints import REPLICA_PREFIX, list_committed, step_of
 from llama405b.contract.errors import UserError
 from llama405b.contract.paths import RunDir
 from llama405b.settings.command import OneLineParser
@@ -22,7 +22,7 @@ from llama405b_tools.run.query import STATUS_TIMEOUT_S, ask_hosts
 from llama405b_tools.run.screen import show
 from llama405b_tools.verbs import launch
 from llama405b_tools.verbs.arguments import add_hosts
-from llama405b_tools.verbs.report import ask_report
+from llama405b_tools.verbs.report import request_report
 
 
 def main(argv: Sequence[str]) -> int:
@@ -31,41 +31,47 @@ def main(argv: Sequence[str]) -> int:
     if args.step < 1:
         raise UserError(f"STEP: {args.step} is not a step; use 1 or more")
     backend = backend_of(check_run_name(args.run), args.hosts)
-    if backend.elsewhere:
-        raise UserError(f"run {args.run} is a Slurm job, so this must be one too: `{_as_job(args.run, args.step)}`")
+    if backend.has_local_files:
+        raise UserError(
+            f"run {args.run} is a Slurm job, so this must be one too: `{_slurm_command(args.run, args.step)}`"
+        )
     with Fleet(backend.hosts()) as fleet:
-        run, seen = ask_hosts(fleet, backend.run)
-        reply = ask_report(fleet, run, seen)
+        run, host_replies = ask_hosts(fleet, backend.run)
+        reply = request_report(fleet, run, host_replies)
         if reply.alive:
             raise UserError(
                 f"run {run} is still training on the same GPUs; `{fleet.command_to_type('stop', run)}` saves and stops it"
             )
         if not reply.settings:
             raise UserError(f"run {run}: no config.toml; name a run of the trainer, not of your own program")
-        taken = max([reply.last.step if reply.last else 0, *(event.step or 0 for event in reply.events)])
-        if args.step > taken + 1:
-            raise UserError(f"STEP: run {run} reached step {taken}; name one up to {taken + 1}")
-        found = fleet.ask(reply.hosts[0][0], "parts", PartsRequest(run), PartsReply, STATUS_TIMEOUT_S)
-    before = [part for part in found.parts if part.step < args.step and not Path(part.path).parent.name.startswith(OF)]
-    resume = ["--resume", max(before, key=lambda part: part.step).path] if before else []
-    if not before:
+        last_step = max([reply.last.step if reply.last else 0, *(event.step or 0 for event in reply.events)])
+        if args.step > last_step + 1:
+            raise UserError(f"STEP: run {run} reached step {last_step}; name one up to {last_step + 1}")
+        parts_reply = fleet.ask(reply.hosts[0][0], "parts", PartsRequest(run), PartsReply, STATUS_TIMEOUT_S)
+    earlier_parts = [
+        part
+        for part in parts_reply.parts
+        if part.step < args.step and not Path(part.path).parent.name.startswith(REPLICA_PREFIX)
+    ]
+    resume = ["--resume", max(earlier_parts, key=lambda part: part.step).path] if earlier_parts else []
+    if not earlier_parts:
         show(
             f"no checkpoint before step {args.step} is left; using the run's initial weights, which have seen none of the documents"
         )
-    with tempfile.TemporaryDirectory(prefix="llama405b-blame-") as place:
-        settings = Path(place) / "config.toml"
+    with tempfile.TemporaryDirectory(prefix="llama405b-blame-") as directory:
+        settings = Path(directory) / "config.toml"
         settings.write_text(reply.settings, encoding="utf-8")
         name = ["--run", f"{run}-blame-{args.step}"]
-        words = [*name, *options, "--config", str(settings), "--blame", str(args.step), *resume, "--follow"]
-        return launch.main([str(args.hosts), *words])
+        launch_argv = [*name, *options, "--config", str(settings), "--blame", str(args.step), *resume, "--follow"]
+        return launch.main([str(args.hosts), *launch_argv])
 
 
-def _as_job(run: str, step: int) -> str:
+def _slurm_command(run: str, step: int) -> str:
     """Return the command to type for a Slurm job; its files are on this machine."""
-    here = RunDir.here(run)
-    before = [path for path in committed(here.checkpoints) if step_of(path) < step]
-    resume = f" --resume {before[-1]}" if before else ""
-    return f"{program_name()} launch --slurm OPTIONS --run {run}-blame-{step} --config {here.config} --blame {step}{resume}"
+    run_dir = RunDir.from_name(run)
+    earlier_checkpoints = [path for path in list_committed(run_dir.checkpoints) if step_of(path) < step]
+    resume = f" --resume {earlier_checkpoints[-1]}" if earlier_checkpoints else ""
+    return f"{program_name()} launch --slurm OPTIONS --run {run}-blame-{step} --config {run_dir.config} --blame {step}{resume}"
 
 
 def _parser() -> OneLineParser:

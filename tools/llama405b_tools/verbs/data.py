@@ -9,7 +9,7 @@ from llama405b.contract.errors import UserError
 from llama405b.settings import command
 from llama405b.settings.command import OneLineParser
 
-TRAINERS_OWN = "llama405b.commands.data"  # reads the data; imported late, as it needs torch
+TRAINER_MODULE = "llama405b.commands.data"  # reads the data; imported late, as it needs torch
 CORES = os.cpu_count() or 1
 SETTINGS = """
 
@@ -26,18 +26,18 @@ def main(argv: Sequence[str]) -> int:
     """Run the verb; options that its parser does not know are settings."""
     args, settings = _parser().parse_known_args(argv)
     config = command.parse(settings).config
-    for flag, least in (("sequences", 0), ("workers", 1)):
-        if getattr(args, flag, least) < least:
-            raise UserError(f"--{flag}: {getattr(args, flag)} is too small; use {least} or more")
-    return int(importlib.import_module(TRAINERS_OWN).main(args, config))
+    for flag, minimum in (("sequences", 0), ("workers", 1)):
+        if getattr(args, flag, minimum) < minimum:
+            raise UserError(f"--{flag}: {getattr(args, flag)} is too small; use {minimum} or more")
+    return int(importlib.import_module(TRAINER_MODULE).main(args, config))
 
 
 def _parser() -> OneLineParser:
     parser = OneLineParser(prog="llama405b data", description=__doc__)
-    whats = parser.add_subparsers(dest="what", required=True, metavar="show | tokenize")
-    show = whats.add_parser("show", help="print sequences", description=SHOW + SETTINGS)
+    subparsers = parser.add_subparsers(dest="what", required=True, metavar="show | tokenize")
+    show = subparsers.add_parser("show", help="print sequences", description=SHOW + SETTINGS)
     show.add_argument("--sequences", type=int, default=2, metavar="N", help="how many to print [2]")
-    tokenize = whats.add_parser("tokenize", help="tokenize texts", description=TOKENIZE + SETTINGS)
+    tokenize = subparsers.add_parser("tokenize", help="tokenize texts", description=TOKENIZE + SETTINGS)
     tokenize.add_argument("--out", type=Path, metavar="DIR", required=True, help="directory to write the tokens to")
     tokenize.add_argument("--workers", type=int, default=CORES, metavar="N", help="processes [one per core]")
     return parser

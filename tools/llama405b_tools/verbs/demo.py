@@ -6,7 +6,7 @@ from pathlib import Path
 
 from llama405b.settings.command import OneLineParser
 
-TRAINERS_OWN = "llama405b.data.demo_model"  # imported late, as it needs torch
+TRAINER_MODULE = "llama405b.data.demo_model"  # imported late, as it needs torch
 
 
 def main(argv: Sequence[str]) -> int:
@@ -15,7 +15,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("directory", type=Path, metavar="DIR", help="the directory to create")
     parser.add_argument("--tied", action="store_true", help="tie the head to the embedding, as Llama 3.2 1B does")
     args = parser.parse(argv)
-    importlib.import_module(TRAINERS_OWN).make_demo(args.directory, tied=args.tied)
+    importlib.import_module(TRAINER_MODULE).make_demo(args.directory, tied=args.tied)
     print(f"{args.directory}: a Llama with 3 million parameters and its tokenizer; train it with")
     print(f"  llama405b launch --preset demo --model.path {args.directory}")
     return 0

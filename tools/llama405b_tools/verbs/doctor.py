@@ -9,51 +9,61 @@ import dataclasses
 import json
 from collections.abc import Sequence
 
-from llama405b.contract.errors import FAILED, GOOD, UNFIT, UserError
+from llama405b.contract.errors import EXIT_FAILED, EXIT_OK, EXIT_UNFIT, UserError
 from llama405b.settings import command, config
 from llama405b.settings.command import OneLineParser
 from llama405b.settings.schema import Config
 from llama405b_tools.hosts.fleet import Fleet, hosts_argument, program_name
 from llama405b_tools.launch import host_rules
-from llama405b_tools.launch.doctor import DEFAULT_PORT, check, look, needs_of, port_findings, print_report
+from llama405b_tools.launch.doctor import (
+    DEFAULT_PORT,
+    check_under_load,
+    estimate_requirements,
+    port_findings,
+    print_report,
+    survey_hosts,
+)
 from llama405b_tools.launch.host_rules import BAD, WARN
 from llama405b_tools.launch.request import source_flags
-from llama405b_tools.verbs.arguments import add_hosts, hosts_of
+from llama405b_tools.verbs.arguments import add_hosts, resolve_hosts
 
-CODES = {WARN: FAILED, BAD: UNFIT}
+EXIT_CODES = {WARN: EXIT_FAILED, BAD: EXIT_UNFIT}
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the verb."""
-    settings, others = config.split_flags(argv)
+    settings, remaining = config.split_flags(argv)
     parser = _parser()
-    args, rest = parser.parse_known_args(others)
-    config.refuse_unknown(rest, parser.options)
+    args, unknown = parser.parse_known_args(remaining)
+    config.refuse_unknown(unknown, parser.options)
     if args.port and not 0 < args.port < 65000:
         raise UserError(f"--port: {args.port} is out of range; use 1 to 65000")
-    hosts = hosts_of(args.hosts)
-    needs = dataclasses.replace(
-        needs_of(_config(args, settings), args.preset, hosts),
+    hosts = resolve_hosts(args.hosts)
+    requirements = dataclasses.replace(
+        estimate_requirements(_planned_config(args, settings), args.preset, hosts),
         hash_weights=args.deep,
         program=program_name(),
-        hosts=hosts_argument(args.hosts),
+        hosts_arg=hosts_argument(args.hosts),
     )
     with Fleet(hosts) as fleet:
-        visit = look(fleet, args.port or DEFAULT_PORT, needs)
-        lost = visit.lost | {
-            name: f"it is unknown which hosts it can reach ({why})" for name, why in visit.mute.items()
+        survey = survey_hosts(fleet, args.port or DEFAULT_PORT, requirements)
+        unreachable = survey.lost | {
+            name: f"it is unknown which hosts it can reach ({why})" for name, why in survey.mute.items()
         }
-        found = host_rules.diagnose(visit.facts, lost, visit.skew_s, visit.peers, needs)
+        findings = host_rules.list_findings(survey.facts, unreachable, survey.skew_s, survey.peers, requirements)
         if args.port:
-            found = [*port_findings(visit.facts, args.port), *found]
-        if args.deep and not any(finding.level == BAD for finding in found):
-            found = [*check(hosts, fleet), *found]
-    code = max((CODES.get(finding.level, GOOD) for finding in found), default=GOOD)
+            findings = [*port_findings(survey.facts, args.port), *findings]
+        if args.deep and not any(finding.level == BAD for finding in findings):
+            findings = [*check_under_load(hosts, fleet), *findings]
+    code = max((EXIT_CODES.get(finding.level, EXIT_OK) for finding in findings), default=EXIT_OK)
     if args.json:
-        record = dataclasses.asdict(visit) | {"findings": [dataclasses.asdict(f) for f in found], "exit_code": code}
+        record = dataclasses.asdict(survey) | {
+            "findings": [dataclasses.asdict(finding_record) for finding_record in findings],
+            "exit_code": code,
+        }
         print(json.dumps(record))
     else:
-        print_report(visit, found, [host.name for host in hosts], deep=args.deep, mesh=needs.mesh)
+        print_report(survey, findings, [host.name for host in hosts], deep=args.deep, mesh=requirements.mesh)
     return code
 
 
@@ -77,7 +87,7 @@ def _parser() -> OneLineParser:
     return parser
 
 
-def _config(args: argparse.Namespace, settings: Sequence[str]) -> Config | None:
+def _planned_config(args: argparse.Namespace, settings: Sequence[str]) -> Config | None:
     if not (args.preset or args.config or settings):
         return None
     return command.parse([*source_flags(args), "--data.paths=stdlib", *settings]).config

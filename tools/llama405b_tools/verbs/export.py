@@ -16,15 +16,15 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from llama405b.contract.errors import GOOD
+from llama405b.contract.errors import EXIT_OK
 from llama405b.settings.command import OneLineParser
 from llama405b.spec.plan import check_run_name
 from llama405b_tools.deliver.push import collect
 from llama405b_tools.hosts.fleet import Fleet
-from llama405b_tools.run.backends import call_on
-from llama405b_tools.verbs.arguments import hosts_of
+from llama405b_tools.run.backends import run_verb_on
+from llama405b_tools.verbs.arguments import resolve_hosts
 
-TRAINERS_OWN = "llama405b.commands.export"  # writes the model; imported late, as it needs torch
+TRAINER_MODULE = "llama405b.commands.export"  # writes the model; imported late, as it needs torch
 
 
 def _parser() -> OneLineParser:
@@ -67,9 +67,9 @@ def main(argv: Sequence[str]) -> int:
     """Run the verb on the first of HOSTS; without HOSTS, on this machine."""
     args = _parser().parse(argv)
     if args.hosts is None:
-        return int(importlib.import_module(TRAINERS_OWN).main(args))
+        return int(importlib.import_module(TRAINER_MODULE).main(args))
     check_run_name(args.source)
-    hosts = hosts_of(args.hosts)
+    hosts = resolve_hosts(args.hosts)
     options = []
     for flag, value in (
         ("--dtype", args.dtype),
@@ -83,10 +83,10 @@ def main(argv: Sequence[str]) -> int:
         collected = collect(fleet, args.source, args.step)
         host = collected.host
         try:
-            words = ["export", collected.path, args.out, *options]
-            call_on(fleet, host, words, functools.partial(print, flush=True))
+            export_argv = ["export", collected.path, args.out, *options]
+            run_verb_on(fleet, host, export_argv, functools.partial(print, flush=True))
         except KeyboardInterrupt:
             print(f"interrupted: the export on {host} also stops; run the same command to resume", file=sys.stderr)
             raise
         fleet.connection(host).run(f"rm -rf {shlex.quote(collected.path)}", "", 600.0)
-    return GOOD
+    return EXIT_OK

@@ -7,15 +7,15 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from llama405b.contract.errors import GOOD, STOPPED_FOLLOWING, RunError
+from llama405b.contract.errors import EXIT_DETACHED, EXIT_OK, RunError
 from llama405b.contract.paths import RunDir
 from llama405b.settings import command, config
 from llama405b.spec import models
 from llama405b.spec.plan import Node, Plan
 from llama405b_tools.agent.processes import dismiss_guard, setup_argv, torchrun_argv
 from llama405b_tools.guard import guard, process
-from llama405b_tools.guard.guard import after_end
-from llama405b_tools.guard.process import begin_on, check_reach
+from llama405b_tools.guard.guard import run_follow_up
+from llama405b_tools.guard.process import begin_guard_on, check_guard_host
 from llama405b_tools.hosts.fleet import Fleet, hosts_argument, program_name
 from llama405b_tools.hosts.inventory import Host
 from llama405b_tools.launch import slurm
@@ -27,7 +27,7 @@ from llama405b_tools.run import backends
 from llama405b_tools.run.follow import EndKind, follow
 from llama405b_tools.run.screen import show
 from llama405b_tools.text.words import fold_ranks
-from llama405b_tools.verbs.arguments import hosts_of
+from llama405b_tools.verbs.arguments import resolve_hosts
 
 
 def main(argv: Sequence[str]) -> int:
@@ -36,39 +36,39 @@ def main(argv: Sequence[str]) -> int:
     for line in request.overridden:
         show(line)
     if request.slurm is not None:
-        return in_slurm(request, request.slurm)
-    hosts = hosts_of(request.hosts_file)
+        return submit_job(request, request.slurm)
+    hosts = resolve_hosts(request.hosts_file)
     if request.dry_run:
         print_dry_run(request, hosts)
-        return GOOD
+        return EXIT_OK
     with Fleet(hosts) as fleet:
         if request.rehearse:
             return rehearse(request, hosts, fleet)
         if request.guard_on:
-            check_reach(request.guard_on, request, fleet)
+            check_guard_host(request.guard_on, request, fleet)
         elif request.restart:
-            process.check_place(request.run)
+            process.check_guard_directory(request.run)
         plan, lines = launch_or_adopt(request, hosts, fleet)
-        lines += next_lines(request.hosts_file, plan.run, saves=request.saves)
-        guarding = None
+        lines += next_commands(request.hosts_file, plan.run, saves=request.saves)
+        guard_process = None
         try:
             if request.restart:  # before printing anything, which fails if the terminal is gone
-                said, guarding = start_guard(request, hosts, plan, fleet)
-                lines.append(said)
+                guard_line, guard_process = launch_guard(request, hosts, plan, fleet)
+                lines.append(guard_line)
         finally:
             for line in lines:
                 show(line)
         if request.follow and not request.restart:
             return follow_to_end(request, fleet, plan)
-    if request.follow and guarding:
-        return guarding.follow(hosts_argument(request.hosts_file), plain=request.plain)
-    return GOOD
+    if request.follow and guard_process:
+        return guard_process.follow(hosts_argument(request.hosts_file), plain=request.plain)
+    return EXIT_OK
 
 
 def follow_to_end(request: LaunchRequest, fleet: Fleet, plan: Plan) -> int:
     """Follow the run, then run the actions after a successful end; return the exit code."""
     ending = follow(fleet, plan, hosts_argument(request.hosts_file), plain=request.plain)
-    fault, words = after_end(request, ending, plan, fleet, show)
+    fault, words = run_follow_up(request, ending, plan, fleet, show)
     if fault:
         raise RunError(fault)
     if words:
@@ -79,84 +79,86 @@ def follow_to_end(request: LaunchRequest, fleet: Fleet, plan: Plan) -> int:
 def launch_or_adopt(request: LaunchRequest, hosts: Sequence[Host], fleet: Fleet) -> tuple[Plan, list[str]]:
     """Launch the run or adopt one that lost its guard (``--restart``); return its plan and lines to print."""
     lines: list[str] = []
-    if request.restart and (plan := guard.adopt(request, fleet)):
+    if request.restart and (plan := guard.adopt_run(request, fleet)):
         lines.append(f"{plan.run}: its guard is gone; guarding it from now on")
     else:
-        plan = launch(request, hosts, fleet, say=lines.append)
-        dismiss_guard(RunDir.here(plan.run))  # the guard of an earlier launch with this name
+        plan = launch(request, hosts, fleet, on_line=lines.append)
+        dismiss_guard(RunDir.from_name(plan.run))  # the guard of an earlier launch with this name
     with contextlib.suppress(
         OSError
     ):  # a stale file of an earlier guard; the run is up, so failing to delete it must not matter
-        RunDir.here(plan.run).guard.unlink()
+        RunDir.from_name(plan.run).guard.unlink()
     return plan, lines
 
 
-def start_guard(
+def launch_guard(
     request: LaunchRequest, hosts: Sequence[Host], plan: Plan, fleet: Fleet
 ) -> tuple[str, process.GuardProcess | None]:
     """Start the guard of a live run, here or on a host; return a line that says where, and the process here."""
     try:
         if request.guard_on:
-            return f"guard running {begin_on(request.guard_on, request, plan, fleet)}", None
-        guarding = process.spawn(request, hosts, plan)
+            return f"guard running {begin_guard_on(request.guard_on, request, plan, fleet)}", None
+        guard_process = process.spawn_guard(request, hosts, plan)
     except RunError as error:
-        again = f"`{program_name()} launch {request.again}`"
-        raise RunError(f"the run started, but its guard did not: {error}; to guard the run, use {again}") from None
-    said = f"guard running as pid {guarding.pid}; you can close this terminal; its log: {guarding.log}"
-    return said, guarding
+        command = f"`{program_name()} launch {request.resume_arguments}`"
+        raise RunError(f"the run started, but its guard did not: {error}; to guard the run, use {command}") from None
+    note = f"guard running as pid {guard_process.pid}; you can close this terminal; its log: {guard_process.log}"
+    return note, guard_process
 
 
-def in_slurm(request: LaunchRequest, options: str) -> int:
+def submit_job(request: LaunchRequest, options: str) -> int:
     """Submit the run as a Slurm job; follow it if requested."""
     if request.dry_run:
-        slurm.check_options(request, options)
+        slurm.parse_sbatch_options(request, options)
         print(slurm.job_script(request.run, Path.cwd() / "runs" / request.run))
         print(f"sbatch {options}  # nothing was submitted")
-        print_where_the_model_is(request)
-        return GOOD
+        print_model_download(request)
+        return EXIT_OK
     for line in [
         f"{request.run}: job {slurm.submit(request, options)}",
-        *next_lines(Path("hosts"), request.run, saves=request.saves, attach=False),
+        *next_commands(Path("hosts"), request.run, saves=request.saves, attach=False),
     ]:
         show(line)
     if not request.follow:
-        return GOOD
+        return EXIT_OK
     try:
         plan = slurm.await_plan(request.run)
     except KeyboardInterrupt:
         print("\ndetached; the job continues")
-        return STOPPED_FOLLOWING
+        return EXIT_DETACHED
     with Fleet(backends.job_hosts(request.run)) as fleet:
         return follow(fleet, plan, plain=request.plain).code
 
 
 def print_dry_run(request: LaunchRequest, hosts: Sequence[Host]) -> None:
     """Print what would run on each host, with <...> for values that only the hosts know."""
-    plan = _likely_plan(request, hosts)
-    known = all(host.slots for host in hosts)
+    plan = _provisional_plan(request, hosts)
+    has_slots = all(host.slots for host in hosts)
     if request.config:
         command.parse(plan.program[2:])
     for node in plan.nodes:
-        span = fold_ranks(node.ranks) if known else "one rank per GPU"
+        span = fold_ranks(node.ranks) if has_slots else "one rank per GPU"
         print(f"{node.name}  ({span}, in {node.workdir})")
         argv = torchrun_argv(plan, node.name, f"runs/{plan.run}/logs/{node.name}")
-        shown = shlex.join(setup_argv(plan.setup, argv))
+        command_text = shlex.join(setup_argv(plan.setup, argv))
         env = "".join(f"{name}={shlex.quote(value)} " for name, value in sorted(node.env.items()))
-        print(f"  {env}{shown.replace('--nproc-per-node=0', '--nproc-per-node=<GPUs>')}")
-    if request.config and known and not request.evaluates:
+        print(f"  {env}{command_text.replace('--nproc-per-node=0', '--nproc-per-node=<GPUs>')}")
+    if request.config and has_slots and not request.evaluates:
         config.check_ranks(request.config, plan.axes(request.config.parallel))
-    print_where_the_model_is(request)
+    print_model_download(request)
     print("nothing was started and no connection was opened")
 
 
-def print_where_the_model_is(request: LaunchRequest) -> None:
+def print_model_download(request: LaunchRequest) -> None:
     """Print how to download a model given by its Hub name, unless it is a local directory."""
     model = Path(request.config.model.path) if request.config else None
     if model and models.is_hub_name(model) and not model.is_dir():
-        print(f"{model}: no such directory on this machine; unless the first host has it, {models.how_to_get(model)}")
+        print(
+            f"{model}: no such directory on this machine; unless the first host has it, {models.download_hint(model)}"
+        )
 
 
-def _likely_plan(request: LaunchRequest, hosts: Sequence[Host]) -> Plan:
+def _provisional_plan(request: LaunchRequest, hosts: Sequence[Host]) -> Plan:
     """Return the plan as far as it is known without contacting a host."""
     slots = [host.slots for host in hosts]
     nodes = tuple(
@@ -186,7 +188,7 @@ def _likely_plan(request: LaunchRequest, hosts: Sequence[Host]) -> Plan:
     )
 
 
-def next_lines(hosts_file: Path, run: str, *, saves: bool, attach: bool = True) -> list[str]:
+def next_commands(hosts_file: Path, run: str, *, saves: bool, attach: bool = True) -> list[str]:
     """Return the commands to use next, each with its purpose."""
     hosts = hosts_argument(hosts_file)
     verbs = {
@@ -197,4 +199,4 @@ def next_lines(hosts_file: Path, run: str, *, saves: bool, attach: bool = True) 
     }
     if not attach:
         del verbs["attach"]
-    return [f"  {program_name()} {verb}{hosts} --run {run}   # {what}" for verb, what in verbs.items()]
+    return [f"  {program_name()} {verb}{hosts} --run {run}   # {purpose}" for verb, purpose in verbs.items()]

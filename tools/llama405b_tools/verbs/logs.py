@@ -12,15 +12,15 @@ import sys
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
-from llama405b.contract.errors import STOPPED_FOLLOWING, UserError, code_for, counted
+from llama405b.contract.errors import EXIT_DETACHED, UserError, exit_code_for, pluralize
 from llama405b.settings.command import OneLineParser
 from llama405b_tools.agent.messages import HostRun
 from llama405b_tools.hosts.fleet import Fleet
-from llama405b_tools.hosts.transport import unanswered
+from llama405b_tools.hosts.transport import failure_texts
 from llama405b_tools.run import log_reader
 from llama405b_tools.run.backends import backend_of
-from llama405b_tools.run.log_reader import LogReader, Show
-from llama405b_tools.run.query import Seen, ask_hosts, is_guarded, known_of
+from llama405b_tools.run.log_reader import LogPrinter, LogReader
+from llama405b_tools.run.query import RunReplies, ask_hosts, host_runs_of, is_guarded
 from llama405b_tools.text.words import fold_ranks
 from llama405b_tools.verbs.arguments import verb_parser
 
@@ -49,62 +49,66 @@ def _parser() -> OneLineParser:
 def main(argv: Sequence[str]) -> int:
     """Run the verb."""
     args = _parser().parse(argv)
-    show = Show(args)
+    show = LogPrinter(args)
     backend = backend_of(args.run, args.hosts)
     with Fleet(backend.hosts()) as fleet:
         if unknown := [name for name in args.host if name not in fleet.hosts]:
             raise UserError(f"--host: {unknown[0]!r} is not in {args.hosts}; use one of {', '.join(fleet.hosts)}")
-        run, seen = ask_hosts(fleet, backend.run)
-        _check_filters(show, args.host, run, seen)
+        run, host_replies = ask_hosts(fleet, backend.run)
+        _check_filters(show, args.host, run, host_replies)
         if args.first_error:
-            failed, lines = log_reader.find_first_error(fleet, run, seen, max(0, show.attempt))
+            failed, lines = log_reader.find_first_error(fleet, run, host_replies, max(0, show.attempt))
             print("\n".join(lines))
-            return code_for(failed)
-        lost = unanswered(seen)
-        for name, fault in lost.items():
+            return exit_code_for(failed)
+        unreachable = failure_texts(host_replies)
+        for name, fault in unreachable.items():
             print(f"- {name}: {fault}", file=sys.stderr)
-        shown = args.host or fleet.hosts
-        first_ranks = {name: found.first_rank for name, found in known_of(seen).items() if name in shown}
+        shown_hosts = args.host or fleet.hosts
+        first_ranks = {
+            name: host_run.first_rank for name, host_run in host_runs_of(host_replies).items() if name in shown_hosts
+        }
         request = show.request(run, follow=args.follow, forever=args.follow and is_guarded(run))
         try:
             with contextlib.closing(show):
-                LogReader(fleet, run, first_ranks, request).show(show)
+                LogReader(fleet, run, first_ranks, request).show_all(show)
         except KeyboardInterrupt:
-            return STOPPED_FOLLOWING
-    return code_for(lost)
+            return EXIT_DETACHED
+    return exit_code_for(unreachable)
 
 
-def _check_filters(show: Show, hosts: Sequence[str], run: str, seen: Seen) -> None:
+def _check_filters(show: LogPrinter, hosts: Sequence[str], run: str, host_replies: RunReplies) -> None:
     """Refuse filters that cannot match anything in the run's logs."""
-    known = known_of(seen)
-    newest = max((reply.attempt for reply in known.values()), default=0)
-    if show.attempt > newest:
-        there = f"attempts 1 to {newest}" if newest > 1 else "only attempt 1"
-        raise UserError(f"--attempt: run {run} has {there}, not {show.attempt}")
-    if missing := [name for name in hosts if seen[name] is None]:
-        raise UserError(f"--host: {missing[0]} has no part of run {run}; use one of {', '.join(known)}")
+    host_runs = host_runs_of(host_replies)
+    max_attempt = max((reply.attempt for reply in host_runs.values()), default=0)
+    if show.attempt > max_attempt:
+        attempts_text = f"attempts 1 to {max_attempt}" if max_attempt > 1 else "only attempt 1"
+        raise UserError(f"--attempt: run {run} has {attempts_text}, not {show.attempt}")
+    if hosts_without_run := [name for name in hosts if host_replies[name] is None]:
+        raise UserError(f"--host: {hosts_without_run[0]} has no part of run {run}; use one of {', '.join(host_runs)}")
     if show.ranks:
-        _check_ranks(show.ranks, hosts, run, known)
+        _check_ranks(show.ranks, hosts, run, host_runs)
 
 
-def _check_ranks(ranks: Collection[int], hosts: Sequence[str], run: str, known: Mapping[str, HostRun]) -> None:
+def _check_ranks(ranks: Collection[int], hosts: Sequence[str], run: str, host_runs: Mapping[str, HostRun]) -> None:
     """Refuse ranks that the run does not have, or that are not on these hosts."""
-    world = max((reply.world for reply in known.values()), default=0)
+    world = max((reply.world for reply in host_runs.values()), default=0)
     if world and max(ranks) >= world:
-        beyond = min(rank for rank in ranks if rank >= world)
-        raise UserError(f"--rank: run {run} has {counted(world, 'rank')}, from 0 to {world - 1}, and no {beyond}")
-    by_host = _ranks_by_host(known, world)
-    held = [rank for name in hosts for rank in by_host.get(name, ())]
-    if held and not {*ranks} & {*held}:
+        first_beyond = min(rank for rank in ranks if rank >= world)
         raise UserError(
-            f"--rank: {', '.join(hosts)} has only {fold_ranks(held)} of run {run}; correct --host or --rank"
+            f"--rank: run {run} has {pluralize(world, 'rank')}, from 0 to {world - 1}, and no {first_beyond}"
+        )
+    by_host = _ranks_by_host_name(host_runs, world)
+    host_ranks = [rank for name in hosts for rank in by_host.get(name, ())]
+    if host_ranks and not {*ranks} & {*host_ranks}:
+        raise UserError(
+            f"--rank: {', '.join(hosts)} has only {fold_ranks(host_ranks)} of run {run}; correct --host or --rank"
         )
 
 
-def _ranks_by_host(known: Mapping[str, HostRun], world: int) -> dict[str, range]:
+def _ranks_by_host_name(host_runs: Mapping[str, HostRun], world: int) -> dict[str, range]:
     """Return the ranks of each host of a run; {} unless all its hosts answered."""
-    if any(name not in known for found in known.values() for name in found.hosts):
+    if any(name not in host_runs for host_run in host_runs.values() for name in host_run.hosts):
         return {}
-    firsts = sorted((found.first_rank, name) for name, found in known.items())
+    firsts = sorted((host_run.first_rank, name) for name, host_run in host_runs.items())
     ends = [first for first, _ in firsts[1:]] + [world]
     return {name: range(first, end) for (first, name), end in zip(firsts, ends, strict=True)}

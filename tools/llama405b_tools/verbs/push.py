@@ -15,12 +15,12 @@ from pathlib import Path
 from llama405b.contract.errors import UserError
 from llama405b.settings import config
 from llama405b.settings.command import OneLineParser
-from llama405b.settings.rules import faults_of
+from llama405b.settings.rules import find_faults
 from llama405b.settings.schema import Config, Parallel
-from llama405b_tools.deliver.push import check_there, parse_origin, push_code, push_files, push_parts, same_place
+from llama405b_tools.deliver.push import check_origin, parse_origin, push_code, push_files, push_parts, target_path
 from llama405b_tools.deliver.source_tree import git_tree
 from llama405b_tools.hosts.fleet import Fleet
-from llama405b_tools.verbs.arguments import add_hosts, hosts_of
+from llama405b_tools.verbs.arguments import add_hosts, resolve_hosts
 
 
 def main(argv: Sequence[str]) -> int:
@@ -30,10 +30,10 @@ def main(argv: Sequence[str]) -> int:
     add_hosts(parser)
     parser.add_argument("--to", default="", metavar="DIR", help="destination [the same path; for code, workdir=]")
     parser.add_argument("--shards", action="store_true", help="send each host only what its ranks own")
-    flags, others = config.split_flags(argv)
-    args = parser.parse(others)
-    parallel = splitting(flags, shards=args.shards)
-    hosts = hosts_of(args.hosts)
+    flags, remaining = config.split_flags(argv)
+    args = parser.parse(remaining)
+    parallel = parse_parallel(flags, shards=args.shards)
+    hosts = resolve_hosts(args.hosts)
     origin = parse_origin(args.path, hosts)
     if args.to and not args.to.startswith(("/", "~/")):
         raise UserError(f"--to: {args.to!r} is relative; use a full path")
@@ -43,23 +43,23 @@ def main(argv: Sequence[str]) -> int:
         if tree is not None:
             return push_code(fleet, tree, args.to)
         if origin.host:
-            check_there(fleet, origin)
-        targets = {name: args.to or same_place(origin, fleet, name) for name in fleet.hosts if name != origin.host}
+            check_origin(fleet, origin)
+        targets = {name: args.to or target_path(origin, fleet, name) for name in fleet.hosts if name != origin.host}
         if args.shards:
             return push_parts(fleet, origin, targets, parallel)
         return push_files(fleet, origin, targets)
 
 
-def splitting(flags: Sequence[str], *, shards: bool) -> Parallel:
+def parse_parallel(flags: Sequence[str], *, shards: bool) -> Parallel:
     """Parse the settings that say how a run splits the model."""
     settings = config.read_flags(flags)
-    for key, (_, where) in settings.items():
+    for key, (_, source) in settings.items():
         if not shards or not key.startswith("parallel."):
             raise UserError(
-                f"{where}: unexpected setting; push takes only settings like --parallel.tp 8, with --shards"
+                f"{source}: unexpected setting; push takes only settings like --parallel.tp 8, with --shards"
             )
     parallel = Parallel(**{key.partition(".")[2]: value for key, (value, _) in settings.items()})  # type: ignore[arg-type]
-    for key, fault in faults_of(Config(parallel=parallel)):
+    for key, fault in find_faults(Config(parallel=parallel)):
         if key in settings:
             raise UserError(f"--{key}: {fault}")
     return parallel

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from llama405b.contract.errors import GOOD, RunError, UserError, reason_of
+from llama405b.contract.errors import EXIT_OK, RunError, UserError, reason_of
 from llama405b.contract.files import write_atomic
 from llama405b.contract.paths import RunDir
 from llama405b.settings.command import OneLineParser
@@ -18,18 +18,18 @@ from llama405b_tools.agent.messages import HeadRequest
 from llama405b_tools.agent.reports import ReportReply
 from llama405b_tools.hosts.fleet import Fleet
 from llama405b_tools.hosts.transport import HostError, replies
-from llama405b_tools.report.page import lines_of, page
+from llama405b_tools.report.page import format_report, render_page
 from llama405b_tools.report.summary import Summary
 from llama405b_tools.run.backends import backend_of
-from llama405b_tools.run.query import Seen, ask_run
+from llama405b_tools.run.query import RunReplies, ask_run
 from llama405b_tools.verbs.arguments import add_hosts
 
 GATHER_TIMEOUT_S = 120.0  # a long run's metrics can be a hundred megabytes
 
 
-def report_of_run(fleet: Fleet, run: str, seen: Seen) -> ReportReply:
+def fetch_report(fleet: Fleet, run: str, host_replies: RunReplies) -> ReportReply:
     """Fetch the report from the host of rank 0; refuse if it has no steps."""
-    reply = ask_report(fleet, run, seen)
+    reply = request_report(fleet, run, host_replies)
     if not (reply.points or reply.evaluations):
         raise UserError(
             f"run {run}: its metrics have no step; it has not taken one yet, or it runs your own program, which writes none"
@@ -37,12 +37,12 @@ def report_of_run(fleet: Fleet, run: str, seen: Seen) -> ReportReply:
     return reply
 
 
-def ask_report(fleet: Fleet, run: str, seen: Seen) -> ReportReply:
+def request_report(fleet: Fleet, run: str, host_replies: RunReplies) -> ReportReply:
     """Fetch the report from the host of rank 0, even if it is empty."""
-    head = next((name for name, known in replies(seen).items() if known and known.first_rank == 0), "")
+    head = next((name for name, host_run in replies(host_replies).items() if host_run and host_run.first_rank == 0), "")
     if head not in fleet.hosts:
-        lost = next((f": {name}: {why}" for name, why in seen.items() if isinstance(why, HostError)), "")
-        raise RunError(f"run {run}: cannot reach the host of its rank 0, which has its metrics{lost}")
+        fault_note = next((f": {name}: {why}" for name, why in host_replies.items() if isinstance(why, HostError)), "")
+        raise RunError(f"run {run}: cannot reach the host of its rank 0, which has its metrics{fault_note}")
     return fleet.ask(head, "report_of", HeadRequest(run, head), ReportReply, GATHER_TIMEOUT_S)
 
 
@@ -54,21 +54,21 @@ def main(argv: Sequence[str]) -> int:
     args = _parser().parse(argv)
     backend = backend_of(args.run, args.hosts)
     if waiting := backend.waiting():
-        raise UserError(f"{waiting.words}; there is nothing to report yet")
+        raise UserError(f"{waiting.description}; there is nothing to report yet")
     with Fleet(backend.hosts()) as fleet:
-        run, seen = ask_run(fleet, backend.run, elsewhere=backend.elsewhere)
-        summary = Summary(run, report_of_run(fleet, run, seen), args.price, fleet.command_to_type("logs", run))
+        run, host_replies = ask_run(fleet, backend.run, has_local_files=backend.has_local_files)
+        summary = Summary(run, fetch_report(fleet, run, host_replies), args.price, fleet.command_to_type("logs", run))
     encoding = sys.stdout.encoding or ""
     width = shutil.get_terminal_size((100, 24)).columns
-    for line in lines_of(summary, min(width, 120), PLOT_LINES, plain=not encoding.lower().startswith("utf")):
+    for line in format_report(summary, min(width, 120), PLOT_LINES, plain=not encoding.lower().startswith("utf")):
         print(line)
-    out = args.out or _place(run)
+    out = args.out or _default_path(run)
     try:
-        write_atomic(out, page(summary))
+        write_atomic(out, render_page(summary))
     except OSError as error:
         raise UserError(f"--out: {out} cannot be written: {reason_of(error)}; name another file") from None
     print(f"full report: {out}")
-    return GOOD
+    return EXIT_OK
 
 
 def _parser() -> OneLineParser:
@@ -82,7 +82,7 @@ def _parser() -> OneLineParser:
     return parser
 
 
-def _place(run: str) -> Path:
+def _default_path(run: str) -> Path:
     """Return the default path of the page: in the run's directory if it was launched from here."""
-    here = RunDir.here(run)
-    return here.report if os.access(here.path, os.W_OK) else Path(f"{run}.html")
+    run_dir = RunDir.from_name(run)
+    return run_dir.report if os.access(run_dir.path, os.W_OK) else Path(f"{run}.html")

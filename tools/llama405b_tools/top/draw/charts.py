@@ -10,15 +10,15 @@ from typing import NamedTuple
 
 from rich.text import Text
 
-from llama405b_tools.text.figures import BARS, local_time, span
+from llama405b_tools.text.figures import BARS, format_clock, format_duration
 from llama405b_tools.top.state.picture import HostRow, HostState
 from llama405b_tools.top.state.trends import Bucket
 
 EIGHTHS = " ▏▎▍▌▋▊▉█"
-GAP = 1  # columns between panes
+GAP_COLUMNS = 1  # columns between panes
 
 
-def rule(title: str, width: int, *, right: str = "", focused: bool = False) -> Text:
+def draw_heading(title: str, width: int, *, right: str = "", focused: bool = False) -> Text:
     """Return a heading as wide as its pane; ``right`` is omitted if there is no room."""
     style = "focus" if focused else "title"
     line = Text().append(f"── {title} ", style)
@@ -29,32 +29,32 @@ def rule(title: str, width: int, *, right: str = "", focused: bool = False) -> T
     return line.append(f" {right} " if right else "", style)
 
 
-def fitted(line: Text, width: int) -> Text:
+def fit_width(line: Text, width: int) -> Text:
     """Cut or pad a line to exactly this width."""
     line.truncate(width, overflow="ellipsis", pad=True)
     return line
 
 
-def tall(lines: Sequence[Text], height: int) -> list[Text]:
+def fit_height(lines: Sequence[Text], height: int) -> list[Text]:
     """Cut or pad to exactly this many lines."""
     return [*lines[:height], *(Text() for _ in range(height - len(lines)))]
 
 
-def beside(panes: Sequence[tuple[Sequence[Text], int]]) -> list[Text]:
+def side_by_side(panes: Sequence[tuple[Sequence[Text], int]]) -> list[Text]:
     """Join panes, each with its width, side by side."""
-    joined = []
+    lines_out = []
     for row in itertools.zip_longest(*(lines for lines, _ in panes)):
         line = Text()
-        for (_, width), part in zip(panes, row, strict=True):
-            line.append_text(fitted(part.copy() if part else Text(), width)).append(" " * GAP)
-        line.right_crop(GAP)
-        joined.append(line)
-    return joined
+        for (_, width), cell in zip(panes, row, strict=True):
+            line.append_text(fit_width(cell.copy() if cell else Text(), width)).append(" " * GAP_COLUMNS)
+        line.right_crop(GAP_COLUMNS)
+        lines_out.append(line)
+    return lines_out
 
 
-def divided(width: int, n: int) -> list[int]:
+def split_width(width: int, n: int) -> list[int]:
     """Divide a width among n panes with gaps between them."""
-    room = width - GAP * (n - 1)
+    room = width - GAP_COLUMNS * (n - 1)
     return [room * (i + 1) // n - room * i // n for i in range(n)]
 
 
@@ -63,11 +63,11 @@ def gauge(share: float | None, width: int) -> str:
     if share is None:
         return "·" * width
     eighths = round(8 * width * min(1.0, max(0.0, share)))
-    full, rest = divmod(eighths, 8)
-    return ("█" * full + (EIGHTHS[rest] if rest else "")).ljust(width, "░")
+    full, remainder = divmod(eighths, 8)
+    return ("█" * full + (EIGHTHS[remainder] if remainder else "")).ljust(width, "░")
 
 
-def runs(cells: Iterable[tuple[str, str]]) -> Text:
+def join_styled(cells: Iterable[tuple[str, str]]) -> Text:
     """Join styled characters into a text, merging neighbors of equal style."""
     pieces: list[tuple[str, str]] = []
     for char, style in cells:
@@ -78,12 +78,12 @@ def runs(cells: Iterable[tuple[str, str]]) -> Text:
     return Text.assemble(*pieces)
 
 
-LABEL = 7  # columns of the value axis
-PLANNED = {" ": "plan", BARS[-1]: "plan.on"}  # characters that the dotted plan line may replace, and its style there
-LEAST_LINES = 3  # of a graph, including its title and time axis
+LABEL_COLUMNS = 7  # columns of the value axis
+PLAN_CELLS = {" ": "plan", BARS[-1]: "plan.on"}  # characters that the dotted plan line may replace, and its style there
+MIN_CHART_LINES = 3  # of a graph, including its title and time axis
 
 
-class Axis(NamedTuple):
+class TimeAxis(NamedTuple):
     """The time span that graphs show."""
 
     begin: float
@@ -101,7 +101,7 @@ class Scale(NamedTuple):
 
     low: float
     high: float
-    words: Callable[[float], str]
+    format_value: Callable[[float], str]
 
     def level(self, value: float, n: int) -> int:
         """Return the height of a value in eighths of ``n`` lines; at least one if above the lowest."""
@@ -110,31 +110,31 @@ class Scale(NamedTuple):
         return max(eighths, int(value > self.low))
 
 
-def from_zero(values: Iterable[float], words: Callable[[float], str]) -> Scale:
+def scale_from_zero(values: Iterable[float], format_value: Callable[[float], str]) -> Scale:
     """Return a scale from 0 to a round number at or above all values."""
-    most = max(values, default=0.0)
-    if most <= 0:
-        return Scale(0.0, 1.0, words)
-    unit = 10.0 ** math.floor(math.log10(most))
+    max_value = max(values, default=0.0)
+    if max_value <= 0:
+        return Scale(0.0, 1.0, format_value)
+    unit = 10.0 ** math.floor(math.log10(max_value))
     steps = (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10)
-    return Scale(0.0, next(step * unit for step in steps if step * unit >= 0.999 * most), words)
+    return Scale(0.0, next(step * unit for step in steps if step * unit >= 0.999 * max_value), format_value)
 
 
-def around(values: Sequence[float], words: Callable[[float], str]) -> Scale:
+def scale_around(values: Sequence[float], format_value: Callable[[float], str]) -> Scale:
     """Return a scale from just below the lowest value to the highest."""
     if not values:
-        return Scale(0.0, 1.0, words)
+        return Scale(0.0, 1.0, format_value)
     low, high = min(values), max(values)
-    room = (high - low) or abs(high) or 1.0
-    return Scale(low - 0.25 * room, high, words)
+    margin = (high - low) or abs(high) or 1.0
+    return Scale(low - 0.25 * margin, high, format_value)
 
 
-def chart(
+def draw_chart(
     title: str,
     right: str,
     columns: Sequence[Bucket | None],
     scale: Scale,
-    axis: Axis,
+    axis: TimeAxis,
     height: int,
     *,
     plan: float | None = None,
@@ -144,62 +144,68 @@ def chart(
 
     ``columns``: a bucket per column, None draws nothing. ``plan``: a dotted line. ``style``: of the area.
     """
-    n, width = height - 2, len(columns) + LABEL
+    n, width = height - 2, len(columns) + LABEL_COLUMNS
     levels = [None if bucket is None else scale.level(bucket.mean, n) for bucket in columns]
-    at_plan = None if plan is None or not scale.low <= plan <= scale.high else (scale.level(plan, n) - 1) // 8
-    lines = [rule(title, width, right=right)]
+    plan_line = None if plan is None or not scale.low <= plan <= scale.high else (scale.level(plan, n) - 1) // 8
+    lines = [draw_heading(title, width, right=right)]
     for i in reversed(range(n)):
         line = Text().append(_label(scale, i, n), "title")
         area = [(_cell(level, i), style) for level in levels]
-        if i == at_plan:
-            area = [("┄", PLANNED[char]) if char in PLANNED else (char, style) for char, style in area]
-        lines.append(line.append_text(runs(area)))
-    return [*lines, time_axis(axis, len(columns))]
+        if i == plan_line:
+            area = [("┄", PLAN_CELLS[char]) if char in PLAN_CELLS else (char, style) for char, style in area]
+        lines.append(line.append_text(join_styled(area)))
+    return [*lines, draw_time_axis(axis, len(columns))]
 
 
 def _label(scale: Scale, i: int, n: int) -> str:
     """Return the label of line ``i``: the highest, middle and lowest lines have one."""
-    named = {n - 1: scale.high, 0: scale.low}
+    labels = {n - 1: scale.high, 0: scale.low}
     if n >= 5:
-        named[n // 2] = (scale.low + scale.high) / 2
-    words = scale.words(named[i]) if i in named and n > 1 else ""
-    return f"{words[: LABEL - 2]:>{LABEL - 2}} {'┤' if words else '│'}"
+        labels[n // 2] = (scale.low + scale.high) / 2
+    words = scale.format_value(labels[i]) if i in labels and n > 1 else ""
+    return f"{words[: LABEL_COLUMNS - 2]:>{LABEL_COLUMNS - 2}} {'┤' if words else '│'}"
 
 
 def _cell(level: int | None, i: int) -> str:
     """Return a column's character in line ``i``, counted from the bottom."""
-    part = 0 if level is None else level - 8 * i
-    if part <= 0:
+    eighths = 0 if level is None else level - 8 * i
+    if eighths <= 0:
         return " "
-    return BARS[min(8, part) - 1]
+    return BARS[min(8, eighths) - 1]
 
 
-def time_axis(axis: Axis, width: int) -> Text:
+def draw_time_axis(axis: TimeAxis, width: int) -> Text:
     """Draw the time axis below a graph: how long ago, and the letters of events."""
     cells = ["─"] * width
     length_s = axis.end - axis.begin
-    words = [(0, f"-{span(length_s)}"), (width // 2, f"-{span(length_s / 2)}"), (width, axis.end_name)]
+    words = [
+        (0, f"-{format_duration(length_s)}"),
+        (width // 2, f"-{format_duration(length_s / 2)}"),
+        (width, axis.end_name),
+    ]
     if length_s > 12 * 3600:
-        words = [(width * i // 2, local_time(axis.begin + length_s * i / 2, "%a %H:%M")) for i in range(3)]
-    for at, text in words if width >= 24 else [words[0], words[2]]:
-        begin = min(max(0, at - len(text) // 2), width - len(text))
+        words = [(width * i // 2, format_clock(axis.begin + length_s * i / 2, "%a %H:%M")) for i in range(3)]
+    for column, text in words if width >= 24 else [words[0], words[2]]:
+        begin = min(max(0, column - len(text) // 2), width - len(text))
         cells[begin : begin + len(text)] = text
     for time, letter in axis.marks:
-        at = axis.column(time, width)
-        while 0 <= at < width and not (cells[at] == letter or cells[at : at + 2] == ["─", "─"]):  # apart from words
-            at -= 1
-        if 0 <= at < width:
-            cells[at] = letter
-    return Text().append(" " * (LABEL - 1) + "└" + "".join(cells[:width]), "title")
+        column = axis.column(time, width)
+        while 0 <= column < width and not (
+            cells[column] == letter or cells[column : column + 2] == ["─", "─"]
+        ):  # apart from words
+            column -= 1
+        if 0 <= column < width:
+            cells[column] = letter
+    return Text().append(" " * (LABEL_COLUMNS - 1) + "└" + "".join(cells[:width]), "title")
 
 
-def means(columns: Iterable[Bucket | None]) -> Iterator[float]:
+def bucket_means(columns: Iterable[Bucket | None]) -> Iterator[float]:
     """Yield the means of the columns that have values."""
     return (bucket.mean for bucket in columns if bucket)
 
 
-STYLES = {0: "", 1: "warn", 2: "bad"}  # by severity
-ODD, OLD = "odd", "old"
+SEVERITY_STYLES = {0: "", 1: "warn", 2: "bad"}  # by severity
+ODD_STYLE, STALE_STYLE = "odd", "old"
 
 
 def is_victim(row: HostRow) -> bool:
@@ -207,21 +213,21 @@ def is_victim(row: HostRow) -> bool:
     return row.state is HostState.FAILED and not row.is_culprit
 
 
-def row_style(row: HostRow) -> str:
+def host_style(row: HostRow) -> str:
     """Return the style of a host's state and its reason."""
-    return OLD if is_victim(row) else STYLES[row.severity]
+    return STALE_STYLE if is_victim(row) else SEVERITY_STYLES[row.severity]
 
 
-def style_of(row: HostRow, *, odd: bool) -> str:
+def value_style(row: HostRow, *, odd: bool) -> str:
     """Return the style of a value: marked if ``odd``; dim if its host is silent or a victim."""
     if not row.is_heard or is_victim(row):
-        return OLD
-    return (STYLES[row.severity] or ODD) if odd else ""
+        return STALE_STYLE
+    return (SEVERITY_STYLES[row.severity] or ODD_STYLE) if odd else ""
 
 
-def pieced(row: HostRow, pieces: Iterable[tuple[str, str]], odd_in: Collection[str]) -> Text:
+def join_fields(row: HostRow, pieces: Iterable[tuple[str, str]], odd_in: Collection[str]) -> Text:
     """Join pieces of text, each with the field it shows ('': none), styled by that field."""
     line = Text()
     for text, field in pieces:
-        line.append(text, style_of(row, odd=field in odd_in))
+        line.append(text, value_style(row, odd=field in odd_in))
     return line

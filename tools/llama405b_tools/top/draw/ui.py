@@ -14,10 +14,10 @@ from rich.segment import Segment
 from rich.text import Text
 from rich.theme import Theme
 
-from llama405b.contract.errors import given
-from llama405b_tools.text.figures import local_time
-from llama405b_tools.top.draw.charts import rule
-from llama405b_tools.top.state.picture import POWER, Change, Level
+from llama405b.contract.errors import fmt_if
+from llama405b_tools.text.figures import format_clock
+from llama405b_tools.top.draw.charts import draw_heading
+from llama405b_tools.top.state.picture import POWER, ClusterEvent, Severity
 
 VIEWS = ("all", "gpus", "ranks", "network", "log", "events")  # keys 1 to 6
 PANES = ("hosts", "events", "log")  # of view "all"
@@ -68,12 +68,12 @@ States: OK, STALE (no frame for 3 intervals), AUTH, REFUSED, TIMEOUT, DOWN (no c
 class LogView:
     """How the log is shown."""
 
-    at: int | None = None  # number of the last line shown; None: follow the newest
+    last_number: int | None = None  # number of the last line shown; None: follow the newest
     all_lines: bool = False  # include the lines that every step prints
     errors_only: bool = False
-    only: str = ""  # "host" or "rank": only lines of the selected one
+    scope: str = ""  # "host" or "rank": only lines of the selected one
     wraps: bool = False
-    left: int = 0  # columns moved sideways
+    offset: int = 0  # columns moved sideways
     search: str = ""
 
 
@@ -95,30 +95,30 @@ class Ui:
     quantity: int = POWER
     hidden: int = 0  # columns of a host that are left out, from the first
     theme: str = ""  # of ``THEMES``; "": by what the terminal says of its background
-    paused: bool = False
-    at: float | None = None  # the past moment shown; None: now
-    came_back: bool = False  # whether the last key returned from the past to now
-    kept: tuple[float, float] = (0.0, 0.0)  # first and last moment of the history
-    events_at: Change | None = None  # the last event shown; None: the newest
+    is_paused: bool = False
+    past_time: float | None = None  # the past moment shown; None: now
+    just_returned: bool = False  # whether the last key returned from the past to now
+    history_span: tuple[float, float] = (0.0, 0.0)  # first and last moment of the history
+    last_event: ClusterEvent | None = None  # the last event shown; None: the newest
     wraps_events: bool = False  # in the overview; the events view always wraps
-    down: int = 0  # lines that a text or a host is scrolled down
+    scroll: int = 0  # lines that a text or a host is scrolled down
     log: LogView = dataclasses.field(default_factory=LogView)
     stacks: Mapping[int, Sequence[str]] = dataclasses.field(
         default_factory=dict
     )  # stack by rank, from the last autopsy
-    stacks_of: str = ""  # time of that autopsy
+    stacks_time: str = ""  # time of that autopsy
     title: str = ""
     lines: Sequence[str] = ()  # of a text
-    running: set[str] = dataclasses.field(default_factory=set)  # titles of our running commands
+    running_titles: set[str] = dataclasses.field(default_factory=set)  # titles of our running commands
     hint: str = ""  # about the last key
     refusals: Mapping[str, str] = dataclasses.field(default_factory=dict)  # by key, why an action is disabled
-    pending: str = ""  # key of the action that waits for confirmation
+    pending_key: str = ""  # key of the action that waits for confirmation
     question: str = ""  # the question shown for it
 
     @property
     def is_past(self) -> bool:
         """Whether a past moment is shown."""
-        return self.at is not None
+        return self.past_time is not None
 
     @property
     def mode(self) -> str:
@@ -129,12 +129,12 @@ class Ui:
         """Show a text on top of the view, replacing a shown text."""
         if self.mode != "text":
             self.path.append("text")
-        self.title, self.lines, self.down = title, lines, 0
+        self.title, self.lines, self.scroll = title, lines, 0
 
     @property
     def is_running(self) -> bool:
         """Whether the shown text belongs to a running command."""
-        return self.mode == "text" and self.title in self.running
+        return self.mode == "text" and self.title in self.running_titles
 
     @property
     def reads_log(self) -> bool:
@@ -147,8 +147,8 @@ class Ui:
         return self.mode == "events" or (self.mode == "all" and self.pane == "events")
 
 
-SIGNS = {Level.BAD: ("✖", "bad"), Level.WARNING: ("▲", "warn"), Level.NOTE: ("·", "old")}
-STEP = re.compile(r"(?:step \d+/\d+  loss |\{'loss': |\s*\d+%\|)")  # our trainer's, transformers', a progress bar
+LEVEL_SIGNS = {Severity.BAD: ("✖", "bad"), Severity.WARNING: ("▲", "warn"), Severity.NOTE: ("·", "old")}
+STEP_LINE = re.compile(r"(?:step \d+/\d+  loss |\{'loss': |\s*\d+%\|)")  # our trainer's, transformers', a progress bar
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -165,31 +165,35 @@ class LogLine:
     is_bar: bool = False  # the state of a line that is being overwritten
 
 
-def chosen_lines(logs: Sequence[LogLine], view: LogView, host: str, rank: int | None) -> list[LogLine]:
+def filter_lines(logs: Sequence[LogLine], view: LogView, host: str, rank: int | None) -> list[LogLine]:
     """Return the lines that pass the user's filters. ``host`` and ``rank``: the selected ones."""
-    wanted: list[Callable[[LogLine], bool]] = []
+    conditions: list[Callable[[LogLine], bool]] = []
     if not view.all_lines:
-        wanted.append(lambda line: not STEP.match(line.text))
+        conditions.append(lambda line: not STEP_LINE.match(line.text))
     if view.errors_only:
-        wanted.append(lambda line: line.is_error)
-    if view.only:
-        wanted.append(lambda line: host in line.hosts)
-    if view.only == "rank" and rank is not None:
-        wanted.append(lambda line: rank in line.ranks)
-    return [line for line in logs if all(wants(line) for wants in wanted)]
+        conditions.append(lambda line: line.is_error)
+    if view.scope:
+        conditions.append(lambda line: host in line.hosts)
+    if view.scope == "rank" and rank is not None:
+        conditions.append(lambda line: rank in line.ranks)
+    return [line for line in logs if all(condition(line) for condition in conditions)]
 
 
-def log_pane(chosen: Sequence[LogLine], view: LogView, room: int, width: int, *, focused: bool = False) -> list[Text]:
+def draw_log_pane(
+    shown_lines: Sequence[LogLine], view: LogView, room: int, width: int, *, focused: bool = False
+) -> list[Text]:
     """Draw the newest of the chosen lines, or those up to the scroll position."""
     if room < 1:
         return []
-    end = len(chosen) if view.at is None else sum(line.number <= view.at for line in chosen)
+    end = len(shown_lines) if view.last_number is None else sum(line.number <= view.last_number for line in shown_lines)
     lines: list[Text] = []
-    for entry in reversed(chosen[max(0, end - room + 1) : end]):
-        lines[:0] = log_lines(entry, view, width)
+    for entry in reversed(shown_lines[max(0, end - room + 1) : end]):
+        lines[:0] = draw_log_line(entry, view, width)
         if len(lines) >= room - 1:
             break
-    heading = rule(log_title(view), width, right=given("{} newer, End", len(chosen) - end), focused=focused)
+    heading = draw_heading(
+        log_title(view), width, right=fmt_if("{} newer, End", len(shown_lines) - end), focused=focused
+    )
     return [heading, *lines[max(0, len(lines) - room + 1) :]]
 
 
@@ -198,80 +202,86 @@ def log_title(view: LogView) -> str:
     words = "all lines" if view.all_lines else "without step lines"
     if view.errors_only:
         words = "errors"
-    return f"LOG: {words}{given(' of the chosen {}', view.only)}{given(', /{}', view.search)}"
+    return f"LOG: {words}{fmt_if(' of the chosen {}', view.scope)}{fmt_if(', /{}', view.search)}"
 
 
-def log_lines(entry: LogLine, view: LogView, width: int) -> list[Text]:
+def draw_log_line(entry: LogLine, view: LogView, width: int) -> list[Text]:
     """Draw one line of the log: as one line, or wrapped as several."""
-    head = clock(entry.time).append(f"{entry.where} ", "where")
-    text = entry.text if view.wraps else entry.text[view.left :]
+    head = clock_text(entry.time).append(f"{entry.where} ", "where")
+    text = entry.text if view.wraps else entry.text[view.offset :]
     body = Text(text, "bad" if entry.is_error else "")
     if view.search:
         body.highlight_regex(re.compile(re.escape(view.search), re.IGNORECASE), "found")
     room = max(20, width - head.cell_len)
     if not view.wraps or len(text) <= room:
         return [Text().append_text(head).append_text(body)]
-    parts = [body[at : at + room] for at in range(0, len(text), room)]
+    parts = [body[begin : begin + room] for begin in range(0, len(text), room)]
     return [
         Text().append_text(head if i == 0 else Text(" " * head.cell_len)).append_text(part)
         for i, part in enumerate(parts)
     ]
 
 
-def found_at(chosen: Sequence[LogLine], view: LogView, *, back: bool) -> int | None:
+def find_line_number(shown_lines: Sequence[LogLine], view: LogView, *, back: bool) -> int | None:
     """Return the number of the next (``back``: previous) line that contains the search text."""
-    newest = chosen[-1].number if chosen else 0
-    at = newest + 1 if view.at is None else view.at
-    hits = [line.number for line in chosen if view.search.lower() in line.text.lower()]
+    newest = shown_lines[-1].number if shown_lines else 0
+    current = newest + 1 if view.last_number is None else view.last_number
+    matches = [line.number for line in shown_lines if view.search.lower() in line.text.lower()]
     if back:
-        return max((number for number in hits if number < at), default=None)
-    return min((number for number in hits if number > at), default=None)
+        return max((number for number in matches if number < current), default=None)
+    return min((number for number in matches if number > current), default=None)
 
 
-def events_pane(
-    events: Sequence[Change], at: Change | None, room: int, width: int, *, wraps: bool = False, focused: bool = False
+def draw_events_pane(
+    events: Sequence[ClusterEvent],
+    last_event: ClusterEvent | None,
+    room: int,
+    width: int,
+    *,
+    wraps: bool = False,
+    focused: bool = False,
 ) -> list[Text]:
     """Draw the newest events, or those up to the scroll position."""
     if room < 1:
         return []
-    end = events.index(at) + 1 if at in events else len(events)
+    end = events.index(last_event) + 1 if last_event in events else len(events)
     lines: list[Text] = []
     for event in reversed(events[:end]):
-        line = event_line(event)
-        lines[:0] = _wrapped_text(line, width) if wraps else [line]
+        line = draw_event(event)
+        lines[:0] = _wrap_event(line, width) if wraps else [line]
         if len(lines) >= room - 1:
             break
-    newer = given("{} newer, End", len(events) - end)
+    newer = fmt_if("{} newer, End", len(events) - end)
     title = "EVENTS" if events else "EVENTS: none yet"
-    return [rule(title, width, right=newer, focused=focused), *lines[max(0, len(lines) - room + 1) :]]
+    return [draw_heading(title, width, right=newer, focused=focused), *lines[max(0, len(lines) - room + 1) :]]
 
 
-def _wrapped_text(line: Text, width: int) -> list[Text]:
+def _wrap_event(line: Text, width: int) -> list[Text]:
     """Wrap an event, indenting the further lines below its text."""
     if line.cell_len <= width:
         return [line]
-    head, *rest = textwrap.wrap(line.plain, max(width, 8), subsequent_indent=" " * 11)
+    head, *further_lines = textwrap.wrap(line.plain, max(width, 8), subsequent_indent=" " * 11)
     style = str(line.spans[-1].style) if line.spans else ""
-    return [line[: len(head)], *(Text(part, style) for part in rest)]
+    return [line[: len(head)], *(Text(part, style) for part in further_lines)]
 
 
-def event_line(event: Change) -> Text:
+def draw_event(event: ClusterEvent) -> Text:
     """Draw one event."""
-    sign, style = SIGNS[event.level]
-    line = clock(event.time)
-    line.append(f"{sign} {given('{} ', event.host)}{event.text}", style)
+    sign, style = LEVEL_SIGNS[event.level]
+    line = clock_text(event.time)
+    line.append(f"{sign} {fmt_if('{} ', event.host)}{event.text}", style)
     return line
 
 
-def wrapped(line: str, width: int) -> list[str]:
+def wrap_line(line: str, width: int) -> list[str]:
     """Wrap a line of text, indenting the further lines relative to where its text begins."""
     indent = " " * min(len(line) - len(line.lstrip()) + 2, max(0, width // 4))
     return textwrap.wrap(line, max(width, 8), subsequent_indent=indent, drop_whitespace=False) or [""]
 
 
-def clock(moment: float) -> Text:
+def clock_text(moment: float) -> Text:
     """Return a dim time of day to start a line; a base style of ``Text`` would dim everything appended too."""
-    return Text().append(f"{local_time(moment)} ", "old")
+    return Text().append(f"{format_clock(moment)} ", "old")
 
 
 N_HEAT = 8  # heat levels, cold to hot; one per bar character
@@ -297,7 +307,7 @@ PLAIN = {  # without colors; 16 colors have no ramp
     "heat.odd": "bold underline",
     "heat.bad": "bold reverse",
 }
-SIXTEEN = PLAIN | {
+SIXTEEN_COLORS = PLAIN | {
     "warn": "yellow",
     "bad": "bold red",
     "odd": "bold yellow",
@@ -344,11 +354,11 @@ COLORS = {
 }  # fmt: skip
 
 
-def theme(name: str, n_colors: int) -> Theme:
+def make_theme(name: str, n_colors: int) -> Theme:
     """Return the theme for a background (``THEMES``) and number of colors (0: none, or NO_COLOR is set)."""
     if n_colors < 256:
-        return Theme(PLAIN if n_colors < 16 else SIXTEEN, inherit=False)
-    return Theme(SIXTEEN | COLORS[name] | _ramp(*RAMPS[name]), inherit=False)
+        return Theme(PLAIN if n_colors < 16 else SIXTEEN_COLORS, inherit=False)
+    return Theme(SIXTEEN_COLORS | COLORS[name] | _ramp(*RAMPS[name]), inherit=False)
 
 
 def _ramp(colors: Sequence[int], inks: Sequence[int]) -> dict[str, str]:
@@ -360,14 +370,14 @@ def _ramp(colors: Sequence[int], inks: Sequence[int]) -> dict[str, str]:
     return heat | cell
 
 
-def segments(line: Text, look: Console) -> list[Segment]:
+def styled_segments(line: Text, console: Console) -> list[Segment]:
     """Return a line's styled segments; ``Text.render`` ignores the base style of a line without spans."""
     if line.spans:
-        return [part for part in line.render(look) if part.text != "\n"]
-    return [Segment(line.plain, look.get_style(line.style))]
+        return [part for part in line.render(console) if part.text != "\n"]
+    return [Segment(line.plain, console.get_style(line.style))]
 
 
-def background(colorfgbg: str) -> str:
+def detect_background(colorfgbg: str) -> str:
     """Return the theme for COLORFGBG, such as ``15;0``; dark if unknown."""
-    last = colorfgbg.rpartition(";")[2]
-    return "light" if last in ("7", "15") else "dark"
+    color_number = colorfgbg.rpartition(";")[2]
+    return "light" if color_number in ("7", "15") else "dark"

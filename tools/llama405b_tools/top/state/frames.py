@@ -9,11 +9,11 @@ import re
 from collections.abc import Mapping
 
 from llama405b.contract.reader import SoundOnly
-from llama405b.contract.records import Blame, GuardState, NodeStatus
+from llama405b.contract.records import FailureRecord, GuardState, NodeStatus
 from llama405b.settings.axes import Axes
-from llama405b_tools.agent.messages import Beat
+from llama405b_tools.agent.messages import RankHeartbeat
 
-RATE = re.compile(r"\s*(\d{1,6}(?:\.\d{1,3})?)", re.ASCII)  # of a port
+PORT_RATE = re.compile(r"\s*(\d{1,6}(?:\.\d{1,3})?)", re.ASCII)  # of a port
 Nodes = tuple[tuple[str, int, int], ...]  # of a run: name, first rank, number of ranks
 Processes = tuple[tuple[int, str, int, int, str, str], ...]  # pid, state, ticks, bytes, rank, command
 
@@ -61,7 +61,7 @@ class IbPort:
     @property
     def gbit_per_s(self) -> float:
         """The rate, such as ``400 Gb/sec (4X NDR)``, in Gb/s; 0 if it cannot be read."""
-        match = RATE.match(self.rate)
+        match = PORT_RATE.match(self.rate)
         return float(match[1]) if match else 0.0
 
 
@@ -139,10 +139,10 @@ class RunFrame:
     attempt: int
     alive: bool
     status: SoundOnly[NodeStatus | None]
-    beats: SoundOnly[tuple[Beat, ...]]
+    beats: SoundOnly[tuple[RankHeartbeat, ...]]
     log_age_s: float | None  # since the last line of any rank on this host
     net: str  # the transport NCCL reported: IB, EFA, SOCKET; "": none yet
-    blame: SoundOnly[Blame | None] = None  # on the last attempt that failed
+    blame: SoundOnly[FailureRecord | None] = None  # on the last attempt that failed
     guard: SoundOnly[GuardState | None] = None  # as this host last heard from it
     others: tuple[str, ...] = ()  # other live runs on this host
     nodes: Nodes | None = None  # only if the plan is new
@@ -162,7 +162,7 @@ class RunFrame:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Frame:
+class HostFrame:
     """One host at one moment.
 
     ``kernel_times``: when each line of ``kernel`` was logged, seconds since the epoch by the host's clock; () in recordings of
@@ -200,4 +200,4 @@ class Frame:
             raise ValueError
 
 
-NO_FRAME = Frame(0.0, "", None, Cpu(0, 0, None), Ram(None, None, None), (), {}, (), None, SmiFrame(None, 0.0), None)
+NO_FRAME = HostFrame(0.0, "", None, Cpu(0, 0, None), Ram(None, None, None), (), {}, (), None, SmiFrame(None, 0.0), None)

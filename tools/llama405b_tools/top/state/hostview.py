@@ -13,39 +13,39 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from llama405b_tools import parsers
-from llama405b_tools.agent.messages import Beat
+from llama405b_tools.agent.messages import RankHeartbeat
 from llama405b_tools.parsers import GpuReport
-from llama405b_tools.text.figures import share
+from llama405b_tools.text.figures import percent_of
 from llama405b_tools.text.words import clean, fold_numbers
 from llama405b_tools.top.state import thresholds, verdicts
-from llama405b_tools.top.state.frames import NO_FRAME, Frame, Processes, RunFrame, SmiFrame
-from llama405b_tools.top.state.picture import LINK_STATES, GpuCell, HostRow, HostState, ProcessRow, RankRow, known
+from llama405b_tools.top.state.frames import NO_FRAME, HostFrame, Processes, RunFrame, SmiFrame
+from llama405b_tools.top.state.picture import LINK_STATES, GpuCell, HostRow, HostState, ProcessRow, RankRow, not_none
 from llama405b_tools.top.state.verdicts import Note
 
 _clean_command = functools.lru_cache(4096)(clean)  # commands repeat across hosts and frames
-WHOLE = re.compile(r"\d{1,9}", re.ASCII)
+INTEGER = re.compile(r"\d{1,9}", re.ASCII)
 TICKS = 100  # per second, as Linux reports CPU time to user space
 
 
 @dataclasses.dataclass(slots=True)
-class Programs:
+class HostPrograms:
     """The processes of one host: the run's ranks and other users of its GPUs."""
 
     apps: Sequence[tuple[int, str, int | None]] = ()  # on its GPUs, as nvidia-smi lists them: pid, the GPU's uuid, MiB
     procs: Processes = ()  # of the run
     procs_at: float = 0.0  # host's clock
-    cpu_of: Mapping[int, float] = dataclasses.field(default_factory=dict)  # percent of a core by pid
+    cpu_percents: Mapping[int, float] = dataclasses.field(default_factory=dict)  # percent of a core by pid
     # not of the run: user and command by pid
     foreign: Mapping[int, tuple[str, str]] = dataclasses.field(default_factory=dict)
-    io: Mapping[int, int] = dataclasses.field(default_factory=dict)  # bytes read and written by pid
-    moved_at: float = -math.inf  # when the run's processes last read or wrote much; operator's clock
+    io_bytes: Mapping[int, int] = dataclasses.field(default_factory=dict)  # bytes read and written by pid
+    last_io_at: float = -math.inf  # when the run's processes last read or wrote much; operator's clock
     rows: tuple[ProcessRow, ...] = ()
 
     def take_apps(self, answer: str) -> None:
         """Take nvidia-smi's list of processes on GPUs."""
-        self.apps = list(_apps(answer))
+        self.apps = list(_parse_apps(answer))
 
-    def take(self, frame: Frame, on: Sequence[GpuReport], now: float) -> None:
+    def take(self, frame: HostFrame, gpus: Sequence[GpuReport], now: float) -> None:
         """Take a frame, in which these GPUs are."""
         if frame.foreign is not None:
             self.foreign = {pid: (user, command) for pid, user, command in frame.foreign}
@@ -53,68 +53,76 @@ class Programs:
             self._take_io(dict(frame.io), now)
         if frame.procs is not None:
             self._take_processes(frame.procs, frame.now, frame.cpu.cores or math.inf)
-        self.rows = self._rows(on)
+        self.rows = self._rows(gpus)
 
-    def rank_of(self, beats: Sequence[Beat], on: Sequence[GpuReport]) -> dict[int, int]:
+    def rank_by_gpu(self, beats: Sequence[RankHeartbeat], gpus: Sequence[GpuReport]) -> dict[int, int]:
         """Return ranks by GPU index, for the processes that nvidia-smi lists."""
         ranks = {beat.pid: beat.rank for beat in beats}
-        index_of = {gpu.uuid: gpu.index for gpu in on}
+        index_of = {gpu.uuid: gpu.index for gpu in gpus}
         return {index_of[uuid]: ranks[pid] for pid, uuid, _ in self.apps if pid in ranks and uuid in index_of}
 
-    def foreign_notes(self, on: Sequence[GpuReport]) -> Iterator[Note]:
+    def foreign_notes(self, gpus: Sequence[GpuReport]) -> Iterator[Note]:
         """Yield notes on processes on these GPUs that do not belong to the run.
 
         In a container, nvidia-smi's pids may be of another namespace; then unknown processes are not reported.
         """
-        index_of = {gpu.uuid: gpu.index for gpu in on}
-        told = {pid for pid, *_ in self.procs} & {pid for pid, *_ in self.apps}
+        index_of = {gpu.uuid: gpu.index for gpu in gpus}
+        visible_pids = {pid for pid, *_ in self.procs} & {pid for pid, *_ in self.apps}
         for pid, uuid, mib in self.apps:
             user, command = self.foreign.get(pid, ("", ""))
-            if pid in self.foreign and (user or told) and (mib is None or mib >= thresholds.FOREIGN_MIB):
+            if pid in self.foreign and (user or visible_pids) and (mib is None or mib >= thresholds.FOREIGN_MIB):
                 size = "" if mib is None else f"{mib / 1024:.1f} GiB of "
-                who = _clean_command(f"{user}: {command}" if user else f"process {pid}")
-                words = f"gpu {index_of.get(uuid, '?')}: {size}another program, {who}"
+                owner = _clean_command(f"{user}: {command}" if user else f"process {pid}")
+                words = f"gpu {index_of.get(uuid, '?')}: {size}another program, {owner}"
                 yield Note(f"foreign {pid} {uuid}", words, ("used_mib",))
 
-    def _take_io(self, io: Mapping[int, int], now: float) -> None:
-        grown = [count - self.io[pid] for pid, count in io.items() if pid in self.io]
-        if max(grown, default=0) >= thresholds.MOVED_BYTES:
-            self.moved_at = now
-        self.io = io
+    def _take_io(self, io_bytes: Mapping[int, int], now: float) -> None:
+        growth = [count - self.io_bytes[pid] for pid, count in io_bytes.items() if pid in self.io_bytes]
+        if max(growth, default=0) >= thresholds.MOVED_BYTES:
+            self.last_io_at = now
+        self.io_bytes = io_bytes
 
     def _take_processes(self, procs: Processes, host_now: float, cores: float) -> None:
-        before = {pid: ticks for pid, _, ticks, *_ in self.procs}
+        previous_ticks = {pid: ticks for pid, _, ticks, *_ in self.procs}
         seconds = max(0.1, host_now - self.procs_at)
-        cores_of = {pid: (ticks - before[pid]) / TICKS / seconds for pid, _, ticks, *_ in procs if pid in before}
-        self.cpu_of = {pid: 100 * used for pid, used in cores_of.items() if 0 <= used <= thresholds.SLACK * cores}
+        cores_by_pid = {
+            pid: (ticks - previous_ticks[pid]) / TICKS / seconds for pid, _, ticks, *_ in procs if pid in previous_ticks
+        }
+        self.cpu_percents = {
+            pid: 100 * n_cores for pid, n_cores in cores_by_pid.items() if 0 <= n_cores <= thresholds.CPU_SLACK * cores
+        }
         self.procs, self.procs_at = procs, host_now
 
-    def _rows(self, on: Sequence[GpuReport]) -> tuple[ProcessRow, ...]:
-        place = {pid: (uuid, mib) for pid, uuid, mib in self.apps}
-        index_of = {gpu.uuid: gpu.index for gpu in on}
+    def _rows(self, gpus: Sequence[GpuReport]) -> tuple[ProcessRow, ...]:
+        gpu_of = {pid: (uuid, mib) for pid, uuid, mib in self.apps}
+        index_of = {gpu.uuid: gpu.index for gpu in gpus}
         rows = []
         for pid, state, _, rss, rank, command in self.procs:
-            uuid, mib = place.get(pid, ("", None))
+            uuid, mib = gpu_of.get(pid, ("", None))
             words = _clean_command(command)
-            rows.append(ProcessRow(pid, state, self.cpu_of.get(pid), rss, _whole(rank), index_of.get(uuid), mib, words))
+            rows.append(
+                ProcessRow(
+                    pid, state, self.cpu_percents.get(pid), rss, _parse_int(rank), index_of.get(uuid), mib, words
+                )
+            )
         return tuple(rows)
 
 
-def _apps(answer: str) -> Iterator[tuple[int, str, int | None]]:
-    for line in answer[: parsers.MOST_TEXT].splitlines():
+def _parse_apps(answer: str) -> Iterator[tuple[int, str, int | None]]:
+    for line in answer[: parsers.MAX_TEXT_CHARS].splitlines():
         words = [word.strip() for word in line.split(",")]
-        if len(words) == 3 and (pid := _whole(words[0])) is not None:
-            yield pid, words[1], _whole(words[2])
+        if len(words) == 3 and (pid := _parse_int(words[0])) is not None:
+            yield pid, words[1], _parse_int(words[2])
 
 
-def _whole(text: str) -> int | None:
-    return int(text) if WHOLE.fullmatch(text) else None
+def _parse_int(text: str) -> int | None:
+    return int(text) if INTEGER.fullmatch(text) else None
 
 
-HISTORY = 120
-MOST_XIDS = 20
-BUSY_STEPS, BUSY_LEAST = 5, 3  # steps kept per rank, and needed to judge one
-Odd = Mapping[tuple[str, int], Note]  # by host and index of a GPU or rank, why it stands out
+HISTORY_SAMPLES = 120
+MAX_XIDS = 20
+BUSY_STEPS, MIN_BUSY_STEPS = 5, 3  # steps kept per rank, and needed to judge one
+OddUnits = Mapping[tuple[str, int], Note]  # by host and index of a GPU or rank, why it stands out
 NOT_ODD = Note("", "")
 
 
@@ -126,15 +134,15 @@ class Xid(NamedTuple):
     words: str
 
 
-class Judged(NamedTuple):
+class HostJudgment(NamedTuple):
     """The judgment of a host at one moment."""
 
     state: HostState
     why: str
     is_culprit: bool
     notes: Sequence[Note]  # worst first
-    gpus: Odd
-    ranks: Odd
+    gpus: OddUnits
+    ranks: OddUnits
 
 
 @dataclasses.dataclass(slots=True)
@@ -145,96 +153,104 @@ class HostView:
     link: HostState = HostState.CONNECTING  # or OK, AUTH, REFUSED, TIMEOUT, DOWN
     why: str = ""
     linked_at: float = math.inf  # time of the last news of its connection
-    heard_at: float = 0.0
-    frame: Frame = NO_FRAME
-    before: Frame = NO_FRAME  # the frame before
-    earlier: collections.deque[tuple[float, Frame]] = dataclasses.field(default_factory=collections.deque)  # minutes
+    last_frame_at: float = 0.0
+    frame: HostFrame = NO_FRAME
+    previous_frame: HostFrame = NO_FRAME  # the frame before
+    older_frames: collections.deque[tuple[float, HostFrame]] = dataclasses.field(
+        default_factory=collections.deque
+    )  # minutes
     best_rates: dict[str, float] = dataclasses.field(
         default_factory=dict
     )  # best rate of each port that was ever active, in Gb/s
     gpus: list[GpuReport] = dataclasses.field(default_factory=list)
-    gpus_before: list[GpuReport] = dataclasses.field(default_factory=list)  # in the frame before
+    previous_gpus: list[GpuReport] = dataclasses.field(default_factory=list)  # in the frame before
     smi_fault: str = ""
-    expected: frozenset[str] = frozenset()  # UUIDs of the GPUs seen since the machine booted
-    programs: Programs = dataclasses.field(default_factory=Programs)
-    xids: collections.deque[Xid] = dataclasses.field(default_factory=lambda: collections.deque(maxlen=MOST_XIDS))
+    expected_uuids: frozenset[str] = frozenset()  # UUIDs of the GPUs seen since the machine booted
+    programs: HostPrograms = dataclasses.field(default_factory=HostPrograms)
+    xids: collections.deque[Xid] = dataclasses.field(default_factory=lambda: collections.deque(maxlen=MAX_XIDS))
     # by rank: step, seconds
-    busy: dict[int, collections.deque[tuple[int, float]]] = dataclasses.field(default_factory=dict)
+    busy_samples: dict[int, collections.deque[tuple[int, float]]] = dataclasses.field(default_factory=dict)
     plans: dict[str, RunFrame] = dataclasses.field(default_factory=dict)  # by run, the report that had its nodes
-    history: collections.deque[float] = dataclasses.field(default_factory=lambda: collections.deque(maxlen=HISTORY))
+    load_history: collections.deque[float] = dataclasses.field(
+        default_factory=lambda: collections.deque(maxlen=HISTORY_SAMPLES)
+    )
 
-    def take(self, frame: Frame, now: float) -> None:
+    def take(self, frame: HostFrame, now: float) -> None:
         """Process a frame."""
-        self.before = self.frame
+        self.previous_frame = self.frame
         self.frame = frame
-        self.heard_at = now
+        self.last_frame_at = now
         self.link, self.why = HostState.OK, ""
-        self._keep(frame, now)
+        self._keep_frame(frame, now)
         self._take_smi(frame.smi)
         if (run := frame.run) and run.nodes is not None:
             self.plans[run.name] = run
-        self._expect()
+        self._update_expected()
         self._take_busy(frame.run)
         self.xids.extend(self._new_xids(frame))
         self.programs.take(frame, self.gpus, now)
-        self.history.extend(known([self._level()]))
+        self.load_history.extend(not_none([self._load_percent()]))
 
-    def _new_xids(self, frame: Frame) -> Iterator[Xid]:
+    def _new_xids(self, frame: HostFrame) -> Iterator[Xid]:
         lines = frame.kernel or ()
         times = frame.kernel_times or [frame.now] * len(lines)
         for line, moment in zip(lines, times, strict=True):
-            for bus, number, words in parsers.xids([line]):
+            for bus, number, words in parsers.parse_xids([line]):
                 yield Xid(moment, bus, f"Xid {number}: {words}")
 
     def _take_busy(self, run: RunFrame | None) -> None:
-        before = self.before.run
-        if not (run and before and (run.name, run.attempt) == (before.name, before.attempt)):
-            self.busy.clear()
+        previous = self.previous_frame.run
+        if not (run and previous and (run.name, run.attempt) == (previous.name, previous.attempt)):
+            self.busy_samples.clear()
         for beat in run.beats if run else ():
-            known_of = self.busy.setdefault(beat.rank, collections.deque(maxlen=BUSY_STEPS))
-            if beat.busy_s is not None and (not known_of or known_of[-1][0] != beat.step):
-                known_of.append((beat.step, beat.busy_s))
+            samples = self.busy_samples.setdefault(beat.rank, collections.deque(maxlen=BUSY_STEPS))
+            if beat.busy_s is not None and (not samples or samples[-1][0] != beat.step):
+                samples.append((beat.step, beat.busy_s))
 
-    def busy_s(self, rank: int) -> float | None:
+    def median_busy_s(self, rank: int) -> float | None:
         """Return a rank's median compute seconds per step, over the last few; None if there are too few."""
-        took = [took_s for _, took_s in self.busy.get(rank, ())]
-        return statistics.median(took) if len(took) >= BUSY_LEAST else None
+        step_times = [took_s for _, took_s in self.busy_samples.get(rank, ())]
+        return statistics.median(step_times) if len(step_times) >= MIN_BUSY_STEPS else None
 
-    def _keep(self, frame: Frame, now: float) -> None:
+    def _keep_frame(self, frame: HostFrame, now: float) -> None:
         """Keep frames of the last minutes, for counters."""
-        if not self.earlier or now - self.earlier[-1][0] > thresholds.COUNTERS_S / 10:
-            self.earlier.append((now, frame))
-        while len(self.earlier) > 1 and now - self.earlier[0][0] > thresholds.COUNTERS_S:
-            self.earlier.popleft()
+        if not self.older_frames or now - self.older_frames[-1][0] > thresholds.COUNTERS_S / 10:
+            self.older_frames.append((now, frame))
+        while len(self.older_frames) > 1 and now - self.older_frames[0][0] > thresholds.COUNTERS_S:
+            self.older_frames.popleft()
         for port in frame.ib:
             if "ACTIVE" in port.state:
                 self.best_rates[port.name] = max(self.best_rates.get(port.name, 0.0), port.gbit_per_s)
 
     def _take_smi(self, smi: SmiFrame) -> None:
         """Process nvidia-smi's output; while it is slow the last one is kept, and if it hangs readings are unknown."""
-        self.gpus_before = self.gpus
+        self.previous_gpus = self.gpus
         if smi.hung_s > thresholds.SMI_HUNG_S:
-            self.gpus = [_unknown(gpu) for gpu in self.gpus]
+            self.gpus = [_without_readings(gpu) for gpu in self.gpus]
         elif smi.text is not None or not smi.hung_s:
-            self.gpus, fault = parsers.read_smi(smi.text, smi.fields)
+            self.gpus, fault = parsers.parse_smi(smi.text, smi.fields)
             self.programs.take_apps(smi.apps or "")
-            self.smi_fault = clean("; ".join([*filter(None, [fault]), *parsers.warnings(smi.text)]))[:200]
+            self.smi_fault = clean("; ".join([*filter(None, [fault]), *parsers.smi_warnings(smi.text)]))[:200]
 
-    def _expect(self) -> None:
+    def _update_expected(self) -> None:
         """Update the expected GPUs: those that two outputs in a row agree on, since the machine booted."""
-        before, found = _uuids(self.gpus_before), _uuids(self.gpus)
-        if self.frame.machine != self.before.machine:
-            self.expected = frozenset()
-        elif found == before and not found <= self.expected and len(found) <= (self.frame.pci_gpus or math.inf):
-            self.expected = found
+        previous, current = _uuids(self.previous_gpus), _uuids(self.gpus)
+        if self.frame.machine != self.previous_frame.machine:
+            self.expected_uuids = frozenset()
+        elif (
+            current == previous
+            and not current <= self.expected_uuids
+            and len(current) <= (self.frame.pci_gpus or math.inf)
+        ):
+            self.expected_uuids = current
 
     @property
-    def expected_gpus(self) -> int:
+    def n_expected_gpus(self) -> int:
         """The number of GPUs it should have: as seen before, by the kernel, or by ``slots=`` if it has any."""
-        found = max(len(self.expected), len(self.gpus), self.frame.pci_gpus or 0)
-        return max(found, self.frame.slots) if found or self.frame.smi.text is not None else 0
+        n_gpus = max(len(self.expected_uuids), len(self.gpus), self.frame.pci_gpus or 0)
+        return max(n_gpus, self.frame.slots) if n_gpus or self.frame.smi.text is not None else 0
 
-    def run(self, name: str) -> RunFrame | None:
+    def run_report(self, name: str) -> RunFrame | None:
         """Return its report on a run; None if it does not know the run."""
         run = self.frame.run
         return run if run and run.name == name else None
@@ -247,15 +263,15 @@ class HostView:
     @property
     def is_settled(self) -> bool:
         """Whether it has sent two frames, which rates need, or cannot be reached."""
-        return self.before is not NO_FRAME or self.link in LINK_STATES
+        return self.previous_frame is not NO_FRAME or self.link in LINK_STATES
 
     def is_fresh(self, now: float, interval_s: float) -> bool:
         """Return whether its last frame is recent."""
-        return self.is_heard and now - self.heard_at <= thresholds.STALE_FRAMES * interval_s
+        return self.is_heard and now - self.last_frame_at <= thresholds.STALE_FRAMES * interval_s
 
     def clock(self, now: float) -> float:
         """Convert a moment of the operator's clock to the host's clock."""
-        return self.frame.now + now - self.heard_at
+        return self.frame.now + now - self.last_frame_at
 
     def state(self, trouble: tuple[HostState, str] | None, now: float, interval_s: float) -> tuple[HostState, str]:
         """Return its state and the reason; ``trouble``: the run's problem on it, used if the host reports."""
@@ -267,7 +283,7 @@ class HostView:
 
     def _silence(self, now: float, interval_s: float) -> tuple[HostState, str]:
         if self.is_heard:
-            return HostState.STALE, f"no frame for {now - self.heard_at:.0f} s"
+            return HostState.STALE, f"no frame for {now - self.last_frame_at:.0f} s"
         waits_s = now - self.linked_at
         if waits_s > max(thresholds.FIRST_FRAME_S, thresholds.STALE_FRAMES * interval_s):
             return HostState.STALE, f"no frame since it was reached {waits_s:.0f} s ago"
@@ -281,11 +297,11 @@ class HostView:
             return HostState.NO_DRIVER, self.smi_fault or f"{n_devices} NVIDIA devices, but no nvidia-smi"
         return None
 
-    def row(self, run_name: str, judged: Judged, now: float) -> HostRow:
+    def make_row(self, run_name: str, judged: HostJudgment, now: float) -> HostRow:
         """Return its row of the view."""
-        frame, run = self.frame, self.run(run_name)
+        frame, run = self.frame, self.run_report(run_name)
         odd_ranks = [judged.ranks.get((self.name, beat.rank), NOT_ODD) for beat in (run.beats if run else ())]
-        ranks = tuple(map(functools.partial(_rank, self.clock(now)), run.beats if run else (), odd_ranks))
+        ranks = tuple(map(functools.partial(_rank_row, self.clock(now)), run.beats if run else (), odd_ranks))
         fields = {field for note in judged.notes for field in note.fields}
         if any(rank.odd for rank in ranks):
             fields |= {*verdicts.STEP_AND_AGE}
@@ -293,9 +309,9 @@ class HostView:
             name=self.name,
             state=judged.state,
             why=judged.why,
-            age_s=now - self.heard_at if self.is_heard else None,
-            gpus=self._cells(ranks, judged.gpus),
-            has_gpu=None if frame.pci_gpus is None else bool(self.expected_gpus),
+            age_s=now - self.last_frame_at if self.is_heard else None,
+            gpus=self._gpu_cells(ranks, judged.gpus),
+            has_gpu=None if frame.pci_gpus is None else bool(self.n_expected_gpus),
             ranks=ranks,
             processes=self.programs.rows,
             cpu_pct=self._cpu_pct(),
@@ -308,34 +324,34 @@ class HostView:
             is_culprit=judged.is_culprit,
             notes=tuple(note.words for note in judged.notes),
             odd_in=tuple(sorted(fields)),
-            history=tuple(self.history),
+            history=tuple(self.load_history),
         )
 
     @property
     def ib_rate(self) -> float | None:
         """Bytes per second sent and received over RDMA."""
-        return self._rate(_ib)
+        return self._rate(_ib_bytes)
 
-    def new_xids(self, run_name: str) -> list[Xid]:
+    def recent_xids(self, run_name: str) -> list[Xid]:
         """Return the Xids since the run's attempt began; without a run, those of the last minutes."""
-        run = self.run(run_name)
+        run = self.run_report(run_name)
         since = run.created if run else self.frame.now - thresholds.COUNTERS_S
         return [xid for xid in self.xids if xid.time >= since]
 
-    def gpu_of(self, xid: Xid) -> int | None:
+    def gpu_index_of(self, xid: Xid) -> int | None:
         """Return the index of an Xid's GPU; None if nvidia-smi does not list that GPU."""
-        address = parsers.address_of(xid.bus)
-        return next((gpu.index for gpu in self.gpus if address and parsers.address_of(gpu.bus) == address), None)
+        address = parsers.parse_pci_address(xid.bus)
+        return next((gpu.index for gpu in self.gpus if address and parsers.parse_pci_address(gpu.bus) == address), None)
 
-    def gpus_of(self, run_name: str, beat: Beat) -> list[GpuReport]:
+    def gpus_of_rank(self, run_name: str, beat: RankHeartbeat) -> list[GpuReport]:
         """Return the GPU of a rank; all of the host's GPUs if it is unknown."""
-        run = self.run(run_name)
-        indices = [i for i, rank in self.rank_of(run).items() if rank == beat.rank] if run else []
+        run = self.run_report(run_name)
+        indices = [i for i, rank in self.rank_by_gpu(run).items() if rank == beat.rank] if run else []
         return [gpu for gpu in self.gpus if gpu.index in indices] or self.gpus
 
-    def rank_of(self, run: RunFrame) -> dict[int, int]:
+    def rank_by_gpu(self, run: RunFrame) -> dict[int, int]:
         """Return ranks by GPU index: from nvidia-smi's processes, else (in a container) by order."""
-        by_pid = self.programs.rank_of(run.beats, self.gpus)
+        by_pid = self.programs.rank_by_gpu(run.beats, self.gpus)
         plan = self.plans.get(run.name)
         node = next((node for node in (plan.nodes or () if plan else ()) if node[0] == self.name), None)
         if by_pid or node is None:
@@ -343,42 +359,44 @@ class HostView:
         _, first, n_ranks = node
         return {gpu.index: first + i for i, gpu in enumerate(self.gpus[:n_ranks])}
 
-    def notes(self, run_name: str, odd: Odd) -> list[Note]:
+    def notes(self, run_name: str, odd: OddUnits) -> list[Note]:
         """Return its notes, worst first; GPUs with equal notes share one."""
         if not self.is_heard:
             return []
         notes = []
         if self.smi_fault and self.gpus:
             notes.append(Note("smi", f"nvidia-smi: {self.smi_fault}"))
-        lost = self.expected_gpus - len(self.gpus)
-        if self.gpus and lost > 0:
-            notes.append(Note("lost", f"{lost} of {self.expected_gpus} GPUs are lost"))
-        alike: dict[Note, list[int]] = {}
+        n_lost = self.n_expected_gpus - len(self.gpus)
+        if self.gpus and n_lost > 0:
+            notes.append(Note("lost", f"{n_lost} of {self.n_expected_gpus} GPUs are lost"))
+        by_note: dict[Note, list[int]] = {}
         for gpu in self.gpus:
             if note := odd.get((self.name, gpu.index)):
-                alike.setdefault(note, []).append(gpu.index)
-        for note, indices in alike.items():
+                by_note.setdefault(note, []).append(gpu.index)
+        for note, indices in by_note.items():
             notes.append(Note(f"{note.key} {indices}", f"gpu {fold_numbers(indices)}: {note.words}", note.fields))
-        unplaced = [f"{xid.words} (at {xid.bus})" for xid in self.new_xids(run_name) if self.gpu_of(xid) is None]
+        unplaced = [
+            f"{xid.words} (at {xid.bus})" for xid in self.recent_xids(run_name) if self.gpu_index_of(xid) is None
+        ]
         notes += [Note(words, words) for words in unplaced]
         notes += self.programs.foreign_notes(self.gpus)
         states = {row.state for row in self.programs.rows if row.rank is not None}
         if (
-            (run := self.run(run_name)) and run.alive and not run.beats and states == {"T"}
+            (run := self.run_report(run_name)) and run.alive and not run.beats and states == {"T"}
         ):  # with heartbeats, each stopped rank has its own note
             notes.append(Note("stopped", "all processes of the run on this host are stopped by a signal"))
-        return [*notes, *verdicts.host_notes(self.frame, self.earlier[0][1], self.best_rates)]
+        return [*notes, *verdicts.list_host_notes(self.frame, self.older_frames[0][1], self.best_rates)]
 
-    def _cells(self, ranks: Sequence[RankRow], odd: Odd) -> tuple[GpuCell, ...]:
-        row_of = {rank.rank: rank for rank in ranks}
-        rank_of = self.rank_of(self.frame.run) if ranks and self.frame.run else {}
+    def _gpu_cells(self, ranks: Sequence[RankRow], odd: OddUnits) -> tuple[GpuCell, ...]:
+        rank_rows = {rank.rank: rank for rank in ranks}
+        rank_by_gpu = self.rank_by_gpu(self.frame.run) if ranks and self.frame.run else {}
         return tuple(
-            self._cell(gpu, row_of.get(rank_of.get(gpu.index, -1)), odd.get((self.name, gpu.index), NOT_ODD))
+            self._gpu_cell(gpu, rank_rows.get(rank_by_gpu.get(gpu.index, -1)), odd.get((self.name, gpu.index), NOT_ODD))
             for gpu in self.gpus
         )
 
     @staticmethod
-    def _cell(gpu: GpuReport, rank: RankRow | None, note: Note) -> GpuCell:
+    def _gpu_cell(gpu: GpuReport, rank: RankRow | None, note: Note) -> GpuCell:
         odd = note.words
         if rank and rank.odd and not odd:
             odd = f"rank {rank.rank}: {rank.odd}"
@@ -397,49 +415,49 @@ class HostView:
             odd_in=note.fields,
         )
 
-    def _level(self) -> float | None:
+    def _load_percent(self) -> float | None:
         """Return the GPUs' mean power (or utilization) in percent; without GPUs, the CPU's utilization."""
-        powers = known(share(gpu.power_w, gpu.power_limit_w) for gpu in self.gpus)
-        if found := powers or known(gpu.utilization for gpu in self.gpus):
-            return float(statistics.mean(found))
+        powers = not_none(percent_of(gpu.power_w, gpu.power_limit_w) for gpu in self.gpus)
+        if values := powers or not_none(gpu.utilization for gpu in self.gpus):
+            return float(statistics.mean(values))
         return None if self.gpus else self._cpu_pct()
 
     def _cpu_pct(self) -> float | None:
-        new, old = self.frame.cpu, self.before.cpu
-        ticks = new.total - old.total
-        if self.before is NO_FRAME or ticks <= 0:
+        cpu, old_cpu = self.frame.cpu, self.previous_frame.cpu
+        ticks = cpu.total - old_cpu.total
+        if self.previous_frame is NO_FRAME or ticks <= 0:
             return None
-        busy = 1 - (new.idle - old.idle) / ticks
-        return 100 * min(1.0, max(0.0, busy)) if 1 - thresholds.SLACK <= busy <= thresholds.SLACK else None
+        busy = 1 - (cpu.idle - old_cpu.idle) / ticks
+        return 100 * min(1.0, max(0.0, busy)) if 1 - thresholds.CPU_SLACK <= busy <= thresholds.CPU_SLACK else None
 
-    def _rate(self, bytes_of: Callable[[Frame], dict[str, int]]) -> float | None:
+    def _rate(self, bytes_of: Callable[[HostFrame], dict[str, int]]) -> float | None:
         """Return bytes per second between the last two frames, of the busiest entry."""
-        new = bytes_of(self.frame)
-        old = bytes_of(self.before)
-        seconds = self.frame.now - self.before.now
-        flowed = [new[key] - old[key] for key in new if key in old]
-        if seconds <= 0 or min(flowed, default=-1) < 0:  # counters were reset
+        counts = bytes_of(self.frame)
+        old_counts = bytes_of(self.previous_frame)
+        seconds = self.frame.now - self.previous_frame.now
+        deltas = [counts[key] - old_counts[key] for key in counts if key in old_counts]
+        if seconds <= 0 or min(deltas, default=-1) < 0:  # counters were reset
             return None
-        return max(flowed) / seconds
+        return max(deltas) / seconds
 
 
-def _unknown(gpu: GpuReport) -> GpuReport:
+def _without_readings(gpu: GpuReport) -> GpuReport:
     """Return the GPU with all readings set to unknown."""
     return dataclasses.replace(gpu, utilization=None, power_w=None, temperature_c=None, clock_mhz=None, used_mib=None)
 
 
-def _uuids(found: Sequence[GpuReport]) -> frozenset[str]:
-    return frozenset(gpu.uuid or str(gpu.index) for gpu in found)
+def _uuids(gpus: Sequence[GpuReport]) -> frozenset[str]:
+    return frozenset(gpu.uuid or str(gpu.index) for gpu in gpus)
 
 
-def _ib(frame: Frame) -> dict[str, int]:
+def _ib_bytes(frame: HostFrame) -> dict[str, int]:
     """Sum over all ports; InfiniBand counts four-byte words (IBA, PortCounters)."""
     counts = [port.counters for port in frame.ib]
-    both = [count for count in counts if {"port_rcv_data", "port_xmit_data"} <= set(count)]
-    return {"all": 4 * sum(count["port_rcv_data"] + count["port_xmit_data"] for count in both)} if both else {}
+    complete = [count for count in counts if {"port_rcv_data", "port_xmit_data"} <= set(count)]
+    return {"all": 4 * sum(count["port_rcv_data"] + count["port_xmit_data"] for count in complete)} if complete else {}
 
 
-def _rank(host_now: float, beat: Beat, odd: Note) -> RankRow:
+def _rank_row(host_now: float, beat: RankHeartbeat, odd: Note) -> RankRow:
     return RankRow(
         beat.rank,
         beat.pid,

@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
 from llama405b.settings.axes import Axes
-from llama405b_tools.text.figures import share
+from llama405b_tools.text.figures import percent_of
 
 T = TypeVar("T")
 
 
-def known(values: Iterable[T | None]) -> list[T]:
+def not_none(values: Iterable[T | None]) -> list[T]:
     """Return the values that are not None."""
     return [value for value in values if value is not None]
 
@@ -38,7 +38,7 @@ class HostState(enum.StrEnum):
 
 
 LINK_STATES = (HostState.AUTH, HostState.REFUSED, HostState.TIMEOUT, HostState.DOWN)  # states of the connection
-UNHEARD = (HostState.STALE, HostState.CONNECTING, *LINK_STATES)
+UNHEARD_STATES = (HostState.STALE, HostState.CONNECTING, *LINK_STATES)
 SEVERITY = {
     **dict.fromkeys((HostState.HUNG, HostState.FAILED, *LINK_STATES), 2),
     **dict.fromkeys((HostState.STALE, HostState.SMI_HUNG, HostState.NO_DRIVER), 1),
@@ -62,11 +62,11 @@ class RunPhase(enum.StrEnum):
     UNKNOWN = "UNKNOWN"  # not all its hosts report
 
 
-ENDED = (RunPhase.STOPPED, RunPhase.DONE)
-OVER = (*ENDED, RunPhase.FAILED)
+ENDED_PHASES = (RunPhase.STOPPED, RunPhase.DONE)
+OVER_PHASES = (*ENDED_PHASES, RunPhase.FAILED)
 
 
-class Verdict(enum.StrEnum):
+class ClusterVerdict(enum.StrEnum):
     """The overall verdict, in one word or two."""
 
     HEALTHY = "HEALTHY"  # it trains, and at the expected pace
@@ -90,9 +90,11 @@ class Verdict(enum.StrEnum):
     @property
     def exit_code(self) -> int:
         """The exit code that reports it to a script: 0 as it should be, 1 degraded or not known, 3 useless."""
-        if self in (Verdict.HUNG, Verdict.FAILED, Verdict.DOWN):
+        if self in (ClusterVerdict.HUNG, ClusterVerdict.FAILED, ClusterVerdict.DOWN):
             return 3
-        return int(self in (Verdict.DEGRADED, Verdict.CONNECTING, Verdict.RESTARTING, Verdict.LOST))
+        return int(
+            self in (ClusterVerdict.DEGRADED, ClusterVerdict.CONNECTING, ClusterVerdict.RESTARTING, ClusterVerdict.LOST)
+        )
 
 
 class GuardShown(enum.StrEnum):
@@ -108,7 +110,7 @@ class GuardShown(enum.StrEnum):
     GONE = "GONE"  # it died while the run needed it
 
 
-GUARDED = (GuardShown.WATCHING, GuardShown.RECOVERING)  # it may bring the run back
+GUARDING_STATES = (GuardShown.WATCHING, GuardShown.RECOVERING)  # it may bring the run back
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -131,7 +133,7 @@ class GpuCell:
     @property
     def power_pct(self) -> float | None:
         """Power in percent of its limit."""
-        return share(self.power_w, self.power_limit_w)
+        return percent_of(self.power_w, self.power_limit_w)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -194,7 +196,7 @@ class HostRow:
     @property
     def is_heard(self) -> bool:
         """Whether its values are current; else they are the last ones received."""
-        return self.state not in UNHEARD
+        return self.state not in UNHEARD_STATES
 
     @property
     def severity(self) -> int:
@@ -204,12 +206,12 @@ class HostRow:
     @property
     def power_pct(self) -> float | None:
         """Power of the GPU that draws least, in percent of its limit."""
-        return min(known(gpu.power_pct for gpu in self.gpus), default=None)
+        return min(not_none(gpu.power_pct for gpu in self.gpus), default=None)
 
     @property
     def temperature_c(self) -> int | None:
         """Temperature of its hottest GPU."""
-        return max(known(gpu.temperature_c for gpu in self.gpus), default=None)
+        return max(not_none(gpu.temperature_c for gpu in self.gpus), default=None)
 
     @property
     def step(self) -> int | None:
@@ -271,10 +273,10 @@ class TrainingStatus:
     @property
     def is_unguarded(self) -> bool:
         """Whether its guard died while the run still needs it."""
-        return self.guard is GuardShown.GONE and self.phase not in ENDED
+        return self.guard is GuardShown.GONE and self.phase not in ENDED_PHASES
 
 
-class Level(enum.StrEnum):
+class Severity(enum.StrEnum):
     """How bad a change is."""
 
     BAD = "bad"
@@ -283,28 +285,28 @@ class Level(enum.StrEnum):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Change:
+class ClusterEvent:
     """An event: a change of a host or the run."""
 
     time: float  # when it was noticed; operator's clock, seconds since the epoch
     host: str
-    level: Level
+    level: Severity
     text: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Picture:
+class ClusterView:
     """The whole cluster at one moment."""
 
     time: float  # operator's clock, seconds since the epoch
     interval_s: float
     badge: str  # "" live | RECORDED | SIMULATED
-    verdict: Verdict
+    verdict: ClusterVerdict
     why: str
-    exit_code: int  # ``Verdict.exit_code``
+    exit_code: int  # ``ClusterVerdict.exit_code``
     hosts: tuple[HostRow, ...]  # in the order of the hosts file
     training: TrainingStatus | None
-    events: tuple[Change, ...]  # oldest first
+    events: tuple[ClusterEvent, ...]  # oldest first
     fresh: int  # hosts whose last frame is not stale
     gpus_seen: int
     gpus_expected: int  # as far as the hosts have reported
@@ -318,21 +320,21 @@ class Quantity(NamedTuple):
 
     name: str
     unit: str
-    of: Callable[[HostRow, int], float | None]
-    worst: Callable[[Iterable[float]], float]  # of several
+    value_of: Callable[[HostRow, int], float | None]
+    worst_of: Callable[[Iterable[float]], float]  # of several
     worst_name: str
-    between: tuple[float, float] | None  # coldest and hottest value; None: 0 and the maximum
-    around: bool = False  # whether the scale is centered on the median
-    least: float = 0.0  # lower bound of the hottest value, so that noise stays cold
+    bounds: tuple[float, float] | None  # coldest and hottest value; None: 0 and the maximum
+    is_centered: bool = False  # whether the scale is centered on the median
+    min_high: float = 0.0  # lower bound of the hottest value, so that noise stays cold
 
     def scale(self, values: Sequence[float]) -> tuple[float, float]:
         """Return the coldest and the hottest value, given all values."""
-        if self.between or not values:
-            return self.between or (0.0, 1.0)
-        if self.around:
+        if self.bounds or not values:
+            return self.bounds or (0.0, 1.0)
+        if self.is_centered:
             median = statistics.median(values)
             return 0.45 * median, 1.45 * median
-        return 0.0, max(self.least, *values)
+        return 0.0, max(self.min_high, *values)
 
 
 def rank_at(row: HostRow, i: int) -> RankRow | None:
@@ -347,7 +349,7 @@ def n_units(row: HostRow) -> int:
     return len(row.gpus) or len(row.ranks)
 
 
-def network(row: HostRow) -> float | None:
+def network_gbps(row: HostRow) -> float | None:
     """Return a host's Gb/s: RDMA, without it the busiest interface; both directions."""
     rate = row.net_bytes_per_s if row.ib_bytes_per_s is None else row.ib_bytes_per_s
     return None if rate is None else rate * 8e-9
@@ -358,7 +360,7 @@ def _gpu(field: str) -> Callable[[HostRow, int], float | None]:
 
 
 def _memory(row: HostRow, i: int) -> float | None:
-    return share(row.gpus[i].used_mib, row.gpus[i].memory_mib) if i < len(row.gpus) else None
+    return percent_of(row.gpus[i].used_mib, row.gpus[i].memory_mib) if i < len(row.gpus) else None
 
 
 def _busy(row: HostRow, i: int) -> float | None:
@@ -366,7 +368,7 @@ def _busy(row: HostRow, i: int) -> float | None:
     return rank.busy_s if rank else None
 
 
-LEAST_GBIT = 0.01  # background traffic of an idle host is less
+MIN_GBIT = 0.01  # background traffic of an idle host is less
 LOWEST, HIGHEST = (min, "lowest"), (max, "highest")
 QUANTITIES = (
     Quantity("power", "% of limit", _gpu("power_pct"), *LOWEST, (0.0, 100.0)),
@@ -374,18 +376,18 @@ QUANTITIES = (
     Quantity("memory", "%", _memory, *HIGHEST, (0.0, 100.0)),
     Quantity("temperature", "°C", _gpu("temperature_c"), *HIGHEST, (25.0, 95.0)),
     Quantity("clock", "MHz", _gpu("clock_mhz"), *LOWEST, None),
-    Quantity("net", "Gb/s of its host", lambda row, _: network(row), *LOWEST, None, least=LEAST_GBIT),
-    Quantity("busy", "s in a step", _busy, *HIGHEST, None, around=True),
+    Quantity("net", "Gb/s of its host", lambda row, _: network_gbps(row), *LOWEST, None, min_high=MIN_GBIT),
+    Quantity("busy", "s in a step", _busy, *HIGHEST, None, is_centered=True),
 )
 POWER, UTILIZATION, MEMORY, TEMPERATURE, CLOCK, NETWORK, BUSY = range(len(QUANTITIES))
 
 
-def available(rows: Sequence[HostRow]) -> list[int]:
+def available_quantities(rows: Sequence[HostRow]) -> list[int]:
     """Return the indices of the quantities that some host has."""
     return [
         i
-        for i, each in enumerate(QUANTITIES)
-        if any(each.of(row, k) is not None for row in rows for k in range(n_units(row)))
+        for i, quantity in enumerate(QUANTITIES)
+        if any(quantity.value_of(row, k) is not None for row in rows for k in range(n_units(row)))
     ]
 
 
@@ -430,10 +432,10 @@ METRICS = {  # name without ``llama405b_`` -> labels, meaning
     "rank_heartbeat_age_seconds": ("host rank", "Age of the rank's last heartbeat"),
     "rank_busy_seconds": ("host rank", "Its own computing in its last step, without waiting for other ranks"),
 }
-PARTS = ("data", "forward", "backward", "optimizer")
+STEP_PARTS = ("data", "forward", "backward", "optimizer")
 
 
-class Sample(NamedTuple):
+class MetricSample(NamedTuple):
     """One value of a metric."""
 
     name: str  # a key of ``METRICS``
@@ -441,22 +443,22 @@ class Sample(NamedTuple):
     value: float
 
 
-def samples(pic: Picture) -> Iterator[Sample]:
+def metric_samples(view: ClusterView) -> Iterator[MetricSample]:
     """Yield all metrics with known values."""
-    found: list[Found] = [("verdict", (str(pic.verdict),), 1.0), ("exit_code", (), float(pic.exit_code))]
-    if pic.training:
-        found += _of_run(pic.training)
-    for row in pic.hosts:
-        found += [("host_up", (row.name,), float(row.is_heard)), ("host_state", (row.name, str(row.state)), 1.0)]
+    candidates: list[MetricValue] = [("verdict", (str(view.verdict),), 1.0), ("exit_code", (), float(view.exit_code))]
+    if view.training:
+        candidates += _run_metrics(view.training)
+    for row in view.hosts:
+        candidates += [("host_up", (row.name,), float(row.is_heard)), ("host_state", (row.name, str(row.state)), 1.0)]
         if row.is_heard:
-            found += _of_host(row)
-    yield from (Sample(name, labels, value) for name, labels, value in found if value is not None)
+            candidates += _host_metrics(row)
+    yield from (MetricSample(name, labels, value) for name, labels, value in candidates if value is not None)
 
 
-Found = tuple[str, tuple[str, ...], float | None]
+MetricValue = tuple[str, tuple[str, ...], float | None]
 
 
-def _of_run(run: TrainingStatus) -> Iterator[Found]:
+def _run_metrics(run: TrainingStatus) -> Iterator[MetricValue]:
     yield "run_info", (run.run, str(run.phase), run.network, str(run.guard)), 1.0
     values: dict[str, float | None] = {
         "world_size": run.world,
@@ -477,11 +479,11 @@ def _of_run(run: TrainingStatus) -> Iterator[Found]:
     }
     for name, value in values.items():
         yield name, (run.run,), value
-    for part in PARTS:
+    for part in STEP_PARTS:
         yield "step_part_seconds", (run.run, part), getattr(run, f"{part}_s")
 
 
-def _of_host(row: HostRow) -> Iterator[Found]:
+def _host_metrics(row: HostRow) -> Iterator[MetricValue]:
     values: dict[str, float | None] = {
         "host_notes": len(row.notes),
         "host_cpu_ratio": None if row.cpu_pct is None else row.cpu_pct / 100,

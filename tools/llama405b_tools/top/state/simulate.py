@@ -23,19 +23,31 @@ SICK_GPU = 5  # of the rank that hangs
 TOKENS_PER_GPU_S = 141  # what FSDP alone reaches with Llama 405B on H100s
 FLOPS_PER_TOKEN = 2_473_221_685_248  # of Llama 3.1 405B at 4,096 tokens
 BEGIN = 1_795_000_000.0  # seconds since the epoch
-LOADED, HOT, COOLED, HUNG, ENDED, AGAIN, RELOADED = 24.0, 60.0, 110.0, 150.0, 250.0, 262.0, 282.0  # seconds from BEGIN
-WARNED = HUNG + 40  # NCCL's watchdog warns
+LOADED, HOT, COOLED, HUNG, ENDED, RESTARTED, RELOADED = (
+    24.0,
+    60.0,
+    110.0,
+    150.0,
+    250.0,
+    262.0,
+    282.0,
+)  # seconds from BEGIN
+WATCHDOG_WARNED = HUNG + 40  # NCCL's watchdog warns
 FIRST_STEP = 1180
 LENGTH_S = 340.0
 LOGS = "r-1-0_x/attempt_0"
 ENTRIES = (  # log lines of the sick host: when, file, text
     (LOADED - 2, "stdout.log", "attention: flash-attn 2; activation checkpointing: True; cpu offload: False"),
-    (WARNED, "stderr.log", "[rank21]: Watchdog: collective _ALLGATHER_BASE has run for 40 s, timeout is 600 s"),
+    (
+        WATCHDOG_WARNED,
+        "stderr.log",
+        "[rank21]: Watchdog: collective _ALLGATHER_BASE has run for 40 s, timeout is 600 s",
+    ),
 )
 Event = dict[str, Json]
 
 
-class _Stage(NamedTuple):
+class _SimulatedPhase(NamedTuple):
     """What all hosts do during one phase of the incident."""
 
     phase: str
@@ -47,82 +59,88 @@ class _Stage(NamedTuple):
     flow: float  # bytes per second through a port, in each direction
 
 
-LOADS = _Stage("load", 0.17, 345, 0, "S", 0.3, 6e9)
-TRAINS = _Stage("train", 0.96, 1980, 100, "R", 0.09, 24e9)
-HANGS = _Stage("train", 0.19, 345, 100, "S", 0.03, 0.0)
-GONE = _Stage("train", 0.17, 345, 0, "S", 0.03, 0.0)
+LOADING = _SimulatedPhase("load", 0.17, 345, 0, "S", 0.3, 6e9)
+TRAINING = _SimulatedPhase("train", 0.96, 1980, 100, "R", 0.09, 24e9)
+HANGING = _SimulatedPhase("train", 0.19, 345, 100, "S", 0.03, 0.0)
+EXITED = _SimulatedPhase("train", 0.17, 345, 0, "S", 0.03, 0.0)
 
 
-class Script(NamedTuple):
+class IncidentScript(NamedTuple):
     """The times of the incident's events, in seconds from BEGIN."""
 
     hot: float
     cooled: float
     hung: float
     ended: float
-    again: float
+    restarted: float
     reloaded: float
 
-    def stage(self, t: float) -> _Stage:
+    def stage(self, t: float) -> _SimulatedPhase:
         """Return what all hosts do at a moment."""
-        ends = ((LOADED, LOADS), (self.hung, TRAINS), (self.ended, HANGS), (self.again, GONE), (self.reloaded, LOADS))
-        return next((stage for end, stage in ends if t < end), TRAINS)
+        ends = (
+            (LOADED, LOADING),
+            (self.hung, TRAINING),
+            (self.ended, HANGING),
+            (self.restarted, EXITED),
+            (self.reloaded, LOADING),
+        )
+        return next((stage for end, stage in ends if t < end), TRAINING)
 
     def loaded(self, t: float) -> float:
         """Return the share of its weights that each rank has."""
-        for begin, end in ((0.0, LOADED), (self.again, self.reloaded)):
+        for begin, end in ((0.0, LOADED), (self.restarted, self.reloaded)):
             if begin <= t < end:
                 return (t - begin) / (end - begin)
         return 1.0
 
     def step(self, t: float) -> int:
         """Return the last completed step."""
-        if t < self.again:
+        if t < self.restarted:
             return FIRST_STEP + max(0, int((min(t, self.hung) - LOADED) / STEP_S))
-        saved = self.step(self.hung) // SAVE_EVERY * SAVE_EVERY
-        return saved + max(0, int((t - self.reloaded) / STEP_S))
+        saved_step = self.step(self.hung) // SAVE_EVERY * SAVE_EVERY
+        return saved_step + max(0, int((t - self.reloaded) / STEP_S))
 
 
-INCIDENT = Script(HOT, COOLED, HUNG, ENDED, AGAIN, RELOADED)
-CALM = Script(*[math.inf] * 6)  # nothing happens
+INCIDENT = IncidentScript(HOT, COOLED, HUNG, ENDED, RESTARTED, RELOADED)
+CALM = IncidentScript(*[math.inf] * 6)  # nothing happens
 
 
-def names(n_hosts: int) -> list[str]:
+def host_names(n_hosts: int) -> list[str]:
     """Return the hosts' names."""
     return [f"gpu-{i:0{len(str(n_hosts))}d}" for i in range(1, n_hosts + 1)]
 
 
-def sick_of(hosts: Sequence[str]) -> str:
+def sick_host(hosts: Sequence[str]) -> str:
     """Return the host whose GPU gets hot, and whose rank hangs."""
     return hosts[min(2, len(hosts) - 1)]
 
 
-def incident(
-    n_hosts: int = 8, interval_s: float = 2.0, seconds: float = LENGTH_S, script: Script = INCIDENT
+def simulate_incident(
+    n_hosts: int = 8, interval_s: float = 2.0, seconds: float = LENGTH_S, script: IncidentScript = INCIDENT
 ) -> Iterator[Event]:
     """Yield events in order of time: ``{"t", "host", "frame"}`` and ``{"t", "host", "entries"}``."""
-    hosts = names(n_hosts)
-    sims = [_Host(i, host, hosts, script) for i, host in enumerate(hosts)]
-    t, said = 0.0, FIRST_STEP
+    hosts = host_names(n_hosts)
+    sims = [_SimulatedHost(i, host, hosts, script) for i, host in enumerate(hosts)]
+    t, logged_step = 0.0, FIRST_STEP
     while t < seconds:
         step = script.step(t)
         for sim in sims:
             moment = BEGIN + t + 0.1 * sim.i / n_hosts
             yield {"t": moment, "host": sim.name, "frame": sim.frame(t, interval_s)}
-            if step > said:
+            if step > logged_step:
                 yield {"t": moment, "host": sim.name, "entries": sim.log_lines(step, t)}
-        said = step
+        logged_step = step
         for begin, file, text in ENTRIES if script is INCIDENT else ENTRIES[:1]:
             if begin <= t < begin + interval_s:
-                host = next(sim.name for sim in sims if sim.sick)
+                host = next(sim.name for sim in sims if sim.is_sick)
                 yield {"t": BEGIN + t + 0.2, "host": host, "entries": [[BEGIN + t, f"{LOGS}/5/{file}", text]]}
         t += interval_s
 
 
-class _Host:
-    def __init__(self, i: int, name: str, hosts: Sequence[str], script: Script) -> None:
+class _SimulatedHost:
+    def __init__(self, i: int, name: str, hosts: Sequence[str], script: IncidentScript) -> None:
         self.i, self.name, self.hosts, self.script = i, name, hosts, script
-        self.sick = name == sick_of(hosts)
+        self.is_sick = name == sick_host(hosts)
         self.random = random.Random(i)
         self.ib = self.busy = self.total = 0
         self.sent_plan, self.sent_metrics = 0, FIRST_STEP - 121  # attempt, step
@@ -155,7 +173,7 @@ class _Host:
             "procs": [self._process(gpu, t, stage) for gpu in range(GPUS)],
         }
 
-    def _process(self, gpu: int, t: float, stage: _Stage) -> list[Json]:
+    def _process(self, gpu: int, t: float, stage: _SimulatedPhase) -> list[Json]:
         rank, command = str(self.i * GPUS + gpu), "python -m llama405b.train"
         return [self._pid(gpu), stage.process, int(t * 100), 9 << 30, rank, command]
 
@@ -167,9 +185,9 @@ class _Host:
     def _pid(self, gpu: int) -> int:
         return 41_000 + 100 * gpu
 
-    def _gpu(self, gpu: int, t: float, stage: _Stage) -> str:
+    def _gpu(self, gpu: int, t: float, stage: _SimulatedPhase) -> str:
         power, clock, heat, slowed = stage.power, stage.clock_mhz, 34 + 35 * stage.power, 0
-        if self.sick and gpu == 3 and self.script.hot <= t < self.script.cooled:
+        if self.is_sick and gpu == 3 and self.script.hot <= t < self.script.cooled:
             power, clock, heat, slowed = 0.55, 1185, heat + 19, 0x40
         power_w = 700 * power + self.random.uniform(-8, 8)
         heat += self.random.uniform(-2, 2)
@@ -179,10 +197,10 @@ class _Host:
         ]  # fmt: skip
         return ", ".join(str(value) for value in values) + "\n"
 
-    def _run(self, t: float, stage: _Stage) -> dict[str, Json]:
+    def _run(self, t: float, stage: _SimulatedPhase) -> dict[str, Json]:
         step, attempt, created = self.script.step(t), 1, BEGIN - 60
-        if t >= self.script.again:
-            attempt, created = 2, BEGIN + self.script.again - 4
+        if t >= self.script.restarted:
+            attempt, created = 2, BEGIN + self.script.restarted - 4
         status: dict[str, Json] = {
             "host": self.name,
             "state": "running",
@@ -191,13 +209,13 @@ class _Host:
             "pid_start": 1,
             "cause": None,
         }
-        if stage is GONE:
+        if stage is EXITED:
             status |= {"state": "stopped", "cause": {"kind": "stopped", "by": "the guard"}}
         run: dict[str, Json] = {
             "name": RUN,
             "created": created,
             "attempt": attempt,
-            "alive": stage is not GONE,
+            "alive": stage is not EXITED,
             "status": status,
             "beats": self._beats(t, stage),
             "log_age_s": self._log_age_s(t),
@@ -206,7 +224,7 @@ class _Host:
             "guard": self._guard(t),
         }
         if t >= self.script.ended:
-            run["blame"] = {"attempt": 1, "host": sick_of(self.hosts), "cause": self._cause()}
+            run["blame"] = {"attempt": 1, "host": sick_host(self.hosts), "cause": self._cause()}
         if self.sent_plan != attempt:
             self.sent_plan = attempt
             run["nodes"] = [[name, i * GPUS, GPUS] for i, name in enumerate(self.hosts)]
@@ -214,15 +232,17 @@ class _Host:
             run["mesh"] = {"dp_shard": len(self.hosts) * GPUS}
             run["nccl"] = {"NCCL_IB_HCA": ",".join(f"mlx5_{port}" for port in range(8))}
         if self.i == 0:
-            new = range(self.sent_metrics + 1, step + 1)
-            run["metrics"] = [self._metrics(each, attempt, BEGIN + t - STEP_S * (step - each)) for each in new]
+            new_steps = range(self.sent_metrics + 1, step + 1)
+            run["metrics"] = [
+                self._metrics(new_step, attempt, BEGIN + t - STEP_S * (step - new_step)) for new_step in new_steps
+            ]
             self.sent_metrics = max(self.sent_metrics, step)
             run["max_steps"] = STEPS
             run["usual_s"] = {"checkpoint": SAVE_S}
         return run
 
     def _guard(self, t: float) -> dict[str, Json]:
-        recovers = self.script.ended <= t < self.script.again
+        is_recovering = self.script.ended <= t < self.script.restarted
         guard: dict[str, Json] = {
             "run": RUN,
             "pid": 4711,
@@ -231,14 +251,14 @@ class _Host:
             "limit": 5,
             "time": BEGIN + t,
         }
-        return guard | {"state": "recovering" if recovers else "watching"}
+        return guard | {"state": "recovering" if is_recovering else "watching"}
 
     def _cause(self) -> dict[str, Json]:
-        rank, age_s = GPUS * self.hosts.index(sick_of(self.hosts)) + SICK_GPU, self.script.ended - self.script.hung
+        rank, age_s = GPUS * self.hosts.index(sick_host(self.hosts)) + SICK_GPU, self.script.ended - self.script.hung
         step = self.script.step(self.script.hung) - 1
         return {
             "kind": "hung",
-            "host": sick_of(self.hosts),
+            "host": sick_host(self.hosts),
             "rank": rank,
             "phase": "train",
             "step": step,
@@ -247,33 +267,33 @@ class _Host:
 
     def _log_age_s(self, t: float) -> float:
         """Return the age of its last line: of a step, or of the hung rank's watchdog."""
-        if not self.script.hung <= t < self.script.again:
+        if not self.script.hung <= t < self.script.restarted:
             return 0.5
         last = LOADED + (self.script.step(t) - FIRST_STEP) * STEP_S
-        if self.sick and t >= WARNED:
-            last = WARNED
+        if self.is_sick and t >= WATCHDOG_WARNED:
+            last = WATCHDOG_WARNED
         return round(t - last, 1)
 
-    def _beats(self, t: float, stage: _Stage) -> list[dict[str, Json]]:
-        if stage is GONE:
+    def _beats(self, t: float, stage: _SimulatedPhase) -> list[dict[str, Json]]:
+        if stage is EXITED:
             return []
         script, step, total = self.script, self.script.step(t), 812_000_000_000 // (GPUS * len(self.hosts))
-        since = max(moment for moment in (0.0, LOADED, script.again, script.reloaded) if moment <= t)
-        hangs, moved, done = stage is HANGS, t, int(total * script.loaded(t))
-        if stage is TRAINS:
-            moved = max(since, t - (t - since) % STEP_S)
-        elif hangs:
-            moved = script.hung
+        phase_begin = max(moment for moment in (0.0, LOADED, script.restarted, script.reloaded) if moment <= t)
+        is_hanging, moved_at, done_bytes = stage is HANGING, t, int(total * script.loaded(t))
+        if stage is TRAINING:
+            moved_at = max(phase_begin, t - (t - phase_begin) % STEP_S)
+        elif is_hanging:
+            moved_at = script.hung
         return [
             {
                 "rank": self.i * GPUS + gpu,
                 "host": self.name,
                 "pid": self._pid(gpu),
-                "time": BEGIN + moved - (0.4 if gpu else 0.2),
-                "step": step - int(hangs and self.sick and gpu == SICK_GPU),
+                "time": BEGIN + moved_at - (0.4 if gpu else 0.2),
+                "step": step - int(is_hanging and self.is_sick and gpu == SICK_GPU),
                 "phase": stage.phase,
-                "phase_since": BEGIN + since,
-                "done_bytes": done,
+                "phase_since": BEGIN + phase_begin,
+                "done_bytes": done_bytes,
                 "total_bytes": total,
                 "state": "S",
                 "data_s": 0.03,
